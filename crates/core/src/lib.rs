@@ -1,0 +1,18 @@
+//! The words every other crate speaks: units, [`Digest`], [`Extent`], [`ImageName`], head kinds
+//! and the [`ReadAt`] trait.
+//!
+//! No I/O, no async runtime and no unsafe code live here; a trait that describes I/O may.
+
+mod digest;
+mod extent;
+mod head;
+mod name;
+mod read_at;
+mod units;
+
+pub use digest::{Digest, ParseDigestError};
+pub use extent::{Extent, ExtentKind};
+pub use head::Head;
+pub use name::{ImageName, NameError};
+pub use read_at::ReadAt;
+pub use units::{BLOCK_SIZE, BLOCK_SIZE_U64, BlockIndex, blocks_for, is_zero, trailing_zeros};
