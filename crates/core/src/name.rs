@@ -45,7 +45,10 @@ impl ImageName {
         if name.len() > Self::MAX_BYTES {
             return Err(NameError::TooLong(name.len()));
         }
-        if let Some(c) = name.chars().find(|&c| c == '/' || c == '\\' || c.is_control()) {
+        if let Some(c) = name
+            .chars()
+            .find(|&c| c == '/' || c == '\\' || c.is_control())
+        {
             return Err(NameError::Character(c));
         }
         if name.starts_with('.') {
@@ -87,11 +90,19 @@ mod tests {
 
     #[test]
     fn names_that_could_leave_their_directory_are_refused() {
-        for bad in ["", ".", "..", "../x", "a/b", "a\0b", "a\nb", ".hidden", "a\\b", "a\u{85}b"] {
+        for bad in [
+            "", ".", "..", "../x", "a/b", "a\0b", "a\nb", ".hidden", "a\\b", "a\u{85}b",
+        ] {
             assert!(ImageName::new(bad).is_err(), "{bad:?}");
         }
-        assert_eq!(ImageName::new("x".repeat(4096)), Err(NameError::TooLong(4096)));
-        assert_eq!(ImageName::new("web-01 (copy).qcow2").unwrap().as_str(), "web-01 (copy).qcow2");
+        assert_eq!(
+            ImageName::new("x".repeat(4096)),
+            Err(NameError::TooLong(4096))
+        );
+        assert_eq!(
+            ImageName::new("web-01 (copy).qcow2").unwrap().as_str(),
+            "web-01 (copy).qcow2"
+        );
     }
 
     proptest! {

@@ -56,7 +56,9 @@ impl ReadAt for Vec<u8> {
         Vec::len(self) as u64
     }
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        let from = usize::try_from(offset).unwrap_or(usize::MAX).min(Vec::len(self));
+        let from = usize::try_from(offset)
+            .unwrap_or(usize::MAX)
+            .min(Vec::len(self));
         let n = buf.len().min(Vec::len(self) - from);
         buf[..n].copy_from_slice(&self[from..from + n]);
         Ok(n)
