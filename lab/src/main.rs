@@ -1,1 +1,62 @@
-fn main() {}
+//! The lab: everything that measures drover. An image library of real systems, a WAN link in user
+//! space, the limit that a perfect deduplicator and compressor would reach, and the experiments
+//! that drive the real `drover` binary.
+//!
+//! Nothing here is used by drover itself.
+
+mod library;
+mod shell;
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// Measures drover on real images, against the limit and against its rivals.
+#[derive(Parser)]
+#[command(name = "lab", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Build the image library: real Debian systems as raw ext4 images.
+    Library {
+        /// Which images to build.
+        #[arg(long, value_enum, default_value = "full")]
+        set: library::Set,
+        /// Where images and package caches are kept.
+        #[arg(long, default_value = "lab/cache")]
+        dir: PathBuf,
+        /// Build only these images of the set.
+        #[arg(long, value_name = "NAME", num_args = 1..)]
+        only: Vec<String>,
+        /// Print what would be built and what there is, and stop.
+        #[arg(long)]
+        list: bool,
+    },
+    /// Make an aged version of an image of the library: files rewritten, moved and deleted, logs
+    /// grown, packages added.
+    Age {
+        /// The image to age, by its name in the library.
+        #[arg(default_value = "bookworm-plain")]
+        name: String,
+        /// Where the library is kept.
+        #[arg(long, default_value = "lab/cache")]
+        dir: PathBuf,
+    },
+}
+
+fn main() -> Result<()> {
+    match Cli::parse().command {
+        Command::Library {
+            set,
+            dir,
+            only,
+            list,
+        } => library::build(set, &dir, &only, list),
+        Command::Age { name, dir } => library::age(&name, &dir),
+    }
+}

@@ -1,0 +1,95 @@
+//! A directory tree as an ext4 image, without mounting anything.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::shell;
+
+/// Every image is "made" at this time (2026-01-01), so that a rebuild differs only where the files do.
+pub const EPOCH: &str = "1767225600";
+
+/// Writes `tree` into a sparse ext4 image at `out`.
+///
+/// The image has room for half as much again, in whole GiB, at least 2: like a small machine's disk. UUID
+/// and directory hash seed follow from the name, and so are the same on every build.
+pub fn make(tree: &Path, out: &Path, name: &str) -> Result<()> {
+    let used = shell::run(Command::new("du").args(["-s", "-B1", "-x"]).arg(tree))?;
+    let used: u64 = String::from_utf8_lossy(&used.stdout)
+        .split_whitespace()
+        .next()
+        .and_then(|n| n.parse().ok())
+        .context("du printed no size")?;
+    let gib = (used + used / 2).div_ceil(1 << 30).max(2);
+    let (id, seed) = (uuid_of(name, "file system"), uuid_of(name, "hash seed"));
+    let _ = std::fs::remove_file(out);
+    shell::run(
+        Command::new("mke2fs")
+            .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-m", "1", "-U", &id])
+            .args([
+                "-E",
+                &format!("hash_seed={seed},lazy_itable_init=1,root_owner=0:0"),
+            ])
+            .args(["-L", &name[..name.len().min(16)], "-d"])
+            .arg(tree)
+            .arg(out)
+            .arg(format!("{gib}G"))
+            .env("E2FSPROGS_FAKE_TIME", EPOCH),
+    )?;
+    Ok(())
+}
+
+/// A UUID that a name and a purpose determine.
+pub fn uuid_of(name: &str, purpose: &str) -> String {
+    let hex = blake3::hash(format!("drover lab {purpose} {name}").as_bytes()).to_hex();
+    format!(
+        "{}-{}-4{}-8{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[13..16],
+        &hex[17..20],
+        &hex[20..32]
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uuids_are_well_formed_stable_and_distinct() {
+        let id = uuid_of("bookworm-plain", "file system");
+        assert_eq!(id.len(), 36);
+        assert_eq!(
+            id.split('-').map(str::len).collect::<Vec<_>>(),
+            [8, 4, 4, 4, 12]
+        );
+        assert_eq!(id, uuid_of("bookworm-plain", "file system"));
+        assert_ne!(id, uuid_of("bookworm-plain", "hash seed"));
+        assert_ne!(id, uuid_of("bookworm-app", "file system"));
+    }
+
+    #[test]
+    fn a_tree_becomes_the_same_image_twice() {
+        if !shell::have("mke2fs") {
+            eprintln!("SKIP a_tree_becomes_the_same_image_twice: no mke2fs");
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let tree = dir.path().join("tree");
+        std::fs::create_dir(&tree).unwrap();
+        std::fs::write(tree.join("file"), vec![7; 70_000]).unwrap();
+        let (one, two) = (dir.path().join("one"), dir.path().join("two"));
+        make(&tree, &one, "test").unwrap();
+        make(&tree, &two, "test").unwrap();
+        let same = Command::new("cmp")
+            .arg("-s")
+            .arg(&one)
+            .arg(&two)
+            .status()
+            .unwrap();
+        assert!(same.success());
+        assert_eq!(std::fs::metadata(&one).unwrap().len(), 2 << 30);
+    }
+}

@@ -1,0 +1,108 @@
+//! Two small related images from the host's own files: for a smoke run without a network.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+
+use super::{Dirs, ext4};
+
+/// Which of the two.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Selection {
+    /// Seven eighths of the files.
+    One,
+    /// Another seven eighths; a few of the common ones have grown.
+    Two,
+}
+
+const ROOTS: &[&str] = &["/usr/bin", "/usr/sbin", "/usr/share", "/usr/lib"];
+/// No single file dominates, and the image stays small.
+const MAX_FILE: u64 = 8 << 20;
+const MAX_TOTAL: u64 = 160 << 20;
+
+/// Copies the selection into a tree and makes an image of it.
+pub fn make(dirs: &Dirs, name: &str, selection: Selection, out: &Path) -> Result<()> {
+    let tree = dirs.work.join(name);
+    let _ = fs::remove_dir_all(&tree);
+    let budget = MAX_TOTAL / ROOTS.len() as u64;
+    for root in ROOTS {
+        let mut files = Vec::new();
+        walk(Path::new(root), budget, &mut 0, &mut files);
+        for path in files {
+            let Some(change) = fate(&path, selection) else {
+                continue;
+            };
+            let to = tree.join(path.strip_prefix("/").unwrap_or(&path));
+            let Some(parent) = to.parent() else { continue };
+            fs::create_dir_all(parent)?;
+            let Ok(mut content) = fs::read(&path) else {
+                continue;
+            };
+            if change {
+                content.extend_from_slice(b"\n# a line that the other image lacks\n");
+            }
+            fs::write(&to, content)?;
+        }
+    }
+    ext4::make(&tree, out, name)?;
+    fs::remove_dir_all(&tree)?;
+    Ok(())
+}
+
+/// Regular files below `dir` in a fixed order, until they hold `budget` bytes.
+fn walk(dir: &Path, budget: u64, taken: &mut u64, out: &mut Vec<PathBuf>) {
+    let Ok(entries) = fs::read_dir(dir) else {
+        return;
+    };
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|e| e.path()).collect();
+    paths.sort();
+    for path in paths {
+        if *taken >= budget {
+            return;
+        }
+        let Ok(meta) = path.symlink_metadata() else {
+            continue;
+        };
+        if meta.is_dir() {
+            walk(&path, budget, taken, out);
+        } else if meta.is_file() && meta.len() <= MAX_FILE {
+            *taken += meta.len();
+            out.push(path);
+        }
+    }
+}
+
+/// Whether a file is in a selection, and if it is, whether it is changed there.
+fn fate(path: &Path, selection: Selection) -> Option<bool> {
+    let hash = blake3::hash(path.as_os_str().as_encoded_bytes());
+    let (part, change) = (
+        hash.as_bytes()[0] % 8,
+        hash.as_bytes()[1].is_multiple_of(32),
+    );
+    match selection {
+        Selection::One => (part != 0).then_some(false),
+        Selection::Two => (part != 1).then_some(change),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn selections_share_most_files_and_each_lacks_some() {
+        let paths: Vec<PathBuf> = (0..4000)
+            .map(|n| format!("/usr/bin/tool{n}").into())
+            .collect();
+        let count = |test: &dyn Fn(&Path) -> bool| paths.iter().filter(|p| test(p)).count();
+        let both =
+            count(&|p| fate(p, Selection::One).is_some() && fate(p, Selection::Two).is_some());
+        let only_one =
+            count(&|p| fate(p, Selection::One).is_some() && fate(p, Selection::Two).is_none());
+        let changed = count(&|p| fate(p, Selection::Two) == Some(true));
+        assert!((2800..3200).contains(&both), "{both}");
+        assert!((400..600).contains(&only_one), "{only_one}");
+        assert!((50..180).contains(&changed), "{changed}");
+    }
+}

@@ -1,0 +1,65 @@
+//! Running other programs: errors that carry what the program said.
+
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+/// Runs a program to its end and returns what it printed.
+///
+/// # Errors
+/// When it cannot be started or does not exit with 0; the last lines of its standard error are in the error.
+pub fn run(command: &mut Command) -> Result<Output> {
+    let shown = show(command);
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot start {shown}"))?;
+    if !output.status.success() {
+        bail!("{shown}: {}: {}", output.status, tail(&output.stderr));
+    }
+    Ok(output)
+}
+
+/// True when a program of that name is found in `PATH`.
+pub fn have(program: &str) -> bool {
+    std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+}
+
+/// The last lines of a program's output, on one line.
+pub fn tail(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    let lines: Vec<&str> = text.lines().filter(|l| !l.trim().is_empty()).collect();
+    lines[lines.len().saturating_sub(4)..].join(" | ")
+}
+
+fn show(command: &Command) -> String {
+    let mut shown = command.get_program().to_string_lossy().into_owned();
+    for arg in command.get_args() {
+        shown.push(' ');
+        shown.push_str(&arg.to_string_lossy());
+    }
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failing_program_says_why() {
+        let error =
+            run(Command::new("sh").args(["-c", "echo lost the key >&2; exit 3"])).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("lost the key") && text.contains('3'),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn programs_are_found_in_path() {
+        assert!(have("sh"));
+        assert!(!have("no-such-program-here"));
+    }
+}
