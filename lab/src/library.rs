@@ -258,7 +258,10 @@ fn have_or_missing(path: &Path) -> String {
 impl Recipe {
     fn describe(&self) -> String {
         match self {
-            Self::Debian { suite, packages } if packages.is_empty() => {
+            Self::Debian {
+                suite,
+                packages: [],
+            } => {
                 format!("Debian {suite}, minimal machine with ssh")
             }
             Self::Debian { suite, packages } => {

@@ -5,6 +5,8 @@
 //! Nothing here is used by drover itself.
 
 mod library;
+mod limit;
+mod report;
 mod shell;
 
 use std::path::PathBuf;
@@ -47,6 +49,19 @@ enum Command {
         #[arg(long, default_value = "lab/cache")]
         dir: PathBuf,
     },
+    /// Print what sending images in order costs at least: unique non-zero 4 KiB blocks through
+    /// `zstd -3 --long=27`, and what an exact deduplicator matches.
+    Limit {
+        /// The images, in the order in which they are sent.
+        #[arg(required = true)]
+        images: Vec<PathBuf>,
+        /// Images that the destination has already.
+        #[arg(long, value_name = "IMAGE", num_args = 1..)]
+        with: Vec<PathBuf>,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 fn main() -> Result<()> {
@@ -58,5 +73,6 @@ fn main() -> Result<()> {
             list,
         } => library::build(set, &dir, &only, list),
         Command::Age { name, dir } => library::age(&name, &dir),
+        Command::Limit { images, with, json } => limit::print(&images, &with, json),
     }
 }

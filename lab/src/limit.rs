@@ -1,0 +1,269 @@
+//! The limit: what a deduplicator with unbounded memory and a good compressor would send.
+//!
+//! The bytes of an image's non-zero 4 KiB blocks that are nowhere in the images before it, nor earlier in
+//! itself, through `zstd -3 --long=27`. Nothing that sends whole blocks does much better, so it is what
+//! drover's bytes on the wire are compared with.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use comfy_table::Table;
+use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, is_zero};
+use rustix::fs::SeekFrom;
+use serde::Serialize;
+use zstd::stream::Encoder;
+
+use crate::report::{self, mib};
+
+/// Level and window of the limit's compressor: `zstd -3 --long=27`.
+const LEVEL: i32 = 3;
+const WINDOW_LOG: u32 = 27;
+/// Bytes read at a time.
+const READ: usize = 1 << 20;
+
+/// What the limit says about one image.
+#[derive(Clone, Debug, Serialize)]
+pub struct Limit {
+    /// The image's file name.
+    pub name: String,
+    /// Its size, holes included.
+    pub size_bytes: u64,
+    /// Non-zero blocks.
+    pub data_blocks: u64,
+    /// Of them: found in an earlier image.
+    pub matched_blocks: u64,
+    /// Of them: first seen earlier in this image.
+    pub repeated_blocks: u64,
+    /// Of them: new.
+    pub unique_blocks: u64,
+    /// The new ones, compressed: the limit.
+    pub limit_bytes: u64,
+}
+
+/// Every block seen so far, by the first half of its digest (a false match is not to be expected below 2^60 blocks).
+#[derive(Default)]
+pub struct Known {
+    earlier: HashSet<u128>,
+    current: HashSet<u128>,
+}
+
+impl Known {
+    /// Takes an image in and says what sending it would cost at least.
+    ///
+    /// # Errors
+    /// When the image cannot be read.
+    pub fn add(&mut self, path: &Path) -> Result<Limit> {
+        let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let size_bytes = file.metadata()?.len();
+        let mut limit = Limit {
+            name,
+            size_bytes,
+            data_blocks: 0,
+            matched_blocks: 0,
+            repeated_blocks: 0,
+            unique_blocks: 0,
+            limit_bytes: 0,
+        };
+        let mut compressed = compressor()?;
+        each_block(&file, size_bytes, |block| {
+            limit.data_blocks += 1;
+            let key = key_of(block);
+            if self.earlier.contains(&key) {
+                limit.matched_blocks += 1;
+            } else if self.current.insert(key) {
+                limit.unique_blocks += 1;
+                compressed.write_all(block)?;
+            } else {
+                limit.repeated_blocks += 1;
+            }
+            Ok(())
+        })
+        .with_context(|| format!("cannot read {}", path.display()))?;
+        self.earlier.extend(self.current.drain());
+        limit.limit_bytes = compressed.finish()?.0;
+        Ok(limit)
+    }
+}
+
+/// Prints the limit of each image in order; `with` are images that the destination has already.
+pub fn print(images: &[PathBuf], with: &[PathBuf], json: bool) -> Result<()> {
+    let mut known = Known::default();
+    for path in with {
+        known.add(path)?;
+    }
+    let limits = images
+        .iter()
+        .map(|path| known.add(path))
+        .collect::<Result<Vec<_>>>()?;
+    if json {
+        println!("{}", serde_json::to_string_pretty(&limits)?);
+        return Ok(());
+    }
+    println!("{}", table(&limits));
+    Ok(())
+}
+
+fn table(limits: &[Limit]) -> Table {
+    let mut table = report::table(&[
+        "image",
+        "data MiB",
+        "matched earlier",
+        "repeated inside",
+        "unique",
+        "matched %",
+        "limit MB",
+    ]);
+    for limit in limits {
+        let matched = limit.matched_blocks + limit.repeated_blocks;
+        table.add_row(vec![
+            limit.name.clone(),
+            mib(limit.data_blocks * BLOCK_SIZE_U64),
+            limit.matched_blocks.to_string(),
+            limit.repeated_blocks.to_string(),
+            limit.unique_blocks.to_string(),
+            format!(
+                "{:.1}",
+                100.0 * matched as f64 / limit.data_blocks.max(1) as f64
+            ),
+            format!("{:.2}", limit.limit_bytes as f64 / 1e6),
+        ]);
+    }
+    table
+}
+
+/// Counts what it is given and keeps nothing.
+struct Count(u64);
+
+impl Write for Count {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0 += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn compressor() -> io::Result<Encoder<'static, Count>> {
+    let mut encoder = Encoder::new(Count(0), LEVEL)?;
+    encoder.window_log(WINDOW_LOG)?;
+    encoder.long_distance_matching(true)?;
+    Ok(encoder)
+}
+
+fn key_of(block: &[u8]) -> u128 {
+    let mut half = [0; 16];
+    half.copy_from_slice(&blake3::hash(block).as_bytes()[..16]);
+    u128::from_le_bytes(half)
+}
+
+/// Calls `f` for every non-zero block, skipping holes; the last block may be short.
+fn each_block(
+    file: &File,
+    size: u64,
+    mut f: impl FnMut(&[u8]) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut buffer = vec![0; READ];
+    let mut at = 0;
+    while at < size {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(offset) => offset / BLOCK_SIZE_U64 * BLOCK_SIZE_U64,
+            Err(rustix::io::Errno::NXIO) => break,
+            Err(error) => return Err(error.into()),
+        };
+        let hole = rustix::fs::seek(file, SeekFrom::Hole(data.max(at)))?;
+        let end = hole.next_multiple_of(BLOCK_SIZE_U64).min(size);
+        at = data.max(at);
+        while at < end {
+            let take = (end - at).min(READ as u64) as usize;
+            file.read_exact_at(&mut buffer[..take], at)?;
+            for block in buffer[..take].chunks(BLOCK_SIZE) {
+                if !is_zero(block) {
+                    f(block)?;
+                }
+            }
+            at += take as u64;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(seed: u64) -> Vec<u8> {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        (0..BLOCK_SIZE).map(|_| rng.u8(1..)).collect()
+    }
+
+    fn image(dir: &Path, name: &str, blocks: &[Option<u64>]) -> PathBuf {
+        let path = dir.join(name);
+        let file = File::create(&path).unwrap();
+        file.set_len(blocks.len() as u64 * BLOCK_SIZE_U64).unwrap();
+        for (index, seed) in blocks.iter().enumerate() {
+            if let Some(seed) = seed {
+                file.write_all_at(&block(*seed), index as u64 * BLOCK_SIZE_U64)
+                    .unwrap();
+            }
+        }
+        path
+    }
+
+    #[test]
+    fn blocks_are_counted_once_over_all_images() {
+        let dir = tempfile::tempdir().unwrap();
+        let one = image(
+            dir.path(),
+            "one",
+            &[Some(1), None, Some(2), Some(1), None, None],
+        );
+        let two = image(
+            dir.path(),
+            "two",
+            &[None, None, Some(2), Some(3), Some(3), Some(1)],
+        );
+        let mut known = Known::default();
+        let first = known.add(&one).unwrap();
+        assert_eq!((first.data_blocks, first.unique_blocks), (3, 2));
+        assert_eq!((first.matched_blocks, first.repeated_blocks), (0, 1));
+        let second = known.add(&two).unwrap();
+        assert_eq!((second.data_blocks, second.unique_blocks), (4, 1));
+        assert_eq!((second.matched_blocks, second.repeated_blocks), (2, 1));
+        // Random bytes do not compress: the limit is the blocks and little more.
+        assert!(
+            (8192..8500).contains(&first.limit_bytes),
+            "{}",
+            first.limit_bytes
+        );
+        assert!(
+            (4000..4300).contains(&second.limit_bytes),
+            "{}",
+            second.limit_bytes
+        );
+        assert_eq!(known.add(&two).unwrap().unique_blocks, 0);
+    }
+
+    #[test]
+    fn a_short_last_block_and_an_empty_image_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let odd = dir.path().join("odd");
+        std::fs::write(&odd, vec![9; BLOCK_SIZE + 7]).unwrap();
+        let empty = image(dir.path(), "empty", &[]);
+        let hole = image(dir.path(), "hole", &[None; 9]);
+        let mut known = Known::default();
+        assert_eq!(known.add(&odd).unwrap().unique_blocks, 2);
+        assert_eq!(known.add(&empty).unwrap().data_blocks, 0);
+        assert_eq!(known.add(&hole).unwrap().data_blocks, 0);
+    }
+}

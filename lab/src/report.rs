@@ -1,0 +1,161 @@
+//! What experiments hand out: a table for people, JSON for programs.
+
+use std::path::Path;
+
+use anyhow::Result;
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use serde::Serialize;
+
+/// The machine that a figure was measured on.
+#[derive(Clone, Debug, Serialize)]
+pub struct Machine {
+    /// Its processor, as the kernel names it.
+    pub processor: String,
+    /// Logical cores.
+    pub cores: usize,
+    /// Kernel release.
+    pub kernel: String,
+}
+
+impl Machine {
+    /// This machine.
+    pub fn this() -> Self {
+        let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let processor = info
+            .lines()
+            .find_map(|l| {
+                l.strip_prefix("model name")?
+                    .split_once(": ")
+                    .map(|(_, name)| name)
+            })
+            .unwrap_or("unknown");
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        Self {
+            processor: processor.to_owned(),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            kernel: kernel.trim().to_owned(),
+        }
+    }
+}
+
+/// An experiment's outcome.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report<Row> {
+    /// Its name, as on the command line.
+    pub experiment: &'static str,
+    /// Where it ran.
+    pub machine: Machine,
+    /// What it was run with, for people.
+    pub setting: String,
+    /// The rows.
+    pub rows: Vec<Row>,
+}
+
+impl<Row: Serialize> Report<Row> {
+    /// A report of this machine.
+    pub fn new(experiment: &'static str, setting: String, rows: Vec<Row>) -> Self {
+        Self {
+            experiment,
+            machine: Machine::this(),
+            setting,
+            rows,
+        }
+    }
+
+    /// Prints the report as JSON or as `table`, and keeps the JSON in `out`.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn publish(&self, table: &Table, json: bool, out: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(self)?;
+        std::fs::create_dir_all(out)?;
+        std::fs::write(out.join(format!("{}.json", self.experiment)), &text)?;
+        if json {
+            println!("{text}");
+        } else {
+            println!("{}: {}", self.experiment, self.setting);
+            println!("{}, {} cores", self.machine.processor, self.machine.cores);
+            println!("{table}");
+        }
+        Ok(())
+    }
+}
+
+/// An empty table whose columns, but for the first, hold numbers.
+pub fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_MARKDOWN);
+    table.set_header(header.iter().map(Cell::new));
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+/// Bytes as MiB.
+pub fn mib(bytes: u64) -> String {
+    format!("{:.1}", bytes as f64 / f64::from(1 << 20))
+}
+
+/// Bytes as MB, as links are measured.
+pub fn mb(bytes: u64) -> String {
+    format!("{:.2}", bytes as f64 / 1e6)
+}
+
+/// Least, median and greatest of some measurements.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    /// The least.
+    pub min: f64,
+    /// The middle one, or the mean of the two in the middle.
+    pub median: f64,
+    /// The greatest.
+    pub max: f64,
+}
+
+impl Spread {
+    /// The spread of `values`; `None` when there are none.
+    pub fn of(values: &[f64]) -> Option<Self> {
+        let mut sorted = values.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let (min, max) = (*sorted.first()?, *sorted.last()?);
+        let middle = sorted.len() / 2;
+        let median = if sorted.len().is_multiple_of(2) {
+            f64::midpoint(sorted[middle - 1], sorted[middle])
+        } else {
+            sorted[middle]
+        };
+        Some(Self { min, median, max })
+    }
+}
+
+impl std::fmt::Display for Spread {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:.2} ({:.2} to {:.2})", self.median, self.min, self.max)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_the_middle_one() {
+        assert_eq!(Spread::of(&[]), None);
+        assert_eq!(
+            Spread::of(&[3.0, 1.0, 2.0]).unwrap(),
+            Spread {
+                min: 1.0,
+                median: 2.0,
+                max: 3.0
+            }
+        );
+        assert_eq!(Spread::of(&[4.0, 1.0]).unwrap().median, 2.5);
+    }
+
+    #[test]
+    fn the_machine_is_named() {
+        let machine = Machine::this();
+        assert!(machine.cores >= 1 && !machine.kernel.is_empty());
+    }
+}
