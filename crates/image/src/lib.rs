@@ -1,1 +1,30 @@
-//! placeholder
+//! Disk image formats: raw, qcow2, vmdk, vhdx, vdi and vhd, read by content and never trusted.
+//!
+//! Two views of an image live here. [`Layout`] is the order in which a *file*'s bytes are
+//! walked so that guest data comes in guest order whatever the container; [`VirtualDisk`] is
+//! what the *guest* sees of all the files together. [`open_for_sending`] puts them together for
+//! a sender.
+//!
+//! Parsers are total: sizes are checked before they are allocated, every loop is bounded by the
+//! file's size or a constant in [`limits`], arithmetic is checked, and tables are read a page
+//! at a time. No unsafe code, no async, no writing and no network live here.
+
+mod container;
+mod disk;
+mod error;
+mod file;
+mod format;
+pub mod layout;
+pub mod limits;
+mod mapping;
+mod names;
+mod outgoing;
+mod reader;
+mod vhd;
+
+pub use disk::{Extents, Trust, VirtualDisk};
+pub use error::ImageError;
+pub use file::{ImageFile, Stamp};
+pub use format::{Format, ParseFormatError};
+pub use layout::{GrainRange, Layout, LayoutError, LayoutLimits, Order, Piece, Pieces, RangeKind};
+pub use outgoing::{Conversion, Outgoing, open_for_sending, open_for_sending_with};

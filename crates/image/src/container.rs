@@ -1,0 +1,223 @@
+//! One file taken apart: which format, its map, and the layout that follows from it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use drover_core::ReadAt;
+
+use crate::format::{Probe, probe};
+use crate::layout::{BuildError, LayoutBuilder};
+use crate::limits::{MAX_RANGES, MAX_VIRTUAL_SIZE};
+use crate::mapping::{Flat, Mapping, Target};
+use crate::{Format, ImageError, Layout};
+
+/// The file that shows through where a disk has nothing of its own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Backing {
+    /// As the image has it.
+    pub(crate) name: String,
+    /// The format that the image says it has.
+    pub(crate) format: Option<Format>,
+}
+
+/// One extent of a disk that is made of several files.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Part {
+    /// Bytes of the disk.
+    pub(crate) len: u64,
+    pub(crate) source: PartSource,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum PartSource {
+    /// A container of its own.
+    Sparse(String),
+    /// Plain bytes from an offset of a file.
+    Flat(String, u64),
+    /// Nothing.
+    Zero,
+}
+
+/// What the container is made of.
+pub(crate) enum Body {
+    /// A map that refers to the container itself (file 0), or to `data_file` (file 1).
+    Mapped(Box<dyn Mapping>),
+    /// A list of other files.
+    Parts(Vec<Part>),
+}
+
+/// One file of an image, taken apart. Nothing but its headers has been read.
+pub(crate) struct Container {
+    pub(crate) format: Format,
+    pub(crate) body: Body,
+    pub(crate) backing: Option<Backing>,
+    /// The external file that has the data of a qcow2 image.
+    pub(crate) data_file: Option<String>,
+    /// What a person should know.
+    pub(crate) notes: Vec<String>,
+    /// Why the guest's bytes cannot be had.
+    pub(crate) sealed: Option<String>,
+}
+
+impl Container {
+    pub(crate) fn mapped(format: Format, mapping: impl Mapping + 'static) -> Self {
+        Container {
+            format,
+            body: Body::Mapped(Box::new(mapping)),
+            backing: None,
+            data_file: None,
+            notes: Vec::new(),
+            sealed: None,
+        }
+    }
+
+    /// A file as a raw disk, whatever its content.
+    pub(crate) fn raw(len: u64) -> Self {
+        Container::mapped(
+            Format::Raw,
+            Flat {
+                size: len,
+                offset: 0,
+                file: 0,
+            },
+        )
+    }
+
+    /// Takes `file` apart by its content.
+    pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Self, ImageError> {
+        let Probe { format, foreign } = probe(file)?;
+        let mut container = match format {
+            Format::Raw => Container::raw(file.len()),
+            other => return Err(ImageError::unsupported(other, "is not read yet")),
+        };
+        if let Some(name) = foreign {
+            container.notes.push(format!(
+                "a {name} image is not understood: sent as raw bytes"
+            ));
+            container.sealed = Some(format!("{name} is not a format that drover reads"));
+        }
+        Ok(container)
+    }
+
+    /// Bytes in the disk that the guest sees.
+    pub(crate) fn virtual_size(&self) -> u64 {
+        match &self.body {
+            Body::Mapped(m) => m.virtual_size(),
+            Body::Parts(parts) => parts.iter().fold(0, |sum, p| sum.saturating_add(p.len)),
+        }
+    }
+
+    /// The names of the files without which this one is not the image.
+    pub(crate) fn companions(&self) -> Vec<&str> {
+        let mut names: Vec<&str> = self.data_file.as_deref().into_iter().collect();
+        if let Body::Parts(parts) = &self.body {
+            names.extend(parts.iter().filter_map(|p| match &p.source {
+                PartSource::Sparse(name) | PartSource::Flat(name, _) => Some(name.as_str()),
+                PartSource::Zero => None,
+            }));
+        }
+        names
+    }
+
+    /// Checks every table, and that the guest's bytes can be had.
+    pub(crate) fn check(
+        &mut self,
+        file_len: u64,
+        present: &[Range<u64>],
+    ) -> Result<(), ImageError> {
+        if let Some(why) = &self.sealed {
+            return Err(ImageError::Unconvertible(why.clone()));
+        }
+        if self.virtual_size() > MAX_VIRTUAL_SIZE {
+            return Err(ImageError::Unconvertible(format!(
+                "a disk of {} bytes is beyond the limit of {MAX_VIRTUAL_SIZE}",
+                self.virtual_size()
+            )));
+        }
+        // The notes of a layout are about sending the file itself.
+        let notes = self.notes.len();
+        self.layout(file_len, present)?;
+        self.notes.truncate(notes);
+        Ok(())
+    }
+
+    /// The file's layout in guest order. Reads every table once and checks all of them.
+    /// What makes the guest's order useless or too costly leads to file order and a note.
+    pub(crate) fn layout(
+        &mut self,
+        file_len: u64,
+        present: &[Range<u64>],
+    ) -> Result<Layout, ImageError> {
+        let size = self.virtual_size();
+        let file_order = || Layout::in_file_order(file_len, present);
+        let mapping = match &self.body {
+            Body::Mapped(m) if self.format != Format::Raw => m,
+            _ => return Ok(file_order()),
+        };
+        if self.sealed.is_some() {
+            return Ok(file_order());
+        }
+        if size > MAX_VIRTUAL_SIZE {
+            self.notes.push(format!(
+                "a virtual disk of {size} bytes is beyond {MAX_VIRTUAL_SIZE}: sent in file order"
+            ));
+            return Ok(file_order());
+        }
+        let mut tables = Vec::new();
+        mapping.tables(&mut |(span, what)| {
+            tables.push((span.start, span.end, what));
+            Ok(())
+        })?;
+        tables.sort_unstable();
+        let damaged = |field, detail| ImageError::damaged(self.format, field, detail);
+        if let Some(w) = tables.windows(2).find(|w| w[0].1 > w[1].0) {
+            return Err(damaged(
+                w[1].2,
+                format!("at {:#x} it overlaps the {}", w[1].0, w[0].2),
+            ));
+        }
+        let mut builder = LayoutBuilder::new(file_len, present, mapping.grain(), MAX_RANGES);
+        let mut packed = 0u64;
+        let built = (|| -> Result<Result<Layout, BuildError>, ImageError> {
+            let mut at = 0;
+            while at < size {
+                let run = mapping.lookup(at)?;
+                match run.target {
+                    Target::Data { file: 0, offset } => {
+                        if let Err(e) = builder.data(at, offset, run.len) {
+                            return Ok(Err(e));
+                        }
+                    }
+                    Target::Packed(p) => packed += p.len,
+                    _ => {}
+                }
+                at = at.saturating_add(run.len.max(1));
+            }
+            Ok(builder.finish(&tables))
+        })()?;
+        if packed > 0 {
+            self.notes.push(
+                "it holds compressed data, whose blocks cannot match other images \
+                 (--to raw or --to qcow2 sends the disk uncompressed instead)"
+                    .into(),
+            );
+        }
+        match built {
+            Ok(layout) => Ok(layout),
+            Err(BuildError::TooManyRanges) => {
+                self.notes.push(format!(
+                    "too fragmented for guest order (over {MAX_RANGES} ranges): sent in file order"
+                ));
+                Ok(file_order())
+            }
+            Err(BuildError::Overlap(at)) => Err(damaged(
+                "data",
+                format!("two parts of the disk share the file's bytes at {at:#x}"),
+            )),
+            Err(BuildError::OverTable(at, what)) => Err(damaged(
+                what,
+                format!("data of the disk lies over it at {at:#x}"),
+            )),
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! The guest's view: a disk put together from all the files that make it up.
+
+mod chain;
+mod parts;
+
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use drover_core::{Extent, ExtentKind, ReadAt};
+
+use crate::limits::GRAIN_CACHE_BYTES;
+use crate::mapping::{Mapping, Packed, Target};
+use crate::{Format, ImageError, Stamp};
+
+/// How far the names that an image carries are followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Trust {
+    /// Only to files in the image's own directory and below it.
+    #[default]
+    Beside,
+    /// Backing files may be anywhere on this machine, as QEMU has it. For images whose maker
+    /// may read every file that the user may.
+    Anywhere,
+}
+
+/// One file that has bytes of the disk.
+struct Medium {
+    content: Arc<dyn ReadAt>,
+    /// Its runs that are not holes, sorted and apart.
+    present: Vec<Range<u64>>,
+}
+
+/// One image of a backing chain.
+struct Layer {
+    mapping: Box<dyn Mapping>,
+    files: Vec<Medium>,
+}
+
+/// A disk as its guest sees it, whatever files make it up: backing files, external data files,
+/// extents. Reads as zeros where none of them has anything.
+pub struct VirtualDisk {
+    /// The image itself first, then what is behind it.
+    layers: Vec<Layer>,
+    size: u64,
+    format: Format,
+    notes: Vec<String>,
+    stamps: Vec<(PathBuf, Stamp)>,
+    /// Decompressed grains, the latest used first.
+    grains: Mutex<Vec<(usize, Packed, Arc<[u8]>)>>,
+}
+
+/// Where guest bytes are, all layers considered.
+#[derive(Clone, Copy)]
+enum Place {
+    Data {
+        layer: usize,
+        file: usize,
+        offset: u64,
+    },
+    Packed {
+        layer: usize,
+        packed: Packed,
+    },
+    Zero,
+    Hole,
+}
+
+impl VirtualDisk {
+    /// Opens the image at `path`, with backing files beside it ([`Trust::Beside`]).
+    ///
+    /// # Errors
+    /// [`ImageError`] naming the file that is damaged, unreadable or not to be followed.
+    pub fn open(path: &Path) -> Result<Self, ImageError> {
+        Self::open_with(path, Trust::Beside)
+    }
+
+    /// Opens the image at `path`, following backing files as far as `trust` says.
+    ///
+    /// # Errors
+    /// [`ImageError`] naming the file that is damaged, unreadable or not to be followed.
+    pub fn open_with(path: &Path, trust: Trust) -> Result<Self, ImageError> {
+        chain::open(path, trust)
+    }
+
+    /// The disk in a single file that needs no other.
+    ///
+    /// # Errors
+    /// [`ImageError`] when the file is damaged, or is not a whole disk by itself.
+    pub fn from_content(content: Arc<dyn ReadAt>) -> Result<Self, ImageError> {
+        chain::single(content)
+    }
+
+    fn new(layers: Vec<Layer>, format: Format) -> Self {
+        VirtualDisk {
+            size: layers.first().map_or(0, |l| l.mapping.virtual_size()),
+            layers,
+            format,
+            notes: Vec::new(),
+            stamps: Vec::new(),
+            grains: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// The format of the image itself (not of what is behind it).
+    #[must_use]
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// What a person should know about the files.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Every file that was opened, and its stamp then.
+    #[must_use]
+    pub fn stamps(&self) -> &[(PathBuf, Stamp)] {
+        &self.stamps
+    }
+
+    /// The disk from start to end as extents, neighbours of one kind joined. What is a hole of
+    /// the file behind it counts as zero.
+    #[must_use]
+    pub fn extents(&self) -> Extents<'_> {
+        Extents { disk: self, at: 0 }
+    }
+
+    /// The run at `guest`, which is below the size.
+    fn resolve(&self, guest: u64) -> Result<(u64, Place), ImageError> {
+        let mut len = self.size - guest;
+        for (layer, l) in self.layers.iter().enumerate() {
+            // What a shorter file behind the image does not reach is zero.
+            let Some(left) = l
+                .mapping
+                .virtual_size()
+                .checked_sub(guest)
+                .filter(|&n| n > 0)
+            else {
+                break;
+            };
+            let run = l.mapping.lookup(guest)?;
+            len = len.min(left).min(run.len.max(1));
+            match run.target {
+                Target::Unallocated => {}
+                Target::Zero => return Ok((len, Place::Zero)),
+                Target::Packed(packed) => return Ok((len, Place::Packed { layer, packed })),
+                Target::Data { file, offset } => {
+                    let present = &l.files[file].present;
+                    let next = present.get(present.partition_point(|r| r.end <= offset));
+                    return Ok(match next {
+                        Some(r) if r.start <= offset => (
+                            len.min(r.end - offset),
+                            Place::Data {
+                                layer,
+                                file,
+                                offset,
+                            },
+                        ),
+                        Some(r) => (len.min(r.start - offset), Place::Zero),
+                        None => (len, Place::Zero),
+                    });
+                }
+            }
+        }
+        Ok((len, Place::Hole))
+    }
+
+    fn unpacked(&self, layer: usize, packed: Packed) -> Result<Arc<[u8]>, ImageError> {
+        let mut grains = self.grains.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(i) = grains
+            .iter()
+            .position(|(l, p, _)| *l == layer && *p == packed)
+        {
+            grains[..=i].rotate_right(1);
+            return Ok(Arc::clone(&grains[0].2));
+        }
+        drop(grains);
+        let bytes: Arc<[u8]> = self.layers[layer].mapping.unpack(packed)?.into();
+        let mut grains = self.grains.lock().unwrap_or_else(PoisonError::into_inner);
+        grains.insert(0, (layer, packed, Arc::clone(&bytes)));
+        let mut kept = 0;
+        grains.retain(|(_, _, b)| {
+            let first = kept == 0;
+            kept += b.len();
+            first || kept <= GRAIN_CACHE_BYTES
+        });
+        Ok(bytes)
+    }
+
+    fn read_run(&self, buf: &mut [u8], guest: u64, place: Place) -> io::Result<()> {
+        match place {
+            Place::Zero | Place::Hole => buf.fill(0),
+            Place::Data {
+                layer,
+                file,
+                offset,
+            } => self.layers[layer].files[file]
+                .content
+                .read_exact_at(buf, offset)?,
+            Place::Packed { layer, packed } => {
+                let bytes = self.unpacked(layer, packed)?;
+                let from = usize::try_from(guest - packed.guest).unwrap_or(usize::MAX);
+                // A last grain may hold no more than the disk needs of it.
+                let have = bytes.get(from..).unwrap_or_default();
+                let n = have.len().min(buf.len());
+                buf[..n].copy_from_slice(&have[..n]);
+                buf[n..].fill(0);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl ReadAt for VirtualDisk {
+    fn len(&self) -> u64 {
+        self.size
+    }
+
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut done = 0;
+        let left = usize::try_from(self.size.saturating_sub(offset)).unwrap_or(usize::MAX);
+        let want = left.min(buf.len());
+        while done < want {
+            let guest = offset + done as u64;
+            let (len, place) = self.resolve(guest)?;
+            let n = usize::try_from(len).unwrap_or(usize::MAX).min(want - done);
+            self.read_run(&mut buf[done..done + n], guest, place)?;
+            done += n;
+        }
+        Ok(want)
+    }
+}
+
+impl std::fmt::Debug for VirtualDisk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VirtualDisk")
+            .field("format", &self.format)
+            .field("size", &self.size)
+            .field("layers", &self.layers.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The iterator that [`VirtualDisk::extents`] returns. Ends after an error.
+#[derive(Debug)]
+pub struct Extents<'a> {
+    disk: &'a VirtualDisk,
+    at: u64,
+}
+
+impl Iterator for Extents<'_> {
+    type Item = Result<Extent, ImageError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let offset = self.at;
+        let mut kind = None;
+        while self.at < self.disk.size {
+            let (len, place) = match self.disk.resolve(self.at) {
+                Ok(run) => run,
+                Err(e) => {
+                    self.at = self.disk.size;
+                    return Some(Err(e));
+                }
+            };
+            let this = match place {
+                Place::Data { .. } | Place::Packed { .. } => ExtentKind::Data,
+                Place::Zero => ExtentKind::Zero,
+                Place::Hole => ExtentKind::Hole,
+            };
+            if *kind.get_or_insert(this) != this {
+                break;
+            }
+            self.at += len;
+        }
+        kind.map(|kind| {
+            Ok(Extent {
+                offset,
+                length: self.at - offset,
+                kind,
+            })
+        })
+    }
+}

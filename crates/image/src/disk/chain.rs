@@ -1,0 +1,131 @@
+//! Opening an image with everything behind it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use drover_core::ReadAt;
+
+use super::{Layer, Medium, Trust, VirtualDisk, parts};
+use crate::container::{Backing, Body, Container};
+use crate::limits::MAX_CHAIN_DEPTH;
+use crate::{Format, ImageError, ImageFile, Stamp, names};
+
+/// What opening gathers on its way down the chain.
+#[derive(Default)]
+pub(super) struct Found {
+    pub(super) notes: Vec<String>,
+    pub(super) stamps: Vec<(PathBuf, Stamp)>,
+}
+
+pub(super) fn open(path: &Path, trust: Trust) -> Result<VirtualDisk, ImageError> {
+    let mut found = Found::default();
+    let mut layers = Vec::new();
+    let mut format = None;
+    let mut seen: Vec<(u64, u64)> = Vec::new();
+    let mut next = Some((path.to_owned(), None));
+    while let Some((path, expected)) = next.take() {
+        if layers.len() >= MAX_CHAIN_DEPTH {
+            return Err(ImageError::ChainTooLong(MAX_CHAIN_DEPTH).in_file(&path));
+        }
+        let file = ImageFile::open(&path)?;
+        let identity = (file.stamp().device, file.stamp().inode);
+        if seen.contains(&identity) {
+            return Err(ImageError::BackingLoop.in_file(&path));
+        }
+        seen.push(identity);
+        let one = layer(file, expected, &mut found).map_err(|e| e.in_file(&path))?;
+        format.get_or_insert(one.format);
+        layers.push(one.layer);
+        if let Some(backing) = one.backing {
+            let resolve = match trust {
+                Trust::Beside => names::beside,
+                Trust::Anywhere => names::anywhere,
+            };
+            let to = resolve(&path, &backing.name).map_err(|e| e.in_file(&path))?;
+            next = Some((to, backing.format));
+        }
+    }
+    let mut disk = VirtualDisk::new(layers, format.unwrap_or(Format::Raw));
+    disk.notes = found.notes;
+    disk.stamps = found.stamps;
+    Ok(disk)
+}
+
+pub(super) fn single(content: Arc<dyn ReadAt>) -> Result<VirtualDisk, ImageError> {
+    let len = content.len();
+    let whole = 0..len;
+    let mut container = Container::open(&content)?;
+    container.check(len, std::slice::from_ref(&whole))?;
+    let format = container.format;
+    if let Some(backing) = container.backing {
+        return Err(ImageError::OutsideDirectory { name: backing.name });
+    }
+    if let Some(name) = container.data_file {
+        return Err(ImageError::OutsideDirectory { name });
+    }
+    let Body::Mapped(mapping) = container.body else {
+        return Err(ImageError::Unconvertible(
+            "its data is in other files".into(),
+        ));
+    };
+    let files = vec![Medium {
+        content,
+        present: vec![whole],
+    }];
+    Ok(VirtualDisk::new(vec![Layer { mapping, files }], format))
+}
+
+struct One {
+    layer: Layer,
+    format: Format,
+    backing: Option<Backing>,
+}
+
+/// One image of the chain, without what is behind it.
+fn layer(file: ImageFile, expected: Option<Format>, found: &mut Found) -> Result<One, ImageError> {
+    let path = file.path().to_owned();
+    let present = file.data_extents()?;
+    found.stamps.push((path.clone(), file.stamp()));
+    let content: Arc<dyn ReadAt> = Arc::new(file);
+    let mut container = match expected {
+        // A guest could write another format's magic number into a raw disk.
+        Some(Format::Raw) => Container::raw(content.len()),
+        _ => Container::open(&content)?,
+    };
+    if let Some(expected) = expected.filter(|&f| f != container.format) {
+        return Err(ImageError::damaged(
+            expected,
+            "format",
+            format!(
+                "the image in front of it says so, but it is {}",
+                container.format
+            ),
+        ));
+    }
+    container.check(content.len(), &present)?;
+    found.notes.append(&mut container.notes);
+    let mut files = vec![Medium { content, present }];
+    if let Some(name) = &container.data_file {
+        files.push(medium(&names::beside(&path, name)?, found)?);
+    }
+    let mapping = match container.body {
+        Body::Mapped(mapping) => mapping,
+        Body::Parts(list) => parts::join(&path, list, &mut files, found)?,
+    };
+    Ok(One {
+        layer: Layer { mapping, files },
+        format: container.format,
+        backing: container.backing,
+    })
+}
+
+/// A file that is plain bytes to the image that names it.
+pub(super) fn medium(path: &Path, found: &mut Found) -> Result<Medium, ImageError> {
+    let file = ImageFile::open(path)?;
+    let present = file.data_extents()?;
+    found.stamps.push((path.to_owned(), file.stamp()));
+    Ok(Medium {
+        content: Arc::new(file),
+        present,
+    })
+}

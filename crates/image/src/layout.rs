@@ -1,0 +1,385 @@
+//! The walk: a permutation of a file's bytes into a stream of blocks.
+//!
+//! A [`Layout`] says in which order the bytes of one image file are walked so that guest data
+//! appears in guest-logical order, aligned as on the virtual disk (teleportation §2.2), whatever
+//! the container. It is kept as a sorted list of grain ranges (teleportation §2.17), each
+//! sequential or reverse-sequential in the file, and looked up by binary search.
+//!
+//! - Data ranges come first, in guest order. Unallocated guest space takes no room in the walk.
+//!   A run that continues in the guest block where the run before it ended stays in that block;
+//!   any other run starts in a new one. Either way its bytes stand at their guest offset modulo
+//!   4096. What this leaves out (under 8192 bytes at a time) is padding that reads as zeros.
+//! - Metadata ranges follow, in file order, aligned in the same way to their file offset. They
+//!   are everything else the file holds: headers, tables, leaked clusters, gaps, footers, and
+//!   data whose guest order would not help because it is compressed.
+//! - Every byte of the file that is not in a hole of the file is covered exactly once.
+//! - An opaque layout (encrypted or wholly compressed containers, or on request) is the file in
+//!   file order, as [`RangeKind::Data`], like that of a raw image.
+
+mod builder;
+mod codec;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::ops::Range;
+
+use drover_core::{BLOCK_SIZE_U64, ReadAt, blocks_for};
+
+pub(crate) use builder::{BuildError, LayoutBuilder};
+pub use codec::LayoutLimits;
+
+/// The direction in which a range's grains lie in the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Order {
+    /// Each grain follows the one before it.
+    Forward,
+    /// Each grain precedes the one before it.
+    Reverse,
+}
+
+/// What a range's bytes are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RangeKind {
+    /// The guest's bytes in the guest's order (or the file's, where the layout is opaque).
+    Data,
+    /// The container's own bytes, and compressed data.
+    Metadata,
+}
+
+/// `count` grains of `grain` bytes that are walked in a row.
+///
+/// Grain *i* covers walk bytes `[walk + i*grain, +grain)` and file bytes that start at
+/// `file + i*grain` ([`Order::Forward`]) or `file - i*grain` ([`Order::Reverse`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GrainRange {
+    /// Where the range starts in the walk, in bytes.
+    pub walk: u64,
+    /// Where its first grain starts in the file, in bytes.
+    pub file: u64,
+    /// Bytes in a grain.
+    pub grain: u32,
+    /// How many grains.
+    pub count: u64,
+    /// Which way they lie.
+    pub order: Order,
+    /// What they hold.
+    pub kind: RangeKind,
+}
+
+impl GrainRange {
+    /// Bytes in the range.
+    #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "a range is never empty")]
+    pub fn len(&self) -> u64 {
+        u64::from(self.grain) * self.count
+    }
+
+    /// The walk offset after the range.
+    #[must_use]
+    pub fn walk_end(&self) -> u64 {
+        self.walk + self.len()
+    }
+
+    /// The file bytes it covers: one run, whatever the order.
+    #[must_use]
+    pub fn file_span(&self) -> Range<u64> {
+        match self.order {
+            Order::Forward => self.file..self.file + self.len(),
+            Order::Reverse => {
+                let end = self.file + u64::from(self.grain);
+                end - self.len()..end
+            }
+        }
+    }
+}
+
+/// A run of the walk that is one run of the file, or padding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// Where it starts in the walk.
+    pub walk: u64,
+    /// Its length in bytes, never zero.
+    pub len: u64,
+    /// Where it starts in the file; `None` for padding, which reads as zeros.
+    pub file: Option<u64>,
+}
+
+/// Why a list of ranges is not a layout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// Not something that [`Layout::encode`] wrote, or cut short.
+    #[error("a layout that is malformed at {0}")]
+    Malformed(&'static str),
+    /// Written by a later version.
+    #[error("a layout of the unknown version {0}")]
+    Version(u8),
+    /// The bytes changed on their way.
+    #[error("a layout whose checksum does not match")]
+    Checksum,
+    /// Larger than the limits allow.
+    #[error("a layout beyond the limit on {0}")]
+    TooLarge(&'static str),
+    /// A range leaves the file.
+    #[error("a layout with a range outside its file")]
+    OutsideFile,
+    /// Two ranges share bytes of the file.
+    #[error("a layout that covers bytes of its file twice")]
+    Overlap,
+    /// The ranges do not follow each other in the walk as they must.
+    #[error("a layout whose walk is out of order")]
+    Order,
+}
+
+/// The order in which a file's bytes are walked; see the module's documentation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    file_len: u64,
+    table_grain: u32,
+    ranges: Vec<GrainRange>,
+    data_bytes: u64,
+    metadata_bytes: u64,
+}
+
+/// The largest gap between two ranges: the rest of one block and the start of another.
+const MAX_GAP: u64 = 2 * BLOCK_SIZE_U64 - 1;
+
+impl Layout {
+    /// The file in file order, without its holes. `present` are the runs that are not holes,
+    /// sorted and apart (see `ImageFile::data_extents`).
+    #[must_use]
+    pub fn in_file_order(file_len: u64, present: &[Range<u64>]) -> Layout {
+        let mut walk = 0u64;
+        let mut ranges = Vec::with_capacity(present.len());
+        for run in present.iter().filter(|r| r.start < r.end) {
+            let len = run.end.min(file_len).saturating_sub(run.start);
+            if len == 0 {
+                break;
+            }
+            walk = walk.next_multiple_of(BLOCK_SIZE_U64) + run.start % BLOCK_SIZE_U64;
+            let grain = builder::forward_grain(len, 4096);
+            ranges.push(GrainRange {
+                walk,
+                file: run.start,
+                grain,
+                count: len / u64::from(grain),
+                order: Order::Forward,
+                kind: RangeKind::Data,
+            });
+            walk += len;
+        }
+        let data_bytes = ranges.iter().map(GrainRange::len).sum();
+        Layout {
+            file_len,
+            table_grain: 4096,
+            ranges,
+            data_bytes,
+            metadata_bytes: 0,
+        }
+    }
+
+    /// Checks `ranges` against every promise of the module's documentation.
+    ///
+    /// # Errors
+    /// [`LayoutError`] when one is broken.
+    pub fn new(
+        file_len: u64,
+        table_grain: u32,
+        ranges: Vec<GrainRange>,
+    ) -> Result<Layout, LayoutError> {
+        if table_grain == 0 {
+            return Err(LayoutError::Malformed("the table's grain"));
+        }
+        let (mut walk_end, mut data_bytes, mut metadata_bytes) = (0u64, 0u64, 0u64);
+        let mut spans = Vec::new();
+        for r in &ranges {
+            if r.grain == 0 || r.count == 0 {
+                return Err(LayoutError::Malformed("an empty range"));
+            }
+            let len = u64::from(r.grain)
+                .checked_mul(r.count)
+                .filter(|&l| l <= file_len)
+                .ok_or(LayoutError::OutsideFile)?;
+            let inside = match r.order {
+                Order::Forward => r.file.checked_add(len).is_some_and(|e| e <= file_len),
+                Order::Reverse => r
+                    .file
+                    .checked_add(u64::from(r.grain))
+                    .is_some_and(|e| e <= file_len && e >= len),
+            };
+            if !inside {
+                return Err(LayoutError::OutsideFile);
+            }
+            match r.walk.checked_sub(walk_end) {
+                Some(gap) if gap <= MAX_GAP => {}
+                _ => return Err(LayoutError::Order),
+            }
+            // The last block is padded, so the walk's end is rounded up by others.
+            walk_end = r
+                .walk
+                .checked_add(len)
+                .filter(|&e| e <= u64::MAX - MAX_GAP)
+                .ok_or(LayoutError::Order)?;
+            match r.kind {
+                RangeKind::Data if metadata_bytes > 0 => return Err(LayoutError::Order),
+                RangeKind::Data => data_bytes += len,
+                RangeKind::Metadata => metadata_bytes += len,
+            }
+            // Both sums are of bytes of the file; more than it has means that some count twice.
+            if data_bytes
+                .checked_add(metadata_bytes)
+                .is_none_or(|sum| sum > file_len)
+            {
+                return Err(LayoutError::Overlap);
+            }
+            let span = r.file_span();
+            spans.push((span.start, span.end));
+        }
+        spans.sort_unstable();
+        if spans.windows(2).any(|w| w[0].1 > w[1].0) {
+            return Err(LayoutError::Overlap);
+        }
+        Ok(Layout {
+            file_len,
+            table_grain,
+            ranges,
+            data_bytes,
+            metadata_bytes,
+        })
+    }
+
+    /// Bytes in the file, holes included.
+    #[must_use]
+    pub fn file_len(&self) -> u64 {
+        self.file_len
+    }
+
+    /// Blocks in the walk.
+    #[must_use]
+    pub fn walk_blocks(&self) -> u64 {
+        blocks_for(self.ranges.last().map_or(0, GrainRange::walk_end))
+    }
+
+    /// The ranges, sorted by their place in the walk.
+    #[must_use]
+    pub fn ranges(&self) -> &[GrainRange] {
+        &self.ranges
+    }
+
+    /// File bytes that the walk covers as data.
+    #[must_use]
+    pub fn data_bytes(&self) -> u64 {
+        self.data_bytes
+    }
+
+    /// File bytes that the walk covers as metadata.
+    #[must_use]
+    pub fn metadata_bytes(&self) -> u64 {
+        self.metadata_bytes
+    }
+
+    /// File bytes that the walk covers; all others are holes.
+    #[must_use]
+    pub fn covered_bytes(&self) -> u64 {
+        self.data_bytes + self.metadata_bytes
+    }
+
+    /// Whether the walk is the file itself, byte for byte (the last block padded).
+    #[must_use]
+    pub fn is_identity(&self) -> bool {
+        match self.ranges.as_slice() {
+            [] => self.file_len == 0,
+            ranges => {
+                self.covered_bytes() == self.file_len
+                    && ranges
+                        .iter()
+                        .all(|r| r.walk == r.file && (r.order == Order::Forward || r.count == 1))
+            }
+        }
+    }
+
+    /// The pieces of walk bytes `[walk_offset, walk_offset + len)`, in order and without gaps.
+    /// Ends early at the end of the walk's last block.
+    #[must_use]
+    pub fn pieces(&self, walk_offset: u64, len: u64) -> Pieces<'_> {
+        let end = walk_offset
+            .saturating_add(len)
+            .min(self.walk_blocks() * BLOCK_SIZE_U64);
+        Pieces {
+            ranges: &self.ranges,
+            next: self.ranges.partition_point(|r| r.walk_end() <= walk_offset),
+            at: walk_offset,
+            end,
+        }
+    }
+
+    /// Fills `buf` with walk bytes from `walk_offset`; what lies beyond the walk is zero.
+    ///
+    /// # Errors
+    /// What reading `content` reports, `UnexpectedEof` when it has become shorter.
+    pub fn read(&self, content: &dyn ReadAt, walk_offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let mut done = 0usize;
+        for piece in self.pieces(walk_offset, buf.len() as u64) {
+            // A piece is never longer than the buffer.
+            let n = piece.len as usize;
+            let part = &mut buf[done..done + n];
+            match piece.file {
+                Some(file) => content.read_exact_at(part, file)?,
+                None => part.fill(0),
+            }
+            done += n;
+        }
+        buf[done..].fill(0);
+        Ok(())
+    }
+
+    /// How many times smaller the encoded ranges are than a table of 8 bytes for each grain in
+    /// use (teleportation §2.17).
+    #[must_use]
+    pub fn compression_ratio(&self) -> f64 {
+        let table = self.data_bytes.div_ceil(u64::from(self.table_grain)) * 8;
+        table as f64 / self.encode().len() as f64
+    }
+}
+
+/// The iterator that [`Layout::pieces`] returns.
+#[derive(Debug, Clone)]
+pub struct Pieces<'a> {
+    ranges: &'a [GrainRange],
+    next: usize,
+    at: u64,
+    end: u64,
+}
+
+impl Iterator for Pieces<'_> {
+    type Item = Piece;
+
+    fn next(&mut self) -> Option<Piece> {
+        if self.at >= self.end {
+            return None;
+        }
+        let walk = self.at;
+        let left = self.end - walk;
+        let (len, file) = match self.ranges.get(self.next) {
+            None => (left, None),
+            Some(r) if walk < r.walk => (left.min(r.walk - walk), None),
+            Some(r) => {
+                let within = walk - r.walk;
+                let (len, file) = match r.order {
+                    Order::Forward => (left.min(r.len() - within), r.file + within),
+                    Order::Reverse => {
+                        let grain = u64::from(r.grain);
+                        let inner = within % grain;
+                        (left.min(grain - inner), r.file + inner - (within - inner))
+                    }
+                };
+                if walk + len == r.walk_end() {
+                    self.next += 1;
+                }
+                (len, Some(file))
+            }
+        };
+        self.at += len;
+        Some(Piece { walk, len, file })
+    }
+}

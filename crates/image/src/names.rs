@@ -1,0 +1,106 @@
+//! Names that an image carries of other files, and which of them are followed.
+
+use std::path::{Component, Path, PathBuf};
+
+use crate::ImageError;
+
+/// Resolves `name`, as found in the image at `image`, to a path beside or below it.
+///
+/// The name is the image's word and not the user's, so it must not lead anywhere else: no `..`,
+/// no absolute path outside, no protocol. Symbolic links are the user's own and are followed.
+pub(crate) fn beside(image: &Path, name: &str) -> Result<PathBuf, ImageError> {
+    let refuse = || ImageError::OutsideDirectory { name: name.into() };
+    let dir = match image.parent() {
+        Some(p) if !p.as_os_str().is_empty() => p,
+        _ => Path::new("."),
+    };
+    let path = local_path(name).ok_or_else(refuse)?;
+    let relative = if path.is_absolute() {
+        let dir = std::path::absolute(dir).map_err(|_| refuse())?;
+        path.strip_prefix(&dir).map_err(|_| refuse())?.to_owned()
+    } else {
+        path.to_owned()
+    };
+    let plain = relative
+        .components()
+        .all(|c| matches!(c, Component::Normal(_) | Component::CurDir));
+    if !plain || relative.file_name().is_none() {
+        return Err(refuse());
+    }
+    Ok(dir.join(relative))
+}
+
+/// Resolves `name` wherever it leads, as QEMU would.
+pub(crate) fn anywhere(image: &Path, name: &str) -> Result<PathBuf, ImageError> {
+    let path =
+        local_path(name).ok_or_else(|| ImageError::OutsideDirectory { name: name.into() })?;
+    Ok(image.parent().unwrap_or(Path::new("")).join(path))
+}
+
+/// The path in a file name that may carry a protocol; `None` when it is not a plain file.
+fn local_path(name: &str) -> Option<&Path> {
+    if name.is_empty() || name.contains('\0') {
+        return None;
+    }
+    let (scheme, rest) = match name.split_once(':') {
+        // A colon after a slash is part of a name, as QEMU has it.
+        Some((scheme, rest)) if !scheme.contains('/') => (scheme, rest),
+        _ => ("file", name),
+    };
+    match scheme {
+        "file" if !rest.is_empty() && !rest.starts_with("//") => Some(Path::new(rest)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_lies_beside_or_below_is_followed() {
+        let image = Path::new("/vms/web/disk.qcow2");
+        for (name, path) in [
+            ("base.qcow2", "/vms/web/base.qcow2"),
+            ("./base.qcow2", "/vms/web/base.qcow2"),
+            ("old/base", "/vms/web/old/base"),
+            ("file:base", "/vms/web/base"),
+            ("/vms/web/base", "/vms/web/base"),
+            ("./a:b", "/vms/web/a:b"),
+        ] {
+            assert_eq!(beside(image, name).unwrap(), Path::new(path), "{name}");
+        }
+        for bad in [
+            "",
+            "..",
+            "../base",
+            "a/../../b",
+            "/etc/shadow",
+            "/vms/web/../other",
+            "/vms/webcam",
+            "/vms/web",
+            "nbd://host/x",
+            "json:{}",
+            "a\0b",
+            "file:///etc/passwd",
+            ".",
+        ] {
+            assert!(beside(image, bad).is_err(), "{bad:?}");
+        }
+        assert_eq!(
+            beside(Path::new("disk"), "base").unwrap(),
+            Path::new("./base")
+        );
+    }
+
+    #[test]
+    fn with_trust_a_name_may_lead_anywhere_but_not_off_the_machine() {
+        let image = Path::new("/vms/web/disk.qcow2");
+        assert_eq!(anywhere(image, "/base/x").unwrap(), Path::new("/base/x"));
+        assert_eq!(
+            anywhere(image, "../base").unwrap(),
+            Path::new("/vms/web/../base")
+        );
+        assert!(anywhere(image, "nbd:host:10809").is_err());
+    }
+}

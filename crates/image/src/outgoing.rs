@@ -1,0 +1,176 @@
+//! What leaves: an image as it is, or converted.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use drover_core::{ExtentKind, ReadAt};
+
+use crate::container::Container;
+use crate::disk::Trust;
+use crate::file::push_rounded;
+use crate::format::probe;
+use crate::limits::{MAX_FILE_EXTENTS, MAX_VIRTUAL_SIZE};
+use crate::{Format, ImageError, ImageFile, Layout, Stamp, VirtualDisk, names};
+
+/// In which form an image is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Conversion {
+    /// The file byte for byte, walked in the guest's order.
+    #[default]
+    AsIs,
+    /// The file byte for byte, walked in its own order: nothing in it is interpreted.
+    Opaque,
+    /// The guest's disk as a raw image.
+    Raw,
+    /// The guest's disk as a qcow2 image without backing file.
+    Qcow2,
+}
+
+/// An image ready to be sent.
+pub struct Outgoing {
+    /// The bytes of the file that the destination will have.
+    pub content: Arc<dyn ReadAt>,
+    /// The order in which they are walked.
+    pub layout: Layout,
+    /// The format of `content`.
+    pub format: Format,
+    /// Bytes in the disk that the guest sees; for opaque sending the file's own length.
+    pub virtual_size: u64,
+    /// What a person should know.
+    pub notes: Vec<String>,
+    /// Files without which this one is not the image, to be sent too, each as it is.
+    pub companions: Vec<PathBuf>,
+    /// The files that `content` reads, each with its stamp when it was opened.
+    pub stamps: Vec<(PathBuf, Stamp)>,
+}
+
+impl std::fmt::Debug for Outgoing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Outgoing")
+            .field("format", &self.format)
+            .field("len", &self.content.len())
+            .field("virtual_size", &self.virtual_size)
+            .field("ranges", &self.layout.ranges().len())
+            .field("notes", &self.notes)
+            .field("companions", &self.companions)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Opens the image at `path` to send it in the form that `conversion` says. Backing files are
+/// followed only beside it; [`open_for_sending_with`] can be told otherwise.
+///
+/// # Errors
+/// [`ImageError`] naming the file and what is wrong with it.
+pub fn open_for_sending(path: &Path, conversion: Conversion) -> Result<Outgoing, ImageError> {
+    open_for_sending_with(path, conversion, Trust::Beside)
+}
+
+/// Like [`open_for_sending`], following backing files as far as `trust` says.
+///
+/// # Errors
+/// [`ImageError`] naming the file and what is wrong with it.
+pub fn open_for_sending_with(
+    path: &Path,
+    conversion: Conversion,
+    trust: Trust,
+) -> Result<Outgoing, ImageError> {
+    match conversion {
+        Conversion::AsIs => as_is(path),
+        Conversion::Opaque => opaque(path),
+        Conversion::Raw => raw(path, trust),
+        Conversion::Qcow2 => qcow2(path, trust),
+    }
+    .map_err(|e| e.in_file(path))
+}
+
+fn as_is(path: &Path) -> Result<Outgoing, ImageError> {
+    let file = ImageFile::open(path)?;
+    let present = file.data_extents()?;
+    let stamps = vec![(path.to_owned(), file.stamp())];
+    let content: Arc<dyn ReadAt> = Arc::new(file);
+    let mut container = Container::open(&content)?;
+    let layout = container.layout(content.len(), &present)?;
+    let mut notes = std::mem::take(&mut container.notes);
+    if let Some(backing) = &container.backing {
+        notes.push(format!(
+            "its backing file {:?} is not sent with it (--to raw or --to qcow2 sends the whole disk)",
+            backing.name
+        ));
+    }
+    let mut companions: Vec<PathBuf> = Vec::new();
+    for name in container.companions() {
+        let companion = names::beside(path, name)?;
+        if !companions.contains(&companion) {
+            companions.push(companion);
+        }
+    }
+    Ok(Outgoing {
+        content,
+        layout,
+        format: container.format,
+        virtual_size: container.virtual_size(),
+        notes,
+        companions,
+        stamps,
+    })
+}
+
+fn opaque(path: &Path) -> Result<Outgoing, ImageError> {
+    let file = ImageFile::open(path)?;
+    let layout = Layout::in_file_order(file.len(), &file.data_extents()?);
+    Ok(Outgoing {
+        layout,
+        format: probe(&file)?.format,
+        virtual_size: file.len(),
+        notes: Vec::new(),
+        companions: Vec::new(),
+        stamps: vec![(path.to_owned(), file.stamp())],
+        content: Arc::new(file),
+    })
+}
+
+/// The disk that a conversion reads, and where it has data.
+fn disk_and_data(path: &Path, trust: Trust) -> Result<(VirtualDisk, Vec<Range<u64>>), ImageError> {
+    let disk = VirtualDisk::open_with(path, trust)?;
+    if disk.len() > MAX_VIRTUAL_SIZE {
+        return Err(ImageError::Unconvertible(format!(
+            "a disk of {} bytes is beyond the limit of {MAX_VIRTUAL_SIZE}",
+            disk.len()
+        )));
+    }
+    let mut data: Vec<Range<u64>> = Vec::new();
+    for extent in disk.extents() {
+        let extent = extent?;
+        if extent.kind != ExtentKind::Data {
+            continue;
+        }
+        if data.len() >= MAX_FILE_EXTENTS {
+            // From here on holes are not told apart: they are read, and are zeros.
+            push_rounded(&mut data, extent.offset..disk.len(), disk.len());
+            break;
+        }
+        push_rounded(&mut data, extent.offset..extent.end(), disk.len());
+    }
+    Ok((disk, data))
+}
+
+fn raw(path: &Path, trust: Trust) -> Result<Outgoing, ImageError> {
+    let (disk, data) = disk_and_data(path, trust)?;
+    Ok(Outgoing {
+        layout: Layout::in_file_order(disk.len(), &data),
+        format: Format::Raw,
+        virtual_size: disk.len(),
+        notes: disk.notes().to_vec(),
+        companions: Vec::new(),
+        stamps: disk.stamps().to_vec(),
+        content: Arc::new(disk),
+    })
+}
+
+fn qcow2(path: &Path, trust: Trust) -> Result<Outgoing, ImageError> {
+    let (disk, data) = disk_and_data(path, trust)?;
+    let _ = (disk, data);
+    Err(ImageError::Unconvertible("not yet".into()))
+}
