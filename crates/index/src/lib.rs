@@ -1,1 +1,25 @@
-//! placeholder
+//! The matcher and its data structures: block digests, head recognition, hash files, cuckoo-LRU
+//! caches and the sequence cache.
+//!
+//! Pure and synchronous. The only I/O goes through the [`Storage`] trait; no sockets, no clocks,
+//! no threads, and never a block's data on the matcher's side.
+
+mod digest;
+mod error;
+mod head;
+mod matcher;
+mod scan;
+mod storage;
+pub mod testing;
+mod zero;
+
+pub use digest::{ImageDigest, ZERO_BLOCK, digest_block, digest_blocks, image_digest};
+pub use error::{BoxedCause, IndexError, Result};
+pub use head::{HeadBitsError, is_strong_head, pack_heads, unpack_heads};
+pub use matcher::{
+    AnchorPolicy, CacheStats, Cursor, ImageId, ImageInfo, Layout, Matcher, MatcherConfig,
+    MatcherStats, OpenReport, Origin, Plan, PlanRun, Repair, SequenceStore, Via,
+};
+pub use scan::{Scan, Scanner};
+pub use storage::{DirStorage, Storage, StorageFile};
+pub use zero::{ZeroMap, ZeroMapError};

@@ -1,0 +1,144 @@
+//! What the matcher reports about itself.
+
+use crate::matcher::ImageId;
+
+/// Of one cache. Counters are since the matcher was opened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CacheStats {
+    /// Slots.
+    pub capacity: u64,
+    /// Slots in use.
+    pub entries: u64,
+    /// Memory in bytes.
+    pub bytes: u64,
+    /// Digests looked up.
+    pub lookups: u64,
+    /// Of those, found and verified against a hash page.
+    pub hits: u64,
+    /// Fingerprints that matched where the page did not hold the digest.
+    pub false_matches: u64,
+    /// Entries pushed out.
+    pub evictions: u64,
+}
+
+/// Of the whole matcher. Counters are since it was opened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MatcherStats {
+    /// Weak heads, and what leaves C1.
+    pub c0: CacheStats,
+    /// Strong heads.
+    pub c1: CacheStats,
+    /// Sequences.
+    pub c2: CacheStats,
+    /// Blocks that were asked about.
+    pub blocks: u64,
+    /// Of those, heads.
+    pub heads: u64,
+    /// Of those, strong heads.
+    pub strong_heads: u64,
+    /// Blocks that were matched, in all.
+    pub matched: u64,
+    /// Blocks in runs found through C0.
+    pub via_c0: u64,
+    /// Blocks in runs found through C1.
+    pub via_c1: u64,
+    /// Blocks in runs found through C2.
+    pub via_c2: u64,
+    /// Blocks in runs found through anchors.
+    pub via_anchor: u64,
+    /// Blocks in runs found in the page in memory after a mismatch.
+    pub via_aligned: u64,
+    /// Blocks in runs found in the same batch.
+    pub via_repeat: u64,
+    /// Blocks that backward extension added to runs; they count in `via_*` as well.
+    pub backward: u64,
+    /// Runs that were matched.
+    pub runs: u64,
+    /// Anchors that were admitted to C0.
+    pub anchors_admitted: u64,
+    /// Sequences written to the sequence cache.
+    pub sequences_stored: u64,
+    /// Blocks in them.
+    pub sequence_blocks_stored: u64,
+    /// Sequences evicted from the sequence cache.
+    pub sequences_evicted: u64,
+    /// Hash pages read from storage.
+    pub pages_read: u64,
+    /// Hash pages found in the page cache.
+    pub page_hits: u64,
+    /// Bytes read from storage, side files included.
+    pub bytes_read: u64,
+    /// Bytes written to storage, side files included.
+    pub bytes_written: u64,
+    /// Pages whose checksum did not hold.
+    pub corrupt_pages: u64,
+    /// Bytes of memory: caches, cached pages and tables of the sequence cache.
+    pub memory: u64,
+}
+
+/// An image that the index has hash files of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ImageInfo {
+    /// Which one.
+    pub image: ImageId,
+    /// Blocks that are not zero.
+    pub blocks: u64,
+    /// Whether its hash file is complete.
+    pub complete: bool,
+    /// Whether it is one of the recent images that C0 and C1 can point into.
+    pub recent: bool,
+}
+
+/// Something damaged that was dropped. Nothing but matches is lost by it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Repair {
+    /// The snapshot of the caches did not fit its checksum: they were rebuilt from the hash files.
+    Snapshot,
+    /// An image's hash file has no valid header or the wrong length: it was removed.
+    /// The image can be indexed again.
+    Image(ImageId),
+    /// A page of an image's hash file does not fit its checksum: its blocks cannot be matched.
+    ImagePage(ImageId, u64),
+    /// The sequence cache has no valid header: it was emptied.
+    Sequences,
+    /// A segment of the sequence cache does not fit its checksum: its sequences were dropped.
+    SequencePage(u64),
+    /// C2 was rebuilt from the sequence cache, because the index was not closed in order.
+    SequencesRebuilt,
+}
+
+impl std::fmt::Display for Repair {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Repair::Snapshot => write!(f, "the cache snapshot was damaged; caches rebuilt"),
+            Repair::Image(i) => write!(f, "the hash file of image {} was damaged; removed", i.0),
+            Repair::ImagePage(i, p) => {
+                write!(
+                    f,
+                    "page {p} of the hash file of image {} is damaged; ignored",
+                    i.0
+                )
+            }
+            Repair::Sequences => write!(f, "the sequence cache was damaged; emptied"),
+            Repair::SequencePage(p) => {
+                write!(f, "segment {p} of the sequence cache is damaged; dropped")
+            }
+            Repair::SequencesRebuilt => write!(f, "the sequence index was rebuilt"),
+        }
+    }
+}
+
+/// What [`Matcher::open`](crate::Matcher::open) found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct OpenReport {
+    /// Images with complete hash files.
+    pub images: Vec<ImageInfo>,
+    /// Images whose hash files were left unfinished; those files are gone now.
+    pub interrupted: Vec<ImageId>,
+    /// Images that were inserted into the caches again from their hash files.
+    pub reindexed: Vec<ImageId>,
+    /// Whether a snapshot of the caches was loaded.
+    pub from_snapshot: bool,
+    /// What was damaged.
+    pub repairs: Vec<Repair>,
+}

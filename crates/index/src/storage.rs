@@ -1,0 +1,206 @@
+//! Where the index keeps its files.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// A flat directory of files. Names are the index's own: lower-case letters, digits, `-`, `.`.
+///
+/// What is written is durable only after [`StorageFile::sync`] (bytes and length) or
+/// [`sync_names`](Self::sync_names) (created, renamed and removed names).
+pub trait Storage: Send {
+    /// An open file.
+    type File: StorageFile;
+
+    /// Opens an existing file for reading and writing.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none; else what the medium reports.
+    fn open(&self, name: &str) -> io::Result<Self::File>;
+
+    /// Creates a file, or empties the one there is.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn create(&self, name: &str) -> io::Result<Self::File>;
+
+    /// Renames a file over `to` in one step.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn rename(&self, from: &str, to: &str) -> io::Result<()>;
+
+    /// Removes a file; one that does not exist is no error.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn remove(&self, name: &str) -> io::Result<()>;
+
+    /// Every file's name, in any order.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn list(&self) -> io::Result<Vec<String>>;
+
+    /// Makes names durable.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn sync_names(&self) -> io::Result<()>;
+}
+
+/// An open file of a [`Storage`]. It stays usable when its name is removed.
+pub trait StorageFile: Send {
+    /// Reads like `pread`: fewer bytes than asked only at the end.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize>;
+
+    /// Writes all of `buf`, growing the file when needed.
+    ///
+    /// # Errors
+    /// What the medium reports; then any part of `buf` may have been written.
+    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()>;
+
+    /// Bytes in the file.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn size(&self) -> io::Result<u64>;
+
+    /// Cuts or grows (with zeros) the file.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn set_size(&self, size: u64) -> io::Result<()>;
+
+    /// Makes bytes and length durable.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn sync(&self) -> io::Result<()>;
+}
+
+/// Files in a directory.
+#[derive(Debug, Clone)]
+pub struct DirStorage {
+    dir: PathBuf,
+}
+
+impl DirStorage {
+    /// Uses `dir`, making it when it does not exist.
+    ///
+    /// # Errors
+    /// What the file system reports.
+    pub fn new(dir: impl Into<PathBuf>) -> io::Result<Self> {
+        let dir = dir.into();
+        fs::create_dir_all(&dir)?;
+        Ok(DirStorage { dir })
+    }
+
+    /// The directory.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.dir
+    }
+}
+
+impl Storage for DirStorage {
+    type File = File;
+
+    fn open(&self, name: &str) -> io::Result<File> {
+        File::options()
+            .read(true)
+            .write(true)
+            .open(self.dir.join(name))
+    }
+
+    fn create(&self, name: &str) -> io::Result<File> {
+        File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .open(self.dir.join(name))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        fs::rename(self.dir.join(from), self.dir.join(to))
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        match fs::remove_file(self.dir.join(name)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&self.dir)? {
+            // A name that is not UTF-8 is none of ours.
+            if let Ok(name) = entry?.file_name().into_string() {
+                names.push(name);
+            }
+        }
+        Ok(names)
+    }
+
+    fn sync_names(&self) -> io::Result<()> {
+        File::open(&self.dir)?.sync_all()
+    }
+}
+
+impl StorageFile for File {
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut done = 0;
+        while done < buf.len() {
+            match FileExt::read_at(self, &mut buf[done..], offset + done as u64) {
+                Ok(0) => break,
+                Ok(n) => done += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(done)
+    }
+
+    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
+        self.write_all_at(buf, offset)
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.len())
+    }
+
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        self.set_len(size)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.sync_data()
+    }
+}
+
+/// Reads a whole file of at most `max` bytes; a longer one is refused as `InvalidData`.
+pub(crate) fn read_whole(file: &impl StorageFile, max: u64) -> io::Result<Vec<u8>> {
+    let size = file.size()?;
+    if size > max {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut bytes = Vec::new();
+    Whole(file, 0).take(size).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+struct Whole<'a, F>(&'a F, u64);
+
+impl<F: StorageFile> Read for Whole<'_, F> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let n = self.0.read_at(buf, self.1)?;
+        self.1 += n as u64;
+        Ok(n)
+    }
+}
