@@ -9,7 +9,7 @@ use crate::format::{Probe, probe};
 use crate::layout::{BuildError, LayoutBuilder};
 use crate::limits::{MAX_RANGES, MAX_VIRTUAL_SIZE};
 use crate::mapping::{Flat, Mapping, Target};
-use crate::{Format, ImageError, Layout};
+use crate::{Format, ImageError, Layout, qcow2};
 
 /// The file that shows through where a disk has nothing of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,6 +88,7 @@ impl Container {
         let Probe { format, foreign } = probe(file)?;
         let mut container = match format {
             Format::Raw => Container::raw(file.len()),
+            Format::Qcow2 => qcow2::open(file)?,
             other => return Err(ImageError::unsupported(other, "is not read yet")),
         };
         if let Some(name) = foreign {

@@ -19,6 +19,7 @@ pub mod limits;
 mod mapping;
 mod names;
 mod outgoing;
+mod qcow2;
 mod reader;
 mod vhd;
 

@@ -11,6 +11,7 @@ use crate::disk::Trust;
 use crate::file::push_rounded;
 use crate::format::probe;
 use crate::limits::{MAX_FILE_EXTENTS, MAX_VIRTUAL_SIZE};
+use crate::qcow2::Created;
 use crate::{Format, ImageError, ImageFile, Layout, Stamp, VirtualDisk, names};
 
 /// In which form an image is sent.
@@ -171,6 +172,15 @@ fn raw(path: &Path, trust: Trust) -> Result<Outgoing, ImageError> {
 
 fn qcow2(path: &Path, trust: Trust) -> Result<Outgoing, ImageError> {
     let (disk, data) = disk_and_data(path, trust)?;
-    let _ = (disk, data);
-    Err(ImageError::Unconvertible("not yet".into()))
+    let (virtual_size, notes, stamps) = (disk.len(), disk.notes().to_vec(), disk.stamps().to_vec());
+    let created = Created::new(disk, &data);
+    Ok(Outgoing {
+        layout: created.layout()?,
+        format: Format::Qcow2,
+        virtual_size,
+        notes,
+        companions: Vec::new(),
+        stamps,
+        content: Arc::new(created),
+    })
 }

@@ -1,0 +1,5 @@
+//! Everything that `qemu-img` can make, read back and compared with what QEMU reads.
+
+mod check;
+mod qcow2;
+mod qemu;
