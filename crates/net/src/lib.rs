@@ -1,1 +1,49 @@
-//! placeholder
+//! How sites talk: identity, pairing tickets, TLS 1.3 connections between pinned keys, Unix
+//! sockets, length-limited frames, the hello, rate limits and reconnecting.
+//!
+//! What the frames mean lives in the crates above; nothing here knows about images or devices.
+//! Nothing here waits a round trip per frame, and no background task is started: who owns a
+//! [`FrameReader`] or [`FrameWriter`] drives it. The bytes are described in
+//! `docs/format/wire.md`.
+//!
+//! # Ending a connection
+//!
+//! A direction ends with [`FrameWriter::finish`]; [`FrameReader::next`] then yields `None`, and
+//! anything else is [`NetError::Truncated`]. A socket that is dropped with unread bytes in it is
+//! reset by the kernel, and a reset throws away what the peer has not read yet. So a side that
+//! is done uses [`close`], and what matters is acknowledged by a message of its own.
+
+mod backoff;
+mod connect;
+mod connection;
+mod error;
+mod frame;
+mod hello;
+mod identity;
+mod keep_alive;
+mod listen;
+mod local;
+mod messages;
+mod rate;
+mod ticket;
+mod tls;
+
+pub use backoff::Backoff;
+pub use connect::{ConnectOptions, MAX_ATTEMPTS, connect, connect_any};
+pub use connection::{Connection, WireCounters};
+pub use error::NetError;
+pub use frame::{
+    Frame, FrameReader, FrameWriter, HEADER_LEN, MAX_FRAME, MAX_FRAME_BEFORE_TRUST, RESERVED_KINDS,
+    WIRE_VERSION, close,
+};
+pub use hello::{GREET_TIMEOUT, Greeting, PROTOCOL_MAX, PROTOCOL_MIN, Role, greet, greet_as};
+pub use identity::{Identity, ParseKeyError, PeerKey};
+pub use keep_alive::KeepAlive;
+pub use listen::{HANDSHAKE_TIMEOUT, Listener, MAX_PENDING, Pending};
+pub use local::{LocalListener, connect_unix};
+pub use messages::{decode, encode};
+pub use rate::RateLimit;
+pub use ticket::{Ticket, TicketError, same_secret};
+
+/// What this crate's fallible functions return.
+pub type Result<T, E = NetError> = std::result::Result<T, E>;

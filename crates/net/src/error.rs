@@ -1,0 +1,234 @@
+//! What can go wrong between two sites, said in one line.
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::PeerKey;
+
+/// Why a connection could not be made or went wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum NetError {
+    /// The address is not `HOST:PORT` or its name has no address.
+    #[error("cannot find {peer}: {reason}")]
+    Resolve {
+        /// Whom we looked for.
+        peer: String,
+        /// What the resolver said.
+        reason: String,
+    },
+    /// No address of the peer took the connection.
+    #[error("cannot reach {peer}: {reason}")]
+    Unreachable {
+        /// Whom we tried.
+        peer: String,
+        /// Why not; each address where there are several.
+        reason: String,
+    },
+    /// Somebody else's key.
+    #[error(
+        "{peer} is not the site that was paired: it has the key {found}, expected {expected}; \
+         if the site was made anew, pair with it again"
+    )]
+    WrongPeer {
+        /// Whom we tried.
+        peer: String,
+        /// The pinned key.
+        expected: PeerKey,
+        /// The key that was proven.
+        found: PeerKey,
+    },
+    /// TLS could not be agreed on: not a drover site, no key, another TLS version.
+    #[error("no secure connection with {peer}: {reason}")]
+    Handshake {
+        /// The other end.
+        peer: String,
+        /// What TLS said.
+        reason: String,
+    },
+    /// A limit of time ran out.
+    #[error("{peer}: {what} took longer than {after:?}")]
+    TimedOut {
+        /// The other end.
+        peer: String,
+        /// What was waited for.
+        what: &'static str,
+        /// The limit.
+        after: Duration,
+    },
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}: {reason}", reason = plain(source))]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A Unix socket cannot be made or reached.
+    #[error("{path}: {reason}", path = path.display())]
+    Local {
+        /// The socket's path.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+    /// The identity file cannot be used.
+    #[error("identity {path}: {reason}", path = path.display())]
+    Identity {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+    /// The connection broke.
+    #[error("connection with {peer} broke while {doing}: {reason}", reason = plain(source))]
+    Io {
+        /// The other end.
+        peer: String,
+        /// `reading` or `writing`.
+        doing: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The stream ended without a proper end.
+    #[error("connection with {peer} was cut")]
+    Truncated {
+        /// The other end.
+        peer: String,
+    },
+    /// Something was sent after the end, or into a connection that broke inside a frame.
+    #[error("connection with {peer} is no longer open for writing")]
+    Closed {
+        /// The other end.
+        peer: String,
+    },
+    /// A frame longer than allowed here and now.
+    #[error("{peer}: frame of {length} bytes where at most {limit} are allowed")]
+    FrameTooLarge {
+        /// The other end.
+        peer: String,
+        /// Its payload's length as claimed.
+        length: u64,
+        /// The limit.
+        limit: usize,
+    },
+    /// The peer frames its messages in a way we do not know.
+    #[error("{peer} speaks wire format {found}, this drover {ours}: upgrade the older of the two")]
+    FrameVersion {
+        /// The other end.
+        peer: String,
+        /// Its version of the frame format.
+        found: u8,
+        /// Ours.
+        ours: u8,
+    },
+    /// A frame that is not well formed or whose checksum is wrong.
+    #[error("{peer}: bad frame: {reason}")]
+    FrameCorrupt {
+        /// The other end.
+        peer: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// The two ends have no protocol version in common.
+    #[error(
+        "{peer} ({software}) speaks protocol {their_min} to {their_max}, this drover {our_min} to \
+         {our_max}: upgrade {older}"
+    )]
+    Version {
+        /// The other end.
+        peer: String,
+        /// Its program and version.
+        software: String,
+        /// The oldest protocol it speaks.
+        their_min: u16,
+        /// The newest protocol it speaks.
+        their_max: u16,
+        /// The oldest protocol we speak.
+        our_min: u16,
+        /// The newest protocol we speak.
+        our_max: u16,
+        /// Which end to upgrade.
+        older: &'static str,
+    },
+    /// The first frame was not a drover hello.
+    #[error("{peer} did not greet as a drover site: {reason}")]
+    Hello {
+        /// The other end.
+        peer: String,
+        /// What was wrong.
+        reason: &'static str,
+    },
+    /// A message that does not decode.
+    #[error("malformed {what}: {reason}")]
+    Message {
+        /// The type that was expected.
+        what: &'static str,
+        /// What the decoder said.
+        reason: String,
+    },
+}
+
+impl NetError {
+    /// Whether trying again later can help.
+    #[must_use]
+    pub fn retryable(&self) -> bool {
+        matches!(
+            self,
+            NetError::Resolve { .. }
+                | NetError::Unreachable { .. }
+                | NetError::TimedOut { .. }
+                | NetError::Io { .. }
+                | NetError::Truncated { .. }
+                | NetError::Closed { .. }
+        )
+    }
+
+    /// Whether this is a matter of trust: a key that is not the expected one, or none at all.
+    #[must_use]
+    pub fn refused(&self) -> bool {
+        matches!(
+            self,
+            NetError::WrongPeer { .. } | NetError::Handshake { .. } | NetError::Identity { .. }
+        )
+    }
+}
+
+/// An I/O error without the operating system's number and capital.
+pub(crate) fn plain(e: &io::Error) -> String {
+    match e.kind() {
+        io::ErrorKind::ConnectionRefused => "connection refused".into(),
+        io::ErrorKind::ConnectionReset => "connection reset by the other end".into(),
+        io::ErrorKind::TimedOut => "timed out".into(),
+        _ => {
+            let text = e.to_string();
+            match text.find(" (os error") {
+                Some(at) => text[..at].to_lowercase(),
+                None => text,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_line_without_numbers() {
+        let e = NetError::Unreachable {
+            peer: "lyon at 10.0.0.2:7777".into(),
+            reason: plain(&io::Error::from_raw_os_error(111)),
+        };
+        assert_eq!(
+            e.to_string(),
+            "cannot reach lyon at 10.0.0.2:7777: connection refused"
+        );
+        assert_eq!(
+            plain(&io::Error::from_raw_os_error(98)),
+            "address already in use"
+        );
+        assert!(e.retryable() && !e.refused());
+    }
+}
