@@ -6,10 +6,12 @@
 
 mod library;
 mod limit;
+mod link;
 mod report;
 mod shell;
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -62,17 +64,26 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Join two network namespaces by a WAN link in user space, over TUN devices.
+    Link {
+        #[command(flatten)]
+        link: link::LinkArgs,
+        #[command(flatten)]
+        run: link::RunArgs,
+    },
 }
 
-fn main() -> Result<()> {
+fn main() -> Result<ExitCode> {
     match Cli::parse().command {
         Command::Library {
             set,
             dir,
             only,
             list,
-        } => library::build(set, &dir, &only, list),
-        Command::Age { name, dir } => library::age(&name, &dir),
-        Command::Limit { images, with, json } => limit::print(&images, &with, json),
+        } => library::build(set, &dir, &only, list)?,
+        Command::Age { name, dir } => library::age(&name, &dir)?,
+        Command::Limit { images, with, json } => limit::print(&images, &with, json)?,
+        Command::Link { link, run } => return link::run(&link, &run),
     }
+    Ok(ExitCode::SUCCESS)
 }

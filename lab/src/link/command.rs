@@ -1,0 +1,122 @@
+//! `lab link`: a link for a person or a script.
+
+use std::io::BufRead;
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result};
+use clap::Args;
+
+use super::{Link, Options, Side};
+
+/// What the link is like.
+#[derive(Args, Clone)]
+pub struct LinkArgs {
+    /// Round-trip time in milliseconds.
+    #[arg(long, default_value_t = 40.0)]
+    pub rtt_ms: f64,
+    /// Rate in Mbit/s each way, IP headers included; 0 for no limit.
+    #[arg(long, default_value_t = 100.0)]
+    pub rate_mbit: f64,
+    /// Packets lost on the line, in percent.
+    #[arg(long, default_value_t = 0.0)]
+    pub loss_percent: f64,
+    /// Greatest deviation of the one-way delay, in milliseconds.
+    #[arg(long, default_value_t = 0.0)]
+    pub jitter_ms: f64,
+    /// Bytes that may wait before the bottleneck [default: one round trip's worth, at least 64 KiB].
+    #[arg(long, value_name = "BYTES")]
+    pub queue: Option<u64>,
+    /// Seed of loss and jitter.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Name of the link: its namespaces are NAME-a (10.77.0.1) and NAME-b (10.77.0.2).
+    #[arg(long, default_value = "drover")]
+    pub name: String,
+}
+
+/// What runs over it.
+#[derive(Args, Clone)]
+pub struct RunArgs {
+    /// A shell command to run at the far end (NAME-b) as long as the near one runs.
+    #[arg(long, value_name = "COMMAND")]
+    pub far: Option<String>,
+    /// A command to run at the near end (NAME-a); without one, the link is up until standard input ends and takes
+    /// `cut`, `heal` and `stats` there, one a line.
+    #[arg(last = true, value_name = "COMMAND")]
+    pub near: Vec<String>,
+}
+
+impl From<&LinkArgs> for Options {
+    fn from(args: &LinkArgs) -> Self {
+        Self {
+            name: args.name.clone(),
+            rtt_ms: args.rtt_ms.max(0.0),
+            rate_mbit: args.rate_mbit.max(0.0),
+            loss_percent: args.loss_percent.clamp(0.0, 100.0),
+            jitter_ms: args.jitter_ms.max(0.0),
+            queue_bytes: args.queue,
+            seed: args.seed,
+        }
+    }
+}
+
+/// Brings a link up, runs what is asked over it, and takes it down.
+///
+/// # Errors
+/// When the link cannot be made or a command not be started.
+pub fn run(link: &LinkArgs, run: &RunArgs) -> Result<ExitCode> {
+    let options = Options::from(link);
+    let link = Link::up(&options)?;
+    eprintln!(
+        "{0}-a (10.77.0.1) - {0}-b (10.77.0.2): {1}",
+        options.name,
+        options.describe()
+    );
+    let far = run
+        .far
+        .as_ref()
+        .map(|shell| link.command(Side::B, "sh").args(["-c", shell]).spawn())
+        .transpose()
+        .context("cannot start the far command")?;
+    let code = if let Some((program, args)) = run.near.split_first() {
+        let mut command: Command = link.command(Side::A, program);
+        let status = command
+            .args(args)
+            .status()
+            .context("cannot start the command")?;
+        ExitCode::from(status.code().map_or(1, |code| code as u8))
+    } else {
+        obey(&link)?;
+        ExitCode::SUCCESS
+    };
+    if let Some(mut far) = far {
+        let _ = far.kill();
+        let _ = far.wait();
+    }
+    print_traffic(&link);
+    Ok(code)
+}
+
+fn obey(link: &Link) -> Result<()> {
+    for line in std::io::stdin().lock().lines() {
+        match line?.trim() {
+            "cut" => link.cut(),
+            "heal" => link.heal(),
+            "stats" => print_traffic(link),
+            "quit" => break,
+            "" => {}
+            other => eprintln!("{other:?}: not one of cut, heal, stats, quit"),
+        }
+    }
+    Ok(())
+}
+
+fn print_traffic(link: &Link) {
+    let traffic = link.traffic();
+    for (way, c) in [("a to b", traffic.a_to_b), ("b to a", traffic.b_to_a)] {
+        eprintln!(
+            "{way}: in {} packets {} bytes, out {} packets {} bytes, lost {}, overflowed {}, cut {}",
+            c.packets_in, c.bytes_in, c.packets_out, c.bytes_out, c.lost, c.overflowed, c.cut
+        );
+    }
+}
