@@ -152,7 +152,7 @@ fn regular_files(dir: &Path, out: &mut Vec<PathBuf>) {
 fn grow_logs(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir)?;
     let mut rng = fastrand::Rng::with_seed(SEED);
-    let epoch: u64 = ext4::EPOCH.parse()?;
+    let epoch = ext4::EPOCH;
     let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(epoch);
     for (name, share) in [("syslog", 6), ("auth.log", 3), ("kern.log", 1)] {
         let mut file = BufWriter::new(File::create(dir.join(name))?);

@@ -85,7 +85,7 @@ fn bootstrap(
             .arg(suite)
             .arg(tree)
             .arg(sources)
-            .env("SOURCE_DATE_EPOCH", ext4::EPOCH)
+            .env("SOURCE_DATE_EPOCH", ext4::time_of(name).to_string())
             .env("DEBIAN_FRONTEND", "noninteractive"),
     )?;
     Ok(())

@@ -7,8 +7,18 @@ use anyhow::{Context, Result};
 
 use crate::shell;
 
-/// Every image is "made" at this time (2026-01-01), so that a rebuild differs only where the files do.
-pub const EPOCH: &str = "1767225600";
+/// No image is "made" before this time (2026-01-01).
+pub const EPOCH: u64 = 1_767_225_600;
+
+/// When an image is "made": a time in the half year after [`EPOCH`] that its name determines.
+///
+/// A rebuild then differs only where the files do; and two machines differ as real ones do, that are never
+/// installed in the same second (with one time for all, even their initial RAM disks would be equal).
+pub fn time_of(name: &str) -> u64 {
+    let hash = blake3::hash(format!("drover lab time {name}").as_bytes());
+    let number = u32::from_le_bytes(hash.as_bytes()[..4].try_into().unwrap_or_default());
+    EPOCH + u64::from(number) % (180 * 86_400)
+}
 
 /// Writes `tree` into a sparse ext4 image at `out`.
 ///
@@ -35,7 +45,7 @@ pub fn make(tree: &Path, out: &Path, name: &str) -> Result<()> {
             .arg(tree)
             .arg(out)
             .arg(format!("{gib}G"))
-            .env("E2FSPROGS_FAKE_TIME", EPOCH),
+            .env("E2FSPROGS_FAKE_TIME", time_of(name).to_string()),
     )?;
     Ok(())
 }
@@ -68,6 +78,14 @@ mod tests {
         assert_eq!(id, uuid_of("bookworm-plain", "file system"));
         assert_ne!(id, uuid_of("bookworm-plain", "hash seed"));
         assert_ne!(id, uuid_of("bookworm-app", "file system"));
+    }
+
+    #[test]
+    fn machines_are_made_at_their_own_fixed_times() {
+        let (one, two) = (time_of("bookworm-plain"), time_of("bookworm-app"));
+        assert_ne!(one, two);
+        assert_eq!(one, time_of("bookworm-plain"));
+        assert!((EPOCH..EPOCH + 180 * 86_400).contains(&one));
     }
 
     #[test]
