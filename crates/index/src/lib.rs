@@ -4,6 +4,7 @@
 //! Pure and synchronous. The only I/O goes through the [`Storage`] trait; no sockets, no clocks,
 //! no threads, and never a block's data on the matcher's side.
 
+mod cuckoo;
 mod digest;
 mod error;
 mod head;
