@@ -7,9 +7,9 @@ use drover_core::ReadAt;
 
 use crate::format::{Probe, probe};
 use crate::layout::{BuildError, LayoutBuilder};
-use crate::limits::{MAX_RANGES, MAX_VIRTUAL_SIZE};
+use crate::limits::{MAX_RANGES, MAX_TABLES, MAX_VIRTUAL_SIZE};
 use crate::mapping::{Flat, Mapping, Target};
-use crate::{Format, ImageError, Layout, qcow2};
+use crate::{Format, ImageError, Layout, qcow2, vdi, vhd, vhdx, vmdk};
 
 /// The file that shows through where a disk has nothing of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -89,7 +89,10 @@ impl Container {
         let mut container = match format {
             Format::Raw => Container::raw(file.len()),
             Format::Qcow2 => qcow2::open(file)?,
-            other => return Err(ImageError::unsupported(other, "is not read yet")),
+            Format::Vmdk => vmdk::open(file)?,
+            Format::Vhdx => vhdx::open(file)?,
+            Format::Vdi => vdi::open(file)?,
+            Format::Vhd => vhd::open(file)?,
         };
         if let Some(name) = foreign {
             container.notes.push(format!(
@@ -166,6 +169,10 @@ impl Container {
         }
         let mut tables = Vec::new();
         mapping.tables(&mut |(span, what)| {
+            if tables.len() >= MAX_TABLES {
+                let detail = format!("has more than {MAX_TABLES} tables");
+                return Err(ImageError::unsupported(self.format, detail));
+            }
             tables.push((span.start, span.end, what));
             Ok(())
         })?;

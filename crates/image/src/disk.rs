@@ -48,8 +48,11 @@ pub struct VirtualDisk {
     notes: Vec<String>,
     stamps: Vec<(PathBuf, Stamp)>,
     /// Decompressed grains, the latest used first.
-    grains: Mutex<Vec<(usize, Packed, Arc<[u8]>)>>,
+    grains: Mutex<Vec<Unpacked>>,
 }
+
+/// A decompressed grain of a layer.
+type Unpacked = (usize, Packed, Arc<[u8]>);
 
 /// Where guest bytes are, all layers considered.
 #[derive(Clone, Copy)]

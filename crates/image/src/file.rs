@@ -207,7 +207,7 @@ mod tests {
         f.write_all_at(b"x", (1 << 20) + 99).unwrap();
         let image = ImageFile::open(&path).unwrap();
         let runs = image.data_extents().unwrap();
-        if runs == vec![0..(1 << 20) + 100] {
+        if runs.len() == 1 && runs[0] == (0..(1 << 20) + 100) {
             eprintln!("SKIP: this file system does not report holes");
             return;
         }

@@ -21,7 +21,10 @@ mod names;
 mod outgoing;
 mod qcow2;
 mod reader;
+mod vdi;
 mod vhd;
+mod vhdx;
+mod vmdk;
 
 pub use disk::{Extents, Trust, VirtualDisk};
 pub use error::ImageError;

@@ -22,6 +22,9 @@ pub const MAX_L1_BYTES: u64 = 32 << 20;
 /// The largest qcow2 refcount table, as in QEMU (8 MiB).
 pub const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
 
+/// The most tables that one image may have; each is remembered while data is checked against it.
+pub const MAX_TABLES: usize = 1 << 21;
+
 /// The longest name of a backing or data file that an image may carry.
 pub const MAX_NAME_BYTES: usize = 1023;
 

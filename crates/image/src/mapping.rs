@@ -38,6 +38,44 @@ pub(crate) struct Run {
     pub(crate) target: Target,
 }
 
+impl Run {
+    /// The run that starts `within` bytes into a grain, of the grains that `targets` give from
+    /// there on: as long as they are alike, or contiguous data. A compressed grain stays alone.
+    pub(crate) fn joined(
+        within: u64,
+        grain: u64,
+        targets: impl IntoIterator<Item = Result<Target, ImageError>>,
+    ) -> Result<Run, ImageError> {
+        let mut targets = targets.into_iter();
+        let first = targets.next().unwrap_or(Ok(Target::Unallocated))?;
+        let mut len = grain;
+        for target in targets {
+            let follows = match (first, target?) {
+                (Target::Data { file: f, offset: a }, Target::Data { file: g, offset: b }) => {
+                    f == g && a.checked_add(len) == Some(b)
+                }
+                (Target::Packed(_), _) => false,
+                (a, b) => a == b,
+            };
+            if !follows {
+                break;
+            }
+            len += grain;
+        }
+        let target = match first {
+            Target::Data { file, offset } => Target::Data {
+                file,
+                offset: offset + within,
+            },
+            other => other,
+        };
+        Ok(Run {
+            len: len - within,
+            target,
+        })
+    }
+}
+
 /// A span of a container's own tables, and what it is.
 pub(crate) type TableSpan = (Range<u64>, &'static str);
 

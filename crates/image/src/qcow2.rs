@@ -245,37 +245,21 @@ impl Mapping for Qcow2 {
         let Some(first) = entries.next() else {
             return Err(self.damaged("L2 table", format!("at {table:#x} it ends early")));
         };
-        let word = be64(first, 0);
         if h.extended_l2 {
-            return self.subclusters(word, be64(first, 8), guest);
+            return self.subclusters(be64(first, 0), be64(first, 8), guest);
         }
-        let within = guest % cluster;
-        let entry = self.entry(word)?;
-        let mut len = cluster;
-        for next in entries {
-            let follows = match (entry, self.entry(be64(next, 0))?) {
-                (Entry::Normal(a), Entry::Normal(b)) => a + len == b,
-                (Entry::Compressed(_), _) => false,
-                (a, b) => a == b,
-            };
-            if !follows {
-                break;
-            }
-            len += cluster;
-        }
-        let target = match entry {
-            Entry::Normal(offset) => Target::Data {
-                file: self.data_file(),
-                offset: offset + within,
-            },
-            Entry::Compressed(word) => Target::Packed(self.packed(word, guest)?),
-            Entry::Zero => Target::Zero,
-            Entry::Unallocated => Target::Unallocated,
-        };
-        Ok(Run {
-            len: len - within,
-            target,
-        })
+        let targets = std::iter::once(first).chain(entries).map(|e| {
+            Ok(match self.entry(be64(e, 0))? {
+                Entry::Normal(offset) => Target::Data {
+                    file: self.data_file(),
+                    offset,
+                },
+                Entry::Compressed(word) => Target::Packed(self.packed(word, guest)?),
+                Entry::Zero => Target::Zero,
+                Entry::Unallocated => Target::Unallocated,
+            })
+        });
+        Run::joined(guest % cluster, cluster, targets)
     }
 
     fn tables(

@@ -40,10 +40,6 @@ impl Reader {
         self.file.len()
     }
 
-    pub(crate) fn format(&self) -> Format {
-        self.format
-    }
-
     pub(crate) fn damaged(&self, field: &'static str, detail: impl Into<String>) -> ImageError {
         ImageError::damaged(self.format, field, detail)
     }

@@ -109,4 +109,11 @@ impl Bench {
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         run("qemu-io", self.dir(), &args).unwrap_or_else(|e| panic!("{e}"));
     }
+
+    /// Writes random bytes at one place.
+    pub fn write(&self, name: &str, format: &str, offset: u64, len: u64) {
+        let command = format!("write -s pattern0 {offset} {len}");
+        run("qemu-io", self.dir(), &["-f", format, "-c", &command, name])
+            .unwrap_or_else(|e| panic!("{e}"));
+    }
 }

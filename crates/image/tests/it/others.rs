@@ -1,0 +1,240 @@
+//! raw, vmdk, vhdx, vdi and vhd as `qemu-img` makes them.
+
+use drover_image::{Conversion, Format, VirtualDisk, open_for_sending};
+
+use crate::check::{self, Expect, partial, plain};
+use crate::qemu::{self, Bench};
+
+const MIB: u64 = 1 << 20;
+
+/// Creates, scribbles and checks; `format` is QEMU's name for it.
+fn made(format: &str, options: &str, size: u64, seed: u64, clear: bool, expect: &Expect) -> Bench {
+    let b = Bench::new(seed);
+    let size_text = size.to_string();
+    let mut args = vec!["create", "-q", "-f", format];
+    if !options.is_empty() {
+        args.extend(["-o", options]);
+    }
+    args.extend(["x", &size_text]);
+    qemu::img(b.dir(), &args);
+    check::image(&b, "x", format, expect);
+    b.scribble_with("x", format, size, 40, seed, clear);
+    check::image(&b, "x", format, expect);
+    b
+}
+
+#[test]
+fn raw_with_and_without_holes() {
+    if !qemu::available() {
+        return;
+    }
+    made("raw", "", 9 * MIB + 512, 100, true, &plain(Format::Raw));
+    made(
+        "raw",
+        "preallocation=full",
+        5 * MIB,
+        101,
+        false,
+        &plain(Format::Raw),
+    );
+}
+
+#[test]
+fn sparse_vmdk() {
+    if !qemu::available() {
+        return;
+    }
+    for (seed, options) in [
+        (110, "subformat=monolithicSparse"),
+        (111, "subformat=monolithicSparse,zeroed_grain=on"),
+        (112, "subformat=monolithicSparse,compat6=on"),
+    ] {
+        made(
+            "vmdk",
+            options,
+            40 * MIB + 512 * 9,
+            seed,
+            true,
+            &plain(Format::Vmdk),
+        );
+    }
+}
+
+#[test]
+fn stream_optimized_vmdk() {
+    if !qemu::available() {
+        return;
+    }
+    let b = Bench::new(115);
+    qemu::img(b.dir(), &["create", "-q", "-f", "raw", "src.raw", "12M"]);
+    b.scribble_with("src.raw", "raw", 12 * MIB, 20, 115, false);
+    check::convert(
+        b.dir(),
+        &[
+            "-O",
+            "vmdk",
+            "-o",
+            "subformat=streamOptimized",
+            "src.raw",
+            "s.vmdk",
+        ],
+    );
+    let out = check::image(&b, "s.vmdk", "vmdk", &partial(Format::Vmdk));
+    assert!(
+        out.notes.iter().any(|n| n.contains("compressed")),
+        "{:?}",
+        out.notes
+    );
+    assert_eq!(out.layout.data_bytes(), 0);
+    assert!(
+        out.layout
+            .ranges()
+            .windows(2)
+            .all(|w| w[0].file < w[1].file)
+    );
+}
+
+#[test]
+fn vmdk_of_several_files() {
+    if !qemu::available() {
+        return;
+    }
+    // 2 GiB and a little, so that there are two extents; nearly all of it holes.
+    let size = (2048 + 30) * MIB;
+    for (seed, sub, names) in [
+        (
+            120,
+            "twoGbMaxExtentSparse",
+            ["x-s001.vmdk", "x-s002.vmdk"].as_slice(),
+        ),
+        (121, "twoGbMaxExtentFlat", &["x-f001.vmdk", "x-f002.vmdk"]),
+        (122, "monolithicFlat", &["x-flat.vmdk"]),
+    ] {
+        let b = Bench::new(seed);
+        let options = format!("subformat={sub}");
+        qemu::img(
+            b.dir(),
+            &[
+                "create",
+                "-q",
+                "-f",
+                "vmdk",
+                "-o",
+                &options,
+                "x.vmdk",
+                &size.to_string(),
+            ],
+        );
+        b.scribble_with("x.vmdk", "vmdk", 20 * MIB, 20, seed, true);
+        // Across the border between two extents.
+        b.write("x.vmdk", "vmdk", 2048 * MIB - 200_704, 401_408);
+        let out = open_for_sending(&b.path("x.vmdk"), Conversion::AsIs).unwrap();
+        assert_eq!(out.virtual_size, size);
+        let expected: Vec<_> = names.iter().map(|n| b.path(n)).collect();
+        assert_eq!(out.companions, expected);
+        let disk = VirtualDisk::open(&b.path("x.vmdk")).unwrap();
+        check::windows(
+            &b,
+            "x.vmdk",
+            "vmdk",
+            &disk,
+            &[0..20 * MIB, 2047 * MIB..2049 * MIB],
+        );
+        // Each sparse extent is a vmdk on its own.
+        for name in names {
+            let part = open_for_sending(&b.path(name), Conversion::AsIs).unwrap();
+            let sparse = sub == "twoGbMaxExtentSparse";
+            let format = if sparse { Format::Vmdk } else { Format::Raw };
+            assert_eq!(part.format, format, "{name}");
+        }
+    }
+}
+
+#[test]
+fn vmdk_on_a_parent() {
+    if !qemu::available() {
+        return;
+    }
+    let b = Bench::new(125);
+    qemu::img(b.dir(), &["create", "-q", "-f", "vmdk", "p.vmdk", "6M"]);
+    b.scribble_with("p.vmdk", "vmdk", 6 * MIB, 20, 125, false);
+    qemu::img(
+        b.dir(),
+        &[
+            "create", "-q", "-f", "vmdk", "-b", "p.vmdk", "-F", "vmdk", "c.vmdk",
+        ],
+    );
+    b.scribble_with("c.vmdk", "vmdk", 6 * MIB, 10, 126, false);
+    let out = check::image(&b, "c.vmdk", "vmdk", &partial(Format::Vmdk));
+    assert!(
+        out.notes.iter().any(|n| n.contains("p.vmdk")),
+        "{:?}",
+        out.notes
+    );
+}
+
+#[test]
+fn vhdx_dynamic_and_fixed() {
+    if !qemu::available() {
+        return;
+    }
+    for (seed, options) in [
+        (130, "subformat=dynamic"),
+        (131, "subformat=dynamic,block_size=1M"),
+        (132, "subformat=fixed"),
+        (133, "subformat=dynamic,block_state_zero=off"),
+    ] {
+        made("vhdx", options, 34 * MIB, seed, false, &plain(Format::Vhdx));
+    }
+}
+
+#[test]
+fn vdi_dynamic_and_fixed() {
+    if !qemu::available() {
+        return;
+    }
+    for (seed, options) in [(140, ""), (141, "static=on")] {
+        made(
+            "vdi",
+            options,
+            9 * MIB + 512 * 3,
+            seed,
+            false,
+            &plain(Format::Vdi),
+        );
+    }
+}
+
+#[test]
+fn vhd_dynamic_and_fixed() {
+    if !qemu::available() {
+        return;
+    }
+    for (seed, options) in [
+        (150, "subformat=dynamic"),
+        (151, "subformat=dynamic,force_size=on"),
+        (152, "subformat=fixed"),
+        (153, "subformat=fixed,force_size=on"),
+    ] {
+        made("vpc", options, 13 * MIB, seed, false, &plain(Format::Vhd));
+    }
+}
+
+#[test]
+fn foreign_containers_travel_as_raw_bytes_and_are_not_converted() {
+    if !qemu::available() {
+        return;
+    }
+    let b = Bench::new(160);
+    for format in ["qcow", "qed", "parallels"] {
+        qemu::img(b.dir(), &["create", "-q", "-f", format, format, "2M"]);
+        let out = open_for_sending(&b.path(format), Conversion::AsIs).unwrap();
+        assert_eq!(out.format, Format::Raw);
+        assert!(
+            out.notes.iter().any(|n| n.contains(format)),
+            "{:?}",
+            out.notes
+        );
+        assert!(open_for_sending(&b.path(format), Conversion::Raw).is_err());
+    }
+}
