@@ -28,6 +28,8 @@ use drover_core::{BLOCK_SIZE_U64, ReadAt, blocks_for};
 
 pub(crate) use builder::{BuildError, LayoutBuilder};
 pub use codec::LayoutLimits;
+#[cfg(fuzzing)]
+pub use codec::seal as seal_for_fuzzing;
 
 /// The direction in which a range's grains lie in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

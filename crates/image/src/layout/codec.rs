@@ -264,7 +264,8 @@ fn decode_ranges(
 }
 
 /// Compresses a body and puts the header in front.
-pub(super) fn seal(body: &[u8]) -> Vec<u8> {
+#[must_use]
+pub fn seal(body: &[u8]) -> Vec<u8> {
     let mut packed = Vec::new();
     put(&mut packed, body.len() as u64);
     packed.extend_from_slice(&compress(body));

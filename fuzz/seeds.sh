@@ -1,0 +1,67 @@
+#!/bin/bash
+# Makes small inputs of every kind that a target should start from. Needs qemu-img for images;
+# without it the fuzzer starts from nothing and says so.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+images=corpus/seeds/image_open
+mkdir -p "$images"
+if ! command -v qemu-img >/dev/null || ! command -v qemu-io >/dev/null; then
+    echo "seeds.sh: no qemu-img: image targets start without seeds"
+    exit 0
+fi
+
+# image NAME FORMAT OPTIONS: a small image with a little data, and the byte that says "no padding".
+image() {
+    local out=$images/$1
+    if [ -e "$out" ]; then return; fi
+    qemu-img create -q -f "$2" ${3:+-o "$3"} "$out.tmp" 256k >/dev/null
+    if [ "${4-}" != empty ]; then
+        qemu-io -f "$2" -c "write -P 7 0 5000" -c "write -P 8 128k 9k" -c "write -z 64k 64k" "$out.tmp" >/dev/null
+    fi
+    if [ "${4-}" = snapshot ]; then
+        qemu-img snapshot -c a "$out.tmp"
+        qemu-io -f "$2" -c "write -P 9 0 1k" "$out.tmp" >/dev/null
+    fi
+    printf '\0' >>"$out.tmp"
+    mv "$out.tmp" "$out"
+}
+
+image qcow2-v2 qcow2 compat=0.10,cluster_size=512
+image qcow2-v3 qcow2 cluster_size=512
+image qcow2-4k qcow2 cluster_size=4096
+image qcow2-snapshot qcow2 cluster_size=512 snapshot
+image qcow2-sub qcow2 cluster_size=16k,extended_l2=on
+image vmdk vmdk subformat=monolithicSparse
+image vdi vdi ""
+image vhd vpc subformat=dynamic,force_size=on empty
+image vhd-fixed vpc subformat=fixed
+
+if [ ! -e "$images/qcow2-zlib" ]; then
+    dir=$(mktemp -d)
+    seq 1 40000 >"$dir/text"
+    truncate -s 256k "$dir/text"
+    for type in zlib zstd; do
+        qemu-img convert -c -f raw -O qcow2 -o "cluster_size=4096,compression_type=$type" "$dir/text" "$dir/out"
+        printf '\0' >>"$dir/out"
+        cp "$dir/out" "$images/qcow2-$type"
+    done
+    qemu-img convert -f raw -O vmdk -o subformat=streamOptimized "$dir/text" "$dir/out.vmdk"
+    cp "$dir/out.vmdk" "$images/vmdk-stream"
+    printf '\0' >>"$images/vmdk-stream"
+    qemu-img create -q -f vmdk -o subformat=monolithicFlat "$dir/flat.vmdk" 1M
+    cp "$dir/flat.vmdk" "$images/vmdk-text"
+    printf '\0' >>"$images/vmdk-text"
+    # A vhdx is megabytes of zeros: the sectors that are not, each with its number.
+    for subformat in dynamic fixed; do
+        qemu-img create -q -f vhdx -o block_size=1M,log_size=1M,subformat=$subformat "$dir/x.vhdx" 2M
+        qemu-io -f vhdx -c "write -P 7 5k 3k" "$dir/x.vhdx" >/dev/null
+        perl -e 'local $/; open F, "<:raw", $ARGV[0]; $_ = <F>; binmode STDOUT;
+            for my $i (0 .. length() / 512 - 1) {
+                my $s = substr($_, $i * 512, 512);
+                print pack("V", $i) . $s if $s =~ /[^\0]/;
+            }
+            print "\x02";' "$dir/x.vhdx" >"$images/vhdx-$subformat"
+    done
+    rm -rf "$dir"
+fi

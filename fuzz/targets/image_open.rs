@@ -1,0 +1,119 @@
+//! Any bytes as an image: what is accepted has a layout that covers the file once, and a disk
+//! that can be read. The corpus has seeds of every format; the first bytes choose the parser.
+
+#![no_main]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use drover_core::{ReadAt, is_zero};
+use drover_image::{Layout, LayoutLimits, VirtualDisk, parse};
+use libfuzzer_sys::fuzz_target;
+
+const SECTOR: usize = 512;
+
+/// A file made from an input in the way that its last byte says, so that tables and data may
+/// lie far apart without the input being large.
+enum Content {
+    /// The bytes, then zeros.
+    Padded { bytes: Vec<u8>, len: u64 },
+    /// Zeros with some sectors in them.
+    Sectors {
+        sectors: BTreeMap<u64, Vec<u8>>,
+        len: u64,
+    },
+}
+
+impl Content {
+    fn new(data: &[u8]) -> Option<Self> {
+        let (&mode, bytes) = data.split_last()?;
+        if mode == 2 {
+            // Each a number and its bytes.
+            let record = |r: &[u8]| {
+                let number = u32::from_le_bytes(r[..4].try_into().expect("four bytes"));
+                (u64::from(number), r[4..].to_vec())
+            };
+            let sectors = bytes.chunks_exact(4 + SECTOR).map(record).collect();
+            return Some(Content::Sectors {
+                sectors,
+                len: 8 << 20,
+            });
+        }
+        let pad = if mode & 1 == 1 {
+            (1 << 30) / (1 + u64::from(mode))
+        } else {
+            0
+        };
+        Some(Content::Padded {
+            bytes: bytes.to_vec(),
+            len: bytes.len() as u64 + pad,
+        })
+    }
+}
+
+impl ReadAt for Content {
+    fn len(&self) -> u64 {
+        match self {
+            Content::Padded { len, .. } | Content::Sectors { len, .. } => *len,
+        }
+    }
+
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        let left = usize::try_from(self.len().saturating_sub(offset)).unwrap_or(usize::MAX);
+        let n = left.min(buf.len());
+        buf[..n].fill(0);
+        match self {
+            Content::Padded { bytes, .. } => {
+                bytes.read_at(&mut buf[..n], offset)?;
+            }
+            Content::Sectors { sectors, .. } => {
+                let end = offset + n as u64;
+                for (&number, bytes) in sectors.range(offset / SECTOR as u64..) {
+                    let at = number * SECTOR as u64;
+                    if at >= end {
+                        break;
+                    }
+                    let (from, to) = (at.max(offset), (at + SECTOR as u64).min(end));
+                    buf[(from - offset) as usize..(to - offset) as usize]
+                        .copy_from_slice(&bytes[(from - at) as usize..(to - at) as usize]);
+                }
+            }
+        }
+        Ok(n)
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some(content) = Content::new(data) else {
+        return;
+    };
+    let len = content.len();
+    let file = Arc::new(content);
+    if let Ok(parsed) = parse(file.clone()) {
+        let layout = &parsed.layout;
+        assert_eq!(layout.covered_bytes(), len);
+        Layout::new(len, 1, layout.ranges().to_vec()).expect("a layout is a layout");
+        let again = Layout::decode(&layout.encode(), LayoutLimits::default());
+        assert_eq!(again.as_ref(), Ok(layout));
+        let mut first = [0u8; 5000];
+        layout
+            .read(&*file, 0, &mut first)
+            .expect("the walk can be read");
+    }
+    if let Ok(disk) = VirtualDisk::from_content(file) {
+        let mut buf = vec![0u8; 70_000];
+        let mut at = 0;
+        for extent in disk.extents().take(200) {
+            let Ok(extent) = extent else { break };
+            assert_eq!(extent.offset, at);
+            assert!(extent.length > 0);
+            at = extent.end();
+            let n = extent.length.min(buf.len() as u64) as usize;
+            if disk.read_exact_at(&mut buf[..n], extent.offset).is_ok() {
+                let data = extent.kind == drover_core::ExtentKind::Data;
+                assert!(data || is_zero(&buf[..n]));
+            }
+        }
+        assert!(at <= disk.len());
+    }
+});
