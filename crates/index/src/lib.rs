@@ -7,8 +7,10 @@
 mod cuckoo;
 mod digest;
 mod error;
+mod hash_file;
 mod head;
 mod matcher;
+mod page;
 mod scan;
 mod storage;
 pub mod testing;

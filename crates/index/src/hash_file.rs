@@ -1,0 +1,366 @@
+//! Hash files: the digests of an image in walk order, 128 to a page, and beside them a side file
+//! with each page's checksum and each digest's head bits (teleportation §2.5, §2.11;
+//! `docs/format/hash-files.md`).
+
+use std::io;
+
+use drover_core::{Digest, Head};
+
+use crate::head::{head_from_bits, pack_heads};
+use crate::page::{PAGE_BYTES, PER_PAGE, Page, crc, low_bits};
+use crate::storage::{Storage, StorageFile};
+
+const MAGIC: [u8; 8] = *b"DRVRHSH1";
+const VERSION: u32 = 1;
+const HEADER: u64 = 64;
+const COMPLETE: u32 = 1;
+
+/// Head bits of a page.
+const HEAD_BYTES: usize = PER_PAGE / 4;
+/// Head bits, the page's checksum, and the record's own.
+const RECORD: usize = HEAD_BYTES + 4 + 4;
+/// Records read at once, and how many such groups are remembered.
+const GROUP: usize = 64;
+const GROUPS: usize = 16;
+
+/// The two files of an image.
+pub(crate) fn names(image: u64) -> (String, String) {
+    (
+        format!("img-{image:016x}.hash"),
+        format!("img-{image:016x}.side"),
+    )
+}
+
+/// The image whose side file this is.
+pub(crate) fn side_file_of(name: &str) -> Option<u64> {
+    image_of(name.strip_suffix(".side")?)
+}
+
+/// The image one of whose files this is.
+pub(crate) fn any_file_of(name: &str) -> Option<u64> {
+    image_of(name.strip_suffix(".side").or(name.strip_suffix(".hash"))?)
+}
+
+fn image_of(stem: &str) -> Option<u64> {
+    let hex = stem.strip_prefix("img-")?;
+    let id = u64::from_str_radix(hex, 16).ok()?;
+    (format!("{id:016x}") == hex).then_some(id)
+}
+
+/// What a side file says about its image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub image: u64,
+    /// Which use of the index this file was written in; later ones have larger numbers.
+    pub serial: u64,
+    /// Digests in the hash file.
+    pub blocks: u64,
+    /// Whether that is all there will ever be.
+    pub complete: bool,
+}
+
+impl Header {
+    fn to_bytes(self) -> [u8; HEADER as usize] {
+        let mut b = [0; HEADER as usize];
+        b[..8].copy_from_slice(&MAGIC);
+        b[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        let flags = if self.complete { COMPLETE } else { 0 };
+        b[12..16].copy_from_slice(&flags.to_le_bytes());
+        b[16..24].copy_from_slice(&self.image.to_le_bytes());
+        b[24..32].copy_from_slice(&self.serial.to_le_bytes());
+        b[32..40].copy_from_slice(&self.blocks.to_le_bytes());
+        let sum = crc(&b[..60]);
+        b[60..].copy_from_slice(&sum.to_le_bytes());
+        b
+    }
+
+    /// The header, if the bytes are one.
+    pub(crate) fn from_bytes(b: &[u8; HEADER as usize]) -> Option<Self> {
+        let u32_at = |i: usize| u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
+        let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
+        let flags = u32_at(12);
+        let good = b[..8] == MAGIC
+            && u32_at(8) == VERSION
+            && flags & !COMPLETE == 0
+            && u32_at(60) == crc(&b[..60]);
+        good.then(|| Header {
+            image: u64_at(16),
+            serial: u64_at(24),
+            blocks: u64_at(32),
+            complete: flags & COMPLETE != 0,
+        })
+    }
+
+    /// Reads the header at the start of `file`.
+    pub(crate) fn read(file: &impl StorageFile) -> io::Result<Option<Self>> {
+        let mut b = [0; HEADER as usize];
+        let n = file.read_at(&mut b, 0)?;
+        Ok((n == b.len()).then(|| Header::from_bytes(&b)).flatten())
+    }
+}
+
+/// Digests a page of which could not be read.
+#[derive(Debug)]
+pub(crate) enum ReadError {
+    /// The page is not what was written.
+    Corrupt,
+    Io(io::Error),
+}
+
+impl From<io::Error> for ReadError {
+    fn from(e: io::Error) -> Self {
+        ReadError::Io(e)
+    }
+}
+
+/// Bytes moved since the counters were last taken.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Traffic {
+    pub read: u64,
+    pub written: u64,
+}
+
+/// An image's digests.
+pub(crate) struct HashFile<F> {
+    header: Header,
+    hash: F,
+    side: F,
+    /// Pages on disk.
+    pages: u64,
+    /// Digests after those pages, and their heads.
+    tail: Vec<Digest>,
+    tail_heads: Vec<Head>,
+    groups: Vec<Option<(u64, Vec<u8>)>>,
+    pub traffic: Traffic,
+}
+
+impl<F: StorageFile> HashFile<F> {
+    /// Starts the files of an image; older ones are emptied.
+    pub(crate) fn create<S: Storage<File = F>>(
+        storage: &S,
+        image: u64,
+        serial: u64,
+    ) -> io::Result<Self> {
+        let (hash, side) = names(image);
+        let header = Header {
+            image,
+            serial,
+            blocks: 0,
+            complete: false,
+        };
+        // The side file first: without a header, a hash file means nothing.
+        let side = storage.create(&side)?;
+        side.write_at(&header.to_bytes(), 0)?;
+        let hash = storage.create(&hash)?;
+        Ok(Self::with(header, hash, side, 0))
+    }
+
+    /// Opens the complete files of an image. `None` when they are not that, or cut short.
+    pub(crate) fn open<S: Storage<File = F>>(storage: &S, image: u64) -> io::Result<Option<Self>> {
+        let (hash, side) = names(image);
+        let (Some(hash), Some(side)) = (found(storage.open(&hash))?, found(storage.open(&side))?)
+        else {
+            return Ok(None);
+        };
+        let Some(header) = Header::read(&side)?.filter(|h| h.image == image && h.complete) else {
+            return Ok(None);
+        };
+        let pages = header.blocks.div_ceil(PER_PAGE as u64);
+        let fits = |size: u64, each: usize, extra: u64| {
+            pages
+                .checked_mul(each as u64)
+                .and_then(|n| n.checked_add(extra))
+                .is_some_and(|n| size >= n)
+        };
+        let whole = fits(hash.size()?, PAGE_BYTES, 0) && fits(side.size()?, RECORD, HEADER);
+        Ok(whole.then(|| Self::with(header, hash, side, pages)))
+    }
+
+    fn with(header: Header, hash: F, side: F, pages: u64) -> Self {
+        HashFile {
+            header,
+            hash,
+            side,
+            pages,
+            tail: Vec::new(),
+            tail_heads: Vec::new(),
+            groups: (0..GROUPS).map(|_| None).collect(),
+            traffic: Traffic::default(),
+        }
+    }
+
+    pub(crate) fn header(&self) -> Header {
+        self.header
+    }
+
+    /// Digests, those in memory included.
+    pub(crate) fn blocks(&self) -> u64 {
+        self.header.blocks
+    }
+
+    /// Memory.
+    pub(crate) fn bytes(&self) -> usize {
+        let groups = self.groups.iter().flatten().count();
+        self.tail.capacity() * (Digest::LEN + 1) + groups * GROUP * RECORD
+    }
+
+    /// Adds digests in memory; [`flush`](Self::flush) writes them.
+    pub(crate) fn append(&mut self, digests: &[Digest], heads: &[Head]) {
+        self.tail.extend_from_slice(digests);
+        self.tail_heads.extend_from_slice(heads);
+        self.header.blocks += digests.len() as u64;
+    }
+
+    /// Takes back the last `n` digests, which must not have been flushed.
+    pub(crate) fn take_back(&mut self, n: usize) {
+        self.tail.truncate(self.tail.len() - n);
+        self.tail_heads.truncate(self.tail.len());
+        self.header.blocks -= n as u64;
+    }
+
+    /// Writes the pages that are full.
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
+        let full = self.tail.len() / PER_PAGE * PER_PAGE;
+        self.write_tail(full)?;
+        self.tail.drain(..full);
+        self.tail_heads.drain(..full);
+        self.pages += (full / PER_PAGE) as u64;
+        Ok(())
+    }
+
+    /// Writes the tail's first `n` digests as pages, the last one padded.
+    fn write_tail(&mut self, n: usize) -> io::Result<()> {
+        if n == 0 {
+            return Ok(());
+        }
+        let mut bytes = Vec::with_capacity(n.next_multiple_of(PER_PAGE) * Digest::LEN);
+        let mut records = Vec::with_capacity(n.div_ceil(PER_PAGE) * RECORD);
+        let pages = self.tail[..n].chunks(PER_PAGE);
+        for (i, (page, heads)) in pages.zip(self.tail_heads.chunks(PER_PAGE)).enumerate() {
+            let from = bytes.len();
+            page.iter().for_each(|d| bytes.extend_from_slice(&d.0));
+            bytes.resize(from + PAGE_BYTES, 0);
+            let heads = &heads[..page.len()];
+            records.extend(record(self.pages + i as u64, heads, &bytes[from..]));
+        }
+        self.hash.write_at(&bytes, self.pages * PAGE_BYTES as u64)?;
+        self.side
+            .write_at(&records, HEADER + self.pages * RECORD as u64)?;
+        self.traffic.written += (bytes.len() + records.len()) as u64;
+        Ok(())
+    }
+
+    /// Writes everything, makes it durable, and then says so in the header.
+    pub(crate) fn finish(&mut self) -> io::Result<()> {
+        self.flush()?;
+        self.write_tail(self.tail.len())?;
+        self.hash.sync()?;
+        self.side.sync()?;
+        let header = Header {
+            complete: true,
+            ..self.header
+        };
+        self.side.write_at(&header.to_bytes(), 0)?;
+        self.side.sync()?;
+        self.header = header;
+        self.pages = self.header.blocks.div_ceil(PER_PAGE as u64);
+        self.tail = Vec::new();
+        self.tail_heads = Vec::new();
+        self.groups.fill(None);
+        Ok(())
+    }
+
+    /// The page, from memory if that is where it is. `None` beyond the end.
+    pub(crate) fn page(&mut self, no: u64) -> Result<Option<Page>, ReadError> {
+        let from = no.saturating_mul(PER_PAGE as u64);
+        if from >= self.header.blocks {
+            return Ok(None);
+        }
+        if no >= self.pages {
+            let from = (from - self.pages * PER_PAGE as u64) as usize;
+            let to = self.tail.len().min(from + PER_PAGE);
+            return Ok(Some(Page::of(&self.tail[from..to])));
+        }
+        let (_, sum) = self.record(no)?;
+        let mut bytes = [0; PAGE_BYTES];
+        let n = self.hash.read_at(&mut bytes, no * PAGE_BYTES as u64)?;
+        self.traffic.read += n as u64;
+        if n < PAGE_BYTES || crc(&bytes) != sum {
+            return Err(ReadError::Corrupt);
+        }
+        let count = (self.header.blocks - from).min(PER_PAGE as u64);
+        Ok(Some(Page::from_bytes(&bytes, low_bits(count as usize))))
+    }
+
+    /// Whether the page is on disk and stays as it is.
+    pub(crate) fn is_settled(&self, no: u64) -> bool {
+        no < self.pages
+    }
+
+    /// The heads of a page that is on disk.
+    pub(crate) fn heads(&mut self, no: u64) -> Result<Vec<Head>, ReadError> {
+        let (bits, _) = self.record(no)?;
+        let left = self.header.blocks.saturating_sub(no * PER_PAGE as u64);
+        (0..left.min(PER_PAGE as u64) as usize)
+            .map(|i| head_from_bits(bits[i / 4] >> (2 * (i % 4)) & 3).ok_or(ReadError::Corrupt))
+            .collect()
+    }
+
+    /// A page's head bits and checksum.
+    fn record(&mut self, no: u64) -> Result<([u8; HEAD_BYTES], u32), ReadError> {
+        let group = no / GROUP as u64;
+        let at = (group % GROUPS as u64) as usize;
+        let known = matches!(&self.groups[at], Some((g, b))
+            if *g == group && b.len() >= (no as usize % GROUP + 1) * RECORD);
+        if !known {
+            let mut bytes = vec![0; GROUP * RECORD];
+            let offset = HEADER + group * (GROUP * RECORD) as u64;
+            let n = self.side.read_at(&mut bytes, offset)?;
+            // Of a file that still grows, only what is there now is remembered.
+            bytes.truncate(n / RECORD * RECORD);
+            self.traffic.read += n as u64;
+            self.groups[at] = Some((group, bytes));
+        }
+        let bytes = self.groups[at].as_ref().map_or(&[][..], |(_, b)| b);
+        let from = no as usize % GROUP * RECORD;
+        let r = bytes.get(from..from + RECORD).ok_or(ReadError::Corrupt)?;
+        let (body, sum) = r.split_at(RECORD - 4);
+        if record_crc(no, body).to_le_bytes() != sum {
+            return Err(ReadError::Corrupt);
+        }
+        let mut bits = [0; HEAD_BYTES];
+        bits.copy_from_slice(&body[..HEAD_BYTES]);
+        let s = &body[HEAD_BYTES..];
+        Ok((bits, u32::from_le_bytes([s[0], s[1], s[2], s[3]])))
+    }
+}
+
+fn record(no: u64, heads: &[Head], page: &[u8]) -> [u8; RECORD] {
+    let mut r = [0; RECORD];
+    let bits = pack_heads(heads);
+    r[..bits.len()].copy_from_slice(&bits);
+    r[HEAD_BYTES..HEAD_BYTES + 4].copy_from_slice(&crc(page).to_le_bytes());
+    let sum = record_crc(no, &r[..RECORD - 4]);
+    r[RECORD - 4..].copy_from_slice(&sum.to_le_bytes());
+    r
+}
+
+/// The page's number is part of the checksum: a record in the wrong place is none.
+fn record_crc(no: u64, body: &[u8]) -> u32 {
+    let mut b = [0; 8 + RECORD - 4];
+    b[..8].copy_from_slice(&no.to_le_bytes());
+    b[8..].copy_from_slice(body);
+    crc(&b)
+}
+
+/// `None` for a file that does not exist.
+pub(crate) fn found<F>(r: io::Result<F>) -> io::Result<Option<F>> {
+    match r {
+        Ok(f) => Ok(Some(f)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,131 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::testing::SimStorage;
+
+fn digest(n: u64) -> Digest {
+    Digest(*blake3::hash(&n.to_le_bytes()).as_bytes())
+}
+
+fn head(n: u64) -> Head {
+    [Head::No, Head::Weak, Head::Strong][n as usize % 3]
+}
+
+fn check(file: &mut HashFile<impl StorageFile>, want: u64) {
+    assert_eq!(file.blocks(), want);
+    let pages = want.div_ceil(PER_PAGE as u64);
+    for no in 0..pages {
+        let page = file.page(no).unwrap().unwrap();
+        let first = no * PER_PAGE as u64;
+        for i in 0..PER_PAGE as u64 {
+            let there = first + i < want;
+            assert_eq!(
+                page.get(i as usize).copied(),
+                there.then(|| digest(first + i))
+            );
+        }
+        if file.is_settled(no) {
+            let heads: Vec<Head> = (first..want.min(first + PER_PAGE as u64))
+                .map(head)
+                .collect();
+            assert_eq!(file.heads(no).unwrap(), heads);
+        }
+    }
+    assert!(file.page(pages).unwrap().is_none());
+    assert!(file.page(u64::MAX).unwrap().is_none());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn what_was_appended_is_read_back(batches in proptest::collection::vec(0u64..400, 0..8)) {
+        let storage = SimStorage::new();
+        let mut file = HashFile::create(&storage, 7, 3).unwrap();
+        let mut n = 0;
+        for b in batches {
+            let digests: Vec<Digest> = (n..n + b).map(digest).collect();
+            let heads: Vec<Head> = (n..n + b).map(head).collect();
+            // A batch that is taken back leaves nothing.
+            file.append(&digests, &heads);
+            file.take_back(digests.len());
+            file.append(&digests, &heads);
+            n += b;
+            check(&mut file, n);
+            file.flush().unwrap();
+            check(&mut file, n);
+        }
+        prop_assert!(HashFile::open(&storage, 7).unwrap().is_none(), "not complete yet");
+        file.finish().unwrap();
+        check(&mut file, n);
+        let mut again = HashFile::open(&storage, 7).unwrap().expect("complete");
+        prop_assert_eq!(again.header(), Header { image: 7, serial: 3, blocks: n, complete: true });
+        check(&mut again, n);
+    }
+
+    #[test]
+    fn any_header_is_read_or_refused(mut b: [u8; 32], keep: bool) {
+        let mut bytes = Header { image: 1, serial: 2, blocks: 3, complete: true }.to_bytes();
+        if !keep { bytes[..32].copy_from_slice(&b); b[0] = 0; }
+        prop_assert_eq!(Header::from_bytes(&bytes).is_some(), keep);
+    }
+}
+
+#[test]
+fn a_damaged_byte_anywhere_is_noticed() {
+    let storage = SimStorage::new();
+    let mut file = HashFile::create(&storage, 1, 1).unwrap();
+    file.append(
+        &(0..300).map(digest).collect::<Vec<_>>(),
+        &(0..300).map(head).collect::<Vec<_>>(),
+    );
+    file.finish().unwrap();
+    let (hash, side) = names(1);
+    for (name, step) in [(&hash, 257), (&side, 1)] {
+        let len = storage.edit(name, |b| b.len()).unwrap();
+        for at in (0..len).step_by(step) {
+            storage.edit(name, |b| b[at] ^= 0x10);
+            let damaged = match HashFile::open(&storage, 1).unwrap() {
+                None => true,
+                Some(mut f) => (0..3).any(|p| matches!(f.page(p), Err(ReadError::Corrupt))),
+            };
+            assert!(damaged, "{name} byte {at}");
+            storage.edit(name, |b| b[at] ^= 0x10);
+        }
+        // Cut short.
+        let whole = storage
+            .edit(name, |b| std::mem::replace(b, b[..len - 1].to_vec()))
+            .unwrap();
+        assert!(HashFile::open(&storage, 1).unwrap().is_none());
+        storage.edit(name, |b| *b = whole);
+    }
+    check(&mut HashFile::open(&storage, 1).unwrap().unwrap(), 300);
+}
+
+#[test]
+fn a_header_that_claims_too_much_allocates_nothing() {
+    let storage = SimStorage::new();
+    HashFile::create(&storage, 9, 1).unwrap().finish().unwrap();
+    let header = Header {
+        image: 9,
+        serial: 1,
+        blocks: u64::MAX,
+        complete: true,
+    };
+    storage.edit(&names(9).1, |b| b[..64].copy_from_slice(&header.to_bytes()));
+    assert!(HashFile::open(&storage, 9).unwrap().is_none());
+}
+
+#[test]
+fn file_names() {
+    assert_eq!(side_file_of(&names(0xabc).1), Some(0xabc));
+    assert_eq!(any_file_of(&names(0xabc).0), Some(0xabc));
+    for other in [
+        "seq.side",
+        "img-.side",
+        "img-12.side",
+        "img-000000000000ABCD.side",
+        "img-+00000000000000a.side",
+    ] {
+        assert_eq!(side_file_of(other), None, "{other}");
+    }
+}

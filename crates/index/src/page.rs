@@ -1,0 +1,301 @@
+//! A hash page: 128 digests, the unit of disk reads (teleportation §2.5, §2.11), and the bounded
+//! cache of pages.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::Arc;
+
+use drover_core::Digest;
+
+/// Digests in a page.
+pub(crate) const PER_PAGE: usize = 128;
+
+/// Bytes of a page on disk.
+pub(crate) const PAGE_BYTES: usize = PER_PAGE * Digest::LEN;
+
+/// Checksum of everything the index writes: CRC-32C.
+pub(crate) fn crc(bytes: &[u8]) -> u32 {
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// One page in memory.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Page {
+    /// A piece of each digest, side by side, so that a page is searched in a few vector steps.
+    tags: [u32; PER_PAGE],
+    /// The digests; what `used` does not name means nothing.
+    digests: [Digest; PER_PAGE],
+    /// A bit for each digest that is one.
+    pub used: u128,
+    /// A bit for each slot that starts a sequence. Only in the sequence cache.
+    pub start: u128,
+    /// A bit for each strong head. Only in the sequence cache.
+    pub strong: u128,
+}
+
+fn tag(d: &Digest) -> u32 {
+    u32::from_le_bytes([d.0[16], d.0[17], d.0[18], d.0[19]])
+}
+
+/// The lowest `n` bits.
+pub(crate) fn low_bits(n: usize) -> u128 {
+    1u128.checked_shl(n as u32).map_or(u128::MAX, |b| b - 1)
+}
+
+impl Page {
+    /// A page without digests.
+    pub(crate) fn empty() -> Self {
+        Page {
+            tags: [0; PER_PAGE],
+            digests: [Digest::default(); PER_PAGE],
+            used: 0,
+            start: 0,
+            strong: 0,
+        }
+    }
+
+    /// A page of at most 128 digests.
+    pub(crate) fn of(digests: &[Digest]) -> Self {
+        let mut page = Page::empty();
+        page.digests[..digests.len()].copy_from_slice(digests);
+        page.retag();
+        page.used = low_bits(digests.len());
+        page
+    }
+
+    /// A page from disk whose digests `used` names.
+    pub(crate) fn from_bytes(bytes: &[u8; PAGE_BYTES], used: u128) -> Self {
+        let mut page = Page::empty();
+        for (d, b) in page.digests.iter_mut().zip(bytes.as_chunks().0) {
+            *d = Digest(*b);
+        }
+        page.retag();
+        page.used = used;
+        page
+    }
+
+    fn retag(&mut self) {
+        for (t, d) in self.tags.iter_mut().zip(&self.digests) {
+            *t = tag(d);
+        }
+    }
+
+    /// The page as it is on disk.
+    pub(crate) fn to_bytes(&self) -> [u8; PAGE_BYTES] {
+        let mut bytes = [0; PAGE_BYTES];
+        for (b, d) in bytes.as_chunks_mut().0.iter_mut().zip(&self.digests) {
+            *b = d.0;
+        }
+        bytes
+    }
+
+    /// The digest in slot `i`, if there is one.
+    #[inline]
+    pub(crate) fn get(&self, i: usize) -> Option<&Digest> {
+        (self.used >> i & 1 == 1).then(|| &self.digests[i])
+    }
+
+    /// Puts a digest into slot `i`.
+    pub(crate) fn set(&mut self, i: usize, digest: &Digest) {
+        self.digests[i] = *digest;
+        self.tags[i] = tag(digest);
+        self.used |= 1 << i;
+    }
+
+    /// The first slot that holds `digest`.
+    #[inline]
+    pub(crate) fn find(&self, digest: &Digest) -> Option<usize> {
+        let want = tag(digest);
+        for (group, tags) in self.tags.as_chunks::<16>().0.iter().enumerate() {
+            let any = tags.iter().fold(false, |any, &t| any | (t == want));
+            if !any {
+                continue;
+            }
+            for (i, &t) in tags.iter().enumerate() {
+                let slot = group * 16 + i;
+                if t == want && self.get(slot) == Some(digest) {
+                    return Some(slot);
+                }
+            }
+        }
+        None
+    }
+
+    /// Every digest with its slot.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, &Digest)> {
+        (0..PER_PAGE).filter_map(|i| Some((i, self.get(i)?)))
+    }
+}
+
+/// Which page: a file's number and the page's number in it.
+pub(crate) type PageKey = (u32, u32);
+
+/// The most recently read pages, a bounded number of them (second-chance eviction).
+pub(crate) struct PageCache {
+    index: HashMap<u64, u32, BuildHasherDefault<Mix>>,
+    slots: Vec<Slot>,
+    limit: usize,
+    hand: usize,
+}
+
+struct Slot {
+    key: u64,
+    page: Arc<Page>,
+    used: bool,
+}
+
+fn pack((file, page): PageKey) -> u64 {
+    u64::from(file) << 32 | u64::from(page)
+}
+
+impl PageCache {
+    pub(crate) fn new(limit: usize) -> Self {
+        PageCache {
+            index: HashMap::default(),
+            slots: Vec::new(),
+            limit,
+            hand: 0,
+        }
+    }
+
+    pub(crate) fn get(&mut self, key: PageKey) -> Option<Arc<Page>> {
+        let slot = &mut self.slots[*self.index.get(&pack(key))? as usize];
+        slot.used = true;
+        Some(Arc::clone(&slot.page))
+    }
+
+    pub(crate) fn put(&mut self, key: PageKey, page: Arc<Page>) {
+        let key = pack(key);
+        if let Some(&at) = self.index.get(&key) {
+            self.slots[at as usize].page = page;
+            return;
+        }
+        // A page earns its second chance by being asked for again.
+        let slot = Slot {
+            key,
+            page,
+            used: false,
+        };
+        if self.slots.len() < self.limit {
+            self.index.insert(key, self.slots.len() as u32);
+            self.slots.push(slot);
+            return;
+        }
+        while std::mem::take(&mut self.slots[self.hand].used) {
+            self.hand = (self.hand + 1) % self.limit;
+        }
+        self.index.remove(&self.slots[self.hand].key);
+        self.index.insert(key, self.hand as u32);
+        self.slots[self.hand] = slot;
+        self.hand = (self.hand + 1) % self.limit;
+    }
+
+    /// Drops the page, or all pages of the file when no page is given.
+    pub(crate) fn forget(&mut self, file: u32, page: Option<u32>) {
+        let gone = |key: u64| match page {
+            Some(p) => key == pack((file, p)),
+            None => (key >> 32) as u32 == file,
+        };
+        let mut at = 0;
+        while at < self.slots.len() {
+            let key = self.slots[at].key;
+            if gone(key) {
+                self.index.remove(&key);
+                self.slots.swap_remove(at);
+                if let Some(moved) = self.slots.get(at) {
+                    self.index.insert(moved.key, at as u32);
+                }
+            } else {
+                at += 1;
+            }
+        }
+        self.hand = 0;
+    }
+
+    /// Memory of the pages.
+    pub(crate) fn bytes(&self) -> usize {
+        self.slots.len() * (size_of::<Page>() + size_of::<Slot>() + 32)
+    }
+}
+
+/// Hashes the one number that a page's key is.
+#[derive(Default)]
+pub(crate) struct Mix(u64);
+
+impl Hasher for Mix {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &b in bytes {
+            self.write_u64(u64::from(b));
+        }
+    }
+    fn write_u64(&mut self, v: u64) {
+        let z = (self.0 ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = z ^ (z >> 29);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn digest(n: u32) -> Digest {
+        // Tags collide on purpose.
+        let mut d = Digest::default();
+        d.0[..4].copy_from_slice(&n.to_le_bytes());
+        d.0[16] = n as u8 % 8;
+        d
+    }
+
+    proptest! {
+        #[test]
+        fn finding_agrees_with_a_plain_search(ns in proptest::collection::vec(0u32..200, 0..=128), holes: u128) {
+            let digests: Vec<Digest> = ns.iter().map(|&n| digest(n)).collect();
+            let mut page = Page::of(&digests);
+            prop_assert_eq!(page.iter().count(), digests.len());
+            page.used &= holes;
+            let again = Page::from_bytes(&page.to_bytes(), page.used);
+            prop_assert_eq!(&again, &page);
+            for n in 0..200 {
+                let plain = (0..digests.len()).find(|&i| holes >> i & 1 == 1 && digests[i] == digest(n));
+                prop_assert_eq!(page.find(&digest(n)), plain);
+            }
+        }
+
+        #[test]
+        fn the_cache_never_answers_with_the_wrong_page(ops in proptest::collection::vec((0u32..3, 0u32..30, 0u8..10), 0..400)) {
+            let mut cache = PageCache::new(8);
+            let mut plain: HashMap<PageKey, Digest> = HashMap::new();
+            for (t, (file, page, what)) in ops.into_iter().enumerate() {
+                match what {
+                    0 => { cache.forget(file, None); plain.retain(|k, _| k.0 != file); }
+                    1 => { cache.forget(file, Some(page)); plain.remove(&(file, page)); }
+                    2..=5 => {
+                        let d = digest(t as u32);
+                        cache.put((file, page), Arc::new(Page::of(&[d])));
+                        plain.insert((file, page), d);
+                    }
+                    _ => if let Some(got) = cache.get((file, page)) {
+                        prop_assert_eq!(got.get(0), plain.get(&(file, page)));
+                    }
+                }
+                prop_assert!(cache.slots.len() <= 8);
+                prop_assert_eq!(cache.slots.len(), cache.index.len());
+            }
+        }
+    }
+
+    #[test]
+    fn a_page_that_is_used_outlives_a_scan() {
+        let mut cache = PageCache::new(8);
+        cache.put((0, 0), Arc::new(Page::empty()));
+        for p in 1..100 {
+            assert!(cache.get((0, 0)).is_some(), "{p}");
+            cache.put((0, p), Arc::new(Page::empty()));
+        }
+        assert!(cache.get((0, 1)).is_none());
+    }
+}
