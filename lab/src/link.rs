@@ -127,13 +127,6 @@ pub struct Traffic {
     pub b_to_a: Counters,
 }
 
-impl Traffic {
-    /// Bytes that came to the link, both ways together: what was put on the wire.
-    pub fn bytes(&self) -> u64 {
-        self.a_to_b.bytes_in + self.b_to_a.bytes_in
-    }
-}
-
 /// A link that is up until it is dropped.
 pub struct Link {
     shared: Arc<Shared>,

@@ -4,11 +4,15 @@
 //!
 //! Nothing here is used by drover itself.
 
+mod experiments;
 mod library;
 mod limit;
 mod link;
 mod report;
+mod rivals;
 mod shell;
+mod site;
+mod watch;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -71,6 +75,13 @@ enum Command {
         #[command(flatten)]
         run: link::RunArgs,
     },
+    /// Send the library in order to an empty site: bytes on the wire against the limit, matches against exact
+    /// deduplication, times, memory.
+    Wire(experiments::wire::WireArgs),
+    /// Send one image over the link to a site that has similar ones: time against bytes over bandwidth.
+    Wan(experiments::wan::WanArgs),
+    /// Send one image over loopback twice, and by rsync: alternated repetitions.
+    Local(experiments::local::LocalArgs),
 }
 
 fn main() -> Result<ExitCode> {
@@ -84,6 +95,9 @@ fn main() -> Result<ExitCode> {
         Command::Age { name, dir } => library::age(&name, &dir)?,
         Command::Limit { images, with, json } => limit::print(&images, &with, json)?,
         Command::Link { link, run } => return link::run(&link, &run),
+        Command::Wire(args) => experiments::wire::run(&args)?,
+        Command::Wan(args) => experiments::wan::run(&args)?,
+        Command::Local(args) => experiments::local::run(&args)?,
     }
     Ok(ExitCode::SUCCESS)
 }

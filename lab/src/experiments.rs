@@ -1,0 +1,168 @@
+//! The experiments: each drives the real `drover` and its rivals, compares every result file with its
+//! original, and hands out rows.
+
+pub mod local;
+pub mod wan;
+pub mod wire;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use crate::library;
+use crate::link::{Link, LinkArgs, Options};
+use crate::site::Where;
+
+/// What every experiment takes.
+#[derive(Args, Clone)]
+pub struct Common {
+    /// The drover to measure: a release build.
+    #[arg(long, default_value = "target/release/drover", value_name = "FILE")]
+    pub drover: PathBuf,
+    /// Where the image library is.
+    #[arg(long, default_value = "lab/cache", value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Where results go, and the sites while they run.
+    #[arg(long, default_value = "lab/out", value_name = "DIR")]
+    pub out: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl Common {
+    /// The binary to measure, by an absolute path.
+    fn binary(&self) -> Result<PathBuf> {
+        self.drover.canonicalize().with_context(|| {
+            format!(
+                "no {}: cargo build --release -p drover",
+                self.drover.display()
+            )
+        })
+    }
+
+    /// An empty directory for a run, removed with the guard.
+    fn work(&self, experiment: &str) -> Result<Work> {
+        let dir = self
+            .out
+            .join(format!("work-{experiment}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&dir);
+        std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        Ok(Work(dir.canonicalize()?))
+    }
+
+    /// The named images, or those of the library that are built, in its order.
+    fn images(&self, named: &[PathBuf]) -> Result<Vec<PathBuf>> {
+        if !named.is_empty() {
+            return named.iter().map(|path| self.image(path)).collect();
+        }
+        let (built, missing): (Vec<_>, Vec<_>) = library::FULL
+            .iter()
+            .map(|spec| self.dir.join("images").join(format!("{}.raw", spec.name)))
+            .partition(|path| path.exists());
+        for path in missing {
+            eprintln!("SKIP {}: not built (lab library)", path.display());
+        }
+        if built.is_empty() {
+            bail!("no image in {}: lab library", self.dir.display());
+        }
+        Ok(built)
+    }
+
+    /// A path as it is, or the name of an image of the library.
+    fn image(&self, named: &Path) -> Result<PathBuf> {
+        let in_library = self
+            .dir
+            .join("images")
+            .join(format!("{}.raw", named.display()));
+        match (named.exists(), in_library.exists()) {
+            (true, _) => Ok(named.to_owned()),
+            (false, true) => Ok(in_library),
+            _ => bail!(
+                "no image {}, neither as a file nor in the library",
+                named.display()
+            ),
+        }
+    }
+}
+
+/// A directory that goes away.
+struct Work(PathBuf);
+
+impl Work {
+    fn join(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_dir_all(&self.0) {
+            eprintln!("{} stays behind: {error}", self.0.display());
+        }
+    }
+}
+
+/// The network of a run: a link or none.
+struct Net {
+    options: Option<Options>,
+    link: Option<Link>,
+}
+
+impl Net {
+    fn loopback() -> Self {
+        Self {
+            options: None,
+            link: None,
+        }
+    }
+
+    fn over(args: &LinkArgs) -> Result<Self> {
+        let options = Options::from(args);
+        Ok(Self {
+            link: Some(Link::up(&options)?),
+            options: Some(options),
+        })
+    }
+
+    fn place(&self) -> Where<'_> {
+        self.link.as_ref().map_or(Where::Loopback, Where::Over)
+    }
+
+    /// IP bytes that the near end has put on the link, and the far end.
+    fn bytes(&self) -> Option<(u64, u64)> {
+        let traffic = self.link.as_ref()?.traffic();
+        Some((traffic.a_to_b.bytes_in, traffic.b_to_a.bytes_in))
+    }
+
+    fn describe(&self) -> String {
+        self.options
+            .as_ref()
+            .map_or_else(|| "loopback".to_owned(), Options::describe)
+    }
+}
+
+/// The name under which an image is delivered.
+fn file_name(image: &Path) -> String {
+    image
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// Fails when a row was not as it must be, after all rows are shown.
+fn all_identical(wrong: &[String]) -> Result<()> {
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    bail!("not delivered as they were: {}", wrong.join(", "))
+}
+
+fn yes_no(value: bool) -> String {
+    if value { "yes" } else { "NO" }.to_owned()
+}
+
+#[cfg(test)]
+mod tests;

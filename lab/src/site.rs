@@ -1,0 +1,347 @@
+//! The real `drover` binary, driven as a script would: a site that serves, and a sender that is paired with it.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+use serde::{Deserialize, Serialize};
+
+use crate::link::{Link, Side};
+use crate::shell;
+use crate::watch::{Cost, Watch};
+
+/// How long a site may take until it prints its ticket.
+const READY: Duration = Duration::from_secs(20);
+/// How long a site may take to end after SIGTERM.
+const END: Duration = Duration::from_secs(15);
+/// What senders call the site.
+const PEER: &str = "far";
+
+/// Where the two ends are.
+#[derive(Clone, Copy)]
+pub enum Where<'a> {
+    /// Both on this host.
+    Loopback,
+    /// The sender at one end of a link, the site at the other.
+    Over(&'a Link),
+}
+
+impl Where<'_> {
+    /// A command at the sending end.
+    pub fn near(&self, program: &Path) -> Command {
+        self.at(Side::A, program)
+    }
+
+    /// A command at the receiving end.
+    pub fn far(&self, program: &Path) -> Command {
+        self.at(Side::B, program)
+    }
+
+    /// The address at which the receiving end listens.
+    pub fn far_address(&self) -> &'static str {
+        match self {
+            Self::Loopback => "127.0.0.1",
+            Self::Over(_) => Side::B.address(),
+        }
+    }
+
+    fn at(&self, side: Side, program: &Path) -> Command {
+        match self {
+            Self::Loopback => Command::new(program),
+            Self::Over(link) => link.command(side, &program.to_string_lossy()),
+        }
+    }
+}
+
+/// A site that serves until it is dropped.
+pub struct Site {
+    home: PathBuf,
+    child: Child,
+    watch: Watch,
+    ticket: String,
+}
+
+impl Site {
+    /// Starts `drover serve` with a home of its own and waits for its ticket.
+    ///
+    /// # Errors
+    /// When it cannot be started, ends, or prints no ticket in time; what it said is in the error.
+    pub fn start(drover: &Path, home: &Path, place: Where<'_>) -> Result<Self> {
+        fs::create_dir_all(home)?;
+        let home = home.canonicalize()?;
+        let said = home.with_extension("serve.log");
+        let mut child = place
+            .far(drover)
+            .args(["serve", "--listen", &format!("{}:0", place.far_address())])
+            .env("DROVER_HOME", &home)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(File::create(&said)?)
+            .spawn()
+            .with_context(|| format!("cannot start {}", drover.display()))?;
+        let watch = Watch::start(child.id());
+        let stdout = child.stdout.take().context("no stdout")?;
+        let (send, lines) = mpsc::channel();
+        // The reader goes on to the end, so that the site never waits for its output to be read.
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                let _ = send.send(line);
+            }
+        });
+        let mut site = Self {
+            home,
+            child,
+            watch,
+            ticket: String::new(),
+        };
+        let deadline = Instant::now() + READY;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Ok(line) = lines.recv_timeout(left) else {
+                let why = shell::tail(&fs::read(&said).unwrap_or_default());
+                bail!("drover serve printed no ticket: {why}");
+            };
+            let word = line.trim();
+            if !word.is_empty() && !word.contains(char::is_whitespace) {
+                site.ticket = word.to_owned();
+                return Ok(site);
+            }
+        }
+    }
+
+    /// Where a delivered image is.
+    pub fn image(&self, name: &str) -> PathBuf {
+        self.home.join("images").join(name)
+    }
+
+    /// What the site has cost so far.
+    pub fn cost(&self) -> Cost {
+        self.watch.cost()
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
+        if let Some(pid) = pid {
+            let _ = kill_process(pid, Signal::TERM);
+        }
+        let deadline = Instant::now() + END;
+        while Instant::now() < deadline {
+            if matches!(self.child.try_wait(), Ok(Some(_)) | Err(_)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        eprintln!("the site in {} did not end on SIGTERM", self.home.display());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What `drover send --json` says at its end about one image.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sent {
+    /// The image's name at the destination.
+    pub name: String,
+    /// The digest both sides agreed on.
+    #[serde(default)]
+    pub digest: String,
+    /// The image's size.
+    pub size_bytes: u64,
+    /// Bytes of it that are not zero.
+    #[serde(default)]
+    pub data_bytes: u64,
+    /// Bytes that went to the site.
+    pub wire_sent_bytes: u64,
+    /// Bytes that came from the site.
+    pub wire_received_bytes: u64,
+    /// Blocks found at the destination.
+    #[serde(default)]
+    pub matched_blocks: u64,
+    /// Blocks that were sent.
+    #[serde(default)]
+    pub sent_blocks: u64,
+    /// Zero blocks.
+    #[serde(default)]
+    pub zero_blocks: u64,
+    /// Duration by drover's own clock.
+    #[serde(default)]
+    pub seconds: f64,
+}
+
+impl Sent {
+    /// Bytes on the wire, both ways.
+    pub fn wire_bytes(&self) -> u64 {
+        self.wire_sent_bytes + self.wire_received_bytes
+    }
+}
+
+/// How a `drover send` went.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The images, in the order in which they were named.
+    pub images: Vec<Sent>,
+    /// From start to exit, by the lab's clock.
+    pub seconds: f64,
+    /// What the sender cost.
+    pub cost: Cost,
+}
+
+/// A sender with a home of its own, paired with a site.
+pub struct Sender<'a> {
+    drover: PathBuf,
+    home: PathBuf,
+    place: Where<'a>,
+}
+
+impl<'a> Sender<'a> {
+    /// Pairs a new home with `site`.
+    ///
+    /// # Errors
+    /// When pairing fails.
+    pub fn pair(drover: &Path, home: &Path, place: Where<'a>, site: &Site) -> Result<Self> {
+        fs::create_dir_all(home)?;
+        let home = home.canonicalize()?;
+        let mut pair = place.near(drover);
+        pair.args(["pair", &site.ticket, "--name", PEER])
+            .env("DROVER_HOME", &home);
+        shell::run(&mut pair).context("pairing failed")?;
+        Ok(Self {
+            drover: drover.to_owned(),
+            home,
+            place,
+        })
+    }
+
+    /// Sends one image under the name of its file.
+    ///
+    /// # Errors
+    /// When drover fails, or its last line is not what scripts rely on.
+    pub fn send(&self, image: &Path, options: &[&str]) -> Result<Outcome> {
+        let image = image
+            .canonicalize()
+            .with_context(|| format!("no image {}", image.display()))?;
+        let said = self.home.with_extension("send.log");
+        let started = Instant::now();
+        let mut child = self
+            .place
+            .near(&self.drover)
+            .arg("send")
+            .arg(&image)
+            .args([PEER, "--json"])
+            .args(options)
+            .env("DROVER_HOME", &self.home)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(File::create(&said)?)
+            .spawn()
+            .with_context(|| format!("cannot start {}", self.drover.display()))?;
+        let watch = Watch::start(child.id());
+        let mut output = String::new();
+        if let Some(mut stdout) = child.stdout.take() {
+            stdout.read_to_string(&mut output)?;
+        }
+        let status = child.wait()?;
+        let seconds = started.elapsed().as_secs_f64();
+        let cost = watch.end();
+        if !status.success() {
+            let why = shell::tail(&fs::read(&said).unwrap_or_default());
+            bail!("drover send {}: {status}: {why}", image.display());
+        }
+        Ok(Outcome {
+            images: parse_done(&output)?,
+            seconds,
+            cost,
+        })
+    }
+}
+
+/// The images of the last line, which says that all is done.
+fn parse_done(output: &str) -> Result<Vec<Sent>> {
+    #[derive(Deserialize)]
+    struct Done {
+        event: String,
+        images: Vec<Sent>,
+    }
+    let last = output
+        .lines()
+        .rfind(|l| !l.trim().is_empty())
+        .context("drover printed nothing")?;
+    let done: Done = serde_json::from_str(last)
+        .with_context(|| format!("not the last line promised: {last}"))?;
+    if done.event != "done" || done.images.is_empty() {
+        bail!("not the last line promised: {last}");
+    }
+    Ok(done.images)
+}
+
+/// True when the two files hold the same bytes.
+///
+/// # Errors
+/// When one cannot be read.
+pub fn identical(one: &Path, two: &Path) -> Result<bool> {
+    let output = Command::new("cmp").arg("-s").arg(one).arg(two).output()?;
+    match output.status.code() {
+        Some(0) => Ok(true),
+        Some(1) => Ok(false),
+        _ => bail!("cannot compare {} and {}", one.display(), two.display()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_line_is_read() {
+        let output = concat!(
+            r#"{"event":"progress","bytes":5}"#,
+            "\n",
+            r#"{"event":"done","images":[{"name":"a.raw","digest":"00","size_bytes":10,"data_bytes":8,"wire_sent_bytes":5,"#,
+            r#""wire_received_bytes":1,"matched_blocks":2,"sent_blocks":1,"zero_blocks":0,"seconds":0.5}]}"#,
+            "\n"
+        );
+        let sent = parse_done(output).unwrap();
+        assert_eq!(
+            (
+                sent[0].name.as_str(),
+                sent[0].wire_bytes(),
+                sent[0].matched_blocks
+            ),
+            ("a.raw", 6, 2)
+        );
+        assert!(parse_done(r#"{"event":"progress"}"#).is_err());
+        assert!(parse_done(r#"{"event":"done","images":[]}"#).is_err());
+        assert!(parse_done("").is_err());
+    }
+
+    #[test]
+    fn files_are_compared() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for (name, content) in [("a", "same"), ("b", "same"), ("c", "other")] {
+            fs::write(path(name), content).unwrap();
+        }
+        assert!(identical(&path("a"), &path("b")).unwrap());
+        assert!(!identical(&path("a"), &path("c")).unwrap());
+        assert!(identical(&path("a"), &path("none")).is_err());
+    }
+
+    #[test]
+    fn a_program_that_is_no_drover_is_an_error_and_not_a_hang() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = Site::start(
+            Path::new("false"),
+            &dir.path().join("home"),
+            Where::Loopback,
+        )
+        .err();
+        assert!(error.unwrap().to_string().contains("no ticket"));
+    }
+}

@@ -1,0 +1,124 @@
+//! What a running process costs: peak memory and processor time, read from `/proc` until it is gone.
+
+use std::fs;
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// How often a process is looked at. Its peak is kept by the kernel, so only growth in its last moments is missed.
+const EVERY: Duration = Duration::from_millis(20);
+/// Ticks of processor time a second, as `/proc` counts them on every Linux.
+const TICKS: f64 = 100.0;
+
+/// What a process has cost so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Cost {
+    /// Greatest resident set (VmHWM), in bytes.
+    pub peak_rss_bytes: u64,
+    /// Processor time, user and system, in seconds.
+    pub cpu_seconds: f64,
+}
+
+/// Watches one process.
+pub struct Watch {
+    cost: Arc<Mutex<Cost>>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watch {
+    /// Watches process `pid` until it is gone or [`Watch::end`] is called.
+    pub fn start(pid: u32) -> Self {
+        let cost = Arc::new(Mutex::new(Cost::default()));
+        let stop = Arc::new(AtomicBool::new(false));
+        let (seen, ended) = (cost.clone(), stop.clone());
+        let thread = std::thread::spawn(move || {
+            while !ended.load(Ordering::Relaxed) {
+                let Some(now) = look(pid) else { break };
+                if let Ok(mut cost) = seen.lock() {
+                    *cost = now;
+                }
+                std::thread::sleep(EVERY);
+            }
+        });
+        Self {
+            cost,
+            stop,
+            thread: Some(thread),
+        }
+    }
+
+    /// The cost as of the last look.
+    pub fn cost(&self) -> Cost {
+        self.cost.lock().map(|c| *c).unwrap_or_default()
+    }
+
+    /// Stops watching.
+    pub fn end(mut self) -> Cost {
+        self.finish();
+        self.cost()
+    }
+
+    fn finish(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// The cost of a process, unless it is gone or a zombie.
+fn look(pid: u32) -> Option<Cost> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    Some(Cost {
+        peak_rss_bytes: peak_of(&status)?,
+        cpu_seconds: cpu_of(&stat)?,
+    })
+}
+
+fn peak_of(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
+}
+
+fn cpu_of(stat: &str) -> Option<f64> {
+    // The name in brackets may hold anything, brackets too: fields are counted after the last one.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let ticks = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
+    Some(ticks as f64 / TICKS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_found() {
+        assert_eq!(peak_of("Name:\tx\nVmHWM:\t  2048 kB\n"), Some(2 << 20));
+        assert_eq!(peak_of("Name:\tzombie\n"), None);
+        let stat = "7 (a) b) S 1 7 7 0 -1 4194560 1 2 3 4 150 50 0 0 20 0 1 0 100 9 9";
+        assert_eq!(cpu_of(stat), Some(2.0));
+    }
+
+    #[test]
+    fn a_process_is_watched_until_it_is_gone() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("0.3")
+            .spawn()
+            .unwrap();
+        let watch = Watch::start(child.id());
+        child.wait().unwrap();
+        assert!(watch.end().peak_rss_bytes > 100 << 10);
+    }
+}
