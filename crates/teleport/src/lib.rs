@@ -1,1 +1,36 @@
-//! placeholder
+//! Sending disk images between sites: the three roles as state machines, and the sessions that
+//! drive them.
+//!
+//! - [`protocol`]: what the roles say to each other, and its limits.
+//! - [`Source`](source::Source), [`Destination`](destination::Destination) and
+//!   [`Teleporter`](teleporter::Teleporter): protocol logic without I/O and without a clock.
+//! - [`send`](session::send()) drives a source; [`Site`] is where images arrive and holds what the
+//!   destinations of all its sessions share.
+//!
+//! What must not live here: sockets and TLS (`net`), the parsing of image formats (`image`), the
+//! matcher's data structures (`index`), and anything about a command line.
+
+pub mod blockmap;
+pub mod catalog;
+pub mod codec;
+pub mod compress;
+pub mod destination;
+mod error;
+mod files;
+mod imagemap;
+mod images;
+pub mod log;
+pub mod matching;
+pub mod progress;
+pub mod protocol;
+mod sequences;
+pub mod session;
+mod site;
+pub mod source;
+pub mod teleporter;
+mod transfer;
+pub mod walk;
+
+pub use error::{RefuseReason, TeleportError};
+pub use matching::RemoteTeleporter;
+pub use site::{Site, SiteConfig, SiteStatus, TransferStatus, open_teleporter};

@@ -1,0 +1,27 @@
+//! The binary frames: batches, plans, needs and literals (`docs/format/wire.md`). Decoders are
+//! total: they check every length before they allocate, and refuse what an encoder would not write.
+
+mod batch;
+mod literal;
+mod need;
+mod plan;
+mod varint;
+
+pub use batch::Batch;
+#[cfg(test)]
+pub(crate) use batch::tests::any_batch;
+pub use literal::{Literal, LiteralHeader, Packing};
+pub use need::{Need, Runs};
+pub use plan::{decode_plan, encode_plan};
+pub(crate) use varint::{Reader, put_varint};
+
+/// A frame is not what its kind says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("malformed {0}")]
+pub struct Malformed(pub &'static str);
+
+impl From<Malformed> for crate::TeleportError {
+    fn from(m: Malformed) -> Self {
+        crate::TeleportError::Protocol(m.to_string())
+    }
+}

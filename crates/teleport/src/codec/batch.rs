@@ -1,0 +1,144 @@
+//! `BATCH`: which blocks of 8 MiB of walk hold data, which of those are heads, and their digests.
+
+use drover_core::{Digest, Head};
+
+use super::{Malformed, Reader, put_varint};
+use crate::blockmap::DataBits;
+use crate::protocol::BATCH_BLOCKS;
+
+/// One batch of an image's walk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// Its number: it holds the blocks from `index * BATCH_BLOCKS`.
+    pub index: u64,
+    /// Which of its blocks hold data.
+    pub data: DataBits,
+    /// What each data block looks like, in order.
+    pub heads: Vec<Head>,
+    /// The digest of each data block, in order.
+    pub digests: Vec<Digest>,
+}
+
+impl Batch {
+    /// The first block of the walk in it.
+    #[must_use]
+    pub fn first_block(&self) -> u64 {
+        self.index * BATCH_BLOCKS
+    }
+
+    /// Its bytes on the wire and in the log.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(self.digests.len() * (Digest::LEN + 1) + 64);
+        put_varint(&mut out, self.index);
+        put_varint(&mut out, self.data.blocks());
+        let runs = self.data.runs();
+        put_varint(&mut out, runs.len() as u64);
+        runs.iter().for_each(|&r| put_varint(&mut out, r));
+        for kind in [Head::Strong, Head::Weak] {
+            let places = || {
+                self.heads
+                    .iter()
+                    .enumerate()
+                    .filter(move |(_, h)| **h == kind)
+            };
+            put_varint(&mut out, places().count() as u64);
+            let mut last = 0;
+            for (i, _) in places() {
+                put_varint(&mut out, i as u64 - last);
+                last = i as u64;
+            }
+        }
+        self.digests
+            .iter()
+            .for_each(|d| out.extend_from_slice(&d.0));
+        out
+    }
+
+    /// Reads one.
+    ///
+    /// # Errors
+    /// When the bytes are not exactly one batch.
+    pub fn decode(bytes: &[u8]) -> Result<Batch, Malformed> {
+        let mut r = Reader::new(bytes, "batch");
+        let index = r.at_most(u64::from(u32::MAX))?;
+        let blocks = r.at_most(BATCH_BLOCKS)?;
+        let runs = r.at_most(BATCH_BLOCKS + 1)?;
+        let runs = (0..runs)
+            .map(|_| r.varint())
+            .collect::<Result<Vec<_>, _>>()?;
+        let data = DataBits::from_runs(blocks, &runs).ok_or(r.malformed())?;
+        if blocks == 0 {
+            return Err(r.malformed());
+        }
+        let count = data.count();
+        let mut heads = vec![Head::No; count as usize];
+        for kind in [Head::Strong, Head::Weak] {
+            let n = r.at_most(count)?;
+            let mut at = 0u64;
+            for k in 0..n {
+                let step = r.at_most(count)?;
+                at += step;
+                let repeated = k > 0 && step == 0;
+                match heads.get_mut(at as usize) {
+                    Some(h @ Head::No) if !repeated => *h = kind,
+                    _ => return Err(r.malformed()),
+                }
+            }
+        }
+        let raw = r.rest();
+        if raw.len() as u64 != count * Digest::LEN as u64 {
+            return Err(Malformed("batch"));
+        }
+        let (raw, _) = raw.as_chunks::<{ Digest::LEN }>();
+        let digests = raw.iter().map(|d| Digest(*d)).collect();
+        Ok(Batch {
+            index,
+            data,
+            heads,
+            digests,
+        })
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    prop_compose! {
+        pub(crate) fn any_batch()(
+            index in 0u64..1000,
+            kinds in prop::collection::vec((any::<bool>(), 0u8..3, any::<[u8; 32]>()), 1..300),
+        ) -> Batch {
+            let mut data = DataBits::new(kinds.len() as u64);
+            let (mut heads, mut digests) = (Vec::new(), Vec::new());
+            for (i, (is_data, head, digest)) in kinds.into_iter().enumerate() {
+                if is_data {
+                    data.set(i as u64);
+                    heads.push([Head::No, Head::Weak, Head::Strong][head as usize]);
+                    digests.push(Digest(digest));
+                }
+            }
+            Batch { index, data, heads, digests }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn there_and_back(b in any_batch()) {
+            prop_assert_eq!(Batch::decode(&b.encode()), Ok(b));
+        }
+
+        #[test]
+        fn rubbish_is_refused_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+            let _ = Batch::decode(&bytes);
+        }
+
+        #[test]
+        fn a_cut_batch_is_refused(b in any_batch(), cut in 1usize..40) {
+            let e = b.encode();
+            prop_assert!(Batch::decode(&e[..e.len() - cut.min(e.len())]).is_err());
+        }
+    }
+}

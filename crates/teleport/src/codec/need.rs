@@ -1,0 +1,140 @@
+//! Runs of blocks, and `NEED`: the runs of a batch that the source must send.
+
+use super::{Malformed, Reader, put_varint};
+use crate::protocol::BATCH_BLOCKS;
+
+/// Ascending, disjoint, non-adjacent runs `(first block, blocks)` of a walk.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Runs(Vec<(u64, u64)>);
+
+impl Runs {
+    /// Adds blocks behind the last; joins runs that touch.
+    ///
+    /// # Panics
+    /// In debug builds, if `first` is not behind the last block.
+    pub fn push(&mut self, first: u64, blocks: u64) {
+        if blocks == 0 {
+            return;
+        }
+        match self.0.last_mut() {
+            Some((f, n)) if *f + *n == first => *n += blocks,
+            last => {
+                debug_assert!(last.is_none_or(|(f, n)| *f + *n < first));
+                self.0.push((first, blocks));
+            }
+        }
+    }
+
+    /// The runs.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.0.iter().copied()
+    }
+
+    /// Every block.
+    pub fn blocks(&self) -> impl Iterator<Item = u64> + '_ {
+        self.0.iter().flat_map(|&(f, n)| f..f + n)
+    }
+
+    /// How many blocks.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.0.iter().map(|r| r.1).sum()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(super) fn put(&self, out: &mut Vec<u8>) {
+        put_varint(out, self.0.len() as u64);
+        let mut at = 0;
+        for &(first, blocks) in &self.0 {
+            put_varint(out, first - at);
+            put_varint(out, blocks);
+            at = first + blocks;
+        }
+    }
+
+    /// At most `max_blocks` blocks, none at or beyond 2^32.
+    pub(super) fn get(r: &mut Reader<'_>, max_blocks: u64) -> Result<Self, Malformed> {
+        let n = r.at_most(max_blocks)?;
+        let mut runs = Runs(Vec::with_capacity(n as usize));
+        let (mut at, mut left) = (0u64, max_blocks);
+        for k in 0..n {
+            let gap = r.at_most(1 << 32)?;
+            let blocks = r.at_most(left)?;
+            if blocks == 0 || (k > 0 && gap == 0) {
+                return Err(r.malformed());
+            }
+            left -= blocks;
+            let first = at + gap;
+            at = first + blocks;
+            if at > 1 << 32 {
+                return Err(r.malformed());
+            }
+            runs.0.push((first, blocks));
+        }
+        Ok(runs)
+    }
+}
+
+impl FromIterator<u64> for Runs {
+    fn from_iter<I: IntoIterator<Item = u64>>(blocks: I) -> Self {
+        let mut out = Runs::default();
+        blocks.into_iter().for_each(|b| out.push(b, 1));
+        out
+    }
+}
+
+/// What the source must send of one batch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Need {
+    /// Blocks of the walk; at most a batch's worth.
+    pub runs: Runs,
+}
+
+impl Need {
+    /// Its bytes on the wire.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        self.runs.put(&mut out);
+        out
+    }
+
+    /// Reads one.
+    ///
+    /// # Errors
+    /// When the bytes are not exactly one need.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
+        let mut r = Reader::new(bytes, "need");
+        let runs = Runs::get(&mut r, BATCH_BLOCKS)?;
+        r.end()?;
+        Ok(Need { runs })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn there_and_back(set in prop::collection::btree_set(0u64..5000, 0..500)) {
+            let need = Need { runs: set.iter().copied().collect() };
+            prop_assert_eq!(need.runs.count(), set.len() as u64);
+            prop_assert!(need.runs.blocks().eq(set.iter().copied()));
+            prop_assert_eq!(Need::decode(&need.encode()), Ok(need));
+        }
+
+        #[test]
+        fn rubbish_is_refused_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+            if let Ok(n) = Need::decode(&bytes) {
+                prop_assert!(n.runs.count() <= BATCH_BLOCKS);
+            }
+        }
+    }
+}

@@ -1,0 +1,388 @@
+//! Compression of literals: a lane's stream, and the level that suits its link.
+//!
+//! A lane is one zstd stream that is flushed at every frame, so that a frame can refer to what the
+//! lane carried before it: blocks that belong together are rarely in one frame only. The level
+//! follows the link: when frames wait for the link there is time to compress better, and when the
+//! link waits for frames there is not.
+
+use std::io;
+use std::time::Duration;
+
+use drover_core::BLOCK_SIZE;
+use zstd::stream::raw::{CParameter, DParameter, Decoder, Encoder, InBuffer, Operation, OutBuffer};
+
+use crate::codec::Packing;
+use crate::protocol::FRAME_BLOCKS;
+
+/// What a lane may do to a frame, from the fastest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Effort {
+    Plain,
+    Lz4,
+    Zstd(i32),
+}
+
+/// The ladder of efforts. Steps are chosen so that each costs about one and a half times the one
+/// before.
+const EFFORTS: [Effort; 9] = [
+    Effort::Plain,
+    Effort::Lz4,
+    Effort::Zstd(-1),
+    Effort::Zstd(1),
+    Effort::Zstd(3),
+    Effort::Zstd(6),
+    Effort::Zstd(9),
+    Effort::Zstd(12),
+    Effort::Zstd(15),
+];
+
+/// Where a lane begins: quick to leave in either direction.
+const FIRST_EFFORT: usize = 3;
+
+/// The largest window a stream may use, as a power of two: what the receiver sets aside for it.
+pub const MAX_WINDOW_LOG: u32 = 24;
+
+/// A frame that keeps more than this share (in 256ths) is sent as it is.
+const WORTHWHILE: usize = 248;
+
+/// Bytes of a frame that are looked at to see whether it shrinks at all.
+const PROBE_BYTES: usize = 32 << 10;
+
+/// Chooses how hard to compress, from where the time goes. Pure: it is told times.
+#[derive(Debug)]
+pub struct Pace {
+    step: usize,
+    busy: Duration,
+    waited: Duration,
+    frames: u32,
+    /// Frames to look at before the next change: few at first.
+    patience: u32,
+    last_up: bool,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        let (busy, waited) = (Duration::ZERO, Duration::ZERO);
+        Pace {
+            step: FIRST_EFFORT,
+            busy,
+            waited,
+            frames: 0,
+            patience: 2,
+            last_up: false,
+        }
+    }
+}
+
+impl Pace {
+    /// Says how long a frame took to be read and compressed, and how long it then waited for the
+    /// link.
+    pub fn note(&mut self, busy: Duration, waited: Duration) {
+        self.busy += busy;
+        self.waited += waited;
+        self.frames += 1;
+        if self.frames < self.patience {
+            return;
+        }
+        let total = (self.busy + self.waited).as_secs_f64().max(1e-9);
+        let waiting = self.waited.as_secs_f64() / total;
+        // Going up multiplies the busy time by about 1.5: only worth it if that much was waited.
+        if waiting > 0.45 && self.step + 1 < EFFORTS.len() {
+            self.turn(true);
+        } else if waiting < 0.05 && self.step > 0 {
+            self.turn(false);
+        } else {
+            self.frames = 0;
+            (self.busy, self.waited) = (Duration::ZERO, Duration::ZERO);
+        }
+    }
+
+    fn turn(&mut self, up: bool) {
+        // Every change begins a new stream: when the direction flips, take longer to decide.
+        let flipped = up != self.last_up;
+        self.patience = if flipped {
+            (self.patience * 2).min(64)
+        } else {
+            self.patience.max(4)
+        };
+        self.last_up = up;
+        self.step = if up { self.step + 1 } else { self.step - 1 };
+        self.frames = 0;
+        (self.busy, self.waited) = (Duration::ZERO, Duration::ZERO);
+    }
+
+    fn effort(&self) -> Effort {
+        EFFORTS[self.step]
+    }
+
+    /// The present effort, for logs.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        match self.effort() {
+            Effort::Plain => "none".into(),
+            Effort::Lz4 => "lz4".into(),
+            Effort::Zstd(level) => format!("zstd {level}"),
+        }
+    }
+}
+
+/// The sending end of a lane.
+pub struct Packer {
+    stream: Option<(i32, Encoder<'static>)>,
+    window_log: u32,
+}
+
+impl Packer {
+    /// With a window of at most `2^window_log` bytes.
+    #[must_use]
+    pub fn new(window_log: u32) -> Self {
+        Packer {
+            stream: None,
+            window_log: window_log.min(MAX_WINDOW_LOG),
+        }
+    }
+
+    /// Packs one frame's blocks, as hard as `pace` says, behind what is in `out`.
+    ///
+    /// # Errors
+    /// When zstd cannot set up a stream (memory).
+    pub fn pack(&mut self, blocks: &[u8], pace: &Pace, out: &mut Vec<u8>) -> io::Result<Packing> {
+        match pace.effort() {
+            Effort::Plain => {}
+            Effort::Lz4 => {
+                let packed = lz4_flex::block::compress(blocks);
+                if packed.len() < blocks.len() / 256 * WORTHWHILE {
+                    out.extend_from_slice(&packed);
+                    return Ok(Packing::Lz4);
+                }
+            }
+            Effort::Zstd(level) => {
+                if shrinks(blocks)? {
+                    return self.stream(blocks, level, out);
+                }
+            }
+        }
+        out.extend_from_slice(blocks);
+        Ok(Packing::Plain)
+    }
+
+    fn stream(&mut self, blocks: &[u8], level: i32, out: &mut Vec<u8>) -> io::Result<Packing> {
+        let packing = match &self.stream {
+            Some((at, _)) if *at == level => Packing::ZstdMore,
+            _ => {
+                let mut encoder = Encoder::new(level)?;
+                if level >= 3 {
+                    encoder.set_parameter(CParameter::WindowLog(self.window_log))?;
+                }
+                if (3..=9).contains(&level) {
+                    encoder.set_parameter(CParameter::EnableLongDistanceMatching(true))?;
+                }
+                self.stream = Some((level, encoder));
+                Packing::ZstdNew
+            }
+        };
+        let Some((_, encoder)) = &mut self.stream else {
+            return Ok(Packing::Plain);
+        };
+        let mut input = InBuffer::around(blocks);
+        let mut piece = vec![0u8; 128 << 10];
+        loop {
+            let mut output = OutBuffer::around(piece.as_mut_slice());
+            let done = input.pos() == blocks.len();
+            let left = if done {
+                encoder.flush(&mut output)?
+            } else {
+                encoder.run(&mut input, &mut output)?
+            };
+            out.extend_from_slice(output.as_slice());
+            if done && left == 0 {
+                return Ok(packing);
+            }
+        }
+    }
+}
+
+/// Whether a sample of the frame shrinks. What does not (media, archives, encrypted data) would
+/// cost time and push useful history out of the stream.
+fn shrinks(blocks: &[u8]) -> io::Result<bool> {
+    if blocks.len() < PROBE_BYTES {
+        return Ok(true);
+    }
+    let mut sample = Vec::with_capacity(PROBE_BYTES);
+    let pieces = PROBE_BYTES / BLOCK_SIZE;
+    let apart = blocks.len() / BLOCK_SIZE / pieces * BLOCK_SIZE;
+    (0..pieces).for_each(|i| sample.extend_from_slice(&blocks[i * apart..i * apart + BLOCK_SIZE]));
+    let packed = zstd::bulk::compress(&sample, 1)?;
+    Ok(packed.len() < PROBE_BYTES / 256 * WORTHWHILE)
+}
+
+/// The receiving end of a lane.
+#[derive(Default)]
+pub struct Unpacker {
+    stream: Option<Decoder<'static>>,
+}
+
+impl Unpacker {
+    /// Unpacks one frame into `out`, which must be as long as its blocks: not a byte more or less
+    /// may come out.
+    ///
+    /// # Errors
+    /// `InvalidData` when something else comes out.
+    pub fn unpack(&mut self, packing: Packing, packed: &[u8], out: &mut [u8]) -> io::Result<()> {
+        debug_assert!(out.len() <= FRAME_BLOCKS * BLOCK_SIZE);
+        let wrong =
+            |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("literal: {what}"));
+        match packing {
+            Packing::Plain if packed.len() == out.len() => out.copy_from_slice(packed),
+            Packing::Plain => return Err(wrong("plain blocks of the wrong length")),
+            Packing::Lz4 => {
+                let n = lz4_flex::block::decompress_into(packed, out)
+                    .map_err(|e| wrong(&e.to_string()))?;
+                if n != out.len() {
+                    return Err(wrong("lz4 data too short"));
+                }
+            }
+            Packing::ZstdNew | Packing::ZstdMore => {
+                if packing == Packing::ZstdNew {
+                    let mut decoder = Decoder::new()?;
+                    decoder.set_parameter(DParameter::WindowLogMax(MAX_WINDOW_LOG))?;
+                    self.stream = Some(decoder);
+                }
+                let decoder = self
+                    .stream
+                    .as_mut()
+                    .ok_or_else(|| wrong("no stream to go on with"))?;
+                unpack_stream(decoder, packed, out).map_err(|e| wrong(&e.to_string()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn unpack_stream(decoder: &mut Decoder<'_>, packed: &[u8], out: &mut [u8]) -> io::Result<()> {
+    let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_string());
+    let mut input = InBuffer::around(packed);
+    let mut output = OutBuffer::around(out);
+    loop {
+        let before = (input.pos(), output.pos());
+        decoder.run(&mut input, &mut output)?;
+        let full = output.pos() == output.capacity();
+        if input.pos() == packed.len() && full {
+            break;
+        }
+        if (input.pos(), output.pos()) == before {
+            return Err(wrong(if full {
+                "more data than blocks"
+            } else {
+                "less data than blocks"
+            }));
+        }
+    }
+    // A flush may have left bytes inside the decoder: then there was more than was announced.
+    let mut extra = [0u8; 1];
+    let mut output = OutBuffer::around(&mut extra[..]);
+    decoder.run(&mut InBuffer::around(&[]), &mut output)?;
+    if output.pos() != 0 {
+        return Err(wrong("more data than blocks"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pace_at(step: usize) -> Pace {
+        Pace {
+            step,
+            ..Pace::default()
+        }
+    }
+
+    /// Blocks that shrink, blocks that do not, and repeats of earlier ones.
+    fn frames(seed: u64) -> Vec<Vec<u8>> {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let words: Vec<Vec<u8>> = (0..50)
+            .map(|_| {
+                (0..rng.usize(3..12))
+                    .map(|_| rng.alphabetic() as u8)
+                    .collect()
+            })
+            .collect();
+        let mut out: Vec<Vec<u8>> = Vec::new();
+        for n in 0..8 {
+            let len = rng.usize(1..=FRAME_BLOCKS / 4) * BLOCK_SIZE;
+            let frame = match rng.u8(0..3) {
+                0 => (0..len).map(|_| rng.u8(..)).collect(),
+                1 if n > 0 => out[rng.usize(0..n)].clone(),
+                _ => std::iter::from_fn(|| Some(&words[rng.usize(0..50)]))
+                    .flatten()
+                    .copied()
+                    .take(len)
+                    .collect(),
+            };
+            out.push(frame);
+        }
+        out
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(12))]
+        #[test]
+        fn every_effort_and_every_change_of_it_is_undone(seed in any::<u64>(), steps in prop::collection::vec(0usize..EFFORTS.len(), 8)) {
+            let (mut packer, mut unpacker) = (Packer::new(20), Unpacker::default());
+            for (frame, step) in frames(seed).iter().zip(steps) {
+                let mut packed = Vec::new();
+                let packing = packer.pack(frame, &pace_at(step), &mut packed).unwrap();
+                let mut back = vec![1u8; frame.len()];
+                unpacker.unpack(packing, &packed, &mut back).unwrap();
+                prop_assert!(&back == frame);
+            }
+        }
+
+        #[test]
+        fn rubbish_and_wrong_lengths_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..2000), which in 0usize..4) {
+            let packing = [Packing::Plain, Packing::Lz4, Packing::ZstdNew, Packing::ZstdMore][which];
+            let mut out = vec![0u8; 4 * BLOCK_SIZE];
+            prop_assert!(Unpacker::default().unpack(packing, &bytes, &mut out).is_err());
+        }
+    }
+
+    #[test]
+    fn a_frame_with_more_than_announced_is_refused() {
+        for step in [1, 4] {
+            let frame = vec![7u8; 8 * BLOCK_SIZE];
+            let mut packed = Vec::new();
+            let packing = Packer::new(20)
+                .pack(&frame, &pace_at(step), &mut packed)
+                .unwrap();
+            let mut small = vec![0u8; 7 * BLOCK_SIZE];
+            assert!(
+                Unpacker::default()
+                    .unpack(packing, &packed, &mut small)
+                    .is_err()
+            );
+            let mut large = vec![0u8; 9 * BLOCK_SIZE];
+            assert!(
+                Unpacker::default()
+                    .unpack(packing, &packed, &mut large)
+                    .is_err()
+            );
+        }
+    }
+
+    #[test]
+    fn a_slow_link_raises_the_level_and_a_fast_one_gives_compression_up() {
+        let ms = Duration::from_millis;
+        let mut pace = Pace::default();
+        (0..400).for_each(|_| pace.note(ms(10), ms(90)));
+        assert_eq!(pace.describe(), "zstd 15");
+        (0..2000).for_each(|_| pace.note(ms(10), ms(0)));
+        assert_eq!(pace.describe(), "none");
+        // In balance it stays where it is.
+        let mut pace = pace_at(5);
+        (0..400).for_each(|_| pace.note(ms(80), ms(20)));
+        assert_eq!(pace.step, 5);
+    }
+}

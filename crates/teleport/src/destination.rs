@@ -1,0 +1,540 @@
+//! The destination's side of one image, without I/O: what has arrived, what is asked for, what
+//! may be reused now and what must wait, and when the image is whole.
+//!
+//! The driver feeds it [`Event`]s in the order they happen and carries out the [`Action`]s in the
+//! order they come. A batch goes through: arrived (logged, then matched), planned (logged, then
+//! reuse starts and the rest is asked for), complete (every block verified in its place).
+//!
+//! Reuse that the image makes of its own blocks waits until those are verified.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use drover_core::Digest;
+use drover_index::Via;
+
+use crate::blockmap::{BlockMap, DataBits};
+use crate::codec::{Batch, Need, Runs};
+use crate::protocol::{BATCH_BLOCKS, Matched, WINDOW_BATCHES};
+
+#[cfg(test)]
+mod tests;
+
+/// Where reused blocks are read from, once the site has looked up what a plan names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum From {
+    /// Must be sent.
+    Literal,
+    /// Another image of the site.
+    Image {
+        /// Which.
+        image: drover_index::ImageId,
+        /// The first block's compact index in it.
+        first: u64,
+    },
+    /// This image, earlier.
+    Own {
+        /// The first block's compact index.
+        first: u64,
+    },
+    /// The sequence cache's data file.
+    Sequence {
+        /// The first block's slot.
+        first: u64,
+    },
+}
+
+/// A run of a plan after the look-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// Data blocks.
+    pub count: u32,
+    /// From where.
+    pub from: From,
+    /// How it was matched, for the counts.
+    pub via: Via,
+}
+
+/// Data blocks to be copied into place and then verified where they are.
+#[derive(Debug, Clone)]
+pub struct ReuseJob {
+    /// The batch they belong to.
+    pub batch: Arc<Batch>,
+    /// Which of its data blocks (by order among them), and from where. `From::Own` only with
+    /// blocks that are verified; never `From::Literal`.
+    pub runs: Vec<(u32, Run)>,
+}
+
+/// What has happened.
+#[derive(Debug)]
+pub enum Event {
+    /// The source sent a batch.
+    Batch(Arc<Batch>),
+    /// The matcher's answer for a batch, looked up.
+    Planned {
+        /// The batch's number.
+        index: u64,
+        /// Covers its data blocks in order.
+        runs: Vec<Run>,
+    },
+    /// A reuse job has ended: of its blocks, these (by order among the batch's data blocks) were
+    /// not what they had to be. The others are in place.
+    Reused {
+        /// The job.
+        job: ReuseJob,
+        /// Ascending.
+        failed: Vec<u32>,
+    },
+    /// Literal blocks were verified and written.
+    Written(Runs),
+    /// The source has sent every batch.
+    End(Digest),
+}
+
+/// What the driver must do.
+#[derive(Debug)]
+pub enum Action {
+    /// Log the batch, make its digests known to the lanes, and have it matched.
+    Match(Arc<Batch>),
+    /// Copy and verify.
+    Reuse(ReuseJob),
+    /// Ask the source for blocks.
+    Need(Need),
+    /// Tell the source that the batch is complete, and forget its digests.
+    Complete(u64),
+    /// Every block is in place: compare digests and deliver.
+    Finish(Digest),
+}
+
+/// The source broke the rules.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Violation(pub String);
+
+impl std::convert::From<Violation> for crate::TeleportError {
+    fn from(v: Violation) -> Self {
+        crate::TeleportError::Protocol(v.0)
+    }
+}
+
+/// A batch that is not complete.
+#[derive(Debug)]
+struct Open {
+    batch: Arc<Batch>,
+    /// Walk position (within the batch) of each data block.
+    places: Vec<u16>,
+    /// Data blocks, by order among them, that are not yet verified in place.
+    missing: DataBits,
+    /// Which of those the source has been asked for.
+    asked: DataBits,
+    planned: bool,
+    /// Own-reuse of any batch that waits for blocks of this one.
+    waiting: Vec<(Arc<Batch>, u32, Run)>,
+}
+
+impl Open {
+    fn new(batch: Arc<Batch>) -> Self {
+        let places: Vec<u16> = batch.data.iter().map(|i| i as u16).collect();
+        let mut missing = DataBits::new(places.len() as u64);
+        (0..places.len() as u64).for_each(|i| missing.set(i));
+        let asked = DataBits::new(places.len() as u64);
+        Open {
+            batch,
+            places,
+            missing,
+            asked,
+            planned: false,
+            waiting: Vec::new(),
+        }
+    }
+}
+
+/// One image on its way in.
+#[derive(Debug)]
+pub struct Destination {
+    walk_blocks: u64,
+    /// Batches of the walk.
+    batches: u64,
+    next: u64,
+    map: BlockMap,
+    open: BTreeMap<u64, Open>,
+    end: Option<Digest>,
+    finished: bool,
+    counts: Counts,
+}
+
+/// How the image's blocks came so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counts {
+    /// Reused.
+    pub matched_blocks: u64,
+    /// Crossed the link.
+    pub sent_blocks: u64,
+    /// Zero.
+    pub zero_blocks: u64,
+    /// Brought by an earlier session.
+    pub resumed_blocks: u64,
+    /// Through which caches.
+    pub matched: Matched,
+}
+
+impl Destination {
+    /// For an image of `walk_blocks` blocks of which nothing is there.
+    #[must_use]
+    pub fn new(walk_blocks: u64) -> Self {
+        Destination {
+            walk_blocks,
+            batches: walk_blocks.div_ceil(BATCH_BLOCKS),
+            next: 0,
+            map: BlockMap::default(),
+            open: BTreeMap::new(),
+            end: None,
+            finished: false,
+            counts: Counts::default(),
+        }
+    }
+
+    /// Takes a batch from the log of an earlier session, in order, with the data blocks (by order
+    /// among them) that are not in place. It must be planned again by a [`Event::Planned`] if there
+    /// are any.
+    ///
+    /// # Errors
+    /// When it is not the next batch, or not of the right size.
+    pub fn restore(&mut self, batch: Arc<Batch>, missing: DataBits) -> Result<(), Violation> {
+        self.check_next(&batch)?;
+        let present = batch.digests.len() as u64 - missing.count();
+        self.counts.resumed_blocks += present;
+        self.arrive(&batch);
+        if missing.count() > 0 {
+            let open = Open {
+                missing,
+                ..Open::new(batch.clone())
+            };
+            self.open.insert(batch.index, open);
+        }
+        Ok(())
+    }
+
+    /// The batch the source must send next.
+    #[must_use]
+    pub fn next_batch(&self) -> u64 {
+        self.next
+    }
+
+    /// Which blocks hold data, as far as batches have arrived.
+    #[must_use]
+    pub fn map(&self) -> &BlockMap {
+        &self.map
+    }
+
+    /// How the blocks came.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Batches that have arrived and are not complete.
+    #[must_use]
+    pub fn open_batches(&self) -> usize {
+        self.open.len()
+    }
+
+    /// Takes an event in; what must be done comes out behind `actions`.
+    ///
+    /// # Errors
+    /// When the source broke the rules: the session must end.
+    pub fn handle(&mut self, event: Event, actions: &mut Vec<Action>) -> Result<(), Violation> {
+        match event {
+            Event::Batch(batch) => self.on_batch(batch, actions)?,
+            Event::Planned { index, runs } => self.on_planned(index, runs, actions)?,
+            Event::Reused { job, failed } => self.on_reused(&job, &failed, actions),
+            Event::Written(runs) => self.on_written(&runs, actions),
+            Event::End(digest) => {
+                if self.next != self.batches {
+                    return Err(Violation(format!(
+                        "the source ended after batch {} of {}",
+                        self.next, self.batches
+                    )));
+                }
+                self.end = Some(digest);
+            }
+        }
+        if let Some(digest) = self.end
+            && self.open.is_empty()
+            && !self.finished
+        {
+            self.finished = true;
+            actions.push(Action::Finish(digest));
+        }
+        Ok(())
+    }
+
+    fn check_next(&self, batch: &Batch) -> Result<(), Violation> {
+        if batch.index != self.next || self.next >= self.batches {
+            return Err(Violation(format!(
+                "batch {} came, not {}",
+                batch.index, self.next
+            )));
+        }
+        let blocks = (self.walk_blocks - batch.first_block()).min(BATCH_BLOCKS);
+        if batch.data.blocks() != blocks {
+            return Err(Violation(format!(
+                "batch {} has {} blocks, not {blocks}",
+                batch.index,
+                batch.data.blocks()
+            )));
+        }
+        Ok(())
+    }
+
+    fn arrive(&mut self, batch: &Batch) {
+        self.next += 1;
+        self.map.push(&batch.data);
+        self.counts.zero_blocks += batch.data.blocks() - batch.data.count();
+    }
+
+    fn on_batch(&mut self, batch: Arc<Batch>, actions: &mut Vec<Action>) -> Result<(), Violation> {
+        self.check_next(&batch)?;
+        // The source counts its window from the resume; what was restored comes on top.
+        if self.open.len() as u64 >= 2 * WINDOW_BATCHES || self.end.is_some() {
+            return Err(Violation(format!(
+                "batch {} is beyond the window",
+                batch.index
+            )));
+        }
+        self.arrive(&batch);
+        if batch.digests.is_empty() {
+            actions.push(Action::Match(batch.clone()));
+            actions.push(Action::Complete(batch.index));
+        } else {
+            self.open.insert(batch.index, Open::new(batch.clone()));
+            actions.push(Action::Match(batch));
+        }
+        Ok(())
+    }
+
+    fn on_planned(
+        &mut self,
+        index: u64,
+        runs: Vec<Run>,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        let Some(open) = self.open.get_mut(&index) else {
+            return Ok(());
+        };
+        open.planned = true;
+        let batch = open.batch.clone();
+        let covered: u64 = runs.iter().map(|r| u64::from(r.count)).sum();
+        if covered != batch.digests.len() as u64 {
+            return Err(Violation(format!(
+                "the plan for batch {index} covers {covered} blocks"
+            )));
+        }
+        let mut job = ReuseJob {
+            batch: batch.clone(),
+            runs: Vec::new(),
+        };
+        let mut ask = Vec::new();
+        let mut own = Vec::new();
+        let mut at = 0u32;
+        for run in runs {
+            // After a resume, parts of a run may be there already: what is missing is cut out.
+            for (start, count) in missing_stretches(&self.open[&index].missing, at, run.count) {
+                let piece = Run {
+                    count,
+                    from: advanced(run.from, start - at),
+                    via: run.via,
+                };
+                match piece.from {
+                    From::Literal => ask.extend(start..start + count),
+                    From::Own { .. } => own.push((start, piece)),
+                    From::Image { .. } | From::Sequence { .. } => job.runs.push((start, piece)),
+                }
+            }
+            at += run.count;
+        }
+        self.ask(index, ask.into_iter(), actions);
+        if !job.runs.is_empty() {
+            actions.push(Action::Reuse(job));
+        }
+        for (start, run) in own {
+            self.reuse_own(&batch, start, run, actions);
+        }
+        Ok(())
+    }
+
+    /// Starts a run of own-reuse, or leaves it with the first batch whose blocks it must wait for.
+    fn reuse_own(&mut self, batch: &Arc<Batch>, start: u32, run: Run, actions: &mut Vec<Action>) {
+        let From::Own { first } = run.from else {
+            return;
+        };
+        let mut ready = 0u32;
+        let mut blocker = None;
+        while ready < run.count {
+            let Some(walk) = self.map.walk_of(first + u64::from(ready)) else {
+                break;
+            };
+            let holder = walk / BATCH_BLOCKS;
+            if let Some(open) = self.open.get(&holder)
+                && let Ok(i) = open.places.binary_search(&((walk % BATCH_BLOCKS) as u16))
+                && open.missing.get(i as u64)
+            {
+                blocker = Some(holder);
+                break;
+            }
+            ready += 1;
+        }
+        if ready > 0 {
+            let runs = vec![(
+                start,
+                Run {
+                    count: ready,
+                    ..run
+                },
+            )];
+            actions.push(Action::Reuse(ReuseJob {
+                batch: batch.clone(),
+                runs,
+            }));
+        }
+        if ready == run.count {
+            return;
+        }
+        let rest = Run {
+            count: run.count - ready,
+            from: advanced(run.from, ready),
+            ..run
+        };
+        let here = start + ready;
+        // A block that would wait for itself or a later one can never be: ask for it.
+        let compact = self.map.data_before(batch.index) + u64::from(here);
+        let earlier = first + u64::from(ready) < compact;
+        match blocker
+            .filter(|_| earlier)
+            .and_then(|b| self.open.get_mut(&b))
+        {
+            Some(open) => open.waiting.push((batch.clone(), here, rest)),
+            None => self.ask(batch.index, here..here + rest.count, actions),
+        }
+    }
+
+    fn ask(&mut self, index: u64, blocks: impl Iterator<Item = u32>, actions: &mut Vec<Action>) {
+        let Some(open) = self.open.get_mut(&index) else {
+            return;
+        };
+        let first = open.batch.first_block();
+        let runs: Runs = blocks
+            .filter(|&i| {
+                let new = !open.asked.get(u64::from(i));
+                open.asked.set(u64::from(i));
+                new
+            })
+            .map(|i| first + u64::from(open.places[i as usize]))
+            .collect();
+        if !runs.is_empty() {
+            actions.push(Action::Need(Need { runs }));
+        }
+    }
+
+    fn on_reused(&mut self, job: &ReuseJob, failed: &[u32], actions: &mut Vec<Action>) {
+        let index = job.batch.index;
+        let mut failures = failed.iter().copied().peekable();
+        let Some(open) = self.open.get_mut(&index) else {
+            return;
+        };
+        for &(start, run) in &job.runs {
+            let mut good = 0;
+            for i in start..start + run.count {
+                if failures.next_if_eq(&i).is_some() {
+                    continue;
+                }
+                if open.missing.get(u64::from(i)) {
+                    open.missing.clear(u64::from(i));
+                    good += 1;
+                }
+            }
+            self.counts.matched_blocks += good;
+            count_via(&mut self.counts.matched, run.via, good);
+        }
+        self.counts.matched.invalid += failed.len() as u64;
+        self.ask(index, failed.iter().copied(), actions);
+        self.progressed(index, actions);
+    }
+
+    fn on_written(&mut self, runs: &Runs, actions: &mut Vec<Action>) {
+        let mut touched = Vec::new();
+        for walk in runs.blocks() {
+            let index = walk / BATCH_BLOCKS;
+            let Some(open) = self.open.get_mut(&index) else {
+                continue;
+            };
+            let Ok(i) = open.places.binary_search(&((walk % BATCH_BLOCKS) as u16)) else {
+                continue;
+            };
+            if open.missing.get(i as u64) {
+                open.missing.clear(i as u64);
+                self.counts.sent_blocks += 1;
+            }
+            if touched.last() != Some(&index) {
+                touched.push(index);
+            }
+        }
+        touched
+            .into_iter()
+            .for_each(|index| self.progressed(index, actions));
+    }
+
+    /// Blocks of the batch have come into place: let go what waited for them, and the batch itself
+    /// when it is complete.
+    fn progressed(&mut self, index: u64, actions: &mut Vec<Action>) {
+        let Some(open) = self.open.get_mut(&index) else {
+            return;
+        };
+        let waiting = std::mem::take(&mut open.waiting);
+        if open.missing.count() == 0 {
+            self.open.remove(&index);
+            actions.push(Action::Complete(index));
+        }
+        for (batch, start, run) in waiting {
+            self.reuse_own(&batch, start, run, actions);
+        }
+    }
+}
+
+/// The same origin `by` blocks on.
+fn advanced(from: From, by: u32) -> From {
+    let by = u64::from(by);
+    match from {
+        From::Literal => From::Literal,
+        From::Image { image, first } => From::Image {
+            image,
+            first: first + by,
+        },
+        From::Own { first } => From::Own { first: first + by },
+        From::Sequence { first } => From::Sequence { first: first + by },
+    }
+}
+
+/// The stretches `(start, count)` of `[at, at + count)` that are still missing.
+fn missing_stretches(missing: &DataBits, at: u32, count: u32) -> Vec<(u32, u32)> {
+    let mut out: Vec<(u32, u32)> = Vec::new();
+    for i in (at..at + count).filter(|&i| missing.get(u64::from(i))) {
+        match out.last_mut() {
+            Some((s, n)) if *s + *n == i => *n += 1,
+            _ => out.push((i, 1)),
+        }
+    }
+    out
+}
+
+fn count_via(matched: &mut Matched, via: Via, blocks: u64) {
+    match via {
+        Via::C0 => matched.c0 += blocks,
+        Via::C1 => matched.c1 += blocks,
+        Via::C2 => matched.c2 += blocks,
+        Via::Anchor => matched.anchor += blocks,
+        Via::Aligned => matched.aligned += blocks,
+        Via::Repeat => matched.repeat += blocks,
+        Via::Literal => {}
+    }
+}

@@ -1,0 +1,106 @@
+//! What can go wrong in a teleport, and whether trying again can help.
+
+use std::io;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Why a destination will not take an image. A refusal is final until somebody changes something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RefuseReason {
+    /// The peer's key is not trusted, or the ticket was used already.
+    Trust,
+    /// Not enough space.
+    Space,
+    /// The name, size or kind of image is not acceptable, or another transfer holds the name.
+    Policy,
+}
+
+/// An error of the teleport layer.
+#[derive(Debug, thiserror::Error)]
+pub enum TeleportError {
+    /// The connection failed.
+    #[error(transparent)]
+    Net(#[from] drover_net::NetError),
+    /// The image file cannot be read as an image.
+    #[error(transparent)]
+    Image(#[from] drover_image::ImageError),
+    /// The matcher's files failed.
+    #[error(transparent)]
+    Index(#[from] drover_index::IndexError),
+    /// A file operation failed.
+    #[error("cannot {doing} {}: {error}", path.display())]
+    File {
+        /// What was being done, as in "cannot *read* x".
+        doing: &'static str,
+        /// To which file.
+        path: PathBuf,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// The image changed while it was being sent.
+    #[error("{} changed while it was being sent; stop what writes to it (or send a snapshot of it) and send it again", .0.display())]
+    SourceChanged(PathBuf),
+    /// The peer said something that the protocol does not allow.
+    #[error("the peer broke the protocol: {0}")]
+    Protocol(String),
+    /// The peer will not take it.
+    #[error("{message}")]
+    Refused {
+        /// Why.
+        reason: RefuseReason,
+        /// For a person.
+        message: String,
+    },
+    /// The other side failed.
+    #[error("{0}")]
+    Remote(String),
+    /// The catalog failed.
+    #[error("catalog: {0}")]
+    Catalog(String),
+    /// What was assembled is not what was sent.
+    #[error(
+        "{name}: the assembled file's digest {found} is not the source's {expected}; nothing was delivered"
+    )]
+    WrongDigest {
+        /// The image.
+        name: String,
+        /// What the source sent.
+        expected: drover_core::Digest,
+        /// What is there.
+        found: drover_core::Digest,
+    },
+    /// Stopped on request; what is durable stays for a resume.
+    #[error("stopped; the transfer can be resumed by sending again")]
+    Stopped,
+}
+
+impl TeleportError {
+    /// Adds the file and the action to an I/O error.
+    pub fn file(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |error| TeleportError::File { doing, path, error }
+    }
+
+    /// Whether connecting again and resuming can help.
+    #[must_use]
+    pub fn retryable(&self) -> bool {
+        match self {
+            TeleportError::Net(e) => e.retryable(),
+            _ => false,
+        }
+    }
+
+    /// Whether this is a refusal (exit code 3) and why.
+    #[must_use]
+    pub fn refusal(&self) -> Option<RefuseReason> {
+        match self {
+            TeleportError::Refused { reason, .. } => Some(*reason),
+            TeleportError::Net(e) if e.refused() => Some(RefuseReason::Trust),
+            TeleportError::File { error, .. } if error.raw_os_error() == Some(28) => {
+                Some(RefuseReason::Space)
+            }
+            _ => None,
+        }
+    }
+}

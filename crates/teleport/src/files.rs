@@ -1,0 +1,300 @@
+//! Blocks of a walk in files: reading and writing them in place, copying them between files
+//! without moving bytes where the file system can, and the digest of a whole file.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, Digest, is_zero};
+use drover_image::{Layout, Order};
+use drover_index::{ImageDigest, digest_blocks};
+
+use crate::codec::Batch;
+
+/// Bytes that are read, digested or copied in one go.
+const SLAB: usize = 1 << 20;
+
+/// Writes whole blocks of the walk into the file. Padding must be zero and is not written.
+///
+/// # Errors
+/// What writing reports; `InvalidData` when padding is not zero: those bytes are not in the file,
+/// so the block could never be read back as it was sent.
+pub fn write_walk(file: &File, layout: &Layout, first_block: u64, bytes: &[u8]) -> io::Result<()> {
+    let mut done = 0;
+    for piece in layout.pieces(first_block * BLOCK_SIZE_U64, bytes.len() as u64) {
+        let part = &bytes[done..done + piece.len as usize];
+        match piece.file {
+            Some(at) => file.write_all_at(part, at)?,
+            None if is_zero(part) => {}
+            None => {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "data where the layout has padding",
+                ));
+            }
+        }
+        done += part.len();
+    }
+    Ok(())
+}
+
+/// Bytes of a file, in some order: `(offset, length)`; `None` reads as zeros.
+pub type Spans = Vec<(Option<u64>, u64)>;
+
+/// Where the blocks of `runs` are in their file.
+#[must_use]
+pub fn spans_of(layout: &Layout, runs: &[(u64, u64)]) -> Spans {
+    let mut out: Spans = Vec::new();
+    for &(first, blocks) in runs {
+        for piece in layout.pieces(first * BLOCK_SIZE_U64, blocks * BLOCK_SIZE_U64) {
+            match (out.last_mut(), piece.file) {
+                (Some((Some(at), len)), Some(next)) if *at + *len == next => *len += piece.len,
+                _ => out.push((piece.file, piece.len)),
+            }
+        }
+    }
+    out
+}
+
+/// Copies `from` to `to` span by span. What has no place in the target is left out, and what has
+/// no source is left as it is (a hole): the caller verifies the target, so neither can pass for
+/// data.
+///
+/// `copy_file_range` is what shares extents: the kernel first tries to remap them (the operation
+/// behind `FICLONERANGE`) on file systems that can (xfs, btrfs), and copies where it cannot.
+///
+/// # Errors
+/// What the system reports, for example a full disk. A source that has become shorter is no error.
+pub fn copy_spans(
+    source: &File,
+    from: &[(Option<u64>, u64)],
+    target: &File,
+    to: &[(Option<u64>, u64)],
+) -> io::Result<()> {
+    let (mut f, mut t) = (from.iter().copied(), to.iter().copied());
+    let (mut a, mut b) = (f.next(), t.next());
+    while let (Some((src, src_len)), Some((dst, dst_len))) = (a, b) {
+        let n = src_len.min(dst_len);
+        if let (Some(s), Some(d)) = (src, dst) {
+            copy_range(source, s, target, d, n)?;
+        }
+        a = if n == src_len {
+            f.next()
+        } else {
+            Some((src.map(|s| s + n), src_len - n))
+        };
+        b = if n == dst_len {
+            t.next()
+        } else {
+            Some((dst.map(|d| d + n), dst_len - n))
+        };
+    }
+    Ok(())
+}
+
+fn copy_range(
+    source: &File,
+    mut from: u64,
+    target: &File,
+    mut to: u64,
+    mut len: u64,
+) -> io::Result<()> {
+    while len > 0 {
+        let chunk = usize::try_from(len).unwrap_or(usize::MAX).min(1 << 30);
+        match rustix::fs::copy_file_range(source, Some(&mut from), target, Some(&mut to), chunk) {
+            Ok(0) => return Ok(()),
+            Ok(n) => len -= n as u64,
+            Err(rustix::io::Errno::INTR) => {}
+            // Two file systems, or one that cannot: through memory.
+            Err(
+                rustix::io::Errno::XDEV
+                | rustix::io::Errno::OPNOTSUPP
+                | rustix::io::Errno::NOSYS
+                | rustix::io::Errno::INVAL,
+            ) => {
+                return copy_through_memory(source, from, target, to, len);
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(())
+}
+
+fn copy_through_memory(
+    source: &File,
+    mut from: u64,
+    target: &File,
+    mut to: u64,
+    mut len: u64,
+) -> io::Result<()> {
+    let mut buf = vec![0u8; SLAB.min(len as usize)];
+    while len > 0 {
+        let want = buf.len().min(len as usize);
+        let n = source.read_at(&mut buf[..want], from)?;
+        if n == 0 {
+            return Ok(());
+        }
+        target.write_all_at(&buf[..n], to)?;
+        from += n as u64;
+        to += n as u64;
+        len -= n as u64;
+    }
+    Ok(())
+}
+
+/// Reads the blocks of `runs` from the file and returns which of them (by order) do not have the
+/// digest in `expected`. Blocks beyond the end of the file do not.
+///
+/// # Errors
+/// What reading reports.
+pub fn find_wrong(
+    file: &File,
+    layout: &Layout,
+    runs: &[(u64, u64)],
+    expected: &[Digest],
+) -> io::Result<Vec<u32>> {
+    let mut wrong = Vec::new();
+    let mut buf = vec![0u8; SLAB];
+    let mut digests = Vec::with_capacity(SLAB / BLOCK_SIZE);
+    let mut at = 0usize;
+    let mut filled = 0usize;
+    let mut check = |bytes: &[u8], at: &mut usize| {
+        digests.clear();
+        digest_blocks(bytes, &mut digests);
+        let here = &expected[*at..*at + digests.len()];
+        let bad = digests
+            .iter()
+            .zip(here)
+            .enumerate()
+            .filter(|(_, (d, e))| d != e);
+        wrong.extend(bad.map(|(i, _)| (*at + i) as u32));
+        *at += digests.len();
+    };
+    for &(first, blocks) in runs {
+        let mut block = first;
+        while block < first + blocks {
+            let n = ((first + blocks - block) as usize).min((SLAB - filled) / BLOCK_SIZE);
+            read_walk_lenient(
+                file,
+                layout,
+                block,
+                &mut buf[filled..filled + n * BLOCK_SIZE],
+            )?;
+            filled += n * BLOCK_SIZE;
+            block += n as u64;
+            if filled == SLAB {
+                check(&buf, &mut at);
+                filled = 0;
+            }
+        }
+    }
+    check(&buf[..filled], &mut at);
+    Ok(wrong)
+}
+
+/// Reads blocks of the walk; what the file does not have (any more) reads as zeros.
+fn read_walk_lenient(
+    file: &File,
+    layout: &Layout,
+    first_block: u64,
+    buf: &mut [u8],
+) -> io::Result<()> {
+    let mut done = 0;
+    for piece in layout.pieces(first_block * BLOCK_SIZE_U64, buf.len() as u64) {
+        let part = &mut buf[done..done + piece.len as usize];
+        done += part.len();
+        let mut got = 0;
+        if let Some(at) = piece.file {
+            while got < part.len() {
+                match file.read_at(&mut part[got..], at + got as u64) {
+                    Ok(0) => break,
+                    Ok(n) => got += n,
+                    Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                    Err(e) => return Err(e),
+                }
+            }
+        }
+        part[got..].fill(0);
+    }
+    buf[done..].fill(0);
+    Ok(())
+}
+
+/// Whether walking the layout meets the file's own 4096-byte blocks in file order, so that the
+/// digest of the file follows from the digests of the walk.
+#[must_use]
+pub fn walks_in_file_order(layout: &Layout) -> bool {
+    let mut end = 0;
+    layout.ranges().iter().all(|r| {
+        let aligned =
+            r.walk.is_multiple_of(BLOCK_SIZE_U64) && r.file.is_multiple_of(BLOCK_SIZE_U64);
+        let ahead = r.file >= end && (r.order == Order::Forward || r.count == 1);
+        // A range may end inside a block only at the end of the file.
+        let whole = r.len().is_multiple_of(BLOCK_SIZE_U64) || r.file + r.len() == layout.file_len();
+        end = r.file + r.len();
+        aligned && ahead && whole
+    })
+}
+
+/// The digest of a file, from the batches of a walk in file order.
+#[derive(Clone)]
+pub struct FileOrderDigest {
+    digest: ImageDigest,
+    /// The next block of the file.
+    next: u64,
+}
+
+impl FileOrderDigest {
+    /// At the start of a file that [`walks_in_file_order`].
+    #[must_use]
+    pub fn new(layout: &Layout) -> Self {
+        FileOrderDigest {
+            digest: ImageDigest::new(layout.file_len()),
+            next: 0,
+        }
+    }
+
+    /// Takes the next batch.
+    pub fn batch(&mut self, layout: &Layout, batch: &Batch) {
+        let mut digests = batch.digests.as_slice();
+        let mut nth = 0;
+        let blocks = batch.data.blocks();
+        let start = batch.first_block() * BLOCK_SIZE_U64;
+        for piece in layout.pieces(start, blocks * BLOCK_SIZE_U64) {
+            let end = nth + piece.len.div_ceil(BLOCK_SIZE_U64);
+            if let Some(file) = piece.file {
+                self.zeros_to(file / BLOCK_SIZE_U64);
+            }
+            while nth < end {
+                let data = batch.data.get(nth);
+                let run = (nth..end)
+                    .take_while(|&i| batch.data.get(i) == data)
+                    .count() as u64;
+                let (here, rest) = digests.split_at(if data { run as usize } else { 0 });
+                digests = rest;
+                nth += run;
+                match piece.file {
+                    None => {}
+                    Some(_) if data => self.digest.blocks(here),
+                    Some(_) => self.digest.zero_blocks(run),
+                }
+                self.next += if piece.file.is_some() { run } else { 0 };
+            }
+        }
+    }
+
+    fn zeros_to(&mut self, block: u64) {
+        self.digest.zero_blocks(block - self.next);
+        self.next = block;
+    }
+
+    /// The digest, once every batch has been taken.
+    #[must_use]
+    pub fn finish(mut self, layout: &Layout) -> Digest {
+        self.zeros_to(drover_core::blocks_for(layout.file_len()));
+        self.digest.finish()
+    }
+}
+
+#[cfg(test)]
+mod tests;

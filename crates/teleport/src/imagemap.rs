@@ -1,0 +1,270 @@
+//! The map of an image: its layout and which blocks hold data, kept in a file beside the catalog
+//! with enough about the image that the catalog can be rebuilt from it (`docs/format/image-map.md`).
+
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+
+use drover_core::{Digest, ImageName};
+use drover_image::{Layout, LayoutLimits};
+use drover_index::ImageId;
+use serde::{Deserialize, Serialize};
+
+use crate::TeleportError;
+use crate::blockmap::{BlockMap, DataBits};
+use crate::catalog::ImageRecord;
+use crate::codec::{Reader, put_varint};
+use crate::protocol::{BATCH_BLOCKS, MAX_IMAGE_BYTES, MAX_LAYOUT_BYTES};
+
+const MAGIC: &[u8; 8] = b"DRVRMAP\0";
+const VERSION: u32 = 1;
+
+/// The largest map file that is read: a layout at its limit and a map of a full-size image.
+const MAX_MAP_BYTES: u64 = MAX_LAYOUT_BYTES + (256 << 20);
+
+/// What the catalog would need if it were lost.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct About {
+    id: u64,
+    name: ImageName,
+    path: String,
+    format: String,
+    data_bytes: u64,
+    virtual_bytes: u64,
+    digest: Digest,
+    added_unix: i64,
+    from: String,
+    external: bool,
+}
+
+/// An image's layout and data blocks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ImageMap {
+    /// How the file is walked.
+    pub layout: Arc<Layout>,
+    /// Which blocks of the walk hold data.
+    pub blocks: Arc<BlockMap>,
+}
+
+impl BlockMap {
+    /// Its bytes in a map file, uncompressed.
+    fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        put_varint(&mut out, self.walk_blocks());
+        for bits in (0..self.batches()).filter_map(|b| self.batch(b)) {
+            let runs = bits.runs();
+            put_varint(&mut out, runs.len() as u64);
+            runs.iter().for_each(|&r| put_varint(&mut out, r));
+        }
+        out
+    }
+
+    fn decode(bytes: &[u8]) -> Option<BlockMap> {
+        let mut r = Reader::new(bytes, "block map");
+        let walk_blocks = r.at_most(1 << 32).ok()?;
+        let mut out = BlockMap::default();
+        let mut left = walk_blocks;
+        while left > 0 {
+            let blocks = left.min(BATCH_BLOCKS);
+            let n = r.at_most(BATCH_BLOCKS + 1).ok()?;
+            let runs = (0..n)
+                .map(|_| r.varint().ok())
+                .collect::<Option<Vec<_>>>()?;
+            out.push(&DataBits::from_runs(blocks, &runs)?);
+            left -= blocks;
+        }
+        r.end().ok()?;
+        Some(out)
+    }
+}
+
+impl ImageMap {
+    /// Bytes of memory it takes, about.
+    #[must_use]
+    pub fn memory_bytes(&self) -> usize {
+        std::mem::size_of_val(self.layout.ranges()) + self.blocks.memory_bytes()
+    }
+
+    /// Writes the map of `record` to `path`: a temporary file, synced, renamed, its directory
+    /// synced.
+    ///
+    /// # Errors
+    /// When any of that fails.
+    pub fn save(&self, record: &ImageRecord, path: &Path) -> Result<(), TeleportError> {
+        let about = About {
+            id: record.id.0,
+            name: record.name.clone(),
+            path: record.path.to_string_lossy().into_owned(),
+            format: record.format.clone(),
+            data_bytes: record.data_bytes,
+            virtual_bytes: record.virtual_bytes,
+            digest: record.digest,
+            added_unix: record.added_unix,
+            from: record.from.clone(),
+            external: record.external,
+        };
+        let mut body = Vec::from(MAGIC);
+        body.extend_from_slice(&VERSION.to_le_bytes());
+        let blocks = self.blocks.encode();
+        let packed = zstd::bulk::compress(&blocks, 3).unwrap_or_default();
+        let parts = [drover_net::encode(&about), self.layout.encode(), packed];
+        for part in &parts {
+            body.extend_from_slice(&(part.len() as u64).to_le_bytes());
+            body.extend_from_slice(part);
+        }
+        body.extend_from_slice(&(blocks.len() as u64).to_le_bytes());
+        let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &body) as u32;
+        body.extend_from_slice(&sum.to_le_bytes());
+        write_atomically(path, &body)
+    }
+
+    /// Reads a map and what it says about its image. `None` when it is damaged.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn load(path: &Path) -> Result<Option<(ImageRecord, ImageMap)>, TeleportError> {
+        let failed = |e| TeleportError::file("read", path)(e);
+        if std::fs::metadata(path).map_err(failed)?.len() > MAX_MAP_BYTES {
+            return Ok(None);
+        }
+        Ok(parse(&std::fs::read(path).map_err(failed)?))
+    }
+}
+
+fn parse(bytes: &[u8]) -> Option<(ImageRecord, ImageMap)> {
+    let (body, sum) = bytes.split_last_chunk::<4>()?;
+    let good = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, body) as u32;
+    if sum != &good.to_le_bytes() {
+        return None;
+    }
+    let rest = body
+        .strip_prefix(MAGIC)?
+        .strip_prefix(&VERSION.to_le_bytes())?;
+    let (about, rest) = part(rest)?;
+    let (layout, rest) = part(rest)?;
+    let (blocks, rest) = part(rest)?;
+    let length = u64::from_le_bytes(rest.try_into().ok()?);
+    let about: About = drover_net::decode(about).ok()?;
+    let layout = Layout::decode(layout, layout_limits()).ok()?;
+    let blocks =
+        zstd::bulk::decompress(blocks, usize::try_from(length.min(MAX_MAP_BYTES)).ok()?).ok()?;
+    let blocks = BlockMap::decode(&blocks)?;
+    let record = ImageRecord {
+        id: ImageId(about.id),
+        name: about.name,
+        path: about.path.into(),
+        format: about.format,
+        size_bytes: layout.file_len(),
+        data_bytes: about.data_bytes,
+        virtual_bytes: about.virtual_bytes,
+        digest: about.digest,
+        stamp: None,
+        added_unix: about.added_unix,
+        from: about.from,
+        external: about.external,
+    };
+    Some((
+        record,
+        ImageMap {
+            layout: Arc::new(layout),
+            blocks: Arc::new(blocks),
+        },
+    ))
+}
+
+fn part(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (length, rest) = bytes.split_first_chunk::<8>()?;
+    rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)
+}
+
+/// What a layout from a peer or a file may be.
+#[must_use]
+pub fn layout_limits() -> LayoutLimits {
+    LayoutLimits {
+        max_encoded: MAX_LAYOUT_BYTES as usize,
+        max_file_len: MAX_IMAGE_BYTES,
+        ..LayoutLimits::default()
+    }
+}
+
+/// Puts a file in place so that a crash leaves the old one or the new one.
+///
+/// # Errors
+/// When any step fails.
+pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), TeleportError> {
+    let temporary = path.with_extension("tmp");
+    let write = || {
+        let mut file = std::fs::File::create(&temporary)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        std::fs::rename(&temporary, path)?;
+        sync_parent(path)
+    };
+    write().map_err(TeleportError::file("write", path))
+}
+
+/// Makes a rename in the file's directory durable.
+///
+/// # Errors
+/// What the system reports.
+pub fn sync_parent(path: &Path) -> std::io::Result<()> {
+    match path.parent() {
+        Some(dir) => std::fs::File::open(dir)?.sync_all(),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> (ImageRecord, ImageMap) {
+        let layout = Layout::in_file_order(10_000_000, &[0..4096, 8192..10_000_000]);
+        let mut blocks = BlockMap::default();
+        let mut left = layout.walk_blocks();
+        while left > 0 {
+            let n = left.min(BATCH_BLOCKS);
+            let mut bits = DataBits::new(n);
+            (0..n).filter(|i| i % 7 != 3).for_each(|i| bits.set(i));
+            blocks.push(&bits);
+            left -= n;
+        }
+        let record = ImageRecord {
+            id: ImageId(7),
+            name: ImageName::new("a.raw").unwrap(),
+            path: "/x/a.raw".into(),
+            format: "raw".into(),
+            size_bytes: 10_000_000,
+            data_bytes: layout.covered_bytes(),
+            virtual_bytes: 10_000_000,
+            digest: Digest([3; 32]),
+            stamp: None,
+            added_unix: 5,
+            from: "lyon".into(),
+            external: false,
+        };
+        (
+            record,
+            ImageMap {
+                layout: Arc::new(layout),
+                blocks: Arc::new(blocks),
+            },
+        )
+    }
+
+    #[test]
+    fn a_map_is_read_back_and_damage_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("7.map");
+        let (record, map) = sample();
+        map.save(&record, &path).unwrap();
+        assert_eq!(ImageMap::load(&path).unwrap(), Some((record, map)));
+        let good = std::fs::read(&path).unwrap();
+        for at in 0..good.len() {
+            let mut bad = good.clone();
+            bad[at] ^= 1;
+            assert!(parse(&bad).is_none(), "byte {at}");
+            assert!(parse(&good[..at]).is_none(), "cut at {at}");
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! The transfer log: everything that must survive a crash for a transfer to go on.
+//!
+//! One file a transfer, append only: the offer and its layout, then for each batch its frame and,
+//! once it is known, its plan; at the very end what is needed to give the file its name. The
+//! blocks themselves are in the partial file; a resume digests them again, so the log never claims
+//! that a block is there (`docs/format/transfer-log.md`).
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use crate::TeleportError;
+
+const MAGIC: &[u8; 8] = b"DRVRLOG\0";
+const VERSION: u32 = 1;
+const HEADER_BYTES: u64 = 16;
+const RECORD_HEADER: usize = 12;
+
+/// The largest record: a layout at its limit, with room for what stands around it.
+const MAX_RECORD: usize = crate::protocol::MAX_LAYOUT_BYTES as usize + (1 << 16);
+
+/// What a record holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecordKind {
+    /// Who sends what (postcard of `Opening`).
+    Opening,
+    /// The encoded layout.
+    Layout,
+    /// A batch frame.
+    Batch,
+    /// A plan: the batch's number (eight bytes, little-endian), then the plan's bytes.
+    Plan,
+    /// The file is whole and synced and is about to get its name (postcard of `Closing`).
+    Closing,
+}
+
+impl RecordKind {
+    fn number(self) -> u8 {
+        self as u8 + 1
+    }
+
+    fn from_number(n: u8) -> Option<Self> {
+        use RecordKind::*;
+        [Opening, Layout, Batch, Plan, Closing]
+            .into_iter()
+            .find(|k| k.number() == n)
+    }
+}
+
+/// A record read back.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Record {
+    /// What it holds.
+    pub kind: RecordKind,
+    /// Its bytes.
+    pub payload: Vec<u8>,
+    /// Where it ends in the file.
+    pub end: u64,
+}
+
+fn checksum(kind: u8, payload: &[u8]) -> u32 {
+    let mut d = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    d.update(&[kind]);
+    d.update(payload);
+    d.finalize() as u32
+}
+
+/// A log open for appending.
+#[derive(Debug)]
+pub struct Log {
+    file: File,
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl Log {
+    /// Makes a new, empty log.
+    ///
+    /// # Errors
+    /// When the file cannot be made.
+    pub fn create(path: &Path) -> Result<Self, TeleportError> {
+        let failed = |e| TeleportError::file("create", path)(e);
+        let mut file = File::options()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .open(path)
+            .map_err(failed)?;
+        let mut header = Vec::from(MAGIC);
+        header.extend_from_slice(&VERSION.to_le_bytes());
+        header.extend_from_slice(&checksum(0, &header).to_le_bytes());
+        file.write_all(&header).map_err(failed)?;
+        Ok(Log {
+            file,
+            path: path.into(),
+            bytes: HEADER_BYTES,
+        })
+    }
+
+    /// Opens a log to go on behind `keep` bytes; what follows is cut off.
+    ///
+    /// # Errors
+    /// When the file cannot be opened or cut.
+    pub fn reopen(path: &Path, keep: u64) -> Result<Self, TeleportError> {
+        use std::io::Seek;
+        let failed = |e| TeleportError::file("reopen", path)(e);
+        let mut file = File::options().write(true).open(path).map_err(failed)?;
+        file.set_len(keep).map_err(failed)?;
+        file.seek(io::SeekFrom::End(0)).map_err(failed)?;
+        Ok(Log {
+            file,
+            path: path.into(),
+            bytes: keep,
+        })
+    }
+
+    /// Appends a record. Durable only after a sync.
+    ///
+    /// # Errors
+    /// When it cannot be written; the log is then cut back to where it was, so that a later record
+    /// does not stand behind a torn one.
+    pub fn append(&mut self, kind: RecordKind, payload: &[u8]) -> Result<(), TeleportError> {
+        let mut record = Vec::with_capacity(RECORD_HEADER + payload.len());
+        record.extend_from_slice(&(payload.len() as u32).to_le_bytes());
+        record.extend_from_slice(&[kind.number(), 0, 0, 0]);
+        record.extend_from_slice(&checksum(kind.number(), payload).to_le_bytes());
+        record.extend_from_slice(payload);
+        if let Err(e) = self.file.write_all(&record) {
+            let _ = self.file.set_len(self.bytes);
+            let _ = io::Seek::seek(&mut self.file, io::SeekFrom::Start(self.bytes));
+            return Err(TeleportError::file("append to", &self.path)(e));
+        }
+        self.bytes += record.len() as u64;
+        Ok(())
+    }
+
+    /// Makes everything appended durable.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub fn sync(&self) -> Result<(), TeleportError> {
+        self.file
+            .sync_data()
+            .map_err(TeleportError::file("sync", &self.path))
+    }
+
+    /// A second handle, to sync from another thread.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub fn handle(&self) -> Result<File, TeleportError> {
+        self.file
+            .try_clone()
+            .map_err(TeleportError::file("open", &self.path))
+    }
+}
+
+/// Reads a log from the front; ends at the first record that is torn or damaged.
+pub struct LogReader {
+    file: io::BufReader<File>,
+    at: u64,
+    length: u64,
+}
+
+impl LogReader {
+    /// Opens a log. `None` when it has no valid header: nothing in it can be used.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn open(path: &Path) -> Result<Option<Self>, TeleportError> {
+        let failed = |e| TeleportError::file("read", path)(e);
+        let file = File::open(path).map_err(failed)?;
+        let length = file.metadata().map_err(failed)?.len();
+        let mut file = io::BufReader::with_capacity(256 << 10, file);
+        let mut header = [0u8; HEADER_BYTES as usize];
+        if length < HEADER_BYTES || file.read_exact(&mut header).is_err() {
+            return Ok(None);
+        }
+        let (front, sum) = header.split_at(12);
+        let good = &front[..8] == MAGIC
+            && front[8..] == VERSION.to_le_bytes()
+            && sum == checksum(0, front).to_le_bytes();
+        Ok(good.then_some(LogReader {
+            file,
+            at: HEADER_BYTES,
+            length,
+        }))
+    }
+
+    /// Where the last good record ends.
+    #[must_use]
+    pub fn valid_bytes(&self) -> u64 {
+        self.at
+    }
+
+    /// Whether bytes follow that are no good record.
+    #[must_use]
+    pub fn has_tail(&self) -> bool {
+        self.at < self.length
+    }
+}
+
+impl Iterator for LogReader {
+    type Item = Record;
+
+    fn next(&mut self) -> Option<Record> {
+        let mut head = [0u8; RECORD_HEADER];
+        self.file.read_exact(&mut head).ok()?;
+        let length = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
+        let kind = RecordKind::from_number(head[4])?;
+        let end = self.at + (RECORD_HEADER + length) as u64;
+        if length > MAX_RECORD || end > self.length || head[5..8] != [0; 3] {
+            return None;
+        }
+        let mut payload = vec![0u8; length];
+        self.file.read_exact(&mut payload).ok()?;
+        if head[8..] != checksum(head[4], &payload).to_le_bytes() {
+            return None;
+        }
+        self.at = end;
+        Some(Record { kind, payload, end })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(path: &Path) -> Vec<(RecordKind, Vec<u8>)> {
+        let records = vec![
+            (RecordKind::Opening, b"who".to_vec()),
+            (RecordKind::Layout, vec![]),
+            (RecordKind::Batch, vec![7; 300]),
+            (RecordKind::Plan, vec![9; 40]),
+        ];
+        let mut log = Log::create(path).unwrap();
+        for (k, p) in &records {
+            log.append(*k, p).unwrap();
+        }
+        log.sync().unwrap();
+        records
+    }
+
+    fn read(path: &Path) -> Option<Vec<(RecordKind, Vec<u8>)>> {
+        LogReader::open(path)
+            .unwrap()
+            .map(|r| r.map(|r| (r.kind, r.payload)).collect())
+    }
+
+    #[test]
+    fn what_was_written_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let records = sample(&path);
+        assert_eq!(read(&path), Some(records));
+    }
+
+    #[test]
+    fn a_log_cut_anywhere_keeps_its_whole_records_and_can_go_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let records = sample(&path);
+        let whole = std::fs::read(&path).unwrap();
+        for cut in 0..whole.len() {
+            std::fs::write(&path, &whole[..cut]).unwrap();
+            let Some(reader) = LogReader::open(&path).unwrap() else {
+                assert!(cut < 16);
+                continue;
+            };
+            let mut reader = reader;
+            let kept: Vec<_> = reader.by_ref().map(|r| (r.kind, r.payload)).collect();
+            assert_eq!(kept, records[..kept.len()]);
+            let mut log = Log::reopen(&path, reader.valid_bytes()).unwrap();
+            log.append(RecordKind::Closing, b"end").unwrap();
+            let again = read(&path).unwrap();
+            assert_eq!(again.len(), kept.len() + 1);
+            assert_eq!(again.last().unwrap().1, b"end");
+        }
+    }
+
+    #[test]
+    fn a_flipped_bit_ends_the_log_before_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let records = sample(&path);
+        let whole = std::fs::read(&path).unwrap();
+        for at in 0..whole.len() {
+            let mut bad = whole.clone();
+            bad[at] ^= 0x10;
+            std::fs::write(&path, &bad).unwrap();
+            match read(&path) {
+                None => assert!(at < 16),
+                Some(kept) => {
+                    assert!(kept.len() < records.len());
+                    assert_eq!(kept, records[..kept.len()]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! How a destination reaches its teleporter: in the same process, or over a connection.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use drover_index::{DirStorage, ImageId, MatcherStats};
+use drover_net::{Frame, Identity, PeerKey};
+use parking_lot::Mutex;
+use tokio::sync::mpsc;
+
+use crate::TeleportError;
+use crate::codec::{Batch, Malformed, Reader, decode_plan, encode_plan, put_varint};
+use crate::protocol::{BATCH_BLOCKS, kind};
+use crate::teleporter::{Answer, Event, ImageEvent, Teleporter};
+
+/// A teleporter on a third machine.
+#[derive(Debug, Clone)]
+pub struct RemoteTeleporter {
+    /// This site's identity.
+    pub identity: Identity,
+    /// The teleporter's key.
+    pub key: PeerKey,
+    /// Where it listens.
+    pub addresses: Vec<String>,
+}
+
+/// The teleporter inside a site.
+pub type LocalTeleporter = Arc<Mutex<Teleporter<DirStorage>>>;
+
+/// Where a site's matching happens.
+#[derive(Debug, Clone)]
+pub enum Matching {
+    /// Here.
+    Local(LocalTeleporter),
+    /// On another machine.
+    Remote(RemoteTeleporter),
+}
+
+impl Matching {
+    /// What the matcher has done, when it is here.
+    #[must_use]
+    pub fn stats(&self) -> Option<MatcherStats> {
+        match self {
+            Matching::Local(t) => Some(t.lock().stats()),
+            Matching::Remote(_) => None,
+        }
+    }
+
+    /// Tells the teleporter one thing and waits. For the rare events outside a transfer.
+    ///
+    /// # Errors
+    /// When the teleporter fails or cannot be reached.
+    pub fn tell(&self, event: Event) -> Result<Answer, TeleportError> {
+        let mut link = self.link()?;
+        link.submit(event)?;
+        link.collect()
+    }
+
+    /// A link for one transfer. Blocks until it is connected; call it from a blocking thread of a
+    /// tokio runtime.
+    ///
+    /// # Errors
+    /// When the teleporter cannot be reached.
+    pub fn link(&self) -> Result<Link, TeleportError> {
+        match self {
+            Matching::Local(t) => Ok(Link::Local(t.clone(), VecDeque::new())),
+            Matching::Remote(r) => {
+                let runtime = tokio::runtime::Handle::current();
+                runtime
+                    .block_on(crate::session::teleporter::connect(r))
+                    .map(Link::Remote)
+            }
+        }
+    }
+}
+
+/// A way to submit events and collect the answers in the same order.
+pub enum Link {
+    /// Answers at once.
+    Local(LocalTeleporter, VecDeque<Answer>),
+    /// Answers a round trip later.
+    Remote(RemoteLink),
+}
+
+/// Frames to and from a lone teleporter, and how many blocks each awaited answer is for.
+pub struct RemoteLink {
+    /// Frames to send.
+    pub to: mpsc::Sender<Frame>,
+    /// Frames that came.
+    pub from: mpsc::Receiver<Result<Frame, TeleportError>>,
+    /// Data blocks of each event that has no answer yet.
+    pub waiting: VecDeque<u64>,
+}
+
+impl Link {
+    /// How many events may be submitted before their answers are collected.
+    #[must_use]
+    pub fn depth(&self) -> usize {
+        match self {
+            Link::Local(..) => 1,
+            Link::Remote(_) => 64,
+        }
+    }
+
+    /// Hands an event over.
+    ///
+    /// # Errors
+    /// When the teleporter fails or is gone.
+    pub fn submit(&mut self, event: Event) -> Result<(), TeleportError> {
+        match self {
+            Link::Local(teleporter, answers) => {
+                answers.push_back(handle(teleporter, event)?);
+            }
+            Link::Remote(link) => {
+                link.waiting.push_back(blocks_of(&event));
+                let frame = Frame {
+                    kind: kind::MATCH,
+                    payload: encode_event(&event).into(),
+                };
+                link.to.blocking_send(frame).map_err(|_| gone())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the answer to the oldest event without one.
+    ///
+    /// # Errors
+    /// When the teleporter fails or is gone.
+    pub fn collect(&mut self) -> Result<Answer, TeleportError> {
+        match self {
+            Link::Local(_, answers) => answers.pop_front().ok_or_else(gone),
+            Link::Remote(link) => {
+                let frame = link.from.blocking_recv().ok_or_else(gone)??;
+                let blocks = link.waiting.pop_front().unwrap_or(0);
+                if frame.kind != kind::PLAN {
+                    return Err(TeleportError::Protocol(
+                        "the teleporter sent no plan".into(),
+                    ));
+                }
+                decode_answer(&frame.payload, blocks)?.map_err(TeleportError::Remote)
+            }
+        }
+    }
+}
+
+fn gone() -> TeleportError {
+    TeleportError::Remote("the teleporter is gone".into())
+}
+
+/// Has the teleporter here handle an event.
+///
+/// # Errors
+/// What it reports.
+pub fn handle(teleporter: &LocalTeleporter, event: Event) -> Result<Answer, TeleportError> {
+    use crate::teleporter::Failure;
+    teleporter.lock().handle(event).map_err(|e| match e {
+        Failure::Violation(v) => TeleportError::Protocol(v.into()),
+        Failure::Index(e) => e.into(),
+    })
+}
+
+fn blocks_of(event: &Event) -> u64 {
+    match event {
+        Event::Match(_, batch) | Event::Record(_, batch) => batch.digests.len() as u64,
+        Event::Image(..) => 0,
+    }
+}
+
+/// An event as the payload of a MATCH frame.
+#[must_use]
+pub fn encode_event(event: &Event) -> Vec<u8> {
+    let (tag, image) = match event {
+        Event::Image(i, ImageEvent::Begin) => (0, i),
+        Event::Image(i, ImageEvent::Finish) => (1, i),
+        Event::Image(i, ImageEvent::Abort) => (2, i),
+        Event::Image(i, ImageEvent::Forget) => (3, i),
+        Event::Image(i, ImageEvent::Reindex) => (4, i),
+        Event::Match(i, _) => (5, i),
+        Event::Record(i, _) => (6, i),
+    };
+    let mut out = vec![tag];
+    put_varint(&mut out, image.0);
+    if let Event::Match(_, batch) | Event::Record(_, batch) = event {
+        out.extend(batch.encode());
+    }
+    out
+}
+
+/// Reads the payload of a MATCH frame.
+///
+/// # Errors
+/// When it is not an event.
+pub fn decode_event(bytes: &[u8]) -> Result<Event, Malformed> {
+    let mut r = Reader::new(bytes, "match request");
+    let tag = r.byte()?;
+    let image = ImageId(r.varint()?);
+    let event = match tag {
+        0 => ImageEvent::Begin,
+        1 => ImageEvent::Finish,
+        2 => ImageEvent::Abort,
+        3 => ImageEvent::Forget,
+        4 => ImageEvent::Reindex,
+        5 => return Ok(Event::Match(image, Arc::new(Batch::decode(r.rest())?))),
+        6 => return Ok(Event::Record(image, Arc::new(Batch::decode(r.rest())?))),
+        _ => return Err(r.malformed()),
+    };
+    r.end()?;
+    Ok(Event::Image(image, event))
+}
+
+/// An answer, or why there is none, as the payload of a PLAN frame.
+#[must_use]
+pub fn encode_answer(answer: &Result<Answer, String>) -> Vec<u8> {
+    match answer {
+        Ok(Answer::Done) => vec![0],
+        Ok(Answer::Plan(plan)) => [vec![1], encode_plan(plan)].concat(),
+        Err(message) => [vec![2], message.as_bytes().to_vec()].concat(),
+    }
+}
+
+/// Reads the payload of a PLAN frame for an event of so many data blocks.
+///
+/// # Errors
+/// When it is not an answer.
+pub fn decode_answer(bytes: &[u8], blocks: u64) -> Result<Result<Answer, String>, Malformed> {
+    debug_assert!(blocks <= BATCH_BLOCKS);
+    let mut r = Reader::new(bytes, "plan");
+    match r.byte()? {
+        0 => r.end().map(|()| Ok(Answer::Done)),
+        1 => Ok(Ok(Answer::Plan(decode_plan(r.rest(), blocks)?))),
+        2 => Ok(Err(String::from_utf8_lossy(r.rest()).into_owned())),
+        _ => Err(r.malformed()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::any_batch;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn events_and_back(batch in any_batch(), image in any::<u64>(), tag in 0u8..7) {
+            let (id, batch) = (ImageId(image), Arc::new(batch));
+            use ImageEvent::*;
+            let event = match tag {
+                5 => Event::Match(id, batch),
+                6 => Event::Record(id, batch),
+                t => Event::Image(id, [Begin, Finish, Abort, Forget, Reindex][t as usize]),
+            };
+            let bytes = encode_event(&event);
+            prop_assert_eq!(bytes[0], tag);
+            prop_assert_eq!(format!("{:?}", decode_event(&bytes).unwrap()), format!("{event:?}"));
+        }
+
+        #[test]
+        fn rubbish_is_refused_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+            let _ = decode_event(&bytes);
+            let _ = decode_answer(&bytes, 10);
+        }
+    }
+
+    #[test]
+    fn answers_and_back() {
+        for a in [Ok(Answer::Done), Err("disk full".to_string())] {
+            assert_eq!(decode_answer(&encode_answer(&a), 0), Ok(a));
+        }
+    }
+}

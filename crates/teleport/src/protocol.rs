@@ -1,0 +1,332 @@
+//! What source, destination and teleporter say to each other.
+//!
+//! # Participants
+//! The **source** has the image. The **destination** is the site it goes to. The **teleporter**
+//! matches digests; it lives in the destination's site or, reached by the destination, alone on a
+//! third machine. A source only ever talks to a destination.
+//!
+//! # Goals
+//! - Only blocks that the destination does not have cross the link, compressed.
+//! - No step waits a round trip per batch: a source runs [`WINDOW_BATCHES`] ahead.
+//! - Either side may die at any time; a later session resumes.
+//!
+//! # Non-goals
+//! Hiding from a paired peer which blocks a site has: a site is one trust domain.
+//!
+//! # Course of a session
+//! The first frame of every connection (after `net`'s hello) is a [`Request`]. For a session it is
+//! `Send`, answered by [`Reply::Session`]; further connections join it with `Lane` and carry only
+//! literals. Then, for one image after the other, on the control connection:
+//!
+//! ```text
+//! source                                destination
+//! OFFER Offer, LAYOUT*              ->
+//!                                   <-  ACCEPT Accept | REFUSE Refusal
+//! BATCH (from Accept.resume_batch)  ->
+//!                                   <-  NEED runs of blocks to send      } in any order,
+//!                                   <-  ACK batch complete               } pipelined
+//! LITERAL (on the lanes)            ->
+//! END digest of the image           ->
+//!                                   <-  DELIVERED Delivered | REFUSE Refusal
+//! GOODBYE after the last            ->
+//! ```
+//!
+//! The byte layouts of the binary frames are in `docs/format/wire.md`.
+
+use drover_core::{Digest, ImageName};
+use serde::{Deserialize, Serialize};
+
+use crate::error::RefuseReason;
+
+/// Blocks in a batch (8 MiB of the walk); the last batch of an image may have fewer.
+pub const BATCH_BLOCKS: u64 = 2048;
+
+/// Batches a source may send before the first of them is complete at the destination.
+///
+/// 96 batches are 768 MiB of image: at 100 ms of round trip that allows 7.7 GB/s of matched image,
+/// and costs the destination at most 6 MiB of digests.
+pub const WINDOW_BATCHES: u64 = 96;
+
+/// Blocks in a literal frame at most (1 MiB before compression).
+pub const FRAME_BLOCKS: usize = 256;
+
+/// The largest encoded layout an offer may announce.
+pub const MAX_LAYOUT_BYTES: u64 = 64 << 20;
+
+/// Bytes of layout in one `LAYOUT` frame.
+pub const LAYOUT_PART_BYTES: usize = 1 << 20;
+
+/// The largest frame either side accepts once a session is open.
+pub const MAX_SESSION_FRAME: usize = 2 << 20;
+
+/// Images in one session at most.
+pub const MAX_SESSION_IMAGES: u32 = 10_000;
+
+/// Lanes in one session at most.
+pub const MAX_LANES: u16 = 8;
+
+/// The largest image, in bytes of the file: what 32-bit block numbers reach.
+pub const MAX_IMAGE_BYTES: u64 = 16 << 40;
+
+/// Frame kinds.
+pub mod kind {
+    /// A [`super::Request`].
+    pub const REQUEST: u8 = 0x01;
+    /// A [`super::Reply`].
+    pub const REPLY: u8 = 0x02;
+    /// A [`super::Offer`].
+    pub const OFFER: u8 = 0x10;
+    /// A part of the offer's encoded layout.
+    pub const LAYOUT: u8 = 0x11;
+    /// A batch: zero map, heads, digests.
+    pub const BATCH: u8 = 0x12;
+    /// An [`super::End`].
+    pub const END: u8 = 0x13;
+    /// Literal blocks.
+    pub const LITERAL: u8 = 0x14;
+    /// The source ends the session.
+    pub const GOODBYE: u8 = 0x15;
+    /// The source gives up on an image (a [`super::GiveUp`]).
+    pub const GIVE_UP: u8 = 0x16;
+    /// An [`super::Accept`].
+    pub const ACCEPT: u8 = 0x20;
+    /// A [`super::Refusal`].
+    pub const REFUSE: u8 = 0x21;
+    /// Runs of blocks that the source must send.
+    pub const NEED: u8 = 0x22;
+    /// A batch is complete: its number, eight bytes.
+    pub const ACK: u8 = 0x23;
+    /// A [`super::Delivered`].
+    pub const DELIVERED: u8 = 0x24;
+    /// What `--dry-run` found (a [`super::Estimate`]).
+    pub const ESTIMATE: u8 = 0x25;
+    /// Destination to teleporter: a [`super::MatchRequest`] header, or a batch.
+    pub const MATCH: u8 = 0x30;
+    /// Teleporter to destination: the answer to one MATCH.
+    pub const PLAN: u8 = 0x31;
+}
+
+/// What a connection is for; its first frame.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request {
+    /// Trust me: I hold a ticket. The only request an unknown key may make.
+    Pair {
+        /// The ticket's secret.
+        secret: [u8; 16],
+        /// What the asking site calls itself.
+        name: String,
+        /// Where the asking site listens, if it does.
+        addresses: Vec<String>,
+    },
+    /// Open a session to send images.
+    Send {
+        /// How many images will be offered.
+        images: u32,
+    },
+    /// Carry literals for a session.
+    Lane {
+        /// Its number, from [`Reply::Session`].
+        session: [u8; 16],
+    },
+    /// List the images there.
+    Images,
+    /// Check an image there against its digest.
+    Verify {
+        /// Which.
+        name: ImageName,
+    },
+    /// Serve as this destination's teleporter.
+    Teleporter,
+    /// What the site is doing (local socket only).
+    Status,
+    /// Prometheus metrics as text (local socket only).
+    Metrics,
+    /// Index image files of this machine (local socket only).
+    Index {
+        /// Absolute paths.
+        paths: Vec<String>,
+    },
+    /// Remove an image (local socket only).
+    Remove {
+        /// Which.
+        name: ImageName,
+    },
+}
+
+/// An answer to a [`Request`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// Paired; what the site calls itself.
+    Paired {
+        /// The site's own name.
+        name: String,
+    },
+    /// A session is open.
+    Session {
+        /// Its number: lanes name it.
+        session: [u8; 16],
+        /// Lanes it may have.
+        max_lanes: u16,
+    },
+    /// A lane has joined, or a teleporter is ready.
+    Ready,
+    /// Some of the site's images; more replies follow until an empty list.
+    Images(Vec<ImageInfo>),
+    /// How far a long request is.
+    Progress {
+        /// Bytes done.
+        done: u64,
+        /// Bytes in all.
+        total: u64,
+    },
+    /// A check has ended.
+    Verified {
+        /// The digest the catalog has.
+        expected: Digest,
+        /// The digest the file has.
+        found: Digest,
+    },
+    /// An index or remove request is done.
+    Done {
+        /// For a person.
+        message: String,
+    },
+    /// Status or metrics text (status is JSON).
+    Text(String),
+    /// No.
+    Refused(Refusal),
+}
+
+/// An image at a site, for listings.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageInfo {
+    /// Its name.
+    pub name: String,
+    /// Its digest (`docs/format/digests.md`).
+    pub digest: Digest,
+    /// The file's length in bytes.
+    pub size_bytes: u64,
+    /// Bytes of it that are not holes.
+    pub data_bytes: u64,
+    /// The size the guest sees, in bytes.
+    pub virtual_bytes: u64,
+    /// Container format.
+    pub format: String,
+    /// When it was delivered or indexed, in seconds since 1970.
+    pub added_unix: i64,
+    /// The name of the peer it came from; empty when it was indexed here.
+    pub from: String,
+}
+
+/// Why not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// Of what kind; `None` when it is a failure and not a refusal.
+    pub reason: Option<RefuseReason>,
+    /// One line for a person, at most [`Refusal::MAX_BYTES`].
+    pub message: String,
+}
+
+impl Refusal {
+    /// The longest message, in bytes.
+    pub const MAX_BYTES: usize = 2000;
+}
+
+/// A source offers an image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// The image's place in the session, from zero.
+    pub slot: u32,
+    /// The name it gets.
+    pub name: ImageName,
+    /// Container format, as `image` names it.
+    pub format: String,
+    /// The file's length in bytes.
+    pub file_bytes: u64,
+    /// The size the guest sees, in bytes.
+    pub virtual_bytes: u64,
+    /// Blocks of the walk.
+    pub walk_blocks: u64,
+    /// Bytes the encoded layout has.
+    pub layout_bytes: u64,
+    /// Changes whenever the image or the way it is walked does: a resume needs the same.
+    pub stamp: Digest,
+    /// Only say what would cross the link.
+    pub dry_run: bool,
+}
+
+/// The destination takes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Accept {
+    /// The first batch to send; those before are at the destination, but for what it will ask for.
+    pub resume_batch: u64,
+    /// Blocks that an earlier session already brought.
+    pub resumed_blocks: u64,
+    /// Bytes of literals the teleporter's answers may lag behind (informational).
+    pub window_batches: u64,
+}
+
+/// The source has walked the whole image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct End {
+    /// The digest of the file.
+    pub digest: Digest,
+}
+
+/// The source stops sending an image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GiveUp {
+    /// Nothing of the transfer is worth keeping (the image changed).
+    pub discard: bool,
+    /// For the destination's log.
+    pub message: String,
+}
+
+/// How the matched blocks of a delivered image were found, in blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Matched {
+    /// From a weak head in C0.
+    pub c0: u64,
+    /// From a strong head, or the end of an earlier match, in C1.
+    pub c1: u64,
+    /// From the long-term cache, out of the sequence cache.
+    pub c2: u64,
+    /// From a block that is no head, admitted while there was room.
+    pub anchor: u64,
+    /// By going on in the same page after a mismatch.
+    pub aligned: u64,
+    /// By repeating a block of the same batch.
+    pub repeat: u64,
+    /// Reuse that no longer had the right digest, so that the source had to send the block.
+    pub invalid: u64,
+}
+
+/// The image has its name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Delivered {
+    /// The digest of the file there.
+    pub digest: Digest,
+    /// Blocks that were reused.
+    pub matched_blocks: u64,
+    /// Blocks that crossed the link.
+    pub sent_blocks: u64,
+    /// Blocks of the walk that are zero.
+    pub zero_blocks: u64,
+    /// Blocks an earlier session had brought.
+    pub resumed_blocks: u64,
+    /// Through which caches.
+    pub matched: Matched,
+    /// Bytes of plan that went to a lone teleporter and back, else zero.
+    pub plan_bytes: u64,
+}
+
+/// What a dry run found.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Estimate {
+    /// Blocks that would be reused.
+    pub matched_blocks: u64,
+    /// Blocks that would cross the link.
+    pub sent_blocks: u64,
+    /// Zero blocks.
+    pub zero_blocks: u64,
+}

@@ -1,0 +1,428 @@
+//! A session at the destination: images are offered, prepared, driven to the end and delivered.
+
+mod driver;
+mod estimate;
+mod matching;
+mod prepare;
+mod reuse;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use drover_net::{Frame, FrameReader, FrameWriter, KeepAlive, PeerKey, decode, encode};
+use parking_lot::RwLock;
+use tokio::sync::{mpsc, watch};
+
+use super::lane_in::{Incoming, LaneIn};
+use super::{read_frames, write_frames};
+use crate::TeleportError;
+use crate::codec::{Batch, Literal};
+use crate::destination::Event;
+use crate::error::RefuseReason;
+use crate::protocol::{
+    Accept, End, GiveUp, LAYOUT_PART_BYTES, MAX_LANES, MAX_LAYOUT_BYTES, MAX_SESSION_FRAME,
+    MAX_SESSION_IMAGES, Offer, Refusal, Reply, WINDOW_BATCHES, kind,
+};
+use crate::site::{Site, TransferStatus};
+
+pub use driver::DriverEvent;
+
+/// Events between the sockets and a driver.
+const EVENT_QUEUE: usize = 256;
+
+/// Literal frames of a lane that wait to be unpacked.
+const LANE_QUEUE: usize = 2;
+
+/// How long an orderly end may take.
+const CLOSE_LIMIT: Duration = Duration::from_secs(10);
+
+type Frames = mpsc::Receiver<Result<Frame, TeleportError>>;
+
+/// What the connections of one session share.
+pub struct SessionShared {
+    peer: PeerKey,
+    peer_name: String,
+    current: RwLock<Option<Arc<Incoming>>>,
+    lanes: AtomicU64,
+    progress: RwLock<Option<Progress>>,
+}
+
+/// The transfer that a session is at.
+#[derive(Debug, Clone)]
+struct Progress {
+    name: String,
+    total_blocks: u64,
+    done_blocks: Arc<AtomicU64>,
+}
+
+impl SessionShared {
+    /// The transfer it is at.
+    pub fn status(&self) -> Option<TransferStatus> {
+        let progress = self.progress.read().clone()?;
+        Some(TransferStatus {
+            name: progress.name,
+            peer: self.peer_name.clone(),
+            done_blocks: progress
+                .done_blocks
+                .load(Ordering::Relaxed)
+                .min(progress.total_blocks),
+            total_blocks: progress.total_blocks,
+        })
+    }
+}
+
+/// Takes a session out of the site's list when it ends.
+struct Registered {
+    site: Arc<Site>,
+    id: [u8; 16],
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.site.sessions.lock().remove(&self.id);
+    }
+}
+
+impl Site {
+    /// Handles [`Request::Send`](crate::protocol::Request::Send), which has been read: answers it,
+    /// takes the images, until the source ends the session or `stop` is set.
+    ///
+    /// # Errors
+    /// When the connection breaks or the source breaks the protocol. What was being transferred
+    /// can be resumed.
+    pub async fn session(
+        self: &Arc<Self>,
+        mut reader: FrameReader,
+        mut writer: FrameWriter,
+        peer: PeerKey,
+        peer_name: String,
+        images: u32,
+        stop: watch::Receiver<bool>,
+    ) -> Result<(), TeleportError> {
+        reader.set_max_frame(MAX_SESSION_FRAME);
+        KeepAlive::default().apply(&mut reader, &mut writer);
+        let shared = Arc::new(SessionShared {
+            peer,
+            peer_name,
+            current: RwLock::new(None),
+            lanes: AtomicU64::new(0),
+            progress: RwLock::new(None),
+        });
+        let Some(registered) = self.register(shared.clone(), images) else {
+            let refusal = Refusal {
+                reason: None,
+                message: "the site has all the sessions it can take; try again later".into(),
+            };
+            writer
+                .send(kind::REPLY, &encode(&Reply::Refused(refusal)))
+                .await?;
+            drover_net::close(reader, writer, CLOSE_LIMIT).await?;
+            return Ok(());
+        };
+        let reply = Reply::Session {
+            session: registered.id,
+            max_lanes: MAX_LANES,
+        };
+        writer.send(kind::REPLY, &encode(&reply)).await?;
+        let mut frames = read_frames(reader);
+        let (out, written) = write_frames(writer);
+        let mut session = Session {
+            site: self.clone(),
+            shared,
+            out,
+            stop,
+        };
+        let result = session.run(&mut frames).await;
+        drop(session);
+        // What was said last must arrive before the socket goes.
+        let _ = tokio::time::timeout(CLOSE_LIMIT, async {
+            let _ = written.await;
+            while let Some(Ok(_)) = frames.recv().await {}
+        })
+        .await;
+        result
+    }
+
+    fn register(self: &Arc<Self>, shared: Arc<SessionShared>, images: u32) -> Option<Registered> {
+        let mut sessions = self.sessions.lock();
+        if sessions.len() >= self.config.max_sessions || images > MAX_SESSION_IMAGES {
+            return None;
+        }
+        let id = drover_net::Ticket::new(shared.peer, []).secret;
+        sessions.insert(id, shared);
+        Some(Registered {
+            site: self.clone(),
+            id,
+        })
+    }
+
+    /// Handles [`Request::Lane`](crate::protocol::Request::Lane), which has been read.
+    ///
+    /// # Errors
+    /// When there is no such session, or the connection breaks.
+    pub async fn lane(
+        self: &Arc<Self>,
+        mut reader: FrameReader,
+        mut writer: FrameWriter,
+        peer: PeerKey,
+        session: [u8; 16],
+    ) -> Result<(), TeleportError> {
+        let shared = self.sessions.lock().get(&session).cloned();
+        let shared = shared
+            .filter(|s| s.peer == peer && s.lanes.load(Ordering::Relaxed) < u64::from(MAX_LANES));
+        let Some(shared) = shared else {
+            let refusal = Refusal {
+                reason: Some(RefuseReason::Policy),
+                message: "no such session".into(),
+            };
+            writer
+                .send(kind::REPLY, &encode(&Reply::Refused(refusal)))
+                .await?;
+            drover_net::close(reader, writer, CLOSE_LIMIT).await?;
+            return Ok(());
+        };
+        shared.lanes.fetch_add(1, Ordering::Relaxed);
+        reader.set_max_frame(MAX_SESSION_FRAME);
+        KeepAlive::default().apply(&mut reader, &mut writer);
+        writer.send(kind::REPLY, &encode(&Reply::Ready)).await?;
+        let (_out, _) = write_frames(writer);
+        let (to, from) = mpsc::channel(LANE_QUEUE);
+        let worker = shared.clone();
+        let worker = tokio::task::spawn_blocking(move || unpack_lane(from, &worker));
+        let result = loop {
+            match reader.next().await {
+                Ok(Some(frame)) => {
+                    if to.send(frame).await.is_err() {
+                        break Ok(());
+                    }
+                }
+                Ok(None) => break Ok(()),
+                Err(e) => break Err(e.into()),
+            }
+        };
+        drop(to);
+        let _ = worker.await;
+        shared.lanes.fetch_sub(1, Ordering::Relaxed);
+        result
+    }
+}
+
+/// Unpacks what a lane brings until it ends or fails; a failure fails the image.
+fn unpack_lane(mut frames: mpsc::Receiver<Frame>, shared: &SessionShared) {
+    let mut lane = LaneIn::default();
+    while let Some(frame) = frames.blocking_recv() {
+        let current = shared.current.read().clone();
+        let Some(image) = current else { continue };
+        let taken = match Literal::decode(&frame.payload) {
+            // What was on its way when an image failed is of no use any more, but the lane's
+            // stream goes on with it: it ends here and the source opens another.
+            Ok(literal) if frame.kind == kind::LITERAL && literal.header.slot == image.slot => {
+                lane.take(&literal, &image)
+            }
+            Ok(_) => Err(TeleportError::Protocol(
+                "a lane brought something else than literals of the image".into(),
+            )),
+            Err(e) => Err(e.into()),
+        };
+        if let Err(e) = taken {
+            let _ = image.events.blocking_send(DriverEvent::Failed(e));
+            return;
+        }
+    }
+}
+
+/// A session's control connection.
+struct Session {
+    site: Arc<Site>,
+    shared: Arc<SessionShared>,
+    out: mpsc::Sender<Frame>,
+    stop: watch::Receiver<bool>,
+}
+
+impl Session {
+    async fn run(&mut self, frames: &mut Frames) -> Result<(), TeleportError> {
+        loop {
+            let frame = tokio::select! {
+                frame = frames.recv() => frame,
+                _ = wait_true(self.stop.clone()) => return Ok(()),
+            };
+            match frame {
+                None => return Ok(()),
+                Some(Err(e)) => return Err(e),
+                Some(Ok(frame)) if frame.kind == kind::GOODBYE => return Ok(()),
+                Some(Ok(frame)) if frame.kind == kind::OFFER => {
+                    let offer: Offer = decode(&frame.payload)?;
+                    self.image(offer, frames).await?;
+                }
+                Some(Ok(frame)) => {
+                    return Err(TeleportError::Protocol(format!(
+                        "frame {:#04x} between images",
+                        frame.kind
+                    )));
+                }
+            }
+        }
+    }
+
+    async fn send(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
+        let frame = Frame {
+            kind,
+            payload: payload.into(),
+        };
+        self.out
+            .send(frame)
+            .await
+            .map_err(|_| TeleportError::Remote("the source is gone".into()))
+    }
+
+    async fn refuse(&self, error: &TeleportError) -> Result<(), TeleportError> {
+        let mut message = error.to_string();
+        message.truncate(message.floor_char_boundary(Refusal::MAX_BYTES));
+        self.send(
+            kind::REFUSE,
+            encode(&Refusal {
+                reason: error.refusal(),
+                message,
+            }),
+        )
+        .await
+    }
+
+    /// One image, from its offer to its end. An error ends the session; an image that is refused
+    /// or fails does not.
+    async fn image(&mut self, offer: Offer, frames: &mut Frames) -> Result<(), TeleportError> {
+        let layout = receive_layout(&offer, frames).await?;
+        if offer.dry_run {
+            return self.estimate(offer, frames).await;
+        }
+        let (events, queue) = mpsc::channel(EVENT_QUEUE);
+        let (site, shared) = (self.site.clone(), self.shared.clone());
+        let (sink, slot) = (events.clone(), offer.slot);
+        let prepared = tokio::task::spawn_blocking(move || {
+            prepare::prepare(&site, shared.peer, &shared.peer_name, offer, &layout, sink)
+        });
+        let prepared = match prepared.await.map_err(|_| stopped())? {
+            Ok(prepared) => prepared,
+            Err(e) => {
+                tracing::info!(peer = self.shared.peer_name, error = %e, "image refused");
+                return self.refuse(&e).await;
+            }
+        };
+        *self.shared.current.write() = Some(prepared.incoming.clone());
+        *self.shared.progress.write() = Some(Progress {
+            name: prepared.name(),
+            total_blocks: prepared.incoming.layout.walk_blocks(),
+            done_blocks: prepared.done_blocks.clone(),
+        });
+        let accept = Accept {
+            resume_batch: prepared.machine.next_batch(),
+            resumed_blocks: prepared.machine.counts().resumed_blocks,
+            window_batches: WINDOW_BATCHES,
+        };
+        self.send(kind::ACCEPT, encode(&accept)).await?;
+        tracing::debug!(slot, resume = accept.resume_batch, "image accepted");
+        let hold_stop = prepared.hold.stop.clone();
+        let (site, out) = (self.site.clone(), self.out.clone());
+        let mut driver =
+            tokio::task::spawn_blocking(move || driver::drive(&site, prepared, queue, &out));
+        let ended = loop {
+            tokio::select! {
+                done = &mut driver => break done.map_err(|_| stopped()),
+                frame = frames.recv() => {
+                    match forward(frame, &events).await {
+                        Ok(()) => {}
+                        Err(e) => {
+                            let _ = events.send(DriverEvent::Stop).await;
+                            let _ = driver.await;
+                            break Err(e);
+                        }
+                    }
+                }
+                _ = wait_true(self.stop.clone()) => {
+                    let _ = events.send(DriverEvent::Stop).await;
+                    let _ = driver.await;
+                    break Err(TeleportError::Stopped);
+                }
+                _ = wait_true(hold_stop.clone()) => {
+                    let _ = events.send(DriverEvent::Stop).await;
+                    let _ = driver.await;
+                    break Err(TeleportError::Remote("a newer session took the transfer over".into()));
+                }
+            }
+        };
+        *self.shared.current.write() = None;
+        *self.shared.progress.write() = None;
+        match ended? {
+            Ok(Some(delivered)) => self.send(kind::DELIVERED, encode(&delivered)).await,
+            Ok(None) => Ok(()),
+            Err(e) => {
+                tracing::warn!(peer = self.shared.peer_name, error = %e, "image failed");
+                self.refuse(&e).await?;
+                // The lanes may still carry blocks of it: a new session starts clean.
+                Err(e)
+            }
+        }
+    }
+}
+
+fn stopped() -> TeleportError {
+    TeleportError::Remote("the site stopped".into())
+}
+
+async fn wait_true(mut flag: watch::Receiver<bool>) {
+    if flag.wait_for(|s| *s).await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
+/// The layout that follows an offer.
+async fn receive_layout(offer: &Offer, frames: &mut Frames) -> Result<Vec<u8>, TeleportError> {
+    if offer.layout_bytes > MAX_LAYOUT_BYTES {
+        return Err(TeleportError::Protocol(
+            "the offered layout is too large".into(),
+        ));
+    }
+    let mut layout = Vec::new();
+    while (layout.len() as u64) < offer.layout_bytes {
+        let frame = frames
+            .recv()
+            .await
+            .ok_or_else(|| TeleportError::Protocol("the offer broke off".into()))??;
+        let fits = layout.len() as u64 + frame.payload.len() as u64 <= offer.layout_bytes;
+        if frame.kind != kind::LAYOUT
+            || !fits
+            || frame.payload.is_empty()
+            || frame.payload.len() > LAYOUT_PART_BYTES
+        {
+            return Err(TeleportError::Protocol(
+                "an offer without its layout".into(),
+            ));
+        }
+        layout.extend_from_slice(&frame.payload);
+    }
+    Ok(layout)
+}
+
+/// Hands a frame of the source to the driver.
+async fn forward(
+    frame: Option<Result<Frame, TeleportError>>,
+    events: &mpsc::Sender<DriverEvent>,
+) -> Result<(), TeleportError> {
+    let frame = frame.ok_or_else(|| {
+        TeleportError::Protocol("the source left in the middle of an image".into())
+    })??;
+    let event = match frame.kind {
+        kind::BATCH => DriverEvent::Machine(Event::Batch(Arc::new(Batch::decode(&frame.payload)?))),
+        kind::END => DriverEvent::Machine(Event::End(decode::<End>(&frame.payload)?.digest)),
+        kind::GIVE_UP => DriverEvent::GiveUp(decode::<GiveUp>(&frame.payload)?),
+        other => {
+            return Err(TeleportError::Protocol(format!(
+                "frame {other:#04x} during an image"
+            )));
+        }
+    };
+    // A driver that has ended says so by its result.
+    let _ = events.send(event).await;
+    Ok(())
+}

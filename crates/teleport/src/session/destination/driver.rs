@@ -1,0 +1,409 @@
+//! Drives one image's [`Destination`](crate::destination::Destination): events from the sockets
+//! and workers in, logging, matching, reuse and answers out, and at the end the delivery.
+
+use std::fs::File;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use crossbeam_channel::{Sender, bounded, unbounded};
+use drover_core::Digest;
+use drover_index::{Origin, Plan, SequenceStore};
+use drover_net::Frame;
+use tokio::sync::mpsc;
+
+use super::prepare::Prepared;
+use super::reuse::{self, Job};
+use crate::TeleportError;
+use crate::codec::Batch;
+use crate::destination::{Action, Event, From, ReuseJob, Run};
+use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, kind};
+use crate::site::{Arrived, Site, unix_now};
+use crate::transfer::Closing;
+use crate::walk::digest_file;
+
+/// How often what has arrived is made durable.
+const SYNC_EVERY: Duration = Duration::from_secs(2);
+
+/// Threads that copy and verify.
+const REUSE_THREADS: usize = 2;
+
+/// What a driver is told.
+pub enum DriverEvent {
+    /// For the state machine.
+    Machine(Event),
+    /// The teleporter's answer for a batch.
+    Plan {
+        /// The batch.
+        index: u64,
+        /// The answer.
+        plan: Plan,
+    },
+    /// A worker cannot go on.
+    Failed(TeleportError),
+    /// The source gives the image up.
+    GiveUp(GiveUp),
+    /// The session ends; the transfer is to be resumed later.
+    Stop,
+}
+
+/// Runs one image to its end: `Some` when it was delivered, `None` when the source gave it up.
+pub fn drive(
+    site: &Arc<Site>,
+    prepared: Prepared,
+    mut events: mpsc::Receiver<DriverEvent>,
+    out: &mpsc::Sender<Frame>,
+) -> Result<Option<Delivered>, TeleportError> {
+    let workers = Workers::start(site, &prepared)?;
+    let mut driver = Driver {
+        site,
+        prepared,
+        workers,
+        out,
+        finish: None,
+    };
+    let result = driver.run(&mut events);
+    // Workers may be about to report to us: let them.
+    events.close();
+    let Driver {
+        prepared, workers, ..
+    } = driver;
+    workers.stop();
+    match result? {
+        Ended::Whole(digest) => deliver(site, prepared, digest).map(Some),
+        Ended::GivenUp(give_up) => {
+            tracing::info!(
+                image = prepared.name(),
+                reason = give_up.message,
+                "given up by the source"
+            );
+            if give_up.discard {
+                let (dir, image) = (prepared.transfer.dir.clone(), prepared.transfer.image());
+                drop(prepared);
+                site.sequences.drop_image(image);
+                crate::site::remove_dir(&dir);
+            }
+            Ok(None)
+        }
+        Ended::Stopped => {
+            prepared.transfer.log.sync()?;
+            Err(TeleportError::Stopped)
+        }
+    }
+}
+
+enum Ended {
+    Whole(Digest),
+    GivenUp(GiveUp),
+    Stopped,
+}
+
+/// The threads beside the driver.
+struct Workers {
+    jobs: Sender<Job>,
+    stop_sync: Sender<()>,
+    threads: Vec<std::thread::JoinHandle<()>>,
+}
+
+impl Workers {
+    fn start(site: &Arc<Site>, prepared: &Prepared) -> Result<Self, TeleportError> {
+        // Bounded by the window: every job belongs to a batch that is not complete.
+        let (jobs, queue) = unbounded();
+        let (stop_sync, stopped) = bounded(0);
+        let mut threads = Vec::new();
+        let failed = TeleportError::file("start a thread for", &prepared.transfer.dir);
+        let mut spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
+            let thread = std::thread::Builder::new().name(name.into()).spawn(body)?;
+            threads.push(thread);
+            Ok::<_, std::io::Error>(())
+        };
+        let mut start = || {
+            for _ in 0..REUSE_THREADS {
+                let (site, image, queue) = (site.clone(), prepared.incoming.clone(), queue.clone());
+                spawn(
+                    "reuse",
+                    Box::new(move || reuse::work(&site, &image, &queue)),
+                )?;
+            }
+            let part = prepared.transfer.part.clone();
+            let log = prepared
+                .transfer
+                .log
+                .handle()
+                .map_err(std::io::Error::other)?;
+            spawn(
+                "sync",
+                Box::new(move || sync_now_and_then(&part, &log, &stopped)),
+            )
+        };
+        start().map_err(failed)?;
+        Ok(Workers {
+            jobs,
+            stop_sync,
+            threads,
+        })
+    }
+
+    fn stop(self) {
+        drop((self.jobs, self.stop_sync));
+        self.threads.into_iter().for_each(|t| drop(t.join()));
+    }
+}
+
+/// Makes what has arrived durable every now and then, so that little is lost with the power.
+fn sync_now_and_then(part: &File, log: &File, stopped: &crossbeam_channel::Receiver<()>) {
+    while let Err(crossbeam_channel::RecvTimeoutError::Timeout) = stopped.recv_timeout(SYNC_EVERY) {
+        for file in [part, log] {
+            if let Err(e) = file.sync_data() {
+                tracing::warn!(error = %e, "cannot sync a transfer");
+            }
+        }
+    }
+}
+
+struct Driver<'a> {
+    site: &'a Arc<Site>,
+    prepared: Prepared,
+    workers: Workers,
+    out: &'a mpsc::Sender<Frame>,
+    finish: Option<Digest>,
+}
+
+impl Driver<'_> {
+    fn run(&mut self, events: &mut mpsc::Receiver<DriverEvent>) -> Result<Ended, TeleportError> {
+        for (index, plan) in std::mem::take(&mut self.prepared.replan) {
+            let runs = self.resolve(&plan);
+            self.step(Event::Planned { index, runs })?;
+        }
+        loop {
+            if let Some(digest) = self.finish {
+                return Ok(Ended::Whole(digest));
+            }
+            let Some(event) = events.blocking_recv() else {
+                return Ok(Ended::Stopped);
+            };
+            match event {
+                DriverEvent::Machine(event) => {
+                    if let Event::Reused { job, failed } = &event {
+                        self.heal(job, failed);
+                    }
+                    self.step(event)?;
+                }
+                DriverEvent::Plan { index, plan } => self.planned(index, &plan)?,
+                DriverEvent::Failed(error) => return Err(error),
+                DriverEvent::GiveUp(give_up) => return Ok(Ended::GivenUp(give_up)),
+                DriverEvent::Stop => return Ok(Ended::Stopped),
+            }
+        }
+    }
+
+    /// Feeds the machine and does what it says.
+    fn step(&mut self, event: Event) -> Result<(), TeleportError> {
+        let mut actions = Vec::new();
+        self.prepared.machine.handle(event, &mut actions)?;
+        actions.into_iter().try_for_each(|action| self.act(action))
+    }
+
+    fn act(&mut self, action: Action) -> Result<(), TeleportError> {
+        match action {
+            Action::Match(batch) => self.arrived(batch)?,
+            Action::Reuse(job) => self.reuse(job),
+            Action::Need(need) => self.say(kind::NEED, need.encode())?,
+            Action::Complete(index) => {
+                self.prepared.incoming.open.write().remove(&index);
+                self.prepared
+                    .done_blocks
+                    .fetch_add(BATCH_BLOCKS, Ordering::Relaxed);
+                self.say(kind::ACK, index.to_le_bytes().to_vec())?;
+            }
+            Action::Finish(digest) => self.finish = Some(digest),
+        }
+        Ok(())
+    }
+
+    fn say(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
+        let frame = Frame {
+            kind,
+            payload: payload.into(),
+        };
+        self.out
+            .blocking_send(frame)
+            .map_err(|_| TeleportError::Remote("the source is gone".into()))
+    }
+
+    fn arrived(&mut self, batch: Arc<Batch>) -> Result<(), TeleportError> {
+        let Prepared {
+            transfer,
+            incoming,
+            digest,
+            matcher,
+            ..
+        } = &mut self.prepared;
+        if let Some(digest) = digest {
+            digest.batch(&transfer.layout, &batch);
+        }
+        if batch.digests.is_empty() {
+            return transfer.log_batch(&batch, &Plan::default());
+        }
+        incoming.open.write().insert(batch.index, batch.clone());
+        matcher.find(batch);
+        Ok(())
+    }
+
+    /// Logs a plan with its batch, then acts on it.
+    fn planned(&mut self, index: u64, plan: &Plan) -> Result<(), TeleportError> {
+        let batch = self.prepared.incoming.open.read().get(&index).cloned();
+        let Some(batch) = batch else { return Ok(()) };
+        self.prepared.transfer.log_batch(&batch, plan)?;
+        let image = self.prepared.transfer.image();
+        plan.stores
+            .iter()
+            .for_each(|store| self.site.sequences.add(image, *store));
+        let runs = self.resolve(plan);
+        self.step(Event::Planned { index, runs })
+    }
+
+    /// Looks up where the blocks that a plan names are to be read now.
+    fn resolve(&self, plan: &Plan) -> Vec<Run> {
+        let own = self.prepared.transfer.image();
+        let mut out = Vec::with_capacity(plan.runs.len());
+        for run in &plan.runs {
+            let with = |count, from| Run {
+                count,
+                from,
+                via: run.via,
+            };
+            match run.origin {
+                Origin::Literal => out.push(with(run.count, From::Literal)),
+                Origin::Image { image, first } if image == own => {
+                    out.push(with(run.count, From::Own { first }))
+                }
+                Origin::Image { image, first } => {
+                    let known = self.site.images.knows(image);
+                    let from = if known {
+                        From::Image { image, first }
+                    } else {
+                        From::Literal
+                    };
+                    out.push(with(run.count, from));
+                }
+                Origin::Sequence { first } => {
+                    let parts = self
+                        .site
+                        .sequences
+                        .resolve(first, run.count, own, |i| self.site.images.knows(i));
+                    out.extend(parts.into_iter().map(|(count, from)| with(count, from)));
+                }
+            }
+        }
+        out
+    }
+
+    fn reuse(&mut self, job: ReuseJob) {
+        let map = self.prepared.machine.map();
+        let own = |run: &Run| match run.from {
+            From::Own { first } => map
+                .walk_runs(first, u64::from(run.count))
+                .unwrap_or_default(),
+            _ => Vec::new(),
+        };
+        let own = job.runs.iter().map(|(_, run)| own(run)).collect();
+        let _ = self.workers.jobs.send(Job { job, own });
+    }
+
+    /// Slots of the sequence cache whose data is wrong get the blocks that the source now sends
+    /// (teleportation §2.16).
+    fn heal(&self, job: &ReuseJob, failed: &[u32]) {
+        let own = self.prepared.transfer.image();
+        let before = self.prepared.machine.map().data_before(job.batch.index);
+        for (start, run) in &job.runs {
+            let From::Sequence { first } = run.from else {
+                continue;
+            };
+            for i in failed
+                .iter()
+                .filter(|i| (*start..start + run.count).contains(i))
+            {
+                let (first, from) = (first + u64::from(i - start), before + u64::from(*i));
+                self.site.sequences.add(
+                    own,
+                    SequenceStore {
+                        first,
+                        from,
+                        count: 1,
+                    },
+                );
+            }
+        }
+    }
+}
+
+/// Every block is verified in its place: prove the file, make it durable, give it its name.
+fn deliver(
+    site: &Arc<Site>,
+    prepared: Prepared,
+    expected: Digest,
+) -> Result<Delivered, TeleportError> {
+    let Prepared {
+        transfer,
+        machine,
+        hold,
+        matcher,
+        digest,
+        ..
+    } = prepared;
+    let mut transfer = transfer;
+    let part_path = transfer.part_path();
+    transfer
+        .part
+        .sync_all()
+        .map_err(TeleportError::file("sync", &part_path))?;
+    let found = match digest {
+        Some(digest) => digest.finish(&transfer.layout),
+        None => digest_file(&part_path, &mut |_, _| {})?,
+    };
+    let name = transfer.opening.offer.name.to_string();
+    if found != expected {
+        // Nothing in it can be trusted: the next try starts anew.
+        drop(matcher);
+        crate::site::remove_dir(&transfer.dir);
+        return Err(TeleportError::WrongDigest {
+            name,
+            expected,
+            found,
+        });
+    }
+    matcher.finish();
+    let arrived = Arrived {
+        dir: transfer.dir.clone(),
+        opening: transfer.opening.clone(),
+        layout: transfer.layout.clone(),
+        blocks: Arc::new(machine.map().clone()),
+        closing: Closing {
+            digest: found,
+            added_unix: unix_now(),
+        },
+    };
+    site.save_map(&arrived)?;
+    arrived.log(&mut transfer.log)?;
+    drop(transfer);
+    site.settle(&arrived)?;
+    drop(hold);
+    let counts = machine.counts();
+    site.totals.delivered.fetch_add(1, Ordering::Relaxed);
+    site.totals
+        .matched_blocks
+        .fetch_add(counts.matched_blocks, Ordering::Relaxed);
+    site.totals
+        .sent_blocks
+        .fetch_add(counts.sent_blocks, Ordering::Relaxed);
+    Ok(Delivered {
+        digest: found,
+        matched_blocks: counts.matched_blocks,
+        sent_blocks: counts.sent_blocks,
+        zero_blocks: counts.zero_blocks,
+        resumed_blocks: counts.resumed_blocks,
+        matched: counts.matched,
+        plan_bytes: 0,
+    })
+}

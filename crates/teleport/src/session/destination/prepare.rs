@@ -1,0 +1,208 @@
+//! Before an image is accepted: is it allowed, is there room, was it here before.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use drover_image::{Format, Layout};
+use drover_index::{ImageId, Plan};
+use drover_net::PeerKey;
+use parking_lot::RwLock;
+use tokio::sync::mpsc;
+
+use super::driver::DriverEvent;
+use super::matching::MatchThread;
+use crate::TeleportError;
+use crate::codec::Batch;
+use crate::destination::Destination;
+use crate::error::RefuseReason;
+use crate::files::{FileOrderDigest, walks_in_file_order};
+use crate::imagemap::layout_limits;
+use crate::protocol::Offer;
+use crate::session::lane_in::Incoming;
+use crate::site::{Site, remove_dir};
+use crate::transfer::{Hold, Opening, Restored, Transfer, inspect, transfer_key};
+
+/// How long the session that had the transfer before may take to let it go.
+const TAKEOVER_PATIENCE: Duration = Duration::from_secs(20);
+
+/// A transfer that is ready to go.
+pub struct Prepared {
+    pub transfer: Transfer,
+    pub machine: Destination,
+    pub incoming: Arc<Incoming>,
+    pub hold: Hold,
+    pub matcher: MatchThread,
+    /// Follows the file's digest, where the walk allows it.
+    pub digest: Option<FileOrderDigest>,
+    /// Batches that were restored with blocks missing, and their plans.
+    pub replan: Vec<(u64, Plan)>,
+    pub done_blocks: Arc<AtomicU64>,
+}
+
+impl Prepared {
+    /// The image's name.
+    pub fn name(&self) -> String {
+        self.transfer.opening.offer.name.to_string()
+    }
+}
+
+fn refused(reason: RefuseReason, message: String) -> TeleportError {
+    TeleportError::Refused { reason, message }
+}
+
+/// Checks an offer and opens its transfer, the one of an earlier session if there is one.
+pub fn prepare(
+    site: &Arc<Site>,
+    peer: PeerKey,
+    peer_name: &str,
+    offer: Offer,
+    encoded_layout: &[u8],
+    events: mpsc::Sender<DriverEvent>,
+) -> Result<Prepared, TeleportError> {
+    let layout = Layout::decode(encoded_layout, layout_limits())
+        .map_err(|e| TeleportError::Protocol(format!("the offered layout: {e}")))?;
+    check(site, &offer, &layout)?;
+    let key = transfer_key(&peer, &offer);
+    let hold = site
+        .active
+        .take(&offer.name, &key, TAKEOVER_PATIENCE)
+        .ok_or_else(|| {
+            refused(
+                RefuseReason::Policy,
+                format!("{}: another transfer to that name is going on", offer.name),
+            )
+        })?;
+    let dir = site.transfer_dir(&key);
+    let in_order = walks_in_file_order(&layout);
+    let mut machine = Destination::new(offer.walk_blocks);
+    let mut digest = in_order.then(|| FileOrderDigest::new(&layout));
+    let mut open: HashMap<u64, Arc<Batch>> = HashMap::new();
+    let mut replan = Vec::new();
+    let mut matcher: Option<MatchThread> = None;
+    let resumed = Transfer::resume(&dir, &offer, |opening, restored| {
+        let Restored {
+            batch,
+            missing,
+            plan,
+        } = restored;
+        let matcher = matcher.get_or_insert_with(|| {
+            MatchThread::start(site, ImageId(opening.image), events.clone())
+        });
+        if !batch.digests.is_empty() {
+            matcher.record(batch.clone());
+        }
+        if let Some(digest) = &mut digest {
+            digest.batch(&layout, &batch);
+        }
+        if let Some(plan) = plan {
+            open.insert(batch.index, batch.clone());
+            replan.push((batch.index, plan));
+        }
+        Ok(machine.restore(batch, missing)?)
+    })?;
+    let transfer = match resumed {
+        Some(transfer) => transfer,
+        None => {
+            discard_older(site, &peer, &offer);
+            check_room(site, &offer, layout.covered_bytes())?;
+            let image = site
+                .catalog
+                .new_image_id()
+                .map_err(TeleportError::Catalog)?;
+            let opening = Opening {
+                peer,
+                peer_name: peer_name.into(),
+                offer,
+                image: image.0,
+            };
+            Transfer::create(&dir, opening, Arc::new(layout), encoded_layout)?
+        }
+    };
+    let image = transfer.image();
+    let matcher = matcher.unwrap_or_else(|| MatchThread::start(site, image, events.clone()));
+    let incoming = Arc::new(Incoming {
+        slot: transfer.opening.offer.slot,
+        layout: transfer.layout.clone(),
+        part: transfer.part.clone(),
+        part_path: transfer.part_path(),
+        open: RwLock::new(open),
+        events,
+    });
+    let done_blocks = Arc::new(AtomicU64::new(
+        machine.next_batch() * crate::protocol::BATCH_BLOCKS,
+    ));
+    Ok(Prepared {
+        transfer,
+        machine,
+        incoming,
+        hold,
+        matcher,
+        digest,
+        replan,
+        done_blocks,
+    })
+}
+
+fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportError> {
+    if layout.file_len() != offer.file_bytes || layout.walk_blocks() != offer.walk_blocks {
+        return Err(TeleportError::Protocol(
+            "the offer and its layout differ".into(),
+        ));
+    }
+    if offer.format.parse::<Format>().is_err() {
+        return Err(TeleportError::Protocol(
+            "the offer has an unknown image format".into(),
+        ));
+    }
+    let taken = site.images.by_name(&offer.name).filter(|r| r.external);
+    if let Some(external) = taken {
+        return Err(refused(
+            RefuseReason::Policy,
+            format!(
+                "{}: an image indexed in place there ({}) has that name; send it --as another name, or `drover rm` it there",
+                offer.name,
+                external.path.display()
+            ),
+        ));
+    }
+    Ok(())
+}
+
+fn check_room(site: &Site, offer: &Offer, bytes: u64) -> Result<(), TeleportError> {
+    match site.free_bytes() {
+        Some(free) if free < bytes => Err(refused(
+            RefuseReason::Space,
+            format!(
+                "{}: needs {} MiB at the destination, which has {} MiB to spare",
+                offer.name,
+                bytes >> 20,
+                free >> 20
+            ),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Throws away what is left of transfers of other versions of the image.
+fn discard_older(site: &Site, peer: &PeerKey, offer: &Offer) {
+    let Ok(entries) = std::fs::read_dir(site.config.work_dir.join("transfers")) else {
+        return;
+    };
+    for dir in entries.filter_map(|e| Some(e.ok()?.path())) {
+        let same = inspect(&dir).ok().flatten().is_none_or(|left| {
+            left.closing.is_none()
+                && left.opening.peer == *peer
+                && left.opening.offer.name == offer.name
+        });
+        let busy = dir
+            .file_name()
+            .and_then(|n| n.to_str())
+            .is_some_and(|key| site.active.has(key));
+        let ours = dir == site.transfer_dir(&transfer_key(peer, offer));
+        if same && (ours || !busy) {
+            remove_dir(&dir);
+        }
+    }
+}

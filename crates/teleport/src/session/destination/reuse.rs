@@ -1,0 +1,122 @@
+//! Reuse: blocks are copied into place and then digested where they are (teleportation §2.16), so
+//! that nothing that changes meanwhile can slip in.
+
+use std::sync::Arc;
+
+use drover_core::Digest;
+
+use super::driver::DriverEvent;
+use crate::TeleportError;
+use crate::codec::Batch;
+use crate::destination::{Event, From, ReuseJob};
+use crate::files::{copy_spans, find_wrong, spans_of};
+use crate::sequences::Sequences;
+use crate::session::lane_in::Incoming;
+use crate::site::Site;
+
+/// A job with what only the driver knows.
+pub struct Job {
+    /// What is to be reused.
+    pub job: ReuseJob,
+    /// For each run out of the image itself: where in its walk.
+    pub own: Vec<Vec<(u64, u64)>>,
+}
+
+/// Carries out jobs until there are no more.
+pub fn work(site: &Site, image: &Incoming, jobs: &crossbeam_channel::Receiver<Job>) {
+    while let Ok(job) = jobs.recv() {
+        let event = match carry_out(site, image, &job) {
+            Ok(failed) => DriverEvent::Machine(Event::Reused {
+                job: job.job,
+                failed,
+            }),
+            Err(e) => DriverEvent::Failed(e),
+        };
+        let _ = image.events.blocking_send(event);
+    }
+}
+
+/// Copies and verifies; returns which data blocks of the batch are not as they must be.
+fn carry_out(site: &Site, image: &Incoming, job: &Job) -> Result<Vec<u32>, TeleportError> {
+    let batch = &job.job.batch;
+    let mut targets: Vec<(u64, u64)> = Vec::new();
+    let mut digests: Vec<Digest> = Vec::new();
+    let mut nth: Vec<u32> = Vec::new();
+    let places = places(batch);
+    for ((start, run), own) in job.job.runs.iter().zip(&job.own) {
+        let range = *start as usize..(*start + run.count) as usize;
+        let target = runs_of(batch, &places[range.clone()]);
+        copy(site, image, run.from, u64::from(run.count), own, &target)
+            .map_err(TeleportError::file("write", &image.part_path))?;
+        targets.extend(target);
+        digests.extend_from_slice(&batch.digests[range]);
+        nth.extend(*start..*start + run.count);
+    }
+    let wrong = find_wrong(&image.part, &image.layout, &targets, &digests)
+        .map_err(TeleportError::file("read", &image.part_path))?;
+    Ok(wrong.into_iter().map(|i| nth[i as usize]).collect())
+}
+
+/// Where in the batch its data blocks are.
+fn places(batch: &Batch) -> Vec<u64> {
+    batch.data.iter().collect()
+}
+
+fn runs_of(batch: &Batch, places: &[u64]) -> Vec<(u64, u64)> {
+    let mut out: Vec<(u64, u64)> = Vec::new();
+    for place in places {
+        let block = batch.first_block() + place;
+        match out.last_mut() {
+            Some((first, n)) if *first + *n == block => *n += 1,
+            _ => out.push((block, 1)),
+        }
+    }
+    out
+}
+
+/// Copies one run. A source that is gone or cannot be read is no error: verification tells.
+fn copy(
+    site: &Site,
+    image: &Incoming,
+    from: From,
+    count: u64,
+    own: &[(u64, u64)],
+    target: &[(u64, u64)],
+) -> std::io::Result<()> {
+    let to = spans_of(&image.layout, target);
+    let result = match from {
+        From::Literal => Ok(()),
+        From::Own { .. } => {
+            copy_spans(&image.part, &spans_of(&image.layout, own), &image.part, &to)
+        }
+        From::Sequence { first } => {
+            let source = [(
+                Some(Sequences::offset(first)),
+                count * drover_core::BLOCK_SIZE_U64,
+            )];
+            copy_spans(site.sequences.data(), &source, &image.part, &to)
+        }
+        From::Image { image: id, first } => {
+            let source: Option<Arc<_>> = site.images.open_image(id);
+            let runs = source
+                .as_ref()
+                .and_then(|s| s.map.blocks.walk_runs(first, count));
+            match (source, runs) {
+                (Some(source), Some(runs)) => copy_spans(
+                    &source.file,
+                    &spans_of(&source.map.layout, &runs),
+                    &image.part,
+                    &to,
+                ),
+                _ => Ok(()),
+            }
+        }
+    };
+    match result {
+        Err(e) if e.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error()) => {
+            tracing::warn!(error = %e, "a source of blocks cannot be read");
+            Ok(())
+        }
+        other => other,
+    }
+}

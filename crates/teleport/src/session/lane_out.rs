@@ -1,0 +1,233 @@
+//! A lane at the source: blocks that were asked for are read, compressed and sent.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use drover_core::BLOCK_SIZE;
+use drover_image::Outgoing;
+use drover_net::FrameWriter;
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::mpsc;
+
+use crate::TeleportError;
+use crate::codec::{LiteralHeader, Runs};
+use crate::compress::{MAX_WINDOW_LOG, Pace, Packer};
+use crate::progress::Counters;
+use crate::protocol::{FRAME_BLOCKS, kind};
+use crate::walk::read_image;
+
+/// Frames between a lane's thread and its socket.
+const SOCKET_QUEUE: usize = 1;
+
+/// What the lanes have to send, in the order it was asked for. Bounded by the window: only blocks
+/// of batches that are not complete are asked for.
+#[derive(Default)]
+pub struct NeedQueue {
+    state: Mutex<NeedState>,
+    more: Condvar,
+}
+
+#[derive(Default)]
+struct NeedState {
+    image: Option<(u32, Arc<Outgoing>)>,
+    runs: VecDeque<(u64, u64)>,
+    closed: bool,
+}
+
+impl NeedQueue {
+    /// The image that needs are about from now on.
+    pub fn set_image(&self, slot: u32, image: Arc<Outgoing>) {
+        let mut state = self.state.lock();
+        state.image = Some((slot, image));
+        state.runs.clear();
+    }
+
+    /// Adds blocks.
+    pub fn add(&self, runs: &Runs) {
+        self.state.lock().runs.extend(runs.iter());
+        self.more.notify_all();
+    }
+
+    /// The lanes end when nothing is left.
+    pub fn close(&self) {
+        self.state.lock().closed = true;
+        self.more.notify_all();
+    }
+
+    /// Blocks for one frame; waits for some. Ascending, as a frame wants them.
+    fn take(&self) -> Option<(u32, Arc<Outgoing>, Runs)> {
+        let mut state = self.state.lock();
+        loop {
+            if let Some((slot, image)) = state.image.clone()
+                && !state.runs.is_empty()
+            {
+                return Some((slot, image, next_frame(&mut state.runs)));
+            }
+            if state.closed {
+                return None;
+            }
+            self.more.wait(&mut state);
+        }
+    }
+}
+
+fn next_frame(queue: &mut VecDeque<(u64, u64)>) -> Runs {
+    let mut out = Runs::default();
+    let mut left = FRAME_BLOCKS as u64;
+    let mut end = 0;
+    while left > 0
+        && let Some((first, count)) = queue.front_mut()
+        && *first >= end
+    {
+        let n = (*count).min(left);
+        out.push(*first, n);
+        (end, left) = (*first + n, left - n);
+        (*first, *count) = (*first + n, *count - n);
+        if *count == 0 {
+            queue.pop_front();
+        }
+    }
+    out
+}
+
+/// How a lane's time was spent, to judge whether another lane would help.
+#[derive(Debug, Default)]
+pub struct LaneTimes {
+    /// Nanoseconds spent reading and compressing.
+    pub busy_ns: AtomicU64,
+    /// Nanoseconds spent waiting for the socket.
+    pub waited_ns: AtomicU64,
+}
+
+/// What a lane's thread needs.
+pub struct LaneOut {
+    /// What to send.
+    pub needs: Arc<NeedQueue>,
+    /// The image's counters.
+    pub counters: Arc<Counters>,
+    /// Where the time goes.
+    pub times: Arc<LaneTimes>,
+    /// Its number in the session: the first may use more memory for its stream.
+    pub number: u16,
+}
+
+/// A literal frame on its way to the socket.
+pub struct Packed {
+    header: Vec<u8>,
+    packed: Vec<u8>,
+}
+
+impl LaneOut {
+    /// Reads, compresses and hands over until the needs end or the socket is gone. Blocks the
+    /// thread.
+    ///
+    /// # Errors
+    /// When the image cannot be read.
+    pub fn run(self, socket: &mpsc::Sender<Packed>) -> Result<(), TeleportError> {
+        let mut packer = Packer::new(MAX_WINDOW_LOG - if self.number == 0 { 0 } else { 2 });
+        let mut pace = Pace::default();
+        let mut buffer = vec![0u8; FRAME_BLOCKS * BLOCK_SIZE];
+        let mut effort = String::new();
+        while let Some((slot, image, runs)) = self.needs.take() {
+            let start = Instant::now();
+            let mut at = 0;
+            for (first, count) in runs.iter() {
+                let end = at + count as usize * BLOCK_SIZE;
+                read_image(&image, first, &mut buffer[at..end])?;
+                at = end;
+            }
+            let mut packed = Vec::with_capacity(at / 2);
+            let packing = packer
+                .pack(&buffer[..at], &pace, &mut packed)
+                .map_err(|e| TeleportError::Remote(format!("cannot compress: {e}")))?;
+            let header = LiteralHeader {
+                slot,
+                packing,
+                runs: runs.clone(),
+            }
+            .encode();
+            Counters::add(&self.counters.sent_blocks, runs.count());
+            Counters::add(
+                &self.counters.data_bytes,
+                super::frame_bytes(header.len() + packed.len()),
+            );
+            let busy = start.elapsed();
+            if socket.blocking_send(Packed { header, packed }).is_err() {
+                return Ok(());
+            }
+            let waited = start.elapsed() - busy;
+            self.note(busy, waited);
+            pace.note(busy, waited);
+            if pace.describe() != effort {
+                effort = pace.describe();
+                tracing::debug!(lane = self.number, effort, "compression");
+            }
+        }
+        Ok(())
+    }
+
+    fn note(&self, busy: Duration, waited: Duration) {
+        self.times
+            .busy_ns
+            .fetch_add(busy.as_nanos() as u64, Ordering::Relaxed);
+        self.times
+            .waited_ns
+            .fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
+    }
+}
+
+/// Sends a lane's frames until there are no more, then ends the connection.
+///
+/// # Errors
+/// When the connection breaks.
+pub async fn write_lane(
+    mut writer: FrameWriter,
+    mut frames: mpsc::Receiver<Packed>,
+) -> Result<(), TeleportError> {
+    let every = drover_net::KeepAlive::default().ping_every;
+    loop {
+        let frame = match frames.try_recv() {
+            Ok(frame) => frame,
+            Err(mpsc::error::TryRecvError::Disconnected) => break,
+            Err(mpsc::error::TryRecvError::Empty) => {
+                writer.flush().await?;
+                let next = tokio::select! {
+                    frame = frames.recv() => frame,
+                    e = writer.ping_when_idle(every) => return Err(e.into()),
+                };
+                match next {
+                    Some(frame) => frame,
+                    None => break,
+                }
+            }
+        };
+        writer
+            .send_vectored(kind::LITERAL, &[&frame.header, &frame.packed])
+            .await?;
+    }
+    Ok(writer.finish().await?)
+}
+
+/// The channel between a lane's thread and its socket.
+#[must_use]
+pub fn socket_queue() -> (mpsc::Sender<Packed>, mpsc::Receiver<Packed>) {
+    mpsc::channel(SOCKET_QUEUE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_are_full_and_ascending() {
+        let mut queue: VecDeque<(u64, u64)> = [(10, 100), (200, 300), (5, 1), (6, 2)].into();
+        let first = next_frame(&mut queue);
+        assert!(first.iter().eq([(10, 100), (200, 156)]));
+        let second = next_frame(&mut queue);
+        assert!(second.iter().eq([(356, 144)]), "{second:?}");
+        assert!(next_frame(&mut queue).iter().eq([(5, 3)]));
+        assert!(queue.is_empty());
+    }
+}

@@ -1,0 +1,541 @@
+//! A session at the source: connects, offers one image after the other, walks them and answers
+//! what the destination asks for.
+
+mod estimate;
+mod lanes;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use drover_core::Digest;
+use drover_image::{Outgoing, open_for_sending};
+use drover_net::{
+    ConnectOptions, Frame, FrameReader, FrameWriter, KeepAlive, Role, connect_any, decode, encode,
+    greet,
+};
+use tokio::sync::{mpsc, watch};
+
+use self::lanes::Lanes;
+use super::{OnEvent, SendItem, SendOptions, frame_bytes, read_frames, write_frames};
+use crate::TeleportError;
+use crate::codec::Need;
+use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
+use crate::protocol::{
+    Accept, BATCH_BLOCKS, Delivered, End, Estimate, GiveUp, LAYOUT_PART_BYTES, MAX_SESSION_FRAME,
+    Offer, Refusal, Reply, Request, kind,
+};
+use crate::source::{Action, Event, Source};
+use crate::walk::{Walk, check_unchanged};
+
+/// Batches between the walk and the socket.
+const WALK_QUEUE: usize = 4;
+
+/// How long the end of a session may take.
+const CLOSE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Sends a list of images over as many sessions as it takes.
+pub struct Sender {
+    items: Vec<SendItem>,
+    options: SendOptions,
+    on_event: OnEvent,
+    counters: Arc<Counters>,
+    wire: Arc<WireTotals>,
+    stop: watch::Receiver<bool>,
+    reports: Vec<ImageReport>,
+    /// Images that are done.
+    done: usize,
+    /// When the image being sent was first offered, and the wire then.
+    started: Option<(Instant, u64, u64)>,
+    connected: bool,
+    /// Grows whenever blocks become complete: what makes a reconnect worth while.
+    progress: u64,
+}
+
+/// The connection that control frames go over.
+struct Control {
+    frames: mpsc::Receiver<Result<Frame, TeleportError>>,
+    out: mpsc::Sender<Frame>,
+    written: tokio::task::JoinHandle<Result<(), TeleportError>>,
+}
+
+impl Control {
+    async fn send(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
+        let frame = Frame {
+            kind,
+            payload: payload.into(),
+        };
+        self.out.send(frame).await.map_err(|_| broken())
+    }
+
+    /// The next frame; a refusal is an error.
+    async fn next(&mut self) -> Result<Frame, TeleportError> {
+        let frame = self.frames.recv().await.ok_or_else(broken)??;
+        if frame.kind == kind::REFUSE {
+            return Err(refusal(decode(&frame.payload)?));
+        }
+        Ok(frame)
+    }
+}
+
+/// The control connection ended without a word.
+fn broken() -> TeleportError {
+    TeleportError::Net(drover_net::NetError::Truncated {
+        peer: "the destination".into(),
+    })
+}
+
+/// What a refusal of the peer is here.
+pub(super) fn refusal(r: Refusal) -> TeleportError {
+    let message: String = r
+        .message
+        .chars()
+        .filter(|c| !c.is_control())
+        .take(Refusal::MAX_BYTES)
+        .collect();
+    match r.reason {
+        Some(reason) => TeleportError::Refused { reason, message },
+        None => TeleportError::Remote(message),
+    }
+}
+
+impl Sender {
+    /// Nothing is connected yet.
+    pub fn new(
+        items: Vec<SendItem>,
+        options: SendOptions,
+        on_event: OnEvent,
+        counters: Arc<Counters>,
+        wire: Arc<WireTotals>,
+        stop: watch::Receiver<bool>,
+    ) -> Self {
+        Sender {
+            items,
+            options,
+            on_event,
+            counters,
+            wire,
+            stop,
+            reports: Vec::new(),
+            done: 0,
+            started: None,
+            connected: false,
+            progress: 0,
+        }
+    }
+
+    /// Grows while something gets done.
+    pub fn progress(&self) -> u64 {
+        self.progress
+    }
+
+    /// Whether a session was ever open: a destination that was never reached is not waited for.
+    pub fn was_connected(&self) -> bool {
+        self.connected
+    }
+
+    /// What was delivered.
+    pub fn into_reports(self) -> Vec<ImageReport> {
+        self.reports
+    }
+
+    /// One session: connects and sends what is not done yet.
+    pub async fn run(&mut self) -> Result<(), TeleportError> {
+        let images = (self.items.len() - self.done) as u32;
+        let (mut reader, mut writer) = self.dial(Request::Send { images }).await?;
+        let session = match next_reply(&mut reader).await? {
+            Reply::Session { session, max_lanes } => (session, max_lanes),
+            Reply::Refused(r) => return Err(refusal(r)),
+            _ => {
+                return Err(TeleportError::Protocol(
+                    "the destination gave a wrong answer".into(),
+                ));
+            }
+        };
+        self.connected = true;
+        KeepAlive::default().apply(&mut reader, &mut writer);
+        let (out, written) = write_frames(writer);
+        let mut control = Control {
+            frames: read_frames(reader),
+            out,
+            written,
+        };
+        let lanes = Lanes::start(self, session.0, session.1);
+        let mut result = self.images(&mut control, &lanes).await;
+        if result.is_ok() {
+            result = control.send(kind::GOODBYE, Vec::new()).await;
+        }
+        lanes.close().await;
+        let Control {
+            frames,
+            out,
+            written,
+        } = control;
+        drop(out);
+        let _ = tokio::time::timeout(CLOSE_LIMIT, written).await;
+        drop(frames);
+        result
+    }
+
+    /// A new connection whose first request is `request`.
+    async fn dial(&self, request: Request) -> Result<(FrameReader, FrameWriter), TeleportError> {
+        let SendOptions {
+            identity,
+            peer,
+            peer_name,
+            addresses,
+            limit,
+            ..
+        } = &self.options;
+        let connection =
+            connect_any(addresses, identity, peer, &ConnectOptions::named(peer_name)).await?;
+        self.wire.add(connection.wire());
+        let (mut reader, mut writer) = connection.split();
+        writer.set_rate(limit.clone());
+        reader.set_max_frame(MAX_SESSION_FRAME);
+        greet(&mut reader, &mut writer, Role::Client).await?;
+        writer.send(kind::REQUEST, &encode(&request)).await?;
+        writer.flush().await?;
+        Ok((reader, writer))
+    }
+
+    async fn images(&mut self, control: &mut Control, lanes: &Lanes) -> Result<(), TeleportError> {
+        while self.done < self.items.len() {
+            let item = self.items[self.done].clone();
+            let opened =
+                tokio::task::spawn_blocking(move || open_for_sending(&item.path, item.conversion));
+            let image = Arc::new(opened.await.map_err(|_| broken())??);
+            let result = self.image(image.clone(), control, lanes).await;
+            if let Err(e) = result {
+                // Whatever went wrong, that the image changed is what the user must hear.
+                let changed = tokio::task::spawn_blocking(move || check_unchanged(&image)).await;
+                return Err(match changed {
+                    Ok(Err(changed)) if !matches!(e, TeleportError::Stopped) => changed,
+                    _ => e,
+                });
+            }
+            self.done += 1;
+            self.started = None;
+            self.progress += 1;
+        }
+        Ok(())
+    }
+
+    /// Offers one image and drives it to its end.
+    async fn image(
+        &mut self,
+        image: Arc<Outgoing>,
+        control: &mut Control,
+        lanes: &Lanes,
+    ) -> Result<(), TeleportError> {
+        let item = self.items[self.done].clone();
+        let offer = self.offer(&item, &image, control).await?;
+        let frame = control.next().await?;
+        if frame.kind != kind::ACCEPT {
+            return Err(TeleportError::Protocol(
+                "the destination did not answer the offer".into(),
+            ));
+        }
+        let accept: Accept = decode(&frame.payload)?;
+        (self.on_event)(SendEvent::Started {
+            name: item.name.to_string(),
+            walk_blocks: offer.walk_blocks,
+            data_bytes: image.layout.covered_bytes(),
+            resumed_blocks: accept.resumed_blocks,
+        });
+        lanes.set_image(offer.slot, image.clone());
+        let (walk_to, limit) = watch::channel(0u64);
+        let (batches, walked) = mpsc::channel(WALK_QUEUE);
+        let (walker, counters) = (image.clone(), self.counters.clone());
+        tokio::task::spawn_blocking(move || walk(&walker, &limit, &batches, &counters));
+        let end = self
+            .drive(&offer, &image, accept, control, lanes, &walk_to, walked)
+            .await;
+        if let Err(e) = &end
+            && !matches!(e, TeleportError::Net(_))
+        {
+            let discard = matches!(e, TeleportError::SourceChanged(_));
+            let give_up = GiveUp {
+                discard,
+                message: e.to_string(),
+            };
+            let _ = control.send(kind::GIVE_UP, encode(&give_up)).await;
+        }
+        match end? {
+            Outcome::Delivered(delivered) => self.report(&item, &image, delivered),
+            Outcome::Estimated(estimate) => self.estimated(&item, &image, estimate, lanes),
+        }
+        Ok(())
+    }
+
+    async fn offer(
+        &mut self,
+        item: &SendItem,
+        image: &Outgoing,
+        control: &Control,
+    ) -> Result<Offer, TeleportError> {
+        if self.started.is_none() {
+            self.started = Some((Instant::now(), self.wire.sent(), self.wire.received()));
+            for text in &image.notes {
+                (self.on_event)(SendEvent::Note {
+                    path: item.path.clone(),
+                    text: text.clone(),
+                });
+            }
+        }
+        self.counters.reset();
+        let layout = image.layout.encode();
+        let offer = Offer {
+            slot: self.done as u32,
+            name: item.name.clone(),
+            format: image.format.as_str().into(),
+            file_bytes: image.layout.file_len(),
+            virtual_bytes: image.virtual_size,
+            walk_blocks: image.layout.walk_blocks(),
+            layout_bytes: layout.len() as u64,
+            stamp: stamp_of(image, &layout),
+            dry_run: self.options.dry_run,
+        };
+        let payload = encode(&offer);
+        Counters::add(
+            &self.counters.header_bytes,
+            frame_bytes(payload.len()) + frame_bytes(layout.len()),
+        );
+        control.send(kind::OFFER, payload).await?;
+        for part in layout.chunks(LAYOUT_PART_BYTES) {
+            control.send(kind::LAYOUT, part.to_vec()).await?;
+        }
+        Ok(offer)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    async fn drive(
+        &mut self,
+        offer: &Offer,
+        image: &Arc<Outgoing>,
+        accept: Accept,
+        control: &mut Control,
+        lanes: &Lanes,
+        walk_to: &watch::Sender<u64>,
+        mut walked: mpsc::Receiver<Result<Walked, TeleportError>>,
+    ) -> Result<Outcome, TeleportError> {
+        let mut machine = Source::new(offer.walk_blocks);
+        let mut walking = true;
+        let mut actions = Vec::new();
+        let mut stop = self.stop.clone();
+        let mut outgoing: std::collections::VecDeque<Frame> = Default::default();
+        machine.handle(Event::Accepted(accept), &mut actions)?;
+        loop {
+            for action in actions.drain(..) {
+                match action {
+                    Action::WalkTo(batch) => drop(walk_to.send_replace(batch)),
+                    Action::Batch(payload) => {
+                        Counters::add(&self.counters.digest_bytes, frame_bytes(payload.len()));
+                        outgoing.push_back(Frame {
+                            kind: kind::BATCH,
+                            payload: payload.into(),
+                        });
+                    }
+                    Action::Literals(runs) => {
+                        Counters::add(&self.counters.needed_blocks, runs.count());
+                        if !offer.dry_run {
+                            lanes.need(&runs);
+                        } else {
+                            lanes.sample(&runs);
+                        }
+                    }
+                    Action::End(digest) => {
+                        let image = image.clone();
+                        let same =
+                            tokio::task::spawn_blocking(move || check_unchanged(&image)).await;
+                        same.map_err(|_| broken())??;
+                        outgoing.push_back(Frame {
+                            kind: kind::END,
+                            payload: encode(&End { digest }).into(),
+                        });
+                    }
+                    Action::Done(delivered) => return Ok(Outcome::Delivered(delivered)),
+                }
+            }
+            self.note_progress(machine.done_blocks());
+            let event = tokio::select! {
+                biased;
+                _ = stop.wait_for(|s| *s) => return Err(TeleportError::Stopped),
+                failed = lanes.failed() => return Err(failed),
+                frame = control.frames.recv() => {
+                    let frame = frame.ok_or_else(broken)??;
+                    match self.event_of(frame)? {
+                        Heard::Event(event) => event,
+                        Heard::Estimate(estimate) => return Ok(Outcome::Estimated(estimate)),
+                    }
+                }
+                // Nothing more is walked while a frame waits for the socket: that is the
+                // backpressure of a slow link.
+                room = control.out.reserve(), if !outgoing.is_empty() => {
+                    if let (Ok(room), Some(frame)) = (room, outgoing.pop_front()) {
+                        room.send(frame);
+                    } else {
+                        return Err(broken());
+                    }
+                    continue;
+                }
+                next = walked.recv(), if walking && outgoing.is_empty() => match next {
+                    Some(Ok(Walked::Batch { index, frame })) => Event::Walked { index, frame },
+                    Some(Ok(Walked::End(digest))) => Event::WalkEnded(digest),
+                    Some(Err(e)) => return Err(e),
+                    // The walk is over; only the destination speaks now.
+                    None => {
+                        walking = false;
+                        continue;
+                    }
+                },
+            };
+            machine.handle(event, &mut actions)?;
+        }
+    }
+
+    fn event_of(&self, frame: Frame) -> Result<Heard, TeleportError> {
+        let bytes = frame_bytes(frame.payload.len());
+        Counters::add(&self.counters.plan_bytes, bytes);
+        Ok(Heard::Event(match frame.kind {
+            kind::NEED => Event::Need(Need::decode(&frame.payload)?),
+            kind::ACK => {
+                let index = frame.payload.as_ref().try_into().map(u64::from_le_bytes);
+                Event::Ack(
+                    index.map_err(|_| {
+                        TeleportError::Protocol("a malformed acknowledgement".into())
+                    })?,
+                )
+            }
+            kind::DELIVERED => Event::Delivered(decode::<Delivered>(&frame.payload)?),
+            kind::ESTIMATE => return Ok(Heard::Estimate(decode(&frame.payload)?)),
+            kind::REFUSE => return Err(refusal(decode(&frame.payload)?)),
+            other => {
+                return Err(TeleportError::Protocol(format!(
+                    "frame {other:#04x} from the destination"
+                )));
+            }
+        }))
+    }
+
+    fn note_progress(&mut self, done_blocks: u64) {
+        let before = Counters::get(&self.counters.done_blocks);
+        if done_blocks > before {
+            Counters::add(&self.counters.done_blocks, done_blocks - before);
+            self.progress += done_blocks - before;
+        }
+    }
+
+    fn report(&mut self, item: &SendItem, image: &Outgoing, delivered: Delivered) {
+        let (start, sent, received) = self.started.unwrap_or((Instant::now(), 0, 0));
+        let report = ImageReport {
+            name: item.name.to_string(),
+            digest: delivered.digest,
+            size_bytes: image.layout.file_len(),
+            data_bytes: image.layout.covered_bytes(),
+            wire_sent_bytes: self.wire.sent() - sent,
+            wire_received_bytes: self.wire.received() - received,
+            matched_blocks: delivered.matched_blocks,
+            sent_blocks: delivered.sent_blocks,
+            zero_blocks: delivered.zero_blocks,
+            resumed_blocks: delivered.resumed_blocks,
+            matched: delivered.matched,
+            wire: self.counters.wire(),
+            seconds: start.elapsed().as_secs_f64(),
+        };
+        (self.on_event)(SendEvent::Delivered(Box::new(report.clone())));
+        self.reports.push(report);
+    }
+
+    fn estimated(&self, item: &SendItem, image: &Outgoing, estimate: Estimate, lanes: &Lanes) {
+        let data = estimate::literal_bytes(image, &lanes.sampled(), estimate.sent_blocks);
+        let wire = self.counters.wire();
+        let wire_bytes = wire.digests + wire.header + data;
+        (self.on_event)(SendEvent::Estimated {
+            name: item.name.to_string(),
+            estimate,
+            wire_bytes,
+        });
+    }
+}
+
+/// How an image ended.
+enum Outcome {
+    Delivered(Delivered),
+    Estimated(Estimate),
+}
+
+enum Heard {
+    Event(Event),
+    Estimate(Estimate),
+}
+
+/// What the walk hands over.
+enum Walked {
+    Batch { index: u64, frame: Vec<u8> },
+    End(Digest),
+}
+
+async fn next_reply(reader: &mut FrameReader) -> Result<Reply, TeleportError> {
+    let frame = reader.next().await?.ok_or_else(broken)?;
+    if frame.kind != kind::REPLY {
+        return Err(TeleportError::Protocol(
+            "the destination did not answer".into(),
+        ));
+    }
+    Ok(decode(&frame.payload)?)
+}
+
+/// Walks the image as far as the window allows, again and again. Blocks the thread.
+fn walk(
+    image: &Outgoing,
+    limit: &watch::Receiver<u64>,
+    batches: &mpsc::Sender<Result<Walked, TeleportError>>,
+    counters: &Counters,
+) {
+    let mut walk = Walk::new(image);
+    let total = image.layout.walk_blocks().div_ceil(BATCH_BLOCKS);
+    let mut limit = limit.clone();
+    for index in 0..total {
+        let allowed = tokio::runtime::Handle::current()
+            .block_on(limit.wait_for(|l| *l > index))
+            .is_ok();
+        if !allowed {
+            return; // The session is over.
+        }
+        let next = match walk.next_batch() {
+            Ok(Some(batch)) => {
+                Counters::add(&counters.walked_blocks, batch.data.blocks());
+                Counters::add(
+                    &counters.zero_blocks,
+                    batch.data.blocks() - batch.data.count(),
+                );
+                Ok(Walked::Batch {
+                    index,
+                    frame: batch.encode(),
+                })
+            }
+            Ok(None) => return,
+            Err(e) => Err(e),
+        };
+        let failed = next.is_err();
+        if batches.blocking_send(next).is_err() || failed {
+            return;
+        }
+    }
+    let _ = batches.blocking_send(walk.digest().map(Walked::End));
+}
+
+/// Changes whenever the image's files or its layout do.
+fn stamp_of(image: &Outgoing, layout: &[u8]) -> Digest {
+    let mut h = blake3::Hasher::new_derive_key("drover 2026 source stamp");
+    for (path, s) in &image.stamps {
+        h.update(path.as_os_str().as_encoded_bytes());
+        for n in [s.device, s.inode, s.size] {
+            h.update(&n.to_le_bytes());
+        }
+        h.update(&s.mtime_ns.to_le_bytes());
+        h.update(&s.ctime_ns.to_le_bytes());
+    }
+    h.update(layout);
+    Digest(*h.finalize().as_bytes())
+}

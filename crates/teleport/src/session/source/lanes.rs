@@ -1,0 +1,248 @@
+//! The lanes of a session at the source: opened as they are of use.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use drover_image::Outgoing;
+use drover_net::{ConnectOptions, KeepAlive, Role, connect_any, encode, greet};
+use parking_lot::Mutex;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+
+use super::{SendOptions, Sender, refusal};
+use crate::TeleportError;
+use crate::codec::Runs;
+use crate::progress::{Counters, WireTotals};
+use crate::protocol::{MAX_SESSION_FRAME, Reply, Request, kind};
+use crate::session::lane_out::{LaneOut, LaneTimes, NeedQueue, socket_queue, write_lane};
+
+/// How often it is judged whether another lane would help.
+const JUDGE_EVERY: Duration = Duration::from_millis(1500);
+
+/// Lanes that are opened without being told to.
+const MAX_OWN_LANES: u16 = 4;
+
+/// Blocks of a dry run that are kept to sample how they compress.
+const MAX_SAMPLE_BLOCKS: usize = 1 << 16;
+
+/// See the module.
+pub struct Lanes {
+    needs: Arc<NeedQueue>,
+    sample: Mutex<Vec<u64>>,
+    failure: tokio::sync::Mutex<mpsc::Receiver<TeleportError>>,
+    opener: JoinHandle<()>,
+    stop: watch::Sender<bool>,
+}
+
+/// What a lane is opened with.
+#[derive(Clone)]
+struct Plan {
+    options: SendOptions,
+    session: [u8; 16],
+    needs: Arc<NeedQueue>,
+    counters: Arc<Counters>,
+    wire: Arc<WireTotals>,
+    failures: mpsc::Sender<TeleportError>,
+    times: Arc<LaneTimes>,
+}
+
+impl Lanes {
+    /// Opens the first lane, and more when they help.
+    pub fn start(sender: &Sender, session: [u8; 16], max_lanes: u16) -> Self {
+        let needs = Arc::new(NeedQueue::default());
+        let (failures, failure) = mpsc::channel(1);
+        let plan = Plan {
+            options: sender.options.clone(),
+            session,
+            needs: needs.clone(),
+            counters: sender.counters.clone(),
+            wire: sender.wire.clone(),
+            failures,
+            times: Arc::default(),
+        };
+        let (stop, stopped) = watch::channel(false);
+        let opener = tokio::spawn(open_lanes(plan, max_lanes, stopped));
+        Lanes {
+            needs,
+            sample: Mutex::default(),
+            failure: tokio::sync::Mutex::new(failure),
+            opener,
+            stop,
+        }
+    }
+
+    /// The image that needs are about from now on.
+    pub fn set_image(&self, slot: u32, image: Arc<Outgoing>) {
+        self.sample.lock().clear();
+        self.needs.set_image(slot, image);
+    }
+
+    /// Has blocks sent.
+    pub fn need(&self, runs: &Runs) {
+        self.needs.add(runs);
+    }
+
+    /// Remembers some of the blocks that a dry run would send.
+    pub fn sample(&self, runs: &Runs) {
+        let mut sample = self.sample.lock();
+        let room = MAX_SAMPLE_BLOCKS.saturating_sub(sample.len());
+        sample.extend(runs.blocks().take(room));
+    }
+
+    /// Those blocks.
+    pub fn sampled(&self) -> Vec<u64> {
+        self.sample.lock().clone()
+    }
+
+    /// Waits until a lane fails.
+    pub async fn failed(&self) -> TeleportError {
+        match self.failure.lock().await.recv().await {
+            Some(error) => error,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Ends the lanes.
+    pub async fn close(self) {
+        self.needs.close();
+        self.stop.send_replace(true);
+        let _ = self.opener.await;
+    }
+}
+
+/// Opens lanes one by one, for as long as each new one makes the whole faster.
+async fn open_lanes(plan: Plan, max_lanes: u16, mut stop: watch::Receiver<bool>) {
+    let fixed = plan.options.lanes.map(|n| n.clamp(1, max_lanes));
+    let most = fixed.unwrap_or(if plan.options.limit.is_some() {
+        1
+    } else {
+        MAX_OWN_LANES.min(max_lanes)
+    });
+    let mut lanes = Vec::new();
+    let mut judge = Judge::default();
+    while !*stop.borrow() && lanes.len() < usize::from(most) {
+        match open(&plan, lanes.len() as u16).await {
+            Ok(lane) => lanes.push(lane),
+            Err(e) => {
+                let _ = plan.failures.send(e).await;
+                break;
+            }
+        }
+        while fixed.is_none() && !*stop.borrow() {
+            let stopped = tokio::time::timeout(JUDGE_EVERY, stop.wait_for(|s| *s)).await;
+            if stopped.is_ok() || judge.wants_more(&plan) {
+                break;
+            }
+        }
+    }
+    let _ = stop.wait_for(|s| *s).await;
+    for lane in lanes {
+        let _ = tokio::time::timeout(super::CLOSE_LIMIT, lane).await;
+    }
+}
+
+/// Judges whether the lanes wait for their sockets, and whether the last new one helped.
+#[derive(Default)]
+struct Judge {
+    sent: u64,
+    busy: u64,
+    waited: u64,
+    /// The rate before the last lane was opened, in bytes an interval.
+    before: u64,
+    settled: bool,
+}
+
+impl Judge {
+    fn wants_more(&mut self, plan: &Plan) -> bool {
+        let sent = plan.wire.sent();
+        let rate = sent - std::mem::replace(&mut self.sent, sent);
+        let busy = plan.times.busy_ns.load(Ordering::Relaxed);
+        let waited = plan.times.waited_ns.load(Ordering::Relaxed);
+        let (busy, waited) = (
+            busy - std::mem::replace(&mut self.busy, busy),
+            waited - std::mem::replace(&mut self.waited, waited),
+        );
+        // Mostly waiting for the socket: either the link is full, which the next lane will show,
+        // or one connection cannot fill it.
+        if self.settled || waited < busy {
+            return false;
+        }
+        if self.before > 0 && rate < self.before + self.before / 10 {
+            self.settled = true;
+            return false;
+        }
+        self.before = rate;
+        true
+    }
+}
+
+/// Opens one lane and sets its threads to work.
+async fn open(plan: &Plan, number: u16) -> Result<JoinHandle<()>, TeleportError> {
+    let SendOptions {
+        identity,
+        peer,
+        peer_name,
+        addresses,
+        limit,
+        ..
+    } = &plan.options;
+    let connection =
+        connect_any(addresses, identity, peer, &ConnectOptions::named(peer_name)).await?;
+    plan.wire.add(connection.wire());
+    let (mut reader, mut writer) = connection.split();
+    writer.set_rate(limit.clone());
+    reader.set_max_frame(MAX_SESSION_FRAME);
+    greet(&mut reader, &mut writer, Role::Client).await?;
+    writer
+        .send(
+            kind::REQUEST,
+            &encode(&Request::Lane {
+                session: plan.session,
+            }),
+        )
+        .await?;
+    writer.flush().await?;
+    match super::next_reply(&mut reader).await? {
+        Reply::Ready => {}
+        Reply::Refused(r) => return Err(refusal(r)),
+        _ => {
+            return Err(TeleportError::Protocol(
+                "the destination gave a wrong answer to a lane".into(),
+            ));
+        }
+    }
+    KeepAlive::default().apply(&mut reader, &mut writer);
+    let (to, from) = socket_queue();
+    let lane = LaneOut {
+        needs: plan.needs.clone(),
+        counters: plan.counters.clone(),
+        times: plan.times.clone(),
+        number,
+    };
+    let failures = plan.failures.clone();
+    let thread_failures = failures.clone();
+    tokio::task::spawn_blocking(move || {
+        if let Err(e) = lane.run(&to) {
+            let _ = thread_failures.blocking_send(e);
+        }
+    });
+    tracing::debug!(number, "lane open");
+    Ok(tokio::spawn(async move {
+        let written = write_lane(writer, from);
+        tokio::pin!(written);
+        // The destination only ends a lane that broke the rules; else it is silent.
+        let result = tokio::select! {
+            result = &mut written => result,
+            heard = reader.next() => match heard {
+                Ok(None) | Ok(Some(_)) => written.await,
+                Err(e) => Err(e.into()),
+            },
+        };
+        if let Err(e) = result {
+            let _ = failures.try_send(e);
+        }
+        // Reading to the end lets the peer take what was written last.
+        while let Ok(Some(_)) = reader.next().await {}
+    }))
+}

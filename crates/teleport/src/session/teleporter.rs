@@ -1,0 +1,111 @@
+//! A lone teleporter: the same events and answers as in a site, over a connection.
+
+use drover_net::{
+    ConnectOptions, Frame, FrameReader, FrameWriter, KeepAlive, Role, connect_any, decode, encode,
+    greet,
+};
+
+use super::{read_frames, write_frames};
+use crate::TeleportError;
+use crate::matching::{
+    LocalTeleporter, RemoteLink, RemoteTeleporter, decode_event, encode_answer, handle,
+};
+use crate::protocol::{MAX_SESSION_FRAME, Reply, Request, kind};
+use crate::teleporter::{Event, ImageEvent};
+
+/// Connects a site to its teleporter.
+///
+/// # Errors
+/// When it cannot be reached or does not serve this site.
+pub async fn connect(remote: &RemoteTeleporter) -> Result<RemoteLink, TeleportError> {
+    let options = ConnectOptions::named("the teleporter");
+    let connection =
+        connect_any(&remote.addresses, &remote.identity, &remote.key, &options).await?;
+    let (mut reader, mut writer) = connection.split();
+    KeepAlive::default().apply(&mut reader, &mut writer);
+    greet(&mut reader, &mut writer, Role::Client).await?;
+    writer
+        .send(kind::REQUEST, &encode(&Request::Teleporter))
+        .await?;
+    writer.flush().await?;
+    let reply = reader.next().await?.filter(|f| f.kind == kind::REPLY);
+    let reply =
+        reply.ok_or_else(|| TeleportError::Protocol("the teleporter did not answer".into()))?;
+    match decode::<Reply>(&reply.payload)? {
+        Reply::Ready => {}
+        Reply::Refused(r) => {
+            return Err(TeleportError::Remote(format!(
+                "the teleporter refused: {}",
+                r.message
+            )));
+        }
+        _ => {
+            return Err(TeleportError::Protocol(
+                "the teleporter gave a wrong answer".into(),
+            ));
+        }
+    }
+    reader.set_max_frame(MAX_SESSION_FRAME);
+    let (to, _) = write_frames(writer);
+    Ok(RemoteLink {
+        to,
+        from: read_frames(reader),
+        waiting: Default::default(),
+    })
+}
+
+/// Serves one connection of a destination, after its [`Request::Teleporter`] has been read and
+/// accepted. Images in transit on it are given up when it ends.
+///
+/// # Errors
+/// When the connection breaks or the destination breaks the rules.
+pub async fn serve_teleporter(
+    mut reader: FrameReader,
+    mut writer: FrameWriter,
+    teleporter: LocalTeleporter,
+) -> Result<(), TeleportError> {
+    reader.set_max_frame(MAX_SESSION_FRAME);
+    KeepAlive::default().apply(&mut reader, &mut writer);
+    writer.send(kind::REPLY, &encode(&Reply::Ready)).await?;
+    let (to, _) = write_frames(writer);
+    let mut frames = read_frames(reader);
+    let mut begun = Vec::new();
+    let result = loop {
+        let frame = match frames.recv().await {
+            None => break Ok(()),
+            Some(Err(e)) => break Err(e),
+            Some(Ok(frame)) => frame,
+        };
+        let event = match decode_event(&frame.payload) {
+            Ok(event) if frame.kind == kind::MATCH => event,
+            _ => {
+                break Err(TeleportError::Protocol(
+                    "a frame that is no match request".into(),
+                ));
+            }
+        };
+        if let Event::Image(image, what) = event {
+            begun.retain(|i| *i != image);
+            if what == ImageEvent::Begin {
+                begun.push(image);
+            }
+        }
+        let shared = teleporter.clone();
+        let answer = tokio::task::spawn_blocking(move || handle(&shared, event)).await;
+        let answer = match answer {
+            Ok(answer) => answer.map_err(|e| e.to_string()),
+            Err(_) => Err("the teleporter stopped".into()),
+        };
+        let frame = Frame {
+            kind: kind::PLAN,
+            payload: encode_answer(&answer).into(),
+        };
+        if to.send(frame).await.is_err() {
+            break Ok(());
+        }
+    };
+    for image in begun {
+        let _ = handle(&teleporter, Event::Image(image, ImageEvent::Abort));
+    }
+    result
+}

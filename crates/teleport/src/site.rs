@@ -1,0 +1,599 @@
+//! A site: the images that are here, the matcher, the sequence cache, and the transfers on their
+//! way in. Sessions share one [`Site`].
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use drover_core::{Digest, ImageName};
+use drover_image::{Conversion, Layout, Stamp, open_for_sending};
+use drover_index::{DirStorage, ImageId, Matcher, MatcherConfig, MatcherStats};
+use parking_lot::Mutex;
+use serde::Serialize;
+
+use crate::TeleportError;
+use crate::blockmap::BlockMap;
+use crate::catalog::{Catalog, ImageRecord};
+use crate::files;
+use crate::imagemap::{ImageMap, sync_parent};
+use crate::images::Images;
+use crate::log::RecordKind;
+use crate::matching::{Matching, RemoteTeleporter};
+use crate::sequences::Sequences;
+use crate::session::SessionShared;
+use crate::teleporter::{Event, ImageEvent, Teleporter};
+use crate::transfer::{Active, Closing, Leftover, inspect};
+use crate::walk::Walk;
+
+/// Where a site keeps what, and its limits.
+#[derive(Debug, Clone)]
+pub struct SiteConfig {
+    /// Delivered images.
+    pub images_dir: PathBuf,
+    /// Transfers and the sequence cache's data; on the file system of `images_dir`, so that
+    /// files can be renamed and extents shared.
+    pub work_dir: PathBuf,
+    /// Hash files, caches and maps.
+    pub state_dir: PathBuf,
+    /// A teleporter on another machine, instead of the one inside.
+    pub teleporter: Option<RemoteTeleporter>,
+    /// Bytes of the file system that are to stay free.
+    pub reserve_bytes: u64,
+    /// Sessions at once.
+    pub max_sessions: usize,
+}
+
+/// What a site is doing.
+#[derive(Debug, Clone, Serialize)]
+pub struct SiteStatus {
+    /// Transfers on their way in.
+    pub transfers: Vec<TransferStatus>,
+    /// Images here.
+    pub images: u64,
+    /// Sessions open.
+    pub sessions: u64,
+    /// Images delivered since the site started.
+    pub delivered_images: u64,
+    /// Blocks reused since the site started.
+    pub matched_blocks: u64,
+    /// Blocks that came over the link since the site started.
+    pub sent_blocks: u64,
+    /// Sequences that wait to be copied.
+    pub pending_sequences: u64,
+    /// The matcher's counts by name, when it is here.
+    pub matcher: Vec<(String, u64)>,
+}
+
+/// One transfer.
+#[derive(Debug, Clone, Serialize)]
+pub struct TransferStatus {
+    /// The image's name.
+    pub name: String,
+    /// Who sends it.
+    pub peer: String,
+    /// Blocks that are complete.
+    pub done_blocks: u64,
+    /// Blocks in all.
+    pub total_blocks: u64,
+}
+
+/// Counts since the site started.
+#[derive(Debug, Default)]
+pub(crate) struct Totals {
+    pub(crate) delivered: AtomicU64,
+    pub(crate) matched_blocks: AtomicU64,
+    pub(crate) sent_blocks: AtomicU64,
+}
+
+/// A site. See the module.
+pub struct Site {
+    pub(crate) config: SiteConfig,
+    pub(crate) catalog: Arc<dyn Catalog>,
+    pub(crate) images: Images,
+    pub(crate) sequences: Sequences,
+    pub(crate) matching: Matching,
+    pub(crate) active: Arc<Active>,
+    pub(crate) sessions: Mutex<HashMap<[u8; 16], Arc<SessionShared>>>,
+    pub(crate) totals: Totals,
+    closing: AtomicBool,
+    copier: Mutex<Option<std::thread::JoinHandle<()>>>,
+    copier_wakes: crossbeam_channel::Sender<()>,
+}
+
+impl Site {
+    /// Opens a site. What had to be repaired is said, a line each.
+    ///
+    /// # Errors
+    /// When a directory, the catalog or the matcher's files cannot be used.
+    pub fn open(
+        config: SiteConfig,
+        catalog: Arc<dyn Catalog>,
+    ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
+        let mut repairs = Vec::new();
+        for dir in [&config.images_dir, &config.work_dir, &config.state_dir] {
+            std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
+        }
+        let images = Images::open(catalog.clone(), config.state_dir.join("maps"), &mut repairs)?;
+        let sequences = Sequences::open(&config.work_dir)?;
+        let matching = match &config.teleporter {
+            Some(remote) => Matching::Remote(remote.clone()),
+            None => Matching::Local(open_teleporter(
+                &config.state_dir.join("index"),
+                &mut repairs,
+            )?),
+        };
+        let (wake, wakes) = crossbeam_channel::bounded(1);
+        let site = Arc::new(Site {
+            config,
+            catalog,
+            images,
+            sequences,
+            matching,
+            active: Arc::default(),
+            sessions: Mutex::default(),
+            totals: Totals::default(),
+            closing: AtomicBool::new(false),
+            copier: Mutex::new(None),
+            copier_wakes: wake,
+        });
+        site.recover(&mut repairs)?;
+        site.forget_strays();
+        let weak = Arc::downgrade(&site);
+        let copier = std::thread::Builder::new()
+            .name("sequences".into())
+            .spawn(move || {
+                while wakes.recv().is_ok() {
+                    while let Some(site) = weak.upgrade()
+                        && !site.closing.load(Ordering::Relaxed)
+                        && site.copy_one_sequence()
+                    {}
+                }
+            });
+        *site.copier.lock() = copier.ok();
+        site.wake_copier();
+        Ok((site, repairs))
+    }
+
+    /// The directory of a transfer.
+    pub(crate) fn transfer_dir(&self, key: &str) -> PathBuf {
+        self.config.work_dir.join("transfers").join(key)
+    }
+
+    /// Gives files their names that were whole when the site stopped, and throws away transfers
+    /// whose log says nothing.
+    fn recover(&self, repairs: &mut Vec<String>) -> Result<(), TeleportError> {
+        let dir = self.config.work_dir.join("transfers");
+        std::fs::create_dir_all(&dir).map_err(TeleportError::file("create", &dir))?;
+        let failed = |e| TeleportError::file("list", &dir)(e);
+        for entry in std::fs::read_dir(&dir).map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
+            match inspect(&path)? {
+                Some(Leftover {
+                    closing: Some(closing),
+                    opening,
+                    layout,
+                    data,
+                    ..
+                }) => {
+                    let name = opening.offer.name.clone();
+                    let mut blocks = BlockMap::default();
+                    data.iter().for_each(|d| blocks.push(d));
+                    let arrived = Arrived {
+                        dir: path,
+                        opening,
+                        layout,
+                        blocks: Arc::new(blocks),
+                        closing,
+                    };
+                    match self.settle(&arrived) {
+                        Ok(true) => repairs.push(format!(
+                            "{name}: was whole when the site stopped; delivered now"
+                        )),
+                        Ok(false) => {}
+                        Err(e) => repairs.push(format!("{name}: could not be delivered: {e}")),
+                    }
+                }
+                Some(_) => {}
+                None => remove_dir(&path),
+            }
+        }
+        Ok(())
+    }
+
+    /// Hash files of images that are neither here nor on their way are of no use.
+    fn forget_strays(&self) {
+        let Matching::Local(teleporter) = &self.matching else {
+            return;
+        };
+        let strays: Vec<ImageId> = teleporter
+            .lock()
+            .images()
+            .into_iter()
+            .filter(|i| !self.images.knows(*i))
+            .collect();
+        for image in strays {
+            let _ = crate::matching::handle(teleporter, Event::Image(image, ImageEvent::Forget));
+        }
+    }
+
+    /// Gives a whole file its name and enters it. Every step can be repeated. `false` when the
+    /// file has gone meanwhile.
+    pub(crate) fn settle(&self, arrived: &Arrived) -> Result<bool, TeleportError> {
+        let offer = &arrived.opening.offer;
+        let target = self.config.images_dir.join(offer.name.as_str());
+        let part = arrived.dir.join("image.part");
+        let id = ImageId(arrived.opening.image);
+        let old = self.images.by_name(&offer.name);
+        if part.exists() {
+            if let Some(old) = &old {
+                self.copy_sequences_of(old.id);
+            }
+            std::fs::rename(&part, &target).map_err(TeleportError::file("rename to", &target))?;
+            sync_parent(&target).map_err(TeleportError::file("sync the directory of", &target))?;
+        } else if !target.exists() || !self.images.map_path(id).exists() {
+            remove_dir(&arrived.dir);
+            return Ok(false);
+        }
+        let record = ImageRecord {
+            id,
+            name: offer.name.clone(),
+            stamp: Stamp::of_path(&target).ok(),
+            path: target,
+            format: offer.format.clone(),
+            size_bytes: offer.file_bytes,
+            data_bytes: arrived.layout.covered_bytes(),
+            virtual_bytes: offer.virtual_bytes,
+            digest: arrived.closing.digest,
+            added_unix: arrived.closing.added_unix,
+            from: arrived.opening.peer_name.clone(),
+            external: false,
+        };
+        let old = self.images.put(&record)?;
+        remove_dir(&arrived.dir);
+        if let Some(old) = old {
+            self.sequences.drop_image(old.id);
+            self.matching
+                .tell(Event::Image(old.id, ImageEvent::Forget))?;
+            self.matching.tell(Event::Image(id, ImageEvent::Reindex))?;
+        }
+        self.wake_copier();
+        Ok(true)
+    }
+
+    /// What will be remembered of a file that is whole and synced, before it gets its name.
+    pub(crate) fn save_map(&self, arrived: &Arrived) -> Result<(), TeleportError> {
+        let offer = &arrived.opening.offer;
+        let id = ImageId(arrived.opening.image);
+        let record = ImageRecord {
+            id,
+            name: offer.name.clone(),
+            path: self.config.images_dir.join(offer.name.as_str()),
+            format: offer.format.clone(),
+            size_bytes: offer.file_bytes,
+            data_bytes: arrived.layout.covered_bytes(),
+            virtual_bytes: offer.virtual_bytes,
+            digest: arrived.closing.digest,
+            stamp: None,
+            added_unix: arrived.closing.added_unix,
+            from: arrived.opening.peer_name.clone(),
+            external: false,
+        };
+        let map = ImageMap {
+            layout: arrived.layout.clone(),
+            blocks: arrived.blocks.clone(),
+        };
+        map.save(&record, &self.images.map_path(id))
+    }
+
+    pub(crate) fn wake_copier(&self) {
+        let _ = self.copier_wakes.try_send(());
+    }
+
+    /// Copies one pending sequence into the data file; `false` when there is none.
+    fn copy_one_sequence(&self) -> bool {
+        let Some(copy) = self.sequences.next_copy(|i| self.images.knows(i)) else {
+            return false;
+        };
+        self.copy_sequence(copy);
+        true
+    }
+
+    fn copy_sequences_of(&self, image: ImageId) {
+        while let Some(copy) = self.sequences.next_copy(|i| i == image) {
+            self.copy_sequence(copy);
+        }
+    }
+
+    fn copy_sequence(&self, copy: crate::sequences::Copy) {
+        // A copy that fails loses nothing but its bytes on the wire the next time.
+        if let Some(image) = self.images.open_image(copy.image)
+            && let Some(runs) = image.map.blocks.walk_runs(copy.from, u64::from(copy.count))
+            && self.has_room(u64::from(copy.count) * drover_core::BLOCK_SIZE_U64)
+        {
+            let from = files::spans_of(&image.map.layout, &runs);
+            let length = u64::from(copy.count) * drover_core::BLOCK_SIZE_U64;
+            let to = [(Some(Sequences::offset(copy.first)), length)];
+            if let Err(e) = files::copy_spans(&image.file, &from, self.sequences.data(), &to) {
+                tracing::warn!(error = %e, "cannot copy a sequence");
+            }
+        }
+        self.sequences.copied(copy);
+    }
+
+    /// Whether the file system of the images has so much room beyond the reserve.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        self.free_bytes().is_none_or(|free| bytes <= free)
+    }
+
+    /// Bytes that may be used; `None` when the system does not say.
+    pub(crate) fn free_bytes(&self) -> Option<u64> {
+        let fs = rustix::fs::statvfs(&self.config.images_dir).ok()?;
+        Some((fs.f_bavail * fs.f_frsize).saturating_sub(self.config.reserve_bytes))
+    }
+
+    /// Digests an image again: what the catalog has, what the file has. Blocks the thread.
+    ///
+    /// # Errors
+    /// When there is no such image or its file cannot be read.
+    pub fn verify(
+        &self,
+        name: &ImageName,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(Digest, Digest), TeleportError> {
+        let record = self.find(name)?;
+        let found = crate::walk::digest_file(&record.path, progress)?;
+        Ok((record.digest, found))
+    }
+
+    fn find(&self, name: &ImageName) -> Result<ImageRecord, TeleportError> {
+        self.images.by_name(name).ok_or_else(|| {
+            TeleportError::Remote(format!(
+                "there is no image {name:?} here; `drover images` lists them",
+                name = name.as_str()
+            ))
+        })
+    }
+
+    /// Lets an image file of this machine serve as a source of blocks, where it is. Blocks the
+    /// thread.
+    ///
+    /// # Errors
+    /// When the file cannot be read as an image, changes while it is read, or its name is taken.
+    pub fn index_image(
+        &self,
+        path: &Path,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<ImageRecord, TeleportError> {
+        let path = path
+            .canonicalize()
+            .map_err(TeleportError::file("find", path))?;
+        let name = path
+            .file_name()
+            .and_then(|n| n.to_str())
+            .unwrap_or_default();
+        let name = ImageName::new(name).map_err(|e| TeleportError::Remote(e.to_string()))?;
+        if let Some(old) = self.images.by_name(&name)
+            && old.path != path
+        {
+            let there = old.path.display();
+            return Err(TeleportError::Remote(format!(
+                "{}: an image of that name is at {there}; rename one of them",
+                path.display()
+            )));
+        }
+        let outgoing = open_for_sending(&path, Conversion::AsIs)?;
+        let id = self
+            .catalog
+            .new_image_id()
+            .map_err(TeleportError::Catalog)?;
+        let mut link = self.matching.link()?;
+        let mut tell = |event| {
+            link.submit(event)?;
+            link.collect()
+        };
+        tell(Event::Image(id, ImageEvent::Begin))?;
+        let mut blocks = BlockMap::default();
+        let mut walk = Walk::new(&outgoing);
+        let total = outgoing.layout.walk_blocks();
+        let indexed = loop {
+            match walk.next_batch() {
+                Ok(Some(batch)) => {
+                    blocks.push(&batch.data);
+                    progress(blocks.walk_blocks(), total);
+                    if let Err(e) = tell(Event::Record(id, Arc::new(batch))) {
+                        break Err(e);
+                    }
+                }
+                Ok(None) => break walk.digest(),
+                Err(e) => break Err(e),
+            }
+        };
+        let digest = match indexed.and_then(|d| crate::walk::check_unchanged(&outgoing).map(|()| d))
+        {
+            Ok(digest) => digest,
+            Err(e) => {
+                let _ = tell(Event::Image(id, ImageEvent::Abort));
+                return Err(e);
+            }
+        };
+        tell(Event::Image(id, ImageEvent::Finish))?;
+        // A file under the site's own directory is the site's; any other stays its owner's.
+        let external = path.parent() != self.config.images_dir.canonicalize().ok().as_deref();
+        let record = ImageRecord {
+            id,
+            name,
+            stamp: Stamp::of_path(&path).ok(),
+            path,
+            format: outgoing.format.as_str().into(),
+            size_bytes: outgoing.layout.file_len(),
+            data_bytes: outgoing.layout.covered_bytes(),
+            virtual_bytes: outgoing.virtual_size,
+            digest,
+            added_unix: unix_now(),
+            from: String::new(),
+            external,
+        };
+        let map = ImageMap {
+            layout: Arc::new(outgoing.layout),
+            blocks: Arc::new(blocks),
+        };
+        map.save(&record, &self.images.map_path(id))?;
+        if let Some(old) = self.images.put(&record)? {
+            self.sequences.drop_image(old.id);
+            tell(Event::Image(old.id, ImageEvent::Forget))?;
+        }
+        Ok(record)
+    }
+
+    /// Removes an image, and its file unless it was indexed in place. Sequences that other images
+    /// share with it are kept.
+    ///
+    /// # Errors
+    /// When there is no such image or its file cannot be removed.
+    pub fn remove(&self, name: &ImageName) -> Result<ImageRecord, TeleportError> {
+        let record = self.find(name)?;
+        self.copy_sequences_of(record.id);
+        if !record.external {
+            match std::fs::remove_file(&record.path) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(TeleportError::file("remove", &record.path)(e));
+                }
+                _ => {}
+            }
+        }
+        self.images.remove(name)?;
+        self.sequences.drop_image(record.id);
+        self.matching
+            .tell(Event::Image(record.id, ImageEvent::Forget))?;
+        Ok(record)
+    }
+
+    /// All images, by name.
+    #[must_use]
+    pub fn list(&self) -> Vec<ImageRecord> {
+        self.images.list()
+    }
+
+    /// What the site is doing.
+    #[must_use]
+    pub fn status(&self) -> SiteStatus {
+        let sessions = self.sessions.lock();
+        SiteStatus {
+            transfers: sessions.values().filter_map(|s| s.status()).collect(),
+            images: self.images.list().len() as u64,
+            sessions: sessions.len() as u64,
+            delivered_images: self.totals.delivered.load(Ordering::Relaxed),
+            matched_blocks: self.totals.matched_blocks.load(Ordering::Relaxed),
+            sent_blocks: self.totals.sent_blocks.load(Ordering::Relaxed),
+            pending_sequences: self.sequences.pending() as u64,
+            matcher: self
+                .matching
+                .stats()
+                .map(|s| matcher_counts(&s))
+                .unwrap_or_default(),
+        }
+    }
+
+    /// Writes everything down that makes the next start quick. Call it when no session is left.
+    ///
+    /// # Errors
+    /// When a file cannot be written; nothing that was delivered is at risk.
+    pub fn close(&self) -> Result<(), TeleportError> {
+        self.closing.store(true, Ordering::Relaxed);
+        self.sequences.save()?;
+        if let Matching::Local(teleporter) = &self.matching {
+            let mut teleporter = teleporter.lock();
+            teleporter.persist().map_err(|e| match e {
+                crate::teleporter::Failure::Index(e) => TeleportError::from(e),
+                crate::teleporter::Failure::Violation(v) => TeleportError::Protocol(v.into()),
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// A file that is whole and synced.
+pub(crate) struct Arrived {
+    pub(crate) dir: PathBuf,
+    pub(crate) opening: crate::transfer::Opening,
+    pub(crate) layout: Arc<Layout>,
+    pub(crate) blocks: Arc<BlockMap>,
+    pub(crate) closing: Closing,
+}
+
+impl Arrived {
+    /// Logs that the file is whole; from here on a crash cannot lose it.
+    pub(crate) fn log(&self, log: &mut crate::log::Log) -> Result<(), TeleportError> {
+        log.append(RecordKind::Closing, &drover_net::encode(&self.closing))?;
+        log.sync()
+    }
+}
+
+/// Opens the matcher in `dir`.
+///
+/// # Errors
+/// When its files cannot be used.
+pub fn open_teleporter(
+    dir: &Path,
+    repairs: &mut Vec<String>,
+) -> Result<crate::matching::LocalTeleporter, TeleportError> {
+    let storage = DirStorage::new(dir).map_err(TeleportError::file("open", dir))?;
+    let (matcher, report) = Matcher::open(storage, MatcherConfig::default())?;
+    repairs.extend(report.repairs.iter().map(ToString::to_string));
+    Ok(Arc::new(Mutex::new(Teleporter::new(matcher))))
+}
+
+/// The matcher's counts by name.
+fn matcher_counts(s: &MatcherStats) -> Vec<(String, u64)> {
+    let caches = [("c0", &s.c0), ("c1", &s.c1), ("c2", &s.c2)];
+    let mut out: Vec<(String, u64)> = caches
+        .iter()
+        .flat_map(|(name, c)| {
+            [
+                ("capacity", c.capacity),
+                ("entries", c.entries),
+                ("lookups", c.lookups),
+                ("hits", c.hits),
+                ("false_matches", c.false_matches),
+                ("evictions", c.evictions),
+            ]
+            .map(|(what, n)| (format!("{name}_{what}"), n))
+        })
+        .collect();
+    out.extend(
+        [
+            ("blocks", s.blocks),
+            ("heads", s.heads),
+            ("matched", s.matched),
+            ("via_c0", s.via_c0),
+            ("via_c1", s.via_c1),
+            ("via_c2", s.via_c2),
+            ("via_anchor", s.via_anchor),
+            ("via_aligned", s.via_aligned),
+            ("via_repeat", s.via_repeat),
+            ("backward", s.backward),
+            ("runs", s.runs),
+            ("pages_read", s.pages_read),
+            ("bytes_read", s.bytes_read),
+            ("bytes_written", s.bytes_written),
+            ("memory", s.memory),
+        ]
+        .map(|(what, n)| (what.to_string(), n)),
+    );
+    out
+}
+
+/// Seconds since 1970.
+pub(crate) fn unix_now() -> i64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |d| i64::try_from(d.as_secs()).unwrap_or(i64::MAX))
+}
+
+pub(crate) fn remove_dir(path: &Path) {
+    if let Err(e) = std::fs::remove_dir_all(path)
+        && e.kind() != std::io::ErrorKind::NotFound
+    {
+        tracing::warn!(path = %path.display(), error = %e, "cannot remove");
+    }
+}

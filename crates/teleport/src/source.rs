@@ -1,0 +1,201 @@
+//! The source's side of one image, without I/O: how far to walk, what to send, when it is over.
+
+use drover_core::Digest;
+
+use crate::codec::{Need, Runs};
+use crate::protocol::{Accept, BATCH_BLOCKS, Delivered, WINDOW_BATCHES};
+
+#[cfg(test)]
+mod tests;
+
+/// How often a destination may ask for a block on average. Asking again for a block that did not
+/// arrive as it should is legitimate; asking for ever is not.
+const MAX_ASKS_PER_BLOCK: u64 = 4;
+
+/// What has happened.
+#[derive(Debug)]
+pub enum Event {
+    /// The destination takes the image.
+    Accepted(Accept),
+    /// A batch of the walk has been read and hashed; batches come in order, from zero.
+    Walked {
+        /// Its number.
+        index: u64,
+        /// The encoded batch.
+        frame: Vec<u8>,
+    },
+    /// The whole image has been read.
+    WalkEnded(Digest),
+    /// The destination asks for blocks.
+    Need(Need),
+    /// A batch is complete at the destination.
+    Ack(u64),
+    /// The destination has delivered the image.
+    Delivered(Delivered),
+}
+
+/// What the driver must do.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Action {
+    /// The walk may go on up to this batch (exclusive).
+    WalkTo(u64),
+    /// Send a batch frame.
+    Batch(Vec<u8>),
+    /// Have the lanes send these blocks.
+    Literals(Runs),
+    /// Send END.
+    End(Digest),
+    /// The destination has it.
+    Done(Delivered),
+}
+
+/// The destination broke the rules.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Violation(pub String);
+
+impl From<Violation> for crate::TeleportError {
+    fn from(v: Violation) -> Self {
+        crate::TeleportError::Protocol(v.0)
+    }
+}
+
+/// One image on its way out.
+#[derive(Debug)]
+pub struct Source {
+    walk_blocks: u64,
+    resume: Option<u64>,
+    walked: u64,
+    /// Batches from `resume` on that were acknowledged, beyond the first that was not.
+    acked: std::collections::BTreeSet<u64>,
+    oldest_unacked: u64,
+    asked_blocks: u64,
+    digest: Option<Digest>,
+    done: bool,
+}
+
+impl Source {
+    /// For an image of `walk_blocks` blocks that is about to be offered.
+    #[must_use]
+    pub fn new(walk_blocks: u64) -> Self {
+        Source {
+            walk_blocks,
+            resume: None,
+            walked: 0,
+            acked: std::collections::BTreeSet::new(),
+            oldest_unacked: 0,
+            asked_blocks: 0,
+            digest: None,
+            done: false,
+        }
+    }
+
+    fn batches(&self) -> u64 {
+        self.walk_blocks.div_ceil(BATCH_BLOCKS)
+    }
+
+    /// Blocks of the walk that are in batches known to be complete at the destination.
+    #[must_use]
+    pub fn done_blocks(&self) -> u64 {
+        let done = self.oldest_unacked + self.acked.len() as u64;
+        (done * BATCH_BLOCKS).min(self.walk_blocks)
+    }
+
+    /// Takes an event in; what must be done comes out behind `actions`.
+    ///
+    /// # Errors
+    /// When the destination broke the rules: the session must end.
+    pub fn handle(&mut self, event: Event, actions: &mut Vec<Action>) -> Result<(), Violation> {
+        match event {
+            Event::Accepted(accept) => {
+                if self.resume.is_some() || accept.resume_batch > self.batches() {
+                    return Err(Violation("the destination resumes beyond the image".into()));
+                }
+                self.resume = Some(accept.resume_batch);
+                self.oldest_unacked = accept.resume_batch;
+                actions.push(self.window());
+            }
+            Event::Walked { index, frame } => {
+                debug_assert_eq!(index, self.walked);
+                self.walked = index + 1;
+                if self.resume.is_some_and(|r| index >= r) {
+                    actions.push(Action::Batch(frame));
+                }
+            }
+            Event::WalkEnded(digest) => {
+                self.digest = Some(digest);
+                actions.push(Action::End(digest));
+            }
+            Event::Need(need) => self.on_need(need, actions)?,
+            Event::Ack(index) => self.on_ack(index, actions)?,
+            Event::Delivered(delivered) => self.on_delivered(delivered, actions)?,
+        }
+        Ok(())
+    }
+
+    fn window(&self) -> Action {
+        Action::WalkTo((self.oldest_unacked + WINDOW_BATCHES).min(self.batches()))
+    }
+
+    /// Batches that the destination has: those it resumed with, and those walked and sent.
+    fn known_blocks(&self) -> u64 {
+        let batches = self.walked.max(self.resume.unwrap_or(0));
+        (batches * BATCH_BLOCKS).min(self.walk_blocks)
+    }
+
+    fn on_need(&mut self, need: Need, actions: &mut Vec<Action>) -> Result<(), Violation> {
+        let end = need.runs.iter().last().map_or(0, |(f, n)| f + n);
+        if end > self.known_blocks() {
+            return Err(Violation(format!(
+                "the destination asks for block {end}, not sent yet"
+            )));
+        }
+        self.asked_blocks += need.runs.count();
+        if self.asked_blocks > self.walk_blocks.saturating_mul(MAX_ASKS_PER_BLOCK) {
+            return Err(Violation(
+                "the destination asks for the same blocks again and again".into(),
+            ));
+        }
+        actions.push(Action::Literals(need.runs));
+        Ok(())
+    }
+
+    fn on_ack(&mut self, index: u64, actions: &mut Vec<Action>) -> Result<(), Violation> {
+        if self.resume.is_some_and(|r| index < r) {
+            return Ok(()); // A batch of an earlier session has become complete.
+        }
+        if index >= self.walked || index < self.oldest_unacked || !self.acked.insert(index) {
+            return Err(Violation(format!(
+                "the destination acknowledges batch {index} out of turn"
+            )));
+        }
+        let before = self.oldest_unacked;
+        while self.acked.remove(&self.oldest_unacked) {
+            self.oldest_unacked += 1;
+        }
+        if self.oldest_unacked != before {
+            actions.push(self.window());
+        }
+        Ok(())
+    }
+
+    fn on_delivered(
+        &mut self,
+        delivered: Delivered,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        if self.done || self.digest.is_none() || self.oldest_unacked != self.batches() {
+            return Err(Violation(
+                "the destination claims to have an image it cannot have".into(),
+            ));
+        }
+        if self.digest != Some(delivered.digest) {
+            return Err(Violation(
+                "the destination delivered another digest than was sent".into(),
+            ));
+        }
+        self.done = true;
+        actions.push(Action::Done(delivered));
+        Ok(())
+    }
+}

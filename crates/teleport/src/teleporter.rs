@@ -1,0 +1,161 @@
+//! The teleporter: matches the digests of the images on their way to one destination. It holds
+//! the caches and hash files and never sees a block.
+//!
+//! Events in, one answer out. In a destination's site it is called directly; alone on a third
+//! machine a session carries the same events and answers.
+
+use std::collections::HashMap;
+
+use drover_index::{Cursor, ImageId, IndexError, Matcher, MatcherStats, Plan, Storage};
+use serde::{Deserialize, Serialize};
+
+use crate::codec::Batch;
+
+/// Images that may be in transit to one destination at once.
+const MAX_CURSORS: usize = 256;
+
+/// What the destination tells its teleporter.
+#[derive(Debug)]
+pub enum Event {
+    /// About an image.
+    Image(ImageId, ImageEvent),
+    /// Match a batch of an image in transit, and remember it.
+    Match(ImageId, std::sync::Arc<Batch>),
+    /// Remember a batch without matching it: the destination has its blocks.
+    Record(ImageId, std::sync::Arc<Batch>),
+}
+
+/// What happens to an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ImageEvent {
+    /// It is on its way.
+    Begin,
+    /// It has been delivered.
+    Finish,
+    /// It will not come, or not now.
+    Abort,
+    /// Its file is gone.
+    Forget,
+    /// Another image is gone: put this one's heads into the caches again.
+    Reindex,
+}
+
+/// What the teleporter says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Answer {
+    /// To [`Event::Match`].
+    Plan(Plan),
+    /// To everything else.
+    Done,
+}
+
+/// What cannot be done.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// The destination broke the rules.
+    #[error("{0}")]
+    Violation(&'static str),
+    /// The matcher's files failed.
+    #[error(transparent)]
+    Index(#[from] IndexError),
+}
+
+/// The matcher of one destination and the images in transit to it.
+pub struct Teleporter<S: Storage> {
+    matcher: Matcher<S>,
+    cursors: HashMap<ImageId, Cursor>,
+}
+
+impl<S: Storage> std::fmt::Debug for Teleporter<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Teleporter")
+            .field("in_transit", &self.cursors.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<S: Storage> Teleporter<S> {
+    /// Around a matcher.
+    #[must_use]
+    pub fn new(matcher: Matcher<S>) -> Self {
+        Teleporter {
+            matcher,
+            cursors: HashMap::new(),
+        }
+    }
+
+    /// What the matcher has done so far.
+    #[must_use]
+    pub fn stats(&self) -> MatcherStats {
+        self.matcher.stats()
+    }
+
+    /// Images the matcher has hash files of.
+    #[must_use]
+    pub fn images(&self) -> Vec<ImageId> {
+        self.matcher.images().into_iter().map(|i| i.image).collect()
+    }
+
+    /// Writes the caches down so that the next start need not rebuild them.
+    ///
+    /// # Errors
+    /// When the files cannot be written.
+    pub fn persist(&mut self) -> Result<(), Failure> {
+        Ok(self.matcher.persist()?)
+    }
+
+    /// Which data blocks of the batch would be matched now; nothing is remembered.
+    ///
+    /// # Errors
+    /// When the files cannot be read.
+    pub fn probe(&mut self, batch: &Batch) -> Result<Vec<bool>, Failure> {
+        let _ = batch;
+        Err(Failure::Violation("dry runs come with the matcher's probe"))
+    }
+
+    /// Takes an event in.
+    ///
+    /// # Errors
+    /// [`Failure::Violation`] when the event makes no sense now, else what the matcher reports.
+    pub fn handle(&mut self, event: Event) -> Result<Answer, Failure> {
+        match event {
+            Event::Image(image, ImageEvent::Begin) => {
+                if self.cursors.len() >= MAX_CURSORS {
+                    return Err(Failure::Violation("too many images in transit"));
+                }
+                if let Some(old) = self.cursors.remove(&image) {
+                    self.matcher.abort(old);
+                }
+                let cursor = self.matcher.begin(image)?;
+                self.cursors.insert(image, cursor);
+            }
+            Event::Image(image, ImageEvent::Finish) => {
+                let cursor = self.cursors.remove(&image);
+                let cursor = cursor.ok_or(Failure::Violation("finish without begin"))?;
+                self.matcher.finish(cursor)?;
+            }
+            Event::Image(image, ImageEvent::Abort) => {
+                if let Some(cursor) = self.cursors.remove(&image) {
+                    self.matcher.abort(cursor);
+                }
+            }
+            Event::Image(image, ImageEvent::Forget) => self.matcher.forget(image)?,
+            Event::Image(image, ImageEvent::Reindex) => self.matcher.reindex(image)?,
+            Event::Record(image, batch) => {
+                let cursor = self.cursors.get_mut(&image);
+                let cursor = cursor.ok_or(Failure::Violation("record without begin"))?;
+                self.matcher.record(cursor, &batch.digests, &batch.heads)?;
+            }
+            Event::Match(image, batch) => {
+                let cursor = self.cursors.get_mut(&image);
+                let cursor = cursor.ok_or(Failure::Violation("batch without begin"))?;
+                return Ok(Answer::Plan(self.matcher.batch(
+                    cursor,
+                    &batch.digests,
+                    &batch.heads,
+                )?));
+            }
+        }
+        Ok(Answer::Done)
+    }
+}

@@ -1,0 +1,357 @@
+//! A transfer at the destination: its directory with the log and the partial file, how it is found
+//! again after a crash, and how the finished file gets its name.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use drover_core::{Digest, ImageName};
+use drover_image::Layout;
+use drover_index::{ImageId, Plan};
+use drover_net::PeerKey;
+use serde::{Deserialize, Serialize};
+
+use crate::TeleportError;
+use crate::blockmap::DataBits;
+use crate::codec::{Batch, Reader, decode_plan, encode_plan, put_varint};
+use crate::files;
+use crate::imagemap::{layout_limits, sync_parent};
+use crate::log::{Log, LogReader, RecordKind};
+use crate::protocol::{Offer, WINDOW_BATCHES};
+
+/// The log's first record.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Opening {
+    /// Who sends.
+    pub peer: PeerKey,
+    /// What this site calls them.
+    pub peer_name: String,
+    /// What they offered.
+    pub offer: Offer,
+    /// The number that the image will have.
+    pub image: u64,
+}
+
+/// The log's last record: the file is whole.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Closing {
+    /// Its digest.
+    pub digest: Digest,
+    /// When it was finished, seconds since 1970.
+    pub added_unix: i64,
+}
+
+/// Names a transfer: the same peer sending the same file under the same name.
+#[must_use]
+pub fn transfer_key(peer: &PeerKey, offer: &Offer) -> String {
+    let mut h = blake3::Hasher::new_derive_key("drover 2026 transfer key");
+    h.update(&peer.0);
+    h.update(&offer.stamp.0);
+    h.update(&offer.file_bytes.to_le_bytes());
+    h.update(offer.name.as_str().as_bytes());
+    h.finalize().to_hex().as_str()[..32].to_owned()
+}
+
+/// A batch that the log has, and what of it is not in the partial file.
+pub struct Restored {
+    /// The batch.
+    pub batch: Arc<Batch>,
+    /// Data blocks, by order among them, that are missing.
+    pub missing: DataBits,
+    /// Its plan; only kept while blocks are missing.
+    pub plan: Option<Plan>,
+}
+
+/// An open transfer.
+pub struct Transfer {
+    /// Its directory.
+    pub dir: PathBuf,
+    /// Its log, open for appending.
+    pub log: Log,
+    /// The partial file, read and write.
+    pub part: Arc<File>,
+    /// How it is walked.
+    pub layout: Arc<Layout>,
+    /// What was offered, by whom.
+    pub opening: Opening,
+}
+
+impl Transfer {
+    /// The partial file's path.
+    #[must_use]
+    pub fn part_path(&self) -> PathBuf {
+        self.dir.join("image.part")
+    }
+
+    /// The number that the image will have.
+    #[must_use]
+    pub fn image(&self) -> ImageId {
+        ImageId(self.opening.image)
+    }
+
+    /// Starts a transfer in `dir`, which must not exist. Durable when it returns.
+    ///
+    /// # Errors
+    /// When the files cannot be made.
+    pub fn create(
+        dir: &Path,
+        opening: Opening,
+        layout: Arc<Layout>,
+        encoded_layout: &[u8],
+    ) -> Result<Self, TeleportError> {
+        std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
+        let part_path = dir.join("image.part");
+        let part = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .open(&part_path)
+            .map_err(TeleportError::file("create", &part_path))?;
+        part.set_len(opening.offer.file_bytes)
+            .map_err(TeleportError::file("size", &part_path))?;
+        let mut log = Log::create(&dir.join("log"))?;
+        log.append(RecordKind::Opening, &drover_net::encode(&opening))?;
+        log.append(RecordKind::Layout, encoded_layout)?;
+        log.sync()?;
+        sync_parent(&part_path).map_err(TeleportError::file("sync", dir))?;
+        sync_parent(dir).map_err(TeleportError::file("sync", dir))?;
+        Ok(Transfer {
+            dir: dir.into(),
+            log,
+            part: Arc::new(part),
+            layout,
+            opening,
+        })
+    }
+
+    /// Finds a transfer in `dir` again. Every batch of its log is digested again in the partial
+    /// file and handed to `restored`; the log is cut behind the last batch that was taken.
+    /// `None` when there is nothing that can be used.
+    ///
+    /// # Errors
+    /// When the files cannot be read, or what `restored` reports.
+    pub fn resume(
+        dir: &Path,
+        offer: &Offer,
+        mut restored: impl FnMut(&Opening, Restored) -> Result<(), TeleportError>,
+    ) -> Result<Option<Self>, TeleportError> {
+        let log_path = dir.join("log");
+        let Some(mut reader) = open_if_there(&log_path)? else {
+            return Ok(None);
+        };
+        let Some((opening, layout)) = read_front(&mut reader) else {
+            return Ok(None);
+        };
+        if (Offer {
+            slot: offer.slot,
+            ..opening.offer.clone()
+        }) != *offer
+        {
+            return Ok(None);
+        }
+        let part_path = dir.join("image.part");
+        let Ok(part) = File::options().read(true).write(true).open(&part_path) else {
+            return Ok(None);
+        };
+        part.set_len(offer.file_bytes)
+            .map_err(TeleportError::file("size", &part_path))?;
+        let mut keep = reader.valid_bytes();
+        let mut incomplete = 0;
+        for record in reader.by_ref() {
+            if record.kind != RecordKind::Batch {
+                break;
+            }
+            let Some((batch, plan)) = decode_batch_record(&record.payload) else {
+                break;
+            };
+            let missing = missing_blocks(&part, &layout, &batch)
+                .map_err(TeleportError::file("read", &part_path))?;
+            let plan = (missing.count() > 0).then_some(plan);
+            incomplete += u64::from(plan.is_some());
+            if incomplete > WINDOW_BATCHES {
+                break;
+            }
+            restored(
+                &opening,
+                Restored {
+                    batch: Arc::new(batch),
+                    missing,
+                    plan,
+                },
+            )?;
+            keep = record.end;
+        }
+        let log = Log::reopen(&log_path, keep)?;
+        let layout = Arc::new(layout);
+        Ok(Some(Transfer {
+            dir: dir.into(),
+            log,
+            part: Arc::new(part),
+            layout,
+            opening,
+        }))
+    }
+
+    /// Logs a batch with its plan. What is done about it comes after.
+    ///
+    /// # Errors
+    /// When the log cannot be written.
+    pub fn log_batch(&mut self, batch: &Batch, plan: &Plan) -> Result<(), TeleportError> {
+        let encoded = batch.encode();
+        let mut out = Vec::with_capacity(encoded.len() + 64);
+        put_varint(&mut out, encoded.len() as u64);
+        out.extend_from_slice(&encoded);
+        out.extend(encode_plan(plan));
+        self.log.append(RecordKind::Batch, &out)
+    }
+}
+
+fn open_if_there(path: &Path) -> Result<Option<LogReader>, TeleportError> {
+    if path.exists() {
+        LogReader::open(path)
+    } else {
+        Ok(None)
+    }
+}
+
+fn read_front(reader: &mut LogReader) -> Option<(Opening, Layout)> {
+    let opening = reader.next().filter(|r| r.kind == RecordKind::Opening)?;
+    let layout = reader.next().filter(|r| r.kind == RecordKind::Layout)?;
+    let opening: Opening = drover_net::decode(&opening.payload).ok()?;
+    let layout = Layout::decode(&layout.payload, layout_limits()).ok()?;
+    Some((opening, layout))
+}
+
+fn decode_batch_record(bytes: &[u8]) -> Option<(Batch, Plan)> {
+    let mut r = Reader::new(bytes, "batch record");
+    let length = usize::try_from(r.varint().ok()?).ok()?;
+    let batch = Batch::decode(r.take(length).ok()?).ok()?;
+    let plan = decode_plan(r.rest(), batch.digests.len() as u64).ok()?;
+    Some((batch, plan))
+}
+
+/// The data blocks of a batch (by order among them) that the file does not have as they should be.
+fn missing_blocks(part: &File, layout: &Layout, batch: &Batch) -> std::io::Result<DataBits> {
+    let first = batch.first_block();
+    let mut runs: Vec<(u64, u64)> = Vec::new();
+    for i in batch.data.iter() {
+        match runs.last_mut() {
+            Some((f, n)) if *f + *n == first + i => *n += 1,
+            _ => runs.push((first + i, 1)),
+        }
+    }
+    let mut missing = DataBits::new(batch.digests.len() as u64);
+    for i in files::find_wrong(part, layout, &runs, &batch.digests)? {
+        missing.set(u64::from(i));
+    }
+    Ok(missing)
+}
+
+/// What a directory under `transfers/` holds, as far as its log says.
+pub struct Leftover {
+    /// The directory.
+    pub dir: PathBuf,
+    /// What was offered.
+    pub opening: Opening,
+    /// How the file is walked.
+    pub layout: Arc<Layout>,
+    /// The batches, when the file was whole (`closing`); else empty.
+    pub data: Vec<DataBits>,
+    /// Set when the file was whole and may not have got its name.
+    pub closing: Option<Closing>,
+}
+
+/// Looks at a transfer directory after a restart; `None` when its log says nothing.
+///
+/// # Errors
+/// When the log cannot be read.
+pub fn inspect(dir: &Path) -> Result<Option<Leftover>, TeleportError> {
+    let Some(mut reader) = open_if_there(&dir.join("log"))? else {
+        return Ok(None);
+    };
+    let Some((opening, layout)) = read_front(&mut reader) else {
+        return Ok(None);
+    };
+    let mut left = Leftover {
+        dir: dir.into(),
+        opening,
+        layout: Arc::new(layout),
+        data: Vec::new(),
+        closing: None,
+    };
+    for record in reader {
+        match record.kind {
+            RecordKind::Batch => {
+                let Some((batch, _)) = decode_batch_record(&record.payload) else {
+                    break;
+                };
+                left.data.push(batch.data);
+            }
+            RecordKind::Closing => left.closing = drover_net::decode(&record.payload).ok(),
+            _ => break,
+        }
+    }
+    Ok(Some(left))
+}
+
+/// Which names have a transfer going on, so that two never write the same one.
+#[derive(Debug, Default)]
+pub struct Active {
+    names: parking_lot::Mutex<
+        std::collections::HashMap<ImageName, (String, tokio::sync::watch::Sender<bool>)>,
+    >,
+    freed: parking_lot::Condvar,
+}
+
+/// Holds a name until it is dropped.
+pub struct Hold {
+    active: Arc<Active>,
+    name: ImageName,
+    /// Becomes true when a newer session of the same transfer wants to take over.
+    pub stop: tokio::sync::watch::Receiver<bool>,
+}
+
+impl Active {
+    /// Takes `name` for the transfer `key`. A session that holds it for the same transfer (whose
+    /// link was cut, most likely) is told to stop and waited for, at most `patience`. `None` when
+    /// another transfer holds the name.
+    pub fn take(
+        self: &Arc<Self>,
+        name: &ImageName,
+        key: &str,
+        patience: std::time::Duration,
+    ) -> Option<Hold> {
+        let deadline = std::time::Instant::now() + patience;
+        let mut names = self.names.lock();
+        while let Some((holder, stop)) = names.get(name) {
+            if holder != key {
+                return None;
+            }
+            stop.send_replace(true);
+            if self.freed.wait_until(&mut names, deadline).timed_out() {
+                return None;
+            }
+        }
+        let (sender, stop) = tokio::sync::watch::channel(false);
+        names.insert(name.clone(), (key.into(), sender));
+        Some(Hold {
+            active: self.clone(),
+            name: name.clone(),
+            stop,
+        })
+    }
+
+    /// Whether a transfer of that key is going on.
+    #[must_use]
+    pub fn has(&self, key: &str) -> bool {
+        self.names.lock().values().any(|(k, _)| k == key)
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.active.names.lock().remove(&self.name);
+        self.active.freed.notify_all();
+    }
+}

@@ -1,0 +1,205 @@
+//! Walking an image: batch after batch of zero map, heads and digests, and the digest of the file.
+
+use std::path::Path;
+
+use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, Digest, Extent, ExtentKind, ReadAt};
+use drover_image::{ImageFile, Outgoing, Stamp};
+use drover_index::{ImageDigest, Scanner, digest_blocks, image_digest};
+
+use crate::TeleportError;
+use crate::blockmap::DataBits;
+use crate::codec::Batch;
+use crate::files::{FileOrderDigest, walks_in_file_order};
+use crate::protocol::BATCH_BLOCKS;
+
+/// Reads an image in the order of its layout.
+pub struct Walk<'a> {
+    image: &'a Outgoing,
+    scanner: Scanner,
+    next: u64,
+    buffer: Vec<u8>,
+    /// Kept when the walk meets the file's blocks in order; else the file is read once more.
+    digest: Option<FileOrderDigest>,
+}
+
+impl<'a> Walk<'a> {
+    /// At the start of an image.
+    #[must_use]
+    pub fn new(image: &'a Outgoing) -> Self {
+        let in_order = walks_in_file_order(&image.layout);
+        let digest = in_order.then(|| FileOrderDigest::new(&image.layout));
+        Walk {
+            image,
+            scanner: Scanner::new(),
+            next: 0,
+            buffer: Vec::new(),
+            digest,
+        }
+    }
+
+    /// The next batch; `None` after the last.
+    ///
+    /// # Errors
+    /// When the image cannot be read, or has become shorter.
+    pub fn next_batch(&mut self) -> Result<Option<Batch>, TeleportError> {
+        let layout = &self.image.layout;
+        let first = self.next * BATCH_BLOCKS;
+        let blocks = layout.walk_blocks().saturating_sub(first).min(BATCH_BLOCKS);
+        if blocks == 0 {
+            return Ok(None);
+        }
+        self.buffer.resize(blocks as usize * BLOCK_SIZE, 0);
+        read_image(self.image, first, &mut self.buffer)?;
+        let scan = self.scanner.scan(&self.buffer);
+        let mut data = DataBits::new(blocks);
+        scan.zero
+            .iter()
+            .enumerate()
+            .filter(|(_, zero)| !zero)
+            .for_each(|(i, _)| data.set(i as u64));
+        let mut digests = Vec::with_capacity(scan.heads.len());
+        digest_blocks(pack_data(&mut self.buffer, &data), &mut digests);
+        let batch = Batch {
+            index: self.next,
+            data,
+            heads: scan.heads,
+            digests,
+        };
+        if let Some(digest) = &mut self.digest {
+            digest.batch(layout, &batch);
+        }
+        self.next += 1;
+        Ok(Some(batch))
+    }
+
+    /// The digest of the file, after the last batch.
+    ///
+    /// # Errors
+    /// When the file has to be read again and cannot be.
+    pub fn digest(self) -> Result<Digest, TeleportError> {
+        match self.digest {
+            Some(digest) => Ok(digest.finish(&self.image.layout)),
+            None => {
+                let gaps = holes(&self.image.layout);
+                let path = image_path(self.image);
+                image_digest(&*self.image.content, gaps).map_err(TeleportError::file("read", path))
+            }
+        }
+    }
+}
+
+/// Moves the data blocks to the front, so that they are digested without gaps.
+fn pack_data<'b>(buffer: &'b mut [u8], data: &DataBits) -> &'b [u8] {
+    let count = data.count() as usize;
+    if count as u64 != data.blocks() {
+        for (to, from) in data.iter().enumerate() {
+            let from = from as usize * BLOCK_SIZE;
+            buffer.copy_within(from..from + BLOCK_SIZE, to * BLOCK_SIZE);
+        }
+    }
+    &buffer[..count * BLOCK_SIZE]
+}
+
+/// What of the file no range covers: holes.
+fn holes(layout: &drover_image::Layout) -> Vec<Extent> {
+    let mut spans: Vec<_> = layout.ranges().iter().map(|r| r.file_span()).collect();
+    spans.sort_by_key(|s| s.start);
+    let mut out = Vec::new();
+    let mut at = 0;
+    for span in spans
+        .into_iter()
+        .chain(std::iter::once(layout.file_len()..layout.file_len()))
+    {
+        if span.start > at {
+            out.push(Extent {
+                offset: at,
+                length: span.start - at,
+                kind: ExtentKind::Hole,
+            });
+        }
+        at = at.max(span.end);
+    }
+    out
+}
+
+/// Reads blocks of an image's walk.
+///
+/// # Errors
+/// When the image cannot be read; that it has become shorter means that it changed.
+pub fn read_image(image: &Outgoing, first_block: u64, buf: &mut [u8]) -> Result<(), TeleportError> {
+    image
+        .layout
+        .read(&*image.content, first_block * BLOCK_SIZE_U64, buf)
+        .map_err(|e| {
+            let path = image_path(image);
+            match e.kind() {
+                std::io::ErrorKind::UnexpectedEof => TeleportError::SourceChanged(path),
+                _ => TeleportError::file("read", path)(e),
+            }
+        })
+}
+
+/// The image's own file, for messages.
+#[must_use]
+pub fn image_path(image: &Outgoing) -> std::path::PathBuf {
+    image
+        .stamps
+        .first()
+        .map(|(p, _)| p.clone())
+        .unwrap_or_default()
+}
+
+/// Checks that none of the image's files changed since it was opened.
+///
+/// # Errors
+/// [`TeleportError::SourceChanged`] names the one that did.
+pub fn check_unchanged(image: &Outgoing) -> Result<(), TeleportError> {
+    for (path, stamp) in &image.stamps {
+        let same = Stamp::of_path(path).is_ok_and(|now| now == *stamp);
+        if !same {
+            return Err(TeleportError::SourceChanged(path.clone()));
+        }
+    }
+    Ok(())
+}
+
+/// Digests a file, skipping its holes; says how many bytes of how many it has looked at.
+///
+/// # Errors
+/// When it cannot be read.
+pub fn digest_file(
+    path: &Path,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Digest, TeleportError> {
+    let file = ImageFile::open(path)?;
+    let length = ReadAt::len(&file);
+    let blocks = drover_core::blocks_for(length);
+    let mut digest = ImageDigest::new(length);
+    let mut buffer = vec![0u8; 1 << 20];
+    let mut digests = Vec::new();
+    let mut next = 0;
+    for span in file.data_extents()? {
+        let (first, end) = (
+            span.start / BLOCK_SIZE_U64,
+            drover_core::blocks_for(span.end),
+        );
+        digest.zero_blocks(first.saturating_sub(next));
+        next = next.max(first);
+        while next < end {
+            let offset = next * BLOCK_SIZE_U64;
+            let n = (end - next).min((buffer.len() / BLOCK_SIZE) as u64);
+            let slab = &mut buffer[..n as usize * BLOCK_SIZE];
+            let here = slab.len().min((length - offset) as usize);
+            file.read_exact_at(&mut slab[..here], offset)
+                .map_err(TeleportError::file("read", path))?;
+            slab[here..].fill(0);
+            digests.clear();
+            digest_blocks(slab, &mut digests);
+            digest.blocks(&digests);
+            next += n;
+            progress((next * BLOCK_SIZE_U64).min(length), length);
+        }
+    }
+    digest.zero_blocks(blocks - next);
+    Ok(digest.finish())
+}
