@@ -84,8 +84,15 @@ enum Command {
     Local(experiments::local::LocalArgs),
 }
 
-fn main() -> Result<ExitCode> {
-    match Cli::parse().command {
+fn main() -> ExitCode {
+    run(Cli::parse().command).unwrap_or_else(|error| {
+        eprintln!("lab: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
         Command::Library {
             set,
             dir,
