@@ -118,7 +118,10 @@ impl Dirs {
                 .with_context(|| format!("cannot make {}", path.display()))?;
             Ok(path.canonicalize()?)
         };
-        let (images, packages, work) = (at("images")?, at("packages")?, at("work")?);
+        let (images, packages) = (at("images")?, at("packages")?);
+        let work = work_of(&images);
+        std::fs::create_dir_all(&work)
+            .with_context(|| format!("cannot make {}", work.display()))?;
         let lock = File::create(dir.join("lock"))?;
         rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
             .with_context(|| format!("another build uses {}", dir.display()))?;
@@ -133,6 +136,14 @@ impl Dirs {
     fn image(&self, name: &str) -> PathBuf {
         self.images.join(format!("{name}.raw"))
     }
+}
+
+/// Where a cache's trees are built. Not in the cache: they have `/proc` mounted while packages are
+/// installed, and tools that walk a checkout (cargo is one) would stumble over it.
+fn work_of(images: &Path) -> PathBuf {
+    let temporary = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+    let id = blake3::hash(images.as_os_str().as_encoded_bytes()).to_hex();
+    temporary.join(format!("drover-lab-{}", &id[..12]))
 }
 
 /// Builds what is missing of a set; a failing image is reported and the rest goes on.
