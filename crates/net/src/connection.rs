@@ -71,16 +71,31 @@ impl Connection {
         }
     }
 
-    pub(crate) fn unix(stream: UnixStream, remote: String) -> Self {
+    /// A connection over a Unix socket that is already open; `remote` names the other end.
+    #[must_use]
+    pub fn from_unix(stream: UnixStream, remote: impl Into<String>) -> Self {
         let wire = Arc::new(WireCounters::default());
         Connection {
             local_user: stream.peer_cred().ok().map(|c| c.uid()),
             stream: Stream::Unix(Counted::new(stream, wire.clone())),
             peer: None,
-            remote: remote.into(),
+            remote: remote.into().into(),
             wire,
             max_frame: MAX_FRAME,
         }
+    }
+
+    /// Two ends of one connection inside this process, without TLS. Must be called within a tokio
+    /// runtime.
+    ///
+    /// # Errors
+    /// What the system reports, which is a lack of file descriptors.
+    pub fn pair() -> io::Result<(Self, Self)> {
+        let (a, b) = UnixStream::pair()?;
+        Ok((
+            Self::from_unix(a, "one end"),
+            Self::from_unix(b, "other end"),
+        ))
     }
 
     /// The key whose possession the other end proved; `None` on a Unix socket.

@@ -85,7 +85,7 @@ impl LocalListener {
         const EMFILE: i32 = 24;
         loop {
             match self.socket.accept().await {
-                Ok((stream, _)) => return Ok(Connection::unix(stream, "local caller".into())),
+                Ok((stream, _)) => return Ok(Connection::from_unix(stream, "local caller")),
                 Err(e) if matches!(e.raw_os_error(), Some(ENFILE | EMFILE)) => {
                     sleep(Duration::from_millis(100)).await;
                 }
@@ -119,7 +119,7 @@ impl Drop for LocalListener {
 pub async fn connect_unix(path: impl AsRef<Path>) -> Result<Connection, NetError> {
     let path = path.as_ref();
     match UnixStream::connect(path).await {
-        Ok(stream) => Ok(Connection::unix(
+        Ok(stream) => Ok(Connection::from_unix(
             stream,
             format!("the site at {}", path.display()),
         )),

@@ -25,7 +25,7 @@ use rustls::server::{AlwaysResolvesServerRawPublicKeys, NoServerSessionStorage};
 use rustls::sign::CertifiedKey;
 use rustls::{
     AlertDescription, CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName,
-    Error, ServerConfig, SignatureScheme, version::TLS13,
+    Error, PeerIncompatible, ServerConfig, SignatureScheme, version::TLS13,
 };
 
 use crate::{Identity, PeerKey};
@@ -35,7 +35,8 @@ use crate::{Identity, PeerKey};
 pub(crate) const ALPN: &[u8] = b"drover/1";
 
 /// How much ciphertext rustls may hold that the socket has not taken: enough for one `writev` of
-/// many records.
+/// many records. Measured on loopback: 64 KiB 3.7 GB/s, 256 KiB 4.9, 1 MiB 1.6, where it no longer
+/// fits the cache or the socket.
 pub(crate) const SEND_BUFFER: usize = 256 << 10;
 
 /// DER of a SubjectPublicKeyInfo for Ed25519 up to the key (RFC 8410 §4).
@@ -134,13 +135,16 @@ pub(crate) fn explain(e: &Error) -> String {
         Error::InvalidCertificate(CertificateError::BadEncoding) => {
             "the other end's key is not an Ed25519 key".into()
         }
-        Error::NoCertificatesPresented => "the other end showed no key".into(),
+        Error::NoCertificatesPresented
+        | Error::PeerIncompatible(PeerIncompatible::IncorrectCertificateTypeExtension) => {
+            "the other end shows no raw public key".into()
+        }
         Error::AlertReceived(AlertDescription::ProtocolVersion) => {
             "the other end does not speak TLS 1.3".into()
         }
         Error::AlertReceived(AlertDescription::NoApplicationProtocol)
         | Error::NoApplicationProtocol => "the other end is not a drover site".into(),
-        Error::AlertReceived(AlertDescription::BadCertificate) => {
+        Error::AlertReceived(AlertDescription::AccessDenied | AlertDescription::BadCertificate) => {
             "the other end expected another key".into()
         }
         Error::InvalidMessage(_) => "the other end does not speak TLS".into(),

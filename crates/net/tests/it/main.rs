@@ -1,0 +1,10 @@
+//! Two ends of real connections, honest and hostile.
+
+mod ends;
+mod frames;
+mod hello;
+mod local;
+mod reach;
+mod time;
+mod trust;
+mod util;

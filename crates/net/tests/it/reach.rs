@@ -1,0 +1,113 @@
+//! Finding a peer, or saying why not.
+
+use std::time::Duration;
+
+use drover_net::{ConnectOptions, Identity, NetError, connect, connect_any};
+use tokio::net::TcpListener;
+
+use crate::util::listener;
+
+/// An address of this machine where nobody listens.
+async fn nobody() -> String {
+    let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    socket.local_addr().unwrap().to_string()
+}
+
+#[tokio::test]
+async fn one_line_that_names_the_peer() {
+    let me = Identity::generate();
+    let (key, options) = (me.key(), ConnectOptions::named("lyon"));
+    let address = nobody().await;
+    let e = connect(&address, &me, &key, &options).await.unwrap_err();
+    assert_eq!(
+        e.to_string(),
+        format!("cannot reach lyon at {address}: connection refused")
+    );
+    assert!(e.retryable() && !e.refused());
+
+    for bad in ["lyon", "lyon:", ":7777", "lyon:port", "lyon:99999", ""] {
+        let e = connect(bad, &me, &key, &options).await.unwrap_err();
+        assert!(
+            e.to_string().ends_with("an address is HOST:PORT"),
+            "{bad}: {e}"
+        );
+    }
+    let none: [&str; 0] = [];
+    let e = connect_any(&none, &me, &key, &options).await.unwrap_err();
+    assert_eq!(e.to_string(), "cannot reach lyon: no address is known");
+    let port = address.rsplit_once(':').unwrap().1;
+    let named = format!("localhost:{port}");
+    let e = connect(&named, &me, &key, &options).await.unwrap_err();
+    assert!(e.to_string().contains("connection refused"), "{e}");
+}
+
+#[tokio::test]
+async fn the_address_where_the_right_site_answers_wins() {
+    let me = Identity::generate();
+    let (right, server) = listener().await;
+    let (wrong, _) = listener().await;
+    let right_address = right.local_addr().to_string();
+    let addresses = [
+        nobody().await,
+        wrong.local_addr().to_string(),
+        right_address.clone(),
+    ];
+    for l in [right, wrong] {
+        tokio::spawn(async move {
+            loop {
+                let pending = l.accept().await.unwrap();
+                tokio::spawn(pending.handshake());
+            }
+        });
+    }
+    let options = ConnectOptions::named("lyon");
+    let c = connect_any(&addresses, &me, &server.key(), &options)
+        .await
+        .unwrap();
+    assert_eq!(c.peer(), Some(server.key()));
+    assert_eq!(c.remote(), format!("lyon at {right_address}"));
+
+    // Without the right one, that somebody else answered matters more than that one did not.
+    let e = connect_any(&addresses[..2], &me, &server.key(), &options)
+        .await
+        .unwrap_err();
+    assert!(matches!(e, NetError::WrongPeer { .. }), "{e}");
+    let both = [nobody().await, nobody().await];
+    let e = connect_any(&both, &me, &server.key(), &options)
+        .await
+        .unwrap_err();
+    assert!(
+        both.iter().all(|a| e.to_string().contains(a.as_str())),
+        "{e}"
+    );
+}
+
+#[tokio::test]
+async fn a_server_that_says_nothing_is_given_up() {
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let me = Identity::generate();
+    let options = ConnectOptions {
+        handshake_timeout: Duration::from_millis(50),
+        ..ConnectOptions::default()
+    };
+    let address = silent.local_addr().unwrap().to_string();
+    let e = connect(&address, &me, &me.key(), &options)
+        .await
+        .unwrap_err();
+    assert!(matches!(e, NetError::TimedOut { .. }), "{e}");
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_said() {
+    let (taken, _) = listener().await;
+    let e = drover_net::Listener::bind(taken.local_addr(), &Identity::generate())
+        .await
+        .unwrap_err();
+    assert_eq!(
+        e.to_string(),
+        format!(
+            "cannot listen on {}: address already in use",
+            taken.local_addr()
+        )
+    );
+}
