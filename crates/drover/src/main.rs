@@ -1,1 +1,112 @@
-fn main() {}
+//! `drover`: the command line, the site's process, its catalog and metrics.
+//!
+//! What lives here is put together from the other crates: who may connect and what they may ask
+//! for ([`serve`]), what is remembered ([`catalog`]), and what people and scripts see. What must
+//! not live here: how images are walked, matched, framed or secured.
+
+mod addresses;
+mod bar;
+mod catalog;
+mod cli;
+mod failure;
+mod generate;
+mod home;
+mod images;
+mod metrics;
+mod out;
+mod peer_name;
+mod prompt;
+mod remote;
+mod send;
+mod serve;
+mod setup;
+mod signals;
+mod site;
+mod status;
+mod text;
+
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use cli::{Cli, Command};
+use home::Home;
+
+fn main() -> ExitCode {
+    // Clap prints usage errors itself, with exit code 2.
+    let cli = Cli::parse();
+    let serves = matches!(cli.command, Command::Serve(_) | Command::Teleporter(_));
+    log(cli.verbose, serves);
+    let json = matches!(&cli.command, Command::Send(args) if args.json);
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            let code = failure::exit_of(&e) as u8;
+            if json {
+                let last = serde_json::json!({"event": "error", "code": code, "message": failure::one_line(&e)});
+                // A reader that went away cannot be told.
+                let _ = out::json(&last);
+            }
+            eprintln!("drover: {}", failure::one_line(&e));
+            ExitCode::from(code)
+        }
+    }
+}
+
+fn run(cli: Cli) -> Result<()> {
+    let dir = || Home::locate(cli.home.as_deref());
+    let create = || Home::create(dir()?);
+    let existing = || Home::existing(dir()?);
+    match cli.command {
+        Command::Init(args) => setup::init(dir()?, args),
+        Command::Serve(args) => wait(serve::serve(create()?, args.listen)),
+        Command::Teleporter(args) => wait(serve::teleporter(create()?, args.listen)),
+        Command::Ticket(args) => setup::ticket(&create()?, args),
+        Command::Pair(args) => wait(setup::pair(&create()?, args)),
+        Command::Send(args) => wait(send::send(&existing()?, args)),
+        Command::Images(args) => wait(images::images(&existing()?, args)),
+        Command::Index(args) => wait(images::index(&create()?, args)),
+        Command::Verify(args) => wait(images::verify(&existing()?, args)),
+        Command::Rm(args) => wait(images::rm(&existing()?, args)),
+        Command::Status(args) => wait(status::status(&existing()?, args)),
+        Command::Peers(args) => setup::peers(&existing()?, args),
+        Command::Digest(args) => images::digest(args),
+        Command::Completions(args) => generate::completions(&args),
+        Command::Man(args) => generate::man(&args),
+    }
+}
+
+/// Runs a command that talks to others.
+fn wait<T>(command: impl Future<Output = Result<T>>) -> Result<T> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("cannot start")?;
+    let out = runtime.block_on(command);
+    // A blocking job that nobody waits for any more must not keep the process.
+    runtime.shutdown_background();
+    out
+}
+
+/// Logs to stderr: warnings, what happens for a process that serves, more with `-v`.
+fn log(verbose: u8, serves: bool) {
+    let level = match verbose + u8::from(serves) {
+        0 => "warn",
+        1 => "info",
+        2 => "debug",
+        _ => "trace",
+    };
+    let filter = std::env::var("DROVER_LOG")
+        .ok()
+        .and_then(|f| EnvFilter::try_new(f).ok())
+        .unwrap_or_else(|| EnvFilter::new(format!("warn,drover={level},drover_teleport={level},drover_net={level},drover_index={level},drover_image={level}")));
+    let stderr = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(stderr)
+        .with_target(false)
+        .init();
+}

@@ -1,0 +1,41 @@
+//! A progress bar for one file; silent where nobody watches.
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::text::clean;
+
+/// How far a long look at a file is, on stderr when that is a terminal.
+#[derive(Debug, Clone)]
+pub struct Bar(ProgressBar);
+
+impl Bar {
+    /// A bar labelled `label`; none when `quiet`.
+    pub fn new(label: &str, quiet: bool) -> Bar {
+        let target = if quiet {
+            ProgressDrawTarget::hidden()
+        } else {
+            ProgressDrawTarget::stderr()
+        };
+        let bar = ProgressBar::with_draw_target(Some(0), target);
+        let style =
+            "{prefix} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
+        bar.set_style(
+            ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()),
+        );
+        bar.set_prefix(clean(label));
+        Bar(bar)
+    }
+
+    /// Now `done` of `total` bytes.
+    pub fn at(&self, done: u64, total: u64) {
+        if total > 0 {
+            self.0.set_length(total);
+            self.0.set_position(done);
+        }
+    }
+
+    /// Takes the bar away.
+    pub fn clear(&self) {
+        self.0.finish_and_clear();
+    }
+}

@@ -1,0 +1,179 @@
+//! Is a database file what was written?
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use drover_teleport::catalog::ImageRecord;
+use rusqlite::{Connection, ErrorCode};
+
+use super::rows::{Peer, Row, RowError, Seal, Setting, TicketRow};
+use super::schema;
+use super::{CatalogError, Result};
+
+/// What a look at a database file found.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Found {
+    /// There is none, or one without any content.
+    Nothing,
+    /// All of it is as it was written.
+    Good {
+        /// Its revision.
+        revision: i64,
+    },
+    /// It is not what was written.
+    Damaged(String),
+    /// Made by a newer drover.
+    Newer(i64),
+}
+
+/// Looks at the whole database.
+///
+/// # Errors
+/// When it cannot be looked at for another reason than damage: no permission, no memory.
+pub fn examine(path: &Path) -> Result<Found> {
+    match header(path).map_err(CatalogError::file("read", path))? {
+        Header::None => return Ok(Found::Nothing),
+        Header::Bad => {
+            return Ok(Found::Damaged(
+                "its header is not that of a database".into(),
+            ));
+        }
+        Header::Good => {}
+    }
+    let examined = schema::open_to_look(path)
+        .map_err(RowError::from)
+        .and_then(|c| {
+            // One transaction, so that all of it is of one moment whatever others do meanwhile.
+            let moment = c.unchecked_transaction()?;
+            contents(&moment)
+        });
+    match examined {
+        Ok(found) => Ok(found),
+        Err(RowError::Damaged(what)) => Ok(Found::Damaged(what)),
+        Err(RowError::Sql(error)) if means_trouble(&error) => Err(CatalogError::Sql {
+            doing: "checking the catalog",
+            path: path.into(),
+            error,
+        }),
+        // Whatever else a database that this program wrote cannot say.
+        Err(RowError::Sql(error)) => Ok(Found::Damaged(error.to_string())),
+        Err(RowError::Conflict(what)) => Ok(Found::Damaged(what)),
+    }
+}
+
+enum Header {
+    None,
+    Bad,
+    Good,
+}
+
+/// SQLite takes some damage to these bytes for a file that it must not write, so look first.
+fn header(path: &Path) -> std::io::Result<Header> {
+    let mut head = [0u8; 100];
+    let mut file = match File::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Header::None),
+        Err(e) => return Err(e),
+    };
+    if file.metadata()?.len() == 0 {
+        return Ok(Header::None);
+    }
+    if file.read_exact(&mut head).is_err() {
+        return Ok(Header::Bad);
+    }
+    let versions = (head[18], head[19]);
+    let good = head.starts_with(b"SQLite format 3\0")
+        && head[16..18] == [0x10, 0x00]
+        && (versions == (1, 1) || versions == (2, 2))
+        && head[20..24] == [0, 64, 32, 32];
+    Ok(if good { Header::Good } else { Header::Bad })
+}
+
+/// Looks at everything inside.
+fn contents(c: &Connection) -> Result<Found, RowError> {
+    let version: i64 = c.pragma_query_value(None, "user_version", |r| r.get(0))?;
+    let application: i64 = c.pragma_query_value(None, "application_id", |r| r.get(0))?;
+    let described = schema::described(c)?;
+    if version == 0 && application == 0 && described.is_empty() {
+        // A first opening that was interrupted before it made the tables.
+        return Ok(Found::Nothing);
+    }
+    let damaged = |what: &str| RowError::Damaged(what.into());
+    if application != schema::APPLICATION_ID {
+        return Err(damaged("it is not marked as a catalog"));
+    }
+    let seal = Seal::load(c)?;
+    if seal.schema != version {
+        return Err(damaged("its version is not the one it was sealed with"));
+    }
+    integrity(c)?;
+    if version > schema::VERSION {
+        return Ok(Found::Newer(version));
+    }
+    if version < 1 || described != schema::expected(version)? {
+        return Err(damaged("its tables are not the ones that were made"));
+    }
+    let mut again = Seal::blank();
+    for sum in [
+        sums::<Setting>(c)?,
+        sums::<Peer>(c)?,
+        sums::<TicketRow>(c)?,
+        sums::<ImageRecord>(c)?,
+    ]
+    .concat()
+    {
+        again.add(sum);
+    }
+    if (again.rows, again.content) != (seal.rows, seal.content) {
+        return Err(damaged("rows are missing or have come back"));
+    }
+    Ok(Found::Good {
+        revision: seal.revision,
+    })
+}
+
+fn sums<R: Row>(c: &Connection) -> Result<Vec<i64>, RowError> {
+    Ok(R::all(c)?.iter().map(Row::sum).collect())
+}
+
+fn integrity(c: &Connection) -> Result<(), RowError> {
+    let first: String = c.query_row("PRAGMA integrity_check(1)", [], |r| r.get(0))?;
+    if first == "ok" {
+        return Ok(());
+    }
+    // SQLite's report has several lines; the last is the finding.
+    Err(RowError::Damaged(
+        first.lines().last().unwrap_or_default().to_string(),
+    ))
+}
+
+/// Whether SQLite could not work for a reason outside of the file's bytes.
+fn means_trouble(e: &rusqlite::Error) -> bool {
+    use ErrorCode as C;
+    matches!(
+        e.sqlite_error_code(),
+        Some(
+            C::PermissionDenied
+                | C::DatabaseBusy
+                | C::DatabaseLocked
+                | C::OutOfMemory
+                | C::ReadOnly
+                | C::OperationInterrupted
+                | C::SystemIoFailure
+                | C::DiskFull
+                | C::CannotOpen
+                | C::FileLockingProtocolFailed
+                | C::NoLargeFileSupport
+                | C::AuthorizationForStatementDenied
+        )
+    )
+}
+
+/// Whether this error, met while working, is about the file's bytes.
+pub fn means_damage(e: &rusqlite::Error) -> bool {
+    matches!(
+        e.sqlite_error_code(),
+        Some(ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase)
+    )
+}

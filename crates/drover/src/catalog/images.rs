@@ -1,0 +1,82 @@
+//! The images of a site, as the teleport layer asks for them.
+
+use drover_core::ImageName;
+use drover_index::ImageId;
+use drover_teleport::catalog::{Catalog, ImageRecord};
+use rusqlite::types::Value;
+
+use super::SiteCatalog;
+use super::rows::{Row, RowError, Setting};
+
+/// The setting that holds the next image's number.
+pub const NEXT_ID: &str = "next image id";
+
+/// How far the counter jumps when it may have been lost.
+pub const ID_GAP_AFTER_LOSS: u64 = 1 << 20;
+
+impl Catalog for SiteCatalog {
+    fn new_image_id(&self) -> Result<ImageId, String> {
+        self.change("numbering an image", |tx, seal| {
+            let next = match Setting::get(tx, NEXT_ID)? {
+                None => 1,
+                Some(s) => s
+                    .value
+                    .parse::<u64>()
+                    .map_err(|_| RowError::Damaged("the image counter is not a number".into()))?,
+            };
+            let after = next.checked_add(1).filter(|&n| i64::try_from(n).is_ok());
+            let after =
+                after.ok_or_else(|| RowError::Conflict("no image numbers are left".into()))?;
+            seal.put(
+                tx,
+                &Setting {
+                    key: NEXT_ID.into(),
+                    value: after.to_string(),
+                },
+            )?;
+            Ok(ImageId(next))
+        })
+        .map_err(|e| e.to_string())
+    }
+
+    fn images(&self) -> Result<Vec<ImageRecord>, String> {
+        self.read("listing images", ImageRecord::all)
+            .map_err(|e| e.to_string())
+    }
+
+    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+        self.read("finding an image", |c| ImageRecord::get(c, name.as_str()))
+            .map_err(|e| e.to_string())
+    }
+
+    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, String> {
+        self.change("storing an image", |tx, seal| {
+            for number in [
+                record.id.0,
+                record.size_bytes,
+                record.data_bytes,
+                record.virtual_bytes,
+            ] {
+                if i64::try_from(number).is_err() {
+                    return Err(RowError::Conflict(format!(
+                        "{number} is beyond what the catalog holds"
+                    )));
+                }
+            }
+            let same_id = ImageRecord::find(tx, "id", &Value::Integer(record.id.0 as i64))?;
+            if let Some(other) = same_id.filter(|o| o.name != record.name) {
+                return Err(RowError::Conflict(format!(
+                    "image number {} is that of {}",
+                    record.id.0, other.name
+                )));
+            }
+            seal.put(tx, record)
+        })
+        .map_err(|e| e.to_string())
+    }
+
+    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+        self.change("removing an image", |tx, seal| seal.take(tx, name.as_str()))
+            .map_err(|e| e.to_string())
+    }
+}

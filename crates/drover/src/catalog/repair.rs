@@ -1,0 +1,187 @@
+//! Puts a damaged catalog together again.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use drover_teleport::catalog::ImageRecord;
+use rusqlite::{Connection, TransactionBehavior};
+
+use super::check::{Found, examine};
+use super::rows::{Peer, Row, RowError, Seal, Setting};
+use super::{CatalogError, Result, images, schema, spare};
+use crate::home::sync_dir;
+
+/// Says that this process has the database open: shared by users, exclusive for who replaces it.
+pub struct Users(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
+
+/// Looks at the catalog and its spare, and repairs what must be. The caller holds the spare lock.
+///
+/// Which of the two counts: a sound catalog, unless the spare is newer (then the catalog's log
+/// lost changes); else the spare; else the rows of either whose checksums are right.
+pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
+    let spare_path = spare::path_of(path);
+    let users_path = path.with_extension("users");
+    let users = spare::open_lock(&users_path)?;
+    let locked = |e| CatalogError::file("lock", &users_path)(e);
+    let alone = match users.try_lock() {
+        Ok(()) => true,
+        Err(fs::TryLockError::WouldBlock) => false,
+        Err(fs::TryLockError::Error(e)) => return Err(locked(e)),
+    };
+    // The spare first: a change in between can only make the catalog the newer one.
+    let spare = examine(&spare_path)?;
+    let catalog = examine(path)?;
+    let newer = |found| {
+        Err(CatalogError::Newer {
+            path: path.to_path_buf(),
+            found,
+        })
+    };
+    let mut repairs = Vec::new();
+    let damage = match (&catalog, &spare) {
+        (Found::Newer(v), _) | (Found::Damaged(_) | Found::Nothing, Found::Newer(v)) => {
+            return newer(*v);
+        }
+        (Found::Good { revision }, Found::Good { revision: newer }) if newer > revision => {
+            Some("its last changes are missing".to_string())
+        }
+        (Found::Good { .. }, Found::Damaged(what)) => {
+            repairs.push(format!(
+                "{} was damaged ({what}) and was made again",
+                spare_path.display()
+            ));
+            None
+        }
+        (Found::Good { .. }, _) | (Found::Nothing, Found::Nothing) => None,
+        (Found::Nothing, _) => Some("it was missing".to_string()),
+        (Found::Damaged(what), _) => Some(what.clone()),
+    };
+    if let Some(what) = damage {
+        if !alone {
+            return Err(CatalogError::Damaged {
+                path: path.to_path_buf(),
+                what,
+            });
+        }
+        repairs.push(repair(path, &what, matches!(spare, Found::Good { .. }))?);
+    }
+    if alone {
+        users.unlock().map_err(locked)?;
+    }
+    users.lock_shared().map_err(locked)?;
+    Ok((Users(users), repairs))
+}
+
+/// Replaces the catalog, keeps the damaged one beside it, and says what was done.
+fn repair(path: &Path, what: &str, spare_is_good: bool) -> Result<String> {
+    let spare_path = spare::path_of(path);
+    let fresh = path.with_extension("new");
+    spare::remove_with_log(&fresh)?;
+    let shown = path.display();
+    let report = if spare_is_good {
+        fs::copy(&spare_path, &fresh).map_err(CatalogError::file("write", &fresh))?;
+        format!(
+            "{shown} was damaged ({what}) and was restored from {}",
+            spare_path.display()
+        )
+    } else {
+        let (peers, images) = salvage(&[path, &spare_path], &fresh)?;
+        format!(
+            "{shown} and its spare copy were damaged ({what}); saved from them: {peers} peers, {images} images. \
+             Pair with peers that are missing, and index images that are missing with `drover index`"
+        )
+    };
+    let io = |doing| CatalogError::file(doing, path);
+    File::open(&fresh)
+        .and_then(|f| f.sync_all())
+        .map_err(io("sync"))?;
+    // The old log must be gone before the new file has the name: SQLite would replay it.
+    let aside = path.with_extension("damaged");
+    match fs::rename(path, &aside) {
+        Ok(()) => {}
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+        Err(e) => return Err(io("set aside")(e)),
+    }
+    spare::remove_with_log(path)?;
+    sync_dir(path).map_err(io("sync"))?;
+    fs::rename(&fresh, path).map_err(io("restore"))?;
+    sync_dir(path).map_err(io("sync"))?;
+    Ok(report)
+}
+
+/// Makes a new database at `to` of the good rows of the first of `from` that has any; tickets
+/// are left out, so that none is good twice. Returns how many peers and images there are.
+fn salvage(from: &[&Path], to: &Path) -> Result<(usize, usize)> {
+    let mut settings = Vec::new();
+    let mut peers: Vec<Peer> = Vec::new();
+    let mut images: Vec<ImageRecord> = Vec::new();
+    for path in from {
+        if let Ok(c) = schema::open_to_look(path) {
+            settings = good(&c);
+            peers = good(&c);
+            images = good(&c);
+        }
+        if !peers.is_empty() || !images.is_empty() {
+            break;
+        }
+    }
+    // A damaged index can yield a row twice.
+    peers.sort_by(|a, b| a.name.cmp(&b.name));
+    peers.dedup_by(|a, b| a.name == b.name || a.key == b.key);
+    images.sort_by(|a, b| a.name.cmp(&b.name));
+    images.dedup_by(|a, b| a.name == b.name || a.id == b.id);
+    write(to, settings, &peers, &images).map_err(|e| e.at("saving rows", to))?;
+    Ok((peers.len(), images.len()))
+}
+
+fn good<R: Row>(c: &Connection) -> Vec<R> {
+    R::each(c)
+        .unwrap_or_default()
+        .into_iter()
+        .filter_map(Result::ok)
+        .collect()
+}
+
+fn write(
+    to: &Path,
+    settings: Vec<Setting>,
+    peers: &[Peer],
+    images: &[ImageRecord],
+) -> Result<(), RowError> {
+    let mut connection = schema::open_for_use(to).map_err(|e| RowError::Conflict(e.to_string()))?;
+    let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+    let mut seal = Seal::load(&tx)?;
+    for setting in settings.iter().filter(|s| s.key != images::NEXT_ID) {
+        seal.put(&tx, setting)?;
+    }
+    for peer in peers {
+        seal.put(&tx, peer)?;
+    }
+    for image in images {
+        seal.put(&tx, image)?;
+    }
+    // The counter may be lost: start well beyond every number that is known.
+    let counted = settings
+        .iter()
+        .find(|s| s.key == images::NEXT_ID)
+        .and_then(|s| s.value.parse().ok());
+    let highest = images
+        .iter()
+        .map(|i| i.id.0)
+        .max()
+        .unwrap_or(0)
+        .max(counted.unwrap_or(0));
+    let next = highest.saturating_add(images::ID_GAP_AFTER_LOSS);
+    seal.put(
+        &tx,
+        &Setting {
+            key: images::NEXT_ID.into(),
+            value: next.to_string(),
+        },
+    )?;
+    seal.store(&tx)?;
+    tx.commit()?;
+    // One file, so that a rename moves all of it.
+    connection.pragma_update(None, "journal_mode", "delete")?;
+    connection.close().map_err(|(_, e)| e.into())
+}

@@ -1,0 +1,498 @@
+//! Rows and their checksums.
+
+use std::path::{Path, PathBuf};
+
+use drover_core::{Digest, ImageName};
+use drover_image::Stamp;
+use drover_index::ImageId;
+use drover_net::PeerKey;
+use drover_teleport::catalog::ImageRecord;
+use rusqlite::types::Value;
+use rusqlite::{Connection, OptionalExtension, Transaction};
+
+use super::CatalogError;
+
+/// What can be wrong with a row.
+#[derive(Debug)]
+pub enum RowError {
+    /// SQLite said so.
+    Sql(rusqlite::Error),
+    /// The row is not what was written.
+    Damaged(String),
+    /// The change does not go; a line for a person.
+    Conflict(String),
+}
+
+impl RowError {
+    /// The error with what was being done to which database.
+    pub fn at(self, doing: &'static str, path: &Path) -> CatalogError {
+        let path = path.to_path_buf();
+        match self {
+            RowError::Damaged(what) => CatalogError::Damaged { path, what },
+            RowError::Sql(error) if super::check::means_damage(&error) => CatalogError::Damaged {
+                path,
+                what: error.to_string(),
+            },
+            RowError::Sql(error) => CatalogError::Sql { doing, path, error },
+            RowError::Conflict(message) => CatalogError::Conflict(message),
+        }
+    }
+}
+
+impl From<rusqlite::Error> for RowError {
+    fn from(e: rusqlite::Error) -> Self {
+        RowError::Sql(e)
+    }
+}
+
+/// A table's row: its columns as values, the first of them the key.
+pub trait Row: Sized {
+    /// The table.
+    const TABLE: &'static str;
+    /// The columns, but for `sum`.
+    const COLUMNS: &'static [&'static str];
+
+    /// The values of [`Row::COLUMNS`], in order.
+    fn values(&self) -> Vec<Value>;
+
+    /// The row of these values; `None` when they cannot be one.
+    fn of(values: &[Value]) -> Option<Self>;
+
+    /// The row's checksum.
+    fn sum(&self) -> i64 {
+        checksum(Self::TABLE, &self.values())
+    }
+
+    /// The row whose `column` is `value`.
+    fn find(c: &Connection, column: &str, value: &Value) -> Result<Option<Self>, RowError> {
+        let sql = format!(
+            "SELECT {}, sum FROM {} WHERE {column} = ?1",
+            Self::COLUMNS.join(", "),
+            Self::TABLE
+        );
+        c.prepare_cached(&sql)?
+            .query_row([value], |r| Ok(read::<Self>(r)))
+            .optional()?
+            .transpose()
+    }
+
+    /// The row with this key.
+    fn get(c: &Connection, key: &str) -> Result<Option<Self>, RowError> {
+        Self::find(c, Self::COLUMNS[0], &Value::Text(key.into()))
+    }
+
+    /// Every row, by key. Stops at the first that is damaged.
+    fn all(c: &Connection) -> Result<Vec<Self>, RowError> {
+        Self::each(c)?.into_iter().collect()
+    }
+
+    /// Every row that the database yields, by key, each good or not.
+    fn each(c: &Connection) -> Result<Vec<Result<Self, RowError>>, RowError> {
+        let sql = format!(
+            "SELECT {}, sum FROM {} ORDER BY {}",
+            Self::COLUMNS.join(", "),
+            Self::TABLE,
+            Self::COLUMNS[0]
+        );
+        let mut statement = c.prepare_cached(&sql)?;
+        let mut rows = statement.query([])?;
+        let mut out = Vec::new();
+        loop {
+            match rows.next() {
+                Ok(Some(row)) => out.push(read(row)),
+                Ok(None) => return Ok(out),
+                Err(e) => {
+                    out.push(Err(e.into()));
+                    return Ok(out);
+                }
+            }
+        }
+    }
+}
+
+/// Reads a row and proves it.
+fn read<R: Row>(row: &rusqlite::Row<'_>) -> Result<R, RowError> {
+    let n = R::COLUMNS.len();
+    let values = (0..n)
+        .map(|i| row.get::<_, Value>(i))
+        .collect::<Result<Vec<_>, _>>();
+    let damaged = || RowError::Damaged(format!("a row of {} has a wrong checksum", R::TABLE));
+    let values = values.map_err(|_| damaged())?;
+    let sum: i64 = row.get(n).map_err(|_| damaged())?;
+    if checksum(R::TABLE, &values) != sum {
+        return Err(damaged());
+    }
+    R::of(&values).ok_or_else(damaged)
+}
+
+/// The first eight bytes of the BLAKE3 of the table's name and the values, each with its type and length.
+fn checksum(table: &str, values: &[Value]) -> i64 {
+    let mut hasher = blake3::Hasher::new();
+    let mut field = |kind: u8, bytes: &[u8]| {
+        hasher.update(&[kind]);
+        hasher.update(&(bytes.len() as u64).to_le_bytes());
+        hasher.update(bytes);
+    };
+    field(b't', table.as_bytes());
+    for value in values {
+        match value {
+            Value::Null => field(b'0', &[]),
+            Value::Integer(i) => field(b'i', &i.to_le_bytes()),
+            Value::Real(r) => field(b'r', &r.to_le_bytes()),
+            Value::Text(t) => field(b's', t.as_bytes()),
+            Value::Blob(b) => field(b'b', b),
+        }
+    }
+    let hash = hasher.finalize();
+    i64::from_le_bytes(
+        hash.as_bytes()[..8]
+            .try_into()
+            .expect("a hash has 32 bytes"),
+    )
+}
+
+/// The one row that stands for all others: how many there are and the sum of their checksums.
+///
+/// A row that vanishes or comes back shows here, even where SQLite sees nothing wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seal {
+    /// The schema, as in `user_version`.
+    pub schema: i64,
+    /// Goes up with every change: which of two copies is the newer.
+    pub revision: i64,
+    /// Rows in all tables.
+    pub rows: i64,
+    /// Their checksums, added up.
+    pub content: i64,
+    changed: bool,
+}
+
+impl Seal {
+    fn values(&self) -> Vec<Value> {
+        [self.schema, self.revision, self.rows, self.content]
+            .map(Value::Integer)
+            .to_vec()
+    }
+
+    /// A seal of no rows.
+    pub fn blank() -> Seal {
+        Seal {
+            schema: 0,
+            revision: 0,
+            rows: 0,
+            content: 0,
+            changed: false,
+        }
+    }
+
+    /// Writes the seal of a new or migrated database, keeping what it says about rows.
+    pub fn first(tx: &Transaction<'_>, schema: i64) -> rusqlite::Result<()> {
+        let old = Seal::load(tx).unwrap_or_else(|_| Seal::blank());
+        Seal { schema, ..old }.write(tx)
+    }
+
+    /// Reads and proves the seal.
+    pub fn load(c: &Connection) -> Result<Seal, RowError> {
+        let (schema, revision, rows, content, sum) = c
+            .prepare_cached("SELECT schema, revision, rows, content, sum FROM seal WHERE id = 1")?
+            .query_row([], |r| {
+                Ok((
+                    r.get(0)?,
+                    r.get(1)?,
+                    r.get(2)?,
+                    r.get(3)?,
+                    r.get::<_, i64>(4)?,
+                ))
+            })?;
+        let seal = Seal {
+            schema,
+            revision,
+            rows,
+            content,
+            changed: false,
+        };
+        if checksum("seal", &seal.values()) != sum {
+            return Err(RowError::Damaged("its seal has a wrong checksum".into()));
+        }
+        Ok(seal)
+    }
+
+    /// Whether rows were written since it was read.
+    pub fn changed(&self) -> bool {
+        self.changed
+    }
+
+    /// Counts the change and writes the seal.
+    pub fn store(&mut self, tx: &Transaction<'_>) -> Result<(), RowError> {
+        self.revision += 1;
+        Ok(self.write(tx)?)
+    }
+
+    fn write(&self, tx: &Transaction<'_>) -> rusqlite::Result<()> {
+        tx.execute(
+            "INSERT OR REPLACE INTO seal (id, schema, revision, rows, content, sum) VALUES (1, ?1, ?2, ?3, ?4, ?5)",
+            (self.schema, self.revision, self.rows, self.content, checksum("seal", &self.values())),
+        )?;
+        Ok(())
+    }
+
+    /// Counts a row.
+    pub fn add(&mut self, sum: i64) {
+        self.rows += 1;
+        self.content = self.content.wrapping_add(sum);
+        self.changed = true;
+    }
+
+    /// Puts a row in, in place of the one with the same key, which it returns.
+    pub fn put<R: Row>(&mut self, tx: &Transaction<'_>, row: &R) -> Result<Option<R>, RowError> {
+        let values = row.values();
+        let old = match &values[0] {
+            Value::Text(key) => self.take::<R>(tx, key)?,
+            _ => None,
+        };
+        let marks: Vec<String> = (1..=values.len() + 1).map(|i| format!("?{i}")).collect();
+        let sql = format!(
+            "INSERT INTO {} ({}, sum) VALUES ({})",
+            R::TABLE,
+            R::COLUMNS.join(", "),
+            marks.join(", ")
+        );
+        let sum = row.sum();
+        let mut all = values;
+        all.push(Value::Integer(sum));
+        tx.prepare_cached(&sql)?
+            .execute(rusqlite::params_from_iter(all))?;
+        self.add(sum);
+        Ok(old)
+    }
+
+    /// Takes the row with this key out.
+    pub fn take<R: Row>(&mut self, tx: &Transaction<'_>, key: &str) -> Result<Option<R>, RowError> {
+        let Some(old) = R::get(tx, key)? else {
+            return Ok(None);
+        };
+        let sql = format!("DELETE FROM {} WHERE {} = ?1", R::TABLE, R::COLUMNS[0]);
+        tx.prepare_cached(&sql)?.execute([key])?;
+        self.rows -= 1;
+        self.content = self.content.wrapping_sub(old.sum());
+        self.changed = true;
+        Ok(Some(old))
+    }
+}
+
+/// Something that is remembered by name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setting {
+    /// Its name.
+    pub key: String,
+    /// What it is.
+    pub value: String,
+}
+
+impl Row for Setting {
+    const TABLE: &'static str = "settings";
+    const COLUMNS: &'static [&'static str] = &["key", "value"];
+
+    fn values(&self) -> Vec<Value> {
+        vec![
+            Value::Text(self.key.clone()),
+            Value::Text(self.value.clone()),
+        ]
+    }
+
+    fn of(values: &[Value]) -> Option<Self> {
+        let [key, value] = values else { return None };
+        Some(Setting {
+            key: text(key)?,
+            value: text(value)?,
+        })
+    }
+}
+
+/// A site that this one trusts, and that trusts it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Peer {
+    /// What it is called here.
+    pub name: String,
+    /// Its key: who it is.
+    pub key: PeerKey,
+    /// Where it listens, `HOST:PORT`; none when it only calls.
+    pub addresses: Vec<String>,
+    /// Since when, in seconds since 1970.
+    pub paired_unix: i64,
+}
+
+impl Row for Peer {
+    const TABLE: &'static str = "peers";
+    const COLUMNS: &'static [&'static str] = &["name", "key", "addresses", "paired_unix"];
+
+    fn values(&self) -> Vec<Value> {
+        vec![
+            Value::Text(self.name.clone()),
+            Value::Text(self.key.to_string()),
+            Value::Text(self.addresses.join("\n")),
+            Value::Integer(self.paired_unix),
+        ]
+    }
+
+    fn of(values: &[Value]) -> Option<Self> {
+        let [name, key, addresses, paired] = values else {
+            return None;
+        };
+        Some(Peer {
+            name: text(name)?,
+            key: text(key)?.parse().ok()?,
+            addresses: text(addresses)?.lines().map(String::from).collect(),
+            paired_unix: integer(paired)?,
+        })
+    }
+}
+
+/// A ticket that was given out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TicketRow {
+    /// The BLAKE3 of its secret, in hexadecimal digits: the secret itself is not kept.
+    pub secret: String,
+    /// When it was made, in seconds since 1970.
+    pub created_unix: i64,
+    /// When it stops being good.
+    pub expires_unix: i64,
+    /// The key that used it; empty when none did.
+    pub used_by: String,
+}
+
+impl Row for TicketRow {
+    const TABLE: &'static str = "tickets";
+    const COLUMNS: &'static [&'static str] = &["secret", "created_unix", "expires_unix", "used_by"];
+
+    fn values(&self) -> Vec<Value> {
+        vec![
+            Value::Text(self.secret.clone()),
+            Value::Integer(self.created_unix),
+            Value::Integer(self.expires_unix),
+            Value::Text(self.used_by.clone()),
+        ]
+    }
+
+    fn of(values: &[Value]) -> Option<Self> {
+        let [secret, created, expires, used] = values else {
+            return None;
+        };
+        Some(TicketRow {
+            secret: text(secret)?,
+            created_unix: integer(created)?,
+            expires_unix: integer(expires)?,
+            used_by: text(used)?,
+        })
+    }
+}
+
+impl Row for ImageRecord {
+    const TABLE: &'static str = "images";
+    const COLUMNS: &'static [&'static str] = &[
+        "name",
+        "id",
+        "path",
+        "format",
+        "size_bytes",
+        "data_bytes",
+        "virtual_bytes",
+        "digest",
+        "stamp",
+        "added_unix",
+        "peer",
+        "external",
+    ];
+
+    fn values(&self) -> Vec<Value> {
+        use std::os::unix::ffi::OsStrExt;
+        vec![
+            Value::Text(self.name.to_string()),
+            Value::Integer(self.id.0 as i64),
+            Value::Blob(self.path.as_os_str().as_bytes().to_vec()),
+            Value::Text(self.format.clone()),
+            Value::Integer(self.size_bytes as i64),
+            Value::Integer(self.data_bytes as i64),
+            Value::Integer(self.virtual_bytes as i64),
+            Value::Text(self.digest.to_string()),
+            Value::Text(self.stamp.as_ref().map(stamp_text).unwrap_or_default()),
+            Value::Integer(self.added_unix),
+            Value::Text(self.from.clone()),
+            Value::Integer(i64::from(self.external)),
+        ]
+    }
+
+    fn of(values: &[Value]) -> Option<Self> {
+        use std::os::unix::ffi::OsStringExt;
+        let [
+            name,
+            id,
+            path,
+            format,
+            size,
+            data,
+            virtual_size,
+            digest,
+            stamp,
+            added,
+            peer,
+            external,
+        ] = values
+        else {
+            return None;
+        };
+        let Value::Blob(path) = path else { return None };
+        let stamp = text(stamp)?;
+        Some(ImageRecord {
+            name: ImageName::new(text(name)?).ok()?,
+            id: ImageId(integer(id)? as u64),
+            path: PathBuf::from(std::ffi::OsString::from_vec(path.clone())),
+            format: text(format)?,
+            size_bytes: integer(size)? as u64,
+            data_bytes: integer(data)? as u64,
+            virtual_bytes: integer(virtual_size)? as u64,
+            digest: text(digest)?.parse::<Digest>().ok()?,
+            stamp: if stamp.is_empty() {
+                None
+            } else {
+                Some(parse_stamp(&stamp)?)
+            },
+            added_unix: integer(added)?,
+            from: text(peer)?,
+            external: integer(external)? != 0,
+        })
+    }
+}
+
+fn stamp_text(s: &Stamp) -> String {
+    format!(
+        "{}:{}:{}:{}:{}",
+        s.device, s.inode, s.size, s.mtime_ns, s.ctime_ns
+    )
+}
+
+fn parse_stamp(text: &str) -> Option<Stamp> {
+    let mut parts = text.split(':');
+    let stamp = Stamp {
+        device: parts.next()?.parse().ok()?,
+        inode: parts.next()?.parse().ok()?,
+        size: parts.next()?.parse().ok()?,
+        mtime_ns: parts.next()?.parse().ok()?,
+        ctime_ns: parts.next()?.parse().ok()?,
+    };
+    parts.next().is_none().then_some(stamp)
+}
+
+fn text(value: &Value) -> Option<String> {
+    match value {
+        Value::Text(t) => Some(t.clone()),
+        _ => None,
+    }
+}
+
+fn integer(value: &Value) -> Option<i64> {
+    match value {
+        Value::Integer(i) => Some(*i),
+        _ => None,
+    }
+}

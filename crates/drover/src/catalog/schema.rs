@@ -1,0 +1,139 @@
+//! The tables, their versions, and how connections are set up.
+
+use std::path::Path;
+
+use rusqlite::limits::Limit;
+use rusqlite::{Connection, OpenFlags, TransactionBehavior};
+
+use super::rows::Seal;
+use super::{BUSY_TIMEOUT, CatalogError, Result};
+
+/// `drov`: marks the file as a drover catalog.
+pub const APPLICATION_ID: i64 = 0x6472_6f76;
+
+/// Step `n` brings schema `n` to `n + 1`. Never change one that was released; `seal` stays as it is.
+const MIGRATIONS: &[&str] = &["
+    CREATE TABLE seal (
+        id INTEGER PRIMARY KEY CHECK (id = 1),
+        schema INTEGER NOT NULL,
+        revision INTEGER NOT NULL,
+        rows INTEGER NOT NULL,
+        content INTEGER NOT NULL,
+        sum INTEGER NOT NULL
+    );
+    CREATE TABLE settings (
+        key TEXT PRIMARY KEY NOT NULL,
+        value TEXT NOT NULL,
+        sum INTEGER NOT NULL
+    );
+    CREATE TABLE peers (
+        name TEXT PRIMARY KEY NOT NULL,
+        key TEXT UNIQUE NOT NULL,
+        addresses TEXT NOT NULL,
+        paired_unix INTEGER NOT NULL,
+        sum INTEGER NOT NULL
+    );
+    CREATE TABLE tickets (
+        secret TEXT PRIMARY KEY NOT NULL,
+        created_unix INTEGER NOT NULL,
+        expires_unix INTEGER NOT NULL,
+        used_by TEXT NOT NULL,
+        sum INTEGER NOT NULL
+    );
+    CREATE TABLE images (
+        name TEXT PRIMARY KEY NOT NULL,
+        id INTEGER UNIQUE NOT NULL,
+        path BLOB NOT NULL,
+        format TEXT NOT NULL,
+        size_bytes INTEGER NOT NULL,
+        data_bytes INTEGER NOT NULL,
+        virtual_bytes INTEGER NOT NULL,
+        digest TEXT NOT NULL,
+        stamp TEXT NOT NULL,
+        added_unix INTEGER NOT NULL,
+        peer TEXT NOT NULL,
+        external INTEGER NOT NULL,
+        sum INTEGER NOT NULL
+    );
+"];
+
+/// The schema this program writes.
+pub const VERSION: i64 = MIGRATIONS.len() as i64;
+
+/// Opens the database for reading and writing, makes its tables or brings them up to date.
+pub fn open_for_use(path: &Path) -> Result<Connection> {
+    let doing = "opening the catalog";
+    let sql = |error| CatalogError::Sql {
+        doing,
+        path: path.to_path_buf(),
+        error,
+    };
+    let mut connection = Connection::open(path).map_err(sql)?;
+    set_up(&connection).map_err(sql)?;
+    // WAL lets readers go on beside a writer; FULL makes a commit durable before it returns.
+    connection
+        .pragma_update(None, "journal_mode", "wal")
+        .map_err(sql)?;
+    connection
+        .pragma_update(None, "synchronous", "full")
+        .map_err(sql)?;
+    migrate(&mut connection).map_err(sql)?;
+    Ok(connection)
+}
+
+/// Opens a database only to look at it.
+pub fn open_to_look(path: &Path) -> rusqlite::Result<Connection> {
+    let connection = Connection::open_with_flags(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
+    set_up(&connection)?;
+    Ok(connection)
+}
+
+/// What every connection gets: patience, and distrust of the file.
+fn set_up(connection: &Connection) -> rusqlite::Result<()> {
+    connection.busy_timeout(BUSY_TIMEOUT)?;
+    connection.pragma_update(None, "trusted_schema", false)?;
+    connection.pragma_update(None, "cell_size_check", true)?;
+    connection.set_limit(Limit::SQLITE_LIMIT_LENGTH, 4 << 20)?;
+    connection.set_limit(Limit::SQLITE_LIMIT_ATTACHED, 0)?;
+    Ok(())
+}
+
+/// Runs the steps that are missing, all or none of them.
+fn migrate(connection: &mut Connection) -> rusqlite::Result<()> {
+    let version: i64 = connection.pragma_query_value(None, "user_version", |r| r.get(0))?;
+    if version >= VERSION {
+        return Ok(());
+    }
+    let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+    let version: i64 = tx.pragma_query_value(None, "user_version", |r| r.get(0))?;
+    for step in MIGRATIONS
+        .iter()
+        .skip(usize::try_from(version).unwrap_or(0))
+    {
+        tx.execute_batch(step)?;
+    }
+    tx.pragma_update(None, "application_id", APPLICATION_ID)?;
+    tx.pragma_update(None, "user_version", VERSION)?;
+    Seal::first(&tx, VERSION)?;
+    tx.commit()
+}
+
+/// The tables and indices as the database describes them.
+pub fn described(connection: &Connection) -> rusqlite::Result<Vec<(String, String, String)>> {
+    connection
+        .prepare("SELECT type, name, coalesce(sql, '') FROM sqlite_schema ORDER BY type, name")?
+        .query_map([], |r| Ok((r.get(0)?, r.get(1)?, r.get(2)?)))?
+        .collect()
+}
+
+/// What [`described`] is for schema `version`.
+pub fn expected(version: i64) -> rusqlite::Result<Vec<(String, String, String)>> {
+    let connection = Connection::open_in_memory()?;
+    for step in MIGRATIONS
+        .iter()
+        .take(usize::try_from(version).unwrap_or(0))
+    {
+        connection.execute_batch(step)?;
+    }
+    described(&connection)
+}

@@ -1,0 +1,103 @@
+//! `catalog.bak`: a copy of the catalog as it was after the last change.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rusqlite::Connection;
+use rusqlite::backup::Backup;
+
+use super::check::{Found, examine};
+use super::rows::Seal;
+use super::{CatalogError, Result};
+use crate::home::sync_dir;
+
+/// Held while the files beside the database are looked at or replaced; other processes wait.
+pub struct SpareLock(
+    #[expect(dead_code, reason = "the lock lasts as long as the file is open")] File,
+);
+
+/// Waits for the lock of the catalog in `dir`.
+pub fn lock(dir: &Path) -> Result<SpareLock> {
+    let path = dir.join("catalog.lock");
+    let file = open_lock(&path)?;
+    file.lock().map_err(CatalogError::file("lock", &path))?;
+    Ok(SpareLock(file))
+}
+
+/// Opens a file that only serves for locking.
+pub fn open_lock(path: &Path) -> Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)
+        .map_err(CatalogError::file("open", path))
+}
+
+/// Where the spare of the catalog at `path` is.
+pub fn path_of(path: &Path) -> PathBuf {
+    path.with_extension("bak")
+}
+
+/// Writes the spare.
+pub fn write(connection: &Connection, path: &Path) -> Result<()> {
+    let lock = lock(path.parent().unwrap_or(Path::new(".")))?;
+    write_locked(connection, path, &lock)
+}
+
+/// Writes the spare unless it is of the same revision and sound.
+pub fn write_locked(connection: &Connection, path: &Path, _lock: &SpareLock) -> Result<()> {
+    let spare = path_of(path);
+    let revision = Seal::load(connection)
+        .map_err(|e| e.at("reading the seal", path))?
+        .revision;
+    if examine(&spare)? == (Found::Good { revision }) {
+        return Ok(());
+    }
+    let temporary = path.with_extension("bak.tmp");
+    remove_with_log(&temporary)?;
+    let sql = |error| CatalogError::Sql {
+        doing: "copying the catalog",
+        path: spare.clone(),
+        error,
+    };
+    let copied = || -> rusqlite::Result<()> {
+        let mut to = Connection::open(&temporary)?;
+        to.pragma_update(None, "synchronous", "off")?;
+        let backup = Backup::new(connection, &mut to)?;
+        backup.run_to_completion(256, Duration::from_millis(5), None)?;
+        drop(backup);
+        // A copy is one file, without a log beside it.
+        to.pragma_update(None, "journal_mode", "delete")?;
+        to.close().map_err(|(_, e)| e)
+    };
+    copied().map_err(sql)?;
+    let io = |e| CatalogError::File {
+        doing: "write",
+        path: spare.clone(),
+        error: e,
+    };
+    File::open(&temporary)
+        .and_then(|f| f.sync_all())
+        .map_err(io)?;
+    fs::rename(&temporary, &spare).map_err(io)?;
+    sync_dir(&spare).map_err(io)
+}
+
+/// Removes a database file and the log files that SQLite keeps beside it.
+pub fn remove_with_log(path: &Path) -> Result<()> {
+    for suffix in ["-wal", "-shm", "-journal", ""] {
+        let mut name = path.as_os_str().to_owned();
+        name.push(suffix);
+        match fs::remove_file(&name) {
+            Ok(()) => {}
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+            Err(e) => return Err(CatalogError::file("remove", PathBuf::from(name))(e)),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,141 @@
+//! Exit codes, and errors as the one line that a person reads.
+
+use std::fmt;
+
+use drover_net::NetError;
+use drover_teleport::protocol::Refusal;
+use drover_teleport::{RefuseReason, TeleportError};
+
+use crate::text::clean;
+
+/// What the process's exit code says. Scripts rely on the numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// It did not work.
+    Failed = 1,
+    /// The command line asks for something that makes no sense.
+    Usage = 2,
+    /// A peer or this site will not do it: trust, space or policy.
+    Refused = 3,
+}
+
+/// An error that knows its exit code.
+#[derive(Debug)]
+pub struct Failure {
+    exit: Exit,
+    message: String,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// An error of the command line: exit code 2.
+pub fn usage(message: impl Into<String>) -> anyhow::Error {
+    Failure {
+        exit: Exit::Usage,
+        message: message.into(),
+    }
+    .into()
+}
+
+/// What a peer's refusal means here; without a reason it is a failure and not a refusal.
+pub fn refused_by_peer(peer: &str, refusal: &Refusal) -> anyhow::Error {
+    let exit = match refusal.reason {
+        Some(RefuseReason::Trust | RefuseReason::Space | RefuseReason::Policy) => Exit::Refused,
+        None => Exit::Failed,
+    };
+    let message = format!("{}: {}", clean(peer), clean(&refusal.message));
+    Failure { exit, message }.into()
+}
+
+/// The exit code of an error: the first cause that has one decides.
+pub fn exit_of(error: &anyhow::Error) -> Exit {
+    for cause in error.chain() {
+        if let Some(failure) = cause.downcast_ref::<Failure>() {
+            return failure.exit;
+        }
+        if let Some(e) = cause.downcast_ref::<TeleportError>() {
+            return if e.refusal().is_some() {
+                Exit::Refused
+            } else {
+                Exit::Failed
+            };
+        }
+        if let Some(e) = cause.downcast_ref::<NetError>() {
+            return if e.refused() {
+                Exit::Refused
+            } else {
+                Exit::Failed
+            };
+        }
+    }
+    Exit::Failed
+}
+
+/// The error and its causes in one line that cannot disturb a terminal.
+pub fn one_line(error: &anyhow::Error) -> String {
+    // Several of the errors name their cause themselves; do not say it twice.
+    let mut line = String::new();
+    for cause in error.chain() {
+        let text = cause.to_string();
+        if !line.contains(&text) {
+            if !line.is_empty() {
+                line.push_str(": ");
+            }
+            line.push_str(&text);
+        }
+    }
+    clean(&line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn codes_survive_context() {
+        let refusal = Refusal {
+            reason: Some(RefuseReason::Trust),
+            message: "ticket\twas used".into(),
+        };
+        let e = Err::<(), _>(refused_by_peer("lyon", &refusal))
+            .context("pairing")
+            .unwrap_err();
+        assert_eq!(exit_of(&e), Exit::Refused);
+        assert_eq!(one_line(&e), "pairing: lyon: ticket\\twas used");
+        assert_eq!(exit_of(&usage("x")), Exit::Usage);
+        assert_eq!(exit_of(&anyhow::anyhow!("x")), Exit::Failed);
+    }
+
+    #[test]
+    fn teleport_and_net_errors_have_codes() {
+        let space = TeleportError::Refused {
+            reason: RefuseReason::Space,
+            message: "lyon has no space".into(),
+        };
+        assert_eq!(exit_of(&space.into()), Exit::Refused);
+        assert_eq!(exit_of(&TeleportError::Stopped.into()), Exit::Failed);
+        let cut = NetError::Truncated {
+            peer: "lyon".into(),
+        };
+        assert_eq!(exit_of(&cut.into()), Exit::Failed);
+        let e = NetError::Handshake {
+            peer: "lyon".into(),
+            reason: "no key".into(),
+        };
+        assert_eq!(exit_of(&TeleportError::from(e).into()), Exit::Refused);
+    }
+
+    #[test]
+    fn a_cause_is_said_once_and_without_control_characters() {
+        let e = anyhow::anyhow!("no\x1b[31m such\nfile")
+            .context("cannot read x: no\x1b[31m such\nfile");
+        assert_eq!(one_line(&e), "cannot read x: no\\u{1b}[31m such\\nfile");
+    }
+}

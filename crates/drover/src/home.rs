@@ -1,0 +1,319 @@
+//! The directory that holds everything a site is: its identity, catalog, images and caches.
+//!
+//! ```text
+//! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock
+//! images/        work/         index/
+//! ```
+
+mod config;
+
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use drover_net::Identity;
+
+pub use config::Config;
+
+/// A site's home directory and what its `config.toml` says.
+#[derive(Debug, Clone)]
+pub struct Home {
+    dir: PathBuf,
+    /// What `config.toml` says, or its defaults.
+    pub config: Config,
+}
+
+/// Held by the one process that may change images and caches in this home.
+#[derive(Debug)]
+pub struct HomeLock(
+    #[expect(dead_code, reason = "the lock lasts as long as the file is open")] File,
+);
+
+impl Home {
+    /// Where the home is: `chosen` (`--home` or `$DROVER_HOME`), else `/var/lib/drover` for root,
+    /// else `drover` in the XDG data directory.
+    ///
+    /// # Errors
+    /// When none of these is set.
+    pub fn locate(chosen: Option<&Path>) -> Result<PathBuf> {
+        let dir = match chosen {
+            Some(dir) if dir.as_os_str().is_empty() => {
+                return Err(crate::failure::usage(
+                    "the home directory's path is empty; unset DROVER_HOME or give --home DIR",
+                ));
+            }
+            Some(dir) => dir.to_path_buf(),
+            None if rustix::process::geteuid().is_root() => PathBuf::from("/var/lib/drover"),
+            None => data_dir(
+                std::env::var_os("XDG_DATA_HOME").map(PathBuf::from),
+                std::env::var_os("HOME").map(PathBuf::from),
+            )
+            .context("neither DROVER_HOME nor HOME is set; say --home DIR")?
+            .join("drover"),
+        };
+        std::path::absolute(&dir).with_context(|| format!("cannot find {}", dir.display()))
+    }
+
+    /// Opens the home in `dir`; makes it, private to this user, when there is none.
+    ///
+    /// # Errors
+    /// When it cannot be made, or its configuration cannot be read.
+    pub fn create(dir: PathBuf) -> Result<Home> {
+        make_dir(&dir)?;
+        for sub in ["work", "index"] {
+            make_dir(&dir.join(sub))?;
+        }
+        let home = Home {
+            config: Config::load(&dir.join("config.toml"))?,
+            dir,
+        };
+        make_dir(&home.images_dir())?;
+        Ok(home)
+    }
+
+    /// Makes the bare directory, for who wants to write its configuration first.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn make_bare(dir: &Path) -> Result<()> {
+        make_dir(dir)
+    }
+
+    /// Opens the home in `dir`.
+    ///
+    /// # Errors
+    /// When there is none, or its configuration cannot be read.
+    pub fn existing(dir: PathBuf) -> Result<Home> {
+        if !dir.is_dir() {
+            bail!(
+                "{} does not exist; `drover init`, `drover serve` or `drover pair` makes it, and DROVER_HOME chooses another",
+                dir.display()
+            );
+        }
+        Home::create(dir)
+    }
+
+    /// The directory itself (absolute).
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Where delivered images go.
+    pub fn images_dir(&self) -> PathBuf {
+        match &self.config.images {
+            Some(dir) => self.dir.join(dir),
+            None => self.dir.join("images"),
+        }
+    }
+
+    /// Where images are put together, on the file system of [`Home::images_dir`] so that a rename delivers.
+    pub fn work_dir(&self) -> PathBuf {
+        match &self.config.images {
+            Some(_) => self.images_dir().join(".drover-work"),
+            None => self.dir.join("work"),
+        }
+    }
+
+    /// Where the matcher keeps its files.
+    pub fn index_dir(&self) -> PathBuf {
+        self.dir.join("index")
+    }
+
+    /// The running site's socket.
+    pub fn socket(&self) -> PathBuf {
+        self.dir.join("site.sock")
+    }
+
+    /// The identity of this home, made on first use.
+    ///
+    /// # Errors
+    /// When it cannot be read or made. It is never replaced.
+    pub fn identity(&self) -> Result<Identity> {
+        Ok(Identity::load_or_create(self.dir.join("identity.key"))?)
+    }
+
+    /// What this site calls itself to others: the configured name, else the host's.
+    pub fn name(&self) -> String {
+        let name = self.config.name.clone().unwrap_or_else(|| {
+            rustix::system::uname()
+                .nodename()
+                .to_string_lossy()
+                .into_owned()
+        });
+        crate::peer_name::from_untrusted(&name)
+    }
+
+    /// Takes the home for this process.
+    ///
+    /// # Errors
+    /// When another process has it, named by its number.
+    pub fn lock(&self) -> Result<HomeLock> {
+        match self.try_lock()? {
+            Ok(lock) => Ok(lock),
+            Err(holder) => bail!(
+                "{} is in use by another drover process{holder}; stop it, or choose another home with DROVER_HOME",
+                self.dir.display()
+            ),
+        }
+    }
+
+    /// As [`Home::lock`]; the inner error describes the holder, such as ` (process 17)`.
+    ///
+    /// # Errors
+    /// When the lock file cannot be used at all.
+    pub fn try_lock(&self) -> Result<Result<HomeLock, String>> {
+        let path = self.dir.join("lock");
+        let cannot = || format!("cannot lock {}", path.display());
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&path)
+            .with_context(cannot)?;
+        match file.try_lock() {
+            Ok(()) => {
+                // Only tells people who holds it; the lock itself is what counts.
+                file.set_len(0).with_context(cannot)?;
+                write!(file, "{}", std::process::id()).with_context(cannot)?;
+                Ok(Ok(HomeLock(file)))
+            }
+            Err(TryLockError::WouldBlock) => {
+                let mut holder = String::new();
+                file.rewind().with_context(cannot)?;
+                let _ = (&mut file).take(20).read_to_string(&mut holder);
+                let known = !holder.is_empty() && holder.bytes().all(|b| b.is_ascii_digit());
+                Ok(Err(if known {
+                    format!(" (process {holder})")
+                } else {
+                    String::new()
+                }))
+            }
+            Err(TryLockError::Error(e)) => Err(e).with_context(cannot),
+        }
+    }
+}
+
+/// `$XDG_DATA_HOME` when it is absolute (the specification says to ignore it otherwise), else
+/// `~/.local/share`.
+fn data_dir(xdg: Option<PathBuf>, home: Option<PathBuf>) -> Option<PathBuf> {
+    xdg.filter(|d| d.is_absolute()).or_else(|| {
+        home.filter(|h| !h.as_os_str().is_empty())
+            .map(|h| h.join(".local/share"))
+    })
+}
+
+/// Makes a directory that only this user can look into, and its parents.
+fn make_dir(dir: &Path) -> Result<()> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .with_context(|| format!("cannot make {}", dir.display()))
+}
+
+/// Writes a file so that a crash leaves the old one or the new one, private to this user.
+///
+/// # Errors
+/// What the system reports.
+pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
+    let name = path
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
+    let temporary = path.with_file_name(format!(".{name}.{}", std::process::id()));
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&temporary)?;
+    let written = file
+        .write_all(content)
+        .and_then(|()| file.sync_all())
+        .and_then(|()| fs::rename(&temporary, path))
+        .and_then(|()| sync_dir(path));
+    if written.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    written
+}
+
+/// Syncs the directory that holds `path`, so that a rename in it lasts.
+pub fn sync_dir(path: &Path) -> io::Result<()> {
+    File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn the_data_directory_follows_xdg() {
+        let p = |s: &str| Some(PathBuf::from(s));
+        assert_eq!(data_dir(p("/x"), p("/home/u")), p("/x"));
+        assert_eq!(
+            data_dir(p("relative"), p("/home/u")),
+            p("/home/u/.local/share")
+        );
+        assert_eq!(data_dir(None, None), None);
+        assert_eq!(data_dir(None, p("")), None);
+    }
+
+    #[test]
+    fn a_home_is_private_and_has_one_owner() {
+        let tmp = tempfile::tempdir().unwrap();
+        let home = Home::create(tmp.path().join("a/b")).unwrap();
+        let mode = fs::metadata(home.dir()).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+        let lock = home.lock().unwrap();
+        let e = home.lock().unwrap_err().to_string();
+        assert!(
+            e.contains(&format!("process {}", std::process::id())),
+            "{e}"
+        );
+        assert!(e.contains("a/b"), "{e}");
+        drop(lock);
+        home.lock().unwrap();
+    }
+
+    #[test]
+    fn a_home_that_is_not_there_is_an_error_with_a_way_out() {
+        let tmp = tempfile::tempdir().unwrap();
+        let e = Home::existing(tmp.path().join("nowhere"))
+            .unwrap_err()
+            .to_string();
+        assert!(e.contains("nowhere") && e.contains("drover init"), "{e}");
+    }
+
+    #[test]
+    fn images_elsewhere_keep_their_work_beside_them() {
+        let tmp = tempfile::tempdir().unwrap();
+        fs::write(tmp.path().join("config.toml"), "images = \"/srv/vm\"\n").unwrap();
+        let config = Config::load(&tmp.path().join("config.toml")).unwrap();
+        let home = Home {
+            dir: tmp.path().into(),
+            config,
+        };
+        assert_eq!(home.images_dir(), Path::new("/srv/vm"));
+        assert_eq!(home.work_dir(), Path::new("/srv/vm/.drover-work"));
+    }
+
+    #[test]
+    fn atomic_writes_replace_and_leave_nothing_beside() {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("f");
+        write_atomically(&path, b"one").unwrap();
+        write_atomically(&path, b"two").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert_eq!(fs::read_dir(tmp.path()).unwrap().count(), 1);
+    }
+}

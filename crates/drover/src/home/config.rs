@@ -1,0 +1,149 @@
+//! `config.toml`: everything in it is optional.
+
+use std::io::Read;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Deserializer};
+
+use crate::text;
+
+/// The longest configuration that is read.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// Where a site listens when nothing else is said.
+pub const DEFAULT_LISTEN: &str = "0.0.0.0:7377";
+
+/// What `config.toml` may say.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Config {
+    /// What this site calls itself to others; the host's name when absent.
+    pub name: Option<String>,
+    /// Where `serve` listens.
+    pub listen: Option<SocketAddr>,
+    /// The addresses that tickets name, when others reach this site by other ones than it sees.
+    #[serde(default)]
+    pub advertise: Vec<String>,
+    /// Where delivered images go; relative to the home.
+    pub images: Option<PathBuf>,
+    /// The most bytes a second that `send` puts on the wire, as in `"20M"`.
+    #[serde(default, deserialize_with = "rate")]
+    pub limit: Option<u64>,
+    /// The peer that matches for this site in place of its own matcher.
+    pub teleporter: Option<String>,
+    /// Where Prometheus can fetch metrics by HTTP.
+    pub metrics_listen: Option<SocketAddr>,
+    /// Space to leave free on the images' file system, as in `"1GiB"`.
+    #[serde(default, deserialize_with = "size")]
+    pub reserve: Option<u64>,
+    /// How many peers may send at once.
+    pub max_sessions: Option<usize>,
+}
+
+impl Config {
+    /// What `init` writes: every setting, commented out.
+    pub const TEMPLATE: &str = include_str!("config.template.toml");
+
+    /// Reads the file at `path`; a file that is not there says nothing.
+    ///
+    /// # Errors
+    /// When it cannot be read or understood, with the line.
+    pub fn load(path: &Path) -> Result<Config> {
+        let cannot = || format!("cannot read {}", path.display());
+        let file = match std::fs::File::open(path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Config::default()),
+            Err(e) => return Err(e).with_context(cannot),
+        };
+        let mut content = String::new();
+        file.take(MAX_BYTES + 1)
+            .read_to_string(&mut content)
+            .with_context(cannot)?;
+        if content.len() as u64 > MAX_BYTES {
+            bail!("{} is larger than {MAX_BYTES} bytes", path.display());
+        }
+        toml::from_str(&content).map_err(|e| {
+            let line = e
+                .span()
+                .map_or(1, |s| 1 + content[..s.start].matches('\n').count());
+            anyhow::anyhow!("{}, line {line}: {}", path.display(), e.message())
+        })
+    }
+
+    /// Where to listen.
+    pub fn listen(&self) -> SocketAddr {
+        self.listen
+            .unwrap_or_else(|| DEFAULT_LISTEN.parse().expect("the default is an address"))
+    }
+}
+
+fn rate<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
+    let text = String::deserialize(d)?;
+    text::parse_rate(&text)
+        .map(Some)
+        .map_err(serde::de::Error::custom)
+}
+
+fn size<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
+    let text = String::deserialize(d)?;
+    text::parse_size(&text)
+        .map(Some)
+        .map_err(serde::de::Error::custom)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(content: &str) -> Result<Config> {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("config.toml");
+        std::fs::write(&path, content).unwrap();
+        Config::load(&path)
+    }
+
+    #[test]
+    fn the_template_says_nothing_and_is_all_true() {
+        let config = load(Config::TEMPLATE).unwrap();
+        assert_eq!(config.listen().to_string(), DEFAULT_LISTEN);
+        assert!(config.name.is_none() && config.limit.is_none());
+        // Each commented setting must be one that exists.
+        let live: String = Config::TEMPLATE
+            .lines()
+            .map(|l| match l.strip_prefix('#') {
+                Some(rest) if rest.contains(" = ") && !rest.starts_with(' ') => format!("{rest}\n"),
+                _ => "\n".into(),
+            })
+            .collect();
+        let config = load(&live).unwrap();
+        assert_eq!(config.limit, Some(20_000_000));
+        assert_eq!(config.reserve, Some(1 << 30));
+        assert!(config.teleporter.is_some() && config.metrics_listen.is_some());
+        assert!(
+            config.max_sessions.is_some()
+                && config.images.is_some()
+                && !config.advertise.is_empty()
+        );
+    }
+
+    #[test]
+    fn mistakes_name_the_file_and_the_line() {
+        let e = load("name = \"a\"\nlisen = \"0.0.0.0:1\"\n")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            e.contains("config.toml, line 2") && e.contains("lisen"),
+            "{e}"
+        );
+        assert!(load("limit = \"fast\"").is_err());
+        assert!(load("\u{0}").is_err());
+    }
+
+    #[test]
+    fn no_file_is_the_default() {
+        let config = Config::load(Path::new("/nonexistent/config.toml")).unwrap();
+        assert_eq!(config.listen().port(), 7377);
+    }
+}

@@ -1,0 +1,455 @@
+//! `images`, `verify`, `rm`, `index` and `digest`: images that are somewhere already.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use drover_core::Digest;
+use drover_teleport::catalog::{Catalog, ImageRecord};
+use drover_teleport::protocol::{ImageInfo, Reply, Request};
+use drover_teleport::walk::digest_file;
+use drover_teleport::{Site, TeleportError};
+use serde_json::json;
+
+use crate::bar::Bar;
+use crate::catalog::SiteCatalog;
+use crate::cli::{DigestArgs, ImagesArgs, IndexArgs, RmArgs, VerifyArgs};
+use crate::failure::usage;
+use crate::home::{Home, HomeLock};
+use crate::remote::{Call, find_peer};
+use crate::text::{bytes, clean, moment};
+use crate::{out, prompt, site};
+
+/// Images that a peer may list.
+const MAX_LISTED: usize = 1_000_000;
+
+/// Files that one `index` command takes from directories.
+const MAX_INDEXED: usize = 10_000;
+
+/// A record as others see it.
+pub fn info(r: ImageRecord) -> ImageInfo {
+    ImageInfo {
+        name: r.name.to_string(),
+        digest: r.digest,
+        size_bytes: r.size_bytes,
+        data_bytes: r.data_bytes,
+        virtual_bytes: r.virtual_bytes,
+        format: r.format,
+        added_unix: r.added_unix,
+        from: r.from,
+    }
+}
+
+/// What a removal did, or would do, for a person.
+pub fn removal(r: &ImageRecord) -> String {
+    if r.external {
+        format!("forgot {}; its file {} stays", r.name, r.path.display())
+    } else {
+        format!("removed {} ({})", r.name, bytes(r.data_bytes))
+    }
+}
+
+/// Lists images.
+///
+/// # Errors
+/// When the catalog or the peer cannot be asked.
+pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
+    let catalog = site::open_catalog(home)?;
+    let list = match &args.peer {
+        None => catalog
+            .images()
+            .map_err(anyhow::Error::msg)?
+            .into_iter()
+            .map(info)
+            .collect(),
+        Some(name) => list_of_peer(home, &catalog, name).await?,
+    };
+    if args.json {
+        for i in &list {
+            out::json(&json!({
+                "name": i.name, "digest": i.digest.to_string(), "format": i.format,
+                "size_bytes": i.size_bytes, "data_bytes": i.data_bytes, "virtual_bytes": i.virtual_bytes,
+                "added_unix": i.added_unix, "from": i.from,
+            }))?;
+        }
+        return Ok(());
+    }
+    if list.is_empty() {
+        eprintln!("drover: no images");
+        return Ok(());
+    }
+    let rows = list
+        .iter()
+        .map(|i| {
+            let from = if i.from.is_empty() {
+                "-".into()
+            } else {
+                clean(&i.from)
+            };
+            let digest = i.digest.to_string()[..12].to_string();
+            vec![
+                clean(&i.name),
+                clean(&i.format),
+                bytes(i.size_bytes),
+                bytes(i.data_bytes),
+                digest,
+                moment(i.added_unix),
+                from,
+            ]
+        })
+        .collect();
+    let heading = [
+        "name",
+        "format",
+        "size",
+        "data",
+        "digest",
+        "since (UTC)",
+        "from",
+    ];
+    out::line(&out::table(&heading, rows, &[2, 3]))
+}
+
+async fn list_of_peer(home: &Home, catalog: &SiteCatalog, name: &str) -> Result<Vec<ImageInfo>> {
+    let peer = find_peer(catalog, name)?;
+    let mut call = Call::peer(&home.identity()?, &peer).await?;
+    call.ask(&Request::Images).await?;
+    let mut list = Vec::new();
+    loop {
+        match call.reply().await? {
+            Reply::Images(some) if some.is_empty() => break,
+            Reply::Images(some) => list.extend(some),
+            _ => return Err(call.confused()),
+        }
+        if list.len() > MAX_LISTED {
+            bail!("{name} lists more than {MAX_LISTED} images");
+        }
+    }
+    call.close().await;
+    Ok(list)
+}
+
+/// Checks an image, here or at a peer.
+///
+/// # Errors
+/// When it is not what was delivered, or cannot be checked.
+pub async fn verify(home: &Home, args: VerifyArgs) -> Result<()> {
+    let catalog = Arc::new(site::open_catalog(home)?);
+    let bar = Bar::new(args.name.as_str(), args.json);
+    let call = match &args.peer {
+        Some(peer) => Some(Call::peer(&home.identity()?, &find_peer(&catalog, peer)?).await?),
+        None => Call::local(home).await?,
+    };
+    let (expected, found) = match call {
+        Some(mut call) => {
+            call.ask(&Request::Verify {
+                name: args.name.clone(),
+            })
+            .await?;
+            match long_reply(&mut call, &bar).await? {
+                Reply::Verified { expected, found } => (expected, found),
+                _ => return Err(call.confused()),
+            }
+        }
+        None => {
+            let (site, name) = (Own::open(home, &catalog).await?, args.name.clone());
+            let bar = bar.clone();
+            site.run(move |site| site.verify(&name, &mut |done, total| bar.at(done, total)))
+                .await?
+        }
+    };
+    bar.clear();
+    report_verified(&args, expected, found)
+}
+
+fn report_verified(args: &VerifyArgs, expected: Digest, found: Digest) -> Result<()> {
+    let place = args
+        .peer
+        .as_ref()
+        .map(|p| format!(" at {p}"))
+        .unwrap_or_default();
+    if args.json {
+        out::json(&json!({
+            "name": args.name.as_str(), "good": expected == found,
+            "expected": expected.to_string(), "digest": found.to_string(),
+        }))?;
+    }
+    if expected != found {
+        bail!(
+            "{}{place} is not the file that was delivered: its digest is {found}, expected {expected}; send it again",
+            args.name
+        );
+    }
+    if !args.json {
+        out::line(&format!("{}{place} is good: {found}", args.name))?;
+    }
+    Ok(())
+}
+
+/// Removes an image from this site.
+///
+/// # Errors
+/// When the user does not want it or it cannot be removed.
+pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
+    let catalog = Arc::new(site::open_catalog(home)?);
+    let record = catalog.by_name(&args.name).map_err(anyhow::Error::msg)?;
+    let Some(record) = record else {
+        bail!(
+            "this site has no image called {}; `drover images` lists them",
+            args.name
+        );
+    };
+    if args.dry_run {
+        if args.json {
+            return out::json(&json!({
+                "name": args.name.as_str(), "removed": false, "external": record.external,
+                "path": record.path, "data_bytes": record.data_bytes,
+            }));
+        }
+        return out::line(&format!("would have {}", removal(&record)));
+    }
+    let question = if record.external {
+        format!(
+            "Forget {} (its file {} stays)?",
+            record.name,
+            record.path.display()
+        )
+    } else {
+        format!("Remove {} ({})?", record.name, bytes(record.data_bytes))
+    };
+    prompt::confirm(&question, args.yes)?;
+    let message = match Call::local(home).await? {
+        Some(mut call) => {
+            call.ask(&Request::Remove {
+                name: args.name.clone(),
+            })
+            .await?;
+            match call.reply().await? {
+                Reply::Done { message } => message,
+                _ => return Err(call.confused()),
+            }
+        }
+        None => {
+            let (site, name) = (Own::open(home, &catalog).await?, args.name.clone());
+            removal(&site.run(move |site| site.remove(&name)).await?)
+        }
+    };
+    if args.json {
+        return out::json(&json!({
+            "name": args.name.as_str(), "removed": true, "external": record.external,
+            "path": record.path, "data_bytes": record.data_bytes,
+        }));
+    }
+    out::line(&clean(&message))
+}
+
+/// Makes image files of this machine sources of blocks.
+///
+/// # Errors
+/// When one cannot be indexed; those before it stay indexed.
+pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
+    let files = files_of(&args.paths)?;
+    if files.is_empty() {
+        return Err(usage("there are no image files in what was named"));
+    }
+    let catalog = Arc::new(site::open_catalog(home)?);
+    let mut own: Option<Own> = None;
+    for path in files {
+        let bar = Bar::new(
+            &path.file_name().unwrap_or_default().to_string_lossy(),
+            args.json,
+        );
+        let call = if own.is_some() {
+            None
+        } else {
+            Call::local(home).await?
+        };
+        let name = match call {
+            Some(mut call) => {
+                let text = path.to_str().with_context(|| {
+                    format!(
+                        "the running site cannot be told of {}: its path is not UTF-8",
+                        path.display()
+                    )
+                })?;
+                call.ask(&Request::Index {
+                    paths: vec![text.into()],
+                })
+                .await?;
+                match long_reply(&mut call, &bar).await? {
+                    Reply::Done { message } => message,
+                    _ => return Err(call.confused()),
+                }
+            }
+            None => {
+                let site = match own.take() {
+                    Some(site) => site,
+                    None => Own::open(home, &catalog).await?,
+                };
+                let (job_bar, path) = (bar.clone(), path.clone());
+                let (site, record) = site
+                    .keep(move |site| {
+                        site.index_image(&path, &mut |done, total| job_bar.at(done, total))
+                    })
+                    .await?;
+                own = Some(site);
+                record.name.to_string()
+            }
+        };
+        bar.clear();
+        report_indexed(&catalog, &name, &path, args.json)?;
+    }
+    if let Some(site) = own {
+        site.close().await?;
+    }
+    Ok(())
+}
+
+fn report_indexed(catalog: &SiteCatalog, name: &str, path: &Path, json: bool) -> Result<()> {
+    let record = match drover_core::ImageName::new(name) {
+        Ok(name) => catalog.by_name(&name).map_err(anyhow::Error::msg)?,
+        Err(_) => None,
+    };
+    let record = record
+        .with_context(|| format!("{} was indexed and removed again meanwhile", path.display()))?;
+    if json {
+        return out::json(&json!({
+            "name": record.name.as_str(), "path": record.path, "format": record.format,
+            "digest": record.digest.to_string(), "size_bytes": record.size_bytes, "data_bytes": record.data_bytes,
+        }));
+    }
+    out::line(&format!(
+        "indexed {} as {} ({})",
+        path.display(),
+        record.name,
+        bytes(record.data_bytes)
+    ))
+}
+
+/// The files among `paths`, and in those that are directories, absolute and sorted.
+fn files_of(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for path in paths {
+        let path = path
+            .canonicalize()
+            .with_context(|| format!("cannot open {}", path.display()))?;
+        if !path.is_dir() {
+            files.push(path);
+            continue;
+        }
+        let entries =
+            std::fs::read_dir(&path).with_context(|| format!("cannot list {}", path.display()))?;
+        let mut inside = Vec::new();
+        for entry in entries {
+            let entry = entry.with_context(|| format!("cannot list {}", path.display()))?;
+            let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+            if entry.file_type().is_ok_and(|t| t.is_file()) && !hidden {
+                inside.push(entry.path());
+            }
+            if files.len() + inside.len() > MAX_INDEXED {
+                bail!(
+                    "{} holds too many files (more than {MAX_INDEXED} in all); name the images",
+                    path.display()
+                );
+            }
+        }
+        inside.sort();
+        files.append(&mut inside);
+    }
+    let mut seen = std::collections::HashSet::new();
+    files.retain(|f| seen.insert(f.clone()));
+    Ok(files)
+}
+
+/// Prints digests.
+///
+/// # Errors
+/// When a file cannot be read.
+pub fn digest(args: DigestArgs) -> Result<()> {
+    for path in &args.files {
+        let bar = Bar::new(&path.display().to_string(), args.json);
+        let digest = digest_file(path, &mut |done, total| bar.at(done, total))?;
+        bar.clear();
+        if args.json {
+            out::json(&json!({"path": path, "digest": digest.to_string()}))?;
+        } else {
+            out::line(&format!("{digest}  {}", clean(&path.display().to_string())))?;
+        }
+    }
+    Ok(())
+}
+
+/// Waits for the reply that is no progress, showing the progress.
+async fn long_reply(call: &mut Call, bar: &Bar) -> Result<Reply> {
+    loop {
+        match call.reply().await? {
+            Reply::Progress { done, total } => bar.at(done, total),
+            reply => return Ok(reply),
+        }
+    }
+}
+
+/// The site of this home, opened by this process because none is running.
+struct Own {
+    site: Arc<Site>,
+    _lock: HomeLock,
+}
+
+impl Own {
+    async fn open(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Own> {
+        let lock = home.lock()?;
+        let site = site::open(home, catalog, &home.identity()?).await?;
+        Ok(Own { site, _lock: lock })
+    }
+
+    /// Does `job` and closes the site.
+    async fn run<T: Send + 'static>(
+        self,
+        job: impl FnOnce(&Arc<Site>) -> Result<T, TeleportError> + Send + 'static,
+    ) -> Result<T> {
+        let (site, out) = self.keep(job).await?;
+        site.close().await?;
+        Ok(out)
+    }
+
+    /// Does `job` and keeps the site open; closes it when the job fails.
+    async fn keep<T: Send + 'static>(
+        self,
+        job: impl FnOnce(&Arc<Site>) -> Result<T, TeleportError> + Send + 'static,
+    ) -> Result<(Own, T)> {
+        let site = Arc::clone(&self.site);
+        match tokio::task::spawn_blocking(move || job(&site)).await? {
+            Ok(out) => Ok((self, out)),
+            Err(e) => {
+                self.close().await?;
+                Err(e.into())
+            }
+        }
+    }
+
+    async fn close(self) -> Result<()> {
+        let site = Arc::clone(&self.site);
+        tokio::task::spawn_blocking(move || site.close()).await??;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directories_stand_for_the_files_in_them() {
+        let tmp = tempfile::tempdir().unwrap();
+        let root = tmp.path().canonicalize().unwrap();
+        for name in ["b.img", "a.img", ".hidden"] {
+            std::fs::write(root.join(name), "x").unwrap();
+        }
+        std::fs::create_dir(root.join("sub")).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", root.join("link")).unwrap();
+        let files = files_of(&[root.join("b.img"), root.clone()]).unwrap();
+        assert_eq!(files, [root.join("b.img"), root.join("a.img")]);
+        let e = files_of(&[root.join("nowhere")]).unwrap_err();
+        assert!(e.to_string().contains("nowhere"), "{e}");
+    }
+}

@@ -1,0 +1,51 @@
+//! What goes to stdout: results. Everything else goes to stderr.
+
+use std::io::{self, Write};
+
+use anyhow::{Context, Result};
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, ContentArrangement, Table};
+use serde::Serialize;
+
+/// Prints a line. A reader that went away ends the process quietly, as it does for other tools.
+///
+/// # Errors
+/// When it cannot be written for another reason.
+pub fn line(text: &str) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => std::process::exit(0),
+        other => other.context("cannot write to stdout"),
+    }
+}
+
+/// Prints one JSON object on a line.
+///
+/// # Errors
+/// As [`line`].
+pub fn json(value: &impl Serialize) -> Result<()> {
+    line(&serde_json::to_string(value)?)
+}
+
+/// A table for people: a heading, and columns as wide as they need to be.
+pub fn table(heading: &[&str], rows: Vec<Vec<String>>, numbers: &[usize]) -> String {
+    let mut table = Table::new();
+    table
+        .load_style(NOTHING)
+        .set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header(heading.iter().map(|h| h.to_uppercase()).collect::<Vec<_>>());
+    table.add_rows(rows);
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    for &column in numbers {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    let text = table.to_string();
+    text.lines()
+        .map(str::trim_end)
+        .collect::<Vec<_>>()
+        .join("\n")
+}

@@ -1,0 +1,109 @@
+//! The names by which a site knows its peers.
+
+/// The longest peer name, in bytes.
+pub const MAX_BYTES: usize = 63;
+
+/// Checks a name that a person chose: a letter or digit, then letters, digits, `.`, `-` and `_`.
+///
+/// # Errors
+/// A line for a person.
+pub fn check(name: &str) -> Result<String, String> {
+    if name.is_empty() {
+        return Err("a peer's name cannot be empty".into());
+    }
+    if name.len() > MAX_BYTES {
+        return Err(format!("a peer's name has at most {MAX_BYTES} bytes"));
+    }
+    let good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    if !name.chars().all(good) || !name.starts_with(|c: char| c.is_ascii_alphanumeric()) {
+        return Err(
+            "a peer's name is a letter or digit, then letters, digits, '.', '-' and '_'".into(),
+        );
+    }
+    Ok(name.into())
+}
+
+/// Makes a name of what another machine calls itself.
+pub fn from_untrusted(text: &str) -> String {
+    let name: String = text
+        .chars()
+        .map(|c| {
+            if c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_') {
+                c
+            } else {
+                '-'
+            }
+        })
+        .skip_while(|c| !c.is_ascii_alphanumeric())
+        .take(MAX_BYTES)
+        .collect();
+    if name.is_empty() { "peer".into() } else { name }
+}
+
+/// `wanted`, or `wanted-2` and so on when `taken` says so.
+pub fn unique(wanted: &str, taken: impl Fn(&str) -> bool) -> String {
+    if !taken(wanted) {
+        return wanted.into();
+    }
+    (2u32..)
+        .map(|n| {
+            let suffix = format!("-{n}");
+            let stem: String = wanted.chars().take(MAX_BYTES - suffix.len()).collect();
+            stem + &suffix
+        })
+        .find(|name| !taken(name))
+        .unwrap_or_else(|| wanted.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_people_may_choose() {
+        for good in ["lyon", "a", "node-1.example_x", "7"] {
+            assert_eq!(check(good).as_deref(), Ok(good));
+        }
+        for bad in [
+            "",
+            "-x",
+            ".",
+            "..",
+            "a/b",
+            "a b",
+            "é",
+            "a\n",
+            &"x".repeat(64),
+        ] {
+            assert!(check(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn whatever_a_machine_calls_itself_becomes_a_name() {
+        for wild in [
+            "",
+            "..",
+            "\u{1b}[2J",
+            "a\nb",
+            "Émile's host",
+            &"x".repeat(4096),
+            "日本",
+        ] {
+            let name = from_untrusted(wild);
+            assert_eq!(check(&name).as_ref(), Ok(&name), "{wild:?}");
+        }
+        assert_eq!(from_untrusted("web.example"), "web.example");
+    }
+
+    #[test]
+    fn a_taken_name_gets_a_number() {
+        let taken = ["a", "a-2"];
+        assert_eq!(unique("a", |n| taken.contains(&n)), "a-3");
+        assert_eq!(unique("b", |n| taken.contains(&n)), "b");
+        let long = "x".repeat(MAX_BYTES);
+        let next = unique(&long, |n| n == long);
+        assert_eq!(next.len(), MAX_BYTES);
+        assert!(check(&next).is_ok());
+    }
+}

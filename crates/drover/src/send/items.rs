@@ -1,0 +1,195 @@
+//! Which files are sent, and under which names.
+
+use std::collections::HashSet;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use drover_core::ImageName;
+use drover_image::{Conversion, open_for_sending};
+use drover_teleport::session::SendItem;
+
+use crate::cli::{SendArgs, Target};
+use crate::failure::usage;
+use crate::text::clean;
+
+/// The peer and the images that the command line names.
+///
+/// # Errors
+/// Usage, when a name cannot be one, is given twice, or `--as` names several images.
+pub fn of_args(args: &SendArgs) -> Result<(String, Vec<SendItem>)> {
+    let Some((peer, images)) = args.images_and_peer.split_last() else {
+        return Err(usage("name the images and then the peer"));
+    };
+    let peer = peer
+        .to_str()
+        .ok_or_else(|| usage("the last argument must be the name of a peer"))?;
+    if images.is_empty() {
+        return Err(usage("name at least one image before the peer"));
+    }
+    if args.rename.is_some() && images.len() > 1 {
+        return Err(usage(
+            "--as gives one name; send several images one by one to rename them",
+        ));
+    }
+    if peer.contains('/') {
+        return Err(usage(format!(
+            "{:?} is no peer; the last argument names the peer to send to",
+            clean(peer)
+        )));
+    }
+    let conversion = match args.to {
+        Some(Target::Raw) => Conversion::Raw,
+        Some(Target::Qcow2) => Conversion::Qcow2,
+        None if args.opaque => Conversion::Opaque,
+        None => Conversion::AsIs,
+    };
+    let mut items = Vec::new();
+    for path in images {
+        let name = match &args.rename {
+            Some(name) => name.clone(),
+            None => {
+                name_of(path).map_err(|e| usage(format!("{e}; --as NAME gives it another name")))?
+            }
+        };
+        items.push(SendItem {
+            path: path.clone(),
+            name,
+            conversion,
+        });
+    }
+    let mut seen = HashSet::new();
+    if let Some(twice) = items.iter().find(|i| !seen.insert(i.name.clone())) {
+        return Err(usage(format!(
+            "two of the images would both be called {} there",
+            twice.name
+        )));
+    }
+    Ok((peer.to_string(), items))
+}
+
+/// Adds the files without which an image is not whole, each before the image that needs it.
+///
+/// # Errors
+/// When an image cannot be opened, or two different files would get the same name.
+pub fn with_companions(items: Vec<SendItem>) -> Result<Vec<SendItem>> {
+    let named: HashSet<ImageName> = items.iter().map(|i| i.name.clone()).collect();
+    let mut out: Vec<SendItem> = Vec::new();
+    for item in items {
+        // Files are opened again when their turn comes; here only what belongs to them counts.
+        let outgoing = open_for_sending(&item.path, item.conversion)?;
+        for path in outgoing.companions {
+            let name = name_of(&path).map_err(|e| {
+                usage(format!(
+                    "{} needs a file that cannot be sent: {e}",
+                    item.path.display()
+                ))
+            })?;
+            let there = out.iter().find(|o| o.name == name);
+            match there {
+                Some(same) if same_file(&same.path, &path)? => {}
+                Some(other) => {
+                    return Err(usage(format!(
+                        "{} and {} would both be called {name} there",
+                        other.path.display(),
+                        path.display()
+                    )));
+                }
+                // Named on the command line too: it is sent when its turn comes.
+                None if named.contains(&name) => {}
+                None => out.push(SendItem {
+                    path,
+                    name,
+                    conversion: Conversion::AsIs,
+                }),
+            }
+        }
+        out.push(item);
+    }
+    Ok(out)
+}
+
+/// A file's name as the name of an image.
+fn name_of(path: &Path) -> Result<ImageName, String> {
+    let shown = clean(&path.display().to_string());
+    let name = path
+        .file_name()
+        .ok_or_else(|| format!("{shown} is no file"))?;
+    let name = name
+        .to_str()
+        .ok_or_else(|| format!("the name of {shown} is not UTF-8"))?;
+    ImageName::new(name).map_err(|e| e.to_string())
+}
+
+fn same_file(a: &Path, b: &Path) -> Result<bool> {
+    let real = |p: &Path| {
+        p.canonicalize()
+            .with_context(|| format!("cannot open {}", p.display()))
+    };
+    Ok(real(a)? == real(b)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Cli, Command};
+    use crate::failure::{Exit, exit_of};
+    use clap::Parser;
+
+    fn args(words: &[&str]) -> SendArgs {
+        let cli = Cli::try_parse_from(["drover", "send"].iter().chain(words)).unwrap();
+        match cli.command {
+            Command::Send(args) => args,
+            _ => unreachable!(),
+        }
+    }
+
+    #[test]
+    fn the_last_word_is_the_peer() {
+        let (peer, items) = of_args(&args(&["a/web.qcow2", "db.raw", "lyon"])).unwrap();
+        assert_eq!(peer, "lyon");
+        let names: Vec<&str> = items.iter().map(|i| i.name.as_str()).collect();
+        assert_eq!(names, ["web.qcow2", "db.raw"]);
+        assert!(items.iter().all(|i| i.conversion == Conversion::AsIs));
+        let (_, items) =
+            of_args(&args(&["web.qcow2", "lyon", "--as", "x", "--to", "raw"])).unwrap();
+        assert_eq!(
+            (items[0].name.as_str(), items[0].conversion),
+            ("x", Conversion::Raw)
+        );
+    }
+
+    #[test]
+    fn names_that_make_no_sense_are_usage_errors() {
+        for bad in [
+            &["a/x.img", "b/x.img", "lyon"][..],
+            &["x.img", "y.img", "lyon", "--as", "z"],
+            &[".hidden", "lyon"],
+            &["bad\nname", "lyon"],
+            &["..", "lyon"],
+            &["x.img", "./y.img"],
+        ] {
+            let e = of_args(&args(bad)).unwrap_err();
+            assert_eq!(exit_of(&e), Exit::Usage, "{bad:?}: {e}");
+        }
+    }
+
+    #[test]
+    fn a_single_file_has_no_companions() {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("x.img");
+        std::fs::write(&path, vec![1u8; 8192]).unwrap();
+        let item = SendItem {
+            path,
+            name: ImageName::new("x.img").unwrap(),
+            conversion: Conversion::AsIs,
+        };
+        let items = with_companions(vec![item]).unwrap();
+        assert_eq!(items.len(), 1);
+        let gone = SendItem {
+            path: tmp.path().join("gone"),
+            ..items[0].clone()
+        };
+        let e = with_companions(vec![gone]).unwrap_err();
+        assert!(e.to_string().contains("gone"), "{e}");
+    }
+}

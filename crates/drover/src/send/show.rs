@@ -1,0 +1,450 @@
+//! What people and scripts see of a send.
+
+use std::io::IsTerminal;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use drover_core::BLOCK_SIZE_U64;
+use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::{Value, json};
+
+use crate::out;
+use crate::text::{bytes, clean, count};
+
+/// How often a JSON line tells the progress.
+const JSON_EVERY: Duration = Duration::from_millis(500);
+
+/// How often a plain line does, where there is no terminal.
+const LINE_EVERY: Duration = Duration::from_secs(2);
+
+/// Over how long the rate on the wire is taken.
+const RATE_OVER: Duration = Duration::from_secs(5);
+
+/// Shows a send: JSON lines on stdout, or a bar or plain lines on stderr.
+pub struct Show {
+    mode: Mode,
+    dry_run: bool,
+    peer: String,
+    counters: Arc<Counters>,
+    wire: Arc<WireTotals>,
+    state: Mutex<State>,
+}
+
+enum Mode {
+    Json,
+    Bar(ProgressBar),
+    Lines,
+}
+
+#[derive(Default)]
+struct State {
+    image: Option<Image>,
+    told: Option<Instant>,
+    /// Bytes on the wire at moments of the last seconds.
+    wire: Vec<(Instant, u64)>,
+}
+
+struct Image {
+    name: String,
+    walk_blocks: u64,
+    started: Instant,
+    /// Blocks walked when this attempt began: those took none of its time.
+    before: u64,
+}
+
+/// What is known at one moment.
+struct Now {
+    name: String,
+    walked: u64,
+    total: u64,
+    done: u64,
+    sent: u64,
+    received: u64,
+    rate: u64,
+    matched_share: f64,
+    left: Option<Duration>,
+}
+
+impl Show {
+    /// Shows a send to `peer` whose counters are these.
+    pub fn new(
+        json: bool,
+        dry_run: bool,
+        peer: String,
+        counters: Arc<Counters>,
+        wire: Arc<WireTotals>,
+    ) -> Show {
+        let mode = if json {
+            Mode::Json
+        } else if std::io::stderr().is_terminal() {
+            let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
+            let style = "{prefix} {wide_bar} {percent}% {msg}";
+            bar.set_style(
+                ProgressStyle::with_template(style)
+                    .unwrap_or_else(|_| ProgressStyle::default_bar()),
+            );
+            Mode::Bar(bar)
+        } else {
+            Mode::Lines
+        };
+        Show {
+            mode,
+            dry_run,
+            peer,
+            counters,
+            wire,
+            state: Mutex::default(),
+        }
+    }
+
+    /// Shows what happened.
+    pub fn event(&self, event: SendEvent) {
+        match event {
+            SendEvent::Note { path, text } => self.tell(
+                json!({"event": "note", "path": path, "message": clean(&text)}),
+                || format!("note: {}: {}", path.display(), text),
+            ),
+            SendEvent::Started {
+                name,
+                walk_blocks,
+                data_bytes,
+                resumed_blocks,
+            } => {
+                self.tell(
+                    json!({
+                        "event": "started", "name": name, "walk_bytes": walk_blocks * BLOCK_SIZE_U64,
+                        "data_bytes": data_bytes, "resumed_blocks": resumed_blocks,
+                    }),
+                    || match resumed_blocks {
+                        0 => format!("{name}: {} to {}", bytes(data_bytes), self.peer),
+                        n => format!("{name}: {} to {}, {} of it there already", bytes(data_bytes), self.peer, bytes(n * BLOCK_SIZE_U64)),
+                    },
+                );
+                let before = Counters::get(&self.counters.walked_blocks);
+                self.state().image = Some(Image {
+                    name,
+                    walk_blocks,
+                    started: Instant::now(),
+                    before,
+                });
+            }
+            SendEvent::Reconnecting { error, delay_ms } => self.tell(
+                json!({"event": "reconnecting", "message": clean(&error), "delay_ms": delay_ms}),
+                || format!("{error}; trying again in {:.1} s", delay_ms as f64 / 1000.0),
+            ),
+            SendEvent::Delivered(report) => {
+                self.state().image = None;
+                let mut line = of_report(&report);
+                line["event"] = "delivered".into();
+                self.tell(line, || {
+                    format!("{}: delivered, digest {}", report.name, report.digest)
+                });
+            }
+            SendEvent::Estimated {
+                name,
+                estimate,
+                wire_bytes,
+            } => {
+                self.state().image = None;
+                self.tell(
+                    json!({
+                        "event": "estimated", "name": name, "wire_bytes": wire_bytes,
+                        "matched_blocks": estimate.matched_blocks, "sent_blocks": estimate.sent_blocks,
+                        "zero_blocks": estimate.zero_blocks,
+                    }),
+                    || format!(
+                        "{name}: about {} would cross the link; {} are at {} already, {} are not",
+                        bytes(wire_bytes), bytes(estimate.matched_blocks * BLOCK_SIZE_U64), self.peer,
+                        bytes(estimate.sent_blocks * BLOCK_SIZE_U64),
+                    ),
+                );
+            }
+        }
+    }
+
+    /// Shows the progress when it is time to.
+    pub fn look(&self) {
+        let at = Instant::now();
+        let mut state = self.state();
+        let State { image, told, wire } = &mut *state;
+        let Some(image) = image else { return };
+        let sent = self.wire.sent();
+        wire.push((at, sent));
+        wire.retain(|(then, _)| at.duration_since(*then) <= RATE_OVER);
+        let every = match self.mode {
+            Mode::Json => JSON_EVERY,
+            Mode::Lines => LINE_EVERY,
+            Mode::Bar(_) => Duration::ZERO,
+        };
+        if told.is_some_and(|then| at.duration_since(then) < every) {
+            return;
+        }
+        *told = Some(at);
+        let now = self.now(image, wire, at);
+        drop(state);
+        self.show(&now);
+    }
+
+    fn now(&self, image: &Image, wire: &[(Instant, u64)], at: Instant) -> Now {
+        let c = &self.counters;
+        let walked = Counters::get(&c.walked_blocks).min(image.walk_blocks);
+        let zero = Counters::get(&c.zero_blocks);
+        let needed = Counters::get(&c.needed_blocks);
+        let rate = match (wire.first(), wire.last()) {
+            (Some(first), Some(last)) if last.0 > first.0 => {
+                ((last.1 - first.1) as f64 / (last.0 - first.0).as_secs_f64()) as u64
+            }
+            _ => 0,
+        };
+        Now {
+            name: image.name.clone(),
+            walked: walked * BLOCK_SIZE_U64,
+            total: image.walk_blocks * BLOCK_SIZE_U64,
+            done: Counters::get(&c.done_blocks).min(image.walk_blocks) * BLOCK_SIZE_U64,
+            sent: self.wire.sent(),
+            received: self.wire.received(),
+            rate,
+            matched_share: share(walked.saturating_sub(zero), needed),
+            left: time_left(
+                at - image.started,
+                walked.saturating_sub(image.before),
+                image.walk_blocks - walked,
+            ),
+        }
+    }
+
+    fn show(&self, now: &Now) {
+        let percent = now.walked * 100 / now.total.max(1);
+        let left = now.left.map_or_else(|| "-".into(), short);
+        match &self.mode {
+            Mode::Json => emit(&json!({
+                "event": "progress", "name": now.name, "walked_bytes": now.walked, "total_bytes": now.total,
+                "done_bytes": now.done, "wire_sent_bytes": now.sent, "wire_received_bytes": now.received,
+                "bytes_per_second": now.rate, "matched_share": (now.matched_share * 1e4).round() / 1e4,
+                "seconds_left": now.left.map(|l| l.as_secs()),
+            })),
+            Mode::Bar(bar) => {
+                bar.set_length(now.total);
+                bar.set_position(now.walked);
+                bar.set_prefix(clean(&now.name));
+                bar.set_message(format!(
+                    "{}/{}, wire {} at {}/s, matched {:.0}%, {left} left",
+                    bytes(now.walked),
+                    bytes(now.total),
+                    bytes(now.sent),
+                    bytes(now.rate),
+                    now.matched_share * 100.0
+                ));
+            }
+            Mode::Lines => eprintln!(
+                "{}: {percent}% of {}, wire {} at {}/s, matched {:.0}%, {left} left",
+                clean(&now.name),
+                bytes(now.total),
+                bytes(now.sent),
+                bytes(now.rate),
+                now.matched_share * 100.0
+            ),
+        }
+    }
+
+    /// Shows the result.
+    ///
+    /// # Errors
+    /// When stdout cannot be written.
+    pub fn done(&self, reports: &[ImageReport]) -> Result<()> {
+        self.clear();
+        if let Mode::Json = self.mode {
+            let images: Vec<Value> = reports.iter().map(of_report).collect();
+            return out::json(&json!({"event": "done", "images": images}));
+        }
+        if self.dry_run || reports.is_empty() {
+            return Ok(());
+        }
+        out::line(&summary(reports))?;
+        if let [_, _, ..] = reports {
+            let wire: u64 = reports
+                .iter()
+                .map(|r| r.wire_sent_bytes + r.wire_received_bytes)
+                .sum();
+            eprintln!(
+                "{}, {} on the wire",
+                count(reports.len(), "image"),
+                bytes(wire)
+            );
+        }
+        Ok(())
+    }
+
+    /// Takes the bar away.
+    pub fn clear(&self) {
+        if let Mode::Bar(bar) = &self.mode {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn tell(&self, json: Value, text: impl FnOnce() -> String) {
+        match &self.mode {
+            Mode::Json => emit(&json),
+            Mode::Bar(bar) => bar.suspend(|| eprintln!("{}", clean(&text()))),
+            Mode::Lines => eprintln!("{}", clean(&text())),
+        }
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Prints a JSON line; a send does not fail because nobody can read of its progress.
+fn emit(value: &Value) {
+    if let Err(e) = out::json(value) {
+        tracing::warn!("{e:#}");
+    }
+}
+
+/// The report with its digest as text and in the order that is documented.
+fn of_report(r: &ImageReport) -> Value {
+    json!({
+        "name": r.name,
+        "digest": r.digest.to_string(),
+        "size_bytes": r.size_bytes,
+        "data_bytes": r.data_bytes,
+        "wire_sent_bytes": r.wire_sent_bytes,
+        "wire_received_bytes": r.wire_received_bytes,
+        "matched_blocks": r.matched_blocks,
+        "sent_blocks": r.sent_blocks,
+        "zero_blocks": r.zero_blocks,
+        "seconds": (r.seconds * 1e3).round() / 1e3,
+        "resumed_blocks": r.resumed_blocks,
+        "matched": r.matched,
+        "wire": r.wire,
+    })
+}
+
+/// The table for people.
+fn summary(reports: &[ImageReport]) -> String {
+    let rows = reports
+        .iter()
+        .map(|r| {
+            let blocks = r.matched_blocks + r.sent_blocks;
+            vec![
+                clean(&r.name),
+                bytes(r.size_bytes),
+                bytes(r.data_bytes),
+                bytes(r.wire_sent_bytes + r.wire_received_bytes),
+                format!(
+                    "{:.1}%",
+                    100.0 * r.matched_blocks as f64 / blocks.max(1) as f64
+                ),
+                format!("{:.1} s", r.seconds),
+                r.digest.to_string()[..12].to_string(),
+            ]
+        })
+        .collect();
+    out::table(
+        &["image", "size", "data", "wire", "matched", "time", "digest"],
+        rows,
+        &[1, 2, 3, 4, 5],
+    )
+}
+
+/// The share of the non-zero blocks that the destination did not ask for.
+fn share(walked: u64, needed: u64) -> f64 {
+    if walked == 0 {
+        0.0
+    } else {
+        walked.saturating_sub(needed) as f64 / walked as f64
+    }
+}
+
+/// How long the rest takes if it goes on like this; unknown in the first second.
+fn time_left(elapsed: Duration, walked: u64, rest: u64) -> Option<Duration> {
+    if elapsed < Duration::from_secs(1) || walked == 0 {
+        return None;
+    }
+    Some(elapsed.mul_f64((rest as f64 / walked as f64).min(1e6)))
+}
+
+/// A duration in its two largest units.
+fn short(d: Duration) -> String {
+    let s = d.as_secs();
+    match s {
+        0..60 => format!("{s} s"),
+        60..3600 => format!("{} min {} s", s / 60, s % 60),
+        _ => format!("{} h {} min", s / 3600, s % 3600 / 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use drover_core::Digest;
+
+    fn report() -> ImageReport {
+        ImageReport {
+            name: "x\u{1b}.img".into(),
+            digest: Digest([7; 32]),
+            size_bytes: 10 << 20,
+            data_bytes: 8 << 20,
+            wire_sent_bytes: 1000,
+            wire_received_bytes: 500,
+            matched_blocks: 1500,
+            sent_blocks: 500,
+            zero_blocks: 48,
+            resumed_blocks: 0,
+            matched: Default::default(),
+            wire: Default::default(),
+            seconds: 1.23456,
+        }
+    }
+
+    #[test]
+    fn scripts_find_what_was_promised() {
+        let line = of_report(&report());
+        assert_eq!(line["digest"], "07".repeat(32));
+        for field in [
+            "name",
+            "size_bytes",
+            "data_bytes",
+            "wire_sent_bytes",
+            "wire_received_bytes",
+            "matched_blocks",
+            "sent_blocks",
+            "zero_blocks",
+            "seconds",
+        ] {
+            assert!(!line[field].is_null(), "{field}");
+        }
+        assert_eq!(line["seconds"], 1.235);
+    }
+
+    #[test]
+    fn people_find_a_table() {
+        let text = summary(&[report()]);
+        assert!(
+            text.contains("75.0%") && text.contains("1.5 KiB") && text.contains("10.0 MiB"),
+            "{text}"
+        );
+        assert!(!text.contains('\u{1b}'));
+    }
+
+    #[test]
+    fn time_left_is_known_after_a_second() {
+        let s = Duration::from_secs;
+        assert_eq!(time_left(Duration::from_millis(900), 10, 10), None);
+        assert_eq!(time_left(s(10), 10, 20), Some(s(20)));
+        assert_eq!(time_left(s(10), 0, 20), None);
+        assert_eq!(short(s(59)), "59 s");
+        assert_eq!(short(s(61)), "1 min 1 s");
+        assert_eq!(short(s(7384)), "2 h 3 min");
+    }
+
+    #[test]
+    fn the_matched_share_leaves_zeros_out() {
+        assert_eq!(share(0, 0), 0.0);
+        assert_eq!(share(100, 25), 0.75);
+        assert_eq!(share(10, 25), 0.0);
+    }
+}

@@ -1,0 +1,298 @@
+//! `serve` and `teleporter`: the process that others connect to.
+//!
+//! - [`admission`]: how many may be here at once.
+//! - [`conversation`]: one connection from a peer, from its first byte to its last.
+//! - [`local`]: callers on this machine, over the home's own socket.
+//! - [`jobs`]: long work for a caller, with progress.
+//! - [`matchers`]: what a lone teleporter keeps for each site.
+//! - [`http`]: metrics by HTTP.
+
+mod admission;
+mod conversation;
+mod http;
+mod jobs;
+mod local;
+mod matchers;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use drover_net::{Identity, Listener, LocalListener, Ticket};
+use drover_teleport::Site;
+use drover_teleport::catalog::Catalog;
+use sd_notify::NotifyState;
+use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinSet;
+
+use crate::addresses;
+use crate::catalog::{SiteCatalog, TICKET_LIFETIME};
+use crate::cli::ListenArgs;
+use crate::home::{Home, HomeLock};
+use crate::metrics::{Metrics, Snapshot};
+use crate::remote::SocketPath;
+use crate::signals::Stop;
+use crate::site;
+use crate::text::{clean, now_unix};
+use admission::Admission;
+use matchers::Matchers;
+
+/// How long sessions may take to leave things resumable when the site stops.
+const STOP_LIMIT: Duration = Duration::from_secs(20);
+
+/// Long jobs (verify, index) at once.
+const MAX_JOBS: usize = 2;
+
+/// What this process does for its peers.
+pub enum Duty {
+    /// Takes images.
+    Site(Arc<Site>),
+    /// Matches for other sites.
+    Teleporter(Arc<Matchers>),
+}
+
+/// What every conversation of this process shares.
+pub struct Server {
+    home: Home,
+    name: String,
+    identity: Identity,
+    catalog: Arc<SiteCatalog>,
+    duty: Duty,
+    metrics: Metrics,
+    admission: Admission,
+    jobs: Arc<Semaphore>,
+    addresses: Vec<String>,
+    started_unix: i64,
+    stop: watch::Receiver<bool>,
+}
+
+/// Runs a site until it is told to stop.
+///
+/// # Errors
+/// When it cannot start; once it runs, errors of single conversations go to the log.
+pub async fn serve(home: Home, args: ListenArgs) -> Result<()> {
+    let lock = home.lock()?;
+    let (catalog, identity) = prepare(&home)?;
+    let site = site::open(&home, &catalog, &identity).await?;
+    run(home, lock, args, identity, catalog, Duty::Site(site)).await
+}
+
+/// Runs a lone teleporter until it is told to stop.
+///
+/// # Errors
+/// As [`serve`].
+pub async fn teleporter(home: Home, args: ListenArgs) -> Result<()> {
+    let lock = home.lock()?;
+    let (catalog, identity) = prepare(&home)?;
+    let matchers = Matchers::new(home.index_dir());
+    run(
+        home,
+        lock,
+        args,
+        identity,
+        catalog,
+        Duty::Teleporter(matchers),
+    )
+    .await
+}
+
+fn prepare(home: &Home) -> Result<(Arc<SiteCatalog>, Identity)> {
+    Ok((Arc::new(site::open_catalog(home)?), home.identity()?))
+}
+
+async fn run(
+    home: Home,
+    _lock: HomeLock,
+    args: ListenArgs,
+    identity: Identity,
+    catalog: Arc<SiteCatalog>,
+    duty: Duty,
+) -> Result<()> {
+    let stop = Stop::on_signals()?;
+    let listener = Listener::bind(args.listen.unwrap_or(home.config.listen()), &identity).await?;
+    let advertise = if args.advertise.is_empty() {
+        &home.config.advertise
+    } else {
+        &args.advertise
+    };
+    let addresses =
+        addresses::of_listener(listener.local_addr(), advertise).map_err(anyhow::Error::msg)?;
+    addresses::save(&catalog, &addresses)?;
+    let socket = SocketPath::of(&home.socket())?;
+    let local = LocalListener::bind(socket.path())?;
+    let metrics_address = args.metrics_listen.or(home.config.metrics_listen);
+    let metrics_port = match metrics_address {
+        Some(address) => Some(http::bind(address).await?),
+        None => None,
+    };
+
+    let server = Arc::new(Server {
+        name: home.name(),
+        identity,
+        catalog,
+        duty,
+        metrics: Metrics::default(),
+        admission: Admission::default(),
+        jobs: Arc::new(Semaphore::new(MAX_JOBS)),
+        addresses,
+        started_unix: now_unix(),
+        stop: stop.watch(),
+        home,
+    });
+    if let Some(port) = metrics_port {
+        tokio::spawn(http::run(port, Arc::clone(&server)));
+    }
+    announce(&server, listener.local_addr())?;
+    let talks = accept(&server, &listener, &local).await?;
+    drop((listener, local));
+    finish(&server, talks).await
+}
+
+/// Says that the site is ready: one ticket on stdout, the rest on stderr.
+fn announce(server: &Server, listening: SocketAddr) -> Result<()> {
+    let ticket = Ticket::new(server.identity.key(), server.addresses.iter().cloned());
+    server
+        .catalog
+        .add_ticket(&ticket.secret, now_unix(), TICKET_LIFETIME)?;
+    let what = match server.duty {
+        Duty::Site(_) => "site",
+        Duty::Teleporter(_) => "teleporter",
+    };
+    eprintln!(
+        "drover: {what} {} listens on {listening}; its key is {}",
+        server.name,
+        server.identity.key()
+    );
+    eprintln!(
+        "drover: to pair with it once, within a day, run there: drover pair TICKET --name {}",
+        server.name
+    );
+    crate::out::line(&ticket.to_string())?;
+    let status = format!("listening on {listening}");
+    notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
+    Ok(())
+}
+
+/// Takes connections until the site is to stop; returns the conversations that are still going on.
+async fn accept(
+    server: &Arc<Server>,
+    listener: &Listener,
+    local: &LocalListener,
+) -> Result<JoinSet<()>> {
+    let mut stop = server.stop.clone();
+    let mut talks = JoinSet::new();
+    loop {
+        tokio::select! {
+            _ = stop.wait_for(|&s| s) => return Ok(talks),
+            pending = listener.accept() => {
+                let pending = pending?;
+                server.metrics.connections.fetch_add(1, Relaxed);
+                match server.admission.enter(pending.remote().ip()) {
+                    Some((place, stranger)) => {
+                        talks.spawn(conversation::run(Arc::clone(server), pending, place, stranger));
+                    }
+                    None => {
+                        server.metrics.rejected_limit.fetch_add(1, Relaxed);
+                        tracing::warn!(remote = %pending.remote(), "too many connections; turned one away");
+                    }
+                }
+            }
+            caller = local.accept() => {
+                talks.spawn(local::run(Arc::clone(server), caller?));
+            }
+            // Ended conversations are let go of as they end.
+            Some(ended) = talks.join_next() => {
+                if let Err(e) = ended && e.is_panic() {
+                    tracing::error!("a conversation panicked; the site goes on");
+                }
+            }
+        }
+    }
+}
+
+/// Lets sessions leave their transfers resumable, then closes the site.
+async fn finish(server: &Arc<Server>, mut talks: JoinSet<()>) -> Result<()> {
+    notify(&[NotifyState::Stopping]);
+    tracing::info!(
+        "stopping; {} open",
+        crate::text::count(talks.len(), "conversation")
+    );
+    let all = async { while talks.join_next().await.is_some() {} };
+    if tokio::time::timeout(STOP_LIMIT, all).await.is_err() {
+        tracing::warn!("conversations did not end within {STOP_LIMIT:?}; cutting them");
+        talks.shutdown().await;
+    }
+    if let Duty::Site(site) = &server.duty {
+        let site = Arc::clone(site);
+        tokio::task::spawn_blocking(move || site.close())
+            .await
+            .context("closing the site")??;
+    }
+    Ok(())
+}
+
+/// Tells systemd, when it is there to be told.
+fn notify(state: &[NotifyState<'_>]) {
+    if let Err(e) = sd_notify::notify(state) {
+        tracing::debug!("sd_notify: {e}");
+    }
+}
+
+impl Server {
+    /// The metrics in Prometheus's format.
+    async fn metrics_text(self: &Arc<Self>) -> Result<String> {
+        let snapshot = self.snapshot().await?;
+        Ok(self.metrics.render(&snapshot))
+    }
+
+    async fn snapshot(self: &Arc<Self>) -> Result<Snapshot> {
+        let server = Arc::clone(self);
+        tokio::task::spawn_blocking(move || {
+            let site = match &server.duty {
+                Duty::Site(site) => serde_json::to_value(site.status())?,
+                Duty::Teleporter(_) => serde_json::Value::Null,
+            };
+            Ok(Snapshot {
+                images: server.catalog.images().map_err(anyhow::Error::msg)?.len(),
+                peers: server.catalog.peers()?.len(),
+                started_unix: server.started_unix,
+                site,
+            })
+        })
+        .await?
+    }
+
+    /// What `drover status --json` prints.
+    async fn status_json(self: &Arc<Self>) -> Result<String> {
+        let snapshot = self.snapshot().await?;
+        let duty = match self.duty {
+            Duty::Site(_) => "site",
+            Duty::Teleporter(_) => "teleporter",
+        };
+        let status = serde_json::json!({
+            "running": true,
+            "duty": duty,
+            "name": self.name,
+            "key": self.identity.key().to_string(),
+            "home": self.home.dir(),
+            "version": env!("CARGO_PKG_VERSION"),
+            "process": std::process::id(),
+            "addresses": self.addresses,
+            "started_unix": self.started_unix,
+            "uptime_seconds": (now_unix() - self.started_unix).max(0),
+            "images": snapshot.images,
+            "peers": snapshot.peers,
+            "connections_open": self.metrics.connections_open.load(Relaxed),
+            "sessions_open": self.metrics.sessions_open.load(Relaxed),
+            "site": snapshot.site,
+        });
+        Ok(status.to_string())
+    }
+}
+
+/// A peer's own words for the log.
+fn quoted(text: &str) -> String {
+    clean(text).chars().take(200).collect()
+}

@@ -1,0 +1,135 @@
+//! Long work that a caller waits for: off the runtime's workers, a few at once, with progress.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use anyhow::Result;
+use drover_core::ImageName;
+use drover_net::FrameWriter;
+use drover_teleport::catalog::{Catalog, ImageRecord};
+use drover_teleport::protocol::Reply;
+use drover_teleport::{Site, TeleportError};
+
+use super::Server;
+use super::conversation::{failed, no, no_image, reply};
+
+/// How often the caller hears how far it is; also what keeps the connection alive.
+const REPORT_EVERY: Duration = Duration::from_millis(250);
+
+/// Runs `job` on a thread of its own when there is room, telling the caller how far it is.
+async fn run<T: Send + 'static>(
+    server: &Arc<Server>,
+    writer: &mut FrameWriter,
+    job: impl FnOnce(&mut dyn FnMut(u64, u64)) -> T + Send + 'static,
+) -> Result<T> {
+    let done = Arc::new((AtomicU64::new(0), AtomicU64::new(0)));
+    let seen = Arc::clone(&done);
+    let jobs = Arc::clone(&server.jobs);
+    let work = async move {
+        let place = jobs.acquire_owned().await?;
+        let out = tokio::task::spawn_blocking(move || {
+            let _place = place;
+            job(&mut |now, total| {
+                done.0.store(now, Relaxed);
+                done.1.store(total, Relaxed);
+            })
+        })
+        .await?;
+        Ok(out)
+    };
+    tokio::pin!(work);
+    let mut ticks = tokio::time::interval(REPORT_EVERY);
+    loop {
+        tokio::select! {
+            out = &mut work => return out,
+            _ = ticks.tick() => {
+                let progress = Reply::Progress { done: seen.0.load(Relaxed), total: seen.1.load(Relaxed) };
+                reply(writer, &progress).await?;
+            }
+        }
+    }
+}
+
+/// Checks an image against its digest.
+pub async fn verify(
+    server: &Arc<Server>,
+    site: &Arc<Site>,
+    name: ImageName,
+    writer: &mut FrameWriter,
+) -> Result<Reply> {
+    if record(server, &name).await?.is_none() {
+        return Ok(no_image(server, &name));
+    }
+    let (site, job_name) = (Arc::clone(site), name.clone());
+    let checked = run(server, writer, move |progress| {
+        site.verify(&job_name, progress)
+    })
+    .await?;
+    Ok(match checked {
+        Ok((expected, found)) => {
+            let good = expected == found;
+            let counter = if good {
+                &server.metrics.verified_good
+            } else {
+                &server.metrics.verified_bad
+            };
+            counter.fetch_add(1, Relaxed);
+            if !good {
+                tracing::error!(image = %name, "its file is not what was delivered: {found}, expected {expected}");
+            }
+            Reply::Verified { expected, found }
+        }
+        Err(e) => of_error(&e),
+    })
+}
+
+/// Makes an image file of this machine a source of blocks.
+pub async fn index(
+    server: &Arc<Server>,
+    site: &Arc<Site>,
+    path: PathBuf,
+    writer: &mut FrameWriter,
+) -> Result<Reply> {
+    let site = Arc::clone(site);
+    let indexed = run(server, writer, move |progress| {
+        site.index_image(&path, progress)
+    })
+    .await?;
+    Ok(match indexed {
+        Ok(record) => Reply::Done {
+            message: record.name.to_string(),
+        },
+        Err(e) => of_error(&e),
+    })
+}
+
+/// Removes an image.
+pub async fn remove(server: &Arc<Server>, site: &Arc<Site>, name: ImageName) -> Result<Reply> {
+    if record(server, &name).await?.is_none() {
+        return Ok(no_image(server, &name));
+    }
+    let site = Arc::clone(site);
+    let removed = tokio::task::spawn_blocking(move || site.remove(&name)).await?;
+    Ok(match removed {
+        Ok(record) => Reply::Done {
+            message: crate::images::removal(&record),
+        },
+        Err(e) => of_error(&e),
+    })
+}
+
+async fn record(server: &Arc<Server>, name: &ImageName) -> Result<Option<ImageRecord>> {
+    let (catalog, name) = (Arc::clone(&server.catalog), name.clone());
+    tokio::task::spawn_blocking(move || catalog.by_name(&name))
+        .await?
+        .map_err(anyhow::Error::msg)
+}
+
+fn of_error(e: &TeleportError) -> Reply {
+    match e.refusal() {
+        Some(reason) => no(reason, e.to_string()),
+        None => failed(e.to_string()),
+    }
+}

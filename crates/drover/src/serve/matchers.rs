@@ -1,0 +1,109 @@
+//! The matchers of a lone teleporter: one for each site, since a site is one trust domain.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Result, anyhow, bail};
+use drover_net::PeerKey;
+use drover_teleport::matching::LocalTeleporter;
+use drover_teleport::open_teleporter;
+use tokio::sync::Mutex;
+
+/// Matchers in memory at once; each has its caches.
+const MAX_OPEN: usize = 8;
+
+/// Opens matchers when their site connects and closes them when it leaves.
+pub struct Matchers {
+    dir: PathBuf,
+    open: Mutex<HashMap<PeerKey, Opened>>,
+}
+
+struct Opened {
+    matcher: LocalTeleporter,
+    users: usize,
+}
+
+/// The matcher of one site, in use.
+pub struct InUse {
+    all: Arc<Matchers>,
+    key: PeerKey,
+    matcher: LocalTeleporter,
+}
+
+impl Matchers {
+    /// Matchers that keep their files under `dir`.
+    pub fn new(dir: PathBuf) -> Arc<Matchers> {
+        Arc::new(Matchers {
+            dir,
+            open: Mutex::default(),
+        })
+    }
+
+    /// The matcher of the site with this key.
+    ///
+    /// # Errors
+    /// When too many sites use this teleporter at once, or its files cannot be used.
+    pub async fn of(self: &Arc<Self>, key: PeerKey) -> Result<InUse> {
+        let mut open = self.open.lock().await;
+        let matcher = match open.get_mut(&key) {
+            Some(opened) => {
+                opened.users += 1;
+                Arc::clone(&opened.matcher)
+            }
+            None => {
+                if open.len() >= MAX_OPEN {
+                    bail!("this teleporter matches for {MAX_OPEN} sites already; try again later");
+                }
+                let dir = self.dir.join(format!("for-{key}"));
+                let matcher = tokio::task::spawn_blocking(move || {
+                    std::fs::create_dir_all(&dir)?;
+                    let mut repairs = Vec::new();
+                    let matcher = open_teleporter(&dir, &mut repairs)?;
+                    crate::site::tell(&repairs);
+                    anyhow::Ok(matcher)
+                })
+                .await??;
+                open.insert(
+                    key,
+                    Opened {
+                        matcher: Arc::clone(&matcher),
+                        users: 1,
+                    },
+                );
+                matcher
+            }
+        };
+        Ok(InUse {
+            all: Arc::clone(self),
+            key,
+            matcher,
+        })
+    }
+}
+
+impl InUse {
+    /// The matcher itself.
+    pub fn shared(&self) -> LocalTeleporter {
+        Arc::clone(&self.matcher)
+    }
+
+    /// Ends the use; the last user's end saves the matcher and frees its memory.
+    ///
+    /// # Errors
+    /// When it cannot be saved.
+    pub async fn done(self) -> Result<()> {
+        let mut open = self.all.open.lock().await;
+        if let Some(opened) = open.get_mut(&self.key) {
+            opened.users -= 1;
+            if opened.users > 0 {
+                return Ok(());
+            }
+        }
+        // Nobody may open it again before it is saved: the map stays locked.
+        let matcher = Arc::clone(&self.matcher);
+        let saved = tokio::task::spawn_blocking(move || matcher.lock().persist()).await?;
+        open.remove(&self.key);
+        saved.map_err(|e| anyhow!("cannot save the matcher of {}: {e:?}", self.key.short()))
+    }
+}

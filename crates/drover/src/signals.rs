@@ -1,0 +1,43 @@
+//! SIGTERM and Ctrl-C: end in good order, and at once when asked twice.
+
+use anyhow::{Context, Result};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+/// Becomes true when this process is to stop.
+#[derive(Debug, Clone)]
+pub struct Stop(watch::Receiver<bool>);
+
+impl Stop {
+    /// Listens for the signals from now on.
+    ///
+    /// # Errors
+    /// When the system does not allow it.
+    pub fn on_signals() -> Result<Stop> {
+        let mut term = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+        let mut int = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+        let (send, receive) = watch::channel(false);
+        tokio::spawn(async move {
+            let mut asked = 0;
+            loop {
+                let code = tokio::select! {
+                    Some(()) = term.recv() => 143,
+                    Some(()) = int.recv() => 130,
+                    else => return,
+                };
+                asked += 1;
+                if asked > 1 {
+                    // What is durable stays durable; the user does not want to wait for the rest.
+                    std::process::exit(code);
+                }
+                send.send_replace(true);
+            }
+        });
+        Ok(Stop(receive))
+    }
+
+    /// For whoever has to stop.
+    pub fn watch(&self) -> watch::Receiver<bool> {
+        self.0.clone()
+    }
+}
