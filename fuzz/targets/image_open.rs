@@ -36,7 +36,7 @@ impl Content {
             let sectors = bytes.chunks_exact(4 + SECTOR).map(record).collect();
             return Some(Content::Sectors {
                 sectors,
-                len: 8 << 20,
+                len: 16 << 20,
             });
         }
         let pad = if mode & 1 == 1 {

@@ -85,7 +85,11 @@ impl Container {
 
     /// Takes `file` apart by its content.
     pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Self, ImageError> {
-        let Probe { format, foreign } = probe(file)?;
+        let Probe {
+            format,
+            foreign,
+            luks,
+        } = probe(file)?;
         let mut container = match format {
             Format::Raw => Container::raw(file.len()),
             Format::Qcow2 => qcow2::open(file)?,
@@ -99,6 +103,11 @@ impl Container {
                 "a {name} image is not understood: sent as raw bytes"
             ));
             container.sealed = Some(format!("{name} is not a format that drover reads"));
+        }
+        if luks {
+            container
+                .notes
+                .push("it is encrypted (LUKS): its blocks cannot match other images".into());
         }
         Ok(container)
     }

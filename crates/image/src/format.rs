@@ -72,6 +72,8 @@ pub(crate) struct Probe {
     pub(crate) format: Format,
     /// A container that is not read here and is therefore taken as raw: its name.
     pub(crate) foreign: Option<&'static str>,
+    /// A raw disk that is one encrypted volume.
+    pub(crate) luks: bool,
 }
 
 /// Looks at the first sectors of `file`, and at the last for a fixed vhd.
@@ -86,12 +88,14 @@ pub(crate) fn probe(file: &dyn ReadAt) -> Result<Probe, ImageError> {
         Ok(Probe {
             format,
             foreign: None,
+            luks: false,
         })
     };
     if let Some(name) = foreign(start) {
         return Ok(Probe {
             format: Format::Raw,
             foreign: Some(name),
+            luks: false,
         });
     }
     if start.starts_with(b"QFI\xfb") {
@@ -109,7 +113,11 @@ pub(crate) fn probe(file: &dyn ReadAt) -> Result<Probe, ImageError> {
     if start.starts_with(b"conectix") || vhd::has_fixed_footer(file)? {
         return known(Format::Vhd);
     }
-    known(Format::Raw)
+    Ok(Probe {
+        format: Format::Raw,
+        foreign: None,
+        luks: start.starts_with(b"LUKS\xba\xbe"),
+    })
 }
 
 /// Whether a vmdk text descriptor begins here.

@@ -39,7 +39,8 @@ pub(crate) fn anywhere(image: &Path, name: &str) -> Result<PathBuf, ImageError> 
 
 /// The path in a file name that may carry a protocol; `None` when it is not a plain file.
 fn local_path(name: &str) -> Option<&Path> {
-    if name.is_empty() || name.contains('\0') {
+    // Nobody names a file so who does not want to break a log or a terminal.
+    if name.is_empty() || name.chars().any(char::is_control) {
         return None;
     }
     let (scheme, rest) = match name.split_once(':') {
@@ -82,6 +83,7 @@ mod tests {
             "nbd://host/x",
             "json:{}",
             "a\0b",
+            "a\nb",
             "file:///etc/passwd",
             ".",
         ] {

@@ -137,6 +137,13 @@ fn rebuilt(out: &Outgoing) -> Vec<u8> {
     file
 }
 
+/// The walk makes the file at `path` again, and survives being encoded.
+pub fn whole(out: &Outgoing, path: &Path) {
+    let name = path.display().to_string();
+    same(&rebuilt(out), &std::fs::read(path).unwrap(), &name);
+    codec(&out.layout);
+}
+
 fn codec(layout: &Layout) {
     let bytes = layout.encode();
     assert_eq!(

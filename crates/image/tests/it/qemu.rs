@@ -46,6 +46,16 @@ pub fn try_img(dir: &Path, args: &[&str]) -> Result<String, String> {
     run("qemu-img", dir, args)
 }
 
+/// Runs `qemu-io` commands on an image, all in one call.
+pub fn io(dir: &Path, name: &str, format: &str, commands: &[String]) {
+    let mut args = vec!["-f", format];
+    for c in commands {
+        args.extend(["-c", c]);
+    }
+    args.push(name);
+    run("qemu-io", dir, &args).unwrap_or_else(|e| panic!("{e}"));
+}
+
 /// A directory with files of random bytes to write from.
 pub struct Bench {
     dir: tempfile::TempDir,
@@ -90,30 +100,30 @@ impl Bench {
         clear: bool,
     ) {
         let mut rng = fastrand::Rng::with_seed(seed);
-        let mut args: Vec<String> = vec!["-f".into(), format.into()];
+        let mut commands = Vec::with_capacity(writes);
         for _ in 0..writes {
             let unit = [512, 4096, 65536][rng.usize(..3)];
             let offset = rng.u64(..size / unit) * unit;
             let most = [8192u64, 65536, 1 << 20][rng.usize(..3)];
             let len = (rng.u64(1..=most.div_ceil(512)) * 512).min(size - offset);
             let pattern = rng.u32(..self.patterns);
-            args.push("-c".into());
-            args.push(match rng.u8(..8) {
+            commands.push(match rng.u8(..8) {
                 0 if clear => format!("write -z {offset} {len}"),
                 1 if clear => format!("discard {offset} {len}"),
                 2 if clear => format!("write -z -u {offset} {len}"),
                 _ => format!("write -s pattern{pattern} {offset} {len}"),
             });
         }
-        args.push(name.into());
-        let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        run("qemu-io", self.dir(), &args).unwrap_or_else(|e| panic!("{e}"));
+        io(self.dir(), name, format, &commands);
     }
 
     /// Writes random bytes at one place.
     pub fn write(&self, name: &str, format: &str, offset: u64, len: u64) {
-        let command = format!("write -s pattern0 {offset} {len}");
-        run("qemu-io", self.dir(), &["-f", format, "-c", &command, name])
-            .unwrap_or_else(|e| panic!("{e}"));
+        io(
+            self.dir(),
+            name,
+            format,
+            &[format!("write -s pattern0 {offset} {len}")],
+        );
     }
 }
