@@ -1,0 +1,251 @@
+//! A site behind a listener, a catalog in memory, and images made from a seed.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use drover_core::ImageName;
+use drover_image::Conversion;
+use drover_index::ImageId;
+use drover_net::{Identity, Listener, Role, decode, greet};
+use drover_teleport::catalog::{Catalog, ImageRecord};
+use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
+use drover_teleport::protocol::{Request, kind};
+use drover_teleport::session::{SendItem, SendOptions, send};
+use drover_teleport::{Site, SiteConfig, TeleportError};
+use tokio::sync::watch;
+
+/// A catalog that forgets with the process.
+#[derive(Default)]
+pub struct MemoryCatalog {
+    state: std::sync::Mutex<(u64, HashMap<ImageName, ImageRecord>)>,
+}
+
+impl Catalog for MemoryCatalog {
+    fn new_image_id(&self) -> Result<ImageId, String> {
+        let mut s = self.state.lock().unwrap();
+        s.0 += 1;
+        Ok(ImageId(s.0))
+    }
+    fn images(&self) -> Result<Vec<ImageRecord>, String> {
+        Ok(self.state.lock().unwrap().1.values().cloned().collect())
+    }
+    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+        Ok(self.state.lock().unwrap().1.get(name).cloned())
+    }
+    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, String> {
+        Ok(self
+            .state
+            .lock()
+            .unwrap()
+            .1
+            .insert(record.name.clone(), record.clone()))
+    }
+    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+        Ok(self.state.lock().unwrap().1.remove(name))
+    }
+}
+
+/// A listening site.
+pub struct TestSite {
+    pub dir: PathBuf,
+    pub catalog: Arc<MemoryCatalog>,
+    pub site: Arc<Site>,
+    pub identity: Identity,
+    pub address: String,
+    stop: watch::Sender<bool>,
+    accepting: tokio::task::JoinHandle<()>,
+}
+
+impl TestSite {
+    pub async fn start(dir: &Path) -> Self {
+        Self::start_with(dir, Arc::default(), 0).await
+    }
+
+    pub async fn start_with(dir: &Path, catalog: Arc<MemoryCatalog>, reserve_bytes: u64) -> Self {
+        let config = SiteConfig {
+            images_dir: dir.join("images"),
+            work_dir: dir.join("work"),
+            state_dir: dir.join("state"),
+            teleporter: None,
+            reserve_bytes,
+            max_sessions: 8,
+        };
+        let given = catalog.clone();
+        let opened = tokio::task::spawn_blocking(move || Site::open(config, given))
+            .await
+            .unwrap();
+        let (site, _) = opened.unwrap();
+        let identity = Identity::generate();
+        let listener = Listener::bind("127.0.0.1:0".parse().unwrap(), &identity)
+            .await
+            .unwrap();
+        let address = listener.local_addr().to_string();
+        let (stop, stopped) = watch::channel(false);
+        let accepting = tokio::spawn(accept(listener, site.clone(), stopped));
+        TestSite {
+            dir: dir.into(),
+            catalog,
+            site,
+            identity,
+            address,
+            stop,
+            accepting,
+        }
+    }
+
+    pub fn image(&self, name: &str) -> PathBuf {
+        self.dir.join("images").join(name)
+    }
+
+    /// Ends without closing anything in order, as far as one process can.
+    pub async fn kill(self) -> Arc<MemoryCatalog> {
+        self.accepting.abort();
+        self.stop.send_replace(true);
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        self.catalog
+    }
+}
+
+async fn accept(listener: Listener, site: Arc<Site>, stop: watch::Receiver<bool>) {
+    loop {
+        let Ok(pending) = listener.accept().await else {
+            continue;
+        };
+        let (site, stop) = (site.clone(), stop.clone());
+        tokio::spawn(async move {
+            let connection = pending.handshake().await?;
+            let peer = connection.peer().unwrap();
+            let (mut reader, mut writer) = connection.split();
+            greet(&mut reader, &mut writer, Role::Server).await?;
+            let Some(frame) = reader.next().await? else {
+                return Ok(());
+            };
+            assert_eq!(frame.kind, kind::REQUEST);
+            match decode::<Request>(&frame.payload)? {
+                Request::Send { images } => {
+                    site.session(reader, writer, peer, "here".into(), images, stop)
+                        .await
+                }
+                Request::Lane { session } => site.lane(reader, writer, peer, session).await,
+                other => panic!("{other:?}"),
+            }
+        });
+    }
+}
+
+/// Sends as another process would.
+pub struct Client {
+    pub identity: Identity,
+    pub events: Arc<std::sync::Mutex<Vec<SendEvent>>>,
+    pub stop: watch::Sender<bool>,
+    pub counters: Arc<Counters>,
+}
+
+impl Client {
+    pub fn new() -> Self {
+        Client {
+            identity: Identity::generate(),
+            events: Arc::default(),
+            stop: watch::channel(false).0,
+            counters: Arc::default(),
+        }
+    }
+
+    pub fn options(&self, to: &TestSite, address: &str) -> SendOptions {
+        SendOptions {
+            identity: self.identity.clone(),
+            peer: to.identity.key(),
+            peer_name: "there".into(),
+            addresses: vec![address.into()],
+            limit: None,
+            dry_run: false,
+            lanes: None,
+            give_up_after: Duration::from_secs(20),
+        }
+    }
+
+    pub async fn send(
+        &self,
+        paths: &[&Path],
+        to: &TestSite,
+    ) -> Result<Vec<ImageReport>, TeleportError> {
+        self.send_with(items(paths), self.options(to, &to.address))
+            .await
+    }
+
+    pub async fn send_with(
+        &self,
+        items: Vec<SendItem>,
+        options: SendOptions,
+    ) -> Result<Vec<ImageReport>, TeleportError> {
+        let events = self.events.clone();
+        let wire = Arc::new(WireTotals::default());
+        let on_event = Arc::new(move |e| events.lock().unwrap().push(e));
+        send(
+            items,
+            options,
+            on_event,
+            self.counters.clone(),
+            wire,
+            self.stop.subscribe(),
+        )
+        .await
+    }
+}
+
+pub fn items(paths: &[&Path]) -> Vec<SendItem> {
+    paths
+        .iter()
+        .map(|p| SendItem {
+            path: p.to_path_buf(),
+            name: ImageName::new(p.file_name().unwrap().to_str().unwrap()).unwrap(),
+            conversion: Conversion::AsIs,
+        })
+        .collect()
+}
+
+/// An image of `files` "files" from a pool, with zeros between them, some of its own, and repeats.
+pub fn image(seed: u64, pool_seed: u64, files: usize) -> Vec<u8> {
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut out = Vec::new();
+    for _ in 0..files {
+        let own = rng.u8(0..5) == 0;
+        let which = if own {
+            rng.u64(1 << 32..)
+        } else {
+            pool_seed * 1000 + rng.u64(0..60)
+        };
+        let mut content = fastrand::Rng::with_seed(which);
+        let length = content.usize(100..200_000);
+        let compressible = content.bool();
+        let mut file: Vec<u8> = b"\x7fELF\x02\x01\x01\0".to_vec();
+        file.extend((0..length).map(|i| {
+            if compressible {
+                (i / 64) as u8 ^ content.u8(0..4)
+            } else {
+                content.u8(..)
+            }
+        }));
+        out.extend(file);
+        out.resize(out.len().next_multiple_of(4096), 0);
+        if rng.u8(0..6) == 0 {
+            out.resize(out.len() + 4096 * rng.usize(1..40), 0);
+        }
+    }
+    out
+}
+
+pub fn write(path: &Path, bytes: &[u8]) {
+    std::fs::write(path, bytes).unwrap();
+}
+
+pub fn same(a: &Path, b: &Path) {
+    assert!(
+        std::fs::read(a).unwrap() == std::fs::read(b).unwrap(),
+        "{} and {} differ",
+        a.display(),
+        b.display()
+    );
+}

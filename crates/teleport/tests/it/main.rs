@@ -1,0 +1,6 @@
+//! Sites and senders in one process, over real sockets on loopback.
+
+mod harness;
+mod hostile;
+mod resume;
+mod send;

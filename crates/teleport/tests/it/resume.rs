@@ -1,0 +1,231 @@
+//! Cut links, sites that die, sources that stop: what was durable is not sent again.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use drover_teleport::progress::SendEvent;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::harness::*;
+
+/// A link that passes on so many bytes in all towards the site and then cuts every connection;
+/// after that it passes everything.
+async fn cutting_link(to: String, budget: u64) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let left = Arc::new(AtomicU64::new(budget));
+    let cut = tokio::sync::watch::channel(false).0;
+    tokio::spawn(async move {
+        loop {
+            let (from, _) = listener.accept().await.unwrap();
+            let Ok(to) = TcpStream::connect(&to).await else {
+                continue;
+            };
+            let (left, cut) = (left.clone(), cut.clone());
+            tokio::spawn(async move {
+                let (mut from_read, mut from_write) = from.into_split();
+                let (mut to_read, mut to_write) = to.into_split();
+                let healed = *cut.borrow();
+                let mut cut_here = cut.subscribe();
+                let up = async {
+                    let mut buffer = vec![0; 16 << 10];
+                    loop {
+                        let n = from_read.read(&mut buffer).await.unwrap_or(0);
+                        if n == 0 || to_write.write_all(&buffer[..n]).await.is_err() {
+                            break;
+                        }
+                        if !healed && left.fetch_sub(n as u64, Ordering::SeqCst) < n as u64 + 1 {
+                            left.store(u64::MAX / 2, Ordering::SeqCst);
+                            cut.send_replace(true);
+                        }
+                    }
+                };
+                let down = tokio::io::copy(&mut to_read, &mut from_write);
+                tokio::select! {
+                    _ = async { tokio::join!(up, down) } => {}
+                    _ = cut_here.wait_for(|c| *c), if !healed => {}
+                }
+            });
+        }
+    });
+    address
+}
+
+fn reconnects(client: &Client) -> usize {
+    client
+        .events
+        .lock()
+        .unwrap()
+        .iter()
+        .filter(|e| matches!(e, SendEvent::Reconnecting { .. }))
+        .count()
+}
+
+fn no_part_left(there: &TestSite) {
+    let left: Vec<_> = std::fs::read_dir(there.dir.join("work/transfers"))
+        .unwrap()
+        .collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cut_link_is_picked_up_where_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let a = dir.path().join("a.raw");
+    for (n, budget) in [20_000, 3_000_000, 9_000_000].into_iter().enumerate() {
+        // Of a pool of its own, so that nothing of the one before matches.
+        write(&a, &image(21, 9 + n as u64, 400));
+        let client = Client::new();
+        let address = cutting_link(there.address.clone(), budget).await;
+        let name = format!("cut-{budget}.raw");
+        let mut items = items(&[&a]);
+        items[0].name = drover_core::ImageName::new(name.clone()).unwrap();
+        let reports = client
+            .send_with(items, client.options(&there, &address))
+            .await
+            .unwrap();
+        assert_eq!(reconnects(&client), 1, "budget {budget}");
+        same(&a, &there.image(&name));
+        let r = &reports[0];
+        assert_eq!(
+            r.matched_blocks + r.sent_blocks + r.zero_blocks + r.resumed_blocks,
+            r.size_bytes / 4096,
+            "{r:?}"
+        );
+        no_part_left(&there);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_durable_is_not_sent_again_after_the_site_died() {
+    let dir = tempfile::tempdir().unwrap();
+    let home = dir.path().join("there");
+    let there = TestSite::start(&home).await;
+    let a = dir.path().join("a.raw");
+    let bytes: Vec<u8> = std::iter::repeat_with({
+        let mut rng = fastrand::Rng::with_seed(5);
+        move || rng.u8(..)
+    })
+    .take(40 << 20)
+    .collect();
+    write(&a, &bytes);
+    let client = Client::new();
+    let mut options = client.options(&there, &there.address);
+    options.limit = Some(Arc::new(drover_net::RateLimit::new(20 << 20)));
+    options.give_up_after = Duration::from_millis(1);
+    let counters = client.counters.clone();
+    let watch = async {
+        while counters.sent_blocks.load(Ordering::Relaxed) < 4000 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let send = client.send_with(items(&[&a]), options);
+    tokio::select! {
+        _ = watch => {}
+        r = send => panic!("too quick to be cut: {r:?}"),
+    }
+    let catalog = there.kill().await;
+    assert!(!home.join("images/a.raw").exists());
+    let there = TestSite::start_with(&home, catalog, 0).await;
+    let client2 = Client {
+        identity: client.identity.clone(),
+        ..Client::new()
+    };
+    let reports = client2.send(&[&a], &there).await.unwrap();
+    same(&a, &there.image("a.raw"));
+    assert!(reports[0].resumed_blocks > 2000, "{reports:?}");
+    assert!(reports[0].sent_blocks < 10240 - 2000, "{reports:?}");
+    no_part_left(&there);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stopping_the_source_keeps_the_transfer() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let a = dir.path().join("a.raw");
+    write(&a, &image(33, 12, 300));
+    let client = Client::new();
+    let mut options = client.options(&there, &there.address);
+    options.limit = Some(Arc::new(drover_net::RateLimit::new(4 << 20)));
+    let (stop, counters) = (client.stop.clone(), client.counters.clone());
+    tokio::spawn(async move {
+        while counters.sent_blocks.load(Ordering::Relaxed) < 1000 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        stop.send_replace(true);
+    });
+    let error = client.send_with(items(&[&a]), options).await.unwrap_err();
+    assert!(
+        matches!(error, drover_teleport::TeleportError::Stopped),
+        "{error:?}"
+    );
+    assert!(!there.image("a.raw").exists());
+    let client = Client {
+        identity: client.identity.clone(),
+        ..Client::new()
+    };
+    let reports = client.send(&[&a], &there).await.unwrap();
+    assert!(reports[0].resumed_blocks > 500, "{reports:?}");
+    same(&a, &there.image("a.raw"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_image_that_changes_is_noticed_and_nothing_is_delivered() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let a = dir.path().join("a.raw");
+    write(&a, &image(44, 13, 300));
+    let client = Client::new();
+    let mut options = client.options(&there, &there.address);
+    options.limit = Some(Arc::new(drover_net::RateLimit::new(6 << 20)));
+    let (path, counters) = (a.clone(), client.counters.clone());
+    tokio::spawn(async move {
+        while counters.sent_blocks.load(Ordering::Relaxed) < 500 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        scribble(&path);
+    });
+    let error = client.send_with(items(&[&a]), options).await.unwrap_err();
+    assert!(
+        matches!(error, drover_teleport::TeleportError::SourceChanged(_)),
+        "{error:?}"
+    );
+    assert!(!there.image("a.raw").exists());
+    // As it is now, it goes.
+    client.send(&[&a], &there).await.unwrap();
+    same(&a, &there.image("a.raw"));
+}
+
+fn scribble(path: &Path) {
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    let length = file.metadata().unwrap().len();
+    for at in (0..length).step_by(1 << 20) {
+        std::os::unix::fs::FileExt::write_all_at(&file, b"changed", at).unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn images_that_change_at_the_destination_are_not_trusted() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let (a, b) = (dir.path().join("a.raw"), dir.path().join("b.raw"));
+    write(&a, &image(50, 14, 150));
+    write(&b, &image(51, 14, 150));
+    let client = Client::new();
+    client.send(&[&a], &there).await.unwrap();
+    scribble(&there.image("a.raw"));
+    let reports = client.send(&[&b], &there).await.unwrap();
+    same(&b, &there.image("b.raw"));
+    assert!(reports[0].matched.invalid > 0, "{reports:?}");
+    // Gone altogether, and only part of the sequence cache left.
+    std::fs::remove_file(there.image("a.raw")).unwrap();
+    std::fs::remove_file(there.image("b.raw")).unwrap();
+    let c = dir.path().join("c.raw");
+    write(&c, &image(52, 14, 150));
+    client.send(&[&c], &there).await.unwrap();
+    same(&c, &there.image("c.raw"));
+}

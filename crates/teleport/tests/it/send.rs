@@ -1,0 +1,143 @@
+//! Images that arrive as they are.
+
+use crate::harness::*;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn images_arrive_and_the_second_costs_less() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let (a, b) = (dir.path().join("a.raw"), dir.path().join("b.raw"));
+    write(&a, &image(1, 7, 150));
+    let mut second = image(2, 7, 150);
+    second.truncate(second.len() - 1000); // Not a whole number of blocks.
+    write(&b, &second);
+    let client = Client::new();
+    let reports = client.send(&[&a, &b], &there).await.unwrap();
+    same(&a, &there.image("a.raw"));
+    same(&b, &there.image("b.raw"));
+    assert_eq!(reports.len(), 2);
+    for r in &reports {
+        let blocks = r.matched_blocks + r.sent_blocks + r.zero_blocks;
+        assert_eq!(blocks, r.size_bytes.div_ceil(4096), "{r:?}");
+    }
+    assert!(
+        reports[1].matched_blocks > reports[1].sent_blocks,
+        "{:?}",
+        reports[1]
+    );
+    assert!(reports[1].wire_sent_bytes < reports[0].wire_sent_bytes);
+    let name = drover_core::ImageName::new("a.raw").unwrap();
+    let (expected, found) = there.site.verify(&name, &mut |_, _| {}).unwrap();
+    assert_eq!(expected, found);
+    assert_eq!(expected, reports[0].digest);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_same_image_again_sends_no_block() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let a = dir.path().join("a.raw");
+    write(&a, &image(3, 8, 120));
+    let client = Client::new();
+    client.send(&[&a], &there).await.unwrap();
+    for _ in 0..3 {
+        let reports = client.send(&[&a], &there).await.unwrap();
+        assert_eq!(reports[0].sent_blocks, 0, "{reports:?}");
+        same(&a, &there.image("a.raw"));
+    }
+    // And under another name.
+    let mut again = items(&[&a]);
+    again[0].name = drover_core::ImageName::new("c.raw").unwrap();
+    let reports = client
+        .send_with(again, client.options(&there, &there.address))
+        .await
+        .unwrap();
+    assert_eq!(reports[0].sent_blocks, 0, "{reports:?}");
+    same(&a, &there.image("c.raw"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn odd_images_arrive() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let client = Client::new();
+    for (n, bytes) in [
+        vec![],
+        vec![1],
+        vec![0; 4096],
+        vec![0; 10_000_001],
+        vec![9; 4097],
+    ]
+    .iter()
+    .enumerate()
+    {
+        let path = dir.path().join(format!("odd-{n}.img"));
+        write(&path, bytes);
+        client.send(&[&path], &there).await.unwrap();
+        same(&path, &there.image(&format!("odd-{n}.img")));
+    }
+    // A large hole costs nothing.
+    let path = dir.path().join("sparse.img");
+    let file = std::fs::File::create(&path).unwrap();
+    file.set_len(40 << 30).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &[5; 10_000], 30 << 30).unwrap();
+    let r = client.send(&[&path], &there).await.unwrap();
+    assert!(r[0].wire_sent_bytes < 50_000, "{r:?}");
+    let there = there.image("sparse.img");
+    assert_eq!(std::fs::metadata(&there).unwrap().len(), 40 << 30);
+    let mut back = vec![0; 10_000];
+    std::os::unix::fs::FileExt::read_exact_at(
+        &std::fs::File::open(&there).unwrap(),
+        &mut back,
+        30 << 30,
+    )
+    .unwrap();
+    assert!(back == [5; 10_000]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn several_sources_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let paths: Vec<_> = (0..4)
+        .map(|n| dir.path().join(format!("s{n}.raw")))
+        .collect();
+    for (n, p) in paths.iter().enumerate() {
+        write(p, &image(10 + n as u64, 9, 80));
+    }
+    let clients: Vec<_> = paths.iter().map(|_| Client::new()).collect();
+    let sends = clients.iter().zip(&paths).map(|(c, p)| {
+        let there = &there;
+        async move { c.send(&[p], there).await.unwrap() }
+    });
+    let mut all = Vec::new();
+    for s in sends {
+        all.push(s);
+    }
+    let results = join_all(all).await;
+    assert_eq!(results.len(), 4);
+    for p in &paths {
+        same(p, &there.image(p.file_name().unwrap().to_str().unwrap()));
+    }
+}
+
+async fn join_all<F: Future>(futures: Vec<F>) -> Vec<F::Output> {
+    let mut pinned: Vec<_> = futures.into_iter().map(Box::pin).collect();
+    let mut out: Vec<Option<F::Output>> = pinned.iter().map(|_| None).collect();
+    std::future::poll_fn(|cx| {
+        for (f, slot) in pinned.iter_mut().zip(&mut out) {
+            if slot.is_none()
+                && let std::task::Poll::Ready(v) = f.as_mut().poll(cx)
+            {
+                *slot = Some(v);
+            }
+        }
+        if out.iter().all(Option::is_some) {
+            std::task::Poll::Ready(())
+        } else {
+            std::task::Poll::Pending
+        }
+    })
+    .await;
+    out.into_iter().flatten().collect()
+}
