@@ -10,6 +10,7 @@ mod limit;
 mod link;
 mod report;
 mod rivals;
+mod same;
 mod shell;
 mod site;
 mod watch;

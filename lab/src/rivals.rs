@@ -180,7 +180,7 @@ fn wait_for_port(place: Where<'_>, port: u16, daemon: &mut Child) -> Result<()> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::site::identical;
+    use crate::same::identical;
 
     #[test]
     fn every_mode_of_rsync_delivers_the_same_bytes() {

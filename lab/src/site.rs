@@ -281,19 +281,6 @@ fn parse_done(output: &str) -> Result<Vec<Sent>> {
     Ok(done.images)
 }
 
-/// True when the two files hold the same bytes.
-///
-/// # Errors
-/// When one cannot be read.
-pub fn identical(one: &Path, two: &Path) -> Result<bool> {
-    let output = Command::new("cmp").arg("-s").arg(one).arg(two).output()?;
-    match output.status.code() {
-        Some(0) => Ok(true),
-        Some(1) => Ok(false),
-        _ => bail!("cannot compare {} and {}", one.display(), two.display()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -319,18 +306,6 @@ mod tests {
         assert!(parse_done(r#"{"event":"progress"}"#).is_err());
         assert!(parse_done(r#"{"event":"done","images":[]}"#).is_err());
         assert!(parse_done("").is_err());
-    }
-
-    #[test]
-    fn files_are_compared() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = |name: &str| dir.path().join(name);
-        for (name, content) in [("a", "same"), ("b", "same"), ("c", "other")] {
-            fs::write(path(name), content).unwrap();
-        }
-        assert!(identical(&path("a"), &path("b")).unwrap());
-        assert!(!identical(&path("a"), &path("c")).unwrap());
-        assert!(identical(&path("a"), &path("none")).is_err());
     }
 
     #[test]

@@ -11,7 +11,8 @@ use serde::Serialize;
 use super::{Common, all_identical, file_name, yes_no};
 use crate::report::{self, Report, Spread, mib};
 use crate::rivals::{Mode, Rival, Rsync};
-use crate::site::{Outcome, Sender, Site, Where, identical};
+use crate::same::identical;
+use crate::site::{Outcome, Sender, Site, Where};
 use crate::watch::Cost;
 
 /// Which image and how often.

@@ -13,7 +13,8 @@ use crate::limit::Known;
 use crate::link::LinkArgs;
 use crate::report::{self, Report, mb, mib};
 use crate::rivals::{Mode, Rival, Rsync};
-use crate::site::{Sender, Site, identical};
+use crate::same::identical;
+use crate::site::{Sender, Site};
 
 /// Which image, to a site with which, and over what.
 #[derive(Args)]

@@ -12,7 +12,8 @@ use super::{Common, Net, all_identical, file_name, yes_no};
 use crate::limit::{Known, Limit};
 use crate::link::LinkArgs;
 use crate::report::{self, Report, mb, mib};
-use crate::site::{Outcome, Sender, Sent, Site, identical};
+use crate::same::identical;
+use crate::site::{Outcome, Sender, Sent, Site};
 use crate::watch::Cost;
 
 /// Which images, and over what.
