@@ -3,13 +3,15 @@
 //! `cargo run --release -p drover-net --example throughput -- [GiB per run] [KiB per frame]`
 
 use std::error::Error;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use drover_net::{
     ConnectOptions, Connection, Identity, Listener, LocalListener, MAX_FRAME, close, connect,
     connect_unix,
 };
 use tokio::task::JoinSet;
+
+const PATIENCE: Duration = Duration::from_secs(30);
 
 type Failure = Box<dyn Error + Send + Sync>;
 
@@ -67,7 +69,7 @@ async fn measure(
             while let Some(frame) = reader.next().await? {
                 got += frame.payload.len() as u64;
             }
-            drop(writer);
+            close(reader, writer, PATIENCE).await?;
             Ok(got)
         });
         let (reader, mut writer) = here.split();
@@ -76,15 +78,17 @@ async fn measure(
             for _ in 0..each {
                 writer.send(1, &payload).await?;
             }
-            writer.finish().await?;
-            // The other side drops its socket without finishing: that is how this ends.
-            let _ = close(reader, writer, std::time::Duration::from_secs(5)).await;
+            close(reader, writer, PATIENCE).await?;
             Ok(0)
         });
     }
     let mut got = 0;
     while let Some(done) = tasks.join_next().await {
         got += done??;
+    }
+    let expected = each * frame as u64 * wires.len() as u64;
+    if got != expected {
+        return Err(format!("{name}: {got} of {expected} bytes arrived").into());
     }
     let seconds = started.elapsed().as_secs_f64();
     let wire: u64 = wires.iter().map(|w| w.sent()).sum();

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Buf, BufMut, BytesMut};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
 use tokio::io::{AsyncReadExt, ReadHalf};
 use tokio::time::timeout;
 
@@ -14,6 +14,9 @@ use crate::connection::Stream;
 
 /// Read at least this much at a time, so that many small frames cost few reads.
 const READ_AHEAD: usize = 16 << 10;
+
+/// Payloads up to this are copied: a few bytes that somebody keeps must not keep a whole buffer.
+const TINY: usize = 1 << 10;
 
 /// How long the socket's end may lag behind the end frame.
 const END_LINGER: Duration = Duration::from_secs(5);
@@ -115,7 +118,13 @@ impl FrameReader {
             };
             self.fill(header.length).await?;
             self.header = None;
-            let payload = self.buffer.split_to(header.length).freeze();
+            let payload = if header.length <= TINY {
+                let copy = Bytes::copy_from_slice(&self.buffer[..header.length]);
+                self.buffer.advance(header.length);
+                copy
+            } else {
+                self.buffer.split_to(header.length).freeze()
+            };
             if !header.matches(&payload) {
                 return Err(corrupt(&self.peer, "its checksum is wrong"));
             }

@@ -1,6 +1,7 @@
 //! Greeting.
 
 use drover_net::{Connection, NetError, PROTOCOL_MAX, Role, encode, greet, greet_as};
+use proptest::prelude::*;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
@@ -120,4 +121,26 @@ async fn a_peer_that_says_nothing_is_given_up() {
         .await
         .unwrap_err();
     assert!(matches!(e, NetError::TimedOut { .. }), "{e}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn any_hello_is_one_or_an_error(
+        mut payload in proptest::collection::vec(any::<u8>(), 0..80),
+        magic: bool,
+    ) {
+        if magic && payload.len() >= 8 {
+            payload[..8].copy_from_slice(&MAGIC);
+        }
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        match runtime.block_on(greeted_with(raw_frame(1, 0xf2, 0, &payload))) {
+            Ok(greeting) => {
+                prop_assert!(payload.starts_with(&MAGIC));
+                prop_assert_eq!(greeting.protocol, 1);
+                prop_assert!(greeting.software.chars().count() <= 64);
+            }
+            Err(e) => prop_assert!(!e.retryable(), "{}", e),
+        }
+    }
 }
