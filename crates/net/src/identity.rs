@@ -282,6 +282,24 @@ mod tests {
     }
 
     #[test]
+    fn openssl_reads_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("identity.pem");
+        let made = Identity::load_or_create(&path).unwrap();
+        let run = std::process::Command::new("openssl")
+            .args(["pkey", "-pubout", "-outform", "DER", "-in"])
+            .arg(&path)
+            .output();
+        match run {
+            Ok(out) => {
+                assert!(out.status.success(), "{out:?}");
+                assert!(out.stdout.ends_with(&made.key().0));
+            }
+            Err(e) => eprintln!("SKIP openssl_reads_the_file: cannot run openssl: {e}"),
+        }
+    }
+
+    #[test]
     fn two_at_once_agree() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("identity.pem");

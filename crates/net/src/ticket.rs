@@ -173,6 +173,21 @@ mod tests {
     }
 
     #[test]
+    fn the_documented_bytes() {
+        // Made from docs/format/wire.md by other means.
+        let word = concat!(
+            "drover1a4dqobyha4dqobyha4dqobyha4dqobyha4dqobyha4dqobyha4",
+            "dqcdjrgaxdalrqfyzdunzxg43qscijbeeqscijbeeqscijbeeqt6fpxo7q",
+        );
+        let ticket = Ticket {
+            key: PeerKey([7; 32]),
+            addresses: vec!["10.0.0.2:7777".into()],
+            secret: [9; 16],
+        };
+        assert_eq!(ticket.to_string(), word);
+    }
+
+    #[test]
     fn what_people_do_to_words() {
         let t = sample();
         let text = t.to_string();
