@@ -16,8 +16,10 @@ use crate::{Format, ImageError, Layout, qcow2, vdi, vhd, vhdx, vmdk};
 pub(crate) struct Backing {
     /// As the image has it.
     pub(crate) name: String,
-    /// The format that the image says it has.
+    /// The format that the image says it has, if it says one that is read here.
     pub(crate) format: Option<Format>,
+    /// One that is not.
+    pub(crate) foreign: Option<String>,
 }
 
 /// One extent of a disk that is made of several files.

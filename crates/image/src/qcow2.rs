@@ -37,12 +37,18 @@ struct Qcow2 {
 pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
     let file = Reader::new(Arc::clone(file), Format::Qcow2);
     let header = Header::read(&file)?;
-    let backing = header.backing_name.clone().map(|name| Backing {
-        name,
-        format: header
-            .backing_format
-            .as_deref()
-            .and_then(|f| f.parse().ok()),
+    let backing = header.backing_name.clone().map(|name| {
+        let said = header.backing_format.as_deref();
+        let format = match said {
+            // What QEMU reads a raw disk through.
+            Some("file" | "host_device") => Some(Format::Raw),
+            other => other.and_then(|f| f.parse().ok()),
+        };
+        Backing {
+            name,
+            format,
+            foreign: said.filter(|_| format.is_none()).map(str::to_owned),
+        }
     });
     let data_file = header.data_file.clone();
     let sealed = match (header.encryption, header.external_data, &data_file) {

@@ -65,6 +65,7 @@ fn parent(text: &Descriptor, container: &mut Container) {
             container.backing = Some(Backing {
                 name: name.clone(),
                 format: Some(Format::Vmdk),
+                foreign: None,
             });
         }
         (None, true) => container.sealed = Some("it does not name the image behind it".into()),

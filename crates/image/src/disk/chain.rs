@@ -37,6 +37,10 @@ pub(super) fn open(path: &Path, trust: Trust) -> Result<VirtualDisk, ImageError>
         format.get_or_insert(one.format);
         layers.push(one.layer);
         if let Some(backing) = one.backing {
+            if let Some(format) = backing.foreign {
+                let why = format!("its backing file has the format {format:?}, which is not read");
+                return Err(ImageError::Unconvertible(why).in_file(&path));
+            }
             let resolve = match trust {
                 Trust::Beside => names::beside,
                 Trust::Anywhere => names::anywhere,

@@ -173,6 +173,15 @@ fn a_backing_file_elsewhere_is_followed_only_with_trust() {
     VirtualDisk::open_with(&path, Trust::Anywhere).unwrap();
     // The file itself can be sent without looking behind it.
     open_for_sending(&path, Conversion::AsIs).unwrap();
+    // A format that is not read is not guessed at either.
+    qemu::img(
+        b.dir(),
+        &["rebase", "-u", "-b", "a.raw", "-F", "qed", "vm/x.qcow2"],
+    );
+    std::fs::copy(b.path("base/a.raw"), b.path("vm/a.raw")).unwrap();
+    let refused = VirtualDisk::open(&path).unwrap_err();
+    assert!(refused.to_string().contains("qed"), "{refused}");
+    open_for_sending(&path, Conversion::AsIs).unwrap();
 }
 
 #[test]
