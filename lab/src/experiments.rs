@@ -130,10 +130,11 @@ impl Net {
         self.link.as_ref().map_or(Where::Loopback, Where::Over)
     }
 
-    /// IP bytes that the near end has put on the link, and the far end.
+    /// IP bytes that have crossed the link from the near end, and from the far one. What its full queue
+    /// dropped never was on the wire; what was sent again was.
     fn bytes(&self) -> Option<(u64, u64)> {
         let traffic = self.link.as_ref()?.traffic();
-        Some((traffic.a_to_b.bytes_in, traffic.b_to_a.bytes_in))
+        Some((traffic.a_to_b.bytes_out, traffic.b_to_a.bytes_out))
     }
 
     fn describe(&self) -> String {

@@ -72,6 +72,8 @@ pub struct Options {
     pub queue_bytes: Option<u64>,
     /// Seed of loss and jitter.
     pub seed: u64,
+    /// TCP's congestion control at both ends.
+    pub congestion: String,
 }
 
 impl Options {
@@ -83,11 +85,12 @@ impl Options {
             "unlimited".to_owned()
         };
         format!(
-            "{rate}, {} ms RTT, {} % loss, {} ms jitter, queue {} KiB",
+            "{rate}, {} ms RTT, {} % loss, {} ms jitter, queue {} KiB, {}",
             self.rtt_ms,
             self.loss_percent,
             self.jitter_ms,
-            self.shape().queue_bytes >> 10
+            self.shape().queue_bytes >> 10,
+            self.congestion
         )
     }
 
@@ -115,6 +118,7 @@ impl Options {
 }
 
 const MTU: u64 = 1500;
+const NETWORK: &str = "10.77.0.0/24";
 /// Pieces that wait in the kernel while the link's thread sleeps.
 const DEVICE_QUEUE: u32 = 4000;
 
@@ -252,6 +256,11 @@ fn device(namespaces: &Namespaces, side: Side, options: &Options) -> Result<Sync
         "wan0",
     ])?;
     within(&["link", "set", "wan0", "up"])?;
+    let (source, congestion) = (side.address(), options.congestion.as_str());
+    within(&[
+        "route", "replace", NETWORK, "dev", "wan0", "src", source, "congctl", congestion,
+    ])
+    .context("cannot choose TCP's congestion control")?;
     Ok(device)
 }
 

@@ -29,6 +29,9 @@ pub struct LinkArgs {
     /// Seed of loss and jitter.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// TCP's congestion control at both ends, whatever the host's is; cubic is what most machines use.
+    #[arg(long, default_value = "cubic", value_name = "NAME")]
+    pub congestion: String,
     /// Name of the link: its namespaces are NAME-a (10.77.0.1) and NAME-b (10.77.0.2).
     #[arg(long, default_value = "drover")]
     pub name: String,
@@ -56,6 +59,7 @@ impl From<&LinkArgs> for Options {
             jitter_ms: args.jitter_ms.max(0.0),
             queue_bytes: args.queue,
             seed: args.seed,
+            congestion: args.congestion.clone(),
         }
     }
 }

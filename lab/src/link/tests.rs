@@ -11,6 +11,7 @@ fn options(name: &str) -> Options {
         jitter_ms: 0.0,
         queue_bytes: None,
         seed: 1,
+        congestion: "cubic".to_owned(),
     }
 }
 
