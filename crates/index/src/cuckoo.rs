@@ -19,6 +19,9 @@ pub(crate) const SLOTS: usize = 4;
 
 const BUCKET_BYTES: usize = SLOTS * 4;
 
+/// Buckets that [`CuckooLru::save`] and [`CuckooLru::load`] move at once.
+const SAVED_AT_ONCE: usize = 4096;
+
 /// The most parts a budget is divided into.
 const MAX_PARTS: usize = 64;
 
@@ -96,6 +99,16 @@ pub(crate) struct Found {
     pub fingerprint: u32,
     /// What the entry says: file and address.
     pub payload: u32,
+}
+
+impl Found {
+    /// The key that leads to it.
+    pub(crate) fn key(self) -> Key {
+        Key {
+            bucket: self.bucket,
+            fingerprint: self.fingerprint,
+        }
+    }
 }
 
 /// At most eight entries with the fingerprint of a key.
@@ -205,6 +218,12 @@ impl CuckooLru {
     #[inline]
     fn other(&self, bucket: u32, fingerprint: u32) -> u32 {
         bucket ^ self.alternate[fingerprint as usize]
+    }
+
+    /// Whether entries with these keys are in the same buckets with the same fingerprint.
+    pub(crate) fn same_entry(&self, a: Key, b: Key) -> bool {
+        a.fingerprint == b.fingerprint
+            && (a.bucket == b.bucket || self.other(a.bucket, a.fingerprint) == b.bucket)
     }
 
     #[inline]
@@ -432,43 +451,45 @@ impl CuckooLru {
         self.len = 0;
     }
 
-    /// All slots, and then how many guests each bucket has, for a snapshot.
-    pub(crate) fn save(&self, out: &mut Vec<u8>) {
-        out.reserve(self.saved_len());
-        for e in self.buckets.iter().flat_map(|b| b.0) {
-            out.extend_from_slice(&e.to_le_bytes());
+    /// Hands all slots, and then how many guests each bucket has, to `sink` in pieces.
+    pub(crate) fn save<E>(&self, mut sink: impl FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+        let mut bytes = Vec::with_capacity(SAVED_AT_ONCE * BUCKET_BYTES);
+        for buckets in self.buckets.chunks(SAVED_AT_ONCE) {
+            bytes.clear();
+            for e in buckets.iter().flat_map(|b| b.0) {
+                bytes.extend_from_slice(&e.to_le_bytes());
+            }
+            sink(&bytes)?;
         }
-        out.extend_from_slice(&self.guests.0);
+        sink(&self.guests.0)
     }
 
-    /// Bytes that [`save`](Self::save) makes.
-    pub(crate) fn saved_len(&self) -> usize {
-        self.bytes() + self.guests.0.len()
-    }
-
-    /// Takes what [`save`](Self::save) of a cache of the same shape made. Any bytes make a cache
-    /// that works: what makes no sense is dropped.
-    pub(crate) fn load(&mut self, bytes: &[u8]) {
+    /// Takes what [`save`](Self::save) of a cache of the same shape made from `source`, which
+    /// fills buffers. Any bytes make a cache that works: what makes no sense is dropped.
+    pub(crate) fn load<E>(
+        &mut self,
+        mut source: impl FnMut(&mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
         self.clear();
         let bits = self.payload_bits();
-        let (slots, guests) = bytes.split_at(bytes.len().min(self.bytes()));
-        let mut slots = slots
-            .as_chunks::<4>()
-            .0
-            .iter()
-            .map(|e| u32::from_le_bytes(*e));
-        for bucket in &mut self.buckets {
-            for e in slots.by_ref().take(SLOTS).filter(|e| e >> bits != 0) {
-                bucket.put(bucket.used(), e);
-                self.len += 1;
+        let mut bytes = vec![0; SAVED_AT_ONCE * BUCKET_BYTES];
+        for buckets in self.buckets.chunks_mut(SAVED_AT_ONCE) {
+            let bytes = &mut bytes[..buckets.len() * BUCKET_BYTES];
+            source(bytes)?;
+            for (bucket, saved) in buckets.iter_mut().zip(bytes.as_chunks::<BUCKET_BYTES>().0) {
+                let entries = saved.as_chunks().0.iter().map(|e| u32::from_le_bytes(*e));
+                for e in entries.filter(|e| e >> bits != 0) {
+                    bucket.put(bucket.used(), e);
+                    self.len += 1;
+                }
             }
         }
-        let n = guests.len().min(self.guests.0.len());
-        self.guests.0[..n].copy_from_slice(&guests[..n]);
+        source(&mut self.guests.0)?;
         for bucket in 0..self.buckets.len() as u32 {
             let used = self.buckets[bucket as usize].used();
             self.guests.set(bucket, self.guests.get(bucket).min(used));
         }
+        Ok(())
     }
 }
 

@@ -31,11 +31,6 @@ pub(crate) fn names(image: u64) -> (String, String) {
     )
 }
 
-/// The image whose side file this is.
-pub(crate) fn side_file_of(name: &str) -> Option<u64> {
-    image_of(name.strip_suffix(".side")?)
-}
-
 /// The image one of whose files this is.
 pub(crate) fn any_file_of(name: &str) -> Option<u64> {
     image_of(name.strip_suffix(".side").or(name.strip_suffix(".hash"))?)
@@ -99,17 +94,13 @@ impl Header {
     }
 }
 
-/// Digests a page of which could not be read.
+/// A page is not what was written, or cannot be read at all.
 #[derive(Debug)]
-pub(crate) enum ReadError {
-    /// The page is not what was written.
-    Corrupt,
-    Io(io::Error),
-}
+pub(crate) struct Damaged;
 
-impl From<io::Error> for ReadError {
-    fn from(e: io::Error) -> Self {
-        ReadError::Io(e)
+impl From<io::Error> for Damaged {
+    fn from(_: io::Error) -> Self {
+        Damaged
     }
 }
 
@@ -271,7 +262,7 @@ impl<F: StorageFile> HashFile<F> {
     }
 
     /// The page, from memory if that is where it is. `None` beyond the end.
-    pub(crate) fn page(&mut self, no: u64) -> Result<Option<Page>, ReadError> {
+    pub(crate) fn page(&mut self, no: u64) -> Result<Option<Page>, Damaged> {
         let from = no.saturating_mul(PER_PAGE as u64);
         if from >= self.header.blocks {
             return Ok(None);
@@ -286,7 +277,7 @@ impl<F: StorageFile> HashFile<F> {
         let n = self.hash.read_at(&mut bytes, no * PAGE_BYTES as u64)?;
         self.traffic.read += n as u64;
         if n < PAGE_BYTES || crc(&bytes) != sum {
-            return Err(ReadError::Corrupt);
+            return Err(Damaged);
         }
         let count = (self.header.blocks - from).min(PER_PAGE as u64);
         Ok(Some(Page::from_bytes(&bytes, low_bits(count as usize))))
@@ -298,16 +289,16 @@ impl<F: StorageFile> HashFile<F> {
     }
 
     /// The heads of a page that is on disk.
-    pub(crate) fn heads(&mut self, no: u64) -> Result<Vec<Head>, ReadError> {
+    pub(crate) fn heads(&mut self, no: u64) -> Result<Vec<Head>, Damaged> {
         let (bits, _) = self.record(no)?;
         let left = self.header.blocks.saturating_sub(no * PER_PAGE as u64);
         (0..left.min(PER_PAGE as u64) as usize)
-            .map(|i| head_from_bits(bits[i / 4] >> (2 * (i % 4)) & 3).ok_or(ReadError::Corrupt))
+            .map(|i| head_from_bits(bits[i / 4] >> (2 * (i % 4)) & 3).ok_or(Damaged))
             .collect()
     }
 
     /// A page's head bits and checksum.
-    fn record(&mut self, no: u64) -> Result<([u8; HEAD_BYTES], u32), ReadError> {
+    fn record(&mut self, no: u64) -> Result<([u8; HEAD_BYTES], u32), Damaged> {
         let group = no / GROUP as u64;
         let at = (group % GROUPS as u64) as usize;
         let known = matches!(&self.groups[at], Some((g, b))
@@ -323,10 +314,10 @@ impl<F: StorageFile> HashFile<F> {
         }
         let bytes = self.groups[at].as_ref().map_or(&[][..], |(_, b)| b);
         let from = no as usize % GROUP * RECORD;
-        let r = bytes.get(from..from + RECORD).ok_or(ReadError::Corrupt)?;
+        let r = bytes.get(from..from + RECORD).ok_or(Damaged)?;
         let (body, sum) = r.split_at(RECORD - 4);
         if record_crc(no, body).to_le_bytes() != sum {
-            return Err(ReadError::Corrupt);
+            return Err(Damaged);
         }
         let mut bits = [0; HEAD_BYTES];
         bits.copy_from_slice(&body[..HEAD_BYTES]);

@@ -1,25 +1,51 @@
 //! The matcher: which blocks of an image does the destination have already?
+//!
+//! It knows the hash files of the images at the destination, C0 and C1 that point into the most
+//! recent ones, and the sequence cache with C2. It is asked batch by batch and answers with a
+//! [`Plan`]. Memory is bounded by its configuration; what is on disk is described in
+//! `docs/format/hash-files.md` and `docs/format/sequence-cache.md`.
 
 mod config;
+mod open;
+mod pass;
 mod plan;
+mod repeats;
+mod shared;
+mod snapshot;
 mod stats;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use drover_core::{Digest, Head};
 
 pub use config::{AnchorPolicy, Layout, MatcherConfig};
 pub use plan::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
+pub(crate) use shared::Shared;
 pub use stats::{CacheStats, ImageInfo, MatcherStats, OpenReport, Repair};
 
 use crate::error::{IndexError, Result};
+use crate::hash_file::{HashFile, Header, names};
+use crate::page::PER_PAGE;
+use crate::recent::{Recent, Slot};
+use crate::sequence::SequenceCache;
 use crate::storage::Storage;
+use pass::{Outcome, Pass, Purpose, Walk};
+use repeats::Repeats;
 
-/// An image being indexed or matched.
+/// Blocks a call of [`Matcher::batch`] takes at most.
+const MAX_BATCH: usize = 4096;
+
+/// Pages that indexing an image again reads at once.
+const REINDEX_PAGES: u64 = 16;
+
+/// An image being matched or recorded. Made by [`Matcher::begin`].
 #[derive(Debug)]
 pub struct Cursor {
     image: ImageId,
+    slot: u8,
+    serial: u64,
     blocks: u64,
+    walk: Walk,
 }
 
 impl Cursor {
@@ -38,157 +64,390 @@ impl Cursor {
 
 /// The matcher.
 pub struct Matcher<S: Storage> {
-    _storage: S,
-    known: HashMap<Digest, (ImageId, u64)>,
-    images: HashMap<ImageId, u64>,
+    storage: S,
+    config: MatcherConfig,
+    recent: Recent<S::File>,
+    sequences: SequenceCache<S>,
+    shared: Shared,
+    repeats: Repeats,
+    /// Complete images that C0 and C1 cannot name.
+    older: BTreeMap<ImageId, Header>,
+    next_serial: u64,
+    /// Bytes moved by files that are closed.
+    closed_traffic: (u64, u64),
 }
 
 impl<S: Storage> Matcher<S> {
-    /// Opens the index in `storage`.
+    /// Opens the index in `storage`, which is empty or holds one.
+    ///
+    /// Whatever a crash left, it opens: the caches come from their snapshot where that is valid,
+    /// else from the hash files; what is damaged is dropped and reported.
     ///
     /// # Errors
     /// [`IndexError::Config`], or what the storage reports.
     pub fn open(storage: S, config: MatcherConfig) -> Result<(Self, OpenReport)> {
         config.check()?;
-        let matcher = Matcher {
-            _storage: storage,
-            known: HashMap::new(),
-            images: HashMap::new(),
-        };
-        Ok((matcher, OpenReport::default()))
+        open::open(storage, config)
     }
 
-    /// Starts the hash file of `image`.
+    /// Starts the hash file of `image`; what an interrupted transfer of it left goes.
     ///
     /// # Errors
-    /// [`IndexError::Busy`].
+    /// [`IndexError::Busy`], [`IndexError::TooManyOpen`], or what the storage reports.
     pub fn begin(&mut self, image: ImageId) -> Result<Cursor> {
-        if self.images.insert(image, 0).is_some() {
+        if let Some(slot) = self.recent.slot_of(image)
+            && self.recent.slot(slot).is_some_and(|s| s.open)
+        {
             return Err(IndexError::Busy(image));
         }
-        Ok(Cursor { image, blocks: 0 })
+        self.forget(image)?;
+        let slot = self.free_slot()?;
+        let serial = self.next_serial;
+        let file = HashFile::create(&self.storage, image.0, serial)
+            .map_err(IndexError::io("creating", names(image.0).0))?;
+        self.next_serial += 1;
+        self.recent.slots[usize::from(slot)] = Some(Slot {
+            image,
+            file,
+            open: true,
+        });
+        Ok(Cursor {
+            image,
+            slot,
+            serial,
+            blocks: 0,
+            walk: Walk::default(),
+        })
     }
 
-    /// Adds blocks without asking.
+    /// A slot for another image; the oldest complete one makes room.
+    fn free_slot(&mut self) -> Result<u8> {
+        if let Some(free) = self.recent.slots.iter().position(Option::is_none) {
+            return Ok(free as u8);
+        }
+        let oldest = (0..self.recent.slots.len())
+            .filter_map(|i| Some((i as u8, self.recent.slots[i].as_ref()?)))
+            .filter(|(_, s)| !s.open)
+            .min_by_key(|(_, s)| s.file.header().serial)
+            .map(|(i, _)| i)
+            .ok_or(IndexError::TooManyOpen(self.recent.slots.len()))?;
+        if let Some(old) = self.release(oldest) {
+            self.older.insert(old.image, old.file.header());
+        }
+        Ok(oldest)
+    }
+
+    fn release(&mut self, slot: u8) -> Option<Slot<S::File>> {
+        let gone = self.recent.release(slot, &mut self.shared)?;
+        self.closed_traffic.0 += gone.file.traffic.read;
+        self.closed_traffic.1 += gone.file.traffic.written;
+        Some(gone)
+    }
+
+    /// Adds blocks without asking: to the hash file, and to the caches what they do not have.
     ///
     /// # Errors
-    /// What the storage reports.
+    /// As [`batch`](Self::batch).
     pub fn record(
         &mut self,
         cursor: &mut Cursor,
         digests: &[Digest],
         heads: &[Head],
     ) -> Result<()> {
-        self.batch(cursor, digests, heads).map(drop)
+        for (digests, heads) in digests.chunks(MAX_BATCH).zip(heads.chunks(MAX_BATCH)) {
+            self.pass(cursor, digests, heads, Purpose::Record)?;
+        }
+        Ok(())
     }
 
-    /// Matches blocks.
+    /// Matches the next blocks of an image, none of them zero: `heads[i]` belongs to
+    /// `digests[i]`. At most 4096 blocks a call.
     ///
     /// # Errors
-    /// What the storage reports.
+    /// [`IndexError::BadBatch`], or what the storage reports; then nothing of the batch was
+    /// recorded, and the same call may be made again or the cursor [aborted](Self::abort).
     pub fn batch(
         &mut self,
         cursor: &mut Cursor,
         digests: &[Digest],
         heads: &[Head],
     ) -> Result<Plan> {
+        let outcome = self.pass(cursor, digests, heads, Purpose::Plan)?;
+        Ok(Plan {
+            runs: outcome.runs,
+            stores: outcome.stores,
+        })
+    }
+
+    fn pass(
+        &mut self,
+        cursor: &mut Cursor,
+        digests: &[Digest],
+        heads: &[Head],
+        purpose: Purpose,
+    ) -> Result<Outcome> {
         if digests.len() != heads.len() {
             return Err(IndexError::BadBatch("digests and heads differ in number"));
         }
-        let mut plan = Plan::default();
-        for d in digests {
-            let (origin, via) = match self.known.get(d) {
-                Some(&(image, first)) => (Origin::Image { image, first }, Via::C0),
-                None => {
-                    self.known.insert(*d, (cursor.image, cursor.blocks));
-                    (Origin::Literal, Via::Literal)
-                }
-            };
-            cursor.blocks += 1;
-            match (plan.runs.last_mut(), origin) {
-                (
-                    Some(PlanRun {
-                        origin: Origin::Literal,
-                        count,
-                        ..
-                    }),
-                    Origin::Literal,
-                ) => *count += 1,
-                _ => plan.runs.push(PlanRun {
-                    count: 1,
-                    origin,
-                    via,
-                }),
-            }
+        if digests.len() > MAX_BATCH {
+            return Err(IndexError::BadBatch("more than 4096 blocks"));
         }
-        Ok(plan)
+        let slot = self
+            .recent
+            .slot_mut(cursor.slot)
+            .filter(|s| s.open && s.image == cursor.image)
+            .filter(|s| s.file.header().serial == cursor.serial)
+            .ok_or(IndexError::BadBatch("the cursor's image was forgotten"))?;
+        // First what can fail.
+        slot.file.append(digests, heads);
+        if let Err(e) = slot.file.flush() {
+            slot.file.take_back(digests.len());
+            return Err(IndexError::io("writing", names(cursor.image.0).0)(e));
+        }
+        let pass = Pass {
+            config: &self.config,
+            recent: &mut self.recent,
+            sequences: &mut self.sequences,
+            shared: &mut self.shared,
+            purpose,
+            own: cursor.slot,
+            base: cursor.blocks,
+            digests,
+            heads,
+            walk: cursor.walk,
+        };
+        let mut outcome = pass.run(&mut self.repeats);
+        cursor.blocks += digests.len() as u64;
+        cursor.walk = outcome.walk;
+        if !self.sequences.flush_or_forget(&mut self.shared) {
+            outcome.stores.clear();
+        }
+        Ok(outcome)
     }
 
-    /// The image is complete.
+    /// The image is complete: its hash file is made durable.
     ///
     /// # Errors
-    /// What the storage reports.
+    /// What the storage reports; then the image is not in the index.
     pub fn finish(&mut self, cursor: Cursor) -> Result<()> {
-        self.images.insert(cursor.image, cursor.blocks);
-        Ok(())
+        let slot = self
+            .recent
+            .slot_mut(cursor.slot)
+            .filter(|s| s.open && s.image == cursor.image)
+            .ok_or(IndexError::BadBatch("the cursor's image was forgotten"))?;
+        let done = self
+            .storage
+            .sync_names()
+            .and_then(|()| slot.file.finish())
+            .map_err(IndexError::io("finishing", names(cursor.image.0).0));
+        slot.open = false;
+        if done.is_err() {
+            self.abort(cursor);
+        }
+        done
     }
 
-    /// The transfer was given up.
+    /// The transfer was given up: what was recorded of the image goes.
     pub fn abort(&mut self, cursor: Cursor) {
+        // Files that cannot be removed now are incomplete, and go when the index is next opened.
         let _ = self.forget(cursor.image);
     }
 
-    /// The image was deleted or replaced.
+    /// The image was deleted or replaced at the destination: nothing is matched with it any more,
+    /// and its hash file goes. An image that is not in the index is no error.
     ///
     /// # Errors
-    /// What the storage reports.
+    /// What the storage reports; nothing is matched with the image even then.
     pub fn forget(&mut self, image: ImageId) -> Result<()> {
-        self.images.remove(&image);
-        self.known.retain(|_, (i, _)| *i != image);
-        Ok(())
+        let slot = self.recent.slot_of(image);
+        let was_older = self.older.remove(&image).is_some();
+        if let Some(slot) = slot {
+            self.release(slot);
+        } else if !was_older {
+            return Ok(());
+        }
+        remove_files(&self.storage, image.0).map_err(IndexError::io("removing", names(image.0).0))
     }
 
-    /// Inserts what the caches do not have of the image.
+    /// Enters into C0 and C1 what they do not have of an image, for example after another image
+    /// with the same blocks was forgotten. An image that is not recent any more becomes so if
+    /// there is room for it.
     ///
     /// # Errors
-    /// [`IndexError::Unknown`].
+    /// [`IndexError::Unknown`], [`IndexError::Busy`], or what the storage reports.
     pub fn reindex(&mut self, image: ImageId) -> Result<()> {
-        self.images
-            .get(&image)
-            .map(drop)
-            .ok_or(IndexError::Unknown(image))
-    }
-
-    /// Saves the caches.
-    ///
-    /// # Errors
-    /// What the storage reports.
-    pub fn persist(&mut self) -> Result<()> {
+        let slot = match self.recent.slot_of(image) {
+            Some(slot) if self.recent.slot(slot).is_some_and(|s| s.open) => {
+                return Err(IndexError::Busy(image));
+            }
+            Some(slot) => slot,
+            None if !self.older.contains_key(&image) => return Err(IndexError::Unknown(image)),
+            None => {
+                let Some(free) = self.recent.slots.iter().position(Option::is_none) else {
+                    return Ok(());
+                };
+                let file = HashFile::open(&self.storage, image.0)
+                    .map_err(IndexError::io("opening", names(image.0).0))?;
+                let Some(file) = file else {
+                    self.shared.report(Repair::Image(image));
+                    return self.forget(image);
+                };
+                self.older.remove(&image);
+                self.recent.slots[free] = Some(Slot {
+                    image,
+                    file,
+                    open: false,
+                });
+                free as u8
+            }
+        };
+        self.reindex_slot(slot);
         Ok(())
     }
 
-    /// Images with hash files.
+    fn reindex_slot(&mut self, slot: u8) {
+        let mut walk = Walk::default();
+        let (mut digests, mut heads) = (Vec::new(), Vec::new());
+        let mut no = 0;
+        loop {
+            let base = no * PER_PAGE as u64;
+            digests.clear();
+            heads.clear();
+            for _ in 0..REINDEX_PAGES {
+                let Some(s) = self.recent.slot_mut(slot) else {
+                    return;
+                };
+                let (page, head_bits) = match (s.file.page(no), s.file.heads(no)) {
+                    (Ok(None), _) => break,
+                    (Ok(Some(page)), Ok(heads)) => (page, heads),
+                    _ => {
+                        let image = s.image;
+                        self.shared.damaged(Repair::ImagePage(image, no));
+                        no += 1;
+                        // What follows is a batch of its own, for its blocks must be neighbours.
+                        break;
+                    }
+                };
+                digests.extend(page.iter().map(|(_, d)| *d));
+                heads.extend(head_bits);
+                no += 1;
+            }
+            let end = self.recent.slot(slot).map_or(0, |s| s.file.blocks());
+            if digests.is_empty() && no * PER_PAGE as u64 >= end {
+                return;
+            }
+            let pass = Pass {
+                config: &self.config,
+                recent: &mut self.recent,
+                sequences: &mut self.sequences,
+                shared: &mut self.shared,
+                purpose: Purpose::Record,
+                own: slot,
+                base,
+                digests: &digests,
+                heads: &heads,
+                walk,
+            };
+            walk = pass.run(&mut self.repeats).walk;
+        }
+    }
+
+    /// Saves the caches, so that the next [`open`](Self::open) need not rebuild them.
+    ///
+    /// # Errors
+    /// What the storage reports; the snapshot before stays.
+    pub fn persist(&mut self) -> Result<()> {
+        self.sequences
+            .flush(&mut self.shared)
+            .and_then(|()| self.sequences.file.sync())
+            .map_err(IndexError::io("writing", "the sequence cache"))?;
+        let epoch = self.sequences.file.epoch() + 1;
+        let slots = self.recent.slots.iter().map(|s| {
+            s.as_ref().map(|s| snapshot::SavedSlot {
+                image: s.image,
+                serial: s.file.header().serial,
+                blocks: s.file.blocks(),
+            })
+        });
+        let saved = snapshot::Saved {
+            epoch,
+            slots: slots.collect(),
+        };
+        let caches = [&self.recent.c0, &self.recent.c1, &self.sequences.c2];
+        let bytes = snapshot::write(&self.storage, &self.config, caches, &saved)
+            .map_err(IndexError::io("writing", snapshot::NAME))?;
+        self.closed_traffic.1 += bytes;
+        self.sequences
+            .file
+            .mark_clean(epoch)
+            .map_err(IndexError::io("writing", "the sequence cache"))
+    }
+
+    /// Every image that the index has hash files of.
     #[must_use]
     pub fn images(&self) -> Vec<ImageInfo> {
-        self.images
-            .iter()
-            .map(|(&image, &blocks)| ImageInfo {
-                image,
-                blocks,
-                complete: true,
-                recent: true,
-            })
-            .collect()
+        let recent = self.recent.slots.iter().flatten().map(|s| ImageInfo {
+            image: s.image,
+            blocks: s.file.blocks(),
+            complete: !s.open,
+            recent: true,
+        });
+        let older = self.older.iter().map(|(&image, h)| ImageInfo {
+            image,
+            blocks: h.blocks,
+            complete: true,
+            recent: false,
+        });
+        let mut all: Vec<ImageInfo> = recent.chain(older).collect();
+        all.sort_by_key(|i| i.image);
+        all
     }
 
-    /// Counters.
+    /// Counters and sizes.
     #[must_use]
     pub fn stats(&self) -> MatcherStats {
-        MatcherStats::default()
+        let mut s = self.shared.stats;
+        let caches = [
+            (&mut s.c0, &self.recent.c0, self.recent.c0_stats),
+            (&mut s.c1, &self.recent.c1, self.recent.c1_stats),
+            (&mut s.c2, &self.sequences.c2, self.sequences.stats),
+        ];
+        let mut memory = 0;
+        for (to, cache, counted) in caches {
+            *to = CacheStats {
+                capacity: cache.capacity() as u64,
+                entries: cache.len() as u64,
+                bytes: cache.bytes() as u64,
+                ..counted
+            };
+            memory += cache.bytes() + cache.extra_bytes();
+        }
+        s.sequences_stored = self.sequences.stored;
+        s.sequence_blocks_stored = self.sequences.stored_blocks;
+        s.sequences_evicted = self.sequences.evicted;
+        s.bytes_read = self.closed_traffic.0 + self.sequences.file.traffic.read;
+        s.bytes_written = self.closed_traffic.1 + self.sequences.file.traffic.written;
+        for slot in self.recent.slots.iter().flatten() {
+            s.bytes_read += slot.file.traffic.read;
+            s.bytes_written += slot.file.traffic.written;
+            memory += slot.file.bytes();
+        }
+        memory += self.shared.pages.bytes() + self.sequences.file.bytes();
+        s.memory = memory as u64;
+        s
     }
 
-    /// Damage found since the last call.
+    /// What was found damaged, or could not be written, since the last call.
     pub fn take_repairs(&mut self) -> Vec<Repair> {
-        Vec::new()
+        self.shared.take_repairs()
     }
+}
+
+/// Removes an image's files for good.
+fn remove_files(storage: &impl Storage, image: u64) -> std::io::Result<()> {
+    let (hash, side) = names(image);
+    // The side file first: without it the hash file means nothing.
+    storage.remove(&side)?;
+    storage.remove(&hash)?;
+    storage.sync_names()
 }

@@ -1,7 +1,7 @@
 //! Where the index keeps its files.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -181,26 +181,5 @@ impl StorageFile for File {
 
     fn sync(&self) -> io::Result<()> {
         self.sync_data()
-    }
-}
-
-/// Reads a whole file of at most `max` bytes; a longer one is refused as `InvalidData`.
-pub(crate) fn read_whole(file: &impl StorageFile, max: u64) -> io::Result<Vec<u8>> {
-    let size = file.size()?;
-    if size > max {
-        return Err(io::ErrorKind::InvalidData.into());
-    }
-    let mut bytes = Vec::new();
-    Whole(file, 0).take(size).read_to_end(&mut bytes)?;
-    Ok(bytes)
-}
-
-struct Whole<'a, F>(&'a F, u64);
-
-impl<F: StorageFile> Read for Whole<'_, F> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let n = self.0.read_at(buf, self.1)?;
-        self.1 += n as u64;
-        Ok(n)
     }
 }

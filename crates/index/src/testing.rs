@@ -1,8 +1,10 @@
-//! Doubles for tests: a storage that loses what was not synced and fails on demand, and an exact
-//! deduplicator to compare the matcher with.
+//! Doubles for tests: a storage that loses what was not synced and fails on demand, a destination
+//! that carries out plans, and an exact deduplicator to compare the matcher with.
 
+mod destination;
 mod exact;
 mod sim;
 
+pub use destination::{Applied, Destination};
 pub use exact::ExactDedup;
 pub use sim::{SimFile, SimStorage};

@@ -24,6 +24,28 @@ fn budgets_that_are_no_power_of_two_are_used_up() {
     assert_eq!(CuckooLru::new(16 << 20, 4 << 20, 8).parts, 4);
 }
 
+fn save(c: &CuckooLru) -> Vec<u8> {
+    let mut saved = Vec::new();
+    let sink = |b: &[u8]| {
+        saved.extend_from_slice(b);
+        Ok::<_, ()>(())
+    };
+    c.save(sink).unwrap();
+    saved
+}
+
+/// Loads from bytes as if zeros followed them.
+fn load(c: &mut CuckooLru, mut bytes: &[u8]) {
+    let source = |b: &mut [u8]| {
+        let (now, rest) = bytes.split_at(b.len().min(bytes.len()));
+        b.fill(0);
+        b[..now.len()].copy_from_slice(now);
+        bytes = rest;
+        Ok::<_, ()>(())
+    };
+    c.load(source).unwrap();
+}
+
 /// What a reader of the cache may rely on, over random operations: nothing is found that was not
 /// inserted or was removed; nothing inserted is missing unless it was handed back as pushed out.
 #[derive(Debug, Clone)]
@@ -96,11 +118,8 @@ proptest! {
                     model.retain(|_, n| *n % 2 == 0);
                 }
                 Op::SaveLoad => {
-                    let mut saved = Vec::new();
-                    cache.save(&mut saved);
-                    prop_assert_eq!(saved.len(), cache.saved_len());
                     let mut again = small();
-                    again.load(&saved);
+                    load(&mut again, &save(&cache));
                     prop_assert_eq!(&again.buckets, &cache.buckets);
                     prop_assert_eq!(&again.guests.0, &cache.guests.0);
                     cache = again;
@@ -125,7 +144,7 @@ proptest! {
     #[test]
     fn any_snapshot_loads(bytes in proptest::collection::vec(any::<u8>(), 0..4000)) {
         let mut c = small();
-        c.load(&bytes);
+        load(&mut c, &bytes);
         let n = c.buckets.iter().map(Bucket::used).sum::<usize>();
         prop_assert_eq!(c.len(), n);
         for n in 0..500 {

@@ -105,6 +105,8 @@ pub enum Repair {
     SequencePage(u64),
     /// C2 was rebuilt from the sequence cache, because the index was not closed in order.
     SequencesRebuilt,
+    /// New sequences could not be written (a full disk): they were dropped.
+    SequencesNotWritten,
 }
 
 impl std::fmt::Display for Repair {
@@ -122,6 +124,9 @@ impl std::fmt::Display for Repair {
             Repair::Sequences => write!(f, "the sequence cache was damaged; emptied"),
             Repair::SequencePage(p) => {
                 write!(f, "segment {p} of the sequence cache is damaged; dropped")
+            }
+            Repair::SequencesNotWritten => {
+                write!(f, "new sequences could not be written; dropped")
             }
             Repair::SequencesRebuilt => write!(f, "the sequence index was rebuilt"),
         }

@@ -1,0 +1,182 @@
+//! Opening an index, in whatever state it was left.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+
+use super::snapshot::{self, Loaded, SavedSlot};
+use super::{ImageId, Matcher, MatcherConfig, OpenReport, Repair, Shared, remove_files};
+use crate::error::{IndexError, Result};
+use crate::hash_file::{HashFile, Header, any_file_of, found, names};
+use crate::recent::{Recent, Slot};
+use crate::sequence::SequenceCache;
+use crate::storage::Storage;
+
+pub(super) fn open<S: Storage>(
+    storage: S,
+    config: MatcherConfig,
+) -> Result<(Matcher<S>, OpenReport)> {
+    let mut report = OpenReport::default();
+    storage
+        .remove(snapshot::TEMPORARY)
+        .map_err(IndexError::io("removing", snapshot::TEMPORARY))?;
+    let headers = find_images(&storage, &mut report)?;
+    let mut recent = Recent::new(&config);
+    let mut sequences = SequenceCache::open(&storage, &config, &mut report.repairs)
+        .map_err(IndexError::io("opening", "the sequence cache"))?;
+    let caches = [&mut recent.c0, &mut recent.c1, &mut sequences.c2];
+    let loaded = snapshot::load(&storage, &config, caches)
+        .map_err(IndexError::io("reading", snapshot::NAME))?;
+    let (epoch, saved) = match loaded {
+        Loaded::Yes(s) => (Some(s.epoch), s.slots),
+        Loaded::None => (None, Vec::new()),
+        Loaded::Damaged => {
+            report.repairs.push(Repair::Snapshot);
+            (None, Vec::new())
+        }
+    };
+    report.from_snapshot = epoch.is_some();
+    let mut matcher = Matcher {
+        shared: Shared::new(config.cached_pages),
+        config,
+        recent,
+        sequences,
+        repeats: Default::default(),
+        older: BTreeMap::new(),
+        next_serial: 1 + headers.values().map(|h| h.serial).max().unwrap_or(0),
+        closed_traffic: (0, 0),
+        storage,
+    };
+    let stale = matcher.seat(&headers, &saved, &mut report)?;
+    let clean = matcher.sequences.file.clean_epoch();
+    if clean.is_none() || clean != epoch {
+        if matcher.sequences.file.segments() > 0 {
+            report.repairs.push(Repair::SequencesRebuilt);
+        }
+        matcher
+            .sequences
+            .rebuild(&mut matcher.shared)
+            .map_err(IndexError::io("writing", "the sequence cache"))?;
+    }
+    for slot in stale {
+        matcher.reindex_slot(slot);
+        report
+            .reindexed
+            .extend(matcher.recent.slot(slot).map(|s| s.image));
+    }
+    report.images = matcher.images();
+    report.repairs.extend(matcher.take_repairs());
+    Ok((matcher, report))
+}
+
+/// The complete images; what is left of others is removed.
+fn find_images<S: Storage>(
+    storage: &S,
+    report: &mut OpenReport,
+) -> Result<BTreeMap<ImageId, Header>> {
+    let names = storage.list().map_err(IndexError::io("listing", "."))?;
+    let ids: BTreeSet<u64> = names.iter().filter_map(|n| any_file_of(n)).collect();
+    let mut complete = BTreeMap::new();
+    for id in ids {
+        let look = look_at(storage, id).map_err(IndexError::io("opening", self::names(id).0))?;
+        match look {
+            Look::Complete(header) => {
+                complete.insert(ImageId(id), header);
+                continue;
+            }
+            Look::Interrupted => report.interrupted.push(ImageId(id)),
+            Look::Damaged => report.repairs.push(Repair::Image(ImageId(id))),
+        }
+        remove_files(storage, id).map_err(IndexError::io("removing", self::names(id).0))?;
+    }
+    Ok(complete)
+}
+
+enum Look {
+    Complete(Header),
+    Interrupted,
+    Damaged,
+}
+
+fn look_at<S: Storage>(storage: &S, id: u64) -> io::Result<Look> {
+    if let Some(file) = HashFile::open(storage, id)? {
+        return Ok(Look::Complete(file.header()));
+    }
+    let Some(side) = found(storage.open(&names(id).1))? else {
+        return Ok(Look::Interrupted);
+    };
+    Ok(match Header::read(&side)? {
+        Some(h) if !h.complete => Look::Interrupted,
+        // Files that were only just being created.
+        None if header_was_never_written(&side)? => Look::Interrupted,
+        _ => Look::Damaged,
+    })
+}
+
+fn header_was_never_written(side: &impl crate::storage::StorageFile) -> io::Result<bool> {
+    let mut b = [0; 64];
+    let n = side.read_at(&mut b, 0)?;
+    Ok(n < b.len() || b == [0; 64])
+}
+
+impl<S: Storage> Matcher<S> {
+    /// Gives images their slots: those that the snapshot knows the ones they had, the most recent
+    /// of the others what is left. Answers which slots' entries are missing or incomplete, oldest
+    /// image first.
+    fn seat(
+        &mut self,
+        headers: &BTreeMap<ImageId, Header>,
+        saved: &[Option<SavedSlot>],
+        report: &mut OpenReport,
+    ) -> Result<Vec<u8>> {
+        let mut stale = Vec::new();
+        let mut by_age: Vec<(&ImageId, &Header)> = headers.iter().collect();
+        by_age.sort_by_key(|(_, h)| std::cmp::Reverse(h.serial));
+        for (slot, saved) in saved.iter().enumerate() {
+            let Some(saved) = saved else { continue };
+            let same = headers
+                .get(&saved.image)
+                .filter(|h| h.serial == saved.serial && h.blocks >= saved.blocks);
+            let seated = match same {
+                Some(_) => self.take_seat(slot as u8, saved.image, report)?,
+                None => false,
+            };
+            if !seated {
+                self.recent.sweep(slot as u8);
+            } else if same.is_some_and(|h| h.blocks != saved.blocks) {
+                stale.push(slot as u8);
+            }
+        }
+        for (&image, &header) in by_age {
+            if self.recent.slot_of(image).is_some() {
+                continue;
+            }
+            match self.recent.slots.iter().position(Option::is_none) {
+                Some(free) => {
+                    if self.take_seat(free as u8, image, report)? {
+                        stale.push(free as u8);
+                    }
+                }
+                None => {
+                    self.older.insert(image, header);
+                }
+            }
+        }
+        stale.sort_by_key(|&s| self.recent.slot(s).map(|s| s.file.header().serial));
+        Ok(stale)
+    }
+
+    fn take_seat(&mut self, slot: u8, image: ImageId, report: &mut OpenReport) -> Result<bool> {
+        let file = HashFile::open(&self.storage, image.0)
+            .map_err(IndexError::io("opening", names(image.0).0))?;
+        let Some(file) = file else {
+            report.repairs.push(Repair::Image(image));
+            return Ok(false);
+        };
+        self.recent.slots[usize::from(slot)] = Some(Slot {
+            image,
+            file,
+            open: false,
+        });
+        Ok(true)
+    }
+}

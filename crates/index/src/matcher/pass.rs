@@ -1,0 +1,527 @@
+//! One batch through the matcher: find runs, then remember what was not found and promote what was.
+//!
+//! Blocks are looked at in order. A run in progress is extended along its hash file; where it ends,
+//! the page in memory is searched, then the batch itself, then the caches (C2, C1, C0). A hit is
+//! extended forwards, and backwards over blocks of the batch that are still unmatched. Entries are
+//! made and sequences stored only when the whole batch is decided, so no run points at a sequence
+//! that the same plan stores (teleportation §2.6, §2.10, §2.15).
+
+use std::sync::Arc;
+
+use drover_core::{Digest, Head};
+
+use super::repeats::Repeats;
+use super::{AnchorPolicy, MatcherConfig, Origin, PlanRun, SequenceStore, Shared, Via};
+use crate::page::{PER_PAGE, Page};
+use crate::recent::{Ask, Recent, RecentHit, sampled};
+use crate::sequence::SequenceCache;
+use crate::storage::Storage;
+
+/// After a match ended, the page in memory is searched for this many blocks.
+const ALIGNED_BLOCKS: usize = 64;
+
+/// Blocks after a match's end that count as its boundary: they are looked up, heads or not.
+const BOUNDARY_BLOCKS: u32 = 1;
+
+/// Where a run's blocks are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    Image(u8),
+    Sequence,
+}
+
+/// What one batch leaves for the next one of the same image.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Walk {
+    /// Where the run in progress goes on.
+    resume: Option<(Source, u64, Via)>,
+    /// Blocks since the last match.
+    cold: u32,
+}
+
+/// What is done with what is found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// Plan a transfer: promote.
+    Plan,
+    /// Only remember what is not there yet.
+    Record,
+}
+
+/// A matched run of the batch.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    start: usize,
+    len: usize,
+    source: Source,
+    /// Compact index or slot of the first block.
+    at: u64,
+    via: Via,
+    /// The block that was looked up.
+    hit: usize,
+}
+
+impl Run {
+    fn end(&self) -> usize {
+        self.start + self.len
+    }
+}
+
+/// What was found for one block.
+struct Hit {
+    source: Source,
+    at: u64,
+    via: Via,
+    page: Option<Arc<Page>>,
+}
+
+/// One batch.
+pub(crate) struct Pass<'a, S: Storage> {
+    pub config: &'a MatcherConfig,
+    pub recent: &'a mut Recent<S::File>,
+    pub sequences: &'a mut SequenceCache<S>,
+    pub shared: &'a mut Shared,
+    pub purpose: Purpose,
+    /// The image that the batch is of.
+    pub own: u8,
+    /// Compact index of the batch's first block.
+    pub base: u64,
+    pub digests: &'a [Digest],
+    pub heads: &'a [Head],
+    pub walk: Walk,
+}
+
+/// The page that was read last.
+#[derive(Default)]
+struct Held {
+    of: Option<(Source, u64)>,
+    page: Option<Arc<Page>>,
+}
+
+/// What a batch came to.
+pub(crate) struct Outcome {
+    pub runs: Vec<PlanRun>,
+    pub stores: Vec<SequenceStore>,
+    pub walk: Walk,
+}
+
+impl<S: Storage> Pass<'_, S> {
+    /// Does it all.
+    pub(crate) fn run(mut self, repeats: &mut Repeats) -> Outcome {
+        let mut held = Held::default();
+        let mut mismatches = Vec::new();
+        let mut known = Vec::new();
+        let runs = self.find_runs(repeats, &mut held, &mut mismatches, &mut known);
+        self.remember(&runs, &mismatches, &known);
+        let mut stores = Vec::new();
+        if self.purpose == Purpose::Plan {
+            for run in &runs {
+                self.promote(run, &mut stores);
+            }
+        }
+        self.count(&runs);
+        Outcome {
+            runs: self.plan(&runs),
+            stores,
+            walk: self.walk,
+        }
+    }
+
+    fn find_runs(
+        &mut self,
+        repeats: &mut Repeats,
+        held: &mut Held,
+        mismatches: &mut Vec<(Source, u64, usize)>,
+        known: &mut Vec<usize>,
+    ) -> Vec<Run> {
+        let n = self.digests.len();
+        repeats.clear(n);
+        let mut runs: Vec<Run> = Vec::new();
+        let mut expected = self.walk.resume.take();
+        // Block `i` lines up with position `i + lead` of the page in memory.
+        let mut lead = 0u64;
+        let mut i = 0;
+        while i < n {
+            let digest = &self.digests[i];
+            let hit = self
+                .go_on(expected.take(), i, held)
+                .or_else(|| self.aligned(&runs, i, lead, held))
+                .or_else(|| self.repeated(repeats, &runs, i))
+                .or_else(|| self.look_up(i, known));
+            let Some(hit) = hit else {
+                repeats.insert(self.digests, i);
+                self.walk.cold = self.walk.cold.saturating_add(1);
+                i += 1;
+                continue;
+            };
+            if let Some(page) = &hit.page {
+                held.of = Some((hit.source, hit.at / PER_PAGE as u64));
+                held.page = Some(Arc::clone(page));
+            }
+            debug_assert!(self.at(hit.source, hit.at, held) == Some(*digest));
+            let floor = runs.last().map_or(0, Run::end);
+            let run = self.extend(&hit, i, floor, held);
+            (i..run.end()).for_each(|j| repeats.insert(self.digests, j));
+            i = run.end();
+            self.walk.cold = 0;
+            let next = run.at + run.len as u64;
+            lead = next.wrapping_sub(i as u64);
+            let stopped_at_itself =
+                run.source == Source::Image(self.own) && next == self.base + run.start as u64;
+            if i == n {
+                self.walk.resume = Some((run.source, next, run.via));
+            } else if stopped_at_itself {
+                // Blocks that repeat: from the start again, twice as many.
+                expected = Some((run.source, run.at, run.via));
+            } else {
+                mismatches.push((run.source, next, i));
+            }
+            runs.push(run);
+        }
+        runs
+    }
+
+    /// The digest at a position, through the page in memory.
+    fn at(&mut self, source: Source, at: u64, held: &mut Held) -> Option<Digest> {
+        let no = at / PER_PAGE as u64;
+        if source == Source::Image(self.own)
+            && let Some(i) = at.checked_sub(self.base)
+        {
+            return self.digests.get(usize::try_from(i).ok()?).copied();
+        }
+        if held.of != Some((source, no)) {
+            held.page = match source {
+                Source::Image(slot) => self.recent.page(slot, no, self.shared),
+                Source::Sequence => {
+                    let no = u32::try_from(no).ok()?;
+                    Some(self.sequences.page(no, self.shared))
+                }
+            };
+            held.of = Some((source, no));
+        }
+        let page = held.page.as_ref()?;
+        page.get((at % PER_PAGE as u64) as usize).copied()
+    }
+
+    /// Whether block `i` may be taken from there: from its own image only if it comes earlier.
+    fn allowed(&self, source: Source, at: u64, i: usize) -> bool {
+        source != Source::Image(self.own) || at < self.base + i as u64
+    }
+
+    /// The run in progress.
+    fn go_on(
+        &mut self,
+        expected: Option<(Source, u64, Via)>,
+        i: usize,
+        held: &mut Held,
+    ) -> Option<Hit> {
+        let (source, at, via) = expected?;
+        let good = self.allowed(source, at, i) && self.at(source, at, held)? == self.digests[i];
+        good.then_some(Hit {
+            source,
+            at,
+            via,
+            page: None,
+        })
+    }
+
+    /// The page in memory after a match ended: where the block would be if only some blocks
+    /// differ, then anywhere.
+    fn aligned(&mut self, runs: &[Run], i: usize, lead: u64, held: &Held) -> Option<Hit> {
+        let last = runs.last()?;
+        if !self.config.aligned || i - last.end() > ALIGNED_BLOCKS {
+            return None;
+        }
+        let (source, no) = held.of?;
+        let page = held.page.as_ref()?;
+        let digest = &self.digests[i];
+        let expected = lead.wrapping_add(i as u64);
+        let in_line = expected / PER_PAGE as u64 == no
+            && page.get((expected % PER_PAGE as u64) as usize) == Some(digest);
+        let at = if in_line {
+            expected
+        } else {
+            no * PER_PAGE as u64 + page.find(digest)? as u64
+        };
+        self.allowed(source, at, i).then_some(Hit {
+            source,
+            at,
+            via: Via::Aligned,
+            page: None,
+        })
+    }
+
+    /// An earlier block of the batch; if that one was matched, where it was.
+    fn repeated(&mut self, repeats: &Repeats, runs: &[Run], i: usize) -> Option<Hit> {
+        let j = repeats.find(self.digests, i)?;
+        let run = runs
+            .get(runs.partition_point(|r| r.end() <= j))
+            .filter(|r| r.start <= j);
+        let (source, at) = match run {
+            Some(r) => (r.source, r.at + (j - r.start) as u64),
+            None => (Source::Image(self.own), self.base + j as u64),
+        };
+        Some(Hit {
+            source,
+            at,
+            via: Via::Repeat,
+            page: None,
+        })
+    }
+
+    /// The caches, for blocks that are worth it.
+    fn look_up(&mut self, i: usize, known: &mut Vec<usize>) -> Option<Hit> {
+        let digest = &self.digests[i];
+        let head = self.heads[i];
+        let ask = Ask {
+            strong: head == Head::Strong,
+            head: head != Head::No,
+            boundary: self.walk.cold < BOUNDARY_BLOCKS,
+        };
+        if !ask.head && !ask.boundary && !self.asks_for_anchor(digest) {
+            return None;
+        }
+        if let Some(hit) = self.sequences.lookup(digest, self.shared) {
+            return Some(Hit {
+                source: Source::Sequence,
+                at: hit.slot,
+                via: Via::C2,
+                page: Some(hit.page),
+            });
+        }
+        let hit = self.recent.lookup(digest, ask, self.shared)?;
+        let source = Source::Image(hit.slot);
+        if !self.allowed(source, hit.index, i) {
+            known.push(i);
+            return None;
+        }
+        self.use_entry(&hit);
+        Some(Hit {
+            source,
+            at: hit.index,
+            via: hit.via,
+            page: Some(hit.page),
+        })
+    }
+
+    fn use_entry(&mut self, hit: &RecentHit) {
+        match self.purpose {
+            Purpose::Plan if self.config.min_sequence <= 1 => self.recent.promoted(hit),
+            Purpose::Plan => self.recent.touch(hit),
+            Purpose::Record => {}
+        }
+    }
+
+    fn asks_for_anchor(&self, digest: &Digest) -> bool {
+        match self.config.anchors {
+            AnchorPolicy::Off => false,
+            AnchorPolicy::FreeSlots {
+                cold_after,
+                cold_shift,
+                ..
+            } => self.walk.cold < cold_after || sampled(digest, cold_shift),
+        }
+    }
+
+    /// A run from a hit: forwards, then backwards as far as `floor`.
+    fn extend(&mut self, hit: &Hit, i: usize, floor: usize, held: &mut Held) -> Run {
+        let Hit {
+            source, at, via, ..
+        } = *hit;
+        let own = source == Source::Image(self.own);
+        let own_start = self.base + i as u64;
+        let mut len = 1;
+        while i + len < self.digests.len() {
+            let next = at + len as u64;
+            // A run from the image itself lies before its own first block; a sequence stays in its
+            // segment, for what follows there is another one.
+            let wall = (own && next >= own_start)
+                || (source == Source::Sequence && next.is_multiple_of(PER_PAGE as u64));
+            if wall || self.at(source, next, held) != Some(self.digests[i + len]) {
+                break;
+            }
+            len += 1;
+        }
+        let mut run = Run {
+            start: i,
+            len,
+            source,
+            at,
+            via,
+            hit: i,
+        };
+        if !self.config.backward {
+            return run;
+        }
+        let forward = (held.of, held.page.clone());
+        while run.start > floor && run.at > 0 {
+            let before = run.at - 1;
+            let wall = (own && run.at + run.len as u64 >= self.base + run.start as u64)
+                || (source == Source::Sequence && run.at.is_multiple_of(PER_PAGE as u64));
+            if wall || self.at(source, before, held) != Some(self.digests[run.start - 1]) {
+                break;
+            }
+            run.start -= 1;
+            run.at = before;
+            run.len += 1;
+        }
+        self.shared.stats.backward += (i - run.start) as u64;
+        // The page that matters next is the one where the run ended.
+        (held.of, held.page) = forward;
+        run
+    }
+
+    /// Enters into C0 and C1 what was not found, and the blocks at which matches ended.
+    fn remember(&mut self, runs: &[Run], mismatches: &[(Source, u64, usize)], known: &[usize]) {
+        let mut matched = runs.iter().peekable();
+        let mut ends = mismatches.iter().map(|m| m.2).peekable();
+        let mut known = known.iter().copied().peekable();
+        let mut i = 0;
+        while i < self.digests.len() {
+            if let Some(run) = matched.next_if(|r| r.start == i) {
+                i = run.end();
+                continue;
+            }
+            while ends.next_if(|&e| e < i).is_some() {}
+            let at_end = ends.peek() == Some(&i);
+            let here = known.next_if(|&k| k == i).is_some();
+            let (digest, index) = (&self.digests[i], self.base + i as u64);
+            match self.heads[i] {
+                _ if here => {}
+                Head::Strong => self.recent.insert_c1(digest, self.own, index),
+                _ if at_end => self.recent.insert_c1(digest, self.own, index),
+                Head::Weak => self.recent.insert_c0(digest, self.own, index),
+                Head::No => {
+                    let admitted = self.recent.insert_anchor(digest, self.own, index);
+                    self.shared.stats.anchors_admitted += u64::from(admitted);
+                }
+            }
+            i += 1;
+        }
+        if self.purpose == Purpose::Record {
+            return;
+        }
+        // The other side of each mismatch.
+        for &(source, at, _) in mismatches {
+            let Source::Image(slot) = source else {
+                continue;
+            };
+            let mut held = Held::default();
+            // Read already, so in memory or the page cache.
+            if let Some(digest) = self.at(source, at, &mut held) {
+                self.recent.insert_c1(&digest, slot, at);
+            }
+        }
+    }
+
+    /// Copies a run that came from an image to the sequence cache, except for what is there
+    /// already.
+    fn promote(&mut self, run: &Run, stores: &mut Vec<SequenceStore>) {
+        let short = (run.len as u64) < u64::from(self.config.min_sequence);
+        if run.source == Source::Sequence || run.via == Via::Repeat || short {
+            return;
+        }
+        let mut from = run.start;
+        let mut i = run.start;
+        while i < run.end() {
+            let known = if i == run.start || self.heads[i] != Head::No {
+                self.length_in_sequences(i, run.end())
+            } else {
+                0
+            };
+            if known > 0 {
+                self.store(run, from, i, stores);
+                i += known;
+                from = i;
+            } else {
+                i += 1;
+            }
+        }
+        self.store(run, from, run.end(), stores);
+    }
+
+    /// How many blocks from `i` on the sequence cache has in one piece.
+    fn length_in_sequences(&mut self, i: usize, end: usize) -> usize {
+        let Some(found) = self.sequences.locate(&self.digests[i], self.shared) else {
+            return 0;
+        };
+        let slot = (found.slot % PER_PAGE as u64) as usize;
+        (i..end)
+            .zip(slot..PER_PAGE)
+            .take_while(|&(i, s)| found.page.get(s) == Some(&self.digests[i]))
+            .count()
+    }
+
+    fn store(&mut self, run: &Run, from: usize, to: usize, stores: &mut Vec<SequenceStore>) {
+        if from < to {
+            self.sequences.store(
+                &self.digests[from..to],
+                &self.heads[from..to],
+                self.base + from as u64,
+                run.hit.wrapping_sub(from),
+                stores,
+                self.shared,
+            );
+        }
+    }
+
+    fn plan(&self, runs: &[Run]) -> Vec<PlanRun> {
+        let mut plan: Vec<PlanRun> = Vec::with_capacity(2 * runs.len() + 1);
+        let mut at = 0;
+        let literal = |count: usize| PlanRun {
+            count: count as u32,
+            origin: Origin::Literal,
+            via: Via::Literal,
+        };
+        for run in runs {
+            if run.start > at {
+                plan.push(literal(run.start - at));
+            }
+            at = run.end();
+            let origin = match run.source {
+                Source::Sequence => Origin::Sequence { first: run.at },
+                Source::Image(slot) => match self.recent.slot(slot) {
+                    Some(s) => Origin::Image {
+                        image: s.image,
+                        first: run.at,
+                    },
+                    // Nobody removes images during a batch.
+                    None => Origin::Literal,
+                },
+            };
+            plan.push(PlanRun {
+                count: run.len as u32,
+                origin,
+                via: run.via,
+            });
+        }
+        if at < self.digests.len() {
+            plan.push(literal(self.digests.len() - at));
+        }
+        plan
+    }
+
+    fn count(&mut self, runs: &[Run]) {
+        if self.purpose == Purpose::Record {
+            return;
+        }
+        let s = &mut self.shared.stats;
+        s.blocks += self.digests.len() as u64;
+        s.heads += self.heads.iter().filter(|h| **h != Head::No).count() as u64;
+        s.strong_heads += self.heads.iter().filter(|h| **h == Head::Strong).count() as u64;
+        s.runs += runs.len() as u64;
+        for run in runs {
+            let n = run.len as u64;
+            s.matched += n;
+            match run.via {
+                Via::C0 => s.via_c0 += n,
+                Via::C1 => s.via_c1 += n,
+                Via::C2 => s.via_c2 += n,
+                Via::Anchor => s.via_anchor += n,
+                Via::Aligned => s.via_aligned += n,
+                Via::Repeat => s.via_repeat += n,
+                Via::Literal => {}
+            }
+        }
+    }
+}

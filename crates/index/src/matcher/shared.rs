@@ -1,0 +1,39 @@
+//! What every part of a matcher reads and counts with.
+
+use super::{MatcherStats, Repair};
+use crate::page::PageCache;
+
+/// Repairs remembered between two calls of `take_repairs`.
+const MAX_REPAIRS: usize = 1000;
+
+pub(crate) struct Shared {
+    pub pages: PageCache,
+    pub stats: MatcherStats,
+    repairs: Vec<Repair>,
+}
+
+impl Shared {
+    pub(crate) fn new(cached_pages: usize) -> Self {
+        Shared {
+            pages: PageCache::new(cached_pages),
+            stats: MatcherStats::default(),
+            repairs: Vec::new(),
+        }
+    }
+
+    /// A page was found damaged.
+    pub(crate) fn damaged(&mut self, what: Repair) {
+        self.stats.corrupt_pages += 1;
+        self.report(what);
+    }
+
+    pub(crate) fn report(&mut self, what: Repair) {
+        if self.repairs.len() < MAX_REPAIRS && self.repairs.last() != Some(&what) {
+            self.repairs.push(what);
+        }
+    }
+
+    pub(crate) fn take_repairs(&mut self) -> Vec<Repair> {
+        std::mem::take(&mut self.repairs)
+    }
+}

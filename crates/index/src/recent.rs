@@ -1,0 +1,295 @@
+//! The most recent images' hash files, and C0 and C1, which find blocks in them
+//! (teleportation §2.10, §2.13).
+
+use std::sync::Arc;
+
+use drover_core::Digest;
+
+use crate::cuckoo::{CuckooLru, Key};
+use crate::hash_file::{Damaged, HashFile};
+use crate::matcher::{
+    AnchorPolicy, CacheStats, ImageId, Layout, MatcherConfig, Repair, Shared, Via,
+};
+use crate::page::{PER_PAGE, Page};
+use crate::storage::StorageFile;
+
+/// One of the recent images.
+pub(crate) struct Slot<F> {
+    pub image: ImageId,
+    pub file: HashFile<F>,
+    /// A cursor is open on it.
+    pub open: bool,
+}
+
+/// C0, C1, and the images that their entries can name.
+pub(crate) struct Recent<F> {
+    pub c0: CuckooLru,
+    pub c1: CuckooLru,
+    pub c0_stats: CacheStats,
+    pub c1_stats: CacheStats,
+    pub slots: Vec<Option<Slot<F>>>,
+    layout: Layout,
+    anchors: AnchorPolicy,
+}
+
+/// A digest found in a recent image.
+pub(crate) struct RecentHit {
+    pub slot: u8,
+    /// Compact index.
+    pub index: u64,
+    pub page: Arc<Page>,
+    pub via: Via,
+    key: Key,
+    payload: u32,
+}
+
+/// Which caches a block is looked up in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ask {
+    pub strong: bool,
+    /// Any head.
+    pub head: bool,
+    /// The block after a match ended.
+    pub boundary: bool,
+}
+
+impl<F: StorageFile> Recent<F> {
+    pub(crate) fn new(config: &MatcherConfig) -> Self {
+        let layout = config.recent_layout;
+        let c1 = CuckooLru::new(config.c1_bytes, usize::MAX, layout.fingerprint_bits);
+        // What leaves C1 goes to C0 without its digest: C0's parts must not be larger than C1's.
+        let c0 = CuckooLru::new(config.c0_bytes, c1.part_bytes(), layout.fingerprint_bits);
+        Recent {
+            c0,
+            c1,
+            c0_stats: CacheStats::default(),
+            c1_stats: CacheStats::default(),
+            slots: (0..1usize << layout.file_bits).map(|_| None).collect(),
+            layout,
+            anchors: config.anchors,
+        }
+    }
+
+    pub(crate) fn slot_of(&self, image: ImageId) -> Option<u8> {
+        let at = self
+            .slots
+            .iter()
+            .position(|s| s.as_ref().is_some_and(|s| s.image == image))?;
+        Some(at as u8)
+    }
+
+    pub(crate) fn slot(&self, slot: u8) -> Option<&Slot<F>> {
+        self.slots.get(usize::from(slot))?.as_ref()
+    }
+
+    pub(crate) fn slot_mut(&mut self, slot: u8) -> Option<&mut Slot<F>> {
+        self.slots.get_mut(usize::from(slot))?.as_mut()
+    }
+
+    /// Removes an image and every entry that names it.
+    pub(crate) fn release(&mut self, slot: u8, shared: &mut Shared) -> Option<Slot<F>> {
+        let gone = self.slots.get_mut(usize::from(slot))?.take()?;
+        self.sweep(slot);
+        shared.pages.forget(u32::from(slot), None);
+        Some(gone)
+    }
+
+    /// Removes every entry that names a slot.
+    pub(crate) fn sweep(&mut self, slot: u8) {
+        let bits = self.layout.address_bits;
+        let keep = |payload: u32| payload >> bits != u32::from(slot);
+        self.c0.retain(keep);
+        self.c1.retain(keep);
+    }
+
+    fn payload(&self, slot: u8, index: u64) -> Option<u32> {
+        let page = index / PER_PAGE as u64;
+        // Beyond what an entry can address, blocks are not remembered.
+        (page >> self.layout.address_bits == 0)
+            .then(|| u32::from(slot) << self.layout.address_bits | page as u32)
+    }
+
+    fn address(&self, payload: u32) -> (u8, u64) {
+        let bits = self.layout.address_bits;
+        (
+            (payload >> bits) as u8,
+            u64::from(payload & ((1 << bits) - 1)),
+        )
+    }
+
+    /// A page of a recent image. `None` when there is none such; one that is damaged or cannot be
+    /// read is reported and is empty from then on.
+    pub(crate) fn page(&mut self, slot: u8, no: u64, shared: &mut Shared) -> Option<Arc<Page>> {
+        let s = self.slots.get_mut(usize::from(slot))?.as_mut()?;
+        if !s.file.is_settled(no) {
+            return s.file.page(no).ok().flatten().map(Arc::new);
+        }
+        let key = (u32::from(slot), u32::try_from(no).ok()?);
+        if let Some(page) = shared.pages.get(key) {
+            shared.stats.page_hits += 1;
+            return Some(page);
+        }
+        shared.stats.pages_read += 1;
+        let page = match s.file.page(no) {
+            Ok(page) => page?,
+            Err(Damaged) => {
+                shared.damaged(Repair::ImagePage(s.image, no));
+                Page::empty()
+            }
+        };
+        let page = Arc::new(page);
+        shared.pages.put(key, Arc::clone(&page));
+        Some(page)
+    }
+
+    /// Looks `digest` up, in C1 first.
+    pub(crate) fn lookup(
+        &mut self,
+        digest: &Digest,
+        ask: Ask,
+        shared: &mut Shared,
+    ) -> Option<RecentHit> {
+        let key1 = self.c1.key(digest);
+        self.c1_stats.lookups += 1;
+        if self.c1.may_contain(key1)
+            && let Some(hit) = self.verify(Via::C1, key1, digest, shared)
+        {
+            return Some(hit);
+        }
+        self.c0_stats.lookups += 1;
+        // What C1 pushed out is where its digest would not be looked for.
+        if ask.strong || ask.boundary {
+            let adopted = self.c0.adopted_key(key1);
+            if self.c0.may_contain(adopted)
+                && let Some(hit) = self.verify(Via::C0, adopted, digest, shared)
+            {
+                return Some(hit);
+            }
+        }
+        if ask.strong {
+            return None;
+        }
+        let key0 = self.c0.key(digest);
+        if !self.c0.may_contain(key0) {
+            return None;
+        }
+        let via = if ask.head { Via::C0 } else { Via::Anchor };
+        self.verify(via, key0, digest, shared)
+    }
+
+    fn cache(&mut self, via: Via) -> (&mut CuckooLru, &mut CacheStats) {
+        match via {
+            Via::C1 => (&mut self.c1, &mut self.c1_stats),
+            _ => (&mut self.c0, &mut self.c0_stats),
+        }
+    }
+
+    /// Reads the pages that entries with the fingerprint point to.
+    fn verify(
+        &mut self,
+        via: Via,
+        key: Key,
+        digest: &Digest,
+        shared: &mut Shared,
+    ) -> Option<RecentHit> {
+        let candidates = self.cache(via).0.candidates(key);
+        for found in candidates.as_slice() {
+            let (slot, no) = self.address(found.payload);
+            let Some(page) = self.page(slot, no, shared) else {
+                self.cache(via).0.remove(key, found.payload);
+                continue;
+            };
+            if let Some(i) = page.find(digest) {
+                self.cache(via).1.hits += 1;
+                return Some(RecentHit {
+                    slot,
+                    index: no * PER_PAGE as u64 + i as u64,
+                    page,
+                    via,
+                    key,
+                    payload: found.payload,
+                });
+            }
+            self.cache(via).1.false_matches += 1;
+            // An entry that nothing in its page explains is stale (or was damaged).
+            if !self.explains(via, &page, key) {
+                self.cache(via).0.remove(key, found.payload);
+            }
+        }
+        None
+    }
+
+    fn explains(&self, via: Via, page: &Page, key: Key) -> bool {
+        page.iter().any(|(_, d)| {
+            let key1 = self.c1.key(d);
+            match via {
+                Via::C1 => self.c1.same_entry(key1, key),
+                _ => {
+                    self.c0.same_entry(self.c0.key(d), key)
+                        || self.c0.same_entry(self.c0.adopted_key(key1), key)
+                }
+            }
+        })
+    }
+
+    /// The entry was promoted to C2: it goes.
+    pub(crate) fn promoted(&mut self, hit: &RecentHit) {
+        self.cache(hit.via).0.remove(hit.key, hit.payload);
+    }
+
+    /// The entry was used and stays.
+    pub(crate) fn touch(&mut self, hit: &RecentHit) {
+        self.cache(hit.via).0.touch(hit.key, hit.payload);
+    }
+
+    /// A strong head, or the block at which a match ended, to C1; what that pushes out, to C0.
+    pub(crate) fn insert_c1(&mut self, digest: &Digest, slot: u8, index: u64) {
+        let Some(payload) = self.payload(slot, index) else {
+            return;
+        };
+        let Some(out) = self.c1.insert(self.c1.key(digest), payload) else {
+            return;
+        };
+        self.c1_stats.evictions += 1;
+        let key = self.c0.adopted_key(out.key());
+        let out = self.c0.insert(key, out.payload);
+        self.c0_stats.evictions += u64::from(out.is_some());
+    }
+
+    /// A weak head to C0.
+    pub(crate) fn insert_c0(&mut self, digest: &Digest, slot: u8, index: u64) {
+        if let Some(payload) = self.payload(slot, index) {
+            let out = self.c0.insert(self.c0.key(digest), payload);
+            self.c0_stats.evictions += u64::from(out.is_some());
+        }
+    }
+
+    /// A block that is no head, to C0 if there is room for such; whether it was admitted.
+    ///
+    /// The fuller C0 is, the fewer: which ones, their digests say.
+    pub(crate) fn insert_anchor(&mut self, digest: &Digest, slot: u8, index: u64) -> bool {
+        let AnchorPolicy::FreeSlots { stop_percent, .. } = self.anchors else {
+            return false;
+        };
+        // In percent of what is allowed.
+        let allowed = self.c0.capacity() * usize::from(stop_percent) / 100;
+        let full = self.c0.len() * 100 / allowed.max(1);
+        let shift = match full {
+            0..70 => 0,
+            70..85 => 1,
+            85..93 => 2,
+            93..100 => 3,
+            _ => return false,
+        };
+        sampled(digest, shift)
+            && self
+                .payload(slot, index)
+                .is_some_and(|p| self.c0.insert_in_room(self.c0.key(digest), p))
+    }
+}
+
+/// One in `2^shift` digests (at most one in 2^16).
+pub(crate) fn sampled(digest: &Digest, shift: u8) -> bool {
+    let bits = u16::from_le_bytes([digest.0[8], digest.0[9]]);
+    bits.trailing_zeros() >= u32::from(shift)
+}

@@ -1,0 +1,278 @@
+//! The sequence cache: every sequence ever matched for this destination, in a hash file of its own,
+//! and C2, which finds them (teleportation §2.14, §2.15; `docs/format/sequence-cache.md`).
+//!
+//! The data file that goes with it is at the destination; what is written where is told in
+//! [`SequenceStore`]s.
+
+mod file;
+mod gaps;
+
+use std::io;
+use std::sync::Arc;
+
+use drover_core::{Digest, Head};
+
+use crate::cuckoo::{CuckooLru, Found};
+use crate::matcher::{CacheStats, MatcherConfig, Repair, SequenceStore, Shared};
+use crate::page::{PER_PAGE, Page};
+use crate::storage::Storage;
+
+pub(crate) use file::SequenceFile;
+
+/// The number of the sequence cache's hash file in the page cache.
+pub(crate) const FILE: u32 = u32::MAX;
+
+/// Weak heads inside sequences are only entered into C2 while it is emptier than this (percent).
+const GUEST_PERCENT: usize = 50;
+
+/// C2 and what it points into.
+pub(crate) struct SequenceCache<S: Storage> {
+    pub c2: CuckooLru,
+    pub file: SequenceFile<S::File>,
+    pub stats: CacheStats,
+    pub stored: u64,
+    pub stored_blocks: u64,
+    pub evicted: u64,
+}
+
+/// A digest found in the sequence cache.
+#[derive(Debug)]
+pub(crate) struct SequenceHit {
+    pub slot: u64,
+    pub page: Arc<Page>,
+}
+
+impl<S: Storage> SequenceCache<S> {
+    pub(crate) fn open(
+        storage: &S,
+        config: &MatcherConfig,
+        repairs: &mut Vec<Repair>,
+    ) -> io::Result<Self> {
+        Ok(SequenceCache {
+            c2: CuckooLru::new(
+                config.c2_bytes,
+                usize::MAX,
+                config.sequence_layout.fingerprint_bits,
+            ),
+            file: SequenceFile::open(storage, config.sequence_limit, repairs)?,
+            stats: CacheStats::default(),
+            stored: 0,
+            stored_blocks: 0,
+            evicted: 0,
+        })
+    }
+
+    /// A segment's page; one that is damaged or cannot be read is dropped and reported, and is
+    /// empty from then on.
+    pub(crate) fn page(&mut self, no: u32, shared: &mut Shared) -> Arc<Page> {
+        if let Some(page) = self.file.in_memory(no) {
+            return page;
+        }
+        if let Some(page) = shared.pages.get((FILE, no)) {
+            shared.stats.page_hits += 1;
+            return page;
+        }
+        shared.stats.pages_read += 1;
+        let Ok(page) = self.file.read(no) else {
+            shared.damaged(Repair::SequencePage(u64::from(no)));
+            self.file.empty(no);
+            return Arc::new(Page::empty());
+        };
+        let page = Arc::new(page);
+        shared.pages.put((FILE, no), Arc::clone(&page));
+        page
+    }
+
+    /// Looks `digest` up; a hit moves to the top of its bucket.
+    pub(crate) fn lookup(&mut self, digest: &Digest, shared: &mut Shared) -> Option<SequenceHit> {
+        self.stats.lookups += 1;
+        let (hit, false_matches) = self.search(digest, shared);
+        self.stats.false_matches += false_matches;
+        self.stats.hits += u64::from(hit.is_some());
+        hit
+    }
+
+    /// The same, but it does not count.
+    pub(crate) fn locate(&mut self, digest: &Digest, shared: &mut Shared) -> Option<SequenceHit> {
+        self.search(digest, shared).0
+    }
+
+    fn search(&mut self, digest: &Digest, shared: &mut Shared) -> (Option<SequenceHit>, u64) {
+        let mut false_matches = 0;
+        let key = self.c2.key(digest);
+        if !self.c2.may_contain(key) {
+            return (None, 0);
+        }
+        for found in self.c2.candidates(key).as_slice() {
+            let page = self.page(found.payload, shared);
+            if let Some(i) = page.find(digest) {
+                self.c2.touch(key, found.payload);
+                let slot = u64::from(found.payload) * PER_PAGE as u64 + i as u64;
+                return (Some(SequenceHit { slot, page }), false_matches);
+            }
+            false_matches += 1;
+            if !self.explains(&page, *found) {
+                self.c2.remove(key, found.payload);
+            }
+        }
+        (None, false_matches)
+    }
+
+    /// Whether the page holds a digest that the entry can be of.
+    fn explains(&self, page: &Page, entry: Found) -> bool {
+        page.iter()
+            .any(|(_, d)| self.c2.same_entry(self.c2.key(d), entry.key()))
+    }
+
+    /// Stores a sequence that was just matched, in pieces that stay inside segments. `from` is the
+    /// compact index of its first block in the image being delivered, `hit` the block that was
+    /// looked up. Pieces are found again by their first block, strong heads, the hit, and while
+    /// there is plenty of room weak heads.
+    pub(crate) fn store(
+        &mut self,
+        digests: &[Digest],
+        heads: &[Head],
+        from: u64,
+        hit: usize,
+        out: &mut Vec<SequenceStore>,
+        shared: &mut Shared,
+    ) {
+        let mut at = 0;
+        while at < digests.len() {
+            let n = (digests.len() - at).min(PER_PAGE);
+            let place = self.file.place(n);
+            if place.recycled {
+                self.recycle(place.segment, shared);
+                self.file.reserve(place.segment, n);
+            }
+            let damage = shared.stats.corrupt_pages;
+            let mut page = self.page(place.segment, shared);
+            if shared.stats.corrupt_pages > damage {
+                self.file.reserve(place.segment, place.offset + n);
+            }
+            let writable = Arc::make_mut(&mut page);
+            let piece = at..at + n;
+            writable.start |= 1 << place.offset;
+            for (i, (d, h)) in digests[piece.clone()]
+                .iter()
+                .zip(&heads[piece.clone()])
+                .enumerate()
+            {
+                writable.set(place.offset + i, d);
+                writable.strong |= u128::from(*h == Head::Strong) << (place.offset + i);
+            }
+            self.file.change(place.segment, page);
+            self.stored += 1;
+            self.stored_blocks += n as u64;
+            out.push(SequenceStore {
+                first: u64::from(place.segment) * PER_PAGE as u64 + place.offset as u64,
+                from: from + at as u64,
+                count: n as u32,
+            });
+            for i in piece {
+                let key = self.c2.key(&digests[i]);
+                if i == at || i == hit || heads[i] == Head::Strong {
+                    let out = self.c2.insert(key, place.segment);
+                    self.pushed_out(out, shared);
+                } else if heads[i] == Head::Weak
+                    && self.c2.len() * 100 < self.c2.capacity() * GUEST_PERCENT
+                {
+                    self.c2.insert_in_room(key, place.segment);
+                }
+            }
+            at += n;
+        }
+    }
+
+    /// After an entry was pushed out of C2: a sequence that no other entry leads to goes as well
+    /// (§2.14).
+    fn pushed_out(&mut self, entry: Option<Found>, shared: &mut Shared) {
+        let Some(entry) = entry else { return };
+        self.stats.evictions += 1;
+        let no = entry.payload;
+        let page = self.page(no, shared);
+        for (slot, _) in page
+            .iter()
+            .filter(|(_, d)| self.c2.same_entry(self.c2.key(d), entry.key()))
+        {
+            let (from, to) = sequence_around(&page, slot);
+            let reachable = (from..to)
+                .filter_map(|i| page.get(i))
+                .any(|d| self.c2.contains(self.c2.key(d), no));
+            if !reachable {
+                self.evicted += 1;
+                self.file.remove(no, from, to - from, &page);
+            }
+        }
+    }
+
+    /// Evicts everything in a segment that is to be used again.
+    fn recycle(&mut self, no: u32, shared: &mut Shared) {
+        let page = self.page(no, shared);
+        self.evicted += u64::from(page.start.count_ones());
+        for (_, d) in page.iter() {
+            let key = self.c2.key(d);
+            self.c2.remove(key, no);
+        }
+        self.file.empty(no);
+    }
+
+    /// Fills C2 from the hash file: what leads to a sequence is its first block and strong heads.
+    ///
+    /// # Errors
+    /// What writing repairs reports.
+    pub(crate) fn rebuild(&mut self, shared: &mut Shared) -> io::Result<()> {
+        self.c2.clear();
+        for no in 0..self.file.segments() {
+            let page = self.page(no, shared);
+            let keys = page.start | page.strong;
+            for (_, d) in page.iter().filter(|(i, _)| keys >> i & 1 == 1) {
+                let out = self.c2.insert(self.c2.key(d), no);
+                self.pushed_out(out, shared);
+            }
+            if self.file.is_busy() {
+                self.flush(shared)?;
+            }
+        }
+        self.flush(shared)
+    }
+
+    /// Writes what changed; when that fails, forgets it.
+    pub(crate) fn flush_or_forget(&mut self, shared: &mut Shared) -> bool {
+        if self.flush(shared).is_ok() {
+            return true;
+        }
+        for (no, page) in self.file.abandon() {
+            for (_, d) in page.iter() {
+                self.c2.remove(self.c2.key(d), no);
+            }
+            shared.pages.forget(FILE, Some(no));
+        }
+        shared.report(Repair::SequencesNotWritten);
+        false
+    }
+
+    /// Writes what changed.
+    pub(crate) fn flush(&mut self, shared: &mut Shared) -> io::Result<()> {
+        self.file
+            .flush(|no, page| shared.pages.put((FILE, no), page))
+    }
+}
+
+/// The sequence that `slot` belongs to: from its start bit to the next one or a free slot.
+fn sequence_around(page: &Page, slot: usize) -> (usize, usize) {
+    let belongs = |i: usize| page.used >> i & 1 == 1;
+    let starts = |i: usize| page.start >> i & 1 == 1;
+    let mut from = slot;
+    while !starts(from) && from > 0 && belongs(from - 1) {
+        from -= 1;
+    }
+    let mut to = slot + 1;
+    while to < PER_PAGE && belongs(to) && !starts(to) {
+        to += 1;
+    }
+    (from, to)
+}
+
+#[cfg(test)]
+mod tests;

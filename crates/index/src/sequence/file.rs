@@ -1,0 +1,433 @@
+//! The sequence cache's hash file: segments of 128 digests, and a side file with a record for each.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+
+use drover_core::Digest;
+
+use super::gaps::Gaps;
+use crate::hash_file::{Damaged, Traffic, found};
+use crate::matcher::Repair;
+use crate::page::{PAGE_BYTES, PER_PAGE, Page, crc};
+use crate::storage::{Storage, StorageFile};
+
+pub(crate) const HASH: &str = "seq.hash";
+pub(crate) const SIDE: &str = "seq.side";
+
+const MAGIC: [u8; 8] = *b"DRVRSEQ1";
+const VERSION: u32 = 1;
+const HEADER: usize = 64;
+const RECORD: usize = 64;
+const CLEAN: u32 = 1;
+
+/// Changed segments that are held in memory before they should be written.
+const BUSY: usize = 256;
+
+/// Where a new piece of a sequence goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub segment: u32,
+    pub offset: usize,
+    /// What the segment holds has to be evicted first.
+    pub recycled: bool,
+}
+
+pub(crate) struct SequenceFile<F> {
+    hash: F,
+    side: F,
+    /// Segments in use or used before.
+    segments: u32,
+    limit: u32,
+    /// The segment being filled, and how far it is.
+    tail: Option<(u32, usize)>,
+    /// The next segment to be used again when there is no room.
+    hand: u32,
+    gaps: Gaps,
+    /// Changed segments that are not written yet.
+    changed: BTreeMap<u32, Arc<Page>>,
+    epoch: u64,
+    clean: bool,
+    pub traffic: Traffic,
+}
+
+fn slot(segment: u32, offset: usize) -> u64 {
+    u64::from(segment) * PER_PAGE as u64 + offset as u64
+}
+
+impl<F: StorageFile> SequenceFile<F> {
+    /// Opens the files, or starts new ones. A record that is damaged is an empty segment.
+    pub(crate) fn open<S: Storage<File = F>>(
+        storage: &S,
+        limit: u32,
+        repairs: &mut Vec<Repair>,
+    ) -> io::Result<Self> {
+        let files = (found(storage.open(HASH))?, found(storage.open(SIDE))?);
+        if let (Some(hash), Some(side)) = files {
+            let mut b = [0; HEADER];
+            let n = side.read_at(&mut b, 0)?;
+            if n == HEADER
+                && let Some((epoch, hand, clean)) = parse_header(&b)
+            {
+                let mut file = Self::with(hash, side, limit, epoch, clean);
+                file.scan(repairs)?;
+                file.hand = if hand < file.segments { hand } else { 0 };
+                return Ok(file);
+            }
+            // A side file that never got its header is one that was being created.
+            if b != [0; HEADER] {
+                repairs.push(Repair::Sequences);
+            }
+        }
+        let side = storage.create(SIDE)?;
+        let hash = storage.create(HASH)?;
+        let file = Self::with(hash, side, limit, 0, false);
+        file.write_header()?;
+        Ok(file)
+    }
+
+    fn with(hash: F, side: F, limit: u32, epoch: u64, clean: bool) -> Self {
+        SequenceFile {
+            hash,
+            side,
+            segments: 0,
+            limit,
+            tail: None,
+            hand: 0,
+            gaps: Gaps::default(),
+            changed: BTreeMap::new(),
+            epoch,
+            clean,
+            traffic: Traffic::default(),
+        }
+    }
+
+    /// Reads all records: what is free, and what is damaged.
+    fn scan(&mut self, repairs: &mut Vec<Repair>) -> io::Result<()> {
+        let size = self.side.size()?.saturating_sub(HEADER as u64);
+        let on_disk = size.div_ceil(RECORD as u64).min(u64::from(self.limit)) as u32;
+        self.segments = on_disk;
+        let mut bytes = vec![0; 1024 * RECORD];
+        let mut no = 0;
+        while no < on_disk {
+            let n = self.side.read_at(&mut bytes, record_offset(no))?;
+            self.traffic.read += n as u64;
+            if n == 0 {
+                break;
+            }
+            for r in bytes[..n].chunks(RECORD).take((on_disk - no) as usize) {
+                match <&[u8; RECORD]>::try_from(r)
+                    .ok()
+                    .and_then(|r| Record::parse(no, r))
+                {
+                    Some(record) => self.add_free(no, record.used),
+                    None => {
+                        repairs.push(Repair::SequencePage(u64::from(no)));
+                        self.empty(no);
+                    }
+                }
+                no += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn add_free(&mut self, segment: u32, used: u128) {
+        let mut at = 0;
+        while at < PER_PAGE {
+            let from = at + (used >> at).trailing_ones() as usize;
+            if from >= PER_PAGE {
+                break;
+            }
+            let n = ((used >> from).trailing_zeros() as usize).min(PER_PAGE - from);
+            self.gaps.add(slot(segment, from), n);
+            at = from + n;
+        }
+    }
+
+    /// Which use of the index the clean files are of.
+    pub(crate) fn clean_epoch(&self) -> Option<u64> {
+        self.clean.then_some(self.epoch)
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    pub(crate) fn segments(&self) -> u32 {
+        self.segments
+    }
+
+    /// Memory.
+    pub(crate) fn bytes(&self) -> usize {
+        self.gaps.len() * 48 + self.changed.len() * size_of::<Page>()
+    }
+
+    /// Whether so much has changed that it should be written.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.changed.len() >= BUSY
+    }
+
+    /// A segment that was changed and not written yet, or has never been written.
+    pub(crate) fn in_memory(&self, no: u32) -> Option<Arc<Page>> {
+        if no >= self.segments {
+            return Some(Arc::new(Page::empty()));
+        }
+        self.changed.get(&no).cloned()
+    }
+
+    /// Reads a segment.
+    pub(crate) fn read(&mut self, no: u32) -> Result<Page, Damaged> {
+        let mut r = [0; RECORD];
+        let n = self.side.read_at(&mut r, record_offset(no))?;
+        self.traffic.read += n as u64;
+        let record = Record::parse(no, &r).filter(|_| n == RECORD);
+        let record = record.ok_or(Damaged)?;
+        if record.used == 0 {
+            return Ok(Page::empty());
+        }
+        let mut bytes = [0; PAGE_BYTES];
+        let n = self
+            .hash
+            .read_at(&mut bytes, u64::from(no) * PAGE_BYTES as u64)?;
+        self.traffic.read += n as u64;
+        if n < PAGE_BYTES || crc(&bytes) != record.page_crc {
+            return Err(Damaged);
+        }
+        let mut page = Page::from_bytes(&bytes, record.used);
+        page.start = record.start;
+        page.strong = record.strong;
+        Ok(page)
+    }
+
+    /// Finds room for `n` digests, at most a segment, and reserves it: a gap of exactly that size,
+    /// the rest of the segment being filled, a new segment; at the limit any gap that is large
+    /// enough, and at last the segment that was filled longest ago.
+    pub(crate) fn place(&mut self, n: usize) -> Place {
+        let at = |s: u64| Place {
+            segment: (s / PER_PAGE as u64) as u32,
+            offset: (s % PER_PAGE as u64) as usize,
+            recycled: false,
+        };
+        if let Some(s) = self.gaps.take_exact(n) {
+            return at(s);
+        }
+        if let Some((segment, used)) = &mut self.tail
+            && *used + n <= PER_PAGE
+        {
+            let place = at(slot(*segment, *used));
+            *used += n;
+            return place;
+        }
+        let fresh = match self.gaps.take_exact(PER_PAGE) {
+            Some(s) => Some((s / PER_PAGE as u64) as u32),
+            None if self.segments < self.limit => {
+                let new = self.segments;
+                self.segments += 1;
+                // There is nothing on disk to be read yet.
+                self.change(new, Arc::new(Page::empty()));
+                Some(new)
+            }
+            None => None,
+        };
+        if let Some(segment) = fresh {
+            self.begin_segment(segment, n);
+            return at(slot(segment, 0));
+        }
+        if let Some(s) = self.gaps.take_best(n) {
+            return at(s);
+        }
+        let segment = self.hand;
+        self.hand = (self.hand + 1) % self.segments;
+        Place {
+            segment,
+            offset: 0,
+            recycled: true,
+        }
+    }
+
+    /// The first `n` slots of a segment are taken that was [emptied](Self::empty) just now.
+    pub(crate) fn reserve(&mut self, segment: u32, n: usize) {
+        self.gaps.remove_segment(segment);
+        if self.tail.is_some_and(|(t, _)| t == segment) {
+            self.tail = None;
+        }
+        self.begin_segment(segment, n);
+    }
+
+    /// The first `n` slots of a free segment are taken. A full one leaves the tail where it is.
+    fn begin_segment(&mut self, segment: u32, n: usize) {
+        if n == PER_PAGE {
+            return;
+        }
+        if let Some((old, used)) = self.tail.replace((segment, n))
+            && used < PER_PAGE
+        {
+            self.gaps.add(slot(old, used), PER_PAGE - used);
+        }
+    }
+
+    /// The segment has new content, to be written with the next [`flush`](Self::flush).
+    pub(crate) fn change(&mut self, no: u32, page: Arc<Page>) {
+        self.changed.insert(no, page);
+    }
+
+    /// Drops all sequences of a segment.
+    pub(crate) fn empty(&mut self, no: u32) {
+        self.change(no, Arc::new(Page::empty()));
+        self.gaps.remove_segment(no);
+        if self.tail.is_some_and(|(t, _)| t == no) {
+            self.tail = None;
+        }
+        self.gaps.add(slot(no, 0), PER_PAGE);
+    }
+
+    /// Drops one sequence.
+    pub(crate) fn remove(&mut self, no: u32, from: usize, n: usize, page: &Arc<Page>) {
+        let bits = crate::page::low_bits(n) << from;
+        let mut page = self.in_memory(no).unwrap_or_else(|| Arc::clone(page));
+        if page.used & bits != bits {
+            return;
+        }
+        let p = Arc::make_mut(&mut page);
+        p.used &= !bits;
+        p.start &= !bits;
+        p.strong &= !bits;
+        self.change(no, page);
+        self.gaps.add(slot(no, from), n);
+    }
+
+    /// Writes changed segments and hands each to `written`. After an error they stay changed.
+    pub(crate) fn flush(&mut self, mut written: impl FnMut(u32, Arc<Page>)) -> io::Result<()> {
+        if self.changed.is_empty() {
+            return Ok(());
+        }
+        if self.clean {
+            self.clean = false;
+            self.write_header()?;
+            self.side.sync()?;
+        }
+        // Neighbouring segments go out together.
+        let mut runs: Vec<(u32, Vec<u8>, Vec<u8>)> = Vec::new();
+        for (&no, page) in &self.changed {
+            let bytes = page.to_bytes();
+            let record = Record {
+                start: page.start,
+                used: page.used,
+                strong: page.strong,
+                page_crc: crc(&bytes),
+            };
+            let record = record.to_bytes(no);
+            match runs.last_mut() {
+                Some((first, b, r)) if *first + (r.len() / RECORD) as u32 == no => {
+                    b.extend_from_slice(&bytes);
+                    r.extend_from_slice(&record);
+                }
+                _ => runs.push((no, bytes.to_vec(), record.to_vec())),
+            }
+        }
+        for (no, bytes, records) in runs {
+            self.hash
+                .write_at(&bytes, u64::from(no) * PAGE_BYTES as u64)?;
+            self.side.write_at(&records, record_offset(no))?;
+            self.traffic.written += (bytes.len() + records.len()) as u64;
+        }
+        for (no, page) in std::mem::take(&mut self.changed) {
+            written(no, page);
+        }
+        Ok(())
+    }
+
+    /// Gives up writing what changed, and says what that was.
+    pub(crate) fn abandon(&mut self) -> BTreeMap<u32, Arc<Page>> {
+        std::mem::take(&mut self.changed)
+    }
+
+    /// Makes what was written durable.
+    pub(crate) fn sync(&mut self) -> io::Result<()> {
+        self.hash.sync()?;
+        self.side.sync()
+    }
+
+    /// After a snapshot of C2 with this epoch: until the next change the two belong together.
+    pub(crate) fn mark_clean(&mut self, epoch: u64) -> io::Result<()> {
+        self.epoch = epoch;
+        self.clean = true;
+        let done = self.write_header().and_then(|()| self.side.sync());
+        if done.is_err() {
+            self.clean = false;
+        }
+        done
+    }
+
+    fn write_header(&self) -> io::Result<()> {
+        let mut b = [0; HEADER];
+        b[..8].copy_from_slice(&MAGIC);
+        b[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        let flags = if self.clean { CLEAN } else { 0 };
+        b[12..16].copy_from_slice(&flags.to_le_bytes());
+        b[16..24].copy_from_slice(&self.epoch.to_le_bytes());
+        b[24..28].copy_from_slice(&self.hand.to_le_bytes());
+        let sum = crc(&b[..60]);
+        b[60..].copy_from_slice(&sum.to_le_bytes());
+        self.side.write_at(&b, 0)
+    }
+}
+
+fn parse_header(b: &[u8; HEADER]) -> Option<(u64, u32, bool)> {
+    let u32_at = |i: usize| u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
+    let flags = u32_at(12);
+    let good = b[..8] == MAGIC
+        && u32_at(8) == VERSION
+        && flags & !CLEAN == 0
+        && u32_at(60) == crc(&b[..60]);
+    let epoch = u64::from(u32_at(16)) | u64::from(u32_at(20)) << 32;
+    good.then(|| (epoch, u32_at(24), flags & CLEAN != 0))
+}
+
+fn record_offset(no: u32) -> u64 {
+    HEADER as u64 + u64::from(no) * RECORD as u64
+}
+
+/// What the side file says about a segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Record {
+    start: u128,
+    used: u128,
+    strong: u128,
+    page_crc: u32,
+}
+
+impl Record {
+    fn to_bytes(self, no: u32) -> [u8; RECORD] {
+        let mut r = [0; RECORD];
+        r[..16].copy_from_slice(&self.start.to_le_bytes());
+        r[16..32].copy_from_slice(&self.used.to_le_bytes());
+        r[32..48].copy_from_slice(&self.strong.to_le_bytes());
+        r[48..52].copy_from_slice(&self.page_crc.to_le_bytes());
+        r[56..60].copy_from_slice(&no.to_le_bytes());
+        let sum = crc(&r[..60]);
+        r[60..].copy_from_slice(&sum.to_le_bytes());
+        r
+    }
+
+    fn parse(no: u32, r: &[u8; RECORD]) -> Option<Self> {
+        let u32_at = |i: usize| u32::from_le_bytes([r[i], r[i + 1], r[i + 2], r[i + 3]]);
+        let (wide, _) = r.as_chunks::<16>();
+        let record = Record {
+            start: u128::from_le_bytes(wide[0]),
+            used: u128::from_le_bytes(wide[1]),
+            strong: u128::from_le_bytes(wide[2]),
+            page_crc: u32_at(48),
+        };
+        // A record of zeros is one that was never written: a hole in the file.
+        if r == &[0; RECORD] {
+            return Some(record);
+        }
+        let inside = (record.start | record.strong) & !record.used == 0;
+        let good = u32_at(60) == crc(&r[..60]) && u32_at(56) == no && inside;
+        good.then_some(record)
+    }
+}
+
+const _: () = assert!(PAGE_BYTES == PER_PAGE * Digest::LEN);

@@ -1,0 +1,120 @@
+//! A destination that carries out plans, with digests in place of blocks.
+
+use std::collections::HashMap;
+
+use drover_core::Digest;
+
+use crate::matcher::{ImageId, Origin, Plan};
+
+/// What a destination would hold: for each image and for the sequence data file, the digests of
+/// its blocks.
+#[derive(Debug, Clone, Default)]
+pub struct Destination {
+    images: HashMap<ImageId, Vec<Digest>>,
+    sequences: HashMap<u64, Digest>,
+}
+
+/// What a plan came to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Applied {
+    /// Blocks from the source.
+    pub literal: u64,
+    /// Blocks that were reused and are what they should be.
+    pub reused: u64,
+    /// Blocks that were to be reused and are not (any more) what they should be: a real
+    /// destination asks the source for them.
+    pub refetched: u64,
+}
+
+impl Destination {
+    /// Empty.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Starts an image anew.
+    pub fn begin(&mut self, image: ImageId) {
+        self.images.insert(image, Vec::new());
+    }
+
+    /// An image that is deleted.
+    pub fn delete(&mut self, image: ImageId) {
+        self.images.remove(&image);
+    }
+
+    /// An image's blocks so far.
+    #[must_use]
+    pub fn image(&self, image: ImageId) -> &[Digest] {
+        self.images.get(&image).map_or(&[], Vec::as_slice)
+    }
+
+    /// Carries out a plan for the next blocks of `image`, which should become `digests`.
+    ///
+    /// # Errors
+    /// A text when the plan breaks a rule of [`Plan`].
+    pub fn apply(
+        &mut self,
+        image: ImageId,
+        digests: &[Digest],
+        plan: &Plan,
+    ) -> Result<Applied, String> {
+        let base = self.image(image).len() as u64;
+        let mut applied = Applied::default();
+        let mut at = 0usize;
+        for run in &plan.runs {
+            let n = run.count as usize;
+            let want = digests
+                .get(at..at + n)
+                .filter(|w| !w.is_empty())
+                .ok_or_else(|| format!("{run:?} at {at} of {}", digests.len()))?;
+            for (k, want) in want.iter().enumerate() {
+                let k = k as u64;
+                let got = match run.origin {
+                    Origin::Literal => {
+                        applied.literal += 1;
+                        continue;
+                    }
+                    Origin::Image { image: from, first } => {
+                        if from == image && first + u64::from(run.count) > base + at as u64 {
+                            return Err(format!("{run:?} reads what it makes"));
+                        }
+                        // Blocks of this batch are not in `images` yet.
+                        let in_batch = (first + k).checked_sub(base).filter(|_| from == image);
+                        match in_batch {
+                            Some(i) => digests.get(i as usize).copied(),
+                            None => self.image(from).get((first + k) as usize).copied(),
+                        }
+                    }
+                    Origin::Sequence { first } => self.sequences.get(&(first + k)).copied(),
+                };
+                if got == Some(*want) {
+                    applied.reused += 1;
+                } else {
+                    applied.refetched += 1;
+                }
+            }
+            at += n;
+        }
+        if at != digests.len() {
+            return Err(format!("the plan covers {at} of {} blocks", digests.len()));
+        }
+        let blocks = self.images.entry(image).or_default();
+        blocks.extend_from_slice(digests);
+        for store in &plan.stores {
+            let same_segment =
+                store.first / 128 == (store.first + u64::from(store.count) - 1) / 128;
+            if store.count == 0 || !same_segment {
+                return Err(format!("{store:?} crosses a segment"));
+            }
+            for k in 0..u64::from(store.count) {
+                let from = (store.from + k) as usize;
+                let d = blocks
+                    .get(from)
+                    .ok_or_else(|| format!("{store:?} reads beyond"))?;
+                self.sequences.insert(store.first + k, *d);
+            }
+        }
+        Ok(applied)
+    }
+}

@@ -1,0 +1,7 @@
+//! The matcher as its callers see it.
+
+mod crash;
+mod damage;
+mod library;
+mod matching;
+mod random;
