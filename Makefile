@@ -1,0 +1,34 @@
+# What a person types. Everything works from a clean clone with a Rust toolchain on PATH.
+
+.PHONY: help demo test lint bench dist deps
+
+help:
+	@echo "make demo    two sites on loopback, two related images, and what crossed the wire"
+	@echo "make test    every test; ends with the counts"
+	@echo "make lint    format, clippy, documentation, layers"
+	@echo "make bench   the lab: the small image set on loopback, against rsync and the limit"
+	@echo "make dist    an optimised, stripped drover with man pages, completions and the systemd unit"
+	@echo "make deps    install what the tests need (Debian)"
+
+demo:
+	@scripts/install-deps build demo
+	@scripts/demo
+
+test:
+	@scripts/install-deps build test
+	@scripts/test
+
+lint:
+	@scripts/install-deps build
+	@scripts/lint
+
+bench:
+	@scripts/install-deps build lab
+	@scripts/bench
+
+dist:
+	@scripts/install-deps build
+	@scripts/dist
+
+deps:
+	@scripts/install-deps build test
