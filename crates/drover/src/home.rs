@@ -11,11 +11,16 @@ use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use drover_net::Identity;
 
 pub use config::Config;
+
+/// How often and how long a lock that is held is tried again.
+const LOCK_TRIES: u32 = 10;
+const LOCK_PAUSE: Duration = Duration::from_millis(50);
 
 /// A site's home directory and what its `config.toml` says.
 #[derive(Debug, Clone)]
@@ -150,50 +155,72 @@ impl Home {
     /// # Errors
     /// When another process has it, named by its number.
     pub fn lock(&self) -> Result<HomeLock> {
-        match self.try_lock()? {
-            Ok(lock) => Ok(lock),
-            Err(holder) => bail!(
-                "{} is in use by another drover process{holder}; stop it, or choose another home with DROVER_HOME",
-                self.dir.display()
-            ),
+        let cannot = || format!("cannot lock {}", self.lock_path().display());
+        let mut file = self.open_lock()?;
+        let mut tries = 0;
+        loop {
+            match file.try_lock() {
+                Ok(()) => break,
+                // Whoever only looks at the lock has it for a moment.
+                Err(TryLockError::WouldBlock) if tries < LOCK_TRIES => tries += 1,
+                Err(TryLockError::WouldBlock) => bail!(
+                    "{} is in use by another drover process{}; stop it, or choose another home with DROVER_HOME",
+                    self.dir.display(),
+                    holder(&mut file)
+                ),
+                Err(TryLockError::Error(e)) => return Err(e).with_context(cannot),
+            }
+            std::thread::sleep(LOCK_PAUSE);
         }
+        // Only tells people who holds it; the lock itself is what counts.
+        file.set_len(0).with_context(cannot)?;
+        write!(file, "{}", std::process::id()).with_context(cannot)?;
+        Ok(HomeLock(file))
     }
 
-    /// As [`Home::lock`]; the inner error describes the holder, such as ` (process 17)`.
+    /// Which process has the home, such as ` (process 17)`; `None` when none has.
     ///
     /// # Errors
     /// When the lock file cannot be used at all.
-    pub fn try_lock(&self) -> Result<Result<HomeLock, String>> {
-        let path = self.dir.join("lock");
-        let cannot = || format!("cannot lock {}", path.display());
-        let mut file = OpenOptions::new()
+    pub fn used_by(&self) -> Result<Option<String>> {
+        let mut file = self.open_lock()?;
+        match file.try_lock_shared() {
+            Ok(()) => Ok(None),
+            Err(TryLockError::WouldBlock) => Ok(Some(holder(&mut file))),
+            Err(TryLockError::Error(e)) => {
+                Err(e).with_context(|| format!("cannot lock {}", self.lock_path().display()))
+            }
+        }
+    }
+
+    fn lock_path(&self) -> PathBuf {
+        self.dir.join("lock")
+    }
+
+    fn open_lock(&self) -> Result<File> {
+        let path = self.lock_path();
+        OpenOptions::new()
             .read(true)
             .write(true)
             .create(true)
             .truncate(false)
             .mode(0o600)
             .open(&path)
-            .with_context(cannot)?;
-        match file.try_lock() {
-            Ok(()) => {
-                // Only tells people who holds it; the lock itself is what counts.
-                file.set_len(0).with_context(cannot)?;
-                write!(file, "{}", std::process::id()).with_context(cannot)?;
-                Ok(Ok(HomeLock(file)))
-            }
-            Err(TryLockError::WouldBlock) => {
-                let mut holder = String::new();
-                file.rewind().with_context(cannot)?;
-                let _ = (&mut file).take(20).read_to_string(&mut holder);
-                let known = !holder.is_empty() && holder.bytes().all(|b| b.is_ascii_digit());
-                Ok(Err(if known {
-                    format!(" (process {holder})")
-                } else {
-                    String::new()
-                }))
-            }
-            Err(TryLockError::Error(e)) => Err(e).with_context(cannot),
-        }
+            .with_context(|| format!("cannot open {}", path.display()))
+    }
+}
+
+/// How the lock file names its holder.
+fn holder(file: &mut File) -> String {
+    let mut text = String::new();
+    let read = file
+        .rewind()
+        .and_then(|()| file.take(20).read_to_string(&mut text));
+    let known = read.is_ok() && !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    if known {
+        format!(" (process {text})")
+    } else {
+        String::new()
     }
 }
 
@@ -281,7 +308,9 @@ mod tests {
             "{e}"
         );
         assert!(e.contains("a/b"), "{e}");
+        assert!(home.used_by().unwrap().is_some());
         drop(lock);
+        assert_eq!(home.used_by().unwrap(), None);
         home.lock().unwrap();
     }
 

@@ -42,6 +42,8 @@ fn main() -> ExitCode {
     let json = matches!(&cli.command, Command::Send(args) if args.json);
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
+        // As other tools at the head of a pipe do.
+        Err(e) if e.is::<out::ReaderGone>() => ExitCode::SUCCESS,
         Err(e) => {
             let code = failure::exit_of(&e) as u8;
             if json {

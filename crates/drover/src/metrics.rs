@@ -173,22 +173,35 @@ impl Metrics {
     }
 }
 
-/// The numbers in nested objects, each named by its path. Lists are left out: their members come and go.
+/// The numbers in nested objects, each named by its path. Other lists are left out: their members come and go.
 fn flatten(path: &str, value: &Value, out: &mut Vec<(String, f64)>) {
     match value {
         Value::Number(n) => out.extend(n.as_f64().map(|n| (path.to_string(), n))),
         Value::Bool(b) => out.push((path.to_string(), f64::from(u8::from(*b)))),
         Value::Object(fields) => {
             for (key, value) in fields {
-                let key: String = key
-                    .chars()
-                    .map(|c| if c.is_ascii_alphanumeric() { c } else { '_' })
-                    .collect();
-                flatten(&format!("{path}_{key}"), value, out);
+                flatten(&format!("{path}_{}", word(key)), value, out);
+            }
+        }
+        Value::Array(items) => {
+            // Lists of names with their numbers.
+            for item in items {
+                if let Some([Value::String(key), value @ Value::Number(_)]) =
+                    item.as_array().map(Vec::as_slice)
+                {
+                    flatten(&format!("{path}_{}", word(key)), value, out);
+                }
             }
         }
         _ => {}
     }
+}
+
+/// A key as part of a metric's name.
+fn word(key: &str) -> String {
+    key.chars()
+        .map(|c| if c.is_ascii_alphanumeric() { c } else { '_' })
+        .collect()
 }
 
 /// Memory of this process that is in RAM; zero when the system does not say.
@@ -215,7 +228,7 @@ mod tests {
         let metrics = Metrics::default();
         metrics.connections.store(3, Relaxed);
         metrics.rejected_trust.store(1, Relaxed);
-        let site = serde_json::json!({"matcher": {"c2": {"hits": 7}, "ratio": 0.5}, "transfers": [{"x": 1}], "name": "y"});
+        let site = serde_json::json!({"matcher": {"c2": {"hits": 7}, "ratio": 0.5, "counts": [["c1 hits", 4]]}, "transfers": [{"x": 1}], "name": "y"});
         let text = metrics.render(&Snapshot {
             images: 2,
             peers: 1,
@@ -228,6 +241,7 @@ mod tests {
             "drover_images 2",
             "drover_site_matcher_c2_hits 7",
             "drover_site_matcher_ratio 0.5",
+            "drover_site_matcher_counts_c1_hits 4",
             "# TYPE drover_sessions_total counter",
         ] {
             assert!(text.lines().any(|l| l == line), "{line}\n{text}");

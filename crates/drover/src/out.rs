@@ -7,14 +7,26 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
 use serde::Serialize;
 
-/// Prints a line. A reader that went away ends the process quietly, as it does for other tools.
+/// Whoever read our stdout went away. Not an error to talk about: the work itself went well.
+#[derive(Debug)]
+pub struct ReaderGone;
+
+impl std::fmt::Display for ReaderGone {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("nobody reads stdout any more")
+    }
+}
+
+impl std::error::Error for ReaderGone {}
+
+/// Prints a line.
 ///
 /// # Errors
-/// When it cannot be written for another reason.
+/// [`ReaderGone`], or when it cannot be written for another reason.
 pub fn line(text: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
     match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
-        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => std::process::exit(0),
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Err(ReaderGone.into()),
         other => other.context("cannot write to stdout"),
     }
 }

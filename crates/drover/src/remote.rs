@@ -51,12 +51,17 @@ impl Call {
     /// # Errors
     /// When one runs but does not answer.
     pub async fn local(home: &Home) -> Result<Option<Call>> {
-        // The lock tells a site that does not answer from one that is not there.
         let socket = SocketPath::of(&home.socket())?;
-        match connect_unix(socket.path()).await {
-            Ok(connection) => Ok(Some(Call::begin(connection, "the running site").await?)),
-            Err(_) if home.try_lock()?.is_ok() => Ok(None),
-            Err(e) => Err(e).context("a drover process uses this home but does not answer"),
+        if let Ok(connection) = connect_unix(socket.path()).await {
+            return Ok(Some(Call::begin(connection, "the running site").await?));
+        }
+        // The lock tells a site that does not answer from one that is not there.
+        match home.used_by()? {
+            None => Ok(None),
+            Some(holder) => bail!(
+                "another drover process{holder} is at work in {} and takes no calls; try again when it is done",
+                home.dir().display()
+            ),
         }
     }
 

@@ -33,7 +33,7 @@ use crate::cli::ListenArgs;
 use crate::home::{Home, HomeLock};
 use crate::metrics::{Metrics, Snapshot};
 use crate::remote::SocketPath;
-use crate::signals::Stop;
+use crate::signals::{Stop, told};
 use crate::site;
 use crate::text::{clean, now_unix};
 use admission::Admission;
@@ -169,7 +169,9 @@ fn announce(server: &Server, listening: SocketAddr) -> Result<()> {
         "drover: to pair with it once, within a day, run there: drover pair TICKET --name {}",
         server.name
     );
-    crate::out::line(&ticket.to_string())?;
+    if let Err(e) = crate::out::line(&ticket.to_string()) {
+        tracing::warn!("the ticket could not be printed ({e}); `drover ticket` makes one");
+    }
     let status = format!("listening on {listening}");
     notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
     Ok(())
@@ -185,7 +187,7 @@ async fn accept(
     let mut talks = JoinSet::new();
     loop {
         tokio::select! {
-            _ = stop.wait_for(|&s| s) => return Ok(talks),
+            () = told(&mut stop) => return Ok(talks),
             pending = listener.accept() => {
                 let pending = pending?;
                 server.metrics.connections.fetch_add(1, Relaxed);

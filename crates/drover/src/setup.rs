@@ -98,7 +98,7 @@ pub fn ticket(home: &Home, args: TicketArgs) -> Result<()> {
     let ticket = Ticket::new(identity.key(), addresses.iter().cloned());
     let now = now_unix();
     catalog.add_ticket(&ticket.secret, now, args.expires)?;
-    if home.try_lock()?.is_ok() {
+    if home.used_by()?.is_none() {
         eprintln!(
             "drover: no site is running here; it must be (`drover serve`) when the ticket is used"
         );

@@ -41,3 +41,9 @@ impl Stop {
         self.0.clone()
     }
 }
+
+/// Waits until it is time to stop.
+pub async fn told(stop: &mut watch::Receiver<bool>) {
+    // An error means that nobody can tell any more: the process is ending.
+    let _ = stop.wait_for(|&s| s).await;
+}

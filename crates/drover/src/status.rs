@@ -92,6 +92,11 @@ fn walk(path: &str, value: &Value, lines: &mut Vec<String>, tables: &mut Vec<Str
             }
         }
         Value::Array(items) => {
+            for item in items {
+                if let Some([Value::String(key), value]) = item.as_array().map(Vec::as_slice) {
+                    walk(&format!("{path} {}", clean(key)), value, lines, tables);
+                }
+            }
             let Some(Value::Object(first)) = items.first() else {
                 return;
             };
@@ -123,7 +128,7 @@ mod tests {
             "duty": "site", "name": "a\u{1b}[31m", "version": "0.1.0", "process": 7, "key": "k", "home": "/h",
             "addresses": ["10.0.0.1:7377"], "started_unix": 0, "images": 2, "peers": 1,
             "connections_open": 0, "sessions_open": 1,
-            "site": {"transfers": [{"name": "x.img\n", "done": 3, "total": 9}], "matcher": {"hits": 5}},
+            "site": {"transfers": [{"name": "x.img\n", "done": 3, "total": 9}], "matcher": [["hits", 5]]},
         });
         let text = for_people(&status);
         assert!(text.contains("matcher hits: 5"), "{text}");

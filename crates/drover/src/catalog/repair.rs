@@ -21,7 +21,7 @@ pub struct Users(#[expect(dead_code, reason = "the lock lasts as long as the fil
 pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
     let spare_path = spare::path_of(path);
     let users_path = path.with_extension("users");
-    let users = spare::open_lock(&users_path)?;
+    let users = spare::open_private(&users_path)?;
     let locked = |e| CatalogError::file("lock", &users_path)(e);
     let alone = match users.try_lock() {
         Ok(()) => true,

@@ -68,6 +68,8 @@ pub fn open_for_use(path: &Path) -> Result<Connection> {
         path: path.to_path_buf(),
         error,
     };
+    // Made private first: SQLite gives its other files the mode of this one.
+    super::spare::open_private(path)?;
     let mut connection = Connection::open(path).map_err(sql)?;
     set_up(&connection).map_err(sql)?;
     // WAL lets readers go on beside a writer; FULL makes a commit durable before it returns.

@@ -21,13 +21,13 @@ pub struct SpareLock(
 /// Waits for the lock of the catalog in `dir`.
 pub fn lock(dir: &Path) -> Result<SpareLock> {
     let path = dir.join("catalog.lock");
-    let file = open_lock(&path)?;
+    let file = open_private(&path)?;
     file.lock().map_err(CatalogError::file("lock", &path))?;
     Ok(SpareLock(file))
 }
 
-/// Opens a file that only serves for locking.
-pub fn open_lock(path: &Path) -> Result<File> {
+/// Opens a file, made private to this user when it is not there.
+pub fn open_private(path: &Path) -> Result<File> {
     OpenOptions::new()
         .read(true)
         .write(true)
@@ -60,6 +60,7 @@ pub fn write_locked(connection: &Connection, path: &Path, _lock: &SpareLock) -> 
     }
     let temporary = path.with_extension("bak.tmp");
     remove_with_log(&temporary)?;
+    open_private(&temporary)?;
     let sql = |error| CatalogError::Sql {
         doing: "copying the catalog",
         path: spare.clone(),

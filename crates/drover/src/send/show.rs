@@ -63,7 +63,8 @@ struct Now {
     sent: u64,
     received: u64,
     rate: u64,
-    matched_share: f64,
+    /// Unknown until the destination has answered.
+    matched_share: Option<f64>,
     left: Option<Duration>,
 }
 
@@ -130,10 +131,17 @@ impl Show {
                     before,
                 });
             }
-            SendEvent::Reconnecting { error, delay_ms } => self.tell(
-                json!({"event": "reconnecting", "message": clean(&error), "delay_ms": delay_ms}),
-                || format!("{error}; trying again in {:.1} s", delay_ms as f64 / 1000.0),
-            ),
+            SendEvent::Reconnecting { error, delay_ms } => {
+                // Nothing goes on until it has started again.
+                self.state().image = None;
+                if let Mode::Bar(bar) = &self.mode {
+                    bar.set_message("reconnecting");
+                }
+                self.tell(
+                    json!({"event": "reconnecting", "message": clean(&error), "delay_ms": delay_ms}),
+                    || format!("{error}; trying again in {:.1} s", delay_ms as f64 / 1000.0),
+                );
+            }
             SendEvent::Delivered(report) => {
                 self.state().image = None;
                 let mut line = of_report(&report);
@@ -190,6 +198,7 @@ impl Show {
     fn now(&self, image: &Image, wire: &[(Instant, u64)], at: Instant) -> Now {
         let c = &self.counters;
         let walked = Counters::get(&c.walked_blocks).min(image.walk_blocks);
+        let done = Counters::get(&c.done_blocks).min(image.walk_blocks);
         let zero = Counters::get(&c.zero_blocks);
         let needed = Counters::get(&c.needed_blocks);
         let rate = match (wire.first(), wire.last()) {
@@ -202,11 +211,11 @@ impl Show {
             name: image.name.clone(),
             walked: walked * BLOCK_SIZE_U64,
             total: image.walk_blocks * BLOCK_SIZE_U64,
-            done: Counters::get(&c.done_blocks).min(image.walk_blocks) * BLOCK_SIZE_U64,
+            done: done * BLOCK_SIZE_U64,
             sent: self.wire.sent(),
             received: self.wire.received(),
             rate,
-            matched_share: share(walked.saturating_sub(zero), needed),
+            matched_share: (done > 0).then(|| share(walked.saturating_sub(zero), needed)),
             left: time_left(
                 at - image.started,
                 walked.saturating_sub(image.before),
@@ -218,11 +227,14 @@ impl Show {
     fn show(&self, now: &Now) {
         let percent = now.walked * 100 / now.total.max(1);
         let left = now.left.map_or_else(|| "-".into(), short);
+        let matched = now
+            .matched_share
+            .map_or_else(|| "-".into(), |s| format!("{:.0}%", s * 100.0));
         match &self.mode {
             Mode::Json => emit(&json!({
                 "event": "progress", "name": now.name, "walked_bytes": now.walked, "total_bytes": now.total,
                 "done_bytes": now.done, "wire_sent_bytes": now.sent, "wire_received_bytes": now.received,
-                "bytes_per_second": now.rate, "matched_share": (now.matched_share * 1e4).round() / 1e4,
+                "bytes_per_second": now.rate, "matched_share": now.matched_share.map(|s| (s * 1e4).round() / 1e4),
                 "seconds_left": now.left.map(|l| l.as_secs()),
             })),
             Mode::Bar(bar) => {
@@ -230,21 +242,19 @@ impl Show {
                 bar.set_position(now.walked);
                 bar.set_prefix(clean(&now.name));
                 bar.set_message(format!(
-                    "{}/{}, wire {} at {}/s, matched {:.0}%, {left} left",
+                    "{}/{}, wire {} at {}/s, matched {matched}, {left} left",
                     bytes(now.walked),
                     bytes(now.total),
                     bytes(now.sent),
-                    bytes(now.rate),
-                    now.matched_share * 100.0
+                    bytes(now.rate)
                 ));
             }
             Mode::Lines => eprintln!(
-                "{}: {percent}% of {}, wire {} at {}/s, matched {:.0}%, {left} left",
+                "{}: {percent}% of {}, wire {} at {}/s, matched {matched}, {left} left",
                 clean(&now.name),
                 bytes(now.total),
                 bytes(now.sent),
-                bytes(now.rate),
-                now.matched_share * 100.0
+                bytes(now.rate)
             ),
         }
     }
@@ -300,7 +310,7 @@ impl Show {
 /// Prints a JSON line; a send does not fail because nobody can read of its progress.
 fn emit(value: &Value) {
     if let Err(e) = out::json(value) {
-        tracing::warn!("{e:#}");
+        tracing::debug!("{e:#}");
     }
 }
 

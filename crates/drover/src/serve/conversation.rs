@@ -20,6 +20,7 @@ use super::matchers::Matchers;
 use super::{Duty, Server, jobs, quoted};
 use crate::catalog::{PairOutcome, Peer};
 use crate::failure::one_line;
+use crate::signals::told;
 use crate::text::now_unix;
 
 /// How long a peer may take to say what it wants.
@@ -69,13 +70,11 @@ async fn talk(
     stranger: StrangerPlace,
 ) -> Result<()> {
     writer.set_stall_timeout(Some(STALL_LIMIT));
-    if let Err(e) = greet(&mut reader, &mut writer, Role::Server).await {
-        server.metrics.rejected_handshake.fetch_add(1, Relaxed);
-        return Err(e.into());
-    }
-    let request = tokio::time::timeout(FIRST_REQUEST_LIMIT, first_request(&mut reader))
-        .await
-        .context("no request came")??;
+    let mut stop = server.stop.clone();
+    let request = tokio::select! {
+        request = hear(server, &mut reader, &mut writer) => request?,
+        () = told(&mut stop) => return Ok(()),
+    };
     let known = {
         let server = Arc::clone(server);
         tokio::task::spawn_blocking(move || server.catalog.peer_by_key(&key)).await??
@@ -196,7 +195,7 @@ async fn match_for(
     let mut stop = server.stop.clone();
     let ended = tokio::select! {
         ended = serve_teleporter(reader, writer, matcher.shared()) => ended,
-        _ = stop.wait_for(|&s| s) => Ok(()),
+        () = told(&mut stop) => Ok(()),
     };
     let counter = if ended.is_ok() {
         &server.metrics.sessions_done
@@ -206,6 +205,21 @@ async fn match_for(
     counter.fetch_add(1, Relaxed);
     matcher.done().await?;
     ended.with_context(|| format!("matching for {}", peer.name))
+}
+
+/// Greets, and hears what is wanted.
+async fn hear(
+    server: &Arc<Server>,
+    reader: &mut FrameReader,
+    writer: &mut FrameWriter,
+) -> Result<Request> {
+    if let Err(e) = greet(reader, writer, Role::Server).await {
+        server.metrics.rejected_handshake.fetch_add(1, Relaxed);
+        return Err(e.into());
+    }
+    tokio::time::timeout(FIRST_REQUEST_LIMIT, first_request(reader))
+        .await
+        .context("no request came")?
 }
 
 async fn first_request(reader: &mut FrameReader) -> Result<Request> {

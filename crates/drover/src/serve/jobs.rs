@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use drover_core::ImageName;
 use drover_net::FrameWriter;
 use drover_teleport::catalog::{Catalog, ImageRecord};
@@ -14,6 +14,7 @@ use drover_teleport::{Site, TeleportError};
 
 use super::Server;
 use super::conversation::{failed, no, no_image, reply};
+use crate::signals::told;
 
 /// How often the caller hears how far it is; also what keeps the connection alive.
 const REPORT_EVERY: Duration = Duration::from_millis(250);
@@ -40,10 +41,12 @@ async fn run<T: Send + 'static>(
         Ok(out)
     };
     tokio::pin!(work);
+    let mut stop = server.stop.clone();
     let mut ticks = tokio::time::interval(REPORT_EVERY);
     loop {
         tokio::select! {
             out = &mut work => return out,
+            () = told(&mut stop) => bail!("the site is stopping"),
             _ = ticks.tick() => {
                 let progress = Reply::Progress { done: seen.0.load(Relaxed), total: seen.1.load(Relaxed) };
                 reply(writer, &progress).await?;
