@@ -248,9 +248,9 @@ impl Destination {
             Event::Batch(batch) => self.on_batch(batch, actions)?,
             Event::Planned { index, runs } => self.on_planned(index, runs, actions)?,
             Event::Reused { job, failed } => self.on_reused(&job, &failed, actions),
-            Event::Written(runs) => self.on_written(&runs, actions),
+            Event::Written(runs) => self.on_written(&runs, actions)?,
             Event::End(digest) => {
-                if self.next != self.batches {
+                if self.next != self.batches || self.end.is_some() {
                     return Err(Violation(format!(
                         "the source ended after batch {} of {}",
                         self.next, self.batches
@@ -461,7 +461,7 @@ impl Destination {
         self.progressed(index, actions);
     }
 
-    fn on_written(&mut self, runs: &Runs, actions: &mut Vec<Action>) {
+    fn on_written(&mut self, runs: &Runs, actions: &mut Vec<Action>) -> Result<(), Violation> {
         let mut touched = Vec::new();
         for walk in runs.blocks() {
             let index = walk / BATCH_BLOCKS;
@@ -471,6 +471,12 @@ impl Destination {
             let Ok(i) = open.places.binary_search(&((walk % BATCH_BLOCKS) as u16)) else {
                 continue;
             };
+            // A worker may be about to put something else there.
+            if !open.asked.get(i as u64) {
+                return Err(Violation(format!(
+                    "block {walk} came, which was not asked for"
+                )));
+            }
             if open.missing.get(i as u64) {
                 open.missing.clear(i as u64);
                 self.counts.sent_blocks += 1;
@@ -482,6 +488,7 @@ impl Destination {
         touched
             .into_iter()
             .for_each(|index| self.progressed(index, actions));
+        Ok(())
     }
 
     /// Blocks of the batch have come into place: let go what waited for them, and the batch itself

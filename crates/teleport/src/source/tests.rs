@@ -1,1 +1,165 @@
+//! What a source does when it is told things, and what it does not put up with. Whole transfers
+//! are simulated in `destination/tests.rs`.
 
+use super::*;
+use crate::protocol::Matched;
+
+const BATCHES: u64 = 3;
+const BLOCKS: u64 = BATCHES * BATCH_BLOCKS - 100;
+const WHOLE: Digest = Digest([7; 32]);
+
+fn handle(s: &mut Source, event: Event) -> Result<Vec<Action>, Violation> {
+    let mut actions = Vec::new();
+    s.handle(event, &mut actions).map(|()| actions)
+}
+
+fn accept(resume_batch: u64) -> Event {
+    Event::Accepted(Accept {
+        resume_batch,
+        resumed_blocks: 0,
+        window_batches: WINDOW_BATCHES,
+    })
+}
+
+fn walked(index: u64) -> Event {
+    let frame = vec![index as u8];
+    Event::Walked { index, frame }
+}
+
+fn need(blocks: std::ops::Range<u64>) -> Event {
+    Event::Need(Need {
+        runs: blocks.collect(),
+    })
+}
+
+fn delivered(digest: Digest) -> Event {
+    Event::Delivered(Delivered {
+        digest,
+        matched_blocks: 0,
+        sent_blocks: 0,
+        zero_blocks: 0,
+        resumed_blocks: 0,
+        matched: Matched::default(),
+        plan_bytes: 0,
+    })
+}
+
+/// Accepted at `resume`, with `batches` walked.
+fn started(resume: u64, batches: u64) -> Source {
+    let mut s = Source::new(BLOCKS);
+    handle(&mut s, accept(resume)).unwrap();
+    (0..batches).for_each(|i| drop(handle(&mut s, walked(i)).unwrap()));
+    s
+}
+
+#[test]
+fn one_image_from_its_offer_to_its_end() {
+    let mut s = Source::new(BLOCKS);
+    assert_eq!(
+        handle(&mut s, accept(0)).unwrap(),
+        [Action::WalkTo(BATCHES)]
+    );
+    for i in 0..BATCHES {
+        let actions = handle(&mut s, walked(i)).unwrap();
+        assert_eq!(actions, [Action::Batch(vec![i as u8])]);
+    }
+    let end = handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();
+    assert_eq!(end, [Action::End(WHOLE)]);
+    let actions = handle(&mut s, need(5..10)).unwrap();
+    assert_eq!(actions, [Action::Literals((5..10).collect())]);
+    assert_eq!(s.done_blocks(), 0);
+    for i in [1, 0, 2] {
+        handle(&mut s, Event::Ack(i)).unwrap();
+    }
+    assert_eq!(s.done_blocks(), BLOCKS);
+    let actions = handle(&mut s, delivered(WHOLE)).unwrap();
+    assert!(matches!(actions[..], [Action::Done(_)]));
+}
+
+#[test]
+fn the_window_moves_with_the_oldest_batch_that_is_not_complete() {
+    let batches = 2 * WINDOW_BATCHES;
+    let mut s = Source::new(batches * BATCH_BLOCKS);
+    let start = handle(&mut s, accept(0)).unwrap();
+    assert_eq!(start, [Action::WalkTo(WINDOW_BATCHES)]);
+    (0..WINDOW_BATCHES).for_each(|i| drop(handle(&mut s, walked(i)).unwrap()));
+    assert_eq!(handle(&mut s, Event::Ack(2)).unwrap(), []);
+    assert_eq!(handle(&mut s, Event::Ack(1)).unwrap(), []);
+    let actions = handle(&mut s, Event::Ack(0)).unwrap();
+    assert_eq!(actions, [Action::WalkTo(WINDOW_BATCHES + 3)]);
+    assert_eq!(s.done_blocks(), 3 * BATCH_BLOCKS);
+}
+
+#[test]
+fn a_resume_sends_no_batch_again_but_any_block() {
+    let mut s = started(2, 0);
+    // The destination may ask at once for what an earlier session left missing.
+    handle(&mut s, need(0..7)).unwrap();
+    assert_eq!(handle(&mut s, walked(0)).unwrap(), []);
+    assert_eq!(handle(&mut s, walked(1)).unwrap(), []);
+    assert_eq!(handle(&mut s, walked(2)).unwrap(), [Action::Batch(vec![2])]);
+    // A batch of before that becomes complete moves nothing.
+    assert_eq!(handle(&mut s, Event::Ack(0)).unwrap(), []);
+    handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();
+    assert!(handle(&mut s, delivered(WHOLE)).is_err());
+    handle(&mut s, Event::Ack(2)).unwrap();
+    handle(&mut s, delivered(WHOLE)).unwrap();
+}
+
+#[test]
+fn a_resume_with_every_batch_there_needs_no_acknowledgement() {
+    let mut s = started(BATCHES, BATCHES);
+    handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();
+    assert_eq!(s.done_blocks(), BLOCKS);
+    handle(&mut s, delivered(WHOLE)).unwrap();
+}
+
+#[test]
+fn resuming_beyond_the_image_or_twice_is_a_violation() {
+    assert!(handle(&mut Source::new(BLOCKS), accept(BATCHES + 1)).is_err());
+    assert!(handle(&mut started(0, 1), accept(0)).is_err());
+}
+
+#[test]
+fn acknowledgements_out_of_turn_are_violations() {
+    assert!(handle(&mut Source::new(BLOCKS), Event::Ack(0)).is_err());
+    let mut s = started(0, 2);
+    assert!(handle(&mut s, Event::Ack(2)).is_err());
+    assert!(handle(&mut s, Event::Ack(u64::MAX)).is_err());
+    handle(&mut s, Event::Ack(1)).unwrap();
+    assert!(handle(&mut s, Event::Ack(1)).is_err());
+    handle(&mut s, Event::Ack(0)).unwrap();
+    assert!(handle(&mut s, Event::Ack(0)).is_err());
+}
+
+#[test]
+fn asking_for_what_was_not_announced_is_a_violation() {
+    assert!(handle(&mut Source::new(BLOCKS), need(0..1)).is_err());
+    let mut s = started(0, 1);
+    handle(&mut s, need(BATCH_BLOCKS - 1..BATCH_BLOCKS)).unwrap();
+    assert!(handle(&mut s, need(BATCH_BLOCKS - 1..BATCH_BLOCKS + 1)).is_err());
+    let mut s = started(0, BATCHES);
+    handle(&mut s, need(BLOCKS - 1..BLOCKS)).unwrap();
+    assert!(handle(&mut s, need(BLOCKS - 1..BLOCKS + 1)).is_err());
+}
+
+#[test]
+fn asking_for_ever_is_a_violation() {
+    let mut s = started(0, BATCHES);
+    let rounds = (0..1000).take_while(|_| handle(&mut s, need(0..BATCH_BLOCKS)).is_ok());
+    let asked = rounds.count() as u64 * BATCH_BLOCKS;
+    assert!(asked <= MAX_ASKS_PER_BLOCK * BLOCKS);
+    assert!(asked >= 2 * BLOCKS);
+}
+
+#[test]
+fn claims_of_a_delivery_that_cannot_be_are_violations() {
+    let mut s = started(0, BATCHES);
+    assert!(handle(&mut s, delivered(WHOLE)).is_err());
+    handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();
+    assert!(handle(&mut s, delivered(WHOLE)).is_err());
+    (0..BATCHES).for_each(|i| drop(handle(&mut s, Event::Ack(i)).unwrap()));
+    assert!(handle(&mut s, delivered(Digest([8; 32]))).is_err());
+    handle(&mut s, delivered(WHOLE)).unwrap();
+    assert!(handle(&mut s, delivered(WHOLE)).is_err());
+}

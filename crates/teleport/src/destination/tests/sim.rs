@@ -1,0 +1,595 @@
+//! A source, a destination and everything between them in one thread, driven by a seed: a network
+//! that delays and reorders, a matcher that is wrong at times, a disk that loses unsynced writes,
+//! and a power that fails.
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use drover_core::{Digest, Head};
+use drover_index::{ImageId, Via};
+use fastrand::Rng;
+
+use super::super::*;
+use crate::codec::Need;
+use crate::protocol::{Accept, Delivered};
+use crate::source::{self, Source};
+
+/// The digest that stands for the digest of the whole image.
+pub const WHOLE: Digest = Digest([0xee; 32]);
+
+/// A block's content is a number; zero is a block of zeros.
+pub fn digest_of(content: u64) -> Digest {
+    let mut d = [0x5a; 32];
+    d[..8].copy_from_slice(&content.to_le_bytes());
+    Digest(d)
+}
+
+/// The batch `index` of an image.
+pub fn batch_of(image: &[u64], index: u64) -> Batch {
+    let blocks = &image[(index * BATCH_BLOCKS) as usize..];
+    let blocks = &blocks[..blocks.len().min(BATCH_BLOCKS as usize)];
+    let mut data = DataBits::new(blocks.len() as u64);
+    let mut digests = Vec::new();
+    for (i, &content) in blocks.iter().enumerate().filter(|(_, c)| **c != 0) {
+        data.set(i as u64);
+        digests.push(digest_of(content));
+    }
+    Batch {
+        index,
+        data,
+        heads: vec![Head::No; digests.len()],
+        digests,
+    }
+}
+
+/// Blocks with stretches of zeros, of new data, and of what came before.
+pub fn random_image(rng: &mut Rng, blocks: usize) -> Vec<u64> {
+    let mut out: Vec<u64> = Vec::with_capacity(blocks);
+    let style = rng.u8(0..4);
+    while out.len() < blocks {
+        let n = rng.usize(1..=if style == 3 { 4000 } else { 150 });
+        match rng.u8(0..10) {
+            0..3 => out.resize(out.len() + n, 0),
+            3..6 if style > 0 && !out.is_empty() => {
+                let from = rng.usize(0..out.len());
+                (from..from + n).for_each(|i| out.push(out[i]));
+            }
+            6 if style == 1 => {
+                let content = rng.u64(1..9);
+                out.resize(out.len() + n, content);
+            }
+            _ if style == 3 => out.resize(out.len() + n, 0),
+            _ => out.extend((0..n).map(|_| rng.u64(100..))),
+        }
+    }
+    out.truncate(blocks);
+    out
+}
+
+/// What a plan says, before the look-up: kept in the log.
+#[derive(Clone)]
+struct Record {
+    batch: Arc<Batch>,
+    runs: Vec<Run>,
+}
+
+/// What survives a crash.
+struct Disk {
+    part: Vec<u64>,
+    /// Blocks written since the last sync, with what they held then.
+    unsynced: HashMap<u64, u64>,
+    log: Vec<Record>,
+    synced_records: usize,
+    /// Other images, by number: they may be wrong, and may change.
+    others: HashMap<u64, Vec<u64>>,
+}
+
+/// One simulated transfer, through all its sessions.
+pub struct World {
+    rng: Rng,
+    image: Vec<u64>,
+    /// The content of each data block, by compact index.
+    compact: Vec<u64>,
+    disk: Disk,
+    crashes_left: u32,
+    /// Answers come in the order of the questions.
+    ordered_plans: bool,
+    wrong: f64,
+    session: Session,
+    /// Blocks asked for, over all sessions.
+    pub asked: u64,
+    pub counts: Counts,
+    pub sessions: u32,
+    pub invalid: u64,
+}
+
+/// What a crash takes.
+struct Session {
+    source: Source,
+    destination: Destination,
+    walk_to: u64,
+    walked: u64,
+    end_sent: bool,
+    to_destination: VecDeque<Event>,
+    to_source: VecDeque<source::Event>,
+    literals: Vec<Runs>,
+    questions: Vec<Arc<Batch>>,
+    jobs: Vec<ReuseJob>,
+    /// Plans whose batch is logged once those before it are.
+    unlogged: BTreeMap<u64, Record>,
+    open: HashMap<u64, Arc<Batch>>,
+    verified: Vec<bool>,
+    asked: HashSet<u64>,
+    acked: HashSet<u64>,
+    restored: u64,
+    done: bool,
+}
+
+impl World {
+    pub fn new(seed: u64) -> Self {
+        let mut rng = Rng::with_seed(seed);
+        let blocks = match rng.u8(0..10) {
+            0 => rng.usize(0..3),
+            1 => BATCH_BLOCKS as usize * rng.usize(1..4),
+            2 => BATCH_BLOCKS as usize * rng.usize(97..260) + rng.usize(0..2000),
+            _ => rng.usize(1..5 * BATCH_BLOCKS as usize),
+        };
+        let mut image = random_image(&mut rng, blocks);
+        if blocks > 90 * BATCH_BLOCKS as usize {
+            // A long one has little data, so that it does not take long.
+            let keep = rng.usize(20..60);
+            (0..blocks)
+                .filter(|i| i / 40 % keep != 0)
+                .for_each(|i| image[i] = 0);
+        }
+        let compact: Vec<u64> = image.iter().copied().filter(|&c| c != 0).collect();
+        let disk = Disk {
+            part: vec![0; blocks],
+            unsynced: HashMap::new(),
+            log: Vec::new(),
+            synced_records: 0,
+            others: HashMap::new(),
+        };
+        let session = Session::new(blocks);
+        let wrong = [0.0, 0.02, 0.5][rng.usize(0..3)];
+        let mut world = World {
+            crashes_left: rng.u32(0..4),
+            ordered_plans: rng.bool(),
+            wrong,
+            rng,
+            image,
+            compact,
+            disk,
+            session,
+            asked: 0,
+            counts: Counts::default(),
+            sessions: 0,
+            invalid: 0,
+        };
+        world.start();
+        world
+    }
+
+    pub fn walk_blocks(&self) -> u64 {
+        self.image.len() as u64
+    }
+
+    /// Runs until the source knows that the image was delivered.
+    pub fn run(&mut self) {
+        let mut steps = 0u64;
+        while !self.session.done {
+            steps += 1;
+            assert!(steps < 5_000_000, "no end in sight");
+            self.step();
+        }
+        assert!(self.disk.part == self.image, "delivered something else");
+        self.counts = self.session.destination.counts();
+        self.invalid = self.counts.matched.invalid;
+    }
+
+    fn step(&mut self) {
+        if self.crashes_left > 0 && self.rng.u32(0..400) == 0 {
+            self.crashes_left -= 1;
+            return self.crash();
+        }
+        if self.rng.u32(0..100) == 0 {
+            self.disk.unsynced.clear();
+            self.disk.synced_records = self.disk.log.len();
+        }
+        let s = &mut self.session;
+        let batches = (self.image.len() as u64).div_ceil(BATCH_BLOCKS);
+        let can_walk = s.walked < s.walk_to.min(batches) || (s.walked == batches && !s.end_sent);
+        let enabled = [
+            can_walk,
+            !s.to_destination.is_empty(),
+            !s.to_source.is_empty(),
+            !s.questions.is_empty(),
+            !s.jobs.is_empty(),
+            !s.literals.is_empty(),
+        ];
+        let choices: Vec<usize> = (0..6).filter(|&i| enabled[i]).collect();
+        assert!(!choices.is_empty(), "stuck: nothing can happen any more");
+        match choices[self.rng.usize(0..choices.len())] {
+            0 if s.walked < batches => {
+                let batch = batch_of(&self.image, s.walked);
+                let event = source::Event::Walked {
+                    index: s.walked,
+                    frame: batch.encode(),
+                };
+                s.walked += 1;
+                self.source(event);
+            }
+            0 => {
+                s.end_sent = true;
+                self.source(source::Event::WalkEnded(WHOLE));
+            }
+            1 => {
+                let event = s.to_destination.pop_front().unwrap();
+                self.destination(event);
+            }
+            2 => {
+                let event = s.to_source.pop_front().unwrap();
+                self.source(event);
+            }
+            3 => self.answer(),
+            4 => self.carry_out(),
+            _ => self.literal_arrives(),
+        }
+    }
+
+    /// A new session: what the log and the partial file still have is taken up.
+    fn start(&mut self) {
+        self.sessions += 1;
+        self.session = Session::new(self.image.len());
+        let mut replan = Vec::new();
+        let mut incomplete = 0;
+        for n in 0..self.disk.log.len() {
+            let record = self.disk.log[n].clone();
+            let batch = record.batch.clone();
+            let mut missing = DataBits::new(batch.digests.len() as u64);
+            let mut present = Vec::new();
+            for (i, place) in batch.data.iter().enumerate() {
+                let block = batch.first_block() + place;
+                if digest_of(self.disk.part[block as usize]) == batch.digests[i] {
+                    present.push(block);
+                } else {
+                    missing.set(i as u64);
+                }
+            }
+            incomplete += u64::from(missing.count() > 0);
+            if incomplete > WINDOW_BATCHES {
+                self.disk.log.truncate(n);
+                break;
+            }
+            present
+                .iter()
+                .for_each(|&b| self.session.verified[b as usize] = true);
+            if missing.count() > 0 {
+                self.session.open.insert(batch.index, batch.clone());
+                replan.push((batch.index, record.runs));
+            }
+            let destination = &mut self.session.destination;
+            destination.restore(batch, missing).unwrap();
+        }
+        self.disk.synced_records = self.disk.log.len();
+        self.session.restored = incomplete;
+        let accept = Accept {
+            resume_batch: self.session.destination.next_batch(),
+            resumed_blocks: self.session.destination.counts().resumed_blocks,
+            window_batches: WINDOW_BATCHES,
+        };
+        self.source(source::Event::Accepted(accept));
+        for (index, runs) in replan {
+            self.destination(Event::Planned { index, runs });
+        }
+    }
+
+    /// The power fails: of what was not synced, some is there, some is not, and some is rubbish.
+    fn crash(&mut self) {
+        for (block, before) in self.disk.unsynced.drain() {
+            match self.rng.u8(0..4) {
+                0 => self.disk.part[block as usize] = before,
+                1 => self.disk.part[block as usize] = self.rng.u64(1..50),
+                _ => {}
+            }
+        }
+        let kept = self
+            .rng
+            .usize(self.disk.synced_records..=self.disk.log.len());
+        self.disk.log.truncate(kept);
+        for other in self.disk.others.values_mut() {
+            if self.rng.u8(0..4) == 0 {
+                other.clear();
+            }
+        }
+        self.start();
+    }
+
+    fn source(&mut self, event: source::Event) {
+        let mut actions = Vec::new();
+        let machine = &mut self.session.source;
+        machine.handle(event, &mut actions).expect("a legal event");
+        for action in actions {
+            let s = &mut self.session;
+            match action {
+                source::Action::WalkTo(batch) => {
+                    let first = (0..).find(|i| !s.acked.contains(i)).unwrap();
+                    let resume = s.destination.next_batch().max(first);
+                    assert!(batch <= resume + WINDOW_BATCHES, "beyond the window");
+                    s.walk_to = batch;
+                }
+                source::Action::Batch(frame) => {
+                    let batch = Batch::decode(&frame).unwrap();
+                    s.to_destination.push_back(Event::Batch(Arc::new(batch)));
+                }
+                source::Action::End(digest) => s.to_destination.push_back(Event::End(digest)),
+                source::Action::Literals(runs) => split(&mut self.rng, &runs, &mut s.literals),
+                source::Action::Done(_) => s.done = true,
+            }
+        }
+    }
+
+    fn destination(&mut self, event: Event) {
+        let mut actions = Vec::new();
+        let machine = &mut self.session.destination;
+        machine.handle(event, &mut actions).expect("a legal event");
+        let open = machine.open_batches() as u64;
+        assert!(open <= WINDOW_BATCHES + self.session.restored);
+        actions.into_iter().for_each(|action| self.act(action));
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Match(batch) if batch.digests.is_empty() => self.log(batch, Vec::new()),
+            Action::Match(batch) => {
+                self.session.open.insert(batch.index, batch.clone());
+                self.session.questions.push(batch);
+            }
+            Action::Reuse(job) => {
+                let s = &mut self.session;
+                let places: Vec<u64> = job.batch.data.iter().collect();
+                for (start, run) in &job.runs {
+                    for i in *start..*start + run.count {
+                        let block = job.batch.first_block() + places[i as usize];
+                        assert!(!s.verified[block as usize], "{block} is in place");
+                        assert!(!s.asked.contains(&block), "{block} was asked for");
+                    }
+                    if let From::Own { first } = run.from {
+                        for c in first..first + u64::from(run.count) {
+                            let from = s.destination.map().walk_of(c).expect("a block that came");
+                            assert!(s.verified[from as usize], "{from} is not verified");
+                        }
+                    }
+                    assert!(run.from != From::Literal);
+                }
+                s.jobs.push(job);
+            }
+            Action::Need(need) => {
+                let need = Need::decode(&need.encode()).unwrap();
+                for block in need.runs.blocks() {
+                    assert!(self.image[block as usize] != 0, "{block} is zero");
+                    assert!(!self.session.verified[block as usize], "{block} is there");
+                    assert!(self.session.asked.insert(block), "{block} asked for twice");
+                    self.asked += 1;
+                }
+                self.session.to_source.push_back(source::Event::Need(need));
+            }
+            Action::Complete(index) => {
+                let s = &mut self.session;
+                s.open.remove(&index);
+                let batch = batch_of(&self.image, index);
+                let mut blocks = batch.data.iter().map(|i| batch.first_block() + i);
+                assert!(blocks.all(|b| s.verified[b as usize]));
+                assert!(s.acked.insert(index), "acknowledged twice");
+                s.to_source.push_back(source::Event::Ack(index));
+            }
+            Action::Finish(digest) => {
+                let delivered = Delivered {
+                    digest,
+                    matched_blocks: 0,
+                    sent_blocks: 0,
+                    zero_blocks: 0,
+                    resumed_blocks: 0,
+                    matched: Matched::default(),
+                    plan_bytes: 0,
+                };
+                let event = source::Event::Delivered(delivered);
+                self.session.to_source.push_back(event);
+            }
+        }
+    }
+
+    /// Logs a batch behind those before it.
+    fn log(&mut self, batch: Arc<Batch>, runs: Vec<Run>) {
+        let unlogged = &mut self.session.unlogged;
+        unlogged.insert(batch.index, Record { batch, runs });
+        while let Some(record) = unlogged.remove(&(self.disk.log.len() as u64)) {
+            self.disk.log.push(record);
+        }
+    }
+
+    /// The matcher answers one question.
+    fn answer(&mut self) {
+        let at = match self.ordered_plans {
+            true => 0,
+            false => self.rng.usize(0..self.session.questions.len()),
+        };
+        let batch = self.session.questions.remove(at);
+        let runs = self.plan(&batch);
+        self.log(batch.clone(), runs.clone());
+        let index = batch.index;
+        self.destination(Event::Planned { index, runs });
+    }
+
+    fn plan(&mut self, batch: &Batch) -> Vec<Run> {
+        let mut out = Vec::new();
+        let before = self.session.destination.map().data_before(batch.index) as usize;
+        let end = before + batch.digests.len();
+        let mut at = before;
+        let longest = [3, 60, 3000][self.rng.usize(0..3)];
+        while at < end {
+            let count = self.rng.usize(1..=longest).min(end - at);
+            let (count, from) = match self.rng.u8(0..8) {
+                0..2 => (count, From::Literal),
+                2..4 => (count, self.elsewhere(at, count)),
+                4..7 => self.own(at, count),
+                // Anything at all: itself, a later block, one that does not exist.
+                _ => {
+                    let first = self.rng.u64(0..2 * self.compact.len() as u64 + 5);
+                    (count, From::Own { first })
+                }
+            };
+            let via = match from {
+                From::Literal => Via::Literal,
+                _ => [Via::C0, Via::C1, Via::C2, Via::Anchor, Via::Aligned][self.rng.usize(0..5)],
+            };
+            out.push(Run {
+                count: count as u32,
+                from,
+                via,
+            });
+            at += count;
+        }
+        out
+    }
+
+    /// Another image, or the sequence cache, has these blocks; or says so.
+    fn elsewhere(&mut self, at: usize, count: usize) -> From {
+        let (which, is_image) = (self.rng.u64(0..6), self.rng.bool());
+        let other = self.disk.others.entry(which).or_default();
+        let first = other.len() as u64;
+        for &content in &self.compact[at..at + count] {
+            let wrong = self.rng.f64() < self.wrong;
+            other.push(if wrong { self.rng.u64(..) } else { content });
+        }
+        match is_image {
+            true => From::Image {
+                image: ImageId(which),
+                first,
+            },
+            false => From::Sequence {
+                first: which << 32 | first,
+            },
+        }
+    }
+
+    /// An earlier stretch of the image that is the same, if a short search finds one.
+    fn own(&mut self, at: usize, count: usize) -> (usize, From) {
+        let start = self.rng.usize(0..=at);
+        let found = (start..at.min(start + 500)).find(|&i| self.compact[i] == self.compact[at]);
+        let Some(first) = found else {
+            return (count, From::Literal);
+        };
+        let same = (0..count).take_while(|i| self.compact[first + i] == self.compact[at + i]);
+        let mut n = same.count();
+        if self.rng.f64() < self.wrong {
+            n = count;
+        }
+        let first = first as u64;
+        (n, From::Own { first })
+    }
+
+    /// A reuse worker carries out a job: copies, then checks.
+    fn carry_out(&mut self) {
+        let at = self.rng.usize(0..self.session.jobs.len());
+        let job = self.session.jobs.swap_remove(at);
+        let places: Vec<u64> = job.batch.data.iter().collect();
+        let mut failed = Vec::new();
+        for (start, run) in &job.runs {
+            for n in 0..run.count {
+                let i = start + n;
+                let content = match run.from {
+                    From::Own { first } => {
+                        let map = self.session.destination.map();
+                        let walk = map.walk_of(first + u64::from(n)).unwrap();
+                        Some(self.disk.part[walk as usize])
+                    }
+                    From::Image { image, first } => self.other(image.0, first + u64::from(n)),
+                    From::Sequence { first } => {
+                        self.other(first >> 32, (first & u64::from(u32::MAX)) + u64::from(n))
+                    }
+                    From::Literal => unreachable!(),
+                };
+                let block = job.batch.first_block() + places[i as usize];
+                if let Some(content) = content {
+                    self.write(block, content);
+                }
+                let now = digest_of(self.disk.part[block as usize]);
+                if now == job.batch.digests[i as usize] {
+                    self.session.verified[block as usize] = true;
+                } else {
+                    failed.push(i);
+                }
+            }
+        }
+        self.destination(Event::Reused { job, failed });
+    }
+
+    fn other(&self, which: u64, at: u64) -> Option<u64> {
+        let other = self.disk.others.get(&which)?;
+        other.get(usize::try_from(at).ok()?).copied()
+    }
+
+    fn write(&mut self, block: u64, content: u64) {
+        let before = std::mem::replace(&mut self.disk.part[block as usize], content);
+        self.disk.unsynced.entry(block).or_insert(before);
+    }
+
+    /// A lane's frame arrives and is checked as a lane does.
+    fn literal_arrives(&mut self) {
+        let at = self.rng.usize(0..self.session.literals.len());
+        let runs = self.session.literals.swap_remove(at);
+        for block in runs.blocks() {
+            let index = block / BATCH_BLOCKS;
+            let batch = self.session.open.get(&index).expect("an open batch");
+            assert!(batch.data.get(block % BATCH_BLOCKS));
+            let content = self.image[block as usize];
+            self.write(block, content);
+            self.session.verified[block as usize] = true;
+        }
+        self.destination(Event::Written(runs));
+    }
+}
+
+impl Session {
+    fn new(blocks: usize) -> Self {
+        Session {
+            source: Source::new(blocks as u64),
+            destination: Destination::new(blocks as u64),
+            walk_to: 0,
+            walked: 0,
+            end_sent: false,
+            to_destination: VecDeque::new(),
+            to_source: VecDeque::new(),
+            literals: Vec::new(),
+            questions: Vec::new(),
+            jobs: Vec::new(),
+            unlogged: BTreeMap::new(),
+            open: HashMap::new(),
+            verified: vec![false; blocks],
+            asked: HashSet::new(),
+            acked: HashSet::new(),
+            restored: 0,
+            done: false,
+        }
+    }
+}
+
+/// Blocks as the frames of several lanes.
+fn split(rng: &mut Rng, runs: &Runs, out: &mut Vec<Runs>) {
+    let mut frames = vec![Runs::default(); rng.usize(1..4)];
+    let longest = [1, 20, 256][rng.usize(0..3)];
+    for (mut first, mut left) in runs.iter() {
+        while left > 0 {
+            let n = rng.u64(1..=longest).min(left);
+            let at = rng.usize(0..frames.len());
+            frames[at].push(first, n);
+            (first, left) = (first + n, left - n);
+            if rng.bool() {
+                out.push(std::mem::take(&mut frames[at]));
+            }
+        }
+    }
+    out.extend(frames);
+    out.retain(|f| !f.is_empty());
+}
