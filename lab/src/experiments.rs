@@ -44,12 +44,29 @@ impl Common {
 
     /// An empty directory for a run, removed with the guard.
     fn work(&self, experiment: &str) -> Result<Work> {
+        self.remove_stale();
         let dir = self
             .out
             .join(format!("work-{experiment}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&dir);
         std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
         Ok(Work(dir.canonicalize()?))
+    }
+
+    /// Removes what killed runs left: directories named for a process that is gone.
+    fn remove_stale(&self) {
+        for entry in std::fs::read_dir(&self.out).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let Some(pid) = name
+                .strip_prefix("work-")
+                .and_then(|n| n.rsplit('-').next())
+            else {
+                continue;
+            };
+            if pid.parse::<u32>().is_ok() && !Path::new("/proc").join(pid).exists() {
+                let _ = std::fs::remove_dir_all(entry.path());
+            }
+        }
     }
 
     /// The named images, or those of the library that are built, in its order.
