@@ -1,0 +1,8 @@
+//! The real binary, driven as people and scripts drive it.
+
+mod basics;
+mod damage;
+mod pairing;
+mod send;
+mod serve;
+mod world;

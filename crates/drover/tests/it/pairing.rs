@@ -1,0 +1,158 @@
+//! Who trusts whom.
+
+use crate::world::World;
+
+#[test]
+fn pairing_is_mutual_and_a_ticket_is_good_once() {
+    let world = World::new();
+    let far = world.serve("far", &[]);
+    // The near site listens too, so the far one learns where.
+    let near = world.serve("near", &[]);
+    let paired = world
+        .run("near", &["pair", &far.ticket, "--name", "lyon", "--json"])
+        .ok()
+        .json();
+    assert_eq!(paired[0]["name"], "lyon");
+    let lyon = world.run("near", &["peers", "--json"]).ok().json();
+    assert_eq!(lyon[0]["key"], paired[0]["key"]);
+    let back = world.run("far", &["peers", "--json"]).ok().json();
+    let name = back[0]["name"].as_str().unwrap().to_string();
+    assert!(!back[0]["addresses"].as_array().unwrap().is_empty());
+    // Each may now ask the other.
+    world.run("near", &["images", "lyon"]).ok();
+    world.run("far", &["images", &name]).ok();
+
+    world
+        .run("third", &["pair", &far.ticket, "--name", "lyon"])
+        .fails(3, &["lyon", "used already", "drover ticket"]);
+    assert_eq!(
+        world.run("third", &["peers", "--json"]).ok().out,
+        "",
+        "a refused pairing leaves no peer"
+    );
+    // The one whom it was for may use it again: its first answer may have been lost.
+    world
+        .run("near", &["pair", &far.ticket, "--name", "lyon"])
+        .ok();
+    near.stop();
+    far.stop();
+}
+
+#[test]
+fn tickets_are_made_beside_a_running_site_and_without_one() {
+    let world = World::new();
+    let far = world.serve("far", &[]);
+    let ticket = world.run("far", &["ticket"]).ok();
+    assert_eq!(ticket.err, "");
+    world
+        .run("near", &["pair", ticket.out.trim(), "--name", "a"])
+        .ok();
+    let old = world.run("far", &["ticket", "--expires", "0s"]).ok();
+    world
+        .run("third", &["pair", old.out.trim(), "--name", "a"])
+        .fails(3, &["too old"]);
+    let (code, rest) = far.stop();
+    assert_eq!(
+        (code, rest.as_str()),
+        (Some(0), ""),
+        "one line on stdout and no more"
+    );
+    let ticket = world.run("far", &["ticket"]).ok();
+    assert!(ticket.err.contains("no site is running"), "{}", ticket.err);
+    world
+        .run("third", &["pair", ticket.out.trim(), "--name", "a"])
+        .fails(1, &["cannot reach a at 127.0.0.1"]);
+}
+
+#[test]
+fn a_key_that_is_not_trusted_may_do_nothing() {
+    let world = World::new();
+    let far = world.pair();
+    world.image("a.img", 1, 10);
+    let me = world.run("far", &["peers", "--json"]).ok().json()[0]["name"]
+        .as_str()
+        .unwrap()
+        .to_string();
+    world
+        .run("far", &["peers", "forget", &me])
+        .fails(2, &["--yes"]);
+    world.run("far", &["peers", "forget", &me, "--yes"]).ok();
+    world
+        .run("near", &["images", "far"])
+        .fails(3, &["does not trust your key", "drover pair"]);
+    world
+        .run("near", &["verify", "a.img", "far"])
+        .fails(3, &["does not trust"]);
+    let ran = world
+        .run("near", &["send", "a.img", "far", "--json"])
+        .fails(3, &["trust"]);
+    let last = ran.json().pop().unwrap();
+    assert_eq!(
+        (last["event"].as_str(), last["code"].as_i64()),
+        (Some("error"), Some(3))
+    );
+    assert!(!world.path("far/images/a.img").exists());
+    // The used ticket does not bring the trust back; a new one does.
+    world
+        .run("near", &["pair", &far.ticket, "--name", "far"])
+        .fails(3, &["used already"]);
+    let fresh = world.run("far", &["ticket"]).ok().out;
+    world
+        .run("near", &["pair", fresh.trim(), "--name", "far"])
+        .ok();
+    world.run("near", &["images", "far"]).ok();
+}
+
+#[test]
+fn another_site_at_the_same_address_is_refused() {
+    let world = World::new();
+    let far = world.pair();
+    let address = world.run("near", &["peers", "--json"]).ok().json()[0]["addresses"][0]
+        .as_str()
+        .unwrap()
+        .to_string();
+    far.stop();
+    let _impostor = world.process("impostor", &["serve", "--listen", &address]);
+    world.image("a.img", 1, 10);
+    world
+        .run("near", &["images", "far"])
+        .fails(3, &["far", "is not the site that was paired"]);
+    world
+        .run("near", &["send", "a.img", "far"])
+        .fails(3, &["is not the site that was paired"]);
+}
+
+#[test]
+fn names_are_unique_on_both_sides() {
+    let world = World::new();
+    let far = world.serve("far", &[]);
+    let other = world.serve("other", &[]);
+    world
+        .run("near", &["pair", &far.ticket, "--name", "lyon"])
+        .ok();
+    // A name that is taken is found out before the ticket is spent.
+    world
+        .run("near", &["pair", &other.ticket, "--name", "lyon"])
+        .fails(2, &["lyon", "peers forget"]);
+    world
+        .run("near", &["pair", &other.ticket, "--name", "nice"])
+        .ok();
+    world
+        .run("near", &["pair", &other.ticket, "--name", "a/b"])
+        .code(2);
+    world.run("far", &["pair", &far.ticket]).fails(2, &["own"]);
+    // Two machines with the same host name are two peers.
+    let ticket = world.run("far", &["ticket"]).ok().out;
+    world
+        .run("third", &["pair", ticket.trim(), "--name", "lyon"])
+        .ok();
+    let names: Vec<String> = world
+        .run("far", &["peers", "--json"])
+        .ok()
+        .json()
+        .iter()
+        .map(|p| p["name"].as_str().unwrap().to_string())
+        .collect();
+    assert_eq!(names.len(), 2);
+    assert!(names.contains(&format!("{}-2", names[0])), "{names:?}");
+}
