@@ -89,25 +89,28 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_becomes_the_same_image_twice() {
-        if !shell::have("mke2fs") {
-            eprintln!("SKIP a_tree_becomes_the_same_image_twice: no mke2fs");
+    fn a_tree_becomes_a_sound_file_system_with_the_identity_of_its_name() {
+        if !shell::have("mke2fs") || !shell::have("e2fsck") {
+            eprintln!(
+                "SKIP a_tree_becomes_a_sound_file_system_with_the_identity_of_its_name: no e2fsprogs"
+            );
             return;
         }
         let dir = tempfile::tempdir().unwrap();
         let tree = dir.path().join("tree");
         std::fs::create_dir(&tree).unwrap();
         std::fs::write(tree.join("file"), vec![7; 70_000]).unwrap();
-        let (one, two) = (dir.path().join("one"), dir.path().join("two"));
-        make(&tree, &one, "test").unwrap();
-        make(&tree, &two, "test").unwrap();
-        let same = Command::new("cmp")
-            .arg("-s")
-            .arg(&one)
-            .arg(&two)
-            .status()
-            .unwrap();
-        assert!(same.success());
-        assert_eq!(std::fs::metadata(&one).unwrap().len(), 2 << 30);
+        let image = dir.path().join("image");
+        make(&tree, &image, "test").unwrap();
+        assert_eq!(std::fs::metadata(&image).unwrap().len(), 2 << 30);
+        shell::run(Command::new("e2fsck").args(["-f", "-n"]).arg(&image)).unwrap();
+        let header = shell::run(Command::new("dumpe2fs").arg("-h").arg(&image)).unwrap();
+        let header = String::from_utf8_lossy(&header.stdout).into_owned();
+        assert!(header.contains(&uuid_of("test", "file system")), "{header}");
+        assert!(header.contains(&uuid_of("test", "hash seed")), "{header}");
+        let back = dir.path().join("back");
+        let dump = format!("dump /file {}", back.display());
+        shell::run(Command::new("debugfs").args(["-R", &dump]).arg(&image)).unwrap();
+        assert_eq!(std::fs::read(back).unwrap(), vec![7; 70_000]);
     }
 }
