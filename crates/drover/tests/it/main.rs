@@ -2,6 +2,7 @@
 
 mod basics;
 mod damage;
+mod hostile;
 mod pairing;
 mod send;
 mod serve;

@@ -209,7 +209,7 @@ impl Ran {
 
     #[track_caller]
     pub fn code(self, code: i32) -> Ran {
-        assert_eq!(self.code, Some(code), "{self:#?}");
+        assert_eq!(self.code, Some(code), "{}: {self:#?}", self.what);
         self
     }
 
