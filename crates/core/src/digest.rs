@@ -14,6 +14,18 @@ impl Digest {
     /// Bytes in a digest.
     pub const LEN: usize = 32;
 
+    /// Bytes of a [short](Digest::short) digest.
+    pub const SHORT_LEN: usize = 12;
+
+    /// The digest with all but its first [`Digest::SHORT_LEN`] bytes zero: enough to find a block
+    /// by, not to prove it (`docs/format/digests.md`).
+    #[must_use]
+    pub fn short(&self) -> Self {
+        let mut out = [0; Self::LEN];
+        out[..Self::SHORT_LEN].copy_from_slice(&self.0[..Self::SHORT_LEN]);
+        Digest(out)
+    }
+
     /// The first eight bytes as a number: uniformly distributed, so good for choosing a bucket.
     #[must_use]
     pub fn prefix(&self) -> u64 {

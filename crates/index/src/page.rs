@@ -34,7 +34,7 @@ pub(crate) struct Page {
 }
 
 fn tag(d: &Digest) -> u32 {
-    u32::from_le_bytes([d.0[16], d.0[17], d.0[18], d.0[19]])
+    u32::from_le_bytes([d.0[8], d.0[9], d.0[10], d.0[11]])
 }
 
 /// The lowest `n` bits.
@@ -119,6 +119,12 @@ impl Page {
             }
         }
         None
+    }
+
+    /// Whether any digest is such; slots that mean nothing may be asked about as well.
+    #[inline]
+    pub(crate) fn any(&self, is: impl FnMut(&Digest) -> bool) -> bool {
+        self.digests.iter().any(is)
     }
 
     /// Every digest with its slot.
@@ -246,7 +252,7 @@ mod tests {
         // Tags collide on purpose.
         let mut d = Digest::default();
         d.0[..4].copy_from_slice(&n.to_le_bytes());
-        d.0[16] = n as u8 % 8;
+        d.0[8] = n as u8 % 8;
         d
     }
 

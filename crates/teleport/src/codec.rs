@@ -7,9 +7,9 @@ mod need;
 mod plan;
 mod varint;
 
-pub use batch::Batch;
 #[cfg(test)]
 pub(crate) use batch::tests::any_batch;
+pub use batch::{Batch, PROOF_BLOCKS, proofs_of};
 pub use literal::{Literal, LiteralHeader, Packing};
 pub use need::{Need, Runs};
 pub use plan::{decode_plan, encode_plan};

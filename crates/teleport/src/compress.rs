@@ -75,6 +75,18 @@ impl Default for Pace {
 }
 
 impl Pace {
+    /// How many efforts there are.
+    pub const STEPS: usize = EFFORTS.len();
+
+    /// At an effort by number, from the fastest; for measurements.
+    #[must_use]
+    pub fn fixed(step: usize) -> Self {
+        Pace {
+            step: step.min(Self::STEPS - 1),
+            ..Self::default()
+        }
+    }
+
     /// Says how long a frame took to be read and compressed, and how long it then waited for the
     /// link.
     pub fn note(&mut self, busy: Duration, waited: Duration) {

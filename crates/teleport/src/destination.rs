@@ -14,7 +14,7 @@ use drover_core::Digest;
 use drover_index::Via;
 
 use crate::blockmap::{BlockMap, DataBits};
-use crate::codec::{Batch, Need, Runs};
+use crate::codec::{Batch, Need, PROOF_BLOCKS, Runs};
 use crate::protocol::{BATCH_BLOCKS, Matched, WINDOW_BATCHES};
 
 #[cfg(test)]
@@ -87,6 +87,14 @@ pub enum Event {
     },
     /// Literal blocks were verified and written.
     Written(Runs),
+    /// The answer to [`Action::Prove`]: the groups of
+    /// [`PROOF_BLOCKS`](crate::codec::PROOF_BLOCKS) data blocks whose proof is wrong.
+    Proved {
+        /// The batch.
+        index: u64,
+        /// Ascending.
+        wrong: Vec<u32>,
+    },
     /// The source has sent every batch.
     End(Digest),
 }
@@ -100,6 +108,9 @@ pub enum Action {
     Reuse(ReuseJob),
     /// Ask the source for blocks.
     Need(Need),
+    /// Every block of the batch is in place by its short digest: check the proofs, and report by
+    /// [`Event::Proved`].
+    Prove(u64),
     /// Tell the source that the batch is complete, and forget its digests.
     Complete(u64),
     /// Every block is in place: compare digests and deliver.
@@ -249,6 +260,7 @@ impl Destination {
             Event::Planned { index, runs } => self.on_planned(index, runs, actions)?,
             Event::Reused { job, failed } => self.on_reused(&job, &failed, actions),
             Event::Written(runs) => self.on_written(&runs, actions)?,
+            Event::Proved { index, wrong } => self.on_proved(index, &wrong, actions)?,
             Event::End(digest) => {
                 if self.next != self.batches || self.end.is_some() {
                     return Err(Violation(format!(
@@ -491,6 +503,47 @@ impl Destination {
         Ok(())
     }
 
+    /// Two blocks can have the same short digest, if only because somebody made them so. A group
+    /// whose proof is wrong is asked for from the source, whatever was reused.
+    fn on_proved(
+        &mut self,
+        index: u64,
+        wrong: &[u32],
+        actions: &mut Vec<Action>,
+    ) -> Result<(), Violation> {
+        let Some(open) = self.open.get_mut(&index) else {
+            return Ok(());
+        };
+        if open.missing.count() > 0 {
+            return Ok(());
+        }
+        if wrong.is_empty() {
+            self.open.remove(&index);
+            actions.push(Action::Complete(index));
+            return Ok(());
+        }
+        let group = PROOF_BLOCKS as u32;
+        let blocks = open.places.len() as u32;
+        let suspects: Vec<u32> = wrong
+            .iter()
+            .flat_map(|g| g * group..((g + 1) * group).min(blocks))
+            .filter(|&i| !open.asked.get(u64::from(i)))
+            .collect();
+        if suspects.is_empty() {
+            return Err(Violation(format!(
+                "batch {index}: the data is not what its proof says"
+            )));
+        }
+        suspects
+            .iter()
+            .for_each(|&i| open.missing.set(u64::from(i)));
+        let count = suspects.len() as u64;
+        self.counts.matched_blocks = self.counts.matched_blocks.saturating_sub(count);
+        self.counts.matched.invalid += count;
+        self.ask(index, suspects.into_iter(), actions);
+        Ok(())
+    }
+
     /// Blocks of the batch have come into place: let go what waited for them, and the batch itself
     /// when it is complete.
     fn progressed(&mut self, index: u64, actions: &mut Vec<Action>) {
@@ -499,8 +552,7 @@ impl Destination {
         };
         let waiting = std::mem::take(&mut open.waiting);
         if open.missing.count() == 0 {
-            self.open.remove(&index);
-            actions.push(Action::Complete(index));
+            actions.push(Action::Prove(index));
         }
         for (batch, start, run) in waiting {
             self.reuse_own(&batch, start, run, actions);

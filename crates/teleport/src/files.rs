@@ -1,9 +1,11 @@
 //! Blocks of a walk in files: reading and writing them in place, copying them between files
 //! without moving bytes where the file system can, and the digest of a whole file.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
 use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, Digest, is_zero};
 use drover_image::{Layout, Order};
@@ -142,54 +144,36 @@ fn copy_through_memory(
     Ok(())
 }
 
-/// Reads the blocks of `runs` from the file and returns which of them (by order) do not have the
-/// digest in `expected`. Blocks beyond the end of the file do not.
+/// Digests the blocks of `runs` where they are in the file, in order, behind what is in `out`.
+/// What lies beyond the end of the file counts as zeros.
 ///
 /// # Errors
 /// What reading reports.
-pub fn find_wrong(
+pub fn digest_in_place(
     file: &File,
     layout: &Layout,
     runs: &[(u64, u64)],
-    expected: &[Digest],
-) -> io::Result<Vec<u32>> {
-    let mut wrong = Vec::new();
-    let mut buf = vec![0u8; SLAB];
-    let mut digests = Vec::with_capacity(SLAB / BLOCK_SIZE);
-    let mut at = 0usize;
+    out: &mut Vec<Digest>,
+) -> io::Result<()> {
+    let blocks: u64 = runs.iter().map(|r| r.1).sum();
+    let mut buf = vec![0u8; SLAB.min(blocks as usize * BLOCK_SIZE)];
     let mut filled = 0usize;
-    let mut check = |bytes: &[u8], at: &mut usize| {
-        digests.clear();
-        digest_blocks(bytes, &mut digests);
-        let here = &expected[*at..*at + digests.len()];
-        let bad = digests
-            .iter()
-            .zip(here)
-            .enumerate()
-            .filter(|(_, (d, e))| d != e);
-        wrong.extend(bad.map(|(i, _)| (*at + i) as u32));
-        *at += digests.len();
-    };
     for &(first, blocks) in runs {
         let mut block = first;
         while block < first + blocks {
-            let n = ((first + blocks - block) as usize).min((SLAB - filled) / BLOCK_SIZE);
-            read_walk_lenient(
-                file,
-                layout,
-                block,
-                &mut buf[filled..filled + n * BLOCK_SIZE],
-            )?;
+            let n = ((first + blocks - block) as usize).min((buf.len() - filled) / BLOCK_SIZE);
+            let part = &mut buf[filled..filled + n * BLOCK_SIZE];
+            read_walk_lenient(file, layout, block, part)?;
             filled += n * BLOCK_SIZE;
             block += n as u64;
-            if filled == SLAB {
-                check(&buf, &mut at);
+            if filled == buf.len() {
+                digest_blocks(&buf, out);
                 filled = 0;
             }
         }
     }
-    check(&buf[..filled], &mut at);
-    Ok(wrong)
+    digest_blocks(&buf[..filled], out);
+    Ok(())
 }
 
 /// Reads blocks of the walk; what the file does not have (any more) reads as zeros.
@@ -254,9 +238,9 @@ impl FileOrderDigest {
         }
     }
 
-    /// Takes the next batch.
-    pub fn batch(&mut self, layout: &Layout, batch: &Batch) {
-        let mut digests = batch.digests.as_slice();
+    /// Takes the next batch, with the full digests of its data blocks.
+    pub fn batch(&mut self, layout: &Layout, batch: &Batch, full: &[Digest]) {
+        let mut digests = full;
         let mut nth = 0;
         let blocks = batch.data.blocks();
         let start = batch.first_block() * BLOCK_SIZE_U64;
@@ -293,6 +277,42 @@ impl FileOrderDigest {
     pub fn finish(mut self, layout: &Layout) -> Digest {
         self.zeros_to(drover_core::blocks_for(layout.file_len()));
         self.digest.finish()
+    }
+}
+
+/// Batches become complete in any order; the digest of the file wants them in theirs.
+pub struct OrderedDigest {
+    digest: FileOrderDigest,
+    next: u64,
+    /// Complete batches that wait for an earlier one; bounded by the window.
+    waiting: BTreeMap<u64, (Arc<Batch>, Vec<Digest>)>,
+}
+
+impl OrderedDigest {
+    /// At the start of a file; `None` unless it [`walks_in_file_order`].
+    #[must_use]
+    pub fn new(layout: &Layout) -> Option<Self> {
+        let digest = walks_in_file_order(layout).then(|| FileOrderDigest::new(layout))?;
+        Some(OrderedDigest {
+            digest,
+            next: 0,
+            waiting: BTreeMap::new(),
+        })
+    }
+
+    /// Takes a complete batch with the full digests of its data blocks.
+    pub fn batch(&mut self, layout: &Layout, batch: Arc<Batch>, full: Vec<Digest>) {
+        self.waiting.insert(batch.index, (batch, full));
+        while let Some((batch, full)) = self.waiting.remove(&self.next) {
+            self.digest.batch(layout, &batch, &full);
+            self.next += 1;
+        }
+    }
+
+    /// The digest, once every batch has been taken.
+    #[must_use]
+    pub fn finish(self, layout: &Layout) -> Digest {
+        self.digest.finish(layout)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The images of a site as sources of blocks: found by number, opened with their maps, the maps
 //! kept in memory within a budget.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,8 +23,6 @@ const MAP_BUDGET_BYTES: usize = 48 << 20;
 pub struct OpenImage {
     /// Its file, read-only.
     pub file: File,
-    /// Its path when it was opened.
-    pub path: PathBuf,
     /// How it is walked and which blocks hold data.
     pub map: ImageMap,
 }
@@ -39,14 +37,15 @@ pub struct Images {
 }
 
 impl Images {
-    /// Reads the catalog. Images that have a map but no entry are put back; what was repaired is
-    /// said in `repairs`.
+    /// Reads the catalog. Images that have a map but no entry are put back, but for those that are
+    /// `awaited`: about to be entered anyway. What was repaired is said in `repairs`.
     ///
     /// # Errors
     /// When the catalog or the directory of maps cannot be read.
     pub fn open(
         catalog: Arc<dyn Catalog>,
         maps_dir: PathBuf,
+        awaited: &HashSet<ImageId>,
         repairs: &mut Vec<String>,
     ) -> Result<Self, TeleportError> {
         std::fs::create_dir_all(&maps_dir).map_err(TeleportError::file("create", &maps_dir))?;
@@ -58,13 +57,17 @@ impl Images {
             records: RwLock::new(records),
             open: Mutex::default(),
         };
-        images.reconcile(repairs)?;
+        images.reconcile(awaited, repairs)?;
         Ok(images)
     }
 
     /// Puts images back into the catalog whose maps are there but whose entries were lost, and
     /// removes maps that nothing needs.
-    fn reconcile(&self, repairs: &mut Vec<String>) -> Result<(), TeleportError> {
+    fn reconcile(
+        &self,
+        awaited: &HashSet<ImageId>,
+        repairs: &mut Vec<String>,
+    ) -> Result<(), TeleportError> {
         let failed = |e| TeleportError::file("list", &self.maps_dir)(e);
         for entry in std::fs::read_dir(&self.maps_dir).map_err(failed)? {
             let path = entry.map_err(failed)?.path();
@@ -75,7 +78,8 @@ impl Images {
                 .map(ImageId);
             let is_map = path.extension().is_some_and(|e| e == "map");
             match id {
-                Some(id) if is_map && self.records.read().contains_key(&id) => {}
+                Some(id) if is_map && self.knows(id) => {}
+                Some(id) if is_map && awaited.contains(&id) => {}
                 Some(_) if is_map => self.restore(&path, repairs)?,
                 _ => {
                     let _ = std::fs::remove_file(&path);
@@ -151,7 +155,7 @@ impl Images {
             None
         })?;
         let file = File::open(&path).ok()?;
-        let image = Arc::new(OpenImage { file, path, map });
+        let image = Arc::new(OpenImage { file, map });
         open.push((id, image.clone()));
         let mut used: usize = open.iter().map(|(_, i)| i.map.memory_bytes()).sum();
         while used > MAP_BUDGET_BYTES && open.len() > 1 {

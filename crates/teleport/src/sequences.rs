@@ -33,7 +33,6 @@ struct Pending {
 #[derive(Debug)]
 pub struct Sequences {
     data: File,
-    data_path: PathBuf,
     pending_path: PathBuf,
     pending: Mutex<BTreeMap<u64, Pending>>,
 }
@@ -70,7 +69,6 @@ impl Sequences {
         let pending = saved.and_then(|b| unpack_pending(&b)).unwrap_or_default();
         Ok(Sequences {
             data,
-            data_path,
             pending_path,
             pending: Mutex::new(pending),
         })
@@ -80,12 +78,6 @@ impl Sequences {
     #[must_use]
     pub fn data(&self) -> &File {
         &self.data
-    }
-
-    /// Its path, for messages.
-    #[must_use]
-    pub fn data_path(&self) -> &Path {
-        &self.data_path
     }
 
     /// Slots `store` get their blocks from `image`. Whatever was pending for them is over.

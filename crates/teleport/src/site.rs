@@ -114,7 +114,10 @@ impl Site {
         for dir in [&config.images_dir, &config.work_dir, &config.state_dir] {
             std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
         }
-        let images = Images::open(catalog.clone(), config.state_dir.join("maps"), &mut repairs)?;
+        let whole = whole_transfers(&config.work_dir.join("transfers"), &mut repairs)?;
+        let awaited = whole.iter().map(|a| ImageId(a.opening.image)).collect();
+        let maps = config.state_dir.join("maps");
+        let images = Images::open(catalog.clone(), maps, &awaited, &mut repairs)?;
         let sequences = Sequences::open(&config.work_dir)?;
         let matching = match &config.teleporter {
             Some(remote) => Matching::Remote(remote.clone()),
@@ -137,7 +140,7 @@ impl Site {
             copier: Mutex::new(None),
             copier_wakes: wake,
         });
-        site.recover(&mut repairs)?;
+        site.recover(whole, &mut repairs);
         site.forget_strays();
         let weak = Arc::downgrade(&site);
         let copier = std::thread::Builder::new()
@@ -160,45 +163,16 @@ impl Site {
         self.config.work_dir.join("transfers").join(key)
     }
 
-    /// Gives files their names that were whole when the site stopped, and throws away transfers
-    /// whose log says nothing.
-    fn recover(&self, repairs: &mut Vec<String>) -> Result<(), TeleportError> {
-        let dir = self.config.work_dir.join("transfers");
-        std::fs::create_dir_all(&dir).map_err(TeleportError::file("create", &dir))?;
-        let failed = |e| TeleportError::file("list", &dir)(e);
-        for entry in std::fs::read_dir(&dir).map_err(failed)? {
-            let path = entry.map_err(failed)?.path();
-            match inspect(&path)? {
-                Some(Leftover {
-                    closing: Some(closing),
-                    opening,
-                    layout,
-                    data,
-                    ..
-                }) => {
-                    let name = opening.offer.name.clone();
-                    let mut blocks = BlockMap::default();
-                    data.iter().for_each(|d| blocks.push(d));
-                    let arrived = Arrived {
-                        dir: path,
-                        opening,
-                        layout,
-                        blocks: Arc::new(blocks),
-                        closing,
-                    };
-                    match self.settle(&arrived) {
-                        Ok(true) => repairs.push(format!(
-                            "{name}: was whole when the site stopped; delivered now"
-                        )),
-                        Ok(false) => {}
-                        Err(e) => repairs.push(format!("{name}: could not be delivered: {e}")),
-                    }
-                }
-                Some(_) => {}
-                None => remove_dir(&path),
-            }
+    /// Gives files their names that were whole when the site stopped.
+    fn recover(&self, whole: Vec<Arrived>, repairs: &mut Vec<String>) {
+        for arrived in whole {
+            let name = &arrived.opening.offer.name;
+            repairs.push(match self.settle(&arrived) {
+                Ok(true) => format!("{name}: was whole when the site stopped; delivered now"),
+                Ok(false) => format!("{name}: its transfer had ended; cleaned up"),
+                Err(e) => format!("{name}: could not be delivered: {e}"),
+            });
         }
-        Ok(())
     }
 
     /// Hash files of images that are neither here nor on their way are of no use.
@@ -226,6 +200,10 @@ impl Site {
         let id = ImageId(arrived.opening.image);
         let old = self.images.by_name(&offer.name);
         if part.exists() {
+            let all_known = arrived.blocks.walk_blocks() == arrived.layout.walk_blocks();
+            if all_known && !self.images.map_path(id).exists() {
+                self.save_map(arrived)?;
+            }
             if let Some(old) = &old {
                 self.copy_sequences_of(old.id);
             }
@@ -253,12 +231,19 @@ impl Site {
         remove_dir(&arrived.dir);
         if let Some(old) = old {
             self.sequences.drop_image(old.id);
-            self.matching
-                .tell(Event::Image(old.id, ImageEvent::Forget))?;
-            self.matching.tell(Event::Image(id, ImageEvent::Reindex))?;
+            self.tell(old.id, ImageEvent::Forget);
+            self.tell(id, ImageEvent::Reindex);
         }
         self.wake_copier();
         Ok(true)
+    }
+
+    /// Tells the teleporter what has happened already. That it cannot be told costs matches at
+    /// most: whatever it says of the image is looked up and verified.
+    fn tell(&self, image: ImageId, what: ImageEvent) {
+        if let Err(e) = self.matching.tell(Event::Image(image, what)) {
+            tracing::warn!(image = image.0, ?what, error = %e, "cannot tell the teleporter");
+        }
     }
 
     /// What will be remembered of a file that is whole and synced, before it gets its name.
@@ -464,8 +449,7 @@ impl Site {
         }
         self.images.remove(name)?;
         self.sequences.drop_image(record.id);
-        self.matching
-            .tell(Event::Image(record.id, ImageEvent::Forget))?;
+        self.tell(record.id, ImageEvent::Forget);
         Ok(record)
     }
 
@@ -511,6 +495,45 @@ impl Site {
         }
         Ok(())
     }
+}
+
+/// The transfers that were whole when the site stopped. Those that can be resumed stay; those whose
+/// log says nothing are thrown away.
+fn whole_transfers(dir: &Path, repairs: &mut Vec<String>) -> Result<Vec<Arrived>, TeleportError> {
+    std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
+    let failed = |e| TeleportError::file("list", dir)(e);
+    let mut out = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        match inspect(&path)? {
+            Some(Leftover {
+                closing: Some(closing),
+                dir,
+                opening,
+                layout,
+                data,
+            }) => {
+                let mut blocks = BlockMap::default();
+                data.iter().for_each(|d| blocks.push(d));
+                out.push(Arrived {
+                    dir,
+                    opening,
+                    layout,
+                    blocks: Arc::new(blocks),
+                    closing,
+                });
+            }
+            Some(_) => {}
+            None => {
+                repairs.push(format!(
+                    "{}: a transfer without a usable log; removed",
+                    path.display()
+                ));
+                remove_dir(&path);
+            }
+        }
+    }
+    Ok(out)
 }
 
 /// A file that is whole and synced.
@@ -591,9 +614,16 @@ pub(crate) fn unix_now() -> i64 {
 }
 
 pub(crate) fn remove_dir(path: &Path) {
-    if let Err(e) = std::fs::remove_dir_all(path)
+    let removed = match path.is_dir() {
+        true => std::fs::remove_dir_all(path),
+        false => std::fs::remove_file(path),
+    };
+    if let Err(e) = removed
         && e.kind() != std::io::ErrorKind::NotFound
     {
         tracing::warn!(path = %path.display(), error = %e, "cannot remove");
     }
 }
+
+#[cfg(test)]
+mod tests;

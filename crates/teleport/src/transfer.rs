@@ -1,6 +1,7 @@
 //! A transfer at the destination: its directory with the log and the partial file, how it is found
 //! again after a crash, and how the finished file gets its name.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +14,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::TeleportError;
 use crate::blockmap::DataBits;
-use crate::codec::{Batch, Reader, decode_plan, encode_plan, put_varint};
+use crate::codec::{
+    Batch, PROOF_BLOCKS, Reader, Runs, decode_plan, encode_plan, proofs_of, put_varint,
+};
 use crate::files;
 use crate::imagemap::{layout_limits, sync_parent};
 use crate::log::{Log, LogReader, RecordKind};
@@ -60,6 +63,8 @@ pub struct Restored {
     pub missing: DataBits,
     /// Its plan; only kept while blocks are missing.
     pub plan: Option<Plan>,
+    /// The digests of its data blocks as they are in the partial file.
+    pub full: Vec<Digest>,
 }
 
 /// An open transfer.
@@ -74,6 +79,10 @@ pub struct Transfer {
     pub layout: Arc<Layout>,
     /// What was offered, by whom.
     pub opening: Opening,
+    /// The batch that the log wants next.
+    next: u64,
+    /// Records of batches behind it.
+    held: BTreeMap<u64, Vec<u8>>,
 }
 
 impl Transfer {
@@ -122,6 +131,8 @@ impl Transfer {
             part: Arc::new(part),
             layout,
             opening,
+            next: 0,
+            held: BTreeMap::new(),
         })
     }
 
@@ -158,6 +169,7 @@ impl Transfer {
             .map_err(TeleportError::file("size", &part_path))?;
         let mut keep = reader.valid_bytes();
         let mut incomplete = 0;
+        let mut next = 0;
         for record in reader.by_ref() {
             if record.kind != RecordKind::Batch {
                 break;
@@ -165,7 +177,10 @@ impl Transfer {
             let Some((batch, plan)) = decode_batch_record(&record.payload) else {
                 break;
             };
-            let missing = missing_blocks(&part, &layout, &batch)
+            if batch.index != next {
+                break;
+            }
+            let (missing, full) = missing_blocks(&part, &layout, &batch)
                 .map_err(TeleportError::file("read", &part_path))?;
             let plan = (missing.count() > 0).then_some(plan);
             incomplete += u64::from(plan.is_some());
@@ -178,9 +193,11 @@ impl Transfer {
                     batch: Arc::new(batch),
                     missing,
                     plan,
+                    full,
                 },
             )?;
             keep = record.end;
+            next += 1;
         }
         let log = Log::reopen(&log_path, keep)?;
         let layout = Arc::new(layout);
@@ -190,10 +207,14 @@ impl Transfer {
             part: Arc::new(part),
             layout,
             opening,
+            next,
+            held: BTreeMap::new(),
         }))
     }
 
-    /// Logs a batch with its plan. What is done about it comes after.
+    /// Logs a batch with its plan. What is done about it comes after. Batches are logged in the
+    /// order of the walk: one that is early (zeros need no plan) waits for those before it. A
+    /// source runs [`WINDOW_BATCHES`] ahead at most, so there are never many.
     ///
     /// # Errors
     /// When the log cannot be written.
@@ -203,7 +224,12 @@ impl Transfer {
         put_varint(&mut out, encoded.len() as u64);
         out.extend_from_slice(&encoded);
         out.extend(encode_plan(plan));
-        self.log.append(RecordKind::Batch, &out)
+        self.held.insert(batch.index, out);
+        while let Some(record) = self.held.remove(&self.next) {
+            self.log.append(RecordKind::Batch, &record)?;
+            self.next += 1;
+        }
+        Ok(())
     }
 }
 
@@ -231,21 +257,30 @@ fn decode_batch_record(bytes: &[u8]) -> Option<(Batch, Plan)> {
     Some((batch, plan))
 }
 
-/// The data blocks of a batch (by order among them) that the file does not have as they should be.
-fn missing_blocks(part: &File, layout: &Layout, batch: &Batch) -> std::io::Result<DataBits> {
-    let first = batch.first_block();
-    let mut runs: Vec<(u64, u64)> = Vec::new();
-    for i in batch.data.iter() {
-        match runs.last_mut() {
-            Some((f, n)) if *f + *n == first + i => *n += 1,
-            _ => runs.push((first + i, 1)),
+/// The data blocks of a batch (by order among them) that the file does not have as they should be,
+/// and the digests of what it has.
+fn missing_blocks(
+    part: &File,
+    layout: &Layout,
+    batch: &Batch,
+) -> std::io::Result<(DataBits, Vec<Digest>)> {
+    let runs: Runs = batch.data.iter().map(|i| batch.first_block() + i).collect();
+    let runs: Vec<_> = runs.iter().collect();
+    let mut full = Vec::with_capacity(batch.digests.len());
+    files::digest_in_place(part, layout, &runs, &mut full)?;
+    let mut missing = DataBits::new(full.len() as u64);
+    let groups = batch.proofs.iter().zip(proofs_of(&full));
+    for (group, (claimed, found)) in groups.enumerate() {
+        let start = group * PROOF_BLOCKS;
+        let end = full.len().min(start + PROOF_BLOCKS);
+        let wrong = (start..end).filter(|&i| full[i].short() != batch.digests[i]);
+        wrong.for_each(|i| missing.set(i as u64));
+        // All short digests are right and the proof is not: none of them can be trusted.
+        if *claimed != found && !(start..end).any(|i| missing.get(i as u64)) {
+            (start..end).for_each(|i| missing.set(i as u64));
         }
     }
-    let mut missing = DataBits::new(batch.digests.len() as u64);
-    for i in files::find_wrong(part, layout, &runs, &batch.digests)? {
-        missing.set(u64::from(i));
-    }
-    Ok(missing)
+    Ok((missing, full))
 }
 
 /// What a directory under `transfers/` holds, as far as its log says.
@@ -256,7 +291,7 @@ pub struct Leftover {
     pub opening: Opening,
     /// How the file is walked.
     pub layout: Arc<Layout>,
-    /// The batches, when the file was whole (`closing`); else empty.
+    /// Which blocks of its batches hold data, as far as they were logged.
     pub data: Vec<DataBits>,
     /// Set when the file was whole and may not have got its name.
     pub closing: Option<Closing>,
@@ -286,6 +321,9 @@ pub fn inspect(dir: &Path) -> Result<Option<Leftover>, TeleportError> {
                 let Some((batch, _)) = decode_batch_record(&record.payload) else {
                     break;
                 };
+                if batch.index != left.data.len() as u64 {
+                    break;
+                }
                 left.data.push(batch.data);
             }
             RecordKind::Closing => left.closing = drover_net::decode(&record.payload).ok(),
@@ -355,3 +393,6 @@ impl Drop for Hold {
         self.active.freed.notify_all();
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

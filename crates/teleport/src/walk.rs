@@ -59,14 +59,9 @@ impl<'a> Walk<'a> {
             .for_each(|(i, _)| data.set(i as u64));
         let mut digests = Vec::with_capacity(scan.heads.len());
         digest_blocks(pack_data(&mut self.buffer, &data), &mut digests);
-        let batch = Batch {
-            index: self.next,
-            data,
-            heads: scan.heads,
-            digests,
-        };
+        let batch = Batch::new(self.next, data, scan.heads, &digests);
         if let Some(digest) = &mut self.digest {
-            digest.batch(layout, &batch);
+            digest.batch(layout, &batch, &digests);
         }
         self.next += 1;
         Ok(Some(batch))

@@ -1,10 +1,32 @@
-//! `BATCH`: which blocks of 8 MiB of walk hold data, which of those are heads, and their digests.
+//! `BATCH`: which blocks of 8 MiB of walk hold data, which of those are heads, their short digests
+//! to find them by, and proofs of their full ones.
+//!
+//! Digests are most of what crosses the link for an image that is known already, so only 12 bytes
+//! of each are sent. The receiver digests every block it puts in place anyway: one proof for each
+//! [`PROOF_BLOCKS`] of them, over the full digests, shows that all are what they must be.
 
 use drover_core::{Digest, Head};
 
 use super::{Malformed, Reader, put_varint};
 use crate::blockmap::DataBits;
 use crate::protocol::BATCH_BLOCKS;
+
+/// Data blocks that share a proof.
+pub const PROOF_BLOCKS: usize = 64;
+
+/// The proofs of data blocks with these (full) digests: for each [`PROOF_BLOCKS`] of them the
+/// BLAKE3 of their digests, one behind the other.
+#[must_use]
+pub fn proofs_of(digests: &[Digest]) -> Vec<Digest> {
+    let proof = |group: &[Digest]| {
+        let mut h = blake3::Hasher::new();
+        for digest in group {
+            h.update(&digest.0);
+        }
+        Digest(*h.finalize().as_bytes())
+    };
+    digests.chunks(PROOF_BLOCKS).map(proof).collect()
+}
 
 /// One batch of an image's walk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,11 +37,27 @@ pub struct Batch {
     pub data: DataBits,
     /// What each data block looks like, in order.
     pub heads: Vec<Head>,
-    /// The digest of each data block, in order.
+    /// The short digest of each data block, in order.
     pub digests: Vec<Digest>,
+    /// The proofs of the data blocks.
+    pub proofs: Vec<Digest>,
 }
 
 impl Batch {
+    /// A batch of data blocks with these full digests.
+    #[must_use]
+    pub fn new(index: u64, data: DataBits, heads: Vec<Head>, full: &[Digest]) -> Self {
+        debug_assert_eq!(data.count(), full.len() as u64);
+        let digests = full.iter().map(Digest::short).collect();
+        Batch {
+            index,
+            data,
+            heads,
+            digests,
+            proofs: proofs_of(full),
+        }
+    }
+
     /// The first block of the walk in it.
     #[must_use]
     pub fn first_block(&self) -> u64 {
@@ -29,7 +67,7 @@ impl Batch {
     /// Its bytes on the wire and in the log.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(self.digests.len() * (Digest::LEN + 1) + 64);
+        let mut out = Vec::with_capacity(self.digests.len() * (Digest::SHORT_LEN + 2) + 64);
         put_varint(&mut out, self.index);
         put_varint(&mut out, self.data.blocks());
         let runs = self.data.runs();
@@ -51,7 +89,8 @@ impl Batch {
         }
         self.digests
             .iter()
-            .for_each(|d| out.extend_from_slice(&d.0));
+            .for_each(|d| out.extend_from_slice(&d.0[..Digest::SHORT_LEN]));
+        self.proofs.iter().for_each(|d| out.extend_from_slice(&d.0));
         out
     }
 
@@ -86,19 +125,26 @@ impl Batch {
                 }
             }
         }
-        let raw = r.rest();
-        if raw.len() as u64 != count * Digest::LEN as u64 {
-            return Err(Malformed("batch"));
-        }
-        let (raw, _) = raw.as_chunks::<{ Digest::LEN }>();
-        let digests = raw.iter().map(|d| Digest(*d)).collect();
+        let short = r.take(count as usize * Digest::SHORT_LEN)?;
+        let (short, _) = short.as_chunks::<{ Digest::SHORT_LEN }>();
+        let digests = short.iter().map(from_short).collect();
+        let proofs = r.take((count as usize).div_ceil(PROOF_BLOCKS) * Digest::LEN)?;
+        let proofs = proofs.as_chunks().0.iter().map(|p| Digest(*p)).collect();
+        r.end()?;
         Ok(Batch {
             index,
             data,
             heads,
             digests,
+            proofs,
         })
     }
+}
+
+fn from_short(bytes: &[u8; Digest::SHORT_LEN]) -> Digest {
+    let mut out = [0; Digest::LEN];
+    out[..Digest::SHORT_LEN].copy_from_slice(bytes);
+    Digest(out)
 }
 
 #[cfg(test)]
@@ -120,7 +166,7 @@ pub(crate) mod tests {
                     digests.push(Digest(digest));
                 }
             }
-            Batch { index, data, heads, digests }
+            Batch::new(index, data, heads, &digests)
         }
     }
 

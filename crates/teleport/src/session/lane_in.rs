@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::sync::Arc;
 
-use drover_core::BLOCK_SIZE;
+use drover_core::{BLOCK_SIZE, Digest};
 use drover_image::Layout;
 use drover_index::digest_blocks;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::mpsc;
 
 use super::destination::DriverEvent;
@@ -30,9 +30,26 @@ pub struct Incoming {
     /// Its path, for messages.
     pub part_path: std::path::PathBuf,
     /// Batches that are not complete.
-    pub open: RwLock<HashMap<u64, Arc<Batch>>>,
+    pub open: RwLock<HashMap<u64, Arc<OpenBatch>>>,
     /// To the driver.
     pub events: mpsc::Sender<DriverEvent>,
+}
+
+/// A batch that is not complete, and the full digests of its data blocks as far as they are in
+/// place.
+pub struct OpenBatch {
+    /// The batch.
+    pub batch: Arc<Batch>,
+    /// Zero where a block is not in place.
+    pub full: Mutex<Vec<Digest>>,
+}
+
+impl OpenBatch {
+    /// None of its blocks is in place.
+    pub fn new(batch: Arc<Batch>) -> Self {
+        let full = Mutex::new(vec![Digest::default(); batch.digests.len()]);
+        OpenBatch { batch, full }
+    }
 }
 
 /// Buffers of a lane.
@@ -40,7 +57,7 @@ pub struct Incoming {
 pub struct LaneIn {
     unpacker: Unpacker,
     blocks: Vec<u8>,
-    digests: Vec<drover_core::Digest>,
+    digests: Vec<Digest>,
 }
 
 impl LaneIn {
@@ -57,9 +74,7 @@ impl LaneIn {
             .map_err(|e| TeleportError::Protocol(e.to_string()))?;
         self.digests.clear();
         digest_blocks(&self.blocks, &mut self.digests);
-        let expected = expected_digests(image, runs.blocks())?;
-        if let Some(at) = (0..expected.len()).find(|&i| expected[i] != self.digests[i]) {
-            let block = runs.blocks().nth(at).unwrap_or(0);
+        if let Some(block) = note_digests(image, runs.blocks(), &self.digests)? {
             return Err(TeleportError::Remote(format!(
                 "block {block} is not what was announced: the image changed"
             )));
@@ -78,38 +93,39 @@ impl LaneIn {
     }
 }
 
-/// The digests of blocks that were asked for, in order.
-fn expected_digests(
+/// Notes the digests of blocks that came; returns one that does not have the digest that was
+/// announced.
+fn note_digests(
     image: &Incoming,
     blocks: impl Iterator<Item = u64>,
-) -> Result<Vec<drover_core::Digest>, TeleportError> {
+    digests: &[Digest],
+) -> Result<Option<u64>, TeleportError> {
     let open = image.open.read();
-    let mut batch: Option<(&Arc<Batch>, u64)> = None;
-    let mut rank = 0usize;
-    let mut last = u64::MAX;
-    let mut out = Vec::new();
-    for block in blocks {
+    let mut blocks = blocks.zip(digests).peekable();
+    while let Some((first, _)) = blocks.peek() {
+        let index = first / BATCH_BLOCKS;
         let wrong =
-            || TeleportError::Protocol(format!("block {block} came, which was not asked for"));
-        let index = block / BATCH_BLOCKS;
-        if batch.is_none_or(|(_, i)| i != index) {
-            batch = Some((open.get(&index).ok_or_else(wrong)?, index));
-            last = u64::MAX;
+            |b: u64| TeleportError::Protocol(format!("block {b} came, which was not asked for"));
+        let entry = open.get(&index).ok_or_else(|| wrong(*first))?;
+        let (batch, mut full) = (&entry.batch, entry.full.lock());
+        let (mut rank, mut last) = (0usize, None);
+        while let Some((block, digest)) = blocks.next_if(|(b, _)| b / BATCH_BLOCKS == index) {
+            let at = block % BATCH_BLOCKS;
+            if !batch.data.get(at) {
+                return Err(wrong(block));
+            }
+            let follows = last == Some(block.wrapping_sub(1));
+            rank = if follows {
+                rank + 1
+            } else {
+                batch.data.rank(at) as usize
+            };
+            last = Some(block);
+            if batch.digests.get(rank) != Some(&digest.short()) {
+                return Ok(Some(block));
+            }
+            full[rank] = *digest;
         }
-        let Some((b, _)) = batch else {
-            return Err(wrong());
-        };
-        let at = block % BATCH_BLOCKS;
-        if !b.data.get(at) {
-            return Err(wrong());
-        }
-        rank = if last != u64::MAX && last + 1 == block {
-            rank + 1
-        } else {
-            b.data.rank(at) as usize
-        };
-        last = block;
-        out.push(*b.digests.get(rank).ok_or_else(wrong)?);
     }
-    Ok(out)
+    Ok(None)
 }

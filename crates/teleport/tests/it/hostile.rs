@@ -127,12 +127,8 @@ async fn literals_that_are_not_what_was_announced_are_refused() {
     assert_eq!(raw.reader.next().await.unwrap().unwrap().kind, kind::ACCEPT);
     let mut data = drover_teleport::blockmap::DataBits::new(4);
     (0..4).for_each(|i| data.set(i));
-    let batch = drover_teleport::codec::Batch {
-        index: 0,
-        data,
-        heads: vec![drover_core::Head::No; 4],
-        digests: vec![Digest([7; 32]); 4],
-    };
+    let heads = vec![drover_core::Head::No; 4];
+    let batch = drover_teleport::codec::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);
     raw.say(kind::BATCH, &batch.encode()).await;
     let mut lane = Raw::dial(&there, &identity, Request::Lane { session }).await;
     assert_eq!(lane.reader.next().await.unwrap().unwrap().kind, kind::REPLY);

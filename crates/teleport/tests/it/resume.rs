@@ -76,7 +76,7 @@ async fn a_cut_link_is_picked_up_where_it_was() {
     let dir = tempfile::tempdir().unwrap();
     let there = TestSite::start(&dir.path().join("there")).await;
     let a = dir.path().join("a.raw");
-    for (n, budget) in [20_000, 3_000_000, 9_000_000].into_iter().enumerate() {
+    for (n, budget) in [20_000, 1_500_000, 4_000_000].into_iter().enumerate() {
         // Of a pool of its own, so that nothing of the one before matches.
         write(&a, &image(21, 9 + n as u64, 400));
         let client = Client::new();

@@ -15,9 +15,10 @@ use tokio::sync::mpsc;
 use super::prepare::Prepared;
 use super::reuse::{self, Job};
 use crate::TeleportError;
-use crate::codec::Batch;
+use crate::codec::{Batch, proofs_of};
 use crate::destination::{Action, Event, From, ReuseJob, Run};
 use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, kind};
+use crate::session::lane_in::OpenBatch;
 use crate::site::{Arrived, Site, unix_now};
 use crate::transfer::Closing;
 use crate::walk::digest_file;
@@ -117,7 +118,7 @@ impl Workers {
             threads.push(thread);
             Ok::<_, std::io::Error>(())
         };
-        let mut start = || {
+        let start = || {
             for _ in 0..REUSE_THREADS {
                 let (site, image, queue) = (site.clone(), prepared.incoming.clone(), queue.clone());
                 spawn(
@@ -209,16 +210,44 @@ impl Driver<'_> {
             Action::Match(batch) => self.arrived(batch)?,
             Action::Reuse(job) => self.reuse(job),
             Action::Need(need) => self.say(kind::NEED, need.encode())?,
-            Action::Complete(index) => {
-                self.prepared.incoming.open.write().remove(&index);
-                self.prepared
-                    .done_blocks
-                    .fetch_add(BATCH_BLOCKS, Ordering::Relaxed);
-                self.say(kind::ACK, index.to_le_bytes().to_vec())?;
+            Action::Prove(index) => {
+                let wrong = self.wrong_proofs(index);
+                self.step(Event::Proved { index, wrong })?;
             }
+            Action::Complete(index) => self.complete(index)?,
             Action::Finish(digest) => self.finish = Some(digest),
         }
         Ok(())
+    }
+
+    /// The groups of a batch's data blocks whose digests do not have the proof that was sent.
+    fn wrong_proofs(&self, index: u64) -> Vec<u32> {
+        let Some(open) = self.prepared.incoming.open.read().get(&index).cloned() else {
+            return Vec::new();
+        };
+        let found = proofs_of(&open.full.lock());
+        let pairs = open.batch.proofs.iter().zip(&found).enumerate();
+        pairs
+            .filter(|(_, (claimed, found))| claimed != found)
+            .map(|(i, _)| i as u32)
+            .collect()
+    }
+
+    fn complete(&mut self, index: u64) -> Result<(), TeleportError> {
+        let Prepared {
+            incoming,
+            digest,
+            transfer,
+            done_blocks,
+            ..
+        } = &mut self.prepared;
+        let open = incoming.open.write().remove(&index);
+        if let (Some(open), Some(digest)) = (open, digest) {
+            let full = std::mem::take(&mut *open.full.lock());
+            digest.batch(&transfer.layout, open.batch.clone(), full);
+        }
+        done_blocks.fetch_add(BATCH_BLOCKS, Ordering::Relaxed);
+        self.say(kind::ACK, index.to_le_bytes().to_vec())
     }
 
     fn say(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
@@ -235,25 +264,24 @@ impl Driver<'_> {
         let Prepared {
             transfer,
             incoming,
-            digest,
             matcher,
             ..
         } = &mut self.prepared;
-        if let Some(digest) = digest {
-            digest.batch(&transfer.layout, &batch);
-        }
+        let entry = Arc::new(OpenBatch::new(batch.clone()));
+        incoming.open.write().insert(batch.index, entry);
         if batch.digests.is_empty() {
             return transfer.log_batch(&batch, &Plan::default());
         }
-        incoming.open.write().insert(batch.index, batch.clone());
         matcher.find(batch);
         Ok(())
     }
 
     /// Logs a plan with its batch, then acts on it.
     fn planned(&mut self, index: u64, plan: &Plan) -> Result<(), TeleportError> {
-        let batch = self.prepared.incoming.open.read().get(&index).cloned();
-        let Some(batch) = batch else { return Ok(()) };
+        let open = self.prepared.incoming.open.read().get(&index).cloned();
+        let Some(batch) = open.map(|o| o.batch.clone()) else {
+            return Ok(());
+        };
         self.prepared.transfer.log_batch(&batch, plan)?;
         let image = self.prepared.transfer.image();
         plan.stores

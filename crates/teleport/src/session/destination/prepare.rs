@@ -8,19 +8,18 @@ use std::time::Duration;
 use drover_image::{Format, Layout};
 use drover_index::{ImageId, Plan};
 use drover_net::PeerKey;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::mpsc;
 
 use super::driver::DriverEvent;
 use super::matching::MatchThread;
 use crate::TeleportError;
-use crate::codec::Batch;
 use crate::destination::Destination;
 use crate::error::RefuseReason;
-use crate::files::{FileOrderDigest, walks_in_file_order};
+use crate::files::OrderedDigest;
 use crate::imagemap::layout_limits;
 use crate::protocol::Offer;
-use crate::session::lane_in::Incoming;
+use crate::session::lane_in::{Incoming, OpenBatch};
 use crate::site::{Site, remove_dir};
 use crate::transfer::{Hold, Opening, Restored, Transfer, inspect, transfer_key};
 
@@ -35,7 +34,7 @@ pub struct Prepared {
     pub hold: Hold,
     pub matcher: MatchThread,
     /// Follows the file's digest, where the walk allows it.
-    pub digest: Option<FileOrderDigest>,
+    pub digest: Option<OrderedDigest>,
     /// Batches that were restored with blocks missing, and their plans.
     pub replan: Vec<(u64, Plan)>,
     pub done_blocks: Arc<AtomicU64>,
@@ -75,10 +74,9 @@ pub fn prepare(
             )
         })?;
     let dir = site.transfer_dir(&key);
-    let in_order = walks_in_file_order(&layout);
     let mut machine = Destination::new(offer.walk_blocks);
-    let mut digest = in_order.then(|| FileOrderDigest::new(&layout));
-    let mut open: HashMap<u64, Arc<Batch>> = HashMap::new();
+    let mut digest = OrderedDigest::new(&layout);
+    let mut open: HashMap<u64, Arc<OpenBatch>> = HashMap::new();
     let mut replan = Vec::new();
     let mut matcher: Option<MatchThread> = None;
     let resumed = Transfer::resume(&dir, &offer, |opening, restored| {
@@ -86,6 +84,7 @@ pub fn prepare(
             batch,
             missing,
             plan,
+            full,
         } = restored;
         let matcher = matcher.get_or_insert_with(|| {
             MatchThread::start(site, ImageId(opening.image), events.clone())
@@ -93,12 +92,15 @@ pub fn prepare(
         if !batch.digests.is_empty() {
             matcher.record(batch.clone());
         }
-        if let Some(digest) = &mut digest {
-            digest.batch(&layout, &batch);
-        }
         if let Some(plan) = plan {
-            open.insert(batch.index, batch.clone());
+            let entry = OpenBatch {
+                batch: batch.clone(),
+                full: Mutex::new(full),
+            };
+            open.insert(batch.index, Arc::new(entry));
             replan.push((batch.index, plan));
+        } else if let Some(digest) = &mut digest {
+            digest.batch(&layout, batch.clone(), full);
         }
         Ok(machine.restore(batch, missing)?)
     })?;

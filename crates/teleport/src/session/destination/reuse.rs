@@ -9,7 +9,7 @@ use super::driver::DriverEvent;
 use crate::TeleportError;
 use crate::codec::Batch;
 use crate::destination::{Event, From, ReuseJob};
-use crate::files::{copy_spans, find_wrong, spans_of};
+use crate::files::{copy_spans, digest_in_place, spans_of};
 use crate::sequences::Sequences;
 use crate::session::lane_in::Incoming;
 use crate::site::Site;
@@ -40,7 +40,6 @@ pub fn work(site: &Site, image: &Incoming, jobs: &crossbeam_channel::Receiver<Jo
 fn carry_out(site: &Site, image: &Incoming, job: &Job) -> Result<Vec<u32>, TeleportError> {
     let batch = &job.job.batch;
     let mut targets: Vec<(u64, u64)> = Vec::new();
-    let mut digests: Vec<Digest> = Vec::new();
     let mut nth: Vec<u32> = Vec::new();
     let places = places(batch);
     for ((start, run), own) in job.job.runs.iter().zip(&job.own) {
@@ -49,12 +48,24 @@ fn carry_out(site: &Site, image: &Incoming, job: &Job) -> Result<Vec<u32>, Telep
         copy(site, image, run.from, u64::from(run.count), own, &target)
             .map_err(TeleportError::file("write", &image.part_path))?;
         targets.extend(target);
-        digests.extend_from_slice(&batch.digests[range]);
         nth.extend(*start..*start + run.count);
     }
-    let wrong = find_wrong(&image.part, &image.layout, &targets, &digests)
+    let mut found: Vec<Digest> = Vec::with_capacity(nth.len());
+    digest_in_place(&image.part, &image.layout, &targets, &mut found)
         .map_err(TeleportError::file("read", &image.part_path))?;
-    Ok(wrong.into_iter().map(|i| nth[i as usize]).collect())
+    let Some(open) = image.open.read().get(&batch.index).cloned() else {
+        return Ok(Vec::new());
+    };
+    let mut full = open.full.lock();
+    let mut wrong = Vec::new();
+    for (i, digest) in nth.into_iter().zip(found) {
+        if digest.short() == batch.digests[i as usize] {
+            full[i as usize] = digest;
+        } else {
+            wrong.push(i);
+        }
+    }
+    Ok(wrong)
 }
 
 /// Where in the batch its data blocks are.

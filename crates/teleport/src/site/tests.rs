@@ -1,0 +1,245 @@
+//! A site that stopped anywhere in a delivery finds its way when it opens again.
+
+use std::collections::HashMap;
+
+use super::*;
+use crate::transfer::tests::{Sample, sample};
+
+/// A catalog that outlives its site.
+#[derive(Default)]
+struct Memory(Mutex<(u64, HashMap<ImageName, ImageRecord>)>);
+
+impl Catalog for Memory {
+    fn new_image_id(&self) -> Result<ImageId, String> {
+        let mut state = self.0.lock();
+        state.0 += 1;
+        Ok(ImageId(state.0 + 1000))
+    }
+    fn images(&self) -> Result<Vec<ImageRecord>, String> {
+        Ok(self.0.lock().1.values().cloned().collect())
+    }
+    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+        Ok(self.0.lock().1.get(name).cloned())
+    }
+    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, String> {
+        let mut state = self.0.lock();
+        Ok(state.1.insert(record.name.clone(), record.clone()))
+    }
+    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+        Ok(self.0.lock().1.remove(name))
+    }
+}
+
+struct Home {
+    dir: tempfile::TempDir,
+    catalog: Arc<Memory>,
+}
+
+impl Home {
+    fn new() -> Self {
+        Home {
+            dir: tempfile::tempdir().unwrap(),
+            catalog: Arc::default(),
+        }
+    }
+
+    fn path(&self, below: &str) -> PathBuf {
+        self.dir.path().join(below)
+    }
+
+    fn open(&self) -> (Arc<Site>, Vec<String>) {
+        let config = SiteConfig {
+            images_dir: self.path("images"),
+            work_dir: self.path("work"),
+            state_dir: self.path("state"),
+            teleporter: None,
+            reserve_bytes: 0,
+            max_sessions: 1,
+        };
+        Site::open(config, self.catalog.clone()).unwrap()
+    }
+
+    /// Brings a transfer to the point where its file is whole and `until` is the next step.
+    fn arrive(&self, sample: &Sample, until: Until) {
+        let (site, _) = self.open();
+        let dir = site.transfer_dir(&format!("{:032x}", sample.opening.image));
+        let mut transfer = sample.arrived(&dir);
+        let mut blocks = BlockMap::default();
+        sample.batches.iter().for_each(|b| blocks.push(&b.data));
+        let arrived = Arrived {
+            dir: dir.clone(),
+            opening: sample.opening.clone(),
+            layout: sample.layout.clone(),
+            blocks: Arc::new(blocks),
+            closing: Closing {
+                digest: sample.digest,
+                added_unix: 5,
+            },
+        };
+        site.save_map(&arrived).unwrap();
+        if until == Until::Closing {
+            return;
+        }
+        arrived.log(&mut transfer.log).unwrap();
+        let kept = std::fs::read(dir.join("log")).unwrap();
+        let target = site
+            .config
+            .images_dir
+            .join(sample.opening.offer.name.as_str());
+        match until {
+            Until::Closing | Until::Rename => {}
+            Until::Catalog => std::fs::rename(dir.join("image.part"), target).unwrap(),
+            Until::Removal => {
+                site.settle(&arrived).unwrap();
+                std::fs::create_dir(&dir).unwrap();
+                std::fs::write(dir.join("log"), kept).unwrap();
+            }
+        }
+    }
+}
+
+/// The step of a delivery before which the site stops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Until {
+    /// The map is written; the log does not say yet that the file is whole.
+    Closing,
+    Rename,
+    Catalog,
+    /// Of the transfer's directory.
+    Removal,
+}
+
+fn check_delivered(home: &Home, site: &Site, sample: &Sample, about: &str) {
+    let name = &sample.opening.offer.name;
+    let record = site.images.by_name(name).expect(about);
+    assert_eq!(record.id, ImageId(sample.opening.image), "{about}");
+    assert_eq!(home.catalog.by_name(name).unwrap().unwrap(), record);
+    assert!(
+        std::fs::read(&record.path).unwrap() == sample.bytes,
+        "{about}"
+    );
+    let (expected, found) = site.verify(name, &mut |_, _| {}).unwrap();
+    assert_eq!((expected, found), (sample.digest, sample.digest), "{about}");
+    // It serves as a source of blocks.
+    let image = site.images.open_image(record.id).expect(about);
+    let blocks: u64 = sample.batches.iter().map(|b| b.data.count()).sum();
+    assert_eq!(image.map.blocks.data_blocks(), blocks, "{about}");
+    let maps: Vec<_> = std::fs::read_dir(home.path("state/maps"))
+        .unwrap()
+        .collect();
+    assert_eq!(maps.len(), 1, "{about}: {maps:?}");
+    let left: Vec<_> = std::fs::read_dir(home.path("work/transfers"))
+        .unwrap()
+        .collect();
+    assert!(left.is_empty(), "{about}: {left:?}");
+}
+
+#[test]
+fn a_delivery_cut_off_at_any_step_is_finished_when_the_site_opens() {
+    for replaces in [false, true] {
+        for until in [Until::Rename, Until::Catalog, Until::Removal] {
+            let about = format!("{until:?}, replaces: {replaces}");
+            let home = Home::new();
+            if replaces {
+                home.arrive(&sample("a.raw", 1, 3_000_000), Until::Removal);
+                let (site, _) = home.open();
+                check_delivered(&home, &site, &sample("a.raw", 1, 3_000_000), &about);
+            }
+            let new = sample("a.raw", 2, 2_500_001);
+            home.arrive(&new, until);
+            let (site, repairs) = home.open();
+            check_delivered(&home, &site, &new, &about);
+            assert_eq!(repairs.len(), 1, "{about}: {repairs:?}");
+            assert!(repairs[0].starts_with("a.raw: was whole"), "{repairs:?}");
+            drop(site);
+            let (site, repairs) = home.open();
+            check_delivered(&home, &site, &new, &about);
+            assert_eq!(repairs, [""; 0], "{about}");
+        }
+    }
+}
+
+#[test]
+fn a_delivery_cut_off_before_it_was_logged_is_resumed() {
+    let home = Home::new();
+    let sample = sample("a.raw", 2, 2_500_001);
+    home.arrive(&sample, Until::Closing);
+    let (site, repairs) = home.open();
+    assert_eq!(repairs, [""; 0]);
+    assert!(site.images.list().is_empty());
+    assert!(!home.path("images/a.raw").exists());
+    let dir = site.transfer_dir(&format!("{:032x}", sample.opening.image));
+    let mut present = 0;
+    let resumed = crate::transfer::Transfer::resume(&dir, &sample.opening.offer, |_, r| {
+        assert_eq!(r.missing.count(), 0);
+        present += r.batch.digests.len() as u64;
+        Ok(())
+    });
+    assert!(resumed.unwrap().is_some());
+    assert_eq!(present, sample.batches.iter().map(|b| b.data.count()).sum());
+}
+
+#[test]
+fn a_whole_file_whose_map_was_lost_gets_another() {
+    let home = Home::new();
+    let sample = sample("a.raw", 2, 2_500_001);
+    home.arrive(&sample, Until::Rename);
+    std::fs::remove_dir_all(home.path("state/maps")).unwrap();
+    let (site, _) = home.open();
+    check_delivered(&home, &site, &sample, "without its map");
+}
+
+#[test]
+fn transfers_without_a_usable_log_are_removed_and_so_is_one_without_its_file() {
+    let home = Home::new();
+    let whole = sample("a.raw", 2, 100_000);
+    home.arrive(&whole, Until::Rename);
+    let transfers = home.path("work/transfers");
+    std::fs::remove_file(transfers.join(format!("{:032x}", 2)).join("image.part")).unwrap();
+    for (name, log) in [
+        ("none", None),
+        ("empty", Some("")),
+        ("odd", Some("DRVRLOG\0....x")),
+    ] {
+        std::fs::create_dir(transfers.join(name)).unwrap();
+        std::fs::write(transfers.join(name).join("image.part"), "x").unwrap();
+        if let Some(log) = log {
+            std::fs::write(transfers.join(name).join("log"), log).unwrap();
+        }
+    }
+    std::fs::write(transfers.join("file"), "x").unwrap();
+    let resumable = sample("b.raw", 3, 100_000);
+    drop(resumable.arrived(&transfers.join("kept")));
+    let (site, repairs) = home.open();
+    assert_eq!(repairs.len(), 5, "{repairs:?}");
+    assert!(site.images.list().is_empty());
+    let left: Vec<_> = std::fs::read_dir(&transfers)
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    assert_eq!(left, ["kept"]);
+}
+
+#[test]
+fn a_catalog_that_was_lost_is_rebuilt_from_the_maps() {
+    let home = Home::new();
+    let sample = sample("a.raw", 2, 2_500_001);
+    home.arrive(&sample, Until::Removal);
+    drop(home.open());
+    *home.catalog.0.lock() = Default::default();
+    let (site, repairs) = home.open();
+    check_delivered(&home, &site, &sample, "rebuilt");
+    assert_eq!(repairs, ["a.raw: put back into the catalog from its map"]);
+    drop(site);
+    // A damaged map is no source of anything.
+    let map = home.path("state/maps/2.map");
+    let mut bytes = std::fs::read(&map).unwrap();
+    bytes[100] ^= 1;
+    std::fs::write(&map, bytes).unwrap();
+    let (site, _) = home.open();
+    assert!(site.images.open_image(ImageId(2)).is_none());
+    *home.catalog.0.lock() = Default::default();
+    drop(site);
+    let (site, repairs) = home.open();
+    assert!(site.images.list().is_empty(), "{repairs:?}");
+}
