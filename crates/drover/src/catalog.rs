@@ -13,6 +13,7 @@ mod peers;
 mod repair;
 mod rows;
 mod schema;
+mod seal;
 mod spare;
 #[cfg(test)]
 mod tests;
@@ -28,7 +29,8 @@ pub use peers::PairOutcome;
 pub use rows::Peer;
 
 use repair::Users;
-use rows::{Row, Seal, Setting};
+use rows::{Row, Setting};
+use seal::Seal;
 
 type Result<T, E = CatalogError> = std::result::Result<T, E>;
 

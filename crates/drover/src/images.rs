@@ -8,14 +8,14 @@ use drover_core::Digest;
 use drover_teleport::catalog::{Catalog, ImageRecord};
 use drover_teleport::protocol::{ImageInfo, Reply, Request};
 use drover_teleport::walk::digest_file;
-use drover_teleport::{Site, TeleportError};
 use serde_json::json;
 
 use crate::bar::Bar;
 use crate::catalog::SiteCatalog;
 use crate::cli::{DigestArgs, ImagesArgs, IndexArgs, RmArgs, VerifyArgs};
 use crate::failure::usage;
-use crate::home::{Home, HomeLock};
+use crate::home::Home;
+use crate::own::Own;
 use crate::remote::{Call, find_peer};
 use crate::text::{bytes, clean, moment};
 use crate::{out, prompt, site};
@@ -386,51 +386,6 @@ async fn long_reply(call: &mut Call, bar: &Bar) -> Result<Reply> {
             Reply::Progress { done, total } => bar.at(done, total),
             reply => return Ok(reply),
         }
-    }
-}
-
-/// The site of this home, opened by this process because none is running.
-struct Own {
-    site: Arc<Site>,
-    _lock: HomeLock,
-}
-
-impl Own {
-    async fn open(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Own> {
-        let lock = home.lock()?;
-        let site = site::open(home, catalog, &home.identity()?).await?;
-        Ok(Own { site, _lock: lock })
-    }
-
-    /// Does `job` and closes the site.
-    async fn run<T: Send + 'static>(
-        self,
-        job: impl FnOnce(&Arc<Site>) -> Result<T, TeleportError> + Send + 'static,
-    ) -> Result<T> {
-        let (site, out) = self.keep(job).await?;
-        site.close().await?;
-        Ok(out)
-    }
-
-    /// Does `job` and keeps the site open; closes it when the job fails.
-    async fn keep<T: Send + 'static>(
-        self,
-        job: impl FnOnce(&Arc<Site>) -> Result<T, TeleportError> + Send + 'static,
-    ) -> Result<(Own, T)> {
-        let site = Arc::clone(&self.site);
-        match tokio::task::spawn_blocking(move || job(&site)).await? {
-            Ok(out) => Ok((self, out)),
-            Err(e) => {
-                self.close().await?;
-                Err(e.into())
-            }
-        }
-    }
-
-    async fn close(self) -> Result<()> {
-        let site = Arc::clone(&self.site);
-        tokio::task::spawn_blocking(move || site.close()).await??;
-        Ok(())
     }
 }
 

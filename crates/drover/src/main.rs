@@ -14,6 +14,7 @@ mod home;
 mod images;
 mod metrics;
 mod out;
+mod own;
 mod peer_name;
 mod prompt;
 mod remote;

@@ -34,7 +34,7 @@ pub fn line(text: &str) -> Result<()> {
 /// Prints one JSON object on a line.
 ///
 /// # Errors
-/// As [`line`].
+/// As [`line()`].
 pub fn json(value: &impl Serialize) -> Result<()> {
     line(&serde_json::to_string(value)?)
 }

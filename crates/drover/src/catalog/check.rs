@@ -7,8 +7,9 @@ use std::path::Path;
 use drover_teleport::catalog::ImageRecord;
 use rusqlite::{Connection, ErrorCode};
 
-use super::rows::{Peer, Row, RowError, Seal, Setting, TicketRow};
+use super::rows::{Peer, Row, RowError, Setting, TicketRow};
 use super::schema;
+use super::seal::Seal;
 use super::{CatalogError, Result};
 
 /// What a look at a database file found.

@@ -6,7 +6,8 @@ use drover_net::PeerKey;
 use rusqlite::Transaction;
 use rusqlite::types::Value;
 
-use super::rows::{Peer, Row, RowError, Seal, TicketRow};
+use super::rows::{Peer, Row, RowError, TicketRow};
+use super::seal::Seal;
 use super::{CatalogError, MAX_TICKETS, Result, SiteCatalog};
 use crate::peer_name;
 

@@ -7,7 +7,8 @@ use drover_teleport::catalog::ImageRecord;
 use rusqlite::{Connection, TransactionBehavior};
 
 use super::check::{Found, examine};
-use super::rows::{Peer, Row, RowError, Seal, Setting};
+use super::rows::{Peer, Row, RowError, Setting};
+use super::seal::Seal;
 use super::{CatalogError, Result, images, schema, spare};
 use crate::home::sync_dir;
 

@@ -8,7 +8,7 @@ use drover_index::ImageId;
 use drover_net::PeerKey;
 use drover_teleport::catalog::ImageRecord;
 use rusqlite::types::Value;
-use rusqlite::{Connection, OptionalExtension, Transaction};
+use rusqlite::{Connection, OptionalExtension};
 
 use super::CatalogError;
 
@@ -126,7 +126,7 @@ fn read<R: Row>(row: &rusqlite::Row<'_>) -> Result<R, RowError> {
 }
 
 /// The first eight bytes of the BLAKE3 of the table's name and the values, each with its type and length.
-fn checksum(table: &str, values: &[Value]) -> i64 {
+pub fn checksum(table: &str, values: &[Value]) -> i64 {
     let mut hasher = blake3::Hasher::new();
     let mut field = |kind: u8, bytes: &[u8]| {
         hasher.update(&[kind]);
@@ -149,135 +149,6 @@ fn checksum(table: &str, values: &[Value]) -> i64 {
             .try_into()
             .expect("a hash has 32 bytes"),
     )
-}
-
-/// The one row that stands for all others: how many there are and the sum of their checksums.
-///
-/// A row that vanishes or comes back shows here, even where SQLite sees nothing wrong.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seal {
-    /// The schema, as in `user_version`.
-    pub schema: i64,
-    /// Goes up with every change: which of two copies is the newer.
-    pub revision: i64,
-    /// Rows in all tables.
-    pub rows: i64,
-    /// Their checksums, added up.
-    pub content: i64,
-    changed: bool,
-}
-
-impl Seal {
-    fn values(&self) -> Vec<Value> {
-        [self.schema, self.revision, self.rows, self.content]
-            .map(Value::Integer)
-            .to_vec()
-    }
-
-    /// A seal of no rows.
-    pub fn blank() -> Seal {
-        Seal {
-            schema: 0,
-            revision: 0,
-            rows: 0,
-            content: 0,
-            changed: false,
-        }
-    }
-
-    /// Writes the seal of a new or migrated database, keeping what it says about rows.
-    pub fn first(tx: &Transaction<'_>, schema: i64) -> rusqlite::Result<()> {
-        let old = Seal::load(tx).unwrap_or_else(|_| Seal::blank());
-        Seal { schema, ..old }.write(tx)
-    }
-
-    /// Reads and proves the seal.
-    pub fn load(c: &Connection) -> Result<Seal, RowError> {
-        let (schema, revision, rows, content, sum) = c
-            .prepare_cached("SELECT schema, revision, rows, content, sum FROM seal WHERE id = 1")?
-            .query_row([], |r| {
-                Ok((
-                    r.get(0)?,
-                    r.get(1)?,
-                    r.get(2)?,
-                    r.get(3)?,
-                    r.get::<_, i64>(4)?,
-                ))
-            })?;
-        let seal = Seal {
-            schema,
-            revision,
-            rows,
-            content,
-            changed: false,
-        };
-        if checksum("seal", &seal.values()) != sum {
-            return Err(RowError::Damaged("its seal has a wrong checksum".into()));
-        }
-        Ok(seal)
-    }
-
-    /// Whether rows were written since it was read.
-    pub fn changed(&self) -> bool {
-        self.changed
-    }
-
-    /// Counts the change and writes the seal.
-    pub fn store(&mut self, tx: &Transaction<'_>) -> Result<(), RowError> {
-        self.revision += 1;
-        Ok(self.write(tx)?)
-    }
-
-    fn write(&self, tx: &Transaction<'_>) -> rusqlite::Result<()> {
-        tx.execute(
-            "INSERT OR REPLACE INTO seal (id, schema, revision, rows, content, sum) VALUES (1, ?1, ?2, ?3, ?4, ?5)",
-            (self.schema, self.revision, self.rows, self.content, checksum("seal", &self.values())),
-        )?;
-        Ok(())
-    }
-
-    /// Counts a row.
-    pub fn add(&mut self, sum: i64) {
-        self.rows += 1;
-        self.content = self.content.wrapping_add(sum);
-        self.changed = true;
-    }
-
-    /// Puts a row in, in place of the one with the same key, which it returns.
-    pub fn put<R: Row>(&mut self, tx: &Transaction<'_>, row: &R) -> Result<Option<R>, RowError> {
-        let values = row.values();
-        let old = match &values[0] {
-            Value::Text(key) => self.take::<R>(tx, key)?,
-            _ => None,
-        };
-        let marks: Vec<String> = (1..=values.len() + 1).map(|i| format!("?{i}")).collect();
-        let sql = format!(
-            "INSERT INTO {} ({}, sum) VALUES ({})",
-            R::TABLE,
-            R::COLUMNS.join(", "),
-            marks.join(", ")
-        );
-        let sum = row.sum();
-        let mut all = values;
-        all.push(Value::Integer(sum));
-        tx.prepare_cached(&sql)?
-            .execute(rusqlite::params_from_iter(all))?;
-        self.add(sum);
-        Ok(old)
-    }
-
-    /// Takes the row with this key out.
-    pub fn take<R: Row>(&mut self, tx: &Transaction<'_>, key: &str) -> Result<Option<R>, RowError> {
-        let Some(old) = R::get(tx, key)? else {
-            return Ok(None);
-        };
-        let sql = format!("DELETE FROM {} WHERE {} = ?1", R::TABLE, R::COLUMNS[0]);
-        tx.prepare_cached(&sql)?.execute([key])?;
-        self.rows -= 1;
-        self.content = self.content.wrapping_sub(old.sum());
-        self.changed = true;
-        Ok(Some(old))
-    }
 }
 
 /// Something that is remembered by name.

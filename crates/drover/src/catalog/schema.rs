@@ -5,7 +5,7 @@ use std::path::Path;
 use rusqlite::limits::Limit;
 use rusqlite::{Connection, OpenFlags, TransactionBehavior};
 
-use super::rows::Seal;
+use super::seal::Seal;
 use super::{BUSY_TIMEOUT, CatalogError, Result};
 
 /// `drov`: marks the file as a drover catalog.

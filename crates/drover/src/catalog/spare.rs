@@ -9,7 +9,7 @@ use rusqlite::Connection;
 use rusqlite::backup::Backup;
 
 use super::check::{Found, examine};
-use super::rows::Seal;
+use super::seal::Seal;
 use super::{CatalogError, Result};
 use crate::home::sync_dir;
 

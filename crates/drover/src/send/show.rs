@@ -50,15 +50,17 @@ struct Image {
     name: String,
     walk_blocks: u64,
     started: Instant,
-    /// Blocks walked when this attempt began: those took none of its time.
+    /// Blocks that were there when this attempt began: those took none of its time.
     before: u64,
 }
 
 /// What is known at one moment.
 struct Now {
     name: String,
+    /// Bytes read and hashed here: ahead of what is complete there.
     walked: u64,
     total: u64,
+    /// Bytes complete there.
     done: u64,
     sent: u64,
     received: u64,
@@ -123,12 +125,11 @@ impl Show {
                         n => format!("{name}: {} to {}, {} of it there already", bytes(data_bytes), self.peer, bytes(n * BLOCK_SIZE_U64)),
                     },
                 );
-                let before = Counters::get(&self.counters.walked_blocks);
                 self.state().image = Some(Image {
                     name,
                     walk_blocks,
                     started: Instant::now(),
-                    before,
+                    before: resumed_blocks,
                 });
             }
             SendEvent::Reconnecting { error, delay_ms } => {
@@ -218,14 +219,14 @@ impl Show {
             matched_share: (done > 0).then(|| share(walked.saturating_sub(zero), needed)),
             left: time_left(
                 at - image.started,
-                walked.saturating_sub(image.before),
-                image.walk_blocks - walked,
+                done.saturating_sub(image.before),
+                image.walk_blocks - done,
             ),
         }
     }
 
     fn show(&self, now: &Now) {
-        let percent = now.walked * 100 / now.total.max(1);
+        let percent = now.done * 100 / now.total.max(1);
         let left = now.left.map_or_else(|| "-".into(), short);
         let matched = now
             .matched_share
@@ -239,11 +240,11 @@ impl Show {
             })),
             Mode::Bar(bar) => {
                 bar.set_length(now.total);
-                bar.set_position(now.walked);
+                bar.set_position(now.done);
                 bar.set_prefix(clean(&now.name));
                 bar.set_message(format!(
                     "{}/{}, wire {} at {}/s, matched {matched}, {left} left",
-                    bytes(now.walked),
+                    bytes(now.done),
                     bytes(now.total),
                     bytes(now.sent),
                     bytes(now.rate)
@@ -370,11 +371,11 @@ fn share(walked: u64, needed: u64) -> f64 {
 }
 
 /// How long the rest takes if it goes on like this; unknown in the first second.
-fn time_left(elapsed: Duration, walked: u64, rest: u64) -> Option<Duration> {
-    if elapsed < Duration::from_secs(1) || walked == 0 {
+fn time_left(elapsed: Duration, done: u64, rest: u64) -> Option<Duration> {
+    if elapsed < Duration::from_secs(1) || done == 0 {
         return None;
     }
-    Some(elapsed.mul_f64((rest as f64 / walked as f64).min(1e6)))
+    Some(elapsed.mul_f64((rest as f64 / done as f64).min(1e6)))
 }
 
 /// A duration in its two largest units.

@@ -1,0 +1,69 @@
+//! A site for one command: what a running site would do, done by the command itself when none runs.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use drover_teleport::{Site, TeleportError};
+
+use crate::catalog::SiteCatalog;
+use crate::home::{Home, HomeLock};
+use crate::site;
+
+/// The site of this home, opened by this process because none is running.
+pub struct Own {
+    site: Arc<Site>,
+    _lock: HomeLock,
+}
+
+impl Own {
+    /// Takes the home and opens its site.
+    ///
+    /// # Errors
+    /// When another process has the home, or its files cannot be used.
+    pub async fn open(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Own> {
+        let lock = home.lock()?;
+        let site = site::open(home, catalog, &home.identity()?).await?;
+        Ok(Own { site, _lock: lock })
+    }
+
+    /// Does `job` and closes the site.
+    ///
+    /// # Errors
+    /// What the job reports.
+    pub async fn run<T: Send + 'static>(
+        self,
+        job: impl FnOnce(&Arc<Site>) -> Result<T, TeleportError> + Send + 'static,
+    ) -> Result<T> {
+        let (site, out) = self.keep(job).await?;
+        site.close().await?;
+        Ok(out)
+    }
+
+    /// Does `job` and keeps the site open; closes it when the job fails.
+    ///
+    /// # Errors
+    /// What the job reports.
+    pub async fn keep<T: Send + 'static>(
+        self,
+        job: impl FnOnce(&Arc<Site>) -> Result<T, TeleportError> + Send + 'static,
+    ) -> Result<(Own, T)> {
+        let site = Arc::clone(&self.site);
+        match tokio::task::spawn_blocking(move || job(&site)).await? {
+            Ok(out) => Ok((self, out)),
+            Err(e) => {
+                self.close().await?;
+                Err(e.into())
+            }
+        }
+    }
+
+    /// Closes the site and lets go of the home.
+    ///
+    /// # Errors
+    /// When its files cannot be saved.
+    pub async fn close(self) -> Result<()> {
+        let site = Arc::clone(&self.site);
+        tokio::task::spawn_blocking(move || site.close()).await??;
+        Ok(())
+    }
+}
