@@ -138,6 +138,8 @@ struct Open {
     missing: DataBits,
     /// Which of those the source has been asked for.
     asked: DataBits,
+    /// Which an earlier session had brought.
+    resumed: DataBits,
     planned: bool,
     /// Own-reuse of any batch that waits for blocks of this one.
     waiting: Vec<(Arc<Batch>, u32, Run)>,
@@ -148,12 +150,13 @@ impl Open {
         let places: Vec<u16> = batch.data.iter().map(|i| i as u16).collect();
         let mut missing = DataBits::new(places.len() as u64);
         (0..places.len() as u64).for_each(|i| missing.set(i));
-        let asked = DataBits::new(places.len() as u64);
+        let none = DataBits::new(places.len() as u64);
         Open {
             batch,
             places,
             missing,
-            asked,
+            asked: none.clone(),
+            resumed: none,
             planned: false,
             waiting: Vec::new(),
         }
@@ -217,10 +220,11 @@ impl Destination {
         self.counts.resumed_blocks += present;
         self.arrive(&batch);
         if missing.count() > 0 {
-            let open = Open {
-                missing,
-                ..Open::new(batch.clone())
-            };
+            let mut open = Open::new(batch.clone());
+            (0..batch.digests.len() as u64)
+                .filter(|&i| !missing.get(i))
+                .for_each(|i| open.resumed.set(i));
+            open.missing = missing;
             self.open.insert(batch.index, open);
         }
         Ok(())
@@ -534,12 +538,14 @@ impl Destination {
                 "batch {index}: the data is not what its proof says"
             )));
         }
-        suspects
-            .iter()
-            .for_each(|&i| open.missing.set(u64::from(i)));
-        let count = suspects.len() as u64;
-        self.counts.matched_blocks = self.counts.matched_blocks.saturating_sub(count);
-        self.counts.matched.invalid += count;
+        for &i in &suspects {
+            open.missing.set(u64::from(i));
+            match open.resumed.get(u64::from(i)) {
+                true => self.counts.resumed_blocks -= 1,
+                false => self.counts.matched_blocks -= 1,
+            }
+        }
+        self.counts.matched.invalid += suspects.len() as u64;
         self.ask(index, suspects.into_iter(), actions);
         Ok(())
     }

@@ -10,17 +10,21 @@ use drover_index::{ImageId, Via};
 use fastrand::Rng;
 
 use super::super::*;
-use crate::codec::Need;
+use crate::codec::{Need, PROOF_BLOCKS, proofs_of};
 use crate::protocol::{Accept, Delivered};
 use crate::source::{self, Source};
 
 /// The digest that stands for the digest of the whole image.
 pub const WHOLE: Digest = Digest([0xee; 32]);
 
+/// What makes a block another one with the same short digest.
+const TWIN: u64 = 1 << 63;
+
 /// A block's content is a number; zero is a block of zeros.
 pub fn digest_of(content: u64) -> Digest {
     let mut d = [0x5a; 32];
-    d[..8].copy_from_slice(&content.to_le_bytes());
+    d[..8].copy_from_slice(&(content & !TWIN).to_le_bytes());
+    d[31] = (content >> 63) as u8;
     Digest(d)
 }
 
@@ -96,6 +100,8 @@ pub struct World {
     pub counts: Counts,
     pub sessions: u32,
     pub invalid: u64,
+    /// Groups whose proof was wrong although their short digests were right.
+    pub disproved: u64,
 }
 
 /// What a crash takes.
@@ -160,6 +166,7 @@ impl World {
             counts: Counts::default(),
             sessions: 0,
             invalid: 0,
+            disproved: 0,
         };
         world.start();
         world
@@ -241,14 +248,21 @@ impl World {
         for n in 0..self.disk.log.len() {
             let record = self.disk.log[n].clone();
             let batch = record.batch.clone();
-            let mut missing = DataBits::new(batch.digests.len() as u64);
+            let blocks: Vec<u64> = batch.data.iter().map(|i| batch.first_block() + i).collect();
+            let wrong = self.wrong_groups(&batch);
+            let mut missing = DataBits::new(blocks.len() as u64);
             let mut present = Vec::new();
-            for (i, place) in batch.data.iter().enumerate() {
-                let block = batch.first_block() + place;
-                if digest_of(self.disk.part[block as usize]) == batch.digests[i] {
-                    present.push(block);
-                } else {
-                    missing.set(i as u64);
+            for (g, group) in blocks.chunks(PROOF_BLOCKS).enumerate() {
+                let start = g * PROOF_BLOCKS;
+                let bad = |i: &usize| !self.looks_right(group[*i], batch.digests[start + i]);
+                let bad: Vec<usize> = (0..group.len()).filter(bad).collect();
+                let all = bad.is_empty() && wrong.contains(&(g as u32));
+                for (i, &block) in group.iter().enumerate() {
+                    if all || bad.contains(&i) {
+                        missing.set((start + i) as u64);
+                    } else {
+                        present.push(block);
+                    }
                 }
             }
             incomplete += u64::from(missing.count() > 0);
@@ -279,12 +293,25 @@ impl World {
         }
     }
 
+    fn looks_right(&self, block: u64, short: Digest) -> bool {
+        digest_of(self.disk.part[block as usize]).short() == short
+    }
+
+    /// The groups of a batch's data blocks that have another proof than it says.
+    fn wrong_groups(&self, batch: &Batch) -> Vec<u32> {
+        let digest = |i: u64| digest_of(self.disk.part[(batch.first_block() + i) as usize]);
+        let found = proofs_of(&batch.data.iter().map(digest).collect::<Vec<_>>());
+        let pairs = batch.proofs.iter().zip(&found).zip(0..);
+        pairs.filter(|((a, b), _)| a != b).map(|(_, g)| g).collect()
+    }
+
     /// The power fails: of what was not synced, some is there, some is not, and some is rubbish.
     fn crash(&mut self) {
         for (block, before) in self.disk.unsynced.drain() {
             match self.rng.u8(0..4) {
                 0 => self.disk.part[block as usize] = before,
                 1 => self.disk.part[block as usize] = self.rng.u64(1..50),
+                2 if self.rng.u8(0..8) == 0 => self.disk.part[block as usize] ^= TWIN,
                 _ => {}
             }
         }
@@ -352,7 +379,9 @@ impl World {
                     if let From::Own { first } = run.from {
                         for c in first..first + u64::from(run.count) {
                             let from = s.destination.map().walk_of(c).expect("a block that came");
-                            assert!(s.verified[from as usize], "{from} is not verified");
+                            // Or it was, until its proof came out wrong: the proof here will too.
+                            let was = s.verified[from as usize] || self.disproved > 0;
+                            assert!(was, "{from} is not verified");
                         }
                     }
                     assert!(run.from != From::Literal);
@@ -370,10 +399,18 @@ impl World {
                 self.session.to_source.push_back(source::Event::Need(need));
             }
             Action::Prove(index) => {
-                self.destination(Event::Proved {
-                    index,
-                    wrong: Vec::new(),
-                });
+                let batch = self.session.open[&index].clone();
+                let wrong = self.wrong_groups(&batch);
+                let blocks: Vec<u64> = batch.data.iter().map(|i| batch.first_block() + i).collect();
+                for &g in &wrong {
+                    let group = blocks.chunks(PROOF_BLOCKS).nth(g as usize).unwrap();
+                    let s = &mut self.session;
+                    for block in group.iter().filter(|b| !s.asked.contains(b)) {
+                        s.verified[*block as usize] = false;
+                    }
+                }
+                self.disproved += wrong.len() as u64;
+                self.destination(Event::Proved { index, wrong });
             }
             Action::Complete(index) => {
                 let s = &mut self.session;
@@ -381,6 +418,9 @@ impl World {
                 let batch = batch_of(&self.image, index);
                 let mut blocks = batch.data.iter().map(|i| batch.first_block() + i);
                 assert!(blocks.all(|b| s.verified[b as usize]));
+                let start = batch.first_block() as usize;
+                let range = start..start + batch.data.blocks() as usize;
+                assert!(self.disk.part[range.clone()] == self.image[range]);
                 assert!(s.acked.insert(index), "acknowledged twice");
                 s.to_source.push_back(source::Event::Ack(index));
             }
@@ -461,7 +501,11 @@ impl World {
         let first = other.len() as u64;
         for &content in &self.compact[at..at + count] {
             let wrong = self.rng.f64() < self.wrong;
-            other.push(if wrong { self.rng.u64(..) } else { content });
+            other.push(match self.rng.u8(0..9) {
+                _ if !wrong => content,
+                0 => content ^ TWIN,
+                _ => self.rng.u64(..),
+            });
         }
         match is_image {
             true => From::Image {
@@ -515,8 +559,7 @@ impl World {
                 if let Some(content) = content {
                     self.write(block, content);
                 }
-                let now = digest_of(self.disk.part[block as usize]);
-                if now == job.batch.digests[i as usize] {
+                if self.looks_right(block, job.batch.digests[i as usize]) {
                     self.session.verified[block as usize] = true;
                 } else {
                     failed.push(i);
