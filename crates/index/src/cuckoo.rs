@@ -189,13 +189,18 @@ impl CuckooLru {
     pub(crate) fn key(&self, digest: &Digest) -> Key {
         let p = digest.prefix();
         let part = ((p >> 32 & 0xffff) as u32 * self.parts) >> 16;
-        // 1 ..= 2^bits - 1: an entry must never be zero.
-        let most = (1u32 << self.fingerprint_bits) - 1;
-        let fingerprint = 1 + (((p >> 48) as u32 * most) >> 16);
         Key {
             bucket: part * (self.mask + 1) + (p as u32 & self.mask),
-            fingerprint,
+            fingerprint: self.fingerprint(digest),
         }
+    }
+
+    /// The part of `digest` that entries keep.
+    #[inline]
+    pub(crate) fn fingerprint(&self, digest: &Digest) -> u32 {
+        // 1 ..= 2^bits - 1: an entry must never be zero.
+        let most = (1u32 << self.fingerprint_bits) - 1;
+        1 + (((digest.prefix() >> 48) as u32 * most) >> 16)
     }
 
     /// Where an entry of another cache belongs in this one when its digest is not at hand. The
@@ -241,6 +246,18 @@ impl CuckooLru {
     fn split(&self, entry: u32) -> (u32, u32) {
         let bits = self.payload_bits();
         (entry >> bits, entry & ((1 << bits) - 1))
+    }
+
+    /// Touches the buckets of several digests, so that what is done with them next need not wait
+    /// for memory one by one.
+    #[inline]
+    pub(crate) fn warm<'a>(&self, digests: impl Iterator<Item = &'a Digest>) {
+        let touched = digests.fold(0, |sum, d| {
+            let key = self.key(d);
+            let other = self.other(key.bucket, key.fingerprint);
+            sum ^ self.buckets[key.bucket as usize].0[0] ^ self.buckets[other as usize].0[0]
+        });
+        std::hint::black_box(touched);
     }
 
     /// Whether an entry with the key's fingerprint is in one of its buckets.
@@ -498,7 +515,7 @@ impl CuckooLru {
 fn divide(bytes: usize, max_part_bytes: usize) -> (usize, usize) {
     let bytes = bytes.max(BUCKET_BYTES);
     let mut part = prev_power_of_two(bytes.min(max_part_bytes.max(BUCKET_BYTES)));
-    while bytes % part != 0 && part > BUCKET_BYTES && bytes / part <= MAX_PARTS / 2 {
+    while !bytes.is_multiple_of(part) && part > BUCKET_BYTES && bytes / part <= MAX_PARTS / 2 {
         part /= 2;
     }
     (bytes / part, part)

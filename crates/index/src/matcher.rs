@@ -215,6 +215,7 @@ impl<S: Storage> Matcher<S> {
             digests,
             heads,
             walk: cursor.walk,
+            warmed: 0,
         };
         let mut outcome = pass.run(&mut self.repeats);
         cursor.blocks += digests.len() as u64;
@@ -347,6 +348,7 @@ impl<S: Storage> Matcher<S> {
                 digests: &digests,
                 heads: &heads,
                 walk,
+                warmed: 0,
             };
             walk = pass.run(&mut self.repeats).walk;
         }

@@ -220,7 +220,10 @@ impl<F: StorageFile> Recent<F> {
     }
 
     fn explains(&self, via: Via, page: &Page, key: Key) -> bool {
-        page.iter().any(|(_, d)| {
+        page.any(|d| {
+            if self.c0.fingerprint(d) != key.fingerprint {
+                return false;
+            }
             let key1 = self.c1.key(d);
             match via {
                 Via::C1 => self.c1.same_entry(key1, key),
@@ -264,17 +267,27 @@ impl<F: StorageFile> Recent<F> {
         }
     }
 
+    /// How full C0 is, in percent of what it may be with anchors; 100 when there are none.
+    fn filled_for_anchors(&self) -> usize {
+        match self.anchors {
+            AnchorPolicy::Off => 100,
+            AnchorPolicy::FreeSlots { stop_percent, .. } => {
+                let allowed = self.c0.capacity() * usize::from(stop_percent) / 100;
+                self.c0.len() * 100 / allowed.max(1)
+            }
+        }
+    }
+
+    /// Whether anchors are still admitted.
+    pub(crate) fn has_room_for_anchors(&self) -> bool {
+        self.filled_for_anchors() < 100
+    }
+
     /// A block that is no head, to C0 if there is room for such; whether it was admitted.
     ///
     /// The fuller C0 is, the fewer: which ones, their digests say.
     pub(crate) fn insert_anchor(&mut self, digest: &Digest, slot: u8, index: u64) -> bool {
-        let AnchorPolicy::FreeSlots { stop_percent, .. } = self.anchors else {
-            return false;
-        };
-        // In percent of what is allowed.
-        let allowed = self.c0.capacity() * usize::from(stop_percent) / 100;
-        let full = self.c0.len() * 100 / allowed.max(1);
-        let shift = match full {
+        let shift = match self.filled_for_anchors() {
             0..70 => 0,
             70..85 => 1,
             85..93 => 2,

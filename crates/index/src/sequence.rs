@@ -120,8 +120,10 @@ impl<S: Storage> SequenceCache<S> {
 
     /// Whether the page holds a digest that the entry can be of.
     fn explains(&self, page: &Page, entry: Found) -> bool {
-        page.iter()
-            .any(|(_, d)| self.c2.same_entry(self.c2.key(d), entry.key()))
+        page.any(|d| {
+            self.c2.fingerprint(d) == entry.fingerprint
+                && self.c2.same_entry(self.c2.key(d), entry.key())
+        })
     }
 
     /// Stores a sequence that was just matched, in pieces that stay inside segments. `from` is the

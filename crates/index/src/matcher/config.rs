@@ -99,7 +99,7 @@ impl Default for MatcherConfig {
             anchors: AnchorPolicy::FreeSlots {
                 stop_percent: 90,
                 cold_after: 64,
-                cold_shift: 1,
+                cold_shift: 2,
             },
             backward: true,
             aligned: true,

@@ -23,6 +23,9 @@ const ALIGNED_BLOCKS: usize = 64;
 /// Blocks after a match's end that count as its boundary: they are looked up, heads or not.
 const BOUNDARY_BLOCKS: u32 = 1;
 
+/// Blocks whose cache buckets are touched ahead of their turn.
+const AHEAD: usize = 32;
+
 /// Where a run's blocks are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
@@ -89,6 +92,8 @@ pub(crate) struct Pass<'a, S: Storage> {
     pub digests: &'a [Digest],
     pub heads: &'a [Head],
     pub walk: Walk,
+    /// Up to which block the caches' buckets were touched.
+    pub warmed: usize,
 }
 
 /// The page that was read last.
@@ -281,6 +286,9 @@ impl<S: Storage> Pass<'_, S> {
         if !ask.head && !ask.boundary && !self.asks_for_anchor(digest) {
             return None;
         }
+        if i >= self.warmed {
+            self.warm_from(i);
+        }
         if let Some(hit) = self.sequences.lookup(digest, self.shared) {
             return Some(Hit {
                 source: Source::Sequence,
@@ -304,6 +312,24 @@ impl<S: Storage> Pass<'_, S> {
         })
     }
 
+    /// Touches the buckets of the next blocks that will be looked up: few after a match, for the
+    /// next one is likely near.
+    fn warm_from(&mut self, i: usize) {
+        self.warmed = self
+            .digests
+            .len()
+            .min(i + AHEAD.min(1 + self.walk.cold as usize));
+        let this = &*self;
+        let ahead = || {
+            (i..this.warmed)
+                .filter(|&j| this.heads[j] != Head::No || this.asks_for_anchor(&this.digests[j]))
+                .map(|j| &this.digests[j])
+        };
+        this.sequences.c2.warm(ahead());
+        this.recent.c1.warm(ahead());
+        this.recent.c0.warm(ahead());
+    }
+
     fn use_entry(&mut self, hit: &RecentHit) {
         match self.purpose {
             Purpose::Plan if self.config.min_sequence <= 1 => self.recent.promoted(hit),
@@ -313,14 +339,17 @@ impl<S: Storage> Pass<'_, S> {
     }
 
     fn asks_for_anchor(&self, digest: &Digest) -> bool {
-        match self.config.anchors {
-            AnchorPolicy::Off => false,
-            AnchorPolicy::FreeSlots {
-                cold_after,
-                cold_shift,
-                ..
-            } => self.walk.cold < cold_after || sampled(digest, cold_shift),
-        }
+        let AnchorPolicy::FreeSlots {
+            cold_after,
+            cold_shift,
+            ..
+        } = self.config.anchors
+        else {
+            return false;
+        };
+        // When heads have taken all of C0, hardly any anchor is left to be found.
+        let shift = cold_shift + 2 * u8::from(!self.recent.has_room_for_anchors());
+        self.walk.cold < cold_after || sampled(digest, shift)
     }
 
     /// A run from a hit: forwards, then backwards as far as `floor`.
@@ -376,11 +405,15 @@ impl<S: Storage> Pass<'_, S> {
         let mut matched = runs.iter().peekable();
         let mut ends = mismatches.iter().map(|m| m.2).peekable();
         let mut known = known.iter().copied().peekable();
-        let mut i = 0;
+        let (mut i, mut warmed) = (0, 0);
         while i < self.digests.len() {
             if let Some(run) = matched.next_if(|r| r.start == i) {
                 i = run.end();
                 continue;
+            }
+            if i >= warmed && self.recent.has_room_for_anchors() {
+                warmed = self.digests.len().min(i + AHEAD);
+                self.recent.c0.warm(self.digests[i..warmed].iter());
             }
             while ends.next_if(|&e| e < i).is_some() {}
             let at_end = ends.peek() == Some(&i);

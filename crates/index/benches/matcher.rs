@@ -1,0 +1,148 @@
+//! How fast one core digests, scans and matches.
+//!
+//! `cargo bench -p drover-index`; the index is in `/dev/shm` where there is one, so that the
+//! figures are of the matcher and not of a disk.
+
+use std::hint::black_box;
+use std::path::Path;
+
+use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
+use drover_core::{BLOCK_SIZE, Digest, Head};
+use drover_index::{
+    DirStorage, ImageId, Matcher, MatcherConfig, Scanner, digest_block, digest_blocks,
+};
+
+/// Blocks in a batch: 8 MiB of data.
+const BATCH: usize = 2048;
+
+fn storage() -> (tempfile::TempDir, DirStorage) {
+    let shm = Path::new("/dev/shm");
+    let dir = if shm.is_dir() {
+        tempfile::tempdir_in(shm)
+    } else {
+        tempfile::tempdir()
+    };
+    let dir = dir.expect("a directory");
+    let storage = DirStorage::new(dir.path()).expect("a directory");
+    (dir, storage)
+}
+
+fn random(rng: &mut fastrand::Rng, blocks: usize) -> (Vec<Digest>, Vec<Head>) {
+    let mut digests = vec![Digest::default(); blocks];
+    digests.iter_mut().for_each(|d| rng.fill(&mut d.0));
+    // As in the paper: about 10 % of all blocks are heads.
+    let heads = (0..blocks)
+        .map(|_| match rng.u32(..20) {
+            0 => Head::Strong,
+            1 => Head::Weak,
+            _ => Head::No,
+        })
+        .collect();
+    (digests, heads)
+}
+
+fn bytes(c: &mut Criterion) {
+    let mut rng = fastrand::Rng::with_seed(1);
+    let mut data = vec![0u8; 256 * BLOCK_SIZE];
+    rng.fill(&mut data);
+    let mut g = c.benchmark_group("bytes");
+    g.throughput(Throughput::Bytes(data.len() as u64));
+    let mut out = Vec::new();
+    g.bench_function("digest, sixteen blocks together", |b| {
+        b.iter(|| {
+            out.clear();
+            digest_blocks(black_box(&data), &mut out);
+        });
+    });
+    g.bench_function("digest, one by one", |b| {
+        b.iter(|| {
+            out.clear();
+            out.extend(black_box(&data).chunks(BLOCK_SIZE).map(digest_block));
+        });
+    });
+    g.bench_function("scan", |b| {
+        b.iter(|| Scanner::new().scan(black_box(&data)));
+    });
+    g.finish();
+}
+
+/// A destination that already has `known` blocks, none of them of what is asked for.
+fn unmatched(c: &mut Criterion) {
+    let mut g = c.benchmark_group("blocks");
+    g.throughput(Throughput::Elements(BATCH as u64));
+    for (name, known, config) in [
+        ("unmatched, empty index", 0, MatcherConfig::default()),
+        (
+            "unmatched, a million known",
+            1 << 20,
+            MatcherConfig::default(),
+        ),
+        ("unmatched, caches full", 8 << 20, MatcherConfig::default()),
+        ("unmatched, heads only", 1 << 20, MatcherConfig::paper()),
+    ] {
+        let (_dir, storage) = storage();
+        let (mut m, _) = Matcher::open(storage, config).expect("opens");
+        let mut rng = fastrand::Rng::with_seed(2);
+        let mut cursor = m.begin(ImageId(0)).expect("begins");
+        for _ in 0..known / BATCH {
+            let (d, h) = random(&mut rng, BATCH);
+            m.record(&mut cursor, &d, &h).expect("records");
+        }
+        m.finish(cursor).expect("finishes");
+        let mut cursor = m.begin(ImageId(1)).expect("begins");
+        g.bench_function(name, |b| {
+            b.iter_batched(
+                || random(&mut rng, BATCH),
+                |(d, h)| {
+                    if cursor.blocks() > 1 << 20 {
+                        m.forget(ImageId(1)).expect("forgets");
+                        cursor = m.begin(ImageId(1)).expect("begins");
+                    }
+                    m.batch(&mut cursor, &d, &h).expect("matches")
+                },
+                BatchSize::SmallInput,
+            );
+        });
+    }
+    g.finish();
+}
+
+/// An image that is sent again: the second time through C0 and C1, after that through C2.
+fn matched(c: &mut Criterion) {
+    let mut g = c.benchmark_group("blocks");
+    const BLOCKS: usize = 64 * BATCH;
+    g.throughput(Throughput::Elements(BLOCKS as u64));
+    g.sample_size(20);
+    let mut rng = fastrand::Rng::with_seed(3);
+    let (digests, heads) = random(&mut rng, BLOCKS);
+    let send = |m: &mut Matcher<DirStorage>, id: u64| {
+        let mut cursor = m.begin(ImageId(id)).expect("begins");
+        for (d, h) in digests.chunks(BATCH).zip(heads.chunks(BATCH)) {
+            black_box(m.batch(&mut cursor, d, h).expect("matches"));
+        }
+        cursor
+    };
+    let fresh = || {
+        let (dir, storage) = storage();
+        let (mut m, _) = Matcher::open(storage, MatcherConfig::default()).expect("opens");
+        let cursor = send(&mut m, 0);
+        m.finish(cursor).expect("finishes");
+        (dir, m)
+    };
+    g.bench_function("matched in an image, sequences stored", |b| {
+        b.iter_batched_ref(fresh, |(_, m)| send(m, 1), BatchSize::LargeInput);
+    });
+    let again = || {
+        let (dir, mut m) = fresh();
+        let cursor = send(&mut m, 1);
+        m.finish(cursor).expect("finishes");
+        (dir, m)
+    };
+    g.bench_function("matched in the sequence cache", |b| {
+        b.iter_batched_ref(again, |(_, m)| send(m, 2), BatchSize::LargeInput);
+    });
+    g.finish();
+}
+
+criterion_group!(benches, bytes, unmatched, matched);
+criterion_main!(benches);
