@@ -75,7 +75,7 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
         return Ok(());
     }
     if list.is_empty() {
-        eprintln!("drover: no images");
+        out::note("drover: no images");
         return Ok(());
     }
     let rows = list

@@ -52,7 +52,7 @@ fn main() -> ExitCode {
                 // A reader that went away cannot be told.
                 let _ = out::json(&last);
             }
-            eprintln!("drover: {}", failure::one_line(&e));
+            out::note(&format!("drover: {}", failure::one_line(&e)));
             ExitCode::from(code)
         }
     }
@@ -111,5 +111,7 @@ fn log(verbose: u8, serves: bool) {
         .with_writer(std::io::stderr)
         .with_ansi(stderr)
         .with_target(false)
+        // Its own complaints would panic when stderr is gone.
+        .log_internal_errors(false)
         .init();
 }

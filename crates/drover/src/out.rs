@@ -39,6 +39,11 @@ pub fn json(value: &impl Serialize) -> Result<()> {
     line(&serde_json::to_string(value)?)
 }
 
+/// Says something on stderr; a stderr that is gone is no reason to stop.
+pub fn note(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
 /// A table for people: a heading, and columns as wide as they need to be.
 pub fn table(heading: &[&str], rows: Vec<Vec<String>>, numbers: &[usize]) -> String {
     let mut table = Table::new();

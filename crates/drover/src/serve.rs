@@ -111,6 +111,7 @@ async fn run(
     duty: Duty,
 ) -> Result<()> {
     let stop = Stop::on_signals()?;
+    raise_file_limit();
     let listener = Listener::bind(args.listen.unwrap_or(home.config.listen()), &identity).await?;
     let advertise = if args.advertise.is_empty() {
         &home.config.advertise
@@ -150,6 +151,21 @@ async fn run(
     finish(&server, talks).await
 }
 
+/// Takes as many file descriptors as the system allows: connections and images both need them.
+fn raise_file_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    if let Err(e) = setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: maximum,
+            maximum,
+        },
+    ) {
+        tracing::debug!("cannot raise the limit of open files: {e}");
+    }
+}
+
 /// Says that the site is ready: one ticket on stdout, the rest on stderr.
 fn announce(server: &Server, listening: SocketAddr) -> Result<()> {
     let ticket = Ticket::new(server.identity.key(), server.addresses.iter().cloned());
@@ -160,15 +176,15 @@ fn announce(server: &Server, listening: SocketAddr) -> Result<()> {
         Duty::Site(_) => "site",
         Duty::Teleporter(_) => "teleporter",
     };
-    eprintln!(
+    crate::out::note(&format!(
         "drover: {what} {} listens on {listening}; its key is {}",
         server.name,
         server.identity.key()
-    );
-    eprintln!(
+    ));
+    crate::out::note(&format!(
         "drover: to pair with it once, within a day, run there: drover pair TICKET --name {}",
         server.name
-    );
+    ));
     if let Err(e) = crate::out::line(&ticket.to_string()) {
         tracing::warn!("the ticket could not be printed ({e}); `drover ticket` makes one");
     }

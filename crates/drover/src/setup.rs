@@ -50,10 +50,10 @@ pub fn init(dir: PathBuf, args: InitArgs) -> Result<()> {
         identity.key()
     ))?;
     if fresh {
-        eprintln!(
+        out::note(&format!(
             "drover: settings are in {}; `drover serve` runs the site",
             path.display()
-        );
+        ));
     }
     Ok(())
 }
@@ -99,8 +99,8 @@ pub fn ticket(home: &Home, args: TicketArgs) -> Result<()> {
     let now = now_unix();
     catalog.add_ticket(&ticket.secret, now, args.expires)?;
     if home.used_by()?.is_none() {
-        eprintln!(
-            "drover: no site is running here; it must be (`drover serve`) when the ticket is used"
+        out::note(
+            "drover: no site is running here; it must be (`drover serve`) when the ticket is used",
         );
     }
     if args.json {
@@ -218,7 +218,7 @@ pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
         return Ok(());
     }
     if peers.is_empty() {
-        eprintln!("drover: no peers; `drover pair TICKET --name NAME` adds one");
+        out::note("drover: no peers; `drover pair TICKET --name NAME` adds one");
         return Ok(());
     }
     let rows = peers

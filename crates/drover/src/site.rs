@@ -67,6 +67,6 @@ pub async fn open(
 /// Tells people what had to be repaired.
 pub fn tell(repairs: &[String]) {
     for repair in repairs {
-        eprintln!("drover: repaired: {}", clean(repair));
+        crate::out::note(&format!("drover: repaired: {}", clean(repair)));
     }
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use drover_core::BLOCK_SIZE_U64;
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
+use drover_teleport::protocol::BATCH_BLOCKS;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 
@@ -42,6 +43,8 @@ enum Mode {
 struct State {
     image: Option<Image>,
     told: Option<Instant>,
+    /// Blocks complete there when that last changed, and blocks sent by then.
+    complete: (u64, u64),
     /// Bytes on the wire at moments of the last seconds.
     wire: Vec<(Instant, u64)>,
 }
@@ -60,7 +63,7 @@ struct Now {
     /// Bytes read and hashed here: ahead of what is complete there.
     walked: u64,
     total: u64,
-    /// Bytes complete there.
+    /// Bytes complete there, about.
     done: u64,
     sent: u64,
     received: u64,
@@ -83,7 +86,7 @@ impl Show {
             Mode::Json
         } else if std::io::stderr().is_terminal() {
             let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
-            let style = "{prefix} {wide_bar} {percent}% {msg}";
+            let style = "{prefix} {bar:16} {percent:>3}% {wide_msg}";
             bar.set_style(
                 ProgressStyle::with_template(style)
                     .unwrap_or_else(|_| ProgressStyle::default_bar()),
@@ -125,6 +128,7 @@ impl Show {
                         n => format!("{name}: {} to {}, {} of it there already", bytes(data_bytes), self.peer, bytes(n * BLOCK_SIZE_U64)),
                     },
                 );
+                self.state().complete = (0, 0);
                 self.state().image = Some(Image {
                     name,
                     walk_blocks,
@@ -177,11 +181,20 @@ impl Show {
     pub fn look(&self) {
         let at = Instant::now();
         let mut state = self.state();
-        let State { image, told, wire } = &mut *state;
+        let State {
+            image,
+            told,
+            complete,
+            wire,
+        } = &mut *state;
         let Some(image) = image else { return };
         let sent = self.wire.sent();
         wire.push((at, sent));
         wire.retain(|(then, _)| at.duration_since(*then) <= RATE_OVER);
+        let done = Counters::get(&self.counters.done_blocks);
+        if complete.0 != done {
+            *complete = (done, Counters::get(&self.counters.sent_blocks));
+        }
         let every = match self.mode {
             Mode::Json => JSON_EVERY,
             Mode::Lines => LINE_EVERY,
@@ -191,15 +204,23 @@ impl Show {
             return;
         }
         *told = Some(at);
-        let now = self.now(image, wire, at);
+        let now = self.now(image, wire, *complete, at);
         drop(state);
         self.show(&now);
     }
 
-    fn now(&self, image: &Image, wire: &[(Instant, u64)], at: Instant) -> Now {
+    fn now(
+        &self,
+        image: &Image,
+        wire: &[(Instant, u64)],
+        complete: (u64, u64),
+        at: Instant,
+    ) -> Now {
         let c = &self.counters;
         let walked = Counters::get(&c.walked_blocks).min(image.walk_blocks);
-        let done = Counters::get(&c.done_blocks).min(image.walk_blocks);
+        // Whole batches are told as complete; what was sent since belongs to the next of them.
+        let since = Counters::get(&c.sent_blocks).saturating_sub(complete.1);
+        let done = (complete.0 + since.min(BATCH_BLOCKS - 1)).min(image.walk_blocks);
         let zero = Counters::get(&c.zero_blocks);
         let needed = Counters::get(&c.needed_blocks);
         let rate = match (wire.first(), wire.last()) {
@@ -216,7 +237,7 @@ impl Show {
             sent: self.wire.sent(),
             received: self.wire.received(),
             rate,
-            matched_share: (done > 0).then(|| share(walked.saturating_sub(zero), needed)),
+            matched_share: (complete.0 > 0).then(|| share(walked.saturating_sub(zero), needed)),
             left: time_left(
                 at - image.started,
                 done.saturating_sub(image.before),
@@ -250,13 +271,13 @@ impl Show {
                     bytes(now.rate)
                 ));
             }
-            Mode::Lines => eprintln!(
+            Mode::Lines => out::note(&format!(
                 "{}: {percent}% of {}, wire {} at {}/s, matched {matched}, {left} left",
                 clean(&now.name),
                 bytes(now.total),
                 bytes(now.sent),
                 bytes(now.rate)
-            ),
+            )),
         }
     }
 
@@ -279,11 +300,11 @@ impl Show {
                 .iter()
                 .map(|r| r.wire_sent_bytes + r.wire_received_bytes)
                 .sum();
-            eprintln!(
+            out::note(&format!(
                 "{}, {} on the wire",
                 count(reports.len(), "image"),
                 bytes(wire)
-            );
+            ));
         }
         Ok(())
     }
@@ -298,8 +319,8 @@ impl Show {
     fn tell(&self, json: Value, text: impl FnOnce() -> String) {
         match &self.mode {
             Mode::Json => emit(&json),
-            Mode::Bar(bar) => bar.suspend(|| eprintln!("{}", clean(&text()))),
-            Mode::Lines => eprintln!("{}", clean(&text())),
+            Mode::Bar(bar) => bar.suspend(|| out::note(&clean(&text()))),
+            Mode::Lines => out::note(&clean(&text())),
         }
     }
 

@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use drover_net::PeerKey;
 
 /// Connections at once, in all.
-pub const MAX_CONNECTIONS: usize = 512;
+pub const MAX_CONNECTIONS: usize = 1024;
 
 /// Connections at once of one peer: several sessions, each with its lanes.
-pub const MAX_PER_PEER: usize = 128;
+pub const MAX_PER_PEER: usize = 256;
 
 /// Connections at once from one address that have not shown a trusted key.
 pub const MAX_STRANGERS_PER_ADDRESS: usize = 16;
