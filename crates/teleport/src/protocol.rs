@@ -98,6 +98,9 @@ pub mod kind {
     pub const ACK: u8 = 0x23;
     /// A [`super::Delivered`].
     pub const DELIVERED: u8 = 0x24;
+    /// On a lane: which share of its time the destination was busy with it, in thousandths (two
+    /// bytes, little-endian).
+    pub const BUSY: u8 = 0x26;
     /// What `--dry-run` found (a [`super::Estimate`]).
     pub const ESTIMATE: u8 = 0x25;
     /// Destination to teleporter: a [`super::MatchRequest`] header, or a batch.

@@ -8,7 +8,7 @@ mod reuse;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use drover_net::{Frame, FrameReader, FrameWriter, KeepAlive, PeerKey, decode, encode};
 use parking_lot::RwLock;
@@ -33,6 +33,9 @@ const EVENT_QUEUE: usize = 256;
 
 /// Literal frames of a lane that wait to be unpacked.
 const LANE_QUEUE: usize = 2;
+
+/// How often a lane says how busy it is.
+const BUSY_EVERY: Duration = Duration::from_millis(100);
 
 /// How long an orderly end may take.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
@@ -186,10 +189,10 @@ impl Site {
         reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut reader, &mut writer);
         writer.send(kind::REPLY, &encode(&Reply::Ready)).await?;
-        let (_out, _) = write_frames(writer);
+        let (out, _) = write_frames(writer);
         let (to, from) = mpsc::channel(LANE_QUEUE);
         let worker = shared.clone();
-        let worker = tokio::task::spawn_blocking(move || unpack_lane(from, &worker));
+        let worker = tokio::task::spawn_blocking(move || unpack_lane(from, &worker, &out));
         let result = loop {
             match reader.next().await {
                 Ok(Some(frame)) => {
@@ -209,9 +212,22 @@ impl Site {
 }
 
 /// Unpacks what a lane brings until it ends or fails; a failure fails the image.
-fn unpack_lane(mut frames: mpsc::Receiver<Frame>, shared: &SessionShared) {
+fn unpack_lane(
+    mut frames: mpsc::Receiver<Frame>,
+    shared: &SessionShared,
+    out: &mpsc::Sender<Frame>,
+) {
     let mut lane = LaneIn::default();
-    while let Some(frame) = frames.blocking_recv() {
+    let mut busy = BusyShare::default();
+    while let Some(frame) = busy.idle(|| frames.blocking_recv()) {
+        if let Some(share) = busy.report() {
+            let payload = share.to_le_bytes().to_vec().into();
+            // Only a hint: never waited for.
+            let _ = out.try_send(Frame {
+                kind: kind::BUSY,
+                payload,
+            });
+        }
         let current = shared.current.read().clone();
         let Some(image) = current else { continue };
         let taken = match Literal::decode(&frame.payload) {
@@ -229,6 +245,41 @@ fn unpack_lane(mut frames: mpsc::Receiver<Frame>, shared: &SessionShared) {
             let _ = image.events.blocking_send(DriverEvent::Failed(e));
             return;
         }
+    }
+}
+
+/// Which share of its time a lane has something to do.
+struct BusyShare {
+    since: Instant,
+    idle: Duration,
+}
+
+impl Default for BusyShare {
+    fn default() -> Self {
+        BusyShare {
+            since: Instant::now(),
+            idle: Duration::ZERO,
+        }
+    }
+}
+
+impl BusyShare {
+    fn idle<T>(&mut self, wait: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let out = wait();
+        self.idle += start.elapsed();
+        out
+    }
+
+    /// In thousandths, now and then.
+    fn report(&mut self) -> Option<u16> {
+        let all = self.since.elapsed();
+        if all < BUSY_EVERY {
+            return None;
+        }
+        let share = 1.0 - self.idle.as_secs_f64() / all.as_secs_f64();
+        *self = BusyShare::default();
+        Some((share * 1000.0) as u16)
     }
 }
 

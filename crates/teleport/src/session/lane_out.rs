@@ -34,6 +34,8 @@ struct NeedState {
     image: Option<(u32, Arc<Outgoing>)>,
     runs: VecDeque<(u64, u64)>,
     closed: bool,
+    /// Lanes from this number on rest.
+    lanes: Option<u16>,
 }
 
 impl NeedQueue {
@@ -50,18 +52,25 @@ impl NeedQueue {
         self.more.notify_all();
     }
 
+    /// Lets only the first so many lanes work: what one lane carries compresses better than what
+    /// several do.
+    pub fn rest_from(&self, lanes: u16) {
+        self.state.lock().lanes = Some(lanes);
+    }
+
     /// The lanes end when nothing is left.
     pub fn close(&self) {
         self.state.lock().closed = true;
         self.more.notify_all();
     }
 
-    /// Blocks for one frame; waits for some. Ascending, as a frame wants them.
-    fn take(&self) -> Option<(u32, Arc<Outgoing>, Runs)> {
+    /// Blocks for one frame of a lane; waits for some. Ascending, as a frame wants them.
+    fn take(&self, lane: u16) -> Option<(u32, Arc<Outgoing>, Runs)> {
         let mut state = self.state.lock();
         loop {
             if let Some((slot, image)) = state.image.clone()
                 && !state.runs.is_empty()
+                && state.lanes.is_none_or(|lanes| lane < lanes)
             {
                 return Some((slot, image, next_frame(&mut state.runs)));
             }
@@ -109,8 +118,10 @@ pub struct LaneOut {
     pub counters: Arc<Counters>,
     /// Where the time goes.
     pub times: Arc<LaneTimes>,
-    /// Its number in the session: the first may use more memory for its stream.
+    /// Its number in the session.
     pub number: u16,
+    /// Which share of its time the destination is busy with it, in thousandths, as it last said.
+    pub receiver_busy: Arc<AtomicU64>,
 }
 
 /// A literal frame on its way to the socket.
@@ -126,11 +137,11 @@ impl LaneOut {
     /// # Errors
     /// When the image cannot be read.
     pub fn run(self, socket: &mpsc::Sender<Packed>) -> Result<(), TeleportError> {
-        let mut packer = Packer::new(MAX_WINDOW_LOG - if self.number == 0 { 0 } else { 2 });
+        let mut packer = Packer::new(MAX_WINDOW_LOG);
         let mut pace = Pace::default();
         let mut buffer = vec![0u8; FRAME_BLOCKS * BLOCK_SIZE];
         let mut effort = String::new();
-        while let Some((slot, image, runs)) = self.needs.take() {
+        while let Some((slot, image, runs)) = self.needs.take(self.number) {
             let start = Instant::now();
             let mut at = 0;
             for (first, count) in runs.iter() {
@@ -153,13 +164,14 @@ impl LaneOut {
                 &self.counters.data_bytes,
                 super::frame_bytes(header.len() + packed.len()),
             );
-            let busy = start.elapsed();
+            let (busy, bytes) = (start.elapsed(), packed.len());
             if socket.blocking_send(Packed { header, packed }).is_err() {
                 return Ok(());
             }
             let waited = start.elapsed() - busy;
             self.note(busy, waited);
-            pace.note(busy, waited);
+            let receiver_busy = self.receiver_busy.load(Ordering::Relaxed) as f64 / 1000.0;
+            pace.note(busy, waited, bytes, receiver_busy);
             if pace.describe() != effort {
                 effort = pace.describe();
                 tracing::debug!(lane = self.number, effort, "compression");

@@ -382,10 +382,12 @@ fn deliver(
     } = prepared;
     let mut transfer = transfer;
     let part_path = transfer.part_path();
+    tracing::debug!("every block is in place");
     transfer
         .part
         .sync_all()
         .map_err(TeleportError::file("sync", &part_path))?;
+    tracing::debug!("synced");
     let found = match digest {
         Some(digest) => digest.finish(&transfer.layout),
         None => digest_file(&part_path, &mut |_, _| {})?,
@@ -416,6 +418,7 @@ fn deliver(
     arrived.log(&mut transfer.log)?;
     drop(transfer);
     site.settle(&arrived)?;
+    tracing::debug!("delivered");
     drop(hold);
     let counts = machine.counts();
     site.totals.delivered.fetch_add(1, Ordering::Relaxed);

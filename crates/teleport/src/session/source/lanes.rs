@@ -1,11 +1,11 @@
 //! The lanes of a session at the source: opened as they are of use.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use drover_image::Outgoing;
-use drover_net::{ConnectOptions, KeepAlive, Role, connect_any, encode, greet};
+use drover_net::{ConnectOptions, FrameReader, KeepAlive, Role, connect_any, encode, greet};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -18,7 +18,7 @@ use crate::protocol::{MAX_SESSION_FRAME, Reply, Request, kind};
 use crate::session::lane_out::{LaneOut, LaneTimes, NeedQueue, socket_queue, write_lane};
 
 /// How often it is judged whether another lane would help.
-const JUDGE_EVERY: Duration = Duration::from_millis(1500);
+const JUDGE_EVERY: Duration = Duration::from_secs(3);
 
 /// Lanes that are opened without being told to.
 const MAX_OWN_LANES: u16 = 4;
@@ -130,8 +130,9 @@ async fn open_lanes(plan: Plan, max_lanes: u16, mut stop: watch::Receiver<bool>)
             }
         }
         while fixed.is_none() && !*stop.borrow() {
+            let open = lanes.len() as u16;
             let stopped = tokio::time::timeout(JUDGE_EVERY, stop.wait_for(|s| *s)).await;
-            if stopped.is_ok() || judge.wants_more(&plan) {
+            if stopped.is_ok() || judge.wants_more(&plan, open) {
                 break;
             }
         }
@@ -154,7 +155,7 @@ struct Judge {
 }
 
 impl Judge {
-    fn wants_more(&mut self, plan: &Plan) -> bool {
+    fn wants_more(&mut self, plan: &Plan, open: u16) -> bool {
         let sent = plan.wire.sent();
         let rate = sent - std::mem::replace(&mut self.sent, sent);
         let busy = plan.times.busy_ns.load(Ordering::Relaxed);
@@ -170,6 +171,7 @@ impl Judge {
         }
         if self.before > 0 && rate < self.before + self.before / 10 {
             self.settled = true;
+            plan.needs.rest_from(open - 1);
             return false;
         }
         self.before = rate;
@@ -214,11 +216,13 @@ async fn open(plan: &Plan, number: u16) -> Result<JoinHandle<()>, TeleportError>
     }
     KeepAlive::default().apply(&mut reader, &mut writer);
     let (to, from) = socket_queue();
+    let receiver_busy = Arc::new(AtomicU64::new(0));
     let lane = LaneOut {
         needs: plan.needs.clone(),
         counters: plan.counters.clone(),
         times: plan.times.clone(),
         number,
+        receiver_busy: receiver_busy.clone(),
     };
     let failures = plan.failures.clone();
     let thread_failures = failures.clone();
@@ -230,14 +234,9 @@ async fn open(plan: &Plan, number: u16) -> Result<JoinHandle<()>, TeleportError>
     tracing::debug!(number, "lane open");
     Ok(tokio::spawn(async move {
         let written = write_lane(writer, from);
-        tokio::pin!(written);
-        // The destination only ends a lane that broke the rules; else it is silent.
         let result = tokio::select! {
-            result = &mut written => result,
-            heard = reader.next() => match heard {
-                Ok(None) | Ok(Some(_)) => written.await,
-                Err(e) => Err(e.into()),
-            },
+            result = written => result,
+            error = listen(&mut reader, &receiver_busy) => Err(error),
         };
         if let Err(e) = result {
             let _ = failures.try_send(e);
@@ -245,4 +244,24 @@ async fn open(plan: &Plan, number: u16) -> Result<JoinHandle<()>, TeleportError>
         // Reading to the end lets the peer take what was written last.
         while let Ok(Some(_)) = reader.next().await {}
     }))
+}
+
+/// Hears how busy the destination is until the lane breaks. The destination only ends a lane after
+/// it has refused the image on the control connection, which says why: no error of its own.
+async fn listen(reader: &mut FrameReader, receiver_busy: &AtomicU64) -> TeleportError {
+    loop {
+        match reader.next().await {
+            Ok(Some(frame)) if frame.kind == kind::BUSY => {
+                let share = frame
+                    .payload
+                    .as_ref()
+                    .try_into()
+                    .map_or(0, u16::from_le_bytes);
+                receiver_busy.store(u64::from(share), Ordering::Relaxed);
+            }
+            Ok(Some(_)) => {}
+            Ok(None) => std::future::pending().await,
+            Err(e) => return e.into(),
+        }
+    }
 }
