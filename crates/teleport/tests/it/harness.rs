@@ -47,6 +47,18 @@ impl Catalog for MemoryCatalog {
     }
 }
 
+/// A site in `dir` with its own matcher.
+pub fn config(dir: &Path) -> SiteConfig {
+    SiteConfig {
+        images_dir: dir.join("images"),
+        work_dir: dir.join("work"),
+        state_dir: dir.join("state"),
+        teleporter: None,
+        reserve_bytes: 0,
+        max_sessions: 8,
+    }
+}
+
 /// A listening site.
 pub struct TestSite {
     pub dir: PathBuf,
@@ -65,13 +77,14 @@ impl TestSite {
 
     pub async fn start_with(dir: &Path, catalog: Arc<MemoryCatalog>, reserve_bytes: u64) -> Self {
         let config = SiteConfig {
-            images_dir: dir.join("images"),
-            work_dir: dir.join("work"),
-            state_dir: dir.join("state"),
-            teleporter: None,
             reserve_bytes,
-            max_sessions: 8,
+            ..config(dir)
         };
+        Self::start_as(config, catalog).await
+    }
+
+    pub async fn start_as(config: SiteConfig, catalog: Arc<MemoryCatalog>) -> Self {
+        let dir = config.images_dir.parent().unwrap().to_path_buf();
         let given = catalog.clone();
         let opened = tokio::task::spawn_blocking(move || Site::open(config, given))
             .await
@@ -85,7 +98,7 @@ impl TestSite {
         let (stop, stopped) = watch::channel(false);
         let accepting = tokio::spawn(accept(listener, site.clone(), stopped));
         TestSite {
-            dir: dir.into(),
+            dir,
             catalog,
             site,
             identity,

@@ -4,3 +4,4 @@ mod harness;
 mod hostile;
 mod resume;
 mod send;
+mod teleporter;

@@ -229,3 +229,38 @@ async fn images_that_change_at_the_destination_are_not_trusted() {
     client.send(&[&c], &there).await.unwrap();
     same(&c, &there.image("c.raw"));
 }
+
+/// Batches of zeros are complete at once, those between them are not: the log must not mind.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn images_with_long_stretches_of_zeros_are_resumed() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let a = dir.path().join("a.raw");
+    let mut bytes = vec![0; 100 << 20];
+    let mut rng = fastrand::Rng::with_seed(6);
+    // Written, so no holes: the walk meets them as batches without data.
+    for part in bytes.chunks_mut(8 << 20).step_by(2) {
+        rng.fill(&mut part[..4 << 20]);
+    }
+    write(&a, &bytes);
+    let client = Client::new();
+    let mut options = client.options(&there, &there.address);
+    options.limit = Some(Arc::new(drover_net::RateLimit::new(10 << 20)));
+    let (stop, counters) = (client.stop.clone(), client.counters.clone());
+    tokio::spawn(async move {
+        while counters.sent_blocks.load(Ordering::Relaxed) < 2500 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        stop.send_replace(true);
+    });
+    client.send_with(items(&[&a]), options).await.unwrap_err();
+    let client = Client {
+        identity: client.identity.clone(),
+        ..Client::new()
+    };
+    let reports = client.send(&[&a], &there).await.unwrap();
+    same(&a, &there.image("a.raw"));
+    assert!(reports[0].resumed_blocks > 1500, "{reports:?}");
+    assert!(reports[0].sent_blocks < 7 * 1024 - 1500, "{reports:?}");
+    no_part_left(&there);
+}

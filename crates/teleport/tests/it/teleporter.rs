@@ -1,0 +1,331 @@
+//! A teleporter on a third machine: what it is good for, and that nothing depends on it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
+use drover_net::{
+    Frame, FrameReader, FrameWriter, Identity, Listener, Role, decode, encode, greet,
+};
+use drover_teleport::matching::{LocalTeleporter, decode_event, encode_answer, encode_event};
+use drover_teleport::protocol::{Reply, Request, kind};
+use drover_teleport::session::teleporter::{connect, serve_teleporter};
+use drover_teleport::teleporter::{Answer, Event, ImageEvent};
+use drover_teleport::{RemoteTeleporter, SiteConfig, TeleportError, open_teleporter};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+
+use crate::harness::*;
+
+/// A link that can be cut, with all that is on it, and healed.
+struct Link {
+    address: String,
+    up: watch::Sender<bool>,
+}
+
+async fn link(to: String) -> Link {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let (up, state) = watch::channel(true);
+    tokio::spawn(async move {
+        loop {
+            let (mut from, _) = listener.accept().await.unwrap();
+            let mut state = state.clone();
+            if !*state.borrow() {
+                continue;
+            }
+            let mut to = TcpStream::connect(&to).await.unwrap();
+            tokio::spawn(async move {
+                tokio::select! {
+                    _ = tokio::io::copy_bidirectional(&mut from, &mut to) => {}
+                    Ok(_) = state.wait_for(|up| !up) => {}
+                }
+            });
+        }
+    });
+    Link { address, up }
+}
+
+/// Listens as a teleporter would and hands over the connections of sites.
+async fn listen<F, Fut>(serve: F) -> (Identity, String)
+where
+    F: Fn(FrameReader, FrameWriter) -> Fut + Send + Sync + 'static,
+    Fut: Future<Output = ()> + Send + 'static,
+{
+    let identity = Identity::generate();
+    let bind = "127.0.0.1:0".parse().unwrap();
+    let listener = Listener::bind(bind, &identity).await.unwrap();
+    let address = listener.local_addr().to_string();
+    let serve = Arc::new(serve);
+    tokio::spawn(async move {
+        while let Ok(pending) = listener.accept().await {
+            let serve = serve.clone();
+            tokio::spawn(async move {
+                let Ok(connection) = pending.handshake().await else {
+                    return;
+                };
+                let (mut reader, mut writer) = connection.split();
+                greet(&mut reader, &mut writer, Role::Server).await.unwrap();
+                let Ok(Some(frame)) = reader.next().await else {
+                    return;
+                };
+                let request: Request = decode(&frame.payload).unwrap();
+                assert!(matches!(request, Request::Teleporter));
+                serve(reader, writer).await;
+            });
+        }
+    });
+    (identity, address)
+}
+
+/// A teleporter behind a link, and a site that uses it.
+struct Three {
+    there: TestSite,
+    link: Link,
+    teleporter: LocalTeleporter,
+    /// How the site reaches it.
+    remote: RemoteTeleporter,
+    dir: tempfile::TempDir,
+}
+
+async fn three() -> Three {
+    let dir = tempfile::tempdir().unwrap();
+    let teleporter = open_teleporter(&dir.path().join("teleporter"), &mut Vec::new()).unwrap();
+    let shared = teleporter.clone();
+    let (identity, address) = listen(move |reader, writer| {
+        let shared = shared.clone();
+        async move {
+            let _ = serve_teleporter(reader, writer, shared).await;
+        }
+    })
+    .await;
+    let link = link(address).await;
+    let remote = remote(&identity, &link.address);
+    let there = site(&dir.path().join("there"), &remote).await;
+    Three {
+        there,
+        link,
+        teleporter,
+        remote,
+        dir,
+    }
+}
+
+fn remote(teleporter: &Identity, address: &str) -> RemoteTeleporter {
+    RemoteTeleporter {
+        identity: Identity::generate(),
+        key: teleporter.key(),
+        addresses: vec![address.into()],
+    }
+}
+
+async fn site(dir: &Path, remote: &RemoteTeleporter) -> TestSite {
+    let config = SiteConfig {
+        teleporter: Some(remote.clone()),
+        ..config(dir)
+    };
+    TestSite::start_as(config, Default::default()).await
+}
+
+fn written(dir: &Path, name: &str, seed: u64, files: usize) -> std::path::PathBuf {
+    let path = dir.join(name);
+    write(&path, &image(seed, 5, files));
+    path
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn images_arrive_and_the_second_costs_less() {
+    let Three {
+        there,
+        teleporter,
+        dir,
+        ..
+    } = three().await;
+    let a = written(dir.path(), "a.raw", 1, 150);
+    let b = written(dir.path(), "b.raw", 2, 150);
+    let client = Client::new();
+    let reports = client.send(&[&a, &b], &there).await.unwrap();
+    same(&a, &there.image("a.raw"));
+    same(&b, &there.image("b.raw"));
+    let second = &reports[1];
+    assert!(second.matched_blocks > second.sent_blocks, "{second:?}");
+    assert!(second.wire_sent_bytes < reports[0].wire_sent_bytes);
+    // The site has no matcher: it was that one.
+    assert!(there.site.status().matcher.is_empty());
+    assert!(teleporter.lock().stats().matched >= second.matched_blocks);
+    // In place of itself, and as another.
+    for name in ["a.raw", "c.raw"] {
+        let mut again = items(&[&a]);
+        again[0].name = drover_core::ImageName::new(name).unwrap();
+        let options = client.options(&there, &there.address);
+        let reports = client.send_with(again, options).await.unwrap();
+        assert_eq!(reports[0].sent_blocks, 0, "{reports:?}");
+        same(&a, &there.image(name));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_teleporter_that_dies_costs_matches_and_nothing_else() {
+    let Three {
+        there, link, dir, ..
+    } = three().await;
+    let a = written(dir.path(), "a.raw", 1, 60);
+    let client = Client::new();
+    client.send(&[&a], &there).await.unwrap();
+    // Of the same name, so that the teleporter would have to forget the one before.
+    let own: Vec<u8> = std::iter::repeat_with({
+        let mut rng = fastrand::Rng::with_seed(5);
+        move || rng.u8(..)
+    })
+    .take(30 << 20)
+    .collect();
+    write(&a, &[own, std::fs::read(&a).unwrap()].concat());
+    let mut options = client.options(&there, &there.address);
+    options.limit = Some(Arc::new(drover_net::RateLimit::new(12 << 20)));
+    let counters = client.counters.clone();
+    let up = link.up.clone();
+    let before = counters.sent_blocks.load(Ordering::Relaxed);
+    let cut = tokio::spawn(async move {
+        while counters.sent_blocks.load(Ordering::Relaxed) < before.min(1) + 1500 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        up.send_replace(false);
+    });
+    let reports = client.send_with(items(&[&a]), options).await.unwrap();
+    cut.await.unwrap();
+    same(&a, &there.image("a.raw"));
+    let r = &reports[0];
+    let blocks = r.matched_blocks + r.sent_blocks + r.zero_blocks + r.resumed_blocks;
+    assert_eq!(blocks, r.size_bytes.div_ceil(4096), "{r:?}");
+    assert_eq!(there.site.list().len(), 1);
+    // Without it from the start.
+    let b = written(dir.path(), "b.raw", 2, 60);
+    let reports = client.send(&[&b], &there).await.unwrap();
+    same(&b, &there.image("b.raw"));
+    assert_eq!(reports[0].matched_blocks, 0, "{reports:?}");
+    // And when it is back, what it knows helps again.
+    link.up.send_replace(true);
+    let c = written(dir.path(), "c.raw", 3, 60);
+    client.send(&[&c], &there).await.unwrap();
+    let mut again = items(&[&c]);
+    again[0].name = drover_core::ImageName::new("d.raw").unwrap();
+    let options = client.options(&there, &there.address);
+    let reports = client.send_with(again, options).await.unwrap();
+    assert_eq!(reports[0].sent_blocks, 0, "{reports:?}");
+    same(&c, &there.image("d.raw"));
+}
+
+/// What a teleporter that has gone mad might answer.
+fn mad_answer(rng: &mut fastrand::Rng, blocks: u32, own: ImageId) -> Vec<u8> {
+    let mut runs = Vec::new();
+    let mut left = blocks;
+    while left > 0 {
+        let count = rng.u32(1..=left.min(300));
+        left -= count;
+        let first = match rng.u8(0..3) {
+            0 => rng.u64(0..3000),
+            1 => rng.u64(0..1 << 20),
+            _ => 1 << 40,
+        };
+        let origin = match rng.u8(0..4) {
+            0 => Origin::Literal,
+            1 => Origin::Image { image: own, first },
+            2 => Origin::Image {
+                image: ImageId(rng.u64(0..4)),
+                first,
+            },
+            _ => Origin::Sequence { first },
+        };
+        runs.push(PlanRun {
+            count,
+            origin,
+            via: Via::C1,
+        });
+    }
+    let stores = (0..rng.usize(0..20))
+        .map(|_| SequenceStore {
+            first: rng.u64(..9) + (1 << rng.u32(..40)),
+            from: rng.u64(..9) + (1 << rng.u32(..40)),
+            count: rng.u32(0..=2048),
+        })
+        .collect();
+    encode_answer(&Ok(Answer::Plan(Plan { runs, stores })))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whatever_a_teleporter_answers_the_images_are_right() {
+    let dir = tempfile::tempdir().unwrap();
+    for (seed, rubbish) in [(1, false), (2, false), (3, true)] {
+        let (identity, address) = listen(move |reader, writer| async move {
+            let _ = mad_teleporter(reader, writer, seed, rubbish).await;
+        })
+        .await;
+        let home = dir.path().join(format!("there-{seed}"));
+        let there = site(&home, &remote(&identity, &address)).await;
+        let client = Client::new();
+        for n in 0..3 {
+            let name = format!("{n}.raw");
+            let path = written(dir.path(), &name, 10 + n, 100);
+            client.send(&[&path], &there).await.unwrap();
+            same(&path, &there.image(&name));
+        }
+    }
+}
+
+async fn mad_teleporter(
+    mut reader: FrameReader,
+    mut writer: FrameWriter,
+    seed: u64,
+    rubbish: bool,
+) -> Result<(), TeleportError> {
+    let mut rng = fastrand::Rng::with_seed(seed);
+    writer.send(kind::REPLY, &encode(&Reply::Ready)).await?;
+    writer.flush().await?;
+    reader.set_max_frame(2 << 20);
+    while let Some(Frame { payload, .. }) = reader.next().await? {
+        let answer = match decode_event(&payload)? {
+            Event::Match(..) if rubbish && rng.bool() => (0..99).map(|_| rng.u8(..)).collect(),
+            Event::Match(own, batch) => mad_answer(&mut rng, batch.digests.len() as u32, own),
+            _ => encode_answer(&Ok(Answer::Done)),
+        };
+        writer.send(kind::PLAN, &answer).await?;
+        writer.flush().await?;
+    }
+    Ok(())
+}
+
+/// Frames that make no sense end their connection, and what it had begun is given up.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_site_that_breaks_the_rules_ends_its_own_connection_only() {
+    let Three {
+        there,
+        teleporter,
+        remote,
+        dir,
+        ..
+    } = three().await;
+    for frame in [
+        (kind::MATCH, vec![]),
+        (kind::MATCH, vec![9, 9, 9]),
+        (kind::PLAN, vec![0, 1]),
+        (kind::BATCH, vec![5; 100]),
+    ] {
+        let mut remote = connect(&remote).await.unwrap();
+        let begin = encode_event(&Event::Image(ImageId(900), ImageEvent::Begin));
+        for (kind, payload) in [(kind::MATCH, begin), frame] {
+            let payload = payload.into();
+            remote.to.send(Frame { kind, payload }).await.unwrap();
+        }
+        let first = remote.from.recv().await.unwrap().unwrap();
+        assert_eq!(first.kind, kind::PLAN);
+        while let Some(Ok(more)) = remote.from.recv().await {
+            panic!("{more:?}");
+        }
+    }
+    assert!(format!("{:?}", teleporter.lock()).contains("in_transit: 0"));
+    let a = written(dir.path(), "a.raw", 1, 30);
+    Client::new().send(&[&a], &there).await.unwrap();
+    same(&a, &there.image("a.raw"));
+}
