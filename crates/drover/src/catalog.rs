@@ -64,7 +64,7 @@ impl SiteCatalog {
         let mutex = spare::lock(dir)?;
         let (users, repairs) = repair::ensure_sound(&path)?;
         let connection = schema::open_for_use(&path)?;
-        spare::write_locked(&connection, &path, &mutex)?;
+        spare::ensure(&connection, &path, &mutex)?;
         drop(mutex);
         Ok((
             SiteCatalog {

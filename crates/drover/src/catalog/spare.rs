@@ -43,21 +43,28 @@ pub fn path_of(path: &Path) -> PathBuf {
     path.with_extension("bak")
 }
 
-/// Writes the spare.
+/// Writes the spare after a change.
 pub fn write(connection: &Connection, path: &Path) -> Result<()> {
     let lock = lock(path.parent().unwrap_or(Path::new(".")))?;
-    write_locked(connection, path, &lock)
+    copy(connection, path, &lock)
 }
 
 /// Writes the spare unless it is of the same revision and sound.
-pub fn write_locked(connection: &Connection, path: &Path, _lock: &SpareLock) -> Result<()> {
-    let spare = path_of(path);
-    let revision = Seal::load(connection)
-        .map_err(|e| e.at("reading the seal", path))?
-        .revision;
-    if examine(&spare)? == (Found::Good { revision }) {
+pub fn ensure(connection: &Connection, path: &Path, lock: &SpareLock) -> Result<()> {
+    let seal = Seal::load(connection).map_err(|e| e.at("reading the seal", path))?;
+    if examine(&path_of(path))?
+        == (Found::Good {
+            revision: seal.revision,
+        })
+    {
         return Ok(());
     }
+    copy(connection, path, lock)
+}
+
+/// Copies the catalog as it is now; the old spare stays until the new one is durable.
+fn copy(connection: &Connection, path: &Path, _lock: &SpareLock) -> Result<()> {
+    let spare = path_of(path);
     let temporary = path.with_extension("bak.tmp");
     remove_with_log(&temporary)?;
     open_private(&temporary)?;

@@ -22,6 +22,7 @@ use crate::catalog::{PairOutcome, Peer};
 use crate::failure::one_line;
 use crate::signals::told;
 use crate::text::now_unix;
+use tracing::Instrument;
 
 /// How long a peer may take to say what it wants.
 const FIRST_REQUEST_LIMIT: Duration = Duration::from_secs(10);
@@ -50,7 +51,10 @@ pub async fn run(server: Arc<Server>, pending: Pending, place: Place, stranger: 
     let wire = connection.wire();
     let Some(key) = connection.peer() else { return };
     let (reader, writer) = connection.split();
-    let outcome = talk(&server, key, reader, writer, stranger).await;
+    let span = tracing::info_span!("peer", %remote, name = tracing::field::Empty);
+    let outcome = talk(&server, key, reader, writer, stranger)
+        .instrument(span)
+        .await;
     server.metrics.wire_sent.fetch_add(wire.sent(), Relaxed);
     server
         .metrics
@@ -106,6 +110,7 @@ async fn talk(
         return answer(reader, writer, &no(RefuseReason::Policy, text)).await;
     };
     drop(stranger);
+    tracing::Span::current().record("name", &peer.name);
     reader.set_max_frame(MAX_SESSION_FRAME);
     dispatch(server, peer, request, reader, writer).await
 }
@@ -127,7 +132,7 @@ async fn dispatch(
     match request {
         Request::Send { images } => {
             let _open = Open::count(&server.metrics.sessions_open);
-            tracing::info!(peer = peer.name, images, "session opened");
+            tracing::info!(images, "session opened");
             let ended = site
                 .session(
                     reader,
@@ -145,7 +150,7 @@ async fn dispatch(
             };
             counter.fetch_add(1, Relaxed);
             ended.with_context(|| format!("session of {}", peer.name))?;
-            tracing::info!(peer = peer.name, "session ended");
+            tracing::info!("session ended");
             Ok(())
         }
         Request::Lane { session } => Ok(site.lane(reader, writer, peer.key, session).await?),
@@ -191,7 +196,7 @@ async fn match_for(
         Err(e) => return answer(reader, writer, &failed(one_line(&e))).await,
     };
     let _open = Open::count(&server.metrics.sessions_open);
-    tracing::info!(peer = peer.name, "matching for it");
+    tracing::info!("matching for it");
     let mut stop = server.stop.clone();
     let ended = tokio::select! {
         ended = serve_teleporter(reader, writer, matcher.shared()) => ended,

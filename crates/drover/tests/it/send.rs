@@ -373,3 +373,112 @@ fn a_lone_teleporter_matches_for_a_site() {
     far.stop();
     assert_eq!(matcher.stop().0, Some(0));
 }
+
+#[test]
+fn a_site_without_space_refuses_before_anything_is_sent() {
+    let world = World::new();
+    world.run("far", &["init"]).ok();
+    fs::write(world.path("far/config.toml"), "reserve = \"1000TiB\"\n").unwrap();
+    let _far = world.pair();
+    world.image("a.img", 1, 1000);
+    let ran = world
+        .run("near", &["send", "a.img", "far", "--json"])
+        .fails(3, &["a.img: needs", "to spare"]);
+    let last = ran.json().pop().unwrap();
+    assert_eq!(
+        (last["event"].as_str(), last["code"].as_i64()),
+        (Some("error"), Some(3))
+    );
+    assert!(!world.path("far/images/a.img").exists());
+}
+
+#[test]
+fn an_image_that_changes_while_it_is_sent_is_not_delivered() {
+    let world = World::new();
+    let _far = world.pair();
+    let path = world.image("a.img", 4, 8192);
+    let mut sending = world
+        .drover("near", &["send", "a.img", "far", "--limit", "8M"])
+        .stdout(Stdio::null())
+        .stderr(fs::File::create(world.path("err")).unwrap())
+        .spawn()
+        .unwrap();
+    until("it is on its way", || {
+        let status = world.run("far", &["status", "--json"]).ok().json();
+        status[0]["site"]["transfers"][0]["done_blocks"]
+            .as_u64()
+            .is_some_and(|d| d > 0)
+    });
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"changed", 8191 * 4096).unwrap();
+    drop(file);
+    assert_eq!(wait(&mut sending), Some(1));
+    let err = fs::read_to_string(world.path("err")).unwrap();
+    assert!(
+        err.contains("a.img changed while it was being sent"),
+        "{err}"
+    );
+    assert!(!world.path("far/images/a.img").exists());
+    world.run("near", &["send", "a.img", "far"]).ok();
+    same(&world.delivered("far", "a.img"), &path);
+}
+
+#[test]
+fn a_damaged_container_is_refused_with_a_way_out() {
+    let world = World::new();
+    let _far = world.pair();
+    // A qcow2 whose table of clusters lies beyond the end of the file.
+    let mut bytes = vec![0u8; 65536];
+    bytes[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
+    bytes[20..24].copy_from_slice(&16u32.to_be_bytes());
+    bytes[24..32].copy_from_slice(&(1u64 << 30).to_be_bytes());
+    bytes[36..40].copy_from_slice(&2u32.to_be_bytes());
+    bytes[40..48].copy_from_slice(&(1u64 << 40).to_be_bytes());
+    bytes[48..56].copy_from_slice(&65536u64.to_be_bytes());
+    bytes[56..60].copy_from_slice(&1u32.to_be_bytes());
+    bytes[96..100].copy_from_slice(&4u32.to_be_bytes());
+    bytes[100..104].copy_from_slice(&104u32.to_be_bytes());
+    let path = world.path("a.qcow2");
+    fs::write(&path, bytes).unwrap();
+    world
+        .run("near", &["send", "a.qcow2", "far"])
+        .fails(1, &["a.qcow2", "--opaque"]);
+    world
+        .run("near", &["send", "a.qcow2", "far", "--opaque"])
+        .ok();
+    same(&world.delivered("far", "a.qcow2"), &path);
+}
+
+#[test]
+fn a_name_that_exists_is_replaced_at_the_end() {
+    let world = World::new();
+    let _far = world.pair();
+    let (old, new) = (
+        world.image("old.img", 1, 600),
+        world.image("new.img", 2, 8192),
+    );
+    world
+        .run("near", &["send", "old.img", "far", "--as", "x.img"])
+        .ok();
+    let mut sending = world
+        .drover(
+            "near",
+            &["send", "new.img", "far", "--as", "x.img", "--limit", "8M"],
+        )
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    until("it is on its way", || {
+        let status = world.run("far", &["status", "--json"]).ok().json();
+        status[0]["site"]["transfers"][0]["done_blocks"]
+            .as_u64()
+            .is_some_and(|d| d > 0)
+    });
+    same(&world.delivered("far", "x.img"), &old);
+    assert_eq!(wait(&mut sending), Some(0));
+    same(&world.delivered("far", "x.img"), &new);
+    let list = world.run("near", &["images", "far", "--json"]).ok().json();
+    assert_eq!(list.len(), 1);
+    world.run("near", &["verify", "x.img", "far"]).ok();
+}
