@@ -13,8 +13,12 @@ pub(crate) const PER_PAGE: usize = 128;
 /// Bytes of a page on disk.
 pub(crate) const PAGE_BYTES: usize = PER_PAGE * Digest::LEN;
 
-/// Checksum of everything the index writes: CRC-32C.
+/// Checksum of everything the index writes: CRC-32C. A fuzzer could not get past it, so in its
+/// builds every checksum holds.
 pub(crate) fn crc(bytes: &[u8]) -> u32 {
+    if cfg!(fuzzing) {
+        return 0;
+    }
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 

@@ -170,7 +170,7 @@ fn read(
     let expected = sum.digest().to_le_bytes();
     let mut b = [0; SUM];
     let n = file.read_at(&mut b, at)?;
-    Ok(if n == SUM && b == expected {
+    Ok(if n == SUM && (b == expected || cfg!(fuzzing)) {
         Loaded::Yes(Saved { epoch, slots })
     } else {
         Loaded::Damaged
