@@ -14,6 +14,7 @@ use drover_teleport::RefuseReason;
 use drover_teleport::catalog::Catalog;
 use drover_teleport::protocol::{ImageInfo, MAX_SESSION_FRAME, Refusal, Reply, Request, kind};
 use drover_teleport::session::serve_teleporter;
+use tracing::Instrument;
 
 use super::admission::{Place, StrangerPlace};
 use super::matchers::Matchers;
@@ -22,7 +23,6 @@ use crate::catalog::{PairOutcome, Peer};
 use crate::failure::one_line;
 use crate::signals::told;
 use crate::text::now_unix;
-use tracing::Instrument;
 
 /// How long a peer may take to say what it wants.
 const FIRST_REQUEST_LIMIT: Duration = Duration::from_secs(10);

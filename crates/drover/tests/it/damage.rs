@@ -1,6 +1,8 @@
 //! Files of the home that were damaged: a repair that is reported, or one clear line.
 
 use std::fs;
+use std::process::Stdio;
+use std::time::Duration;
 
 use crate::world::World;
 
@@ -43,4 +45,29 @@ fn a_damaged_identity_is_never_replaced() {
     assert!(matches!(ran.code, Some(1 | 3)), "{ran:?}");
     assert!(ran.err.contains("identity.key"), "{}", ran.err);
     assert_eq!(fs::read_to_string(&path).unwrap(), "garbage");
+}
+
+#[test]
+fn a_command_that_is_killed_at_any_moment_leaves_a_sound_catalog() {
+    let world = World::new();
+    world.run("h", &["init"]).ok();
+    let seed = fastrand::u64(..);
+    let mut rng = fastrand::Rng::with_seed(seed);
+    for round in 0..30 {
+        let mut killed = world
+            .drover("h", &["ticket"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_micros(rng.u64(..30_000)));
+        killed.kill().unwrap();
+        killed.wait().unwrap();
+        let ran = world.run("h", &["ticket"]).ok();
+        assert!(
+            !ran.err.contains("repaired"),
+            "seed {seed}, round {round}: {}",
+            ran.err
+        );
+    }
 }
