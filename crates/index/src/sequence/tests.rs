@@ -1,1 +1,227 @@
+use std::collections::HashMap;
 
+use proptest::prelude::*;
+
+use super::*;
+use crate::testing::SimStorage;
+
+fn digest(n: u64) -> Digest {
+    Digest(*blake3::hash(&n.to_le_bytes()).as_bytes())
+}
+
+fn config(c2_bytes: usize, sequence_limit: u32) -> MatcherConfig {
+    MatcherConfig {
+        c2_bytes,
+        sequence_limit,
+        ..MatcherConfig::default()
+    }
+}
+
+/// A sequence cache and, slot by slot, what a destination would have in its data file.
+struct World {
+    storage: SimStorage,
+    config: MatcherConfig,
+    cache: SequenceCache<SimStorage>,
+    shared: Shared,
+    data: HashMap<u64, Digest>,
+}
+
+impl World {
+    fn new(config: MatcherConfig) -> Self {
+        let storage = SimStorage::new();
+        let mut repairs = Vec::new();
+        let cache = SequenceCache::open(&storage, &config, &mut repairs).unwrap();
+        assert!(repairs.is_empty());
+        World {
+            storage,
+            config,
+            cache,
+            shared: Shared::new(config.cached_pages),
+            data: HashMap::new(),
+        }
+    }
+
+    /// Stores blocks `from..to`, of which every seventh is a strong head.
+    fn store(&mut self, from: u64, to: u64) -> Vec<SequenceStore> {
+        let digests: Vec<Digest> = (from..to).map(digest).collect();
+        let heads: Vec<Head> = (from..to)
+            .map(|n| if n % 7 == 0 { Head::Strong } else { Head::No })
+            .collect();
+        let mut stores = Vec::new();
+        let (cache, shared) = (&mut self.cache, &mut self.shared);
+        cache.store(&digests, &heads, from, 0, &mut stores, shared);
+        let mut next = from;
+        for s in &stores {
+            assert_eq!(s.from, next, "pieces are told in order");
+            next += u64::from(s.count);
+            let last = s.first + u64::from(s.count) - 1;
+            assert_eq!(s.first / 128, last / 128, "inside a segment");
+            assert!(last / 128 < u64::from(self.config.sequence_limit));
+            for k in 0..u64::from(s.count) {
+                self.data.insert(s.first + k, digest(s.from + k));
+            }
+        }
+        assert_eq!(next, to, "all of it");
+        stores
+    }
+
+    fn lookup(&mut self, n: u64) -> Option<u64> {
+        let hit = self.cache.lookup(&digest(n), &mut self.shared)?;
+        assert_eq!(
+            self.data.get(&hit.slot),
+            Some(&digest(n)),
+            "what is found is there"
+        );
+        Some(hit.slot)
+    }
+
+    /// Every slot that the hash file calls used holds what the data file does.
+    fn check(&mut self) -> usize {
+        let mut used = 0;
+        for no in 0..self.cache.file.segments() {
+            let page = self.cache.page(no, &mut self.shared);
+            assert_eq!((page.start | page.strong) & !page.used, 0);
+            for (i, d) in page.iter() {
+                let slot = u64::from(no) * PER_PAGE as u64 + i as u64;
+                assert_eq!(self.data.get(&slot), Some(d), "slot {slot}");
+                used += 1;
+            }
+        }
+        used
+    }
+
+    fn reopen(&mut self) {
+        self.cache.flush(&mut self.shared).unwrap();
+        let mut repairs = Vec::new();
+        self.cache = SequenceCache::open(&self.storage, &self.config, &mut repairs).unwrap();
+        assert!(repairs.is_empty(), "{repairs:?}");
+        self.shared = Shared::new(self.config.cached_pages);
+        self.cache.rebuild(&mut self.shared).unwrap();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    #[test]
+    fn two_sequences_never_share_a_slot(
+        lengths in proptest::collection::vec(1u64..300, 1..60),
+        small_c2: bool,
+        limit in 1u32..20,
+        reopen in 0usize..60,
+    ) {
+        let c2 = if small_c2 { 256 } else { 64 << 10 };
+        let mut w = World::new(config(c2, limit));
+        let mut next = 0;
+        for (i, len) in lengths.iter().enumerate() {
+            let stores = w.store(next, next + len);
+            // The newest one is found, unless its own strong heads pushed it out of a tiny C2,
+            // or its own later pieces took the place of the first.
+            let last = stores.last().expect("stored").from;
+            if !small_c2 {
+                prop_assert!(w.lookup(last).is_some());
+            }
+            next += len;
+            if i % 3 == 0 {
+                w.cache.flush(&mut w.shared).unwrap();
+            }
+            if i == reopen {
+                w.reopen();
+            }
+            w.check();
+        }
+        let used = w.check();
+        prop_assert!(used <= limit as usize * PER_PAGE);
+        w.reopen();
+        let again = w.check();
+        // Filling a tiny C2 pushes entries out, and that evicts.
+        prop_assert!(if small_c2 { again <= used } else { again == used }, "{} of {}", again, used);
+    }
+}
+
+#[test]
+fn sequences_fill_the_tail_then_gaps_of_their_size() {
+    let mut w = World::new(config(64 << 10, 100));
+    let first = |s: Vec<SequenceStore>| s[0].first;
+    assert_eq!(first(w.store(0, 100)), 0);
+    assert_eq!(first(w.store(1000, 1020)), 100, "the rest of the segment");
+    assert_eq!(
+        first(w.store(2000, 2050)),
+        128,
+        "does not fit: a new segment, a gap of 8 stays"
+    );
+    assert_eq!(first(w.store(3000, 3007)), 178, "7 is not 8");
+    assert_eq!(first(w.store(4000, 4008)), 120, "8 is");
+    let long = w.store(5000, 5300);
+    let pieces: Vec<(u64, u32)> = long.iter().map(|s| (s.first, s.count)).collect();
+    assert_eq!(
+        pieces,
+        [(256, 128), (384, 128), (185, 44)],
+        "whole segments, then the rest"
+    );
+}
+
+#[test]
+fn what_c2_pushes_out_is_evicted_with_its_last_entry() {
+    let mut w = World::new(config(1 << 10, 1000));
+    let slots = w.cache.c2.capacity() as u64;
+    // Each sequence has a first block and one or two strong heads.
+    for i in 0..slots * 2 {
+        w.store(i * 100, i * 100 + 10);
+    }
+    assert!(w.cache.evicted > 0);
+    // Every sequence that is left is reachable, every one that is not is gone.
+    let mut left = 0;
+    for no in 0..w.cache.file.segments() {
+        let page = w.cache.page(no, &mut w.shared);
+        for slot in (0..PER_PAGE).filter(|i| page.start >> i & 1 == 1) {
+            let (from, to) = sequence_around(&page, slot);
+            assert_eq!((from, to - from), (slot, 10));
+            let entries = (from..to)
+                .filter_map(|i| page.get(i))
+                .filter(|d| w.cache.c2.contains(w.cache.c2.key(d), no))
+                .count();
+            assert!(entries > 0, "segment {no} slot {slot}");
+            left += 1;
+        }
+    }
+    assert_eq!(left + w.cache.evicted, w.cache.stored);
+    // What was evicted made room: the file holds little more than what is left.
+    let used = w.check() as u64;
+    assert_eq!(used, left * 10);
+    assert!(u64::from(w.cache.file.segments()) * 128 < used * 3 / 2 + 256);
+}
+
+#[test]
+fn at_the_limit_the_oldest_segment_is_used_again() {
+    let mut w = World::new(config(64 << 10, 3));
+    for i in 0..3 {
+        w.store(i * 1000, i * 1000 + 128);
+    }
+    assert_eq!(w.lookup(0), Some(0));
+    let fourth = w.store(9000, 9100);
+    assert_eq!((fourth[0].first, fourth[0].count), (0, 100));
+    assert_eq!(w.lookup(0), None, "evicted with its segment");
+    assert_eq!(w.lookup(1000), Some(128));
+    assert_eq!(
+        w.store(9500, 9528)[0].first,
+        100,
+        "the rest of it is filled"
+    );
+    assert_eq!(w.store(9600, 9601)[0].first, 128);
+    assert_eq!(w.lookup(1000), None);
+    assert_eq!(w.cache.evicted, 2);
+    w.check();
+}
+
+#[test]
+fn start_bits_bound_a_sequence() {
+    let mut page = Page::empty();
+    page.used = 0b0111_1111_0111;
+    page.start = 0b0001_0001_0001;
+    assert_eq!(sequence_around(&page, 2), (0, 3));
+    assert_eq!(sequence_around(&page, 4), (4, 8));
+    assert_eq!(sequence_around(&page, 7), (4, 8));
+    assert_eq!(sequence_around(&page, 10), (8, 11));
+    page.used = u128::MAX;
+    assert_eq!(sequence_around(&page, 127), (8, 128));
+}
