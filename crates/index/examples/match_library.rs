@@ -8,7 +8,9 @@
 //! Images are taken in the order given, each after the ones before it are at the destination. They
 //! are read once, holes skipped, in batches of 8 MiB; then every configuration is run on them.
 //! Counted are blocks that are not zero, repeats inside an image included. Options: `--only NAME`
-//! runs one configuration, `--dir DIR` keeps the index there instead of in a temporary directory.
+//! runs one configuration, `--dir DIR` keeps the index there instead of in a temporary directory,
+//! `--keep N` deletes all but the newest N images from the destination after each (what the sequence
+//! cache is for; the exact deduplicator forgets nothing).
 
 use std::error::Error;
 use std::fs::File;
@@ -36,17 +38,20 @@ struct Image {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut paths = Vec::new();
-    let (mut only, mut dir) = (None, None);
+    let (mut only, mut dir, mut keep) = (None, None, usize::MAX);
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--only" => only = args.next(),
+            "--keep" => keep = args.next().ok_or("--keep N")?.parse()?,
             "--dir" => dir = args.next().map(PathBuf::from),
             _ => paths.push(PathBuf::from(arg)),
         }
     }
     if paths.is_empty() {
-        return Err("usage: match_library [--only NAME] [--dir DIR] IMAGE.raw...".into());
+        return Err(
+            "usage: match_library [--only NAME] [--dir DIR] [--keep N] IMAGE.raw...".into(),
+        );
     }
     let temporary = tempfile::tempdir()?;
     let dir = dir.unwrap_or_else(|| temporary.path().to_owned());
@@ -61,7 +66,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .collect();
     for (name, config) in configurations() {
         if only.as_deref().is_none_or(|o| o == name) {
-            run(name, config, &images, &best, &dir.join(name))?;
+            run(name, config, &images, &best, keep, &dir.join(name))?;
         }
     }
     Ok(())
@@ -182,6 +187,7 @@ fn run(
     config: MatcherConfig,
     images: &[Image],
     best: &[u64],
+    keep: usize,
     dir: &Path,
 ) -> Result<(), Box<dyn Error>> {
     let (mut m, _) = Matcher::open(DirStorage::new(dir)?, config)?;
@@ -207,6 +213,10 @@ fn run(
         let start = cpu_time();
         m.finish(cursor)?;
         spent += cpu_time() - start;
+        if let Some(old) = id.checked_sub(keep) {
+            m.forget(ImageId(old as u64))?;
+            destination.delete(ImageId(old as u64));
+        }
         let after = m.stats();
         line(&image.name, &before, &after, best, spent);
         before = after;
