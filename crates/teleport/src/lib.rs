@@ -17,6 +17,8 @@ pub mod compress;
 pub mod destination;
 mod error;
 mod files;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod imagemap;
 mod images;
 pub mod log;

@@ -214,7 +214,8 @@ impl Iterator for LogReader {
         }
         let mut payload = vec![0u8; length];
         self.file.read_exact(&mut payload).ok()?;
-        if head[8..] != checksum(head[4], &payload).to_le_bytes() {
+        // Fuzzers are to get past the checksum.
+        if head[8..] != checksum(head[4], &payload).to_le_bytes() && !cfg!(fuzzing) {
             return None;
         }
         self.at = end;

@@ -136,7 +136,7 @@ impl Transfer {
         })
     }
 
-    /// Finds a transfer in `dir` again. Every batch of its log is digested again in the partial
+    /// Finds a transfer of `layout` in `dir` again. Every batch of its log is digested again in the partial
     /// file and handed to `restored`; the log is cut behind the last batch that was taken.
     /// `None` when there is nothing that can be used.
     ///
@@ -145,20 +145,21 @@ impl Transfer {
     pub fn resume(
         dir: &Path,
         offer: &Offer,
+        layout: &Layout,
         mut restored: impl FnMut(&Opening, Restored) -> Result<(), TeleportError>,
     ) -> Result<Option<Self>, TeleportError> {
         let log_path = dir.join("log");
         let Some(mut reader) = open_if_there(&log_path)? else {
             return Ok(None);
         };
-        let Some((opening, layout)) = read_front(&mut reader) else {
+        let Some((opening, logged)) = read_front(&mut reader) else {
             return Ok(None);
         };
-        if (Offer {
+        let same = Offer {
             slot: offer.slot,
             ..opening.offer.clone()
-        }) != *offer
-        {
+        };
+        if same != *offer || logged != *layout {
             return Ok(None);
         }
         let part_path = dir.join("image.part");
@@ -180,7 +181,7 @@ impl Transfer {
             if batch.index != next {
                 break;
             }
-            let (missing, full) = missing_blocks(&part, &layout, &batch)
+            let (missing, full) = missing_blocks(&part, layout, &batch)
                 .map_err(TeleportError::file("read", &part_path))?;
             let plan = (missing.count() > 0).then_some(plan);
             incomplete += u64::from(plan.is_some());
@@ -200,12 +201,11 @@ impl Transfer {
             next += 1;
         }
         let log = Log::reopen(&log_path, keep)?;
-        let layout = Arc::new(layout);
         Ok(Some(Transfer {
             dir: dir.into(),
             log,
             part: Arc::new(part),
-            layout,
+            layout: Arc::new(logged),
             opening,
             next,
             held: BTreeMap::new(),

@@ -170,11 +170,12 @@ fn a_delivery_cut_off_before_it_was_logged_is_resumed() {
     assert!(!home.path("images/a.raw").exists());
     let dir = site.transfer_dir(&format!("{:032x}", sample.opening.image));
     let mut present = 0;
-    let resumed = crate::transfer::Transfer::resume(&dir, &sample.opening.offer, |_, r| {
-        assert_eq!(r.missing.count(), 0);
-        present += r.batch.digests.len() as u64;
-        Ok(())
-    });
+    let resumed =
+        crate::transfer::Transfer::resume(&dir, &sample.opening.offer, &sample.layout, |_, r| {
+            assert_eq!(r.missing.count(), 0);
+            present += r.batch.digests.len() as u64;
+            Ok(())
+        });
     assert!(resumed.unwrap().is_some());
     assert_eq!(present, sample.batches.iter().map(|b| b.data.count()).sum());
 }

@@ -103,7 +103,7 @@ impl Sample {
 
     fn resume(&self, dir: &Path) -> Option<(Transfer, Vec<Restored>)> {
         let mut restored = Vec::new();
-        let transfer = Transfer::resume(dir, &self.opening.offer, |opening, r| {
+        let transfer = Transfer::resume(dir, &self.opening.offer, &self.layout, |opening, r| {
             assert_eq!(*opening, self.opening);
             restored.push(r);
             Ok(())
@@ -214,7 +214,7 @@ fn only_the_same_offer_resumes() {
     drop(sample.arrived(&dir));
     let offer = &sample.opening.offer;
     let resumes = |offer: &Offer| {
-        Transfer::resume(&dir, offer, |_, _| Ok(()))
+        Transfer::resume(&dir, offer, &sample.layout, |_, _| Ok(()))
             .unwrap()
             .is_some()
     };
@@ -242,8 +242,12 @@ fn only_the_same_offer_resumes() {
         },
     ];
     assert!(changed.iter().all(|o| !resumes(o)));
+    // Nor one of another layout that claims to be the same.
+    let other = Layout::in_file_order(100_000, &[0..8192]);
+    let resumed = Transfer::resume(&dir, offer, &other, |_, _| Ok(()));
+    assert!(resumed.unwrap().is_none());
     assert!(
-        !Transfer::resume(&dir.join("none"), offer, |_, _| Ok(()))
+        !Transfer::resume(&dir.join("none"), offer, &sample.layout, |_, _| Ok(()))
             .unwrap()
             .is_some()
     );

@@ -79,7 +79,7 @@ pub fn prepare(
     let mut open: HashMap<u64, Arc<OpenBatch>> = HashMap::new();
     let mut replan = Vec::new();
     let mut matcher: Option<MatchThread> = None;
-    let resumed = Transfer::resume(&dir, &offer, |opening, restored| {
+    let resumed = Transfer::resume(&dir, &offer, &layout, |opening, restored| {
         let Restored {
             batch,
             missing,
@@ -188,7 +188,7 @@ fn check_room(site: &Site, offer: &Offer, bytes: u64) -> Result<(), TeleportErro
 }
 
 /// Throws away what is left of transfers of other versions of the image.
-fn discard_older(site: &Site, peer: &PeerKey, offer: &Offer) {
+pub fn discard_older(site: &Site, peer: &PeerKey, offer: &Offer) {
     let Ok(entries) = std::fs::read_dir(site.config.work_dir.join("transfers")) else {
         return;
     };
