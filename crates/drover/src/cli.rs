@@ -175,16 +175,19 @@ pub enum Target {
 /// The file there is byte for byte the file here, unless --to asks for a conversion. A name that
 /// exists there is replaced in one step at the end. Sending again resumes what was interrupted.
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    override_usage = "drover send [OPTIONS] <IMAGE>... <PEER>",
+    after_help = "\
 Examples:
   drover send web.qcow2 lyon
   drover send web.qcow2 lyon --as web-2026.qcow2
   drover send *.vmdk lyon --limit 20M
   drover send big.vhdx lyon --dry-run
-  drover send old.vmdk lyon --to qcow2 --as old.qcow2")]
+  drover send old.vmdk lyon --to qcow2 --as old.qcow2"
+)]
 pub struct SendArgs {
     /// Image files, then the name of the peer
-    #[arg(required = true, num_args = 2.., value_names = ["IMAGE", "PEER"], value_hint = ValueHint::FilePath)]
+    #[arg(required = true, num_args = 2.., value_name = "IMAGE... PEER", value_hint = ValueHint::FilePath)]
     pub images_and_peer: Vec<PathBuf>,
     /// The name it gets there; for one image only [default: its file name]
     #[arg(long = "as", value_name = "NAME", value_parser = image_name)]
