@@ -230,6 +230,13 @@ impl Destination {
         Ok(())
     }
 
+    /// What was restored came from comparing, not from an earlier session: it counts as matched.
+    pub fn restored_was_compared(&mut self) {
+        let blocks = std::mem::take(&mut self.counts.resumed_blocks);
+        self.counts.matched_blocks += blocks;
+        self.counts.matched.in_place += blocks;
+    }
+
     /// The batch the source must send next.
     #[must_use]
     pub fn next_batch(&self) -> u64 {

@@ -300,6 +300,8 @@ pub struct Matched {
     pub aligned: u64,
     /// By repeating a block of the same batch.
     pub repeat: u64,
+    /// By comparing: the image of that name had the block in the same place.
+    pub in_place: u64,
     /// Reuse that no longer had the right digest, so that the source had to send the block.
     pub invalid: u64,
 }

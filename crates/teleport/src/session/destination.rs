@@ -1,5 +1,6 @@
 //! A session at the destination: images are offered, prepared, driven to the end and delivered.
 
+mod compare;
 mod driver;
 mod estimate;
 mod matching;
@@ -26,6 +27,7 @@ use crate::protocol::{
 };
 use crate::site::{Site, TransferStatus};
 
+use compare::Compared;
 pub use driver::DriverEvent;
 
 /// Events between the sockets and a driver.
@@ -347,13 +349,32 @@ impl Session {
         if offer.dry_run {
             return self.estimate(offer, frames).await;
         }
+        match self.compare(&offer, &layout, frames).await? {
+            Compared::Same(delivered) => {
+                return self.send(kind::DELIVERED, encode(&delivered)).await;
+            }
+            Compared::GivenUp => return Ok(()),
+            Compared::Differs(first) => self.transfer(offer, layout, Some(first), frames).await,
+            Compared::Not => self.transfer(offer, layout, None, frames).await,
+        }
+    }
+
+    /// Transfers an image. `begun` is the first batch that a comparison found to differ: the
+    /// offer has been accepted then, and everything before is in the transfer's log.
+    async fn transfer(
+        &mut self,
+        offer: Offer,
+        layout: Vec<u8>,
+        begun: Option<Event>,
+        frames: &mut Frames,
+    ) -> Result<(), TeleportError> {
         let (events, queue) = mpsc::channel(EVENT_QUEUE);
         let (site, shared) = (self.site.clone(), self.shared.clone());
         let (sink, slot) = (events.clone(), offer.slot);
         let prepared = tokio::task::spawn_blocking(move || {
             prepare::prepare(&site, shared.peer, &shared.peer_name, offer, &layout, sink)
         });
-        let prepared = match prepared.await.map_err(|_| stopped())? {
+        let mut prepared = match prepared.await.map_err(|_| stopped())? {
             Ok(prepared) => prepared,
             Err(e) => {
                 tracing::info!(peer = self.shared.peer_name, error = %e, "image refused");
@@ -371,7 +392,18 @@ impl Session {
             resumed_blocks: prepared.machine.counts().resumed_blocks,
             window_batches: WINDOW_BATCHES,
         };
-        self.send(kind::ACCEPT, encode(&accept)).await?;
+        match begun {
+            None => self.send(kind::ACCEPT, encode(&accept)).await?,
+            Some(Event::Batch(batch)) if batch.index != accept.resume_batch => {
+                // What was compared has changed since. The transfer is there to be resumed.
+                let gone = "the image that was compared with has changed; send again".into();
+                return Err(TeleportError::Remote(gone));
+            }
+            Some(event) => {
+                prepared.machine.restored_was_compared();
+                drop(events.send(DriverEvent::Machine(event)).await);
+            }
+        }
         tracing::debug!(slot, resume = accept.resume_batch, "image accepted");
         let hold_stop = prepared.hold.stop.clone();
         let (site, out) = (self.site.clone(), self.out.clone());

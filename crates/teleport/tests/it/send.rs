@@ -43,6 +43,9 @@ async fn the_same_image_again_sends_no_block() {
     for _ in 0..3 {
         let reports = client.send(&[&a], &there).await.unwrap();
         assert_eq!(reports[0].sent_blocks, 0, "{reports:?}");
+        let blocks = reports[0].matched_blocks + reports[0].zero_blocks;
+        assert_eq!(blocks, reports[0].size_bytes.div_ceil(4096));
+        assert_eq!(reports[0].matched.in_place, reports[0].matched_blocks);
         same(&a, &there.image("a.raw"));
     }
     // And under another name.
@@ -54,6 +57,46 @@ async fn the_same_image_again_sends_no_block() {
         .unwrap();
     assert_eq!(reports[0].sent_blocks, 0, "{reports:?}");
     same(&a, &there.image("c.raw"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_image_that_changed_a_little_is_replaced_at_little_cost() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let a = dir.path().join("a.raw");
+    let mut bytes = image(4, 8, 300);
+    write(&a, &bytes);
+    let client = Client::new();
+    client.send(&[&a], &there).await.unwrap();
+    let length = bytes.len();
+    // At the end, in the middle, at the very start, and with the file here meddled with as well.
+    for (round, at) in [length - 5, length / 2, 0, length / 3]
+        .into_iter()
+        .enumerate()
+    {
+        bytes[at] ^= 0x55;
+        write(&a, &bytes);
+        if round == 3 {
+            let file = std::fs::File::options()
+                .write(true)
+                .open(there.image("a.raw"))
+                .unwrap();
+            std::os::unix::fs::FileExt::write_all_at(&file, b"meddled", 100).unwrap();
+        }
+        let reports = client.send(&[&a], &there).await.unwrap();
+        let r = &reports[0];
+        same(&a, &there.image("a.raw"));
+        assert!(r.sent_blocks <= 2, "round {round}: {r:?}");
+        assert_eq!(r.resumed_blocks, 0);
+        let blocks = r.matched_blocks + r.sent_blocks + r.zero_blocks;
+        assert_eq!(blocks, r.size_bytes.div_ceil(4096), "{r:?}");
+    }
+    assert_eq!(
+        std::fs::read_dir(there.dir.join("work/transfers"))
+            .unwrap()
+            .count(),
+        0
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

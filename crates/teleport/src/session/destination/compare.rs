@@ -1,0 +1,276 @@
+//! Sending an image again: while every batch is what the image of that name already has in the
+//! same place, nothing is copied and nothing written but the log. At the first difference the
+//! transfer goes on like any other, with what was compared brought over at once.
+
+use std::sync::Arc;
+
+use drover_image::{Layout, Stamp};
+use drover_index::{Origin, Plan, PlanRun, Via};
+use drover_net::{decode, encode};
+
+use super::{Frames, Session, stopped};
+use crate::TeleportError;
+use crate::blockmap::BlockMap;
+use crate::catalog::ImageRecord;
+use crate::codec::{Batch, Runs, proofs_of};
+use crate::destination::Event;
+use crate::files::{copy_spans, digest_in_place, spans_of};
+use crate::images::OpenImage;
+use crate::protocol::{
+    Accept, BATCH_BLOCKS, Delivered, End, GiveUp, Matched, Offer, WINDOW_BATCHES, kind,
+};
+use crate::site::{Site, remove_dir};
+use crate::transfer::{Hold, Opening, Transfer, transfer_key};
+
+/// What came of comparing.
+pub enum Compared {
+    /// There is nothing to compare with; the offer has not been answered.
+    Not,
+    /// The image is here already.
+    Same(Box<Delivered>),
+    /// The source gave up.
+    GivenUp,
+    /// This is the first event that belongs to a real transfer; what was before is in its log.
+    Differs(Event),
+}
+
+/// The image that is compared with, and the transfer that begins if it differs.
+struct Comparison {
+    record: ImageRecord,
+    base: Arc<OpenImage>,
+    stamp: Stamp,
+    transfer: Transfer,
+    blocks: BlockMap,
+    _hold: Hold,
+}
+
+impl Session {
+    /// Compares what is offered with the image of that name, if there is one of the same layout
+    /// and no transfer to resume.
+    pub(super) async fn compare(
+        &self,
+        offer: &Offer,
+        layout: &[u8],
+        frames: &mut Frames,
+    ) -> Result<Compared, TeleportError> {
+        let (site, shared) = (self.site.clone(), self.shared.clone());
+        let (wanted, encoded) = (offer.clone(), layout.to_vec());
+        let begun = tokio::task::spawn_blocking(move || {
+            begin(&site, shared.peer, &shared.peer_name, wanted, &encoded)
+        });
+        let Some(mut comparison) = begun.await.map_err(|_| stopped())?? else {
+            return Ok(Compared::Not);
+        };
+        let accept = Accept {
+            resume_batch: 0,
+            resumed_blocks: 0,
+            window_batches: WINDOW_BATCHES,
+        };
+        self.send(kind::ACCEPT, encode(&accept)).await?;
+        loop {
+            let frame = tokio::select! {
+                frame = frames.recv() => frame.ok_or_else(stopped)??,
+                _ = super::wait_true(self.stop.clone()) => return Err(TeleportError::Stopped),
+            };
+            let event = match frame.kind {
+                kind::BATCH => Event::Batch(Arc::new(Batch::decode(&frame.payload)?)),
+                kind::END => Event::End(decode::<End>(&frame.payload)?.digest),
+                kind::GIVE_UP => {
+                    let _: GiveUp = decode(&frame.payload)?;
+                    remove_dir(&comparison.transfer.dir);
+                    return Ok(Compared::GivenUp);
+                }
+                other => {
+                    return Err(TeleportError::Protocol(format!(
+                        "frame {other:#04x} in an image"
+                    )));
+                }
+            };
+            let step = tokio::task::spawn_blocking(move || {
+                let same = comparison.step(&event);
+                (comparison, event, same)
+            });
+            let (returned, event, same) = step.await.map_err(|_| stopped())?;
+            comparison = returned;
+            match (same?, &event) {
+                (true, Event::Batch(batch)) => {
+                    self.send(kind::ACK, batch.index.to_le_bytes().to_vec())
+                        .await?;
+                }
+                (true, _) => {
+                    let site = self.site.clone();
+                    let kept = tokio::task::spawn_blocking(move || comparison.keep(&site));
+                    return kept
+                        .await
+                        .map_err(|_| stopped())?
+                        .map(Box::new)
+                        .map(Compared::Same);
+                }
+                (false, _) => {
+                    tracing::debug!(
+                        at = comparison.blocks.batches(),
+                        "differs from the image here"
+                    );
+                    let moved = tokio::task::spawn_blocking(move || comparison.bring_over());
+                    moved.await.map_err(|_| stopped())??;
+                    return Ok(Compared::Differs(event));
+                }
+            }
+        }
+    }
+}
+
+fn begin(
+    site: &Arc<Site>,
+    peer: drover_net::PeerKey,
+    peer_name: &str,
+    offer: Offer,
+    encoded: &[u8],
+) -> Result<Option<Comparison>, TeleportError> {
+    let Some(record) = site.images.by_name(&offer.name).filter(|r| !r.external) else {
+        return Ok(None);
+    };
+    let dir = site.transfer_dir(&transfer_key(&peer, &offer));
+    if dir.exists() || record.size_bytes != offer.file_bytes || record.format != offer.format {
+        return Ok(None);
+    }
+    let Ok(layout) = Layout::decode(encoded, crate::imagemap::layout_limits()) else {
+        return Ok(None); // The transfer refuses it with a reason.
+    };
+    let Some(base) = site.images.open_image(record.id) else {
+        return Ok(None);
+    };
+    let same = *base.map.layout == layout && layout.walk_blocks() == offer.walk_blocks;
+    let stamp = Stamp::of(&base.file)
+        .ok()
+        .filter(|s| Stamp::of_path(&record.path).ok() == Some(*s));
+    let (true, Some(stamp)) = (same, stamp) else {
+        return Ok(None);
+    };
+    let key = transfer_key(&peer, &offer);
+    let Some(hold) = site
+        .active
+        .take(&offer.name, &key, std::time::Duration::ZERO)
+    else {
+        return Ok(None);
+    };
+    super::prepare::discard_older(site, &peer, &offer);
+    let image = site
+        .catalog
+        .new_image_id()
+        .map_err(TeleportError::Catalog)?;
+    let opening = Opening {
+        peer,
+        peer_name: peer_name.into(),
+        offer,
+        image: image.0,
+    };
+    let transfer = Transfer::create(&dir, opening, base.map.layout.clone(), encoded)?;
+    let blocks = BlockMap::default();
+    Ok(Some(Comparison {
+        record,
+        base,
+        stamp,
+        transfer,
+        blocks,
+        _hold: hold,
+    }))
+}
+
+impl Comparison {
+    /// Whether all is the same up to and with this event.
+    fn step(&mut self, event: &Event) -> Result<bool, TeleportError> {
+        match event {
+            Event::Batch(batch) => {
+                let same = self.has(batch)?;
+                if same {
+                    let first = self.blocks.data_blocks();
+                    self.blocks.push(&batch.data);
+                    self.transfer.log_batch(batch, &self.plan(batch, first))?;
+                }
+                Ok(same)
+            }
+            Event::End(digest) => {
+                let whole = self.blocks.walk_blocks() == self.base.map.layout.walk_blocks();
+                let untouched = Stamp::of_path(&self.record.path).ok() == Some(self.stamp);
+                Ok(whole && untouched && *digest == self.record.digest)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Whether the image here has the batch in the same place.
+    fn has(&self, batch: &Batch) -> Result<bool, TeleportError> {
+        let next = batch.index == self.blocks.batches();
+        if !next || self.base.map.blocks.batch(batch.index).as_ref() != Some(&batch.data) {
+            return Ok(false);
+        }
+        let runs: Runs = batch.data.iter().map(|i| batch.first_block() + i).collect();
+        let runs: Vec<_> = runs.iter().collect();
+        let mut full = Vec::with_capacity(batch.digests.len());
+        digest_in_place(&self.base.file, &self.base.map.layout, &runs, &mut full)
+            .map_err(TeleportError::file("read", &self.record.path))?;
+        // The proofs are over all of every digest; the short ones follow from them.
+        Ok(proofs_of(&full) == batch.proofs)
+    }
+
+    fn plan(&self, batch: &Batch, first: u64) -> Plan {
+        let count = batch.digests.len() as u32;
+        let origin = Origin::Image {
+            image: self.record.id,
+            first,
+        };
+        let runs = if count == 0 {
+            vec![]
+        } else {
+            vec![PlanRun {
+                count,
+                origin,
+                via: Via::C2,
+            }]
+        };
+        Plan {
+            runs,
+            stores: Vec::new(),
+        }
+    }
+
+    /// Everything is the same: the image stays as it is.
+    fn keep(self, site: &Site) -> Result<Delivered, TeleportError> {
+        remove_dir(&self.transfer.dir);
+        let matched_blocks = self.blocks.data_blocks();
+        site.totals
+            .delivered
+            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        site.totals
+            .matched_blocks
+            .fetch_add(matched_blocks, std::sync::atomic::Ordering::Relaxed);
+        Ok(Delivered {
+            digest: self.record.digest,
+            matched_blocks,
+            sent_blocks: 0,
+            zero_blocks: self.blocks.walk_blocks() - matched_blocks,
+            resumed_blocks: 0,
+            matched: Matched {
+                in_place: matched_blocks,
+                ..Matched::default()
+            },
+            plan_bytes: 0,
+        })
+    }
+
+    /// Copies what was the same into the partial file, where resuming verifies it again.
+    fn bring_over(self) -> Result<(), TeleportError> {
+        for index in 0..self.blocks.batches() {
+            let Some(data) = self.blocks.batch(index) else {
+                continue;
+            };
+            let runs: Runs = data.iter().map(|i| index * BATCH_BLOCKS + i).collect();
+            let runs: Vec<_> = runs.iter().collect();
+            let spans = spans_of(&self.base.map.layout, &runs);
+            copy_spans(&self.base.file, &spans, &self.transfer.part, &spans)
+                .map_err(TeleportError::file("write", self.transfer.part_path()))?;
+        }
+        Ok(())
+    }
+}
