@@ -248,16 +248,13 @@ impl CuckooLru {
         (entry >> bits, entry & ((1 << bits) - 1))
     }
 
-    /// Touches the buckets of several digests, so that what is done with them next need not wait
-    /// for memory one by one.
+    /// Touches the buckets of a digest. Done for several digests in a row, what is done with them
+    /// next need not wait for memory one by one. The answer means nothing, but must be used.
     #[inline]
-    pub(crate) fn warm<'a>(&self, digests: impl Iterator<Item = &'a Digest>) {
-        let touched = digests.fold(0, |sum, d| {
-            let key = self.key(d);
-            let other = self.other(key.bucket, key.fingerprint);
-            sum ^ self.buckets[key.bucket as usize].0[0] ^ self.buckets[other as usize].0[0]
-        });
-        std::hint::black_box(touched);
+    pub(crate) fn touch_buckets(&self, digest: &Digest) -> u32 {
+        let key = self.key(digest);
+        let other = self.other(key.bucket, key.fingerprint);
+        self.buckets[key.bucket as usize].0[0] ^ self.buckets[other as usize].0[0]
     }
 
     /// Whether an entry with the key's fingerprint is in one of its buckets.

@@ -48,6 +48,15 @@ pub struct Cursor {
     walk: Walk,
 }
 
+/// How far a [`Matcher::probe`] is in an image.
+#[derive(Debug, Default)]
+pub struct Probe {
+    walk: Walk,
+}
+
+/// A slot that no image has.
+const NO_SLOT: u8 = u8::MAX;
+
 impl Cursor {
     /// Which image.
     #[must_use]
@@ -177,6 +186,42 @@ impl<S: Storage> Matcher<S> {
             runs: outcome.runs,
             stores: outcome.stores,
         })
+    }
+
+    /// Which of an image's next blocks [`batch`](Self::batch) would match, in the images that are
+    /// here and in the batch itself. Nothing is remembered or promoted. `probe` carries on from the
+    /// image's batch before.
+    ///
+    /// # Errors
+    /// [`IndexError::BadBatch`] when there are more than 4096 blocks, or not as many heads.
+    pub fn probe(
+        &mut self,
+        probe: &mut Probe,
+        digests: &[Digest],
+        heads: &[Head],
+    ) -> Result<Vec<bool>> {
+        if digests.len() != heads.len() || digests.len() > MAX_BATCH {
+            return Err(IndexError::BadBatch(
+                "digests and heads differ, or are too many",
+            ));
+        }
+        let pass = Pass {
+            config: &self.config,
+            recent: &mut self.recent,
+            sequences: &mut self.sequences,
+            shared: &mut self.shared,
+            purpose: Purpose::Record,
+            own: NO_SLOT,
+            base: 0,
+            digests,
+            heads,
+            walk: probe.walk,
+            warmed: 0,
+        };
+        let (known, walk) = pass.probe(&mut self.repeats);
+        // What the batch repeats of itself has no place in the next one.
+        probe.walk = walk.without(NO_SLOT);
+        Ok(known)
     }
 
     fn pass(

@@ -6,6 +6,7 @@
 //! made and sequences stored only when the whole batch is decided, so no run points at a sequence
 //! that the same plan stores (teleportation §2.6, §2.10, §2.15).
 
+use std::hint::black_box;
 use std::sync::Arc;
 
 use drover_core::{Digest, Head};
@@ -40,6 +41,16 @@ pub(crate) struct Walk {
     resume: Option<(Source, u64, Via)>,
     /// Blocks since the last match.
     cold: u32,
+}
+
+impl Walk {
+    /// The same, but for a run in progress in that slot.
+    pub(crate) fn without(self, slot: u8) -> Self {
+        let resume = self
+            .resume
+            .filter(|(source, ..)| *source != Source::Image(slot));
+        Walk { resume, ..self }
+    }
 }
 
 /// What is done with what is found.
@@ -130,6 +141,21 @@ impl<S: Storage> Pass<'_, S> {
             stores,
             walk: self.walk,
         }
+    }
+
+    /// Only which blocks would be matched; nothing is remembered or promoted.
+    pub(crate) fn probe(mut self, repeats: &mut Repeats) -> (Vec<bool>, Walk) {
+        let mut known = vec![false; self.digests.len()];
+        let runs = self.find_runs(
+            repeats,
+            &mut Held::default(),
+            &mut Vec::new(),
+            &mut Vec::new(),
+        );
+        for run in runs {
+            known[run.start..run.end()].fill(true);
+        }
+        (known, self.walk)
     }
 
     fn find_runs(
@@ -319,15 +345,19 @@ impl<S: Storage> Pass<'_, S> {
             .digests
             .len()
             .min(i + AHEAD.min(1 + self.walk.cold as usize));
-        let this = &*self;
-        let ahead = || {
-            (i..this.warmed)
-                .filter(|&j| this.heads[j] != Head::No || this.asks_for_anchor(&this.digests[j]))
-                .map(|j| &this.digests[j])
-        };
-        this.sequences.c2.warm(ahead());
-        this.recent.c1.warm(ahead());
-        this.recent.c0.warm(ahead());
+        let mut ahead = [0; AHEAD];
+        let mut n = 0;
+        for j in i..self.warmed {
+            let asked = self.heads[j] != Head::No || self.asks_for_anchor(&self.digests[j]);
+            ahead[n] = j;
+            n += usize::from(asked);
+        }
+        let touched = ahead[..n].iter().fold(0, |sum, &j| {
+            let d = &self.digests[j];
+            let recent = self.recent.c1.touch_buckets(d) ^ self.recent.c0.touch_buckets(d);
+            sum ^ recent ^ self.sequences.c2.touch_buckets(d)
+        });
+        black_box(touched);
     }
 
     fn use_entry(&mut self, hit: &RecentHit) {
@@ -413,7 +443,8 @@ impl<S: Storage> Pass<'_, S> {
             }
             if i >= warmed && self.recent.has_room_for_anchors() {
                 warmed = self.digests.len().min(i + AHEAD);
-                self.recent.c0.warm(self.digests[i..warmed].iter());
+                let ahead = self.digests[i..warmed].iter();
+                black_box(ahead.fold(0, |sum, d| sum ^ self.recent.c0.touch_buckets(d)));
             }
             while ends.next_if(|&e| e < i).is_some() {}
             let at_end = ends.peek() == Some(&i);
