@@ -75,6 +75,15 @@ pub enum TeleportError {
     Stopped,
 }
 
+impl From<crate::teleporter::Failure> for TeleportError {
+    fn from(failure: crate::teleporter::Failure) -> Self {
+        match failure {
+            crate::teleporter::Failure::Violation(v) => TeleportError::Protocol(v.into()),
+            crate::teleporter::Failure::Index(e) => e.into(),
+        }
+    }
+}
+
 impl TeleportError {
     /// Adds the file and the action to an I/O error.
     pub fn file(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {

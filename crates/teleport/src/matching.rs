@@ -153,11 +153,12 @@ fn gone() -> TeleportError {
 /// # Errors
 /// What it reports.
 pub fn handle(teleporter: &LocalTeleporter, event: Event) -> Result<Answer, TeleportError> {
-    use crate::teleporter::Failure;
-    teleporter.lock().handle(event).map_err(|e| match e {
-        Failure::Violation(v) => TeleportError::Protocol(v.into()),
-        Failure::Index(e) => e.into(),
-    })
+    let mut teleporter = teleporter.lock();
+    let answer = teleporter.handle(event);
+    for repair in teleporter.take_repairs() {
+        tracing::warn!(repair, "the matcher's files were damaged");
+    }
+    Ok(answer?)
 }
 
 fn blocks_of(event: &Event) -> u64 {

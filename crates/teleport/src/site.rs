@@ -488,10 +488,7 @@ impl Site {
         self.sequences.save()?;
         if let Matching::Local(teleporter) = &self.matching {
             let mut teleporter = teleporter.lock();
-            teleporter.persist().map_err(|e| match e {
-                crate::teleporter::Failure::Index(e) => TeleportError::from(e),
-                crate::teleporter::Failure::Violation(v) => TeleportError::Protocol(v.into()),
-            })?;
+            teleporter.persist()?;
         }
         Ok(())
     }

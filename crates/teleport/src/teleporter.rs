@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use drover_index::{Cursor, ImageId, IndexError, Matcher, MatcherStats, Plan, Storage};
+use drover_index::{Cursor, ImageId, IndexError, Matcher, MatcherStats, Plan, Probe, Storage};
 use serde::{Deserialize, Serialize};
 
 use crate::codec::Batch;
@@ -96,6 +96,15 @@ impl<S: Storage> Teleporter<S> {
         self.matcher.images().into_iter().map(|i| i.image).collect()
     }
 
+    /// What was found damaged since the last call, a line each.
+    pub fn take_repairs(&mut self) -> Vec<String> {
+        self.matcher
+            .take_repairs()
+            .iter()
+            .map(ToString::to_string)
+            .collect()
+    }
+
     /// Writes the caches down so that the next start need not rebuild them.
     ///
     /// # Errors
@@ -104,13 +113,13 @@ impl<S: Storage> Teleporter<S> {
         Ok(self.matcher.persist()?)
     }
 
-    /// Which data blocks of the batch would be matched now; nothing is remembered.
+    /// Which data blocks of the batch would be matched now; nothing is remembered. `probe` goes
+    /// from batch to batch of one image.
     ///
     /// # Errors
     /// When the files cannot be read.
-    pub fn probe(&mut self, batch: &Batch) -> Result<Vec<bool>, Failure> {
-        let _ = batch;
-        Err(Failure::Violation("dry runs come with the matcher's probe"))
+    pub fn probe(&mut self, probe: &mut Probe, batch: &Batch) -> Result<Vec<bool>, Failure> {
+        Ok(self.matcher.probe(probe, &batch.digests, &batch.heads)?)
     }
 
     /// Takes an event in.

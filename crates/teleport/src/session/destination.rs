@@ -306,7 +306,14 @@ impl Session {
                 Some(Ok(frame)) if frame.kind == kind::GOODBYE => return Ok(()),
                 Some(Ok(frame)) if frame.kind == kind::OFFER => {
                     let offer: Offer = decode(&frame.payload)?;
-                    self.image(offer, frames).await?;
+                    if let Err(e) = self.image(offer, frames).await {
+                        tracing::warn!(peer = self.shared.peer_name, error = %e, "image failed");
+                        // After a stop the source is to come back, and finds out by itself.
+                        if !matches!(e, TeleportError::Stopped | TeleportError::Net(_)) {
+                            self.refuse(&e).await?;
+                        }
+                        return Err(e);
+                    }
                 }
                 Some(Ok(frame)) => {
                     return Err(TeleportError::Protocol(format!(
@@ -350,10 +357,8 @@ impl Session {
             return self.estimate(offer, frames).await;
         }
         match self.compare(&offer, &layout, frames).await? {
-            Compared::Same(delivered) => {
-                return self.send(kind::DELIVERED, encode(&delivered)).await;
-            }
-            Compared::GivenUp => return Ok(()),
+            Compared::Same(delivered) => self.send(kind::DELIVERED, encode(&delivered)).await,
+            Compared::GivenUp => Ok(()),
             Compared::Differs(first) => self.transfer(offer, layout, Some(first), frames).await,
             Compared::Not => self.transfer(offer, layout, None, frames).await,
         }
@@ -396,8 +401,7 @@ impl Session {
             None => self.send(kind::ACCEPT, encode(&accept)).await?,
             Some(Event::Batch(batch)) if batch.index != accept.resume_batch => {
                 // What was compared has changed since. The transfer is there to be resumed.
-                let gone = "the image that was compared with has changed; send again".into();
-                return Err(TeleportError::Remote(gone));
+                return Err(TeleportError::Stopped);
             }
             Some(event) => {
                 prepared.machine.restored_was_compared();
@@ -439,12 +443,8 @@ impl Session {
         match ended? {
             Ok(Some(delivered)) => self.send(kind::DELIVERED, encode(&delivered)).await,
             Ok(None) => Ok(()),
-            Err(e) => {
-                tracing::warn!(peer = self.shared.peer_name, error = %e, "image failed");
-                self.refuse(&e).await?;
-                // The lanes may still carry blocks of it: a new session starts clean.
-                Err(e)
-            }
+            // The lanes may still carry blocks of it: a new session starts clean.
+            Err(e) => Err(e),
         }
     }
 }

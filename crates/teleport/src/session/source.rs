@@ -261,7 +261,18 @@ impl Sender {
             let _ = control.send(kind::GIVE_UP, encode(&give_up)).await;
         }
         match end? {
-            Outcome::Delivered(delivered) => self.report(&item, &image, delivered),
+            Outcome::Delivered(delivered) => {
+                let checked = image.clone();
+                let same = tokio::task::spawn_blocking(move || check_unchanged(&checked)).await;
+                if !matches!(same, Ok(Ok(()))) {
+                    let text = "it changed after it had been read; what was delivered is the image as it was before".into();
+                    (self.on_event)(SendEvent::Note {
+                        path: item.path.clone(),
+                        text,
+                    });
+                }
+                self.report(&item, &image, delivered);
+            }
             Outcome::Estimated(estimate) => self.estimated(&item, &image, estimate, lanes),
         }
         Ok(())

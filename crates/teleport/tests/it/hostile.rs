@@ -75,7 +75,7 @@ fn offer(name: &str, layout: &Layout) -> Offer {
 }
 
 fn flat(bytes: u64) -> Layout {
-    Layout::in_file_order(bytes, &[0..bytes])
+    Layout::in_file_order(bytes, std::slice::from_ref(&(0..bytes)))
 }
 
 /// Whatever is said after the handshake, the site goes on and delivers nothing.

@@ -264,3 +264,27 @@ async fn images_with_long_stretches_of_zeros_are_resumed() {
     assert!(reports[0].sent_blocks < 7 * 1024 - 1500, "{reports:?}");
     no_part_left(&there);
 }
+
+/// What was zero when the image came is part of it too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_image_that_changed_where_it_was_zero_is_not_taken_for_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let a = dir.path().join("a.raw");
+    let mut bytes = image(60, 15, 40);
+    let zeros = bytes.len().next_multiple_of(4096);
+    bytes.resize(zeros + 200_000, 0);
+    write(&a, &bytes);
+    let client = Client::new();
+    client.send(&[&a], &there).await.unwrap();
+    let reports = client.send(&[&a], &there).await.unwrap();
+    assert!(reports[0].matched.in_place > 0, "{reports:?}");
+    let file = std::fs::File::options()
+        .write(true)
+        .open(there.image("a.raw"))
+        .unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"changed", zeros as u64 + 5000).unwrap();
+    let reports = client.send(&[&a], &there).await.unwrap();
+    same(&a, &there.image("a.raw"));
+    assert_eq!(reports[0].sent_blocks, 0, "{reports:?}");
+}

@@ -184,3 +184,48 @@ async fn join_all<F: Future>(futures: Vec<F>) -> Vec<F::Output> {
     .await;
     out.into_iter().flatten().collect()
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dry_run_says_what_would_cross_and_changes_nothing() {
+    use drover_teleport::progress::SendEvent;
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let (a, b) = (dir.path().join("a.raw"), dir.path().join("b.raw"));
+    write(&a, &image(1, 7, 150));
+    write(&b, &image(2, 7, 150));
+    let client = Client::new();
+    client.send(&[&a], &there).await.unwrap();
+    let mut found = Vec::new();
+    for _ in 0..2 {
+        let dry = drover_teleport::session::SendOptions {
+            dry_run: true,
+            ..client.options(&there, &there.address)
+        };
+        let reports = client.send_with(items(&[&b]), dry).await.unwrap();
+        assert!(reports.is_empty());
+        let last = client.events.lock().unwrap().pop().unwrap();
+        let SendEvent::Estimated {
+            estimate,
+            wire_bytes,
+            ..
+        } = last
+        else {
+            panic!("{last:?}")
+        };
+        found.push((estimate, wire_bytes));
+    }
+    assert_eq!(found[0], found[1]);
+    assert!(!there.image("b.raw").exists());
+    let (estimate, wire_bytes) = &found[0];
+    let r = client.send(&[&b], &there).await.unwrap().remove(0);
+    // The dry run does not see what the image repeats of itself across batches.
+    assert!(
+        estimate.sent_blocks >= r.sent_blocks && estimate.matched_blocks > r.matched_blocks / 2,
+        "{estimate:?} {r:?}"
+    );
+    let real = r.wire_sent_bytes as f64;
+    assert!(
+        (0.6..1.8).contains(&(*wire_bytes as f64 / real)),
+        "{wire_bytes} {real}"
+    );
+}

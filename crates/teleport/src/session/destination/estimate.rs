@@ -36,15 +36,19 @@ impl Session {
         };
         self.send(kind::ACCEPT, encode(&accept)).await?;
         let mut found = Estimate::default();
+        let mut probe = drover_index::Probe::default();
         loop {
             let frame = frames.recv().await.ok_or_else(stopped)??;
             match frame.kind {
                 kind::BATCH => {
                     let batch = Arc::new(Batch::decode(&frame.payload)?);
                     let (teleporter, probed) = (teleporter.clone(), batch.clone());
-                    let known =
-                        tokio::task::spawn_blocking(move || teleporter.lock().probe(&probed));
-                    let known = known.await.map_err(|_| stopped())?;
+                    let asked = tokio::task::spawn_blocking(move || {
+                        let known = teleporter.lock().probe(&mut probe, &probed);
+                        (known, probe)
+                    });
+                    let known;
+                    (known, probe) = asked.await.map_err(|_| stopped())?;
                     let known = known.map_err(|e| TeleportError::Remote(e.to_string()))?;
                     let first = batch.first_block();
                     let unknown = batch.data.iter().zip(&known).filter(|(_, known)| !**known);
