@@ -62,6 +62,40 @@ pub async fn greet(
     greet_as(reader, writer, role, software, PROTOCOL_MIN..=PROTOCOL_MAX).await
 }
 
+/// The first half of [`greet`], for a client that has more to say in the same flight: says hello
+/// without waiting for the peer's. [`hear_hello`] must follow.
+///
+/// # Errors
+/// That the connection broke.
+pub async fn say_hello(writer: &mut FrameWriter, role: Role) -> Result<(), NetError> {
+    writer.send_hello(&encode(&our_hello(role))).await
+}
+
+/// The second half: hears the peer's hello, within [`GREET_TIMEOUT`].
+///
+/// # Errors
+/// As [`greet`].
+pub async fn hear_hello(reader: &mut FrameReader, role: Role) -> Result<Greeting, NetError> {
+    match timeout(GREET_TIMEOUT, hear(reader)).await {
+        Ok(theirs) => agree(&our_hello(role), &theirs?, reader.peer_text()),
+        Err(_) => Err(NetError::TimedOut {
+            peer: reader.peer_text().to_owned(),
+            what: "its hello",
+            after: GREET_TIMEOUT,
+        }),
+    }
+}
+
+fn our_hello(role: Role) -> Hello {
+    Hello {
+        magic: MAGIC,
+        role,
+        protocol_min: PROTOCOL_MIN,
+        protocol_max: PROTOCOL_MAX,
+        software: concat!("drover ", env!("CARGO_PKG_VERSION")).into(),
+    }
+}
+
 /// The same for a program that speaks other protocols.
 ///
 /// # Errors

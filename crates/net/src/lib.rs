@@ -36,14 +36,17 @@ pub use frame::{
     Frame, FrameReader, FrameWriter, HEADER_LEN, MAX_FRAME, MAX_FRAME_BEFORE_TRUST, RESERVED_KINDS,
     WIRE_VERSION, close,
 };
-pub use hello::{GREET_TIMEOUT, Greeting, PROTOCOL_MAX, PROTOCOL_MIN, Role, greet, greet_as};
+pub use hello::{
+    GREET_TIMEOUT, Greeting, PROTOCOL_MAX, PROTOCOL_MIN, Role, greet, greet_as, hear_hello,
+    say_hello,
+};
 pub use identity::{Identity, ParseKeyError, PeerKey};
 pub use keep_alive::KeepAlive;
 pub use listen::{HANDSHAKE_TIMEOUT, Listener, MAX_PENDING, Pending};
 pub use local::{LocalListener, connect_unix};
 pub use messages::{decode, encode};
 pub use rate::RateLimit;
-pub use ticket::{Ticket, TicketError, same_secret};
+pub use ticket::{Ticket, TicketError, random_id, same_secret};
 
 /// What this crate's fallible functions return.
 pub type Result<T, E = NetError> = std::result::Result<T, E>;

@@ -56,8 +56,7 @@ impl Ticket {
     /// When the system has no randomness to give, without which no secret may be made.
     #[must_use]
     pub fn new(key: PeerKey, addresses: impl IntoIterator<Item = String>) -> Self {
-        let mut secret = [0u8; 16];
-        aws_lc_rs::rand::fill(&mut secret).expect("the system gives randomness");
+        let secret = random_id();
         let mut kept: Vec<String> = Vec::new();
         for address in addresses {
             if kept.len() < Self::MAX_ADDRESSES && usable(&address) && !kept.contains(&address) {
@@ -70,6 +69,17 @@ impl Ticket {
             secret,
         }
     }
+}
+
+/// Sixteen bytes that nobody can guess.
+///
+/// # Panics
+/// When the system gives no randomness.
+#[must_use]
+pub fn random_id() -> [u8; 16] {
+    let mut id = [0u8; 16];
+    aws_lc_rs::rand::fill(&mut id).expect("the system gives randomness");
+    id
 }
 
 /// Whether two secrets are equal, in a time that does not depend on where they differ.

@@ -16,7 +16,7 @@
 //! # Course of a session
 //! The first frame of every connection (after `net`'s hello) is a [`Request`]. For a session it is
 //! `Send`, answered by [`Reply::Session`]; further connections join it with `Lane` and carry only
-//! literals. Then, for one image after the other, on the control connection:
+//! literals. The source says hello, makes its request and offers the first image in one flight. Then, for one image after the other, on the control connection:
 //!
 //! ```text
 //! source                                destination
@@ -125,10 +125,13 @@ pub enum Request {
     Send {
         /// How many images will be offered.
         images: u32,
+        /// The session's number: the source chooses it at random, so that lanes need not wait for
+        /// an answer to name it.
+        session: [u8; 16],
     },
     /// Carry literals for a session.
     Lane {
-        /// Its number, from [`Reply::Session`].
+        /// Its number, from [`Request::Send`].
         session: [u8; 16],
     },
     /// List the images there.
@@ -166,8 +169,6 @@ pub enum Reply {
     },
     /// A session is open.
     Session {
-        /// Its number: lanes name it.
-        session: [u8; 16],
         /// Lanes it may have.
         max_lanes: u16,
     },

@@ -14,13 +14,15 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_image::Conversion;
 use drover_net::{
-    Backoff, Frame, FrameReader, FrameWriter, Identity, KeepAlive, PeerKey, RateLimit,
+    Backoff, Frame, FrameReader, FrameWriter, Identity, KeepAlive, PeerKey, RateLimit, Role,
+    hear_hello,
 };
 use tokio::sync::{mpsc, watch};
 
 use crate::TeleportError;
 use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
 
+pub use destination::SessionRequest;
 pub(crate) use destination::SessionShared;
 pub use teleporter::serve_teleporter;
 
@@ -120,9 +122,23 @@ pub async fn send(
 
 /// Frames from a connection, read by a task of their own so that waiting for them can be given up
 /// without losing part of one. The channel ends after `Ok(None)`-like ends of the stream.
-fn read_frames(mut reader: FrameReader) -> mpsc::Receiver<Result<Frame, TeleportError>> {
+fn read_frames(reader: FrameReader) -> mpsc::Receiver<Result<Frame, TeleportError>> {
+    read_frames_after(reader, None)
+}
+
+/// The same, when the peer's hello has to be heard before.
+fn read_frames_after(
+    mut reader: FrameReader,
+    hello: Option<Role>,
+) -> mpsc::Receiver<Result<Frame, TeleportError>> {
     let (to, from) = mpsc::channel(FRAME_QUEUE);
     tokio::spawn(async move {
+        if let Some(role) = hello
+            && let Err(e) = hear_hello(&mut reader, role).await
+        {
+            let _ = to.send(Err(e.into())).await;
+            return;
+        }
         loop {
             let next = match reader.next().await {
                 Ok(Some(frame)) => Ok(frame),

@@ -13,7 +13,7 @@ use drover_net::{
 use drover_teleport::RefuseReason;
 use drover_teleport::catalog::Catalog;
 use drover_teleport::protocol::{ImageInfo, MAX_SESSION_FRAME, Refusal, Reply, Request, kind};
-use drover_teleport::session::serve_teleporter;
+use drover_teleport::session::{SessionRequest, serve_teleporter};
 use tracing::Instrument;
 
 use super::admission::{Place, StrangerPlace};
@@ -130,7 +130,7 @@ async fn dispatch(
         }
     };
     match request {
-        Request::Send { images } => {
+        Request::Send { images, session } => {
             let _open = Open::count(&server.metrics.sessions_open);
             tracing::info!(images, "session opened");
             let ended = site
@@ -139,7 +139,7 @@ async fn dispatch(
                     writer,
                     peer.key,
                     peer.name.clone(),
-                    images,
+                    SessionRequest { images, session },
                     server.stop.clone(),
                 )
                 .await;

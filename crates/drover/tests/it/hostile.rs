@@ -82,7 +82,10 @@ fn reason(reply: Reply) -> (Option<RefuseReason>, String) {
 fn every_request() -> Vec<Request> {
     let name = ImageName::new("a.img").unwrap();
     vec![
-        Request::Send { images: 1 },
+        Request::Send {
+            images: 1,
+            session: [0; 16],
+        },
         Request::Lane { session: [0; 16] },
         Request::Images,
         Request::Verify { name: name.clone() },

@@ -36,6 +36,9 @@ const EVENT_QUEUE: usize = 256;
 /// Literal frames of a lane that wait to be unpacked.
 const LANE_QUEUE: usize = 2;
 
+/// How long a lane waits for its session, which was dialled at the same time.
+const LANE_PATIENCE: Duration = Duration::from_secs(10);
+
 /// How often a lane says how busy it is.
 const BUSY_EVERY: Duration = Duration::from_millis(100);
 
@@ -43,6 +46,15 @@ const BUSY_EVERY: Duration = Duration::from_millis(100);
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
 type Frames = mpsc::Receiver<Result<Frame, TeleportError>>;
+
+/// What [`Request::Send`](crate::protocol::Request::Send) says.
+#[derive(Debug, Clone, Copy)]
+pub struct SessionRequest {
+    /// How many images will be offered.
+    pub images: u32,
+    /// The session's number.
+    pub session: [u8; 16],
+}
 
 /// What the connections of one session share.
 pub struct SessionShared {
@@ -102,7 +114,7 @@ impl Site {
         mut writer: FrameWriter,
         peer: PeerKey,
         peer_name: String,
-        images: u32,
+        request: SessionRequest,
         stop: watch::Receiver<bool>,
     ) -> Result<(), TeleportError> {
         reader.set_max_frame(MAX_SESSION_FRAME);
@@ -114,7 +126,7 @@ impl Site {
             lanes: AtomicU64::new(0),
             progress: RwLock::new(None),
         });
-        let Some(registered) = self.register(shared.clone(), images) else {
+        let Some(registered) = self.register(shared.clone(), request) else {
             let refusal = Refusal {
                 reason: None,
                 message: "the site has all the sessions it can take; try again later".into(),
@@ -125,8 +137,8 @@ impl Site {
             drover_net::close(reader, writer, CLOSE_LIMIT).await?;
             return Ok(());
         };
+        let _registered = registered;
         let reply = Reply::Session {
-            session: registered.id,
             max_lanes: MAX_LANES,
         };
         writer.send(kind::REPLY, &encode(&reply)).await?;
@@ -149,17 +161,45 @@ impl Site {
         result
     }
 
-    fn register(self: &Arc<Self>, shared: Arc<SessionShared>, images: u32) -> Option<Registered> {
+    fn register(
+        self: &Arc<Self>,
+        shared: Arc<SessionShared>,
+        request: SessionRequest,
+    ) -> Option<Registered> {
+        let SessionRequest {
+            images,
+            session: id,
+        } = request;
         let mut sessions = self.sessions.lock();
-        if sessions.len() >= self.config.max_sessions || images > MAX_SESSION_IMAGES {
+        if sessions.len() >= self.config.max_sessions
+            || images > MAX_SESSION_IMAGES
+            || sessions.contains_key(&id)
+        {
             return None;
         }
-        let id = drover_net::Ticket::new(shared.peer, []).secret;
         sessions.insert(id, shared);
+        drop(sessions);
+        self.session_opened.notify_waiters();
         Some(Registered {
             site: self.clone(),
             id,
         })
+    }
+
+    /// The session of that number; a lane may come before its session.
+    async fn find_session(&self, session: [u8; 16]) -> Option<Arc<SessionShared>> {
+        let found = async {
+            loop {
+                let opened = self.session_opened.notified();
+                tokio::pin!(opened);
+                opened.as_mut().enable();
+                if let Some(found) = self.sessions.lock().get(&session).cloned() {
+                    return found;
+                }
+                opened.await;
+            }
+        };
+        tokio::time::timeout(LANE_PATIENCE, found).await.ok()
     }
 
     /// Handles [`Request::Lane`](crate::protocol::Request::Lane), which has been read.
@@ -173,7 +213,7 @@ impl Site {
         peer: PeerKey,
         session: [u8; 16],
     ) -> Result<(), TeleportError> {
-        let shared = self.sessions.lock().get(&session).cloned();
+        let shared = self.find_session(session).await;
         let shared = shared
             .filter(|s| s.peer == peer && s.lanes.load(Ordering::Relaxed) < u64::from(MAX_LANES));
         let Some(shared) = shared else {

@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use drover_core::Digest;
 use drover_image::{Outgoing, open_for_sending};
 use drover_net::{
-    ConnectOptions, Frame, FrameReader, FrameWriter, KeepAlive, Role, connect_any, decode, encode,
-    greet,
+    ConnectOptions, Frame, FrameWriter, KeepAlive, Role, connect_any, decode, encode, random_id,
+    say_hello,
 };
 use tokio::sync::{mpsc, watch};
 
 use self::lanes::Lanes;
-use super::{OnEvent, SendItem, SendOptions, frame_bytes, read_frames, write_frames};
+use super::{OnEvent, SendItem, SendOptions, frame_bytes, read_frames_after, write_frames};
 use crate::TeleportError;
 use crate::codec::Need;
 use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
@@ -53,10 +53,14 @@ pub struct Sender {
 
 /// The connection that control frames go over.
 struct Control {
-    frames: mpsc::Receiver<Result<Frame, TeleportError>>,
+    frames: Frames,
     out: mpsc::Sender<Frame>,
     written: tokio::task::JoinHandle<Result<(), TeleportError>>,
+    /// Whether the destination has opened the session.
+    open: bool,
 }
+
+type Frames = mpsc::Receiver<Result<Frame, TeleportError>>;
 
 impl Control {
     async fn send(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
@@ -67,9 +71,20 @@ impl Control {
         self.out.send(frame).await.map_err(|_| broken())
     }
 
-    /// The next frame; a refusal is an error.
+    /// The next frame; a refusal is an error. The first frame of all answers the request.
     async fn next(&mut self) -> Result<Frame, TeleportError> {
-        let frame = self.frames.recv().await.ok_or_else(broken)??;
+        let mut frame = self.frames.recv().await.ok_or_else(broken)??;
+        if !self.open {
+            match decode::<Reply>(&frame.payload) {
+                Ok(Reply::Session { .. }) if frame.kind == kind::REPLY => self.open = true,
+                Ok(Reply::Refused(r)) if frame.kind == kind::REPLY => return Err(refusal(r)),
+                _ => {
+                    let wrong = "the destination gave a wrong answer".into();
+                    return Err(TeleportError::Protocol(wrong));
+                }
+            }
+            frame = self.frames.recv().await.ok_or_else(broken)??;
+        }
         if frame.kind == kind::REFUSE {
             return Err(refusal(decode(&frame.payload)?));
         }
@@ -141,34 +156,35 @@ impl Sender {
     /// One session: connects and sends what is not done yet.
     pub async fn run(&mut self) -> Result<(), TeleportError> {
         let images = (self.items.len() - self.done) as u32;
-        let (mut reader, mut writer) = self.dial(Request::Send { images }).await?;
-        let session = match next_reply(&mut reader).await? {
-            Reply::Session { session, max_lanes } => (session, max_lanes),
-            Reply::Refused(r) => return Err(refusal(r)),
-            _ => {
-                return Err(TeleportError::Protocol(
-                    "the destination gave a wrong answer".into(),
-                ));
+        let session = random_id();
+        let lanes = Lanes::start(self, session);
+        let (frames, writer) = match self.dial(Request::Send { images, session }).await {
+            Ok(dialled) => dialled,
+            Err(e) => {
+                lanes.close().await;
+                return Err(e);
             }
         };
-        self.connected = true;
-        KeepAlive::default().apply(&mut reader, &mut writer);
         let (out, written) = write_frames(writer);
+        // The first offer goes out with the request: what the destination says to both is heard
+        // when there is an answer to wait for.
         let mut control = Control {
-            frames: read_frames(reader),
+            frames,
             out,
             written,
+            open: false,
         };
-        let lanes = Lanes::start(self, session.0, session.1);
         let mut result = self.images(&mut control, &lanes).await;
         if result.is_ok() {
             result = control.send(kind::GOODBYE, Vec::new()).await;
         }
         lanes.close().await;
+        self.connected |= control.open;
         let Control {
             frames,
             out,
             written,
+            ..
         } = control;
         drop(out);
         let _ = tokio::time::timeout(CLOSE_LIMIT, written).await;
@@ -176,8 +192,8 @@ impl Sender {
         result
     }
 
-    /// A new connection whose first request is `request`.
-    async fn dial(&self, request: Request) -> Result<(FrameReader, FrameWriter), TeleportError> {
+    /// A new connection whose first request is `request`; nothing has been heard yet.
+    async fn dial(&self, request: Request) -> Result<(Frames, FrameWriter), TeleportError> {
         let SendOptions {
             identity,
             peer,
@@ -186,16 +202,17 @@ impl Sender {
             limit,
             ..
         } = &self.options;
-        let connection =
-            connect_any(addresses, identity, peer, &ConnectOptions::named(peer_name)).await?;
+        let options = ConnectOptions::named(peer_name);
+        let connection = connect_any(addresses, identity, peer, &options).await?;
         self.wire.add(connection.wire());
         let (mut reader, mut writer) = connection.split();
         writer.set_rate(limit.clone());
         reader.set_max_frame(MAX_SESSION_FRAME);
-        greet(&mut reader, &mut writer, Role::Client).await?;
+        KeepAlive::default().apply(&mut reader, &mut writer);
+        say_hello(&mut writer, Role::Client).await?;
         writer.send(kind::REQUEST, &encode(&request)).await?;
-        writer.flush().await?;
-        Ok((reader, writer))
+        let frames = read_frames_after(reader, Some(Role::Client));
+        Ok((frames, writer))
     }
 
     async fn images(&mut self, control: &mut Control, lanes: &Lanes) -> Result<(), TeleportError> {
@@ -484,16 +501,6 @@ enum Heard {
 enum Walked {
     Batch { index: u64, frame: Vec<u8> },
     End(Digest),
-}
-
-async fn next_reply(reader: &mut FrameReader) -> Result<Reply, TeleportError> {
-    let frame = reader.next().await?.ok_or_else(broken)?;
-    if frame.kind != kind::REPLY {
-        return Err(TeleportError::Protocol(
-            "the destination did not answer".into(),
-        ));
-    }
-    Ok(decode(&frame.payload)?)
 }
 
 /// Walks the image as far as the window allows, again and again. Blocks the thread.

@@ -137,8 +137,9 @@ async fn accept(listener: Listener, site: Arc<Site>, stop: watch::Receiver<bool>
             };
             assert_eq!(frame.kind, kind::REQUEST);
             match decode::<Request>(&frame.payload)? {
-                Request::Send { images } => {
-                    site.session(reader, writer, peer, "here".into(), images, stop)
+                Request::Send { images, session } => {
+                    let request = drover_teleport::session::SessionRequest { images, session };
+                    site.session(reader, writer, peer, "here".into(), request, stop)
                         .await
                 }
                 Request::Lane { session } => site.lane(reader, writer, peer, session).await,

@@ -32,11 +32,13 @@ impl Raw {
     }
 
     async fn session(there: &TestSite, identity: &Identity) -> (Self, [u8; 16]) {
-        let mut raw = Raw::dial(there, identity, Request::Send { images: 1 }).await;
+        let session = drover_net::random_id();
+        let mut raw = Raw::dial(there, identity, Request::Send { images: 1, session }).await;
         let reply = raw.reader.next().await.unwrap().unwrap();
-        let Reply::Session { session, .. } = decode(&reply.payload).unwrap() else {
-            panic!()
-        };
+        assert!(matches!(
+            decode(&reply.payload).unwrap(),
+            Reply::Session { .. }
+        ));
         (raw, session)
     }
 

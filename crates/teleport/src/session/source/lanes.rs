@@ -5,7 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use drover_image::Outgoing;
-use drover_net::{ConnectOptions, FrameReader, KeepAlive, Role, connect_any, encode, greet};
+use drover_net::{
+    ConnectOptions, FrameReader, KeepAlive, Role, connect_any, decode, encode, hear_hello,
+    say_hello,
+};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -14,7 +17,7 @@ use super::{SendOptions, Sender, refusal};
 use crate::TeleportError;
 use crate::codec::Runs;
 use crate::progress::{Counters, WireTotals};
-use crate::protocol::{MAX_SESSION_FRAME, Reply, Request, kind};
+use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, Reply, Request, kind};
 use crate::session::lane_out::{LaneOut, LaneTimes, NeedQueue, socket_queue, write_lane};
 
 /// How often it is judged whether another lane would help.
@@ -49,7 +52,7 @@ struct Plan {
 
 impl Lanes {
     /// Opens the first lane, and more when they help.
-    pub fn start(sender: &Sender, session: [u8; 16], max_lanes: u16) -> Self {
+    pub fn start(sender: &Sender, session: [u8; 16]) -> Self {
         let needs = Arc::new(NeedQueue::default());
         let (failures, failure) = mpsc::channel(1);
         let plan = Plan {
@@ -62,7 +65,7 @@ impl Lanes {
             times: Arc::default(),
         };
         let (stop, stopped) = watch::channel(false);
-        let opener = tokio::spawn(open_lanes(plan, max_lanes, stopped));
+        let opener = tokio::spawn(open_lanes(plan, stopped));
         Lanes {
             needs,
             sample: Mutex::default(),
@@ -112,20 +115,28 @@ impl Lanes {
 }
 
 /// Opens lanes one by one, for as long as each new one makes the whole faster.
-async fn open_lanes(plan: Plan, max_lanes: u16, mut stop: watch::Receiver<bool>) {
-    let fixed = plan.options.lanes.map(|n| n.clamp(1, max_lanes));
+async fn open_lanes(plan: Plan, mut stop: watch::Receiver<bool>) {
+    let fixed = plan.options.lanes.map(|n| n.clamp(1, MAX_LANES));
     let most = fixed.unwrap_or(if plan.options.limit.is_some() {
         1
     } else {
-        MAX_OWN_LANES.min(max_lanes)
+        MAX_OWN_LANES
     });
     let mut lanes = Vec::new();
     let mut judge = Judge::default();
     while !*stop.borrow() && lanes.len() < usize::from(most) {
-        match open(&plan, lanes.len() as u16).await {
+        let opened = tokio::select! {
+            opened = open(&plan, lanes.len() as u16) => opened,
+            _ = stop.wait_for(|s| *s) => break,
+        };
+        match opened {
             Ok(lane) => lanes.push(lane),
-            Err(e) => {
+            Err(e) if lanes.is_empty() => {
                 let _ = plan.failures.send(e).await;
+                break;
+            }
+            Err(e) => {
+                tracing::debug!(error = %e, "no further lane");
                 break;
             }
         }
@@ -195,23 +206,20 @@ async fn open(plan: &Plan, number: u16) -> Result<JoinHandle<()>, TeleportError>
     let (mut reader, mut writer) = connection.split();
     writer.set_rate(limit.clone());
     reader.set_max_frame(MAX_SESSION_FRAME);
-    greet(&mut reader, &mut writer, Role::Client).await?;
-    writer
-        .send(
-            kind::REQUEST,
-            &encode(&Request::Lane {
-                session: plan.session,
-            }),
-        )
-        .await?;
+    say_hello(&mut writer, Role::Client).await?;
+    let request = Request::Lane {
+        session: plan.session,
+    };
+    writer.send(kind::REQUEST, &encode(&request)).await?;
     writer.flush().await?;
-    match super::next_reply(&mut reader).await? {
-        Reply::Ready => {}
-        Reply::Refused(r) => return Err(refusal(r)),
+    hear_hello(&mut reader, Role::Client).await?;
+    let reply = reader.next().await?.ok_or_else(super::broken)?;
+    match decode::<Reply>(&reply.payload) {
+        Ok(Reply::Ready) if reply.kind == kind::REPLY => {}
+        Ok(Reply::Refused(r)) => return Err(refusal(r)),
         _ => {
-            return Err(TeleportError::Protocol(
-                "the destination gave a wrong answer to a lane".into(),
-            ));
+            let wrong = "the destination gave a wrong answer to a lane".into();
+            return Err(TeleportError::Protocol(wrong));
         }
     }
     KeepAlive::default().apply(&mut reader, &mut writer);
