@@ -1,8 +1,34 @@
 #!/bin/bash
-# Makes small inputs of every kind that a target should start from. Needs qemu-img for images;
+# Makes small inputs that targets should start from. Needs qemu-img for images;
 # without it the fuzzer starts from nothing and says so.
 set -euo pipefail
 cd "$(dirname "$0")"
+
+# seed TARGET NAME BYTES: an input with these bytes (as printf takes them).
+seed() {
+    mkdir -p "corpus/seeds/$1"
+    printf "$3" >"corpus/seeds/$1/$2"
+}
+
+zeros() { printf '\\0%.0s' $(seq "$1"); }
+# Three data blocks of batch 0, a strong and a weak head; with its digests and proof, and to be
+# given some.
+front='\0\3\1\3\1\0\1\1'
+seed batch_decode whole "\\0$front$(zeros 68)"
+seed batch_decode front "\\3$front"
+seed batch_decode mixed '\50\1\144\3\12\62\50\0\2\1\3'
+seed match_event_decode match "\\5\\7$front$(zeros 68)"
+seed match_event_decode begin '\0\7'
+# For ten blocks: literal, an image's, the sequence cache's; one store.
+seed plan_decode plan '\12\0\3\4\0\3\5\7\150\3\16\50\1\5\6\2'
+seed plan_decode answer '\12\0\1\1\12\0\0'
+seed need_decode need '\2\5\3\11\1'
+seed literal_decode text '\0drover drover drover drover'
+seed literal_decode lz4 '\1\25\0\0\1\1\0\1\37\0\1\0\377\377\377\377\377\377\377\377\377\377\377\377\377'
+seed roles destination '\1\12\0\0\3\0\4\2\4\5\0\0\12\5\0\7'
+seed roles source '\0\12\0\0\1\2\1\5\3\0\4\5\1'
+seed image_map blocks '\1\100\1\100'
+seed transfer_log batch "\\2\\3\\121\\0\\114$front$(zeros 68)\\1\\3\\0\\0"
 
 images=corpus/seeds/image_open
 mkdir -p "$images"
