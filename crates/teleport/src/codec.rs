@@ -25,3 +25,6 @@ impl From<Malformed> for crate::TeleportError {
         crate::TeleportError::Protocol(m.to_string())
     }
 }
+
+#[cfg(test)]
+mod tests;

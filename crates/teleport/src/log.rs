@@ -1,7 +1,7 @@
 //! The transfer log: everything that must survive a crash for a transfer to go on.
 //!
-//! One file a transfer, append only: the offer and its layout, then for each batch its frame and,
-//! once it is known, its plan; at the very end what is needed to give the file its name. The
+//! One file a transfer, append only: the offer and its layout, then each batch with its plan, in the
+//! order of the walk; at the very end what is needed to give the file its name. The
 //! blocks themselves are in the partial file; a resume digests them again, so the log never claims
 //! that a block is there (`docs/format/transfer-log.md`).
 
@@ -26,9 +26,9 @@ pub enum RecordKind {
     Opening,
     /// The encoded layout.
     Layout,
-    /// A batch frame.
+    /// A batch with its plan.
     Batch,
-    /// A plan: the batch's number (eight bytes, little-endian), then the plan's bytes.
+    /// Not written by this version.
     Plan,
     /// The file is whole and synced and is about to get its name (postcard of `Closing`).
     Closing,

@@ -1,0 +1,134 @@
+//! The bytes that `docs/format/wire.md` shows.
+
+use drover_core::{Digest, Head};
+use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
+
+use super::*;
+use crate::blockmap::DataBits;
+use crate::matching::{encode_answer, encode_event};
+use crate::teleporter::{Answer, Event, ImageEvent};
+
+fn sample_batch() -> Batch {
+    let mut data = DataBits::new(3);
+    (0..3).for_each(|i| data.set(i));
+    let full: Vec<Digest> = (1..4).map(|n| Digest([n; 32])).collect();
+    Batch::new(0, data, vec![Head::Strong, Head::Weak, Head::No], &full)
+}
+
+#[test]
+fn a_batch() {
+    let mut expected = vec![0, 3, 1, 3, 1, 0, 1, 1];
+    let mut digests = Vec::new();
+    for n in 1..4 {
+        expected.extend([n; 12]);
+        digests.extend([n; 32]);
+    }
+    expected.extend(blake3::hash(&digests).as_bytes());
+    assert_eq!(sample_batch().encode(), expected);
+}
+
+#[test]
+fn proofs_are_of_64_blocks_each() {
+    let full: Vec<Digest> = (0..130).map(|n| Digest([n; 32])).collect();
+    let bytes: Vec<u8> = full.iter().flat_map(|d| d.0).collect();
+    let by_hand = bytes
+        .chunks(64 * 32)
+        .map(|c| Digest(*blake3::hash(c).as_bytes()));
+    assert_eq!(proofs_of(&full), by_hand.collect::<Vec<_>>());
+    assert_eq!(proofs_of(&full).len(), 3);
+    assert_eq!(proofs_of(&[]), []);
+}
+
+#[test]
+fn runs_and_what_has_them() {
+    let runs: Runs = [5, 6, 7, 300].into_iter().collect();
+    let bytes = [2, 5, 3, 0xa4, 2, 1];
+    assert_eq!(Need { runs: runs.clone() }.encode(), bytes);
+    let header = LiteralHeader {
+        slot: 200,
+        packing: Packing::ZstdMore,
+        runs,
+    };
+    assert_eq!(header.encode(), [&[0xc8, 1, 3][..], &bytes].concat());
+}
+
+#[test]
+fn a_plan_and_what_has_it() {
+    let run = |count, origin, via| PlanRun { count, origin, via };
+    let image = Origin::Image {
+        image: ImageId(7),
+        first: 104,
+    };
+    let plan = Plan {
+        runs: vec![
+            run(4, Origin::Literal, Via::Literal),
+            run(3, image, Via::C0),
+            run(3, Origin::Sequence { first: 40 }, Via::C2),
+        ],
+        stores: vec![SequenceStore {
+            first: 5,
+            from: 6,
+            count: 2,
+        }],
+    };
+    let bytes = [3, 4, 0, 3, 5, 7, 104, 3, 14, 40, 1, 5, 6, 2];
+    assert_eq!(encode_plan(&plan), bytes);
+    let answer = encode_answer(&Ok(Answer::Plan(plan)));
+    assert_eq!(answer, [&[1][..], &bytes].concat());
+    assert_eq!(encode_answer(&Ok(Answer::Done)), [0]);
+    assert_eq!(encode_answer(&Err("no".into())), [2, b'n', b'o']);
+}
+
+#[test]
+fn events_for_a_teleporter() {
+    use ImageEvent::*;
+    for (n, what) in [Begin, Finish, Abort, Forget, Reindex]
+        .into_iter()
+        .enumerate()
+    {
+        let event = Event::Image(ImageId(300), what);
+        assert_eq!(encode_event(&event), [n as u8, 0xac, 2]);
+    }
+    let batch = std::sync::Arc::new(sample_batch());
+    let bytes = batch.encode();
+    let event = Event::Match(ImageId(1), batch.clone());
+    assert_eq!(encode_event(&event), [&[5, 1][..], &bytes].concat());
+    let event = Event::Record(ImageId(1), batch);
+    assert_eq!(encode_event(&event), [&[6, 1][..], &bytes].concat());
+}
+
+#[test]
+fn control_messages() {
+    use crate::protocol::*;
+    use drover_net::encode;
+    assert_eq!(
+        encode(&Request::Send {
+            images: 300,
+            session: [9; 16]
+        }),
+        [&[1, 0xac, 2][..], &[9; 16]].concat()
+    );
+    assert_eq!(encode(&Reply::Session { max_lanes: 8 }), [1, 8]);
+    assert_eq!(
+        encode(&End {
+            digest: Digest([4; 32])
+        }),
+        [4; 32]
+    );
+    let accept = Accept {
+        resume_batch: 1,
+        resumed_blocks: 2,
+        window_batches: 96,
+    };
+    assert_eq!(encode(&accept), [1, 2, 96]);
+    let refusal = Refusal {
+        reason: Some(crate::RefuseReason::Space),
+        message: "no".into(),
+    };
+    assert_eq!(encode(&refusal), [1, 1, 2, b'n', b'o']);
+    let give_up = GiveUp {
+        discard: true,
+        message: String::new(),
+    };
+    assert_eq!(encode(&give_up), [1, 0]);
+}
