@@ -88,7 +88,7 @@ pub enum Event {
     /// Literal blocks were verified and written.
     Written(Runs),
     /// The answer to [`Action::Prove`]: the groups of
-    /// [`PROOF_BLOCKS`](crate::codec::PROOF_BLOCKS) data blocks whose proof is wrong.
+    /// [`PROOF_BLOCKS`] data blocks whose proof is wrong.
     Proved {
         /// The batch.
         index: u64,

@@ -16,7 +16,8 @@
 //! # Course of a session
 //! The first frame of every connection (after `net`'s hello) is a [`Request`]. For a session it is
 //! `Send`, answered by [`Reply::Session`]; further connections join it with `Lane` and carry only
-//! literals. The source says hello, makes its request and offers the first image in one flight. Then, for one image after the other, on the control connection:
+//! literals. The source says hello, makes its request and offers the first image in one flight.
+//! Then, for one image after the other, on the control connection:
 //!
 //! ```text
 //! source                                destination
@@ -103,7 +104,7 @@ pub mod kind {
     pub const BUSY: u8 = 0x26;
     /// What `--dry-run` found (a [`super::Estimate`]).
     pub const ESTIMATE: u8 = 0x25;
-    /// Destination to teleporter: a [`super::MatchRequest`] header, or a batch.
+    /// Destination to teleporter: a [`teleporter::Event`](crate::teleporter::Event).
     pub const MATCH: u8 = 0x30;
     /// Teleporter to destination: the answer to one MATCH.
     pub const PLAN: u8 = 0x31;
