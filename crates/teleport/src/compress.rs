@@ -40,8 +40,18 @@ const COSTS: [f64; 7] = [0.1, 1.0, 1.5, 2.0, 4.0, 7.0, 14.0];
 /// Where a lane begins: with a long window this costs little more than less does.
 const FIRST_EFFORT: usize = 3;
 
+/// Where a lane to a site nearby begins.
+const NEAR_EFFORT: usize = 1;
+
 /// Bytes on the wire between looks: more than a socket takes without anybody having to wait.
 const LOOK_BYTES: usize = 6 << 20;
+
+/// A look is taken after this long even if fewer bytes went out: an effort that is far too much
+/// must not last.
+const LOOK_TIME: Duration = Duration::from_millis(400);
+
+/// More effort only after this long: a moment's wait is no slow link.
+const UP_TIME: Duration = Duration::from_millis(200);
 
 /// The share of the time that compression may be planned to take: the rest is for the link, and
 /// for whatever else the machine does.
@@ -102,24 +112,34 @@ impl Pace {
         }
     }
 
+    /// Where to begin on a connection with this round-trip time. A link within a building is
+    /// rarely slow, and on one machine both ends want the same cores.
+    #[must_use]
+    pub fn for_round_trip(time: Duration) -> Self {
+        let near = time < Duration::from_micros(1500);
+        Self::fixed(if near { NEAR_EFFORT } else { FIRST_EFFORT })
+    }
+
     /// Says how long a frame took to be read and compressed, to how many bytes, how long it then
     /// waited for the link, and which share of its time the receiver was last known to be busy.
     pub fn note(&mut self, busy: Duration, waited: Duration, packed: usize, receiver_busy: f64) {
         self.busy += busy;
         self.waited += waited;
         self.packed += packed;
-        if self.packed < LOOK_BYTES {
+        let elapsed = self.busy + self.waited;
+        if self.packed < LOOK_BYTES && elapsed < LOOK_TIME {
             return;
         }
-        let busy = self.busy.as_secs_f64().max(1e-9);
-        let total = busy + self.waited.as_secs_f64();
-        self.packed = 0;
-        (self.busy, self.waited) = (Duration::ZERO, Duration::ZERO);
         let best = if receiver_busy > 0.6 {
             self.step.saturating_sub(1)
         } else {
-            self.best_for(busy, total)
+            self.best_for(self.busy.as_secs_f64().max(1e-9), elapsed.as_secs_f64())
         };
+        if best > self.step && elapsed < UP_TIME {
+            return;
+        }
+        self.packed = 0;
+        (self.busy, self.waited) = (Duration::ZERO, Duration::ZERO);
         if best < self.step {
             // What turned out to be too much is not tried again soon.
             self.ceiling = best;

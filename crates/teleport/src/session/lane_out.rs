@@ -120,6 +120,8 @@ pub struct LaneOut {
     pub times: Arc<LaneTimes>,
     /// Its number in the session.
     pub number: u16,
+    /// How long the destination takes to answer.
+    pub round_trip: Duration,
     /// Which share of its time the destination is busy with it, in thousandths, as it last said.
     pub receiver_busy: Arc<AtomicU64>,
 }
@@ -138,7 +140,7 @@ impl LaneOut {
     /// When the image cannot be read.
     pub fn run(self, socket: &mpsc::Sender<Packed>) -> Result<(), TeleportError> {
         let mut packer = Packer::new(MAX_WINDOW_LOG);
-        let mut pace = Pace::default();
+        let mut pace = Pace::for_round_trip(self.round_trip);
         let mut buffer = vec![0u8; FRAME_BLOCKS * BLOCK_SIZE];
         let mut effort = String::new();
         while let Some((slot, image, runs)) = self.needs.take(self.number) {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use drover_image::Outgoing;
 use drover_net::{
@@ -212,7 +212,9 @@ async fn open(plan: &Plan, number: u16) -> Result<JoinHandle<()>, TeleportError>
     };
     writer.send(kind::REQUEST, &encode(&request)).await?;
     writer.flush().await?;
+    let asked = Instant::now();
     hear_hello(&mut reader, Role::Client).await?;
+    let round_trip = asked.elapsed();
     let reply = reader.next().await?.ok_or_else(super::broken)?;
     match decode::<Reply>(&reply.payload) {
         Ok(Reply::Ready) if reply.kind == kind::REPLY => {}
@@ -230,6 +232,7 @@ async fn open(plan: &Plan, number: u16) -> Result<JoinHandle<()>, TeleportError>
         counters: plan.counters.clone(),
         times: plan.times.clone(),
         number,
+        round_trip,
         receiver_busy: receiver_busy.clone(),
     };
     let failures = plan.failures.clone();
