@@ -32,25 +32,32 @@ fn records(mut data: &[u8]) -> Vec<(u8, &[u8])> {
     out
 }
 
-fuzz_target!(|data: &[u8]| match data {
-    [0, rest @ ..] => fuzzing::transfer(&DIR, None, &records(rest)),
-    [1, length, rest @ ..] if !rest.is_empty() => {
-        let (body, bits) = rest.split_at(usize::from(*length).min(rest.len() - 1));
-        let limits = LayoutLimits {
-            max_file_len: 1 << 26,
-            ..LayoutLimits::default()
-        };
-        if let Ok(layout) = Layout::decode(&seal_for_fuzzing(body), limits) {
-            fuzzing::file_digest(&layout, |i| {
-                let i = i as usize % (bits.len() * 8);
-                bits[i / 8] >> (i % 8) & 1 == 1
-            });
+fn run(data: &[u8]) {
+    match data {
+        [0, rest @ ..] => fuzzing::transfer(&DIR, None, &records(rest)),
+        [1, length, rest @ ..] if !rest.is_empty() => {
+            let (body, bits) = rest.split_at(usize::from(*length).min(rest.len() - 1));
+            let limits = LayoutLimits {
+                max_file_len: 1 << 26,
+                ..LayoutLimits::default()
+            };
+            if let Ok(layout) = Layout::decode(&seal_for_fuzzing(body), limits) {
+                fuzzing::file_digest(&layout, |i| {
+                    let i = i as usize % (bits.len() * 8);
+                    bits[i / 8] >> (i % 8) & 1 == 1
+                });
+            }
         }
+        [blocks, rest @ ..] => {
+            let length = u64::from(*blocks) * 33 * 4096 + 1;
+            let layout = Layout::in_file_order(length, &[4096..length]);
+            fuzzing::transfer(&DIR, Some(&layout), &records(rest));
+        }
+        [] => {}
     }
-    [blocks, rest @ ..] => {
-        let length = u64::from(*blocks) * 33 * 4096 + 1;
-        let layout = Layout::in_file_order(length, &[4096..length]);
-        fuzzing::transfer(&DIR, Some(&layout), &records(rest));
-    }
-    [] => {}
+}
+
+fuzz_target!(|data: &[u8]| {
+    run(data);
+    let _ = std::fs::remove_dir_all(&*DIR);
 });
