@@ -12,6 +12,14 @@ mod tests;
 /// arrive as it should is legitimate; asking for ever is not.
 const MAX_ASKS_PER_BLOCK: u64 = 4;
 
+/// Batches that are sent before any is acknowledged. All digests at once would push the first
+/// blocks off the link.
+const FIRST_WINDOW: u64 = 8;
+
+/// Batches that each acknowledgement allows beyond that: quickly enough that the lanes still have
+/// blocks to send while the digests of a part that matches altogether go by.
+const WINDOW_STEP: u64 = 8;
+
 /// What has happened.
 #[derive(Debug)]
 pub enum Event {
@@ -134,7 +142,9 @@ impl Source {
     }
 
     fn window(&self) -> Action {
-        Action::WalkTo((self.oldest_unacked + WINDOW_BATCHES).min(self.batches()))
+        let done = self.oldest_unacked - self.resume.unwrap_or(0) + self.acked.len() as u64;
+        let window = (FIRST_WINDOW + WINDOW_STEP * done).min(WINDOW_BATCHES);
+        Action::WalkTo((self.oldest_unacked + window).min(self.batches()))
     }
 
     /// Batches that the destination has: those it resumed with, and those walked and sent.
@@ -169,13 +179,10 @@ impl Source {
                 "the destination acknowledges batch {index} out of turn"
             )));
         }
-        let before = self.oldest_unacked;
         while self.acked.remove(&self.oldest_unacked) {
             self.oldest_unacked += 1;
         }
-        if self.oldest_unacked != before {
-            actions.push(self.window());
-        }
+        actions.push(self.window());
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use drover_core::BLOCK_SIZE;
 use drover_image::Outgoing;
 use drover_net::FrameWriter;
 use parking_lot::{Condvar, Mutex};
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 
 use crate::TeleportError;
 use crate::codec::{LiteralHeader, Runs};
@@ -27,7 +27,17 @@ const SOCKET_QUEUE: usize = 1;
 pub struct NeedQueue {
     state: Mutex<NeedState>,
     more: Condvar,
+    less: Notify,
 }
+
+/// Blocks that may always wait for the lanes before no more digests are sent.
+const MIN_BACKLOG: u64 = 1 << 16;
+
+/// So many seconds' worth of blocks may wait for the lanes.
+const BACKLOG_SECONDS: u64 = 10;
+
+/// How often the lanes' pace is measured.
+const PACE_EVERY: Duration = Duration::from_millis(250);
 
 #[derive(Default)]
 struct NeedState {
@@ -36,6 +46,49 @@ struct NeedState {
     closed: bool,
     /// Lanes from this number on rest.
     lanes: Option<u16>,
+    /// Blocks in `runs`.
+    backlog: u64,
+    pace: BlockPace,
+}
+
+/// Blocks that the lanes take in a second.
+struct BlockPace {
+    since: Instant,
+    taken: u64,
+    per_second: u64,
+}
+
+impl Default for BlockPace {
+    fn default() -> Self {
+        BlockPace {
+            since: Instant::now(),
+            taken: 0,
+            per_second: 0,
+        }
+    }
+}
+
+impl BlockPace {
+    fn take(&mut self, blocks: u64) {
+        self.taken += blocks;
+        let elapsed = self.since.elapsed();
+        if elapsed >= PACE_EVERY {
+            let per_second = (self.taken as f64 / elapsed.as_secs_f64()) as u64;
+            *self = BlockPace {
+                since: Instant::now(),
+                taken: 0,
+                per_second,
+            };
+        }
+    }
+}
+
+impl NeedState {
+    /// Whether the lanes have enough to do for a while. Digests that are sent earlier than that
+    /// only push the blocks off the link.
+    fn is_full(&self) -> bool {
+        self.backlog > (BACKLOG_SECONDS * self.pace.per_second).max(MIN_BACKLOG)
+    }
 }
 
 impl NeedQueue {
@@ -44,12 +97,28 @@ impl NeedQueue {
         let mut state = self.state.lock();
         state.image = Some((slot, image));
         state.runs.clear();
+        state.backlog = 0;
     }
 
     /// Adds blocks.
     pub fn add(&self, runs: &Runs) {
-        self.state.lock().runs.extend(runs.iter());
+        let mut state = self.state.lock();
+        state.runs.extend(runs.iter());
+        state.backlog += runs.count();
         self.more.notify_all();
+    }
+
+    /// Waits until the lanes could do with more. Cancel safe.
+    pub async fn room(&self) {
+        loop {
+            let less = self.less.notified();
+            tokio::pin!(less);
+            less.as_mut().enable();
+            if !self.state.lock().is_full() {
+                return;
+            }
+            less.await;
+        }
     }
 
     /// Lets only the first so many lanes work: what one lane carries compresses better than what
@@ -72,7 +141,14 @@ impl NeedQueue {
                 && !state.runs.is_empty()
                 && state.lanes.is_none_or(|lanes| lane < lanes)
             {
-                return Some((slot, image, next_frame(&mut state.runs)));
+                let runs = next_frame(&mut state.runs);
+                let was_full = state.is_full();
+                state.backlog -= runs.count();
+                state.pace.take(runs.count());
+                if was_full && !state.is_full() {
+                    self.less.notify_waiters();
+                }
+                return Some((slot, image, runs));
             }
             if state.closed {
                 return None;

@@ -406,7 +406,10 @@ impl Sender {
                     }
                     continue;
                 }
-                next = walked.recv(), if walking && outgoing.is_empty() => match next {
+                next = async {
+                    lanes.room().await;
+                    walked.recv().await
+                }, if walking && outgoing.is_empty() => match next {
                     Some(Ok(Walked::Batch { index, frame })) => Event::Walked { index, frame },
                     Some(Ok(Walked::End(digest))) => Event::WalkEnded(digest),
                     Some(Err(e)) => return Err(e),

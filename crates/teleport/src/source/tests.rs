@@ -81,13 +81,30 @@ fn the_window_moves_with_the_oldest_batch_that_is_not_complete() {
     let batches = 2 * WINDOW_BATCHES;
     let mut s = Source::new(batches * BATCH_BLOCKS);
     let start = handle(&mut s, accept(0)).unwrap();
-    assert_eq!(start, [Action::WalkTo(WINDOW_BATCHES)]);
-    (0..WINDOW_BATCHES).for_each(|i| drop(handle(&mut s, walked(i)).unwrap()));
-    assert_eq!(handle(&mut s, Event::Ack(2)).unwrap(), []);
-    assert_eq!(handle(&mut s, Event::Ack(1)).unwrap(), []);
-    let actions = handle(&mut s, Event::Ack(0)).unwrap();
-    assert_eq!(actions, [Action::WalkTo(WINDOW_BATCHES + 3)]);
+    assert_eq!(start, [Action::WalkTo(FIRST_WINDOW)]);
+    (0..FIRST_WINDOW).for_each(|i| drop(handle(&mut s, walked(i)).unwrap()));
+    // Every acknowledgement opens the window; only the oldest moves it.
+    let opened = FIRST_WINDOW + WINDOW_STEP;
+    assert_eq!(
+        handle(&mut s, Event::Ack(2)).unwrap(),
+        [Action::WalkTo(opened)]
+    );
+    let opened = opened + WINDOW_STEP;
+    assert_eq!(
+        handle(&mut s, Event::Ack(1)).unwrap(),
+        [Action::WalkTo(opened)]
+    );
+    let opened = opened + WINDOW_STEP;
+    assert_eq!(
+        handle(&mut s, Event::Ack(0)).unwrap(),
+        [Action::WalkTo(3 + opened)]
+    );
     assert_eq!(s.done_blocks(), 3 * BATCH_BLOCKS);
+    // It ends at its limit.
+    (FIRST_WINDOW..WINDOW_BATCHES).for_each(|i| drop(handle(&mut s, walked(i)).unwrap()));
+    (3..WINDOW_BATCHES - 1).for_each(|i| drop(handle(&mut s, Event::Ack(i)).unwrap()));
+    let last = handle(&mut s, Event::Ack(WINDOW_BATCHES - 1)).unwrap();
+    assert_eq!(last, [Action::WalkTo(2 * WINDOW_BATCHES)]);
 }
 
 #[test]

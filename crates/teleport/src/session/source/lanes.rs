@@ -21,7 +21,7 @@ use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, Reply, Request, kind};
 use crate::session::lane_out::{LaneOut, LaneTimes, NeedQueue, socket_queue, write_lane};
 
 /// How often it is judged whether another lane would help.
-const JUDGE_EVERY: Duration = Duration::from_secs(3);
+const JUDGE_EVERY: Duration = Duration::from_millis(1500);
 
 /// Lanes that are opened without being told to.
 const MAX_OWN_LANES: u16 = 4;
@@ -84,6 +84,11 @@ impl Lanes {
     /// Has blocks sent.
     pub fn need(&self, runs: &Runs) {
         self.needs.add(runs);
+    }
+
+    /// Waits until there is little enough left to send. Cancel safe.
+    pub async fn room(&self) {
+        self.needs.room().await;
     }
 
     /// Remembers some of the blocks that a dry run would send.
