@@ -15,19 +15,20 @@
 //!
 //! # Course of a session
 //! The first frame of every connection (after `net`'s hello) is a [`Request`]. For a session it is
-//! `Send`, answered by [`Reply::Session`]; further connections join it with `Lane` and carry only
-//! literals. The source says hello, makes its request and offers the first image in one flight.
+//! `Send`, answered by [`Reply::Session`]; further connections join it with `Lane` and carry
+//! literals. The first lane also carries BATCH and END, ahead of the literals: on a connection of
+//! their own they would compete with the blocks for the link. The source says hello, makes its request and offers the first image in one flight.
 //! Then, for one image after the other, on the control connection:
 //!
 //! ```text
 //! source                                destination
 //! OFFER Offer, LAYOUT*              ->
 //!                                   <-  ACCEPT Accept | REFUSE Refusal
-//! BATCH (from Accept.resume_batch)  ->
+//! BATCH (from resume_batch, 1st lane)->
 //!                                   <-  NEED runs of blocks to send      } in any order,
 //!                                   <-  ACK batch complete               } pipelined
 //! LITERAL (on the lanes)            ->
-//! END digest of the image           ->
+//! END digest of the image (1st lane) ->
 //!                                   <-  DELIVERED Delivered | REFUSE Refusal
 //! GOODBYE after the last            ->
 //! ```

@@ -16,7 +16,7 @@ use parking_lot::RwLock;
 use tokio::sync::{mpsc, watch};
 
 use super::lane_in::{Incoming, LaneIn};
-use super::{read_frames, write_frames};
+use super::{read_frames_into, write_frames};
 use crate::TeleportError;
 use crate::codec::{Batch, Literal};
 use crate::destination::Event;
@@ -63,6 +63,9 @@ pub struct SessionShared {
     current: RwLock<Option<Arc<Incoming>>>,
     lanes: AtomicU64,
     progress: RwLock<Option<Progress>>,
+    /// Where the control connection's frames go. What must stay in step with the blocks comes over
+    /// the first lane, and is put among them.
+    frames: mpsc::Sender<Result<Frame, TeleportError>>,
 }
 
 /// The transfer that a session is at.
@@ -119,7 +122,9 @@ impl Site {
     ) -> Result<(), TeleportError> {
         reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut reader, &mut writer);
+        let (to, mut frames) = mpsc::channel(super::FRAME_QUEUE);
         let shared = Arc::new(SessionShared {
+            frames: to.clone(),
             peer,
             peer_name,
             current: RwLock::new(None),
@@ -142,7 +147,7 @@ impl Site {
             max_lanes: MAX_LANES,
         };
         writer.send(kind::REPLY, &encode(&reply)).await?;
-        let mut frames = read_frames(reader);
+        read_frames_into(reader, to);
         let (out, written) = write_frames(writer);
         let mut session = Session {
             site: self.clone(),
@@ -237,6 +242,9 @@ impl Site {
         let worker = tokio::task::spawn_blocking(move || unpack_lane(from, &worker, &out));
         let result = loop {
             match reader.next().await {
+                Ok(Some(frame)) if matches!(frame.kind, kind::BATCH | kind::END) => {
+                    let _ = shared.frames.send(Ok(frame)).await;
+                }
                 Ok(Some(frame)) => {
                     if to.send(frame).await.is_err() {
                         break Ok(());

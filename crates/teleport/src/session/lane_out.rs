@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use drover_core::BLOCK_SIZE;
 use drover_image::Outgoing;
-use drover_net::FrameWriter;
+use drover_net::{Frame, FrameWriter};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::{Notify, mpsc};
 
@@ -127,9 +127,11 @@ impl NeedQueue {
         self.state.lock().lanes = Some(lanes);
     }
 
-    /// The lanes end when nothing is left.
+    /// The lanes end. What they had still to send is for an image that is done or given up.
     pub fn close(&self) {
-        self.state.lock().closed = true;
+        let mut state = self.state.lock();
+        state.closed = true;
+        state.runs.clear();
         self.more.notify_all();
     }
 
@@ -268,34 +270,44 @@ impl LaneOut {
     }
 }
 
-/// Sends a lane's frames until there are no more, then ends the connection.
+/// Sends a lane's frames until there are no more, then ends the connection. What comes from
+/// `first` goes ahead of literals: digests share the connection, and so its place on the link,
+/// with the blocks.
 ///
 /// # Errors
 /// When the connection breaks.
 pub async fn write_lane(
     mut writer: FrameWriter,
-    mut frames: mpsc::Receiver<Packed>,
+    mut literals: mpsc::Receiver<Packed>,
+    mut first: mpsc::Receiver<Frame>,
 ) -> Result<(), TeleportError> {
     let every = drover_net::KeepAlive::default().ping_every;
     loop {
-        let frame = match frames.try_recv() {
-            Ok(frame) => frame,
+        if let Ok(frame) = first.try_recv() {
+            writer.send(frame.kind, &frame.payload).await?;
+            continue;
+        }
+        let literal = match literals.try_recv() {
+            Ok(literal) => literal,
             Err(mpsc::error::TryRecvError::Disconnected) => break,
             Err(mpsc::error::TryRecvError::Empty) => {
                 writer.flush().await?;
-                let next = tokio::select! {
-                    frame = frames.recv() => frame,
+                tokio::select! {
+                    biased;
+                    Some(frame) = first.recv() => {
+                        writer.send(frame.kind, &frame.payload).await?;
+                        continue;
+                    }
+                    literal = literals.recv() => match literal {
+                        Some(literal) => literal,
+                        None => break,
+                    },
                     e = writer.ping_when_idle(every) => return Err(e.into()),
-                };
-                match next {
-                    Some(frame) => frame,
-                    None => break,
                 }
             }
         };
-        writer
-            .send_vectored(kind::LITERAL, &[&frame.header, &frame.packed])
-            .await?;
+        let parts = [literal.header.as_slice(), literal.packed.as_slice()];
+        writer.send_vectored(kind::LITERAL, &parts).await?;
     }
     Ok(writer.finish().await?)
 }

@@ -33,6 +33,9 @@ const WALK_QUEUE: usize = 4;
 /// How long the end of a session may take.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
+/// How long the destination may take to say why it ended a lane.
+const WHY_LIMIT: Duration = Duration::from_secs(2);
+
 /// Sends a list of images over as many sessions as it takes.
 pub struct Sender {
     items: Vec<SendItem>,
@@ -89,6 +92,21 @@ impl Control {
             return Err(refusal(decode(&frame.payload)?));
         }
         Ok(frame)
+    }
+
+    /// Why the session broke: a destination that gives an image up ends the lanes too, and a lane
+    /// may be the first to show it. What it has to say is not lost with the lane.
+    async fn why(&mut self, broke: TeleportError) -> TeleportError {
+        let refused = async {
+            while let Some(Ok(frame)) = self.frames.recv().await {
+                if frame.kind == kind::REFUSE {
+                    return decode(&frame.payload).ok().map(refusal);
+                }
+            }
+            None
+        };
+        let refused = tokio::time::timeout(WHY_LIMIT, refused).await;
+        refused.ok().flatten().unwrap_or(broke)
     }
 }
 
@@ -267,6 +285,10 @@ impl Sender {
         let end = self
             .drive(&offer, &image, accept, control, lanes, &walk_to, walked)
             .await;
+        let end = match end {
+            Err(e) if e.retryable() => Err(control.why(e).await),
+            end => end,
+        };
         if let Err(e) = &end
             && !matches!(e, TeleportError::Net(_))
         {
@@ -398,7 +420,7 @@ impl Sender {
                 }
                 // Nothing more is walked while a frame waits for the socket: that is the
                 // backpressure of a slow link.
-                room = control.out.reserve(), if !outgoing.is_empty() => {
+                room = lanes.first.reserve(), if !outgoing.is_empty() => {
                     if let (Ok(room), Some(frame)) = (room, outgoing.pop_front()) {
                         room.send(frame);
                     } else {

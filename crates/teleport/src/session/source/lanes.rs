@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use drover_image::Outgoing;
 use drover_net::{
-    ConnectOptions, FrameReader, KeepAlive, Role, connect_any, decode, encode, hear_hello,
+    ConnectOptions, Frame, FrameReader, KeepAlive, Role, connect_any, decode, encode, hear_hello,
     say_hello,
 };
 use parking_lot::Mutex;
@@ -26,6 +26,9 @@ const JUDGE_EVERY: Duration = Duration::from_millis(1500);
 /// Lanes that are opened without being told to.
 const MAX_OWN_LANES: u16 = 4;
 
+/// Batches between the walk and the first lane.
+const BATCH_QUEUE: usize = 4;
+
 /// Blocks of a dry run that are kept to sample how they compress.
 const MAX_SAMPLE_BLOCKS: usize = 1 << 16;
 
@@ -36,6 +39,8 @@ pub struct Lanes {
     failure: tokio::sync::Mutex<mpsc::Receiver<TeleportError>>,
     opener: JoinHandle<()>,
     stop: watch::Sender<bool>,
+    /// Frames that go over the first lane, ahead of its literals.
+    pub first: mpsc::Sender<Frame>,
 }
 
 /// What a lane is opened with.
@@ -65,13 +70,15 @@ impl Lanes {
             times: Arc::default(),
         };
         let (stop, stopped) = watch::channel(false);
-        let opener = tokio::spawn(open_lanes(plan, stopped));
+        let (first, batches) = mpsc::channel(BATCH_QUEUE);
+        let opener = tokio::spawn(open_lanes(plan, batches, stopped));
         Lanes {
             needs,
             sample: Mutex::default(),
             failure: tokio::sync::Mutex::new(failure),
             opener,
             stop,
+            first,
         }
     }
 
@@ -120,18 +127,19 @@ impl Lanes {
 }
 
 /// Opens lanes one by one, for as long as each new one makes the whole faster.
-async fn open_lanes(plan: Plan, mut stop: watch::Receiver<bool>) {
+async fn open_lanes(plan: Plan, batches: mpsc::Receiver<Frame>, mut stop: watch::Receiver<bool>) {
     let fixed = plan.options.lanes.map(|n| n.clamp(1, MAX_LANES));
     let most = fixed.unwrap_or(if plan.options.limit.is_some() {
         1
     } else {
         MAX_OWN_LANES
     });
+    let mut batches = Some(batches);
     let mut lanes = Vec::new();
     let mut judge = Judge::default();
     while !*stop.borrow() && lanes.len() < usize::from(most) {
         let opened = tokio::select! {
-            opened = open(&plan, lanes.len() as u16) => opened,
+            opened = open(&plan, lanes.len() as u16, &mut batches) => opened,
             _ = stop.wait_for(|s| *s) => break,
         };
         match opened {
@@ -196,7 +204,11 @@ impl Judge {
 }
 
 /// Opens one lane and sets its threads to work.
-async fn open(plan: &Plan, number: u16) -> Result<JoinHandle<()>, TeleportError> {
+async fn open(
+    plan: &Plan,
+    number: u16,
+    batches: &mut Option<mpsc::Receiver<Frame>>,
+) -> Result<JoinHandle<()>, TeleportError> {
     let SendOptions {
         identity,
         peer,
@@ -231,6 +243,7 @@ async fn open(plan: &Plan, number: u16) -> Result<JoinHandle<()>, TeleportError>
     }
     KeepAlive::default().apply(&mut reader, &mut writer);
     let (to, from) = socket_queue();
+    let first = batches.take().unwrap_or_else(|| mpsc::channel(1).1);
     let receiver_busy = Arc::new(AtomicU64::new(0));
     let lane = LaneOut {
         needs: plan.needs.clone(),
@@ -249,7 +262,7 @@ async fn open(plan: &Plan, number: u16) -> Result<JoinHandle<()>, TeleportError>
     });
     tracing::debug!(number, "lane open");
     Ok(tokio::spawn(async move {
-        let written = write_lane(writer, from);
+        let written = write_lane(writer, from, first);
         let result = tokio::select! {
             result = written => result,
             error = listen(&mut reader, &receiver_busy) => Err(error),
