@@ -106,7 +106,12 @@ impl TeleportError {
         match self {
             TeleportError::Refused { reason, .. } => Some(*reason),
             TeleportError::Net(e) if e.refused() => Some(RefuseReason::Trust),
-            TeleportError::File { error, .. } if error.raw_os_error() == Some(28) => {
+            TeleportError::File { error, .. }
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+                ) =>
+            {
                 Some(RefuseReason::Space)
             }
             _ => None,

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use drover_core::ImageName;
 use drover_net::{Frame, FrameReader, FrameWriter, KeepAlive, PeerKey, decode, encode};
 use parking_lot::RwLock;
 use tokio::sync::{mpsc, watch};
@@ -354,11 +355,12 @@ impl Session {
                 Some(Ok(frame)) if frame.kind == kind::GOODBYE => return Ok(()),
                 Some(Ok(frame)) if frame.kind == kind::OFFER => {
                     let offer: Offer = decode(&frame.payload)?;
+                    let name = offer.name.clone();
                     if let Err(e) = self.image(offer, frames).await {
                         tracing::warn!(peer = self.shared.peer_name, error = %e, "image failed");
                         // After a stop the source is to come back, and finds out by itself.
                         if !matches!(e, TeleportError::Stopped | TeleportError::Net(_)) {
-                            self.refuse(&e).await?;
+                            self.refuse(&name, &e).await?;
                         }
                         return Err(e);
                     }
@@ -384,8 +386,15 @@ impl Session {
             .map_err(|_| TeleportError::Remote("the source is gone".into()))
     }
 
-    async fn refuse(&self, error: &TeleportError) -> Result<(), TeleportError> {
-        let mut message = error.to_string();
+    async fn refuse(&self, name: &ImageName, error: &TeleportError) -> Result<(), TeleportError> {
+        let mut message = match error {
+            TeleportError::File { .. } if error.refusal() == Some(RefuseReason::Space) => {
+                format!(
+                    "{name}: the destination ran out of space; make room there and send it again: it goes on where it was"
+                )
+            }
+            _ => error.to_string(),
+        };
         message.truncate(message.floor_char_boundary(Refusal::MAX_BYTES));
         self.send(
             kind::REFUSE,
@@ -423,7 +432,7 @@ impl Session {
     ) -> Result<(), TeleportError> {
         let (events, queue) = mpsc::channel(EVENT_QUEUE);
         let (site, shared) = (self.site.clone(), self.shared.clone());
-        let (sink, slot) = (events.clone(), offer.slot);
+        let (sink, slot, name) = (events.clone(), offer.slot, offer.name.clone());
         let prepared = tokio::task::spawn_blocking(move || {
             prepare::prepare(&site, shared.peer, &shared.peer_name, offer, &layout, sink)
         });
@@ -431,7 +440,7 @@ impl Session {
             Ok(prepared) => prepared,
             Err(e) => {
                 tracing::info!(peer = self.shared.peer_name, error = %e, "image refused");
-                return self.refuse(&e).await;
+                return self.refuse(&name, &e).await;
             }
         };
         *self.shared.current.write() = Some(prepared.incoming.clone());

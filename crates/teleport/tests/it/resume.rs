@@ -173,6 +173,108 @@ async fn stopping_the_source_keeps_the_transfer() {
     same(&a, &there.image("a.raw"));
 }
 
+/// What is left to send when the sender is stopped is not sent any more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stopped_source_stops_soon() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let a = dir.path().join("a.raw");
+    let mut bytes = vec![0; 64 << 20];
+    fastrand::Rng::with_seed(7).fill(&mut bytes);
+    write(&a, &bytes);
+    let client = Client::new();
+    let mut options = client.options(&there, &there.address);
+    options.limit = Some(Arc::new(drover_net::RateLimit::new(4 << 20)));
+    let (stop, counters) = (client.stop.clone(), client.counters.clone());
+    let stopped = tokio::spawn(async move {
+        while counters.sent_blocks.load(Ordering::Relaxed) < 1000 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        stop.send_replace(true);
+        std::time::Instant::now()
+    });
+    let error = client.send_with(items(&[&a]), options).await.unwrap_err();
+    let took = stopped.await.unwrap().elapsed();
+    assert!(
+        matches!(error, drover_teleport::TeleportError::Stopped),
+        "{error:?}"
+    );
+    assert!(took < Duration::from_secs(5), "{took:?}");
+}
+
+/// A file system of so many bytes in memory; `None` says why not.
+struct SmallDisk(std::path::PathBuf);
+
+impl SmallDisk {
+    fn mount(at: &Path, bytes: u64) -> Option<Self> {
+        std::fs::create_dir(at).unwrap();
+        let mounted = std::process::Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"])
+            .arg(at)
+            .output();
+        match mounted {
+            Ok(out) if out.status.success() => Some(SmallDisk(at.to_path_buf())),
+            other => {
+                eprintln!("SKIP a small disk cannot be mounted: {other:?}");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount")
+            .arg("-l")
+            .arg(&self.0)
+            .status();
+    }
+}
+
+/// Space that runs out is a refusal the first time it is met, and no end of the transfer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_disk_that_fills_up_is_said_and_resumed_from() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = dir.path().join("disk");
+    let Some(_disk) = SmallDisk::mount(&disk, 100 << 20) else {
+        return;
+    };
+    let there = TestSite::start(&disk.join("there")).await;
+    let a = dir.path().join("a.raw");
+    let mut bytes = vec![0; 60 << 20];
+    fastrand::Rng::with_seed(8).fill(&mut bytes);
+    write(&a, &bytes);
+    let client = Client::new();
+    let mut options = client.options(&there, &there.address);
+    options.limit = Some(Arc::new(drover_net::RateLimit::new(20 << 20)));
+    let (filler, counters) = (disk.join("filler"), client.counters.clone());
+    let fill = filler.clone();
+    tokio::spawn(async move {
+        while counters.sent_blocks.load(Ordering::Relaxed) < 4000 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        let (mut file, part) = (std::fs::File::create(fill).unwrap(), vec![1; 64 << 10]);
+        while std::io::Write::write_all(&mut file, &part).is_ok() {}
+    });
+    let error = client.send_with(items(&[&a]), options).await.unwrap_err();
+    assert_eq!(
+        error.refusal(),
+        Some(drover_teleport::RefuseReason::Space),
+        "{error:?}"
+    );
+    assert!(
+        error.to_string().starts_with("a.raw: ") && error.to_string().contains("out of space"),
+        "{error}"
+    );
+    assert_eq!(reconnects(&client), 0);
+    assert!(!there.image("a.raw").exists());
+    std::fs::remove_file(&filler).unwrap();
+    let reports = client.send(&[&a], &there).await.unwrap();
+    same(&a, &there.image("a.raw"));
+    assert!(reports[0].resumed_blocks > 2000, "{reports:?}");
+    no_part_left(&there);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_image_that_changes_is_noticed_and_nothing_is_delivered() {
     let dir = tempfile::tempdir().unwrap();

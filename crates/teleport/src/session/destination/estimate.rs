@@ -23,10 +23,13 @@ impl Session {
             let message =
                 "a site with a lone teleporter cannot estimate; send without --dry-run".into();
             return self
-                .refuse(&TeleportError::Refused {
-                    reason: RefuseReason::Policy,
-                    message,
-                })
+                .refuse(
+                    &offer.name,
+                    &TeleportError::Refused {
+                        reason: RefuseReason::Policy,
+                        message,
+                    },
+                )
                 .await;
         };
         let accept = Accept {
