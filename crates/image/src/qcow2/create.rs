@@ -13,6 +13,7 @@ use crate::layout::{BuildError, LayoutBuilder};
 use crate::limits::MAX_RANGES;
 use crate::{ImageError, Layout};
 
+const SECTOR: u64 = 512;
 const CLUSTER_BITS: u32 = 16;
 const CLUSTER: u64 = 1 << CLUSTER_BITS;
 /// Entries of eight bytes in a cluster.
@@ -81,8 +82,9 @@ impl<D: ReadAt> Created<D> {
             let first = tables.last().map_or(0, |t| t + 1).max(guest / ENTRIES);
             tables.extend(first..=(end - 1) / ENTRIES);
         }
-        let l1_entries = disk.len().div_ceil(CLUSTER * ENTRIES);
-        let l1_clusters = (l1_entries * 8).div_ceil(CLUSTER).max(1);
+        // One at least: without, the table's cluster would belong to nobody.
+        let l1_entries = disk.len().div_ceil(CLUSTER * ENTRIES).max(1);
+        let l1_clusters = (l1_entries * 8).div_ceil(CLUSTER);
         let others = 1 + l1_clusters + tables.len() as u64 + clusters;
         // Refcounts count their own clusters too: grow both until they suffice.
         let (mut table, mut blocks) = (1, 1);
@@ -140,7 +142,9 @@ impl<D: ReadAt> Created<D> {
         put(0, b"QFI\xfb");
         put(4, &3u32.to_be_bytes());
         put(20, &CLUSTER_BITS.to_be_bytes());
-        put(24, &self.disk.len().to_be_bytes());
+        // In whole sectors: others drop what is left of the last one.
+        let disk_bytes = self.disk.len().next_multiple_of(SECTOR);
+        put(24, &disk_bytes.to_be_bytes());
         // At most 2^15 entries: a disk is no larger than MAX_VIRTUAL_SIZE.
         put(36, &(self.l1_entries as u32).to_be_bytes());
         put(40, &(self.l1 * CLUSTER).to_be_bytes());

@@ -118,7 +118,7 @@ fn walk(out: &Outgoing) -> Vec<u8> {
 }
 
 /// The file as a receiver makes it, from the walk alone.
-fn rebuilt(out: &Outgoing) -> Vec<u8> {
+pub fn rebuilt(out: &Outgoing) -> Vec<u8> {
     let walk = walk(out);
     let mut file = vec![0; out.content.len() as usize];
     assert_eq!(out.layout.file_len(), out.content.len());

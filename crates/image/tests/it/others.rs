@@ -39,6 +39,30 @@ fn raw_with_and_without_holes() {
     );
 }
 
+/// A qcow2 image has whole sectors: the last, partial one of a file must not get lost.
+#[test]
+fn files_of_odd_sizes_become_qcow2_whole() {
+    if !qemu::available() {
+        return;
+    }
+    for len in [0usize, 1, 511, 4097, 65_536, 200_001] {
+        let b = Bench::new(103);
+        let bytes: Vec<u8> = (0..len).map(|i| (i % 251) as u8 + 1).collect();
+        std::fs::write(b.path("odd.raw"), &bytes).unwrap();
+        let made = open_for_sending(&b.path("odd.raw"), Conversion::Qcow2).unwrap();
+        std::fs::write(b.path("made.qcow2"), check::rebuilt(&made)).unwrap();
+        qemu::img(b.dir(), &["check", "-q", "-f", "qcow2", "made.qcow2"]);
+        qemu::img(
+            b.dir(),
+            &["convert", "-f", "qcow2", "-O", "raw", "made.qcow2", "back"],
+        );
+        let back = std::fs::read(b.path("back")).unwrap();
+        assert_eq!(back.len(), len.next_multiple_of(512));
+        assert!(back[..len] == bytes, "{len}");
+        assert!(back[len..].iter().all(|b| *b == 0), "{len}");
+    }
+}
+
 #[test]
 fn sparse_vmdk() {
     if !qemu::available() {
