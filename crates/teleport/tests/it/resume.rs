@@ -390,3 +390,39 @@ async fn an_image_that_changed_where_it_was_zero_is_not_taken_for_the_same() {
     same(&a, &there.image("a.raw"));
     assert_eq!(reports[0].sent_blocks, 0, "{reports:?}");
 }
+
+/// A session that takes over matches as the one before did: what that one leaves behind at the
+/// teleporter is gone before the new one begins.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_takes_over_goes_on_matching() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let (a, b) = (dir.path().join("a.raw"), dir.path().join("b.raw"));
+    let mut rng = fastrand::Rng::with_seed(70);
+    let mut bytes = vec![0; (12 + 120) << 20];
+    rng.fill(&mut bytes);
+    write(&a, &bytes[12 << 20..]);
+    write(&b, &bytes);
+    let client = Client::new();
+    client.send(&[&a], &there).await.unwrap();
+    let client = Client::new();
+    let mut options = client.options(&there, &there.address);
+    options.limit = Some(Arc::new(drover_net::RateLimit::new(4 << 20)));
+    options.give_up_after = Duration::from_millis(1);
+    let counters = client.counters.clone();
+    let second = Client {
+        identity: client.identity.clone(),
+        ..Client::new()
+    };
+    let takeover = async {
+        while counters.sent_blocks.load(Ordering::Relaxed) < 1000 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        second.send(&[&b], &there).await
+    };
+    let (first, reports) = tokio::join!(client.send_with(items(&[&b]), options), takeover);
+    assert!(first.is_err(), "{first:?}");
+    let report = &reports.unwrap()[0];
+    same(&b, &there.image("b.raw"));
+    assert!(report.sent_blocks <= 12 * 256, "{report:?}");
+}

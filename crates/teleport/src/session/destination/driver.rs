@@ -79,10 +79,17 @@ pub fn drive(
                 "given up by the source"
             );
             if give_up.discard {
-                let (dir, image) = (prepared.transfer.dir.clone(), prepared.transfer.image());
-                drop(prepared);
+                let Prepared {
+                    transfer,
+                    matcher,
+                    hold,
+                    ..
+                } = prepared;
+                let (dir, image) = (transfer.dir.clone(), transfer.image());
+                drop((transfer, matcher));
                 site.sequences.drop_image(image);
                 crate::site::remove_dir(&dir);
+                drop(hold);
             }
             Ok(None)
         }

@@ -31,13 +31,15 @@ pub struct Prepared {
     pub transfer: Transfer,
     pub machine: Destination,
     pub incoming: Arc<Incoming>,
-    pub hold: Hold,
     pub matcher: MatchThread,
     /// Follows the file's digest, where the walk allows it.
     pub digest: Option<OrderedDigest>,
     /// Batches that were restored with blocks missing, and their plans.
     pub replan: Vec<(u64, Plan)>,
     pub done_blocks: Arc<AtomicU64>,
+    /// Goes last: whoever takes the transfer over must find nothing under way, at the teleporter
+    /// least of all.
+    pub hold: Hold,
 }
 
 impl Prepared {
