@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
+use crate::bench::Experiment;
 use crate::library;
 use crate::link::{Link, LinkArgs, Options};
 use crate::site::Where;
@@ -105,10 +106,11 @@ impl Common {
 }
 
 /// A directory that goes away.
-struct Work(PathBuf);
+pub struct Work(PathBuf);
 
 impl Work {
-    fn join(&self, name: &str) -> PathBuf {
+    /// A path inside.
+    pub fn join(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
 }
@@ -121,21 +123,60 @@ impl Drop for Work {
     }
 }
 
+/// What experiments work with: where things are, how often to measure, and which images.
+pub struct Lab {
+    /// Where things are.
+    pub common: Common,
+    /// How often a figure that varies is measured.
+    pub repeat: usize,
+    /// The small set instead of the library, for the smoke run: seconds, not minutes.
+    pub small: bool,
+}
+
+impl Lab {
+    /// The binary to measure, by an absolute path.
+    ///
+    /// # Errors
+    /// When it is not built.
+    pub fn binary(&self) -> Result<PathBuf> {
+        self.common.binary()
+    }
+
+    /// An empty directory for a run, removed with the guard.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn work(&self, experiment: &str) -> Result<Work> {
+        self.common.work(experiment)
+    }
+
+    /// An image of the library (or of the small set) by its name, or a file by its path.
+    ///
+    /// # Errors
+    /// When it is not built.
+    pub fn image(&self, name: &str) -> Result<PathBuf> {
+        self.common.image(Path::new(name))
+    }
+}
+
+/// Every experiment, in the order of the document.
+pub const ALL: &[&dyn Experiment] = &[];
+
 /// The network of a run: a link or none.
-struct Net {
+pub struct Net {
     options: Option<Options>,
     link: Option<Link>,
 }
 
 impl Net {
-    fn loopback() -> Self {
+    pub fn loopback() -> Self {
         Self {
             options: None,
             link: None,
         }
     }
 
-    fn over(args: &LinkArgs) -> Result<Self> {
+    pub fn over(args: &LinkArgs) -> Result<Self> {
         let options = Options::from(args);
         Ok(Self {
             link: Some(Link::up(&options)?),
@@ -143,18 +184,18 @@ impl Net {
         })
     }
 
-    fn place(&self) -> Where<'_> {
+    pub fn place(&self) -> Where<'_> {
         self.link.as_ref().map_or(Where::Loopback, Where::Over)
     }
 
     /// IP bytes that have crossed the link from the near end, and from the far one. What its full queue
     /// dropped never was on the wire; what was sent again was.
-    fn bytes(&self) -> Option<(u64, u64)> {
+    pub fn bytes(&self) -> Option<(u64, u64)> {
         let traffic = self.link.as_ref()?.traffic();
         Some((traffic.a_to_b.bytes_out, traffic.b_to_a.bytes_out))
     }
 
-    fn describe(&self) -> String {
+    pub fn describe(&self) -> String {
         self.options
             .as_ref()
             .map_or_else(|| "loopback".to_owned(), Options::describe)

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use comfy_table::{Cell, CellAlignment, Table, presets};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// The machine that a figure was measured on.
 #[derive(Clone, Debug, Serialize)]
@@ -103,7 +103,7 @@ pub fn mb(bytes: u64) -> String {
 }
 
 /// Least, median and greatest of some measurements.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Spread {
     /// The least.
     pub min: f64,

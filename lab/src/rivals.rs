@@ -11,17 +11,52 @@ use anyhow::{Context, Result, bail};
 use crate::shell;
 use crate::site::Where;
 
-/// Something that can carry an image.
-pub trait Rival {
-    /// Its name with its settings.
-    fn name(&self) -> String;
+/// A tool that can carry images from one machine to another, with its best settings.
+pub trait Rival: Sync {
+    /// A short name, fit for a file name: `rsync-delta`.
+    fn name(&self) -> &'static str;
 
-    /// Carries `image` to the far end; returns the seconds until it says that it is done. `basis` is an image
-    /// that the far end has and may be used if the rival can.
+    /// How it is called, for the document: the commands with their options.
+    fn settings(&self) -> String;
+
+    /// Its version, or what is missing here.
+    ///
+    /// # Errors
+    /// The reason why it is skipped, in words.
+    fn version(&self) -> Result<String, String>;
+
+    /// Bytes that it will send about, so that a plan can be made.
+    fn expected_bytes(&self, image: &Weight) -> u64;
+
+    /// Sets up both ends, everything of the far one below `dir`. Not timed.
+    ///
+    /// # Errors
+    /// When an end does not come up.
+    fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>>;
+}
+
+/// A rival that is set up at both ends. What it has carried stays at the far end and may serve later images.
+pub trait Carrier {
+    /// Carries `image` to the far end; returns the seconds from the command until the whole file is there and the
+    /// tool has said so. `basis` is the most similar of the images that the far end has, for tools that take one.
+    ///
+    /// # Errors
+    /// When a command fails; what it said is in the error.
     fn carry(&mut self, image: &Path, basis: Option<&Path>) -> Result<f64>;
 
-    /// Where the image is after [`Rival::carry`].
+    /// Where the image is after [`Carrier::carry`].
     fn delivered(&self, image: &Path) -> PathBuf;
+}
+
+/// What an image weighs, for estimates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Weight {
+    /// Its size, holes included.
+    pub size_bytes: u64,
+    /// Its non-zero blocks.
+    pub data_bytes: u64,
+    /// Its limit: unique blocks, compressed.
+    pub limit_bytes: u64,
 }
 
 /// How rsync is used.
@@ -108,11 +143,14 @@ impl<'a> Rsync<'a> {
     }
 }
 
-impl Rival for Rsync<'_> {
-    fn name(&self) -> String {
+impl Rsync<'_> {
+    /// Its name with its settings.
+    pub fn name(&self) -> String {
         format!("rsync {}", self.options().join(" "))
     }
+}
 
+impl Carrier for Rsync<'_> {
     fn carry(&mut self, image: &Path, basis: Option<&Path>) -> Result<f64> {
         let target = self.delivered(image);
         let _ = fs::remove_file(&target);

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::{Common, all_identical, file_name, yes_no};
 use crate::report::{self, Report, Spread, mib};
-use crate::rivals::{Mode, Rival, Rsync};
+use crate::rivals::{Carrier, Mode, Rsync};
 use crate::same::identical;
 use crate::site::{Outcome, Sender, Site, Where};
 use crate::watch::Cost;

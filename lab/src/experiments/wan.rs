@@ -12,7 +12,7 @@ use super::{Common, Net, all_identical, file_name, yes_no};
 use crate::limit::Known;
 use crate::link::LinkArgs;
 use crate::report::{self, Report, mb, mib};
-use crate::rivals::{Mode, Rival, Rsync};
+use crate::rivals::{Carrier, Mode, Rsync};
 use crate::same::identical;
 use crate::site::{Sender, Site};
 
