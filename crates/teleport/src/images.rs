@@ -34,6 +34,8 @@ pub struct Images {
     records: RwLock<HashMap<ImageId, ImageRecord>>,
     /// Most recently used last.
     open: Mutex<Vec<(ImageId, Arc<OpenImage>)>>,
+    /// Images whose maps were found missing or damaged.
+    lost: Mutex<HashSet<ImageId>>,
 }
 
 impl Images {
@@ -56,6 +58,7 @@ impl Images {
             maps_dir,
             records: RwLock::new(records),
             open: Mutex::default(),
+            lost: Mutex::default(),
         };
         images.reconcile(awaited, repairs)?;
         Ok(images)
@@ -150,10 +153,17 @@ impl Images {
             return Some(image);
         }
         let path = self.records.read().get(&id)?.path.clone();
-        let (_, map) = ImageMap::load(&self.map_path(id)).ok().flatten().or_else(|| {
-            tracing::warn!(image = id.0, path = %path.display(), "its map is missing or damaged: not a source of blocks");
-            None
-        })?;
+        if self.lost.lock().contains(&id) {
+            return None;
+        }
+        let Some((_, map)) = ImageMap::load(&self.map_path(id)).ok().flatten() else {
+            tracing::warn!(
+                path = %path.display(),
+                "its map is missing or damaged: its blocks cannot be reused until `drover index` has read it again"
+            );
+            self.lost.lock().insert(id);
+            return None;
+        };
         let file = File::open(&path).ok()?;
         let image = Arc::new(OpenImage { file, map });
         open.push((id, image.clone()));
@@ -193,6 +203,7 @@ impl Images {
     fn drop_record(&self, old: &ImageRecord) {
         self.records.write().remove(&old.id);
         self.open.lock().retain(|(i, _)| *i != old.id);
+        self.lost.lock().remove(&old.id);
         let _ = std::fs::remove_file(self.map_path(old.id));
     }
 }

@@ -1,7 +1,7 @@
 //! A site: the images that are here, the matcher, the sequence cache, and the transfers on their
 //! way in. Sessions share one [`Site`].
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -144,6 +144,7 @@ impl Site {
         });
         site.recover(whole, &mut repairs);
         site.forget_strays();
+        site.name_the_lost(&mut repairs);
         let weak = Arc::downgrade(&site);
         let copier = std::thread::Builder::new()
             .name("sequences".into())
@@ -190,6 +191,23 @@ impl Site {
             .collect();
         for image in strays {
             let _ = crate::matching::handle(teleporter, Event::Image(image, ImageEvent::Forget));
+        }
+    }
+
+    /// Says which images' blocks can no longer be found or read for reuse, and the way out.
+    fn name_the_lost(&self, repairs: &mut Vec<String>) {
+        let Matching::Local(teleporter) = &self.matching else {
+            return;
+        };
+        let found: HashSet<ImageId> = teleporter.lock().images().into_iter().collect();
+        for image in self.images.list() {
+            if !found.contains(&image.id) || !self.images.map_path(image.id).exists() {
+                repairs.push(format!(
+                    "{}: its hash file or its map is lost, so its blocks are not reused; `drover index {}` makes them again",
+                    image.name,
+                    image.path.display()
+                ));
+            }
         }
     }
 
@@ -429,6 +447,8 @@ impl Site {
         if let Some(old) = self.images.put(&record)? {
             self.sequences.drop_image(old.id);
             tell(Event::Image(old.id, ImageEvent::Forget))?;
+            // What the old one had in the caches was not entered for this one.
+            tell(Event::Image(id, ImageEvent::Reindex))?;
         }
         Ok(record)
     }
