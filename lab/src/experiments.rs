@@ -75,9 +75,10 @@ impl Common {
         if !named.is_empty() {
             return named.iter().map(|path| self.image(path)).collect();
         }
-        let (built, missing): (Vec<_>, Vec<_>) = library::FULL
-            .iter()
-            .map(|spec| self.dir.join("images").join(format!("{}.raw", spec.name)))
+        let (built, missing): (Vec<_>, Vec<_>) = library::images(&self.dir, library::Set::Full)?
+            .into_iter()
+            .filter(|entry| entry.in_order)
+            .map(|entry| entry.path)
             .partition(|path| path.exists());
         for path in missing {
             eprintln!("SKIP {}: not built (lab library)", path.display());
@@ -90,13 +91,15 @@ impl Common {
 
     /// A path as it is, or the name of an image of the library.
     fn image(&self, named: &Path) -> Result<PathBuf> {
-        let in_library = self
+        let raw = self
             .dir
             .join("images")
             .join(format!("{}.raw", named.display()));
-        match (named.exists(), in_library.exists()) {
-            (true, _) => Ok(named.to_owned()),
-            (false, true) => Ok(in_library),
+        let other_format = self.dir.join("images").join(named);
+        match (named.is_file(), raw.exists(), other_format.is_file()) {
+            (true, _, _) => Ok(named.to_owned()),
+            (false, true, _) => Ok(raw),
+            (false, false, true) => Ok(other_format),
             _ => bail!(
                 "no image {}, neither as a file nor in the library",
                 named.display()

@@ -4,9 +4,14 @@
 //! small set is made of the host's own files and needs no network.
 
 mod aged;
+pub mod catalog;
 mod debian;
 mod ext4;
+pub mod manifest;
 mod small;
+pub mod table;
+
+pub use catalog::images;
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -15,7 +20,6 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
-use serde::{Deserialize, Serialize};
 
 /// Which images to build.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -82,20 +86,7 @@ const fn debian(
     }
 }
 
-/// What is written beside an image: from what it was made.
-#[derive(Serialize, Deserialize)]
-pub struct Manifest {
-    /// The image's name.
-    pub name: String,
-    /// What it was made of, for people.
-    pub recipe: String,
-    /// The size that the machine sees.
-    pub size_bytes: u64,
-    /// What the file takes on disk.
-    pub allocated_bytes: u64,
-    /// `package version`, one a line, sorted; empty where it was not made of packages.
-    pub packages: Vec<String>,
-}
+pub use manifest::Manifest;
 
 /// Where the parts of the cache are.
 pub struct Dirs {
@@ -244,6 +235,7 @@ fn manifest_of(name: &str, recipe: String, file: &Path, packages: Vec<String>) -
         size_bytes: meta.len(),
         allocated_bytes: meta.blocks() * 512,
         packages,
+        ..Manifest::default()
     })
 }
 
