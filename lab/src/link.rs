@@ -1,30 +1,27 @@
-//! A WAN link in user space: two network namespaces joined through TUN devices, with a round-trip
-//! time, a rate, loss, jitter and a queue, that can be cut and healed.
+//! A WAN link: two network namespaces with a round-trip time, a rate, loss, jitter and a queue between them, that can
+//! be cut and healed.
 //!
-//! The kernel's `netem` is not everywhere; this needs nothing but TUN devices and namespaces.
+//! Two engines make one. The user-space one needs nothing but TUN devices; the kernel's `netem` is taken instead
+//! where it is there, because it costs less.
 
+mod available;
 mod command;
 mod namespaces;
 mod offload;
 mod pump;
 mod queue;
+mod user;
 
 use std::process::Command;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
-use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde::Serialize;
-use tun_rs::{DeviceBuilder, SyncDevice};
 
+pub use available::{EXIT_UNAVAILABLE, Unavailable, available};
 pub use command::{LinkArgs, RunArgs, run};
 use namespaces::Namespaces;
-use pump::Shared;
-use queue::{Counters, Queue, Shape};
-
-use crate::shell;
+use queue::{Counters, Shape};
+use user::UserLink;
 
 /// One end of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +52,7 @@ impl Side {
     }
 }
 
-/// What a link is like, the same in both directions.
+/// What a link is like.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Options {
     /// The namespaces are called `NAME-a` and `NAME-b`.
@@ -64,10 +61,14 @@ pub struct Options {
     pub rtt_ms: f64,
     /// Rate in Mbit/s of IP packets; 0 for no limit.
     pub rate_mbit: f64,
+    /// Rate from `b` to `a` where it is another, as on a DSL line.
+    pub rate_back_mbit: Option<f64>,
     /// Packets lost, in percent.
     pub loss_percent: f64,
     /// Greatest deviation of the one-way delay.
     pub jitter_ms: f64,
+    /// Jitter may change the order of packets.
+    pub reorder: bool,
     /// Bytes that wait before the bottleneck; by default one round trip's worth, at least 64 KiB.
     pub queue_bytes: Option<u64>,
     /// Seed of loss and jitter.
@@ -76,31 +77,60 @@ pub struct Options {
     pub congestion: String,
 }
 
+impl Default for Options {
+    /// 100 Mbit/s and 40 ms without loss.
+    fn default() -> Self {
+        Self {
+            name: "drover".to_owned(),
+            rtt_ms: 40.0,
+            rate_mbit: 100.0,
+            rate_back_mbit: None,
+            loss_percent: 0.0,
+            jitter_ms: 0.0,
+            reorder: false,
+            queue_bytes: None,
+            seed: 1,
+            congestion: "cubic".to_owned(),
+        }
+    }
+}
+
 impl Options {
     /// In one line, for reports.
     pub fn describe(&self) -> String {
-        let rate = if self.rate_mbit > 0.0 {
-            format!("{} Mbit/s", self.rate_mbit)
-        } else {
-            "unlimited".to_owned()
+        let rate = |mbit: f64| match mbit {
+            mbit if mbit > 0.0 => format!("{mbit} Mbit/s"),
+            _ => "unlimited".to_owned(),
         };
+        let back = self
+            .rate_back_mbit
+            .map(|back| format!(" ({} back)", rate(back)));
         format!(
-            "{rate}, {} ms RTT, {} % loss, {} ms jitter, queue {} KiB, {}",
+            "{}{}, {} ms RTT, {} % loss, {} ms jitter{}, queue {} KiB, {}",
+            rate(self.rate_mbit),
+            back.unwrap_or_default(),
             self.rtt_ms,
             self.loss_percent,
             self.jitter_ms,
-            self.shape().queue_bytes >> 10,
+            if self.reorder { " (reordering)" } else { "" },
+            self.shape(Side::A).queue_bytes >> 10,
             self.congestion
         )
     }
 
-    fn shape(&self) -> Shape {
-        let rate = (self.rate_mbit * 125_000.0) as u64;
+    /// What happens to packets that come from `from`.
+    fn shape(&self, from: Side) -> Shape {
+        let mbit = match from {
+            Side::A => self.rate_mbit,
+            Side::B => self.rate_back_mbit.unwrap_or(self.rate_mbit),
+        };
+        let rate = (mbit * 125_000.0) as u64;
         let round_trip = (rate as f64 * self.rtt_ms / 1000.0) as u64;
         Shape {
             rate,
             delay_ns: (self.rtt_ms * 500_000.0) as u64,
             jitter_ns: (self.jitter_ms * 1_000_000.0) as u64,
+            reorder: self.reorder,
             loss: self.loss_percent / 100.0,
             queue_bytes: self.queue_bytes.unwrap_or_else(|| round_trip.max(64 << 10)),
         }
@@ -108,8 +138,8 @@ impl Options {
 
     /// The largest piece that the kernel hands over whole: half a millisecond's worth, so that a slow link sees
     /// packets and a fast one costs little. A lossy link loses packets one by one.
-    fn piece_bytes(&self) -> u64 {
-        match self.shape() {
+    fn piece_bytes(&self, from: Side) -> u64 {
+        match self.shape(from) {
             Shape { loss, .. } if loss > 0.0 => MTU,
             Shape { rate: 0, .. } => 65_536,
             Shape { rate, .. } => (rate / 2000).clamp(MTU, 65_536),
@@ -119,8 +149,6 @@ impl Options {
 
 const MTU: u64 = 1500;
 const NETWORK: &str = "10.77.0.0/24";
-/// Pieces that wait in the kernel while the link's thread sleeps.
-const DEVICE_QUEUE: u32 = 4000;
 
 /// What passed a link, each way.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
@@ -133,8 +161,8 @@ pub struct Traffic {
 
 /// A link that is up until it is dropped.
 pub struct Link {
-    shared: Arc<Shared>,
-    threads: Vec<JoinHandle<()>>,
+    // Before the namespaces: what moves packets ends first.
+    user: UserLink,
     namespaces: Namespaces,
 }
 
@@ -142,28 +170,11 @@ impl Link {
     /// Makes the namespaces, joins them, and starts to move packets.
     ///
     /// # Errors
-    /// Without root, namespaces or TUN devices.
+    /// [`Unavailable`] where there can be no link: no root, no namespaces, no TUN devices, a name in use.
     pub fn up(options: &Options) -> Result<Self> {
         let namespaces = Namespaces::make(&options.name)?;
-        let devices = [
-            Arc::new(device(&namespaces, Side::A, options)?),
-            Arc::new(device(&namespaces, Side::B, options)?),
-        ];
-        let shared = Arc::new(Shared::default());
-        let mut threads = Vec::new();
-        for direction in 0..2 {
-            let (from, to) = (devices[direction].clone(), devices[1 - direction].clone());
-            let queue = Queue::new(options.shape(), options.seed.wrapping_add(direction as u64));
-            let shared = shared.clone();
-            let delay = Duration::from_nanos(options.shape().delay_ns);
-            let thread = std::thread::Builder::new()
-                .name(format!("link-{direction}"))
-                .spawn(move || pump::run(&from, &to, queue, &shared, direction, delay))?;
-            threads.push(thread);
-        }
         Ok(Self {
-            shared,
-            threads,
+            user: UserLink::up(&namespaces, options)?,
             namespaces,
         })
     }
@@ -175,93 +186,18 @@ impl Link {
 
     /// Nothing passes any more; what is under way is lost.
     pub fn cut(&self) {
-        self.shared.cut.store(true, Ordering::Relaxed);
+        self.user.set_cut(true);
     }
 
     /// Packets pass again.
     pub fn heal(&self) {
-        self.shared.cut.store(false, Ordering::Relaxed);
+        self.user.set_cut(false);
     }
 
     /// What has passed so far.
     pub fn traffic(&self) -> Traffic {
-        let of = |direction: usize| {
-            self.shared.counters[direction]
-                .lock()
-                .map(|c| *c)
-                .unwrap_or_default()
-        };
-        Traffic {
-            a_to_b: of(0),
-            b_to_a: of(1),
-        }
+        self.user.traffic()
     }
-}
-
-impl Drop for Link {
-    fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Relaxed);
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
-        }
-    }
-}
-
-/// A TUN device in a side's namespace, addressed and up.
-fn device(namespaces: &Namespaces, side: Side, options: &Options) -> Result<SyncDevice> {
-    let name = format!("lab{}{}", std::process::id(), side.letter());
-    let device = DeviceBuilder::new()
-        .name(&name)
-        .offload(true)
-        .enable(false)
-        .build_sync()
-        .context("cannot make a TUN device")?;
-    device.set_nonblocking(true)?;
-    let namespace = namespaces.name(side);
-    let ip = |args: &[&str]| shell::run(Command::new("ip").args(args));
-    ip(&["link", "set", &name, "netns", &namespace, "name", "wan0"])?;
-    let within = |args: &[&str]| {
-        let mut all = vec!["-n", &namespace];
-        all.extend(args);
-        ip(&all)
-    };
-    let (mtu, queue) = (MTU.to_string(), DEVICE_QUEUE.to_string());
-    let piece = options.piece_bytes();
-    let (bytes, packets) = (piece.to_string(), (piece / (MTU - 40)).max(1).to_string());
-    within(&[
-        "link",
-        "set",
-        "wan0",
-        "mtu",
-        &mtu,
-        "txqueuelen",
-        &queue,
-        "addrgenmode",
-        "none",
-    ])?;
-    within(&[
-        "link",
-        "set",
-        "wan0",
-        "gso_max_size",
-        &bytes,
-        "gso_max_segs",
-        &packets,
-    ])?;
-    within(&[
-        "addr",
-        "add",
-        &format!("{}/24", side.address()),
-        "dev",
-        "wan0",
-    ])?;
-    within(&["link", "set", "wan0", "up"])?;
-    let (source, congestion) = (side.address(), options.congestion.as_str());
-    within(&[
-        "route", "replace", NETWORK, "dev", "wan0", "src", source, "congctl", congestion,
-    ])
-    .context("cannot choose TCP's congestion control")?;
-    Ok(device)
 }
 
 #[cfg(test)]

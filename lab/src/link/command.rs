@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result};
 use clap::Args;
 
-use super::{Link, Options, Side};
+use super::{EXIT_UNAVAILABLE, Link, Options, Side, Unavailable};
 
 /// What the link is like.
 #[derive(Args, Clone)]
@@ -14,15 +14,21 @@ pub struct LinkArgs {
     /// Round-trip time in milliseconds.
     #[arg(long, default_value_t = 40.0)]
     pub rtt_ms: f64,
-    /// Rate in Mbit/s each way, IP headers included; 0 for no limit.
+    /// Rate in Mbit/s, IP headers included; 0 for no limit.
     #[arg(long, default_value_t = 100.0)]
     pub rate_mbit: f64,
+    /// Rate from NAME-b to NAME-a, where it is another: a DSL line has a slow way up.
+    #[arg(long)]
+    pub rate_back_mbit: Option<f64>,
     /// Packets lost on the line, in percent.
     #[arg(long, default_value_t = 0.0)]
     pub loss_percent: f64,
     /// Greatest deviation of the one-way delay, in milliseconds.
     #[arg(long, default_value_t = 0.0)]
     pub jitter_ms: f64,
+    /// Let jitter change the order of packets.
+    #[arg(long)]
+    pub reorder: bool,
     /// Bytes that may wait before the bottleneck [default: one round trip's worth, at least 64 KiB].
     #[arg(long, value_name = "BYTES")]
     pub queue: Option<u64>,
@@ -55,8 +61,10 @@ impl From<&LinkArgs> for Options {
             name: args.name.clone(),
             rtt_ms: args.rtt_ms.max(0.0),
             rate_mbit: args.rate_mbit.max(0.0),
+            rate_back_mbit: args.rate_back_mbit.map(|back| back.max(0.0)),
             loss_percent: args.loss_percent.clamp(0.0, 100.0),
             jitter_ms: args.jitter_ms.max(0.0),
+            reorder: args.reorder,
             queue_bytes: args.queue,
             seed: args.seed,
             congestion: args.congestion.clone(),
@@ -67,8 +75,19 @@ impl From<&LinkArgs> for Options {
 /// Brings a link up, runs what is asked over it, and takes it down.
 ///
 /// # Errors
-/// When the link cannot be made or a command not be started.
+/// When the link cannot be made or a command not be started. Where there can be no link the exit code is
+/// [`EXIT_UNAVAILABLE`].
 pub fn run(link: &LinkArgs, run: &RunArgs) -> Result<ExitCode> {
+    match run_over(link, run) {
+        Err(error) if error.is::<Unavailable>() => {
+            eprintln!("lab: {error:#}");
+            Ok(ExitCode::from(EXIT_UNAVAILABLE))
+        }
+        other => other,
+    }
+}
+
+fn run_over(link: &LinkArgs, run: &RunArgs) -> Result<ExitCode> {
     let options = Options::from(link);
     let link = Link::up(&options)?;
     eprintln!(

@@ -1,6 +1,7 @@
 //! The two namespaces at the ends of the link, and the janitor that removes them even after a kill -9.
 
 use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::fs::{FlockOperation, flock};
 
-use super::Side;
+use super::{MTU, NETWORK, Options, Side, Unavailable, available};
 use crate::shell;
 
 /// How long to wait for another link of the same name to be gone.
@@ -20,8 +21,14 @@ pub struct Namespaces {
     janitor: Child,
 }
 
+/// One run must not learn from the one before, and no neighbour discovery is to be counted.
+const SYSCTL: &str = "cd /proc/sys/net
+echo 1 > ipv4/tcp_no_metrics_save
+[ ! -e ipv6/conf/all/disable_ipv6 ] || echo 1 > ipv6/conf/all/disable_ipv6";
+
 /// Reads until its standard input ends, which the kernel sees to when the lab dies, and then ends what
-/// still runs in the two namespaces (only what was started there is there) and removes them.
+/// still runs in the two namespaces (only what was started there is there) and removes them, and last the lock file
+/// `$0`, whose lock it still holds.
 const JANITOR: &str = r#"
 cat >/dev/null
 for signal in TERM KILL; do
@@ -36,6 +43,7 @@ for signal in TERM KILL; do
   done
 done
 for ns in "$@"; do ip netns del "$ns" 2>/dev/null; done
+rm -f "$0"
 exit 0
 "#;
 
@@ -45,12 +53,7 @@ impl Namespaces {
     /// # Errors
     /// Without root or `ip`, or when another link of this name is up.
     pub fn make(prefix: &str) -> Result<Self> {
-        if !rustix::process::geteuid().is_root() {
-            bail!("needs root to make network namespaces");
-        }
-        if !shell::have("ip") {
-            bail!("`ip` (iproute2) is not installed");
-        }
+        available::rights()?;
         let valid = |c: char| c.is_ascii_alphanumeric() || c == '-';
         if prefix.is_empty() || prefix.len() > 32 || !prefix.chars().all(valid) {
             bail!("{prefix:?} is no name for a link: letters, digits and dashes, at most 32");
@@ -61,7 +64,7 @@ impl Namespaces {
             .args([
                 "-c",
                 JANITOR,
-                "janitor",
+                &lock_path(prefix).to_string_lossy(),
                 &format!("{prefix}-a"),
                 &format!("{prefix}-b"),
             ])
@@ -81,11 +84,11 @@ impl Namespaces {
             if PathBuf::from("/run/netns").join(&name).exists() {
                 shell::run(Command::new("ip").args(["netns", "del", &name]))?;
             }
-            shell::run(Command::new("ip").args(["netns", "add", &name]))?;
-            shell::run(Command::new("ip").args(["-n", &name, "link", "set", "lo", "up"]))?;
-            // One run must not learn from the one before.
-            let forget = "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save";
-            shell::run(this.command(side, "sh").args(["-c", forget]))?;
+            shell::run(Command::new("ip").args(["netns", "add", &name])).map_err(|error| {
+                Unavailable(format!("this machine makes no network namespace: {error}"))
+            })?;
+            this.ip(side, &["link", "set", "lo", "up"])?;
+            shell::run(this.command(side, "sh").args(["-c", SYSCTL]))?;
         }
         Ok(this)
     }
@@ -101,6 +104,27 @@ impl Namespaces {
         command.args(["netns", "exec", &self.name(side), program]);
         command
     }
+
+    /// Runs `ip` in a side's namespace.
+    pub fn ip(&self, side: Side, args: &[&str]) -> Result<()> {
+        let namespace = self.name(side);
+        shell::run(Command::new("ip").args(["-n", &namespace]).args(args)).map(drop)
+    }
+
+    /// Gives a side's `wan0` its address and routes, and sets it up.
+    pub fn address(&self, side: Side, options: &Options) -> Result<()> {
+        let (mtu, address) = (MTU.to_string(), format!("{}/24", side.address()));
+        self.ip(
+            side,
+            &["link", "set", "wan0", "mtu", &mtu, "addrgenmode", "none"],
+        )?;
+        self.ip(side, &["addr", "add", &address, "dev", "wan0"])?;
+        self.ip(side, &["link", "set", "wan0", "up"])?;
+        let (source, congestion) = (side.address(), options.congestion.as_str());
+        let route = ["route", "replace", NETWORK, "dev", "wan0", "src", source];
+        self.ip(side, &[&route[..], &["congctl", congestion]].concat())
+            .context("cannot choose TCP's congestion control")
+    }
 }
 
 impl Drop for Namespaces {
@@ -110,17 +134,32 @@ impl Drop for Namespaces {
     }
 }
 
+fn lock_path(prefix: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("drover-lab-link-{prefix}.lock"))
+}
+
 fn lock(prefix: &str) -> Result<File> {
-    let path = std::env::temp_dir().join(format!("drover-lab-link-{prefix}.lock"));
-    let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
+    let path = lock_path(prefix);
     let started = Instant::now();
-    while flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+    loop {
+        let file =
+            File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            // A janitor may have removed it between the two steps, and another be there by now.
+            let there = std::fs::metadata(&path).map(|there| there.ino()).ok();
+            if there == Some(file.metadata()?.ino()) {
+                return Ok(file);
+            }
+            continue;
+        }
         if started.elapsed() > LOCK_WAIT {
-            bail!("another link named {prefix} is up; choose a name with --name");
+            return Err(Unavailable(format!(
+                "another link named {prefix} is up; choose a name with --name"
+            ))
+            .into());
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-    Ok(file)
 }
 
 trait OwnGroup {

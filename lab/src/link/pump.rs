@@ -37,14 +37,13 @@ pub fn run(
     mut queue: Queue<Box<[u8]>>,
     shared: &Arc<Shared>,
     direction: usize,
-    delay: Duration,
 ) {
     // What is measured competes for the same cores, and a real link does not wait for them.
     let _ = rustix::process::setpriority_process(None, -15);
     let epoch = Instant::now();
     let now = || epoch.elapsed().as_nanos() as u64;
     // A line shorter than some ticks is timed more finely; one without delay is not batched at all.
-    let tick = TICK.min(delay / 10);
+    let tick = TICK.min(queue.delay() / 10);
     let mut buffer = vec![0; MAX_READ];
     let mut was_cut = false;
     while !shared.stop.load(Ordering::Relaxed) {

@@ -2,6 +2,7 @@
 //! serialises packets at a rate, a queue before it that drops from the tail, a line that delays, jitters and loses.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 /// What a direction of the link does to packets. Times are in nanoseconds.
 #[derive(Clone, Debug, PartialEq)]
@@ -10,8 +11,10 @@ pub struct Shape {
     pub rate: u64,
     /// Time on the line, one way.
     pub delay_ns: u64,
-    /// Greatest deviation from the delay, either way, evenly spread. Packets keep their order.
+    /// Greatest deviation from the delay, either way, evenly spread.
     pub jitter_ns: u64,
+    /// Jitter may change the order of packets; else one that would overtake arrives with the one before it.
+    pub reorder: bool,
     /// Probability of the loss of a packet on the line, 0 to 1.
     pub loss: f64,
     /// Bytes that may wait for the bottleneck.
@@ -101,15 +104,28 @@ impl<P> Queue<P> {
             let jitter = self.shape.jitter_ns.min(self.shape.delay_ns);
             due_ns = due_ns - jitter + self.rng.u64(0..=2 * jitter);
         }
-        if let Some(last) = self.in_flight.back() {
+        if let Some(last) = self.in_flight.back().filter(|_| !self.shape.reorder) {
             due_ns = due_ns.max(last.due_ns);
         }
         self.in_flight_bytes += size.bytes;
-        self.in_flight.push_back(InFlight {
+        let arriving = InFlight {
             due_ns,
             size,
             packet,
-        });
+        };
+        // Nearly always at the end, or close to it.
+        let later = self
+            .in_flight
+            .iter()
+            .rev()
+            .take_while(|p| p.due_ns > due_ns);
+        let at = self.in_flight.len() - later.count();
+        self.in_flight.insert(at, arriving);
+    }
+
+    /// Time on the line, one way.
+    pub fn delay(&self) -> Duration {
+        Duration::from_nanos(self.shape.delay_ns)
     }
 
     /// When the next packet arrives, if any is on its way.
@@ -181,6 +197,7 @@ mod tests {
             rate: 1_500_000,
             delay_ns: 20 * MS,
             jitter_ns: 0,
+            reorder: false,
             loss: 0.0,
             queue_bytes: 15_000,
         }
@@ -283,6 +300,26 @@ mod tests {
             last = due;
             queue.take(due).unwrap();
         }
+    }
+
+    #[test]
+    fn packets_change_their_order_only_when_asked() {
+        let order = |reorder| {
+            let shape = Shape {
+                rate: 0,
+                jitter_ns: 5 * MS,
+                reorder,
+                ..shape()
+            };
+            let mut queue = Queue::new(shape, 3);
+            (0..500u64).for_each(|n| queue.offer(n * MS / 10, PACKET, n));
+            std::iter::from_fn(|| queue.take(u64::MAX)).collect::<Vec<_>>()
+        };
+        assert!(order(false).is_sorted());
+        let mut mixed = order(true);
+        assert!(!mixed.is_sorted());
+        mixed.sort_unstable();
+        assert_eq!(mixed, order(false));
     }
 
     #[test]

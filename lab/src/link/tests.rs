@@ -1,27 +1,29 @@
 //! The link as the kernel sees it; skipped where namespaces cannot be made.
 
 use super::*;
+use crate::shell;
 
 fn options(name: &str) -> Options {
     Options {
         name: name.to_owned(),
         rtt_ms: 30.0,
         rate_mbit: 50.0,
-        loss_percent: 0.0,
-        jitter_ms: 0.0,
-        queue_bytes: None,
-        seed: 1,
-        congestion: "cubic".to_owned(),
+        ..Options::default()
     }
 }
 
 /// A link, or the reason why this machine cannot have one.
 fn up(options: &Options, test: &str) -> Option<Link> {
-    if !rustix::process::geteuid().is_root() || !std::path::Path::new("/dev/net/tun").exists() {
-        eprintln!("SKIP {test}: needs root and TUN devices");
-        return None;
+    match Link::up(options) {
+        Ok(link) => Some(link),
+        Err(error) => {
+            let Some(Unavailable(why)) = error.downcast_ref() else {
+                panic!("{error:#}");
+            };
+            eprintln!("SKIP {test}: {why}");
+            None
+        }
     }
-    Some(Link::up(options).unwrap())
 }
 
 #[test]
@@ -76,17 +78,45 @@ fn namespaces_are_gone_with_the_link() {
 
 #[test]
 fn the_queue_is_a_round_trip_by_default() {
-    let shape = options("x").shape();
+    let shape = options("x").shape(Side::A);
     assert_eq!(shape.rate, 6_250_000);
     assert_eq!(shape.delay_ns, 15_000_000);
     assert_eq!(shape.queue_bytes, 187_500);
-    assert_eq!(options("x").piece_bytes(), 3125);
+    assert_eq!(options("x").piece_bytes(Side::A), 3125);
     assert_eq!(
         Options {
             loss_percent: 1.0,
             ..options("x")
         }
-        .piece_bytes(),
+        .piece_bytes(Side::A),
         MTU
     );
+}
+
+#[test]
+fn a_probe_leaves_nothing() {
+    match available() {
+        Ok(()) => assert!(Link::up(&options("labtest-probe")).is_ok()),
+        Err(why) => assert!(!why.contains('\n'), "{why}"),
+    }
+    let left = |dir: &str, start: &str| {
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let names = entries.map(|e| e.file_name().to_string_lossy().into_owned());
+        names.filter(|name| name.starts_with(start)).count()
+    };
+    // Of this probe; others may be at work.
+    assert!(left("/run/netns", "labtest-probe") == 0);
+    assert!(left("/tmp", "drover-lab-link-labtest-probe") == 0);
+}
+
+#[test]
+fn a_slow_way_back_is_slow() {
+    let options = Options {
+        rate_back_mbit: Some(8.0),
+        ..options("x")
+    };
+    assert_eq!(options.shape(Side::A).rate, 6_250_000);
+    assert_eq!(options.shape(Side::B).rate, 1_000_000);
+    assert_eq!(options.shape(Side::B).queue_bytes, 64 << 10);
+    assert!(options.describe().contains("50 Mbit/s (8 Mbit/s back)"));
 }
