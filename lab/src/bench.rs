@@ -3,13 +3,28 @@
 //! An [`Experiment`] lists its [`Case`]s; each case yields [`Row`]s; rows are kept as JSON, shown as tables and drawn
 //! as [`Plot`]s. One runner drives them all, so that bad news is told the same way everywhere.
 
+mod command;
+mod identity;
+mod judge;
+mod needs;
+mod plan;
+mod process;
+mod runner;
+mod show;
+mod space;
+mod store;
+
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::experiments::Lab;
 use crate::report::Spread;
+
+pub use command::{BenchArgs, EXIT_CODES, bench};
+pub use process::{CaseArgs, run_case};
 
 /// One kind of measurement.
 pub trait Experiment: Sync {
@@ -30,6 +45,12 @@ pub trait Experiment: Sync {
 
     /// Pictures of all rows that there are, of this run and of earlier ones.
     fn plots(&self, rows: &[Row]) -> Vec<Plot>;
+
+    /// The images that the case reads. They are part of what its result depends on, and as much as they take on disk
+    /// must be free. Without an answer: the whole library for a case that needs it, and none for another.
+    fn images(&self, _lab: &Lab, _case: &Case) -> Option<Vec<PathBuf>> {
+        None
+    }
 }
 
 /// What an experiment is.
@@ -124,7 +145,7 @@ pub enum Subject {
 }
 
 /// What a machine may lack.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Need {
     /// The WAN link: root, namespaces, TUN devices, `ip`.
     Link,

@@ -79,6 +79,13 @@ enum Command {
         #[command(flatten)]
         run: link::RunArgs,
     },
+    /// Measure drover, its rivals and the limit: what fits in an hour, most important first. Results are kept, and what
+    /// is kept and still holds is not measured again.
+    #[command(after_long_help = bench::EXIT_CODES)]
+    Bench(bench::BenchArgs),
+    /// Measure one case, for `bench`.
+    #[command(hide = true)]
+    Case(bench::CaseArgs),
     /// Send the library in order to an empty site: bytes on the wire against the limit, matches against exact
     /// deduplication, times, memory.
     Wire(experiments::wire::WireArgs),
@@ -106,6 +113,8 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Age { name, dir } => library::age(&name, &dir)?,
         Command::Limit { images, with, json } => limit::print(&images, &with, json)?,
         Command::Link { link, run } => return link::run(&link, &run),
+        Command::Bench(args) => return bench::bench(experiments::ALL, &args),
+        Command::Case(args) => bench::run_case(experiments::ALL, &args)?,
         Command::Wire(args) => experiments::wire::run(&args)?,
         Command::Wan(args) => experiments::wan::run(&args)?,
         Command::Local(args) => experiments::local::run(&args)?,

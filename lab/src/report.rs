@@ -7,12 +7,14 @@ use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
 /// The machine that a figure was measured on.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// Its processor, as the kernel names it.
     pub processor: String,
     /// Logical cores.
     pub cores: usize,
+    /// Main memory, in GiB, rounded: the kernel keeps a different part of it to itself at every start.
+    pub memory_gib: u64,
     /// Kernel release.
     pub kernel: String,
 }
@@ -33,9 +35,32 @@ impl Machine {
         Self {
             processor: processor.to_owned(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
+            memory_gib: memory_gib().unwrap_or(0),
             kernel: kernel.trim().to_owned(),
         }
     }
+}
+
+impl std::fmt::Display for Machine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self {
+            processor,
+            cores,
+            memory_gib,
+            kernel,
+        } = self;
+        write!(
+            f,
+            "{processor}, {cores} cores, {memory_gib} GiB, Linux {kernel}"
+        )
+    }
+}
+
+fn memory_gib() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
+    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some((kib + (1 << 19)) >> 20)
 }
 
 /// An experiment's outcome.

@@ -1,0 +1,86 @@
+//! What this machine lacks, found out by trying it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use super::Need;
+use super::identity;
+use crate::experiments::Lab;
+use crate::link;
+use crate::shell;
+
+/// What is missing here, with the reason and the way to get it.
+#[derive(Debug, Default)]
+pub struct Lacking(BTreeMap<Need, String>);
+
+impl Lacking {
+    /// Tries each of `needs` once.
+    pub fn look(lab: &Lab, needs: impl Iterator<Item = Need>) -> Self {
+        let needs: std::collections::BTreeSet<Need> = needs.collect();
+        let tried = needs.into_iter().filter_map(|need| {
+            let tried = match need {
+                Need::Link => {
+                    link::available().map_err(|why| anyhow::anyhow!("no link here: {why}"))
+                }
+                Need::LoopMount => loop_mount(lab),
+                Need::Library => library(lab),
+            };
+            Some((need, format!("{:#}", tried.err()?)))
+        });
+        Self(tried.collect())
+    }
+
+    /// A machine that lacks just this.
+    #[cfg(test)]
+    pub fn just(need: Need, why: &str) -> Self {
+        Self([(need, why.to_owned())].into())
+    }
+
+    /// Why a case with these needs cannot be measured here.
+    pub fn of(&self, needs: &[Need]) -> Option<String> {
+        let missing: Vec<&str> = needs
+            .iter()
+            .filter_map(|need| self.0.get(need).map(String::as_str))
+            .collect();
+        (!missing.is_empty()).then(|| missing.join("; "))
+    }
+}
+
+fn loop_mount(lab: &Lab) -> Result<()> {
+    const WAY_OUT: &str = "no loop devices here (they take root and /dev/loop-control)";
+    let attach = || -> Result<()> {
+        if !rustix::process::geteuid().is_root() {
+            bail!("not root");
+        }
+        let work = lab.work("loop")?;
+        let file = work.join("probe");
+        std::fs::File::create(&file)?.set_len(1 << 20)?;
+        let shown = shell::run(
+            Command::new("losetup")
+                .args(["--find", "--show"])
+                .arg(&file),
+        )?;
+        let device = String::from_utf8(shown.stdout)?;
+        shell::run(Command::new("losetup").args(["--detach", device.trim()]))?;
+        Ok(())
+    };
+    attach().context(WAY_OUT)
+}
+
+fn library(lab: &Lab) -> Result<()> {
+    if !identity::set(lab).is_empty() {
+        return Ok(());
+    }
+    let set = if lab.small { " --set small" } else { "" };
+    bail!(
+        "no image in {}: `lab library{set}` builds them",
+        shown(&lab.common.dir)
+    )
+}
+
+fn shown(dir: &Path) -> String {
+    dir.join("images").display().to_string()
+}
