@@ -227,6 +227,7 @@ fn the_source(input: &mut Input<'_>) {
                 resumed_blocks: 0,
                 matched: Matched::default(),
                 plan_bytes: 0,
+                stages: Box::default(),
             }),
         };
         let mut actions = Vec::new();

@@ -29,6 +29,7 @@ mod sequences;
 pub mod session;
 mod site;
 pub mod source;
+pub mod stages;
 pub mod teleporter;
 mod transfer;
 pub mod walk;

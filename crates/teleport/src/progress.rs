@@ -7,6 +7,7 @@ use drover_core::Digest;
 use serde::Serialize;
 
 use crate::protocol::Matched;
+use crate::stages::{DestinationTimes, SourceStages, SourceTimes};
 
 /// Bytes on the wire by kind, before encryption, with frame headers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
@@ -51,6 +52,17 @@ pub struct ImageReport {
     pub wire: WireByKind,
     /// From the offer to the delivery.
     pub seconds: f64,
+    /// Where the time went, since the last time that the image was offered.
+    pub stages: Stages,
+}
+
+/// Where the time went at both ends.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct Stages {
+    /// Here.
+    pub source: SourceTimes,
+    /// There, as the destination says.
+    pub destination: Box<DestinationTimes>,
 }
 
 /// Something happened in a send.
@@ -115,6 +127,8 @@ pub struct Counters {
     pub plan_bytes: AtomicU64,
     /// Bytes of offers and layouts.
     pub header_bytes: AtomicU64,
+    /// What the stages do.
+    pub stages: SourceStages,
 }
 
 impl Counters {
@@ -140,7 +154,9 @@ impl Counters {
             digest_bytes,
             plan_bytes,
             header_bytes,
+            stages,
         } = self;
+        stages.reset();
         for counter in [
             walked_blocks,
             done_blocks,

@@ -39,6 +39,7 @@ use drover_core::{Digest, ImageName};
 use serde::{Deserialize, Serialize};
 
 use crate::error::RefuseReason;
+use crate::stages::DestinationTimes;
 
 /// Blocks in a batch (8 MiB of the walk); the last batch of an image may have fewer.
 pub const BATCH_BLOCKS: u64 = 2048;
@@ -326,6 +327,8 @@ pub struct Delivered {
     pub matched: Matched,
     /// Bytes of plan that went to a lone teleporter and back, else zero.
     pub plan_bytes: u64,
+    /// Where the time went there.
+    pub stages: Box<DestinationTimes>,
 }
 
 /// What a dry run found.

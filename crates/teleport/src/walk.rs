@@ -11,6 +11,7 @@ use crate::blockmap::DataBits;
 use crate::codec::Batch;
 use crate::files::{FileOrderDigest, walks_in_file_order};
 use crate::protocol::BATCH_BLOCKS;
+use crate::stages::{Lap, SourceStages};
 
 /// Reads an image in the order of its layout.
 pub struct Walk<'a> {
@@ -42,6 +43,18 @@ impl<'a> Walk<'a> {
     /// # Errors
     /// When the image cannot be read, or has become shorter.
     pub fn next_batch(&mut self) -> Result<Option<Batch>, TeleportError> {
+        self.next_timed(&SourceStages::default(), &mut Lap::start())
+    }
+
+    /// The same; `lap` shares the time out among the stages of the walk.
+    ///
+    /// # Errors
+    /// As [`Walk::next_batch`].
+    pub fn next_timed(
+        &mut self,
+        stages: &SourceStages,
+        lap: &mut Lap,
+    ) -> Result<Option<Batch>, TeleportError> {
         let layout = &self.image.layout;
         let first = self.next * BATCH_BLOCKS;
         let blocks = layout.walk_blocks().saturating_sub(first).min(BATCH_BLOCKS);
@@ -50,6 +63,8 @@ impl<'a> Walk<'a> {
         }
         self.buffer.resize(blocks as usize * BLOCK_SIZE, 0);
         read_image(self.image, first, &mut self.buffer)?;
+        lap.busy(&stages.read);
+        stages.read.add_bytes(self.buffer.len() as u64);
         let scan = self.scanner.scan(&self.buffer);
         let mut data = DataBits::new(blocks);
         scan.zero
@@ -57,6 +72,8 @@ impl<'a> Walk<'a> {
             .enumerate()
             .filter(|(_, zero)| !zero)
             .for_each(|(i, _)| data.set(i as u64));
+        lap.busy(&stages.scan);
+        stages.scan.add_bytes(self.buffer.len() as u64);
         let mut digests = Vec::with_capacity(scan.heads.len());
         digest_blocks(pack_data(&mut self.buffer, &data), &mut digests);
         let batch = Batch::new(self.next, data, scan.heads, &digests);
@@ -64,6 +81,10 @@ impl<'a> Walk<'a> {
             digest.batch(layout, &batch, &digests);
         }
         self.next += 1;
+        lap.busy(&stages.digest);
+        stages
+            .digest
+            .add_bytes(digests.len() as u64 * BLOCK_SIZE_U64);
         Ok(Some(batch))
     }
 

@@ -8,6 +8,7 @@ use anyhow::Result;
 use drover_core::BLOCK_SIZE_U64;
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
 use drover_teleport::protocol::BATCH_BLOCKS;
+use drover_teleport::stages::StageTime;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 
@@ -352,7 +353,28 @@ fn of_report(r: &ImageReport) -> Value {
         "resumed_blocks": r.resumed_blocks,
         "matched": r.matched,
         "wire": r.wire,
+        "stages": {
+            "source": of_stages(&r.stages.source.named()),
+            "destination": of_stages(&r.stages.destination.named()),
+        },
     })
+}
+
+/// The stages of one end, each with what it did, in seconds.
+fn of_stages(stages: &[(&str, StageTime)]) -> Value {
+    let seconds = |ns: u64| (ns as f64 / 1e6).round() / 1e3;
+    let of = |time: &StageTime| {
+        json!({
+            "busy_seconds": seconds(time.busy_ns),
+            "wait_seconds": seconds(time.wait_ns),
+            "socket_seconds": seconds(time.socket_ns),
+            "bytes": time.bytes,
+        })
+    };
+    stages
+        .iter()
+        .map(|(name, time)| ((*name).to_owned(), of(time)))
+        .collect()
 }
 
 /// The table for people.
@@ -429,6 +451,7 @@ mod tests {
             matched: Default::default(),
             wire: Default::default(),
             seconds: 1.23456,
+            stages: Default::default(),
         }
     }
 
@@ -446,6 +469,7 @@ mod tests {
             "sent_blocks",
             "zero_blocks",
             "seconds",
+            "stages",
         ] {
             assert!(!line[field].is_null(), "{field}");
         }

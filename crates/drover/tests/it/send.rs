@@ -42,6 +42,11 @@ fn an_image_arrives_byte_for_byte_and_again_for_almost_nothing() {
         assert!(!image[*field].is_null(), "{field}: {image}");
     }
     assert_eq!(image["name"], "a.img");
+    let stages = &image["stages"];
+    assert_eq!(stages["source"]["read"]["bytes"], 2500 * 4096); // The rest is a hole.
+    assert_eq!(stages["destination"]["write"]["bytes"], 2500 * 4096);
+    let busy = &stages["destination"]["sync"]["busy_seconds"];
+    assert!(busy.as_f64().unwrap() >= 0.0, "{stages}");
     assert_eq!(image["size_bytes"], 2500 * 4096 + (1 << 20));
     assert_eq!(
         (&image["sent_blocks"], &image["matched_blocks"]),

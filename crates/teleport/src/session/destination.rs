@@ -27,6 +27,7 @@ use crate::protocol::{
     MAX_SESSION_IMAGES, Offer, Refusal, Reply, WINDOW_BATCHES, kind,
 };
 use crate::site::{Site, TransferStatus};
+use crate::stages::{DestinationStages, Lap};
 
 use compare::Compared;
 pub use driver::DriverEvent;
@@ -64,6 +65,8 @@ pub struct SessionShared {
     current: RwLock<Option<Arc<Incoming>>>,
     lanes: AtomicU64,
     progress: RwLock<Option<Progress>>,
+    /// What the stages do, for the image it is at.
+    stages: Arc<DestinationStages>,
     /// Where the control connection's frames go. What must stay in step with the blocks comes over
     /// the first lane, and is put among them.
     frames: mpsc::Sender<Result<Frame, TeleportError>>,
@@ -131,6 +134,7 @@ impl Site {
             current: RwLock::new(None),
             lanes: AtomicU64::new(0),
             progress: RwLock::new(None),
+            stages: Arc::default(),
         });
         let Some(registered) = self.register(shared.clone(), request) else {
             let refusal = Refusal {
@@ -241,8 +245,14 @@ impl Site {
         let (to, from) = mpsc::channel(LANE_QUEUE);
         let worker = shared.clone();
         let worker = tokio::task::spawn_blocking(move || unpack_lane(from, &worker, &out));
+        let stage = &shared.stages.receive;
         let result = loop {
-            match reader.next().await {
+            let next = stage.at_socket(reader.next()).await;
+            let mut lap = Lap::start();
+            if let Ok(Some(frame)) = &next {
+                stage.add_bytes(super::frame_bytes(frame.payload.len()));
+            }
+            match next {
                 Ok(Some(frame)) if matches!(frame.kind, kind::BATCH | kind::END) => {
                     let _ = shared.frames.send(Ok(frame)).await;
                 }
@@ -254,6 +264,7 @@ impl Site {
                 Ok(None) => break Ok(()),
                 Err(e) => break Err(e.into()),
             }
+            lap.wait(stage);
         };
         drop(to);
         let _ = worker.await;
@@ -270,7 +281,9 @@ fn unpack_lane(
 ) {
     let mut lane = LaneIn::default();
     let mut busy = BusyShare::default();
+    let mut lap = Lap::start();
     while let Some(frame) = busy.idle(|| frames.blocking_recv()) {
+        lap.wait(&shared.stages.unpack);
         if let Some(share) = busy.report() {
             let payload = share.to_le_bytes().to_vec().into();
             // Only a hint: never waited for.
@@ -296,6 +309,7 @@ fn unpack_lane(
             let _ = image.events.blocking_send(DriverEvent::Failed(e));
             return;
         }
+        lap.skip();
     }
 }
 
@@ -409,6 +423,7 @@ impl Session {
     /// One image, from its offer to its end. An error ends the session; an image that is refused
     /// or fails does not.
     async fn image(&mut self, offer: Offer, frames: &mut Frames) -> Result<(), TeleportError> {
+        self.shared.stages.reset();
         let layout = receive_layout(&offer, frames).await?;
         if offer.dry_run {
             return self.estimate(offer, frames).await;
@@ -434,7 +449,7 @@ impl Session {
         let (site, shared) = (self.site.clone(), self.shared.clone());
         let (sink, slot, name) = (events.clone(), offer.slot, offer.name.clone());
         let prepared = tokio::task::spawn_blocking(move || {
-            prepare::prepare(&site, shared.peer, &shared.peer_name, offer, &layout, sink)
+            prepare::prepare(&site, &shared, offer, &layout, sink)
         });
         let mut prepared = match prepared.await.map_err(|_| stopped())? {
             Ok(prepared) => prepared,

@@ -18,6 +18,7 @@ use crate::compress::Unpacker;
 use crate::destination::Event;
 use crate::files;
 use crate::protocol::BATCH_BLOCKS;
+use crate::stages::{DestinationStages, Lap};
 
 /// The image that lanes are writing, as far as they must know it.
 pub struct Incoming {
@@ -33,6 +34,8 @@ pub struct Incoming {
     pub open: RwLock<HashMap<u64, Arc<OpenBatch>>>,
     /// To the driver.
     pub events: mpsc::Sender<DriverEvent>,
+    /// What the stages do.
+    pub stages: Arc<DestinationStages>,
 }
 
 /// A batch that is not complete, and the full digests of its data blocks as far as they are in
@@ -68,10 +71,12 @@ impl LaneIn {
     /// the source), or the file cannot be written.
     pub fn take(&mut self, literal: &Literal<'_>, image: &Incoming) -> Result<(), TeleportError> {
         let runs = &literal.header.runs;
+        let (stages, mut lap) = (&*image.stages, Lap::start());
         self.blocks.resize(runs.count() as usize * BLOCK_SIZE, 0);
         self.unpacker
             .unpack(literal.header.packing, literal.packed, &mut self.blocks)
             .map_err(|e| TeleportError::Protocol(e.to_string()))?;
+        lap.busy(&stages.unpack);
         self.digests.clear();
         digest_blocks(&self.blocks, &mut self.digests);
         if let Some(block) = note_digests(image, runs.blocks(), &self.digests)? {
@@ -79,6 +84,7 @@ impl LaneIn {
                 "block {block} is not what was announced: the image changed"
             )));
         }
+        lap.busy(&stages.verify);
         let mut at = 0;
         for (first, count) in runs.iter() {
             let end = at + count as usize * BLOCK_SIZE;
@@ -86,9 +92,14 @@ impl LaneIn {
                 .map_err(TeleportError::file("write", &image.part_path))?;
             at = end;
         }
+        lap.busy(&stages.write);
+        for stage in [&stages.unpack, &stages.verify, &stages.write] {
+            stage.add_bytes(at as u64);
+        }
         let written = DriverEvent::Machine(Event::Written(runs.clone()));
         // The driver is gone only when the transfer has failed already.
         let _ = image.events.blocking_send(written);
+        lap.wait(&stages.write);
         Ok(())
     }
 }

@@ -16,6 +16,7 @@ use crate::codec::{LiteralHeader, Runs};
 use crate::compress::{MAX_WINDOW_LOG, Pace, Packer};
 use crate::progress::Counters;
 use crate::protocol::{FRAME_BLOCKS, kind};
+use crate::stages::{Lap, SourceStages, Stage};
 use crate::walk::read_image;
 
 /// Frames between a lane's thread and its socket.
@@ -221,7 +222,9 @@ impl LaneOut {
         let mut pace = Pace::for_round_trip(self.round_trip);
         let mut buffer = vec![0u8; FRAME_BLOCKS * BLOCK_SIZE];
         let mut effort = String::new();
+        let (stages, mut lap) = (&self.counters.stages, Lap::start());
         while let Some((slot, image, runs)) = self.needs.take(self.number) {
+            lap.wait(&stages.fetch);
             let start = Instant::now();
             let mut at = 0;
             for (first, count) in runs.iter() {
@@ -229,6 +232,8 @@ impl LaneOut {
                 read_image(&image, first, &mut buffer[at..end])?;
                 at = end;
             }
+            lap.busy(&stages.fetch);
+            stages.fetch.add_bytes(at as u64);
             let mut packed = Vec::with_capacity(at / 2);
             let packing = packer
                 .pack(&buffer[..at], &pace, &mut packed)
@@ -245,10 +250,13 @@ impl LaneOut {
                 super::frame_bytes(header.len() + packed.len()),
             );
             let (busy, bytes) = (start.elapsed(), packed.len());
+            lap.busy(&stages.compress);
+            stages.compress.add_bytes(at as u64);
             if socket.blocking_send(Packed { header, packed }).is_err() {
                 return Ok(());
             }
             let waited = start.elapsed() - busy;
+            lap.wait(&stages.compress);
             self.note(busy, waited);
             let receiver_busy = self.receiver_busy.load(Ordering::Relaxed) as f64 / 1000.0;
             pace.note(busy, waited, bytes, receiver_busy);
@@ -272,7 +280,7 @@ impl LaneOut {
 
 /// Sends a lane's frames until there are no more, then ends the connection. What comes from
 /// `first` goes ahead of literals: digests share the connection, and so its place on the link,
-/// with the blocks.
+/// with the blocks. The time goes to `send`.
 ///
 /// # Errors
 /// When the connection breaks.
@@ -280,36 +288,61 @@ pub async fn write_lane(
     mut writer: FrameWriter,
     mut literals: mpsc::Receiver<Packed>,
     mut first: mpsc::Receiver<Frame>,
+    stages: &SourceStages,
 ) -> Result<(), TeleportError> {
     let every = drover_net::KeepAlive::default().ping_every;
+    let stage = &stages.send;
     loop {
         if let Ok(frame) = first.try_recv() {
-            writer.send(frame.kind, &frame.payload).await?;
+            send_timed(&mut writer, frame.kind, &[&frame.payload], stage).await?;
             continue;
         }
         let literal = match literals.try_recv() {
             Ok(literal) => literal,
             Err(mpsc::error::TryRecvError::Disconnected) => break,
             Err(mpsc::error::TryRecvError::Empty) => {
-                writer.flush().await?;
-                tokio::select! {
+                stage.at_socket(writer.flush()).await?;
+                let mut lap = Lap::start();
+                let next = tokio::select! {
                     biased;
-                    Some(frame) = first.recv() => {
-                        writer.send(frame.kind, &frame.payload).await?;
-                        continue;
-                    }
+                    Some(frame) = first.recv() => Next::First(frame),
                     literal = literals.recv() => match literal {
-                        Some(literal) => literal,
+                        Some(literal) => Next::Literal(literal),
                         None => break,
                     },
                     e = writer.ping_when_idle(every) => return Err(e.into()),
+                };
+                lap.wait(stage);
+                match next {
+                    Next::Literal(literal) => literal,
+                    Next::First(frame) => {
+                        send_timed(&mut writer, frame.kind, &[&frame.payload], stage).await?;
+                        continue;
+                    }
                 }
             }
         };
         let parts = [literal.header.as_slice(), literal.packed.as_slice()];
-        writer.send_vectored(kind::LITERAL, &parts).await?;
+        send_timed(&mut writer, kind::LITERAL, &parts, stage).await?;
     }
     Ok(writer.finish().await?)
+}
+
+/// What a lane's socket is to carry next.
+enum Next {
+    First(Frame),
+    Literal(Packed),
+}
+
+async fn send_timed(
+    writer: &mut FrameWriter,
+    kind: u8,
+    parts: &[&[u8]],
+    stage: &Stage,
+) -> Result<(), TeleportError> {
+    stage.at_socket(writer.send_vectored(kind, parts)).await?;
+    stage.add_bytes(super::frame_bytes(parts.iter().map(|p| p.len()).sum()));
+    Ok(())
 }
 
 /// The channel between a lane's thread and its socket.

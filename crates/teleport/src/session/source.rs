@@ -19,12 +19,13 @@ use self::lanes::Lanes;
 use super::{OnEvent, SendItem, SendOptions, frame_bytes, read_frames_after, write_frames};
 use crate::TeleportError;
 use crate::codec::Need;
-use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
+use crate::progress::{Counters, ImageReport, SendEvent, Stages, WireTotals};
 use crate::protocol::{
     Accept, BATCH_BLOCKS, Delivered, End, Estimate, GiveUp, LAYOUT_PART_BYTES, MAX_SESSION_FRAME,
     Offer, Refusal, Reply, Request, kind,
 };
 use crate::source::{Action, Event, Source};
+use crate::stages::Lap;
 use crate::walk::{Walk, check_unchanged};
 
 /// Batches between the walk and the socket.
@@ -494,6 +495,10 @@ impl Sender {
             matched: delivered.matched,
             wire: self.counters.wire(),
             seconds: start.elapsed().as_secs_f64(),
+            stages: Stages {
+                source: self.counters.stages.times(),
+                destination: delivered.stages,
+            },
         };
         (self.on_event)(SendEvent::Delivered(Box::new(report.clone())));
         self.reports.push(report);
@@ -538,6 +543,7 @@ fn walk(
     let mut walk = Walk::new(image);
     let total = image.layout.walk_blocks().div_ceil(BATCH_BLOCKS);
     let mut limit = limit.clone();
+    let (stages, mut lap) = (&counters.stages, Lap::start());
     for index in 0..total {
         let allowed = tokio::runtime::Handle::current()
             .block_on(limit.wait_for(|l| *l > index))
@@ -545,7 +551,8 @@ fn walk(
         if !allowed {
             return; // The session is over.
         }
-        let next = match walk.next_batch() {
+        lap.wait(&stages.read);
+        let next = match walk.next_timed(stages, &mut lap) {
             Ok(Some(batch)) => {
                 Counters::add(&counters.walked_blocks, batch.data.blocks());
                 Counters::add(
@@ -564,8 +571,11 @@ fn walk(
         if batches.blocking_send(next).is_err() || failed {
             return;
         }
+        lap.wait(&stages.digest);
     }
-    let _ = batches.blocking_send(walk.digest().map(Walked::End));
+    let digest = walk.digest();
+    lap.busy(&stages.digest);
+    let _ = batches.blocking_send(digest.map(Walked::End));
 }
 
 /// Changes whenever the image's files or its layout do.

@@ -41,6 +41,7 @@ fn delivered(digest: Digest) -> Event {
         resumed_blocks: 0,
         matched: Matched::default(),
         plan_bytes: 0,
+        stages: Box::default(),
     })
 }
 

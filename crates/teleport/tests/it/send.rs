@@ -26,10 +26,39 @@ async fn images_arrive_and_the_second_costs_less() {
         reports[1]
     );
     assert!(reports[1].wire_sent_bytes < reports[0].wire_sent_bytes);
+    reports.iter().for_each(stages_add_up);
+    let (first, second) = (&reports[0].stages, &reports[1].stages);
+    assert!(first.destination.write.bytes > second.destination.write.bytes);
+    assert!(first.destination.copy.bytes < second.destination.copy.bytes);
     let name = drover_core::ImageName::new("a.raw").unwrap();
     let (expected, found) = there.site.verify(&name, &mut |_, _| {}).unwrap();
     assert_eq!(expected, found);
     assert_eq!(expected, reports[0].digest);
+}
+
+/// Every byte is in its stage, and no thread has been at it for longer than the image took.
+fn stages_add_up(r: &drover_teleport::progress::ImageReport) {
+    let (source, there) = (&r.stages.source, &*r.stages.destination);
+    let blocks = |n: u64| n * 4096;
+    assert_eq!(source.read.bytes, blocks(r.size_bytes.div_ceil(4096)));
+    let data = blocks(r.matched_blocks + r.sent_blocks);
+    assert_eq!((source.digest.bytes, there.matching.bytes), (data, data));
+    for stage in [source.fetch, source.compress, there.unpack, there.write] {
+        assert_eq!(stage.bytes, blocks(r.sent_blocks), "{r:?}");
+        assert!(stage.busy_ns > 0, "{r:?}");
+    }
+    assert_eq!(there.copy.bytes, blocks(r.matched_blocks), "{r:?}");
+    assert!(source.send.bytes > 0 && there.receive.bytes > 0);
+    assert!(there.log.busy_ns > 0 && there.sync.busy_ns > 0 && there.deliver.busy_ns > 0);
+    let of_one = |stages: &[drover_teleport::stages::StageTime]| {
+        let ns = stages.iter().map(|s| s.busy_ns + s.wait_ns + s.socket_ns);
+        ns.sum::<u64>() as f64 / 1e9
+    };
+    let walk = of_one(&[source.read, source.scan, source.digest]);
+    assert!(walk > 0.0 && walk <= r.seconds, "{walk} s of {r:?}");
+    // The driver itself ends before the file is delivered.
+    let driver = of_one(&[there.drive, there.log, there.deliver]);
+    assert!(driver > 0.0 && driver <= r.seconds, "{driver} s of {r:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

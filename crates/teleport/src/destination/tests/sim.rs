@@ -433,6 +433,7 @@ impl World {
                     resumed_blocks: 0,
                     matched: Matched::default(),
                     plan_bytes: 0,
+                    stages: Box::default(),
                 };
                 let event = source::Event::Delivered(delivered);
                 self.session.to_source.push_back(event);

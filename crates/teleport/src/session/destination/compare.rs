@@ -4,11 +4,12 @@
 
 use std::sync::Arc;
 
+use drover_core::BLOCK_SIZE_U64;
 use drover_image::{Layout, Stamp};
 use drover_index::{Origin, Plan, PlanRun, Via};
 use drover_net::{decode, encode};
 
-use super::{Frames, Session, stopped};
+use super::{Frames, Session, SessionShared, stopped};
 use crate::TeleportError;
 use crate::blockmap::BlockMap;
 use crate::catalog::ImageRecord;
@@ -20,6 +21,7 @@ use crate::protocol::{
     Accept, BATCH_BLOCKS, Delivered, End, GiveUp, Matched, Offer, WINDOW_BATCHES, kind,
 };
 use crate::site::{Site, remove_dir};
+use crate::stages::{DestinationStages, Lap};
 use crate::transfer::{Hold, Opening, Transfer, transfer_key};
 
 /// What came of comparing.
@@ -41,6 +43,7 @@ struct Comparison {
     stamp: Stamp,
     transfer: Transfer,
     blocks: BlockMap,
+    stages: Arc<DestinationStages>,
     _hold: Hold,
 }
 
@@ -55,9 +58,7 @@ impl Session {
     ) -> Result<Compared, TeleportError> {
         let (site, shared) = (self.site.clone(), self.shared.clone());
         let (wanted, encoded) = (offer.clone(), layout.to_vec());
-        let begun = tokio::task::spawn_blocking(move || {
-            begin(&site, shared.peer, &shared.peer_name, wanted, &encoded)
-        });
+        let begun = tokio::task::spawn_blocking(move || begin(&site, &shared, wanted, &encoded));
         let Some(mut comparison) = begun.await.map_err(|_| stopped())?? else {
             return Ok(Compared::Not);
         };
@@ -68,10 +69,12 @@ impl Session {
         };
         self.send(kind::ACCEPT, encode(&accept)).await?;
         loop {
+            let mut lap = Lap::start();
             let frame = tokio::select! {
                 frame = frames.recv() => frame.ok_or_else(stopped)??,
                 _ = super::wait_true(self.stop.clone()) => return Err(TeleportError::Stopped),
             };
+            lap.wait(&self.shared.stages.check);
             let event = match frame.kind {
                 kind::BATCH => Event::Batch(Arc::new(Batch::decode(&frame.payload)?)),
                 kind::END => Event::End(decode::<End>(&frame.payload)?.digest),
@@ -122,15 +125,20 @@ impl Session {
 
 fn begin(
     site: &Arc<Site>,
-    peer: drover_net::PeerKey,
-    peer_name: &str,
+    shared: &SessionShared,
     offer: Offer,
     encoded: &[u8],
 ) -> Result<Option<Comparison>, TeleportError> {
+    let SessionShared {
+        peer,
+        peer_name,
+        stages,
+        ..
+    } = shared;
     let Some(record) = site.images.by_name(&offer.name).filter(|r| !r.external) else {
         return Ok(None);
     };
-    let dir = site.transfer_dir(&transfer_key(&peer, &offer));
+    let dir = site.transfer_dir(&transfer_key(peer, &offer));
     if dir.exists() || record.size_bytes != offer.file_bytes || record.format != offer.format {
         return Ok(None);
     }
@@ -149,21 +157,21 @@ fn begin(
     let (true, Some(stamp)) = (same, stamp) else {
         return Ok(None);
     };
-    let key = transfer_key(&peer, &offer);
+    let key = transfer_key(peer, &offer);
     let Some(hold) = site
         .active
         .take(&offer.name, &key, std::time::Duration::ZERO)
     else {
         return Ok(None);
     };
-    super::prepare::discard_older(site, &peer, &offer);
+    super::prepare::discard_older(site, peer, &offer);
     let image = site
         .catalog
         .new_image_id()
         .map_err(TeleportError::Catalog)?;
     let opening = Opening {
-        peer,
-        peer_name: peer_name.into(),
+        peer: *peer,
+        peer_name: peer_name.clone(),
         offer,
         image: image.0,
     };
@@ -175,6 +183,7 @@ fn begin(
         stamp,
         transfer,
         blocks,
+        stages: stages.clone(),
         _hold: hold,
     }))
 }
@@ -184,11 +193,16 @@ impl Comparison {
     fn step(&mut self, event: &Event) -> Result<bool, TeleportError> {
         match event {
             Event::Batch(batch) => {
+                let mut lap = Lap::start();
                 let same = self.has(batch)?;
+                lap.busy(&self.stages.check);
+                let bytes = batch.digests.len() as u64 * BLOCK_SIZE_U64;
+                self.stages.check.add_bytes(bytes);
                 if same {
                     let first = self.blocks.data_blocks();
                     self.blocks.push(&batch.data);
                     self.transfer.log_batch(batch, &self.plan(batch, first))?;
+                    lap.busy(&self.stages.log);
                 }
                 Ok(same)
             }
@@ -239,7 +253,9 @@ impl Comparison {
 
     /// Everything is the same: the image stays as it is.
     fn keep(self, site: &Site) -> Result<Delivered, TeleportError> {
+        let mut lap = Lap::start();
         remove_dir(&self.transfer.dir);
+        lap.busy(&self.stages.deliver);
         let matched_blocks = self.blocks.data_blocks();
         site.totals
             .delivered
@@ -258,6 +274,7 @@ impl Comparison {
                 ..Matched::default()
             },
             plan_bytes: 0,
+            stages: Box::new(self.stages.times()),
         })
     }
 

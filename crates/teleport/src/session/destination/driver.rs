@@ -20,6 +20,7 @@ use crate::destination::{Action, Event, From, ReuseJob, Run};
 use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, kind};
 use crate::session::lane_in::OpenBatch;
 use crate::site::{Arrived, Site, unix_now};
+use crate::stages::{DestinationStages, Lap};
 use crate::transfer::Closing;
 use crate::walk::digest_file;
 
@@ -62,6 +63,7 @@ pub fn drive(
         workers,
         out,
         finish: None,
+        lap: Lap::start(),
     };
     let result = driver.run(&mut events);
     // Workers may be about to report to us: let them.
@@ -134,6 +136,7 @@ impl Workers {
                 )?;
             }
             let part = prepared.transfer.part.clone();
+            let stages = prepared.incoming.stages.clone();
             let log = prepared
                 .transfer
                 .log
@@ -141,7 +144,7 @@ impl Workers {
                 .map_err(std::io::Error::other)?;
             spawn(
                 "sync",
-                Box::new(move || sync_now_and_then(&part, &log, &stopped)),
+                Box::new(move || sync_now_and_then(&part, &log, &stages, &stopped)),
             )
         };
         start().map_err(failed)?;
@@ -159,13 +162,21 @@ impl Workers {
 }
 
 /// Makes what has arrived durable every now and then, so that little is lost with the power.
-fn sync_now_and_then(part: &File, log: &File, stopped: &crossbeam_channel::Receiver<()>) {
+fn sync_now_and_then(
+    part: &File,
+    log: &File,
+    stages: &DestinationStages,
+    stopped: &crossbeam_channel::Receiver<()>,
+) {
+    let mut lap = Lap::start();
     while let Err(crossbeam_channel::RecvTimeoutError::Timeout) = stopped.recv_timeout(SYNC_EVERY) {
+        lap.wait(&stages.sync);
         for file in [part, log] {
             if let Err(e) = file.sync_data() {
                 tracing::warn!(error = %e, "cannot sync a transfer");
             }
         }
+        lap.busy(&stages.sync);
     }
 }
 
@@ -175,6 +186,7 @@ struct Driver<'a> {
     workers: Workers,
     out: &'a mpsc::Sender<Frame>,
     finish: Option<Digest>,
+    lap: Lap,
 }
 
 impl Driver<'_> {
@@ -187,9 +199,11 @@ impl Driver<'_> {
             if let Some(digest) = self.finish {
                 return Ok(Ended::Whole(digest));
             }
+            self.lap.busy(&self.prepared.incoming.stages.drive);
             let Some(event) = events.blocking_recv() else {
                 return Ok(Ended::Stopped);
             };
+            self.lap.wait(&self.prepared.incoming.stages.drive);
             match event {
                 DriverEvent::Machine(event) => {
                     if let Event::Reused { job, failed } = &event {
@@ -257,14 +271,16 @@ impl Driver<'_> {
         self.say(kind::ACK, index.to_le_bytes().to_vec())
     }
 
-    fn say(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
+    fn say(&mut self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
         let frame = Frame {
             kind,
             payload: payload.into(),
         };
-        self.out
-            .blocking_send(frame)
-            .map_err(|_| TeleportError::Remote("the source is gone".into()))
+        let stage = &self.prepared.incoming.stages.drive;
+        self.lap.busy(stage);
+        let sent = self.out.blocking_send(frame);
+        self.lap.wait(stage);
+        sent.map_err(|_| TeleportError::Remote("the source is gone".into()))
     }
 
     fn arrived(&mut self, batch: Arc<Batch>) -> Result<(), TeleportError> {
@@ -277,7 +293,10 @@ impl Driver<'_> {
         let entry = Arc::new(OpenBatch::new(batch.clone()));
         incoming.open.write().insert(batch.index, entry);
         if batch.digests.is_empty() {
-            return transfer.log_batch(&batch, &Plan::default());
+            self.lap.busy(&incoming.stages.drive);
+            let logged = transfer.log_batch(&batch, &Plan::default());
+            self.lap.busy(&incoming.stages.log);
+            return logged;
         }
         matcher.find(batch);
         Ok(())
@@ -289,7 +308,9 @@ impl Driver<'_> {
         let Some(batch) = open.map(|o| o.batch.clone()) else {
             return Ok(());
         };
+        self.lap.busy(&self.prepared.incoming.stages.drive);
         self.prepared.transfer.log_batch(&batch, plan)?;
+        self.lap.busy(&self.prepared.incoming.stages.log);
         let image = self.prepared.transfer.image();
         plan.stores
             .iter()
@@ -385,8 +406,10 @@ fn deliver(
         hold,
         matcher,
         digest,
+        incoming,
         ..
     } = prepared;
+    let (stages, mut lap) = (&incoming.stages, Lap::start());
     let mut transfer = transfer;
     let part_path = transfer.part_path();
     tracing::debug!("every block is in place");
@@ -395,6 +418,7 @@ fn deliver(
         .sync_all()
         .map_err(TeleportError::file("sync", &part_path))?;
     tracing::debug!("synced");
+    lap.busy(&stages.sync);
     let found = match digest {
         Some(digest) => digest.finish(&transfer.layout),
         None => digest_file(&part_path, &mut |_, _| {})?,
@@ -426,6 +450,7 @@ fn deliver(
     drop(transfer);
     site.settle(&arrived)?;
     tracing::debug!("delivered");
+    lap.busy(&stages.deliver);
     drop(hold);
     let counts = machine.counts();
     site.totals.delivered.fetch_add(1, Ordering::Relaxed);
@@ -443,5 +468,6 @@ fn deliver(
         resumed_blocks: counts.resumed_blocks,
         matched: counts.matched,
         plan_bytes: 0,
+        stages: Box::new(stages.times()),
     })
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError, bounded};
+use drover_core::BLOCK_SIZE_U64;
 use drover_index::{ImageId, Origin, Plan, PlanRun, Via};
 use tokio::sync::mpsc;
 
@@ -13,6 +14,7 @@ use crate::codec::Batch;
 use crate::matching::Link;
 use crate::protocol::WINDOW_BATCHES;
 use crate::site::Site;
+use crate::stages::{DestinationStages, Lap};
 use crate::teleporter::{Answer, Event, ImageEvent};
 
 enum Job {
@@ -29,7 +31,12 @@ pub struct MatchThread {
 
 impl MatchThread {
     /// Starts it for an image; plans go to `events`.
-    pub fn start(site: &Arc<Site>, image: ImageId, events: mpsc::Sender<DriverEvent>) -> Self {
+    pub fn start(
+        site: &Arc<Site>,
+        image: ImageId,
+        events: mpsc::Sender<DriverEvent>,
+        stages: Arc<DestinationStages>,
+    ) -> Self {
         // The window bounds the batches in it; restored ones are recorded as fast as they come.
         let (jobs, queue) = bounded(2 * WINDOW_BATCHES as usize);
         let site = site.clone();
@@ -43,6 +50,8 @@ impl MatchThread {
                     link: open(&site, image),
                     waiting: Default::default(),
                     events,
+                    stages,
+                    lap: Lap::start(),
                 }
                 .run(&queue);
             });
@@ -107,6 +116,8 @@ struct Matcher {
     /// Events that were submitted and have no answer: the batch, if it is to be planned.
     waiting: std::collections::VecDeque<Option<Arc<Batch>>>,
     events: mpsc::Sender<DriverEvent>,
+    stages: Arc<DestinationStages>,
+    lap: Lap,
 }
 
 impl Matcher {
@@ -118,6 +129,7 @@ impl Matcher {
                 n if n < depth => queue.try_recv(),
                 _ => Err(TryRecvError::Empty),
             };
+            self.lap.wait(&self.stages.matching);
             match job {
                 Ok(Job::Match(batch)) => {
                     let event = Event::Match(self.image, batch.clone());
@@ -141,10 +153,14 @@ impl Matcher {
     }
 
     fn submit(&mut self, event: Event, batch: Option<Arc<Batch>>) {
+        let blocks = batch.as_ref().map_or(0, |b| b.digests.len() as u64);
         self.waiting.push_back(batch);
         if let Some(Err(e)) = self.link.as_mut().map(|l| l.submit(event)) {
             self.fail(&e);
         }
+        // A teleporter in this process has done its work by now.
+        self.lap.busy(&self.stages.matching);
+        self.stages.matching.add_bytes(blocks * BLOCK_SIZE_U64);
     }
 
     fn collect(&mut self) {
@@ -155,6 +171,7 @@ impl Matcher {
             },
             None => Answer::Done,
         };
+        self.lap.socket(&self.stages.matching);
         let Some(Some(batch)) = self.waiting.pop_front() else {
             return;
         };
@@ -163,6 +180,7 @@ impl Matcher {
             Answer::Done => all_literal(&batch),
         };
         self.plan(batch.index, plan);
+        self.lap.wait(&self.stages.matching);
     }
 
     fn plan(&self, index: u64, plan: Plan) {

@@ -11,6 +11,7 @@ use drover_net::PeerKey;
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::mpsc;
 
+use super::SessionShared;
 use super::driver::DriverEvent;
 use super::matching::MatchThread;
 use crate::TeleportError;
@@ -21,6 +22,7 @@ use crate::imagemap::layout_limits;
 use crate::protocol::Offer;
 use crate::session::lane_in::{Incoming, OpenBatch};
 use crate::site::{Site, remove_dir};
+use crate::stages::Lap;
 use crate::transfer::{Hold, Opening, Restored, Transfer, inspect, transfer_key};
 
 /// How long the session that had the transfer before may take to let it go.
@@ -56,8 +58,7 @@ fn refused(reason: RefuseReason, message: String) -> TeleportError {
 /// Checks an offer and opens its transfer, the one of an earlier session if there is one.
 pub fn prepare(
     site: &Arc<Site>,
-    peer: PeerKey,
-    peer_name: &str,
+    shared: &SessionShared,
     offer: Offer,
     encoded_layout: &[u8],
     events: mpsc::Sender<DriverEvent>,
@@ -65,7 +66,13 @@ pub fn prepare(
     let layout = Layout::decode(encoded_layout, layout_limits())
         .map_err(|e| TeleportError::Protocol(format!("the offered layout: {e}")))?;
     check(site, &offer, &layout)?;
-    let key = transfer_key(&peer, &offer);
+    let SessionShared {
+        peer,
+        peer_name,
+        stages,
+        ..
+    } = shared;
+    let key = transfer_key(peer, &offer);
     let hold = site
         .active
         .take(&offer.name, &key, TAKEOVER_PATIENCE)
@@ -81,6 +88,7 @@ pub fn prepare(
     let mut open: HashMap<u64, Arc<OpenBatch>> = HashMap::new();
     let mut replan = Vec::new();
     let mut matcher: Option<MatchThread> = None;
+    let mut lap = Lap::start();
     let resumed = Transfer::resume(&dir, &offer, &layout, |opening, restored| {
         let Restored {
             batch,
@@ -89,7 +97,7 @@ pub fn prepare(
             full,
         } = restored;
         let matcher = matcher.get_or_insert_with(|| {
-            MatchThread::start(site, ImageId(opening.image), events.clone())
+            MatchThread::start(site, ImageId(opening.image), events.clone(), stages.clone())
         });
         if !batch.digests.is_empty() {
             matcher.record(batch.clone());
@@ -106,18 +114,19 @@ pub fn prepare(
         }
         Ok(machine.restore(batch, missing)?)
     })?;
+    lap.busy(&stages.check);
     let transfer = match resumed {
         Some(transfer) => transfer,
         None => {
-            discard_older(site, &peer, &offer);
+            discard_older(site, peer, &offer);
             check_room(site, &offer, layout.covered_bytes())?;
             let image = site
                 .catalog
                 .new_image_id()
                 .map_err(TeleportError::Catalog)?;
             let opening = Opening {
-                peer,
-                peer_name: peer_name.into(),
+                peer: *peer,
+                peer_name: peer_name.clone(),
                 offer,
                 image: image.0,
             };
@@ -125,7 +134,8 @@ pub fn prepare(
         }
     };
     let image = transfer.image();
-    let matcher = matcher.unwrap_or_else(|| MatchThread::start(site, image, events.clone()));
+    let matcher =
+        matcher.unwrap_or_else(|| MatchThread::start(site, image, events.clone(), stages.clone()));
     let incoming = Arc::new(Incoming {
         slot: transfer.opening.offer.slot,
         layout: transfer.layout.clone(),
@@ -133,6 +143,7 @@ pub fn prepare(
         part_path: transfer.part_path(),
         open: RwLock::new(open),
         events,
+        stages: stages.clone(),
     });
     let done_blocks = Arc::new(AtomicU64::new(
         machine.next_batch() * crate::protocol::BATCH_BLOCKS,

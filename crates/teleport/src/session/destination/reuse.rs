@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use drover_core::Digest;
+use drover_core::{BLOCK_SIZE_U64, Digest};
 
 use super::driver::DriverEvent;
 use crate::TeleportError;
@@ -13,6 +13,7 @@ use crate::files::{copy_spans, digest_in_place, spans_of};
 use crate::sequences::Sequences;
 use crate::session::lane_in::Incoming;
 use crate::site::Site;
+use crate::stages::Lap;
 
 /// A job with what only the driver knows.
 pub struct Job {
@@ -24,8 +25,10 @@ pub struct Job {
 
 /// Carries out jobs until there are no more.
 pub fn work(site: &Site, image: &Incoming, jobs: &crossbeam_channel::Receiver<Job>) {
+    let mut lap = Lap::start();
     while let Ok(job) = jobs.recv() {
-        let event = match carry_out(site, image, &job) {
+        lap.wait(&image.stages.copy);
+        let event = match carry_out(site, image, &job, &mut lap) {
             Ok(failed) => DriverEvent::Machine(Event::Reused {
                 job: job.job,
                 failed,
@@ -33,11 +36,17 @@ pub fn work(site: &Site, image: &Incoming, jobs: &crossbeam_channel::Receiver<Jo
             Err(e) => DriverEvent::Failed(e),
         };
         let _ = image.events.blocking_send(event);
+        lap.wait(&image.stages.check);
     }
 }
 
 /// Copies and verifies; returns which data blocks of the batch are not as they must be.
-fn carry_out(site: &Site, image: &Incoming, job: &Job) -> Result<Vec<u32>, TeleportError> {
+fn carry_out(
+    site: &Site,
+    image: &Incoming,
+    job: &Job,
+    lap: &mut Lap,
+) -> Result<Vec<u32>, TeleportError> {
     let batch = &job.job.batch;
     let mut targets: Vec<(u64, u64)> = Vec::new();
     let mut nth: Vec<u32> = Vec::new();
@@ -50,9 +59,15 @@ fn carry_out(site: &Site, image: &Incoming, job: &Job) -> Result<Vec<u32>, Telep
         targets.extend(target);
         nth.extend(*start..*start + run.count);
     }
+    let (copy, check) = (&image.stages.copy, &image.stages.check);
+    lap.busy(copy);
     let mut found: Vec<Digest> = Vec::with_capacity(nth.len());
     digest_in_place(&image.part, &image.layout, &targets, &mut found)
         .map_err(TeleportError::file("read", &image.part_path))?;
+    lap.busy(check);
+    for stage in [copy, check] {
+        stage.add_bytes(nth.len() as u64 * BLOCK_SIZE_U64);
+    }
     let Some(open) = image.open.read().get(&batch.index).cloned() else {
         return Ok(Vec::new());
     };
@@ -101,10 +116,7 @@ fn copy(
             copy_spans(&image.part, &spans_of(&image.layout, own), &image.part, &to)
         }
         From::Sequence { first } => {
-            let source = [(
-                Some(Sequences::offset(first)),
-                count * drover_core::BLOCK_SIZE_U64,
-            )];
+            let source = [(Some(Sequences::offset(first)), count * BLOCK_SIZE_U64)];
             copy_spans(site.sequences.data(), &source, &image.part, &to)
         }
         From::Image { image: id, first } => {

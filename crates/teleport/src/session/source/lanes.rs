@@ -258,6 +258,7 @@ async fn open(
         round_trip,
         receiver_busy: receiver_busy.clone(),
     };
+    let counters = plan.counters.clone();
     let failures = plan.failures.clone();
     let thread_failures = failures.clone();
     tokio::task::spawn_blocking(move || {
@@ -267,7 +268,7 @@ async fn open(
     });
     tracing::debug!(number, "lane open");
     Ok(tokio::spawn(async move {
-        let written = write_lane(writer, from, first);
+        let written = write_lane(writer, from, first, &counters.stages);
         let result = tokio::select! {
             result = written => result,
             error = listen(&mut reader, &receiver_busy) => Err(error),
