@@ -194,7 +194,7 @@ impl Net {
     /// IP bytes that have crossed the link from the near end, and from the far one. What its full queue
     /// dropped never was on the wire; what was sent again was.
     pub fn bytes(&self) -> Option<(u64, u64)> {
-        let traffic = self.link.as_ref()?.traffic();
+        let traffic = self.link.as_ref()?.traffic().ok()?;
         Some((traffic.a_to_b.bytes_out, traffic.b_to_a.bytes_out))
     }
 

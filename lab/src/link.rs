@@ -7,12 +7,15 @@
 mod available;
 mod command;
 mod namespaces;
+mod netem;
 mod offload;
 mod pump;
 mod queue;
+mod schedule;
 mod user;
 
 use std::process::Command;
+use std::sync::Arc;
 
 use anyhow::Result;
 use serde::Serialize;
@@ -20,7 +23,10 @@ use serde::Serialize;
 pub use available::{EXIT_UNAVAILABLE, Unavailable, available};
 pub use command::{LinkArgs, RunArgs, run};
 use namespaces::Namespaces;
+use netem::NetemLink;
 use queue::{Counters, Shape};
+use schedule::Running;
+pub use schedule::Schedule;
 use user::UserLink;
 
 /// One end of a link.
@@ -44,12 +50,33 @@ impl Side {
         }
     }
 
+    /// The end that this one is joined to.
+    pub fn other(self) -> Self {
+        match self {
+            Self::A => Self::B,
+            Self::B => Self::A,
+        }
+    }
+
     fn letter(self) -> char {
         match self {
             Self::A => 'a',
             Self::B => 'b',
         }
     }
+}
+
+/// What moves the packets of a link.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum EngineKind {
+    /// The kernel's where it has all parts, else the lab's own.
+    #[default]
+    Auto,
+    /// Two threads of the lab between TUN devices.
+    User,
+    /// The kernel: a veth pair with netem and tbf.
+    Netem,
 }
 
 /// What a link is like.
@@ -75,6 +102,8 @@ pub struct Options {
     pub seed: u64,
     /// TCP's congestion control at both ends.
     pub congestion: String,
+    /// What moves the packets.
+    pub engine: EngineKind,
 }
 
 impl Default for Options {
@@ -91,6 +120,7 @@ impl Default for Options {
             queue_bytes: None,
             seed: 1,
             congestion: "cubic".to_owned(),
+            engine: EngineKind::Auto,
         }
     }
 }
@@ -159,10 +189,40 @@ pub struct Traffic {
     pub b_to_a: Counters,
 }
 
+/// What moves packets.
+enum Engine {
+    User(UserLink),
+    Netem(NetemLink),
+}
+
+impl Engine {
+    fn up(namespaces: &Namespaces, options: &Options) -> Result<Self> {
+        let netem = match options.engine {
+            EngineKind::Netem => true,
+            EngineKind::User => false,
+            EngineKind::Auto => netem::probe(namespaces).is_ok(),
+        };
+        Ok(if netem {
+            Self::Netem(NetemLink::up(namespaces, options)?)
+        } else {
+            Self::User(UserLink::up(namespaces, options)?)
+        })
+    }
+
+    fn set_cut(&self, cut: bool) -> Result<()> {
+        match self {
+            Self::User(link) => link.set_cut(cut),
+            Self::Netem(link) => link.set_cut(cut)?,
+        }
+        Ok(())
+    }
+}
+
 /// A link that is up until it is dropped.
 pub struct Link {
-    // Before the namespaces: what moves packets ends first.
-    user: UserLink,
+    // In the order in which they end: what cuts, what moves packets, where they are moved.
+    schedule: Option<Running>,
+    engine: Arc<Engine>,
     namespaces: Namespaces,
 }
 
@@ -174,9 +234,19 @@ impl Link {
     pub fn up(options: &Options) -> Result<Self> {
         let namespaces = Namespaces::make(&options.name)?;
         Ok(Self {
-            user: UserLink::up(&namespaces, options)?,
+            schedule: None,
+            engine: Arc::new(Engine::up(&namespaces, options)?),
             namespaces,
         })
+    }
+
+    /// What moves the packets, in words.
+    pub fn engine(&self) -> &'static str {
+        match &*self.engine {
+            Engine::User(_) => "in user space",
+            Engine::Netem(link) if link.seeded => "by netem",
+            Engine::Netem(_) => "by netem, whose loss takes no seed here",
+        }
     }
 
     /// A command that runs at one end.
@@ -185,18 +255,40 @@ impl Link {
     }
 
     /// Nothing passes any more; what is under way is lost.
-    pub fn cut(&self) {
-        self.user.set_cut(true);
+    ///
+    /// # Errors
+    /// When the kernel does not obey.
+    pub fn cut(&self) -> Result<()> {
+        self.engine.set_cut(true)
     }
 
     /// Packets pass again.
-    pub fn heal(&self) {
-        self.user.set_cut(false);
+    ///
+    /// # Errors
+    /// When the kernel does not obey.
+    pub fn heal(&self) -> Result<()> {
+        self.engine.set_cut(false)
+    }
+
+    /// Cuts and heals by the clock, which starts now; a schedule that runs already ends.
+    ///
+    /// # Errors
+    /// Without a thread for it.
+    pub fn schedule(&mut self, schedule: &Schedule) -> Result<()> {
+        self.schedule = None;
+        self.schedule = Some(Running::start(self.engine.clone(), schedule)?);
+        Ok(())
     }
 
     /// What has passed so far.
-    pub fn traffic(&self) -> Traffic {
-        self.user.traffic()
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn traffic(&self) -> Result<Traffic> {
+        match &*self.engine {
+            Engine::User(link) => Ok(link.traffic()),
+            Engine::Netem(link) => link.traffic(),
+        }
     }
 }
 

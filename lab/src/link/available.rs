@@ -30,7 +30,7 @@ pub const EXIT_UNAVAILABLE: u8 = 4;
 const CAP_NET_ADMIN: (u32, &str) = (12, "CAP_NET_ADMIN");
 const CAP_SYS_ADMIN: (u32, &str) = (21, "CAP_SYS_ADMIN");
 
-/// Makes two namespaces and a TUN device and removes them: what a link needs first.
+/// Makes two namespaces and what joins them, and removes them: what a link needs first.
 ///
 /// # Errors
 /// The reason, in one line.
@@ -38,7 +38,8 @@ pub fn available() -> Result<(), String> {
     let probe = || -> Result<()> {
         let name = format!("lab-probe-{}", fastrand::u32(..));
         let namespaces = Namespaces::make(&name)?;
-        super::user::probe(&namespaces)
+        // Either engine will do.
+        super::netem::probe(&namespaces).or_else(|_| super::user::probe(&namespaces))
     };
     probe().map_err(|error| match error.downcast_ref::<Unavailable>() {
         Some(Unavailable(why)) => why.clone(),

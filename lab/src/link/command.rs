@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result};
 use clap::Args;
 
-use super::{EXIT_UNAVAILABLE, Link, Options, Side, Unavailable};
+use super::{EXIT_UNAVAILABLE, EngineKind, Link, Options, Schedule, Side, Unavailable};
 
 /// What the link is like.
 #[derive(Args, Clone)]
@@ -38,6 +38,9 @@ pub struct LinkArgs {
     /// TCP's congestion control at both ends, whatever the host's is; cubic is what most machines use.
     #[arg(long, default_value = "cubic", value_name = "NAME")]
     pub congestion: String,
+    /// What moves the packets: the kernel's netem, the lab itself, or the first that can be had of the two.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub engine: EngineKind,
     /// Name of the link: its namespaces are NAME-a (10.77.0.1) and NAME-b (10.77.0.2).
     #[arg(long, default_value = "drover")]
     pub name: String,
@@ -49,6 +52,12 @@ pub struct RunArgs {
     /// A shell command to run at the far end (NAME-b) as long as the near one runs.
     #[arg(long, value_name = "COMMAND")]
     pub far: Option<String>,
+    /// Cut the link so many seconds after the near command has started; may be repeated.
+    #[arg(long, value_name = "SECONDS")]
+    pub cut_at: Vec<f64>,
+    /// Heal the link so many seconds after the near command has started; may be repeated.
+    #[arg(long, value_name = "SECONDS")]
+    pub heal_at: Vec<f64>,
     /// A command to run at the near end (NAME-a); without one, the link is up until standard input ends and takes
     /// `cut`, `heal` and `stats` there, one a line.
     #[arg(last = true, value_name = "COMMAND")]
@@ -68,6 +77,7 @@ impl From<&LinkArgs> for Options {
             queue_bytes: args.queue,
             seed: args.seed,
             congestion: args.congestion.clone(),
+            engine: args.engine,
         }
     }
 }
@@ -89,11 +99,13 @@ pub fn run(link: &LinkArgs, run: &RunArgs) -> Result<ExitCode> {
 
 fn run_over(link: &LinkArgs, run: &RunArgs) -> Result<ExitCode> {
     let options = Options::from(link);
-    let link = Link::up(&options)?;
+    let schedule = Schedule::new(&run.cut_at, &run.heal_at)?;
+    let mut link = Link::up(&options)?;
     eprintln!(
-        "{0}-a (10.77.0.1) - {0}-b (10.77.0.2): {1}",
+        "{0}-a (10.77.0.1) - {0}-b (10.77.0.2), {2}: {1}",
         options.name,
-        options.describe()
+        options.describe(),
+        link.engine()
     );
     let far = run
         .far
@@ -101,6 +113,7 @@ fn run_over(link: &LinkArgs, run: &RunArgs) -> Result<ExitCode> {
         .map(|shell| link.command(Side::B, "sh").args(["-c", shell]).spawn())
         .transpose()
         .context("cannot start the far command")?;
+    link.schedule(&schedule)?;
     let code = if let Some((program, args)) = run.near.split_first() {
         let mut command: Command = link.command(Side::A, program);
         let status = command
@@ -116,16 +129,16 @@ fn run_over(link: &LinkArgs, run: &RunArgs) -> Result<ExitCode> {
         let _ = far.kill();
         let _ = far.wait();
     }
-    print_traffic(&link);
+    print_traffic(&link)?;
     Ok(code)
 }
 
 fn obey(link: &Link) -> Result<()> {
     for line in std::io::stdin().lock().lines() {
         match line?.trim() {
-            "cut" => link.cut(),
-            "heal" => link.heal(),
-            "stats" => print_traffic(link),
+            "cut" => link.cut()?,
+            "heal" => link.heal()?,
+            "stats" => print_traffic(link)?,
             "quit" => break,
             "" => {}
             other => eprintln!("{other:?}: not one of cut, heal, stats, quit"),
@@ -134,12 +147,13 @@ fn obey(link: &Link) -> Result<()> {
     Ok(())
 }
 
-fn print_traffic(link: &Link) {
-    let traffic = link.traffic();
+fn print_traffic(link: &Link) -> Result<()> {
+    let traffic = link.traffic()?;
     for (way, c) in [("a to b", traffic.a_to_b), ("b to a", traffic.b_to_a)] {
         eprintln!(
             "{way}: in {} packets {} bytes, out {} packets {} bytes, lost {}, overflowed {}, cut {}",
             c.packets_in, c.bytes_in, c.packets_out, c.bytes_out, c.lost, c.overflowed, c.cut
         );
     }
+    Ok(())
 }

@@ -111,6 +111,14 @@ impl Namespaces {
         shell::run(Command::new("ip").args(["-n", &namespace]).args(args)).map(drop)
     }
 
+    /// Lets the kernel hand over pieces of the size that suits the link.
+    pub fn pieces(&self, side: Side, options: &Options) -> Result<()> {
+        let piece = options.piece_bytes(side);
+        let (bytes, packets) = (piece.to_string(), (piece / (MTU - 40)).max(1).to_string());
+        let limits = ["gso_max_size", &bytes, "gso_max_segs", &packets];
+        self.ip(side, &[&["link", "set", "wan0"], &limits[..]].concat())
+    }
+
     /// Gives a side's `wan0` its address and routes, and sets it up.
     pub fn address(&self, side: Side, options: &Options) -> Result<()> {
         let (mtu, address) = (MTU.to_string(), format!("{}/24", side.address()));

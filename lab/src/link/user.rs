@@ -11,7 +11,7 @@ use tun_rs::{DeviceBuilder, SyncDevice};
 use super::namespaces::Namespaces;
 use super::pump::{self, Shared};
 use super::queue::Queue;
-use super::{MTU, Options, Side, Traffic, available};
+use super::{Options, Side, Traffic, available};
 use crate::shell;
 
 /// Pieces that wait in the kernel while the link's thread sleeps.
@@ -104,21 +104,9 @@ fn device(namespaces: &Namespaces, side: Side, options: &Options) -> Result<Sync
     shell::run(
         Command::new("ip").args(["link", "set", &name, "netns", &namespace, "name", "wan0"]),
     )?;
-    let (queue, piece) = (DEVICE_QUEUE.to_string(), options.piece_bytes(side));
-    let (bytes, packets) = (piece.to_string(), (piece / (MTU - 40)).max(1).to_string());
+    let queue = DEVICE_QUEUE.to_string();
     namespaces.ip(side, &["link", "set", "wan0", "txqueuelen", &queue])?;
-    namespaces.ip(
-        side,
-        &[
-            "link",
-            "set",
-            "wan0",
-            "gso_max_size",
-            &bytes,
-            "gso_max_segs",
-            &packets,
-        ],
-    )?;
+    namespaces.pieces(side, options)?;
     namespaces.address(side, options)?;
     Ok(device)
 }
