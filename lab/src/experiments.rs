@@ -1,9 +1,12 @@
 //! The experiments: each drives the real `drover` and its rivals, compares every result file with its
 //! original, and hands out rows.
 
+pub mod library;
+mod lines;
 pub mod local;
-pub mod wan;
-pub mod wire;
+mod mover;
+mod pictures;
+mod weights;
 
 use std::path::{Path, PathBuf};
 
@@ -11,9 +14,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use crate::bench::Experiment;
-use crate::library;
-use crate::link::{Link, LinkArgs, Options};
-use crate::site::Where;
+use crate::library as images;
 
 /// What every experiment takes.
 #[derive(Args, Clone)]
@@ -75,7 +76,7 @@ impl Common {
         if !named.is_empty() {
             return named.iter().map(|path| self.image(path)).collect();
         }
-        let (built, missing): (Vec<_>, Vec<_>) = library::images(&self.dir, library::Set::Full)?
+        let (built, missing): (Vec<_>, Vec<_>) = images::images(&self.dir, images::Set::Full)?
             .into_iter()
             .filter(|entry| entry.in_order)
             .map(|entry| entry.path)
@@ -163,47 +164,7 @@ impl Lab {
 }
 
 /// Every experiment, in the order of the document.
-pub const ALL: &[&dyn Experiment] = &[];
-
-/// The network of a run: a link or none.
-pub struct Net {
-    options: Option<Options>,
-    link: Option<Link>,
-}
-
-impl Net {
-    pub fn loopback() -> Self {
-        Self {
-            options: None,
-            link: None,
-        }
-    }
-
-    pub fn over(args: &LinkArgs) -> Result<Self> {
-        let options = Options::from(args);
-        Ok(Self {
-            link: Some(Link::up(&options)?),
-            options: Some(options),
-        })
-    }
-
-    pub fn place(&self) -> Where<'_> {
-        self.link.as_ref().map_or(Where::Loopback, Where::Over)
-    }
-
-    /// IP bytes that have crossed the link from the near end, and from the far one. What its full queue
-    /// dropped never was on the wire; what was sent again was.
-    pub fn bytes(&self) -> Option<(u64, u64)> {
-        let traffic = self.link.as_ref()?.traffic().ok()?;
-        Some((traffic.a_to_b.bytes_out, traffic.b_to_a.bytes_out))
-    }
-
-    pub fn describe(&self) -> String {
-        self.options
-            .as_ref()
-            .map_or_else(|| "loopback".to_owned(), Options::describe)
-    }
-}
+pub const ALL: &[&dyn Experiment] = &[&library::Library];
 
 /// The name under which an image is delivered.
 fn file_name(image: &Path) -> String {
@@ -226,5 +187,7 @@ fn yes_no(value: bool) -> String {
     if value { "yes" } else { "NO" }.to_owned()
 }
 
+#[cfg(test)]
+mod stand_in;
 #[cfg(test)]
 mod tests;

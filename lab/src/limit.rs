@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use comfy_table::Table;
 use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, is_zero};
 use rustix::fs::SeekFrom;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use zstd::stream::Encoder;
 
 use crate::report::{self, mib};
@@ -26,7 +26,7 @@ const WINDOW_LOG: u32 = 27;
 const READ: usize = 1 << 20;
 
 /// What the limit says about one image.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Limit {
     /// The image's file name.
     pub name: String,
@@ -92,13 +92,38 @@ impl Known {
         limit.limit_bytes = compressed.finish()?.0;
         Ok(limit)
     }
+
+    /// Takes an image in that the destination has already: what it would have cost is not asked.
+    ///
+    /// # Errors
+    /// When the image cannot be read.
+    pub fn learn(&mut self, path: &Path) -> Result<()> {
+        self.earlier.extend(digests(path)?);
+        Ok(())
+    }
+}
+
+/// Its non-zero blocks, each by the first half of its digest.
+///
+/// # Errors
+/// When the image cannot be read.
+pub fn digests(path: &Path) -> Result<HashSet<u128>> {
+    let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
+    let size = file.metadata()?.len();
+    let mut digests = HashSet::new();
+    each_block(&file, size, |block| {
+        digests.insert(key_of(block));
+        Ok(())
+    })
+    .with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(digests)
 }
 
 /// Prints the limit of each image in order; `with` are images that the destination has already.
 pub fn print(images: &[PathBuf], with: &[PathBuf], json: bool) -> Result<()> {
     let mut known = Known::default();
     for path in with {
-        known.add(path)?;
+        known.learn(path)?;
     }
     let limits = images
         .iter()

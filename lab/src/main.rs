@@ -86,11 +86,6 @@ enum Command {
     /// Measure one case, for `bench`.
     #[command(hide = true)]
     Case(bench::CaseArgs),
-    /// Send the library in order to an empty site: bytes on the wire against the limit, matches against exact
-    /// deduplication, times, memory.
-    Wire(experiments::wire::WireArgs),
-    /// Send one image over the link to a site that has similar ones: time against bytes over bandwidth.
-    Wan(experiments::wan::WanArgs),
     /// Send one image over loopback twice, and by rsync: alternated repetitions.
     Local(experiments::local::LocalArgs),
 }
@@ -115,8 +110,6 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Link { link, run } => return link::run(&link, &run),
         Command::Bench(args) => return bench::bench(experiments::ALL, &args),
         Command::Case(args) => bench::run_case(experiments::ALL, &args)?,
-        Command::Wire(args) => experiments::wire::run(&args)?,
-        Command::Wan(args) => experiments::wan::run(&args)?,
         Command::Local(args) => experiments::local::run(&args)?,
     }
     Ok(ExitCode::SUCCESS)

@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,12 @@ use crate::watch::{Cost, Watch};
 const READY: Duration = Duration::from_secs(20);
 /// How long a site may take to end after SIGTERM.
 const END: Duration = Duration::from_secs(15);
+/// How long pairing may take.
+const PAIR: Duration = Duration::from_secs(60);
+/// How long a send may take when nobody knows better.
+const SEND: Duration = Duration::from_secs(1800);
+/// How often a process that must end is looked at.
+const LOOK: Duration = Duration::from_millis(5);
 /// What senders call the site.
 const PEER: &str = "far";
 
@@ -72,12 +78,24 @@ impl Site {
     /// # Errors
     /// When it cannot be started, ends, or prints no ticket in time; what it said is in the error.
     pub fn start(drover: &Path, home: &Path, place: Where<'_>) -> Result<Self> {
+        Self::start_on(drover, home, place, 0)
+    }
+
+    /// The same on a port of one's choice, so that it can come back where it was; 0 is any that is free.
+    ///
+    /// # Errors
+    /// As [`Site::start`].
+    pub fn start_on(drover: &Path, home: &Path, place: Where<'_>, port: u16) -> Result<Self> {
         fs::create_dir_all(home)?;
         let home = home.canonicalize()?;
         let said = home.with_extension("serve.log");
         let mut child = place
             .far(drover)
-            .args(["serve", "--listen", &format!("{}:0", place.far_address())])
+            .args([
+                "serve",
+                "--listen",
+                &format!("{}:{port}", place.far_address()),
+            ])
             .env("DROVER_HOME", &home)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -103,8 +121,7 @@ impl Site {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let Ok(line) = lines.recv_timeout(left) else {
-                let why = shell::tail(&fs::read(&said).unwrap_or_default());
-                bail!("drover serve printed no ticket: {why}");
+                bail!("drover serve printed no ticket: {}", last_words(&said));
             };
             let word = line.trim();
             if !word.is_empty() && !word.contains(char::is_whitespace) {
@@ -123,10 +140,23 @@ impl Site {
     pub fn cost(&self) -> Cost {
         self.watch.cost()
     }
+
+    /// Ends the site as a power cut would: SIGKILL.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn kill(mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
 }
 
 impl Drop for Site {
     fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(Some(_))) {
+            return;
+        }
         let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
         if let Some(pid) = pid {
             let _ = kill_process(pid, Signal::TERM);
@@ -210,8 +240,18 @@ impl<'a> Sender<'a> {
         let home = home.canonicalize()?;
         let mut pair = place.near(drover);
         pair.args(["pair", &site.ticket, "--name", PEER])
-            .env("DROVER_HOME", &home);
-        shell::run(&mut pair).context("pairing failed")?;
+            .env("DROVER_HOME", &home)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
+        let said = home.with_extension("pair.log");
+        let mut child = pair
+            .stderr(File::create(&said)?)
+            .spawn()
+            .with_context(|| format!("cannot start {}", drover.display()))?;
+        let status = end_within(&mut child, PAIR).context("pairing did not end")?;
+        if !status.success() {
+            bail!("pairing failed: {status}: {}", last_words(&said));
+        }
         Ok(Self {
             drover: drover.to_owned(),
             home,
@@ -219,11 +259,19 @@ impl<'a> Sender<'a> {
         })
     }
 
-    /// Sends one image under the name of its file.
+    /// Sends one image under the name of its file, within half an hour.
     ///
     /// # Errors
-    /// When drover fails, or its last line is not what scripts rely on.
+    /// As [`Sending::finish`].
     pub fn send(&self, image: &Path, options: &[&str]) -> Result<Outcome> {
+        self.begin(image, options)?.finish(SEND)
+    }
+
+    /// Starts to send one image under the name of its file.
+    ///
+    /// # Errors
+    /// When there is no such image, or drover cannot be started.
+    pub fn begin(&self, image: &Path, options: &[&str]) -> Result<Sending> {
         let image = image
             .canonicalize()
             .with_context(|| format!("no image {}", image.display()))?;
@@ -243,23 +291,102 @@ impl<'a> Sender<'a> {
             .spawn()
             .with_context(|| format!("cannot start {}", self.drover.display()))?;
         let watch = Watch::start(child.id());
-        let mut output = String::new();
-        if let Some(mut stdout) = child.stdout.take() {
-            stdout.read_to_string(&mut output)?;
-        }
-        let status = child.wait()?;
-        let seconds = started.elapsed().as_secs_f64();
-        let cost = watch.end();
+        let stdout = child.stdout.take();
+        let (send, output) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut text = String::new();
+            if let Some(mut stdout) = stdout {
+                let _ = stdout.read_to_string(&mut text);
+            }
+            let _ = send.send(text);
+        });
+        Ok(Sending {
+            image,
+            said,
+            started,
+            child,
+            watch,
+            output,
+        })
+    }
+}
+
+/// A `drover send` under way; killed when it is dropped unfinished.
+pub struct Sending {
+    image: PathBuf,
+    said: PathBuf,
+    started: Instant,
+    child: Child,
+    watch: Watch,
+    /// All of its output, when that has ended.
+    output: mpsc::Receiver<String>,
+}
+
+impl Sending {
+    /// Waits until it has ended, `deadline` from its start on at most.
+    ///
+    /// # Errors
+    /// When drover fails, takes longer, or its last line is not what scripts rely on.
+    pub fn finish(mut self, deadline: Duration) -> Result<Outcome> {
+        let shown = format!("drover send {}", self.image.display());
+        let left = deadline.saturating_sub(self.started.elapsed());
+        // The end of its output is noticed at once; looking whether it runs would cost up to a look's time.
+        let output = self.output.recv_timeout(left).ok();
+        let left = deadline.saturating_sub(self.started.elapsed());
+        let status = end_within(&mut self.child, left).with_context(|| shown.clone())?;
+        let seconds = self.started.elapsed().as_secs_f64();
+        let cost = self.watch.cost();
         if !status.success() {
-            let why = shell::tail(&fs::read(&said).unwrap_or_default());
-            bail!("drover send {}: {status}: {why}", image.display());
+            bail!("{shown}: {status}: {}", last_words(&self.said));
         }
         Ok(Outcome {
-            images: parse_done(&output)?,
+            images: parse_done(&output.unwrap_or_default())?,
             seconds,
             cost,
         })
     }
+
+    /// True while it runs.
+    pub fn runs(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Ends it as a power cut would: SIGKILL.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn kill(mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Waits for a process; kills it when it has not ended in time.
+fn end_within(child: &mut Child, time: Duration) -> Result<ExitStatus> {
+    let started = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status);
+        }
+        if started.elapsed() >= time {
+            let _ = child.kill();
+            let _ = child.wait();
+            bail!("killed at its deadline, after {:.0} s", time.as_secs_f64());
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+fn last_words(file: &Path) -> String {
+    shell::tail(&fs::read(file).unwrap_or_default())
 }
 
 /// The images of the last line, which says that all is done.
