@@ -11,6 +11,7 @@ mod experiments;
 mod library;
 mod limit;
 mod link;
+mod plot;
 mod report;
 mod rivals;
 mod same;
