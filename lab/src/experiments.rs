@@ -6,6 +6,7 @@ mod lines;
 pub mod local;
 mod mover;
 mod pictures;
+pub mod similar;
 mod weights;
 
 use std::path::{Path, PathBuf};
@@ -164,7 +165,7 @@ impl Lab {
 }
 
 /// Every experiment, in the order of the document.
-pub const ALL: &[&dyn Experiment] = &[&library::Library];
+pub const ALL: &[&dyn Experiment] = &[&library::Library, &similar::Similar];
 
 /// The name under which an image is delivered.
 fn file_name(image: &Path) -> String {

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use super::lines::{self, FAST, Line, Net, REFERENCE};
 use super::mover::{self, By, Carried, Mover, key};
-use super::pictures::{bars, cumulated, only, ranking, values};
+use super::pictures::{Words, bars, cumulated, only, ranking, values};
 use super::weights::{Scales, weight};
 use super::{Lab, images};
 use crate::bench::{About, Axis, Case, Column, Experiment, Need, Plot, Row, Subject, Verdict};
@@ -280,6 +280,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
         .copied()
         .filter(|row| row.label("image") == ALL)
         .collect();
+    let words = |name, title: String, y| Words { name, title, y };
     let copy = |row: &Row| Some(copy_seconds(&totals, row)? / row.value(key::SECONDS)?);
     [
         bars(
@@ -287,7 +288,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
             "image",
             "by",
             key::BYTES,
-            (
+            words(
                 "bytes",
                 format!("Bytes of each image at {link}"),
                 Axis::linear("MB on the link"),
@@ -298,10 +299,10 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
             ("image", &order),
             "by",
             key::BYTES,
-            (
+            Axis::linear("images sent"),
+            words(
                 "cumulated",
                 format!("Bytes of all images so far at {link}"),
-                Axis::linear("images sent"),
                 Axis::linear("MB on the link"),
             ),
         ),
@@ -309,7 +310,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
             &totals,
             "by",
             |row| row.value(key::SECONDS),
-            (
+            words(
                 "time",
                 format!("Time of the whole library at {link}"),
                 Axis::linear("seconds"),
@@ -320,7 +321,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
             "image",
             "by",
             key::TELEPORTED,
-            (
+            words(
                 "teleported",
                 format!("Share of the data that did not cross the link at {link}"),
                 Axis::linear("percent"),
@@ -330,7 +331,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
             &totals,
             "by",
             copy,
-            (
+            words(
                 "speedup",
                 format!("The whole library, times as fast as a plain copy at {link}"),
                 Axis::linear("times"),
@@ -343,7 +344,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
                     "link",
                     "by",
                     key::SECONDS,
-                    (
+                    words(
                         "links",
                         "Time of the whole library over each link".to_owned(),
                         Axis::log("seconds"),

@@ -146,17 +146,26 @@ impl Net {
         self.link.as_ref()
     }
 
-    /// IP bytes that have crossed the link from the near end, and from the far one. What its full queue
-    /// dropped never was on the wire; what was sent again was.
-    pub fn bytes(&self) -> Option<(u64, u64)> {
-        let traffic = self.link.as_ref()?.traffic().ok()?;
-        Some((traffic.a_to_b.bytes_out, traffic.b_to_a.bytes_out))
+    /// IP bytes that have crossed the link from the near end, and from the far one; none without a link. What its full
+    /// queue dropped never was on the wire; what was sent again was.
+    ///
+    /// # Errors
+    /// When the link does not tell.
+    pub fn bytes(&self) -> Result<Option<(u64, u64)>> {
+        let Some(link) = self.link.as_ref() else {
+            return Ok(None);
+        };
+        let traffic = link.traffic()?;
+        Ok(Some((traffic.a_to_b.bytes_out, traffic.b_to_a.bytes_out)))
     }
 
     /// What has crossed since [`Net::bytes`] said `before`.
-    pub fn since(&self, before: Option<(u64, u64)>) -> Option<(u64, u64)> {
-        let (now, before) = (self.bytes()?, before?);
-        Some((now.0 - before.0, now.1 - before.1))
+    ///
+    /// # Errors
+    /// When the link does not tell.
+    pub fn since(&self, before: Option<(u64, u64)>) -> Result<Option<(u64, u64)>> {
+        let now = self.bytes()?.zip(before);
+        Ok(now.map(|(now, before)| (now.0 - before.0, now.1 - before.1)))
     }
 }
 

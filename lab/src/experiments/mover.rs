@@ -11,6 +11,7 @@ use super::lines::{Line, Net};
 use super::weights::{drover_seconds, rival_seconds};
 use crate::bench::{Row, Subject, Verdict};
 use crate::limit::Limit;
+use crate::report::Spread;
 use crate::rivals::{Carrier, Rival, Weight};
 use crate::same::identical;
 use crate::site::{Sender, Site};
@@ -158,12 +159,12 @@ impl<'a> Mover<'a> {
         // Everyone reads the image from memory, and nobody pays for what another wrote.
         identical(image, image)?;
         rustix::fs::sync();
-        let before = net.bytes();
+        let before = net.bytes()?;
         match self {
             Self::Drover { site, sender } => {
                 let cost_before = site.cost();
                 let outcome = sender.begin(image, &[])?.finish(deadline)?;
-                let link = net.since(before);
+                let link = net.since(before)?;
                 let mut cost = site.cost();
                 cost.cpu_seconds -= cost_before.cpu_seconds;
                 let sent = outcome.images.first().context("nothing was sent")?;
@@ -180,7 +181,7 @@ impl<'a> Mover<'a> {
                 let seconds = carrier.carry(image, basis)?;
                 Ok(Carried {
                     seconds,
-                    link: net.since(before),
+                    link: net.since(before)?,
                     wire: None,
                     sender: None,
                     site: None,
@@ -201,40 +202,60 @@ pub fn deadline(weight: &Weight, line: Option<Line>) -> Duration {
     Duration::from_secs_f64(120.0 + 10.0 * drover_seconds(weight, line))
 }
 
+fn median(values: &[f64]) -> Option<f64> {
+    Some(Spread::of(values)?.median)
+}
+
+/// Nothing is a multiple of a limit of nothing.
+fn over_limit(bytes: Option<f64>, limit: &Limit) -> Option<f64> {
+    (limit.unique_blocks > 0).then_some(bytes? / limit.limit_bytes as f64)
+}
+
+fn teleported(bytes: Option<f64>, data: f64) -> Option<f64> {
+    (data > 0.0).then_some(100.0 * (1.0 - bytes? / data))
+}
+
 /// A row of what was carried, once or repeatedly.
 pub fn fill(mut row: Row, carried: &[Carried], limit: &Limit, line: Option<Line>) -> Row {
     let data = limit.data_blocks as f64 * 4096.0;
     row.set(key::DATA, data / 1e6);
-    let mut all = |key: &str, of: &dyn Fn(&Carried) -> Option<f64>| {
-        let values: Vec<f64> = carried.iter().filter_map(of).collect();
-        row.set_all(key, &values);
+    // What varies is shown with its spread, what follows from it is not.
+    let spread = |of: &dyn Fn(&Carried) -> Option<f64>| -> Vec<f64> {
+        carried.iter().filter_map(of).collect()
+    };
+    let ideal = |c: &Carried| {
+        let (near, far) = c.link?;
+        let most = near.max(far) as f64;
+        (most > 0.0).then_some(most / line?.rate())
+    };
+    row.set_all(key::BYTES, &spread(&|c| Some(c.bytes()? / 1e6)));
+    row.set_all(key::SECONDS, &spread(&|c| Some(c.seconds)));
+    row.set_all(key::OVER_IDEAL, &spread(&|c| Some(c.seconds / ideal(c)?)));
+    let greatest = |of: &dyn Fn(&Carried) -> Option<f64>| {
+        let values = spread(of);
+        values.into_iter().reduce(f64::max)
     };
     let mib = |cost: Option<Cost>| Some(cost?.peak_rss_bytes as f64 / f64::from(1 << 20));
     let cpu = |cost: Option<Cost>| Some(cost?.cpu_seconds);
-    all(key::BYTES, &|c| Some(c.bytes()? / 1e6));
-    all(key::WIRE, &|c| Some(c.wire? as f64 / 1e6));
-    all(key::SECONDS, &|c| Some(c.seconds));
-    all(key::SENDER_MIB, &|c| mib(c.sender));
-    all(key::SITE_MIB, &|c| mib(c.site));
-    all(key::SENDER_CPU, &|c| cpu(c.sender));
-    all(key::SITE_CPU, &|c| cpu(c.site));
-    if limit.unique_blocks > 0 {
-        all(key::OVER_LIMIT, &|c| {
-            Some(c.bytes()? / limit.limit_bytes as f64)
-        });
-    }
-    if data > 0.0 {
-        all(key::TELEPORTED, &|c| {
-            Some(100.0 * (1.0 - c.bytes()? / data))
-        });
-    }
-    if let Some(line) = line {
-        all(key::TIMES_COPY, &|c| Some(data / line.rate() / c.seconds));
-        all(key::OVER_IDEAL, &|c| {
-            let (near, far) = c.link?;
-            let most = near.max(far) as f64;
-            (most > 0.0).then(|| c.seconds / (most / line.rate()))
-        });
+    let bytes = median(&spread(&Carried::bytes));
+    let seconds = median(&spread(&|c| Some(c.seconds)));
+    let some = [
+        (key::WIRE, median(&spread(&|c| Some(c.wire? as f64 / 1e6)))),
+        (key::OVER_LIMIT, over_limit(bytes, limit)),
+        (key::TELEPORTED, teleported(bytes, data)),
+        (
+            key::TIMES_COPY,
+            line.and_then(|line| Some(data / line.rate() / seconds?)),
+        ),
+        (key::SENDER_MIB, greatest(&|c| mib(c.sender))),
+        (key::SITE_MIB, greatest(&|c| mib(c.site))),
+        (key::SENDER_CPU, greatest(&|c| cpu(c.sender))),
+        (key::SITE_CPU, greatest(&|c| cpu(c.site))),
+    ];
+    for (key, value) in some {
+        if let Some(value) = value {
+            row.set(key, value);
+        }
     }
     if carried.iter().any(|c| !c.same) {
         row.verdict = Verdict::Wrong("the delivered file is not its original".to_owned());
@@ -290,19 +311,30 @@ pub fn total_limit(limits: &[Limit]) -> Limit {
 
 /// A row of the limit: its bytes, and the time that they need at the line's rate.
 pub fn fill_limit(mut row: Row, limit: &Limit, line: Option<Line>) -> Row {
-    let (data, bytes) = (limit.data_blocks as f64 * 4096.0, limit.limit_bytes as f64);
+    let data = limit.data_blocks as f64 * 4096.0;
+    // The frame around nothing is not counted.
+    let bytes = match limit.unique_blocks {
+        0 => 0.0,
+        _ => limit.limit_bytes as f64,
+    };
+    let some = [
+        (key::OVER_LIMIT, over_limit(Some(bytes), limit)),
+        (key::TELEPORTED, teleported(Some(bytes), data)),
+        (key::OVER_IDEAL, line.filter(|_| bytes > 0.0).map(|_| 1.0)),
+        (
+            key::TIMES_COPY,
+            line.filter(|_| bytes > 0.0).map(|_| data / bytes),
+        ),
+    ];
+    for (key, value) in some {
+        if let Some(value) = value {
+            row.set(key, value);
+        }
+    }
     row.set(key::DATA, data / 1e6);
     row.set(key::BYTES, bytes / 1e6);
-    row.set(key::OVER_LIMIT, 1.0);
-    if data > 0.0 {
-        row.set(key::TELEPORTED, 100.0 * (1.0 - bytes / data));
-    }
     // Without a line nothing is known of its time but that it is not less than this.
     row.set(key::SECONDS, line.map_or(0.0, |line| bytes / line.rate()));
-    if line.is_some() {
-        row.set(key::OVER_IDEAL, 1.0);
-        row.set(key::TIMES_COPY, data / bytes.max(1.0));
-    }
     row
 }
 

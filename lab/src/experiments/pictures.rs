@@ -2,6 +2,16 @@
 
 use crate::bench::{Axis, Kind, Plot, Point, Row, Verdict};
 
+/// What is written on a plot with bars.
+pub struct Words<'a> {
+    /// The stem of its files.
+    pub name: &'a str,
+    /// What it shows.
+    pub title: String,
+    /// The vertical axis.
+    pub y: Axis,
+}
+
 /// The different values of a label, in the order in which rows have them.
 pub fn values(rows: &[&Row], key: &str) -> Vec<String> {
     let mut values: Vec<String> = Vec::new();
@@ -26,7 +36,7 @@ pub fn bars(
     group: &str,
     series: &str,
     figure: &str,
-    (name, title, y): (&str, String, Axis),
+    words: Words<'_>,
 ) -> Option<Plot> {
     let good: Vec<&Row> = rows
         .iter()
@@ -52,10 +62,10 @@ pub fn bars(
         })
         .collect();
     Some(Plot {
-        name: name.to_owned(),
-        title,
+        name: words.name.to_owned(),
+        title: words.title,
         x: Axis::linear(""),
-        y,
+        y: words.y,
         kind: Kind::Bars {
             groups,
             series: all,
@@ -69,7 +79,7 @@ pub fn ranking(
     rows: &[&Row],
     label: &str,
     value: impl Fn(&Row) -> Option<f64>,
-    (name, title, y): (&str, String, Axis),
+    words: Words<'_>,
 ) -> Option<Plot> {
     let bars: Vec<(String, f64)> = rows
         .iter()
@@ -81,13 +91,13 @@ pub fn ranking(
     }
     let (groups, values) = bars.into_iter().map(|(g, v)| (g, Some(v))).unzip();
     Some(Plot {
-        name: name.to_owned(),
-        title,
+        name: words.name.to_owned(),
+        title: words.title,
         x: Axis::linear(""),
-        y: y.clone(),
+        y: words.y.clone(),
         kind: Kind::Bars {
             groups,
-            series: vec![(y.label, values)],
+            series: vec![(words.y.label, values)],
             stacked: false,
         },
     })
@@ -100,7 +110,8 @@ pub fn cumulated(
     order: (&str, &[String]),
     series: &str,
     figure: &str,
-    (name, title, x, y): (&str, String, Axis, Axis),
+    x: Axis,
+    words: Words<'_>,
 ) -> Option<Plot> {
     let mut lines = Vec::new();
     for value in values(rows, series) {
@@ -124,10 +135,10 @@ pub fn cumulated(
         }
     }
     (!lines.is_empty()).then(|| Plot {
-        name: name.to_owned(),
-        title,
+        name: words.name.to_owned(),
+        title: words.title,
         x,
-        y,
+        y: words.y,
         kind: Kind::Lines(lines),
     })
 }
@@ -135,6 +146,14 @@ pub fn cumulated(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn words() -> Words<'static> {
+        Words {
+            name: "x",
+            title: String::new(),
+            y: Axis::linear("MB"),
+        }
+    }
 
     fn row(by: &str, image: &str, value: f64) -> Row {
         Row::new([("by", by.to_owned()), ("image", image.to_owned())]).with("mb", value)
@@ -151,14 +170,7 @@ mod tests {
         wrong.verdict = Verdict::Wrong(String::new());
         rows.push(wrong);
         let rows: Vec<&Row> = rows.iter().collect();
-        let plot = bars(
-            &rows,
-            "image",
-            "by",
-            "mb",
-            ("x", String::new(), Axis::linear("MB")),
-        )
-        .unwrap();
+        let plot = bars(&rows, "image", "by", "mb", words()).unwrap();
         let Kind::Bars { groups, series, .. } = plot.kind else {
             panic!("not bars")
         };
@@ -167,23 +179,21 @@ mod tests {
         assert_eq!(series[1], ("b".to_owned(), vec![None, Some(5.0)]));
 
         let order = ["one".to_owned(), "two".to_owned()];
-        let about = ("x", String::new(), Axis::linear(""), Axis::linear("MB"));
-        let plot = cumulated(&rows, ("image", &order), "by", "mb", about).unwrap();
+        let plot = cumulated(
+            &rows,
+            ("image", &order),
+            "by",
+            "mb",
+            Axis::linear(""),
+            words(),
+        )
+        .unwrap();
         let Kind::Lines(lines) = plot.kind else {
             panic!("not lines")
         };
         assert_eq!(lines.len(), 1);
         let ys: Vec<f64> = lines[0].1.iter().map(|p| p.y).collect();
         assert_eq!(ys, [1.0, 3.0]);
-        assert!(
-            bars(
-                &[],
-                "image",
-                "by",
-                "mb",
-                ("x", String::new(), Axis::linear(""))
-            )
-            .is_none()
-        );
+        assert!(bars(&[], "image", "by", "mb", words()).is_none());
     }
 }
