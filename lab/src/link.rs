@@ -5,6 +5,7 @@
 //! where it is there, because it costs less.
 
 mod available;
+pub mod check;
 mod command;
 mod namespaces;
 mod netem;
@@ -146,6 +147,24 @@ impl Options {
             self.shape(Side::A).queue_bytes >> 10,
             self.congestion
         )
+    }
+
+    /// Links like this one, of each of the lab's rates, round-trip times and losses.
+    pub fn matrix(&self) -> Vec<Self> {
+        let mut all = Vec::new();
+        for rate_mbit in [20.0, 100.0, 1000.0] {
+            for rtt_ms in [5.0, 40.0, 150.0] {
+                for loss_percent in [0.0, 0.1] {
+                    all.push(Self {
+                        rate_mbit,
+                        rtt_ms,
+                        loss_percent,
+                        ..self.clone()
+                    });
+                }
+            }
+        }
+        all
     }
 
     /// What happens to packets that come from `from`.

@@ -6,6 +6,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result};
 use clap::Args;
 
+use super::check::check;
 use super::{EXIT_UNAVAILABLE, EngineKind, Link, Options, Schedule, Side, Unavailable};
 
 /// What the link is like.
@@ -49,6 +50,17 @@ pub struct LinkArgs {
 /// What runs over it.
 #[derive(Args, Clone)]
 pub struct RunArgs {
+    /// Check the link against what it claims, print the table and take it down; the exit code is 1 if a claim is
+    /// broken. Needs `ping` and `iperf3`, and about 15 seconds.
+    #[arg(long, conflicts_with_all = ["far", "near", "cut_at", "heal_at"])]
+    pub check: bool,
+    /// Check links of 20, 100 and 1000 Mbit/s at 5, 40 and 150 ms, with and without 0.1 % loss; the other options
+    /// are those given.
+    #[arg(long, requires = "check")]
+    pub matrix: bool,
+    /// Print the findings as JSON.
+    #[arg(long, requires = "check")]
+    pub json: bool,
     /// A shell command to run at the far end (NAME-b) as long as the near one runs.
     #[arg(long, value_name = "COMMAND")]
     pub far: Option<String>,
@@ -99,6 +111,9 @@ pub fn run(link: &LinkArgs, run: &RunArgs) -> Result<ExitCode> {
 
 fn run_over(link: &LinkArgs, run: &RunArgs) -> Result<ExitCode> {
     let options = Options::from(link);
+    if run.check {
+        return run_check(options, run);
+    }
     let schedule = Schedule::new(&run.cut_at, &run.heal_at)?;
     let mut link = Link::up(&options)?;
     eprintln!(
@@ -131,6 +146,31 @@ fn run_over(link: &LinkArgs, run: &RunArgs) -> Result<ExitCode> {
     }
     print_traffic(&link)?;
     Ok(code)
+}
+
+fn run_check(options: Options, run: &RunArgs) -> Result<ExitCode> {
+    let links = if run.matrix {
+        options.matrix()
+    } else {
+        vec![options]
+    };
+    let mut all = Vec::new();
+    for options in &links {
+        let checked = check(options)?;
+        if !run.json {
+            println!("{}, {}", checked.link, checked.engine);
+            println!("{}", checked.table());
+        }
+        all.push(checked);
+    }
+    if run.json {
+        println!("{}", serde_json::to_string_pretty(&all)?);
+    }
+    let broken = all.iter().filter(|checked| !checked.holds()).count();
+    if broken > 0 {
+        eprintln!("lab: {broken} of {} links broke a claim", all.len());
+    }
+    Ok(ExitCode::from(u8::from(broken > 0)))
 }
 
 fn obey(link: &Link) -> Result<()> {

@@ -1,0 +1,96 @@
+#!/bin/bash
+# Runs a command with `lab` in a small machine whose kernel has netem: QEMU without KVM, Debian trixie's kernel.
+# usage: lab/guest/run.sh [--lab BINARY] [--dir CACHE] [--timeout SECONDS] COMMAND
+# The machine's console goes to standard output; the exit code is the command's, 77 when this machine cannot do it,
+# 124 when it took too long. The first run fetches 230 MB of packages into the cache.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+lab=target/debug/lab dir=lab/cache timeout=240
+while [ $# -gt 1 ]; do
+  case $1 in
+    --lab) lab=$2 ;;
+    --dir) dir=$2 ;;
+    --timeout) timeout=$2 ;;
+    *) echo "unknown: $1" >&2; exit 2 ;;
+  esac
+  shift 2
+done
+[ $# = 1 ] || { sed -n 3p "$0" >&2; exit 2; }
+skip() { echo "SKIP lab/guest: $1" >&2; exit 77; }
+command -v qemu-system-x86_64 >/dev/null || skip "no qemu-system-x86_64 (qemu-system-x86)"
+[ -x "$lab" ] || skip "no $lab: cargo build -p drover-lab"
+
+mkdir -p "$dir/guest"
+dir=$(cd "$dir" && pwd) tree=$dir/guest/trixie
+# One fetches; the others wait for it.
+exec 9>"$dir/guest/lock"
+flock -w 300 9 || skip "another run has been fetching packages for 5 minutes"
+if ! [ -d "$tree/boot" ]; then
+  command -v mmdebstrap >/dev/null || skip "no mmdebstrap to fetch a kernel with"
+  timeout 300 "$here/tree.sh" "$tree" "$dir/packages/trixie" >&2 || skip "trixie's packages cannot be fetched"
+fi
+exec 9>&-
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+root=$work/root
+lib=usr/lib/x86_64-linux-gnu loader=usr/lib64/ld-linux-x86-64.so.2
+[ -e "$tree/$loader" ] || loader=$lib/ld-linux-x86-64.so.2
+mkdir -p "$root"/{dev,proc,sys,run,tmp,root,etc,usr/bin,usr/local/bin,usr/sbin,usr/lib64,"$lib"}
+for link in bin sbin lib lib64; do ln -s usr/$link "$root/$link"; done
+
+# Programs and the libraries that they name.
+within() { "$tree/$loader" --library-path "$tree/$lib:$tree/usr/lib/x86_64-linux-gnu" "$@"; }
+cp -L "$tree/$loader" "$root/usr/lib64/ld-linux-x86-64.so.2"
+take() {
+  cp -L "$1" "$root/$2"
+  within --list "$1" | sed -n 's/.*=> \([^ ]*\) .*/\1/p' | while read -r so; do cp -Ln "$so" "$root/$lib/"; done
+}
+cp -L "$tree"/usr/bin/busybox "$root/usr/bin/"
+take "$tree/usr/bin/ip" usr/bin/ip
+take "$tree/usr/sbin/tc" usr/sbin/tc
+take "$tree/usr/bin/ping" usr/bin/ping
+take "$tree/usr/bin/iperf3" usr/bin/iperf3
+# Not busybox's: that one would call its own `ip`.
+take "$tree/usr/bin/dash" usr/bin/sh
+take "$lab" usr/bin/lab
+
+# The modules, in the order in which they are loaded.
+release=$(basename "$tree"/usr/lib/modules/*)
+modules=$tree/usr/lib/modules/$release
+mkdir -p "$root/usr/lib/modules/$release"
+for name in tun veth sch_netem sch_tbf sch_ingress cls_matchall act_gact; do
+  found=$(find "$modules" -name "$name.ko*" | head -1)
+  [ -n "$found" ] || continue # built in
+  cp "$found" "$root/usr/lib/modules/$release/"
+  echo "$name" >>"$root/etc/modules"
+done
+printf '%s\n' "$1" >"$root/root/command"
+cat >"$root/init" <<'INIT'
+#!/bin/busybox sh
+/bin/busybox --install -s /usr/local/bin
+export PATH=/usr/sbin:/usr/bin:/usr/local/bin HOME=/root
+mount -t proc none /proc; mount -t sysfs none /sys; mount -t devtmpfs none /dev
+mount -t tmpfs none /run; mount -t tmpfs none /tmp
+ip link set lo up
+for module in $(cat /etc/modules); do
+  insmod /usr/lib/modules/*/$module.ko* || echo "guest: no module $module"
+done
+cd /root
+/usr/bin/sh ./command </dev/null
+echo "guest: exit code $?"
+sync
+poweroff -f
+INIT
+chmod +x "$root/init"
+within "$tree/usr/bin/cpio" --version >/dev/null || skip "cpio of the tree does not run"
+(cd "$root" && find . | within "$tree/usr/bin/cpio" -o -H newc --quiet) | gzip -1 >"$work/initrd.gz"
+
+kernel=$(echo "$tree"/boot/vmlinuz-*)
+code=0
+timeout "$timeout" qemu-system-x86_64 -accel tcg -cpu max -smp 2 -m 512 -nodefaults -no-user-config -display none \
+  -no-reboot -serial stdio -kernel "$kernel" -initrd "$work/initrd.gz" \
+  -append "console=ttyS0 quiet panic=-1 mitigations=off" </dev/null | tr -d '\r' | tee "$work/console" || code=${PIPESTATUS[0]}
+[ "$code" = 0 ] || exit "$code"
+told=$(sed -n 's/^guest: exit code //p' "$work/console" | tail -1)
+exit "${told:-1}"
