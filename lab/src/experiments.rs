@@ -1,6 +1,7 @@
 //! The experiments: each drives the real `drover` and its rivals, compares every result file with its
 //! original, and hands out rows.
 
+pub mod growth;
 pub mod library;
 mod lines;
 pub mod local;
@@ -165,7 +166,7 @@ impl Lab {
 }
 
 /// Every experiment, in the order of the document.
-pub const ALL: &[&dyn Experiment] = &[&library::Library, &similar::Similar];
+pub const ALL: &[&dyn Experiment] = &[&library::Library, &similar::Similar, &growth::Growth];
 
 /// The name under which an image is delivered.
 fn file_name(image: &Path) -> String {

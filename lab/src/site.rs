@@ -1,5 +1,6 @@
 //! The real `drover` binary, driven as a script would: a site that serves, and a sender that is paired with it.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -141,6 +142,16 @@ impl Site {
         self.watch.cost()
     }
 
+    /// From now on the greatest resident set counts anew.
+    pub fn forget_peak(&self) {
+        self.watch.forget_peak();
+    }
+
+    /// Bytes of the files that the site keeps of its images beside them: hash files, caches, maps.
+    pub fn index_bytes(&self) -> u64 {
+        bytes_below(&self.home.join("index"))
+    }
+
     /// Ends the site as a power cut would: SIGKILL.
     ///
     /// # Errors
@@ -150,6 +161,16 @@ impl Site {
         self.child.wait()?;
         Ok(())
     }
+}
+
+fn bytes_below(dir: &Path) -> u64 {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let bytes = |entry: fs::DirEntry| match entry.metadata() {
+        Ok(meta) if meta.is_dir() => bytes_below(&entry.path()),
+        Ok(meta) => meta.len(),
+        Err(_) => 0,
+    };
+    entries.map(bytes).sum()
 }
 
 impl Drop for Site {
@@ -203,6 +224,22 @@ pub struct Sent {
     /// Duration by drover's own clock.
     #[serde(default)]
     pub seconds: f64,
+    /// Where the time went: `source` and `destination`, each by stage.
+    #[serde(default)]
+    pub stages: BTreeMap<String, BTreeMap<String, Stage>>,
+}
+
+/// What a stage of drover's pipeline did; threads of one stage add up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Stage {
+    /// Seconds of work, disk included.
+    pub busy_seconds: f64,
+    /// Seconds of waiting for the stage before or behind it.
+    pub wait_seconds: f64,
+    /// Seconds of waiting for the other end.
+    pub socket_seconds: f64,
+    /// Bytes that went through.
+    pub bytes: u64,
 }
 
 impl Sent {

@@ -25,6 +25,7 @@ pub struct Cost {
 
 /// Watches one process.
 pub struct Watch {
+    pid: u32,
     cost: Arc<Mutex<Cost>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -46,6 +47,7 @@ impl Watch {
             }
         });
         Self {
+            pid,
             cost,
             stop,
             thread: Some(thread),
@@ -55,6 +57,12 @@ impl Watch {
     /// The cost as of the last look.
     pub fn cost(&self) -> Cost {
         self.cost.lock().map(|c| *c).unwrap_or_default()
+    }
+
+    /// From now on the greatest resident set counts anew, which is the present one at least (`proc(5)`, `clear_refs`).
+    /// Where the kernel cannot, it goes on counting from the start.
+    pub fn forget_peak(&self) {
+        let _ = fs::write(format!("/proc/{}/clear_refs", self.pid), "5");
     }
 
     /// Stops watching.
