@@ -1,277 +1,437 @@
-//! The image library: real systems as raw ext4 images, built once and kept in a cache.
+//! The image library: real systems as disk images, built once and kept in a cache.
 //!
-//! The full set is made of Debian's packages, in the order in which the experiments send it; the
-//! small set is made of the host's own files and needs no network.
+//! What there is stands in a table (`lab/library.toml`). The full set is made of Debian's packages; the small set is
+//! made of the host's own files and needs neither root nor a network. Experiments ask [`images`] what there is.
 
 mod aged;
-pub mod catalog;
+mod cache;
+mod catalog;
+mod convert;
 mod debian;
 mod ext4;
-pub mod manifest;
+mod filesystem;
+mod jail;
+mod manifest;
+mod mount;
+mod plan;
+mod progress;
 mod small;
-pub mod table;
+mod state;
+mod table;
 
 pub use catalog::images;
+pub use manifest::Manifest;
+pub use table::Format;
 
-use std::fs::File;
-use std::os::unix::fs::MetadataExt;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 
-/// Which images to build.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+use crate::shell;
+use cache::Cache;
+use debian::{Built, System};
+use manifest::Base;
+use progress::Step;
+use table::{Recipe, Spec, Table};
+
+/// Which images.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Set {
-    /// Two small related images from the host's own files, without a network.
+    /// Two small related images from the host's own files and an aged one, without root or a network.
     Small,
-    /// Every Debian system of the library.
+    /// Every Debian system of the library, in all its forms.
     Full,
 }
 
-/// One image of the library.
-pub struct Spec {
-    /// Its name; the file is `images/NAME.raw`.
-    pub name: &'static str,
-    /// What it is made of.
-    pub recipe: Recipe,
+/// `lab library`.
+#[derive(Args)]
+pub struct LibraryArgs {
+    /// Which images.
+    #[arg(long, value_enum, default_value = "full")]
+    set: Set,
+    /// Where images and package caches are kept.
+    #[arg(long, default_value = "lab/cache")]
+    dir: PathBuf,
+    /// Only these images of the set.
+    #[arg(long, value_name = "NAME", num_args = 1..)]
+    only: Vec<String>,
+    /// A table of images other than the lab's own library.toml.
+    #[arg(long, value_name = "FILE")]
+    table: Option<PathBuf>,
+    /// Print what there is and what there could be, and stop.
+    #[arg(long, conflicts_with = "check")]
+    list: bool,
+    /// Read every image and compare it with its manifest, and that with the table, and stop.
+    #[arg(long)]
+    check: bool,
+    /// With --list or --check: print JSON.
+    #[arg(long)]
+    json: bool,
 }
 
-/// What an image is made of.
-pub enum Recipe {
-    /// A Debian suite and the packages beyond a bootable minimum.
-    Debian {
-        /// `bookworm`, `trixie`, `bullseye`.
-        suite: &'static str,
-        /// Packages on top of the plain system.
-        packages: &'static [&'static str],
-    },
-    /// A selection of the host's files.
-    Host(small::Selection),
-}
-
-/// The images of the full set, in the order in which they are sent.
-pub const FULL: &[Spec] = &[
-    debian("bookworm-plain", "bookworm", &[]),
-    debian("bookworm-app", "bookworm", &["ruby-rails", "nodejs"]),
-    debian("bookworm-db", "bookworm", &["mariadb-server"]),
-    debian("bookworm-nfs", "bookworm", &["nfs-kernel-server"]),
-    debian("bookworm-web", "bookworm", &["nginx", "php-fpm"]),
-    debian("bookworm-dev", "bookworm", &["build-essential", "git"]),
-    debian("trixie-plain", "trixie", &[]),
-    debian("bullseye-plain", "bullseye", &[]),
-];
-
-/// The images of the small set.
-pub const SMALL: &[Spec] = &[
-    Spec {
-        name: "small-one",
-        recipe: Recipe::Host(small::Selection::One),
-    },
-    Spec {
-        name: "small-two",
-        recipe: Recipe::Host(small::Selection::Two),
-    },
-];
-
-const fn debian(
-    name: &'static str,
-    suite: &'static str,
-    packages: &'static [&'static str],
-) -> Spec {
-    Spec {
-        name,
-        recipe: Recipe::Debian { suite, packages },
+/// Builds what is missing of a set, or says what there is.
+///
+/// # Errors
+/// When an image could not be built, after the others; when there is no room for all.
+pub fn run(args: &LibraryArgs) -> Result<()> {
+    let table = Table::load(args.table.as_deref())?;
+    let specs = table.images(args.set);
+    if let Some(name) = args
+        .only
+        .iter()
+        .find(|n| !specs.iter().any(|s| s.name == **n))
+    {
+        bail!("no image {name:?} in this set: lab library --list");
     }
-}
-
-pub use manifest::Manifest;
-
-/// Where the parts of the cache are.
-pub struct Dirs {
-    /// Finished images and manifests.
-    pub images: PathBuf,
-    /// Downloaded packages, a directory per suite.
-    pub packages: PathBuf,
-    /// Trees that are being built.
-    pub work: PathBuf,
-    /// Held open: its lock keeps two builds out of the same cache.
-    _lock: File,
-}
-
-impl Dirs {
-    /// Opens (and makes) the cache under `dir` and locks it for building.
-    pub fn open(dir: &Path) -> Result<Self> {
-        let at = |name: &str| -> Result<PathBuf> {
-            let path = dir.join(name);
-            std::fs::create_dir_all(&path)
-                .with_context(|| format!("cannot make {}", path.display()))?;
-            Ok(path.canonicalize()?)
+    let wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|n| n == name);
+    if args.list || args.check {
+        let mut entries = catalog::entries(&args.dir, &table, args.set)?;
+        entries.retain(|e| wanted(&e.name));
+        return if args.list {
+            state::list(&entries, args.json)
+        } else {
+            state::check(&entries, args.json)
         };
-        let (images, packages) = (at("images")?, at("packages")?);
-        let work = work_of(&images);
-        std::fs::create_dir_all(&work)
-            .with_context(|| format!("cannot make {}", work.display()))?;
-        let lock = File::create(dir.join("lock"))?;
-        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive)
-            .with_context(|| format!("another build uses {}", dir.display()))?;
-        Ok(Self {
-            images,
-            packages,
-            work,
-            _lock: lock,
-        })
     }
-
-    fn image(&self, name: &str) -> PathBuf {
-        self.images.join(format!("{name}.raw"))
-    }
+    let chosen: Vec<&Spec> = specs.iter().filter(|s| wanted(&s.name)).collect();
+    build(&table, &chosen, &args.dir)
 }
 
-/// Where a cache's trees are built. Not in the cache: they have `/proc` mounted while packages are
-/// installed, and tools that walk a checkout (cargo is one) would stumble over it.
-fn work_of(images: &Path) -> PathBuf {
-    let temporary = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
-    let id = blake3::hash(images.as_os_str().as_encoded_bytes()).to_hex();
-    temporary.join(format!("drover-lab-{}", &id[..12]))
-}
-
-/// Builds what is missing of a set; a failing image is reported and the rest goes on.
-pub fn build(set: Set, dir: &Path, only: &[String], list: bool) -> Result<()> {
-    let specs = match set {
-        Set::Small => SMALL,
-        Set::Full => FULL,
-    };
-    for name in only {
-        if !specs.iter().any(|s| s.name == name) {
-            bail!("no image {name:?} in this set");
-        }
-    }
-    let wanted = || {
-        specs
-            .iter()
-            .filter(|s| only.is_empty() || only.iter().any(|name| name == s.name))
-    };
-    if list {
-        for spec in wanted() {
-            let path = dir.join("images").join(format!("{}.raw", spec.name));
-            println!(
-                "{:<18} {:<52} {}",
-                spec.name,
-                spec.recipe.describe(),
-                have_or_missing(&path)
-            );
-        }
-        return Ok(());
-    }
-    let missing = wanted().filter(|s| !dir.join("images").join(format!("{}.raw", s.name)).exists());
-    eprintln!(
-        "{} to build, about 1 GiB of disk and a minute each",
-        missing.count()
-    );
-    let dirs = Dirs::open(dir)?;
-    let mut failed = 0;
-    for spec in wanted() {
-        let path = dirs.image(spec.name);
-        if !path.exists() {
-            let started = Instant::now();
-            if let Err(error) = build_one(spec, &dirs) {
-                println!("{:<18} FAILED: {error:#}", spec.name);
-                failed += 1;
-                continue;
-            }
-            eprintln!(
-                "{} built in {:.0} s",
-                spec.name,
-                started.elapsed().as_secs_f64()
-            );
-        }
-        println!("{:<18} {}", spec.name, have_or_missing(&path));
-    }
-    if failed > 0 {
-        bail!("{failed} image(s) could not be built");
-    }
-    Ok(())
-}
-
-/// Makes `NAME-aged` from an image of the library.
+/// Makes `NAME-aged` from any image of the library, whether the table has a line for it or not.
+///
+/// # Errors
+/// When there is no such image or it cannot be aged.
 pub fn age(name: &str, dir: &Path) -> Result<()> {
-    let dirs = Dirs::open(dir)?;
-    let aged = format!("{name}-aged");
-    if !dirs.image(&aged).exists() {
-        let manifest = aged::make(&dirs, name, &aged)?;
-        finish(&dirs, &aged, &manifest)?;
+    let table = Table::load(None)?;
+    let base = table
+        .find(name)
+        .with_context(|| format!("no image {name:?} in the library: lab library --list"))?;
+    let spec = Spec {
+        name: format!("{name}-aged"),
+        recipe: Recipe::Aged(name.to_owned()),
+        ..base.clone()
+    };
+    build(&table, &[&spec], dir)
+}
+
+fn build(table: &Table, chosen: &[&Spec], dir: &Path) -> Result<()> {
+    let images = dir.join("images");
+    let is_missing = |s: &Spec| !images.join(s.file_name()).exists();
+    let missing: Vec<&Spec> = chosen.iter().copied().filter(|s| is_missing(s)).collect();
+    plan::announce(table, &missing, dir)?;
+    let cache = Cache::open(dir)?;
+    let mut failed = Vec::new();
+    for spec in in_order(chosen) {
+        let path = cache.images.join(spec.file_name());
+        if path.exists() {
+            if let Err(error) = adopt(&cache, spec, &path) {
+                println!("{:<22} {error:#}", spec.name);
+                failed.push(spec.name.as_str());
+            } else {
+                println!("{:<22} {}", spec.name, shown(&path));
+            }
+            continue;
+        }
+        let started = Instant::now();
+        if let Err(error) = build_one(table, spec, &cache) {
+            let _ = std::fs::remove_file(cache.part(&spec.file_name()));
+            if let Err(error) = cache.clear() {
+                eprintln!("{error:#}");
+            }
+            println!("{:<22} FAILED: {error:#}", spec.name);
+            failed.push(spec.name.as_str());
+            continue;
+        }
+        println!(
+            "{:<22} {}, {} s",
+            spec.name,
+            shown(&path),
+            started.elapsed().as_secs()
+        );
     }
-    println!("{aged:<18} {}", have_or_missing(&dirs.image(&aged)));
+    if !failed.is_empty() {
+        bail!(
+            "{} image(s) could not be built: {}",
+            failed.len(),
+            failed.join(", ")
+        );
+    }
     Ok(())
 }
 
-fn build_one(spec: &Spec, dirs: &Dirs) -> Result<()> {
-    let part = part_of(dirs, spec.name);
-    let packages = match &spec.recipe {
-        Recipe::Debian { suite, packages } => {
-            debian::make(dirs, spec.name, suite, packages, &part)?
+/// What others are made from comes before them.
+fn in_order<'a>(chosen: &[&'a Spec]) -> Vec<&'a Spec> {
+    let mut out: Vec<&Spec> = Vec::new();
+    let mut left: Vec<&Spec> = chosen.to_vec();
+    while !left.is_empty() {
+        let waits = |s: &Spec| {
+            s.recipe
+                .base()
+                .is_some_and(|of| left.iter().any(|l| l.name == of))
+        };
+        let (later, now): (Vec<&Spec>, Vec<&Spec>) = left.iter().copied().partition(|s| waits(s));
+        out.extend(now);
+        left = later;
+    }
+    out
+}
+
+/// Takes the digest of an image that an earlier builder left without.
+fn adopt(cache: &Cache, spec: &Spec, path: &Path) -> Result<()> {
+    let beside = cache.images.join(format!("{}.json", spec.name));
+    let mut manifest = Manifest::read(&beside)?.with_context(|| {
+        format!(
+            "{} has no manifest: remove it and build it again",
+            path.display()
+        )
+    })?;
+    if manifest.digest.is_empty() {
+        mount::check_still(path)?;
+        let room = manifest.allocated_bytes;
+        manifest.measure(path)?;
+        manifest.allocated_bytes = room;
+        manifest.digest_taken_later = true;
+        manifest.fs_uuid = uuid_of(path, spec.format);
+        manifest.write(&beside)?;
+        eprintln!("{}: its manifest had no digest; taken now", spec.name);
+    }
+    Ok(())
+}
+
+fn build_one(table: &Table, spec: &Spec, cache: &Cache) -> Result<()> {
+    let name = &spec.name;
+    let part = cache.part(&spec.file_name());
+    let base = spec
+        .recipe
+        .base()
+        .map(|of| base_of(cache, of))
+        .transpose()?;
+    let built = match (&spec.recipe, &base) {
+        (
+            Recipe::Debian {
+                suite,
+                packages,
+                updates,
+                ..
+            },
+            _,
+        ) => {
+            let system = System {
+                name,
+                suite,
+                packages,
+                updates: *updates,
+                fs: spec.fs,
+            };
+            debian::make(cache, &system, &part)?
         }
-        Recipe::Host(selection) => {
-            small::make(dirs, spec.name, *selection, &part)?;
-            Vec::new()
+        (Recipe::Host(selection), _) => {
+            let _step = Step::new(name, "copying the host's files");
+            small::make(cache, name, *selection, &part)?
         }
+        (Recipe::SameTree(of), Some((path, manifest))) => {
+            let _step = Step::new(name, &format!("copying the files of {of}"));
+            same_tree(cache, spec, path, manifest, &part)?
+        }
+        (Recipe::Aged(of), Some((path, _))) => match root_of(table, of) {
+            Some(Recipe::Debian { suite, .. }) => aged::by_mount(cache, spec, suite, path, &part)?,
+            _ => aged::by_tree(cache, spec, path, &part)?,
+        },
+        (Recipe::Converted(_), Some((path, manifest))) => {
+            mount::check_still(path)?;
+            let _step = Step::new(name, "converting");
+            Built {
+                packages: manifest.packages.clone(),
+                written_by: convert::make(name, path, spec.format, &part)?,
+                files_digest: manifest.files_digest.clone(),
+                notes: Vec::new(),
+            }
+        }
+        (_, None) => bail!("nothing to make it from"),
     };
-    let manifest = manifest_of(spec.name, spec.recipe.describe(), &part, packages)?;
-    finish(dirs, spec.name, &manifest)
-}
-
-/// The unfinished file of an image: only a finished one has its name.
-fn part_of(dirs: &Dirs, name: &str) -> PathBuf {
-    dirs.images.join(format!("{name}.raw.part"))
-}
-
-fn manifest_of(name: &str, recipe: String, file: &Path, packages: Vec<String>) -> Result<Manifest> {
-    let meta = std::fs::metadata(file)?;
-    Ok(Manifest {
-        name: name.to_owned(),
-        recipe,
-        size_bytes: meta.len(),
-        allocated_bytes: meta.blocks() * 512,
-        packages,
+    let _step = Step::new(name, "taking its digest");
+    let mut manifest = Manifest {
+        name: name.clone(),
+        recipe: spec.describe(),
+        builder: manifest::BUILDER,
+        files_digest: built.files_digest,
+        fs: spec.fs,
+        format: spec.format,
+        written_by: built.written_by,
+        fs_uuid: match &base {
+            Some((_, base)) if spec.format != Format::Raw => base.fs_uuid.clone(),
+            _ => uuid_of(&part, spec.format),
+        },
+        seed: match spec.recipe {
+            Recipe::Aged(_) => format!("{:#x}", aged::SEED),
+            _ => format!("the name {name:?}"),
+        },
+        installed_at: ext4::time_of(name),
+        made_from: base.map(|(_, base)| Base {
+            name: base.name,
+            digest: base.digest,
+        }),
+        notes: built.notes,
+        tools: tools(),
+        packages: built.packages,
         ..Manifest::default()
+    };
+    manifest.measure(&part)?;
+    cache.finish(&spec.file_name(), &manifest)
+}
+
+/// What an image is made from: it must be there, and be what its manifest says.
+fn base_of(cache: &Cache, of: &str) -> Result<(PathBuf, Manifest)> {
+    let path = cache.images.join(format!("{of}.raw"));
+    let manifest = Manifest::read(&cache.images.join(format!("{of}.json")))?;
+    match manifest {
+        Some(mut manifest) if path.exists() => {
+            if manifest.digest.is_empty() {
+                manifest.digest = manifest::digest_of(&path)?;
+            }
+            Ok((path, manifest))
+        }
+        _ => bail!("it is made from {of}, which is not built: lab library --only {of}"),
+    }
+}
+
+/// The recipe at the root of what an image is made from.
+fn root_of<'a>(table: &'a Table, name: &str) -> Option<&'a Recipe> {
+    let recipe = &table.find(name)?.recipe;
+    match recipe.base() {
+        Some(of) => root_of(table, of),
+        None => Some(recipe),
+    }
+}
+
+fn same_tree(
+    cache: &Cache,
+    spec: &Spec,
+    base: &Path,
+    manifest: &Manifest,
+    out: &Path,
+) -> Result<Built> {
+    if !jail::is_root() {
+        bail!("{} needs a loop mount: not root", spec.fs);
+    }
+    mount::check_still(base)?;
+    let name = &spec.name;
+    let at = cache.work.join(format!("{name}.base"));
+    let from = mount::Mounted::new(base, at, manifest.fs, true)?;
+    let job = filesystem::Job {
+        name,
+        fs: spec.fs,
+        work: &cache.work,
+        order: None,
+        fstab: Some(debian::fstab(name, spec.fs)),
+    };
+    let written_by = filesystem::write(&from.at, out, &job)?;
+    let files_digest = filesystem::files_digest(&from.at)?;
+    from.close()?;
+    Ok(Built {
+        packages: manifest.packages.clone(),
+        written_by,
+        files_digest,
+        notes: vec!["/etc/fstab says the new file system".to_owned()],
     })
 }
 
-fn finish(dirs: &Dirs, name: &str, manifest: &Manifest) -> Result<()> {
-    let path = dirs.images.join(format!("{name}.json"));
-    std::fs::write(path, serde_json::to_vec_pretty(manifest)?)?;
-    std::fs::rename(part_of(dirs, name), dirs.image(name))?;
-    Ok(())
+/// The UUID of a raw image's file system, empty where nothing can tell.
+fn uuid_of(image: &Path, format: Format) -> String {
+    if format != Format::Raw || !shell::have("blkid") {
+        return String::new();
+    }
+    shell::run(
+        Command::new("blkid")
+            .args(["-p", "-o", "value", "-s", "UUID"])
+            .arg(image),
+    )
+    .map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned())
+    .unwrap_or_default()
 }
 
-fn have_or_missing(path: &Path) -> String {
+/// Versions of the tools that make images, of those that are here.
+fn tools() -> BTreeMap<String, String> {
+    const TOOLS: &[(&str, &str)] = &[
+        ("mmdebstrap", "--version"),
+        ("mke2fs", "-V"),
+        ("mkfs.xfs", "-V"),
+        ("mkfs.btrfs", "--version"),
+        ("qemu-img", "--version"),
+        ("tar", "--version"),
+    ];
+    let mut tools = BTreeMap::new();
+    for (tool, option) in TOOLS {
+        let Ok(output) = Command::new(tool).arg(option).output() else {
+            continue;
+        };
+        // mke2fs speaks on standard error.
+        let said = [output.stdout, output.stderr].concat();
+        let said = String::from_utf8_lossy(&said);
+        let line = said
+            .lines()
+            .find(|line| !line.trim().is_empty())
+            .unwrap_or_default();
+        tools.insert((*tool).to_owned(), line.trim().to_owned());
+    }
+    let kernel = rustix::system::uname();
+    tools.insert(
+        "kernel".to_owned(),
+        kernel.release().to_string_lossy().into_owned(),
+    );
+    tools.insert("lab".to_owned(), env!("CARGO_PKG_VERSION").to_owned());
+    tools
+}
+
+fn shown(path: &Path) -> String {
     match std::fs::metadata(path) {
         Ok(meta) => format!(
             "{:>6} MiB, {:>5} MiB on disk  {}",
             meta.len() >> 20,
-            (meta.blocks() * 512) >> 20,
+            (std::os::unix::fs::MetadataExt::blocks(&meta) * 512) >> 20,
             path.display()
         ),
         Err(_) => "not built".to_owned(),
     }
 }
 
-impl Recipe {
-    fn describe(&self) -> String {
-        match self {
-            Self::Debian {
-                suite,
-                packages: [],
-            } => {
-                format!("Debian {suite}, minimal machine with ssh")
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_others_are_made_from_comes_first() {
+        let table = Table::load(None).unwrap();
+        let mut backwards: Vec<&Spec> = table.images(Set::Full).iter().collect();
+        backwards.reverse();
+        let sorted = in_order(&backwards);
+        assert_eq!(sorted.len(), backwards.len());
+        for (at, spec) in sorted.iter().enumerate() {
+            if let Some(of) = spec.recipe.base() {
+                assert!(sorted[..at].iter().any(|s| s.name == of), "{}", spec.name);
             }
-            Self::Debian { suite, packages } => {
-                format!("Debian {suite}, plain + {}", packages.join(" "))
-            }
-            Self::Host(small::Selection::One) => "seven eighths of some host files".to_owned(),
-            Self::Host(small::Selection::Two) => "another seven eighths, a few changed".to_owned(),
         }
+    }
+
+    #[test]
+    fn a_missing_base_is_said_in_one_line_and_the_others_are_not_stopped() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = "images = [{ name = \"gone\", suite = \"no-such-suite\", set = \"plain\" }, { name = \"gone.qcow2\", converts = \"gone\" }]\n[sets]\nplain = { packages = [] }\n";
+        let file = dir.path().join("table.toml");
+        std::fs::write(&file, text).unwrap();
+        let table = Table::load(Some(&file)).unwrap();
+        let cache = Cache::open(&dir.path().join("cache")).unwrap();
+        let converted = &table.images(Set::Full)[1];
+        let error = build_one(&table, converted, &cache)
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            error,
+            "it is made from gone, which is not built: lab library --only gone"
+        );
     }
 }

@@ -35,21 +35,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Build the image library: real Debian systems as raw ext4 images.
-    Library {
-        /// Which images to build.
-        #[arg(long, value_enum, default_value = "full")]
-        set: library::Set,
-        /// Where images and package caches are kept.
-        #[arg(long, default_value = "lab/cache")]
-        dir: PathBuf,
-        /// Build only these images of the set.
-        #[arg(long, value_name = "NAME", num_args = 1..)]
-        only: Vec<String>,
-        /// Print what would be built and what there is, and stop.
-        #[arg(long)]
-        list: bool,
-    },
+    /// Build the image library: real Debian systems as disk images; or list or check what there is.
+    Library(library::LibraryArgs),
     /// Make an aged version of an image of the library: files rewritten, moved and deleted, logs
     /// grown, packages added.
     Age {
@@ -100,12 +87,7 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> Result<ExitCode> {
     match command {
-        Command::Library {
-            set,
-            dir,
-            only,
-            list,
-        } => library::build(set, &dir, &only, list)?,
+        Command::Library(args) => library::run(&args)?,
         Command::Age { name, dir } => library::age(&name, &dir)?,
         Command::Limit { images, with, json } => limit::print(&images, &with, json)?,
         Command::Link { link, run } => return link::run(&link, &run),

@@ -1,199 +1,128 @@
-//! What time does to a machine: packages come, files are rewritten, moved and deleted, logs grow.
+//! What time does to a machine: packages are upgraded and added, files are rewritten, edited, moved and deleted, logs
+//! grow, a database runs.
+//!
+//! A copy of an image is mounted and lives on: what does not change stays where it is, what is written goes where the
+//! file system finds room. An image of the host's files (the small set) is aged as a tree instead, without root.
 
-use std::fs::{self, File, FileTimes};
-use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+mod database;
+mod files;
+mod packages;
+
+use std::fs;
+use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
-use super::{Dirs, Manifest, ext4, manifest_of, part_of};
+use super::cache::{self, Cache};
+use super::debian::{self, Built};
+use super::mount::{self, Mounted};
+use super::progress::Step;
+use super::table::{Fs, Spec};
+use super::{ext4, jail};
 use crate::shell;
 
-/// Packages that an administrator adds in the first week.
-const ADDED: &[&str] = &["vim", "tmux", "htop", "curl", "rsync"];
-/// How much the logs have grown.
+/// From what all that is random about ageing grows.
+pub const SEED: u64 = 0x0061_6765;
 const LOG_BYTES: usize = 48 << 20;
-const SEED: u64 = 0x0061_6765;
+/// How often the database and the logs take turns.
+const ROUNDS: u64 = 2;
 
-/// Copies an image of the library and ages the copy through a loop mount.
-pub fn make(dirs: &Dirs, name: &str, aged: &str) -> Result<Manifest> {
-    if !rustix::process::geteuid().is_root() {
-        bail!("needs root to mount an image");
+/// Ages a copy of the raw image `base` through a loop mount.
+///
+/// # Errors
+/// Without root, when `base` is in use, when packages cannot be fetched, when the disk is full.
+pub fn by_mount(cache: &Cache, spec: &Spec, suite: &str, base: &Path, out: &Path) -> Result<Built> {
+    let name = &spec.name;
+    if !jail::is_root() {
+        anyhow::bail!("ageing an installed system needs root: its packages' scripts run in it");
     }
-    let from = dirs.image(name);
-    if !from.exists() {
-        bail!("{} is not built yet: lab library", from.display());
-    }
-    let part = part_of(dirs, aged);
-    shell::run(
-        Command::new("cp")
-            .args(["--sparse=always", "--reflink=auto"])
-            .arg(&from)
-            .arg(&part),
-    )?;
-    let mounted = Mounted::new(&part, dirs.work.join(aged))?;
+    mount::check_still(base)?;
+    copy(base, out)?;
+    let mounted = Mounted::new(out, cache.work.join(format!("{name}.mnt")), spec.fs, false)?;
     let root = mounted.at.as_path();
+    let debs = cache.packages.join(suite);
+    fs::create_dir_all(debs.join("partial"))?;
 
-    let added = match add_packages(root) {
-        Ok(()) => format!(", {} added", ADDED.join(" ")),
-        Err(error) => {
-            eprintln!("SKIP adding packages to {aged}: {error:#}");
-            String::new()
-        }
+    let mut built = Built {
+        written_by: "loop mount of a copy".to_owned(),
+        ..Built::default()
     };
-    let changed = churn(root)?;
-    grow_logs(&root.join("var/log"))?;
-    mounted.close()?;
-
-    let recipe = format!("{name} aged: {changed} files changed, logs grown{added}");
-    manifest_of(aged, recipe, &part, Vec::new())
-}
-
-/// A loop mount that goes away however the work ends.
-struct Mounted {
-    at: PathBuf,
-    open: bool,
-}
-
-impl Mounted {
-    fn new(image: &Path, at: PathBuf) -> Result<Self> {
-        fs::create_dir_all(&at)?;
-        shell::run(
-            Command::new("mount")
-                .args(["-o", "loop"])
-                .arg(image)
-                .arg(&at),
-        )?;
-        Ok(Self { at, open: true })
+    {
+        let _step = Step::new(name, "upgrading and adding packages");
+        built.notes.push(packages::upgrade(root, &debs, suite)?);
+        built.notes.push(packages::add(root, &debs)?);
     }
-
-    fn close(mut self) -> Result<()> {
-        self.open = false;
-        shell::run(Command::new("umount").arg(&self.at)).context("the aged image stays mounted")?;
-        fs::remove_dir(&self.at)?;
-        Ok(())
+    {
+        let _step = Step::new(name, "changing files");
+        built.notes.push(files::churn(root, name)?);
     }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        if self.open {
-            let _ = Command::new("umount").arg("-l").arg(&self.at).status();
-        }
-    }
-}
-
-fn add_packages(root: &Path) -> Result<()> {
-    let resolv = root.join("etc/resolv.conf");
-    let kept = fs::read(&resolv).unwrap_or_default();
-    fs::copy("/etc/resolv.conf", &resolv)?;
-    let in_root = |args: &[&str]| {
-        shell::run(
-            Command::new("chroot")
-                .arg(root)
-                .args(args)
-                .env("DEBIAN_FRONTEND", "noninteractive"),
-        )
-    };
-    let result = in_root(&["apt-get", "-qq", "update"]).and_then(|_| {
-        let mut install = vec!["apt-get", "-qq", "-y", "--no-install-recommends", "install"];
-        install.extend(ADDED);
-        in_root(&install)
-    });
-    fs::write(&resolv, kept)?;
-    result.map(drop)
-}
-
-/// Rewrites, moves and deletes some of the files below /usr/share and /etc; returns how many.
-fn churn(root: &Path) -> Result<usize> {
-    let mut files = Vec::new();
-    for dir in ["usr/share", "etc", "var/lib"] {
-        regular_files(&root.join(dir), &mut files);
-    }
-    files.sort();
-    let mut changed = 0;
-    for path in files {
-        let relative = path.strip_prefix(root).unwrap_or(&path);
-        let key = blake3::hash(relative.as_os_str().as_encoded_bytes()).as_bytes()[0];
-        let aside = path.with_extension("drover-lab");
-        match key {
-            // An editor's or an upgrade's way to write: a new file with the old content, elsewhere on the disk.
-            0..6 => {
-                fs::copy(&path, &aside)?;
-                fs::rename(&aside, &path)?;
-            }
-            6..8 => {
-                let mut file = File::options().append(true).open(&path)?;
-                writeln!(file, "# edited by an administrator")?;
-            }
-            8..10 => fs::rename(&path, path.with_extension("old"))?,
-            10..12 if relative.starts_with("usr/share/doc") => fs::remove_file(&path)?,
-            _ => continue,
-        }
-        changed += 1;
-    }
-    Ok(changed)
-}
-
-fn regular_files(dir: &Path, out: &mut Vec<PathBuf>) {
-    let Ok(entries) = fs::read_dir(dir) else {
-        return;
-    };
-    for path in entries.flatten().map(|e| e.path()) {
-        match path.symlink_metadata() {
-            Ok(meta) if meta.is_dir() => regular_files(&path, out),
-            Ok(meta) if meta.is_file() => out.push(path),
-            _ => {}
-        }
-    }
-}
-
-fn grow_logs(dir: &Path) -> Result<()> {
-    fs::create_dir_all(dir)?;
     let mut rng = fastrand::Rng::with_seed(SEED);
-    let epoch = ext4::EPOCH;
-    let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(epoch);
-    for (name, share) in [("syslog", 6), ("auth.log", 3), ("kern.log", 1)] {
-        let mut file = BufWriter::new(File::create(dir.join(name))?);
-        let mut clock = epoch;
-        let mut written = 0;
-        while written < LOG_BYTES / 10 * share {
-            clock += rng.u64(0..30);
-            let line = log_line(&mut rng, clock);
-            file.write_all(line.as_bytes())?;
-            written += line.len();
+    for round in 0..ROUNDS {
+        {
+            let _step = Step::new(name, "growing logs");
+            let bytes = LOG_BYTES / usize::try_from(ROUNDS)?;
+            files::grow_logs(&root.join("var/log"), bytes, name, &mut rng)?;
         }
-        let file = file.into_inner().map_err(|e| e.into_error())?;
-        file.set_times(FileTimes::new().set_accessed(time).set_modified(time))?;
+        let _step = Step::new(name, "running its database");
+        match database::run(cache, root, &debs, round) {
+            Ok(Some(note)) => built.notes.push(note),
+            Ok(None) => {}
+            Err(error) => {
+                let note = format!("SKIP its database did not run: {error:#}");
+                eprintln!("{name}: {note}");
+                built.notes.push(note);
+                break;
+            }
+        }
     }
-    Ok(())
+    built
+        .notes
+        .push(format!("logs grew by {} MiB", LOG_BYTES >> 20));
+    built.packages = debian::installed(root)?;
+    built.files_digest = super::filesystem::files_digest(root)?;
+    mounted.close()?;
+    Ok(built)
 }
 
-fn log_line(rng: &mut fastrand::Rng, clock: u64) -> String {
-    let pid = rng.u32(300..40_000);
-    match rng.u8(0..5) {
-        0 => format!(
-            "{clock} vm sshd[{pid}]: Accepted publickey for admin from 192.0.2.{} port {} ssh2: ED25519 SHA256:{:016x}{:016x}\n",
-            rng.u8(..),
-            rng.u16(1024..),
-            rng.u64(..),
-            rng.u64(..)
-        ),
-        1 => format!(
-            "{clock} vm CRON[{pid}]: (root) CMD (cd / && run-parts --report /etc/cron.hourly)\n"
-        ),
-        2 => format!("{clock} vm systemd[1]: session-{pid}.scope: Deactivated successfully.\n"),
-        3 => format!(
-            "{clock} vm kernel: [{}.{:06}] TCP: request_sock_TCP: Possible SYN flooding on port 443\n",
-            clock % 1_000_000,
-            rng.u32(0..1_000_000)
-        ),
-        _ => format!(
-            "{clock} vm sshd[{pid}]: Failed password for invalid user u{:x} from 198.51.100.{} port {}\n",
-            rng.u16(..),
-            rng.u8(..),
-            rng.u16(1024..)
-        ),
+fn copy(base: &Path, out: &Path) -> Result<()> {
+    let mut command = jail::command(Duration::from_secs(1200), "cp");
+    command
+        .args(["--sparse=always", "--reflink=auto"])
+        .args([base, out]);
+    jail::run("copying the base", &mut command, None).map(drop)
+}
+
+/// Ages an image of the host's files: its tree is taken out, changed and written again, all without root.
+///
+/// # Errors
+/// When `debugfs` or `mke2fs` fail.
+pub fn by_tree(cache: &Cache, spec: &Spec, base: &Path, out: &Path) -> Result<Built> {
+    let name = &spec.name;
+    if spec.fs != Fs::Ext4 || !shell::have("debugfs") {
+        anyhow::bail!("ageing as a tree needs ext4 and debugfs (e2fsprogs)");
     }
+    mount::check_still(base)?;
+    let _step = Step::new(name, "ageing a tree");
+    let tree = cache.work.join(name);
+    cache::remove_tree(&tree)?;
+    fs::create_dir_all(&tree)?;
+    let dump = format!("rdump / \"{}\"", tree.display());
+    shell::run(Command::new("debugfs").args(["-R", &dump]).arg(base))
+        .context("cannot take the files out of the base")?;
+    let mut notes = vec![files::churn(&tree, name)?];
+    let mut rng = fastrand::Rng::with_seed(SEED);
+    files::grow_logs(&tree.join("var/log"), LOG_BYTES / 8, name, &mut rng)?;
+    notes.push(format!("logs grew by {} MiB", LOG_BYTES >> 23));
+    notes.push(files::grow_table(&tree.join("var/lib/table"), &mut rng)?);
+    ext4::make(&tree, out, name)?;
+    let files_digest = super::filesystem::files_digest(&tree)?;
+    cache::remove_tree(&tree)?;
+    Ok(Built {
+        written_by: "mke2fs -d".to_owned(),
+        files_digest,
+        notes,
+        ..Built::default()
+    })
 }

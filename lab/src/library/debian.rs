@@ -3,113 +3,215 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
-use super::{Dirs, ext4};
+use super::cache::{self, Cache};
+use super::progress::Step;
+use super::table::Fs;
+use super::{ext4, filesystem, jail};
 use crate::shell;
 
 /// What every machine of the library has: it boots and can be reached.
 const PLAIN: &[&str] = &["linux-image-amd64", "systemd-sysv", "openssh-server"];
 
-/// Builds one system and writes it to `out`; returns its packages with their versions.
-pub fn make(
-    dirs: &Dirs,
-    name: &str,
-    suite: &str,
-    packages: &[&str],
-    out: &Path,
-) -> Result<Vec<String>> {
-    if !rustix::process::geteuid().is_root() {
-        bail!("needs root: packages' scripts run in a chroot");
-    }
+/// Long enough for a slow mirror.
+const LIMIT: Duration = Duration::from_secs(3600);
+
+/// A system to build.
+pub struct System<'a> {
+    /// The image's name: host name, UUID and time of installation follow from it.
+    pub name: &'a str,
+    /// Debian's suite.
+    pub suite: &'a str,
+    /// Packages on top of the plain system.
+    pub packages: &'a [String],
+    /// Whether the suite's updates are taken in.
+    pub updates: bool,
+    /// What its root file system will be.
+    pub fs: Fs,
+}
+
+/// What was built.
+#[derive(Default)]
+pub struct Built {
+    /// `package version`, sorted.
+    pub packages: Vec<String>,
+    /// By which means.
+    pub written_by: String,
+    /// Over what is in the files.
+    pub files_digest: String,
+    /// What was not as it should be.
+    pub notes: Vec<String>,
+}
+
+/// Builds a system and writes it to `out`.
+///
+/// As root by loop mount; without root (ext4 only) in a user namespace or `fakechroot`, whichever mmdebstrap can,
+/// and by `mke2fs -d` under `fakeroot`, and that is said.
+///
+/// # Errors
+/// One line: what is missing, or what mmdebstrap said.
+pub fn make(cache: &Cache, system: &System<'_>, out: &Path) -> Result<Built> {
+    let name = system.name;
     if !shell::have("mmdebstrap") {
         bail!("mmdebstrap is not installed");
     }
-    let tree = dirs.work.join(name);
-    remove_tree(&tree)?;
-    let debs = dirs.packages.join(suite);
-    fs::create_dir_all(&debs)?;
-    let sources = dirs.work.join(format!("{suite}.sources"));
-
-    // A suite that has left support may have lost its update suites on the mirror.
-    let mut result = Ok(());
-    for with_updates in [true, false] {
-        fs::write(&sources, sources_for(suite, with_updates)?)?;
-        result = bootstrap(&tree, &debs, name, suite, packages, &sources);
-        if result.is_ok() {
-            break;
+    if !jail::is_root() {
+        if system.fs != Fs::Ext4 {
+            bail!("{} needs a loop mount: not root", system.fs);
         }
-        remove_tree(&tree)?;
+        if !shell::have("fakeroot") {
+            bail!("not root, and fakeroot is not installed");
+        }
+        eprintln!(
+            "NOTE {name}: not root: packages are installed by mmdebstrap in a user namespace or fakechroot, and mke2fs -d writes the image, whose layout is not that of an installed machine"
+        );
     }
-    result?;
-
-    let versions = installed(&tree)?;
-    ext4::make(&tree, out, name)?;
-    remove_tree(&tree)?;
-    Ok(versions)
+    let debs = cache.packages.join(system.suite);
+    fs::create_dir_all(&debs)?;
+    let tree = cache.work.join(name);
+    let mut built = Built::default();
+    let mut installed_by = install(cache, system, system.updates, &debs, &tree);
+    // A suite that has left support has lost its update suites on the mirror.
+    if let Err(error) = &installed_by
+        && system.updates
+        && format!("{error:#}").contains("Release file")
+    {
+        let note = format!("the mirror has no update suites of {}", system.suite);
+        eprintln!("NOTE {name}: {note}; built without");
+        built.notes.push(note);
+        cache::remove_tree(&tree)?;
+        installed_by = install(cache, system, false, &debs, &tree);
+    }
+    installed_by?;
+    let _step = Step::new(name, &format!("writing {}", system.fs));
+    if jail::is_root() {
+        let order = cache.work.join(format!("{name}.order"));
+        let job = filesystem::Job {
+            name,
+            fs: system.fs,
+            work: &cache.work,
+            order: Some(&order),
+            fstab: None,
+        };
+        built.written_by = filesystem::write(&tree, out, &job)?;
+        built.written_by.insert_str(0, "mmdebstrap --mode=root, ");
+        built.packages = installed(&tree)?;
+        built.files_digest = filesystem::files_digest(&tree)?;
+        let _ = fs::remove_file(order);
+    } else {
+        unpack_and_write(&tree, out, name, cache)?;
+        built.written_by =
+            "mmdebstrap --mode=auto without root, mke2fs -d under fakeroot".to_owned();
+        built.packages = installed(&tree.join("tree"))?;
+        built.files_digest = filesystem::files_digest(&tree.join("tree"))?;
+    }
+    cache::remove_tree(&tree)?;
+    Ok(built)
 }
 
-fn bootstrap(
-    tree: &Path,
+/// Installs a system into `tree`: as a directory, or without root as `tree/tar`.
+fn install(
+    cache: &Cache,
+    system: &System<'_>,
+    updates: bool,
     debs: &Path,
-    name: &str,
-    suite: &str,
-    packages: &[&str],
-    sources: &Path,
+    tree: &Path,
 ) -> Result<()> {
-    let include: Vec<&str> = PLAIN.iter().chain(packages).copied().collect();
+    let System { name, suite, .. } = *system;
+    let _step = Step::new(name, "installing packages");
+    let sources = cache.work.join(format!("{suite}.sources"));
+    fs::write(&sources, sources_for(suite, updates)?)?;
+    let plain = PLAIN.iter().map(|p| (*p).to_owned());
+    let include: Vec<String> = plain.chain(system.packages.iter().cloned()).collect();
     let archives = "/var/cache/apt/archives";
     // Downloads are kept between builds; what is installed still comes from apt's own choice.
-    let sync_in = format!("sync-in '{}' {archives}/", debs.display());
-    let sync_out = format!("sync-out {archives} '{}'", debs.display());
+    let debs_in = format!(
+        "mkdir -p \"$1{archives}\"; cp '{0}'/*.deb \"$1{archives}/\" 2>/dev/null || true",
+        debs.display()
+    );
+    let debs_out = format!("sync-out {archives} '{}'", debs.display());
     let identity = format!(
         "echo {name} > \"$1/etc/hostname\"; echo 'nameserver 192.0.2.53' > \"$1/etc/resolv.conf\"; \
-         printf 'UUID={} / ext4 errors=remount-ro 0 1\\n' > \"$1/etc/fstab\"",
-        ext4::uuid_of(name, "file system")
+         chmod 644 \"$1/etc/resolv.conf\"; printf '{}\\n' > \"$1/etc/fstab\"",
+        fstab(name, system.fs)
     );
-    shell::run(
-        Command::new("mmdebstrap")
-            .args([
-                "--mode=root",
-                "--format=directory",
-                "--variant=important",
-                "--quiet",
-            ])
-            .args(["--skip=essential/unlink", "--skip=download/empty"])
-            .arg(format!("--setup-hook=mkdir -p \"$1{archives}/\""))
-            .arg(format!("--setup-hook={sync_in}"))
-            .arg(format!("--customize-hook={sync_out}"))
-            .arg(format!("--customize-hook={identity}"))
-            .arg(format!("--include={}", include.join(",")))
-            .arg(suite)
-            .arg(tree)
-            .arg(sources)
-            .env("SOURCE_DATE_EPOCH", ext4::time_of(name).to_string())
-            .env("DEBIAN_FRONTEND", "noninteractive"),
-    )?;
+    let order = format!(
+        "cp \"$1/var/log/dpkg.log\" '{}' 2>/dev/null || true",
+        cache.work.join(format!("{name}.order")).display()
+    );
+    let mut command = jail::command(LIMIT, "mmdebstrap");
+    command.args(["--variant=important", "--quiet"]);
+    command.args(["--skip=essential/unlink", "--skip=download/empty"]);
+    if jail::is_root() {
+        command.args(["--mode=root", "--format=directory"]);
+    } else {
+        fs::create_dir_all(tree)?;
+        command
+            .args(["--mode=auto", "--format=tar"])
+            .env("TMPDIR", tree);
+    }
+    command
+        .arg(format!("--setup-hook={debs_in}"))
+        .arg(format!("--customize-hook={debs_out}"))
+        .arg(format!("--customize-hook={identity}"))
+        .arg(format!("--customize-hook={order}"))
+        .arg(format!("--include={}", include.join(",")))
+        .arg(suite)
+        .arg(if jail::is_root() {
+            tree.to_owned()
+        } else {
+            tree.join("tar")
+        })
+        .arg(sources)
+        .env("SOURCE_DATE_EPOCH", ext4::time_of(name).to_string())
+        .env("DEBIAN_FRONTEND", "noninteractive");
+    jail::run("mmdebstrap", &mut command, None)?;
     Ok(())
 }
 
-/// Removes a tree that was built, unmounting what a killed build left mounted in it first.
-fn remove_tree(tree: &Path) -> Result<()> {
-    if !tree.exists() {
-        return Ok(());
-    }
-    let mounts = fs::read_to_string("/proc/self/mounts")?;
-    let below = |line: &&str| {
-        line.split(' ')
-            .nth(1)
-            .is_some_and(|at| Path::new(at).starts_with(tree))
+/// The line that mounts a machine's root.
+pub fn fstab(name: &str, fs: Fs) -> String {
+    let (options, pass) = match fs {
+        Fs::Ext4 => ("errors=remount-ro", 1),
+        Fs::Xfs | Fs::Btrfs => ("defaults", 0),
     };
-    for line in mounts.lines().rev().filter(below) {
-        let at = line.split(' ').nth(1).unwrap_or_default();
-        shell::run(Command::new("umount").args(["-l", at]))?;
-    }
-    fs::remove_dir_all(tree).with_context(|| format!("cannot remove {}", tree.display()))
+    format!(
+        "UUID={} / {fs} {options} 0 {pass}",
+        ext4::uuid_of(name, "file system")
+    )
 }
 
-fn installed(tree: &Path) -> Result<Vec<String>> {
+/// Under one `fakeroot`, which remembers whose the files would be.
+fn unpack_and_write(dir: &Path, out: &Path, name: &str, cache: &Cache) -> Result<()> {
+    let (state, tree) = (
+        cache.work.join(format!("{name}.fakeroot")),
+        dir.join("tree"),
+    );
+    fs::create_dir_all(&tree)?;
+    let mut unpack = Command::new("fakeroot");
+    unpack
+        .arg("-s")
+        .arg(&state)
+        .args(["tar", "-xpf"])
+        .arg(dir.join("tar"))
+        .arg("-C")
+        .arg(&tree);
+    shell::run(&mut unpack)?;
+    let mut write = Command::new("fakeroot");
+    write.arg("-i").arg(&state).arg("mke2fs");
+    ext4::make_with(write, &tree, out, name, ext4::size_for(&tree)?)?;
+    fs::remove_file(state)?;
+    Ok(())
+}
+
+/// The packages of a tree, `name version`, sorted.
+///
+/// # Errors
+/// When it has no packages.
+pub fn installed(tree: &Path) -> Result<Vec<String>> {
     let admin = tree.join("var/lib/dpkg");
     let output = shell::run(
         Command::new("dpkg-query")
@@ -125,7 +227,10 @@ fn installed(tree: &Path) -> Result<Vec<String>> {
 }
 
 /// The host's own apt sources, turned to another suite.
-fn sources_for(suite: &str, with_updates: bool) -> Result<String> {
+///
+/// # Errors
+/// When the host is no Debian.
+pub fn sources_for(suite: &str, with_updates: bool) -> Result<String> {
     let release = fs::read_to_string("/etc/os-release")?;
     let host = release
         .lines()

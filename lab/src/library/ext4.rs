@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use crate::shell;
 
@@ -20,22 +20,47 @@ pub fn time_of(name: &str) -> u64 {
     EPOCH + u64::from(number) % (180 * 86_400)
 }
 
-/// Writes `tree` into a sparse ext4 image at `out`.
+/// The size of a disk for a tree: room for half as much again, in whole GiB, at least 2, like a small machine's.
 ///
-/// The image has room for half as much again, in whole GiB, at least 2: like a small machine's disk. UUID
-/// and directory hash seed follow from the name, and so are the same on every build.
-pub fn make(tree: &Path, out: &Path, name: &str) -> Result<()> {
+/// # Errors
+/// When the tree cannot be measured.
+pub fn size_for(tree: &Path) -> Result<u64> {
     let used = shell::run(Command::new("du").args(["-s", "-B1", "-x"]).arg(tree))?;
     let used: u64 = String::from_utf8_lossy(&used.stdout)
         .split_whitespace()
         .next()
         .and_then(|n| n.parse().ok())
         .context("du printed no size")?;
-    let gib = (used + used / 2).div_ceil(1 << 30).max(2);
+    Ok((used + used / 2).div_ceil(1 << 30).max(2) << 30)
+}
+
+/// Writes `tree` into a sparse ext4 image at `out`. UUID and directory hash seed follow from the name, and so are
+/// the same on every build.
+///
+/// # Errors
+/// When `mke2fs` is not there or fails.
+pub fn make(tree: &Path, out: &Path, name: &str) -> Result<()> {
+    make_with(Command::new("mke2fs"), tree, out, name, size_for(tree)?)
+}
+
+/// As [`make`], through a command that runs `mke2fs` in another world (`fakeroot`).
+///
+/// # Errors
+/// When it fails.
+pub fn make_with(
+    mut command: Command,
+    tree: &Path,
+    out: &Path,
+    name: &str,
+    size: u64,
+) -> Result<()> {
+    if !shell::have("mke2fs") {
+        bail!("mke2fs is not installed (e2fsprogs)");
+    }
     let (id, seed) = (uuid_of(name, "file system"), uuid_of(name, "hash seed"));
     let _ = std::fs::remove_file(out);
     shell::run(
-        Command::new("mke2fs")
+        command
             .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-m", "1", "-U", &id])
             .args([
                 "-E",
@@ -44,7 +69,7 @@ pub fn make(tree: &Path, out: &Path, name: &str) -> Result<()> {
             .args(["-L", &name[..name.len().min(16)], "-d"])
             .arg(tree)
             .arg(out)
-            .arg(format!("{gib}G"))
+            .arg(format!("{}K", size >> 10))
             .env("E2FSPROGS_FAKE_TIME", time_of(name).to_string()),
     )?;
     Ok(())

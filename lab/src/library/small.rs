@@ -1,12 +1,15 @@
 //! Two small related images from the host's own files: for a smoke run without a network.
 
-use std::fs;
+use std::fs::{self, File, FileTimes};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::{Dirs, ext4};
+use super::cache::{self, Cache};
+use super::debian::Built;
+use super::{ext4, filesystem};
 
 /// Which of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -24,9 +27,13 @@ const MAX_FILE: u64 = 8 << 20;
 const MAX_TOTAL: u64 = 160 << 20;
 
 /// Copies the selection into a tree and makes an image of it.
-pub fn make(dirs: &Dirs, name: &str, selection: Selection, out: &Path) -> Result<()> {
-    let tree = dirs.work.join(name);
-    let _ = fs::remove_dir_all(&tree);
+///
+/// # Errors
+/// When the disk is full or `mke2fs` fails.
+pub fn make(cache: &Cache, name: &str, selection: Selection, out: &Path) -> Result<Built> {
+    let tree = cache.work.join(name);
+    cache::remove_tree(&tree)?;
+    let time = SystemTime::UNIX_EPOCH + Duration::from_secs(ext4::time_of(name));
     let budget = MAX_TOTAL / ROOTS.len() as u64;
     for root in ROOTS {
         let mut files = Vec::new();
@@ -44,12 +51,18 @@ pub fn make(dirs: &Dirs, name: &str, selection: Selection, out: &Path) -> Result
             if change {
                 content.extend_from_slice(b"\n# a line that the other image lacks\n");
             }
-            fs::write(&to, content)?;
+            fs::write(&to, content).with_context(|| format!("cannot write {}", to.display()))?;
+            File::open(&to)?.set_times(FileTimes::new().set_accessed(time).set_modified(time))?;
         }
     }
     ext4::make(&tree, out, name)?;
-    fs::remove_dir_all(&tree)?;
-    Ok(())
+    let files_digest = filesystem::files_digest(&tree)?;
+    cache::remove_tree(&tree)?;
+    Ok(Built {
+        written_by: "mke2fs -d".to_owned(),
+        files_digest,
+        ..Built::default()
+    })
 }
 
 /// Regular files below `dir` in a fixed order, until they hold `budget` bytes.
