@@ -5,7 +5,7 @@
 
 mod aged;
 mod cache;
-mod catalog;
+pub mod catalog;
 mod convert;
 mod debian;
 mod ext4;
