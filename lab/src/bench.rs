@@ -4,6 +4,7 @@
 //! as [`Plot`]s. One runner drives them all, so that bad news is told the same way everywhere.
 
 mod command;
+mod document;
 mod identity;
 mod judge;
 mod needs;
@@ -23,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use crate::experiments::Lab;
 use crate::report::Spread;
 
-pub use command::{BenchArgs, EXIT_CODES, bench};
+pub use command::{BenchArgs, DocumentArgs, EXIT_CODES, bench, make_document};
 pub use process::{CaseArgs, run_case};
 
 /// One kind of measurement.
@@ -45,6 +46,11 @@ pub trait Experiment: Sync {
 
     /// Pictures of all rows that there are, of this run and of earlier ones.
     fn plots(&self, rows: &[Row]) -> Vec<Plot>;
+
+    /// Whether the document shows a row at once; the rest is folded away.
+    fn is_headline(&self, _row: &Row) -> bool {
+        true
+    }
 
     /// The images that the case reads. They are part of what its result depends on, and as much as they take on disk
     /// must be free. Without an answer: the whole library for a case that needs it, and none for another.

@@ -71,6 +71,8 @@ enum Command {
     /// is kept and still holds is not measured again.
     #[command(after_long_help = bench::EXIT_CODES)]
     Bench(bench::BenchArgs),
+    /// Make the document of what `bench` has kept, without measuring.
+    Document(bench::DocumentArgs),
     /// Measure one case, for `bench`.
     #[command(hide = true)]
     Case(bench::CaseArgs),
@@ -92,6 +94,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Limit { images, with, json } => limit::print(&images, &with, json)?,
         Command::Link { link, run } => return link::run(&link, &run),
         Command::Bench(args) => return bench::bench(experiments::ALL, &args),
+        Command::Document(args) => bench::make_document(experiments::ALL, &args)?,
         Command::Case(args) => bench::run_case(experiments::ALL, &args)?,
         Command::Local(args) => experiments::local::run(&args)?,
     }

@@ -1,13 +1,15 @@
 //! `lab bench`.
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
 
+use super::document;
 use super::identity;
 use super::plan::{Fate, Filter, Plan, Wish};
 use super::process::Processes;
@@ -19,6 +21,8 @@ use crate::experiments::{Common, Lab};
 
 /// What a run takes when nothing is said.
 const MINUTES: f64 = 60.0;
+/// Where the document goes.
+const DOCUMENT: &str = "docs/benchmarks.md";
 /// As shells call it when a program ends by SIGINT.
 const INTERRUPTED: u8 = 130;
 
@@ -56,11 +60,50 @@ pub struct BenchArgs {
     /// The small set of images instead of the library.
     #[arg(long)]
     small: bool,
+    /// The document that is made of all results [default: docs/benchmarks.md, none with --small].
+    #[arg(long, value_name = "FILE")]
+    document: Option<PathBuf>,
+    /// Make no document.
+    #[arg(long, conflicts_with = "document")]
+    no_document: bool,
     #[command(flatten)]
     common: Common,
 }
 
+/// Which results, and where to.
+#[derive(Args)]
+pub struct DocumentArgs {
+    /// The document.
+    #[arg(long, value_name = "FILE", default_value = DOCUMENT)]
+    document: PathBuf,
+    /// Where results are.
+    #[arg(long, value_name = "DIR", default_value = "lab/out")]
+    out: PathBuf,
+    /// Of the small set.
+    #[arg(long)]
+    small: bool,
+}
+
+/// Makes the document of what is kept.
+///
+/// # Errors
+/// When nothing is kept, or it cannot be written.
+pub fn make_document(experiments: &[&dyn Experiment], args: &DocumentArgs) -> Result<()> {
+    let store = Store::at(&args.out, args.small);
+    document::publish(experiments, &store, &args.document)?;
+    eprintln!("made {}", args.document.display());
+    Ok(())
+}
+
 impl BenchArgs {
+    fn document(&self) -> Option<&Path> {
+        match &self.document {
+            Some(file) => Some(file),
+            None if self.no_document || self.small => None,
+            None => Some(Path::new(DOCUMENT)),
+        }
+    }
+
     fn wish(&self) -> Wish {
         let minutes = match self.minutes {
             _ if self.full => None,
@@ -97,6 +140,8 @@ pub fn bench(experiments: &[&dyn Experiment], args: &BenchArgs) -> Result<ExitCo
     }
     let _lock = store.lock()?;
     summary(&lab, &plan);
+    // Before the first case, too: a document can then be made even when the run is killed.
+    store.save_plan(&plan)?;
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         signal_hook::flag::register(signal, interrupted.clone())?;
@@ -113,6 +158,10 @@ pub fn bench(experiments: &[&dyn Experiment], args: &BenchArgs) -> Result<ExitCo
         tables(experiments, &plan, &store);
     }
     left_out(&plan);
+    if let Some(file) = args.document() {
+        document::publish(experiments, &store, file).context("no document")?;
+        eprintln!("made {}", file.display());
+    }
     if outcome.interrupted {
         eprintln!("interrupted: what was done is kept; the same command goes on");
         return Ok(ExitCode::from(INTERRUPTED));
