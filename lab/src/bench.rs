@@ -329,3 +329,6 @@ pub struct Point {
     /// Least and greatest y.
     pub range: Option<(f64, f64)>,
 }
+
+#[cfg(test)]
+mod tests;

@@ -232,10 +232,14 @@ fn section(
     });
     for plot in plots.into_iter().filter(plot::has_data) {
         let stem = format!("{}-{}", about.name, plot.name);
+        if document.plots.iter().any(|(known, _)| *known == stem) {
+            eprintln!("WARNING two plots are called {stem}: the second is left out");
+            continue;
+        }
         _ = writeln!(document.text, "![{}]({pictures}/{stem}.svg)\n", plot.title);
         document.plots.push((stem, plot));
     }
-    if origins.some_outdated() {
+    if origins.blocks.len() > 1 && origins.some_outdated() {
         document
             .text
             .push_str("The pictures show all rows, those marked † too.\n\n");
@@ -353,20 +357,17 @@ impl Origins {
     fn tell(&self, text: &mut String) {
         for (at, block) in self.blocks.iter().enumerate() {
             let mark = match self.blocks.len() {
-                1 => String::new(),
-                _ => format!("{}: ", self.mark(at)),
+                1 => "Measured".to_owned(),
+                _ => format!("- {}: measured", self.mark(at)),
             };
             let machine = block.machine.map_or_else(String::new, |machine| {
                 format!(" on machine {}", machine + 1)
             });
             let outdated = block.outdated.map_or_else(String::new, |why| {
-                format!("; †: with {why} than the last run had")
+                format!(", with {why} than the last run had")
             });
             let (date, commit) = (&block.date, &block.commit);
-            _ = writeln!(
-                text,
-                "{mark}measured {date} at `{commit}`{machine}{outdated}.  "
-            );
+            _ = writeln!(text, "{mark} {date} at `{commit}`{machine}{outdated}.");
         }
         text.push('\n');
     }

@@ -203,6 +203,17 @@ impl Plan {
         for (experiment, cases) in listed {
             let mut places: BTreeMap<u8, usize> = BTreeMap::new();
             for case in cases {
+                let name = experiment.about().name;
+                if entries
+                    .iter()
+                    .any(|(_, _, e)| e.experiment == name && e.case == case.id)
+                {
+                    eprintln!(
+                        "WARNING two cases are called {name}/{}: the second is left out",
+                        case.id
+                    );
+                    continue;
+                }
                 let place = places.entry(case.rank).or_default();
                 *place += 1;
                 let identity = identities.of(experiment, &case);

@@ -61,10 +61,10 @@ pub fn draw<DB: DrawingBackend>(
         name(canvas, group, middle, pitch, frame)?;
         if stacked {
             let mut below = 0.0;
-            for s in 0..series.len() {
+            for (s, colour) in colours.iter().enumerate() {
                 let Some(part) = value(s, g) else { continue };
                 let (from, to) = (ys.at(below), ys.at(below + part));
-                canvas.fill([(left, to), (left + width, from)], colours[s])?;
+                canvas.fill([(left, to), (left + width, from)], *colour)?;
                 below += part;
             }
             if (0..series.len()).any(|s| value(s, g).is_some()) {
@@ -72,14 +72,14 @@ pub fn draw<DB: DrawingBackend>(
             }
             continue;
         }
-        for s in 0..series.len() {
+        for (s, colour) in colours.iter().enumerate() {
             let Some(height) = value(s, g).filter(|v| ys.shows(*v)) else {
                 continue;
             };
             let x = left + width * s as i32;
             let gap = i32::from(width > 6);
             let top = ys.at(height);
-            canvas.fill([(x, top), (x + width - gap, frame.bottom)], colours[s])?;
+            canvas.fill([(x, top), (x + width - gap, frame.bottom)], *colour)?;
             number(canvas, height, (x + width / 2, top), width)?;
         }
     }
