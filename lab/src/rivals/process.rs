@@ -1,0 +1,260 @@
+//! Programs that are ended in time, with everything that they started.
+//!
+//! They stay in the lab's process group, so that what ends the lab ends them: Ctrl-C at a terminal, the runner of cases.
+
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::shell;
+
+/// How often a program is looked at.
+const EVERY: Duration = Duration::from_millis(2);
+/// What of a program's words is read when it failed.
+const SAID_BYTES: u64 = 16 << 10;
+/// How long a daemon may take until it listens.
+const READY: Duration = Duration::from_secs(20);
+
+/// When something must have come to its end, and how long that is from its start.
+#[derive(Clone, Copy, Debug)]
+pub struct Deadline {
+    at: Instant,
+    after: Duration,
+}
+
+impl Deadline {
+    /// From now.
+    pub fn after(after: Duration) -> Self {
+        Self {
+            at: Instant::now() + after,
+            after,
+        }
+    }
+}
+
+/// A program that runs; when this is dropped it is ended with everything it started.
+pub struct Running {
+    what: String,
+    child: Child,
+    said: PathBuf,
+    ended: bool,
+}
+
+impl Running {
+    /// Starts a program that reads nothing; what it says goes to the file `said`.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start(what: &str, command: &mut Command, said: &Path) -> Result<Self> {
+        let log = File::create(said).with_context(|| format!("cannot make {}", said.display()))?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .with_context(|| format!("cannot start {what}"))?;
+        Ok(Self {
+            what: what.to_owned(),
+            child,
+            said: said.to_owned(),
+            ended: false,
+        })
+    }
+
+    /// Waits for its end; it is killed when the deadline passes.
+    ///
+    /// # Errors
+    /// When it is killed or does not exit with 0; what it said is in the error.
+    pub fn finish(mut self, deadline: Deadline) -> Result<()> {
+        loop {
+            if let Some(status) = self.status()? {
+                if status.success() {
+                    return Ok(());
+                }
+                bail!("{}: {status}: {}", self.what, self.words());
+            }
+            if Instant::now() > deadline.at {
+                let after = deadline.after.as_secs_f64();
+                let words = self.words();
+                bail!(
+                    "{}: killed, not done after {after:.0} s: {words}",
+                    self.what
+                );
+            }
+            std::thread::sleep(EVERY);
+        }
+    }
+
+    /// Waits until it listens on a TCP port, without a packet to it.
+    ///
+    /// # Errors
+    /// When it ends or does not listen in time.
+    pub fn listens(&mut self, port: u16) -> Result<()> {
+        let deadline = Instant::now() + READY;
+        while Instant::now() < deadline {
+            if let Some(status) = self.status()? {
+                bail!("{}: {status}: {}", self.what, self.words());
+            }
+            // Of its own network namespace, which it enters before it becomes the program.
+            if ["tcp", "tcp6"].iter().any(|table| {
+                let path = format!("/proc/{}/net/{table}", self.child.id());
+                is_listening(&fs::read_to_string(path).unwrap_or_default(), port)
+            }) {
+                return Ok(());
+            }
+            std::thread::sleep(EVERY);
+        }
+        bail!("{}: does not listen: {}", self.what, self.words())
+    }
+
+    /// The last lines of what it said, on one line.
+    pub fn words(&self) -> String {
+        match tail(&self.said) {
+            Ok(words) if !words.is_empty() => words,
+            _ => "it said nothing".to_owned(),
+        }
+    }
+
+    fn status(&mut self) -> Result<Option<ExitStatus>> {
+        let status = self.child.try_wait()?;
+        self.ended = status.is_some();
+        Ok(status)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.ended {
+            kill_tree(self.child.id());
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn tail(said: &Path) -> Result<String> {
+    let mut file = File::open(said)?;
+    let length = file.metadata()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(SAID_BYTES)))?;
+    let mut bytes = Vec::new();
+    file.take(SAID_BYTES).read_to_end(&mut bytes)?;
+    Ok(shell::tail(&bytes))
+}
+
+/// Kills a process and its descendants. They are stopped first, so that none starts another meanwhile.
+fn kill_tree(root: u32) {
+    let mut tree = Vec::new();
+    loop {
+        let new: Vec<u32> = with_descendants(root)
+            .into_iter()
+            .filter(|pid| !tree.contains(pid))
+            .collect();
+        if new.is_empty() {
+            break;
+        }
+        new.iter().for_each(|pid| signal(*pid, Signal::STOP));
+        tree.extend(new);
+    }
+    tree.iter().for_each(|pid| signal(*pid, Signal::KILL));
+}
+
+fn signal(pid: u32, signal: Signal) {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+        let _ = kill_process(pid, signal);
+    }
+}
+
+fn with_descendants(root: u32) -> Vec<u32> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let parents: Vec<(u32, u32)> = processes
+        .filter_map(|entry| {
+            let pid = entry.file_name().to_str()?.parse().ok()?;
+            Some((pid, parent_of(pid)?))
+        })
+        .collect();
+    let mut tree = vec![root];
+    let mut next = 0;
+    while let Some(&parent) = tree.get(next) {
+        tree.extend(parents.iter().filter(|p| p.1 == parent).map(|p| p.0));
+        next += 1;
+    }
+    tree
+}
+
+fn parent_of(pid: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // After the name in brackets, which may hold anything: state, parent.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    fields.nth(1)?.parse().ok()
+}
+
+/// Whether a table as `/proc/net/tcp` has a socket that listens on `port`.
+fn is_listening(table: &str, port: u16) -> bool {
+    const LISTEN: &str = "0A";
+    table.lines().skip(1).any(|line| {
+        let mut fields = line.split_whitespace().skip(1);
+        let local = fields.next().and_then(|local| local.rsplit_once(':'));
+        local.is_some_and(|(_, hex)| u16::from_str_radix(hex, 16) == Ok(port))
+            && fields.nth(1) == Some(LISTEN)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sh(dir: &Path, script: &str) -> Running {
+        let mut command = Command::new("sh");
+        Running::start("a script", command.args(["-c", script]), &dir.join("said")).unwrap()
+    }
+
+    fn deadline(ms: u64) -> Deadline {
+        Deadline::after(Duration::from_millis(ms))
+    }
+
+    #[test]
+    fn a_program_that_fails_says_why_in_one_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = sh(dir.path(), "echo one; echo two >&2; exit 3")
+            .finish(deadline(5000))
+            .unwrap_err()
+            .to_string();
+        assert_eq!(error, "a script: exit status: 3: one | two");
+    }
+
+    #[test]
+    fn a_program_that_hangs_is_ended_with_its_children() {
+        let dir = tempfile::tempdir().unwrap();
+        let started = Instant::now();
+        let script = "sleep 600 & echo $!; setsid sleep 600 & echo $!; wait";
+        let error = sh(dir.path(), script).finish(deadline(300)).unwrap_err();
+        assert!(started.elapsed() < Duration::from_secs(5));
+        assert!(error.to_string().contains("killed, not done"), "{error}");
+        let said = fs::read_to_string(dir.path().join("said")).unwrap();
+        let pids: Vec<u32> = said.lines().map(|line| line.parse().unwrap()).collect();
+        assert_eq!(pids.len(), 2);
+        // A killed orphan stays in the table until its new parent has looked.
+        let deadline = Instant::now() + Duration::from_secs(2);
+        let alive = |pid: &u32| {
+            fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
+        };
+        while pids.iter().any(alive) {
+            assert!(Instant::now() < deadline, "{pids:?} still run");
+            std::thread::sleep(EVERY);
+        }
+    }
+
+    #[test]
+    fn a_listening_port_is_seen_in_the_table() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let table = || fs::read_to_string("/proc/self/net/tcp").unwrap();
+        assert!(is_listening(&table(), port));
+        drop(listener);
+        assert!(!is_listening(&table(), port));
+    }
+}

@@ -1,0 +1,253 @@
+//! rsync to a daemon at the far end, as an expert would call it for images of disks.
+//!
+//! One process at each end does all the work: rsync has no threads but zstd's and no second connection.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, Result, anyhow};
+
+use super::ends::{Ends, Limit};
+use super::process::Running;
+use super::tool;
+use super::{Carrier, Rival, Weight};
+use crate::site::Where;
+
+/// The daemon's module.
+const MODULE: &str = "lab";
+/// Where the daemon finds the basis under the name of the image to come.
+const BASIS: &str = ".basis";
+/// Bytes of a match: a block of most file systems. rsync's own choice for 2 GiB is 46 KiB, which misses more than the
+/// shorter list of checksums saves.
+const DELTA_BLOCK: u64 = 4096;
+/// What the far end says about each of those: a weak and a shortened strong checksum.
+const CHECKSUM_BYTES: u64 = 8;
+
+/// How rsync is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// `--whole-file`: nothing but copying.
+    Whole,
+    /// The same, on disk when it says that it is done.
+    WholeSynced,
+    /// The delta algorithm against the basis, compressed by zstd.
+    Delta,
+    /// No delta, compressed by zstd.
+    Compressed,
+}
+
+impl Mode {
+    // All but the first: `--sparse`, because what writes an image's zeros to a disk waits for it, and `--fsync`, because
+    // a carrier has not delivered what a power cut takes. Compression is by zstd at its own level; stronger ones save
+    // a few percent, and cost more than the link from 100 Mbit/s on.
+    fn options(self) -> &'static [&'static str] {
+        match self {
+            Self::Whole => &["--whole-file"],
+            Self::WholeSynced => &["--whole-file", "--sparse", "--fsync"],
+            Self::Delta => &[
+                "--no-whole-file",
+                "--block-size=4096",
+                "-z",
+                "--zc=zstd",
+                "--zl=3",
+                "--sparse",
+                "--fsync",
+            ],
+            Self::Compressed => &[
+                "--whole-file",
+                "-z",
+                "--zc=zstd",
+                "--zl=3",
+                "--sparse",
+                "--fsync",
+            ],
+        }
+    }
+}
+
+/// rsync with the settings of one rival.
+pub struct Tuned {
+    name: &'static str,
+    mode: Mode,
+    program: &'static str,
+    limit: Limit,
+}
+
+impl Tuned {
+    /// Nothing but copying.
+    pub const WHOLE: Self = Self::new("rsync-whole", Mode::WholeSynced);
+    /// The delta algorithm.
+    pub const DELTA: Self = Self::new("rsync-delta", Mode::Delta);
+    /// Compression alone.
+    pub const ZSTD: Self = Self::new("rsync-zstd", Mode::Compressed);
+
+    const fn new(name: &'static str, mode: Mode) -> Self {
+        Self {
+            name,
+            mode,
+            program: "rsync",
+            limit: Limit::USUAL,
+        }
+    }
+
+    /// The same by another program and with another limit.
+    #[cfg(test)]
+    pub fn with(self, program: &'static str, limit: Limit) -> Self {
+        Self {
+            program,
+            limit,
+            ..self
+        }
+    }
+}
+
+impl Rival for Tuned {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn settings(&self) -> String {
+        let options = self.mode.options().join(" ");
+        match self.mode {
+            Mode::Delta => format!(
+                "rsync {options} --ignore-times --compare-dest={BASIS} IMAGE rsync://FAR/{MODULE}/ \
+                 (the most similar image is linked there under the new one's name)"
+            ),
+            _ => format!("rsync {options} IMAGE rsync://FAR/{MODULE}/"),
+        }
+    }
+
+    fn version(&self) -> Result<String, String> {
+        let said = tool::ask(self.program, &["--version"])?;
+        let compresses = matches!(self.mode, Mode::Delta | Mode::Compressed);
+        if compresses && !said.split_whitespace().any(|word| word == "zstd") {
+            return Err("rsync is built without zstd".to_owned());
+        }
+        tool::version(self.program, &["--version"])
+    }
+
+    fn expected_bytes(&self, image: &Weight) -> u64 {
+        match self.mode {
+            // Zeros cross the link, too.
+            Mode::Whole | Mode::WholeSynced => image.size_bytes + image.size_bytes / 25,
+            Mode::Delta => {
+                image.limit_bytes * 3 / 2 + image.size_bytes / DELTA_BLOCK * CHECKSUM_BYTES
+            }
+            // The limit is free of repetitions and of what other images have.
+            Mode::Compressed => image.data_bytes * 45 / 100,
+        }
+    }
+
+    fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {
+        let ends = Ends::new(place, dir, self.limit)?;
+        Ok(Box::new(Rsync::with(self.mode, self.program, ends)?))
+    }
+}
+
+/// rsync to a daemon that runs until this is dropped.
+pub struct Rsync<'a> {
+    mode: Mode,
+    program: &'static str,
+    ends: Ends<'a>,
+    port: u16,
+    _daemon: Running,
+}
+
+impl<'a> Rsync<'a> {
+    /// Starts a daemon that stores below `dir`.
+    ///
+    /// # Errors
+    /// When rsync is absent or its daemon does not come up.
+    pub fn start(mode: Mode, dir: &Path, place: Where<'a>) -> Result<Self> {
+        tool::needs(&["rsync"]).map_err(|missing| anyhow!(missing))?;
+        Self::with(mode, "rsync", Ends::new(place, dir, Limit::USUAL)?)
+    }
+
+    fn with(mode: Mode, program: &'static str, ends: Ends<'a>) -> Result<Self> {
+        let config = ends.far_dir().join("rsyncd.conf");
+        // Without a change of user the daemon works in a test without root, too.
+        let ids = if rustix::process::geteuid().is_root() {
+            "uid = 0\ngid = 0\n"
+        } else {
+            ""
+        };
+        fs::write(
+            &config,
+            format!(
+                "use chroot = no\nmax verbosity = 0\n[{MODULE}]\npath = {}\nread only = no\n{ids}",
+                ends.images().display()
+            ),
+        )?;
+        fs::create_dir_all(ends.images().join(BASIS))?;
+        let (daemon, port) = ends.listen("rsync daemon", |port| {
+            let mut command = ends.far(program);
+            command
+                .args(["--daemon", "--no-detach", "--port", &port.to_string()])
+                .args(["--address", ends.far_address(), "--log-file=/dev/null"])
+                .arg("--config")
+                .arg(&config);
+            command
+        })?;
+        Ok(Self {
+            mode,
+            program,
+            ends,
+            port,
+            _daemon: daemon,
+        })
+    }
+
+    /// Its name with its settings.
+    pub fn name(&self) -> String {
+        format!("rsync {}", self.mode.options().join(" "))
+    }
+
+    /// Links the basis to where the daemon looks for a similar file: the delta algorithm goes by name.
+    fn offer(&self, image: &Path, basis: &Path) -> Result<PathBuf> {
+        let link = self
+            .ends
+            .images()
+            .join(BASIS)
+            .join(image.file_name().unwrap_or_default());
+        let _ = fs::remove_file(&link);
+        fs::hard_link(basis, &link)
+            .or_else(|_| std::os::unix::fs::symlink(basis, &link))
+            .with_context(|| format!("cannot link {}", basis.display()))?;
+        Ok(link)
+    }
+}
+
+impl Carrier for Rsync<'_> {
+    fn carry(&mut self, image: &Path, basis: Option<&Path>) -> Result<f64> {
+        let deadline = self.ends.deadline(image)?;
+        let _ = fs::remove_file(self.delivered(image));
+        let mut command = self.ends.near(self.program);
+        command.args(self.mode.options());
+        let link = match basis {
+            Some(basis) if self.mode == Mode::Delta => {
+                // A file of equal size and time would be taken for the image itself.
+                command.args(["--ignore-times", &format!("--compare-dest={BASIS}")]);
+                Some(self.offer(image, basis)?)
+            }
+            _ => None,
+        };
+        let url = format!(
+            "rsync://{}:{}/{MODULE}/",
+            self.ends.far_address(),
+            self.port
+        );
+        command.arg(image).arg(url);
+        let started = Instant::now();
+        self.ends.run(self.program, &mut command, deadline)?;
+        let seconds = started.elapsed().as_secs_f64();
+        if let Some(link) = link {
+            fs::remove_file(link)?;
+        }
+        Ok(seconds)
+    }
+
+    fn delivered(&self, image: &Path) -> PathBuf {
+        self.ends.delivered(image)
+    }
+}
