@@ -7,6 +7,7 @@ mod lines;
 pub mod local;
 mod mover;
 mod pictures;
+pub mod resume;
 pub mod similar;
 mod weights;
 
@@ -166,7 +167,12 @@ impl Lab {
 }
 
 /// Every experiment, in the order of the document.
-pub const ALL: &[&dyn Experiment] = &[&library::Library, &similar::Similar, &growth::Growth];
+pub const ALL: &[&dyn Experiment] = &[
+    &library::Library,
+    &similar::Similar,
+    &resume::Resume,
+    &growth::Growth,
+];
 
 /// The name under which an image is delivered.
 fn file_name(image: &Path) -> String {

@@ -429,3 +429,6 @@ fn over_ideal(rows: &[&Row]) -> Option<Plot> {
         kind: Kind::Lines(lines),
     })
 }
+
+#[cfg(test)]
+mod tests;
