@@ -23,7 +23,7 @@ mkdir -p "$debs"
 mmdebstrap --mode=root --format=directory --variant=extract --quiet --skip=download/empty --skip=cleanup/apt/cache \
   --setup-hook="mkdir -p \"\$1$archives\"" --setup-hook="sync-in '$debs' $archives/" \
   --customize-hook="sync-out $archives '$debs'" \
-  --include=linux-image-amd64,busybox-static,iproute2,iputils-ping,iperf3,kmod,cpio,zstd \
+  --include=linux-image-amd64,dash,busybox-static,iproute2,iputils-ping,iperf3,kmod,cpio,zstd \
   trixie "$work/tree" "$found"
 rm -rf "$work/tree$archives"
 rm -rf "$tree"

@@ -216,16 +216,13 @@ enum Engine {
 
 impl Engine {
     fn up(namespaces: &Namespaces, options: &Options) -> Result<Self> {
-        let netem = match options.engine {
-            EngineKind::Netem => true,
-            EngineKind::User => false,
-            EngineKind::Auto => netem::probe(namespaces).is_ok(),
-        };
-        Ok(if netem {
-            Self::Netem(NetemLink::up(namespaces, options)?)
-        } else {
-            Self::User(UserLink::up(namespaces, options)?)
-        })
+        let user = || Ok(Self::User(UserLink::up(namespaces, options)?));
+        match options.engine {
+            EngineKind::User => user(),
+            EngineKind::Netem => Ok(Self::Netem(NetemLink::up(namespaces, options)?)),
+            EngineKind::Auto if netem::probe(namespaces).is_err() => user(),
+            EngineKind::Auto => Ok(Self::Netem(NetemLink::up(namespaces, options)?)),
+        }
     }
 
     fn set_cut(&self, cut: bool) -> Result<()> {

@@ -12,7 +12,7 @@ use super::queue::Counters;
 use super::{Link, MTU, Options, Side, Unavailable};
 use crate::report::{self, Spread};
 use crate::shell;
-use traffic::{Ping, Server, Udp};
+use traffic::{Ping, Servers, Udp};
 
 /// Headers of a full TCP packet with time stamps, as Linux sends it: 20 of IP, 32 of TCP.
 const TCP_HEADERS: u64 = 52;
@@ -38,6 +38,8 @@ pub struct Finding {
     pub least: f64,
     /// The most that holds.
     pub most: f64,
+    /// Why this machine cannot tell, if it cannot.
+    pub excuse: Option<&'static str>,
 }
 
 impl Finding {
@@ -50,6 +52,7 @@ impl Finding {
             measured: f64::NAN,
             least: 0.0,
             most: 0.0,
+            excuse: None,
         }
     }
 
@@ -65,7 +68,11 @@ impl Finding {
 
     /// Whether the link keeps its word in this.
     pub fn holds(&self) -> bool {
-        (self.least..=self.most).contains(&self.measured)
+        match self.excuse {
+            // What is too much is so even on a slow machine.
+            Some(_) => self.measured.is_nan() || self.measured <= self.most,
+            None => (self.least..=self.most).contains(&self.measured),
+        }
     }
 
     /// In words, for a row that says what is wrong.
@@ -121,7 +128,12 @@ impl Checked {
                 number(finding.measured),
                 number(finding.least),
                 number(finding.most),
-                if finding.holds() { "holds" } else { "BROKEN" }.to_owned(),
+                match (finding.holds(), finding.excuse) {
+                    (true, None) => "holds",
+                    (true, Some(why)) => why,
+                    (false, _) => "BROKEN",
+                }
+                .to_owned(),
             ]);
         }
         table
@@ -147,13 +159,13 @@ pub fn check(options: &Options) -> Result<Checked> {
     let mut findings = check.counters()?;
     let (idle_ms, found) = check.idle()?;
     findings.extend(found);
-    let server = Server::start(&link)?;
+    let servers = Servers::start(&link)?;
     for from in Side::BOTH {
-        findings.extend(check.tcp(&server, from)?);
-        findings.push(check.loss(&server, from)?);
+        findings.extend(check.tcp(&servers, from)?);
+        findings.push(check.loss(&servers, from)?);
     }
-    findings.extend(check.queue(&server, idle_ms)?);
-    drop(server);
+    findings.extend(check.queue(&servers, idle_ms)?);
+    drop(servers);
     findings.extend(check.cut()?);
     Ok(Checked {
         link: options.describe(),
@@ -259,7 +271,7 @@ impl Check<'_> {
     }
 
     /// What TCP gets through, of what the rate leaves after headers.
-    fn tcp(&self, server: &Server, from: Side) -> Result<Option<Finding>> {
+    fn tcp(&self, servers: &Servers, from: Side) -> Result<Option<Finding>> {
         let shape = self.options.shape(from);
         if shape.rate == 0 {
             return Ok(None);
@@ -275,7 +287,7 @@ impl Check<'_> {
             (in_flight / 1.5e6).ceil().clamp(4.0, 16.0) as u32
         };
         let warm_up = (1.0 + 12.0 * rtt_s).ceil() as u32;
-        let measured = server.tcp(self.link, from, streams, 3, warm_up)?;
+        let measured = servers.tcp(self.link, from, streams, 3, warm_up)?;
         let by_loss = match shape.loss {
             loss if loss > 0.0 => {
                 let one = (MTU - TCP_HEADERS) as f64 * 8e-6 / rtt_s * MATHIS / loss.sqrt();
@@ -292,13 +304,13 @@ impl Check<'_> {
                 format!("TCP {}", direction(from)),
                 "Mbit/s",
             )
-            .claims(claim, least, goodput * 1.01)
+            .claims(claim, least, goodput * 1.02)
             .measured(measured),
         ))
     }
 
     /// The share of small datagrams that are lost.
-    fn loss(&self, server: &Server, from: Side) -> Result<Finding> {
+    fn loss(&self, servers: &Servers, from: Side) -> Result<Finding> {
         let rate = self.options.shape(from).rate as f64 * 8.0;
         let mut load = Udp {
             bytes: 100,
@@ -309,21 +321,29 @@ impl Check<'_> {
             // With 28 bytes of headers, well below the rate.
             load.bits = load.bits.min(rate * 0.7 * 100.0 / 128.0);
         }
-        let (sent, lost) = server.udp(self.link, from, &load)?;
+        let overflowed = |traffic: super::Traffic| match from {
+            Side::A => traffic.a_to_b.overflowed,
+            Side::B => traffic.b_to_a.overflowed,
+        };
+        let before = overflowed(self.link.traffic()?);
+        let arrived = servers.udp(self.link, from, &load)?;
+        // A sender that a busy machine let sleep sends a burst when it wakes; what the queue has no room for then is
+        // not lost on the line.
+        let burst = overflowed(self.link.traffic()?) - before;
+        let (sent, lost) = (arrived.sent, arrived.lost.saturating_sub(burst));
         let claim = self.options.loss_percent;
         let (least, most) = interval(claim / 100.0, sent);
-        // The programs at the ends may drop a few when the machine is busy.
         Ok(Finding::new(
             way("loss_there_percent", "loss_back_percent", from),
             format!("UDP loss {}, of {sent}", direction(from)),
             "%",
         )
-        .claims(claim, least * 100.0, most * 100.0 + 0.01)
+        .claims(claim, least * 100.0, most * 100.0)
         .measured(100.0 * lost as f64 / sent.max(1) as f64))
     }
 
     /// How long packets wait behind a queue that is kept full.
-    fn queue(&self, server: &Server, idle_ms: f64) -> Result<Option<Finding>> {
+    fn queue(&self, servers: &Servers, idle_ms: f64) -> Result<Option<Finding>> {
         let shape = self.options.shape(Side::A);
         if shape.rate == 0 {
             return Ok(None);
@@ -332,30 +352,35 @@ impl Check<'_> {
         let excess = 0.25;
         let fill_s = claim / 1000.0 / excess;
         let load = Udp {
-            bytes: 1400,
+            // Six full packets: fragments cost the sender less than datagrams.
+            bytes: 6 * 1480 - 8,
             seconds: fill_s * 1.5 + 2.0,
-            bits: shape.rate as f64 * 8.0 * (1.0 + excess) * 1400.0 / 1428.0,
+            bits: shape.rate as f64 * 8.0 * (1.0 + excess) * 1480.0 / 1500.0,
         };
-        let loading = server.load(self.link, &load)?;
+        let before = self.link.traffic()?.a_to_b.overflowed;
+        let loading = servers.load(self.link, &load)?;
         std::thread::sleep(Duration::from_secs_f64(fill_s * 1.5 + 0.7));
         let times = Ping::new(60, 0.01).run(self.link)?;
         drop(loading);
+        let filled = self.link.traffic()?.a_to_b.overflowed > before;
         let loaded = Spread::of(&times).context("no ping came back under load")?;
-        Ok(Some(
-            Finding::new("queue_ms", "wait in a full queue", "ms")
-                .claims(
-                    claim,
-                    claim * 0.85 - 2.0,
-                    claim * 1.1 + 3.0 + self.options.jitter_ms,
-                )
-                .measured(loaded.median - idle_ms),
-        ))
+        let mut finding = Finding::new("queue_ms", "wait in a full queue", "ms")
+            .claims(
+                claim,
+                claim * 0.85 - 2.0,
+                claim * 1.1 + 3.0 + self.options.jitter_ms,
+            )
+            .measured(loaded.median - idle_ms);
+        if !filled && finding.measured < finding.least {
+            finding.excuse = Some("machine too slow to fill it");
+        }
+        Ok(Some(finding))
     }
 
     /// A cut link carries nothing, a healed one does, at once.
     fn cut(&self) -> Result<Vec<Finding>> {
         self.link.cut()?;
-        let passed = Ping::new(5, 0.02).run(self.link)?.len() as f64;
+        let passed = Ping::new(5, 0.02).wait(0.5).run(self.link)?.len() as f64;
         self.link.heal()?;
         let healed = Instant::now();
         let mut resumed = f64::INFINITY;

@@ -177,7 +177,7 @@ fn mac(side: Side) -> &'static str {
 const FILTERS: [&str; 3] = [
     "qdisc add dev wan0 clsact",
     "filter add dev wan0 egress protocol all pref 1 matchall action pass",
-    "actions add action drop index 7",
+    "actions replace action drop index 7",
 ];
 const CUT: &str = "filter add dev wan0 ingress protocol all pref 1 matchall action gact index 7";
 const HEAL: &str = "filter del dev wan0 ingress protocol all pref 1";
