@@ -148,6 +148,8 @@ pub enum Subject {
     Rival(String),
     /// Nothing but the images.
     Images,
+    /// Nothing but the lab itself.
+    Lab,
 }
 
 /// What a machine may lack.

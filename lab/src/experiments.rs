@@ -4,6 +4,7 @@
 pub mod growth;
 pub mod library;
 mod lines;
+pub mod link;
 pub mod local;
 mod mover;
 mod pictures;
@@ -172,6 +173,7 @@ pub const ALL: &[&dyn Experiment] = &[
     &similar::Similar,
     &resume::Resume,
     &growth::Growth,
+    &link::LinkKeepsItsWord,
 ];
 
 /// The name under which an image is delivered.

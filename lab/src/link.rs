@@ -149,7 +149,7 @@ impl Options {
         )
     }
 
-    /// Links like this one, of each of the lab's rates, round-trip times and losses.
+    /// Links like this one of each of the lab's rates, round-trip times and losses.
     pub fn matrix(&self) -> Vec<Self> {
         let mut all = Vec::new();
         for rate_mbit in [20.0, 100.0, 1000.0] {

@@ -67,6 +67,7 @@ impl<'a> Identities<'a> {
             Subject::Drover => self.drover.clone(),
             Subject::Rival(version) => version.clone(),
             Subject::Images => "the images".to_owned(),
+            Subject::Lab => "the lab".to_owned(),
         };
         let images = read(self.lab, experiment, case, &self.set);
         let mut digest = blake3::Hasher::new();

@@ -14,6 +14,15 @@ fn an_interval_is_as_wide_as_chance() {
 }
 
 #[test]
+fn the_middle_leaves_out_what_is_far_off() {
+    let mut times: Vec<f64> = (0..38).map(f64::from).collect();
+    times.extend([900.0, -900.0]);
+    assert_eq!(middle(&times), 35.0);
+    assert_eq!(middle(&[7.0]), 0.0);
+    assert_eq!(middle(&[]), 0.0);
+}
+
+#[test]
 fn a_finding_holds_inside_its_bounds_only() {
     let finding = Finding::new("x", "least round trip", "ms").claims(40.0, 39.9, 42.0);
     assert!(finding.clone().measured(40.2).holds());
