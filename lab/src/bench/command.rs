@@ -139,6 +139,8 @@ pub fn bench(experiments: &[&dyn Experiment], args: &BenchArgs) -> Result<ExitCo
         return Ok(ExitCode::SUCCESS);
     }
     let _lock = store.lock()?;
+    // What a killed run left goes now, and a directory in which nothing can be made is found now.
+    drop(lab.work("bench")?);
     summary(&lab, &plan);
     // Before the first case, too: a document can then be made even when the run is killed.
     store.save_plan(&plan)?;
