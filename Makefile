@@ -6,7 +6,7 @@ help:
 	@echo "make demo    two sites on loopback, two related images, and what crossed the wire"
 	@echo "make test    every test; ends with the counts"
 	@echo "make lint    format, clippy, documentation, layers"
-	@echo "make bench   the lab: the small image set on loopback, against rsync and the limit"
+	@echo "make bench   the lab: drover against its rivals and the limit, for an hour (MINUTES=60, FULL=1); makes docs/benchmarks.md"
 	@echo "make dist    an optimised, stripped drover with man pages, completions and the systemd unit"
 	@echo "make deps    install what the tests need (Debian)"
 

@@ -138,6 +138,8 @@ pub fn bench(experiments: &[&dyn Experiment], args: &BenchArgs) -> Result<ExitCo
         }
         return Ok(ExitCode::SUCCESS);
     }
+    // Without a build there is nothing to measure.
+    lab.binary()?;
     let _lock = store.lock()?;
     // What a killed run left goes now, and a directory in which nothing can be made is found now.
     drop(lab.work("bench")?);
