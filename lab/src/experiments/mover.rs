@@ -93,8 +93,7 @@ impl By {
 
 /// Every rival, in the order of the document.
 pub fn rivals() -> impl Iterator<Item = By> {
-    const RIVALS: &[&dyn Rival] = &[];
-    RIVALS.iter().map(|rival| By::Rival(*rival))
+    crate::rivals::ALL.iter().map(|rival| By::Rival(*rival))
 }
 
 /// Somebody who is set up at both ends.
@@ -156,6 +155,10 @@ impl<'a> Mover<'a> {
         basis: Option<&Path>,
         deadline: Duration,
     ) -> Result<Carried> {
+        // A library of symbolic links is one, too; rsync would not follow them.
+        let image = &canonical(image)?;
+        let basis = basis.map(canonical).transpose()?;
+        let basis = basis.as_deref();
         // Everyone reads the image from memory, and nobody pays for what another wrote.
         identical(image, image)?;
         rustix::fs::sync();
@@ -190,6 +193,11 @@ impl<'a> Mover<'a> {
             }
         }
     }
+}
+
+fn canonical(image: &Path) -> Result<PathBuf> {
+    let path = image.canonicalize();
+    path.with_context(|| format!("no image {}", image.display()))
 }
 
 /// Whether the delivered file is the original; one that is not there is not.

@@ -106,11 +106,12 @@ impl Experiment for Resume {
 
 /// The image that is sent.
 fn image(lab: &Lab) -> Result<PathBuf> {
-    lab.image(if lab.small {
+    let name = if lab.small {
         "small-one"
     } else {
         "bookworm-plain"
-    })
+    };
+    Ok(lab.image(name)?.canonicalize()?)
 }
 
 /// The reference; what is slow, far and lossy; and what is fast.
