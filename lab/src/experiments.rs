@@ -5,11 +5,11 @@ pub mod growth;
 pub mod library;
 mod lines;
 pub mod link;
-pub mod local;
 mod mover;
 mod pictures;
 pub mod resume;
 pub mod similar;
+pub mod throughput;
 mod weights;
 
 use std::path::{Path, PathBuf};
@@ -172,6 +172,7 @@ pub const ALL: &[&dyn Experiment] = &[
     &library::Library,
     &similar::Similar,
     &resume::Resume,
+    &throughput::Throughput,
     &growth::Growth,
     &link::LinkKeepsItsWord,
 ];
@@ -185,19 +186,5 @@ fn file_name(image: &Path) -> String {
         .into_owned()
 }
 
-/// Fails when a row was not as it must be, after all rows are shown.
-fn all_identical(wrong: &[String]) -> Result<()> {
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    bail!("not delivered as they were: {}", wrong.join(", "))
-}
-
-fn yes_no(value: bool) -> String {
-    if value { "yes" } else { "NO" }.to_owned()
-}
-
 #[cfg(test)]
 mod stand_in;
-#[cfg(test)]
-mod tests;

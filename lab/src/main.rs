@@ -76,8 +76,6 @@ enum Command {
     /// Measure one case, for `bench`.
     #[command(hide = true)]
     Case(bench::CaseArgs),
-    /// Send one image over loopback twice, and by rsync: alternated repetitions.
-    Local(experiments::local::LocalArgs),
 }
 
 fn main() -> ExitCode {
@@ -96,7 +94,6 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Bench(args) => return bench::bench(experiments::ALL, &args),
         Command::Document(args) => bench::make_document(experiments::ALL, &args)?,
         Command::Case(args) => bench::run_case(experiments::ALL, &args)?,
-        Command::Local(args) => experiments::local::run(&args)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -85,6 +85,12 @@ impl Drop for Watch {
     }
 }
 
+/// Processor time of all children of this process that have ended and been waited for, and of theirs.
+pub fn cpu_of_children() -> f64 {
+    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    ticks(&stat, [13, 14]).unwrap_or_default()
+}
+
 /// The cost of a process, unless it is gone or a zombie.
 fn look(pid: u32) -> Option<Cost> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
@@ -101,10 +107,15 @@ fn peak_of(status: &str) -> Option<u64> {
 }
 
 fn cpu_of(stat: &str) -> Option<f64> {
+    ticks(stat, [11, 12])
+}
+
+/// The sum of two fields of `/proc/PID/stat`, in seconds.
+fn ticks(stat: &str, fields: [usize; 2]) -> Option<f64> {
     // The name in brackets may hold anything, brackets too: fields are counted after the last one.
-    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
-    let ticks = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
-    Some(ticks as f64 / TICKS)
+    let all: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let of = |field: usize| all.get(field)?.parse::<u64>().ok();
+    Some((of(fields[0])? + of(fields[1])?) as f64 / TICKS)
 }
 
 #[cfg(test)]
@@ -115,8 +126,9 @@ mod tests {
     fn fields_are_found() {
         assert_eq!(peak_of("Name:\tx\nVmHWM:\t  2048 kB\n"), Some(2 << 20));
         assert_eq!(peak_of("Name:\tzombie\n"), None);
-        let stat = "7 (a) b) S 1 7 7 0 -1 4194560 1 2 3 4 150 50 0 0 20 0 1 0 100 9 9";
+        let stat = "7 (a) b) S 1 7 7 0 -1 4194560 1 2 3 4 150 50 12 8 20 0 1 0 100 9 9";
         assert_eq!(cpu_of(stat), Some(2.0));
+        assert_eq!(ticks(stat, [13, 14]), Some(0.2));
     }
 
     #[test]
