@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
 
-use super::document;
+use super::document::{self, Tool};
 use super::identity;
 use super::plan::{Fate, Filter, Plan, Wish};
 use super::process::Processes;
@@ -90,7 +90,7 @@ pub struct DocumentArgs {
 /// When nothing is kept, or it cannot be written.
 pub fn make_document(experiments: &[&dyn Experiment], args: &DocumentArgs) -> Result<()> {
     let store = Store::at(&args.out, args.small);
-    document::publish(experiments, &store, &args.document)?;
+    document::publish(experiments, &Tool::all(), &store, &args.document)?;
     eprintln!("made {}", args.document.display());
     Ok(())
 }
@@ -163,7 +163,7 @@ pub fn bench(experiments: &[&dyn Experiment], args: &BenchArgs) -> Result<ExitCo
     }
     left_out(&plan);
     if let Some(file) = args.document() {
-        document::publish(experiments, &store, file).context("no document")?;
+        document::publish(experiments, &Tool::all(), &store, file).context("no document")?;
         eprintln!("made {}", file.display());
     }
     if outcome.interrupted {

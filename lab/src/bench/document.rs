@@ -1,6 +1,6 @@
 //! `docs/benchmarks.md`: made from kept results alone, the same text from the same results.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,6 +15,7 @@ use super::store::{Record, Store};
 use super::{Experiment, Plot, Row, Verdict};
 use crate::plot;
 use crate::report::Machine;
+use crate::rivals;
 
 /// A document, and the pictures beside it.
 pub struct Document {
@@ -24,18 +25,44 @@ pub struct Document {
     pub plots: Vec<(String, Plot)>,
 }
 
+/// A tool that drover is compared with.
+pub struct Tool {
+    /// Its name in tables; the subject of its results begins with it.
+    pub name: String,
+    /// How it is called.
+    pub settings: String,
+}
+
+impl Tool {
+    /// Every rival.
+    pub fn all() -> Vec<Self> {
+        let rivals = rivals::ALL.iter();
+        rivals
+            .map(|rival| Self {
+                name: rival.name().to_owned(),
+                settings: rival.settings(),
+            })
+            .collect()
+    }
+}
+
 /// Makes the document of a store and writes it, with its pictures in a directory of the same name.
 ///
 /// # Errors
 /// When there is nothing kept yet, or a file cannot be written.
-pub fn publish(experiments: &[&dyn Experiment], store: &Store, file: &Path) -> Result<()> {
+pub fn publish(
+    experiments: &[&dyn Experiment],
+    tools: &[Tool],
+    store: &Store,
+    file: &Path,
+) -> Result<()> {
     let plan = store
         .load_plan()?
         .context("nothing is measured yet: lab bench")?;
     let records = records(store, &plan);
     let pictures = file.with_extension("");
     let stem = pictures.file_name().context("no file name")?;
-    let document = render(experiments, &plan, &records, &stem.to_string_lossy());
+    let document = render(experiments, tools, &plan, &records, &stem.to_string_lossy());
     fs::create_dir_all(&pictures).with_context(|| format!("cannot make {}", pictures.display()))?;
     let mut made: Vec<PathBuf> = Vec::new();
     for (stem, plot) in &document.plots {
@@ -88,6 +115,7 @@ fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
 /// The document of a plan's records, one for each of its entries. `pictures` is the directory of the pictures.
 pub fn render(
     experiments: &[&dyn Experiment],
+    tools: &[Tool],
     plan: &Plan,
     records: &[Option<Record>],
     pictures: &str,
@@ -99,6 +127,7 @@ pub fn render(
     };
     head(&mut document.text, plan, &machines);
     left_out(&mut document.text, plan, records);
+    compared(&mut document.text, tools, records);
     for experiment in experiments {
         let of: Vec<(&Entry, &Record)> = plan
             .entries
@@ -203,6 +232,27 @@ fn left_out(text: &mut String, plan: &Plan, records: &[Option<Record>]) {
         }
         text.push_str("\n</details>\n\n");
     }
+}
+
+/// The other tools, with the versions that were measured.
+fn compared(text: &mut String, tools: &[Tool], records: &[Option<Record>]) {
+    if tools.is_empty() {
+        return;
+    }
+    text.push_str("## The other tools\n\n| tool | version | how it is called |\n|---|---|---|\n");
+    for Tool { name, settings } in tools {
+        let subjects = records.iter().flatten().map(|r| &r.identity.subject);
+        let versions: BTreeSet<&str> = subjects
+            .filter_map(|subject| subject.strip_prefix(name)?.strip_prefix(' '))
+            .collect();
+        let versions: Vec<&str> = versions.into_iter().collect();
+        let shown = match versions.as_slice() {
+            [] => "not measured".to_owned(),
+            some => cell(&some.join(", ")),
+        };
+        _ = writeln!(text, "| {name} | {shown} | `{}` |", cell(settings));
+    }
+    text.push('\n');
 }
 
 fn section(

@@ -28,7 +28,12 @@ pub fn check(out: &Path, bytes: u64) -> Result<()> {
 
 /// Adds the file system to the reason of a failure when it is that there was no room.
 pub fn explain(why: String, out: &Path) -> String {
-    let full = ["No space left on device", "os error 28", "Disk quota", "to spare"];
+    let full = [
+        "No space left on device",
+        "os error 28",
+        "Disk quota",
+        "to spare",
+    ];
     if full.iter().any(|words| why.contains(words)) {
         format!("{why} [{}]", name_of(out))
     } else {

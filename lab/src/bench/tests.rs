@@ -492,6 +492,7 @@ fn stored(dir: &Path) -> (Lab, Store) {
 fn tiny() -> Tiny {
     let cases = ["good", "older", "error", "skipped"].map(|id| case(id, 0, 1.0));
     let mut cases = cases.to_vec();
+    cases.push(rival("theirs"));
     cases.push(case("dear", 1, 7200.0));
     Tiny(&ABOUT, cases)
 }
@@ -504,7 +505,11 @@ fn the_document_is_as_it_was() {
     let file = dir.path().join("docs/benchmarks.md");
     std::fs::create_dir_all(dir.path().join("docs/benchmarks")).unwrap();
     std::fs::write(dir.path().join("docs/benchmarks/tiny-gone.svg"), "").unwrap();
-    document::publish(&[&tiny], &store, &file).unwrap();
+    let tools = ["rsync", "zstd"].map(|name| document::Tool {
+        name: name.to_owned(),
+        settings: format!("{name} /usr/share/IMAGE | nc"),
+    });
+    document::publish(&[&tiny], &tools, &store, &file).unwrap();
     let text = std::fs::read_to_string(&file).unwrap();
     let golden = include_str!("golden.txt");
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/bench/golden.txt");
@@ -513,7 +518,7 @@ fn the_document_is_as_it_was() {
     }
     assert_eq!(text, golden, "LAB_GOLDEN=1 writes {path} anew");
     // The same again from the same results; pictures of the past are gone.
-    document::publish(&[&tiny], &store, &file).unwrap();
+    document::publish(&[&tiny], &tools, &store, &file).unwrap();
     assert_eq!(std::fs::read_to_string(&file).unwrap(), golden);
     let mut pictures: Vec<String> = std::fs::read_dir(dir.path().join("docs/benchmarks"))
         .unwrap()
