@@ -276,6 +276,14 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
         .copied()
         .partition(|row| row.label("image") == ALL);
     let order = values(&singles, "image");
+    // Who sends more than the data would dwarf everybody else; the table and the times have it.
+    let (singles, dwarfing): (Vec<&Row>, Vec<&Row>) = singles
+        .into_iter()
+        .partition(|row| row.value(key::TELEPORTED).is_some_and(|share| share >= 0.0));
+    let more = match values(&dwarfing, "by") {
+        names if names.is_empty() => String::new(),
+        names => format!("; not shown, as it sends zeros: {}", names.join(", ")),
+    };
     let total: Vec<&Row> = all
         .iter()
         .copied()
@@ -290,7 +298,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
             key::BYTES,
             words(
                 "bytes",
-                format!("Bytes of each image at {link}"),
+                format!("Bytes of each image at {link}{more}"),
                 Axis::linear("MB on the link"),
             ),
         ),
@@ -302,7 +310,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
             Axis::linear("images sent"),
             words(
                 "cumulated",
-                format!("Bytes of all images so far at {link}"),
+                format!("Bytes of all images so far at {link}{more}"),
                 Axis::linear("MB on the link"),
             ),
         ),
@@ -323,7 +331,7 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
             key::TELEPORTED,
             words(
                 "teleported",
-                format!("Share of the data that did not cross the link at {link}"),
+                format!("Share of the data that did not cross the link at {link}{more}"),
                 Axis::linear("percent"),
             ),
         ),

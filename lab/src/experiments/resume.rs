@@ -303,7 +303,17 @@ fn plots(rows: &[Row]) -> Vec<Plot> {
     let Some(link) = links.iter().find(|l| **l == reference).or(links.first()) else {
         return Vec::new();
     };
-    let here = only(&all, "link", link);
+    // Of the undisturbed send nothing is more, and less than nothing is noise.
+    let mut here: Vec<Row> = only(&all, "link", link).into_iter().cloned().collect();
+    here.retain(|row| row.label("what") != Event::Nothing.describe());
+    for row in &mut here {
+        for figure in [EXTRA_MB, EXTRA_SECONDS] {
+            if let Some(value) = row.value(figure) {
+                row.set(figure, value.max(0.0));
+            }
+        }
+    }
+    let here: Vec<&Row> = here.iter().collect();
     let words = |name, title: String, y| Words { name, title, y };
     [
         bars(

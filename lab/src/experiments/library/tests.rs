@@ -256,10 +256,31 @@ fn there_is_a_plot_of_everything_that_was_measured() {
             rows.push(mover::fill(row, &[carried(9.0)], &some_limit(), line));
         }
     }
-    let names: Vec<String> = plots(&rows).into_iter().map(|plot| plot.name).collect();
+    // One that sends the zeros, too.
+    let whole = Carried {
+        link: Some((2_000_000_000, 0)),
+        ..carried(170.0)
+    };
+    for image in ["one", ALL] {
+        let row = row(image, line, "rsync-whole");
+        rows.push(mover::fill(
+            row,
+            std::slice::from_ref(&whole),
+            &some_limit(),
+            line,
+        ));
+    }
+    let plots = plots(&rows);
+    let names: Vec<&str> = plots.iter().map(|plot| plot.name.as_str()).collect();
     assert_eq!(
         names,
         ["bytes", "cumulated", "time", "teleported", "speedup"]
     );
-    assert!(plots(&[]).is_empty());
+    let shown = |name: &str| {
+        let plot = plots.iter().find(|plot| plot.name == name).unwrap();
+        format!("{:?}", plot.kind).contains("rsync-whole")
+    };
+    assert!(shown("time") && shown("speedup") && !shown("bytes") && !shown("cumulated"));
+    assert!(plots[0].title.contains("rsync-whole"));
+    assert!(super::plots(&[]).is_empty());
 }

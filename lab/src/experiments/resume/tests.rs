@@ -63,7 +63,8 @@ fn both_costs_are_drawn() {
         let row = Row::new([("what", what.to_owned()), ("link", REFERENCE.describe())]);
         compare(row, &total(2, 2.0), &total(1, 1.0))
     };
-    let plots = plots(&[row("one"), row("two")]);
+    let plots = super::plots(&[row("one"), row("two")]);
     let names: Vec<&str> = plots.iter().map(|plot| plot.name.as_str()).collect();
     assert_eq!(names, ["bytes", "seconds"]);
+    assert!(super::plots(&[row(Event::Nothing.describe())]).is_empty());
 }
