@@ -1,14 +1,21 @@
 //! The experiments: each drives the real `drover` and its rivals, compares every result file with its
 //! original, and hands out rows.
 
+pub mod blocks;
+pub mod caches;
 pub mod growth;
+pub mod heads;
 pub mod library;
 mod lines;
 pub mod link;
+mod matching;
+pub mod memory;
 mod mover;
 mod pictures;
 pub mod resume;
+pub mod sequences;
 pub mod similar;
+mod synthetic;
 pub mod throughput;
 mod weights;
 
@@ -174,6 +181,11 @@ pub const ALL: &[&dyn Experiment] = &[
     &resume::Resume,
     &throughput::Throughput,
     &growth::Growth,
+    &blocks::Blocks,
+    &heads::Heads,
+    &caches::Caches,
+    &sequences::Sequences,
+    &memory::Memory,
     &link::LinkKeepsItsWord,
 ];
 

@@ -74,7 +74,7 @@ impl Known {
             limit_bytes: 0,
         };
         let mut compressed = compressor()?;
-        each_block(&file, size_bytes, |block| {
+        each_piece(&file, size_bytes, BLOCK_SIZE, |block| {
             limit.data_blocks += 1;
             let key = key_of(block);
             if self.earlier.contains(&key) {
@@ -111,7 +111,7 @@ pub fn digests(path: &Path) -> Result<HashSet<u128>> {
     let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     let size = file.metadata()?.len();
     let mut digests = HashSet::new();
-    each_block(&file, size, |block| {
+    each_piece(&file, size, BLOCK_SIZE, |block| {
         digests.insert(key_of(block));
         Ok(())
     })
@@ -166,7 +166,7 @@ fn table(limits: &[Limit]) -> Table {
 }
 
 /// Counts what it is given and keeps nothing.
-struct Count(u64);
+pub struct Count(pub u64);
 
 impl Write for Count {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -179,7 +179,11 @@ impl Write for Count {
     }
 }
 
-fn compressor() -> io::Result<Encoder<'static, Count>> {
+/// `zstd -3 --long=27`, which only counts what comes out.
+///
+/// # Errors
+/// When the compressor cannot be made.
+pub fn compressor() -> io::Result<Encoder<'static, Count>> {
     let mut encoder = Encoder::new(Count(0), LEVEL)?;
     encoder.window_log(WINDOW_LOG)?;
     encoder.long_distance_matching(true)?;
@@ -188,35 +192,41 @@ fn compressor() -> io::Result<Encoder<'static, Count>> {
     Ok(encoder)
 }
 
-fn key_of(block: &[u8]) -> u128 {
+/// What stands for a block: the first half of its digest.
+pub fn key_of(block: &[u8]) -> u128 {
     let mut half = [0; 16];
     half.copy_from_slice(&blake3::hash(block).as_bytes()[..16]);
     u128::from_le_bytes(half)
 }
 
-/// Calls `f` for every non-zero block, skipping holes; the last block may be short.
-fn each_block(
+/// Calls `f` for every aligned piece of `piece` bytes (a power of two, at most 1 MiB) that is not zero, skipping holes; the last
+/// one may be short.
+///
+/// # Errors
+/// What reading reports, or `f`.
+pub fn each_piece(
     file: &File,
     size: u64,
+    piece: usize,
     mut f: impl FnMut(&[u8]) -> io::Result<()>,
 ) -> io::Result<()> {
     let mut buffer = vec![0; READ];
     let mut at = 0;
     while at < size {
         let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            Ok(offset) => offset / BLOCK_SIZE_U64 * BLOCK_SIZE_U64,
+            Ok(offset) => offset,
             Err(rustix::io::Errno::NXIO) => break,
             Err(error) => return Err(error.into()),
         };
-        let hole = rustix::fs::seek(file, SeekFrom::Hole(data.max(at)))?;
-        let end = hole.next_multiple_of(BLOCK_SIZE_U64).min(size);
-        at = data.max(at);
+        let hole = rustix::fs::seek(file, SeekFrom::Hole(data))?;
+        let end = hole.next_multiple_of(piece as u64).min(size);
+        at = at.max(data / piece as u64 * piece as u64);
         while at < end {
             let take = (end - at).min(READ as u64) as usize;
             file.read_exact_at(&mut buffer[..take], at)?;
-            for block in buffer[..take].chunks(BLOCK_SIZE) {
-                if !is_zero(block) {
-                    f(block)?;
+            for piece in buffer[..take].chunks(piece) {
+                if !is_zero(piece) {
+                    f(piece)?;
                 }
             }
             at += take as u64;
@@ -292,5 +302,27 @@ mod tests {
         assert_eq!(known.add(&odd).unwrap().unique_blocks, 2);
         assert_eq!(known.add(&empty).unwrap().data_blocks, 0);
         assert_eq!(known.add(&hole).unwrap().data_blocks, 0);
+    }
+
+    #[test]
+    fn pieces_larger_than_extents_are_read_whole_and_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut blocks = vec![None; 600];
+        for (seed, at) in [1, 33, 34, 70, 515].into_iter().enumerate() {
+            blocks[at] = Some(seed as u64);
+        }
+        let path = image(dir.path(), "sparse", &blocks);
+        let (file, size) = (File::open(&path).unwrap(), 600 * BLOCK_SIZE_U64);
+        let whole = std::fs::read(&path).unwrap();
+        for bytes in [512, 4 << 10, 64 << 10, 128 << 10, 1 << 20] {
+            let mut pieces = Vec::new();
+            each_piece(&file, size, bytes, |piece| {
+                pieces.push(piece.to_vec());
+                Ok(())
+            })
+            .unwrap();
+            let expected = whole.chunks(bytes).filter(|piece| !is_zero(piece));
+            assert!(pieces.iter().eq(expected), "{bytes}");
+        }
     }
 }

@@ -76,6 +76,9 @@ enum Command {
     /// Measure one case, for `bench`.
     #[command(hide = true)]
     Case(bench::CaseArgs),
+    /// Digests through the matcher, for the memory experiment: its process has nothing else in it.
+    #[command(hide = true)]
+    Walk(experiments::memory::WalkArgs),
 }
 
 fn main() -> ExitCode {
@@ -94,6 +97,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Bench(args) => return bench::bench(experiments::ALL, &args),
         Command::Document(args) => bench::make_document(experiments::ALL, &args)?,
         Command::Case(args) => bench::run_case(experiments::ALL, &args)?,
+        Command::Walk(args) => experiments::memory::walk(&args)?,
     }
     Ok(ExitCode::SUCCESS)
 }
