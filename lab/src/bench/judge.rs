@@ -85,6 +85,19 @@ fn words(panic: &(dyn Any + Send)) -> &str {
         .unwrap_or("without a word")
 }
 
+/// Whether a row is about a rival. A case of drover may measure rivals by its side, in turn: `by` tells.
+fn is_rivals(case: &Case, row: &Row) -> bool {
+    let by = row.label("by");
+    let own = ["drover", "limit", "ideal"]
+        .iter()
+        .any(|own| by.starts_with(own));
+    match case.subject {
+        Subject::Rival(_) => true,
+        // A case that could not be measured at all has only its own name.
+        _ => !by.is_empty() && !own && by != case.id,
+    }
+}
+
 /// What a run says to the program that started it; the lowest number but 0 wins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exit {
@@ -96,8 +109,8 @@ pub struct Exit {
 impl Exit {
     /// Takes in the rows of a case.
     pub fn see(&mut self, case: &Case, rows: &[Row]) {
-        let rival = matches!(case.subject, Subject::Rival(_));
         for row in rows {
+            let rival = is_rivals(case, row);
             match row.verdict {
                 Verdict::Good => {}
                 // A rival that is not installed is nothing that a run must have.

@@ -313,6 +313,14 @@ fn the_exit_code_tells_whose_fault_it_is() {
     assert_eq!(code(vec![rival("error"), case("good", 0, 1.0)]), 3);
     assert_eq!(code(vec![rival("error"), case("wrong", 0, 1.0)]), 1);
     assert_eq!(Exit::default().code(), 0);
+    // Who is measured beside drover in one case is told by the row.
+    for (by, code) in [("drover, again", 1), ("limit", 1), ("rsync --fsync", 3)] {
+        let mut row = Row::new([("by", by.to_owned())]);
+        row.verdict = Verdict::Failed("broken".to_owned());
+        let mut exit = Exit::default();
+        exit.see(&case("all", 0, 1.0), &[row]);
+        assert_eq!(exit.code(), code, "{by}");
+    }
 }
 
 #[test]

@@ -89,6 +89,10 @@ impl Experiment for Library {
         plots(rows)
     }
 
+    fn is_headline(&self, row: &Row) -> bool {
+        row.label("image") == ALL || row.label("link") == REFERENCE.describe()
+    }
+
     fn images(&self, lab: &Lab, _case: &Case) -> Option<Vec<PathBuf>> {
         in_order(lab).ok()
     }

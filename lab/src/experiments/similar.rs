@@ -123,6 +123,10 @@ impl Experiment for Similar {
         plots(rows)
     }
 
+    fn is_headline(&self, row: &Row) -> bool {
+        row.label("link") == REFERENCE.describe()
+    }
+
     fn images(&self, lab: &Lab, case: &Case) -> Option<Vec<PathBuf>> {
         let mut images: Vec<PathBuf> = job(lab, case)?
             .scenarios
