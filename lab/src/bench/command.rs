@@ -193,8 +193,19 @@ impl<'a> Told<'a> {
     }
 }
 
+/// Processes that ran or wanted to during the last minute, by the kernel's count.
+fn load() -> Option<f64> {
+    let line = std::fs::read_to_string("/proc/loadavg").ok()?;
+    line.split(' ').next()?.parse().ok()
+}
+
 /// What will be measured, before it is.
 fn summary(lab: &Lab, plan: &Plan) {
+    if let Some(load) = load().filter(|load| *load > 0.5 * plan.machine.cores as f64) {
+        eprintln!(
+            "WARNING this machine is busy (load {load}): times will be longer than drover's and its rivals' own"
+        );
+    }
     let images = identity::set(lab);
     eprintln!(
         "{} image(s), {} MiB on disk; {}",
