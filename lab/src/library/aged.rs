@@ -11,13 +11,13 @@ mod packages;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
 
 use super::cache::{self, Cache};
 use super::debian::{self, Built};
-use super::mount::{self, Mounted};
+use super::mount::Mounted;
 use super::progress::Step;
 use super::table::{Fs, Spec};
 use super::{ext4, jail};
@@ -26,6 +26,8 @@ use crate::shell;
 /// From what all that is random about ageing grows.
 pub const SEED: u64 = 0x0061_6765;
 const LOG_BYTES: usize = 48 << 20;
+/// How long after its installation a machine is "aged".
+const AGE: Duration = Duration::from_secs(120 * 86_400);
 /// How often the database and the logs take turns.
 const ROUNDS: u64 = 2;
 
@@ -33,12 +35,19 @@ const ROUNDS: u64 = 2;
 ///
 /// # Errors
 /// Without root, when `base` is in use, when packages cannot be fetched, when the disk is full.
-pub fn by_mount(cache: &Cache, spec: &Spec, suite: &str, base: &Path, out: &Path) -> Result<Built> {
+pub fn by_mount(
+    cache: &Cache,
+    spec: &Spec,
+    suite: &str,
+    base: &Path,
+    installed_at: u64,
+    out: &Path,
+) -> Result<Built> {
     let name = &spec.name;
+    let time = SystemTime::UNIX_EPOCH + Duration::from_secs(installed_at) + AGE;
     if !jail::is_root() {
         anyhow::bail!("ageing an installed system needs root: its packages' scripts run in it");
     }
-    mount::check_still(base)?;
     copy(base, out)?;
     let mounted = Mounted::new(out, cache.work.join(format!("{name}.mnt")), spec.fs, false)?;
     let root = mounted.at.as_path();
@@ -56,14 +65,14 @@ pub fn by_mount(cache: &Cache, spec: &Spec, suite: &str, base: &Path, out: &Path
     }
     {
         let _step = Step::new(name, "changing files");
-        built.notes.push(files::churn(root, name)?);
+        built.notes.push(files::churn(root, time)?);
     }
     let mut rng = fastrand::Rng::with_seed(SEED);
     for round in 0..ROUNDS {
         {
             let _step = Step::new(name, "growing logs");
             let bytes = LOG_BYTES / usize::try_from(ROUNDS)?;
-            files::grow_logs(&root.join("var/log"), bytes, name, &mut rng)?;
+            files::grow_logs(&root.join("var/log"), bytes, time, &mut rng)?;
         }
         let _step = Step::new(name, "running its database");
         match database::run(cache, root, &debs, round) {
@@ -98,12 +107,18 @@ fn copy(base: &Path, out: &Path) -> Result<()> {
 ///
 /// # Errors
 /// When `debugfs` or `mke2fs` fail.
-pub fn by_tree(cache: &Cache, spec: &Spec, base: &Path, out: &Path) -> Result<Built> {
+pub fn by_tree(
+    cache: &Cache,
+    spec: &Spec,
+    base: &Path,
+    installed_at: u64,
+    out: &Path,
+) -> Result<Built> {
     let name = &spec.name;
+    let time = SystemTime::UNIX_EPOCH + Duration::from_secs(installed_at) + AGE;
     if spec.fs != Fs::Ext4 || !shell::have("debugfs") {
         anyhow::bail!("ageing as a tree needs ext4 and debugfs (e2fsprogs)");
     }
-    mount::check_still(base)?;
     let _step = Step::new(name, "ageing a tree");
     let tree = cache.work.join(name);
     cache::remove_tree(&tree)?;
@@ -111,9 +126,9 @@ pub fn by_tree(cache: &Cache, spec: &Spec, base: &Path, out: &Path) -> Result<Bu
     let dump = format!("rdump / \"{}\"", tree.display());
     shell::run(Command::new("debugfs").args(["-R", &dump]).arg(base))
         .context("cannot take the files out of the base")?;
-    let mut notes = vec![files::churn(&tree, name)?];
+    let mut notes = vec![files::churn(&tree, time)?];
     let mut rng = fastrand::Rng::with_seed(SEED);
-    files::grow_logs(&tree.join("var/log"), LOG_BYTES / 8, name, &mut rng)?;
+    files::grow_logs(&tree.join("var/log"), LOG_BYTES / 8, time, &mut rng)?;
     notes.push(format!("logs grew by {} MiB", LOG_BYTES >> 23));
     notes.push(files::grow_table(&tree.join("var/lib/table"), &mut rng)?);
     ext4::make(&tree, out, name)?;

@@ -143,7 +143,7 @@ fn install(
         cache.work.join(format!("{name}.order")).display()
     );
     let mut command = jail::command(LIMIT, "mmdebstrap");
-    command.args(["--variant=important", "--quiet"]);
+    command.arg("--variant=important");
     command.args(["--skip=essential/unlink", "--skip=download/empty"]);
     if jail::is_root() {
         command.args(["--mode=root", "--format=directory"]);
@@ -165,11 +165,12 @@ fn install(
         } else {
             tree.join("tar")
         })
-        .arg(sources)
+        .arg(&sources)
         .env("SOURCE_DATE_EPOCH", ext4::time_of(name).to_string())
         .env("DEBIAN_FRONTEND", "noninteractive");
-    jail::run("mmdebstrap", &mut command, None)?;
-    Ok(())
+    let done = jail::run("mmdebstrap", &mut command, None);
+    fs::remove_file(&sources)?;
+    done.map(drop)
 }
 
 /// The line that mounts a machine's root.

@@ -147,15 +147,15 @@ pub fn announce(table: &Table, missing: &[&Spec], dir: &Path) -> Result<()> {
         eprintln!(
             "free in {}: {}, needed: about {}",
             place.display(),
-            gib(free),
-            gib(needed)
+            size(free),
+            size(needed)
         );
         if needed > free {
             bail!(
                 "{} has {} free, about {} are needed: make room, build fewer (--only), or go elsewhere (--dir, TMPDIR)",
                 place.display(),
-                gib(free),
-                gib(needed)
+                size(free),
+                size(needed)
             );
         }
     }
@@ -179,7 +179,10 @@ fn row(name: &str, of: &str, cost: Cost) -> [String; 5] {
 }
 
 #[allow(clippy::cast_precision_loss)] // for people
-fn gib(bytes: u64) -> String {
+fn size(bytes: u64) -> String {
+    if bytes < 10 << 30 {
+        return format!("{} MiB", bytes / MIB);
+    }
     format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
 }
 

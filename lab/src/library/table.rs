@@ -193,6 +193,15 @@ impl Table {
         }
     }
 
+    /// The set that an image is in.
+    pub fn set_of(&self, name: &str) -> Set {
+        if self.small.iter().any(|s| s.name == name) {
+            Set::Small
+        } else {
+            Set::Full
+        }
+    }
+
     /// An image of either set.
     pub fn find(&self, name: &str) -> Option<&Spec> {
         self.full.iter().chain(&self.small).find(|s| s.name == name)

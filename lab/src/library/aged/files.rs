@@ -4,7 +4,7 @@ use std::fs::{self, File, FileTimes};
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use anyhow::{Context, Result};
 
@@ -14,8 +14,7 @@ use crate::library::ext4;
 ///
 /// # Errors
 /// When the disk is full.
-pub fn churn(root: &Path, name: &str) -> Result<String> {
-    let time = time_of(name);
+pub fn churn(root: &Path, time: SystemTime) -> Result<String> {
     let mut files = Vec::new();
     for dir in ["usr/share", "usr/lib", "etc", "home", "srv"] {
         regular_files(&root.join(dir), &mut files);
@@ -73,10 +72,6 @@ fn is_text(path: &Path) -> bool {
         || path.starts_with("etc/cron.d")
 }
 
-fn time_of(name: &str) -> SystemTime {
-    SystemTime::UNIX_EPOCH + Duration::from_secs(ext4::time_of(name))
-}
-
 fn stamp(file: &File, time: SystemTime) -> std::io::Result<()> {
     file.set_times(FileTimes::new().set_accessed(time).set_modified(time))
 }
@@ -98,9 +93,13 @@ fn regular_files(dir: &Path, out: &mut Vec<PathBuf>) {
 ///
 /// # Errors
 /// When the disk is full.
-pub fn grow_logs(dir: &Path, bytes: usize, name: &str, rng: &mut fastrand::Rng) -> Result<()> {
+pub fn grow_logs(
+    dir: &Path,
+    bytes: usize,
+    time: SystemTime,
+    rng: &mut fastrand::Rng,
+) -> Result<()> {
     fs::create_dir_all(dir)?;
-    let time = time_of(name);
     for (name, share) in [("syslog", 6), ("auth.log", 3), ("kern.log", 1)] {
         let path = dir.join(name);
         let mut file = BufWriter::new(
@@ -208,9 +207,15 @@ mod tests {
         for dir in [&one, &two] {
             tree(dir.path());
             let before = crate::library::filesystem::files_digest(dir.path()).unwrap();
-            said.push(churn(dir.path(), "test").unwrap());
+            said.push(churn(dir.path(), SystemTime::UNIX_EPOCH).unwrap());
             let mut rng = fastrand::Rng::with_seed(1);
-            grow_logs(&dir.path().join("srv/log"), 100_000, "test", &mut rng).unwrap();
+            grow_logs(
+                &dir.path().join("srv/log"),
+                100_000,
+                SystemTime::UNIX_EPOCH,
+                &mut rng,
+            )
+            .unwrap();
             grow_table(&dir.path().join("srv/table"), &mut rng).unwrap();
             let after = crate::library::filesystem::files_digest(dir.path()).unwrap();
             assert_ne!(before, after);
