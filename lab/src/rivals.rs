@@ -1,9 +1,14 @@
 //! What else carries an image from here to there. Each with its own best settings, behind one trait.
 
+mod borg;
+mod casync;
 mod ends;
+mod nbd;
 mod process;
+mod restic;
 mod rsync;
 mod tool;
+mod zstd;
 
 use std::path::{Path, PathBuf};
 
@@ -63,9 +68,14 @@ pub struct Weight {
 
 /// Every rival, in the order of the document.
 pub const ALL: &[&dyn Rival] = &[
+    &zstd::Zstd::BEST,
     &rsync::Tuned::WHOLE,
     &rsync::Tuned::DELTA,
     &rsync::Tuned::ZSTD,
+    &casync::Casync::BEST,
+    &nbd::QemuNbd::BEST,
+    &restic::Restic::BEST,
+    &borg::Borg::BEST,
 ];
 
 /// The rival of that name.

@@ -1,7 +1,9 @@
 //! The two ends between which a rival carries: its commands, its directories, its deadline.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -9,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::process::{Deadline, Running};
+use crate::link::Side;
 use crate::site::Where;
 
 /// How often a daemon is started when another program was faster to take its port.
@@ -84,6 +87,14 @@ impl<'a> Ends<'a> {
         self.place.far_address()
     }
 
+    /// The address of the near end.
+    pub fn near_address(&self) -> &'static str {
+        match self.place {
+            Where::Loopback => "127.0.0.1",
+            Where::Over(_) => Side::A.address(),
+        }
+    }
+
     /// A command at the near end.
     pub fn near(&self, program: &str) -> Command {
         self.place.near(Path::new(program))
@@ -151,6 +162,48 @@ impl<'a> Ends<'a> {
     /// When it fails or is killed at the deadline.
     pub fn sync_far(&self, file: &Path, deadline: Deadline) -> Result<()> {
         self.run("sync", self.far("sync").arg(file), deadline)
+    }
+
+    /// Writes a script that tools can call.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn script(&self, path: PathBuf, text: &str) -> Result<PathBuf> {
+        fs::write(&path, format!("#!/bin/bash\n{text}\n"))?;
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+        Ok(path)
+    }
+
+    /// A TCP server at the far end: for each connection it becomes `program`, which has the socket as its standard
+    /// input and output and the far end's directory as its own. socat is gone by then, so it costs nothing.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn serve(
+        &self,
+        what: &str,
+        program: &str,
+        env: &[(&str, &OsStr)],
+    ) -> Result<(Running, u16)> {
+        self.listen(what, |port| {
+            let address = self.far_address();
+            let mut command = self.far("socat");
+            command
+                .arg(format!("TCP-LISTEN:{port},bind={address},reuseaddr,fork"))
+                .arg(format!("EXEC:{program},nofork"))
+                .current_dir(self.far_dir())
+                .envs(env.iter().copied());
+            command
+        })
+    }
+
+    /// A command for the near end that is a pipe to [`Ends::serve`]. What has closed one way may take long to answer
+    /// the other.
+    pub fn pipe(&self, port: u16) -> String {
+        format!(
+            "socat -b 262144 -t 86400 - TCP:{}:{port}",
+            self.far_address()
+        )
     }
 
     fn said(&self, what: &str) -> PathBuf {

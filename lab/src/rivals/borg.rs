@@ -1,0 +1,158 @@
+//! Borg as a carrier: a backup here into a repository at the far end, extracted there.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::ends::{Ends, Limit};
+use super::process::{Deadline, Running};
+use super::tool;
+use super::{Carrier, Rival, Weight};
+use crate::site::Where;
+
+/// Borg over what would be its ssh connection.
+///
+/// Compression by zstd at its own level. BLAKE2 keys: borg's fastest encryption, so that it does what restic and drover do.
+/// Borg has one thread.
+pub struct Borg {
+    pub(super) program: &'static str,
+    pub(super) limit: Limit,
+}
+
+impl Borg {
+    /// As above.
+    pub const BEST: Self = Self {
+        program: "borg",
+        limit: Limit::USUAL,
+    };
+}
+
+const CREATE: &[&str] = &[
+    "create",
+    "--compression",
+    "zstd,3",
+    "--chunker-params",
+    CHUNKER,
+    "--files-cache",
+    "disabled",
+];
+const CHUNKER: &str = "buzhash,19,23,21,4095";
+const PASSWORD: &str = "thrown away";
+const SETUP: Duration = Duration::from_secs(60);
+
+impl Rival for Borg {
+    fn name(&self) -> &'static str {
+        "borg"
+    }
+
+    fn settings(&self) -> String {
+        format!(
+            "borg init --encryption repokey-blake2; borg {} ssh://FAR/./repo::N IMAGE; \
+             borg extract --sparse REPO::N; sync FILE",
+            CREATE.join(" ")
+        )
+    }
+
+    fn version(&self) -> Result<String, String> {
+        tool::needs(&["socat"])?;
+        tool::version(self.program, &["--version"])
+    }
+
+    fn expected_bytes(&self, image: &Weight) -> u64 {
+        // Chunks of 2 MiB find less than blocks do, and are compressed one by one.
+        image.limit_bytes + (image.data_bytes * 45 / 100).saturating_sub(image.limit_bytes) * 2 / 3
+    }
+
+    fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {
+        let ends = Ends::new(place, dir, self.limit)?;
+        let repository = ends.far_dir().join("repo");
+        if !repository.exists() {
+            let mut command = borg(ends.far(self.program), &ends.far_dir());
+            command
+                .args(["init", "--encryption", "repokey-blake2"])
+                .arg(&repository);
+            ends.run("borg init", &mut command, Deadline::after(SETUP))?;
+        }
+        let serve = ends.script(
+            ends.far_dir().join("serve"),
+            &format!("exec {} serve", self.program),
+        )?;
+        let env: Vec<(&str, OsString)> = environment(&ends.far_dir());
+        let env: Vec<(&str, &OsStr)> = env.iter().map(|(k, v)| (*k, v.as_os_str())).collect();
+        debug_assert!(serve.ends_with("serve"));
+        let (server, port) = ends.serve("borg serve", "./serve", &env)?;
+        // It is called with a host and a command, which the far end knows already.
+        let shell = ends.script(
+            ends.near_dir().join("rsh"),
+            &format!("exec {}", ends.pipe(port)),
+        )?;
+        Ok(Box::new(Repository {
+            program: self.program,
+            ends,
+            repository,
+            shell,
+            carried: 0,
+            _server: server,
+        }))
+    }
+}
+
+struct Repository<'a> {
+    program: &'static str,
+    ends: Ends<'a>,
+    repository: PathBuf,
+    shell: PathBuf,
+    carried: u32,
+    _server: Running,
+}
+
+/// A borg whose state is below `home`, and that asks nothing.
+fn borg(mut command: Command, home: &Path) -> Command {
+    command.envs(environment(home));
+    command
+}
+
+fn environment(home: &Path) -> Vec<(&'static str, OsString)> {
+    vec![
+        ("BORG_BASE_DIR", home.join("borg").into_os_string()),
+        ("HOME", home.to_owned().into_os_string()),
+        ("BORG_PASSPHRASE", PASSWORD.into()),
+        ("BORG_RELOCATED_REPO_ACCESS_IS_OK", "yes".into()),
+    ]
+}
+
+impl Carrier for Repository<'_> {
+    fn carry(&mut self, image: &Path, _basis: Option<&Path>) -> Result<f64> {
+        let deadline = self.ends.deadline(image)?;
+        let image = image.canonicalize()?;
+        let delivered = self.delivered(&image);
+        let _ = fs::remove_file(&delivered);
+        self.carried += 1;
+        let archive = format!("{}-{}", std::process::id(), self.carried);
+        let mut create = borg(self.ends.near(self.program), &self.ends.near_dir());
+        create
+            .env("BORG_RSH", &self.shell)
+            .args(CREATE)
+            .arg(format!("ssh://far/./repo::{archive}"))
+            .arg(image.file_name().unwrap_or_default())
+            .current_dir(image.parent().context("no directory")?);
+        let mut extract = borg(self.ends.far(self.program), &self.ends.far_dir());
+        extract
+            .args(["extract", "--sparse"])
+            .arg(format!("{}::{archive}", self.repository.display()))
+            .current_dir(self.ends.images());
+        let started = Instant::now();
+        self.ends.run("borg create", &mut create, deadline)?;
+        self.ends.run("borg extract", &mut extract, deadline)?;
+        self.ends.sync_far(&delivered, deadline)?;
+        Ok(started.elapsed().as_secs_f64())
+    }
+
+    fn delivered(&self, image: &Path) -> PathBuf {
+        self.ends.delivered(image)
+    }
+}

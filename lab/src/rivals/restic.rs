@@ -1,0 +1,180 @@
+//! restic as a carrier: a backup here into a repository at the far end, restored there.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+
+use super::ends::{Ends, Limit};
+use super::process::{Deadline, Running};
+use super::tool;
+use super::{Carrier, Rival, Weight};
+use crate::shell;
+use crate::site::Where;
+
+/// restic to a `rest-server` where there is one, else to an SFTP server.
+///
+/// Repository version 2, whose chunks are compressed by zstd. Sixteen requests at a time, since each waits for a round trip.
+/// Encryption cannot be turned off.
+pub struct Restic {
+    pub(super) program: &'static str,
+    pub(super) limit: Limit,
+}
+
+impl Restic {
+    /// As above.
+    pub const BEST: Self = Self {
+        program: "restic",
+        limit: Limit::USUAL,
+    };
+}
+
+/// Where systems keep the SFTP server.
+const SFTP: &[&str] = &[
+    "/usr/lib/openssh/sftp-server",
+    "/usr/libexec/openssh/sftp-server",
+    "/usr/lib/ssh/sftp-server",
+    "/usr/libexec/sftp-server",
+];
+const PASSWORD: &str = "thrown away";
+const SETUP: Duration = Duration::from_secs(60);
+
+fn sftp_server() -> Result<&'static str, String> {
+    let found = SFTP.iter().find(|path| Path::new(path).is_file());
+    found
+        .copied()
+        .ok_or_else(|| "there is neither rest-server nor sftp-server".to_owned())
+}
+
+impl Rival for Restic {
+    fn name(&self) -> &'static str {
+        "restic"
+    }
+
+    fn settings(&self) -> String {
+        let server = if shell::have("rest-server") {
+            "rest:http://FAR/ -o rest.connections=16"
+        } else {
+            "sftp:FAR:repo -o sftp.connections=16"
+        };
+        format!(
+            "restic backup -r {server} --compression auto IMAGE; restic restore latest -r REPO \
+             [--sparse, where restic has it]; sync FILE (repository version 2)"
+        )
+    }
+
+    fn version(&self) -> Result<String, String> {
+        if !shell::have("rest-server") {
+            tool::needs(&["socat"])?;
+            sftp_server()?;
+        }
+        tool::version(self.program, &["version"])
+    }
+
+    fn expected_bytes(&self, image: &Weight) -> u64 {
+        // Chunks of 1 MiB find less than blocks do, and are compressed one by one.
+        image.limit_bytes + (image.data_bytes * 45 / 100).saturating_sub(image.limit_bytes) / 2
+    }
+
+    fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {
+        let ends = Ends::new(place, dir, self.limit)?;
+        let repository = ends.far_dir().join("repo");
+        if !repository.exists() {
+            let mut command = restic(ends.far(self.program), &ends.far_dir());
+            command
+                .args(["init", "--repository-version", "2", "--repo"])
+                .arg(&repository);
+            ends.run("restic init", &mut command, Deadline::after(SETUP))?;
+        }
+        let (server, remote) = if shell::have("rest-server") {
+            let (server, port) = ends.listen("rest-server", |port| {
+                let mut command = ends.far("rest-server");
+                command
+                    .args(["--no-auth", "--listen"])
+                    .arg(format!("{}:{port}", ends.far_address()))
+                    .arg("--path")
+                    .arg(ends.far_dir());
+                command
+            })?;
+            let url = format!("rest:http://{}:{port}/repo/", ends.far_address());
+            (server, vec![url, "rest.connections=16".to_owned()])
+        } else {
+            let program = sftp_server().map_err(|missing| anyhow!(missing))?;
+            let (server, port) = ends.serve("sftp-server", program, &[])?;
+            let pipe = format!("sftp.command={}", ends.pipe(port));
+            let connections = "sftp.connections=16".to_owned();
+            (server, vec!["sftp:far:repo".to_owned(), connections, pipe])
+        };
+        // Older ones write the zeros out.
+        let sparse = tool::ask(self.program, &["restore", "--help"])
+            .is_ok_and(|help| help.contains("--sparse"));
+        Ok(Box::new(Repository {
+            program: self.program,
+            ends,
+            repository,
+            remote,
+            sparse,
+            _server: server,
+        }))
+    }
+}
+
+struct Repository<'a> {
+    program: &'static str,
+    ends: Ends<'a>,
+    repository: PathBuf,
+    /// What the near end calls the repository, and options for it.
+    remote: Vec<String>,
+    sparse: bool,
+    _server: Running,
+}
+
+/// A restic whose state is below `home`.
+fn restic(mut command: Command, home: &Path) -> Command {
+    command
+        .env("RESTIC_PASSWORD", PASSWORD)
+        .env("RESTIC_CACHE_DIR", home.join("cache"))
+        .env("RESTIC_COMPRESSION", "auto")
+        .env("HOME", home)
+        .arg("--quiet");
+    command
+}
+
+impl Carrier for Repository<'_> {
+    fn carry(&mut self, image: &Path, _basis: Option<&Path>) -> Result<f64> {
+        let deadline = self.ends.deadline(image)?;
+        let image = image.canonicalize()?;
+        let name = image.file_name().unwrap_or_default();
+        let delivered = self.delivered(&image);
+        let _ = fs::remove_file(&delivered);
+        let mut backup = restic(self.ends.near(self.program), &self.ends.near_dir());
+        backup.args(["backup", "--repo", &self.remote[0]]);
+        for option in &self.remote[1..] {
+            backup.args(["-o", option]);
+        }
+        // Without its directories in the snapshot.
+        backup
+            .arg(name)
+            .current_dir(image.parent().context("no directory")?);
+        let mut restore = restic(self.ends.far(self.program), &self.ends.far_dir());
+        restore
+            .args(["restore", "latest", "--repo"])
+            .arg(&self.repository)
+            .args([OsStr::new("--target"), self.ends.images().as_os_str()]);
+        if self.sparse {
+            restore.arg("--sparse");
+        }
+        let started = Instant::now();
+        self.ends.run("restic backup", &mut backup, deadline)?;
+        self.ends.run("restic restore", &mut restore, deadline)?;
+        self.ends.sync_far(&delivered, deadline)?;
+        Ok(started.elapsed().as_secs_f64())
+    }
+
+    fn delivered(&self, image: &Path) -> PathBuf {
+        self.ends.delivered(image)
+    }
+}
