@@ -82,11 +82,16 @@ pub fn run(args: &LibraryArgs) -> Result<()> {
     if args.list || args.check {
         let mut entries = catalog::entries(&args.dir, &table, args.set)?;
         entries.retain(|e| wanted(&e.name));
-        return if args.list {
-            state::list(&entries, args.json)
-        } else {
-            state::check(&entries, args.json)
-        };
+        if args.check {
+            return state::check(&entries, args.json);
+        }
+        state::list(&entries, args.json)?;
+        let missing = entries.iter().filter(|e| !e.built);
+        let missing: Vec<&Spec> = missing.filter_map(|e| table.find(&e.name)).collect();
+        if !missing.is_empty() && !args.json {
+            plan::print(&table, &missing, &args.dir);
+        }
+        return Ok(());
     }
     let chosen: Vec<&Spec> = specs.iter().filter(|s| wanted(&s.name)).collect();
     build::all(&table, &chosen, &args.dir)

@@ -200,7 +200,7 @@ fn unpack_and_write(dir: &Path, out: &Path, name: &str, cache: &Cache) -> Result
         .arg(dir.join("tar"))
         .arg("-C")
         .arg(&tree);
-    shell::run(&mut unpack)?;
+    jail::run("unpacking", &mut unpack, None)?;
     let mut write = Command::new("fakeroot");
     write.arg("-i").arg(&state).arg("mke2fs");
     ext4::make_with(write, &tree, out, name, ext4::size_for(&tree)?)?;

@@ -5,6 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
+use super::jail;
 use crate::shell;
 
 /// No image is "made" before this time (2026-01-01).
@@ -59,20 +60,18 @@ pub fn make_with(
     }
     let (id, seed) = (uuid_of(name, "file system"), uuid_of(name, "hash seed"));
     let _ = std::fs::remove_file(out);
-    shell::run(
-        command
-            .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-m", "1", "-U", &id])
-            .args([
-                "-E",
-                &format!("hash_seed={seed},lazy_itable_init=1,root_owner=0:0"),
-            ])
-            .args(["-L", &name[..name.len().min(16)], "-d"])
-            .arg(tree)
-            .arg(out)
-            .arg(format!("{}K", size >> 10))
-            .env("E2FSPROGS_FAKE_TIME", time_of(name).to_string()),
-    )?;
-    Ok(())
+    command
+        .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-m", "1", "-U", &id])
+        .args([
+            "-E",
+            &format!("hash_seed={seed},lazy_itable_init=1,root_owner=0:0"),
+        ])
+        .args(["-L", &name[..name.len().min(16)], "-d"])
+        .arg(tree)
+        .arg(out)
+        .arg(format!("{}K", size >> 10))
+        .env("E2FSPROGS_FAKE_TIME", time_of(name).to_string());
+    jail::run("mke2fs", &mut command, None).map(drop)
 }
 
 /// A UUID that a name and a purpose determine.

@@ -120,8 +120,7 @@ fn format(out: &Path, name: &str, fs: Fs) -> Result<()> {
     if !shell::have(&program) {
         bail!("{program} is not installed (e2fsprogs, xfsprogs, btrfs-progs)");
     }
-    shell::run(command.arg(out))?;
-    Ok(())
+    jail::run(&program, command.arg(out), None).map(drop)
 }
 
 /// Copies a tree as it was installed: all that a file has, holes and links included.

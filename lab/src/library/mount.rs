@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
+use super::jail;
 use super::table::Fs;
 use crate::shell;
 
@@ -34,13 +35,16 @@ impl Mounted {
             (false, Fs::Xfs) => "loop,noatime,nouuid",
             (false, Fs::Btrfs) => "loop,noatime",
         };
-        shell::run(
-            Command::new("mount")
-                .args(["-t", &fs.to_string(), "-o", options])
-                .arg(image)
-                .arg(&at),
-        )
-        .with_context(|| format!("cannot mount {}", image.display()))?;
+        let mut command = Command::new("mount");
+        command
+            .args(["-t", &fs.to_string(), "-o", options])
+            .arg(image)
+            .arg(&at);
+        jail::run(
+            &format!("cannot mount {}", image.display()),
+            &mut command,
+            None,
+        )?;
         Ok(Self { at, open: true })
     }
 

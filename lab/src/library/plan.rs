@@ -108,14 +108,8 @@ fn have_deb(debs: &Path, package: &str) -> bool {
     })
 }
 
-/// Prints what will be built and what it takes, and refuses what cannot fit.
-///
-/// # Errors
-/// When the disk is too small.
-pub fn announce(table: &Table, missing: &[&Spec], dir: &Path) -> Result<()> {
-    if missing.is_empty() {
-        return Ok(());
-    }
+/// Prints what some images take, and says what it is in all.
+pub fn print(table: &Table, missing: &[&Spec], dir: &Path) -> Cost {
     let mut printed = Printed::new();
     printed.load_style(comfy_table::presets::NOTHING);
     printed.set_header(["to build", "of", "download", "disk", "time"]);
@@ -132,6 +126,18 @@ pub fn announce(table: &Table, missing: &[&Spec], dir: &Path) -> Result<()> {
         printed.add_row(row("all", "", all));
     }
     eprintln!("{printed}");
+    all
+}
+
+/// Prints what will be built and what it takes, and refuses what cannot fit.
+///
+/// # Errors
+/// When the disk is too small.
+pub fn announce(table: &Table, missing: &[&Spec], dir: &Path) -> Result<()> {
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let all = print(table, missing, dir);
     let work = cache::work_of(dir);
     let (free, device) = cache::free_bytes(dir)?;
     let (free_for_work, work_device) = cache::free_bytes(&work)?;
