@@ -1,5 +1,7 @@
 //! `docs/benchmarks.md`: made from kept results alone, the same text from the same results.
 
+mod origins;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
@@ -7,6 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use origins::Origins;
 
 use super::plan::{Entry, Fate, Plan};
 use super::runner::duration;
@@ -289,15 +292,16 @@ fn section(
         _ = writeln!(document.text, "![{}]({pictures}/{stem}.svg)\n", plot.title);
         document.plots.push((stem, plot));
     }
-    if origins.blocks.len() > 1 && origins.some_outdated() {
+    if origins.marked() && origins.some_outdated() {
         document
             .text
             .push_str("The pictures show all rows, those marked † too.\n\n");
     }
     let rows: Vec<(&Row, usize)> = of
         .iter()
-        .zip(&origins.by_record)
-        .flat_map(|((_, record), origin)| record.rows.iter().map(move |row| (row, *origin)))
+        .enumerate()
+        .flat_map(|(at, (_, record))| record.rows.iter().map(move |row| (row, at)))
+        .map(|(row, at)| (row, origins.of_record(at)))
         .collect();
     let (first, rest): (Vec<_>, Vec<_>) = rows
         .into_iter()
@@ -320,7 +324,7 @@ fn section(
 fn table(experiment: &dyn Experiment, rows: &[(&Row, usize)], origins: &Origins) -> String {
     let only: Vec<&Row> = rows.iter().map(|(row, _)| *row).collect();
     let mut cells = Cells::of(experiment.about(), &only);
-    if origins.blocks.len() > 1 {
+    if origins.marked() {
         cells.add(
             "measured",
             false,
@@ -342,85 +346,6 @@ fn table(experiment: &dyn Experiment, rows: &[(&Row, usize)], origins: &Origins)
     }
     text.push('\n');
     text
-}
-
-/// When, at which commit and where an experiment's rows were measured.
-struct Origins {
-    blocks: Vec<Block>,
-    /// The block of each record.
-    by_record: Vec<usize>,
-}
-
-#[derive(PartialEq)]
-struct Block {
-    date: String,
-    commit: String,
-    /// The machine's number, where there are several.
-    machine: Option<usize>,
-    /// Why its rows may hold no longer.
-    outdated: Option<&'static str>,
-}
-
-impl Origins {
-    fn of(records: &[(&Entry, &Record)], machines: &[Machine]) -> Self {
-        let mut origins = Self {
-            blocks: Vec::new(),
-            by_record: Vec::new(),
-        };
-        for (entry, record) in records {
-            let machine = machines.iter().position(|m| *m == record.identity.machine);
-            let block = Block {
-                date: record
-                    .measured
-                    .split('T')
-                    .next()
-                    .unwrap_or_default()
-                    .to_owned(),
-                commit: record.commit.clone(),
-                machine: machine.filter(|_| machines.len() > 1),
-                outdated: record.identity.differs(&entry.identity),
-            };
-            let at = origins.blocks.iter().position(|known| *known == block);
-            origins.by_record.push(at.unwrap_or(origins.blocks.len()));
-            if at.is_none() {
-                origins.blocks.push(block);
-            }
-        }
-        origins
-    }
-
-    fn some_outdated(&self) -> bool {
-        self.blocks.iter().any(|block| block.outdated.is_some())
-    }
-
-    /// `a`, `b`, ..., with a dagger where the rows may hold no longer.
-    fn mark(&self, at: usize) -> String {
-        let letter = char::from(b'a' + (at % 26) as u8);
-        let round = match at / 26 {
-            0 => String::new(),
-            round => round.to_string(),
-        };
-        let outdated = self.blocks[at].outdated.is_some();
-        format!("{letter}{round}{}", if outdated { " †" } else { "" })
-    }
-
-    fn tell(&self, text: &mut String) {
-        for (at, block) in self.blocks.iter().enumerate() {
-            let mark = match self.blocks.len() {
-                1 => "Measured".to_owned(),
-                _ => format!("- {}: measured", self.mark(at)),
-            };
-            let machine = block.machine.map_or_else(String::new, |machine| {
-                format!(" on machine {}", machine + 1)
-            });
-            let outdated = block.outdated.map_or_else(String::new, |why| {
-                format!(", with {why} than the last run had")
-            });
-            let (date, commit) = (&block.date, &block.commit);
-            _ = writeln!(text, "{mark} {date} at `{commit}`{machine}{outdated}.");
-        }
-        text.push('\n');
-    }
 }
 
 /// Text for a cell: one line, without paths of the machine on which it was written.
