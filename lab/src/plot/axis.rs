@@ -30,7 +30,7 @@ impl Scale {
             let low = if far { least } else { least.min(0.0) };
             let high = greatest.max(if zero { 0.0 } else { low });
             let span = if high > low { high - low } else { 1.0 };
-            let below = if low == 0.0 { 0.0 } else { 0.05 * span };
+            let below = if low == 0.0 { 0.0 } else { 0.09 * span };
             (low - below, high + 0.07 * span)
         };
         Self {
@@ -131,7 +131,8 @@ pub fn short(value: f64) -> String {
         s if s >= 0.995 => 2,
         s => (2.0 - s.log10().floor()).min(9.0) as usize,
     };
-    let text = format!("{scaled:.decimals$}");
+    // There is no less than nothing: `-0` is 0.
+    let text = format!("{:.decimals$}", scaled + 0.0);
     let text = if text.contains('.') {
         text.trim_end_matches('0').trim_end_matches('.')
     } else {
@@ -195,6 +196,7 @@ mod tests {
             (20_000.0, "20 k"),
             (1.5e6, "1.5 M"),
             (-3.0, "-3"),
+            (-0.0, "0"),
         ];
         for (value, text) in cases {
             assert_eq!(short(value), text);

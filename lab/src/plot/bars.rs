@@ -5,13 +5,26 @@ use plotters::prelude::DrawingBackend;
 use plotters::style::RGBColor;
 
 use super::axis::{Scale, short};
-use super::draw::{Canvas, Drawn, Fix, Frame, SMALL, axes, vertical};
+use super::colour;
+use super::draw::{Canvas, Drawn, Fix, Frame, INK, SMALL, axes, vertical};
 use crate::bench::{Axis, Plot};
 
 /// A bar is not wider than this.
 const WIDEST: i32 = 64;
 /// The size of numbers over bars.
 const NUMBER: u32 = 12;
+/// Room for names that stand upright, at most.
+const UPRIGHT: i32 = 150;
+
+/// A bar to be drawn: its group and series, and from where to where it reaches.
+struct Bar {
+    group: usize,
+    series: usize,
+    from: f64,
+    to: f64,
+    /// The number at its end.
+    number: Option<f64>,
+}
 
 /// Draws the bars; returns the frame within which they are.
 pub fn draw<DB: DrawingBackend>(
@@ -21,111 +34,153 @@ pub fn draw<DB: DrawingBackend>(
     series: &[(String, Vec<Option<f64>>)],
     stacked: bool,
     colours: &[RGBColor],
-    frame: Frame,
+    mut frame: Frame,
 ) -> Result<Frame, DrawingAreaErrorKind<DB::ErrorType>> {
-    let value = |s: usize, g: usize| {
-        series[s]
-            .1
-            .get(g)
-            .copied()
-            .flatten()
-            .filter(|v| v.is_finite())
-    };
-    let sum = |g: usize| (0..series.len()).filter_map(|s| value(s, g)).sum::<f64>();
-    let heights: Vec<f64> = if stacked {
-        (0..groups.len()).map(sum).collect()
+    let bars = if stacked {
+        stacks(groups.len(), series)
     } else {
-        let all = (0..series.len()).flat_map(|s| (0..groups.len()).map(move |g| (s, g)));
-        all.filter_map(|(s, g)| value(s, g)).collect()
+        side_by_side(groups.len(), series)
     };
+    let abreast = if stacked { 1 } else { series.len().max(1) };
+    // The numbers of the vertical axis take about this; what is left is divided among the groups.
+    let pitch = (frame.right - 60) / groups.len().max(1) as i32;
+    let upright = groups
+        .iter()
+        .any(|group| lines_of(canvas, group, pitch).is_none());
+    if upright {
+        let longest = groups.iter().map(|group| canvas.width(group, SMALL)).max();
+        frame.bottom -= (longest.unwrap_or(0) - 30).clamp(0, UPRIGHT);
+    }
     // A part of a sum has no length on a logarithmic axis.
     let axis = Axis {
         log: plot.y.log && !stacked,
         ..plot.y.clone()
     };
-    let ys = Scale::of(&axis, &heights, true)
+    let ends: Vec<f64> = bars.iter().map(|bar| bar.to).collect();
+    let ys = Scale::of(&axis, &ends, true)
         .on_decades()
         .between(frame.bottom, frame.top);
     let frame = vertical(canvas, &ys, frame)?;
-    let count = groups.len().max(1) as i32;
-    let abreast = if stacked {
-        1
-    } else {
-        series.len().max(1) as i32
-    };
-    let pitch = (frame.right - frame.left) / count;
-    let width = ((pitch * 4 / 5) / abreast).clamp(1, WIDEST);
+    let pitch = (frame.right - frame.left) / groups.len().max(1) as i32;
+    let width = ((pitch * 4 / 5) / abreast as i32).clamp(1, WIDEST);
+    let room = if stacked { pitch } else { width };
+    // All numbers or none: one here and there would look as if it meant something.
+    let numbered = bars
+        .iter()
+        .filter_map(|bar| bar.number)
+        .all(|number| canvas.width(&short(number), NUMBER) < room + 6);
+    let own = own_colours(groups, series.len());
     for (g, group) in groups.iter().enumerate() {
         let middle = frame.left + pitch * g as i32 + pitch / 2;
-        let left = middle - width * abreast / 2;
-        name(canvas, group, middle, pitch, frame)?;
-        if stacked {
-            let mut below = 0.0;
-            for (s, colour) in colours.iter().enumerate() {
-                let Some(part) = value(s, g) else { continue };
-                let (from, to) = (ys.at(below), ys.at(below + part));
-                canvas.fill([(left, to), (left + width, from)], *colour)?;
-                below += part;
-            }
-            if (0..series.len()).any(|s| value(s, g).is_some()) {
-                number(canvas, below, (middle, ys.at(below)), pitch)?;
-            }
-            continue;
-        }
-        for (s, colour) in colours.iter().enumerate() {
-            let Some(height) = value(s, g).filter(|v| ys.shows(*v)) else {
-                continue;
+        name(canvas, group, middle, (pitch, upright), frame)?;
+        let left = middle - width * abreast as i32 / 2;
+        for bar in bars.iter().filter(|bar| bar.group == g) {
+            let x = match stacked {
+                true => left,
+                false => left + width * bar.series as i32,
             };
-            let x = left + width * s as i32;
-            let gap = i32::from(width > 6);
-            let top = ys.at(height);
-            canvas.fill([(x, top), (x + width - gap, frame.bottom)], *colour)?;
-            number(canvas, height, (x + width / 2, top), width)?;
+            let gap = i32::from(width > 6 && !stacked);
+            let (from, to) = (ys.at(bar.from), ys.at(bar.to));
+            let colour = own.as_ref().map_or(colours[bar.series], |own| own[g]);
+            canvas.fill([(x, from.min(to)), (x + width - gap, from.max(to))], colour)?;
+            if let Some(number) = bar.number.filter(|_| numbered) {
+                let beyond = if bar.to < 0.0 { 9 } else { -8 };
+                let at = (x + width / 2, to + beyond);
+                canvas.text(&short(number), at, NUMBER, Fix::Middle)?;
+            }
         }
     }
     axes(canvas, frame)?;
+    let zero = ys.at(0.0);
+    canvas.line(&[(frame.left, zero), (frame.right, zero)], INK, 1)?;
     Ok(frame)
 }
 
-/// The number over a bar, where it has room.
-fn number<DB: DrawingBackend>(
-    canvas: &Canvas<'_, DB>,
-    value: f64,
-    (x, top): (i32, i32),
-    room: i32,
-) -> Drawn<DB> {
-    let text = short(value);
-    if canvas.width(&text, NUMBER) < room {
-        canvas.text(&text, (x, top - 8), NUMBER, Fix::Middle)?;
-    }
-    Ok(())
+fn value(series: &(String, Vec<Option<f64>>), group: usize) -> Option<f64> {
+    let value = series.1.get(group).copied().flatten();
+    value.filter(|value| value.is_finite())
 }
 
-/// A group's name, in two lines or upright where it is long.
-fn name<DB: DrawingBackend>(
-    canvas: &Canvas<'_, DB>,
-    group: &str,
-    middle: i32,
-    room: i32,
-    frame: Frame,
-) -> Drawn<DB> {
-    let fits = |text: &str| canvas.width(text, SMALL) < room;
-    let y = frame.bottom + 12;
-    if fits(group) {
-        return canvas.text(group, (middle, y), SMALL, Fix::Middle);
+fn side_by_side(groups: usize, series: &[(String, Vec<Option<f64>>)]) -> Vec<Bar> {
+    let mut bars = Vec::new();
+    for group in 0..groups {
+        for (at, one) in series.iter().enumerate() {
+            if let Some(to) = value(one, group) {
+                bars.push(Bar {
+                    group,
+                    series: at,
+                    from: 0.0,
+                    to,
+                    number: Some(to),
+                });
+            }
+        }
     }
-    let broken = group
+    bars
+}
+
+fn stacks(groups: usize, series: &[(String, Vec<Option<f64>>)]) -> Vec<Bar> {
+    let mut bars: Vec<Bar> = Vec::new();
+    for group in 0..groups {
+        let mut top = 0.0;
+        for (at, one) in series.iter().enumerate() {
+            if let Some(part) = value(one, group).filter(|part| *part >= 0.0) {
+                bars.push(Bar {
+                    group,
+                    series: at,
+                    from: top,
+                    to: top + part,
+                    number: None,
+                });
+                top += part;
+            }
+        }
+        if let Some(last) = bars.last_mut().filter(|bar| bar.group == group) {
+            last.number = Some(top);
+        }
+    }
+    bars
+}
+
+/// With one series only, groups that are tools have the colours that they have elsewhere.
+fn own_colours(groups: &[String], series: usize) -> Option<Vec<RGBColor>> {
+    let names: Vec<&str> = groups.iter().map(String::as_str).collect();
+    let tools = names.iter().any(|name| name.starts_with("drover"));
+    (series == 1 && tools).then(|| colour::of(&names))
+}
+
+/// A group's name in one line or two, or none where it fits in neither.
+fn lines_of<'a, DB: DrawingBackend>(
+    canvas: &Canvas<'_, DB>,
+    group: &'a str,
+    room: i32,
+) -> Option<(&'a str, &'a str)> {
+    let fits = |text: &str| canvas.width(text, SMALL) < room;
+    if fits(group) {
+        return Some((group, ""));
+    }
+    group
         .char_indices()
         .filter(|(_, c)| " -/,".contains(*c))
         .map(|(at, c)| group.split_at(at + c.len_utf8()))
         .filter(|(one, two)| fits(one) && fits(two))
-        .min_by_key(|(one, two)| one.len().abs_diff(two.len()));
-    if let Some((one, two)) = broken {
+        .min_by_key(|(one, two)| one.len().abs_diff(two.len()))
+}
+
+/// A group's name below it.
+fn name<DB: DrawingBackend>(
+    canvas: &Canvas<'_, DB>,
+    group: &str,
+    middle: i32,
+    (room, upright): (i32, bool),
+    frame: Frame,
+) -> Drawn<DB> {
+    let y = frame.bottom + 12;
+    if let Some((one, two)) = lines_of(canvas, group, room).filter(|_| !upright) {
         canvas.text(one.trim_end(), (middle, y), SMALL, Fix::Middle)?;
         return canvas.text(two, (middle, y + 15), SMALL, Fix::Middle);
     }
-    // Upright there is room for few characters only.
     let mut short = group.to_owned();
-    while canvas.width(&short, SMALL) > 44 && short.pop().is_some() {}
-    canvas.text(&short, (middle, frame.bottom + 4), SMALL, Fix::Up)
+    while canvas.width(&short, SMALL) > UPRIGHT + 30 && short.pop().is_some() {}
+    canvas.text(&short, (middle, frame.bottom + 5), SMALL, Fix::Up)
 }

@@ -62,6 +62,45 @@ fn bars(stacked: bool) -> Plot {
     }
 }
 
+/// Many groups with long names, and bars below zero.
+fn upright() -> Plot {
+    let groups: Vec<String> = (0..17)
+        .map(|g| format!("destination: stage {g} of all"))
+        .collect();
+    let values = |sign: f64| {
+        groups
+            .iter()
+            .enumerate()
+            .map(|(g, _)| Some(sign * (g as f64 - 4.0)))
+            .collect()
+    };
+    Plot {
+        kind: Kind::Bars {
+            series: vec![
+                ("drover, first".into(), values(1.0)),
+                ("drover, again".into(), values(-0.5)),
+            ],
+            groups: groups.clone(),
+            stacked: false,
+        },
+        ..bars(false)
+    }
+}
+
+#[test]
+fn drover_has_its_colour_where_tools_are_groups() {
+    let mut plot = bars(false);
+    plot.kind = Kind::Bars {
+        groups: ["zstd", "drover", "limit"].map(str::to_owned).to_vec(),
+        series: vec![("seconds".into(), vec![Some(3.0), Some(1.0), Some(0.5)])],
+        stacked: false,
+    };
+    let text = svg(&plot).unwrap();
+    for colour in ["#D55E00", "#0072B2", "#555555"] {
+        assert_eq!(text.matches(colour).count(), 1, "{colour}");
+    }
+}
+
 fn decoded(file: &[u8]) -> (png::OutputInfo, Vec<u8>) {
     let mut reader = png::Decoder::new(std::io::Cursor::new(file))
         .read_info()
@@ -79,6 +118,7 @@ fn every_kind_is_drawn_twice_the_same_in_its_size() {
         ("lines", lines()),
         ("bars", bars(false)),
         ("stacked", bars(true)),
+        ("upright", upright()),
     ] {
         assert!(has_data(&plot));
         let (text, file) = (svg(&plot).unwrap(), png(&plot).unwrap());
