@@ -9,8 +9,8 @@ use serde_json::Value;
 use crate::link::{Link, Side};
 use crate::shell;
 
-/// The link is checked and not what else the machine does: the link's threads have this priority too.
-const NICE: [&str; 2] = ["-n", "-15"];
+/// In real time, as the link's threads are: a ping that waits for a processor tells nothing of the link.
+const REAL_TIME: [&str; 3] = ["chrt", "-r", "1"];
 /// How often a client knocks at a server that is not there yet, or busy ending a test.
 const ATTEMPTS: u32 = 12;
 
@@ -48,8 +48,8 @@ impl Ping {
     /// The times of those that were answered, in milliseconds.
     pub fn run(&self, link: &Link) -> Result<Vec<f64>> {
         let output = link
-            .command(Side::A, "nice")
-            .args(NICE)
+            .command(Side::A, "env")
+            .args(REAL_TIME.iter().filter(|_| shell::have("chrt")))
             .args([
                 "ping",
                 "-n",
@@ -104,8 +104,7 @@ pub struct Servers([Guard; 2]);
 impl Servers {
     /// Starts them.
     pub fn start(link: &Link) -> Result<Self> {
-        let server =
-            |side| Guard::start(link.command(side, "nice").args(NICE).args(["iperf3", "-s"]));
+        let server = |side| Guard::start(link.command(side, "iperf3").arg("-s"));
         Ok(Self([server(Side::A)?, server(Side::B)?]))
     }
 
@@ -144,8 +143,8 @@ impl Servers {
 
     /// Datagrams from `a` until the guard is dropped or their time is over.
     pub fn load(&self, link: &Link, load: &Udp) -> Result<Guard> {
-        let mut command = link.command(Side::A, "nice");
-        command.args(NICE).args(["iperf3", "-c", Side::B.address()]);
+        let mut command = link.command(Side::A, "iperf3");
+        command.args(["-c", Side::B.address()]);
         Guard::start(command.args(args(load).split(' ')))
     }
 }
@@ -155,10 +154,9 @@ fn client(link: &Link, from: Side, args: &str, seconds: f64) -> Result<Value> {
     let deadline = (seconds + 15.0).to_string();
     let mut why = String::new();
     for _ in 0..ATTEMPTS {
-        let mut command = link.command(from.other(), "nice");
+        let mut command = link.command(from.other(), "timeout");
         command
-            .args(NICE)
-            .args(["timeout", "-k", "1", &deadline, "iperf3", "-J", "-R"])
+            .args(["-k", "1", &deadline, "iperf3", "-J", "-R"])
             .args(["-c", from.address()])
             .args(args.split(' '));
         let output = command
