@@ -217,8 +217,8 @@ fn bottleneck(shape: &Shape, piece_bytes: u64) -> Option<Vec<String>> {
     if shape.rate == 0 {
         return None;
     }
-    // A piece must fit, with headers; a millisecond's worth lets a late timer catch up.
-    let burst = framed(piece_bytes + piece_bytes / 20 + MTU).max(shape.rate / 1000);
+    // A piece must fit, with headers; two milliseconds' worth let a late timer catch up.
+    let burst = framed(piece_bytes + piece_bytes / 20 + MTU).max(shape.rate / 500);
     Some(words(&format!(
         "qdisc add dev wan0 parent 1:1 handle 10: tbf rate {}bit burst {burst} limit {}",
         framed(shape.rate * 8),

@@ -120,3 +120,38 @@ fn a_slow_way_back_is_slow() {
     assert_eq!(options.shape(Side::B).queue_bytes, 64 << 10);
     assert!(options.describe().contains("50 Mbit/s (8 Mbit/s back)"));
 }
+
+#[test]
+#[ignore = "boots a machine without KVM, which takes a minute: cargo test -p drover-lab -- --ignored guest"]
+fn both_engines_keep_their_word_in_a_guest_that_has_netem() {
+    let test = "both_engines_keep_their_word_in_a_guest_that_has_netem";
+    let lab = std::env::current_exe().unwrap().with_file_name("../lab");
+    let here = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    // Slow enough for an emulated processor.
+    let check = |engine, more| format!("lab link --check --rate-mbit 8 --engine {engine} {more}");
+    let command = [
+        check("netem", ""),
+        check("netem", "--loss-percent 1"),
+        check("user", ""),
+    ]
+    .join(" && ");
+    let output = Command::new(here.join("guest/run.sh"))
+        .arg("--lab")
+        .arg(lab)
+        .arg("--dir")
+        .arg(here.join("cache"))
+        .arg(command)
+        .output()
+        .unwrap();
+    let console = String::from_utf8_lossy(&output.stdout);
+    if output.status.code() == Some(77) {
+        return eprintln!(
+            "{} ({test})",
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+    }
+    assert!(output.status.success(), "{console}");
+    // Not that one was taken for the other.
+    assert_eq!(console.matches("by netem").count(), 2, "{console}");
+    assert_eq!(console.matches("in user space").count(), 1, "{console}");
+}

@@ -52,7 +52,7 @@ fn loss_has_its_seed_and_jitter_keeps_the_order_unless_asked() {
 fn the_bottleneck_is_of_full_packets_and_takes_a_piece() {
     assert_eq!(
         bottleneck(&shape(), 6250).unwrap().join(" "),
-        "qdisc add dev wan0 parent 1:1 handle 10: tbf rate 100933333bit burst 12500 limit 504666"
+        "qdisc add dev wan0 parent 1:1 handle 10: tbf rate 100933333bit burst 25000 limit 504666"
     );
     assert_eq!(bottleneck(&Shape { rate: 0, ..shape() }, 65_536), None);
     let fast = bottleneck(
