@@ -248,13 +248,12 @@ fn same_tree(
         order: None,
         fstab: Some(debian::fstab(name, spec.fs)),
     };
-    let written_by = filesystem::write(&from.at, out, &job)?;
-    let files_digest = filesystem::files_digest(&from.at)?;
+    let written = filesystem::write(&from.at, out, &job)?;
     from.close()?;
     Ok(Built {
         packages: manifest.packages.clone(),
-        written_by,
-        files_digest,
+        written_by: written.by,
+        files_digest: written.files_digest,
         notes: vec!["/etc/fstab says the new file system".to_owned()],
     })
 }

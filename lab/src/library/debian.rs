@@ -96,10 +96,10 @@ pub fn make(cache: &Cache, system: &System<'_>, out: &Path) -> Result<Built> {
             order: Some(&order),
             fstab: None,
         };
-        built.written_by = filesystem::write(&tree, out, &job)?;
-        built.written_by.insert_str(0, "mmdebstrap --mode=root, ");
+        let written = filesystem::write(&tree, out, &job)?;
+        built.written_by = format!("mmdebstrap --mode=root, {}", written.by);
+        built.files_digest = written.files_digest;
         built.packages = installed(&tree)?;
-        built.files_digest = filesystem::files_digest(&tree)?;
         let _ = fs::remove_file(order);
     } else {
         unpack_and_write(&tree, out, name, cache)?;
@@ -144,6 +144,9 @@ fn install(
     );
     let mut command = jail::command(LIMIT, "mmdebstrap");
     command.arg("--variant=important");
+    // A tree that is half built is thrown away, so nothing in it needs to be on disk yet.
+    command.arg("--dpkgopt=force-unsafe-io");
+    command.arg("--customize-hook=rm -f \"$1/etc/dpkg/dpkg.cfg.d/99mmdebstrap\"");
     command.args(["--skip=essential/unlink", "--skip=download/empty"]);
     if jail::is_root() {
         command.args(["--mode=root", "--format=directory"]);

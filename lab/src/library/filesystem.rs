@@ -34,22 +34,36 @@ pub struct Job<'a> {
     pub fstab: Option<String>,
 }
 
-/// Writes a tree into a sparse image; returns how it was done, for the manifest.
+/// What was written.
+pub struct Written {
+    /// How, for the manifest.
+    pub by: String,
+    /// Over the files, as they are in the image where that was mounted.
+    pub files_digest: String,
+}
+
+/// Writes a tree into a sparse image.
 ///
 /// Without the rights for a loop mount an ext4 image is written by `mke2fs -d`, and that is said.
 ///
 /// # Errors
 /// When it can be done neither way.
-pub fn write(tree: &Path, out: &Path, job: &Job<'_>) -> Result<String> {
+pub fn write(tree: &Path, out: &Path, job: &Job<'_>) -> Result<Written> {
     let (name, fs) = (job.name, job.fs);
     match by_mount(tree, out, job) {
-        Ok(()) => Ok("loop mount, tar in the order of installation".to_owned()),
+        Ok(files_digest) => Ok(Written {
+            by: "loop mount, tar in the order of installation".to_owned(),
+            files_digest,
+        }),
         Err(error) if fs == Fs::Ext4 && cannot_mount(&error) => {
             eprintln!(
                 "NOTE {name}: no loop mount here ({error:#}); written by mke2fs -d, whose layout is not that of an installed machine"
             );
             ext4::make(tree, out, name)?;
-            Ok("mke2fs -d".to_owned())
+            Ok(Written {
+                by: "mke2fs -d".to_owned(),
+                files_digest: files_digest(tree)?,
+            })
         }
         Err(error) if cannot_mount(&error) => {
             Err(error.context(format!("{fs} needs a loop mount")))
@@ -74,7 +88,7 @@ fn cannot_mount(error: &anyhow::Error) -> bool {
     error.downcast_ref::<NoMount>().is_some()
 }
 
-fn by_mount(tree: &Path, out: &Path, job: &Job<'_>) -> Result<()> {
+fn by_mount(tree: &Path, out: &Path, job: &Job<'_>) -> Result<String> {
     let (name, work) = (job.name, job.work);
     if !jail::is_root() {
         bail!(NoMount("not root".to_owned()));
@@ -85,10 +99,15 @@ fn by_mount(tree: &Path, out: &Path, job: &Job<'_>) -> Result<()> {
     let mounted = Mounted::new(out, work.join(format!("{name}.mnt")), job.fs, false)
         .map_err(|error| NoMount(format!("{error:#}")))?;
     copy(tree, job.order, &mounted.at, name, work)?;
-    if let Some(line) = &job.fstab {
-        fs::write(mounted.at.join("etc/fstab"), format!("{line}\n"))?;
+    let files_digest = files_digest(&mounted.at)?;
+    let fstab = mounted.at.join("etc/fstab");
+    if let Some(line) = &job.fstab
+        && fstab.exists()
+    {
+        fs::write(&fstab, format!("{line}\n")).context("cannot write /etc/fstab")?;
     }
-    mounted.close()
+    mounted.close()?;
+    Ok(files_digest)
 }
 
 /// Makes an empty file system with the identity of its name.
@@ -346,9 +365,10 @@ mod tests {
                 order: None,
                 fstab: None,
             };
-            if let Err(error) = by_mount(&tree, &image, &job) {
+            if let Err(error) = write(&tree, &image, &job) {
                 assert!(
-                    cannot_mount(&error) || error.to_string().contains("not installed"),
+                    format!("{error:#}").contains("loop mount")
+                        || error.to_string().contains("not installed"),
                     "{error:#}"
                 );
                 eprintln!("SKIP {fs}: {error:#}");

@@ -34,7 +34,7 @@ pub fn upgrade(root: &Path, debs: &Path, suite: &str) -> Result<String> {
     fs::write(root.join(place), sources)?;
     let before = debian::installed(root)?;
     let script = "apt-get -q update; \
-        apt-get -q -y -o Dpkg::Options::=--force-confold --with-new-pkgs --no-install-recommends upgrade";
+        apt-get -q -y -o Dpkg::Options::=--force-confold -o Dpkg::Options::=--force-unsafe-io --with-new-pkgs --no-install-recommends upgrade";
     apt(root, debs, script).context("upgrading packages")?;
     let after = debian::installed(root)?;
     let name = |line: &str| line.split(' ').next().unwrap_or_default().to_owned();
