@@ -40,6 +40,12 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let serves = matches!(cli.command, Command::Serve(_) | Command::Teleporter(_));
     log(cli.verbose, serves);
+    if matches!(
+        cli.command,
+        Command::Send(_) | Command::Pair(_) | Command::Serve(_) | Command::Teleporter(_)
+    ) {
+        drover_net::warm_up();
+    }
     let json = matches!(&cli.command, Command::Send(args) if args.json);
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,

@@ -46,7 +46,7 @@ pub use listen::{HANDSHAKE_TIMEOUT, Listener, MAX_PENDING, Pending};
 pub use local::{LocalListener, connect_unix};
 pub use messages::{decode, encode};
 pub use rate::RateLimit;
-pub use ticket::{Ticket, TicketError, random_id, same_secret};
+pub use ticket::{Ticket, TicketError, random_id, same_secret, warm_up};
 
 /// What this crate's fallible functions return.
 pub type Result<T, E = NetError> = std::result::Result<T, E>;

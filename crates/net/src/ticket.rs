@@ -71,15 +71,26 @@ impl Ticket {
     }
 }
 
-/// Sixteen bytes that nobody can guess.
+/// Sixteen bytes that nobody can guess, from the kernel.
 ///
 /// # Panics
 /// When the system gives no randomness.
 #[must_use]
 pub fn random_id() -> [u8; 16] {
     let mut id = [0u8; 16];
-    aws_lc_rs::rand::fill(&mut id).expect("the system gives randomness");
+    // So few bytes come whole, and are not interrupted.
+    let got = rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty());
+    assert_eq!(got, Ok(id.len()), "the system gives randomness");
     id
+}
+
+/// Readies the cryptographic library beside whatever the program does first: it takes the jitter of
+/// the processor for some 20 ms before its first random byte, once in a process.
+pub fn warm_up() {
+    // If no thread can be started, the first handshake takes so much longer.
+    let _ = std::thread::Builder::new()
+        .name("randomness".into())
+        .spawn(|| aws_lc_rs::rand::fill(&mut [0u8; 1]));
 }
 
 /// Whether two secrets are equal, in a time that does not depend on where they differ.
