@@ -197,7 +197,9 @@ fn destination(input: &mut Input<'_>) {
 fn the_source(input: &mut Input<'_>) {
     let walk_blocks = input.number().min(1 << 32);
     let mut machine = Source::new(walk_blocks);
-    let (mut walked, mut walk_to, mut ended) = (0, 0, false);
+    // The first batches need not be accepted.
+    let ahead = source::FIRST_WINDOW.min(walk_blocks.div_ceil(BATCH_BLOCKS));
+    let (mut walked, mut walk_to, mut ended) = (0, ahead, false);
     let mut done = false;
     while !input.0.is_empty() {
         let event = match input.byte() % 6 {

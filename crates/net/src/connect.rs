@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
@@ -190,6 +190,7 @@ async fn attempt(
     options: &ConnectOptions,
 ) -> Result<Connection, Failure> {
     let peer = options.peer(&target.to_string());
+    let started = Instant::now();
     let tcp = match timeout(options.connect_timeout, TcpStream::connect(target)).await {
         Ok(Ok(tcp)) => tcp,
         Ok(Err(e)) => return Err(Failure::Unreachable(plain(&e))),
@@ -198,9 +199,11 @@ async fn attempt(
             return Err(Failure::Unreachable(text));
         }
     };
+    let round_trip = started.elapsed();
     prepare(&tcp).map_err(|e| Failure::Unreachable(plain(&e)))?;
     secure(tcp, identity, expected, options, peer)
         .await
+        .map(|connection| connection.with_round_trip(round_trip))
         .map_err(Failure::Final)
 }
 

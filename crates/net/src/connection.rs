@@ -6,6 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
@@ -46,6 +47,7 @@ pub struct Connection {
     remote: Arc<str>,
     wire: Arc<WireCounters>,
     max_frame: usize,
+    round_trip: Option<Duration>,
 }
 
 impl Connection {
@@ -68,6 +70,7 @@ impl Connection {
             remote: remote.into(),
             wire,
             max_frame,
+            round_trip: None,
         }
     }
 
@@ -82,6 +85,7 @@ impl Connection {
             remote: remote.into().into(),
             wire,
             max_frame: MAX_FRAME,
+            round_trip: None,
         }
     }
 
@@ -114,6 +118,18 @@ impl Connection {
     #[must_use]
     pub fn remote(&self) -> &str {
         &self.remote
+    }
+
+    /// How long the other end took to answer the first packet; `None` where that was not measured:
+    /// on the accepting side and on Unix sockets.
+    #[must_use]
+    pub fn round_trip(&self) -> Option<Duration> {
+        self.round_trip
+    }
+
+    pub(crate) fn with_round_trip(mut self, time: Duration) -> Self {
+        self.round_trip = Some(time);
+        self
     }
 
     /// The bytes that crossed the socket; still counts after [`Connection::split`].

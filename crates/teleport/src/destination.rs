@@ -170,6 +170,9 @@ pub struct Destination {
     /// Batches of the walk.
     batches: u64,
     next: u64,
+    /// Batches that earlier sessions brought. A source that could not know of them sends them
+    /// again, as far as it goes before it hears.
+    restored: u64,
     map: BlockMap,
     open: BTreeMap<u64, Open>,
     end: Option<Digest>,
@@ -200,6 +203,7 @@ impl Destination {
             walk_blocks,
             batches: walk_blocks.div_ceil(BATCH_BLOCKS),
             next: 0,
+            restored: 0,
             map: BlockMap::default(),
             open: BTreeMap::new(),
             end: None,
@@ -219,6 +223,7 @@ impl Destination {
         let present = batch.digests.len() as u64 - missing.count();
         self.counts.resumed_blocks += present;
         self.arrive(&batch);
+        self.restored = self.next;
         if missing.count() > 0 {
             let mut open = Open::new(batch.clone());
             (0..batch.digests.len() as u64)
@@ -317,6 +322,9 @@ impl Destination {
     }
 
     fn on_batch(&mut self, batch: Arc<Batch>, actions: &mut Vec<Action>) -> Result<(), Violation> {
+        if batch.index < self.restored {
+            return Ok(());
+        }
         self.check_next(&batch)?;
         // The source counts its window from the resume; what was restored comes on top.
         if self.open.len() as u64 >= 2 * WINDOW_BATCHES || self.end.is_some() {

@@ -17,14 +17,15 @@
 //! The first frame of every connection (after `net`'s hello) is a [`Request`]. For a session it is
 //! `Send`, answered by [`Reply::Session`]; further connections join it with `Lane` and carry
 //! literals. The first lane also carries BATCH and END, ahead of the literals: on a connection of
-//! their own they would compete with the blocks for the link. The source says hello, makes its request and offers the first image in one flight.
+//! their own they would compete with the blocks for the link. The source says hello, makes its request, offers the first image and
+//! sends its first batches in one flight.
 //! Then, for one image after the other, on the control connection:
 //!
 //! ```text
 //! source                                destination
 //! OFFER Offer, LAYOUT*              ->
 //!                                   <-  ACCEPT Accept | REFUSE Refusal
-//! BATCH (from resume_batch, 1st lane)->
+//! BATCH (on the first lane)         ->
 //!                                   <-  NEED runs of blocks to send      } in any order,
 //!                                   <-  ACK batch complete               } pipelined
 //! LITERAL (on the lanes)            ->
@@ -32,6 +33,10 @@
 //!                                   <-  DELIVERED Delivered | REFUSE Refusal
 //! GOODBYE after the last            ->
 //! ```
+//!
+//! Up to [`FIRST_WINDOW`](crate::source::FIRST_WINDOW) batches may be sent before ACCEPT; of those, a
+//! destination passes over what an earlier session brought. From ACCEPT on, batches are sent from
+//! `resume_batch`. The two connections are not ordered: a batch may come before its offer.
 //!
 //! The byte layouts of the binary frames are in `docs/format/wire.md`.
 

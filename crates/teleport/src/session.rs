@@ -157,20 +157,6 @@ fn read_frames_after(
     from
 }
 
-/// The same into a channel that others write to as well: its end must be said, as an error.
-fn read_frames_into(reader: FrameReader, to: mpsc::Sender<Result<Frame, TeleportError>>) {
-    let peer = reader.peer_text().to_owned();
-    let mut frames = read_frames(reader);
-    tokio::spawn(async move {
-        while let Some(frame) = frames.recv().await {
-            let _ = to.send(frame).await;
-        }
-        let _ = to
-            .send(Err(drover_net::NetError::Truncated { peer }.into()))
-            .await;
-    });
-}
-
 /// Writes frames to a connection until the channel is closed, then ends it in order.
 fn write_frames(
     mut writer: FrameWriter,

@@ -12,9 +12,9 @@ mod tests;
 /// arrive as it should is legitimate; asking for ever is not.
 const MAX_ASKS_PER_BLOCK: u64 = 4;
 
-/// Batches that are sent before any is acknowledged. All digests at once would push the first
-/// blocks off the link.
-const FIRST_WINDOW: u64 = 8;
+/// Batches that are sent before any is acknowledged, and before the image is accepted. All digests
+/// at once would push the first blocks off the link.
+pub const FIRST_WINDOW: u64 = 8;
 
 /// Batches that each acknowledgement allows beyond that: quickly enough that the lanes still have
 /// blocks to send while the digests of a part that matches altogether go by.
@@ -25,7 +25,8 @@ const WINDOW_STEP: u64 = 8;
 pub enum Event {
     /// The destination takes the image.
     Accepted(Accept),
-    /// A batch of the walk has been read and hashed; batches come in order, from zero.
+    /// A batch of the walk has been read and hashed; batches come in order, from zero, up to
+    /// [`FIRST_WINDOW`] of them before the image is accepted.
     Walked {
         /// Its number.
         index: u64,
@@ -102,6 +103,12 @@ impl Source {
         self.walk_blocks.div_ceil(BATCH_BLOCKS)
     }
 
+    /// Whether the destination takes the image.
+    #[must_use]
+    pub fn is_accepted(&self) -> bool {
+        self.resume.is_some()
+    }
+
     /// Blocks of the walk that are in batches known to be complete at the destination.
     #[must_use]
     pub fn done_blocks(&self) -> u64 {
@@ -126,9 +133,14 @@ impl Source {
             Event::Walked { index, frame } => {
                 debug_assert_eq!(index, self.walked);
                 self.walked = index + 1;
-                if self.resume.is_some_and(|r| index >= r) {
+                if self.resume.is_none_or(|r| index >= r) {
                     actions.push(Action::Batch(frame));
                 }
+            }
+            Event::Need(_) | Event::Ack(_) | Event::Delivered(_) if self.resume.is_none() => {
+                return Err(Violation(
+                    "the destination speaks of an image that it has not accepted".into(),
+                ));
             }
             Event::WalkEnded(digest) => {
                 self.digest = Some(digest);

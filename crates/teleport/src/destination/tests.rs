@@ -289,6 +289,25 @@ fn a_group_whose_proof_is_wrong_is_asked_for_and_then_believed_no_more() {
 }
 
 #[test]
+fn batches_that_were_restored_may_come_again() {
+    let image = image(3);
+    let mut d = Destination::new(image.len() as u64);
+    for index in 0..2 {
+        let Event::Batch(batch) = batch(&image, index) else {
+            unreachable!()
+        };
+        let none = DataBits::new(batch.digests.len() as u64);
+        d.restore(batch, none).unwrap();
+    }
+    for index in 0..2 {
+        assert!(handle(&mut d, batch(&image, index)).unwrap().is_empty());
+    }
+    assert!(!handle(&mut d, batch(&image, 2)).unwrap().is_empty());
+    // One that came in this session may not.
+    assert!(handle(&mut d, batch(&image, 2)).is_err());
+}
+
+#[test]
 fn what_is_restored_must_be_the_next_batch() {
     let image = random_image(&mut fastrand::Rng::with_seed(1), 3 * BATCH_BLOCKS as usize);
     let mut d = Destination::new(image.len() as u64);

@@ -17,7 +17,7 @@ use parking_lot::RwLock;
 use tokio::sync::{mpsc, watch};
 
 use super::lane_in::{Incoming, LaneIn};
-use super::{read_frames_into, write_frames};
+use super::{read_frames, write_frames};
 use crate::TeleportError;
 use crate::codec::{Batch, Literal};
 use crate::destination::Event;
@@ -47,7 +47,38 @@ const BUSY_EVERY: Duration = Duration::from_millis(100);
 /// How long an orderly end may take.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
-type Frames = mpsc::Receiver<Result<Frame, TeleportError>>;
+/// What the source says: on the control connection, and about the present image on the first lane.
+struct Frames {
+    control: mpsc::Receiver<Result<Frame, TeleportError>>,
+    /// A source does not wait for an image to be accepted before it sends the first batches: they
+    /// may be here before the offer is.
+    first_lane: mpsc::Receiver<Frame>,
+    /// The source, for people.
+    peer: String,
+}
+
+impl Frames {
+    /// The next frame about an image, from either connection; each keeps its order. Cancel safe.
+    async fn next(&mut self) -> Result<Frame, TeleportError> {
+        tokio::select! {
+            frame = self.control.recv() => said(frame, &self.peer),
+            Some(frame) = self.first_lane.recv() => Ok(frame),
+        }
+    }
+
+    /// The next frame of the control connection. Cancel safe.
+    async fn next_control(&mut self) -> Result<Frame, TeleportError> {
+        said(self.control.recv().await, &self.peer)
+    }
+}
+
+/// A source says goodbye before it goes.
+fn said(frame: Option<Result<Frame, TeleportError>>, peer: &str) -> Result<Frame, TeleportError> {
+    frame.unwrap_or_else(|| {
+        let peer = peer.to_owned();
+        Err(drover_net::NetError::Truncated { peer }.into())
+    })
+}
 
 /// What [`Request::Send`](crate::protocol::Request::Send) says.
 #[derive(Debug, Clone, Copy)]
@@ -67,9 +98,8 @@ pub struct SessionShared {
     progress: RwLock<Option<Progress>>,
     /// What the stages do, for the image it is at.
     stages: Arc<DestinationStages>,
-    /// Where the control connection's frames go. What must stay in step with the blocks comes over
-    /// the first lane, and is put among them.
-    frames: mpsc::Sender<Result<Frame, TeleportError>>,
+    /// Where those frames of the first lane go that are no literals.
+    frames: mpsc::Sender<Frame>,
 }
 
 /// The transfer that a session is at.
@@ -126,9 +156,9 @@ impl Site {
     ) -> Result<(), TeleportError> {
         reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut reader, &mut writer);
-        let (to, mut frames) = mpsc::channel(super::FRAME_QUEUE);
+        let (to, first_lane) = mpsc::channel(super::FRAME_QUEUE);
         let shared = Arc::new(SessionShared {
-            frames: to.clone(),
+            frames: to,
             peer,
             peer_name,
             current: RwLock::new(None),
@@ -152,7 +182,11 @@ impl Site {
             max_lanes: MAX_LANES,
         };
         writer.send(kind::REPLY, &encode(&reply)).await?;
-        read_frames_into(reader, to);
+        let mut frames = Frames {
+            peer: reader.peer_text().to_owned(),
+            control: read_frames(reader),
+            first_lane,
+        };
         let (out, written) = write_frames(writer);
         let mut session = Session {
             site: self.clone(),
@@ -165,7 +199,7 @@ impl Site {
         // What was said last must arrive before the socket goes.
         let _ = tokio::time::timeout(CLOSE_LIMIT, async {
             let _ = written.await;
-            while let Some(Ok(_)) = frames.recv().await {}
+            while let Some(Ok(_)) = frames.control.recv().await {}
         })
         .await;
         result
@@ -254,7 +288,7 @@ impl Site {
             }
             match next {
                 Ok(Some(frame)) if matches!(frame.kind, kind::BATCH | kind::END) => {
-                    let _ = shared.frames.send(Ok(frame)).await;
+                    let _ = shared.frames.send(frame).await;
                 }
                 Ok(Some(frame)) => {
                     if to.send(frame).await.is_err() {
@@ -360,14 +394,12 @@ impl Session {
     async fn run(&mut self, frames: &mut Frames) -> Result<(), TeleportError> {
         loop {
             let frame = tokio::select! {
-                frame = frames.recv() => frame,
+                frame = frames.next_control() => frame?,
                 _ = wait_true(self.stop.clone()) => return Ok(()),
             };
-            match frame {
-                None => return Ok(()),
-                Some(Err(e)) => return Err(e),
-                Some(Ok(frame)) if frame.kind == kind::GOODBYE => return Ok(()),
-                Some(Ok(frame)) if frame.kind == kind::OFFER => {
+            match frame.kind {
+                kind::GOODBYE => return Ok(()),
+                kind::OFFER => {
                     let offer: Offer = decode(&frame.payload)?;
                     let name = offer.name.clone();
                     if let Err(e) = self.image(offer, frames).await {
@@ -379,10 +411,11 @@ impl Session {
                         return Err(e);
                     }
                 }
-                Some(Ok(frame)) => {
+                // It gave up before it heard that it was refused.
+                kind::GIVE_UP => return Ok(()),
+                other => {
                     return Err(TeleportError::Protocol(format!(
-                        "frame {:#04x} between images",
-                        frame.kind
+                        "frame {other:#04x} between images"
                     )));
                 }
             }
@@ -488,7 +521,7 @@ impl Session {
         let ended = loop {
             tokio::select! {
                 done = &mut driver => break done.map_err(|_| stopped()),
-                frame = frames.recv() => {
+                frame = frames.next() => {
                     match forward(frame, &events).await {
                         Ok(()) => {}
                         Err(e) => {
@@ -540,10 +573,7 @@ async fn receive_layout(offer: &Offer, frames: &mut Frames) -> Result<Vec<u8>, T
     }
     let mut layout = Vec::new();
     while (layout.len() as u64) < offer.layout_bytes {
-        let frame = frames
-            .recv()
-            .await
-            .ok_or_else(|| TeleportError::Protocol("the offer broke off".into()))??;
+        let frame = frames.next_control().await?;
         let fits = layout.len() as u64 + frame.payload.len() as u64 <= offer.layout_bytes;
         if frame.kind != kind::LAYOUT
             || !fits
@@ -561,12 +591,10 @@ async fn receive_layout(offer: &Offer, frames: &mut Frames) -> Result<Vec<u8>, T
 
 /// Hands a frame of the source to the driver.
 async fn forward(
-    frame: Option<Result<Frame, TeleportError>>,
+    frame: Result<Frame, TeleportError>,
     events: &mpsc::Sender<DriverEvent>,
 ) -> Result<(), TeleportError> {
-    let frame = frame.ok_or_else(|| {
-        TeleportError::Protocol("the source left in the middle of an image".into())
-    })??;
+    let frame = frame?;
     let event = match frame.kind {
         kind::BATCH => DriverEvent::Machine(Event::Batch(Arc::new(Batch::decode(&frame.payload)?))),
         kind::END => DriverEvent::Machine(Event::End(decode::<End>(&frame.payload)?.digest)),

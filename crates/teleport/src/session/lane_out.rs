@@ -122,6 +122,16 @@ impl NeedQueue {
         }
     }
 
+    /// Seconds that what is there will take at the lanes' pace; infinite while that is unknown.
+    pub fn seconds_left(&self) -> f64 {
+        let state = self.state.lock();
+        match (state.backlog, state.pace.per_second) {
+            (0, _) => 0.0,
+            (_, 0) => f64::INFINITY,
+            (backlog, pace) => backlog as f64 / pace as f64,
+        }
+    }
+
     /// Lets only the first so many lanes work: what one lane carries compresses better than what
     /// several do.
     pub fn rest_from(&self, lanes: u16) {
@@ -187,6 +197,8 @@ pub struct LaneTimes {
     pub busy_ns: AtomicU64,
     /// Nanoseconds spent waiting for the socket.
     pub waited_ns: AtomicU64,
+    /// The first lane's round-trip time in nanoseconds.
+    pub round_trip_ns: AtomicU64,
 }
 
 /// What a lane's thread needs.

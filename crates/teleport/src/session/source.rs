@@ -2,6 +2,7 @@
 //! what the destination asks for.
 
 mod estimate;
+mod judge;
 mod lanes;
 
 use std::sync::Arc;
@@ -14,17 +15,18 @@ use drover_net::{
     say_hello,
 };
 use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
 
-use self::lanes::Lanes;
+use self::lanes::{Lanes, Wait};
 use super::{OnEvent, SendItem, SendOptions, frame_bytes, read_frames_after, write_frames};
 use crate::TeleportError;
 use crate::codec::Need;
 use crate::progress::{Counters, ImageReport, SendEvent, Stages, WireTotals};
 use crate::protocol::{
-    Accept, BATCH_BLOCKS, Delivered, End, Estimate, GiveUp, LAYOUT_PART_BYTES, MAX_SESSION_FRAME,
-    Offer, Refusal, Reply, Request, kind,
+    BATCH_BLOCKS, Delivered, End, Estimate, GiveUp, LAYOUT_PART_BYTES, MAX_SESSION_FRAME, Offer,
+    Refusal, Reply, Request, kind,
 };
-use crate::source::{Action, Event, Source};
+use crate::source::{Action, Event, FIRST_WINDOW, Source};
 use crate::stages::Lap;
 use crate::walk::{Walk, check_unchanged};
 
@@ -55,11 +57,18 @@ pub struct Sender {
     progress: u64,
 }
 
+/// An image that is being read already, as far as the window allows.
+struct Begun {
+    image: Arc<Outgoing>,
+    walk_to: watch::Sender<u64>,
+    walked: mpsc::Receiver<Result<Walked, TeleportError>>,
+}
+
 /// The connection that control frames go over.
 struct Control {
     frames: Frames,
     out: mpsc::Sender<Frame>,
-    written: tokio::task::JoinHandle<Result<(), TeleportError>>,
+    written: JoinHandle<Result<(), TeleportError>>,
     /// Whether the destination has opened the session.
     open: bool,
 }
@@ -75,7 +84,8 @@ impl Control {
         self.out.send(frame).await.map_err(|_| broken())
     }
 
-    /// The next frame; a refusal is an error. The first frame of all answers the request.
+    /// The next frame; a refusal is an error. The first frame of all answers the request. Cancel
+    /// safe.
     async fn next(&mut self) -> Result<Frame, TeleportError> {
         let mut frame = self.frames.recv().await.ok_or_else(broken)??;
         if !self.open {
@@ -99,12 +109,15 @@ impl Control {
     /// may be the first to show it. What it has to say is not lost with the lane.
     async fn why(&mut self, broke: TeleportError) -> TeleportError {
         let refused = async {
-            while let Some(Ok(frame)) = self.frames.recv().await {
-                if frame.kind == kind::REFUSE {
-                    return decode(&frame.payload).ok().map(refusal);
+            loop {
+                match self.next().await {
+                    Ok(_) => {}
+                    Err(e @ (TeleportError::Refused { .. } | TeleportError::Remote(_))) => {
+                        return Some(e);
+                    }
+                    Err(_) => return None,
                 }
             }
-            None
         };
         let refused = tokio::time::timeout(WHY_LIMIT, refused).await;
         refused.ok().flatten().unwrap_or(broke)
@@ -177,10 +190,12 @@ impl Sender {
         let images = (self.items.len() - self.done) as u32;
         let session = random_id();
         let lanes = Lanes::start(self, session);
+        // The first image is opened and read while the connections are made.
+        let first = self.begin();
         let (frames, writer) = match self.dial(Request::Send { images, session }).await {
             Ok(dialled) => dialled,
             Err(e) => {
-                lanes.close().await;
+                lanes.close(Wait::ForPeer).await;
                 return Err(e);
             }
         };
@@ -193,11 +208,14 @@ impl Sender {
             written,
             open: false,
         };
-        let mut result = self.images(&mut control, &lanes).await;
+        let mut result = self.images(first, &mut control, &lanes).await;
+        let mut wait = Wait::ForPeer;
         if result.is_ok() {
             result = control.send(kind::GOODBYE, Vec::new()).await;
+            // Everything was acknowledged: nobody has to wait until the other side hangs up.
+            wait = Wait::ForSocket;
         }
-        lanes.close().await;
+        lanes.close(wait).await;
         self.connected |= control.open;
         let Control {
             frames,
@@ -234,13 +252,40 @@ impl Sender {
         Ok((frames, writer))
     }
 
-    async fn images(&mut self, control: &mut Control, lanes: &Lanes) -> Result<(), TeleportError> {
-        while self.done < self.items.len() {
-            let item = self.items[self.done].clone();
-            let opened =
-                tokio::task::spawn_blocking(move || open_for_sending(&item.path, item.conversion));
-            let image = Arc::new(opened.await.map_err(|_| broken())??);
-            let result = self.image(image.clone(), control, lanes).await;
+    /// Opens the image that is next, if there is one, and begins to read it.
+    fn begin(&self) -> Option<JoinHandle<Result<Begun, TeleportError>>> {
+        let item = self.items.get(self.done)?.clone();
+        // A destination that took it before has batches of it, which need not be sent again.
+        let ahead = match self.started {
+            None => FIRST_WINDOW,
+            Some(_) => 0,
+        };
+        self.counters.reset();
+        let counters = self.counters.clone();
+        Some(tokio::task::spawn_blocking(move || {
+            let image = Arc::new(open_for_sending(&item.path, item.conversion)?);
+            let (walk_to, limit) = watch::channel(ahead);
+            let (batches, walked) = mpsc::channel(WALK_QUEUE);
+            let walker = image.clone();
+            tokio::task::spawn_blocking(move || walk(&walker, &limit, &batches, &counters));
+            Ok(Begun {
+                image,
+                walk_to,
+                walked,
+            })
+        }))
+    }
+
+    async fn images(
+        &mut self,
+        mut begun: Option<JoinHandle<Result<Begun, TeleportError>>>,
+        control: &mut Control,
+        lanes: &Lanes,
+    ) -> Result<(), TeleportError> {
+        while let Some(next) = begun.take() {
+            let next = next.await.map_err(|_| broken())??;
+            let image = next.image.clone();
+            let result = self.image(next, control, lanes).await;
             if let Err(e) = result {
                 // Whatever went wrong, that the image changed is what the user must hear.
                 let changed = tokio::task::spawn_blocking(move || check_unchanged(&image)).await;
@@ -252,6 +297,7 @@ impl Sender {
             self.done += 1;
             self.started = None;
             self.progress += 1;
+            begun = self.begin();
         }
         Ok(())
     }
@@ -259,32 +305,17 @@ impl Sender {
     /// Offers one image and drives it to its end.
     async fn image(
         &mut self,
-        image: Arc<Outgoing>,
+        begun: Begun,
         control: &mut Control,
         lanes: &Lanes,
     ) -> Result<(), TeleportError> {
         let item = self.items[self.done].clone();
+        let image = begun.image.clone();
         let offer = self.offer(&item, &image, control).await?;
-        let frame = control.next().await?;
-        if frame.kind != kind::ACCEPT {
-            return Err(TeleportError::Protocol(
-                "the destination did not answer the offer".into(),
-            ));
-        }
-        let accept: Accept = decode(&frame.payload)?;
-        (self.on_event)(SendEvent::Started {
-            name: item.name.to_string(),
-            walk_blocks: offer.walk_blocks,
-            data_bytes: image.layout.covered_bytes(),
-            resumed_blocks: accept.resumed_blocks,
-        });
         lanes.set_image(offer.slot, image.clone());
-        let (walk_to, limit) = watch::channel(0u64);
-        let (batches, walked) = mpsc::channel(WALK_QUEUE);
-        let (walker, counters) = (image.clone(), self.counters.clone());
-        tokio::task::spawn_blocking(move || walk(&walker, &limit, &batches, &counters));
+        let mut machine = Source::new(offer.walk_blocks);
         let end = self
-            .drive(&offer, &image, accept, control, lanes, &walk_to, walked)
+            .drive(&mut machine, &offer, begun, control, lanes)
             .await;
         let end = match end {
             Err(e) if e.retryable() => Err(control.why(e).await),
@@ -292,6 +323,8 @@ impl Sender {
         };
         if let Err(e) = &end
             && !matches!(e, TeleportError::Net(_))
+            // A destination that refuses the offer knows.
+            && (machine.is_accepted() || !matches!(e, TeleportError::Refused { .. } | TeleportError::Remote(_)))
         {
             let discard = matches!(e, TeleportError::SourceChanged(_));
             let give_up = GiveUp {
@@ -333,7 +366,6 @@ impl Sender {
                 });
             }
         }
-        self.counters.reset();
         let layout = image.layout.encode();
         let offer = Offer {
             slot: self.done as u32,
@@ -358,23 +390,23 @@ impl Sender {
         Ok(offer)
     }
 
-    #[allow(clippy::too_many_arguments)]
     async fn drive(
         &mut self,
+        machine: &mut Source,
         offer: &Offer,
-        image: &Arc<Outgoing>,
-        accept: Accept,
+        begun: Begun,
         control: &mut Control,
         lanes: &Lanes,
-        walk_to: &watch::Sender<u64>,
-        mut walked: mpsc::Receiver<Result<Walked, TeleportError>>,
     ) -> Result<Outcome, TeleportError> {
-        let mut machine = Source::new(offer.walk_blocks);
+        let Begun {
+            image,
+            walk_to,
+            mut walked,
+        } = begun;
         let mut walking = true;
         let mut actions = Vec::new();
         let mut stop = self.stop.clone();
         let mut outgoing: std::collections::VecDeque<Frame> = Default::default();
-        machine.handle(Event::Accepted(accept), &mut actions)?;
         loop {
             for action in actions.drain(..) {
                 match action {
@@ -412,9 +444,17 @@ impl Sender {
                 biased;
                 _ = stop.wait_for(|s| *s) => return Err(TeleportError::Stopped),
                 failed = lanes.failed() => return Err(failed),
-                frame = control.frames.recv() => {
-                    let frame = frame.ok_or_else(broken)??;
-                    match self.event_of(frame)? {
+                frame = control.next() => {
+                    match self.event_of(frame?)? {
+                        Heard::Event(Event::Accepted(accept)) => {
+                            (self.on_event)(SendEvent::Started {
+                                name: offer.name.to_string(),
+                                walk_blocks: offer.walk_blocks,
+                                data_bytes: image.layout.covered_bytes(),
+                                resumed_blocks: accept.resumed_blocks,
+                            });
+                            Event::Accepted(accept)
+                        }
                         Heard::Event(event) => event,
                         Heard::Estimate(estimate) => return Ok(Outcome::Estimated(estimate)),
                     }
@@ -448,6 +488,9 @@ impl Sender {
     }
 
     fn event_of(&self, frame: Frame) -> Result<Heard, TeleportError> {
+        if frame.kind == kind::ACCEPT {
+            return Ok(Heard::Event(Event::Accepted(decode(&frame.payload)?)));
+        }
         let bytes = frame_bytes(frame.payload.len());
         Counters::add(&self.counters.plan_bytes, bytes);
         Ok(Heard::Event(match frame.kind {
@@ -462,7 +505,6 @@ impl Sender {
             }
             kind::DELIVERED => Event::Delivered(decode::<Delivered>(&frame.payload)?),
             kind::ESTIMATE => return Ok(Heard::Estimate(decode(&frame.payload)?)),
-            kind::REFUSE => return Err(refusal(decode(&frame.payload)?)),
             other => {
                 return Err(TeleportError::Protocol(format!(
                     "frame {other:#04x} from the destination"

@@ -125,6 +125,28 @@ fn a_resume_sends_no_batch_again_but_any_block() {
 }
 
 #[test]
+fn the_first_batches_do_not_wait_to_be_accepted() {
+    let mut s = Source::new(BLOCKS);
+    for i in 0..2 {
+        let actions = handle(&mut s, walked(i)).unwrap();
+        assert_eq!(actions, [Action::Batch(vec![i as u8])]);
+    }
+    assert!(!s.is_accepted());
+    // What the destination has already, it has twice; the rest is not sent again.
+    let to = handle(&mut s, accept(1)).unwrap();
+    assert_eq!(to, [Action::WalkTo(BATCHES)]);
+    assert!(s.is_accepted());
+    handle(&mut s, Event::Ack(1)).unwrap();
+    assert_eq!(handle(&mut s, walked(2)).unwrap(), [Action::Batch(vec![2])]);
+    // Nor is anything said of it before.
+    for event in [need(0..1), Event::Ack(0), delivered(WHOLE)] {
+        let mut s = Source::new(BLOCKS);
+        handle(&mut s, walked(0)).unwrap();
+        assert!(handle(&mut s, event).is_err());
+    }
+}
+
+#[test]
 fn a_resume_with_every_batch_there_needs_no_acknowledgement() {
     let mut s = started(BATCHES, BATCHES);
     handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();

@@ -157,6 +157,28 @@ async fn literals_that_are_not_what_was_announced_are_refused() {
     assert!(!there.image("lie.raw").exists());
 }
 
+/// The first lane and the control connection are two: a batch may overtake its offer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn batches_may_come_before_their_offer() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let identity = Identity::generate();
+    let layout = flat(4096 * 4);
+    let (mut raw, session) = Raw::session(&there, &identity).await;
+    let mut lane = Raw::dial(&there, &identity, Request::Lane { session }).await;
+    assert_eq!(lane.reader.next().await.unwrap().unwrap().kind, kind::REPLY);
+    let mut data = drover_teleport::blockmap::DataBits::new(4);
+    (0..4).for_each(|i| data.set(i));
+    let heads = vec![drover_core::Head::No; 4];
+    let batch = drover_teleport::codec::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);
+    lane.say(kind::BATCH, &batch.encode()).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    raw.offer(&offer("late.raw", &layout), &layout.encode())
+        .await;
+    assert_eq!(raw.reader.next().await.unwrap().unwrap().kind, kind::ACCEPT);
+    assert_eq!(raw.reader.next().await.unwrap().unwrap().kind, kind::NEED);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lane_of_another_peer_is_refused() {
     let dir = tempfile::tempdir().unwrap();

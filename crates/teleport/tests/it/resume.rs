@@ -424,5 +424,7 @@ async fn a_session_that_takes_over_goes_on_matching() {
     assert!(first.is_err(), "{first:?}");
     let report = &reports.unwrap()[0];
     same(&b, &there.image("b.raw"));
-    assert!(report.sent_blocks <= 12 * 256, "{report:?}");
+    // Of a batch that was matched when the first session ended, the sequence cache was promised
+    // blocks that it never got: they are found wrong, and sent.
+    assert!(report.sent_blocks <= 12 * 256 + 2048, "{report:?}");
 }

@@ -287,7 +287,15 @@ impl World {
             resumed_blocks: self.session.destination.counts().resumed_blocks,
             window_batches: WINDOW_BATCHES,
         };
-        self.source(source::Event::Accepted(accept));
+        let accepted = source::Event::Accepted(accept);
+        match self.rng.bool() {
+            true => self.source(accepted),
+            // The source goes ahead without knowing.
+            false => {
+                self.session.walk_to = source::FIRST_WINDOW;
+                self.session.to_source.push_back(accepted);
+            }
+        }
         for (index, runs) in replan {
             self.destination(Event::Planned { index, runs });
         }

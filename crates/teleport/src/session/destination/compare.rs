@@ -71,7 +71,7 @@ impl Session {
         loop {
             let mut lap = Lap::start();
             let frame = tokio::select! {
-                frame = frames.recv() => frame.ok_or_else(stopped)??,
+                frame = frames.next() => frame?,
                 _ = super::wait_true(self.stop.clone()) => return Err(TeleportError::Stopped),
             };
             lap.wait(&self.shared.stages.check);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use crossbeam_channel::{Sender, bounded, unbounded};
+use crossbeam_channel::{RecvTimeoutError, Sender, bounded, unbounded};
 use drover_core::Digest;
 use drover_index::{Origin, Plan, SequenceStore};
 use drover_net::Frame;
@@ -26,6 +26,10 @@ use crate::walk::digest_file;
 
 /// How often what has arrived is made durable.
 const SYNC_EVERY: Duration = Duration::from_secs(2);
+
+/// The same once the source has read the whole image: little must be left to sync when the last
+/// block comes, for the source waits for that.
+const SYNC_EVERY_AT_END: Duration = Duration::from_millis(100);
 
 /// Threads that copy and verify.
 const REUSE_THREADS: usize = 2;
@@ -111,7 +115,8 @@ enum Ended {
 /// The threads beside the driver.
 struct Workers {
     jobs: Sender<Job>,
-    stop_sync: Sender<()>,
+    /// A message means that the end is near; the end of the channel, the end.
+    sync: Sender<()>,
     threads: Vec<std::thread::JoinHandle<()>>,
 }
 
@@ -119,7 +124,7 @@ impl Workers {
     fn start(site: &Arc<Site>, prepared: &Prepared) -> Result<Self, TeleportError> {
         // Bounded by the window: every job belongs to a batch that is not complete.
         let (jobs, queue) = unbounded();
-        let (stop_sync, stopped) = bounded(0);
+        let (sync, ending) = bounded(1);
         let mut threads = Vec::new();
         let failed = TeleportError::file("start a thread for", &prepared.transfer.dir);
         let mut spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
@@ -144,19 +149,19 @@ impl Workers {
                 .map_err(std::io::Error::other)?;
             spawn(
                 "sync",
-                Box::new(move || sync_now_and_then(&part, &log, &stages, &stopped)),
+                Box::new(move || sync_now_and_then(&part, &log, &stages, &ending)),
             )
         };
         start().map_err(failed)?;
         Ok(Workers {
             jobs,
-            stop_sync,
+            sync,
             threads,
         })
     }
 
     fn stop(self) {
-        drop((self.jobs, self.stop_sync));
+        drop((self.jobs, self.sync));
         self.threads.into_iter().for_each(|t| drop(t.join()));
     }
 }
@@ -166,10 +171,16 @@ fn sync_now_and_then(
     part: &File,
     log: &File,
     stages: &DestinationStages,
-    stopped: &crossbeam_channel::Receiver<()>,
+    ending: &crossbeam_channel::Receiver<()>,
 ) {
     let mut lap = Lap::start();
-    while let Err(crossbeam_channel::RecvTimeoutError::Timeout) = stopped.recv_timeout(SYNC_EVERY) {
+    let mut every = SYNC_EVERY;
+    loop {
+        match ending.recv_timeout(every) {
+            Ok(()) => every = SYNC_EVERY_AT_END,
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
         lap.wait(&stages.sync);
         for file in [part, log] {
             if let Err(e) = file.sync_data() {
@@ -206,6 +217,9 @@ impl Driver<'_> {
             self.lap.wait(&self.prepared.incoming.stages.drive);
             match event {
                 DriverEvent::Machine(event) => {
+                    if let Event::End(_) = &event {
+                        let _ = self.workers.sync.try_send(());
+                    }
                     if let Event::Reused { job, failed } = &event {
                         self.heal(job, failed);
                     }

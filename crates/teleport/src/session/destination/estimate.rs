@@ -41,7 +41,7 @@ impl Session {
         let mut found = Estimate::default();
         let mut probe = drover_index::Probe::default();
         loop {
-            let frame = frames.recv().await.ok_or_else(stopped)??;
+            let frame = frames.next().await?;
             match frame.kind {
                 kind::BATCH => {
                     let batch = Arc::new(Batch::decode(&frame.payload)?);

@@ -10,18 +10,16 @@ use drover_net::{
     say_hello,
 };
 use parking_lot::Mutex;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
+use super::judge::{Judge, Look, Opinion};
 use super::{SendOptions, Sender, refusal};
 use crate::TeleportError;
 use crate::codec::Runs;
 use crate::progress::{Counters, WireTotals};
 use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, Reply, Request, kind};
 use crate::session::lane_out::{LaneOut, LaneTimes, NeedQueue, socket_queue, write_lane};
-
-/// How often it is judged whether another lane would help.
-const JUDGE_EVERY: Duration = Duration::from_millis(1500);
 
 /// Lanes that are opened without being told to.
 const MAX_OWN_LANES: u16 = 4;
@@ -38,7 +36,7 @@ pub struct Lanes {
     sample: Mutex<Vec<u64>>,
     failure: tokio::sync::Mutex<mpsc::Receiver<TeleportError>>,
     opener: JoinHandle<()>,
-    stop: watch::Sender<bool>,
+    stop: watch::Sender<Option<Wait>>,
     /// Frames that go over the first lane, ahead of its literals.
     pub first: mpsc::Sender<Frame>,
 }
@@ -69,7 +67,7 @@ impl Lanes {
             failures,
             times: Arc::default(),
         };
-        let (stop, stopped) = watch::channel(false);
+        let (stop, stopped) = watch::channel(None);
         let (first, batches) = mpsc::channel(BATCH_QUEUE);
         let opener = tokio::spawn(open_lanes(plan, batches, stopped));
         Lanes {
@@ -119,15 +117,35 @@ impl Lanes {
     }
 
     /// Ends the lanes.
-    pub async fn close(self) {
+    pub async fn close(mut self, wait: Wait) {
         self.needs.close();
-        self.stop.send_replace(true);
-        let _ = self.opener.await;
+        self.stop.send_replace(Some(wait));
+        let _ = (&mut self.opener).await;
     }
 }
 
+impl Drop for Lanes {
+    /// A send that is given up by dropping it must not leave threads behind that wait for needs.
+    fn drop(&mut self) {
+        self.needs.close();
+    }
+}
+
+/// What the end of the lanes waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wait {
+    /// The other side has read everything and hangs up, too.
+    ForPeer,
+    /// Everything was handed to the sockets.
+    ForSocket,
+}
+
 /// Opens lanes one by one, for as long as each new one makes the whole faster.
-async fn open_lanes(plan: Plan, batches: mpsc::Receiver<Frame>, mut stop: watch::Receiver<bool>) {
+async fn open_lanes(
+    plan: Plan,
+    batches: mpsc::Receiver<Frame>,
+    mut stop: watch::Receiver<Option<Wait>>,
+) {
     let fixed = plan.options.lanes.map(|n| n.clamp(1, MAX_LANES));
     let most = fixed.unwrap_or(if plan.options.limit.is_some() {
         1
@@ -137,10 +155,21 @@ async fn open_lanes(plan: Plan, batches: mpsc::Receiver<Frame>, mut stop: watch:
     let mut batches = Some(batches);
     let mut lanes = Vec::new();
     let mut judge = Judge::default();
-    while !*stop.borrow() && lanes.len() < usize::from(most) {
+    let look = |judge: &mut Judge, open: u16| {
+        judge.look(&Look {
+            at: Instant::now(),
+            sent: plan.wire.sent(),
+            busy: Duration::from_nanos(plan.times.busy_ns.load(Ordering::Relaxed)),
+            waited: Duration::from_nanos(plan.times.waited_ns.load(Ordering::Relaxed)),
+            left: plan.needs.seconds_left(),
+            round_trip: Duration::from_nanos(plan.times.round_trip_ns.load(Ordering::Relaxed)),
+            open,
+        })
+    };
+    while stop.borrow().is_none() && lanes.len() < usize::from(most) {
         let opened = tokio::select! {
             opened = open(&plan, lanes.len() as u16, &mut batches) => opened,
-            _ = stop.wait_for(|s| *s) => break,
+            _ = stop.wait_for(Option::is_some) => break,
         };
         match opened {
             Ok(lane) => lanes.push(lane),
@@ -153,54 +182,38 @@ async fn open_lanes(plan: Plan, batches: mpsc::Receiver<Frame>, mut stop: watch:
                 break;
             }
         }
-        while fixed.is_none() && !*stop.borrow() {
+        while fixed.is_none() && stop.borrow().is_none() {
             let open = lanes.len() as u16;
-            let stopped = tokio::time::timeout(JUDGE_EVERY, stop.wait_for(|s| *s)).await;
-            if stopped.is_ok() || judge.wants_more(&plan, open) {
+            let pause = judge.pause(plan.times.round_trip_ns.load(Ordering::Relaxed));
+            let stopped = tokio::time::timeout(pause, stop.wait_for(Option::is_some)).await;
+            if stopped.is_ok() {
                 break;
+            }
+            match look(&mut judge, open) {
+                Opinion::Wait => {}
+                Opinion::Open => break,
+                Opinion::Rest => plan.needs.rest_from(open - 1),
             }
         }
     }
-    let _ = stop.wait_for(|s| *s).await;
+    let wait = stop.wait_for(Option::is_some).await.map_or(None, |w| *w);
     for lane in lanes {
-        let _ = tokio::time::timeout(super::CLOSE_LIMIT, lane).await;
+        let ended = async {
+            let _ = lane.written.await;
+            if wait != Some(Wait::ForSocket) {
+                let _ = lane.ended.await;
+            }
+        };
+        let _ = tokio::time::timeout(super::CLOSE_LIMIT, ended).await;
     }
 }
 
-/// Judges whether the lanes wait for their sockets, and whether the last new one helped.
-#[derive(Default)]
-struct Judge {
-    sent: u64,
-    busy: u64,
-    waited: u64,
-    /// The rate before the last lane was opened, in bytes an interval.
-    before: u64,
-    settled: bool,
-}
-
-impl Judge {
-    fn wants_more(&mut self, plan: &Plan, open: u16) -> bool {
-        let sent = plan.wire.sent();
-        let rate = sent - std::mem::replace(&mut self.sent, sent);
-        let busy = plan.times.busy_ns.load(Ordering::Relaxed);
-        let waited = plan.times.waited_ns.load(Ordering::Relaxed);
-        let (busy, waited) = (
-            busy - std::mem::replace(&mut self.busy, busy),
-            waited - std::mem::replace(&mut self.waited, waited),
-        );
-        // Mostly waiting for the socket: either the link is full, which the next lane will show,
-        // or one connection cannot fill it.
-        if self.settled || waited < busy {
-            return false;
-        }
-        if self.before > 0 && rate < self.before + self.before / 10 {
-            self.settled = true;
-            plan.needs.rest_from(open - 1);
-            return false;
-        }
-        self.before = rate;
-        true
-    }
+/// A lane at work.
+struct Lane {
+    /// Heard when everything was handed to the socket.
+    written: oneshot::Receiver<()>,
+    /// Ends when the other side has hung up, too.
+    ended: JoinHandle<()>,
 }
 
 /// Opens one lane and sets its threads to work.
@@ -208,7 +221,7 @@ async fn open(
     plan: &Plan,
     number: u16,
     batches: &mut Option<mpsc::Receiver<Frame>>,
-) -> Result<JoinHandle<()>, TeleportError> {
+) -> Result<Lane, TeleportError> {
     let SendOptions {
         identity,
         peer,
@@ -220,7 +233,16 @@ async fn open(
     let connection =
         connect_any(addresses, identity, peer, &ConnectOptions::named(peer_name)).await?;
     plan.wire.add(connection.wire());
+    // A limit makes a slow link of any.
+    let round_trip = match (limit, connection.round_trip()) {
+        (None, Some(time)) => time,
+        _ => Duration::MAX,
+    };
     let (mut reader, mut writer) = connection.split();
+    if number == 0 {
+        let nanos = u64::try_from(round_trip.as_nanos()).unwrap_or(u64::MAX);
+        plan.times.round_trip_ns.store(nanos, Ordering::Relaxed);
+    }
     writer.set_rate(limit.clone());
     reader.set_max_frame(MAX_SESSION_FRAME);
     say_hello(&mut writer, Role::Client).await?;
@@ -228,23 +250,12 @@ async fn open(
         session: plan.session,
     };
     writer.send(kind::REQUEST, &encode(&request)).await?;
-    writer.flush().await?;
-    let asked = Instant::now();
-    hear_hello(&mut reader, Role::Client).await?;
-    // A limit makes a slow link of any.
-    let round_trip = if limit.is_some() {
-        Duration::MAX
-    } else {
-        asked.elapsed()
-    };
-    let reply = reader.next().await?.ok_or_else(super::broken)?;
-    match decode::<Reply>(&reply.payload) {
-        Ok(Reply::Ready) if reply.kind == kind::REPLY => {}
-        Ok(Reply::Refused(r)) => return Err(refusal(r)),
-        _ => {
-            let wrong = "the destination gave a wrong answer to a lane".into();
-            return Err(TeleportError::Protocol(wrong));
-        }
+    // The session stands and falls with its first lane, so what that one is to carry does not wait
+    // for the answer.
+    let answered = number > 0;
+    if answered {
+        writer.flush().await?;
+        hear_ready(&mut reader).await?;
     }
     KeepAlive::default().apply(&mut reader, &mut writer);
     let (to, from) = socket_queue();
@@ -267,23 +278,47 @@ async fn open(
         }
     });
     tracing::debug!(number, "lane open");
-    Ok(tokio::spawn(async move {
+    let (tell, written) = oneshot::channel();
+    let ended = tokio::spawn(async move {
         let written = write_lane(writer, from, first, &counters.stages);
         let result = tokio::select! {
             result = written => result,
-            error = listen(&mut reader, &receiver_busy) => Err(error),
+            error = listen(&mut reader, answered, &receiver_busy) => Err(error),
         };
         if let Err(e) = result {
             let _ = failures.try_send(e);
         }
+        let _ = tell.send(());
         // Reading to the end lets the peer take what was written last.
         while let Ok(Some(_)) = reader.next().await {}
-    }))
+    });
+    Ok(Lane { written, ended })
+}
+
+/// Hears that the destination takes the lane.
+async fn hear_ready(reader: &mut FrameReader) -> Result<(), TeleportError> {
+    hear_hello(reader, Role::Client).await?;
+    let reply = reader.next().await?.ok_or_else(super::broken)?;
+    match decode::<Reply>(&reply.payload) {
+        Ok(Reply::Ready) if reply.kind == kind::REPLY => Ok(()),
+        Ok(Reply::Refused(r)) => Err(refusal(r)),
+        _ => {
+            let wrong = "the destination gave a wrong answer to a lane".into();
+            Err(TeleportError::Protocol(wrong))
+        }
+    }
 }
 
 /// Hears how busy the destination is until the lane breaks. The destination only ends a lane after
 /// it has refused the image on the control connection, which says why: no error of its own.
-async fn listen(reader: &mut FrameReader, receiver_busy: &AtomicU64) -> TeleportError {
+async fn listen(
+    reader: &mut FrameReader,
+    answered: bool,
+    receiver_busy: &AtomicU64,
+) -> TeleportError {
+    if !answered && let Err(e) = hear_ready(reader).await {
+        return e;
+    }
     loop {
         match reader.next().await {
             Ok(Some(frame)) if frame.kind == kind::BUSY => {
