@@ -20,8 +20,8 @@ const ALL: &str = "all";
 /// Who is measured beside drover on the small set: what every machine has.
 const SMALL_RIVALS: [&str; 2] = ["zstd", "rsync-delta"];
 /// A rival that takes less than this is part of every run, of most runs, or comes last.
-const CHEAP_SECONDS: f64 = 150.0;
-const DEAR_SECONDS: f64 = 500.0;
+const CHEAP_SECONDS: f64 = 270.0;
+const DEAR_SECONDS: f64 = 600.0;
 
 static ABOUT: About = About {
     name: "library",
@@ -133,17 +133,17 @@ fn plan(lab: &Lab) -> Result<Vec<(Case, Job)>> {
         // A machine without namespaces still has something to say about drover.
         let line = link::available().is_ok().then_some(FAST);
         plan.push(limit_case(line, 0));
-        plan.push(case(&weights, line, By::Drover));
+        plan.push(case(&weights, line, By::Drover, true));
         for by in mover::rivals().filter(|by| SMALL_RIVALS.contains(&by.name())) {
-            plan.push(case(&weights, Some(FAST), by));
+            plan.push(case(&weights, Some(FAST), by, true));
         }
         return Ok(plan);
     }
     for line in lines::matrix() {
-        let rank = if line == REFERENCE { 0 } else { 2 };
-        plan.push(limit_case(Some(line), rank));
-        plan.push(case(&weights, Some(line), By::Drover));
-        plan.extend(mover::rivals().map(|by| case(&weights, Some(line), by)));
+        let main = line == REFERENCE;
+        plan.push(limit_case(Some(line), if main { 0 } else { 2 }));
+        plan.push(case(&weights, Some(line), By::Drover, main));
+        plan.extend(mover::rivals().map(|by| case(&weights, Some(line), by, main)));
     }
     // Most important first.
     plan.sort_by_key(|(case, _)| case.rank);
@@ -162,15 +162,15 @@ fn limit_case(line: Option<Line>, rank: u8) -> (Case, Job) {
     (case, Job { line, by: None })
 }
 
-fn case(weights: &[Weight], line: Option<Line>, by: By) -> (Case, Job) {
+fn case(weights: &[Weight], line: Option<Line>, by: By, main: bool) -> (Case, Job) {
     let seconds: f64 = weights.iter().map(|w| by.seconds(w, line)).sum();
-    let rank = match (by, line) {
-        (By::Drover, None | Some(REFERENCE | FAST)) => 0,
-        (By::Drover, _) => 2,
-        (By::Rival(_), Some(line)) if line != REFERENCE && line != FAST => 3,
-        (By::Rival(_), _) if seconds < CHEAP_SECONDS => 0,
-        (By::Rival(_), _) if seconds < DEAR_SECONDS => 1,
-        (By::Rival(_), _) => 2,
+    let rank = match by {
+        By::Drover if main => 0,
+        By::Drover => 2,
+        By::Rival(_) if !main => 3,
+        By::Rival(_) if seconds < CHEAP_SECONDS => 0,
+        By::Rival(_) if seconds < DEAR_SECONDS => 1,
+        By::Rival(_) => 2,
     };
     let case = Case {
         id: format!("{}-{}", lines::slug(line), by.name()),

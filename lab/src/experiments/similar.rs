@@ -20,6 +20,8 @@ use crate::rivals::Weight;
 /// The rivals that can use what the far end has.
 const WITH_BASIS: [&str; 5] = ["rsync-delta", "casync", "desync", "restic", "borg"];
 const SMALL_RIVALS: [&str; 1] = ["rsync-delta"];
+/// How many scenarios rivals are measured on in most runs.
+const RIVALS_FIRST: usize = 3;
 /// Figures of a row that say what its link is like, for plots.
 const RTT: &str = "rtt_ms";
 
@@ -193,8 +195,9 @@ fn plan(lab: &Lab) -> Vec<(Case, Job)> {
     for one in FULL.chunks(1) {
         plan.push(case(lab, here, one, By::Drover, 0, one[0].slug));
     }
-    for one in FULL.chunks(1) {
-        plan.extend(rivals().map(|by| case(lab, here, one, by, 1, one[0].slug)));
+    for (at, one) in FULL.chunks(1).enumerate() {
+        let rank = if at < RIVALS_FIRST { 1 } else { 2 };
+        plan.extend(rivals().map(|by| case(lab, here, one, by, rank, one[0].slug)));
     }
     let lines = lines::matrix();
     for line in lines.iter().copied().filter(|line| *line != REFERENCE) {

@@ -186,9 +186,10 @@ pub fn drover_seconds(weight: &Weight, line: Option<Line>) -> f64 {
     wire.max(work) + 10.0 * rtt + 0.2 + compare_seconds(weight)
 }
 
-/// Seconds that a rival takes about, which sends `bytes` over one connection and works on the data meanwhile.
+/// Seconds that a rival takes about, which sends `bytes` over one connection and works on the file meanwhile, holes
+/// included: most read and write them.
 pub fn rival_seconds(weight: &Weight, bytes: u64, line: Option<Line>) -> f64 {
-    let work = weight.data_bytes as f64 / 100e6;
+    let work = weight.size_bytes as f64 / 100e6;
     let wire = line.map_or(0.0, |line| bytes as f64 / line.goodput(1));
     wire.max(work) + 2.0 + compare_seconds(weight)
 }

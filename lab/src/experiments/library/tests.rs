@@ -34,6 +34,29 @@ fn sent(dir: &Path, by: By, damage: &str) -> Result<Vec<Row>> {
 }
 
 #[test]
+fn the_reference_comes_first_and_who_sends_everything_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let lab = stand_in::lab(dir.path(), "");
+    let images = dir.path().join("cache/images");
+    fs::create_dir_all(&images).unwrap();
+    for name in ["plain", "app", "db", "nfs", "web", "dev"] {
+        let file = fs::File::create(images.join(format!("bookworm-{name}.raw"))).unwrap();
+        file.set_len(2 << 30).unwrap();
+    }
+    let plan = plan(&lab).unwrap();
+    let rank = |id: &str| plan.iter().find(|(case, _)| case.id == id).unwrap().0.rank;
+    assert_eq!(rank("100mbit-40ms-drover"), 0);
+    assert_eq!(rank("100mbit-40ms-rsync-whole"), 2);
+    assert_eq!(rank("1000mbit-5ms-drover"), 2);
+    assert_eq!(rank("1000mbit-5ms-rsync-delta"), 3);
+    assert!(plan.is_sorted_by_key(|(case, _)| case.rank));
+    let each = 2 + mover::rivals().count();
+    assert_eq!(plan.len(), 18 * each);
+    let reference = plan.iter().filter(|(_, job)| job.line == Some(REFERENCE));
+    assert_eq!(reference.count(), each);
+}
+
+#[test]
 fn every_image_has_a_row_and_all_have_one() {
     let dir = tempfile::tempdir().unwrap();
     // A run that was killed has left its sites; no process has this number.
