@@ -2,6 +2,7 @@
 
 mod borg;
 mod casync;
+mod desync;
 mod ends;
 mod nbd;
 mod process;
@@ -73,6 +74,7 @@ pub const ALL: &[&dyn Rival] = &[
     &rsync::Tuned::DELTA,
     &rsync::Tuned::ZSTD,
     &casync::Casync::BEST,
+    &desync::Desync::BEST,
     &nbd::QemuNbd::BEST,
     &restic::Restic::BEST,
     &borg::Borg::BEST,

@@ -1,6 +1,6 @@
 //! Borg as a carrier: a backup here into a repository at the far end, extracted there.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,7 +17,8 @@ use crate::site::Where;
 /// Borg over what would be its ssh connection.
 ///
 /// Compression by zstd at its own level. BLAKE2 keys: borg's fastest encryption, so that it does what restic and drover do.
-/// Borg has one thread.
+/// Borg has one thread. Its finer chunks, of 64 KiB on average, carry the first image with a tenth more bytes than its default
+/// of 2 MiB, or than the fixed blocks that it has for disks, and one like it with half as many.
 pub struct Borg {
     pub(super) program: &'static str,
     pub(super) limit: Limit,
@@ -40,7 +41,7 @@ const CREATE: &[&str] = &[
     "--files-cache",
     "disabled",
 ];
-const CHUNKER: &str = "buzhash,19,23,21,4095";
+const CHUNKER: &str = "buzhash,10,23,16,4095";
 const PASSWORD: &str = "thrown away";
 const SETUP: Duration = Duration::from_secs(60);
 
@@ -77,14 +78,11 @@ impl Rival for Borg {
                 .arg(&repository);
             ends.run("borg init", &mut command, Deadline::after(SETUP))?;
         }
-        let serve = ends.script(
+        ends.script(
             ends.far_dir().join("serve"),
             &format!("exec {} serve", self.program),
         )?;
-        let env: Vec<(&str, OsString)> = environment(&ends.far_dir());
-        let env: Vec<(&str, &OsStr)> = env.iter().map(|(k, v)| (*k, v.as_os_str())).collect();
-        debug_assert!(serve.ends_with("serve"));
-        let (server, port) = ends.serve("borg serve", "./serve", &env)?;
+        let (server, port) = ends.serve("borg serve", "./serve", &environment(&ends.far_dir()))?;
         // It is called with a host and a command, which the far end knows already.
         let shell = ends.script(
             ends.near_dir().join("rsh"),

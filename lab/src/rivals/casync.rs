@@ -15,8 +15,9 @@ use crate::site::Where;
 /// casync that pushes by its own protocol, over what would be its ssh connection.
 ///
 /// The far end asks for the chunks of the index that its store lacks, many at a time. The natural other way, the far end
-/// extracting over HTTP, waits a round trip for each chunk. Chunks are of 64 KiB on average and compressed by zstd, as casync
-/// does on its own.
+/// extracting over HTTP, waits a round trip for each chunk. SHA-256, which processors know, is faster than casync's own choice.
+/// Chunks are of 64 KiB on average and compressed by zstd, as casync does on its own; smaller ones save bytes and lose more
+/// time to their files. It has one thread.
 pub struct Casync {
     pub(super) program: &'static str,
     pub(super) limit: Limit,
@@ -40,7 +41,7 @@ impl Rival for Casync {
 
     fn settings(&self) -> String {
         format!(
-            "casync make --store=FAR:{STORE} FAR:{INDEX} IMAGE; \
+            "casync make --digest=sha256 --store=FAR:{STORE} FAR:{INDEX} IMAGE; \
              casync extract --store={STORE} {INDEX} FILE; sync FILE"
         )
     }
@@ -89,7 +90,7 @@ impl Carrier for Store<'_> {
         let _ = fs::remove_file(&delivered);
         let mut make = self.ends.near(self.program);
         make.env("CASYNC_SSH_PATH", &self.shell)
-            .args(["make", &format!("--store=far:/{STORE}")])
+            .args(["make", "--digest=sha256", &format!("--store=far:/{STORE}")])
             .arg(format!("far:/{INDEX}"))
             .arg(image);
         let mut extract = self.ends.far(self.program);

@@ -1,6 +1,6 @@
 //! The two ends between which a rival carries: its commands, its directories, its deadline.
 
-use std::ffi::OsStr;
+use std::ffi::OsString;
 use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
@@ -183,7 +183,7 @@ impl<'a> Ends<'a> {
         &self,
         what: &str,
         program: &str,
-        env: &[(&str, &OsStr)],
+        env: &[(&str, OsString)],
     ) -> Result<(Running, u16)> {
         self.listen(what, |port| {
             let address = self.far_address();
@@ -192,7 +192,7 @@ impl<'a> Ends<'a> {
                 .arg(format!("TCP-LISTEN:{port},bind={address},reuseaddr,fork"))
                 .arg(format!("EXEC:{program},nofork"))
                 .current_dir(self.far_dir())
-                .envs(env.iter().copied());
+                .envs(env.iter().map(|(key, value)| (key, value)));
             command
         })
     }

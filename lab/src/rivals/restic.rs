@@ -18,7 +18,8 @@ use crate::site::Where;
 /// restic to a `rest-server` where there is one, else to an SFTP server.
 ///
 /// Repository version 2, whose chunks are compressed by zstd. Sixteen requests at a time, since each waits for a round trip.
-/// Encryption cannot be turned off.
+/// Encryption cannot be turned off. A restic before 0.15 restores zeros by writing them, which takes longer than all else;
+/// there, `dump` into a sparse file is five times as fast.
 pub struct Restic {
     pub(super) program: &'static str,
     pub(super) limit: Limit,
@@ -39,8 +40,16 @@ const SFTP: &[&str] = &[
     "/usr/lib/ssh/sftp-server",
     "/usr/libexec/sftp-server",
 ];
+const DUMP: &str = r#"
+set -o pipefail
+"$1" --quiet dump latest "$3" --repo "$2" | dd of="$4" conv=sparse bs=64k iflag=fullblock status=none
+"#;
 const PASSWORD: &str = "thrown away";
 const SETUP: Duration = Duration::from_secs(60);
+
+fn restores_sparse(program: &str) -> bool {
+    tool::ask(program, &["restore", "--help"]).is_ok_and(|help| help.contains("--sparse"))
+}
 
 fn sftp_server() -> Result<&'static str, String> {
     let found = SFTP.iter().find(|path| Path::new(path).is_file());
@@ -55,14 +64,18 @@ impl Rival for Restic {
     }
 
     fn settings(&self) -> String {
+        let restore = if restores_sparse(self.program) {
+            "restic restore latest --sparse -r REPO"
+        } else {
+            "restic dump latest IMAGE -r REPO | dd conv=sparse bs=64k of=FILE"
+        };
         let server = if shell::have("rest-server") {
             "rest:http://FAR/ -o rest.connections=16"
         } else {
             "sftp:FAR:repo -o sftp.connections=16"
         };
         format!(
-            "restic backup -r {server} --compression auto IMAGE; restic restore latest -r REPO \
-             [--sparse, where restic has it]; sync FILE (repository version 2)"
+            "restic backup -r {server} --compression auto IMAGE; {restore}; sync FILE (repository version 2)"
         )
     }
 
@@ -85,7 +98,7 @@ impl Rival for Restic {
         if !repository.exists() {
             let mut command = restic(ends.far(self.program), &ends.far_dir());
             command
-                .args(["init", "--repository-version", "2", "--repo"])
+                .args(["--quiet", "init", "--repository-version", "2", "--repo"])
                 .arg(&repository);
             ends.run("restic init", &mut command, Deadline::after(SETUP))?;
         }
@@ -108,15 +121,12 @@ impl Rival for Restic {
             let connections = "sftp.connections=16".to_owned();
             (server, vec!["sftp:far:repo".to_owned(), connections, pipe])
         };
-        // Older ones write the zeros out.
-        let sparse = tool::ask(self.program, &["restore", "--help"])
-            .is_ok_and(|help| help.contains("--sparse"));
         Ok(Box::new(Repository {
             program: self.program,
             ends,
             repository,
             remote,
-            sparse,
+            sparse: restores_sparse(self.program),
             _server: server,
         }))
     }
@@ -138,8 +148,7 @@ fn restic(mut command: Command, home: &Path) -> Command {
         .env("RESTIC_PASSWORD", PASSWORD)
         .env("RESTIC_CACHE_DIR", home.join("cache"))
         .env("RESTIC_COMPRESSION", "auto")
-        .env("HOME", home)
-        .arg("--quiet");
+        .env("HOME", home);
     command
 }
 
@@ -151,7 +160,7 @@ impl Carrier for Repository<'_> {
         let delivered = self.delivered(&image);
         let _ = fs::remove_file(&delivered);
         let mut backup = restic(self.ends.near(self.program), &self.ends.near_dir());
-        backup.args(["backup", "--repo", &self.remote[0]]);
+        backup.args(["--quiet", "backup", "--repo", &self.remote[0]]);
         for option in &self.remote[1..] {
             backup.args(["-o", option]);
         }
@@ -159,14 +168,22 @@ impl Carrier for Repository<'_> {
         backup
             .arg(name)
             .current_dir(image.parent().context("no directory")?);
-        let mut restore = restic(self.ends.far(self.program), &self.ends.far_dir());
-        restore
-            .args(["restore", "latest", "--repo"])
-            .arg(&self.repository)
-            .args([OsStr::new("--target"), self.ends.images().as_os_str()]);
-        if self.sparse {
-            restore.arg("--sparse");
-        }
+        let mut restore = if self.sparse {
+            let mut command = restic(self.ends.far(self.program), &self.ends.far_dir());
+            command
+                .args(["--quiet", "restore", "latest", "--sparse", "--repo"])
+                .arg(&self.repository)
+                .args([OsStr::new("--target"), self.ends.images().as_os_str()]);
+            command
+        } else {
+            let mut command = restic(self.ends.far("bash"), &self.ends.far_dir());
+            command.args(["-c", DUMP, "dump", self.program]).args([
+                self.repository.as_os_str(),
+                name,
+                delivered.as_os_str(),
+            ]);
+            command
+        };
         let started = Instant::now();
         self.ends.run("restic backup", &mut backup, deadline)?;
         self.ends.run("restic restore", &mut restore, deadline)?;

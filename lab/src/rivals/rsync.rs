@@ -109,7 +109,11 @@ impl Rival for Tuned {
     }
 
     fn settings(&self) -> String {
-        let options = self.mode.options().join(" ");
+        let mut options = self.mode.options().join(" ");
+        match threads(self.mode, self.program) {
+            1 => {}
+            threads => options.push_str(&format!(" --compress-threads={threads}")),
+        }
         match self.mode {
             Mode::Delta => format!(
                 "rsync {options} --ignore-times --compare-dest={BASIS} IMAGE rsync://FAR/{MODULE}/ \
@@ -152,7 +156,20 @@ pub struct Rsync<'a> {
     program: &'static str,
     ends: Ends<'a>,
     port: u16,
+    /// zstd's, where rsync can tell it and there is something to compress.
+    threads: usize,
     _daemon: Running,
+}
+
+/// Cores for zstd; rsync has the option since 3.3.
+fn threads(mode: Mode, program: &str) -> usize {
+    let compresses = mode.options().contains(&"-z");
+    let can =
+        || tool::ask(program, &["--help"]).is_ok_and(|help| help.contains("--compress-threads"));
+    match std::thread::available_parallelism() {
+        Ok(cores) if compresses && can() => cores.get(),
+        _ => 1,
+    }
 }
 
 impl<'a> Rsync<'a> {
@@ -193,6 +210,7 @@ impl<'a> Rsync<'a> {
         Ok(Self {
             mode,
             program,
+            threads: threads(mode, program),
             ends,
             port,
             _daemon: daemon,
@@ -225,6 +243,9 @@ impl Carrier for Rsync<'_> {
         let _ = fs::remove_file(self.delivered(image));
         let mut command = self.ends.near(self.program);
         command.args(self.mode.options());
+        if self.threads > 1 {
+            command.arg(format!("--compress-threads={}", self.threads));
+        }
         let link = match basis {
             Some(basis) if self.mode == Mode::Delta => {
                 // A file of equal size and time would be taken for the image itself.

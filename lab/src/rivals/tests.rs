@@ -1,9 +1,13 @@
 //! Every rival that is installed carries small images, and what goes wrong is told as what it is.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::time::{Duration, Instant};
 
+use super::ends::Limit;
+use super::zstd::Zstd;
 use super::*;
+use crate::link;
 use crate::same::identical;
 
 /// Two related images with holes, a few MB each.
@@ -13,13 +17,15 @@ struct Images {
 
 impl Images {
     const SIZE: u64 = 24 << 20;
+    /// Bytes of each that cannot be compressed.
+    const RANDOM: u64 = 3 << 20;
 
     fn new() -> Self {
         let images = Self {
             dir: tempfile::tempdir().unwrap(),
         };
         let mut rng = fastrand::Rng::with_seed(1);
-        let content: Vec<u8> = (0..3 << 20).map(|_| rng.u8(..)).collect();
+        let content: Vec<u8> = (0..Self::RANDOM).map(|_| rng.u8(..)).collect();
         // Half of it is as text is: it can be compressed.
         let text: Vec<u8> = content.iter().map(|byte| b'a' + byte % 4).collect();
         for (name, shift, fresh) in [("one.raw", 0, 1), ("two.raw", 5 << 20, 2)] {
@@ -38,34 +44,185 @@ impl Images {
     }
 }
 
-#[test]
-fn every_rival_that_is_here_delivers_the_same_bytes() {
-    let images = Images::new();
+/// Carries the first and then the second, for which the first may serve, and compares what arrived.
+fn carry_all(rival: &dyn Rival, images: &Images) {
     let (one, two) = (images.path("one.raw"), images.path("two.raw"));
+    let dir = images.path(rival.name());
+    let mut carrier = rival.start(Where::Loopback, &dir).unwrap();
+    let mut basis = None;
+    for image in [&one, &two] {
+        let seconds = carrier
+            .carry(image, basis.as_deref())
+            .unwrap_or_else(|error| panic!("{}: {error:#}", rival.name()));
+        let delivered = carrier.delivered(image);
+        assert!(seconds > 0.0);
+        assert!(identical(image, &delivered).unwrap(), "{}", rival.name());
+        assert!(delivered.starts_with(dir.canonicalize().unwrap()));
+        basis = Some(carrier.delivered(&one));
+    }
+    assert!(identical(&one, &carrier.delivered(&one)).unwrap());
+}
+
+/// Programs whose arguments or directory name `dir`.
+fn programs_at(dir: &Path) -> Vec<String> {
+    let dir = dir.canonicalize().unwrap();
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    let told = processes.filter_map(|process| {
+        let arguments = fs::read(process.path().join("cmdline")).ok()?;
+        let arguments = String::from_utf8_lossy(&arguments).replace('\0', " ");
+        let at = fs::read_link(process.path().join("cwd"));
+        let here = at.is_ok_and(|at| at.starts_with(&dir));
+        (here || arguments.contains(dir.to_str()?)).then_some(arguments)
+    });
+    told.collect()
+}
+
+/// What was killed, and what served a connection that has ended, is gone in a moment.
+fn none_left_at(dir: &Path) {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    loop {
+        let left = programs_at(dir);
+        if left.is_empty() {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{left:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn every_rival_that_is_here_delivers_the_same_bytes_and_leaves_no_program() {
+    let images = Images::new();
     for rival in ALL {
-        if let Err(missing) = rival.version() {
-            eprintln!(
+        match rival.version() {
+            Ok(version) => {
+                assert!(!version.is_empty());
+                carry_all(*rival, &images);
+            }
+            Err(missing) => eprintln!(
                 "SKIP every_rival_that_is_here_delivers_the_same_bytes: {}: {missing}",
                 rival.name()
-            );
+            ),
+        }
+    }
+    none_left_at(images.dir.path());
+}
+
+#[test]
+fn what_every_rival_carries_crosses_the_link() {
+    let test = "what_every_rival_carries_crosses_the_link";
+    if let Err(why) = link::available() {
+        eprintln!("SKIP {test}: {why}");
+        return;
+    }
+    let images = Images::new();
+    let one = images.path("one.raw");
+    let options = link::Options {
+        name: "labtest-rivals".to_owned(),
+        rtt_ms: 4.0,
+        rate_mbit: 1000.0,
+        ..link::Options::default()
+    };
+    let link = link::Link::up(&options).unwrap();
+    for rival in ALL {
+        if let Err(missing) = rival.version() {
+            eprintln!("SKIP {test}: {}: {missing}", rival.name());
             continue;
         }
-        let dir = images.path(rival.name());
-        let carrier = &mut *rival.start(Where::Loopback, &dir).unwrap();
-        let mut basis = None;
-        // The second finds the first at the far end; the third is there already and comes again.
-        for image in [&one, &two, &two] {
-            let seconds = carrier
-                .carry(image, basis.as_deref())
-                .unwrap_or_else(|error| panic!("{}: {error:#}", rival.name()));
-            let delivered = carrier.delivered(image);
-            assert!(seconds > 0.0);
-            assert!(identical(image, &delivered).unwrap(), "{}", rival.name());
-            assert!(delivered.starts_with(dir.canonicalize().unwrap()));
-            basis = Some(carrier.delivered(&one));
-        }
-        assert!(identical(&one, &carrier.delivered(&one)).unwrap());
+        let name = rival.name();
+        let mut carrier = rival.start(Where::Over(&link), &images.path(name)).unwrap();
+        let crossed = || link.traffic().unwrap().a_to_b.bytes_out;
+        let before = crossed();
+        carrier
+            .carry(&one, None)
+            .unwrap_or_else(|error| panic!("{name}: {error:#}"));
+        assert!(identical(&one, &carrier.delivered(&one)).unwrap(), "{name}");
+        // Nothing makes these bytes less: who has sent less has not sent them over the link.
+        let bytes = crossed() - before;
+        assert!(bytes >= Images::RANDOM, "{name}: {bytes} bytes crossed");
+        assert!(bytes < 2 * Images::SIZE, "{name}: {bytes} bytes crossed");
     }
+}
+
+/// A program of the test's own, to be taken for a tool.
+fn fake(images: &Images, name: &str, script: &str) -> &'static str {
+    let path = images.path(name);
+    fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    // As long as a rival, which is a constant elsewhere.
+    String::leak(path.to_str().unwrap().to_owned())
+}
+
+fn fail(rival: &dyn Rival, images: &Images) -> String {
+    let error = rival
+        .start(Where::Loopback, &images.path(rival.name()))
+        .and_then(|mut carrier| carrier.carry(&images.path("one.raw"), None))
+        .expect_err("it cannot have carried");
+    let error = format!("{error:#}");
+    assert!(!error.contains('\n'), "{error}");
+    error
+}
+
+#[test]
+fn a_tool_that_crashes_is_told_with_its_own_words() {
+    let images = Images::new();
+    let crash = "echo out of luck >&2; exit 3";
+    let zstd = |program| Zstd {
+        program,
+        limit: Limit::USUAL,
+    };
+    let here = zstd(fake(
+        &images,
+        "here",
+        &format!("[ $1 = -d ] || {{ {crash}; }}"),
+    ));
+    let error = fail(&here, &images);
+    assert!(error.contains("out of luck"), "{error}");
+    let there = format!("if [ $1 = -d ]; then {crash}; else cat \"$7\"; fi");
+    let error = fail(&zstd(fake(&images, "there", &there)), &images);
+    assert!(error.contains("the far end: out of luck"), "{error}");
+    // One that does not even come up.
+    let down = rsync::Tuned::WHOLE.with(fake(&images, "down", crash), Limit::USUAL);
+    let error = fail(&down, &images);
+    assert!(
+        error.contains("rsync daemon: exit status: 3: out of luck"),
+        "{error}"
+    );
+    assert!(down.version().unwrap_err().contains("out of luck"));
+}
+
+#[test]
+fn a_tool_that_hangs_is_ended_at_its_deadline() {
+    let images = Images::new();
+    let limit = Limit {
+        floor: Duration::from_secs(1),
+        bytes_per_second: u64::MAX,
+    };
+    let program = fake(&images, "hang", "sleep 600");
+    let started = Instant::now();
+    let error = fail(&Zstd { program, limit }, &images);
+    assert!(error.contains("killed, not done after 1 s"), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(10));
+    none_left_at(images.dir.path());
+}
+
+#[test]
+fn a_tool_that_writes_a_wrong_file_is_found_out() {
+    if let Err(missing) = tool::needs(&["socat"]) {
+        eprintln!("SKIP a_tool_that_writes_a_wrong_file_is_found_out: {missing}");
+        return;
+    }
+    let images = Images::new();
+    let one = images.path("one.raw");
+    let script =
+        "if [ $1 = -d ]; then cat >/dev/null; head -c 9999 /dev/zero >\"$7\"; else echo; fi";
+    let zstd = Zstd {
+        program: fake(&images, "wrong", script),
+        limit: Limit::USUAL,
+    };
+    let mut carrier = zstd.start(Where::Loopback, &images.path("zstd")).unwrap();
+    carrier.carry(&one, None).unwrap();
+    assert!(!identical(&one, &carrier.delivered(&one)).unwrap());
 }
 
 #[test]

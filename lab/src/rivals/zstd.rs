@@ -41,7 +41,9 @@ fn receive(program: &str) -> String {
         r#"IFS= read -r name || exit 1
 part=../images/.part
 if {program} -d --long=27 --sparse -q -f -o "$part" 2>words && sync "$part" 2>words && mv "$part" "../images/$name" 2>words
-then echo ok; else tail -n 1 words; fi"#
+then echo ok
+else tail -n 1 words; cat >/dev/null # what comes after it would reset the connection, and the words be lost
+fi"#
     )
 }
 

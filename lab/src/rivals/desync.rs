@@ -1,0 +1,124 @@
+//! desync, casync anew in Go: chunks and their index here, served over HTTP; a file of them and of its own there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::Result;
+
+use super::ends::{Ends, Limit};
+use super::process::Running;
+use super::tool;
+use super::{Carrier, Rival, Weight};
+use crate::site::Where;
+
+/// desync, if somebody has put it into PATH: Debian has no package of it.
+///
+/// The far end pulls, since it knows what it has: chunks of earlier images are in its cache. Each request waits a round trip,
+/// so 64 are under way. Chunks of 64 KiB on average, compressed by zstd, are desync's and casync's own choice.
+pub struct Desync {
+    pub(super) program: &'static str,
+    pub(super) limit: Limit,
+}
+
+impl Desync {
+    /// As above.
+    pub const BEST: Self = Self {
+        program: "desync",
+        limit: Limit::USUAL,
+    };
+}
+
+const INDEX: &str = "image.caibx";
+const REQUESTS: &str = "64";
+
+impl Rival for Desync {
+    fn name(&self) -> &'static str {
+        "desync"
+    }
+
+    fn settings(&self) -> String {
+        format!(
+            "desync make -s STORE {INDEX} IMAGE; desync chunk-server, index-server; \
+             desync extract -n {REQUESTS} -s http://NEAR/ -c CACHE http://NEAR/{INDEX} FILE; sync FILE"
+        )
+    }
+
+    fn version(&self) -> Result<String, String> {
+        tool::needs(&[self.program])?;
+        // Old ones do not tell.
+        let told = tool::version(self.program, &["--version"]);
+        Ok(told.unwrap_or_else(|_| "of unknown version".to_owned()))
+    }
+
+    fn expected_bytes(&self, image: &Weight) -> u64 {
+        // Chunks of 64 KiB find less than blocks do, and are compressed one by one; and the index.
+        let whole = image.data_bytes * 42 / 100;
+        image.limit_bytes + whole.saturating_sub(image.limit_bytes) / 3 + image.size_bytes / 1600
+    }
+
+    fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {
+        let ends = Ends::new(place, dir, self.limit)?;
+        let serve = |what: &str, dir: PathBuf| {
+            fs::create_dir_all(&dir)?;
+            ends.listen(what, |port| {
+                let mut command = ends.near(self.program);
+                command
+                    .args([what, "--store"])
+                    .arg(&dir)
+                    .arg("--listen")
+                    .arg(format!("{}:{port}", ends.near_address()));
+                command
+            })
+        };
+        let store = ends.near_dir().join("store");
+        let index = ends.near_dir().join("index");
+        fs::create_dir_all(ends.far_dir().join("cache"))?;
+        let (chunks, chunk_port) = serve("chunk-server", store)?;
+        let (indexes, index_port) = serve("index-server", index)?;
+        Ok(Box::new(Served {
+            program: self.program,
+            chunks: format!("http://{}:{chunk_port}/", ends.near_address()),
+            index: format!("http://{}:{index_port}/{INDEX}", ends.near_address()),
+            ends,
+            _servers: [chunks, indexes],
+        }))
+    }
+}
+
+struct Served<'a> {
+    program: &'static str,
+    ends: Ends<'a>,
+    chunks: String,
+    index: String,
+    _servers: [Running; 2],
+}
+
+impl Carrier for Served<'_> {
+    fn carry(&mut self, image: &Path, _basis: Option<&Path>) -> Result<f64> {
+        let deadline = self.ends.deadline(image)?;
+        let delivered = self.delivered(image);
+        let _ = fs::remove_file(&delivered);
+        let mut make = self.ends.near(self.program);
+        make.args(["make", "--store"])
+            .arg(self.ends.near_dir().join("store"))
+            .arg(self.ends.near_dir().join("index").join(INDEX))
+            .arg(image);
+        let mut extract = self.ends.far(self.program);
+        extract
+            .args(["extract", "--concurrency", REQUESTS])
+            .args(["--store", &self.chunks, "--cache"])
+            .arg(self.ends.far_dir().join("cache"))
+            .arg(&self.index)
+            .arg(&delivered);
+        let started = Instant::now();
+        self.ends.run("desync make", &mut make, deadline)?;
+        self.ends.run("desync extract", &mut extract, deadline)?;
+        self.ends.sync_far(&delivered, deadline)?;
+        Ok(started.elapsed().as_secs_f64())
+    }
+
+    fn delivered(&self, image: &Path) -> PathBuf {
+        self.ends.delivered(image)
+    }
+}
