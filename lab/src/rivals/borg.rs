@@ -130,7 +130,9 @@ impl Carrier for Repository<'_> {
         let delivered = self.delivered(&image);
         let _ = fs::remove_file(&delivered);
         self.carried += 1;
-        let archive = format!("{}-{}", std::process::id(), self.carried);
+        // The repository may have been started in before, at another place.
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;
+        let archive = format!("{}-{}", now.as_nanos(), self.carried);
         let mut create = borg(self.ends.near(self.program), &self.ends.near_dir());
         create
             .env("BORG_RSH", &self.shell)
