@@ -20,7 +20,10 @@ const LONG_WINDOW_BYTES: f64 = 1e6;
 
 /// With less than this left to send, a trial that shows nothing costs more than one that helps
 /// would gain, unless it is the window that holds the connection back.
-const WORTH_A_TRIAL_SECONDS: f64 = 5.0;
+const WORTH_A_TRIAL_SECONDS: f64 = 8.0;
+
+/// The same when the last lane helped: then the next one likely does, too.
+const WORTH_ANOTHER_SECONDS: f64 = 2.0;
 
 /// A lane that helps makes the whole so much faster.
 const HELPS: f64 = 1.1;
@@ -93,7 +96,11 @@ impl Judge {
             return Opinion::Rest;
         }
         let under_way = rate * now.round_trip.as_secs_f64() / f64::from(now.open.max(1));
-        if under_way < LONG_WINDOW_BYTES && now.left < WORTH_A_TRIAL_SECONDS {
+        let worth = match self.before {
+            None => WORTH_A_TRIAL_SECONDS,
+            Some(_) => WORTH_ANOTHER_SECONDS,
+        };
+        if under_way < LONG_WINDOW_BYTES && now.left < worth {
             return Opinion::Wait;
         }
         self.before = Some(rate);
