@@ -134,8 +134,9 @@ impl NeedQueue {
 
     /// Lets only the first so many lanes work: what one lane carries compresses better than what
     /// several do.
-    pub fn rest_from(&self, lanes: u16) {
+    pub fn only(&self, lanes: u16) {
         self.state.lock().lanes = Some(lanes);
+        self.more.notify_all();
     }
 
     /// The lanes end. What they had still to send is for an image that is done or given up.

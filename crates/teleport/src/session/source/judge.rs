@@ -1,9 +1,13 @@
-//! Would another lane help? Pure: it is told the time and what the lanes did.
+//! Would more lanes help? Pure: it is told the time and what the lanes did.
 //!
 //! One connection does not fill a long and fast link, whose window ends before the link does, nor
 //! one that loses packets. Any other link it does fill, and then what another lane carries is only
 //! compressed worse, for lack of what the first one carried. Which it is shows by trying, which
 //! costs; so it is tried only where it can pay.
+//!
+//! A trial doubles the lanes: where each carries what it can the whole doubles, which stands out
+//! from the ups and downs of a lossy link. One that shows nothing is taken back and repeated, ever
+//! more rarely: it may have fallen on a bad moment, and links change.
 
 use std::time::{Duration, Instant};
 
@@ -22,11 +26,14 @@ const LONG_WINDOW_BYTES: f64 = 1e6;
 /// would gain, unless it is the window that holds the connection back.
 const WORTH_A_TRIAL_SECONDS: f64 = 8.0;
 
-/// The same when the last lane helped: then the next one likely does, too.
+/// The same when the last trial helped: then the next one likely does, too.
 const WORTH_ANOTHER_SECONDS: f64 = 2.0;
 
-/// A lane that helps makes the whole so much faster.
-const HELPS: f64 = 1.1;
+/// A trial helps when it makes the whole so much faster; perfect would be twice.
+const HELPS: f64 = 1.25;
+
+/// How long there is no trial after one that showed nothing; each such one doubles it.
+const REST: Duration = Duration::from_secs(6);
 
 /// What can be seen at one moment; counts and times are from the beginning of the session.
 #[derive(Debug, Clone, Copy)]
@@ -42,69 +49,108 @@ pub struct Look {
     pub left: f64,
     /// The first lane's.
     pub round_trip: Duration,
-    /// Lanes open.
-    pub open: u16,
 }
 
-/// What to do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Opinion {
-    Wait,
-    /// Open another lane.
-    Open,
-    /// The last one did not help: let it rest.
-    Rest,
-}
-
-/// Judges whether the lanes wait for their sockets, and whether the last new one helped.
-#[derive(Default)]
+/// Judges whether the lanes wait for their sockets, and whether the last trial helped.
+#[derive(Debug)]
 pub struct Judge {
+    most: u16,
+    working: u16,
+    /// Where the interval that is being judged began; none while lanes get under way.
     last: Option<Look>,
-    /// The rate before the last lane was opened, in bytes a second.
-    before: Option<f64>,
-    settled: bool,
+    trial: Option<Trial>,
+    /// The last trial helped.
+    helped: bool,
+    rest: Duration,
+    rest_until: Option<Instant>,
+}
+
+/// More lanes than before, to see what they do.
+#[derive(Debug, Clone, Copy)]
+struct Trial {
+    /// How many worked before.
+    lanes: u16,
+    /// What they made, in bytes a second.
+    rate: f64,
 }
 
 impl Judge {
-    /// How long until the next look.
-    pub fn pause(&self, round_trip_ns: u64) -> Duration {
-        let start_up = Duration::from_nanos(round_trip_ns)
-            .saturating_mul(START_UP_ROUND_TRIPS)
-            .clamp(START_UP[0], START_UP[1]);
-        match self.last {
-            None => start_up,
-            Some(_) if self.before.is_none() => JUDGE_EVERY - start_up,
-            Some(_) => JUDGE_EVERY,
+    /// One lane works; there may be `most`.
+    pub fn new(most: u16) -> Self {
+        Judge {
+            most,
+            working: 1,
+            last: None,
+            trial: None,
+            helped: false,
+            rest: REST,
+            rest_until: None,
         }
     }
 
-    /// Takes a look.
-    pub fn look(&mut self, now: &Look) -> Opinion {
+    /// How many lanes are to work.
+    pub fn working(&self) -> u16 {
+        self.working
+    }
+
+    /// How long until the next look.
+    pub fn pause(&self, round_trip_ns: u64) -> Duration {
+        match self.last {
+            Some(_) => JUDGE_EVERY,
+            None => Duration::from_nanos(round_trip_ns)
+                .saturating_mul(START_UP_ROUND_TRIPS)
+                .clamp(START_UP[0], START_UP[1]),
+        }
+    }
+
+    /// Takes a look; true when [`Judge::working`] has changed.
+    pub fn look(&mut self, now: &Look) -> bool {
         let Some(last) = self.last.replace(*now) else {
-            return Opinion::Wait;
+            return false;
         };
         let seconds = (now.at - last.at).as_secs_f64().max(1e-3);
         let rate = (now.sent - last.sent) as f64 / seconds;
-        // Mostly waiting for the socket: either the link is full, which the next lane will show,
-        // or one connection cannot fill it.
+        // Mostly waiting for the socket: either the link is full, which a trial will show, or its
+        // connections cannot fill it.
         let (busy, waited) = (now.busy - last.busy, now.waited - last.waited);
-        if self.settled || waited < busy || waited.is_zero() {
-            return Opinion::Wait;
+        if waited < busy || waited.is_zero() {
+            return false;
         }
-        if self.before.is_some_and(|before| rate < before * HELPS) {
-            self.settled = true;
-            return Opinion::Rest;
+        if let Some(trial) = self.trial.take() {
+            self.helped = rate >= trial.rate * HELPS;
+            if !self.helped {
+                self.rest_until = Some(now.at + self.rest);
+                self.rest *= 2;
+                return self.change(trial.lanes);
+            }
         }
-        let under_way = rate * now.round_trip.as_secs_f64() / f64::from(now.open.max(1));
-        let worth = match self.before {
-            None => WORTH_A_TRIAL_SECONDS,
-            Some(_) => WORTH_ANOTHER_SECONDS,
+        if !self.may_try(now, rate) {
+            return false;
+        }
+        self.trial = Some(Trial {
+            lanes: self.working,
+            rate,
+        });
+        self.change((self.working * 2).min(self.most))
+    }
+
+    fn may_try(&self, now: &Look, rate: f64) -> bool {
+        if self.working >= self.most || self.rest_until.is_some_and(|until| now.at < until) {
+            return false;
+        }
+        let under_way = rate * now.round_trip.as_secs_f64() / f64::from(self.working);
+        let worth = match self.helped {
+            true => WORTH_ANOTHER_SECONDS,
+            false => WORTH_A_TRIAL_SECONDS,
         };
-        if under_way < LONG_WINDOW_BYTES && now.left < worth {
-            return Opinion::Wait;
-        }
-        self.before = Some(rate);
-        Opinion::Open
+        under_way >= LONG_WINDOW_BYTES || now.left >= worth
+    }
+
+    fn change(&mut self, working: u16) -> bool {
+        self.working = working;
+        // What they make while they get under way is not what they can.
+        self.last = None;
+        true
     }
 }
 
@@ -112,59 +158,96 @@ impl Judge {
 mod tests {
     use super::*;
 
-    /// A source whose lanes wait for their sockets, over a link where `rates` (bytes a second) is
-    /// what one, two, three and four lanes make; answers how many are open in the end, and how
-    /// many of those work.
-    fn run(rates: [f64; 4], round_trip_ms: u64, bytes: f64) -> (u16, u16) {
-        let (mut judge, start) = (Judge::default(), Instant::now());
+    /// A source whose lanes wait for their sockets, over a link where so many lanes make so many
+    /// bytes a second (and `noise` of that more or less), until `bytes` are sent; answers the most
+    /// lanes that worked, how many work in the end, and the seconds it took.
+    fn run(
+        rate_of: &dyn Fn(u16) -> f64,
+        noise: f64,
+        round_trip_ms: u64,
+        bytes: f64,
+    ) -> (u16, u16, f64) {
+        let (mut judge, start) = (Judge::new(8), Instant::now());
+        let mut random = fastrand::Rng::with_seed(7);
         let round_trip = Duration::from_millis(round_trip_ms);
-        let (mut at, mut sent) = (Duration::ZERO, 0.0);
-        let (mut open, mut working) = (1, 1);
-        while sent < bytes && open < 4 {
+        let (mut at, mut sent, mut most) = (Duration::ZERO, 0.0, 1);
+        while sent < bytes {
             let pause = judge.pause(round_trip.as_nanos() as u64);
             at += pause;
-            // The first moments are slow.
-            let full = if at == pause { 0.5 } else { 1.0 };
-            let rate = rates[usize::from(working) - 1] * full;
+            let rate = rate_of(judge.working()) * (1.0 + noise * (2.0 * random.f64() - 1.0));
             sent += rate * pause.as_secs_f64();
-            let opinion = judge.look(&Look {
+            judge.look(&Look {
                 at: start + at,
                 sent: sent as u64,
                 busy: at / 4,
                 waited: at * 3 / 4,
-                left: (bytes - sent) / rate,
+                left: ((bytes - sent) / rate).min(10.0),
                 round_trip,
-                open,
             });
-            match opinion {
-                Opinion::Wait => {}
-                Opinion::Open => (open, working) = (open + 1, working + 1),
-                Opinion::Rest => working -= 1,
+            most = most.max(judge.working());
+        }
+        (most, judge.working(), at.as_secs_f64())
+    }
+
+    #[test]
+    fn a_link_that_one_connection_fills_gets_few_trials_and_none_if_it_is_over_soon() {
+        let full = |_| 12e6;
+        assert_eq!(run(&full, 0.0, 40, 60e6).0, 1);
+        let (most, working, _) = run(&full, 0.0, 40, 600e6);
+        assert_eq!((most, working), (2, 1));
+        assert_eq!(run(&|_| 120e6, 0.0, 5, 500e6).0, 1);
+    }
+
+    #[test]
+    fn a_lossy_link_gets_as_many_as_it_takes_however_its_rate_swings() {
+        let lossy = |lanes: u16| (f64::from(lanes) * 2e6).min(12e6);
+        let (most, working, seconds) = run(&lossy, 0.0, 40, 300e6);
+        assert_eq!((most, working), (8, 8));
+        assert!(seconds < 36.0, "{seconds}");
+        let (_, working, seconds) = run(&lossy, 0.4, 40, 300e6);
+        assert!(working >= 4 && seconds < 55.0, "{working} {seconds}");
+    }
+
+    #[test]
+    fn a_window_that_ends_before_the_link_does_is_seen_and_not_overdone() {
+        let windowed = |lanes: u16| (f64::from(lanes) * 75e6).min(120e6);
+        assert_eq!(
+            run(&windowed, 0.0, 40, 700e6),
+            (4, 2, run(&windowed, 0.0, 40, 700e6).2)
+        );
+        let (most, working, _) = run(&|lanes| f64::from(lanes) * 20e6, 0.0, 150, 900e6);
+        assert_eq!((most, working), (8, 8));
+    }
+
+    #[test]
+    fn a_trial_that_showed_nothing_is_repeated_ever_more_rarely() {
+        let mut judge = Judge::new(8);
+        let start = Instant::now();
+        let mut trials = Vec::new();
+        let mut at = Duration::ZERO;
+        while at < Duration::from_secs(120) {
+            at += judge.pause(40_000_000);
+            let before = judge.working();
+            judge.look(&Look {
+                at: start + at,
+                sent: (at.as_secs_f64() * 12e6) as u64,
+                busy: Duration::ZERO,
+                waited: at,
+                left: 10.0,
+                round_trip: Duration::from_millis(40),
+            });
+            if judge.working() > before {
+                trials.push(at.as_secs());
             }
         }
-        (open, working)
-    }
-
-    #[test]
-    fn a_link_that_one_connection_fills_gets_one_trial_at_most_and_none_if_it_is_over_soon() {
-        let full = [12e6; 4];
-        assert_eq!(run(full, 40, 60e6), (1, 1));
-        assert_eq!(run(full, 40, 600e6), (2, 1));
-        assert_eq!(run([120e6; 4], 5, 500e6), (1, 1));
-    }
-
-    #[test]
-    fn a_lossy_link_and_a_long_fast_one_get_more() {
-        let lossy = [2e6, 4e6, 6e6, 8e6];
-        assert_eq!(run(lossy, 40, 60e6), (4, 4));
-        let windowed = [75e6, 120e6, 120e6, 120e6];
-        assert_eq!(run(windowed, 40, 350e6), (3, 2));
-        assert_eq!(run([20e6, 40e6, 60e6, 80e6], 150, 350e6), (4, 4));
+        assert!((3..=5).contains(&trials.len()), "{trials:?}");
+        let gaps: Vec<u64> = trials.windows(2).map(|t| t[1] - t[0]).collect();
+        assert!(gaps.windows(2).all(|g| g[1] > g[0]), "{trials:?}");
     }
 
     #[test]
     fn lanes_that_are_busy_need_no_company() {
-        let (mut judge, start) = (Judge::default(), Instant::now());
+        let (mut judge, start) = (Judge::new(8), Instant::now());
         for second in 1..20u32 {
             let at = Duration::from_secs(second.into());
             let look = Look {
@@ -174,9 +257,9 @@ mod tests {
                 waited: at / 10,
                 left: 100.0,
                 round_trip: Duration::from_millis(40),
-                open: 1,
             };
-            assert_eq!(judge.look(&look), Opinion::Wait);
+            assert!(!judge.look(&look));
         }
+        assert_eq!(judge.working(), 1);
     }
 }

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
-use super::judge::{Judge, Look, Opinion};
+use super::judge::{Judge, Look};
 use super::{SendOptions, Sender, refusal};
 use crate::TeleportError;
 use crate::codec::Runs;
@@ -22,7 +22,7 @@ use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, Reply, Request, kind};
 use crate::session::lane_out::{LaneOut, LaneTimes, NeedQueue, socket_queue, write_lane};
 
 /// Lanes that are opened without being told to.
-const MAX_OWN_LANES: u16 = 4;
+const MAX_OWN_LANES: u16 = MAX_LANES;
 
 /// Batches between the walk and the first lane.
 const BATCH_QUEUE: usize = 4;
@@ -51,6 +51,21 @@ struct Plan {
     wire: Arc<WireTotals>,
     failures: mpsc::Sender<TeleportError>,
     times: Arc<LaneTimes>,
+}
+
+impl Plan {
+    /// What the lanes have done so far, for the judge.
+    fn look(&self) -> Look {
+        let spent = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
+        Look {
+            at: Instant::now(),
+            sent: self.wire.sent(),
+            busy: spent(&self.times.busy_ns),
+            waited: spent(&self.times.waited_ns),
+            left: self.needs.seconds_left(),
+            round_trip: spent(&self.times.round_trip_ns),
+        }
+    }
 }
 
 impl Lanes {
@@ -140,61 +155,54 @@ pub enum Wait {
     ForSocket,
 }
 
-/// Opens lanes one by one, for as long as each new one makes the whole faster.
+/// Opens lanes: as many as were asked for, else one and then what the judge says.
 async fn open_lanes(
     plan: Plan,
     batches: mpsc::Receiver<Frame>,
     mut stop: watch::Receiver<Option<Wait>>,
 ) {
     let fixed = plan.options.lanes.map(|n| n.clamp(1, MAX_LANES));
-    let most = fixed.unwrap_or(if plan.options.limit.is_some() {
-        1
-    } else {
-        MAX_OWN_LANES
-    });
+    let limited = plan.options.limit.is_some();
+    let mut judge = Judge::new(if limited { 1 } else { MAX_OWN_LANES });
     let mut batches = Some(batches);
     let mut lanes = Vec::new();
-    let mut judge = Judge::default();
-    let look = |judge: &mut Judge, open: u16| {
-        judge.look(&Look {
-            at: Instant::now(),
-            sent: plan.wire.sent(),
-            busy: Duration::from_nanos(plan.times.busy_ns.load(Ordering::Relaxed)),
-            waited: Duration::from_nanos(plan.times.waited_ns.load(Ordering::Relaxed)),
-            left: plan.needs.seconds_left(),
-            round_trip: Duration::from_nanos(plan.times.round_trip_ns.load(Ordering::Relaxed)),
-            open,
-        })
-    };
-    while stop.borrow().is_none() && lanes.len() < usize::from(most) {
-        let opened = tokio::select! {
-            opened = open(&plan, lanes.len() as u16, &mut batches) => opened,
-            _ = stop.wait_for(Option::is_some) => break,
-        };
-        match opened {
-            Ok(lane) => lanes.push(lane),
-            Err(e) if lanes.is_empty() => {
-                let _ = plan.failures.send(e).await;
-                break;
-            }
-            Err(e) => {
-                tracing::debug!(error = %e, "no further lane");
-                break;
+    loop {
+        let wanted = usize::from(fixed.unwrap_or(judge.working()));
+        while lanes.len() < wanted && stop.borrow().is_none() {
+            let opened = tokio::select! {
+                opened = open(&plan, lanes.len() as u16, &mut batches) => opened,
+                _ = stop.wait_for(Option::is_some) => break,
+            };
+            match opened {
+                Ok(lane) => lanes.push(lane),
+                Err(e) if lanes.is_empty() => {
+                    let _ = plan.failures.send(e).await;
+                    break;
+                }
+                Err(e) => {
+                    tracing::debug!(error = %e, "no further lane");
+                    break;
+                }
             }
         }
-        while fixed.is_none() && stop.borrow().is_none() {
-            let open = lanes.len() as u16;
+        // Without the lanes that were wanted there is nothing to judge.
+        if fixed.is_some() || limited || lanes.len() < wanted {
+            break;
+        }
+        plan.needs.only(judge.working());
+        let mut changed = false;
+        while !changed {
             let pause = judge.pause(plan.times.round_trip_ns.load(Ordering::Relaxed));
             let stopped = tokio::time::timeout(pause, stop.wait_for(Option::is_some)).await;
             if stopped.is_ok() {
                 break;
             }
-            match look(&mut judge, open) {
-                Opinion::Wait => {}
-                Opinion::Open => break,
-                Opinion::Rest => plan.needs.rest_from(open - 1),
-            }
+            changed = judge.look(&plan.look());
         }
+        if !changed {
+            break;
+        }
+        tracing::debug!(lanes = judge.working(), "the lanes that work");
     }
     let wait = stop.wait_for(Option::is_some).await.map_or(None, |w| *w);
     for lane in lanes {
