@@ -23,7 +23,7 @@ static ABOUT: About = About {
 The share of exact deduplication's matches that is found with caches of a sixteenth of the default size (32 MiB: 12 for \
 C0, 4 for C1, 16 for C2) to four times it, by drover's matcher and by the paper's. *library*: the images of the library in order, \
 which do not fill the default caches. *pressed*: the same images with synthetic ones between them, 32 images in all, as many \
-as cache entries can tell apart, so large that their new heads would fill C0 and C1 of the default size exactly once. The synthetic \
+as cache entries can tell apart, so large that their new heads would fill C0 and C1 of half the default size exactly once. The synthetic \
 images are digests drawn, with a fixed seed, from the library's statistics: the lengths of shared and of new stretches, how often a shared one \
 begins with a head, and how heads lie; what they share they share with any earlier part of any synthetic image. \
 *C0*, *C1*, *C2*: the share of cache hits in each; a hit in C0 may be an anchor, a block that is no head.",
@@ -62,7 +62,7 @@ const SEED: u64 = 0x5eed_cac4;
 /// The small run is so much smaller, volume and caches alike.
 const SMALL: usize = 512;
 /// What a pressed run takes about.
-const PRESSED_SECONDS: f64 = 10.0;
+const PRESSED_SECONDS: f64 = 8.0;
 
 impl Experiment for Caches {
     fn about(&self) -> &'static About {
@@ -177,9 +177,9 @@ impl Experiment for Caches {
     }
 }
 
-/// Units of an image, so that the new heads of so many images fill C0 and C1 once.
+/// Units of an image, so that the new heads of so many images fill C0 and C1 of half the size.
 fn units_to_fill(statistics: &Statistics, config: &MatcherConfig, images: usize) -> u64 {
-    let entries = (config.c0_bytes + config.c1_bytes) as f64 / 4.0;
+    let entries = (config.c0_bytes + config.c1_bytes) as f64 / 4.0 / 2.0;
     let new_heads = statistics.heads() * (1.0 - statistics.copies());
     let blocks = entries / new_heads / images.max(1) as f64;
     (blocks / f64::from(UNIT)).ceil() as u64

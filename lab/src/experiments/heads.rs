@@ -22,8 +22,8 @@ bytes. What is not remembered costs no memory (*saved*); what is then not found 
 The paper reports 9.6 % heads, 90.4 % saved and 5 % lost. Repeats inside an image count, zero blocks do not.
 
 *drover* extends matches backwards too, searches the page in memory after a mismatch, and while its caches have room \
-also remembers blocks that are no heads (*entries* counts all, against the different blocks that exact deduplication has to \
-remember). The last rows leave these out one by one.",
+also remembers blocks that are no heads (*entries* counts all that there are after the image, against the different blocks that exact deduplication has to \
+remember by then). The last rows leave these out one by one.",
     columns: &[
         Column::label("image", "image"),
         Column::label("mode", "matcher"),
@@ -112,16 +112,21 @@ impl Experiment for Heads {
             let mut all: Option<(Sent, u64)> = None;
             for (image, &exact) in images.iter().zip(&exact) {
                 let sent = sending.send(image, |_| {})?;
-                let (so_far, best) = match all {
+                let so_far = match all {
                     Some((before, best)) => (before.through(&sent), best + exact),
                     None => (sent, exact),
                 };
-                all = Some((so_far, best));
+                all = Some(so_far);
                 if number < 2 {
-                    rows.push(row(&image.name, mode, &sent, exact));
+                    rows.push(row(
+                        &image.name,
+                        mode,
+                        (&sent, exact),
+                        (&so_far.0, so_far.1),
+                    ));
                 }
             }
-            rows.extend(all.map(|(sent, exact)| row(ALL, mode, &sent, exact)));
+            rows.extend(all.map(|(sent, exact)| row(ALL, mode, (&sent, exact), (&sent, exact))));
         }
         Ok(rows)
     }
@@ -193,13 +198,17 @@ impl Experiment for Heads {
     }
 }
 
-fn row(image: &str, mode: &str, sent: &Sent, exact: u64) -> Row {
+/// What sending an image came to and what exact deduplication matches of it, and the same of all images so far.
+fn row(image: &str, mode: &str, (sent, exact): (&Sent, u64), so_far: (&Sent, u64)) -> Row {
     let blocks = sent.grew(|s| s.blocks);
     let heads = sent.grew(|s| s.heads);
     let strong = sent.grew(|s| s.strong_heads);
     let matched = sent.grew(|s| s.matched);
     let exact = exact as f64;
-    let entries = sent.grew(|s| s.c0.entries + s.c1.entries + s.c2.entries);
+    let entries = so_far
+        .0
+        .grew(|s| s.c0.entries + s.c1.entries + s.c2.entries);
+    let different = so_far.0.grew(|s| s.blocks) - so_far.1 as f64;
     Row::new([("image", image.to_owned()), ("mode", mode.to_owned())])
         .with("blocks", blocks)
         .with("strong_percent", percent(strong, blocks))
@@ -212,7 +221,7 @@ fn row(image: &str, mode: &str, sent: &Sent, exact: u64) -> Row {
             "looked_up_percent",
             percent(sent.grew(|s| s.c2.lookups), blocks),
         )
-        .with("entries_percent", percent(entries, blocks - exact))
+        .with("entries_percent", percent(entries, different))
         .with("blocks_per_second", blocks / sent.seconds.max(1e-9))
 }
 

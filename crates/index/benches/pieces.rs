@@ -1,6 +1,6 @@
-//! How fast one core digests, scans and matches.
+//! How fast one core digests, scans, looks up and matches.
 //!
-//! `cargo bench -p drover-index`; the index is in `/dev/shm` where there is one, so that the
+//! `cargo bench -p drover-index`, 40 seconds; the index is in `/dev/shm` where there is one, so that the
 //! figures are of the matcher and not of a disk. Blocks are timed by the processor's time, the
 //! kernel's for reading and writing hash pages included, so that a busy machine gives nearly the
 //! same figures as an idle one.
@@ -11,8 +11,10 @@ use std::time::Duration;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use drover_core::{BLOCK_SIZE, Digest, Head};
+use drover_index::testing::Cache;
 use drover_index::{
     DirStorage, ImageId, Matcher, MatcherConfig, Scanner, digest_block, digest_blocks,
+    is_strong_head,
 };
 
 /// Blocks in a batch: 8 MiB of data.
@@ -68,9 +70,87 @@ fn bytes(c: &mut Criterion) {
             out.extend(black_box(&data).chunks(BLOCK_SIZE).map(digest_block));
         });
     });
-    g.bench_function("scan", |b| {
+    let zeros = vec![0u8; data.len()];
+    g.bench_function("zero scan", |b| {
+        b.iter(|| Scanner::new().scan(black_box(&zeros)));
+    });
+    g.finish();
+    // Of a block that is not zero only the ends are looked at: bytes would say nothing.
+    let mut g = c.benchmark_group("heads");
+    g.throughput(Throughput::Elements((data.len() / BLOCK_SIZE) as u64));
+    g.bench_function("head scan", |b| {
         b.iter(|| Scanner::new().scan(black_box(&data)));
     });
+    g.bench_function("magic numbers", |b| {
+        b.iter(|| {
+            let blocks = black_box(&data).as_chunks::<BLOCK_SIZE>().0;
+            blocks.iter().filter(|block| is_strong_head(*block)).count()
+        });
+    });
+    g.finish();
+}
+
+/// One cache of 4 MiB, larger than what a core keeps near itself.
+fn cuckoo(c: &mut Criterion) {
+    let mut g = c.benchmark_group("cuckoo");
+    g.throughput(Throughput::Elements(BATCH as u64));
+    let mut rng = fastrand::Rng::with_seed(4);
+    let new = |rng: &mut fastrand::Rng, n: usize| random(rng, n).0;
+    let filled = |rng: &mut fastrand::Rng, percent: usize| {
+        let mut cache = Cache::new(4 << 20);
+        let known = new(rng, (1 << 20) * percent / 100);
+        for (page, digest) in known.iter().enumerate() {
+            cache.insert(digest, page as u32);
+        }
+        (cache, known)
+    };
+    let (half, known) = filled(&mut rng, 50);
+    let mut batches = known[..64 * BATCH].chunks_exact(BATCH).cycle();
+    g.bench_function("look up, there", |b| {
+        b.iter(|| {
+            let batch = batches.next().unwrap_or_default();
+            batch
+                .iter()
+                .map(|d| half.look_up(black_box(d)).1)
+                .sum::<usize>()
+        });
+    });
+    let absent = new(&mut rng, 64 * BATCH);
+    let mut batches = absent.chunks_exact(BATCH).cycle();
+    g.bench_function("look up, not there", |b| {
+        b.iter(|| {
+            let batch = batches.next().unwrap_or_default();
+            batch
+                .iter()
+                .map(|d| half.look_up(black_box(d)).1)
+                .sum::<usize>()
+        });
+    });
+    for (name, percent) in [("insert, half full", 50), ("insert, full", 110)] {
+        let (mut cache, known) = filled(&mut rng, percent);
+        let (capacity, begun) = cache.fill();
+        g.bench_function(name, |b| {
+            b.iter_custom(|times| {
+                let mut spent = Duration::ZERO;
+                for _ in 0..times {
+                    // Half full stays so.
+                    if percent < 100 && cache.fill().1 > begun + capacity / 20 {
+                        cache = Cache::new(4 << 20);
+                        for (page, digest) in known.iter().enumerate() {
+                            cache.insert(digest, page as u32);
+                        }
+                    }
+                    let batch = new(&mut rng, BATCH);
+                    let start = cpu_time();
+                    for digest in &batch {
+                        black_box(cache.insert(digest, 7));
+                    }
+                    spent += cpu_time() - start;
+                }
+                spent
+            });
+        });
+    }
     g.finish();
 }
 
@@ -123,7 +203,7 @@ fn matched(c: &mut Criterion) {
     let mut g = c.benchmark_group("blocks");
     const BLOCKS: usize = 64 * BATCH;
     g.throughput(Throughput::Elements(BLOCKS as u64));
-    g.sample_size(20);
+    g.sample_size(10);
     let mut rng = fastrand::Rng::with_seed(3);
     let (digests, heads) = random(&mut rng, BLOCKS);
     let send = |m: &mut Matcher<DirStorage>, id: u64| {
@@ -140,6 +220,27 @@ fn matched(c: &mut Criterion) {
         m.finish(cursor).expect("finishes");
         (dir, m)
     };
+    // With sequences that are never long enough to be stored, only extension is left.
+    g.bench_function("sequence extension", |b| {
+        b.iter_custom(|times| {
+            let extend = || {
+                let (_dir, storage) = storage();
+                let config = MatcherConfig {
+                    min_sequence: u32::MAX,
+                    ..MatcherConfig::default()
+                };
+                let (mut m, _) = Matcher::open(storage, config).expect("opens");
+                let cursor = send(&mut m, 0);
+                m.finish(cursor).expect("finishes");
+                let start = cpu_time();
+                send(&mut m, 1);
+                let spent = cpu_time() - start;
+                assert_eq!(m.stats().matched, BLOCKS as u64);
+                spent
+            };
+            (0..times).map(|_| extend()).sum()
+        });
+    });
     let timed = |(_dir, mut m): (tempfile::TempDir, Matcher<DirStorage>), id: u64| {
         let start = cpu_time();
         send(&mut m, id);
@@ -160,5 +261,12 @@ fn matched(c: &mut Criterion) {
     g.finish();
 }
 
-criterion_group!(benches, bytes, unmatched, matched);
+criterion_group! {
+    name = benches;
+    config = Criterion::default()
+        .sample_size(20)
+        .warm_up_time(Duration::from_millis(300))
+        .measurement_time(Duration::from_secs(1));
+    targets = bytes, cuckoo, unmatched, matched
+}
 criterion_main!(benches);
