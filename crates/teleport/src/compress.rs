@@ -50,10 +50,6 @@ const LOOK_BYTES: usize = 6 << 20;
 /// must not last.
 const LOOK_TIME: Duration = Duration::from_millis(400);
 
-/// A link that was full and now runs dry is helped after this long: what the socket holds is sent
-/// in little more.
-const DRY_TIME: Duration = Duration::from_millis(120);
-
 /// More effort only after this long: a moment's wait is no slow link.
 const UP_TIME: Duration = Duration::from_millis(200);
 
@@ -84,10 +80,6 @@ pub struct Pace {
     waited: Duration,
     /// Bytes on the wire since the last look.
     packed: usize,
-    /// Bytes a second that went out when the link was last waited for; 0 before.
-    link: f64,
-    /// Time and bytes of the frames since then.
-    dry: (Duration, usize),
     /// The greatest effort for the time being, and for how many more looks.
     ceiling: usize,
     cooling: u32,
@@ -101,8 +93,6 @@ impl Default for Pace {
             busy,
             waited,
             packed: 0,
-            link: 0.0,
-            dry: (Duration::ZERO, 0),
             ceiling: EFFORTS.len() - 1,
             cooling: 0,
         }
@@ -137,22 +127,11 @@ impl Pace {
         self.waited += waited;
         self.packed += packed;
         let elapsed = self.busy + self.waited;
-        self.dry = match waited > busy / 20 {
-            true => (Duration::ZERO, 0),
-            false => (self.dry.0 + busy + waited, self.dry.1 + packed),
-        };
-        let dry_rate = self.dry.1 as f64 / self.dry.0.as_secs_f64().max(1e-9);
-        let dry = self.dry.0 >= DRY_TIME && dry_rate < 0.9 * self.link;
-        if !dry && self.packed < LOOK_BYTES && elapsed < LOOK_TIME {
+        if self.packed < LOOK_BYTES && elapsed < LOOK_TIME {
             return;
-        }
-        if self.waited > elapsed / 5 && !dry {
-            self.link = self.packed as f64 / elapsed.as_secs_f64();
         }
         let best = if receiver_busy > 0.6 {
             self.step.saturating_sub(1)
-        } else if dry {
-            self.best_to_fill(dry_rate)
         } else {
             self.best_for(self.busy.as_secs_f64().max(1e-9), elapsed.as_secs_f64())
         };
@@ -166,7 +145,6 @@ impl Pace {
             self.ceiling = best;
             self.cooling = COOLING;
             self.step = best;
-            self.dry = (Duration::ZERO, 0);
         } else if best > self.step {
             self.cooling = self.cooling.saturating_sub(1);
             let most = if self.cooling > 0 {
@@ -193,14 +171,6 @@ impl Pace {
             .iter()
             .rposition(|c| *c <= affordable)
             .map_or(self.step, |best| best.max(self.step))
-    }
-
-    /// The greatest effort below the present one, of `rate` bytes a second, that fills the link
-    /// again.
-    fn best_to_fill(&self, rate: f64) -> usize {
-        let affordable = COSTS[self.step] * 0.9 * rate / self.link;
-        let best = COSTS.iter().rposition(|c| *c <= affordable).unwrap_or(0);
-        best.min(self.step.saturating_sub(1))
     }
 
     fn effort(&self) -> Effort {
@@ -467,22 +437,6 @@ mod tests {
         let mut pace = Pace::fixed(4);
         (0..400).for_each(|_| pace.note(ms(80), ms(20), 1 << 19, 0.1));
         assert_eq!(pace.step, 4);
-    }
-
-    #[test]
-    fn a_link_that_runs_dry_is_filled_again_at_once() {
-        let ms = Duration::from_millis;
-        let mut pace = Pace::fixed(6);
-        (0..20).for_each(|_| pace.note(ms(40), ms(20), 720_000, 0.1));
-        assert_eq!(pace.describe(), "zstd 12");
-        // Blocks come that are harder to compress: a third of what the link takes.
-        (0..2).for_each(|_| pace.note(ms(60), ms(0), 240_000, 0.1));
-        assert_eq!(pace.describe(), "zstd 6");
-        // What only fills the socket's buffer, faster than the link, is no reason for less.
-        let mut pace = Pace::fixed(6);
-        (0..20).for_each(|_| pace.note(ms(40), ms(20), 720_000, 0.1));
-        (0..3).for_each(|_| pace.note(ms(50), ms(0), 720_000, 0.1));
-        assert_eq!(pace.describe(), "zstd 12");
     }
 
     #[test]
