@@ -228,8 +228,8 @@ const PLANS: [Plan; 4] = [
         what: "1 TiB of digests through the matcher",
         images: 4,
         factor: 1,
-        seconds: 75.0,
-        rank: 0,
+        seconds: 240.0,
+        rank: 1,
     },
     EXACT,
     Plan {
@@ -237,7 +237,7 @@ const PLANS: [Plan; 4] = [
         what: "8 TiB of digests through the matcher",
         images: IMAGES,
         factor: 1,
-        seconds: 600.0,
+        seconds: 2000.0,
         rank: 2,
     },
     Plan {
@@ -245,7 +245,7 @@ const PLANS: [Plan; 4] = [
         what: "8 TiB of digests through a matcher with eight times the caches",
         images: IMAGES,
         factor: 8,
-        seconds: 600.0,
+        seconds: 2000.0,
         rank: 3,
     },
 ];
