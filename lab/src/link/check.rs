@@ -271,7 +271,7 @@ impl Check<'_> {
             // that a busy machine delays do not show there.
             findings.push(
                 Finding::new("jitter_ms", "spread of nine tenths of round trips", "ms")
-                    .claims(2.74 * jitter, 2.0 * jitter, 3.5 * jitter + 3.0)
+                    .claims(2.74 * jitter, 1.5 * jitter, 3.5 * jitter + 3.0)
                     .measured(middle(&times)),
             );
         }
