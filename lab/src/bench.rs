@@ -157,8 +157,6 @@ pub enum Subject {
 pub enum Need {
     /// The WAN link: root, namespaces, TUN devices, `ip`.
     Link,
-    /// Loop mounts: root and loop devices.
-    LoopMount,
     /// The image library.
     Library,
 }

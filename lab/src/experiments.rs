@@ -82,25 +82,6 @@ impl Common {
         }
     }
 
-    /// The named images, or those of the library that are built, in its order.
-    fn images(&self, named: &[PathBuf]) -> Result<Vec<PathBuf>> {
-        if !named.is_empty() {
-            return named.iter().map(|path| self.image(path)).collect();
-        }
-        let (built, missing): (Vec<_>, Vec<_>) = images::images(&self.dir, images::Set::Full)?
-            .into_iter()
-            .filter(|entry| entry.in_order)
-            .map(|entry| entry.path)
-            .partition(|path| path.exists());
-        for path in missing {
-            eprintln!("SKIP {}: not built (lab library)", path.display());
-        }
-        if built.is_empty() {
-            bail!("no image in {}: lab library", self.dir.display());
-        }
-        Ok(built)
-    }
-
     /// A path as it is, or the name of an image of the library.
     fn image(&self, named: &Path) -> Result<PathBuf> {
         let raw = self

@@ -4,8 +4,6 @@
 //!
 //! Nothing here is used by drover itself.
 
-#![allow(dead_code)] // until the runner drives every experiment
-
 mod bench;
 mod experiments;
 mod library;

@@ -1,8 +1,5 @@
 //! What experiments hand out: a table for people, JSON for programs.
 
-use std::path::Path;
-
-use anyhow::Result;
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
@@ -63,49 +60,6 @@ fn memory_gib() -> Option<u64> {
     Some((kib + (1 << 19)) >> 20)
 }
 
-/// An experiment's outcome.
-#[derive(Clone, Debug, Serialize)]
-pub struct Report<Row> {
-    /// Its name, as on the command line.
-    pub experiment: &'static str,
-    /// Where it ran.
-    pub machine: Machine,
-    /// What it was run with, for people.
-    pub setting: String,
-    /// The rows.
-    pub rows: Vec<Row>,
-}
-
-impl<Row: Serialize> Report<Row> {
-    /// A report of this machine.
-    pub fn new(experiment: &'static str, setting: String, rows: Vec<Row>) -> Self {
-        Self {
-            experiment,
-            machine: Machine::this(),
-            setting,
-            rows,
-        }
-    }
-
-    /// Prints the report as JSON or as `table`, and keeps the JSON in `out`.
-    ///
-    /// # Errors
-    /// When the file cannot be written.
-    pub fn publish(&self, table: &Table, json: bool, out: &Path) -> Result<()> {
-        let text = serde_json::to_string_pretty(self)?;
-        std::fs::create_dir_all(out)?;
-        std::fs::write(out.join(format!("{}.json", self.experiment)), &text)?;
-        if json {
-            println!("{text}");
-        } else {
-            println!("{}: {}", self.experiment, self.setting);
-            println!("{}, {} cores", self.machine.processor, self.machine.cores);
-            println!("{table}");
-        }
-        Ok(())
-    }
-}
-
 /// An empty table whose columns, but for the first, hold numbers.
 pub fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
@@ -120,11 +74,6 @@ pub fn table(header: &[&str]) -> Table {
 /// Bytes as MiB.
 pub fn mib(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / f64::from(1 << 20))
-}
-
-/// Bytes as MB, as links are measured.
-pub fn mb(bytes: u64) -> String {
-    format!("{:.2}", bytes as f64 / 1e6)
 }
 
 /// Least, median and greatest of some measurements.

@@ -80,10 +80,5 @@ pub const ALL: &[&dyn Rival] = &[
     &borg::Borg::BEST,
 ];
 
-/// The rival of that name.
-pub fn by_name(name: &str) -> Option<&'static dyn Rival> {
-    ALL.iter().copied().find(|rival| rival.name() == name)
-}
-
 #[cfg(test)]
 mod tests;

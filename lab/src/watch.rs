@@ -65,12 +65,6 @@ impl Watch {
         let _ = fs::write(format!("/proc/{}/clear_refs", self.pid), "5");
     }
 
-    /// Stops watching.
-    pub fn end(mut self) -> Cost {
-        self.finish();
-        self.cost()
-    }
-
     fn finish(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
@@ -138,8 +132,9 @@ mod tests {
             .arg("0.3")
             .spawn()
             .unwrap();
-        let watch = Watch::start(child.id());
+        let mut watch = Watch::start(child.id());
         child.wait().unwrap();
-        assert!(watch.end().peak_rss_bytes > 100 << 10);
+        watch.finish();
+        assert!(watch.cost().peak_rss_bytes > 100 << 10);
     }
 }

@@ -32,7 +32,7 @@ Exit codes (of several, the lowest but 0):
   0    every row is good; rivals that are not installed were skipped
   1    a row of drover failed, its file was wrong, or it lacks a figure
   3    a rival's row failed or its file was wrong
-  4    something whole cannot be measured here: root, namespaces, loop devices or the library are missing
+  4    something whole cannot be measured here: root, namespaces or the library are missing
   2    the command line is wrong
   130  interrupted; what was done is kept";
 

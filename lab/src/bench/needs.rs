@@ -2,15 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
 use super::Need;
 use super::identity;
 use crate::experiments::Lab;
 use crate::link;
-use crate::shell;
 
 /// What is missing here, with the reason and the way to get it.
 #[derive(Debug, Default)]
@@ -25,7 +23,6 @@ impl Lacking {
                 Need::Link => {
                     link::available().map_err(|why| anyhow::anyhow!("no link here: {why}"))
                 }
-                Need::LoopMount => loop_mount(lab),
                 Need::Library => library(lab),
             };
             Some((need, format!("{:#}", tried.err()?)))
@@ -47,27 +44,6 @@ impl Lacking {
             .collect();
         (!missing.is_empty()).then(|| missing.join("; "))
     }
-}
-
-fn loop_mount(lab: &Lab) -> Result<()> {
-    const WAY_OUT: &str = "no loop devices here (they take root and /dev/loop-control)";
-    let attach = || -> Result<()> {
-        if !rustix::process::geteuid().is_root() {
-            bail!("not root");
-        }
-        let work = lab.work("loop")?;
-        let file = work.join("probe");
-        std::fs::File::create(&file)?.set_len(1 << 20)?;
-        let shown = shell::run(
-            Command::new("losetup")
-                .args(["--find", "--show"])
-                .arg(&file),
-        )?;
-        let device = String::from_utf8(shown.stdout)?;
-        shell::run(Command::new("losetup").args(["--detach", device.trim()]))?;
-        Ok(())
-    };
-    attach().context(WAY_OUT)
 }
 
 fn library(lab: &Lab) -> Result<()> {

@@ -361,9 +361,3 @@ pub fn reason(error: &anyhow::Error) -> String {
         None => text,
     }
 }
-
-/// Images by name, for people.
-pub fn names(images: &[PathBuf]) -> String {
-    let names: Vec<String> = images.iter().map(|p| label(p)).collect();
-    names.join(", ")
-}

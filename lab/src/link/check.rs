@@ -108,12 +108,6 @@ impl Checked {
         self.findings.iter().all(Finding::holds)
     }
 
-    /// The finding of that key.
-    pub fn measured(&self, key: &str) -> Option<f64> {
-        let found = self.findings.iter().find(|finding| finding.key == key)?;
-        Some(found.measured)
-    }
-
     /// For people.
     pub fn table(&self) -> Table {
         let head = [

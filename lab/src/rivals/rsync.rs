@@ -217,11 +217,6 @@ impl<'a> Rsync<'a> {
         })
     }
 
-    /// Its name with its settings.
-    pub fn name(&self) -> String {
-        format!("rsync {}", self.mode.options().join(" "))
-    }
-
     /// Links the basis to where the daemon looks for a similar file: the delta algorithm goes by name.
     fn offer(&self, image: &Path, basis: &Path) -> Result<PathBuf> {
         let link = self

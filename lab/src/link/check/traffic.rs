@@ -101,13 +101,17 @@ pub struct Arrived {
 
 /// An `iperf3` server at each end; they end when this is dropped. The client is always at the receiving end, because
 /// only there `iperf3` tells what was received second by second, without what it sends after its time.
-pub struct Servers([Guard; 2]);
+pub struct Servers {
+    _guards: [Guard; 2],
+}
 
 impl Servers {
     /// Starts them.
     pub fn start(link: &Link) -> Result<Self> {
         let server = |side| Guard::start(link.command(side, "iperf3").arg("-s"));
-        Ok(Self([server(Side::A)?, server(Side::B)?]))
+        Ok(Self {
+            _guards: [server(Side::A)?, server(Side::B)?],
+        })
     }
 
     /// What TCP receives from `from`, in Mbit/s.
