@@ -47,7 +47,7 @@ static ABOUT: About = About {
     title: "Throughput without a limit, and where the time goes",
     text: "One image over loopback, and over a link in user space without rate and delay: by drover to an empty site \
 (*first*), the same image once more (*again*), and to a site that has a similar one (*similar*); by `rsync --whole-file` to a \
-daemon, with and without `--fsync`; by zstd over a socket; and by `cp` and `dd conv=fsync`, which use no network and are what \
+daemon, bare and with `--sparse --fsync`; by zstd over a socket; and by `cp` and `dd conv=fsync`, which use no network and are what \
 the machine's memory and disk allow. drover's copy is synced when it says that it is done, and so are those of the tools \
 with `fsync`. Everyone reads the image from memory; dirty pages are written out before each measurement; the tools take turns. \
 Data is what the image takes on disk. Cores are the processor time of both ends over the time. In user space the link \

@@ -85,7 +85,7 @@ impl Tool {
         match self {
             Self::Drover => vec!["drover, first", "drover, again"],
             Self::Similar => vec!["drover, similar"],
-            Self::Rsync(Mode::WholeSynced) => vec!["rsync --whole-file --fsync"],
+            Self::Rsync(Mode::WholeSynced) => vec!["rsync --whole-file --sparse --fsync"],
             Self::Rsync(_) => vec!["rsync --whole-file"],
             Self::Rival(by) => vec![by.name()],
             Self::Cp => vec!["cp"],
