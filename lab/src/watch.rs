@@ -32,7 +32,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Watches process `pid` until it is gone or [`Watch::end`] is called.
+    /// Watches process `pid` until it is gone or this is dropped.
     pub fn start(pid: u32) -> Self {
         let cost = Arc::new(Mutex::new(Cost::default()));
         let stop = Arc::new(AtomicBool::new(false));
