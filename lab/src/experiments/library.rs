@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use super::lines::{self, FAST, Line, Net, REFERENCE};
 use super::mover::{self, By, Carried, Mover, key};
-use super::pictures::{Words, bars, cumulated, only, ranking, values};
+use super::pictures::{Words, bars, cumulated, only, ranking, shown_link, values};
 use super::weights::{Scales, weight};
 use super::{Lab, images};
 use crate::bench::{About, Axis, Case, Column, Experiment, Need, Plot, Row, Subject, Verdict};
@@ -269,9 +269,7 @@ fn send_all(
 fn plots(rows: &[Row]) -> Vec<Plot> {
     let all: Vec<&Row> = rows.iter().collect();
     let links = values(&all, "link");
-    // What is shown is measured at one link: the reference, or what there is.
-    let reference = REFERENCE.describe();
-    let Some(link) = links.iter().find(|l| **l == reference).or(links.first()) else {
+    let Some(link) = shown_link(&links) else {
         return Vec::new();
     };
     let here = only(&all, "link", link);

@@ -1,5 +1,6 @@
 //! Plots from rows: which labels group and which tell series apart.
 
+use super::lines::REFERENCE;
 use crate::bench::{Axis, Kind, Plot, Point, Row, Verdict};
 
 /// What is written on a plot with bars.
@@ -22,6 +23,13 @@ pub fn values(rows: &[&Row], key: &str) -> Vec<String> {
         }
     }
     values
+}
+
+/// The link at which plots of one link are drawn: the reference, or the first that was measured.
+pub fn shown_link(links: &[String]) -> Option<&str> {
+    let reference = REFERENCE.describe();
+    let link = links.iter().find(|link| **link == reference);
+    link.or(links.first()).map(String::as_str)
 }
 
 /// The rows that went well and whose label has the value.

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use super::lines::{FAST, Line, Net, REFERENCE};
 use super::mover::{self, key};
-use super::pictures::{Words, bars, only, values};
+use super::pictures::{Words, bars, only, shown_link, values};
 use super::weights::{Scales, drover_seconds, weight};
 use super::{Lab, Work, file_name};
 use crate::bench::{About, Axis, Case, Column, Experiment, Need, Plot, Row, Subject, Verdict};
@@ -299,8 +299,7 @@ impl<'a> Ends<'a> {
 fn plots(rows: &[Row]) -> Vec<Plot> {
     let all: Vec<&Row> = rows.iter().collect();
     let links = values(&all, "link");
-    let reference = REFERENCE.describe();
-    let Some(link) = links.iter().find(|l| **l == reference).or(links.first()) else {
+    let Some(link) = shown_link(&links) else {
         return Vec::new();
     };
     // Of the undisturbed send nothing is more, and less than nothing is noise.

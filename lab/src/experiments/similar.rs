@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use super::Lab;
 use super::lines::{self, FAST, Line, Net, REFERENCE};
 use super::mover::{self, By, Carried, Mover, key};
-use super::pictures::{Words, bars, only, values};
+use super::pictures::{Words, bars, only, shown_link, values};
 use super::weights::{Scales, weight};
 use crate::bench::{
     About, Axis, Case, Column, Experiment, Kind, Need, Plot, Point, Row, Subject, Verdict,
@@ -360,9 +360,7 @@ fn once(
 fn plots(rows: &[Row]) -> Vec<Plot> {
     let all: Vec<&Row> = rows.iter().collect();
     let links = values(&all, "link");
-    // What is shown is measured at one link: the reference, or what there is.
-    let reference = REFERENCE.describe();
-    let Some(link) = links.iter().find(|l| **l == reference).or(links.first()) else {
+    let Some(link) = shown_link(&links) else {
         return Vec::new();
     };
     let here = only(&all, "link", link);
