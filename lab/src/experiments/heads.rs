@@ -6,7 +6,7 @@ use drover_index::{AnchorPolicy, DirStorage, MatcherConfig};
 
 use super::Lab;
 use super::matching::{self, Sending, Sent, percent};
-use crate::bench::{About, Axis, Case, Column, Experiment, Kind, Need, Plot, Row, Subject};
+use crate::bench::{About, Axis, Case, Column, Experiment, Kind, Plot, Row};
 
 /// The experiment.
 pub struct Heads;
@@ -90,15 +90,7 @@ impl Experiment for Heads {
     }
 
     fn cases(&self, lab: &Lab) -> Result<Vec<Case>> {
-        let images = matching::images(lab)?;
-        Ok(vec![Case {
-            id: "library".to_owned(),
-            what: format!("{} images through {} matchers", images.len(), modes().len()),
-            seconds: 2.0 * matching::seconds_to_load(&images),
-            rank: 0,
-            subject: Subject::Drover,
-            needs: &[Need::Library],
-        }])
+        Ok(vec![matching::whole_library(lab, modes().len(), 2.0)?])
     }
 
     fn run(&self, lab: &Lab, _case: &Case) -> Result<Vec<Row>> {

@@ -17,6 +17,7 @@ use rustix::fs::SeekFrom;
 use rustix::time::ClockId;
 
 use super::Lab;
+use crate::bench::{Case, Need, Subject};
 use crate::library;
 
 /// Bytes of image in a batch, as drover sends them.
@@ -61,6 +62,23 @@ pub fn images(lab: &Lab) -> Result<Vec<PathBuf>> {
         bail!("no image in {}: lab library", lab.common.dir.display());
     }
     Ok(images)
+}
+
+/// The one case of an experiment that has all images go through so many matchers, which takes so many times what
+/// loading them takes.
+///
+/// # Errors
+/// When there is no list of images.
+pub fn whole_library(lab: &Lab, matchers: usize, times: f64) -> Result<Case> {
+    let images = images(lab)?;
+    Ok(Case {
+        id: "library".to_owned(),
+        what: format!("{} images through {matchers} matchers", images.len()),
+        seconds: times * seconds_to_load(&images),
+        rank: 0,
+        subject: Subject::Drover,
+        needs: &[Need::Library],
+    })
 }
 
 /// Seconds that reading, scanning and digesting them takes about.

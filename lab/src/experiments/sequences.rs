@@ -7,7 +7,7 @@ use drover_index::{DirStorage, Matcher, MatcherConfig, Origin, Plan};
 
 use super::Lab;
 use super::matching::{self, Sending, Sent, percent};
-use crate::bench::{About, Axis, Case, Column, Experiment, Kind, Need, Plot, Row, Subject};
+use crate::bench::{About, Axis, Case, Column, Experiment, Kind, Plot, Row};
 
 /// The experiment.
 pub struct Sequences;
@@ -149,15 +149,7 @@ impl Experiment for Sequences {
     }
 
     fn cases(&self, lab: &Lab) -> Result<Vec<Case>> {
-        let images = matching::images(lab)?;
-        Ok(vec![Case {
-            id: "library".to_owned(),
-            what: format!("{} images through {} matchers", images.len(), modes().len()),
-            seconds: 1.5 * matching::seconds_to_load(&images),
-            rank: 0,
-            subject: Subject::Drover,
-            needs: &[Need::Library],
-        }])
+        Ok(vec![matching::whole_library(lab, modes().len(), 1.5)?])
     }
 
     fn run(&self, lab: &Lab, _case: &Case) -> Result<Vec<Row>> {
