@@ -1,8 +1,9 @@
 //! The words every other crate speaks: units, [`Digest`], [`Extent`], [`ImageName`], head kinds
-//! and the [`ReadAt`] trait.
+//! and the traits [`ReadAt`] and [`BlockDevice`].
 //!
 //! No I/O, no async runtime and no unsafe code live here; a trait that describes I/O may.
 
+mod device;
 mod digest;
 mod extent;
 mod head;
@@ -10,6 +11,7 @@ mod name;
 mod read_at;
 mod units;
 
+pub use device::{BlockDevice, Capabilities, Cost, DeviceError, Zeroes, check_range};
 pub use digest::{Digest, ParseDigestError};
 pub use extent::{Extent, ExtentKind};
 pub use head::Head;
