@@ -1,0 +1,5 @@
+//! Devices that wrap a device.
+
+mod strict;
+
+pub use strict::Strict;
