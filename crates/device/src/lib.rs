@@ -5,6 +5,7 @@
 //! [`BlockDevice`](drover_core::BlockDevice) that another crate makes, a front end serves whatever is on top.
 
 pub mod backend;
+pub mod remote;
 pub mod stage;
 #[cfg(feature = "testing")]
 pub mod testing;

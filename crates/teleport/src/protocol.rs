@@ -76,6 +76,9 @@ pub const MAX_LANES: u16 = 8;
 /// The largest image, in bytes of the file: what 32-bit block numbers reach.
 pub const MAX_IMAGE_BYTES: u64 = 16 << 40;
 
+/// Longest opening message of [`Request::Device`].
+pub const MAX_DEVICE_OPEN: usize = 2048;
+
 /// Frame kinds.
 pub mod kind {
     /// A [`super::Request`].
@@ -164,6 +167,12 @@ pub enum Request {
     Remove {
         /// Which.
         name: ImageName,
+    },
+    /// Open a lane to an image as a device. What is in it, and all that follows on the connection, is the `mount`
+    /// crate's affair.
+    Device {
+        /// The lane's opening message, at most [`MAX_DEVICE_OPEN`] bytes.
+        open: Vec<u8>,
     },
 }
 

@@ -173,6 +173,10 @@ async fn dispatch(
             let text = "that can only be asked for on the site's own machine";
             answer(reader, writer, &no(RefuseReason::Policy, text)).await
         }
+        Request::Device { .. } => {
+            let text = format!("{} does not serve devices yet", server.name);
+            answer(reader, writer, &no(RefuseReason::Policy, text)).await
+        }
         // Answered before trust was asked for.
         Request::Pair { .. } => bail!("a second request to pair"),
     }

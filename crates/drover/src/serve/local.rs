@@ -70,6 +70,7 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
             Request::Pair { .. }
             | Request::Send { .. }
             | Request::Lane { .. }
+            | Request::Device { .. }
             | Request::Teleporter,
             _,
         ) => no(RefuseReason::Policy, "that is for peers, over the network"),

@@ -1,0 +1,5 @@
+//! What a kernel, a hypervisor or a program sees of a [`BlockDevice`](drover_core::BlockDevice): an NBD server, a
+//! file by FUSE (and a loop device on it), kernel NBD and ublk devices, and memory whose pages come from a device.
+//!
+//! All unsafe code of the project lives here, each block with its reason. What must not live here: anything that
+//! knows where a device's bytes come from.

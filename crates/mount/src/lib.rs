@@ -1,0 +1,5 @@
+//! Remote devices: the protocol that serves a device to another site, the client that is one, and direct and managed
+//! mounts put together from `device` and `net`.
+//!
+//! What must not live here: how a device is shown to a kernel or a program (`frontend`), and what a person types
+//! (`drover`).
