@@ -99,9 +99,25 @@ impl Change {
 }
 
 /// The number of a set of writes that reaches the far side as a whole or not at all. The far side's first state is
-/// epoch 0; each commit is one more than the one before.
+/// epoch 0; each one that is pushed or committed is greater than the last that was committed, but not by one: whoever
+/// writes chooses it with [`Epoch::after`], the high half counting, the low half random. So a writer that crashed
+/// between asking for a commit and its answer knows its own commit again, and never takes another's for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Epoch(pub u64);
+
+impl Epoch {
+    /// The one after this one, with `random` bits to tell it by.
+    #[must_use]
+    pub fn after(self, random: u32) -> Self {
+        Self((self.count() + 1) << 32 | u64::from(random))
+    }
+
+    /// How many were chosen up to this one: for people.
+    #[must_use]
+    pub fn count(self) -> u64 {
+        self.0 >> 32
+    }
+}
 
 /// Whether the far side can be reached.
 #[derive(Clone, Debug)]
@@ -127,6 +143,8 @@ pub type PresenceDone = Box<dyn FnOnce(Result<Vec<Chunks>, DeviceError>) + Send>
 ///   the link is down waits for it that long;
 /// - put a [`Remote::fetch`] before all background work, on both sides;
 /// - hand out no chunk whose bytes do not have the digest the far side claims: that is [`DeviceError::Corrupt`];
+/// - answer a fetch or a presence that is asked after a commit was answered from that epoch or a later one, and tell
+///   nothing more of chunks that have failed until they are asked for again;
 /// - ask [`Local::next`] for background work only while the link has room for it, so that what is under way is about
 ///   bandwidth x round trip, and ask again after [`Remote::kick`].
 pub trait Remote: Send + Sync {
@@ -153,7 +171,8 @@ pub trait Remote: Send + Sync {
     /// request fails as [`DeviceError::Unavailable`] and the whole epoch must be sent again.
     fn push(&self, epoch: Epoch, changes: Vec<Change>, done: Done);
 
-    /// Makes an epoch count, durably and as a whole, after all its parts were answered. Epochs are committed in order.
+    /// Makes an epoch count, durably and as a whole, after all its parts were answered. Epochs are committed in order;
+    /// what was pushed of an epoch that a later one overtakes is dropped.
     fn commit(&self, epoch: Epoch, done: Done);
 
     /// The last epoch that counts at the far side, as of when the link last came up or a commit was answered.
