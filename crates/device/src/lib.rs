@@ -7,5 +7,6 @@
 pub mod backend;
 pub mod remote;
 pub mod stage;
+pub mod storage;
 #[cfg(feature = "testing")]
 pub mod testing;

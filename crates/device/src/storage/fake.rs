@@ -1,0 +1,664 @@
+//! A directory in memory whose power can fail: it keeps what is there and what would still be there.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io;
+use std::sync::{Arc, Weak};
+
+use fastrand::Rng;
+use parking_lot::Mutex;
+
+use super::{Access, Directory, File, Lock, check_name};
+
+/// A directory in memory with a live and a durable image of every file and of the names.
+///
+/// Clones share the files. Every call that changes something is a step, counted by [`FakeDirectory::steps`].
+/// [`FakeDirectory::cut_power_at`] lets the power fail in one of them: from then on every call fails, and
+/// [`FakeDirectory::after_crash`] gives the directory as it may be found then. Of what was not synced
+/// - each sector holds one of the contents it had since its file was last synced, whatever the sectors beside it hold;
+/// - a file has one of the lengths it had since then;
+/// - names are as they were after one of the changes since the directory was last synced.
+///
+/// A [`File::sync`] that is made to fail behaves as Linux does: what was written before it is lost or not, by the
+/// seed, can still be read, and no later sync brings it back.
+#[derive(Clone)]
+pub struct FakeDirectory {
+    state: Arc<Mutex<State>>,
+}
+
+/// A step, as [`FakeDirectory::set_faults`] sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operation {
+    /// [`Directory::create`], also when it only empties.
+    Create,
+    /// [`Directory::rename`].
+    Rename,
+    /// [`Directory::remove`].
+    Remove,
+    /// [`Directory::sync`].
+    SyncDirectory,
+    /// [`File::write_at`].
+    Write,
+    /// [`File::set_len`].
+    SetLen,
+    /// [`File::punch_hole`].
+    Punch,
+    /// [`File::allocate`].
+    Allocate,
+    /// [`File::sync`].
+    Sync,
+    /// [`File::read_at`]: no step, but it can be made to fail.
+    Read,
+}
+
+type Faults = Box<dyn FnMut(Operation, &str) -> Option<io::ErrorKind> + Send>;
+
+struct State {
+    files: HashMap<u64, Inode>,
+    names: BTreeMap<String, u64>,
+    durable_names: BTreeMap<String, u64>,
+    /// The names after each change since the directory was last synced.
+    name_steps: Vec<BTreeMap<String, u64>>,
+    /// By name: who shares a lock; one for an exclusive lock.
+    locks: HashMap<String, Vec<(Weak<()>, Lock)>>,
+    next_id: u64,
+    sector: u64,
+    steps: u64,
+    cut_at: Option<u64>,
+    off: bool,
+    capacity: Option<u64>,
+    faults: Option<Faults>,
+    rng: Rng,
+}
+
+/// The sectors of a file that hold anything but zeros, and its length.
+#[derive(Clone, Default)]
+struct Image {
+    sectors: BTreeMap<u64, Arc<[u8]>>,
+    length: u64,
+}
+
+#[derive(Default)]
+struct Inode {
+    /// The name it had last, for faults.
+    name: String,
+    live: Image,
+    durable: Image,
+    /// Contents that a sector had since the last sync, oldest first; `None` is zeros.
+    history: BTreeMap<u64, Vec<Option<Arc<[u8]>>>>,
+    lengths: Vec<u64>,
+    /// Sectors that are reserved without holding anything.
+    reserved: BTreeSet<u64>,
+}
+
+fn power_is_off() -> io::Error {
+    io::Error::other("the power is off")
+}
+
+impl Default for FakeDirectory {
+    fn default() -> Self {
+        Self::new(512, 0)
+    }
+}
+
+impl FakeDirectory {
+    /// An empty directory of a disk that writes `sector` bytes at once or not at all (512 or 4096). `seed` is for what
+    /// a failed sync loses.
+    #[must_use]
+    pub fn new(sector: u32, seed: u64) -> Self {
+        Self {
+            state: Arc::new(Mutex::new(State {
+                files: HashMap::new(),
+                names: BTreeMap::new(),
+                durable_names: BTreeMap::new(),
+                name_steps: Vec::new(),
+                locks: HashMap::new(),
+                next_id: 0,
+                sector: u64::from(sector),
+                steps: 0,
+                cut_at: None,
+                off: false,
+                capacity: None,
+                faults: None,
+                rng: Rng::with_seed(seed),
+            })),
+        }
+    }
+
+    /// How many steps there were.
+    #[must_use]
+    pub fn steps(&self) -> u64 {
+        self.state.lock().steps
+    }
+
+    /// Lets the power fail in step `n`, counted from zero as [`FakeDirectory::steps`] counts. What that step writes
+    /// counts as not synced.
+    pub fn cut_power_at(&self, n: u64) {
+        self.state.lock().cut_at = Some(n);
+    }
+
+    /// Whether the power has failed.
+    #[must_use]
+    pub fn is_off(&self) -> bool {
+        self.state.lock().off
+    }
+
+    /// Limits the bytes of all sectors that are held or reserved; beyond, writes fail with `StorageFull` and leave
+    /// their first sectors written.
+    pub fn set_capacity(&self, bytes: Option<u64>) {
+        self.state.lock().capacity = bytes;
+    }
+
+    /// Bytes of all sectors that are held or reserved.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        self.state.lock().used()
+    }
+
+    /// Lets calls fail: `faults` is asked before each, with the file's name (none for the directory). Replaces what
+    /// was set before.
+    pub fn set_faults(
+        &self,
+        faults: impl FnMut(Operation, &str) -> Option<io::ErrorKind> + Send + 'static,
+    ) {
+        self.state.lock().faults = Some(Box::new(faults));
+    }
+
+    /// No call fails any more by [`FakeDirectory::set_faults`].
+    pub fn clear_faults(&self) {
+        self.state.lock().faults = None;
+    }
+
+    /// The directory as it may be found when the power comes back; `seed` chooses. Open files and locks are gone.
+    #[must_use]
+    pub fn after_crash(&self, seed: u64) -> Self {
+        let mut rng = Rng::with_seed(seed);
+        let state = self.state.lock();
+        // Much lost, little lost, or anything between: a plain coin for each sector would only find the last.
+        let keep = [0.0, 0.1, 0.5, 0.9, 1.0][rng.usize(0..5)];
+        let names = match rng.usize(0..=state.name_steps.len()) {
+            0 => &state.durable_names,
+            step => &state.name_steps[step - 1],
+        };
+        let mut files = HashMap::new();
+        for (name, id) in names {
+            let image = state.files[id].after_crash(&mut rng, keep, state.sector);
+            let inode = Inode {
+                name: name.clone(),
+                live: image.clone(),
+                durable: image,
+                ..Inode::default()
+            };
+            files.insert(*id, inode);
+        }
+        let after = Self::new(state.sector as u32, rng.u64(..));
+        {
+            let mut new = after.state.lock();
+            new.files = files;
+            new.names = names.clone();
+            new.durable_names = names.clone();
+            new.next_id = state.next_id;
+        }
+        after
+    }
+
+    /// A copy of the directory as it is, everything synced: as after a process was killed. Locks are gone.
+    #[must_use]
+    pub fn after_kill(&self) -> Self {
+        let state = self.state.lock();
+        let after = Self::new(state.sector as u32, 0);
+        {
+            let mut new = after.state.lock();
+            for (name, id) in &state.names {
+                let live = state.files[id].live.clone();
+                let inode = Inode {
+                    name: name.clone(),
+                    durable: live.clone(),
+                    live,
+                    ..Inode::default()
+                };
+                new.files.insert(*id, inode);
+            }
+            new.names = state.names.clone();
+            new.durable_names = state.names.clone();
+            new.next_id = state.next_id;
+        }
+        after
+    }
+
+    /// The bytes of a file, for a look.
+    #[must_use]
+    pub fn bytes(&self, name: &str) -> Option<Vec<u8>> {
+        let state = self.state.lock();
+        let live = &state.files[state.names.get(name)?].live;
+        let mut bytes = vec![0; live.length as usize];
+        live.read(&mut bytes, 0, state.sector);
+        Some(bytes)
+    }
+
+    /// Puts a file there as if it had always been, durable at once: to damage one, or to forge one.
+    pub fn put(&self, name: &str, bytes: &[u8]) {
+        let mut state = self.state.lock();
+        let id = state.next_id;
+        state.next_id += 1;
+        let sector = state.sector;
+        let mut inode = Inode {
+            name: name.to_owned(),
+            ..Inode::default()
+        };
+        inode.write(0, bytes, sector);
+        inode.durable = inode.live.clone();
+        inode.history.clear();
+        inode.lengths.clear();
+        state.files.insert(id, inode);
+        state.names.insert(name.to_owned(), id);
+        state.durable_names.insert(name.to_owned(), id);
+        for step in &mut state.name_steps {
+            step.insert(name.to_owned(), id);
+        }
+    }
+}
+
+impl Image {
+    fn read(&self, buffer: &mut [u8], offset: u64, sector: u64) {
+        buffer.fill(0);
+        let end = offset + buffer.len() as u64;
+        for (index, bytes) in self.sectors.range(offset / sector..end.div_ceil(sector)) {
+            let start = index * sector;
+            let (from, to) = (start.max(offset), (start + sector).min(end));
+            buffer[(from - offset) as usize..(to - offset) as usize]
+                .copy_from_slice(&bytes[(from - start) as usize..(to - start) as usize]);
+        }
+    }
+
+    /// No file system shows what is behind the end once the file grows again.
+    fn drop_beyond_end(&mut self, sector: u64) {
+        drop(self.sectors.split_off(&self.length.div_ceil(sector)));
+        let within = (self.length % sector) as usize;
+        if let Some(bytes) = self.sectors.get_mut(&(self.length / sector)) {
+            let mut cut = bytes.to_vec();
+            cut[within..].fill(0);
+            *bytes = cut.into();
+        }
+    }
+
+    fn set(&mut self, index: u64, content: Option<Arc<[u8]>>) {
+        match content {
+            Some(bytes) => drop(self.sectors.insert(index, bytes)),
+            None => drop(self.sectors.remove(&index)),
+        }
+    }
+}
+
+impl Inode {
+    fn after_crash(&self, rng: &mut Rng, keep: f64, sector: u64) -> Image {
+        let mut image = self.durable.clone();
+        for (index, versions) in &self.history {
+            if rng.f64() < keep {
+                // Mostly the last that was written.
+                let which = match rng.bool() {
+                    true => versions.len() - 1,
+                    false => rng.usize(0..versions.len()),
+                };
+                image.set(*index, versions[which].clone());
+            }
+        }
+        if !self.lengths.is_empty() && rng.f64() < keep.max(0.2) {
+            image.length = self.lengths[rng.usize(0..self.lengths.len())];
+        }
+        image.drop_beyond_end(sector);
+        image
+    }
+
+    /// Gives a sector new content. `None` is zeros.
+    fn put(&mut self, index: u64, content: Option<Arc<[u8]>>) {
+        self.history.entry(index).or_default().push(content.clone());
+        self.live.set(index, content);
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8], sector: u64) {
+        let end = offset + data.len() as u64;
+        for index in offset / sector..end.div_ceil(sector) {
+            let start = index * sector;
+            let mut bytes = match self.live.sectors.get(&index) {
+                Some(bytes) => bytes.to_vec(),
+                None => vec![0; sector as usize],
+            };
+            let (from, to) = (start.max(offset), (start + sector).min(end));
+            bytes[(from - start) as usize..(to - start) as usize]
+                .copy_from_slice(&data[(from - offset) as usize..(to - offset) as usize]);
+            self.reserved.remove(&index);
+            self.put(index, Some(bytes.into()));
+        }
+        if end > self.live.length && !data.is_empty() {
+            self.live.length = end;
+            self.lengths.push(end);
+        }
+    }
+
+    /// Makes a range zero, inside sectors too; looks only at sectors that hold something.
+    fn clear(&mut self, offset: u64, end: u64, sector: u64) {
+        let range = offset / sector..end.div_ceil(sector);
+        let there: Vec<u64> = self
+            .live
+            .sectors
+            .range(range.clone())
+            .map(|s| *s.0)
+            .collect();
+        for index in there {
+            let start = index * sector;
+            if start >= offset && start + sector <= end {
+                self.put(index, None);
+            } else if let Some(bytes) = self.live.sectors.get(&index) {
+                let mut bytes = bytes.to_vec();
+                let (from, to) = (start.max(offset), (start + sector).min(end));
+                bytes[(from - start) as usize..(to - start) as usize].fill(0);
+                self.put(index, Some(bytes.into()));
+            }
+        }
+        let whole = offset.div_ceil(sector)..end / sector;
+        self.reserved.retain(|index| !whole.contains(index));
+    }
+
+    /// Makes durable what was not; what a failed sync lost was taken for clean and is not written again.
+    fn sync_pending(&mut self) {
+        for (index, mut versions) in std::mem::take(&mut self.history) {
+            self.durable.set(index, versions.pop().flatten());
+        }
+        if let Some(length) = self.lengths.pop() {
+            self.durable.length = length;
+        }
+        self.lengths.clear();
+    }
+}
+
+impl State {
+    fn powered(&self) -> io::Result<()> {
+        match self.off {
+            true => Err(power_is_off()),
+            false => Ok(()),
+        }
+    }
+
+    fn fault(&mut self, operation: Operation, name: &str) -> io::Result<()> {
+        match self.faults.as_mut().and_then(|f| f(operation, name)) {
+            Some(kind) => Err(io::Error::new(kind, "a fault that was asked for")),
+            None => Ok(()),
+        }
+    }
+
+    /// Before each step: `true` when it is the one in which the power fails.
+    fn step(&mut self, operation: Operation, name: &str) -> io::Result<bool> {
+        self.powered()?;
+        self.off = self.cut_at == Some(self.steps);
+        self.steps += 1;
+        self.fault(operation, name)?;
+        Ok(self.off)
+    }
+
+    fn names_changed(&mut self) {
+        self.name_steps.push(self.names.clone());
+    }
+
+    fn used(&self) -> u64 {
+        let held = |f: &Inode| f.live.sectors.len() + f.reserved.len();
+        let count: usize = self.names.values().map(|id| held(&self.files[id])).sum();
+        count as u64 * self.sector
+    }
+
+    /// How many more sectors may be taken.
+    fn room(&self) -> u64 {
+        match self.capacity {
+            Some(capacity) => capacity.saturating_sub(self.used()) / self.sector,
+            None => u64::MAX,
+        }
+    }
+}
+
+impl FakeDirectory {
+    fn file(&self, id: u64, access: Access) -> Box<dyn File> {
+        Box::new(FakeFile {
+            state: Arc::clone(&self.state),
+            id,
+            access,
+        })
+    }
+}
+
+impl Directory for FakeDirectory {
+    fn create(&self, name: &str) -> io::Result<Box<dyn File>> {
+        check_name(name)?;
+        let mut state = self.state.lock();
+        let cut = state.step(Operation::Create, name)?;
+        let id = match state.names.get(name) {
+            Some(id) => *id,
+            None => {
+                let id = state.next_id;
+                state.next_id += 1;
+                let inode = Inode {
+                    name: name.to_owned(),
+                    ..Inode::default()
+                };
+                state.files.insert(id, inode);
+                state.names.insert(name.to_owned(), id);
+                state.names_changed();
+                id
+            }
+        };
+        let sector = state.sector;
+        if let Some(inode) = state.files.get_mut(&id)
+            && inode.live.length > 0
+        {
+            inode.clear(0, u64::MAX / 2, sector);
+            inode.live.length = 0;
+            inode.lengths.push(0);
+        }
+        match cut {
+            true => Err(power_is_off()),
+            false => Ok(self.file(id, Access::Write)),
+        }
+    }
+
+    fn open(&self, name: &str, access: Access) -> io::Result<Box<dyn File>> {
+        check_name(name)?;
+        let state = self.state.lock();
+        state.powered()?;
+        let id = *state.names.get(name).ok_or(io::ErrorKind::NotFound)?;
+        Ok(self.file(id, access))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        check_name(from)?;
+        check_name(to)?;
+        let mut state = self.state.lock();
+        let cut = state.step(Operation::Rename, from)?;
+        let id = state.names.remove(from).ok_or(io::ErrorKind::NotFound)?;
+        state.names.insert(to.to_owned(), id);
+        if let Some(inode) = state.files.get_mut(&id) {
+            to.clone_into(&mut inode.name);
+        }
+        state.names_changed();
+        match cut {
+            true => Err(power_is_off()),
+            false => Ok(()),
+        }
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        check_name(name)?;
+        let mut state = self.state.lock();
+        let cut = state.step(Operation::Remove, name)?;
+        state.names.remove(name).ok_or(io::ErrorKind::NotFound)?;
+        state.names_changed();
+        match cut {
+            true => Err(power_is_off()),
+            false => Ok(()),
+        }
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        let state = self.state.lock();
+        state.powered()?;
+        Ok(state.names.keys().cloned().collect())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        let mut state = self.state.lock();
+        if state.step(Operation::SyncDirectory, "")? {
+            return Err(power_is_off());
+        }
+        state.durable_names = state.names.clone();
+        state.name_steps.clear();
+        Ok(())
+    }
+
+    fn lock(&self, name: &str, lock: Lock) -> io::Result<Box<dyn Send + Sync>> {
+        check_name(name)?;
+        let mut state = self.state.lock();
+        state.powered()?;
+        let held = state.locks.entry(name.to_owned()).or_default();
+        held.retain(|(holder, _)| holder.strong_count() > 0);
+        let alone = |l: &Lock| *l == Lock::Exclusive;
+        if held.iter().any(|(_, other)| alone(other)) || (alone(&lock) && !held.is_empty()) {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        let holder = Arc::new(());
+        held.push((Arc::downgrade(&holder), lock));
+        Ok(Box::new(holder))
+    }
+
+    fn describe(&self, name: &str) -> String {
+        format!("fake/{name}")
+    }
+}
+
+struct FakeFile {
+    state: Arc<Mutex<State>>,
+    id: u64,
+    access: Access,
+}
+
+impl FakeFile {
+    /// Runs a step on the file; `f` gets how many sectors may be taken.
+    fn step(
+        &self,
+        operation: Operation,
+        f: impl FnOnce(&mut Inode, u64, u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        if self.access == Access::Read {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
+        let mut state = self.state.lock();
+        let name = state.files[&self.id].name.clone();
+        let cut = state.step(operation, &name)?;
+        let (sector, room) = (state.sector, state.room());
+        let inode = state
+            .files
+            .get_mut(&self.id)
+            .ok_or(io::ErrorKind::NotFound)?;
+        f(inode, sector, room)?;
+        match cut {
+            true => Err(power_is_off()),
+            false => Ok(()),
+        }
+    }
+}
+
+impl File for FakeFile {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut state = self.state.lock();
+        state.powered()?;
+        let name = state.files[&self.id].name.clone();
+        state.fault(Operation::Read, &name)?;
+        let live = &state.files[&self.id].live;
+        let there = live.length.saturating_sub(offset);
+        let count = there.min(buffer.len() as u64) as usize;
+        live.read(&mut buffer[..count], offset, state.sector);
+        Ok(count)
+    }
+
+    fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
+        self.step(Operation::Write, |inode, sector, room| {
+            let end = offset + data.len() as u64;
+            let mut room = room;
+            let held = |inode: &Inode, index: &u64| {
+                inode.live.sectors.contains_key(index) || inode.reserved.contains(index)
+            };
+            for index in offset / sector..end.div_ceil(sector) {
+                if held(inode, &index) {
+                    continue;
+                }
+                if room == 0 {
+                    let fits = (index * sector).saturating_sub(offset) as usize;
+                    inode.write(offset, &data[..fits], sector);
+                    return Err(io::ErrorKind::StorageFull.into());
+                }
+                room -= 1;
+            }
+            inode.write(offset, data, sector);
+            Ok(())
+        })
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        let state = self.state.lock();
+        state.powered()?;
+        Ok(state.files[&self.id].live.length)
+    }
+
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.step(Operation::SetLen, |inode, sector, _| {
+            if length < inode.live.length {
+                inode.clear(length, u64::MAX / 2, sector);
+            }
+            inode.live.length = length;
+            inode.lengths.push(length);
+            Ok(())
+        })
+    }
+
+    fn punch_hole(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.step(Operation::Punch, |inode, sector, _| {
+            inode.clear(offset, offset + length, sector);
+            Ok(())
+        })
+    }
+
+    fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.step(Operation::Allocate, |inode, sector, room| {
+            let mut room = room;
+            for index in offset / sector..(offset + length).div_ceil(sector) {
+                if inode.live.sectors.contains_key(&index) || inode.reserved.contains(&index) {
+                    continue;
+                }
+                room = room.checked_sub(1).ok_or(io::ErrorKind::StorageFull)?;
+                inode.reserved.insert(index);
+            }
+            Ok(())
+        })
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        let mut state = self.state.lock();
+        let name = state.files[&self.id].name.clone();
+        let cut = match state.step(Operation::Sync, &name) {
+            Err(error) if !state.off => {
+                // The kernel takes the pages for clean now, wherever they are.
+                let (mut rng, sector) = (state.rng.fork(), state.sector);
+                if let Some(inode) = state.files.get_mut(&self.id) {
+                    inode.durable = inode.after_crash(&mut rng, 0.5, sector);
+                    inode.history.clear();
+                    inode.lengths.clear();
+                }
+                return Err(error);
+            }
+            result => result?,
+        };
+        if cut {
+            return Err(power_is_off());
+        }
+        if let Some(inode) = state.files.get_mut(&self.id) {
+            inode.sync_pending();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,204 @@
+//! Files of the host.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, FallocateFlags, FileType, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::{Access, Directory, File, Lock, check_name};
+
+/// Zeros that are written where a file cannot be told to hold some.
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
+/// A directory of the host, held open: moving it does not matter to who uses it.
+#[derive(Debug)]
+pub struct HostDirectory {
+    fd: OwnedFd,
+    /// Where it was when it was opened, for messages.
+    path: PathBuf,
+}
+
+impl HostDirectory {
+    /// Opens a directory that exists.
+    ///
+    /// # Errors
+    /// What the file system reports.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let fd = rustix::fs::open(path, flags, Mode::empty())?;
+        Ok(Self {
+            fd,
+            path: path.into(),
+        })
+    }
+
+    /// Opens a directory, made (durably, with those above it that are missing) when it is not there.
+    ///
+    /// # Errors
+    /// What the file system reports.
+    pub fn open_or_create(path: &Path) -> io::Result<Self> {
+        match Self::open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            result => return result,
+        }
+        let parent = match path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        let above = Self::open_or_create(parent)?;
+        match std::fs::create_dir(path) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => above.sync()?,
+        }
+        Self::open(path)
+    }
+
+    /// Where it was when it was opened.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn open_file(&self, name: &str, flags: OFlags) -> io::Result<std::fs::File> {
+        check_name(name)?;
+        // A link could lead anywhere.
+        let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let fd = rustix::fs::openat(&self.fd, name, flags, Mode::from(0o600))?;
+        Ok(fd.into())
+    }
+}
+
+impl Directory for HostDirectory {
+    fn create(&self, name: &str) -> io::Result<Box<dyn File>> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC;
+        Ok(Box::new(HostFile(self.open_file(name, flags)?)))
+    }
+
+    fn open(&self, name: &str, access: Access) -> io::Result<Box<dyn File>> {
+        let flags = match access {
+            Access::Read => OFlags::RDONLY,
+            Access::Write => OFlags::RDWR,
+        };
+        Ok(Box::new(HostFile(self.open_file(name, flags)?)))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        check_name(from)?;
+        check_name(to)?;
+        Ok(rustix::fs::renameat(&self.fd, from, &self.fd, to)?)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        check_name(name)?;
+        Ok(rustix::fs::unlinkat(&self.fd, name, AtFlags::empty())?)
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in rustix::fs::Dir::read_from(&self.fd)? {
+            let entry = entry?;
+            if entry.file_type() == FileType::Directory {
+                continue;
+            }
+            // A name that is not UTF-8 is none of ours.
+            if let Ok(name) = entry.file_name().to_str() {
+                names.push(name.to_owned());
+            }
+        }
+        Ok(names)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(rustix::fs::fsync(&self.fd)?)
+    }
+
+    fn lock(&self, name: &str, lock: Lock) -> io::Result<Box<dyn Send + Sync>> {
+        let file = self.open_file(name, OFlags::RDWR | OFlags::CREATE)?;
+        let operation = match lock {
+            Lock::Shared => FlockOperation::NonBlockingLockShared,
+            Lock::Exclusive => FlockOperation::NonBlockingLockExclusive,
+        };
+        rustix::fs::flock(&file, operation)?;
+        Ok(Box::new(file))
+    }
+
+    fn describe(&self, name: &str) -> String {
+        self.path.join(name).display().to_string()
+    }
+}
+
+struct HostFile(std::fs::File);
+
+impl HostFile {
+    fn fallocate(&self, flags: FallocateFlags, offset: u64, length: u64) -> io::Result<()> {
+        loop {
+            match rustix::fs::fallocate(&self.0, flags, offset, length) {
+                Err(Errno::INTR) => {}
+                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV) => {
+                    return Err(io::ErrorKind::Unsupported.into());
+                }
+                result => return Ok(result?),
+            }
+        }
+    }
+}
+
+impl File for HostFile {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut done = 0;
+        while done < buffer.len() {
+            match self.0.read_at(&mut buffer[done..], offset + done as u64) {
+                Ok(0) => break,
+                Ok(n) => done += n,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(done)
+    }
+
+    fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
+        self.0.write_all_at(data, offset)
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.0.set_len(length)
+    }
+
+    fn punch_hole(&self, offset: u64, length: u64) -> io::Result<()> {
+        if length == 0 {
+            return Ok(());
+        }
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match self.fallocate(flags, offset, length) {
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => {}
+            result => return result,
+        }
+        let end = offset.saturating_add(length).min(self.len()?);
+        let mut at = offset;
+        while at < end {
+            let take = (end - at).min(ZEROS.len() as u64) as usize;
+            self.0.write_all_at(&ZEROS[..take], at)?;
+            at += take as u64;
+        }
+        Ok(())
+    }
+
+    fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
+        match length {
+            0 => Ok(()),
+            _ => self.fallocate(FallocateFlags::KEEP_SIZE, offset, length),
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync_data()
+    }
+}
