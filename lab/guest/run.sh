@@ -1,24 +1,34 @@
 #!/bin/bash
-# Runs a command with `lab` in a small machine whose kernel has netem: QEMU without KVM, Debian trixie's kernel.
-# usage: lab/guest/run.sh [--lab BINARY] [--dir CACHE] [--timeout SECONDS] COMMAND
+# Runs a command in a small machine whose kernel has what this one's lacks (netem, nbd, ublk): QEMU without KVM, Debian
+# trixie's kernel. Without --with, the machine has `lab` and netem.
+# usage: lab/guest/run.sh [--lab BINARY | --with PROGRAM... --module NAME...] [--cpus N] [--dir CACHE] [--timeout SECONDS] COMMAND
 # The machine's console goes to standard output; the exit code is the command's, 77 when this machine cannot do it,
 # 124 when it took too long. The first run fetches 230 MB of packages into the cache.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-lab=target/debug/lab dir=lab/cache timeout=300
+lab=target/debug/lab dir=lab/cache timeout=300 cpus=1 programs=() modules=()
 while [ $# -gt 1 ]; do
   case $1 in
     --lab) lab=$2 ;;
+    --with) programs+=("$2") ;;
+    --module) modules+=("$2") ;;
+    --cpus) cpus=$2 ;;
     --dir) dir=$2 ;;
     --timeout) timeout=$2 ;;
     *) echo "unknown: $1" >&2; exit 2 ;;
   esac
   shift 2
 done
-[ $# = 1 ] || { sed -n 3p "$0" >&2; exit 2; }
+[ $# = 1 ] || { sed -n 4p "$0" >&2; exit 2; }
 skip() { echo "SKIP lab/guest: $1" >&2; exit 77; }
 command -v qemu-system-x86_64 >/dev/null || skip "no qemu-system-x86_64 (qemu-system-x86)"
-[ -x "$lab" ] || skip "no $lab: cargo build -p drover-lab"
+if [ ${#programs[@]} = 0 ]; then
+  [ -x "$lab" ] || skip "no $lab: cargo build -p drover-lab"
+  programs=("$lab") modules=(tun veth sch_netem sch_tbf sch_ingress cls_matchall act_gact)
+fi
+for program in "${programs[@]}"; do
+  [ -x "$program" ] || skip "no $program"
+done
 
 mkdir -p "$dir/guest"
 dir=$(cd "$dir" && pwd) tree=$dir/guest/trixie
@@ -53,14 +63,16 @@ take "$tree/usr/bin/ping" usr/bin/ping
 take "$tree/usr/bin/iperf3" usr/bin/iperf3
 # Not busybox's: that one would call its own `ip`.
 take "$tree/usr/bin/dash" usr/bin/sh
-take "$lab" usr/bin/lab
+for program in "${programs[@]}"; do
+  take "$program" "usr/bin/$(basename "$program")"
+done
 
 # The modules, in the order in which they are loaded.
 release=$(basename "$tree"/usr/lib/modules/*)
-modules=$tree/usr/lib/modules/$release
+available=$tree/usr/lib/modules/$release
 mkdir -p "$root/usr/lib/modules/$release"
-for name in tun veth sch_netem sch_tbf sch_ingress cls_matchall act_gact; do
-  found=$(find "$modules" -name "$name.ko*" | head -1)
+for name in "${modules[@]}"; do
+  found=$(find "$available" -name "$name.ko*" | head -1)
   [ -n "$found" ] || continue # built in
   cp "$found" "$root/usr/lib/modules/$release/"
   echo "$name" >>"$root/etc/modules"
@@ -89,10 +101,13 @@ within "$tree/usr/bin/cpio" --version >/dev/null || skip "cpio of the tree does 
 
 kernel=$(echo "$tree"/boot/vmlinuz-*)
 code=0
-# The guest's clock counts its instructions, one a nanosecond, and jumps where it sleeps: how busy this machine is does
-# not show in what is measured there. In a scheduling group of its own and before others, to have done with it.
+# With one processor the guest's clock counts its instructions, one a nanosecond, and jumps where it sleeps: how busy
+# this machine is does not show in what is measured there. Several run side by side and on the real clock. In a
+# scheduling group of its own and before others, to have done with it.
+accelerator=(-accel tcg -icount shift=0,sleep=off)
+[ "$cpus" = 1 ] || accelerator=(-accel tcg,thread=multi)
 setsid -w sh -c 'echo -10 2>/dev/null >/proc/self/autogroup; exec "$@"' sh \
-  timeout "$timeout" qemu-system-x86_64 -accel tcg -icount shift=0,sleep=off -cpu max -smp 1 -m 512 \
+  timeout "$timeout" qemu-system-x86_64 "${accelerator[@]}" -cpu max -smp "$cpus" -m 512 \
   -nodefaults -no-user-config -display none \
   -no-reboot -serial stdio -kernel "$kernel" -initrd "$work/initrd.gz" \
   -append "console=ttyS0 quiet panic=-1 mitigations=off" </dev/null | tr -d '\r' | tee "$work/console" || code=${PIPESTATUS[0]}

@@ -3,3 +3,6 @@
 //!
 //! All unsafe code of the project lives here, each block with its reason. What must not live here: anything that
 //! knows where a device's bytes come from.
+
+mod kernel;
+pub mod nbdclient;

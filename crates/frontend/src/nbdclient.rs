@@ -1,0 +1,638 @@
+//! The kernel's NBD client: `/dev/nbdN` on sockets whose other ends an NBD server reads (r3map §1.4.4.3 to §1.4.4.6).
+//!
+//! The handshake is over, or was never needed, when the sockets come here: the kernel speaks the transmission phase
+//! only. With a socket pair and the server of this crate, device and server need no listener and no handshake.
+//!
+//! Generic netlink configures the device in one message and does not need a thread that waits in the kernel; where
+//! the driver has no netlink family, ioctls do. Netlink's answer comes when the device is ready; after the ioctls its
+//! size in sysfs is polled for. A device that was attached by netlink outlives the process: what it asks then fails, or
+//! waits for [`reconnect`] as long as [`Options::dead_conn_timeout`] says, and [`detach_path`] removes it.
+
+mod ioctl;
+mod netlink;
+#[cfg(test)]
+mod tests;
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use crate::kernel::{self, InUse};
+use netlink::{Connection, Request};
+
+/// Bit 0 of the transmission flags: they mean something.
+pub const FLAG_HAS_FLAGS: u16 = 1 << 0;
+/// Transmission flag: takes no writes.
+pub const FLAG_READ_ONLY: u16 = 1 << 1;
+/// Transmission flag: flush is answered.
+pub const FLAG_SEND_FLUSH: u16 = 1 << 2;
+/// Transmission flag: writes through are answered.
+pub const FLAG_SEND_FUA: u16 = 1 << 3;
+/// Transmission flag: trim is answered.
+pub const FLAG_SEND_TRIM: u16 = 1 << 5;
+/// Transmission flag: write zeroes is answered (kernels from 6.13 on use it).
+pub const FLAG_SEND_WRITE_ZEROES: u16 = 1 << 6;
+/// Transmission flag: a flush on one connection covers the writes of all.
+pub const FLAG_CAN_MULTI_CONN: u16 = 1 << 8;
+
+/// Sockets that one device may have.
+pub const MOST_CONNECTIONS: usize = 16;
+/// Bytes of [`Options::identifier`] that the kernel is given.
+pub const LONGEST_IDENTIFIER: usize = 200;
+/// How long configuring or disconnecting may take in the kernel.
+const DEADLINE: Duration = Duration::from_secs(30);
+/// How long a device may take to write back what the kernel holds for it, before it is detached.
+const FLUSH_DEADLINE: Duration = Duration::from_secs(600);
+
+const FAMILY: &str = "nbd";
+const COMMAND_CONNECT: u8 = 1;
+const COMMAND_DISCONNECT: u8 = 2;
+const COMMAND_RECONFIGURE: u8 = 3;
+const COMMAND_STATUS: u8 = 5;
+const INDEX: u16 = 1;
+const SIZE_BYTES: u16 = 2;
+const BLOCK_SIZE_BYTES: u16 = 3;
+const TIMEOUT: u16 = 4;
+const SERVER_FLAGS: u16 = 5;
+const SOCKETS: u16 = 7;
+const DEAD_CONN_TIMEOUT: u16 = 8;
+const DEVICE_LIST: u16 = 9;
+const BACKEND_IDENTIFIER: u16 = 10;
+const SOCKET_ITEM: u16 = 1;
+const SOCKET_FD: u16 = 1;
+const DEVICE_ITEM: u16 = 1;
+const DEVICE_CONNECTED: u16 = 2;
+
+/// What the kernel is told about the device.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The node, `/dev/nbdN`; `None` for the first free one.
+    pub device: Option<PathBuf>,
+    /// Bytes in all, a multiple of the block size.
+    pub size: u64,
+    /// The logical block: a power of two from 512 to 4096.
+    pub block_size: u32,
+    /// Takes no writes, whatever `flags` say.
+    pub read_only: bool,
+    /// Transmission flags as the server gives them. Several sockets need [`FLAG_CAN_MULTI_CONN`].
+    pub flags: u16,
+    /// After which a request that has no answer fails (whole seconds, at least one). `None`: never, as long as the
+    /// socket lives; the server answers for every request then.
+    pub timeout: Option<Duration>,
+    /// How long requests wait for [`reconnect`] when all sockets are dead, before they fail (netlink only). `None`:
+    /// they fail at once.
+    pub dead_conn_timeout: Option<Duration>,
+    /// A name that `/sys/block/nbdN/backend` shows, to tell whose device it is (netlink only).
+    pub identifier: Option<String>,
+    /// The way to the kernel.
+    pub interface: Interface,
+}
+
+impl Options {
+    /// A writable device of `size` bytes with blocks of 512 and a server that can flush.
+    #[must_use]
+    pub fn new(size: u64) -> Self {
+        Self {
+            device: None,
+            size,
+            block_size: 512,
+            read_only: false,
+            flags: FLAG_HAS_FLAGS | FLAG_SEND_FLUSH,
+            timeout: None,
+            dead_conn_timeout: None,
+            identifier: None,
+            interface: Interface::Any,
+        }
+    }
+
+    fn transmission_flags(&self) -> u64 {
+        let read_only = if self.read_only { FLAG_READ_ONLY } else { 0 };
+        u64::from(self.flags | FLAG_HAS_FLAGS | read_only)
+    }
+
+    fn check(&self, sockets: usize) -> Result<(), Error> {
+        let wrong = |why: String| Err(Error::Options(why));
+        if sockets == 0 || sockets > MOST_CONNECTIONS {
+            return wrong(format!(
+                "{sockets} sockets: 1 to {MOST_CONNECTIONS} are possible"
+            ));
+        }
+        if sockets > 1 && self.flags & FLAG_CAN_MULTI_CONN == 0 {
+            return wrong(format!(
+                "{sockets} sockets, but the server does not take several connections"
+            ));
+        }
+        if !self.block_size.is_power_of_two() || !(512..=4096).contains(&self.block_size) {
+            return wrong(format!(
+                "a block size of {}: a power of two from 512 to 4096 is possible",
+                self.block_size
+            ));
+        }
+        if self.size == 0 || !self.size.is_multiple_of(u64::from(self.block_size)) {
+            return wrong(format!(
+                "a size of {} bytes, which is no multiple of the block size {}",
+                self.size, self.block_size
+            ));
+        }
+        if let Some(name) = &self.identifier
+            && (name.is_empty() || name.len() > LONGEST_IDENTIFIER || name.contains('\0'))
+        {
+            return wrong(format!(
+                "an identifier of {} bytes: 1 to {LONGEST_IDENTIFIER} without zero bytes are possible",
+                name.len()
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The way to the kernel's NBD client.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Interface {
+    /// Netlink where the driver has it, ioctls else.
+    #[default]
+    Any,
+    /// Generic netlink.
+    Netlink,
+    /// Ioctls on the node, with a thread that waits in one.
+    Ioctl,
+}
+
+/// What becomes of a device that somebody uses when it is detached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Detach {
+    /// What the kernel holds back is written first; a device that is mounted, or that cannot be written to, stays.
+    #[default]
+    IfUnused,
+    /// At once. What is not written is lost, and who uses the device sees I/O errors.
+    Force,
+}
+
+/// Why a device was not attached or detached.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// There is no NBD client in the kernel and its module does not load.
+    #[error(
+        "this kernel has no nbd: load it (modprobe nbd), or use --ublk or `drover mount --device`"
+    )]
+    Missing,
+    /// The driver has no netlink family, and netlink was asked for.
+    #[error("this kernel's nbd has no netlink: use ioctls")]
+    NoNetlink,
+    /// No device is free.
+    #[error("no free /dev/nbdN: detach one, or load nbd with a larger nbds_max")]
+    NoneFree,
+    /// The options do not fit together.
+    #[error("cannot attach: {0}")]
+    Options(String),
+    /// Not the path of an NBD device.
+    #[error("{path} is not an NBD device (/dev/nbdN)")]
+    NotNbd {
+        /// What was given.
+        path: PathBuf,
+    },
+    /// Somebody uses the device.
+    #[error("{path} is in use: unmount it first")]
+    Busy {
+        /// The device.
+        path: PathBuf,
+    },
+    /// What the kernel holds back for the device could not be written.
+    #[error(
+        "{path} cannot be flushed: {error}; detach it by force to give up what was not written"
+    )]
+    Flush {
+        /// The device.
+        path: PathBuf,
+        /// What the flush said.
+        error: io::Error,
+    },
+    /// Nothing is attached there.
+    #[error("nothing is attached at {path}")]
+    NotAttached {
+        /// The device.
+        path: PathBuf,
+    },
+    /// Not root.
+    #[error("attaching and detaching {path} needs root (CAP_SYS_ADMIN)")]
+    NotPermitted {
+        /// The device.
+        path: PathBuf,
+    },
+    /// The kernel did not answer in time.
+    #[error("{path} did not {what} in time")]
+    Deadline {
+        /// What it was to do.
+        what: &'static str,
+        /// The device.
+        path: PathBuf,
+    },
+    /// The kernel refused.
+    #[error("cannot {what} {path}: {error}")]
+    Kernel {
+        /// What was being done.
+        what: &'static str,
+        /// The device.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+}
+
+impl Error {
+    fn kernel(what: &'static str, path: &Path, error: io::Error) -> Self {
+        let path = path.to_path_buf();
+        match error.raw_os_error().map(Errno::from_raw_os_error) {
+            Some(Errno::PERM | Errno::ACCESS) => Self::NotPermitted { path },
+            Some(Errno::TIMEDOUT) => Self::Deadline { what, path },
+            _ => Self::Kernel { what, path, error },
+        }
+    }
+}
+
+/// An attached device. Dropping it detaches by force; [`Attached::detach`] says how that went.
+pub struct Attached {
+    path: PathBuf,
+    session: Option<ioctl::Session>,
+    attached: bool,
+}
+
+impl Attached {
+    /// The node, `/dev/nbdN`.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Detaches; returns when the device is free again. A second time does nothing.
+    ///
+    /// # Errors
+    /// [`Error`]; the device then stays attached.
+    pub fn detach(&mut self, how: Detach) -> Result<(), Error> {
+        if !self.attached {
+            return Ok(());
+        }
+        match detach_path(&self.path, how) {
+            // Somebody else was faster.
+            Ok(()) | Err(Error::NotAttached { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        self.attached = false;
+        if let Some(session) = &mut self.session {
+            kernel::wait_until(DEADLINE, || session.has_ended());
+            session.finish();
+        }
+        Ok(())
+    }
+
+    /// Leaves the device attached: the sockets are the kernel's now. Of use where another process goes on serving
+    /// them. A device attached by ioctls ends with the process all the same.
+    #[must_use]
+    pub fn leave(mut self) -> PathBuf {
+        self.attached = false;
+        self.path.clone()
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        if let Err(error) = self.detach(Detach::Force) {
+            tracing::warn!(path = %self.path.display(), %error, "an NBD device stays attached");
+        }
+    }
+}
+
+/// Makes a device of sockets at whose other ends a server speaks NBD's transmission phase. Returns when the device is
+/// ready; the server must be running by then, for the kernel looks for partitions first.
+///
+/// # Errors
+/// [`Error`]; nothing stays attached then.
+pub fn attach(sockets: Vec<OwnedFd>, options: &Options) -> Result<Attached, Error> {
+    options.check(sockets.len())?;
+    if let Some(path) = &options.device {
+        index_of(path)?;
+    }
+    if !kernel::load_module("nbd", is_present) {
+        return Err(Error::Missing);
+    }
+    if options.interface != Interface::Ioctl {
+        match Connection::open(FAMILY, DEADLINE) {
+            Ok(connection) => return attach_by_netlink(connection, sockets, options),
+            Err(error) if !is_absent(&error) => {
+                return Err(Error::kernel("ask for", Path::new("/dev/nbd"), error));
+            }
+            Err(_) if options.interface == Interface::Netlink => return Err(Error::NoNetlink),
+            Err(_) => {}
+        }
+    }
+    attach_by_ioctl(sockets, options)
+}
+
+fn attach_by_netlink(
+    mut connection: Connection,
+    sockets: Vec<OwnedFd>,
+    options: &Options,
+) -> Result<Attached, Error> {
+    let asked = options.device.clone().unwrap_or_else(|| "/dev/nbd".into());
+    let wanted = options.clone();
+    let index = options.device.as_deref().map(index_of).transpose()?;
+    let answer = kernel::within(DEADLINE, "nbd-connect", move || {
+        connection.ask(
+            COMMAND_CONNECT,
+            |request| connect_request(request, index, &sockets, &wanted),
+            |attributes| attributes.u32(INDEX),
+        )
+    })
+    .map_err(|error| Error::kernel("start a thread for", &asked, error))?;
+    let index = match answer {
+        None => return Err(deadline("attach", &asked)),
+        Some(Ok(answered)) => answered.or(index).ok_or_else(|| {
+            Error::kernel("attach", &asked, io::Error::other("the kernel names none"))
+        })?,
+        Some(Err(error)) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+            return Err(if options.device.is_some() {
+                Error::Busy { path: asked }
+            } else {
+                Error::NoneFree
+            });
+        }
+        Some(Err(error)) => return Err(Error::kernel("attach", &asked, error)),
+    };
+    let attached = Attached {
+        path: format!("/dev/nbd{index}").into(),
+        session: None,
+        attached: true,
+    };
+    wait_ready(&attached, options.size)?;
+    Ok(attached)
+}
+
+fn connect_request(
+    request: Request,
+    index: Option<u32>,
+    sockets: &[OwnedFd],
+    options: &Options,
+) -> Request {
+    let mut request = match index {
+        Some(index) => request.u32(INDEX, index),
+        None => request,
+    };
+    request = request
+        .u64(SIZE_BYTES, options.size)
+        .u64(BLOCK_SIZE_BYTES, options.block_size.into())
+        .u64(SERVER_FLAGS, options.transmission_flags());
+    if let Some(timeout) = options.timeout {
+        request = request.u64(TIMEOUT, seconds(timeout));
+    }
+    if let Some(timeout) = options.dead_conn_timeout {
+        request = request.u64(DEAD_CONN_TIMEOUT, seconds(timeout));
+    }
+    if let Some(name) = &options.identifier {
+        request = request.text(BACKEND_IDENTIFIER, name);
+    }
+    with_sockets(request, sockets)
+}
+
+fn with_sockets(request: Request, sockets: &[OwnedFd]) -> Request {
+    request.nested(SOCKETS, |request| {
+        sockets.iter().fold(request, |request, socket| {
+            let number = socket.as_raw_fd().unsigned_abs();
+            request.nested(SOCKET_ITEM, |item| item.u32(SOCKET_FD, number))
+        })
+    })
+}
+
+fn attach_by_ioctl(sockets: Vec<OwnedFd>, options: &Options) -> Result<Attached, Error> {
+    let path = match &options.device {
+        Some(path) => path.clone(),
+        None => first_free(Path::new("/sys/block")).ok_or(Error::NoneFree)?,
+    };
+    let session = ioctl::Session::start(path.clone(), sockets, options)?;
+    let attached = Attached {
+        path,
+        session: Some(session),
+        attached: true,
+    };
+    wait_ready(&attached, options.size)?;
+    Ok(attached)
+}
+
+/// Polls sysfs until the device has its size and somebody receives for it, and its node is there.
+fn wait_ready(attached: &Attached, size: u64) -> Result<(), Error> {
+    let path = &attached.path;
+    let index = index_of(path)?;
+    let is_ready = || {
+        read_number(index, "size") == Some(size / 512)
+            && sysfs(index, "pid").exists()
+            && path.exists()
+    };
+    let ended = || {
+        attached
+            .session
+            .as_ref()
+            .is_some_and(ioctl::Session::has_ended)
+    };
+    kernel::wait_until(DEADLINE, || is_ready() || ended());
+    if is_ready() {
+        return Ok(());
+    }
+    Err(deadline("get ready", path))
+}
+
+/// Gives an attached device new sockets for its dead ones: a server that comes back after a crash, while requests
+/// wait as [`Options::dead_conn_timeout`] allows.
+///
+/// # Errors
+/// [`Error`].
+pub fn reconnect(path: &Path, sockets: Vec<OwnedFd>) -> Result<(), Error> {
+    let index = index_of(path)?;
+    if sockets.is_empty() || sockets.len() > MOST_CONNECTIONS {
+        return Err(Error::Options(format!("{} sockets", sockets.len())));
+    }
+    let mut connection = open_netlink(path)?;
+    let identifier = fs::read_to_string(sysfs(index, "backend")).ok();
+    let answer = kernel::within(DEADLINE, "nbd-reconnect", move || {
+        connection.ask(
+            COMMAND_RECONFIGURE,
+            |request| {
+                let mut request = request.u32(INDEX, index);
+                // The kernel refuses whoever does not know whose device it is.
+                if let Some(name) = &identifier {
+                    request = request.text(BACKEND_IDENTIFIER, name.trim_end_matches('\n'));
+                }
+                with_sockets(request, &sockets)
+            },
+            |_| None::<()>,
+        )
+    })
+    .map_err(|error| Error::kernel("start a thread for", path, error))?;
+    match answer {
+        None => Err(deadline("take new sockets", path)),
+        Some(Ok(_)) => Ok(()),
+        Some(Err(error)) => Err(gone_or("reconnect", path, error)),
+    }
+}
+
+/// Whether a device is attached.
+///
+/// # Errors
+/// [`Error`].
+pub fn is_attached(path: &Path) -> Result<bool, Error> {
+    let index = index_of(path)?;
+    let mut connection = match open_netlink(path) {
+        Ok(connection) => connection,
+        Err(Error::NoNetlink) => return Ok(sysfs(index, "pid").exists()),
+        Err(error) => return Err(error),
+    };
+    let connected = connection
+        .ask(
+            COMMAND_STATUS,
+            |request| request.u32(INDEX, index),
+            |attributes| {
+                let list = attributes.nested(DEVICE_LIST)?;
+                list.nested(DEVICE_ITEM)?.u8(DEVICE_CONNECTED)
+            },
+        )
+        .map_err(|error| Error::kernel("ask for", path, error))?;
+    Ok(connected == Some(1))
+}
+
+/// Detaches a device that this or another process attached, also one whose server is gone. Returns when the device is
+/// free.
+///
+/// # Errors
+/// [`Error`].
+pub fn detach_path(path: &Path, how: Detach) -> Result<(), Error> {
+    let index = index_of(path)?;
+    if !is_present() {
+        return Err(Error::Missing);
+    }
+    if read_number(index, "size").unwrap_or(0) == 0 && !sysfs(index, "pid").exists() {
+        return Err(Error::NotAttached { path: path.into() });
+    }
+    if how == Detach::IfUnused {
+        settle(path)?;
+    }
+    let own = path.to_path_buf();
+    let done = kernel::within(DEADLINE, "nbd-disconnect", move || disconnect(&own, index))
+        .map_err(|error| Error::kernel("start a thread for", path, error))?;
+    done.ok_or_else(|| deadline("detach", path))??;
+    let is_free = || !sysfs(index, "pid").exists();
+    if kernel::wait_until(DEADLINE, is_free) {
+        Ok(())
+    } else {
+        Err(deadline("become free", path))
+    }
+}
+
+fn disconnect(path: &Path, index: u32) -> Result<(), Error> {
+    match open_netlink(path) {
+        Ok(mut connection) => connection
+            .ask(
+                COMMAND_DISCONNECT,
+                |request| request.u32(INDEX, index),
+                |_| None::<()>,
+            )
+            .map(|_| ())
+            .map_err(|error| gone_or("detach", path, error)),
+        Err(Error::NoNetlink) => ioctl::disconnect(path),
+        Err(error) => Err(error),
+    }
+}
+
+/// Writes back what the kernel holds, and sees to it that nobody has the device mounted.
+fn settle(path: &Path) -> Result<(), Error> {
+    let own = path.to_path_buf();
+    let found = kernel::within(FLUSH_DEADLINE, "nbd-flush", move || kernel::settle(&own))
+        .map_err(|error| Error::kernel("start a thread for", path, error))?;
+    match found {
+        None => Err(deadline("write what the kernel holds for it", path)),
+        Some(Ok(InUse::No)) => Ok(()),
+        Some(Ok(InUse::Yes)) => Err(Error::Busy { path: path.into() }),
+        Some(Err(error)) => Err(Error::Flush {
+            path: path.into(),
+            error,
+        }),
+    }
+}
+
+fn open_netlink(path: &Path) -> Result<Connection, Error> {
+    Connection::open(FAMILY, DEADLINE).map_err(|error| {
+        if !is_absent(&error) {
+            Error::kernel("ask for", path, error)
+        } else if is_present() {
+            Error::NoNetlink
+        } else {
+            Error::Missing
+        }
+    })
+}
+
+fn gone_or(what: &'static str, path: &Path, error: io::Error) -> Error {
+    match error.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(Errno::INVAL | Errno::NODEV) => Error::NotAttached { path: path.into() },
+        _ => Error::kernel(what, path, error),
+    }
+}
+
+fn deadline(what: &'static str, path: &Path) -> Error {
+    Error::Deadline {
+        what,
+        path: path.into(),
+    }
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    error.raw_os_error().map(Errno::from_raw_os_error) == Some(Errno::NOENT)
+}
+
+/// Whether the driver is there: its parameters are, as a module and built in.
+fn is_present() -> bool {
+    Path::new("/sys/module/nbd").exists()
+}
+
+/// The number of `/dev/nbdN`.
+fn index_of(path: &Path) -> Result<u32, Error> {
+    path.to_str()
+        .and_then(|text| text.strip_prefix("/dev/nbd"))
+        .filter(|digits| !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()))
+        .and_then(|digits| digits.parse().ok())
+        // The kernel's number is signed.
+        .filter(|index| i32::try_from(*index).is_ok())
+        .ok_or_else(|| Error::NotNbd { path: path.into() })
+}
+
+fn sysfs(index: u32, name: &str) -> PathBuf {
+    format!("/sys/block/nbd{index}/{name}").into()
+}
+
+fn read_number(index: u32, name: &str) -> Option<u64> {
+    let text = fs::read_to_string(sysfs(index, name)).ok()?;
+    text.trim().parse().ok()
+}
+
+/// The first device below `block` that has no size and for which nobody receives.
+fn first_free(block: &Path) -> Option<PathBuf> {
+    let mut free: Vec<u32> = fs::read_dir(block)
+        .ok()?
+        .filter_map(|entry| {
+            let entry = entry.ok()?;
+            let name = entry.file_name();
+            let index = name.to_str()?.strip_prefix("nbd")?.parse().ok()?;
+            let size = fs::read_to_string(entry.path().join("size")).ok()?;
+            (size.trim() == "0" && !entry.path().join("pid").exists()).then_some(index)
+        })
+        .collect();
+    free.sort_unstable();
+    Some(format!("/dev/nbd{}", free.first()?).into())
+}
+
+/// Whole seconds, at least one: the kernel takes zero for none.
+fn seconds(duration: Duration) -> u64 {
+    let up = u64::from(duration.subsec_nanos() > 0);
+    duration.as_secs().saturating_add(up).max(1)
+}
