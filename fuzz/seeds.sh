@@ -30,6 +30,9 @@ seed roles source '\0\12\0\0\1\2\1\5\3\0\4\5\1'
 seed image_map blocks '\1\100\1\100'
 seed transfer_log batch "\\2\\3\\121\\0\\114$front$(zeros 68)\\1\\3\\0\\0"
 
+# A header without a caller's, and a frame of one record.
+seed chunk_log frame "DRVRCLG\\0\\1$(zeros 23)CLfr\\1\\0\\0\\0\\1$(zeros 47)"
+
 images=corpus/seeds/image_open
 mkdir -p "$images"
 if ! command -v qemu-img >/dev/null || ! command -v qemu-io >/dev/null; then

@@ -1,0 +1,94 @@
+use std::io;
+
+use drover_core::DeviceError;
+
+/// Why a log could not be read or written. Each names the file and the way out.
+#[derive(Debug, thiserror::Error)]
+pub enum ChunkLogError {
+    /// The file is something else.
+    #[error("{file} is not a chunk log; move it away, or name the directory that was meant")]
+    NotALog {
+        /// The file.
+        file: String,
+    },
+    /// The file is of another version of the format.
+    #[error(
+        "{file} is a chunk log of version {found}, this drover reads {ours}; use the drover that wrote it"
+    )]
+    Version {
+        /// The file.
+        file: String,
+        /// Its version.
+        found: u32,
+        /// What can be read.
+        ours: u32,
+    },
+    /// Bytes that were durable are not what they were: no torn tail, which is cut off without an error.
+    #[error(
+        "{file} is damaged at byte {offset} ({what}) although all of it was on disk; restore the file, or remove it \
+         with the data that it describes"
+    )]
+    Corrupt {
+        /// The file.
+        file: String,
+        /// Where.
+        offset: u64,
+        /// What is wrong there.
+        what: String,
+    },
+    /// The caller's header does not fit.
+    #[error("a header of {length} bytes does not fit into {file}")]
+    HeaderTooLong {
+        /// The file.
+        file: String,
+        /// Bytes of the header.
+        length: usize,
+    },
+    /// An earlier sync failed, so that it is not known what the file holds.
+    #[error("{file} could not be made durable earlier; open it again once its disk is in order")]
+    Broken {
+        /// The file.
+        file: String,
+    },
+    /// The file system reports an error.
+    #[error("cannot {doing} {file}: {source}")]
+    Io {
+        /// What was being done.
+        doing: &'static str,
+        /// The file.
+        file: String,
+        /// What was reported.
+        source: io::Error,
+    },
+}
+
+impl ChunkLogError {
+    pub(super) fn io(doing: &'static str, file: &str) -> impl Fn(io::Error) -> Self + use<> {
+        let file = file.to_owned();
+        move |source| Self::Io {
+            doing,
+            file: file.clone(),
+            source,
+        }
+    }
+
+    /// Whether there is no such file.
+    #[must_use]
+    pub fn is_missing(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+impl From<ChunkLogError> for DeviceError {
+    fn from(error: ChunkLogError) -> Self {
+        let said = error.to_string();
+        match error {
+            ChunkLogError::Io { source, .. } => match Self::from(io::Error::from(source.kind())) {
+                Self::NoSpace(_) => Self::NoSpace(said),
+                _ => Self::Io(std::sync::Arc::new(io::Error::new(source.kind(), said))),
+            },
+            ChunkLogError::Broken { .. } => Self::Io(std::sync::Arc::new(io::Error::other(said))),
+            _ => Self::Corrupt(said),
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! Reading a log that a crash, or worse, has been at.
+
+use std::io;
+use std::sync::Arc;
+
+use super::format::{
+    ALIGN, FIXED_HEADER, FRAME_HEADER, FRAME_RECORDS, FrameHeader, MAGIC, MAX_HEADER, RECORD_BYTES,
+    VERSION, has_crc, header_length, records, u32_at, u64_at,
+};
+use super::{Access, ChunkLog, ChunkLogError, Directory, File, Record, temporary};
+
+/// Bytes of a log that are in memory while it is read; more than a frame.
+const WINDOW: usize = 256 << 10;
+
+/// A log whose header was read.
+pub struct Opened {
+    directory: Arc<dyn Directory>,
+    name: String,
+    window: Window,
+    header: Vec<u8>,
+    snapshot: u64,
+}
+
+impl Opened {
+    pub(super) fn new(directory: Arc<dyn Directory>, name: &str) -> Result<Self, ChunkLogError> {
+        let said = directory.describe(name);
+        let file = directory
+            .open(name, Access::Read)
+            .map_err(ChunkLogError::io("open", &said))?;
+        let read = ChunkLogError::io("read", &said);
+        let length = file.len().map_err(&read)?;
+        let mut window = Window {
+            file,
+            length,
+            buffer: Vec::new(),
+            start: 0,
+        };
+        let bytes = window.at(0, header_length(MAX_HEADER)).map_err(&read)?;
+        let corrupt = |offset: usize, what: &str| ChunkLogError::Corrupt {
+            file: said.clone(),
+            offset: offset as u64,
+            what: what.to_owned(),
+        };
+        if bytes.len() < MAGIC.len() || bytes[..MAGIC.len()] != MAGIC {
+            return Err(ChunkLogError::NotALog { file: said });
+        }
+        if bytes.len() < FIXED_HEADER {
+            return Err(corrupt(bytes.len(), "it ends inside its header"));
+        }
+        let version = u32_at(bytes, 8);
+        if version != VERSION {
+            return Err(ChunkLogError::Version {
+                file: said,
+                found: version,
+                ours: VERSION,
+            });
+        }
+        let own = u32_at(bytes, 12) as usize;
+        if own > MAX_HEADER {
+            return Err(corrupt(12, "a header longer than any"));
+        }
+        let end = FIXED_HEADER + own;
+        if bytes.len() < header_length(own) {
+            return Err(corrupt(bytes.len(), "it ends inside its header"));
+        }
+        if !has_crc(&bytes[..end], u32_at(bytes, end)) {
+            return Err(corrupt(0, "the checksum of its header"));
+        }
+        let snapshot = u64_at(bytes, 16);
+        let header = bytes[FIXED_HEADER..end].to_vec();
+        if snapshot > length {
+            return Err(corrupt(length as usize, "it ends inside its snapshot"));
+        }
+        Ok(Self {
+            directory,
+            name: name.to_owned(),
+            window,
+            header,
+            snapshot,
+        })
+    }
+
+    /// What [`ChunkLog::create`] or the last [`ChunkLog::rewrite`] was given.
+    #[must_use]
+    pub fn header(&self) -> &[u8] {
+        &self.header
+    }
+
+    /// Hands out every record in order and opens the log for appending. A torn tail is cut off; everything handed out
+    /// is durable when this returns. Needs memory for one frame, however long the log is.
+    ///
+    /// # Errors
+    /// [`ChunkLogError::Corrupt`] where the file is damaged, or where `each` says why a record cannot be;
+    /// [`ChunkLogError::Io`].
+    pub fn replay(
+        mut self,
+        each: impl FnMut(Record) -> Result<(), String>,
+    ) -> Result<ChunkLog, ChunkLogError> {
+        let (end, sequence) = self.walk(each)?;
+        let said = self.directory.describe(&self.name);
+        let io = |doing| ChunkLogError::io(doing, &said);
+        let file = self
+            .directory
+            .open(&self.name, Access::Write)
+            .map_err(io("open"))?;
+        if end < self.window.length {
+            tracing::info!(
+                file = said,
+                bytes = self.window.length - end,
+                "cut off the torn tail of a chunk log"
+            );
+            file.set_len(end).map_err(io("cut"))?;
+        }
+        // What a process left behind that was killed may be in memory only.
+        file.sync().map_err(io("sync"))?;
+        // A rewrite that a crash interrupted.
+        match self.directory.remove(&temporary(&self.name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                tracing::warn!(file = said, %error, "cannot remove an unfinished rewrite");
+            }
+            _ => {}
+        }
+        Ok(ChunkLog {
+            directory: self.directory,
+            name: self.name,
+            file,
+            end,
+            sequence,
+            durable: sequence,
+            pending: Vec::new(),
+            snapshot: self.snapshot,
+            name_pending: false,
+            broken: false,
+        })
+    }
+
+    /// Hands out every record in order and changes nothing.
+    ///
+    /// # Errors
+    /// As [`Opened::replay`].
+    pub fn read(
+        mut self,
+        each: impl FnMut(Record) -> Result<(), String>,
+    ) -> Result<(), ChunkLogError> {
+        self.walk(each).map(drop)
+    }
+
+    /// Where the last good frame ends, and its number.
+    fn walk(
+        &mut self,
+        mut each: impl FnMut(Record) -> Result<(), String>,
+    ) -> Result<(u64, u64), ChunkLogError> {
+        let said = self.directory.describe(&self.name);
+        let read = ChunkLogError::io("read", &said);
+        let corrupt = |offset, what| ChunkLogError::Corrupt {
+            file: said.clone(),
+            offset,
+            what,
+        };
+        let mut at = header_length(self.header.len()) as u64;
+        let mut sequence = 0;
+        while at < self.window.length {
+            let Some(payload) = self.window.frame(at, sequence + 1).map_err(&read)? else {
+                if at < self.snapshot {
+                    return Err(corrupt(at, "in its snapshot".into()));
+                }
+                if let Some(proof) = self.window.proof(at, sequence + 1).map_err(&read)? {
+                    return Err(corrupt(
+                        at,
+                        format!("byte {proof} says that it was on disk"),
+                    ));
+                }
+                break;
+            };
+            for record in records(payload) {
+                each(record).map_err(|what| corrupt(at, what))?;
+            }
+            at += (FRAME_HEADER + payload.len()) as u64;
+            sequence += 1;
+        }
+        Ok((at, sequence))
+    }
+}
+
+/// Part of a file in memory.
+struct Window {
+    file: Box<dyn File>,
+    length: u64,
+    buffer: Vec<u8>,
+    start: u64,
+}
+
+impl Window {
+    /// `length` bytes at `offset`, fewer at the end of the file.
+    fn at(&mut self, offset: u64, length: usize) -> io::Result<&[u8]> {
+        let wanted = (self.length.saturating_sub(offset)).min(length as u64) as usize;
+        let inside =
+            offset >= self.start && offset + wanted as u64 <= self.start + self.buffer.len() as u64;
+        if !inside {
+            self.buffer.resize(WINDOW, 0);
+            let count = self.file.read_at(&mut self.buffer, offset)?;
+            self.buffer.truncate(count);
+            self.start = offset;
+        }
+        let from = (offset - self.start) as usize;
+        let to = (from + wanted).min(self.buffer.len());
+        Ok(&self.buffer[from..to])
+    }
+
+    /// The records of the frame at `offset`, if it is there, whole, and number `sequence`.
+    fn frame(&mut self, offset: u64, sequence: u64) -> io::Result<Option<&[u8]>> {
+        let Some(header) = FrameHeader::parse(self.at(offset, FRAME_HEADER)?) else {
+            return Ok(None);
+        };
+        let payload = self.at(offset + FRAME_HEADER as u64, header.length)?;
+        let fine = header.sequence == sequence
+            && payload.len() == header.length
+            && has_crc(payload, header.crc);
+        Ok(fine.then_some(payload))
+    }
+
+    /// Where a frame behind `offset` says that frame `sequence` was on disk when it was written.
+    fn proof(&mut self, offset: u64, sequence: u64) -> io::Result<Option<u64>> {
+        let mut at = offset;
+        while at < self.length {
+            let bytes = self.at(at, WINDOW)?;
+            for step in (0..bytes.len()).step_by(ALIGN) {
+                if let Some(header) = FrameHeader::parse(&bytes[step..])
+                    && header.durable >= sequence
+                    && header.sequence > header.durable
+                {
+                    return Ok(Some(at + step as u64));
+                }
+            }
+            if bytes.is_empty() {
+                break;
+            }
+            // A header may lie across the end of the window.
+            let step = bytes.len().saturating_sub(FRAME_HEADER) / ALIGN * ALIGN;
+            at += step.max(ALIGN) as u64;
+        }
+        Ok(None)
+    }
+}
+
+const _: () = assert!(WINDOW > FRAME_HEADER + FRAME_RECORDS * RECORD_BYTES);
+const _: () = assert!(WINDOW > FIXED_HEADER + MAX_HEADER + ALIGN);
