@@ -5,4 +5,5 @@
 //! knows where a device's bytes come from.
 
 mod kernel;
+pub mod nbd;
 pub mod nbdclient;

@@ -1,0 +1,93 @@
+//! Buffers that are used again: a fresh one costs a page fault every 4 KiB.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+/// Buffers are made in multiples of this (bytes).
+const GRAIN: usize = 4096;
+/// How much a pool keeps for the next request (bytes).
+const POOL_BYTES: usize = 32 << 20;
+/// How many buffers a pool keeps.
+const POOL_BUFFERS: usize = 256;
+
+/// The buffers of one connection, so that what one client read never lies in a buffer of another.
+#[derive(Default)]
+pub(super) struct Pool {
+    kept: Mutex<Kept>,
+}
+
+#[derive(Default)]
+struct Kept {
+    buffers: Vec<Vec<u8>>,
+    bytes: usize,
+}
+
+impl Pool {
+    /// A buffer of `length` bytes, which hold anything.
+    pub(super) fn take(self: &Arc<Self>, length: usize) -> Buffer {
+        let whole = length.div_ceil(GRAIN) * GRAIN;
+        let found = {
+            let mut kept = self.kept.lock();
+            // The newest first, because it is warm. One that is much too long would hold memory nobody counted.
+            let fits = |b: &Vec<u8>| b.len() >= whole && b.len() <= whole + whole / 4;
+            kept.buffers.iter().rposition(fits).map(|at| {
+                let bytes = kept.buffers.swap_remove(at);
+                kept.bytes -= bytes.len();
+                bytes
+            })
+        };
+        Buffer {
+            bytes: found.unwrap_or_else(|| vec![0; whole]),
+            length,
+            pool: Arc::clone(self),
+        }
+    }
+
+    /// Lets go of what is kept: the connection is idle.
+    pub(super) fn clear(&self) {
+        *self.kept.lock() = Kept::default();
+    }
+
+    fn give_back(&self, bytes: Vec<u8>) {
+        let mut kept = self.kept.lock();
+        if bytes.is_empty() {
+            return;
+        }
+        while !kept.buffers.is_empty()
+            && (kept.bytes + bytes.len() > POOL_BYTES || kept.buffers.len() >= POOL_BUFFERS)
+        {
+            let oldest = kept.buffers.remove(0);
+            kept.bytes -= oldest.len();
+        }
+        kept.bytes += bytes.len();
+        kept.buffers.push(bytes);
+    }
+}
+
+/// Bytes that go back to their pool.
+pub(super) struct Buffer {
+    bytes: Vec<u8>,
+    length: usize,
+    pool: Arc<Pool>,
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.bytes[..self.length]
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[..self.length]
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        self.pool.give_back(std::mem::take(&mut self.bytes));
+    }
+}

@@ -1,0 +1,146 @@
+//! What a client is told about an export, and what a request must be to reach its device.
+
+use drover_core::Capabilities;
+
+use super::wire::{Request, command, errno, flag, transmission};
+
+/// The longest read or write (bytes): what the protocol says a client may count on without asking.
+pub const LONGEST_REQUEST: u32 = 32 << 20;
+/// The coarsest alignment that can be told to clients (bytes).
+pub const COARSEST_ALIGNMENT: u32 = 64 << 10;
+
+/// An export's size, what it can do, and its block sizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Facts {
+    /// Bytes in all.
+    pub size: u64,
+    /// Takes no writes.
+    pub read_only: bool,
+    /// A trim gives space back.
+    pub trim: bool,
+    /// Zeroing can be faster than writing zeros.
+    pub fast_zeroes: bool,
+    /// What offsets and lengths must be multiples of (bytes).
+    pub minimum: u32,
+    /// The unit in which requests cost least (bytes).
+    pub preferred: u32,
+    /// The longest read or write (bytes).
+    pub maximum: u32,
+}
+
+impl Facts {
+    /// What a device of this size and with these capabilities is told as.
+    ///
+    /// # Errors
+    /// Why it cannot be exported.
+    pub fn new(size: u64, can: Capabilities, read_only: bool) -> Result<Self, String> {
+        let minimum = can.alignment.max(1);
+        if !minimum.is_power_of_two() || minimum > COARSEST_ALIGNMENT {
+            return Err(format!(
+                "its requests must be aligned to {minimum} bytes, and NBD clients do {COARSEST_ALIGNMENT} at most; \
+                 put a stage on it that takes any range"
+            ));
+        }
+        if !size.is_multiple_of(u64::from(minimum)) {
+            return Err(format!(
+                "its size, {size} bytes, is not a multiple of its alignment of {minimum} bytes"
+            ));
+        }
+        // More than this is for a file position no client can have.
+        if size > i64::MAX as u64 {
+            return Err(format!(
+                "{size} bytes are more than NBD clients can address"
+            ));
+        }
+        let preferred = can.preferred.max(1).checked_next_power_of_two();
+        Ok(Self {
+            size,
+            read_only: read_only || can.read_only,
+            trim: can.trim,
+            fast_zeroes: can.fast_zeroes,
+            minimum,
+            preferred: preferred
+                .unwrap_or(LONGEST_REQUEST)
+                .clamp(minimum.max(512), LONGEST_REQUEST),
+            maximum: LONGEST_REQUEST,
+        })
+    }
+
+    /// The transmission flags, for a client with or without structured replies.
+    #[must_use]
+    pub fn flags(&self, structured: bool) -> u16 {
+        use transmission as t;
+        let mut flags =
+            t::HAS_FLAGS | t::SEND_FLUSH | t::SEND_FUA | t::CAN_MULTI_CONN | t::SEND_CACHE;
+        let mut set = |condition, flag| {
+            if condition {
+                flags |= flag;
+            }
+        };
+        set(structured, t::SEND_DF);
+        set(self.read_only, t::READ_ONLY);
+        set(!self.read_only, t::SEND_WRITE_ZEROES | t::SEND_FAST_ZERO);
+        set(!self.read_only && self.trim, t::SEND_TRIM);
+        flags
+    }
+}
+
+/// Why a request is not passed on: an error number for the program, a sentence for its reader.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Refusal(pub u32, pub &'static str);
+
+/// Checks a request (other than a disconnect) against what its export allows.
+///
+/// # Errors
+/// [`Refusal`].
+pub fn check(request: &Request, facts: &Facts, allocation: bool) -> Result<(), Refusal> {
+    let allowed = match request.command {
+        command::READ => flag::DF,
+        command::WRITE | command::TRIM | command::FLUSH | command::CACHE => 0,
+        command::WRITE_ZEROES => flag::NO_HOLE | flag::FAST_ZERO,
+        command::BLOCK_STATUS => flag::REQ_ONE,
+        _ => return Err(Refusal(errno::EINVAL, "unknown request")),
+    };
+    // FUA may come with anything; it says something only with what changes the device.
+    if request.flags & !(allowed | flag::FUA) != 0 {
+        return Err(Refusal(
+            errno::EINVAL,
+            "a flag that this request does not take",
+        ));
+    }
+    let writes = matches!(
+        request.command,
+        command::WRITE | command::TRIM | command::WRITE_ZEROES
+    );
+    if writes && facts.read_only {
+        return Err(Refusal(errno::EPERM, "the export is read-only"));
+    }
+    if request.command == command::FLUSH {
+        // Offset and length say nothing there.
+        return Ok(());
+    }
+    if request.command == command::BLOCK_STATUS && !allocation {
+        return Err(Refusal(errno::EINVAL, "base:allocation was not agreed on"));
+    }
+    if request.command == command::BLOCK_STATUS && request.length == 0 {
+        return Err(Refusal(errno::EINVAL, "the status of no bytes"));
+    }
+    let carries = matches!(request.command, command::READ | command::WRITE);
+    if carries && request.length > facts.maximum {
+        return Err(Refusal(errno::EINVAL, "longer than 32 MiB"));
+    }
+    let end = request.offset.checked_add(u64::from(request.length));
+    if end.is_none_or(|end| end > facts.size) {
+        let grows = matches!(request.command, command::WRITE | command::WRITE_ZEROES);
+        let error = if grows { errno::ENOSPC } else { errno::EINVAL };
+        return Err(Refusal(error, "beyond the end of the export"));
+    }
+    let mask = u64::from(facts.minimum) - 1;
+    if (request.offset | u64::from(request.length)) & mask != 0 {
+        return Err(Refusal(
+            errno::EINVAL,
+            "not aligned to the minimum block size",
+        ));
+    }
+    Ok(())
+}

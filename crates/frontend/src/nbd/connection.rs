@@ -1,0 +1,310 @@
+//! One client: the handshake, then requests until it leaves.
+
+use std::io::{self, IoSlice};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use drover_core::{BlockDevice, Cost};
+
+use super::buffer::{Buffer, Pool};
+use super::check::check;
+use super::counters::add;
+use super::execute::Executor;
+use super::input::{Input, Next};
+use super::lanes::Lane;
+use super::negotiate::{Negotiation, Security, Session, Step};
+use super::outbox::{Budget, Outbox, Permit, left};
+use super::server::Shared;
+use super::socket::{Socket, Transport};
+use super::tls::TlsStream;
+use super::wire::{self, OptionHeader, Request, command, flag, handshake, option, reply};
+
+/// The longest option that is read (bytes).
+const LONGEST_OPTION: u32 = 64 << 10;
+/// The longest option that is read past; a longer one ends the connection (bytes).
+const LONGEST_SCRAP: u32 = 1 << 20;
+/// Options in one handshake.
+const MOST_OPTIONS: usize = 256;
+/// Bytes of options in one handshake.
+const MOST_OPTION_BYTES: u64 = 4 << 20;
+/// How often a connection without requests looks around.
+const TICK: Duration = Duration::from_secs(5);
+/// Requests up to this long are done by the thread that reads them when they wait for nothing (bytes).
+const INLINE: u32 = 256 << 10;
+/// What a request without a payload is counted as (bytes).
+const BARE_BYTES: usize = 4096;
+/// What a block status is counted as (bytes).
+const STATUS_BYTES: usize = 256 << 10;
+/// The longest payload of a refused write that is read past; a longer one ends the connection (bytes).
+const LONGEST_REFUSED: u32 = 64 << 20;
+/// Threads for requests that wait for a local disk.
+const DISK_THREADS: usize = 8;
+
+/// Why a connection ended other than by the client's wish.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Ended {
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    #[error(transparent)]
+    Wire(#[from] wire::WireError),
+    #[error("{0}")]
+    Refused(&'static str),
+}
+
+/// Serves a client from the greeting on. False: it left before requests began, in order.
+pub(super) fn serve(
+    shared: &Shared,
+    socket: &Arc<Socket>,
+    plain_allowed: bool,
+    stopping: &AtomicBool,
+) -> Result<(), Ended> {
+    let deadline = Instant::now() + shared.options.handshake;
+    let (transport, input, session) = match greet(shared, socket, plain_allowed, deadline, stopping)
+    {
+        Ok(Some(begun)) => begun,
+        Ok(None) => return Ok(()),
+        Err(error) => {
+            add(&shared.counters.failed_handshakes, 1);
+            return Err(error);
+        }
+    };
+    transmit(shared, transport, input, session, stopping)
+}
+
+/// Serves requests that were agreed on elsewhere.
+pub(super) fn serve_requests(
+    shared: &Shared,
+    socket: &Arc<Socket>,
+    session: Session,
+    stopping: &AtomicBool,
+) -> Result<(), Ended> {
+    let transport = Arc::new(Transport::Plain(Arc::clone(socket)));
+    let input = Input::new(Arc::clone(&transport));
+    transmit(shared, transport, input, session, stopping)
+}
+
+/// The handshake. None: the client ended it.
+fn greet(
+    shared: &Shared,
+    socket: &Arc<Socket>,
+    plain_allowed: bool,
+    deadline: Instant,
+    stopping: &AtomicBool,
+) -> Result<Option<(Arc<Transport>, Input, Session)>, Ended> {
+    let mut transport = Arc::new(Transport::Plain(Arc::clone(socket)));
+    let mut input = Input::new(Arc::clone(&transport));
+    let send = |transport: &Transport, bytes: &[u8]| -> io::Result<()> {
+        socket.send_within(left(deadline))?;
+        transport.send(&mut [IoSlice::new(bytes)])
+    };
+    let mut greeting = wire::GREETING.to_be_bytes().to_vec();
+    greeting.extend(wire::OPTION.to_be_bytes());
+    let flags = (handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES) as u16;
+    greeting.extend(flags.to_be_bytes());
+    send(&transport, &greeting)?;
+
+    let mut flags = [0; 4];
+    input.exactly(&mut flags, deadline)?;
+    let security = match (&shared.options.tls, plain_allowed) {
+        (None, _) => Security::Plain,
+        (Some(_), true) => Security::Offered,
+        (Some(_), false) => Security::Demanded,
+    };
+    let mut negotiation = Negotiation::new(&shared.offers, security, u32::from_be_bytes(flags))
+        .ok_or(Ended::Refused("unknown client flags"))?;
+    let mut bytes = 0;
+    for _ in 0..MOST_OPTIONS {
+        if stopping.load(Ordering::Acquire) {
+            return Ok(None);
+        }
+        let mut header = [0; wire::OPTION_BYTES];
+        input.exactly(&mut header, deadline)?;
+        let header = OptionHeader::parse(&header)?;
+        bytes += u64::from(header.length);
+        if header.length > LONGEST_SCRAP || bytes > MOST_OPTION_BYTES {
+            return Err(Ended::Refused("an option that is too long"));
+        }
+        let mut out = Vec::new();
+        if header.length > LONGEST_OPTION {
+            input.skip(header.length, deadline)?;
+            if header.option == option::EXPORT_NAME {
+                return Err(Ended::Refused("an export name that is too long"));
+            }
+            wire::option_reply(&mut out, header.option, reply::ERR_TOO_BIG, &[]);
+            send(&transport, &out)?;
+            continue;
+        }
+        let mut data = vec![0; header.length as usize];
+        input.exactly(&mut data, deadline)?;
+        let step = negotiation.option(header.option, &data, &mut out);
+        if !out.is_empty() {
+            send(&transport, &out)?;
+        }
+        match (step, &shared.options.tls) {
+            (Step::Continue, _) => {}
+            (Step::Transmit(session), _) => return Ok(Some((transport, input, session))),
+            (Step::StartTls, Some(tls)) => {
+                let stream = TlsStream::accept(Arc::clone(socket), tls, input.rest(), deadline)?;
+                transport = Arc::new(Transport::Tls(Box::new(stream)));
+                input = Input::new(Arc::clone(&transport));
+                negotiation.secured();
+            }
+            (Step::StartTls | Step::Close, _) => {
+                transport.finish();
+                return match header.option {
+                    option::ABORT => Ok(None),
+                    _ => Err(Ended::Refused(
+                        "an export that is not there, or not in this way",
+                    )),
+                };
+            }
+        }
+    }
+    Err(Ended::Refused("too many options"))
+}
+
+/// A request on its way to a device.
+struct Job {
+    request: Request,
+    payload: Option<Buffer>,
+    permit: Permit,
+}
+
+/// The requests.
+fn transmit(
+    shared: &Shared,
+    transport: Arc<Transport>,
+    mut input: Input,
+    session: Session,
+    stopping: &AtomicBool,
+) -> Result<(), Ended> {
+    let export = &shared.exports[session.export];
+    let facts = shared.offers[session.export].facts;
+    let pool = Arc::new(Pool::default());
+    let executor = Arc::new(Executor {
+        device: Arc::clone(&export.device),
+        can: export.device.capabilities(),
+        facts,
+        session,
+        pool: Arc::clone(&pool),
+        counters: Arc::clone(&shared.counters),
+    });
+    let outbox = Arc::new(Outbox::new(
+        Arc::clone(&transport),
+        Arc::clone(&shared.counters),
+    ));
+    let budget = Budget::new(shared.options.requests, shared.options.request_bytes);
+    let run = {
+        let (executor, outbox) = (Arc::clone(&executor), Arc::clone(&outbox));
+        move |job: Job| {
+            outbox.put(executor.execute(&job.request, job.payload, job.permit));
+            outbox.flush();
+        }
+    };
+    let disk = Lane::new("nbd-disk", DISK_THREADS, run.clone());
+    let network = Lane::new("nbd-network", shared.options.threads, run);
+
+    let socket = transport.socket();
+    socket.receive_within(TICK)?;
+    socket.send_within(shared.options.stall)?;
+    let stall = shared.options.stall;
+    let mut serve = || -> Result<(), Ended> {
+        loop {
+            if stopping.load(Ordering::Acquire) {
+                return Ok(());
+            }
+            let header = match input.next() {
+                Next::Header(header) => header,
+                // Before this thread waits, what it owes is sent.
+                Next::More => {
+                    outbox.flush();
+                    if !input.fill(stall, || pool.clear())? {
+                        return Ok(());
+                    }
+                    continue;
+                }
+            };
+            let request = Request::parse(&header)?;
+            if request.command == command::DISCONNECT {
+                return Ok(());
+            }
+            add(&shared.counters.requests, 1);
+            let refused = check(&request, &facts, session.allocation).err();
+            let bytes = match request.command {
+                _ if refused.is_some() => BARE_BYTES,
+                command::READ | command::WRITE => BARE_BYTES + request.length as usize,
+                command::BLOCK_STATUS => STATUS_BYTES,
+                _ => BARE_BYTES,
+            };
+            let permit = budget.try_admit(bytes).unwrap_or_else(|| {
+                outbox.flush();
+                budget.admit(bytes)
+            });
+            if let Some(refusal) = refused {
+                if request.payload() > LONGEST_REFUSED {
+                    return Err(Ended::Refused("a write that is much too long"));
+                }
+                input.skip_stalling(request.payload(), stall, || outbox.flush())?;
+                outbox.put(executor.refused(&request, refusal, permit));
+                continue;
+            }
+            let payload = match request.payload() {
+                0 => None,
+                length => {
+                    let mut buffer = pool.take(length as usize);
+                    input.payload(&mut buffer, stall, || outbox.flush())?;
+                    Some(buffer)
+                }
+            };
+            match place(&request, export.device.as_ref()) {
+                Place::Here => outbox.put(executor.execute(&request, payload, permit)),
+                Place::Disk => disk.submit(Job {
+                    request,
+                    payload,
+                    permit,
+                }),
+                Place::Network => network.submit(Job {
+                    request,
+                    payload,
+                    permit,
+                }),
+            }
+        }
+    };
+    let ended = serve();
+    outbox.flush();
+    // What a client asked for before it left is done, and answered if it still listens.
+    budget.drain();
+    disk.close();
+    network.close();
+    transport.finish();
+    ended
+}
+
+/// Who does a request.
+enum Place {
+    /// The thread that read it.
+    Here,
+    Disk,
+    Network,
+}
+
+fn place(request: &Request, device: &dyn BlockDevice) -> Place {
+    match request.command {
+        // Returns without waiting.
+        command::CACHE => return Place::Here,
+        command::FLUSH => return Place::Network,
+        _ if request.length == 0 => return Place::Here,
+        _ => {}
+    }
+    match device.cost(request.offset, request.length.into()) {
+        // A flush may wait for what a read of the range does not.
+        _ if request.has(flag::FUA) => Place::Network,
+        Cost::Memory if request.length <= INLINE || request.command == command::BLOCK_STATUS => {
+            Place::Here
+        }
+        Cost::Memory | Cost::Disk => Place::Disk,
+        Cost::Network => Place::Network,
+    }
+}

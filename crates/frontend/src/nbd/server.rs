@@ -1,0 +1,471 @@
+//! Listening, the connections that are open, and the end of them.
+
+use std::collections::HashMap;
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::check::Facts;
+use super::connection::{self, Ended};
+use super::counters::{Counters, Counts, add};
+use super::negotiate::{Offer, Session};
+use super::outbox::left;
+use super::socket::Socket;
+use super::unix;
+use super::wire::{MAX_STRING, name};
+use super::{Export, NbdError, ServerOptions};
+
+/// Exports of one server.
+const MOST_EXPORTS: usize = 1024;
+/// How long a connection that was cut has to notice.
+const CUT: Duration = Duration::from_millis(500);
+/// How long the listener rests when the system cannot give it a connection.
+const REST: Duration = Duration::from_millis(100);
+
+/// What the threads of a server share.
+pub(super) struct Shared {
+    pub(super) exports: Vec<Export>,
+    pub(super) offers: Vec<Offer>,
+    pub(super) options: ServerOptions,
+    pub(super) counters: Arc<Counters>,
+    connections: Mutex<HashMap<u64, Arc<Control>>>,
+    next: AtomicU64,
+}
+
+/// What can be done to a connection from outside.
+struct Control {
+    /// The listener it came in by; 0: by none.
+    listener: u64,
+    socket: Arc<Socket>,
+    stopping: AtomicBool,
+    done: Mutex<bool>,
+    ended: Condvar,
+}
+
+impl Control {
+    /// Asks it to end after what is under way.
+    fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        self.socket.stop_receiving();
+    }
+
+    fn wait(&self, deadline: Instant) -> bool {
+        let mut done = self.done.lock();
+        while !*done && !left(deadline).is_zero() {
+            self.ended.wait_for(&mut done, left(deadline));
+        }
+        *done
+    }
+}
+
+/// An NBD server: exports, and whoever is connected to them. Clones are the same server.
+///
+/// It serves until it is stopped, even when the last clone is gone: its connections keep what they need.
+#[derive(Clone)]
+pub struct Server {
+    shared: Arc<Shared>,
+}
+
+/// What was agreed on before requests are sent over a connection without a handshake.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Negotiated {
+    /// Reads are answered in chunks (the kernel's client does not know them).
+    pub structured_replies: bool,
+    /// `BLOCK_STATUS` may be asked for `base:allocation`, whose id is 1.
+    pub allocation: bool,
+}
+
+impl Server {
+    /// A server of these exports. It does nothing until it is given a socket to listen on, or a connection.
+    ///
+    /// # Errors
+    /// [`NbdError::Export`]: a name that two have or that cannot be said, a device that cannot be exported, too many.
+    pub fn new(exports: Vec<Export>, options: ServerOptions) -> Result<Self, NbdError> {
+        let mut offers: Vec<Offer> = Vec::new();
+        for export in &exports {
+            let bad = |why: String| NbdError::Export {
+                name: export.name.clone(),
+                why,
+            };
+            for text in [&export.name, &export.description] {
+                if name(text.as_bytes()).is_none() {
+                    return Err(bad(format!(
+                        "names and descriptions have no NUL and at most {MAX_STRING} bytes"
+                    )));
+                }
+            }
+            if offers.iter().any(|offer| offer.name == export.name) {
+                return Err(bad("two exports have this name".into()));
+            }
+            if offers.len() == MOST_EXPORTS {
+                return Err(bad(format!("a server has at most {MOST_EXPORTS} exports")));
+            }
+            let device = &export.device;
+            let facts =
+                Facts::new(device.size(), device.capabilities(), export.read_only).map_err(bad)?;
+            offers.push(Offer {
+                name: export.name.clone(),
+                description: export.description.clone(),
+                facts,
+            });
+        }
+        Ok(Self {
+            shared: Arc::new(Shared {
+                exports,
+                offers,
+                options,
+                counters: Arc::default(),
+                connections: Mutex::default(),
+                next: AtomicU64::new(1),
+            }),
+        })
+    }
+
+    /// What clients of an export are told: its size, flags and block sizes.
+    #[must_use]
+    pub fn facts(&self, export: &str) -> Option<Facts> {
+        let offer = self.shared.offers.iter().find(|o| o.name == export)?;
+        Some(offer.facts)
+    }
+
+    /// What it has done so far.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.shared.counters.now()
+    }
+
+    /// Listens on a unix socket. The socket file of a server that is gone is replaced.
+    ///
+    /// # Errors
+    /// [`NbdError::InUse`] where a server is listening, [`NbdError::Bind`] for all else.
+    pub fn listen_unix(&self, path: &Path) -> Result<Listening, NbdError> {
+        let (listener, file) = unix::bind(path, self.shared.options.unix_mode)?;
+        self.listen(
+            Acceptor::Unix(listener),
+            Address::Unix(path.into()),
+            Some(file),
+        )
+    }
+
+    /// Listens on a TCP address; port 0: any that is free.
+    ///
+    /// # Errors
+    /// [`NbdError::Open`] for an address that others can reach when clients need not prove who they are,
+    /// [`NbdError::Bind`] for all else.
+    pub fn listen_tcp(&self, address: SocketAddr) -> Result<Listening, NbdError> {
+        let options = &self.shared.options;
+        let proven = options.tls.as_ref().is_some_and(|tls| tls.clients_proven());
+        if !address.ip().is_loopback() && !proven && !options.open_tcp {
+            return Err(NbdError::Open(address));
+        }
+        let bad = |source| NbdError::Bind {
+            address: format!("{address}"),
+            source,
+        };
+        let listener = TcpListener::bind(address).map_err(bad)?;
+        let address = listener.local_addr().map_err(bad)?;
+        self.listen(Acceptor::Tcp(listener), Address::Tcp(address), None)
+    }
+
+    fn listen(
+        &self,
+        acceptor: Acceptor,
+        address: Address,
+        file: Option<unix::SocketFile>,
+    ) -> Result<Listening, NbdError> {
+        let id = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        let acceptor = Arc::new(acceptor);
+        let stopping = Arc::new(AtomicBool::new(false));
+        let thread = {
+            let (server, acceptor, stopping) =
+                (self.clone(), Arc::clone(&acceptor), Arc::clone(&stopping));
+            std::thread::Builder::new()
+                .name("nbd-accept".into())
+                .spawn(move || server.accept(id, &acceptor, &stopping))
+                .map_err(|source| NbdError::Bind {
+                    address: address.to_string(),
+                    source,
+                })?
+        };
+        Ok(Listening {
+            server: self.clone(),
+            id,
+            address,
+            acceptor,
+            stopping,
+            rest: Mutex::new(Some((thread, file))),
+        })
+    }
+
+    fn accept(&self, id: u64, acceptor: &Acceptor, stopping: &AtomicBool) {
+        loop {
+            let socket = acceptor.accept();
+            if stopping.load(Ordering::Acquire) {
+                return;
+            }
+            let taken = socket.and_then(|socket| {
+                let plain = matches!(acceptor, Acceptor::Unix(_)) && self.shared.options.plain_unix;
+                self.begin(id, socket, move |shared, control| {
+                    connection::serve(shared, &control.socket, plain, &control.stopping)
+                })
+            });
+            if let Err(error) = taken
+                && error.kind() != std::io::ErrorKind::ConnectionRefused
+            {
+                tracing::warn!(%error, "nbd: no connection to be had");
+                std::thread::sleep(REST);
+            }
+        }
+    }
+
+    /// Serves a connection that is already open, from the handshake on, on a thread of its own.
+    ///
+    /// # Errors
+    /// [`NbdError::Connection`]: there are as many as there may be, or no more threads.
+    pub fn serve_stream(&self, stream: UnixStream) -> Result<Connection, NbdError> {
+        let plain = self.shared.options.plain_unix;
+        self.begin(0, stream.into(), move |shared, control| {
+            connection::serve(shared, &control.socket, plain, &control.stopping)
+        })
+        .map_err(NbdError::Connection)
+    }
+
+    /// Serves a connection whose other end sends requests at once, as the kernel's client does: what a handshake
+    /// would agree on is given. TLS is not asked for.
+    ///
+    /// # Errors
+    /// [`NbdError::Export`] for an export that is not there, and as [`Self::serve_stream`].
+    pub fn serve_transmission(
+        &self,
+        stream: UnixStream,
+        export: &str,
+        negotiated: Negotiated,
+    ) -> Result<Connection, NbdError> {
+        let place = self.shared.offers.iter().position(|o| o.name == export);
+        let Some(place) = place else {
+            return Err(NbdError::Export {
+                name: export.into(),
+                why: "there is no such export".into(),
+            });
+        };
+        let session = Session {
+            export: place,
+            structured: negotiated.structured_replies || negotiated.allocation,
+            allocation: negotiated.allocation,
+        };
+        self.begin(0, stream.into(), move |shared, control| {
+            connection::serve_requests(shared, &control.socket, session, &control.stopping)
+        })
+        .map_err(NbdError::Connection)
+    }
+
+    /// Gives a connection a thread, if there may be one more.
+    fn begin(
+        &self,
+        listener: u64,
+        socket: Socket,
+        serve: impl FnOnce(&Shared, &Control) -> Result<(), Ended> + Send + 'static,
+    ) -> std::io::Result<Connection> {
+        let id = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        let control = Arc::new(Control {
+            listener,
+            socket: Arc::new(socket),
+            stopping: AtomicBool::new(false),
+            done: Mutex::new(false),
+            ended: Condvar::new(),
+        });
+        {
+            let mut connections = self.shared.connections.lock();
+            if connections.len() >= self.shared.options.max_connections {
+                add(&self.shared.counters.refused, 1);
+                return Err(std::io::Error::new(
+                    std::io::ErrorKind::ConnectionRefused,
+                    "there are as many connections as there may be",
+                ));
+            }
+            connections.insert(id, Arc::clone(&control));
+        }
+        add(&self.shared.counters.connections, 1);
+        add(&self.shared.counters.open, 1);
+        let guard = Registered {
+            shared: Arc::clone(&self.shared),
+            control: Arc::clone(&control),
+            id,
+        };
+        std::thread::Builder::new()
+            .name("nbd-client".into())
+            .spawn(move || {
+                // Also when it panics, the connection ends and is taken off the list.
+                let guard = guard;
+                if let Err(error) = serve(&guard.shared, &guard.control) {
+                    tracing::debug!(%error, "nbd: a connection ended");
+                }
+            })?;
+        Ok(Connection { control })
+    }
+
+    /// Ends every connection: what is under way is done and answered, what is not by then is cut off. Listeners go
+    /// on. How many were cut off.
+    pub fn stop(&self) -> usize {
+        self.stop_those(|_| true, self.shared.options.drain)
+    }
+
+    fn stop_those(&self, which: impl Fn(&Control) -> bool, patience: Duration) -> usize {
+        let chosen: Vec<_> = {
+            let connections = self.shared.connections.lock();
+            let all = connections.values();
+            all.filter(|c| which(c)).map(Arc::clone).collect()
+        };
+        for control in &chosen {
+            control.stop();
+        }
+        let deadline = Instant::now() + patience;
+        let late: Vec<_> = chosen.iter().filter(|c| !c.wait(deadline)).collect();
+        for control in &late {
+            control.socket.cut();
+        }
+        let deadline = Instant::now() + CUT;
+        for control in &late {
+            control.wait(deadline);
+        }
+        late.len()
+    }
+}
+
+/// Takes a connection off the list when its thread ends.
+struct Registered {
+    shared: Arc<Shared>,
+    control: Arc<Control>,
+    id: u64,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.control.socket.cut();
+        self.shared.connections.lock().remove(&self.id);
+        self.shared.counters.open.fetch_sub(1, Ordering::Relaxed);
+        *self.control.done.lock() = true;
+        self.control.ended.notify_all();
+    }
+}
+
+/// One connection that was given to a server. It goes on when this is dropped.
+pub struct Connection {
+    control: Arc<Control>,
+}
+
+impl Connection {
+    /// Whether it still goes on.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        !*self.control.done.lock()
+    }
+
+    /// Waits for its end; false: it still goes on after `patience`.
+    pub fn wait(&self, patience: Duration) -> bool {
+        self.control.wait(Instant::now() + patience)
+    }
+
+    /// Ends it: what is under way is done and answered, within `patience`; then it is cut off. False: it was.
+    pub fn stop(&self, patience: Duration) -> bool {
+        self.control.stop();
+        if self.control.wait(Instant::now() + patience) {
+            return true;
+        }
+        self.control.socket.cut();
+        self.control.wait(Instant::now() + CUT);
+        false
+    }
+}
+
+/// Where a server listens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Address {
+    /// A socket file.
+    Unix(PathBuf),
+    /// An address and port.
+    Tcp(SocketAddr),
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Tcp(address) => write!(f, "tcp:{address}"),
+        }
+    }
+}
+
+enum Acceptor {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+impl Acceptor {
+    fn accept(&self) -> std::io::Result<Socket> {
+        match self {
+            Self::Unix(listener) => listener.accept().map(|(stream, _)| stream.into()),
+            Self::Tcp(listener) => listener.accept().map(|(stream, _)| stream.into()),
+        }
+    }
+
+    /// Wakes whoever waits in [`Self::accept`], and everybody after.
+    fn close(&self) {
+        let how = rustix::net::Shutdown::Both;
+        let _ = match self {
+            Self::Unix(listener) => rustix::net::shutdown(listener, how),
+            Self::Tcp(listener) => rustix::net::shutdown(listener, how),
+        };
+    }
+}
+
+/// A socket that is listened on, until this is stopped or dropped. Dropping cuts its connections off; stopping lets
+/// them finish what is under way.
+pub struct Listening {
+    server: Server,
+    id: u64,
+    address: Address,
+    acceptor: Arc<Acceptor>,
+    stopping: Arc<AtomicBool>,
+    rest: Mutex<Option<(std::thread::JoinHandle<()>, Option<unix::SocketFile>)>>,
+}
+
+impl Listening {
+    /// Where: for TCP with the port that was given.
+    #[must_use]
+    pub fn local_addr(&self) -> &Address {
+        &self.address
+    }
+
+    /// Stops listening, removes the socket file, and ends the connections that came in here: what is under way is
+    /// done and answered within [`ServerOptions::drain`], the rest is cut off. How many were cut off.
+    pub fn stop(&self) -> usize {
+        self.stop_within(self.server.shared.options.drain)
+    }
+
+    fn stop_within(&self, patience: Duration) -> usize {
+        let Some((thread, file)) = self.rest.lock().take() else {
+            return 0;
+        };
+        self.stopping.store(true, Ordering::Release);
+        // The file goes first: whoever comes later finds no server instead of one that does not answer.
+        drop(file);
+        self.acceptor.close();
+        if thread.join().is_err() {
+            tracing::error!("nbd: the listener panicked");
+        }
+        let id = self.id;
+        self.server.stop_those(|c| c.listener == id, patience)
+    }
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.stop_within(Duration::ZERO);
+    }
+}

@@ -1,0 +1,135 @@
+//! A connection's bytes, plain or in TLS: one thread receives, one at a time sends, both at once.
+
+use std::io::{self, IoSlice};
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{self, RecvFlags, SendAncillaryBuffer, SendFlags};
+
+use super::tls::TlsStream;
+
+/// A stream socket, unix or TCP.
+pub(super) struct Socket(OwnedFd);
+
+impl From<UnixStream> for Socket {
+    fn from(stream: UnixStream) -> Self {
+        Self(stream.into())
+    }
+}
+
+impl From<TcpStream> for Socket {
+    fn from(stream: TcpStream) -> Self {
+        // Without them it is only slower, or a dead peer is noticed later.
+        let _ = stream.set_nodelay(true);
+        let _ = sockopt::set_socket_keepalive(&stream, true);
+        Self(stream.into())
+    }
+}
+
+impl Socket {
+    /// How long one receive may wait; then it fails with `WouldBlock`. Zero is taken as the shortest.
+    pub(super) fn receive_within(&self, limit: Duration) -> io::Result<()> {
+        self.limit(Timeout::Recv, limit)
+    }
+
+    /// How long one send may make no progress; then it fails with `WouldBlock`.
+    pub(super) fn send_within(&self, limit: Duration) -> io::Result<()> {
+        self.limit(Timeout::Send, limit)
+    }
+
+    fn limit(&self, which: Timeout, limit: Duration) -> io::Result<()> {
+        let limit = limit.max(Duration::from_millis(1));
+        Ok(sockopt::set_socket_timeout(&self.0, which, Some(limit))?)
+    }
+
+    /// Some bytes; 0 at the end.
+    pub(super) fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match net::recv(&self.0, &mut *buffer, RecvFlags::empty()) {
+                Ok((count, _)) => return Ok(count),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// All of it.
+    pub(super) fn send(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+        IoSlice::advance_slices(&mut slices, 0);
+        while !slices.is_empty() {
+            let mut none = SendAncillaryBuffer::default();
+            match net::sendmsg(&self.0, slices, &mut none, SendFlags::NOSIGNAL) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => IoSlice::advance_slices(&mut slices, count),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// The receiver sees the end, and what was not yet received may be lost.
+    pub(super) fn stop_receiving(&self) {
+        let _ = net::shutdown(&self.0, net::Shutdown::Read);
+    }
+
+    /// Nothing more in either direction; whoever waits here wakes.
+    pub(super) fn cut(&self) {
+        let _ = net::shutdown(&self.0, net::Shutdown::Both);
+    }
+
+    /// Tells the peer that no more comes. What it still sends is thrown away: closing with unread bytes would
+    /// reset a TCP connection and with it replies that are on their way.
+    pub(super) fn finish(&self) {
+        let _ = net::shutdown(&self.0, net::Shutdown::Write);
+        let mut scrap = [0; 16 << 10];
+        for _ in 0..64 {
+            match net::recv(&self.0, &mut scrap, RecvFlags::DONTWAIT) {
+                Ok((1.., _)) => {}
+                _ => break,
+            }
+        }
+    }
+}
+
+/// A socket's bytes as the protocol sees them.
+pub(super) enum Transport {
+    Plain(std::sync::Arc<Socket>),
+    Tls(Box<TlsStream>),
+}
+
+impl Transport {
+    pub(super) fn socket(&self) -> &Socket {
+        match self {
+            Self::Plain(socket) => socket,
+            Self::Tls(stream) => stream.socket(),
+        }
+    }
+
+    /// Some bytes; 0 at the end. For one thread at a time.
+    pub(super) fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Plain(socket) => socket.receive(buffer),
+            Self::Tls(stream) => stream.receive(buffer),
+        }
+    }
+
+    /// All of it. For one thread at a time.
+    pub(super) fn send(&self, slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+        match self {
+            Self::Plain(socket) => socket.send(slices),
+            Self::Tls(stream) => stream.send(slices),
+        }
+    }
+
+    /// The end, said to the peer.
+    pub(super) fn finish(&self) {
+        if let Self::Tls(stream) = self {
+            stream.close_notify();
+        }
+        self.socket().finish();
+    }
+}

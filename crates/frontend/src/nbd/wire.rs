@@ -1,0 +1,412 @@
+//! The NBD protocol's bytes (the NBD project's `doc/proto.md`): parsers and encoders without any I/O.
+//!
+//! Parsers take what a peer sent, check every length before they look further, and never allocate more than the
+//! input that they were given.
+
+/// `NBDMAGIC`, which opens a conversation.
+pub const GREETING: u64 = 0x4e42_444d_4147_4943;
+/// `IHAVEOPT`, which opens every option.
+pub const OPTION: u64 = 0x4948_4156_454f_5054;
+/// Opens every reply to an option.
+pub const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
+/// Opens every request.
+pub const REQUEST: u32 = 0x2560_9513;
+/// Opens a simple reply.
+pub const SIMPLE_REPLY: u32 = 0x6744_6698;
+/// Opens every chunk of a structured reply.
+pub const STRUCTURED_REPLY: u32 = 0x668e_33ef;
+
+/// The longest name, description, context or message (bytes).
+pub const MAX_STRING: usize = 4096;
+/// Bytes of a request.
+pub const REQUEST_BYTES: usize = 28;
+/// Bytes of an option before its data.
+pub const OPTION_BYTES: usize = 16;
+/// Bytes of a simple reply before its data.
+pub const SIMPLE_BYTES: usize = 16;
+/// Bytes of a chunk of a structured reply before its data.
+pub const CHUNK_BYTES: usize = 20;
+
+/// Flags of the greeting and of the client's answer to it.
+pub mod handshake {
+    /// The negotiation goes on after a refused option.
+    pub const FIXED_NEWSTYLE: u32 = 1;
+    /// No 124 zero bytes after `EXPORT_NAME`.
+    pub const NO_ZEROES: u32 = 2;
+}
+
+/// Options.
+#[allow(missing_docs)]
+pub mod option {
+    pub const EXPORT_NAME: u32 = 1;
+    pub const ABORT: u32 = 2;
+    pub const LIST: u32 = 3;
+    pub const STARTTLS: u32 = 5;
+    pub const INFO: u32 = 6;
+    pub const GO: u32 = 7;
+    pub const STRUCTURED_REPLY: u32 = 8;
+    pub const LIST_META_CONTEXT: u32 = 9;
+    pub const SET_META_CONTEXT: u32 = 10;
+}
+
+/// Replies to options.
+#[allow(missing_docs)]
+pub mod reply {
+    pub const ACK: u32 = 1;
+    pub const SERVER: u32 = 2;
+    pub const INFO: u32 = 3;
+    pub const META_CONTEXT: u32 = 4;
+    pub const ERR_UNSUP: u32 = 1 << 31 | 1;
+    pub const ERR_INVALID: u32 = 1 << 31 | 3;
+    pub const ERR_TLS_REQD: u32 = 1 << 31 | 5;
+    pub const ERR_UNKNOWN: u32 = 1 << 31 | 6;
+    pub const ERR_BLOCK_SIZE_REQD: u32 = 1 << 31 | 8;
+    pub const ERR_TOO_BIG: u32 = 1 << 31 | 9;
+}
+
+/// What `INFO` and `GO` tell.
+#[allow(missing_docs)]
+pub mod info {
+    pub const EXPORT: u16 = 0;
+    pub const NAME: u16 = 1;
+    pub const DESCRIPTION: u16 = 2;
+    pub const BLOCK_SIZE: u16 = 3;
+}
+
+/// What an export can do.
+#[allow(missing_docs)]
+pub mod transmission {
+    pub const HAS_FLAGS: u16 = 1;
+    pub const READ_ONLY: u16 = 1 << 1;
+    pub const SEND_FLUSH: u16 = 1 << 2;
+    pub const SEND_FUA: u16 = 1 << 3;
+    pub const SEND_TRIM: u16 = 1 << 5;
+    pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
+    pub const SEND_DF: u16 = 1 << 7;
+    pub const CAN_MULTI_CONN: u16 = 1 << 8;
+    pub const SEND_CACHE: u16 = 1 << 10;
+    pub const SEND_FAST_ZERO: u16 = 1 << 11;
+}
+
+/// Requests.
+#[allow(missing_docs)]
+pub mod command {
+    pub const READ: u16 = 0;
+    pub const WRITE: u16 = 1;
+    pub const DISCONNECT: u16 = 2;
+    pub const FLUSH: u16 = 3;
+    pub const TRIM: u16 = 4;
+    pub const CACHE: u16 = 5;
+    pub const WRITE_ZEROES: u16 = 6;
+    pub const BLOCK_STATUS: u16 = 7;
+}
+
+/// Flags of a request.
+#[allow(missing_docs)]
+pub mod flag {
+    pub const FUA: u16 = 1;
+    pub const NO_HOLE: u16 = 1 << 1;
+    pub const DF: u16 = 1 << 2;
+    pub const REQ_ONE: u16 = 1 << 3;
+    pub const FAST_ZERO: u16 = 1 << 4;
+}
+
+/// Chunks of a structured reply.
+#[allow(missing_docs)]
+pub mod chunk {
+    pub const NONE: u16 = 0;
+    pub const OFFSET_DATA: u16 = 1;
+    pub const OFFSET_HOLE: u16 = 2;
+    pub const BLOCK_STATUS: u16 = 5;
+    pub const ERROR: u16 = 1 << 15 | 1;
+    /// The flag of the last chunk.
+    pub const DONE: u16 = 1;
+}
+
+/// What `base:allocation` says of a run.
+#[allow(missing_docs)]
+pub mod allocation {
+    pub const NAME: &str = "base:allocation";
+    /// The id that the server gives to the context.
+    pub const ID: u32 = 1;
+    pub const HOLE: u32 = 1;
+    pub const ZERO: u32 = 2;
+}
+
+/// Errors of requests.
+#[allow(missing_docs)]
+pub mod errno {
+    pub const EPERM: u32 = 1;
+    pub const EIO: u32 = 5;
+    pub const EINVAL: u32 = 22;
+    pub const ENOSPC: u32 = 28;
+    pub const ENOTSUP: u32 = 95;
+    pub const ESHUTDOWN: u32 = 108;
+}
+
+/// What a peer sent is not NBD; the conversation cannot go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// A magic number is another.
+    #[error("this is not NBD: no {0} magic")]
+    Magic(&'static str),
+    /// A field is longer than what is there, or than it may be, or bytes are left over.
+    #[error("malformed {0}")]
+    Malformed(&'static str),
+}
+
+/// Big-endian numbers and counted bytes off the front of what a peer sent.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (head, rest) = self.0.split_at_checked(count)?;
+        self.0 = rest;
+        Some(head)
+    }
+
+    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (head, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*head)
+    }
+
+    fn u16(&mut self) -> Option<u16> {
+        self.array().map(u16::from_be_bytes)
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_be_bytes)
+    }
+
+    /// A name: counted, no longer than [`MAX_STRING`], UTF-8 without NUL.
+    fn string(&mut self) -> Option<&'a str> {
+        let count = self.u32()? as usize;
+        if count > MAX_STRING {
+            return None;
+        }
+        name(self.bytes(count)?)
+    }
+}
+
+/// A name or a context, if it can be one: UTF-8 without NUL, no longer than [`MAX_STRING`].
+#[must_use]
+pub fn name(bytes: &[u8]) -> Option<&str> {
+    if bytes.len() > MAX_STRING || bytes.contains(&0) {
+        return None;
+    }
+    std::str::from_utf8(bytes).ok()
+}
+
+/// An option before its data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OptionHeader {
+    /// One of [`option`], or one that is not known.
+    pub option: u32,
+    /// Bytes of data that follow.
+    pub length: u32,
+}
+
+impl OptionHeader {
+    /// Reads one.
+    ///
+    /// # Errors
+    /// [`WireError::Magic`].
+    pub fn parse(bytes: &[u8; OPTION_BYTES]) -> Result<Self, WireError> {
+        let [a, b, c, d, e, f, g, h, rest @ ..] = *bytes;
+        if u64::from_be_bytes([a, b, c, d, e, f, g, h]) != OPTION {
+            return Err(WireError::Magic("option"));
+        }
+        let [a, b, c, d, e, f, g, h] = rest;
+        Ok(Self {
+            option: u32::from_be_bytes([a, b, c, d]),
+            length: u32::from_be_bytes([e, f, g, h]),
+        })
+    }
+}
+
+/// The data of `INFO` and `GO`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InfoRequest<'a> {
+    /// Which export; empty: the default.
+    pub export: &'a str,
+    /// Asked for: [`info::NAME`].
+    pub name: bool,
+    /// Asked for: [`info::DESCRIPTION`].
+    pub description: bool,
+    /// Asked for: [`info::BLOCK_SIZE`].
+    pub block_size: bool,
+}
+
+impl<'a> InfoRequest<'a> {
+    /// Reads one.
+    ///
+    /// # Errors
+    /// [`WireError::Malformed`].
+    pub fn parse(data: &'a [u8]) -> Result<Self, WireError> {
+        Self::fields(Fields(data)).ok_or(WireError::Malformed("request for an export"))
+    }
+
+    fn fields(mut fields: Fields<'a>) -> Option<Self> {
+        let mut request = Self {
+            export: fields.string()?,
+            name: false,
+            description: false,
+            block_size: false,
+        };
+        for _ in 0..fields.u16()? {
+            match fields.u16()? {
+                info::NAME => request.name = true,
+                info::DESCRIPTION => request.description = true,
+                info::BLOCK_SIZE => request.block_size = true,
+                // What is not known is not told.
+                _ => {}
+            }
+        }
+        fields.0.is_empty().then_some(request)
+    }
+}
+
+/// The data of `LIST_META_CONTEXT` and `SET_META_CONTEXT`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ContextRequest<'a> {
+    /// Which export; empty: the default.
+    pub export: &'a str,
+    /// How many queries there are.
+    pub queries: u32,
+    /// One of the queries is `base:allocation` itself.
+    pub allocation: bool,
+    /// One of the queries asks for the whole namespace `base:`.
+    pub base: bool,
+}
+
+impl<'a> ContextRequest<'a> {
+    /// Reads one.
+    ///
+    /// # Errors
+    /// [`WireError::Malformed`].
+    pub fn parse(data: &'a [u8]) -> Result<Self, WireError> {
+        Self::fields(Fields(data)).ok_or(WireError::Malformed("request for contexts"))
+    }
+
+    fn fields(mut fields: Fields<'a>) -> Option<Self> {
+        let export = fields.string()?;
+        let queries = fields.u32()?;
+        let (mut allocation, mut base) = (false, false);
+        for _ in 0..queries {
+            match fields.string()? {
+                allocation::NAME => allocation = true,
+                "base:" => base = true,
+                _ => {}
+            }
+        }
+        fields.0.is_empty().then_some(Self {
+            export,
+            queries,
+            allocation,
+            base,
+        })
+    }
+}
+
+/// A request before its payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Request {
+    /// Of [`flag`].
+    pub flags: u16,
+    /// One of [`command`], or one that is not known.
+    pub command: u16,
+    /// What the client knows the reply by.
+    pub cookie: u64,
+    /// Where the range begins (bytes).
+    pub offset: u64,
+    /// How long it is (bytes).
+    pub length: u32,
+}
+
+impl Request {
+    /// Reads one.
+    ///
+    /// # Errors
+    /// [`WireError::Magic`].
+    pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Result<Self, WireError> {
+        let mut fields = Fields(bytes);
+        let magic = fields.u32();
+        let parsed = (|| {
+            Some(Self {
+                flags: fields.u16()?,
+                command: fields.u16()?,
+                cookie: fields.array().map(u64::from_be_bytes)?,
+                offset: fields.array().map(u64::from_be_bytes)?,
+                length: fields.u32()?,
+            })
+        })();
+        match parsed {
+            Some(request) if magic == Some(REQUEST) => Ok(request),
+            _ => Err(WireError::Magic("request")),
+        }
+    }
+
+    /// Bytes of payload that follow.
+    #[must_use]
+    pub fn payload(&self) -> u32 {
+        match self.command {
+            command::WRITE => self.length,
+            _ => 0,
+        }
+    }
+
+    /// Whether `flag` is set.
+    #[must_use]
+    pub fn has(&self, flag: u16) -> bool {
+        self.flags & flag != 0
+    }
+
+    /// The bytes of it, as a client sends them.
+    #[must_use]
+    pub fn encode(&self) -> [u8; REQUEST_BYTES] {
+        let mut bytes = [0; REQUEST_BYTES];
+        bytes[..4].copy_from_slice(&REQUEST.to_be_bytes());
+        bytes[4..6].copy_from_slice(&self.flags.to_be_bytes());
+        bytes[6..8].copy_from_slice(&self.command.to_be_bytes());
+        bytes[8..16].copy_from_slice(&self.cookie.to_be_bytes());
+        bytes[16..24].copy_from_slice(&self.offset.to_be_bytes());
+        bytes[24..].copy_from_slice(&self.length.to_be_bytes());
+        bytes
+    }
+}
+
+/// Appends a reply to an option.
+pub fn option_reply(out: &mut Vec<u8>, option: u32, kind: u32, parts: &[&[u8]]) {
+    let length: usize = parts.iter().map(|part| part.len()).sum();
+    out.extend_from_slice(&OPTION_REPLY.to_be_bytes());
+    out.extend_from_slice(&option.to_be_bytes());
+    out.extend_from_slice(&kind.to_be_bytes());
+    out.extend_from_slice(&(length as u32).to_be_bytes());
+    for part in parts {
+        out.extend_from_slice(part);
+    }
+}
+
+/// A simple reply; `error` is 0 or one of [`errno`].
+#[must_use]
+pub fn simple_reply(cookie: u64, error: u32) -> [u8; SIMPLE_BYTES] {
+    let mut bytes = [0; SIMPLE_BYTES];
+    bytes[..4].copy_from_slice(&SIMPLE_REPLY.to_be_bytes());
+    bytes[4..8].copy_from_slice(&error.to_be_bytes());
+    bytes[8..].copy_from_slice(&cookie.to_be_bytes());
+    bytes
+}
+
+/// The head of a chunk of a structured reply with `length` bytes of data.
+#[must_use]
+pub fn chunk_head(cookie: u64, kind: u16, done: bool, length: u32) -> [u8; CHUNK_BYTES] {
+    let mut bytes = [0; CHUNK_BYTES];
+    let flags = if done { chunk::DONE } else { 0 };
+    bytes[..4].copy_from_slice(&STRUCTURED_REPLY.to_be_bytes());
+    bytes[4..6].copy_from_slice(&flags.to_be_bytes());
+    bytes[6..8].copy_from_slice(&kind.to_be_bytes());
+    bytes[8..16].copy_from_slice(&cookie.to_be_bytes());
+    bytes[16..].copy_from_slice(&length.to_be_bytes());
+    bytes
+}

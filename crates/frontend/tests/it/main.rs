@@ -1,0 +1,4 @@
+//! The front ends against those whom they are for: real clients, kernels and programs.
+
+mod nbd;
+mod support;
