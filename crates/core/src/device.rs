@@ -89,7 +89,8 @@ pub struct Capabilities {
     pub durable: bool,
     /// [`BlockDevice::extents`] knows holes and zeros.
     pub extents: bool,
-    /// Every offset and length must be a multiple of this (a power of two; 1: any).
+    /// Every offset and length must be a multiple of this (a power of two; 1: any), but for the length of a range that
+    /// ends with the device.
     pub alignment: u32,
     /// The unit in which requests cost least (a power of two).
     pub preferred: u32,

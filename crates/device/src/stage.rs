@@ -1,5 +1,17 @@
 //! Devices that wrap a device.
 
+mod chunked;
+mod cut;
+mod delay;
+mod errors;
+mod gated;
+mod rate;
 mod strict;
 
+pub use chunked::Chunked;
+pub use cut::{Cut, CutHandle, CutHow, Wire};
+pub use delay::{Delay, Latency};
+pub use errors::{Errors, ErrorsHandle, Fault, When};
+pub use gated::{Entry, Gate, Gated, Operation, Request};
+pub use rate::{Bucket, Rate};
 pub use strict::Strict;

@@ -1,5 +1,9 @@
 //! The contract that every device is held to, against a plain reference model: a vector of bytes.
 
+mod probe;
+
+pub use probe::{Call, Probe};
+
 use drover_core::{BlockDevice, DeviceError, ExtentKind, Zeroes};
 
 /// Steps of one run.

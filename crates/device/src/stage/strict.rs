@@ -1,6 +1,6 @@
 //! Refuses what is not aligned or too long, before it reaches a device that would not notice.
 
-use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes};
+use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes, check_range};
 
 /// Passes on only requests that are aligned to a chunk and no longer than a limit (r3map §1.4.5.2, the
 /// `ChunkedReadWriterAt`): a backend with a file a chunk must never see a longer one.
@@ -30,8 +30,11 @@ impl<D: BlockDevice> Strict<D> {
     }
 
     fn aligned(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        check_range(offset, length, self.inner.size())?;
         let mask = u64::from(self.alignment) - 1;
-        if (offset | length) & mask == 0 {
+        // The device may end inside a chunk.
+        let last = offset + length == self.inner.size();
+        if offset & mask == 0 && (length & mask == 0 || last) {
             return Ok(());
         }
         Err(DeviceError::Unaligned {
@@ -116,6 +119,25 @@ mod tests {
         crate::testing::contract(&|size| {
             Box::new(Strict::new(MemoryDevice::new(size), 4096, 64 << 10))
         });
+    }
+
+    #[test]
+    fn a_short_last_chunk_is_taken_to_its_end_only() {
+        let device = Strict::new(MemoryDevice::new(10_000), 4096, 8192);
+        device.write(8192, &[1; 1808]).unwrap();
+        device.read(4096, &mut [0; 5904]).unwrap();
+        for length in [1, 1807] {
+            let result = device.write(8192, &vec![2; length]);
+            assert!(
+                matches!(result, Err(DeviceError::Unaligned { .. })),
+                "{result:?}"
+            );
+        }
+        let outside = device.write(8192, &[2; 4096]);
+        assert!(
+            matches!(outside, Err(DeviceError::OutOfRange { .. })),
+            "{outside:?}"
+        );
     }
 
     #[test]
