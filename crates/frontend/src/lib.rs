@@ -4,6 +4,8 @@
 //! All unsafe code of the project lives here, each block with its reason. What must not live here: anything that
 //! knows where a device's bytes come from.
 
+pub mod fuse;
 mod kernel;
+pub mod loopdev;
 pub mod nbd;
 pub mod nbdclient;

@@ -1,4 +1,5 @@
 //! The front ends against those whom they are for: real clients, kernels and programs.
 
+mod fuse;
 mod nbd;
 mod support;

@@ -1,0 +1,485 @@
+//! The file system of one file: requests of the kernel as requests to the device.
+
+use std::cell::RefCell;
+use std::ffi::OsStr;
+use std::io;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use drover_core::{BlockDevice, Cost, DeviceError, ExtentKind, Zeroes};
+use fuser::{
+    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory,
+    ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, Request, TimeOrNow,
+    WriteFlags,
+};
+use parking_lot::Mutex;
+
+use super::pool::Pool;
+use super::{Options, THREADS_MAX};
+
+/// The longest read or write that the kernel sends (it takes no more than 256 pages unless a sysctl says so).
+const LONGEST: u32 = 1 << 20;
+/// Requests for read-ahead and asynchronous direct I/O that the kernel has under way; the rest wait with it.
+const BACKGROUND: u16 = 256;
+/// How long the kernel may keep what it knows: the size is for ever, and all else changes only through it.
+const KEEP: Duration = Duration::from_secs(60);
+/// The range of one look for data or a hole.
+const LOOK: u64 = 1 << 30;
+/// The number of the file below a directory.
+const INNER: INodeNo = INodeNo(2);
+
+thread_local! {
+    /// What a read fills: kept by the thread, as memory need not be cleared for each.
+    static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The one file.
+pub(super) struct Disk {
+    device: Arc<dyn BlockDevice>,
+    size: u64,
+    /// The longest request the device takes.
+    longest: usize,
+    name: String,
+    read_only: bool,
+    page_cache: bool,
+    /// The root is a directory with the file in it.
+    below_directory: bool,
+    owned: Mutex<Owned>,
+    pool: Pool,
+}
+
+/// What chmod, chown and writes change.
+#[derive(Clone, Copy)]
+struct Owned {
+    mode: u16,
+    uid: u32,
+    gid: u32,
+    modified: SystemTime,
+    changed: SystemTime,
+}
+
+impl Disk {
+    pub(super) fn new(
+        device: Arc<dyn BlockDevice>,
+        options: &Options,
+        below_directory: bool,
+    ) -> Self {
+        let capabilities = device.capabilities();
+        let read_only = options.read_only;
+        let mode = match options.allow_other {
+            true => 0o666,
+            false => 0o600,
+        };
+        let now = SystemTime::now();
+        Self {
+            size: device.size(),
+            longest: capabilities.longest as usize,
+            name: options.name.clone(),
+            read_only,
+            page_cache: options.page_cache,
+            below_directory,
+            owned: Mutex::new(Owned {
+                mode: if read_only { mode & 0o444 } else { mode },
+                uid: rustix::process::getuid().as_raw(),
+                gid: rustix::process::getgid().as_raw(),
+                modified: now,
+                changed: now,
+            }),
+            pool: Pool::new(options.waiting_threads.clamp(1, THREADS_MAX)),
+            device,
+        }
+    }
+
+    fn file(&self) -> INodeNo {
+        match self.below_directory {
+            true => INNER,
+            false => INodeNo::ROOT,
+        }
+    }
+
+    fn attributes(&self, ino: INodeNo) -> FileAttr {
+        let owned = *self.owned.lock();
+        let is_file = ino == self.file();
+        FileAttr {
+            ino,
+            size: if is_file { self.size } else { 0 },
+            blocks: if is_file { self.size.div_ceil(512) } else { 0 },
+            atime: owned.modified,
+            mtime: owned.modified,
+            ctime: owned.changed,
+            crtime: owned.changed,
+            kind: match is_file {
+                true => FileType::RegularFile,
+                false => FileType::Directory,
+            },
+            perm: match is_file {
+                true => owned.mode,
+                // Who may read the file may look it up.
+                false => owned.mode | ((owned.mode & 0o444) >> 2),
+            },
+            nlink: if is_file { 1 } else { 2 },
+            uid: owned.uid,
+            gid: owned.gid,
+            rdev: 0,
+            blksize: 4096,
+            flags: 0,
+        }
+    }
+
+    /// Does `job` here, or, if it would wait for a network, on a thread of the pool: so that requests that need not
+    /// wait find a thread.
+    fn go(&self, waits: bool, bytes: usize, job: impl FnOnce() + Send + 'static) {
+        match waits {
+            true => self.pool.submit(bytes, job),
+            // The reply that a panic drops says EIO; this thread goes on.
+            false => drop(std::panic::catch_unwind(AssertUnwindSafe(job))),
+        }
+    }
+
+    fn waits(&self, offset: u64, length: u64) -> bool {
+        self.device.cost(offset, length) == Cost::Network
+    }
+
+    fn touched(&self) {
+        self.owned.lock().modified = SystemTime::now();
+    }
+
+    /// The part of `offset, length` inside the device.
+    fn inside(&self, offset: u64, length: u64) -> u64 {
+        length.min(self.size.saturating_sub(offset))
+    }
+}
+
+/// What a program is told. A failed request is its own, so most are EIO: other numbers mean something to the kernel
+/// or to a file system on top.
+pub(super) fn errno(error: &DeviceError) -> Errno {
+    match error {
+        DeviceError::OutOfRange { .. } | DeviceError::Unaligned { .. } => Errno::EINVAL,
+        DeviceError::ReadOnly => Errno::EROFS,
+        DeviceError::Unsupported(_) => Errno::EOPNOTSUPP,
+        DeviceError::NoSpace(_) => Errno::ENOSPC,
+        DeviceError::Unavailable(_)
+        | DeviceError::Corrupt(_)
+        | DeviceError::Closed
+        | DeviceError::Io(_) => Errno::EIO,
+    }
+}
+
+fn reported(what: &str, offset: u64, length: u64, error: &DeviceError) -> Errno {
+    tracing::warn!(what, offset, length, %error, "a request to the device failed");
+    errno(error)
+}
+
+fn read(device: &dyn BlockDevice, offset: u64, length: usize, longest: usize, reply: ReplyData) {
+    BUFFER.with_borrow_mut(|buffer| {
+        if buffer.len() < length {
+            buffer.resize(length, 0);
+        }
+        let bytes = &mut buffer[..length];
+        let mut at = offset;
+        for piece in bytes.chunks_mut(longest) {
+            if let Err(error) = device.read(at, piece) {
+                return reply.error(reported("read", offset, length as u64, &error));
+            }
+            at += piece.len() as u64;
+        }
+        reply.data(bytes);
+    });
+}
+
+fn write(device: &dyn BlockDevice, offset: u64, data: &[u8], longest: usize, reply: ReplyWrite) {
+    let mut at = offset;
+    for piece in data.chunks(longest) {
+        if let Err(error) = device.write(at, piece) {
+            return reply.error(reported("write", offset, data.len() as u64, &error));
+        }
+        at += piece.len() as u64;
+    }
+    reply.written(data.len() as u32);
+}
+
+/// Where the first byte at or after `from` is that is data (or is not): [`None`] if there is none.
+fn seek(device: &dyn BlockDevice, from: u64, data: bool) -> Result<Option<u64>, DeviceError> {
+    let size = device.size();
+    let mut at = from;
+    while at < size {
+        let runs = device.extents(at, LOOK.min(size - at))?;
+        for run in &runs {
+            if (run.kind == ExtentKind::Data) == data {
+                return Ok(Some(run.offset.max(at)));
+            }
+        }
+        match runs.last() {
+            Some(last) if last.end() > at => at = last.end(),
+            _ => return Err(DeviceError::Unsupported("tell its extents")),
+        }
+    }
+    Ok(None)
+}
+
+impl Filesystem for Disk {
+    fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        let longest = LONGEST.min(u32::try_from(self.longest).unwrap_or(u32::MAX));
+        let _ = config.set_max_write(longest.max(4096));
+        if let Err(most) = config.set_max_readahead(LONGEST) {
+            let _ = config.set_max_readahead(most);
+        }
+        let _ = config.set_max_background(BACKGROUND);
+        for wanted in [
+            InitFlags::FUSE_ASYNC_READ,
+            // Without it the loop device has one direct request under way, not many.
+            InitFlags::FUSE_ASYNC_DIO,
+            // Shared mappings beside direct I/O; older kernels refuse the mapping instead.
+            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+            InitFlags::FUSE_PARALLEL_DIROPS,
+        ] {
+            let _ = config.add_capabilities(wanted);
+        }
+        Ok(())
+    }
+
+    fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        match self.below_directory && parent == INodeNo::ROOT && name == self.name.as_str() {
+            true => reply.entry(&KEEP, &self.attributes(INNER), Generation(0)),
+            false => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        match ino == INodeNo::ROOT || ino == self.file() {
+            true => reply.attr(&KEEP, &self.attributes(ino)),
+            false => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn setattr(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        _: Option<TimeOrNow>,
+        mtime: Option<TimeOrNow>,
+        _: Option<SystemTime>,
+        _: Option<FileHandle>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<fuser::BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        // A disk has the size it has. (The kernel has checked who may do the rest.)
+        if ino != self.file() || size.is_some_and(|size| size != self.size) {
+            return reply.error(Errno::EPERM);
+        }
+        {
+            let mut owned = self.owned.lock();
+            owned.mode = mode.map_or(owned.mode, |mode| (mode & 0o777) as u16);
+            owned.uid = uid.unwrap_or(owned.uid);
+            owned.gid = gid.unwrap_or(owned.gid);
+            owned.changed = SystemTime::now();
+            owned.modified = match mtime {
+                Some(TimeOrNow::SpecificTime(time)) => time,
+                Some(TimeOrNow::Now) => owned.changed,
+                None => owned.modified,
+            };
+        }
+        reply.attr(&KEEP, &self.attributes(ino));
+    }
+
+    fn open(&self, _: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        if ino != self.file() {
+            return reply.error(Errno::EISDIR);
+        }
+        let reads = flags.acc_mode() == OpenAccMode::O_RDONLY;
+        if self.read_only && !reads {
+            return reply.error(Errno::EROFS);
+        }
+        let mut how = match self.page_cache {
+            true => FopenFlags::FOPEN_KEEP_CACHE,
+            false => FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES,
+        };
+        if reads {
+            // Who wrote nothing has nothing to flush when he closes.
+            how |= FopenFlags::FOPEN_NOFLUSH;
+        }
+        reply.opened(FileHandle(0), how);
+    }
+
+    fn read(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        size: u32,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        let length = self.inside(offset, u64::from(size));
+        let (device, longest) = (self.device.clone(), self.longest);
+        let waits = self.waits(offset, length);
+        self.go(waits, 0, move || {
+            read(device.as_ref(), offset, length as usize, longest, reply);
+        });
+    }
+
+    fn write(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        data: &[u8],
+        _: WriteFlags,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        if self.read_only {
+            return reply.error(Errno::EROFS);
+        }
+        let length = self.inside(offset, data.len() as u64) as usize;
+        if length == 0 && !data.is_empty() {
+            // As a block device says it.
+            return reply.error(Errno::ENOSPC);
+        }
+        self.touched();
+        let data = &data[..length];
+        // A write may have to fetch what it covers in part.
+        if self.waits(offset, length as u64) {
+            let (device, longest, data) = (self.device.clone(), self.longest, data.to_vec());
+            self.pool.submit(length, move || {
+                write(device.as_ref(), offset, &data, longest, reply);
+            });
+        } else {
+            let job = || write(self.device.as_ref(), offset, data, self.longest, reply);
+            drop(std::panic::catch_unwind(AssertUnwindSafe(job)));
+        }
+    }
+
+    fn flush(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        handle: FileHandle,
+        _: LockOwner,
+        reply: ReplyEmpty,
+    ) {
+        self.fsync(request, ino, handle, false, reply);
+    }
+
+    fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        if self.read_only {
+            return reply.ok();
+        }
+        let device = self.device.clone();
+        // A flush may wait for a disk or a far side, and nothing says so beforehand.
+        self.go(true, 0, move || match device.flush() {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(reported("flush", 0, 0, &error)),
+        });
+    }
+
+    fn fallocate(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        length: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        if self.read_only {
+            return reply.error(Errno::EROFS);
+        }
+        // Both must read as zeros afterwards, which a trim does not promise.
+        let zeroes = match mode & !libc::FALLOC_FL_KEEP_SIZE {
+            libc::FALLOC_FL_PUNCH_HOLE => Zeroes::default(),
+            libc::FALLOC_FL_ZERO_RANGE => Zeroes {
+                keep_allocated: true,
+                only_fast: false,
+            },
+            _ => return reply.error(Errno::EOPNOTSUPP),
+        };
+        let grows = offset.checked_add(length).is_none_or(|end| end > self.size);
+        if grows && mode & libc::FALLOC_FL_KEEP_SIZE == 0 {
+            return reply.error(Errno::ENOSPC);
+        }
+        let length = self.inside(offset, length);
+        self.touched();
+        let device = self.device.clone();
+        let waits = self.waits(offset, length);
+        self.go(waits, 0, move || {
+            match device.write_zeroes(offset, length, zeroes) {
+                Ok(()) => reply.ok(),
+                Err(error) => reply.error(reported("write zeroes", offset, length, &error)),
+            }
+        });
+    }
+
+    fn lseek(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
+        let data = match whence {
+            libc::SEEK_DATA => true,
+            libc::SEEK_HOLE => false,
+            _ => return reply.error(Errno::EINVAL),
+        };
+        let from = match u64::try_from(offset) {
+            Ok(from) if from < self.size => from,
+            _ => return reply.error(Errno::ENXIO),
+        };
+        let (device, size) = (self.device.clone(), self.size);
+        let waits = self.waits(from, size - from);
+        self.go(waits, 0, move || match seek(device.as_ref(), from, data) {
+            Ok(Some(at)) => reply.offset(at as i64),
+            // The end of a file counts as a hole.
+            Ok(None) if !data => reply.offset(size as i64),
+            Ok(None) => reply.error(Errno::ENXIO),
+            Err(error) => reply.error(reported("extents", from, size - from, &error)),
+        });
+    }
+
+    fn readdir(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
+        if !self.below_directory || ino != INodeNo::ROOT {
+            return reply.error(Errno::ENOTDIR);
+        }
+        let entries = [
+            (INodeNo::ROOT, FileType::Directory, "."),
+            (INodeNo::ROOT, FileType::Directory, ".."),
+            (INNER, FileType::RegularFile, self.name.as_str()),
+        ];
+        let from = usize::try_from(offset).unwrap_or(usize::MAX);
+        for (n, (ino, kind, name)) in entries.into_iter().enumerate().skip(from) {
+            if reply.add(ino, n as u64 + 1, kind, name) {
+                break;
+            }
+        }
+        reply.ok();
+    }
+
+    fn statfs(&self, _: &Request, _: INodeNo, reply: ReplyStatfs) {
+        // A loop device takes the block size for the unit of its discards.
+        reply.statfs(self.size.div_ceil(4096), 0, 0, 1, 0, 4096, 255, 4096);
+    }
+}

@@ -1,0 +1,172 @@
+//! The thread that holds a loop device open, in a table of open files of its own (why: see [`super`]).
+//!
+//! It must log nothing: a log's file has, in its table, another number or, worse, the number of something else.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+use super::{DEADLINE, LoopError, Options, claim, node, sys, users_of};
+
+/// Loop devices that are tried while others take what was free.
+const TRIES: u32 = 64;
+/// Between two tries.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// The handle of the thread. Dropped, it lets the device go, without waiting.
+pub(super) struct Keeper {
+    orders: Sender<Order>,
+    /// Disconnected when the thread has closed the device.
+    ended: Receiver<()>,
+}
+
+/// What came of attaching.
+pub(super) struct Attached {
+    pub(super) number: u32,
+    pub(super) direct_io: bool,
+}
+
+/// To detach: the answer goes there.
+struct Order(Sender<Result<(), LoopError>>);
+
+impl Keeper {
+    /// Starts the thread, which attaches `file`.
+    pub(super) fn start(file: &Path, options: Options) -> Result<(Self, Attached), LoopError> {
+        let (orders, ordered) = mpsc::channel();
+        let (end, ended) = mpsc::channel();
+        let (answer, answered) = mpsc::channel();
+        let theirs = file.to_owned();
+        std::thread::Builder::new()
+            .name("loop-keeper".into())
+            .spawn(move || {
+                let _end: Sender<()> = end;
+                match attach(&theirs, options) {
+                    Ok((device, attached)) => {
+                        let path = node(attached.number);
+                        if answer.send(Ok(attached)).is_ok() {
+                            keep(device, &path, &ordered);
+                        }
+                    }
+                    Err(error) => drop(answer.send(Err(error))),
+                }
+            })
+            .map_err(|source| LoopError::Attach {
+                file: file.to_owned(),
+                source,
+            })?;
+        let attached = answered.recv_timeout(DEADLINE).map_err(|_| hung(file))??;
+        Ok((Self { orders, ended }, attached))
+    }
+
+    /// Writes back and detaches, or says why not and keeps the device.
+    pub(super) fn detach(&self, device: &Path) -> Result<(), LoopError> {
+        let (answer, answered) = mpsc::channel();
+        if self.orders.send(Order(answer)).is_err() {
+            return Ok(());
+        }
+        answered
+            .recv_timeout(DEADLINE)
+            .unwrap_or_else(|_| Err(hung(device)))
+    }
+
+    /// Closes the device, which detaches it if nobody else has it open. Whether that was done within `deadline`.
+    pub(super) fn let_go(self, deadline: Duration) -> bool {
+        let Self { orders, ended } = self;
+        drop(orders);
+        ended.recv_timeout(deadline) == Err(RecvTimeoutError::Disconnected)
+    }
+}
+
+fn hung(device: &Path) -> LoopError {
+    LoopError::Hung {
+        device: device.to_owned(),
+        waited: DEADLINE,
+    }
+}
+
+fn attach(file: &Path, options: Options) -> Result<(File, Attached), LoopError> {
+    let failed = |source| LoopError::Attach {
+        file: file.to_owned(),
+        source,
+    };
+    sys::leave_files_behind().map_err(failed)?;
+    let backing = File::options()
+        .read(true)
+        .write(!options.read_only)
+        .open(file)
+        .map_err(failed)?;
+    let control = File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/loop-control")
+        .map_err(LoopError::Missing)?;
+    for _ in 0..TRIES {
+        let number = sys::free(&control).map_err(LoopError::Missing)?;
+        let opened = File::options()
+            .read(true)
+            .write(!options.read_only)
+            .open(node(number));
+        let device = match opened {
+            Ok(device) => device,
+            // Its node is still being made, or another took it.
+            Err(error) if is_passing(&error) || error.kind() == io::ErrorKind::NotFound => {
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+            Err(error) => return Err(failed(error)),
+        };
+        match sys::configure(&device, &backing, options) {
+            Ok(()) => {
+                let direct_io = sys::has_direct_io(&device).map_err(failed)?;
+                return Ok((device, Attached { number, direct_io }));
+            }
+            Err(error) if is_passing(&error) => std::thread::sleep(PAUSE),
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    Err(LoopError::Contended {
+        file: PathBuf::from(file),
+    })
+}
+
+fn is_passing(error: &io::Error) -> bool {
+    let passing = [libc::EBUSY, libc::ENXIO, libc::EAGAIN];
+    error.raw_os_error().is_some_and(|n| passing.contains(&n))
+}
+
+fn keep(device: File, path: &Path, orders: &Receiver<Order>) {
+    while let Ok(Order(answer)) = orders.recv() {
+        match settle(path) {
+            Ok(exclusive) => {
+                // Marks it, also where a kernel has lost the AUTOCLEAR; closing both does it.
+                let cleared = sys::clear(&device).map_err(|source| LoopError::Detach {
+                    device: path.to_owned(),
+                    source,
+                });
+                drop((device, exclusive));
+                let _ = answer.send(cleared);
+                return;
+            }
+            Err(error) => drop(answer.send(Err(error))),
+        }
+    }
+}
+
+/// Sees that nobody uses the device and that its file has all its bytes; keeps others from mounting it.
+fn settle(path: &Path) -> Result<File, LoopError> {
+    let exclusive = claim(path)?;
+    let users = users_of(path);
+    if !users.is_empty() {
+        return Err(LoopError::Busy {
+            device: path.to_owned(),
+            users,
+        });
+    }
+    rustix::fs::fsync(&exclusive).map_err(|error| LoopError::Unflushed {
+        device: path.to_owned(),
+        source: error.into(),
+    })?;
+    Ok(exclusive)
+}

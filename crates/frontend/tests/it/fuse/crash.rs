@@ -1,0 +1,151 @@
+//! The process that serves is killed: what is left can be cleared, and nothing waits for ever.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use drover_frontend::fuse::{FileMount, FuseError, Options};
+use drover_frontend::loopdev::{self, LoopError};
+
+use super::support::{Place, attached_under, can_attach, eventually, example, mounted_under, run};
+
+/// The example, serving.
+struct Server {
+    child: Child,
+    file: PathBuf,
+    device: PathBuf,
+}
+
+impl Server {
+    fn start(at: &Path) -> Self {
+        let mut child = Command::new(example())
+            .args(["32M", at.to_str().unwrap(), "--device"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut next = || PathBuf::from(lines.next().expect("a path").unwrap());
+        let (file, device) = (next(), next());
+        Self {
+            child,
+            file,
+            device,
+        }
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        let child = &mut self.child;
+        eventually("the killed process is gone", || {
+            child.try_wait().unwrap().is_some()
+        });
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+    }
+}
+
+fn write_without_sync(device: &Path) {
+    let file = File::options().write(true).open(device).unwrap();
+    for n in 0..64 {
+        file.write_all_at(&[7; 65536], n * 131_072).unwrap();
+    }
+}
+
+#[test]
+fn a_killed_server_leaves_what_can_be_cleared_and_nothing_after_that() {
+    if !can_attach(
+        "a_killed_server_leaves_what_can_be_cleared_and_nothing_after_that",
+        &[],
+    ) {
+        return;
+    }
+    let place = Place::new();
+    for (name, makes) in [("disk", false), ("dir", true)] {
+        let at = place.path(name);
+        if makes {
+            std::fs::create_dir(&at).unwrap();
+        }
+        let mut server = Server::start(&at);
+        assert_eq!(
+            loopdev::find_by_backing(&server.file).unwrap(),
+            [server.device.clone()]
+        );
+        assert!(!FileMount::is_stale(&at));
+        assert!(matches!(
+            FileMount::clear_stale(&at),
+            Err(FuseError::Mounted { .. })
+        ));
+        // Dirty pages that the kernel has to write back when the dying process closes the device.
+        write_without_sync(&server.device);
+        server.kill();
+        eventually("the loop device is gone", || {
+            attached_under(place.path("").as_path()).is_empty()
+        });
+        assert!(FileMount::is_stale(&at));
+        let again = FileMount::mount(
+            &at,
+            std::sync::Arc::new(drover_device::backend::MemoryDevice::new(4096)),
+            Options::default(),
+        );
+        assert!(matches!(again, Err(FuseError::Stale { .. })), "{again:?}");
+        FileMount::clear_stale(&at).unwrap();
+        assert!(!FileMount::is_stale(&at));
+        assert_eq!(mounted_under(&place.path("")), Vec::<PathBuf>::new());
+        assert_eq!(
+            at.exists(),
+            makes,
+            "a file that was made for it goes, a directory stays"
+        );
+    }
+}
+
+#[test]
+fn a_loop_device_in_use_outlives_its_killed_server_until_it_is_closed() {
+    if !can_attach(
+        "a_loop_device_in_use_outlives_its_killed_server_until_it_is_closed",
+        &["mkfs.ext4"],
+    ) {
+        return;
+    }
+    let place = Place::new();
+    let (at, point) = (place.path("disk"), place.path("mnt"));
+    std::fs::create_dir(&point).unwrap();
+    let mut server = Server::start(&at);
+    let device = server.device.clone();
+    run("mkfs.ext4", &["-q", device.to_str().unwrap()]);
+    run(
+        "mount",
+        &[device.to_str().unwrap(), point.to_str().unwrap()],
+    );
+    std::fs::write(point.join("file"), vec![3; 1 << 20]).unwrap();
+    server.kill();
+    let refused = loopdev::detach_path(&device);
+    match &refused {
+        Err(LoopError::Busy { users, .. }) => {
+            assert!(
+                refused
+                    .as_ref()
+                    .unwrap_err()
+                    .to_string()
+                    .contains(point.to_str().unwrap()),
+                "{users:?}"
+            );
+        }
+        other => panic!("{other:?}"),
+    }
+    run("umount", &[point.to_str().unwrap()]);
+    eventually("the loop device is gone", || {
+        attached_under(&place.path("")).is_empty()
+    });
+    // What is not attached any more is detached.
+    loopdev::detach_path(&device).unwrap();
+    FileMount::clear_stale(&at).unwrap();
+    assert!(!at.exists());
+}
