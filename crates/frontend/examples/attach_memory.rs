@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! attach_memory nbd  [--ioctl] [--device /dev/nbd3] [--connections N] [--dead SECONDS] [--size MIB] [--read-only]
+//! attach_memory ublk [--device /dev/ublkb3] [--size MIB] [--read-only]
 //! attach_memory detach [--force] PATH
 //! ```
 //!
@@ -19,6 +20,7 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, Zeroes};
 use drover_device::backend::MemoryDevice;
 use drover_frontend::nbdclient::{self, Detach, Interface};
+use drover_frontend::ublk;
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -75,6 +77,17 @@ fn run() -> Result<(), Failure> {
             };
             nbd(&device, &options, number("--connections")?.unwrap_or(1))
         }
+        ("ublk", None) => {
+            let options = ublk::Options {
+                device: text("--device").map(PathBuf::from),
+                read_only: is("--read-only"),
+                ..ublk::Options::default()
+            };
+            serve_ublk(Arc::new(MemoryDevice::new(size)), &options)
+        }
+        ("detach", Some(path)) if path.to_string_lossy().starts_with("/dev/ublk") => {
+            Ok(ublk::detach_path(&path, how)?)
+        }
         ("detach", Some(path)) => Ok(nbdclient::detach_path(&path, how)?),
         _ => Err("what is asked for is not clear".into()),
     }
@@ -110,6 +123,26 @@ fn nbd(
     for server in servers {
         server.join().map_err(|_| "a server panicked")??;
     }
+    println!("detached, {} KiB in use", device.allocated() >> 10);
+    Ok(())
+}
+
+fn serve_ublk(device: Arc<MemoryDevice>, options: &ublk::Options) -> Result<(), Failure> {
+    let asked = asked_to_end()?;
+    let begin = Instant::now();
+    let mut attached = ublk::attach(device.clone(), options)?;
+    let millis = begin.elapsed().as_millis();
+    println!("attached {} after {millis} ms", attached.path().display());
+    while !attached.is_gone() {
+        if asked.swap(false, Ordering::Relaxed) {
+            match attached.detach(Detach::IfUnused) {
+                Ok(()) => break,
+                Err(error) => println!("attach_memory: {error}"),
+            }
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+    attached.detach(Detach::IfUnused)?;
     println!("detached, {} KiB in use", device.allocated() >> 10);
     Ok(())
 }

@@ -3,14 +3,19 @@
 
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::OFlags;
+use rustix::io::Errno;
 
+/// How long a driver may take to configure, start or stop a device.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
+/// How long a device may take to write back what the kernel holds for it, before it is detached.
+const FLUSH_DEADLINE: Duration = Duration::from_secs(600);
 /// Between two looks at something that is about to change; short, since readiness is a matter of milliseconds
 /// (r3map §1.4.4.4 found polling to be faster than udev).
 const POLL: Duration = Duration::from_millis(1);
@@ -80,33 +85,139 @@ fn modprobe(program: &str, name: &str) {
     }
 }
 
-/// Whether somebody has the device for himself (mounted, in an array, swapped to). Writes what the kernel still holds
-/// back for it on the way.
+/// Writes what the kernel holds back for a device, and sees to it that nobody has it for himself (mounted, in an
+/// array, swapped to).
 ///
 /// # Errors
-/// Of opening or flushing the device.
-pub(crate) fn settle(path: &Path) -> io::Result<InUse> {
-    let exclusive = i32::try_from(OFlags::EXCL.bits()).unwrap_or(0);
-    let opened = std::fs::File::options()
-        .read(true)
-        .custom_flags(exclusive)
-        .open(path);
-    match opened {
-        Ok(file) => file.sync_all().map(|()| InUse::No),
-        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error()) => {
-            Ok(InUse::Yes)
+/// [`Error::Busy`], [`Error::Flush`], [`Error::Deadline`].
+pub(crate) fn settle(path: &Path) -> Result<(), Error> {
+    let own = path.to_path_buf();
+    let settled = within(FLUSH_DEADLINE, "device-flush", move || {
+        let exclusive = i32::try_from(OFlags::EXCL.bits()).unwrap_or(0);
+        let mut options = std::fs::File::options();
+        let file = options.read(true).custom_flags(exclusive).open(own)?;
+        file.sync_all()
+    })
+    .map_err(|error| Error::kernel("start a thread for", path, error))?;
+    match settled {
+        None => Err(Error::deadline("write what the kernel holds for it", path)),
+        Some(Ok(())) => Ok(()),
+        Some(Err(error)) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+            Err(Error::Busy { path: path.into() })
         }
-        Err(error) => Err(error),
+        Some(Err(error)) => Err(Error::Flush {
+            path: path.into(),
+            error,
+        }),
     }
 }
 
-/// What [`settle`] found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum InUse {
-    /// Nobody holds it exclusively.
-    No,
-    /// Somebody does.
-    Yes,
+/// What becomes of a device that somebody uses when it is detached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Detach {
+    /// What the kernel holds back is written first; a device that is mounted, or that cannot be written to, stays.
+    #[default]
+    IfUnused,
+    /// At once. What is not written is lost, and who uses the device sees I/O errors.
+    Force,
+}
+
+/// Why a device was not attached or detached.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The driver is not in the kernel and its module does not load.
+    #[error(
+        "this kernel has no {driver}: load it (modprobe {module}), or {instead} or `drover mount --device`"
+    )]
+    Missing {
+        /// The driver.
+        driver: &'static str,
+        /// The module it comes in.
+        module: &'static str,
+        /// What does the same.
+        instead: &'static str,
+    },
+    /// The driver is too old, or built without a part that is needed; the text says which and the way out.
+    #[error("{0}")]
+    Unsupported(&'static str),
+    /// No device is free.
+    #[error("no free /dev/nbdN: detach one, or load nbd with a larger nbds_max")]
+    NoneFree,
+    /// The options do not fit together.
+    #[error("cannot attach: {0}")]
+    Options(String),
+    /// Not the path of a device of this driver.
+    #[error("{path} is not {expected}")]
+    WrongPath {
+        /// What was given.
+        path: PathBuf,
+        /// What it has to be.
+        expected: &'static str,
+    },
+    /// Somebody uses the device.
+    #[error("{path} is in use: unmount it first")]
+    Busy {
+        /// The device.
+        path: PathBuf,
+    },
+    /// What the kernel holds back for the device could not be written.
+    #[error(
+        "{path} cannot be flushed: {error}; detach it by force to give up what was not written"
+    )]
+    Flush {
+        /// The device.
+        path: PathBuf,
+        /// What the flush said.
+        error: io::Error,
+    },
+    /// Nothing is attached there.
+    #[error("nothing is attached at {path}")]
+    NotAttached {
+        /// The device.
+        path: PathBuf,
+    },
+    /// Not root.
+    #[error("attaching and detaching {path} needs root (CAP_SYS_ADMIN)")]
+    NotPermitted {
+        /// The device.
+        path: PathBuf,
+    },
+    /// The kernel did not answer in time.
+    #[error("{path} did not {what} in time")]
+    Deadline {
+        /// What it was to do.
+        what: &'static str,
+        /// The device.
+        path: PathBuf,
+    },
+    /// The kernel refused.
+    #[error("cannot {what} {path}: {error}")]
+    Kernel {
+        /// What was being done.
+        what: &'static str,
+        /// The device.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+}
+
+impl Error {
+    pub(crate) fn kernel(what: &'static str, path: &Path, error: io::Error) -> Self {
+        let path = path.to_path_buf();
+        match error.raw_os_error().map(Errno::from_raw_os_error) {
+            Some(Errno::PERM | Errno::ACCESS) => Self::NotPermitted { path },
+            Some(Errno::TIMEDOUT) => Self::Deadline { what, path },
+            _ => Self::Kernel { what, path, error },
+        }
+    }
+
+    pub(crate) fn deadline(what: &'static str, path: &Path) -> Self {
+        Self::Deadline {
+            what,
+            path: path.into(),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -141,7 +252,8 @@ mod tests {
     #[test]
     fn a_file_that_nobody_holds_is_settled() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        assert_eq!(settle(file.path()).unwrap(), InUse::No);
-        assert!(settle(Path::new("/nonexistent/device")).is_err());
+        settle(file.path()).unwrap();
+        let error = settle(Path::new("/nonexistent/device")).unwrap_err();
+        assert!(error.to_string().contains("by force"), "{error}");
     }
 }

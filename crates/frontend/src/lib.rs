@@ -9,3 +9,4 @@ mod kernel;
 pub mod loopdev;
 pub mod nbd;
 pub mod nbdclient;
+pub mod ublk;

@@ -21,7 +21,8 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use crate::kernel::{self, InUse};
+use crate::kernel::{self, DEADLINE};
+pub use crate::kernel::{Detach, Error};
 use netlink::{Connection, Request};
 
 /// Bit 0 of the transmission flags: they mean something.
@@ -43,10 +44,13 @@ pub const FLAG_CAN_MULTI_CONN: u16 = 1 << 8;
 pub const MOST_CONNECTIONS: usize = 16;
 /// Bytes of [`Options::identifier`] that the kernel is given.
 pub const LONGEST_IDENTIFIER: usize = 200;
-/// How long configuring or disconnecting may take in the kernel.
-const DEADLINE: Duration = Duration::from_secs(30);
-/// How long a device may take to write back what the kernel holds for it, before it is detached.
-const FLUSH_DEADLINE: Duration = Duration::from_secs(600);
+
+const MISSING: Error = Error::Missing {
+    driver: "nbd",
+    module: "nbd",
+    instead: "use --ublk",
+};
+const NO_NETLINK: &str = "this kernel's nbd has no netlink: use ioctls";
 
 const FAMILY: &str = "nbd";
 const COMMAND_CONNECT: u8 = 1;
@@ -162,98 +166,6 @@ pub enum Interface {
     Ioctl,
 }
 
-/// What becomes of a device that somebody uses when it is detached.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Detach {
-    /// What the kernel holds back is written first; a device that is mounted, or that cannot be written to, stays.
-    #[default]
-    IfUnused,
-    /// At once. What is not written is lost, and who uses the device sees I/O errors.
-    Force,
-}
-
-/// Why a device was not attached or detached.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// There is no NBD client in the kernel and its module does not load.
-    #[error(
-        "this kernel has no nbd: load it (modprobe nbd), or use --ublk or `drover mount --device`"
-    )]
-    Missing,
-    /// The driver has no netlink family, and netlink was asked for.
-    #[error("this kernel's nbd has no netlink: use ioctls")]
-    NoNetlink,
-    /// No device is free.
-    #[error("no free /dev/nbdN: detach one, or load nbd with a larger nbds_max")]
-    NoneFree,
-    /// The options do not fit together.
-    #[error("cannot attach: {0}")]
-    Options(String),
-    /// Not the path of an NBD device.
-    #[error("{path} is not an NBD device (/dev/nbdN)")]
-    NotNbd {
-        /// What was given.
-        path: PathBuf,
-    },
-    /// Somebody uses the device.
-    #[error("{path} is in use: unmount it first")]
-    Busy {
-        /// The device.
-        path: PathBuf,
-    },
-    /// What the kernel holds back for the device could not be written.
-    #[error(
-        "{path} cannot be flushed: {error}; detach it by force to give up what was not written"
-    )]
-    Flush {
-        /// The device.
-        path: PathBuf,
-        /// What the flush said.
-        error: io::Error,
-    },
-    /// Nothing is attached there.
-    #[error("nothing is attached at {path}")]
-    NotAttached {
-        /// The device.
-        path: PathBuf,
-    },
-    /// Not root.
-    #[error("attaching and detaching {path} needs root (CAP_SYS_ADMIN)")]
-    NotPermitted {
-        /// The device.
-        path: PathBuf,
-    },
-    /// The kernel did not answer in time.
-    #[error("{path} did not {what} in time")]
-    Deadline {
-        /// What it was to do.
-        what: &'static str,
-        /// The device.
-        path: PathBuf,
-    },
-    /// The kernel refused.
-    #[error("cannot {what} {path}: {error}")]
-    Kernel {
-        /// What was being done.
-        what: &'static str,
-        /// The device.
-        path: PathBuf,
-        /// Why.
-        error: io::Error,
-    },
-}
-
-impl Error {
-    fn kernel(what: &'static str, path: &Path, error: io::Error) -> Self {
-        let path = path.to_path_buf();
-        match error.raw_os_error().map(Errno::from_raw_os_error) {
-            Some(Errno::PERM | Errno::ACCESS) => Self::NotPermitted { path },
-            Some(Errno::TIMEDOUT) => Self::Deadline { what, path },
-            _ => Self::Kernel { what, path, error },
-        }
-    }
-}
-
 /// An attached device. Dropping it detaches by force; [`Attached::detach`] says how that went.
 pub struct Attached {
     path: PathBuf,
@@ -317,7 +229,7 @@ pub fn attach(sockets: Vec<OwnedFd>, options: &Options) -> Result<Attached, Erro
         index_of(path)?;
     }
     if !kernel::load_module("nbd", is_present) {
-        return Err(Error::Missing);
+        return Err(MISSING);
     }
     if options.interface != Interface::Ioctl {
         match Connection::open(FAMILY, DEADLINE) {
@@ -325,7 +237,9 @@ pub fn attach(sockets: Vec<OwnedFd>, options: &Options) -> Result<Attached, Erro
             Err(error) if !is_absent(&error) => {
                 return Err(Error::kernel("ask for", Path::new("/dev/nbd"), error));
             }
-            Err(_) if options.interface == Interface::Netlink => return Err(Error::NoNetlink),
+            Err(_) if options.interface == Interface::Netlink => {
+                return Err(Error::Unsupported(NO_NETLINK));
+            }
             Err(_) => {}
         }
     }
@@ -349,7 +263,7 @@ fn attach_by_netlink(
     })
     .map_err(|error| Error::kernel("start a thread for", &asked, error))?;
     let index = match answer {
-        None => return Err(deadline("attach", &asked)),
+        None => return Err(Error::deadline("attach", &asked)),
         Some(Ok(answered)) => answered.or(index).ok_or_else(|| {
             Error::kernel("attach", &asked, io::Error::other("the kernel names none"))
         })?,
@@ -440,7 +354,7 @@ fn wait_ready(attached: &Attached, size: u64) -> Result<(), Error> {
     if is_ready() {
         return Ok(());
     }
-    Err(deadline("get ready", path))
+    Err(Error::deadline("get ready", path))
 }
 
 /// Gives an attached device new sockets for its dead ones: a server that comes back after a crash, while requests
@@ -471,7 +385,7 @@ pub fn reconnect(path: &Path, sockets: Vec<OwnedFd>) -> Result<(), Error> {
     })
     .map_err(|error| Error::kernel("start a thread for", path, error))?;
     match answer {
-        None => Err(deadline("take new sockets", path)),
+        None => Err(Error::deadline("take new sockets", path)),
         Some(Ok(_)) => Ok(()),
         Some(Err(error)) => Err(gone_or("reconnect", path, error)),
     }
@@ -485,7 +399,7 @@ pub fn is_attached(path: &Path) -> Result<bool, Error> {
     let index = index_of(path)?;
     let mut connection = match open_netlink(path) {
         Ok(connection) => connection,
-        Err(Error::NoNetlink) => return Ok(sysfs(index, "pid").exists()),
+        Err(Error::Unsupported(_)) => return Ok(sysfs(index, "pid").exists()),
         Err(error) => return Err(error),
     };
     let connected = connection
@@ -509,23 +423,23 @@ pub fn is_attached(path: &Path) -> Result<bool, Error> {
 pub fn detach_path(path: &Path, how: Detach) -> Result<(), Error> {
     let index = index_of(path)?;
     if !is_present() {
-        return Err(Error::Missing);
+        return Err(MISSING);
     }
     if read_number(index, "size").unwrap_or(0) == 0 && !sysfs(index, "pid").exists() {
         return Err(Error::NotAttached { path: path.into() });
     }
     if how == Detach::IfUnused {
-        settle(path)?;
+        kernel::settle(path)?;
     }
     let own = path.to_path_buf();
     let done = kernel::within(DEADLINE, "nbd-disconnect", move || disconnect(&own, index))
         .map_err(|error| Error::kernel("start a thread for", path, error))?;
-    done.ok_or_else(|| deadline("detach", path))??;
+    done.ok_or_else(|| Error::deadline("detach", path))??;
     let is_free = || !sysfs(index, "pid").exists();
     if kernel::wait_until(DEADLINE, is_free) {
         Ok(())
     } else {
-        Err(deadline("become free", path))
+        Err(Error::deadline("become free", path))
     }
 }
 
@@ -539,24 +453,8 @@ fn disconnect(path: &Path, index: u32) -> Result<(), Error> {
             )
             .map(|_| ())
             .map_err(|error| gone_or("detach", path, error)),
-        Err(Error::NoNetlink) => ioctl::disconnect(path),
+        Err(Error::Unsupported(_)) => ioctl::disconnect(path),
         Err(error) => Err(error),
-    }
-}
-
-/// Writes back what the kernel holds, and sees to it that nobody has the device mounted.
-fn settle(path: &Path) -> Result<(), Error> {
-    let own = path.to_path_buf();
-    let found = kernel::within(FLUSH_DEADLINE, "nbd-flush", move || kernel::settle(&own))
-        .map_err(|error| Error::kernel("start a thread for", path, error))?;
-    match found {
-        None => Err(deadline("write what the kernel holds for it", path)),
-        Some(Ok(InUse::No)) => Ok(()),
-        Some(Ok(InUse::Yes)) => Err(Error::Busy { path: path.into() }),
-        Some(Err(error)) => Err(Error::Flush {
-            path: path.into(),
-            error,
-        }),
     }
 }
 
@@ -565,9 +463,9 @@ fn open_netlink(path: &Path) -> Result<Connection, Error> {
         if !is_absent(&error) {
             Error::kernel("ask for", path, error)
         } else if is_present() {
-            Error::NoNetlink
+            Error::Unsupported(NO_NETLINK)
         } else {
-            Error::Missing
+            MISSING
         }
     })
 }
@@ -576,13 +474,6 @@ fn gone_or(what: &'static str, path: &Path, error: io::Error) -> Error {
     match error.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::INVAL | Errno::NODEV) => Error::NotAttached { path: path.into() },
         _ => Error::kernel(what, path, error),
-    }
-}
-
-fn deadline(what: &'static str, path: &Path) -> Error {
-    Error::Deadline {
-        what,
-        path: path.into(),
     }
 }
 
@@ -603,7 +494,10 @@ fn index_of(path: &Path) -> Result<u32, Error> {
         .and_then(|digits| digits.parse().ok())
         // The kernel's number is signed.
         .filter(|index| i32::try_from(*index).is_ok())
-        .ok_or_else(|| Error::NotNbd { path: path.into() })
+        .ok_or_else(|| Error::WrongPath {
+            path: path.into(),
+            expected: "an NBD device (/dev/nbdN)",
+        })
 }
 
 fn sysfs(index: u32, name: &str) -> PathBuf {

@@ -11,7 +11,8 @@ use std::thread::{self, JoinHandle};
 use rustix::io::{Errno, Result};
 use rustix::ioctl::{IntegerSetter, NoArg, ioctl};
 
-use super::{DEADLINE, Error, Options};
+use super::{Error, Options};
+use crate::kernel::DEADLINE;
 
 const SET_SOCK: u32 = 0xab00;
 const SET_BLKSIZE: u32 = 0xab01;
@@ -78,10 +79,7 @@ impl Session {
                 thread: Some(thread),
             }),
             Ok(Err(error)) => Err(error),
-            Err(_) => Err(Error::Deadline {
-                what: "take its settings",
-                path: at,
-            }),
+            Err(_) => Err(Error::deadline("take its settings", &at)),
         }
     }
 

@@ -237,11 +237,11 @@ fn without_the_module_the_way_out_is_named() {
     let missing = attach(vec![socket.into()], &Options::new(1 << 20))
         .err()
         .unwrap();
-    assert!(matches!(missing, Error::Missing));
+    assert!(matches!(missing, Error::Missing { .. }));
     assert!(missing.to_string().contains("modprobe nbd"), "{missing}");
     let path = Path::new("/dev/nbd0");
     let missing = detach_path(path, Detach::Force).unwrap_err();
-    assert!(matches!(missing, Error::Missing), "{missing}");
+    assert!(matches!(missing, Error::Missing { .. }), "{missing}");
 }
 
 #[test]

@@ -1,0 +1,466 @@
+//! A ublk server: a device as `/dev/ublkbN`, through the kernel's driver for block devices in user space.
+//!
+//! Participants: the *driver* queues requests, one to a tag; a *queue thread* for each of its queues waits on an
+//! `io_uring` for them; a pool does those that have to wait, so that one slow request holds nobody up; the *channel*,
+//! `/dev/ublkcN`, is read and written to copy a request's data. Memory is one buffer a thread, not one a tag.
+//!
+//! A device lives as long as its process: when that ends, however it ends, requests fail and `/dev/ublkbN` goes. What
+//! is left of it then, and a device of another process, [`detach_path`] removes.
+//!
+//! Needs Linux 6.5. Recovery, zoned devices, zero copy and unprivileged devices of the driver are not used.
+
+mod abi;
+mod control;
+mod pool;
+mod queue;
+mod request;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
+use std::thread::{self, JoinHandle};
+
+use drover_core::BlockDevice;
+use rustix::io::Errno;
+
+use crate::kernel::{self, DEADLINE};
+pub use crate::kernel::{Detach, Error};
+use abi::{Info, Params, command};
+use control::Control;
+use pool::Pool;
+use request::Target;
+
+/// Queues that a device may have.
+pub const MOST_QUEUES: u16 = 16;
+/// Requests that one queue may have under way.
+pub const DEEPEST_QUEUE: u16 = 1024;
+/// Threads that one device may have for requests that wait.
+pub const MOST_WORKERS: usize = 256;
+/// Bytes of the longest read or write that the kernel is let make.
+const LONGEST: u32 = 1 << 20;
+/// Bytes that one discard covers, and one request for zeros where those cost nothing.
+const LONGEST_DISCARD: u32 = 1 << 30;
+/// Bytes of one request for zeros where they are written one by one.
+const LONGEST_SLOW_ZEROES: u32 = 16 << 20;
+/// The kernel's limit for a logical block.
+const PAGE: u32 = 4096;
+
+const MISSING: Error = Error::Missing {
+    driver: "ublk",
+    module: "ublk_drv",
+    instead: "use the kernel's NBD client",
+};
+
+/// What the kernel is told about the device.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The node, `/dev/ublkbN`; `None` for the first free one.
+    pub device: Option<PathBuf>,
+    /// The logical block: a power of two from 512 to 4096, at least the device's alignment.
+    pub block_size: u32,
+    /// Takes no writes, whatever the device can do.
+    pub read_only: bool,
+    /// Queues, 1 to [`MOST_QUEUES`]; the kernel makes no more than it has processors.
+    pub queues: u16,
+    /// Requests under way in each, 1 to [`DEEPEST_QUEUE`].
+    pub depth: u16,
+    /// Threads for requests that wait, 1 to [`MOST_WORKERS`]. Each has a buffer of up to 1 MiB.
+    pub workers: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let processors = thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self {
+            device: None,
+            block_size: 512,
+            read_only: false,
+            queues: u16::try_from(processors.min(4)).unwrap_or(1),
+            depth: 64,
+            workers: 64,
+        }
+    }
+}
+
+impl Options {
+    fn check(&self) -> Result<(), Error> {
+        let wrong = |why: String| Err(Error::Options(why));
+        if !self.block_size.is_power_of_two() || !(512..=PAGE).contains(&self.block_size) {
+            return wrong(format!(
+                "a block size of {}: a power of two from 512 to {PAGE} is possible",
+                self.block_size
+            ));
+        }
+        if !(1..=MOST_QUEUES).contains(&self.queues) {
+            return wrong(format!(
+                "{} queues: 1 to {MOST_QUEUES} are possible",
+                self.queues
+            ));
+        }
+        if !(1..=DEEPEST_QUEUE).contains(&self.depth) {
+            return wrong(format!(
+                "a queue {} deep: 1 to {DEEPEST_QUEUE} are possible",
+                self.depth
+            ));
+        }
+        if !(1..=MOST_WORKERS).contains(&self.workers) {
+            return wrong(format!(
+                "{} workers: 1 to {MOST_WORKERS} are possible",
+                self.workers
+            ));
+        }
+        Ok(())
+    }
+
+    fn params(&self, device: &dyn BlockDevice) -> Result<Params, Error> {
+        let wrong = |why: String| Err(Error::Options(why));
+        let can = device.capabilities();
+        let size = device.size();
+        if can.alignment > self.block_size {
+            return wrong(format!(
+                "blocks of {} on a device that is aligned to {}: use a larger block or a chunked stage",
+                self.block_size, can.alignment
+            ));
+        }
+        if size == 0 || !size.is_multiple_of(u64::from(self.block_size)) {
+            return wrong(format!(
+                "a size of {size} bytes, which is no multiple of the block size {}",
+                self.block_size
+            ));
+        }
+        let longest = can.longest.min(LONGEST) / PAGE * PAGE;
+        if longest == 0 {
+            return wrong(format!(
+                "a device that takes {} bytes at a time: a page is the least",
+                can.longest
+            ));
+        }
+        let read_only = self.read_only || can.read_only;
+        let writable = |length: u32| if read_only { 0 } else { length };
+        Ok(Params {
+            read_only,
+            logical_block: self.block_size,
+            physical_block: self.block_size.max(PAGE),
+            preferred: can.preferred.next_power_of_two().clamp(PAGE, LONGEST),
+            longest,
+            size,
+            longest_discard: writable(if can.trim { LONGEST_DISCARD } else { 0 }),
+            longest_zeroes: writable(if can.fast_zeroes {
+                LONGEST_DISCARD
+            } else {
+                LONGEST_SLOW_ZEROES
+            }),
+        })
+    }
+}
+
+/// A device that this process serves. Dropping it detaches by force; [`Attached::detach`] says how that went.
+pub struct Attached {
+    path: PathBuf,
+    index: u32,
+    token: u64,
+    queues: Vec<JoinHandle<()>>,
+    attached: bool,
+}
+
+impl Attached {
+    /// The node, `/dev/ublkbN`.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether the device has been stopped, by [`detach_path`] or by the kernel.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.queues.iter().all(JoinHandle::is_finished)
+    }
+
+    /// Detaches; returns when the device is gone. A second time does nothing.
+    ///
+    /// # Errors
+    /// [`Error`]; the device then stays attached.
+    pub fn detach(&mut self, how: Detach) -> Result<(), Error> {
+        if !self.attached {
+            return Ok(());
+        }
+        if how == Detach::IfUnused && !self.is_gone() {
+            kernel::settle(&self.path)?;
+        }
+        // Whoever stopped the device may have removed it too, and the number may be another's by now.
+        match info(self.index, &self.path) {
+            Ok(info) if info.token == self.token => {
+                stop(self.index, &self.path)?;
+                if !kernel::wait_until(DEADLINE, || self.is_gone()) {
+                    return Err(Error::deadline("finish its requests", &self.path));
+                }
+                match delete(self.index, &self.path) {
+                    Ok(()) | Err(Error::NotAttached { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            Ok(_) | Err(Error::NotAttached { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        self.attached = false;
+        for queue in self.queues.drain(..) {
+            if queue.is_finished() && queue.join().is_err() {
+                tracing::error!("a ublk queue thread panicked");
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        if let Err(error) = self.detach(Detach::Force) {
+            tracing::warn!(path = %self.path.display(), %error, "a ublk device stays");
+        }
+    }
+}
+
+/// Makes a block device of `device`. Returns when the kernel has looked for partitions on it and it can be used.
+///
+/// # Errors
+/// [`Error`]; nothing stays attached then.
+pub fn attach(device: Arc<dyn BlockDevice>, options: &Options) -> Result<Attached, Error> {
+    options.check()?;
+    let params = options.params(&*device)?;
+    let wanted = options.device.as_deref().map(index_of).transpose()?;
+    if !kernel::load_module("ublk_drv", is_present) {
+        return Err(MISSING);
+    }
+    check_features()?;
+
+    let asked = Info {
+        queues: options.queues,
+        depth: options.depth,
+        longest: params.longest,
+        device: wanted.unwrap_or(abi::ANY_DEVICE),
+        features: abi::FEATURE_IOCTL_ENCODE | abi::FEATURE_USER_COPY,
+        token: token(),
+    };
+    let path = options.device.clone();
+    let path = path.unwrap_or_else(|| "/dev/ublkb".into());
+    let answer = control(
+        "add",
+        &path,
+        command::ADD_DEV,
+        asked.device,
+        0,
+        asked.encode().to_vec(),
+    )
+    .map_err(|error| match error {
+        Error::Kernel { error, .. } if is(&error, Errno::EXIST) => {
+            Error::Busy { path: path.clone() }
+        }
+        other => other,
+    })?;
+    let got = Info::decode(&answer).ok_or_else(|| {
+        Error::kernel(
+            "add",
+            &path,
+            io::Error::other("the driver's answer is short"),
+        )
+    })?;
+    // From here on, dropping it removes the device.
+    let mut attached = Attached {
+        path: format!("/dev/ublkb{}", got.device).into(),
+        index: got.device,
+        token: asked.token,
+        queues: Vec::new(),
+        attached: true,
+    };
+    serve(&mut attached, device, &params, &got, options.workers)?;
+    Ok(attached)
+}
+
+/// Takes the queues into service and starts the device.
+fn serve(
+    attached: &mut Attached,
+    device: Arc<dyn BlockDevice>,
+    params: &Params,
+    got: &Info,
+    workers: usize,
+) -> Result<(), Error> {
+    let path = attached.path.clone();
+    let index = attached.index;
+    control(
+        "set the parameters of",
+        &path,
+        command::SET_PARAMS,
+        index,
+        0,
+        params.encode().to_vec(),
+    )?;
+    let channel = PathBuf::from(format!("/dev/ublkc{index}"));
+    if !kernel::wait_until(DEADLINE, || channel.exists()) {
+        return Err(Error::deadline("appear", &channel));
+    }
+    let channel = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(&channel)
+        .map_err(|error| Error::kernel("open", &channel, error))?;
+    let target = Arc::new(Target {
+        channel,
+        device,
+        longest: params.longest,
+    });
+    let pool = Arc::new(Pool::new(target.clone(), workers));
+    let (sender, receiver) = mpsc::sync_channel(usize::from(got.queues));
+    for number in 0..got.queues {
+        let (target, pool, ready, depth) =
+            (target.clone(), pool.clone(), sender.clone(), got.depth);
+        let thread = thread::Builder::new()
+            .name(format!("ublk-queue-{number}"))
+            .spawn(move || queue::run(number, depth, target, pool, &ready))
+            .map_err(|error| Error::kernel("start a thread for", &path, error))?;
+        attached.queues.push(thread);
+    }
+    // The threads alone keep the channel open: when they end, whoever stopped the device can delete it.
+    drop((target, pool));
+    for _ in 0..got.queues {
+        match receiver.recv_timeout(DEADLINE) {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => return Err(Error::kernel("serve a queue of", &path, error)),
+            Err(_) => return Err(Error::deadline("take its queues", &path)),
+        }
+    }
+    let process = rustix::process::getpid().as_raw_nonzero().get();
+    let process = u64::from(process.unsigned_abs());
+    control(
+        "start",
+        &path,
+        command::START_DEV,
+        index,
+        process,
+        Vec::new(),
+    )?;
+    if kernel::wait_until(DEADLINE, || path.exists()) {
+        Ok(())
+    } else {
+        Err(Error::deadline("appear", &path))
+    }
+}
+
+/// Detaches a device that this or another process serves, and removes what is left of one whose process is gone.
+/// Returns when the device is gone.
+///
+/// # Errors
+/// [`Error`].
+pub fn detach_path(path: &Path, how: Detach) -> Result<(), Error> {
+    let index = index_of(path)?;
+    if !is_present() {
+        return Err(MISSING);
+    }
+    info(index, path)?;
+    // Without a node there is nobody left to use it.
+    if how == Detach::IfUnused && path.exists() {
+        kernel::settle(path)?;
+    }
+    stop(index, path)?;
+    delete(index, path)
+}
+
+/// Whether a device, or what is left of one, is attached.
+///
+/// # Errors
+/// [`Error`].
+pub fn is_attached(path: &Path) -> Result<bool, Error> {
+    match info(index_of(path)?, path) {
+        Ok(_) => Ok(true),
+        Err(Error::NotAttached { .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn info(index: u32, path: &Path) -> Result<Info, Error> {
+    let room = vec![0; Info::SIZE];
+    let answer = control("ask for", path, command::GET_DEV_INFO, index, 0, room)?;
+    Info::decode(&answer)
+        .ok_or_else(|| Error::kernel("ask for", path, io::Error::other("a short answer")))
+}
+
+fn stop(index: u32, path: &Path) -> Result<(), Error> {
+    control("stop", path, command::STOP_DEV, index, 0, Vec::new()).map(|_| ())
+}
+
+/// Waits until the last thread of the server has let go.
+fn delete(index: u32, path: &Path) -> Result<(), Error> {
+    control("delete", path, command::DEL_DEV, index, 0, Vec::new()).map(|_| ())
+}
+
+fn control(
+    what: &'static str,
+    path: &Path,
+    command: u32,
+    device: u32,
+    data: u64,
+    buffer: Vec<u8>,
+) -> Result<Vec<u8>, Error> {
+    let control = Control::open().map_err(|error| match error {
+        error if is(&error, Errno::NOENT) => MISSING,
+        error => Error::kernel("reach the driver for", path, error),
+    })?;
+    control
+        .run(command, device, data, buffer, DEADLINE)
+        .map_err(|error| match error {
+            error if is(&error, Errno::NODEV) => Error::NotAttached { path: path.into() },
+            error => Error::kernel(what, path, error),
+        })
+}
+
+fn check_features() -> Result<(), Error> {
+    const OLD: Error = Error::Unsupported(
+        "this kernel's ublk is too old (Linux 6.5 is the first that fits): use the kernel's NBD client",
+    );
+    let path = Path::new(control::PATH);
+    let answer = control("ask", path, command::GET_FEATURES, 0, 0, vec![0; 8]);
+    let features = match answer {
+        Ok(bytes) => bytes.try_into().map_or(0, u64::from_ne_bytes),
+        Err(Error::Kernel { error, .. })
+            if is(&error, Errno::OPNOTSUPP) || is(&error, Errno::INVAL) =>
+        {
+            return Err(OLD);
+        }
+        Err(error) => return Err(error),
+    };
+    let needed = abi::FEATURE_IOCTL_ENCODE | abi::FEATURE_USER_COPY;
+    if features & needed == needed {
+        Ok(())
+    } else {
+        Err(OLD)
+    }
+}
+
+fn is(error: &io::Error, errno: Errno) -> bool {
+    error.raw_os_error() == Some(errno.raw_os_error())
+}
+
+fn is_present() -> bool {
+    Path::new(control::PATH).exists()
+}
+
+/// By which a device is known as this one's. Not a secret: a number that no two devices share.
+fn token() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one("ublk")
+}
+
+/// The number of `/dev/ublkbN`.
+fn index_of(path: &Path) -> Result<u32, Error> {
+    path.to_str()
+        .and_then(|text| text.strip_prefix("/dev/ublkb"))
+        .filter(|digits| !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()))
+        .and_then(|digits| digits.parse().ok())
+        // Device numbers have 20 bits for it.
+        .filter(|index| *index < 1 << 20)
+        .ok_or_else(|| Error::WrongPath {
+            path: path.into(),
+            expected: "a ublk device (/dev/ublkbN)",
+        })
+}

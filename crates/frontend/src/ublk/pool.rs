@@ -1,0 +1,143 @@
+//! Threads for requests that wait: for a disk, for a network. At most [`Pool::new`]'s limit of them, started as they
+//! are needed. What waits for a thread is bounded by the queues' depth: every tag has one request at most.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::thread;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::abi::Descriptor;
+use super::request::{Buffer, Target};
+
+/// Where a queue's thread is told what became of requests: a list, and an eventfd that its ring watches.
+pub(super) struct Mailbox {
+    done: Mutex<Vec<(u16, i32)>>,
+    pub(super) bell: OwnedFd,
+}
+
+impl Mailbox {
+    pub(super) fn new() -> std::io::Result<Self> {
+        use rustix::event::{EventfdFlags, eventfd};
+        Ok(Self {
+            done: Mutex::default(),
+            bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        })
+    }
+
+    fn put(&self, tag: u16, result: i32) {
+        self.done.lock().push((tag, result));
+        // Fails only with 2^64 rings unheard, and then it rings already.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+
+    /// What came since the last time; silences the bell first, so that nothing is missed.
+    pub(super) fn take(&self) -> Vec<(u16, i32)> {
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&self.bell, &mut count); // would block when it has not rung
+        std::mem::take(&mut *self.done.lock())
+    }
+}
+
+/// A request and where its result goes.
+pub(super) struct Job {
+    pub(super) queue: u16,
+    pub(super) tag: u16,
+    pub(super) descriptor: Descriptor,
+    pub(super) mailbox: Arc<Mailbox>,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: VecDeque<Job>,
+    threads: usize,
+    idle: usize,
+    closed: bool,
+}
+
+struct Inner {
+    target: Arc<Target>,
+    limit: usize,
+    state: Mutex<State>,
+    more: Condvar,
+}
+
+/// The pool. Its threads end when the last of its handles is gone and what was given to it is done.
+pub(super) struct Pool(Arc<Inner>);
+
+impl Pool {
+    pub(super) fn new(target: Arc<Target>, limit: usize) -> Self {
+        Self(Arc::new(Inner {
+            target,
+            limit,
+            state: Mutex::default(),
+            more: Condvar::new(),
+        }))
+    }
+
+    /// Takes a request over. Where no thread can be started and none runs, does it on the spot.
+    pub(super) fn submit(&self, job: Job) {
+        let mut state = self.0.state.lock();
+        state.jobs.push_back(job);
+        if state.idle >= state.jobs.len() {
+            self.0.more.notify_one();
+            return;
+        }
+        if state.threads >= self.0.limit {
+            return;
+        }
+        let inner = self.0.clone();
+        state.threads += 1;
+        let started = thread::Builder::new()
+            .name("ublk-worker".into())
+            .spawn(move || inner.work());
+        if let Err(error) = started {
+            state.threads -= 1;
+            tracing::warn!(%error, "no thread for a ublk request");
+            if state.threads == 0 {
+                let job = state.jobs.pop_back();
+                drop(state);
+                if let Some(job) = job {
+                    self.0.perform(&job, &mut Buffer::new());
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.0.state.lock().closed = true;
+        self.0.more.notify_all();
+    }
+}
+
+impl Inner {
+    fn work(&self) {
+        super::queue::serve_writeback();
+        let mut buffer = Buffer::new();
+        let mut state = self.state.lock();
+        loop {
+            if let Some(job) = state.jobs.pop_front() {
+                drop(state);
+                self.perform(&job, &mut buffer);
+                state = self.state.lock();
+            } else if state.closed {
+                state.threads -= 1;
+                return;
+            } else {
+                state.idle += 1;
+                self.more.wait(&mut state);
+                state.idle -= 1;
+            }
+        }
+    }
+
+    fn perform(&self, job: &Job, buffer: &mut Buffer) {
+        let result = self
+            .target
+            .perform(job.queue, job.tag, &job.descriptor, buffer);
+        job.mailbox.put(job.tag, result);
+    }
+}
