@@ -36,4 +36,4 @@ pub mod walk;
 
 pub use error::{RefuseReason, TeleportError};
 pub use matching::RemoteTeleporter;
-pub use site::{Site, SiteConfig, SiteStatus, TransferStatus, open_teleporter};
+pub use site::{Holder, Site, SiteConfig, SiteStatus, TransferStatus, open_teleporter};

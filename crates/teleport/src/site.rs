@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use drover_core::{Digest, ImageName};
@@ -12,7 +12,7 @@ use drover_index::{DirStorage, ImageId, Matcher, MatcherConfig, MatcherStats};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::TeleportError;
+use crate::{RefuseReason, TeleportError};
 use crate::blockmap::BlockMap;
 use crate::catalog::{Catalog, ImageRecord};
 use crate::files;
@@ -100,7 +100,11 @@ pub struct Site {
     closing: AtomicBool,
     copier: Mutex<Option<std::thread::JoinHandle<()>>>,
     copier_wakes: crossbeam_channel::Sender<()>,
+    holds: OnceLock<Arc<Holder>>,
 }
+
+/// Says of an image who needs it as it is, as in `web is mounted by lyon`; none when nobody does.
+pub type Holder = dyn Fn(&ImageName) -> Option<String> + Send + Sync;
 
 impl Site {
     /// Opens a site. What had to be repaired is said, a line each.
@@ -141,6 +145,7 @@ impl Site {
             closing: AtomicBool::new(false),
             copier: Mutex::new(None),
             copier_wakes: wake,
+            holds: OnceLock::new(),
         });
         site.recover(whole, &mut repairs);
         site.forget_strays();
@@ -351,6 +356,23 @@ impl Site {
         Ok((record.digest, found))
     }
 
+    /// Asks `holder` from now on before an image is replaced or removed. Only the first call counts.
+    pub fn hold_by(&self, holder: Arc<Holder>) {
+        // A second holder would be a mistake of the program's; the first goes on holding.
+        let _ = self.holds.set(holder);
+    }
+
+    /// Refuses what would change an image that somebody needs as it is.
+    pub(crate) fn check_held(&self, name: &ImageName) -> Result<(), TeleportError> {
+        match self.holds.get().and_then(|holder| holder(name)) {
+            Some(why) => Err(TeleportError::Refused {
+                reason: RefuseReason::Policy,
+                message: format!("{name} cannot be replaced or removed: {why}"),
+            }),
+            None => Ok(()),
+        }
+    }
+
     fn find(&self, name: &ImageName) -> Result<ImageRecord, TeleportError> {
         self.images.by_name(name).ok_or_else(|| {
             TeleportError::Remote(format!(
@@ -457,9 +479,10 @@ impl Site {
     /// share with it are kept.
     ///
     /// # Errors
-    /// When there is no such image or its file cannot be removed.
+    /// When there is no such image, it is held, or its file cannot be removed.
     pub fn remove(&self, name: &ImageName) -> Result<ImageRecord, TeleportError> {
         let record = self.find(name)?;
+        self.check_held(name)?;
         self.copy_sequences_of(record.id);
         if !record.external {
             match std::fs::remove_file(&record.path) {

@@ -171,6 +171,7 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
             "the offer has an unknown image format".into(),
         ));
     }
+    site.check_held(&offer.name)?;
     let taken = site.images.by_name(&offer.name).filter(|r| r.external);
     if let Some(external) = taken {
         return Err(refused(
