@@ -10,6 +10,7 @@ mod lines;
 pub mod link;
 mod matching;
 pub mod memory;
+pub mod mount;
 mod mover;
 mod pictures;
 pub mod resume;
@@ -167,6 +168,7 @@ pub const ALL: &[&dyn Experiment] = &[
     &caches::Caches,
     &sequences::Sequences,
     &memory::Memory,
+    &mount::Mount,
     &link::LinkKeepsItsWord,
 ];
 

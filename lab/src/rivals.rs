@@ -19,6 +19,14 @@ use crate::site::Where;
 
 pub use rsync::{Mode, Rsync};
 
+/// The version that a program tells by `--version`.
+///
+/// # Errors
+/// The reason why it cannot be used, in words.
+pub fn tool_version(program: &str) -> Result<String, String> {
+    tool::version(program, &["--version"])
+}
+
 /// A tool that can carry images from one machine to another, with its best settings.
 pub trait Rival: Sync {
     /// A short name, fit for a file name: `rsync-delta`.

@@ -1,0 +1,298 @@
+//! Everybody who shows a far image on a local NBD socket: drover in its two ways, and what else there is.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::experiments::lines::Net;
+use crate::site::{Sender, Site};
+use crate::{rivals, shell};
+
+/// The export's name, which is the image's at the far site.
+pub const NAME: &str = "disk.raw";
+
+/// How long a process may take to end by itself.
+const END: Duration = Duration::from_secs(20);
+
+/// Who shows the image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// `drover export`.
+    Managed,
+    /// `drover export --sync remote`.
+    ManagedRemote,
+    /// `drover export --direct`.
+    Direct,
+    /// `qemu-storage-daemon`: copy-on-read into a qcow2 overlay, backed by NBD.
+    Qsd,
+    /// `nbdkit nbd` with its cache and readahead filters.
+    Nbdkit,
+}
+
+impl By {
+    /// In a row.
+    pub fn name(self) -> &'static str {
+        match self {
+            By::Managed => "drover, managed",
+            By::ManagedRemote => "drover, managed, --sync remote",
+            By::Direct => "drover, direct",
+            By::Qsd => "qemu-storage-daemon, copy-on-read",
+            By::Nbdkit => "nbdkit, cache and readahead",
+        }
+    }
+
+    /// In a case's name.
+    pub fn slug(self) -> &'static str {
+        match self {
+            By::Managed => "managed",
+            By::ManagedRemote => "managed-remote",
+            By::Direct => "direct",
+            By::Qsd => "qsd",
+            By::Nbdkit => "nbdkit",
+        }
+    }
+
+    /// Whether it is drover.
+    pub fn is_drover(self) -> bool {
+        !matches!(self, By::Qsd | By::Nbdkit)
+    }
+
+    /// What is missing on this machine for it.
+    pub fn missing(self) -> Option<String> {
+        let programs: &[&str] = match self {
+            By::Qsd => &["qemu-storage-daemon", "qemu-nbd", "qemu-img"],
+            By::Nbdkit => &["nbdkit", "qemu-nbd"],
+            _ => &[],
+        };
+        let lacks = programs.iter().find(|p| !shell::have(p))?;
+        Some(format!("{lacks} is not installed"))
+    }
+
+    /// Its version, for what is kept of it.
+    pub fn version(self) -> Result<String, String> {
+        match self {
+            By::Qsd => rivals::tool_version("qemu-storage-daemon"),
+            By::Nbdkit => rivals::tool_version("nbdkit"),
+            _ => Ok(String::new()),
+        }
+    }
+}
+
+/// The far end: the image where everybody can fetch it.
+pub struct Far<'a> {
+    net: &'a Net,
+    drover: PathBuf,
+    dir: PathBuf,
+    image: PathBuf,
+    site: Option<Site>,
+    server: Option<Child>,
+}
+
+impl<'a> Far<'a> {
+    /// A far end that serves `image` to `by`, in `dir`.
+    pub fn start(net: &'a Net, drover: &Path, dir: &Path, image: &Path, by: By) -> Result<Self> {
+        std::fs::create_dir_all(dir)?;
+        let mut far = Self {
+            net,
+            drover: drover.to_owned(),
+            dir: dir.canonicalize()?,
+            image: image.canonicalize()?,
+            site: None,
+            server: None,
+        };
+        if by.is_drover() {
+            let named = far.dir.join(NAME);
+            let _ = std::fs::remove_file(&named);
+            std::fs::hard_link(&far.image, &named)
+                .or_else(|_| std::os::unix::fs::symlink(&far.image, &named))
+                .context("cannot name the image")?;
+            let site = Site::start(drover, &far.dir.join("far"), net.place())?;
+            shell::run(
+                Command::new(drover)
+                    .args(["index"])
+                    .arg(&named)
+                    .env("DROVER_HOME", far.dir.join("far")),
+            )?;
+            far.site = Some(site);
+        } else {
+            let mut command = net.place().far(Path::new("qemu-nbd"));
+            command
+                .args(["--persistent", "--shared=16", "--read-only", "--format=raw"])
+                .args(["--cache=writeback", "--aio=threads", "--export-name=far"])
+                .args(["--bind", net.place().far_address(), "--port", PORT])
+                .arg(&far.image)
+                .stdin(Stdio::null())
+                .stderr(Stdio::null());
+            far.server = Some(command.spawn().context("qemu-nbd")?);
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        Ok(far)
+    }
+
+    /// Makes ready what is not part of showing: pairing, an empty overlay.
+    pub fn near(&self, by: By) -> Result<Near<'_>> {
+        let socket = self.dir.join("near.sock");
+        let _ = std::fs::remove_file(&socket);
+        if let Some(site) = &self.site {
+            let home = self.dir.join("near");
+            let _ = std::fs::remove_dir_all(&home);
+            Sender::pair(&self.drover, &home, self.net.place(), site)?;
+        }
+        if by == By::Qsd {
+            let overlay = self.dir.join("overlay.qcow2");
+            let _ = std::fs::remove_file(&overlay);
+            let size = std::fs::metadata(&self.image)?.len();
+            shell::run(
+                Command::new("qemu-img")
+                    .args(["create", "-q", "-f", "qcow2"])
+                    .arg(&overlay)
+                    .arg(size.to_string()),
+            )?;
+        }
+        Ok(Near {
+            far: self,
+            by,
+            socket,
+        })
+    }
+}
+
+impl Drop for Far<'_> {
+    fn drop(&mut self) {
+        if let Some(server) = &mut self.server {
+            let _ = server.kill();
+            let _ = server.wait();
+        }
+    }
+}
+
+const PORT: &str = "10809";
+
+/// The near end, about to show the image.
+pub struct Near<'a> {
+    far: &'a Far<'a>,
+    by: By,
+    socket: PathBuf,
+}
+
+impl Near<'_> {
+    /// Starts it: the clock of whoever measures starts before this.
+    pub fn start(&self) -> Result<Shown> {
+        let mut command = self.command();
+        let said = self.far.dir.join("near.log");
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&said)?)
+            .spawn()
+            .with_context(|| self.by.name())?;
+        Ok(Shown {
+            child,
+            socket: self.socket.clone(),
+            said,
+        })
+    }
+
+    fn command(&self) -> Command {
+        let place = self.far.net.place();
+        let address = place.far_address();
+        let socket = self.socket.display();
+        if self.by.is_drover() {
+            let mut command = place.near(&self.far.drover);
+            command
+                .arg("export")
+                .arg(format!("far:{NAME}"))
+                .arg("--nbd")
+                .arg(format!("unix:{socket}"))
+                .env("DROVER_HOME", self.far.dir.join("near"));
+            match self.by {
+                By::Direct => {
+                    command.arg("--direct");
+                }
+                By::ManagedRemote => {
+                    command.args(["--sync", "remote"]);
+                }
+                _ => {}
+            }
+            return command;
+        }
+        if self.by == By::Nbdkit {
+            let mut command = place.near(Path::new("nbdkit"));
+            command
+                .args(["--foreground", "--threads=32", "--exportname", NAME])
+                .arg(format!("--unix={socket}"))
+                .args(["--filter=readahead", "--filter=cache", "nbd"])
+                .arg(format!("uri=nbd://{address}:{PORT}/far"))
+                .args(["shared=true", "cache=unsafe", "cache-on-read=true"]);
+            return command;
+        }
+        let mut command = place.near(Path::new("qemu-storage-daemon"));
+        let overlay = self.far.dir.join("overlay.qcow2");
+        command
+            .args(["--object", "iothread,id=io"])
+            .arg("--blockdev")
+            .arg(format!(
+                "driver=nbd,node-name=far,server.type=inet,server.host={address},server.port={PORT},export=far"
+            ))
+            .arg("--blockdev")
+            .arg(format!(
+                "driver=qcow2,node-name=top,backing=far,file.driver=file,file.filename={}",
+                overlay.display()
+            ))
+            .args(["--blockdev", "driver=copy-on-read,node-name=cor,file=top"])
+            .arg("--nbd-server")
+            .arg(format!("addr.type=unix,addr.path={socket}"))
+            .arg("--export")
+            .arg(format!(
+                "type=nbd,id=e,node-name=cor,name={NAME},writable=on,iothread=io"
+            ));
+        command
+    }
+}
+
+/// Somebody who shows the image; ended when it is dropped.
+pub struct Shown {
+    child: Child,
+    socket: PathBuf,
+    said: PathBuf,
+}
+
+impl Shown {
+    /// Where it listens.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Fails with its own words when it has ended.
+    pub fn check(&mut self) -> Result<()> {
+        match self.child.try_wait()? {
+            None => Ok(()),
+            Some(status) => bail!(
+                "it ended ({status}): {}",
+                shell::tail(&std::fs::read(&self.said).unwrap_or_default())
+            ),
+        }
+    }
+}
+
+impl Drop for Shown {
+    fn drop(&mut self) {
+        let pid = i32::try_from(self.child.id())
+            .ok()
+            .and_then(rustix::process::Pid::from_raw);
+        if let Some(pid) = pid {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        let started = Instant::now();
+        while started.elapsed() < END {
+            if !matches!(self.child.try_wait(), Ok(None)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
