@@ -3,8 +3,8 @@
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Layout, Stamp, open_for_sending};
@@ -12,7 +12,6 @@ use drover_index::{DirStorage, ImageId, Matcher, MatcherConfig, MatcherStats};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::{RefuseReason, TeleportError};
 use crate::blockmap::BlockMap;
 use crate::catalog::{Catalog, ImageRecord};
 use crate::files;
@@ -25,6 +24,7 @@ use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
 use crate::transfer::{Active, Closing, Leftover, inspect};
 use crate::walk::Walk;
+use crate::{RefuseReason, TeleportError};
 
 /// Where a site keeps what, and its limits.
 #[derive(Debug, Clone)]
