@@ -158,7 +158,8 @@ pub trait Remote: Send + Sync {
     fn attach(&self, local: Weak<dyn Local>);
 
     /// Asks for chunks that somebody waits for. They come by [`Local::arrived`], in any order and grouping, or
-    /// [`Local::failed`].
+    /// [`Local::failed`]. Chunks that are under way as background work are hurried and come once; when they were
+    /// handed out by [`Local::next`] only just now they may come twice.
     fn fetch(&self, chunks: Chunks);
 
     /// Says that [`Local::next`] may have something, after it had nothing.

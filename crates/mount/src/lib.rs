@@ -3,3 +3,13 @@
 //!
 //! What must not live here: how a device is shown to a kernel or a program (`frontend`), and what a person types
 //! (`drover`).
+
+pub mod client;
+mod compress;
+pub mod direct;
+mod error;
+pub mod protocol;
+pub mod server;
+pub mod window;
+
+pub use error::MountError;

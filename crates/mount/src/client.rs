@@ -1,0 +1,646 @@
+//! The mount's side: an image of another site as the far side of a managed device, or as a device of its own.
+
+mod book;
+mod link;
+mod tell;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use drover_core::{DeviceError, ImageName};
+use drover_device::remote::{
+    Change, Chunks, Done, Epoch, Link, Local, PresenceDone, Remote, Shape, Traffic,
+};
+use drover_net::{FrameReader, FrameWriter, WireCounters};
+use parking_lot::Mutex;
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+
+use crate::MountError;
+use crate::compress::Packer;
+use crate::protocol::{
+    Access, Answer, Ask, Coding, DEFAULT_CHUNK, Identity, LaneKind, MAX_DIRECT, MAX_LANES, MountId,
+    Opened,
+};
+
+use book::{Book, Job, split};
+use tell::{Teller, Threads};
+
+/// How long a request may take before it fails, also while the link is down.
+pub const GIVE_UP: Duration = Duration::from_secs(30);
+
+/// How often is looked for requests that have waited too long.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// How long closing may wait for the site's word.
+const CLOSE_WAIT: Duration = Duration::from_secs(5);
+
+/// A connection to the site for one lane.
+pub struct Connected {
+    /// From the site.
+    pub reader: FrameReader,
+    /// To the site.
+    pub writer: FrameWriter,
+    /// Bytes that cross the socket.
+    pub wire: Arc<WireCounters>,
+    /// How long the site took to answer the first packet, where that is known.
+    pub round_trip: Option<Duration>,
+}
+
+/// Why there is no connection.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct ConnectError {
+    /// Trying again cannot help.
+    pub fatal: bool,
+    /// One line for a person.
+    pub message: String,
+}
+
+/// Makes connections to the site, each with a lane's opening message sent on it.
+pub trait Connector: Send + Sync {
+    /// Connects and sends the opening message, without waiting for an answer to it.
+    fn connect(
+        &self,
+        open: Vec<u8>,
+    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>>;
+}
+
+/// How to mount.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Which image of the site.
+    pub image: ImageName,
+    /// To do what.
+    pub access: Access,
+    /// The chunk, in bytes (see [`chunk_is_allowed`](crate::protocol::chunk_is_allowed)).
+    pub chunk: u32,
+    /// The mount's name for itself: the same as before to take up a lease and a cache.
+    pub mount: MountId,
+    /// The state that the cache is of, if there is one.
+    pub expected: Option<Identity>,
+    /// Who mounts, for people at the site.
+    pub note: String,
+    /// Connections for background reads beside the one for waited-for ones, at most 7.
+    pub back_lanes: usize,
+    /// Background bytes under way; found out when not given.
+    pub window: Option<u64>,
+    /// How long a request may take before it fails.
+    pub give_up: Duration,
+}
+
+impl Options {
+    /// The usual way to mount `image`.
+    #[must_use]
+    pub fn new(image: ImageName, access: Access) -> Self {
+        Self {
+            image,
+            access,
+            chunk: DEFAULT_CHUNK,
+            mount: MountId::random(),
+            expected: None,
+            note: String::new(),
+            back_lanes: 2,
+            window: None,
+            give_up: GIVE_UP,
+        }
+    }
+
+    /// The lanes that are opened.
+    fn lanes(&self) -> Vec<LaneKind> {
+        let mut lanes = vec![LaneKind::Front];
+        lanes.extend(std::iter::repeat_n(
+            LaneKind::Back,
+            self.back_lanes.min(MAX_LANES - 2),
+        ));
+        if self.access == Access::ReadWrite {
+            lanes.push(LaneKind::Push);
+        }
+        lanes
+    }
+}
+
+/// Whom an answer is for.
+#[derive(Default)]
+enum Reply {
+    /// The [`Local`]: chunks.
+    #[default]
+    Chunks,
+    /// Whoever wanted to know which chunks are zero, with what was found so far.
+    Presence(PresenceDone, Vec<Chunks>, Chunks),
+    /// Whoever wanted something done.
+    Done(Done),
+    /// A thread that waits.
+    Direct(std::sync::mpsc::SyncSender<Result<(Answer, Bytes), DeviceError>>),
+}
+
+/// An image of another site.
+pub struct Client {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    options: Options,
+    opened: Opened,
+    started: Instant,
+    state: Mutex<State>,
+    /// The last epoch that the site said counts.
+    committed: AtomicU64,
+    local: OnceLock<Weak<dyn Local>>,
+    teller: Teller,
+    /// Wire bytes of links that are gone.
+    received: AtomicU64,
+    sent: AtomicU64,
+    /// Wrong digests that came.
+    wrong: AtomicU64,
+    closing: AtomicBool,
+    stop: watch::Sender<bool>,
+    /// Cuts the link: something waited too long.
+    cut: tokio::sync::Notify,
+    packer: Mutex<Packer>,
+}
+
+struct State {
+    book: Book<Reply>,
+    /// Ways to the writers of the lanes.
+    lanes: Vec<Option<mpsc::UnboundedSender<(Ask, Bytes)>>>,
+    wires: Vec<Arc<WireCounters>>,
+    link: Link,
+    /// How often the link came up.
+    ups: u64,
+    rate: Rate,
+}
+
+/// Bytes a second, lately.
+#[derive(Default)]
+struct Rate {
+    at: Duration,
+    came: u64,
+    rate: f64,
+}
+
+impl Client {
+    /// Mounts an image: connects, tries again while that may help and `give_up` has not passed, and keeps the link up
+    /// from then on. Call within the runtime that `runtime` is of.
+    ///
+    /// # Errors
+    /// [`MountError`]: refused, not reachable, or a site that does not keep to the protocol.
+    pub async fn open(
+        runtime: &Handle,
+        connector: Arc<dyn Connector>,
+        options: Options,
+    ) -> Result<Self, MountError> {
+        let threads = Threads::start()?;
+        let first = link::first(&connector, &options).await?;
+        let opened = first.opened.clone();
+        let inner = Arc::new(Inner {
+            committed: AtomicU64::new(opened.identity.epoch),
+            state: Mutex::new(State {
+                book: Book::new(opened.shape(), options.window),
+                lanes: Vec::new(),
+                wires: Vec::new(),
+                link: Link::Down("connecting".into()),
+                ups: 0,
+                rate: Rate::default(),
+            }),
+            options,
+            opened,
+            started: Instant::now(),
+            local: OnceLock::new(),
+            teller: threads.teller(),
+            received: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            wrong: AtomicU64::new(0),
+            closing: AtomicBool::new(false),
+            stop: watch::Sender::new(false),
+            cut: tokio::sync::Notify::new(),
+            packer: Mutex::new(Packer::new()?),
+        });
+        threads.run(&inner)?;
+        runtime.spawn(link::keep(inner.clone(), connector, first));
+        runtime.spawn(look(Arc::downgrade(&inner)));
+        Ok(Self { inner })
+    }
+
+    /// The state that the image was in when it was mounted.
+    #[must_use]
+    pub fn identity(&self) -> Identity {
+        self.inner.opened.identity
+    }
+
+    /// Whether the expected state is the one that was found: the cache is good.
+    #[must_use]
+    pub fn fresh(&self) -> bool {
+        self.inner.opened.fresh
+    }
+
+    /// What the site said when the image was mounted.
+    #[must_use]
+    pub fn opened(&self) -> &Opened {
+        &self.inner.opened
+    }
+
+    /// Chunks that came with a wrong digest.
+    #[must_use]
+    pub fn wrong_digests(&self) -> u64 {
+        self.inner.wrong.load(Ordering::Relaxed)
+    }
+
+    /// What to send for `body`.
+    pub(crate) fn pack(&self, body: Bytes) -> (Coding, Bytes) {
+        self.inner.pack(body)
+    }
+
+    /// Asks and waits for the answer; for threads that may block.
+    pub(crate) fn direct(&self, ask: Ask, body: Bytes) -> Waiting {
+        let (say, hear) = std::sync::mpsc::sync_channel(1);
+        self.inner.ask(ask, body, Reply::Direct(say));
+        Waiting {
+            hear,
+            limit: self.inner.options.give_up + CLOSE_WAIT,
+        }
+    }
+}
+
+/// An answer to come.
+pub(crate) struct Waiting {
+    hear: std::sync::mpsc::Receiver<Result<(Answer, Bytes), DeviceError>>,
+    limit: Duration,
+}
+
+impl Waiting {
+    /// The answer.
+    pub(crate) fn wait(self) -> Result<(Answer, Bytes), DeviceError> {
+        self.hear
+            .recv_timeout(self.limit)
+            .unwrap_or(Err(DeviceError::Closed))
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.inner.end(DeviceError::Closed);
+    }
+}
+
+/// Fails what has waited too long.
+async fn look(inner: Weak<Inner>) {
+    loop {
+        tokio::time::sleep(LOOK_EVERY).await;
+        let Some(inner) = inner.upgrade() else {
+            return;
+        };
+        if *inner.stop.borrow() {
+            return;
+        }
+        let now = inner.now();
+        let (late, stalled) = inner.state.lock().book.expire(now);
+        if stalled {
+            // The lane lives, or the reader would have noticed, but no answer comes.
+            inner.cut.notify_one();
+        }
+        let why = inner.why_not();
+        for (job, runs) in late {
+            inner.fail(job, &runs, &why);
+        }
+    }
+}
+
+impl Inner {
+    fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// Why a request was not answered in time.
+    fn why_not(&self) -> DeviceError {
+        let text = match &self.state.lock().link {
+            Link::Up(_) => format!("the site gave no answer within {:?}", self.options.give_up),
+            Link::Down(why) => why.clone(),
+            Link::Gone(error) => return error.clone(),
+        };
+        DeviceError::Unavailable(text)
+    }
+
+    fn ask(self: &Arc<Self>, ask: Ask, body: Bytes, to: Reply) {
+        let job = Job {
+            ask,
+            body,
+            deadline: self.now() + self.options.give_up,
+            again: false,
+            to,
+        };
+        self.put(job);
+        self.issue();
+    }
+
+    /// Writes a request into the book, or fails it at once when there is no use.
+    fn put(&self, job: Job<Reply>) {
+        let mut state = self.state.lock();
+        let refused = match &state.link {
+            Link::Gone(error) => Some((job, error.clone())),
+            // Part of an epoch whose other parts went with an earlier link must not reach a later one.
+            Link::Down(why)
+                if matches!(
+                    job.ask,
+                    Ask::Write { .. } | Ask::Zero { .. } | Ask::Commit { .. } | Ask::Close { .. }
+                ) =>
+            {
+                Some((job, DeviceError::Unavailable(why.clone())))
+            }
+            _ => match state.book.ask(job) {
+                Ok(()) => None,
+                Err(job) => Some((
+                    job,
+                    DeviceError::Unavailable("too many requests wait for the link".into()),
+                )),
+            },
+        };
+        drop(state);
+        if let Some((job, error)) = refused {
+            let runs: Vec<Chunks> = job.chunks().into_iter().collect();
+            self.fail(job, &runs, &error);
+        }
+    }
+
+    /// Sends what may be sent.
+    fn issue(&self) {
+        let now = self.now();
+        let mut state = self.state.lock();
+        while let Some((lane, ask, body)) = state.book.select(now) {
+            state.send(lane, ask, body);
+        }
+    }
+
+    /// The same, and asks for background work while there is room for it.
+    fn pump(&self) {
+        self.issue();
+        let Some(local) = self.local.get().and_then(Weak::upgrade) else {
+            return;
+        };
+        loop {
+            let room = self.state.lock().book.room();
+            // Not under the lock: what is asked has locks of its own, and asks back.
+            let Some(chunks) = room.and_then(|most| local.next(most)) else {
+                return;
+            };
+            let most = (crate::protocol::MAX_READ / self.opened.chunk).max(1);
+            for run in split(chunks, most) {
+                self.put(Job {
+                    ask: read(run, true),
+                    body: Bytes::new(),
+                    deadline: self.now() + self.options.give_up,
+                    again: false,
+                    to: Reply::Chunks,
+                });
+            }
+            self.issue();
+        }
+    }
+
+    /// Tells that a request failed.
+    fn fail(&self, job: Job<Reply>, runs: &[Chunks], error: &DeviceError) {
+        match job.to {
+            Reply::Chunks => {
+                for run in runs {
+                    self.teller.failed(*run, error.clone());
+                }
+            }
+            Reply::Presence(done, ..) => {
+                let error = error.clone();
+                self.teller.call(move || done(Err(error)));
+            }
+            Reply::Done(done) => {
+                let error = error.clone();
+                self.teller.call(move || done(Err(error)));
+            }
+            Reply::Direct(say) => {
+                let _ = say.send(Err(error.clone()));
+            }
+        }
+    }
+
+    /// No more requests are answered.
+    fn end(&self, error: DeviceError) {
+        let all = {
+            let mut state = self.state.lock();
+            if !matches!(state.link, Link::Gone(_)) {
+                state.link = Link::Gone(error.clone());
+                self.teller.link(state.link.clone());
+            }
+            state.lanes.clear();
+            state.book.take_all()
+        };
+        for (job, runs) in all {
+            self.fail(job, &runs, &error);
+        }
+        self.stop.send_replace(true);
+    }
+}
+
+impl State {
+    fn send(&mut self, lane: usize, ask: Ask, body: Bytes) {
+        if let Some(Some(way)) = self.lanes.get(lane) {
+            // A lane that has ended is noticed by its task, which takes back what was asked.
+            let _ = way.send((ask, body));
+        }
+    }
+}
+
+fn read(run: Chunks, background: bool) -> Ask {
+    Ask::Read {
+        id: 0,
+        first: run.first,
+        count: run.count,
+        background,
+    }
+}
+
+impl Remote for Client {
+    fn shape(&self) -> Shape {
+        self.inner.opened.shape()
+    }
+
+    fn read_only(&self) -> bool {
+        self.inner.opened.read_only
+    }
+
+    fn attach(&self, local: Weak<dyn Local>) {
+        if self.inner.local.set(local).is_ok() {
+            let link = self.inner.state.lock().link.clone();
+            self.inner.teller.link(link);
+            self.inner.pump();
+        }
+    }
+
+    fn fetch(&self, chunks: Chunks) {
+        let inner = &self.inner;
+        let deadline = inner.now() + inner.options.give_up;
+        let missing = {
+            let mut state = inner.state.lock();
+            let (hurried, missing) = state.book.hurry(chunks, deadline);
+            for (lane, ask) in hurried {
+                state.send(lane, ask, Bytes::new());
+            }
+            missing
+        };
+        for run in missing {
+            inner.put(Job {
+                ask: read(run, false),
+                body: Bytes::new(),
+                deadline,
+                again: false,
+                to: Reply::Chunks,
+            });
+        }
+        inner.issue();
+    }
+
+    fn kick(&self) {
+        self.inner.pump();
+    }
+
+    fn presence(&self, chunks: Chunks, done: PresenceDone) {
+        let ask = Ask::Presence {
+            id: 0,
+            first: chunks.first,
+            count: chunks.count,
+        };
+        let to = Reply::Presence(done, Vec::new(), chunks);
+        self.inner.ask(ask, Bytes::new(), to);
+    }
+
+    fn push(&self, epoch: Epoch, changes: Vec<Change>, done: Done) {
+        let parts = changes.into_iter().flat_map(parts).collect::<Vec<_>>();
+        let mut done = tell::all(parts.len(), done);
+        for part in parts {
+            let (ask, body) = match part {
+                Change::Write(offset, bytes) => {
+                    let length = bytes.len() as u32;
+                    let (coding, body) = self.inner.pack(bytes);
+                    let ask = Ask::Write {
+                        id: 0,
+                        epoch: epoch.0,
+                        offset,
+                        length,
+                        coding,
+                    };
+                    (ask, body)
+                }
+                Change::Zero(offset, length) => {
+                    let ask = Ask::Zero {
+                        id: 0,
+                        epoch: epoch.0,
+                        offset,
+                        length,
+                    };
+                    (ask, Bytes::new())
+                }
+            };
+            self.inner.ask(ask, body, Reply::Done(done()));
+        }
+    }
+
+    fn commit(&self, epoch: Epoch, done: Done) {
+        let ask = Ask::Commit {
+            id: 0,
+            epoch: epoch.0,
+        };
+        self.inner.ask(ask, Bytes::new(), Reply::Done(done));
+    }
+
+    fn committed(&self) -> Epoch {
+        Epoch(self.inner.committed.load(Ordering::Acquire))
+    }
+
+    fn link(&self) -> Link {
+        self.inner.state.lock().link.clone()
+    }
+
+    fn traffic(&self) -> Traffic {
+        let inner = &self.inner;
+        let now = inner.now();
+        let mut state = inner.state.lock();
+        let came = state.book.came();
+        let since = now.saturating_sub(state.rate.at).as_secs_f64();
+        if since >= 0.2 {
+            state.rate = Rate {
+                at: now,
+                came,
+                rate: (came - state.rate.came) as f64 / since,
+            };
+        }
+        let of = |wires: &[Arc<WireCounters>], what: fn(&WireCounters) -> u64| {
+            wires.iter().map(|wire| what(wire)).sum::<u64>()
+        };
+        let window = state.book.window();
+        Traffic {
+            in_flight: state.book.in_flight(),
+            window: window.size(),
+            received: inner.received.load(Ordering::Relaxed)
+                + of(&state.wires, WireCounters::received),
+            sent: inner.sent.load(Ordering::Relaxed) + of(&state.wires, WireCounters::sent),
+            round_trip: window.round_trip().unwrap_or_default().as_secs_f64(),
+            rate: state.rate.rate,
+        }
+    }
+
+    fn close(&self, done: Done) {
+        let inner = self.inner.clone();
+        if inner.closing.swap(true, Ordering::AcqRel) {
+            inner.teller.call(move || done(Ok(())));
+            return;
+        }
+        let told = self.inner.clone();
+        // Whatever the answer: the site knows, or cannot be told.
+        let done: Done = Box::new(move |result| {
+            told.end(DeviceError::Closed);
+            done(match result {
+                Err(DeviceError::Unavailable(_) | DeviceError::Closed) => Ok(()),
+                other => other,
+            });
+        });
+        let job = Job {
+            ask: Ask::Close { id: 0 },
+            body: Bytes::new(),
+            deadline: inner.now() + CLOSE_WAIT,
+            again: false,
+            to: Reply::Done(done),
+        };
+        inner.put(job);
+        inner.issue();
+    }
+}
+
+impl Inner {
+    /// Packs what is sent, unless the site is so near that it takes longer than sending it.
+    fn pack(&self, body: Bytes) -> (Coding, Bytes) {
+        let far = self.state.lock().book.window().round_trip() > Some(Duration::from_millis(2));
+        if !far {
+            return (Coding::Plain, body);
+        }
+        let mut packer = self.packer.lock();
+        match packer.pack(&body) {
+            (Coding::Plain, _) => (Coding::Plain, body),
+            (coding, packed) => (coding, Bytes::copy_from_slice(packed)),
+        }
+    }
+}
+
+/// A change in parts that a message can carry.
+fn parts(change: Change) -> Vec<Change> {
+    match change {
+        Change::Write(offset, bytes) => (0..bytes.len())
+            .step_by(MAX_DIRECT as usize)
+            .map(|at| {
+                let end = bytes.len().min(at + MAX_DIRECT as usize);
+                Change::Write(offset + at as u64, bytes.slice(at..end))
+            })
+            .collect(),
+        zero @ Change::Zero(..) => vec![zero],
+    }
+}

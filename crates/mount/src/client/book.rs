@@ -1,0 +1,716 @@
+//! What a mount has asked and not been answered, and what it asks next. No I/O and no clock: the driver tells it
+//! times and does what it says.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
+
+use bytes::Bytes;
+use drover_device::remote::{Chunks, Shape};
+
+use crate::protocol::{Ask, Code, LaneKind, MAX_ASKED, MAX_READ, Refusal};
+use crate::window::{Mark, Window};
+
+/// Requests that wait to be sent at most.
+pub const MAX_WAITING: usize = 1 << 16;
+
+/// Bytes of chunks that are asked for in the background at most, whatever the window.
+const MOST_AHEAD: u64 = 64 << 20;
+
+/// Bytes of requests' bodies that are under way at once on a lane, at most.
+const MOST_BODIES: u64 = 8 << 20;
+
+/// The shortest background request, in bytes of chunks.
+const LEAST_REQUEST: u64 = 64 << 10;
+
+/// A background request should take the link about this long.
+const REQUEST_SECONDS: f64 = 0.002;
+
+/// Marks of credits that no answer has shown yet, at most; the oldest are forgotten.
+const MOST_MARKS: usize = 4096;
+
+/// A request, and whom to tell.
+#[derive(Debug)]
+pub struct Job<T> {
+    /// What is asked; its id is filled in when it is sent.
+    pub ask: Ask,
+    /// What goes with it.
+    pub body: Bytes,
+    /// When it is given up.
+    pub deadline: Duration,
+    /// It has brought a wrong digest before.
+    pub again: bool,
+    /// Whom to tell.
+    pub to: T,
+}
+
+impl<T> Job<T> {
+    fn is_background(&self) -> bool {
+        matches!(
+            self.ask,
+            Ask::Read {
+                background: true,
+                ..
+            }
+        )
+    }
+
+    /// Whether it can be asked again on another link: it changes nothing, or the same again.
+    fn survives(&self) -> bool {
+        !matches!(
+            self.ask,
+            Ask::Write { .. } | Ask::Zero { .. } | Ask::Commit { .. } | Ask::Close { .. }
+        )
+    }
+
+    /// The chunks of a read.
+    pub fn chunks(&self) -> Option<Chunks> {
+        match self.ask {
+            Ask::Read { first, count, .. } => Some(Chunks { first, count }),
+            _ => None,
+        }
+    }
+
+    fn lane(&self) -> LaneKind {
+        match self.ask {
+            Ask::Write { .. } | Ask::Zero { .. } | Ask::DirectWrite { .. } => LaneKind::Push,
+            Ask::Read { .. } | Ask::DirectRead { .. } => LaneKind::Back,
+            _ => LaneKind::Front,
+        }
+    }
+
+    /// What it weighs on its lane, in bytes.
+    fn weight(&self, shape: Shape) -> u64 {
+        match self.ask {
+            Ask::Read { count, .. } => u64::from(count) * u64::from(shape.chunk),
+            Ask::DirectRead { length, .. } => u64::from(length),
+            _ => self.body.len() as u64,
+        }
+    }
+}
+
+/// Chunks of an answer, as far as the book knows them.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Taken {
+    /// Nobody waits for them.
+    pub background: bool,
+    /// They have brought a wrong digest before.
+    pub again: bool,
+}
+
+#[derive(Debug)]
+struct Asked<T> {
+    job: Job<T>,
+    lane: usize,
+    /// Chunks of a read that have come.
+    come: [u64; 4],
+    left: u32,
+    /// What was known when it was sent.
+    mark: Mark,
+}
+
+#[derive(Debug)]
+struct Lane {
+    kind: LaneKind,
+    /// What its requests weigh.
+    weight: u64,
+    bodies: u64,
+    asked: usize,
+    /// Payload bytes that came on it, and how many of them it was told of.
+    received: u64,
+    told: u64,
+    /// Credits given, each with what was known then.
+    marks: VecDeque<(u64, Mark)>,
+}
+
+/// The book.
+#[derive(Debug)]
+pub struct Book<T> {
+    shape: Shape,
+    next_id: u64,
+    front: VecDeque<Job<T>>,
+    back: VecDeque<Job<T>>,
+    asked: HashMap<u64, Asked<T>>,
+    lanes: Vec<Option<Lane>>,
+    window: Window,
+    /// Bytes of chunks that background requests have outstanding, sent or not.
+    ahead: u64,
+    /// Bytes of chunks that waited-for requests have outstanding.
+    waited: u64,
+    /// Bytes on the link for a byte of chunks, lately.
+    ratio: f64,
+    /// Bytes of chunks that came.
+    came: u64,
+}
+
+impl<T> Book<T> {
+    /// An empty book about a device; `window` in bytes of the link, or found out.
+    pub fn new(shape: Shape, window: Option<u64>) -> Self {
+        Self {
+            shape,
+            next_id: 1,
+            front: VecDeque::new(),
+            back: VecDeque::new(),
+            asked: HashMap::new(),
+            lanes: Vec::new(),
+            window: Window::new(window),
+            ahead: 0,
+            waited: 0,
+            ratio: 1.0,
+            came: 0,
+        }
+    }
+
+    /// What the window is now.
+    pub fn window(&self) -> &Window {
+        &self.window
+    }
+
+    /// Bytes of chunks that were asked for and have not come.
+    pub fn in_flight(&self) -> u64 {
+        self.ahead + self.waited
+    }
+
+    /// Bytes of chunks that came.
+    pub fn came(&self) -> u64 {
+        self.came
+    }
+
+    /// Takes a request.
+    ///
+    /// # Errors
+    /// The job itself when too many wait.
+    pub fn ask(&mut self, job: Job<T>) -> Result<(), Job<T>> {
+        if self.front.len() + self.back.len() >= MAX_WAITING {
+            return Err(job);
+        }
+        if let Some(chunks) = job.chunks() {
+            let bytes = u64::from(chunks.count) * u64::from(self.shape.chunk);
+            *self.counter(job.is_background()) += bytes;
+        }
+        if job.is_background() {
+            self.back.push_back(job);
+        } else {
+            self.front.push_back(job);
+        }
+        Ok(())
+    }
+
+    fn counter(&mut self, background: bool) -> &mut u64 {
+        if background {
+            &mut self.ahead
+        } else {
+            &mut self.waited
+        }
+    }
+
+    /// Somebody waits for chunks. Those that are asked for in the background already are hurried, which is told as
+    /// `(lane, ask)`; returned with them are the runs that are not asked for at all.
+    pub fn hurry(
+        &mut self,
+        chunks: Chunks,
+        deadline: Duration,
+    ) -> (Vec<(usize, Ask)>, Vec<Chunks>) {
+        let mut missing = vec![chunks];
+        let mut asks = Vec::new();
+        if self.ahead > 0 {
+            let mut moved = Vec::new();
+            for n in (0..self.back.len()).rev() {
+                if cut_out(&mut missing, self.back[n].chunks(), |_| true) {
+                    moved.extend(self.back.remove(n));
+                }
+            }
+            for mut job in moved.into_iter().rev() {
+                job.deadline = deadline;
+                self.wait_for(&mut job);
+                self.front.push_back(job);
+            }
+            let mut hurried = Vec::new();
+            for (id, asked) in &self.asked {
+                let run = asked.job.chunks();
+                let first = run.map_or(0, |run| run.first);
+                let outstanding = |index: u64| !has_come(&asked.come, index - first);
+                if asked.job.is_background() && cut_out(&mut missing, run, outstanding) {
+                    hurried.push(*id);
+                }
+            }
+            for id in hurried {
+                if let Some(asked) = self.asked.get_mut(&id) {
+                    asked.job.deadline = deadline;
+                    let left = u64::from(asked.left) * u64::from(self.shape.chunk);
+                    if let Ask::Read { background, .. } = &mut asked.job.ask {
+                        *background = false;
+                    }
+                    asks.push((asked.lane, Ask::Hurry { id }));
+                    self.ahead -= left;
+                    self.waited += left;
+                }
+            }
+        }
+        let most = (MAX_READ / self.shape.chunk).max(1);
+        let split = missing.into_iter().flat_map(|run| split(run, most));
+        (asks, split.collect())
+    }
+
+    fn wait_for(&mut self, job: &mut Job<T>) {
+        if let Ask::Read {
+            background, count, ..
+        } = &mut job.ask
+        {
+            *background = false;
+            let bytes = u64::from(*count) * u64::from(self.shape.chunk);
+            self.ahead -= bytes;
+            self.waited += bytes;
+        }
+    }
+
+    /// How many bytes of chunks to ask for in the background now, if any.
+    pub fn room(&self) -> Option<u64> {
+        if !self.lanes.iter().any(Option::is_some) || !self.back.is_empty() {
+            return None;
+        }
+        let window = self.window.size() as f64 / self.ratio;
+        // As much again waits at the site, so that the link does not run dry while a request travels.
+        let most = (2.0 * window) as u64 + u64::from(MAX_READ);
+        if self.ahead >= most.min(MOST_AHEAD) {
+            return None;
+        }
+        let request = (self.window.rate() / self.ratio * REQUEST_SECONDS) as u64;
+        Some(request.clamp(LEAST_REQUEST, u64::from(MAX_READ)))
+    }
+
+    /// The next request to send, and on which lane.
+    pub fn select(&mut self, now: Duration) -> Option<(usize, Ask, Bytes)> {
+        let job = match self
+            .front
+            .iter()
+            .position(|job| self.lane_for(job).is_some())
+        {
+            // Those before it wait for a lane of another kind, or for room on it.
+            Some(at) => self.front.remove(at)?,
+            None => {
+                self.lane_for(self.back.front()?)?;
+                self.back.pop_front()?
+            }
+        };
+        let lane = self.lane_for(&job)?;
+        let id = self.next_id;
+        self.next_id += 1;
+        let weight = job.weight(self.shape);
+        let state = self.lanes[lane].as_mut()?;
+        state.weight += weight;
+        state.bodies += job.body.len() as u64;
+        state.asked += 1;
+        let ask = with_id(&job.ask, id);
+        let body = job.body.clone();
+        let left = job.chunks().map_or(0, |chunks| chunks.count);
+        let come = [0; 4];
+        self.asked.insert(
+            id,
+            Asked {
+                job,
+                lane,
+                come,
+                left,
+                mark: self.window.mark(now),
+            },
+        );
+        Some((lane, ask, body))
+    }
+
+    /// The lane that has least to do of those that a request may take.
+    fn lane_for(&self, job: &Job<T>) -> Option<usize> {
+        let wanted = job.lane();
+        let has_push = self
+            .lanes
+            .iter()
+            .flatten()
+            .any(|lane| lane.kind == LaneKind::Push);
+        let fits = |lane: &Lane| match wanted {
+            LaneKind::Push if has_push => lane.kind == LaneKind::Push,
+            LaneKind::Back => lane.kind != LaneKind::Push,
+            _ => lane.kind == LaneKind::Front,
+        };
+        let free = |lane: &Lane| {
+            lane.asked < MAX_ASKED
+                && (lane.bodies == 0 || lane.bodies + job.body.len() as u64 <= MOST_BODIES)
+        };
+        let candidates = self
+            .lanes
+            .iter()
+            .enumerate()
+            .filter_map(|(n, lane)| Some((n, lane.as_ref()?)))
+            .filter(|(_, lane)| fits(lane) && free(lane));
+        candidates
+            .min_by_key(|(n, lane)| (lane.weight, *n))
+            .map(|(n, _)| n)
+    }
+
+    /// Bytes of an answer came on a lane.
+    pub fn received(&mut self, lane: usize, bytes: u64) {
+        self.window.arrived(bytes);
+        if let Some(Some(lane)) = self.lanes.get_mut(lane) {
+            lane.received += bytes;
+        }
+    }
+
+    /// What to tell the site about a lane, if there is enough to tell.
+    pub fn credit(&mut self, lane: usize, now: Duration) -> Option<Ask> {
+        let window = self.window.size();
+        let state = self.lanes.get_mut(lane)?.as_mut()?;
+        let step = (window / 64).clamp(2 << 10, 64 << 10);
+        if state.received - state.told < step {
+            return None;
+        }
+        state.told = state.received;
+        if state.marks.len() >= MOST_MARKS {
+            state.marks.pop_front();
+        }
+        state
+            .marks
+            .push_back((state.received, self.window.mark(now)));
+        Some(Ask::Credit {
+            received: state.received,
+            window,
+        })
+    }
+
+    /// Chunks came, for the request `id`.
+    ///
+    /// # Errors
+    /// [`Code::Protocol`] for what was not asked for, or came before.
+    pub fn chunks(
+        &mut self,
+        lane: usize,
+        answer: &ChunksAnswer,
+        now: Duration,
+    ) -> Result<Option<Taken>, Refusal> {
+        let bad = |text: &str| Err(Refusal::new(Code::Protocol, text));
+        self.sample(lane, answer, now);
+        let Some(asked) = self.asked.get_mut(&answer.id) else {
+            return self.stray(answer.id);
+        };
+        let Some(run) = asked.job.chunks().filter(|_| asked.lane == lane) else {
+            return bad("chunks for what did not ask for any");
+        };
+        let end = answer.first.checked_add(u64::from(answer.count));
+        if answer.first < run.first || end.is_none_or(|end| end > run.end()) {
+            return bad("chunks that were not asked for");
+        }
+        for index in answer.first..answer.first + u64::from(answer.count) {
+            let at = (index - run.first) as usize;
+            if has_come(&asked.come, at as u64) {
+                return bad("a chunk that came before");
+            }
+            asked.come[at / 64] |= 1 << (at % 64);
+        }
+        asked.left -= answer.count;
+        let taken = Taken {
+            background: asked.job.is_background(),
+            again: asked.job.again,
+        };
+        let bytes = u64::from(answer.count) * u64::from(self.shape.chunk);
+        if asked.left == 0 {
+            self.remove(answer.id);
+        }
+        *self.counter(taken.background) -= bytes;
+        self.came += bytes;
+        let weight = (bytes as f64 / f64::from(4 << 20)).min(1.0);
+        let ratio = (answer.wire as f64 / bytes as f64).clamp(1.0 / 64.0, 1.0);
+        self.ratio += weight * (ratio - self.ratio);
+        Ok(Some(taken))
+    }
+
+    fn sample(&mut self, lane: usize, answer: &ChunksAnswer, now: Duration) {
+        let Some(Some(state)) = self.lanes.get_mut(lane) else {
+            return;
+        };
+        while state
+            .marks
+            .get(1)
+            .is_some_and(|(received, _)| *received <= answer.echo)
+        {
+            state.marks.pop_front();
+        }
+        let credit = state
+            .marks
+            .front()
+            .filter(|(received, _)| *received <= answer.echo)
+            .map(|(_, mark)| *mark);
+        let asked = self.asked.get(&answer.id).map(|asked| asked.mark);
+        // An answer leaves when it is asked for and there is credit, whichever is later.
+        let mark = match (credit, asked) {
+            (Some(a), Some(b)) if a.at() > b.at() => a,
+            (a, b) => match b.or(a) {
+                Some(mark) => mark,
+                None => return,
+            },
+        };
+        self.window.sample(now, mark, answer.last);
+    }
+
+    /// An answer to nothing: to what was given up, or made up.
+    fn stray<R>(&self, id: u64) -> Result<Option<R>, Refusal> {
+        if id == 0 || id >= self.next_id {
+            return Err(Refusal::new(
+                Code::Protocol,
+                "an answer to nothing that was asked",
+            ));
+        }
+        Ok(None)
+    }
+
+    /// The request that an answer ends, with what of a read has come; none for one that was given up.
+    ///
+    /// # Errors
+    /// [`Code::Protocol`] for an answer to nothing.
+    pub fn end(&mut self, lane: usize, id: u64) -> Result<Option<(Job<T>, Vec<Chunks>)>, Refusal> {
+        match self.asked.get(&id) {
+            None => self.stray(id),
+            Some(asked) if asked.lane != lane => {
+                Err(Refusal::new(Code::Protocol, "an answer on another lane"))
+            }
+            Some(_) => Ok(self.remove(id).map(|asked| self.give_up(asked))),
+        }
+    }
+
+    /// Takes a request out of the counts of its lane.
+    fn remove(&mut self, id: u64) -> Option<Asked<T>> {
+        let asked = self.asked.remove(&id)?;
+        if let Some(Some(lane)) = self.lanes.get_mut(asked.lane) {
+            lane.weight -= asked.job.weight(self.shape);
+            lane.bodies -= asked.job.body.len() as u64;
+            lane.asked -= 1;
+        }
+        Some(asked)
+    }
+
+    /// A job that is not under way any more, and the runs of a read that have not come.
+    fn give_up(&mut self, asked: Asked<T>) -> (Job<T>, Vec<Chunks>) {
+        let runs = asked.missing();
+        let bytes = u64::from(asked.left) * u64::from(self.shape.chunk);
+        *self.counter(asked.job.is_background()) -= bytes;
+        (asked.job, runs)
+    }
+
+    /// A lane is open.
+    pub fn lane_up(&mut self, lane: usize, kind: LaneKind) {
+        if self.lanes.len() <= lane {
+            self.lanes.resize_with(lane + 1, || None);
+        }
+        self.lanes[lane] = Some(Lane {
+            kind,
+            weight: 0,
+            bodies: 0,
+            asked: 0,
+            received: 0,
+            told: 0,
+            marks: VecDeque::new(),
+        });
+    }
+
+    /// The link is lost. What can be asked again waits for the next; returned is what cannot.
+    pub fn link_down(&mut self) -> Vec<Job<T>>
+    where
+        T: Default,
+    {
+        self.lanes.clear();
+        self.window.reset();
+        let mut ids: Vec<u64> = self.asked.keys().copied().collect();
+        // In the order in which they were asked, before what was never sent.
+        ids.sort_unstable_by(|a, b| b.cmp(a));
+        let mut lost = Vec::new();
+        for id in ids {
+            let Some(asked) = self.asked.remove(&id) else {
+                continue;
+            };
+            if !asked.job.survives() {
+                lost.push(asked.job);
+                continue;
+            }
+            let queue = if asked.job.is_background() {
+                &mut self.back
+            } else {
+                &mut self.front
+            };
+            let runs = asked.missing();
+            match asked.job.ask {
+                Ask::Read { background, .. } => {
+                    for run in runs.into_iter().rev() {
+                        queue.push_front(Job {
+                            ask: Ask::Read {
+                                id: 0,
+                                first: run.first,
+                                count: run.count,
+                                background,
+                            },
+                            body: Bytes::new(),
+                            deadline: asked.job.deadline,
+                            again: asked.job.again,
+                            to: T::default(),
+                        });
+                    }
+                }
+                _ => queue.push_front(asked.job),
+            }
+        }
+        let (kept, gone) = self.front.drain(..).partition(Job::survives);
+        self.front = kept;
+        lost.extend(gone);
+        lost
+    }
+
+    /// What has waited too long, with the runs of reads that have not come. The second is whether any of it was with the
+    /// site.
+    pub fn expire(&mut self, now: Duration) -> (Vec<(Job<T>, Vec<Chunks>)>, bool) {
+        let late = |deadline: Duration| deadline <= now;
+        let mut out = Vec::new();
+        let ids: Vec<u64> = self
+            .asked
+            .iter()
+            .filter(|(_, asked)| late(asked.job.deadline))
+            .map(|(id, _)| *id)
+            .collect();
+        let stalled = !ids.is_empty();
+        for id in ids {
+            if let Some(asked) = self.remove(id) {
+                out.push(self.give_up(asked));
+            }
+        }
+        for background in [false, true] {
+            let queue = if background {
+                &mut self.back
+            } else {
+                &mut self.front
+            };
+            let (gone, kept): (VecDeque<_>, VecDeque<_>) =
+                queue.drain(..).partition(|job| late(job.deadline));
+            *queue = kept;
+            for job in gone {
+                out.push(self.unsent(job));
+            }
+        }
+        (out, stalled)
+    }
+
+    /// Everything, because nothing will be answered any more.
+    pub fn take_all(&mut self) -> Vec<(Job<T>, Vec<Chunks>)> {
+        self.expire(Duration::MAX).0
+    }
+
+    fn unsent(&mut self, job: Job<T>) -> (Job<T>, Vec<Chunks>) {
+        let runs: Vec<Chunks> = job.chunks().into_iter().collect();
+        for run in &runs {
+            let bytes = u64::from(run.count) * u64::from(self.shape.chunk);
+            *self.counter(job.is_background()) -= bytes;
+        }
+        (job, runs)
+    }
+}
+
+/// What an answer with chunks says about itself.
+#[derive(Clone, Copy, Debug)]
+pub struct ChunksAnswer {
+    /// Of the request.
+    pub id: u64,
+    /// The first chunk.
+    pub first: u64,
+    /// How many.
+    pub count: u32,
+    /// Payload bytes that it took on the link.
+    pub wire: u64,
+    /// What the site had been told to have arrived.
+    pub echo: u64,
+    /// Nothing else waited to leave.
+    pub last: bool,
+}
+
+impl<T> Asked<T> {
+    /// Runs of a read that have not come.
+    fn missing(&self) -> Vec<Chunks> {
+        let Some(run) = self.job.chunks() else {
+            return Vec::new();
+        };
+        let mut runs: Vec<Chunks> = Vec::new();
+        for at in 0..u64::from(run.count) {
+            if has_come(&self.come, at) {
+                continue;
+            }
+            match runs.last_mut() {
+                Some(last) if last.end() == run.first + at => last.count += 1,
+                _ => runs.push(Chunks {
+                    first: run.first + at,
+                    count: 1,
+                }),
+            }
+        }
+        runs
+    }
+}
+
+fn has_come(come: &[u64; 4], at: u64) -> bool {
+    come.get((at / 64) as usize)
+        .is_some_and(|bits| bits >> (at % 64) & 1 == 1)
+}
+
+/// Takes out of `missing` those chunks of `run` for which `outstanding` holds; whether there were any.
+fn cut_out(
+    missing: &mut Vec<Chunks>,
+    run: Option<Chunks>,
+    outstanding: impl Fn(u64) -> bool,
+) -> bool {
+    let Some(run) = run else {
+        return false;
+    };
+    let mut any = false;
+    let mut rest: Vec<Chunks> = Vec::new();
+    for part in missing.drain(..) {
+        if part.end() <= run.first || part.first >= run.end() {
+            rest.push(part);
+            continue;
+        }
+        for index in part.first..part.end() {
+            if (run.first..run.end()).contains(&index) && outstanding(index) {
+                any = true;
+            } else {
+                match rest.last_mut() {
+                    Some(last) if last.end() == index => last.count += 1,
+                    _ => rest.push(Chunks {
+                        first: index,
+                        count: 1,
+                    }),
+                }
+            }
+        }
+    }
+    *missing = rest;
+    any
+}
+
+/// A run in parts of at most `most` chunks.
+pub fn split(run: Chunks, most: u32) -> impl Iterator<Item = Chunks> {
+    (0..run.count.div_ceil(most)).map(move |n| Chunks {
+        first: run.first + u64::from(n) * u64::from(most),
+        count: most.min(run.count - n * most),
+    })
+}
+
+fn with_id(ask: &Ask, new: u64) -> Ask {
+    let mut ask = ask.clone();
+    match &mut ask {
+        Ask::Read { id, .. }
+        | Ask::Presence { id, .. }
+        | Ask::Digests { id, .. }
+        | Ask::Write { id, .. }
+        | Ask::Zero { id, .. }
+        | Ask::Commit { id, .. }
+        | Ask::DirectRead { id, .. }
+        | Ask::DirectWrite { id, .. }
+        | Ask::DirectZero { id, .. }
+        | Ask::DirectTrim { id, .. }
+        | Ask::DirectFlush { id }
+        | Ask::DirectExtents { id, .. }
+        | Ask::Close { id } => *id = new,
+        Ask::Hurry { .. } | Ask::Credit { .. } => {}
+    }
+    ask
+}

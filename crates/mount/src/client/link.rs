@@ -1,0 +1,627 @@
+//! Connections to the site: made, watched, made again.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use drover_core::DeviceError;
+use drover_device::remote::{Chunks, Link};
+use drover_net::{Backoff, NetError};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout};
+use tracing::{debug, info};
+
+use super::book::ChunksAnswer;
+use super::tell::ChunksTask;
+use super::{ConnectError, Connected, Connector, Inner, Options, Reply};
+use crate::MountError;
+use crate::protocol::{
+    Access, Answer, Ask, Identity, LaneKind, MAX_MOUNT_FRAME, Open, Opened, Refusal, VERSION,
+    check_shape, decode_message, encode_message, kind,
+};
+use crate::server::KEEP_ALIVE;
+
+/// The first and the longest pause between attempts to connect.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
+
+/// How long the site may take to open a lane.
+const OPEN_LIMIT: Duration = Duration::from_secs(30);
+
+/// Longest text of a reason.
+const MAX_REASON: usize = 1000;
+
+/// A lane that the site has opened.
+pub struct Lane {
+    number: usize,
+    kind: LaneKind,
+    connected: Connected,
+    opened: Opened,
+}
+
+type Joining = JoinSet<Result<Lane, ConnectError>>;
+
+/// The first link, of which the front lane is open and the others are being opened.
+pub struct First {
+    /// What the site said.
+    pub opened: Opened,
+    link: u64,
+    front: Lane,
+    others: Joining,
+}
+
+/// The number of the link after `before`: the time, so that it also grows when a program takes up the mount of one
+/// before it.
+fn next_link(before: u64) -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let micros = since.map_or(0, |since| since.as_micros());
+    u64::try_from(micros).unwrap_or(0).max(before + 1)
+}
+
+/// Makes the first link.
+pub async fn first(connector: &Arc<dyn Connector>, options: &Options) -> Result<First, MountError> {
+    let began = Instant::now();
+    let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+    let mut link = 0;
+    loop {
+        link = next_link(link);
+        let error = match attempt(connector, options, options.expected, link).await {
+            Ok((front, others)) => {
+                check_shape(front.opened.shape()).map_err(|what| MountError::Protocol {
+                    peer: front.connected.reader.peer_text().to_owned(),
+                    what,
+                })?;
+                if front.opened.chunk != options.chunk {
+                    return Err(MountError::Protocol {
+                        peer: front.connected.reader.peer_text().to_owned(),
+                        what: format!("chunks of {} bytes", front.opened.chunk),
+                    });
+                }
+                return Ok(First {
+                    opened: front.opened.clone(),
+                    link,
+                    front,
+                    others,
+                });
+            }
+            Err(error) => error,
+        };
+        let pause = backoff.next_delay();
+        if error.fatal || began.elapsed() + pause >= options.give_up {
+            return Err(MountError::Unreachable(error.message));
+        }
+        debug!(image = %options.image, %error, "no link yet");
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// Begins to open all lanes and returns when the front one is open.
+async fn attempt(
+    connector: &Arc<dyn Connector>,
+    options: &Options,
+    expected: Option<Identity>,
+    link: u64,
+) -> Result<(Lane, Joining), ConnectError> {
+    let mut joining = Joining::new();
+    for (number, lane) in options.lanes().into_iter().enumerate() {
+        let open = Open {
+            version: VERSION,
+            mount: options.mount,
+            lane,
+            link,
+            image: options.image.clone(),
+            access: options.access,
+            chunk: options.chunk,
+            expected,
+            note: cut(&options.note, crate::protocol::MAX_NAME),
+        };
+        let connector = connector.clone();
+        joining.spawn(async move {
+            let opened = open_lane(connector.as_ref(), &open);
+            let (connected, opened) =
+                timeout(OPEN_LIMIT, opened)
+                    .await
+                    .map_err(|_| ConnectError {
+                        fatal: false,
+                        message: format!("the site did not open the device within {OPEN_LIMIT:?}"),
+                    })??;
+            Ok(Lane {
+                number,
+                kind: lane,
+                connected,
+                opened,
+            })
+        });
+    }
+    let mut early = Vec::new();
+    while let Some(joined) = joining.join_next().await {
+        let lane = joined.map_err(|e| ConnectError {
+            fatal: false,
+            message: e.to_string(),
+        })??;
+        if lane.kind == LaneKind::Front {
+            for lane in early {
+                joining.spawn(std::future::ready(Ok(lane)));
+            }
+            return Ok((lane, joining));
+        }
+        early.push(lane);
+    }
+    Err(ConnectError {
+        fatal: true,
+        message: "no lane was opened".into(),
+    })
+}
+
+async fn open_lane(
+    connector: &dyn Connector,
+    open: &Open,
+) -> Result<(Connected, Opened), ConnectError> {
+    let mut connected = connector.connect(open.encode()).await?;
+    connected.reader.set_max_frame(MAX_MOUNT_FRAME);
+    connected.writer.set_max_frame(MAX_MOUNT_FRAME);
+    KEEP_ALIVE.apply(&mut connected.reader, &mut connected.writer);
+    let lost = |e: NetError| ConnectError {
+        fatal: !e.retryable(),
+        message: e.to_string(),
+    };
+    connected.writer.flush().await.map_err(lost)?;
+    let frame = connected.reader.next().await.map_err(lost)?;
+    let peer = connected.reader.peer_text();
+    let broke = |what: &str| ConnectError {
+        fatal: true,
+        message: format!("{peer} broke the protocol of mounts: {what}"),
+    };
+    let Some(frame) = frame else {
+        return Err(ConnectError {
+            fatal: false,
+            message: format!("{peer} closed the connection"),
+        });
+    };
+    if frame.kind != kind::ANSWER {
+        return Err(broke("another answer to the opening message"));
+    }
+    let message = decode_message::<Answer>(&frame.payload).map_err(|e| broke(&e.text))?;
+    match message.head {
+        Answer::Opened(opened) => Ok((connected, opened)),
+        Answer::Error { refusal, .. } => Err(ConnectError {
+            fatal: refusal.is_final(),
+            message: cut(&refusal.text, MAX_REASON),
+        }),
+        _ => Err(broke("an answer before the device is open")),
+    }
+}
+
+/// Why a link ended.
+enum Ended {
+    /// Nobody wants it any more.
+    Stopped,
+    /// It may come back.
+    Lost(String),
+    /// It will not.
+    Gone(DeviceError),
+}
+
+/// Keeps the link up until the client is closed.
+pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: First) {
+    let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+    let mut link = first.link;
+    let mut ready = Some((first.front, first.others));
+    let mut stop = inner.stop.subscribe();
+    loop {
+        let ended = match ready.take() {
+            Some((front, others)) => {
+                let ended = serve(&inner, front, others).await;
+                backoff.reset();
+                ended
+            }
+            None => {
+                link = next_link(link);
+                let expected = Identity {
+                    epoch: inner.committed.load(Ordering::Acquire),
+                    ..inner.opened.identity
+                };
+                let attempt = attempt(&connector, &inner.options, Some(expected), link);
+                let attempt = tokio::select! {
+                    attempt = attempt => attempt,
+                    _ = stop.wait_for(|stop| *stop) => return,
+                };
+                match attempt {
+                    Ok(lanes) => {
+                        ready = Some(lanes);
+                        continue;
+                    }
+                    Err(error) if error.fatal => Ended::Gone(DeviceError::Io(Arc::new(
+                        std::io::Error::other(error.message),
+                    ))),
+                    Err(error) => Ended::Lost(error.message),
+                }
+            }
+        };
+        match ended {
+            Ended::Stopped => return,
+            Ended::Gone(error) => {
+                info!(image = %inner.options.image, %error, "the mount has ended");
+                inner.end(error);
+                return;
+            }
+            Ended::Lost(why) => inner.down(why),
+        }
+        tokio::select! {
+            () = tokio::time::sleep(backoff.next_delay()) => {}
+            _ = stop.wait_for(|stop| *stop) => return,
+        }
+    }
+}
+
+/// Runs a link until it ends.
+async fn serve(inner: &Arc<Inner>, front: Lane, mut joining: Joining) -> Ended {
+    if let Err(error) = inner.same_image(&front.opened, true) {
+        return Ended::Gone(error);
+    }
+    let mut running = JoinSet::new();
+    inner.lane_up(front, &mut running);
+    inner.up();
+    let mut stop = inner.stop.subscribe();
+    loop {
+        tokio::select! {
+            Some(joined) = joining.join_next() => match joined {
+                Ok(Ok(lane)) => {
+                    if let Err(error) = inner.same_image(&lane.opened, false) {
+                        return Ended::Gone(error);
+                    }
+                    inner.lane_up(lane, &mut running);
+                    inner.issue_soon();
+                }
+                Ok(Err(error)) if error.fatal => {
+                    return Ended::Gone(DeviceError::Io(Arc::new(std::io::Error::other(error.message))));
+                }
+                Ok(Err(error)) => return Ended::Lost(error.message),
+                Err(error) => return Ended::Lost(error.to_string()),
+            },
+            Some(ended) = running.join_next() => {
+                let why = match ended {
+                    Ok(error) => error,
+                    Err(error) => MountError::Unreachable(error.to_string()),
+                };
+                return match why {
+                    MountError::Refused(refusal) if refusal.is_final() => {
+                        Ended::Gone(refusal.into_device_error(0, 0, inner.opened.size))
+                    }
+                    why => Ended::Lost(why.to_string()),
+                };
+            }
+            () = inner.cut.notified() => {
+                return Ended::Lost("the site gave no answer".into());
+            }
+            _ = stop.wait_for(|stop| *stop) => return Ended::Stopped,
+        }
+    }
+}
+
+impl Inner {
+    /// Whether what a lane opened is what was mounted.
+    fn same_image(&self, opened: &Opened, first_lane: bool) -> Result<(), DeviceError> {
+        let (ours, theirs) = (&self.opened, opened);
+        let image = self.options.image.as_str();
+        let gone = |text: String| Err(DeviceError::Io(Arc::new(std::io::Error::other(text))));
+        if ours.shape() != theirs.shape() || ours.identity.digest != theirs.identity.digest {
+            return gone(format!(
+                "{image} is another image at the site now; unmount it and mount it anew"
+            ));
+        }
+        let (before, now) = (ours.identity, theirs.identity);
+        let known = self.committed.load(Ordering::Acquire);
+        match self.options.access {
+            Access::ReadOnly if before != now => gone(format!(
+                "{image} was written by another mount meanwhile; unmount it and mount it anew"
+            )),
+            Access::ReadWrite if before.edition != now.edition => gone(format!(
+                "{image} was written by another mount meanwhile; unmount it and mount it anew"
+            )),
+            Access::ReadWrite if first_lane && now.epoch < known => gone(format!(
+                "{image} is at epoch {} at the site, which had confirmed epoch {known}: it has lost writes",
+                now.epoch
+            )),
+            _ => {
+                if first_lane {
+                    self.committed.fetch_max(now.epoch, Ordering::AcqRel);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn lane_up(self: &Arc<Self>, lane: Lane, running: &mut JoinSet<MountError>) {
+        let (way, asks) = mpsc::unbounded_channel();
+        let mut state = self.state.lock();
+        state.book.lane_up(lane.number, lane.kind);
+        if state.lanes.len() <= lane.number {
+            state.lanes.resize_with(lane.number + 1, || None);
+        }
+        state.lanes[lane.number] = Some(way);
+        state.wires.push(lane.connected.wire.clone());
+        drop(state);
+        let inner = self.clone();
+        running.spawn(async move { inner.run_lane(lane, asks).await });
+    }
+
+    fn up(self: &Arc<Self>) {
+        let mut state = self.state.lock();
+        state.ups += 1;
+        state.link = Link::Up(state.ups);
+        self.teller.link(state.link.clone());
+        drop(state);
+        self.issue_soon();
+    }
+
+    fn issue_soon(self: &Arc<Self>) {
+        let inner = self.clone();
+        // By a thread of ours: it calls the near side.
+        self.teller.call(move || inner.pump());
+    }
+
+    fn down(&self, why: String) {
+        let mut state = self.state.lock();
+        if matches!(state.link, Link::Gone(_)) {
+            return;
+        }
+        let was_up = matches!(state.link, Link::Up(_));
+        state.link = Link::Down(why.clone());
+        if was_up {
+            info!(image = %self.options.image, why, "the link is down");
+            self.teller.link(state.link.clone());
+        }
+        state.lanes.clear();
+        for wire in std::mem::take(&mut state.wires) {
+            self.received.fetch_add(wire.received(), Ordering::Relaxed);
+            self.sent.fetch_add(wire.sent(), Ordering::Relaxed);
+        }
+        let lost = state.book.link_down();
+        drop(state);
+        let error = DeviceError::Unavailable(why);
+        for job in lost {
+            let runs: Vec<Chunks> = job.chunks().into_iter().collect();
+            self.fail(job, &runs, &error);
+        }
+    }
+
+    async fn run_lane(
+        self: Arc<Self>,
+        lane: Lane,
+        mut asks: mpsc::UnboundedReceiver<(Ask, Bytes)>,
+    ) -> MountError {
+        let Connected {
+            mut reader,
+            mut writer,
+            ..
+        } = lane.connected;
+        let number = lane.number;
+        let write = async {
+            loop {
+                let next = tokio::select! {
+                    next = asks.recv() => next,
+                    error = writer.ping_when_idle(KEEP_ALIVE.ping_every) => return Err(error),
+                };
+                let Some(mut next) = next else {
+                    let _ = writer.finish().await;
+                    return Ok(());
+                };
+                loop {
+                    let head = encode_message(&next.0);
+                    writer.send_vectored(kind::ASK, &[&head, &next.1]).await?;
+                    match asks.try_recv() {
+                        Ok(more) => next = more,
+                        Err(_) => break,
+                    }
+                }
+                writer.flush().await?;
+            }
+        };
+        let read = async {
+            loop {
+                let Some(frame) = reader.next().await? else {
+                    return Err(MountError::Unreachable(format!(
+                        "{} closed the connection",
+                        reader.peer_text()
+                    )));
+                };
+                self.take(number, frame)
+                    .await
+                    .map_err(|refusal| MountError::Protocol {
+                        peer: reader.peer_text().to_owned(),
+                        what: refusal.text,
+                    })?;
+            }
+        };
+        let result: Result<(), MountError> = tokio::select! {
+            result = write => result.map_err(MountError::Net),
+            result = read => result,
+        };
+        match result {
+            Ok(()) => MountError::Unreachable("the link is being closed".into()),
+            Err(error) => error,
+        }
+    }
+
+    /// Does with a frame what it asks for.
+    async fn take(self: &Arc<Self>, lane: usize, frame: drover_net::Frame) -> Result<(), Refusal> {
+        use crate::protocol::Code::Protocol;
+        if frame.kind != kind::ANSWER {
+            return Err(Refusal::new(Protocol, "a frame that is no answer"));
+        }
+        let wire = frame.payload.len() as u64;
+        let message = decode_message::<Answer>(&frame.payload)?;
+        let now = self.now();
+        let credit = {
+            let mut state = self.state.lock();
+            state.book.received(lane, wire);
+            state.book.credit(lane, now)
+        };
+        let credit_after = credit;
+        if let Answer::Chunks {
+            id,
+            first,
+            count,
+            zeros,
+            coding,
+            echo,
+            last,
+        } = message.head
+        {
+            let about = ChunksAnswer {
+                id,
+                first,
+                count,
+                wire,
+                echo,
+                last,
+            };
+            // Looked at before the book believes it.
+            crate::protocol::pieces(self.opened.shape(), first, count, &zeros)?;
+            let taken = {
+                let mut state = self.state.lock();
+                let taken = state.book.chunks(lane, &about, now)?;
+                if let Some(ask) = credit_after {
+                    state.send(lane, ask, Bytes::new());
+                }
+                taken
+            };
+            if let Some(taken) = taken {
+                self.teller
+                    .chunks(ChunksTask {
+                        first,
+                        count,
+                        zeros,
+                        coding,
+                        body: message.body,
+                        again: taken.again,
+                        background: taken.background,
+                    })
+                    .await;
+            }
+            return Ok(());
+        }
+        if let Some(ask) = credit_after {
+            self.state.lock().send(lane, ask, Bytes::new());
+        }
+        if let Answer::Error { id: 0, refusal } = message.head {
+            if refusal.is_final() {
+                // Said about the lane: nothing of the mount will be served any more.
+                let error = refusal.into_device_error(0, 0, self.opened.size);
+                self.end(error);
+                return Ok(());
+            }
+            return Err(refusal);
+        }
+        let ended = self.state.lock().book.end(lane, message.head.id())?;
+        if let Some((job, runs)) = ended {
+            self.answered(job, &runs, message.head, message.body);
+        }
+        self.issue();
+        Ok(())
+    }
+
+    fn answered(
+        self: &Arc<Self>,
+        job: super::Job<Reply>,
+        runs: &[Chunks],
+        head: Answer,
+        body: Bytes,
+    ) {
+        if let Answer::Error { refusal, .. } = head {
+            let (offset, length) = range(&job.ask, self.opened.chunk);
+            let error = refusal.into_device_error(offset, length, self.opened.size);
+            self.fail(job, runs, &error);
+            return;
+        }
+        let fits = match (&job.to, &head) {
+            (Reply::Direct(_), _) => true,
+            (Reply::Presence(..), Answer::Presence { .. }) => true,
+            (Reply::Done(_), Answer::Committed { epoch, .. }) => {
+                self.committed.fetch_max(*epoch, Ordering::AcqRel);
+                true
+            }
+            (Reply::Done(_), Answer::Done { .. }) => !matches!(job.ask, Ask::Commit { .. }),
+            _ => false,
+        };
+        if !fits {
+            let error = DeviceError::Corrupt("the site gave another kind of answer".into());
+            self.fail(job, runs, &error);
+            return;
+        }
+        match (job.to, head) {
+            (Reply::Direct(say), head) => {
+                let _ = say.send(Ok((head, body)));
+            }
+            (Reply::Done(done), _) => self.teller.call(move || done(Ok(()))),
+            (Reply::Presence(done, found, asked), Answer::Presence { runs, end, .. }) => {
+                self.presence_page(done, found, asked, runs, end);
+            }
+            _ => {}
+        }
+    }
+
+    /// A page of what is zero: asks for the next, or tells.
+    fn presence_page(
+        self: &Arc<Self>,
+        done: drover_device::remote::PresenceDone,
+        mut found: Vec<Chunks>,
+        asked: Chunks,
+        runs: Vec<(u64, u32)>,
+        end: u64,
+    ) {
+        let mut at = asked.first;
+        for (first, count) in runs {
+            let to = first.saturating_add(u64::from(count)).min(asked.end());
+            if first < at || to <= first {
+                break;
+            }
+            at = to;
+            found.push(Chunks {
+                first,
+                count: (to - first) as u32,
+            });
+        }
+        if end <= asked.first || end >= asked.end() {
+            self.teller.call(move || done(Ok(found)));
+            return;
+        }
+        let rest = Chunks {
+            first: end,
+            count: (asked.end() - end) as u32,
+        };
+        let ask = Ask::Presence {
+            id: 0,
+            first: rest.first,
+            count: rest.count,
+        };
+        self.ask(ask, Bytes::new(), Reply::Presence(done, found, rest));
+    }
+}
+
+/// The bytes that a request is about.
+fn range(ask: &Ask, chunk: u32) -> (u64, u64) {
+    match *ask {
+        Ask::Read { first, count, .. } => (
+            first.saturating_mul(u64::from(chunk)),
+            u64::from(count) * u64::from(chunk),
+        ),
+        Ask::Write { offset, length, .. }
+        | Ask::DirectRead { offset, length, .. }
+        | Ask::DirectWrite { offset, length, .. } => (offset, u64::from(length)),
+        Ask::Zero { offset, length, .. }
+        | Ask::DirectZero { offset, length, .. }
+        | Ask::DirectTrim { offset, length, .. }
+        | Ask::DirectExtents { offset, length, .. } => (offset, length),
+        _ => (0, 0),
+    }
+}
+
+fn cut(text: &str, most: usize) -> String {
+    let end = (0..=most.min(text.len()))
+        .rev()
+        .find(|&at| text.is_char_boundary(at));
+    text[..end.unwrap_or(0)].to_owned()
+}

@@ -1,0 +1,271 @@
+//! The threads that verify what came and tell the near side: they may block on its disk, the runtime's may not.
+
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak, mpsc as sync};
+
+use bytes::Bytes;
+use drover_core::{DeviceError, Digest};
+use drover_device::remote::{Chunks, Content, Done, Fetched, Link, Local};
+use parking_lot::Mutex;
+use tokio::sync::mpsc;
+use tracing::warn;
+
+use super::{Inner, Job, Reply, read};
+use crate::compress::Unpacker;
+use crate::protocol::{Coding, pieces};
+
+/// Answers with background chunks that wait to be verified, at most; then the link is not read on.
+const BACK_QUEUE: usize = 32;
+
+/// Threads for background chunks.
+const BACK_THREADS: usize = 2;
+
+/// An answer with chunks, as it came.
+pub struct ChunksTask {
+    /// The first.
+    pub first: u64,
+    /// How many.
+    pub count: u32,
+    /// Which hold zeros only.
+    pub zeros: Vec<u8>,
+    /// How the body is packed.
+    pub coding: Coding,
+    /// Digests and bytes.
+    pub body: Bytes,
+    /// They have brought a wrong digest before.
+    pub again: bool,
+    /// Nobody waits for them.
+    pub background: bool,
+}
+
+enum Task {
+    Chunks(ChunksTask),
+    Failed(Chunks, DeviceError),
+    Link(Link),
+    Call(Box<dyn FnOnce() + Send>),
+}
+
+/// The way to the threads.
+#[derive(Clone)]
+pub struct Teller {
+    /// As long as what the book admits.
+    front: sync::Sender<Task>,
+    back: mpsc::Sender<ChunksTask>,
+}
+
+impl Teller {
+    /// Hands over chunks; waits when there are too many that nobody waits for.
+    pub async fn chunks(&self, task: ChunksTask) {
+        if task.background {
+            let _ = self.back.send(task).await;
+        } else {
+            self.say(Task::Chunks(task));
+        }
+    }
+
+    /// Chunks will not come.
+    pub fn failed(&self, chunks: Chunks, error: DeviceError) {
+        self.say(Task::Failed(chunks, error));
+    }
+
+    /// The link's state changed.
+    pub fn link(&self, link: Link) {
+        self.say(Task::Link(link));
+    }
+
+    /// Calls back.
+    pub fn call(&self, what: impl FnOnce() + Send + 'static) {
+        self.say(Task::Call(Box::new(what)));
+    }
+
+    fn say(&self, task: Task) {
+        // The threads end with the last teller, so somebody hears.
+        let _ = self.front.send(task);
+    }
+}
+
+/// The threads' ends of the queues.
+pub struct Threads {
+    teller: Teller,
+    front: sync::Receiver<Task>,
+    back: mpsc::Receiver<ChunksTask>,
+    unpackers: Vec<Unpacker>,
+}
+
+impl Threads {
+    /// Makes what the threads need.
+    pub fn start() -> io::Result<Self> {
+        let (say, front) = sync::channel();
+        let (hand, back) = mpsc::channel(BACK_QUEUE);
+        let unpackers = (0..=BACK_THREADS).map(|_| Unpacker::new());
+        Ok(Self {
+            teller: Teller {
+                front: say,
+                back: hand,
+            },
+            front,
+            back,
+            unpackers: unpackers.collect::<io::Result<_>>()?,
+        })
+    }
+
+    /// The way to them.
+    pub fn teller(&self) -> Teller {
+        self.teller.clone()
+    }
+
+    /// Starts them; they end when the last teller is gone.
+    pub fn run(self, inner: &Arc<Inner>) -> io::Result<()> {
+        let mut unpackers = self.unpackers.into_iter();
+        let front = self.front;
+        let named = |name: &str| std::thread::Builder::new().name(format!("mount-{name}"));
+        if let Some(mut unpacker) = unpackers.next() {
+            let inner = Arc::downgrade(inner);
+            named("front").spawn(move || {
+                while let Ok(task) = front.recv() {
+                    handle(&inner, task, &mut unpacker);
+                }
+            })?;
+        }
+        let back = Arc::new(Mutex::new(self.back));
+        for mut unpacker in unpackers {
+            let (inner, back) = (Arc::downgrade(inner), back.clone());
+            named("back").spawn(move || {
+                loop {
+                    let task = back.lock().blocking_recv();
+                    let Some(task) = task else { return };
+                    handle(&inner, Task::Chunks(task), &mut unpacker);
+                }
+            })?;
+        }
+        Ok(())
+    }
+}
+
+fn handle(inner: &Weak<Inner>, task: Task, unpacker: &mut Unpacker) {
+    // Calls are answered also when the client is gone.
+    if let Task::Call(call) = task {
+        call();
+        return;
+    }
+    let Some(inner) = inner.upgrade() else {
+        return;
+    };
+    let Some(local) = inner.local.get().and_then(Weak::upgrade) else {
+        return;
+    };
+    match task {
+        Task::Chunks(task) => {
+            inner.verify(&task, unpacker, local.as_ref());
+            inner.pump();
+        }
+        Task::Failed(chunks, error) => local.failed(chunks, error),
+        Task::Link(link) => local.link(link),
+        Task::Call(_) => {}
+    }
+}
+
+impl Inner {
+    /// Hands out the chunks that are what the site claims; those that are not are asked for once more.
+    fn verify(self: &Arc<Self>, task: &ChunksTask, unpacker: &mut Unpacker, local: &dyn Local) {
+        let shape = self.opened.shape();
+        let unpacked = pieces(shape, task.first, task.count, &task.zeros)
+            .map_err(|e| e.text)
+            .and_then(|(found, length)| {
+                let body = match task.coding {
+                    Coding::Plain if task.body.len() == length => Ok(task.body.clone()),
+                    coding => unpacker.unpack(coding, &task.body, length).map(Bytes::from),
+                };
+                Ok((found, body.map_err(|e| e.to_string())?))
+            });
+        let (mut good, mut wrong) = (Vec::new(), Vec::new());
+        match unpacked {
+            Ok((found, body)) => {
+                for piece in found {
+                    let content = match piece.data {
+                        None => Some(Content::Zero),
+                        Some((digest, bytes)) => {
+                            let bytes = body.slice(bytes);
+                            let hash = blake3::hash(&bytes);
+                            (hash.as_bytes()[..] == body[digest])
+                                .then(|| Content::Data(bytes, Digest(*hash.as_bytes())))
+                        }
+                    };
+                    match content {
+                        Some(content) => good.push(Fetched {
+                            index: piece.index,
+                            content,
+                        }),
+                        None => wrong.push(piece.index),
+                    }
+                }
+            }
+            Err(why) => {
+                warn!(image = %self.options.image, first = task.first, why, "an answer that cannot be unpacked");
+                wrong.extend(task.first..task.first + u64::from(task.count));
+            }
+        }
+        if !good.is_empty() {
+            local.arrived(good);
+        }
+        for index in wrong {
+            self.wrong(index, task);
+        }
+    }
+
+    fn wrong(self: &Arc<Self>, index: u64, task: &ChunksTask) {
+        use std::sync::atomic::Ordering::Relaxed;
+        self.wrong.fetch_add(1, Relaxed);
+        let run = Chunks {
+            first: index,
+            count: 1,
+        };
+        let image = &self.options.image;
+        if task.again {
+            let text = format!(
+                "chunk {index} of {} does not have the digest that the site claims; verify the image there",
+                image.as_str()
+            );
+            self.teller.failed(run, DeviceError::Corrupt(text));
+            return;
+        }
+        warn!(%image, chunk = index, "a chunk with the wrong digest; asking for it once more");
+        self.put(Job {
+            ask: read(run, task.background),
+            body: Bytes::new(),
+            deadline: self.now() + self.options.give_up,
+            again: true,
+            to: Reply::Chunks,
+        });
+        self.issue();
+    }
+}
+
+/// Whom to tell when each of `count` parts is done: makes one for each, and `done` is told once.
+pub fn all(count: usize, done: Done) -> impl FnMut() -> Done {
+    struct All {
+        left: AtomicUsize,
+        done: Mutex<Option<Done>>,
+    }
+    let shared = Arc::new(All {
+        left: AtomicUsize::new(count),
+        done: Mutex::new(Some(done)),
+    });
+    if count == 0
+        && let Some(done) = shared.done.lock().take()
+    {
+        done(Ok(()));
+    }
+    move || {
+        let shared = shared.clone();
+        Box::new(move |result| {
+            let last = shared.left.fetch_sub(1, Ordering::AcqRel) == 1;
+            if (last || result.is_err())
+                && let Some(done) = { shared.done.lock().take() }
+            {
+                done(result);
+            }
+        })
+    }
+}

@@ -1,0 +1,239 @@
+//! A direct mount: every request goes to the site, and returns when it has answered.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use drover_core::{
+    BlockDevice, Capabilities, Cost, DeviceError, Extent, ExtentKind, Zeroes, check_range,
+};
+use parking_lot::Mutex;
+
+use crate::client::{Client, Waiting};
+use crate::compress::Unpacker;
+use crate::protocol::{Answer, Ask, Coding, MAX_DIRECT};
+
+/// Unpackers that are kept for the next read.
+const SPARE_UNPACKERS: usize = 8;
+
+/// An image of another site as a device, without a cache: for a network that is near. Reads and writes may have any
+/// offset; what they cut through is put together at the site (r3map §1.6.6). Many threads may have requests under way.
+pub struct RemoteDevice {
+    client: Arc<Client>,
+    size: u64,
+    capabilities: Capabilities,
+    spare: Mutex<Vec<Unpacker>>,
+}
+
+impl RemoteDevice {
+    /// The image that `client` mounted.
+    #[must_use]
+    pub fn new(client: Arc<Client>) -> Self {
+        let opened = client.opened();
+        let [fast_zeroes, trim, durable, extents] = opened.can;
+        Self {
+            size: opened.size,
+            capabilities: Capabilities {
+                read_only: opened.read_only,
+                fast_zeroes,
+                trim,
+                durable,
+                extents,
+                alignment: 1,
+                preferred: opened.chunk,
+                longest: u32::MAX,
+            },
+            client,
+            spare: Mutex::default(),
+        }
+    }
+
+    fn may_write(&self) -> Result<(), DeviceError> {
+        if self.capabilities.read_only {
+            return Err(DeviceError::ReadOnly);
+        }
+        Ok(())
+    }
+
+    fn done(&self, ask: Ask) -> Result<(), DeviceError> {
+        done(self.client.direct(ask, Bytes::new()))
+    }
+}
+
+fn done(waiting: Waiting) -> Result<(), DeviceError> {
+    match waiting.wait()?.0 {
+        Answer::Done { .. } => Ok(()),
+        _ => Err(strange()),
+    }
+}
+
+fn strange() -> DeviceError {
+    DeviceError::Corrupt("the site gave another kind of answer".into())
+}
+
+/// The parts of a range that one request each may cover.
+fn parts(offset: u64, length: usize) -> impl Iterator<Item = (u64, std::ops::Range<usize>)> {
+    let most = MAX_DIRECT as usize;
+    (0..length)
+        .step_by(most)
+        .map(move |at| (offset + at as u64, at..length.min(at + most)))
+}
+
+impl BlockDevice for RemoteDevice {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        check_range(offset, buffer.len() as u64, self.size)?;
+        let asked: Vec<_> = parts(offset, buffer.len())
+            .map(|(offset, range)| {
+                let ask = Ask::DirectRead {
+                    id: 0,
+                    offset,
+                    length: range.len() as u32,
+                };
+                (self.client.direct(ask, Bytes::new()), range)
+            })
+            .collect();
+        for (waiting, range) in asked {
+            let (Answer::Bytes { coding, .. }, body) = waiting.wait()? else {
+                return Err(strange());
+            };
+            let into = &mut buffer[range];
+            if coding == Coding::Plain && body.len() == into.len() {
+                into.copy_from_slice(&body);
+                continue;
+            }
+            let spare = self.spare.lock().pop();
+            let mut unpacker = match spare {
+                Some(unpacker) => unpacker,
+                None => Unpacker::new()?,
+            };
+            let bytes = unpacker
+                .unpack(coding, &body, into.len())
+                .map_err(|e| DeviceError::Corrupt(format!("an answer of the site: {e}")))?;
+            into.copy_from_slice(&bytes);
+            let mut spare = self.spare.lock();
+            if spare.len() < SPARE_UNPACKERS {
+                spare.push(unpacker);
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
+        check_range(offset, data.len() as u64, self.size)?;
+        self.may_write()?;
+        let asked: Vec<_> = parts(offset, data.len())
+            .map(|(offset, range)| {
+                let length = range.len() as u32;
+                let (coding, body) = self.client.pack(Bytes::copy_from_slice(&data[range]));
+                let ask = Ask::DirectWrite {
+                    id: 0,
+                    offset,
+                    length,
+                    coding,
+                };
+                self.client.direct(ask, body)
+            })
+            .collect();
+        asked.into_iter().try_for_each(done)
+    }
+
+    fn write_zeroes(&self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), DeviceError> {
+        check_range(offset, length, self.size)?;
+        self.may_write()?;
+        self.done(Ask::DirectZero {
+            id: 0,
+            offset,
+            length,
+            keep_allocated: zeroes.keep_allocated,
+            only_fast: zeroes.only_fast,
+        })
+    }
+
+    fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        check_range(offset, length, self.size)?;
+        self.may_write()?;
+        self.done(Ask::DirectTrim {
+            id: 0,
+            offset,
+            length,
+        })
+    }
+
+    fn flush(&self) -> Result<(), DeviceError> {
+        if self.capabilities.read_only {
+            return Ok(());
+        }
+        self.done(Ask::DirectFlush { id: 0 })
+    }
+
+    fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
+        check_range(offset, length, self.size)?;
+        let ask = Ask::DirectExtents {
+            id: 0,
+            offset,
+            length,
+        };
+        let Answer::Extents { runs, .. } = self.client.direct(ask, Bytes::new()).wait()?.0 else {
+            return Err(strange());
+        };
+        let mut at = offset;
+        let mut out = Vec::new();
+        for (length, kind) in runs {
+            let kind = match kind {
+                0 => ExtentKind::Data,
+                1 => ExtentKind::Zero,
+                2 => ExtentKind::Hole,
+                _ => return Err(strange()),
+            };
+            let run = Extent {
+                offset: at,
+                length,
+                kind,
+            };
+            at = run.end();
+            out.push(run);
+        }
+        let end = offset + length;
+        let empty = |run: &Extent| run.length == 0 && length > 0;
+        if out.is_empty() || at > end || out.iter().any(empty) {
+            return Err(strange());
+        }
+        Ok(out)
+    }
+
+    fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        // There is nowhere to keep it.
+        check_range(offset, length, self.size)
+    }
+
+    fn cost(&self, _offset: u64, _length: u64) -> Cost {
+        Cost::Network
+    }
+}
+
+/// How long closing may take before it is left to the site to notice.
+const CLOSE_LIMIT: Duration = Duration::from_secs(10);
+
+impl RemoteDevice {
+    /// Gives the lease back and closes the link.
+    ///
+    /// # Errors
+    /// What the site said, or that it said nothing.
+    pub fn close(&self) -> Result<(), DeviceError> {
+        use drover_device::remote::Remote;
+        let (say, hear) = std::sync::mpsc::sync_channel(1);
+        self.client.close(Box::new(move |result| {
+            let _ = say.send(result);
+        }));
+        hear.recv_timeout(CLOSE_LIMIT)
+            .unwrap_or(Err(DeviceError::Closed))
+    }
+}

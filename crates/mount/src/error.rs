@@ -1,0 +1,38 @@
+//! What can go wrong with a mount.
+
+use drover_net::NetError;
+
+use crate::protocol::Refusal;
+
+/// Why a mount, or a lane of one, ended or could not begin.
+#[derive(Debug, thiserror::Error)]
+pub enum MountError {
+    /// The connection failed.
+    #[error(transparent)]
+    Net(#[from] NetError),
+    /// The site refused: the image, the lease, or what was asked.
+    #[error("{0}")]
+    Refused(Refusal),
+    /// The other side broke the protocol.
+    #[error("{peer} broke the protocol of mounts: {what}")]
+    Protocol {
+        /// Who.
+        peer: String,
+        /// How.
+        what: String,
+    },
+    /// The site cannot be reached, or not soon enough.
+    #[error("{0}")]
+    Unreachable(String),
+    /// A file of the site's state cannot be used.
+    #[error("{path}: {reason}", path = path.display())]
+    State {
+        /// Which.
+        path: std::path::PathBuf,
+        /// Why not.
+        reason: String,
+    },
+    /// This machine lacks threads or memory.
+    #[error("cannot start a mount: {0}")]
+    System(#[from] std::io::Error),
+}

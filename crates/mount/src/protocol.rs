@@ -1,0 +1,652 @@
+//! What a mount's two ends say to each other.
+//!
+//! # Participants
+//! The **site** has an image and serves it as a device. The **mount** reads it, and writes it if it holds the image's
+//! lease.
+//!
+//! # Goals
+//! - A read that somebody waits for costs one round trip and little more, also while the rest of the device is pulled
+//!   beside it and fills the link.
+//! - The pull fills the link without building a queue in it.
+//! - No chunk is used whose bytes do not have the digest that the site claims.
+//! - The site is at all times in a state that the mounted device really had: writes count by whole epochs.
+//! - Either side, and the link, may go at any time; nothing that was acknowledged is lost.
+//!
+//! # Non-goals
+//! Proving that the site's claims are those of the image's owner: a paired site is trusted with the content, as it is
+//! when it sends an image.
+//!
+//! # Course of a mount
+//! A mount is several connections (**lanes**) to the site, each opened with an [`Open`] that names the same mount.
+//! The site answers each with [`Answer::Opened`], or [`Answer::Error`] with id 0 and closes it. From then on the mount
+//! asks ([`Ask`]) and the site answers ([`Answer`]) in any order, matched by id; a request and all of its answer stay
+//! on one lane. Requests may follow the open without waiting for its answer.
+//!
+//! Background answers obey a **credit** in bytes of the link, for the mount as a whole: the mount says on each lane how
+//! many bytes arrived on it and how many may be under way in all ([`Ask::Credit`]). So what is under way is exactly
+//! what the mount's [`Window`](crate::window::Window) allows, however well the chunks compress, and
+//! everything else that was asked for waits at the site, where a waited-for read overtakes it.
+//!
+//! The bytes are in `docs/format/mount-wire.md`.
+
+mod message;
+
+use drover_core::{DeviceError, Digest, ImageName};
+use drover_device::remote::Shape;
+use drover_net::{NetError, decode, encode};
+use serde::{Deserialize, Serialize};
+
+pub use message::{Message, Piece, decode_message, encode_message, pieces};
+
+/// The version of this protocol.
+pub const VERSION: u16 = 1;
+
+/// The smallest chunk, in bytes.
+pub const MIN_CHUNK: u32 = 4 << 10;
+
+/// The largest chunk, in bytes.
+pub const MAX_CHUNK: u32 = 4 << 20;
+
+/// The chunk of a mount that asked for no other, in bytes.
+pub const DEFAULT_CHUNK: u32 = 64 << 10;
+
+/// The largest device, in bytes.
+pub const MAX_SIZE: u64 = 1 << 56;
+
+/// Chunks of a device at most.
+pub const MAX_CHUNKS: u64 = 1 << 28;
+
+/// The largest head of a message, in bytes.
+pub const MAX_HEAD: usize = 48 << 10;
+
+/// The largest body of a message, in bytes: a chunk and its digest, or many small ones.
+pub const MAX_BODY: usize = MAX_CHUNK as usize + (64 << 10);
+
+/// The largest frame either side accepts once a lane is open.
+pub const MAX_MOUNT_FRAME: usize = 2 + MAX_HEAD + MAX_BODY;
+
+/// Bytes of chunks in one request at most; one chunk is always allowed.
+pub const MAX_READ: u32 = 1 << 20;
+
+/// Bytes of chunks in one frame of an answer at most; one chunk is always allowed.
+pub const MAX_UNIT: u32 = 256 << 10;
+
+/// Bytes that one direct read or write covers at most.
+pub const MAX_DIRECT: u32 = 1 << 20;
+
+/// Runs in one [`Answer::Presence`] or [`Answer::Extents`] at most.
+pub const MAX_RUNS: usize = 2048;
+
+/// Digests in one [`Answer::Digests`] at most.
+pub const MAX_DIGESTS: u32 = 1024;
+
+/// Lanes of a mount at most.
+pub const MAX_LANES: usize = 9;
+
+/// Requests of a lane without an answer at most.
+pub const MAX_ASKED: usize = 4096;
+
+/// Bytes of requests' bodies of a lane without an answer at most.
+pub const MAX_ASKED_BYTES: usize = 32 << 20;
+
+/// The longest text of an error, in bytes; what is longer is cut.
+pub const MAX_TEXT: usize = 1000;
+
+/// The longest name or note of a mount, in bytes.
+pub const MAX_NAME: usize = 200;
+
+/// Frame kinds.
+pub mod kind {
+    /// An [`Ask`](super::Ask) and its body.
+    pub const ASK: u8 = 0x60;
+    /// An [`Answer`](super::Answer) and its body.
+    pub const ANSWER: u8 = 0x61;
+}
+
+/// Which mount: random, chosen by it, kept as long as its cache is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct MountId(pub [u8; 16]);
+
+impl MountId {
+    /// A new one.
+    #[must_use]
+    pub fn random() -> Self {
+        Self(drover_net::random_id())
+    }
+}
+
+impl std::fmt::Display for MountId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().try_for_each(|b| write!(f, "{b:02x}"))
+    }
+}
+
+impl std::fmt::Debug for MountId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "MountId({self})")
+    }
+}
+
+/// What a lane carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum LaneKind {
+    /// Control, presence, and reads of either sort.
+    Front,
+    /// Reads: background ones, and waited-for ones when it is the least busy.
+    Back,
+    /// Writes.
+    Push,
+}
+
+/// What a mount wants to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Access {
+    /// Read; shared with other readers.
+    ReadOnly,
+    /// Read and write; alone.
+    ReadWrite,
+}
+
+/// Which state of which image a device is. A cache belongs to one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// The image's digest.
+    pub digest: Digest,
+    /// Grows with each writer that is not the one before.
+    pub edition: u64,
+    /// The last epoch that counts.
+    pub epoch: u64,
+}
+
+/// The opening message of a lane.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Open {
+    /// [`VERSION`].
+    pub version: u16,
+    /// Which mount the lane belongs to.
+    pub mount: MountId,
+    /// What it carries.
+    pub lane: LaneKind,
+    /// Which of the mount's links: grows each time it connects. Lanes of an earlier link are dead, and what they left
+    /// undone is not done any more once a later one is open.
+    pub link: u64,
+    /// Which image.
+    pub image: ImageName,
+    /// To do what.
+    pub access: Access,
+    /// The chunk, in bytes: a power of two from [`MIN_CHUNK`] to [`MAX_CHUNK`].
+    pub chunk: u32,
+    /// The state that the mount's cache is of, if it has one.
+    pub expected: Option<Identity>,
+    /// Who or what mounts it, for people; at most [`MAX_NAME`] bytes.
+    pub note: String,
+}
+
+impl Open {
+    /// The message's bytes.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        encode(self)
+    }
+
+    /// A message from bytes, checked.
+    ///
+    /// # Errors
+    /// [`Refusal`] for what is not one, another version, or a value that is not allowed.
+    pub fn decode(bytes: &[u8]) -> Result<Self, Refusal> {
+        // The version is first, so that the rest may change with it.
+        let version = bytes.first().copied().unwrap_or(0);
+        if u16::from(version) != VERSION {
+            return Err(Refusal::new(
+                Code::Version,
+                format!(
+                    "mounts speak version {VERSION} here, not {version}: upgrade the older of the two sites"
+                ),
+            ));
+        }
+        let bad = |text: String| Refusal::new(Code::Protocol, text);
+        let open: Open = decode(bytes).map_err(|e| bad(e.to_string()))?;
+        if !chunk_is_allowed(open.chunk) {
+            return Err(bad(format!(
+                "a chunk is a power of two from {MIN_CHUNK} to {MAX_CHUNK} bytes, not {}",
+                open.chunk
+            )));
+        }
+        if open.note.len() > MAX_NAME {
+            return Err(bad(format!("a note has at most {MAX_NAME} bytes")));
+        }
+        Ok(open)
+    }
+}
+
+/// Whether a mount may have chunks of so many bytes.
+#[must_use]
+pub fn chunk_is_allowed(chunk: u32) -> bool {
+    chunk.is_power_of_two() && (MIN_CHUNK..=MAX_CHUNK).contains(&chunk)
+}
+
+/// Checks that a device is one that can be mounted.
+///
+/// # Errors
+/// One line that says what is wrong with it.
+pub fn check_shape(shape: Shape) -> Result<(), String> {
+    if !chunk_is_allowed(shape.chunk) {
+        return Err(format!("chunks of {} bytes are not allowed", shape.chunk));
+    }
+    if shape.size == 0 {
+        return Err("a device of no bytes cannot be mounted".into());
+    }
+    if shape.size > MAX_SIZE {
+        return Err(format!(
+            "a device of {} bytes is larger than can be mounted",
+            shape.size
+        ));
+    }
+    if shape.chunks() > MAX_CHUNKS {
+        return Err(format!(
+            "{} chunks are more than {MAX_CHUNKS}: mount it with a larger chunk",
+            shape.chunks()
+        ));
+    }
+    Ok(())
+}
+
+/// What a lane's mount got.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Opened {
+    /// Bytes of the device.
+    pub size: u64,
+    /// Bytes of a chunk: what was asked for.
+    pub chunk: u32,
+    /// The state it is in.
+    pub identity: Identity,
+    /// Whether that is the expected one, but for epochs of this mount's own: its cache is good.
+    pub fresh: bool,
+    /// Whether it takes no changes from this mount.
+    pub read_only: bool,
+    /// [`Capabilities`](drover_core::Capabilities) of direct requests: `fast_zeroes`, `trim`, `durable`, `extents`.
+    pub can: [bool; 4],
+}
+
+impl Opened {
+    /// Size and chunk.
+    #[must_use]
+    pub fn shape(&self) -> Shape {
+        Shape {
+            size: self.size,
+            chunk: self.chunk,
+        }
+    }
+}
+
+/// How a body is packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Coding {
+    /// As it is.
+    Plain,
+    /// One zstd frame.
+    Zstd,
+}
+
+/// What a mount asks. Every id is new on its lane; but for [`Ask::Credit`] and [`Ask::Hurry`] each is answered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Ask {
+    /// Whole chunks, answered by [`Answer::Chunks`] until all are there.
+    Read {
+        /// Of the request.
+        id: u64,
+        /// The first chunk.
+        first: u64,
+        /// How many; [`MAX_READ`] bytes at most, or one.
+        count: u32,
+        /// Nobody waits for them.
+        background: bool,
+    },
+    /// Somebody waits for a background read after all.
+    Hurry {
+        /// Of that read.
+        id: u64,
+    },
+    /// What has arrived, and what may be under way.
+    Credit {
+        /// Payload bytes of all answers that arrived on this lane, since it was opened.
+        received: u64,
+        /// Bytes that may be under way on all lanes of this mount before a background answer is held back.
+        window: u64,
+    },
+    /// Which chunks of a run hold zeros only; answered by [`Answer::Presence`].
+    Presence {
+        /// Of the request.
+        id: u64,
+        /// The first chunk.
+        first: u64,
+        /// How many.
+        count: u32,
+    },
+    /// Digests of chunks; answered by [`Answer::Digests`].
+    Digests {
+        /// Of the request.
+        id: u64,
+        /// The first chunk.
+        first: u64,
+        /// How many; [`MAX_DIGESTS`] at most.
+        count: u32,
+    },
+    /// A part of an epoch: the body, at `offset`. Answered by [`Answer::Done`].
+    Write {
+        /// Of the request.
+        id: u64,
+        /// Which epoch: one more than the last that counts.
+        epoch: u64,
+        /// Where, in bytes.
+        offset: u64,
+        /// Bytes of the device, [`MAX_DIRECT`] at most.
+        length: u32,
+        /// How the body is packed.
+        coding: Coding,
+    },
+    /// A part of an epoch: zeros. Answered by [`Answer::Done`].
+    Zero {
+        /// Of the request.
+        id: u64,
+        /// Which epoch.
+        epoch: u64,
+        /// Where, in bytes.
+        offset: u64,
+        /// How many bytes.
+        length: u64,
+    },
+    /// Makes the epoch count, after all its parts were answered. Answered by [`Answer::Committed`].
+    Commit {
+        /// Of the request.
+        id: u64,
+        /// Which epoch.
+        epoch: u64,
+    },
+    /// Bytes of any range; answered by [`Answer::Bytes`].
+    DirectRead {
+        /// Of the request.
+        id: u64,
+        /// Where.
+        offset: u64,
+        /// How many; [`MAX_DIRECT`] at most.
+        length: u32,
+    },
+    /// Writes the body; answered by [`Answer::Done`].
+    DirectWrite {
+        /// Of the request.
+        id: u64,
+        /// Where.
+        offset: u64,
+        /// How many bytes; [`MAX_DIRECT`] at most.
+        length: u32,
+        /// How the body is packed.
+        coding: Coding,
+    },
+    /// Zeroes a range; answered by [`Answer::Done`].
+    DirectZero {
+        /// Of the request.
+        id: u64,
+        /// Where.
+        offset: u64,
+        /// How many bytes.
+        length: u64,
+        /// [`Zeroes::keep_allocated`](drover_core::Zeroes::keep_allocated).
+        keep_allocated: bool,
+        /// [`Zeroes::only_fast`](drover_core::Zeroes::only_fast).
+        only_fast: bool,
+    },
+    /// Trims a range; answered by [`Answer::Done`].
+    DirectTrim {
+        /// Of the request.
+        id: u64,
+        /// Where.
+        offset: u64,
+        /// How many bytes.
+        length: u64,
+    },
+    /// Makes the direct writes that were answered durable; answered by [`Answer::Done`].
+    DirectFlush {
+        /// Of the request.
+        id: u64,
+    },
+    /// What a range holds; answered by [`Answer::Extents`].
+    DirectExtents {
+        /// Of the request.
+        id: u64,
+        /// Where.
+        offset: u64,
+        /// How many bytes.
+        length: u64,
+    },
+    /// The mount ends and gives its lease back; answered by [`Answer::Done`].
+    Close {
+        /// Of the request.
+        id: u64,
+    },
+}
+
+impl Ask {
+    /// The request's id; none for what gets no answer.
+    #[must_use]
+    pub fn id(&self) -> Option<u64> {
+        match *self {
+            Ask::Read { id, .. }
+            | Ask::Presence { id, .. }
+            | Ask::Digests { id, .. }
+            | Ask::Write { id, .. }
+            | Ask::Zero { id, .. }
+            | Ask::Commit { id, .. }
+            | Ask::DirectRead { id, .. }
+            | Ask::DirectWrite { id, .. }
+            | Ask::DirectZero { id, .. }
+            | Ask::DirectTrim { id, .. }
+            | Ask::DirectFlush { id }
+            | Ask::DirectExtents { id, .. }
+            | Ask::Close { id } => Some(id),
+            Ask::Hurry { .. } | Ask::Credit { .. } => None,
+        }
+    }
+}
+
+/// What the site answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Answer {
+    /// The lane is open.
+    Opened(Opened),
+    /// Some of the chunks that were asked for, each once, in any order. The body is packed as `coding` says; unpacked it holds the digests of
+    /// the chunks that are not zero, then their bytes.
+    Chunks {
+        /// Of the request.
+        id: u64,
+        /// The first.
+        first: u64,
+        /// How many.
+        count: u32,
+        /// Bit `n % 8` of byte `n / 8` is set when chunk `first + n` holds zeros only.
+        zeros: Vec<u8>,
+        /// How the body is packed.
+        coding: Coding,
+        /// What [`Ask::Credit`] last said had arrived when this left.
+        echo: u64,
+        /// Whether nothing else was waiting to leave when this left.
+        last: bool,
+    },
+    /// Chunks that hold zeros only.
+    Presence {
+        /// Of the request.
+        id: u64,
+        /// Runs `(first, count)`, in order.
+        runs: Vec<(u64, u32)>,
+        /// The chunk after the last one that was looked at.
+        end: u64,
+    },
+    /// Digests of chunks, all zeros for a chunk of zeros, from the first asked for.
+    Digests {
+        /// Of the request.
+        id: u64,
+        /// In order; fewer than asked for when the site stopped early, at least one.
+        digests: Vec<Digest>,
+    },
+    /// Bytes of a direct read, in the body.
+    Bytes {
+        /// Of the request.
+        id: u64,
+        /// How the body is packed.
+        coding: Coding,
+    },
+    /// What a range holds.
+    Extents {
+        /// Of the request.
+        id: u64,
+        /// Runs `(length, kind)`: 0 data, 1 zero, 2 hole.
+        runs: Vec<(u64, u8)>,
+    },
+    /// It is done.
+    Done {
+        /// Of the request.
+        id: u64,
+    },
+    /// The epoch counts.
+    Committed {
+        /// Of the request.
+        id: u64,
+        /// Which.
+        epoch: u64,
+    },
+    /// It cannot be done.
+    Error {
+        /// Of the request; 0 is the lane as a whole, which ends with it.
+        id: u64,
+        /// Why not.
+        refusal: Refusal,
+    },
+}
+
+impl Answer {
+    /// The id of the request that this is an answer to; 0 for the lane as a whole.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        match *self {
+            Answer::Opened(_) => 0,
+            Answer::Chunks { id, .. }
+            | Answer::Presence { id, .. }
+            | Answer::Digests { id, .. }
+            | Answer::Bytes { id, .. }
+            | Answer::Extents { id, .. }
+            | Answer::Done { id }
+            | Answer::Committed { id, .. }
+            | Answer::Error { id, .. } => id,
+        }
+    }
+}
+
+/// What kind of error it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Code {
+    /// The peer broke the protocol.
+    Protocol,
+    /// It speaks another version.
+    Version,
+    /// There is no such image.
+    NoImage,
+    /// Somebody else has the image.
+    Leased,
+    /// The lease is not there any more.
+    LeaseLost,
+    /// The range is not inside the device.
+    OutOfRange,
+    /// The device takes no writes.
+    ReadOnly,
+    /// The device cannot do it.
+    Unsupported,
+    /// A disk or a limit is full.
+    NoSpace,
+    /// Not now.
+    Unavailable,
+    /// The site's own bytes are damaged.
+    Corrupt,
+    /// The site's disk reports an error.
+    Io,
+    /// The epoch is not the next one.
+    Epoch,
+    /// Too many mounts or lanes.
+    Busy,
+}
+
+/// Why not, over the link.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{text}")]
+pub struct Refusal {
+    /// What kind of error.
+    pub code: Code,
+    /// One line for a person, at most [`MAX_TEXT`] bytes.
+    pub text: String,
+}
+
+impl Refusal {
+    /// A refusal; its text is cut to [`MAX_TEXT`] bytes and one line.
+    #[must_use]
+    pub fn new(code: Code, text: impl Into<String>) -> Self {
+        let mut text: String = text.into().replace(['\n', '\r'], " ");
+        if text.len() > MAX_TEXT {
+            let cut = (0..=MAX_TEXT).rev().find(|&at| text.is_char_boundary(at));
+            text.truncate(cut.unwrap_or(0));
+        }
+        Self { code, text }
+    }
+
+    /// Whether opening the same lane again later can help.
+    #[must_use]
+    pub fn is_final(&self) -> bool {
+        !matches!(self.code, Code::Unavailable | Code::Io | Code::Busy)
+    }
+
+    /// The error that a request gets at the mount.
+    #[must_use]
+    pub fn into_device_error(self, offset: u64, length: u64, size: u64) -> DeviceError {
+        match self.code {
+            Code::OutOfRange => DeviceError::OutOfRange {
+                offset,
+                length,
+                size,
+            },
+            Code::ReadOnly => DeviceError::ReadOnly,
+            Code::Unsupported => DeviceError::Unsupported("do this, says the other site"),
+            Code::NoSpace => DeviceError::NoSpace(self.text),
+            Code::Corrupt => DeviceError::Corrupt(self.text),
+            Code::Unavailable | Code::Busy | Code::Epoch => DeviceError::Unavailable(self.text),
+            Code::Protocol
+            | Code::Version
+            | Code::NoImage
+            | Code::Leased
+            | Code::LeaseLost
+            | Code::Io => DeviceError::Io(std::sync::Arc::new(std::io::Error::other(self.text))),
+        }
+    }
+}
+
+impl From<DeviceError> for Refusal {
+    fn from(error: DeviceError) -> Self {
+        let code = match &error {
+            DeviceError::OutOfRange { .. } => Code::OutOfRange,
+            DeviceError::Unaligned { .. } => Code::Protocol,
+            DeviceError::ReadOnly => Code::ReadOnly,
+            DeviceError::Unsupported(_) => Code::Unsupported,
+            DeviceError::NoSpace(_) => Code::NoSpace,
+            DeviceError::Unavailable(_) | DeviceError::Closed => Code::Unavailable,
+            DeviceError::Corrupt(_) => Code::Corrupt,
+            DeviceError::Io(_) => Code::Io,
+        };
+        Refusal::new(code, error.to_string())
+    }
+}
+
+impl From<NetError> for Refusal {
+    fn from(error: NetError) -> Self {
+        Refusal::new(Code::Protocol, error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests;

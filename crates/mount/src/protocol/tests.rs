@@ -1,0 +1,108 @@
+use bytes::Bytes;
+use proptest::prelude::*;
+
+use super::*;
+
+fn open() -> Open {
+    Open {
+        version: VERSION,
+        mount: MountId([7; 16]),
+        lane: LaneKind::Front,
+        link: 1,
+        image: ImageName::new("web.qcow2").unwrap(),
+        access: Access::ReadWrite,
+        chunk: DEFAULT_CHUNK,
+        expected: None,
+        note: "on nantes".into(),
+    }
+}
+
+#[test]
+fn an_open_is_checked() {
+    assert_eq!(Open::decode(&open().encode()), Ok(open()));
+    let refused = |open: Open| Open::decode(&open.encode()).unwrap_err();
+    let e = refused(Open {
+        version: 2,
+        ..open()
+    });
+    assert_eq!(e.code, Code::Version, "{e}");
+    for chunk in [0, 1, 2048, 65_535, 8 << 20] {
+        assert_eq!(refused(Open { chunk, ..open() }).code, Code::Protocol);
+    }
+    let note = "x".repeat(MAX_NAME + 1);
+    assert_eq!(refused(Open { note, ..open() }).code, Code::Protocol);
+    let mut more = open().encode();
+    more.push(0);
+    assert_eq!(Open::decode(&more).unwrap_err().code, Code::Protocol);
+}
+
+#[test]
+fn sizes_that_lie_are_refused() {
+    let check = |size, chunk| check_shape(Shape { size, chunk });
+    assert!(check(1, MIN_CHUNK).is_ok());
+    assert!(check(0, MIN_CHUNK).is_err());
+    assert!(check(MAX_SIZE + 1, MAX_CHUNK).is_err());
+    assert!(check(u64::MAX, MAX_CHUNK).is_err());
+    assert!(check(MAX_CHUNKS * 4096, MIN_CHUNK).is_ok());
+    assert!(check(MAX_CHUNKS * 4096 + 1, MIN_CHUNK).is_err());
+}
+
+#[test]
+fn the_largest_heads_fit() {
+    let runs = vec![(u64::MAX, u32::MAX); MAX_RUNS];
+    let presence = Answer::Presence {
+        id: u64::MAX,
+        runs,
+        end: u64::MAX,
+    };
+    let runs = vec![(u64::MAX, 2); MAX_RUNS];
+    let extents = Answer::Extents { id: u64::MAX, runs };
+    for answer in [presence, extents] {
+        let head = encode_message(&answer);
+        assert!(head.len() <= MAX_HEAD, "{}", head.len());
+        let back = decode_message::<Answer>(&Bytes::from(head)).unwrap();
+        assert_eq!(back.head, answer);
+    }
+}
+
+#[test]
+fn a_long_text_is_cut_at_a_character() {
+    let refusal = Refusal::new(Code::Io, "é\n".repeat(MAX_TEXT));
+    assert!(refusal.text.len() <= MAX_TEXT && !refusal.text.contains('\n'));
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_decode_or_are_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        let payload = Bytes::from(bytes);
+        if let Ok(message) = decode_message::<Ask>(&payload) {
+            let again = encode_message(&message.head);
+            prop_assert_eq!(decode_message::<Ask>(&Bytes::from(again)).unwrap().head, message.head);
+        }
+        if let Ok(message) = decode_message::<Answer>(&payload) {
+            let again = encode_message(&message.head);
+            prop_assert_eq!(decode_message::<Answer>(&Bytes::from(again)).unwrap().head, message.head);
+        }
+        let _ = Open::decode(&payload);
+    }
+
+    #[test]
+    fn pieces_lie_side_by_side(size in 1u64..3_000_000, chunk in 12u32..19, first in 0u64..80, count in 0u32..80, zeros in proptest::collection::vec(any::<u8>(), 0..10)) {
+        let shape = Shape { size, chunk: 1 << chunk };
+        if let Ok((found, length)) = pieces(shape, first, count, &zeros) {
+            prop_assert_eq!(found.len(), count as usize);
+            let data: Vec<_> = found.iter().filter_map(|p| p.data.clone()).collect();
+            let mut at = 0;
+            for (digest, _) in &data {
+                prop_assert_eq!(digest.clone(), at..at + Digest::LEN);
+                at += Digest::LEN;
+            }
+            for (piece, (_, bytes)) in found.iter().filter(|p| p.data.is_some()).zip(&data) {
+                prop_assert_eq!(bytes.clone(), at..at + shape.length(piece.index) as usize);
+                at = bytes.end;
+            }
+            prop_assert_eq!(at, length);
+            prop_assert!(length <= MAX_BODY);
+        }
+    }
+}

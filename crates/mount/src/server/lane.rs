@@ -1,0 +1,348 @@
+//! A lane at the site: requests in, answers out.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use drover_device::remote::Shape;
+use drover_net::{FrameReader, FrameWriter, KeepAlive};
+use parking_lot::Mutex;
+use tokio::sync::{Notify, watch};
+
+use super::flow::Flow;
+use super::image::Image;
+use super::pool::{Pool, Tools};
+use super::queue::{Queue, Unit};
+use super::work::{Client, Made};
+use crate::MountError;
+use crate::protocol::{
+    Access, Answer, Ask, Code, LaneKind, MAX_UNIT, Refusal, decode_message, encode_message, kind,
+};
+
+/// A background answer is this part of the window, so that a lane has several under way.
+const UNITS_OF_WINDOW: u64 = 16;
+
+/// The shortest background answer, in bytes of the device; a chunk if that is longer.
+const LEAST_UNIT: u64 = 16 << 10;
+
+/// A site this far away is worth the time that packing takes.
+const FAR: Duration = Duration::from_millis(2);
+
+/// How often a lane says that it is there, and how long silence is borne.
+pub const KEEP_ALIVE: KeepAlive = KeepAlive {
+    ping_every: Duration::from_secs(5),
+    dead_after: Duration::from_secs(30),
+    stalled_after: Duration::from_secs(30),
+};
+
+/// What the lanes of a mount share.
+pub struct Shared {
+    /// What is under way. Locked after a lane's state, never before.
+    flow: Mutex<Flow>,
+    /// Wakes the writers of all lanes: there is room for background answers.
+    room: Notify,
+    started: tokio::time::Instant,
+}
+
+impl Default for Shared {
+    fn default() -> Self {
+        Self {
+            flow: Mutex::default(),
+            room: Notify::new(),
+            started: tokio::time::Instant::now(),
+        }
+    }
+}
+
+impl Shared {
+    fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+}
+
+/// One lane.
+pub struct Lane {
+    /// Its number at this site.
+    pub number: u64,
+    /// What it carries.
+    pub kind: LaneKind,
+    /// Which of its mount's links it belongs to.
+    pub link: u64,
+    /// What it may do.
+    pub access: Access,
+    /// What it is about.
+    pub image: Arc<Image>,
+    /// Size and chunk.
+    pub shape: Shape,
+    /// What it shares with its mount's other lanes.
+    pub shared: Arc<Shared>,
+    pool: Arc<Pool>,
+    state: Mutex<State>,
+    /// Wakes the writer.
+    wake: Notify,
+    /// Wakes who waits for work in progress to end.
+    idle: Notify,
+    closed: watch::Sender<bool>,
+}
+
+#[derive(Default)]
+struct State {
+    queue: Queue,
+    front: VecDeque<Made>,
+    back: VecDeque<Made>,
+    /// Units that threads work on or will.
+    working: usize,
+    closed: bool,
+}
+
+/// What a lane is made of.
+pub struct Parts {
+    /// See [`Lane`].
+    pub number: u64,
+    /// See [`Lane`].
+    pub kind: LaneKind,
+    /// See [`Lane`].
+    pub link: u64,
+    /// See [`Lane`].
+    pub access: Access,
+    /// See [`Lane`].
+    pub image: Arc<Image>,
+    /// See [`Lane`].
+    pub shape: Shape,
+    /// See [`Lane`].
+    pub shared: Arc<Shared>,
+    /// Who does the work.
+    pub pool: Arc<Pool>,
+}
+
+impl Lane {
+    /// A lane that has been asked nothing.
+    pub fn new(parts: Parts) -> Arc<Self> {
+        Arc::new(Self {
+            number: parts.number,
+            kind: parts.kind,
+            link: parts.link,
+            access: parts.access,
+            image: parts.image,
+            shape: parts.shape,
+            shared: parts.shared,
+            pool: parts.pool,
+            state: Mutex::default(),
+            wake: Notify::new(),
+            idle: Notify::new(),
+            closed: watch::Sender::new(false),
+        })
+    }
+
+    /// Serves the lane until the mount ends it, the link breaks, `stop` is set or [`Lane::close`] is called.
+    pub async fn serve(
+        self: &Arc<Self>,
+        reader: &mut FrameReader,
+        writer: &mut FrameWriter,
+        mut stop: watch::Receiver<bool>,
+    ) -> Result<(), MountError> {
+        let mut closed = self.closed.subscribe();
+        let stopped = async {
+            tokio::select! {
+                _ = stop.wait_for(|stop| *stop) => {}
+                _ = closed.wait_for(|closed| *closed) => {}
+            }
+        };
+        let result = tokio::select! {
+            result = self.read(reader) => result,
+            result = self.write(writer) => result,
+            () = stopped => Ok(()),
+        };
+        self.close();
+        self.drained().await;
+        self.shared.flow.lock().gone(self.number);
+        self.shared.room.notify_waiters();
+        result
+    }
+
+    /// Ends the lane: what has not been begun is not done any more.
+    pub fn close(&self) {
+        self.state.lock().closed = true;
+        self.closed.send_replace(true);
+        self.idle.notify_waiters();
+    }
+
+    /// Waits until nothing that the closed lane began is being done any more. Cancel safe.
+    pub async fn drained(&self) {
+        loop {
+            let idle = self.idle.notified();
+            tokio::pin!(idle);
+            idle.as_mut().enable();
+            if self.state.lock().working == 0 {
+                return;
+            }
+            idle.await;
+        }
+    }
+
+    async fn read(self: &Arc<Self>, reader: &mut FrameReader) -> Result<(), MountError> {
+        while let Some(frame) = reader.next().await? {
+            let taken = if frame.kind == kind::ASK {
+                self.take(&frame.payload)
+            } else {
+                Err(Refusal::new(
+                    Code::Protocol,
+                    format!("a frame of kind {} has no place in a mount", frame.kind),
+                ))
+            };
+            if let Err(refusal) = taken {
+                self.say(refusal.clone());
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                return Err(MountError::Protocol {
+                    peer: reader.peer_text().to_owned(),
+                    what: refusal.text,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Says that the lane ends and why, before all else.
+    fn say(&self, refusal: Refusal) {
+        let made = Made {
+            head: Answer::Error { id: 0, refusal },
+            body: Bytes::new(),
+            answers: None,
+        };
+        let mut state = self.state.lock();
+        state.queue.made_unasked(made.bytes());
+        state.front.push_front(made);
+        drop(state);
+        self.wake.notify_one();
+    }
+
+    fn take(self: &Arc<Self>, payload: &Bytes) -> Result<(), Refusal> {
+        let message = decode_message::<Ask>(payload)?;
+        match message.head {
+            Ask::Credit { received, window } => {
+                let now = self.shared.now();
+                let mut flow = self.shared.flow.lock();
+                flow.credit(self.number, received, window, now);
+                drop(flow);
+                self.shared.room.notify_waiters();
+            }
+            Ask::Hurry { id } => self.state.lock().queue.hurry(id),
+            ask => {
+                let mut state = self.state.lock();
+                state.queue.admit(ask, message.body, self.shape.chunk)?;
+            }
+        }
+        self.pump();
+        Ok(())
+    }
+
+    /// Gives the pool what it may have.
+    fn pump(self: &Arc<Self>) {
+        let window = self.shared.flow.lock().window();
+        let unit = (window / UNITS_OF_WINDOW).clamp(LEAST_UNIT, u64::from(MAX_UNIT));
+        loop {
+            let mut state = self.state.lock();
+            if state.closed {
+                return;
+            }
+            let Some((unit, front)) = state.queue.take(self.shape.chunk, unit) else {
+                return;
+            };
+            state.working += 1;
+            drop(state);
+            let lane = self.clone();
+            self.pool
+                .submit(front, move |tools| lane.work(unit, front, tools));
+        }
+    }
+
+    fn work(self: &Arc<Self>, unit: Unit, front: bool, tools: &mut Tools) {
+        let (closed, queued) = {
+            let state = self.state.lock();
+            (state.closed, !state.back.is_empty())
+        };
+        let made = (!closed).then(|| {
+            let far = self.shared.flow.lock().round_trip() > Some(FAR);
+            let client = Client {
+                image: &self.image,
+                shape: self.shape,
+                access: self.access,
+                // Who waits for the link has time to pack.
+                pack: far || (queued && !front),
+            };
+            client.work(unit, tools)
+        });
+        let mut state = self.state.lock();
+        state.working -= 1;
+        if let Some(made) = made.filter(|_| !state.closed) {
+            let bytes = made.bytes();
+            state.queue.made(bytes);
+            if !state.queue.is_owed(made.head.id()) {
+                state.queue.left(bytes, front, made.head.id(), made.answers);
+            } else if front {
+                state.front.push_back(made);
+            } else {
+                state.back.push_back(made);
+            }
+        }
+        let idle = state.working == 0;
+        drop(state);
+        if idle {
+            self.idle.notify_waiters();
+        }
+        self.wake.notify_one();
+        self.pump();
+    }
+
+    async fn write(self: &Arc<Self>, writer: &mut FrameWriter) -> Result<(), MountError> {
+        let mut flushed = true;
+        loop {
+            let room = self.shared.room.notified();
+            tokio::pin!(room);
+            room.as_mut().enable();
+            if let Some((head, body)) = self.next_out() {
+                writer.send_vectored(kind::ANSWER, &[&head, &body]).await?;
+                flushed = false;
+                self.pump();
+                continue;
+            }
+            if !flushed {
+                writer.flush().await?;
+                flushed = true;
+                continue;
+            }
+            tokio::select! {
+                () = self.wake.notified() => {}
+                () = room => {}
+                error = writer.ping_when_idle(KEEP_ALIVE.ping_every) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// The next answer that may leave, as its head's bytes and its body.
+    fn next_out(&self) -> Option<(Vec<u8>, Bytes)> {
+        let mut state = self.state.lock();
+        let mut flow = self.shared.flow.lock();
+        let (mut made, front) = if let Some(made) = state.front.pop_front() {
+            (made, true)
+        } else {
+            let bytes = state.back.front()?.bytes();
+            if !flow.allows(bytes) {
+                return None;
+            }
+            (state.back.pop_front()?, false)
+        };
+        let bytes = made.bytes();
+        let nothing_waits = state.back.is_empty() && state.front.is_empty();
+        if let Answer::Chunks { echo, last, .. } = &mut made.head {
+            *echo = flow.echo(self.number);
+            *last = nothing_waits;
+        }
+        let head = encode_message(&made.head);
+        let length = head.len() as u64 + made.body.len() as u64;
+        flow.sent(self.number, length, self.shared.now());
+        state.queue.left(bytes, front, made.head.id(), made.answers);
+        Some((head, made.body))
+    }
+}

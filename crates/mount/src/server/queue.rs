@@ -1,0 +1,204 @@
+//! What a lane was asked and has not been answered, and in which order it is worked on.
+
+use std::collections::{HashMap, VecDeque};
+
+use bytes::Bytes;
+
+use crate::protocol::{
+    Ask, Code, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT, Refusal,
+};
+
+/// Background units of a lane that are being worked on or wait for the link, at most.
+const BACK_UNITS: usize = 8;
+
+/// Waited-for units of a lane that are being worked on or wait for the link, at most.
+const FRONT_UNITS: usize = 64;
+
+/// Bytes of answers of a lane that wait for the link before no more are made.
+const MAX_READY: u64 = 4 << 20;
+
+/// A piece of work, small enough that what is more urgent need not wait long for it.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Chunks of a read.
+    Read {
+        /// The read's id.
+        id: u64,
+        /// The first chunk.
+        first: u64,
+        /// How many.
+        count: u32,
+    },
+    /// Anything else, whole.
+    Other(Ask, Bytes),
+}
+
+/// A lane's requests.
+#[derive(Debug, Default)]
+pub struct Queue {
+    front: VecDeque<Entry>,
+    back: VecDeque<Entry>,
+    /// Answers that each request still gets: chunks of a read, else one.
+    owed: HashMap<u64, u32>,
+    body_bytes: usize,
+    front_units: usize,
+    back_units: usize,
+    ready_bytes: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    ask: Ask,
+    body: Bytes,
+    /// Of a read: what is left of it.
+    next: u64,
+    left: u32,
+}
+
+impl Queue {
+    /// Takes a request.
+    ///
+    /// # Errors
+    /// [`Code::Protocol`] for one that is too large, or one too many: a mount that keeps to the rules makes none.
+    pub fn admit(&mut self, ask: Ask, body: Bytes, chunk: u32) -> Result<(), Refusal> {
+        let bad = |text: &str| Err(Refusal::new(Code::Protocol, text));
+        let Some(id) = ask.id() else {
+            return Ok(());
+        };
+        if self.owed.len() >= MAX_ASKED || self.body_bytes + body.len() > MAX_ASKED_BYTES {
+            return bad("more requests at once than a lane may have");
+        }
+        if id == 0 || self.owed.contains_key(&id) {
+            return bad("a request with a number that is in use");
+        }
+        let (mut next, mut left, mut background) = (0, 0, false);
+        match &ask {
+            Ask::Read {
+                first,
+                count,
+                background: b,
+                ..
+            } => {
+                if *count == 0 || (*count > 1 && *count > MAX_READ / chunk) {
+                    return bad("a read of more than is allowed");
+                }
+                (next, left, background) = (*first, *count, *b);
+            }
+            Ask::DirectRead { length, .. } if *length > MAX_DIRECT => {
+                return bad("a direct read of more than is allowed");
+            }
+            Ask::Write { length, .. } | Ask::DirectWrite { length, .. }
+                if *length > MAX_DIRECT || body.len() > *length as usize =>
+            {
+                return bad("a write of more than is allowed");
+            }
+            Ask::Write { .. } | Ask::DirectWrite { .. } => {}
+            _ if !body.is_empty() => return bad("bytes where none belong"),
+            _ => {}
+        }
+        self.owed.insert(id, left.max(1));
+        self.body_bytes += body.len();
+        let entry = Entry {
+            ask,
+            body,
+            next,
+            left,
+        };
+        if background {
+            self.back.push_back(entry);
+        } else {
+            self.front.push_back(entry);
+        }
+        Ok(())
+    }
+
+    /// Somebody waits for a background read now.
+    pub fn hurry(&mut self, id: u64) {
+        let at = self.back.iter().position(|e| e.ask.id() == Some(id));
+        if let Some(entry) = at.and_then(|at| self.back.remove(at)) {
+            self.front.push_back(entry);
+        }
+    }
+
+    /// The next piece of work and whether somebody waits for it. Background pieces are about `unit` bytes long.
+    pub fn take(&mut self, chunk: u32, unit: u64) -> Option<(Unit, bool)> {
+        if self.ready_bytes >= MAX_READY {
+            return None;
+        }
+        if self.front_units < FRONT_UNITS
+            && let Some(unit) = Self::cut(&mut self.front, u64::from(MAX_UNIT), chunk)
+        {
+            self.front_units += 1;
+            self.forget(&unit);
+            return Some((unit, true));
+        }
+        if self.back_units < BACK_UNITS
+            && let Some(unit) = Self::cut(&mut self.back, unit, chunk)
+        {
+            self.back_units += 1;
+            return Some((unit, false));
+        }
+        None
+    }
+
+    fn forget(&mut self, unit: &Unit) {
+        if let Unit::Other(_, body) = unit {
+            self.body_bytes -= body.len();
+        }
+    }
+
+    fn cut(queue: &mut VecDeque<Entry>, unit: u64, chunk: u32) -> Option<Unit> {
+        let entry = queue.front_mut()?;
+        if let Ask::Read { id, .. } = entry.ask {
+            let most = (unit.min(u64::from(MAX_UNIT)) / u64::from(chunk)).max(1) as u32;
+            let count = most.min(entry.left);
+            let first = entry.next;
+            entry.next = entry.next.saturating_add(u64::from(count));
+            entry.left -= count;
+            if entry.left == 0 {
+                queue.pop_front();
+            }
+            return Some(Unit::Read { id, first, count });
+        }
+        let entry = queue.pop_front()?;
+        Some(Unit::Other(entry.ask, entry.body))
+    }
+
+    /// A unit has been worked on; its answer of so many bytes waits for the link.
+    pub fn made(&mut self, bytes: u64) {
+        self.ready_bytes += bytes;
+    }
+
+    /// An answer to nothing waits for the link: that the lane ends.
+    pub fn made_unasked(&mut self, bytes: u64) {
+        self.front_units += 1;
+        self.ready_bytes += bytes;
+    }
+
+    /// Whether a request still gets answers: not after an error.
+    pub fn is_owed(&self, id: u64) -> bool {
+        self.owed.contains_key(&id)
+    }
+
+    /// An answer to `id` of so many bytes has left for the link, or was dropped. It was worth `answers` of those that
+    /// are owed, all of them if it was an error.
+    pub fn left(&mut self, bytes: u64, front: bool, id: u64, answers: Option<u32>) {
+        self.ready_bytes -= bytes;
+        if front {
+            self.front_units -= 1;
+        } else {
+            self.back_units -= 1;
+        }
+        let Some(owed) = self.owed.get_mut(&id) else {
+            return;
+        };
+        *owed = answers.map_or(0, |answers| owed.saturating_sub(answers));
+        if *owed == 0 {
+            self.owed.remove(&id);
+            if answers.is_none() {
+                self.front.retain(|e| e.ask.id() != Some(id));
+                self.back.retain(|e| e.ask.id() != Some(id));
+            }
+        }
+    }
+}

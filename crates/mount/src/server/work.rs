@@ -1,0 +1,322 @@
+//! What is done for a request, on a thread of the pool.
+
+use bytes::Bytes;
+use drover_core::{BlockDevice, DeviceError, Digest, Extent, ExtentKind, Zeroes, is_zero};
+use drover_device::remote::{Change, Shape};
+
+use super::image::Image;
+use super::pool::Tools;
+use super::queue::Unit;
+use crate::protocol::{Access, Answer, Ask, Code, Coding, MAX_DIGESTS, MAX_RUNS, Refusal};
+
+/// Extents looked at for one answer about presence.
+const MAX_LOOKS: usize = 4096;
+
+/// An answer that waits for the link.
+#[derive(Debug)]
+pub struct Made {
+    /// Its head, in which [`Answer::Chunks`]' echo is yet to be filled in.
+    pub head: Answer,
+    /// Its body.
+    pub body: Bytes,
+    /// Answers that it is worth, of those that the request is owed; none ends the request.
+    pub answers: Option<u32>,
+}
+
+impl Made {
+    fn head(head: Answer) -> Self {
+        Self {
+            head,
+            body: Bytes::new(),
+            answers: None,
+        }
+    }
+
+    /// What it costs in memory, about: also what it costs on the link.
+    pub fn bytes(&self) -> u64 {
+        self.body.len() as u64 + 64
+    }
+}
+
+/// For whom work is done.
+pub struct Client<'a> {
+    /// Which image it reads.
+    pub image: &'a Image,
+    /// Size and chunk.
+    pub shape: Shape,
+    /// What it may do.
+    pub access: Access,
+    /// Whether packing an answer helps to have it there sooner.
+    pub pack: bool,
+}
+
+impl Client<'_> {
+    /// Does a unit.
+    pub fn work(&self, unit: Unit, tools: &mut Tools) -> Made {
+        let (id, result) = match unit {
+            Unit::Read { id, first, count } => (id, self.chunks(id, first, count, tools)),
+            Unit::Other(ask, body) => {
+                let id = ask.id().unwrap_or(0);
+                (id, self.other(id, ask, &body, tools))
+            }
+        };
+        result.unwrap_or_else(|refusal| Made::head(Answer::Error { id, refusal }))
+    }
+
+    fn device(&self) -> &dyn BlockDevice {
+        self.image.device()
+    }
+
+    /// The byte range of a run of chunks.
+    fn range(&self, first: u64, count: u32) -> Result<(u64, u64), Refusal> {
+        let outside = || {
+            let text = format!("{count} chunks from {first} on are not inside the device");
+            Refusal::new(Code::OutOfRange, text)
+        };
+        let end = first.checked_add(u64::from(count)).ok_or_else(outside)?;
+        if count == 0 || end > self.shape.chunks() {
+            return Err(outside());
+        }
+        let chunk = u64::from(self.shape.chunk);
+        Ok((first * chunk, (end * chunk).min(self.shape.size)))
+    }
+
+    fn chunks(&self, id: u64, first: u64, count: u32, tools: &mut Tools) -> Result<Made, Refusal> {
+        let (start, end) = self.range(first, count)?;
+        let length = (end - start) as usize;
+        tools.buffer.resize(length, 0);
+        self.device().read(start, &mut tools.buffer)?;
+        let chunk = self.shape.chunk as usize;
+        let mut zeros = vec![0u8; (count as usize).div_ceil(8)];
+        let mut digests = Vec::new();
+        let mut data = 0;
+        for (n, bytes) in tools.buffer.chunks(chunk).enumerate() {
+            if is_zero(bytes) {
+                zeros[n / 8] |= 1 << (n % 8);
+            } else {
+                digests.extend(blake3::hash(bytes).as_bytes());
+                data += bytes.len();
+            }
+        }
+        let mut body = digests;
+        body.reserve_exact(data);
+        for (n, bytes) in tools.buffer.chunks(chunk).enumerate() {
+            if zeros[n / 8] >> (n % 8) & 1 == 0 {
+                body.extend_from_slice(bytes);
+            }
+        }
+        let (coding, body) = self.pack(body, tools);
+        Ok(Made {
+            head: Answer::Chunks {
+                id,
+                first,
+                count,
+                zeros,
+                coding,
+                echo: 0,
+                last: false,
+            },
+            body,
+            answers: Some(count),
+        })
+    }
+
+    fn pack(&self, body: Vec<u8>, tools: &mut Tools) -> (Coding, Bytes) {
+        if self.pack {
+            let (coding, packed) = tools.packer.pack(&body);
+            if coding != Coding::Plain {
+                return (coding, Bytes::copy_from_slice(packed));
+            }
+        }
+        (Coding::Plain, body.into())
+    }
+
+    fn other(&self, id: u64, ask: Ask, body: &Bytes, tools: &mut Tools) -> Result<Made, Refusal> {
+        let head = match ask {
+            Ask::Presence { first, count, .. } => self.presence(id, first, count)?,
+            Ask::Digests { first, count, .. } => self.digests(id, first, count, tools)?,
+            Ask::DirectRead { offset, length, .. } => {
+                drover_core::check_range(offset, u64::from(length), self.shape.size)?;
+                let mut bytes = vec![0; length as usize];
+                self.device().read(offset, &mut bytes)?;
+                let (coding, body) = self.pack(bytes, tools);
+                let head = Answer::Bytes { id, coding };
+                return Ok(Made {
+                    body,
+                    ..Made::head(head)
+                });
+            }
+            Ask::DirectExtents { offset, length, .. } => {
+                let found = self.device().extents(offset, length)?;
+                let runs = found.iter().take(MAX_RUNS).map(extent_code);
+                Answer::Extents {
+                    id,
+                    runs: runs.collect(),
+                }
+            }
+            _ => {
+                self.change(&ask, body, tools)?;
+                match ask {
+                    Ask::Commit { epoch, .. } => Answer::Committed { id, epoch },
+                    _ => Answer::Done { id },
+                }
+            }
+        };
+        Ok(Made::head(head))
+    }
+
+    /// What changes the device, for the holder of its lease only.
+    fn change(&self, ask: &Ask, body: &[u8], tools: &mut Tools) -> Result<(), Refusal> {
+        if self.access == Access::ReadOnly {
+            if matches!(ask, Ask::DirectFlush { .. } | Ask::Close { .. }) {
+                return Ok(());
+            }
+            return Err(DeviceError::ReadOnly.into());
+        }
+        let mut unpacked = |coding: Coding, length: u32| {
+            tools
+                .unpacker
+                .unpack(coding, body, length as usize)
+                .map_err(|e| Refusal::new(Code::Protocol, format!("a write: {e}")))
+        };
+        let device = self.device();
+        match *ask {
+            Ask::Write {
+                epoch,
+                offset,
+                length,
+                coding,
+                ..
+            } => {
+                let bytes = Bytes::from(unpacked(coding, length)?);
+                self.image.stage(epoch, &[Change::Write(offset, bytes)])
+            }
+            Ask::Zero {
+                epoch,
+                offset,
+                length,
+                ..
+            } => self.image.stage(epoch, &[Change::Zero(offset, length)]),
+            Ask::Commit { epoch, .. } => self.image.commit(epoch),
+            Ask::DirectWrite {
+                offset,
+                length,
+                coding,
+                ..
+            } => Ok(device.write(offset, &unpacked(coding, length)?)?),
+            Ask::DirectZero {
+                offset,
+                length,
+                keep_allocated,
+                only_fast,
+                ..
+            } => {
+                let zeroes = Zeroes {
+                    keep_allocated,
+                    only_fast,
+                };
+                Ok(device.write_zeroes(offset, length, zeroes)?)
+            }
+            Ask::DirectTrim { offset, length, .. } => Ok(device.trim(offset, length)?),
+            Ask::DirectFlush { .. } => Ok(device.flush()?),
+            _ => Err(Refusal::new(Code::Protocol, "a request out of place")),
+        }
+    }
+
+    /// Chunks that the device's extents call zero as a whole; what they call data may be zero too.
+    fn presence(&self, id: u64, first: u64, count: u32) -> Result<Answer, Refusal> {
+        let (start, end) = self.range(first, count)?;
+        let chunk = u64::from(self.shape.chunk);
+        let mut runs: Vec<(u64, u32)> = Vec::new();
+        let mut at = start;
+        // Where the zeros that `at` is in began.
+        let mut zeros_from: Option<u64> = None;
+        let mut looks = 0;
+        let whole = |from: u64, to: u64| {
+            // The device's last chunk is whole when its end is.
+            let to = if to == self.shape.size {
+                self.shape.chunks()
+            } else {
+                to / chunk
+            };
+            (from.div_ceil(chunk), to)
+        };
+        'all: while at < end {
+            for run in self.device().extents(at, end - at)? {
+                looks += 1;
+                let zero = run.kind != ExtentKind::Data;
+                match (zero, zeros_from) {
+                    (true, None) => zeros_from = Some(run.offset),
+                    (false, Some(from)) => {
+                        push_run(&mut runs, whole(from, run.offset));
+                        zeros_from = None;
+                    }
+                    _ => {}
+                }
+                at = run.end();
+                if runs.len() + 1 >= MAX_RUNS || looks >= MAX_LOOKS {
+                    break 'all;
+                }
+            }
+        }
+        if let Some(from) = zeros_from {
+            push_run(&mut runs, whole(from, at));
+        }
+        // A chunk that was looked at in part is looked at again, but something is always settled.
+        let (_, settled) = whole(0, at.min(end));
+        let end_chunk = if at >= end {
+            first + u64::from(count)
+        } else {
+            settled.max(first + 1)
+        };
+        runs.retain(|run| run.0 < end_chunk);
+        Ok(Answer::Presence {
+            id,
+            runs,
+            end: end_chunk,
+        })
+    }
+
+    fn digests(
+        &self,
+        id: u64,
+        first: u64,
+        count: u32,
+        tools: &mut Tools,
+    ) -> Result<Answer, Refusal> {
+        let (start, end) = self.range(first, count.min(MAX_DIGESTS))?;
+        // As much as a read may take, so that a large chunk does not make this a long job.
+        let chunk = u64::from(self.shape.chunk);
+        let most = (u64::from(crate::protocol::MAX_READ) / chunk).max(1) * chunk;
+        let length = (end - start).min(most) as usize;
+        tools.buffer.resize(length, 0);
+        self.device().read(start, &mut tools.buffer)?;
+        let digests = tools.buffer.chunks(chunk as usize).map(|bytes| {
+            if is_zero(bytes) {
+                Digest::default()
+            } else {
+                Digest(*blake3::hash(bytes).as_bytes())
+            }
+        });
+        Ok(Answer::Digests {
+            id,
+            digests: digests.collect(),
+        })
+    }
+}
+
+fn push_run(runs: &mut Vec<(u64, u32)>, (from, to): (u64, u64)) {
+    if to > from {
+        // At most 2^28 chunks.
+        runs.push((from, u32::try_from(to - from).unwrap_or(u32::MAX)));
+    }
+}
+
+fn extent_code(extent: &Extent) -> (u64, u8) {
+    let kind = match extent.kind {
+        ExtentKind::Data => 0,
+        ExtentKind::Zero => 1,
+        ExtentKind::Hole => 2,
+    };
+    (extent.length, kind)
+}

@@ -1,0 +1,57 @@
+//! Direct mounts.
+
+use std::sync::Arc;
+
+use drover_core::{BlockDevice, DeviceError};
+use drover_mount::client::{Client, Options};
+use drover_mount::direct::RemoteDevice;
+use drover_mount::protocol::Access;
+use drover_mount::server::Server;
+
+use crate::util::{Near, Shelf, content, memory, name, runtime};
+
+#[test]
+fn an_image_is_read_at_any_offset_by_many_threads() {
+    let runtime = runtime();
+    let bytes = content(5_000_123, 1);
+    let server = Server::new(Shelf::with("web", memory(&bytes)), 2).unwrap();
+    let near = Near::new(server);
+    let options = Options::new(name("web"), Access::ReadOnly);
+    let client = runtime
+        .block_on(Client::open(runtime.handle(), near, options))
+        .unwrap();
+    let device = RemoteDevice::new(Arc::new(client));
+    assert_eq!(device.size(), bytes.len() as u64);
+    assert!(matches!(device.write(0, &[1]), Err(DeviceError::ReadOnly)));
+    let mut all = vec![1; bytes.len()];
+    device.read(0, &mut all).unwrap();
+    assert!(all == bytes);
+    std::thread::scope(|scope| {
+        for seed in 0..4 {
+            let (device, bytes) = (&device, &bytes);
+            scope.spawn(move || {
+                let mut random = fastrand::Rng::with_seed(seed);
+                for _ in 0..100 {
+                    let at = random.usize(0..bytes.len());
+                    let length = random.usize(0..=(bytes.len() - at).min(200_000));
+                    let mut part = vec![1; length];
+                    device.read(at as u64, &mut part).unwrap();
+                    assert!(part == bytes[at..at + length], "seed {seed}");
+                }
+            });
+        }
+    });
+    device.close().unwrap();
+    let closed = device.read(0, &mut [0; 10]);
+    assert!(matches!(closed, Err(DeviceError::Closed)), "{closed:?}");
+}
+
+#[test]
+fn an_image_that_is_not_there_is_refused_in_one_line() {
+    let runtime = runtime();
+    let server = Server::new(Shelf::with("web", memory(&[1; 5000])), 2).unwrap();
+    let options = Options::new(name("db"), Access::ReadOnly);
+    let refused = runtime.block_on(Client::open(runtime.handle(), Near::new(server), options));
+    let error = refused.err().expect("refused");
+    assert_eq!(error.to_string(), "there is no image db");
+}

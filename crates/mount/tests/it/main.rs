@@ -1,0 +1,4 @@
+//! The mount's two ends against each other.
+
+mod direct;
+mod util;

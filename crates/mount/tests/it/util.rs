@@ -1,0 +1,140 @@
+//! What several tests need.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use drover_core::{BlockDevice, Digest, ImageName};
+use drover_device::backend::MemoryDevice;
+use drover_mount::client::{ConnectError, Connected, Connector};
+use drover_mount::protocol::{Code, Refusal};
+use drover_mount::server::{Base, Images, Peer, Server};
+use drover_net::{Connection, Identity};
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+/// A runtime that lives as long as a test.
+pub fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime")
+}
+
+pub fn name(text: &str) -> ImageName {
+    ImageName::new(text).expect("a name")
+}
+
+/// Images in memory.
+#[derive(Default)]
+pub struct Shelf(pub Mutex<HashMap<ImageName, Base>>);
+
+impl Shelf {
+    /// A site with one image.
+    pub fn with(text: &str, device: Arc<dyn BlockDevice>) -> Arc<Self> {
+        let shelf = Self::default();
+        let base = Base {
+            device,
+            digest: Digest([7; 32]),
+        };
+        shelf.0.lock().insert(name(text), base);
+        Arc::new(shelf)
+    }
+}
+
+impl Images for Shelf {
+    fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
+        let found = self.0.lock().get(name).cloned();
+        found.ok_or_else(|| {
+            let text = format!("there is no image {}", name.as_str());
+            Refusal::new(Code::NoImage, text)
+        })
+    }
+}
+
+/// Bytes that are noise, text and zeros by turns.
+pub fn content(size: usize, seed: u64) -> Vec<u8> {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut out = vec![0; size];
+    for piece in out.chunks_mut(50_000) {
+        match random.u8(0..4) {
+            0 => {}
+            1 => piece
+                .iter_mut()
+                .for_each(|b| *b = random.alphanumeric() as u8 & 0x63),
+            _ => random.fill(piece),
+        }
+    }
+    out
+}
+
+pub fn memory(bytes: &[u8]) -> Arc<MemoryDevice> {
+    Arc::new(MemoryDevice::from_bytes(bytes))
+}
+
+/// Connects to a server inside the process.
+pub struct Near {
+    pub server: Arc<Server>,
+    pub peer: Peer,
+    /// No connection can be made while this is set.
+    pub down: AtomicBool,
+    pub connects: AtomicU64,
+    stop: Mutex<watch::Sender<bool>>,
+}
+
+impl Near {
+    pub fn new(server: Arc<Server>) -> Arc<Self> {
+        Arc::new(Self {
+            server,
+            peer: Peer {
+                key: Identity::generate().key(),
+                name: "nantes".into(),
+            },
+            down: AtomicBool::new(false),
+            connects: AtomicU64::new(0),
+            stop: Mutex::new(watch::Sender::new(false)),
+        })
+    }
+
+    /// Breaks all connections.
+    #[allow(dead_code)]
+    pub fn cut(&self) {
+        let old = std::mem::replace(&mut *self.stop.lock(), watch::Sender::new(false));
+        old.send_replace(true);
+    }
+}
+
+impl Connector for Near {
+    fn connect(
+        &self,
+        open: Vec<u8>,
+    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
+        Box::pin(async move {
+            self.connects.fetch_add(1, Ordering::Relaxed);
+            if self.down.load(Ordering::Relaxed) {
+                return Err(ConnectError {
+                    fatal: false,
+                    message: "cannot reach lyon: no route".into(),
+                });
+            }
+            let (here, there) = Connection::pair().expect("a pair");
+            let stop = self.stop.lock().subscribe();
+            let (server, peer) = (self.server.clone(), self.peer.clone());
+            tokio::spawn(async move {
+                let (reader, writer) = there.split();
+                let _ = server.serve_lane(reader, writer, peer, &open, stop).await;
+            });
+            let wire = here.wire();
+            let (reader, writer) = here.split();
+            Ok(Connected {
+                reader,
+                writer,
+                wire,
+                round_trip: None,
+            })
+        })
+    }
+}
