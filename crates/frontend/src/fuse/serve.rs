@@ -189,13 +189,23 @@ fn read(device: &dyn BlockDevice, offset: u64, length: usize, longest: usize, re
     });
 }
 
-fn write(device: &dyn BlockDevice, offset: u64, data: &[u8], longest: usize, reply: ReplyWrite) {
+fn write(
+    device: &dyn BlockDevice,
+    offset: u64,
+    data: &[u8],
+    longest: usize,
+    synced: bool,
+    reply: ReplyWrite,
+) {
     let mut at = offset;
     for piece in data.chunks(longest) {
         if let Err(error) = device.write(at, piece) {
             return reply.error(reported("write", offset, data.len() as u64, &error));
         }
         at += piece.len() as u64;
+    }
+    if synced && let Err(error) = device.flush() {
+        return reply.error(reported("flush", 0, 0, &error));
     }
     reply.written(data.len() as u32);
 }
@@ -337,7 +347,7 @@ impl Filesystem for Disk {
         offset: u64,
         data: &[u8],
         _: WriteFlags,
-        _: OpenFlags,
+        flags: OpenFlags,
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
@@ -351,14 +361,25 @@ impl Filesystem for Disk {
         }
         self.touched();
         let data = &data[..length];
+        // In direct I/O the kernel leaves O_SYNC and O_DSYNC to us.
+        let synced = flags.0 & libc::O_DSYNC != 0;
         // A write may have to fetch what it covers in part.
-        if self.waits(offset, length as u64) {
+        if synced || self.waits(offset, length as u64) {
             let (device, longest, data) = (self.device.clone(), self.longest, data.to_vec());
             self.pool.submit(length, move || {
-                write(device.as_ref(), offset, &data, longest, reply);
+                write(device.as_ref(), offset, &data, longest, synced, reply);
             });
         } else {
-            let job = || write(self.device.as_ref(), offset, data, self.longest, reply);
+            let job = || {
+                write(
+                    self.device.as_ref(),
+                    offset,
+                    data,
+                    self.longest,
+                    false,
+                    reply,
+                )
+            };
             drop(std::panic::catch_unwind(AssertUnwindSafe(job)));
         }
     }

@@ -1,6 +1,9 @@
 //! The FUSE file and the loop device, with the kernel, and with the tools that people use, as their clients.
 
+mod clients;
 mod crash;
+mod disk;
+mod file;
 mod support;
 
 use std::fs::File;

@@ -9,7 +9,8 @@ use std::process::{Child, Command, Stdio};
 use drover_frontend::fuse::{FileMount, FuseError, Options};
 use drover_frontend::loopdev::{self, LoopError};
 
-use super::support::{Place, attached_under, can_attach, eventually, example, mounted_under, run};
+use super::support::{Place, attached_under, can_attach, eventually, example, mounted_under};
+use crate::support::{succeeds, text};
 
 /// The example, serving.
 struct Server {
@@ -21,7 +22,7 @@ struct Server {
 impl Server {
     fn start(at: &Path) -> Self {
         let mut child = Command::new(example())
-            .args(["32M", at.to_str().unwrap(), "--device"])
+            .args(["32M", text(at), "--device"])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -119,11 +120,8 @@ fn a_loop_device_in_use_outlives_its_killed_server_until_it_is_closed() {
     std::fs::create_dir(&point).unwrap();
     let mut server = Server::start(&at);
     let device = server.device.clone();
-    run("mkfs.ext4", &["-q", device.to_str().unwrap()]);
-    run(
-        "mount",
-        &[device.to_str().unwrap(), point.to_str().unwrap()],
-    );
+    succeeds("mkfs.ext4", &["-q", text(&device)]);
+    succeeds("mount", &[text(&device), text(&point)]);
     std::fs::write(point.join("file"), vec![3; 1 << 20]).unwrap();
     server.kill();
     let refused = loopdev::detach_path(&device);
@@ -134,13 +132,13 @@ fn a_loop_device_in_use_outlives_its_killed_server_until_it_is_closed() {
                     .as_ref()
                     .unwrap_err()
                     .to_string()
-                    .contains(point.to_str().unwrap()),
+                    .contains(text(&point)),
                 "{users:?}"
             );
         }
         other => panic!("{other:?}"),
     }
-    run("umount", &[point.to_str().unwrap()]);
+    succeeds("umount", &[text(&point)]);
     eventually("the loop device is gone", || {
         attached_under(&place.path("")).is_empty()
     });

@@ -1,10 +1,18 @@
 //! What the tests share: places that are cleaned up whatever happens, and what this machine can do.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes};
+use drover_device::backend::MemoryDevice;
 use drover_frontend::fuse::FileMount;
 use drover_frontend::loopdev;
+use parking_lot::{Condvar, Mutex};
+
+use crate::support::installed;
 
 /// Whether this machine can mount by FUSE; says so if not.
 pub fn can_mount(test: &str) -> bool {
@@ -27,20 +35,7 @@ pub fn can_attach(test: &str, programs: &[&str]) -> bool {
         eprintln!("SKIP {test}: no /dev/loop-control");
         return false;
     }
-    programs.iter().all(|program| has(test, program))
-}
-
-/// Whether a program is there; says so if not.
-pub fn has(test: &str, program: &str) -> bool {
-    let paths = std::env::var("PATH").unwrap_or_default();
-    let found = paths
-        .split(':')
-        .chain(["/sbin", "/usr/sbin"])
-        .any(|dir| Path::new(dir).join(program).exists());
-    if !found {
-        eprintln!("SKIP {test}: no {program}");
-    }
-    found
+    installed(test, programs)
 }
 
 /// A directory; dropped, what is still mounted or attached in it is taken away, then it is removed.
@@ -102,22 +97,6 @@ pub fn attached_under(dir: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Runs a program, which must succeed; gives what it said.
-pub fn run(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output().unwrap();
-    let said = format!(
-        "{}{}",
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    assert!(
-        output.status.success(),
-        "{program} {arguments:?}: {}: {said}",
-        output.status
-    );
-    said
-}
-
 /// The example `fuse_memory`, beside this test.
 pub fn example() -> PathBuf {
     let test = std::env::current_exe().unwrap();
@@ -157,5 +136,90 @@ pub fn eventually(what: &str, mut is: impl FnMut() -> bool) {
             "not within ten seconds: {what}"
         );
         std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+}
+
+/// A device in memory of which some ranges fail, and some wait until they may go on, as if for a network.
+pub struct Troubled {
+    pub memory: MemoryDevice,
+    pub fails: Mutex<Option<Range<u64>>>,
+    pub waits: Mutex<Option<Range<u64>>>,
+    pub freed: Condvar,
+    pub flushes: AtomicUsize,
+}
+
+impl Troubled {
+    pub fn new(size: u64) -> Arc<Self> {
+        Arc::new(Self {
+            memory: MemoryDevice::new(size),
+            fails: Mutex::new(None),
+            waits: Mutex::new(None),
+            freed: Condvar::new(),
+            flushes: AtomicUsize::new(0),
+        })
+    }
+
+    /// Lets all go on that wait.
+    pub fn free(&self) {
+        *self.waits.lock() = None;
+        self.freed.notify_all();
+    }
+
+    fn pass(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        let touches = |range: &Option<Range<u64>>| {
+            range
+                .as_ref()
+                .is_some_and(|r| offset < r.end && offset + length > r.start)
+        };
+        let mut waits = self.waits.lock();
+        while touches(&waits) {
+            self.freed.wait(&mut waits);
+        }
+        drop(waits);
+        match touches(&self.fails.lock()) {
+            true => Err(DeviceError::Unavailable("it was told so".into())),
+            false => Ok(()),
+        }
+    }
+}
+
+impl BlockDevice for Troubled {
+    fn size(&self) -> u64 {
+        self.memory.size()
+    }
+    fn capabilities(&self) -> Capabilities {
+        self.memory.capabilities()
+    }
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        self.pass(offset, buffer.len() as u64)?;
+        self.memory.read(offset, buffer)
+    }
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
+        self.pass(offset, data.len() as u64)?;
+        self.memory.write(offset, data)
+    }
+    fn write_zeroes(&self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), DeviceError> {
+        self.pass(offset, length)?;
+        self.memory.write_zeroes(offset, length, zeroes)
+    }
+    fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        self.memory.trim(offset, length)
+    }
+    fn flush(&self) -> Result<(), DeviceError> {
+        self.flushes.fetch_add(1, Ordering::SeqCst);
+        self.memory.flush()
+    }
+    fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
+        self.memory.extents(offset, length)
+    }
+    fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        self.memory.prefetch(offset, length)
+    }
+    fn cost(&self, offset: u64, length: u64) -> Cost {
+        let waits = self.waits.lock();
+        match waits.as_ref() {
+            Some(r) if offset < r.end && offset + length > r.start => Cost::Network,
+            _ => Cost::Memory,
+        }
     }
 }
