@@ -106,6 +106,11 @@ impl<D: BlockDevice, G: Gate> Gated<D, G> {
         Self { inner, gate }
     }
 
+    /// The device behind the gate.
+    pub fn inner(&self) -> &D {
+        &self.inner
+    }
+
     /// The gate.
     pub fn gate(&self) -> &G {
         &self.gate
