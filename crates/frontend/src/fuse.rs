@@ -44,6 +44,9 @@ pub const UNMOUNT_DEADLINE: Duration = Duration::from_secs(30);
 /// How long a drop, an abort or a look at a mount waits for the kernel.
 const SHORT: Duration = Duration::from_secs(5);
 
+/// What the kernel reads ahead with [`Options::page_cache`], in KiB; it would be 128, a single request over a long way.
+const READ_AHEAD_KB: u32 = 4096;
+
 /// How a device is shown as a file.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -297,6 +300,15 @@ impl FileMount {
                 }
             })
             .map_err(failed)?;
+        if options.page_cache
+            && let Some(mounted) = &this.mounted
+        {
+            let (major, minor) = (mounted.major, mounted.minor);
+            let knob = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");
+            if let Err(error) = std::fs::write(&knob, READ_AHEAD_KB.to_string()) {
+                tracing::debug!(knob, %error, "the kernel reads ahead as far as it wants");
+            }
+        }
         let (path, length) = (this.path.clone(), size);
         let seen = within(SHORT, move || {
             std::fs::metadata(path).map(|meta| meta.len())
@@ -547,4 +559,34 @@ pub(crate) fn within<T: Send + 'static>(
     });
     asking.ok()?;
     answered.recv_timeout(deadline).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use drover_device::backend::MemoryDevice;
+
+    #[test]
+    fn a_connection_is_cut_by_its_number_alone() {
+        if !rustix::process::geteuid().is_root() || !Path::new("/dev/fuse").exists() {
+            eprintln!("SKIP a_connection_is_cut_by_its_number_alone: only root may mount");
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join("disk");
+        let device = Arc::new(MemoryDevice::new(4096));
+        let mut mount = FileMount::mount(&at, device, Options::default()).unwrap();
+        let mounted = mount.current().unwrap();
+        mount::abort(mounted.minor).unwrap();
+        assert!(FileMount::is_stale(&at));
+        assert!(mount::abort(u32::MAX).is_err());
+        // Cut off, it can still be unmounted, and the file that was made for it goes.
+        let result = mount.cut_off(&mounted, SHORT);
+        assert!(
+            matches!(result, Err(FuseError::CutOff { .. })),
+            "{result:?}"
+        );
+        assert!(!at.exists());
+        assert!(matches!(mount.unmount(), Ok(())));
+    }
 }

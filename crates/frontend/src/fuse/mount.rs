@@ -52,8 +52,9 @@ pub(super) fn remove_placeholder(at: &Path) {
 
 /// Mounts at `at`, which is there, and gives the connection to the kernel.
 pub(super) fn mount(at: &Path, options: &Options) -> Result<OwnedFd, FuseError> {
+    let not_allowed = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
     match mount_directly(at, options) {
-        Err(error) if error.raw_os_error() == Some(Errno::PERM.raw_os_error()) => {
+        Err(error) if not_allowed(&error) && !rustix::process::geteuid().is_root() => {
             mount_by_helper(at, options)
         }
         done => done.map_err(|error| FuseError::mounting(at, error)),

@@ -9,8 +9,10 @@ use std::process::{Child, Command, Stdio};
 use drover_frontend::fuse::{FileMount, FuseError, Options};
 use drover_frontend::loopdev::{self, LoopError};
 
-use super::support::{Place, attached_under, can_attach, eventually, example, mounted_under};
-use crate::support::{succeeds, text};
+use super::support::{
+    Place, attached_under, can_attach, can_mount, eventually, example, mounted_under,
+};
+use crate::support::{installed, succeeds, text};
 
 /// The example, serving.
 struct Server {
@@ -146,4 +148,57 @@ fn a_loop_device_in_use_outlives_its_killed_server_until_it_is_closed() {
     loopdev::detach_path(&device).unwrap();
     FileMount::clear_stale(&at).unwrap();
     assert!(!at.exists());
+}
+
+#[test]
+fn a_user_mounts_through_the_helper() {
+    let test = "a_user_mounts_through_the_helper";
+    if !can_mount(test) || !installed(test, &["fusermount3", "setpriv"]) {
+        return;
+    }
+    let fuse = std::fs::metadata("/dev/fuse").unwrap();
+    if std::os::unix::fs::MetadataExt::mode(&fuse) & 0o006 != 0o006 {
+        eprintln!("SKIP {test}: only root may open /dev/fuse here");
+        return;
+    }
+    let place = Place::new();
+    let home = place.path("home");
+    std::fs::create_dir(&home).unwrap();
+    let all = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(place.path(""), all).unwrap();
+    // The user cannot reach the build's directory.
+    let program = place.path("fuse_memory");
+    std::fs::copy(example(), &program).unwrap();
+    std::os::unix::fs::chown(&home, Some(65534), Some(65534)).unwrap();
+    std::fs::create_dir(home.join("dir")).unwrap();
+    std::os::unix::fs::chown(home.join("dir"), Some(65534), Some(65534)).unwrap();
+    for (name, file) in [("disk", "disk"), ("dir", "dir/memory")] {
+        let as_user = |words: &[&str]| {
+            let mut command = Command::new("setpriv");
+            command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
+            command.args(words);
+            command
+        };
+        let mut child = as_user(&[text(&program), "1M", text(&home.join(name))])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let path = PathBuf::from(lines.next().expect("a path").unwrap());
+        assert_eq!(path, home.join(file));
+        let script = format!(
+            "echo hello > '{0}.in' && dd if='{0}.in' of='{1}' conv=notrunc status=none && head -c 5 '{1}'",
+            text(&home.join(name)),
+            text(&path)
+        );
+        let seen = as_user(&["sh", "-c", &script]).output().unwrap();
+        assert_eq!(seen.stdout, b"hello", "{seen:?}");
+        // It is the user's alone.
+        assert!(File::open(&path).is_err());
+        drop(child.stdin.take());
+        assert!(child.wait().unwrap().success());
+        assert_eq!(mounted_under(&place.path("")), Vec::<PathBuf>::new());
+        assert_eq!(home.join(name).exists(), name == "dir");
+    }
 }

@@ -243,6 +243,38 @@ fn what_cannot_be_written_back_keeps_it_attached() {
 }
 
 #[test]
+fn a_detach_that_hangs_ends_when_the_file_is_cut_off() {
+    if !can_attach("a_detach_that_hangs_ends_when_the_file_is_cut_off", &[]) {
+        return;
+    }
+    let place = Place::new();
+    let device = Troubled::new(1 << 20);
+    let mut file = mount(&place.path("disk"), device.clone());
+    let mut disk = attach(&file);
+    *device.waits.lock() = Some(0..1 << 20);
+    let blocks = File::options().write(true).open(disk.path()).unwrap();
+    blocks.write_all_at(&[1; 4096], 8192).unwrap();
+    drop(blocks);
+    let detaching = std::thread::spawn(move || {
+        let result = disk.detach();
+        (disk, result)
+    });
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    assert!(!detaching.is_finished());
+    file.abort().unwrap();
+    let (disk, result) = detaching.join().unwrap();
+    assert!(
+        matches!(result, Err(LoopError::Unflushed { .. })),
+        "{result:?}"
+    );
+    drop(disk);
+    eventually("the loop device is gone", || {
+        attached_under(&place.path("")).is_empty()
+    });
+    device.free();
+}
+
+#[test]
 fn it_is_as_it_was_asked_for() {
     if !can_attach("it_is_as_it_was_asked_for", &["blockdev", "sfdisk"]) {
         return;

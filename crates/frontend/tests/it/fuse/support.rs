@@ -97,34 +97,23 @@ pub fn attached_under(dir: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The example `fuse_memory`, beside this test.
+/// The example `fuse_memory`, beside this test; built, as `cargo test` does not always.
 pub fn example() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let path = test
-        .ancestors()
-        .nth(2)
-        .unwrap()
-        .join("examples/fuse_memory");
-    // `cargo test --test it` builds no examples.
-    if !path.exists() {
-        let release: &[&str] = match cfg!(debug_assertions) {
-            true => &[],
-            false => &["--release"],
-        };
-        let status = Command::new(env!("CARGO"))
-            .args([
-                "build",
-                "-q",
-                "-p",
-                "drover-frontend",
-                "--example",
-                "fuse_memory",
-            ])
-            .args(release)
-            .status();
-        assert!(status.unwrap().success());
-    }
-    path
+    static BUILT: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
+    let build = || {
+        let test = std::env::current_exe().unwrap();
+        let target = test.ancestors().nth(2).unwrap();
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo
+            .args(["build", "-q", "-p", "drover-frontend"])
+            .args(["--example", "fuse_memory"]);
+        if !cfg!(debug_assertions) {
+            cargo.arg("--release");
+        }
+        assert!(cargo.status().unwrap().success());
+        target.join("examples/fuse_memory")
+    };
+    BUILT.get_or_init(build).clone()
 }
 
 /// Waits until `true`, for at most ten seconds.
