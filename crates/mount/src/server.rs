@@ -3,11 +3,13 @@
 mod flow;
 mod image;
 mod lane;
+mod lease;
 mod pool;
 mod queue;
 mod work;
 
 use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -25,10 +27,12 @@ use crate::protocol::{
     check_shape, encode_message, kind,
 };
 
-pub use image::{Base, Epochs, Images};
+pub use image::{Base, Epochs, Images, Overlays};
+pub use lease::{Holder, READER_GRACE};
 
 use image::Image;
 use lane::{Lane, Parts, Shared};
+use lease::{Desk, Who};
 
 pub(crate) use lane::KEEP_ALIVE;
 use pool::Pool;
@@ -51,11 +55,37 @@ pub struct Peer {
     pub name: String,
 }
 
+/// What a server is made of.
+pub struct Config {
+    /// Where images come from.
+    pub images: Arc<dyn Images>,
+    /// How what is written over them is opened.
+    pub overlays: Arc<dyn Overlays>,
+    /// The directory of the site's state; overlays and leases are in `overlays/NAME/` below it.
+    pub state: PathBuf,
+    /// Threads that read, hash and compress; at least two.
+    pub threads: usize,
+}
+
+/// An image that is mounted, or leased.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Leased {
+    /// Which image.
+    pub image: String,
+    /// Who may write it.
+    pub holder: Option<Holder>,
+    /// Mounts that are connected, by what their sites are called.
+    pub connected: Vec<String>,
+}
+
 /// All mounts of a site.
 pub struct Server {
-    images: Arc<dyn Images>,
+    config: Config,
+    started: tokio::time::Instant,
     pool: Arc<Pool>,
     next_lane: AtomicU64,
+    /// Held while an image is opened; before `state`.
+    opening: Mutex<()>,
     state: Mutex<State>,
 }
 
@@ -69,6 +99,9 @@ struct State {
 /// A mount that has lanes.
 struct Mount {
     image: Arc<Image>,
+    peer_name: String,
+    /// The newest link that has been let in.
+    link: u64,
     shared: Arc<Shared>,
     access: Access,
     shape: Shape,
@@ -76,15 +109,17 @@ struct Mount {
 }
 
 impl Server {
-    /// A server of `images` with so many threads that read, hash and compress.
+    /// A server. Call within a runtime.
     ///
     /// # Errors
-    /// [`MountError::System`] when the threads cannot be started.
-    pub fn new(images: Arc<dyn Images>, threads: usize) -> Result<Arc<Self>, MountError> {
+    /// [`MountError::System`] when its threads cannot be started.
+    pub fn new(config: Config) -> Result<Arc<Self>, MountError> {
         Ok(Arc::new(Self {
-            images,
-            pool: Arc::new(Pool::new(threads)?),
+            pool: Arc::new(Pool::new(config.threads)?),
+            config,
+            started: tokio::time::Instant::now(),
             next_lane: AtomicU64::new(1),
+            opening: Mutex::default(),
             state: Mutex::default(),
         }))
     }
@@ -113,6 +148,7 @@ impl Server {
             Ok(entered) => entered,
             Err(refusal) => {
                 info!(peer = %peer.name, %refusal, "mount refused");
+                self.tidy();
                 let head = encode_message(&Answer::Error {
                     id: 0,
                     refusal: refusal.clone(),
@@ -122,8 +158,6 @@ impl Server {
                 return Err(MountError::Refused(refusal));
             }
         };
-        let key = (peer.key, lane.1);
-        let lane = lane.0;
         debug!(peer = %peer.name, image = %lane.image.name(), lane = ?lane.kind, link = lane.link, "lane open");
         let head = encode_message(&Answer::Opened(opened));
         let result = async {
@@ -134,7 +168,9 @@ impl Server {
         .await;
         lane.close();
         lane.drained().await;
-        self.leave(key, &lane);
+        self.leave(&lane).await;
+        drop(lane);
+        self.tidy();
         drover_net::close(reader, writer, LAST_WORD).await.ok();
         result
     }
@@ -143,7 +179,7 @@ impl Server {
         self: &Arc<Self>,
         peer: &Peer,
         open: Open,
-    ) -> Result<((Arc<Lane>, MountId), Opened), Refusal> {
+    ) -> Result<(Arc<Lane>, Opened), Refusal> {
         let image = self.image(&open.image).await?;
         let shape = Shape {
             size: image.device().size(),
@@ -153,24 +189,39 @@ impl Server {
             let name = open.image.as_str();
             Refusal::new(Code::Unsupported, format!("{name}: {text}"))
         })?;
-        let key = (peer.key, open.mount);
-        // The lanes of earlier links must have ended before this one may do anything.
-        let earlier = self.earlier(key, open.link)?;
-        for lane in earlier {
-            lane.close();
-            lane.drained().await;
+        let who = Who {
+            peer: peer.clone(),
+            mount: open.mount,
+            note: open.note.clone(),
+        };
+        let (identity, fresh) = self.admit(&image, who, &open).await?;
+        let (lane, earlier) = self.join(peer, &open, image, shape)?;
+        let ready = lane.shared.ready.get_or_try_init(|| async {
+            // What the lanes of earlier links began must have ended, and what they staged is no part of an epoch.
+            for lane in earlier {
+                lane.close();
+                lane.drained().await;
+            }
+            let image = lane.image.clone();
+            match open.access {
+                Access::ReadOnly => Ok(()),
+                Access::ReadWrite => blocking(move || image.abandon()).await,
+            }
+        });
+        if let Err(refusal) = ready.await {
+            self.leave(&lane).await;
+            return Err(refusal);
         }
-        let (lane, identity) = self.join(key, &open, image, shape)?;
         let can = lane.image.device().capabilities();
         let opened = Opened {
             size: shape.size,
             chunk: shape.chunk,
             identity,
-            fresh: open.expected == Some(identity),
+            fresh,
             read_only: open.access == Access::ReadOnly,
             can: [can.fast_zeroes, can.trim, can.durable, can.extents],
         };
-        Ok(((lane, open.mount), opened))
+        Ok((lane, opened))
     }
 
     /// The image, opened if no mount has it open.
@@ -178,39 +229,47 @@ impl Server {
         if let Some(image) = self.state.lock().open.get(name) {
             return Ok(image.clone());
         }
-        let (images, wanted) = (self.images.clone(), name.clone());
-        let found = tokio::task::spawn_blocking(move || images.open(&wanted)).await;
-        let base = found.map_err(|e| Refusal::new(Code::Io, e.to_string()))??;
-        let mut state = self.state.lock();
-        // Another lane may have been faster.
-        let image = state
-            .open
-            .entry(name.clone())
-            .or_insert_with(|| Arc::new(Image::read_only(name.clone(), base)));
-        Ok(image.clone())
+        let (server, wanted) = (self.clone(), name.clone());
+        let opened = blocking(move || {
+            let config = &server.config;
+            let (images, overlays) = (config.images.as_ref(), config.overlays.as_ref());
+            // One at a time: an overlay has one owner.
+            let _opening = server.opening.lock();
+            if let Some(image) = server.state.lock().open.get(&wanted) {
+                return Ok(image.clone());
+            }
+            let image = Arc::new(Image::open(&wanted, images, overlays, &config.state)?);
+            server.state.lock().open.insert(wanted, image.clone());
+            Ok(image)
+        });
+        opened.await
     }
 
-    /// Lanes of earlier links of a mount.
-    fn earlier(&self, key: (PeerKey, MountId), link: u64) -> Result<Vec<Arc<Lane>>, Refusal> {
-        let state = self.state.lock();
-        let Some(mount) = state.mounts.get(&key) else {
-            return Ok(Vec::new());
-        };
-        if mount.lanes.iter().any(|lane| lane.link > link) {
-            let text = "this mount has connected anew meanwhile";
-            return Err(Refusal::new(Code::Unavailable, text));
-        }
-        let earlier = mount.lanes.iter().filter(|lane| lane.link < link);
-        Ok(earlier.cloned().collect())
+    async fn admit(
+        self: &Arc<Self>,
+        image: &Arc<Image>,
+        who: Who,
+        open: &Open,
+    ) -> Result<(Identity, bool), Refusal> {
+        let (server, image) = (self.clone(), image.clone());
+        let (access, expected, now) = (open.access, open.expected, self.started.elapsed());
+        blocking(move || {
+            let overlays = server.config.overlays.as_ref();
+            let connected = |key: &(PeerKey, MountId)| server.state.lock().mounts.contains_key(key);
+            image.enter(&who, access, expected, now, overlays, &connected)
+        })
+        .await
     }
 
+    /// A new lane, and the lanes that must have ended before it may do anything.
     fn join(
         &self,
-        key: (PeerKey, MountId),
+        peer: &Peer,
         open: &Open,
         image: Arc<Image>,
         shape: Shape,
-    ) -> Result<(Arc<Lane>, Identity), Refusal> {
+    ) -> Result<(Arc<Lane>, Vec<Arc<Lane>>), Refusal> {
+        let key = (peer.key, open.mount);
         let busy = |text: &str| Err(Refusal::new(Code::Busy, text));
         let mut state = self.state.lock();
         let lanes: usize = state.mounts.values().map(|m| m.lanes.len()).sum();
@@ -223,51 +282,199 @@ impl Server {
         }
         let mount = state.mounts.entry(key).or_insert_with(|| Mount {
             image: image.clone(),
+            peer_name: peer.name.clone(),
+            link: 0,
             shared: Arc::default(),
             access: open.access,
             shape,
             lanes: Vec::new(),
         });
-        if mount.image.name() != image.name() || mount.access != open.access || mount.shape != shape
-        {
+        if open.link < mount.link {
+            let text = "this mount has connected anew meanwhile";
+            return Err(Refusal::new(Code::Unavailable, text));
+        }
+        let first = open.link > mount.link;
+        let own = mount.lanes.len();
+        let is_earlier = |lane: &&Arc<Lane>| lane.link < open.link;
+        let mut earlier: Vec<_> = mount.lanes.iter().filter(is_earlier).cloned().collect();
+        let own = own - earlier.len();
+        let same = Arc::ptr_eq(&mount.image, &image)
+            && mount.access == open.access
+            && mount.shape == shape;
+        if !same && own > 0 {
             let text = "lanes of one mount must agree on image, access and chunk";
             return Err(Refusal::new(Code::Protocol, text));
         }
-        if mount.lanes.len() >= 2 * MAX_LANES {
+        if own >= MAX_LANES {
             return busy("a mount has too many lanes");
         }
+        mount.link = open.link;
+        (mount.image, mount.access, mount.shape) = (image.clone(), open.access, shape);
+        if first {
+            mount.shared = Arc::default();
+        }
+        let lane_image = image.clone();
         let lane = Lane::new(Parts {
             number: self.next_lane.fetch_add(1, Ordering::Relaxed),
+            key,
             kind: open.lane,
             link: open.link,
             access: open.access,
-            image: image.clone(),
+            image,
             shape,
             shared: mount.shared.clone(),
             pool: self.pool.clone(),
         });
         mount.lanes.push(lane.clone());
-        let identity = Identity {
-            digest: image.digest(),
-            edition: 0,
-            epoch: image.committed(),
-        };
-        Ok((lane, identity))
+        if open.access == Access::ReadWrite {
+            // Of another writer whose lease was broken just now.
+            let others = state.mounts.iter().filter(|(other, _)| **other != key);
+            let others = others.flat_map(|(_, mount)| &mount.lanes);
+            let broken = |lane: &&Arc<Lane>| {
+                lane.access == Access::ReadWrite && Arc::ptr_eq(&lane.image, &lane_image)
+            };
+            earlier.extend(others.filter(broken).cloned());
+        }
+        Ok((lane, earlier))
     }
 
-    fn leave(&self, key: (PeerKey, MountId), lane: &Arc<Lane>) {
-        let mut state = self.state.lock();
-        let Some(mount) = state.mounts.get_mut(&key) else {
-            return;
+    async fn leave(self: &Arc<Self>, lane: &Arc<Lane>) {
+        let last = {
+            let mut state = self.state.lock();
+            let Some(mount) = state.mounts.get_mut(&lane.key) else {
+                return;
+            };
+            mount.lanes.retain(|l| l.number != lane.number);
+            let last = mount.lanes.is_empty();
+            if last {
+                state.mounts.remove(&lane.key);
+            }
+            last
         };
-        mount.lanes.retain(|l| l.number != lane.number);
-        if !mount.lanes.is_empty() {
-            return;
-        }
-        state.mounts.remove(&key);
-        let name = lane.image.name();
-        if !state.mounts.values().any(|m| m.image.name() == name) {
-            state.open.remove(name);
+        if last {
+            let (image, key, now) = (lane.image.clone(), lane.key, self.started.elapsed());
+            let left = blocking(move || {
+                image.left(key.0, key.1, now);
+                Ok(())
+            });
+            // Fails only when the runtime ends.
+            let _ = left.await;
+            if lane.access == Access::ReadOnly {
+                let server = Arc::downgrade(self);
+                tokio::spawn(async move {
+                    tokio::time::sleep(READER_GRACE + Duration::from_secs(1)).await;
+                    if let Some(server) = server.upgrade() {
+                        server.tidy();
+                    }
+                });
+            }
         }
     }
+
+    /// Closes images that nobody has mounted any more.
+    fn tidy(&self) {
+        let now = self.started.elapsed();
+        let mut state = self.state.lock();
+        // Whoever has it got it under this lock, so nobody else can come by one that only we have.
+        state
+            .open
+            .retain(|_, image| Arc::strong_count(image) > 1 || !image.is_idle(now));
+    }
+
+    /// The writers' leases of all images that were ever mounted, and who is connected. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::State`] when the site's state cannot be read.
+    pub fn leases(&self) -> Result<Vec<Leased>, MountError> {
+        let directory = self.config.state.join("overlays");
+        let mut names = std::collections::BTreeSet::new();
+        names.extend(
+            self.state
+                .lock()
+                .mounts
+                .values()
+                .map(|m| m.image.name().clone()),
+        );
+        match std::fs::read_dir(&directory) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+            Err(e) => return Err(state_error(&directory, e.to_string())),
+            Ok(entries) => {
+                for entry in entries.flatten() {
+                    let name = entry.file_name().into_string().ok();
+                    names.extend(name.and_then(|name| ImageName::new(name).ok()));
+                }
+            }
+        }
+        let mut out = Vec::new();
+        for name in names {
+            let desk = Desk::open(name.clone(), directory.join(name.as_str()))
+                .map_err(|e| state_error(&directory, e.text))?;
+            let state = self.state.lock();
+            let here = state.mounts.values().filter(|m| *m.image.name() == name);
+            let leased = Leased {
+                connected: here.map(|m| m.peer_name.clone()).collect(),
+                holder: desk.holder().cloned(),
+                image: name.as_str().to_owned(),
+            };
+            if leased.holder.is_some() || !leased.connected.is_empty() {
+                out.push(leased);
+            }
+        }
+        Ok(out)
+    }
+
+    /// Takes the writer's lease of an image away from whoever has it; none when nobody does. What that mount has not
+    /// written back stays in its cache; it is told.
+    ///
+    /// # Errors
+    /// [`MountError::Refused`]: no such image, or a disk that does not take it.
+    pub async fn break_lease(
+        self: &Arc<Self>,
+        name: &ImageName,
+    ) -> Result<Option<Holder>, MountError> {
+        let image = self.image(name).await.map_err(MountError::Refused)?;
+        // (An image that only this opened is closed with the next mount that ends.)
+        let holder = {
+            let image = image.clone();
+            blocking(move || image.break_lease())
+                .await
+                .map_err(MountError::Refused)?
+        };
+        let Some(holder) = holder else {
+            return Ok(None);
+        };
+        let key = (PeerKey(holder.peer), holder.mount);
+        let lanes = {
+            let state = self.state.lock();
+            state
+                .mounts
+                .get(&key)
+                .map(|m| m.lanes.clone())
+                .unwrap_or_default()
+        };
+        for lane in lanes {
+            let refusal = Refusal::new(Code::LeaseLost, lease::broken(name.as_str()));
+            lane.end(refusal).await;
+        }
+        blocking(move || image.abandon())
+            .await
+            .map_err(MountError::Refused)?;
+        Ok(Some(holder))
+    }
+}
+
+fn state_error(path: &Path, reason: String) -> MountError {
+    MountError::State {
+        path: path.to_owned(),
+        reason,
+    }
+}
+
+/// Does what may wait for a disk where it may.
+async fn blocking<T: Send + 'static>(
+    what: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+) -> Result<T, Refusal> {
+    tokio::task::spawn_blocking(what)
+        .await
+        .unwrap_or_else(|e| Err(Refusal::new(Code::Io, e.to_string())))
 }

@@ -28,6 +28,9 @@ const REQUEST_SECONDS: f64 = 0.002;
 /// Marks of credits that no answer has shown yet, at most; the oldest are forgotten.
 const MOST_MARKS: usize = 4096;
 
+/// A request that ended, and the runs of a read that have not come.
+pub type EndedJob<T> = (Job<T>, Vec<Chunks>);
+
 /// A request, and whom to tell.
 #[derive(Debug)]
 pub struct Job<T> {
@@ -463,7 +466,7 @@ impl<T> Book<T> {
     ///
     /// # Errors
     /// [`Code::Protocol`] for an answer to nothing.
-    pub fn end(&mut self, lane: usize, id: u64) -> Result<Option<(Job<T>, Vec<Chunks>)>, Refusal> {
+    pub fn end(&mut self, lane: usize, id: u64) -> Result<Option<EndedJob<T>>, Refusal> {
         match self.asked.get(&id) {
             None => self.stray(id),
             Some(asked) if asked.lane != lane => {
@@ -485,7 +488,7 @@ impl<T> Book<T> {
     }
 
     /// A job that is not under way any more, and the runs of a read that have not come.
-    fn give_up(&mut self, asked: Asked<T>) -> (Job<T>, Vec<Chunks>) {
+    fn give_up(&mut self, asked: Asked<T>) -> EndedJob<T> {
         let runs = asked.missing();
         let bytes = u64::from(asked.left) * u64::from(self.shape.chunk);
         *self.counter(asked.job.is_background()) -= bytes;
@@ -561,7 +564,7 @@ impl<T> Book<T> {
 
     /// What has waited too long, with the runs of reads that have not come. The second is whether any of it was with the
     /// site.
-    pub fn expire(&mut self, now: Duration) -> (Vec<(Job<T>, Vec<Chunks>)>, bool) {
+    pub fn expire(&mut self, now: Duration) -> (Vec<EndedJob<T>>, bool) {
         let late = |deadline: Duration| deadline <= now;
         let mut out = Vec::new();
         let ids: Vec<u64> = self
@@ -593,11 +596,11 @@ impl<T> Book<T> {
     }
 
     /// Everything, because nothing will be answered any more.
-    pub fn take_all(&mut self) -> Vec<(Job<T>, Vec<Chunks>)> {
+    pub fn take_all(&mut self) -> Vec<EndedJob<T>> {
         self.expire(Duration::MAX).0
     }
 
-    fn unsent(&mut self, job: Job<T>) -> (Job<T>, Vec<Chunks>) {
+    fn unsent(&mut self, job: Job<T>) -> EndedJob<T> {
         let runs: Vec<Chunks> = job.chunks().into_iter().collect();
         for run in &runs {
             let bytes = u64::from(run.count) * u64::from(self.shape.chunk);

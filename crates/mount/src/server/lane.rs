@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use drover_device::remote::Shape;
-use drover_net::{FrameReader, FrameWriter, KeepAlive};
+use drover_net::{FrameReader, FrameWriter, KeepAlive, PeerKey};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
@@ -17,7 +17,8 @@ use super::queue::{Queue, Unit};
 use super::work::{Client, Made};
 use crate::MountError;
 use crate::protocol::{
-    Access, Answer, Ask, Code, LaneKind, MAX_UNIT, Refusal, decode_message, encode_message, kind,
+    Access, Answer, Ask, Code, LaneKind, MAX_UNIT, MountId, Refusal, decode_message,
+    encode_message, kind,
 };
 
 /// A background answer is this part of the window, so that a lane has several under way.
@@ -29,6 +30,9 @@ const LEAST_UNIT: u64 = 16 << 10;
 /// A site this far away is worth the time that packing takes.
 const FAR: Duration = Duration::from_millis(2);
 
+/// How long a lane's last word may wait for the link.
+const LAST_WORD: Duration = Duration::from_millis(100);
+
 /// How often a lane says that it is there, and how long silence is borne.
 pub const KEEP_ALIVE: KeepAlive = KeepAlive {
     ping_every: Duration::from_secs(5),
@@ -36,13 +40,15 @@ pub const KEEP_ALIVE: KeepAlive = KeepAlive {
     stalled_after: Duration::from_secs(30),
 };
 
-/// What the lanes of a mount share.
+/// What the lanes of a link share.
 pub struct Shared {
     /// What is under way. Locked after a lane's state, never before.
     flow: Mutex<Flow>,
     /// Wakes the writers of all lanes: there is room for background answers.
     room: Notify,
     started: tokio::time::Instant,
+    /// What must have happened before any lane of the link may do anything.
+    pub ready: tokio::sync::OnceCell<()>,
 }
 
 impl Default for Shared {
@@ -51,6 +57,7 @@ impl Default for Shared {
             flow: Mutex::default(),
             room: Notify::new(),
             started: tokio::time::Instant::now(),
+            ready: tokio::sync::OnceCell::new(),
         }
     }
 }
@@ -65,6 +72,8 @@ impl Shared {
 pub struct Lane {
     /// Its number at this site.
     pub number: u64,
+    /// Whose it is.
+    pub key: (PeerKey, MountId),
     /// What it carries.
     pub kind: LaneKind,
     /// Which of its mount's links it belongs to.
@@ -101,6 +110,8 @@ pub struct Parts {
     /// See [`Lane`].
     pub number: u64,
     /// See [`Lane`].
+    pub key: (PeerKey, MountId),
+    /// See [`Lane`].
     pub kind: LaneKind,
     /// See [`Lane`].
     pub link: u64,
@@ -121,6 +132,7 @@ impl Lane {
     pub fn new(parts: Parts) -> Arc<Self> {
         Arc::new(Self {
             number: parts.number,
+            key: parts.key,
             kind: parts.kind,
             link: parts.link,
             access: parts.access,
@@ -161,6 +173,15 @@ impl Lane {
         result
     }
 
+    /// Tells the mount why, and ends the lane soon after.
+    pub async fn end(&self, refusal: Refusal) {
+        self.say(refusal);
+        self.state.lock().closed = true;
+        self.drained().await;
+        tokio::time::sleep(LAST_WORD).await;
+        self.close();
+    }
+
     /// Ends the lane: what has not been begun is not done any more.
     pub fn close(&self) {
         self.state.lock().closed = true;
@@ -193,7 +214,7 @@ impl Lane {
             };
             if let Err(refusal) = taken {
                 self.say(refusal.clone());
-                tokio::time::sleep(Duration::from_millis(100)).await;
+                tokio::time::sleep(LAST_WORD).await;
                 return Err(MountError::Protocol {
                     peer: reader.peer_text().to_owned(),
                     what: refusal.text,
@@ -266,6 +287,7 @@ impl Lane {
             let far = self.shared.flow.lock().round_trip() > Some(FAR);
             let client = Client {
                 image: &self.image,
+                key: self.key,
                 shape: self.shape,
                 access: self.access,
                 // Who waits for the link has time to pack.

@@ -3,11 +3,12 @@
 use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest, Extent, ExtentKind, Zeroes, is_zero};
 use drover_device::remote::{Change, Shape};
+use drover_net::PeerKey;
 
 use super::image::Image;
 use super::pool::Tools;
 use super::queue::Unit;
-use crate::protocol::{Access, Answer, Ask, Code, Coding, MAX_DIGESTS, MAX_RUNS, Refusal};
+use crate::protocol::{Access, Answer, Ask, Code, Coding, MAX_DIGESTS, MAX_RUNS, MountId, Refusal};
 
 /// Extents looked at for one answer about presence.
 const MAX_LOOKS: usize = 4096;
@@ -42,6 +43,8 @@ impl Made {
 pub struct Client<'a> {
     /// Which image it reads.
     pub image: &'a Image,
+    /// Whose it is.
+    pub key: (PeerKey, MountId),
     /// Size and chunk.
     pub shape: Shape,
     /// What it may do.
@@ -167,8 +170,11 @@ impl Client<'_> {
 
     /// What changes the device, for the holder of its lease only.
     fn change(&self, ask: &Ask, body: &[u8], tools: &mut Tools) -> Result<(), Refusal> {
+        if let Ask::Close { .. } = ask {
+            return self.image.close(self.key.0, self.key.1);
+        }
         if self.access == Access::ReadOnly {
-            if matches!(ask, Ask::DirectFlush { .. } | Ask::Close { .. }) {
+            if matches!(ask, Ask::DirectFlush { .. }) {
                 return Ok(());
             }
             return Err(DeviceError::ReadOnly.into());

@@ -6,16 +6,16 @@ use drover_core::{BlockDevice, DeviceError};
 use drover_mount::client::{Client, Options};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::Access;
-use drover_mount::server::Server;
 
-use crate::util::{Near, Shelf, content, memory, name, runtime};
+use crate::util::{Near, Site, content, memory, name, runtime};
 
 #[test]
 fn an_image_is_read_at_any_offset_by_many_threads() {
     let runtime = runtime();
     let bytes = content(5_000_123, 1);
-    let server = Server::new(Shelf::with("web", memory(&bytes)), 2).unwrap();
-    let near = Near::new(server);
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&bytes));
+    let near = Near::new(site.server.clone());
     let options = Options::new(name("web"), Access::ReadOnly);
     let client = runtime
         .block_on(Client::open(runtime.handle(), near, options))
@@ -49,9 +49,28 @@ fn an_image_is_read_at_any_offset_by_many_threads() {
 #[test]
 fn an_image_that_is_not_there_is_refused_in_one_line() {
     let runtime = runtime();
-    let server = Server::new(Shelf::with("web", memory(&[1; 5000])), 2).unwrap();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&[1; 5000]));
+    let near = Near::new(site.server.clone());
     let options = Options::new(name("db"), Access::ReadOnly);
-    let refused = runtime.block_on(Client::open(runtime.handle(), Near::new(server), options));
+    let refused = runtime.block_on(Client::open(runtime.handle(), near, options));
     let error = refused.err().expect("refused");
     assert_eq!(error.to_string(), "there is no image db");
+}
+
+#[test]
+fn a_direct_mount_keeps_the_contract_of_devices() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    for (seed, size) in [(1, 200_000), (2, 70_001), (3, 3_000_000)] {
+        let site = Site::with("web", memory(&vec![0; size]));
+        let near = Near::new(site.server.clone());
+        let options = Options::new(name("web"), Access::ReadWrite);
+        let client = runtime
+            .block_on(Client::open(runtime.handle(), near, options))
+            .unwrap();
+        let device = RemoteDevice::new(Arc::new(client));
+        drover_device::testing::run(&device, seed);
+        device.close().unwrap();
+    }
 }

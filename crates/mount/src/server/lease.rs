@@ -1,0 +1,299 @@
+//! Who may write an image: one mount, or none; and who reads it meanwhile.
+//!
+//! A writer's lease outlives its link, the mount's program and the site's: what it has changed and not yet sent would be lost with it.
+//! It ends when the mount is closed, or when the site's owner breaks it. Readers only last as long as they are there.
+
+mod file;
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use drover_core::ImageName;
+use drover_net::PeerKey;
+use serde::{Deserialize, Serialize};
+
+use super::Peer;
+use crate::protocol::{Access, Code, Identity, MountId, Refusal};
+
+/// How long a reader that has lost its link keeps writers out.
+pub const READER_GRACE: Duration = Duration::from_secs(60);
+
+/// Broken leases that are remembered, so that their holders learn of it.
+const MAX_BROKEN: usize = 16;
+
+/// Readers of an image at most.
+const MAX_READERS: usize = 256;
+
+/// A writer's lease, as [`Server::leases`](super::Server::leases) lists it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// The site that has it.
+    pub peer: [u8; 32],
+    /// What people call that site.
+    pub peer_name: String,
+    /// Which of its mounts.
+    pub mount: MountId,
+    /// Since when, in seconds since 1970.
+    pub since_unix: u64,
+    /// What the mount says about itself.
+    pub note: String,
+}
+
+impl Holder {
+    fn is(&self, who: &Who) -> bool {
+        (self.peer, self.mount) == (who.peer.key.0, who.mount)
+    }
+}
+
+/// What is kept on disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Grows with each writer that is not the one before.
+    edition: u64,
+    /// The last writer.
+    last_writer: Option<([u8; 32], MountId)>,
+    holder: Option<Holder>,
+    /// Mounts whose lease was broken, the newest last.
+    broken: Vec<([u8; 32], MountId)>,
+}
+
+/// A mount that comes.
+#[derive(Clone, Debug)]
+pub struct Who {
+    /// From which site.
+    pub peer: Peer,
+    /// Which mount.
+    pub mount: MountId,
+    /// What it says about itself.
+    pub note: String,
+}
+
+#[derive(Debug)]
+struct Reader {
+    name: String,
+    since: Duration,
+    /// When its last lane ended.
+    left: Option<Duration>,
+}
+
+/// The leases of one image. Changes are on disk when a call returns.
+pub struct Desk {
+    image: ImageName,
+    directory: PathBuf,
+    record: Record,
+    readers: HashMap<(PeerKey, MountId), Reader>,
+}
+
+impl Desk {
+    /// The leases as they are on disk in `directory`, which need not exist.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is damaged.
+    pub fn open(image: ImageName, directory: PathBuf) -> Result<Self, Refusal> {
+        Ok(Self {
+            record: file::load(&directory)?.unwrap_or_default(),
+            image,
+            directory,
+            readers: HashMap::new(),
+        })
+    }
+
+    /// The writer's lease, if there is one.
+    pub fn holder(&self) -> Option<&Holder> {
+        self.record.holder.as_ref()
+    }
+
+    /// Whether a mount has ever had the writer's lease.
+    pub fn was_written(&self) -> bool {
+        self.record.edition > 0
+    }
+
+    /// Which edition it is, and whether `expected` is the state that is there but for what this mount wrote itself.
+    pub fn edition(&self, who: &Who, expected: Option<Identity>, now: Identity) -> (u64, bool) {
+        let own = self.record.last_writer == Some((who.peer.key.0, who.mount));
+        let edition = self.record.edition;
+        let fresh = expected.is_some_and(|expected| {
+            let epoch = expected.epoch == now.epoch || (own && expected.epoch <= now.epoch);
+            expected.digest == now.digest && expected.edition == edition && epoch
+        });
+        (edition, fresh)
+    }
+
+    /// Lets a mount in, or says in one line who is in its way. `now` is a time of a clock that does not jump;
+    /// `connected` says whether a mount has lanes.
+    ///
+    /// # Errors
+    /// [`Code::Leased`], [`Code::LeaseLost`], or a disk that does not take the lease.
+    pub fn enter(
+        &mut self,
+        who: &Who,
+        access: Access,
+        now: Duration,
+        connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
+    ) -> Result<(), Refusal> {
+        let image = self.image.as_str();
+        let key = (who.peer.key.0, who.mount);
+        if self.record.broken.contains(&key) {
+            return Err(Refusal::new(Code::LeaseLost, broken(image)));
+        }
+        match self.record.holder.as_ref() {
+            Some(holder) if holder.is(who) => return Ok(()),
+            Some(holder) => return Err(Refusal::new(Code::Leased, held(image, holder))),
+            None => {}
+        }
+        self.forget_readers(now, connected);
+        match access {
+            Access::ReadOnly => self.read(who, now),
+            Access::ReadWrite => self.write(who, now),
+        }
+    }
+
+    /// Forgets readers that are gone for long.
+    fn forget_readers(&mut self, now: Duration, connected: &dyn Fn(&(PeerKey, MountId)) -> bool) {
+        self.readers.retain(|key, reader| {
+            reader.left.is_none_or(|left| now < left + READER_GRACE) || connected(key)
+        });
+    }
+
+    /// Whether nobody would miss it if it were opened anew.
+    pub fn is_idle(&mut self, now: Duration) -> bool {
+        self.forget_readers(now, &|_| false);
+        self.readers.is_empty()
+    }
+
+    fn read(&mut self, who: &Who, now: Duration) -> Result<(), Refusal> {
+        let key = (who.peer.key, who.mount);
+        if !self.readers.contains_key(&key) && self.readers.len() >= MAX_READERS {
+            let text = format!("{} has as many readers as it may", self.image.as_str());
+            return Err(Refusal::new(Code::Busy, text));
+        }
+        let reader = self.readers.entry(key).or_insert_with(|| Reader {
+            name: describe(&who.peer.name, &who.note),
+            since: now,
+            left: None,
+        });
+        reader.left = None;
+        Ok(())
+    }
+
+    fn write(&mut self, who: &Who, now: Duration) -> Result<(), Refusal> {
+        let own = (who.peer.key, who.mount);
+        if let Some((_, reader)) = self.readers.iter().find(|(key, _)| **key != own) {
+            let left = match reader.left {
+                Some(_) => "; it is not connected and will be forgotten within a minute",
+                None => "; unmount it there, or mount it read-only",
+            };
+            let text = format!(
+                "{} has been read by {} for {}{left}",
+                self.image.as_str(),
+                reader.name,
+                ago(now.saturating_sub(reader.since).as_secs()),
+            );
+            return Err(Refusal::new(Code::Leased, text));
+        }
+        let key = (who.peer.key.0, who.mount);
+        let mut record = self.record.clone();
+        record.edition += u64::from(record.last_writer != Some(key));
+        record.last_writer = Some(key);
+        record.holder = Some(Holder {
+            peer: who.peer.key.0,
+            peer_name: who.peer.name.clone(),
+            mount: who.mount,
+            since_unix: unix_now(),
+            note: who.note.clone(),
+        });
+        self.keep(record)?;
+        self.readers.remove(&own);
+        Ok(())
+    }
+
+    /// A mount's last lane has ended.
+    pub fn left(&mut self, peer: PeerKey, mount: MountId, now: Duration) {
+        if let Some(reader) = self.readers.get_mut(&(peer, mount)) {
+            reader.left = Some(now);
+        }
+    }
+
+    /// A mount gives back what it has.
+    ///
+    /// # Errors
+    /// A disk that does not take it; the lease is then still there.
+    pub fn close(&mut self, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
+        self.readers.remove(&(peer, mount));
+        match self.holder() {
+            Some(holder) if (holder.peer, holder.mount) == (peer.0, mount) => {
+                let record = Record {
+                    holder: None,
+                    ..self.record.clone()
+                };
+                self.keep(record)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The site's owner takes the lease away; the holder that had it.
+    ///
+    /// # Errors
+    /// A disk that does not take it; the lease is then still there.
+    pub fn break_lease(&mut self) -> Result<Option<Holder>, Refusal> {
+        let mut record = self.record.clone();
+        let Some(holder) = record.holder.take() else {
+            return Ok(None);
+        };
+        record.broken.push((holder.peer, holder.mount));
+        if record.broken.len() > MAX_BROKEN {
+            record.broken.remove(0);
+        }
+        self.keep(record)?;
+        Ok(Some(holder))
+    }
+
+    fn keep(&mut self, record: Record) -> Result<(), Refusal> {
+        file::store(&self.directory, &record)?;
+        self.record = record;
+        Ok(())
+    }
+}
+
+/// What a mount is told whose lease was broken.
+pub fn broken(image: &str) -> String {
+    format!(
+        "the lease of {image} was broken by the owner of its site; what was not written back stays in the mount's \
+         cache; mount it anew"
+    )
+}
+
+fn held(image: &str, holder: &Holder) -> String {
+    format!(
+        "{image} has been written by {} for {}; unmount it there, or have its site's owner break the lease",
+        describe(&holder.peer_name, &holder.note),
+        ago(unix_now().saturating_sub(holder.since_unix)),
+    )
+}
+
+fn describe(name: &str, note: &str) -> String {
+    if note.is_empty() {
+        name.to_owned()
+    } else {
+        format!("{name} ({note})")
+    }
+}
+
+fn ago(seconds: u64) -> String {
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
+    }
+}
+
+fn unix_now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,80 @@
+//! The lease's file (`docs/format/mount-wire.md`).
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+
+use drover_net::{decode, encode};
+
+use super::Record;
+use crate::protocol::{Code, Refusal};
+
+/// Its name in the directory of the image's overlay.
+pub const FILE_NAME: &str = "lease";
+
+/// What it begins with: the format and its version.
+const MAGIC: [u8; 12] = *b"DRVRLSE\0\x01\0\0\0";
+
+/// The longest that is read.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// What is in the file of a directory; none where there is no file.
+pub fn load(directory: &Path) -> Result<Option<Record>, Refusal> {
+    let path = directory.join(FILE_NAME);
+    let wrong = |code, why: &str| {
+        let text = format!("{}: {why}", path.display());
+        Refusal::new(code, text)
+    };
+    let bytes = match fs::metadata(&path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(wrong(Code::Io, &e.to_string())),
+        Ok(about) if about.len() > MAX_BYTES => {
+            return Err(wrong(Code::Corrupt, "too long for a lease"));
+        }
+        Ok(_) => fs::read(&path).map_err(|e| wrong(Code::Io, &e.to_string()))?,
+    };
+    parse(&bytes)
+        .map(Some)
+        .map_err(|why| wrong(Code::Corrupt, &why))
+}
+
+pub fn parse(bytes: &[u8]) -> Result<Record, String> {
+    let damaged = "damaged; if no mount has changes that were not written back, remove it";
+    let Some(rest) = bytes.strip_prefix(&MAGIC[..]) else {
+        return Err(match bytes.strip_prefix(&MAGIC[..8]) {
+            Some(_) => "a lease of another version of drover".into(),
+            None => damaged.into(),
+        });
+    };
+    let Some((sum, body)) = rest.split_first_chunk::<32>() else {
+        return Err(damaged.into());
+    };
+    if blake3::hash(body).as_bytes() != sum {
+        return Err(damaged.into());
+    }
+    decode(body).map_err(|e| e.to_string())
+}
+
+/// Puts a record into the file as a whole: what is there after a crash is the one before or this one.
+pub fn store(directory: &Path, record: &Record) -> Result<(), Refusal> {
+    let path = directory.join(FILE_NAME);
+    let body = encode(record);
+    let write = || -> io::Result<()> {
+        fs::create_dir_all(directory)?;
+        let temporary = directory.join(format!(".{FILE_NAME}.new"));
+        let mut file = File::create(&temporary)?;
+        file.write_all(&MAGIC)?;
+        file.write_all(blake3::hash(&body).as_bytes())?;
+        file.write_all(&body)?;
+        file.sync_all()?;
+        fs::rename(&temporary, &path)?;
+        File::open(directory)?.sync_all()
+    };
+    write().map_err(|e| {
+        let code = match e.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Code::NoSpace,
+            _ => Code::Io,
+        };
+        Refusal::new(code, format!("cannot write {}: {e}", path.display()))
+    })
+}

@@ -1,0 +1,172 @@
+use drover_core::Digest;
+
+use super::*;
+
+fn who(n: u8) -> Who {
+    Who {
+        peer: Peer {
+            key: PeerKey([n; 32]),
+            name: format!("site{n}"),
+        },
+        mount: MountId([n; 16]),
+        note: "disk of a guest".into(),
+    }
+}
+
+fn at(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn desk(&self) -> Desk {
+        let name = ImageName::new("web").unwrap();
+        Desk::open(name, self.0.path().join("web")).unwrap()
+    }
+}
+
+fn state(desk: &Desk, who: &Who, edition: u64, epoch: u64, now: u64) -> (u64, bool) {
+    let identity = |edition, epoch| Identity {
+        digest: Digest([1; 32]),
+        edition,
+        epoch,
+    };
+    desk.edition(who, Some(identity(edition, epoch)), identity(0, now))
+}
+
+#[test]
+fn one_writes_or_many_read() {
+    let place = Place::new();
+    let mut desk = place.desk();
+    desk.enter(&who(1), Access::ReadOnly, at(0), &|_| false)
+        .unwrap();
+    desk.enter(&who(2), Access::ReadOnly, at(0), &|_| false)
+        .unwrap();
+    let e = desk
+        .enter(&who(3), Access::ReadWrite, at(300), &|_| false)
+        .unwrap_err();
+    assert_eq!(e.code, Code::Leased);
+    assert!(
+        e.text.starts_with("web has been read by site") && e.text.contains("for 5 min; unmount"),
+        "{e}"
+    );
+    desk.close(who(1).peer.key, who(1).mount).unwrap();
+    desk.left(who(2).peer.key, who(2).mount, at(300));
+    assert!(
+        desk.enter(&who(3), Access::ReadWrite, at(359), &|_| false)
+            .is_err()
+    );
+    desk.enter(&who(3), Access::ReadWrite, at(360), &|_| false)
+        .unwrap();
+    for access in [Access::ReadOnly, Access::ReadWrite] {
+        let e = desk
+            .enter(&who(1), access, at(400), &|_| false)
+            .unwrap_err();
+        assert!(
+            e.text
+                .starts_with("web has been written by site3 (disk of a guest) for "),
+            "{e}"
+        );
+    }
+}
+
+#[test]
+fn a_writer_that_is_gone_keeps_its_lease_until_it_is_closed() {
+    let place = Place::new();
+    place
+        .desk()
+        .enter(&who(1), Access::ReadWrite, at(0), &|_| false)
+        .unwrap();
+    // The site starts anew.
+    let mut desk = place.desk();
+    assert!(
+        desk.enter(&who(2), Access::ReadWrite, at(9999), &|_| false)
+            .is_err()
+    );
+    desk.enter(&who(1), Access::ReadWrite, at(9999), &|_| false)
+        .unwrap();
+    // Another mount of the same site is another mount.
+    let other = Who {
+        mount: MountId([9; 16]),
+        ..who(1)
+    };
+    assert!(
+        desk.enter(&other, Access::ReadWrite, at(9999), &|_| false)
+            .is_err()
+    );
+    desk.close(who(2).peer.key, who(2).mount).unwrap();
+    assert!(desk.holder().is_some(), "not somebody else's to close");
+    desk.close(who(1).peer.key, who(1).mount).unwrap();
+    let mut desk = place.desk();
+    desk.enter(&who(2), Access::ReadWrite, at(0), &|_| false)
+        .unwrap();
+}
+
+#[test]
+fn a_broken_lease_is_told_to_who_had_it() {
+    let place = Place::new();
+    let mut desk = place.desk();
+    assert_eq!(desk.break_lease(), Ok(None));
+    desk.enter(&who(1), Access::ReadWrite, at(0), &|_| false)
+        .unwrap();
+    let had = desk.break_lease().unwrap().unwrap();
+    assert_eq!((had.peer, had.peer_name.as_str()), ([1; 32], "site1"));
+    let mut desk = place.desk();
+    let e = desk
+        .enter(&who(1), Access::ReadWrite, at(1), &|_| false)
+        .unwrap_err();
+    assert_eq!(e.code, Code::LeaseLost, "{e}");
+    desk.enter(&who(2), Access::ReadWrite, at(1), &|_| false)
+        .unwrap();
+}
+
+#[test]
+fn a_cache_is_good_until_somebody_else_writes() {
+    let place = Place::new();
+    let mut desk = place.desk();
+    let (reader, writer) = (who(1), who(2));
+    assert_eq!(state(&desk, &reader, 0, 0, 0), (0, true));
+    desk.enter(&writer, Access::ReadWrite, at(0), &|_| false)
+        .unwrap();
+    // Its own cache of before the lease is not told from another's.
+    assert_eq!(state(&desk, &writer, 0, 0, 0), (1, false));
+    // Epochs of its own do not make its cache stale, and the site must not have lost any.
+    assert_eq!(state(&desk, &writer, 1, 4, 5), (1, true));
+    assert_eq!(state(&desk, &writer, 1, 6, 5), (1, false));
+    desk.close(writer.peer.key, writer.mount).unwrap();
+    desk.enter(&writer, Access::ReadWrite, at(9), &|_| false)
+        .unwrap();
+    assert_eq!(state(&desk, &writer, 1, 5, 5), (1, true));
+    desk.close(writer.peer.key, writer.mount).unwrap();
+    desk.enter(&reader, Access::ReadOnly, at(10), &|_| false)
+        .unwrap();
+    assert_eq!(state(&desk, &reader, 0, 0, 5), (1, false));
+    assert_eq!(state(&desk, &reader, 1, 4, 5), (1, false));
+    assert_eq!(state(&desk, &reader, 1, 5, 5), (1, true));
+}
+
+#[test]
+fn a_damaged_file_is_named_and_not_believed() {
+    let place = Place::new();
+    place
+        .desk()
+        .enter(&who(1), Access::ReadWrite, at(0), &|_| false)
+        .unwrap();
+    let path = place.0.path().join("web").join(file::FILE_NAME);
+    let good = std::fs::read(&path).unwrap();
+    for n in 0..good.len() {
+        let mut bad = good.clone();
+        bad[n] ^= 4;
+        assert!(file::parse(&bad).is_err(), "byte {n}");
+        assert!(file::parse(&good[..n]).is_err(), "cut at {n}");
+    }
+    std::fs::write(&path, &good[1..]).unwrap();
+    let name = ImageName::new("web").unwrap();
+    let e = Desk::open(name, place.0.path().join("web")).err().unwrap();
+    assert!(e.text.contains("lease: damaged"), "{e}");
+}
