@@ -10,6 +10,10 @@ use std::sync::Weak;
 use bytes::Bytes;
 use drover_core::{DeviceError, Digest};
 
+mod local;
+
+pub use local::{Committer, Direct, LocalRemote};
+
 /// What a device is cut into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
@@ -173,7 +177,8 @@ pub trait Remote: Send + Sync {
     fn push(&self, epoch: Epoch, changes: Vec<Change>, done: Done);
 
     /// Makes an epoch count, durably and as a whole, after all its parts were answered. Epochs are committed in order;
-    /// what was pushed of an epoch that a later one overtakes is dropped.
+    /// what was pushed of an epoch that a later one overtakes is dropped. [`DeviceError::Unavailable`] means that the link
+    /// was lost and that [`Remote::committed`] tells after the next [`Link::Up`] whether it counts.
     fn commit(&self, epoch: Epoch, done: Done);
 
     /// The last epoch that counts at the far side, as of when the link last came up or a commit was answered.

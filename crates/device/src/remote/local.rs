@@ -1,0 +1,489 @@
+//! A far side that is near: any device, read and written by a few threads. For slow local devices, for programs, and
+//! for tests, which lay stages beneath it that delay, fail and cut.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use bytes::Bytes;
+use drover_core::{BlockDevice, DeviceError, Digest, ExtentKind, Zeroes};
+use parking_lot::{Condvar, Mutex};
+
+use super::{
+    Change, Chunks, Content, Done, Epoch, Fetched, Link, Local, PresenceDone, Remote, Shape,
+    Traffic,
+};
+
+/// Bytes read at once.
+const AT_ONCE: u64 = 1 << 20;
+
+/// What makes epochs count.
+pub trait Committer: Send + Sync {
+    /// The last epoch that counts.
+    fn committed(&self) -> Epoch;
+
+    /// Takes part of an epoch.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; the epoch is then given up.
+    fn push(&self, epoch: Epoch, changes: &[Change]) -> Result<(), DeviceError>;
+
+    /// Makes an epoch count, durably.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    fn commit(&self, epoch: Epoch) -> Result<(), DeviceError>;
+}
+
+/// Writes changes to the device as they come and flushes it at a commit: of an epoch that is cut off, some is there.
+pub struct Direct {
+    device: Arc<dyn BlockDevice>,
+    committed: AtomicU64,
+}
+
+impl Direct {
+    /// Over `device`, which does not remember epochs: `committed` is the last one, for whoever keeps that elsewhere.
+    #[must_use]
+    pub fn new(device: Arc<dyn BlockDevice>, committed: Epoch) -> Self {
+        Self {
+            device,
+            committed: AtomicU64::new(committed.0),
+        }
+    }
+}
+
+impl Committer for Direct {
+    fn committed(&self) -> Epoch {
+        Epoch(self.committed.load(Ordering::Acquire))
+    }
+
+    fn push(&self, _: Epoch, changes: &[Change]) -> Result<(), DeviceError> {
+        for change in changes {
+            match change {
+                Change::Write(offset, bytes) => self.device.write(*offset, bytes)?,
+                Change::Zero(offset, length) => {
+                    self.device
+                        .write_zeroes(*offset, *length, Zeroes::default())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn commit(&self, epoch: Epoch) -> Result<(), DeviceError> {
+        self.device.flush()?;
+        self.committed.store(epoch.0, Ordering::Release);
+        Ok(())
+    }
+}
+
+enum Job {
+    Presence(Chunks, PresenceDone),
+    Push(Epoch, Vec<Change>, Done),
+    Commit(Epoch, Done),
+}
+
+struct Queue {
+    fetches: VecDeque<Chunks>,
+    jobs: VecDeque<Job>,
+    /// [`Local::next`] may have something.
+    kicked: bool,
+    /// How often the link came up; while it is down, why.
+    link: u64,
+    down: Option<String>,
+    closed: bool,
+}
+
+struct Inner {
+    device: Arc<dyn BlockDevice>,
+    committer: Arc<dyn Committer>,
+    shape: Shape,
+    read_only: bool,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    local: OnceLock<Weak<dyn Local>>,
+    received: AtomicU64,
+    sent: AtomicU64,
+    in_flight: AtomicU64,
+    window: u64,
+    started: Instant,
+}
+
+/// A [`Remote`] over a [`BlockDevice`].
+pub struct LocalRemote {
+    inner: Arc<Inner>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl LocalRemote {
+    /// Reads and writes `device` with `threads` threads (at least one), in chunks of `chunk` bytes. Changes go through
+    /// `committer`, which must write to the same device; a [`Direct`] one if none is given.
+    ///
+    /// # Errors
+    /// When no thread can be started.
+    pub fn new(
+        device: Arc<dyn BlockDevice>,
+        chunk: u32,
+        threads: usize,
+        committer: Option<Arc<dyn Committer>>,
+    ) -> Result<Arc<Self>, DeviceError> {
+        let threads = threads.max(1);
+        let committer = match committer {
+            Some(committer) => committer,
+            None => Arc::new(Direct::new(Arc::clone(&device), Epoch(0))),
+        };
+        let inner = Arc::new(Inner {
+            shape: Shape {
+                size: device.size(),
+                chunk,
+            },
+            read_only: device.capabilities().read_only,
+            device,
+            committer,
+            queue: Mutex::new(Queue {
+                fetches: VecDeque::new(),
+                jobs: VecDeque::new(),
+                kicked: false,
+                link: 1,
+                down: None,
+                closed: false,
+            }),
+            changed: Condvar::new(),
+            local: OnceLock::new(),
+            received: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            in_flight: AtomicU64::new(0),
+            window: threads as u64 * AT_ONCE.max(u64::from(chunk)),
+            started: Instant::now(),
+        });
+        let mut handles = Vec::new();
+        for number in 0..threads {
+            let inner = Arc::clone(&inner);
+            let name = format!("remote-{number}");
+            let thread = std::thread::Builder::new().name(name);
+            handles.push(thread.spawn(move || inner.work())?);
+        }
+        Ok(Arc::new(Self {
+            inner,
+            threads: Mutex::new(handles),
+        }))
+    }
+
+    /// Lets the link go down: what is under way fails or waits as [`Remote`] says.
+    pub fn cut(&self, why: &str) {
+        let lost = {
+            let mut queue = self.inner.queue.lock();
+            queue.down = Some(why.to_owned());
+            std::mem::take(&mut queue.jobs)
+        };
+        for job in lost {
+            job.fail(&DeviceError::Unavailable(why.to_owned()));
+        }
+        self.inner.tell_link();
+    }
+
+    /// Lets it come back.
+    pub fn mend(&self) {
+        {
+            let mut queue = self.inner.queue.lock();
+            if queue.down.take().is_none() {
+                return;
+            }
+            queue.link += 1;
+            queue.kicked = true;
+        }
+        self.inner.changed.notify_all();
+        self.inner.tell_link();
+    }
+
+    fn submit(&self, job: Job) {
+        let refused = {
+            let mut queue = self.inner.queue.lock();
+            let error = match (&queue.down, queue.closed) {
+                (_, true) => Some(DeviceError::Closed),
+                (Some(why), _) => Some(DeviceError::Unavailable(why.clone())),
+                _ => None,
+            };
+            match error {
+                Some(error) => Some((job, error)),
+                None => {
+                    queue.jobs.push_back(job);
+                    None
+                }
+            }
+        };
+        match refused {
+            Some((job, error)) => job.fail(&error),
+            None => drop(self.inner.changed.notify_one()),
+        }
+    }
+
+    fn stop(&self) {
+        let (jobs, fetches) = {
+            let mut queue = self.inner.queue.lock();
+            queue.closed = true;
+            (
+                std::mem::take(&mut queue.jobs),
+                std::mem::take(&mut queue.fetches),
+            )
+        };
+        self.inner.changed.notify_all();
+        for job in jobs {
+            job.fail(&DeviceError::Closed);
+        }
+        if let Some(local) = self.inner.local() {
+            for chunks in fetches {
+                local.failed(chunks, DeviceError::Closed);
+            }
+        }
+        for thread in std::mem::take(&mut *self.threads.lock()) {
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl Drop for LocalRemote {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Job {
+    fn fail(self, error: &DeviceError) {
+        match self {
+            Job::Presence(_, done) => done(Err(error.clone())),
+            Job::Push(_, _, done) | Job::Commit(_, done) => done(Err(error.clone())),
+        }
+    }
+}
+
+impl Inner {
+    fn local(&self) -> Option<Arc<dyn Local>> {
+        self.local.get()?.upgrade()
+    }
+
+    fn link(&self) -> Link {
+        let queue = self.queue.lock();
+        match (&queue.down, queue.closed) {
+            (_, true) => Link::Gone(DeviceError::Closed),
+            (Some(why), _) => Link::Down(why.clone()),
+            (None, _) => Link::Up(queue.link),
+        }
+    }
+
+    fn tell_link(&self) {
+        if let Some(local) = self.local() {
+            local.link(self.link());
+        }
+    }
+
+    /// One thread: first what somebody waits for, then other requests, then what may be fetched ahead.
+    fn work(&self) {
+        loop {
+            let mut queue = self.queue.lock();
+            if queue.closed {
+                return;
+            }
+            if queue.down.is_some() {
+                self.changed.wait(&mut queue);
+            } else if let Some(chunks) = queue.fetches.pop_front() {
+                drop(queue);
+                self.fetch(chunks);
+            } else if let Some(job) = queue.jobs.pop_front() {
+                let link = queue.link;
+                drop(queue);
+                self.run(job, link);
+            } else if queue.kicked {
+                queue.kicked = false;
+                drop(queue);
+                let most = AT_ONCE.max(u64::from(self.shape.chunk));
+                if let Some(chunks) = self.local().and_then(|local| local.next(most)) {
+                    self.queue.lock().kicked = true;
+                    self.changed.notify_one();
+                    self.fetch(chunks);
+                }
+            } else {
+                self.changed.wait(&mut queue);
+            }
+        }
+    }
+
+    fn fetch(&self, chunks: Chunks) {
+        let bytes = u64::from(chunks.count) * u64::from(self.shape.chunk);
+        self.in_flight.fetch_add(bytes, Ordering::Relaxed);
+        let step = (AT_ONCE / u64::from(self.shape.chunk)).max(1);
+        let mut first = chunks.first;
+        while first < chunks.end() {
+            let count = step.min(chunks.end() - first) as u32;
+            let part = Chunks { first, count };
+            let result = self.read(part);
+            let Some(local) = self.local() else { break };
+            match result {
+                Ok(fetched) => local.arrived(fetched),
+                Err(error) => local.failed(part, error),
+            }
+            first = part.end();
+        }
+        self.in_flight.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    fn read(&self, chunks: Chunks) -> Result<Vec<Fetched>, DeviceError> {
+        let chunk = u64::from(self.shape.chunk);
+        let start = chunks.first * chunk;
+        let end = (chunks.end() * chunk).min(self.shape.size);
+        let mut bytes = vec![0; end.saturating_sub(start) as usize];
+        self.device.read(start, &mut bytes)?;
+        self.received
+            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        let bytes = Bytes::from(bytes);
+        let fetched = (chunks.first..chunks.end()).map(|index| {
+            let from = ((index - chunks.first) * chunk) as usize;
+            let part = bytes.slice(from..from + self.shape.length(index) as usize);
+            let content = match part.iter().all(|b| *b == 0) {
+                true => Content::Zero,
+                false => {
+                    let digest = Digest(blake3::hash(&part).into());
+                    Content::Data(part, digest)
+                }
+            };
+            Fetched { index, content }
+        });
+        Ok(fetched.collect())
+    }
+
+    /// `link` is the one that the request came by: an answer does not come by another.
+    fn run(&self, job: Job, link: u64) {
+        match job {
+            Job::Presence(chunks, done) => done(self.presence(chunks)),
+            Job::Push(epoch, changes, done) => {
+                let bytes: u64 = changes.iter().map(Change::covers).sum();
+                let result = self.committer.push(epoch, &changes);
+                self.sent.fetch_add(bytes, Ordering::Relaxed);
+                done(self.answer(result, link));
+            }
+            Job::Commit(epoch, done) => {
+                let result = self.committer.commit(epoch);
+                done(self.answer(result, link));
+            }
+        }
+    }
+
+    fn answer(&self, result: Result<(), DeviceError>, link: u64) -> Result<(), DeviceError> {
+        let queue = self.queue.lock();
+        match &queue.down {
+            Some(why) => Err(DeviceError::Unavailable(why.clone())),
+            None if queue.link != link => Err(DeviceError::Unavailable("the link was cut".into())),
+            None => result,
+        }
+    }
+
+    fn presence(&self, chunks: Chunks) -> Result<Vec<Chunks>, DeviceError> {
+        let chunk = u64::from(self.shape.chunk);
+        let mut at = chunks.first * chunk;
+        let end = (chunks.end() * chunk).min(self.shape.size);
+        let mut zero: Vec<Chunks> = Vec::new();
+        // Neighbouring runs of zeros count as one.
+        let mut since = at;
+        while at < end {
+            let runs = self.device.extents(at, end - at)?;
+            for run in runs {
+                if run.kind == ExtentKind::Data {
+                    since = run.end();
+                } else {
+                    let first = since.div_ceil(chunk);
+                    let last = match run.end() == self.shape.size {
+                        true => run.end().div_ceil(chunk),
+                        false => run.end() / chunk,
+                    };
+                    let count = u32::try_from(last.saturating_sub(first)).unwrap_or(u32::MAX);
+                    match zero.last_mut() {
+                        _ if count == 0 => {}
+                        Some(known) if known.first == first => known.count = count,
+                        _ => zero.push(Chunks { first, count }),
+                    }
+                }
+                at = run.end();
+            }
+        }
+        Ok(zero)
+    }
+}
+
+impl Remote for LocalRemote {
+    fn shape(&self) -> Shape {
+        self.inner.shape
+    }
+
+    fn read_only(&self) -> bool {
+        self.inner.read_only
+    }
+
+    fn attach(&self, local: Weak<dyn Local>) {
+        // A second one is not told: the first was promised all answers.
+        let _ = self.inner.local.set(local);
+    }
+
+    fn fetch(&self, chunks: Chunks) {
+        let closed = {
+            let mut queue = self.inner.queue.lock();
+            if !queue.closed {
+                queue.fetches.push_back(chunks);
+            }
+            queue.closed
+        };
+        match closed {
+            false => drop(self.inner.changed.notify_one()),
+            true => {
+                if let Some(local) = self.inner.local() {
+                    local.failed(chunks, DeviceError::Closed);
+                }
+            }
+        }
+    }
+
+    fn kick(&self) {
+        self.inner.queue.lock().kicked = true;
+        self.inner.changed.notify_one();
+    }
+
+    fn presence(&self, chunks: Chunks, done: PresenceDone) {
+        self.submit(Job::Presence(chunks, done));
+    }
+
+    fn push(&self, epoch: Epoch, changes: Vec<Change>, done: Done) {
+        self.submit(Job::Push(epoch, changes, done));
+    }
+
+    fn commit(&self, epoch: Epoch, done: Done) {
+        self.submit(Job::Commit(epoch, done));
+    }
+
+    fn committed(&self) -> Epoch {
+        self.inner.committer.committed()
+    }
+
+    fn link(&self) -> Link {
+        self.inner.link()
+    }
+
+    fn traffic(&self) -> Traffic {
+        let received = self.inner.received.load(Ordering::Relaxed);
+        Traffic {
+            in_flight: self.inner.in_flight.load(Ordering::Relaxed),
+            window: self.inner.window,
+            received,
+            sent: self.inner.sent.load(Ordering::Relaxed),
+            round_trip: 0.0,
+            rate: received as f64 / self.inner.started.elapsed().as_secs_f64().max(0.001),
+        }
+    }
+
+    fn close(&self, done: Done) {
+        self.stop();
+        done(Ok(()));
+    }
+}

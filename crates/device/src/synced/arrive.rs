@@ -1,0 +1,159 @@
+//! What comes from the far side: chunks into the cache, news to those who wait.
+
+use drover_core::{DeviceError, Digest};
+
+use super::Shared;
+use super::state::State;
+use super::wait::Outcome;
+use crate::remote::{Chunks, Content, Fetched};
+
+impl Shared {
+    pub(super) fn take_in(&self, chunks: Vec<Fetched>) {
+        let mut pulled = 0;
+        for Fetched { index, content } in chunks {
+            // What nobody asked for may be older than what is here.
+            if index >= self.states.count() || !self.states.in_flight(index) {
+                continue;
+            }
+            let wrong = matches!(&content, Content::Data(bytes, _) if bytes.len() as u64 != self.geometry.length(index));
+            let result = match wrong {
+                true => Err(DeviceError::Corrupt(format!(
+                    "chunk {index} came with another length than it has"
+                ))),
+                false => self
+                    .make_room(index)
+                    .and_then(|()| self.store(index, &content)),
+            };
+            self.states.answered(index);
+            pulled += self.geometry.length(index);
+            match result {
+                Ok(stored) => {
+                    self.waits.tell(index, Outcome::Here);
+                    if stored {
+                        self.tell_local(index);
+                    }
+                }
+                Err(error) if wrong => self.waits.tell(index, Outcome::Failed(error)),
+                Err(error) => self.waits.tell(index, Outcome::Handed(content, error)),
+            }
+        }
+        self.saver.pulled(pulled);
+        if self.states.local() == self.states.count() {
+            self.pull.wake();
+        }
+    }
+
+    /// Room for a chunk that arrives: what somebody waits for may push out what nobody uses, the rest may not.
+    fn make_room(&self, index: u64) -> Result<(), DeviceError> {
+        match self.waits.any(index) {
+            true => self.evict_for(1),
+            false if self.is_full(1) => Err(DeviceError::NoSpace("the cache is full".into())),
+            false => Ok(()),
+        }
+    }
+
+    /// Puts a chunk in its place; false when there was something newer.
+    fn store(&self, index: u64, content: &Content) -> Result<bool, DeviceError> {
+        let _stripe = self.states.write(index);
+        match (self.states.get(index), content) {
+            (State::Absent, Content::Zero) => {
+                self.become_clean(index, State::Zero, None);
+                Ok(true)
+            }
+            (State::Absent, Content::Data(bytes, digest)) => {
+                self.cache.write(self.geometry.start(index), bytes)?;
+                self.become_clean(index, State::Clean, Some(*digest));
+                Ok(true)
+            }
+            (State::Partial, _) => {
+                self.fill_up(index, content)?;
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// The stripe's write lock is held.
+    pub(super) fn become_clean(&self, index: u64, state: State, digest: Option<Digest>) {
+        let mut table = self.table.lock();
+        table.present.remove(&index);
+        table.settled(index, digest);
+        self.states.set(index, state);
+    }
+
+    /// Adds to a partial chunk what it does not have.
+    fn fill_up(&self, index: u64, content: &Content) -> Result<(), DeviceError> {
+        let here = self.table.lock().present.get(&index).copied().unwrap_or(0);
+        let start = self.geometry.start(index);
+        for run in self.geometry.runs(index, self.geometry.all(index) & !here) {
+            match content {
+                Content::Zero => self.cache.punch(start + run.start, run.end - run.start)?,
+                Content::Data(bytes, _) => self.cache.write(
+                    start + run.start,
+                    &bytes[run.start as usize..run.end as usize],
+                )?,
+            }
+        }
+        let mut table = self.table.lock();
+        table.present.remove(&index);
+        if table.unpushed(index) != 0 {
+            table.unlogged.remove(&index);
+            table.unlogged_dirty.insert(index);
+            self.states.set(index, State::Dirty);
+            return Ok(());
+        }
+        table.guarded.insert(index);
+        drop(table);
+        // All that was written here is at the far side already.
+        let bytes = self.cache.chunk(index)?;
+        self.become_clean(
+            index,
+            State::Clean,
+            Some(Digest(blake3::hash(&bytes).into())),
+        );
+        Ok(())
+    }
+
+    pub(super) fn not_coming(&self, chunks: Chunks, error: &DeviceError) {
+        for index in chunks.first..chunks.end().min(self.states.count()) {
+            if !self.states.answered(index) {
+                continue;
+            }
+            self.settle_partial(index);
+            let again = Chunks {
+                first: index,
+                count: 1,
+            };
+            if self.waits.must_demand(index) && self.states.ask(index) {
+                // It failed as background work; somebody waits for it now.
+                self.waits.demand(index);
+                self.remote.fetch(again);
+                continue;
+            }
+            self.waits.tell(index, Outcome::Failed(error.clone()));
+            if error.is_transient() {
+                self.pull_again(again);
+            }
+        }
+    }
+
+    /// A partial chunk with nothing left to push is as good as absent once no fetch of it is under way.
+    pub(super) fn settle_partial(&self, index: u64) {
+        if self.states.get(index) != State::Partial {
+            return;
+        }
+        let _stripe = self.states.write(index);
+        let mut table = self.table.lock();
+        if self.states.get(index) == State::Partial
+            && !self.states.in_flight(index)
+            && table.unpushed(index) == 0
+        {
+            table.present.remove(&index);
+            table.guarded.insert(index);
+            table.settled(index, None);
+            self.states.set(index, State::Absent);
+            drop(table);
+            self.spoil_presence(index);
+        }
+    }
+}

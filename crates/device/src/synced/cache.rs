@@ -1,0 +1,425 @@
+//! The files of a cache: the bytes, a digest for each chunk, and the map that says what of them is true. Layout and the
+//! argument for crashes: `docs/format/mount-cache.md`.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use drover_core::{DeviceError, Digest};
+use parking_lot::Mutex;
+
+use super::SyncedError;
+use super::state::{Geometry, Mask, State};
+use crate::chunklog::{ChunkLog, ChunkLogError, Record};
+use crate::remote::Epoch;
+use crate::storage::{Access, Directory, File, Lock, read_exact_at};
+
+const DATA: &str = "data";
+const DIGESTS: &str = "digests";
+const MAP: &str = "map";
+const LOCK: &str = "lock";
+const SPILL: &str = "spill";
+const MAGIC: &[u8; 8] = b"DRVRMNT\0";
+const VERSION: u32 = 1;
+const HEADER: usize = 56;
+
+/// Records that are not about chunks: `first` is an epoch.
+const COMMITTED: u8 = 64;
+const INTENT: u8 = 65;
+const OPENED: u8 = 66;
+const CLOSED: u8 = 67;
+
+/// The bytes of chunks, and their digests. Any thread at any time; `state.rs` says who may touch which chunk.
+pub struct Cache {
+    pub geometry: Geometry,
+    directory: Arc<dyn Directory>,
+    data: Box<dyn File>,
+    digests: Box<dyn File>,
+    lock: Mutex<Option<Box<dyn Send + Sync>>>,
+}
+
+/// What the map says when a cache is opened.
+pub struct Found {
+    pub log: Log,
+    /// It was not closed as it should have been.
+    pub unclean: bool,
+}
+
+fn io(
+    directory: &dyn Directory,
+    doing: &'static str,
+    name: &str,
+) -> impl FnOnce(std::io::Error) -> SyncedError {
+    let file = directory.describe(name);
+    move |source| SyncedError::Io {
+        doing,
+        file,
+        source,
+    }
+}
+
+fn header(geometry: Geometry, identity: &[u8]) -> Vec<u8> {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend_from_slice(&VERSION.to_le_bytes());
+    bytes.extend_from_slice(&geometry.shape.chunk.to_le_bytes());
+    bytes.extend_from_slice(&geometry.shape.size.to_le_bytes());
+    bytes.extend_from_slice(blake3::hash(identity).as_bytes());
+    bytes
+}
+
+impl Cache {
+    /// Opens the cache in a directory, or makes an empty one where there is none.
+    pub fn open(
+        directory: Arc<dyn Directory>,
+        geometry: Geometry,
+        identity: &[u8],
+    ) -> Result<(Self, Found), SyncedError> {
+        let lock = directory
+            .lock(LOCK, Lock::Exclusive)
+            .map_err(|source| match source.kind() {
+                std::io::ErrorKind::WouldBlock => SyncedError::InUse {
+                    directory: directory.describe(LOCK),
+                },
+                _ => io(directory.as_ref(), "lock", LOCK)(source),
+            })?;
+        let ours = header(geometry, identity);
+        match ChunkLog::open(Arc::clone(&directory), MAP) {
+            Ok(opened) => {
+                check_header(directory.as_ref(), opened.header(), &ours)?;
+                let (log, unclean) = Log::replay(opened, ours, geometry)?;
+                let file = |name: &str| {
+                    directory.open(name, Access::Write).map_err(io(
+                        directory.as_ref(),
+                        "open",
+                        name,
+                    ))
+                };
+                let cache = Self {
+                    geometry,
+                    data: file(DATA)?,
+                    digests: file(DIGESTS)?,
+                    directory,
+                    lock: Mutex::new(Some(lock)),
+                };
+                if unclean {
+                    // What a killed process wrote may be in memory only, and the map counts on it.
+                    cache.sync()?;
+                }
+                Ok((cache, Found { log, unclean }))
+            }
+            Err(error) if error.is_missing() => Self::create(directory, geometry, ours, lock),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn create(
+        directory: Arc<dyn Directory>,
+        geometry: Geometry,
+        ours: Vec<u8>,
+        lock: Box<dyn Send + Sync>,
+    ) -> Result<(Self, Found), SyncedError> {
+        let file = |name: &str, length: u64| {
+            let make = || {
+                let file = directory.create(name)?;
+                file.set_len(length)?;
+                file.sync()?;
+                Ok(file)
+            };
+            make().map_err(io(directory.as_ref(), "make", name))
+        };
+        let chunks = geometry.shape.chunks();
+        let cache = Self {
+            geometry,
+            data: file(DATA, geometry.shape.size)?,
+            digests: file(DIGESTS, chunks * Digest::LEN as u64)?,
+            directory: Arc::clone(&directory),
+            lock: Mutex::new(Some(lock)),
+        };
+        // The map comes last: it is what makes the directory a cache.
+        let log = ChunkLog::create(directory, MAP, &ours)?;
+        let found = Found {
+            log: Log {
+                log,
+                header: ours,
+                states: vec![State::Absent as u8; usize::try_from(chunks).unwrap_or(usize::MAX)],
+                masks: BTreeMap::new(),
+                committed: None,
+                intent: None,
+            },
+            unclean: false,
+        };
+        Ok((cache, found))
+    }
+
+    /// Fills `buffer` from the device's `offset`.
+    pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        read_exact_at(self.data.as_ref(), buffer, offset).map_err(|error| match error.kind() {
+            std::io::ErrorKind::UnexpectedEof => DeviceError::Corrupt(format!(
+                "{} is shorter than the device; unmount and remove the cache",
+                self.directory.describe(DATA)
+            )),
+            _ => error.into(),
+        })
+    }
+
+    pub fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
+        Ok(self.data.write_at(data, offset)?)
+    }
+
+    /// Zeros, without room where the file system can.
+    pub fn punch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        Ok(self.data.punch_hole(offset, length)?)
+    }
+
+    pub fn chunk(&self, index: u64) -> Result<Vec<u8>, DeviceError> {
+        let mut bytes = vec![0; self.geometry.length(index) as usize];
+        self.read(self.geometry.start(index), &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// The digest on disk.
+    pub fn digest(&self, index: u64) -> Result<Digest, DeviceError> {
+        let mut digest = Digest::default();
+        read_exact_at(
+            self.digests.as_ref(),
+            &mut digest.0,
+            index * Digest::LEN as u64,
+        )?;
+        Ok(digest)
+    }
+
+    /// Writes digests of chunks, which are in order.
+    pub fn write_digests(&self, digests: &[(u64, Digest)]) -> Result<(), DeviceError> {
+        for run in digests.chunk_by(|a, b| a.0 + 1 == b.0) {
+            let bytes: Vec<u8> = run.iter().flat_map(|(_, digest)| digest.0).collect();
+            self.digests
+                .write_at(&bytes, run[0].0 * Digest::LEN as u64)?;
+        }
+        Ok(())
+    }
+
+    pub fn sync_data(&self) -> Result<(), DeviceError> {
+        Ok(self.data.sync()?)
+    }
+
+    pub fn sync_digests(&self) -> Result<(), DeviceError> {
+        Ok(self.digests.sync()?)
+    }
+
+    fn sync(&self) -> Result<(), SyncedError> {
+        let directory = self.directory.as_ref();
+        self.data.sync().map_err(io(directory, "sync", DATA))?;
+        self.digests.sync().map_err(io(directory, "sync", DIGESTS))
+    }
+
+    /// Lets somebody else open it; nothing may be changed here from then on.
+    pub fn unlock(&self) {
+        *self.lock.lock() = None;
+    }
+
+    /// A file without a name, for what an epoch must remember.
+    pub fn spill(&self) -> Result<Box<dyn File>, DeviceError> {
+        let file = self.directory.create(SPILL)?;
+        self.directory.remove(SPILL)?;
+        Ok(file)
+    }
+}
+
+fn check_header(directory: &dyn Directory, found: &[u8], ours: &[u8]) -> Result<(), SyncedError> {
+    let map = || directory.describe(MAP);
+    if found.len() != HEADER || found[..8] != *MAGIC {
+        return Err(SyncedError::NotACache { file: map() });
+    }
+    if found[8..12] != ours[8..12] {
+        return Err(SyncedError::Version { file: map() });
+    }
+    if found != ours {
+        return Err(SyncedError::OtherImage { file: map() });
+    }
+    Ok(())
+}
+
+/// The map on disk, with a copy in memory (a byte a chunk) from which it is written anew when it has grown long.
+pub struct Log {
+    log: ChunkLog,
+    header: Vec<u8>,
+    states: Vec<u8>,
+    masks: BTreeMap<u64, Mask>,
+    /// The far side's epoch that the clean chunks agree with; none before the far side was first reached.
+    pub committed: Option<Epoch>,
+    /// The epoch that a commit was asked for, since.
+    pub intent: Option<Epoch>,
+}
+
+impl Log {
+    fn replay(
+        opened: crate::chunklog::Opened,
+        header: Vec<u8>,
+        geometry: Geometry,
+    ) -> Result<(Self, bool), SyncedError> {
+        let count = geometry.shape.chunks();
+        let mut states = vec![State::Absent as u8; usize::try_from(count).unwrap_or(usize::MAX)];
+        let mut masks = BTreeMap::new();
+        let (mut committed, mut intent, mut closed) = (None, None, true);
+        let log = opened.replay(|record| {
+            closed = record.state == CLOSED;
+            match record.state {
+                COMMITTED => (committed, intent) = (Some(Epoch(record.first)), None),
+                INTENT => intent = Some(Epoch(record.first)),
+                OPENED | CLOSED => {}
+                state => {
+                    let state = State::from_byte(state)
+                        .ok_or_else(|| format!("a chunk in state {state}"))?;
+                    let end = record.first.checked_add(u64::from(record.count));
+                    let end = end.filter(|end| *end <= count).ok_or_else(|| {
+                        format!("chunks at {} of a device of {count}", record.first)
+                    })?;
+                    for index in record.first..end {
+                        states[index as usize] = state as u8;
+                        match record.mask & geometry.all(index) {
+                            0 => masks.remove(&index),
+                            mask => masks.insert(index, mask),
+                        };
+                    }
+                }
+            }
+            Ok(())
+        })?;
+        let log = Self {
+            log,
+            header,
+            states,
+            masks,
+            committed,
+            intent,
+        };
+        Ok((log, !closed))
+    }
+
+    /// For every chunk that is not absent: its state, and the granules meant.
+    pub fn chunks(&self) -> impl Iterator<Item = (u64, State, Mask)> {
+        let there = (0u64..)
+            .zip(&self.states)
+            .filter(|(_, s)| **s != State::Absent as u8);
+        there.map(|(index, state)| {
+            let mask = self.masks.get(&index).copied().unwrap_or(0);
+            (index, State::of(*state), mask)
+        })
+    }
+
+    /// Writes down states, durably; what they count on is durable already.
+    pub fn save(&mut self, chunks: &[(u64, State, Mask)]) -> Result<(), DeviceError> {
+        let mut records: Vec<Record> = Vec::new();
+        for (index, state, mask) in chunks {
+            let known = self.masks.get(index).copied().unwrap_or(0);
+            if self.states[*index as usize] == *state as u8 && known == *mask {
+                continue;
+            }
+            push(&mut records, *index, *state as u8, *mask);
+        }
+        if records.is_empty() {
+            return Ok(());
+        }
+        self.append(&records)?;
+        for (index, state, mask) in chunks {
+            self.states[*index as usize] = *state as u8;
+            match mask {
+                0 => self.masks.remove(index),
+                mask => self.masks.insert(*index, *mask),
+            };
+        }
+        if self.log.wants_rewrite() {
+            self.rewrite()?;
+        }
+        Ok(())
+    }
+
+    fn append(&mut self, records: &[Record]) -> Result<(), ChunkLogError> {
+        if self.log.is_broken() {
+            self.rewrite()?;
+        }
+        self.log.append(records)?;
+        self.log.sync()
+    }
+
+    fn rewrite(&mut self) -> Result<(), ChunkLogError> {
+        let mut records = Vec::new();
+        records.push(mark(OPENED, Epoch(0)));
+        records.extend(self.committed.map(|epoch| mark(COMMITTED, epoch)));
+        records.extend(self.intent.map(|epoch| mark(INTENT, epoch)));
+        for (index, state, mask) in self.chunks() {
+            push(&mut records, index, state as u8, mask);
+        }
+        self.log.rewrite(&self.header, records)
+    }
+
+    /// Before the first change after an open: from now on a stop without [`Log::close`] is noticed.
+    pub fn begin(&mut self) -> Result<(), DeviceError> {
+        Ok(self.append(&[mark(OPENED, Epoch(0))])?)
+    }
+
+    /// Before a commit is asked for: should the answer be lost, the epoch is known to be ours.
+    pub fn intend(&mut self, epoch: Epoch) -> Result<(), DeviceError> {
+        self.append(&[mark(INTENT, epoch)])?;
+        self.intent = Some(epoch);
+        Ok(())
+    }
+
+    /// The far side is at this epoch, and what is clean here agrees with it.
+    pub fn agree(&mut self, epoch: Epoch) -> Result<(), DeviceError> {
+        self.append(&[mark(COMMITTED, epoch)])?;
+        (self.committed, self.intent) = (Some(epoch), None);
+        Ok(())
+    }
+
+    /// Whether what is clean here agrees with the far side at this epoch.
+    pub fn knows(&self, epoch: Epoch) -> bool {
+        self.committed.is_none_or(|committed| committed == epoch) || self.intent == Some(epoch)
+    }
+
+    /// Every chunk is absent again.
+    pub fn forget(&mut self) -> Result<(), DeviceError> {
+        let count = u32::try_from(self.states.len()).unwrap_or(u32::MAX);
+        self.append(&[Record {
+            first: 0,
+            count,
+            state: State::Absent as u8,
+            mask: 0,
+        }])?;
+        self.states.fill(State::Absent as u8);
+        self.masks.clear();
+        Ok(())
+    }
+
+    /// All is saved, nothing will change.
+    pub fn close(&mut self) -> Result<(), DeviceError> {
+        Ok(self.append(&[mark(CLOSED, Epoch(0))])?)
+    }
+}
+
+fn mark(state: u8, epoch: Epoch) -> Record {
+    Record {
+        first: epoch.0,
+        count: 1,
+        state,
+        mask: 0,
+    }
+}
+
+/// Adds a chunk's record, or lets the last one run on.
+fn push(records: &mut Vec<Record>, index: u64, state: u8, mask: Mask) {
+    match records.last_mut() {
+        Some(last)
+            if last.first + u64::from(last.count) == index
+                && (last.state, last.mask) == (state, mask)
+                && last.count < u32::MAX =>
+        {
+            last.count += 1;
+        }
+        _ => records.push(Record {
+            first: index,
+            count: 1,
+            state,
+            mask,
+        }),
+    }
+}

@@ -1,0 +1,61 @@
+use std::io;
+
+use drover_core::DeviceError;
+
+use crate::chunklog::ChunkLogError;
+
+/// Why a managed device cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum SyncedError {
+    /// The directory caches something else.
+    #[error(
+        "{file} belongs to a cache of another image, or of another size or chunk; name another cache directory, or \
+         remove this one"
+    )]
+    OtherImage {
+        /// The map.
+        file: String,
+    },
+    /// The directory holds some other log.
+    #[error("{file} is not the map of a mount's cache; name another cache directory")]
+    NotACache {
+        /// The map.
+        file: String,
+    },
+    /// Written by another version of drover.
+    #[error(
+        "{file} is the map of a cache of another version; use the drover that wrote it, or remove the cache"
+    )]
+    Version {
+        /// The map.
+        file: String,
+    },
+    /// Somebody else has it open.
+    #[error("{directory} is locked: another mount uses this cache; unmount it first")]
+    InUse {
+        /// The lock.
+        directory: String,
+    },
+    /// Both sides have changes.
+    #[error(
+        "the image was changed elsewhere since this cache was last in step with it, and the cache holds changes that \
+         were not pushed; copy what you need from one of them, then remove the cache"
+    )]
+    Conflict,
+    /// The map cannot be used.
+    #[error(transparent)]
+    Map(#[from] ChunkLogError),
+    /// A file of the cache cannot be used.
+    #[error("cannot {doing} {file}: {source}")]
+    Io {
+        /// What was being done.
+        doing: &'static str,
+        /// The file.
+        file: String,
+        /// What was reported.
+        source: io::Error,
+    },
+    /// The far side, or the device itself.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}

@@ -1,0 +1,137 @@
+//! What steers a managed device beside its reads and writes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use drover_core::DeviceError;
+
+use super::order::Order;
+use super::{Shared, Sync};
+use crate::remote::{Chunks, Epoch, Link, Traffic};
+
+/// How far a managed device is.
+#[derive(Clone, Debug)]
+pub struct Progress {
+    /// Chunks in all.
+    pub chunks: u64,
+    /// Chunks that need no fetch: those here, and those known to be zero.
+    pub local: u64,
+    /// Bytes of chunks that take room in the cache.
+    pub stored_bytes: u64,
+    /// Bytes that were written and are not at the far side.
+    pub dirty_bytes: u64,
+    /// What moves.
+    pub traffic: Traffic,
+    /// Until all chunks are local, at the present rate; none while nothing moves or when nothing is pulled.
+    pub seconds_left: Option<f64>,
+    /// Whether the far side can be reached.
+    pub link: Link,
+    /// The last epoch that counts at the far side.
+    pub epoch: Epoch,
+    /// Where a flush puts things.
+    pub sync: Sync,
+    /// Why dirty bytes do not get to the far side, if it refuses them, or why the device stands still.
+    pub trouble: Option<DeviceError>,
+}
+
+impl Shared {
+    pub(super) fn progress(&self) -> Progress {
+        let (chunks, local) = (self.states.count(), self.states.local());
+        let traffic = self.remote.traffic();
+        let left = (chunks - local.min(chunks)) * self.geometry.chunk();
+        let moving = traffic.rate > 0.0;
+        Progress {
+            chunks,
+            local,
+            stored_bytes: self.states.stored() * self.geometry.chunk(),
+            dirty_bytes: self.unpushed_bytes(),
+            seconds_left: match left {
+                0 => Some(0.0),
+                _ => moving.then(|| left as f64 / traffic.rate),
+            },
+            traffic,
+            link: self.link.lock().clone(),
+            epoch: self.epoch(),
+            sync: self.sync,
+            trouble: self.failed.lock().clone().or_else(|| self.push.trouble()),
+        }
+    }
+}
+
+/// Steers what is pulled in the background.
+#[derive(Clone)]
+pub struct PullHandle {
+    shared: Arc<Shared>,
+}
+
+impl PullHandle {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared }
+    }
+
+    /// Pulls nothing but what is asked for, until [`PullHandle::resume`]. What is under way still comes.
+    pub fn pause(&self) {
+        self.shared.set_paused(true);
+    }
+
+    /// Goes on after [`PullHandle::pause`].
+    pub fn resume(&self) {
+        self.shared.set_paused(false);
+    }
+
+    /// Pulls in another order from now on.
+    pub fn set_order(&self, order: &Order) {
+        self.shared.set_order(order);
+    }
+
+    /// Waits until every chunk is local, for at most `time`; false when some are not.
+    ///
+    /// # Errors
+    /// When the device closes or stands still.
+    pub fn wait(&self, time: Duration) -> Result<bool, DeviceError> {
+        self.shared.wait_local(time)
+    }
+
+    /// In which order chunks were first read, if that is recorded.
+    #[must_use]
+    pub fn recorded(&self) -> Option<Vec<Chunks>> {
+        self.shared
+            .recorder
+            .as_ref()
+            .map(super::order::Recorder::runs)
+    }
+
+    /// The same as a file for [`Order::parse`].
+    #[must_use]
+    pub fn recorded_text(&self) -> Option<String> {
+        let runs = self.recorded()?;
+        Some(Order::format(&runs, self.shared.shape()))
+    }
+}
+
+/// Steers what is pushed.
+#[derive(Clone)]
+pub struct PushHandle {
+    shared: Arc<Shared>,
+}
+
+impl PushHandle {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared }
+    }
+
+    /// Pushes all that was written before the call, and waits until the far side has it, durably.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unavailable`] when it is not there in time; nothing is lost then. What the far side refuses.
+    pub fn sync(&self) -> Result<(), DeviceError> {
+        self.shared.alive()?;
+        self.shared.push_all()
+    }
+
+    /// Bytes that are not at the far side.
+    #[must_use]
+    pub fn pending(&self) -> u64 {
+        self.shared.unpushed_bytes()
+    }
+}

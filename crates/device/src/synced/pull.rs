@@ -1,0 +1,384 @@
+//! What is fetched before anybody asks (r3map §1.4.5.3): ahead of readers that read in order, then in the given order.
+//! How much is under way at once is the [`Remote`](crate::remote::Remote)'s business, which asks for the next run when
+//! it has room.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use drover_core::DeviceError;
+use parking_lot::{Condvar, Mutex};
+
+use super::Shared;
+use super::order::Order;
+use super::state::{Geometry, State};
+use crate::remote::Chunks;
+
+/// Chunks whose zeros are asked for at once.
+const PIECE: u64 = 1 << 16;
+/// Pieces asked for and not answered.
+const PIECES_UNDER_WAY: usize = 2;
+/// Runs ahead of readers, and runs to be fetched again, that are remembered.
+const MOST_RUNS: usize = 256;
+/// Readers in order that are followed.
+const READERS: usize = 8;
+/// A reader in order may leave out this much.
+const GAP: u64 = 256 << 10;
+/// Bytes ahead of a reader: at first, and at most (or twice what the link has under way).
+const AHEAD: u64 = 1 << 20;
+const MOST_AHEAD: u64 = 8 << 20;
+
+/// What is known of the zeros of a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Piece {
+    Unknown,
+    Asked,
+    /// Asked, but the answer may be older than what the far side holds now.
+    Spoiled,
+    Known,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Follow {
+    next: u64,
+    /// Up to here was asked for.
+    ahead: u64,
+    window: u64,
+    hits: u32,
+    used: u64,
+}
+
+struct Pulling {
+    paused: bool,
+    background: bool,
+    ahead: VecDeque<Chunks>,
+    first: VecDeque<Chunks>,
+    /// The sequential part has come so far.
+    cursor: u64,
+    again: VecDeque<Chunks>,
+    pieces: Vec<Piece>,
+    readers: Vec<Follow>,
+    uses: u64,
+}
+
+/// The puller.
+pub struct Pull {
+    state: Mutex<Pulling>,
+    changed: Condvar,
+}
+
+impl Pull {
+    pub fn new(geometry: Geometry, order: Order) -> Self {
+        let shape = geometry.shape;
+        let pieces = shape.chunks().div_ceil(PIECE) as usize;
+        Self {
+            state: Mutex::new(Pulling {
+                paused: false,
+                background: !matches!(order, Order::None),
+                ahead: VecDeque::new(),
+                first: order.first(shape).into(),
+                cursor: 0,
+                again: VecDeque::new(),
+                pieces: vec![Piece::Unknown; pieces],
+                readers: Vec::new(),
+                uses: 0,
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    pub fn wake(&self) {
+        let _state = self.state.lock();
+        self.changed.notify_all();
+    }
+}
+
+impl Shared {
+    pub(super) fn next_pull(&self, most: u64) -> Option<Chunks> {
+        if self.is_closed() || self.is_full(1) {
+            return None;
+        }
+        let most = (most / self.geometry.chunk()).clamp(1, 1 << 20);
+        let mut pull = self.pull.state.lock();
+        if let Some(run) = self.next_of(&mut pull.ahead, most) {
+            return Some(run);
+        }
+        if pull.paused || !pull.background {
+            return None;
+        }
+        if let Some(run) = self.next_of(&mut pull.first, most) {
+            return Some(run);
+        }
+        self.in_order(&mut pull, most)
+            .or_else(|| self.next_of(&mut pull.again, most))
+    }
+
+    /// The next run of a list that still has to be fetched; what is done is dropped.
+    fn next_of(&self, list: &mut VecDeque<Chunks>, most: u64) -> Option<Chunks> {
+        while let Some(front) = list.front_mut() {
+            let Some(run) = self.claim(front.first, front.end(), most) else {
+                list.pop_front();
+                continue;
+            };
+            match u32::try_from(front.end() - run.end()) {
+                Ok(left) if left > 0 => {
+                    *front = Chunks {
+                        first: run.end(),
+                        count: left,
+                    };
+                }
+                _ => drop(list.pop_front()),
+            }
+            return Some(run);
+        }
+        None
+    }
+
+    /// The next run of the rest, as far as it is known which chunks are zero.
+    fn in_order(&self, pull: &mut Pulling, most: u64) -> Option<Chunks> {
+        let known = pull
+            .pieces
+            .iter()
+            .skip((pull.cursor / PIECE) as usize)
+            .take_while(|piece| **piece == Piece::Known)
+            .count() as u64;
+        let end = ((pull.cursor / PIECE + known) * PIECE).min(self.states.count());
+        if pull.cursor >= end {
+            return None;
+        }
+        let run = self.claim(pull.cursor, end, most);
+        pull.cursor = run.map_or(end, Chunks::end);
+        run
+    }
+
+    /// Claims the first chunks of a range that nobody has, as many in a row as there are.
+    fn claim(&self, first: u64, end: u64, most: u64) -> Option<Chunks> {
+        let mut from = first;
+        loop {
+            let run = self.states.run(from, end)?;
+            let wanted = run.first..run.end().min(run.first + most);
+            let count = wanted.clone().take_while(|i| self.states.ask(*i)).count();
+            if count > 0 {
+                return Some(Chunks {
+                    first: run.first,
+                    count: count as u32,
+                });
+            }
+            // Somebody was faster.
+            from = wanted.start + 1;
+        }
+    }
+
+    /// A run must be pulled although the puller has passed it.
+    pub(super) fn pull_again(&self, chunks: Chunks) {
+        let mut pull = self.pull.state.lock();
+        match pull.again.len() < MOST_RUNS {
+            true => pull.again.push_back(chunks),
+            false => pull.cursor = pull.cursor.min(chunks.first),
+        }
+    }
+
+    /// Something will be read soon.
+    pub(super) fn read_ahead(&self, offset: u64, length: u64) {
+        let touched = self.geometry.touched(offset, length);
+        let Some(run) = self.states.run(touched.start, touched.end) else {
+            return;
+        };
+        let count = u32::try_from(touched.end - run.first).unwrap_or(u32::MAX);
+        {
+            let mut pull = self.pull.state.lock();
+            if pull.ahead.len() >= MOST_RUNS {
+                return;
+            }
+            pull.ahead.push_back(Chunks {
+                first: run.first,
+                count,
+            });
+        }
+        self.remote.kick();
+    }
+
+    /// Follows readers that read in order.
+    pub(super) fn notice_reader(&self, offset: u64, length: u64) {
+        if self.states.local() == self.states.count() {
+            return;
+        }
+        let end = offset + length;
+        let most = MOST_AHEAD.max(self.remote.traffic().window.min(u64::MAX / 4) * 2);
+        let wanted = {
+            let mut pull = self.pull.state.lock();
+            pull.uses += 1;
+            let uses = pull.uses;
+            let follows = |f: &&mut Follow| offset >= f.next && offset - f.next <= GAP;
+            match pull.readers.iter_mut().find(follows) {
+                Some(reader) => {
+                    reader.next = end;
+                    reader.used = uses;
+                    reader.hits += 1;
+                    let target = end
+                        .saturating_add(reader.window)
+                        .min(self.geometry.shape.size);
+                    let from = reader.ahead.max(end);
+                    // Not for every few bytes.
+                    let worth = reader.hits >= 2
+                        && target > from
+                        && (target - from >= reader.window / 4
+                            || target == self.geometry.shape.size);
+                    worth.then(|| {
+                        reader.ahead = target;
+                        reader.window = (reader.window * 2).min(most);
+                        (from, target - from)
+                    })
+                }
+                None => {
+                    if pull.readers.len() >= READERS {
+                        let oldest = (0..READERS).min_by_key(|i| pull.readers[*i].used);
+                        pull.readers.swap_remove(oldest.unwrap_or(0));
+                    }
+                    pull.readers.push(Follow {
+                        next: end,
+                        ahead: end,
+                        window: AHEAD,
+                        hits: 0,
+                        used: uses,
+                    });
+                    None
+                }
+            }
+        };
+        if let Some((from, length)) = wanted {
+            self.read_ahead(from, length);
+        }
+    }
+
+    /// Asks which chunks of the next pieces are zero.
+    pub(super) fn ask_presence(&self) {
+        let mut asked = Vec::new();
+        {
+            let mut pull = self.pull.state.lock();
+            let under_way = |p: &&Piece| matches!(**p, Piece::Asked | Piece::Spoiled);
+            let mut room =
+                PIECES_UNDER_WAY.saturating_sub(pull.pieces.iter().filter(under_way).count());
+            for (number, piece) in pull.pieces.iter_mut().enumerate() {
+                if room == 0 {
+                    break;
+                }
+                if *piece == Piece::Unknown {
+                    *piece = Piece::Asked;
+                    room -= 1;
+                    asked.push(number as u64);
+                }
+            }
+        }
+        for number in asked {
+            let first = number * PIECE;
+            let chunks = Chunks {
+                first,
+                count: PIECE.min(self.states.count() - first) as u32,
+            };
+            let me = self.myself.clone();
+            let done = Box::new(move |answer| {
+                if let Some(shared) = me.upgrade() {
+                    shared.presence(number, answer);
+                }
+            });
+            self.remote.presence(chunks, done);
+        }
+    }
+
+    fn presence(&self, number: u64, answer: Result<Vec<Chunks>, DeviceError>) {
+        if self.is_closed() {
+            return;
+        }
+        let (first, end) = (
+            number * PIECE,
+            ((number + 1) * PIECE).min(self.states.count()),
+        );
+        let again = matches!(&answer, Err(error) if error.is_transient());
+        for run in answer.into_iter().flatten() {
+            let mut index = run.first.max(first);
+            while index < run.end().min(end) {
+                index = self.zeros(number, index, run.end().min(end));
+            }
+        }
+        {
+            let mut pull = self.pull.state.lock();
+            pull.pieces[number as usize] = match again {
+                true => Piece::Unknown,
+                // Without an answer, or with one that came too late, chunks are fetched to be found zero.
+                false => Piece::Known,
+            };
+        }
+        // After a failure the next link asks again.
+        if !again {
+            self.ask_presence();
+            self.remote.kick();
+        }
+    }
+
+    /// Notes as zero the absent chunks of a run that one lock guards; the one after the last.
+    fn zeros(&self, number: u64, index: u64, end: u64) -> u64 {
+        let (at, take) = self
+            .geometry
+            .pieces(
+                self.geometry.start(index),
+                (end - index) * self.geometry.chunk(),
+            )
+            .next()
+            .unwrap_or_default();
+        let last = self.geometry.touched(at, take).end.min(end).max(index + 1);
+        let _stripe = self.states.write(index);
+        // Looked at under the lock, as what spoils it is done.
+        if self.pull.state.lock().pieces[number as usize] != Piece::Asked {
+            return end;
+        }
+        for index in index..last {
+            if self.states.get(index) == State::Absent && !self.states.in_flight(index) {
+                self.become_clean(index, State::Zero, None);
+            }
+        }
+        last
+    }
+
+    /// A chunk became absent that may not be at the far side what it was: an answer on its way could be wrong.
+    pub(super) fn spoil_presence(&self, index: u64) {
+        let mut pull = self.pull.state.lock();
+        let piece = &mut pull.pieces[(index / PIECE) as usize];
+        if *piece == Piece::Asked {
+            *piece = Piece::Spoiled;
+        }
+    }
+
+    pub(super) fn set_paused(&self, paused: bool) {
+        self.pull.state.lock().paused = paused;
+        self.remote.kick();
+    }
+
+    pub(super) fn set_order(&self, order: &Order) {
+        {
+            let mut pull = self.pull.state.lock();
+            pull.background = !matches!(order, Order::None);
+            pull.first = order.first(self.shape()).into();
+            pull.cursor = 0;
+        }
+        self.remote.kick();
+    }
+
+    /// Waits until every chunk is local; false at the end of the time.
+    pub(super) fn wait_local(&self, time: Duration) -> Result<bool, DeviceError> {
+        let deadline = Instant::now() + time;
+        let mut pull = self.pull.state.lock();
+        loop {
+            if self.states.local() == self.states.count() {
+                return Ok(true);
+            }
+            self.alive()?;
+            let now = Instant::now();
+            if now >= deadline {
+                return Ok(false);
+            }
+            // Zeros that are learned of do not wake anybody.
+            let next = deadline.min(now + Duration::from_millis(100));
+            self.pull.changed.wait_until(&mut pull, next);
+        }
+    }
+}

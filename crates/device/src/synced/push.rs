@@ -1,0 +1,477 @@
+//! Epochs (r3map §1.4.5.4, made consistent): the dirty set is frozen at an instant, sent while writers go on, and
+//! counts at the far side only once all of it is there. So the far side is at all times a state the device really had.
+//!
+//! An epoch that cannot be finished is given up: what it held is dirty again and part of the next one, so that nothing
+//! must be remembered of granules that were sent once.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use drover_core::{DeviceError, Digest};
+use parking_lot::{Condvar, Mutex};
+
+use super::state::State;
+use super::{Shared, Sync};
+use crate::remote::{Change, Epoch, Link};
+
+mod read;
+
+use read::Reader;
+
+/// Bytes of changes under way when the far side asks for no more.
+const UNDER_WAY: u64 = 8 << 20;
+/// And at most.
+const MOST_UNDER_WAY: u64 = 64 << 20;
+/// How long the thread sleeps at most: it looks at the clock then.
+const TICK: Duration = Duration::from_millis(250);
+/// How long after a refused push the next one is tried without anybody asking.
+const AFTER_REFUSAL: Duration = Duration::from_secs(5);
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Phase {
+    #[default]
+    Idle,
+    Freezing,
+    /// An epoch waits for the pusher, or is on its way.
+    Frozen,
+}
+
+struct Turns {
+    phase: Phase,
+    /// Tickets: who wants all that was written before pushed takes one; an epoch covers those taken before its freeze.
+    wanted: u64,
+    covered: u64,
+    done: u64,
+    refused: Option<(u64, DeviceError)>,
+    /// Of a push that nobody waited for: the next flush reports it.
+    unreported: Option<DeviceError>,
+    last_freeze: Instant,
+    not_before: Option<Instant>,
+    /// Somebody needs room.
+    requested: bool,
+    epoch: Epoch,
+}
+
+/// What the pusher, flushes and writers tell each other.
+pub struct Push {
+    state: Mutex<Turns>,
+    changed: Condvar,
+}
+
+impl Push {
+    pub fn new() -> Self {
+        Self {
+            state: Mutex::new(Turns {
+                phase: Phase::Idle,
+                wanted: 0,
+                covered: 0,
+                done: 0,
+                refused: None,
+                unreported: None,
+                last_freeze: Instant::now(),
+                not_before: None,
+                requested: false,
+                epoch: Epoch(0),
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    pub fn wake(&self) {
+        let _state = self.state.lock();
+        self.changed.notify_all();
+    }
+
+    /// Asks for a push at once.
+    pub fn request(&self) {
+        self.state.lock().requested = true;
+        self.changed.notify_all();
+    }
+
+    pub fn wait_a_while(&self, time: Duration) {
+        let mut state = self.state.lock();
+        self.changed.wait_for(&mut state, time);
+    }
+
+    /// Why the last push was refused, if it was and none has succeeded since.
+    pub fn trouble(&self) -> Option<DeviceError> {
+        self.state.lock().refused.clone().map(|r| r.1)
+    }
+}
+
+/// Parts of an epoch that were sent and not answered.
+#[derive(Default)]
+struct Flight {
+    bytes: Mutex<(u64, Option<DeviceError>)>,
+    changed: Condvar,
+}
+
+impl Shared {
+    /// Bytes that are not at the far side.
+    pub(super) fn unpushed_bytes(&self) -> u64 {
+        let table = self.table.lock();
+        table.dirty_bytes + table.frozen_bytes
+    }
+
+    pub(super) fn flush(&self) -> Result<(), DeviceError> {
+        if self.read_only {
+            return Ok(());
+        }
+        if self.sync == Sync::Remote {
+            return self.push_and_wait();
+        }
+        if self.is_due(self.push_interval) && self.is_up() {
+            self.freeze();
+        }
+        self.save(false)?;
+        match self.push.state.lock().unreported.take() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// Everything that was written before the call, to the far side; what lies above is asked for it first.
+    pub(super) fn push_all(&self) -> Result<(), DeviceError> {
+        if let Some(hook) = &self.hooks.before_sync {
+            hook();
+        }
+        match self.read_only {
+            true => Ok(()),
+            false => self.push_and_wait(),
+        }
+    }
+
+    fn push_and_wait(&self) -> Result<(), DeviceError> {
+        let deadline = Instant::now() + self.give_up_after;
+        let mut state = self.push.state.lock();
+        let ticket = match (self.table.lock().dirty.is_empty(), state.phase) {
+            (true, Phase::Idle) => return Ok(()),
+            (true, Phase::Frozen) => state.covered,
+            _ => {
+                state.wanted += 1;
+                state.wanted
+            }
+        };
+        self.push.changed.notify_all();
+        loop {
+            if state.done >= ticket {
+                return Ok(());
+            }
+            if let Some((upto, error)) = &state.refused
+                && *upto >= ticket
+            {
+                return Err(error.clone());
+            }
+            self.alive()?;
+            if self
+                .push
+                .changed
+                .wait_until(&mut state, deadline)
+                .timed_out()
+            {
+                return Err(DeviceError::Unavailable(format!(
+                    "what was written is kept here, but is not at the far side after {} s",
+                    self.give_up_after.as_secs()
+                )));
+            }
+        }
+    }
+
+    fn is_due(&self, interval: Duration) -> bool {
+        let dirty = self.table.lock().dirty_bytes;
+        let state = self.push.state.lock();
+        let calm = state.not_before.is_none_or(|t| Instant::now() >= t);
+        state.phase == Phase::Idle
+            && dirty > 0
+            && calm
+            && (state.last_freeze.elapsed() >= interval || dirty >= self.high_water)
+    }
+
+    /// Takes what is dirty at this instant into an epoch, unless one is under way.
+    fn freeze(&self) {
+        let mut state = self.push.state.lock();
+        if state.phase != Phase::Idle {
+            return;
+        }
+        state.phase = Phase::Freezing;
+        // A write that returned before one of these tickets was taken has let go of the barrier.
+        let covered = state.wanted;
+        drop(state);
+        {
+            let _barrier = self.barrier.write();
+            self.table.lock().freeze();
+        }
+        let mut state = self.push.state.lock();
+        state.phase = Phase::Frozen;
+        state.covered = covered;
+        state.last_freeze = Instant::now();
+        state.requested = false;
+        self.push.changed.notify_all();
+    }
+
+    /// The pusher's thread.
+    pub(super) fn keep_pushed(&self) {
+        while !self.is_closed() {
+            if !self.wait_for_work() {
+                let frozen = self.push.state.lock().phase == Phase::Frozen;
+                if frozen && !self.is_up() {
+                    // Writers must not keep old bytes for as long as the link is down.
+                    self.give_up(DeviceError::Unavailable("the link is down".into()));
+                }
+                continue;
+            }
+            self.freeze();
+            match self.push_frozen() {
+                Ok(()) => {}
+                Err(error) => self.give_up(error),
+            }
+        }
+    }
+
+    /// Whether there is something to push now; returns after a while in any case.
+    fn wait_for_work(&self) -> bool {
+        let gone = self.alive().is_err();
+        let due = !gone && self.is_due(self.push_interval * 2);
+        let mut state = self.push.state.lock();
+        let asked = state.wanted > state.done.max(state.refused.as_ref().map_or(0, |r| r.0));
+        let wanted = asked || due || state.phase == Phase::Frozen || state.requested;
+        if wanted && !gone && self.is_up() {
+            return true;
+        }
+        if !self.is_closed() {
+            self.push.changed.wait_for(&mut state, TICK);
+        }
+        false
+    }
+
+    /// Sends the frozen set and has it committed.
+    fn push_frozen(&self) -> Result<(), DeviceError> {
+        if self.table.lock().frozen.is_empty() {
+            // Asked for although nothing was dirty.
+            self.over(Ok(()));
+            return Ok(());
+        }
+        let link = self.link.lock().clone();
+        let Link::Up(link) = link else {
+            return Err(DeviceError::Unavailable("the link is down".into()));
+        };
+        let epoch = self.remote.committed().after(random());
+        self.push.state.lock().epoch = epoch;
+        self.send(epoch)?;
+        // Nothing may count over there that a crash here would forget: the map must call it dirty.
+        self.save(false)?;
+        self.saver.intend(epoch)?;
+        self.commit(epoch, link)?;
+        self.finish(epoch)
+    }
+
+    fn send(&self, epoch: Epoch) -> Result<(), DeviceError> {
+        let flight = Arc::new(Flight::default());
+        let mut reader = Reader::new(self);
+        let limit = self
+            .remote
+            .traffic()
+            .window
+            .clamp(UNDER_WAY, MOST_UNDER_WAY);
+        let result = loop {
+            let changes = match reader.next() {
+                Ok(Some(changes)) => changes,
+                Ok(None) => break self.land(&flight, 0),
+                Err(error) => break Err(error),
+            };
+            let bytes: u64 = changes.iter().map(weight).sum();
+            if let Err(error) = self.land(&flight, limit.saturating_sub(bytes)) {
+                break Err(error);
+            }
+            flight.bytes.lock().0 += bytes;
+            let landing = Arc::clone(&flight);
+            let done = Box::new(move |result: Result<(), DeviceError>| {
+                let mut state = landing.bytes.lock();
+                state.0 -= bytes;
+                if let Err(error) = result {
+                    state.1.get_or_insert(error);
+                }
+                landing.changed.notify_all();
+            });
+            self.remote.push(epoch, changes, done);
+        };
+        // Nothing of an epoch that is given up may still be on its way.
+        match result {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                let _ = self.land(&flight, 0);
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits until at most `most` bytes are unanswered.
+    fn land(&self, flight: &Flight, most: u64) -> Result<(), DeviceError> {
+        let mut state = flight.bytes.lock();
+        while state.0 > most {
+            if self.is_closed() {
+                return Err(DeviceError::Closed);
+            }
+            flight.changed.wait_for(&mut state, TICK);
+        }
+        match &state.1 {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// Has an epoch counted. When the answer is lost with the link, the far side says what became of it once it is back.
+    fn commit(&self, epoch: Epoch, link: u64) -> Result<(), DeviceError> {
+        let (tell, told) = std::sync::mpsc::channel();
+        self.remote.commit(
+            epoch,
+            Box::new(move |result| {
+                let _ = tell.send(result);
+            }),
+        );
+        let result = loop {
+            match told.recv_timeout(TICK) {
+                Ok(result) => break result,
+                Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
+                    break Err(DeviceError::Unavailable(
+                        "the commit was not answered".into(),
+                    ));
+                }
+                Err(_) if self.is_closed() => return Err(DeviceError::Closed),
+                Err(_) => {}
+            }
+        };
+        let Err(error) = result else { return Ok(()) };
+        if !error.is_transient() {
+            return Err(error);
+        }
+        loop {
+            self.alive()?;
+            match *self.link.lock() {
+                Link::Up(now) if now > link => break,
+                _ => {}
+            }
+            self.pause_for_link();
+        }
+        match self.remote.committed() == epoch {
+            true => Ok(()),
+            false => Err(error),
+        }
+    }
+
+    /// The epoch counts: what was not written again since is clean.
+    fn finish(&self, epoch: Epoch) -> Result<(), DeviceError> {
+        let frozen: Vec<u64> = self.table.lock().frozen.keys().copied().collect();
+        for index in frozen {
+            self.settle(index);
+        }
+        self.spill.lock().clear();
+        self.table.lock().frozen_bytes = 0;
+        // If this is lost, the intent still says that the epoch is ours.
+        let result = self.saver.agree(epoch);
+        self.over(Ok(()));
+        if let Err(error) = result {
+            tracing::warn!(%error, "the cache's map cannot be written");
+        }
+        Ok(())
+    }
+
+    /// Takes one chunk out of the epoch that is over.
+    fn settle(&self, index: u64) {
+        let _stripe = self.states.write(index);
+        let state = self.states.get(index);
+        {
+            let mut table = self.table.lock();
+            table.frozen.remove(&index);
+            if table.unpushed(index) != 0 {
+                return;
+            }
+            table.guarded.insert(index);
+        }
+        match state {
+            State::Erased => self.become_clean(index, State::Zero, None),
+            State::Dirty => match self.cache.chunk(index) {
+                Ok(bytes) => {
+                    let digest = Digest(blake3::hash(&bytes).into());
+                    self.become_clean(index, State::Clean, Some(digest));
+                }
+                Err(error) => {
+                    // What cannot be read can be fetched: the far side has it now.
+                    tracing::warn!(index, %error, "a chunk of the cache cannot be read");
+                    self.become_clean(index, State::Absent, None);
+                    self.spoil_presence(index);
+                }
+            },
+            State::Partial if !self.states.in_flight(index) => {
+                self.become_clean(index, State::Absent, None);
+                self.spoil_presence(index);
+                self.pull_again(crate::remote::Chunks {
+                    first: index,
+                    count: 1,
+                });
+            }
+            _ => {}
+        }
+    }
+
+    /// The epoch does not count: what it held is dirty as before.
+    fn give_up(&self, error: DeviceError) {
+        {
+            // No writer is between looking whether to keep something and keeping it.
+            let _barrier = self.barrier.write();
+            self.table.lock().thaw(self.geometry);
+            self.spill.lock().clear();
+        }
+        let transient = error.is_transient();
+        match transient {
+            true => tracing::info!(%error, "a push is begun anew"),
+            false => tracing::warn!(%error, "a push was refused"),
+        }
+        self.over(Err(error));
+        if transient {
+            self.pause_for_link();
+        }
+    }
+
+    fn over(&self, result: Result<(), DeviceError>) {
+        let mut state = self.push.state.lock();
+        state.phase = Phase::Idle;
+        state.requested = false;
+        match result {
+            Ok(()) => {
+                state.done = state.covered;
+                state.refused = None;
+                state.not_before = None;
+                state.unreported = None;
+            }
+            // Who waits goes on waiting: it is tried again.
+            Err(error) if error.is_transient() => {}
+            Err(error) => {
+                state.refused = Some((state.covered, error.clone()));
+                state.unreported = Some(error);
+                state.not_before = Some(Instant::now() + AFTER_REFUSAL);
+            }
+        }
+        self.push.changed.notify_all();
+    }
+
+    /// The last epoch that was begun here, or the one the far side is at.
+    pub(super) fn epoch(&self) -> Epoch {
+        self.remote.committed()
+    }
+}
+
+/// What a change weighs while it is under way.
+fn weight(change: &Change) -> u64 {
+    match change {
+        Change::Write(_, bytes) => bytes.len() as u64 + 64,
+        Change::Zero(..) => 64,
+    }
+}
+
+fn random() -> u32 {
+    let mut bytes = [0; 4];
+    // Without randomness it is still told from the epochs of others, most likely.
+    let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    u32::from_le_bytes(bytes)
+}

@@ -1,0 +1,146 @@
+//! Reading what an epoch froze, as changes of a good size.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use drover_core::DeviceError;
+
+use super::super::Shared;
+use super::super::state::Mask;
+use crate::remote::Change;
+
+/// Bytes of one change, and of one request.
+const MOST: usize = 1 << 20;
+/// Changes of one request.
+const MOST_CHANGES: usize = 1024;
+
+pub struct Reader<'a> {
+    shared: &'a Shared,
+    chunks: std::vec::IntoIter<(u64, Mask)>,
+    /// Neighbouring bytes that may still grow.
+    run: Option<(u64, Vec<u8>)>,
+    /// Neighbouring zeros that may still grow: offset and length.
+    zeros: Option<(u64, u64)>,
+    ready: Vec<Change>,
+    bytes: usize,
+}
+
+impl<'a> Reader<'a> {
+    pub fn new(shared: &'a Shared) -> Self {
+        let table = shared.table.lock();
+        let chunks: Vec<_> = table.frozen.iter().map(|(i, f)| (*i, f.mask)).collect();
+        Self {
+            shared,
+            chunks: chunks.into_iter(),
+            run: None,
+            zeros: None,
+            ready: Vec::new(),
+            bytes: 0,
+        }
+    }
+
+    /// The next request's changes; none when all were handed out.
+    pub fn next(&mut self) -> Result<Option<Vec<Change>>, DeviceError> {
+        while self.bytes < MOST && self.ready.len() < MOST_CHANGES {
+            match self.chunks.next() {
+                Some((index, mask)) => self.chunk(index, mask)?,
+                None => {
+                    self.end_run();
+                    self.end_zeros();
+                    break;
+                }
+            }
+        }
+        self.bytes = 0;
+        let ready = std::mem::take(&mut self.ready);
+        Ok((!ready.is_empty()).then_some(ready))
+    }
+
+    /// Reads a chunk's frozen granules, and lets writers have them from then on.
+    fn chunk(&mut self, index: u64, mask: Mask) -> Result<(), DeviceError> {
+        let shared = self.shared;
+        let geometry = shared.geometry;
+        let _stripe = shared.states.read(index);
+        let kept = shared.table.lock().frozen.get(&index).map_or(0, |f| f.kept);
+        let zero = shared.states.get(index).zero();
+        let start = geometry.start(index);
+        let mut buffer = Vec::new();
+        for (part, is_kept) in [(mask & kept, true), (mask & !kept, false)] {
+            for run in geometry.runs(index, part) {
+                if !is_kept && zero {
+                    continue;
+                }
+                buffer.resize((run.end as usize).max(buffer.len()), 0);
+                let range = run.start as usize..run.end as usize;
+                if !is_kept {
+                    shared.cache.read(start + run.start, &mut buffer[range])?;
+                    continue;
+                }
+                for granule in granules(&run, geometry.granule) {
+                    let part = &mut buffer[granule.start as usize..granule.end as usize];
+                    shared.spill.lock().get(start + granule.start, part)?;
+                }
+            }
+        }
+        for run in geometry.runs(index, mask) {
+            for granule in granules(&run, geometry.granule) {
+                let range = granule.start as usize..granule.end as usize;
+                match buffer.get(range) {
+                    Some(bytes) if bytes.iter().any(|b| *b != 0) => {
+                        self.add(start + granule.start, bytes);
+                    }
+                    _ => self.add_zeros(start + granule.start, granule.end - granule.start),
+                }
+            }
+        }
+        if let Some(frozen) = shared.table.lock().frozen.get_mut(&index) {
+            frozen.sent = mask;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, offset: u64, bytes: &[u8]) {
+        self.end_zeros();
+        let fits = |run: &(u64, Vec<u8>)| {
+            run.0 + run.1.len() as u64 == offset && run.1.len() + bytes.len() <= MOST
+        };
+        match &mut self.run {
+            Some(run) if fits(run) => run.1.extend_from_slice(bytes),
+            _ => {
+                self.end_run();
+                self.run = Some((offset, bytes.to_vec()));
+            }
+        }
+    }
+
+    fn add_zeros(&mut self, offset: u64, length: u64) {
+        self.end_run();
+        match &mut self.zeros {
+            Some(run) if run.0 + run.1 == offset => run.1 += length,
+            _ => {
+                self.end_zeros();
+                self.zeros = Some((offset, length));
+            }
+        }
+    }
+
+    fn end_run(&mut self) {
+        if let Some((offset, bytes)) = self.run.take() {
+            self.bytes += bytes.len();
+            self.ready.push(Change::Write(offset, Bytes::from(bytes)));
+        }
+    }
+
+    fn end_zeros(&mut self) {
+        if let Some((offset, length)) = self.zeros.take() {
+            self.ready.push(Change::Zero(offset, length));
+        }
+    }
+}
+
+fn granules(run: &Range<u64>, granule: u64) -> impl Iterator<Item = Range<u64>> + use<> {
+    let run = run.clone();
+    (run.start..run.end)
+        .step_by(granule as usize)
+        .map(move |at| at..(at + granule).min(run.end))
+}

@@ -1,0 +1,258 @@
+//! Reads: of what is here with one lock and one `pread` for a run, else after what is missing has come.
+
+use std::time::Instant;
+
+use drover_core::{DeviceError, check_range};
+
+use super::Shared;
+use super::state::State;
+use super::wait::Outcome;
+use crate::remote::{Chunks, Content};
+
+/// Bytes of chunks that came for a request but could not be stored.
+#[derive(Default)]
+pub(super) struct Handed {
+    chunks: Vec<(u64, Content)>,
+}
+
+impl Handed {
+    fn get(&self, index: u64) -> Option<&Content> {
+        self.chunks.iter().find(|c| c.0 == index).map(|c| &c.1)
+    }
+}
+
+/// What a request finds.
+enum Found {
+    Done,
+    /// These are only at the far side.
+    Missing(Vec<u64>),
+    /// These must be compared with their digests.
+    Unverified(Vec<u64>),
+}
+
+impl Shared {
+    pub(super) fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        let length = buffer.len() as u64;
+        check_range(offset, length, self.geometry.shape.size)?;
+        self.alive()?;
+        if length == 0 {
+            return Ok(());
+        }
+        if let Some(recorder) = &self.recorder {
+            recorder.used(self.geometry.touched(offset, length));
+        }
+        self.notice_reader(offset, length);
+        let mut deadline = None;
+        for (at, take) in self.geometry.pieces(offset, length) {
+            let part = &mut buffer[(at - offset) as usize..(at - offset + take) as usize];
+            self.read_piece(at, part, &mut deadline)?;
+        }
+        Ok(())
+    }
+
+    fn read_piece(
+        &self,
+        offset: u64,
+        buffer: &mut [u8],
+        deadline: &mut Option<Instant>,
+    ) -> Result<(), DeviceError> {
+        let mut handed = Handed::default();
+        loop {
+            match self.try_read(offset, buffer, &handed)? {
+                Found::Done => return Ok(()),
+                Found::Unverified(chunks) => self.verify(&chunks)?,
+                Found::Missing(chunks) => {
+                    let deadline =
+                        *deadline.get_or_insert_with(|| Instant::now() + self.give_up_after);
+                    for (index, outcome) in self.await_chunks(&chunks, deadline)? {
+                        if let Outcome::Handed(content, _) = outcome {
+                            handed.chunks.retain(|c| c.0 != index);
+                            handed.chunks.push((index, content));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Reads a range under one lock, if all of it is here.
+    fn try_read(
+        &self,
+        offset: u64,
+        buffer: &mut [u8],
+        handed: &Handed,
+    ) -> Result<Found, DeviceError> {
+        let length = buffer.len() as u64;
+        let touched = self.geometry.touched(offset, length);
+        let _stripe = self.states.read(touched.start);
+        let (mut missing, mut unverified) = (Vec::new(), Vec::new());
+        for index in touched.clone() {
+            match self.states.get(index) {
+                State::Clean | State::Zero | State::Erased | State::Dirty => {}
+                State::Unverified => unverified.push(index),
+                State::Partial if self.has(index, offset, length) => {}
+                _ if handed.get(index).is_some() && self.states.get(index) == State::Absent => {}
+                State::Absent | State::Partial => missing.push(index),
+            }
+        }
+        if !missing.is_empty() {
+            return Ok(Found::Missing(missing));
+        }
+        if !unverified.is_empty() {
+            return Ok(Found::Unverified(unverified));
+        }
+        // Neighbours in the file are read at once.
+        let mut run: Option<(u64, u64)> = None;
+        for index in touched {
+            let within = self.geometry.within(index, offset, length);
+            let from = self.geometry.start(index) + within.start - offset;
+            let to = self.geometry.start(index) + within.end - offset;
+            self.states.mark(index);
+            let plain = match self.states.get(index) {
+                State::Zero | State::Erased => Some(&Content::Zero),
+                State::Absent => handed.get(index),
+                _ => None,
+            };
+            match plain {
+                None => run = Some((run.map_or(from, |r| r.0), to)),
+                Some(content) => {
+                    self.read_run(offset, buffer, run.take())?;
+                    let part = &mut buffer[from as usize..to as usize];
+                    match content {
+                        Content::Zero => part.fill(0),
+                        Content::Data(bytes, _) => {
+                            part.copy_from_slice(&bytes[within.start as usize..within.end as usize])
+                        }
+                    }
+                }
+            }
+        }
+        self.read_run(offset, buffer, run)?;
+        Ok(Found::Done)
+    }
+
+    fn read_run(
+        &self,
+        offset: u64,
+        buffer: &mut [u8],
+        run: Option<(u64, u64)>,
+    ) -> Result<(), DeviceError> {
+        match run {
+            Some((from, to)) => self
+                .cache
+                .read(offset + from, &mut buffer[from as usize..to as usize]),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a partial chunk has all that a range wants of it.
+    fn has(&self, index: u64, offset: u64, length: u64) -> bool {
+        let within = self.geometry.within(index, offset, length);
+        let wanted = self.geometry.touch(&within);
+        let table = self.table.lock();
+        wanted & !table.present.get(&index).copied().unwrap_or(0) == 0
+    }
+
+    /// Waits until chunks have come, asking for those that nobody has asked for. Takes no lock while it waits.
+    pub(super) fn await_chunks(
+        &self,
+        chunks: &[u64],
+        deadline: Instant,
+    ) -> Result<Vec<(u64, Outcome)>, DeviceError> {
+        for index in chunks {
+            self.waits.join(*index);
+        }
+        let mut asked: Vec<Chunks> = Vec::new();
+        let mut coming = Vec::new();
+        for index in chunks {
+            if self.states.ask(*index) {
+                self.waits.demand(*index);
+                match asked.last_mut() {
+                    Some(run) if run.end() == *index => run.count += 1,
+                    _ => asked.push(Chunks {
+                        first: *index,
+                        count: 1,
+                    }),
+                }
+                coming.push(*index);
+            } else if self.states.in_flight(*index) {
+                coming.push(*index);
+            } else {
+                self.waits.leave(*index);
+            }
+        }
+        for run in asked {
+            self.remote.fetch(run);
+        }
+        let mut outcomes = Vec::new();
+        let mut failure = None;
+        for index in coming {
+            // All are waited for, or left: a count that stays behind would never go.
+            let end = match failure {
+                None => deadline,
+                Some(_) => Instant::now(),
+            };
+            match self.waits.wait(index, end) {
+                Some(Outcome::Failed(error)) => failure = Some(error),
+                Some(outcome) => outcomes.push((index, outcome)),
+                None if failure.is_none() => failure = Some(self.too_late(index)),
+                None => {}
+            }
+        }
+        self.alive()?;
+        match failure {
+            Some(error) if error.is_transient() && Instant::now() < deadline => {
+                self.pause_for_link();
+                Ok(outcomes)
+            }
+            Some(error) => Err(error),
+            None => Ok(outcomes),
+        }
+    }
+
+    fn too_late(&self, index: u64) -> DeviceError {
+        let why = match &*self.link.lock() {
+            crate::remote::Link::Down(why) => format!(": the link is down ({why})"),
+            _ => String::new(),
+        };
+        DeviceError::Unavailable(format!(
+            "chunk {index} has not come within {} s{why}",
+            self.give_up_after.as_secs()
+        ))
+    }
+
+    /// A short while, or until the link changes: before a request is tried again.
+    pub(super) fn pause_for_link(&self) {
+        let mut link = self.link.lock();
+        if !self.is_closed() {
+            self.link_changed
+                .wait_for(&mut link, std::time::Duration::from_millis(100));
+        }
+    }
+
+    /// Compares chunks with their digests, after a cache was not closed: what does not match is fetched again. Only
+    /// writes that were never flushed can be lost so.
+    pub(super) fn verify(&self, chunks: &[u64]) -> Result<(), DeviceError> {
+        for index in chunks {
+            let _stripe = self.states.write(*index);
+            if self.states.get(*index) != State::Unverified {
+                continue;
+            }
+            let digest = self.cache.digest(*index)?;
+            let bytes = self.cache.chunk(*index)?;
+            let mut table = self.table.lock();
+            match *blake3::hash(&bytes).as_bytes() == digest.0 {
+                // The map calls it clean already.
+                true => self.states.set(*index, State::Clean),
+                false => {
+                    tracing::debug!(index, "a chunk of the cache is not what it was");
+                    table.settled(*index, None);
+                    self.states.set(*index, State::Absent);
+                }
+            }
+            self.unverified
+                .fetch_sub(1, std::sync::atomic::Ordering::AcqRel);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,235 @@
+//! Writes, zeros and trims. A write that covers whole granules needs nothing from the far side.
+
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use drover_core::DeviceError;
+
+use super::Shared;
+use super::state::{Mask, State};
+use super::wait::Outcome;
+
+/// What is written.
+#[derive(Clone, Copy)]
+pub(super) enum Source<'a> {
+    Data(&'a [u8]),
+    /// So many zeros.
+    Zeros(u64),
+}
+
+impl Source<'_> {
+    fn length(self) -> u64 {
+        match self {
+            Source::Data(data) => data.len() as u64,
+            Source::Zeros(length) => length,
+        }
+    }
+}
+
+/// How often a write is tried again that did not find room.
+const TRIES: u32 = 4;
+/// Chunks that are evicted when the cache's disk is full.
+const EVICTED_AT_ONCE: u64 = 16;
+
+impl Shared {
+    pub(super) fn write(&self, offset: u64, source: Source<'_>) -> Result<(), DeviceError> {
+        let mut deadline = None;
+        for (at, take) in self.geometry.pieces(offset, source.length()) {
+            let part = match source {
+                Source::Data(data) => {
+                    Source::Data(&data[(at - offset) as usize..(at - offset + take) as usize])
+                }
+                Source::Zeros(_) => Source::Zeros(take),
+            };
+            self.write_piece(at, part, &mut deadline)?;
+        }
+        if self.table.lock().dirty_bytes >= self.high_water {
+            self.push.wake();
+        }
+        Ok(())
+    }
+
+    /// Zeros the whole granules of a range; the rest stays.
+    pub(super) fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        let size = self.geometry.shape.size;
+        let granule = self.geometry.granule;
+        let from = offset.next_multiple_of(granule);
+        let to = match offset + length {
+            end if end == size => end,
+            end => end / granule * granule,
+        };
+        match from < to {
+            true => self.write(from, Source::Zeros(to - from)),
+            false => Ok(()),
+        }
+    }
+
+    fn write_piece(
+        &self,
+        offset: u64,
+        source: Source<'_>,
+        deadline: &mut Option<Instant>,
+    ) -> Result<(), DeviceError> {
+        let mut tries = 0;
+        loop {
+            let touched = self.geometry.touched(offset, source.length());
+            if let Source::Data(_) = source {
+                let new = touched.clone().filter(|i| !self.states.get(*i).stored());
+                self.reserve(new.count() as u64)?;
+            }
+            let barrier = self.barrier.read();
+            let stripe = self.states.write(touched.start);
+            let missing: Vec<u64> = touched
+                .clone()
+                .filter(|i| self.needs_rest(*i, offset, source))
+                .collect();
+            if missing.is_empty() {
+                match self.change(offset, source) {
+                    Err(DeviceError::NoSpace(why)) if tries < TRIES => {
+                        drop(stripe);
+                        drop(barrier);
+                        tries += 1;
+                        if self.evict(EVICTED_AT_ONCE) == 0 {
+                            return Err(DeviceError::NoSpace(why));
+                        }
+                        continue;
+                    }
+                    result => return result,
+                }
+            }
+            drop(stripe);
+            drop(barrier);
+            self.verify(&missing)?;
+            let missing: Vec<u64> = missing
+                .into_iter()
+                .filter(|i| !self.states.get(*i).whole())
+                .collect();
+            let deadline = *deadline.get_or_insert_with(|| Instant::now() + self.give_up_after);
+            for (_, outcome) in self.await_chunks(&missing, deadline)? {
+                if let Outcome::Handed(_, error) = outcome {
+                    tries += 1;
+                    if tries > TRIES {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether a write must know more of a chunk than is here (or sure).
+    fn needs_rest(&self, index: u64, offset: u64, source: Source<'_>) -> bool {
+        let within = self.geometry.within(index, offset, source.length());
+        let (touch, cover) = (
+            self.geometry.touch(&within),
+            self.geometry.cover(index, &within),
+        );
+        match self.states.get(index) {
+            State::Clean | State::Zero | State::Erased | State::Dirty => false,
+            State::Absent => touch != cover,
+            State::Unverified => cover != self.geometry.all(index),
+            State::Partial => {
+                let table = self.table.lock();
+                let present = table.present.get(&index).copied().unwrap_or(0);
+                touch & !cover & !present != 0
+            }
+        }
+    }
+
+    /// Writes a range of one stripe, which is locked for writing, the barrier shared.
+    fn change(&self, offset: u64, source: Source<'_>) -> Result<(), DeviceError> {
+        let length = source.length();
+        let touched = self.geometry.touched(offset, length);
+        let mut changed = Vec::new();
+        for index in touched {
+            let state = self.states.get(index);
+            if state.zero() && matches!(source, Source::Zeros(_)) {
+                continue;
+            }
+            let within = self.geometry.within(index, offset, length);
+            self.keep(index, self.geometry.touch(&within))?;
+            if state.zero() && self.geometry.cover(index, &within) != self.geometry.all(index) {
+                // The file may hold anything where a chunk is known to be zero.
+                self.cache
+                    .punch(self.geometry.start(index), self.geometry.length(index))?;
+            }
+            changed.push((index, within));
+        }
+        if changed.is_empty() {
+            return Ok(());
+        }
+        let written = match source {
+            Source::Data(data) => self.cache.write(offset, data),
+            Source::Zeros(length) => self.cache.punch(offset, length),
+        };
+        let mut table = self.table.lock();
+        for (index, within) in changed {
+            let touch = self.geometry.touch(&within);
+            let all = self.geometry.all(index);
+            let whole = self.geometry.cover(index, &within) == all;
+            let state = self.states.get(index);
+            let next = match (&written, source) {
+                // Any part of it may have been written: what is here is still true, and differs from the far side.
+                (Err(_), _) => match state {
+                    State::Clean | State::Dirty => Some((State::Dirty, touch)),
+                    State::Partial => {
+                        let present = table.present.get(&index).copied().unwrap_or(0);
+                        Some((State::Partial, touch & present))
+                    }
+                    // Nobody looks at the file for these, or only after comparing the digest.
+                    _ => None,
+                },
+                (Ok(()), Source::Zeros(_)) if whole => Some((State::Erased, all)),
+                (Ok(()), _) => match state {
+                    State::Absent | State::Partial => {
+                        let present = table.present.entry(index).or_default();
+                        *present |= touch;
+                        match *present == all {
+                            true => Some((State::Dirty, touch)),
+                            false => Some((State::Partial, touch)),
+                        }
+                    }
+                    _ => Some((State::Dirty, touch)),
+                },
+            };
+            let Some((next, mask)) = next else { continue };
+            if state == State::Unverified {
+                self.unverified.fetch_sub(1, Ordering::AcqRel);
+            }
+            if next != State::Partial {
+                table.present.remove(&index);
+            }
+            table.wrote(self.geometry, index, mask);
+            self.states.set(index, next);
+        }
+        written
+    }
+
+    /// Saves what the epoch under way still has to read of granules that are about to change.
+    fn keep(&self, index: u64, touched: Mask) -> Result<(), DeviceError> {
+        let keep = self.table.lock().to_keep(index, touched);
+        if keep == 0 {
+            return Ok(());
+        }
+        let start = self.geometry.start(index);
+        for run in self.geometry.runs(index, keep) {
+            let mut at = run.start;
+            while at < run.end {
+                let to = (at + self.geometry.granule).min(run.end);
+                let bytes = match self.states.get(index).zero() {
+                    true => None,
+                    false => {
+                        let mut bytes = vec![0; (to - at) as usize];
+                        self.cache.read(start + at, &mut bytes)?;
+                        Some(bytes)
+                    }
+                };
+                self.spill.lock().keep(start + at, bytes, &self.cache)?;
+                at = to;
+            }
+        }
+        if let Some(frozen) = self.table.lock().frozen.get_mut(&index) {
+            frozen.kept |= keep;
+        }
+        Ok(())
+    }
+}
