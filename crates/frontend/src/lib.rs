@@ -10,3 +10,4 @@ pub mod loopdev;
 pub mod nbd;
 pub mod nbdclient;
 pub mod ublk;
+pub mod region;

@@ -2,4 +2,5 @@
 
 mod fuse;
 mod nbd;
+mod region;
 mod support;

@@ -1,0 +1,249 @@
+//! Reading, writing and taking away what is in memory. Bytes are touched only under the lock of their stripe, with
+//! the region open and the units present: no fault, no signal.
+#![allow(unsafe_code)] // Memory is copied by address.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use drover_core::{DeviceError, check_range};
+
+use super::shared::Shared;
+use super::table::State;
+
+/// Bytes that are brought in together for one read or write.
+const STEP: usize = 1 << 20;
+/// Entries beyond what the limit holds that the order of arrival may have.
+const STALE: usize = 1024;
+
+impl Shared {
+    pub(super) fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        let range = self.inside(offset, buffer.len())?;
+        let deadline = Instant::now() + self.patience;
+        for step in steps(range.clone(), self.step()) {
+            self.ensure(self.units(&step), deadline)?;
+            for piece in self.pieces(step) {
+                let into = &mut buffer[piece.start - range.start..piece.end - range.start];
+                loop {
+                    let _stripe = self.stripe(piece.start).read();
+                    if self.is_readable(&piece)? {
+                        // SAFETY: inside, open and present; writers of this piece need its lock.
+                        unsafe { self.memory.read(piece.start, into) };
+                        break;
+                    }
+                    drop(_stripe);
+                    self.again(&piece, deadline)?;
+                }
+            }
+            self.keep_to_limit();
+        }
+        Ok(())
+    }
+
+    pub(super) fn write_at(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
+        let range = self.inside(offset, data.len())?;
+        if !self.writable {
+            return Err(DeviceError::ReadOnly);
+        }
+        let deadline = Instant::now() + self.patience;
+        for piece in self.pieces(range.clone()) {
+            let from = &data[piece.start - range.start..piece.end - range.start];
+            loop {
+                let _stripe = self.stripe(piece.start).write();
+                self.place_whole_units(&piece, from)?;
+                if self.is_readable(&piece)? {
+                    // SAFETY: inside, writable, open and present; this piece's lock is ours alone.
+                    unsafe { self.memory.write(piece.start, from) };
+                    break;
+                }
+                drop(_stripe);
+                self.again(&piece, deadline)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What is written whole need not be fetched before. Under the lock of the piece.
+    fn place_whole_units(&self, piece: &Range<usize>, from: &[u8]) -> Result<(), DeviceError> {
+        let whole = piece.start.div_ceil(self.unit)..piece.end / self.unit;
+        let mut at = whole.start;
+        while at < whole.end {
+            let claimed = self.table.claim(at, whole.end - at);
+            at = claimed.end.max(at + 1);
+            if !claimed.is_empty() {
+                let bytes = self.bytes(&claimed);
+                let data = &from[bytes.start - piece.start..bytes.end - piece.start];
+                self.fetch_from(claimed, data)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies pages out for the device, while others may write them through a pointer.
+    pub(super) fn copy_out(
+        &self,
+        range: Range<usize>,
+        buffer: &mut [u8],
+    ) -> Result<(), DeviceError> {
+        for piece in self.pieces(range.clone()) {
+            let into = &mut buffer[piece.start - range.start..piece.end - range.start];
+            let _stripe = self.stripe(piece.start).read();
+            if !self.is_readable(&piece)? {
+                // Dirty pages are not evicted, and are whole units.
+                let what = format!("{} written bytes at {} are gone", piece.len(), piece.start);
+                return Err(DeviceError::Corrupt(what));
+            }
+            // SAFETY: inside, whole pages, open.
+            unsafe { self.memory.read_racing(piece.start, into) };
+        }
+        Ok(())
+    }
+
+    /// Takes clean units that lie whole in the range out of memory. Returns how many bytes.
+    pub(super) fn evict(&self, range: Range<usize>) -> Result<u64, DeviceError> {
+        let mut evicted = 0;
+        let last = match range.end >= self.size {
+            true => self.table.len(),
+            false => range.end / self.unit,
+        };
+        let units = range.start.div_ceil(self.unit)..last;
+        if units.is_empty() {
+            return Ok(0);
+        }
+        for piece in self.pieces(self.bytes(&units)) {
+            let units = self.units(&piece);
+            if !units.clone().any(|u| self.table.state(u) == State::Present) {
+                continue;
+            }
+            let _stripe = self.stripe(piece.start).write();
+            let mut dirty = self.dirty.lock();
+            if self.is_closed() {
+                return Err(DeviceError::Closed);
+            }
+            self.harvest(&mut dirty, piece)?;
+            for unit in units.clone() {
+                let bytes = self.bytes(&(unit..unit + 1));
+                let pages = bytes.start / self.page..bytes.end / self.page;
+                let clean = !self.writable || dirty.is_clean(pages);
+                if clean && self.table.claim_present(unit) {
+                    self.discard(unit..unit + 1);
+                    self.settle(unit..unit + 1, State::Absent);
+                    self.counts.resident.fetch_sub(1, Ordering::Relaxed);
+                    evicted += bytes.len() as u64;
+                }
+            }
+            // Whoever touched one of them meanwhile was told nothing, as it was busy.
+            self.wake(units);
+        }
+        self.counts.evicted.fetch_add(evicted, Ordering::Relaxed);
+        Ok(evicted)
+    }
+
+    /// Makes busy units absent in memory.
+    pub(super) fn discard(&self, units: Range<usize>) {
+        let bytes = self.bytes(&units);
+        // SAFETY: the device has what they hold, or they hold nothing: the next touch brings the same back.
+        if let Err(error) = unsafe { self.memory.discard(bytes.start, bytes.len()) } {
+            tracing::warn!("giving memory back at {}: {error}", bytes.start);
+        }
+    }
+
+    /// Remembers that units came, for the limit.
+    pub(super) fn note_arrival(&self, units: Range<usize>) {
+        if self.limit.is_some() {
+            self.order.lock().push_back(units);
+        }
+    }
+
+    /// Whether the limit is reached.
+    pub(super) fn is_full(&self) -> bool {
+        let resident = self.counts.resident.load(Ordering::Relaxed);
+        self.limit
+            .is_some_and(|limit| resident * self.unit >= limit)
+    }
+
+    /// Takes what came first out of memory while there is more than the limit allows.
+    pub(super) fn keep_to_limit(&self) {
+        let Some(limit) = self.limit else { return };
+        // Evicting by hand leaves entries behind: their number has an end too.
+        let over = || {
+            let resident = self.counts.resident.load(Ordering::Relaxed);
+            resident * self.unit > limit || self.order.lock().len() > limit / self.unit + STALE
+        };
+        if !over() {
+            return;
+        }
+        let _evicting = self.evicting.lock();
+        while over() && self.held.load(Ordering::SeqCst) == 0 {
+            let Some(units) = self.order.lock().pop_front() else {
+                return;
+            };
+            if let Err(error) = self.evict(self.bytes(&units)) {
+                tracing::debug!("keeping to the limit: {error}");
+                return;
+            }
+        }
+    }
+
+    /// Makes every touch from now on fail, and wakes who waits.
+    pub(super) fn close(&self) {
+        if self.closed.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        self.rouse();
+        let _stripes: Vec<_> = self
+            .stripes()
+            .iter()
+            .map(parking_lot::RwLock::write)
+            .collect();
+        let _dirty = self.dirty.lock();
+        // SAFETY: safe code touches the memory under a stripe and if not closed; slices borrow the region mutably or
+        // come with the promise not to outlive this.
+        if let Err(error) = unsafe { self.memory.close() } {
+            tracing::error!("closing a region's memory: {error}");
+        }
+        // They fault again, on memory that nobody may touch.
+        self.wake(0..self.table.len());
+    }
+
+    fn inside(&self, offset: u64, length: usize) -> Result<Range<usize>, DeviceError> {
+        check_range(offset, length as u64, self.size as u64)?;
+        let offset = offset as usize;
+        Ok(offset..offset + length)
+    }
+
+    fn is_readable(&self, piece: &Range<usize>) -> Result<bool, DeviceError> {
+        match self.is_closed() {
+            true => Err(DeviceError::Closed),
+            false => Ok(self.all_present(self.units(piece))),
+        }
+    }
+
+    /// Brings in a piece that was found incomplete.
+    fn again(&self, piece: &Range<usize>, deadline: Instant) -> Result<(), DeviceError> {
+        if Instant::now() > deadline {
+            return Err(DeviceError::Unavailable(
+                "pages leave memory faster than they can be used: the region's limit is too low"
+                    .into(),
+            ));
+        }
+        self.ensure(self.units(piece), deadline)
+    }
+
+    /// Bytes that are brought in together: not so many that they drive each other out.
+    fn step(&self) -> usize {
+        let most = self.limit.map_or(STEP, |limit| STEP.min(limit / 2));
+        most.max(self.stripe_bytes())
+    }
+}
+
+/// A range cut at multiples of `step`.
+fn steps(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut at = range.start;
+    std::iter::from_fn(move || {
+        let end = (at / step + 1).saturating_mul(step).min(range.end);
+        let next = at..end;
+        at = end;
+        (!next.is_empty()).then_some(next)
+    })
+}

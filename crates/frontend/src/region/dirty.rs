@@ -1,0 +1,195 @@
+//! Which pages were written, for two readers: the mark of the program, and the push.
+
+use std::ops::Range;
+
+use drover_core::DeviceError;
+
+use super::shared::Shared;
+use super::table::State;
+
+/// What is known of writes, one bit a page in each set.
+///
+/// The kernel keeps one bit for each page, and a scan takes it: so a scan adds to both sets, and each reader clears
+/// its own.
+pub(super) struct Dirty {
+    /// Written since the mark.
+    pub(super) marked: Bits,
+    /// Written, and no push has begun to write it back since.
+    pub(super) unpushed: Bits,
+    /// On the way to the device. Neither this nor what is unpushed may be evicted.
+    pub(super) pushing: Bits,
+}
+
+impl Dirty {
+    pub(super) fn new(pages: usize) -> Self {
+        Self {
+            marked: Bits::new(pages),
+            unpushed: Bits::new(pages),
+            pushing: Bits::new(pages),
+        }
+    }
+
+    /// All that is unpushed, as runs of pages; it is being pushed from now on.
+    pub(super) fn begin_push(&mut self) -> Vec<Range<usize>> {
+        let runs = self.unpushed.runs();
+        for run in &runs {
+            self.unpushed.clear(run.clone());
+            self.pushing.set(run.clone());
+        }
+        runs
+    }
+
+    pub(super) fn is_clean(&self, mut pages: Range<usize>) -> bool {
+        !pages.any(|page| self.unpushed.has(page) || self.pushing.has(page))
+    }
+}
+
+/// A set of pages.
+pub(super) struct Bits(Vec<u64>);
+
+impl Bits {
+    fn new(count: usize) -> Self {
+        Self(vec![0; count.div_ceil(64)])
+    }
+
+    pub(super) fn has(&self, page: usize) -> bool {
+        self.0[page / 64] >> (page % 64) & 1 != 0
+    }
+
+    pub(super) fn set(&mut self, pages: Range<usize>) {
+        each_word(pages, |word, mask| self.0[word] |= mask);
+    }
+
+    pub(super) fn clear(&mut self, pages: Range<usize>) {
+        each_word(pages, |word, mask| self.0[word] &= !mask);
+    }
+
+    /// The pages that are in it, as runs.
+    pub(super) fn runs(&self) -> Vec<Range<usize>> {
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for (index, word) in self.0.iter().enumerate() {
+            let mut rest = *word;
+            while rest != 0 {
+                let first = rest.trailing_zeros() as usize;
+                let length = (rest >> first).trailing_ones() as usize;
+                let start = index * 64 + first;
+                match runs.last_mut() {
+                    Some(last) if last.end == start => last.end += length,
+                    _ => runs.push(start..start + length),
+                }
+                rest &= match first + length {
+                    64 => 0,
+                    end => u64::MAX << end,
+                };
+            }
+        }
+        runs
+    }
+}
+
+fn each_word(bits: Range<usize>, mut what: impl FnMut(usize, u64)) {
+    let mut at = bits.start;
+    while at < bits.end {
+        let end = (at / 64 * 64 + 64).min(bits.end);
+        let mask = u64::MAX >> (64 - (end - at)) << (at % 64);
+        what(at / 64, mask);
+        at = end;
+    }
+}
+
+impl Shared {
+    /// Takes from the kernel what was written in `range` (bytes) since it was asked before.
+    pub(super) fn harvest(
+        &self,
+        dirty: &mut Dirty,
+        range: Range<usize>,
+    ) -> Result<(), DeviceError> {
+        let Some(pagemap) = self.pagemap.as_ref().filter(|_| self.writable) else {
+            return Ok(());
+        };
+        if self.is_closed() {
+            return Err(DeviceError::Closed);
+        }
+        let addresses = self.memory.address(range.start)..self.memory.address(range.end);
+        let base = self.memory.address(0);
+        pagemap
+            .written(addresses, |run| {
+                let pages = (run.start - base) / self.page..(run.end - base) / self.page;
+                self.note(dirty, pages);
+            })
+            .map_err(|error| DeviceError::from(std::io::Error::from(error)))
+    }
+
+    fn note(&self, dirty: &mut Dirty, pages: Range<usize>) {
+        let units = self.units(&(pages.start * self.page..pages.end * self.page));
+        for unit in units {
+            // What was poisoned looks like written.
+            if self.table.state(unit) == State::Failed {
+                continue;
+            }
+            let bytes = self.bytes(&(unit..unit + 1));
+            let inside =
+                pages.start.max(bytes.start / self.page)..pages.end.min(bytes.end / self.page);
+            dirty.marked.set(inside.clone());
+            dirty.unpushed.set(inside);
+        }
+    }
+
+    /// Makes a failed unit busy and absent, for another attempt. False: somebody else has.
+    pub(super) fn unpoison(&self, unit: usize) -> Result<bool, DeviceError> {
+        let _dirty = self.dirty.lock();
+        if self.is_closed() {
+            return Err(DeviceError::Closed);
+        }
+        if !self.table.claim_failed(unit) {
+            return Ok(false);
+        }
+        self.discard(unit..unit + 1);
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_what_was_set() {
+        let mut random = fastrand::Rng::with_seed(7);
+        for round in 0..200 {
+            let mut bits = Bits::new(300);
+            let mut model = vec![false; 300];
+            for _ in 0..random.usize(0..20) {
+                let start = random.usize(0..300);
+                let end = random.usize(start..=300);
+                let set = random.bool();
+                model[start..end].fill(set);
+                match set {
+                    true => bits.set(start..end),
+                    false => bits.clear(start..end),
+                }
+            }
+            let mut back = vec![false; 300];
+            let runs = bits.runs();
+            for run in &runs {
+                back[run.clone()].fill(true);
+            }
+            assert_eq!(back, model, "round {round}");
+            let apart = runs.windows(2).all(|pair| pair[0].end < pair[1].start);
+            assert!(apart, "round {round}: {runs:?}");
+            assert!((0..300).all(|page| bits.has(page) == model[page]));
+        }
+    }
+
+    #[test]
+    fn what_is_pushed_is_not_clean_until_it_is_there() {
+        let mut dirty = Dirty::new(100);
+        dirty.unpushed.set(3..5);
+        assert_eq!(dirty.begin_push(), vec![3..5]);
+        assert_eq!(dirty.begin_push(), Vec::new());
+        assert!(!dirty.is_clean(4..6));
+        assert!(dirty.is_clean(5..100));
+        dirty.pushing.clear(3..5);
+        assert!(dirty.is_clean(0..100));
+    }
+}

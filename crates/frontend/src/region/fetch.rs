@@ -1,0 +1,282 @@
+//! How units come into memory: claimed, read in runs, filled in; holes without a read.
+
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use drover_core::{DeviceError, ExtentKind};
+use rustix::io::Errno;
+
+use super::shared::Shared;
+use super::table::{Content, State};
+
+/// The longest single read of the device, in bytes.
+const LONGEST_READ: usize = 1 << 20;
+/// Bytes that the device is asked about at a time, whether it has data there.
+const ASKED: usize = 16 << 20;
+/// Buffers that are kept for the next read.
+const BUFFERS: usize = 16;
+
+/// Units that are busy for us. What is not settled when it is dropped is absent again.
+struct Claim<'a> {
+    shared: &'a Shared,
+    units: Range<usize>,
+    /// Not woken on failure: it will be when it is worth another attempt.
+    patient: Option<usize>,
+}
+
+impl Claim<'_> {
+    /// The first `count` units are in memory.
+    fn filled(&mut self, count: usize) {
+        let end = self.units.start + count;
+        let units = self.units.start..end;
+        self.shared.settle(units.clone(), State::Present);
+        let resident = &self.shared.counts.resident;
+        resident.fetch_add(count, Ordering::Relaxed);
+        self.shared.note_arrival(units);
+        self.units.start = end;
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        if self.units.is_empty() {
+            return;
+        }
+        self.shared.settle(self.units.clone(), State::Absent);
+        // Whoever touched one of them was told nothing, as it was busy.
+        match self.patient.filter(|unit| self.units.contains(unit)) {
+            Some(unit) => {
+                self.shared.wake(self.units.start..unit);
+                self.shared.wake(unit + 1..self.units.end);
+            }
+            None => self.shared.wake(self.units.clone()),
+        }
+    }
+}
+
+impl Shared {
+    /// Fetches units that the caller has claimed. `patient` is a unit whose faults are not woken by a failure.
+    pub(super) fn fetch(
+        &self,
+        units: Range<usize>,
+        patient: Option<usize>,
+    ) -> Result<(), DeviceError> {
+        let mut claim = Claim {
+            shared: self,
+            units,
+            patient,
+        };
+        while !claim.units.is_empty() {
+            if self.is_closed() {
+                return Err(DeviceError::Closed);
+            }
+            let first = claim.units.start;
+            let content = self.content(first);
+            let same = claim
+                .units
+                .clone()
+                .take_while(|unit| self.content(*unit) == content)
+                .count();
+            let count = match content {
+                Content::Zero => self.fetch_zeros(first..first + same).map(|()| same)?,
+                _ => self.fetch_data(first..first + same)?,
+            };
+            claim.filled(count);
+        }
+        Ok(())
+    }
+
+    /// Fills claimed units with `data`, which differs from the device's.
+    pub(super) fn fetch_from(&self, units: Range<usize>, data: &[u8]) -> Result<(), DeviceError> {
+        let mut claim = Claim {
+            shared: self,
+            patient: None,
+            units,
+        };
+        self.fill(claim.units.start * self.unit, data, false)?;
+        claim.filled(claim.units.len());
+        Ok(())
+    }
+
+    /// Makes sure that units are in memory, by the caller's own reads where nobody else is at it.
+    pub(super) fn ensure(&self, units: Range<usize>, deadline: Instant) -> Result<(), DeviceError> {
+        let mut at = units.start;
+        while at < units.end {
+            if self.is_closed() {
+                return Err(DeviceError::Closed);
+            }
+            match self.table.state(at) {
+                State::Present => at += 1,
+                State::Busy => self.wait(at, deadline)?,
+                State::Failed => {
+                    if self.unpoison(at)? {
+                        self.fetch(at..at + 1, None)?;
+                    }
+                }
+                State::Absent => {
+                    let window = self.streams.lock().fault(at);
+                    let claimed = self.table.claim(at, window.now.max(units.end - at));
+                    let end = claimed.end.min(units.end);
+                    // What was only fetched ahead may fail.
+                    self.fetch(claimed, None)
+                        .or_else(|error| match self.all_present(at..end) {
+                            true => Ok(()),
+                            false => Err(error),
+                        })?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Wakes who waits for a page in the units.
+    pub(super) fn wake(&self, units: Range<usize>) {
+        if units.is_empty() {
+            return;
+        }
+        let bytes = self.bytes(&units);
+        if let Err(error) = self
+            .uffd
+            .wake(self.memory.address(bytes.start), bytes.len())
+        {
+            tracing::warn!("waking who waits for memory: {error}");
+        }
+    }
+
+    /// What the device has there; asks it for a stretch at a time.
+    fn content(&self, unit: usize) -> Content {
+        if !self.capabilities.extents {
+            return Content::Data;
+        }
+        match self.table.content(unit) {
+            Content::Unknown => {
+                self.ask(unit);
+                match self.table.content(unit) {
+                    Content::Unknown => Content::Data,
+                    known => known,
+                }
+            }
+            known => known,
+        }
+    }
+
+    /// A failure only means that data is read which need not be.
+    fn ask(&self, unit: usize) {
+        let start = unit * self.unit;
+        let length = ASKED.next_multiple_of(self.unit).min(self.size - start);
+        let answer = catch_unwind(AssertUnwindSafe(|| {
+            self.device.extents(start as u64, length as u64)
+        }));
+        let Ok(Ok(runs)) = answer else {
+            tracing::debug!("the device does not say what it has at {start}");
+            return;
+        };
+        let mut zero_from = None;
+        let mut told = unit;
+        let last = (start + length).div_ceil(self.unit);
+        for run in runs {
+            let end = usize::try_from(run.end()).unwrap_or(usize::MAX);
+            let from = usize::try_from(run.offset).unwrap_or(usize::MAX);
+            // A unit that lies half in one kind and half in another counts as data.
+            if run.kind == ExtentKind::Data {
+                zero_from = None;
+            } else if zero_from.is_none() {
+                zero_from = Some(from.div_ceil(self.unit));
+            }
+            // The last unit may reach beyond the device, where there are zeros.
+            let upto = match end >= self.size {
+                true => last,
+                false => (end / self.unit).min(last),
+            };
+            while told < upto {
+                let zero = zero_from.is_some_and(|from| told >= from);
+                self.table.learn(told, zero);
+                told += 1;
+            }
+            if end >= start + length {
+                break;
+            }
+        }
+    }
+
+    fn fetch_zeros(&self, units: Range<usize>) -> Result<(), DeviceError> {
+        let bytes = self.bytes(&units);
+        let mut at = bytes.start;
+        while at < bytes.end {
+            let done = self.uffd.zero(self.memory.address(at), bytes.end - at);
+            at += self.after(at, done)?;
+        }
+        let zero = bytes.len() as u64;
+        self.counts.zero_bytes.fetch_add(zero, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Reads the first units of a run and fills them in; returns how many.
+    fn fetch_data(&self, units: Range<usize>) -> Result<usize, DeviceError> {
+        let longest = LONGEST_READ.min(self.capabilities.longest as usize) / self.unit;
+        let count = units.len().min(longest.max(1));
+        let bytes = self.bytes(&(units.start..units.start + count));
+        let length = bytes.end.min(self.size) - bytes.start;
+        let mut buffer = self.buffers.lock().pop().unwrap_or_default();
+        // The end of the last page is not the device's.
+        buffer.clear();
+        buffer.resize(bytes.len(), 0);
+        self.counts.reads.fetch_add(1, Ordering::Relaxed);
+        let read = catch_unwind(AssertUnwindSafe(|| {
+            self.device.read(bytes.start as u64, &mut buffer[..length])
+        }));
+        match read {
+            Ok(result) => result?,
+            Err(_) => {
+                let panicked = std::io::Error::other("the device panicked in a read");
+                return Err(DeviceError::Io(Arc::new(panicked)));
+            }
+        }
+        self.counts
+            .bytes_read
+            .fetch_add(length as u64, Ordering::Relaxed);
+        self.fill(bytes.start, &buffer, self.writable)?;
+        let mut buffers = self.buffers.lock();
+        if buffers.len() < BUFFERS {
+            buffers.push(buffer);
+        }
+        Ok(count)
+    }
+
+    /// Fills claimed pages in.
+    fn fill(&self, offset: usize, data: &[u8], clean: bool) -> Result<(), DeviceError> {
+        let mut done = 0;
+        while done < data.len() {
+            let address = self.memory.address(offset + done);
+            let copied = self.uffd.copy(address, &data[done..], clean);
+            done += self.after(offset + done, copied)?;
+        }
+        Ok(())
+    }
+
+    /// How far a call that fills came.
+    fn after(&self, offset: usize, done: Result<usize, Errno>) -> Result<usize, DeviceError> {
+        match done {
+            Ok(0) => {
+                // The address space is being changed by somebody else: again, but not before they had a turn.
+                std::thread::yield_now();
+                match self.is_closed() {
+                    true => Err(DeviceError::Closed),
+                    false => Ok(0),
+                }
+            }
+            Ok(done) => Ok(done),
+            // Nobody but us fills pages, but a page that is there is what was asked for.
+            Err(Errno::EXIST) => {
+                let address = self.memory.address(offset);
+                let _ = self.uffd.wake(address, self.page);
+                Ok(self.page)
+            }
+            Err(_) if self.is_closed() => Err(DeviceError::Closed),
+            Err(error) => Err(DeviceError::Io(Arc::new(error.into()))),
+        }
+    }
+}

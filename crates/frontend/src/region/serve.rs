@@ -1,0 +1,319 @@
+//! The threads of a region: those that serve faults, and those that bring in the rest meanwhile.
+//!
+//! Of the threads that serve faults one polls and reads a fault, hands the post of the leader over and serves it
+//! itself: no hop between threads on the way of a fault, and no herd awoken by each.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use drover_core::DeviceError;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use super::shared::Shared;
+use super::table::State;
+use super::uffd::Fault;
+
+/// The wait after the first failure; doubles with each.
+const FIRST_BACKOFF: Duration = Duration::from_millis(5);
+const LONGEST_BACKOFF: Duration = Duration::from_millis(500);
+/// What is brought in by one read without a fault, in bytes.
+const POPULATE_RUN: usize = 256 << 10;
+/// How long that stands back for faults before each read, at most.
+const STAND_BACK: Duration = Duration::from_millis(50);
+
+/// Faults that wait for another attempt. As many as threads wait for pages, at most.
+#[derive(Default)]
+pub(super) struct Retries {
+    failing: HashMap<usize, Failing>,
+    due: BinaryHeap<Reverse<(Instant, usize)>>,
+}
+
+struct Failing {
+    since: Instant,
+    attempts: u32,
+}
+
+impl Retries {
+    /// Another failure of `unit`; returns since when it fails. Of one failure long past nothing is known.
+    fn failed(&mut self, unit: usize, now: Instant) -> (Instant, u32) {
+        let failing = self.failing.entry(unit).or_insert(Failing {
+            since: now,
+            attempts: 0,
+        });
+        failing.attempts += 1;
+        (failing.since, failing.attempts)
+    }
+
+    fn forget(&mut self, unit: usize) {
+        if !self.failing.is_empty() {
+            self.failing.remove(&unit);
+        }
+    }
+
+    fn defer(&mut self, unit: usize, until: Instant) {
+        self.due.push(Reverse((until, unit)));
+    }
+
+    /// What is due by now, and how long until the next is.
+    fn due(&mut self, now: Instant) -> (Vec<usize>, Option<Duration>) {
+        let mut units = Vec::new();
+        while let Some(Reverse((at, unit))) = self.due.peek().copied() {
+            if at > now {
+                return (units, Some(at - now));
+            }
+            self.due.pop();
+            units.push(unit);
+        }
+        (units, None)
+    }
+}
+
+fn backoff(attempts: u32) -> Duration {
+    let doublings = attempts.saturating_sub(1).min(10);
+    (FIRST_BACKOFF * (1 << doublings)).min(LONGEST_BACKOFF)
+}
+
+impl Shared {
+    /// Serves faults until the region is closed.
+    pub(super) fn serve(&self) {
+        while let Some(fault) = self.next_fault() {
+            let Some(offset) = self.memory.offset(fault.address) else {
+                continue;
+            };
+            self.counts.faults.fetch_add(1, Ordering::Relaxed);
+            self.serve_fault(offset / self.unit);
+        }
+    }
+
+    /// Waits for a fault, as the leader. `None`: the region is closed.
+    fn next_fault(&self) -> Option<Fault> {
+        let _leader = self.leader.lock();
+        loop {
+            if self.is_closed() {
+                return None;
+            }
+            let (due, wait) = self.retries.lock().due(Instant::now());
+            for unit in due {
+                // Its threads fault again, which is the next attempt.
+                self.wake(unit..unit + 1);
+            }
+            match self.uffd.next() {
+                Ok(Some(fault)) => return Some(fault),
+                Ok(None) => {}
+                Err(error) => {
+                    tracing::error!("reading a page fault: {error}");
+                    return None;
+                }
+            }
+            let mut fds = [
+                PollFd::from_borrowed_fd(self.uffd.as_fd(), PollFlags::IN),
+                PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN),
+            ];
+            let wait = wait.and_then(|wait| Timespec::try_from(wait).ok());
+            match poll(&mut fds, wait.as_ref()) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => {
+                    tracing::error!("waiting for page faults: {error}");
+                    return None;
+                }
+            }
+            if !fds[1].revents().is_empty() && !self.is_closed() {
+                let _ = rustix::io::read(&self.bell, &mut [0u8; 8]);
+            }
+        }
+    }
+
+    fn serve_fault(&self, unit: usize) {
+        match self.table.state(unit) {
+            // Whoever is at it wakes this fault's thread too.
+            State::Busy => {
+                self.counts.shared.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+            State::Failed => return self.wake(unit..unit + 1),
+            State::Present => return self.found_present(unit),
+            State::Absent => {}
+        }
+        let window = self.streams.lock().fault(unit);
+        let claimed = self.table.claim(unit, window.now);
+        if claimed.is_empty() {
+            self.counts.shared.fetch_add(1, Ordering::Relaxed);
+            // Whoever was faster may be done: then it must fault again, or is served.
+            if self.table.state(unit) != State::Busy {
+                self.wake(unit..unit + 1);
+            }
+            return;
+        }
+        self.demand.fetch_add(1, Ordering::SeqCst);
+        let end = claimed.end;
+        let alone = claimed.len() == 1;
+        let mut result = self.fetch(claimed, Some(unit));
+        if result.is_err() && !alone && self.table.state(unit) == State::Absent {
+            // A neighbour's failure is not this page's.
+            let again = self.table.claim(unit, 1);
+            result = self.fetch(again, Some(unit));
+        }
+        self.demand.fetch_sub(1, Ordering::SeqCst);
+        match result {
+            Err(error) if self.table.state(unit) != State::Present => self.failed(unit, &error),
+            result => {
+                self.retries.lock().forget(unit);
+                if result.is_ok() && window.ahead > 0 && end < self.table.len() {
+                    // While the reader uses what it got. A failure shows when somebody wants it.
+                    let claimed = self.table.claim(end, window.ahead);
+                    let _ = self.fetch(claimed, None);
+                }
+                self.keep_to_limit();
+            }
+        }
+    }
+
+    /// A fault of a page that is there: it came since, or somebody else has thrown it away.
+    fn found_present(&self, unit: usize) {
+        let offset = unit * self.unit;
+        let gone = self.pagemap.as_ref().is_some_and(|map| {
+            self.bytes(&(unit..unit + 1))
+                .step_by(self.page)
+                .any(|at| map.is_there(self.memory.address(at), self.page) == Ok(false))
+        });
+        if gone && self.table.claim_present(unit) {
+            tracing::warn!("a page of a region at {offset} was thrown away by somebody else");
+            self.counts.resident.fetch_sub(1, Ordering::Relaxed);
+            // The pages of the unit that are still there stay as they are: filling passes over them.
+            if let Err(error) = self.fetch(unit..unit + 1, Some(unit)) {
+                self.failed(unit, &error);
+            }
+        }
+        self.wake(unit..unit + 1);
+    }
+
+    /// What becomes of a fault that the device gives nothing for: another attempt, or the end of it.
+    fn failed(&self, unit: usize, error: &DeviceError) {
+        if self.is_closed() {
+            return;
+        }
+        let now = Instant::now();
+        let (since, attempts) = self.retries.lock().failed(unit, now);
+        let worth_it = error.is_transient() && now.duration_since(since) < self.patience;
+        let offset = unit * self.unit;
+        if self.uffd.support.poison && !worth_it {
+            tracing::error!(
+                "{} bytes at {offset} of a memory region are lost to who touches them: {error}",
+                self.unit
+            );
+            self.retries.lock().forget(unit);
+            match self.poison(unit) {
+                Ok(()) => return,
+                Err(error) => tracing::error!("poisoning {offset}: {error}"),
+            }
+        } else if attempts == 1 {
+            tracing::warn!("{offset} of a memory region: {error}; trying again");
+        }
+        self.retries.lock().defer(unit, now + backoff(attempts));
+        self.ring();
+    }
+
+    /// From now on a touch of the unit is a `SIGBUS`.
+    fn poison(&self, unit: usize) -> Result<(), Errno> {
+        // Under this lock, a poisoned page is always known as failed: none is taken for a written one.
+        let _dirty = self.dirty.lock();
+        if self.table.claim(unit, 1).is_empty() {
+            // Somebody tries once more, and wakes.
+            return Ok(());
+        }
+        let bytes = self.bytes(&(unit..unit + 1));
+        let mut at = bytes.start;
+        while at < bytes.end {
+            match self.uffd.poison(self.memory.address(at), bytes.end - at) {
+                Ok(done) => at += done,
+                Err(Errno::EXIST) => at += self.page,
+                Err(error) => {
+                    self.settle(unit..unit + 1, State::Absent);
+                    return Err(error);
+                }
+            }
+        }
+        self.settle(unit..unit + 1, State::Failed);
+        self.counts.failed.fetch_add(1, Ordering::Relaxed);
+        self.wake(unit..unit + 1);
+        Ok(())
+    }
+
+    /// Brings in what is absent, in order, from where `next` points; several threads may.
+    pub(super) fn populate(&self, next: &AtomicUsize) {
+        let run = (POPULATE_RUN / self.unit).max(1);
+        loop {
+            let mut at = next.fetch_add(run, Ordering::Relaxed);
+            let end = at.saturating_add(run).min(self.table.len());
+            if at >= end {
+                return;
+            }
+            let mut failing: Option<(Instant, u32)> = None;
+            while at < end {
+                self.stand_back();
+                if self.is_closed() || self.is_full() {
+                    return;
+                }
+                let claimed = self.table.claim(at, end - at);
+                if claimed.is_empty() {
+                    at += 1;
+                    continue;
+                }
+                at = claimed.end;
+                let first = claimed.start;
+                if let Err(error) = self.fetch(claimed, None) {
+                    let now = Instant::now();
+                    let (since, attempts) = failing.get_or_insert((now, 0));
+                    *attempts += 1;
+                    if !error.is_transient() || now.duration_since(*since) > self.patience {
+                        tracing::warn!("a region is not populated from {first} on: {error}");
+                        break;
+                    }
+                    std::thread::sleep(backoff(*attempts));
+                    at = first;
+                }
+            }
+        }
+    }
+
+    /// Faults go first.
+    fn stand_back(&self) {
+        let until = Instant::now() + STAND_BACK;
+        while self.demand.load(Ordering::SeqCst) > 0 && !self.is_closed() {
+            if Instant::now() >= until {
+                return;
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_wait_between_attempts_grows_to_a_limit() {
+        assert_eq!(backoff(1), FIRST_BACKOFF);
+        assert_eq!(backoff(2), FIRST_BACKOFF * 2);
+        assert_eq!(backoff(u32::MAX), LONGEST_BACKOFF);
+    }
+
+    #[test]
+    fn what_is_due_comes_in_order() {
+        let (mut retries, now) = (Retries::default(), Instant::now());
+        let second = Duration::from_secs(1);
+        retries.defer(1, now + second);
+        retries.defer(2, now);
+        assert_eq!(retries.due(now), (vec![2], Some(second)));
+        assert_eq!(retries.due(now + second), (vec![1], None));
+        assert_eq!(retries.failed(5, now), (now, 1));
+        assert_eq!(retries.failed(5, now + second), (now, 2));
+        retries.forget(5);
+        assert_eq!(retries.failed(5, now + second), (now + second, 1));
+    }
+}
