@@ -85,16 +85,20 @@ impl Shared {
         range: Range<usize>,
         buffer: &mut [u8],
     ) -> Result<(), DeviceError> {
+        let deadline = Instant::now() + self.patience;
         for piece in self.pieces(range.clone()) {
             let into = &mut buffer[piece.start - range.start..piece.end - range.start];
-            let _stripe = self.stripe(piece.start).read();
-            if !self.is_readable(&piece)? {
-                // Dirty pages are not evicted, and are whole units.
-                let what = format!("{} written bytes at {} are gone", piece.len(), piece.start);
-                return Err(DeviceError::Corrupt(what));
+            loop {
+                let _stripe = self.stripe(piece.start).read();
+                if self.is_readable(&piece)? {
+                    // SAFETY: inside, whole pages, open.
+                    unsafe { self.memory.read_racing(piece.start, into) };
+                    break;
+                }
+                drop(_stripe);
+                // Written pages are not evicted; one that has just come may be written before it counts as present.
+                self.again(&piece, deadline)?;
             }
-            // SAFETY: inside, whole pages, open.
-            unsafe { self.memory.read_racing(piece.start, into) };
         }
         Ok(())
     }

@@ -225,6 +225,7 @@ impl Shared {
             // Somebody tries once more, and wakes.
             return Ok(());
         }
+        self.counts.failed.fetch_add(1, Ordering::Relaxed);
         let bytes = self.bytes(&(unit..unit + 1));
         let mut at = bytes.start;
         while at < bytes.end {
@@ -238,7 +239,6 @@ impl Shared {
             }
         }
         self.settle(unit..unit + 1, State::Failed);
-        self.counts.failed.fetch_add(1, Ordering::Relaxed);
         self.wake(unit..unit + 1);
         Ok(())
     }

@@ -14,7 +14,9 @@ pub(super) struct Streams {
 
 #[derive(Clone, Copy)]
 struct Stream {
-    /// Where its next fault must be: all before it was fetched.
+    /// Where it was last.
+    from: usize,
+    /// All before this was to be fetched.
     next: usize,
     /// What it was given last.
     window: usize,
@@ -43,10 +45,9 @@ impl Streams {
         if self.longest == 1 {
             return Window { now: 1, ahead: 0 };
         }
-        // Threads that share a stream do not fault in order: a little behind or beyond is still on the way.
-        let on_the_way = |stream: &Stream| {
-            unit + stream.window / 2 >= stream.next && unit <= stream.next + stream.window
-        };
+        // What was to be fetched may not be there yet, and threads that share a stream do not fault in order.
+        let on_the_way =
+            |stream: &Stream| unit > stream.from && unit <= stream.next + stream.window;
         let followed = self.known.iter().rposition(on_the_way);
         let mut stream = match followed {
             Some(index) => {
@@ -55,6 +56,7 @@ impl Streams {
                 Stream { window, ..stream }
             }
             None => Stream {
+                from: unit,
                 next: unit,
                 window: 1,
             },
@@ -63,6 +65,7 @@ impl Streams {
             Some(_) => stream.window,
             None => 0,
         };
+        stream.from = unit;
         stream.next = stream.next.max(unit + stream.window + ahead);
         if self.known.len() == STREAMS {
             self.known.remove(0);

@@ -21,7 +21,7 @@ pub struct Probe {
     /// Reads that fall into these bytes fail so.
     pub bad: Mutex<Option<(Range<u64>, DeviceError)>>,
     pub fail_writes: AtomicBool,
-    pub alignment: u32,
+    alignment: u32,
     shut: Mutex<bool>,
     opened: Condvar,
 }
@@ -44,6 +44,11 @@ impl Probe {
 
     pub fn of(bytes: &[u8]) -> Self {
         Self::new(MemoryDevice::from_bytes(bytes))
+    }
+
+    /// Takes only what is aligned so.
+    pub fn aligned(self, alignment: u32) -> Self {
+        Self { alignment, ..self }
     }
 
     /// Reads wait from now on.

