@@ -9,5 +9,5 @@ mod kernel;
 pub mod loopdev;
 pub mod nbd;
 pub mod nbdclient;
-pub mod ublk;
 pub mod region;
+pub mod ublk;
