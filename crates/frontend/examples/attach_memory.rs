@@ -1,25 +1,27 @@
-//! A device in memory as a block device of the kernel. What the test in a machine with both drivers runs, and a small
+//! A device in memory as a block device of the kernel: what the test in a machine with both drivers runs, and a small
 //! example of how the pieces go together.
 //!
 //! ```text
-//! attach_memory nbd  [--ioctl] [--device /dev/nbd3] [--connections N] [--dead SECONDS] [--size MIB] [--read-only]
-//! attach_memory ublk [--device /dev/ublkb3] [--size MIB] [--read-only]
+//! attach_memory nbd [--ioctl] [--connections N] [--timeout SECONDS] [--dead SECONDS] [--reconnect PATH] [COMMON]
+//! attach_memory ublk [--queues N] [COMMON]
 //! attach_memory detach [--force] PATH
+//! attach_memory status PATH
+//! COMMON: [--device PATH] [--size MIB] [--read-only] [--slow MILLISECONDS] [--file FILE]
 //! ```
 //!
-//! Attaches, says where, and serves until the device is detached by another process or a signal asks to end.
+//! Attaches, says where, and serves until the device is detached by another process, or SIGTERM asks to end: then it is
+//! detached if it is not in use.
 
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
-use drover_core::{BlockDevice, Zeroes};
-use drover_device::backend::MemoryDevice;
-use drover_frontend::nbdclient::{self, Detach, Interface};
+use drover_core::BlockDevice;
+use drover_device::backend::{FileDevice, MemoryDevice};
+use drover_device::stage::Delay;
+use drover_frontend::nbd::{Export, Server, ServerOptions};
+use drover_frontend::nbdclient::{self, Detach, Error, Interface, Local};
 use drover_frontend::ublk;
 
 type Failure = Box<dyn std::error::Error>;
@@ -32,159 +34,187 @@ fn main() {
 }
 
 fn run() -> Result<(), Failure> {
-    let mut words = std::env::args().skip(1);
-    let mode = words.next().ok_or("nbd, ublk or detach?")?;
-    let mut flags = Vec::new();
-    let mut values = Vec::new();
-    let mut path = None;
-    while let Some(word) = words.next() {
-        match word.as_str() {
-            "--ioctl" | "--read-only" | "--force" => flags.push(word),
-            "--device" | "--connections" | "--dead" | "--size" => {
-                values.push((word, words.next().ok_or("a value is missing")?));
-            }
-            _ => path = Some(PathBuf::from(word)),
-        }
-    }
-    let is = |flag: &str| flags.iter().any(|f| f == flag);
-    let text = |name: &str| values.iter().find(|(n, _)| n == name).map(|(_, v)| v);
-    let number = |name: &str| text(name).map(|v| v.parse::<u64>()).transpose();
-    let how = if is("--force") {
+    let words = Words::parse(std::env::args().skip(1))?;
+    let how = if words.has("--force") {
         Detach::Force
     } else {
         Detach::IfUnused
     };
-
-    let size = number("--size")?.unwrap_or(64) << 20;
-    match (mode.as_str(), path) {
-        ("nbd", None) => {
-            let device = Arc::new(MemoryDevice::new(size));
-            let options = nbdclient::Options {
-                device: text("--device").map(PathBuf::from),
-                read_only: is("--read-only"),
-                flags: nbdclient::FLAG_SEND_FLUSH
-                    | nbdclient::FLAG_SEND_FUA
-                    | nbdclient::FLAG_SEND_TRIM
-                    | nbdclient::FLAG_CAN_MULTI_CONN,
-                dead_conn_timeout: number("--dead")?.map(Duration::from_secs),
-                identifier: Some("drover example".into()),
-                interface: if is("--ioctl") {
-                    Interface::Ioctl
-                } else {
-                    Interface::Any
-                },
-                ..nbdclient::Options::new(size)
+    match (words.mode.as_str(), &words.path) {
+        ("nbd", None) => serve(nbd(&words)?),
+        ("ublk", None) => serve(ublk(&words)?),
+        ("detach", Some(path)) if is_ublk(path) => Ok(ublk::detach_path(path, how)?),
+        ("detach", Some(path)) => Ok(nbdclient::detach_path(path, how)?),
+        ("status", Some(path)) => {
+            let attached = if is_ublk(path) {
+                ublk::is_attached(path)?
+            } else {
+                nbdclient::is_attached(path)?
             };
-            nbd(&device, &options, number("--connections")?.unwrap_or(1))
+            let state = if attached { "attached" } else { "free" };
+            println!("{} is {state}", path.display());
+            Ok(())
         }
-        ("ublk", None) => {
-            let options = ublk::Options {
-                device: text("--device").map(PathBuf::from),
-                read_only: is("--read-only"),
-                ..ublk::Options::default()
-            };
-            serve_ublk(Arc::new(MemoryDevice::new(size)), &options)
-        }
-        ("detach", Some(path)) if path.to_string_lossy().starts_with("/dev/ublk") => {
-            Ok(ublk::detach_path(&path, how)?)
-        }
-        ("detach", Some(path)) => Ok(nbdclient::detach_path(&path, how)?),
-        _ => Err("what is asked for is not clear".into()),
+        _ => Err("say nbd, ublk, detach PATH or status PATH".into()),
     }
 }
 
-fn nbd(
-    device: &Arc<MemoryDevice>,
-    options: &nbdclient::Options,
-    connections: u64,
-) -> Result<(), Failure> {
-    let asked = asked_to_end()?;
-    let mut sockets = Vec::new();
-    let mut servers = Vec::new();
-    for _ in 0..connections {
-        let (kernel, server) = UnixStream::pair()?;
-        sockets.push(kernel.into());
-        let device = device.clone();
-        servers.push(thread::spawn(move || serve(&*device, server)));
-    }
-    let begin = Instant::now();
-    let mut attached = nbdclient::attach(sockets, options)?;
-    let millis = begin.elapsed().as_millis();
-    println!("attached {} after {millis} ms", attached.path().display());
-    while !servers.iter().all(thread::JoinHandle::is_finished) {
-        if asked.swap(false, Ordering::Relaxed) {
-            match attached.detach(Detach::IfUnused) {
-                Ok(()) => break,
-                Err(error) => println!("attach_memory: {error}"),
-            }
-        }
-        thread::sleep(Duration::from_millis(20));
-    }
-    for server in servers {
-        server.join().map_err(|_| "a server panicked")??;
-    }
-    println!("detached, {} KiB in use", device.allocated() >> 10);
-    Ok(())
+fn is_ublk(path: &Path) -> bool {
+    path.to_string_lossy().starts_with("/dev/ublk")
 }
 
-fn serve_ublk(device: Arc<MemoryDevice>, options: &ublk::Options) -> Result<(), Failure> {
-    let asked = asked_to_end()?;
-    let begin = Instant::now();
-    let mut attached = ublk::attach(device.clone(), options)?;
-    let millis = begin.elapsed().as_millis();
-    println!("attached {} after {millis} ms", attached.path().display());
-    while !attached.is_gone() {
-        if asked.swap(false, Ordering::Relaxed) {
-            match attached.detach(Detach::IfUnused) {
-                Ok(()) => break,
-                Err(error) => println!("attach_memory: {error}"),
-            }
-        }
-        thread::sleep(Duration::from_millis(20));
-    }
-    attached.detach(Detach::IfUnused)?;
-    println!("detached, {} KiB in use", device.allocated() >> 10);
-    Ok(())
+/// The command line.
+struct Words {
+    mode: String,
+    flags: Vec<String>,
+    values: Vec<(String, String)>,
+    path: Option<PathBuf>,
 }
 
-fn asked_to_end() -> Result<Arc<AtomicBool>, Failure> {
-    let asked = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGTERM, signal_hook::consts::SIGINT] {
-        signal_hook::flag::register(signal, asked.clone())?;
-    }
-    Ok(asked)
-}
-
-fn serve(device: &impl BlockDevice, mut stream: UnixStream) -> std::io::Result<()> {
-    let mut header = [0; 28];
-    loop {
-        if stream.read_exact(&mut header).is_err() {
-            return Ok(());
-        }
-        let flags = u16::from_be_bytes([header[4], header[5]]);
-        let kind = u16::from_be_bytes([header[6], header[7]]);
-        let offset = u64::from_be_bytes(header[16..24].try_into().unwrap());
-        let length = u32::from_be_bytes(header[24..28].try_into().unwrap());
-        let mut data = vec![0; if kind < 2 { length as usize } else { 0 }];
-        let result = match kind {
-            0 => device.read(offset, &mut data),
-            1 => {
-                stream.read_exact(&mut data)?;
-                device.write(offset, &data)
-            }
-            2 => return Ok(()),
-            3 => device.flush(),
-            4 => device.trim(offset, length.into()),
-            _ => device.write_zeroes(offset, length.into(), Zeroes::default()),
+impl Words {
+    fn parse(mut words: impl Iterator<Item = String>) -> Result<Self, Failure> {
+        let mut parsed = Self {
+            mode: words.next().unwrap_or_default(),
+            flags: Vec::new(),
+            values: Vec::new(),
+            path: None,
         };
-        let _ = flags;
-        let mut reply = Vec::new();
-        reply.extend(0x6744_6698u32.to_be_bytes());
-        reply.extend(if result.is_ok() { 0u32 } else { 5 }.to_be_bytes());
-        reply.extend(&header[8..16]);
-        if kind == 0 && result.is_ok() {
-            reply.extend(&data);
+        while let Some(word) = words.next() {
+            match word.as_str() {
+                "--ioctl" | "--read-only" | "--force" => parsed.flags.push(word),
+                _ if word.starts_with("--") => {
+                    let value = words.next().ok_or(format!("{word} wants a value"))?;
+                    parsed.values.push((word, value));
+                }
+                _ => parsed.path = Some(word.into()),
+            }
         }
-        stream.write_all(&reply)?;
+        Ok(parsed)
     }
+
+    fn has(&self, flag: &str) -> bool {
+        self.flags.iter().any(|f| f == flag)
+    }
+
+    fn value(&self, name: &str) -> Option<&str> {
+        let found = self.values.iter().find(|(n, _)| n == name);
+        found.map(|(_, value)| value.as_str())
+    }
+
+    fn number(&self, name: &str) -> Result<Option<u64>, Failure> {
+        Ok(self.value(name).map(str::parse).transpose()?)
+    }
+
+    fn device(&self) -> Result<Arc<dyn BlockDevice>, Failure> {
+        let size = self.number("--size")?.unwrap_or(64) << 20;
+        if let Some(path) = self.value("--file") {
+            let file = std::fs::File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(path)?;
+            file.set_len(size)?;
+            return Ok(Arc::new(FileDevice::new(file, self.has("--read-only"))?));
+        }
+        let memory = MemoryDevice::new(size);
+        Ok(match self.number("--slow")? {
+            Some(millis) => {
+                let latency = Duration::from_millis(millis);
+                Arc::new(Delay::new(memory, latency, Duration::ZERO))
+            }
+            None => Arc::new(memory),
+        })
+    }
+}
+
+fn nbd(words: &Words) -> Result<Box<dyn Device>, Failure> {
+    let export = Export {
+        name: "memory".into(),
+        description: String::new(),
+        device: words.device()?,
+        read_only: words.has("--read-only"),
+    };
+    let server = Server::new(vec![export], ServerOptions::default())?;
+    let connections = words.number("--connections")?.unwrap_or(1);
+    let connections = usize::try_from(connections)?;
+    if let Some(path) = words.value("--reconnect") {
+        let local = nbdclient::reconnect_local(Path::new(path), &server, "memory", connections)?;
+        return Ok(Box::new(local));
+    }
+    let dead = words.number("--dead")?;
+    let timeout = words.number("--timeout")?.map(Duration::from_secs);
+    let local = nbdclient::attach_local(&server, "memory", connections, |mut options| {
+        options.device = words.value("--device").map(PathBuf::from);
+        options.dead_conn_timeout = dead.map(Duration::from_secs);
+        options.timeout = timeout.or(options.timeout);
+        options.identifier = Some("drover example".into());
+        if words.has("--ioctl") {
+            options.interface = Interface::Ioctl;
+        }
+        options
+    })?;
+    Ok(Box::new(local))
+}
+
+fn ublk(words: &Words) -> Result<Box<dyn Device>, Failure> {
+    let mut options = ublk::Options {
+        device: words.value("--device").map(PathBuf::from),
+        read_only: words.has("--read-only"),
+        ..ublk::Options::default()
+    };
+    if let Some(queues) = words.number("--queues")? {
+        options.queues = u16::try_from(queues)?;
+    }
+    Ok(Box::new(ublk::attach(words.device()?, &options)?))
+}
+
+/// What both kinds of devices can be asked.
+trait Device {
+    fn path(&self) -> &Path;
+    fn is_gone(&self) -> bool;
+    fn detach(&mut self, how: Detach) -> Result<(), Error>;
+}
+
+impl Device for Local {
+    fn path(&self) -> &Path {
+        self.path()
+    }
+    fn is_gone(&self) -> bool {
+        self.is_gone()
+    }
+    fn detach(&mut self, how: Detach) -> Result<(), Error> {
+        self.detach(how)
+    }
+}
+
+impl Device for ublk::Attached {
+    fn path(&self) -> &Path {
+        self.path()
+    }
+    fn is_gone(&self) -> bool {
+        self.is_gone()
+    }
+    fn detach(&mut self, how: Detach) -> Result<(), Error> {
+        self.detach(how)
+    }
+}
+
+fn serve(mut device: Box<dyn Device>) -> Result<(), Failure> {
+    let asked = Arc::new(AtomicBool::new(false));
+    signal_hook::flag::register(signal_hook::consts::SIGTERM, asked.clone())?;
+    println!("attached {}", device.path().display());
+    while !device.is_gone() {
+        if asked.swap(false, Ordering::Relaxed) {
+            match device.detach(Detach::IfUnused) {
+                Ok(()) => break,
+                Err(error) => println!("attach_memory: {error}"),
+            }
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let begin = Instant::now();
+    device.detach(Detach::IfUnused)?;
+    println!("detached after {} s", begin.elapsed().as_secs());
+    Ok(())
 }

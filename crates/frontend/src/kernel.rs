@@ -146,6 +146,9 @@ pub enum Error {
     /// The options do not fit together.
     #[error("cannot attach: {0}")]
     Options(String),
+    /// The server does not take the connections for it.
+    #[error(transparent)]
+    Server(#[from] crate::nbd::NbdError),
     /// Not the path of a device of this driver.
     #[error("{path} is not {expected}")]
     WrongPath {

@@ -1,7 +1,7 @@
 //! The kernel's NBD client: `/dev/nbdN` on sockets whose other ends an NBD server reads (r3map §1.4.4.3 to §1.4.4.6).
 //!
 //! The handshake is over, or was never needed, when the sockets come here: the kernel speaks the transmission phase
-//! only. With a socket pair and the server of this crate, device and server need no listener and no handshake.
+//! only. With a socket pair and the server of this crate ([`attach_local`]), they need no listener and no handshake.
 //!
 //! Generic netlink configures the device in one message and does not need a thread that waits in the kernel; where
 //! the driver has no netlink family, ioctls do. Netlink's answer comes when the device is ready; after the ioctls its
@@ -9,6 +9,7 @@
 //! waits for [`reconnect`] as long as [`Options::dead_conn_timeout`] says, and [`detach_path`] removes it.
 
 mod ioctl;
+mod local;
 mod netlink;
 #[cfg(test)]
 mod tests;
@@ -23,27 +24,18 @@ use rustix::io::Errno;
 
 use crate::kernel::{self, DEADLINE};
 pub use crate::kernel::{Detach, Error};
+use crate::nbd::Facts;
+use crate::nbd::wire::transmission;
+pub use local::{Local, attach_local, reconnect_local};
 use netlink::{Connection, Request};
-
-/// Bit 0 of the transmission flags: they mean something.
-pub const FLAG_HAS_FLAGS: u16 = 1 << 0;
-/// Transmission flag: takes no writes.
-pub const FLAG_READ_ONLY: u16 = 1 << 1;
-/// Transmission flag: flush is answered.
-pub const FLAG_SEND_FLUSH: u16 = 1 << 2;
-/// Transmission flag: writes through are answered.
-pub const FLAG_SEND_FUA: u16 = 1 << 3;
-/// Transmission flag: trim is answered.
-pub const FLAG_SEND_TRIM: u16 = 1 << 5;
-/// Transmission flag: write zeroes is answered (kernels from 6.13 on use it).
-pub const FLAG_SEND_WRITE_ZEROES: u16 = 1 << 6;
-/// Transmission flag: a flush on one connection covers the writes of all.
-pub const FLAG_CAN_MULTI_CONN: u16 = 1 << 8;
 
 /// Sockets that one device may have.
 pub const MOST_CONNECTIONS: usize = 16;
 /// Bytes of [`Options::identifier`] that the kernel is given.
 pub const LONGEST_IDENTIFIER: usize = 200;
+
+/// [`Options::timeout`] when nobody says otherwise: longer than a device may think about a request.
+const TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
 
 const MISSING: Error = Error::Missing {
     driver: "nbd",
@@ -82,10 +74,11 @@ pub struct Options {
     pub block_size: u32,
     /// Takes no writes, whatever `flags` say.
     pub read_only: bool,
-    /// Transmission flags as the server gives them. Several sockets need [`FLAG_CAN_MULTI_CONN`].
+    /// Transmission flags as the server gives them. Several sockets need [`transmission::CAN_MULTI_CONN`].
     pub flags: u16,
-    /// After which a request that has no answer fails (whole seconds, at least one). `None`: never, as long as the
-    /// socket lives; the server answers for every request then.
+    /// After which a request that has no answer costs its connection (whole seconds, at least one). Without it,
+    /// requests that were under way when the server died hang until the device is detached, for the kernel looks after
+    /// them only then; with it, a server must answer every request within it, an error too.
     pub timeout: Option<Duration>,
     /// How long requests wait for [`reconnect`] when all sockets are dead, before they fail (netlink only). `None`:
     /// they fail at once.
@@ -97,7 +90,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// A writable device of `size` bytes with blocks of 512 and a server that can flush.
+    /// A writable device of `size` bytes with blocks of 512, a server that can flush, and two minutes for each request.
     #[must_use]
     pub fn new(size: u64) -> Self {
         Self {
@@ -105,17 +98,32 @@ impl Options {
             size,
             block_size: 512,
             read_only: false,
-            flags: FLAG_HAS_FLAGS | FLAG_SEND_FLUSH,
-            timeout: None,
+            flags: transmission::HAS_FLAGS | transmission::SEND_FLUSH,
+            timeout: Some(TIMEOUT_DEFAULT),
             dead_conn_timeout: None,
             identifier: None,
             interface: Interface::Any,
         }
     }
 
+    /// What the server says of an export.
+    #[must_use]
+    pub fn of(facts: &Facts) -> Self {
+        Self {
+            block_size: facts.minimum.max(512),
+            read_only: facts.read_only,
+            flags: facts.flags(false),
+            ..Self::new(facts.size)
+        }
+    }
+
     fn transmission_flags(&self) -> u64 {
-        let read_only = if self.read_only { FLAG_READ_ONLY } else { 0 };
-        u64::from(self.flags | FLAG_HAS_FLAGS | read_only)
+        let read_only = if self.read_only {
+            transmission::READ_ONLY
+        } else {
+            0
+        };
+        u64::from(self.flags | transmission::HAS_FLAGS | read_only)
     }
 
     fn check(&self, sockets: usize) -> Result<(), Error> {
@@ -125,7 +133,7 @@ impl Options {
                 "{sockets} sockets: 1 to {MOST_CONNECTIONS} are possible"
             ));
         }
-        if sockets > 1 && self.flags & FLAG_CAN_MULTI_CONN == 0 {
+        if sockets > 1 && self.flags & transmission::CAN_MULTI_CONN == 0 {
             return wrong(format!(
                 "{sockets} sockets, but the server does not take several connections"
             ));

@@ -189,19 +189,9 @@ impl Attached {
         if how == Detach::IfUnused && !self.is_gone() {
             kernel::settle(&self.path)?;
         }
-        // Whoever stopped the device may have removed it too, and the number may be another's by now.
-        match info(self.index, &self.path) {
-            Ok(info) if info.token == self.token => {
-                stop(self.index, &self.path)?;
-                if !kernel::wait_until(DEADLINE, || self.is_gone()) {
-                    return Err(Error::deadline("finish its requests", &self.path));
-                }
-                match delete(self.index, &self.path) {
-                    Ok(()) | Err(Error::NotAttached { .. }) => {}
-                    Err(error) => return Err(error),
-                }
-            }
-            Ok(_) | Err(Error::NotAttached { .. }) => {}
+        match self.remove() {
+            // Whoever stopped the device has removed it too.
+            Ok(()) | Err(Error::NotAttached { .. }) => {}
             Err(error) => return Err(error),
         }
         self.attached = false;
@@ -211,6 +201,17 @@ impl Attached {
             }
         }
         Ok(())
+    }
+
+    fn remove(&self) -> Result<(), Error> {
+        if info(self.index, &self.path)?.token != self.token {
+            return Ok(()); // the number is another's by now
+        }
+        stop(self.index, &self.path)?;
+        if !kernel::wait_until(DEADLINE, || self.is_gone()) {
+            return Err(Error::deadline("finish its requests", &self.path));
+        }
+        delete(self.index, &self.path)
     }
 }
 

@@ -1,7 +1,11 @@
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use drover_device::backend::MemoryDevice;
 
 use super::netlink::{Answer, take_message};
 use super::*;
+use crate::nbd::{Export, Server, ServerOptions};
 
 fn message(kind: u16, sequence: u32, body: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -24,7 +28,7 @@ fn a_connect_request_is_the_bytes_that_the_kernel_expects() {
     let fd = |at: usize| u8::try_from(sockets[at].as_raw_fd()).unwrap();
     let options = Options {
         read_only: true,
-        flags: FLAG_SEND_FLUSH | FLAG_CAN_MULTI_CONN,
+        flags: transmission::SEND_FLUSH | transmission::CAN_MULTI_CONN,
         timeout: Some(Duration::from_millis(1500)),
         dead_conn_timeout: Some(Duration::from_secs(7)),
         identifier: Some("web".into()),
@@ -157,7 +161,7 @@ fn options_that_do_not_fit_are_refused_with_a_reason() {
     let good = Options::new(1 << 20);
     assert!(good.check(1).is_ok());
     let several = Options {
-        flags: FLAG_CAN_MULTI_CONN,
+        flags: transmission::CAN_MULTI_CONN,
         ..good.clone()
     };
     assert!(several.check(MOST_CONNECTIONS).is_ok());
@@ -249,4 +253,46 @@ fn times_are_whole_seconds_and_never_none() {
     assert_eq!(seconds(Duration::ZERO), 1);
     assert_eq!(seconds(Duration::from_millis(1001)), 2);
     assert_eq!(seconds(Duration::from_secs(30)), 30);
+}
+
+#[test]
+fn an_export_is_offered_to_the_kernel_as_the_server_says() {
+    let export = |alignment, read_only| {
+        let can = drover_core::BlockDevice::capabilities(&MemoryDevice::new(1 << 20));
+        let can = drover_core::Capabilities { alignment, ..can };
+        Options::of(&Facts::new(1 << 20, can, read_only).unwrap())
+    };
+    let options = export(1, false);
+    assert_eq!((options.size, options.block_size), (1 << 20, 512));
+    assert!(
+        options.check(4).is_ok(),
+        "its server takes several connections"
+    );
+    assert_eq!(options.transmission_flags() & 0b1111, 0b1101);
+    let options = export(4096, true);
+    assert_eq!(options.block_size, 4096);
+    assert_eq!(options.transmission_flags() & 0b1111, 0b1111);
+    // Larger than the kernel's blocks can be.
+    let message = export(8192, false).check(1).unwrap_err().to_string();
+    assert!(message.contains("8192"), "{message}");
+}
+
+#[test]
+fn a_local_device_needs_an_export_that_is_there() {
+    let export = Export {
+        name: "web".into(),
+        description: String::new(),
+        device: Arc::new(MemoryDevice::new(1 << 20)),
+        read_only: false,
+    };
+    let server = Server::new(vec![export], ServerOptions::default()).unwrap();
+    let attach = |name| attach_local(&server, name, 1, |options| options).err();
+    let message = attach("mail").unwrap().to_string();
+    assert!(message.contains("\"mail\""), "{message}");
+    if !kernel::load_module("nbd", is_present) {
+        assert!(matches!(attach("web").unwrap(), Error::Missing { .. }));
+        // The connections that were begun for it have ended.
+        let none = || server.counts().open == 0;
+        assert!(kernel::wait_until(DEADLINE, none));
+    }
 }

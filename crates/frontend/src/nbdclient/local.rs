@@ -1,0 +1,115 @@
+//! The kernel's client and this crate's server in one process, on socket pairs: what r3map §1.4.4.6 calls a mount by
+//! path.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use super::{Attached, Detach, Error, Options, attach, reconnect};
+use crate::nbd::{Connection, Negotiated, Server};
+
+/// How long a connection may take to end when its device is gone: nothing is under way on it any more.
+const END: Duration = Duration::from_secs(10);
+
+/// An attached device and the connections on which a server of this process answers for it. Dropping it detaches by
+/// force.
+pub struct Local {
+    attached: Attached,
+    connections: Vec<Connection>,
+}
+
+impl Local {
+    /// The node, `/dev/nbdN`.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.attached.path()
+    }
+
+    /// Whether the kernel has let all connections go: somebody else has detached the device.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        !self.connections.iter().any(Connection::is_open)
+    }
+
+    /// Detaches; returns when the device is free again and its connections have ended.
+    ///
+    /// # Errors
+    /// [`Error`]; the device then stays attached.
+    pub fn detach(&mut self, how: Detach) -> Result<(), Error> {
+        self.attached.detach(how)?;
+        for connection in self.connections.drain(..) {
+            if !connection.stop(END) {
+                tracing::warn!("an NBD connection was cut off after its device was gone");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Attaches an export of `server` over `connections` socket pairs. `change` adds what the server cannot say: the
+/// device's number, timeouts, a name.
+///
+/// Several connections let the kernel send and receive on several processors at once; the server already has many
+/// requests under way on one.
+///
+/// # Errors
+/// [`Error`]; nothing stays attached then.
+pub fn attach_local(
+    server: &Server,
+    export: &str,
+    connections: usize,
+    change: impl FnOnce(Options) -> Options,
+) -> Result<Local, Error> {
+    let facts = server.facts(export);
+    let facts = facts.ok_or_else(|| Error::Options(format!("there is no export {export:?}")))?;
+    let options = change(Options::of(&facts));
+    options.check(connections)?;
+    let (sockets, connections) = connect(server, export, connections)?;
+    let attached = attach(sockets, &options)?;
+    Ok(Local {
+        attached,
+        connections,
+    })
+}
+
+/// Takes over a device whose server is gone, while its requests wait ([`Options::dead_conn_timeout`]): after a restart
+/// of the process that served it. The export must be what it was.
+///
+/// # Errors
+/// [`Error`].
+pub fn reconnect_local(
+    path: &Path,
+    server: &Server,
+    export: &str,
+    connections: usize,
+) -> Result<Local, Error> {
+    let (sockets, connections) = connect(server, export, connections)?;
+    reconnect(path, sockets)?;
+    Ok(Local {
+        attached: Attached {
+            path: path.into(),
+            session: None,
+            attached: true,
+        },
+        connections,
+    })
+}
+
+fn connect(
+    server: &Server,
+    export: &str,
+    count: usize,
+) -> Result<(Vec<OwnedFd>, Vec<Connection>), Error> {
+    let mut sockets = Vec::new();
+    let mut connections = Vec::new();
+    for _ in 0..count {
+        let (kernel, own) = UnixStream::pair()
+            .map_err(|error| Error::kernel("make sockets for", Path::new("/dev/nbd"), error))?;
+        // The kernel knows neither structured replies nor block status.
+        let connection = server.serve_transmission(own, export, Negotiated::default())?;
+        sockets.push(kernel.into());
+        connections.push(connection);
+    }
+    Ok((sockets, connections))
+}
