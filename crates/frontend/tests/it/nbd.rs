@@ -1,6 +1,8 @@
 //! The NBD server against real clients, and against clients that nobody should meet.
 
 mod clients;
+mod raw;
+mod requests;
 
 use std::path::PathBuf;
 use std::sync::Arc;
