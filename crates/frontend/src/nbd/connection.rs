@@ -198,6 +198,10 @@ fn transmit(
     let run = {
         let (executor, outbox) = (Arc::clone(&executor), Arc::clone(&outbox));
         move |job: Job| {
+            // Nobody waits for it; what writes is done all the same.
+            if outbox.is_gone() && job.request.command == command::READ {
+                return;
+            }
             outbox.put(executor.execute(&job.request, job.payload, job.permit));
             outbox.flush();
         }
@@ -206,12 +210,12 @@ fn transmit(
     let network = Lane::new("nbd-network", shared.options.threads, run);
 
     let socket = transport.socket();
-    socket.receive_within(TICK)?;
+    socket.receive_within(TICK.min(shared.options.stall))?;
     socket.send_within(shared.options.stall)?;
     let stall = shared.options.stall;
     let mut serve = || -> Result<(), Ended> {
         loop {
-            if stopping.load(Ordering::Acquire) {
+            if stopping.load(Ordering::Acquire) || outbox.is_gone() {
                 return Ok(());
             }
             let header = match input.next() {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
@@ -193,13 +193,13 @@ pub(super) struct Outbox {
     transport: Arc<Transport>,
     counters: Arc<Counters>,
     state: Mutex<State>,
+    gone: AtomicBool,
 }
 
 #[derive(Default)]
 struct State {
     queue: VecDeque<Reply>,
     sending: bool,
-    failed: bool,
 }
 
 impl Outbox {
@@ -208,14 +208,19 @@ impl Outbox {
             transport,
             counters,
             state: Mutex::default(),
+            gone: AtomicBool::new(false),
         }
+    }
+
+    /// Whether the client takes nothing more: there is no use in doing what else it asked for.
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
     }
 
     /// Leaves a reply; [`Self::flush`] sends it.
     pub(super) fn put(&self, reply: Reply) {
-        let mut state = self.state.lock();
-        if !state.failed {
-            state.queue.push_back(reply);
+        if !self.is_gone() {
+            self.state.lock().queue.push_back(reply);
         }
     }
 
@@ -227,7 +232,7 @@ impl Outbox {
             return;
         }
         state.sending = true;
-        while !state.failed && !state.queue.is_empty() {
+        while !self.is_gone() && !state.queue.is_empty() {
             let mut pieces = 0;
             while let Some(next) = state.queue.front() {
                 pieces += next.pieces();
@@ -242,11 +247,11 @@ impl Outbox {
                 if let Err(error) = sent {
                     tracing::debug!(%error, "nbd: a client is gone");
                     self.transport.socket().cut();
-                    self.state.lock().failed = true;
+                    self.gone.store(true, Ordering::Release);
                 }
             });
         }
-        // What is left of a client that is gone.
+        // What is left when the client is gone.
         let left = std::mem::take(&mut state.queue);
         state.sending = false;
         drop(state);

@@ -1,8 +1,11 @@
 //! The NBD server against real clients, and against clients that nobody should meet.
 
 mod clients;
+mod hostile;
+mod lifecycle;
 mod raw;
 mod requests;
+mod tls;
 
 use std::path::PathBuf;
 use std::sync::Arc;

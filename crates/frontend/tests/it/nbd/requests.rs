@@ -20,7 +20,7 @@ fn random_requests_of_many_clients_match_a_model() {
         let calls = AtomicUsize::new(0);
         let device = Odd::new(16 << 20, cost).before(move |_, _, _| {
             // Some calls take longer, so that replies come in another order.
-            if calls.fetch_add(1, Ordering::Relaxed) % 7 == 0 {
+            if calls.fetch_add(1, Ordering::Relaxed).is_multiple_of(7) {
                 thread::sleep(Duration::from_micros(200));
             }
             Ok(())
