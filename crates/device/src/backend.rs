@@ -1,7 +1,9 @@
 //! Where a device's bytes live.
 
+mod directory;
 mod file;
 mod memory;
 
+pub use directory::{DirectoryDevice, DirectoryOptions, MOST_CHUNKS};
 pub use file::FileDevice;
 pub use memory::MemoryDevice;
