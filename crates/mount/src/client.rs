@@ -186,7 +186,7 @@ struct Rate {
 
 impl Client {
     /// Mounts an image: connects, tries again while that may help and `give_up` has not passed, and keeps the link up
-    /// from then on. Call within the runtime that `runtime` is of.
+    /// from then on, in tasks of `runtime`.
     ///
     /// # Errors
     /// [`MountError`]: refused, not reachable, or a site that does not keep to the protocol.
@@ -222,7 +222,11 @@ impl Client {
             packer: Mutex::new(Packer::new()?),
         });
         threads.run(&inner)?;
-        runtime.spawn(link::keep(inner.clone(), connector, first));
+        let up = {
+            let _inside = runtime.enter();
+            link::Up::first(&inner, first)
+        };
+        runtime.spawn(link::keep(inner.clone(), connector, up));
         runtime.spawn(look(Arc::downgrade(&inner)));
         Ok(Self { inner })
     }
@@ -424,13 +428,20 @@ impl Inner {
         }
     }
 
+    /// Tells the near side, if there is one yet, what the link's state is.
+    fn tell_link(&self, state: &State) {
+        if self.local.get().is_some() {
+            self.teller.link(state.link.clone());
+        }
+    }
+
     /// No more requests are answered.
     fn end(&self, error: DeviceError) {
         let all = {
             let mut state = self.state.lock();
             if !matches!(state.link, Link::Gone(_)) {
                 state.link = Link::Gone(error.clone());
-                self.teller.link(state.link.clone());
+                self.tell_link(&state);
             }
             state.lanes.clear();
             state.book.take_all()
@@ -470,11 +481,15 @@ impl Remote for Client {
     }
 
     fn attach(&self, local: Weak<dyn Local>) {
-        if self.inner.local.set(local).is_ok() {
-            let link = self.inner.state.lock().link.clone();
-            self.inner.teller.link(link);
-            self.inner.pump();
+        {
+            // Under the lock, so that no change is told twice or not at all.
+            let state = self.inner.state.lock();
+            if self.inner.local.set(local).is_err() {
+                return;
+            }
+            self.inner.tell_link(&state);
         }
+        self.inner.pump();
     }
 
     fn fetch(&self, chunks: Chunks) {

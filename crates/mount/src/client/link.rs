@@ -203,16 +203,42 @@ enum Ended {
     Gone(DeviceError),
 }
 
+/// A link that is up: lanes that run, and lanes that are still being opened.
+pub struct Up {
+    link: u64,
+    joining: Joining,
+    running: JoinSet<MountError>,
+}
+
+impl Up {
+    /// The front lane is open: that is the link.
+    fn begin(inner: &Arc<Inner>, link: u64, front: Lane, joining: Joining) -> Self {
+        let mut running = JoinSet::new();
+        inner.lane_up(front, &mut running);
+        inner.up();
+        Self {
+            link,
+            joining,
+            running,
+        }
+    }
+
+    /// The first link.
+    pub fn first(inner: &Arc<Inner>, first: First) -> Self {
+        Self::begin(inner, first.link, first.front, first.others)
+    }
+}
+
 /// Keeps the link up until the client is closed.
-pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: First) {
+pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Up) {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     let mut link = first.link;
-    let mut ready = Some((first.front, first.others));
+    let mut ready = Some(first);
     let mut stop = inner.stop.subscribe();
     loop {
         let ended = match ready.take() {
-            Some((front, others)) => {
-                let ended = serve(&inner, front, others).await;
+            Some(up) => {
+                let ended = serve(&inner, up).await;
                 backoff.reset();
                 ended
             }
@@ -228,10 +254,13 @@ pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: First
                     _ = stop.wait_for(|stop| *stop) => return,
                 };
                 match attempt {
-                    Ok(lanes) => {
-                        ready = Some(lanes);
-                        continue;
-                    }
+                    Ok((front, joining)) => match inner.same_image(&front.opened, true) {
+                        Ok(()) => {
+                            ready = Some(Up::begin(&inner, link, front, joining));
+                            continue;
+                        }
+                        Err(error) => Ended::Gone(error),
+                    },
                     Err(error) if error.fatal => Ended::Gone(DeviceError::Io(Arc::new(
                         std::io::Error::other(error.message),
                     ))),
@@ -256,13 +285,12 @@ pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: First
 }
 
 /// Runs a link until it ends.
-async fn serve(inner: &Arc<Inner>, front: Lane, mut joining: Joining) -> Ended {
-    if let Err(error) = inner.same_image(&front.opened, true) {
-        return Ended::Gone(error);
-    }
-    let mut running = JoinSet::new();
-    inner.lane_up(front, &mut running);
-    inner.up();
+async fn serve(inner: &Arc<Inner>, up: Up) -> Ended {
+    let Up {
+        mut joining,
+        mut running,
+        ..
+    } = up;
     let mut stop = inner.stop.subscribe();
     loop {
         tokio::select! {
@@ -351,7 +379,7 @@ impl Inner {
         let mut state = self.state.lock();
         state.ups += 1;
         state.link = Link::Up(state.ups);
-        self.teller.link(state.link.clone());
+        self.tell_link(&state);
         drop(state);
         self.issue_soon();
     }
@@ -371,7 +399,7 @@ impl Inner {
         state.link = Link::Down(why.clone());
         if was_up {
             info!(image = %self.options.image, why, "the link is down");
-            self.teller.link(state.link.clone());
+            self.tell_link(&state);
         }
         state.lanes.clear();
         for wire in std::mem::take(&mut state.wires) {

@@ -1,4 +1,6 @@
 //! The mount's two ends against each other.
 
 mod direct;
+mod keeper;
+mod managed;
 mod util;

@@ -173,7 +173,6 @@ impl Site {
     }
 
     /// The site's program starts anew.
-    #[allow(dead_code)]
     pub fn restart(&mut self) {
         self.server = serve(
             self.images.clone(),
@@ -215,7 +214,7 @@ pub fn memory(bytes: &[u8]) -> Arc<MemoryDevice> {
 
 /// Connects to a server inside the process.
 pub struct Near {
-    pub server: Arc<Server>,
+    server: Mutex<Arc<Server>>,
     pub peer: Peer,
     /// No connection can be made while this is set.
     pub down: AtomicBool,
@@ -225,20 +224,30 @@ pub struct Near {
 
 impl Near {
     pub fn new(server: Arc<Server>) -> Arc<Self> {
+        let peer = Peer {
+            key: Identity::generate().key(),
+            name: "nantes".into(),
+        };
+        Self::again(server, peer)
+    }
+
+    /// The same peer once more.
+    pub fn again(server: Arc<Server>, peer: Peer) -> Arc<Self> {
         Arc::new(Self {
-            server,
-            peer: Peer {
-                key: Identity::generate().key(),
-                name: "nantes".into(),
-            },
+            server: Mutex::new(server),
+            peer,
             down: AtomicBool::new(false),
             connects: AtomicU64::new(0),
             stop: Mutex::new(watch::Sender::new(false)),
         })
     }
 
+    /// Connects to another server from now on.
+    pub fn now(&self, server: Arc<Server>) {
+        *self.server.lock() = server;
+    }
+
     /// Breaks all connections.
-    #[allow(dead_code)]
     pub fn cut(&self) {
         let old = std::mem::replace(&mut *self.stop.lock(), watch::Sender::new(false));
         old.send_replace(true);
@@ -260,7 +269,7 @@ impl Connector for Near {
             }
             let (here, there) = Connection::pair().expect("a pair");
             let stop = self.stop.lock().subscribe();
-            let (server, peer) = (self.server.clone(), self.peer.clone());
+            let (server, peer) = (self.server.lock().clone(), self.peer.clone());
             tokio::spawn(async move {
                 let (reader, writer) = there.split();
                 let _ = server.serve_lane(reader, writer, peer, &open, stop).await;

@@ -1,0 +1,259 @@
+//! The client as the far side of a managed device.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use drover_core::{BlockDevice, DeviceError};
+use drover_device::backend::MemoryDevice;
+use drover_device::remote::{Change, Chunks, Epoch, Link, Remote};
+use drover_mount::client::{Client, Options};
+use drover_mount::protocol::{Access, MountId};
+
+use crate::keeper::Keeper;
+use crate::util::{Near, Site, content, memory, name, runtime};
+
+fn open(runtime: &tokio::runtime::Runtime, near: &Arc<Near>, options: Options) -> Client {
+    runtime
+        .block_on(Client::open(runtime.handle(), near.clone(), options))
+        .unwrap()
+}
+
+fn reader() -> Options {
+    Options::new(name("web"), Access::ReadOnly)
+}
+
+fn writer() -> Options {
+    Options::new(name("web"), Access::ReadWrite)
+}
+
+/// Asks for a thing and waits for the answer.
+fn wait(ask: impl FnOnce(drover_device::remote::Done)) -> Result<(), DeviceError> {
+    let (say, hear) = mpsc::channel();
+    ask(Box::new(move |result| say.send(result).unwrap()));
+    hear.recv_timeout(Duration::from_secs(20))
+        .expect("an answer")
+}
+
+#[test]
+fn everything_is_pulled_and_what_is_waited_for_comes_meanwhile() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let bytes = content(30_000_001, 2);
+    let site = Site::with("web", memory(&bytes));
+    let near = Near::new(site.server.clone());
+    for chunk in [4096, 65_536, 4 << 20] {
+        let client = open(&runtime, &near, Options { chunk, ..reader() });
+        let keeper = Keeper::attach(&client, true);
+        let mut random = fastrand::Rng::with_seed(u64::from(chunk));
+        for _ in 0..20 {
+            let index = random.u64(0..keeper.shape.chunks());
+            let got = keeper.get(&client, index).unwrap();
+            let at = (index * u64::from(chunk)) as usize;
+            assert!(got == bytes[at..at + got.len()]);
+        }
+        keeper.wait_all();
+        keeper.all_is(&bytes);
+        let kept = keeper.kept.lock();
+        assert!(kept.twice <= 20, "{} chunks came twice", kept.twice);
+        assert!(matches!(kept.links[..], [Link::Up(1)]), "{:?}", kept.links);
+        let traffic = client.traffic();
+        assert!(traffic.received > 1_000_000 && traffic.received < bytes.len() as u64 * 9 / 10);
+        assert_eq!(traffic.in_flight, 0);
+    }
+}
+
+#[test]
+fn a_link_that_is_cut_again_and_again_only_takes_longer() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let bytes = content(40_000_000, 3);
+    let site = Site::with("web", memory(&bytes));
+    let near = Near::new(site.server.clone());
+    let client = open(&runtime, &near, reader());
+    let keeper = Keeper::attach(&client, true);
+    for cut in 1..4u64 {
+        let enough = 100 * cut as usize;
+        keeper.wait("some chunks", |kept| kept.chunks.len() >= enough);
+        near.cut();
+        keeper.wait("the cut", |kept| {
+            kept.links
+                .iter()
+                .any(|l| matches!(l, Link::Up(n) if *n > cut))
+                || kept.chunks.len() == 611
+        });
+    }
+    keeper.wait_all();
+    keeper.all_is(&bytes);
+    assert!(keeper.kept.lock().failed.is_empty());
+}
+
+#[test]
+fn reads_wait_for_the_link_but_not_for_ever() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let bytes = content(2_000_000, 4);
+    let site = Site::with("web", memory(&bytes));
+    let near = Near::new(site.server.clone());
+    let give_up = Duration::from_millis(700);
+    let client = open(
+        &runtime,
+        &near,
+        Options {
+            give_up,
+            ..reader()
+        },
+    );
+    let keeper = Keeper::attach(&client, false);
+    keeper.get(&client, 1).unwrap();
+    near.down.store(true, Ordering::Relaxed);
+    near.cut();
+    keeper.wait("down", |kept| {
+        matches!(kept.links.last(), Some(Link::Down(_)))
+    });
+    let began = Instant::now();
+    let error = keeper.get(&client, 2).unwrap_err();
+    assert!(matches!(error, DeviceError::Unavailable(_)), "{error}");
+    assert!(began.elapsed() >= give_up && began.elapsed() < give_up * 4);
+    near.down.store(false, Ordering::Relaxed);
+    keeper.wait("up", |kept| matches!(kept.links.last(), Some(Link::Up(2))));
+    keeper.get(&client, 2).unwrap();
+    wait(|done| client.close(done)).unwrap();
+    assert!(matches!(keeper.get(&client, 3), Err(DeviceError::Closed)));
+}
+
+#[test]
+fn what_is_absent_is_known_before_it_is_asked_for() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let device = MemoryDevice::new(1 << 30);
+    for at in [0, 500 << 20, (1 << 30) - 4096] {
+        device.write(at, &[1; 4096]).unwrap();
+    }
+    let site = Site::with("web", Arc::new(device));
+    let near = Near::new(site.server.clone());
+    let client = open(&runtime, &near, reader());
+    let _keeper = Keeper::attach(&client, false);
+    let (say, hear) = mpsc::channel();
+    let all = Chunks {
+        first: 0,
+        count: 16_384,
+    };
+    client.presence(all, Box::new(move |runs| say.send(runs).unwrap()));
+    let runs = hear.recv_timeout(Duration::from_secs(20)).unwrap().unwrap();
+    let run = |first, count| Chunks { first, count };
+    assert_eq!(runs, [run(1, 7999), run(8001, 8382)]);
+}
+
+#[test]
+fn an_epoch_counts_as_a_whole_and_over_cuts() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let mut bytes = content(3_000_000, 5);
+    let mut site = Site::with("web", memory(&bytes));
+    let near = Near::new(site.server.clone());
+    let mount = MountId::random();
+    let client = open(&runtime, &near, Options { mount, ..writer() });
+    assert_eq!(client.committed(), Epoch(0));
+    let keeper = Keeper::attach(&client, false);
+    let epoch = |n: u64| {
+        let data = Bytes::from(content(2_000_000, 100 + n));
+        let changes = vec![
+            Change::Write(4096, data.clone()),
+            Change::Zero(2_400_256, 8192),
+        ];
+        (data, changes)
+    };
+    // One that is cut before it is committed is nothing.
+    let (_, changes) = epoch(7);
+    wait(|done| client.push(Epoch(1), changes, done)).unwrap();
+    near.cut();
+    keeper.wait("up", |kept| matches!(kept.links.last(), Some(Link::Up(2))));
+    assert_eq!(client.committed(), Epoch(0));
+    for n in 1..4 {
+        let (data, changes) = epoch(n);
+        wait(|done| client.push(Epoch(n), changes, done)).unwrap();
+        wait(|done| client.commit(Epoch(n), done)).unwrap();
+        assert_eq!(client.committed(), Epoch(n));
+        bytes[4096..4096 + data.len()].copy_from_slice(&data);
+        bytes[2_400_256..2_408_448].fill(0);
+    }
+    // Not the next one.
+    let skipped = wait(|done| client.push(Epoch(9), epoch(9).1, done));
+    assert!(skipped.is_err());
+    // The site's program starts anew; the lease and the epochs are there.
+    drop(client);
+    site.restart();
+    let near = Near::again(site.server.clone(), near.peer.clone());
+    let identity = |client: &Client| client.identity();
+    let client = open(&runtime, &near, Options { mount, ..writer() });
+    assert_eq!((identity(&client).epoch, identity(&client).edition), (3, 1));
+    let keeper = Keeper::attach(&client, true);
+    keeper.wait_all();
+    keeper.all_is(&bytes);
+    wait(|done| client.close(done)).unwrap();
+}
+
+#[test]
+fn two_writers_are_one_too_many() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(500_000, 6)));
+    let near = Near::new(site.server.clone());
+    let other = Near::new(site.server.clone());
+    let note = "disk of a guest".to_owned();
+    let client = open(&runtime, &near, Options { note, ..writer() });
+    let keeper = Keeper::attach(&client, false);
+    let refused = |options| {
+        let opened = Client::open(runtime.handle(), other.clone(), options);
+        runtime.block_on(opened).err().expect("refused").to_string()
+    };
+    for text in [refused(writer()), refused(reader())] {
+        assert!(
+            text.starts_with("web has been written by nantes (disk of a guest) for "),
+            "{text}"
+        );
+    }
+    let leases = site.server.leases().unwrap();
+    assert_eq!(leases.len(), 1);
+    assert_eq!(leases[0].holder.as_ref().unwrap().peer, near.peer.key.0);
+    // The owner takes it away.
+    let web = name("web");
+    let broken = site.server.break_lease(&web);
+    assert!(runtime.block_on(broken).unwrap().is_some());
+    keeper.wait("gone", |kept| {
+        matches!(kept.links.last(), Some(Link::Gone(_)))
+    });
+    let error = wait(|done| client.commit(Epoch(1), done)).unwrap_err();
+    assert!(
+        error.to_string().contains("the lease of web was broken"),
+        "{error}"
+    );
+    let client = open(&runtime, &other, writer());
+    wait(|done| client.close(done)).unwrap();
+    let client = open(&runtime, &other, reader());
+    assert!(client.read_only());
+    let refused = wait(|done| client.commit(Epoch(1), done)).unwrap_err();
+    assert!(matches!(refused, DeviceError::ReadOnly), "{refused}");
+}
+
+#[test]
+fn a_mount_whose_image_was_replaced_ends() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(500_000, 8)));
+    let near = Near::new(site.server.clone());
+    let client = open(&runtime, &near, reader());
+    let keeper = Keeper::attach(&client, false);
+    keeper.get(&client, 0).unwrap();
+    let other = Site::with("web", memory(&content(600_000, 8)));
+    near.now(other.server.clone());
+    near.cut();
+    keeper.wait("gone", |kept| {
+        matches!(kept.links.last(), Some(Link::Gone(_)))
+    });
+    let error = keeper.get(&client, 1).unwrap_err().to_string();
+    assert!(error.contains("another image at the site now"), "{error}");
+}
