@@ -5,12 +5,17 @@ use std::path::Path;
 use std::process::Command;
 
 /// Steps of `kernel.sh` that must be among those that went well: none is left out by a script that ends early.
-const STEPS: [&str; 16] = [
+const STEPS: [&str; 21] = [
     "nbd content",
     "nbd-4 content",
     "nbd-ioctl content",
     "ublk content",
     "ublk-slow server ends",
+    "nbd torture",
+    "nbd-4 torture",
+    "ublk torture",
+    "ublk-slow torture",
+    "ublk stopped: the server ends",
     "nbd backing file",
     "ublk backing file",
     "ublk discard",
@@ -30,12 +35,14 @@ const STEPS: [&str; 16] = [
 fn both_drivers_serve_file_systems_in_a_guest() {
     let test = "both_drivers_serve_file_systems_in_a_guest";
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let example = std::env::current_exe().unwrap();
-    let example = example.with_file_name("../examples/attach_memory");
+    let own = std::env::current_exe().unwrap();
     let mut guest = Command::new(here.join("../../lab/guest/run.sh"));
     guest.arg("--dir").arg(here.join("../../lab/cache"));
     guest.args(["--cpus", "2", "--timeout", "500"]);
-    guest.arg("--with").arg(example);
+    for example in ["attach_memory", "torture_device"] {
+        let example = own.with_file_name("../examples").join(example);
+        guest.arg("--with").arg(example);
+    }
     for program in ["sbin/mkfs.ext4", "sbin/e2fsck", "bin/dd", "bin/timeout"] {
         guest.arg("--with").arg(Path::new("/usr").join(program));
     }

@@ -69,6 +69,21 @@ life nbd-ioctl nbd --ioctl
 life ublk ublk
 life ublk-slow ublk --slow 2 --queues 1
 
+# Random requests from several threads against a copy.
+torture() {
+  way=$1; shift
+  starts "$way torture" "$@" --size 16
+  check "$way torture" torture_device $dev $seed 300
+  cat said
+  kill -TERM $pid
+  ends "$way torture ends"
+}
+seed=$(od -An -N2 -tu2 /dev/urandom | tr -d ' ')
+torture nbd nbd
+torture nbd-4 nbd --connections 4
+torture ublk ublk
+torture ublk-slow ublk --slow 1 --queues 1
+
 # What is written is where it belongs, and survives the device; a device of a given number; the end by a signal.
 for kind in nbd ublk; do
   number=/dev/nbd7; [ $kind = nbd ] || number=/dev/ublkb7
@@ -162,6 +177,14 @@ check "nbd restart: content" cmp noise $dev
 kill -TERM $pid
 ends "nbd restart ends"
 rm -f backing
+
+# The same for ublk: the driver waits for its server, and says so; the rest is removed when that goes on.
+starts "ublk stopped" ublk
+kill -STOP $pid
+refused "ublk stopped: no end in time" "in time" attach_memory detach --force $dev
+kill -CONT $pid
+ends "ublk stopped: the server ends"
+holds "ublk stopped: free" is_free $dev
 
 # A server that stops answering does not keep a device attached.
 starts "nbd stopped" nbd
