@@ -65,6 +65,7 @@ use rustix::io::Errno;
 
 mod access;
 mod dirty;
+mod evict;
 mod fetch;
 mod ioctl;
 mod memory;
@@ -79,6 +80,7 @@ mod uffd;
 pub use push::Pushed;
 pub use uffd::Support;
 
+use evict::Scratch;
 use memory::Memory;
 use pagemap::Pagemap;
 use shared::{Parts, Shared};
@@ -259,6 +261,10 @@ impl Region {
         };
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(std::io::Error::from)?;
+        let scratch = match options.writable && uffd.support.moves {
+            true => Some(Scratch::new(&uffd, unit.max(shared::STRIPE)).map_err(refused)?),
+            false => None,
+        };
         let cost = device.cost(0, page as u64);
         let shared = Arc::new(Shared::new(
             Parts {
@@ -270,6 +276,7 @@ impl Region {
                 uffd,
                 pagemap,
                 bell,
+                scratch,
             },
             &options,
         ));
@@ -335,8 +342,8 @@ impl Region {
     }
 
     /// Where the bytes are that may be written; `None` for a region that is not writable. As for [`Region::as_ptr`],
-    /// and who writes must be alone there: no `read_at`, `write_at` or [`Region::evict`] of the same bytes meanwhile.
-    /// A push may run.
+    /// and who writes must be alone there: no `read_at` or `write_at` of the same bytes meanwhile. Pushes and evictions
+    /// may run.
     #[must_use]
     pub fn as_mut_ptr(&self) -> Option<*mut u8> {
         self.shared.writable.then(|| self.shared.memory.base())
@@ -443,7 +450,8 @@ impl Region {
     /// Takes what lies whole in a range and was not written since it was pushed out of memory; the next touch
     /// brings it back. Returns the bytes.
     ///
-    /// What is written through a pointer at the same moment may be lost: those writers must be elsewhere.
+    /// What is written through a pointer at the same moment stays, if the kernel can move pages
+    /// ([`Support::moves`]); else such writers must be elsewhere.
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`], [`DeviceError::Closed`].

@@ -1,4 +1,4 @@
-//! Reading, writing and taking away what is in memory. Bytes are touched only under the lock of their stripe, with
+//! Reading and writing what is in memory, and the end of it. Bytes are touched only under the lock of their stripe, with
 //! the region open and the units present: no fault, no signal.
 #![allow(unsafe_code)] // Memory is copied by address.
 
@@ -9,12 +9,9 @@ use std::time::Instant;
 use drover_core::{DeviceError, check_range};
 
 use super::shared::Shared;
-use super::table::State;
 
 /// Bytes that are brought in together for one read or write.
 const STEP: usize = 1 << 20;
-/// Entries beyond what the limit holds that the order of arrival may have.
-const STALE: usize = 1024;
 
 impl Shared {
     pub(super) fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
@@ -101,92 +98,6 @@ impl Shared {
             }
         }
         Ok(())
-    }
-
-    /// Takes clean units that lie whole in the range out of memory. Returns how many bytes.
-    pub(super) fn evict(&self, range: Range<usize>) -> Result<u64, DeviceError> {
-        let mut evicted = 0;
-        let last = match range.end >= self.size {
-            true => self.table.len(),
-            false => range.end / self.unit,
-        };
-        let units = range.start.div_ceil(self.unit)..last;
-        if units.is_empty() {
-            return Ok(0);
-        }
-        for piece in self.pieces(self.bytes(&units)) {
-            let units = self.units(&piece);
-            if !units.clone().any(|u| self.table.state(u) == State::Present) {
-                continue;
-            }
-            let _stripe = self.stripe(piece.start).write();
-            let mut dirty = self.dirty.lock();
-            if self.is_closed() {
-                return Err(DeviceError::Closed);
-            }
-            self.harvest(&mut dirty, piece)?;
-            for unit in units.clone() {
-                let bytes = self.bytes(&(unit..unit + 1));
-                let pages = bytes.start / self.page..bytes.end / self.page;
-                let clean = !self.writable || dirty.is_clean(pages);
-                if clean && self.table.claim_present(unit) {
-                    self.discard(unit..unit + 1);
-                    self.settle(unit..unit + 1, State::Absent);
-                    self.counts.resident.fetch_sub(1, Ordering::Relaxed);
-                    evicted += bytes.len() as u64;
-                }
-            }
-            // Whoever touched one of them meanwhile was told nothing, as it was busy.
-            self.wake(units);
-        }
-        self.counts.evicted.fetch_add(evicted, Ordering::Relaxed);
-        Ok(evicted)
-    }
-
-    /// Makes busy units absent in memory.
-    pub(super) fn discard(&self, units: Range<usize>) {
-        let bytes = self.bytes(&units);
-        // SAFETY: the device has what they hold, or they hold nothing: the next touch brings the same back.
-        if let Err(error) = unsafe { self.memory.discard(bytes.start, bytes.len()) } {
-            tracing::warn!("giving memory back at {}: {error}", bytes.start);
-        }
-    }
-
-    /// Remembers that units came, for the limit.
-    pub(super) fn note_arrival(&self, units: Range<usize>) {
-        if self.limit.is_some() {
-            self.order.lock().push_back(units);
-        }
-    }
-
-    /// Whether the limit is reached.
-    pub(super) fn is_full(&self) -> bool {
-        let resident = self.counts.resident.load(Ordering::Relaxed);
-        self.limit
-            .is_some_and(|limit| resident * self.unit >= limit)
-    }
-
-    /// Takes what came first out of memory while there is more than the limit allows.
-    pub(super) fn keep_to_limit(&self) {
-        let Some(limit) = self.limit else { return };
-        // Evicting by hand leaves entries behind: their number has an end too.
-        let over = || {
-            let resident = self.counts.resident.load(Ordering::Relaxed);
-            resident * self.unit > limit || self.order.lock().len() > limit / self.unit + STALE
-        };
-        if !over() {
-            return;
-        }
-        let _evicting = self.evicting.lock();
-        while over() && self.held.load(Ordering::SeqCst) == 0 {
-            let Some(units) = self.order.lock().pop_front() else {
-                return;
-            };
-            if let Err(error) = self.evict(self.bytes(&units)) {
-                tracing::debug!("keeping to the limit: {error}");
-                return;
-            }
-        }
     }
 
     /// Makes every touch from now on fail, and wakes who waits.

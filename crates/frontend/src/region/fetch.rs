@@ -247,7 +247,7 @@ impl Shared {
     }
 
     /// Fills claimed pages in.
-    fn fill(&self, offset: usize, data: &[u8], clean: bool) -> Result<(), DeviceError> {
+    pub(super) fn fill(&self, offset: usize, data: &[u8], clean: bool) -> Result<(), DeviceError> {
         let mut done = 0;
         while done < data.len() {
             let address = self.memory.address(offset + done);

@@ -1,6 +1,6 @@
 //! What the threads of a region share, and the locks between them.
 //!
-//! Lock order: `pushing`, `evicting`, a stripe, `dirty`; the others (`streams`, `buffers`, `retries`, `order`) are
+//! Lock order: `pushing`, `evicting`, a stripe, `dirty`, `scratch`; the others (`streams`, `buffers`, `retries`, `order`) are
 //! taken last and alone. Only `pushing` is held while the device works; who waits for it does so with a deadline.
 
 use std::collections::VecDeque;
@@ -15,6 +15,7 @@ use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::Stats;
 use super::dirty::Dirty;
+use super::evict::Scratch;
 use super::memory::Memory;
 use super::pagemap::Pagemap;
 use super::serve::Retries;
@@ -49,6 +50,8 @@ pub(super) struct Shared {
     pub(super) dirty: Mutex<Dirty>,
     pub(super) pushing: Mutex<()>,
     pub(super) evicting: Mutex<()>,
+    /// For eviction beside writers, where the kernel can move pages.
+    pub(super) scratch: Mutex<Option<Scratch>>,
     pub(super) retries: Mutex<Retries>,
     /// Units in the order in which they came, for a region with a limit.
     pub(super) order: Mutex<VecDeque<Range<usize>>>,
@@ -91,6 +94,7 @@ pub(super) struct Parts {
     pub(super) uffd: Uffd,
     pub(super) pagemap: Option<Pagemap>,
     pub(super) bell: OwnedFd,
+    pub(super) scratch: Option<Scratch>,
 }
 
 impl Shared {
@@ -119,6 +123,7 @@ impl Shared {
             dirty: Mutex::new(Dirty::new(pages)),
             pushing: Mutex::default(),
             evicting: Mutex::default(),
+            scratch: Mutex::new(parts.scratch),
             retries: Mutex::default(),
             order: Mutex::default(),
             held: AtomicUsize::new(0),

@@ -197,10 +197,65 @@ unsafe impl Send for Words {}
 
 impl Words {
     #[allow(unsafe_code)] // What a program does with a region.
+    fn get(self, word: usize) -> u64 {
+        // SAFETY: inside the region and aligned.
+        unsafe { AtomicU64::from_ptr(self.0.add(word * 8).cast()).load(Ordering::Relaxed) }
+    }
+
+    #[allow(unsafe_code)] // What a program does with a region.
     fn set(self, word: usize, value: u64) {
         // SAFETY: inside the region and aligned; others read it as atomic words.
         unsafe { AtomicU64::from_ptr(self.0.add(word * 8).cast()).store(value, Ordering::Relaxed) }
     }
+}
+
+/// Pages leave memory and come back while a writer, who knows what it wrote, reads and writes them.
+#[test]
+fn eviction_beside_a_writer_loses_no_write() {
+    if !can("eviction_beside_a_writer_loses_no_write") {
+        return;
+    }
+    let device = Arc::new(Probe::of(&vec![0; 256 * PAGE]));
+    let region = region(&device, writable());
+    if !region.support().moves {
+        eprintln!("SKIP eviction_beside_a_writer_loses_no_write: the kernel cannot move pages");
+        return;
+    }
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let _stop = Stop(&stop);
+        let words = Words(region.as_mut_ptr().unwrap());
+        let stop = &stop;
+        let writer = scope.spawn(move || {
+            let mut random = fastrand::Rng::with_seed(8);
+            let mut model = vec![0; 256 * PAGE / 8];
+            while !stop.load(Ordering::SeqCst) {
+                // Few words of many pages: most pages are clean at most times.
+                let word = random.usize(0..256) * PAGE / 8 + random.usize(0..2);
+                assert_eq!(words.get(word), model[word], "word {word}");
+                if random.u8(..) < 64 {
+                    model[word] = random.u64(..);
+                    words.set(word, model[word]);
+                }
+            }
+            model
+        });
+        let until = Instant::now() + Duration::from_secs(2);
+        let mut evicted = 0;
+        while Instant::now() < until && !writer.is_finished() {
+            region.push().unwrap();
+            evicted += region.evict(0, 256 * PAGE as u64).unwrap();
+        }
+        stop.store(true, Ordering::SeqCst);
+        let model = writer.join().expect("the writer found what it had written");
+        assert!(evicted > 1000 * PAGE as u64, "{evicted}");
+        region.push().unwrap();
+        let content = device.content();
+        let now = content
+            .chunks_exact(8)
+            .map(|word| u64::from_ne_bytes(word.try_into().unwrap()));
+        assert!(now.eq(model));
+    });
 }
 
 /// Writers keep all words equal but for the moment of a round: what a paused push leaves on the device shows no
