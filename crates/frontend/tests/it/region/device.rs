@@ -89,7 +89,10 @@ impl BlockDevice for Probe {
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         let range = offset..offset + buffer.len() as u64;
         let unit = u64::from(self.alignment);
-        assert!(offset % unit == 0 && range.end % unit == 0, "{range:?}");
+        assert!(
+            offset.is_multiple_of(unit) && range.end.is_multiple_of(unit),
+            "{range:?}"
+        );
         self.reads.lock().push(range.clone());
         let delay = *self.delay.lock();
         if !delay.is_zero() {
@@ -112,7 +115,10 @@ impl BlockDevice for Probe {
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
         let range = offset..offset + data.len() as u64;
         let unit = u64::from(self.alignment);
-        assert!(offset % unit == 0 && range.end % unit == 0, "{range:?}");
+        assert!(
+            offset.is_multiple_of(unit) && range.end.is_multiple_of(unit),
+            "{range:?}"
+        );
         if self.fail_writes.load(Ordering::SeqCst) {
             return Err(DeviceError::Unavailable("the test says so".into()));
         }

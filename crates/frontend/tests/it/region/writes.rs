@@ -12,11 +12,14 @@ use drover_frontend::region::{Options, Region, RegionError};
 use super::device::Probe;
 use super::{PAGE, can, pattern, region, writable};
 
+/// The bytes of pages.
 fn pages(runs: &[Range<u64>]) -> Vec<Range<u64>> {
+    runs.iter().cloned().flat_map(run).collect()
+}
+
+fn run(pages: Range<u64>) -> Vec<Range<u64>> {
     let page = PAGE as u64;
-    runs.iter()
-        .map(|run| run.start * page..run.end * page)
-        .collect()
+    std::iter::once(pages.start * page..pages.end * page).collect()
 }
 
 #[test]
@@ -52,7 +55,7 @@ fn writes_are_tracked_to_the_page() {
     assert_eq!(region.push().unwrap().bytes, 0);
     // Written again, seen again.
     region.write_at(700 * PAGE as u64, &[5]).unwrap();
-    assert_eq!(region.dirty_since_mark(true).unwrap(), pages(&[700..701]));
+    assert_eq!(region.dirty_since_mark(true).unwrap(), run(700..701));
     assert_eq!(region.push().unwrap().writes, 1);
     assert!(region.hold()[..] == device.content());
 }
@@ -73,7 +76,7 @@ fn pages_written_before_they_came_are_not_fetched() {
     let data = pattern(20 * PAGE, 3);
     region.write_at(10 * PAGE as u64, &data).unwrap();
     assert_eq!(device.read_count(), 0);
-    assert_eq!(region.dirty_since_mark(false).unwrap(), pages(&[10..30]));
+    assert_eq!(region.dirty_since_mark(false).unwrap(), run(10..30));
     // Half a page is.
     region.write_at(100 * PAGE as u64 + 1, &[1]).unwrap();
     assert_eq!(device.read_count(), 1);
