@@ -192,6 +192,7 @@ impl Server {
         let who = Who {
             peer: peer.clone(),
             mount: open.mount,
+            link: open.link,
             note: open.note.clone(),
         };
         let (identity, fresh) = self.admit(&image, who, &open).await?;

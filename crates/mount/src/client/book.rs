@@ -377,6 +377,13 @@ impl<T> Book<T> {
         })
     }
 
+    /// Whether nobody waits for the request `id`.
+    pub fn is_background(&self, id: u64) -> bool {
+        self.asked
+            .get(&id)
+            .is_some_and(|asked| asked.job.is_background())
+    }
+
     /// Chunks came, for the request `id`.
     ///
     /// # Errors

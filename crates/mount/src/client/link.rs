@@ -487,7 +487,6 @@ impl Inner {
             state.book.received(lane, wire);
             state.book.credit(lane, now)
         };
-        let credit_after = credit;
         if let Answer::Chunks {
             id,
             first,
@@ -508,30 +507,29 @@ impl Inner {
             };
             // Looked at before the book believes it.
             crate::protocol::pieces(self.opened.shape(), first, count, &zeros)?;
-            let taken = {
-                let mut state = self.state.lock();
-                let taken = state.book.chunks(lane, &about, now)?;
-                if let Some(ask) = credit_after {
-                    state.send(lane, ask, Bytes::new());
-                }
-                taken
-            };
+            // Room first: once the book has them as come, nothing may keep them from being handed over.
+            let background = self.state.lock().book.is_background(id);
+            let room = self.teller.room(background).await;
+            let mut state = self.state.lock();
+            let taken = state.book.chunks(lane, &about, now)?;
+            if let Some(ask) = credit {
+                state.send(lane, ask, Bytes::new());
+            }
+            drop(state);
             if let Some(taken) = taken {
-                self.teller
-                    .chunks(ChunksTask {
-                        first,
-                        count,
-                        zeros,
-                        coding,
-                        body: message.body,
-                        again: taken.again,
-                        background: taken.background,
-                    })
-                    .await;
+                room.chunks(ChunksTask {
+                    first,
+                    count,
+                    zeros,
+                    coding,
+                    body: message.body,
+                    again: taken.again,
+                    background: taken.background,
+                });
             }
             return Ok(());
         }
-        if let Some(ask) = credit_after {
+        if let Some(ask) = credit {
             self.state.lock().send(lane, ask, Bytes::new());
         }
         if let Answer::Error { id: 0, refusal } = message.head {

@@ -55,12 +55,16 @@ pub struct Teller {
 }
 
 impl Teller {
-    /// Hands over chunks; waits when there are too many that nobody waits for.
-    pub async fn chunks(&self, task: ChunksTask) {
-        if task.background {
-            let _ = self.back.send(task).await;
-        } else {
-            self.say(Task::Chunks(task));
+    /// Waits until chunks can be handed over.
+    pub async fn room(&self, background: bool) -> Room<'_> {
+        let permit = match background {
+            // Without permit only when the threads have ended, and nobody listens.
+            true => self.back.reserve().await.ok(),
+            false => None,
+        };
+        Room {
+            teller: self,
+            permit,
         }
     }
 
@@ -82,6 +86,22 @@ impl Teller {
     fn say(&self, task: Task) {
         // The threads end with the last teller, so somebody hears.
         let _ = self.front.send(task);
+    }
+}
+
+/// Room for an answer with chunks.
+pub struct Room<'a> {
+    teller: &'a Teller,
+    permit: Option<mpsc::Permit<'a, ChunksTask>>,
+}
+
+impl Room<'_> {
+    /// Hands over chunks.
+    pub fn chunks(self, task: ChunksTask) {
+        match self.permit {
+            Some(permit) => permit.send(task),
+            None => self.teller.say(Task::Chunks(task)),
+        }
     }
 }
 

@@ -159,8 +159,8 @@ impl Image {
     ///
     /// # Errors
     /// A disk that fails.
-    pub fn close(&self, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
-        self.desk.lock().close(peer, mount)
+    pub fn close(&self, peer: PeerKey, mount: MountId, link: u64) -> Result<(), Refusal> {
+        self.desk.lock().close(peer, mount, link)
     }
 
     /// The owner takes the writer's lease away.

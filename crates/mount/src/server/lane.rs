@@ -288,6 +288,7 @@ impl Lane {
             let client = Client {
                 image: &self.image,
                 key: self.key,
+                link: self.link,
                 shape: self.shape,
                 access: self.access,
                 // Who waits for the link has time to pack.

@@ -5,7 +5,7 @@
 
 mod file;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -21,6 +21,9 @@ pub const READER_GRACE: Duration = Duration::from_secs(60);
 
 /// Broken leases that are remembered, so that their holders learn of it.
 const MAX_BROKEN: usize = 16;
+
+/// Closed mounts that are remembered.
+const MAX_CLOSED: usize = 64;
 
 /// Readers of an image at most.
 const MAX_READERS: usize = 256;
@@ -65,6 +68,8 @@ pub struct Who {
     pub peer: Peer,
     /// Which mount.
     pub mount: MountId,
+    /// Which of its links.
+    pub link: u64,
     /// What it says about itself.
     pub note: String,
 }
@@ -83,6 +88,8 @@ pub struct Desk {
     directory: PathBuf,
     record: Record,
     readers: HashMap<(PeerKey, MountId), Reader>,
+    /// Mounts that were closed lately, and on which link: a lane of it that comes late does not open them again.
+    closed: VecDeque<(PeerKey, MountId, u64)>,
 }
 
 impl Desk {
@@ -96,6 +103,7 @@ impl Desk {
             image,
             directory,
             readers: HashMap::new(),
+            closed: VecDeque::new(),
         })
     }
 
@@ -136,6 +144,12 @@ impl Desk {
         let key = (who.peer.key.0, who.mount);
         if self.record.broken.contains(&key) {
             return Err(Refusal::new(Code::LeaseLost, broken(image)));
+        }
+        let late = |(peer, mount, link): &(PeerKey, MountId, u64)| {
+            (peer, mount) == (&who.peer.key, &who.mount) && who.link <= *link
+        };
+        if self.closed.iter().any(late) {
+            return Err(Refusal::new(Code::Unavailable, "the mount is closed"));
         }
         match self.record.holder.as_ref() {
             Some(holder) if holder.is(who) => return Ok(()),
@@ -219,7 +233,11 @@ impl Desk {
     ///
     /// # Errors
     /// A disk that does not take it; the lease is then still there.
-    pub fn close(&mut self, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
+    pub fn close(&mut self, peer: PeerKey, mount: MountId, link: u64) -> Result<(), Refusal> {
+        self.closed.push_back((peer, mount, link));
+        if self.closed.len() > MAX_CLOSED {
+            self.closed.pop_front();
+        }
         self.readers.remove(&(peer, mount));
         match self.holder() {
             Some(holder) if (holder.peer, holder.mount) == (peer.0, mount) => {

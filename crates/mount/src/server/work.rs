@@ -45,6 +45,8 @@ pub struct Client<'a> {
     pub image: &'a Image,
     /// Whose it is.
     pub key: (PeerKey, MountId),
+    /// Which of its links.
+    pub link: u64,
     /// Size and chunk.
     pub shape: Shape,
     /// What it may do.
@@ -171,7 +173,7 @@ impl Client<'_> {
     /// What changes the device, for the holder of its lease only.
     fn change(&self, ask: &Ask, body: &[u8], tools: &mut Tools) -> Result<(), Refusal> {
         if let Ask::Close { .. } = ask {
-            return self.image.close(self.key.0, self.key.1);
+            return self.image.close(self.key.0, self.key.1, self.link);
         }
         if self.access == Access::ReadOnly {
             if matches!(ask, Ask::DirectFlush { .. }) {

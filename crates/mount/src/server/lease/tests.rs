@@ -9,6 +9,7 @@ fn who(n: u8) -> Who {
             name: format!("site{n}"),
         },
         mount: MountId([n; 16]),
+        link: 1,
         note: "disk of a guest".into(),
     }
 }
@@ -55,7 +56,8 @@ fn one_writes_or_many_read() {
         e.text.starts_with("web has been read by site") && e.text.contains("for 5 min; unmount"),
         "{e}"
     );
-    desk.close(who(1).peer.key, who(1).mount).unwrap();
+    desk.close(who(1).peer.key, who(1).mount, who(1).link)
+        .unwrap();
     desk.left(who(2).peer.key, who(2).mount, at(300));
     assert!(
         desk.enter(&who(3), Access::ReadWrite, at(359), &|_| false)
@@ -65,7 +67,7 @@ fn one_writes_or_many_read() {
         .unwrap();
     for access in [Access::ReadOnly, Access::ReadWrite] {
         let e = desk
-            .enter(&who(1), access, at(400), &|_| false)
+            .enter(&who(4), access, at(400), &|_| false)
             .unwrap_err();
         assert!(
             e.text
@@ -99,9 +101,11 @@ fn a_writer_that_is_gone_keeps_its_lease_until_it_is_closed() {
         desk.enter(&other, Access::ReadWrite, at(9999), &|_| false)
             .is_err()
     );
-    desk.close(who(2).peer.key, who(2).mount).unwrap();
+    desk.close(who(2).peer.key, who(2).mount, who(2).link)
+        .unwrap();
     assert!(desk.holder().is_some(), "not somebody else's to close");
-    desk.close(who(1).peer.key, who(1).mount).unwrap();
+    desk.close(who(1).peer.key, who(1).mount, who(1).link)
+        .unwrap();
     let mut desk = place.desk();
     desk.enter(&who(2), Access::ReadWrite, at(0), &|_| false)
         .unwrap();
@@ -138,11 +142,17 @@ fn a_cache_is_good_until_somebody_else_writes() {
     // Epochs of its own do not make its cache stale, and the site must not have lost any.
     assert_eq!(state(&desk, &writer, 1, 4, 5), (1, true));
     assert_eq!(state(&desk, &writer, 1, 6, 5), (1, false));
-    desk.close(writer.peer.key, writer.mount).unwrap();
+    desk.close(writer.peer.key, writer.mount, writer.link)
+        .unwrap();
+    // A lane of the closed link that was still being opened.
+    let late = desk.enter(&writer, Access::ReadWrite, at(9), &|_| false);
+    assert_eq!(late.unwrap_err().code, Code::Unavailable);
+    let writer = Who { link: 2, ..writer };
     desk.enter(&writer, Access::ReadWrite, at(9), &|_| false)
         .unwrap();
     assert_eq!(state(&desk, &writer, 1, 5, 5), (1, true));
-    desk.close(writer.peer.key, writer.mount).unwrap();
+    desk.close(writer.peer.key, writer.mount, writer.link)
+        .unwrap();
     desk.enter(&reader, Access::ReadOnly, at(10), &|_| false)
         .unwrap();
     assert_eq!(state(&desk, &reader, 0, 0, 5), (1, false));
