@@ -2,8 +2,10 @@
 
 mod directory;
 mod file;
+mod image;
 mod memory;
 
 pub use directory::{DirectoryDevice, DirectoryOptions, MOST_CHUNKS};
 pub use file::FileDevice;
+pub use image::ImageDevice;
 pub use memory::MemoryDevice;

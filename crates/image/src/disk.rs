@@ -128,7 +128,18 @@ impl VirtualDisk {
     /// the file behind it counts as zero.
     #[must_use]
     pub fn extents(&self) -> Extents<'_> {
-        Extents { disk: self, at: 0 }
+        self.extents_in(0..self.size)
+    }
+
+    /// As [`VirtualDisk::extents`], for a part of the disk: looks up nothing outside it. The first and the last extent
+    /// are cut off at its ends; what of it is beyond the disk does not exist.
+    #[must_use]
+    pub fn extents_in(&self, range: Range<u64>) -> Extents<'_> {
+        Extents {
+            disk: self,
+            at: range.start,
+            end: range.end.min(self.size),
+        }
     }
 
     /// The run at `guest`, which is below the size.
@@ -247,11 +258,13 @@ impl std::fmt::Debug for VirtualDisk {
     }
 }
 
-/// The iterator that [`VirtualDisk::extents`] returns. Ends after an error.
+/// The iterator that [`VirtualDisk::extents`] and [`VirtualDisk::extents_in`] return. Ends after an error.
 #[derive(Debug)]
 pub struct Extents<'a> {
     disk: &'a VirtualDisk,
     at: u64,
+    /// At most the disk's size.
+    end: u64,
 }
 
 impl Iterator for Extents<'_> {
@@ -260,11 +273,11 @@ impl Iterator for Extents<'_> {
     fn next(&mut self) -> Option<Self::Item> {
         let offset = self.at;
         let mut kind = None;
-        while self.at < self.disk.size {
+        while self.at < self.end {
             let (len, place) = match self.disk.resolve(self.at) {
                 Ok(run) => run,
                 Err(e) => {
-                    self.at = self.disk.size;
+                    self.at = self.end;
                     return Some(Err(e));
                 }
             };
@@ -276,7 +289,7 @@ impl Iterator for Extents<'_> {
             if *kind.get_or_insert(this) != this {
                 break;
             }
-            self.at += len;
+            self.at += len.min(self.end - self.at);
         }
         kind.map(|kind| {
             Ok(Extent {

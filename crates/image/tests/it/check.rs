@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use drover_core::{ExtentKind, ReadAt, is_zero};
+use drover_core::{Extent, ExtentKind, ReadAt, is_zero};
 use drover_image::{
     Conversion, Format, Layout, LayoutLimits, Outgoing, RangeKind, Trust, VirtualDisk,
     open_for_sending, open_for_sending_with,
@@ -199,8 +199,9 @@ fn guest_order(out: &Outgoing, raw: &[u8], name: &str, complete: bool) {
 fn extents(bench: &Bench, name: &str, format: &str, disk: &VirtualDisk, raw: &[u8]) {
     let mut at = 0;
     let mut data: Vec<Range<u64>> = Vec::new();
-    for e in disk.extents() {
-        let e = e.unwrap();
+    let all: Vec<_> = disk.extents().map(|e| e.unwrap()).collect();
+    parts(name, disk, &all);
+    for e in all {
         assert_eq!(e.offset, at, "{name}");
         assert!(e.length > 0);
         at = e.end();
@@ -233,6 +234,27 @@ fn extents(bench: &Bench, name: &str, format: &str, disk: &VirtualDisk, raw: &[u
                 .any(|t| t.start <= r.start + 4096 && r.end <= t.end + 4096),
             "{name}: only we have data at {r:x?}: {theirs:x?}"
         );
+    }
+}
+
+/// A part's extents are the whole's, cut off at its ends.
+fn parts(name: &str, disk: &VirtualDisk, all: &[Extent]) {
+    let end = all.last().map_or(0, Extent::end);
+    let mut random = fastrand::Rng::with_seed(end);
+    for _ in 0..50 {
+        let from = random.u64(0..=end);
+        let to = random.u64(from..=end + 4096);
+        let part: Vec<_> = disk.extents_in(from..to).map(|e| e.unwrap()).collect();
+        let expected: Vec<_> = all
+            .iter()
+            .filter(|e| e.offset < to && e.end() > from)
+            .map(|e| Extent {
+                offset: e.offset.max(from),
+                length: e.end().min(to) - e.offset.max(from),
+                kind: e.kind,
+            })
+            .collect();
+        assert_eq!(part, expected, "{name}: {from}..{to}");
     }
 }
 
