@@ -77,15 +77,22 @@ struct Image {
     length: u64,
 }
 
+/// What a sector held from a change on; no bytes are zeros.
+struct Version {
+    change: u64,
+    bytes: Option<Arc<[u8]>>,
+}
+
 #[derive(Default)]
 struct Inode {
     /// The name it had last, for faults.
     name: String,
     live: Image,
     durable: Image,
-    /// Contents that a sector had since the last sync, oldest first; `None` is zeros.
-    history: BTreeMap<u64, Vec<Option<Arc<[u8]>>>>,
+    /// Contents that a sector had since the last sync, oldest first.
+    history: BTreeMap<u64, Vec<Version>>,
     lengths: Vec<u64>,
+    changes: u64,
     /// Sectors that are reserved without holding anything.
     reserved: BTreeSet<u64>,
 }
@@ -292,14 +299,25 @@ impl Image {
 impl Inode {
     fn after_crash(&self, rng: &mut Rng, keep: f64, sector: u64) -> Image {
         let mut image = self.durable.clone();
+        // Each sector for itself; or the sectors before and behind some place as they were at two moments, which
+        // finds what was long overwritten but whole.
+        let by_sector = rng.bool();
+        let last = self.history.last_key_value().map_or(0, |(index, _)| *index);
+        let place = rng.u64(0..=last + 1);
+        let moments = [rng.u64(0..=self.changes), rng.u64(0..=self.changes)];
         for (index, versions) in &self.history {
-            if rng.f64() < keep {
+            let count = match by_sector {
+                true if rng.f64() >= keep => 0,
                 // Mostly the last that was written.
-                let which = match rng.bool() {
-                    true => versions.len() - 1,
-                    false => rng.usize(0..versions.len()),
-                };
-                image.set(*index, versions[which].clone());
+                true if rng.bool() => versions.len(),
+                true => rng.usize(1..=versions.len()),
+                false => {
+                    let moment = moments[usize::from(*index < place)];
+                    versions.partition_point(|v| v.change <= moment)
+                }
+            };
+            if let Some(version) = count.checked_sub(1) {
+                image.set(*index, versions[version].bytes.clone());
             }
         }
         if !self.lengths.is_empty() && rng.f64() < keep.max(0.2) {
@@ -311,7 +329,10 @@ impl Inode {
 
     /// Gives a sector new content. `None` is zeros.
     fn put(&mut self, index: u64, content: Option<Arc<[u8]>>) {
-        self.history.entry(index).or_default().push(content.clone());
+        self.history.entry(index).or_default().push(Version {
+            change: self.changes,
+            bytes: content.clone(),
+        });
         self.live.set(index, content);
     }
 
@@ -362,7 +383,8 @@ impl Inode {
     /// Makes durable what was not; what a failed sync lost was taken for clean and is not written again.
     fn sync_pending(&mut self) {
         for (index, mut versions) in std::mem::take(&mut self.history) {
-            self.durable.set(index, versions.pop().flatten());
+            self.durable
+                .set(index, versions.pop().and_then(|v| v.bytes));
         }
         if let Some(length) = self.lengths.pop() {
             self.durable.length = length;
@@ -448,6 +470,7 @@ impl Directory for FakeDirectory {
         if let Some(inode) = state.files.get_mut(&id)
             && inode.live.length > 0
         {
+            inode.changes += 1;
             inode.clear(0, u64::MAX / 2, sector);
             inode.live.length = 0;
             inode.lengths.push(0);
@@ -555,6 +578,7 @@ impl FakeFile {
             .files
             .get_mut(&self.id)
             .ok_or(io::ErrorKind::NotFound)?;
+        inode.changes += 1;
         f(inode, sector, room)?;
         match cut {
             true => Err(power_is_off()),

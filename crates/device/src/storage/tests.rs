@@ -133,7 +133,7 @@ fn a_crash_loses_any_part_of_what_was_not_synced() {
     file.write_at(&[2; 1024], 0).unwrap();
     file.write_at(&[3; 1024], 512).unwrap();
     let mut found = std::collections::BTreeSet::new();
-    for seed in 0..400 {
+    for seed in 0..1500 {
         let bytes = fake.after_crash(seed).bytes("a").unwrap();
         assert!(
             bytes.len() == 1024 || bytes.len() == 1536,
