@@ -4,8 +4,10 @@ mod directory;
 mod file;
 mod image;
 mod memory;
+pub mod overlay;
 
 pub use directory::{DirectoryDevice, DirectoryOptions, MOST_CHUNKS};
 pub use file::FileDevice;
 pub use image::ImageDevice;
 pub use memory::MemoryDevice;
+pub use overlay::Overlay;

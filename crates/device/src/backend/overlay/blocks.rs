@@ -1,0 +1,453 @@
+//! The overlay as a device.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use drover_core::{
+    BLOCK_SIZE, BLOCK_SIZE_U64, BlockDevice, Capabilities, Cost, DeviceError, Extent, ExtentKind,
+    Zeroes, check_range,
+};
+use parking_lot::RwLockReadGuard;
+
+use super::redo::Redo;
+use super::states::State;
+use super::{DATA, LONGEST, Overlay, OverlayError};
+use crate::storage::read_exact_at;
+
+/// Zeros that are written where they must take room.
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
+/// Extents of one answer: more is for the next.
+const MOST_EXTENTS: usize = 4096;
+
+/// Where bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Base,
+    Zero,
+    Data,
+    /// At this offset of the sealed redo.
+    Redo(u64),
+}
+
+/// Bytes of a request that are in one place.
+struct Part {
+    offset: u64,
+    length: u64,
+    place: Place,
+}
+
+fn blocks_of(offset: u64, length: u64) -> Range<u64> {
+    offset / BLOCK_SIZE_U64..(offset + length).div_ceil(BLOCK_SIZE_U64)
+}
+
+impl Overlay {
+    /// Where the bytes of a range are, in order, neighbours joined.
+    fn plan(&self, offset: u64, length: u64, sealed: Option<&Redo>) -> Vec<Part> {
+        let end = offset + length;
+        let mut parts: Vec<Part> = Vec::new();
+        // Adds blocks, cut to the range; `place` is that of the first one's first byte.
+        let mut add = |blocks: Range<u64>, place: Place| {
+            let start = blocks.start * BLOCK_SIZE_U64;
+            let from = start.max(offset);
+            let to = (blocks.end * BLOCK_SIZE_U64).min(end);
+            let place = match place {
+                Place::Redo(at) => Place::Redo(at + from - start),
+                other => other,
+            };
+            let follows = |last: &Part| match (last.place, place) {
+                (Place::Redo(a), Place::Redo(b)) => a + last.length == b,
+                (a, b) => a == b,
+            };
+            match parts.last_mut() {
+                Some(last) if follows(last) => last.length += to - from,
+                _ => parts.push(Part {
+                    offset: from,
+                    length: to - from,
+                    place,
+                }),
+            }
+        };
+        let states = self.states.read();
+        let by_state = |blocks: Range<u64>, add: &mut dyn FnMut(Range<u64>, Place)| {
+            for (run, state) in states.runs(blocks) {
+                let place = match state {
+                    State::Base => Place::Base,
+                    State::Here => Place::Data,
+                    State::Zero => Place::Zero,
+                };
+                add(run, place);
+            }
+        };
+        let blocks = blocks_of(offset, length);
+        let mut at = blocks.start;
+        for (piece, place) in sealed.iter().flat_map(|redo| redo.pieces(blocks.clone())) {
+            by_state(at..piece.start, &mut add);
+            at = piece.end;
+            add(piece, place.map_or(Place::Zero, Place::Redo));
+        }
+        by_state(at..blocks.end, &mut add);
+        parts
+    }
+
+    fn read_range(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        let mut from_base = Vec::new();
+        {
+            // Held while the overlay's own files are read: a commit switches before or behind this request.
+            let sealed = self.sealed.read();
+            for part in self.plan(offset, buffer.len() as u64, sealed.as_deref()) {
+                let from = (part.offset - offset) as usize;
+                let bytes = &mut buffer[from..from + part.length as usize];
+                match part.place {
+                    Place::Zero => bytes.fill(0),
+                    Place::Data => self.read_data(bytes, part.offset)?,
+                    Place::Redo(at) => {
+                        if let Some(redo) = sealed.as_deref() {
+                            read_exact_at(redo.file.as_ref(), bytes, at)
+                                .map_err(self.io("read", &redo.name))?;
+                        }
+                    }
+                    Place::Base => from_base.push(part),
+                }
+            }
+        }
+        // The base does not change.
+        for part in from_base {
+            let from = (part.offset - offset) as usize;
+            let bytes = &mut buffer[from..from + part.length as usize];
+            self.read_base(part.offset, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn read_base(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        let longest = self.base.capabilities().longest.max(1) as usize;
+        for (nth, bytes) in buffer.chunks_mut(longest).enumerate() {
+            self.base.read(offset + (nth * longest) as u64, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn read_data(&self, buffer: &mut [u8], offset: u64) -> Result<(), OverlayError> {
+        read_exact_at(self.data.as_ref(), buffer, offset).map_err(|error| match error.kind() {
+            std::io::ErrorKind::UnexpectedEof => OverlayError::Damaged {
+                file: self.directory.describe(DATA),
+                what: "it is shorter than when it was opened",
+            },
+            _ => self.io("read", DATA)(error),
+        })
+    }
+
+    fn write_data(&self, data: &[u8], offset: u64) -> Result<(), OverlayError> {
+        self.data
+            .write_at(data, offset)
+            .map_err(self.io("write", DATA))
+    }
+
+    /// Checks a change, and enters: no epoch waits to be copied, and none will be while the guard lives.
+    fn enter(&self, offset: u64, length: u64) -> Result<RwLockReadGuard<'_, ()>, DeviceError> {
+        self.writable()?;
+        check_range(offset, length, self.size)?;
+        loop {
+            let plain = self.plain.read();
+            if self.staged.load(Ordering::Acquire) {
+                return Err(DeviceError::Unavailable(
+                    "an epoch is being staged; commit or abandon it first".into(),
+                ));
+            }
+            if !self.unsettled.load(Ordering::Acquire) {
+                self.mark()?;
+                return Ok(plain);
+            }
+            drop(plain);
+            self.settle_for_a_change()?;
+        }
+    }
+
+    /// Runs a plain change; also one that fails may have changed something.
+    fn change(
+        &self,
+        offset: u64,
+        length: u64,
+        change: impl FnOnce() -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let _plain = self.enter(offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        let result = {
+            let _taken = self.ranges.take(blocks_of(offset, length));
+            change()
+        };
+        self.unflushed.store(true, Ordering::Release);
+        result
+    }
+
+    /// Writes inside one block that is not here yet: all of it.
+    fn write_into_new(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
+        let block = offset / BLOCK_SIZE_U64;
+        let (start, length) = self.bytes_of(block..block + 1);
+        let mut whole = [0; BLOCK_SIZE];
+        let whole = &mut whole[..length as usize];
+        if self.states.read().get(block) == State::Base {
+            self.read_base(start, whole)?;
+        }
+        let within = (offset - start) as usize;
+        whole[within..within + data.len()].copy_from_slice(data);
+        self.write_data(whole, start)?;
+        self.states.write().set(block..block + 1, State::Here);
+        Ok(())
+    }
+
+    /// Writes where the caller has the blocks.
+    fn write_taken(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
+        let mut at = offset;
+        let mut rest = data;
+        while !rest.is_empty() {
+            let blocks = blocks_of(at, rest.len() as u64);
+            let here = {
+                let states = self.states.read();
+                let first = states.runs(blocks.clone()).next();
+                first.filter(|run| run.1 == State::Here)
+            };
+            // As far as it can be written in place, or as it is.
+            let (take, fresh) = match here {
+                Some((run, _)) => ((run.end * BLOCK_SIZE_U64 - at).min(rest.len() as u64), None),
+                None => {
+                    let aligned = at.is_multiple_of(BLOCK_SIZE_U64);
+                    let end = at + rest.len() as u64;
+                    let whole_end = match end == self.size {
+                        true => blocks.end,
+                        false => end / BLOCK_SIZE_U64,
+                    };
+                    if !aligned || whole_end == blocks.start {
+                        let block_end = (blocks.start + 1) * BLOCK_SIZE_U64;
+                        let take = (block_end - at).min(rest.len() as u64) as usize;
+                        self.write_into_new(at, &rest[..take])?;
+                        at += take as u64;
+                        rest = &rest[take..];
+                        continue;
+                    }
+                    let whole = blocks.start..whole_end;
+                    let (_, length) = self.bytes_of(whole.clone());
+                    (length, Some(whole))
+                }
+            };
+            self.write_data(&rest[..take as usize], at)?;
+            if let Some(whole) = fresh {
+                self.states.write().set(whole, State::Here);
+            }
+            at += take;
+            rest = &rest[take as usize..];
+        }
+        Ok(())
+    }
+
+    /// Writes zeros inside blocks; one that is zero already stays where it is: nowhere.
+    fn zero_part(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        if length == 0 || self.states.read().get(offset / BLOCK_SIZE_U64) == State::Zero {
+            return Ok(());
+        }
+        self.write_taken(offset, &ZEROS[..length as usize])
+    }
+
+    /// Makes whole blocks zero. In this order, so that nobody reads what is being given back.
+    fn zero_blocks(&self, blocks: Range<u64>) {
+        let here: Vec<_> = self.states.read().runs(blocks.clone()).collect();
+        self.states.write().set(blocks, State::Zero);
+        for (run, _) in here.into_iter().filter(|run| run.1 == State::Here) {
+            let (offset, length) = self.bytes_of(run);
+            if let Err(error) = self.data.punch_hole(offset, length) {
+                // It is only about room: nobody reads them.
+                tracing::debug!(%error, "cannot give room back");
+            }
+        }
+    }
+
+    /// Makes whole blocks zero that keep their room, or get some.
+    fn zero_here(&self, blocks: Range<u64>) -> Result<(), DeviceError> {
+        let (offset, length) = self.bytes_of(blocks.clone());
+        self.data
+            .punch_hole(offset, length)
+            .map_err(self.io("zero", DATA))?;
+        match self.data.allocate(offset, length) {
+            Err(error) if error.kind() == std::io::ErrorKind::Unsupported => {
+                let mut at = offset;
+                while at < offset + length {
+                    let take = (offset + length - at).min(ZEROS.len() as u64);
+                    self.write_data(&ZEROS[..take as usize], at)?;
+                    at += take;
+                }
+            }
+            result => result.map_err(self.io("take room in", DATA))?,
+        }
+        self.states.write().set(blocks, State::Here);
+        Ok(())
+    }
+
+    /// The whole blocks inside a range.
+    fn whole_blocks(&self, offset: u64, length: u64) -> Range<u64> {
+        let end = offset + length;
+        let last = match end == self.size {
+            true => end.div_ceil(BLOCK_SIZE_U64),
+            false => end / BLOCK_SIZE_U64,
+        };
+        offset.div_ceil(BLOCK_SIZE_U64)..last
+    }
+
+    fn check_length(&self, offset: u64, length: usize) -> Result<(), DeviceError> {
+        check_range(offset, length as u64, self.size)?;
+        match length > LONGEST as usize {
+            true => Err(DeviceError::Unaligned {
+                offset,
+                length: length as u64,
+                alignment: 1,
+            }),
+            false => Ok(()),
+        }
+    }
+}
+
+impl BlockDevice for Overlay {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            read_only: self.options.read_only,
+            fast_zeroes: !self.options.read_only,
+            trim: !self.options.read_only,
+            durable: true,
+            extents: true,
+            alignment: 1,
+            preferred: BLOCK_SIZE as u32,
+            longest: LONGEST,
+        }
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        self.check_length(offset, buffer.len())?;
+        self.read_range(offset, buffer)
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
+        self.check_length(offset, data.len())?;
+        self.change(offset, data.len() as u64, || self.write_taken(offset, data))
+    }
+
+    fn write_zeroes(&self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), DeviceError> {
+        if zeroes.keep_allocated && zeroes.only_fast {
+            check_range(offset, length, self.size)?;
+            return Err(DeviceError::Unsupported(
+                "zero a range quickly and keep its room",
+            ));
+        }
+        self.change(offset, length, || {
+            let end = offset + length;
+            let whole = self.whole_blocks(offset, length);
+            if whole.is_empty() {
+                // Inside one block, or across the edge of two.
+                let edge = (whole.start * BLOCK_SIZE_U64).clamp(offset, end);
+                self.zero_part(offset, edge - offset)?;
+                return self.zero_part(edge, end - edge);
+            }
+            let (start, covered) = self.bytes_of(whole.clone());
+            self.zero_part(offset, start - offset)?;
+            self.zero_part(start + covered, end - start - covered)?;
+            match zeroes.keep_allocated {
+                true => self.zero_here(whole),
+                false => {
+                    self.zero_blocks(whole);
+                    Ok(())
+                }
+            }
+        })
+    }
+
+    fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        self.change(offset, length, || {
+            // The edges stay as they are: nothing is gained there.
+            let whole = self.whole_blocks(offset, length);
+            if !whole.is_empty() {
+                self.zero_blocks(whole);
+            }
+            Ok(())
+        })
+    }
+
+    fn flush(&self) -> Result<(), DeviceError> {
+        if self.options.read_only {
+            return Ok(());
+        }
+        self.writable()?;
+        Ok(self.save()?)
+    }
+
+    fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
+        check_range(offset, length, self.size)?;
+        let parts = {
+            let sealed = self.sealed.read();
+            self.plan(offset, length, sealed.as_deref())
+        };
+        let mut extents: Vec<Extent> = Vec::new();
+        let mut add = |extent: Extent| match extents.last_mut() {
+            Some(last) if last.kind == extent.kind => last.length += extent.length,
+            _ => extents.push(extent),
+        };
+        for (nth, part) in parts.into_iter().enumerate() {
+            let kind = match part.place {
+                Place::Data | Place::Redo(_) => ExtentKind::Data,
+                Place::Zero => ExtentKind::Zero,
+                Place::Base => {
+                    let found = self.base.extents(part.offset, part.length)?;
+                    let end = found.last().map_or(part.offset, Extent::end);
+                    found.into_iter().for_each(&mut add);
+                    if end < part.offset + part.length {
+                        break;
+                    }
+                    continue;
+                }
+            };
+            add(Extent {
+                offset: part.offset,
+                length: part.length,
+                kind,
+            });
+            if nth >= MOST_EXTENTS {
+                break;
+            }
+        }
+        if extents.is_empty() {
+            // A range of no length.
+            extents.push(Extent {
+                offset,
+                length,
+                kind: ExtentKind::Data,
+            });
+        }
+        Ok(extents)
+    }
+
+    fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        check_range(offset, length, self.size)?;
+        let parts = self.plan(offset, length, self.sealed.read().as_deref());
+        for part in parts.iter().filter(|part| part.place == Place::Base) {
+            self.base.prefetch(part.offset, part.length)?;
+        }
+        Ok(())
+    }
+
+    fn cost(&self, offset: u64, length: u64) -> Cost {
+        if check_range(offset, length, self.size).is_err() {
+            return Cost::Memory;
+        }
+        let parts = self.plan(offset, length, self.sealed.read().as_deref());
+        let costs = parts.iter().map(|part| match part.place {
+            Place::Base => self.base.cost(part.offset, part.length),
+            Place::Data | Place::Redo(_) => Cost::Disk,
+            Place::Zero => Cost::Memory,
+        });
+        costs.max().unwrap_or(Cost::Memory)
+    }
+}

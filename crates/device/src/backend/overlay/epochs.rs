@@ -1,0 +1,336 @@
+//! Epochs: collected in a redo file, sealed, copied.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use drover_core::{BLOCK_SIZE_U64, DeviceError};
+
+use super::redo::{Redo, SLAB, SealError, is_whole};
+use super::states::State;
+use super::{DATA, Overlay, OverlayError, Staging};
+use crate::remote::{Change, Epoch};
+use crate::storage::read_exact_at;
+
+/// How long plain changes are refused after copying an epoch has failed, before it is tried again.
+pub(super) const RETRY: Duration = Duration::from_millis(500);
+
+impl Overlay {
+    /// Collects changes that count once `epoch` is committed, and are not seen before. Later ones win. A crash drops
+    /// them. Until the epoch is committed or abandoned, plain changes are refused as [`DeviceError::Unavailable`]; those
+    /// that were not flushed are flushed now, which makes the next epoch another one.
+    ///
+    /// # Errors
+    /// [`OverlayError::WrongEpoch`] unless `epoch` is the next; [`OverlayError::BadChange`]; no room:
+    /// [`OverlayError::TooLarge`], [`OverlayError::Io`]. None of `changes` was taken then, what was staged before is
+    /// as it was.
+    pub fn stage(&self, epoch: Epoch, changes: &[Change]) -> Result<(), OverlayError> {
+        self.writable()?;
+        for change in changes {
+            let (offset, length) = (change.offset(), change.covers());
+            if !is_whole(offset, length, self.size) {
+                return Err(OverlayError::BadChange {
+                    offset,
+                    length,
+                    size: self.size,
+                });
+            }
+        }
+        let mut staging = self.staging.lock();
+        self.check_next(epoch)?;
+        self.settle_now(&mut staging)?;
+        if staging.redo.is_none() {
+            staging.redo = Some(self.begin(epoch)?);
+        }
+        let Some(redo) = &mut staging.redo else {
+            return Err(OverlayError::NothingStaged(epoch));
+        };
+        if redo.bytes() + Redo::bytes_of(changes) > self.options.stage_limit {
+            return Err(OverlayError::TooLarge {
+                epoch,
+                limit: self.options.stage_limit,
+            });
+        }
+        redo.append(changes).map_err(self.io("write", &redo.name))
+    }
+
+    /// Begins an epoch. From here on plain changes are refused: a flush, or a crash, of theirs would count as the epoch
+    /// that is being staged.
+    fn begin(&self, epoch: Epoch) -> Result<Redo, OverlayError> {
+        {
+            // Waits for those under way.
+            let _plain = self.plain.write();
+            self.staged.store(true, Ordering::Release);
+        }
+        let begin = || {
+            self.save()?;
+            self.unmark()?;
+            self.check_next(epoch)?;
+            Redo::create(self.directory.as_ref(), epoch, &self.identity.base)
+        };
+        let result = begin();
+        if result.is_err() {
+            self.staged.store(false, Ordering::Release);
+        }
+        result
+    }
+
+    fn check_next(&self, asked: Epoch) -> Result<(), OverlayError> {
+        let committed = self.committed();
+        match asked.0 == committed.0 + 1 {
+            true => Ok(()),
+            false => Err(OverlayError::WrongEpoch { asked, committed }),
+        }
+    }
+
+    /// Bytes that are staged, for limits and for people.
+    #[must_use]
+    pub fn staged(&self) -> u64 {
+        self.staging.lock().redo.as_ref().map_or(0, Redo::bytes)
+    }
+
+    /// Makes what was staged for an epoch count, for readers and for crashes at once, durably. Does nothing when the
+    /// epoch counts already. The same as [`Overlay::seal`] and then [`Overlay::settle`], whose failure is none of the
+    /// commit's: it is tried again before the next change.
+    ///
+    /// # Errors
+    /// As [`Overlay::seal`].
+    pub fn commit(&self, epoch: Epoch) -> Result<(), OverlayError> {
+        self.seal(epoch)?;
+        if let Err(error) = self.settle() {
+            tracing::warn!(%error, epoch = epoch.0, "an epoch waits to be copied into its overlay");
+        }
+        Ok(())
+    }
+
+    /// Makes what was staged for an epoch count, and leaves copying it to [`Overlay::settle`]: whoever waits for the
+    /// commit can be answered in between.
+    ///
+    /// # Errors
+    /// [`OverlayError::WrongEpoch`]; [`OverlayError::NothingStaged`], also after [`Overlay::abandon`] or a crash;
+    /// [`OverlayError::Io`]: no room for the copy, or a sync failed, the epoch does not count and must be staged whole
+    /// again. [`OverlayError::Broken`]: it is not known whether it counts until the overlay is opened again.
+    pub fn seal(&self, epoch: Epoch) -> Result<(), OverlayError> {
+        self.writable()?;
+        let mut staging = self.staging.lock();
+        // What is staged is always the next epoch.
+        let Some(mut redo) = staging.redo.take_if(|redo| redo.epoch == epoch) else {
+            return match epoch <= self.committed() {
+                true => Ok(()),
+                false => self
+                    .check_next(epoch)
+                    .and(Err(OverlayError::NothingStaged(epoch))),
+            };
+        };
+        let result = self.reserve(&redo).and_then(|()| self.seal_redo(&mut redo));
+        match result {
+            Ok(()) => {
+                let mut sealed = self.sealed.write();
+                *sealed = Some(Arc::new(redo));
+                self.unsettled.store(true, Ordering::Release);
+                self.committed.store(epoch.0, Ordering::Release);
+                self.staged.store(false, Ordering::Release);
+            }
+            Err(_) => {
+                staging.redo = Some(redo);
+                // The error that matters is the first.
+                let _ = self.drop_staged(&mut staging);
+            }
+        }
+        result
+    }
+
+    fn seal_redo(&self, redo: &mut Redo) -> Result<(), OverlayError> {
+        match redo.seal() {
+            Ok(()) => Ok(()),
+            Err(SealError::Not(error)) => Err(self.io("sync", &redo.name)(error)),
+            Err(SealError::Unknown(error)) => {
+                *self.broken.write() = Some(error.to_string());
+                self.writable()
+            }
+        }
+    }
+
+    /// Takes the room for the copy, so that a full disk is found before the epoch counts.
+    fn reserve(&self, redo: &Redo) -> Result<(), OverlayError> {
+        let mut taken = Vec::new();
+        for (blocks, place) in redo.all() {
+            if place.is_none() {
+                continue;
+            }
+            let runs: Vec<_> = self.states.read().runs(blocks).collect();
+            for (run, state) in runs {
+                if state == State::Here {
+                    continue;
+                }
+                let (offset, length) = self.bytes_of(run.clone());
+                match self.data.allocate(offset, length) {
+                    Ok(()) => taken.push(run),
+                    // Then it is found later, and the copy waits for room.
+                    Err(error) if error.kind() == std::io::ErrorKind::Unsupported => return Ok(()),
+                    Err(error) => {
+                        taken.push(run);
+                        self.give_back(taken);
+                        return Err(self.io("take room in", DATA)(error));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back room that was taken for blocks that are not here.
+    fn give_back(&self, taken: Vec<std::ops::Range<u64>>) {
+        let _plain = self.plain.write();
+        let states = self.states.read();
+        for run in taken.into_iter().flat_map(|run| states.runs(run)) {
+            if run.1 != State::Here {
+                let (offset, length) = self.bytes_of(run.0);
+                // Best effort: what stays is used when the blocks are written.
+                let _ = self.data.punch_hole(offset, length);
+            }
+        }
+    }
+
+    /// Copies the epoch that counts into its place, durably, and removes its redo file. Does nothing when there is
+    /// none. Changes wait, readers do not.
+    ///
+    /// # Errors
+    /// [`OverlayError`]: it counts all the same and is read from the redo file; nothing can be changed until this has
+    /// succeeded, here or when the overlay is opened again.
+    pub fn settle(&self) -> Result<(), OverlayError> {
+        self.settle_now(&mut self.staging.lock())
+    }
+
+    /// [`Overlay::settle`], but soon after a failure the same error at once.
+    pub(super) fn settle_for_a_change(&self) -> Result<(), DeviceError> {
+        let mut staging = self.staging.lock();
+        if let Some((when, error)) = &staging.failed
+            && when.elapsed() < RETRY
+        {
+            return Err(error.clone());
+        }
+        Ok(self.settle_now(&mut staging)?)
+    }
+
+    fn settle_now(&self, staging: &mut Staging) -> Result<(), OverlayError> {
+        let Some(redo) = self.sealed.read().clone() else {
+            return Ok(());
+        };
+        let result = self.copy(&redo);
+        match &result {
+            Ok(()) => {
+                staging.failed = None;
+                // Best effort: a redo of an epoch that is in the log is removed when the overlay is opened.
+                if let Err(error) = self.directory.remove(&redo.name) {
+                    tracing::warn!(%error, file = redo.name, "cannot remove a redo file");
+                }
+            }
+            Err(error) => {
+                let full = matches!(error, OverlayError::Io { source, .. }
+                    if source.kind() == std::io::ErrorKind::StorageFull);
+                let said = format!("an epoch cannot be copied into its overlay: {error}");
+                let error = match full {
+                    true => DeviceError::NoSpace(said),
+                    false => DeviceError::Io(Arc::new(std::io::Error::other(said))),
+                };
+                staging.failed = Some((Instant::now(), error));
+            }
+        }
+        result
+    }
+
+    fn copy(&self, redo: &Redo) -> Result<(), OverlayError> {
+        self.writable()?;
+        let _plain = self.plain.write();
+        let mut saving = self.saving.lock();
+        let mut slab = Vec::new();
+        for (blocks, place) in redo.all() {
+            let (offset, length) = self.bytes_of(blocks.clone());
+            match place {
+                Some(place) => self.copy_bytes(redo, place, offset, length, &mut slab)?,
+                None => self.punch(blocks),
+            }
+        }
+        {
+            // No reader looks at these states while there is a sealed redo.
+            let mut states = self.states.write();
+            for (blocks, place) in redo.all() {
+                states.set(
+                    blocks,
+                    match place {
+                        Some(_) => State::Here,
+                        None => State::Zero,
+                    },
+                );
+            }
+        }
+        let log = saving.log.as_ref();
+        let rewrite = log.is_some_and(|log| log.wants_rewrite() || log.is_broken());
+        self.log_changes(&mut saving, redo.epoch, rewrite)?;
+        let mut sealed = self.sealed.write();
+        *sealed = None;
+        self.unsettled.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    fn copy_bytes(
+        &self,
+        redo: &Redo,
+        place: u64,
+        offset: u64,
+        length: u64,
+        slab: &mut Vec<u8>,
+    ) -> Result<(), OverlayError> {
+        let mut done = 0;
+        while done < length {
+            slab.resize((length - done).min(SLAB as u64) as usize, 0);
+            read_exact_at(redo.file.as_ref(), slab, place + done)
+                .map_err(self.io("read", &redo.name))?;
+            self.data
+                .write_at(slab, offset + done)
+                .map_err(self.io("write", DATA))?;
+            done += slab.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Gives the room of blocks back that are here and are not needed any more.
+    pub(super) fn punch(&self, blocks: std::ops::Range<u64>) {
+        let runs: Vec<_> = self.states.read().runs(blocks).collect();
+        for run in runs.into_iter().filter(|run| run.1 == State::Here) {
+            let (offset, length) = self.bytes_of(run.0);
+            if let Err(error) = self.data.punch_hole(offset, length) {
+                // It is only about room: nobody reads them.
+                tracing::debug!(%error, "cannot give room back");
+            }
+        }
+    }
+
+    /// Drops what is staged. What is sealed stays.
+    ///
+    /// # Errors
+    /// [`OverlayError::Io`] when the file cannot be removed; it is dropped all the same.
+    pub fn abandon(&self) -> Result<(), OverlayError> {
+        self.drop_staged(&mut self.staging.lock())
+    }
+
+    fn drop_staged(&self, staging: &mut Staging) -> Result<(), OverlayError> {
+        match staging.redo.take() {
+            None => Ok(()),
+            Some(redo) => {
+                self.staged.store(false, Ordering::Release);
+                self.directory
+                    .remove(&redo.name)
+                    .map_err(self.io("remove", &redo.name))
+            }
+        }
+    }
+
+    /// Where blocks are in the data; the device's last one may be short.
+    pub(super) fn bytes_of(&self, blocks: std::ops::Range<u64>) -> (u64, u64) {
+        let offset = blocks.start * BLOCK_SIZE_U64;
+        let end = (blocks.end * BLOCK_SIZE_U64).min(self.size);
+        (offset, end.saturating_sub(offset))
+    }
+}

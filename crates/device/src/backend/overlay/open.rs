@@ -1,0 +1,287 @@
+//! Opening an overlay, also one that a crash has left.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use drover_core::{BLOCK_SIZE_U64, BlockDevice, Digest};
+use parking_lot::{Mutex, RwLock};
+
+use super::redo::{Found, Redo, epoch_of};
+use super::saving::{EPOCH, PLAIN, SETTLED};
+use super::states::{State, States};
+use super::{
+    DATA, Identity, LOCK, MAX_NAME, MAX_SIZE, Options, Overlay, OverlayError, Ranges, STATES,
+    Saving, Staging,
+};
+use crate::chunklog::{ChunkLog, ChunkLogError, Record};
+use crate::remote::Epoch;
+use crate::storage::{Access, Directory, Lock};
+
+/// What the log says.
+#[derive(Default)]
+struct Logged {
+    states: States,
+    epoch: u64,
+    /// Plain changes may have been made that no flush covered.
+    marked: bool,
+}
+
+impl Overlay {
+    /// Opens the overlay in `directory`, or makes one when there is none. An epoch that was sealed counts, and is
+    /// copied now if it can be; what was staged and not sealed is dropped.
+    ///
+    /// # Errors
+    /// [`OverlayError`]; nothing was changed then, but that what is damaged beyond a torn tail stays as it is.
+    pub fn open(
+        directory: Arc<dyn Directory>,
+        base: Arc<dyn BlockDevice>,
+        identity: Identity,
+        options: Options,
+    ) -> Result<Self, OverlayError> {
+        let identity = fit(base.as_ref(), identity)?;
+        let lock = match options.read_only {
+            true => Lock::Shared,
+            false => Lock::Exclusive,
+        };
+        let lock = directory
+            .lock(LOCK, lock)
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::WouldBlock => OverlayError::Busy {
+                    directory: directory.describe(""),
+                },
+                _ => OverlayError::io("lock", &directory.describe(LOCK))(error),
+            })?;
+        let opened = match ChunkLog::open(Arc::clone(&directory), STATES) {
+            Err(error) if error.is_missing() => match options.read_only {
+                true => Err(OverlayError::Missing {
+                    directory: directory.describe(""),
+                }),
+                false => Ok(None),
+            },
+            Err(error) => Err(error.into()),
+            Ok(opened) => Ok(Some(opened)),
+        }?;
+        let (log, logged, identity) = match opened {
+            None => (
+                Some(create(&directory, &identity)?),
+                Logged::default(),
+                identity,
+            ),
+            Some(opened) => {
+                let identity = same(directory.as_ref(), opened.header(), identity)?;
+                let mut logged = Logged::default();
+                let each = |record| logged.take(record, identity.size);
+                let log = match options.read_only {
+                    true => opened.read(each).map(|()| None)?,
+                    false => Some(opened.replay(each)?),
+                };
+                (log, logged, identity)
+            }
+        };
+        let access = match options.read_only {
+            true => Access::Read,
+            false => Access::Write,
+        };
+        let said = directory.describe(DATA);
+        let data = match directory.open(DATA, access) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(OverlayError::Damaged {
+                    file: said,
+                    what: "it is not there",
+                });
+            }
+            result => result.map_err(OverlayError::io("open", &said))?,
+        };
+        if data.len().map_err(OverlayError::io("read", &said))? != identity.size {
+            return Err(OverlayError::Damaged {
+                file: said,
+                what: "it has not the length of the device",
+            });
+        }
+        let overlay = Self {
+            base,
+            data,
+            size: identity.size,
+            identity,
+            options,
+            staging: Mutex::new(Staging::default()),
+            plain: RwLock::new(()),
+            saving: Mutex::new(Saving { log }),
+            ranges: Ranges::default(),
+            sealed: RwLock::new(None),
+            states: RwLock::new(logged.states),
+            committed: AtomicU64::new(logged.epoch),
+            staged: AtomicBool::new(false),
+            unsettled: AtomicBool::new(false),
+            unflushed: AtomicBool::new(false),
+            marked: AtomicBool::new(logged.marked),
+            broken: RwLock::new(None),
+            directory,
+            _lock: lock,
+        };
+        overlay.find_redo()?;
+        if !options.read_only {
+            overlay.go_on(logged.marked)?;
+        }
+        Ok(overlay)
+    }
+
+    /// Takes up the redo file that counts, if there is one; removes the others.
+    fn find_redo(&self) -> Result<(), OverlayError> {
+        let names = self
+            .directory
+            .list()
+            .map_err(self.io("list the files of", ""))?;
+        let next = Epoch(self.committed().0 + 1);
+        for name in names {
+            let Some(epoch) = epoch_of(&name) else {
+                continue;
+            };
+            if epoch >= next {
+                let directory = self.directory.as_ref();
+                let found = Redo::open(directory, epoch, &self.identity.base, self.size)?;
+                if let Found::Sealed(redo) = found {
+                    if epoch > next {
+                        return Err(OverlayError::Damaged {
+                            file: self.directory.describe(STATES),
+                            what: "an epoch that was committed later is there, those before it are not",
+                        });
+                    }
+                    *self.sealed.write() = Some(Arc::new(redo));
+                    self.unsettled.store(true, Ordering::Release);
+                    continue;
+                }
+            }
+            if !self.options.read_only {
+                // One that counted and was copied, or one that never will.
+                self.directory
+                    .remove(&name)
+                    .map_err(self.io("remove", &name))?;
+            }
+        }
+        if self.unsettled.load(Ordering::Acquire) {
+            self.committed.store(next.0, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Does what the last run could not.
+    fn go_on(&self, marked: bool) -> Result<(), OverlayError> {
+        // What was not flushed may be there or not, so this is not the state of the last epoch.
+        self.unflushed.store(marked, Ordering::Release);
+        if self.unsettled.load(Ordering::Acquire)
+            && let Err(error) = self.settle()
+        {
+            // It counts, and is read from where it is.
+            tracing::warn!(%error, "an epoch waits to be copied into its overlay");
+        }
+        match self.unsettled.load(Ordering::Acquire) {
+            true => Ok(()),
+            false => self.save().and_then(|()| self.unmark()),
+        }
+    }
+}
+
+/// The identity, if the base is what it says and can be one.
+fn fit(base: &dyn BlockDevice, mut identity: Identity) -> Result<Identity, OverlayError> {
+    let unfit = |why: String| OverlayError::UnfitBase {
+        name: identity.name.clone(),
+        why,
+    };
+    if base.size() != identity.size {
+        return Err(unfit(format!(
+            "it has {} bytes, not {}",
+            base.size(),
+            identity.size
+        )));
+    }
+    if identity.size > MAX_SIZE {
+        return Err(unfit(format!("it has more than {MAX_SIZE} bytes")));
+    }
+    if base.capabilities().alignment != 1 {
+        return Err(unfit("it takes only aligned requests".into()));
+    }
+    let mut end = identity.name.len().min(MAX_NAME);
+    while !identity.name.is_char_boundary(end) {
+        end -= 1;
+    }
+    identity.name.truncate(end);
+    Ok(identity)
+}
+
+impl Identity {
+    /// The caller's header of the log.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = self.base.0.to_vec();
+        bytes.extend_from_slice(&self.size.to_le_bytes());
+        bytes.extend_from_slice(self.name.as_bytes());
+        bytes
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let (digest, rest) = bytes.split_first_chunk()?;
+        let (size, name) = rest.split_first_chunk()?;
+        Some(Self {
+            base: Digest(*digest),
+            size: u64::from_le_bytes(*size),
+            name: String::from_utf8_lossy(name).into_owned(),
+        })
+    }
+}
+
+/// Makes the files. The log comes last: without it there is no overlay.
+fn create(directory: &Arc<dyn Directory>, identity: &Identity) -> Result<ChunkLog, OverlayError> {
+    let failed = OverlayError::io("create", &directory.describe(DATA));
+    let data = directory.create(DATA).map_err(&failed)?;
+    data.set_len(identity.size).map_err(&failed)?;
+    data.sync().map_err(&failed)?;
+    directory.sync().map_err(&failed)?;
+    Ok(ChunkLog::create(
+        Arc::clone(directory),
+        STATES,
+        &identity.encode(),
+    )?)
+}
+
+/// The identity that the overlay was made with, if it is of the same image.
+fn same(
+    directory: &dyn Directory,
+    header: &[u8],
+    wanted: Identity,
+) -> Result<Identity, OverlayError> {
+    let Some(found) = Identity::decode(header) else {
+        return Err(ChunkLogError::NotALog {
+            file: directory.describe(STATES),
+        }
+        .into());
+    };
+    match found.base == wanted.base && found.size == wanted.size {
+        true => Ok(found),
+        false => Err(OverlayError::another_base(
+            directory.describe(""),
+            (&found.name, &found.base),
+            (&wanted.name, &wanted.base),
+        )),
+    }
+}
+
+impl Logged {
+    fn take(&mut self, record: Record, size: u64) -> Result<(), String> {
+        match record.state {
+            EPOCH => self.epoch = record.first,
+            PLAIN => self.marked = true,
+            SETTLED => self.marked = false,
+            number => {
+                let state = State::from_number(number)
+                    .ok_or_else(|| format!("a block in state {number}"))?;
+                let end = record.first.checked_add(u64::from(record.count));
+                let end = end
+                    .filter(|end| *end <= size.div_ceil(BLOCK_SIZE_U64))
+                    .ok_or("blocks beyond the device")?;
+                self.states.load(record.first..end, state);
+            }
+        }
+        Ok(())
+    }
+}

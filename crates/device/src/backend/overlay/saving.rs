@@ -1,0 +1,147 @@
+//! What makes changes durable: data first, then the log that says where they are.
+
+use std::sync::atomic::Ordering;
+
+use super::{DATA, Overlay, OverlayError, Saving};
+use crate::chunklog::Record;
+use crate::remote::Epoch;
+
+/// Records that are about no block: the epoch that counts is `first`.
+pub(super) const EPOCH: u8 = 16;
+/// Plain changes may be made from here on.
+pub(super) const PLAIN: u8 = 17;
+/// All plain changes so far are durable.
+pub(super) const SETTLED: u8 = 18;
+
+/// A record about no block.
+fn note(state: u8, first: u64) -> Record {
+    Record {
+        first,
+        count: 0,
+        state,
+        mask: 0,
+    }
+}
+
+impl Overlay {
+    /// Flushes plain changes; the epoch grows by one if there were any.
+    pub(super) fn save(&self) -> Result<(), OverlayError> {
+        loop {
+            let mut saving = self.saving.lock();
+            if !self.unflushed.load(Ordering::Acquire) {
+                return Ok(());
+            }
+            if self.unsettled.load(Ordering::Acquire) {
+                // The log would otherwise name a later epoch than that of a redo which is still needed.
+                drop(saving);
+                self.settle()?;
+                continue;
+            }
+            let log = saving.log.as_ref();
+            if !log.is_some_and(|log| log.wants_rewrite() || log.is_broken()) {
+                return self.save_as(&mut saving, false);
+            }
+            drop(saving);
+            // The snapshot is of the states as they are, so nothing may change while the data is made durable.
+            let _plain = self.plain.write();
+            let mut saving = self.saving.lock();
+            if !self.unsettled.load(Ordering::Acquire) {
+                return self.save_as(&mut saving, true);
+            }
+        }
+    }
+
+    fn save_as(&self, saving: &mut Saving, rewrite: bool) -> Result<(), OverlayError> {
+        if !self.unflushed.swap(false, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let epoch = Epoch(self.committed().0 + 1);
+        let result = self.log_changes(saving, epoch, rewrite);
+        match result {
+            Ok(()) => self.committed.store(epoch.0, Ordering::Release),
+            Err(_) => self.unflushed.store(true, Ordering::Release),
+        }
+        result
+    }
+
+    /// Makes the data durable, and then the states of all blocks that changed, with `epoch`. With `rewrite`
+    /// nobody may be changing anything.
+    pub(super) fn log_changes(
+        &self,
+        saving: &mut Saving,
+        epoch: Epoch,
+        rewrite: bool,
+    ) -> Result<(), OverlayError> {
+        self.writable()?;
+        // Taken before the data is made durable: what changes from here on is for the next time.
+        let mut records = self.states.write().take_changed();
+        let result = self.log_records(saving, &mut records, epoch, rewrite);
+        if result.is_err() {
+            let mut states = self.states.write();
+            for record in records.iter().filter(|record| record.count > 0) {
+                states.mark(record.first..record.first + u64::from(record.count));
+            }
+        }
+        result
+    }
+
+    fn log_records(
+        &self,
+        saving: &mut Saving,
+        records: &mut Vec<Record>,
+        epoch: Epoch,
+        rewrite: bool,
+    ) -> Result<(), OverlayError> {
+        self.sync_data()?;
+        let log = saving.log.as_mut().ok_or(OverlayError::ReadOnly)?;
+        let epoch = note(EPOCH, epoch.0);
+        if rewrite {
+            let mark = self.marked.load(Ordering::Acquire).then(|| note(PLAIN, 0));
+            let states = self.states.read();
+            let notes = mark.into_iter().chain([epoch]);
+            log.rewrite(&self.identity.encode(), notes.chain(states.snapshot()))?;
+            return Ok(());
+        }
+        records.push(epoch);
+        log.append(records)?;
+        Ok(log.sync()?)
+    }
+
+    /// Makes the data durable. When that fails it is not known what is, and never will be.
+    fn sync_data(&self) -> Result<(), OverlayError> {
+        self.data.sync().map_err(|error| {
+            *self.broken.write() = Some(error.to_string());
+            self.io("sync", DATA)(error)
+        })
+    }
+
+    /// Notes durably, before the first plain change, that there may be some: a crash may then leave any part of them,
+    /// so that the next opening counts one epoch more.
+    pub(super) fn mark(&self) -> Result<(), OverlayError> {
+        if self.marked.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut saving = self.saving.lock();
+        if self.marked.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let log = saving.log.as_mut().ok_or(OverlayError::ReadOnly)?;
+        log.append(&[note(PLAIN, 0)])?;
+        log.sync()?;
+        self.marked.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Takes the note back, if there is nothing that a crash could lose. Nobody may be changing anything.
+    pub(super) fn unmark(&self) -> Result<(), OverlayError> {
+        if !self.marked.load(Ordering::Acquire) || self.unflushed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut saving = self.saving.lock();
+        let log = saving.log.as_mut().ok_or(OverlayError::ReadOnly)?;
+        log.append(&[note(SETTLED, 0)])?;
+        log.sync()?;
+        self.marked.store(false, Ordering::Release);
+        Ok(())
+    }
+}

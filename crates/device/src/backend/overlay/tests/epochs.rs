@@ -1,0 +1,292 @@
+//! Staging, sealing, copying.
+
+use std::io;
+use std::sync::atomic::AtomicBool;
+
+use super::*;
+use crate::storage::Operation;
+
+/// Whole blocks of a device.
+fn any_blocks(rng: &mut Rng, size: u64) -> (u64, u64) {
+    let first = rng.u64(0..size.div_ceil(BLOCK));
+    let offset = first * BLOCK;
+    (offset, (rng.u64(1..6) * BLOCK).min(size - offset))
+}
+
+/// Changes that overlap, and what they make of `model`.
+pub(super) fn any_changes(rng: &mut Rng, model: &mut [u8]) -> Vec<Change> {
+    let count = rng.usize(0..6);
+    let change = |_| {
+        let (offset, length) = any_blocks(rng, model.len() as u64);
+        let range = offset as usize..(offset + length) as usize;
+        match rng.bool() {
+            true => {
+                let data: Vec<u8> = range.clone().map(|_| rng.u8(..)).collect();
+                model[range].copy_from_slice(&data);
+                Change::Write(offset, data.into())
+            }
+            false => {
+                model[range].fill(0);
+                Change::Zero(offset, length)
+            }
+        }
+    };
+    (0..count).map(change).collect()
+}
+
+pub(super) fn commit_something(overlay: &Overlay, rng: &mut Rng, model: &mut Vec<u8>) {
+    overlay.flush().unwrap();
+    let epoch = Epoch(overlay.committed().0 + 1);
+    let before = model.clone();
+    for _ in 0..rng.usize(1..4) {
+        overlay.stage(epoch, &any_changes(rng, model)).unwrap();
+    }
+    assert!(everything(overlay) == before, "what is staged is not seen");
+    if rng.u8(0..4) == 0 {
+        overlay.abandon().unwrap();
+        *model = before;
+        return;
+    }
+    overlay.commit(epoch).unwrap();
+    assert_eq!(overlay.committed(), epoch);
+    overlay.commit(epoch).unwrap();
+    assert_eq!(overlay.committed(), epoch);
+}
+
+#[test]
+fn epochs_come_in_turn() {
+    let fake = FakeDirectory::default();
+    let base = image(8 * BLOCK);
+    let overlay = open_fake(&fake, &base).unwrap();
+    for wrong in [0, 2, u64::MAX] {
+        let error = overlay
+            .stage(Epoch(wrong), &[write(0, 1, BLOCK)])
+            .unwrap_err();
+        assert!(matches!(error, OverlayError::WrongEpoch { .. }), "{error}");
+    }
+    let error = overlay.commit(Epoch(1)).unwrap_err();
+    assert!(matches!(error, OverlayError::NothingStaged(_)), "{error}");
+    let error = overlay.commit(Epoch(2)).unwrap_err();
+    assert!(matches!(error, OverlayError::WrongEpoch { .. }), "{error}");
+    overlay.commit(Epoch(0)).unwrap();
+    overlay.stage(Epoch(1), &[]).unwrap();
+    overlay.commit(Epoch(1)).unwrap();
+    assert_eq!(
+        overlay.committed(),
+        Epoch(1),
+        "an epoch without changes counts"
+    );
+    for (offset, length) in [(1, BLOCK), (0, 100), (7 * BLOCK, 2 * BLOCK), (!4095, BLOCK)] {
+        let error = overlay
+            .stage(Epoch(2), &[Change::Zero(offset, length)])
+            .unwrap_err();
+        assert!(matches!(error, OverlayError::BadChange { .. }), "{error}");
+    }
+    assert!(overlay.is_unchanged());
+    assert!(!fake.list().unwrap().iter().any(|n| n.starts_with("epoch")));
+}
+
+#[test]
+fn plain_changes_wait_for_a_staged_epoch() {
+    let fake = FakeDirectory::default();
+    let base = image(8 * BLOCK);
+    let overlay = open_fake(&fake, &base).unwrap();
+    overlay.write(0, &[1; 10]).unwrap();
+    // Somebody else wrote: those changes are an epoch of their own.
+    let error = overlay.stage(Epoch(1), &[write(0, 1, BLOCK)]).unwrap_err();
+    assert!(matches!(error, OverlayError::WrongEpoch { .. }), "{error}");
+    assert_eq!(overlay.committed(), Epoch(1));
+    overlay.stage(Epoch(2), &[write(0, 9, BLOCK)]).unwrap();
+    let refused = overlay.write(0, &[1]).unwrap_err();
+    assert!(matches!(refused, DeviceError::Unavailable(_)), "{refused}");
+    overlay.flush().unwrap();
+    // A crash now is no epoch more: it would be taken for the one that is being staged.
+    assert_eq!(
+        open_fake(&fake.after_kill(), &base).unwrap().committed(),
+        Epoch(1)
+    );
+    overlay.commit(Epoch(2)).unwrap();
+    overlay.write(0, &[1]).unwrap();
+    overlay.stage(Epoch(3), &[]).unwrap_err();
+    overlay.stage(Epoch(4), &[]).unwrap();
+    overlay.abandon().unwrap();
+    overlay.write(0, &[2]).unwrap();
+    assert_eq!(everything(&overlay)[..2], [2, 9]);
+}
+
+#[test]
+fn an_epoch_has_a_limit() {
+    let fake = FakeDirectory::default();
+    let options = Options {
+        stage_limit: 10 * BLOCK,
+        ..Options::default()
+    };
+    let overlay = open_over(Arc::new(fake.clone()), &image(64 * BLOCK), options).unwrap();
+    overlay.stage(Epoch(1), &[write(0, 1, 8 * BLOCK)]).unwrap();
+    let staged = overlay.staged();
+    for change in [write(0, 2, 4 * BLOCK), Change::Zero(0, BLOCK)] {
+        let changes = vec![change; 2];
+        let error = overlay.stage(Epoch(1), &changes).unwrap_err();
+        assert!(matches!(DeviceError::from(error), DeviceError::NoSpace(_)));
+    }
+    assert_eq!(overlay.staged(), staged);
+    overlay.commit(Epoch(1)).unwrap();
+    assert_eq!(everything(&overlay)[..8 * BLOCK_SIZE], [1; 8 * BLOCK_SIZE]);
+}
+
+#[test]
+fn a_full_disk_is_found_before_the_epoch_counts() {
+    let fake = FakeDirectory::new(4096, 0);
+    let base = image(64 * BLOCK);
+    let overlay = open_fake(&fake, &base).unwrap();
+    overlay.stage(Epoch(1), &[write(0, 1, 20 * BLOCK)]).unwrap();
+    // Room for the redo, but not for the copy.
+    fake.set_capacity(Some(fake.used() + 10 * BLOCK));
+    let error = overlay.commit(Epoch(1)).unwrap_err();
+    assert!(matches!(DeviceError::from(error), DeviceError::NoSpace(_)));
+    assert_eq!(overlay.committed(), Epoch(0));
+    assert!(everything(&overlay) == base && overlay.staged() == 0);
+    overlay.stage(Epoch(1), &[write(0, 1, BLOCK)]).unwrap();
+    overlay.commit(Epoch(1)).unwrap();
+    // Nor for the redo.
+    let error = overlay
+        .stage(Epoch(2), &[write(0, 1, 60 * BLOCK)])
+        .unwrap_err();
+    assert!(matches!(DeviceError::from(error), DeviceError::NoSpace(_)));
+    overlay.abandon().unwrap();
+    assert_eq!(everything(&overlay)[..BLOCK_SIZE], [1; BLOCK_SIZE]);
+    assert!(everything(&overlay)[BLOCK_SIZE..] == base[BLOCK_SIZE..]);
+}
+
+#[test]
+fn an_epoch_that_cannot_be_copied_counts_and_is_read_from_its_redo() {
+    for failing in [Operation::Write, Operation::Read] {
+        let fake = FakeDirectory::default();
+        let base = image(64 * BLOCK);
+        let overlay = open_fake(&fake, &base).unwrap();
+        overlay.write(3 * BLOCK, &[5; 100]).unwrap();
+        overlay.flush().unwrap();
+        let changes = [
+            write(2 * BLOCK, 1, 4 * BLOCK),
+            Change::Zero(4 * BLOCK, BLOCK),
+            write(63 * BLOCK, 2, BLOCK),
+        ];
+        overlay.stage(Epoch(2), &changes).unwrap();
+        let name = match failing {
+            Operation::Read => "epoch-2",
+            _ => DATA,
+        };
+        fake.set_faults(move |operation, file| {
+            (operation == failing && file == name).then_some(io::ErrorKind::StorageFull)
+        });
+        overlay.commit(Epoch(2)).unwrap();
+        assert_eq!(overlay.committed(), Epoch(2));
+        let error = overlay.write(0, &[1]).unwrap_err();
+        assert!(matches!(error, DeviceError::NoSpace(_)), "{error}");
+        let error = overlay.stage(Epoch(3), &[]).unwrap_err();
+        assert!(matches!(DeviceError::from(error), DeviceError::NoSpace(_)));
+        let mut model = base.clone();
+        model[2 * BLOCK_SIZE..6 * BLOCK_SIZE].fill(1);
+        model[4 * BLOCK_SIZE..5 * BLOCK_SIZE].fill(0);
+        model[63 * BLOCK_SIZE..].fill(2);
+        if failing == Operation::Write {
+            assert!(everything(&overlay) == model);
+            assert_eq!(overlay.changed(), 5 * BLOCK);
+            let kinds: Vec<_> = overlay.extents(3 * BLOCK, 3 * BLOCK).unwrap();
+            assert_eq!(
+                kinds.iter().map(|run| run.kind).collect::<Vec<_>>(),
+                [ExtentKind::Data, ExtentKind::Zero, ExtentKind::Data]
+            );
+        } else {
+            let error = overlay.read(2 * BLOCK, &mut [0; 10]).unwrap_err();
+            assert!(
+                matches!(error, DeviceError::NoSpace(_)),
+                "an error, never other bytes"
+            );
+        }
+        // Also over a restart, as long as it lasts: read-only and not.
+        drop(overlay);
+        if failing == Operation::Write {
+            for read_only in [true, false] {
+                let options = Options {
+                    read_only,
+                    ..Options::default()
+                };
+                let overlay = open_over(Arc::new(fake.clone()), &base, options).unwrap();
+                assert!(everything(&overlay) == model && overlay.committed() == Epoch(2));
+                let refused = overlay.write(0, &[1]).unwrap_err();
+                assert_eq!(
+                    matches!(refused, DeviceError::ReadOnly),
+                    read_only,
+                    "{refused}"
+                );
+            }
+        }
+        fake.clear_faults();
+        let overlay = open_fake(&fake, &base).unwrap();
+        assert!(everything(&overlay) == model && overlay.committed() == Epoch(2));
+        overlay.write(0, &[1]).unwrap();
+        assert!(!fake.list().unwrap().iter().any(|n| n.starts_with("epoch")));
+    }
+}
+
+#[test]
+fn copying_is_tried_again_before_the_next_change() {
+    let fake = FakeDirectory::default();
+    let overlay = open_fake(&fake, &image(8 * BLOCK)).unwrap();
+    overlay.stage(Epoch(1), &[write(0, 1, BLOCK)]).unwrap();
+    fake.set_faults(|operation, file| {
+        (operation == Operation::Write && file == DATA).then_some(io::ErrorKind::Other)
+    });
+    overlay.commit(Epoch(1)).unwrap();
+    overlay.write(0, &[2]).unwrap_err();
+    fake.clear_faults();
+    overlay.write(0, &[2]).expect_err("not at once");
+    std::thread::sleep(crate::backend::overlay::epochs::RETRY);
+    overlay.write(0, &[2]).unwrap();
+    assert_eq!(everything(&overlay)[..2], [2, 1]);
+}
+
+/// Readers run while epochs are committed: each request sees one epoch only, also across blocks that were here, in the
+/// base, and zero.
+#[test]
+fn a_reader_sees_all_of_an_epoch_or_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let directory = Arc::new(HostDirectory::open(dir.path()).unwrap());
+    let size = 64 * BLOCK;
+    let overlay = open_over(directory, &vec![0; size as usize], Options::default()).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = (0..2)
+            .map(|_| {
+                let (overlay, done) = (&overlay, &done);
+                scope.spawn(move || {
+                    let mut seen = std::collections::BTreeSet::new();
+                    while !done.load(Ordering::Relaxed) {
+                        let bytes = everything(overlay);
+                        assert!(
+                            bytes.iter().all(|b| *b == bytes[0]),
+                            "two epochs in one request"
+                        );
+                        seen.insert(bytes[0]);
+                    }
+                    seen.len()
+                })
+            })
+            .collect();
+        for epoch in 1..=30u64 {
+            for first in (0..64).step_by(16) {
+                let change = match epoch % 5 {
+                    0 => Change::Zero(first * BLOCK, 16 * BLOCK),
+                    _ => write(first * BLOCK, epoch as u8, 16 * BLOCK),
+                };
+                overlay.stage(Epoch(epoch), &[change]).unwrap();
+            }
+            overlay.commit(Epoch(epoch)).unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+        for reader in readers {
+            assert!(reader.join().unwrap() > 1);
+        }
+    });
+}
