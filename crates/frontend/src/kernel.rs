@@ -163,6 +163,12 @@ pub enum Error {
         /// The device.
         path: PathBuf,
     },
+    /// The number is another device's.
+    #[error("{path} is taken: name another, or none for the first that is free")]
+    Taken {
+        /// The device.
+        path: PathBuf,
+    },
     /// What the kernel holds back for the device could not be written.
     #[error(
         "{path} cannot be flushed: {error}; detach it by force to give up what was not written"

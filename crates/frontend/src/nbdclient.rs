@@ -178,6 +178,8 @@ pub enum Interface {
 pub struct Attached {
     path: PathBuf,
     session: Option<ioctl::Session>,
+    /// The thread that set the device up, by which it is known as this one's.
+    owner: Option<u64>,
     attached: bool,
 }
 
@@ -196,10 +198,12 @@ impl Attached {
         if !self.attached {
             return Ok(());
         }
-        match detach_path(&self.path, how) {
-            // Somebody else was faster.
-            Ok(()) | Err(Error::NotAttached { .. }) => {}
-            Err(error) => return Err(error),
+        // Somebody else may have been faster, and the number may be another's by now.
+        if self.owner == owner(index_of(&self.path)?) {
+            match detach_path(&self.path, how) {
+                Ok(()) | Err(Error::NotAttached { .. }) => {}
+                Err(error) => return Err(error),
+            }
         }
         self.attached = false;
         if let Some(session) = &mut self.session {
@@ -227,7 +231,7 @@ impl Drop for Attached {
 }
 
 /// Makes a device of sockets at whose other ends a server speaks NBD's transmission phase. Returns when the device is
-/// ready; the server must be running by then, for the kernel looks for partitions first.
+/// ready and its partitions are known; the server must be answering already.
 ///
 /// # Errors
 /// [`Error`]; nothing stays attached then.
@@ -277,19 +281,20 @@ fn attach_by_netlink(
         })?,
         Some(Err(error)) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
             return Err(if options.device.is_some() {
-                Error::Busy { path: asked }
+                Error::Taken { path: asked }
             } else {
                 Error::NoneFree
             });
         }
         Some(Err(error)) => return Err(Error::kernel("attach", &asked, error)),
     };
-    let attached = Attached {
+    let mut attached = Attached {
         path: format!("/dev/nbd{index}").into(),
         session: None,
+        owner: owner(index),
         attached: true,
     };
-    wait_ready(&attached, options.size)?;
+    wait_ready(&mut attached, options.size)?;
     Ok(attached)
 }
 
@@ -334,35 +339,37 @@ fn attach_by_ioctl(sockets: Vec<OwnedFd>, options: &Options) -> Result<Attached,
         None => first_free(Path::new("/sys/block")).ok_or(Error::NoneFree)?,
     };
     let session = ioctl::Session::start(path.clone(), sockets, options)?;
-    let attached = Attached {
+    let mut attached = Attached {
+        owner: owner(index_of(&path)?),
         path,
         session: Some(session),
         attached: true,
     };
-    wait_ready(&attached, options.size)?;
+    wait_ready(&mut attached, options.size)?;
     Ok(attached)
 }
 
-/// Polls sysfs until the device has its size and somebody receives for it, and its node is there.
-fn wait_ready(attached: &Attached, size: u64) -> Result<(), Error> {
-    let path = &attached.path;
+/// Polls sysfs until the device has its size and somebody receives for it, and its node is there; then opens it, upon
+/// which the kernel looks for partitions.
+fn wait_ready(attached: &mut Attached, size: u64) -> Result<(), Error> {
+    let path = &attached.path.clone();
     let index = index_of(path)?;
     let is_ready = || {
-        read_number(index, "size") == Some(size / 512)
-            && sysfs(index, "pid").exists()
-            && path.exists()
+        read_number(index, "size") == Some(size / 512) && owner(index).is_some() && path.exists()
     };
-    let ended = || {
-        attached
-            .session
-            .as_ref()
-            .is_some_and(ioctl::Session::has_ended)
-    };
-    kernel::wait_until(DEADLINE, || is_ready() || ended());
-    if is_ready() {
-        return Ok(());
+    let session = attached.session.as_ref();
+    let has_ended = || session.is_some_and(ioctl::Session::has_ended);
+    kernel::wait_until(DEADLINE, || is_ready() || has_ended());
+    if !is_ready() {
+        return Err(Error::deadline("get ready", path));
     }
-    Err(Error::deadline("get ready", path))
+    attached.owner = owner(index);
+    let own = path.clone();
+    let opened = kernel::within(DEADLINE, "nbd-open", || fs::File::open(own).map(drop))
+        .map_err(|error| Error::kernel("start a thread for", path, error))?;
+    opened
+        .ok_or_else(|| Error::deadline("read its partitions", path))?
+        .map_err(|error| Error::kernel("open", path, error))
 }
 
 /// Gives an attached device new sockets for its dead ones: a server that comes back after a crash, while requests
@@ -506,6 +513,11 @@ fn index_of(path: &Path) -> Result<u32, Error> {
             path: path.into(),
             expected: "an NBD device (/dev/nbdN)",
         })
+}
+
+/// The thread that set a device up, while it is attached.
+fn owner(index: u32) -> Option<u64> {
+    read_number(index, "pid")
 }
 
 fn sysfs(index: u32, name: &str) -> PathBuf {

@@ -53,6 +53,10 @@ const MISSING: Error = Error::Missing {
     instead: "use the kernel's NBD client",
 };
 
+const NO_RINGS: Error = Error::Unsupported(
+    "io_uring, which ublk needs, is turned off here (sysctl kernel.io_uring_disabled): use the kernel's NBD client",
+);
+
 /// What the kernel is told about the device.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -256,7 +260,7 @@ pub fn attach(device: Arc<dyn BlockDevice>, options: &Options) -> Result<Attache
     )
     .map_err(|error| match error {
         Error::Kernel { error, .. } if is(&error, Errno::EXIST) => {
-            Error::Busy { path: path.clone() }
+            Error::Taken { path: path.clone() }
         }
         other => other,
     })?;
@@ -403,9 +407,15 @@ fn control(
     data: u64,
     buffer: Vec<u8>,
 ) -> Result<Vec<u8>, Error> {
-    let control = Control::open().map_err(|error| match error {
+    let node = Path::new(control::PATH);
+    let opened = std::fs::File::options().read(true).write(true).open(node);
+    let node = opened.map_err(|error| match error {
         error if is(&error, Errno::NOENT) => MISSING,
         error => Error::kernel("reach the driver for", path, error),
+    })?;
+    let control = Control::new(node).map_err(|error| match error {
+        error if is(&error, Errno::PERM) || is(&error, Errno::NOSYS) => NO_RINGS,
+        error => Error::kernel("make a ring for", path, error),
     })?;
     control
         .run(command, device, data, buffer, DEADLINE)

@@ -117,7 +117,7 @@ fn configure(
                 let _ = call::<CLEAR_SOCK>(&device);
             }
             return Err(match error {
-                Errno::BUSY => Error::Busy { path: path.into() },
+                Errno::BUSY => Error::Taken { path: path.into() },
                 other => Error::kernel("hand a socket to", path, other.into()),
             });
         }

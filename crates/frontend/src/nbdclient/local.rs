@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use super::{Attached, Detach, Error, Options, attach, reconnect};
+use super::{Attached, Detach, Error, Options, attach, index_of, owner, reconnect};
 use crate::nbd::{Connection, Negotiated, Server};
 
 /// How long a connection may take to end when its device is gone: nothing is under way on it any more.
@@ -90,6 +90,7 @@ pub fn reconnect_local(
         attached: Attached {
             path: path.into(),
             session: None,
+            owner: owner(index_of(path)?),
             attached: true,
         },
         connections,

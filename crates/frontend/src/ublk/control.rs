@@ -22,9 +22,8 @@ pub(super) struct Control {
 
 impl Control {
     /// # Errors
-    /// Of opening the node, or of a kernel whose io_uring has no entries of 128 bytes or is turned off.
-    pub(super) fn open() -> io::Result<Self> {
-        let device = File::options().read(true).write(true).open(PATH)?;
+    /// Of a kernel whose `io_uring` has no entries of 128 bytes or is turned off.
+    pub(super) fn new(device: File) -> io::Result<Self> {
         let ring = IoUring::builder().build(2)?;
         Ok(Self { device, ring })
     }

@@ -1,15 +1,19 @@
-//! Threads for requests that wait: for a disk, for a network. At most [`Pool::new`]'s limit of them, started as they
-//! are needed. What waits for a thread is bounded by the queues' depth: every tag has one request at most.
+//! Threads for requests that wait: for a disk, for a network. At most [`Pool::new`]'s limit of them, which come as they
+//! are needed and go when they are not. What waits for a thread is bounded by the queues' depth: every tag has one request at most.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
 use super::abi::Descriptor;
 use super::request::{Buffer, Target};
+
+/// How long a thread without work stays, with its stack and its buffer.
+const LINGER: Duration = Duration::from_secs(5);
 
 /// Where a queue's thread is told what became of requests: a list, and an eventfd that its ring watches.
 pub(super) struct Mailbox {
@@ -128,8 +132,12 @@ impl Inner {
                 return;
             } else {
                 state.idle += 1;
-                self.more.wait(&mut state);
+                let late = self.more.wait_for(&mut state, LINGER).timed_out();
                 state.idle -= 1;
+                if late && state.jobs.is_empty() {
+                    state.threads -= 1;
+                    return;
+                }
             }
         }
     }

@@ -39,7 +39,7 @@ fn both_drivers_serve_file_systems_in_a_guest() {
     let mut guest = Command::new(here.join("../../lab/guest/run.sh"));
     guest.arg("--dir").arg(here.join("../../lab/cache"));
     guest.args(["--cpus", "2", "--timeout", "500"]);
-    for example in ["attach_memory", "torture_device"] {
+    for example in ["attach_memory", "readiness", "torture_device"] {
         let example = own.with_file_name("../examples").join(example);
         guest.arg("--with").arg(example);
     }

@@ -89,7 +89,7 @@ for kind in nbd ublk; do
   number=/dev/nbd7; [ $kind = nbd ] || number=/dev/ublkb7
   starts "$kind file" $kind --device $number --file backing --size 16
   check "$kind number" [ "$dev" = $number ]
-  refused "$kind number taken" "in use" attach_memory $kind --device $number
+  refused "$kind number taken" "is taken" attach_memory $kind --device $number
   check "$kind fill" dd if=noise of=$dev bs=64k conv=fsync
   kill -TERM $pid
   ends "$kind ends by a signal"
@@ -210,6 +210,8 @@ for kind in "nbd" "nbd --connections 2" "ublk"; do
   kill -TERM $pid
   ends "figures of $kind end"
 done
+
+readiness 20
 
 if dmesg | grep -q "BUG\|Oops\|blocked for more\|general protection"; then
   dmesg | tail -40 >said; fail "the kernel is well"
