@@ -5,6 +5,7 @@
 //! [`BlockDevice`](drover_core::BlockDevice) that another crate makes, a front end serves whatever is on top.
 
 pub mod backend;
+pub mod builder;
 pub mod chunklog;
 pub mod remote;
 pub mod stage;

@@ -19,3 +19,6 @@ pub use lockable::{Latch, LockGuard, LockHandle, Lockable, UnderWay};
 pub use rate::{Bucket, Rate};
 pub use strict::Strict;
 pub use tracked::{Dirty, TrackHandle, Tracked};
+
+#[cfg(test)]
+mod tests;

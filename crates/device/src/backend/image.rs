@@ -60,7 +60,7 @@ impl ImageDevice {
         }
     }
 
-    fn from_io(&self, error: io::Error) -> DeviceError {
+    fn medium(&self, error: io::Error) -> DeviceError {
         let kind = error.kind();
         match error.downcast::<ImageError>() {
             Ok(image) => match &self.name {
@@ -77,14 +77,14 @@ impl ImageDevice {
 
 /// Trouble with the medium keeps its kind; everything else is damage.
 fn from_image(error: ImageError) -> DeviceError {
-    fn medium(error: &ImageError) -> Option<io::ErrorKind> {
+    fn kind_of(error: &ImageError) -> Option<io::ErrorKind> {
         match error {
             ImageError::Io { source, .. } => Some(source.kind()),
-            ImageError::In { source, .. } => medium(source),
+            ImageError::In { source, .. } => kind_of(source),
             _ => None,
         }
     }
-    match medium(&error) {
+    match kind_of(&error) {
         Some(kind) if kind != io::ErrorKind::UnexpectedEof => {
             DeviceError::Io(Arc::new(io::Error::new(kind, error)))
         }
@@ -114,7 +114,7 @@ impl BlockDevice for ImageDevice {
         check_range(offset, buffer.len() as u64, self.size())?;
         self.disk
             .read_exact_at(buffer, offset)
-            .map_err(|error| self.from_io(error))
+            .map_err(|error| self.medium(error))
     }
 
     fn write(&self, _: u64, _: &[u8]) -> Result<(), DeviceError> {
@@ -144,7 +144,7 @@ impl BlockDevice for ImageDevice {
                 Ok(run) => runs.push(run),
                 // What is before the damage can be told.
                 Err(_) if !runs.is_empty() => break,
-                Err(error) => return Err(self.from_io(error.into())),
+                Err(error) => return Err(self.medium(error.into())),
             }
             if runs.len() == MOST_RUNS {
                 break;

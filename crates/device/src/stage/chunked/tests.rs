@@ -275,6 +275,56 @@ fn extents_are_clipped_to_the_range() {
     assert!(device.extents(5, 0).unwrap().is_empty());
 }
 
+/// A device that tells of one run at a time, of at most 100 bytes.
+struct Terse(MemoryDevice);
+
+impl BlockDevice for Terse {
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        self.0.read(offset, buffer)
+    }
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
+        self.0.write(offset, data)
+    }
+    fn write_zeroes(&self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), DeviceError> {
+        self.0.write_zeroes(offset, length, zeroes)
+    }
+    fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        self.0.trim(offset, length)
+    }
+    fn flush(&self) -> Result<(), DeviceError> {
+        self.0.flush()
+    }
+    fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
+        let mut runs = self.0.extents(offset, length)?;
+        runs.truncate(1);
+        runs[0].length = runs[0].length.min(100);
+        Ok(runs)
+    }
+    fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        self.0.prefetch(offset, length)
+    }
+    fn cost(&self, offset: u64, length: u64) -> Cost {
+        self.0.cost(offset, length)
+    }
+}
+
+#[test]
+fn an_answer_about_extents_that_ends_before_the_range_is_not_passed_on() {
+    let device = Chunked::new(Terse(MemoryDevice::new(10_000)), 4096);
+    for (offset, length, expected) in [(50, 10, 10), (50, 4000, 50), (4000, 3000, 96)] {
+        let runs = device.extents(offset, length).unwrap();
+        assert_eq!(runs.len(), 1);
+        assert_eq!((runs[0].offset, runs[0].length), (offset, expected));
+    }
+    crate::testing::run(&device, 9);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
