@@ -8,7 +8,7 @@
 //! loop device writes dirty pages back, to a file whose server is dead but whose connection to the kernel is still
 //! open, as it is next in the row: the dying process would wait for itself for ever. Therefore a thread with a table of
 //! open files of its own (`CLOSE_RANGE_UNSHARE`) holds the loop device: the kernel closes the two tables
-//! independently, the connection ends, and the write-back gets its error. See [`keeper`].
+//! independently, the connection ends, and the write-back gets its error.
 
 mod keeper;
 mod sys;

@@ -1,13 +1,12 @@
 //! The file system of one file: requests of the kernel as requests to the device.
 
-use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::io;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use drover_core::{BlockDevice, Cost, DeviceError, ExtentKind, Zeroes};
+use drover_core::{BlockDevice, Cost, Zeroes};
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
     KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory,
@@ -17,6 +16,7 @@ use fuser::{
 use parking_lot::Mutex;
 
 use super::pool::Pool;
+use super::request::{read, reported, seek, write};
 use super::{Options, THREADS_MAX};
 
 /// The longest read or write that the kernel sends (it takes no more than 256 pages unless a sysctl says so).
@@ -25,15 +25,8 @@ const LONGEST: u32 = 1 << 20;
 const BACKGROUND: u16 = 256;
 /// How long the kernel may keep what it knows: the size is for ever, and all else changes only through it.
 const KEEP: Duration = Duration::from_secs(60);
-/// The range of one look for data or a hole.
-const LOOK: u64 = 1 << 30;
 /// The number of the file below a directory.
 const INNER: INodeNo = INodeNo(2);
-
-thread_local! {
-    /// What a read fills: kept by the thread, as memory need not be cleared for each.
-    static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-}
 
 /// The one file.
 pub(super) struct Disk {
@@ -150,83 +143,6 @@ impl Disk {
     fn inside(&self, offset: u64, length: u64) -> u64 {
         length.min(self.size.saturating_sub(offset))
     }
-}
-
-/// What a program is told. A failed request is its own, so most are EIO: other numbers mean something to the kernel
-/// or to a file system on top.
-pub(super) fn errno(error: &DeviceError) -> Errno {
-    match error {
-        DeviceError::OutOfRange { .. } | DeviceError::Unaligned { .. } => Errno::EINVAL,
-        DeviceError::ReadOnly => Errno::EROFS,
-        DeviceError::Unsupported(_) => Errno::EOPNOTSUPP,
-        DeviceError::NoSpace(_) => Errno::ENOSPC,
-        DeviceError::Unavailable(_)
-        | DeviceError::Corrupt(_)
-        | DeviceError::Closed
-        | DeviceError::Io(_) => Errno::EIO,
-    }
-}
-
-fn reported(what: &str, offset: u64, length: u64, error: &DeviceError) -> Errno {
-    tracing::warn!(what, offset, length, %error, "a request to the device failed");
-    errno(error)
-}
-
-fn read(device: &dyn BlockDevice, offset: u64, length: usize, longest: usize, reply: ReplyData) {
-    BUFFER.with_borrow_mut(|buffer| {
-        if buffer.len() < length {
-            buffer.resize(length, 0);
-        }
-        let bytes = &mut buffer[..length];
-        let mut at = offset;
-        for piece in bytes.chunks_mut(longest) {
-            if let Err(error) = device.read(at, piece) {
-                return reply.error(reported("read", offset, length as u64, &error));
-            }
-            at += piece.len() as u64;
-        }
-        reply.data(bytes);
-    });
-}
-
-fn write(
-    device: &dyn BlockDevice,
-    offset: u64,
-    data: &[u8],
-    longest: usize,
-    synced: bool,
-    reply: ReplyWrite,
-) {
-    let mut at = offset;
-    for piece in data.chunks(longest) {
-        if let Err(error) = device.write(at, piece) {
-            return reply.error(reported("write", offset, data.len() as u64, &error));
-        }
-        at += piece.len() as u64;
-    }
-    if synced && let Err(error) = device.flush() {
-        return reply.error(reported("flush", 0, 0, &error));
-    }
-    reply.written(data.len() as u32);
-}
-
-/// Where the first byte at or after `from` is that is data (or is not): [`None`] if there is none.
-fn seek(device: &dyn BlockDevice, from: u64, data: bool) -> Result<Option<u64>, DeviceError> {
-    let size = device.size();
-    let mut at = from;
-    while at < size {
-        let runs = device.extents(at, LOOK.min(size - at))?;
-        for run in &runs {
-            if (run.kind == ExtentKind::Data) == data {
-                return Ok(Some(run.offset.max(at)));
-            }
-        }
-        match runs.last() {
-            Some(last) if last.end() > at => at = last.end(),
-            _ => return Err(DeviceError::Unsupported("tell its extents")),
-        }
-    }
-    Ok(None)
 }
 
 impl Filesystem for Disk {

@@ -1,4 +1,4 @@
-//! The thread that holds a loop device open, in a table of open files of its own (why: see [`super`]).
+//! The thread that holds a loop device open, in a table of open files of its own (why: see the module above).
 //!
 //! It must log nothing: a log's file has, in its table, another number or, worse, the number of something else.
 

@@ -366,7 +366,7 @@ fn a_device_that_hangs_is_cut_off() {
         [libc::ECONNABORTED, libc::ENOTCONN, libc::EIO].contains(&number),
         "{error}"
     );
-    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(start.elapsed() < Duration::from_secs(20));
     assert!(!place.path("disk").exists());
     device.free();
     eventually("the device is let go", || Arc::strong_count(&device) == 1);
