@@ -32,6 +32,15 @@ seed transfer_log batch "\\2\\3\\121\\0\\114$front$(zeros 68)\\1\\3\\0\\0"
 
 # A header without a caller's, and a frame of one record.
 seed chunk_log frame "DRVRCLG\\0\\1$(zeros 23)CLfr\\1\\0\\0\\0\\1$(zeros 47)"
+# option NUMBER LENGTH DATA, request COMMAND FLAGS OFFSET LENGTH, as an NBD client sends them.
+option() { printf 'IHAVEOPT\\0\\0\\0\\%s\\0\\0\\0\\%s%s' "$1" "$2" "$3"; }
+request() { printf '\\45\\140\\225\\23\\0\\%s\\0\\%sabcdefgh\\0\\0\\0\\0\\0\\0\\%s\\0\\0\\0\\%s\\0' "$2" "$1" "$3" "$4"; }
+context='\0\0\0\1a\0\0\0\1\0\0\0\17base:allocation'
+info='\0\0\0\1a\0\3\0\1\0\2\0\3'
+seed nbd whole "\\0\\3$(option 10 0)$(option 3 0)$(option 12 34 "$context")$(option 7 15 "$info")$(request 0 4 2 20)\
+$(request 7 10 2 20)$(request 6 22 2 20)$(request 3 0 0 0)$(request 4 1 2 20)$(request 2 0 0 0)"
+seed nbd tls "\\2\\3$(option 3 0)$(option 5 0)$(option 10 0)$(option 6 15 "$info")$(option 7 6 '\0\0\0\0\0\0')$(request 0 0 0 1)"
+seed nbd name "\\0\\0$(option 1 1 b)$(request 1 0 0 20)"
 
 images=corpus/seeds/image_open
 mkdir -p "$images"

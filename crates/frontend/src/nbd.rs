@@ -19,6 +19,8 @@ mod check;
 mod connection;
 mod counters;
 mod execute;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod input;
 mod lanes;
 mod negotiate;
