@@ -66,7 +66,8 @@ pub struct Options {
     /// Users other than the one who mounts may open it: all may read it and, unless it is read-only, write it, until
     /// chmod and chown say otherwise. Else no other user, not even root, sees it.
     pub allow_other: bool,
-    /// The kernel keeps pages and reads ahead. Only for a device that is written through this file alone.
+    /// The kernel keeps pages and reads ahead. Only for a device that is written through this file alone. Who reads a far
+    /// device in small pieces needs it: 128 KiB at a time over 40 ms are 76 instead of 3 MiB/s.
     pub page_cache: bool,
 }
 

@@ -40,6 +40,9 @@ pub struct Options {
     pub block_size: u32,
     /// Partitions become devices (`/dev/loopNp1`).
     pub partitions: bool,
+    /// Bytes that the kernel reads ahead at most, in whole KiB; 0: what it thinks best, with many kernels 128 KiB, a
+    /// trickle where the bytes come from far away.
+    pub read_ahead: u32,
 }
 
 impl Default for Options {
@@ -49,6 +52,7 @@ impl Default for Options {
             direct_io: true,
             block_size: 512,
             partitions: true,
+            read_ahead: 4 << 20,
         }
     }
 }
@@ -132,6 +136,13 @@ impl LoopDevice {
             source,
         })?;
         let (keeper, attached) = Keeper::start(&file, options)?;
+        if options.read_ahead > 0 {
+            // Slower without, but no reason to fail. The kernel forgets it when the device is detached.
+            let knob = format!("/sys/block/loop{}/queue/read_ahead_kb", attached.number);
+            if let Err(error) = std::fs::write(&knob, (options.read_ahead / 1024).to_string()) {
+                tracing::debug!(knob, %error, "the kernel reads ahead as far as it wants");
+            }
+        }
         Ok(Self {
             path: node(attached.number),
             file,

@@ -296,6 +296,7 @@ fn it_is_as_it_was_asked_for() {
             read_only: true,
             direct_io: false,
             partitions: false,
+            read_ahead: 1 << 20,
         };
         let mut disk = LoopDevice::attach(file.path(), options).unwrap();
         let said = succeeds(
@@ -307,6 +308,9 @@ fn it_is_as_it_was_asked_for() {
             ["4096", "1", "16777216"]
         );
         assert!(!disk.has_direct_io());
+        let name = disk.path().file_name().unwrap().to_str().unwrap();
+        let knob = format!("/sys/block/{name}/queue/read_ahead_kb");
+        assert_eq!(std::fs::read_to_string(knob).unwrap().trim(), "1024");
         disk.detach().unwrap();
     }
     let disk = attach(&file);
