@@ -6,6 +6,7 @@
 //! attach_memory ublk [--queues N] [COMMON]
 //! attach_memory detach [--force] PATH
 //! attach_memory status PATH
+//! attach_memory list
 //! COMMON: [--device PATH] [--size MIB] [--read-only] [--slow MILLISECONDS] [--file FILE]
 //! ```
 //!
@@ -55,7 +56,14 @@ fn run() -> Result<(), Failure> {
             println!("{} is {state}", path.display());
             Ok(())
         }
-        _ => Err("say nbd, ublk, detach PATH or status PATH".into()),
+        ("list", None) => {
+            for found in nbdclient::list() {
+                let name = found.identifier.unwrap_or_default();
+                println!("{} {name}", found.path.display());
+            }
+            Ok(())
+        }
+        _ => Err("say nbd, ublk, list, detach PATH or status PATH".into()),
     }
 }
 

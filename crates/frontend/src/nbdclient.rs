@@ -11,6 +11,7 @@
 mod ioctl;
 mod local;
 mod netlink;
+mod options;
 #[cfg(test)]
 mod tests;
 
@@ -18,24 +19,15 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use rustix::io::Errno;
 
 use crate::kernel::{self, DEADLINE};
 pub use crate::kernel::{Detach, Error};
-use crate::nbd::Facts;
-use crate::nbd::wire::transmission;
 pub use local::{Local, attach_local, reconnect_local};
 use netlink::{Connection, Request};
-
-/// Sockets that one device may have.
-pub const MOST_CONNECTIONS: usize = 16;
-/// Bytes of [`Options::identifier`] that the kernel is given.
-pub const LONGEST_IDENTIFIER: usize = 200;
-
-/// [`Options::timeout`] when nobody says otherwise: longer than a device may think about a request.
-const TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
+use options::seconds;
+pub use options::{Interface, LONGEST_IDENTIFIER, MOST_CONNECTIONS, Options};
 
 const MISSING: Error = Error::Missing {
     driver: "nbd",
@@ -62,117 +54,6 @@ const SOCKET_ITEM: u16 = 1;
 const SOCKET_FD: u16 = 1;
 const DEVICE_ITEM: u16 = 1;
 const DEVICE_CONNECTED: u16 = 2;
-
-/// What the kernel is told about the device.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// The node, `/dev/nbdN`; `None` for the first free one.
-    pub device: Option<PathBuf>,
-    /// Bytes in all, a multiple of the block size.
-    pub size: u64,
-    /// The logical block: a power of two from 512 to 4096.
-    pub block_size: u32,
-    /// Takes no writes, whatever `flags` say.
-    pub read_only: bool,
-    /// Transmission flags as the server gives them. Several sockets need [`transmission::CAN_MULTI_CONN`].
-    pub flags: u16,
-    /// After which a request that has no answer costs its connection (whole seconds, at least one). Without it,
-    /// requests that were under way when the server died hang until the device is detached, for the kernel looks after
-    /// them only then; with it, a server must answer every request within it, an error too.
-    pub timeout: Option<Duration>,
-    /// How long requests wait for [`reconnect`] when all sockets are dead, before they fail (netlink only). `None`:
-    /// they fail at once.
-    pub dead_conn_timeout: Option<Duration>,
-    /// A name that `/sys/block/nbdN/backend` shows, to tell whose device it is (netlink only).
-    pub identifier: Option<String>,
-    /// The way to the kernel.
-    pub interface: Interface,
-}
-
-impl Options {
-    /// A writable device of `size` bytes with blocks of 512, a server that can flush, and two minutes for each request.
-    #[must_use]
-    pub fn new(size: u64) -> Self {
-        Self {
-            device: None,
-            size,
-            block_size: 512,
-            read_only: false,
-            flags: transmission::HAS_FLAGS | transmission::SEND_FLUSH,
-            timeout: Some(TIMEOUT_DEFAULT),
-            dead_conn_timeout: None,
-            identifier: None,
-            interface: Interface::Any,
-        }
-    }
-
-    /// What the server says of an export.
-    #[must_use]
-    pub fn of(facts: &Facts) -> Self {
-        Self {
-            block_size: facts.minimum.max(512),
-            read_only: facts.read_only,
-            flags: facts.flags(false),
-            ..Self::new(facts.size)
-        }
-    }
-
-    fn transmission_flags(&self) -> u64 {
-        let read_only = if self.read_only {
-            transmission::READ_ONLY
-        } else {
-            0
-        };
-        u64::from(self.flags | transmission::HAS_FLAGS | read_only)
-    }
-
-    fn check(&self, sockets: usize) -> Result<(), Error> {
-        let wrong = |why: String| Err(Error::Options(why));
-        if sockets == 0 || sockets > MOST_CONNECTIONS {
-            return wrong(format!(
-                "{sockets} sockets: 1 to {MOST_CONNECTIONS} are possible"
-            ));
-        }
-        if sockets > 1 && self.flags & transmission::CAN_MULTI_CONN == 0 {
-            return wrong(format!(
-                "{sockets} sockets, but the server does not take several connections"
-            ));
-        }
-        if !self.block_size.is_power_of_two() || !(512..=4096).contains(&self.block_size) {
-            return wrong(format!(
-                "a block size of {}: a power of two from 512 to 4096 is possible",
-                self.block_size
-            ));
-        }
-        if self.size == 0 || !self.size.is_multiple_of(u64::from(self.block_size)) {
-            return wrong(format!(
-                "a size of {} bytes, which is no multiple of the block size {}",
-                self.size, self.block_size
-            ));
-        }
-        if let Some(name) = &self.identifier
-            && (name.is_empty() || name.len() > LONGEST_IDENTIFIER || name.contains('\0'))
-        {
-            return wrong(format!(
-                "an identifier of {} bytes: 1 to {LONGEST_IDENTIFIER} without zero bytes are possible",
-                name.len()
-            ));
-        }
-        Ok(())
-    }
-}
-
-/// The way to the kernel's NBD client.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Interface {
-    /// Netlink where the driver has it, ioctls else.
-    #[default]
-    Any,
-    /// Generic netlink.
-    Netlink,
-    /// Ioctls on the node, with a thread that waits in one.
-    Ioctl,
-}
 
 /// An attached device. Dropping it detaches by force; [`Attached::detach`] says how that went.
 pub struct Attached {
@@ -430,6 +311,49 @@ pub fn is_attached(path: &Path) -> Result<bool, Error> {
     Ok(connected == Some(1))
 }
 
+/// A device that is attached, by whomever.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// The node, `/dev/nbdN`.
+    pub path: PathBuf,
+    /// What [`Options::identifier`] was.
+    pub identifier: Option<String>,
+}
+
+/// The attached devices, in order: what a process that comes back after a crash has left behind, to be taken over by
+/// [`reconnect_local`] or removed by [`detach_path`].
+#[must_use]
+pub fn list() -> Vec<Found> {
+    list_below(Path::new("/sys/block"))
+}
+
+fn list_below(block: &Path) -> Vec<Found> {
+    let mut found: Vec<(u32, Found)> = fs::read_dir(block)
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| {
+            let entry = entry.ok()?;
+            let index = entry
+                .file_name()
+                .to_str()?
+                .strip_prefix("nbd")?
+                .parse()
+                .ok()?;
+            if !entry.path().join("pid").exists() {
+                return None;
+            }
+            let identifier = fs::read_to_string(entry.path().join("backend")).ok();
+            let found = Found {
+                path: format!("/dev/nbd{index}").into(),
+                identifier: identifier.map(|text| text.trim_end_matches('\n').to_owned()),
+            };
+            Some((index, found))
+        })
+        .collect();
+    found.sort_unstable_by_key(|(index, _)| *index);
+    found.into_iter().map(|(_, found)| found).collect()
+}
+
 /// Detaches a device that this or another process attached, also one whose server is gone. Returns when the device is
 /// free.
 ///
@@ -543,10 +467,4 @@ fn first_free(block: &Path) -> Option<PathBuf> {
         .collect();
     free.sort_unstable();
     Some(format!("/dev/nbd{}", free.first()?).into())
-}
-
-/// Whole seconds, at least one: the kernel takes zero for none.
-fn seconds(duration: Duration) -> u64 {
-    let up = u64::from(duration.subsec_nanos() > 0);
-    duration.as_secs().saturating_add(up).max(1)
 }

@@ -1,10 +1,13 @@
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Duration;
 
 use drover_device::backend::MemoryDevice;
 
 use super::netlink::{Answer, take_message};
 use super::*;
+use crate::nbd::Facts;
+use crate::nbd::wire::transmission;
 use crate::nbd::{Export, Server, ServerOptions};
 
 fn message(kind: u16, sequence: u32, body: &[u8]) -> Vec<u8> {
@@ -229,6 +232,16 @@ fn the_first_free_device_has_no_size_and_no_reader() {
     add("nbd10", "0\n", false);
     add("nbd2", "0\n", false);
     assert_eq!(first_free(block.path()), Some("/dev/nbd2".into()));
+
+    add("nbd12", "8\n", true);
+    fs::write(block.path().join("nbd12/backend"), "web\n").unwrap();
+    let found = |index, identifier: Option<&str>| Found {
+        path: format!("/dev/nbd{index}").into(),
+        identifier: identifier.map(str::to_owned),
+    };
+    let expected = [found(1, None), found(12, Some("web"))];
+    assert_eq!(list_below(block.path()), expected);
+    assert_eq!(list_below(Path::new("/nonexistent")), []);
 }
 
 #[test]

@@ -273,7 +273,7 @@ fn the_kernel_is_told_what_the_device_can_do() {
     let params = Options::default().params(&memory).unwrap();
     assert_eq!((params.size, params.logical_block), (1 << 20, 512));
     assert_eq!(params.longest_discard > 0, can.trim);
-    assert!(params.longest <= can.longest && params.longest % PAGE == 0);
+    assert!(params.longest <= can.longest && params.longest.is_multiple_of(4096));
     let read_only = Options {
         read_only: true,
         ..Options::default()

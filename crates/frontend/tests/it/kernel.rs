@@ -30,7 +30,7 @@ const STEPS: [&str; 21] = [
 ];
 
 #[test]
-#[ignore = "boots a machine without KVM, which takes a minute and a half: \
+#[ignore = "boots a machine without KVM, which takes two minutes: \
             cargo test -p drover-frontend -- --ignored guest"]
 fn both_drivers_serve_file_systems_in_a_guest() {
     let test = "both_drivers_serve_file_systems_in_a_guest";

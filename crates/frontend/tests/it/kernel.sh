@@ -168,6 +168,7 @@ starts "nbd restart" nbd --dead 60 --file backing --size 16
 check "nbd restart fill" dd if=noise of=$dev bs=1M conv=fsync
 kill -9 $pid; wait $pid 2>/dev/null
 forget
+check "nbd restart: found again" [ "$(attach_memory list)" = "$dev drover example" ]
 same $dev & reader=$!
 sleep 1
 if kill -0 $reader 2>/dev/null; then ok "nbd restart: the reader waits"; else fail "nbd restart: the reader does not wait"; fi

@@ -1,0 +1,133 @@
+//! What the kernel's NBD client is told.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::kernel::Error;
+use crate::nbd::Facts;
+use crate::nbd::wire::transmission;
+
+/// Sockets that one device may have.
+pub const MOST_CONNECTIONS: usize = 16;
+/// Bytes of [`Options::identifier`] that the kernel is given.
+pub const LONGEST_IDENTIFIER: usize = 200;
+
+/// [`Options::timeout`] when nobody says otherwise: longer than a device may think about a request.
+const TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
+
+/// What the kernel is told about the device.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The node, `/dev/nbdN`; `None` for the first free one.
+    pub device: Option<PathBuf>,
+    /// Bytes in all, a multiple of the block size.
+    pub size: u64,
+    /// The logical block: a power of two from 512 to 4096.
+    pub block_size: u32,
+    /// Takes no writes, whatever `flags` say.
+    pub read_only: bool,
+    /// Transmission flags as the server gives them. Several sockets need [`transmission::CAN_MULTI_CONN`].
+    pub flags: u16,
+    /// After which a request that has no answer costs its connection (whole seconds, at least one). Without it,
+    /// requests that were under way when the server died hang until the device is detached, for the kernel looks after
+    /// them only then; with it, a server must answer every request within it, an error too.
+    pub timeout: Option<Duration>,
+    /// How long requests wait for [`reconnect`](super::reconnect) when all sockets are dead, before they fail (netlink
+    /// only). `None`: new ones fail at once.
+    pub dead_conn_timeout: Option<Duration>,
+    /// A name that `/sys/block/nbdN/backend` shows, to tell whose device it is (netlink only).
+    pub identifier: Option<String>,
+    /// The way to the kernel.
+    pub interface: Interface,
+}
+
+impl Options {
+    /// A writable device of `size` bytes with blocks of 512, a server that can flush, and two minutes for each request.
+    #[must_use]
+    pub fn new(size: u64) -> Self {
+        Self {
+            device: None,
+            size,
+            block_size: 512,
+            read_only: false,
+            flags: transmission::HAS_FLAGS | transmission::SEND_FLUSH,
+            timeout: Some(TIMEOUT_DEFAULT),
+            dead_conn_timeout: None,
+            identifier: None,
+            interface: Interface::Any,
+        }
+    }
+
+    /// What the server says of an export.
+    #[must_use]
+    pub fn of(facts: &Facts) -> Self {
+        Self {
+            block_size: facts.minimum.max(512),
+            read_only: facts.read_only,
+            flags: facts.flags(false),
+            ..Self::new(facts.size)
+        }
+    }
+
+    pub(super) fn transmission_flags(&self) -> u64 {
+        let read_only = if self.read_only {
+            transmission::READ_ONLY
+        } else {
+            0
+        };
+        u64::from(self.flags | transmission::HAS_FLAGS | read_only)
+    }
+
+    pub(super) fn check(&self, sockets: usize) -> Result<(), Error> {
+        let wrong = |why: String| Err(Error::Options(why));
+        if sockets == 0 || sockets > MOST_CONNECTIONS {
+            return wrong(format!(
+                "{sockets} sockets: 1 to {MOST_CONNECTIONS} are possible"
+            ));
+        }
+        if sockets > 1 && self.flags & transmission::CAN_MULTI_CONN == 0 {
+            return wrong(format!(
+                "{sockets} sockets, but the server does not take several connections"
+            ));
+        }
+        if !self.block_size.is_power_of_two() || !(512..=4096).contains(&self.block_size) {
+            return wrong(format!(
+                "a block size of {}: a power of two from 512 to 4096 is possible",
+                self.block_size
+            ));
+        }
+        if self.size == 0 || !self.size.is_multiple_of(u64::from(self.block_size)) {
+            return wrong(format!(
+                "a size of {} bytes, which is no multiple of the block size {}",
+                self.size, self.block_size
+            ));
+        }
+        if let Some(name) = &self.identifier
+            && (name.is_empty() || name.len() > LONGEST_IDENTIFIER || name.contains('\0'))
+        {
+            return wrong(format!(
+                "an identifier of {} bytes: 1 to {LONGEST_IDENTIFIER} without zero bytes are possible",
+                name.len()
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The way to the kernel's NBD client.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Interface {
+    /// Netlink where the driver has it, ioctls else.
+    #[default]
+    Any,
+    /// Generic netlink.
+    Netlink,
+    /// Ioctls on the node, with a thread that waits in one.
+    Ioctl,
+}
+
+/// Whole seconds, at least one: the kernel takes zero for none.
+pub(super) fn seconds(duration: Duration) -> u64 {
+    let up = u64::from(duration.subsec_nanos() > 0);
+    duration.as_secs().saturating_add(up).max(1)
+}

@@ -1,0 +1,127 @@
+//! What the driver is told: by the caller, and by what the device can do.
+
+use std::path::PathBuf;
+use std::thread;
+
+use drover_core::BlockDevice;
+
+use super::abi::Params;
+use crate::kernel::Error;
+
+/// Queues that a device may have.
+pub const MOST_QUEUES: u16 = 16;
+/// Requests that one queue may have under way.
+pub const DEEPEST_QUEUE: u16 = 1024;
+/// Threads that one device may have for requests that wait.
+pub const MOST_WORKERS: usize = 256;
+/// Bytes of the longest read or write that the kernel is let make.
+const LONGEST: u32 = 1 << 20;
+/// Bytes that one discard covers, and one request for zeros where those cost nothing.
+const LONGEST_DISCARD: u32 = 1 << 30;
+/// Bytes of one request for zeros where they are written one by one.
+const LONGEST_SLOW_ZEROES: u32 = 16 << 20;
+/// The kernel's limit for a logical block.
+const PAGE: u32 = 4096;
+
+/// What the kernel is told about the device.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The node, `/dev/ublkbN`; `None` for the first free one.
+    pub device: Option<PathBuf>,
+    /// The logical block: a power of two from 512 to 4096, at least the device's alignment.
+    pub block_size: u32,
+    /// Takes no writes, whatever the device can do.
+    pub read_only: bool,
+    /// Queues, 1 to [`MOST_QUEUES`]; the kernel makes no more than it has processors.
+    pub queues: u16,
+    /// Requests under way in each, 1 to [`DEEPEST_QUEUE`].
+    pub depth: u16,
+    /// Threads for requests that wait, 1 to [`MOST_WORKERS`]. Each has a buffer of up to 1 MiB.
+    pub workers: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let processors = thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self {
+            device: None,
+            block_size: 512,
+            read_only: false,
+            queues: u16::try_from(processors.min(4)).unwrap_or(1),
+            depth: 64,
+            workers: 64,
+        }
+    }
+}
+
+impl Options {
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let wrong = |why: String| Err(Error::Options(why));
+        if !self.block_size.is_power_of_two() || !(512..=PAGE).contains(&self.block_size) {
+            return wrong(format!(
+                "a block size of {}: a power of two from 512 to {PAGE} is possible",
+                self.block_size
+            ));
+        }
+        if !(1..=MOST_QUEUES).contains(&self.queues) {
+            return wrong(format!(
+                "{} queues: 1 to {MOST_QUEUES} are possible",
+                self.queues
+            ));
+        }
+        if !(1..=DEEPEST_QUEUE).contains(&self.depth) {
+            return wrong(format!(
+                "a queue {} deep: 1 to {DEEPEST_QUEUE} are possible",
+                self.depth
+            ));
+        }
+        if !(1..=MOST_WORKERS).contains(&self.workers) {
+            return wrong(format!(
+                "{} workers: 1 to {MOST_WORKERS} are possible",
+                self.workers
+            ));
+        }
+        Ok(())
+    }
+
+    pub(super) fn params(&self, device: &dyn BlockDevice) -> Result<Params, Error> {
+        let wrong = |why: String| Err(Error::Options(why));
+        let can = device.capabilities();
+        let size = device.size();
+        if can.alignment > self.block_size {
+            return wrong(format!(
+                "blocks of {} on a device that is aligned to {}: use a larger block or a chunked stage",
+                self.block_size, can.alignment
+            ));
+        }
+        if size == 0 || !size.is_multiple_of(u64::from(self.block_size)) {
+            return wrong(format!(
+                "a size of {size} bytes, which is no multiple of the block size {}",
+                self.block_size
+            ));
+        }
+        let longest = can.longest.min(LONGEST) / PAGE * PAGE;
+        if longest == 0 {
+            return wrong(format!(
+                "a device that takes {} bytes at a time: a page is the least",
+                can.longest
+            ));
+        }
+        let read_only = self.read_only || can.read_only;
+        let writable = |length: u32| if read_only { 0 } else { length };
+        Ok(Params {
+            read_only,
+            logical_block: self.block_size,
+            physical_block: self.block_size.max(PAGE),
+            preferred: can.preferred.next_power_of_two().clamp(PAGE, LONGEST),
+            longest,
+            size,
+            longest_discard: writable(if can.trim { LONGEST_DISCARD } else { 0 }),
+            longest_zeroes: writable(if can.fast_zeroes {
+                LONGEST_DISCARD
+            } else {
+                LONGEST_SLOW_ZEROES
+            }),
+        })
+    }
+}
