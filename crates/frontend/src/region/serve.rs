@@ -270,7 +270,8 @@ impl Shared {
                     let (since, attempts) = failing.get_or_insert((now, 0));
                     *attempts += 1;
                     if !error.is_transient() || now.duration_since(*since) > self.patience {
-                        tracing::warn!("a region is not populated from {first} on: {error}");
+                        let offset = first * self.unit;
+                        tracing::warn!("a region is not populated at {offset}: {error}");
                         break;
                     }
                     std::thread::sleep(backoff(*attempts));

@@ -104,7 +104,9 @@ impl Shared {
             true => parts.memory.length() / parts.page,
             false => 0,
         };
-        let longest = options.prefetch.min(super::LONGEST_PREFETCH) / parts.unit;
+        // What one reader is given must not drive out what another one just got.
+        let room = options.limit.map_or(usize::MAX, |limit| limit / 4);
+        let prefetch = options.prefetch.min(super::LONGEST_PREFETCH).min(room);
         Self {
             capabilities: parts.device.capabilities(),
             device: parts.device,
@@ -118,7 +120,7 @@ impl Shared {
             uffd: parts.uffd,
             pagemap: parts.pagemap,
             table: Table::new(units),
-            streams: Mutex::new(Streams::new(longest)),
+            streams: Mutex::new(Streams::new(prefetch / parts.unit)),
             buffers: Mutex::default(),
             dirty: Mutex::new(Dirty::new(pages)),
             pushing: Mutex::default(),
