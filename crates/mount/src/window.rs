@@ -40,6 +40,9 @@ const MOST_SLACK: Duration = Duration::from_millis(2);
 /// A round that brings less than this much more than the best before does not count as growth.
 const GROWTH: f64 = 1.25;
 
+/// Rounds of growth without a queue in a row after which the window grows as fast as at the start.
+const GROWN_ROUNDS: u32 = 3;
+
 /// Rounds without growth that end the start.
 const FLAT_ROUNDS: u32 = 3;
 
@@ -48,6 +51,13 @@ const SLOWER_ROUNDS: u32 = 2;
 
 /// The same after which it is held to be longer: a smaller window did not help.
 const LONGER_ROUNDS: u32 = 8;
+
+/// Answers in a row that were late by more than [`START_QUEUE`] and a quarter of the round trip: the start is over, before
+/// the queue overflows.
+const LATE_ANSWERS: u32 = 6;
+
+/// See [`LATE_ANSWERS`].
+const START_QUEUE: Duration = Duration::from_millis(6);
 
 /// What arrived when permission for more was given.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -80,6 +90,10 @@ pub struct Window {
     round: Round,
     /// Rounds in a row whose queue was longer than the slack explains.
     queued_rounds: u32,
+    /// Answers in a row that were late.
+    late: u32,
+    /// Rounds in a row that were faster than all before them, without a queue.
+    grown_rounds: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -127,6 +141,8 @@ impl Window {
             drained_at: Duration::ZERO,
             round: Round::begin(0),
             queued_rounds: 0,
+            late: 0,
+            grown_rounds: 0,
         }
     }
 
@@ -174,6 +190,26 @@ impl Window {
         self.round.trip = Some(self.round.trip.map_or(took, |least| least.min(took)));
         if mark.arrived >= self.round.until {
             self.end_round(now);
+        } else if matches!(self.phase, Phase::Start { .. }) {
+            let base = self.round_trip().unwrap_or_default();
+            let late = took > base + base / 4 + START_QUEUE;
+            self.late = if late { self.late + 1 } else { 0 };
+            if self.late >= LATE_ANSWERS {
+                self.late = 0;
+                self.note_rate(self.round.rate);
+                self.round = Round::begin(self.arrived);
+                self.phase = Phase::Drain;
+                self.resize();
+            }
+        }
+    }
+
+    fn note_rate(&mut self, rate: f64) {
+        if rate > 0.0 {
+            self.rates.push_back(rate);
+            while self.rates.len() > RATE_ROUNDS {
+                self.rates.pop_front();
+            }
         }
     }
 
@@ -204,14 +240,12 @@ impl Window {
 
     fn end_round(&mut self, now: Duration) {
         let round = std::mem::replace(&mut self.round, Round::begin(self.arrived));
-        if round.rate > 0.0 {
-            self.rates.push_back(round.rate);
-            while self.rates.len() > RATE_ROUNDS {
-                self.rates.pop_front();
-            }
-        }
+        let best = self.rate();
+        self.note_rate(round.rate);
         let base = self.round_trip().unwrap_or_default();
         let queue = round.trip.unwrap_or(base).saturating_sub(base);
+        let grown = round.rate > best * 1.02 && queue < self.slack() / 2;
+        self.grown_rounds = if grown { self.grown_rounds + 1 } else { 0 };
         match self.phase {
             Phase::Start { best, flat } => {
                 // A round in which there was little to send says nothing about the link.
@@ -264,6 +298,8 @@ impl Window {
         let trip = self.round_trip().unwrap_or_default();
         let seconds = match self.phase {
             Phase::Drain => trip.as_secs_f64() * 0.75,
+            // The start ended too soon, or the link has more than it had.
+            _ if self.grown_rounds >= GROWN_ROUNDS => trip.as_secs_f64() * GROWTH,
             _ => (trip + self.slack()).as_secs_f64(),
         };
         self.size = ((self.rate() * seconds) as u64).clamp(LEAST, MOST);

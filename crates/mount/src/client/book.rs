@@ -94,8 +94,6 @@ impl<T> Job<T> {
 /// Chunks of an answer, as far as the book knows them.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Taken {
-    /// Nobody waits for them.
-    pub background: bool,
     /// They have brought a wrong digest before.
     pub again: bool,
 }
@@ -143,6 +141,8 @@ pub struct Book<T> {
     ratio: f64,
     /// Bytes of chunks that came.
     came: u64,
+    /// Runs that came and are being verified: not asked for, and not to be asked for.
+    verifying: Vec<Chunks>,
 }
 
 impl<T> Book<T> {
@@ -160,6 +160,7 @@ impl<T> Book<T> {
             waited: 0,
             ratio: 1.0,
             came: 0,
+            verifying: Vec::new(),
         }
     }
 
@@ -215,6 +216,9 @@ impl<T> Book<T> {
     ) -> (Vec<(usize, Ask)>, Vec<Chunks>) {
         let mut missing = vec![chunks];
         let mut asks = Vec::new();
+        for run in &self.verifying {
+            cut_out(&mut missing, Some(*run), |_| true);
+        }
         if self.ahead > 0 {
             let mut moved = Vec::new();
             for n in (0..self.back.len()).rev() {
@@ -414,20 +418,32 @@ impl<T> Book<T> {
             asked.come[at / 64] |= 1 << (at % 64);
         }
         asked.left -= answer.count;
+        let background = asked.job.is_background();
         let taken = Taken {
-            background: asked.job.is_background(),
             again: asked.job.again,
         };
         let bytes = u64::from(answer.count) * u64::from(self.shape.chunk);
         if asked.left == 0 {
             self.remove(answer.id);
         }
-        *self.counter(taken.background) -= bytes;
+        *self.counter(background) -= bytes;
         self.came += bytes;
+        self.verifying.push(Chunks {
+            first: answer.first,
+            count: answer.count,
+        });
         let weight = (bytes as f64 / f64::from(4 << 20)).min(1.0);
         let ratio = (answer.wire as f64 / bytes as f64).clamp(1.0 / 64.0, 1.0);
         self.ratio += weight * (ratio - self.ratio);
         Ok(Some(taken))
+    }
+
+    /// A run that came was verified and handed out, or asked for again.
+    pub fn verified(&mut self, run: Chunks) {
+        let at = self.verifying.iter().position(|other| *other == run);
+        if let Some(at) = at {
+            self.verifying.swap_remove(at);
+        }
     }
 
     fn sample(&mut self, lane: usize, answer: &ChunksAnswer, now: Duration) {

@@ -524,7 +524,6 @@ impl Inner {
                     coding,
                     body: message.body,
                     again: taken.again,
-                    background: taken.background,
                 });
             }
             return Ok(());

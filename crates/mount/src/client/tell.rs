@@ -35,8 +35,6 @@ pub struct ChunksTask {
     pub body: Bytes,
     /// They have brought a wrong digest before.
     pub again: bool,
-    /// Nobody waits for them.
-    pub background: bool,
 }
 
 enum Task {
@@ -232,6 +230,10 @@ impl Inner {
         for index in wrong {
             self.wrong(index, task);
         }
+        self.state.lock().book.verified(Chunks {
+            first: task.first,
+            count: task.count,
+        });
     }
 
     fn wrong(self: &Arc<Self>, index: u64, task: &ChunksTask) {
@@ -252,7 +254,8 @@ impl Inner {
         }
         warn!(%image, chunk = index, "a chunk with the wrong digest; asking for it once more");
         self.put(Job {
-            ask: read(run, task.background),
+            // Whoever wants it meanwhile does not ask again.
+            ask: read(run, false),
             body: Bytes::new(),
             deadline: self.now() + self.options.give_up,
             again: true,
