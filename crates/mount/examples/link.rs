@@ -16,7 +16,7 @@ use drover_device::backend::MemoryDevice;
 use drover_device::remote::{Chunks, Fetched, Link, Local, Remote};
 use drover_mount::client::{Client, ConnectError, Connected, Connector, Options};
 use drover_mount::protocol::{Access, Refusal};
-use drover_mount::server::{Base, Config, Epochs, Images, Overlays, Peer, Server};
+use drover_mount::server::{Base, Config, Images, Peer, Server};
 use drover_net::{ConnectOptions, Identity, Listener, connect};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::watch;
@@ -26,14 +26,6 @@ struct Noise(Base);
 impl Images for Noise {
     fn open(&self, _: &ImageName) -> Result<Base, Refusal> {
         Ok(self.0.clone())
-    }
-}
-
-struct NoOverlays;
-
-impl Overlays for NoOverlays {
-    fn open(&self, _: &std::path::Path, _: &Base) -> Result<Arc<dyn Epochs>, DeviceError> {
-        Err(DeviceError::ReadOnly)
     }
 }
 
@@ -50,7 +42,6 @@ async fn serve(identity: Identity, address: &str, mib: u64) {
             device: Arc::new(device),
             digest: Digest([1; 32]),
         })),
-        overlays: Arc::new(NoOverlays),
         state: PathBuf::from("/nonexistent"),
         threads: 3,
     };

@@ -454,6 +454,13 @@ impl Inner {
 }
 
 impl State {
+    /// Tells the site what has arrived.
+    fn credit(&mut self, now: Duration) {
+        for (lane, ask) in self.book.credits(now) {
+            self.send(lane, ask, Bytes::new());
+        }
+    }
+
     fn send(&mut self, lane: usize, ask: Ask, body: Bytes) {
         if let Some(Some(way)) = self.lanes.get(lane) {
             // A lane that has ended is noticed by its task, which takes back what was asked.

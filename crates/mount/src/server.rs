@@ -23,11 +23,11 @@ use tracing::{debug, info};
 
 use crate::MountError;
 use crate::protocol::{
-    Access, Answer, Code, Identity, MAX_LANES, MAX_MOUNT_FRAME, MountId, Open, Opened, Refusal,
-    check_shape, encode_message, kind,
+    Access, Answer, Code, Identity, LaneKind, MAX_LANES, MAX_MOUNT_FRAME, MountId, Open, Opened,
+    Refusal, check_shape, encode_message, kind,
 };
 
-pub use image::{Base, Epochs, Images, Overlays};
+pub use image::{Base, Images};
 pub use lease::{Holder, READER_GRACE};
 
 use image::Image;
@@ -42,6 +42,9 @@ pub const MAX_SITE_LANES: usize = 512;
 
 /// Mounts of one peer at most.
 pub const MAX_PEER_MOUNTS: usize = 64;
+
+/// How long a lane waits for its mount's front lane.
+const FRONT_WAIT: Duration = Duration::from_secs(10);
 
 /// How long a refused lane's last word may take.
 const LAST_WORD: Duration = Duration::from_secs(5);
@@ -59,9 +62,7 @@ pub struct Peer {
 pub struct Config {
     /// Where images come from.
     pub images: Arc<dyn Images>,
-    /// How what is written over them is opened.
-    pub overlays: Arc<dyn Overlays>,
-    /// The directory of the site's state; overlays and leases are in `overlays/NAME/` below it.
+    /// The directory of the site's state; what is written over images, and leases, are in `overlays/NAME/` below it.
     pub state: PathBuf,
     /// Threads that read, hash and compress; at least two.
     pub threads: usize,
@@ -86,6 +87,8 @@ pub struct Server {
     next_lane: AtomicU64,
     /// Held while an image is opened; before `state`.
     opening: Mutex<()>,
+    /// Told when a front lane was let in.
+    joined: tokio::sync::Notify,
     state: Mutex<State>,
 }
 
@@ -100,8 +103,11 @@ struct State {
 struct Mount {
     image: Arc<Image>,
     peer_name: String,
-    /// The newest link that has been let in.
+    /// The newest link whose front lane has been let in.
     link: u64,
+    /// What that one was told.
+    identity: Identity,
+    fresh: bool,
     shared: Arc<Shared>,
     access: Access,
     shape: Shape,
@@ -120,6 +126,7 @@ impl Server {
             started: tokio::time::Instant::now(),
             next_lane: AtomicU64::new(1),
             opening: Mutex::default(),
+            joined: tokio::sync::Notify::new(),
             state: Mutex::default(),
         }))
     }
@@ -180,6 +187,11 @@ impl Server {
         peer: &Peer,
         open: Open,
     ) -> Result<(Arc<Lane>, Opened), Refusal> {
+        if open.lane != LaneKind::Front {
+            // The front lane is the mount: only it takes leases.
+            self.wait_for_front((peer.key, open.mount), open.link)
+                .await?;
+        }
         let image = self.image(&open.image).await?;
         let shape = Shape {
             size: image.device().size(),
@@ -195,8 +207,12 @@ impl Server {
             link: open.link,
             note: open.note.clone(),
         };
-        let (identity, fresh) = self.admit(&image, who, &open).await?;
-        let (lane, earlier) = self.join(peer, &open, image, shape)?;
+        let admitted = match open.lane {
+            LaneKind::Front => Some(self.admit(&image, who, &open).await?),
+            _ => None,
+        };
+        let (lane, earlier, (identity, fresh)) = self.join(peer, &open, image, shape, admitted)?;
+        self.joined.notify_waiters();
         let ready = lane.shared.ready.get_or_try_init(|| async {
             // What the lanes of earlier links began must have ended, and what they staged is no part of an epoch.
             for lane in earlier {
@@ -233,13 +249,13 @@ impl Server {
         let (server, wanted) = (self.clone(), name.clone());
         let opened = blocking(move || {
             let config = &server.config;
-            let (images, overlays) = (config.images.as_ref(), config.overlays.as_ref());
+            let images = config.images.as_ref();
             // One at a time: an overlay has one owner.
             let _opening = server.opening.lock();
             if let Some(image) = server.state.lock().open.get(&wanted) {
                 return Ok(image.clone());
             }
-            let image = Arc::new(Image::open(&wanted, images, overlays, &config.state)?);
+            let image = Arc::new(Image::open(&wanted, images, &config.state)?);
             server.state.lock().open.insert(wanted, image.clone());
             Ok(image)
         });
@@ -255,11 +271,29 @@ impl Server {
         let (server, image) = (self.clone(), image.clone());
         let (access, expected, now) = (open.access, open.expected, self.started.elapsed());
         blocking(move || {
-            let overlays = server.config.overlays.as_ref();
             let connected = |key: &(PeerKey, MountId)| server.state.lock().mounts.contains_key(key);
-            image.enter(&who, access, expected, now, overlays, &connected)
+            image.enter(&who, access, expected, now, &connected)
         })
         .await
+    }
+
+    /// Waits until the front lane of a link has been let in, as it is opened at the same time.
+    async fn wait_for_front(&self, key: (PeerKey, MountId), link: u64) -> Result<(), Refusal> {
+        let wait = async {
+            loop {
+                let joined = self.joined.notified();
+                tokio::pin!(joined);
+                joined.as_mut().enable();
+                let here = self.state.lock().mounts.get(&key).map(|m| m.link);
+                if here.is_some_and(|here| here >= link) {
+                    return;
+                }
+                joined.await;
+            }
+        };
+        tokio::time::timeout(FRONT_WAIT, wait)
+            .await
+            .map_err(|_| no_front())
     }
 
     /// A new lane, and the lanes that must have ended before it may do anything.
@@ -269,7 +303,8 @@ impl Server {
         open: &Open,
         image: Arc<Image>,
         shape: Shape,
-    ) -> Result<(Arc<Lane>, Vec<Arc<Lane>>), Refusal> {
+        admitted: Option<(Identity, bool)>,
+    ) -> Result<(Arc<Lane>, Vec<Arc<Lane>>, (Identity, bool)), Refusal> {
         let key = (peer.key, open.mount);
         let busy = |text: &str| Err(Refusal::new(Code::Busy, text));
         let mut state = self.state.lock();
@@ -277,19 +312,29 @@ impl Server {
         if lanes >= MAX_SITE_LANES {
             return busy("this site serves as many lanes as it can; try again later");
         }
-        let known = state.mounts.contains_key(&key);
-        if !known && state.mounts.keys().filter(|k| k.0 == key.0).count() >= MAX_PEER_MOUNTS {
+        let known = state.mounts.get(&key).map(|m| (m.identity, m.fresh));
+        let Some(told) = admitted.or(known) else {
+            return Err(no_front());
+        };
+        if known.is_none()
+            && state.mounts.keys().filter(|k| k.0 == key.0).count() >= MAX_PEER_MOUNTS
+        {
             return busy("this site serves as many mounts of yours as it may; unmount one");
         }
         let mount = state.mounts.entry(key).or_insert_with(|| Mount {
             image: image.clone(),
             peer_name: peer.name.clone(),
             link: 0,
+            identity: told.0,
+            fresh: told.1,
             shared: Arc::default(),
             access: open.access,
             shape,
             lanes: Vec::new(),
         });
+        if open.link > mount.link && admitted.is_none() {
+            return Err(no_front());
+        }
         if open.link < mount.link {
             let text = "this mount has connected anew meanwhile";
             return Err(Refusal::new(Code::Unavailable, text));
@@ -310,6 +355,7 @@ impl Server {
             return busy("a mount has too many lanes");
         }
         mount.link = open.link;
+        (mount.identity, mount.fresh) = told;
         (mount.image, mount.access, mount.shape) = (image.clone(), open.access, shape);
         if first {
             mount.shared = Arc::default();
@@ -336,7 +382,7 @@ impl Server {
             };
             earlier.extend(others.filter(broken).cloned());
         }
-        Ok((lane, earlier))
+        Ok((lane, earlier, told))
     }
 
     async fn leave(self: &Arc<Self>, lane: &Arc<Lane>) {
@@ -462,6 +508,10 @@ impl Server {
             .map_err(MountError::Refused)?;
         Ok(Some(holder))
     }
+}
+
+fn no_front() -> Refusal {
+    Refusal::new(Code::Unavailable, "the mount's front lane is not open")
 }
 
 fn state_error(path: &Path, reason: String) -> MountError {

@@ -360,25 +360,27 @@ impl<T> Book<T> {
         }
     }
 
-    /// What to tell the site about a lane, if there is enough to tell.
-    pub fn credit(&mut self, lane: usize, now: Duration) -> Option<Ask> {
+    /// What to tell the site about the lanes of which there is enough to tell. All of them are looked at: a smaller window
+    /// makes less be enough.
+    pub fn credits(&mut self, now: Duration) -> Vec<(usize, Ask)> {
         let window = self.window.size();
-        let state = self.lanes.get_mut(lane)?.as_mut()?;
-        let step = (window / 64).clamp(2 << 10, 64 << 10);
-        if state.received - state.told < step {
-            return None;
+        let step = (window / 64).clamp(1 << 10, 64 << 10);
+        let mark = self.window.mark(now);
+        let mut out = Vec::new();
+        for (n, lane) in self.lanes.iter_mut().enumerate() {
+            let Some(lane) = lane else { continue };
+            if lane.received - lane.told < step {
+                continue;
+            }
+            lane.told = lane.received;
+            if lane.marks.len() >= MOST_MARKS {
+                lane.marks.pop_front();
+            }
+            lane.marks.push_back((lane.received, mark));
+            let received = lane.received;
+            out.push((n, Ask::Credit { received, window }));
         }
-        state.told = state.received;
-        if state.marks.len() >= MOST_MARKS {
-            state.marks.pop_front();
-        }
-        state
-            .marks
-            .push_back((state.received, self.window.mark(now)));
-        Some(Ask::Credit {
-            received: state.received,
-            window,
-        })
+        out
     }
 
     /// Whether nobody waits for the request `id`.

@@ -482,11 +482,6 @@ impl Inner {
         let wire = frame.payload.len() as u64;
         let message = decode_message::<Answer>(&frame.payload)?;
         let now = self.now();
-        let credit = {
-            let mut state = self.state.lock();
-            state.book.received(lane, wire);
-            state.book.credit(lane, now)
-        };
         if let Answer::Chunks {
             id,
             first,
@@ -511,10 +506,9 @@ impl Inner {
             let background = self.state.lock().book.is_background(id);
             let room = self.teller.room(background).await;
             let mut state = self.state.lock();
+            state.book.received(lane, wire);
             let taken = state.book.chunks(lane, &about, now)?;
-            if let Some(ask) = credit {
-                state.send(lane, ask, Bytes::new());
-            }
+            state.credit(now);
             drop(state);
             if let Some(taken) = taken {
                 room.chunks(ChunksTask {
@@ -528,8 +522,10 @@ impl Inner {
             }
             return Ok(());
         }
-        if let Some(ask) = credit {
-            self.state.lock().send(lane, ask, Bytes::new());
+        {
+            let mut state = self.state.lock();
+            state.book.received(lane, wire);
+            state.credit(now);
         }
         if let Answer::Error { id: 0, refusal } = message.head {
             if refusal.is_final() {

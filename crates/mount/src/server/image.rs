@@ -5,7 +5,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
-use drover_device::remote::Change;
+use drover_device::backend::Overlay;
+use drover_device::backend::overlay::{self, OverlayError};
+use drover_device::remote::{Change, Epoch};
+use drover_device::storage::HostDirectory;
 use drover_net::PeerKey;
 use parking_lot::Mutex;
 
@@ -30,39 +33,6 @@ pub struct Base {
     pub digest: Digest,
 }
 
-/// A device that also takes writes as epochs: `device`'s overlay.
-pub trait Epochs: BlockDevice {
-    /// The last epoch that counts.
-    fn committed(&self) -> u64;
-
-    /// Keeps changes as part of an epoch, the one after [`Epochs::committed`], which does not count yet.
-    ///
-    /// # Errors
-    /// [`DeviceError`]; the epoch must then be abandoned.
-    fn stage(&self, epoch: u64, changes: &[Change]) -> Result<(), DeviceError>;
-
-    /// Makes an epoch count, durably and as a whole.
-    ///
-    /// # Errors
-    /// [`DeviceError`]; it is then not known whether it counts, [`Epochs::committed`] says.
-    fn commit(&self, epoch: u64) -> Result<(), DeviceError>;
-
-    /// Forgets what was staged and not committed.
-    ///
-    /// # Errors
-    /// [`DeviceError`].
-    fn abandon(&self) -> Result<(), DeviceError>;
-}
-
-/// Opens what is written over an image: `device`'s overlay.
-pub trait Overlays: Send + Sync {
-    /// The overlay in `directory` over `base`; a new one where there is none.
-    ///
-    /// # Errors
-    /// [`DeviceError`]: one of another image, a damaged one, a full disk.
-    fn open(&self, directory: &Path, base: &Base) -> Result<Arc<dyn Epochs>, DeviceError>;
-}
-
 /// An image that mounts read, and one of them perhaps writes.
 pub struct Image {
     name: ImageName,
@@ -70,7 +40,7 @@ pub struct Image {
     /// Where its overlay and its lease are.
     directory: PathBuf,
     /// What was written over it.
-    overlay: OnceLock<Arc<dyn Epochs>>,
+    overlay: OnceLock<Overlay>,
     /// Held over a disk's sync, so only locked by threads that may block.
     desk: Mutex<Desk>,
 }
@@ -80,12 +50,7 @@ impl Image {
     ///
     /// # Errors
     /// No such image, a damaged overlay or lease.
-    pub fn open(
-        name: &ImageName,
-        images: &dyn Images,
-        overlays: &dyn Overlays,
-        state: &Path,
-    ) -> Result<Self, Refusal> {
+    pub fn open(name: &ImageName, images: &dyn Images, state: &Path) -> Result<Self, Refusal> {
         let base = images.open(name)?;
         let directory = state.join("overlays").join(name.as_str());
         let image = Self {
@@ -97,20 +62,28 @@ impl Image {
         };
         // Whoever once had the writer's lease may have written.
         if image.desk.lock().was_written() {
-            image.overlay(overlays)?;
+            image.overlay()?;
         }
         Ok(image)
     }
 
-    fn overlay(&self, overlays: &dyn Overlays) -> Result<&Arc<dyn Epochs>, Refusal> {
+    fn overlay(&self) -> Result<&Overlay, Refusal> {
         if let Some(overlay) = self.overlay.get() {
             return Ok(overlay);
         }
-        std::fs::create_dir_all(&self.directory).map_err(|e| {
+        let refuse = |e: OverlayError| Refusal::from(DeviceError::from(e));
+        let directory = HostDirectory::open_or_create(&self.directory).map_err(|e| {
             let text = format!("cannot make {}: {e}", self.directory.display());
             Refusal::new(Code::Io, text)
         })?;
-        let opened = overlays.open(&self.directory, &self.base)?;
+        let identity = overlay::Identity {
+            base: self.base.digest,
+            size: self.base.device.size(),
+            name: self.name.as_str().to_owned(),
+        };
+        let base = self.base.device.clone();
+        let options = overlay::Options::default();
+        let opened = Overlay::open(Arc::new(directory), base, identity, options).map_err(refuse)?;
         Ok(self.overlay.get_or_init(|| opened))
     }
 
@@ -124,7 +97,6 @@ impl Image {
         access: Access,
         expected: Option<Identity>,
         now: Duration,
-        overlays: &dyn Overlays,
         connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
     ) -> Result<(Identity, bool), Refusal> {
         let mut desk = self.desk.lock();
@@ -137,7 +109,7 @@ impl Image {
         let (_, fresh_before) = desk.edition(who, expected, state(0));
         desk.enter(who, access, now, connected)?;
         if access == Access::ReadWrite {
-            self.overlay(overlays)?;
+            self.overlay()?;
         }
         let (edition, fresh) = desk.edition(who, expected, state(0));
         Ok((state(edition), fresh || fresh_before))
@@ -179,14 +151,14 @@ impl Image {
     /// What is read.
     pub fn device(&self) -> &dyn BlockDevice {
         match self.overlay.get() {
-            Some(device) => device.as_ref(),
+            Some(device) => device,
             None => self.base.device.as_ref(),
         }
     }
 
     /// The last epoch that counts.
     pub fn committed(&self) -> u64 {
-        self.overlay.get().map_or(0, |device| device.committed())
+        self.overlay.get().map_or(0, |device| device.committed().0)
     }
 
     /// Keeps a part of the next epoch.
@@ -194,7 +166,8 @@ impl Image {
     /// # Errors
     /// Another epoch than the next, or a disk that fails.
     pub fn stage(&self, epoch: u64, changes: &[Change]) -> Result<(), Refusal> {
-        Ok(self.next(epoch)?.stage(epoch, changes)?)
+        let staged = self.next(epoch)?.stage(Epoch(epoch), changes);
+        Ok(staged.map_err(DeviceError::from)?)
     }
 
     /// Makes the next epoch count. One that counts already is not an error: its answer may have been lost.
@@ -205,7 +178,8 @@ impl Image {
         if epoch == self.committed() && epoch > 0 {
             return Ok(());
         }
-        Ok(self.next(epoch)?.commit(epoch)?)
+        let committed = self.next(epoch)?.commit(Epoch(epoch));
+        Ok(committed.map_err(DeviceError::from)?)
     }
 
     /// Forgets what an earlier link staged.
@@ -214,15 +188,15 @@ impl Image {
     /// A disk that fails.
     pub fn abandon(&self) -> Result<(), Refusal> {
         match self.overlay.get() {
-            Some(device) => Ok(device.abandon()?),
+            Some(device) => Ok(device.abandon().map_err(DeviceError::from)?),
             None => Ok(()),
         }
     }
 
-    fn next(&self, epoch: u64) -> Result<&dyn Epochs, Refusal> {
-        let device = self.overlay.get().ok_or(DeviceError::ReadOnly)?.as_ref();
-        let committed = device.committed();
-        if epoch != committed + 1 {
+    fn next(&self, epoch: u64) -> Result<&Overlay, Refusal> {
+        let device = self.overlay.get().ok_or(DeviceError::ReadOnly)?;
+        let committed = device.committed().0;
+        if committed.checked_add(1) != Some(epoch) {
             let text = format!("epoch {epoch} cannot follow epoch {committed}");
             return Err(Refusal::new(Code::Epoch, text));
         }

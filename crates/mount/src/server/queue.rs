@@ -71,6 +71,9 @@ impl Queue {
         if id == 0 || self.owed.contains_key(&id) {
             return bad("a request with a number that is in use");
         }
+        if !body.is_empty() && !matches!(ask, Ask::Write { .. } | Ask::DirectWrite { .. }) {
+            return bad("bytes where none belong");
+        }
         let (mut next, mut left, mut background) = (0, 0, false);
         match &ask {
             Ask::Read {
@@ -92,8 +95,6 @@ impl Queue {
             {
                 return bad("a write of more than is allowed");
             }
-            Ask::Write { .. } | Ask::DirectWrite { .. } => {}
-            _ if !body.is_empty() => return bad("bytes where none belong"),
             _ => {}
         }
         self.owed.insert(id, left.max(1));

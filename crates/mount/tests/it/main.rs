@@ -1,6 +1,7 @@
 //! The mount's two ends against each other.
 
 mod direct;
+mod hostile;
 mod keeper;
 mod managed;
 mod util;

@@ -167,7 +167,7 @@ fn an_epoch_counts_as_a_whole_and_over_cuts() {
     assert_eq!(client.committed(), Epoch(0));
     let keeper = Keeper::attach(&client, false);
     let epoch = |n: u64| {
-        let data = Bytes::from(content(2_000_000, 100 + n));
+        let data = Bytes::from(content(489 * 4096, 100 + n));
         let changes = vec![
             Change::Write(4096, data.clone()),
             Change::Zero(2_400_256, 8192),

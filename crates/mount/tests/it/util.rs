@@ -2,19 +2,16 @@
 
 use std::collections::HashMap;
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use drover_core::{
-    BlockDevice, Capabilities, Cost, DeviceError, Digest, Extent, ImageName, Zeroes,
-};
+use drover_core::{BlockDevice, Digest, ImageName};
 use drover_device::backend::MemoryDevice;
-use drover_device::remote::Change;
 use drover_mount::client::{ConnectError, Connected, Connector};
 use drover_mount::protocol::{Code, Refusal};
-use drover_mount::server::{Base, Config, Epochs, Images, Overlays, Peer, Server};
+use drover_mount::server::{Base, Config, Images, Peer, Server};
 use drover_net::{Connection, Identity};
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -59,101 +56,9 @@ impl Images for Shelf {
     }
 }
 
-/// Overlays in memory, kept when the server goes.
-#[derive(Default)]
-pub struct Sheets(Mutex<HashMap<PathBuf, Arc<Sheet>>>);
-
-impl Overlays for Sheets {
-    fn open(&self, directory: &Path, base: &Base) -> Result<Arc<dyn Epochs>, DeviceError> {
-        let mut sheets = self.0.lock();
-        if let Some(sheet) = sheets.get(directory) {
-            return Ok(sheet.clone());
-        }
-        let mut bytes = vec![0; base.device.size() as usize];
-        base.device.read(0, &mut bytes)?;
-        let sheet = Arc::new(Sheet {
-            device: MemoryDevice::from_bytes(&bytes),
-            state: Mutex::default(),
-        });
-        sheets.insert(directory.to_owned(), sheet.clone());
-        Ok(sheet)
-    }
-}
-
-/// A device in memory that takes epochs.
-pub struct Sheet {
-    device: MemoryDevice,
-    state: Mutex<(u64, Vec<Change>)>,
-}
-
-impl Epochs for Sheet {
-    fn committed(&self) -> u64 {
-        self.state.lock().0
-    }
-    fn stage(&self, epoch: u64, changes: &[Change]) -> Result<(), DeviceError> {
-        let mut state = self.state.lock();
-        assert_eq!(epoch, state.0 + 1);
-        state.1.extend_from_slice(changes);
-        Ok(())
-    }
-    fn commit(&self, epoch: u64) -> Result<(), DeviceError> {
-        let mut state = self.state.lock();
-        assert_eq!(epoch, state.0 + 1);
-        for change in std::mem::take(&mut state.1) {
-            match change {
-                Change::Write(offset, bytes) => self.device.write(offset, &bytes)?,
-                Change::Zero(offset, length) => {
-                    self.device
-                        .write_zeroes(offset, length, Zeroes::default())?;
-                }
-            }
-        }
-        state.0 = epoch;
-        Ok(())
-    }
-    fn abandon(&self) -> Result<(), DeviceError> {
-        self.state.lock().1.clear();
-        Ok(())
-    }
-}
-
-impl BlockDevice for Sheet {
-    fn size(&self) -> u64 {
-        self.device.size()
-    }
-    fn capabilities(&self) -> Capabilities {
-        self.device.capabilities()
-    }
-    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
-        self.device.read(offset, buffer)
-    }
-    fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
-        self.device.write(offset, data)
-    }
-    fn write_zeroes(&self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), DeviceError> {
-        self.device.write_zeroes(offset, length, zeroes)
-    }
-    fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
-        self.device.trim(offset, length)
-    }
-    fn flush(&self) -> Result<(), DeviceError> {
-        self.device.flush()
-    }
-    fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
-        self.device.extents(offset, length)
-    }
-    fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
-        self.device.prefetch(offset, length)
-    }
-    fn cost(&self, offset: u64, length: u64) -> Cost {
-        self.device.cost(offset, length)
-    }
-}
-
 /// A site in a directory of its own.
 pub struct Site {
     pub server: Arc<Server>,
-    pub sheets: Arc<Sheets>,
     pub directory: tempfile::TempDir,
     images: Arc<dyn Images>,
 }
@@ -162,11 +67,9 @@ impl Site {
     /// A site with one image. Call within a runtime.
     pub fn with(text: &str, device: Arc<dyn BlockDevice>) -> Self {
         let images: Arc<dyn Images> = Shelf::with(text, device);
-        let sheets = Arc::new(Sheets::default());
         let directory = tempfile::tempdir().expect("a directory");
         Self {
-            server: serve(images.clone(), sheets.clone(), directory.path()),
-            sheets,
+            server: serve(images.clone(), directory.path()),
             directory,
             images,
         }
@@ -174,18 +77,13 @@ impl Site {
 
     /// The site's program starts anew.
     pub fn restart(&mut self) {
-        self.server = serve(
-            self.images.clone(),
-            self.sheets.clone(),
-            self.directory.path(),
-        );
+        self.server = serve(self.images.clone(), self.directory.path());
     }
 }
 
-pub fn serve(images: Arc<dyn Images>, sheets: Arc<Sheets>, state: &Path) -> Arc<Server> {
+pub fn serve(images: Arc<dyn Images>, state: &Path) -> Arc<Server> {
     let config = Config {
         images,
-        overlays: sheets,
         state: state.to_owned(),
         threads: 2,
     };

@@ -1,0 +1,571 @@
+//! Ends that do not keep to the rules.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use drover_core::{BlockDevice, DeviceError, Digest};
+use drover_device::remote::Link;
+use drover_mount::client::{Client, ConnectError, Connected, Connector, Options};
+use drover_mount::direct::RemoteDevice;
+use drover_mount::protocol::{
+    Access, Answer, Ask, Code, Coding, Identity, LaneKind, MAX_MOUNT_FRAME, MountId, Open, Opened,
+    Refusal, VERSION, decode_message, encode_message, kind,
+};
+use drover_net::{Connection, Frame, FrameReader, FrameWriter};
+use tokio::sync::watch;
+
+use crate::keeper::Keeper;
+use crate::util::{Near, Site, content, memory, name, runtime};
+
+const CHUNK: u32 = 65_536;
+
+/// What a liar answers to a request: frames of a kind, a head and a body.
+type Lie = dyn Fn(&Ask) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync;
+
+/// A site that says what it is told to.
+struct Liar {
+    opened: Box<dyn Fn(u64) -> Opened + Send + Sync>,
+    lie: Arc<Lie>,
+    connects: AtomicU64,
+}
+
+impl Liar {
+    fn new(lie: impl Fn(&Ask) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static) -> Arc<Self> {
+        Self::opening(|_| honest(), lie)
+    }
+
+    fn opening(
+        opened: impl Fn(u64) -> Opened + Send + Sync + 'static,
+        lie: impl Fn(&Ask) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            opened: Box::new(opened),
+            lie: Arc::new(lie),
+            connects: AtomicU64::new(0),
+        })
+    }
+}
+
+fn honest() -> Opened {
+    Opened {
+        size: 1 << 20,
+        chunk: CHUNK,
+        identity: Identity {
+            digest: Digest([1; 32]),
+            edition: 0,
+            epoch: 0,
+        },
+        fresh: false,
+        read_only: true,
+        can: [false; 4],
+    }
+}
+
+async fn say(writer: &mut FrameWriter, answer: &Answer) {
+    let head = encode_message(answer);
+    let _ = writer.send(kind::ANSWER, &head).await;
+    let _ = writer.flush().await;
+}
+
+impl Connector for Liar {
+    fn connect(
+        &self,
+        _: Vec<u8>,
+    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
+        let count = self.connects.fetch_add(1, Ordering::Relaxed);
+        let (opened, lie) = ((self.opened)(count), self.lie.clone());
+        Box::pin(async move {
+            let (here, there) = Connection::pair().expect("a pair");
+            tokio::spawn(async move {
+                let (mut reader, mut writer) = there.split();
+                writer.set_max_frame(64 << 20);
+                say(&mut writer, &Answer::Opened(opened)).await;
+                while let Ok(Some(frame)) = reader.next().await {
+                    let Ok(message) = decode_message::<Ask>(&frame.payload) else {
+                        return;
+                    };
+                    for (kind, head, body) in lie(&message.head) {
+                        if writer.send_vectored(kind, &[&head, &body]).await.is_err() {
+                            return;
+                        }
+                    }
+                    let _ = writer.flush().await;
+                }
+            });
+            let wire = here.wire();
+            let (reader, writer) = here.split();
+            Ok(Connected {
+                reader,
+                writer,
+                wire,
+                round_trip: None,
+            })
+        })
+    }
+}
+
+fn options() -> Options {
+    Options {
+        back_lanes: 0,
+        give_up: Duration::from_millis(800),
+        ..Options::new(name("web"), Access::ReadOnly)
+    }
+}
+
+fn chunks(ask: &Ask, zeros: Vec<u8>, coding: Coding, body: Vec<u8>) -> (u8, Vec<u8>, Vec<u8>) {
+    let Ask::Read {
+        id, first, count, ..
+    } = *ask
+    else {
+        panic!("{ask:?}");
+    };
+    let head = Answer::Chunks {
+        id,
+        first,
+        count,
+        zeros,
+        coding,
+        echo: 0,
+        last: true,
+    };
+    (kind::ANSWER, encode_message(&head), body)
+}
+
+/// The error that a chunk gets from a site that lies so, and how often it was asked for the chunk.
+fn lied_to(
+    lie: impl Fn(&Ask) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
+) -> (DeviceError, u64) {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let asked = Arc::new(AtomicU64::new(0));
+    let counter = asked.clone();
+    let liar = Liar::new(move |ask| {
+        if !matches!(ask, Ask::Read { .. }) {
+            return Vec::new();
+        }
+        counter.fetch_add(1, Ordering::Relaxed);
+        lie(ask)
+    });
+    let client = runtime
+        .block_on(Client::open(runtime.handle(), liar, options()))
+        .unwrap();
+    let keeper = Keeper::attach(&client, false);
+    let began = Instant::now();
+    let error = keeper.get(&client, 3).unwrap_err();
+    assert!(
+        began.elapsed() < Duration::from_secs(8),
+        "{:?}",
+        began.elapsed()
+    );
+    assert!(keeper.kept.lock().chunks.is_empty());
+    (error, asked.load(Ordering::Relaxed))
+}
+
+#[test]
+fn a_wrong_digest_is_asked_for_once_more_and_then_an_error() {
+    let (error, asked) = lied_to(|ask| {
+        let mut body = vec![9; 32];
+        body.extend(vec![5; CHUNK as usize]);
+        vec![chunks(ask, vec![0], Coding::Plain, body)]
+    });
+    assert!(matches!(error, DeviceError::Corrupt(_)), "{error}");
+    assert!(error.to_string().contains("chunk 3 of web"), "{error}");
+    assert_eq!(asked, 2);
+}
+
+#[test]
+fn bombs_and_bodies_of_other_lengths_are_errors() {
+    let bomb = zstd::bulk::compress(&vec![0; 64 << 20], 19).unwrap();
+    let (error, asked) = lied_to(move |ask| vec![chunks(ask, vec![0], Coding::Zstd, bomb.clone())]);
+    assert!(matches!(error, DeviceError::Corrupt(_)), "{error}");
+    assert_eq!(asked, 2);
+    for length in [0, 31, 32 + CHUNK as usize - 1, 32 + CHUNK as usize + 1] {
+        let (error, _) =
+            lied_to(move |ask| vec![chunks(ask, vec![0], Coding::Plain, vec![0; length])]);
+        assert!(
+            matches!(error, DeviceError::Corrupt(_)),
+            "{length}: {error}"
+        );
+    }
+}
+
+#[test]
+fn answers_that_break_the_protocol_cost_the_link_and_not_more() {
+    let zero = |ask: &Ask| chunks(ask, vec![1], Coding::Plain, vec![]);
+    let answer = |head: Answer| (kind::ANSWER, encode_message(&head), vec![]);
+    let lies: Vec<Box<Lie>> = vec![
+        // An unknown kind, rubbish, a frame that is too long.
+        Box::new(|_| vec![(0x11, vec![1, 2, 3], vec![])]),
+        Box::new(|_| vec![(kind::ANSWER, vec![255; 40], vec![])]),
+        Box::new(|_| vec![(kind::ANSWER, vec![0; MAX_MOUNT_FRAME + 1], vec![])]),
+        // To nothing that was asked; another run; no zero map; a run at the end of all numbers.
+        Box::new(move |_| vec![answer(Answer::Done { id: 77 })]),
+        Box::new(move |ask| {
+            let (kind, head, body) = zero(ask);
+            let mut message = decode_message::<Answer>(&Bytes::from(head)).unwrap().head;
+            if let Answer::Chunks { first, .. } = &mut message {
+                *first = 4;
+            }
+            vec![(kind, encode_message(&message), body)]
+        }),
+        Box::new(move |ask| vec![chunks(ask, vec![], Coding::Plain, vec![])]),
+        Box::new(move |ask| {
+            let (kind, _, body) = zero(ask);
+            let head = Answer::Chunks {
+                id: ask.id().unwrap(),
+                first: u64::MAX,
+                count: u32::MAX,
+                zeros: vec![1],
+                coding: Coding::Plain,
+                echo: u64::MAX,
+                last: true,
+            };
+            vec![(kind, encode_message(&head), body)]
+        }),
+        // Nothing at all.
+        Box::new(|_| vec![]),
+    ];
+    for (which, lie) in lies.into_iter().enumerate() {
+        let (error, _) = lied_to(move |ask| lie(ask));
+        assert!(
+            matches!(error, DeviceError::Unavailable(_)),
+            "{which}: {error}"
+        );
+    }
+}
+
+#[test]
+fn an_error_of_the_site_is_the_error_of_the_request() {
+    let (error, asked) = lied_to(|ask| {
+        let refusal = Refusal::new(Code::Corrupt, "web.qcow2: cluster 7 is damaged");
+        let head = Answer::Error {
+            id: ask.id().unwrap(),
+            refusal,
+        };
+        vec![(kind::ANSWER, encode_message(&head), vec![])]
+    });
+    assert_eq!(
+        error.to_string(),
+        "damaged: web.qcow2: cluster 7 is damaged"
+    );
+    assert_eq!(asked, 1);
+}
+
+#[test]
+fn sizes_that_lie_are_refused_and_sizes_that_change_end_the_mount() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let other = |change: fn(&mut Opened)| {
+        let mut opened = honest();
+        change(&mut opened);
+        opened
+    };
+    for change in [
+        (|o| o.size = 0) as fn(&mut Opened),
+        |o| o.size = u64::MAX,
+        |o| o.chunk = 0,
+        |o| o.chunk = 4096,
+        |o| o.chunk = 3,
+    ] {
+        let liar = Liar::opening(move |_| other(change), |_| Vec::new());
+        let opened = runtime.block_on(Client::open(runtime.handle(), liar, options()));
+        let error = opened.err().expect("refused").to_string();
+        assert!(error.contains("broke the protocol"), "{error}");
+    }
+    for change in [
+        (|o| o.size += 1) as fn(&mut Opened),
+        |o| o.identity.digest = Digest([2; 32]),
+        |o| o.identity.epoch = 1,
+    ] {
+        let liar = Liar::opening(
+            move |count| if count == 0 { honest() } else { other(change) },
+            |_| vec![(0x11, vec![], vec![])],
+        );
+        let client = runtime
+            .block_on(Client::open(runtime.handle(), liar, options()))
+            .unwrap();
+        let keeper = Keeper::attach(&client, false);
+        let error = keeper.get(&client, 0).unwrap_err().to_string();
+        assert!(error.contains("mount it anew"), "{error}");
+        keeper.wait("gone", |kept| {
+            matches!(kept.links.last(), Some(Link::Gone(_)))
+        });
+    }
+}
+
+#[test]
+fn a_direct_read_takes_no_answer_of_another_kind() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let liar = Liar::new(|ask| {
+        let id = ask.id().unwrap();
+        let head = match ask {
+            Ask::DirectRead { .. } => Answer::Bytes {
+                id,
+                coding: Coding::Plain,
+            },
+            Ask::DirectExtents { .. } => Answer::Extents {
+                id,
+                runs: vec![(u64::MAX, 0), (5, 1)],
+            },
+            _ => Answer::Committed { id, epoch: 1 },
+        };
+        vec![(kind::ANSWER, encode_message(&head), vec![7; 99])]
+    });
+    let client = runtime
+        .block_on(Client::open(runtime.handle(), liar, options()))
+        .unwrap();
+    let device = RemoteDevice::new(Arc::new(client));
+    let short = device.read(0, &mut [0; 100]);
+    assert!(matches!(short, Err(DeviceError::Corrupt(_))), "{short:?}");
+    let runs = device.extents(0, 4096);
+    assert!(matches!(runs, Err(DeviceError::Corrupt(_))), "{runs:?}");
+}
+
+/// A mount that need not keep to the rules: a lane to a real site.
+struct Rude {
+    reader: FrameReader,
+    writer: FrameWriter,
+}
+
+impl Rude {
+    fn open(site: &Site, near: &Near, open: Vec<u8>) -> Self {
+        let (here, there) = Connection::pair().unwrap();
+        let (server, peer) = (site.server.clone(), near.peer.clone());
+        tokio::spawn(async move {
+            let (reader, writer) = there.split();
+            let (_go, stop) = watch::channel(false);
+            let _ = server.serve_lane(reader, writer, peer, &open, stop).await;
+        });
+        let (mut reader, mut writer) = here.split();
+        reader.set_max_frame(MAX_MOUNT_FRAME);
+        writer.set_max_frame(64 << 20);
+        Self { reader, writer }
+    }
+
+    async fn ask(&mut self, ask: &Ask, body: &[u8]) {
+        let head = encode_message(ask);
+        let sent = self.writer.send_vectored(kind::ASK, &[&head, body]).await;
+        sent.unwrap();
+        self.writer.flush().await.unwrap();
+    }
+
+    async fn hear(&mut self) -> Option<Answer> {
+        let limit = Duration::from_secs(10);
+        let frame: Option<Frame> = tokio::time::timeout(limit, self.reader.next())
+            .await
+            .expect("an answer")
+            .ok()?;
+        Some(decode_message::<Answer>(&frame?.payload).unwrap().head)
+    }
+
+    /// The error that ends the lane.
+    async fn end(&mut self) -> Refusal {
+        loop {
+            match self.hear().await.expect("a last word") {
+                Answer::Error { id: 0, refusal } => {
+                    assert_eq!(self.hear().await, None);
+                    return refusal;
+                }
+                _ => continue,
+            }
+        }
+    }
+}
+
+fn opening(mount: MountId, access: Access) -> Vec<u8> {
+    let open = Open {
+        version: VERSION,
+        mount,
+        lane: LaneKind::Front,
+        link: 1,
+        image: name("web"),
+        access,
+        chunk: CHUNK,
+        expected: None,
+        note: String::new(),
+    };
+    open.encode()
+}
+
+fn read(id: u64, first: u64, count: u32) -> Ask {
+    Ask::Read {
+        id,
+        first,
+        count,
+        background: id.is_multiple_of(2),
+    }
+}
+
+#[test]
+fn a_site_ends_the_lane_of_a_mount_that_asks_too_much() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(3_000_000, 9)));
+    let near = Near::new(site.server.clone());
+    let write = |length| Ask::DirectWrite {
+        id: 1,
+        offset: 0,
+        length,
+        coding: Coding::Plain,
+    };
+    let cases: Vec<(Ask, Vec<u8>)> = vec![
+        (read(1, 0, 0), vec![]),
+        (read(1, 0, u32::MAX), vec![]),
+        (read(1, 0, 17), vec![]),
+        (read(0, 0, 1), vec![]),
+        (read(1, 0, 1), vec![1]),
+        (write(u32::MAX), vec![]),
+        (write(10), vec![0; 11]),
+        (
+            Ask::DirectRead {
+                id: 1,
+                offset: 0,
+                length: u32::MAX,
+            },
+            vec![],
+        ),
+    ];
+    runtime.block_on(async {
+        for (ask, body) in cases {
+            let open = opening(MountId::random(), Access::ReadOnly);
+            let mut rude = Rude::open(&site, &near, open);
+            assert!(matches!(rude.hear().await, Some(Answer::Opened(_))));
+            rude.ask(&ask, &body).await;
+            let refusal = rude.end().await;
+            assert_eq!(refusal.code, Code::Protocol, "{ask:?}: {refusal}");
+        }
+        // Rubbish, and a frame of another kind.
+        for (kind, payload) in [(kind::ASK, vec![9; 50]), (kind::ANSWER, vec![])] {
+            let open = opening(MountId::random(), Access::ReadOnly);
+            let mut rude = Rude::open(&site, &near, open);
+            rude.hear().await;
+            rude.writer.send(kind, &payload).await.unwrap();
+            rude.writer.flush().await.unwrap();
+            assert_eq!(rude.end().await.code, Code::Protocol);
+        }
+        for open in [vec![], vec![1], vec![200; 500], b"drover".to_vec()] {
+            let mut rude = Rude::open(&site, &near, open);
+            assert!(!matches!(rude.end().await.code, Code::Io));
+        }
+    });
+}
+
+#[test]
+fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(3_000_000, 9)));
+    let near = Near::new(site.server.clone());
+    let cases = [
+        (read(1, 46, 1), Code::OutOfRange),
+        (read(1, u64::MAX, 2), Code::OutOfRange),
+        (
+            Ask::Presence {
+                id: 1,
+                first: u64::MAX,
+                count: u32::MAX,
+            },
+            Code::OutOfRange,
+        ),
+        (
+            Ask::Digests {
+                id: 1,
+                first: 0,
+                count: 0,
+            },
+            Code::OutOfRange,
+        ),
+        (
+            Ask::DirectRead {
+                id: 1,
+                offset: u64::MAX,
+                length: 1 << 20,
+            },
+            Code::OutOfRange,
+        ),
+        (Ask::Commit { id: 1, epoch: 1 }, Code::ReadOnly),
+        (
+            Ask::Zero {
+                id: 1,
+                epoch: u64::MAX,
+                offset: 0,
+                length: u64::MAX,
+            },
+            Code::ReadOnly,
+        ),
+    ];
+    runtime.block_on(async {
+        let open = opening(MountId::random(), Access::ReadOnly);
+        let mut rude = Rude::open(&site, &near, open);
+        rude.hear().await;
+        for (ask, code) in cases {
+            rude.ask(&ask, &[]).await;
+            match rude.hear().await {
+                Some(Answer::Error { id: 1, refusal }) => assert_eq!(refusal.code, code, "{ask:?}"),
+                other => panic!("{ask:?}: {other:?}"),
+            }
+        }
+        // The lane still works; credits that lie do it no harm.
+        rude.ask(
+            &Ask::Credit {
+                received: u64::MAX,
+                window: u64::MAX,
+            },
+            &[],
+        )
+        .await;
+        rude.ask(&Ask::Hurry { id: 12_345 }, &[]).await;
+        rude.ask(&read(2, 45, 1), &[]).await;
+        assert!(matches!(
+            rude.hear().await,
+            Some(Answer::Chunks { first: 45, .. })
+        ));
+    });
+}
+
+#[test]
+fn another_sites_mount_is_not_taken_over_by_its_number() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(3_000_000, 9)));
+    let (near, thief) = (
+        Near::new(site.server.clone()),
+        Near::new(site.server.clone()),
+    );
+    let mount = MountId::random();
+    runtime.block_on(async {
+        let mut owner = Rude::open(&site, &near, opening(mount, Access::ReadWrite));
+        assert!(matches!(owner.hear().await, Some(Answer::Opened(_))));
+        let mut rude = Rude::open(&site, &thief, opening(mount, Access::ReadWrite));
+        assert_eq!(rude.end().await.code, Code::Leased);
+        // A body that is not what it says; an epoch that is not the next.
+        let write = |epoch, coding| Ask::Write {
+            id: 5,
+            epoch,
+            offset: 0,
+            length: 4096,
+            coding,
+        };
+        for (ask, code) in [
+            (write(1, Coding::Zstd), Code::Protocol),
+            (write(1, Coding::Plain), Code::Protocol),
+            (write(2, Coding::Plain), Code::Epoch),
+        ] {
+            let body = if code == Code::Epoch {
+                vec![1; 4096]
+            } else {
+                vec![1; 99]
+            };
+            owner.ask(&ask, &body).await;
+            match owner.hear().await {
+                Some(Answer::Error { id: 5, refusal }) => assert_eq!(refusal.code, code, "{ask:?}"),
+                other => panic!("{ask:?}: {other:?}"),
+            }
+        }
+    });
+}
