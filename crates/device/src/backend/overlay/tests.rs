@@ -172,19 +172,29 @@ fn only_what_is_changed_takes_room() {
     let before = fake.used();
     overlay.write_zeroes(100 * BLOCK, 4 * BLOCK, keep).unwrap();
     assert_eq!(fake.used() - before, 4 * BLOCK);
+    overlay.flush().unwrap();
+    let before = fake.used();
+    let epoch = Epoch(overlay.committed().0 + 1);
+    overlay
+        .stage(epoch, &[Change::Zero(100 * BLOCK, 3 * BLOCK)])
+        .unwrap();
+    overlay.commit(epoch).unwrap();
+    assert!(before - fake.used() > 2 * BLOCK, "zeros give room back");
 }
 
 #[test]
 fn a_block_is_copied_up_once_whoever_writes_first() {
     let fake = FakeDirectory::default();
-    let base = image(64 * BLOCK);
+    let base = image(400 * BLOCK);
     let overlay = open_fake(&fake, &base).unwrap();
-    // Each thread writes its own bytes of every block.
+    let together = std::sync::Barrier::new(8);
+    // Each thread writes its own bytes of every block, all at the same time.
     std::thread::scope(|scope| {
         for thread in 0..8u64 {
-            let overlay = &overlay;
+            let (overlay, together) = (&overlay, &together);
             scope.spawn(move || {
-                for block in 0..64 {
+                for block in 0..400 {
+                    together.wait();
                     let offset = block * BLOCK + thread * 512;
                     overlay.write(offset, &[thread as u8 + 1; 300]).unwrap();
                 }
