@@ -41,6 +41,8 @@ seed nbd whole "\\0\\3$(option 10 0)$(option 3 0)$(option 12 34 "$context")$(opt
 $(request 7 10 2 20)$(request 6 22 2 20)$(request 3 0 0 0)$(request 4 1 2 20)$(request 2 0 0 0)"
 seed nbd tls "\\2\\3$(option 3 0)$(option 5 0)$(option 10 0)$(option 6 15 "$info")$(option 7 6 '\0\0\0\0\0\0')$(request 0 0 0 1)"
 seed nbd name "\\0\\0$(option 1 1 b)$(request 1 0 0 20)"
+# Checksums need not be right: epoch 1 of a zero digest, zeros for the first block, the seal.
+seed overlay_files redo "\\1DRVRREDO\\1$(zeros 55)\\2$(zeros 16)\\20$(zeros 14)\\3$(zeros 7)\\1$(zeros 7)\\140$(zeros 15)"
 
 images=corpus/seeds/image_open
 mkdir -p "$images"
