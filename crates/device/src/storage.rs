@@ -59,7 +59,7 @@ pub trait Directory: Send + Sync {
     /// `WouldBlock` when somebody else holds it; else what the medium reports.
     fn lock(&self, name: &str, lock: Lock) -> io::Result<Box<dyn Send + Sync>>;
 
-    /// How a person finds the file: for messages only.
+    /// How a person finds the file, or the directory if the name is empty: for messages only.
     fn describe(&self, name: &str) -> String;
 }
 

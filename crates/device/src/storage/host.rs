@@ -126,7 +126,10 @@ impl Directory for HostDirectory {
     }
 
     fn describe(&self, name: &str) -> String {
-        self.path.join(name).display().to_string()
+        match name {
+            "" => self.path.display().to_string(),
+            _ => self.path.join(name).display().to_string(),
+        }
     }
 }
 
