@@ -82,11 +82,11 @@ mod tests {
 
     #[test]
     fn what_carries_no_bytes_or_is_refused_is_not_delayed_by_its_length() {
-        let device = Delay::new(MemoryDevice::new(1 << 40), Duration::ZERO, 100 * MS);
+        let device = Delay::new(MemoryDevice::new(1 << 31), Duration::ZERO, 100 * MS);
         let start = Instant::now();
         device.trim(0, 1 << 30).unwrap();
         device.prefetch(0, 1 << 30).unwrap();
-        assert!(device.read(1 << 40, &mut [0; 4096]).is_err());
+        assert!(device.read(1 << 31, &mut [0; 4096]).is_err());
         assert!(start.elapsed() < 100 * MS);
         assert_eq!(device.cost(0, 1), Cost::Network);
     }

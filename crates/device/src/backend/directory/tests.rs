@@ -37,22 +37,28 @@ struct OnHost {
     _dir: tempfile::TempDir,
 }
 
-fn on_host(size: u64) -> OnHost {
+fn on_host(size: u64, most_open: usize) -> OnHost {
     let dir = tempfile::tempdir().unwrap();
     let directory = Arc::new(HostDirectory::open(dir.path()).unwrap());
     OnHost {
-        device: DirectoryDevice::create(directory, shape(size), few(3)).unwrap(),
+        device: DirectoryDevice::create(directory, shape(size), few(most_open)).unwrap(),
         _dir: dir,
     }
 }
 
 #[test]
 fn it_keeps_the_contract() {
-    crate::testing::contract(&|size| Box::new(create(&FakeDirectory::default(), size)));
-    for (seed, size) in [(11, 70_001), (12, 8192), (13, 300_000)] {
-        let host = on_host(size);
+    crate::testing::contract(&|size| {
+        // The fake takes time for every file that there is.
+        let chunk = 64 << 10;
+        let fake = Arc::new(FakeDirectory::default());
+        Box::new(DirectoryDevice::create(fake, Shape { size, chunk }, few(4)).unwrap())
+    });
+    for (seed, size) in [(11, 70_001), (12, 8192)] {
+        // As many as there are chunks, or nearly: a disk takes its time to sync each one that is closed.
+        let host = on_host(size, 20);
         crate::testing::run(&host.device, seed);
-        assert!(host.device.open_files() <= 3);
+        assert!(host.device.open_files() <= 20);
     }
 }
 
@@ -385,7 +391,7 @@ fn a_full_disk_is_told_and_leaves_a_device_that_works() {
 
 #[test]
 fn threads_share_few_open_files_and_lose_nothing() {
-    let host = on_host(64 * 4096);
+    let host = on_host(64 * 4096, 3);
     let device = &host.device;
     std::thread::scope(|scope| {
         for thread in 0..4u64 {
