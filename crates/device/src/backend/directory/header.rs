@@ -69,7 +69,8 @@ fn decode(bytes: &[u8; LENGTH]) -> Result<Shape, &'static str> {
     if bytes[..8] != MAGIC {
         return Err("not the header of a device in a directory");
     }
-    if number(24) != crc(&bytes[..24]) {
+    // A fuzzer need not guess it.
+    if number(24) != crc(&bytes[..24]) && !cfg!(fuzzing) {
         return Err("the checksum is wrong");
     }
     if number(8) != VERSION {
