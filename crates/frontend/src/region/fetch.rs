@@ -13,11 +13,11 @@ use super::shared::Shared;
 use super::table::{Content, State};
 
 /// The longest single read of the device, in bytes.
-const LONGEST_READ: usize = 1 << 20;
+const LONGEST_READ: usize = 4 << 20;
 /// Bytes that the device is asked about at a time, whether it has data there.
 const ASKED: usize = 16 << 20;
 /// Buffers that are kept for the next read.
-const BUFFERS: usize = 16;
+const BUFFERS: usize = 8;
 
 /// Units that are busy for us. What is not settled when it is dropped is absent again.
 struct Claim<'a> {
@@ -130,6 +130,22 @@ impl Shared {
             }
         }
         Ok(())
+    }
+
+    /// Tells the device what a reader will need soon, so that it may fetch that while it serves what is needed now.
+    pub(super) fn announce(&self, units: Range<usize>) {
+        let end = units.end.min(self.table.len());
+        if units.start >= end {
+            return;
+        }
+        let bytes = self.bytes(&(units.start..end));
+        let (offset, length) = (bytes.start as u64, bytes.end.min(self.size) - bytes.start);
+        let told = catch_unwind(AssertUnwindSafe(|| {
+            self.device.prefetch(offset, length as u64)
+        }));
+        if !matches!(told, Ok(Ok(()))) {
+            tracing::debug!("the device takes no advice at {offset}");
+        }
     }
 
     /// Wakes who waits for a page in the units.

@@ -151,6 +151,9 @@ impl Shared {
         self.demand.fetch_add(1, Ordering::SeqCst);
         let end = claimed.end;
         let alone = claimed.len() == 1;
+        if window.ahead > 0 {
+            self.announce(end..end + 2 * window.ahead);
+        }
         let mut result = self.fetch(claimed, Some(unit));
         if result.is_err() && !alone && self.table.state(unit) == State::Absent {
             // A neighbour's failure is not this page's.

@@ -14,6 +14,7 @@ const GATE: Duration = Duration::from_secs(10);
 pub struct Probe {
     pub inner: MemoryDevice,
     pub reads: Mutex<Vec<Range<u64>>>,
+    pub advice: Mutex<Vec<Range<u64>>>,
     pub writes: Mutex<Vec<Range<u64>>>,
     pub flushes: AtomicU64,
     /// What every read takes.
@@ -31,6 +32,7 @@ impl Probe {
         Self {
             inner,
             reads: Mutex::default(),
+            advice: Mutex::default(),
             writes: Mutex::default(),
             flushes: AtomicU64::new(0),
             delay: Mutex::default(),
@@ -139,6 +141,7 @@ impl BlockDevice for Probe {
         self.inner.extents(offset, length)
     }
     fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        self.advice.lock().push(offset..offset + length);
         self.inner.prefetch(offset, length)
     }
     fn cost(&self, _: u64, _: u64) -> Cost {

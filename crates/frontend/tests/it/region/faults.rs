@@ -229,6 +229,37 @@ fn who_reads_on_is_fetched_for_and_who_jumps_is_not() {
 }
 
 #[test]
+fn the_device_is_told_what_comes_next() {
+    if !can("the_device_is_told_what_comes_next") {
+        return;
+    }
+    let device = Arc::new(Probe::of(&pattern(4 << 20, 13)));
+    let region = region(&device, Options::default());
+    let at = At(region.as_ptr());
+    (0..1024).for_each(|page| _ = at.touch(page * PAGE));
+    let advice = device.advice.lock();
+    assert!(
+        advice.windows(2).all(|pair| pair[0].start < pair[1].start),
+        "{advice:?}"
+    );
+    assert!(
+        advice.iter().all(|range| range.end <= 4 << 20),
+        "{advice:?}"
+    );
+    // Each is told before it is read.
+    assert!(
+        advice
+            .first()
+            .is_some_and(|range| range.start < 10 * PAGE as u64),
+        "{advice:?}"
+    );
+    assert!(
+        advice.last().is_some_and(|range| range.end == 4 << 20),
+        "{advice:?}"
+    );
+}
+
+#[test]
 fn a_region_fills_itself_and_faults_overtake() {
     if !can("a_region_fills_itself_and_faults_overtake") {
         return;
