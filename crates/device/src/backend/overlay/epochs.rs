@@ -15,13 +15,16 @@ use crate::storage::read_exact_at;
 /// How long plain changes are refused after copying an epoch has failed, before it is tried again.
 pub(super) const RETRY: Duration = Duration::from_millis(500);
 
+/// How many epochs may be chosen and given up before one is committed.
+const MOST_SKIPPED: u64 = 1 << 20;
+
 impl Overlay {
     /// Collects changes that count once `epoch` is committed, and are not seen before. Later ones win. A crash drops
     /// them. Until the epoch is committed or abandoned, plain changes are refused as [`DeviceError::Unavailable`]; those
     /// that were not flushed are flushed now, which makes the next epoch another one.
     ///
     /// # Errors
-    /// [`OverlayError::WrongEpoch`] unless `epoch` is the next; [`OverlayError::BadChange`]; no room:
+    /// [`OverlayError::WrongEpoch`] unless `epoch` is after the last that counts, or another is being staged; [`OverlayError::BadChange`]; no room:
     /// [`OverlayError::TooLarge`], [`OverlayError::Io`]. None of `changes` was taken then, what was staged before is
     /// as it was.
     pub fn stage(&self, epoch: Epoch, changes: &[Change]) -> Result<(), OverlayError> {
@@ -38,6 +41,14 @@ impl Overlay {
         }
         let mut staging = self.staging.lock();
         self.check_next(epoch)?;
+        if let Some(redo) = &staging.redo
+            && redo.epoch != epoch
+        {
+            return Err(OverlayError::WrongEpoch {
+                asked: epoch,
+                committed: redo.epoch,
+            });
+        }
         self.settle_now(&mut staging)?;
         if staging.redo.is_none() {
             staging.redo = Some(self.begin(epoch)?);
@@ -77,7 +88,9 @@ impl Overlay {
 
     fn check_next(&self, asked: Epoch) -> Result<(), OverlayError> {
         let committed = self.committed();
-        match asked.0 == committed.0 + 1 {
+        // Not so far that the numbers run out.
+        let near = asked.count() <= committed.count() + MOST_SKIPPED;
+        match asked > committed && near {
             true => Ok(()),
             false => Err(OverlayError::WrongEpoch { asked, committed }),
         }
@@ -113,7 +126,7 @@ impl Overlay {
     pub fn seal(&self, epoch: Epoch) -> Result<(), OverlayError> {
         self.writable()?;
         let mut staging = self.staging.lock();
-        // What is staged is always the next epoch.
+        // What is staged is always the next epoch to count.
         let Some(mut redo) = staging.redo.take_if(|redo| redo.epoch == epoch) else {
             return match epoch <= self.committed() {
                 true => Ok(()),

@@ -60,7 +60,7 @@ pub enum OverlayError {
     #[error(transparent)]
     Log(#[from] ChunkLogError),
     /// An epoch out of turn.
-    #[error("epoch {} cannot be taken: the last that counts is {}, so the next is {}", asked.0, committed.0, committed.0 + 1)]
+    #[error("epoch {} cannot be taken: {} counts, or is being staged, already", asked.0, committed.0)]
     WrongEpoch {
         /// What was asked for.
         asked: Epoch,

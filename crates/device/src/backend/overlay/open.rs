@@ -15,7 +15,6 @@ use super::{
     Saving, Staging,
 };
 use crate::chunklog::{ChunkLog, ChunkLogError, Record};
-use crate::remote::Epoch;
 use crate::storage::{Access, Directory, Lock};
 
 /// What the log says.
@@ -133,21 +132,24 @@ impl Overlay {
             .directory
             .list()
             .map_err(self.io("list the files of", ""))?;
-        let next = Epoch(self.committed().0 + 1);
+        let committed = self.committed();
+        let mut sealed_epoch = committed;
         for name in names {
             let Some(epoch) = epoch_of(&name) else {
                 continue;
             };
-            if epoch >= next {
+            if epoch > committed {
                 let directory = self.directory.as_ref();
                 let found = Redo::open(directory, epoch, &self.identity.base, self.size)?;
                 if let Found::Sealed(redo) = found {
-                    if epoch > next {
+                    // An epoch is copied before another can be staged.
+                    if sealed_epoch > committed {
                         return Err(OverlayError::Damaged {
                             file: self.directory.describe(STATES),
-                            what: "an epoch that was committed later is there, those before it are not",
+                            what: "two epochs were committed and neither was copied",
                         });
                     }
+                    sealed_epoch = epoch;
                     *self.sealed.write() = Some(Arc::new(redo));
                     self.unsettled.store(true, Ordering::Release);
                     continue;
@@ -161,7 +163,7 @@ impl Overlay {
             }
         }
         if self.unsettled.load(Ordering::Acquire) {
-            self.committed.store(next.0, Ordering::Release);
+            self.committed.store(sealed_epoch.0, Ordering::Release);
         }
         Ok(())
     }
