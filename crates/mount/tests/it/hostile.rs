@@ -543,7 +543,7 @@ fn another_sites_mount_is_not_taken_over_by_its_number() {
         assert!(matches!(owner.hear().await, Some(Answer::Opened(_))));
         let mut rude = Rude::open(&site, &thief, opening(mount, Access::ReadWrite));
         assert_eq!(rude.end().await.code, Code::Leased);
-        // A body that is not what it says; an epoch that is not the next.
+        // A body that is not what it says; an epoch that counts already.
         let write = |epoch, coding| Ask::Write {
             id: 5,
             epoch,
@@ -554,7 +554,7 @@ fn another_sites_mount_is_not_taken_over_by_its_number() {
         for (ask, code) in [
             (write(1, Coding::Zstd), Code::Protocol),
             (write(1, Coding::Plain), Code::Protocol),
-            (write(2, Coding::Plain), Code::Epoch),
+            (write(0, Coding::Plain), Code::Epoch),
         ] {
             let body = if code == Code::Epoch {
                 vec![1; 4096]
