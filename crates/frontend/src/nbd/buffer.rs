@@ -91,3 +91,33 @@ impl Drop for Buffer {
         self.pool.give_back(std::mem::take(&mut self.bytes));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_come_back_and_what_is_kept_is_limited() {
+        let pool = Arc::new(Pool::default());
+        let mut first = pool.take(5000);
+        assert_eq!(first.len(), 5000);
+        first[4999] = 7;
+        let place = first.as_ptr();
+        drop(first);
+        // The same again for what is about as long, but not for what is much shorter.
+        assert_ne!(pool.take(100).as_ptr(), place);
+        assert_eq!(pool.take(8192).as_ptr(), place);
+        let many: Vec<Buffer> = (0..100).map(|_| pool.take(1 << 20)).collect();
+        drop(many);
+        let kept = pool.kept.lock();
+        let bytes: usize = kept.buffers.iter().map(Vec::len).sum();
+        assert_eq!(bytes, kept.bytes);
+        assert!(bytes <= POOL_BYTES && bytes > POOL_BYTES / 2, "{bytes}");
+        drop(kept);
+        let small: Vec<Buffer> = (0..1000).map(|_| pool.take(1)).collect();
+        drop(small);
+        assert!(pool.kept.lock().buffers.len() <= POOL_BUFFERS);
+        pool.clear();
+        assert_eq!(pool.kept.lock().bytes, 0);
+    }
+}

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use drover_core::{BlockDevice, Cost};
+use drover_core::{BlockDevice, Cost, Extent};
 
 use super::buffer::{Buffer, Pool};
 use super::check::check;
 use super::counters::add;
-use super::execute::Executor;
+use super::execute::{Executor, LONGEST_STATUS};
 use super::input::{Input, Next};
 use super::lanes::Lane;
 use super::negotiate::{Negotiation, Security, Session, Step};
@@ -34,8 +34,8 @@ const TICK: Duration = Duration::from_secs(5);
 const INLINE: u32 = 256 << 10;
 /// What a request without a payload is counted as (bytes).
 const BARE_BYTES: usize = 4096;
-/// What a block status is counted as (bytes).
-const STATUS_BYTES: usize = 256 << 10;
+/// What a block status is counted as for each block that it looks at: each may be a run of its own (bytes).
+const STATUS_BYTES: usize = size_of::<Extent>();
 /// The longest payload of a refused write that is read past; a longer one ends the connection (bytes).
 const LONGEST_REFUSED: u32 = 64 << 20;
 /// Threads for requests that wait for a local disk.
@@ -238,7 +238,10 @@ fn transmit(
             let bytes = match request.command {
                 _ if refused.is_some() => BARE_BYTES,
                 command::READ | command::WRITE => BARE_BYTES + request.length as usize,
-                command::BLOCK_STATUS => STATUS_BYTES,
+                command::BLOCK_STATUS => {
+                    let blocks = request.length.min(LONGEST_STATUS) as usize / 4096;
+                    BARE_BYTES + blocks * STATUS_BYTES
+                }
                 _ => BARE_BYTES,
             };
             let permit = budget.try_admit(bytes).unwrap_or_else(|| {

@@ -19,7 +19,7 @@ const SHORTEST_HOLE: u64 = 4096;
 /// Pieces of one read; a read with more is sent whole.
 const MOST_PIECES: usize = 64;
 /// How far one block status looks; clients ask on from where it ends (bytes).
-const LONGEST_STATUS: u64 = 1 << 30;
+pub(super) const LONGEST_STATUS: u32 = 256 << 20;
 /// Runs in one reply to a block status.
 const MOST_RUNS: usize = 8192;
 /// The longest message with an error (bytes).
@@ -285,7 +285,7 @@ impl Executor {
     }
 
     fn status(&self, request: &Request) -> Result<(Head, Body), Failure> {
-        let long = u64::from(request.length).min(LONGEST_STATUS);
+        let long = u64::from(request.length.min(LONGEST_STATUS));
         let runs = self
             .extents(request.offset, long)
             .map_err(|error| Failure::device(&error, request.command))?;

@@ -277,7 +277,30 @@ impl Outbox {
     }
 }
 
-/// When something has to have happened.
+/// The time that is left.
 pub(super) fn left(deadline: Instant) -> std::time::Duration {
     deadline.saturating_duration_since(Instant::now())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_counts_requests_and_bytes_and_lets_one_alone_pass() {
+        let budget = Budget::new(3, 100);
+        let long = budget.try_admit(1000).expect("one alone");
+        assert!(budget.try_admit(0).is_none(), "more than the bytes");
+        drop(long);
+        let some: Vec<Permit> = (0..3).filter_map(|_| budget.try_admit(30)).collect();
+        assert_eq!(some.len(), 3);
+        assert!(budget.try_admit(1).is_none(), "more than the requests");
+        let waiting = {
+            let budget = Arc::clone(&budget);
+            std::thread::spawn(move || drop(budget.admit(100)))
+        };
+        drop(some);
+        waiting.join().unwrap();
+        budget.drain();
+    }
 }
