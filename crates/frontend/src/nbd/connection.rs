@@ -30,8 +30,8 @@ const MOST_OPTIONS: usize = 256;
 const MOST_OPTION_BYTES: u64 = 4 << 20;
 /// How often a connection without requests looks around.
 const TICK: Duration = Duration::from_secs(5);
-/// Requests up to this long are done by the thread that reads them when they wait for nothing (bytes).
-const INLINE: u32 = 256 << 10;
+/// Replies that the reading thread keeps for one call before it sends them (bytes): more would leave its caches.
+const CORK: usize = 256 << 10;
 /// What a request without a payload is counted as (bytes).
 const BARE_BYTES: usize = 4096;
 /// What a block status is counted as for each block that it looks at: each may be a run of its own (bytes).
@@ -214,6 +214,7 @@ fn transmit(
     socket.send_within(shared.options.stall)?;
     let stall = shared.options.stall;
     let mut serve = || -> Result<(), Ended> {
+        let mut corked = 0;
         loop {
             if stopping.load(Ordering::Acquire) || outbox.is_gone() {
                 return Ok(());
@@ -223,6 +224,7 @@ fn transmit(
                 // Before this thread waits, what it owes is sent.
                 Next::More => {
                     outbox.flush();
+                    corked = 0;
                     if !input.fill(stall, || pool.clear())? {
                         return Ok(());
                     }
@@ -265,7 +267,14 @@ fn transmit(
                 }
             };
             match place(&request, export.device.as_ref()) {
-                Place::Here => outbox.put(executor.execute(&request, payload, permit)),
+                Place::Here => {
+                    outbox.put(executor.execute(&request, payload, permit));
+                    corked += bytes;
+                    if corked >= CORK {
+                        outbox.flush();
+                        corked = 0;
+                    }
+                }
                 Place::Disk => disk.submit(Job {
                     request,
                     payload,
@@ -308,10 +317,9 @@ fn place(request: &Request, device: &dyn BlockDevice) -> Place {
     match device.cost(request.offset, request.length.into()) {
         // A flush may wait for what a read of the range does not.
         _ if request.has(flag::FUA) => Place::Network,
-        Cost::Memory if request.length <= INLINE || request.command == command::BLOCK_STATUS => {
-            Place::Here
-        }
-        Cost::Memory | Cost::Disk => Place::Disk,
+        // Two threads would only wait for each other: the connection takes replies one by one.
+        Cost::Memory => Place::Here,
+        Cost::Disk => Place::Disk,
         Cost::Network => Place::Network,
     }
 }
