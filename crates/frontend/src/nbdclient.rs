@@ -19,6 +19,7 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::io::Errno;
 
@@ -81,7 +82,11 @@ impl Attached {
         }
         // Somebody else may have been faster, and the number may be another's by now.
         if self.owner == owner(index_of(&self.path)?) {
-            match detach_path(&self.path, how) {
+            let interface = match self.session {
+                Some(_) => Interface::Ioctl,
+                None => Interface::Any,
+            };
+            match detach_by(interface, &self.path, how) {
                 Ok(()) | Err(Error::NotAttached { .. }) => {}
                 Err(error) => return Err(error),
             }
@@ -92,6 +97,12 @@ impl Attached {
             session.finish();
         }
         Ok(())
+    }
+
+    /// Waits for somebody else's detaching to come to its end.
+    fn wait_free(&self, patience: Duration) {
+        let is_free = || index_of(&self.path).is_ok_and(|index| self.owner != owner(index));
+        kernel::wait_until(patience, is_free);
     }
 
     /// Leaves the device attached: the sockets are the kernel's now. Of use where another process goes on serving
@@ -360,6 +371,10 @@ fn list_below(block: &Path) -> Vec<Found> {
 /// # Errors
 /// [`Error`].
 pub fn detach_path(path: &Path, how: Detach) -> Result<(), Error> {
+    detach_by(Interface::Any, path, how)
+}
+
+fn detach_by(interface: Interface, path: &Path, how: Detach) -> Result<(), Error> {
     let index = index_of(path)?;
     if !is_present() {
         return Err(MISSING);
@@ -371,8 +386,11 @@ pub fn detach_path(path: &Path, how: Detach) -> Result<(), Error> {
         kernel::settle(path)?;
     }
     let own = path.to_path_buf();
-    let done = kernel::within(DEADLINE, "nbd-disconnect", move || disconnect(&own, index))
-        .map_err(|error| Error::kernel("start a thread for", path, error))?;
+    let done = kernel::within(DEADLINE, "nbd-disconnect", move || match interface {
+        Interface::Ioctl => ioctl::disconnect(&own),
+        Interface::Any | Interface::Netlink => disconnect(&own, index),
+    })
+    .map_err(|error| Error::kernel("start a thread for", path, error))?;
     done.ok_or_else(|| Error::deadline("detach", path))??;
     let is_free = || !sysfs(index, "pid").exists();
     if kernel::wait_until(DEADLINE, is_free) {

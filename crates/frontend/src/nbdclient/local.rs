@@ -12,6 +12,9 @@ use crate::nbd::{Connection, Negotiated, Server};
 /// How long a connection may take to end when its device is gone: nothing is under way on it any more.
 const END: Duration = Duration::from_secs(10);
 
+/// How long the kernel may take to free a device after its connections.
+const SOON: Duration = Duration::from_secs(2);
+
 /// An attached device and the connections on which a server of this process answers for it. Dropping it detaches by
 /// force.
 pub struct Local {
@@ -37,6 +40,10 @@ impl Local {
     /// # Errors
     /// [`Error`]; the device then stays attached.
     pub fn detach(&mut self, how: Detach) -> Result<(), Error> {
+        if self.is_gone() {
+            // Whoever detached it is about to free it; until then it would seem to be one that cannot be flushed.
+            self.attached.wait_free(SOON);
+        }
         self.attached.detach(how)?;
         for connection in self.connections.drain(..) {
             if !connection.stop(END) {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// Steps of `kernel.sh` that must be among those that went well: none is left out by a script that ends early.
-const STEPS: [&str; 21] = [
+const STEPS: [&str; 22] = [
     "nbd content",
     "nbd-4 content",
     "nbd-ioctl content",
@@ -16,6 +16,7 @@ const STEPS: [&str; 21] = [
     "ublk torture",
     "ublk-slow torture",
     "ublk stopped: the server ends",
+    "ioctls alone: free",
     "nbd backing file",
     "ublk backing file",
     "ublk discard",

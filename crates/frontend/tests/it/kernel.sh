@@ -149,8 +149,9 @@ for how in "nbd --timeout 3" ublk; do
   holds "$kind killed: free" is_free $dev
 done
 # With a file system on it.
-for kind in nbd ublk; do
-  starts "$kind mounted" $kind
+for how in "nbd --timeout 3" ublk; do
+  kind=${how%% *}
+  starts "$kind mounted" $how
   mkfs.ext4 -q $dev && mount -t ext4 $dev /mnt
   cp noise /mnt/noise; sync
   kill -TERM $pid; sleep 0.5
@@ -162,6 +163,15 @@ for kind in nbd ublk; do
   check "$kind mounted: removed" attach_memory detach --force $dev
   holds "$kind mounted: free" is_free $dev
 done
+
+# Attached and detached by ioctls alone, with a reader at it.
+starts "ioctls alone" nbd --ioctl --slow 20
+dd if=$dev of=/dev/null bs=4k iflag=direct 2>reader & reader=$!
+sleep 0.5
+kill -TERM $pid
+ends "ioctls alone: ends"
+wait $reader && fail "ioctls alone: the reader saw no error" || ok "ioctls alone: the reader sees an error"
+holds "ioctls alone: free" is_free $dev
 
 # A server that is restarted while requests wait for it.
 starts "nbd restart" nbd --dead 60 --file backing --size 16
