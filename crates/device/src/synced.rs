@@ -84,7 +84,7 @@ pub struct SyncedOptions {
     pub identity: Vec<u8>,
     /// Where a flush puts things.
     pub sync: Sync,
-    /// Most bytes of chunks that the cache keeps, at least 64 chunks; none: no limit.
+    /// Most bytes of chunks that the cache keeps, at least 16 chunks; none: no limit.
     pub cache_size: Option<u64>,
     /// What is pulled in the background, and in which order.
     pub prefetch: Order,
@@ -212,10 +212,12 @@ impl Synced {
             }
             states.set(index, state);
         }
-        // The map knows all this.
-        table.unlogged_dirty.clear();
+        if !found.unclean {
+            // The map knows all this.
+            table.unlogged_dirty.clear();
+        }
         log.begin()?;
-        let least = 64;
+        let least = 16;
         let shared = Arc::new_cyclic(|myself| Shared {
             myself: myself.clone(),
             geometry,
@@ -294,6 +296,8 @@ impl Synced {
         }
         self.shared.stop();
         self.join();
+        // What still comes from there is not taken any more.
+        self.shared.close_remote();
         let result = self.shared.save_all().and_then(|()| {
             // Chunks that were never compared since a crash are to be compared the next time.
             match self.shared.unverified.load(Ordering::Acquire) {
@@ -301,7 +305,6 @@ impl Synced {
                 _ => Ok(()),
             }
         });
-        self.shared.close_remote();
         self.shared.cache.unlock();
         result
     }
@@ -394,7 +397,7 @@ impl Shared {
             self.fail(error.clone());
         }
         *self.link.lock() = link;
-        if up && let Err(error) = self.saver.meet(self.remote.committed()) {
+        if up && let Err(error) = self.saver.meet(self.remote.as_ref()) {
             self.fail(error);
         }
         self.link_changed.notify_all();

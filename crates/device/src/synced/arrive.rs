@@ -9,6 +9,9 @@ use crate::remote::{Chunks, Content, Fetched};
 
 impl Shared {
     pub(super) fn take_in(&self, chunks: Vec<Fetched>) {
+        if self.is_closed() {
+            return;
+        }
         let mut pulled = 0;
         for Fetched { index, content } in chunks {
             // What nobody asked for may be older than what is here.
@@ -27,13 +30,17 @@ impl Shared {
             self.states.answered(index);
             pulled += self.geometry.length(index);
             match result {
-                Ok(stored) => {
-                    self.waits.tell(index, Outcome::Here);
+                Ok(held) => {
+                    let stored = held.is_some();
+                    self.waits.tell(index, Outcome::Here(held));
                     if stored {
                         self.tell_local(index);
                     }
                 }
-                Err(error) if wrong => self.waits.tell(index, Outcome::Failed(error)),
+                // Without what was written to it here, it must not be used.
+                Err(error) if wrong || self.states.get(index) != State::Absent => {
+                    self.waits.tell(index, Outcome::Failed(error));
+                }
                 Err(error) => self.waits.tell(index, Outcome::Handed(content, error)),
             }
         }
@@ -46,30 +53,34 @@ impl Shared {
     /// Room for a chunk that arrives: what somebody waits for may push out what nobody uses, the rest may not.
     fn make_room(&self, index: u64) -> Result<(), DeviceError> {
         match self.waits.any(index) {
+            _ if self.states.get(index).stored() => Ok(()),
             true => self.evict_for(1),
             false if self.is_full(1) => Err(DeviceError::NoSpace("the cache is full".into())),
             false => Ok(()),
         }
     }
 
-    /// Puts a chunk in its place; false when there was something newer.
-    fn store(&self, index: u64, content: &Content) -> Result<bool, DeviceError> {
+    /// Puts a chunk in its place, and says what it holds there; none when there was something newer.
+    fn store(&self, index: u64, content: &Content) -> Result<Option<Content>, DeviceError> {
         let _stripe = self.states.write(index);
         match (self.states.get(index), content) {
             (State::Absent, Content::Zero) => {
                 self.become_clean(index, State::Zero, None);
-                Ok(true)
+                Ok(Some(Content::Zero))
             }
             (State::Absent, Content::Data(bytes, digest)) => {
                 self.cache.write(self.geometry.start(index), bytes)?;
                 self.become_clean(index, State::Clean, Some(*digest));
-                Ok(true)
+                Ok(Some(content.clone()))
             }
             (State::Partial, _) => {
                 self.fill_up(index, content)?;
-                Ok(true)
+                // What was written here before is part of it, and may be newer than what came.
+                let bytes = self.cache.chunk(index)?;
+                let digest = Digest(blake3::hash(&bytes).into());
+                Ok(Some(Content::Data(bytes.into(), digest)))
             }
-            _ => Ok(false),
+            _ => Ok(None),
         }
     }
 

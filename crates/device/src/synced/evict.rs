@@ -9,7 +9,10 @@ use super::Shared;
 use super::state::State;
 
 /// How long a writer waits at a time for the pusher to make chunks clean.
-const WAIT: Duration = Duration::from_millis(500);
+const WAIT: Duration = Duration::from_millis(50);
+
+/// How long it waits for one that is being refused.
+const PATIENCE: Duration = Duration::from_millis(300);
 
 fn full(what: &str) -> DeviceError {
     DeviceError::NoSpace(format!(
@@ -48,19 +51,36 @@ impl Shared {
         if chunks == 0 || !self.is_full(chunks) {
             return Ok(());
         }
-        let deadline = Instant::now() + self.give_up_after;
+        let began = Instant::now();
         loop {
             let error = match self.evict_for(chunks) {
                 Ok(()) => return Ok(()),
-                Err(error) => error,
+                Err(error @ DeviceError::NoSpace(_)) => error,
+                Err(error) => return Err(error),
             };
             self.alive()?;
-            if !self.is_up() || Instant::now() >= deadline {
+            if !self.is_up() || began.elapsed() >= self.give_up_after {
                 return Err(error);
+            }
+            if began.elapsed() >= PATIENCE
+                && let Some(why) = self.push.trouble()
+            {
+                return Err(full(&format!("what cannot be pushed ({why})")));
             }
             self.push.request();
             self.push.wait_a_while(WAIT);
         }
+    }
+
+    /// Has dirty chunks made clean, for a request that cannot go on otherwise.
+    pub(super) fn wait_for_room(&self, deadline: Option<Instant>) -> Result<(), DeviceError> {
+        self.alive()?;
+        if !self.is_up() || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return Err(full("what was not pushed yet"));
+        }
+        self.push.request();
+        self.push.wait_a_while(WAIT);
+        Ok(())
     }
 
     /// Lets up to `count` clean chunks go, and says how many went.
@@ -90,7 +110,9 @@ impl Shared {
         let _stripe = self.states.write(index);
         let state = self.states.get(index);
         let mut table = self.table.lock();
-        let can = matches!(state, State::Clean | State::Unverified)
+        // After a close the map says what is here, and nobody would correct it.
+        let can = !self.is_closed()
+            && matches!(state, State::Clean | State::Unverified)
             && !self.states.in_flight(index)
             && !table.guarded.contains(&index);
         if !can {

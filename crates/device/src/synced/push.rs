@@ -187,14 +187,19 @@ impl Shared {
             && (state.last_freeze.elapsed() >= interval || dirty >= self.high_water)
     }
 
-    /// Takes what is dirty at this instant into an epoch, unless one is under way.
+    /// Takes what is dirty at this instant into an epoch, unless one is under way. There is one when this returns.
     fn freeze(&self) {
         let mut state = self.push.state.lock();
-        if state.phase != Phase::Idle {
+        while state.phase == Phase::Freezing {
+            self.push.changed.wait(&mut state);
+        }
+        if state.phase == Phase::Frozen {
             return;
         }
         state.phase = Phase::Freezing;
-        // A write that returned before one of these tickets was taken has let go of the barrier.
+        // A write that returned before one of these tickets was taken has let go of the barrier. The epoch has one of
+        // its own, for those who come while it is under way and have nothing to add.
+        state.wanted += 1;
         let covered = state.wanted;
         drop(state);
         {

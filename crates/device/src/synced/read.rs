@@ -9,7 +9,7 @@ use super::state::State;
 use super::wait::Outcome;
 use crate::remote::{Chunks, Content};
 
-/// Bytes of chunks that came for a request but could not be stored.
+/// Chunks that came for a request: in a small cache they may be gone again before it looks, or found no room.
 #[derive(Default)]
 pub(super) struct Handed {
     chunks: Vec<(u64, Content)>,
@@ -65,7 +65,8 @@ impl Shared {
                     let deadline =
                         *deadline.get_or_insert_with(|| Instant::now() + self.give_up_after);
                     for (index, outcome) in self.await_chunks(&chunks, deadline)? {
-                        if let Outcome::Handed(content, _) = outcome {
+                        if let Outcome::Here(Some(content)) | Outcome::Handed(content, _) = outcome
+                        {
                             handed.chunks.retain(|c| c.0 != index);
                             handed.chunks.push((index, content));
                         }
@@ -91,7 +92,7 @@ impl Shared {
                 State::Clean | State::Zero | State::Erased | State::Dirty => {}
                 State::Unverified => unverified.push(index),
                 State::Partial if self.has(index, offset, length) => {}
-                _ if handed.get(index).is_some() && self.states.get(index) == State::Absent => {}
+                _ if handed.get(index).is_some() => {}
                 State::Absent | State::Partial => missing.push(index),
             }
         }
@@ -108,9 +109,11 @@ impl Shared {
             let from = self.geometry.start(index) + within.start - offset;
             let to = self.geometry.start(index) + within.end - offset;
             self.states.mark(index);
-            let plain = match self.states.get(index) {
+            let state = self.states.get(index);
+            let plain = match state {
                 State::Zero | State::Erased => Some(&Content::Zero),
                 State::Absent => handed.get(index),
+                State::Partial if !self.has(index, offset, length) => handed.get(index),
                 _ => None,
             };
             match plain {
@@ -121,8 +124,13 @@ impl Shared {
                     match content {
                         Content::Zero => part.fill(0),
                         Content::Data(bytes, _) => {
-                            part.copy_from_slice(&bytes[within.start as usize..within.end as usize])
+                            part.copy_from_slice(
+                                &bytes[within.start as usize..within.end as usize],
+                            );
                         }
+                    }
+                    if state == State::Partial {
+                        self.read_present(index, &within, part)?;
                     }
                 }
             }
@@ -151,6 +159,25 @@ impl Shared {
         let wanted = self.geometry.touch(&within);
         let table = self.table.lock();
         wanted & !table.present.get(&index).copied().unwrap_or(0) == 0
+    }
+
+    /// Puts what a partial chunk has here over what came for the rest.
+    fn read_present(
+        &self,
+        index: u64,
+        within: &std::ops::Range<u64>,
+        part: &mut [u8],
+    ) -> Result<(), DeviceError> {
+        let present = self.table.lock().present.get(&index).copied().unwrap_or(0);
+        let start = self.geometry.start(index);
+        for run in self.geometry.runs(index, present) {
+            let (from, to) = (run.start.max(within.start), run.end.min(within.end));
+            if from < to {
+                let range = (from - within.start) as usize..(to - within.start) as usize;
+                self.cache.read(start + from, &mut part[range])?;
+            }
+        }
+        Ok(())
     }
 
     /// Waits until chunks have come, asking for those that nobody has asked for. Takes no lock while it waits.

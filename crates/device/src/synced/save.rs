@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use super::Shared;
 use super::cache::Log;
 use super::state::{Mask, State};
-use crate::remote::Epoch;
+use crate::remote::{Epoch, Remote};
 
 /// How often pulled chunks are written down.
 const EVERY: Duration = Duration::from_secs(5);
@@ -62,8 +62,10 @@ impl Saver {
     }
 
     /// Compares the far side's epoch with the one that the cache agrees with.
-    pub fn meet(&self, theirs: Epoch) -> Result<(), DeviceError> {
+    pub fn meet(&self, remote: &dyn Remote) -> Result<(), DeviceError> {
         let mut log = self.log.lock();
+        // Asked under the lock: the pusher may be writing down a commit.
+        let theirs = remote.committed();
         match log.knows(theirs) {
             true if log.committed.is_none() => log.agree(theirs),
             true => Ok(()),

@@ -25,6 +25,8 @@ pub struct Far {
     pub commits: AtomicU64,
     /// What to do before a commit, or an error to give instead.
     pub on_commit: Mutex<Option<BeforeCommit>>,
+    /// What to do after one.
+    pub after_commit: Mutex<Option<Box<dyn FnMut() + Send>>>,
 }
 
 impl Far {
@@ -39,6 +41,7 @@ impl Far {
             committed: AtomicU64::new(0),
             commits: AtomicU64::new(0),
             on_commit: Mutex::default(),
+            after_commit: Mutex::default(),
         })
     }
 
@@ -98,6 +101,9 @@ impl Committer for Far {
         }
         self.committed.store(epoch.0, Ordering::Release);
         self.commits.fetch_add(1, Ordering::AcqRel);
+        if let Some(after) = self.after_commit.lock().as_mut() {
+            after();
+        }
         Ok(())
     }
 }

@@ -13,8 +13,8 @@ const SHARDS: usize = 32;
 /// How a fetch ended.
 #[derive(Clone, Debug)]
 pub enum Outcome {
-    /// The chunk is here, or was.
-    Here,
+    /// The chunk is here, or was; with what it held then, unless it had been written to whole.
+    Here(Option<Content>),
     /// The chunk came, but there was no room for it: a reader can use it once.
     Handed(Content, DeviceError),
     /// It will not come.

@@ -28,6 +28,8 @@ impl Source<'_> {
 
 /// How often a write is tried again that did not find room.
 const TRIES: u32 = 4;
+/// How often what is missing is fetched before the pusher is asked for room.
+const ROUNDS: u32 = 3;
 /// Chunks that are evicted when the cache's disk is full.
 const EVICTED_AT_ONCE: u64 = 16;
 
@@ -71,7 +73,11 @@ impl Shared {
         deadline: &mut Option<Instant>,
     ) -> Result<(), DeviceError> {
         let mut tries = 0;
-        loop {
+        for round in 0.. {
+            if round >= ROUNDS {
+                // In a small cache what was fetched may be evicted again before it is used: more must become clean.
+                self.wait_for_room(*deadline)?;
+            }
             let touched = self.geometry.touched(offset, source.length());
             if let Source::Data(_) = source {
                 let new = touched.clone().filter(|i| !self.states.get(*i).stored());
@@ -107,13 +113,15 @@ impl Shared {
             let deadline = *deadline.get_or_insert_with(|| Instant::now() + self.give_up_after);
             for (_, outcome) in self.await_chunks(&missing, deadline)? {
                 if let Outcome::Handed(_, error) = outcome {
-                    tries += 1;
+                    // In a cache of limited size there will be room; on a full disk there may never be.
+                    tries += u32::from(self.cache_limit.is_none());
                     if tries > TRIES {
                         return Err(error);
                     }
                 }
             }
         }
+        Ok(())
     }
 
     /// Whether a write must know more of a chunk than is here (or sure).
