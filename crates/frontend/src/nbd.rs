@@ -11,8 +11,9 @@
 //!
 //! What must not live here: sockets to anything but NBD clients, and what a device is made of.
 //!
-//! Locks, none of which is held while another is taken, but for the outbox's within no other: the list of
-//! connections, a connection's budget, its outbox, its lanes, its TLS state.
+//! Locks: the list of connections, a connection's budget, pool, outbox and lanes. None is held while another is taken,
+//! nor over a device or a socket. Only TLS nests: the sender's, or the receiver's, buffer before the TLS state; those
+//! buffers are held over the socket, each by the one thread that sends or receives.
 
 mod buffer;
 mod check;

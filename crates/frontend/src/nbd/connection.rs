@@ -52,7 +52,7 @@ pub(super) enum Ended {
     Refused(&'static str),
 }
 
-/// Serves a client from the greeting on. False: it left before requests began, in order.
+/// Serves a client from the greeting on.
 pub(super) fn serve(
     shared: &Shared,
     socket: &Arc<Socket>,
