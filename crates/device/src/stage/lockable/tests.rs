@@ -1,4 +1,4 @@
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::*;
 use crate::backend::MemoryDevice;
@@ -148,24 +148,25 @@ fn a_request_that_panics_is_no_longer_under_way() {
 fn nothing_moves_below_a_locked_device() {
     let below = Arc::new(MemoryDevice::new(64 << 10));
     let (device, lock) = Lockable::new(Arc::clone(&below), LONG);
-    let written = AtomicU64::new(0);
+    let (written, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    let start = Instant::now();
     std::thread::scope(|scope| {
-        let writers: Vec<_> = (0..4u64)
-            .map(|thread| {
-                let (device, written) = (&device, &written);
-                scope.spawn(move || {
-                    for n in 0..2000u64 {
-                        // Two places that must be equal whenever the device is locked.
-                        let bytes = n.to_le_bytes().repeat(512);
-                        device.write(thread * 4096, &bytes).unwrap();
-                        written.fetch_add(1, Ordering::Relaxed);
-                    }
-                })
-            })
-            .collect();
+        for thread in 0..4u64 {
+            let (device, written, stop) = (&device, &written, &stop);
+            scope.spawn(move || {
+                let mut n = 0u64;
+                // An end also when the test has failed.
+                while !stop.load(Ordering::Relaxed) && start.elapsed() < LONG {
+                    n += 1;
+                    device
+                        .write(thread * 4096, &n.to_le_bytes().repeat(512))
+                        .unwrap();
+                    written.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
         let (mut one, mut two) = (vec![0; 64 << 10], vec![0; 64 << 10]);
-        let mut locks = 0;
-        while writers.iter().any(|w| !w.is_finished()) {
+        for _ in 0..100 {
             let guard = lock.lock().unwrap();
             below.read(0, &mut one).unwrap();
             std::thread::sleep(MS / 10);
@@ -176,9 +177,11 @@ fn nothing_moves_below_a_locked_device() {
                 let first = &page[..8];
                 assert!(page.chunks(8).all(|word| word == first), "a torn write");
             }
-            locks += 1;
+            // Until somebody has written again.
+            let before = written.load(Ordering::Relaxed);
+            until(|| written.load(Ordering::Relaxed) > before);
         }
-        assert!(locks > 2, "{locks} locks");
+        stop.store(true, Ordering::Relaxed);
     });
-    assert_eq!(written.into_inner(), 8000);
+    assert!(written.into_inner() >= 100);
 }
