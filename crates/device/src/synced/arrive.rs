@@ -54,7 +54,7 @@ impl Shared {
     fn make_room(&self, index: u64) -> Result<(), DeviceError> {
         match self.waits.any(index) {
             _ if self.states.get(index).stored() => Ok(()),
-            true => self.evict_for(1),
+            true => self.evict_for(1, &(index..index + 1)),
             false if self.is_full(1) => Err(DeviceError::NoSpace("the cache is full".into())),
             false => Ok(()),
         }

@@ -1,5 +1,6 @@
 //! Room in a cache of limited size: clean chunks go, those unused longest first (CLOCK); dirty ones never do.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -28,13 +29,13 @@ impl Shared {
     }
 
     /// Makes room without waiting for the far side.
-    pub(super) fn evict_for(&self, chunks: u64) -> Result<(), DeviceError> {
+    pub(super) fn evict_for(&self, chunks: u64, keep: &Range<u64>) -> Result<(), DeviceError> {
         let Some(limit) = self.cache_limit else {
             return Ok(());
         };
         for _ in 0..2 {
             let over = (self.states.stored() + chunks).saturating_sub(limit);
-            if over == 0 || self.evict(over) >= over {
+            if over == 0 || self.evict(over, keep) >= over {
                 return Ok(());
             }
             // Chunks that were pushed a moment ago can go once the map calls them clean.
@@ -47,13 +48,13 @@ impl Shared {
     }
 
     /// Makes room for a write; waits for the pusher when all that is left is dirty.
-    pub(super) fn reserve(&self, chunks: u64) -> Result<(), DeviceError> {
+    pub(super) fn reserve(&self, chunks: u64, keep: &Range<u64>) -> Result<(), DeviceError> {
         if chunks == 0 || !self.is_full(chunks) {
             return Ok(());
         }
         let began = Instant::now();
         loop {
-            let error = match self.evict_for(chunks) {
+            let error = match self.evict_for(chunks, keep) {
                 Ok(()) => return Ok(()),
                 Err(error @ DeviceError::NoSpace(_)) => error,
                 Err(error) => return Err(error),
@@ -83,8 +84,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Lets up to `count` clean chunks go, and says how many went.
-    pub(super) fn evict(&self, count: u64) -> u64 {
+    /// Lets up to `count` clean chunks go, but none of `keep`, and says how many went.
+    pub(super) fn evict(&self, count: u64, keep: &Range<u64>) -> u64 {
         let chunks = self.states.count();
         let mut gone = 0;
         // Twice around: the first time may only find marks to clear.
@@ -96,6 +97,7 @@ impl Shared {
             if !matches!(self.states.get(index), State::Clean | State::Unverified)
                 || self.states.pass(index)
                 || self.states.in_flight(index)
+                || keep.contains(&index)
             {
                 continue;
             }

@@ -79,9 +79,13 @@ impl Shared {
                 self.wait_for_room(*deadline)?;
             }
             let touched = self.geometry.touched(offset, source.length());
-            if let Source::Data(_) = source {
-                let new = touched.clone().filter(|i| !self.states.get(*i).stored());
-                self.reserve(new.count() as u64)?;
+            {
+                let zeros = matches!(source, Source::Zeros(_));
+                let takes = |i: &u64| {
+                    !self.states.get(*i).stored() && (!zeros || self.needs_rest(*i, offset, source))
+                };
+                let new = touched.clone().filter(takes);
+                self.reserve(new.count() as u64, &touched)?;
             }
             let barrier = self.barrier.read();
             let stripe = self.states.write(touched.start);
@@ -95,7 +99,7 @@ impl Shared {
                         drop(stripe);
                         drop(barrier);
                         tries += 1;
-                        if self.evict(EVICTED_AT_ONCE) == 0 {
+                        if self.evict(EVICTED_AT_ONCE, &touched) == 0 {
                             return Err(DeviceError::NoSpace(why));
                         }
                         continue;
