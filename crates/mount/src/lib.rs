@@ -8,6 +8,8 @@ pub mod client;
 mod compress;
 pub mod direct;
 mod error;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 pub mod protocol;
 pub mod server;
 pub mod window;

@@ -336,7 +336,7 @@ pub enum Ask {
     Write {
         /// Of the request.
         id: u64,
-        /// Which epoch: one more than the last that counts.
+        /// Which epoch: above the last that counts, the same for all parts.
         epoch: u64,
         /// Where, in bytes.
         offset: u64,

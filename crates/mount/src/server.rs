@@ -99,6 +99,15 @@ struct State {
     mounts: HashMap<(PeerKey, MountId), Mount>,
 }
 
+/// A lane that was let in.
+struct Joined {
+    lane: Arc<Lane>,
+    /// Lanes that must have ended before it may do anything.
+    earlier: Vec<Arc<Lane>>,
+    /// The state that its mount is told, and whether it is the expected one.
+    told: (Identity, bool),
+}
+
 /// A mount that has lanes.
 struct Mount {
     image: Arc<Image>,
@@ -211,7 +220,11 @@ impl Server {
             LaneKind::Front => Some(self.admit(&image, who, &open).await?),
             _ => None,
         };
-        let (lane, earlier, (identity, fresh)) = self.join(peer, &open, image, shape, admitted)?;
+        let Joined {
+            lane,
+            earlier,
+            told: (identity, fresh),
+        } = self.join(peer, &open, image, shape, admitted)?;
         self.joined.notify_waiters();
         let ready = lane.shared.ready.get_or_try_init(|| async {
             // What the lanes of earlier links began must have ended, and what they staged is no part of an epoch.
@@ -296,7 +309,7 @@ impl Server {
             .map_err(|_| no_front())
     }
 
-    /// A new lane, and the lanes that must have ended before it may do anything.
+    /// A new lane. `admitted` is what a front lane was told.
     fn join(
         &self,
         peer: &Peer,
@@ -304,7 +317,7 @@ impl Server {
         image: Arc<Image>,
         shape: Shape,
         admitted: Option<(Identity, bool)>,
-    ) -> Result<(Arc<Lane>, Vec<Arc<Lane>>, (Identity, bool)), Refusal> {
+    ) -> Result<Joined, Refusal> {
         let key = (peer.key, open.mount);
         let busy = |text: &str| Err(Refusal::new(Code::Busy, text));
         let mut state = self.state.lock();
@@ -382,7 +395,11 @@ impl Server {
             };
             earlier.extend(others.filter(broken).cloned());
         }
-        Ok((lane, earlier, told))
+        Ok(Joined {
+            lane,
+            earlier,
+            told,
+        })
     }
 
     async fn leave(self: &Arc<Self>, lane: &Arc<Lane>) {

@@ -4,4 +4,5 @@ mod direct;
 mod hostile;
 mod keeper;
 mod managed;
+mod real;
 mod util;

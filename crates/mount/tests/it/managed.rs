@@ -66,7 +66,7 @@ fn everything_is_pulled_and_what_is_waited_for_comes_meanwhile() {
         let traffic = client.traffic();
         let length = bytes.len() as u64;
         assert!(
-            (length / 4..length * 11 / 10 + u64::from(chunk)).contains(&traffic.received),
+            (length / 4..length * 11 / 10 + 8 * u64::from(chunk)).contains(&traffic.received),
             "chunk {chunk}: {traffic:?}"
         );
         assert_eq!(traffic.in_flight, 0);

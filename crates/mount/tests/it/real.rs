@@ -1,0 +1,113 @@
+//! A real image over real connections.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::process::Command;
+use std::sync::Arc;
+
+use drover_device::backend::ImageDevice;
+use drover_device::remote::Remote;
+use drover_mount::client::{Client, ConnectError, Connected, Connector, Options};
+use drover_mount::protocol::Access;
+use drover_mount::server::{Peer, Server};
+use drover_net::{ConnectOptions, Identity, Listener, PeerKey, connect};
+use tokio::sync::watch;
+
+use crate::keeper::Keeper;
+use crate::util::{Site, content, name, runtime};
+
+/// Connects over TLS.
+struct Tls {
+    identity: Identity,
+    address: String,
+    site: PeerKey,
+}
+
+impl Connector for Tls {
+    fn connect(
+        &self,
+        open: Vec<u8>,
+    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
+        Box::pin(async move {
+            let failed = |e: drover_net::NetError| ConnectError {
+                fatal: !e.retryable(),
+                message: e.to_string(),
+            };
+            let options = ConnectOptions::default();
+            let connection = connect(&self.address, &self.identity, &self.site, &options);
+            let connection = connection.await.map_err(failed)?;
+            let (wire, round_trip) = (connection.wire(), connection.round_trip());
+            let (reader, mut writer) = connection.split();
+            writer.send(1, &open).await.map_err(failed)?;
+            Ok(Connected {
+                reader,
+                writer,
+                wire,
+                round_trip,
+            })
+        })
+    }
+}
+
+async fn listen(listener: Listener, server: Arc<Server>) {
+    while let Ok(pending) = listener.accept().await {
+        let server = server.clone();
+        tokio::spawn(async move {
+            let connection = pending.handshake().await.expect("a handshake");
+            let peer = Peer {
+                key: connection.peer().expect("a key"),
+                name: "nantes".into(),
+            };
+            let (mut reader, writer) = connection.split();
+            let open = reader.next().await.expect("a frame").expect("a frame");
+            let (_go, stop) = watch::channel(false);
+            let _ = server
+                .serve_lane(reader, writer, peer, &open.payload, stop)
+                .await;
+        });
+    }
+}
+
+#[test]
+fn an_image_that_qemu_made_is_read_whole_over_tls() {
+    let directory = tempfile::tempdir().unwrap();
+    let (raw, qcow2) = (directory.path().join("a"), directory.path().join("b"));
+    let bytes = content(5_000_192, 11);
+    std::fs::write(&raw, &bytes).unwrap();
+    let convert = |from: &str, to: &str, a: &std::path::Path, b: &std::path::Path| {
+        let mut command = Command::new("qemu-img");
+        command.args(["convert", "-f", from, "-O", to]).args([a, b]);
+        command.output()
+    };
+    match convert("raw", "qcow2", &raw, &qcow2) {
+        Err(e) => {
+            eprintln!("SKIP an_image_that_qemu_made_is_read_whole_over_tls: no qemu-img: {e}");
+            return;
+        }
+        Ok(output) => assert!(output.status.success(), "{output:?}"),
+    }
+    let device = Arc::new(ImageDevice::open(&qcow2).unwrap());
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web.qcow2", device);
+    let own = Identity::generate();
+    let listener = runtime
+        .block_on(Listener::bind(([127, 0, 0, 1], 0).into(), &own))
+        .unwrap();
+    let tls = Arc::new(Tls {
+        identity: Identity::generate(),
+        address: listener.local_addr().to_string(),
+        site: own.key(),
+    });
+    runtime.spawn(listen(listener, site.server.clone()));
+    let options = Options::new(name("web.qcow2"), Access::ReadOnly);
+    let client = runtime
+        .block_on(Client::open(runtime.handle(), tls, options))
+        .unwrap();
+    let keeper = Keeper::attach(&client, true);
+    keeper.wait_all();
+    let size = client.shape().size as usize;
+    let mut expected = bytes;
+    expected.resize(size, 0);
+    keeper.all_is(&expected);
+}

@@ -1,0 +1,73 @@
+//! What the two ends of a mount say: any bytes decode to something that encodes to itself, or are refused; a body is
+//! unpacked to the length that was announced, or refused; the pieces of an answer lie in it.
+
+#![no_main]
+
+use bytes::Bytes;
+use drover_device::remote::Shape;
+use drover_mount::protocol::{
+    Answer, Ask, MAX_BODY, Open, check_shape, decode_message, encode_message, pieces,
+};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&which, bytes)) = data.split_first() else {
+        return;
+    };
+    let payload = Bytes::copy_from_slice(bytes);
+    match which % 4 {
+        0 => {
+            if let Ok(open) = Open::decode(bytes) {
+                assert_eq!(Open::decode(&open.encode()), Ok(open));
+            }
+        }
+        1 => {
+            if let Ok(message) = decode_message::<Ask>(&payload) {
+                let again = Bytes::from(encode_message(&message.head));
+                assert_eq!(
+                    decode_message::<Ask>(&again).expect("its own").head,
+                    message.head
+                );
+            }
+        }
+        2 => {
+            if let Ok(message) = decode_message::<Answer>(&payload) {
+                if let Answer::Opened(opened) = &message.head {
+                    let _ = check_shape(opened.shape());
+                }
+                if let Answer::Chunks {
+                    first,
+                    count,
+                    zeros,
+                    coding,
+                    ..
+                } = &message.head
+                {
+                    chunks(*first, *count, zeros);
+                    drover_mount::fuzzing::unpack(*coding, &message.body, 65_536);
+                }
+            }
+        }
+        _ => {
+            let Some((numbers, zeros)) = bytes.split_first_chunk::<12>() else {
+                return;
+            };
+            let first = u64::from_le_bytes(numbers[..8].try_into().expect("eight"));
+            let count = u32::from_le_bytes(numbers[8..].try_into().expect("four"));
+            chunks(first % 512, count % 128, zeros);
+            chunks(first, count, zeros);
+        }
+    }
+});
+
+fn chunks(first: u64, count: u32, zeros: &[u8]) {
+    for (size, chunk) in [(1 << 20, 4096), (3_000_001, 65_536), (1 << 56, 4 << 20)] {
+        let shape = Shape { size, chunk };
+        if let Ok((found, length)) = pieces(shape, first, count, zeros) {
+            assert_eq!(found.len(), count as usize);
+            assert!(length <= MAX_BODY);
+            let ends = found.iter().filter_map(|piece| piece.data.as_ref());
+            assert_eq!(ends.last().map_or(0, |(_, bytes)| bytes.end), length);
+        }
+    }
+}
