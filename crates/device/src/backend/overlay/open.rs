@@ -17,6 +17,9 @@ use super::{
 use crate::chunklog::{ChunkLog, ChunkLogError, Record};
 use crate::storage::{Access, Directory, Lock};
 
+/// Further than anybody counts, and far from where numbers wrap.
+const MAX_EPOCH: u64 = 1 << 62;
+
 /// What the log says.
 #[derive(Default)]
 struct Logged {
@@ -271,6 +274,7 @@ fn same(
 impl Logged {
     fn take(&mut self, record: Record, size: u64) -> Result<(), String> {
         match record.state {
+            EPOCH if record.first > MAX_EPOCH => return Err("an epoch beyond all".into()),
             EPOCH => self.epoch = record.first,
             PLAIN => self.marked = true,
             SETTLED => self.marked = false,

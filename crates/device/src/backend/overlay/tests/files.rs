@@ -145,7 +145,13 @@ fn damaged_files_are_errors_that_name_them() {
 fn blocks_that_cannot_be_are_damage() {
     let (fake, base, _) = used();
     let header = identity(8 * BLOCK).encode();
-    for (first, count, state) in [(8, 1, 1), (0, 9, 2), (u64::MAX, 2, 1), (0, 1, 3)] {
+    for (first, count, state) in [
+        (8, 1, 1),
+        (0, 9, 2),
+        (u64::MAX, 2, 1),
+        (0, 1, 3),
+        (u64::MAX, 0, 16),
+    ] {
         let mut log = ChunkLog::create(Arc::new(fake.clone()), STATES, &header).unwrap();
         let record = crate::chunklog::Record {
             first,
