@@ -102,14 +102,16 @@ fn a_copy_that_follows_the_marks_ends_up_equal() {
     const SIZE: u64 = 1 << 20;
     // Slow enough for marks to find writes under way.
     let micros = Duration::from_micros(50);
-    let below = Delay::new(MemoryDevice::new(SIZE), micros, Duration::ZERO);
+    let memory = std::sync::Arc::new(MemoryDevice::new(SIZE));
+    let below = Delay::new(std::sync::Arc::clone(&memory), micros, Duration::ZERO);
     let (device, track) = Tracked::new(below, 4096);
     let mut copy = vec![0; SIZE as usize];
     let follow = |copy: &mut Vec<u8>| {
         let dirty = track.take();
         for run in dirty.runs() {
             let range = run.start as usize..run.end as usize;
-            device.read(run.start, &mut copy[range]).unwrap();
+            // At once, before a write under way is done.
+            memory.read(run.start, &mut copy[range]).unwrap();
         }
     };
     let stop = AtomicBool::new(false);
@@ -130,7 +132,7 @@ fn a_copy_that_follows_the_marks_ends_up_equal() {
                 }
             });
         }
-        for _ in 0..30 {
+        while start.elapsed() < Duration::from_millis(300) {
             follow(&mut copy);
         }
         stop.store(true, Ordering::Relaxed);
