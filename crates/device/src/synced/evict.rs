@@ -74,8 +74,16 @@ impl Shared {
     }
 
     /// Has dirty chunks made clean, for a request that cannot go on otherwise.
-    pub(super) fn wait_for_room(&self, deadline: Option<Instant>) -> Result<(), DeviceError> {
+    /// `long`: it has been waited for before.
+    pub(super) fn wait_for_room(
+        &self,
+        deadline: Option<Instant>,
+        long: bool,
+    ) -> Result<(), DeviceError> {
         self.alive()?;
+        if let Some(why) = self.push.trouble().filter(|_| long) {
+            return Err(full(&format!("what cannot be pushed ({why})")));
+        }
         if !self.is_up() || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             return Err(full("what was not pushed yet"));
         }

@@ -76,7 +76,7 @@ impl Shared {
         for round in 0.. {
             if round >= ROUNDS {
                 // In a small cache what was fetched may be evicted again before it is used: more must become clean.
-                self.wait_for_room(*deadline)?;
+                self.wait_for_room(*deadline, round > ROUNDS + 6)?;
             }
             let touched = self.geometry.touched(offset, source.length());
             {
