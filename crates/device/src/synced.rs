@@ -279,7 +279,7 @@ impl Synced {
     }
 
     /// Closes the device: with `sync` all that is dirty is pushed first (and the device stays open when that fails),
-    /// without it the cache keeps what is dirty for the next time. Then the far side is told. Requests get
+    /// without it the cache keeps what is dirty for the next time. Then the far side is told, unless something is kept for it. Requests get
     /// [`DeviceError::Closed`] from then on.
     ///
     /// # Errors
@@ -296,8 +296,11 @@ impl Synced {
         }
         self.shared.stop();
         self.join();
-        // What still comes from there is not taken any more.
-        self.shared.close_remote();
+        // What still comes from there is not taken any more. Whoever still has something to push stays the one who may
+        // write: the far side is not told then.
+        if self.shared.unpushed_bytes() == 0 {
+            self.shared.close_remote();
+        }
         let result = self.shared.save_all().and_then(|()| {
             // Chunks that were never compared since a crash are to be compared the next time.
             match self.shared.unverified.load(Ordering::Acquire) {

@@ -10,7 +10,14 @@ use drover_core::ImageName;
 
 use crate::{peer_name, text};
 
-/// Moves disk images of virtual machines between sites, sending only what the far side lacks.
+mod mounts;
+
+pub use mounts::{
+    AttachArgs, Driver, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction, MountsArgs,
+    SyncMode, UnmountArgs,
+};
+
+/// Moves disk images of virtual machines between sites, sending only what the far side lacks; and shows them where they are not.
 #[derive(Debug, Parser)]
 #[command(
     name = "drover",
@@ -22,6 +29,7 @@ Examples:
   drover pair TICKET --name lyon        here: trust each other
   drover send web.qcow2 lyon            send an image
   drover images lyon                    what is there
+  drover mount lyon:web.qcow2 /mnt/web  use a disk before it is here
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 refused (trust, space, policy)."
 )]
@@ -47,6 +55,11 @@ pub enum Command {
     Ticket(TicketArgs),
     Pair(PairArgs),
     Send(SendArgs),
+    Mount(MountArgs),
+    Export(ExportArgs),
+    Attach(AttachArgs),
+    Unmount(UnmountArgs),
+    Mounts(MountsArgs),
     Images(ImagesArgs),
     Index(IndexArgs),
     Verify(VerifyArgs),
@@ -57,6 +70,12 @@ pub enum Command {
     Digest(DigestArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
+    /// The process that keeps a mount; started by mount, export and attach
+    #[command(hide = true, after_help = "drover keep NAME is for drover itself.")]
+    Keep {
+        /// The mount's name
+        name: String,
+    },
 }
 
 /// Make a site's directory: identity, catalog and a commented config.toml

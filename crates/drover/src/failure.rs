@@ -19,6 +19,17 @@ pub enum Exit {
     Refused = 3,
 }
 
+impl Exit {
+    /// The meaning of another drover process's exit code.
+    pub fn of_code(code: u8) -> Exit {
+        match code {
+            2 => Exit::Usage,
+            3 => Exit::Refused,
+            _ => Exit::Failed,
+        }
+    }
+}
+
 /// An error that knows its exit code.
 #[derive(Debug)]
 pub struct Failure {
@@ -38,6 +49,15 @@ impl std::error::Error for Failure {}
 pub fn usage(message: impl Into<String>) -> anyhow::Error {
     Failure {
         exit: Exit::Usage,
+        message: message.into(),
+    }
+    .into()
+}
+
+/// An error with an exit code that was decided elsewhere.
+pub fn failure(exit: Exit, message: impl Into<String>) -> anyhow::Error {
+    Failure {
+        exit,
         message: message.into(),
     }
     .into()

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock
-//! images/        work/         index/
+//! images/        work/         index/        mounted/     mounts/
 //! ```
 
 mod config;
@@ -111,6 +111,11 @@ impl Home {
             Some(dir) => self.dir.join(dir),
             None => self.dir.join("images"),
         }
+    }
+
+    /// What mounts have written to this site's images, and who may.
+    pub fn mounted_dir(&self) -> PathBuf {
+        self.dir.join("mounted")
     }
 
     /// Where images are put together, on the file system of [`Home::images_dir`] so that a rename delivers.

@@ -13,6 +13,7 @@ mod generate;
 mod home;
 mod images;
 mod metrics;
+mod mounts;
 mod out;
 mod own;
 mod peer_name;
@@ -38,11 +39,19 @@ use home::Home;
 fn main() -> ExitCode {
     // Clap prints usage errors itself, with exit code 2.
     let cli = Cli::parse();
-    let serves = matches!(cli.command, Command::Serve(_) | Command::Teleporter(_));
+    let serves = matches!(
+        cli.command,
+        Command::Serve(_) | Command::Teleporter(_) | Command::Keep { .. }
+    );
     log(cli.verbose, serves);
     if matches!(
         cli.command,
-        Command::Send(_) | Command::Pair(_) | Command::Serve(_) | Command::Teleporter(_)
+        Command::Send(_)
+            | Command::Keep { .. }
+            | Command::Export(_)
+            | Command::Pair(_)
+            | Command::Serve(_)
+            | Command::Teleporter(_)
     ) {
         drover_net::warm_up();
     }
@@ -75,6 +84,12 @@ fn run(cli: Cli) -> Result<()> {
         Command::Ticket(args) => setup::ticket(&create()?, args),
         Command::Pair(args) => wait(setup::pair(&create()?, args)),
         Command::Send(args) => wait(send::send(&existing()?, args)),
+        Command::Mount(args) => wait(mounts::mount(&existing()?, args, cli.verbose)),
+        Command::Export(args) => wait(mounts::export(&existing()?, args, cli.verbose)),
+        Command::Attach(args) => wait(mounts::attach(&existing()?, args, cli.verbose)),
+        Command::Unmount(args) => wait(mounts::unmount(&existing()?, args)),
+        Command::Mounts(args) => wait(mounts::mounts(&existing()?, args)),
+        Command::Keep { name } => wait(mounts::keep_in_background(&existing()?, &name)),
         Command::Images(args) => wait(images::images(&existing()?, args)),
         Command::Index(args) => wait(images::index(&create()?, args)),
         Command::Verify(args) => wait(images::verify(&existing()?, args)),
@@ -110,7 +125,7 @@ fn log(verbose: u8, serves: bool) {
     let filter = std::env::var("DROVER_LOG")
         .ok()
         .and_then(|f| EnvFilter::try_new(f).ok())
-        .unwrap_or_else(|| EnvFilter::new(format!("warn,drover={level},drover_teleport={level},drover_net={level},drover_index={level},drover_image={level}")));
+        .unwrap_or_else(|| EnvFilter::new(format!("warn,drover={level},drover_teleport={level},drover_net={level},drover_index={level},drover_image={level},drover_mount={level},drover_device={level},drover_frontend={level}")));
     let stderr = std::io::IsTerminal::is_terminal(&std::io::stderr());
     tracing_subscriber::fmt()
         .with_env_filter(filter)

@@ -32,6 +32,7 @@ use crate::catalog::{SiteCatalog, TICKET_LIFETIME};
 use crate::cli::ListenArgs;
 use crate::home::{Home, HomeLock};
 use crate::metrics::{Metrics, Snapshot};
+use crate::mounts::site_server;
 use crate::remote::SocketPath;
 use crate::signals::{Stop, told};
 use crate::site;
@@ -47,8 +48,8 @@ const MAX_JOBS: usize = 2;
 
 /// What this process does for its peers.
 pub enum Duty {
-    /// Takes images.
-    Site(Arc<Site>),
+    /// Takes images, and shows them to mounts.
+    Site(Arc<Site>, Arc<drover_mount::server::Server>),
     /// Matches for other sites.
     Teleporter(Arc<Matchers>),
 }
@@ -76,7 +77,31 @@ pub async fn serve(home: Home, args: ListenArgs) -> Result<()> {
     let lock = home.lock()?;
     let (catalog, identity) = prepare(&home)?;
     let site = site::open(&home, &catalog, &identity).await?;
-    run(home, lock, args, identity, catalog, Duty::Site(site)).await
+    let devices = site_server(&home, &catalog)?;
+    hold_leased(&site, &devices);
+    let duty = Duty::Site(site, devices);
+    run(home, lock, args, identity, catalog, duty).await
+}
+
+/// Keeps images from being replaced or removed while somebody has them mounted, or may still push to them.
+fn hold_leased(site: &Arc<Site>, devices: &Arc<drover_mount::server::Server>) {
+    let devices = Arc::downgrade(devices);
+    site.hold_by(Arc::new(move |name| {
+        let leases = devices.upgrade()?.leases().ok()?;
+        let leased = leases.into_iter().find(|l| l.image == name.as_str())?;
+        match (&leased.holder, leased.connected.first()) {
+            (Some(holder), _) => Some(format!(
+                "{} of {} may write it; unmount it there, or `drover mounts break {name}` here",
+                clean(&holder.note),
+                clean(&holder.peer_name)
+            )),
+            (None, Some(reader)) => Some(format!(
+                "{} has it mounted; unmount it there",
+                clean(reader)
+            )),
+            (None, None) => None,
+        }
+    }));
 }
 
 /// Runs a lone teleporter until it is told to stop.
@@ -173,7 +198,7 @@ fn announce(server: &Server, listening: SocketAddr) -> Result<()> {
         .catalog
         .add_ticket(&ticket.secret, now_unix(), TICKET_LIFETIME)?;
     let what = match server.duty {
-        Duty::Site(_) => "site",
+        Duty::Site(..) => "site",
         Duty::Teleporter(_) => "teleporter",
     };
     crate::out::note(&format!(
@@ -242,7 +267,7 @@ async fn finish(server: &Arc<Server>, mut talks: JoinSet<()>) -> Result<()> {
         tracing::warn!("conversations did not end within {STOP_LIMIT:?}; cutting them");
         talks.shutdown().await;
     }
-    if let Duty::Site(site) = &server.duty {
+    if let Duty::Site(site, _) = &server.duty {
         let site = Arc::clone(site);
         tokio::task::spawn_blocking(move || site.close())
             .await
@@ -269,7 +294,7 @@ impl Server {
         let server = Arc::clone(self);
         tokio::task::spawn_blocking(move || {
             let site = match &server.duty {
-                Duty::Site(site) => serde_json::to_value(site.status())?,
+                Duty::Site(site, _) => serde_json::to_value(site.status())?,
                 Duty::Teleporter(_) => serde_json::Value::Null,
             };
             Ok(Snapshot {
@@ -286,7 +311,7 @@ impl Server {
     async fn status_json(self: &Arc<Self>) -> Result<String> {
         let snapshot = self.snapshot().await?;
         let duty = match self.duty {
-            Duty::Site(_) => "site",
+            Duty::Site(..) => "site",
             Duty::Teleporter(_) => "teleporter",
         };
         let status = serde_json::json!({

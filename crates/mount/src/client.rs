@@ -69,6 +69,12 @@ pub trait Connector: Send + Sync {
         &self,
         open: Vec<u8>,
     ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>>;
+
+    /// What a first frame means that is not of this protocol: the site may refuse before mounts come into it. None
+    /// when it means nothing.
+    fn refusal(&self, _kind: u8, _payload: &[u8]) -> Option<ConnectError> {
+        None
+    }
 }
 
 /// How to mount.

@@ -174,6 +174,13 @@ pub enum Request {
         /// The lane's opening message, at most [`MAX_DEVICE_OPEN`] bytes.
         open: Vec<u8>,
     },
+    /// Who holds this site's images (local socket only).
+    Leases,
+    /// Take the right to write an image from whoever has it (local socket only).
+    BreakLease {
+        /// Which.
+        name: ImageName,
+    },
 }
 
 /// An answer to a [`Request`].

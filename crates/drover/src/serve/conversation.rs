@@ -123,8 +123,8 @@ async fn dispatch(
     reader: FrameReader,
     mut writer: FrameWriter,
 ) -> Result<()> {
-    let site = match &server.duty {
-        Duty::Site(site) => site,
+    let (site, devices) = match &server.duty {
+        Duty::Site(site, devices) => (site, devices),
         Duty::Teleporter(matchers) => {
             return match_for(server, matchers, peer, request, reader, writer).await;
         }
@@ -169,13 +169,24 @@ async fn dispatch(
             );
             answer(reader, writer, &no(RefuseReason::Policy, text)).await
         }
-        Request::Status | Request::Metrics | Request::Index { .. } | Request::Remove { .. } => {
+        Request::Status
+        | Request::Metrics
+        | Request::Index { .. }
+        | Request::Remove { .. }
+        | Request::Leases
+        | Request::BreakLease { .. } => {
             let text = "that can only be asked for on the site's own machine";
             answer(reader, writer, &no(RefuseReason::Policy, text)).await
         }
-        Request::Device { .. } => {
-            let text = format!("{} does not serve devices yet", server.name);
-            answer(reader, writer, &no(RefuseReason::Policy, text)).await
+        Request::Device { open } => {
+            let peer = drover_mount::server::Peer {
+                key: peer.key,
+                name: peer.name,
+            };
+            let stop = server.stop.clone();
+            Ok(devices
+                .serve_lane(reader, writer, peer, &open, stop)
+                .await?)
         }
         // Answered before trust was asked for.
         Request::Pair { .. } => bail!("a second request to pair"),

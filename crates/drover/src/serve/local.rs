@@ -52,18 +52,29 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
             images(server, &mut writer).await?;
             return done(reader, writer).await;
         }
-        (Request::Verify { name }, Duty::Site(site)) => {
+        (Request::Verify { name }, Duty::Site(site, _)) => {
             jobs::verify(server, site, name, &mut writer).await?
         }
-        (Request::Remove { name }, Duty::Site(site)) => jobs::remove(server, site, name).await?,
-        (Request::Index { paths }, Duty::Site(site)) => match <[String; 1]>::try_from(paths) {
+        (Request::Remove { name }, Duty::Site(site, _)) => jobs::remove(server, site, name).await?,
+        (Request::Index { paths }, Duty::Site(site, _)) => match <[String; 1]>::try_from(paths) {
             Ok([path]) if PathBuf::from(&path).is_absolute() => {
                 jobs::index(server, site, PathBuf::from(path), &mut writer).await?
             }
             _ => failed("one absolute path at a time, please"),
         },
+        (Request::Leases, Duty::Site(_, devices)) => {
+            let devices = Arc::clone(devices);
+            text(tokio::task::spawn_blocking(move || crate::mounts::leases_json(&devices)).await?)
+        }
+        (Request::BreakLease { name }, Duty::Site(_, devices)) => {
+            text(crate::mounts::broken_json(devices, &name).await)
+        }
         (
-            Request::Verify { .. } | Request::Remove { .. } | Request::Index { .. },
+            Request::Verify { .. }
+            | Request::Remove { .. }
+            | Request::Index { .. }
+            | Request::Leases
+            | Request::BreakLease { .. },
             Duty::Teleporter(_),
         ) => no(RefuseReason::Policy, "a teleporter holds no images"),
         (

@@ -180,7 +180,9 @@ async fn open_lane(
         });
     };
     if frame.kind != kind::ANSWER {
-        return Err(broke("another answer to the opening message"));
+        return Err(connector
+            .refusal(frame.kind, &frame.payload)
+            .unwrap_or_else(|| broke("another answer to the opening message")));
     }
     let message = decode_message::<Answer>(&frame.payload).map_err(|e| broke(&e.text))?;
     match message.head {

@@ -1,0 +1,222 @@
+//! `mount`, `export`, `attach`, `unmount`, `mounts`: images of other sites as disks of this one.
+//!
+//! - [`target`]: what the command line speaks of.
+//! - [`record`]: what is written down of a mount, so that a crash leaves nothing unknown.
+//! - [`background`]: starting the process that keeps it; [`keeper`]: that process.
+//! - [`disk`]: from an image's name to a device; [`front`]: from a device to what a person uses.
+//! - [`control`], [`status`]: asking that process; [`end`]: ending it, also when it is dead.
+
+mod background;
+mod connector;
+mod control;
+mod disk;
+mod end;
+mod front;
+mod keeper;
+mod leases;
+mod record;
+mod site_images;
+mod status;
+mod target;
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+
+use crate::cli::{AttachArgs, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction, MountsArgs};
+use crate::failure::usage;
+use crate::home::Home;
+use crate::out;
+use record::{Front, Place, Record};
+use status::{DiskStatus, State, Status};
+
+pub use end::unmount;
+pub use keeper::keep_in_background;
+pub use leases::{broken_json, leases_json};
+pub use site_images::site_server;
+pub use target::{Listen, Prefetch, Target};
+
+/// `drover mount`.
+///
+/// # Errors
+/// What stands in the way of the mount.
+pub async fn mount(home: &Home, args: MountArgs, verbose: u8) -> Result<()> {
+    let path = std::path::absolute(&args.path)
+        .with_context(|| format!("cannot find {}", args.path.display()))?;
+    let front = Front::File {
+        path,
+        device: args.device,
+    };
+    begin(home, vec![args.image], front, args.how, &args.keep, verbose).await
+}
+
+/// `drover export`.
+///
+/// # Errors
+/// What stands in the way.
+pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
+    if !args.nbd.is_local() && args.tls_certificates.is_none() {
+        return Err(usage(format!(
+            "{} can be reached from other machines: give --tls-certificates DIR, or listen on unix:PATH or 127.0.0.1:PORT",
+            args.nbd
+        )));
+    }
+    for (i, image) in args.images.iter().enumerate() {
+        if args.images[..i]
+            .iter()
+            .any(|other| other.image == image.image)
+        {
+            return Err(usage(format!("{} is there twice", image.image)));
+        }
+    }
+    let tls = match &args.tls_certificates {
+        Some(dir) => Some(
+            std::path::absolute(dir).with_context(|| format!("cannot find {}", dir.display()))?,
+        ),
+        None => None,
+    };
+    let front = Front::Nbd {
+        listen: args.nbd,
+        tls,
+    };
+    let keep = KeepArgs {
+        foreground: !args.background,
+        json: args.json,
+    };
+    begin(home, args.images, front, args.how, &keep, verbose).await
+}
+
+/// `drover attach`.
+///
+/// # Errors
+/// What stands in the way.
+pub async fn attach(home: &Home, args: AttachArgs, verbose: u8) -> Result<()> {
+    let front = Front::Kernel {
+        driver: args.driver,
+        device: args.device,
+    };
+    begin(home, vec![args.image], front, args.how, &args.keep, verbose).await
+}
+
+/// Writes a mount down and has it kept, here or by a process in the background.
+async fn begin(
+    home: &Home,
+    images: Vec<Target>,
+    front: Front,
+    how: HowArgs,
+    keep: &KeepArgs,
+    verbose: u8,
+) -> Result<()> {
+    disk::check(home, &images, &how)?;
+    let place = Place::of(home, &images, &front, how.read_only);
+    let Some(kept) = place.keep()? else {
+        bail!(
+            "{} is there already, called {}; `drover unmount {}` ends it",
+            front.place(),
+            place.name(),
+            front.place()
+        );
+    };
+    let before = place.read()?;
+    if let Some(before) = &before {
+        end::clear_leftovers(before)?;
+    }
+    let record = Record::new(&place, images, front, how, before.as_ref());
+    place.write(&record)?;
+    if keep.foreground {
+        let (json, name) = (keep.json, record.name.clone());
+        return keeper::keep(home, place, kept, record, move |lines| {
+            show(&name, lines, json)
+        })
+        .await;
+    }
+    drop(kept);
+    let started = {
+        let (home, place) = (home.clone(), place.clone());
+        tokio::task::spawn_blocking(move || background::start(&home, &place, verbose)).await?
+    };
+    match started {
+        Ok(lines) => show(&record.name, &lines, keep.json),
+        Err(e) => {
+            disk::forget_if_empty(&place, &record);
+            Err(e)
+        }
+    }
+}
+
+/// Says that a mount is there.
+fn show(name: &str, lines: &[String], json: bool) -> Result<()> {
+    if json {
+        return out::json(&json!({"event": "ready", "name": name, "paths": lines}));
+    }
+    for line in lines {
+        out::line(line)?;
+    }
+    Ok(())
+}
+
+/// `drover mounts`.
+///
+/// # Errors
+/// When the home cannot be read, or a site does not answer.
+pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
+    match args.action {
+        Some(MountsAction::Leases { json }) => leases::list(home, json || args.json).await,
+        Some(MountsAction::Break { name, yes }) => leases::break_lease(home, &name, yes).await,
+        None => list(home, args.json),
+    }
+}
+
+fn list(home: &Home, json: bool) -> Result<()> {
+    let mut rows = Vec::new();
+    for (place, record) in Place::list(home)? {
+        let status = status_of(&place, &record);
+        if json {
+            out::json(&status)?;
+        } else {
+            rows.push(status.row());
+        }
+    }
+    if json {
+        return Ok(());
+    }
+    if rows.is_empty() {
+        out::note("drover: nothing is mounted; `drover mount PEER:IMAGE PATH` mounts an image");
+        return Ok(());
+    }
+    out::line(&out::table(&Status::HEADING, rows, &[]))
+}
+
+/// How a mount is: what its process says, or what is written down when that is gone.
+fn status_of(place: &Place, record: &Record) -> Status {
+    if place.is_kept()
+        && let Ok(status) = control::status(&place.socket())
+    {
+        return status;
+    }
+    Status {
+        name: record.name.clone(),
+        place: record.front.place(),
+        devices: record.devices.clone(),
+        process: 0,
+        since_unix: record.since_unix,
+        state: State::Dead,
+        disks: record
+            .images
+            .iter()
+            .map(|image| DiskStatus {
+                image: image.to_string(),
+                mode: disk::mode(image, &record.how).into(),
+                read_only: record.how.read_only,
+                link: "its process is gone".into(),
+                ..DiskStatus::default()
+            })
+            .collect(),
+    }
+}
+
+/// Whether something is at `path` in the file system's tree, without following it.
+fn is_there(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}

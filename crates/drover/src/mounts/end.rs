@@ -1,0 +1,153 @@
+//! `unmount`: ending a mount by asking its process, or clearing away what a dead one left.
+
+use anyhow::{Context, Result, bail};
+use drover_frontend::nbdclient::{self, Detach};
+use drover_frontend::{fuse, loopdev, ublk};
+use serde_json::json;
+
+use super::control::{self, Answer, Ask, StopHow};
+use super::record::{Front, Place, Record};
+use super::status::{DiskStatus, State, Status};
+use crate::bar::Bar;
+use crate::cli::{Driver, UnmountArgs};
+use crate::home::Home;
+use crate::text::bytes;
+use crate::{out, prompt};
+
+/// `drover unmount`.
+///
+/// # Errors
+/// When nothing like it is mounted, it is in use, or what was written cannot be pushed.
+pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
+    let mut meant: Vec<_> = Place::list(home)?
+        .into_iter()
+        .filter(|(_, record)| record.is_meant_by(&args.what))
+        .collect();
+    // A dead mount beside a living one at the same path is not who is meant.
+    if meant.len() > 1 {
+        meant.retain(|(place, _)| place.is_kept());
+    }
+    let (place, record) = match meant.len() {
+        1 => meant.remove(0),
+        0 => bail!(
+            "{} is no mount of drover's; `drover mounts` lists them",
+            crate::text::clean(&args.what)
+        ),
+        _ => bail!(
+            "{} is more than one mount; take a name from `drover mounts`",
+            crate::text::clean(&args.what)
+        ),
+    };
+    let status = super::status_of(&place, &record);
+    let dirty: u64 = status.disks.iter().map(|d| d.dirty).sum();
+    if args.dry_run {
+        return would(&status, &record, &args, dirty);
+    }
+    if args.discard {
+        let what = match (status.state, dirty) {
+            (State::Dead, _) => "what was written and not pushed".into(),
+            (_, n) => bytes(n),
+        };
+        prompt::confirm(&format!("Throw away {what} of {}?", record.name), args.yes)?;
+    }
+    let how = StopHow {
+        offline: args.offline,
+        discard: args.discard,
+        keep_cache: args.keep_cache,
+        lazy: args.lazy,
+    };
+    let left = if place.is_kept() {
+        tokio::task::spawn_blocking({
+            let (place, quiet) = (place.clone(), args.json);
+            move || ask_to_end(&place, how, quiet)
+        })
+        .await??
+    } else {
+        super::disk::end_dead(home, &place, &record, how).await?
+    };
+    if args.json {
+        return out::json(&json!({"event": "unmounted", "name": record.name, "left": left}));
+    }
+    if !left.is_empty() {
+        out::note(&format!("drover: {}: {left}", record.name));
+    }
+    Ok(())
+}
+
+/// Says what an unmount would do.
+fn would(status: &Status, record: &Record, args: &UnmountArgs, dirty: u64) -> Result<()> {
+    let fate = match (args.discard, args.offline) {
+        (true, _) => "thrown away",
+        (_, true) => "kept here for the next mount",
+        _ => "pushed",
+    };
+    if args.json {
+        return out::json(&json!({
+            "event": "would_unmount", "name": record.name, "dirty": dirty, "fate": fate,
+            "state": status.state, "devices": record.devices,
+        }));
+    }
+    out::line(&format!(
+        "{} would end; {} that the other site does not have would be {fate}",
+        record.name,
+        bytes(dirty)
+    ))
+}
+
+/// Asks the process that keeps it, and shows what is still to be pushed.
+fn ask_to_end(place: &Place, how: StopHow, quiet: bool) -> Result<String> {
+    let bar = Bar::new("pushing", quiet);
+    let mut most = 0;
+    let mut end = Err(anyhow::anyhow!("it gave no answer"));
+    control::ask(&place.socket(), &Ask::Stop(how), |answer| match answer {
+        Answer::Status(status) => {
+            let dirty: u64 = status.disks.iter().map(|d: &DiskStatus| d.dirty).sum();
+            most = most.max(dirty);
+            bar.at(most - dirty, most);
+            Ok(false)
+        }
+        Answer::Ended(left) => {
+            end = Ok(left);
+            Ok(true)
+        }
+        Answer::Refused(why) => {
+            end = Err(anyhow::anyhow!(why));
+            Ok(true)
+        }
+    })?;
+    bar.clear();
+    end
+}
+
+/// Takes away what a dead process left in the system: a dead file, loop devices, kernel devices.
+///
+/// # Errors
+/// When it is still used.
+pub fn clear_leftovers(record: &Record) -> Result<()> {
+    for device in &record.devices {
+        let gone = match &record.front {
+            Front::File { .. } => loopdev::detach_path(device).map_err(anyhow::Error::from),
+            Front::Kernel {
+                driver: Driver::Nbd,
+                ..
+            } => nbdclient::detach_path(device, Detach::Force).map_err(anyhow::Error::from),
+            Front::Kernel {
+                driver: Driver::Ublk,
+                ..
+            } => ublk::detach_path(device, Detach::Force).map_err(anyhow::Error::from),
+            Front::Nbd { .. } => Ok(()),
+        };
+        if let Err(e) = gone
+            && super::is_there(device)
+        {
+            tracing::debug!("{}: {e:#}", device.display());
+        }
+    }
+    if let Front::File { path, .. } = &record.front
+        && fuse::FileMount::is_stale(path)
+    {
+        fuse::FileMount::clear_stale(path)
+            .with_context(|| format!("cannot clear {}", path.display()))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,287 @@
+//! Showing disks: as a file, by NBD, or as a kernel's block device.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use drover_core::BlockDevice;
+use drover_frontend::nbdclient::{self, Detach};
+use drover_frontend::{fuse, loopdev, nbd, ublk};
+
+use super::disk::Disk;
+use super::record::{Front, Record};
+use super::target::Listen;
+use crate::cli::Driver;
+
+/// Connections between the kernel's NBD client and the server in this process.
+const KERNEL_CONNECTIONS: usize = 2;
+
+/// A front end that is there.
+pub enum Shown {
+    /// A file, and the loop device on it. The device goes first.
+    File {
+        /// The loop device.
+        device: Option<loopdev::LoopDevice>,
+        /// The file.
+        mount: fuse::FileMount,
+    },
+    /// An NBD server.
+    Nbd {
+        /// The server.
+        server: nbd::Server,
+        /// Its socket.
+        listening: nbd::Listening,
+    },
+    /// A device of the kernel's NBD client, and the server behind it.
+    KernelNbd {
+        /// The device. It goes first.
+        attached: nbdclient::Attached,
+        /// What answers it.
+        server: nbd::Server,
+    },
+    /// A ublk device.
+    KernelUblk(ublk::Attached),
+}
+
+impl Shown {
+    /// Shows the disks as the record says.
+    ///
+    /// # Errors
+    /// What stands in the way; nothing is left of it then.
+    pub fn make(record: &Record, disks: &[Disk]) -> Result<Shown> {
+        match &record.front {
+            Front::File { path, device } => file(record, path, *device, only(disks)?),
+            Front::Nbd { listen, tls } => serve(listen, tls.as_deref(), disks, record),
+            Front::Kernel {
+                driver: Driver::Nbd,
+                device,
+            } => kernel_nbd(record, device.clone(), only(disks)?),
+            Front::Kernel {
+                driver: Driver::Ublk,
+                device,
+            } => {
+                let disk = only(disks)?.device();
+                let options = ublk::Options {
+                    device: device.clone(),
+                    read_only: disk.capabilities().read_only,
+                    ..ublk::Options::default()
+                };
+                Ok(Shown::KernelUblk(ublk::attach(disk, &options)?))
+            }
+        }
+    }
+
+    /// Devices that were made.
+    pub fn devices(&self) -> Vec<PathBuf> {
+        match self {
+            Shown::File { device, .. } => device.iter().map(|d| d.path().to_owned()).collect(),
+            Shown::Nbd { .. } => Vec::new(),
+            Shown::KernelNbd { attached, .. } => vec![attached.path().to_owned()],
+            Shown::KernelUblk(attached) => vec![attached.path().to_owned()],
+        }
+    }
+
+    /// What a person wants to hear of it: a path or an address a line, the most useful first.
+    pub fn lines(&self, record: &Record) -> Vec<String> {
+        match self {
+            Shown::File { device, mount } => match device {
+                Some(device) => vec![device.path().display().to_string()],
+                None => vec![mount.path().display().to_string()],
+            },
+            Shown::Nbd { listening, .. } => {
+                let listen = match listening.local_addr() {
+                    nbd::Address::Unix(path) => Listen::Unix(path.clone()),
+                    nbd::Address::Tcp(address) => Listen::Tcp(*address),
+                };
+                record.images.iter().map(|i| listen.uri(&i.image)).collect()
+            }
+            Shown::KernelNbd { attached, .. } => vec![attached.path().display().to_string()],
+            Shown::KernelUblk(attached) => vec![attached.path().display().to_string()],
+        }
+    }
+
+    /// Takes it away; when it is in use, what is left of it comes back with the reason.
+    ///
+    /// # Errors
+    /// Who uses it.
+    pub fn end(self, lazy: bool) -> Result<(), Box<Unended>> {
+        match self {
+            Shown::File {
+                mut device,
+                mut mount,
+            } => {
+                if let Some(loop_device) = &mut device
+                    && let Err(e) = loop_device.detach()
+                {
+                    if !lazy {
+                        return Err(unended(Shown::File { device, mount }, e));
+                    }
+                    // It goes with its last user.
+                    tracing::warn!("{e}");
+                }
+                drop(device.take());
+                let ended = if lazy {
+                    // Whoever has it open must not read from a disk that is closed under it: errors, not silence.
+                    match mount.unmount() {
+                        Err(fuse::FuseError::Busy { .. }) => mount.abort(),
+                        other => other,
+                    }
+                } else {
+                    mount.unmount()
+                };
+                match ended {
+                    Ok(()) => Ok(()),
+                    Err(e @ fuse::FuseError::CutOff { .. }) => {
+                        tracing::warn!("{e}");
+                        Ok(())
+                    }
+                    Err(e) => Err(unended(
+                        Shown::File {
+                            device: None,
+                            mount,
+                        },
+                        e,
+                    )),
+                }
+            }
+            Shown::Nbd { server, listening } => {
+                let open = server.counts().open;
+                if open > 0 && !lazy {
+                    let e = anyhow::anyhow!(
+                        "{open} NBD connections are open; end the clients, or --lazy cuts them off"
+                    );
+                    return Err(unended(Shown::Nbd { server, listening }, e));
+                }
+                listening.stop();
+                server.stop();
+                Ok(())
+            }
+            Shown::KernelNbd {
+                mut attached,
+                server,
+            } => match attached.detach(how(lazy)) {
+                Ok(()) => {
+                    server.stop();
+                    Ok(())
+                }
+                Err(e) => Err(unended(Shown::KernelNbd { attached, server }, e)),
+            },
+            Shown::KernelUblk(mut attached) => match attached.detach(how(lazy)) {
+                Ok(()) => Ok(()),
+                Err(e) => Err(unended(Shown::KernelUblk(attached), e)),
+            },
+        }
+    }
+}
+
+/// What is left of a front end that could not be taken away, and why.
+pub type Unended = (Shown, anyhow::Error);
+
+fn unended(shown: Shown, why: impl Into<anyhow::Error>) -> Box<Unended> {
+    Box::new((shown, why.into()))
+}
+
+fn how(lazy: bool) -> Detach {
+    match lazy {
+        true => Detach::Force,
+        false => Detach::IfUnused,
+    }
+}
+
+fn only(disks: &[Disk]) -> Result<&Disk> {
+    match disks {
+        [disk] => Ok(disk),
+        _ => bail!("one image at a time can be shown so"),
+    }
+}
+
+fn file(record: &Record, path: &Path, device: bool, disk: &Disk) -> Result<Shown> {
+    let read_only = disk.device().capabilities().read_only;
+    let name = record.images.first().map_or("disk", |i| i.image.as_str());
+    let options = fuse::Options {
+        name: name.into(),
+        read_only,
+        // The loop device has a page cache of its own.
+        page_cache: !device,
+        ..fuse::Options::default()
+    };
+    let mut mount = fuse::FileMount::mount(path, disk.device(), options)?;
+    let device = match device {
+        false => None,
+        true => {
+            let options = loopdev::Options {
+                read_only,
+                ..loopdev::Options::default()
+            };
+            match loopdev::LoopDevice::attach(mount.path(), options) {
+                Ok(device) => Some(device),
+                Err(e) => {
+                    mount.abort().ok();
+                    return Err(e.into());
+                }
+            }
+        }
+    };
+    Ok(Shown::File { device, mount })
+}
+
+fn export(record: &Record, name: &str, device: Arc<dyn BlockDevice>) -> nbd::Export {
+    nbd::Export {
+        name: name.into(),
+        description: format!("{} by drover", record.name),
+        read_only: device.capabilities().read_only,
+        device,
+    }
+}
+
+fn serve(listen: &Listen, tls: Option<&Path>, disks: &[Disk], record: &Record) -> Result<Shown> {
+    let exports = disks
+        .iter()
+        .zip(&record.images)
+        .map(|(disk, target)| export(record, &target.image, disk.device()))
+        .collect();
+    let tls = match tls {
+        None => None,
+        Some(dir) => {
+            let ca = dir.join("ca-cert.pem");
+            Some(nbd::Tls::from_files(
+                &dir.join("server-cert.pem"),
+                &dir.join("server-key.pem"),
+                ca.exists().then_some(ca.as_path()),
+            )?)
+        }
+    };
+    let options = nbd::ServerOptions {
+        // Whoever may open the socket file is this user; the file says so.
+        plain_unix: true,
+        tls,
+        ..nbd::ServerOptions::default()
+    };
+    let server = nbd::Server::new(exports, options)?;
+    let listening = match listen {
+        Listen::Unix(path) => server.listen_unix(path)?,
+        Listen::Tcp(address) => server.listen_tcp(*address)?,
+    };
+    Ok(Shown::Nbd { server, listening })
+}
+
+fn kernel_nbd(record: &Record, device: Option<PathBuf>, disk: &Disk) -> Result<Shown> {
+    let name = "disk";
+    let exported = export(record, name, disk.device());
+    let server = nbd::Server::new(vec![exported], nbd::ServerOptions::default())?;
+    let facts = server.facts(name).context("an export without facts")?;
+    let mut sockets: Vec<OwnedFd> = Vec::new();
+    for _ in 0..KERNEL_CONNECTIONS {
+        let (ours, kernels) = UnixStream::pair().context("cannot make a pair of sockets")?;
+        server.serve_transmission(ours, name, nbd::Negotiated::default())?;
+        sockets.push(kernels.into());
+    }
+    let mut options = nbdclient::Options::new(facts.size / 512 * 512);
+    options.device = device;
+    options.read_only = facts.read_only;
+    options.flags = facts.flags(false);
+    let attached = nbdclient::attach(sockets, &options)?;
+    Ok(Shown::KernelNbd { attached, server })
+}

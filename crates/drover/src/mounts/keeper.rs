@@ -1,0 +1,335 @@
+//! The process that keeps a mount: opens its disks, shows them, answers questions, and ends it in good order.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use super::background::Ready;
+use super::control::{self, Answer, Ask, StopHow};
+use super::disk::Disk;
+use super::front::Shown;
+use super::record::{Kept, Place, Record};
+use super::status::{State, Status};
+use crate::failure::{Exit, exit_of, failure, one_line};
+use crate::home::Home;
+use crate::out;
+use crate::signals::{Stop, told};
+use crate::text::{bytes, now_unix};
+
+/// How long what was written may take to reach the other site after a signal.
+const SIGNAL_PUSH_LIMIT: Duration = Duration::from_secs(20);
+
+/// How often an ending mount says how far it is.
+const TELL_EVERY: Duration = Duration::from_millis(500);
+
+/// What the handler of questions and the end of the process share.
+struct Keeper {
+    place: Place,
+    record: Mutex<Record>,
+    disks: Vec<Disk>,
+    shown: Mutex<Option<Shown>>,
+    ending: AtomicBool,
+    ended: Mutex<Option<oneshot::Sender<String>>>,
+}
+
+/// Keeps a mount whose lock this process holds until a signal or a question ends it. `ready` is told once that it is
+/// there.
+///
+/// # Errors
+/// When the mount cannot be made; then nothing of it is left but a cache with what was not pushed.
+pub async fn keep(
+    home: &Home,
+    place: Place,
+    kept: Kept,
+    mut record: Record,
+    ready: impl FnOnce(&[String]) -> Result<()>,
+) -> Result<()> {
+    let stop = Stop::on_signals()?;
+    let mut stopped = stop.watch();
+    let (ended, mut end) = oneshot::channel();
+    let disks = open_disks(home, &place, &record).await?;
+    // Pulling has begun; now whoever waits gets something to read from.
+    let shown = match Shown::make(&record, &disks) {
+        Ok(shown) => shown,
+        Err(e) => {
+            close_quietly(&disks, &place);
+            return Err(e);
+        }
+    };
+    record.devices = shown.devices();
+    record.process = std::process::id();
+    record.since_unix = now_unix();
+    place.write(&record)?;
+    let lines = shown.lines(&record);
+    let socket = place.socket();
+    let keeper = Arc::new(Keeper {
+        place,
+        record: Mutex::new(record),
+        disks,
+        shown: Mutex::new(Some(shown)),
+        ending: AtomicBool::new(false),
+        ended: Mutex::new(Some(ended)),
+    });
+    let asked = Arc::clone(&keeper);
+    control::listen(&socket, Arc::new(move |ask, tell| asked.answer(ask, tell)))?;
+    ready(&lines)?;
+    tokio::select! {
+        text = &mut end => { text.ok(); }
+        () = told(&mut stopped) => {
+            let keeper = Arc::clone(&keeper);
+            let said = tokio::task::spawn_blocking(move || keeper.end_by_signal()).await?;
+            said?;
+        }
+    }
+    drop(kept);
+    Ok(())
+}
+
+/// Opens every disk of the mount, all at once.
+async fn open_disks(home: &Home, place: &Place, record: &Record) -> Result<Vec<Disk>> {
+    let mut disks = Vec::new();
+    for (index, image) in record.images.iter().enumerate() {
+        match Disk::open(home, place, record, index, image).await {
+            Ok(disk) => disks.push(disk),
+            Err(e) => {
+                close_quietly(&disks, place);
+                return Err(e).with_context(|| format!("cannot show {image}"));
+            }
+        }
+    }
+    Ok(disks)
+}
+
+/// Closes disks of a mount that did not come to be.
+fn close_quietly(disks: &[Disk], place: &Place) {
+    for disk in disks {
+        if let Err(e) = disk.close(false) {
+            tracing::warn!("{}: {e:#}", place.name());
+        }
+    }
+}
+
+impl Keeper {
+    fn answer(
+        self: &Arc<Self>,
+        ask: Ask,
+        tell: &mut dyn FnMut(Answer) -> Result<()>,
+    ) -> Result<()> {
+        match ask {
+            Ask::Status => tell(Answer::Status(Box::new(self.status()))),
+            Ask::Stop(how) => match self.end(how, None, &mut |status| {
+                // Whoever asked may be gone; the end goes on.
+                let _ = tell(Answer::Status(Box::new(status)));
+            }) {
+                Ok(left) => {
+                    let told = tell(Answer::Ended(left.clone()));
+                    if let Some(ended) = self.ended.lock().take() {
+                        let _ = ended.send(left);
+                    }
+                    told
+                }
+                Err(e) => tell(Answer::Refused(one_line(&e))),
+            },
+        }
+    }
+
+    fn status(&self) -> Status {
+        let record = self.record.lock();
+        Status {
+            name: record.name.clone(),
+            place: record.front.place(),
+            devices: record.devices.clone(),
+            process: record.process,
+            since_unix: record.since_unix,
+            state: match self.ending.load(Ordering::Relaxed) {
+                true => State::Ending,
+                false => State::Up,
+            },
+            disks: self.disks.iter().map(Disk::status).collect(),
+        }
+    }
+
+    /// Ends the mount as `how` says; the text says what is left. After an error it goes on as before, but for a front
+    /// end that is gone already.
+    fn end(
+        &self,
+        how: StopHow,
+        limit: Option<Duration>,
+        tell: &mut dyn FnMut(Status),
+    ) -> Result<String> {
+        if self.ending.swap(true, Ordering::SeqCst) {
+            bail!("it is ending already");
+        }
+        let result = self.end_once(how, limit, tell);
+        if result.is_err() {
+            self.ending.store(false, Ordering::SeqCst);
+        }
+        result
+    }
+
+    fn end_once(
+        &self,
+        how: StopHow,
+        limit: Option<Duration>,
+        tell: &mut dyn FnMut(Status),
+    ) -> Result<String> {
+        // The front end first: nothing may be written after the last push began. It stays when it is busy.
+        let taken = self.shown.lock().take();
+        if let Some(shown) = taken
+            && let Err(unended) = shown.end(how.lazy)
+        {
+            let (shown, why) = *unended;
+            *self.shown.lock() = Some(shown);
+            return Err(why);
+        }
+        if !how.offline && !how.discard {
+            self.push_all(limit, tell)?;
+        }
+        let mut left = 0;
+        for disk in &self.disks {
+            left += disk.dirty();
+            if how.discard {
+                disk.discard()?;
+            } else {
+                disk.close(!how.offline)?;
+            }
+        }
+        self.clear_away(how, left)
+    }
+
+    /// Waits until the other sites have everything that was written.
+    fn push_all(&self, limit: Option<Duration>, tell: &mut dyn FnMut(Status)) -> Result<()> {
+        let started = Instant::now();
+        std::thread::scope(|scope| {
+            let pushes: Vec<_> = self
+                .disks
+                .iter()
+                .map(|disk| scope.spawn(move || disk.push(limit)))
+                .collect();
+            let mut told = Instant::now();
+            while pushes.iter().any(|p| !p.is_finished()) {
+                std::thread::sleep(Duration::from_millis(5));
+                if told.elapsed() >= TELL_EVERY {
+                    told = Instant::now();
+                    tell(self.status());
+                }
+            }
+            for (push, disk) in pushes.into_iter().zip(&self.disks) {
+                match push.join() {
+                    Ok(Ok(())) => {}
+                    Ok(Err(e)) => {
+                        return Err(failure(
+                            Exit::Failed,
+                            format!(
+                                "{} not at the other site yet after {:.0} s ({}); wait for the link, or `drover unmount --offline` leaves it for the next mount here",
+                                bytes(disk.dirty()),
+                                started.elapsed().as_secs_f64(),
+                                one_line(&e)
+                            ),
+                        ));
+                    }
+                    Err(_) => bail!("pushing panicked"),
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Removes what nobody needs any more.
+    fn clear_away(&self, how: StopHow, left: u64) -> Result<String> {
+        let _ = std::fs::remove_file(self.place.socket());
+        if how.discard {
+            self.place.remove()?;
+            return Ok(match left {
+                0 => String::new(),
+                n => format!("{} thrown away", bytes(n)),
+            });
+        }
+        if how.offline && left > 0 {
+            return Ok(format!(
+                "{} not pushed; mounting it there again pushes it",
+                bytes(left)
+            ));
+        }
+        if how.keep_cache || how.offline {
+            return Ok("the cache stays".into());
+        }
+        self.place.remove()?;
+        Ok(String::new())
+    }
+
+    /// What a signal does: the front end goes, what can be pushed in a short time is, the rest stays for the next time.
+    fn end_by_signal(&self) -> Result<()> {
+        let mut quiet = |_| {};
+        let lazy = StopHow {
+            lazy: true,
+            ..StopHow::default()
+        };
+        let outcome = match self.end(lazy, Some(SIGNAL_PUSH_LIMIT), &mut quiet) {
+            Ok(left) => Ok(left),
+            Err(e) => {
+                tracing::warn!("{}", one_line(&e));
+                let offline = StopHow {
+                    offline: true,
+                    lazy: true,
+                    ..StopHow::default()
+                };
+                self.end(offline, None, &mut quiet)
+            }
+        }?;
+        if !outcome.is_empty() {
+            out::note(&format!("drover: {}: {outcome}", self.place.name()));
+        }
+        Ok(())
+    }
+}
+
+/// `drover keep`: keeps a mount that is written down, for the process that started this one.
+///
+/// # Errors
+/// As [`keep()`]; it has been told on stdout as well.
+pub async fn keep_in_background(home: &Home, name: &str) -> Result<()> {
+    // A session of its own: what happens to the terminal it came from is no affair of the mount's.
+    rustix::process::setsid().ok();
+    let mut told = false;
+    let result = keep_written(home, name, |lines| {
+        told = true;
+        say(&Ready::There(lines.to_vec()))
+    })
+    .await;
+    if let Err(e) = &result
+        && !told
+    {
+        say(&Ready::Failed(exit_of(e) as u8, one_line(e)))?;
+    }
+    result
+}
+
+async fn keep_written(
+    home: &Home,
+    name: &str,
+    ready: impl FnOnce(&[String]) -> Result<()>,
+) -> Result<()> {
+    let Some((place, record)) = Place::list(home)?
+        .into_iter()
+        .find(|(_, record)| record.name == name)
+    else {
+        bail!("no mount is called {name}");
+    };
+    let Some(kept) = place.keep()? else {
+        bail!("{name} is kept by another process");
+    };
+    keep(home, place, kept, record, ready).await
+}
+
+/// One line on stdout; then stdout is let go of, so that whoever reads it sees its end.
+fn say(ready: &Ready) -> Result<()> {
+    out::json(ready)?;
+    let null = std::fs::File::options().write(true).open("/dev/null")?;
+    rustix::stdio::dup2_stdout(&null).context("cannot let go of stdout")?;
+    Ok(())
+}

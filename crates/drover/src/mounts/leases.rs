@@ -1,0 +1,148 @@
+//! `mounts leases` and `mounts break`: who holds this site's images.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use drover_core::ImageName;
+use drover_mount::server::Server;
+use drover_teleport::protocol::{Reply, Request};
+use serde::{Deserialize, Serialize};
+
+use crate::home::Home;
+use crate::remote::Call;
+use crate::text::{clean, moment};
+use crate::{out, prompt, site};
+
+/// An image that is mounted or leased, as it is told.
+#[derive(Debug, Serialize, Deserialize)]
+struct Held {
+    image: String,
+    writer: Option<Writer>,
+    connected: Vec<String>,
+}
+
+/// Who may write.
+#[derive(Debug, Serialize, Deserialize)]
+struct Writer {
+    peer: String,
+    note: String,
+    mount: String,
+    since_unix: u64,
+}
+
+/// What a broken lease was.
+#[derive(Debug, Serialize, Deserialize)]
+struct Broken {
+    image: String,
+    writer: Option<Writer>,
+}
+
+fn writer(holder: drover_mount::server::Holder) -> Writer {
+    Writer {
+        peer: holder.peer_name,
+        note: holder.note,
+        mount: holder.mount.to_string(),
+        since_unix: holder.since_unix,
+    }
+}
+
+/// The leases of a server as JSON.
+///
+/// # Errors
+/// When the site's state cannot be read.
+pub fn leases_json(server: &Server) -> Result<String> {
+    let held: Vec<Held> = server
+        .leases()?
+        .into_iter()
+        .map(|leased| Held {
+            image: leased.image,
+            writer: leased.holder.map(writer),
+            connected: leased.connected,
+        })
+        .collect();
+    Ok(serde_json::to_string(&held)?)
+}
+
+/// Breaks a lease; what it was, as JSON.
+///
+/// # Errors
+/// When the site's state cannot be changed.
+pub async fn broken_json(server: &Arc<Server>, name: &ImageName) -> Result<String> {
+    let holder = server.break_lease(name).await?;
+    Ok(serde_json::to_string(&Broken {
+        image: name.to_string(),
+        writer: holder.map(writer),
+    })?)
+}
+
+/// Asks the running site, or does what it would do when none runs.
+async fn ask(home: &Home, request: Request) -> Result<String> {
+    if let Some(mut call) = Call::local(home).await? {
+        call.ask(&request).await?;
+        let Reply::Text(text) = call.reply().await? else {
+            return Err(call.confused());
+        };
+        call.close().await;
+        return Ok(text);
+    }
+    let catalog = Arc::new(site::open_catalog(home)?);
+    let server = super::site_server(home, &catalog)?;
+    match request {
+        Request::BreakLease { name } => broken_json(&server, &name).await,
+        _ => leases_json(&server),
+    }
+}
+
+/// Lists who holds images.
+///
+/// # Errors
+/// When the site does not answer.
+pub async fn list(home: &Home, json: bool) -> Result<()> {
+    let held: Vec<Held> = serde_json::from_str(&ask(home, Request::Leases).await?)?;
+    if json {
+        return held.iter().try_for_each(out::json);
+    }
+    if held.is_empty() {
+        out::note("drover: nobody holds an image of this site");
+        return Ok(());
+    }
+    let rows = held
+        .into_iter()
+        .map(|held| {
+            let writer = held.writer.as_ref();
+            vec![
+                clean(&held.image),
+                writer.map_or_else(|| "-".into(), |w| clean(&w.peer)),
+                writer.map_or_else(String::new, |w| clean(&w.note)),
+                writer.map_or_else(String::new, |w| {
+                    moment(i64::try_from(w.since_unix).unwrap_or_default())
+                }),
+                clean(&held.connected.join(" ")),
+            ]
+        })
+        .collect();
+    let heading = ["image", "writer", "mount", "since (UTC)", "connected now"];
+    out::line(&out::table(&heading, rows, &[]))
+}
+
+/// Takes the right to write an image from whoever has it.
+///
+/// # Errors
+/// When nobody has it, or the site does not answer.
+pub async fn break_lease(home: &Home, name: &ImageName, yes: bool) -> Result<()> {
+    let question = format!(
+        "Take the right to write {name} from whoever has it? What they have not pushed is lost to this site"
+    );
+    prompt::confirm(&question, yes)?;
+    let request = Request::BreakLease { name: name.clone() };
+    let broken: Broken = serde_json::from_str(&ask(home, request).await?)?;
+    match broken.writer {
+        Some(w) => out::note(&format!(
+            "drover: {} of {} may not write {name} any more",
+            clean(&w.note),
+            clean(&w.peer)
+        )),
+        None => out::note(&format!("drover: nobody had the right to write {name}")),
+    }
+    Ok(())
+}

@@ -1,0 +1,296 @@
+//! What is remembered of a mount while it is there, and after a crash: one directory for each, in the home.
+//!
+//! ```text
+//! mounts/NAME/record.json   what it shows, where, how, and the process that keeps it
+//! mounts/NAME/control.sock  that process's ear
+//! mounts/NAME/log           what it had to say
+//! mounts/NAME/cache/        chunks that are here, and what was not pushed yet
+//! ```
+
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use super::{Listen, Target};
+use crate::cli::{Driver, HowArgs};
+use crate::home::{Home, write_atomically};
+
+/// The version of `record.json`.
+const VERSION: u32 = 1;
+
+/// How a disk is shown.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Front {
+    /// A file, by FUSE; with a loop device on it when asked for.
+    File {
+        /// Where.
+        path: PathBuf,
+        /// Whether a loop device is wanted.
+        device: bool,
+    },
+    /// Exports of an NBD server.
+    Nbd {
+        /// Where it listens.
+        listen: Listen,
+        /// Directory with its certificates.
+        tls: Option<PathBuf>,
+    },
+    /// A kernel block device.
+    Kernel {
+        /// By which driver.
+        driver: Driver,
+        /// Which, when that was asked for.
+        device: Option<PathBuf>,
+    },
+}
+
+impl Front {
+    /// Where a person looks for it.
+    pub fn place(&self) -> String {
+        match self {
+            Front::File { path, .. } => path.display().to_string(),
+            Front::Nbd { listen, .. } => listen.to_string(),
+            Front::Kernel { driver, device } => match device {
+                Some(device) => device.display().to_string(),
+                None => format!("{driver:?}").to_lowercase(),
+            },
+        }
+    }
+}
+
+/// A mount, as it is written down before it is there.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Record {
+    /// The version of this form.
+    pub version: u32,
+    /// Its name in `drover mounts`.
+    pub name: String,
+    /// What is shown.
+    pub images: Vec<Target>,
+    /// How it is shown.
+    pub front: Front,
+    /// How it is read and written.
+    pub how: HowArgs,
+    /// Its number at other sites, whose lease it holds.
+    pub id: [u8; 16],
+    /// Devices that the front end made (`/dev/loop0`), once it is there.
+    #[serde(default)]
+    pub devices: Vec<PathBuf>,
+    /// The process that keeps it, last time.
+    #[serde(default)]
+    pub process: u32,
+    /// Since when, seconds since 1970.
+    #[serde(default)]
+    pub since_unix: i64,
+}
+
+/// The directory of one mount. Whoever keeps the mount holds its lock.
+#[derive(Debug, Clone)]
+pub struct Place {
+    dir: PathBuf,
+}
+
+/// Held by the process that keeps the mount.
+#[derive(Debug)]
+pub struct Kept(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
+
+impl Place {
+    /// The directory of all mounts of a home.
+    pub fn all(home: &Home) -> PathBuf {
+        home.dir().join("mounts")
+    }
+
+    /// The place of a mount of these images at this front end: the same each time, so that a mount that died finds its
+    /// cache again.
+    pub fn of(home: &Home, images: &[Target], front: &Front, read_only: bool) -> Place {
+        let mut hasher = blake3::Hasher::new();
+        for image in images {
+            hasher.update(image.to_string().as_bytes());
+            hasher.update(b"\n");
+        }
+        hasher.update(front.place().as_bytes());
+        hasher.update(if read_only { b"\nr" } else { b"\nw" });
+        let digest = hasher.finalize().to_hex();
+        let first = images.first().map_or("", |i| i.image.as_str());
+        let short: String = first.chars().take(60).collect();
+        Place {
+            dir: Place::all(home).join(format!("{short}-{}", &digest[..8])),
+        }
+    }
+
+    /// Every mount of a home that was written down, by name.
+    ///
+    /// # Errors
+    /// When the directory cannot be read.
+    pub fn list(home: &Home) -> Result<Vec<(Place, Record)>> {
+        let all = Place::all(home);
+        let mut found = Vec::new();
+        let entries = match fs::read_dir(&all) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(found),
+            Err(e) => return Err(e).with_context(|| format!("cannot read {}", all.display())),
+        };
+        for entry in entries {
+            let place = Place {
+                dir: entry.context("cannot read the directory of mounts")?.path(),
+            };
+            match place.read() {
+                Ok(Some(record)) => found.push((place, record)),
+                Ok(None) => {}
+                Err(e) => tracing::warn!("{e:#}"),
+            }
+        }
+        found.sort_by(|a, b| a.1.name.cmp(&b.1.name));
+        Ok(found)
+    }
+
+    /// The mount's name.
+    pub fn name(&self) -> String {
+        let name = self.dir.file_name().unwrap_or_default();
+        name.to_string_lossy().into_owned()
+    }
+
+    /// The cache of the image with that number in the record.
+    pub fn cache(&self, image: usize) -> PathBuf {
+        match image {
+            0 => self.dir.join("cache"),
+            n => self.dir.join(format!("cache-{n}")),
+        }
+    }
+
+    /// Where the process that keeps it listens.
+    pub fn socket(&self) -> PathBuf {
+        self.dir.join("control.sock")
+    }
+
+    /// What that process says.
+    pub fn log(&self) -> PathBuf {
+        self.dir.join("log")
+    }
+
+    /// What is written down.
+    ///
+    /// # Errors
+    /// When it cannot be read or is of another version.
+    pub fn read(&self) -> Result<Option<Record>> {
+        let path = self.dir.join("record.json");
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(e).with_context(|| format!("cannot read {}", path.display())),
+        };
+        let record: Record = serde_json::from_slice(&text).with_context(|| {
+            format!(
+                "{} is damaged; unmount what it was by hand, then remove {}",
+                path.display(),
+                self.dir.display()
+            )
+        })?;
+        if record.version != VERSION {
+            bail!(
+                "{} is of version {}; this drover knows {VERSION}",
+                path.display(),
+                record.version
+            );
+        }
+        Ok(Some(record))
+    }
+
+    /// Writes it down, durably.
+    ///
+    /// # Errors
+    /// When the directory cannot be written.
+    pub fn write(&self, record: &Record) -> Result<()> {
+        let path = self.dir.join("record.json");
+        let text = serde_json::to_vec_pretty(record)?;
+        write_atomically(&path, &text).with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// Makes the directory and takes its lock; none when a living process keeps the mount.
+    ///
+    /// # Errors
+    /// When the directory cannot be made or locked.
+    pub fn keep(&self) -> Result<Option<Kept>> {
+        Home::make_bare(&self.dir)?;
+        let path = self.dir.join("lock");
+        let file = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&path)
+            .with_context(|| format!("cannot open {}", path.display()))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(Kept(file))),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(e)) => {
+                Err(e).with_context(|| format!("cannot lock {}", path.display()))
+            }
+        }
+    }
+
+    /// Whether a living process keeps it.
+    pub fn is_kept(&self) -> bool {
+        matches!(self.keep(), Ok(None))
+    }
+
+    /// Takes the directory away, with what is in the cache.
+    ///
+    /// # Errors
+    /// When it cannot be removed.
+    pub fn remove(&self) -> Result<()> {
+        match fs::remove_dir_all(&self.dir) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                Err(e).with_context(|| format!("cannot remove {}", self.dir.display()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Record {
+    /// A mount that is about to be, with the number it had when it was there before.
+    pub fn new(
+        place: &Place,
+        images: Vec<Target>,
+        front: Front,
+        how: HowArgs,
+        before: Option<&Record>,
+    ) -> Record {
+        Record {
+            version: VERSION,
+            name: place.name(),
+            images,
+            front,
+            how,
+            id: before.map_or_else(drover_net::random_id, |b| b.id),
+            devices: Vec::new(),
+            process: 0,
+            since_unix: 0,
+        }
+    }
+
+    /// Whether a person means this mount by `what`: its name, path, device or socket.
+    pub fn is_meant_by(&self, what: &str) -> bool {
+        if self.name == what || self.front.place() == what {
+            return true;
+        }
+        let Ok(path) = std::path::absolute(what) else {
+            return false;
+        };
+        let same = |p: &Path| p == path;
+        self.devices.iter().any(|d| same(d))
+            || match &self.front {
+                Front::File { path, .. } => same(path),
+                Front::Nbd {
+                    listen: Listen::Unix(socket),
+                    ..
+                } => same(socket),
+                Front::Nbd { .. } => false,
+                Front::Kernel { device, .. } => device.as_deref().is_some_and(same),
+            }
+    }
+}

@@ -1,0 +1,148 @@
+//! How a mount is, for people, scripts and metrics.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::text::{bytes, clean};
+
+/// How a mount is.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Status {
+    /// Its name.
+    pub name: String,
+    /// Where it is.
+    pub place: String,
+    /// Devices that belong to it.
+    pub devices: Vec<PathBuf>,
+    /// The process that keeps it; 0 when none does.
+    pub process: u32,
+    /// Since when, seconds since 1970.
+    pub since_unix: i64,
+    /// What it is doing.
+    pub state: State,
+    /// Its disks.
+    pub disks: Vec<DiskStatus>,
+}
+
+/// What a mount is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// It can be used.
+    Up,
+    /// It is ending.
+    Ending,
+    /// Its process is gone; mounting there again takes it up, unmounting clears it away.
+    Dead,
+}
+
+/// How one disk is.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct DiskStatus {
+    /// What it shows.
+    pub image: String,
+    /// `direct`, `managed` or `own`.
+    pub mode: String,
+    /// Takes no writes.
+    pub read_only: bool,
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Chunks' bytes that are here, zeros included.
+    pub local: u64,
+    /// Bytes written here that the other site does not have.
+    pub dirty: u64,
+    /// Chunks' bytes under way.
+    pub in_flight: u64,
+    /// Bytes that arrived on the link.
+    pub received: u64,
+    /// Bytes that left on the link.
+    pub sent: u64,
+    /// Chunks' bytes arriving in a second.
+    pub rate: f64,
+    /// Seconds until all is here, as it goes now.
+    pub seconds_left: Option<f64>,
+    /// The last state of the disk that the other site has.
+    pub epoch: u64,
+    /// `up`, or why the other site cannot be reached.
+    pub link: String,
+    /// What went wrong in the background, for a person.
+    pub trouble: Option<String>,
+}
+
+impl DiskStatus {
+    /// How much is here, in hundredths of the disk.
+    pub fn percent(&self) -> u64 {
+        match self.size {
+            0 => 100,
+            size => (u128::from(self.local) * 100 / u128::from(size)) as u64,
+        }
+    }
+
+    /// What there is to say in a few words.
+    pub fn words(&self) -> String {
+        let mut parts = Vec::new();
+        if self.mode == "managed" {
+            parts.push(format!("{}% here", self.percent()));
+            if self.rate > 0.0 && self.percent() < 100 {
+                parts.push(format!("{}/s", bytes(self.rate as u64)));
+            }
+        }
+        if self.dirty > 0 {
+            parts.push(format!("{} to push", bytes(self.dirty)));
+        }
+        if self.link != "up" && self.mode != "own" {
+            parts.push(clean(&self.link));
+        }
+        if let Some(trouble) = &self.trouble {
+            parts.push(clean(trouble));
+        }
+        parts.join(", ")
+    }
+}
+
+impl Status {
+    /// A row for `drover mounts`.
+    pub fn row(&self) -> Vec<String> {
+        let images: Vec<String> = self.disks.iter().map(|d| clean(&d.image)).collect();
+        let words: Vec<String> = self
+            .disks
+            .iter()
+            .map(DiskStatus::words)
+            .filter(|w| !w.is_empty())
+            .collect();
+        let devices: Vec<String> = self
+            .devices
+            .iter()
+            .map(|d| d.display().to_string())
+            .collect();
+        let mode = self.disks.first().map_or_else(String::new, |d| {
+            format!("{}{}", d.mode, if d.read_only { ", read-only" } else { "" })
+        });
+        vec![
+            clean(&self.name),
+            images.join(" "),
+            clean(&self.place),
+            devices.join(" "),
+            mode,
+            match self.state {
+                State::Up => "up",
+                State::Ending => "ending",
+                State::Dead => "dead",
+            }
+            .into(),
+            words.join("; "),
+        ]
+    }
+
+    /// The row's heading.
+    pub const HEADING: [&'static str; 7] = [
+        "name",
+        "image",
+        "at",
+        "device",
+        "mode",
+        "state",
+        "how it is",
+    ];
+}

@@ -1,0 +1,165 @@
+//! What the command line of mounts speaks of: an image somewhere, a place to listen, an order to fetch in.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use drover_core::ImageName;
+use serde::{Deserialize, Serialize};
+
+/// An image of a peer (`PEER:NAME`) or of this site (`NAME`).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Target {
+    /// The peer; none for this site.
+    pub peer: Option<String>,
+    /// The image.
+    pub image: String,
+}
+
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (peer, image) = match text.split_once(':') {
+            Some((peer, image)) => {
+                crate::peer_name::check(peer)?;
+                (Some(peer.to_owned()), image)
+            }
+            None => (None, text),
+        };
+        ImageName::new(image).map_err(|e| format!("{e}; an image is PEER:NAME or NAME"))?;
+        Ok(Target {
+            peer,
+            image: image.to_owned(),
+        })
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.peer {
+            Some(peer) => write!(f, "{peer}:{}", self.image),
+            None => f.write_str(&self.image),
+        }
+    }
+}
+
+/// Where an NBD server listens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Listen {
+    /// A Unix socket.
+    Unix(PathBuf),
+    /// A TCP port.
+    Tcp(SocketAddr),
+}
+
+impl Listen {
+    /// Reads `unix:PATH` or `ADDRESS:PORT`.
+    ///
+    /// # Errors
+    /// A line for a person.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            let path = std::path::absolute(path).map_err(|e| format!("unix: {e}"))?;
+            return Ok(Listen::Unix(path));
+        }
+        let address = text.strip_prefix("tcp:").unwrap_or(text);
+        address
+            .parse()
+            .map(Listen::Tcp)
+            .map_err(|_| "say unix:PATH or ADDRESS:PORT, as in 127.0.0.1:10809".into())
+    }
+
+    /// Whether only this machine can reach it.
+    pub fn is_local(&self) -> bool {
+        match self {
+            Listen::Unix(_) => true,
+            Listen::Tcp(address) => address.ip().is_loopback(),
+        }
+    }
+
+    /// The address that NBD clients take, for an export's name.
+    pub fn uri(&self, export: &str) -> String {
+        match self {
+            Listen::Unix(path) => format!("nbd+unix:///{export}?socket={}", path.display()),
+            Listen::Tcp(address) => format!("nbd://{address}/{export}"),
+        }
+    }
+}
+
+impl fmt::Display for Listen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Listen::Unix(path) => write!(f, "unix:{}", path.display()),
+            Listen::Tcp(address) => write!(f, "{address}"),
+        }
+    }
+}
+
+/// What is fetched before anybody asks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Prefetch {
+    /// Nothing.
+    None,
+    /// Everything, in order.
+    Sequential,
+    /// What an earlier run recorded, in its order, then everything.
+    File(PathBuf),
+}
+
+impl Prefetch {
+    /// Reads `none`, `sequential` or a path.
+    ///
+    /// # Errors
+    /// A line for a person.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        Ok(match text {
+            "none" => Prefetch::None,
+            "sequential" => Prefetch::Sequential,
+            path => {
+                Prefetch::File(std::path::absolute(Path::new(path)).map_err(|e| e.to_string())?)
+            }
+        })
+    }
+}
+
+impl fmt::Display for Prefetch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Prefetch::None => f.write_str("none"),
+            Prefetch::Sequential => f.write_str("sequential"),
+            Prefetch::File(path) => write!(f, "{}", path.display()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_name_a_peer_or_none() {
+        let there: Target = "lyon:web.qcow2".parse().unwrap();
+        assert_eq!(there.peer.as_deref(), Some("lyon"));
+        assert_eq!(there.to_string(), "lyon:web.qcow2");
+        let here: Target = "web.qcow2".parse().unwrap();
+        assert_eq!((here.peer, here.image.as_str()), (None, "web.qcow2"));
+        for bad in ["lyon:", ":x", "lyon:../x", "a/b", "", "ly on:x"] {
+            assert!(bad.parse::<Target>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn places_to_listen() {
+        assert_eq!(
+            Listen::parse("unix:/run/web.sock"),
+            Ok(Listen::Unix("/run/web.sock".into()))
+        );
+        let port = Listen::parse("127.0.0.1:10809").unwrap();
+        assert!(port.is_local());
+        assert_eq!(port.uri("web"), "nbd://127.0.0.1:10809/web");
+        assert!(!Listen::parse("0.0.0.0:10809").unwrap().is_local());
+        assert!(Listen::parse("10809").is_err());
+    }
+}
