@@ -11,3 +11,8 @@ pub mod nbd;
 pub mod nbdclient;
 pub mod region;
 pub mod ublk;
+
+/// The page for programmers: its code is compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/tasks/embed-a-device.md")]
+struct EmbedADevice;
