@@ -13,8 +13,8 @@ use crate::{peer_name, text};
 mod mounts;
 
 pub use mounts::{
-    AttachArgs, Driver, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction, MountsArgs,
-    SyncMode, UnmountArgs,
+    AttachArgs, Driver, DriverChoice, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction,
+    MountsArgs, SyncMode, UnmountArgs,
 };
 
 /// Moves disk images of virtual machines between sites, sending only what the far side lacks; and shows them where they are not.
@@ -75,6 +75,12 @@ pub enum Command {
     Keep {
         /// The mount's name
         name: String,
+    },
+    /// The process that detaches a kernel device whose keeper has died; started by attach
+    #[command(hide = true, after_help = "drover guard NAME is for drover itself.")]
+    Guard {
+        /// By which the device is known
+        identifier: String,
     },
 }
 

@@ -44,6 +44,10 @@ fn main() -> ExitCode {
         Command::Serve(_) | Command::Teleporter(_) | Command::Keep { .. }
     );
     log(cli.verbose, serves);
+    if keeps(&cli.command) {
+        // Before threads are started: they inherit it.
+        mounts::survive_write_back();
+    }
     if matches!(
         cli.command,
         Command::Send(_)
@@ -73,6 +77,17 @@ fn main() -> ExitCode {
     }
 }
 
+/// Whether this process shows disks to this machine's kernel, itself.
+fn keeps(command: &Command) -> bool {
+    match command {
+        Command::Keep { .. } => true,
+        Command::Mount(args) => args.keep.foreground,
+        Command::Attach(args) => args.keep.foreground,
+        Command::Export(args) => !args.background,
+        _ => false,
+    }
+}
+
 fn run(cli: Cli) -> Result<()> {
     let dir = || Home::locate(cli.home.as_deref());
     let create = || Home::create(dir()?);
@@ -89,6 +104,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Attach(args) => wait(mounts::attach(&existing()?, args, cli.verbose)),
         Command::Unmount(args) => wait(mounts::unmount(&existing()?, args)),
         Command::Mounts(args) => wait(mounts::mounts(&existing()?, args)),
+        Command::Guard { identifier } => mounts::guard(&identifier),
         Command::Keep { name } => wait(mounts::keep_in_background(&existing()?, &name)),
         Command::Images(args) => wait(images::images(&existing()?, args)),
         Command::Index(args) => wait(images::index(&create()?, args)),

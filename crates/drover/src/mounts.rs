@@ -4,6 +4,7 @@
 //! - [`record`]: what is written down of a mount, so that a crash leaves nothing unknown.
 //! - [`background`]: starting the process that keeps it; [`keeper`]: that process.
 //! - [`disk`]: from an image's name to a device; [`front`]: from a device to what a person uses.
+//! - [`kernel`]: block devices of the kernel, and what guards them.
 //! - [`control`], [`status`]: asking that process; [`end`]: ending it, also when it is dead.
 
 mod background;
@@ -13,6 +14,7 @@ mod disk;
 mod end;
 mod front;
 mod keeper;
+mod kernel;
 mod leases;
 mod record;
 mod site_images;
@@ -33,6 +35,7 @@ use status::{DiskStatus, State, Status};
 
 pub use end::unmount;
 pub use keeper::keep_in_background;
+pub use kernel::{guard, survive_write_back};
 pub use leases::{broken_json, leases_json};
 pub use site_images::site_server;
 pub use target::{Listen, Prefetch, Target};
@@ -93,7 +96,7 @@ pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
 /// What stands in the way.
 pub async fn attach(home: &Home, args: AttachArgs, verbose: u8) -> Result<()> {
     let front = Front::Kernel {
-        driver: args.driver,
+        driver: kernel::choose(args.driver, args.device.as_deref())?,
         device: args.device,
     };
     begin(home, vec![args.image], front, args.how, &args.keep, verbose).await
@@ -111,11 +114,13 @@ async fn begin(
     disk::check(home, &images, &how)?;
     let place = Place::of(home, &images, &front, how.read_only);
     let Some(kept) = place.keep()? else {
+        let what = match &front {
+            Front::Kernel { .. } => place.name(),
+            other => other.place(),
+        };
         bail!(
-            "{} is there already, called {}; `drover unmount {}` ends it",
-            front.place(),
+            "{what} is there already, called {}; `drover unmount {what}` ends it",
             place.name(),
-            front.place()
         );
     };
     let before = place.read()?;

@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
+use crate::fuse::mounts::mounted_from;
+
 /// How long a driver may take to configure, start or stop a device.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 /// How long a device may take to write back what the kernel holds for it, before it is detached.
@@ -103,13 +105,25 @@ pub(crate) fn settle(path: &Path) -> Result<(), Error> {
         None => Err(Error::deadline("write what the kernel holds for it", path)),
         Some(Ok(())) => Ok(()),
         Some(Err(error)) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
-            Err(Error::Busy { path: path.into() })
+            Err(Error::Busy {
+                path: path.into(),
+                users: listed(&mounted_from(path)),
+            })
         }
         Some(Err(error)) => Err(Error::Flush {
             path: path.into(),
             error,
         }),
     }
+}
+
+/// Mount points, as [`Error::Busy`] names them.
+fn listed(points: &[PathBuf]) -> String {
+    if points.is_empty() {
+        return String::new();
+    }
+    let points: Vec<String> = points.iter().map(|p| p.display().to_string()).collect();
+    format!(" (mounted at {})", points.join(", "))
 }
 
 /// What becomes of a device that somebody uses when it is detached.
@@ -158,10 +172,12 @@ pub enum Error {
         expected: &'static str,
     },
     /// Somebody uses the device.
-    #[error("{path} is in use: unmount it first")]
+    #[error("{path} is in use{users}: unmount it first")]
     Busy {
         /// The device.
         path: PathBuf,
+        /// Where it is mounted, as far as can be seen: empty, or ` (mounted at ...)`.
+        users: String,
     },
     /// The number is another device's.
     #[error("{path} is taken: name another, or none for the first that is free")]
@@ -250,6 +266,19 @@ mod tests {
         assert!(late.unwrap().is_none());
         let soon = within(Duration::from_secs(60), "soon", || 5);
         assert_eq!(soon.unwrap(), Some(5));
+    }
+
+    #[test]
+    fn a_busy_device_names_its_mount_points() {
+        assert_eq!(listed(&[]), "");
+        let error = Error::Busy {
+            path: "/dev/nbd0".into(),
+            users: listed(&["/mnt".into(), "/srv/a b".into()]),
+        };
+        assert_eq!(
+            error.to_string(),
+            "/dev/nbd0 is in use (mounted at /mnt, /srv/a b): unmount it first"
+        );
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub use options::{Interface, LONGEST_IDENTIFIER, MOST_CONNECTIONS, Options};
 const MISSING: Error = Error::Missing {
     driver: "nbd",
     module: "nbd",
-    instead: "use --ublk",
+    instead: "use ublk (`drover attach --as ublk`)",
 };
 const NO_NETLINK: &str = "this kernel's nbd has no netlink: use ioctls";
 
@@ -132,7 +132,7 @@ pub fn attach(sockets: Vec<OwnedFd>, options: &Options) -> Result<Attached, Erro
     if let Some(path) = &options.device {
         index_of(path)?;
     }
-    if !kernel::load_module("nbd", is_present) {
+    if !is_available() {
         return Err(MISSING);
     }
     if options.interface != Interface::Ioctl {
@@ -296,6 +296,12 @@ pub fn reconnect(path: &Path, sockets: Vec<OwnedFd>) -> Result<(), Error> {
         Some(Ok(_)) => Ok(()),
         Some(Err(error)) => Err(gone_or("reconnect", path, error)),
     }
+}
+
+/// Whether this kernel has the driver; its module is loaded when it is not and this process may.
+#[must_use]
+pub fn is_available() -> bool {
+    kernel::load_module("nbd", is_present)
 }
 
 /// Whether a device is attached.

@@ -119,10 +119,7 @@ pub fn attach(device: Arc<dyn BlockDevice>, options: &Options) -> Result<Attache
     options.check()?;
     let params = options.params(&*device)?;
     let wanted = options.device.as_deref().map(index_of).transpose()?;
-    if !kernel::load_module("ublk_drv", is_present) {
-        return Err(MISSING);
-    }
-    check_features()?;
+    check_available()?;
 
     let asked = Info {
         queues: options.queues,
@@ -130,7 +127,10 @@ pub fn attach(device: Arc<dyn BlockDevice>, options: &Options) -> Result<Attache
         longest: params.longest,
         device: wanted.unwrap_or(abi::ANY_DEVICE),
         features: abi::FEATURE_IOCTL_ENCODE | abi::FEATURE_USER_COPY,
-        token: token(),
+        token: options
+            .identifier
+            .as_deref()
+            .map_or_else(random_token, token),
     };
     let path = options.device.clone();
     let path = path.unwrap_or_else(|| "/dev/ublkb".into());
@@ -255,6 +255,48 @@ pub fn detach_path(path: &Path, how: Detach) -> Result<(), Error> {
     delete(index, path)
 }
 
+/// Whether this kernel has the driver, new enough; its module is loaded when it is not and this process may.
+///
+/// # Errors
+/// [`Error`], what is missing.
+pub fn check_available() -> Result<(), Error> {
+    if !kernel::load_module("ublk_drv", is_present) {
+        return Err(MISSING);
+    }
+    check_features()
+}
+
+/// The devices that were attached with this [`Options::identifier`], and what is left of them, in order: what a process
+/// that comes back after a crash has left behind, to be removed by [`detach_path`].
+///
+/// # Errors
+/// [`Error`].
+pub fn find(identifier: &str) -> Result<Vec<PathBuf>, Error> {
+    let mut found = Vec::new();
+    for index in channels(Path::new("/dev")) {
+        let path = PathBuf::from(format!("/dev/ublkb{index}"));
+        match info(index, &path) {
+            Ok(info) if info.token == token(identifier) => found.push(path),
+            Ok(_) | Err(Error::NotAttached { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(found)
+}
+
+/// Numbers of the channels in `directory`: one for each device, also where its node is gone.
+fn channels(directory: &Path) -> Vec<u32> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut numbers: Vec<u32> = entries
+        .filter_map(|entry| {
+            let name = entry.file_name();
+            name.to_str()?.strip_prefix("ublkc")?.parse().ok()
+        })
+        .collect();
+    numbers.sort_unstable();
+    numbers
+}
+
 /// Whether a device, or what is left of one, is attached.
 ///
 /// # Errors
@@ -340,8 +382,17 @@ fn is_present() -> bool {
     Path::new(control::PATH).exists()
 }
 
-/// By which a device is known as this one's. Not a secret: a number that no two devices share.
-fn token() -> u64 {
+/// By which devices of an identifier are known, in this process and the next: FNV-1a.
+fn token(identifier: &str) -> u64 {
+    identifier
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
+}
+
+/// By which a device without an identifier is known as this one's: a number that no two devices share.
+fn random_token() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one("ublk")
 }

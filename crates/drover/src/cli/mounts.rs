@@ -73,24 +73,25 @@ pub struct ExportArgs {
     pub json: bool,
 }
 
-/// Attach an image as a kernel block device, by NBD or ublk
+/// Attach an image as a kernel block device, by ublk or NBD
 ///
-/// Prints the path of the device. Needs root, and the kernel's nbd or ublk_drv module; `drover mount --device` needs
-/// neither module.
+/// Prints the path of the device. Needs root, and the kernel's ublk_drv or nbd module, which is loaded when it is there;
+/// `drover mount --device` needs neither module.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  drover attach lyon:web.qcow2                         prints /dev/nbd0
-  drover attach lyon:web.qcow2 --as ublk
-  drover unmount /dev/nbd0")]
+  drover attach lyon:web.qcow2                         prints /dev/ublkb0, or /dev/nbd0
+  drover attach lyon:web.qcow2 --as nbd
+  drover attach lyon:web.qcow2 --device /dev/nbd3
+  drover unmount /dev/nbd3")]
 pub struct AttachArgs {
     /// The image: PEER:NAME, or NAME for one of this site's own
     #[arg(value_name = "[PEER:]IMAGE")]
     pub image: Target,
-    /// By which of the kernel's drivers
-    #[arg(long = "as", value_enum, default_value = "nbd")]
-    pub driver: Driver,
-    /// The device to use [default: the first that is free]
+    /// By which of the kernel's drivers: by ublk where the kernel has it, else by NBD, when nothing is said
+    #[arg(long = "as", value_enum, default_value = "auto")]
+    pub driver: DriverChoice,
+    /// The device to use, /dev/ublkbN or /dev/nbdN [default: the first that is free]
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     pub device: Option<PathBuf>,
     #[command(flatten)]
@@ -100,9 +101,20 @@ pub struct AttachArgs {
 }
 
 /// A kernel driver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Driver {
+    /// The kernel's NBD client
+    Nbd,
+    /// A ublk device
+    Ublk,
+}
+
+/// Which kernel driver is wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DriverChoice {
+    /// The first that the kernel has, ublk before NBD
+    Auto,
     /// The kernel's NBD client
     Nbd,
     /// A ublk device

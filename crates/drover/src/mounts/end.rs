@@ -1,15 +1,15 @@
 //! `unmount`: ending a mount by asking its process, or clearing away what a dead one left.
 
 use anyhow::{Context, Result, bail};
-use drover_frontend::nbdclient::{self, Detach};
-use drover_frontend::{fuse, loopdev, ublk};
+use drover_frontend::{fuse, loopdev};
 use serde_json::json;
 
 use super::control::{self, Answer, Ask, StopHow};
+use super::kernel;
 use super::record::{Front, Place, Record};
 use super::status::{DiskStatus, State, Status};
 use crate::bar::Bar;
-use crate::cli::{Driver, UnmountArgs};
+use crate::cli::UnmountArgs;
 use crate::home::Home;
 use crate::text::bytes;
 use crate::{out, prompt};
@@ -124,20 +124,11 @@ fn ask_to_end(place: &Place, how: StopHow, quiet: bool) -> Result<String> {
 /// # Errors
 /// When it is still used.
 pub fn clear_leftovers(record: &Record) -> Result<()> {
+    if let Front::Kernel { driver, .. } = &record.front {
+        return kernel::clear(record, *driver);
+    }
     for device in &record.devices {
-        let gone = match &record.front {
-            Front::File { .. } => loopdev::detach_path(device).map_err(anyhow::Error::from),
-            Front::Kernel {
-                driver: Driver::Nbd,
-                ..
-            } => nbdclient::detach_path(device, Detach::Force).map_err(anyhow::Error::from),
-            Front::Kernel {
-                driver: Driver::Ublk,
-                ..
-            } => ublk::detach_path(device, Detach::Force).map_err(anyhow::Error::from),
-            Front::Nbd { .. } => Ok(()),
-        };
-        if let Err(e) = gone
+        if let Err(e) = loopdev::detach_path(device)
             && super::is_there(device)
         {
             tracing::debug!("{}: {e:#}", device.display());

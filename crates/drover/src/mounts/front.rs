@@ -1,22 +1,18 @@
 //! Showing disks: as a file, by NBD, or as a kernel's block device.
 
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use drover_core::BlockDevice;
-use drover_frontend::nbdclient::{self, Detach};
+use drover_frontend::nbdclient::Detach;
 use drover_frontend::{fuse, loopdev, nbd, ublk};
 
 use super::disk::Disk;
+use super::kernel::{self, KernelNbd};
 use super::record::{Front, Record};
 use super::target::Listen;
 use crate::cli::Driver;
-
-/// Connections between the kernel's NBD client and the server in this process.
-const KERNEL_CONNECTIONS: usize = 2;
 
 /// A front end that is there.
 pub enum Shown {
@@ -34,13 +30,8 @@ pub enum Shown {
         /// Its socket.
         listening: nbd::Listening,
     },
-    /// A device of the kernel's NBD client, and the server behind it.
-    KernelNbd {
-        /// The device. It goes first.
-        attached: nbdclient::Attached,
-        /// What answers it.
-        server: nbd::Server,
-    },
+    /// A device of the kernel's NBD client.
+    KernelNbd(KernelNbd),
     /// A ublk device.
     KernelUblk(ublk::Attached),
 }
@@ -57,18 +48,18 @@ impl Shown {
             Front::Kernel {
                 driver: Driver::Nbd,
                 device,
-            } => kernel_nbd(record, device.clone(), only(disks)?),
+            } => {
+                let exported = export(record, "disk", only(disks)?.device());
+                let attached = KernelNbd::attach(record, device.clone(), exported)?;
+                Ok(Shown::KernelNbd(attached))
+            }
             Front::Kernel {
                 driver: Driver::Ublk,
                 device,
             } => {
                 let disk = only(disks)?.device();
-                let options = ublk::Options {
-                    device: device.clone(),
-                    read_only: disk.capabilities().read_only,
-                    ..ublk::Options::default()
-                };
-                Ok(Shown::KernelUblk(ublk::attach(disk, &options)?))
+                let attached = kernel::attach_ublk(record, device.clone(), disk)?;
+                Ok(Shown::KernelUblk(attached))
             }
         }
     }
@@ -78,7 +69,7 @@ impl Shown {
         match self {
             Shown::File { device, .. } => device.iter().map(|d| d.path().to_owned()).collect(),
             Shown::Nbd { .. } => Vec::new(),
-            Shown::KernelNbd { attached, .. } => vec![attached.path().to_owned()],
+            Shown::KernelNbd(attached) => vec![attached.path().to_owned()],
             Shown::KernelUblk(attached) => vec![attached.path().to_owned()],
         }
     }
@@ -97,7 +88,7 @@ impl Shown {
                 };
                 record.images.iter().map(|i| listen.uri(&i.image)).collect()
             }
-            Shown::KernelNbd { attached, .. } => vec![attached.path().display().to_string()],
+            Shown::KernelNbd(attached) => vec![attached.path().display().to_string()],
             Shown::KernelUblk(attached) => vec![attached.path().display().to_string()],
         }
     }
@@ -158,15 +149,9 @@ impl Shown {
                 server.stop();
                 Ok(())
             }
-            Shown::KernelNbd {
-                mut attached,
-                server,
-            } => match attached.detach(how(lazy)) {
-                Ok(()) => {
-                    server.stop();
-                    Ok(())
-                }
-                Err(e) => Err(unended(Shown::KernelNbd { attached, server }, e)),
+            Shown::KernelNbd(mut attached) => match attached.detach(how(lazy)) {
+                Ok(()) => Ok(()),
+                Err(e) => Err(unended(Shown::KernelNbd(attached), e)),
             },
             Shown::KernelUblk(mut attached) => match attached.detach(how(lazy)) {
                 Ok(()) => Ok(()),
@@ -265,23 +250,4 @@ fn serve(listen: &Listen, tls: Option<&Path>, disks: &[Disk], record: &Record) -
         Listen::Tcp(address) => server.listen_tcp(*address)?,
     };
     Ok(Shown::Nbd { server, listening })
-}
-
-fn kernel_nbd(record: &Record, device: Option<PathBuf>, disk: &Disk) -> Result<Shown> {
-    let name = "disk";
-    let exported = export(record, name, disk.device());
-    let server = nbd::Server::new(vec![exported], nbd::ServerOptions::default())?;
-    let facts = server.facts(name).context("an export without facts")?;
-    let mut sockets: Vec<OwnedFd> = Vec::new();
-    for _ in 0..KERNEL_CONNECTIONS {
-        let (ours, kernels) = UnixStream::pair().context("cannot make a pair of sockets")?;
-        server.serve_transmission(ours, name, nbd::Negotiated::default())?;
-        sockets.push(kernels.into());
-    }
-    let mut options = nbdclient::Options::new(facts.size / 512 * 512);
-    options.device = device;
-    options.read_only = facts.read_only;
-    options.flags = facts.flags(false);
-    let attached = nbdclient::attach(sockets, &options)?;
-    Ok(Shown::KernelNbd { attached, server })
 }

@@ -60,6 +60,15 @@ impl Front {
             },
         }
     }
+
+    /// What a mount is told from others of the same images by. By which driver does not matter: after a crash the other
+    /// one finds the cache, too.
+    fn key(&self) -> String {
+        match self {
+            Front::Kernel { device: None, .. } => "a kernel device".into(),
+            other => other.place(),
+        }
+    }
 }
 
 /// A mount, as it is written down before it is there.
@@ -112,7 +121,7 @@ impl Place {
             hasher.update(image.to_string().as_bytes());
             hasher.update(b"\n");
         }
-        hasher.update(front.place().as_bytes());
+        hasher.update(front.key().as_bytes());
         hasher.update(if read_only { b"\nr" } else { b"\nw" });
         let digest = hasher.finalize().to_hex();
         let first = images.first().map_or("", |i| i.image.as_str());

@@ -38,6 +38,8 @@ pub struct Options {
     pub depth: u16,
     /// Threads for requests that wait, 1 to [`MOST_WORKERS`]. Each has a buffer of up to 1 MiB.
     pub workers: usize,
+    /// A name by which [`find`](super::find) knows the device again; of one device at a time.
+    pub identifier: Option<String>,
 }
 
 impl Default for Options {
@@ -50,6 +52,7 @@ impl Default for Options {
             queues: u16::try_from(processors.min(4)).unwrap_or(1),
             depth: 64,
             workers: 64,
+            identifier: None,
         }
     }
 }

@@ -51,7 +51,7 @@ life() {
   check "$way mount" mount -t ext4 "$dev" /mnt
   check "$way write" cp noise /mnt/noise
   for n in $(seq 200); do echo "file $n" >/mnt/small$n; done
-  refused "$way in use" "is in use: unmount it first" attach_memory detach "$dev"
+  refused "$way in use" "is in use (mounted at /mnt): unmount it first" attach_memory detach "$dev"
   check "$way umount" umount /mnt
   forget
   check "$way fsck" e2fsck -fn "$dev"

@@ -1,0 +1,295 @@
+//! The kernel's two block devices in user space: which of them, how it is attached, and what becomes of it when the
+//! process that serves it dies.
+//!
+//! A ublk device goes with its process. A device of the NBD client stays, and requests that it had sent wait until
+//! their time is up, which is long: see [`request_timeout`]. So a [`Guard`], a process of its own, detaches it when the
+//! keeper is gone, and whoever uses it sees errors at once. Nobody takes such a device over: what was acknowledged
+//! and not flushed may have gone with the process, and a file system must not go on as if it had not.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use drover_core::BlockDevice;
+use drover_frontend::nbdclient::{self, Detach};
+use drover_frontend::{nbd, ublk};
+
+use super::record::Record;
+use crate::cli::{Driver, DriverChoice};
+use crate::failure::usage;
+
+/// Connections between the kernel's NBD client and the server in this process.
+const CONNECTIONS: usize = 2;
+
+/// What a request may take beyond its waiting for the link.
+const MARGIN: Duration = Duration::from_secs(60);
+
+/// The longest that the kernel's counter of ticks is asked to hold.
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(1_000_000);
+
+/// Decides by which driver to attach.
+///
+/// # Errors
+/// When a device of the other driver is asked for, or the kernel has neither.
+pub fn choose(choice: DriverChoice, device: Option<&Path>) -> Result<Driver> {
+    let named = device.map(driver_of).transpose()?;
+    match (choice, named) {
+        (DriverChoice::Nbd, Some(Driver::Ublk)) | (DriverChoice::Ublk, Some(Driver::Nbd)) => {
+            Err(usage("--device is one of the other driver; leave --as out"))
+        }
+        (DriverChoice::Nbd, _) | (DriverChoice::Auto, Some(Driver::Nbd)) => Ok(Driver::Nbd),
+        (DriverChoice::Ublk, _) | (DriverChoice::Auto, Some(Driver::Ublk)) => Ok(Driver::Ublk),
+        (DriverChoice::Auto, None) => {
+            let Err(without_ublk) = ublk::check_available() else {
+                return Ok(Driver::Ublk);
+            };
+            if nbdclient::is_available() {
+                return Ok(Driver::Nbd);
+            }
+            match without_ublk {
+                ublk::Error::Missing { .. } => bail!(
+                    "this kernel has neither ublk nor nbd: as root, modprobe ublk_drv (or nbd), or use `drover mount --device`, which needs neither"
+                ),
+                other => bail!("this kernel has no nbd (modprobe nbd), and {other}"),
+            }
+        }
+    }
+}
+
+/// The driver of `/dev/nbdN` or `/dev/ublkbN`.
+fn driver_of(device: &Path) -> Result<Driver> {
+    let name = device.to_string_lossy();
+    if name.starts_with("/dev/nbd") {
+        Ok(Driver::Nbd)
+    } else if name.starts_with("/dev/ublkb") {
+        Ok(Driver::Ublk)
+    } else {
+        Err(usage(format!(
+            "{name} is no device of ublk or NBD: say /dev/ublkbN or /dev/nbdN"
+        )))
+    }
+}
+
+/// By which a device is known as this mount's, also after a crash, and by a person who looks into sysfs.
+fn identifier(record: &Record) -> String {
+    let id: String = record.id.iter().map(|b| format!("{b:02x}")).collect();
+    format!("drover {} {id}", record.name)
+}
+
+/// How long the kernel waits for an answer before it gives the connection up. Every request is answered before that,
+/// with an error at worst: one that writes a part of a chunk waits for the link to read the rest, and for room.
+fn request_timeout(give_up_after: Duration) -> Duration {
+    give_up_after
+        .saturating_mul(2)
+        .saturating_add(MARGIN)
+        .min(LONGEST_TIMEOUT)
+}
+
+/// A device of the kernel's NBD client. Its parts go in their order.
+pub struct KernelNbd {
+    local: nbdclient::Local,
+    server: nbd::Server,
+    guard: Guard,
+}
+
+impl KernelNbd {
+    /// Attaches `device`, to the number that the record says.
+    ///
+    /// # Errors
+    /// What stands in the way; nothing stays attached then.
+    pub fn attach(record: &Record, wanted: Option<PathBuf>, export: nbd::Export) -> Result<Self> {
+        let name = export.name.clone();
+        let server = nbd::Server::new(vec![export], nbd::ServerOptions::default())?;
+        let identifier = identifier(record);
+        let local = nbdclient::attach_local(&server, &name, CONNECTIONS, |options| {
+            nbdclient::Options {
+                device: wanted,
+                timeout: Some(request_timeout(record.how.give_up_after)),
+                // Nobody will reconnect it: see above.
+                dead_conn_timeout: None,
+                identifier: Some(identifier.clone()),
+                ..options
+            }
+        })?;
+        let guard = Guard::start(local.path(), &identifier)?;
+        Ok(KernelNbd {
+            local,
+            server,
+            guard,
+        })
+    }
+
+    /// The node.
+    pub fn path(&self) -> &Path {
+        self.local.path()
+    }
+
+    /// Detaches.
+    ///
+    /// # Errors
+    /// Why it stays attached.
+    pub fn detach(&mut self, how: Detach) -> Result<()> {
+        self.local.detach(how)?;
+        self.server.stop();
+        self.guard.dismiss();
+        Ok(())
+    }
+}
+
+/// Makes a ublk device.
+///
+/// # Errors
+/// What stands in the way; nothing stays attached then.
+pub fn attach_ublk(
+    record: &Record,
+    wanted: Option<PathBuf>,
+    device: Arc<dyn BlockDevice>,
+) -> Result<ublk::Attached> {
+    let can = device.capabilities();
+    let options = ublk::Options {
+        device: wanted,
+        block_size: can.alignment.max(512),
+        read_only: can.read_only,
+        identifier: Some(identifier(record)),
+        ..ublk::Options::default()
+    };
+    Ok(ublk::attach(device, &options)?)
+}
+
+/// Takes away what the dead process of a mount left attached. Only what is its own: the numbers that it had may be
+/// another's by now.
+///
+/// # Errors
+/// What the kernel says.
+pub fn clear(record: &Record, driver: Driver) -> Result<()> {
+    clear_identified(&identifier(record), driver)
+}
+
+fn clear_identified(identifier: &str, driver: Driver) -> Result<()> {
+    match driver {
+        Driver::Nbd => {
+            for found in nbdclient::list() {
+                if found.identifier.as_deref() == Some(identifier) {
+                    gone(nbdclient::detach_path(&found.path, Detach::Force))?;
+                }
+            }
+        }
+        Driver::Ublk => {
+            let found = match ublk::find(identifier) {
+                // Without the driver there are no devices.
+                Err(ublk::Error::Missing { .. }) => Vec::new(),
+                found => found?,
+            };
+            for path in found {
+                gone(ublk::detach_path(&path, Detach::Force))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Somebody else may have been faster.
+fn gone(detached: Result<(), nbdclient::Error>) -> Result<()> {
+    match detached {
+        Ok(()) | Err(nbdclient::Error::NotAttached { .. }) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// The other end of a pipe: a process that detaches an NBD device when this one ends without having dismissed it.
+struct Guard {
+    process: Child,
+    pipe: Option<ChildStdin>,
+}
+
+impl Guard {
+    fn start(device: &Path, identifier: &str) -> Result<Guard> {
+        let program = std::env::current_exe().context("cannot find the program itself")?;
+        let mut process = Command::new(program)
+            .arg("guard")
+            .arg(identifier)
+            .current_dir("/")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .with_context(|| {
+                format!("cannot start the process that guards {}", device.display())
+            })?;
+        let pipe = process.stdin.take();
+        Ok(Guard { process, pipe })
+    }
+
+    /// The device is gone: there is nothing left to guard.
+    fn dismiss(&mut self) {
+        drop(self.pipe.take());
+        // It finds nothing of its name, and ends.
+        if let Err(e) = self.process.wait() {
+            tracing::warn!("the guard of a device: {e}");
+        }
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if self.pipe.is_some() {
+            self.dismiss();
+        }
+    }
+}
+
+/// `drover guard`: waits until the process that started it has ended, then detaches what that left attached.
+///
+/// # Errors
+/// When the device cannot be detached.
+pub fn guard(identifier: &str) -> Result<()> {
+    // A terminal's Ctrl-C is for the keeper, which ends in good order.
+    rustix::process::setsid().ok();
+    std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())
+        .context("cannot wait for the process that keeps the device")?;
+    clear_identified(identifier, Driver::Nbd)
+}
+
+/// Lets this process, and all threads and processes that it starts from now on, allocate memory without waiting for
+/// the write-back of pages that only it can take: those of the disk it serves. Not allowed for all who may mount.
+pub fn survive_write_back() {
+    if let Err(e) = rustix::process::configure_io_flusher_behavior(true) {
+        tracing::debug!("not an I/O flusher ({e}): for devices of the kernel, root is needed");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_says_its_driver() {
+        let choose = |choice, device: &str| choose(choice, Some(Path::new(device)));
+        assert_eq!(
+            choose(DriverChoice::Auto, "/dev/nbd3").unwrap(),
+            Driver::Nbd
+        );
+        assert_eq!(
+            choose(DriverChoice::Auto, "/dev/ublkb3").unwrap(),
+            Driver::Ublk
+        );
+        assert_eq!(choose(DriverChoice::Nbd, "/dev/nbd0").unwrap(), Driver::Nbd);
+        for (choice, device) in [
+            (DriverChoice::Ublk, "/dev/nbd0"),
+            (DriverChoice::Nbd, "/dev/ublkb0"),
+            (DriverChoice::Auto, "/dev/sda"),
+        ] {
+            assert!(choose(choice, device).is_err(), "{device}");
+        }
+    }
+
+    #[test]
+    fn requests_are_given_up_here_before_the_kernel_gives_them_up() {
+        for seconds in [0, 1, 600] {
+            let give_up = Duration::from_secs(seconds);
+            assert!(request_timeout(give_up) >= give_up + MARGIN);
+        }
+        assert_eq!(request_timeout(Duration::MAX), LONGEST_TIMEOUT);
+    }
+}
