@@ -33,7 +33,7 @@ seed transfer_log batch "\\2\\3\\121\\0\\114$front$(zeros 68)\\1\\3\\0\\0"
 # A header without a caller's, and a frame of one record.
 seed chunk_log frame "DRVRCLG\\0\\1$(zeros 23)CLfr\\1\\0\\0\\0\\1$(zeros 47)"
 # option NUMBER LENGTH DATA, request COMMAND FLAGS OFFSET LENGTH, as an NBD client sends them.
-option() { printf 'IHAVEOPT\\0\\0\\0\\%s\\0\\0\\0\\%s%s' "$1" "$2" "$3"; }
+option() { printf 'IHAVEOPT\\0\\0\\0\\%s\\0\\0\\0\\%s%s' "$1" "$2" "${3-}"; }
 request() { printf '\\45\\140\\225\\23\\0\\%s\\0\\%sabcdefgh\\0\\0\\0\\0\\0\\0\\%s\\0\\0\\0\\%s\\0' "$2" "$1" "$3" "$4"; }
 context='\0\0\0\1a\0\0\0\1\0\0\0\17base:allocation'
 info='\0\0\0\1a\0\3\0\1\0\2\0\3'
@@ -43,6 +43,18 @@ seed nbd tls "\\2\\3$(option 3 0)$(option 5 0)$(option 10 0)$(option 6 15 "$info
 seed nbd name "\\0\\0$(option 1 1 b)$(request 1 0 0 20)"
 # Checksums need not be right: epoch 1 of a zero digest, zeros for the first block, the seal.
 seed overlay_files redo "\\1DRVRREDO\\1$(zeros 55)\\2$(zeros 16)\\20$(zeros 14)\\3$(zeros 7)\\1$(zeros 7)\\140$(zeros 15)"
+# 10,000 bytes in chunks of 4096; its first chunk is empty, or there.
+directory='DRVRDIR\0\1\0\0\0\0\20\0\0\20\47\0\0\0\0\0\0'
+seed directory_device empty "$directory$(zeros 4)"
+seed directory_device chunk "$directory$(zeros 4)$(zeros 4096)"
+# An opening message; a background read, part of an epoch; what a site answers to an opening and to a read of two chunks, of
+# which one is zeros; and the pieces of such an answer.
+seed mount_messages open "\\0\\1$(zeros 16)\\1\\1\\7web.img\\1\\200\\200\\4\\0\\2at"
+seed mount_messages read '\1\5\0\0\1\0\20\1'
+seed mount_messages write '\1\7\0\5\2\1\0\200\40\0some bytes'
+seed mount_messages opened "\\2\\56\\0\\0\\200\\200\\4\\200\\40$(zeros 32)\\1\\1\\0\\0\\1\\1\\1\\1"
+seed mount_messages chunks "\\2\\11\\0\\1\\1\\0\\2\\1\\2\\0\\0\\1$(zeros 40)"
+seed mount_messages pieces "\\3\\4$(zeros 7)\\2\\0\\0\\0\\1"
 
 images=corpus/seeds/image_open
 mkdir -p "$images"
