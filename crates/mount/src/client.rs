@@ -16,7 +16,7 @@ use drover_device::remote::{
     Change, Chunks, Done, Epoch, Link, Local, PresenceDone, Remote, Shape, Traffic,
 };
 use drover_net::{FrameReader, FrameWriter, WireCounters};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
@@ -166,8 +166,10 @@ struct Inner {
     wrong: AtomicU64,
     closing: AtomicBool,
     stop: watch::Sender<bool>,
-    /// Cuts the link: something waited too long.
-    cut: tokio::sync::Notify,
+    /// Cuts the link of this number, as [`State::ups`] counts: something waited too long.
+    cut: watch::Sender<u64>,
+    /// Whether the near side is told nothing more that it did not ask for since. Held while it is told.
+    silent: RwLock<bool>,
     packer: Mutex<Packer>,
 }
 
@@ -224,7 +226,8 @@ impl Client {
             wrong: AtomicU64::new(0),
             closing: AtomicBool::new(false),
             stop: watch::Sender::new(false),
-            cut: tokio::sync::Notify::new(),
+            cut: watch::Sender::new(0),
+            silent: RwLock::new(false),
             packer: Mutex::new(Packer::new()?),
         });
         threads.run(&inner)?;
@@ -312,7 +315,7 @@ async fn look(inner: Weak<Inner>) {
         let (late, stalled) = inner.state.lock().book.expire(now);
         if stalled {
             // The lane lives, or the reader would have noticed, but no answer comes.
-            inner.cut.notify_one();
+            inner.cut_link();
         }
         let why = inner.why_not();
         for (job, runs) in late {
@@ -412,8 +415,20 @@ impl Inner {
         }
     }
 
+    /// Ends the link that is up; the next one is made at once.
+    fn cut_link(&self) {
+        let state = self.state.lock();
+        if matches!(state.link, Link::Up(_)) {
+            self.cut.send_replace(state.ups);
+        }
+    }
+
     /// Tells that a request failed.
     fn fail(&self, job: Job<Reply>, runs: &[Chunks], error: &DeviceError) {
+        if matches!(job.ask, Ask::Commit { .. }) && error.is_transient() {
+            // Whether it counts is only told when a link comes up, and that is what the near side waits for.
+            self.cut_link();
+        }
         match job.to {
             Reply::Chunks => {
                 for run in runs {
@@ -627,9 +642,14 @@ impl Remote for Client {
         // Whatever the answer: the site knows, or cannot be told.
         let done: Done = Box::new(move |result| {
             told.end(DeviceError::Closed);
-            done(match result {
-                Err(DeviceError::Unavailable(_) | DeviceError::Closed) => Ok(()),
-                other => other,
+            let teller = told.teller.clone();
+            // Behind all that has failed with it.
+            teller.call(move || {
+                *told.silent.write() = true;
+                done(match result {
+                    Err(DeviceError::Unavailable(_) | DeviceError::Closed) => Ok(()),
+                    other => other,
+                });
             });
         });
         let job = Job {

@@ -223,7 +223,7 @@ impl Server {
         let Joined {
             lane,
             earlier,
-            told: (identity, fresh),
+            told: (mut identity, fresh),
         } = self.join(peer, &open, image, shape, admitted)?;
         self.joined.notify_waiters();
         let ready = lane.shared.ready.get_or_try_init(|| async {
@@ -241,6 +241,10 @@ impl Server {
         if let Err(refusal) = ready.await {
             self.leave(&lane).await;
             return Err(refusal);
+        }
+        if open.access == Access::ReadWrite {
+            // What the mount's earlier link began may have been committed since it was let in.
+            identity.epoch = lane.image.committed();
         }
         let can = lane.image.device().capabilities();
         let opened = Opened {

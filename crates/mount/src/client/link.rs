@@ -294,6 +294,8 @@ async fn serve(inner: &Arc<Inner>, up: Up) -> Ended {
         ..
     } = up;
     let mut stop = inner.stop.subscribe();
+    let mut cut = inner.cut.subscribe();
+    let ups = inner.state.lock().ups;
     loop {
         tokio::select! {
             Some(joined) = joining.join_next() => match joined {
@@ -322,7 +324,7 @@ async fn serve(inner: &Arc<Inner>, up: Up) -> Ended {
                     why => Ended::Lost(why.to_string()),
                 };
             }
-            () = inner.cut.notified() => {
+            _ = cut.wait_for(|cut| *cut >= ups) => {
                 return Ended::Lost("the site gave no answer".into());
             }
             _ = stop.wait_for(|stop| *stop) => return Ended::Stopped,

@@ -173,6 +173,11 @@ fn handle(inner: &Weak<Inner>, task: Task, unpacker: &mut Unpacker) {
     let Some(local) = inner.local.get().and_then(Weak::upgrade) else {
         return;
     };
+    let silent = inner.silent.read();
+    // A request that came after the end is still answered.
+    if *silent && !matches!(task, Task::Failed(..)) {
+        return;
+    }
     match task {
         Task::Chunks(task) => {
             inner.verify(&task, unpacker, local.as_ref());

@@ -127,12 +127,35 @@ impl Image {
         self.desk.lock().left(peer, mount, now);
     }
 
-    /// A mount gives back what it has.
+    /// A mount gives back what it has. What it staged and did not commit is forgotten.
     ///
     /// # Errors
     /// A disk that fails.
     pub fn close(&self, peer: PeerKey, mount: MountId, link: u64) -> Result<(), Refusal> {
-        self.desk.lock().close(peer, mount, link)
+        let mut desk = self.desk.lock();
+        if desk.is_held_by(peer, mount)
+            && let Err(refusal) = self.abandon()
+        {
+            // It is dropped all the same; only its file is left, until the overlay is opened again.
+            tracing::warn!(%refusal, image = %self.name, "what was staged cannot be removed");
+        }
+        desk.close(peer, mount, link)
+    }
+
+    /// Checks that a mount may still write: its lanes may outlive its lease.
+    ///
+    /// # Errors
+    /// [`Code::LeaseLost`].
+    pub fn check_lease(&self, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
+        self.lease_of(&self.desk.lock(), peer, mount)
+    }
+
+    fn lease_of(&self, desk: &Desk, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
+        if desk.is_held_by(peer, mount) {
+            return Ok(());
+        }
+        let text = format!("this mount has no lease of {} any more", self.name.as_str());
+        Err(Refusal::new(Code::LeaseLost, text))
     }
 
     /// The owner takes the writer's lease away.
@@ -170,16 +193,28 @@ impl Image {
         Ok(staged.map_err(DeviceError::from)?)
     }
 
-    /// Makes the next epoch count. One that counts already is not an error: its answer may have been lost.
+    /// Makes the next epoch of a mount count; [`Image::settle`] is to follow. One that counts already is not an error: its
+    /// answer may have been lost.
     ///
     /// # Errors
-    /// Another epoch than the next, or a disk that fails.
-    pub fn commit(&self, epoch: u64) -> Result<(), Refusal> {
+    /// The mount's lease has ended, another epoch than the next, or a disk that fails.
+    pub fn commit(&self, epoch: u64, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
+        // Held over the commit: whoever gets the lease next is told of an epoch that no late commit follows.
+        let desk = self.desk.lock();
+        self.lease_of(&desk, peer, mount)?;
         if epoch == self.committed() && epoch > 0 {
             return Ok(());
         }
-        let committed = self.next(epoch)?.commit(Epoch(epoch));
-        Ok(committed.map_err(DeviceError::from)?)
+        let sealed = self.next(epoch)?.seal(Epoch(epoch));
+        Ok(sealed.map_err(DeviceError::from)?)
+    }
+
+    /// Copies the epoch that was committed last into its place; nobody need wait for it. When it fails it is tried again
+    /// before the next change.
+    pub fn settle(&self) {
+        if let Some(Err(error)) = self.overlay.get().map(Overlay::settle) {
+            tracing::warn!(%error, image = %self.name, "an epoch waits to be copied into its overlay");
+        }
     }
 
     /// Forgets what an earlier link staged.

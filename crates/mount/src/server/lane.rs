@@ -298,9 +298,11 @@ impl Lane {
         });
         let mut state = self.state.lock();
         state.working -= 1;
+        let mut committed = false;
         if let Some(made) = made.filter(|_| !state.closed) {
+            committed = matches!(made.head, Answer::Committed { .. });
             let bytes = made.bytes();
-            state.queue.made(bytes);
+            state.queue.made(bytes, front);
             if !state.queue.is_owed(made.head.id()) {
                 state.queue.left(bytes, front, made.head.id(), made.answers);
             } else if front {
@@ -316,6 +318,10 @@ impl Lane {
         }
         self.wake.notify_one();
         self.pump();
+        if committed {
+            // The answer is on its way already.
+            self.image.settle();
+        }
     }
 
     async fn write(self: &Arc<Self>, writer: &mut FrameWriter) -> Result<(), MountError> {

@@ -112,6 +112,12 @@ impl Desk {
         self.record.holder.as_ref()
     }
 
+    /// Whether a mount has the writer's lease.
+    pub fn is_held_by(&self, peer: PeerKey, mount: MountId) -> bool {
+        self.holder()
+            .is_some_and(|holder| (holder.peer, holder.mount) == (peer.0, mount))
+    }
+
     /// Whether a mount has ever had the writer's lease.
     pub fn was_written(&self) -> bool {
         self.record.edition > 0
@@ -239,16 +245,13 @@ impl Desk {
             self.closed.pop_front();
         }
         self.readers.remove(&(peer, mount));
-        match self.holder() {
-            Some(holder) if (holder.peer, holder.mount) == (peer.0, mount) => {
-                let record = Record {
-                    holder: None,
-                    ..self.record.clone()
-                };
-                self.keep(record)
-            }
-            _ => Ok(()),
+        if !self.is_held_by(peer, mount) {
+            return Ok(());
         }
+        self.keep(Record {
+            holder: None,
+            ..self.record.clone()
+        })
     }
 
     /// The site's owner takes the lease away; the holder that had it.

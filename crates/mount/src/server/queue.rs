@@ -14,7 +14,8 @@ const BACK_UNITS: usize = 8;
 /// Waited-for units of a lane that are being worked on or wait for the link, at most.
 const FRONT_UNITS: usize = 64;
 
-/// Bytes of answers of a lane that wait for the link before no more are made.
+/// Bytes of answers of a lane that wait for the link before no more are made: as much again for those that somebody waits
+/// for, so that background answers without credit do not hold them up.
 const MAX_READY: u64 = 4 << 20;
 
 /// A piece of work, small enough that what is more urgent need not wait long for it.
@@ -43,7 +44,8 @@ pub struct Queue {
     body_bytes: usize,
     front_units: usize,
     back_units: usize,
-    ready_bytes: u64,
+    front_ready: u64,
+    back_ready: u64,
 }
 
 #[derive(Debug)]
@@ -123,10 +125,8 @@ impl Queue {
 
     /// The next piece of work and whether somebody waits for it. Background pieces are about `unit` bytes long.
     pub fn take(&mut self, chunk: u32, unit: u64) -> Option<(Unit, bool)> {
-        if self.ready_bytes >= MAX_READY {
-            return None;
-        }
         if self.front_units < FRONT_UNITS
+            && self.front_ready < MAX_READY
             && let Some(unit) = Self::cut(&mut self.front, u64::from(MAX_UNIT), chunk)
         {
             self.front_units += 1;
@@ -134,6 +134,7 @@ impl Queue {
             return Some((unit, true));
         }
         if self.back_units < BACK_UNITS
+            && self.back_ready < MAX_READY
             && let Some(unit) = Self::cut(&mut self.back, unit, chunk)
         {
             self.back_units += 1;
@@ -166,14 +167,22 @@ impl Queue {
     }
 
     /// A unit has been worked on; its answer of so many bytes waits for the link.
-    pub fn made(&mut self, bytes: u64) {
-        self.ready_bytes += bytes;
+    pub fn made(&mut self, bytes: u64, front: bool) {
+        *self.ready(front) += bytes;
+    }
+
+    fn ready(&mut self, front: bool) -> &mut u64 {
+        if front {
+            &mut self.front_ready
+        } else {
+            &mut self.back_ready
+        }
     }
 
     /// An answer to nothing waits for the link: that the lane ends.
     pub fn made_unasked(&mut self, bytes: u64) {
         self.front_units += 1;
-        self.ready_bytes += bytes;
+        self.front_ready += bytes;
     }
 
     /// Whether a request still gets answers: not after an error.
@@ -184,7 +193,7 @@ impl Queue {
     /// An answer to `id` of so many bytes has left for the link, or was dropped. It was worth `answers` of those that
     /// are owed, all of them if it was an error.
     pub fn left(&mut self, bytes: u64, front: bool, id: u64, answers: Option<u32>) {
-        self.ready_bytes -= bytes;
+        *self.ready(front) -= bytes;
         if front {
             self.front_units -= 1;
         } else {
@@ -201,5 +210,92 @@ impl Queue {
                 self.back.retain(|e| e.ask.id() != Some(id));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHUNK: u32 = 4 << 20;
+
+    fn read(id: u64, background: bool) -> Ask {
+        Ask::Read {
+            id,
+            first: id,
+            count: 1,
+            background,
+        }
+    }
+
+    #[test]
+    fn what_waits_without_credit_does_not_hold_up_what_somebody_waits_for() {
+        let mut queue = Queue::default();
+        for id in 1..=4 {
+            queue.admit(read(id, true), Bytes::new(), CHUNK).unwrap();
+        }
+        let mut made = 0;
+        while let Some((unit, front)) = queue.take(CHUNK, 1 << 20) {
+            assert!(matches!(unit, Unit::Read { .. }) && !front);
+            queue.made(u64::from(CHUNK), false);
+            made += 1;
+        }
+        assert_eq!(made, 1, "four MiB that wait are enough");
+        queue.admit(read(9, false), Bytes::new(), CHUNK).unwrap();
+        let unit = Unit::Read {
+            id: 9,
+            first: 9,
+            count: 1,
+        };
+        assert_eq!(queue.take(CHUNK, 1 << 20), Some((unit, true)));
+    }
+
+    #[test]
+    fn a_hurried_read_goes_first_and_an_error_ends_all_of_a_request() {
+        let chunk = 64 << 10;
+        let mut queue = Queue::default();
+        for id in 1..=3 {
+            let ask = Ask::Read {
+                id,
+                first: 16 * id,
+                count: 16,
+                background: true,
+            };
+            queue.admit(ask, Bytes::new(), chunk).unwrap();
+        }
+        queue.hurry(3);
+        queue.hurry(77);
+        let (unit, front) = queue.take(chunk, 64 << 10).unwrap();
+        assert!(
+            front
+                && matches!(
+                    unit,
+                    Unit::Read {
+                        id: 3,
+                        count: 4,
+                        ..
+                    }
+                )
+        );
+        queue.made(100, true);
+        queue.left(100, true, 3, None);
+        assert!(!queue.is_owed(3), "an error is all that it gets");
+        let (unit, front) = queue.take(chunk, 64 << 10).unwrap();
+        assert!(
+            !front
+                && matches!(
+                    unit,
+                    Unit::Read {
+                        id: 1,
+                        count: 1,
+                        ..
+                    }
+                )
+        );
+        queue.made(50, false);
+        queue.left(50, false, 1, Some(1));
+        assert!(queue.is_owed(1), "fifteen chunks are to come");
+        let again = queue.admit(read(1, true), Bytes::new(), chunk);
+        assert_eq!(again.unwrap_err().code, Code::Protocol);
     }
 }

@@ -181,6 +181,11 @@ impl Client<'_> {
             }
             return Err(DeviceError::ReadOnly.into());
         }
+        let (peer, mount) = self.key;
+        if let Ask::Commit { epoch, .. } = *ask {
+            return self.image.commit(epoch, peer, mount);
+        }
+        self.image.check_lease(peer, mount)?;
         let mut unpacked = |coding: Coding, length: u32| {
             tools
                 .unpacker
@@ -205,7 +210,6 @@ impl Client<'_> {
                 length,
                 ..
             } => self.image.stage(epoch, &[Change::Zero(offset, length)]),
-            Ask::Commit { epoch, .. } => self.image.commit(epoch),
             Ask::DirectWrite {
                 offset,
                 length,

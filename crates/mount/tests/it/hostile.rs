@@ -569,3 +569,54 @@ fn another_sites_mount_is_not_taken_over_by_its_number() {
         }
     });
 }
+
+#[test]
+fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(3_000_000, 9)));
+    let near = Near::new(site.server.clone());
+    let epoch = 1 << 32;
+    let write = |id| Ask::Write {
+        id,
+        epoch,
+        offset: 0,
+        length: 4096,
+        coding: Coding::Plain,
+    };
+    runtime.block_on(async {
+        let open = opening(MountId::random(), Access::ReadWrite);
+        let mut rude = Rude::open(&site, &near, open);
+        assert!(matches!(rude.hear().await, Some(Answer::Opened(_))));
+        rude.ask(&write(1), &[7; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 1 }));
+        rude.ask(&Ask::Close { id: 2 }, &[]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 2 }));
+        let left = std::fs::read_dir(site.directory.path().join("overlays/web")).unwrap();
+        let redo = left
+            .flatten()
+            .filter(|file| file.file_name().to_string_lossy().contains("redo"));
+        assert_eq!(redo.count(), 0, "what was staged went with the lease");
+        // The lane is there yet, its lease is not.
+        let direct = Ask::DirectWrite {
+            id: 5,
+            offset: 0,
+            length: 4096,
+            coding: Coding::Plain,
+        };
+        let late = [
+            (write(3), vec![7; 4096]),
+            (Ask::Commit { id: 4, epoch }, vec![]),
+            (direct, vec![7; 4096]),
+        ];
+        for (ask, body) in late {
+            rude.ask(&ask, &body).await;
+            let answer = rude.hear().await;
+            assert!(
+                matches!(&answer, Some(Answer::Error { id, refusal })
+                    if Some(*id) == ask.id() && refusal.code == Code::LeaseLost),
+                "{ask:?}: {answer:?}"
+            );
+        }
+    });
+}
