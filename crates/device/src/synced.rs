@@ -240,7 +240,7 @@ impl Synced {
                 .map(|size| (size / geometry.chunk()).max(least)),
             push_interval: options.push_interval,
             high_water: options.high_water,
-            give_up_after: options.give_up_after,
+            give_up_after: options.give_up_after.min(LONGEST_PATIENCE),
             hooks: options.hooks,
             recorder: options.record_order.then(|| order::Recorder::new(geometry)),
             unverified: AtomicU64::new(unverified),
@@ -296,6 +296,9 @@ impl Synced {
         }
         self.shared.stop();
         self.join();
+        // Changes that were under way are done, and none begins: the map is about to say what is here.
+        drop(self.shared.barrier.write());
+        self.shared.states.drain();
         // What still comes from there is not taken any more. Whoever still has something to push stays the one who may
         // write: the far side is not told then.
         if self.shared.unpushed_bytes() == 0 {
@@ -337,6 +340,9 @@ fn spawn(
     let thread = std::thread::Builder::new().name(name.to_owned());
     Ok(thread.spawn(move || work(&shared))?)
 }
+
+/// The longest wait for the far side: so long that nobody sees the end, and short enough to be added to any time.
+const LONGEST_PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// How long a close waits for the far side to be told.
 const FAREWELL: Duration = Duration::from_secs(10);
@@ -399,10 +405,11 @@ impl Shared {
         if let Link::Gone(error) = &link {
             self.fail(error.clone());
         }
-        *self.link.lock() = link;
+        // Before anybody pushes by the new link.
         if up && let Err(error) = self.saver.meet(self.remote.as_ref()) {
             self.fail(error);
         }
+        *self.link.lock() = link;
         self.link_changed.notify_all();
         self.push.wake();
         if up {

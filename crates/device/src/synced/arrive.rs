@@ -63,6 +63,10 @@ impl Shared {
     /// Puts a chunk in its place, and says what it holds there; none when there was something newer.
     fn store(&self, index: u64, content: &Content) -> Result<Option<Content>, DeviceError> {
         let _stripe = self.states.write(index);
+        // It may come twice: the second may be older than what is here, and after a close the files are another's.
+        if self.is_closed() || !self.states.in_flight(index) {
+            return Ok(None);
+        }
         match (self.states.get(index), content) {
             (State::Absent, Content::Zero) => {
                 self.become_clean(index, State::Zero, None);

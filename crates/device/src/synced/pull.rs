@@ -285,6 +285,14 @@ impl Shared {
         }
     }
 
+    /// What failed although the link stands is asked for again by nobody else.
+    pub(super) fn pull_on(&self) {
+        if self.is_up() {
+            self.ask_presence();
+            self.remote.kick();
+        }
+    }
+
     fn presence(&self, number: u64, answer: Result<Vec<Chunks>, DeviceError>) {
         if self.is_closed() {
             return;

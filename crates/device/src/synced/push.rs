@@ -24,6 +24,8 @@ const UNDER_WAY: u64 = 8 << 20;
 const MOST_UNDER_WAY: u64 = 64 << 20;
 /// How long the thread sleeps at most: it looks at the clock then.
 const TICK: Duration = Duration::from_millis(250);
+/// How long after a commit that failed on a link that stands it is asked for again.
+const COMMIT_AGAIN: Duration = Duration::from_secs(1);
 /// How long after a refused push the next one is tried without anybody asking.
 const AFTER_REFUSAL: Duration = Duration::from_secs(5);
 
@@ -49,7 +51,6 @@ struct Turns {
     not_before: Option<Instant>,
     /// Somebody needs room.
     requested: bool,
-    epoch: Epoch,
 }
 
 /// What the pusher, flushes and writers tell each other.
@@ -71,7 +72,6 @@ impl Push {
                 last_freeze: Instant::now(),
                 not_before: None,
                 requested: false,
-                epoch: Epoch(0),
             }),
             changed: Condvar::new(),
         }
@@ -261,7 +261,6 @@ impl Shared {
             return Err(DeviceError::Unavailable("the link is down".into()));
         };
         let epoch = self.remote.committed().after(random());
-        self.push.state.lock().epoch = epoch;
         self.send(epoch)?;
         // Nothing may count over there that a crash here would forget: the map must call it dirty.
         self.save(false)?;
@@ -325,8 +324,36 @@ impl Shared {
         }
     }
 
-    /// Has an epoch counted. When the answer is lost with the link, the far side says what became of it once it is back.
+    /// Has an epoch counted. When the answer is lost with the link, the far side says what became of it once it is
+    /// back; when it is lost otherwise, the commit is asked for again, which changes nothing if it counts.
     fn commit(&self, epoch: Epoch, link: u64) -> Result<(), DeviceError> {
+        loop {
+            let Err(error) = self.ask_commit(epoch) else {
+                return Ok(());
+            };
+            if !error.is_transient() {
+                return Err(error);
+            }
+            let answered = Instant::now();
+            loop {
+                self.alive()?;
+                let now = self.link.lock().clone();
+                match now {
+                    Link::Up(now) if now > link => {
+                        return match self.remote.committed() == epoch {
+                            true => Ok(()),
+                            false => Err(error),
+                        };
+                    }
+                    Link::Up(_) if answered.elapsed() >= COMMIT_AGAIN => break,
+                    _ => self.pause_for_link(),
+                }
+            }
+            tracing::info!(%error, "a commit is asked for again");
+        }
+    }
+
+    fn ask_commit(&self, epoch: Epoch) -> Result<(), DeviceError> {
         let (tell, told) = std::sync::mpsc::channel();
         self.remote.commit(
             epoch,
@@ -334,33 +361,17 @@ impl Shared {
                 let _ = tell.send(result);
             }),
         );
-        let result = loop {
+        loop {
             match told.recv_timeout(TICK) {
-                Ok(result) => break result,
+                Ok(result) => return result,
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
-                    break Err(DeviceError::Unavailable(
+                    return Err(DeviceError::Unavailable(
                         "the commit was not answered".into(),
                     ));
                 }
                 Err(_) if self.is_closed() => return Err(DeviceError::Closed),
                 Err(_) => {}
             }
-        };
-        let Err(error) = result else { return Ok(()) };
-        if !error.is_transient() {
-            return Err(error);
-        }
-        loop {
-            self.alive()?;
-            match *self.link.lock() {
-                Link::Up(now) if now > link => break,
-                _ => {}
-            }
-            self.pause_for_link();
-        }
-        match self.remote.committed() == epoch {
-            true => Ok(()),
-            false => Err(error),
         }
     }
 

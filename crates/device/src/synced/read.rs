@@ -6,7 +6,7 @@ use drover_core::{DeviceError, check_range};
 
 use super::Shared;
 use super::state::State;
-use super::wait::Outcome;
+use super::wait::{Outcome, Ticket};
 use crate::remote::{Chunks, Content};
 
 /// Chunks that came for a request: in a small cache they may be gone again before it looks, or found no room.
@@ -186,40 +186,45 @@ impl Shared {
         chunks: &[u64],
         deadline: Instant,
     ) -> Result<Vec<(u64, Outcome)>, DeviceError> {
-        for index in chunks {
-            self.waits.join(*index);
+        let tickets: Vec<Ticket> = chunks.iter().map(|i| self.waits.join(*i)).collect();
+        // Looked at after joining: whoever stops the device tells those who have joined.
+        if let Err(error) = self.alive() {
+            tickets.into_iter().for_each(|t| self.waits.leave(t));
+            return Err(error);
         }
         let mut asked: Vec<Chunks> = Vec::new();
         let mut coming = Vec::new();
-        for index in chunks {
-            if self.states.ask(*index) {
-                self.waits.demand(*index);
+        for ticket in tickets {
+            let index = ticket.index;
+            if !self.states.ask(index) && !self.states.in_flight(index) {
+                self.waits.leave(ticket);
+                continue;
+            }
+            // What is under way in the background is asked for as well, which hurries it.
+            if self.waits.demand(index) {
                 match asked.last_mut() {
-                    Some(run) if run.end() == *index => run.count += 1,
+                    Some(run) if run.end() == index => run.count += 1,
                     _ => asked.push(Chunks {
-                        first: *index,
+                        first: index,
                         count: 1,
                     }),
                 }
-                coming.push(*index);
-            } else if self.states.in_flight(*index) {
-                coming.push(*index);
-            } else {
-                self.waits.leave(*index);
             }
+            coming.push(ticket);
         }
         for run in asked {
             self.remote.fetch(run);
         }
         let mut outcomes = Vec::new();
         let mut failure = None;
-        for index in coming {
+        for ticket in coming {
+            let index = ticket.index;
             // All are waited for, or left: a count that stays behind would never go.
             let end = match failure {
                 None => deadline,
                 Some(_) => Instant::now(),
             };
-            match self.waits.wait(index, end) {
+            match self.waits.wait(ticket, end) {
                 Some(Outcome::Failed(error)) => failure = Some(error),
                 Some(outcome) => outcomes.push((index, outcome)),
                 None if failure.is_none() => failure = Some(self.too_late(index)),

@@ -67,7 +67,8 @@ impl Saver {
         // Asked under the lock: the pusher may be writing down a commit.
         let theirs = remote.committed();
         match log.knows(theirs) {
-            true if log.committed.is_none() => log.agree(theirs),
+            // A commit whose answer was lost: it must not be asked for an epoch of ours once there is a later one.
+            true if log.committed != Some(theirs) => log.agree(theirs),
             true => Ok(()),
             false => Err(DeviceError::Corrupt(
                 "the image was changed elsewhere while the link was down; unmount, and mount anew"
@@ -233,6 +234,7 @@ impl Shared {
             let pulled = self.saver.pulled.load(Ordering::Relaxed);
             if last.elapsed() >= EVERY || pulled >= PULLED {
                 last = std::time::Instant::now();
+                self.pull_on();
                 if let Err(error) = self.save(true) {
                     tracing::warn!(%error, "pulled chunks are not saved");
                     // Not again at once.

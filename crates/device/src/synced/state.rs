@@ -332,6 +332,13 @@ impl States {
         self.stripe(index).write()
     }
 
+    /// Waits until whoever holds a lock now has let go of it.
+    pub fn drain(&self) {
+        for stripe in &self.stripes {
+            drop(stripe.write());
+        }
+    }
+
     /// The run of chunks from `first` on, before `end`, that would have to be asked for.
     pub fn run(&self, first: u64, end: u64) -> Option<Chunks> {
         let from = (first..end).find(|i| self.wanted(*i))?;

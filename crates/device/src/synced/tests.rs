@@ -9,6 +9,7 @@ use crate::remote::{Change, Committer, Epoch, LocalRemote};
 use crate::storage::FakeDirectory;
 
 mod crash;
+mod losses;
 mod pulls;
 mod pushes;
 

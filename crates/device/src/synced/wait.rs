@@ -1,6 +1,7 @@
 //! Requests that wait for chunks to arrive: all that want a chunk share one fetch.
 
 use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use drover_core::DeviceError;
@@ -21,12 +22,23 @@ pub enum Outcome {
     Failed(DeviceError),
 }
 
+/// What one fetch brought, for all who waited for that one. Whoever joins later gets an answer of its own: this one
+/// may be older than what has been written since.
+type Answer = Arc<OnceLock<Outcome>>;
+
 #[derive(Default)]
 struct Waiting {
     waiters: u32,
     /// Asked for because of them.
     demanded: bool,
-    outcome: Option<Outcome>,
+    answer: Answer,
+}
+
+/// Says that somebody waits, until it is given to [`Waits::wait`] or [`Waits::leave`].
+#[must_use]
+pub struct Ticket {
+    pub index: u64,
+    answer: Answer,
 }
 
 #[derive(Default)]
@@ -52,36 +64,41 @@ impl Waits {
     }
 
     /// Says that the caller will wait; before it looks whether the chunk is in flight, so that no answer is missed.
-    pub fn join(&self, index: u64) {
+    pub fn join(&self, index: u64) -> Ticket {
         let mut waiting = self.shard(index).waiting.lock();
-        waiting.entry(index).or_default().waiters += 1;
+        let entry = waiting.entry(index).or_default();
+        entry.waiters += 1;
+        Ticket {
+            index,
+            answer: Arc::clone(&entry.answer),
+        }
     }
 
-    /// Says that the chunk is asked for again, before it is.
-    pub fn demand(&self, index: u64) {
-        if let Some(waiting) = self.shard(index).waiting.lock().get_mut(&index) {
-            waiting.demanded = true;
-            waiting.outcome = None;
+    /// Says that the chunk is asked for because somebody waits: true for the first, who must ask.
+    pub fn demand(&self, index: u64) -> bool {
+        let mut waiting = self.shard(index).waiting.lock();
+        match waiting.get_mut(&index) {
+            Some(entry) => !std::mem::replace(&mut entry.demanded, true),
+            None => false,
         }
     }
 
     /// Waits no more.
-    pub fn leave(&self, index: u64) {
-        let mut waiting = self.shard(index).waiting.lock();
-        leave(&mut waiting, index);
+    pub fn leave(&self, ticket: Ticket) {
+        leave(&mut self.shard(ticket.index).waiting.lock(), &ticket);
     }
 
-    /// Waits for the answer, and leaves. None at the deadline.
-    pub fn wait(&self, index: u64, deadline: Instant) -> Option<Outcome> {
-        let shard = self.shard(index);
+    /// Waits for the answer. None at the deadline.
+    pub fn wait(&self, ticket: Ticket, deadline: Instant) -> Option<Outcome> {
+        let shard = self.shard(ticket.index);
         let mut waiting = shard.waiting.lock();
         loop {
-            let outcome = waiting.get(&index).and_then(|w| w.outcome.clone());
-            let late =
-                outcome.is_none() && shard.changed.wait_until(&mut waiting, deadline).timed_out();
-            if outcome.is_some() || late {
-                leave(&mut waiting, index);
-                return outcome;
+            if let Some(outcome) = ticket.answer.get() {
+                return Some(outcome.clone());
+            }
+            if shard.changed.wait_until(&mut waiting, deadline).timed_out() {
+                leave(&mut waiting, &ticket);
+                return ticket.answer.get().cloned();
             }
         }
     }
@@ -100,9 +117,9 @@ impl Waits {
     /// Tells those who wait.
     pub fn tell(&self, index: u64, outcome: Outcome) {
         let shard = self.shard(index);
-        if let Some(waiting) = shard.waiting.lock().get_mut(&index) {
-            waiting.outcome = Some(outcome);
-            waiting.demanded = false;
+        if let Some(waiting) = shard.waiting.lock().remove(&index) {
+            // The only place beside `tell_all` that sets it, and both take the entry out first.
+            let _ = waiting.answer.set(outcome);
             shard.changed.notify_all();
         }
     }
@@ -110,19 +127,44 @@ impl Waits {
     /// Tells all who wait, for whatever chunk.
     pub fn tell_all(&self, error: &DeviceError) {
         for shard in &self.shards {
-            for waiting in shard.waiting.lock().values_mut() {
-                waiting.outcome = Some(Outcome::Failed(error.clone()));
+            for (_, waiting) in shard.waiting.lock().drain() {
+                let _ = waiting.answer.set(Outcome::Failed(error.clone()));
             }
             shard.changed.notify_all();
         }
     }
 }
 
-fn leave(waiting: &mut HashMap<u64, Waiting>, index: u64) {
-    if let Some(entry) = waiting.get_mut(&index) {
-        entry.waiters -= 1;
-        if entry.waiters == 0 {
-            waiting.remove(&index);
-        }
+fn leave(waiting: &mut HashMap<u64, Waiting>, ticket: &Ticket) {
+    let Some(entry) = waiting.get_mut(&ticket.index) else {
+        return;
+    };
+    // After an answer the entry, if there is one, is that of others.
+    if !Arc::ptr_eq(&entry.answer, &ticket.answer) {
+        return;
+    }
+    entry.waiters -= 1;
+    if entry.waiters == 0 {
+        waiting.remove(&ticket.index);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_is_for_those_who_waited_when_it_came() {
+        let waits = Waits::new();
+        let first = waits.join(7);
+        assert!(waits.demand(7) && !waits.demand(7));
+        waits.tell(7, Outcome::Here(Some(Content::Zero)));
+        // The first has not looked yet; the chunk may have been written, pushed and evicted since.
+        let second = waits.join(7);
+        assert!(waits.must_demand(7), "nothing was asked for the second");
+        assert!(waits.wait(second, Instant::now()).is_none());
+        assert!(!waits.any(7));
+        let answer = waits.wait(first, Instant::now());
+        assert!(matches!(answer, Some(Outcome::Here(Some(Content::Zero)))));
     }
 }

@@ -73,7 +73,9 @@ impl Shared {
         deadline: &mut Option<Instant>,
     ) -> Result<(), DeviceError> {
         let mut tries = 0;
-        for round in 0.. {
+        // How often all that was missing came.
+        let mut round = 0;
+        loop {
             if round >= ROUNDS {
                 // In a small cache what was fetched may be evicted again before it is used: more must become clean.
                 self.wait_for_room(*deadline, round > ROUNDS + 6)?;
@@ -88,6 +90,8 @@ impl Shared {
                 self.reserve(new.count() as u64, &touched)?;
             }
             let barrier = self.barrier.read();
+            // A close waits for those who are past this.
+            self.alive()?;
             let stripe = self.states.write(touched.start);
             let missing: Vec<u64> = touched
                 .clone()
@@ -115,7 +119,9 @@ impl Shared {
                 .filter(|i| !self.states.get(*i).whole())
                 .collect();
             let deadline = *deadline.get_or_insert_with(|| Instant::now() + self.give_up_after);
-            for (_, outcome) in self.await_chunks(&missing, deadline)? {
+            let came = self.await_chunks(&missing, deadline)?;
+            round += u32::from(came.len() == missing.len());
+            for (_, outcome) in came {
                 if let Outcome::Handed(_, error) = outcome {
                     // In a cache of limited size there will be room; on a full disk there may never be.
                     tries += u32::from(self.cache_limit.is_none());
@@ -125,7 +131,6 @@ impl Shared {
                 }
             }
         }
-        Ok(())
     }
 
     /// Whether a write must know more of a chunk than is here (or sure).

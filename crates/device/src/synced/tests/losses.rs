@@ -1,0 +1,136 @@
+//! Answers that are lost, and moments that are bad ones.
+
+use super::*;
+use crate::remote::Remote;
+
+fn local(directory: &FakeDirectory, remote: &Arc<LocalRemote>) -> SyncedOptions {
+    SyncedOptions {
+        sync: Sync::Local,
+        push_interval: Duration::from_millis(5),
+        ..options(directory, remote)
+    }
+}
+
+#[test]
+fn a_commit_that_times_out_on_a_link_that_stands_is_asked_for_again() {
+    let far = Far::new(&[0; 100_000]);
+    let device = Synced::open(options(&FakeDirectory::default(), &far.remote())).unwrap();
+    let mut failures = 1;
+    *far.on_commit.lock() = Some(Box::new(move || match failures {
+        0 => Ok(()),
+        _ => {
+            failures -= 1;
+            Err(DeviceError::Unavailable("no answer in time".into()))
+        }
+    }));
+    device.write(0, &[1; 5000]).unwrap();
+    let began = Instant::now();
+    device.flush().unwrap();
+    assert!(began.elapsed() < Duration::from_secs(10));
+    assert_eq!(far.bytes()[..5000], [1; 5000]);
+    assert_eq!(far.commits.load(Ordering::Acquire), 1);
+}
+
+#[test]
+fn a_commit_learned_of_late_is_still_known_when_the_next_is_lost() {
+    let far = Far::new(&[0; 200_000]);
+    let directory = FakeDirectory::default();
+    let remote = far.remote();
+    let device = Synced::open(local(&directory, &remote)).unwrap();
+    let weak = Arc::downgrade(&remote);
+    *far.on_commit.lock() = Some(Box::new(move || {
+        if let Some(remote) = weak.upgrade() {
+            remote.cut("for good");
+        }
+        Ok(())
+    }));
+    device.write(0, &[1; 50_000]).unwrap();
+    device.flush().unwrap();
+    soon("a commit", || far.commits.load(Ordering::Acquire) == 1);
+    drop(device);
+    remote.close(Box::new(|_| {}));
+    // Opened without a link: what became of the commit is learned when there is one.
+    let remote = far.remote();
+    remote.cut("not yet");
+    let weak = Arc::downgrade(&remote);
+    let lost = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&lost);
+    *far.on_commit.lock() = Some(Box::new(move || {
+        if let Some(remote) = weak.upgrade() {
+            remote.cut("again");
+        }
+        count.fetch_add(1, Ordering::AcqRel);
+        Err(DeviceError::Unavailable("cut".into()))
+    }));
+    let device = Synced::open(local(&directory.after_kill(), &remote)).unwrap();
+    remote.mend();
+    device.write(0, &[2; 60_000]).unwrap();
+    device.flush().unwrap();
+    soon("a commit that is lost", || lost.load(Ordering::Acquire) > 0);
+    *far.on_commit.lock() = None;
+    remote.mend();
+    device.close(true).unwrap();
+    assert_eq!(far.bytes()[..60_000], [2; 60_000]);
+}
+
+#[test]
+fn a_write_during_the_close_is_refused_or_remembered() {
+    let size = 64 * CHUNK as usize;
+    let far = Far::new(&random_bytes(5, size));
+    let directory = FakeDirectory::default();
+    for round in 0..5u64 {
+        let device = Synced::open(options(&directory, &far.remote())).unwrap();
+        assert!(device.puller().wait(Duration::from_secs(10)).unwrap());
+        std::thread::scope(|scope| {
+            for writer in 0..4u64 {
+                let device = &device;
+                scope.spawn(move || {
+                    let mut random = fastrand::Rng::with_seed(round * 10 + writer);
+                    loop {
+                        let at = random.u64(0..size as u64 - 4096);
+                        match device.write(at, &[random.u8(..); 4096]) {
+                            Ok(()) => {}
+                            Err(DeviceError::Closed) => return,
+                            Err(error) => panic!("{error}"),
+                        }
+                    }
+                });
+            }
+            std::thread::sleep(Duration::from_millis(3));
+            device.close(false).unwrap();
+        });
+        let device = Synced::open(options(&directory, &far.remote())).unwrap();
+        device.flush().unwrap();
+        assert!(read_all(device.as_ref()) == far.bytes(), "round {round}");
+        device.close(true).unwrap();
+    }
+}
+
+/// Readers that begin while the device closes get an answer at once, not at their deadline.
+#[test]
+fn no_reader_is_forgotten_by_a_close() {
+    let far = Far::new(&random_bytes(6, 64 * CHUNK as usize));
+    for round in 0..6u64 {
+        let quiet = SyncedOptions {
+            prefetch: Order::None,
+            ..options(&FakeDirectory::default(), &far.remote())
+        };
+        let device = Synced::open(quiet).unwrap();
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            for reader in 0..4u64 {
+                let device = &device;
+                scope.spawn(move || {
+                    let mut random = fastrand::Rng::with_seed(round * 10 + reader);
+                    while let Ok(()) = {
+                        let chunk = random.u64(0..64) * u64::from(CHUNK);
+                        device.read(chunk, &mut [0; 100])
+                    } {}
+                });
+            }
+            std::thread::sleep(Duration::from_micros(200 * round));
+            device.close(false).unwrap();
+        });
+        assert!(began.elapsed() < Duration::from_secs(5));
+    }
+}
