@@ -128,6 +128,18 @@ pub(super) fn is_whole(offset: u64, length: u64, size: u64) -> bool {
 }
 
 impl Redo {
+    fn without_changes(epoch: Epoch, file: Box<dyn File>, name: String) -> Self {
+        Self {
+            epoch,
+            file,
+            name,
+            pieces: BTreeMap::new(),
+            end: HEADER as u64,
+            changes: 0,
+            bytes: 0,
+        }
+    }
+
     /// Makes the file, its name durable.
     pub fn create(
         directory: &dyn Directory,
@@ -144,15 +156,7 @@ impl Redo {
         let file = directory.create(&name).map_err(&failed)?;
         file.write_at(&header(epoch, base), 0).map_err(&failed)?;
         directory.sync().map_err(&failed)?;
-        Ok(Self {
-            epoch,
-            file,
-            name,
-            pieces: BTreeMap::new(),
-            end: HEADER as u64,
-            changes: 0,
-            bytes: 0,
-        })
+        Ok(Self::without_changes(epoch, file, name))
     }
 
     /// Bytes that a set of changes takes here. Each counts as a block at least, for what is kept of it in memory.
@@ -292,15 +296,7 @@ impl Redo {
         let read = OverlayError::io("read", &said);
         let file = directory.open(&name, Access::Read).map_err(&read)?;
         let length = file.len().map_err(&read)?;
-        let mut redo = Self {
-            epoch,
-            file,
-            name,
-            pieces: BTreeMap::new(),
-            end: HEADER as u64,
-            changes: 0,
-            bytes: 0,
-        };
+        let mut redo = Self::without_changes(epoch, file, name);
         let what = match redo.parse(base, size, length).map_err(&read)? {
             Ok(()) => return Ok(Found::Sealed(redo)),
             Err(what) => what,
