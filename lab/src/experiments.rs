@@ -2,6 +2,7 @@
 //! original, and hands out rows.
 
 pub mod blocks;
+pub mod boot;
 pub mod caches;
 pub mod growth;
 pub mod heads;
@@ -15,6 +16,7 @@ mod mover;
 mod pictures;
 pub mod resume;
 pub mod sequences;
+mod shows;
 pub mod similar;
 mod synthetic;
 pub mod throughput;
@@ -169,6 +171,7 @@ pub const ALL: &[&dyn Experiment] = &[
     &sequences::Sequences,
     &memory::Memory,
     &mount::Mount,
+    &boot::Boot,
     &link::LinkKeepsItsWord,
 ];
 

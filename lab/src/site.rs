@@ -407,7 +407,10 @@ impl Drop for Sending {
 }
 
 /// Waits for a process; kills it when it has not ended in time.
-fn end_within(child: &mut Child, time: Duration) -> Result<ExitStatus> {
+///
+/// # Errors
+/// When it had to be killed.
+pub fn end_within(child: &mut Child, time: Duration) -> Result<ExitStatus> {
     let started = Instant::now();
     loop {
         if let Some(status) = child.try_wait()? {

@@ -2,7 +2,6 @@
 //! what else there is, with the same client over the same link.
 
 mod client;
-mod shows;
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Write};
@@ -13,10 +12,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 
 use self::client::Client;
-use self::shows::{By, Far, NAME, Near};
 use super::Lab;
 use super::lines::{Line, Net};
 use super::pictures::values;
+use super::shows::{By, Far, NAME, Near, Shown};
 use crate::bench::{
     About, Axis, Case, Column, Experiment, Kind, Need, Plot, Point, Row, Subject, Verdict,
 };
@@ -313,7 +312,8 @@ fn read_in_order(near: &Near<'_>, image: &Path) -> Result<(f64, f64)> {
     Ok((first.as_secs_f64(), rate))
 }
 
-fn connect(shown: &mut shows::Shown) -> Result<Client> {
+/// A client of what is shown, as soon as it can be read.
+pub(super) fn connect(shown: &mut Shown) -> Result<Client> {
     match Client::connect(shown.socket(), NAME, PATIENCE) {
         Ok(client) => Ok(client),
         Err(e) => {

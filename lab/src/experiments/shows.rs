@@ -1,13 +1,14 @@
 //! Everybody who shows a far image on a local NBD socket: drover in its two ways, and what else there is.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::experiments::lines::Net;
-use crate::site::{Sender, Site};
+use super::lines::Net;
+use crate::site::{Sender, Site, end_within};
 use crate::{rivals, shell};
 
 /// The export's name, which is the image's at the far site.
@@ -155,6 +156,7 @@ impl<'a> Far<'a> {
             far: self,
             by,
             socket,
+            options: Vec::new(),
         })
     }
 }
@@ -175,9 +177,42 @@ pub struct Near<'a> {
     far: &'a Far<'a>,
     by: By,
     socket: PathBuf,
+    options: Vec<OsString>,
 }
 
 impl Near<'_> {
+    /// With more options of `drover export`.
+    #[must_use]
+    pub fn with(mut self, options: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
+        self.options.extend(options.into_iter().map(Into::into));
+        self
+    }
+
+    /// Ends it in good order within `patience`: drover brings back what was written.
+    pub fn end(&self, mut shown: Shown, patience: Duration) -> Result<()> {
+        if self.by.is_drover() {
+            let mut unmount = self.far.net.place().near(&self.far.drover);
+            unmount
+                .arg("unmount")
+                .arg(&self.socket)
+                .env("DROVER_HOME", self.far.dir.join("near"))
+                .stdin(Stdio::null())
+                .stdout(Stdio::null());
+            let said = self.far.dir.join("unmount.log");
+            let mut unmount = unmount.stderr(std::fs::File::create(&said)?).spawn()?;
+            let status = end_within(&mut unmount, patience).context("drover unmount")?;
+            if !status.success() {
+                bail!(
+                    "drover unmount: {status}: {}",
+                    shell::tail(&std::fs::read(&said).unwrap_or_default())
+                );
+            }
+            end_within(&mut shown.child, END).context("the export after drover unmount")?;
+        }
+        drop(shown);
+        Ok(())
+    }
+
     /// Starts it: the clock of whoever measures starts before this.
     pub fn start(&self) -> Result<Shown> {
         let mut command = self.command();
@@ -188,11 +223,7 @@ impl Near<'_> {
             .stderr(std::fs::File::create(&said)?)
             .spawn()
             .with_context(|| self.by.name())?;
-        Ok(Shown {
-            child,
-            socket: self.socket.clone(),
-            said,
-        })
+        Ok(Shown::new(child, self.socket.clone(), said))
     }
 
     fn command(&self) -> Command {
@@ -216,6 +247,7 @@ impl Near<'_> {
                 }
                 _ => {}
             }
+            command.args(&self.options);
             return command;
         }
         if self.by == By::Nbdkit {
@@ -260,6 +292,15 @@ pub struct Shown {
 }
 
 impl Shown {
+    /// A process that shows something at `socket` and complains in `said`.
+    pub fn new(child: Child, socket: PathBuf, said: PathBuf) -> Self {
+        Self {
+            child,
+            socket,
+            said,
+        }
+    }
+
     /// Where it listens.
     pub fn socket(&self) -> &Path {
         &self.socket
