@@ -208,7 +208,7 @@ impl<T> Book<T> {
     }
 
     /// Somebody waits for chunks. Those that are asked for in the background already are hurried, which is told as
-    /// `(lane, ask)`; returned with them are the runs that are not asked for at all.
+    /// `(lane, ask)`; returned with them are the runs that are not asked for at all, however many others wait.
     pub fn hurry(
         &mut self,
         chunks: Chunks,
@@ -218,6 +218,19 @@ impl<T> Book<T> {
         let mut asks = Vec::new();
         for run in &self.verifying {
             cut_out(&mut missing, Some(*run), |_| true);
+        }
+        // What somebody waits for already comes as it is, with the neighbours that were hurried along.
+        if self.waited > 0 {
+            for job in &self.front {
+                cut_out(&mut missing, job.chunks(), |_| true);
+            }
+            for asked in self.asked.values().filter(|a| !a.job.is_background()) {
+                let run = asked.job.chunks();
+                let first = run.map_or(0, |run| run.first);
+                cut_out(&mut missing, run, |index| {
+                    !has_come(&asked.come, index - first)
+                });
+            }
         }
         if self.ahead > 0 {
             let mut moved = Vec::new();
@@ -742,3 +755,6 @@ fn with_id(ask: &Ask, new: u64) -> Ask {
     }
     ask
 }
+
+#[cfg(test)]
+mod tests;

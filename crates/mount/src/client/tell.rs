@@ -229,16 +229,17 @@ impl Inner {
                 wrong.extend(task.first..task.first + u64::from(task.count));
             }
         }
+        // First: from the moment at which they are handed out they may be asked for again.
+        self.state.lock().book.verified(Chunks {
+            first: task.first,
+            count: task.count,
+        });
         if !good.is_empty() {
             local.arrived(good);
         }
         for index in wrong {
             self.wrong(index, task);
         }
-        self.state.lock().book.verified(Chunks {
-            first: task.first,
-            count: task.count,
-        });
     }
 
     fn wrong(self: &Arc<Self>, index: u64, task: &ChunksTask) {

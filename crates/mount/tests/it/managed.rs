@@ -265,3 +265,56 @@ fn a_mount_whose_image_was_replaced_ends() {
     let error = keeper.get(&client, 1).unwrap_err().to_string();
     assert!(error.contains("another image at the site now"), "{error}");
 }
+
+/// Throws away what comes first and asks for it again, as a full cache does.
+struct Forgetful {
+    client: std::sync::OnceLock<std::sync::Weak<Client>>,
+    came: std::sync::Mutex<mpsc::Sender<u64>>,
+    again: std::sync::atomic::AtomicBool,
+}
+
+impl drover_device::remote::Local for Forgetful {
+    fn arrived(&self, chunks: Vec<drover_device::remote::Fetched>) {
+        for chunk in chunks {
+            if !self.again.swap(true, Ordering::AcqRel)
+                && let Some(client) = self.client.get().and_then(std::sync::Weak::upgrade)
+            {
+                client.fetch(Chunks {
+                    first: chunk.index,
+                    count: 1,
+                });
+            }
+            let _ = self.came.lock().unwrap().send(chunk.index);
+        }
+    }
+
+    fn failed(&self, _: Chunks, _: DeviceError) {}
+
+    fn next(&self, _: u64) -> Option<Chunks> {
+        None
+    }
+
+    fn link(&self, _: Link) {}
+}
+
+#[test]
+fn a_chunk_that_is_asked_for_again_while_it_is_handed_out_comes_again() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(2_000_000, 9)));
+    let near = Near::new(site.server.clone());
+    let client = Arc::new(open(&runtime, &near, reader()));
+    let (say, hear) = mpsc::channel();
+    let local = Arc::new(Forgetful {
+        client: std::sync::OnceLock::from(Arc::downgrade(&client)),
+        came: std::sync::Mutex::new(say),
+        again: std::sync::atomic::AtomicBool::new(false),
+    });
+    let weak = Arc::downgrade(&local);
+    client.attach(weak);
+    client.fetch(Chunks { first: 3, count: 1 });
+    for _ in 0..2 {
+        let came = hear.recv_timeout(Duration::from_secs(5));
+        assert_eq!(came, Ok(3), "a fetch without an answer");
+    }
+}
