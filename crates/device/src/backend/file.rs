@@ -6,6 +6,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt};
 use drover_core::{
     BlockDevice, Capabilities, Cost, DeviceError, Extent, ExtentKind, Zeroes, check_range,
 };
+use parking_lot::Mutex;
 use rustix::fs::{Advice, FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 
@@ -19,6 +20,9 @@ pub struct FileDevice {
     read_only: bool,
     /// A block device has no holes that `SEEK_DATA` would know.
     regular: bool,
+    /// The kernel tells of lost writes once, to one of those who sync: all later flushes, and those that wait meanwhile,
+    /// fail with it as well.
+    lost: Mutex<Option<DeviceError>>,
 }
 
 impl FileDevice {
@@ -44,6 +48,7 @@ impl FileDevice {
             size,
             read_only,
             regular,
+            lost: Mutex::default(),
         })
     }
 
@@ -66,6 +71,15 @@ impl FileDevice {
             Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS | Errno::NODEV) => Ok(false),
             Err(error) => Err(std::io::Error::from(error).into()),
         }
+    }
+
+    /// One at a time: of two at once the kernel would tell only one that writes were lost.
+    fn sync_with(&self, sync: impl FnOnce() -> std::io::Result<()>) -> Result<(), DeviceError> {
+        let mut lost = self.lost.lock();
+        if let Some(error) = &*lost {
+            return Err(error.clone());
+        }
+        sync().map_err(|error| lost.insert(error.into()).clone())
     }
 
     fn punch(&self, offset: u64, length: u64) -> Result<bool, DeviceError> {
@@ -150,10 +164,10 @@ impl BlockDevice for FileDevice {
     }
 
     fn flush(&self) -> Result<(), DeviceError> {
-        match self.read_only {
-            true => Ok(()),
-            false => Ok(self.file.sync_data()?),
+        if self.read_only {
+            return Ok(());
         }
+        self.sync_with(|| self.file.sync_data())
     }
 
     fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
@@ -243,6 +257,17 @@ mod tests {
         device.file.set_len(100).unwrap();
         let result = device.read(0, &mut [0; 4096]);
         assert!(matches!(result, Err(DeviceError::Corrupt(_))), "{result:?}");
+    }
+
+    #[test]
+    fn a_sync_that_lost_writes_fails_every_flush_from_then_on() {
+        let device = device(8192);
+        device.flush().unwrap();
+        let failed = device.sync_with(|| Err(std::io::Error::other("lost")));
+        assert!(matches!(failed, Err(DeviceError::Io(_))), "{failed:?}");
+        // The kernel would say that all is well.
+        assert!(device.file.sync_data().is_ok());
+        assert!(matches!(device.flush(), Err(DeviceError::Io(_))));
     }
 
     #[test]

@@ -261,10 +261,25 @@ impl Shared {
             return Err(DeviceError::Unavailable("the link is down".into()));
         };
         let epoch = self.remote.committed().after(random());
-        self.send(epoch)?;
-        // Nothing may count over there that a crash here would forget: the map must call it dirty.
-        self.save(false)?;
-        self.saver.intend(epoch)?;
+        std::thread::scope(|scope| {
+            // Nothing may count over there that a crash here would forget: the map must call it dirty, before the commit.
+            let save = || {
+                self.save(false)?;
+                self.saver.intend(epoch)
+            };
+            let saving = std::thread::Builder::new()
+                .name("synced-epoch".into())
+                .spawn_scoped(scope, save);
+            let sent = self.send(epoch);
+            let saved = match saving {
+                Ok(thread) => thread.join().unwrap_or(Err(DeviceError::Closed)),
+                Err(_) => save(),
+            };
+            sent.and(saved)
+        })?;
+        if !matches!(*self.link.lock(), Link::Up(now) if now == link) {
+            return Err(DeviceError::Unavailable("the link was cut".into()));
+        }
         self.commit(epoch, link)?;
         self.finish(epoch)
     }

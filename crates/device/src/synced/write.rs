@@ -30,6 +30,9 @@ impl Source<'_> {
 const TRIES: u32 = 4;
 /// How often what is missing is fetched before the pusher is asked for room.
 const ROUNDS: u32 = 3;
+/// Dirty chunks (about 100 bytes of memory each while they are pushed) at which a trim is not done any more: one of a
+/// whole large device would take memory by the size of the device.
+pub(super) const MOST_TRIMMED: usize = 1 << 18;
 /// Chunks that are evicted when the cache's disk is full.
 const EVICTED_AT_ONCE: u64 = 16;
 
@@ -60,10 +63,15 @@ impl Shared {
             end if end == size => end,
             end => end / granule * granule,
         };
-        match from < to {
-            true => self.write(from, Source::Zeros(to - from)),
-            false => Ok(()),
+        // Piece by piece, as long as there is room to remember it: a trim need not be done.
+        for (at, take) in self.geometry.pieces(from, to.saturating_sub(from)) {
+            if self.table.lock().dirty.len() >= MOST_TRIMMED {
+                self.push.request();
+                return Ok(());
+            }
+            self.write(at, Source::Zeros(take))?;
         }
+        Ok(())
     }
 
     fn write_piece(

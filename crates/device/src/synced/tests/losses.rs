@@ -134,3 +134,18 @@ fn no_reader_is_forgotten_by_a_close() {
         assert!(began.elapsed() < Duration::from_secs(5));
     }
 }
+
+#[test]
+fn a_trim_of_everything_takes_memory_by_a_limit() {
+    let size = (write::MOST_TRIMMED as u64 + 5000) * 4096;
+    let device: Arc<dyn BlockDevice> = Arc::new(MemoryDevice::new(size));
+    let remote = LocalRemote::new(device, 4096, 1, None).unwrap();
+    // Nothing is known to be zero, and nothing can be pushed.
+    remote.cut("away");
+    let device = Synced::open(local(&FakeDirectory::default(), &remote)).unwrap();
+    device.trim(0, size).unwrap();
+    let dirty = device.shared.table.lock().dirty.len();
+    assert!((write::MOST_TRIMMED..write::MOST_TRIMMED + 5000).contains(&dirty));
+    device.trim(0, size).unwrap();
+    assert_eq!(device.shared.table.lock().dirty.len(), dirty);
+}
