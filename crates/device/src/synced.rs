@@ -38,6 +38,7 @@ mod table;
 mod wait;
 mod write;
 
+pub use cache::Left;
 pub use error::SyncedError;
 pub use handles::{Progress, PullHandle, PushHandle};
 pub use order::{Order, OrderError};

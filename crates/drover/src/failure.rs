@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use drover_mount::MountError;
 use drover_net::NetError;
 use drover_teleport::protocol::Refusal;
 use drover_teleport::{RefuseReason, TeleportError};
@@ -86,6 +87,13 @@ pub fn exit_of(error: &anyhow::Error) -> Exit {
                 Exit::Failed
             };
         }
+        if let Some(e) = cause.downcast_ref::<MountError>() {
+            match e {
+                MountError::Refused(_) | MountError::Denied(_) => return Exit::Refused,
+                MountError::Net(e) if e.refused() => return Exit::Refused,
+                _ => return Exit::Failed,
+            }
+        }
         if let Some(e) = cause.downcast_ref::<NetError>() {
             return if e.refused() {
                 Exit::Refused
@@ -150,6 +158,10 @@ mod tests {
             reason: "no key".into(),
         };
         assert_eq!(exit_of(&TeleportError::from(e).into()), Exit::Refused);
+        let denied = anyhow::Error::from(MountError::Denied("lyon: no".into()));
+        assert_eq!(exit_of(&denied.context("cannot show it")), Exit::Refused);
+        let away = MountError::Unreachable("lyon is away".into());
+        assert_eq!(exit_of(&away.into()), Exit::Failed);
     }
 
     #[test]

@@ -5,16 +5,19 @@
 //! - [`background`]: starting the process that keeps it; [`keeper`]: that process.
 //! - [`disk`]: from an image's name to a device; [`front`]: from a device to what a person uses.
 //! - [`kernel`]: block devices of the kernel, and what guards them.
-//! - [`control`], [`status`]: asking that process; [`end`]: ending it, also when it is dead.
+//! - [`control`], [`status`]: asking that process; [`end`]: ending it, and [`dead`] when it is gone.
+//! - [`known`]: what lets a mount begin while the other site cannot be reached.
 
 mod background;
 mod connector;
 mod control;
+mod dead;
 mod disk;
 mod end;
 mod front;
 mod keeper;
 mod kernel;
+mod known;
 mod leases;
 mod record;
 mod site_images;
@@ -37,7 +40,7 @@ pub use end::unmount;
 pub use keeper::keep_in_background;
 pub use kernel::{guard, survive_write_back};
 pub use leases::{broken_json, leases_json};
-pub use site_images::site_server;
+pub use site_images::{own, site_server};
 pub use target::{Listen, Prefetch, Target};
 
 /// `drover mount`.
@@ -131,10 +134,12 @@ async fn begin(
     place.write(&record)?;
     if keep.foreground {
         let (json, name) = (keep.json, record.name.clone());
-        return keeper::keep(home, place, kept, record, move |lines| {
-            show(&name, lines, json)
-        })
-        .await;
+        let ready = move |lines: &[String]| show(&name, lines, json);
+        let kept = keeper::keep(home, place.clone(), kept, record.clone(), ready).await;
+        if kept.is_err() {
+            disk::forget_if_empty(&place, &record, before.is_some());
+        }
+        return kept;
     }
     drop(kept);
     let started = {
@@ -144,7 +149,7 @@ async fn begin(
     match started {
         Ok(lines) => show(&record.name, &lines, keep.json),
         Err(e) => {
-            disk::forget_if_empty(&place, &record);
+            disk::forget_if_empty(&place, &record, before.is_some());
             Err(e)
         }
     }
@@ -195,11 +200,15 @@ fn list(home: &Home, json: bool) -> Result<()> {
 
 /// How a mount is: what its process says, or what is written down when that is gone.
 fn status_of(place: &Place, record: &Record) -> Status {
-    if place.is_kept()
-        && let Ok(status) = control::status(&place.socket())
-    {
+    let kept = place.is_kept();
+    if kept && let Ok(status) = control::status(&place.socket()) {
         return status;
     }
+    // What its caches hold, as far as that can be read now. Not under a process that is just opening them.
+    let dirty = |index| match kept {
+        true => None,
+        false => Some(place.left(index).ok()??.dirty),
+    };
     Status {
         name: record.name.clone(),
         place: record.front.place(),
@@ -210,7 +219,9 @@ fn status_of(place: &Place, record: &Record) -> Status {
         disks: record
             .images
             .iter()
-            .map(|image| DiskStatus {
+            .enumerate()
+            .map(|(index, image)| DiskStatus {
+                dirty: dirty(index).unwrap_or(0),
                 image: image.to_string(),
                 mode: disk::mode(image, &record.how).into(),
                 read_only: record.how.read_only,

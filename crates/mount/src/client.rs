@@ -34,6 +34,9 @@ use tell::{Teller, Threads};
 /// How long a request may take before it fails, also while the link is down.
 pub const GIVE_UP: Duration = Duration::from_secs(30);
 
+/// How long the site is waited for at the start.
+pub const FIRST_CONTACT: Duration = Duration::from_secs(20);
+
 /// How often is looked for requests that have waited too long.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
@@ -98,6 +101,10 @@ pub struct Options {
     pub window: Option<u64>,
     /// How long a request may take before it fails.
     pub give_up: Duration,
+    /// How long the site is waited for at the start.
+    pub first_contact: Duration,
+    /// What the site said when it was mounted before: with it the mount also begins without a link.
+    pub known: Option<Opened>,
 }
 
 impl Options {
@@ -114,6 +121,8 @@ impl Options {
             back_lanes: 2,
             window: None,
             give_up: GIVE_UP,
+            first_contact: FIRST_CONTACT,
+            known: None,
         }
     }
 
@@ -153,6 +162,8 @@ pub struct Client {
 struct Inner {
     options: Options,
     opened: Opened,
+    /// The site said so when the mount began, and not some time before.
+    reached: bool,
     started: Instant,
     state: Mutex<State>,
     /// The last epoch that the site said counts.
@@ -193,8 +204,9 @@ struct Rate {
 }
 
 impl Client {
-    /// Mounts an image: connects, tries again while that may help and `give_up` has not passed, and keeps the link up
-    /// from then on, in tasks of `runtime`.
+    /// Mounts an image: connects, tries again while that may help and `first_contact` has not passed, and keeps the link
+    /// up from then on, in tasks of `runtime`. When the site is not reached but [`Options::known`], the link is down at
+    /// first, and what the site says once it is up must agree.
     ///
     /// # Errors
     /// [`MountError`]: refused, not reachable, or a site that does not keep to the protocol.
@@ -204,8 +216,21 @@ impl Client {
         options: Options,
     ) -> Result<Self, MountError> {
         let threads = Threads::start()?;
-        let first = link::first(&connector, &options).await?;
-        let opened = first.opened.clone();
+        let (opened, first) = match link::first(&connector, &options).await {
+            Ok(first) => (first.opened.clone(), Some(first)),
+            Err(MountError::Unreachable(why)) => match &options.known {
+                Some(known) => {
+                    tracing::info!(image = %options.image, why, "mounted without a link");
+                    (known.clone(), None)
+                }
+                None => return Err(MountError::Unreachable(why)),
+            },
+            Err(error) => return Err(error),
+        };
+        link::check(&opened, &options).map_err(|what| MountError::Protocol {
+            peer: options.image.to_string(),
+            what,
+        })?;
         let inner = Arc::new(Inner {
             committed: AtomicU64::new(opened.identity.epoch),
             state: Mutex::new(State {
@@ -218,6 +243,7 @@ impl Client {
             }),
             options,
             opened,
+            reached: first.is_some(),
             started: Instant::now(),
             local: OnceLock::new(),
             teller: threads.teller(),
@@ -233,7 +259,7 @@ impl Client {
         threads.run(&inner)?;
         let up = {
             let _inside = runtime.enter();
-            link::Up::first(&inner, first)
+            first.map(|first| link::Up::first(&inner, first))
         };
         runtime.spawn(link::keep(inner.clone(), connector, up));
         runtime.spawn(look(Arc::downgrade(&inner)));
@@ -250,6 +276,12 @@ impl Client {
     #[must_use]
     pub fn fresh(&self) -> bool {
         self.inner.opened.fresh
+    }
+
+    /// Whether the site was reached at the start; without that, [`Client::opened`] is what was known before.
+    #[must_use]
+    pub fn was_reached(&self) -> bool {
+        self.inner.reached
     }
 
     /// What the site said when the image was mounted.

@@ -13,6 +13,9 @@ pub enum MountError {
     /// The site refused: the image, the lease, or what was asked.
     #[error("{0}")]
     Refused(Refusal),
+    /// There is no connection, and trying again cannot help.
+    #[error("{0}")]
+    Denied(String),
     /// The other side broke the protocol.
     #[error("{peer} broke the protocol of mounts: {what}")]
     Protocol {

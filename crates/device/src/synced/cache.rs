@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use super::SyncedError;
 use super::state::{Geometry, Mask, State};
 use crate::chunklog::{ChunkLog, ChunkLogError, Record};
-use crate::remote::Epoch;
+use crate::remote::{Epoch, Shape};
 use crate::storage::{Access, Directory, File, Lock, read_exact_at};
 
 const DATA: &str = "data";
@@ -73,14 +73,7 @@ impl Cache {
         geometry: Geometry,
         identity: &[u8],
     ) -> Result<(Self, Found), SyncedError> {
-        let lock = directory
-            .lock(LOCK, Lock::Exclusive)
-            .map_err(|source| match source.kind() {
-                std::io::ErrorKind::WouldBlock => SyncedError::InUse {
-                    directory: directory.describe(LOCK),
-                },
-                _ => io(directory.as_ref(), "lock", LOCK)(source),
-            })?;
+        let lock = exclusive(directory.as_ref())?;
         let ours = header(geometry, identity);
         match ChunkLog::open(Arc::clone(&directory), MAP) {
             Ok(opened) => {
@@ -222,6 +215,68 @@ impl Cache {
         self.directory.remove(SPILL)?;
         Ok(file)
     }
+}
+
+/// What a cache that nobody has open holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Left {
+    /// The device that it is a cache of.
+    pub shape: Shape,
+    /// Bytes that were written and are not known to be at the far side; whole granules.
+    pub dirty: u64,
+}
+
+impl Left {
+    /// Reads the map of the cache in `directory`; none when there is no cache.
+    ///
+    /// # Errors
+    /// [`SyncedError`]: in use, or not a map that can be read.
+    pub fn look(directory: &Arc<dyn Directory>) -> Result<Option<Self>, SyncedError> {
+        let opened = match ChunkLog::open(Arc::clone(directory), MAP) {
+            Ok(opened) => opened,
+            Err(error) if error.is_missing() => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let _lock = exclusive(directory.as_ref())?;
+        let header = opened.header().to_vec();
+        let map = || directory.describe(MAP);
+        if header.len() != HEADER || header[..8] != *MAGIC {
+            return Err(SyncedError::NotACache { file: map() });
+        }
+        if header[8..12] != VERSION.to_le_bytes() {
+            return Err(SyncedError::Version { file: map() });
+        }
+        let number = |range: std::ops::Range<usize>| {
+            let bytes = header[range].iter().rev();
+            bytes.fold(0u64, |number, byte| number << 8 | u64::from(*byte))
+        };
+        let shape = Shape {
+            chunk: number(12..16) as u32,
+            size: number(16..24),
+        };
+        let geometry = Geometry::new(shape)?;
+        let (log, _) = Log::replay(opened, header, geometry)?;
+        let dirty = log
+            .chunks()
+            .filter(|c| matches!(c.1, State::Dirty | State::Partial | State::Erased))
+            .map(|(index, _, mask)| match mask {
+                0 => geometry.length(index),
+                mask => u64::from(mask.count_ones()) * geometry.granule,
+            })
+            .sum();
+        Ok(Some(Self { shape, dirty }))
+    }
+}
+
+fn exclusive(directory: &dyn Directory) -> Result<Box<dyn Send + Sync>, SyncedError> {
+    directory
+        .lock(LOCK, Lock::Exclusive)
+        .map_err(|source| match source.kind() {
+            std::io::ErrorKind::WouldBlock => SyncedError::InUse {
+                directory: directory.describe(LOCK),
+            },
+            _ => io(directory, "lock", LOCK)(source),
+        })
 }
 
 fn check_header(directory: &dyn Directory, found: &[u8], ours: &[u8]) -> Result<(), SyncedError> {

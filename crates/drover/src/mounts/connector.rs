@@ -73,15 +73,20 @@ impl Connector for PeerConnector {
     }
 
     fn refusal(&self, frame: u8, payload: &[u8]) -> Option<ConnectError> {
-        if frame != kind::REPLY {
-            return None;
-        }
-        match decode(payload) {
-            Ok(Reply::Refused(refusal)) => Some(ConnectError {
-                fatal: refusal.reason.is_some(),
-                message: format!("{}: {}", clean(&self.peer.name), clean(&refusal.message)),
-            }),
-            _ => None,
-        }
+        refusal(&self.peer.name, frame, payload)
+    }
+}
+
+/// A site's refusal before mounts come into it.
+pub fn refusal(site: &str, frame: u8, payload: &[u8]) -> Option<ConnectError> {
+    if frame != kind::REPLY {
+        return None;
+    }
+    match decode(payload) {
+        Ok(Reply::Refused(refusal)) => Some(ConnectError {
+            fatal: refusal.reason.is_some(),
+            message: format!("{}: {}", clean(site), clean(&refusal.message)),
+        }),
+        _ => None,
     }
 }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -9,14 +10,16 @@ use drover_core::{BlockDevice, ImageName};
 use drover_device::remote::{Link, Remote};
 use drover_device::storage::HostDirectory;
 use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
-use drover_mount::client::{self, Client};
+use drover_mount::MountError;
+use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
-use drover_mount::protocol::{Access, MountId};
+use drover_mount::protocol::{Access, MountId, Opened};
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;
-use super::control::StopHow;
+use super::known;
 use super::record::{Place, Record};
+use super::site_images::OwnConnector;
 use super::status::DiskStatus;
 use super::target::{Prefetch, Target};
 use crate::cli::{HowArgs, SyncMode};
@@ -24,9 +27,16 @@ use crate::failure::usage;
 use crate::home::Home;
 use crate::remote::find_peer;
 use crate::site;
+use crate::text::bytes;
 
 /// How long the other site may take to be there at the start.
-const CONNECT_LIMIT: Duration = Duration::from_secs(20);
+const CONNECT_LIMIT: Duration = Duration::from_secs(15);
+
+/// And when there is a cache, so that the mount can begin without it.
+const OFFLINE_LIMIT: Duration = Duration::from_secs(3);
+
+/// How long a request that nothing here can answer waits for a site.
+const DIRECT_LIMIT: Duration = Duration::from_secs(20);
 
 /// How long saying goodbye may take.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
@@ -34,12 +44,14 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 /// A disk that is open.
 pub struct Disk {
     image: String,
+    mode: &'static str,
     device: Arc<dyn BlockDevice>,
     kind: Kind,
+    closed: AtomicBool,
 }
 
 enum Kind {
-    /// Everything goes to the other site.
+    /// Everything goes to the other site, or to this one for its own images.
     Direct(Arc<Client>),
     /// A cache is in front of the other site.
     Managed {
@@ -77,7 +89,7 @@ pub fn check(home: &Home, images: &[Target], how: &HowArgs) -> Result<()> {
 }
 
 impl Disk {
-    /// Opens the image with number `index` of a mount.
+    /// Opens the image with number `index` of a mount; when the other site cannot be reached, from what is here.
     ///
     /// # Errors
     /// What stands in the way, for a person.
@@ -88,14 +100,30 @@ impl Disk {
         index: usize,
         image: &Target,
     ) -> Result<Disk> {
-        let Some(peer) = &image.peer else {
-            bail!("this site's own images cannot be shown yet");
-        };
-        let catalog = site::open_catalog(home)?;
-        let peer = find_peer(&catalog, peer)?;
-        let peer_key = peer.key.0;
-        let connector = Arc::new(PeerConnector::new(home.identity()?, peer));
+        Disk::open_by(home, place, record, index, image, true).await
+    }
+
+    /// The same, but only when the site can be reached unless `offline`.
+    ///
+    /// # Errors
+    /// As [`Disk::open`].
+    pub async fn open_by(
+        home: &Home,
+        place: &Place,
+        record: &Record,
+        index: usize,
+        image: &Target,
+        offline: bool,
+    ) -> Result<Disk> {
         let how = &record.how;
+        let (connector, site): (Arc<dyn Connector>, _) = match &image.peer {
+            None => (Arc::new(OwnConnector::new(home).await?), Vec::new()),
+            Some(peer) => {
+                let peer = find_peer(&site::open_catalog(home)?, peer)?;
+                let key = peer.key.0.to_vec();
+                (Arc::new(PeerConnector::new(home.identity()?, peer)), key)
+            }
+        };
         let access = match how.read_only {
             true => Access::ReadOnly,
             false => Access::ReadWrite,
@@ -105,35 +133,62 @@ impl Disk {
         options.mount = mount_id(record, index);
         options.note = format!("{} at {}", place.name(), home.name());
         options.window = how.window;
-        options.give_up = CONNECT_LIMIT;
-        if !how.direct {
-            options.give_up = how.give_up_after;
-        }
-        let runtime = Handle::current();
-        let identity = [peer_key.as_slice(), b"\n", image.image.as_bytes()].concat();
-        let client = Arc::new(Client::open(&runtime, connector, options).await?);
-        if how.direct {
+        options.first_contact = CONNECT_LIMIT;
+        let mode = mode(image, how);
+        let text = image.to_string();
+        if mode != "managed" {
+            options.give_up = DIRECT_LIMIT;
+            let client = Client::open(&Handle::current(), connector, options).await;
+            let client = Arc::new(client.map_err(|e| unreached(e, image))?);
             return Ok(Disk {
-                image: image.to_string(),
+                image: text,
+                mode,
                 device: Arc::new(RemoteDevice::new(Arc::clone(&client))),
                 kind: Kind::Direct(client),
+                closed: AtomicBool::new(false),
             });
         }
-        let (how, cache) = (how.clone(), place.cache(index));
+        options.give_up = how.give_up_after;
+        let left = place.left(index)?;
+        let before = remembered(place, index);
+        if offline
+            && let (Some(left), Some(known)) = (&left, &before)
+            && left.shape == known.shape()
+            && known.chunk == how.chunk
+            && known.read_only == how.read_only
+        {
+            options.known = Some(known.clone());
+            options.first_contact = OFFLINE_LIMIT;
+        }
+        let client = Client::open(&Handle::current(), connector, options).await;
+        let client = Arc::new(client.map_err(|e| unreached(e, image))?);
+        let identity = [site.as_slice(), b"\n", image.image.as_bytes()].concat();
+        let (how, place) = (how.clone(), place.clone());
         let opened = tokio::task::spawn_blocking(move || -> Result<_> {
-            let synced = open_cache(&client, &how, &cache, identity)?;
+            if client.was_reached() {
+                let same = |known: &Opened| known.identity.digest == client.identity().digest;
+                let stale = left.is_some_and(|left| left.shape != client.shape())
+                    || before.as_ref().is_some_and(|known| !same(known));
+                if stale {
+                    begin_anew(&place, index, left.map_or(0, |left| left.dirty))?;
+                }
+                known::write(&place.known(index), client.opened())?;
+            }
+            let synced = open_cache(&client, &how, &place.cache(index), identity)?;
             Ok((client, synced, how.record))
         })
         .await?;
         let (client, synced, record) = opened?;
         Ok(Disk {
-            image: image.to_string(),
+            image: text,
+            mode,
             device: Arc::clone(&synced) as Arc<dyn BlockDevice>,
             kind: Kind::Managed {
                 synced,
                 client,
                 record,
             },
+            closed: AtomicBool::new(false),
         })
     }
 
@@ -146,17 +201,14 @@ impl Disk {
     pub fn status(&self) -> DiskStatus {
         let mut status = DiskStatus {
             image: self.image.clone(),
+            mode: self.mode.into(),
             read_only: self.device.capabilities().read_only,
             size: self.device.size(),
             ..DiskStatus::default()
         };
         match &self.kind {
-            Kind::Direct(client) => {
-                status.mode = "direct".into();
-                fill_traffic(&mut status, client.as_ref());
-            }
+            Kind::Direct(client) => fill_traffic(&mut status, client.as_ref()),
             Kind::Managed { synced, client, .. } => {
-                status.mode = "managed".into();
                 fill_traffic(&mut status, client.as_ref());
                 let progress = synced.progress();
                 let chunk = u64::from(client.shape().chunk);
@@ -178,11 +230,24 @@ impl Disk {
         }
     }
 
+    /// Bytes that have left for the other site.
+    pub fn sent(&self) -> u64 {
+        match &self.kind {
+            Kind::Direct(client) | Kind::Managed { client, .. } => client.traffic().sent,
+        }
+    }
+
     /// Waits until the other site has everything that was written.
     ///
     /// # Errors
     /// Why it has not, at the latest after `limit`.
     pub fn push(&self, limit: Option<Duration>) -> Result<()> {
+        if self.closed.load(Ordering::Acquire) {
+            return match self.dirty() {
+                0 => Ok(()),
+                n => bail!("{} cannot be pushed any more by this process", bytes(n)),
+            };
+        }
         match &self.kind {
             Kind::Direct(_) => Ok(self.device.flush()?),
             Kind::Managed { synced, .. } if synced.capabilities().read_only => Ok(()),
@@ -203,35 +268,83 @@ impl Disk {
         }
     }
 
-    /// Closes it; `release` gives the right to write back.
+    /// Closes it. The right to write goes back to the site unless something is still to be pushed there. Closed again,
+    /// nothing happens.
     ///
     /// # Errors
     /// When what is here cannot be kept.
-    pub fn close(&self, release: bool) -> Result<()> {
+    pub fn close(&self) -> Result<()> {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
         match &self.kind {
-            Kind::Direct(client) => close_client(client, release),
+            Kind::Direct(client) => close_client(client),
             Kind::Managed { synced, record, .. } => {
-                if let Some(path) = record {
-                    write_order(synced, path)?;
+                // The order is only of use for a faster next time: no reason to keep a mount from ending.
+                if let Some(path) = record
+                    && let Err(e) = write_order(synced, path)
+                {
+                    tracing::warn!("{e:#}");
                 }
-                Ok(synced.close(false)?)
+                synced.close(false)?;
             }
         }
+        Ok(())
     }
 
-    /// Closes it without keeping what was written and not pushed.
-    ///
-    /// # Errors
-    /// When the site cannot be told in time.
-    pub fn discard(&self) -> Result<()> {
-        match &self.kind {
-            Kind::Direct(_) => self.close(true),
-            Kind::Managed { synced, client, .. } => {
-                let closed = synced.close(false);
-                close_client(client, true)?;
-                Ok(closed?)
-            }
+    /// Closes it without keeping what was written and not pushed, and gives the right to write back.
+    pub fn discard(&self) {
+        if let Err(e) = self.close() {
+            tracing::warn!("{}: {e:#}", self.image);
         }
+        if let Kind::Managed { client, .. } = &self.kind {
+            close_client(client);
+        }
+    }
+}
+
+/// What the site said the last time; none when that is not known.
+fn remembered(place: &Place, index: usize) -> Option<Opened> {
+    known::read(&place.known(index)).unwrap_or_else(|e| {
+        tracing::warn!("{e:#}");
+        None
+    })
+}
+
+/// Takes a cache away that is of another image or was cut otherwise.
+fn begin_anew(place: &Place, index: usize, dirty: u64) -> Result<()> {
+    let cache = place.cache(index);
+    if dirty > 0 {
+        bail!(
+            "the image was replaced at the other site, or --chunk is another than before, and {} of {} that were not pushed belong to the former; `drover unmount {} --discard` throws them away",
+            bytes(dirty),
+            cache.display(),
+            place.name()
+        );
+    }
+    tracing::info!(
+        "{}: the cache is of another image and begins anew",
+        place.name()
+    );
+    match std::fs::remove_dir_all(&cache) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            Err(e).with_context(|| format!("cannot remove {}", cache.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Says of a site that was not reached what can be done.
+fn unreached(error: MountError, image: &Target) -> anyhow::Error {
+    match error {
+        MountError::Unreachable(why) => {
+            let site = image.peer.as_deref().unwrap_or("this site");
+            anyhow::anyhow!(
+                "{site} cannot be reached ({why}), and without it {} cannot be had; see that `drover serve` runs there and try again",
+                image.image
+            )
+        }
+        other => other.into(),
     }
 }
 
@@ -296,45 +409,33 @@ fn fill_traffic(status: &mut DiskStatus, remote: &dyn Remote) {
     };
 }
 
-/// Says goodbye to the site, for as long as that may take.
-fn close_client(client: &Client, _release: bool) -> Result<()> {
+/// Says goodbye to the site, for as long as that may take, and gives the right to write back.
+fn close_client(client: &Client) {
     let (say, hear) = std::sync::mpsc::channel();
     client.close(Box::new(move |result| {
         let _ = say.send(result);
     }));
     match hear.recv_timeout(CLOSE_LIMIT) {
-        Ok(Ok(())) => Ok(()),
+        Ok(Ok(())) => {}
         // The site finds out by itself.
-        Ok(Err(e)) => {
-            tracing::warn!("the site was not told that the mount has ended: {e}");
-            Ok(())
-        }
-        Err(_) => {
-            tracing::warn!("the site was not told that the mount has ended: no answer");
-            Ok(())
-        }
+        Ok(Err(e)) => tracing::warn!("the site was not told that the mount has ended: {e}"),
+        Err(_) => tracing::warn!("the site was not told that the mount has ended: no answer"),
     }
 }
 
-/// Takes the directory of a mount that never came to be away, if nothing is in it.
-pub fn forget_if_empty(place: &Place, record: &Record) {
-    let cached = (0..record.images.len()).any(|i| place.cache(i).join("data").exists());
-    if !cached && let Err(e) = place.remove() {
-        tracing::warn!("{e:#}");
+/// Takes the directory of a mount that never came to be away, unless something is in it that nobody else has, or that
+/// was there `before`.
+pub fn forget_if_empty(place: &Place, record: &Record, before: bool) {
+    let Ok(Some(_kept)) = place.keep() else {
+        return;
+    };
+    match place.dirty(record.images.len()) {
+        Ok(0) if !before => {
+            if let Err(e) = place.remove() {
+                tracing::warn!("{e:#}");
+            }
+        }
+        Ok(_) => {}
+        Err(e) => tracing::warn!("{}: {e:#}", place.name()),
     }
-}
-
-/// Ends a mount whose process is gone: pushes what it left, unless told otherwise.
-///
-/// # Errors
-/// When that cannot be done now.
-pub async fn end_dead(
-    _home: &Home,
-    place: &Place,
-    record: &Record,
-    _how: StopHow,
-) -> Result<String> {
-    super::end::clear_leftovers(record)?;
-    place.remove()?;
-    Ok(String::new())
 }

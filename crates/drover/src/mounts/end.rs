@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::control::{self, Answer, Ask, StopHow};
 use super::kernel;
-use super::record::{Front, Place, Record};
+use super::record::{Front, Place, Record, boot};
 use super::status::{DiskStatus, State, Status};
 use crate::bar::Bar;
 use crate::cli::UnmountArgs;
@@ -63,7 +63,7 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
         })
         .await??
     } else {
-        super::disk::end_dead(home, &place, &record, how).await?
+        super::dead::end(home, &place, &record, how, args.json).await?
     };
     if args.json {
         return out::json(&json!({"event": "unmounted", "name": record.name, "left": left}));
@@ -127,7 +127,12 @@ pub fn clear_leftovers(record: &Record) -> Result<()> {
     if let Front::Kernel { driver, .. } = &record.front {
         return kernel::clear(record, *driver);
     }
-    for device in &record.devices {
+    // Devices of an earlier start of the machine are gone, and their names may be somebody else's.
+    let devices = match record.boot == boot() {
+        true => record.devices.as_slice(),
+        false => &[],
+    };
+    for device in devices {
         if let Err(e) = loopdev::detach_path(device)
             && super::is_there(device)
         {

@@ -12,7 +12,7 @@ use super::background::Ready;
 use super::control::{self, Answer, Ask, StopHow};
 use super::disk::Disk;
 use super::front::Shown;
-use super::record::{Kept, Place, Record};
+use super::record::{Kept, Place, Record, boot};
 use super::status::{State, Status};
 use crate::failure::{Exit, exit_of, failure, one_line};
 use crate::home::Home;
@@ -63,6 +63,7 @@ pub async fn keep(
     record.devices = shown.devices();
     record.process = std::process::id();
     record.since_unix = now_unix();
+    record.boot = boot();
     place.write(&record)?;
     let lines = shown.lines(&record);
     let socket = place.socket();
@@ -107,7 +108,7 @@ async fn open_disks(home: &Home, place: &Place, record: &Record) -> Result<Vec<D
 /// Closes disks of a mount that did not come to be.
 fn close_quietly(disks: &[Disk], place: &Place) {
     for disk in disks {
-        if let Err(e) = disk.close(false) {
+        if let Err(e) = disk.close() {
             tracing::warn!("{}: {e:#}", place.name());
         }
     }
@@ -153,8 +154,10 @@ impl Keeper {
         }
     }
 
-    /// Ends the mount as `how` says; the text says what is left. After an error it goes on as before, but for a front
-    /// end that is gone already.
+    /// Ends the mount as `how` says; the text says what is left. After an error it can be ended again: a front end that
+    /// is in use stays, one that is gone stays gone, and what was written is here or at the other site.
+    ///
+    /// `tell` hears all the time how it is, however long a step is silent.
     fn end(
         &self,
         how: StopHow,
@@ -164,107 +167,127 @@ impl Keeper {
         if self.ending.swap(true, Ordering::SeqCst) {
             bail!("it is ending already");
         }
-        let result = self.end_once(how, limit, tell);
-        if result.is_err() {
-            self.ending.store(false, Ordering::SeqCst);
-        }
-        result
-    }
-
-    fn end_once(
-        &self,
-        how: StopHow,
-        limit: Option<Duration>,
-        tell: &mut dyn FnMut(Status),
-    ) -> Result<String> {
-        // The front end first: nothing may be written after the last push began. It stays when it is busy.
-        let taken = self.shown.lock().take();
-        if let Some(shown) = taken
-            && let Err(unended) = shown.end(how.lazy)
-        {
-            let (shown, why) = *unended;
-            *self.shown.lock() = Some(shown);
-            return Err(why);
-        }
-        if !how.offline && !how.discard {
-            self.push_all(limit, tell)?;
-        }
-        let mut left = 0;
-        for disk in &self.disks {
-            left += disk.dirty();
-            if how.discard {
-                disk.discard()?;
-            } else {
-                disk.close(!how.offline)?;
-            }
-        }
-        self.clear_away(how, left)
-    }
-
-    /// Waits until the other sites have everything that was written.
-    fn push_all(&self, limit: Option<Duration>, tell: &mut dyn FnMut(Status)) -> Result<()> {
-        let started = Instant::now();
-        std::thread::scope(|scope| {
-            let pushes: Vec<_> = self
-                .disks
-                .iter()
-                .map(|disk| scope.spawn(move || disk.push(limit)))
-                .collect();
+        let result = std::thread::scope(|scope| {
+            let work = scope.spawn(|| self.end_once(how, limit));
             let mut told = Instant::now();
-            while pushes.iter().any(|p| !p.is_finished()) {
+            while !work.is_finished() {
                 std::thread::sleep(Duration::from_millis(5));
                 if told.elapsed() >= TELL_EVERY {
                     told = Instant::now();
                     tell(self.status());
                 }
             }
-            for (push, disk) in pushes.into_iter().zip(&self.disks) {
-                match push.join() {
-                    Ok(Ok(())) => {}
-                    Ok(Err(e)) => {
-                        return Err(failure(
-                            Exit::Failed,
-                            format!(
-                                "{} not at the other site yet after {:.0} s ({}); wait for the link, or `drover unmount --offline` leaves it for the next mount here",
-                                bytes(disk.dirty()),
-                                started.elapsed().as_secs_f64(),
-                                one_line(&e)
-                            ),
-                        ));
-                    }
-                    Err(_) => bail!("pushing panicked"),
-                }
-            }
-            Ok(())
-        })
+            work.join()
+                .unwrap_or_else(|_| bail!("ending it panicked; its log says more"))
+        });
+        if result.is_err() {
+            self.ending.store(false, Ordering::SeqCst);
+        }
+        result
     }
 
-    /// Removes what nobody needs any more.
-    fn clear_away(&self, how: StopHow, left: u64) -> Result<String> {
-        let _ = std::fs::remove_file(self.place.socket());
-        if how.discard {
-            self.place.remove()?;
-            return Ok(match left {
-                0 => String::new(),
-                n => format!("{} thrown away", bytes(n)),
-            });
+    fn end_once(&self, how: StopHow, limit: Option<Duration>) -> Result<String> {
+        // The front end first: nothing may be written after the last push began. It stays when it is busy.
+        let taken = self.shown.lock().take();
+        if let Some(shown) = taken {
+            if let Err(unended) = shown.end(how.lazy) {
+                let (shown, why) = *unended;
+                *self.shown.lock() = Some(shown);
+                return Err(why);
+            }
+            self.forget_devices();
         }
-        if how.offline && left > 0 {
-            return Ok(format!(
+        if !how.offline && !how.discard {
+            self.push_all(limit)?;
+        }
+        let left: u64 = self.disks.iter().map(Disk::dirty).sum();
+        for disk in &self.disks {
+            if how.discard {
+                disk.discard();
+            } else {
+                disk.close()?;
+            }
+        }
+        Ok(self.clear_away(how, left))
+    }
+
+    /// The devices are gone, and their names may soon be somebody else's: nobody may clear them away later.
+    fn forget_devices(&self) {
+        let mut record = self.record.lock();
+        if record.devices.is_empty() {
+            return;
+        }
+        record.devices.clear();
+        if let Err(e) = self.place.write(&record) {
+            tracing::warn!("{e:#}");
+        }
+    }
+
+    /// Waits until the other sites have everything that was written.
+    fn push_all(&self, limit: Option<Duration>) -> Result<()> {
+        let started = Instant::now();
+        let pushed = std::thread::scope(|scope| {
+            let push = |disk| scope.spawn(move || Disk::push(disk, limit));
+            let pushes: Vec<_> = self.disks.iter().map(push).collect();
+            let join = |push: std::thread::ScopedJoinHandle<'_, Result<()>>| {
+                push.join().unwrap_or_else(|_| bail!("pushing panicked"))
+            };
+            pushes.into_iter().map(join).collect::<Vec<_>>()
+        });
+        for (pushed, disk) in pushed.into_iter().zip(&self.disks) {
+            if let Err(e) = pushed {
+                return Err(failure(
+                    Exit::Failed,
+                    format!(
+                        "{} not at the other site yet after {:.0} s ({}); wait for the link, or `drover unmount --offline` leaves it for the next mount here",
+                        bytes(disk.dirty()),
+                        started.elapsed().as_secs_f64(),
+                        one_line(&e)
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes what nobody needs any more. All is closed by now: what cannot be removed is no reason to stay.
+    fn clear_away(&self, how: StopHow, left: u64) -> String {
+        let _ = std::fs::remove_file(self.place.socket());
+        // A front end that was cut off while it was used may have written after the last push.
+        if left > 0 && !how.discard {
+            return format!(
                 "{} not pushed; mounting it there again pushes it",
                 bytes(left)
-            ));
+            );
         }
         if how.keep_cache || how.offline {
-            return Ok("the cache stays".into());
+            return "the cache stays".into();
         }
-        self.place.remove()?;
-        Ok(String::new())
+        let mut said = Vec::new();
+        if left > 0 {
+            said.push(format!("{} thrown away", bytes(left)));
+        }
+        if let Err(e) = self.place.remove() {
+            said.push(one_line(&e));
+        }
+        said.join("; ")
     }
 
     /// What a signal does: the front end goes, what can be pushed in a short time is, the rest stays for the next time.
     fn end_by_signal(&self) -> Result<()> {
         let mut quiet = |_| {};
+        // Somebody may be ending it at this moment.
+        let began = Instant::now();
+        while self.ending.load(Ordering::SeqCst) {
+            if began.elapsed() > SIGNAL_PUSH_LIMIT {
+                self.disks.iter().try_for_each(Disk::close)?;
+                return Ok(());
+            }
+            if self.ended.lock().is_none() {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
         let lazy = StopHow {
             lazy: true,
             ..StopHow::default()

@@ -4,14 +4,18 @@
 //! mounts/NAME/record.json   what it shows, where, how, and the process that keeps it
 //! mounts/NAME/control.sock  that process's ear
 //! mounts/NAME/log           what it had to say
+//! mounts/NAME/known         what the other site said of the image
 //! mounts/NAME/cache/        chunks that are here, and what was not pushed yet
 //! ```
 
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use drover_device::storage::{Directory, HostDirectory};
+use drover_device::synced::Left;
 use serde::{Deserialize, Serialize};
 
 use super::{Listen, Target};
@@ -95,6 +99,9 @@ pub struct Record {
     /// Since when, seconds since 1970.
     #[serde(default)]
     pub since_unix: i64,
+    /// The start of this machine in which the devices were made: after another one their names are somebody else's.
+    #[serde(default)]
+    pub boot: String,
 }
 
 /// The directory of one mount. Whoever keeps the mount holds its lock.
@@ -169,6 +176,41 @@ impl Place {
             0 => self.dir.join("cache"),
             n => self.dir.join(format!("cache-{n}")),
         }
+    }
+
+    /// What the other site said of the image with that number.
+    pub fn known(&self, image: usize) -> PathBuf {
+        match image {
+            0 => self.dir.join("known"),
+            n => self.dir.join(format!("known-{n}")),
+        }
+    }
+
+    /// Bytes in the mount's caches that were not pushed, as far as is written down. For mounts that nobody keeps.
+    ///
+    /// # Errors
+    /// When a cache cannot be read.
+    pub fn dirty(&self, images: usize) -> Result<u64> {
+        let mut sum = 0;
+        for index in 0..images {
+            sum += self.left(index)?.map_or(0, |left| left.dirty);
+        }
+        Ok(sum)
+    }
+
+    /// What the cache of the image with that number holds; none when there is none.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn left(&self, image: usize) -> Result<Option<Left>> {
+        let cache = self.cache(image);
+        if !cache.exists() {
+            return Ok(None);
+        }
+        let directory = HostDirectory::open(&cache)
+            .with_context(|| format!("cannot open {}", cache.display()))?;
+        let directory: Arc<dyn Directory> = Arc::new(directory);
+        Ok(Left::look(&directory)?)
     }
 
     /// Where the process that keeps it listens.
@@ -260,6 +302,12 @@ impl Place {
     }
 }
 
+/// Which start of this machine it is; empty when it does not say.
+pub fn boot() -> String {
+    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    text.trim().to_owned()
+}
+
 impl Record {
     /// A mount that is about to be, with the number it had when it was there before.
     pub fn new(
@@ -279,6 +327,7 @@ impl Record {
             devices: Vec::new(),
             process: 0,
             since_unix: 0,
+            boot: String::new(),
         }
     }
 

@@ -1,17 +1,26 @@
 //! This site's images as devices: for mounts of other sites, and for this site's own exports.
 
+use std::future::Future;
+use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use drover_core::ImageName;
 use drover_device::backend::ImageDevice;
 use drover_image::VirtualDisk;
+use drover_mount::client::{ConnectError, Connected, Connector};
 use drover_mount::protocol::{Code, Refusal};
-use drover_mount::server::{Base, Config, Images, Server};
+use drover_mount::server::{Base, Config, Images, Peer, Server};
+use drover_net::{Connection, NetError, PeerKey, connect_unix};
 use drover_teleport::catalog::Catalog;
+use tokio::sync::watch;
 
+use super::connector::{begin, refusal};
 use crate::catalog::SiteCatalog;
 use crate::home::Home;
+use crate::remote::{Call, SocketPath};
+use crate::site;
 
 /// Threads that read, hash and compress for mounts.
 const THREADS: usize = 4;
@@ -57,5 +66,104 @@ impl Images for SiteImages {
             device: Arc::new(ImageDevice::new(disk)),
             digest: record.digest,
         })
+    }
+}
+
+/// What this site is called at its own leases.
+const OWN_NAME: &str = "this site";
+
+/// Who mounts this site's images on this site.
+pub fn own(key: PeerKey) -> Peer {
+    Peer {
+        key,
+        name: OWN_NAME.into(),
+    }
+}
+
+/// Connections to this site's own images, through the same leases as those of peers: to the running site, or within
+/// this process when none runs at the start.
+pub enum OwnConnector {
+    /// A site runs. It may be restarted, and is waited for then.
+    Running(PathBuf),
+    /// None does: this process serves the image to itself.
+    Inside {
+        /// What serves.
+        server: Arc<Server>,
+        /// Who asks.
+        peer: Peer,
+        /// Never set; dropped, it would end the lanes.
+        stop: watch::Sender<bool>,
+    },
+}
+
+impl OwnConnector {
+    /// Connections within this home.
+    ///
+    /// # Errors
+    /// When another program is at work in it that takes no calls.
+    pub async fn new(home: &Home) -> Result<OwnConnector> {
+        if let Some(call) = Call::local(home).await? {
+            call.close().await;
+            return Ok(OwnConnector::Running(home.socket()));
+        }
+        if home.used_by()?.is_some() {
+            bail!("a site is just starting in this home; try again");
+        }
+        let catalog = Arc::new(site::open_catalog(home)?);
+        Ok(OwnConnector::Inside {
+            server: site_server(home, &catalog)?,
+            peer: own(home.identity()?.key()),
+            stop: watch::Sender::new(false),
+        })
+    }
+
+    async fn open_lane(&self, open: Vec<u8>) -> Result<Connected, ConnectError> {
+        let lost = |e: &dyn std::fmt::Display| ConnectError {
+            fatal: false,
+            message: e.to_string(),
+        };
+        match self {
+            OwnConnector::Running(socket) => {
+                let socket = SocketPath::of(socket).map_err(|e| lost(&e))?;
+                let made: Result<Connected, NetError> = async {
+                    let connection = connect_unix(socket.path()).await?;
+                    begin(connection, open).await
+                }
+                .await;
+                made.map_err(|e| lost(&e))
+            }
+            OwnConnector::Inside { server, peer, stop } => {
+                let (ours, theirs) = Connection::pair().map_err(|e| lost(&e))?;
+                let (server, peer, stop) = (Arc::clone(server), peer.clone(), stop.subscribe());
+                tokio::spawn(async move {
+                    let (reader, writer) = theirs.split();
+                    let served = server.serve_lane(reader, writer, peer, &open, stop);
+                    if let Err(e) = served.await {
+                        tracing::debug!("a lane of this site's own: {e}");
+                    }
+                });
+                let (wire, round_trip) = (ours.wire(), ours.round_trip());
+                let (reader, writer) = ours.split();
+                Ok(Connected {
+                    reader,
+                    writer,
+                    wire,
+                    round_trip,
+                })
+            }
+        }
+    }
+}
+
+impl Connector for OwnConnector {
+    fn connect(
+        &self,
+        open: Vec<u8>,
+    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
+        Box::pin(self.open_lane(open))
+    }
+
+    fn refusal(&self, frame: u8, payload: &[u8]) -> Option<ConnectError> {
+        refusal(OWN_NAME, frame, payload)
     }
 }

@@ -69,8 +69,16 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
         (Request::BreakLease { name }, Duty::Site(_, devices)) => {
             text(crate::mounts::broken_json(devices, &name).await)
         }
+        (Request::Device { open }, Duty::Site(_, devices)) => {
+            let peer = crate::mounts::own(server.identity.key());
+            let stop = server.stop.clone();
+            return Ok(devices
+                .serve_lane(reader, writer, peer, &open, stop)
+                .await?);
+        }
         (
-            Request::Verify { .. }
+            Request::Device { .. }
+            | Request::Verify { .. }
             | Request::Remove { .. }
             | Request::Index { .. }
             | Request::Leases
@@ -81,7 +89,6 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
             Request::Pair { .. }
             | Request::Send { .. }
             | Request::Lane { .. }
-            | Request::Device { .. }
             | Request::Teleporter,
             _,
         ) => no(RefuseReason::Policy, "that is for peers, over the network"),

@@ -10,7 +10,7 @@ use drover_device::remote::{Chunks, Link};
 use drover_net::{Backoff, NetError};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tracing::{debug, info};
 
 use super::book::ChunksAnswer;
@@ -59,40 +59,55 @@ fn next_link(before: u64) -> u64 {
     u64::try_from(micros).unwrap_or(0).max(before + 1)
 }
 
+/// Whether what the site said can be used.
+pub fn check(opened: &Opened, options: &Options) -> Result<(), String> {
+    check_shape(opened.shape())?;
+    match opened.chunk == options.chunk {
+        true => Ok(()),
+        false => Err(format!("chunks of {} bytes", opened.chunk)),
+    }
+}
+
 /// Makes the first link.
 pub async fn first(connector: &Arc<dyn Connector>, options: &Options) -> Result<First, MountError> {
-    let began = Instant::now();
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     let mut link = 0;
-    loop {
-        link = next_link(link);
-        let error = match attempt(connector, options, options.expected, link).await {
-            Ok((front, others)) => {
-                check_shape(front.opened.shape()).map_err(|what| MountError::Protocol {
-                    peer: front.connected.reader.peer_text().to_owned(),
-                    what,
-                })?;
-                if front.opened.chunk != options.chunk {
-                    return Err(MountError::Protocol {
+    let mut last = None;
+    let mut expected = options.expected;
+    if expected.is_none() {
+        expected = options.known.as_ref().map(|known| known.identity);
+    }
+    let tries = async {
+        loop {
+            link = next_link(link);
+            let error = match attempt(connector, options, expected, link).await {
+                Ok((front, others)) => {
+                    check(&front.opened, options).map_err(|what| MountError::Protocol {
                         peer: front.connected.reader.peer_text().to_owned(),
-                        what: format!("chunks of {} bytes", front.opened.chunk),
+                        what,
+                    })?;
+                    return Ok(First {
+                        opened: front.opened.clone(),
+                        link,
+                        front,
+                        others,
                     });
                 }
-                return Ok(First {
-                    opened: front.opened.clone(),
-                    link,
-                    front,
-                    others,
-                });
+                Err(error) => error,
+            };
+            if error.fatal {
+                return Err(MountError::Denied(error.message));
             }
-            Err(error) => error,
-        };
-        let pause = backoff.next_delay();
-        if error.fatal || began.elapsed() + pause >= options.give_up {
-            return Err(MountError::Unreachable(error.message));
+            debug!(image = %options.image, %error, "no link yet");
+            last = Some(error.message);
+            tokio::time::sleep(backoff.next_delay()).await;
         }
-        debug!(image = %options.image, %error, "no link yet");
-        tokio::time::sleep(pause).await;
+    };
+    match timeout(options.first_contact, tries).await {
+        Ok(made) => made,
+        Err(_) => Err(MountError::Unreachable(last.unwrap_or_else(|| {
+            format!("no answer within {:?}", options.first_contact)
+        }))),
     }
 }
 
@@ -232,10 +247,10 @@ impl Up {
 }
 
 /// Keeps the link up until the client is closed.
-pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Up) {
+pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Option<Up>) {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-    let mut link = first.link;
-    let mut ready = Some(first);
+    let mut link = first.as_ref().map_or(0, |up| up.link);
+    let mut ready = first;
     let mut stop = inner.stop.subscribe();
     loop {
         let ended = match ready.take() {
