@@ -3,6 +3,7 @@
 mod basics;
 mod damage;
 mod hostile;
+mod mount_offline;
 mod pairing;
 mod send;
 mod serve;

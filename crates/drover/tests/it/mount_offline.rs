@@ -1,0 +1,211 @@
+//! Mounts whose process or site is gone: nothing that was written is lost, and one writer rules.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::world::{Ran, Site, World, signal, until};
+
+/// Blocks of noise in the image.
+const BLOCKS: usize = 64;
+
+/// A mount of a test; its process is ended when the test is, also by a panic.
+struct Mounts<'a> {
+    world: &'a World,
+    home: &'a str,
+}
+
+impl Mounts<'_> {
+    fn run(&self, args: &[&str]) -> Ran {
+        self.world.run(self.home, args)
+    }
+
+    /// What `drover mounts --json` says of the only mount.
+    fn only(&self) -> Value {
+        let rows = self.run(&["mounts", "--json"]).ok().json();
+        assert_eq!(rows.len(), 1, "{rows:?}");
+        rows.into_iter().next().unwrap()
+    }
+
+    /// Kills the process that keeps the only mount, and waits until it is seen as dead.
+    fn kill(&self) -> Value {
+        let process = self.only()["process"].as_u64().unwrap();
+        assert!(process > 1);
+        signal(process as u32, "KILL");
+        until("the mount is dead", || self.only()["state"] == "dead");
+        self.only()
+    }
+}
+
+impl Drop for Mounts<'_> {
+    fn drop(&mut self) {
+        let Ok(listed) = self.world.drover(self.home, &["mounts", "--json"]).output() else {
+            return;
+        };
+        for line in String::from_utf8_lossy(&listed.stdout).lines() {
+            let Ok(row) = serde_json::from_str::<Value>(line) else {
+                continue;
+            };
+            let name = row["name"].as_str().unwrap_or_default().to_owned();
+            let args = ["unmount", &name, "--discard", "--lazy", "--yes"];
+            let _ = self.world.drover(self.home, &args).output();
+        }
+    }
+}
+
+fn can_mount() -> bool {
+    let can = Path::new("/dev/fuse").exists();
+    if !can {
+        eprintln!("SKIP: /dev/fuse is not there");
+    }
+    can
+}
+
+/// A world with a site `far` that has the image `web.img`, and a home `near` that knows it.
+fn world() -> (World, Site, Vec<u8>) {
+    let world = World::new();
+    let path = world.image("web.img", 7, BLOCKS);
+    let far = world.pair();
+    world.run("far", &["index", "web.img"]).ok();
+    (world, far, fs::read(path).unwrap())
+}
+
+fn write(path: &Path, byte: u8, block: u64) {
+    let file = File::options().write(true).open(path).unwrap();
+    file.write_all_at(&[byte; 4096], block * 4096).unwrap();
+    file.sync_all().unwrap();
+}
+
+fn leases(world: &World) -> Vec<Value> {
+    world
+        .run("far", &["mounts", "leases", "--json"])
+        .ok()
+        .json()
+}
+
+fn disk(world: &World) -> PathBuf {
+    world.path("disk")
+}
+
+#[test]
+fn a_dead_mount_is_pushed_before_it_is_removed() {
+    if !can_mount() {
+        return;
+    }
+    let (world, far, mut content) = world();
+    let near = Mounts {
+        world: &world,
+        home: "near",
+    };
+    let mount = ["mount", "far:web.img", "disk", "--push-interval", "1h"];
+    near.run(&mount).ok();
+    let disk = disk(&world);
+    assert!(fs::read(&disk).unwrap() == content);
+    write(&disk, 0xa5, 3);
+    content[3 * 4096..4 * 4096].fill(0xa5);
+    let dead = near.kill();
+    assert_eq!(dead["disks"][0]["dirty"], 4096, "{dead}");
+
+    // Without the site it stays as it is: nothing may be removed.
+    let (code, _) = far.stop();
+    assert_eq!(code, Some(0));
+    let name = dead["name"].as_str().unwrap();
+    near.run(&["unmount", name])
+        .fails(1, &["nothing is lost", "try again"]);
+    assert_eq!(near.only()["disks"][0]["dirty"], 4096);
+    let kept = near.run(&["unmount", name, "--offline"]).ok();
+    assert!(kept.err.contains("not pushed"), "{kept:?}");
+    assert_eq!(near.only()["disks"][0]["dirty"], 4096);
+
+    // The mount begins without the site, and what is here is here.
+    near.run(&mount).ok();
+    assert_eq!(near.only()["disks"][0]["dirty"], 4096);
+    assert!(fs::read(&disk).unwrap() == content);
+    write(&disk, 0x5a, 9);
+    content[9 * 4096..10 * 4096].fill(0x5a);
+    near.kill();
+
+    // With the site there again it goes there, and the right to write goes back.
+    let _far = world.serve("far", &["--listen", &address(&world)]);
+    assert_eq!(leases(&world).len(), 1);
+    near.run(&["unmount", name]).ok();
+    assert!(near.run(&["mounts", "--json"]).ok().json().is_empty());
+    assert!(leases(&world).is_empty());
+    near.run(&["mount", "far:web.img", "disk", "--read-only"])
+        .ok();
+    assert!(fs::read(&disk).unwrap() == content);
+    near.run(&["unmount", "disk"]).ok();
+}
+
+/// Where `far` listened the first time: it comes back there.
+fn address(world: &World) -> String {
+    let peers = world.run("near", &["peers", "--json"]).ok().json();
+    let addresses = peers[0]["addresses"].as_array().unwrap();
+    let local = addresses.iter().filter_map(Value::as_str);
+    let mut local = local.filter(|a| a.starts_with("127."));
+    local.next().unwrap().to_owned()
+}
+
+#[test]
+fn a_mount_that_never_was_needs_the_site_and_leaves_nothing() {
+    if !can_mount() {
+        return;
+    }
+    let (world, far, _) = world();
+    let near = Mounts {
+        world: &world,
+        home: "near",
+    };
+    near.run(&["mount", "far:other.img", "disk"])
+        .fails(3, &["other.img"]);
+    assert!(near.run(&["mounts", "--json"]).ok().json().is_empty());
+    far.stop();
+    near.run(&["mount", "far:web.img", "disk"])
+        .fails(1, &["far cannot be reached", "drover serve"]);
+    assert!(near.run(&["mounts", "--json"]).ok().json().is_empty());
+}
+
+#[test]
+fn own_images_obey_the_same_leases() {
+    if !can_mount() {
+        return;
+    }
+    let (world, far, content) = world();
+    let near = Mounts {
+        world: &world,
+        home: "near",
+    };
+    let own = Mounts {
+        world: &world,
+        home: "far",
+    };
+    let disk = disk(&world);
+    // Through the running site.
+    own.run(&["mount", "web.img", "own"]).ok();
+    assert_eq!(own.only()["disks"][0]["mode"], "own");
+    let path = world.path("own");
+    assert!(fs::read(&path).unwrap() == content);
+    write(&path, 1, 5);
+    assert_eq!(leases(&world)[0]["writer"]["peer"], "this site");
+    near.run(&["mount", "far:web.img", "disk"])
+        .fails(3, &["web.img"]);
+    own.run(&["unmount", "own"]).ok();
+    assert!(leases(&world).is_empty());
+    // A peer writes: this site may not.
+    near.run(&["mount", "far:web.img", "disk"]).ok();
+    assert!(fs::read(&disk).unwrap()[5 * 4096] == 1);
+    own.run(&["mount", "web.img", "own"]).fails(3, &["web.img"]);
+    near.run(&["unmount", "disk"]).ok();
+    // Without a running site, within the process.
+    far.stop();
+    own.run(&["mount", "web.img", "own"]).ok();
+    assert_eq!(fs::read(&path).unwrap()[5 * 4096], 1);
+    write(&path, 2, 6);
+    own.run(&["unmount", "own"]).ok();
+    assert!(leases(&world).is_empty());
+    own.run(&["mount", "web.img", "own", "--read-only"]).ok();
+    assert_eq!(fs::read(&path).unwrap()[6 * 4096], 2);
+    own.run(&["unmount", "own"]).ok();
+}
