@@ -30,7 +30,7 @@ use crate::site;
 use crate::text::bytes;
 
 /// How long the other site may take to be there at the start.
-const CONNECT_LIMIT: Duration = Duration::from_secs(15);
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
 /// And when there is a cache, so that the mount can begin without it.
 const OFFLINE_LIMIT: Duration = Duration::from_secs(3);

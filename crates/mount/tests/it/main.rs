@@ -4,5 +4,6 @@ mod direct;
 mod hostile;
 mod keeper;
 mod managed;
+mod offline;
 mod real;
 mod util;
