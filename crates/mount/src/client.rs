@@ -1,6 +1,6 @@
 //! The mount's side: an image of another site as the far side of a managed device, or as a device of its own.
 
-mod book;
+pub(crate) mod book;
 mod link;
 mod tell;
 

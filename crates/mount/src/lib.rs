@@ -15,3 +15,6 @@ pub mod server;
 pub mod window;
 
 pub use error::MountError;
+
+#[cfg(test)]
+mod simulation;

@@ -1,11 +1,11 @@
 //! A site's side: images served as devices to mounts.
 
-mod flow;
+pub(crate) mod flow;
 mod image;
 mod lane;
 mod lease;
 mod pool;
-mod queue;
+pub(crate) mod queue;
 mod work;
 
 use std::collections::HashMap;

@@ -17,7 +17,7 @@ use std::time::Duration;
 const FIRST: u64 = 128 << 10;
 
 /// The least it ever is: a few frames.
-const LEAST: u64 = 64 << 10;
+const LEAST: u64 = 48 << 10;
 
 /// The most it ever is.
 pub const MOST: u64 = 256 << 20;
@@ -190,9 +190,12 @@ impl Window {
         self.round.trip = Some(self.round.trip.map_or(took, |least| least.min(took)));
         if mark.arrived >= self.round.until {
             self.end_round(now);
-        } else if matches!(self.phase, Phase::Start { .. }) {
+        } else if let Phase::Start { best, .. } = self.phase {
             let base = self.round_trip().unwrap_or_default();
-            let late = took > base + base / 4 + START_QUEUE;
+            // What comes in bursts is late although the link is not full yet: then the rate still grows.
+            let growing = best > 0.0 && self.round.rate >= best * GROWTH;
+            let bound = if growing { base / 2 } else { base / 4 };
+            let late = took > base + bound + START_QUEUE;
             self.late = if late { self.late + 1 } else { 0 };
             if self.late >= LATE_ANSWERS {
                 self.late = 0;

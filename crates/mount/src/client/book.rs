@@ -20,7 +20,7 @@ const MOST_AHEAD: u64 = 64 << 20;
 const MOST_BODIES: u64 = 8 << 20;
 
 /// The shortest background request, in bytes of chunks.
-const LEAST_REQUEST: u64 = 64 << 10;
+const LEAST_REQUEST: u64 = 16 << 10;
 
 /// A background request should take the link about this long.
 const REQUEST_SECONDS: f64 = 0.002;
@@ -363,6 +363,14 @@ impl<T> Book<T> {
         candidates
             .min_by_key(|(n, lane)| (lane.weight, *n))
             .map(|(n, _)| n)
+    }
+
+    /// What the site is told before anything came: how much may be under way at first.
+    pub fn first_credit(&self) -> Ask {
+        Ask::Credit {
+            received: 0,
+            window: self.window.size(),
+        }
     }
 
     /// Bytes of an answer came on a lane.

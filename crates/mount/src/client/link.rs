@@ -388,6 +388,8 @@ impl Inner {
             state.lanes.resize_with(lane.number + 1, || None);
         }
         state.lanes[lane.number] = Some(way);
+        let credit = state.book.first_credit();
+        state.send(lane.number, credit, Bytes::new());
         state.wires.push(lane.connected.wire.clone());
         drop(state);
         let inner = self.clone();

@@ -105,6 +105,21 @@ struct State {
     closed: bool,
 }
 
+impl State {
+    /// Somebody waits for a background read: also what of it has no credit yet leaves at once.
+    fn hurry(&mut self, id: u64) {
+        self.queue.hurry(id);
+        let (hurried, rest): (VecDeque<Made>, _) = std::mem::take(&mut self.back)
+            .into_iter()
+            .partition(|made| made.head.id() == id);
+        self.back = rest;
+        for made in hurried {
+            self.queue.promote(made.bytes());
+            self.front.push_back(made);
+        }
+    }
+}
+
 /// What a lane is made of.
 pub struct Parts {
     /// See [`Lane`].
@@ -248,7 +263,10 @@ impl Lane {
                 drop(flow);
                 self.shared.room.notify_waiters();
             }
-            Ask::Hurry { id } => self.state.lock().queue.hurry(id),
+            Ask::Hurry { id } => {
+                self.state.lock().hurry(id);
+                self.wake.notify_one();
+            }
             ask => {
                 let mut state = self.state.lock();
                 state.queue.admit(ask, message.body, self.shape.chunk)?;
@@ -300,6 +318,11 @@ impl Lane {
         state.working -= 1;
         let mut committed = false;
         if let Some(made) = made.filter(|_| !state.closed) {
+            let hurried = !front && state.queue.is_hurried(made.head.id());
+            if hurried {
+                state.queue.promote(0);
+            }
+            let front = front || hurried;
             committed = matches!(made.head, Answer::Committed { .. });
             let bytes = made.bytes();
             state.queue.made(bytes, front);

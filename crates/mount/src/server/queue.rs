@@ -39,13 +39,21 @@ pub enum Unit {
 pub struct Queue {
     front: VecDeque<Entry>,
     back: VecDeque<Entry>,
-    /// Answers that each request still gets: chunks of a read, else one.
-    owed: HashMap<u64, u32>,
+    owed: HashMap<u64, Owed>,
     body_bytes: usize,
     front_units: usize,
     back_units: usize,
     front_ready: u64,
     back_ready: u64,
+}
+
+/// What a request still gets.
+#[derive(Debug)]
+struct Owed {
+    /// Answers: chunks of a read, else one.
+    answers: u32,
+    /// It was a background read, and somebody waits for it now.
+    hurried: bool,
 }
 
 #[derive(Debug)]
@@ -99,7 +107,11 @@ impl Queue {
             }
             _ => {}
         }
-        self.owed.insert(id, left.max(1));
+        let owed = Owed {
+            answers: left.max(1),
+            hurried: false,
+        };
+        self.owed.insert(id, owed);
         self.body_bytes += body.len();
         let entry = Entry {
             ask,
@@ -115,8 +127,12 @@ impl Queue {
         Ok(())
     }
 
-    /// Somebody waits for a background read now.
+    /// Somebody waits for a background read now. What of it is being worked on or waits for the link is for
+    /// [`Queue::promote`].
     pub fn hurry(&mut self, id: u64) {
+        if let Some(owed) = self.owed.get_mut(&id) {
+            owed.hurried = true;
+        }
         let at = self.back.iter().position(|e| e.ask.id() == Some(id));
         if let Some(entry) = at.and_then(|at| self.back.remove(at)) {
             self.front.push_back(entry);
@@ -166,6 +182,19 @@ impl Queue {
         Some(Unit::Other(entry.ask, entry.body))
     }
 
+    /// Whether somebody waits for what was a background read.
+    pub fn is_hurried(&self, id: u64) -> bool {
+        self.owed.get(&id).is_some_and(|owed| owed.hurried)
+    }
+
+    /// A background unit, of which so many bytes wait for the link, counts as waited for from now on.
+    pub fn promote(&mut self, bytes: u64) {
+        self.back_units -= 1;
+        self.back_ready -= bytes;
+        self.front_units += 1;
+        self.front_ready += bytes;
+    }
+
     /// A unit has been worked on; its answer of so many bytes waits for the link.
     pub fn made(&mut self, bytes: u64, front: bool) {
         *self.ready(front) += bytes;
@@ -202,8 +231,8 @@ impl Queue {
         let Some(owed) = self.owed.get_mut(&id) else {
             return;
         };
-        *owed = answers.map_or(0, |answers| owed.saturating_sub(answers));
-        if *owed == 0 {
+        owed.answers = answers.map_or(0, |answers| owed.answers.saturating_sub(answers));
+        if owed.answers == 0 {
             self.owed.remove(&id);
             if answers.is_none() {
                 self.front.retain(|e| e.ask.id() != Some(id));

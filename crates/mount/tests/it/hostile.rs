@@ -88,6 +88,9 @@ impl Connector for Liar {
                     let Ok(message) = decode_message::<Ask>(&frame.payload) else {
                         return;
                     };
+                    if message.head.id().is_none() {
+                        continue;
+                    }
                     for (kind, head, body) in lie(&message.head) {
                         if writer.send_vectored(kind, &[&head, &body]).await.is_err() {
                             return;
