@@ -4,6 +4,7 @@
 pub mod blocks;
 pub mod boot;
 pub mod caches;
+pub mod frontends;
 pub mod growth;
 pub mod heads;
 pub mod library;
@@ -14,6 +15,7 @@ pub mod memory;
 pub mod mount;
 mod mover;
 mod pictures;
+pub mod region;
 pub mod resume;
 pub mod sequences;
 mod shows;
@@ -172,6 +174,8 @@ pub const ALL: &[&dyn Experiment] = &[
     &memory::Memory,
     &mount::Mount,
     &boot::Boot,
+    &frontends::Frontends,
+    &region::RegionCost,
     &link::LinkKeepsItsWord,
 ];
 

@@ -85,6 +85,12 @@ pub fn cpu_of_children() -> f64 {
     ticks(&stat, [13, 14]).unwrap_or_default()
 }
 
+/// The machine's load average of the last minute, where the kernel tells.
+pub fn load() -> Option<f64> {
+    let said = fs::read_to_string("/proc/loadavg").ok()?;
+    said.split_whitespace().next()?.parse().ok()
+}
+
 /// The cost of a process, unless it is gone or a zombie.
 fn look(pid: u32) -> Option<Cost> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
@@ -124,6 +130,11 @@ mod tests {
         let stat = "7 (a) b) S 1 7 7 0 -1 4194560 1 2 3 4 150 50 12 8 20 0 1 0 100 9 9";
         assert_eq!(cpu_of(stat), Some(2.0));
         assert_eq!(ticks(stat, [13, 14]), Some(0.2));
+    }
+
+    #[test]
+    fn the_load_is_told() {
+        assert!(load().is_some_and(|load| load >= 0.0));
     }
 
     #[test]

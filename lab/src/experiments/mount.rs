@@ -2,46 +2,30 @@
 //! what else there is, with the same client over the same link.
 
 mod client;
+mod measure;
 
-use std::fs::File;
-use std::io::{BufWriter, Read, Write};
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
-use self::client::Client;
-use super::Lab;
+use self::measure::MIB;
+pub(super) use self::measure::connect;
 use super::lines::{Line, Net};
 use super::pictures::values;
-use super::shows::{By, Far, NAME, Near, Shown};
+use super::shows::{By, Far};
+use super::{Lab, Work};
 use crate::bench::{
     About, Axis, Case, Column, Experiment, Kind, Need, Plot, Point, Row, Subject, Verdict,
 };
-
-const MIB: f64 = (1u64 << 20) as f64;
+use crate::watch;
 
 /// Bytes of the disk: noise, so that nothing is gained by compressing.
 const SIZE: u64 = 512 << 20;
 const SMALL_SIZE: u64 = 32 << 20;
 
-/// A request of the sequential reader: what a kernel asks for when it reads ahead.
-const REQUEST: usize = 128 << 10;
-
-/// The longest that one sequential read goes on.
-const READ_FOR: Duration = Duration::from_secs(12);
-
-/// Random reads in a run, and the pause between two.
-const RANDOM_READS: usize = 200;
-const PAUSE: Duration = Duration::from_millis(10);
-
-/// What is written, and how many times a small write is flushed.
-const WRITTEN: u64 = 64 << 20;
-const FLUSHES: usize = 20;
-
-/// How long a disk may take to be there, and a request to be answered.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Starts of a run for the first block, one of them with all that follows.
+const FIRSTS: usize = 3;
 
 /// The experiment.
 pub struct Mount;
@@ -49,48 +33,103 @@ pub struct Mount;
 static ABOUT: About = About {
     name: "mount",
     title: "Disks that are elsewhere",
-    text: "A disk of 512 MiB of noise at the far end of a link, shown on a Unix socket by NBD at the near end, and read there \
-by one client with one request at a time, the same for everybody. The clock of *first* starts at the command that shows it, \
-process and handshakes included, and ends when the first 4 KiB are here. *Sequential* reads go on in requests of 128 KiB for 12 \
-seconds or to the end, right after that; every byte is compared. *Random* is the wait for 200 single blocks of 4 KiB from the \
-last three quarters, 10 ms apart, in another run, while a second connection reads sequentially (and drover pulls). *Write* is \
-64 MiB in requests of 128 KiB, with one flush at the end, to another new start; *flush* is one block written and flushed, 20 times. The \
-share is of the link's rate without headers (1448 of 1500 bytes). Rivals: `qemu-storage-daemon` with a qcow2 overlay, \
-copy-on-read, and `qemu-nbd` at the far end; `nbdkit nbd` with the cache and readahead filters, the same far end; their \
-writes stay on this side, so only drover's are measured. The least that *first* can be is four round trips for drover (TCP, TLS, \
-what is wanted, the read) and three or more for the others.",
+    text: "A disk of 512 MiB of noise (or a real one: the image that the row names) at the far end of a link, shown on a Unix socket by NBD at the near \
+end, or as a file by FUSE, and read there by one client with one request at a time, the same for everybody. The clock of *first* starts at the command that \
+shows it, process and handshakes included, and ends when the first 4 KiB are here; three starts a run. *Sequential* reads go on in requests of 128 KiB for \
+6 seconds or to the end, right after that; every byte is compared. *Steady* is over the last two thirds of that time. The *cap* is the link's rate without headers (1448 of 1500 \
+bytes). *Over the link* are IP bytes from the far end until the reader ends, *received* what drover's mount says by then; what is pulled beyond the reader is in both. \
+*Random* is the wait for single blocks of 4 KiB from the last three quarters, 5 ms apart, in another run, while a second connection reads \
+sequentially (and drover pulls), for 6 seconds at most and only until that ends. *Write* is up to 64 MiB or 4 seconds of requests of 128 KiB, with one flush at the end, to another new start; \
+*flush* is one block written and flushed, 20 times. Rivals: `qemu-storage-daemon` with a qcow2 overlay, copy-on-read, and `qemu-nbd` at the far end; \
+`nbdkit nbd` with the cache and readahead filters, the same far end; their writes stay on this side, so only drover's are measured. The least that \
+*first* can be is four round trips for drover (TCP, TLS, what is wanted, the read) and three or more for the others. *Load* is the machine's load average \
+before and after.",
     columns: &[
         Column::label("link", "link"),
+        Column::label("disk", "disk"),
         Column::label("by", "by"),
         Column::figure("first_ms", "first 4 KiB, ms", 1),
         Column::figure("read_mib_s", "sequential, MiB/s", 1),
-        Column::figure("share_percent", "of the link, %", 1),
+        Column::figure("steady_mib_s", "steady, MiB/s", 1),
+        Column::figure("cap_mib_s", "cap, MiB/s", 1),
+        Column::figure("share_percent", "of the cap, %", 1),
+        Column::figure("steady_percent", "steady, %", 1),
+        Column::figure("read_mib", "read, MiB", 0),
+        Column::figure("link_mib", "over the link, MiB", 0),
+        Column::optional("received_mib", "received, MiB", 0),
         Column::figure("random_p50_ms", "random p50, ms", 2),
         Column::figure("random_p99_ms", "random p99, ms", 2),
+        Column::figure("random_reads", "random reads", 0),
         Column::optional("write_mib_s", "write, MiB/s", 1),
         Column::optional("write_flushed_mib_s", "with its flush, MiB/s", 1),
         Column::optional("flush_ms", "flush p50, ms", 2),
+        Column::figure("load", "load", 1),
     ],
 };
 
-const ALL: [By; 5] = [
+const ALL: [By; 6] = [
     By::Managed,
+    By::File,
     By::ManagedRemote,
     By::Direct,
     By::Qsd,
     By::Nbdkit,
 ];
 
-/// The lines on which disks are shown: the issue's round trips at 1 Gbit/s, and two for scale.
+/// What a case measures.
+#[derive(Clone, Copy)]
+struct Setting {
+    line: Line,
+    by: By,
+    /// A disk with files on it, and not noise.
+    real: bool,
+}
+
+impl Setting {
+    fn id(&self) -> String {
+        let real = if self.real { "real-" } else { "" };
+        format!("{}-{real}{}", self.line.slug(), self.by.slug())
+    }
+}
+
+/// The lines on which disks are shown, those that every run should have first: the issue's round trips at 1 Gbit/s, and
+/// others for scale.
 fn lines() -> Vec<Line> {
-    let line = |rate_mbit, rtt_ms| Line {
+    [
+        (1000.0, 40.0),
+        (1000.0, 0.0),
+        (400.0, 40.0),
+        (1000.0, 1.0),
+        (1000.0, 5.0),
+        (1000.0, 10.0),
+        (1000.0, 20.0),
+        (400.0, 10.0),
+        (100.0, 40.0),
+    ]
+    .map(|(rate_mbit, rtt_ms)| Line {
         rate_mbit,
         rtt_ms,
         loss_percent: 0.0,
-    };
-    let mut all = vec![line(1000.0, 40.0)];
-    all.extend([0.0, 1.0, 5.0, 10.0, 20.0].map(|rtt| line(1000.0, rtt)));
-    all.extend([line(400.0, 40.0), line(400.0, 10.0), line(100.0, 40.0)]);
+    })
+    .to_vec()
+}
+
+/// Every setting with its rank.
+fn settings() -> Vec<(Setting, u8)> {
+    let mut all = Vec::new();
+    for (number, line) in lines().into_iter().enumerate() {
+        for by in ALL {
+            // The file is beside NBD once; on other lines it differs by the same.
+            let rank = u8::from(number > 2 || (by == By::File && number > 0));
+            let real = false;
+            all.push((Setting { line, by, real }, rank));
+        }
+    }
+    for by in [By::Managed, By::Qsd, By::Nbdkit] {
+        let line = lines()[2];
+        let real = true;
+        all.push((Setting { line, by, real }, u8::from(by != By::Managed)));
+    }
     all
 }
 
@@ -100,42 +139,51 @@ impl Experiment for Mount {
     }
 
     fn cases(&self, lab: &Lab) -> Result<Vec<Case>> {
+        let first = lines()[0];
         let mut cases = Vec::new();
-        for (number, line) in lines().into_iter().enumerate() {
-            for by in ALL {
-                if lab.small && (number > 0 || !by.is_drover()) {
-                    continue;
-                }
-                cases.push(Case {
-                    id: id(line, by),
-                    what: format!("a disk over {}, by {}", line.describe(), by.name()),
-                    seconds: if lab.small { 15.0 } else { 45.0 },
-                    rank: u8::from(number > 0) + u8::from(by == By::ManagedRemote),
-                    subject: match by.is_drover() {
-                        true => Subject::Drover,
-                        false => Subject::Rival(format!(
-                            "{} {}",
-                            by.slug(),
-                            by.version().unwrap_or_default()
-                        )),
-                    },
-                    needs: &[Need::Link],
-                });
+        for (setting, rank) in settings() {
+            let Setting { line, by, real } = setting;
+            if lab.small && !real && line != first {
+                continue;
             }
+            let disk = if real { "a real disk" } else { "a disk" };
+            cases.push(Case {
+                id: setting.id(),
+                what: format!("{disk} over {}, by {}", line.describe(), by.name()),
+                seconds: if lab.small {
+                    15.0
+                } else {
+                    24.0 * lab.repeat.max(1) as f64
+                },
+                rank,
+                subject: match by.is_drover() {
+                    true => Subject::Drover,
+                    false => Subject::Rival(format!(
+                        "{} {}",
+                        by.slug(),
+                        by.version().unwrap_or_default()
+                    )),
+                },
+                needs: &[Need::Link],
+            });
         }
         Ok(cases)
     }
 
     fn run(&self, lab: &Lab, case: &Case) -> Result<Vec<Row>> {
-        let Some((line, by)) = lines()
-            .into_iter()
-            .flat_map(|line| ALL.map(|by| (line, by)))
-            .find(|(line, by)| id(*line, *by) == case.id)
-        else {
+        let setting = settings().into_iter().find(|(s, _)| s.id() == case.id);
+        let Some((setting, _)) = setting else {
             bail!("no case {}", case.id);
+        };
+        let Setting { line, by, real } = setting;
+        let disk = match (real, real && lab.image(real_name(lab)).is_ok()) {
+            (false, _) => "noise",
+            (true, true) => real_name(lab),
+            (true, false) => "made, half of it repeats",
         };
         let mut row = Row::new([
             ("link", line.describe()),
+            ("disk", disk.to_owned()),
             ("by", by.name().to_owned()),
             ("rtt", line.rtt_ms.to_string()),
             ("rate", line.rate_mbit.to_string()),
@@ -144,10 +192,20 @@ impl Experiment for Mount {
             row.verdict = Verdict::Skipped(why);
             return Ok(vec![row]);
         }
-        if let Err(error) = measure(lab, line, by, &mut row) {
+        if let Err(error) = measure(lab, &setting, &mut row) {
             row.verdict = Verdict::Failed(format!("{error:#}"));
         }
         Ok(vec![row])
+    }
+
+    fn images(&self, lab: &Lab, case: &Case) -> Option<Vec<PathBuf>> {
+        let real = case.id.contains("-real-");
+        Some(
+            real.then(|| lab.image(real_name(lab)).ok())
+                .flatten()
+                .into_iter()
+                .collect(),
+        )
     }
 
     fn plots(&self, rows: &[Row]) -> Vec<Plot> {
@@ -180,15 +238,12 @@ impl Experiment for Mount {
     }
 }
 
-fn id(line: Line, by: By) -> String {
-    format!("{}-{}", line.slug(), by.slug())
-}
-
 /// A figure over the round trip at 1 Gbit/s, a line for each who shows.
 fn by_rtt(rows: &[Row], name: &str, title: &str, figure: &str, y: Axis) -> Option<Plot> {
     let good: Vec<&Row> = rows
         .iter()
         .filter(|row| row.verdict == Verdict::Good && row.label("rate") == "1000")
+        .filter(|row| row.label("disk") == "noise")
         .collect();
     let series: Vec<(String, Vec<Point>)> = values(&good, "by")
         .into_iter()
@@ -220,231 +275,109 @@ fn by_rtt(rows: &[Row], name: &str, title: &str, figure: &str, y: Axis) -> Optio
 
 /// What was measured, a value a run.
 #[derive(Default)]
-struct Figures {
-    first_ms: Vec<f64>,
-    read_mib_s: Vec<f64>,
-    random_p50_ms: Vec<f64>,
-    random_p99_ms: Vec<f64>,
-    write_mib_s: Vec<f64>,
-    write_flushed_mib_s: Vec<f64>,
-    flush_ms: Vec<f64>,
+struct Figures(BTreeMap<&'static str, Vec<f64>>);
+
+impl Figures {
+    fn add(&mut self, key: &'static str, value: impl Into<Option<f64>>) {
+        self.0.entry(key).or_default().extend(value.into());
+    }
 }
 
-fn measure(lab: &Lab, line: Line, by: By, row: &mut Row) -> Result<()> {
+fn measure(lab: &Lab, case: &Setting, row: &mut Row) -> Result<()> {
+    let Setting { line, by, real } = *case;
     let work = lab.work("mount")?;
-    let image = work.join("noise.raw");
-    make_noise(&image, if lab.small { SMALL_SIZE } else { SIZE })?;
+    let image = disk(lab, &work, real)?;
     let net = Net::like(Some(line), 1)?;
     let drover = lab.binary()?;
     let far = Far::start(&net, &drover, &work.join("far"), &image, by)?;
+    let cap = cap_mib_s(line);
     let mut figures = Figures::default();
+    figures.add("cap_mib_s", cap);
+    figures.add("load", watch::load());
+    let mut waits = Vec::new();
     for _ in 0..lab.repeat.max(1) {
-        let (first, rate) = read_in_order(&far.near(by)?, &image)?;
-        figures.first_ms.push(first * 1e3);
-        figures.read_mib_s.push(rate);
-        let (p50, p99) = read_at_random(&far.near(by)?, &image)?;
-        figures.random_p50_ms.push(p50);
-        figures.random_p99_ms.push(p99);
+        for _ in 1..FIRSTS {
+            figures.add("first_ms", measure::first(&far.near(by)?, &image)?);
+        }
+        let read = measure::read_in_order(&net, &far.near(by)?, &image)?;
+        figures.add("first_ms", read.first_ms);
+        figures.add("read_mib_s", read.mib_s);
+        figures.add("share_percent", 100.0 * read.mib_s / cap);
+        figures.add("steady_mib_s", read.steady_mib_s);
+        figures.add("steady_percent", 100.0 * read.steady_mib_s / cap);
+        figures.add("read_mib", read.read_mib);
+        figures.add("link_mib", read.link_mib);
+        figures.add("received_mib", read.received_mib);
+        let mut own = measure::read_at_random(&far.near(by)?, &image)?;
+        figures.add("random_p50_ms", measure::percentile(&mut own, 50));
+        waits.extend(own);
     }
+    // Of all runs together, since there are few of a hundred in one.
+    figures.add("random_reads", waits.len() as f64);
+    figures.add("random_p99_ms", measure::percentile(&mut waits, 99));
     // Last, since they change the far disk.
     for _ in 0..lab.repeat.max(1) {
         if by.is_drover() {
-            let written = write(&far.near(by)?)?;
-            figures.write_mib_s.push(written.rate);
-            figures.write_flushed_mib_s.push(written.flushed_rate);
-            figures.flush_ms.push(written.flush_ms);
+            let written = measure::write(&far.near(by)?)?;
+            figures.add("write_mib_s", written.rate);
+            figures.add("write_flushed_mib_s", written.flushed_rate);
+            figures.add("flush_ms", written.flush_ms);
         }
     }
-    let share = |rate: &f64| 100.0 * rate * MIB / (line.rate() * 1448.0 / 1500.0);
-    let shares: Vec<f64> = figures.read_mib_s.iter().map(share).collect();
-    row.set_all("first_ms", &figures.first_ms);
-    row.set_all("read_mib_s", &figures.read_mib_s);
-    row.set_all("share_percent", &shares);
-    row.set_all("random_p50_ms", &figures.random_p50_ms);
-    row.set_all("random_p99_ms", &figures.random_p99_ms);
-    row.set_all("write_mib_s", &figures.write_mib_s);
-    row.set_all("write_flushed_mib_s", &figures.write_flushed_mib_s);
-    row.set_all("flush_ms", &figures.flush_ms);
+    figures.add("load", watch::load());
+    for (key, values) in &figures.0 {
+        row.set_all(key, values);
+    }
     Ok(())
 }
 
-/// A file of noise, the same each time.
-fn make_noise(path: &Path, size: u64) -> Result<()> {
-    let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
-    let mut noise = blake3::Hasher::new().update(b"noise").finalize_xof();
-    let mut piece = vec![0; 1 << 20];
-    let mut left = size;
-    while left > 0 {
-        noise.fill(&mut piece);
-        let take = left.min(piece.len() as u64);
-        file.write_all(&piece[..take as usize])?;
-        left -= take;
-    }
-    file.into_inner()
-        .map_err(|e| e.into_error())?
-        .sync_all()
-        .with_context(|| format!("cannot write {}", path.display()))
+/// MiB a second of content that fit through a line: its rate without headers.
+fn cap_mib_s(line: Line) -> f64 {
+    line.rate() * 1448.0 / 1500.0 / MIB
 }
 
-/// Seconds until the first block is here, and MiB a second from there on.
-fn read_in_order(near: &Near<'_>, image: &Path) -> Result<(f64, f64)> {
-    let mut original = File::open(image)?;
-    let mut expected = vec![0; REQUEST];
-    let mut buffer = vec![0; REQUEST];
-    let started = Instant::now();
-    let mut shown = near.start()?;
-    let mut client = connect(&mut shown)?;
-    client.read(0, &mut buffer[..4096])?;
-    let first = started.elapsed();
-    let reading = Instant::now();
-    let mut at = 0;
-    while at < client.size() && reading.elapsed() < READ_FOR {
-        let take = (client.size() - at).min(REQUEST as u64) as usize;
-        client.read(at, &mut buffer[..take])?;
-        original.read_exact(&mut expected[..take])?;
-        if buffer[..take] != expected[..take] {
-            bail!("what was read at {at} is not what the image has");
-        }
-        at += take as u64;
+/// The disk of a case: noise, or a real one, or what is like one where the library is not.
+fn disk(lab: &Lab, work: &Work, real: bool) -> Result<PathBuf> {
+    if real && let Ok(image) = lab.image(real_name(lab)) {
+        return Ok(image);
     }
-    let rate = at as f64 / MIB / reading.elapsed().as_secs_f64();
-    shown.check()?;
-    Ok((first.as_secs_f64(), rate))
+    let image = work.join("made.raw");
+    measure::make_disk(&image, if lab.small { SMALL_SIZE } else { SIZE }, !real)?;
+    Ok(image)
 }
 
-/// A client of what is shown, as soon as it can be read.
-pub(super) fn connect(shown: &mut Shown) -> Result<Client> {
-    match Client::connect(shown.socket(), NAME, PATIENCE) {
-        Ok(client) => Ok(client),
-        Err(e) => {
-            // Its own words say more, where it has some.
-            shown.check()?;
-            Err(e)
-        }
+fn real_name(lab: &Lab) -> &'static str {
+    if lab.small {
+        "small-one"
+    } else {
+        "bookworm-plain"
     }
-}
-
-/// The wait for single blocks, p50 and p99 in ms, while somebody else reads in order.
-fn read_at_random(near: &Near<'_>, image: &Path) -> Result<(f64, f64)> {
-    let original = File::open(image)?;
-    let mut shown = near.start()?;
-    let mut client = connect(&mut shown)?;
-    let mut other = connect(&mut shown)?;
-    let size = client.size();
-    let stop = AtomicBool::new(false);
-    let waits = std::thread::scope(|scope| -> Result<Vec<f64>> {
-        let reader = scope.spawn(|| -> Result<()> {
-            let mut buffer = vec![0; REQUEST];
-            let mut at = 0;
-            while at + REQUEST as u64 <= size && !stop.load(Ordering::Relaxed) {
-                other.read(at, &mut buffer)?;
-                at += REQUEST as u64;
-            }
-            Ok(())
-        });
-        // Into the middle of things.
-        std::thread::sleep(Duration::from_millis(300));
-        let mut random = fastrand::Rng::with_seed(7);
-        let waits = (0..RANDOM_READS)
-            .map(|_| {
-                let block = random.u64(size / 4096 / 4..size / 4096);
-                let wait = one_wait(&mut client, &original, block * 4096);
-                std::thread::sleep(PAUSE);
-                wait
-            })
-            .collect::<Result<Vec<f64>>>();
-        stop.store(true, Ordering::Relaxed);
-        reader
-            .join()
-            .map_err(|_| anyhow::anyhow!("the sequential reader panicked"))??;
-        waits
-    })?;
-    shown.check()?;
-    let mut sorted = waits;
-    sorted.sort_by(f64::total_cmp);
-    Ok((sorted[sorted.len() / 2], sorted[sorted.len() * 99 / 100]))
-}
-
-fn one_wait(client: &mut Client, original: &File, at: u64) -> Result<f64> {
-    use std::os::unix::fs::FileExt;
-    let (mut block, mut expected) = ([0; 4096], [0; 4096]);
-    let started = Instant::now();
-    client.read(at, &mut block)?;
-    let wait = started.elapsed().as_secs_f64() * 1e3;
-    original.read_exact_at(&mut expected, at)?;
-    if block != expected {
-        bail!("what was read at {at} is not what the image has");
-    }
-    Ok(wait)
-}
-
-struct Written {
-    rate: f64,
-    flushed_rate: f64,
-    flush_ms: f64,
-}
-
-/// How fast it takes writes, and how long a flush of one block is.
-fn write(near: &Near<'_>) -> Result<Written> {
-    // Nothing of the last run must be in the way: the near home is new, and so is its right to write.
-    let mut shown = near.start()?;
-    let mut client = connect(&mut shown)?;
-    let mut data = vec![0; REQUEST];
-    let mut random = fastrand::Rng::with_seed(11);
-    let total = WRITTEN.min(client.size());
-    let started = Instant::now();
-    let mut at = 0;
-    while at + REQUEST as u64 <= total {
-        random.fill(&mut data);
-        client.write(at, &data)?;
-        at += REQUEST as u64;
-    }
-    let taken = started.elapsed().as_secs_f64();
-    client.flush()?;
-    let flushed = started.elapsed().as_secs_f64();
-    let mut waits = Vec::new();
-    for _ in 0..FLUSHES {
-        random.fill(&mut data[..4096]);
-        client.write(random.u64(0..total / 4096) * 4096, &data[..4096])?;
-        let started = Instant::now();
-        client.flush()?;
-        waits.push(started.elapsed().as_secs_f64() * 1e3);
-    }
-    shown.check()?;
-    waits.sort_by(f64::total_cmp);
-    Ok(Written {
-        rate: at as f64 / MIB / taken,
-        flushed_rate: at as f64 / MIB / flushed,
-        flush_ms: waits[waits.len() / 2],
-    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::path::PathBuf;
 
     #[test]
     fn cases_have_names_of_their_own() {
-        let mut ids: Vec<String> = lines()
-            .into_iter()
-            .flat_map(|line| ALL.map(|by| id(line, by)))
-            .collect();
+        let mut ids: Vec<String> = settings().iter().map(|(s, _)| s.id()).collect();
         ids.sort();
         let all = ids.len();
         ids.dedup();
         assert_eq!(ids.len(), all);
         assert!(ids.contains(&"1000mbit-40ms-managed".to_owned()));
+        assert!(ids.contains(&"400mbit-40ms-real-managed".to_owned()));
     }
 
     #[test]
-    fn noise_is_the_same_each_time() {
-        let dir = tempfile::tempdir().unwrap();
-        let paths: Vec<PathBuf> = ["a", "b"].iter().map(|n| dir.path().join(n)).collect();
-        for path in &paths {
-            make_noise(path, (1 << 20) + 4096).unwrap();
-        }
-        let [a, b] = [0, 1].map(|i| std::fs::read(&paths[i]).unwrap());
-        assert!(a == b && a.len() == (1 << 20) + 4096);
+    fn what_every_run_should_have_fits_in_seven_minutes() {
+        let first = settings().iter().filter(|(_, rank)| *rank == 0).count();
+        assert_eq!(first, 17, "five on three lines, a file, and a real disk");
+        assert!(first as f64 * 24.0 < 7.0 * 60.0);
+    }
+
+    #[test]
+    fn the_cap_is_what_fits_without_headers() {
+        assert!((cap_mib_s(lines()[0]) - 115.08).abs() < 0.01);
     }
 }

@@ -26,6 +26,8 @@ pub enum By {
     ManagedRemote,
     /// `drover export --direct`.
     Direct,
+    /// `drover mount`: a file, by FUSE.
+    File,
     /// `qemu-storage-daemon`: copy-on-read into a qcow2 overlay, backed by NBD.
     Qsd,
     /// `nbdkit nbd` with its cache and readahead filters.
@@ -39,6 +41,7 @@ impl By {
             By::Managed => "drover, managed",
             By::ManagedRemote => "drover, managed, --sync remote",
             By::Direct => "drover, direct",
+            By::File => "drover, managed, FUSE file",
             By::Qsd => "qemu-storage-daemon, copy-on-read",
             By::Nbdkit => "nbdkit, cache and readahead",
         }
@@ -50,6 +53,7 @@ impl By {
             By::Managed => "managed",
             By::ManagedRemote => "managed-remote",
             By::Direct => "direct",
+            By::File => "file",
             By::Qsd => "qsd",
             By::Nbdkit => "nbdkit",
         }
@@ -139,7 +143,12 @@ impl<'a> Far<'a> {
         if let Some(site) = &self.site {
             let home = self.dir.join("near");
             let _ = std::fs::remove_dir_all(&home);
-            Sender::pair(&self.drover, &home, self.net.place(), site)?;
+            // A ticket is good for once: every new home is a copy of the one that was paired.
+            let paired = self.dir.join("paired");
+            if !paired.exists() {
+                Sender::pair(&self.drover, &paired, self.net.place(), site)?;
+            }
+            shell::run(Command::new("cp").arg("-a").args([&paired, &home]))?;
         }
         if by == By::Qsd {
             let overlay = self.dir.join("overlay.qcow2");
@@ -171,6 +180,9 @@ impl Drop for Far<'_> {
 }
 
 const PORT: &str = "10809";
+
+/// The file that a mount makes.
+const FILE: &str = "mounted.raw";
 
 /// The near end, about to show the image.
 pub struct Near<'a> {
@@ -223,7 +235,26 @@ impl Near<'_> {
             .stderr(std::fs::File::create(&said)?)
             .spawn()
             .with_context(|| self.by.name())?;
-        Ok(Shown::new(child, self.socket.clone(), said))
+        let mut shown = Shown::new(child, self.socket.clone(), said);
+        if self.by == By::File {
+            // `ip netns exec` gives what it starts a tree of mounts of its own.
+            let root = format!("/proc/{}/root", shown.child.id());
+            let file = self.far.dir.join(FILE);
+            shown.file = Some(PathBuf::from(format!("{root}{}", file.display())));
+        }
+        Ok(shown)
+    }
+
+    /// Bytes of content that drover's mount says it has received; none of others, and none when it does not say.
+    pub fn received(&self) -> Option<u64> {
+        if !self.by.is_drover() {
+            return None;
+        }
+        let mut mounts = self.far.net.place().near(&self.far.drover);
+        mounts
+            .args(["mounts", "--json"])
+            .env("DROVER_HOME", self.far.dir.join("near"));
+        received_in(&shell::run(&mut mounts).ok()?.stdout)
     }
 
     fn command(&self) -> Command {
@@ -232,12 +263,20 @@ impl Near<'_> {
         let socket = self.socket.display();
         if self.by.is_drover() {
             let mut command = place.near(&self.far.drover);
+            command.env("DROVER_HOME", self.far.dir.join("near"));
+            if self.by == By::File {
+                command
+                    .arg("mount")
+                    .arg(format!("far:{NAME}"))
+                    .arg(self.far.dir.join(FILE))
+                    .arg("--foreground");
+                return command;
+            }
             command
                 .arg("export")
                 .arg(format!("far:{NAME}"))
                 .arg("--nbd")
-                .arg(format!("unix:{socket}"))
-                .env("DROVER_HOME", self.far.dir.join("near"));
+                .arg(format!("unix:{socket}"));
             match self.by {
                 By::Direct => {
                     command.arg("--direct");
@@ -284,10 +323,18 @@ impl Near<'_> {
     }
 }
 
+/// What the first line of `drover mounts --json` says was received.
+fn received_in(printed: &[u8]) -> Option<u64> {
+    let line = String::from_utf8_lossy(printed);
+    let mount: serde_json::Value = serde_json::from_str(line.lines().next()?).ok()?;
+    mount["disks"][0]["received"].as_u64()
+}
+
 /// Somebody who shows the image; ended when it is dropped.
 pub struct Shown {
     child: Child,
     socket: PathBuf,
+    file: Option<PathBuf>,
     said: PathBuf,
 }
 
@@ -297,8 +344,14 @@ impl Shown {
         Self {
             child,
             socket,
+            file: None,
             said,
         }
+    }
+
+    /// The file that is the disk, where it is one.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_deref()
     }
 
     /// Where it listens.
@@ -335,5 +388,18 @@ impl Drop for Shown {
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_mount_received_is_found() {
+        let line = br#"{"name":"a","disks":[{"image":"x","received":4096}]}"#;
+        assert_eq!(received_in(line), Some(4096));
+        assert_eq!(received_in(b""), None);
+        assert_eq!(received_in(b"no mounts"), None);
     }
 }

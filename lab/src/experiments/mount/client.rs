@@ -1,6 +1,8 @@
 //! A plain NBD client, the same for everybody who is measured: one connection, requests in order, replies as they come.
 
+use std::fs::File;
 use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -19,13 +21,13 @@ const WRITE: u16 = 1;
 const FLUSH: u16 = 3;
 
 /// A connection to an export.
-pub struct Client {
+pub struct Nbd {
     stream: UnixStream,
     size: u64,
     cookie: u64,
 }
 
-impl Client {
+impl Nbd {
     /// Connects as soon as somebody listens on `socket`, within `patience`, to the export `name`.
     pub fn connect(socket: &Path, name: &str, patience: Duration) -> Result<Self> {
         let started = Instant::now();
@@ -148,5 +150,63 @@ impl Client {
     pub fn flush(&mut self) -> Result<()> {
         let cookie = self.request(FLUSH, 0, 0)?;
         self.reply(cookie).context("a flush")
+    }
+}
+
+/// A disk as its user sees it: an export, or a file.
+pub enum Client {
+    /// By NBD.
+    Nbd(Nbd),
+    /// By the system's calls, and its size.
+    File(File, u64),
+}
+
+impl Client {
+    /// Opens the file as soon as it has its size, within `patience`.
+    pub fn open(path: &Path, patience: Duration) -> Result<Self> {
+        let started = Instant::now();
+        loop {
+            // Until it is mounted there is nothing, or an empty file in its place.
+            match std::fs::metadata(path) {
+                Ok(meta) if meta.len() > 0 => {
+                    let file = File::options().read(true).write(true).open(path)?;
+                    return Ok(Self::File(file, meta.len()));
+                }
+                _ if started.elapsed() > patience => bail!("no disk at {}", path.display()),
+                _ => std::thread::sleep(Duration::from_micros(500)),
+            }
+        }
+    }
+
+    /// Bytes of the disk.
+    pub fn size(&self) -> u64 {
+        match self {
+            Self::Nbd(nbd) => nbd.size(),
+            Self::File(_, size) => *size,
+        }
+    }
+
+    /// Reads, one request at a time.
+    pub fn read(&mut self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        match self {
+            Self::Nbd(nbd) => nbd.read(offset, buffer),
+            Self::File(file, _) => Ok(file.read_exact_at(buffer, offset)?),
+        }
+    }
+
+    /// Writes, one request at a time.
+    pub fn write(&mut self, offset: u64, data: &[u8]) -> Result<()> {
+        match self {
+            Self::Nbd(nbd) => nbd.write(offset, data),
+            Self::File(file, _) => Ok(file.write_all_at(data, offset)?),
+        }
+    }
+
+    /// Returns when what was written is where the server promises.
+    pub fn flush(&mut self) -> Result<()> {
+        match self {
+            Self::Nbd(nbd) => nbd.flush(),
+            Self::File(file, _) => Ok(file.sync_data()?),
+        }
     }
 }
