@@ -641,6 +641,16 @@ impl<T> Book<T> {
         (out, stalled)
     }
 
+    /// A part of an epoch was answered: those behind it on a slow link are given up at `deadline` at the earliest.
+    pub fn pushed(&mut self, deadline: Duration) {
+        let asked = self.asked.values_mut().map(|asked| &mut asked.job);
+        for job in asked.chain(&mut self.front) {
+            if matches!(job.ask, Ask::Write { .. } | Ask::Zero { .. }) {
+                job.deadline = job.deadline.max(deadline);
+            }
+        }
+    }
+
     /// Everything, because nothing will be answered any more.
     pub fn take_all(&mut self) -> Vec<EndedJob<T>> {
         self.expire(Duration::MAX).0

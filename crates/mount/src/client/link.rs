@@ -557,7 +557,16 @@ impl Inner {
             }
             return Err(refusal);
         }
-        let ended = self.state.lock().book.end(lane, message.head.id())?;
+        let ended = {
+            let mut state = self.state.lock();
+            let ended = state.book.end(lane, message.head.id())?;
+            if let Some((job, _)) = &ended
+                && matches!(job.ask, Ask::Write { .. } | Ask::Zero { .. })
+            {
+                state.book.pushed(now + self.options.give_up);
+            }
+            ended
+        };
         if let Some((job, runs)) = ended {
             self.answered(job, &runs, message.head, message.body);
         }

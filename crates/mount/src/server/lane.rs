@@ -315,7 +315,6 @@ impl Lane {
             client.work(unit, tools)
         });
         let mut state = self.state.lock();
-        state.working -= 1;
         let mut committed = false;
         if let Some(made) = made.filter(|_| !state.closed) {
             let hurried = !front && state.queue.is_hurried(made.head.id());
@@ -334,17 +333,20 @@ impl Lane {
                 state.back.push_back(made);
             }
         }
+        drop(state);
+        self.wake.notify_one();
+        if committed {
+            // The answer is on its way already; the lane's end waits for this.
+            self.image.settle();
+        }
+        let mut state = self.state.lock();
+        state.working -= 1;
         let idle = state.working == 0;
         drop(state);
         if idle {
             self.idle.notify_waiters();
         }
-        self.wake.notify_one();
         self.pump();
-        if committed {
-            // The answer is on its way already.
-            self.image.settle();
-        }
     }
 
     async fn write(self: &Arc<Self>, writer: &mut FrameWriter) -> Result<(), MountError> {
