@@ -242,7 +242,12 @@ fn measure(server: &Server, job: Job, time: &str) -> Result<Ran> {
     let mut command = fio(server);
     command
         .args(job.args())
-        .args(["--time_based", "--norandommap", "--randrepeat=1"])
+        .args([
+            "--time_based",
+            "--norandommap",
+            "--randrepeat=1",
+            "--lat_percentiles=1",
+        ])
         .arg(format!("--runtime={time}"));
     parse(&shell::run(&mut command)?.stdout, job.writes)
 }
@@ -254,7 +259,7 @@ fn parse(printed: &[u8], writes: bool) -> Result<Ran> {
     let all: serde_json::Value = serde_json::from_slice(&printed[at..])?;
     let side = &all["jobs"][0][if writes { "write" } else { "read" }];
     let number = |value: &serde_json::Value| value.as_f64().filter(|n| *n > 0.0);
-    let wait = |share: &str| number(&side["clat_ns"]["percentile"][share]).map(|ns| ns / 1e3);
+    let wait = |share: &str| number(&side["lat_ns"]["percentile"][share]).map(|ns| ns / 1e3);
     let ran = || {
         Some(Ran {
             iops: number(&side["iops"])?,
@@ -339,7 +344,7 @@ mod tests {
 
     const SAID: &[u8] = br#"fio: a warning
 {"jobs": [{"read": {"iops": 1000.0, "bw_bytes": 4194304,
-  "clat_ns": {"percentile": {"50.000000": 900000, "99.000000": 2000000}}}, "write": {"iops": 0.0}}]}"#;
+  "lat_ns": {"percentile": {"50.000000": 900000, "99.000000": 2000000}}}, "write": {"iops": 0.0}}]}"#;
 
     #[test]
     fn what_fio_says_is_read() {

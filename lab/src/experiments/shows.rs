@@ -305,7 +305,7 @@ impl Near<'_> {
             .args(["--object", "iothread,id=io"])
             .arg("--blockdev")
             .arg(format!(
-                "driver=nbd,node-name=far,server.type=inet,server.host={address},server.port={PORT},export=far"
+                "driver=nbd,node-name=far,read-only=on,server.type=inet,server.host={address},server.port={PORT},export=far"
             ))
             .arg("--blockdev")
             .arg(format!(

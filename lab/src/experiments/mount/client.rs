@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -162,13 +162,15 @@ pub enum Client {
 }
 
 impl Client {
-    /// Opens the file as soon as it has its size, within `patience`.
+    /// Opens the file as soon as it is mounted, within `patience`.
     pub fn open(path: &Path, patience: Duration) -> Result<Self> {
         let started = Instant::now();
+        let around = path.parent().unwrap_or(path);
         loop {
-            // Until it is mounted there is nothing, or an empty file in its place.
+            // Until it is mounted there is nothing, or a file of the file system around it.
+            let device = std::fs::metadata(around).map(|meta| meta.dev()).ok();
             match std::fs::metadata(path) {
-                Ok(meta) if meta.len() > 0 => {
+                Ok(meta) if device.is_some_and(|device| device != meta.dev()) => {
                     let file = File::options().read(true).write(true).open(path)?;
                     return Ok(Self::File(file, meta.len()));
                 }
