@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use drover_core::{BlockDevice, Capabilities, Cost, Extent, Zeroes};
+
 use super::*;
 use crate::backend::MemoryDevice;
 use crate::remote::{Change, Committer, Epoch, LocalRemote};

@@ -1,0 +1,110 @@
+//! A managed device as a [`BlockDevice`].
+
+use drover_core::{
+    BlockDevice, Capabilities, Cost, DeviceError, Extent, ExtentKind, Zeroes, check_range,
+};
+
+use super::state::State;
+use super::{Shared, Synced, write};
+
+impl BlockDevice for Synced {
+    fn size(&self) -> u64 {
+        self.shared.geometry.shape.size
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let read_only = self.shared.read_only;
+        Capabilities {
+            read_only,
+            fast_zeroes: !read_only,
+            trim: !read_only,
+            durable: true,
+            extents: true,
+            alignment: 1,
+            preferred: self.shared.geometry.granule as u32,
+            longest: u32::MAX,
+        }
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
+        self.shared.read(offset, buffer)
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
+        self.shared.changeable(offset, data.len() as u64)?;
+        self.shared.write(offset, write::Source::Data(data))
+    }
+
+    fn write_zeroes(&self, offset: u64, length: u64, _: Zeroes) -> Result<(), DeviceError> {
+        self.shared.changeable(offset, length)?;
+        self.shared.write(offset, write::Source::Zeros(length))
+    }
+
+    fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        self.shared.changeable(offset, length)?;
+        self.shared.trim(offset, length)
+    }
+
+    fn flush(&self) -> Result<(), DeviceError> {
+        self.shared.alive()?;
+        self.shared.flush()
+    }
+
+    fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
+        check_range(offset, length, self.size())?;
+        self.shared.alive()?;
+        Ok(self.shared.extents(offset, length))
+    }
+
+    fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
+        check_range(offset, length, self.size())?;
+        self.shared.alive()?;
+        self.shared.read_ahead(offset, length);
+        Ok(())
+    }
+
+    fn cost(&self, offset: u64, length: u64) -> Cost {
+        let end = offset.saturating_add(length).min(self.size());
+        let touched = self
+            .shared
+            .geometry
+            .touched(offset.min(end), end - offset.min(end));
+        match touched.clone().all(|i| self.shared.states.get(i).whole()) {
+            true => Cost::Disk,
+            false => Cost::Network,
+        }
+    }
+}
+
+impl Shared {
+    /// Extents by state; a reply covers at most as many chunks as bounds its size.
+    fn extents(&self, offset: u64, length: u64) -> Vec<Extent> {
+        const MOST: usize = 1 << 16;
+        let mut runs: Vec<Extent> = Vec::new();
+        for index in self.geometry.touched(offset, length).take(MOST) {
+            let within = self.geometry.within(index, offset, length);
+            let kind = match self.states.get(index) {
+                State::Zero | State::Erased => ExtentKind::Zero,
+                _ => ExtentKind::Data,
+            };
+            let bytes = within.end - within.start;
+            match runs.last_mut() {
+                Some(last) if last.kind == kind => last.length += bytes,
+                _ => runs.push(Extent {
+                    offset: self.geometry.start(index) + within.start,
+                    length: bytes,
+                    kind,
+                }),
+            }
+        }
+        if runs.is_empty() {
+            // Nobody asks about nothing, but an answer is due.
+            runs.push(Extent {
+                offset,
+                length,
+                kind: ExtentKind::Data,
+            });
+        }
+        runs
+    }
+}
