@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use crate::fuse::mounts::mounted_from;
+pub use crate::fuse::mounts::mounted_from;
 
 /// How long a driver may take to configure, start or stop a device.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);

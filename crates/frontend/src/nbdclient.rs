@@ -24,7 +24,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use crate::kernel::{self, DEADLINE};
-pub use crate::kernel::{Detach, Error};
+pub use crate::kernel::{Detach, Error, mounted_from};
 pub use local::{Local, attach_local, reconnect_local};
 use netlink::{Connection, Request};
 use options::seconds;

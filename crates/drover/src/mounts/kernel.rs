@@ -162,32 +162,42 @@ pub fn attach_ublk(
 /// another's by now.
 ///
 /// # Errors
-/// What the kernel says.
+/// That it is still mounted: the kernel frees it with its last user. What the kernel says.
 pub fn clear(record: &Record, driver: Driver) -> Result<()> {
-    clear_identified(&identifier(record), driver)
-}
-
-fn clear_identified(identifier: &str, driver: Driver) -> Result<()> {
-    match driver {
-        Driver::Nbd => {
-            for found in nbdclient::list() {
-                if found.identifier.as_deref() == Some(identifier) {
-                    gone(nbdclient::detach_path(&found.path, Detach::Force))?;
-                }
-            }
+    for path in found(&identifier(record), driver)? {
+        if let Some(point) = nbdclient::mounted_from(&path).first() {
+            bail!(
+                "{} of before the crash is still mounted at {}: unmount that first (umount {})",
+                path.display(),
+                point.display(),
+                point.display()
+            );
         }
-        Driver::Ublk => {
-            let found = match ublk::find(identifier) {
-                // Without the driver there are no devices.
-                Err(ublk::Error::Missing { .. }) => Vec::new(),
-                found => found?,
-            };
-            for path in found {
-                gone(ublk::detach_path(&path, Detach::Force))?;
-            }
-        }
+        detach(&path, driver)?;
     }
     Ok(())
+}
+
+fn found(identifier: &str, driver: Driver) -> Result<Vec<PathBuf>> {
+    match driver {
+        Driver::Nbd => Ok(nbdclient::list()
+            .into_iter()
+            .filter(|found| found.identifier.as_deref() == Some(identifier))
+            .map(|found| found.path)
+            .collect()),
+        Driver::Ublk => match ublk::find(identifier) {
+            // Without the driver there are no devices.
+            Err(ublk::Error::Missing { .. }) => Ok(Vec::new()),
+            found => Ok(found?),
+        },
+    }
+}
+
+fn detach(path: &Path, driver: Driver) -> Result<()> {
+    gone(match driver {
+        Driver::Nbd => nbdclient::detach_path(path, Detach::Force),
+        Driver::Ublk => ublk::detach_path(path, Detach::Force),
+    })
 }
 
 /// Somebody else may have been faster.
@@ -248,7 +258,10 @@ pub fn guard(identifier: &str) -> Result<()> {
     rustix::process::setsid().ok();
     std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())
         .context("cannot wait for the process that keeps the device")?;
-    clear_identified(identifier, Driver::Nbd)
+    for path in found(identifier, Driver::Nbd)? {
+        detach(&path, Driver::Nbd)?;
+    }
+    Ok(())
 }
 
 /// Lets this process, and all threads and processes that it starts from now on, allocate memory without waiting for

@@ -1,5 +1,6 @@
 //! The real binary, driven as people and scripts drive it.
 
+mod attach_guest;
 mod basics;
 mod damage;
 mod hostile;

@@ -140,7 +140,8 @@ pub(crate) fn openers_of(path: &Path) -> Vec<User> {
 }
 
 /// Mount points of what is mounted from a block device or one of its partitions.
-pub(crate) fn mounted_from(device: &Path) -> Vec<PathBuf> {
+#[must_use]
+pub fn mounted_from(device: &Path) -> Vec<PathBuf> {
     let Some(device) = device.to_str() else {
         return Vec::new();
     };
