@@ -4,6 +4,7 @@ mod attach_guest;
 mod basics;
 mod damage;
 mod hostile;
+mod mount;
 mod mount_offline;
 mod pairing;
 mod send;

@@ -1,0 +1,153 @@
+//! Who may write.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+
+use super::{Mounts, can_mount, text};
+use crate::world::until;
+
+#[test]
+fn one_writer_and_the_second_is_told_who_has_it() {
+    if !can_mount("one_writer_and_the_second_is_told_who_has_it") {
+        return;
+    }
+    let m = Mounts::new();
+    m.raw("web.raw", 21);
+    m.pair("other");
+    let disk = m.mount("web.raw", "disk", &[]);
+    let name = m.list()[0]["name"].as_str().unwrap().to_owned();
+    for (home, options) in [
+        ("other", &[][..]),
+        ("other", &["--read-only"]),
+        ("near", &[]),
+    ] {
+        let path = m.world.path("second");
+        let mut args = vec!["mount", "far:web.raw", text(&path)];
+        args.extend(options);
+        m.world
+            .run(home, &args)
+            .fails(3, &["web.raw", &name, "unmount it there", "break"]);
+        assert!(!path.exists(), "{} is left", path.display());
+        assert_eq!(
+            m.world.run(home, &["mounts", "--json"]).json().len(),
+            usize::from(home == "near")
+        );
+    }
+    let leases = m
+        .world
+        .run("far", &["mounts", "leases", "--json"])
+        .ok()
+        .json();
+    assert_eq!(leases[0]["image"], "web.raw");
+    assert!(
+        leases[0]["writer"]["note"]
+            .as_str()
+            .unwrap()
+            .contains(&name)
+    );
+    assert!(
+        m.world
+            .run("far", &["mounts", "leases"])
+            .ok()
+            .out
+            .contains(&name)
+    );
+
+    // The image stays what it is meanwhile.
+    m.world
+        .run("far", &["rm", "web.raw", "-y"])
+        .fails(3, &["web.raw", &name]);
+    m.raw("mine.raw", 22);
+    m.near(&[
+        "send",
+        text(&m.world.path("mine.raw")),
+        "far",
+        "--name",
+        "web.raw",
+        "--replace",
+    ])
+    .fails(3, &["web.raw"]);
+    m.unmount(&disk, &[]).ok();
+    let leases = m
+        .world
+        .run("far", &["mounts", "leases", "--json"])
+        .ok()
+        .json();
+    assert!(leases.iter().all(|l| l["writer"].is_null()), "{leases:?}");
+    let path = m.world.path("second");
+    m.world
+        .run("other", &["mount", "far:web.raw", text(&path)])
+        .ok();
+    m.world.run("other", &["unmount", text(&path)]).ok();
+    m.world.run("far", &["rm", "web.raw", "-y"]).ok();
+}
+
+#[test]
+fn readers_share_and_keep_writers_out() {
+    if !can_mount("readers_share_and_keep_writers_out") {
+        return;
+    }
+    let m = Mounts::new();
+    let bytes = m.raw("web.raw", 23);
+    let one = m.mount("web.raw", "one", &["--read-only"]);
+    let two = m.mount("web.raw", "two", &["--read-only"]);
+    assert!(fs::read(&one).unwrap() == bytes && fs::read(&two).unwrap() == bytes);
+    let path = m.world.path("three");
+    m.near(&["mount", "far:web.raw", text(&path)])
+        .fails(3, &["web.raw", "read"]);
+    m.unmount(&one, &[]).ok();
+    m.unmount(&two, &[]).ok();
+    let three = m.mount("web.raw", "three", &[]);
+    m.unmount(&three, &[]).ok();
+}
+
+#[test]
+fn a_broken_lease_ends_the_old_writer_and_lets_the_next_write() {
+    if !can_mount("a_broken_lease_ends_the_old_writer_and_lets_the_next_write") {
+        return;
+    }
+    let m = Mounts::new();
+    let mut bytes = m.raw("web.raw", 24);
+    m.pair("other");
+    let disk = m.mount("web.raw", "disk", &["--push-interval", "100ms"]);
+    let file = File::options().write(true).open(&disk).unwrap();
+    file.write_all_at(&[1; 4096], 0).unwrap();
+    file.sync_all().unwrap();
+    m.pushed();
+    bytes[..4096].fill(1);
+    m.proxy.cut();
+    until("the cut is seen", || m.disk()["link"] != "up");
+    file.write_all_at(&[2; 4096], 0).unwrap();
+    file.sync_all().unwrap();
+    let ran = m
+        .world
+        .run("far", &["mounts", "break", "web.raw", "-y"])
+        .ok();
+    assert!(
+        ran.err.contains("may not write web.raw any more"),
+        "{ran:?}"
+    );
+    m.proxy.heal();
+    let path = m.world.path("second");
+    m.world
+        .run("other", &["mount", "far:web.raw", text(&path)])
+        .ok();
+    assert!(fs::read(&path).unwrap() == bytes);
+    until("the old writer gets an error", || {
+        file.write_all_at(&[3; 4096], 0)
+            .and_then(|()| file.sync_all())
+            .is_err()
+    });
+    let shown = m.near(&["mounts"]).ok().out;
+    assert!(
+        shown.contains("lease") || shown.contains("right to write"),
+        "{shown}"
+    );
+    drop(file);
+    // It cannot push, and says how to end.
+    m.unmount(&disk, &[]).fails(1, &["--"]);
+    m.unmount(&disk, &["--discard", "-y"]).ok();
+    assert_eq!(m.list().len(), 0);
+    m.world.run("other", &["unmount", text(&path)]).ok();
+    assert!(m.far_bytes("web.raw") == bytes);
+}
