@@ -1,5 +1,7 @@
 //! `unmount`: ending a mount by asking its process, or clearing away what a dead one left.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Context, Result, bail};
 use drover_frontend::{fuse, loopdev};
 use serde_json::json;
@@ -13,6 +15,9 @@ use crate::cli::UnmountArgs;
 use crate::home::Home;
 use crate::text::bytes;
 use crate::{out, prompt};
+
+/// How long a process whose mount has ended may take to go.
+const GONE_LIMIT: Duration = Duration::from_secs(5);
 
 /// `drover unmount`.
 ///
@@ -116,6 +121,13 @@ fn ask_to_end(place: &Place, how: StopHow, quiet: bool) -> Result<String> {
         }
     })?;
     bar.clear();
+    if end.is_ok() {
+        // It holds the mount's lock until it is gone; whoever mounts there next is not to be told that it is there.
+        let began = Instant::now();
+        while place.is_kept() && began.elapsed() < GONE_LIMIT {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
     end
 }
 

@@ -12,6 +12,7 @@ use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use drover_device::storage::{Directory, HostDirectory};
@@ -21,6 +22,9 @@ use serde::{Deserialize, Serialize};
 use super::{Listen, Target};
 use crate::cli::{Driver, HowArgs};
 use crate::home::{Home, write_atomically};
+
+/// How long one who only looks whether a mount is kept may hold its lock.
+const LOOK_LIMIT: Duration = Duration::from_millis(200);
 
 /// The version of `record.json`.
 const VERSION: u32 = 1;
@@ -267,25 +271,37 @@ impl Place {
     /// When the directory cannot be made or locked.
     pub fn keep(&self) -> Result<Option<Kept>> {
         Home::make_bare(&self.dir)?;
-        let path = self.dir.join("lock");
+        let path = self.lock();
         let file = File::options()
             .create(true)
             .truncate(false)
             .write(true)
             .open(&path)
             .with_context(|| format!("cannot open {}", path.display()))?;
-        match file.try_lock() {
-            Ok(()) => Ok(Some(Kept(file))),
-            Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(e)) => {
-                Err(e).with_context(|| format!("cannot lock {}", path.display()))
+        let began = Instant::now();
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Ok(Some(Kept(file))),
+                // Somebody may only be looking.
+                Err(TryLockError::WouldBlock) if began.elapsed() < LOOK_LIMIT => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                Err(TryLockError::Error(e)) => {
+                    return Err(e).with_context(|| format!("cannot lock {}", path.display()));
+                }
             }
         }
     }
 
-    /// Whether a living process keeps it.
+    /// Whether a living process keeps it. Makes nothing.
     pub fn is_kept(&self) -> bool {
-        matches!(self.keep(), Ok(None))
+        File::open(self.lock())
+            .is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
+    }
+
+    fn lock(&self) -> PathBuf {
+        self.dir.join("lock")
     }
 
     /// Takes the directory away, with what is in the cache.

@@ -1,10 +1,17 @@
 //! Images of another site as disks of this one, through the real binary and with real clients.
 
+mod bad;
+mod blockdev;
 mod client;
+mod crash;
+mod ends;
+mod exports;
 mod files;
+mod full;
 mod leases;
 mod links;
 mod proxy;
+mod random;
 
 use std::fs::{self, File};
 use std::net::SocketAddr;

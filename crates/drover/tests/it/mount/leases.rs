@@ -57,16 +57,12 @@ fn one_writer_and_the_second_is_told_who_has_it() {
     m.world
         .run("far", &["rm", "web.raw", "-y"])
         .fails(3, &["web.raw", &name]);
-    m.raw("mine.raw", 22);
-    m.near(&[
-        "send",
-        text(&m.world.path("mine.raw")),
-        "far",
-        "--name",
-        "web.raw",
-        "--replace",
-    ])
-    .fails(3, &["web.raw"]);
+    let dir = m.world.path("newer");
+    fs::create_dir(&dir).unwrap();
+    let newer = dir.join("web.raw");
+    fs::write(&newer, vec![3; 1 << 20]).unwrap();
+    m.near(&["send", text(&newer), "far"])
+        .fails(3, &["web.raw"]);
     m.unmount(&disk, &[]).ok();
     let leases = m
         .world

@@ -1,0 +1,87 @@
+//! What cannot be mounted, and caches that are not what they were.
+
+use std::fs;
+
+use super::{Mounts, can_mount, text};
+
+#[test]
+fn strangers_and_unknown_names_get_one_line() {
+    let mut m = Mounts::new();
+    m.raw("web.raw", 61);
+    m.near(&["mount", "far:nope", "d"])
+        .fails(1, &["nope", "drover images"]);
+    m.near(&["mount", "lyon:web.raw", "d"]).fails(1, &["lyon"]);
+    m.near(&["mount", "far:../x", "d"]).code(2);
+    m.near(&["mount", "web.raw", "d", "--direct"]).code(2);
+    m.near(&["unmount", "d"]).fails(1, &["d", "drover mounts"]);
+    // Trusted no more.
+    let peers = m.world.run("far", &["peers", "--json"]).ok().json();
+    let name = peers[0]["name"].as_str().unwrap();
+    m.world.run("far", &["peers", "forget", name, "-y"]).ok();
+    m.near(&["mount", "far:web.raw", "d"]).fails(3, &["far"]);
+    assert_eq!(m.list().len(), 0);
+    m.kill_site();
+}
+
+#[test]
+fn a_cache_of_another_image_and_a_torn_one_are_not_believed() {
+    if !can_mount("a_cache_of_another_image_and_a_torn_one_are_not_believed") {
+        return;
+    }
+    let m = Mounts::new();
+    let one = m.raw("one.raw", 62);
+    let two = m.raw("two.raw", 63);
+    let mut caches = Vec::new();
+    for image in ["one.raw", "two.raw"] {
+        let disk = m.mount(image, image_file(image), &[]);
+        m.pulled();
+        let name = m.list()[0]["name"].as_str().unwrap().to_owned();
+        m.unmount(&disk, &["--keep-cache"]).ok();
+        caches.push((name.clone(), m.world.path("near/mounts").join(name)));
+        // Out of the way of the next one's list.
+        let (_, dir) = &caches[caches.len() - 1];
+        fs::rename(dir, m.world.path(image_file(image)).with_extension("kept")).unwrap();
+    }
+    // Each has the other's cache.
+    let kept = |image: &str| m.world.path(image_file(image)).with_extension("kept");
+    for ((_, dir), image) in caches.iter().zip(["one.raw", "two.raw"]) {
+        fs::rename(kept(image), dir).unwrap();
+    }
+    let (a, b) = (caches[0].1.join("cache"), caches[1].1.join("cache"));
+    let aside = m.world.path("aside");
+    fs::rename(&a, &aside).unwrap();
+    fs::rename(&b, &a).unwrap();
+    fs::rename(&aside, &b).unwrap();
+    let path = m.world.path(image_file("one.raw"));
+    m.near(&["mount", "far:one.raw", text(&path)])
+        .fails(1, &["another image"]);
+    // Back again: it is taken; torn in the middle it is either not taken or read right.
+    fs::rename(&b, &aside).unwrap();
+    fs::rename(&a, &b).unwrap();
+    fs::rename(&aside, &a).unwrap();
+    for entry in fs::read_dir(&a).unwrap().map(Result::unwrap) {
+        if entry.file_name() == "data" {
+            continue;
+        }
+        let length = entry.metadata().unwrap().len();
+        let file = fs::File::options().write(true).open(entry.path()).unwrap();
+        file.set_len(length - length.min(37)).unwrap();
+    }
+    let ran = m.near(&["mount", "far:one.raw", text(&path)]);
+    match ran.code {
+        Some(0) => {
+            assert!(fs::read(&path).unwrap() == one, "a torn map was believed");
+            m.unmount(&path, &[]).ok();
+        }
+        _ => {
+            ran.fails(1, &["cache"]);
+        }
+    }
+    let disk = m.mount("two.raw", image_file("two.raw"), &[]);
+    assert!(fs::read(&disk).unwrap() == two);
+    m.unmount(&disk, &[]).ok();
+}
+
+fn image_file(image: &str) -> &str {
+    image.strip_suffix(".raw").unwrap()
+}

@@ -1,0 +1,144 @@
+//! Ways to end a mount.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+
+use super::{Mounts, can_mount, text};
+use crate::world::until;
+
+#[test]
+fn a_busy_mount_stays_and_says_who_has_it_but_lazy_ends_it() {
+    if !can_mount("a_busy_mount_stays_and_says_who_has_it_but_lazy_ends_it") {
+        return;
+    }
+    let m = Mounts::new();
+    let bytes = m.raw("web.raw", 31);
+    let disk = m.mount("web.raw", "disk", &[]);
+    let file = File::open(&disk).unwrap();
+    let me = format!("process {}", std::process::id());
+    m.unmount(&disk, &[]).fails(1, &["in use", &me, "lazily"]);
+    assert_eq!(m.list()[0]["state"], "up");
+    assert!(fs::read(&disk).unwrap() == bytes, "it does not go on");
+    m.unmount(&disk, &["--lazy"]).ok();
+    assert_eq!(m.list().len(), 0);
+    let mut piece = [0; 4096];
+    let stale = file.read_exact_at(&mut piece, 3 << 20);
+    assert!(stale.is_err() || piece == bytes[3 << 20..][..4096]);
+    drop(file);
+    let again = m.mount("web.raw", "disk", &[]);
+    assert!(fs::read(&again).unwrap() == bytes);
+    // By its name.
+    let name = m.list()[0]["name"].as_str().unwrap().to_owned();
+    m.near(&["unmount", &name]).ok();
+    m.near(&["unmount", &name])
+        .fails(1, &["no mount", "drover mounts"]);
+}
+
+#[test]
+fn offline_leaves_what_was_written_for_the_next_mount() {
+    if !can_mount("offline_leaves_what_was_written_for_the_next_mount") {
+        return;
+    }
+    let m = Mounts::new();
+    let mut bytes = m.raw("web.raw", 32);
+    let disk = m.mount("web.raw", "disk", &["--push-interval", "1h"]);
+    m.pulled();
+    write(&disk, 123_456, &[1; 50_000]);
+    bytes[123_456..][..50_000].fill(1);
+    m.proxy.cut();
+    until("the cut is seen", || m.disk()["link"] != "up");
+    let would = m.unmount(&disk, &["--offline", "--dry-run"]).ok();
+    assert!(would.out.contains("kept here"), "{would:?}");
+    assert_eq!(m.list()[0]["state"], "up");
+    let ran = m.unmount(&disk, &["--offline"]).ok();
+    assert!(ran.err.contains("not pushed"), "{ran:?}");
+    assert_eq!(m.list()[0]["state"], "dead");
+    m.proxy.heal();
+    let before = m.proxy.to_near();
+    let disk = m.mount("web.raw", "disk", &[]);
+    assert!(
+        fs::read(&disk).unwrap() == bytes,
+        "what was written is not here"
+    );
+    m.pulled();
+    m.unmount(&disk, &[]).ok();
+    let came = m.proxy.to_near() - before;
+    assert!(came < 200_000, "{came} bytes came a second time");
+    assert!(
+        m.far_bytes("web.raw") == bytes,
+        "what was written is not there"
+    );
+}
+
+#[test]
+fn discard_forgets_what_was_not_pushed() {
+    if !can_mount("discard_forgets_what_was_not_pushed") {
+        return;
+    }
+    let m = Mounts::new();
+    let bytes = m.raw("web.raw", 33);
+    let disk = m.mount("web.raw", "disk", &["--push-interval", "1h"]);
+    m.pulled();
+    m.proxy.cut();
+    write(&disk, 0, &[1; 65536]);
+    let would = m.unmount(&disk, &["--discard", "--dry-run", "--json"]).ok();
+    assert_eq!(would.json()[0]["fate"], "thrown away");
+    assert_eq!(would.json()[0]["dirty"], 65536);
+    // Nobody can be asked here.
+    assert_ne!(m.unmount(&disk, &["--discard"]).code, Some(0));
+    m.proxy.heal();
+    until("the link is back", || m.disk()["link"] == "up");
+    let ran = m.unmount(&disk, &["--discard", "-y"]).ok();
+    assert!(ran.err.contains("thrown away"), "{ran:?}");
+    assert_eq!(m.list().len(), 0);
+    assert!(
+        m.far_bytes("web.raw") == bytes,
+        "what was discarded is there"
+    );
+}
+
+#[test]
+fn a_kept_cache_fetches_nothing_twice_unless_the_image_changed() {
+    if !can_mount("a_kept_cache_fetches_nothing_twice_unless_the_image_changed") {
+        return;
+    }
+    let m = Mounts::new();
+    let mut bytes = m.raw("web.raw", 34);
+    let disk = m.mount("web.raw", "disk", &[]);
+    m.pulled();
+    m.unmount(&disk, &["--keep-cache"]).ok();
+    let before = m.proxy.to_near();
+    let disk = m.mount("web.raw", "disk", &[]);
+    m.pulled();
+    assert!(fs::read(&disk).unwrap() == bytes);
+    let came = m.proxy.to_near() - before;
+    assert!(came < 200_000, "{came} bytes came a second time");
+    m.unmount(&disk, &["--keep-cache"]).ok();
+
+    // Somebody else writes meanwhile.
+    let other = m.mount("web.raw", "other", &[]);
+    write(&other, 70_000, &[9; 9000]);
+    bytes[70_000..][..9000].fill(9);
+    m.unmount(&other, &[]).ok();
+    let disk = m.mount("web.raw", "disk", &[]);
+    assert!(fs::read(&disk).unwrap() == bytes, "a stale cache");
+    m.unmount(&disk, &["--keep-cache"]).ok();
+
+    // Another image of that name.
+    m.world.run("far", &["rm", "web.raw", "-y"]).ok();
+    let bytes = m.raw("web.raw", 35);
+    let disk = m.mount("web.raw", "disk", &[]);
+    assert!(
+        fs::read(&disk).unwrap() == bytes,
+        "the cache of another image"
+    );
+    m.unmount(&disk, &[]).ok();
+    assert!(text(&disk).ends_with("disk"));
+}
+
+#[track_caller]
+pub fn write(path: &std::path::Path, at: u64, data: &[u8]) {
+    let file = File::options().write(true).open(path).unwrap();
+    file.write_all_at(data, at).unwrap();
+    file.sync_all().unwrap();
+}

@@ -1,0 +1,70 @@
+//! A full disk under the cache.
+
+use std::fs;
+use std::process::Command;
+
+use super::client::Client;
+use super::{Mounts, can_mount, text, tried};
+use crate::world::until;
+
+const ENOSPC: i32 = 28;
+
+/// A small file system, taken away at the end.
+struct Small(std::path::PathBuf);
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).output();
+    }
+}
+
+#[test]
+fn a_full_cache_disk_fails_writes_and_reads_go_on() {
+    let test = "a_full_cache_disk_fails_writes_and_reads_go_on";
+    if !can_mount(test) {
+        return;
+    }
+    let m = Mounts::new();
+    let bytes = m.raw("web.raw", 81);
+    let dir = m.world.path("near/mounts");
+    fs::create_dir_all(&dir).unwrap();
+    let ran = tried(
+        "mount",
+        &["-t", "tmpfs", "-o", "size=2m", "none", text(&dir)],
+    );
+    if ran.code != Some(0) {
+        eprintln!("SKIP {test}: no tmpfs: {}", ran.err);
+        return;
+    }
+    let _small = Small(dir);
+    let socket = m.export("web.raw", &["--give-up-after", "3s"]);
+    let mut nbd = Client::connect(&socket, "web.raw");
+    let read = |nbd: &mut Client| {
+        for at in (0..bytes.len()).step_by(1 << 18) {
+            assert!(nbd.read(at as u64, 1 << 18).unwrap() == bytes[at..][..1 << 18]);
+        }
+    };
+    read(&mut nbd);
+    // The link is away: nothing can be pushed to make room.
+    let mut wrote = 0;
+    m.proxy.cut();
+    let error = loop {
+        assert!(wrote < bytes.len(), "4 MiB fit into 2");
+        match nbd.write(wrote as u64, &bytes[wrote..][..1 << 16]) {
+            Ok(()) => wrote += 1 << 16,
+            Err(e) => break e,
+        }
+    };
+    assert_eq!(
+        error.raw_os_error(),
+        Some(ENOSPC),
+        "{error} after {wrote} bytes"
+    );
+    m.proxy.heal();
+    read(&mut nbd);
+    drop(nbd);
+    until("it ends", || m.unmount(&socket, &[]).code == Some(0));
+    // Every write that succeeded wrote what was there.
+    drop(_small);
+    assert!(m.far_bytes("web.raw") == bytes);
+}
