@@ -180,18 +180,22 @@ impl Drop for Mounts {
         // Nothing may hang below: a dead keeper's file answers with errors.
         self.proxy.cut();
         for home in ["near", "other"] {
-            let Ok(entries) = fs::read_dir(self.world.path(home).join("mounts")) else {
-                continue;
-            };
-            for entry in entries.flatten() {
-                let Ok(record) = fs::read(entry.path().join("record.json")) else {
-                    continue;
-                };
-                let Ok(record) = serde_json::from_slice::<Value>(&record) else {
-                    continue;
-                };
-                clear(&record);
-            }
+            clear_all(&self.world.path(home).join("mounts"));
+        }
+    }
+}
+
+/// Ends, by force, every mount that is written down in a home's directory of them.
+fn clear_all(mounts: &Path) {
+    let Ok(entries) = fs::read_dir(mounts) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let Ok(record) = fs::read(entry.path().join("record.json")) else {
+            continue;
+        };
+        if let Ok(record) = serde_json::from_slice::<Value>(&record) {
+            clear(&record);
         }
     }
 }

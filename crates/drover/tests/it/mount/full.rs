@@ -4,7 +4,7 @@ use std::fs;
 use std::process::Command;
 
 use super::client::Client;
-use super::{Mounts, can_mount, text, tried};
+use super::{Mounts, can_mount, clear_all, text, tried};
 use crate::world::until;
 
 const ENOSPC: i32 = 28;
@@ -14,6 +14,8 @@ struct Small(std::path::PathBuf);
 
 impl Drop for Small {
     fn drop(&mut self) {
+        // What is written down here goes with it: a keeper would not be found afterwards.
+        clear_all(&self.0);
         let _ = Command::new("umount").arg("-l").arg(&self.0).output();
     }
 }
