@@ -65,8 +65,8 @@ pub enum Sync {
 /// What to call when something happens (r3map §1.4.5.7). From threads of the device, with no lock held.
 #[derive(Clone, Default)]
 pub struct Hooks {
-    /// Before dirty data is frozen for a push that the device itself, or [`PushHandle::sync`], begins: the place to
-    /// flush what lies above.
+    /// Before dirty data is frozen for a push that [`PushHandle::sync`] or [`Synced::close`] asks for: the place to flush
+    /// what lies above. Not before the device's own pushes, which take a state as it was at some flush.
     pub before_sync: Option<Arc<dyn Fn() + Send + std::marker::Sync>>,
     /// Before the device closes, while it still takes requests.
     pub before_close: Option<Arc<dyn Fn() + Send + std::marker::Sync>>,
@@ -420,7 +420,10 @@ impl Shared {
 
     /// Nothing that needs the far side goes on; what is here could be stale.
     fn fail(&self, error: DeviceError) {
-        tracing::warn!(%error, "a managed device stops");
+        match error {
+            DeviceError::Closed => tracing::debug!("a managed device is closed"),
+            _ => tracing::warn!(%error, "a managed device stops"),
+        }
         self.failed.lock().get_or_insert(error.clone());
         self.waits.tell_all(&error);
         self.push.wake();
