@@ -137,7 +137,7 @@ fn a_dead_mount_is_pushed_before_it_is_removed() {
     near.kill();
 
     // With the site there again it goes there, and the right to write goes back.
-    let _far = world.serve("far", &["--listen", &address(&world)]);
+    let _far = world.process("far", &["serve", "--listen", &address(&world)]);
     assert_eq!(leases(&world).len(), 1);
     near.run(&["unmount", name]).ok();
     assert!(near.run(&["mounts", "--json"]).ok().json().is_empty());

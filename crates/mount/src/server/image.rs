@@ -45,6 +45,10 @@ pub struct Image {
     desk: Mutex<Desk>,
 }
 
+fn refuse(e: OverlayError) -> Refusal {
+    Refusal::from(DeviceError::from(e))
+}
+
 impl Image {
     /// Opens an image and what was written over it.
     ///
@@ -61,21 +65,54 @@ impl Image {
             overlay: OnceLock::new(),
         };
         // Whoever once had the writer's lease may have written.
-        if image.desk.lock().was_written() {
-            image.overlay()?;
+        if !image.desk.lock().was_written() {
+            return Ok(image);
         }
-        Ok(image)
+        match image.open_overlay() {
+            Ok(_) => Ok(image),
+            // The image was replaced, or removed and another got its name.
+            Err(OverlayError::AnotherBase { .. }) if image.desk.lock().holder().is_none() => {
+                image.set_aside()?;
+                Self::open(name, images, state)
+            }
+            Err(e) => Err(refuse(e)),
+        }
+    }
+
+    /// Moves what was written over another image of this name out of the way; it is not destroyed.
+    fn set_aside(&self) -> Result<(), Refusal> {
+        let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let millis = since.map_or(0, |since| since.as_millis());
+        // No image's name begins with a dot.
+        let aside = self
+            .directory
+            .with_file_name(format!(".{}-{millis}", self.name));
+        std::fs::rename(&self.directory, &aside).map_err(|e| {
+            let text = format!("cannot move {}: {e}", self.directory.display());
+            Refusal::new(Code::Io, text)
+        })?;
+        tracing::warn!(
+            image = %self.name,
+            "what mounts wrote over an earlier image of this name is kept in {}; remove it when nobody needs it",
+            aside.display()
+        );
+        Ok(())
     }
 
     fn overlay(&self) -> Result<&Overlay, Refusal> {
+        self.open_overlay().map_err(refuse)
+    }
+
+    fn open_overlay(&self) -> Result<&Overlay, OverlayError> {
         if let Some(overlay) = self.overlay.get() {
             return Ok(overlay);
         }
-        let refuse = |e: OverlayError| Refusal::from(DeviceError::from(e));
-        let directory = HostDirectory::open_or_create(&self.directory).map_err(|e| {
-            let text = format!("cannot make {}: {e}", self.directory.display());
-            Refusal::new(Code::Io, text)
-        })?;
+        let directory =
+            HostDirectory::open_or_create(&self.directory).map_err(|source| OverlayError::Io {
+                doing: "make",
+                file: self.directory.display().to_string(),
+                source,
+            })?;
         let identity = overlay::Identity {
             base: self.base.digest,
             size: self.base.device.size(),
@@ -83,7 +120,7 @@ impl Image {
         };
         let base = self.base.device.clone();
         let options = overlay::Options::default();
-        let opened = Overlay::open(Arc::new(directory), base, identity, options).map_err(refuse)?;
+        let opened = Overlay::open(Arc::new(directory), base, identity, options)?;
         Ok(self.overlay.get_or_init(|| opened))
     }
 

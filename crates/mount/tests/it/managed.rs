@@ -13,7 +13,7 @@ use drover_mount::client::{Client, Options};
 use drover_mount::protocol::{Access, MountId};
 
 use crate::keeper::Keeper;
-use crate::util::{Near, Site, content, memory, name, runtime};
+use crate::util::{Near, Shelf, Site, content, memory, name, runtime, serve};
 
 fn open(runtime: &tokio::runtime::Runtime, near: &Arc<Near>, options: Options) -> Client {
     runtime
@@ -202,6 +202,35 @@ fn an_epoch_counts_as_a_whole_and_over_cuts() {
     keeper.wait_all();
     keeper.all_is(&bytes);
     wait(|done| client.close(done)).unwrap();
+}
+
+#[test]
+fn what_was_written_over_a_replaced_image_is_set_aside_and_not_shown() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(300_000, 11)));
+    let near = Near::new(site.server.clone());
+    let client = open(&runtime, &near, writer());
+    let changes = vec![Change::Write(0, Bytes::from(vec![1; 4096]))];
+    wait(|done| client.push(Epoch(1), changes, done)).unwrap();
+    wait(|done| client.commit(Epoch(1), done)).unwrap();
+    wait(|done| client.close(done)).unwrap();
+    drop(client);
+    // Another image gets the name.
+    let bytes = content(300_000, 12);
+    let shelf = Shelf::with("web", memory(&bytes));
+    shelf.0.lock().get_mut(&name("web")).unwrap().digest = drover_core::Digest([8; 32]);
+    let state = site.directory.path().to_owned();
+    drop(site.server);
+    let near = Near::again(serve(shelf, &state), near.peer.clone());
+    let client = open(&runtime, &near, writer());
+    let keeper = Keeper::attach(&client, true);
+    keeper.wait_all();
+    keeper.all_is(&bytes);
+    wait(|done| client.close(done)).unwrap();
+    let kept = std::fs::read_dir(state.join("overlays")).unwrap();
+    let names: Vec<_> = kept.map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(names.len(), 2, "{names:?}");
 }
 
 #[test]
