@@ -430,7 +430,13 @@ impl Ask {
     /// The request's id; none for what gets no answer.
     #[must_use]
     pub fn id(&self) -> Option<u64> {
-        match *self {
+        // The kinds that have an id are named once, below.
+        self.clone().id_mut().copied()
+    }
+
+    /// The same, to be changed.
+    pub fn id_mut(&mut self) -> Option<&mut u64> {
+        match self {
             Ask::Read { id, .. }
             | Ask::Presence { id, .. }
             | Ask::Digests { id, .. }

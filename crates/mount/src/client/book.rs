@@ -755,21 +755,8 @@ pub fn split(run: Chunks, most: u32) -> impl Iterator<Item = Chunks> {
 
 fn with_id(ask: &Ask, new: u64) -> Ask {
     let mut ask = ask.clone();
-    match &mut ask {
-        Ask::Read { id, .. }
-        | Ask::Presence { id, .. }
-        | Ask::Digests { id, .. }
-        | Ask::Write { id, .. }
-        | Ask::Zero { id, .. }
-        | Ask::Commit { id, .. }
-        | Ask::DirectRead { id, .. }
-        | Ask::DirectWrite { id, .. }
-        | Ask::DirectZero { id, .. }
-        | Ask::DirectTrim { id, .. }
-        | Ask::DirectFlush { id }
-        | Ask::DirectExtents { id, .. }
-        | Ask::Close { id } => *id = new,
-        Ask::Hurry { .. } | Ask::Credit { .. } => {}
+    if let Some(id) = ask.id_mut() {
+        *id = new;
     }
     ask
 }
