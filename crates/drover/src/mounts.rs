@@ -6,7 +6,7 @@
 //! - [`disk`]: from an image's name to a device; [`front`]: from a device to what a person uses.
 //! - [`kernel`]: block devices of the kernel, and what guards them.
 //! - [`control`], [`status`]: asking that process; [`end`]: ending it, and [`dead`] when it is gone.
-//! - [`known`]: what lets a mount begin while the other site cannot be reached.
+//! - [`left`]: what is left of it then; [`known`]: what lets a mount begin while the other site cannot be reached.
 
 mod background;
 mod connector;
@@ -19,6 +19,7 @@ mod keeper;
 mod kernel;
 mod known;
 mod leases;
+mod left;
 mod record;
 mod site_images;
 mod status;
@@ -215,7 +216,10 @@ fn status_of(place: &Place, record: &Record) -> Status {
         devices: record.devices.clone(),
         process: 0,
         since_unix: record.since_unix,
-        state: State::Dead,
+        state: match record.unmounted && !kept {
+            true => State::Unmounted,
+            false => State::Dead,
+        },
         disks: record
             .images
             .iter()
@@ -225,7 +229,10 @@ fn status_of(place: &Place, record: &Record) -> Status {
                 image: image.to_string(),
                 mode: disk::mode(image, &record.how).into(),
                 read_only: record.how.read_only,
-                link: "its process is gone".into(),
+                link: match record.unmounted {
+                    true => "its cache is kept for the next mount there".into(),
+                    false => "its process is gone".into(),
+                },
                 ..DiskStatus::default()
             })
             .collect(),

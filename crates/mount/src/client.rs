@@ -176,6 +176,8 @@ struct Inner {
     /// Wrong digests that came.
     wrong: AtomicU64,
     closing: AtomicBool,
+    /// The site has said that it knows of the end.
+    released: AtomicBool,
     stop: watch::Sender<bool>,
     /// Cuts the link of this number, as [`State::ups`] counts: something waited too long.
     cut: watch::Sender<u64>,
@@ -251,6 +253,7 @@ impl Client {
             sent: AtomicU64::new(0),
             wrong: AtomicU64::new(0),
             closing: AtomicBool::new(false),
+            released: AtomicBool::new(false),
             stop: watch::Sender::new(false),
             cut: watch::Sender::new(0),
             silent: RwLock::new(false),
@@ -294,6 +297,13 @@ impl Client {
     #[must_use]
     pub fn wrong_digests(&self) -> u64 {
         self.inner.wrong.load(Ordering::Relaxed)
+    }
+
+    /// Whether the site has confirmed that the mount gave back what it had there. After [`Remote::close`] without
+    /// that, a writer's lease stays there.
+    #[must_use]
+    pub fn was_released(&self) -> bool {
+        self.inner.released.load(Ordering::Acquire)
     }
 
     /// What to send for `body`.

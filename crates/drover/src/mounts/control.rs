@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
+use super::left::Left;
 use super::status::Status;
 use crate::remote::SocketPath;
 
@@ -55,8 +56,8 @@ pub struct StopHow {
 pub enum Answer {
     /// How it is; while it ends, a line from time to time.
     Status(Box<Status>),
-    /// It has ended; the text says what is left, empty when nothing is.
-    Ended(String),
+    /// It has ended; what is left.
+    Ended(Left),
     /// It will not, and goes on as before.
     Refused(String),
 }
@@ -178,7 +179,7 @@ mod tests {
                 Ask::Status => tell(Answer::Refused("no".into())),
                 Ask::Stop(how) => {
                     tell(Answer::Refused("busy".into()))?;
-                    tell(Answer::Ended(format!("{}", how.keep_cache)))
+                    tell(Answer::Ended(Left::here(how.keep_cache.to_string())))
                 }
             }),
         )
@@ -189,12 +190,15 @@ mod tests {
             ..StopHow::default()
         };
         ask(&path, &Ask::Stop(how), |answer| {
-            let last = matches!(answer, Answer::Ended(_));
-            heard.push(format!("{answer:?}"));
+            let (said, last) = match answer {
+                Answer::Ended(left) => (left.here, true),
+                other => (format!("{other:?}"), false),
+            };
+            heard.push(said);
             Ok(last)
         })
         .unwrap();
-        assert_eq!(heard, ["Refused(\"busy\")", "Ended(\"true\")"]);
+        assert_eq!(heard, ["Refused(\"busy\")", "true"]);
         assert!(status(&path).is_err());
         let mut rude = UnixStream::connect(&path).unwrap();
         rude.write_all(b"hello\n").unwrap();

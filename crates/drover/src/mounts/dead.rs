@@ -1,29 +1,26 @@
 //! Ending a mount whose process is gone: what it left in the system is cleared, what it wrote is pushed, the right to
 //! write goes back, and only then is its directory removed.
 
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
 use super::control::StopHow;
 use super::disk::Disk;
 use super::end::clear_leftovers;
+use super::left::{Keeps, Left, Untold};
 use super::record::{Place, Record};
 use super::target::Prefetch;
 use crate::bar::Bar;
+use crate::failure::{Exit, exit_of};
 use crate::home::Home;
 use crate::text::bytes;
-
-/// How long pushing may make no progress.
-const PATIENCE: Duration = Duration::from_secs(30);
-
-/// Bytes on the link that count as progress: more than what keeps it alive.
-const PROGRESS: u64 = 16 << 10;
 
 /// How often is looked.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Ends it; the text says what is left, empty when nothing is.
+/// Ends it; what is left.
 ///
 /// # Errors
 /// When that cannot be done now; then it is as it was, but for leftovers in the system.
@@ -33,17 +30,18 @@ pub async fn end(
     record: &Record,
     how: StopHow,
     quiet: bool,
-) -> Result<String> {
+) -> Result<Left> {
     let Some(_kept) = place.keep()? else {
         bail!("{} is kept by a process again; try again", record.name);
     };
     clear_leftovers(record)?;
     let images = record.images.len();
     if how.offline {
-        return Ok(match place.dirty(images)? {
+        note_unmounted(place, record)?;
+        return Ok(Left::here(match place.dirty(images)? {
             0 => "the cache stays".into(),
             n => format!("{} not pushed; mounting it there again pushes it", bytes(n)),
-        });
+        }));
     }
     // A cache that cannot be read may hold anything: only whoever throws it away may remove it.
     let dirty = match place.dirty(images) {
@@ -54,10 +52,11 @@ pub async fn end(
         other => other?,
     };
     // Only to push and to give the right to write back: nothing is fetched.
+    let written_down = record;
     let mut record = record.clone();
     record.how.prefetch = Prefetch::None;
     record.how.record = None;
-    let mut untold = Vec::new();
+    let mut there = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
         let ours = match how.discard {
             true => 0,
@@ -65,7 +64,8 @@ pub async fn end(
         };
         match Disk::open_by(home, place, &record, index, image, false).await {
             Ok(disk) => {
-                tokio::task::spawn_blocking(move || finish(&disk, how.discard, quiet)).await??;
+                let finished = move || finish(&disk, how.discard, quiet).map(|()| disk.untold());
+                there.extend(tokio::task::spawn_blocking(finished).await??);
             }
             Err(e) if ours > 0 => {
                 return Err(e).with_context(|| {
@@ -77,8 +77,16 @@ pub async fn end(
             }
             Err(e) => {
                 tracing::debug!("{image}: {e:#}");
+                // A reader that died has been forgotten long since, or soon is.
                 if !record.how.read_only {
-                    untold.push(image.to_string());
+                    there.push(Untold {
+                        site: image.peer.clone(),
+                        image: image.image.clone(),
+                        keeps: match exit_of(&e) {
+                            Exit::Refused => Keeps::Unknown,
+                            _ => Keeps::Write,
+                        },
+                    });
                 }
             }
         }
@@ -87,13 +95,8 @@ pub async fn end(
     if how.discard && dirty > 0 {
         said.push(format!("{} thrown away", bytes(dirty)));
     }
-    if !untold.is_empty() {
-        said.push(format!(
-            "the site of {} was not told; if it still keeps the image for this mount, `drover mounts break` there",
-            untold.join(", ")
-        ));
-    }
     if how.keep_cache {
+        note_unmounted(place, written_down)?;
         said.push("the cache stays".into());
     } else {
         if !how.discard {
@@ -105,7 +108,19 @@ pub async fn end(
         }
         place.remove()?;
     }
-    Ok(said.join("; "))
+    Ok(Left {
+        here: said.join("; "),
+        there,
+    })
+}
+
+/// Writes down that it was ended in good order.
+fn note_unmounted(place: &Place, record: &Record) -> Result<()> {
+    place.write(&Record {
+        unmounted: true,
+        devices: Vec::new(),
+        ..record.clone()
+    })
 }
 
 /// Pushes what is left of a disk, and closes it.
@@ -124,27 +139,18 @@ fn push(disk: &Disk, quiet: bool) -> Result<()> {
     let bar = Bar::new("pushing", quiet);
     let most = disk.dirty();
     let result = std::thread::scope(|scope| {
-        let push = scope.spawn(|| disk.push(None));
-        let (mut seen, mut moved) = ((most, disk.sent()), Instant::now());
+        let push = scope.spawn(|| disk.push(None, &AtomicBool::new(false)));
         while !push.is_finished() {
             std::thread::sleep(LOOK_EVERY);
-            let now = (disk.dirty(), disk.sent());
-            bar.at(most.saturating_sub(now.0), most);
-            if now.0 < seen.0 || now.1 > seen.1 + PROGRESS {
-                (seen, moved) = (now, Instant::now());
-            }
-            if moved.elapsed() > PATIENCE {
-                // Ends the push, too.
-                disk.close()?;
-                bail!(
-                    "{} not pushed: nothing moved for {} s; nothing is lost, try again later",
-                    bytes(disk.dirty()),
-                    PATIENCE.as_secs()
-                );
-            }
+            bar.at(most.saturating_sub(disk.dirty()), most);
         }
         match push.join() {
-            Ok(done) => done,
+            Ok(done) => done.with_context(|| {
+                format!(
+                    "{} not pushed; nothing is lost, try again later",
+                    bytes(disk.dirty())
+                )
+            }),
             Err(_) => bail!("pushing panicked"),
         }
     });

@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use drover_core::{BlockDevice, ImageName};
+use drover_core::{BlockDevice, DeviceError, ImageName};
 use drover_device::remote::{Link, Remote};
 use drover_device::storage::HostDirectory;
 use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
@@ -18,6 +19,7 @@ use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;
 use super::known;
+use super::left::{Keeps, Untold};
 use super::record::{Place, Record};
 use super::site_images::OwnConnector;
 use super::status::DiskStatus;
@@ -38,16 +40,27 @@ const OFFLINE_LIMIT: Duration = Duration::from_secs(3);
 /// How long a request that nothing here can answer waits for a site.
 const DIRECT_LIMIT: Duration = Duration::from_secs(20);
 
+/// How long pushing may make no progress before an unmount gives it up.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Bytes on the link that count as progress: more than what keeps it alive.
+const PROGRESS: u64 = 16 << 10;
+
+/// How often is looked whether pushing goes on.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
 /// How long saying goodbye may take.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
 /// A disk that is open.
 pub struct Disk {
-    image: String,
+    target: Target,
     mode: &'static str,
     device: Arc<dyn BlockDevice>,
     kind: Kind,
     closed: AtomicBool,
+    /// The site had refused to go on before it was closed.
+    gone: AtomicBool,
 }
 
 enum Kind {
@@ -135,17 +148,17 @@ impl Disk {
         options.window = how.window;
         options.first_contact = CONNECT_LIMIT;
         let mode = mode(image, how);
-        let text = image.to_string();
         if mode != "managed" {
             options.give_up = DIRECT_LIMIT;
             let client = Client::open(&Handle::current(), connector, options).await;
             let client = Arc::new(client.map_err(|e| unreached(e, image))?);
             return Ok(Disk {
-                image: text,
+                target: image.clone(),
                 mode,
                 device: Arc::new(RemoteDevice::new(Arc::clone(&client))),
                 kind: Kind::Direct(client),
                 closed: AtomicBool::new(false),
+                gone: AtomicBool::new(false),
             });
         }
         options.give_up = how.give_up_after;
@@ -180,7 +193,7 @@ impl Disk {
         .await?;
         let (client, synced, record) = opened?;
         Ok(Disk {
-            image: text,
+            target: image.clone(),
             mode,
             device: Arc::clone(&synced) as Arc<dyn BlockDevice>,
             kind: Kind::Managed {
@@ -189,6 +202,7 @@ impl Disk {
                 record,
             },
             closed: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
         })
     }
 
@@ -200,7 +214,7 @@ impl Disk {
     /// How it is.
     pub fn status(&self) -> DiskStatus {
         let mut status = DiskStatus {
-            image: self.image.clone(),
+            image: self.target.to_string(),
             mode: self.mode.into(),
             read_only: self.device.capabilities().read_only,
             size: self.device.size(),
@@ -230,18 +244,38 @@ impl Disk {
         }
     }
 
+    fn client(&self) -> &Client {
+        match &self.kind {
+            Kind::Direct(client) | Kind::Managed { client, .. } => client,
+        }
+    }
+
     /// Bytes that have left for the other site.
     pub fn sent(&self) -> u64 {
-        match &self.kind {
-            Kind::Direct(client) | Kind::Managed { client, .. } => client.traffic().sent,
-        }
+        self.client().traffic().sent
+    }
+
+    /// What the site keeps for this disk, which is closed, as it could not be told so.
+    pub fn untold(&self) -> Option<Untold> {
+        let keeps = match (self.client().was_released(), &self.gone) {
+            (true, _) => return None,
+            (_, gone) if gone.load(Ordering::Acquire) => Keeps::Unknown,
+            _ if self.device.capabilities().read_only => Keeps::Read,
+            _ => Keeps::Write,
+        };
+        Some(Untold {
+            site: self.target.peer.clone(),
+            image: self.target.image.clone(),
+            keeps,
+        })
     }
 
     /// Waits until the other site has everything that was written.
     ///
     /// # Errors
-    /// Why it has not, at the latest after `limit`.
-    pub fn push(&self, limit: Option<Duration>) -> Result<()> {
+    /// Why it has not, at the latest after `limit`, or when nothing has moved for [`PATIENCE`], or as soon as `give_up`
+    /// is set. What was not pushed is still here.
+    pub fn push(&self, limit: Option<Duration>, give_up: &AtomicBool) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
             return match self.dirty() {
                 0 => Ok(()),
@@ -257,13 +291,44 @@ impl Disk {
                 std::thread::Builder::new()
                     .name("push".into())
                     .spawn(move || say.send(pusher.sync()))?;
-                match limit {
-                    None => Ok(hear.recv()??),
-                    Some(limit) => match hear.recv_timeout(limit) {
-                        Ok(done) => Ok(done?),
-                        Err(_) => bail!("not done within {} s", limit.as_secs()),
-                    },
-                }
+                self.wait_for_push(&hear, limit, give_up)
+            }
+        }
+    }
+
+    fn wait_for_push(
+        &self,
+        hear: &Receiver<Result<(), DeviceError>>,
+        limit: Option<Duration>,
+        give_up: &AtomicBool,
+    ) -> Result<()> {
+        let began = Instant::now();
+        let (mut seen, mut moved) = ((self.dirty(), self.sent()), began);
+        loop {
+            match hear.recv_timeout(LOOK_EVERY) {
+                Ok(done) => return Ok(done?),
+                Err(RecvTimeoutError::Disconnected) => bail!("pushing ended without a word"),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            let now = (self.dirty(), self.sent());
+            if now.0 < seen.0 || now.1 > seen.1 + PROGRESS {
+                (seen, moved) = (now, Instant::now());
+            }
+            let link = match self.client().link() {
+                Link::Up(_) => String::new(),
+                Link::Down(why) => format!("; {why}"),
+                Link::Gone(error) => format!("; {error}"),
+            };
+            if give_up.load(Ordering::Acquire) {
+                bail!("another unmount has overtaken this one");
+            }
+            if moved.elapsed() > PATIENCE {
+                bail!("nothing moved for {} s{link}", PATIENCE.as_secs());
+            }
+            if let Some(limit) = limit
+                && began.elapsed() > limit
+            {
+                bail!("not done within {} s{link}", limit.as_secs());
             }
         }
     }
@@ -276,6 +341,9 @@ impl Disk {
     pub fn close(&self) -> Result<()> {
         if self.closed.swap(true, Ordering::AcqRel) {
             return Ok(());
+        }
+        if matches!(self.client().link(), Link::Gone(_)) {
+            self.gone.store(true, Ordering::Release);
         }
         match &self.kind {
             Kind::Direct(client) => close_client(client),
@@ -295,7 +363,7 @@ impl Disk {
     /// Closes it without keeping what was written and not pushed, and gives the right to write back.
     pub fn discard(&self) {
         if let Err(e) = self.close() {
-            tracing::warn!("{}: {e:#}", self.image);
+            tracing::warn!("{}: {e:#}", self.target);
         }
         if let Kind::Managed { client, .. } = &self.kind {
             close_client(client);
@@ -417,7 +485,7 @@ fn close_client(client: &Client) {
     }));
     match hear.recv_timeout(CLOSE_LIMIT) {
         Ok(Ok(())) => {}
-        // The site finds out by itself.
+        // See `Disk::untold`.
         Ok(Err(e)) => tracing::warn!("the site was not told that the mount has ended: {e}"),
         Err(_) => tracing::warn!("the site was not told that the mount has ended: no answer"),
     }

@@ -8,6 +8,7 @@ use serde_json::json;
 
 use super::control::{self, Answer, Ask, StopHow};
 use super::kernel;
+use super::left::Left;
 use super::record::{Front, Place, Record, boot};
 use super::status::{DiskStatus, State, Status};
 use crate::bar::Bar;
@@ -71,10 +72,13 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
         super::dead::end(home, &place, &record, how, args.json).await?
     };
     if args.json {
-        return out::json(&json!({"event": "unmounted", "name": record.name, "left": left}));
+        return out::json(&json!({
+            "event": "unmounted", "name": record.name,
+            "left": left.lines().join("; "), "kept_there": left.there,
+        }));
     }
-    if !left.is_empty() {
-        out::note(&format!("drover: {}: {left}", record.name));
+    for line in left.lines() {
+        out::note(&format!("drover: {}: {line}", record.name));
     }
     Ok(())
 }
@@ -100,7 +104,7 @@ fn would(status: &Status, record: &Record, args: &UnmountArgs, dirty: u64) -> Re
 }
 
 /// Asks the process that keeps it, and shows what is still to be pushed.
-fn ask_to_end(place: &Place, how: StopHow, quiet: bool) -> Result<String> {
+fn ask_to_end(place: &Place, how: StopHow, quiet: bool) -> Result<Left> {
     let bar = Bar::new("pushing", quiet);
     let mut most = 0;
     let mut end = Err(anyhow::anyhow!("it gave no answer"));

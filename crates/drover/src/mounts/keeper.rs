@@ -12,6 +12,7 @@ use super::background::Ready;
 use super::control::{self, Answer, Ask, StopHow};
 use super::disk::Disk;
 use super::front::Shown;
+use super::left::Left;
 use super::record::{Kept, Place, Record, boot};
 use super::status::{State, Status};
 use crate::failure::{Exit, exit_of, failure, one_line};
@@ -26,6 +27,9 @@ const SIGNAL_PUSH_LIMIT: Duration = Duration::from_secs(20);
 /// How often an ending mount says how far it is.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 
+/// How long one who need not push waits for one who does to let go.
+const OVERTAKE_LIMIT: Duration = Duration::from_secs(5);
+
 /// What the handler of questions and the end of the process share.
 struct Keeper {
     place: Place,
@@ -33,7 +37,9 @@ struct Keeper {
     disks: Vec<Disk>,
     shown: Mutex<Option<Shown>>,
     ending: AtomicBool,
-    ended: Mutex<Option<oneshot::Sender<String>>>,
+    /// An end that waits for a push is to fail, so that another can begin.
+    overtaken: AtomicBool,
+    ended: Mutex<Option<oneshot::Sender<Left>>>,
 }
 
 /// Keeps a mount whose lock this process holds until a signal or a question ends it. `ready` is told once that it is
@@ -64,6 +70,7 @@ pub async fn keep(
     record.process = std::process::id();
     record.since_unix = now_unix();
     record.boot = boot();
+    record.unmounted = false;
     place.write(&record)?;
     let lines = shown.lines(&record);
     let socket = place.socket();
@@ -73,6 +80,7 @@ pub async fn keep(
         disks,
         shown: Mutex::new(Some(shown)),
         ending: AtomicBool::new(false),
+        overtaken: AtomicBool::new(false),
         ended: Mutex::new(Some(ended)),
     });
     let asked = Arc::clone(&keeper);
@@ -139,6 +147,8 @@ impl Keeper {
     }
 
     fn status(&self) -> Status {
+        // After an end that failed there may be nothing to use any more, but what is to be pushed.
+        let ending = self.ending.load(Ordering::Relaxed) || self.shown.lock().is_none();
         let record = self.record.lock();
         Status {
             name: record.name.clone(),
@@ -146,7 +156,7 @@ impl Keeper {
             devices: record.devices.clone(),
             process: record.process,
             since_unix: record.since_unix,
-            state: match self.ending.load(Ordering::Relaxed) {
+            state: match ending {
                 true => State::Ending,
                 false => State::Up,
             },
@@ -154,7 +164,7 @@ impl Keeper {
         }
     }
 
-    /// Ends the mount as `how` says; the text says what is left. After an error it can be ended again: a front end that
+    /// Ends the mount as `how` says; what is left is returned. After an error it can be ended again: a front end that
     /// is in use stays, one that is gone stays gone, and what was written is here or at the other site.
     ///
     /// `tell` hears all the time how it is, however long a step is silent.
@@ -163,10 +173,8 @@ impl Keeper {
         how: StopHow,
         limit: Option<Duration>,
         tell: &mut dyn FnMut(Status),
-    ) -> Result<String> {
-        if self.ending.swap(true, Ordering::SeqCst) {
-            bail!("it is ending already");
-        }
+    ) -> Result<Left> {
+        self.begin_end(how)?;
         let result = std::thread::scope(|scope| {
             let work = scope.spawn(|| self.end_once(how, limit));
             let mut told = Instant::now();
@@ -186,7 +194,27 @@ impl Keeper {
         result
     }
 
-    fn end_once(&self, how: StopHow, limit: Option<Duration>) -> Result<String> {
+    /// Takes the right to end it. One who need not push overtakes one who waits for that.
+    fn begin_end(&self, how: StopHow) -> Result<()> {
+        let began = Instant::now();
+        while self.ending.swap(true, Ordering::SeqCst) {
+            if !how.offline && !how.discard {
+                bail!(
+                    "it is ending already: {} are being pushed; --offline or --discard does not wait for that",
+                    bytes(self.disks.iter().map(Disk::dirty).sum())
+                );
+            }
+            if began.elapsed() > OVERTAKE_LIMIT {
+                bail!("it is ending already");
+            }
+            self.overtaken.store(true, Ordering::Release);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.overtaken.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    fn end_once(&self, how: StopHow, limit: Option<Duration>) -> Result<Left> {
         // The front end first: nothing may be written after the last push began. It stays when it is busy.
         let taken = self.shown.lock().take();
         if let Some(shown) = taken {
@@ -227,7 +255,7 @@ impl Keeper {
     fn push_all(&self, limit: Option<Duration>) -> Result<()> {
         let started = Instant::now();
         let pushed = std::thread::scope(|scope| {
-            let push = |disk| scope.spawn(move || Disk::push(disk, limit));
+            let push = |disk| scope.spawn(move || Disk::push(disk, limit, &self.overtaken));
             let pushes: Vec<_> = self.disks.iter().map(push).collect();
             let join = |push: std::thread::ScopedJoinHandle<'_, Result<()>>| {
                 push.join().unwrap_or_else(|_| bail!("pushing panicked"))
@@ -239,7 +267,7 @@ impl Keeper {
                 return Err(failure(
                     Exit::Failed,
                     format!(
-                        "{} not at the other site yet after {:.0} s ({}); wait for the link, or `drover unmount --offline` leaves it for the next mount here",
+                        "{} not at the other site yet after {:.0} s ({}); nothing is lost: unmount it again later, or with --offline, which leaves it for the next mount here",
                         bytes(disk.dirty()),
                         started.elapsed().as_secs_f64(),
                         one_line(&e)
@@ -251,26 +279,44 @@ impl Keeper {
     }
 
     /// Removes what nobody needs any more. All is closed by now: what cannot be removed is no reason to stay.
-    fn clear_away(&self, how: StopHow, left: u64) -> String {
+    fn clear_away(&self, how: StopHow, left: u64) -> Left {
         let _ = std::fs::remove_file(self.place.socket());
         // A front end that was cut off while it was used may have written after the last push.
         if left > 0 && !how.discard {
-            return format!(
+            self.note_unmounted();
+            return Left::here(format!(
                 "{} not pushed; mounting it there again pushes it",
                 bytes(left)
-            );
+            ));
         }
-        if how.keep_cache || how.offline {
-            return "the cache stays".into();
+        if how.offline {
+            self.note_unmounted();
+            return Left::here("the cache stays".into());
         }
+        let there = self.disks.iter().filter_map(Disk::untold).collect();
         let mut said = Vec::new();
         if left > 0 {
             said.push(format!("{} thrown away", bytes(left)));
         }
-        if let Err(e) = self.place.remove() {
+        if how.keep_cache {
+            self.note_unmounted();
+            said.push("the cache stays".into());
+        } else if let Err(e) = self.place.remove() {
             said.push(one_line(&e));
         }
-        said.join("; ")
+        Left {
+            here: said.join("; "),
+            there,
+        }
+    }
+
+    /// Writes down that it was ended in good order.
+    fn note_unmounted(&self) {
+        let mut record = self.record.lock();
+        record.unmounted = true;
+        if let Err(e) = self.place.write(&record) {
+            tracing::warn!("{e:#}");
+        }
     }
 
     /// What a signal does: the front end goes, what can be pushed in a short time is, the rest stays for the next time.
@@ -304,8 +350,8 @@ impl Keeper {
                 self.end(offline, None, &mut quiet)
             }
         }?;
-        if !outcome.is_empty() {
-            out::note(&format!("drover: {}: {outcome}", self.place.name()));
+        for line in outcome.lines() {
+            out::note(&format!("drover: {}: {line}", self.place.name()));
         }
         Ok(())
     }

@@ -106,6 +106,9 @@ pub struct Record {
     /// The start of this machine in which the devices were made: after another one their names are somebody else's.
     #[serde(default)]
     pub boot: String,
+    /// It was ended in good order, and its cache kept.
+    #[serde(default)]
+    pub unmounted: bool,
 }
 
 /// The directory of one mount. Whoever keeps the mount holds its lock.
@@ -344,6 +347,8 @@ impl Record {
             process: 0,
             since_unix: 0,
             boot: String::new(),
+            // Until it is there again.
+            unmounted: before.is_some_and(|b| b.unmounted),
         }
     }
 

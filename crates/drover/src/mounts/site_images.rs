@@ -70,7 +70,7 @@ impl Images for SiteImages {
 }
 
 /// What this site is called at its own leases.
-const OWN_NAME: &str = "this site";
+const OWN_NAME: &str = "the site itself";
 
 /// Who mounts this site's images on this site.
 pub fn own(key: PeerKey) -> Peer {

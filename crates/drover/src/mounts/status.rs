@@ -35,6 +35,8 @@ pub enum State {
     Ending,
     /// Its process is gone; mounting there again takes it up, unmounting clears it away.
     Dead,
+    /// It was ended and its cache kept; the same can be done.
+    Unmounted,
 }
 
 /// How one disk is.
@@ -82,7 +84,8 @@ impl DiskStatus {
     /// What there is to say in a few words.
     pub fn words(&self) -> String {
         let mut parts = Vec::new();
-        if self.mode == "managed" {
+        // Its size is not known when nobody keeps it.
+        if self.mode == "managed" && self.size > 0 {
             parts.push(format!("{}% here", self.percent()));
             if self.rate > 0.0 && self.percent() < 100 {
                 parts.push(format!("{}/s", bytes(self.rate as u64)));
@@ -129,6 +132,7 @@ impl Status {
                 State::Up => "up",
                 State::Ending => "ending",
                 State::Dead => "dead",
+                State::Unmounted => "unmounted",
             }
             .into(),
             words.join("; "),

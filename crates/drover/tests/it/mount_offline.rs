@@ -197,7 +197,7 @@ fn own_images_obey_the_same_leases() {
     let path = world.path("own");
     assert!(fs::read(&path).unwrap() == content);
     write(&path, 1, 5);
-    assert_eq!(leases(&world)[0]["writer"]["peer"], "this site");
+    assert_eq!(leases(&world)[0]["writer"]["peer"], "the site itself");
     near.run(&["mount", "far:web.img", "disk"])
         .fails(3, &["web.img"]);
     own.run(&["unmount", "own"]).ok();

@@ -594,7 +594,12 @@ impl Inner {
                 self.committed.fetch_max(*epoch, Ordering::AcqRel);
                 true
             }
-            (Reply::Done(_), Answer::Done { .. }) => !matches!(job.ask, Ask::Commit { .. }),
+            (Reply::Done(_), Answer::Done { .. }) => {
+                if matches!(job.ask, Ask::Close { .. }) {
+                    self.released.store(true, Ordering::Release);
+                }
+                !matches!(job.ask, Ask::Commit { .. })
+            }
             _ => false,
         };
         if !fits {

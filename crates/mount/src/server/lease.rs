@@ -202,13 +202,13 @@ impl Desk {
         if let Some((_, reader)) = self.readers.iter().find(|(key, _)| **key != own) {
             let left = match reader.left {
                 Some(_) => "; it is not connected and will be forgotten within a minute",
-                None => "; unmount it there, or mount it read-only",
+                None => "; unmount it there, or mount it with --read-only here",
             };
             let text = format!(
-                "{} has been read by {} for {}{left}",
+                "{} was mounted for reading {} by {}{left}",
                 self.image.as_str(),
-                reader.name,
                 ago(now.saturating_sub(reader.since).as_secs()),
+                reader.name,
             );
             return Err(Refusal::new(Code::Leased, text));
         }
@@ -281,16 +281,17 @@ impl Desk {
 /// What a mount is told whose lease was broken.
 pub fn broken(image: &str) -> String {
     format!(
-        "the lease of {image} was broken by the owner of its site; what was not written back stays in the mount's \
-         cache; mount it anew"
+        "the right to write {image} was taken away at its site (`drover mounts break`); what was not pushed stays in \
+         this mount's cache until `drover unmount --discard`, after which the image can be mounted anew"
     )
 }
 
 fn held(image: &str, holder: &Holder) -> String {
     format!(
-        "{image} has been written by {} for {}; unmount it there, or have its site's owner break the lease",
-        describe(&holder.peer_name, &holder.note),
+        "{image} was mounted for writing {} by {}, and has one writer at a time; unmount it there, or, if it will not \
+         come back, `drover mounts break {image}` at the site that has the image",
         ago(unix_now().saturating_sub(holder.since_unix)),
+        describe(&holder.peer_name, &holder.note),
     )
 }
 
@@ -304,10 +305,11 @@ fn describe(name: &str, note: &str) -> String {
 
 fn ago(seconds: u64) -> String {
     match seconds {
-        0..120 => format!("{seconds} s"),
-        120..7200 => format!("{} min", seconds / 60),
-        7200..172_800 => format!("{} h", seconds / 3600),
-        _ => format!("{} days", seconds / 86_400),
+        // Clocks jump: nobody is to read of a lease of 0 s.
+        0..120 => "a moment ago".to_owned(),
+        120..7200 => format!("{} min ago", seconds / 60),
+        7200..172_800 => format!("{} h ago", seconds / 3600),
+        _ => format!("{} days ago", seconds / 86_400),
     }
 }
 

@@ -249,7 +249,9 @@ fn two_writers_are_one_too_many() {
     };
     for text in [refused(writer()), refused(reader())] {
         assert!(
-            text.starts_with("web has been written by nantes (disk of a guest) for "),
+            text.starts_with(
+                "web was mounted for writing a moment ago by nantes (disk of a guest), "
+            ),
             "{text}"
         );
     }
@@ -265,7 +267,9 @@ fn two_writers_are_one_too_many() {
     });
     let error = wait(|done| client.commit(Epoch(1), done)).unwrap_err();
     assert!(
-        error.to_string().contains("the lease of web was broken"),
+        error
+            .to_string()
+            .contains("the right to write web was taken away"),
         "{error}"
     );
     let client = open(&runtime, &other, writer());

@@ -52,7 +52,13 @@ fn offline_leaves_what_was_written_for_the_next_mount() {
     assert_eq!(m.list()[0]["state"], "up");
     let ran = m.unmount(&disk, &["--offline"]).ok();
     assert!(ran.err.contains("not pushed"), "{ran:?}");
-    assert_eq!(m.list()[0]["state"], "dead");
+    assert_eq!(m.list()[0]["state"], "unmounted");
+    assert_eq!(m.list()[0]["disks"][0]["dirty"], 53_248);
+    let shown = m.near(&["mounts"]).ok().out;
+    assert!(
+        shown.contains("to push, its cache is kept for the next mount there"),
+        "{shown}"
+    );
     m.proxy.heal();
     let before = m.proxy.to_near();
     let disk = m.mount("web.raw", "disk", &[]);
@@ -95,6 +101,109 @@ fn discard_forgets_what_was_not_pushed() {
         m.far_bytes("web.raw") == bytes,
         "what was discarded is there"
     );
+}
+
+#[test]
+fn a_site_that_cannot_be_told_keeps_the_right_to_write_and_the_way_out_is_named() {
+    if !can_mount("a_site_that_cannot_be_told_keeps_the_right_to_write_and_the_way_out_is_named") {
+        return;
+    }
+    let m = Mounts::new();
+    m.raw("web.raw", 35);
+    m.pair("other");
+    let second = m.world.path("second");
+    let again = ["mount", "far:web.raw", super::text(&second)];
+    for (options, thrown) in [
+        (&["--discard", "-y"][..], "4.0 KiB thrown away"),
+        (&["--keep-cache"], ""),
+        (&[], ""),
+    ] {
+        let disk = m.mount("web.raw", "disk", &["--push-interval", "1h"]);
+        m.pulled();
+        if !thrown.is_empty() {
+            write(&disk, 0, &[1; 4096]);
+        }
+        m.proxy.cut();
+        until("the cut is seen", || m.disk()["link"] != "up");
+        let ran = m.unmount(&disk, options).ok();
+        let lines: Vec<&str> = ran.err.lines().collect();
+        assert!(
+            ran.err.contains(thrown)
+                && lines
+                    .last()
+                    .is_some_and(|l| l.contains("far could not be told")
+                        && l.contains("`drover mounts break web.raw` at far")),
+            "{ran:?}"
+        );
+        m.proxy.heal();
+        // Which is what the next one is told, too, and what helps.
+        let refused = m.world.run("other", &again);
+        refused.fails(3, &["`drover mounts break web.raw`", "a moment ago"]);
+        m.world
+            .run("far", &["mounts", "break", "web.raw", "-y"])
+            .ok();
+        m.world.run("other", &again).ok();
+        m.world
+            .run("other", &["unmount", super::text(&second)])
+            .ok();
+        for kept in m.list() {
+            let name = kept["name"].as_str().unwrap();
+            m.near(&["unmount", name, "--discard", "-y"]).ok();
+        }
+    }
+    // A dead one, for scripts; readers only keep writers out, and not for long.
+    for (options, keeps) in [(&[][..], "write"), (&["--read-only"], "read")] {
+        let disk = m.mount("web.raw", "disk", options);
+        m.proxy.cut();
+        until("the cut is seen", || m.disk()["link"] != "up");
+        if keeps == "write" {
+            m.kill_keeper();
+        }
+        let ran = m.unmount(&disk, &["--discard", "-y", "--json"]).ok();
+        let there = &ran.json()[0]["kept_there"];
+        assert_eq!(there[0]["site"], "far", "{ran:?}");
+        assert_eq!(there[0]["image"], "web.raw");
+        assert_eq!(there[0]["keeps"], keeps);
+        assert!(
+            ran.json()[0]["left"]
+                .as_str()
+                .unwrap()
+                .contains("far could not be told"),
+            "{ran:?}"
+        );
+        m.proxy.heal();
+        if keeps == "write" {
+            m.world
+                .run("far", &["mounts", "break", "web.raw", "-y"])
+                .ok();
+        }
+    }
+}
+
+#[test]
+fn an_unmount_that_waits_for_a_push_is_overtaken_by_one_that_need_not() {
+    if !can_mount("an_unmount_that_waits_for_a_push_is_overtaken_by_one_that_need_not") {
+        return;
+    }
+    let m = Mounts::new();
+    m.raw("web.raw", 36);
+    let disk = m.mount("web.raw", "disk", &["--push-interval", "1h"]);
+    m.pulled();
+    write(&disk, 0, &[1; 4096]);
+    m.proxy.cut();
+    until("the cut is seen", || m.disk()["link"] != "up");
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| m.unmount(&disk, &[]));
+        until("it is ending", || m.list()[0]["state"] == "ending");
+        m.unmount(&disk, &[])
+            .fails(1, &["4.0 KiB are being pushed", "--offline"]);
+        m.unmount(&disk, &["--offline"]).ok();
+        first
+            .join()
+            .unwrap()
+            .fails(1, &["another unmount has overtaken", "nothing is lost"]);
+    });
+    assert_eq!(m.list()[0]["disks"][0]["dirty"], 4096);
 }
 
 #[test]
