@@ -20,5 +20,8 @@ pub use rate::{Bucket, Rate};
 pub use strict::Strict;
 pub use tracked::{Dirty, TrackHandle, Tracked};
 
+/// The most patience that a stage has: nothing waits without an end, and a deadline must be a time that there is.
+const MOST_PATIENCE: std::time::Duration = std::time::Duration::from_secs(24 * 60 * 60);
+
 #[cfg(test)]
 mod tests;

@@ -82,7 +82,8 @@ impl DirectoryDevice {
     /// # Errors
     /// [`DeviceError::Unsupported`] for a shape with more than [`MOST_CHUNKS`] or a chunk that is no power of two of at
     /// least 4096; [`DeviceError::Io`] of kind `AlreadyExists` when the directory has a device or chunks;
-    /// what the medium reports. After an error or a crash there is no device, and this can be called again.
+    /// what the medium reports. After a crash, or an error of the last step, there is a whole device or none; when
+    /// there is none this can be called again.
     pub fn create(
         directory: Arc<dyn Directory>,
         shape: Shape,

@@ -83,11 +83,8 @@ impl From<ChunkLogError> for DeviceError {
     fn from(error: ChunkLogError) -> Self {
         let said = error.to_string();
         match error {
-            ChunkLogError::Io { source, .. } => match Self::from(io::Error::from(source.kind())) {
-                Self::NoSpace(_) => Self::NoSpace(said),
-                _ => Self::Io(std::sync::Arc::new(io::Error::new(source.kind(), said))),
-            },
-            ChunkLogError::Broken { .. } => Self::Io(std::sync::Arc::new(io::Error::other(said))),
+            ChunkLogError::Io { source, .. } => io::Error::new(source.kind(), said).into(),
+            ChunkLogError::Broken { .. } => io::Error::other(said).into(),
             _ => Self::Corrupt(said),
         }
     }

@@ -6,17 +6,19 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, Cost, DeviceError};
 use parking_lot::{Condvar, Mutex};
 
+use super::MOST_PATIENCE;
 use super::gated::{Entry, Gate, Gated, Operation, Request};
 
 /// A device whose link can be cut.
 pub type Cut<D> = Gated<D, Wire>;
 
 impl<D: BlockDevice> Cut<D> {
-    /// A link that holds, and the handle that cuts it. A request that hangs gives up after `patience`.
+    /// A link that holds, and the handle that cuts it. A request that hangs gives up after `patience`,
+    /// or a day if that is longer.
     pub fn new(inner: D, patience: Duration) -> (Self, CutHandle) {
         let wire = Wire {
             shared: Arc::default(),
-            patience,
+            patience: patience.min(MOST_PATIENCE),
         };
         let handle = CutHandle {
             shared: Arc::clone(&wire.shared),

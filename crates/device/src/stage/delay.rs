@@ -28,14 +28,20 @@ pub struct Latency {
 /// The longest that a [`Delay`] or a [`Rate`](super::Rate) holds a request back.
 pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(600);
 
+impl Latency {
+    fn wait(&self, bytes: u32) -> Duration {
+        let wait = self.byte.saturating_mul(bytes).saturating_add(self.request);
+        wait.min(LONGEST_WAIT)
+    }
+}
+
 impl Gate for Latency {
     type Pass<'a> = ();
 
     fn enter(&self, request: &Request) -> Result<Entry<()>, DeviceError> {
         if request.operation != Operation::Prefetch {
             let bytes = u32::try_from(request.bytes()).unwrap_or(u32::MAX);
-            let wait = self.request + self.byte.saturating_mul(bytes);
-            std::thread::sleep(wait.min(LONGEST_WAIT));
+            std::thread::sleep(self.wait(bytes));
         }
         Ok(Entry::Pass(()))
     }
@@ -78,6 +84,13 @@ mod tests {
         let took = start.elapsed();
         assert!(took >= 60 * MS, "{took:?}");
         assert!(took < 300 * MS, "they waited for each other: {took:?}");
+    }
+
+    #[test]
+    fn no_delay_is_longer_than_the_longest() {
+        let (request, byte) = (MS, Duration::MAX);
+        assert_eq!(Latency { request, byte }.wait(2), LONGEST_WAIT);
+        assert_eq!(Latency { request, byte }.wait(0), MS);
     }
 
     #[test]

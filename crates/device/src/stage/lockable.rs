@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, Cost, DeviceError};
 use parking_lot::{Condvar, Mutex};
 
+use super::MOST_PATIENCE;
 use super::gated::{Entry, Gate, Gated, Operation, Request};
 
 /// A device that can be locked: then no request is under way and none begins until it is unlocked.
@@ -13,10 +14,10 @@ pub type Lockable<D> = Gated<D, Latch>;
 
 impl<D: BlockDevice> Lockable<D> {
     /// An unlocked device, and the handle that locks it. A request that is held back fails as
-    /// [`DeviceError::Unavailable`] after `patience`; [`LockHandle::lock`] has the same.
+    /// [`DeviceError::Unavailable`] after `patience`, of at most a day; [`LockHandle::lock`] has the same.
     pub fn new(inner: D, patience: Duration) -> (Self, LockHandle) {
         let shared = Arc::new(Shared {
-            patience,
+            patience: patience.min(MOST_PATIENCE),
             state: Mutex::default(),
             changed: Condvar::new(),
         });

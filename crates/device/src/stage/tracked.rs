@@ -61,16 +61,18 @@ impl Dirty {
             while blocks.next_if_eq(&end).is_some() {
                 end += 1;
             }
-            Some(first * self.block..(end * self.block).min(self.size))
+            Some(first * self.block..end.saturating_mul(self.block).min(self.size))
         })
     }
 
     /// Bytes in all runs.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        let whole = self.blocks.len() * self.block;
         match self.blocks.max() {
-            Some(last) => whole - ((u64::from(last) + 1) * self.block).saturating_sub(self.size),
+            Some(last) => {
+                let start = u64::from(last) * self.block;
+                (self.blocks.len() - 1) * self.block + (self.size - start).min(self.block)
+            }
             None => 0,
         }
     }

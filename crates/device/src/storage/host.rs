@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, FallocateFlags, FileType, FlockOperation, Mode, OFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 
 use super::{Access, Directory, File, Lock, check_name};
 
@@ -66,7 +66,7 @@ impl HostDirectory {
         check_name(name)?;
         // A link could lead anywhere.
         let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let fd = rustix::fs::openat(&self.fd, name, flags, Mode::from(0o600))?;
+        let fd = retry_on_intr(|| rustix::fs::openat(&self.fd, name, flags, Mode::from(0o600)))?;
         Ok(fd.into())
     }
 }
@@ -112,7 +112,7 @@ impl Directory for HostDirectory {
     }
 
     fn sync(&self) -> io::Result<()> {
-        Ok(rustix::fs::fsync(&self.fd)?)
+        Ok(retry_on_intr(|| rustix::fs::fsync(&self.fd))?)
     }
 
     fn lock(&self, name: &str, lock: Lock) -> io::Result<Box<dyn Send + Sync>> {
@@ -137,14 +137,11 @@ struct HostFile(std::fs::File);
 
 impl HostFile {
     fn fallocate(&self, flags: FallocateFlags, offset: u64, length: u64) -> io::Result<()> {
-        loop {
-            match rustix::fs::fallocate(&self.0, flags, offset, length) {
-                Err(Errno::INTR) => {}
-                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV) => {
-                    return Err(io::ErrorKind::Unsupported.into());
-                }
-                result => return Ok(result?),
+        match retry_on_intr(|| rustix::fs::fallocate(&self.0, flags, offset, length)) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV) => {
+                Err(io::ErrorKind::Unsupported.into())
             }
+            result => Ok(result?),
         }
     }
 }

@@ -1,5 +1,4 @@
 use std::io;
-use std::sync::Arc;
 
 use drover_core::{DeviceError, Digest};
 
@@ -154,11 +153,7 @@ impl From<OverlayError> for DeviceError {
     fn from(error: OverlayError) -> Self {
         let said = error.to_string();
         match error {
-            OverlayError::Io { source, .. } => match Self::from(io::Error::from(source.kind())) {
-                Self::NoSpace(_) => Self::NoSpace(said),
-                Self::ReadOnly => Self::ReadOnly,
-                _ => Self::Io(Arc::new(io::Error::new(source.kind(), said))),
-            },
+            OverlayError::Io { source, .. } => io::Error::new(source.kind(), said).into(),
             OverlayError::Log(error) => error.into(),
             OverlayError::Base(error) => error,
             OverlayError::ReadOnly => Self::ReadOnly,
@@ -173,7 +168,7 @@ impl From<OverlayError> for DeviceError {
                 length,
                 size,
             },
-            OverlayError::Broken { .. } => Self::Io(Arc::new(io::Error::other(said))),
+            OverlayError::Broken { .. } => io::Error::other(said).into(),
             _ => Self::Corrupt(said),
         }
     }

@@ -18,7 +18,7 @@ fn until(what: impl Fn() -> bool) {
 
 /// A device whose requests hang when told to, under a lock.
 fn hanging(patience: Duration) -> (Arc<Lockable<Cut<MemoryDevice>>>, LockHandle, CutHandle) {
-    let (below, cut) = Cut::new(MemoryDevice::new(8192), LONG);
+    let (below, cut) = Cut::new(MemoryDevice::new(8192), patience);
     let (device, lock) = Lockable::new(below, patience);
     (Arc::new(device), lock, cut)
 }
@@ -94,6 +94,21 @@ fn what_is_held_back_gives_up_in_time() {
     assert_eq!(lock.requests(), (0, 0));
     drop(guard);
     device.read(0, &mut [0; 512]).unwrap();
+}
+
+#[test]
+fn more_patience_than_there_is_time_is_a_day() {
+    let (device, lock, cut) = hanging(Duration::MAX);
+    std::thread::scope(|scope| {
+        let guard = lock.lock().unwrap();
+        let held = scope.spawn(|| device.flush());
+        until(|| lock.requests() == (0, 1));
+        cut.cut(CutHow::Hang);
+        drop(guard);
+        until(|| cut.hanging() == 1);
+        cut.heal();
+        held.join().unwrap().unwrap();
+    });
 }
 
 #[test]

@@ -98,6 +98,24 @@ fn a_huge_device_is_tracked_in_larger_blocks() {
 }
 
 #[test]
+fn the_end_of_the_largest_device_is_told_without_overflow() {
+    let (size, block) = (u64::MAX, block_for(u64::MAX, 4096));
+    let of = |blocks: &[u32]| Dirty {
+        blocks: blocks.iter().copied().collect(),
+        block,
+        size,
+    };
+    let last = (MOST_BLOCKS - 1) as u32;
+    let dirty = of(&[0, last - 1, last]);
+    assert_eq!(runs(&dirty), [0..block, size - (2 * block - 1)..size]);
+    assert_eq!(dirty.bytes(), 3 * block - 1);
+    assert!(dirty.contains(u64::MAX - 1));
+    let mut all = of(&[]);
+    all.blocks.insert_range(0..=last);
+    assert_eq!(all.bytes(), size);
+}
+
+#[test]
 fn a_copy_that_follows_the_marks_ends_up_equal() {
     const SIZE: u64 = 1 << 20;
     // Slow enough for marks to find writes under way.
