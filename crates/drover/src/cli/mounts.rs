@@ -143,7 +143,7 @@ pub struct HowArgs {
     #[arg(long, value_name = "none|sequential|FILE", value_parser = Prefetch::parse, default_value = "sequential")]
     pub prefetch: Prefetch,
     /// Write the order in which parts were first read into a FILE for --prefetch, at the end
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    #[arg(long, value_name = "FILE", value_parser = absolute, value_hint = ValueHint::FilePath)]
     pub record: Option<PathBuf>,
     /// How often what was written goes back
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "5s")]
@@ -251,6 +251,11 @@ pub enum MountsAction {
         #[arg(short, long)]
         yes: bool,
     },
+}
+
+/// A path from the root: the process that keeps a mount is somewhere else.
+fn absolute(text: &str) -> Result<PathBuf, String> {
+    std::path::absolute(text).map_err(|e| e.to_string())
 }
 
 /// A chunk's size; `K` and `M` are binary here, since nothing else is a power of two.

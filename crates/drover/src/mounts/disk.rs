@@ -86,8 +86,19 @@ pub fn mode(image: &Target, how: &HowArgs) -> &'static str {
 /// Finds out early what cannot be.
 ///
 /// # Errors
-/// A peer that is not known, an order that cannot be read.
+/// A peer that is not known, an order that cannot be read, or written later.
 pub fn check(home: &Home, images: &[Target], how: &HowArgs) -> Result<()> {
+    if let Prefetch::File(path) = &how.prefetch {
+        read_order(path)?;
+    }
+    if let Some(directory) = how.record.as_deref().and_then(Path::parent)
+        && !directory.is_dir()
+    {
+        bail!(
+            "there is no directory {} for --record to write into",
+            directory.display()
+        );
+    }
     let catalog = site::open_catalog(home)?;
     for image in images {
         if let Some(peer) = &image.peer {
@@ -178,17 +189,29 @@ impl Disk {
         let identity = [site.as_slice(), b"\n", image.image.as_bytes()].concat();
         let (how, place) = (how.clone(), place.clone());
         let opened = tokio::task::spawn_blocking(move || -> Result<_> {
-            if client.was_reached() {
-                let same = |known: &Opened| known.identity.digest == client.identity().digest;
-                let stale = left.is_some_and(|left| left.shape != client.shape())
-                    || before.as_ref().is_some_and(|known| !same(known));
-                if stale {
-                    begin_anew(&place, index, left.map_or(0, |left| left.dirty))?;
+            let dirty = left.as_ref().map_or(0, |left| left.dirty);
+            let open = || -> Result<_> {
+                if client.was_reached() {
+                    let same = |known: &Opened| known.identity.digest == client.identity().digest;
+                    let stale = left.is_some_and(|left| left.shape != client.shape())
+                        || before.as_ref().is_some_and(|known| !same(known));
+                    if stale {
+                        begin_anew(&place, index, dirty)?;
+                    }
+                    known::write(&place.known(index), client.opened())?;
                 }
-                known::write(&place.known(index), client.opened())?;
+                open_cache(&client, &how, &place.cache(index), identity)
+            };
+            match open() {
+                Ok(synced) => Ok((client, synced, how.record)),
+                Err(e) => {
+                    // The right to write stays only with what is to be pushed: nobody could give it back later.
+                    if dirty == 0 {
+                        close_client(&client);
+                    }
+                    Err(e)
+                }
             }
-            let synced = open_cache(&client, &how, &place.cache(index), identity)?;
-            Ok((client, synced, how.record))
         })
         .await?;
         let (client, synced, record) = opened?;
@@ -428,8 +451,7 @@ fn open_cache(
         Prefetch::None => Order::None,
         Prefetch::Sequential => Order::Sequential,
         Prefetch::File(path) => {
-            let text = std::fs::read_to_string(path)
-                .with_context(|| format!("cannot read {}", path.display()))?;
+            let text = read_order(path)?;
             Order::parse(&text, shape).with_context(|| format!("{}", path.display()))?
         }
     };
@@ -447,6 +469,11 @@ fn open_cache(
     options.give_up_after = how.give_up_after;
     options.record_order = how.record.is_some();
     Ok(Synced::open(options)?)
+}
+
+fn read_order(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path)
+        .with_context(|| format!("cannot read {} for --prefetch", path.display()))
 }
 
 /// Writes the order in which chunks were first read.

@@ -84,8 +84,13 @@ pub async fn keep(
         ended: Mutex::new(Some(ended)),
     });
     let asked = Arc::clone(&keeper);
-    control::listen(&socket, Arc::new(move |ask, tell| asked.answer(ask, tell)))?;
-    ready(&lines)?;
+    let told_of = control::listen(&socket, Arc::new(move |ask, tell| asked.answer(ask, tell)))
+        .and_then(|_| ready(&lines));
+    if let Err(e) = told_of {
+        // Nobody knows of it: it ends as it would at a signal.
+        tokio::task::spawn_blocking(move || keeper.end_by_signal()).await??;
+        return Err(e);
+    }
     tokio::select! {
         text = &mut end => { text.ok(); }
         () = told(&mut stopped) => {

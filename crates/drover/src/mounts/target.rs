@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use drover_core::ImageName;
@@ -117,9 +117,7 @@ impl Prefetch {
         Ok(match text {
             "none" => Prefetch::None,
             "sequential" => Prefetch::Sequential,
-            path => {
-                Prefetch::File(std::path::absolute(Path::new(path)).map_err(|e| e.to_string())?)
-            }
+            path => Prefetch::File(std::path::absolute(path).map_err(|e| e.to_string())?),
         })
     }
 }

@@ -134,13 +134,8 @@ fn prefetch_none_fetches_what_is_read_and_a_recorded_order_is_fetched_first() {
     let m = Mounts::new();
     let bytes = m.raw("web.raw", 5);
     let order = m.world.path("order");
-    let options = [
-        "--prefetch",
-        "none",
-        "--read-only",
-        "--record",
-        text(&order),
-    ];
+    // From where the command runs, whatever its process does later.
+    let options = ["--prefetch", "none", "--read-only", "--record", "order"];
     let disk = m.mount("web.raw", "disk", &options);
     std::thread::sleep(std::time::Duration::from_millis(300));
     assert_eq!(
@@ -162,7 +157,7 @@ fn prefetch_none_fetches_what_is_read_and_a_recorded_order_is_fetched_first() {
     let recorded = fs::read_to_string(&order).unwrap();
     assert!(!recorded.is_empty());
 
-    let options = ["--prefetch", text(&order), "--read-only"];
+    let options = ["--prefetch", "order", "--read-only"];
     let disk = m.mount("web.raw", "disk", &options);
     m.pulled();
     assert!(fs::read(&disk).unwrap() == bytes);
@@ -177,6 +172,25 @@ fn prefetch_none_fetches_what_is_read_and_a_recorded_order_is_fetched_first() {
     fs::remove_file(&order).unwrap();
     m.near(&args).fails(1, &["order", "No such file"]);
     assert_eq!(m.list().len(), 0);
+}
+
+#[test]
+fn a_mount_that_fails_at_the_last_step_holds_nothing() {
+    if !can_mount("a_mount_that_fails_at_the_last_step_holds_nothing") {
+        return;
+    }
+    let m = Mounts::new();
+    m.raw("web.raw", 7);
+    fs::write(m.world.path("order"), "rubbish\n").unwrap();
+    let args = ["mount", "far:web.raw", "disk"];
+    m.near(&[&args[..], &["--prefetch", "order"]].concat())
+        .fails(1, &["order"]);
+    m.near(&[&args[..], &["--record", "none/order"]].concat())
+        .fails(1, &["--record", "none"]);
+    assert_eq!(m.list().len(), 0);
+    // Another mount may write at once.
+    let disk = m.mount("web.raw", "other", &[]);
+    m.unmount(&disk, &[]).ok();
 }
 
 #[test]
