@@ -10,6 +10,9 @@ use super::wire::REQUEST_BYTES;
 
 /// Bytes that are received at a time, other than into a payload.
 const BUFFER: usize = 64 << 10;
+/// After a payload of this length the next one is likely to be as long: only a header is received with what is left
+/// of the one before, so that the payload goes straight to its place (bytes).
+const LONG: usize = 64 << 10;
 
 /// A buffered receiver.
 pub(super) struct Input {
@@ -17,6 +20,8 @@ pub(super) struct Input {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
+    /// What the next header is received with (bytes).
+    portion: usize,
 }
 
 /// Whether a whole request's header is there.
@@ -32,6 +37,7 @@ impl Input {
             buffer: vec![0; BUFFER].into_boxed_slice(),
             start: 0,
             end: 0,
+            portion: BUFFER,
         }
     }
 
@@ -46,6 +52,7 @@ impl Input {
             Some(header) => {
                 let header = *header;
                 self.start += REQUEST_BYTES;
+                self.portion = BUFFER;
                 Next::Header(header)
             }
             None => Next::More,
@@ -60,7 +67,8 @@ impl Input {
         self.start = 0;
         let since = Instant::now();
         loop {
-            match self.transport.receive(&mut self.buffer[self.end..]) {
+            let room = self.end..self.portion;
+            match self.transport.receive(&mut self.buffer[room]) {
                 Ok(0) if self.end > 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => {
                     self.end += count;
@@ -93,13 +101,16 @@ impl Input {
         stall: Duration,
         wait: impl Fn(),
     ) -> io::Result<()> {
+        if out.len() >= LONG {
+            self.portion = REQUEST_BYTES;
+        }
         let mut done = self.drain(out);
         if done < out.len() {
             wait();
         }
         let mut since = Instant::now();
         while done < out.len() {
-            match self.transport.receive(&mut out[done..]) {
+            match self.transport.receive_payload(&mut out[done..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => {
                     done += count;
