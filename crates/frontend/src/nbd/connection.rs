@@ -32,6 +32,9 @@ const MOST_OPTION_BYTES: u64 = 4 << 20;
 const TICK: Duration = Duration::from_secs(5);
 /// Replies that the reading thread keeps for one call before it sends them (bytes): more would leave its caches.
 const CORK: usize = 256 << 10;
+/// A write of this length that waits for nothing is given to another thread all the same when the client has sent more
+/// already: while one thread copies to the device, the other receives (bytes).
+const SHARED: u32 = 256 << 10;
 /// What a request without a payload is counted as (bytes).
 const BARE_BYTES: usize = 4096;
 /// What a block status is counted as for each block that it looks at: each may be a run of its own (bytes).
@@ -266,7 +269,11 @@ fn transmit(
                     Some(buffer)
                 }
             };
-            match place(&request, export.device.as_ref()) {
+            let place = match place(&request, export.device.as_ref()) {
+                Place::Here if request.payload() >= SHARED && input.has_more() => Place::Disk,
+                place => place,
+            };
+            match place {
                 Place::Here => {
                     outbox.put(executor.execute(&request, payload, permit));
                     corked += bytes;

@@ -46,6 +46,11 @@ impl Input {
         &self.buffer[self.start..self.end]
     }
 
+    /// Whether the client has sent more than was used.
+    pub(super) fn has_more(&self) -> bool {
+        self.start < self.end || self.transport.has_more()
+    }
+
     /// Takes a request's header if it is there.
     pub(super) fn next(&mut self) -> Next {
         match self.rest().first_chunk() {

@@ -140,6 +140,11 @@ impl Transport {
         }
     }
 
+    /// Whether there is something to receive, as far as can be told.
+    pub(super) fn has_more(&self) -> bool {
+        rustix::io::ioctl_fionread(&self.socket().0).is_ok_and(|bytes| bytes > 0)
+    }
+
     /// All of it. For one thread at a time.
     pub(super) fn send(&self, slices: &mut [IoSlice<'_>]) -> io::Result<()> {
         match self {
