@@ -1,10 +1,11 @@
 //! What the two ends of a mount say: any bytes decode to something that encodes to itself, or are refused; a body is
-//! unpacked to the length that was announced, or refused; the pieces of an answer lie in it.
+//! unpacked to the length that was announced, or refused; the pieces of an answer lie in it; of what it says is zero no
+//! more is kept than was asked for.
 
 #![no_main]
 
 use bytes::Bytes;
-use drover_device::remote::Shape;
+use drover_device::remote::{Chunks, Shape};
 use drover_mount::protocol::{
     Answer, Ask, MAX_BODY, Open, check_shape, decode_message, encode_message, pieces,
 };
@@ -35,6 +36,9 @@ fuzz_target!(|data: &[u8]| {
                 if let Answer::Opened(opened) = &message.head {
                     let _ = check_shape(opened.shape());
                 }
+                if let Answer::Presence { runs, end, .. } = &message.head {
+                    presence(runs, *end);
+                }
                 if let Answer::Chunks {
                     first,
                     count,
@@ -59,6 +63,15 @@ fuzz_target!(|data: &[u8]| {
         }
     }
 });
+
+/// The same page again and again, as an answer about a part of the device and about all of it.
+fn presence(runs: &[(u64, u32)], end: u64) {
+    for (first, count) in [(0, 100), (7, 1 << 28), (1 << 20, 1)] {
+        let page = (runs.to_vec(), end);
+        let next = (runs.to_vec(), end.saturating_add(1));
+        drover_mount::fuzzing::presence(Chunks { first, count }, &[page, next]);
+    }
+}
 
 fn chunks(first: u64, count: u32, zeros: &[u8]) {
     for (size, chunk) in [(1 << 20, 4096), (3_000_001, 65_536), (1 << 56, 4 << 20)] {

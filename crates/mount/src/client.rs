@@ -2,6 +2,7 @@
 
 pub(crate) mod book;
 mod link;
+pub(crate) mod presence;
 mod tell;
 
 use std::future::Future;
@@ -29,6 +30,7 @@ use crate::protocol::{
 };
 
 use book::{Book, Job, split};
+use presence::Pages;
 use tell::{Teller, Threads};
 
 /// How long a request may take before it fails, also while the link is down.
@@ -147,7 +149,7 @@ enum Reply {
     #[default]
     Chunks,
     /// Whoever wanted to know which chunks are zero, with what was found so far.
-    Presence(PresenceDone, Vec<Chunks>, Chunks),
+    Presence(PresenceDone, Pages),
     /// Whoever wanted something done.
     Done(Done),
     /// A thread that waits.
@@ -595,7 +597,7 @@ impl Remote for Client {
             first: chunks.first,
             count: chunks.count,
         };
-        let to = Reply::Presence(done, Vec::new(), chunks);
+        let to = Reply::Presence(done, Pages::of(chunks));
         self.inner.ask(ask, Bytes::new(), to);
     }
 

@@ -14,6 +14,7 @@ use tokio::time::timeout;
 use tracing::{debug, info};
 
 use super::book::ChunksAnswer;
+use super::presence::Pages;
 use super::tell::ChunksTask;
 use super::{ConnectError, Connected, Connector, Inner, Options, Reply};
 use crate::MountError;
@@ -521,8 +522,15 @@ impl Inner {
                 echo,
                 last,
             };
-            // Looked at before the book believes it.
-            crate::protocol::pieces(self.opened.shape(), first, count, &zeros)?;
+            // Looked at before the book believes it. What waits to be verified weighs no more than what was asked for.
+            let shape = self.opened.shape();
+            let (_, length) = crate::protocol::pieces(shape, first, count, &zeros)?;
+            if message.body.len() > length {
+                return Err(Refusal::new(
+                    Protocol,
+                    "chunks that are longer than they are",
+                ));
+            }
             // Room first: once the book has them as come, nothing may keep them from being handed over.
             let background = self.state.lock().book.is_background(id);
             let room = self.teller.room(background).await;
@@ -551,7 +559,11 @@ impl Inner {
         if let Answer::Error { id: 0, refusal } = message.head {
             if refusal.is_final() {
                 // Said about the lane: nothing of the mount will be served any more.
-                let error = refusal.into_device_error(0, 0, self.opened.size);
+                let error = Refusal::new(refusal.code, refusal.text).into_device_error(
+                    0,
+                    0,
+                    self.opened.size,
+                );
                 self.end(error);
                 return Ok(());
             }
@@ -581,7 +593,14 @@ impl Inner {
         head: Answer,
         body: Bytes,
     ) {
+        if body.len() > most_body(&job.ask) {
+            let text = "the site gave a longer answer than was asked for";
+            self.fail(job, runs, &DeviceError::Corrupt(text.into()));
+            return;
+        }
         if let Answer::Error { refusal, .. } = head {
+            // Its text as short as if this side had written it.
+            let refusal = Refusal::new(refusal.code, refusal.text);
             let (offset, length) = range(&job.ask, self.opened.chunk);
             let error = refusal.into_device_error(offset, length, self.opened.size);
             self.fail(job, runs, &error);
@@ -590,7 +609,8 @@ impl Inner {
         let fits = match (&job.to, &head) {
             (Reply::Direct(_), _) => true,
             (Reply::Presence(..), Answer::Presence { .. }) => true,
-            (Reply::Done(_), Answer::Committed { epoch, .. }) => {
+            (Reply::Done(_), Answer::Committed { epoch, .. }) if matches!(job.ask, Ask::Commit { epoch: asked, .. } if asked == *epoch) =>
+            {
                 self.committed.fetch_max(*epoch, Ordering::AcqRel);
                 true
             }
@@ -612,8 +632,8 @@ impl Inner {
                 let _ = say.send(Ok((head, body)));
             }
             (Reply::Done(done), _) => self.teller.call(move || done(Ok(()))),
-            (Reply::Presence(done, found, asked), Answer::Presence { runs, end, .. }) => {
-                self.presence_page(done, found, asked, runs, end);
+            (Reply::Presence(done, pages), Answer::Presence { runs, end, .. }) => {
+                self.presence_page(done, pages, &runs, end);
             }
             _ => {}
         }
@@ -623,37 +643,28 @@ impl Inner {
     fn presence_page(
         self: &Arc<Self>,
         done: drover_device::remote::PresenceDone,
-        mut found: Vec<Chunks>,
-        asked: Chunks,
-        runs: Vec<(u64, u32)>,
+        mut pages: Pages,
+        runs: &[(u64, u32)],
         end: u64,
     ) {
-        let mut at = asked.first;
-        for (first, count) in runs {
-            let to = first.saturating_add(u64::from(count)).min(asked.end());
-            if first < at || to <= first {
-                break;
-            }
-            at = to;
-            found.push(Chunks {
-                first,
-                count: (to - first) as u32,
-            });
-        }
-        if end <= asked.first || end >= asked.end() {
-            self.teller.call(move || done(Ok(found)));
+        let Some(rest) = pages.page(runs, end) else {
+            self.teller.call(move || done(Ok(pages.found())));
             return;
-        }
-        let rest = Chunks {
-            first: end,
-            count: (asked.end() - end) as u32,
         };
         let ask = Ask::Presence {
             id: 0,
             first: rest.first,
             count: rest.count,
         };
-        self.ask(ask, Bytes::new(), Reply::Presence(done, found, rest));
+        self.ask(ask, Bytes::new(), Reply::Presence(done, pages));
+    }
+}
+
+/// The longest body that the answer to a request may have: packed it is shorter. ([`Ask::Read`] is looked at apart.)
+fn most_body(ask: &Ask) -> usize {
+    match ask {
+        Ask::DirectRead { length, .. } => *length as usize,
+        _ => 0,
     }
 }
 

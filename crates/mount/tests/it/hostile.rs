@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest};
-use drover_device::remote::Link;
+use drover_device::remote::{Epoch, Link, Remote};
 use drover_mount::client::{Client, ConnectError, Connected, Connector, Options};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{
@@ -186,7 +186,7 @@ fn bombs_and_bodies_of_other_lengths_are_errors() {
     let (error, asked) = lied_to(move |ask| vec![chunks(ask, vec![0], Coding::Zstd, bomb.clone())]);
     assert!(matches!(error, DeviceError::Corrupt(_)), "{error}");
     assert_eq!(asked, 2);
-    for length in [0, 31, 32 + CHUNK as usize - 1, 32 + CHUNK as usize + 1] {
+    for length in [0, 31, 32 + CHUNK as usize - 1] {
         let (error, _) =
             lied_to(move |ask| vec![chunks(ask, vec![0], Coding::Plain, vec![0; length])]);
         assert!(
@@ -205,6 +205,12 @@ fn answers_that_break_the_protocol_cost_the_link_and_not_more() {
         Box::new(|_| vec![(0x11, vec![1, 2, 3], vec![])]),
         Box::new(|_| vec![(kind::ANSWER, vec![255; 40], vec![])]),
         Box::new(|_| vec![(kind::ANSWER, vec![0; MAX_MOUNT_FRAME + 1], vec![])]),
+        // Longer than what it brings: it would wait to be verified.
+        Box::new(|ask| {
+            let body = vec![0; 32 + CHUNK as usize + 1];
+            vec![chunks(ask, vec![0], Coding::Zstd, body)]
+        }),
+        Box::new(|ask| vec![chunks(ask, vec![1], Coding::Plain, vec![0])]),
         // To nothing that was asked; another run; no zero map; a run at the end of all numbers.
         Box::new(move |_| vec![answer(Answer::Done { id: 77 })]),
         Box::new(move |ask| {
@@ -239,6 +245,120 @@ fn answers_that_break_the_protocol_cost_the_link_and_not_more() {
             "{which}: {error}"
         );
     }
+}
+
+/// What a request of another kind than a read gets from a site that answers so.
+fn answered<T>(
+    access: Access,
+    lie: impl Fn(&Ask) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
+    ask: impl FnOnce(&Client, std::sync::mpsc::Sender<Result<T, DeviceError>>),
+) -> Result<T, DeviceError> {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let writes = access == Access::ReadWrite;
+    let opened = move |_| Opened {
+        size: 64 << 30,
+        read_only: !writes,
+        ..honest()
+    };
+    let options = Options {
+        access,
+        give_up: Duration::from_secs(5),
+        ..options()
+    };
+    let liar = Liar::opening(opened, lie);
+    let client = runtime
+        .block_on(Client::open(runtime.handle(), liar, options))
+        .unwrap();
+    let _keeper = Keeper::attach(&client, writes);
+    let (say, hear) = std::sync::mpsc::channel();
+    ask(&client, say);
+    hear.recv_timeout(Duration::from_secs(8))
+        .expect("an answer")
+}
+
+#[test]
+fn of_what_a_site_says_is_zero_no_more_is_kept_than_was_asked_for() {
+    let pages = Arc::new(AtomicU64::new(0));
+    let seen = pages.clone();
+    // Every other chunk, of as many chunks as there are: whoever believes it all keeps half a million runs.
+    let runs = answered(
+        Access::ReadOnly,
+        move |ask| {
+            let Ask::Presence { id, first, .. } = *ask else {
+                return Vec::new();
+            };
+            seen.fetch_add(1, Ordering::Relaxed);
+            let runs = (0..2048).map(|n| (first + 2 * n, 1)).collect();
+            let end = first + 4096;
+            let head = Answer::Presence { id, runs, end };
+            vec![(kind::ANSWER, encode_message(&head), vec![])]
+        },
+        |client, say| {
+            let asked = drover_device::remote::Chunks {
+                first: 0,
+                count: 1 << 20,
+            };
+            client.presence(asked, Box::new(move |found| drop(say.send(found))));
+        },
+    )
+    .unwrap();
+    assert_eq!(runs.len(), 1 << 16);
+    assert!(pages.load(Ordering::Relaxed) <= 33);
+}
+
+#[test]
+fn an_answer_that_brings_more_than_was_asked_for_is_refused() {
+    let fat = |ask: &Ask| {
+        let id = ask.id().unwrap();
+        let head = match ask {
+            Ask::Presence { count, .. } => Answer::Presence {
+                id,
+                runs: vec![],
+                end: u64::from(*count),
+            },
+            Ask::Commit { epoch, .. } => Answer::Committed { id, epoch: *epoch },
+            _ => Answer::Done { id },
+        };
+        vec![(kind::ANSWER, encode_message(&head), vec![0; 4 << 20])]
+    };
+    let asked = drover_device::remote::Chunks { first: 0, count: 9 };
+    let error = answered(Access::ReadOnly, fat, |client, say| {
+        client.presence(asked, Box::new(move |found| drop(say.send(found))));
+    });
+    assert!(matches!(error, Err(DeviceError::Corrupt(_))), "{error:?}");
+    let commit = |client: &Client, say: std::sync::mpsc::Sender<_>| {
+        client.commit(Epoch(1 << 32), Box::new(move |done| drop(say.send(done))));
+    };
+    let error = answered(Access::ReadWrite, fat, commit);
+    assert!(matches!(error, Err(DeviceError::Corrupt(_))), "{error:?}");
+    // Nor does another epoch count than the one that was to.
+    let later = |ask: &Ask| {
+        let id = ask.id().unwrap();
+        let epoch = u64::MAX;
+        let head = Answer::Committed { id, epoch };
+        vec![(kind::ANSWER, encode_message(&head), vec![])]
+    };
+    let error = answered(Access::ReadWrite, later, commit);
+    assert!(matches!(error, Err(DeviceError::Corrupt(_))), "{error:?}");
+}
+
+#[test]
+fn a_long_text_of_a_site_is_cut() {
+    let (error, _) = lied_to(|ask| {
+        let refusal = Refusal {
+            code: Code::NoSpace,
+            text: "full\n".repeat(8000),
+        };
+        let id = ask.id().unwrap();
+        vec![(
+            kind::ANSWER,
+            encode_message(&Answer::Error { id, refusal }),
+            vec![],
+        )]
+    });
+    let text = error.to_string();
+    assert!(text.len() < 1100 && !text.contains('\n'), "{}", text.len());
 }
 
 #[test]

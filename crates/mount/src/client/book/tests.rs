@@ -43,3 +43,96 @@ fn what_was_hurried_along_with_a_neighbour_is_not_asked_for_again() {
     assert_eq!((asks.len(), missing), (0, vec![]));
     assert_eq!(book.in_flight(), 16 * 65_536);
 }
+
+fn part(deadline: u64, body: usize) -> Job<()> {
+    Job {
+        ask: Ask::Write {
+            id: 0,
+            epoch: 1 << 32,
+            offset: 0,
+            length: body as u32,
+            coding: crate::protocol::Coding::Plain,
+        },
+        body: Bytes::from(vec![1; body]),
+        deadline: Duration::from_secs(deadline),
+        again: false,
+        to: (),
+    }
+}
+
+#[test]
+fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
+    let shape = Shape {
+        size: 1 << 30,
+        chunk: 65_536,
+    };
+    let at = Duration::from_secs;
+    let mut book = Book::new(shape, None);
+    book.lane_up(0, LaneKind::Front);
+    book.lane_up(1, LaneKind::Push);
+    // Two parts under way, one that waits for room on its lane, zeros behind them, and others' requests.
+    book.ask(part(10, 4 << 20)).unwrap();
+    book.ask(part(10, 4 << 20)).unwrap();
+    book.ask(part(10, 1 << 20)).unwrap();
+    book.ask(part(90, 0)).unwrap();
+    let zero = Ask::Zero {
+        id: 0,
+        epoch: 1 << 32,
+        offset: 0,
+        length: 1 << 20,
+    };
+    book.ask(Job {
+        ask: zero,
+        ..part(10, 0)
+    })
+    .unwrap();
+    let commit = Ask::Commit {
+        id: 0,
+        epoch: 2 << 32,
+    };
+    book.ask(Job {
+        ask: commit,
+        ..part(10, 0)
+    })
+    .unwrap();
+    book.ask(background(0, 4)).unwrap();
+    let mut sent = Vec::new();
+    while let Some((lane, ask, _)) = book.select(at(0)) {
+        sent.push((lane, ask));
+    }
+    let first = sent
+        .iter()
+        .find_map(|(lane, ask)| {
+            matches!(ask, Ask::Write { .. }).then(|| (*lane, ask.id().unwrap()))
+        })
+        .unwrap();
+    let waits = |book: &Book<()>| book.front.iter().filter(|j| !j.body.is_empty()).count();
+    assert_eq!(waits(&book), 1, "8 MiB of bodies are under way");
+    assert!(book.end(first.0, first.1).unwrap().is_some());
+    book.pushed(at(40));
+
+    // What is no part of an epoch waits no longer for that.
+    let (late, stalled) = book.expire(at(10));
+    let mut kinds: Vec<_> = late.iter().map(|(job, _)| kind(&job.ask)).collect();
+    kinds.sort_unstable();
+    assert_eq!((kinds, stalled), (vec!["commit", "read"], true));
+    assert!(book.expire(at(39)).0.is_empty());
+    // The parts do, sent or not; what had longer keeps it.
+    let (late, _) = book.expire(at(40));
+    let mut kinds: Vec<_> = late.iter().map(|(job, _)| kind(&job.ask)).collect();
+    kinds.sort_unstable();
+    assert_eq!(kinds, ["write", "write", "zero"]);
+    book.pushed(at(41));
+    assert!(book.expire(at(89)).0.is_empty(), "never sooner than before");
+    assert_eq!(book.expire(at(90)).0.len(), 1);
+}
+
+fn kind(ask: &Ask) -> &'static str {
+    match ask {
+        Ask::Write { .. } => "write",
+        Ask::Zero { .. } => "zero",
+        Ask::Commit { .. } => "commit",
+        Ask::Read { .. } => "read",
+        _ => "other",
+    }
+}
