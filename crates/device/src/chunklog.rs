@@ -102,6 +102,20 @@ impl ChunkLog {
     /// [`ChunkLogError::Io`]; when the disk was full nothing is lost and it can be tried again, see
     /// [`ChunkLog::is_broken`] for the rest. [`ChunkLogError::Broken`].
     pub fn sync(&mut self) -> Result<(), ChunkLogError> {
+        self.hand_over()?;
+        self.sync_file()?;
+        match self.name_pending {
+            true => self.sync_name(),
+            false => Ok(()),
+        }
+    }
+
+    /// Hands everything appended to the file system, without making it durable: a killed process loses none of it, a
+    /// power loss may.
+    ///
+    /// # Errors
+    /// As [`ChunkLog::sync`].
+    pub fn hand_over(&mut self) -> Result<(), ChunkLogError> {
         self.check()?;
         if !self.pending.is_empty()
             && let Err(error) = self.write_frame()
@@ -109,11 +123,7 @@ impl ChunkLog {
             self.cut_back();
             return Err(error);
         }
-        self.sync_file()?;
-        match self.name_pending {
-            true => self.sync_name(),
-            false => Ok(()),
-        }
+        Ok(())
     }
 
     /// Whether the log is so much longer than its snapshot was that [`ChunkLog::rewrite`] is worth it.

@@ -92,7 +92,8 @@ pub struct SyncedOptions {
     pub push_interval: Duration,
     /// Dirty bytes at which a push begins at once.
     pub high_water: u64,
-    /// How long a request that needs the far side waits for it.
+    /// How long a request that needs the far side waits for it: a read of what is not here, a flush to there, a write that
+    /// finds the cache full of what was not pushed yet.
     pub give_up_after: Duration,
     /// What to call.
     pub hooks: Hooks,
@@ -304,13 +305,7 @@ impl Synced {
         if self.shared.unpushed_bytes() == 0 {
             self.shared.close_remote();
         }
-        let result = self.shared.save_all().and_then(|()| {
-            // Chunks that were never compared since a crash are to be compared the next time.
-            match self.shared.unverified.load(Ordering::Acquire) {
-                0 => self.shared.saver.close(),
-                _ => Ok(()),
-            }
-        });
+        let result = self.shared.write_all_down();
         self.shared.cache.unlock();
         result
     }
@@ -347,6 +342,9 @@ const LONGEST_PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
 /// How long a close waits for the far side to be told.
 const FAREWELL: Duration = Duration::from_secs(10);
 
+/// How often a close on a full disk tries to write the map down, with more room each time.
+const CLOSE_TRIES: u32 = 4;
+
 impl Shared {
     fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
@@ -359,6 +357,38 @@ impl Shared {
         self.saver.wake();
         self.link_changed.notify_all();
         self.pull.wake();
+    }
+
+    /// The last thing before the cache is let go of.
+    fn write_all_down(&self) -> Result<(), DeviceError> {
+        let mut tries = 0;
+        let result = loop {
+            tries += 1;
+            let result = self.save_all().and_then(|()| {
+                // Chunks that were never compared since a crash are to be compared the next time.
+                match self.unverified.load(Ordering::Acquire) {
+                    0 => self.saver.close(),
+                    _ => Ok(()),
+                }
+            });
+            match result {
+                Err(DeviceError::NoSpace(_)) if tries < CLOSE_TRIES && self.evict_at_close() => {}
+                result => break result,
+            }
+        };
+        let Err(error) = result else { return Ok(()) };
+        if self.unpushed_bytes() > 0 {
+            return Err(error);
+        }
+        // The far side has everything, and what the map says is as after a crash: chunks are compared before they are used.
+        tracing::warn!(%error, "the cache was not closed as it should be; all that was written is at the far side");
+        if self.saver.is_dirty() {
+            // It would be pushed again, perhaps over what others wrote since.
+            if let Err(error) = self.cache.forget() {
+                tracing::warn!(%error, "the cache cannot be taken away");
+            }
+        }
+        Ok(())
     }
 
     fn close_remote(&self) {

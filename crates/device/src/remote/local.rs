@@ -87,6 +87,10 @@ enum Job {
 
 struct Queue {
     fetches: VecDeque<Chunks>,
+    /// Runs that are being read: whoever wants a chunk of them waits for that.
+    reading: Vec<Chunks>,
+    /// Threads that are being told by [`Local::next`] what to read.
+    handing: usize,
     jobs: VecDeque<Job>,
     /// [`Local::next`] may have something.
     kicked: bool,
@@ -144,6 +148,8 @@ impl LocalRemote {
             committer,
             queue: Mutex::new(Queue {
                 fetches: VecDeque::new(),
+                reading: Vec::new(),
+                handing: 0,
                 jobs: VecDeque::new(),
                 kicked: false,
                 link: 1,
@@ -252,6 +258,43 @@ impl Drop for LocalRemote {
     }
 }
 
+impl Queue {
+    /// The chunks of a run that are not being read.
+    fn not_read(&self, chunks: Chunks) -> Vec<Chunks> {
+        let is_read = |index: u64| {
+            let mut reading = self.reading.iter();
+            reading.any(|run| (run.first..run.end()).contains(&index))
+        };
+        let mut parts: Vec<Chunks> = Vec::new();
+        for index in (chunks.first..chunks.end()).filter(|index| !is_read(*index)) {
+            match parts.last_mut() {
+                Some(run) if run.end() == index => run.count += 1,
+                _ => parts.push(Chunks {
+                    first: index,
+                    count: 1,
+                }),
+            }
+        }
+        parts
+    }
+
+    /// The first chunks of a run were read.
+    fn was_read(&mut self, part: Chunks) {
+        let Some(at) = self.reading.iter().position(|r| r.first == part.first) else {
+            return;
+        };
+        match self.reading[at].count.saturating_sub(part.count) {
+            0 => drop(self.reading.swap_remove(at)),
+            left => {
+                self.reading[at] = Chunks {
+                    first: part.end(),
+                    count: left,
+                };
+            }
+        }
+    }
+}
+
 impl Job {
     fn fail(self, error: &DeviceError) {
         match self {
@@ -290,28 +333,39 @@ impl Inner {
             }
             if queue.down.is_some() {
                 self.changed.wait(&mut queue);
-            } else if let Some(chunks) = queue.fetches.pop_front() {
+            } else if queue.handing == 0
+                && let Some(chunks) = queue.fetches.pop_front()
+            {
+                let parts = queue.not_read(chunks);
+                queue.reading.extend(&parts);
                 drop(queue);
-                self.fetch(chunks);
+                parts.into_iter().for_each(|part| self.fetch(part));
             } else if let Some(job) = queue.jobs.pop_front() {
                 let link = queue.link;
                 drop(queue);
                 self.run(job, link);
             } else if queue.kicked {
                 queue.kicked = false;
+                // What is handed out now may be wanted before it is known here.
+                queue.handing += 1;
                 drop(queue);
                 let most = AT_ONCE.max(u64::from(self.shape.chunk));
-                if let Some(chunks) = self.local().and_then(|local| local.next(most)) {
-                    self.queue.lock().kicked = true;
-                    self.changed.notify_one();
-                    self.fetch(chunks);
+                let next = self.local().and_then(|local| local.next(most));
+                {
+                    let mut queue = self.queue.lock();
+                    queue.handing -= 1;
+                    queue.kicked |= next.is_some();
+                    queue.reading.extend(next);
                 }
+                self.changed.notify_all();
+                next.into_iter().for_each(|chunks| self.fetch(chunks));
             } else {
                 self.changed.wait(&mut queue);
             }
         }
     }
 
+    /// Reads a run that is noted as being read.
     fn fetch(&self, chunks: Chunks) {
         let bytes = u64::from(chunks.count) * u64::from(self.shape.chunk);
         self.in_flight.fetch_add(bytes, Ordering::Relaxed);
@@ -321,6 +375,8 @@ impl Inner {
             let count = step.min(chunks.end() - first) as u32;
             let part = Chunks { first, count };
             let result = self.read(part);
+            // Before it is told: what is asked for from then on is read anew.
+            self.queue.lock().was_read(part);
             let Some(local) = self.local() else { break };
             match result {
                 Ok(fetched) => local.arrived(fetched),

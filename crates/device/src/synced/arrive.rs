@@ -28,6 +28,9 @@ impl Shared {
                     .and_then(|()| self.store(index, &content)),
             };
             self.states.answered(index);
+            if result.is_err() {
+                self.states.not_ahead(index);
+            }
             pulled += self.geometry.length(index);
             match result {
                 Ok(held) => {
@@ -55,8 +58,9 @@ impl Shared {
         match self.waits.any(index) {
             _ if self.states.get(index).stored() => Ok(()),
             true => self.evict_for(1, &(index..index + 1)),
-            false if self.is_full(1) => Err(DeviceError::NoSpace("the cache is full".into())),
-            false => Ok(()),
+            false if !self.is_full(1) => Ok(()),
+            false if self.states.is_ahead(index) => self.evict_for_ahead(index),
+            false => Err(DeviceError::NoSpace("the cache is full".into())),
         }
     }
 
@@ -134,6 +138,7 @@ impl Shared {
             if !self.states.answered(index) {
                 continue;
             }
+            self.states.not_ahead(index);
             self.settle_partial(index);
             let again = Chunks {
                 first: index,

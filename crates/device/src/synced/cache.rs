@@ -137,6 +137,7 @@ impl Cache {
                 masks: BTreeMap::new(),
                 committed: None,
                 intent: None,
+                unsaid: false,
             },
             unclean: false,
         };
@@ -209,6 +210,15 @@ impl Cache {
         *self.lock.lock() = None;
     }
 
+    /// Takes the cache away, of which nothing is needed any more. Needs no room on its disk.
+    pub fn forget(&self) -> std::io::Result<()> {
+        // The map is what makes it a cache.
+        self.directory.remove(MAP)?;
+        self.directory.sync()?;
+        self.directory.remove(DATA)?;
+        self.directory.remove(DIGESTS)
+    }
+
     /// A file without a name, for what an epoch must remember.
     pub fn spill(&self) -> Result<Box<dyn File>, DeviceError> {
         let file = self.directory.create(SPILL)?;
@@ -258,7 +268,7 @@ impl Left {
         let (log, _) = Log::replay(opened, header, geometry)?;
         let dirty = log
             .chunks()
-            .filter(|c| matches!(c.1, State::Dirty | State::Partial | State::Erased))
+            .filter(|c| c.1.needs_push())
             .map(|(index, _, mask)| match mask {
                 0 => geometry.length(index),
                 mask => u64::from(mask.count_ones()) * geometry.granule,
@@ -303,6 +313,8 @@ pub struct Log {
     pub committed: Option<Epoch>,
     /// The epoch that a commit was asked for, since.
     pub intent: Option<Epoch>,
+    /// The file may not say yet what `committed` says.
+    unsaid: bool,
 }
 
 impl Log {
@@ -346,6 +358,7 @@ impl Log {
             masks,
             committed,
             intent,
+            unsaid: false,
         };
         Ok((log, !closed))
     }
@@ -361,8 +374,13 @@ impl Log {
         })
     }
 
-    /// Writes down states, durably; what they count on is durable already.
-    pub fn save(&mut self, chunks: &[(u64, State, Mask)]) -> Result<(), DeviceError> {
+    /// Writes down states: durably, when what they count on is durable already, else so that a killed process leaves
+    /// them behind.
+    pub fn save(
+        &mut self,
+        chunks: &[(u64, State, Mask)],
+        durably: bool,
+    ) -> Result<(), DeviceError> {
         let mut records: Vec<Record> = Vec::new();
         for (index, state, mask) in chunks {
             let known = self.masks.get(index).copied().unwrap_or(0);
@@ -371,10 +389,15 @@ impl Log {
             }
             push(&mut records, *index, *state as u8, *mask);
         }
-        if records.is_empty() {
-            return Ok(());
+        match durably {
+            true => self.append(&records)?,
+            false if records.is_empty() => return Ok(()),
+            false if self.log.is_broken() => self.append(&records)?,
+            false => {
+                self.log.append(&records)?;
+                self.log.hand_over()?;
+            }
         }
-        self.append(&records)?;
         for (index, state, mask) in chunks {
             self.states[*index as usize] = *state as u8;
             match mask {
@@ -414,15 +437,24 @@ impl Log {
 
     /// Before a commit is asked for: should the answer be lost, the epoch is known to be ours.
     pub fn intend(&mut self, epoch: Epoch) -> Result<(), DeviceError> {
-        self.append(&[mark(INTENT, epoch)])?;
+        // In one go: with the intent alone, the epoch before would be nobody's.
+        let said = self.committed.filter(|_| self.unsaid);
+        let said = said.map(|epoch| mark(COMMITTED, epoch));
+        let mut records: Vec<_> = said.into_iter().collect();
+        records.push(mark(INTENT, epoch));
+        self.append(&records)?;
+        self.unsaid = false;
         self.intent = Some(epoch);
         Ok(())
     }
 
-    /// The far side is at this epoch, and what is clean here agrees with it.
+    /// The far side is at this epoch, and what is clean here agrees with it. After an error that is still so: it is said
+    /// with the next intent.
     pub fn agree(&mut self, epoch: Epoch) -> Result<(), DeviceError> {
-        self.append(&[mark(COMMITTED, epoch)])?;
         (self.committed, self.intent) = (Some(epoch), None);
+        self.unsaid = true;
+        self.append(&[mark(COMMITTED, epoch)])?;
+        self.unsaid = false;
         Ok(())
     }
 
@@ -443,6 +475,16 @@ impl Log {
         self.states.fill(State::Absent as u8);
         self.masks.clear();
         Ok(())
+    }
+
+    /// Whether the file says that a chunk must be pushed.
+    pub fn needs_push(&self, index: u64) -> bool {
+        State::of(self.states[index as usize]).needs_push()
+    }
+
+    /// Whether the file says that anything must be pushed.
+    pub fn is_dirty(&self) -> bool {
+        self.states.iter().any(|s| State::of(*s).needs_push())
     }
 
     /// All is saved, nothing will change.

@@ -3,6 +3,7 @@
 //! it has room.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_core::DeviceError;
@@ -26,6 +27,11 @@ const GAP: u64 = 256 << 10;
 /// Bytes ahead of a reader: at first, and at most (or twice what the link has under way).
 const AHEAD: u64 = 1 << 20;
 const MOST_AHEAD: u64 = 8 << 20;
+/// The part of a cache of limited size that may hold what came ahead of readers, and the part that one reader may have of it.
+const AHEAD_PART: u64 = 2;
+const READER_PART: u64 = 4;
+/// What came ahead of a reader and was not read for so long will not be.
+const STALE: Duration = Duration::from_secs(10);
 
 /// What is known of the zeros of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,8 +46,10 @@ enum Piece {
 #[derive(Clone, Copy, Debug)]
 struct Follow {
     next: u64,
-    /// Up to here was asked for.
+    /// Up to here it is to be read ahead of...
     ahead: u64,
+    /// ...and up to here it was asked for.
+    asked: u64,
     window: u64,
     hits: u32,
     used: u64,
@@ -58,12 +66,17 @@ struct Pulling {
     pieces: Vec<Piece>,
     readers: Vec<Follow>,
     uses: u64,
+    /// In a cache of limited size: what was asked for ahead of readers, and when; longer than it by what was read since.
+    before_readers: VecDeque<(u64, Instant)>,
 }
 
 /// The puller.
 pub struct Pull {
     state: Mutex<Pulling>,
     changed: Condvar,
+    /// There was no room to read ahead; there is now.
+    wants_room: AtomicBool,
+    has_room: AtomicBool,
 }
 
 impl Pull {
@@ -81,9 +94,24 @@ impl Pull {
                 pieces: vec![Piece::Unknown; pieces],
                 readers: Vec::new(),
                 uses: 0,
+                before_readers: VecDeque::new(),
             }),
             changed: Condvar::new(),
+            wants_room: AtomicBool::new(false),
+            has_room: AtomicBool::new(false),
         }
+    }
+
+    /// Something that came ahead of a reader was used: it may give way now.
+    pub fn made_room(&self) {
+        if self.wants_room.swap(false, Ordering::AcqRel) {
+            self.has_room.store(true, Ordering::Release);
+        }
+    }
+
+    /// Whether to say that there is room to read ahead again, once.
+    pub fn has_room(&self) -> bool {
+        self.has_room.load(Ordering::Relaxed) && self.has_room.swap(false, Ordering::AcqRel)
     }
 
     pub fn wake(&self) {
@@ -94,15 +122,26 @@ impl Pull {
 
 impl Shared {
     pub(super) fn next_pull(&self, most: u64) -> Option<Chunks> {
-        if self.is_closed() || self.is_full(1) {
+        if self.is_closed() {
             return None;
         }
         let most = (most / self.geometry.chunk()).clamp(1, 1 << 20);
+        let guarded = self
+            .cache_limit
+            .map_or(0, |_| self.table.lock().guarded.len());
         let mut pull = self.pull.state.lock();
-        if let Some(run) = self.next_of(&mut pull.ahead, most) {
+        if let Some(run) = self.next_ahead(&mut pull, most, guarded as u64) {
             return Some(run);
         }
         if pull.paused || !pull.background {
+            return None;
+        }
+        // Nothing is pushed out for these.
+        let room = self.cache_limit.map_or(u64::MAX, |limit| {
+            limit.saturating_sub(self.states.stored() + self.states.asked())
+        });
+        let most = most.min(room);
+        if most == 0 {
             return None;
         }
         if let Some(run) = self.next_of(&mut pull.first, most) {
@@ -110,6 +149,62 @@ impl Shared {
         }
         self.in_order(&mut pull, most)
             .or_else(|| self.next_of(&mut pull.again, most))
+    }
+
+    /// The next run ahead of the reader that has least before it, then of what is said to be read soon.
+    fn next_ahead(&self, pull: &mut Pulling, most: u64, guarded: u64) -> Option<Chunks> {
+        let wanting = |f: &Follow| f.asked.max(f.next) < f.ahead;
+        if pull.ahead.is_empty() && !pull.readers.iter().any(wanting) {
+            return None;
+        }
+        let most = most.min(self.room_ahead(pull, guarded));
+        if most == 0 {
+            self.pull.wants_room.store(true, Ordering::Release);
+            return None;
+        }
+        let run = loop {
+            let readers = pull.readers.iter_mut().filter(|f| wanting(f));
+            let Some(reader) = readers.min_by_key(|f| f.asked.saturating_sub(f.next)) else {
+                break self.next_of(&mut pull.ahead, most);
+            };
+            let from = reader.asked.max(reader.next);
+            let touched = self.geometry.touched(from, reader.ahead - from);
+            match self.claim(touched.start, touched.end, most) {
+                None => reader.asked = reader.ahead,
+                Some(run) => {
+                    reader.asked = self.geometry.start(run.end());
+                    break Some(run);
+                }
+            }
+        }?;
+        if self.cache_limit.is_some() {
+            let now = Instant::now();
+            for index in run.first..run.end() {
+                self.states.set_ahead(index);
+                pull.before_readers.push_back((index, now));
+            }
+        }
+        Some(run)
+    }
+
+    /// Chunks that may be asked for ahead of readers now. In a cache of limited size they find room beside what must stay
+    /// (what is dirty, and what readers have not come to), and what was used gives way.
+    fn room_ahead(&self, pull: &mut Pulling, guarded: u64) -> u64 {
+        let Some(limit) = self.cache_limit else {
+            return u64::MAX;
+        };
+        while let Some((index, since)) = pull.before_readers.front() {
+            let fits = pull.before_readers.len() as u64 <= limit;
+            if fits && self.states.is_ahead(*index) && since.elapsed() < STALE {
+                break;
+            }
+            self.states.not_ahead(*index);
+            pull.before_readers.pop_front();
+        }
+        let ahead = self.states.ahead();
+        let must_stay = self.states.stored().saturating_sub(self.states.spare()) + guarded;
+        let room = limit.saturating_sub(must_stay + ahead);
+        room.min((limit / AHEAD_PART).saturating_sub(ahead))
     }
 
     /// The next run of a list that still has to be fetched; what is done is dropped.
@@ -203,7 +298,10 @@ impl Shared {
             return;
         }
         let end = offset + length;
-        let most = MOST_AHEAD.max(self.remote.traffic().window.min(u64::MAX / 4) * 2);
+        let mut most = MOST_AHEAD.max(self.remote.traffic().window.min(u64::MAX / 4) * 2);
+        if let Some(limit) = self.cache_limit {
+            most = most.min(limit / READER_PART * self.geometry.chunk());
+        }
         let wanted = {
             let mut pull = self.pull.state.lock();
             pull.uses += 1;
@@ -223,11 +321,11 @@ impl Shared {
                         && target > from
                         && (target - from >= reader.window / 4
                             || target == self.geometry.shape.size);
-                    worth.then(|| {
+                    if worth {
                         reader.ahead = target;
                         reader.window = (reader.window * 2).min(most);
-                        (from, target - from)
-                    })
+                    }
+                    worth
                 }
                 None => {
                     if pull.readers.len() >= READERS {
@@ -237,16 +335,17 @@ impl Shared {
                     pull.readers.push(Follow {
                         next: end,
                         ahead: end,
-                        window: AHEAD,
+                        asked: end,
+                        window: AHEAD.min(most),
                         hits: 0,
                         used: uses,
                     });
-                    None
+                    false
                 }
             }
         };
-        if let Some((from, length)) = wanted {
-            self.read_ahead(from, length);
+        if wanted {
+            self.remote.kick();
         }
     }
 

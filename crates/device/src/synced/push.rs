@@ -265,7 +265,7 @@ impl Shared {
             // Nothing may count over there that a crash here would forget: the map must call it dirty, before the commit.
             let save = || {
                 self.save(false)?;
-                self.saver.intend(epoch)
+                self.with_room(|| self.saver.intend(epoch))
             };
             let saving = std::thread::Builder::new()
                 .name("synced-epoch".into())
@@ -399,7 +399,9 @@ impl Shared {
         self.spill.lock().clear();
         self.table.lock().frozen_bytes = 0;
         // If this is lost, the intent still says that the epoch is ours.
-        let result = self.saver.agree(epoch);
+        let result = self.with_room(|| self.saver.agree(epoch));
+        // That it need not be pushed again can be written down early.
+        self.saver.pulled(1);
         self.over(Ok(()));
         if let Err(error) = result {
             tracing::warn!(%error, "the cache's map cannot be written");

@@ -47,6 +47,9 @@ impl Shared {
             let part = &mut buffer[(at - offset) as usize..(at - offset + take) as usize];
             self.read_piece(at, part, &mut deadline)?;
         }
+        if self.pull.has_room() {
+            self.remote.kick();
+        }
         Ok(())
     }
 
@@ -108,7 +111,9 @@ impl Shared {
             let within = self.geometry.within(index, offset, length);
             let from = self.geometry.start(index) + within.start - offset;
             let to = self.geometry.start(index) + within.end - offset;
-            self.states.mark(index);
+            if self.states.mark(index) {
+                self.pull.made_room();
+            }
             let state = self.states.get(index);
             let plain = match state {
                 State::Zero | State::Erased => Some(&Content::Zero),
@@ -243,14 +248,19 @@ impl Shared {
     }
 
     fn too_late(&self, index: u64) -> DeviceError {
-        let why = match &*self.link.lock() {
+        DeviceError::Unavailable(format!(
+            "chunk {index} has not come within {} s{}",
+            self.give_up_after.as_secs(),
+            self.why_down()
+        ))
+    }
+
+    /// The end of a sentence about something that did not happen.
+    pub(super) fn why_down(&self) -> String {
+        match &*self.link.lock() {
             crate::remote::Link::Down(why) => format!(": the link is down ({why})"),
             _ => String::new(),
-        };
-        DeviceError::Unavailable(format!(
-            "chunk {index} has not come within {} s{why}",
-            self.give_up_after.as_secs()
-        ))
+        }
     }
 
     /// A short while, or until the link changes: before a request is tried again.

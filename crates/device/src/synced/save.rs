@@ -1,4 +1,7 @@
 //! Making the cache durable: bytes and digests first, then the map that says so. Callers at the same time share one run.
+//!
+//! What was pulled is written down long before it is durable: that costs two small writes, a killed process then leaves all
+//! of it behind, and after a power loss the digests tell what was not there yet.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -11,10 +14,14 @@ use super::cache::Log;
 use super::state::{Mask, State};
 use crate::remote::{Epoch, Remote};
 
-/// How often pulled chunks are written down.
+/// How often pulled chunks are made durable.
 const EVERY: Duration = Duration::from_secs(5);
-/// Pulled bytes after which they are written down at once.
+/// Pulled bytes after which they are made durable at once.
 const PULLED: u64 = 256 << 20;
+/// How often pulled chunks are written down, for a killed process to leave them behind.
+const EARLY: Duration = Duration::from_millis(250);
+/// Pulled bytes after which they are written down at once.
+const PULLED_EARLY: u64 = 8 << 20;
 /// How long the thread rests between two chunks that it compares with their digests after a crash.
 const REST: Duration = Duration::from_millis(1);
 
@@ -25,14 +32,29 @@ struct Turn {
     running: bool,
     /// The next run takes pulled chunks along.
     all: bool,
+    /// Pulled chunks were written down that are not durable.
+    early: bool,
     error: Option<DeviceError>,
+}
+
+/// What a run does.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Depth {
+    /// Writes down what was pulled.
+    Early,
+    /// Makes what was written durable.
+    Written,
+    /// And what was pulled, of which some was perhaps written down early.
+    All { early: bool },
 }
 
 pub struct Saver {
     log: Mutex<Log>,
     turn: Mutex<Turn>,
     changed: Condvar,
+    /// Bytes pulled that are not durable, and those of them that are not written down.
     pulled: AtomicU64,
+    fresh: AtomicU64,
     /// A sync of the data failed: what it covered may be gone although it can be read.
     broken: Mutex<Option<DeviceError>>,
 }
@@ -44,14 +66,20 @@ impl Saver {
             turn: Mutex::default(),
             changed: Condvar::new(),
             pulled: AtomicU64::new(0),
+            fresh: AtomicU64::new(0),
             broken: Mutex::default(),
         }
     }
 
     /// Counts bytes that were pulled.
     pub fn pulled(&self, bytes: u64) {
-        let before = self.pulled.fetch_add(bytes, Ordering::Relaxed);
-        if before < PULLED && before + bytes >= PULLED {
+        if bytes == 0 {
+            return;
+        }
+        let pulled = self.pulled.fetch_add(bytes, Ordering::Relaxed);
+        let fresh = self.fresh.fetch_add(bytes, Ordering::Relaxed);
+        let reached = |limit, before| before < limit && before + bytes >= limit;
+        if reached(PULLED, pulled) || reached(PULLED_EARLY, fresh) || fresh == 0 {
             self.wake();
         }
     }
@@ -68,8 +96,14 @@ impl Saver {
         let theirs = remote.committed();
         match log.knows(theirs) {
             // A commit whose answer was lost: it must not be asked for an epoch of ours once there is a later one.
-            true if log.committed != Some(theirs) => log.agree(theirs),
-            true => Ok(()),
+            true => {
+                if log.committed != Some(theirs)
+                    && let Err(error) = log.agree(theirs)
+                {
+                    tracing::warn!(%error, "the cache's map cannot be written");
+                }
+                Ok(())
+            }
             false => Err(DeviceError::Corrupt(
                 "the image was changed elsewhere while the link was down; unmount, and mount anew"
                     .into(),
@@ -87,6 +121,11 @@ impl Saver {
 
     pub fn close(&self) -> Result<(), DeviceError> {
         self.log.lock().close()
+    }
+
+    /// Whether the map says that something must be pushed.
+    pub fn is_dirty(&self) -> bool {
+        self.log.lock().is_dirty()
     }
 
     fn sound(&self) -> Result<(), DeviceError> {
@@ -118,10 +157,16 @@ impl Shared {
         }
         turn.running = true;
         turn.started += 1;
-        let all = std::mem::take(&mut turn.all);
+        let depth = match std::mem::take(&mut turn.all) {
+            true => Depth::All { early: turn.early },
+            false => Depth::Written,
+        };
         drop(turn);
-        let result = self.save_now(all);
+        let result = self.save_now(depth);
         let mut turn = saver.turn.lock();
+        if matches!(depth, Depth::All { .. }) && result.is_ok() {
+            turn.early = false;
+        }
         turn.running = false;
         turn.finished = turn.started;
         turn.error = result.clone().err();
@@ -133,23 +178,44 @@ impl Shared {
         self.save(true)
     }
 
-    fn save_now(&self, all: bool) -> Result<(), DeviceError> {
+    /// Writes down what was pulled, unless more than that is being done.
+    fn save_early(&self) -> Result<(), DeviceError> {
+        let saver = &self.saver;
+        {
+            let mut turn = saver.turn.lock();
+            if turn.running {
+                return Ok(());
+            }
+            turn.running = true;
+            turn.early = true;
+        }
+        let result = self.save_now(Depth::Early);
+        saver.turn.lock().running = false;
+        saver.changed.notify_all();
+        result
+    }
+
+    fn save_now(&self, depth: Depth) -> Result<(), DeviceError> {
         self.saver.sound()?;
-        let batch = self.batch(all);
-        if batch.chunks.is_empty() {
+        let batch = self.batch(depth);
+        if batch.chunks.is_empty() && depth != (Depth::All { early: true }) {
             return Ok(());
         }
-        let result = self.save_batch(&batch);
-        let mut table = self.table.lock();
+        let result = match depth {
+            Depth::Early => self.save_batch(&batch, depth),
+            _ => self.with_room(|| self.save_batch(&batch, depth)),
+        };
         match &result {
-            Ok(()) => {
-                for (index, ..) in batch.chunks.iter().filter(|c| !needs_push(c.1)) {
-                    table.guarded.remove(index);
-                }
+            Ok(()) if matches!(depth, Depth::All { .. }) => {
+                let log = self.saver.log.lock();
+                let mut table = self.table.lock();
+                table.guarded.retain(|index| log.needs_push(*index));
             }
+            Ok(()) => {}
             Err(_) => {
+                let mut table = self.table.lock();
                 for (index, state, _) in &batch.chunks {
-                    if needs_push(*state) {
+                    if state.needs_push() {
                         table.unlogged_dirty.insert(*index);
                     }
                 }
@@ -164,12 +230,15 @@ impl Shared {
     }
 
     /// Takes what the map does not know, as it is at this moment: its bytes are in the file, not yet durable.
-    fn batch(&self, all: bool) -> Batch {
+    fn batch(&self, depth: Depth) -> Batch {
         let mut table = self.table.lock();
-        let dirty = std::mem::take(&mut table.unlogged_dirty);
-        let digests: Vec<_> = match all {
-            true => std::mem::take(&mut table.unlogged).into_iter().collect(),
-            false => Vec::new(),
+        let dirty = match depth {
+            Depth::Early => Default::default(),
+            _ => std::mem::take(&mut table.unlogged_dirty),
+        };
+        let digests: Vec<_> = match depth {
+            Depth::Written => Vec::new(),
+            _ => std::mem::take(&mut table.unlogged).into_iter().collect(),
         };
         let touched = dirty.iter().copied().chain(digests.iter().map(|d| d.0));
         let mut chunks: Vec<_> = touched
@@ -179,13 +248,16 @@ impl Shared {
             })
             .collect();
         chunks.sort_unstable_by_key(|c| c.0);
-        if all {
+        if depth != Depth::Written {
+            self.saver.fresh.store(0, Ordering::Relaxed);
+        }
+        if matches!(depth, Depth::All { .. }) {
             self.saver.pulled.store(0, Ordering::Relaxed);
         }
         Batch { chunks, digests }
     }
 
-    fn save_batch(&self, batch: &Batch) -> Result<(), DeviceError> {
+    fn save_batch(&self, batch: &Batch, depth: Depth) -> Result<(), DeviceError> {
         let digests: Vec<(u64, Digest)> = batch
             .digests
             .iter()
@@ -193,10 +265,14 @@ impl Shared {
             .collect();
         // A full disk here loses nothing and can pass.
         self.cache.write_digests(&digests)?;
+        if depth == Depth::Early {
+            return self.saver.log.lock().save(&batch.chunks, false);
+        }
+        let early = depth == Depth::All { early: true };
         let synced = self
             .cache
             .sync_data()
-            .and_then(|()| match digests.is_empty() {
+            .and_then(|()| match digests.is_empty() && !early {
                 true => Ok(()),
                 false => self.cache.sync_digests(),
             });
@@ -205,21 +281,28 @@ impl Shared {
             *self.saver.broken.lock() = Some(error.clone());
             return Err(error);
         }
-        self.saver.log.lock().save(&batch.chunks)
+        self.saver.log.lock().save(&batch.chunks, true)
     }
 
     /// The saver's thread: writes down what was pulled, and after a crash compares what is there with its digests.
     pub(super) fn keep_saved(&self) {
         let mut next = 0;
         let mut last = std::time::Instant::now();
+        let mut last_early = last;
+        let many = || {
+            self.saver.pulled.load(Ordering::Relaxed) >= PULLED
+                || self.saver.fresh.load(Ordering::Relaxed) >= PULLED_EARLY
+        };
         while !self.is_closed() {
+            let fresh = self.saver.fresh.load(Ordering::Relaxed) > 0;
             let rest = match self.unverified.load(Ordering::Acquire) {
+                0 if fresh => EARLY,
                 0 => EVERY,
                 _ => REST,
             };
             {
                 let mut turn = self.saver.turn.lock();
-                if !self.is_closed() && self.saver.pulled.load(Ordering::Relaxed) < PULLED {
+                if !self.is_closed() && !many() {
                     self.saver.changed.wait_for(&mut turn, rest);
                 }
             }
@@ -241,6 +324,15 @@ impl Shared {
                     self.saver.pulled.store(0, Ordering::Relaxed);
                 }
             }
+            if self.saver.fresh.load(Ordering::Relaxed) > 0
+                && (last_early.elapsed() >= EARLY || many())
+            {
+                last_early = std::time::Instant::now();
+                if let Err(error) = self.save_early() {
+                    tracing::debug!(%error, "pulled chunks are not written down yet");
+                }
+                self.saver.fresh.store(0, Ordering::Relaxed);
+            }
         }
     }
 
@@ -252,8 +344,4 @@ impl Shared {
         *next = found.map_or(0, |index| index + 1);
         found
     }
-}
-
-fn needs_push(state: State) -> bool {
-    matches!(state, State::Dirty | State::Partial | State::Erased)
 }

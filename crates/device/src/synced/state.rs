@@ -42,6 +42,9 @@ pub enum State {
 const IN_FLIGHT: u8 = 0x80;
 /// Set when the chunk is used, cleared when the hand of the clock passes.
 const USED: u8 = 0x40;
+/// Set when the chunk is asked for ahead of a reader, cleared when it is used (or nobody came): only in a cache of limited
+/// size.
+const AHEAD: u8 = 0x20;
 const STATE: u8 = 0x07;
 
 impl State {
@@ -71,6 +74,16 @@ impl State {
     /// Reads as zeros, whatever the cache's file holds.
     pub fn zero(self) -> bool {
         matches!(self, Self::Zero | Self::Erased)
+    }
+
+    /// Holds what the far side may not have.
+    pub fn needs_push(self) -> bool {
+        matches!(self, Self::Dirty | Self::Partial | Self::Erased)
+    }
+
+    /// Here, and the same at the far side: may be let go.
+    pub fn spare(self) -> bool {
+        matches!(self, Self::Clean | Self::Unverified)
     }
 
     /// Whole and as good as it can be: never fetched.
@@ -193,7 +206,20 @@ impl Geometry {
 
     /// Cuts a range where the locks change.
     pub fn pieces(self, offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
-        let stripe = STRIPE.max(self.chunk());
+        self.small_pieces(offset, length, u64::MAX)
+    }
+
+    /// The same, into pieces that touch at most `most` chunks (at least one).
+    pub fn small_pieces(
+        self,
+        offset: u64,
+        length: u64,
+        most: u64,
+    ) -> impl Iterator<Item = (u64, u64)> {
+        let most = 1 << most.max(1).ilog2();
+        let stripe = STRIPE
+            .max(self.chunk())
+            .min(self.chunk().saturating_mul(most));
         let mut at = offset;
         let end = offset + length;
         std::iter::from_fn(move || {
@@ -227,6 +253,12 @@ pub struct States {
     stored: AtomicU64,
     /// Chunks that need no fetch: all but absent and partial ones.
     local: AtomicU64,
+    /// Chunks that take room and may be let go.
+    spare: AtomicU64,
+    /// Chunks that are here or coming ahead of a reader.
+    ahead: AtomicU64,
+    /// Chunks that the far side was asked for.
+    asked: AtomicU64,
 }
 
 impl States {
@@ -242,6 +274,9 @@ impl States {
             stripes,
             stored: AtomicU64::new(0),
             local: AtomicU64::new(0),
+            spare: AtomicU64::new(0),
+            ahead: AtomicU64::new(0),
+            asked: AtomicU64::new(0),
         }
     }
 
@@ -260,21 +295,49 @@ impl States {
     /// The caller holds the stripe's write lock.
     pub fn set(&self, index: u64, new: State) {
         let byte = self.byte(index);
-        let old = byte
+        // What came ahead of a reader is still not used.
+        let kept = |old: u8| match new == State::Clean && old & IN_FLIGHT != 0 {
+            true => old & (IN_FLIGHT | AHEAD),
+            false => old & IN_FLIGHT,
+        };
+        let before = byte
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| {
-                Some(old & IN_FLIGHT | USED | new as u8)
+                Some(kept(old) | USED | new as u8)
             })
-            .map_or(State::Absent, State::of);
+            .unwrap_or_default();
+        let old = State::of(before);
         count(&self.stored, old.stored(), new.stored());
         count(&self.local, old.whole(), new.whole());
+        count(&self.spare, old.spare(), new.spare());
+        count(&self.ahead, before & AHEAD != 0, kept(before) & AHEAD != 0);
     }
 
-    /// Says that the chunk was used.
-    pub fn mark(&self, index: u64) {
+    /// Says that the chunk was used: whether it had come ahead of a reader and was not used before.
+    pub fn mark(&self, index: u64) -> bool {
         let byte = self.byte(index);
-        if byte.load(Ordering::Relaxed) & USED == 0 {
+        let old = byte.load(Ordering::Relaxed);
+        if old & USED == 0 {
             byte.fetch_or(USED, Ordering::Relaxed);
         }
+        old & AHEAD != 0 && self.not_ahead(index)
+    }
+
+    /// Says that the chunk is asked for ahead of a reader.
+    pub fn set_ahead(&self, index: u64) {
+        let old = self.byte(index).fetch_or(AHEAD, Ordering::AcqRel);
+        count(&self.ahead, old & AHEAD != 0, true);
+    }
+
+    /// Whether the chunk is here or coming ahead of a reader, and was not used yet.
+    pub fn is_ahead(&self, index: u64) -> bool {
+        self.byte(index).load(Ordering::Acquire) & AHEAD != 0
+    }
+
+    /// The reader has come, or will not come: false when it was not ahead of one.
+    pub fn not_ahead(&self, index: u64) -> bool {
+        let old = self.byte(index).fetch_and(!AHEAD, Ordering::AcqRel);
+        count(&self.ahead, old & AHEAD != 0, false);
+        old & AHEAD != 0
     }
 
     /// Passes the hand of the clock over a chunk: whether it had been used since the last time.
@@ -289,8 +352,9 @@ impl States {
         if old & IN_FLIGHT != 0 {
             return false;
         }
+        self.asked.fetch_add(1, Ordering::Relaxed);
         if State::of(old).whole() {
-            byte.fetch_and(!IN_FLIGHT, Ordering::AcqRel);
+            self.answered(index);
             return false;
         }
         true
@@ -308,7 +372,9 @@ impl States {
 
     /// The far side has answered; false when it was not asked.
     pub fn answered(&self, index: u64) -> bool {
-        self.byte(index).fetch_and(!IN_FLIGHT, Ordering::AcqRel) & IN_FLIGHT != 0
+        let old = self.byte(index).fetch_and(!IN_FLIGHT, Ordering::AcqRel);
+        count(&self.asked, old & IN_FLIGHT != 0, false);
+        old & IN_FLIGHT != 0
     }
 
     pub fn stored(&self) -> u64 {
@@ -317,6 +383,18 @@ impl States {
 
     pub fn local(&self) -> u64 {
         self.local.load(Ordering::Relaxed)
+    }
+
+    pub fn spare(&self) -> u64 {
+        self.spare.load(Ordering::Relaxed)
+    }
+
+    pub fn asked(&self) -> u64 {
+        self.asked.load(Ordering::Relaxed)
+    }
+
+    pub fn ahead(&self) -> u64 {
+        self.ahead.load(Ordering::Relaxed)
     }
 
     fn stripe(&self, index: u64) -> &RwLock<()> {

@@ -8,12 +8,13 @@ use drover_core::{BlockDevice, Capabilities, Cost, Extent, Zeroes};
 use super::*;
 use crate::backend::MemoryDevice;
 use crate::remote::{Change, Committer, Epoch, LocalRemote};
-use crate::storage::FakeDirectory;
+use crate::storage::{FakeDirectory, Operation};
 
 mod crash;
 mod losses;
 mod pulls;
 mod pushes;
+mod room;
 
 const CHUNK: u32 = 16 << 10;
 

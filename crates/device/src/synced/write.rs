@@ -6,6 +6,7 @@ use std::time::Instant;
 use drover_core::DeviceError;
 
 use super::Shared;
+use super::evict::{AT_ONCE, Sparing};
 use super::state::{Mask, State};
 use super::wait::Outcome;
 
@@ -33,13 +34,11 @@ const ROUNDS: u32 = 3;
 /// Dirty chunks (about 100 bytes of memory each while they are pushed) at which a trim is not done any more: one of a
 /// whole large device would take memory by the size of the device.
 pub(super) const MOST_TRIMMED: usize = 1 << 18;
-/// Chunks that are evicted when the cache's disk is full.
-const EVICTED_AT_ONCE: u64 = 16;
 
 impl Shared {
     pub(super) fn write(&self, offset: u64, source: Source<'_>) -> Result<(), DeviceError> {
         let mut deadline = None;
-        for (at, take) in self.geometry.pieces(offset, source.length()) {
+        for (at, take) in self.parts(offset, source.length()) {
             let part = match source {
                 Source::Data(data) => {
                     Source::Data(&data[(at - offset) as usize..(at - offset + take) as usize])
@@ -52,6 +51,21 @@ impl Shared {
             self.push.wake();
         }
         Ok(())
+    }
+
+    /// Cuts a range where the locks change, and smaller where it would not find room in the cache. What is not cut is
+    /// seen whole or not at all by a freeze.
+    fn parts(&self, offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
+        let geometry = self.geometry;
+        let fits = self.cache_limit.map_or(u64::MAX, |limit| limit / 2);
+        geometry.pieces(offset, length).flat_map(move |(at, take)| {
+            let touched = geometry.touched(at, take);
+            let most = match touched.end - touched.start <= fits {
+                true => u64::MAX,
+                false => fits,
+            };
+            geometry.small_pieces(at, take, most)
+        })
     }
 
     /// Zeros the whole granules of a range; the rest stays.
@@ -86,7 +100,8 @@ impl Shared {
         loop {
             if round >= ROUNDS {
                 // In a small cache what was fetched may be evicted again before it is used: more must become clean.
-                self.wait_for_room(*deadline, round > ROUNDS + 6)?;
+                let deadline = *deadline.get_or_insert_with(|| Instant::now() + self.give_up_after);
+                self.wait_for_room(deadline, round > ROUNDS + 6)?;
             }
             let touched = self.geometry.touched(offset, source.length());
             {
@@ -95,7 +110,7 @@ impl Shared {
                     !self.states.get(*i).stored() && (!zeros || self.needs_rest(*i, offset, source))
                 };
                 let new = touched.clone().filter(takes);
-                self.reserve(new.count() as u64, &touched)?;
+                self.reserve(new.count() as u64, &touched, deadline)?;
             }
             let barrier = self.barrier.read();
             // A close waits for those who are past this.
@@ -111,7 +126,7 @@ impl Shared {
                         drop(stripe);
                         drop(barrier);
                         tries += 1;
-                        if self.evict(EVICTED_AT_ONCE, &touched) == 0 {
+                        if self.evict(AT_ONCE, &touched, Sparing::Nothing) == 0 {
                             return Err(DeviceError::NoSpace(why));
                         }
                         continue;

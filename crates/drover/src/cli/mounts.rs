@@ -151,7 +151,7 @@ pub struct HowArgs {
     /// Bytes under way at once in the background [default: what the link takes]
     #[arg(long, value_name = "SIZE", value_parser = text::parse_size)]
     pub window: Option<u64>,
-    /// How long a read of what is not here waits for a link that is down before it fails
+    /// How long a read of what is not here, or a write to a cache full of what was not pushed, waits for the link before it fails
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "10m")]
     pub give_up_after: Duration,
 }

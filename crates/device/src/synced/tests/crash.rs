@@ -212,6 +212,12 @@ impl Life {
     /// The link goes down while requests that need nothing of it go on, and comes back.
     fn cut(&mut self) {
         self.remote.cut("a test");
+        let (remote, delay) = (Arc::clone(&self.remote), self.random.u64(0..30));
+        // A small cache may need the link.
+        let mender = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(delay));
+            remote.mend();
+        });
         for _ in 0..self.random.usize(0..6) {
             let range = self.range(4096);
             let bytes = vec![self.random.u8(..); range.len()];
@@ -228,7 +234,7 @@ impl Life {
                 self.flush_offline();
             }
         }
-        self.remote.mend();
+        mender.join().unwrap();
     }
 
     fn flush_offline(&mut self) {

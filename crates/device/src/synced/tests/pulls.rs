@@ -4,7 +4,7 @@ use super::*;
 use crate::remote::Chunks;
 
 /// Counts reads of each chunk, and makes them slow.
-struct Watched {
+pub struct Watched {
     inner: Arc<MemoryDevice>,
     reads: Vec<AtomicU64>,
     order: Mutex<Vec<u64>>,
@@ -13,7 +13,7 @@ struct Watched {
 }
 
 impl Watched {
-    fn new(far: &Far, delay: Duration) -> Arc<Self> {
+    pub fn new(far: &Far, delay: Duration) -> Arc<Self> {
         let chunks = far.device.size().div_ceil(u64::from(CHUNK));
         Arc::new(Self {
             inner: Arc::clone(&far.device),
@@ -24,7 +24,11 @@ impl Watched {
         })
     }
 
-    fn reads(&self, chunk: usize) -> u64 {
+    pub fn order(&self) -> Vec<u64> {
+        self.order.lock().clone()
+    }
+
+    pub fn reads(&self, chunk: usize) -> u64 {
         self.reads[chunk].load(Ordering::Acquire)
     }
 }
@@ -71,7 +75,7 @@ impl BlockDevice for Watched {
     }
 }
 
-fn quiet(directory: &FakeDirectory, remote: &Arc<LocalRemote>) -> SyncedOptions {
+pub fn quiet(directory: &FakeDirectory, remote: &Arc<LocalRemote>) -> SyncedOptions {
     SyncedOptions {
         prefetch: Order::None,
         ..options(directory, remote)
