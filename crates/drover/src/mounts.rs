@@ -69,6 +69,16 @@ pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
             args.nbd
         )));
     }
+    if let Some(dir) = &args.tls_certificates
+        && !args.nbd.is_local()
+        && !dir.join("ca-cert.pem").exists()
+    {
+        return Err(usage(format!(
+            "{} can be reached from other machines, and without ca-cert.pem in {} no client there is asked who it is: put the certificate in it that your clients' are signed with",
+            args.nbd,
+            dir.display()
+        )));
+    }
     for (i, image) in args.images.iter().enumerate() {
         if args.images[..i]
             .iter()

@@ -20,7 +20,7 @@ use crate::text;
 #[command(after_help = "\
 Examples:
   drover mount lyon:web.qcow2 /mnt/web                 /mnt/web is the disk; qemu-system can use it
-  drover mount lyon:web.qcow2 /mnt/web --device        prints /dev/loop0: mount -o ro /dev/loop0p1 /srv
+  drover mount lyon:web.qcow2 /mnt/web --device        prints /dev/loop0; mount /dev/loop0p1 /srv
   drover mount lyon:web.qcow2 /mnt/web --read-only --prefetch none
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits until lyon has it
   drover unmount /mnt/web")]
@@ -59,8 +59,8 @@ pub struct ExportArgs {
     /// Where to listen: unix:PATH, or ADDRESS:PORT
     #[arg(long, value_name = "WHERE", value_parser = Listen::parse)]
     pub nbd: Listen,
-    /// Directory with server-cert.pem, server-key.pem and, to ask clients for certificates, ca-cert.pem; needed to listen on
-    /// other addresses than this machine's own
+    /// Directory with server-cert.pem, server-key.pem and, to ask clients for certificates, ca-cert.pem; all three are
+    /// needed to listen on other addresses than this machine's own
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub tls_certificates: Option<PathBuf>,
     /// Go to the background when clients can connect
@@ -223,7 +223,7 @@ Examples:
   drover mounts
   drover mounts --json
   drover mounts leases                     who reads and writes this site's images
-  drover mounts break web.qcow2            take the right to write from a mount that will not come back"
+  drover mounts break web.qcow2            end the right to write of a mount that is lost"
 )]
 pub struct MountsArgs {
     #[command(subcommand)]
@@ -236,7 +236,7 @@ pub struct MountsArgs {
 /// What to do with mounts.
 #[derive(Debug, Subcommand)]
 pub enum MountsAction {
-    /// Say who holds images of this site, and what was written to them
+    /// Say who holds images of this site: who may write, and who is connected
     Leases {
         /// Print one JSON object a line
         #[arg(long)]

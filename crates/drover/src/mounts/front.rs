@@ -11,7 +11,7 @@ use drover_frontend::{fuse, loopdev, nbd, ublk};
 use super::disk::Disk;
 use super::kernel::{self, KernelNbd};
 use super::record::{Front, Record};
-use super::target::Listen;
+use super::target::{Listen, Target};
 use crate::cli::Driver;
 
 /// A front end that is there.
@@ -86,7 +86,9 @@ impl Shown {
                     nbd::Address::Unix(path) => Listen::Unix(path.clone()),
                     nbd::Address::Tcp(address) => Listen::Tcp(*address),
                 };
-                record.images.iter().map(|i| listen.uri(&i.image)).collect()
+                let tls = matches!(record.front, Front::Nbd { tls: Some(_), .. });
+                let uri = |image: &Target| listen.uri(&image.image, tls);
+                record.images.iter().map(uri).collect()
             }
             Shown::KernelNbd(attached) => vec![attached.path().display().to_string()],
             Shown::KernelUblk(attached) => vec![attached.path().display().to_string()],

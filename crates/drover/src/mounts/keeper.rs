@@ -234,11 +234,16 @@ impl Keeper {
             self.push_all(limit)?;
         }
         let left: u64 = self.disks.iter().map(Disk::dirty).sum();
+        // What the other site has and nobody keeps here need not be saved here, on a disk that is full say.
+        let keeps = left > 0 || how.keep_cache || how.offline;
         for disk in &self.disks {
             if how.discard {
                 disk.discard();
-            } else {
-                disk.close()?;
+            } else if let Err(e) = disk.close() {
+                if keeps {
+                    return Err(e);
+                }
+                tracing::warn!("{}: {e:#}", self.place.name());
             }
         }
         Ok(self.clear_away(how, left))

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -79,13 +80,32 @@ impl Listen {
         }
     }
 
-    /// The address that NBD clients take, for an export's name.
-    pub fn uri(&self, export: &str) -> String {
+    /// The address that NBD clients take, for an export's name; on a port with `tls` or without.
+    pub fn uri(&self, export: &str, tls: bool) -> String {
+        let export = escaped(export.as_bytes());
         match self {
-            Listen::Unix(path) => format!("nbd+unix:///{export}?socket={}", path.display()),
+            Listen::Unix(path) => {
+                let socket = escaped(path.as_os_str().as_bytes());
+                format!("nbd+unix:///{export}?socket={socket}")
+            }
+            Listen::Tcp(address) if tls => format!("nbds://{address}/{export}"),
             Listen::Tcp(address) => format!("nbd://{address}/{export}"),
         }
     }
+}
+
+/// A name or a path as a part of a URI.
+fn escaped(bytes: &[u8]) -> String {
+    let mut uri = String::new();
+    for byte in bytes {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
+                uri.push(char::from(*byte));
+            }
+            _ => uri.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    uri
 }
 
 impl fmt::Display for Listen {
@@ -156,7 +176,13 @@ mod tests {
         );
         let port = Listen::parse("127.0.0.1:10809").unwrap();
         assert!(port.is_local());
-        assert_eq!(port.uri("web"), "nbd://127.0.0.1:10809/web");
+        assert_eq!(port.uri("web", false), "nbd://127.0.0.1:10809/web");
+        assert_eq!(port.uri("web", true), "nbds://127.0.0.1:10809/web");
+        let socket = Listen::parse("unix:/run/a&b.sock").unwrap();
+        assert_eq!(
+            socket.uri("my disk?", true),
+            "nbd+unix:///my%20disk%3F?socket=/run/a%26b.sock"
+        );
         assert!(!Listen::parse("0.0.0.0:10809").unwrap().is_local());
         assert!(Listen::parse("10809").is_err());
     }

@@ -218,6 +218,16 @@ fn beyond_this_machine_only_with_certificates() {
         text(&dir),
     ])
     .ok();
+    // On this machine a server's certificate is enough; others are asked for theirs.
+    m.near(&[
+        "export",
+        "far:web.raw",
+        "--nbd",
+        "0.0.0.0:0",
+        "--tls-certificates",
+        text(&dir),
+    ])
+    .fails(2, &["ca-cert.pem", text(&dir)]);
     assert_ne!(
         tried("nbdinfo", &[&format!("nbd://{listen}/web.raw")]).code,
         Some(0),
