@@ -111,7 +111,7 @@ pub fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
         let text = cause.to_string();
-        if !line.contains(&text) {
+        if !says(&line, &text) {
             if !line.is_empty() {
                 line.push_str(": ");
             }
@@ -119,6 +119,12 @@ pub fn one_line(error: &anyhow::Error) -> String {
         }
     }
     clean(&line)
+}
+
+/// Whether a cause is named in the line already, perhaps without its capital and its number.
+fn says(line: &str, cause: &str) -> bool {
+    let words = cause.split(" (os error ").next().unwrap_or(cause);
+    line.to_lowercase().contains(&words.to_lowercase())
 }
 
 #[cfg(test)]
@@ -169,5 +175,11 @@ mod tests {
         let e = anyhow::anyhow!("no\x1b[31m such\nfile")
             .context("cannot read x: no\x1b[31m such\nfile");
         assert_eq!(one_line(&e), "cannot read x: no\\u{1b}[31m such\\nfile");
+        let e = anyhow::Error::from(std::io::Error::from_raw_os_error(98))
+            .context("cannot listen on [::]:7377: address already in use");
+        assert_eq!(
+            one_line(&e),
+            "cannot listen on [::]:7377: address already in use"
+        );
     }
 }
