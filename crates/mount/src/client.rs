@@ -1,6 +1,7 @@
 //! The mount's side: an image of another site as the far side of a managed device, or as a device of its own.
 
 pub(crate) mod book;
+mod early;
 mod link;
 pub(crate) mod presence;
 mod tell;
@@ -26,10 +27,11 @@ use crate::MountError;
 use crate::compress::Packer;
 use crate::protocol::{
     Access, Answer, Ask, Coding, DEFAULT_CHUNK, Identity, LaneKind, MAX_DIRECT, MAX_LANES, MountId,
-    Opened,
+    Opened, kind,
 };
 
 use book::{Book, Job, split};
+use early::Early;
 use presence::Pages;
 use tell::{Teller, Threads};
 
@@ -75,6 +77,26 @@ pub trait Connector: Send + Sync {
         open: Vec<u8>,
     ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>>;
 
+    /// The same, and sends `asks`, payloads of frames of [`kind::ASK`], behind the opening message. To be overridden
+    /// where that saves a round trip.
+    fn connect_asking(
+        &self,
+        open: Vec<u8>,
+        asks: Vec<Vec<u8>>,
+    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
+        Box::pin(async move {
+            let mut connected = self.connect(open).await?;
+            for ask in &asks {
+                let sent = connected.writer.send(kind::ASK, ask).await;
+                sent.map_err(|e| ConnectError {
+                    fatal: !e.retryable(),
+                    message: e.to_string(),
+                })?;
+            }
+            Ok(connected)
+        })
+    }
+
     /// What a first frame means that is not of this protocol: the site may refuse before mounts come into it. None
     /// when it means nothing.
     fn refusal(&self, _kind: u8, _payload: &[u8]) -> Option<ConnectError> {
@@ -105,6 +127,10 @@ pub struct Options {
     pub give_up: Duration,
     /// How long the site is waited for at the start.
     pub first_contact: Duration,
+    /// Chunks to ask for in the same flight as the first open, the most urgent first, so that they are here a round trip
+    /// sooner: at most 8, and 512 KiB of them; kept until they are asked for, or something is pushed. For a mount
+    /// whose cache is empty.
+    pub wanted: Vec<u64>,
     /// What the site said when it was mounted before: with it the mount also begins without a link.
     pub known: Option<Opened>,
 }
@@ -124,8 +150,22 @@ impl Options {
             window: None,
             give_up: GIVE_UP,
             first_contact: FIRST_CONTACT,
+            wanted: Vec::new(),
             known: None,
         }
+    }
+
+    /// What is asked for with the open: the first is waited for.
+    fn early(&self) -> Vec<Ask> {
+        let most = (early::MAX_EARLY_BYTES / u64::from(self.chunk.max(1))).max(1) as usize;
+        let wanted = self.wanted.iter().take(most.min(early::MAX_EARLY));
+        let asks = wanted.enumerate().map(|(n, index)| Ask::Read {
+            id: n as u64 + 1,
+            first: *index,
+            count: 1,
+            background: n > 0,
+        });
+        asks.collect()
     }
 
     /// The lanes that are opened.
@@ -171,6 +211,8 @@ struct Inner {
     /// The last epoch that the site said counts.
     committed: AtomicU64,
     local: OnceLock<Weak<dyn Local>>,
+    /// Taken alone.
+    early: Mutex<Early>,
     teller: Teller,
     /// Wire bytes of links that are gone.
     received: AtomicU64,
@@ -250,6 +292,7 @@ impl Client {
             reached: first.is_some(),
             started: Instant::now(),
             local: OnceLock::new(),
+            early: Mutex::default(),
             teller: threads.teller(),
             received: AtomicU64::new(0),
             sent: AtomicU64::new(0),
@@ -446,7 +489,8 @@ impl Inner {
                 return;
             };
             let most = (crate::protocol::MAX_READ / self.opened.chunk).max(1);
-            for run in split(chunks, most) {
+            let missing = self.claim(chunks, &local).missing;
+            for run in missing.into_iter().flat_map(|run| split(run, most)) {
                 self.put(Job {
                     ask: read(run, true),
                     body: Bytes::new(),
@@ -457,6 +501,16 @@ impl Inner {
             }
             self.issue();
         }
+    }
+
+    /// The near side asks for a run: it is handed what is here already.
+    fn claim(&self, run: Chunks, local: &Arc<dyn Local>) -> early::Claimed {
+        let mut claimed = self.early.lock().claim(run);
+        if !claimed.here.is_empty() {
+            let (here, local) = (std::mem::take(&mut claimed.here), local.clone());
+            self.teller.call(move || local.arrived(here));
+        }
+        claimed
     }
 
     /// Ends the link that is up; the next one is made at once.
@@ -566,15 +620,20 @@ impl Remote for Client {
 
     fn fetch(&self, chunks: Chunks) {
         let inner = &self.inner;
+        let Some(local) = inner.local.get().and_then(Weak::upgrade) else {
+            return;
+        };
         let deadline = inner.now() + inner.options.give_up;
-        let missing = {
+        let claimed = inner.claim(chunks, &local);
+        let mut missing = Vec::new();
+        for run in claimed.coming.into_iter().chain(claimed.missing) {
             let mut state = inner.state.lock();
-            let (hurried, missing) = state.book.hurry(chunks, deadline);
+            let (hurried, rest) = state.book.hurry(run, deadline);
             for (lane, ask) in hurried {
                 state.send(lane, ask, Bytes::new());
             }
-            missing
-        };
+            missing.extend(rest);
+        }
         for run in missing {
             inner.put(Job {
                 ask: read(run, false),
@@ -602,6 +661,11 @@ impl Remote for Client {
     }
 
     fn push(&self, epoch: Epoch, changes: Vec<Change>, done: Done) {
+        // Nothing that the site read before this may be handed out as what is asked for after it.
+        let under_way = self.inner.early.lock().drop_all();
+        for run in under_way {
+            self.inner.state.lock().book.forget(run);
+        }
         let parts = changes.into_iter().flat_map(parts).collect::<Vec<_>>();
         let mut done = tell::all(parts.len(), done);
         for part in parts {

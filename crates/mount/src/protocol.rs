@@ -20,7 +20,8 @@
 //! A mount is several connections (**lanes**) to the site, each opened with an [`Open`] that names the same mount.
 //! The site answers each with [`Answer::Opened`], or [`Answer::Error`] with id 0 and closes it. From then on the mount
 //! asks ([`Ask`]) and the site answers ([`Answer`]) in any order, matched by id; a request and all of its answer stay
-//! on one lane. Requests may follow the open without waiting for its answer.
+//! on one lane. Requests may follow the open without waiting for its answer: a mount whose cache is empty asks so for the
+//! chunks that it needs first.
 //!
 //! Background answers obey a **credit** in bytes of the link, for the mount as a whole: the mount says on each lane how
 //! many bytes arrived on it and how many may be under way in all ([`Ask::Credit`]). So what is under way is exactly

@@ -33,6 +33,8 @@ struct Setting {
     faults: bool,
     /// Reads that somebody waits for, a second.
     reads: f64,
+    /// Seconds that a machine takes at most until it does something about what came.
+    turn: f64,
 }
 
 enum Event {
@@ -81,6 +83,8 @@ struct World {
     what: HashMap<u64, Event>,
     /// When the link is free again: up and down.
     free: [f64; 2],
+    /// When the last of each lane's messages was looked at, each way.
+    looked: [[f64; LANES]; 2],
     link: u64,
     up: bool,
     book: Book<()>,
@@ -112,6 +116,7 @@ impl World {
             events: BinaryHeap::new(),
             what: HashMap::new(),
             free: [0.0; 2],
+            looked: [[0.0; LANES]; 2],
             link: 0,
             up: false,
             book: Book::new(shape, None),
@@ -142,11 +147,18 @@ impl World {
         Duration::from_secs_f64(self.now)
     }
 
-    /// When bytes that leave now arrive.
-    fn cross(&mut self, way: usize, bytes: u64) -> f64 {
+    /// When bytes that leave now on a lane are looked at.
+    fn cross(&mut self, way: usize, lane: usize, bytes: u64) -> f64 {
         let free = self.free[way].max(self.now) + bytes as f64 / self.set.rate;
         self.free[way] = free;
-        free + self.set.round_trip / 2.0
+        let turn = match self.set.turn {
+            0.0 => 0.0,
+            most => self.random.f64() * most,
+        };
+        let at = free + self.set.round_trip / 2.0 + turn;
+        let at = at.max(self.looked[way][lane]);
+        self.looked[way][lane] = at;
+        at
     }
 
     fn run(&mut self) {
@@ -186,6 +198,7 @@ impl World {
                 self.link += 1;
                 self.up = true;
                 self.free = [self.now; 2];
+                self.looked = [[self.now; LANES]; 2];
                 self.flow = Flow::default();
                 self.lanes = (0..LANES).map(|_| SiteLane::default()).collect();
                 for lane in 0..LANES {
@@ -245,7 +258,7 @@ impl World {
     }
 
     fn send(&mut self, lane: usize, ask: Ask) {
-        let at = self.cross(0, ASK);
+        let at = self.cross(0, lane, ASK);
         let link = self.link;
         self.at(at, Event::Asked(link, lane, ask));
     }
@@ -356,7 +369,7 @@ impl World {
                 echo,
                 last,
             };
-            let at = self.cross(1, wire);
+            let at = self.cross(1, number, wire);
             let link = self.link;
             self.at(at, Event::Answered(link, number, answer));
         }
@@ -450,6 +463,7 @@ fn whatever_happens_to_the_link_every_chunk_comes_exactly_once() {
             chunks: random.u64(1..(16 << 20) / u64::from(chunk) / 4 + 2),
             faults: true,
             reads: 200.0,
+            turn: random.f64() * 0.002,
         };
         let ran = std::panic::catch_unwind(|| {
             let mut world = World::new(set, seed);
@@ -479,6 +493,7 @@ fn a_pull_fills_the_link_and_reads_overtake_it() {
                 faults: false,
                 // A small part of the link, also of the slowest.
                 reads: if mbit < 50.0 { 25.0 } else { 60.0 },
+                turn: 0.0,
             };
             let seed = (n * 10 + m) as u64;
             let mut world = World::new(set, seed);
@@ -503,4 +518,41 @@ fn a_pull_fills_the_link_and_reads_overtake_it() {
         }
     }
     assert!(failed.is_empty(), "seeds {failed:?}");
+}
+
+#[test]
+fn a_near_site_is_not_slower_for_whole_chunks_and_busy_machines() {
+    let mut failed = Vec::new();
+    for turn in [0.0, 0.0003, 0.001] {
+        for trip in [0.0002, 0.001, 0.002, 0.005, 0.04] {
+            let rate = 125e6;
+            let chunk = 64 << 10;
+            let set = Setting {
+                rate,
+                round_trip: trip,
+                chunk,
+                chunks: (rate * 4.0) as u64 / u64::from(chunk),
+                faults: false,
+                reads: 60.0,
+                turn,
+            };
+            let mut world = World::new(set, 5);
+            world.run();
+            let (used, p99, full) = (world.used(1.0), world.p99(1.0), world.full_at());
+            let limit = trip + 0.005 + 2.0 * turn;
+            eprintln!(
+                "turn {:.1} ms, {:.1} ms: {:.1} % used, full after {full:.1} s, p99 {:.1} ms of {:.1}, window {} KiB",
+                turn * 1e3,
+                trip * 1e3,
+                used * 100.0,
+                p99 * 1e3,
+                limit * 1e3,
+                world.book.window().size() >> 10,
+            );
+            if used < 0.95 || p99 > limit {
+                failed.push((turn, trip));
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:?}");
 }

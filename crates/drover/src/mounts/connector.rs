@@ -25,7 +25,20 @@ impl PeerConnector {
         PeerConnector { identity, peer }
     }
 
-    async fn open_lane(&self, open: Vec<u8>) -> Result<Connected, NetError> {
+    async fn open_lane(
+        &self,
+        open: Vec<u8>,
+        asks: Vec<Vec<u8>>,
+    ) -> Result<Connected, ConnectError> {
+        // A site that is down or restarts comes back; one that is another does not become the right one.
+        let failed = |e: NetError| ConnectError {
+            fatal: e.refused(),
+            message: e.to_string(),
+        };
+        self.reach(open, asks).await.map_err(failed)
+    }
+
+    async fn reach(&self, open: Vec<u8>, asks: Vec<Vec<u8>>) -> Result<Connected, NetError> {
         let options = ConnectOptions::named(&self.peer.name);
         let connection = connect_any(
             &self.peer.addresses,
@@ -34,12 +47,16 @@ impl PeerConnector {
             &options,
         )
         .await?;
-        begin(connection, open).await
+        begin(connection, open, &asks).await
     }
 }
 
-/// Greets and says what is wanted; the other end's greeting has been heard then, its answer has not.
-pub async fn begin(connection: Connection, open: Vec<u8>) -> Result<Connected, NetError> {
+/// Greets and says what is wanted, with requests of the mount behind it; the other end's greeting has been heard then, its answer has not.
+pub async fn begin(
+    connection: Connection,
+    open: Vec<u8>,
+    asks: &[Vec<u8>],
+) -> Result<Connected, NetError> {
     let wire = connection.wire();
     let round_trip = connection.round_trip();
     let (mut reader, mut writer) = connection.split();
@@ -48,6 +65,9 @@ pub async fn begin(connection: Connection, open: Vec<u8>) -> Result<Connected, N
     writer
         .send(kind::REQUEST, &encode(&Request::Device { open }))
         .await?;
+    for ask in asks {
+        writer.send(drover_mount::protocol::kind::ASK, ask).await?;
+    }
     writer.flush().await?;
     hear_hello(&mut reader, Role::Client).await?;
     Ok(Connected {
@@ -63,13 +83,15 @@ impl Connector for PeerConnector {
         &self,
         open: Vec<u8>,
     ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
-        Box::pin(async move {
-            self.open_lane(open).await.map_err(|e| ConnectError {
-                // A site that is down or restarts comes back; one that is another does not become the right one.
-                fatal: e.refused(),
-                message: e.to_string(),
-            })
-        })
+        Box::pin(self.open_lane(open, Vec::new()))
+    }
+
+    fn connect_asking(
+        &self,
+        open: Vec<u8>,
+        asks: Vec<Vec<u8>>,
+    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
+        Box::pin(self.open_lane(open, asks))
     }
 
     fn refusal(&self, frame: u8, payload: &[u8]) -> Option<ConnectError> {

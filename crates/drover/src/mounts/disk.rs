@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use drover_core::{BlockDevice, DeviceError, ImageName};
-use drover_device::remote::{Link, Remote};
+use drover_device::remote::{Chunks, Link, Remote, Shape};
 use drover_device::storage::HostDirectory;
 use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
-use drover_mount::protocol::{Access, MountId, Opened};
+use drover_mount::protocol::{Access, MAX_SIZE, MountId, Opened};
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;
@@ -183,6 +183,9 @@ impl Disk {
         {
             options.known = Some(known.clone());
             options.first_contact = OFFLINE_LIMIT;
+        }
+        if left.is_none() {
+            options.wanted = wanted(how);
         }
         let client = Client::open(&Handle::current(), connector, options).await;
         let client = Arc::new(client.map_err(|e| unreached(e, image))?);
@@ -475,6 +478,32 @@ fn read_order(path: &Path) -> Result<String> {
     std::fs::read_to_string(path)
         .with_context(|| format!("cannot read {} for --prefetch", path.display()))
 }
+
+/// The chunks that a disk without a cache needs first: asked for with the open, before its size is known.
+fn wanted(how: &HowArgs) -> Vec<u64> {
+    let any = Shape {
+        size: MAX_SIZE,
+        chunk: how.chunk,
+    };
+    let first = match &how.prefetch {
+        // What readers ask for only, and that is not known.
+        Prefetch::None => Vec::new(),
+        Prefetch::Sequential => vec![Chunks { first: 0, count: 8 }],
+        // Whoever opens the cache says what is wrong with it.
+        Prefetch::File(path) => match read_order(path) {
+            Ok(text) => match Order::parse(&text, any) {
+                Ok(Order::List(runs)) => runs,
+                _ => Vec::new(),
+            },
+            Err(_) => Vec::new(),
+        },
+    };
+    let chunks = first.iter().flat_map(|run| run.first..run.end());
+    chunks.take(MOST_WANTED).collect()
+}
+
+/// More are not asked for with an open.
+const MOST_WANTED: usize = 8;
 
 /// Writes the order in which chunks were first read.
 fn write_order(synced: &Synced, path: &Path) -> Result<()> {

@@ -127,7 +127,7 @@ impl OwnConnector {
                 let socket = SocketPath::of(socket).map_err(|e| lost(&e))?;
                 let made: Result<Connected, NetError> = async {
                     let connection = connect_unix(socket.path()).await?;
-                    begin(connection, open).await
+                    begin(connection, open, &[]).await
                 }
                 .await;
                 made.map_err(|e| lost(&e))

@@ -105,8 +105,8 @@ struct Asked<T> {
     /// Chunks of a read that have come.
     come: [u64; 4],
     left: u32,
-    /// What was known when it was sent.
-    mark: Mark,
+    /// What was known when it was sent; none for what was sent before the link was up.
+    mark: Option<Mark>,
 }
 
 #[derive(Debug)]
@@ -314,14 +314,35 @@ impl<T> Book<T> {
         };
         let lane = self.lane_for(&job)?;
         let id = self.next_id;
-        self.next_id += 1;
+        let ask = with_id(&job.ask, id);
+        let body = job.body.clone();
+        let mark = Some(self.window.mark(now));
+        self.sent(lane, id, job, mark)?;
+        Some((lane, ask, body))
+    }
+
+    /// A request has been sent with the open of its lane, which is up now. It says nothing about the link's round trip.
+    pub fn was_asked(&mut self, lane: usize, id: u64, job: Job<T>) {
+        if let Some(chunks) = job.chunks() {
+            let bytes = u64::from(chunks.count) * u64::from(self.shape.chunk);
+            *self.counter(job.is_background()) += bytes;
+        }
+        self.sent(lane, id, job, None);
+    }
+
+    /// Ids up to this one are taken.
+    pub fn used(&mut self, id: u64) {
+        self.next_id = self.next_id.max(id + 1);
+    }
+
+    /// Writes down what has been sent; none for a lane that is not up.
+    fn sent(&mut self, lane: usize, id: u64, job: Job<T>, mark: Option<Mark>) -> Option<()> {
+        self.used(id);
         let weight = job.weight(self.shape);
         let state = self.lanes[lane].as_mut()?;
         state.weight += weight;
         state.bodies += job.body.len() as u64;
         state.asked += 1;
-        let ask = with_id(&job.ask, id);
-        let body = job.body.clone();
         let left = job.chunks().map_or(0, |chunks| chunks.count);
         let come = [0; 4];
         self.asked.insert(
@@ -331,10 +352,33 @@ impl<T> Book<T> {
                 lane,
                 come,
                 left,
-                mark: self.window.mark(now),
+                mark,
             },
         );
-        Some((lane, ask, body))
+        Some(())
+    }
+
+    /// Takes back the reads of exactly this run: what comes of them is dropped.
+    pub fn forget(&mut self, run: Chunks) {
+        let is_it = |job: &Job<T>| job.chunks() == Some(run);
+        let asked = self.asked.iter().filter(|(_, asked)| is_it(&asked.job));
+        let ids: Vec<u64> = asked.map(|(id, _)| *id).collect();
+        for id in ids {
+            if let Some(asked) = self.remove(id) {
+                self.give_up(asked);
+            }
+        }
+        for queue in [&mut self.front, &mut self.back] {
+            let (gone, kept): (VecDeque<_>, VecDeque<_>) = queue.drain(..).partition(&is_it);
+            *queue = kept;
+            let bytes = u64::from(run.count) * u64::from(self.shape.chunk);
+            for job in gone {
+                match job.is_background() {
+                    true => self.ahead -= bytes,
+                    false => self.waited -= bytes,
+                }
+            }
+        }
     }
 
     /// The lane that has least to do of those that a request may take.
@@ -485,7 +529,7 @@ impl<T> Book<T> {
             .front()
             .filter(|(received, _)| *received <= answer.echo)
             .map(|(_, mark)| *mark);
-        let asked = self.asked.get(&answer.id).map(|asked| asked.mark);
+        let asked = self.asked.get(&answer.id).and_then(|asked| asked.mark);
         // An answer leaves when it is asked for and there is credit, whichever is later.
         let mark = match (credit, asked) {
             (Some(a), Some(b)) if a.at() > b.at() => a,

@@ -50,6 +50,8 @@ pub struct First {
     link: u64,
     front: Lane,
     others: Joining,
+    /// What was asked with the front lane's open.
+    asked: Vec<Ask>,
 }
 
 /// The number of the link after `before`: the time, so that it also grows when a program takes up the mount of one
@@ -78,10 +80,11 @@ pub async fn first(connector: &Arc<dyn Connector>, options: &Options) -> Result<
     if expected.is_none() {
         expected = options.known.as_ref().map(|known| known.identity);
     }
+    let asked = options.early();
     let tries = async {
         loop {
             link = next_link(link);
-            let error = match attempt(connector, options, expected, link).await {
+            let error = match attempt(connector, options, expected, link, &asked).await {
                 Ok((front, others)) => {
                     check(&front.opened, options).map_err(|what| MountError::Protocol {
                         peer: front.connected.reader.peer_text().to_owned(),
@@ -92,6 +95,7 @@ pub async fn first(connector: &Arc<dyn Connector>, options: &Options) -> Result<
                         link,
                         front,
                         others,
+                        asked: asked.clone(),
                     });
                 }
                 Err(error) => error,
@@ -118,6 +122,7 @@ async fn attempt(
     options: &Options,
     expected: Option<Identity>,
     link: u64,
+    asks: &[Ask],
 ) -> Result<(Lane, Joining), ConnectError> {
     let mut joining = Joining::new();
     for (number, lane) in options.lanes().into_iter().enumerate() {
@@ -133,8 +138,12 @@ async fn attempt(
             note: cut(&options.note, crate::protocol::MAX_NAME),
         };
         let connector = connector.clone();
+        let asks = match lane {
+            LaneKind::Front => asks.iter().map(encode_message).collect(),
+            _ => Vec::new(),
+        };
         joining.spawn(async move {
-            let opened = open_lane(connector.as_ref(), &open);
+            let opened = open_lane(connector.as_ref(), &open, asks);
             let (connected, opened) =
                 timeout(OPEN_LIMIT, opened)
                     .await
@@ -173,8 +182,9 @@ async fn attempt(
 async fn open_lane(
     connector: &dyn Connector,
     open: &Open,
+    asks: Vec<Vec<u8>>,
 ) -> Result<(Connected, Opened), ConnectError> {
-    let mut connected = connector.connect(open.encode()).await?;
+    let mut connected = connector.connect_asking(open.encode(), asks).await?;
     connected.reader.set_max_frame(MAX_MOUNT_FRAME);
     connected.writer.set_max_frame(MAX_MOUNT_FRAME);
     KEEP_ALIVE.apply(&mut connected.reader, &mut connected.writer);
@@ -230,9 +240,15 @@ pub struct Up {
 
 impl Up {
     /// The front lane is open: that is the link.
-    fn begin(inner: &Arc<Inner>, link: u64, front: Lane, joining: Joining) -> Self {
+    fn begin(
+        inner: &Arc<Inner>,
+        link: u64,
+        front: Lane,
+        joining: Joining,
+        asked: Vec<Ask>,
+    ) -> Self {
         let mut running = JoinSet::new();
-        inner.lane_up(front, &mut running);
+        inner.lane_up(front, asked, &mut running);
         inner.up();
         Self {
             link,
@@ -243,7 +259,7 @@ impl Up {
 
     /// The first link.
     pub fn first(inner: &Arc<Inner>, first: First) -> Self {
-        Self::begin(inner, first.link, first.front, first.others)
+        Self::begin(inner, first.link, first.front, first.others, first.asked)
     }
 }
 
@@ -266,7 +282,7 @@ pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Optio
                     epoch: inner.committed.load(Ordering::Acquire),
                     ..inner.opened.identity
                 };
-                let attempt = attempt(&connector, &inner.options, Some(expected), link);
+                let attempt = attempt(&connector, &inner.options, Some(expected), link, &[]);
                 let attempt = tokio::select! {
                     attempt = attempt => attempt,
                     _ = stop.wait_for(|stop| *stop) => return,
@@ -274,7 +290,7 @@ pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Optio
                 match attempt {
                     Ok((front, joining)) => match inner.same_image(&front.opened, true) {
                         Ok(()) => {
-                            ready = Some(Up::begin(&inner, link, front, joining));
+                            ready = Some(Up::begin(&inner, link, front, joining, Vec::new()));
                             continue;
                         }
                         Err(error) => Ended::Gone(error),
@@ -319,7 +335,7 @@ async fn serve(inner: &Arc<Inner>, up: Up) -> Ended {
                     if let Err(error) = inner.same_image(&lane.opened, false) {
                         return Ended::Gone(error);
                     }
-                    inner.lane_up(lane, &mut running);
+                    inner.lane_up(lane, Vec::new(), &mut running);
                     inner.issue_soon();
                 }
                 Ok(Err(error)) if error.fatal => {
@@ -381,10 +397,12 @@ impl Inner {
         }
     }
 
-    fn lane_up(self: &Arc<Self>, lane: Lane, running: &mut JoinSet<MountError>) {
+    /// A lane is up, on which `asked` was sent with its open.
+    fn lane_up(self: &Arc<Self>, lane: Lane, asked: Vec<Ask>, running: &mut JoinSet<MountError>) {
         let (way, asks) = mpsc::unbounded_channel();
         let mut state = self.state.lock();
         state.book.lane_up(lane.number, lane.kind);
+        self.note_early(&mut state, lane.number, asked);
         if state.lanes.len() <= lane.number {
             state.lanes.resize_with(lane.number + 1, || None);
         }
@@ -395,6 +413,33 @@ impl Inner {
         drop(state);
         let inner = self.clone();
         running.spawn(async move { inner.run_lane(lane, asks).await });
+    }
+
+    /// Writes down what was asked with the open. What lies outside the device is answered with an error that nobody hears.
+    fn note_early(&self, state: &mut super::State, lane: usize, asked: Vec<Ask>) {
+        let deadline = self.now() + self.options.give_up;
+        let mut early = Vec::new();
+        for ask in asked {
+            let Ask::Read { id, first, .. } = ask else {
+                continue;
+            };
+            state.book.used(id);
+            if first >= self.opened.shape().chunks() || early.contains(&first) {
+                continue;
+            }
+            early.push(first);
+            let job = super::Job {
+                ask,
+                body: Bytes::new(),
+                deadline,
+                again: false,
+                to: Reply::Chunks,
+            };
+            state.book.was_asked(lane, id, job);
+        }
+        if !early.is_empty() {
+            *self.early.lock() = super::Early::new(early);
+        }
     }
 
     fn up(self: &Arc<Self>) {

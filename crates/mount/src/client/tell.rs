@@ -170,9 +170,8 @@ fn handle(inner: &Weak<Inner>, task: Task, unpacker: &mut Unpacker) {
     let Some(inner) = inner.upgrade() else {
         return;
     };
-    let Some(local) = inner.local.get().and_then(Weak::upgrade) else {
-        return;
-    };
+    // There is none yet when what was asked for with the open comes: that is kept.
+    let local = inner.local.get().and_then(Weak::upgrade);
     let silent = inner.silent.read();
     // A request that came after the end is still answered.
     if *silent && !matches!(task, Task::Failed(..)) {
@@ -180,18 +179,32 @@ fn handle(inner: &Weak<Inner>, task: Task, unpacker: &mut Unpacker) {
     }
     match task {
         Task::Chunks(task) => {
-            inner.verify(&task, unpacker, local.as_ref());
+            inner.verify(&task, unpacker, local.as_deref());
             inner.pump();
         }
-        Task::Failed(chunks, error) => local.failed(chunks, error),
-        Task::Link(link) => local.link(link),
+        Task::Failed(chunks, error) => {
+            inner.early.lock().forget(chunks);
+            if let Some(local) = local {
+                local.failed(chunks, error);
+            }
+        }
+        Task::Link(link) => {
+            if let Some(local) = local {
+                local.link(link);
+            }
+        }
         Task::Call(_) => {}
     }
 }
 
 impl Inner {
     /// Hands out the chunks that are what the site claims; those that are not are asked for once more.
-    fn verify(self: &Arc<Self>, task: &ChunksTask, unpacker: &mut Unpacker, local: &dyn Local) {
+    fn verify(
+        self: &Arc<Self>,
+        task: &ChunksTask,
+        unpacker: &mut Unpacker,
+        local: Option<&dyn Local>,
+    ) {
         let shape = self.opened.shape();
         let unpacked = pieces(shape, task.first, task.count, &task.zeros)
             .map_err(|e| e.text)
@@ -229,12 +242,18 @@ impl Inner {
                 wrong.extend(task.first..task.first + u64::from(task.count));
             }
         }
+        {
+            let mut early = self.early.lock();
+            good = good.into_iter().filter_map(|g| early.keep(g)).collect();
+        }
         // First: from the moment at which they are handed out they may be asked for again.
         self.state.lock().book.verified(Chunks {
             first: task.first,
             count: task.count,
         });
-        if !good.is_empty() {
+        if let Some(local) = local
+            && !good.is_empty()
+        {
             local.arrived(good);
         }
         for index in wrong {

@@ -1,6 +1,7 @@
 //! The mount's two ends against each other.
 
 mod direct;
+mod early;
 mod hostile;
 mod keeper;
 mod managed;

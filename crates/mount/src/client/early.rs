@@ -1,0 +1,125 @@
+//! Chunks that are asked for in the same flight as the open, before the near side has asked for any: kept until it
+//! does. It takes nothing that it has not asked for.
+
+use std::collections::HashMap;
+
+use drover_device::remote::{Chunks, Fetched};
+
+/// Chunks that are asked for with the open at most...
+pub const MAX_EARLY: usize = 8;
+
+/// ...and their bytes; one is always allowed.
+pub const MAX_EARLY_BYTES: u64 = 512 << 10;
+
+/// Early chunks that the near side has not asked for: those that came, and none for those that are under way.
+#[derive(Debug, Default)]
+pub struct Early(HashMap<u64, Option<Fetched>>);
+
+/// What there is of a run that the near side asks for.
+#[derive(Debug, Default)]
+pub struct Claimed {
+    /// Chunks that are here.
+    pub here: Vec<Fetched>,
+    /// Runs that are under way.
+    pub coming: Vec<Chunks>,
+    /// The rest.
+    pub missing: Vec<Chunks>,
+}
+
+impl Early {
+    /// These chunks are under way.
+    pub fn new(chunks: impl IntoIterator<Item = u64>) -> Self {
+        Self(chunks.into_iter().map(|index| (index, None)).collect())
+    }
+
+    /// Keeps a chunk that came, or gives back one that the near side has asked for.
+    pub fn keep(&mut self, chunk: Fetched) -> Option<Fetched> {
+        match self.0.get_mut(&chunk.index) {
+            Some(kept) => {
+                *kept = Some(chunk);
+                None
+            }
+            None => Some(chunk),
+        }
+    }
+
+    /// The near side asks for a run: what comes of it from now on is handed out.
+    pub fn claim(&mut self, run: Chunks) -> Claimed {
+        let mut claimed = Claimed::default();
+        if self.0.is_empty() {
+            claimed.missing.push(run);
+            return claimed;
+        }
+        for index in run.first..run.end() {
+            let runs = match self.0.remove(&index) {
+                Some(Some(chunk)) => {
+                    claimed.here.push(chunk);
+                    continue;
+                }
+                Some(None) => &mut claimed.coming,
+                None => &mut claimed.missing,
+            };
+            match runs.last_mut() {
+                Some(last) if last.end() == index => last.count += 1,
+                _ => runs.push(one(index)),
+            }
+        }
+        claimed
+    }
+
+    /// A run will not come.
+    pub fn forget(&mut self, run: Chunks) {
+        self.0
+            .retain(|index, _| !(run.first..run.end()).contains(index));
+    }
+
+    /// The device is about to change, and what nobody has asked for may become old. Returned are the chunks that are
+    /// under way.
+    pub fn drop_all(&mut self) -> Vec<Chunks> {
+        let under_way = self.0.drain().filter(|(_, kept)| kept.is_none());
+        under_way.map(|(index, _)| one(index)).collect()
+    }
+}
+
+/// A run of one chunk.
+pub fn one(first: u64) -> Chunks {
+    Chunks { first, count: 1 }
+}
+
+#[cfg(test)]
+mod tests {
+    use drover_device::remote::Content;
+
+    use super::*;
+
+    fn zero(index: u64) -> Fetched {
+        let content = Content::Zero;
+        Fetched { index, content }
+    }
+
+    #[test]
+    fn what_came_early_is_kept_until_somebody_asks() {
+        let mut early = Early::new([0, 1, 5]);
+        assert!(early.keep(zero(0)).is_none());
+        assert_eq!(early.keep(zero(9)).unwrap().index, 9, "not an early one");
+        let claimed = early.claim(Chunks { first: 0, count: 4 });
+        assert_eq!(claimed.here.len(), 1);
+        assert_eq!(claimed.here[0].index, 0);
+        assert_eq!(claimed.coming, [one(1)]);
+        assert_eq!(claimed.missing, [Chunks { first: 2, count: 2 }]);
+        assert_eq!(early.keep(zero(1)).unwrap().index, 1, "asked for by now");
+        let again = early.claim(Chunks { first: 0, count: 2 });
+        assert_eq!(again.missing, [Chunks { first: 0, count: 2 }]);
+    }
+
+    #[test]
+    fn what_failed_or_may_be_old_is_asked_for_anew() {
+        let mut early = Early::new([0, 1, 2]);
+        assert!(early.keep(zero(2)).is_none());
+        early.forget(one(0));
+        assert_eq!(early.claim(one(0)).missing, [one(0)]);
+        assert_eq!(early.drop_all(), [one(1)]);
+        assert_eq!(early.claim(one(2)).missing, [one(2)]);
+        assert_eq!(early.keep(zero(1)).unwrap().index, 1);
+    }
+}
