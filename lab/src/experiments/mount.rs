@@ -39,7 +39,8 @@ shows it, process and handshakes included, and ends when the first 4 KiB are her
 6 seconds or to the end, right after that; every byte is compared. *Steady* is over the last two thirds of that time. The *cap* is the link's rate without headers (1448 of 1500 \
 bytes). *Over the link* are IP bytes from the far end until the reader ends, *received* what drover's mount says by then; what is pulled beyond the reader is in both. \
 *Random* is the wait for single blocks of 4 KiB from the last three quarters, 5 ms apart, in another run, while a second connection reads \
-sequentially (and drover pulls), for 6 seconds at most and only until that ends. *Write* is up to 64 MiB or 4 seconds of requests of 128 KiB, with one flush at the end, to another new start; \
+sequentially (and drover pulls), for 6 seconds at most and only until that ends; *steady random* are those of them that began in the last two thirds of that time, when the \
+pull runs full (the others are of its start, too), with all that were here already; *waited* took 1 ms or more, as what is here does not. *Write* is up to 64 MiB or 4 seconds of requests of 128 KiB, with one flush at the end, to another new start; \
 *flush* is one block written and flushed, 20 times. Rivals: `qemu-storage-daemon` with a qcow2 overlay, copy-on-read, and `qemu-nbd` at the far end; \
 `nbdkit nbd` with the cache and readahead filters, the same far end; their writes stay on this side, so only drover's are measured. The least that \
 *first* can be is four round trips for drover (TCP, TLS, what is wanted, the read) and three or more for the others. *Load* is the machine's load average \
@@ -60,6 +61,9 @@ before and after.",
         Column::figure("random_p50_ms", "random p50, ms", 2),
         Column::figure("random_p99_ms", "random p99, ms", 2),
         Column::figure("random_reads", "random reads", 0),
+        Column::optional("random_steady_p99_ms", "steady random p99, ms", 2),
+        Column::optional("random_steady_reads", "steady random reads", 0),
+        Column::optional("random_steady_waited", "of them waited", 0),
         Column::optional("write_mib_s", "write, MiB/s", 1),
         Column::optional("write_flushed_mib_s", "with its flush, MiB/s", 1),
         Column::optional("flush_ms", "flush p50, ms", 2),
@@ -294,7 +298,7 @@ fn measure(lab: &Lab, case: &Setting, row: &mut Row) -> Result<()> {
     let mut figures = Figures::default();
     figures.add("cap_mib_s", cap);
     figures.add("load", watch::load());
-    let mut waits = Vec::new();
+    let (mut waits, mut steady) = (Vec::new(), Vec::new());
     for _ in 0..lab.repeat.max(1) {
         for _ in 1..FIRSTS {
             figures.add("first_ms", measure::first(&far.near(by)?, &image)?);
@@ -308,13 +312,18 @@ fn measure(lab: &Lab, case: &Setting, row: &mut Row) -> Result<()> {
         figures.add("read_mib", read.read_mib);
         figures.add("link_mib", read.link_mib);
         figures.add("received_mib", read.received_mib);
-        let mut own = measure::read_at_random(&far.near(by)?, &image)?;
+        let random = measure::read_at_random(&far.near(by)?, &image)?;
+        let mut own = random.all();
         figures.add("random_p50_ms", measure::percentile(&mut own, 50));
         waits.extend(own);
+        steady.extend(random.steady());
     }
     // Of all runs together, since there are few of a hundred in one.
     figures.add("random_reads", waits.len() as f64);
     figures.add("random_p99_ms", measure::percentile(&mut waits, 99));
+    figures.add("random_steady_reads", steady.len() as f64);
+    figures.add("random_steady_waited", measure::waited(&steady) as f64);
+    figures.add("random_steady_p99_ms", measure::percentile(&mut steady, 99));
     // Last, since they change the far disk.
     for _ in 0..lab.repeat.max(1) {
         if by.is_drover() {

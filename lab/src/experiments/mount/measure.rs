@@ -152,15 +152,47 @@ pub fn connect(shown: &mut Shown) -> Result<Client> {
     connected.or_else(|e| shown.check().and(Err(e)))
 }
 
-/// The waits for single blocks, in ms, while somebody else reads in order.
-pub fn read_at_random(near: &Near<'_>, image: &Path) -> Result<Vec<f64>> {
+/// How single reads went beside a reader in order.
+#[derive(Default)]
+pub struct AtRandom {
+    /// When each began and what it took, in ms, since the reader in order began.
+    waits: Vec<(f64, f64)>,
+    /// When the last of them ended.
+    end: f64,
+}
+
+/// What a read takes at least, in ms, that had to wait for the link: what is here already takes a tenth of it.
+pub const WAITED_MS: f64 = 1.0;
+
+impl AtRandom {
+    /// What each took, in ms.
+    pub fn all(&self) -> Vec<f64> {
+        self.waits.iter().map(|(_, took)| *took).collect()
+    }
+
+    /// The same of those that began in the last two thirds of the time.
+    pub fn steady(&self) -> Vec<f64> {
+        let late = self.waits.iter().filter(|(at, _)| *at >= self.end / 3.0);
+        late.map(|(_, took)| *took).collect()
+    }
+}
+
+/// How many of these reads had to wait for the link.
+pub fn waited(waits: &[f64]) -> usize {
+    waits.iter().filter(|took| **took >= WAITED_MS).count()
+}
+
+/// The waits for single blocks while somebody else reads in order.
+pub fn read_at_random(near: &Near<'_>, image: &Path) -> Result<AtRandom> {
     let original = File::open(image)?;
     let mut shown = near.start()?;
     let mut client = connect(&mut shown)?;
     let mut other = connect(&mut shown)?;
     let size = client.size();
     let stop = AtomicBool::new(false);
-    let waits = std::thread::scope(|scope| -> Result<Vec<f64>> {
+    let began = Instant::now();
+    let since = || began.elapsed().as_secs_f64() * 1e3;
+    let random = std::thread::scope(|scope| -> Result<AtRandom> {
         let reader = scope.spawn(|| -> Result<()> {
             let mut buffer = vec![0; REQUEST];
             let mut at = 0;
@@ -174,13 +206,15 @@ pub fn read_at_random(near: &Near<'_>, image: &Path) -> Result<Vec<f64>> {
         std::thread::sleep(Duration::from_millis(100));
         let mut random = fastrand::Rng::with_seed(7);
         let started = Instant::now();
-        let mut waits = Vec::new();
+        let mut done = AtRandom::default();
         let outcome = loop {
             let block = random.u64(size / 4096 / 4..size / 4096);
+            let at = since();
             match one_wait(&mut client, &original, block * 4096) {
-                Ok(wait) => waits.push(wait),
+                Ok(wait) => done.waits.push((at, wait)),
                 Err(error) => break Err(error),
             }
+            done.end = since();
             // What comes after the other's end is not beside it.
             if started.elapsed() > RANDOM_FOR || reader.is_finished() {
                 break Ok(());
@@ -191,10 +225,10 @@ pub fn read_at_random(near: &Near<'_>, image: &Path) -> Result<Vec<f64>> {
         reader
             .join()
             .map_err(|_| anyhow::anyhow!("the sequential reader panicked"))??;
-        outcome.map(|()| waits)
+        outcome.map(|()| done)
     })?;
     shown.check()?;
-    Ok(waits)
+    Ok(random)
 }
 
 fn one_wait(client: &mut Client, original: &File, at: u64) -> Result<f64> {
@@ -286,6 +320,17 @@ mod tests {
         assert_eq!(steady(&progress), Some(10.0));
         assert_eq!(steady(&progress[..1]), None);
         assert_eq!(steady(&[]), None);
+    }
+
+    #[test]
+    fn reads_of_the_ramp_are_not_among_those_of_a_full_pull() {
+        let random = AtRandom {
+            waits: vec![(0.0, 90.0), (900.0, 80.0), (1000.0, 0.1), (2900.0, 41.0)],
+            end: 3000.0,
+        };
+        assert_eq!(random.all().len(), 4);
+        assert_eq!(random.steady(), [0.1, 41.0]);
+        assert_eq!(waited(&random.steady()), 1);
     }
 
     #[test]
