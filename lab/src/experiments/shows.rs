@@ -402,6 +402,13 @@ mod tests {
             eprintln!("SKIP who_shows_a_disk_outlives_a_client_that_hangs_up: {why}");
             return;
         }
+        let port: u16 = PORT.parse().unwrap();
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_err() {
+            eprintln!(
+                "SKIP who_shows_a_disk_outlives_a_client_that_hangs_up: port {PORT} is taken"
+            );
+            return;
+        }
         let dir = tempfile::tempdir().unwrap();
         let image = dir.path().join("image.raw");
         std::fs::write(&image, vec![7; 1 << 20]).unwrap();
