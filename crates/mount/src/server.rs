@@ -1,5 +1,6 @@
 //! A site's side: images served as devices to mounts.
 
+mod counters;
 pub(crate) mod flow;
 mod image;
 mod lane;
@@ -18,7 +19,7 @@ use drover_core::ImageName;
 use drover_device::remote::Shape;
 use drover_net::{FrameReader, FrameWriter, PeerKey};
 use parking_lot::Mutex;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tracing::{debug, info};
 
 use crate::MountError;
@@ -27,9 +28,11 @@ use crate::protocol::{
     Refusal, check_shape, encode_message, kind,
 };
 
+pub use counters::Counted;
 pub use image::{Base, Images};
 pub use lease::{Holder, READER_GRACE};
 
+use counters::Counters;
 use image::Image;
 use lane::{Lane, Parts, Shared};
 use lease::{Desk, Who};
@@ -42,6 +45,9 @@ pub const MAX_SITE_LANES: usize = 512;
 
 /// Mounts of one peer at most.
 pub const MAX_PEER_MOUNTS: usize = 64;
+
+/// Bytes of all mounts' requests that wait or are being done, at most; then their lanes are not read on.
+const MAX_SITE_BODIES: usize = 256 << 20;
 
 /// How long a lane waits for its mount's front lane.
 const FRONT_WAIT: Duration = Duration::from_secs(10);
@@ -84,6 +90,9 @@ pub struct Server {
     config: Config,
     started: tokio::time::Instant,
     pool: Arc<Pool>,
+    counters: Arc<Counters>,
+    /// Room for requests' bodies, in bytes.
+    bodies: Arc<Semaphore>,
     next_lane: AtomicU64,
     /// Held while an image is opened; before `state`.
     opening: Mutex<()>,
@@ -131,6 +140,8 @@ impl Server {
     pub fn new(config: Config) -> Result<Arc<Self>, MountError> {
         Ok(Arc::new(Self {
             pool: Arc::new(Pool::new(config.threads)?),
+            counters: Arc::default(),
+            bodies: Arc::new(Semaphore::new(MAX_SITE_BODIES)),
             config,
             started: tokio::time::Instant::now(),
             next_lane: AtomicU64::new(1),
@@ -164,6 +175,7 @@ impl Server {
             Ok(entered) => entered,
             Err(refusal) => {
                 info!(peer = %peer.name, %refusal, "mount refused");
+                self.counters.refused(&refusal);
                 self.tidy();
                 let head = encode_message(&Answer::Error {
                     id: 0,
@@ -388,6 +400,8 @@ impl Server {
             shape,
             shared: mount.shared.clone(),
             pool: self.pool.clone(),
+            counters: self.counters.clone(),
+            bodies: self.bodies.clone(),
         });
         mount.lanes.push(lane.clone());
         if open.access == Access::ReadWrite {
@@ -447,6 +461,22 @@ impl Server {
         state
             .open
             .retain(|_, image| Arc::strong_count(image) > 1 || !image.is_idle(now));
+    }
+
+    /// What is open, and what was done. Waits for no disk.
+    #[must_use]
+    pub fn counted(&self) -> Counted {
+        let mut now = self.counters.now();
+        let state = self.state.lock();
+        for mount in state.mounts.values() {
+            match mount.access {
+                Access::ReadOnly => now.readers += 1,
+                Access::ReadWrite => now.writers += 1,
+            }
+            now.lanes += mount.lanes.len() as u64;
+        }
+        now.images = state.open.len() as u64;
+        now
     }
 
     /// The writers' leases of all images that were ever mounted, and who is connected. Blocks on the disk.
@@ -511,6 +541,7 @@ impl Server {
         let Some(holder) = holder else {
             return Ok(None);
         };
+        self.counters.lease_broken();
         let key = (PeerKey(holder.peer), holder.mount);
         let lanes = {
             let state = self.state.lock();

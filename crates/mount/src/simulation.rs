@@ -333,6 +333,8 @@ impl World {
                     panic!("only reads were asked for");
                 };
                 let bytes = wire(count, chunk);
+                lane.queue
+                    .worked(u64::from(count) * u64::from(chunk), front);
                 lane.queue.made(bytes, front);
                 lane.ready += bytes;
                 match front {

@@ -8,8 +8,9 @@ use bytes::Bytes;
 use drover_device::remote::Shape;
 use drover_net::{FrameReader, FrameWriter, KeepAlive, PeerKey};
 use parking_lot::Mutex;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 
+use super::counters::{Counters, Effect};
 use super::flow::Flow;
 use super::image::Image;
 use super::pool::{Pool, Tools};
@@ -30,6 +31,9 @@ const LEAST_UNIT: u64 = 16 << 10;
 /// A site this far away is worth the time that packing takes.
 const FAR: Duration = Duration::from_millis(2);
 
+/// Requests that are no longer need not wait for room.
+const SMALL: usize = 4 << 10;
+
 /// How long a lane's last word may wait for the link.
 const LAST_WORD: Duration = Duration::from_millis(100);
 
@@ -39,6 +43,18 @@ pub const KEEP_ALIVE: KeepAlive = KeepAlive {
     dead_after: Duration::from_secs(30),
     stalled_after: Duration::from_secs(30),
 };
+
+/// A request's bytes, and the room that they take.
+struct Held {
+    payload: Bytes,
+    _room: OwnedSemaphorePermit,
+}
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        &self.payload
+    }
+}
 
 /// What the lanes of a link share.
 pub struct Shared {
@@ -87,6 +103,8 @@ pub struct Lane {
     /// What it shares with its mount's other lanes.
     pub shared: Arc<Shared>,
     pool: Arc<Pool>,
+    counters: Arc<Counters>,
+    bodies: Arc<Semaphore>,
     state: Mutex<State>,
     /// Wakes the writer.
     wake: Notify,
@@ -140,6 +158,10 @@ pub struct Parts {
     pub shared: Arc<Shared>,
     /// Who does the work.
     pub pool: Arc<Pool>,
+    /// Who counts it.
+    pub counters: Arc<Counters>,
+    /// Room for requests' bodies, of the whole site.
+    pub bodies: Arc<Semaphore>,
 }
 
 impl Lane {
@@ -155,6 +177,8 @@ impl Lane {
             shape: parts.shape,
             shared: parts.shared,
             pool: parts.pool,
+            counters: parts.counters,
+            bodies: parts.bodies,
             state: Mutex::default(),
             wake: Notify::new(),
             idle: Notify::new(),
@@ -219,8 +243,9 @@ impl Lane {
 
     async fn read(self: &Arc<Self>, reader: &mut FrameReader) -> Result<(), MountError> {
         while let Some(frame) = reader.next().await? {
+            self.counters.came(frame.payload.len());
             let taken = if frame.kind == kind::ASK {
-                self.take(&frame.payload)
+                self.take(&self.held(frame.payload).await)
             } else {
                 Err(Refusal::new(
                     Code::Protocol,
@@ -237,6 +262,22 @@ impl Lane {
             }
         }
         Ok(())
+    }
+
+    /// A request, once the site has room for it: the room is given back with the last of its bytes.
+    async fn held(&self, payload: Bytes) -> Bytes {
+        if payload.len() <= SMALL {
+            return payload;
+        }
+        let room = self.bodies.clone();
+        match room.acquire_many_owned(payload.len() as u32).await {
+            Ok(room) => Bytes::from_owner(Held {
+                payload,
+                _room: room,
+            }),
+            // Never closed.
+            Err(_) => payload,
+        }
     }
 
     /// Says that the lane ends and why, before all else.
@@ -268,6 +309,7 @@ impl Lane {
                 self.wake.notify_one();
             }
             ask => {
+                self.counters.asked(&ask);
                 let mut state = self.state.lock();
                 state.queue.admit(ask, message.body, self.shape.chunk)?;
             }
@@ -301,6 +343,7 @@ impl Lane {
             let state = self.state.lock();
             (state.closed, !state.back.is_empty())
         };
+        let effect = Effect::of(&unit, self.shape.chunk);
         let made = (!closed).then(|| {
             let far = self.shared.flow.lock().round_trip() > Some(FAR);
             let client = Client {
@@ -314,7 +357,11 @@ impl Lane {
             };
             client.work(unit, tools)
         });
+        if let Some(made) = &made {
+            self.counters.made(effect, made);
+        }
         let mut state = self.state.lock();
+        state.queue.worked(effect.weight(), front);
         let mut committed = false;
         if let Some(made) = made.filter(|_| !state.closed) {
             let hurried = !front && state.queue.is_hurried(made.head.id());
@@ -396,6 +443,7 @@ impl Lane {
         let head = encode_message(&made.head);
         let length = head.len() as u64 + made.body.len() as u64;
         flow.sent(self.number, length, self.shared.now());
+        self.counters.left(length);
         state.queue.left(bytes, front, made.head.id(), made.answers);
         Some((head, made.body))
     }

@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 
 use bytes::Bytes;
 
+use super::counters::Effect;
 use crate::protocol::{
     Ask, Code, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT, Refusal,
 };
@@ -17,6 +18,10 @@ const FRONT_UNITS: usize = 64;
 /// Bytes of answers of a lane that wait for the link before no more are made: as much again for those that somebody waits
 /// for, so that background answers without credit do not hold them up.
 const MAX_READY: u64 = 4 << 20;
+
+/// Bytes that are being read for answers of a lane before no more work is given out: as much again for those that somebody
+/// waits for.
+const MAX_WORKING: u64 = 8 << 20;
 
 /// A piece of work, small enough that what is more urgent need not wait long for it.
 #[derive(Debug, PartialEq, Eq)]
@@ -45,6 +50,8 @@ pub struct Queue {
     back_units: usize,
     front_ready: u64,
     back_ready: u64,
+    front_working: u64,
+    back_working: u64,
 }
 
 /// What a request still gets.
@@ -143,17 +150,21 @@ impl Queue {
     pub fn take(&mut self, chunk: u32, unit: u64) -> Option<(Unit, bool)> {
         if self.front_units < FRONT_UNITS
             && self.front_ready < MAX_READY
+            && self.front_working < MAX_WORKING
             && let Some(unit) = Self::cut(&mut self.front, u64::from(MAX_UNIT), chunk)
         {
             self.front_units += 1;
+            self.front_working += Effect::of(&unit, chunk).weight();
             self.forget(&unit);
             return Some((unit, true));
         }
         if self.back_units < BACK_UNITS
             && self.back_ready < MAX_READY
+            && self.back_working < MAX_WORKING
             && let Some(unit) = Self::cut(&mut self.back, unit, chunk)
         {
             self.back_units += 1;
+            self.back_working += Effect::of(&unit, chunk).weight();
             return Some((unit, false));
         }
         None
@@ -193,6 +204,14 @@ impl Queue {
         self.back_ready -= bytes;
         self.front_units += 1;
         self.front_ready += bytes;
+    }
+
+    /// A unit that was taken as so urgent is not being worked on any more; its answer weighs so much at most.
+    pub fn worked(&mut self, weight: u64, front: bool) {
+        match front {
+            true => self.front_working -= weight,
+            false => self.back_working -= weight,
+        }
     }
 
     /// A unit has been worked on; its answer of so many bytes waits for the link.
@@ -277,6 +296,20 @@ mod tests {
             count: 1,
         };
         assert_eq!(queue.take(CHUNK, 1 << 20), Some((unit, true)));
+    }
+
+    #[test]
+    fn no_more_is_read_at_once_than_eight_mebibytes() {
+        let mut queue = Queue::default();
+        for id in 1..=50 {
+            queue.admit(read(id, false), Bytes::new(), CHUNK).unwrap();
+        }
+        for _ in 0..2 {
+            assert!(queue.take(CHUNK, 1 << 20).is_some_and(|(_, front)| front));
+        }
+        assert_eq!(queue.take(CHUNK, 1 << 20), None);
+        queue.worked(u64::from(CHUNK), true);
+        assert!(queue.take(CHUNK, 1 << 20).is_some());
     }
 
     #[test]

@@ -1,0 +1,194 @@
+//! What a site counts of the mounts that it serves.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use serde::Serialize;
+
+use super::queue::Unit;
+use super::work::Made;
+use crate::protocol::{Answer, Ask, Code, Refusal};
+
+/// Why lanes are refused and requests fail, each with its word.
+const CODES: [(Code, &str); 14] = [
+    (Code::Protocol, "protocol"),
+    (Code::Version, "version"),
+    (Code::NoImage, "no_image"),
+    (Code::Leased, "leased"),
+    (Code::LeaseLost, "lease_lost"),
+    (Code::OutOfRange, "out_of_range"),
+    (Code::ReadOnly, "read_only"),
+    (Code::Unsupported, "unsupported"),
+    (Code::NoSpace, "no_space"),
+    (Code::Unavailable, "unavailable"),
+    (Code::Corrupt, "corrupt"),
+    (Code::Io, "io"),
+    (Code::Epoch, "epoch"),
+    (Code::Busy, "busy"),
+];
+
+/// Counts as they grow.
+#[derive(Debug, Default)]
+pub struct Counters {
+    reads_waited: AtomicU64,
+    reads_background: AtomicU64,
+    chunks: AtomicU64,
+    chunks_zero: AtomicU64,
+    bytes_read: AtomicU64,
+    bytes_written: AtomicU64,
+    epochs: AtomicU64,
+    broken: AtomicU64,
+    link_in: AtomicU64,
+    link_out: AtomicU64,
+    refused: [AtomicU64; CODES.len()],
+    failed: [AtomicU64; CODES.len()],
+}
+
+/// What a site says of the mounts that it serves. Counts are since the site began.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Counted {
+    /// Mounts that are connected and may write.
+    pub writers: u64,
+    /// Mounts that are connected and only read.
+    pub readers: u64,
+    /// Connections of all mounts.
+    pub lanes: u64,
+    /// Images that are open for mounts.
+    pub images: u64,
+    /// Reads of chunks that somebody waited for, as they were asked.
+    pub reads_waited: u64,
+    /// Reads of chunks that nobody waited for, as they were asked.
+    pub reads_background: u64,
+    /// Chunks that were read and held data.
+    pub chunks: u64,
+    /// Chunks that were read and held zeros only.
+    pub chunks_zero: u64,
+    /// Bytes of devices that were read, zeros included.
+    pub bytes_read: u64,
+    /// Bytes of devices that were written, zeros not.
+    pub bytes_written: u64,
+    /// Epochs that were made to count.
+    pub epochs: u64,
+    /// Leases that were broken.
+    pub broken: u64,
+    /// Payload bytes that came in on lanes, packed.
+    pub link_in: u64,
+    /// Payload bytes that left on lanes, packed.
+    pub link_out: u64,
+    /// Lanes that were refused, by reason.
+    pub refused: Vec<(&'static str, u64)>,
+    /// Requests that failed, by reason.
+    pub failed: Vec<(&'static str, u64)>,
+}
+
+/// What is to be counted of a unit of work once it is done.
+#[derive(Clone, Copy, Debug)]
+pub struct Effect {
+    read: u64,
+    written: u64,
+}
+
+impl Effect {
+    /// Of a unit, on a device with chunks of so many bytes.
+    pub fn of(unit: &Unit, chunk: u32) -> Self {
+        let (mut read, mut written) = (0, 0);
+        match unit {
+            Unit::Read { count, .. } => read = u64::from(*count) * u64::from(chunk),
+            Unit::Other(Ask::DirectRead { length, .. }, _) => read = u64::from(*length),
+            Unit::Other(Ask::Write { length, .. } | Ask::DirectWrite { length, .. }, _) => {
+                written = u64::from(*length);
+            }
+            Unit::Other(..) => {}
+        }
+        Self { read, written }
+    }
+
+    /// Bytes that its answer takes until it has left, about.
+    pub fn weight(self) -> u64 {
+        self.read
+    }
+}
+
+impl Counters {
+    /// A frame of so many payload bytes came in.
+    pub fn came(&self, bytes: usize) {
+        self.link_in.fetch_add(bytes as u64, Relaxed);
+    }
+
+    /// A frame of so many payload bytes left.
+    pub fn left(&self, bytes: u64) {
+        self.link_out.fetch_add(bytes, Relaxed);
+    }
+
+    /// A request was taken.
+    pub fn asked(&self, ask: &Ask) {
+        let counter = match ask {
+            Ask::Read {
+                background: true, ..
+            } => &self.reads_background,
+            Ask::Read { .. } => &self.reads_waited,
+            _ => return,
+        };
+        counter.fetch_add(1, Relaxed);
+    }
+
+    /// A unit of work was done.
+    pub fn made(&self, effect: Effect, made: &Made) {
+        match &made.head {
+            Answer::Error { refusal, .. } => {
+                count(&self.failed, refusal);
+                return;
+            }
+            Answer::Chunks { count, zeros, .. } => {
+                let zero: u64 = zeros.iter().map(|byte| u64::from(byte.count_ones())).sum();
+                self.chunks_zero.fetch_add(zero, Relaxed);
+                self.chunks
+                    .fetch_add(u64::from(*count).saturating_sub(zero), Relaxed);
+            }
+            Answer::Committed { .. } => drop(self.epochs.fetch_add(1, Relaxed)),
+            _ => {}
+        }
+        self.bytes_read.fetch_add(effect.read, Relaxed);
+        self.bytes_written.fetch_add(effect.written, Relaxed);
+    }
+
+    /// A lane was refused.
+    pub fn refused(&self, refusal: &Refusal) {
+        count(&self.refused, refusal);
+    }
+
+    /// A lease was broken.
+    pub fn lease_broken(&self) {
+        self.broken.fetch_add(1, Relaxed);
+    }
+
+    /// As they are now.
+    pub fn now(&self) -> Counted {
+        let get = |counter: &AtomicU64| counter.load(Relaxed);
+        let by_reason = |counters: &[AtomicU64; CODES.len()]| {
+            let words = CODES.iter().map(|(_, word)| *word);
+            words.zip(counters.iter().map(get)).collect()
+        };
+        Counted {
+            reads_waited: get(&self.reads_waited),
+            reads_background: get(&self.reads_background),
+            chunks: get(&self.chunks),
+            chunks_zero: get(&self.chunks_zero),
+            bytes_read: get(&self.bytes_read),
+            bytes_written: get(&self.bytes_written),
+            epochs: get(&self.epochs),
+            broken: get(&self.broken),
+            link_in: get(&self.link_in),
+            link_out: get(&self.link_out),
+            refused: by_reason(&self.refused),
+            failed: by_reason(&self.failed),
+            ..Counted::default()
+        }
+    }
+}
+
+fn count(counters: &[AtomicU64; CODES.len()], refusal: &Refusal) {
+    let at = CODES.iter().position(|(code, _)| *code == refusal.code);
+    if let Some(counter) = at.and_then(|at| counters.get(at)) {
+        counter.fetch_add(1, Relaxed);
+    }
+}
