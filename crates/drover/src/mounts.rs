@@ -26,6 +26,7 @@ mod status;
 mod target;
 
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
@@ -35,14 +36,20 @@ use crate::failure::usage;
 use crate::home::Home;
 use crate::out;
 use record::{Front, Place, Record};
-use status::{DiskStatus, State, Status};
 
 pub use end::unmount;
 pub use keeper::keep_in_background;
 pub use kernel::{guard, survive_write_back};
 pub use leases::{broken_json, leases_json};
 pub use site_images::{own, site_server};
+pub use status::{DiskStatus, State, Status};
 pub use target::{Listen, Prefetch, Target};
+
+/// How long the process of a mount may take to say how it is.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// Processes of mounts that are asked at the same time, at most.
+const ASKED_AT_ONCE: usize = 32;
 
 /// `drover mount`.
 ///
@@ -185,14 +192,35 @@ pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
     match args.action {
         Some(MountsAction::Leases { json }) => leases::list(home, json || args.json).await,
         Some(MountsAction::Break { name, yes }) => leases::break_lease(home, &name, yes).await,
+        None if args.metrics => {
+            let text = crate::metrics::of_mounts(&all(home, ANSWER_LIMIT)?);
+            out::line(text.trim_end())
+        }
         None => list(home, args.json),
     }
 }
 
+/// How every mount of a home is; of one whose process does not answer within `limit`, that.
+///
+/// # Errors
+/// When the home cannot be read.
+pub fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
+    let mut found = Vec::new();
+    for some in Place::list(home)?.chunks(ASKED_AT_ONCE) {
+        std::thread::scope(|scope| {
+            let asked: Vec<_> = some
+                .iter()
+                .map(|(place, record)| scope.spawn(move || status_of(place, record, limit)))
+                .collect();
+            found.extend(asked.into_iter().filter_map(|asked| asked.join().ok()));
+        });
+    }
+    Ok(found)
+}
+
 fn list(home: &Home, json: bool) -> Result<()> {
     let mut rows = Vec::new();
-    for (place, record) in Place::list(home)? {
-        let status = status_of(&place, &record);
+    for status in all(home, ANSWER_LIMIT)? {
         if json {
             out::json(&status)?;
         } else {
@@ -210,11 +238,16 @@ fn list(home: &Home, json: bool) -> Result<()> {
 }
 
 /// How a mount is: what its process says, or what is written down when that is gone.
-fn status_of(place: &Place, record: &Record) -> Status {
+fn status_of(place: &Place, record: &Record, limit: Duration) -> Status {
     let kept = place.is_kept();
-    if kept && let Ok(status) = control::status(&place.socket()) {
+    if kept && let Ok(status) = control::status(&place.socket(), limit) {
         return status;
     }
+    let link = match (kept, record.unmounted) {
+        (true, _) => "its process does not answer",
+        (false, true) => "its cache is kept for the next mount there",
+        (false, false) => "its process is gone",
+    };
     // What its caches hold, as far as that can be read now. Not under a process that is just opening them.
     let dirty = |index| match kept {
         true => None,
@@ -224,11 +257,12 @@ fn status_of(place: &Place, record: &Record) -> Status {
         name: record.name.clone(),
         place: record.front.place(),
         devices: record.devices.clone(),
-        process: 0,
+        process: if kept { record.process } else { 0 },
         since_unix: record.since_unix,
-        state: match record.unmounted && !kept {
-            true => State::Unmounted,
-            false => State::Dead,
+        state: match (kept, record.unmounted) {
+            (true, _) => State::Silent,
+            (false, true) => State::Unmounted,
+            (false, false) => State::Dead,
         },
         disks: record
             .images
@@ -239,10 +273,7 @@ fn status_of(place: &Place, record: &Record) -> Status {
                 image: image.to_string(),
                 mode: disk::mode(image, &record.how).into(),
                 read_only: record.how.read_only,
-                link: match record.unmounted {
-                    true => "its cache is kept for the next mount there".into(),
-                    false => "its process is gone".into(),
-                },
+                link: link.into(),
                 ..DiskStatus::default()
             })
             .collect(),

@@ -43,6 +43,9 @@ use matchers::Matchers;
 /// How long sessions may take to leave things resumable when the site stops.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
+/// How long the process of a mount may take to say how it is for the metrics.
+const MOUNT_LIMIT: Duration = Duration::from_secs(1);
+
 /// Long jobs (verify, index) at once.
 const MAX_JOBS: usize = 2;
 
@@ -293,15 +296,29 @@ impl Server {
     async fn snapshot(self: &Arc<Self>) -> Result<Snapshot> {
         let server = Arc::clone(self);
         tokio::task::spawn_blocking(move || {
-            let site = match &server.duty {
-                Duty::Site(site, _) => serde_json::to_value(site.status())?,
-                Duty::Teleporter(_) => serde_json::Value::Null,
+            let (site, served) = match &server.duty {
+                Duty::Site(site, devices) => {
+                    let held = |l: &&drover_mount::server::Leased| l.holder.is_some();
+                    // A lease that cannot be read is no reason to say nothing of all else.
+                    let leases = match devices.leases() {
+                        Ok(leases) => Some(leases.iter().filter(held).count()),
+                        Err(e) => {
+                            tracing::warn!("{e}");
+                            None
+                        }
+                    };
+                    let served = Some((devices.counted(), leases));
+                    (serde_json::to_value(site.status())?, served)
+                }
+                Duty::Teleporter(_) => (serde_json::Value::Null, None),
             };
             Ok(Snapshot {
                 images: server.catalog.images().map_err(anyhow::Error::msg)?.len(),
                 peers: server.catalog.peers()?.len(),
                 started_unix: server.started_unix,
                 site,
+                served,
+                mounts: crate::mounts::all(&server.home, MOUNT_LIMIT)?,
             })
         })
         .await?
@@ -330,6 +347,9 @@ impl Server {
             "connections_open": self.metrics.connections_open.load(Relaxed),
             "sessions_open": self.metrics.sessions_open.load(Relaxed),
             "site": snapshot.site,
+            "served": snapshot.served.as_ref().map(|(counted, _)| counted),
+            "leases": snapshot.served.as_ref().map(|(_, leases)| leases),
+            "mounts": snapshot.mounts,
         });
         Ok(status.to_string())
     }

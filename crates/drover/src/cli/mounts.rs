@@ -222,6 +222,7 @@ pub struct UnmountArgs {
 Examples:
   drover mounts
   drover mounts --json
+  drover mounts --metrics                  for Prometheus; a running site has it among its own
   drover mounts leases                     who reads and writes this site's images
   drover mounts break web.qcow2            end the right to write of a mount that is lost"
 )]
@@ -231,6 +232,9 @@ pub struct MountsArgs {
     /// Print one JSON object a line
     #[arg(long)]
     pub json: bool,
+    /// Print how far they are as Prometheus reads it
+    #[arg(long, conflicts_with = "json")]
+    pub metrics: bool,
 }
 
 /// What to do with mounts.

@@ -125,11 +125,20 @@ fn answer(stream: UnixStream, handler: &Handler) -> Result<()> {
 ///
 /// # Errors
 /// When nobody listens there, or the answer breaks off.
-pub fn ask(path: &Path, ask: &Ask, mut each: impl FnMut(Answer) -> Result<bool>) -> Result<()> {
+pub fn ask(path: &Path, question: &Ask, each: impl FnMut(Answer) -> Result<bool>) -> Result<()> {
+    ask_within(path, question, ANSWER_LIMIT, each)
+}
+
+fn ask_within(
+    path: &Path,
+    ask: &Ask,
+    limit: Duration,
+    mut each: impl FnMut(Answer) -> Result<bool>,
+) -> Result<()> {
     let short = SocketPath::of(path)?;
     let stream = UnixStream::connect(short.path())
         .with_context(|| format!("nobody answers at {}", path.display()))?;
-    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    stream.set_read_timeout(Some(limit))?;
     let mut text = serde_json::to_string(ask)?;
     text.push('\n');
     (&stream).write_all(text.as_bytes())?;
@@ -150,13 +159,13 @@ pub fn ask(path: &Path, ask: &Ask, mut each: impl FnMut(Answer) -> Result<bool>)
     }
 }
 
-/// How the mount that listens on `path` is.
+/// How the mount that listens on `path` is, when it says so within `limit`.
 ///
 /// # Errors
 /// As [`ask()`].
-pub fn status(path: &Path) -> Result<Status> {
+pub fn status(path: &Path, limit: Duration) -> Result<Status> {
     let mut found = None;
-    ask(path, &Ask::Status, |answer| {
+    ask_within(path, &Ask::Status, limit, |answer| {
         if let Answer::Status(status) = answer {
             found = Some(*status);
         }
@@ -199,7 +208,7 @@ mod tests {
         })
         .unwrap();
         assert_eq!(heard, ["Refused(\"busy\")", "true"]);
-        assert!(status(&path).is_err());
+        assert!(status(&path, ASK_LIMIT).is_err());
         let mut rude = UnixStream::connect(&path).unwrap();
         rude.write_all(b"hello\n").unwrap();
         let mut rest = String::new();

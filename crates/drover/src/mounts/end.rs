@@ -44,7 +44,7 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
             crate::text::clean(&args.what)
         ),
     };
-    let status = super::status_of(&place, &record);
+    let status = super::status_of(&place, &record, super::ANSWER_LIMIT);
     let dirty: u64 = status.disks.iter().map(|d| d.dirty).sum();
     if args.dry_run {
         return would(&status, &record, &args, dirty);
@@ -64,8 +64,8 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
     };
     let left = if place.is_kept() {
         tokio::task::spawn_blocking({
-            let (place, quiet) = (place.clone(), args.json);
-            move || ask_to_end(&place, how, quiet)
+            let (place, process, quiet) = (place.clone(), record.process, args.json);
+            move || ask_to_end(&place, process, how, quiet)
         })
         .await??
     } else {
@@ -104,7 +104,7 @@ fn would(status: &Status, record: &Record, args: &UnmountArgs, dirty: u64) -> Re
 }
 
 /// Asks the process that keeps it, and shows what is still to be pushed.
-fn ask_to_end(place: &Place, how: StopHow, quiet: bool) -> Result<Left> {
+fn ask_to_end(place: &Place, process: u32, how: StopHow, quiet: bool) -> Result<Left> {
     let bar = Bar::new("pushing", quiet);
     let mut most = 0;
     let mut end = Err(anyhow::anyhow!("it gave no answer"));
@@ -123,6 +123,14 @@ fn ask_to_end(place: &Place, how: StopHow, quiet: bool) -> Result<Left> {
             end = Err(anyhow::anyhow!(why));
             Ok(true)
         }
+    })
+    .with_context(|| {
+        format!(
+            "{} cannot be ended; see {}, and if it does not go on, `kill -9` its process ({}) and unmount it again: nothing that was flushed is lost",
+            place.name(),
+            place.log().display(),
+            process
+        )
     })?;
     bar.clear();
     if end.is_ok() {

@@ -37,6 +37,8 @@ pub enum State {
     Dead,
     /// It was ended and its cache kept; the same can be done.
     Unmounted,
+    /// Its process is there and does not answer.
+    Silent,
 }
 
 /// How one disk is.
@@ -133,6 +135,7 @@ impl Status {
                 State::Ending => "ending",
                 State::Dead => "dead",
                 State::Unmounted => "unmounted",
+                State::Silent => "silent",
             }
             .into(),
             words.join("; "),

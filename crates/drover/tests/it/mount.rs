@@ -10,6 +10,7 @@ mod files;
 mod full;
 mod leases;
 mod links;
+mod metrics;
 mod proxy;
 mod random;
 

@@ -1,0 +1,132 @@
+//! What an operator sees of mounts, at both ends.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+
+use super::{Mounts, can_mount, text};
+use crate::world::{signal, until};
+
+/// The value of a sample of that name and labels.
+#[track_caller]
+fn value(metrics: &str, sample: &str) -> f64 {
+    let found = metrics
+        .lines()
+        .find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '));
+    let found = found.unwrap_or_else(|| panic!("{sample} is not in {metrics}"));
+    found.parse().unwrap()
+}
+
+#[test]
+fn both_ends_count_what_mounts_do() {
+    if !can_mount("both_ends_count_what_mounts_do") {
+        return;
+    }
+    let m = Mounts::new();
+    m.raw("web.raw", 91);
+    m.raw("other.raw", 92);
+    let served = || m.world.run("far", &["status", "--metrics"]).ok().out;
+    let before = served();
+    for sample in [
+        "drover_served_mounts{access=\"write\"}",
+        "drover_served_leases",
+        "drover_served_reads_total{kind=\"waited\"}",
+        "drover_served_bytes_total{direction=\"written\"}",
+        "drover_served_refused_total{reason=\"leased\"}",
+    ] {
+        assert_eq!(value(&before, sample), 0.0, "{sample}");
+    }
+    let disk = m.mount("web.raw", "disk", &["--push-interval", "100ms"]);
+    let read_only = m.mount("other.raw", "reads", &["--read-only", "--prefetch", "none"]);
+    fs::read(&read_only).unwrap();
+    until("all is here", || {
+        let here = m.list();
+        let disk = here.iter().find(|row| row["place"] == text(&disk)).unwrap();
+        disk["disks"][0]["local"] == disk["disks"][0]["size"]
+    });
+    File::options()
+        .write(true)
+        .open(&disk)
+        .and_then(|file| {
+            file.write_all_at(&[7; 65536], 0)?;
+            file.sync_all()
+        })
+        .unwrap();
+    until("it is pushed", || {
+        value(&served(), "drover_served_epochs_total") >= 1.0
+    });
+    let second = m.world.path("second");
+    m.near(&["mount", "far:web.raw", text(&second), "--read-only"])
+        .fails(3, &["web.raw"]);
+    m.near(&["mount", "far:nope", text(&second)]).fails(3, &[]);
+
+    let after = served();
+    let at_least = |sample: &str, least: f64| {
+        assert!(value(&after, sample) >= least, "{sample}: {after}");
+    };
+    assert_eq!(value(&after, "drover_served_mounts{access=\"write\"}"), 1.0);
+    assert_eq!(value(&after, "drover_served_mounts{access=\"read\"}"), 1.0);
+    assert_eq!(value(&after, "drover_served_images"), 2.0);
+    assert_eq!(value(&after, "drover_served_leases"), 1.0);
+    at_least("drover_served_lanes", 4.0);
+    at_least("drover_served_reads_total{kind=\"waited\"}", 1.0);
+    at_least("drover_served_reads_total{kind=\"background\"}", 1.0);
+    // Each has 2 MiB and 300 kB of noise.
+    at_least("drover_served_chunks_total{kind=\"data\"}", 70.0);
+    at_least("drover_served_bytes_total{direction=\"read\"}", 4.5e6);
+    at_least("drover_served_bytes_total{direction=\"written\"}", 65536.0);
+    at_least("drover_served_link_bytes_total{direction=\"sent\"}", 4.5e6);
+    at_least(
+        "drover_served_link_bytes_total{direction=\"received\"}",
+        1.0,
+    );
+    at_least("drover_served_refused_total{reason=\"leased\"}", 1.0);
+    at_least("drover_served_refused_total{reason=\"no_image\"}", 1.0);
+
+    // The other end: progress, for scripts and for Prometheus.
+    let here = m.near(&["mounts", "--metrics"]).ok().out;
+    let rows = m.list();
+    let row = rows.iter().find(|row| row["place"] == text(&disk)).unwrap();
+    let labels = format!(
+        "{{mount=\"{}\",image=\"far:web.raw\",mode=\"managed\"}}",
+        row["name"].as_str().unwrap()
+    );
+    for (metric, field) in [
+        ("size_bytes", "size"),
+        ("local_bytes", "local"),
+        ("dirty_bytes", "dirty"),
+        ("in_flight_bytes", "in_flight"),
+        ("seconds_left", "seconds_left"),
+        ("epochs", "epoch"),
+    ] {
+        let shown = value(&here, &format!("drover_mount_{metric}{labels}"));
+        assert_eq!(Some(shown), row["disks"][0][field].as_f64(), "{metric}");
+    }
+    assert_eq!(value(&here, &format!("drover_mount_link_up{labels}")), 1.0);
+    assert!(row["disks"][0]["rate"].is_number());
+    m.unmount(&read_only, &[]).ok();
+    m.unmount(&disk, &[]).ok();
+    let ended = served();
+    assert_eq!(value(&ended, "drover_served_lanes"), 0.0);
+    assert_eq!(value(&ended, "drover_served_leases"), 0.0);
+}
+
+#[test]
+fn a_keeper_that_is_stopped_is_told_from_one_that_is_dead() {
+    if !can_mount("a_keeper_that_is_stopped_is_told_from_one_that_is_dead") {
+        return;
+    }
+    let m = Mounts::new();
+    m.raw("web.raw", 93);
+    // An export: of a file that nobody answers for the kernel makes whoever looks at it wait.
+    m.export("web.raw", &[]);
+    let process = m.list()[0]["process"].as_u64().unwrap();
+    let process = u32::try_from(process).unwrap();
+    signal(process, "STOP");
+    let row = m.list().remove(0);
+    signal(process, "CONT");
+    assert_eq!(row["state"], "silent", "{row}");
+    assert_eq!(row["process"], u64::from(process));
+    assert_eq!(row["disks"][0]["link"], "its process does not answer");
+    let name = row["name"].as_str().unwrap();
+    m.near(&["unmount", name]).ok();
+}
