@@ -3,6 +3,7 @@
 mod clients;
 mod hostile;
 mod lifecycle;
+mod order;
 mod raw;
 mod requests;
 mod tls;
