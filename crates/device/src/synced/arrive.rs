@@ -4,8 +4,18 @@ use drover_core::{DeviceError, Digest};
 
 use super::Shared;
 use super::state::State;
-use super::wait::Outcome;
+use super::wait::{Outcome, Waiting};
 use crate::remote::{Chunks, Content, Fetched};
+
+/// What became of a chunk that arrived.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Taken {
+    Stored,
+    /// What is here already is newer.
+    Newer,
+    /// There is no room for it, or it is not what it should be.
+    Refused,
+}
 
 impl Shared {
     pub(super) fn take_in(&self, chunks: Vec<Fetched>) {
@@ -18,38 +28,62 @@ impl Shared {
             if index >= self.states.count() || !self.states.in_flight(index) {
                 continue;
             }
-            let wrong = matches!(&content, Content::Data(bytes, _) if bytes.len() as u64 != self.geometry.length(index));
-            let result = match wrong {
-                true => Err(DeviceError::Corrupt(format!(
-                    "chunk {index} came with another length than it has"
-                ))),
-                false => self
-                    .make_room(index)
-                    .and_then(|()| self.store(index, &content)),
-            };
+            let length = self.geometry.length(index);
+            let (taken, waiting, outcome) = self.take_one(index, content);
             self.states.answered(index);
-            if result.is_err() {
+            if taken == Taken::Refused {
                 self.states.not_ahead(index);
             }
-            pulled += self.geometry.length(index);
-            match result {
-                Ok(held) => {
-                    let stored = held.is_some();
-                    self.waits.tell(index, Outcome::Here(held));
-                    if stored {
-                        self.tell_local(index);
-                    }
-                }
-                // Without what was written to it here, it must not be used.
-                Err(error) if wrong || self.states.get(index) != State::Absent => {
-                    self.waits.tell(index, Outcome::Failed(error));
-                }
-                Err(error) => self.waits.tell(index, Outcome::Handed(content, error)),
+            pulled += length;
+            self.waits.tell_those(index, waiting, outcome);
+            if taken == Taken::Stored {
+                self.tell_local(index);
             }
         }
         self.saver.pulled(pulled);
         if self.states.local() == self.states.count() {
             self.pull.wake();
+        }
+    }
+
+    /// Puts a chunk where it belongs. Says who waits for it, and what they are to be told: they are taken down while the
+    /// chunk counts as asked for and so is not evicted, hence none of them comes after a write that is not in it.
+    fn take_one(&self, index: u64, content: Content) -> (Taken, Waiting, Outcome) {
+        if matches!(&content, Content::Data(bytes, _) if bytes.len() as u64 != self.geometry.length(index))
+        {
+            let error = DeviceError::Corrupt(format!(
+                "chunk {index} came with another length than it has"
+            ));
+            let waiting = self.waits.take(index);
+            return (Taken::Refused, waiting, Outcome::Failed(error));
+        }
+        let room = self.make_room(index);
+        // Nobody writes to a chunk that is handed out between the look and the taking down.
+        if let Err(error) = room
+            && let _stripe = self.states.read(index)
+            && self.states.get(index) == State::Absent
+        {
+            let waiting = self.waits.take(index);
+            return (Taken::Refused, waiting, Outcome::Handed(content, error));
+        }
+        // If there was no room, it has been written to meanwhile, and has its own.
+        match self.store(index, &content) {
+            Ok(held) => {
+                let taken = match held {
+                    Some(_) => Taken::Stored,
+                    None => Taken::Newer,
+                };
+                (taken, self.waits.take(index), Outcome::Here(held))
+            }
+            Err(error) => {
+                let _stripe = self.states.read(index);
+                let outcome = match self.states.get(index) {
+                    State::Absent => Outcome::Handed(content, error),
+                    // Without what was written to it here, it must not be used.
+                    _ => Outcome::Failed(error),
+                };
+                (Taken::Refused, self.waits.take(index), outcome)
+            }
         }
     }
 

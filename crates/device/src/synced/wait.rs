@@ -26,8 +26,9 @@ pub enum Outcome {
 /// may be older than what has been written since.
 type Answer = Arc<OnceLock<Outcome>>;
 
+/// Those who wait for one fetch.
 #[derive(Default)]
-struct Waiting {
+pub struct Waiting {
     waiters: u32,
     /// Asked for because of them.
     demanded: bool,
@@ -114,11 +115,31 @@ impl Waits {
         waiting.get(&index).is_some_and(|w| !w.demanded)
     }
 
+    /// Takes down who waits by now; they are owed a [`Waits::tell_those`].
+    pub fn take(&self, index: u64) -> Waiting {
+        let taken = self.shard(index).waiting.lock().remove(&index);
+        taken.unwrap_or_default()
+    }
+
+    /// Tells those who were taken down; whoever began to wait since looks again.
+    pub fn tell_those(&self, index: u64, those: Waiting, outcome: Outcome) {
+        let shard = self.shard(index);
+        let mut waiting = shard.waiting.lock();
+        let _ = those.answer.set(outcome);
+        let since = waiting.remove(&index);
+        if let Some(since) = &since {
+            let _ = since.answer.set(Outcome::Here(None));
+        }
+        if those.waiters > 0 || since.is_some() {
+            shard.changed.notify_all();
+        }
+    }
+
     /// Tells those who wait.
     pub fn tell(&self, index: u64, outcome: Outcome) {
         let shard = self.shard(index);
         if let Some(waiting) = shard.waiting.lock().remove(&index) {
-            // The only place beside `tell_all` that sets it, and both take the entry out first.
+            // Whoever sets it takes the entry out first.
             let _ = waiting.answer.set(outcome);
             shard.changed.notify_all();
         }
@@ -166,5 +187,19 @@ mod tests {
         assert!(!waits.any(7));
         let answer = waits.wait(first, Instant::now());
         assert!(matches!(answer, Some(Outcome::Here(Some(Content::Zero)))));
+    }
+
+    #[test]
+    fn who_comes_after_the_taking_down_looks_again() {
+        let waits = Waits::new();
+        let first = waits.join(7);
+        let taken = waits.take(7);
+        let second = waits.join(7);
+        waits.tell_those(7, taken, Outcome::Here(Some(Content::Zero)));
+        let answer = waits.wait(first, Instant::now());
+        assert!(matches!(answer, Some(Outcome::Here(Some(Content::Zero)))));
+        let answer = waits.wait(second, Instant::now());
+        assert!(matches!(answer, Some(Outcome::Here(None))));
+        assert!(!waits.any(7));
     }
 }
