@@ -94,7 +94,7 @@ pub struct Server {
     /// Room for requests' bodies, in bytes.
     bodies: Arc<Semaphore>,
     next_lane: AtomicU64,
-    /// Held while an image is opened; before `state`.
+    /// Held while an image is opened, or a lease broken; before its desk, which is before `state`.
     opening: Mutex<()>,
     /// Told when a front lane was let in.
     joined: tokio::sync::Notify,
@@ -213,6 +213,9 @@ impl Server {
             self.wait_for_front((peer.key, open.mount), open.link)
                 .await?;
         }
+        if open.lane == LaneKind::Front {
+            self.close_replaced(&open.image).await?;
+        }
         let image = self.image(&open.image).await?;
         let shape = Shape {
             size: image.device().size(),
@@ -268,6 +271,29 @@ impl Server {
             can: [can.fast_zeroes, can.trim, can.durable, can.extents],
         };
         Ok((lane, opened))
+    }
+
+    /// Closes an image that is open but is not the one of that name any more. It is kept open for readers that may come
+    /// back, and they would read the bytes of one under the digest of the other.
+    async fn close_replaced(self: &Arc<Self>, name: &ImageName) -> Result<(), Refusal> {
+        if !self.state.lock().open.contains_key(name) {
+            return Ok(());
+        }
+        let (server, wanted) = (self.clone(), name.clone());
+        let now = blocking(move || server.config.images.digest(&wanted)).await?;
+        let mut state = self.state.lock();
+        match state.open.get(name) {
+            Some(image) if image.digest() != now => {
+                // As in `tidy`: an overlay has one owner, so it is not opened again beside whoever still has it.
+                if Arc::strong_count(image) > 1 {
+                    let text = format!("{name} was replaced, and a mount still has the former");
+                    return Err(Refusal::new(Code::Unavailable, text));
+                }
+                state.open.remove(name);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The image, opened if no mount has it open.
@@ -505,20 +531,25 @@ impl Server {
         }
         let mut out = Vec::new();
         for name in names {
-            let desk = Desk::open(name.clone(), directory.join(name.as_str()))
-                .map_err(|e| state_error(&directory, e.text))?;
-            let state = self.state.lock();
-            let here = state.mounts.values().filter(|m| *m.image.name() == name);
-            let leased = Leased {
-                connected: here.map(|m| m.peer_name.clone()).collect(),
-                holder: desk.holder().cloned(),
-                image: name.as_str().to_owned(),
-            };
-            if leased.holder.is_some() || !leased.connected.is_empty() {
-                out.push(leased);
-            }
+            out.extend(self.leased(&name)?);
         }
         Ok(out)
+    }
+
+    /// Who has an image mounted, or may still write it; none when nobody does. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::State`] when the site's state cannot be read.
+    pub fn leased(&self, name: &ImageName) -> Result<Option<Leased>, MountError> {
+        let holder = lease_on_disk(&self.config.state, name)?;
+        let state = self.state.lock();
+        let here = state.mounts.values().filter(|m| m.image.name() == name);
+        let leased = Leased {
+            connected: here.map(|m| m.peer_name.clone()).collect(),
+            holder,
+            image: name.as_str().to_owned(),
+        };
+        Ok(Some(leased).filter(|l| l.holder.is_some() || !l.connected.is_empty()))
     }
 
     /// Takes the writer's lease of an image away from whoever has it; none when nobody does. What that mount has not
@@ -530,14 +561,22 @@ impl Server {
         self: &Arc<Self>,
         name: &ImageName,
     ) -> Result<Option<Holder>, MountError> {
-        let image = self.image(name).await.map_err(MountError::Refused)?;
-        // (An image that only this opened is closed with the next mount that ends.)
-        let holder = {
-            let image = image.clone();
-            blocking(move || image.break_lease())
-                .await
-                .map_err(MountError::Refused)?
-        };
+        let (server, name) = (self.clone(), name.clone());
+        let broken = blocking(move || {
+            // Nobody opens it meanwhile.
+            let _opening = server.opening.lock();
+            let open = server.state.lock().open.get(&name).cloned();
+            let holder = match &open {
+                Some(image) => image.break_lease(),
+                // It need not be one that can be opened: that may be why nobody can use the lease.
+                None => {
+                    let directory = server.config.state.join("overlays").join(name.as_str());
+                    Desk::open(name, directory)?.break_lease()
+                }
+            };
+            Ok((holder?, open))
+        });
+        let (holder, image) = broken.await.map_err(MountError::Refused)?;
         let Some(holder) = holder else {
             return Ok(None);
         };
@@ -552,13 +591,28 @@ impl Server {
                 .unwrap_or_default()
         };
         for lane in lanes {
-            let refusal = Refusal::new(Code::LeaseLost, lease::broken(name.as_str()));
+            let refusal = Refusal::new(Code::LeaseLost, lease::broken(lane.image.name().as_str()));
             lane.end(refusal).await;
         }
-        blocking(move || image.abandon())
-            .await
-            .map_err(MountError::Refused)?;
+        // One that nobody has open forgets what was staged when it is opened for the next writer.
+        if let Some(image) = image {
+            blocking(move || image.abandon())
+                .await
+                .map_err(MountError::Refused)?;
+        }
         Ok(Some(holder))
+    }
+}
+
+/// Who may write an image, by what is written down in a site's state (see [`Config::state`]): also when no server runs.
+///
+/// # Errors
+/// [`MountError::State`] when it cannot be read.
+pub fn lease_on_disk(state: &Path, name: &ImageName) -> Result<Option<Holder>, MountError> {
+    let directory = state.join("overlays").join(name.as_str());
+    match Desk::open(name.clone(), directory.clone()) {
+        Ok(desk) => Ok(desk.holder().cloned()),
+        Err(refusal) => Err(state_error(&directory, refusal.text)),
     }
 }
 

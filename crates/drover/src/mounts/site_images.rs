@@ -6,14 +6,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use drover_core::ImageName;
+use drover_core::{Digest, ImageName};
 use drover_device::backend::ImageDevice;
-use drover_image::VirtualDisk;
+use drover_image::{Stamp, VirtualDisk};
 use drover_mount::client::{ConnectError, Connected, Connector};
 use drover_mount::protocol::{Code, Refusal};
 use drover_mount::server::{Base, Config, Images, Peer, Server};
 use drover_net::{Connection, NetError, PeerKey, connect_unix};
-use drover_teleport::catalog::Catalog;
+use drover_teleport::catalog::{Catalog, ImageRecord};
 use tokio::sync::watch;
 
 use super::connector::{begin, refusal};
@@ -46,19 +46,33 @@ struct SiteImages {
     site: String,
 }
 
+impl SiteImages {
+    fn record(&self, name: &ImageName) -> Result<ImageRecord, Refusal> {
+        let record = self.catalog.by_name(name);
+        let record = record.map_err(|e| Refusal::new(Code::Unavailable, e))?;
+        let record = record.ok_or_else(|| {
+            let text = format!(
+                "{} has no image called {name}; `drover images` lists what it has",
+                self.site
+            );
+            Refusal::new(Code::NoImage, text)
+        })?;
+        if was_changed(&record) {
+            // Its digest is that of other bytes: mounts would take what they kept of those for this.
+            let path = record.path.display();
+            let text = format!(
+                "{name}: its file {path} was changed after it had been indexed; `drover index {path}` at {} takes it as it is now",
+                self.site
+            );
+            return Err(Refusal::new(Code::Corrupt, text));
+        }
+        Ok(record)
+    }
+}
+
 impl Images for SiteImages {
     fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
-        let record = self
-            .catalog
-            .by_name(name)
-            .map_err(|e| Refusal::new(Code::Unavailable, e))?
-            .ok_or_else(|| {
-                let text = format!(
-                    "{} has no image called {name}; `drover images` lists what it has",
-                    self.site
-                );
-                Refusal::new(Code::NoImage, text)
-            })?;
+        let record = self.record(name)?;
         let unreadable =
             |e: &dyn std::fmt::Display| Refusal::new(Code::Unavailable, format!("{name}: {e}"));
         let disk = VirtualDisk::open(&record.path).map_err(|e| unreadable(&e))?;
@@ -67,6 +81,18 @@ impl Images for SiteImages {
             digest: record.digest,
         })
     }
+
+    fn digest(&self, name: &ImageName) -> Result<Digest, Refusal> {
+        Ok(self.record(name)?.digest)
+    }
+}
+
+/// Whether an image's file is not what its digest was taken of. (Its place and its owner may have changed.)
+fn was_changed(record: &ImageRecord) -> bool {
+    let (Some(then), Ok(now)) = (record.stamp, Stamp::of_path(&record.path)) else {
+        return false;
+    };
+    (then.size, then.mtime_ns) != (now.size, now.mtime_ns)
 }
 
 /// What this site is called at its own leases.

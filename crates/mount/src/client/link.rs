@@ -16,7 +16,7 @@ use tracing::{debug, info};
 use super::book::ChunksAnswer;
 use super::presence::Pages;
 use super::tell::ChunksTask;
-use super::{ConnectError, Connected, Connector, Inner, Options, Reply};
+use super::{CLOSE_WAIT, ConnectError, Connected, Connector, Inner, Options, Reply};
 use crate::MountError;
 use crate::protocol::{
     Access, Answer, Ask, Identity, LaneKind, MAX_MOUNT_FRAME, Open, Opened, Refusal, VERSION,
@@ -293,7 +293,10 @@ pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Optio
                             ready = Some(Up::begin(&inner, link, front, joining, Vec::new()));
                             continue;
                         }
-                        Err(error) => Ended::Gone(error),
+                        Err(error) => {
+                            inner.give_back(front).await;
+                            Ended::Gone(error)
+                        }
                     },
                     Err(error) if error.fatal => Ended::Gone(DeviceError::Io(Arc::new(
                         std::io::Error::other(error.message),
@@ -394,6 +397,30 @@ impl Inner {
                 }
                 Ok(())
             }
+        }
+    }
+
+    /// Gives back what the site granted over another image than the one that was mounted: nothing of this mount can be
+    /// pushed there.
+    async fn give_back(&self, lane: Lane) {
+        if lane.opened.identity.digest == self.opened.identity.digest {
+            return;
+        }
+        let Connected {
+            mut reader,
+            mut writer,
+            ..
+        } = lane.connected;
+        let told = async {
+            let close = encode_message(&Ask::Close { id: 1 });
+            writer.send(kind::ASK, &close).await.ok()?;
+            writer.flush().await.ok()?;
+            let frame = reader.next().await.ok()??;
+            let answer = decode_message::<Answer>(&frame.payload).ok()?.head;
+            (answer == Answer::Done { id: 1 }).then_some(())
+        };
+        if let Ok(Some(())) = timeout(CLOSE_WAIT, told).await {
+            self.released.store(true, Ordering::Release);
         }
     }
 

@@ -22,6 +22,15 @@ pub trait Images: Send + Sync {
     /// # Errors
     /// [`Refusal`]: no such image, or one that cannot be read now.
     fn open(&self, name: &ImageName) -> Result<Base, Refusal>;
+
+    /// The digest that the image of that name has now: one that is open may have been replaced since. Called as
+    /// [`Images::open`] is, whenever a mount connects.
+    ///
+    /// # Errors
+    /// As [`Images::open`]'s.
+    fn digest(&self, name: &ImageName) -> Result<Digest, Refusal> {
+        Ok(self.open(name)?.digest)
+    }
 }
 
 /// An image that nobody has written.
@@ -206,6 +215,11 @@ impl Image {
     /// Its name.
     pub fn name(&self) -> &ImageName {
         &self.name
+    }
+
+    /// The digest of the image that nobody has written.
+    pub fn digest(&self) -> Digest {
+        self.base.digest
     }
 
     /// What is read.
