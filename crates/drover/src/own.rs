@@ -23,6 +23,7 @@ impl Own {
     pub async fn open(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Own> {
         let lock = home.lock()?;
         let site = site::open(home, catalog, &home.identity()?).await?;
+        crate::mounts::hold_written(&site, home);
         Ok(Own { site, _lock: lock })
     }
 

@@ -32,7 +32,7 @@ use crate::catalog::{SiteCatalog, TICKET_LIFETIME};
 use crate::cli::ListenArgs;
 use crate::home::{Home, HomeLock};
 use crate::metrics::{Metrics, Snapshot};
-use crate::mounts::site_server;
+use crate::mounts::{site_server, why_held};
 use crate::remote::SocketPath;
 use crate::signals::{Stop, told};
 use crate::site;
@@ -90,20 +90,7 @@ pub async fn serve(home: Home, args: ListenArgs) -> Result<()> {
 fn hold_leased(site: &Arc<Site>, devices: &Arc<drover_mount::server::Server>) {
     let devices = Arc::downgrade(devices);
     site.hold_by(Arc::new(move |name| {
-        let leases = devices.upgrade()?.leases().ok()?;
-        let leased = leases.into_iter().find(|l| l.image == name.as_str())?;
-        match (&leased.holder, leased.connected.first()) {
-            (Some(holder), _) => Some(format!(
-                "{} of {} may write it; unmount it there, or `drover mounts break {name}` here",
-                clean(&holder.note),
-                clean(&holder.peer_name)
-            )),
-            (None, Some(reader)) => Some(format!(
-                "{} has it mounted; unmount it there",
-                clean(reader)
-            )),
-            (None, None) => None,
-        }
+        why_held(name, devices.upgrade()?.leased(name))
     }));
 }
 

@@ -436,8 +436,16 @@ impl Site {
                 Err(e) => break Err(e),
             }
         };
-        let digest = match indexed.and_then(|d| crate::walk::check_unchanged(&outgoing).map(|()| d))
-        {
+        let indexed = indexed.and_then(|digest| {
+            crate::walk::check_unchanged(&outgoing)?;
+            // As it was, it may be indexed again; as another it would take the place of one that somebody needs.
+            match self.images.by_name(&name) {
+                Some(old) if old.digest != digest => self.check_held(&name)?,
+                _ => {}
+            }
+            Ok(digest)
+        });
+        let digest = match indexed {
             Ok(digest) => digest,
             Err(e) => {
                 let _ = tell(Event::Image(id, ImageEvent::Abort));
@@ -450,7 +458,8 @@ impl Site {
         let record = ImageRecord {
             id,
             name,
-            stamp: Stamp::of_path(&path).ok(),
+            // As it was opened, and still was when all of it had been read.
+            stamp: outgoing.stamps.first().map(|(_, stamp)| *stamp),
             path,
             format: outgoing.format.as_str().into(),
             size_bytes: outgoing.layout.file_len(),

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use drover_core::ImageName;
-use drover_mount::server::Server;
+use drover_mount::MountError;
+use drover_mount::server::{Leased, Server, lease_on_disk};
+use drover_teleport::Site;
 use drover_teleport::protocol::{Reply, Request};
 use serde::{Deserialize, Serialize};
 
@@ -44,6 +46,43 @@ fn writer(holder: drover_mount::server::Holder) -> Writer {
         mount: holder.mount.to_string(),
         since_unix: holder.since_unix,
     }
+}
+
+/// Why an image may not be replaced or removed now; none when it may.
+pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) -> Option<String> {
+    let leased = match leased {
+        Ok(leased) => leased?,
+        // Somebody may have it.
+        Err(e) => return Some(format!("who may write it cannot be read: {e}")),
+    };
+    match (&leased.holder, leased.connected.first()) {
+        (Some(holder), _) => Some(format!(
+            "{} of {} may write it; unmount it there, or `drover mounts break {name}` at the site that has it",
+            clean(&holder.note),
+            clean(&holder.peer_name)
+        )),
+        (None, Some(reader)) => Some(format!(
+            "{} has it mounted; unmount it there",
+            clean(reader)
+        )),
+        (None, None) => None,
+    }
+}
+
+/// Keeps images that somebody may still push to from being replaced or removed while no site runs.
+pub fn hold_written(site: &Site, home: &Home) {
+    let state = home.mounted_dir();
+    site.hold_by(Arc::new(move |name| {
+        let holder = lease_on_disk(&state, name);
+        let leased = holder.map(|holder| {
+            Some(Leased {
+                image: name.to_string(),
+                holder,
+                connected: Vec::new(),
+            })
+        });
+        why_held(name, leased)
+    }));
 }
 
 /// The leases of a server as JSON.
