@@ -1,5 +1,6 @@
 //! `images`, `verify`, `rm`, `index` and `digest`: images that are somewhere already.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -40,13 +41,27 @@ pub fn info(r: ImageRecord) -> ImageInfo {
     }
 }
 
-/// What a removal did, or would do, for a person.
-pub fn removal(r: &ImageRecord) -> String {
-    if r.external {
+/// What a removal did, for a person.
+pub fn removal(home: &Home, r: &ImageRecord) -> String {
+    let done = if r.external {
         format!("forgot {}; its file {} stays", r.name, r.path.display())
     } else {
         format!("removed {} ({})", r.name, bytes(r.data_bytes))
-    }
+    };
+    done + &written(home, r).map_or_else(String::new, |(text, _)| text)
+}
+
+/// What mounts wrote over an image, which its removal leaves: for a person, and where. None when that is nothing.
+fn written(home: &Home, r: &ImageRecord) -> Option<(String, PathBuf)> {
+    let dir = home.mounted_dir().join("overlays").join(r.name.as_str());
+    let data = std::fs::metadata(dir.join("data")).ok()?;
+    let size = data.blocks() * 512;
+    let text = format!(
+        "; what mounts wrote to it ({}) stays in {}, for the same image by that name",
+        bytes(size),
+        dir.display()
+    );
+    (size > 0).then_some((text, dir))
 }
 
 /// Lists images.
@@ -199,25 +214,36 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
             args.name
         );
     };
+    let (kept, left) = written(home, &record).unzip();
+    let would = if record.external {
+        format!(
+            "forget {} (its file {} stays{})",
+            record.name,
+            record.path.display(),
+            kept.unwrap_or_default()
+        )
+    } else {
+        format!(
+            "remove {} ({}{})",
+            record.name,
+            bytes(record.data_bytes),
+            kept.unwrap_or_default()
+        )
+    };
     if args.dry_run {
         if args.json {
             return out::json(&json!({
                 "name": args.name.as_str(), "removed": false, "external": record.external,
-                "path": record.path, "data_bytes": record.data_bytes,
+                "path": record.path, "data_bytes": record.data_bytes, "written": left,
             }));
         }
-        return out::line(&format!("would have {}", removal(&record)));
+        return out::line(&format!("would {}", clean(&would)));
     }
-    let question = if record.external {
-        format!(
-            "Forget {} (its file {} stays)?",
-            record.name,
-            record.path.display()
-        )
-    } else {
-        format!("Remove {} ({})?", record.name, bytes(record.data_bytes))
-    };
-    prompt::confirm(&question, args.yes)?;
+    let mut question = would;
+    if let Some(first) = question.get_mut(..1) {
+        first.make_ascii_uppercase();
+    }
+    prompt::confirm(&format!("{question}?"), args.yes)?;
     let message = match Call::local(home).await? {
         Some(mut call) => {
             call.ask(&Request::Remove {
@@ -231,13 +257,13 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
         }
         None => {
             let (site, name) = (Own::open(home, &catalog).await?, args.name.clone());
-            removal(&site.run(move |site| site.remove(&name)).await?)
+            removal(home, &site.run(move |site| site.remove(&name)).await?)
         }
     };
     if args.json {
         return out::json(&json!({
             "name": args.name.as_str(), "removed": true, "external": record.external,
-            "path": record.path, "data_bytes": record.data_bytes,
+            "path": record.path, "data_bytes": record.data_bytes, "written": left,
         }));
     }
     out::line(&clean(&message))

@@ -117,7 +117,7 @@ pub async fn remove(server: &Arc<Server>, site: &Arc<Site>, name: ImageName) -> 
     let removed = tokio::task::spawn_blocking(move || site.remove(&name)).await?;
     Ok(match removed {
         Ok(record) => Reply::Done {
-            message: crate::images::removal(&record),
+            message: crate::images::removal(&server.home, &record),
         },
         Err(e) => of_error(&e),
     })
