@@ -59,7 +59,13 @@ pub async fn end(
     let mut there = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
         let ours = match how.discard {
-            true => 0,
+            true => {
+                // First: it may be of an image that is no more, and then stand in the way of telling the site.
+                if let Err(e) = place.remove_cache(index) {
+                    tracing::warn!("{e:#}");
+                }
+                0
+            }
             false => place.left(index)?.map_or(0, |left| left.dirty),
         };
         match Disk::open_by(home, place, &record, index, image, false).await {

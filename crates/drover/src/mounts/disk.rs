@@ -193,12 +193,11 @@ impl Disk {
         let (how, place) = (how.clone(), place.clone());
         let opened = tokio::task::spawn_blocking(move || -> Result<_> {
             let dirty = left.as_ref().map_or(0, |left| left.dirty);
+            let same = |known: &Opened| known.identity.digest == client.identity().digest;
+            let replaced = client.was_reached() && before.as_ref().is_some_and(|b| !same(b));
             let open = || -> Result<_> {
                 if client.was_reached() {
-                    let same = |known: &Opened| known.identity.digest == client.identity().digest;
-                    let stale = left.is_some_and(|left| left.shape != client.shape())
-                        || before.as_ref().is_some_and(|known| !same(known));
-                    if stale {
+                    if replaced || left.is_some_and(|left| left.shape != client.shape()) {
                         begin_anew(&place, index, dirty)?;
                     }
                     known::write(&place.known(index), client.opened())?;
@@ -209,7 +208,8 @@ impl Disk {
                 Ok(synced) => Ok((client, synced, how.record)),
                 Err(e) => {
                     // The right to write stays only with what is to be pushed: nobody could give it back later.
-                    if dirty == 0 {
+                    // What belongs to an image that is no more never can be.
+                    if dirty == 0 || replaced {
                         close_client(&client);
                     }
                     Err(e)
@@ -332,6 +332,11 @@ impl Disk {
         let (mut seen, mut moved) = ((self.dirty(), self.sent()), began);
         loop {
             match hear.recv_timeout(LOOK_EVERY) {
+                // Then nothing is left to push, whatever the link's state.
+                Ok(Err(e)) if self.dirty() == 0 => {
+                    tracing::info!("{}: {e}", self.target);
+                    return Ok(());
+                }
                 Ok(done) => return Ok(done?),
                 Err(RecvTimeoutError::Disconnected) => bail!("pushing ended without a word"),
                 Err(RecvTimeoutError::Timeout) => {}
@@ -420,12 +425,7 @@ fn begin_anew(place: &Place, index: usize, dirty: u64) -> Result<()> {
         "{}: the cache is of another image and begins anew",
         place.name()
     );
-    match std::fs::remove_dir_all(&cache) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            Err(e).with_context(|| format!("cannot remove {}", cache.display()))
-        }
-        _ => Ok(()),
-    }
+    place.remove_cache(index)
 }
 
 /// Says of a site that was not reached what can be done.
@@ -434,7 +434,7 @@ fn unreached(error: MountError, image: &Target) -> anyhow::Error {
         MountError::Unreachable(why) => {
             let site = image.peer.as_deref().unwrap_or("this site");
             anyhow::anyhow!(
-                "{site} cannot be reached ({why}), and without it {} cannot be had; see that `drover serve` runs there and try again",
+                "{} cannot be had from {site} now ({why}); see that `drover serve` runs there and can read it, and try again",
                 image.image
             )
         }

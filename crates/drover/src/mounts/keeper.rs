@@ -277,7 +277,7 @@ impl Keeper {
                 return Err(failure(
                     Exit::Failed,
                     format!(
-                        "{} not at the other site yet after {:.0} s ({}); nothing is lost: unmount it again later, or with --offline, which leaves it for the next mount here",
+                        "{} not at the other site yet after {:.0} s ({}); nothing is lost: unmount it again later, or with --offline (leaves it for the next mount here) or --discard (throws it away)",
                         bytes(disk.dirty()),
                         started.elapsed().as_secs_f64(),
                         one_line(&e)

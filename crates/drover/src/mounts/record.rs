@@ -312,12 +312,24 @@ impl Place {
     /// # Errors
     /// When it cannot be removed.
     pub fn remove(&self) -> Result<()> {
-        match fs::remove_dir_all(&self.dir) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                Err(e).with_context(|| format!("cannot remove {}", self.dir.display()))
-            }
-            _ => Ok(()),
+        remove_dir(&self.dir)
+    }
+
+    /// Takes the cache of the image with that number away.
+    ///
+    /// # Errors
+    /// When it cannot be removed.
+    pub fn remove_cache(&self, image: usize) -> Result<()> {
+        remove_dir(&self.cache(image))
+    }
+}
+
+fn remove_dir(dir: &Path) -> Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            Err(e).with_context(|| format!("cannot remove {}", dir.display()))
         }
+        _ => Ok(()),
     }
 }
 

@@ -99,7 +99,9 @@ impl DiskStatus {
         if self.link != "up" && self.mode != "own" {
             parts.push(clean(&self.link));
         }
-        if let Some(trouble) = &self.trouble {
+        if let Some(trouble) = &self.trouble
+            && *trouble != self.link
+        {
             parts.push(clean(trouble));
         }
         parts.join(", ")
