@@ -13,6 +13,7 @@ mod links;
 mod metrics;
 mod proxy;
 mod random;
+mod replaced;
 
 use std::fs::{self, File};
 use std::net::SocketAddr;
