@@ -13,10 +13,10 @@
 mod keeper;
 mod sys;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::io;
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -277,8 +277,27 @@ fn claim(device: &Path) -> Result<std::fs::File, LoopError> {
 fn users_of(device: &Path) -> Vec<User> {
     let mounted = mounts::mounted_from(device).into_iter().map(User::Mounted);
     let mut users: Vec<User> = mounted.collect();
+    users.extend(stacked_on(device).into_iter().map(User::Device));
     users.extend(mounts::openers_of(device));
     users
+}
+
+/// Block devices that are made of this one or of a partition of it: loop devices (`mount -o loop,offset=…`), and what
+/// the kernel lists as holders (LVM, encryption, RAID). No process has the device open for them.
+fn stacked_on(device: &Path) -> Vec<PathBuf> {
+    let is_ours = |name: &OsStr| {
+        let rest = name.as_bytes().strip_prefix(device.as_os_str().as_bytes());
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(b"p"))
+    };
+    let mut found = find(|backing| is_ours(backing.as_os_str())).unwrap_or_default();
+    let own = Path::new("/sys/block").join(device.file_name().unwrap_or_default());
+    let parts = std::fs::read_dir(&own).into_iter().flatten().flatten();
+    let places = parts.map(|entry| entry.path()).chain([own.clone()]);
+    for holders in places.map(|place| place.join("holders")) {
+        let holders = std::fs::read_dir(holders).into_iter().flatten().flatten();
+        found.extend(holders.map(|entry| Path::new("/dev").join(entry.file_name())));
+    }
+    found
 }
 
 fn busy(device: &Path) -> LoopError {

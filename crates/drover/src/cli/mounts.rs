@@ -241,12 +241,21 @@ pub struct MountsArgs {
 #[derive(Debug, Subcommand)]
 pub enum MountsAction {
     /// Say who holds images of this site: who may write, and who is connected
+    #[command(after_help = "\
+Examples:
+  drover mounts leases
+  drover mounts leases --json")]
     Leases {
         /// Print one JSON object a line
         #[arg(long)]
         json: bool,
     },
     /// Take the right to write from whoever holds it; what it has not pushed is then lost there
+    #[command(after_help = "\
+Examples:
+  drover mounts leases                     who holds it, and whether it is connected
+  drover mounts break web.qcow2
+  drover mounts break web.qcow2 --yes      in a script")]
     Break {
         /// The image
         #[arg(value_parser = image_name)]

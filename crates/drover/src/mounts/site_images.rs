@@ -52,7 +52,7 @@ impl SiteImages {
         let record = record.map_err(|e| Refusal::new(Code::Unavailable, e))?;
         let record = record.ok_or_else(|| {
             let text = format!(
-                "{} has no image called {name}; `drover images` lists what it has",
+                "{} has no image called {name}; `drover images PEER` lists what a peer has, `drover images` what is here",
                 self.site
             );
             Refusal::new(Code::NoImage, text)

@@ -15,8 +15,8 @@ pub enum User {
         /// Its name.
         name: String,
     },
-    /// A loop device that has the file as its backing file.
-    Loop(PathBuf),
+    /// A block device that is made of it: a loop device, or one of LVM, encryption, RAID.
+    Device(PathBuf),
     /// A file system that is mounted from it.
     Mounted(PathBuf),
 }
@@ -35,7 +35,7 @@ impl fmt::Display for User {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Process { pid, name } => write!(f, "{name} (process {pid})"),
-            Self::Loop(device) => write!(f, "{}", device.display()),
+            Self::Device(device) => write!(f, "{}", device.display()),
             Self::Mounted(point) => write!(f, "the file system at {}", point.display()),
         }
     }
@@ -44,7 +44,7 @@ impl fmt::Display for User {
 /// Users in a row, for an error.
 pub(crate) fn listed(users: &[User]) -> String {
     match users {
-        [] => "somebody unknown (no right to look)".into(),
+        [] => "somebody who cannot be seen from here".into(),
         users => users
             .iter()
             .map(ToString::to_string)

@@ -86,7 +86,7 @@ pub(super) fn users_of(mounted: &Mounted) -> Vec<User> {
     let mut users: Vec<User> = crate::loopdev::find_under(&mounted.point)
         .unwrap_or_default()
         .into_iter()
-        .map(User::Loop)
+        .map(User::Device)
         .collect();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());

@@ -9,7 +9,7 @@ fn strangers_and_unknown_names_get_one_line() {
     let mut m = Mounts::new();
     m.raw("web.raw", 61);
     m.near(&["mount", "far:nope", "d"])
-        .fails(3, &["nope", "drover images"]);
+        .fails(3, &["nope", "drover images PEER"]);
     m.near(&["mount", "lyon:web.raw", "d"]).fails(1, &["lyon"]);
     m.near(&["mount", "far:../x", "d"]).code(2);
     m.near(&["mount", "web.raw", "d", "--direct"]).code(2);

@@ -274,6 +274,45 @@ fn a_detach_that_hangs_ends_when_the_file_is_cut_off() {
     device.free();
 }
 
+/// As `mount -o loop,offset=…` does with a partition. No process has the lower device open then.
+#[test]
+fn a_device_that_another_is_made_of_stays_and_names_it() {
+    if !can_attach(
+        "a_device_that_another_is_made_of_stays_and_names_it",
+        &["losetup"],
+    ) {
+        return;
+    }
+    let place = Place::new();
+    let mut file = mount(&place.path("disk"), Arc::new(MemoryDevice::new(16 << 20)));
+    let mut disk = attach(&file);
+    let upper = succeeds(
+        "losetup",
+        &["-f", "--show", "-o", "1048576", text(disk.path())],
+    );
+    let upper = Upper(upper.trim().to_owned());
+    let refused = disk.detach().unwrap_err();
+    assert!(matches!(refused, LoopError::Busy { .. }), "{refused}");
+    assert!(refused.to_string().contains(&upper.0), "{refused}");
+    drop(upper);
+    assert_eq!(
+        loopdev::find_by_backing(file.path()).unwrap(),
+        [disk.path()],
+        "a refusal changes nothing"
+    );
+    disk.detach().unwrap();
+    file.unmount().unwrap();
+}
+
+/// A loop device of another program's.
+struct Upper(String);
+
+impl Drop for Upper {
+    fn drop(&mut self) {
+        succeeds("losetup", &["-d", &self.0]);
+    }
+}
+
 #[test]
 fn it_is_as_it_was_asked_for() {
     if !can_attach("it_is_as_it_was_asked_for", &["blockdev", "sfdisk"]) {
