@@ -183,7 +183,8 @@ pub enum RegionError {
     Start(#[from] std::io::Error),
 }
 
-/// What happened in a region so far.
+/// What happened in a region so far. What somebody was woken for is counted before they see it, but for
+/// [`Stats::resident_bytes`], which may come a moment later.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stats {

@@ -32,9 +32,10 @@ impl Claim<'_> {
     fn filled(&mut self, count: usize) {
         let end = self.units.start + count;
         let units = self.units.start..end;
-        self.shared.settle(units.clone(), State::Present);
+        // Counted first: once they are present, an eviction may take them from the count.
         let resident = &self.shared.counts.resident;
         resident.fetch_add(count, Ordering::Relaxed);
+        self.shared.settle(units.clone(), State::Present);
         self.shared.note_arrival(units);
         self.units.start = end;
     }
@@ -220,13 +221,21 @@ impl Shared {
 
     fn fetch_zeros(&self, units: Range<usize>) -> Result<(), DeviceError> {
         let bytes = self.bytes(&units);
+        // Counted first: the call wakes who waits, and who sees the zeros may look at the count.
+        let zero_bytes = &self.counts.zero_bytes;
+        zero_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         let mut at = bytes.start;
         while at < bytes.end {
             let done = self.uffd.zero(self.memory.address(at), bytes.end - at);
-            at += self.after(at, done)?;
+            match self.after(at, done) {
+                Ok(done) => at += done,
+                Err(error) => {
+                    // None of the units counts as present: they are fetched, and counted, once more.
+                    zero_bytes.fetch_sub(bytes.len() as u64, Ordering::Relaxed);
+                    return Err(error);
+                }
+            }
         }
-        let zero = bytes.len() as u64;
-        self.counts.zero_bytes.fetch_add(zero, Ordering::Relaxed);
         Ok(())
     }
 

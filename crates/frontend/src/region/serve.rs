@@ -228,6 +228,7 @@ impl Shared {
             // Somebody tries once more, and wakes.
             return Ok(());
         }
+        // Counted first: the call wakes who waits.
         self.counts.failed.fetch_add(1, Ordering::Relaxed);
         let bytes = self.bytes(&(unit..unit + 1));
         let mut at = bytes.start;
@@ -236,6 +237,7 @@ impl Shared {
                 Ok(done) => at += done,
                 Err(Errno::EXIST) => at += self.page,
                 Err(error) => {
+                    self.counts.failed.fetch_sub(1, Ordering::Relaxed);
                     self.settle(unit..unit + 1, State::Absent);
                     return Err(error);
                 }

@@ -191,6 +191,32 @@ fn holes_are_zeros_without_a_read_or_memory() {
     assert!(stats.bytes_read <= 64 << 10, "{stats:?}");
 }
 
+#[test]
+fn what_a_touch_sees_is_counted_by_then() {
+    if !can("what_a_touch_sees_is_counted_by_then") {
+        return;
+    }
+    const PAGES: usize = 20_000;
+    let holes = Arc::new(Probe::new(MemoryDevice::new((PAGES * PAGE) as u64)));
+    let region_of_holes = region(&holes, single_pages());
+    let at = At(region_of_holes.as_ptr());
+    for page in 0..PAGES {
+        assert_eq!(at.touch(page * PAGE), 0);
+        let stats = region_of_holes.stats();
+        assert_eq!(stats.zero_bytes, ((page + 1) * PAGE) as u64, "{stats:?}");
+    }
+    let bytes = pattern(1000 * PAGE, 14);
+    let region_of_data = region(&Arc::new(Probe::of(&bytes)), single_pages());
+    let at = At(region_of_data.as_ptr());
+    for page in 0..1000 {
+        assert_eq!(at.touch(page * PAGE), bytes[page * PAGE]);
+        let stats = region_of_data.stats();
+        assert_eq!(stats.bytes_read, ((page + 1) * PAGE) as u64, "{stats:?}");
+        assert_eq!(stats.device_reads, page as u64 + 1, "{stats:?}");
+        assert_eq!(stats.faults, page as u64 + 1, "{stats:?}");
+    }
+}
+
 /// Touches of every page from `first` on, and the reads that they cost.
 fn reads_of(options: Options, pages: impl Iterator<Item = usize>) -> (usize, u64) {
     let bytes = pattern(16 << 20, 6);
