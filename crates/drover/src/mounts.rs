@@ -191,7 +191,9 @@ fn show(name: &str, lines: &[String], json: bool) -> Result<()> {
 pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
     match args.action {
         Some(MountsAction::Leases { json }) => leases::list(home, json || args.json).await,
-        Some(MountsAction::Break { name, yes }) => leases::break_lease(home, &name, yes).await,
+        Some(MountsAction::Break { name, yes, json }) => {
+            leases::break_lease(home, &name, yes, json || args.json).await
+        }
         None if args.metrics => {
             let text = crate::metrics::of_mounts(&all(home, ANSWER_LIMIT)?);
             out::line(text.trim_end())

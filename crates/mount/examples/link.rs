@@ -87,16 +87,10 @@ impl Connector for Far {
         Box::pin(async move {
             let options = ConnectOptions::default();
             let key = self.identity.key();
-            let failed = |e: drover_net::NetError| ConnectError {
-                fatal: !e.retryable(),
-                message: e.to_string(),
-            };
-            let connection = connect(&self.address, &self.identity, &key, &options)
-                .await
-                .map_err(failed)?;
+            let connection = connect(&self.address, &self.identity, &key, &options).await?;
             let (wire, round_trip) = (connection.wire(), connection.round_trip());
             let (reader, mut writer) = connection.split();
-            writer.send(1, &open).await.map_err(failed)?;
+            writer.send(1, &open).await?;
             Ok(Connected {
                 reader,
                 writer,

@@ -17,7 +17,7 @@ use drover_core::{DeviceError, ImageName};
 use drover_device::remote::{
     Change, Chunks, Done, Epoch, Link, Local, PresenceDone, Remote, Shape, Traffic,
 };
-use drover_net::{FrameReader, FrameWriter, WireCounters};
+use drover_net::{FrameReader, FrameWriter, NetError, WireCounters};
 use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
@@ -26,8 +26,8 @@ use tokio::time::Instant;
 use crate::MountError;
 use crate::compress::Packer;
 use crate::protocol::{
-    Access, Answer, Ask, Coding, DEFAULT_CHUNK, Identity, LaneKind, MAX_DIRECT, MAX_LANES, MountId,
-    Opened, kind,
+    Access, Answer, Ask, Code, Coding, DEFAULT_CHUNK, Identity, LaneKind, MAX_DIRECT, MAX_LANES,
+    MountId, Opened, kind,
 };
 
 use book::{Book, Job, split};
@@ -67,6 +67,37 @@ pub struct ConnectError {
     pub fatal: bool,
     /// One line for a person.
     pub message: String,
+    /// By which code the site refused the lane, when it was the site that did.
+    pub code: Option<Code>,
+}
+
+impl ConnectError {
+    /// The link may come later.
+    pub fn lost(message: impl Into<String>) -> Self {
+        Self {
+            fatal: false,
+            message: message.into(),
+            code: None,
+        }
+    }
+
+    /// Trying again cannot help.
+    pub fn fatal(message: impl Into<String>) -> Self {
+        Self {
+            fatal: true,
+            ..Self::lost(message)
+        }
+    }
+}
+
+impl From<NetError> for ConnectError {
+    /// Fatal when the connection says that trying again cannot help.
+    fn from(error: NetError) -> Self {
+        Self {
+            fatal: !error.retryable(),
+            ..Self::lost(error.to_string())
+        }
+    }
 }
 
 /// Makes connections to the site, each with a lane's opening message sent on it.
@@ -88,10 +119,7 @@ pub trait Connector: Send + Sync {
             let mut connected = self.connect(open).await?;
             for ask in &asks {
                 let sent = connected.writer.send(kind::ASK, ask).await;
-                sent.map_err(|e| ConnectError {
-                    fatal: !e.retryable(),
-                    message: e.to_string(),
-                })?;
+                sent?;
             }
             Ok(connected)
         })

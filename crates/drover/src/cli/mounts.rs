@@ -136,8 +136,8 @@ pub struct HowArgs {
     /// The unit of fetching, a power of two from 4K to 4M
     #[arg(long, value_name = "SIZE", value_parser = chunk, default_value = "64K")]
     pub chunk: u32,
-    /// The most bytes of the image to keep here [default: all of it]
-    #[arg(long, value_name = "SIZE", value_parser = text::parse_size)]
+    /// The most bytes of the image to keep here; less than 16 chunks counts as 16 chunks [default: all of it]
+    #[arg(long, value_name = "SIZE", value_parser = cache_size)]
     pub cache_size: Option<u64>,
     /// What is fetched before anybody asks: none, sequential, or a FILE that --record wrote
     #[arg(long, value_name = "none|sequential|FILE", value_parser = Prefetch::parse, default_value = "sequential")]
@@ -145,11 +145,12 @@ pub struct HowArgs {
     /// Write the order in which parts were first read into a FILE for --prefetch, at the end
     #[arg(long, value_name = "FILE", value_parser = absolute, value_hint = ValueHint::FilePath)]
     pub record: Option<PathBuf>,
-    /// How often what was written goes back
+    /// How often what was written goes back; 0s: at once, and again whenever that is done
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "5s")]
     pub push_interval: Duration,
-    /// Bytes under way at once in the background [default: what the link takes]
-    #[arg(long, value_name = "SIZE", value_parser = text::parse_size)]
+    /// Bytes under way at once in the background, from 48 KiB to 256 MiB; less or more counts as those [default: what the
+    /// link takes]
+    #[arg(long, value_name = "SIZE", value_parser = window)]
     pub window: Option<u64>,
     /// How long a read of what is not here, or a write to a cache full of what was not pushed, waits for the link before it fails
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "10m")]
@@ -263,12 +264,34 @@ Examples:
         /// Do not ask
         #[arg(short, long)]
         yes: bool,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
     },
 }
 
 /// A path from the root: the process that keeps a mount is somewhere else.
 fn absolute(text: &str) -> Result<PathBuf, String> {
     std::path::absolute(text).map_err(|e| e.to_string())
+}
+
+/// The most that a cache keeps: something.
+fn cache_size(text: &str) -> Result<u64, String> {
+    match text::parse_size(text)? {
+        0 => Err("a cache cannot be of nothing; --direct keeps nothing here".into()),
+        size => Ok(size),
+    }
+}
+
+/// What is under way in the background: something.
+fn window(text: &str) -> Result<u64, String> {
+    match text::parse_size(text)? {
+        0 => Err(
+            "nothing would ever be under way; --prefetch none fetches nothing that nobody asked for"
+                .into(),
+        ),
+        size => Ok(size),
+    }
 }
 
 /// A chunk's size; `K` and `M` are binary here, since nothing else is a power of two.
@@ -298,8 +321,17 @@ mod tests {
     fn chunks_are_powers_of_two_within_bounds() {
         assert_eq!(chunk("64K"), Ok(65536));
         assert_eq!(chunk("4KiB"), Ok(4096));
-        for bad in ["3K", "1K", "8M", "96K", "x"] {
+        for bad in ["0", "3K", "1K", "8M", "96K", "x"] {
             assert!(chunk(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_cache_or_a_window_of_nothing_is_refused() {
+        assert_eq!((cache_size("1"), window("8M")), (Ok(1), Ok(8_000_000)));
+        for nothing in ["0", "0K"] {
+            assert!(cache_size(nothing).unwrap_err().contains("--direct"));
+            assert!(window(nothing).unwrap_err().contains("--prefetch none"));
         }
     }
 }

@@ -30,10 +30,11 @@ impl PeerConnector {
         open: Vec<u8>,
         asks: Vec<Vec<u8>>,
     ) -> Result<Connected, ConnectError> {
-        // A site that is down or restarts comes back; one that is another does not become the right one.
+        // A site that is down or restarts comes back; one that is another does not become the right one. What greets
+        // wrongly, unlike what breaks a link that is up, may be something that stands there only while the site does not.
         let failed = |e: NetError| ConnectError {
             fatal: e.refused(),
-            message: e.to_string(),
+            ..ConnectError::lost(e.to_string())
         };
         self.reach(open, asks).await.map_err(failed)
     }
@@ -107,7 +108,7 @@ pub fn refusal(site: &str, frame: u8, payload: &[u8]) -> Option<ConnectError> {
     match decode(payload) {
         Ok(Reply::Refused(refusal)) => Some(ConnectError {
             fatal: refusal.reason.is_some(),
-            message: format!("{}: {}", clean(site), clean(&refusal.message)),
+            ..ConnectError::lost(format!("{}: {}", clean(site), clean(&refusal.message)))
         }),
         _ => None,
     }

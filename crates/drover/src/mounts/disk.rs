@@ -14,7 +14,7 @@ use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
-use drover_mount::protocol::{Access, MAX_SIZE, MountId, Opened};
+use drover_mount::protocol::{Access, Code, MAX_SIZE, MountId, Opened, Refusal};
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;
@@ -162,7 +162,7 @@ impl Disk {
         if mode != "managed" {
             options.give_up = DIRECT_LIMIT;
             let client = Client::open(&Handle::current(), connector, options).await;
-            let client = Arc::new(client.map_err(|e| unreached(e, image))?);
+            let client = Arc::new(client.map_err(|e| unopened(e, image))?);
             return Ok(Disk {
                 target: image.clone(),
                 mode,
@@ -188,7 +188,7 @@ impl Disk {
             options.wanted = wanted(how);
         }
         let client = Client::open(&Handle::current(), connector, options).await;
-        let client = Arc::new(client.map_err(|e| unreached(e, image))?);
+        let client = Arc::new(client.map_err(|e| unopened(e, image))?);
         let identity = [site.as_slice(), b"\n", image.image.as_bytes()].concat();
         let (how, place) = (how.clone(), place.clone());
         let opened = tokio::task::spawn_blocking(move || -> Result<_> {
@@ -428,9 +428,20 @@ fn begin_anew(place: &Place, index: usize, dirty: u64) -> Result<()> {
     place.remove_cache(index)
 }
 
-/// Says of a site that was not reached what can be done.
-fn unreached(error: MountError, image: &Target) -> anyhow::Error {
+/// Says of an image that could not be opened what can be done.
+fn unopened(error: MountError, image: &Target) -> anyhow::Error {
     match error {
+        MountError::Refused(refusal) if refusal.code == Code::NoImage => {
+            let (site, list) = match &image.peer {
+                Some(peer) => (peer.as_str(), format!("drover images {peer}")),
+                None => ("this site", "drover images".into()),
+            };
+            let text = format!(
+                "{site} has no image called {}; `{list}` lists what it has",
+                image.image
+            );
+            MountError::Refused(Refusal::new(Code::NoImage, text)).into()
+        }
         MountError::Unreachable(why) => {
             let site = image.peer.as_deref().unwrap_or("this site");
             anyhow::anyhow!(

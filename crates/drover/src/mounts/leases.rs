@@ -168,13 +168,16 @@ pub async fn list(home: &Home, json: bool) -> Result<()> {
 ///
 /// # Errors
 /// When nobody has it, or the site does not answer.
-pub async fn break_lease(home: &Home, name: &ImageName, yes: bool) -> Result<()> {
+pub async fn break_lease(home: &Home, name: &ImageName, yes: bool, json: bool) -> Result<()> {
     let question = format!(
         "Take the right to write {name} from whoever has it? What they have not pushed is lost to this site"
     );
     prompt::confirm(&question, yes)?;
     let request = Request::BreakLease { name: name.clone() };
     let broken: Broken = serde_json::from_str(&ask(home, request).await?)?;
+    if json {
+        return out::json(&broken);
+    }
     match broken.writer {
         Some(w) => out::note(&format!(
             "drover: {} of {} may not write {name} any more",

@@ -51,10 +51,8 @@ impl SiteImages {
         let record = self.catalog.by_name(name);
         let record = record.map_err(|e| Refusal::new(Code::Unavailable, e))?;
         let record = record.ok_or_else(|| {
-            let text = format!(
-                "{} has no image called {name}; `drover images PEER` lists what a peer has, `drover images` what is here",
-                self.site
-            );
+            // Who asked knows by which name this site's images are listed there.
+            let text = format!("{} has no image called {name}", self.site);
             Refusal::new(Code::NoImage, text)
         })?;
         if was_changed(&record) {
@@ -144,10 +142,7 @@ impl OwnConnector {
     }
 
     async fn open_lane(&self, open: Vec<u8>) -> Result<Connected, ConnectError> {
-        let lost = |e: &dyn std::fmt::Display| ConnectError {
-            fatal: false,
-            message: e.to_string(),
-        };
+        let lost = |e: &dyn std::fmt::Display| ConnectError::lost(e.to_string());
         match self {
             OwnConnector::Running(socket) => {
                 let socket = SocketPath::of(socket).map_err(|e| lost(&e))?;

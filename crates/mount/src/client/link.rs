@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_core::DeviceError;
 use drover_device::remote::{Chunks, Link};
-use drover_net::{Backoff, NetError};
+use drover_net::Backoff;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -101,7 +101,10 @@ pub async fn first(connector: &Arc<dyn Connector>, options: &Options) -> Result<
                 Err(error) => error,
             };
             if error.fatal {
-                return Err(MountError::Denied(error.message));
+                return Err(match error.code {
+                    Some(code) => MountError::Refused(Refusal::new(code, error.message)),
+                    None => MountError::Denied(error.message),
+                });
             }
             debug!(image = %options.image, %error, "no link yet");
             last = Some(error.message);
@@ -144,13 +147,10 @@ async fn attempt(
         };
         joining.spawn(async move {
             let opened = open_lane(connector.as_ref(), &open, asks);
-            let (connected, opened) =
-                timeout(OPEN_LIMIT, opened)
-                    .await
-                    .map_err(|_| ConnectError {
-                        fatal: false,
-                        message: format!("the site did not open the device within {OPEN_LIMIT:?}"),
-                    })??;
+            let (connected, opened) = timeout(OPEN_LIMIT, opened).await.map_err(|_| {
+                let limit = OPEN_LIMIT;
+                ConnectError::lost(format!("the site did not open the device within {limit:?}"))
+            })??;
             Ok(Lane {
                 number,
                 kind: lane,
@@ -161,10 +161,7 @@ async fn attempt(
     }
     let mut early = Vec::new();
     while let Some(joined) = joining.join_next().await {
-        let lane = joined.map_err(|e| ConnectError {
-            fatal: false,
-            message: e.to_string(),
-        })??;
+        let lane = joined.map_err(|e| ConnectError::lost(e.to_string()))??;
         if lane.kind == LaneKind::Front {
             for lane in early {
                 joining.spawn(std::future::ready(Ok(lane)));
@@ -173,10 +170,7 @@ async fn attempt(
         }
         early.push(lane);
     }
-    Err(ConnectError {
-        fatal: true,
-        message: "no lane was opened".into(),
-    })
+    Err(ConnectError::fatal("no lane was opened"))
 }
 
 async fn open_lane(
@@ -188,22 +182,13 @@ async fn open_lane(
     connected.reader.set_max_frame(MAX_MOUNT_FRAME);
     connected.writer.set_max_frame(MAX_MOUNT_FRAME);
     KEEP_ALIVE.apply(&mut connected.reader, &mut connected.writer);
-    let lost = |e: NetError| ConnectError {
-        fatal: !e.retryable(),
-        message: e.to_string(),
-    };
-    connected.writer.flush().await.map_err(lost)?;
-    let frame = connected.reader.next().await.map_err(lost)?;
+    connected.writer.flush().await?;
+    let frame = connected.reader.next().await?;
     let peer = connected.reader.peer_text();
-    let broke = |what: &str| ConnectError {
-        fatal: true,
-        message: format!("{peer} broke the protocol of mounts: {what}"),
-    };
+    let broke =
+        |what: &str| ConnectError::fatal(format!("{peer} broke the protocol of mounts: {what}"));
     let Some(frame) = frame else {
-        return Err(ConnectError {
-            fatal: false,
-            message: format!("{peer} closed the connection"),
-        });
+        return Err(ConnectError::lost(format!("{peer} closed the connection")));
     };
     if frame.kind != kind::ANSWER {
         return Err(connector
@@ -216,6 +201,7 @@ async fn open_lane(
         Answer::Error { refusal, .. } => Err(ConnectError {
             fatal: refusal.is_final(),
             message: cut(&refusal.text, MAX_REASON),
+            code: Some(refusal.code),
         }),
         _ => Err(broke("an answer before the device is open")),
     }

@@ -29,16 +29,12 @@ impl Connector for Tls {
         open: Vec<u8>,
     ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
         Box::pin(async move {
-            let failed = |e: drover_net::NetError| ConnectError {
-                fatal: !e.retryable(),
-                message: e.to_string(),
-            };
             let options = ConnectOptions::default();
             let connection = connect(&self.address, &self.identity, &self.site, &options);
-            let connection = connection.await.map_err(failed)?;
+            let connection = connection.await?;
             let (wire, round_trip) = (connection.wire(), connection.round_trip());
             let (reader, mut writer) = connection.split();
-            writer.send(1, &open).await.map_err(failed)?;
+            writer.send(1, &open).await?;
             Ok(Connected {
                 reader,
                 writer,

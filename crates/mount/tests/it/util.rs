@@ -160,10 +160,7 @@ impl Connector for Near {
         Box::pin(async move {
             self.connects.fetch_add(1, Ordering::Relaxed);
             if self.down.load(Ordering::Relaxed) {
-                return Err(ConnectError {
-                    fatal: false,
-                    message: "cannot reach lyon: no route".into(),
-                });
+                return Err(ConnectError::lost("cannot reach lyon: no route"));
             }
             let (here, there) = Connection::pair().expect("a pair");
             let stop = self.stop.lock().subscribe();

@@ -1,15 +1,20 @@
 //! What cannot be mounted, and caches that are not what they were.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 
 use super::{Mounts, can_mount, text};
+use crate::world::World;
 
 #[test]
 fn strangers_and_unknown_names_get_one_line() {
     let mut m = Mounts::new();
     m.raw("web.raw", 61);
-    m.near(&["mount", "far:nope", "d"])
-        .fails(3, &["nope", "drover images PEER"]);
+    let no_image = |image: &str, says: &[&str]| {
+        m.near(&["export", image, "--nbd", "unix:s"]).fails(3, says);
+    };
+    no_image("far:nope", &["far has no", "nope", "`drover images far`"]);
+    no_image("nope", &["this site has no", "nope", "`drover images`"]);
     m.near(&["mount", "lyon:web.raw", "d"]).fails(1, &["lyon"]);
     m.near(&["mount", "far:../x", "d"]).code(2);
     m.near(&["mount", "web.raw", "d", "--direct"]).code(2);
@@ -21,6 +26,57 @@ fn strangers_and_unknown_names_get_one_line() {
     m.near(&["mount", "far:web.raw", "d"]).fails(3, &["far"]);
     assert_eq!(m.list().len(), 0);
     m.kill_site();
+}
+
+#[test]
+fn options_of_nothing_are_refused_or_say_what_they_mean() {
+    let world = World::new();
+    let refused = |option: &str, value: &str, says: &str| {
+        let ran = world.run("near", &["mount", "far:web.raw", "d", option, value]);
+        let ran = ran.code(2);
+        let line = ran.err.lines().next().unwrap();
+        assert!(line.contains(option) && line.contains(says), "{line}");
+    };
+    refused("--cache-size", "0", "--direct");
+    refused("--window", "0", "--prefetch none");
+    refused("--chunk", "0", "from 4K to 4M");
+    refused("--push-interval", "0", "is not a duration");
+    let help = world.run("near", &["mount", "--help"]).ok().out;
+    let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    for says in [
+        "less than 16 chunks counts as 16 chunks",
+        "from 48 KiB to 256 MiB; less or more counts as those",
+        "0s: at once, and again whenever that is done",
+    ] {
+        assert!(help.contains(says), "{says}: {help}");
+    }
+}
+
+#[test]
+fn the_least_options_work() {
+    if !can_mount("the_least_options_work") {
+        return;
+    }
+    let m = Mounts::new();
+    let mut bytes = m.raw("web.raw", 64);
+    let least = [
+        "--push-interval",
+        "0s",
+        "--window",
+        "1",
+        "--cache-size",
+        "1",
+    ];
+    let disk = m.mount("web.raw", "disk", &least);
+    let file = fs::File::options().write(true).open(&disk).unwrap();
+    file.write_all_at(&[7; 5000], 1 << 20).unwrap();
+    bytes[1 << 20..][..5000].fill(7);
+    file.sync_all().unwrap();
+    drop(file);
+    m.pushed();
+    assert!(fs::read(&disk).unwrap() == bytes);
+    m.unmount(&disk, &[]).ok();
+    assert!(m.far_bytes("web.raw") == bytes);
 }
 
 #[test]

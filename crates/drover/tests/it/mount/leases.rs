@@ -115,14 +115,22 @@ fn a_broken_lease_ends_the_old_writer_and_lets_the_next_write() {
     until("the cut is seen", || m.disk()["link"] != "up");
     file.write_all_at(&[2; 4096], 0).unwrap();
     file.sync_all().unwrap();
-    let ran = m
-        .world
-        .run("far", &["mounts", "break", "web.raw", "-y"])
-        .ok();
+    let broken = |options: &[&str]| {
+        let mut args = vec!["mounts", "break", "web.raw", "-y"];
+        args.extend(options);
+        m.world.run("far", &args).ok()
+    };
+    let ran = broken(&[]);
     assert!(
         ran.err.contains("may not write web.raw any more"),
         "{ran:?}"
     );
+    // Nobody has it now, and a program is told so too.
+    assert!(broken(&[]).err.contains("nobody had the right"));
+    let told = broken(&["--json"]).json();
+    assert_eq!(told.len(), 1);
+    assert_eq!(told[0]["image"], "web.raw");
+    assert!(told[0]["writer"].is_null(), "{told:?}");
     m.proxy.heal();
     let path = m.world.path("second");
     m.world
@@ -144,6 +152,12 @@ fn a_broken_lease_ends_the_old_writer_and_lets_the_next_write() {
     m.unmount(&disk, &[]).fails(1, &["--"]);
     m.unmount(&disk, &["--discard", "-y"]).ok();
     assert_eq!(m.list().len(), 0);
-    m.world.run("other", &["unmount", text(&path)]).ok();
+    let name = m.world.run("other", &["mounts", "--json"]).ok().json()[0]["name"].clone();
+    let writer = &broken(&["--json"]).json()[0]["writer"];
+    let note = writer["note"].as_str().unwrap();
+    assert!(note.contains(name.as_str().unwrap()), "{writer}");
+    assert!(writer["since_unix"].as_u64().unwrap() > 1_700_000_000);
+    let second = ["unmount", text(&path), "--discard", "-y"];
+    m.world.run("other", &second).ok();
     assert!(m.far_bytes("web.raw") == bytes);
 }
