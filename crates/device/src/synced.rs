@@ -6,8 +6,8 @@
 //! 2. the stripes' locks (`state.rs`): shared by reads, exclusive for changes of a chunk's bytes or state;
 //! 3. the table (`table.rs`), then the spill.
 //!
-//! The puller's, the waiters', the pusher's and the saver's locks are taken when none of these is needed inside them,
-//! but for the saver, which takes the table's.
+//! The pusher's and the saver's locks are taken with none of these held, and only the table's inside them. The puller's
+//! and the waiters' come last: nothing is taken inside them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
