@@ -152,6 +152,8 @@ pub(crate) struct Shared {
     /// Why the device does nothing any more.
     failed: Mutex<Option<DeviceError>>,
     hand: AtomicU64,
+    /// What came last did not fit on the cache's disk.
+    no_room: AtomicBool,
 }
 
 /// A managed device. Dropped without [`Synced::close`], it stops like a process that was killed: what was flushed is
@@ -248,6 +250,7 @@ impl Synced {
             closed: AtomicBool::new(false),
             failed: Mutex::default(),
             hand: AtomicU64::new(0),
+            no_room: AtomicBool::new(false),
         });
         shared.remote.attach(shared.myself.clone());
         shared.note_link(shared.remote.link());

@@ -1,5 +1,7 @@
 //! What comes from the far side: chunks into the cache, news to those who wait.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use drover_core::{DeviceError, Digest};
 
 use super::Shared;
@@ -69,6 +71,9 @@ impl Shared {
         // If there was no room, it has been written to meanwhile, and has its own.
         match self.store(index, &content) {
             Ok(held) => {
+                if matches!(held, Some(Content::Data(..))) {
+                    self.no_room.store(false, Relaxed);
+                }
                 let taken = match held {
                     Some(_) => Taken::Stored,
                     None => Taken::Newer,
@@ -76,6 +81,9 @@ impl Shared {
                 (taken, self.waits.take(index), Outcome::Here(held))
             }
             Err(error) => {
+                if matches!(error, DeviceError::NoSpace(_)) {
+                    self.no_room.store(true, Relaxed);
+                }
                 let _stripe = self.states.read(index);
                 let outcome = match self.states.get(index) {
                     State::Absent => Outcome::Handed(content, error),

@@ -1,6 +1,7 @@
 //! What steers a managed device beside its reads and writes.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use drover_core::DeviceError;
@@ -30,11 +31,23 @@ pub struct Progress {
     pub epoch: Epoch,
     /// Where a flush puts things.
     pub sync: Sync,
-    /// Why dirty bytes do not get to the far side, if it refuses them, or why the device stands still.
+    /// Why dirty bytes do not get to the far side, if it refuses them, why the device stands still, or that what came last
+    /// did not fit on the cache's disk.
     pub trouble: Option<DeviceError>,
 }
 
 impl Shared {
+    fn trouble(&self) -> Option<DeviceError> {
+        let failed = self.failed.lock().clone();
+        let no_room = || {
+            let what =
+                "the cache's disk is full: what does not fit is fetched each time it is read";
+            let now = self.no_room.load(Relaxed);
+            now.then(|| DeviceError::NoSpace(what.into()))
+        };
+        failed.or_else(|| self.push.trouble()).or_else(no_room)
+    }
+
     pub(super) fn progress(&self) -> Progress {
         let (chunks, local) = (self.states.count(), self.states.local());
         let traffic = self.remote.traffic();
@@ -53,7 +66,7 @@ impl Shared {
             link: self.link.lock().clone(),
             epoch: self.epoch(),
             sync: self.sync,
-            trouble: self.failed.lock().clone().or_else(|| self.push.trouble()),
+            trouble: self.trouble(),
         }
     }
 }

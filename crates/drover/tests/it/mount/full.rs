@@ -48,6 +48,8 @@ fn a_full_cache_disk_fails_writes_and_reads_go_on() {
         }
     };
     read(&mut nbd);
+    let trouble = m.disk()["trouble"].to_string();
+    assert!(trouble.contains("disk is full"), "not said: {trouble}");
     // The link is away: nothing can be pushed to make room.
     let mut wrote = 0;
     m.proxy.cut();
