@@ -37,6 +37,11 @@ const LEAST_SLACK: Duration = Duration::from_millis(1);
 /// ...and no more than what a waited-for read may be made to wait.
 const MOST_SLACK: Duration = Duration::from_millis(2);
 
+/// The window is worth at least this time of the rate. Where a round trip is much shorter, bursts of whole chunks overflow
+/// a queue of one round trip whatever the window is; the losses cost the more the less is under way beside them, and a
+/// window of less than two chunks cannot see that it should grow.
+const LEAST_COVER: Duration = Duration::from_millis(4);
+
 /// A round that brings less than this much more than the best before does not count as growth.
 const GROWTH: f64 = 1.25;
 
@@ -303,7 +308,7 @@ impl Window {
             Phase::Drain => trip.as_secs_f64() * 0.75,
             // The start ended too soon, or the link has more than it had.
             _ if self.grown_rounds >= GROWN_ROUNDS => trip.as_secs_f64() * GROWTH,
-            _ => (trip + self.slack()).as_secs_f64(),
+            _ => (trip + self.slack()).max(LEAST_COVER).as_secs_f64(),
         };
         self.size = ((self.rate() * seconds) as u64).clamp(LEAST, MOST);
     }
