@@ -53,7 +53,7 @@ pub trait Directory: Send + Sync {
     fn sync(&self) -> io::Result<()>;
 
     /// Takes the lock that is the file `name`, made when it is not there, without waiting. Held until the returned
-    /// value is dropped or the process ends.
+    /// value is dropped or the process ends. A shared lock of a file that is there takes no right to write.
     ///
     /// # Errors
     /// `WouldBlock` when somebody else holds it; else what the medium reports.

@@ -161,6 +161,9 @@ pub(crate) struct Shared {
 pub struct Synced {
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// A close has done all that it does. Held by who closes, also while the far side is told ([`FAREWELL`]): only another
+    /// close waits for it.
+    is_written_down: Mutex<bool>,
 }
 
 impl Synced {
@@ -261,6 +264,7 @@ impl Synced {
         Ok(Arc::new(Self {
             shared,
             threads: Mutex::new(threads),
+            is_written_down: Mutex::new(false),
         }))
     }
 
@@ -284,21 +288,25 @@ impl Synced {
 
     /// Closes the device: with `sync` all that is dirty is pushed first (and the device stays open when that fails),
     /// without it the cache keeps what is dirty for the next time. Then the far side is told, unless something is kept for it. Requests get
-    /// [`DeviceError::Closed`] from then on.
+    /// [`DeviceError::Closed`] from then on. Closed again, a device whose cache could not be written down tries that once
+    /// more; until it succeeds the cache stays locked, as long as the device is there.
     ///
     /// # Errors
     /// Of the last push, or of the cache's disk.
     pub fn close(&self, sync: bool) -> Result<(), DeviceError> {
-        if self.shared.is_closed() {
+        if !self.shared.is_closed() {
+            if let Some(hook) = &self.shared.hooks.before_close {
+                hook();
+            }
+            if sync && !self.shared.read_only {
+                self.shared.push_all()?;
+            }
+            self.shared.stop();
+        }
+        let mut is_written_down = self.is_written_down.lock();
+        if *is_written_down {
             return Ok(());
         }
-        if let Some(hook) = &self.shared.hooks.before_close {
-            hook();
-        }
-        if sync && !self.shared.read_only {
-            self.shared.push_all()?;
-        }
-        self.shared.stop();
         self.join();
         // Changes that were under way are done, and none begins: the map is about to say what is here.
         drop(self.shared.barrier.write());
@@ -308,9 +316,10 @@ impl Synced {
         if self.shared.unpushed_bytes() == 0 {
             self.shared.close_remote();
         }
-        let result = self.shared.write_all_down();
+        self.shared.write_all_down()?;
         self.shared.cache.unlock();
-        result
+        *is_written_down = true;
+        Ok(())
     }
 
     fn join(&self) {

@@ -5,7 +5,9 @@
 //!   `base:allocation`, flush, FUA, trim, zeroes with `NO_HOLE` and `FAST_ZERO`, cache, several connections to one
 //!   export.
 //! - A connection has one thread that reads requests. It answers by itself what waits for nothing; the rest goes to
-//!   threads that come and go with the work (`lanes`). Whoever has a reply ready sends everybody's (`outbox`).
+//!   threads that come and go with the work (`lanes`). So does a long write that waits for nothing, when the client has
+//!   sent more already: one thread copies it to the device while the other receives what follows. Whoever has a reply
+//!   ready sends everybody's (`outbox`).
 //! - Everything that a client can make grow has a limit: connections, options, requests and bytes under way, the
 //!   time of the handshake, the time in which it must take what it asked for.
 //!

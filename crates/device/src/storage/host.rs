@@ -116,7 +116,15 @@ impl Directory for HostDirectory {
     }
 
     fn lock(&self, name: &str, lock: Lock) -> io::Result<Box<dyn Send + Sync>> {
-        let file = self.open_file(name, OFlags::RDWR | OFlags::CREATE)?;
+        let make = || self.open_file(name, OFlags::RDWR | OFlags::CREATE);
+        let file = match lock {
+            // Who only reads may not be allowed to write, or the file system may be read-only.
+            Lock::Shared => match self.open_file(name, OFlags::RDONLY) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => make()?,
+                opened => opened?,
+            },
+            Lock::Exclusive => make()?,
+        };
         let operation = match lock {
             Lock::Shared => FlockOperation::NonBlockingLockShared,
             Lock::Exclusive => FlockOperation::NonBlockingLockExclusive,

@@ -365,13 +365,16 @@ impl Disk {
     }
 
     /// Closes it. The right to write goes back to the site unless something is still to be pushed there. Closed again,
-    /// nothing happens.
+    /// what could not be kept the first time is tried once more.
     ///
     /// # Errors
     /// When what is here cannot be kept.
     pub fn close(&self) -> Result<()> {
         if self.closed.swap(true, Ordering::AcqRel) {
-            return Ok(());
+            return match &self.kind {
+                Kind::Direct(_) => Ok(()),
+                Kind::Managed { synced, .. } => Ok(synced.close(false)?),
+            };
         }
         if matches!(self.client().link(), Link::Gone(_)) {
             self.gone.store(true, Ordering::Release);

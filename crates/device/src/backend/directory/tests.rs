@@ -149,6 +149,65 @@ fn one_opens_it_for_writing_or_many_for_reading() {
     one.flush().unwrap();
 }
 
+/// A directory's read-only view, taken away at the end.
+struct ReadOnlyView(tempfile::TempDir);
+
+impl ReadOnlyView {
+    fn of(path: &std::path::Path) -> Option<Self> {
+        let view = Self(tempfile::tempdir().unwrap());
+        let mut mount = std::process::Command::new("mount");
+        mount
+            .args(["--bind", "-o", "ro"])
+            .args([path, view.0.path()]);
+        let mounted = mount.output().is_ok_and(|ran| ran.status.success());
+        // An old `mount` needs two calls for a view that takes no writes.
+        let read_only = std::fs::write(view.0.path().join("probe"), "").is_err();
+        (mounted && read_only).then_some(view)
+    }
+}
+
+impl Drop for ReadOnlyView {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount")
+            .arg(self.0.path())
+            .output();
+    }
+}
+
+#[test]
+fn a_read_only_file_system_is_enough_for_who_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = |path: &std::path::Path, read_only| {
+        let options = DirectoryOptions {
+            read_only,
+            ..DirectoryOptions::default()
+        };
+        DirectoryDevice::open(Arc::new(HostDirectory::open(path).unwrap()), options)
+    };
+    let made = HostDirectory::open(dir.path()).unwrap();
+    let device = DirectoryDevice::create(Arc::new(made), shape(1 << 20), few(4)).unwrap();
+    device.write(5000, &[7; 10]).unwrap();
+    device.flush().unwrap();
+    let Some(view) = ReadOnlyView::of(dir.path()) else {
+        eprintln!(
+            "SKIP a_read_only_file_system_is_enough_for_who_reads: no read-only bind mount here"
+        );
+        return;
+    };
+    // The lock is one and the same.
+    let shut_out = open(view.0.path(), true).err();
+    assert!(
+        matches!(shut_out, Some(DeviceError::Unavailable(_))),
+        "{shut_out:?}"
+    );
+    drop(device);
+    let reader = open(view.0.path(), true).unwrap();
+    assert_eq!(read(&reader, 5000, 10), [7; 10]);
+    assert!(open(dir.path(), false).is_err());
+    drop(reader);
+    assert!(open(view.0.path(), false).is_err());
+}
+
 #[test]
 fn damage_is_an_error_that_names_the_file() {
     let fake = FakeDirectory::default();

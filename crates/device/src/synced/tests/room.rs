@@ -66,13 +66,47 @@ fn what_was_not_pushed_is_not_given_up_on_a_full_disk() {
     directory.set_faults(|operation, _| {
         (operation == Operation::Write).then_some(std::io::ErrorKind::StorageFull)
     });
-    let result = device.close(false);
-    assert!(matches!(result, Err(DeviceError::NoSpace(_))), "{result:?}");
+    for _ in 0..2 {
+        let result = device.close(false);
+        assert!(matches!(result, Err(DeviceError::NoSpace(_))), "{result:?}");
+    }
     directory.set_faults(|_, _| None);
+    drop(device);
     let device = Synced::open(quiet(&directory, &far.remote())).unwrap();
     assert!(device.pusher().pending() >= 4096);
     device.flush().unwrap();
     assert_eq!(far.bytes()[..4096], [5; 4096]);
+}
+
+#[test]
+fn a_close_that_failed_is_tried_again_and_then_keeps_everything() {
+    let far = Far::new(&random_bytes(14, 40 * CHUNK as usize));
+    let directory = FakeDirectory::default();
+    let remote = far.remote();
+    let device = Synced::open(SyncedOptions {
+        sync: Sync::Local,
+        push_interval: Duration::from_secs(100),
+        ..quiet(&directory, &remote)
+    })
+    .unwrap();
+    // Not flushed: only a close keeps it.
+    device.write(at(3), &[6; CHUNK as usize]).unwrap();
+    directory.set_faults(|operation, _| {
+        (operation == Operation::Write).then_some(std::io::ErrorKind::StorageFull)
+    });
+    assert!(matches!(device.close(false), Err(DeviceError::NoSpace(_))));
+    // Nobody takes the cache away between two attempts.
+    let other = Synced::open(quiet(&directory, &far.remote()));
+    assert!(other.is_err());
+    directory.set_faults(|_, _| None);
+    device.close(false).unwrap();
+    device.close(false).unwrap();
+    let next = Synced::open(quiet(&directory, &far.remote())).unwrap();
+    next.flush().unwrap();
+    assert_eq!(
+        far.bytes()[at(3) as usize..at(4) as usize],
+        [6; CHUNK as usize]
+    );
 }
 
 #[test]
