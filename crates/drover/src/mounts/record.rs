@@ -364,7 +364,7 @@ impl Record {
         }
     }
 
-    /// Whether a person means this mount by `what`: its name, path, device or socket.
+    /// Whether a person means this mount by `what`: its name, path, device or socket, or what was printed for it.
     pub fn is_meant_by(&self, what: &str) -> bool {
         if self.name == what || self.front.place() == what {
             return true;
@@ -375,7 +375,10 @@ impl Record {
         let same = |p: &Path| p == path;
         self.devices.iter().any(|d| same(d))
             || match &self.front {
-                Front::File { path, .. } => same(path),
+                // A directory has a file of the image's name in it.
+                Front::File { path, .. } => {
+                    same(path) || self.images.iter().any(|i| same(&path.join(&i.image)))
+                }
                 Front::Nbd {
                     listen: Listen::Unix(socket),
                     ..

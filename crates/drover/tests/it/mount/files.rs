@@ -52,6 +52,25 @@ fn a_raw_image_is_read_and_written_and_there_for_the_next() {
 }
 
 #[test]
+fn a_directory_gets_a_file_and_what_is_printed_ends_it() {
+    if !can_mount("a_directory_gets_a_file_and_what_is_printed_ends_it") {
+        return;
+    }
+    let m = Mounts::new();
+    let bytes = m.raw("web.raw", 8);
+    let dir = m.world.path("dir");
+    fs::create_dir(&dir).unwrap();
+    for what in [dir.join("web.raw"), dir.clone()] {
+        let disk = m.mount("web.raw", "dir", &["--read-only"]);
+        assert_eq!(disk, dir.join("web.raw"));
+        assert!(fs::read(&disk).unwrap() == bytes, "another image");
+        m.unmount(&what, &[]).ok();
+        assert!(dir.read_dir().unwrap().next().is_none());
+    }
+    m.unmount(&dir, &[]).fails(1, &["drover mounts"]);
+}
+
+#[test]
 fn a_qcow2_image_is_shown_raw_and_only_its_data_crosses_the_link() {
     let test = "a_qcow2_image_is_shown_raw_and_only_its_data_crosses_the_link";
     if !can_mount(test) || !has(test, &["qemu-img"]) {
