@@ -15,6 +15,16 @@ fn small(directory: &FakeDirectory, remote: &Arc<LocalRemote>, chunks: u64) -> S
     }
 }
 
+/// A device that flushes to its cache and pushes only when it is asked to.
+fn keeping(directory: &FakeDirectory, remote: &Arc<LocalRemote>) -> Arc<Synced> {
+    Synced::open(SyncedOptions {
+        sync: Sync::Local,
+        push_interval: Duration::from_secs(100),
+        ..quiet(directory, remote)
+    })
+    .unwrap()
+}
+
 #[test]
 fn a_device_closes_on_a_full_disk_when_all_was_pushed() {
     let bytes = random_bytes(11, 100 * CHUNK as usize);
@@ -54,12 +64,7 @@ fn what_was_not_pushed_is_not_given_up_on_a_full_disk() {
     let far = Far::new(&random_bytes(12, 40 * CHUNK as usize));
     let directory = FakeDirectory::default();
     let remote = far.remote();
-    let device = Synced::open(SyncedOptions {
-        sync: Sync::Local,
-        push_interval: Duration::from_secs(100),
-        ..quiet(&directory, &remote)
-    })
-    .unwrap();
+    let device = keeping(&directory, &remote);
     device.write(0, &[5; 4096]).unwrap();
     device.flush().unwrap();
     device.write(at(3), &[6; CHUNK as usize]).unwrap();
@@ -83,12 +88,7 @@ fn a_close_that_failed_is_tried_again_and_then_keeps_everything() {
     let far = Far::new(&random_bytes(14, 40 * CHUNK as usize));
     let directory = FakeDirectory::default();
     let remote = far.remote();
-    let device = Synced::open(SyncedOptions {
-        sync: Sync::Local,
-        push_interval: Duration::from_secs(100),
-        ..quiet(&directory, &remote)
-    })
-    .unwrap();
+    let device = keeping(&directory, &remote);
     // Not flushed: only a close keeps it.
     device.write(at(3), &[6; CHUNK as usize]).unwrap();
     directory.set_faults(|operation, _| {
@@ -131,12 +131,7 @@ fn an_epoch_whose_end_could_not_be_written_down_is_known_after_the_next_is_lost(
     let far = Far::new(&[0; 200_000]);
     let directory = FakeDirectory::default();
     let remote = far.remote();
-    let device = Synced::open(SyncedOptions {
-        sync: Sync::Local,
-        push_interval: Duration::from_secs(100),
-        ..quiet(&directory, &remote)
-    })
-    .unwrap();
+    let device = keeping(&directory, &remote);
     device.write(0, &[1; 5000]).unwrap();
     let disk = directory.clone();
     *far.on_commit.lock() = Some(Box::new(move || {
