@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::ends::write;
 use super::{Mounts, can_mount, text};
-use crate::world::until;
+use crate::world::{same, until, wait};
 
 const BREAK: [&str; 4] = ["mounts", "break", "web.raw", "-y"];
 
@@ -167,4 +167,37 @@ fn a_mount_whose_image_was_replaced_says_so_and_holds_nothing() {
         assert!(fs::read(&disk).unwrap() == new, "stale bytes");
         m.unmount(&disk, &[]).ok();
     }
+}
+
+#[test]
+fn an_image_that_a_mount_began_to_write_is_not_replaced_by_what_was_on_its_way() {
+    if !can_mount("an_image_that_a_mount_began_to_write_is_not_replaced_by_what_was_on_its_way") {
+        return;
+    }
+    let m = Mounts::new();
+    let old = m.world.image("old.img", 77, 600);
+    let new = m.world.image("new.img", 78, 4096);
+    let send = |image| ["send", image, "far", "--as", "x.img", "--limit", "8M"];
+    m.near(&send("old.img")).ok();
+    let mut sending = m.world.drover("near", &send("new.img")).spawn().unwrap();
+    until("it is on its way", || {
+        let status = m.world.run("far", &["status", "--json"]).ok().json();
+        let done = &status[0]["site"]["transfers"][0]["done_blocks"];
+        done.as_u64().is_some_and(|d| d > 0)
+    });
+    let disk = m.mount("x.img", "disk", &[]);
+    write(&disk, 4096, &[7; 4096]);
+    assert_eq!(wait(&mut sending), Some(3));
+    m.near(&send("new.img"))
+        .fails(3, &["x.img", "may write it", "drover mounts break"]);
+    m.unmount(&disk, &[]).ok();
+    let mut bytes = fs::read(&old).unwrap();
+    bytes[4096..8192].fill(7);
+    assert!(m.far_bytes("x.img") == bytes);
+    // Nobody writes it any more; what had come is not sent again.
+    let sent = m.near(&["send", "new.img", "far", "--as", "x.img", "--json"]);
+    let sent = sent.ok().json();
+    let image = &sent.last().unwrap()["images"][0];
+    assert_eq!(image["sent_blocks"].as_u64(), Some(0), "{image}");
+    same(&m.world.delivered("far", "x.img"), &new);
 }

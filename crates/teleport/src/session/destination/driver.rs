@@ -448,6 +448,8 @@ fn deliver(
             found,
         });
     }
+    // Somebody may have begun to write the image that this would replace: it was asked before, and may be long ago.
+    site.check_held(&transfer.opening.offer.name)?;
     matcher.finish();
     let arrived = Arrived {
         dir: transfer.dir.clone(),
