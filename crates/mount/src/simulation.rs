@@ -494,7 +494,11 @@ fn a_pull_fills_the_link_and_reads_overtake_it() {
                 chunks: (rate * seconds) as u64 / u64::from(chunk),
                 faults: false,
                 // A small part of the link, also of the slowest.
-                reads: if mbit < 50.0 { 25.0 } else { 60.0 },
+                reads: match mbit {
+                    ..50.0 => 25.0,
+                    ..200.0 => 60.0,
+                    _ => 240.0,
+                },
                 turn: 0.0,
             };
             let seed = (n * 10 + m) as u64;
@@ -514,7 +518,7 @@ fn a_pull_fills_the_link_and_reads_overtake_it() {
                 p99 * 1e3,
                 limit * 1e3
             );
-            if used < least || p99 > limit {
+            if used < least || p99 > limit || full > 1.0 {
                 failed.push(seed);
             }
         }

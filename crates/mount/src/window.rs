@@ -8,13 +8,18 @@
 //! slack stands in the queue, and that is all that ever does. A flow that fills queues on the same link gets the
 //! larger share of it: background work gives way.
 //!
+//! At the start it grows by what arrives, ahead of TCP's slow start, which fills the link on its own terms.
+//!
 //! Pure: it is told times.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Where it begins.
-const FIRST: u64 = 128 << 10;
+/// Where it begins: a little ahead of what TCP sends in its first round trip on two lanes.
+const FIRST: u64 = 64 << 10;
+
+/// Until so much has arrived, answers are late on all lanes because TCP begins slowly, and not because the link is full.
+const SLOW_START: u64 = 16 * FIRST;
 
 /// The least it ever is: a few frames.
 const LEAST: u64 = 48 << 10;
@@ -40,10 +45,14 @@ const MOST_SLACK: Duration = Duration::from_millis(2);
 /// The window is worth at least this time of the rate. Where a round trip is much shorter, bursts of whole chunks overflow
 /// a queue of one round trip whatever the window is; the losses cost the more the less is under way beside them, and a
 /// window of less than two chunks cannot see that it should grow.
-const LEAST_COVER: Duration = Duration::from_millis(4);
+const LEAST_COVER: Duration = Duration::from_micros(3500);
 
 /// A round that brings less than this much more than the best before does not count as growth.
 const GROWTH: f64 = 1.25;
+
+/// See [`Window::extra`].
+const EXTRA_STEP: f64 = 0.01;
+const MOST_EXTRA: f64 = 0.03;
 
 /// Rounds of growth without a queue in a row after which the window grows as fast as at the start.
 const GROWN_ROUNDS: u32 = 3;
@@ -57,12 +66,61 @@ const SLOWER_ROUNDS: u32 = 2;
 /// The same after which it is held to be longer: a smaller window did not help.
 const LONGER_ROUNDS: u32 = 8;
 
+/// Looks in a row without growth after which it is over, and the least time between two.
+const FLAT_LOOKS: u32 = 2;
+const LEAST_LOOK: Duration = Duration::from_millis(8);
+
 /// Answers in a row that were late by more than [`START_QUEUE`] and a quarter of the round trip: the start is over, before
 /// the queue overflows.
 const LATE_ANSWERS: u32 = 6;
 
 /// See [`LATE_ANSWERS`].
 const START_QUEUE: Duration = Duration::from_millis(6);
+
+/// A lane's answers in a row that were late, and when the last answer came.
+#[derive(Clone, Copy, Debug)]
+struct Late {
+    lane: usize,
+    answers: u32,
+    at: Duration,
+}
+
+/// Whether what arrives still becomes more, seen by the clock: round trips are no measure while TCP begins on one lane and is
+/// far ahead on another.
+#[derive(Clone, Copy, Debug, Default)]
+struct Ramp {
+    since: Duration,
+    arrived: u64,
+    /// The highest rate that was growth, and the highest of all.
+    best: f64,
+    most: f64,
+    /// Looks in a row that saw no growth.
+    flat: u32,
+}
+
+impl Ramp {
+    /// Looks, a round trip after the look before.
+    fn look(&mut self, now: Duration, arrived: u64, trip: Duration) {
+        let took = now.saturating_sub(self.since);
+        if took < trip.max(LEAST_LOOK) {
+            return;
+        }
+        let rate = (arrived - self.arrived) as f64 / took.as_secs_f64();
+        self.most = self.most.max(rate);
+        if rate >= self.best * GROWTH {
+            self.best = rate;
+            self.flat = 0;
+        } else {
+            self.flat += 1;
+        }
+        (self.since, self.arrived) = (now, arrived);
+    }
+
+    /// There was nothing to send.
+    fn pause(&mut self, now: Duration, arrived: u64) {
+        (self.since, self.arrived) = (now, arrived);
+    }
+}
 
 /// What arrived when permission for more was given.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -85,6 +143,8 @@ pub struct Window {
     fixed: Option<u64>,
     size: u64,
     arrived: u64,
+    /// What had arrived when the window last grew by it.
+    grown_to: u64,
     phase: Phase,
     /// The highest rate of each of the last rounds, in bytes a second.
     rates: VecDeque<f64>,
@@ -95,15 +155,20 @@ pub struct Window {
     round: Round,
     /// Rounds in a row whose queue was longer than the slack explains.
     queued_rounds: u32,
-    /// Answers in a row that were late.
-    late: u32,
+    /// The lanes that brought answers lately.
+    lanes: Vec<Late>,
+    ramp: Ramp,
     /// Rounds in a row that were faster than all before them, without a queue.
     grown_rounds: u32,
+    /// What is added to the window, as a part of it, because the slack alone left no queue: words of arrivals and whole
+    /// answers take a part of the window that the link does not see.
+    extra: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Phase {
-    /// Doubling, until the rate does not follow.
+    /// Growing by what arrives, which doubles it each round trip as TCP's own start does, so that it is TCP that waits
+    /// for the link and not the link for the window; until the rate does not follow.
     Start { best: f64, flat: u32 },
     /// As large as it should be.
     Steady,
@@ -140,14 +205,17 @@ impl Window {
             fixed: fixed.map(|bytes| bytes.clamp(LEAST, MOST)),
             size: FIRST,
             arrived: 0,
+            grown_to: 0,
             phase: Phase::Start { best: 0.0, flat: 0 },
             rates: VecDeque::new(),
             trips: VecDeque::new(),
             drained_at: Duration::ZERO,
             round: Round::begin(0),
             queued_rounds: 0,
-            late: 0,
+            lanes: Vec::new(),
+            ramp: Ramp::default(),
             grown_rounds: 0,
+            extra: 0.0,
         }
     }
 
@@ -183,8 +251,9 @@ impl Window {
         }
     }
 
-    /// What was sent with the permission of `mark` has arrived (and was counted). `limited`: it was all that there was to send.
-    pub fn sample(&mut self, now: Duration, mark: Mark, limited: bool) {
+    /// What was sent with the permission of `mark` has arrived on a lane (and was counted). `limited`: it was all that there
+    /// was to send.
+    pub fn sample(&mut self, now: Duration, mark: Mark, lane: usize, limited: bool) {
         let took = now.saturating_sub(mark.at).max(Duration::from_micros(1));
         self.note_trip(now, took);
         let rate = self.arrived.saturating_sub(mark.arrived) as f64 / took.as_secs_f64();
@@ -193,23 +262,59 @@ impl Window {
             self.round.full |= !limited;
         }
         self.round.trip = Some(self.round.trip.map_or(took, |least| least.min(took)));
-        if mark.arrived >= self.round.until {
-            self.end_round(now);
-        } else if let Phase::Start { best, .. } = self.phase {
-            let base = self.round_trip().unwrap_or_default();
-            // What comes in bursts is late although the link is not full yet: then the rate still grows.
-            let growing = best > 0.0 && self.round.rate >= best * GROWTH;
-            let bound = if growing { base / 2 } else { base / 4 };
-            let late = took > base + bound + START_QUEUE;
-            self.late = if late { self.late + 1 } else { 0 };
-            if self.late >= LATE_ANSWERS {
-                self.late = 0;
-                self.note_rate(self.round.rate);
-                self.round = Round::begin(self.arrived);
-                self.phase = Phase::Drain;
-                self.resize();
+        let new = self.arrived - std::mem::replace(&mut self.grown_to, self.arrived);
+        if matches!(self.phase, Phase::Start { .. }) {
+            let trip = self.round_trip().unwrap_or_default();
+            if limited {
+                self.ramp.pause(now, self.arrived);
+            } else {
+                self.size = (self.size + new).min(MOST);
+                self.ramp.look(now, self.arrived, trip);
             }
         }
+        if mark.arrived >= self.round.until {
+            self.end_round(now);
+        } else if let Phase::Start { .. } = self.phase {
+            let base = self.round_trip().unwrap_or_default();
+            let late = took > base + base / 4 + START_QUEUE;
+            let all_late = self.all_late(now, lane, late);
+            let enough = match self.arrived < SLOW_START {
+                true => FLAT_LOOKS,
+                false => 1,
+            };
+            if all_late && self.ramp.flat >= enough {
+                self.note_rate(self.round.rate);
+                self.round = Round::begin(self.arrived);
+                self.end_start();
+            }
+        }
+    }
+
+    fn end_start(&mut self) {
+        // After a loss much comes at once that came long before: no round trip's rate is to be believed beyond the clock's.
+        let most = self.ramp.most * 1.05;
+        for rate in &mut self.rates {
+            *rate = rate.min(most);
+        }
+        self.phase = Phase::Drain;
+        self.resize();
+    }
+
+    /// Notes whether an answer was late. Whether those of all lanes are now: a queue in the link delays every lane, while TCP
+    /// may be at its beginning on one and far ahead on another.
+    fn all_late(&mut self, now: Duration, lane: usize, late: bool) -> bool {
+        let lately = now.saturating_sub(2 * self.round_trip().unwrap_or_default());
+        self.lanes.retain(|l| l.at >= lately);
+        let at = self.lanes.iter().position(|l| l.lane == lane);
+        let before = at.map_or(0, |n| self.lanes.swap_remove(n).answers);
+        let answers = if late { before + 1 } else { 0 };
+        self.lanes.push(Late {
+            lane,
+            answers,
+            at: now,
+        });
+        self.lanes.iter().map(|l| l.answers).sum::<u32>() >= LATE_ANSWERS
+            && self.lanes.iter().all(|l| l.answers > 0)
     }
 
     fn note_rate(&mut self, rate: f64) {
@@ -242,8 +347,9 @@ impl Window {
     }
 
     fn slack(&self) -> Duration {
-        let part = self.round_trip().unwrap_or_default() / SLACK_PART;
-        part.clamp(LEAST_SLACK, MOST_SLACK)
+        let trip = self.round_trip().unwrap_or_default();
+        let part = (trip / SLACK_PART).clamp(LEAST_SLACK, MOST_SLACK);
+        part.max(LEAST_COVER.saturating_sub(trip))
     }
 
     fn end_round(&mut self, now: Duration) {
@@ -264,12 +370,10 @@ impl Window {
                 let flat = if grew { 0 } else { flat + 1 };
                 let best = best.max(round.rate);
                 let queued = queue > (base / 8).max(2 * MOST_SLACK);
-                if flat >= FLAT_ROUNDS || queued {
-                    self.phase = Phase::Drain;
-                    self.resize();
+                if self.ramp.flat >= FLAT_LOOKS && (flat >= FLAT_ROUNDS || queued) {
+                    self.end_start();
                 } else {
                     self.phase = Phase::Start { best, flat };
-                    self.size = (self.size * 2).min(MOST);
                 }
                 return;
             }
@@ -282,6 +386,12 @@ impl Window {
                     self.phase = Phase::Drain;
                 }
             }
+        }
+        let slack = self.slack();
+        if self.phase != Phase::Steady || queue > slack * 5 / 4 {
+            self.extra = (self.extra - EXTRA_STEP).max(0.0);
+        } else if round.full && round.rate <= best * 1.02 && queue < slack / 2 {
+            self.extra = (self.extra + EXTRA_STEP).min(MOST_EXTRA);
         }
         self.queued_rounds = if queue > 3 * self.slack() {
             self.queued_rounds + 1
@@ -297,7 +407,7 @@ impl Window {
                 self.note_trip(now, trip);
             }
             self.queued_rounds = 0;
-            self.phase = Phase::Start { best: 0.0, flat: 0 };
+            self.phase = Phase::Drain;
         }
         self.resize();
     }
@@ -308,7 +418,7 @@ impl Window {
             Phase::Drain => trip.as_secs_f64() * 0.75,
             // The start ended too soon, or the link has more than it had.
             _ if self.grown_rounds >= GROWN_ROUNDS => trip.as_secs_f64() * GROWTH,
-            _ => (trip + self.slack()).max(LEAST_COVER).as_secs_f64(),
+            _ => (trip + self.slack()).as_secs_f64() * (1.0 + self.extra),
         };
         self.size = ((self.rate() * seconds) as u64).clamp(LEAST, MOST);
     }

@@ -292,6 +292,10 @@ pub(crate) fn handshake_failure(peer: String, e: io::Error) -> NetError {
     }
 }
 
+/// Bytes that the kernel takes beyond what the path takes now. What waits longer waits here, where what is urgent can still
+/// go before it.
+const MOST_UNSENT: u32 = 128 << 10;
+
 /// Frames must leave at once, and a peer whose machine is gone must be noticed even when nobody
 /// writes. Buffer sizes are left to the kernel, whose tuning follows the path's delay.
 pub(crate) fn prepare(tcp: &TcpStream) -> io::Result<()> {
@@ -300,7 +304,11 @@ pub(crate) fn prepare(tcp: &TcpStream) -> io::Result<()> {
         .with_time(Duration::from_secs(30))
         .with_interval(Duration::from_secs(10))
         .with_retries(6);
-    SockRef::from(tcp).set_tcp_keepalive(&keepalive)
+    let socket = SockRef::from(tcp);
+    socket.set_tcp_keepalive(&keepalive)?;
+    // Not everywhere; and without it things only wait longer.
+    let _ = socket.set_tcp_notsent_lowat(MOST_UNSENT);
+    Ok(())
 }
 
 /// The failures of several addresses.

@@ -429,7 +429,7 @@ impl<T> Book<T> {
     /// makes less be enough.
     pub fn credits(&mut self, now: Duration) -> Vec<(usize, Ask)> {
         let window = self.window.size();
-        let step = (window / 64).clamp(1 << 10, 64 << 10);
+        let step = (window / 64).clamp(1 << 10, 32 << 10);
         let mark = self.window.mark(now);
         let mut out = Vec::new();
         for (n, lane) in self.lanes.iter_mut().enumerate() {
@@ -538,7 +538,7 @@ impl<T> Book<T> {
                 None => return,
             },
         };
-        self.window.sample(now, mark, answer.last);
+        self.window.sample(now, mark, lane, answer.last);
     }
 
     /// An answer to nothing: to what was given up, or made up.

@@ -65,7 +65,7 @@ fn run(rate: &dyn Fn(f64) -> f64, trip: f64, seconds: f64, noise: f64, settle: f
         if event % 2 == 0 {
             window.arrived(FRAME as u64);
             let mark = marks[sent_with[event / 2]].1;
-            window.sample(Duration::from_nanos(at), mark, false);
+            window.sample(Duration::from_nanos(at), mark, 0, false);
             if now > settle {
                 got += FRAME;
             }
@@ -125,6 +125,23 @@ fn it_fills_the_link_and_leaves_no_queue() {
 }
 
 #[test]
+fn it_is_tcp_that_the_link_waits_for_at_the_start() {
+    // Two connections of ten segments each, twice as much each round trip.
+    for trip in [0.04, 0.02] {
+        let slow_start = |t: f64| GIGABIT.min(28_960.0 * (t / trip).exp2() / trip);
+        let out = run(&slow_start, trip, 4.0, 0.0, 2.0);
+        let least = trip * (GIGABIT * trip / 28_960.0).log2();
+        assert!(
+            out.full_at < least + 0.45,
+            "full after {} s of {least}",
+            out.full_at
+        );
+        assert!(out.rate >= 0.96 * GIGABIT, "{}", out.rate);
+        assert!(out.queue < 0.006, "{}", out.queue);
+    }
+}
+
+#[test]
 fn jitter_does_not_starve_it() {
     let out = run(&|_| GIGABIT, 0.04, 5.0, 0.002, 1.5);
     assert!(out.rate >= 0.95 * GIGABIT, "{}", out.rate);
@@ -161,7 +178,7 @@ fn it_follows_a_path_that_becomes_longer() {
         at += trip;
         let size = window.size().min((GIGABIT * trip) as u64);
         window.arrived(size);
-        window.sample(Duration::from_secs_f64(at), mark, false);
+        window.sample(Duration::from_secs_f64(at), mark, 0, false);
     }
     assert!(
         window.size() as f64 >= 0.9 * GIGABIT * 0.04,
@@ -177,7 +194,7 @@ fn little_to_send_says_nothing_about_the_link() {
     for n in 0..100 {
         let mark = window.mark(ms(n * 10));
         window.arrived(4096);
-        window.sample(ms(n * 10 + 5), mark, true);
+        window.sample(ms(n * 10 + 5), mark, 0, true);
     }
     assert_eq!(window.size(), FIRST);
     assert_eq!(window.round_trip(), Some(ms(5)));
@@ -189,7 +206,7 @@ fn a_fixed_number_is_kept() {
     for n in 0..50 {
         let mark = window.mark(Duration::from_millis(n));
         window.arrived(100_000);
-        window.sample(Duration::from_millis(n + 1), mark, false);
+        window.sample(Duration::from_millis(n + 1), mark, 0, false);
     }
     assert_eq!(window.size(), 1 << 20);
 }
