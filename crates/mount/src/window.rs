@@ -50,9 +50,9 @@ const LEAST_COVER: Duration = Duration::from_micros(3500);
 /// A round that brings less than this much more than the best before does not count as growth.
 const GROWTH: f64 = 1.25;
 
-/// See [`Window::extra`].
-const EXTRA_STEP: f64 = 0.01;
+/// See [`Window::extra`]: it is at most this part of the window, or one answer, and found in so many steps.
 const MOST_EXTRA: f64 = 0.03;
+const EXTRA_STEPS: u64 = 4;
 
 /// Rounds of growth without a queue in a row after which the window grows as fast as at the start.
 const GROWN_ROUNDS: u32 = 3;
@@ -160,9 +160,12 @@ pub struct Window {
     ramp: Ramp,
     /// Rounds in a row that were faster than all before them, without a queue.
     grown_rounds: u32,
-    /// What is added to the window, as a part of it, because the slack alone left no queue: words of arrivals and whole
-    /// answers take a part of the window that the link does not see.
-    extra: f64,
+    /// Bytes that are added to the window because the slack alone left no queue: words of arrivals and whole answers take a
+    /// part of the window that the link does not see. With less than two answers under way the rate would never be seen to
+    /// be higher.
+    extra: u64,
+    /// The least answer.
+    answer: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -198,9 +201,9 @@ impl Round {
 }
 
 impl Window {
-    /// A window that finds its size, or has a fixed one.
+    /// A window that finds its size, or has a fixed one, for answers of `answer` bytes and more.
     #[must_use]
-    pub fn new(fixed: Option<u64>) -> Self {
+    pub fn new(fixed: Option<u64>, answer: u64) -> Self {
         Self {
             fixed: fixed.map(|bytes| bytes.clamp(LEAST, MOST)),
             size: FIRST,
@@ -215,7 +218,8 @@ impl Window {
             lanes: Vec::new(),
             ramp: Ramp::default(),
             grown_rounds: 0,
-            extra: 0.0,
+            extra: 0,
+            answer,
         }
     }
 
@@ -328,7 +332,7 @@ impl Window {
 
     /// The link came up anew: what is known of it may no longer be so.
     pub fn reset(&mut self) {
-        *self = Self::new(self.fixed);
+        *self = Self::new(self.fixed, self.answer);
     }
 
     fn note_trip(&mut self, now: Duration, trip: Duration) {
@@ -387,13 +391,17 @@ impl Window {
                 }
             }
         }
-        let slack = self.slack();
-        if self.phase != Phase::Steady || queue > slack * 5 / 4 {
-            self.extra = (self.extra - EXTRA_STEP).max(0.0);
-        } else if round.full && round.rate <= best * 1.02 && queue < slack / 2 {
-            self.extra = (self.extra + EXTRA_STEP).min(MOST_EXTRA);
+        // On a slow link one answer takes longer than the slack, and to wait for one is no queue.
+        let one = self.answer as f64 / self.rate().max(1.0);
+        let queue_of_one = self.slack().max(Duration::from_secs_f64(one.min(1.0)));
+        let most = ((self.size as f64 * MOST_EXTRA) as u64).max(self.answer);
+        let step = most / EXTRA_STEPS;
+        if self.phase != Phase::Steady || queue > queue_of_one * 5 / 4 {
+            self.extra = self.extra.saturating_sub(step);
+        } else if round.full && round.rate <= best * 1.02 && queue < queue_of_one / 2 {
+            self.extra = (self.extra + step).min(most);
         }
-        self.queued_rounds = if queue > 3 * self.slack() {
+        self.queued_rounds = if queue > 3 * queue_of_one {
             self.queued_rounds + 1
         } else {
             0
@@ -418,9 +426,14 @@ impl Window {
             Phase::Drain => trip.as_secs_f64() * 0.75,
             // The start ended too soon, or the link has more than it had.
             _ if self.grown_rounds >= GROWN_ROUNDS => trip.as_secs_f64() * GROWTH,
-            _ => (trip + self.slack()).as_secs_f64() * (1.0 + self.extra),
+            _ => (trip + self.slack()).as_secs_f64(),
         };
-        self.size = ((self.rate() * seconds) as u64).clamp(LEAST, MOST);
+        let extra = if self.phase == Phase::Steady {
+            self.extra
+        } else {
+            0
+        };
+        self.size = ((self.rate() * seconds) as u64 + extra).clamp(LEAST, MOST);
     }
 }
 

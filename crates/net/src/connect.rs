@@ -294,7 +294,7 @@ pub(crate) fn handshake_failure(peer: String, e: io::Error) -> NetError {
 
 /// Bytes that the kernel takes beyond what the path takes now. What waits longer waits here, where what is urgent can still
 /// go before it.
-const MOST_UNSENT: u32 = 128 << 10;
+const MOST_UNSENT: u32 = 32 << 10;
 
 /// Frames must leave at once, and a peer whose machine is gone must be noticed even when nobody
 /// writes. Buffer sizes are left to the kernel, whose tuning follows the path's delay.

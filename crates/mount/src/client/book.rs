@@ -155,7 +155,7 @@ impl<T> Book<T> {
             back: VecDeque::new(),
             asked: HashMap::new(),
             lanes: Vec::new(),
-            window: Window::new(window),
+            window: Window::new(window, u64::from(shape.chunk)),
             ahead: 0,
             waited: 0,
             ratio: 1.0,

@@ -51,6 +51,19 @@ impl Flow {
         self.under_way += bytes;
     }
 
+    /// Bytes that left have not left after all; returned is how many of them, as some may have arrived. To be followed by
+    /// [`Flow::sent`] when those have left.
+    pub fn unsent(&mut self, lane: u64, bytes: u64) -> u64 {
+        let Some(lane) = self.lanes.get_mut(&lane) else {
+            return 0;
+        };
+        let back = bytes.min(lane.sent - lane.received);
+        lane.sent -= back;
+        lane.timed = None;
+        self.under_way -= back;
+        back
+    }
+
     /// The mount says what has arrived on a lane. What it claims beyond what was sent, or takes back, is not believed.
     pub fn credit(&mut self, lane: u64, received: u64, window: u64, now: Duration) {
         let lane = self.lanes.entry(lane).or_default();
@@ -122,6 +135,23 @@ mod tests {
         );
         flow.credit(1, 60_000, 100_000, at(30));
         assert_eq!(flow.round_trip(), Some(at(30)));
+    }
+
+    #[test]
+    fn what_a_lane_cannot_send_keeps_nothing_from_the_others() {
+        let mut flow = Flow::default();
+        flow.credit(1, 0, 100_000, at(5));
+        flow.sent(1, 80_000, at(5));
+        flow.sent(2, 20_000, at(5));
+        assert!(!flow.allows(1000));
+        flow.credit(1, 30_000, 100_000, at(9));
+        assert_eq!(flow.unsent(1, 80_000), 50_000, "some of it has arrived");
+        assert!(flow.allows(80_000) && !flow.allows(80_001));
+        flow.sent(1, 50_000, at(20));
+        assert!(flow.allows(30_000) && !flow.allows(30_001));
+        assert_eq!(flow.unsent(3, 1), 0);
+        flow.gone(1);
+        assert_eq!(flow.unsent(1, 50_000), 0);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! A lane at the site: requests in, answers out.
 
 use std::collections::VecDeque;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use drover_device::remote::Shape;
 use drover_net::{FrameReader, FrameWriter, KeepAlive, PeerKey};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::timeout;
 
 use super::counters::{Counters, Effect};
 use super::flow::Flow;
@@ -33,6 +35,9 @@ const FAR: Duration = Duration::from_millis(2);
 
 /// Requests that are no longer need not wait for room.
 const SMALL: usize = 4 << 10;
+
+/// How long the kernel may take to accept an answer before its bytes do not count as being on their way.
+const BEHIND: Duration = Duration::from_millis(3);
 
 /// How long a lane's last word may wait for the link.
 const LAST_WORD: Duration = Duration::from_millis(100);
@@ -403,7 +408,20 @@ impl Lane {
             tokio::pin!(room);
             room.as_mut().enable();
             if let Some((head, body)) = self.next_out() {
-                writer.send_vectored(kind::ANSWER, &[&head, &body]).await?;
+                let length = head.len() as u64 + body.len() as u64;
+                let parts: [&[u8]; 2] = [&head, &body];
+                let mut sending = pin!(writer.send_vectored(kind::ANSWER, &parts));
+                match timeout(BEHIND, &mut sending).await {
+                    Ok(sent) => sent?,
+                    Err(_) => {
+                        // What TCP does not take on this lane keeps nothing from the others.
+                        let back = self.shared.flow.lock().unsent(self.number, length);
+                        self.shared.room.notify_waiters();
+                        sending.await?;
+                        let now = self.shared.now();
+                        self.shared.flow.lock().sent(self.number, back, now);
+                    }
+                }
                 flushed = false;
                 self.pump();
                 continue;
