@@ -45,7 +45,7 @@ const MOST_SLACK: Duration = Duration::from_millis(2);
 /// The window is worth at least this time of the rate. Where a round trip is much shorter, bursts of whole chunks overflow
 /// a queue of one round trip whatever the window is; the losses cost the more the less is under way beside them, and a
 /// window of less than two chunks cannot see that it should grow.
-const LEAST_COVER: Duration = Duration::from_micros(3500);
+const LEAST_COVER: Duration = Duration::from_millis(3);
 
 /// A round that brings less than this much more than the best before does not count as growth.
 const GROWTH: f64 = 1.25;
@@ -227,6 +227,12 @@ impl Window {
     #[must_use]
     pub fn size(&self) -> u64 {
         self.fixed.unwrap_or(self.size)
+    }
+
+    /// Whether the link's rate was found.
+    #[must_use]
+    pub fn has_started(&self) -> bool {
+        !matches!(self.phase, Phase::Start { .. })
     }
 
     /// The rate that the link is held to have, in bytes a second; 0 while unknown.

@@ -25,6 +25,11 @@ const LEAST_REQUEST: u64 = 16 << 10;
 /// A background request should take the link about this long.
 const REQUEST_SECONDS: f64 = 0.002;
 
+/// With a window of less than so many chunks, each of which takes the link longer than this, background requests go on one
+/// lane.
+const NARROW: u64 = 16;
+const NARROW_SECONDS: f64 = 0.001;
+
 /// Marks of credits that no answer has shown yet, at most; the oldest are forgotten.
 const MOST_MARKS: usize = 4096;
 
@@ -381,6 +386,13 @@ impl<T> Book<T> {
         }
     }
 
+    fn is_narrow(&self) -> bool {
+        let chunk = u64::from(self.shape.chunk);
+        self.window.has_started()
+            && self.window.size() < chunk * NARROW
+            && self.window.rate() < chunk as f64 / NARROW_SECONDS
+    }
+
     /// The lane that has least to do of those that a request may take.
     fn lane_for(&self, job: &Job<T>) -> Option<usize> {
         let wanted = job.lane();
@@ -404,6 +416,10 @@ impl<T> Book<T> {
             .enumerate()
             .filter_map(|(n, lane)| Some((n, lane.as_ref()?)))
             .filter(|(_, lane)| fits(lane) && free(lane));
+        // One connection paces itself by what it is acknowledged; several overflow a short queue with their bursts.
+        if job.is_background() && self.is_narrow() {
+            return candidates.map(|(n, _)| n).max();
+        }
         candidates
             .min_by_key(|(n, lane)| (lane.weight, *n))
             .map(|(n, _)| n)
