@@ -40,7 +40,7 @@ use record::{Front, Place, Record};
 pub use end::unmount;
 pub use keeper::keep_in_background;
 pub use kernel::{guard, survive_write_back};
-pub use leases::{broken_json, hold_written, leases_json, why_held};
+pub use leases::{broken_json, hold_written, leased_on_disk, leases_json, why_held};
 pub use site_images::{own, site_server};
 pub use status::{DiskStatus, State, Status};
 pub use target::{Listen, Prefetch, Target};

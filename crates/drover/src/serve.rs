@@ -32,7 +32,7 @@ use crate::catalog::{SiteCatalog, TICKET_LIFETIME};
 use crate::cli::ListenArgs;
 use crate::home::{Home, HomeLock};
 use crate::metrics::{Metrics, Snapshot};
-use crate::mounts::{site_server, why_held};
+use crate::mounts::{leased_on_disk, site_server, why_held};
 use crate::remote::SocketPath;
 use crate::signals::{Stop, told};
 use crate::site;
@@ -81,16 +81,21 @@ pub async fn serve(home: Home, args: ListenArgs) -> Result<()> {
     let (catalog, identity) = prepare(&home)?;
     let site = site::open(&home, &catalog, &identity).await?;
     let devices = site_server(&home, &catalog)?;
-    hold_leased(&site, &devices);
+    hold_leased(&site, &devices, &home);
     let duty = Duty::Site(site, devices);
     run(home, lock, args, identity, catalog, duty).await
 }
 
 /// Keeps images from being replaced or removed while somebody has them mounted, or may still push to them.
-fn hold_leased(site: &Arc<Site>, devices: &Arc<drover_mount::server::Server>) {
-    let devices = Arc::downgrade(devices);
+fn hold_leased(site: &Arc<Site>, devices: &Arc<drover_mount::server::Server>, home: &Home) {
+    let (devices, state) = (Arc::downgrade(devices), home.mounted_dir());
     site.hold_by(Arc::new(move |name| {
-        why_held(name, devices.upgrade()?.leased(name))
+        // A delivery may outlive the server.
+        let leased = match devices.upgrade() {
+            Some(devices) => devices.leased(name),
+            None => leased_on_disk(&state, name),
+        };
+        why_held(name, leased)
     }));
 }
 

@@ -96,11 +96,14 @@ struct Ramp {
     most: f64,
     /// Looks in a row that saw no growth.
     flat: u32,
+    /// Something came since the last look that was not all there was to send.
+    busy: bool,
 }
 
 impl Ramp {
     /// Looks, a round trip after the look before.
     fn look(&mut self, now: Duration, arrived: u64, trip: Duration) {
+        self.busy = true;
         let took = now.saturating_sub(self.since);
         if took < trip.max(LEAST_LOOK) {
             return;
@@ -114,10 +117,14 @@ impl Ramp {
             self.flat += 1;
         }
         (self.since, self.arrived) = (now, arrived);
+        self.busy = false;
     }
 
-    /// There was nothing to send.
+    /// There was nothing to send; that counts unless there was something since the last look.
     fn pause(&mut self, now: Duration, arrived: u64) {
+        if self.busy {
+            return;
+        }
         (self.since, self.arrived) = (now, arrived);
     }
 }
@@ -275,11 +282,11 @@ impl Window {
         let new = self.arrived - std::mem::replace(&mut self.grown_to, self.arrived);
         if matches!(self.phase, Phase::Start { .. }) {
             let trip = self.round_trip().unwrap_or_default();
-            if limited {
-                self.ramp.pause(now, self.arrived);
-            } else {
+            if !limited {
                 self.size = (self.size + new).min(MOST);
                 self.ramp.look(now, self.arrived, trip);
+            } else {
+                self.ramp.pause(now, self.arrived);
             }
         }
         if mark.arrived >= self.round.until {
@@ -402,6 +409,7 @@ impl Window {
         let queue_of_one = self.slack().max(Duration::from_secs_f64(one.min(1.0)));
         let most = ((self.size as f64 * MOST_EXTRA) as u64).max(self.answer);
         let step = most / EXTRA_STEPS;
+        self.extra = self.extra.min(most);
         if self.phase != Phase::Steady || queue > queue_of_one * 5 / 4 {
             self.extra = self.extra.saturating_sub(step);
         } else if round.full && round.rate <= best * 1.02 && queue < queue_of_one / 2 {
@@ -415,6 +423,7 @@ impl Window {
         if self.queued_rounds == SLOWER_ROUNDS && round.rate > 0.0 {
             self.rates.clear();
             self.rates.push_back(round.rate);
+            self.extra = 0;
         } else if self.queued_rounds >= LONGER_ROUNDS {
             self.trips.clear();
             if let Some(trip) = round.trip {

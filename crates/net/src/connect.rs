@@ -292,10 +292,6 @@ pub(crate) fn handshake_failure(peer: String, e: io::Error) -> NetError {
     }
 }
 
-/// Bytes that the kernel takes beyond what the path takes now. What waits longer waits here, where what is urgent can still
-/// go before it.
-const MOST_UNSENT: u32 = 32 << 10;
-
 /// Frames must leave at once, and a peer whose machine is gone must be noticed even when nobody
 /// writes. Buffer sizes are left to the kernel, whose tuning follows the path's delay.
 pub(crate) fn prepare(tcp: &TcpStream) -> io::Result<()> {
@@ -304,11 +300,7 @@ pub(crate) fn prepare(tcp: &TcpStream) -> io::Result<()> {
         .with_time(Duration::from_secs(30))
         .with_interval(Duration::from_secs(10))
         .with_retries(6);
-    let socket = SockRef::from(tcp);
-    socket.set_tcp_keepalive(&keepalive)?;
-    // Not everywhere; and without it things only wait longer.
-    let _ = socket.set_tcp_notsent_lowat(MOST_UNSENT);
-    Ok(())
+    SockRef::from(tcp).set_tcp_keepalive(&keepalive)
 }
 
 /// The failures of several addresses.

@@ -4,10 +4,11 @@ use std::fmt;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsStream;
@@ -22,6 +23,8 @@ pub struct WireCounters {
     pub sent: AtomicU64,
     /// Bytes taken from the kernel.
     pub received: AtomicU64,
+    /// See [`crate::FrameWriter::keep_little_unsent`]; taken by the stream at its next write.
+    pub(crate) keep_little_unsent: AtomicBool,
 }
 
 impl WireCounters {
@@ -37,6 +40,11 @@ impl WireCounters {
         self.received.load(Relaxed)
     }
 }
+
+/// Bytes that the kernel takes beyond what the path takes now, and that TLS holds before it, where little is to stand
+/// there: a large frame.
+const LITTLE_UNSENT: u32 = 32 << 10;
+const LITTLE_HELD: usize = 64 << 10;
 
 /// A connection to a peer: authenticated TLS over TCP, or a Unix socket.
 #[derive(Debug)]
@@ -195,20 +203,40 @@ impl AsyncRead for Stream {
     }
 }
 
+impl Stream {
+    /// Does what [`crate::FrameWriter::keep_little_unsent`] asked for.
+    fn obey(&mut self) {
+        let Stream::Tls(tls) = self else { return };
+        let counted = tls.get_ref().0;
+        if !counted.wire.keep_little_unsent.swap(false, Relaxed) {
+            return;
+        }
+        // Without it things only wait longer.
+        let _ = SockRef::from(&counted.io).set_tcp_notsent_lowat(LITTLE_UNSENT);
+        let limit = Some(LITTLE_HELD);
+        match tls.as_mut() {
+            TlsStream::Client(s) => s.get_mut().1.set_buffer_limit(limit),
+            TlsStream::Server(s) => s.get_mut().1.set_buffer_limit(limit),
+        }
+    }
+}
+
 impl AsyncWrite for Stream {
     fn poll_write(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
+        self.obey();
         either!(self, s => s.poll_write(cx, buf))
     }
 
     fn poll_write_vectored(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.obey();
         either!(self, s => s.poll_write_vectored(cx, bufs))
     }
 

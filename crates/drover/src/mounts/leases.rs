@@ -1,5 +1,6 @@
 //! `mounts leases` and `mounts break`: who holds this site's images.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -69,19 +70,21 @@ pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) ->
     }
 }
 
+/// Who may still push to an image, by what is written down: also while no site serves it.
+pub fn leased_on_disk(state: &Path, name: &ImageName) -> Result<Option<Leased>, MountError> {
+    let holder = lease_on_disk(state, name)?;
+    Ok(Some(Leased {
+        image: name.to_string(),
+        holder,
+        connected: Vec::new(),
+    }))
+}
+
 /// Keeps images that somebody may still push to from being replaced or removed while no site runs.
 pub fn hold_written(site: &Site, home: &Home) {
     let state = home.mounted_dir();
     site.hold_by(Arc::new(move |name| {
-        let holder = lease_on_disk(&state, name);
-        let leased = holder.map(|holder| {
-            Some(Leased {
-                image: name.to_string(),
-                holder,
-                connected: Vec::new(),
-            })
-        });
-        why_held(name, leased)
+        why_held(name, leased_on_disk(&state, name))
     }));
 }
 

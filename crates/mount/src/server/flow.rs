@@ -59,7 +59,9 @@ impl Flow {
         };
         let back = bytes.min(lane.sent - lane.received);
         lane.sent -= back;
-        lane.timed = None;
+        if lane.timed.is_some_and(|(sent, _)| sent > lane.sent) {
+            lane.timed = None;
+        }
         self.under_way -= back;
         back
     }

@@ -402,6 +402,7 @@ impl Lane {
     }
 
     async fn write(self: &Arc<Self>, writer: &mut FrameWriter) -> Result<(), MountError> {
+        writer.keep_little_unsent();
         let mut flushed = true;
         loop {
             let room = self.shared.room.notified();
@@ -410,7 +411,15 @@ impl Lane {
             if let Some((head, body)) = self.next_out() {
                 let length = head.len() as u64 + body.len() as u64;
                 let parts: [&[u8]; 2] = [&head, &body];
-                let mut sending = pin!(writer.send_vectored(kind::ANSWER, &parts));
+                // What is short is gathered; nothing is chosen before what is long has left for the kernel.
+                let long = length > SMALL as u64 * 4;
+                let mut sending = pin!(async {
+                    writer.send_vectored(kind::ANSWER, &parts).await?;
+                    match long {
+                        true => writer.flush().await,
+                        false => Ok(()),
+                    }
+                });
                 match timeout(BEHIND, &mut sending).await {
                     Ok(sent) => sent?,
                     Err(_) => {
@@ -422,7 +431,7 @@ impl Lane {
                         self.shared.flow.lock().sent(self.number, back, now);
                     }
                 }
-                flushed = false;
+                flushed = long;
                 self.pump();
                 continue;
             }

@@ -2,6 +2,7 @@
 
 use std::io::{self, IoSlice};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
@@ -106,6 +107,13 @@ impl FrameWriter {
                 return e;
             }
         }
+    }
+
+    /// From now on at most some 100 KiB stand between here and the path, and [`FrameWriter::flush`] waits until the path takes
+    /// the rest: what is urgent can go before what was not sent yet. (The kernel takes megabytes otherwise, which is better
+    /// for throughput alone.) Nothing changes on a Unix socket.
+    pub fn keep_little_unsent(&mut self) {
+        self.out.wire.keep_little_unsent.store(true, Relaxed);
     }
 
     /// Hands everything that was sent to the kernel. Cancel safe.
