@@ -66,6 +66,10 @@ const SLOWER_ROUNDS: u32 = 2;
 /// The same after which it is held to be longer: a smaller window did not help.
 const LONGER_ROUNDS: u32 = 8;
 
+/// What is left of a rate that was seen after a round, and the part of it that is much less.
+const KNOWN_FOR: f64 = 0.995;
+const BEHIND: f64 = 0.75;
+
 /// Looks in a row without growth after which it is over, and the least time between two.
 const FLAT_LOOKS: u32 = 2;
 const LEAST_LOOK: Duration = Duration::from_millis(8);
@@ -167,6 +171,8 @@ pub struct Window {
     ramp: Ramp,
     /// Rounds in a row that were faster than all before them, without a queue.
     grown_rounds: u32,
+    /// The highest rate of the last seconds; it is forgotten slowly.
+    known: f64,
     /// Bytes that are added to the window because the slack alone left no queue: words of arrivals and whole answers take a
     /// part of the window that the link does not see. With less than two answers under way the rate would never be seen to
     /// be higher.
@@ -225,6 +231,7 @@ impl Window {
             lanes: Vec::new(),
             ramp: Ramp::default(),
             grown_rounds: 0,
+            known: 0.0,
             extra: 0,
             answer,
         }
@@ -240,6 +247,12 @@ impl Window {
     #[must_use]
     pub fn has_started(&self) -> bool {
         !matches!(self.phase, Phase::Start { .. })
+    }
+
+    /// Whether the rate is much less than it was in the last seconds: the link is slower now, or TCP is behind on it.
+    #[must_use]
+    pub fn fell_behind(&self) -> bool {
+        self.rate() < self.known * BEHIND
     }
 
     /// The rate that the link is held to have, in bytes a second; 0 while unknown.
@@ -377,6 +390,7 @@ impl Window {
         let queue = round.trip.unwrap_or(base).saturating_sub(base);
         let grown = round.rate > best * 1.02 && queue < self.slack() / 2;
         self.grown_rounds = if grown { self.grown_rounds + 1 } else { 0 };
+        self.known = (self.known * KNOWN_FOR).max(self.rate());
         match self.phase {
             Phase::Start { best, flat } => {
                 // A round in which there was little to send says nothing about the link.

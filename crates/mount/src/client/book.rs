@@ -389,6 +389,7 @@ impl<T> Book<T> {
     fn is_narrow(&self) -> bool {
         let chunk = u64::from(self.shape.chunk);
         self.window.has_started()
+            && !self.window.fell_behind()
             && self.window.size() < chunk * NARROW
             && self.window.rate() < chunk as f64 / NARROW_SECONDS
     }
@@ -418,7 +419,8 @@ impl<T> Book<T> {
             .filter(|(_, lane)| fits(lane) && free(lane));
         // One connection paces itself by what it is acknowledged; several overflow a short queue with their bursts.
         if job.is_background() && self.is_narrow() {
-            return candidates.map(|(n, _)| n).max();
+            let best = candidates.max_by_key(|(n, lane)| (lane.received, *n));
+            return best.map(|(n, _)| n);
         }
         candidates
             .min_by_key(|(n, lane)| (lane.weight, *n))
