@@ -51,6 +51,8 @@ struct Turns {
     not_before: Option<Instant>,
     /// Somebody needs room.
     requested: bool,
+    /// The number of the last epoch that was begun.
+    last: Epoch,
 }
 
 /// What the pusher, flushes and writers tell each other.
@@ -72,6 +74,7 @@ impl Push {
                 last_freeze: Instant::now(),
                 not_before: None,
                 requested: false,
+                last: Epoch(0),
             }),
             changed: Condvar::new(),
         }
@@ -260,7 +263,7 @@ impl Shared {
         let Link::Up(link) = link else {
             return Err(DeviceError::Unavailable("the link is down".into()));
         };
-        let epoch = self.remote.committed().after(random());
+        let epoch = self.next_epoch();
         std::thread::scope(|scope| {
             // Nothing may count over there that a crash here would forget: the map must call it dirty, before the commit.
             let save = || {
@@ -282,6 +285,14 @@ impl Shared {
         }
         self.commit(epoch, link)?;
         self.finish(epoch)
+    }
+
+    /// The number of a new epoch: above all that were begun before, also those that were given up, since the far side may
+    /// still have one of them staged.
+    fn next_epoch(&self) -> Epoch {
+        let mut state = self.push.state.lock();
+        state.last = state.last.max(self.remote.committed()).after(random());
+        state.last
     }
 
     fn send(&self, epoch: Epoch) -> Result<(), DeviceError> {

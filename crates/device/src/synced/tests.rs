@@ -74,6 +74,7 @@ impl Committer for Far {
     fn push(&self, epoch: Epoch, changes: &[Change]) -> Result<(), DeviceError> {
         assert!(epoch > self.committed());
         let mut staged = self.staged.lock();
+        assert!(epoch >= staged.0, "{epoch:?} after {:?}", staged.0);
         if staged.0 != epoch {
             *staged = (epoch, Vec::new());
         }

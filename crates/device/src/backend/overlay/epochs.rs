@@ -20,11 +20,12 @@ const MOST_SKIPPED: u64 = 1 << 20;
 
 impl Overlay {
     /// Collects changes that count once `epoch` is committed, and are not seen before. Later ones win. A crash drops
-    /// them. Until the epoch is committed or abandoned, plain changes are refused as [`DeviceError::Unavailable`]; those
+    /// them, and so does a later epoch, which takes the place of this one. Until the epoch is committed or abandoned, plain changes are refused as [`DeviceError::Unavailable`]; those
     /// that were not flushed are flushed now, which makes the next epoch another one.
     ///
     /// # Errors
-    /// [`OverlayError::WrongEpoch`] unless `epoch` is after the last that counts, or another is being staged; [`OverlayError::BadChange`]; no room:
+    /// [`OverlayError::WrongEpoch`] unless `epoch` is after the last that counts, or when a later one is being staged;
+    /// [`OverlayError::BadChange`]; no room:
     /// [`OverlayError::TooLarge`], [`OverlayError::Io`]. None of `changes` was taken then, what was staged before is
     /// as it was.
     pub fn stage(&self, epoch: Epoch, changes: &[Change]) -> Result<(), OverlayError> {
@@ -41,13 +42,16 @@ impl Overlay {
         }
         let mut staging = self.staging.lock();
         self.check_next(epoch)?;
-        if let Some(redo) = &staging.redo
-            && redo.epoch != epoch
-        {
-            return Err(OverlayError::WrongEpoch {
-                asked: epoch,
-                committed: redo.epoch,
-            });
+        match staging.redo.as_ref().map(|redo| redo.epoch) {
+            Some(staged) if staged > epoch => {
+                return Err(OverlayError::WrongEpoch {
+                    asked: epoch,
+                    committed: staged,
+                });
+            }
+            // Whoever stages has given that one up.
+            Some(staged) if staged < epoch => self.drop_staged(&mut staging)?,
+            _ => {}
         }
         self.settle_now(&mut staging)?;
         if staging.redo.is_none() {

@@ -59,7 +59,7 @@ pub enum OverlayError {
     #[error(transparent)]
     Log(#[from] ChunkLogError),
     /// An epoch out of turn.
-    #[error("epoch {} cannot be taken: {} counts, or is being staged, already", asked.0, committed.0)]
+    #[error("epoch {} cannot be taken: {} counts already, or is being staged", asked.0, committed.0)]
     WrongEpoch {
         /// What was asked for.
         asked: Epoch,

@@ -93,9 +93,8 @@ fn whoever_writes_chooses_the_number_and_one_epoch_is_staged_at_a_time() {
     let overlay = open_fake(&fake, &base).unwrap();
     let first = overlay.committed().after(0xDEAD_BEEF);
     overlay.stage(first, &[write(0, 7, BLOCK)]).unwrap();
-    let error = overlay
-        .stage(first.after(1), &[write(0, 8, BLOCK)])
-        .unwrap_err();
+    let earlier = Epoch(first.0 - 1);
+    let error = overlay.stage(earlier, &[write(0, 8, BLOCK)]).unwrap_err();
     assert!(matches!(error, OverlayError::WrongEpoch { .. }), "{error}");
     overlay.commit(first).unwrap();
     assert_eq!(overlay.committed(), first);
@@ -105,6 +104,27 @@ fn whoever_writes_chooses_the_number_and_one_epoch_is_staged_at_a_time() {
     let mut block = [0; BLOCK as usize];
     overlay.read(0, &mut block).unwrap();
     assert!(block.iter().all(|b| *b == block[0]) && block[0] != 8);
+}
+
+#[test]
+fn a_later_epoch_takes_the_place_of_one_that_was_given_up() {
+    let fake = FakeDirectory::default();
+    let base = image(8 * BLOCK);
+    let overlay = open_fake(&fake, &base).unwrap();
+    let first = overlay.committed().after(5);
+    let second = first.after(1);
+    overlay.stage(first, &[write(0, 7, 2 * BLOCK)]).unwrap();
+    overlay.stage(second, &[write(BLOCK, 8, BLOCK)]).unwrap();
+    // What comes late of the first is not taken for part of the second.
+    let late = overlay.stage(first, &[write(0, 9, BLOCK)]).unwrap_err();
+    assert!(matches!(late, OverlayError::WrongEpoch { .. }), "{late}");
+    let late = overlay.commit(first).unwrap_err();
+    assert!(matches!(late, OverlayError::NothingStaged(_)), "{late}");
+    overlay.commit(second).unwrap();
+    let mut model = base;
+    model[BLOCK_SIZE..2 * BLOCK_SIZE].fill(8);
+    assert!(everything(&overlay) == model && overlay.committed() == second);
+    assert!(!fake.list().unwrap().iter().any(|n| n.starts_with("epoch")));
 }
 
 #[test]
