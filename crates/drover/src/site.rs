@@ -56,6 +56,7 @@ pub async fn open(
         teleporter,
         reserve_bytes: home.config.reserve.unwrap_or(RESERVE_BYTES),
         max_sessions: home.config.max_sessions.unwrap_or(MAX_SESSIONS),
+        disk: Arc::new(drover_teleport::disk::HostDisk),
     };
     let catalog = Arc::clone(catalog) as Arc<dyn Catalog>;
     let (site, repairs) =

@@ -49,7 +49,7 @@ pub fn transfer(dir: &Path, front: Option<&Layout>, records: &[(u8, &[u8])]) {
     let _ = std::fs::remove_dir_all(dir);
     std::fs::create_dir(dir).expect("a directory");
     let path = dir.join("log");
-    let mut log = Log::create(&path).expect("a log");
+    let mut log = Log::create(&path, &disk()).expect("a log");
     if let Some(layout) = front {
         let opening = drover_net::encode(&opening(layout));
         log.append(RecordKind::Opening, &opening).expect("room");
@@ -78,13 +78,17 @@ pub fn transfer(dir: &Path, front: Option<&Layout>, records: &[(u8, &[u8])]) {
     }
     let mut machine = Destination::new(offer.walk_blocks);
     let mut digest = OrderedDigest::new(&left.layout);
-    let resumed = Transfer::resume(dir, offer, &left.layout, |_, restored| {
+    let resumed = Transfer::resume(dir, offer, &left.layout, &disk(), |_, restored| {
         if let (None, Some(digest)) = (&restored.plan, &mut digest) {
             digest.batch(&left.layout, restored.batch.clone(), restored.full);
         }
         Ok(machine.restore(restored.batch, restored.missing)?)
     });
     drop(resumed);
+}
+
+fn disk() -> Arc<dyn crate::disk::Disk> {
+    Arc::new(crate::disk::HostDisk)
 }
 
 fn opening(layout: &Layout) -> Opening {

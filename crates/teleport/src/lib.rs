@@ -15,6 +15,7 @@ pub mod catalog;
 pub mod codec;
 pub mod compress;
 pub mod destination;
+pub mod disk;
 mod error;
 mod files;
 #[cfg(fuzzing)]

@@ -8,8 +8,10 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::TeleportError;
+use crate::disk::{Disk, SyncedFile};
 
 const MAGIC: &[u8; 8] = b"DRVRLOG\0";
 const VERSION: u32 = 1;
@@ -68,7 +70,7 @@ fn checksum(kind: u8, payload: &[u8]) -> u32 {
 /// A log open for appending.
 #[derive(Debug)]
 pub struct Log {
-    file: File,
+    file: Arc<SyncedFile>,
     path: PathBuf,
     bytes: u64,
 }
@@ -78,7 +80,7 @@ impl Log {
     ///
     /// # Errors
     /// When the file cannot be made.
-    pub fn create(path: &Path) -> Result<Self, TeleportError> {
+    pub fn create(path: &Path, disk: &Arc<dyn Disk>) -> Result<Self, TeleportError> {
         let failed = |e| TeleportError::file("create", path)(e);
         let mut file = File::options()
             .write(true)
@@ -91,7 +93,7 @@ impl Log {
         header.extend_from_slice(&checksum(0, &header).to_le_bytes());
         file.write_all(&header).map_err(failed)?;
         Ok(Log {
-            file,
+            file: Arc::new(SyncedFile::new(file, disk.clone())),
             path: path.into(),
             bytes: HEADER_BYTES,
         })
@@ -101,14 +103,14 @@ impl Log {
     ///
     /// # Errors
     /// When the file cannot be opened or cut.
-    pub fn reopen(path: &Path, keep: u64) -> Result<Self, TeleportError> {
+    pub fn reopen(path: &Path, keep: u64, disk: &Arc<dyn Disk>) -> Result<Self, TeleportError> {
         use std::io::Seek;
         let failed = |e| TeleportError::file("reopen", path)(e);
         let mut file = File::options().write(true).open(path).map_err(failed)?;
         file.set_len(keep).map_err(failed)?;
         file.seek(io::SeekFrom::End(0)).map_err(failed)?;
         Ok(Log {
-            file,
+            file: Arc::new(SyncedFile::new(file, disk.clone())),
             path: path.into(),
             bytes: keep,
         })
@@ -125,9 +127,10 @@ impl Log {
         record.extend_from_slice(&[kind.number(), 0, 0, 0]);
         record.extend_from_slice(&checksum(kind.number(), payload).to_le_bytes());
         record.extend_from_slice(payload);
-        if let Err(e) = self.file.write_all(&record) {
-            let _ = self.file.set_len(self.bytes);
-            let _ = io::Seek::seek(&mut self.file, io::SeekFrom::Start(self.bytes));
+        let mut file: &File = &self.file;
+        if let Err(e) = file.write_all(&record) {
+            let _ = file.set_len(self.bytes);
+            let _ = io::Seek::seek(&mut file, io::SeekFrom::Start(self.bytes));
             return Err(TeleportError::file("append to", &self.path)(e));
         }
         self.bytes += record.len() as u64;
@@ -144,14 +147,16 @@ impl Log {
             .map_err(TeleportError::file("sync", &self.path))
     }
 
-    /// A second handle, to sync from another thread.
-    ///
-    /// # Errors
-    /// What the system reports.
-    pub fn handle(&self) -> Result<File, TeleportError> {
-        self.file
-            .try_clone()
-            .map_err(TeleportError::file("open", &self.path))
+    /// Its file, to sync from another thread.
+    #[must_use]
+    pub fn file(&self) -> Arc<SyncedFile> {
+        self.file.clone()
+    }
+
+    /// Its path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 }
 
@@ -227,6 +232,10 @@ impl Iterator for LogReader {
 mod tests {
     use super::*;
 
+    fn disk() -> Arc<dyn Disk> {
+        Arc::new(crate::disk::HostDisk)
+    }
+
     fn sample(path: &Path) -> Vec<(RecordKind, Vec<u8>)> {
         let records = vec![
             (RecordKind::Opening, b"who".to_vec()),
@@ -234,7 +243,7 @@ mod tests {
             (RecordKind::Batch, vec![7; 300]),
             (RecordKind::Plan, vec![9; 40]),
         ];
-        let mut log = Log::create(path).unwrap();
+        let mut log = Log::create(path, &disk()).unwrap();
         for (k, p) in &records {
             log.append(*k, p).unwrap();
         }
@@ -271,7 +280,7 @@ mod tests {
             let mut reader = reader;
             let kept: Vec<_> = reader.by_ref().map(|r| (r.kind, r.payload)).collect();
             assert_eq!(kept, records[..kept.len()]);
-            let mut log = Log::reopen(&path, reader.valid_bytes()).unwrap();
+            let mut log = Log::reopen(&path, reader.valid_bytes(), &disk()).unwrap();
             log.append(RecordKind::Closing, b"end").unwrap();
             let again = read(&path).unwrap();
             assert_eq!(again.len(), kept.len() + 1);

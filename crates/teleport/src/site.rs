@@ -14,6 +14,7 @@ use serde::Serialize;
 
 use crate::blockmap::BlockMap;
 use crate::catalog::{Catalog, ImageRecord};
+use crate::disk::Disk;
 use crate::files;
 use crate::imagemap::{ImageMap, sync_parent};
 use crate::images::Images;
@@ -42,6 +43,8 @@ pub struct SiteConfig {
     pub reserve_bytes: u64,
     /// Sessions at once.
     pub max_sessions: usize,
+    /// The disk of `work_dir`.
+    pub disk: Arc<dyn Disk>,
 }
 
 /// What a site is doing.

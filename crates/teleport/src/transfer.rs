@@ -17,10 +17,15 @@ use crate::blockmap::DataBits;
 use crate::codec::{
     Batch, PROOF_BLOCKS, Reader, Runs, decode_plan, encode_plan, proofs_of, put_varint,
 };
+use crate::disk::{Disk, SyncedFile};
 use crate::files;
 use crate::imagemap::{layout_limits, sync_parent};
 use crate::log::{Log, LogReader, RecordKind};
 use crate::protocol::{Offer, WINDOW_BATCHES};
+
+/// Says that the last sync of a transfer that waits to be resumed succeeded. Never synced itself: it
+/// is about what memory holds of the other files, and goes with it when the machine does.
+const RESTED: &str = "rested";
 
 /// The log's first record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -74,7 +79,7 @@ pub struct Transfer {
     /// Its log, open for appending.
     pub log: Log,
     /// The partial file, read and write.
-    pub part: Arc<File>,
+    pub part: Arc<SyncedFile>,
     /// How it is walked.
     pub layout: Arc<Layout>,
     /// What was offered, by whom.
@@ -107,6 +112,7 @@ impl Transfer {
         opening: Opening,
         layout: Arc<Layout>,
         encoded_layout: &[u8],
+        disk: &Arc<dyn Disk>,
     ) -> Result<Self, TeleportError> {
         std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
         let part_path = dir.join("image.part");
@@ -119,7 +125,7 @@ impl Transfer {
             .map_err(TeleportError::file("create", &part_path))?;
         part.set_len(opening.offer.file_bytes)
             .map_err(TeleportError::file("size", &part_path))?;
-        let mut log = Log::create(&dir.join("log"))?;
+        let mut log = Log::create(&dir.join("log"), disk)?;
         log.append(RecordKind::Opening, &drover_net::encode(&opening))?;
         log.append(RecordKind::Layout, encoded_layout)?;
         log.sync()?;
@@ -128,7 +134,7 @@ impl Transfer {
         Ok(Transfer {
             dir: dir.into(),
             log,
-            part: Arc::new(part),
+            part: Arc::new(SyncedFile::new(part, disk.clone())),
             layout,
             opening,
             next: 0,
@@ -146,9 +152,14 @@ impl Transfer {
         dir: &Path,
         offer: &Offer,
         layout: &Layout,
+        disk: &Arc<dyn Disk>,
         mut restored: impl FnMut(&Opening, Restored) -> Result<(), TeleportError>,
     ) -> Result<Option<Self>, TeleportError> {
         let log_path = dir.join("log");
+        let rested = std::fs::remove_file(dir.join(RESTED)).is_ok();
+        if !rested {
+            read_from_disk(disk, &log_path)?;
+        }
         let Some(mut reader) = open_if_there(&log_path)? else {
             return Ok(None);
         };
@@ -166,6 +177,9 @@ impl Transfer {
         let Ok(part) = File::options().read(true).write(true).open(&part_path) else {
             return Ok(None);
         };
+        if !rested {
+            read_from_disk(disk, &part_path)?;
+        }
         part.set_len(offer.file_bytes)
             .map_err(TeleportError::file("size", &part_path))?;
         let mut keep = reader.valid_bytes();
@@ -200,16 +214,30 @@ impl Transfer {
             keep = record.end;
             next += 1;
         }
-        let log = Log::reopen(&log_path, keep)?;
+        let log = Log::reopen(&log_path, keep, disk)?;
         Ok(Some(Transfer {
             dir: dir.into(),
             log,
-            part: Arc::new(part),
+            part: Arc::new(SyncedFile::new(part, disk.clone())),
             layout: Arc::new(logged),
             opening,
             next,
             held: BTreeMap::new(),
         }))
+    }
+
+    /// Makes what has arrived durable, for the transfer is resumed later.
+    ///
+    /// # Errors
+    /// When something is lost: whoever resumes must not believe what memory remembers.
+    pub fn rest(&self) -> Result<(), TeleportError> {
+        self.part
+            .sync_data()
+            .map_err(TeleportError::file("sync", self.part_path()))?;
+        self.log.sync()?;
+        let mark = self.dir.join(RESTED);
+        File::create(&mark).map_err(TeleportError::file("create", &mark))?;
+        Ok(())
     }
 
     /// Logs a batch with its plan. What is done about it comes after. Batches are logged in the
@@ -230,6 +258,16 @@ impl Transfer {
             self.next += 1;
         }
         Ok(())
+    }
+}
+
+/// Has the file read from its disk from now on: memory may show what the disk has lost.
+fn read_from_disk(disk: &Arc<dyn Disk>, path: &Path) -> Result<(), TeleportError> {
+    let failed = |e| TeleportError::file("read", path)(e);
+    match File::options().read(true).write(true).open(path) {
+        Ok(file) => disk.forget(&file).map_err(failed),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(failed(e)),
     }
 }
 

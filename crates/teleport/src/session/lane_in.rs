@@ -2,7 +2,6 @@
 //! announced, and written where they belong.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::sync::Arc;
 
 use drover_core::{BLOCK_SIZE, Digest};
@@ -16,6 +15,7 @@ use crate::TeleportError;
 use crate::codec::{Batch, Literal};
 use crate::compress::Unpacker;
 use crate::destination::Event;
+use crate::disk::SyncedFile;
 use crate::files;
 use crate::protocol::BATCH_BLOCKS;
 use crate::stages::{DestinationStages, Lap};
@@ -27,7 +27,7 @@ pub struct Incoming {
     /// How it is walked.
     pub layout: Arc<Layout>,
     /// The partial file.
-    pub part: Arc<File>,
+    pub part: Arc<SyncedFile>,
     /// Its path, for messages.
     pub part_path: std::path::PathBuf,
     /// Batches that are not complete.

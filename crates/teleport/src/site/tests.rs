@@ -55,6 +55,7 @@ impl Home {
             teleporter: None,
             reserve_bytes: 0,
             max_sessions: 1,
+            disk: Arc::new(crate::disk::HostDisk),
         };
         let (site, mut repairs) = Site::open(config, self.catalog.clone()).unwrap();
         // What arrives here was not matched, so it has no hash files.
@@ -173,12 +174,17 @@ fn a_delivery_cut_off_before_it_was_logged_is_resumed() {
     assert!(!home.path("images/a.raw").exists());
     let dir = site.transfer_dir(&format!("{:032x}", sample.opening.image));
     let mut present = 0;
-    let resumed =
-        crate::transfer::Transfer::resume(&dir, &sample.opening.offer, &sample.layout, |_, r| {
+    let resumed = crate::transfer::Transfer::resume(
+        &dir,
+        &sample.opening.offer,
+        &sample.layout,
+        &crate::transfer::tests::disk(),
+        |_, r| {
             assert_eq!(r.missing.count(), 0);
             present += r.batch.digests.len() as u64;
             Ok(())
-        });
+        },
+    );
     assert!(resumed.unwrap().is_some());
     assert_eq!(present, sample.batches.iter().map(|b| b.data.count()).sum());
 }

@@ -69,6 +69,10 @@ pub(crate) fn sample(name: &str, seed: u64, length: usize) -> Sample {
     }
 }
 
+pub(crate) fn disk() -> Arc<dyn Disk> {
+    Arc::new(crate::disk::HostDisk)
+}
+
 pub(crate) fn literal(batch: &Batch) -> Plan {
     let runs = match batch.digests.len() as u32 {
         0 => vec![],
@@ -87,7 +91,14 @@ pub(crate) fn literal(batch: &Batch) -> Plan {
 impl Sample {
     pub(crate) fn create(&self, dir: &Path) -> Transfer {
         let encoded = self.layout.encode();
-        Transfer::create(dir, self.opening.clone(), self.layout.clone(), &encoded).unwrap()
+        Transfer::create(
+            dir,
+            self.opening.clone(),
+            self.layout.clone(),
+            &encoded,
+            &disk(),
+        )
+        .unwrap()
     }
 
     /// A transfer in which everything has arrived.
@@ -103,11 +114,17 @@ impl Sample {
 
     fn resume(&self, dir: &Path) -> Option<(Transfer, Vec<Restored>)> {
         let mut restored = Vec::new();
-        let transfer = Transfer::resume(dir, &self.opening.offer, &self.layout, |opening, r| {
-            assert_eq!(*opening, self.opening);
-            restored.push(r);
-            Ok(())
-        });
+        let transfer = Transfer::resume(
+            dir,
+            &self.opening.offer,
+            &self.layout,
+            &disk(),
+            |opening, r| {
+                assert_eq!(*opening, self.opening);
+                restored.push(r);
+                Ok(())
+            },
+        );
         transfer.unwrap().map(|t| (t, restored))
     }
 }
@@ -214,7 +231,7 @@ fn only_the_same_offer_resumes() {
     drop(sample.arrived(&dir));
     let offer = &sample.opening.offer;
     let resumes = |offer: &Offer| {
-        Transfer::resume(&dir, offer, &sample.layout, |_, _| Ok(()))
+        Transfer::resume(&dir, offer, &sample.layout, &disk(), |_, _| Ok(()))
             .unwrap()
             .is_some()
     };
@@ -244,12 +261,18 @@ fn only_the_same_offer_resumes() {
     assert!(changed.iter().all(|o| !resumes(o)));
     // Nor one of another layout that claims to be the same.
     let other = Layout::in_file_order(100_000, &[0..4096, 8192..12288]);
-    let resumed = Transfer::resume(&dir, offer, &other, |_, _| Ok(()));
+    let resumed = Transfer::resume(&dir, offer, &other, &disk(), |_, _| Ok(()));
     assert!(resumed.unwrap().is_none());
     assert!(
-        Transfer::resume(&dir.join("none"), offer, &sample.layout, |_, _| Ok(()))
-            .unwrap()
-            .is_none()
+        Transfer::resume(
+            &dir.join("none"),
+            offer,
+            &sample.layout,
+            &disk(),
+            |_, _| Ok(())
+        )
+        .unwrap()
+        .is_none()
     );
 }
 

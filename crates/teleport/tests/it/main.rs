@@ -3,6 +3,7 @@
 mod damage;
 mod harness;
 mod hostile;
+mod lost_writes;
 mod resume;
 mod send;
 mod teleporter;

@@ -175,7 +175,13 @@ fn begin(
         offer,
         image: image.0,
     };
-    let transfer = Transfer::create(&dir, opening, base.map.layout.clone(), encoded)?;
+    let transfer = Transfer::create(
+        &dir,
+        opening,
+        base.map.layout.clone(),
+        encoded,
+        &site.config.disk,
+    )?;
     let blocks = BlockMap::default();
     Ok(Some(Comparison {
         record,

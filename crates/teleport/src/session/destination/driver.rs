@@ -1,7 +1,7 @@
 //! Drives one image's [`Destination`](crate::destination::Destination): events from the sockets
 //! and workers in, logging, matching, reuse and answers out, and at the end the delivery.
 
-use std::fs::File;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -17,6 +17,7 @@ use super::reuse::{self, Job};
 use crate::TeleportError;
 use crate::codec::{Batch, proofs_of};
 use crate::destination::{Action, Event, From, ReuseJob, Run};
+use crate::disk::SyncedFile;
 use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, kind};
 use crate::session::lane_in::OpenBatch;
 use crate::site::{Arrived, Site, unix_now};
@@ -100,7 +101,7 @@ pub fn drive(
             Ok(None)
         }
         Ended::Stopped => {
-            prepared.transfer.log.sync()?;
+            prepared.transfer.rest()?;
             Err(TeleportError::Stopped)
         }
     }
@@ -140,16 +141,19 @@ impl Workers {
                     Box::new(move || reuse::work(&site, &image, &queue)),
                 )?;
             }
-            let part = prepared.transfer.part.clone();
-            let stages = prepared.incoming.stages.clone();
-            let log = prepared
-                .transfer
-                .log
-                .handle()
-                .map_err(std::io::Error::other)?;
+            let transfer = &prepared.transfer;
+            let files = [
+                (transfer.part.clone(), transfer.part_path()),
+                (transfer.log.file(), transfer.log.path().to_path_buf()),
+            ];
+            let image = prepared.incoming.clone();
             spawn(
                 "sync",
-                Box::new(move || sync_now_and_then(&part, &log, &stages, &ending)),
+                Box::new(move || {
+                    if let Err(e) = sync_now_and_then(&files, &image.stages, &ending) {
+                        let _ = image.events.blocking_send(DriverEvent::Failed(e));
+                    }
+                }),
             )
         };
         start().map_err(failed)?;
@@ -166,26 +170,25 @@ impl Workers {
     }
 }
 
-/// Makes what has arrived durable every now and then, so that little is lost with the power.
+/// Makes what has arrived durable every now and then, so that little is lost with the power. A
+/// failure ends the transfer: what is lost is not said again.
 fn sync_now_and_then(
-    part: &File,
-    log: &File,
+    files: &[(Arc<SyncedFile>, PathBuf)],
     stages: &DestinationStages,
     ending: &crossbeam_channel::Receiver<()>,
-) {
+) -> Result<(), TeleportError> {
     let mut lap = Lap::start();
     let mut every = SYNC_EVERY;
     loop {
         match ending.recv_timeout(every) {
             Ok(()) => every = SYNC_EVERY_AT_END,
             Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => return,
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }
         lap.wait(&stages.sync);
-        for file in [part, log] {
-            if let Err(e) = file.sync_data() {
-                tracing::warn!(error = %e, "cannot sync a transfer");
-            }
+        for (file, path) in files {
+            file.sync_data()
+                .map_err(TeleportError::file("sync", path))?;
         }
         lap.busy(&stages.sync);
     }

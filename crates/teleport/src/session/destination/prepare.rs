@@ -89,31 +89,37 @@ pub fn prepare(
     let mut replan = Vec::new();
     let mut matcher: Option<MatchThread> = None;
     let mut lap = Lap::start();
-    let resumed = Transfer::resume(&dir, &offer, &layout, |opening, restored| {
-        let Restored {
-            batch,
-            missing,
-            plan,
-            full,
-        } = restored;
-        let matcher = matcher.get_or_insert_with(|| {
-            MatchThread::start(site, ImageId(opening.image), events.clone(), stages.clone())
-        });
-        if !batch.digests.is_empty() {
-            matcher.record(batch.clone());
-        }
-        if let Some(plan) = plan {
-            let entry = OpenBatch {
-                batch: batch.clone(),
-                full: Mutex::new(full),
-            };
-            open.insert(batch.index, Arc::new(entry));
-            replan.push((batch.index, plan));
-        } else if let Some(digest) = &mut digest {
-            digest.batch(&layout, batch.clone(), full);
-        }
-        Ok(machine.restore(batch, missing)?)
-    })?;
+    let resumed = Transfer::resume(
+        &dir,
+        &offer,
+        &layout,
+        &site.config.disk,
+        |opening, restored| {
+            let Restored {
+                batch,
+                missing,
+                plan,
+                full,
+            } = restored;
+            let matcher = matcher.get_or_insert_with(|| {
+                MatchThread::start(site, ImageId(opening.image), events.clone(), stages.clone())
+            });
+            if !batch.digests.is_empty() {
+                matcher.record(batch.clone());
+            }
+            if let Some(plan) = plan {
+                let entry = OpenBatch {
+                    batch: batch.clone(),
+                    full: Mutex::new(full),
+                };
+                open.insert(batch.index, Arc::new(entry));
+                replan.push((batch.index, plan));
+            } else if let Some(digest) = &mut digest {
+                digest.batch(&layout, batch.clone(), full);
+            }
+            Ok(machine.restore(batch, missing)?)
+        },
+    )?;
     lap.busy(&stages.check);
     let transfer = match resumed {
         Some(transfer) => transfer,
@@ -130,7 +136,13 @@ pub fn prepare(
                 offer,
                 image: image.0,
             };
-            Transfer::create(&dir, opening, Arc::new(layout), encoded_layout)?
+            Transfer::create(
+                &dir,
+                opening,
+                Arc::new(layout),
+                encoded_layout,
+                &site.config.disk,
+            )?
         }
     };
     let image = transfer.image();

@@ -1,0 +1,141 @@
+//! What a transfer asks of its disk beside reading and writing: that what was written is there
+//! after a crash, and to be shown what is really there.
+
+use std::fs::File;
+use std::io;
+use std::ops::Deref;
+use std::sync::{Arc, OnceLock};
+
+/// A disk. There is one in the product, [`HostDisk`]; tests have others, which lose writes.
+pub trait Disk: std::fmt::Debug + Send + Sync {
+    /// Returns when the bytes of `file` are durable. A loss may be reported once and never again.
+    ///
+    /// # Errors
+    /// When bytes that were written since the last call are lost, or may be.
+    fn sync_data(&self, file: &File) -> io::Result<()>;
+
+    /// The same for all that is known of the file.
+    ///
+    /// # Errors
+    /// As [`sync_data`](Self::sync_data).
+    fn sync_all(&self, file: &File) -> io::Result<()>;
+
+    /// What is read from `file` from now on is what the disk has, not what memory remembers.
+    ///
+    /// # Errors
+    /// When that cannot be had.
+    fn forget(&self, file: &File) -> io::Result<()>;
+}
+
+/// The disks of this machine.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct HostDisk;
+
+impl Disk for HostDisk {
+    fn sync_data(&self, file: &File) -> io::Result<()> {
+        file.sync_data()
+    }
+
+    fn sync_all(&self, file: &File) -> io::Result<()> {
+        file.sync_all()
+    }
+
+    fn forget(&self, file: &File) -> io::Result<()> {
+        // Only clean pages go. Those that could not be written are clean after the error was told.
+        let _ = file.sync_data();
+        rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?;
+        Ok(())
+    }
+}
+
+/// A file that keeps the first error of a sync: the system tells of a loss once for each open
+/// file, and the next sync of it succeeds.
+#[derive(Debug)]
+pub struct SyncedFile {
+    file: File,
+    disk: Arc<dyn Disk>,
+    lost: OnceLock<io::Error>,
+}
+
+impl SyncedFile {
+    /// Nothing of `file` is known to be lost.
+    pub fn new(file: File, disk: Arc<dyn Disk>) -> Self {
+        SyncedFile {
+            file,
+            disk,
+            lost: OnceLock::new(),
+        }
+    }
+
+    /// Makes its bytes durable.
+    ///
+    /// # Errors
+    /// When this or an earlier sync was told of a loss.
+    pub fn sync_data(&self) -> io::Result<()> {
+        self.keep(self.disk.sync_data(&self.file))
+    }
+
+    /// Makes all of it durable.
+    ///
+    /// # Errors
+    /// As [`sync_data`](Self::sync_data).
+    pub fn sync_all(&self) -> io::Result<()> {
+        self.keep(self.disk.sync_all(&self.file))
+    }
+
+    fn keep(&self, synced: io::Result<()>) -> io::Result<()> {
+        if let Err(e) = synced {
+            let _ = self.lost.set(e);
+        }
+        self.lost.get().map_or(Ok(()), |e| Err(copy_of(e)))
+    }
+}
+
+impl Deref for SyncedFile {
+    type Target = File;
+
+    fn deref(&self) -> &File {
+        &self.file
+    }
+}
+
+fn copy_of(error: &io::Error) -> io::Error {
+    match error.raw_os_error() {
+        Some(code) => io::Error::from_raw_os_error(code),
+        None => io::Error::new(error.kind(), error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    #[derive(Debug, Default)]
+    struct FailsOnce(AtomicBool);
+
+    impl Disk for FailsOnce {
+        fn sync_data(&self, _: &File) -> io::Result<()> {
+            match self.0.swap(true, Ordering::Relaxed) {
+                false => Err(io::Error::from_raw_os_error(5)),
+                true => Ok(()),
+            }
+        }
+        fn sync_all(&self, file: &File) -> io::Result<()> {
+            self.sync_data(file)
+        }
+        fn forget(&self, _: &File) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_loss_that_was_told_once_is_told_from_then_on() {
+        let file = SyncedFile::new(tempfile::tempfile().unwrap(), Arc::<FailsOnce>::default());
+        for _ in 0..3 {
+            assert_eq!(file.sync_data().unwrap_err().raw_os_error(), Some(5));
+            assert_eq!(file.sync_all().unwrap_err().raw_os_error(), Some(5));
+        }
+    }
+}
