@@ -139,6 +139,9 @@ pub(crate) struct Shared {
     read_only: bool,
     link: Mutex<Link>,
     link_changed: Condvar,
+    /// Whether the far side has told of its link. Held while the link is looked at or noted, so that what was seen before
+    /// is not noted after what was told since; with no other lock held.
+    link_told: Mutex<bool>,
     sync: Sync,
     /// Chunks.
     cache_limit: Option<u64>,
@@ -240,6 +243,7 @@ impl Synced {
             remote,
             link: Mutex::new(link),
             link_changed: Condvar::new(),
+            link_told: Mutex::new(false),
             sync: options.sync,
             cache_limit: options
                 .cache_size
@@ -256,7 +260,7 @@ impl Synced {
             no_room: AtomicBool::new(false),
         });
         shared.remote.attach(shared.myself.clone());
-        shared.note_link(shared.remote.link());
+        shared.look_at_link();
         let mut threads = vec![spawn("synced-save", &shared, Shared::keep_saved)?];
         if !shared.read_only {
             threads.push(spawn("synced-push", &shared, Shared::keep_pushed)?);
@@ -441,6 +445,14 @@ impl Shared {
         }
     }
 
+    /// What changed before the far side knew whom to tell was not told.
+    fn look_at_link(&self) {
+        let told = self.link_told.lock();
+        if !*told {
+            self.note_link(self.remote.link());
+        }
+    }
+
     /// The link has changed.
     fn note_link(&self, link: Link) {
         let up = matches!(link, Link::Up(_));
@@ -486,6 +498,8 @@ impl Local for Shared {
     }
 
     fn link(&self, link: Link) {
+        let mut told = self.link_told.lock();
+        *told = true;
         self.note_link(link);
     }
 }

@@ -84,6 +84,10 @@ pub const MAX_DIGESTS: u32 = 1024;
 /// Lanes of a mount at most.
 pub const MAX_LANES: usize = 9;
 
+/// Bytes that a mount has and has not told of, at most, on all of its lanes together: so little under way does not count at
+/// the site, or the link would stand still for what the site is not told.
+pub const MOST_UNTOLD: u64 = 16 << 10;
+
 /// Requests of a lane without an answer at most.
 pub const MAX_ASKED: usize = 4096;
 

@@ -29,6 +29,10 @@ struct Setting {
     round_trip: f64,
     chunk: u32,
     chunks: u64,
+    /// Of all chunks those from one to another hold zeros only.
+    zeros: (u64, u64),
+    /// Bytes under way, where they are not found out.
+    window: Option<u64>,
     /// Whether the link is cut now and then, and some chunks come with a wrong digest.
     faults: bool,
     /// Reads that somebody waits for, a second.
@@ -58,20 +62,26 @@ struct SiteLane {
 
 impl SiteLane {
     /// As the site's lane does it.
-    fn hurry(&mut self, id: u64, chunk: u32) {
+    fn hurry(&mut self, id: u64, set: &Setting) {
         self.queue.hurry(id);
         let (hurried, rest): (VecDeque<_>, _) = self.back.drain(..).partition(|made| made.0 == id);
         self.back = rest;
         for made in hurried {
-            self.queue.promote(wire(made.2, chunk));
+            self.queue.promote(set.wire(made.1, made.2));
             self.front.push_back(made);
         }
     }
 }
 
-/// Bytes of an answer on the link.
-fn wire(count: u32, chunk: u32) -> u64 {
-    u64::from(count) * u64::from(chunk + 32) + 64
+impl Setting {
+    /// Bytes of an answer on the link.
+    fn wire(&self, first: u64, count: u32) -> u64 {
+        let end = first + u64::from(count);
+        let zeros = end
+            .min(self.zeros.1)
+            .saturating_sub(first.max(self.zeros.0));
+        (u64::from(count) - zeros) * u64::from(self.chunk + 32) + 64
+    }
 }
 
 struct World {
@@ -119,7 +129,7 @@ impl World {
             looked: [[0.0; LANES]; 2],
             link: 0,
             up: false,
-            book: Book::new(shape, None),
+            book: Book::new(shape, set.window),
             lanes: Vec::new(),
             flow: Flow::default(),
             cursor: 0,
@@ -304,7 +314,7 @@ impl World {
                 self.flow
                     .credit(lane as u64, received, window, self.clock());
             }
-            Ask::Hurry { id } => self.lanes[lane].hurry(id, self.set.chunk),
+            Ask::Hurry { id } => self.lanes[lane].hurry(id, &self.set),
             ask => {
                 let admitted = self.lanes[lane]
                     .queue
@@ -326,13 +336,13 @@ impl World {
     fn serve(&mut self, number: usize) {
         loop {
             let unit = (self.flow.window() / 16).clamp(16 << 10, u64::from(MAX_UNIT));
-            let chunk = self.set.chunk;
+            let (set, chunk) = (self.set, self.set.chunk);
             let lane = &mut self.lanes[number];
             while let Some((unit, front)) = lane.queue.take(chunk, unit) {
                 let Unit::Read { id, first, count } = unit else {
                     panic!("only reads were asked for");
                 };
-                let bytes = wire(count, chunk);
+                let bytes = set.wire(first, count);
                 lane.queue
                     .worked(u64::from(count) * u64::from(chunk), front);
                 lane.queue.made(bytes, front);
@@ -350,13 +360,13 @@ impl World {
                 (made, true)
             } else {
                 match lane.back.front() {
-                    Some(made) if self.flow.allows(wire(made.2, chunk)) => {}
+                    Some(made) if self.flow.allows(set.wire(made.1, made.2)) => {}
                     _ => return,
                 }
                 (lane.back.pop_front().expect("one"), false)
             };
             let (id, first, count) = made;
-            let wire = wire(count, chunk);
+            let wire = set.wire(first, count);
             lane.ready -= wire;
             lane.queue.left(wire, front, id, Some(count));
             let last = lane.front.is_empty() && lane.back.is_empty();
@@ -463,6 +473,8 @@ fn whatever_happens_to_the_link_every_chunk_comes_exactly_once() {
             round_trip: random.f64() * 0.04,
             chunk,
             chunks: random.u64(1..(16 << 20) / u64::from(chunk) / 4 + 2),
+            zeros: (0, 0),
+            window: None,
             faults: true,
             reads: 200.0,
             turn: random.f64() * 0.002,
@@ -492,6 +504,8 @@ fn a_pull_fills_the_link_and_reads_overtake_it() {
                 round_trip: trip,
                 chunk,
                 chunks: (rate * seconds) as u64 / u64::from(chunk),
+                zeros: (0, 0),
+                window: None,
                 faults: false,
                 // A small part of the link, also of the slowest.
                 reads: match mbit {
@@ -538,6 +552,8 @@ fn a_near_site_is_not_slower_for_whole_chunks_and_busy_machines() {
                 round_trip: trip,
                 chunk,
                 chunks: (rate * 4.0) as u64 / u64::from(chunk),
+                zeros: (0, 0),
+                window: None,
                 faults: false,
                 reads: 60.0,
                 turn,
@@ -561,4 +577,31 @@ fn a_near_site_is_not_slower_for_whole_chunks_and_busy_machines() {
         }
     }
     assert!(failed.is_empty(), "{failed:?}");
+}
+
+/// Many short answers, each too short to be told of, and then one that is longer than the window.
+#[test]
+fn a_pull_does_not_stand_still_for_what_the_site_was_not_told() {
+    for seed in 0..30 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let chunk = 1 << random.u32(20..23);
+        let window = random.u64(u64::from(chunk) / 2..=u64::from(chunk));
+        let zeros = random.u64(300..1700);
+        let set = Setting {
+            rate: 12.5e6,
+            round_trip: 0.04,
+            chunk,
+            chunks: zeros + 10,
+            zeros: (0, zeros),
+            window: Some(window),
+            faults: false,
+            // Nobody waits for anything, which would carry word of the rest.
+            reads: 1e-6,
+            turn: 0.0,
+        };
+        let mut world = World::new(set, seed);
+        world.run();
+        let at = world.done_at;
+        assert!(at < 1000.0, "seed {seed}: done after {at:.0} s");
+    }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 
-use crate::protocol::{Ask, Code, LaneKind, MAX_ASKED, MAX_READ, Refusal};
+use crate::protocol::{Ask, Code, LaneKind, MAX_ASKED, MAX_LANES, MAX_READ, MOST_UNTOLD, Refusal};
 use crate::window::{Mark, Window};
 
 /// Requests that wait to be sent at most.
@@ -29,6 +29,9 @@ const REQUEST_SECONDS: f64 = 0.002;
 /// lane.
 const NARROW: u64 = 16;
 const NARROW_SECONDS: f64 = 0.001;
+
+/// Bytes that came on a lane of which the site is told at the latest.
+const MOST_STEP: u64 = MOST_UNTOLD / MAX_LANES as u64;
 
 /// Marks of credits that no answer has shown yet, at most; the oldest are forgotten.
 const MOST_MARKS: usize = 4096;
@@ -447,7 +450,7 @@ impl<T> Book<T> {
     /// makes less be enough.
     pub fn credits(&mut self, now: Duration) -> Vec<(usize, Ask)> {
         let window = self.window.size();
-        let step = (window / 64).clamp(1 << 10, 32 << 10);
+        let step = (window / 64).clamp(1 << 10, MOST_STEP);
         let mark = self.window.mark(now);
         let mut out = Vec::new();
         for (n, lane) in self.lanes.iter_mut().enumerate() {

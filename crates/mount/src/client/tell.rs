@@ -170,8 +170,6 @@ fn handle(inner: &Weak<Inner>, task: Task, unpacker: &mut Unpacker) {
     let Some(inner) = inner.upgrade() else {
         return;
     };
-    // There is none yet when what was asked for with the open comes: that is kept.
-    let local = inner.local.get().and_then(Weak::upgrade);
     let silent = inner.silent.read();
     // A request that came after the end is still answered.
     if *silent && !matches!(task, Task::Failed(..)) {
@@ -179,17 +177,17 @@ fn handle(inner: &Weak<Inner>, task: Task, unpacker: &mut Unpacker) {
     }
     match task {
         Task::Chunks(task) => {
-            inner.verify(&task, unpacker, local.as_deref());
+            inner.verify(&task, unpacker);
             inner.pump();
         }
         Task::Failed(chunks, error) => {
             inner.early.lock().forget(chunks);
-            if let Some(local) = local {
+            if let Some(local) = inner.near() {
                 local.failed(chunks, error);
             }
         }
         Task::Link(link) => {
-            if let Some(local) = local {
+            if let Some(local) = inner.near() {
                 local.link(link);
             }
         }
@@ -198,13 +196,14 @@ fn handle(inner: &Weak<Inner>, task: Task, unpacker: &mut Unpacker) {
 }
 
 impl Inner {
+    /// The near side. There is none yet when what was asked for with the open comes: that is kept, and it may be there
+    /// when what comes was looked up among the early ones, so it is looked for after that.
+    fn near(&self) -> Option<Arc<dyn Local>> {
+        self.local.get().and_then(Weak::upgrade)
+    }
+
     /// Hands out the chunks that are what the site claims; those that are not are asked for once more.
-    fn verify(
-        self: &Arc<Self>,
-        task: &ChunksTask,
-        unpacker: &mut Unpacker,
-        local: Option<&dyn Local>,
-    ) {
+    fn verify(self: &Arc<Self>, task: &ChunksTask, unpacker: &mut Unpacker) {
         let shape = self.opened.shape();
         let unpacked = pieces(shape, task.first, task.count, &task.zeros)
             .map_err(|e| e.text)
@@ -251,8 +250,8 @@ impl Inner {
             first: task.first,
             count: task.count,
         });
-        if let Some(local) = local
-            && !good.is_empty()
+        if !good.is_empty()
+            && let Some(local) = self.near()
         {
             local.arrived(good);
         }

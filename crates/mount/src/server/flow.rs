@@ -3,12 +3,10 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use crate::protocol::MOST_UNTOLD;
+
 /// Bytes that may be under way until the mount has said how many.
 pub const FIRST_WINDOW: u64 = 64 << 10;
-
-/// So little under way does not count: a mount does not give word of every byte, and a link must not stand still for what
-/// it has not been told.
-const NOTHING: u64 = 16 << 10;
 
 /// The most that a mount is believed when it says how many bytes may be under way.
 pub const MAX_WINDOW: u64 = 256 << 20;
@@ -96,7 +94,7 @@ impl Flow {
 
     /// Whether a background answer of so many bytes may leave now.
     pub fn allows(&self, bytes: u64) -> bool {
-        self.under_way < NOTHING || self.under_way.saturating_add(bytes) <= self.window
+        self.under_way < MOST_UNTOLD || self.under_way.saturating_add(bytes) <= self.window
     }
 
     /// What a lane's credit last said.

@@ -24,7 +24,7 @@ fn options(wanted: &[u64], access: Access) -> Options {
 
 /// Waits until the site has sent all that it was asked, which is all that is under way.
 fn quiet(client: &Client) {
-    let limit = Instant::now() + Duration::from_secs(10);
+    let limit = Instant::now() + Duration::from_secs(60);
     while client.traffic().in_flight > 0 {
         assert!(Instant::now() < limit, "it does not come");
         std::thread::sleep(Duration::from_millis(2));
@@ -94,6 +94,41 @@ fn a_pull_takes_what_came_with_the_open_and_everything_comes_once() {
         keeper.all_is(&bytes);
         assert_eq!(keeper.kept.lock().twice, 0);
         assert_eq!(client.traffic().in_flight, 0);
+    }
+}
+
+#[test]
+fn what_is_asked_for_while_it_is_being_verified_is_handed_out() {
+    // So long that verifying it takes a while.
+    const LONG: usize = 4 << 20;
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let bytes: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..))
+        .take(2 * LONG)
+        .collect();
+    let site = Site::with("web", memory(&bytes));
+    for round in 0..60 {
+        let options = Options {
+            chunk: LONG as u32,
+            wanted: vec![0],
+            ..Options::new(name("web"), Access::ReadOnly)
+        };
+        let near = Near::new(site.server.clone());
+        let client = runtime
+            .block_on(Client::open(runtime.handle(), near, options))
+            .unwrap();
+        let limit = Instant::now() + Duration::from_secs(60);
+        while client.traffic().in_flight > 0 {
+            assert!(Instant::now() < limit, "it does not come");
+            std::thread::yield_now();
+        }
+        let pulls = round % 2 == 0;
+        let keeper = Keeper::attach(&client, pulls);
+        match pulls {
+            true => keeper.wait_all(),
+            false => drop(keeper.get(&client, 0).unwrap()),
+        }
+        assert!(keeper.kept.lock().chunks[&0] == bytes[..LONG], "{round}");
     }
 }
 

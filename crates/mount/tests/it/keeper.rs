@@ -44,7 +44,7 @@ impl Keeper {
 
     /// Waits until `enough` or panics.
     pub fn wait(&self, what: &str, enough: impl Fn(&Kept) -> bool) {
-        let limit = Instant::now() + Duration::from_secs(20);
+        let limit = Instant::now() + Duration::from_secs(60);
         let mut kept = self.kept.lock();
         while !enough(&kept) {
             let late = self.change.wait_until(&mut kept, limit).timed_out();

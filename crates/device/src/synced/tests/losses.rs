@@ -149,3 +149,80 @@ fn a_trim_of_everything_takes_memory_by_a_limit() {
     device.trim(0, size).unwrap();
     assert_eq!(device.shared.table.lock().dirty.len(), dirty);
 }
+
+/// A far side whose link comes up, and is told of, while somebody looks at it.
+struct Rising {
+    inner: Arc<LocalRemote>,
+    attached: std::sync::atomic::AtomicBool,
+}
+
+impl Remote for Rising {
+    fn shape(&self) -> Shape {
+        self.inner.shape()
+    }
+    fn read_only(&self) -> bool {
+        self.inner.read_only()
+    }
+    fn attach(&self, local: Weak<dyn Local>) {
+        self.inner.attach(local);
+        self.attached.store(true, Ordering::Release);
+    }
+    fn fetch(&self, chunks: Chunks) {
+        self.inner.fetch(chunks);
+    }
+    fn kick(&self) {
+        self.inner.kick();
+    }
+    fn presence(&self, chunks: Chunks, done: crate::remote::PresenceDone) {
+        self.inner.presence(chunks, done);
+    }
+    fn push(&self, epoch: Epoch, changes: Vec<Change>, done: crate::remote::Done) {
+        self.inner.push(epoch, changes, done);
+    }
+    fn commit(&self, epoch: Epoch, done: crate::remote::Done) {
+        self.inner.commit(epoch, done);
+    }
+    fn committed(&self) -> Epoch {
+        Remote::committed(self.inner.as_ref())
+    }
+    fn link(&self) -> Link {
+        let before = self.inner.link();
+        if self.attached.swap(false, Ordering::AcqRel) {
+            let inner = Arc::clone(&self.inner);
+            let tell = std::thread::spawn(move || inner.mend());
+            // It may have to wait until this look was noted.
+            for _ in 0..100 {
+                if tell.is_finished() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        before
+    }
+    fn traffic(&self) -> crate::remote::Traffic {
+        self.inner.traffic()
+    }
+    fn close(&self, done: crate::remote::Done) {
+        self.inner.close(done);
+    }
+}
+
+#[test]
+fn a_link_that_comes_up_while_the_device_opens_is_up() {
+    let far = Far::new(&random_bytes(7, 20 * CHUNK as usize));
+    let inner = far.remote();
+    inner.cut("not yet");
+    let attached = false.into();
+    let remote = Arc::new(Rising { inner, attached });
+    let device = Synced::open(SyncedOptions::new(
+        Arc::new(FakeDirectory::default()),
+        remote,
+        b"image",
+    ))
+    .unwrap();
+    soon("the link is up", || device.shared.is_up());
+    device.write(0, &[1; 5000]).unwrap();
+    device.close(true).unwrap();
+    assert_eq!(far.bytes()[..5000], [1; 5000]);
+}
