@@ -64,7 +64,10 @@ impl SiteCatalog {
         let mutex = spare::lock(dir)?;
         let (users, repairs) = repair::ensure_sound(&path)?;
         let connection = schema::open_for_use(&path)?;
-        spare::ensure(&connection, &path, &mutex)?;
+        // The catalog itself is sound: a disk that is full for the second line must not close the first.
+        if let Err(e) = spare::ensure(&connection, &path, &mutex) {
+            tracing::warn!("{e}");
+        }
         drop(mutex);
         Ok((
             SiteCatalog {
@@ -74,6 +77,26 @@ impl SiteCatalog {
             },
             repairs,
         ))
+    }
+
+    /// Opens the catalog of the home in `dir` for reading only, on a disk too full for what SQLite keeps beside a
+    /// database that is in use. `None` when that is not all that can be known of it: others may have changed it.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn open_on_full_disk(dir: &Path) -> Result<Option<SiteCatalog>> {
+        let path = dir.join("catalog.db");
+        let users = Users::join(&path)?;
+        let log = path.with_extension("db-wal");
+        if log.metadata().is_ok_and(|about| about.len() > 0) {
+            return Ok(None);
+        }
+        let connection = schema::open_as_it_is(&path)?;
+        Ok(Some(SiteCatalog {
+            path,
+            connection: Mutex::new(connection),
+            _users: users,
+        }))
     }
 
     /// A value that was stored under `key`.

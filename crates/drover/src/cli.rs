@@ -31,7 +31,7 @@ Examples:
   drover images lyon                    what is there
   drover mount lyon:web.qcow2 /mnt/web  use a disk before it is here
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 refused (trust, space, policy)."
+Exit codes: 0 done, 1 failed, 2 usage, 3 refused (trust, space, policy) or no image of that name."
 )]
 pub struct Cli {
     /// The site's directory [default: /var/lib/drover for root, else drover in the XDG data directory]

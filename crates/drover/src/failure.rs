@@ -16,7 +16,7 @@ pub enum Exit {
     Failed = 1,
     /// The command line asks for something that makes no sense.
     Usage = 2,
-    /// A peer or this site will not do it: trust, space or policy.
+    /// A peer or this site will not do it: trust, space or policy; or it has no image of that name.
     Refused = 3,
 }
 
@@ -62,6 +62,14 @@ pub fn failure(exit: Exit, message: impl Into<String>) -> anyhow::Error {
         message: message.into(),
     }
     .into()
+}
+
+/// This site has no image of that name: the same code as when a peer has none.
+pub fn no_image(name: &drover_core::ImageName) -> anyhow::Error {
+    failure(
+        Exit::Refused,
+        format!("this site has no image called {name}; `drover images` lists them"),
+    )
 }
 
 /// What a peer's refusal means here; without a reason it is a failure and not a refusal.

@@ -1,11 +1,12 @@
 //! The directory that holds everything a site is: its identity, catalog, images and caches.
 //!
 //! ```text
-//! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock
+//! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock   reserve
 //! images/        work/         index/        mounted/     mounts/
 //! ```
 
 mod config;
+mod reserve;
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
@@ -17,6 +18,7 @@ use anyhow::{Context, Result, bail};
 use drover_net::Identity;
 
 pub use config::Config;
+pub use reserve::{CleanUp, LOOK_EVERY};
 
 /// How often and how long a lock that is held is tried again.
 const LOCK_TRIES: u32 = 10;

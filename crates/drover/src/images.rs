@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use drover_core::Digest;
+use drover_core::{Digest, ImageName};
 use drover_teleport::catalog::{Catalog, ImageRecord};
 use drover_teleport::protocol::{ImageInfo, Reply, Request};
 use drover_teleport::walk::digest_file;
@@ -14,8 +14,8 @@ use serde_json::json;
 use crate::bar::Bar;
 use crate::catalog::SiteCatalog;
 use crate::cli::{DigestArgs, ImagesArgs, IndexArgs, RmArgs, VerifyArgs};
-use crate::failure::usage;
-use crate::home::Home;
+use crate::failure::{no_image, usage};
+use crate::home::{CleanUp, Home};
 use crate::own::Own;
 use crate::remote::{Call, find_peer};
 use crate::text::{bytes, clean, moment};
@@ -69,7 +69,7 @@ fn written(home: &Home, r: &ImageRecord) -> Option<(String, PathBuf)> {
 /// # Errors
 /// When the catalog or the peer cannot be asked.
 pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
-    let catalog = site::open_catalog(home)?;
+    let catalog = site::look_at_catalog(home)?;
     let list = match &args.peer {
         None => catalog
             .images()
@@ -206,13 +206,14 @@ fn report_verified(args: &VerifyArgs, expected: Digest, found: Digest) -> Result
 /// # Errors
 /// When the user does not want it or it cannot be removed.
 pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
-    let catalog = Arc::new(site::open_catalog(home)?);
+    let mut room = CleanUp::of(home);
+    let catalog = Arc::new(match args.dry_run {
+        true => site::look_at_catalog(home)?,
+        false => room.run(|| site::open_catalog(home))?,
+    });
     let record = catalog.by_name(&args.name).map_err(anyhow::Error::msg)?;
     let Some(record) = record else {
-        bail!(
-            "this site has no image called {}; `drover images` lists them",
-            args.name
-        );
+        return Err(no_image(&args.name));
     };
     let (kept, left) = written(home, &record).unzip();
     let would = if record.external {
@@ -244,22 +245,9 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
         first.make_ascii_uppercase();
     }
     prompt::confirm(&format!("{question}?"), args.yes)?;
-    let message = match Call::local(home).await? {
-        Some(mut call) => {
-            call.ask(&Request::Remove {
-                name: args.name.clone(),
-            })
-            .await?;
-            match call.reply().await? {
-                Reply::Done { message } => message,
-                _ => return Err(call.confused()),
-            }
-        }
-        None => {
-            let (site, name) = (Own::open(home, &catalog).await?, args.name.clone());
-            removal(home, &site.run(move |site| site.remove(&name)).await?)
-        }
-    };
+    let message = room
+        .run_async(|| remove(home, &catalog, &args.name))
+        .await?;
     if args.json {
         return out::json(&json!({
             "name": args.name.as_str(), "removed": true, "external": record.external,
@@ -267,6 +255,20 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
         }));
     }
     out::line(&clean(&message))
+}
+
+/// Removes an image by the running site, or by itself when none runs. What was half done is done by the next call.
+async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -> Result<String> {
+    if let Some(mut call) = Call::local(home).await? {
+        call.ask(&Request::Remove { name: name.clone() }).await?;
+        return match call.reply().await? {
+            Reply::Done { message } => Ok(message),
+            _ => Err(call.confused()),
+        };
+    }
+    let (site, name) = (Own::open(home, catalog).await?, name.clone());
+    let record = site.run(move |site| site.remove(&name)).await?;
+    Ok(removal(home, &record))
 }
 
 /// Makes image files of this machine sources of blocks.
@@ -332,7 +334,7 @@ pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
 }
 
 fn report_indexed(catalog: &SiteCatalog, name: &str, path: &Path, json: bool) -> Result<()> {
-    let record = match drover_core::ImageName::new(name) {
+    let record = match ImageName::new(name) {
         Ok(name) => catalog.by_name(&name).map_err(anyhow::Error::msg)?,
         Err(_) => None,
     };

@@ -133,6 +133,7 @@ async fn begin(
     verbose: u8,
 ) -> Result<()> {
     disk::check(home, &images, &how)?;
+    home.try_keep_reserve();
     let place = Place::of(home, &images, &front, how.read_only);
     let Some(kept) = place.keep()? else {
         let what = match &front {

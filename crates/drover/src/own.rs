@@ -61,10 +61,18 @@ impl Own {
     /// Closes the site and lets go of the home.
     ///
     /// # Errors
-    /// When its files cannot be saved.
+    /// When its files cannot be saved. That the disk is full only makes the next start slower, and is said.
     pub async fn close(self) -> Result<()> {
         let site = Arc::clone(&self.site);
-        tokio::task::spawn_blocking(move || site.close()).await??;
-        Ok(())
+        match tokio::task::spawn_blocking(move || site.close()).await? {
+            Err(e) if e.is_full() => {
+                crate::out::note(&format!(
+                    "drover: the caches of the matcher could not be saved and are made anew at the next start: {}",
+                    crate::text::clean(&e.to_string())
+                ));
+                Ok(())
+            }
+            closed => Ok(closed?),
+        }
     }
 }

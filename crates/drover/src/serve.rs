@@ -30,7 +30,7 @@ use tokio::task::JoinSet;
 use crate::addresses;
 use crate::catalog::{SiteCatalog, TICKET_LIFETIME};
 use crate::cli::ListenArgs;
-use crate::home::{Home, HomeLock};
+use crate::home::{CleanUp, Home, HomeLock, LOOK_EVERY};
 use crate::metrics::{Metrics, Snapshot};
 use crate::mounts::{leased_on_disk, site_server, why_held};
 use crate::remote::SocketPath;
@@ -119,7 +119,9 @@ pub async fn teleporter(home: Home, args: ListenArgs) -> Result<()> {
 }
 
 fn prepare(home: &Home) -> Result<(Arc<SiteCatalog>, Identity)> {
-    Ok((Arc::new(site::open_catalog(home)?), home.identity()?))
+    // A site must be able to start to be told to clear up.
+    let catalog = CleanUp::of(home).run(|| site::open_catalog(home))?;
+    Ok((Arc::new(catalog), home.identity()?))
 }
 
 async fn run(
@@ -165,10 +167,26 @@ async fn run(
     if let Some(port) = metrics_port {
         tokio::spawn(http::run(port, Arc::clone(&server)));
     }
+    tokio::spawn(keep_reserve(Arc::clone(&server)));
     announce(&server, listener.local_addr())?;
     let talks = accept(&server, &listener, &local).await?;
     drop((listener, local));
     finish(&server, talks).await
+}
+
+/// Makes the reserve, and makes it whole again when there is room again.
+async fn keep_reserve(server: Arc<Server>) {
+    let mut stop = server.stop.clone();
+    let mut looks = tokio::time::interval(LOOK_EVERY);
+    loop {
+        tokio::select! {
+            () = told(&mut stop) => return,
+            _ = looks.tick() => {}
+        }
+        let home = server.home.clone();
+        // A panic in there was logged; the next look comes.
+        let _ = tokio::task::spawn_blocking(move || home.try_keep_reserve()).await;
+    }
 }
 
 /// Takes as many file descriptors as the system allows: connections and images both need them.

@@ -11,7 +11,7 @@ use crate::addresses;
 use crate::catalog::Peer;
 use crate::cli::{InitArgs, PairArgs, PeersAction, PeersArgs, TicketArgs};
 use crate::failure::usage;
-use crate::home::{Config, Home, write_atomically};
+use crate::home::{CleanUp, Config, Home, write_atomically};
 use crate::remote::{Call, find_peer};
 use crate::text::{clean, moment, now_unix};
 use crate::{out, peer_name, prompt, site};
@@ -37,6 +37,7 @@ pub fn init(dir: PathBuf, args: InitArgs) -> Result<()> {
     let home = Home::create(dir)?;
     let identity = home.identity()?;
     site::open_catalog(&home)?;
+    home.try_keep_reserve();
     if args.json {
         return out::json(&json!({
             "home": home.dir(), "key": identity.key().to_string(), "name": home.name(), "new": fresh,
@@ -93,11 +94,12 @@ fn configured(args: &InitArgs) -> Result<String> {
 /// When the catalog cannot be written, or no address is known.
 pub fn ticket(home: &Home, args: TicketArgs) -> Result<()> {
     let identity = home.identity()?;
-    let catalog = site::open_catalog(home)?;
+    let mut room = CleanUp::of(home);
+    let catalog = room.run(|| site::open_catalog(home))?;
     let addresses = addresses::for_ticket(home, &catalog, &args.advertise)?;
     let ticket = Ticket::new(identity.key(), addresses.iter().cloned());
     let now = now_unix();
-    catalog.add_ticket(&ticket.secret, now, args.expires)?;
+    room.run(|| Ok(catalog.add_ticket(&ticket.secret, now, args.expires)?))?;
     if home.used_by()?.is_none() {
         out::note(
             "drover: no site is running here; it must be (`drover serve`) when the ticket is used",
@@ -167,6 +169,7 @@ pub async fn pair(home: &Home, args: PairArgs) -> Result<()> {
             peer_name::unique(&peer_name::from_untrusted(&calls_itself), taken)
         }
     };
+    home.try_keep_reserve();
     catalog.put_peer(&Peer {
         name: name.clone(),
         key: ticket.key,
@@ -190,7 +193,11 @@ pub async fn pair(home: &Home, args: PairArgs) -> Result<()> {
 /// # Errors
 /// When the catalog cannot be used or the peer is not there.
 pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
-    let catalog = site::open_catalog(home)?;
+    let mut room = CleanUp::of(home);
+    let catalog = match args.action {
+        Some(PeersAction::Forget { .. }) => room.run(|| site::open_catalog(home))?,
+        _ => site::look_at_catalog(home)?,
+    };
     let json = match args.action {
         None => args.json,
         Some(PeersAction::List { json }) => json,
@@ -200,7 +207,7 @@ pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
                 &format!("Stop trusting {name} (key {})?", peer.key.short()),
                 yes,
             )?;
-            if catalog.forget_peer(&name)?.is_none() {
+            if room.run(|| Ok(catalog.forget_peer(&name)?))?.is_none() {
                 bail!("{name} was forgotten meanwhile");
             }
             return out::line(&format!(

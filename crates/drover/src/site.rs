@@ -29,6 +29,20 @@ pub fn open_catalog(home: &Home) -> Result<SiteCatalog> {
     Ok(catalog)
 }
 
+/// Opens the catalog of a home for a command that only looks: also when the disk is too full to open it otherwise.
+///
+/// # Errors
+/// When it cannot be read.
+pub fn look_at_catalog(home: &Home) -> Result<SiteCatalog> {
+    match open_catalog(home) {
+        Err(e) if home.is_full() => match SiteCatalog::open_on_full_disk(home.dir()) {
+            Ok(Some(catalog)) => Ok(catalog),
+            _ => Err(e),
+        },
+        opened => opened,
+    }
+}
+
 /// Opens the site of a home that this process has locked, and says what had to be repaired.
 ///
 /// # Errors

@@ -12,8 +12,16 @@ pub enum RefuseReason {
     Trust,
     /// Not enough space.
     Space,
-    /// The name, size or kind of image is not acceptable, or another transfer holds the name.
+    /// The name, size or kind of image is not acceptable, another transfer holds the name, or there is no image of it.
     Policy,
+}
+
+/// Whether the system says that there is no room.
+fn is_full(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+    )
 }
 
 /// An error of the teleport layer.
@@ -100,20 +108,23 @@ impl TeleportError {
         }
     }
 
+    /// Whether a disk of this machine was full.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        match self {
+            TeleportError::File { error, .. } => is_full(error),
+            TeleportError::Index(drover_index::IndexError::Io { cause, .. }) => is_full(cause),
+            _ => false,
+        }
+    }
+
     /// Whether this is a refusal (exit code 3) and why.
     #[must_use]
     pub fn refusal(&self) -> Option<RefuseReason> {
         match self {
             TeleportError::Refused { reason, .. } => Some(*reason),
             TeleportError::Net(e) if e.refused() => Some(RefuseReason::Trust),
-            TeleportError::File { error, .. }
-                if matches!(
-                    error.kind(),
-                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
-                ) =>
-            {
-                Some(RefuseReason::Space)
-            }
+            TeleportError::File { error, .. } if is_full(error) => Some(RefuseReason::Space),
             _ => None,
         }
     }

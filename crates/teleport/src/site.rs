@@ -377,12 +377,14 @@ impl Site {
     }
 
     fn find(&self, name: &ImageName) -> Result<ImageRecord, TeleportError> {
-        self.images.by_name(name).ok_or_else(|| {
-            TeleportError::Remote(format!(
-                "there is no image {name:?} here; `drover images` lists them",
-                name = name.as_str()
-            ))
-        })
+        self.images
+            .by_name(name)
+            .ok_or_else(|| TeleportError::Refused {
+                reason: RefuseReason::Policy,
+                message: format!(
+                    "this site has no image called {name}; `drover images` lists them"
+                ),
+            })
     }
 
     /// Lets an image file of this machine serve as a source of blocks, where it is. Blocks the

@@ -48,6 +48,14 @@ impl CatalogError {
         let path = path.into();
         move |error| CatalogError::File { doing, path, error }
     }
+
+    /// Whether SQLite says that the disk is full.
+    pub fn is_full(&self) -> bool {
+        let CatalogError::Sql { error, .. } = self else {
+            return false;
+        };
+        error.sqlite_error_code() == Some(rusqlite::ErrorCode::DiskFull)
+    }
 }
 
 impl std::fmt::Display for CatalogError {

@@ -15,6 +15,20 @@ use crate::home::sync_dir;
 /// Says that this process has the database open: shared by users, exclusive for who replaces it.
 pub struct Users(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
 
+impl Users {
+    /// Says that this process has the database at `path` open.
+    ///
+    /// # Errors
+    /// When the lock cannot be had.
+    pub fn join(path: &Path) -> Result<Users> {
+        let users_path = path.with_extension("users");
+        let users = spare::open_private(&users_path)?;
+        let locked = CatalogError::file("lock", &users_path);
+        users.lock_shared().map_err(locked)?;
+        Ok(Users(users))
+    }
+}
+
 /// Looks at the catalog and its spare, and repairs what must be. The caller holds the spare lock.
 ///
 /// Which of the two counts: a sound catalog, unless the spare is newer (then the catalog's log

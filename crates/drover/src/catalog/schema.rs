@@ -1,5 +1,7 @@
 //! The tables, their versions, and how connections are set up.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use rusqlite::limits::Limit;
@@ -88,6 +90,26 @@ pub fn open_to_look(path: &Path) -> rusqlite::Result<Connection> {
     let connection = Connection::open_with_flags(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
     set_up(&connection)?;
     Ok(connection)
+}
+
+/// Opens a database that nobody changes, without any file beside it.
+pub fn open_as_it_is(path: &Path) -> Result<Connection> {
+    let mut uri = b"file:".to_vec();
+    for &byte in path.as_os_str().as_bytes() {
+        match byte {
+            b'?' | b'#' | b'%' => uri.extend(format!("%{byte:02X}").bytes()),
+            _ => uri.push(byte),
+        }
+    }
+    uri.extend(b"?immutable=1");
+    let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_URI;
+    let opened = Connection::open_with_flags(OsStr::from_bytes(&uri), flags)
+        .and_then(|c| set_up(&c).map(|()| c));
+    opened.map_err(|error| CatalogError::Sql {
+        doing: "opening the catalog",
+        path: path.to_path_buf(),
+        error,
+    })
 }
 
 /// What every connection gets: patience, and distrust of the file.

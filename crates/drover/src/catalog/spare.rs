@@ -73,7 +73,7 @@ fn copy(connection: &Connection, path: &Path, _lock: &SpareLock) -> Result<()> {
         path: spare.clone(),
         error,
     };
-    let copied = || -> rusqlite::Result<()> {
+    let fill = || -> rusqlite::Result<()> {
         let mut to = Connection::open(&temporary)?;
         to.pragma_update(None, "synchronous", "off")?;
         let backup = Backup::new(connection, &mut to)?;
@@ -83,7 +83,11 @@ fn copy(connection: &Connection, path: &Path, _lock: &SpareLock) -> Result<()> {
         to.pragma_update(None, "journal_mode", "delete")?;
         to.close().map_err(|(_, e)| e)
     };
-    copied().map_err(sql)?;
+    if let Err(e) = fill() {
+        // Half a copy only takes room.
+        let _ = remove_with_log(&temporary);
+        return Err(sql(e));
+    }
     let io = |e| CatalogError::File {
         doing: "write",
         path: spare.clone(),

@@ -8,10 +8,12 @@ use drover_core::ImageName;
 use drover_mount::MountError;
 use drover_mount::server::{Leased, Server, lease_on_disk};
 use drover_teleport::Site;
+use drover_teleport::catalog::Catalog;
 use drover_teleport::protocol::{Reply, Request};
 use serde::{Deserialize, Serialize};
 
-use crate::home::Home;
+use crate::failure::no_image;
+use crate::home::{CleanUp, Home};
 use crate::remote::Call;
 use crate::text::{clean, moment};
 use crate::{out, prompt, site};
@@ -167,17 +169,35 @@ pub async fn list(home: &Home, json: bool) -> Result<()> {
     out::line(&out::table(&heading, rows, &[]))
 }
 
+/// Whether there is an image of that name, or a lease of one that is gone.
+fn is_known(home: &Home, name: &ImageName) -> Result<bool> {
+    let image = site::open_catalog(home)?.by_name(name);
+    if image.map_err(anyhow::Error::msg)?.is_some() {
+        return Ok(true);
+    }
+    // One that cannot be read is one.
+    Ok(!matches!(
+        lease_on_disk(&home.mounted_dir(), name),
+        Ok(None)
+    ))
+}
+
 /// Takes the right to write an image from whoever has it.
 ///
 /// # Errors
-/// When nobody has it, or the site does not answer.
+/// When there is no such image, or the site does not answer.
 pub async fn break_lease(home: &Home, name: &ImageName, yes: bool, json: bool) -> Result<()> {
+    let mut room = CleanUp::of(home);
+    if !room.run(|| is_known(home, name))? {
+        return Err(no_image(name));
+    }
     let question = format!(
         "Take the right to write {name} from whoever has it? What they have not pushed is lost to this site"
     );
     prompt::confirm(&question, yes)?;
-    let request = Request::BreakLease { name: name.clone() };
-    let broken: Broken = serde_json::from_str(&ask(home, request).await?)?;
+    let request = || Request::BreakLease { name: name.clone() };
+    let broken = room.run_async(|| ask(home, request())).await?;
+    let broken: Broken = serde_json::from_str(&broken)?;
     if json {
         return out::json(&broken);
     }

@@ -359,7 +359,10 @@ fn short(mut message: String) -> String {
 
 /// There is no image of that name.
 pub fn no_image(server: &Server, name: &ImageName) -> Reply {
-    failed(format!("{} has no image called {name}", server.name))
+    no(
+        RefuseReason::Policy,
+        format!("{} has no image called {name}", server.name),
+    )
 }
 
 /// Counts something while it lasts.

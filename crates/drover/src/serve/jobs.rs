@@ -14,6 +14,8 @@ use drover_teleport::{Site, TeleportError};
 
 use super::Server;
 use super::conversation::{failed, no, no_image, reply};
+use crate::failure::one_line;
+use crate::home::CleanUp;
 use crate::signals::told;
 
 /// How often the caller hears how far it is; also what keeps the connection alive.
@@ -113,13 +115,17 @@ pub async fn remove(server: &Arc<Server>, site: &Arc<Site>, name: ImageName) -> 
     if record(server, &name).await?.is_none() {
         return Ok(no_image(server, &name));
     }
-    let site = Arc::clone(site);
-    let removed = tokio::task::spawn_blocking(move || site.remove(&name)).await?;
-    Ok(match removed {
+    let (site, home) = (Arc::clone(site), server.home.clone());
+    let removed =
+        tokio::task::spawn_blocking(move || CleanUp::of(&home).run(|| Ok(site.remove(&name)?)));
+    Ok(match removed.await? {
         Ok(record) => Reply::Done {
             message: crate::images::removal(&server.home, &record),
         },
-        Err(e) => of_error(&e),
+        Err(e) => match e.downcast_ref() {
+            Some(e) => of_error(e),
+            None => failed(one_line(&e)),
+        },
     })
 }
 

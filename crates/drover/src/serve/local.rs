@@ -12,6 +12,7 @@ use drover_teleport::protocol::{Reply, Request, kind};
 use super::conversation::{answer, done, failed, images, no};
 use super::{Duty, Server, jobs};
 use crate::failure::one_line;
+use crate::home::CleanUp;
 
 /// How long a caller may take to say what it wants.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
@@ -67,7 +68,11 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
             text(tokio::task::spawn_blocking(move || crate::mounts::leases_json(&devices)).await?)
         }
         (Request::BreakLease { name }, Duty::Site(_, devices)) => {
-            text(crate::mounts::broken_json(devices, &name).await)
+            let mut room = CleanUp::of(&server.home);
+            let broken = room.run_async(|| crate::mounts::broken_json(devices, &name));
+            let broken = broken.await;
+            tokio::task::spawn_blocking(move || drop(room)).await?;
+            text(broken)
         }
         (Request::Device { open }, Duty::Site(_, devices)) => {
             let peer = crate::mounts::own(server.identity.key());

@@ -3,7 +3,9 @@
 mod attach_guest;
 mod basics;
 mod damage;
+mod full;
 mod hostile;
+mod missing;
 mod mount;
 mod mount_offline;
 mod pairing;

@@ -188,7 +188,7 @@ impl Drop for Mounts {
 }
 
 /// Ends, by force, every mount that is written down in a home's directory of them.
-fn clear_all(mounts: &Path) {
+pub fn clear_all(mounts: &Path) {
     let Ok(entries) = fs::read_dir(mounts) else {
         return;
     };

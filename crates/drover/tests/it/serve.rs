@@ -92,7 +92,7 @@ fn work_that_a_running_site_must_do_goes_through_its_socket() {
         1
     );
     world.run("far", &["verify", "a.img"]).ok();
-    world.run("far", &["verify", "b.img"]).fails(1, &["b.img"]);
+    world.run("far", &["verify", "b.img"]).fails(3, &["b.img"]);
     let metrics = world.run("far", &["status", "--metrics"]).ok().out;
     assert!(
         metrics.contains("drover_verified_total{result=\"good\"} 1"),

@@ -72,6 +72,20 @@ pub(crate) fn write<S: Storage>(
     caches: [&CuckooLru; 3],
     saved: &Saved,
 ) -> io::Result<u64> {
+    let written = write_anew(storage, config, caches, saved);
+    if written.is_err() {
+        // Half a snapshot only takes room.
+        let _ = storage.remove(TEMPORARY);
+    }
+    written
+}
+
+fn write_anew<S: Storage>(
+    storage: &S,
+    config: &MatcherConfig,
+    caches: [&CuckooLru; 3],
+    saved: &Saved,
+) -> io::Result<u64> {
     let file = storage.create(TEMPORARY)?;
     let mut at = 0u64;
     let mut sum = Xxh3::new();

@@ -1,0 +1,246 @@
+//! A home whose file system is full to the last byte: what clears up works all the same.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::mount::{can_mount, clear_all, text};
+use crate::world::{Ran, World, until};
+
+/// What the reserve is when it is whole.
+const RESERVE: u64 = 8 << 20;
+
+/// A world whose home `far` is on a small file system of its own, taken away at the end.
+struct Small {
+    world: World,
+    home: PathBuf,
+}
+
+impl Small {
+    /// None, said aloud, where no file system can be mounted.
+    fn new(test: &str) -> Option<Small> {
+        if !can_mount(test) {
+            return None;
+        }
+        let world = World::new();
+        let home = world.path("far");
+        fs::create_dir(&home).unwrap();
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=96m,mode=700", "none"])
+            .arg(&home)
+            .output()
+            .unwrap();
+        if !mounted.status.success() {
+            let err = String::from_utf8_lossy(&mounted.stderr);
+            eprintln!("SKIP {test}: no tmpfs: {err}");
+            return None;
+        }
+        Some(Small { world, home })
+    }
+
+    /// Leaves no byte free.
+    fn fill(&self) {
+        let junk = File::options()
+            .create(true)
+            .append(true)
+            .open(self.home.join("junk"))
+            .unwrap();
+        for size in [1 << 20, 1 << 12, 512, 1] {
+            let bytes = vec![1; size];
+            while (&junk).write(&bytes).is_ok_and(|n| n > 0) {}
+        }
+        assert!((&junk).write(&[1; 1 << 12]).is_err(), "there is room left");
+    }
+
+    fn run(&self, args: &[&str]) -> Ran {
+        self.world.run("far", args)
+    }
+
+    fn reserve(&self) -> u64 {
+        let about = self.home.join("reserve").metadata();
+        about.map_or(0, |about| about.len().min(about.blocks() * 512))
+    }
+
+    /// Writes into one of the home's own images through a mount until nothing fits any more, and leaves the mount's
+    /// right to write behind.
+    fn filled_by_a_mount(&self, image: &str) {
+        let path = self.world.path("disk");
+        self.run(&["mount", image, text(&path)]).ok();
+        let disk = File::options().write(true).open(&path).unwrap();
+        let mut noise = vec![0; 1 << 20];
+        let mut rng = fastrand::Rng::with_seed(7);
+        let mut at = 0;
+        loop {
+            rng.fill(&mut noise);
+            assert!(at < 200 << 20, "200 MiB fit into 96");
+            let wrote = disk.write_all_at(&noise, at).and_then(|()| disk.sync_all());
+            if wrote.is_err() {
+                break;
+            }
+            at += 1 << 20;
+        }
+        drop(disk);
+        let mounts = self.run(&["mounts", "--json"]).ok().json();
+        let process = mounts[0]["process"].as_u64().unwrap();
+        crate::world::signal(u32::try_from(process).unwrap(), "KILL");
+        let _ = Command::new("umount").arg("-l").arg(&path).output();
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        clear_all(&self.home.join("mounts"));
+        let _ = Command::new("umount").arg("-l").arg(&self.home).output();
+    }
+}
+
+/// An image with room to be written into, outside of the small file system.
+fn large(world: &World, name: &str) -> PathBuf {
+    let path = world.image(name, 5, 10);
+    File::options()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_len(256 << 20)
+        .unwrap();
+    path
+}
+
+fn indexed(small: &Small, names: &[&str]) {
+    for (seed, name) in names.iter().enumerate() {
+        let path = small.world.image(name, seed as u64, 50);
+        small.run(&["index", text(&path)]).ok();
+    }
+}
+
+/// Each of them on a disk that is full anew.
+fn clears_up(small: &Small, way: &str) {
+    let told = |args: &[&str]| {
+        small.fill();
+        let ran = small.run(args).ok();
+        let reserve = small.reserve();
+        assert!(reserve >= RESERVE / 4, "{way} {args:?}: {reserve} are left");
+        ran
+    };
+    let ticket = told(&["ticket", "--advertise", "127.0.0.1:1"]).out;
+    assert!(ticket.starts_with("drover1"), "{ticket}");
+    let broken = told(&["mounts", "break", "disk.img", "--yes"]).err;
+    assert!(
+        broken.contains("may not write disk.img any more"),
+        "{broken}"
+    );
+    told(&["rm", "a.img", "--yes"]);
+    told(&["rm", "disk.img", "--yes"]);
+    told(&["peers", "forget", "near", "--yes"]);
+    fs::remove_file(small.home.join("junk")).unwrap();
+    fs::remove_dir_all(small.home.join("mounted/overlays/disk.img")).unwrap();
+    let list = small.run(&["images", "--json"]).ok().json();
+    let names: Vec<_> = list
+        .iter()
+        .map(|i| i["name"].as_str().unwrap().to_owned())
+        .collect();
+    assert_eq!(names, ["b.img"], "{way}");
+}
+
+fn paired(small: &Small) {
+    let ticket = small.run(&["ticket", "--advertise", "127.0.0.1:1"]).ok();
+    drop(ticket);
+    small.world.run("near", &["init", "--name", "near"]).ok();
+    let site = small.world.serve("near", &[]);
+    small.run(&["pair", &site.ticket, "--name", "near"]).ok();
+}
+
+#[test]
+fn a_full_disk_is_cleared_up_without_a_site() {
+    let Some(small) = Small::new("a_full_disk_is_cleared_up_without_a_site") else {
+        return;
+    };
+    small.run(&["init"]).ok();
+    assert_eq!(small.reserve(), RESERVE);
+    paired(&small);
+    indexed(&small, &["a.img", "b.img"]);
+    let path = large(&small.world, "disk.img");
+    small.run(&["index", text(&path)]).ok();
+    small.filled_by_a_mount("disk.img");
+    assert_eq!(small.reserve(), RESERVE, "a mount does not get it");
+    clears_up(&small, "no site runs");
+    small.run(&["rm", "b.img", "--yes"]).ok();
+    assert_eq!(small.reserve(), RESERVE, "whole when there is room again");
+}
+
+#[test]
+fn a_full_disk_is_cleared_up_by_a_running_site() {
+    let Some(small) = Small::new("a_full_disk_is_cleared_up_by_a_running_site") else {
+        return;
+    };
+    small.run(&["init"]).ok();
+    paired(&small);
+    indexed(&small, &["a.img", "b.img"]);
+    let path = large(&small.world, "disk.img");
+    small.run(&["index", text(&path)]).ok();
+    let _site = small.world.serve("far", &[]);
+    small.filled_by_a_mount("disk.img");
+    clears_up(&small, "a site runs");
+    until("the site makes the reserve whole", || {
+        small.reserve() == RESERVE
+    });
+}
+
+#[test]
+fn a_site_starts_on_a_full_disk_to_be_told_to_clear_up() {
+    let Some(small) = Small::new("a_site_starts_on_a_full_disk_to_be_told_to_clear_up") else {
+        return;
+    };
+    small.run(&["init"]).ok();
+    indexed(&small, &["a.img"]);
+    small.fill();
+    let _site = small.world.serve("far", &[]);
+    small.fill();
+    small.run(&["images"]).ok();
+    small.run(&["rm", "a.img", "--yes"]).ok();
+}
+
+#[test]
+fn looking_on_a_full_disk_takes_nothing_of_the_reserve() {
+    let Some(small) = Small::new("looking_on_a_full_disk_takes_nothing_of_the_reserve") else {
+        return;
+    };
+    small.run(&["init"]).ok();
+    indexed(&small, &["a.img"]);
+    small.fill();
+    for args in [&["images"][..], &["mounts"], &["peers"]] {
+        small.run(args).ok();
+        assert_eq!(small.reserve(), RESERVE, "{args:?}");
+    }
+    // What the reserve is for.
+    fs::remove_file(small.home.join("reserve")).unwrap();
+    small.fill();
+    small.run(&["ticket", "--advertise", "127.0.0.1:1"]).code(1);
+    small.run(&["images"]).ok();
+}
+
+#[test]
+fn a_directory_that_is_no_home_gets_no_reserve() {
+    let world = World::new();
+    let typo = world.path("typo");
+    fs::create_dir(&typo).unwrap();
+    for args in [
+        &["images"][..],
+        &["rm", "a.img", "--yes"],
+        &["peers", "forget", "lyon", "--yes"],
+    ] {
+        world.run("typo", args);
+        assert!(!reserve_of(&typo).exists(), "{args:?}");
+    }
+    world.run("home", &["init"]).ok();
+    assert_eq!(
+        reserve_of(&world.path("home")).metadata().unwrap().len(),
+        RESERVE
+    );
+}
+
+fn reserve_of(home: &Path) -> PathBuf {
+    home.join("reserve")
+}
