@@ -110,10 +110,15 @@ impl<S: Storage> Matcher<S> {
             return Err(IndexError::Busy(image));
         }
         self.forget(image)?;
-        let slot = self.free_slot()?;
+        let can_go = |s: &Option<Slot<_>>| s.as_ref().is_none_or(|s| !s.open);
+        if !self.recent.slots.iter().any(can_go) {
+            return Err(IndexError::TooManyOpen(self.recent.slots.len()));
+        }
+        // First what can fail: an image that cannot begin takes no other's place.
         let serial = self.next_serial;
         let file = HashFile::create(&self.storage, image.0, serial)
             .map_err(IndexError::io("creating", names(image.0).0))?;
+        let slot = self.free_slot()?;
         self.next_serial += 1;
         self.recent.slots[usize::from(slot)] = Some(Slot {
             image,
@@ -217,6 +222,7 @@ impl<S: Storage> Matcher<S> {
             heads,
             walk: probe.walk,
             warmed: 0,
+            promoted: Vec::new(),
         };
         let (known, walk) = pass.probe(&mut self.repeats);
         // What the batch repeats of itself has no place in the next one.
@@ -261,11 +267,16 @@ impl<S: Storage> Matcher<S> {
             heads,
             walk: cursor.walk,
             warmed: 0,
+            promoted: Vec::new(),
         };
         let mut outcome = pass.run(&mut self.repeats);
         cursor.blocks += digests.len() as u64;
         cursor.walk = outcome.walk;
-        if !self.sequences.flush_or_forget(&mut self.shared) {
+        if self.sequences.flush_or_forget(&mut self.shared) {
+            for entry in &outcome.promoted {
+                self.recent.promoted(entry);
+            }
+        } else {
             outcome.stores.clear();
         }
         Ok(outcome)
@@ -394,6 +405,7 @@ impl<S: Storage> Matcher<S> {
                 heads: &heads,
                 walk,
                 warmed: 0,
+                promoted: Vec::new(),
             };
             walk = pass.run(&mut self.repeats).walk;
         }

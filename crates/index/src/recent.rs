@@ -43,6 +43,25 @@ pub(crate) struct RecentHit {
     payload: u32,
 }
 
+/// An entry whose blocks the sequence cache gets.
+#[derive(Debug)]
+pub(crate) struct Promoted {
+    via: Via,
+    key: Key,
+    payload: u32,
+}
+
+impl RecentHit {
+    /// The entry that was found.
+    pub(crate) fn entry(&self) -> Promoted {
+        Promoted {
+            via: self.via,
+            key: self.key,
+            payload: self.payload,
+        }
+    }
+}
+
 /// Which caches a block is looked up in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ask {
@@ -236,8 +255,8 @@ impl<F: StorageFile> Recent<F> {
     }
 
     /// The entry was promoted to C2: it goes.
-    pub(crate) fn promoted(&mut self, hit: &RecentHit) {
-        self.cache(hit.via).0.remove(hit.key, hit.payload);
+    pub(crate) fn promoted(&mut self, entry: &Promoted) {
+        self.cache(entry.via).0.remove(entry.key, entry.payload);
     }
 
     /// The entry was used and stays.

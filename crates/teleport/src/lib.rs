@@ -24,6 +24,7 @@ mod imagemap;
 mod images;
 pub mod log;
 pub mod matching;
+mod partials;
 pub mod progress;
 pub mod protocol;
 mod sequences;

@@ -107,12 +107,25 @@ impl Link {
     /// # Errors
     /// When the teleporter fails or is gone.
     pub fn submit(&mut self, event: Event) -> Result<(), TeleportError> {
+        self.submit_then(event, |_| {})
+    }
+
+    /// Hands an event over. A teleporter in this process has `then` called with the answer before
+    /// it handles any other event.
+    ///
+    /// # Errors
+    /// When the teleporter fails or is gone.
+    pub fn submit_then(
+        &mut self,
+        event: Event,
+        then: impl FnOnce(&Answer),
+    ) -> Result<(), TeleportError> {
         match self {
             Link::Local(teleporter, answers) => {
-                answers.push_back(handle(teleporter, event)?);
+                answers.push_back(handle_then(teleporter, event, then)?);
             }
             Link::Remote(link) => {
-                link.waiting.push_back(blocks_of(&event));
+                link.waiting.push_back(event.blocks());
                 let frame = Frame {
                     kind: kind::MATCH,
                     payload: encode_event(&event).into(),
@@ -153,19 +166,22 @@ fn gone() -> TeleportError {
 /// # Errors
 /// What it reports.
 pub fn handle(teleporter: &LocalTeleporter, event: Event) -> Result<Answer, TeleportError> {
+    handle_then(teleporter, event, |_| {})
+}
+
+fn handle_then(
+    teleporter: &LocalTeleporter,
+    event: Event,
+    then: impl FnOnce(&Answer),
+) -> Result<Answer, TeleportError> {
     let mut teleporter = teleporter.lock();
     let answer = teleporter.handle(event);
     for repair in teleporter.take_repairs() {
         tracing::warn!(repair, "the matcher's files were damaged");
     }
-    Ok(answer?)
-}
-
-fn blocks_of(event: &Event) -> u64 {
-    match event {
-        Event::Match(_, batch) | Event::Record(_, batch) => batch.digests.len() as u64,
-        Event::Image(..) => 0,
-    }
+    let answer = answer?;
+    then(&answer);
+    Ok(answer)
 }
 
 /// An event as the payload of a MATCH frame.

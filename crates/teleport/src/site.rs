@@ -1,6 +1,8 @@
 //! A site: the images that are here, the matcher, the sequence cache, and the transfers on their
 //! way in. Sessions share one [`Site`].
 
+mod sources;
+
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,6 +22,7 @@ use crate::imagemap::{ImageMap, sync_parent};
 use crate::images::Images;
 use crate::log::RecordKind;
 use crate::matching::{Matching, RemoteTeleporter};
+use crate::partials::Partials;
 use crate::sequences::Sequences;
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
@@ -94,6 +97,7 @@ pub struct Site {
     pub(crate) config: SiteConfig,
     pub(crate) catalog: Arc<dyn Catalog>,
     pub(crate) images: Images,
+    pub(crate) partials: Arc<Partials>,
     pub(crate) sequences: Sequences,
     pub(crate) matching: Matching,
     pub(crate) active: Arc<Active>,
@@ -139,6 +143,7 @@ impl Site {
             config,
             catalog,
             images,
+            partials: Arc::default(),
             sequences,
             matching,
             active: Arc::default(),
@@ -195,7 +200,7 @@ impl Site {
             .lock()
             .images()
             .into_iter()
-            .filter(|i| !self.images.knows(*i))
+            .filter(|i| !self.images.knows(*i) && !self.partials.knows(*i))
             .collect();
         for image in strays {
             let _ = crate::matching::handle(teleporter, Event::Image(image, ImageEvent::Forget));
@@ -238,7 +243,7 @@ impl Site {
             std::fs::rename(&part, &target).map_err(TeleportError::file("rename to", &target))?;
             sync_parent(&target).map_err(TeleportError::file("sync the directory of", &target))?;
         } else if !target.exists() || !self.images.map_path(id).exists() {
-            remove_dir(&arrived.dir);
+            self.discard(&arrived.dir, id);
             return Ok(false);
         }
         let record = ImageRecord {
@@ -256,6 +261,7 @@ impl Site {
             external: false,
         };
         let old = self.images.put(&record)?;
+        self.partials.remove(id);
         remove_dir(&arrived.dir);
         if let Some(old) = old {
             self.sequences.drop_image(old.id);
@@ -305,7 +311,11 @@ impl Site {
 
     /// Copies one pending sequence into the data file; `false` when there is none.
     fn copy_one_sequence(&self) -> bool {
-        let Some(copy) = self.sequences.next_copy(|i| self.images.knows(i)) else {
+        let whole = |i| self.images.knows(i);
+        let Some(copy) = self
+            .sequences
+            .next_copy(whole, |i| self.partials.is_live(i))
+        else {
             return false;
         };
         self.copy_sequence(copy);
@@ -313,7 +323,7 @@ impl Site {
     }
 
     fn copy_sequences_of(&self, image: ImageId) {
-        while let Some(copy) = self.sequences.next_copy(|i| i == image) {
+        while let Some(copy) = self.sequences.next_copy(|i| i == image, |_| false) {
             self.copy_sequence(copy);
         }
     }

@@ -25,14 +25,25 @@ pub enum Event {
     Record(ImageId, std::sync::Arc<Batch>),
 }
 
+impl Event {
+    /// The data blocks that it is about.
+    #[must_use]
+    pub fn blocks(&self) -> u64 {
+        match self {
+            Event::Match(_, batch) | Event::Record(_, batch) => batch.digests.len() as u64,
+            Event::Image(..) => 0,
+        }
+    }
+}
+
 /// What happens to an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ImageEvent {
     /// It is on its way.
     Begin,
-    /// It has been delivered.
+    /// It has been delivered, or its transfer has stopped: what came of it is a source of blocks.
     Finish,
-    /// It will not come, or not now.
+    /// It will not come.
     Abort,
     /// Its file is gone.
     Forget,

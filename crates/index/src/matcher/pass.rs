@@ -14,7 +14,7 @@ use drover_core::{Digest, Head};
 use super::repeats::Repeats;
 use super::{AnchorPolicy, MatcherConfig, Origin, PlanRun, SequenceStore, Shared, Via};
 use crate::page::{PER_PAGE, Page};
-use crate::recent::{Ask, Recent, RecentHit, sampled};
+use crate::recent::{Ask, Promoted, Recent, RecentHit, sampled};
 use crate::sequence::SequenceCache;
 use crate::storage::Storage;
 
@@ -105,6 +105,8 @@ pub(crate) struct Pass<'a, S: Storage> {
     pub walk: Walk,
     /// Up to which block the caches' buckets were touched.
     pub warmed: usize,
+    /// Entries whose blocks the sequence cache gets.
+    pub promoted: Vec<Promoted>,
 }
 
 /// The page that was read last.
@@ -119,6 +121,8 @@ pub(crate) struct Outcome {
     pub runs: Vec<PlanRun>,
     pub stores: Vec<SequenceStore>,
     pub walk: Walk,
+    /// They go once the stores are written.
+    pub promoted: Vec<Promoted>,
 }
 
 impl<S: Storage> Pass<'_, S> {
@@ -140,6 +144,7 @@ impl<S: Storage> Pass<'_, S> {
             runs: self.plan(&runs),
             stores,
             walk: self.walk,
+            promoted: self.promoted,
         }
     }
 
@@ -362,7 +367,7 @@ impl<S: Storage> Pass<'_, S> {
 
     fn use_entry(&mut self, hit: &RecentHit) {
         match self.purpose {
-            Purpose::Plan if self.config.min_sequence <= 1 => self.recent.promoted(hit),
+            Purpose::Plan if self.config.min_sequence <= 1 => self.promoted.push(hit.entry()),
             Purpose::Plan => self.recent.touch(hit),
             Purpose::Record => {}
         }

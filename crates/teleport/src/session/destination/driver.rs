@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded, unbounded};
 use drover_core::Digest;
-use drover_index::{Origin, Plan, SequenceStore};
+use drover_index::{Plan, SequenceStore};
 use drover_net::Frame;
 use tokio::sync::mpsc;
 
@@ -45,6 +45,8 @@ pub enum DriverEvent {
         index: u64,
         /// The answer.
         plan: Plan,
+        /// Where that says the blocks are, looked up.
+        runs: Vec<Run>,
     },
     /// A worker cannot go on.
     Failed(TeleportError),
@@ -86,17 +88,7 @@ pub fn drive(
                 "given up by the source"
             );
             if give_up.discard {
-                let Prepared {
-                    transfer,
-                    matcher,
-                    hold,
-                    ..
-                } = prepared;
-                let (dir, image) = (transfer.dir.clone(), transfer.image());
-                drop((transfer, matcher));
-                site.sequences.drop_image(image);
-                crate::site::remove_dir(&dir);
-                drop(hold);
+                prepared.discard(site);
             }
             Ok(None)
         }
@@ -206,7 +198,7 @@ struct Driver<'a> {
 impl Driver<'_> {
     fn run(&mut self, events: &mut mpsc::Receiver<DriverEvent>) -> Result<Ended, TeleportError> {
         for (index, plan) in std::mem::take(&mut self.prepared.replan) {
-            let runs = self.resolve(&plan);
+            let runs = self.site.resolve(self.prepared.transfer.image(), &plan);
             self.step(Event::Planned { index, runs })?;
         }
         loop {
@@ -223,16 +215,34 @@ impl Driver<'_> {
                     if let Event::End(_) = &event {
                         let _ = self.workers.sync.try_send(());
                     }
-                    if let Event::Reused { job, failed } = &event {
-                        self.heal(job, failed);
-                    }
+                    self.note(&event);
                     self.step(event)?;
                 }
-                DriverEvent::Plan { index, plan } => self.planned(index, &plan)?,
+                DriverEvent::Plan { index, plan, runs } => self.planned(index, &plan, runs)?,
                 DriverEvent::Failed(error) => return Err(error),
                 DriverEvent::GiveUp(give_up) => return Ok(Ended::GivenUp(give_up)),
                 DriverEvent::Stop => return Ok(Ended::Stopped),
             }
+        }
+    }
+
+    /// What others may know of it before the machine does.
+    fn note(&self, event: &Event) {
+        match event {
+            Event::Written(runs) => self.prepared.transit.written(runs.blocks()),
+            Event::Reused { job, failed } => {
+                self.heal(job, failed);
+                let places: Vec<u64> = job.batch.data.iter().collect();
+                let good = job
+                    .runs
+                    .iter()
+                    .flat_map(|(start, run)| *start..start + run.count)
+                    .filter(|i| failed.binary_search(i).is_err())
+                    .filter_map(|i| places.get(i as usize));
+                let first = job.batch.first_block();
+                self.prepared.transit.written(good.map(|i| first + i));
+            }
+            _ => {}
         }
     }
 
@@ -276,6 +286,7 @@ impl Driver<'_> {
             incoming,
             digest,
             transfer,
+            transit,
             done_blocks,
             ..
         } = &mut self.prepared;
@@ -284,6 +295,7 @@ impl Driver<'_> {
             let full = std::mem::take(&mut *open.full.lock());
             digest.batch(&transfer.layout, open.batch.clone(), full);
         }
+        transit.complete(index);
         done_blocks.fetch_add(BATCH_BLOCKS, Ordering::Relaxed);
         self.say(kind::ACK, index.to_le_bytes().to_vec())
     }
@@ -303,10 +315,13 @@ impl Driver<'_> {
     fn arrived(&mut self, batch: Arc<Batch>) -> Result<(), TeleportError> {
         let Prepared {
             transfer,
+            transit,
             incoming,
             matcher,
             ..
         } = &mut self.prepared;
+        // Before it is matched: from then on others may want its blocks.
+        transit.arrived(&batch);
         let entry = Arc::new(OpenBatch::new(batch.clone()));
         incoming.open.write().insert(batch.index, entry);
         if batch.digests.is_empty() {
@@ -320,7 +335,7 @@ impl Driver<'_> {
     }
 
     /// Logs a plan with its batch, then acts on it.
-    fn planned(&mut self, index: u64, plan: &Plan) -> Result<(), TeleportError> {
+    fn planned(&mut self, index: u64, plan: &Plan, runs: Vec<Run>) -> Result<(), TeleportError> {
         let open = self.prepared.incoming.open.read().get(&index).cloned();
         let Some(batch) = open.map(|o| o.batch.clone()) else {
             return Ok(());
@@ -328,48 +343,7 @@ impl Driver<'_> {
         self.lap.busy(&self.prepared.incoming.stages.drive);
         self.prepared.transfer.log_batch(&batch, plan)?;
         self.lap.busy(&self.prepared.incoming.stages.log);
-        let image = self.prepared.transfer.image();
-        plan.stores
-            .iter()
-            .for_each(|store| self.site.sequences.add(image, *store));
-        let runs = self.resolve(plan);
         self.step(Event::Planned { index, runs })
-    }
-
-    /// Looks up where the blocks that a plan names are to be read now.
-    fn resolve(&self, plan: &Plan) -> Vec<Run> {
-        let own = self.prepared.transfer.image();
-        let mut out = Vec::with_capacity(plan.runs.len());
-        for run in &plan.runs {
-            let with = |count, from| Run {
-                count,
-                from,
-                via: run.via,
-            };
-            match run.origin {
-                Origin::Literal => out.push(with(run.count, From::Literal)),
-                Origin::Image { image, first } if image == own => {
-                    out.push(with(run.count, From::Own { first }))
-                }
-                Origin::Image { image, first } => {
-                    let known = self.site.images.knows(image);
-                    let from = if known {
-                        From::Image { image, first }
-                    } else {
-                        From::Literal
-                    };
-                    out.push(with(run.count, from));
-                }
-                Origin::Sequence { first } => {
-                    let parts = self
-                        .site
-                        .sequences
-                        .resolve(first, run.count, own, |i| self.site.images.knows(i));
-                    out.extend(parts.into_iter().map(|(count, from)| with(count, from)));
-                }
-            }
-        }
-        out
     }
 
     fn reuse(&mut self, job: ReuseJob) {
@@ -405,6 +379,7 @@ impl Driver<'_> {
                         from,
                         count: 1,
                     },
+                    None,
                 );
             }
         }
@@ -414,20 +389,11 @@ impl Driver<'_> {
 /// Every block is verified in its place: prove the file, make it durable, give it its name.
 fn deliver(
     site: &Arc<Site>,
-    prepared: Prepared,
+    mut prepared: Prepared,
     expected: Digest,
 ) -> Result<Delivered, TeleportError> {
-    let Prepared {
-        transfer,
-        machine,
-        hold,
-        matcher,
-        digest,
-        incoming,
-        ..
-    } = prepared;
-    let (stages, mut lap) = (&incoming.stages, Lap::start());
-    let mut transfer = transfer;
+    let (stages, mut lap) = (prepared.incoming.stages.clone(), Lap::start());
+    let (stages, transfer) = (&stages, &prepared.transfer);
     let part_path = transfer.part_path();
     tracing::debug!("every block is in place");
     transfer
@@ -436,15 +402,14 @@ fn deliver(
         .map_err(TeleportError::file("sync", &part_path))?;
     tracing::debug!("synced");
     lap.busy(&stages.sync);
-    let found = match digest {
+    let found = match prepared.digest.take() {
         Some(digest) => digest.finish(&transfer.layout),
         None => digest_file(&part_path, &mut |_, _| {})?,
     };
     let name = transfer.opening.offer.name.to_string();
     if found != expected {
         // Nothing in it can be trusted: the next try starts anew.
-        drop(matcher);
-        crate::site::remove_dir(&transfer.dir);
+        prepared.discard(site);
         return Err(TeleportError::WrongDigest {
             name,
             expected,
@@ -453,6 +418,14 @@ fn deliver(
     }
     // Somebody may have begun to write the image that this would replace: it was asked before, and may be long ago.
     site.check_held(&transfer.opening.offer.name)?;
+    let Prepared {
+        mut transfer,
+        machine,
+        hold,
+        matcher,
+        transit,
+        ..
+    } = prepared;
     matcher.finish();
     let arrived = Arrived {
         dir: transfer.dir.clone(),
@@ -468,6 +441,7 @@ fn deliver(
     arrived.log(&mut transfer.log)?;
     drop(transfer);
     site.settle(&arrived)?;
+    drop(transit);
     tracing::debug!("delivered");
     lap.busy(&stages.deliver);
     drop(hold);

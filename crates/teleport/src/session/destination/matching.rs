@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 
 use super::driver::DriverEvent;
 use crate::codec::Batch;
+use crate::destination::Run;
 use crate::matching::Link;
 use crate::protocol::WINDOW_BATCHES;
 use crate::site::Site;
@@ -20,10 +21,14 @@ use crate::teleporter::{Answer, Event, ImageEvent};
 enum Job {
     Match(Arc<Batch>),
     Record(Arc<Batch>),
+    /// The image is whole (`Finish`), or will never come (`Abort`).
     End(ImageEvent),
+    /// It will come later, or never.
+    Stop,
 }
 
-/// A running matcher thread. Dropping it aborts the image at the teleporter.
+/// A running matcher thread. When it is dropped, the transfer stops: what has come of the image
+/// stays a source of blocks.
 pub struct MatchThread {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -31,12 +36,15 @@ pub struct MatchThread {
 
 impl MatchThread {
     /// Starts it for an image; plans go to `events`.
+    ///
+    /// # Errors
+    /// When the system has no thread for it.
     pub fn start(
         site: &Arc<Site>,
         image: ImageId,
         events: mpsc::Sender<DriverEvent>,
         stages: Arc<DestinationStages>,
-    ) -> Self {
+    ) -> std::io::Result<Self> {
         // The window bounds the batches in it; restored ones are recorded as fast as they come.
         let (jobs, queue) = bounded(2 * WINDOW_BATCHES as usize);
         let site = site.clone();
@@ -48,17 +56,20 @@ impl MatchThread {
                 Matcher {
                     image,
                     link: open(&site, image),
+                    site,
+                    blocks: 0,
+                    looked_up: None,
                     waiting: Default::default(),
                     events,
                     stages,
                     lap: Lap::start(),
                 }
                 .run(&queue);
-            });
-        MatchThread {
+            })?;
+        Ok(MatchThread {
             jobs: Some(jobs),
-            thread: thread.ok(),
-        }
+            thread: Some(thread),
+        })
     }
 
     fn submit(&self, job: Job) {
@@ -79,11 +90,16 @@ impl MatchThread {
 
     /// The image is whole: waits until the teleporter has noted it.
     pub fn finish(mut self) {
-        self.end(ImageEvent::Finish);
+        self.end(Job::End(ImageEvent::Finish));
     }
 
-    fn end(&mut self, how: ImageEvent) {
-        self.submit(Job::End(how));
+    /// The image will never come: nothing of it is kept.
+    pub fn abort(mut self) {
+        self.end(Job::End(ImageEvent::Abort));
+    }
+
+    fn end(&mut self, how: Job) {
+        self.submit(how);
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -94,7 +110,7 @@ impl MatchThread {
 impl Drop for MatchThread {
     fn drop(&mut self) {
         if self.jobs.is_some() {
-            self.end(ImageEvent::Abort);
+            self.end(Job::Stop);
         }
     }
 }
@@ -109,12 +125,23 @@ fn open(site: &Site, image: ImageId) -> Option<Link> {
         .ok()
 }
 
+/// A batch that is being matched, and the compact index of its first block.
+struct Asked {
+    batch: Arc<Batch>,
+    base: u64,
+}
+
 struct Matcher {
+    site: Arc<Site>,
     image: ImageId,
     /// `None` when it has failed.
     link: Option<Link>,
     /// Events that were submitted and have no answer: the batch, if it is to be planned.
-    waiting: std::collections::VecDeque<Option<Arc<Batch>>>,
+    waiting: std::collections::VecDeque<Option<Asked>>,
+    /// Data blocks submitted so far.
+    blocks: u64,
+    /// A plan that was looked up as soon as it was made.
+    looked_up: Option<Vec<Run>>,
     events: mpsc::Sender<DriverEvent>,
     stages: Arc<DestinationStages>,
     lap: Lap,
@@ -139,23 +166,40 @@ impl Matcher {
                     let event = Event::Record(self.image, batch);
                     self.submit(event, None);
                 }
-                Ok(Job::End(how)) => {
-                    self.submit(Event::Image(self.image, how), None);
-                    while !self.waiting.is_empty() {
-                        self.collect();
-                    }
-                    return;
-                }
+                Ok(Job::End(how)) => return self.end(how),
+                // What has come is a source of blocks; nothing would only take the room of another.
+                Ok(Job::Stop) if self.blocks > 0 => return self.end(ImageEvent::Finish),
+                Ok(Job::Stop) => return self.end(ImageEvent::Abort),
                 Err(TryRecvError::Empty) => self.collect(),
-                Err(TryRecvError::Disconnected) => return,
+                Err(TryRecvError::Disconnected) => return self.end(ImageEvent::Abort),
             }
+        }
+    }
+
+    fn end(&mut self, how: ImageEvent) {
+        self.submit(Event::Image(self.image, how), None);
+        while !self.waiting.is_empty() {
+            self.collect();
         }
     }
 
     fn submit(&mut self, event: Event, batch: Option<Arc<Batch>>) {
         let blocks = batch.as_ref().map_or(0, |b| b.digests.len() as u64);
-        self.waiting.push_back(batch);
-        if let Some(Err(e)) = self.link.as_mut().map(|l| l.submit(event)) {
+        let base = self.blocks;
+        self.blocks += event.blocks();
+        self.waiting
+            .push_back(batch.map(|batch| Asked { batch, base }));
+        let (site, image) = (&self.site, self.image);
+        let mut looked_up = None;
+        let submitted = self.link.as_mut().map(|link| {
+            link.submit_then(event, |answer| {
+                if let Answer::Plan(plan) = answer {
+                    looked_up = Some(take(site, image, base, plan));
+                }
+            })
+        });
+        self.looked_up = looked_up;
+        if let Some(Err(e)) = submitted {
             self.fail(&e);
         }
         // A teleporter in this process has done its work by now.
@@ -172,31 +216,44 @@ impl Matcher {
             None => Answer::Done,
         };
         self.lap.socket(&self.stages.matching);
-        let Some(Some(batch)) = self.waiting.pop_front() else {
+        let Some(Some(asked)) = self.waiting.pop_front() else {
             return;
         };
         let plan = match answer {
             Answer::Plan(plan) => plan,
-            Answer::Done => all_literal(&batch),
+            Answer::Done => all_literal(&asked.batch),
         };
-        self.plan(batch.index, plan);
+        let runs = self.looked_up.take();
+        let runs = runs.unwrap_or_else(|| take(&self.site, self.image, asked.base, &plan));
+        self.plan(asked.batch.index, plan, runs);
         self.lap.wait(&self.stages.matching);
     }
 
-    fn plan(&self, index: u64, plan: Plan) {
-        let _ = self.events.blocking_send(DriverEvent::Plan { index, plan });
+    fn plan(&self, index: u64, plan: Plan, runs: Vec<Run>) {
+        let event = DriverEvent::Plan { index, plan, runs };
+        let _ = self.events.blocking_send(event);
     }
 
     /// The teleporter is gone: everything that waits, and all that comes, is literal.
     fn fail(&mut self, error: &crate::TeleportError) {
         tracing::warn!(%error, "the teleporter failed: going on without matching");
         self.link = None;
+        self.looked_up = None;
         while let Some(waiting) = self.waiting.pop_front() {
-            if let Some(batch) = waiting {
-                self.plan(batch.index, all_literal(&batch));
+            if let Some(Asked { batch, base }) = waiting {
+                let plan = all_literal(&batch);
+                let runs = take(&self.site, self.image, base, &plan);
+                self.plan(batch.index, plan, runs);
             }
         }
     }
+}
+
+/// Looks a plan's runs up, then takes over what it stores, before another transfer is told of it.
+fn take(site: &Site, image: ImageId, base: u64, plan: &Plan) -> Vec<Run> {
+    let runs = site.resolve(image, plan);
+    site.take_stores(image, base, plan);
+    runs
 }
 
 fn all_literal(batch: &Batch) -> Plan {

@@ -15,10 +15,13 @@ use super::SessionShared;
 use super::driver::DriverEvent;
 use super::matching::MatchThread;
 use crate::TeleportError;
+use crate::blockmap::DataBits;
+use crate::codec::Batch;
 use crate::destination::Destination;
 use crate::error::RefuseReason;
 use crate::files::OrderedDigest;
 use crate::imagemap::layout_limits;
+use crate::partials::Transit;
 use crate::protocol::Offer;
 use crate::session::lane_in::{Incoming, OpenBatch};
 use crate::site::{Site, remove_dir};
@@ -34,6 +37,8 @@ pub struct Prepared {
     pub machine: Destination,
     pub incoming: Arc<Incoming>,
     pub matcher: MatchThread,
+    /// What other transfers can have of it.
+    pub transit: Transit,
     /// Follows the file's digest, where the walk allows it.
     pub digest: Option<OrderedDigest>,
     /// Batches that were restored with blocks missing, and their plans.
@@ -49,6 +54,25 @@ impl Prepared {
     pub fn name(&self) -> String {
         self.transfer.opening.offer.name.to_string()
     }
+
+    /// Gives the transfer up for good.
+    pub fn discard(self, site: &Site) {
+        let (dir, image) = (self.transfer.dir.clone(), self.transfer.image());
+        self.matcher.abort();
+        drop((self.transit, self.transfer));
+        site.discard(&dir, image);
+        drop(self.hold);
+    }
+}
+
+/// The walk positions in the batch of those of its data blocks.
+fn places_of(batch: &Batch, nth: &DataBits) -> DataBits {
+    let mut out = DataBits::new(batch.data.blocks());
+    let places = batch.data.iter().enumerate();
+    places
+        .filter(|(i, _)| nth.get(*i as u64))
+        .for_each(|(_, place)| out.set(place));
+    out
 }
 
 fn refused(reason: RefuseReason, message: String) -> TeleportError {
@@ -87,7 +111,12 @@ pub fn prepare(
     let mut digest = OrderedDigest::new(&layout);
     let mut open: HashMap<u64, Arc<OpenBatch>> = HashMap::new();
     let mut replan = Vec::new();
+    let mut absent = HashMap::new();
     let mut matcher: Option<MatchThread> = None;
+    let start = |image| {
+        MatchThread::start(site, image, events.clone(), stages.clone())
+            .map_err(TeleportError::file("start a thread for", &dir))
+    };
     let mut lap = Lap::start();
     let resumed = Transfer::resume(
         &dir,
@@ -101,13 +130,15 @@ pub fn prepare(
                 plan,
                 full,
             } = restored;
-            let matcher = matcher.get_or_insert_with(|| {
-                MatchThread::start(site, ImageId(opening.image), events.clone(), stages.clone())
-            });
+            let matcher = match &mut matcher {
+                Some(matcher) => matcher,
+                none => none.insert(start(ImageId(opening.image))?),
+            };
             if !batch.digests.is_empty() {
                 matcher.record(batch.clone());
             }
             if let Some(plan) = plan {
+                absent.insert(batch.index, places_of(&batch, &missing));
                 let entry = OpenBatch {
                     batch: batch.clone(),
                     full: Mutex::new(full),
@@ -146,8 +177,17 @@ pub fn prepare(
         }
     };
     let image = transfer.image();
-    let matcher =
-        matcher.unwrap_or_else(|| MatchThread::start(site, image, events.clone(), stages.clone()));
+    let matcher = match matcher {
+        Some(matcher) => matcher,
+        None => start(image)?,
+    };
+    let transit = site.partials.begin(
+        image,
+        &transfer.part_path(),
+        transfer.layout.clone(),
+        machine.map().clone(),
+        absent,
+    )?;
     let incoming = Arc::new(Incoming {
         slot: transfer.opening.offer.slot,
         layout: transfer.layout.clone(),
@@ -165,6 +205,7 @@ pub fn prepare(
         machine,
         incoming,
         hold,
+        transit,
         matcher,
         digest,
         replan,
@@ -219,7 +260,8 @@ pub fn discard_older(site: &Site, peer: &PeerKey, offer: &Offer) {
         return;
     };
     for dir in entries.filter_map(|e| Some(e.ok()?.path())) {
-        let same = inspect(&dir).ok().flatten().is_none_or(|left| {
+        let left = inspect(&dir).ok().flatten();
+        let same = left.as_ref().is_none_or(|left| {
             left.closing.is_none()
                 && left.opening.peer == *peer
                 && left.opening.offer.name == offer.name
@@ -230,7 +272,10 @@ pub fn discard_older(site: &Site, peer: &PeerKey, offer: &Offer) {
             .is_some_and(|key| site.active.has(key));
         let ours = dir == site.transfer_dir(&transfer_key(peer, offer));
         if same && (ours || !busy) {
-            remove_dir(&dir);
+            match left {
+                Some(left) => site.discard(&dir, ImageId(left.opening.image)),
+                None => remove_dir(&dir),
+            }
         }
     }
 }

@@ -1,8 +1,6 @@
 //! Reuse: blocks are copied into place and then digested where they are (teleportation §2.16), so
 //! that nothing that changes meanwhile can slip in.
 
-use std::sync::Arc;
-
 use drover_core::{BLOCK_SIZE_U64, Digest};
 
 use super::driver::DriverEvent;
@@ -119,21 +117,22 @@ fn copy(
             let source = [(Some(Sequences::offset(first)), count * BLOCK_SIZE_U64)];
             copy_spans(site.sequences.data(), &source, &image.part, &to)
         }
-        From::Image { image: id, first } => {
-            let source: Option<Arc<_>> = site.images.open_image(id);
-            let runs = source
-                .as_ref()
-                .and_then(|s| s.map.blocks.walk_runs(first, count));
-            match (source, runs) {
-                (Some(source), Some(runs)) => copy_spans(
-                    &source.file,
-                    &spans_of(&source.map.layout, &runs),
-                    &image.part,
-                    &to,
-                ),
-                _ => Ok(()),
-            }
-        }
+        From::Image { image: id, first } => match site.images.open_image(id) {
+            Some(source) => match source.map.blocks.walk_runs(first, count) {
+                Some(runs) => {
+                    let from = spans_of(&source.map.layout, &runs);
+                    copy_spans(&source.file, &from, &image.part, &to)
+                }
+                None => Ok(()),
+            },
+            None => match site.partials.read(id, first, count) {
+                Some(source) => {
+                    let from = spans_of(&source.layout, &source.runs);
+                    copy_spans(&source.file, &from, &image.part, &to)
+                }
+                None => Ok(()),
+            },
+        },
     };
     match result {
         Err(e) if e.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error()) => {

@@ -1,0 +1,299 @@
+//! Images in transit as sources of blocks: what of an image is in its partial file already can be
+//! had like that of any other, while it comes and after it has stopped.
+//!
+//! What is verified in its place is known while a transfer goes on. After a restart it is a guess,
+//! from the log: a block that is not there after all is found wrong by its digest, and sent.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use drover_image::Layout;
+use drover_index::ImageId;
+use parking_lot::RwLock;
+
+use crate::TeleportError;
+use crate::blockmap::{BlockMap, DataBits};
+use crate::codec::Batch;
+use crate::protocol::BATCH_BLOCKS;
+use crate::sequences::Reach;
+
+/// Transfers that have stopped and serve as sources; beyond this the oldest images do not.
+const MAX_STOPPED: usize = 256;
+
+/// An image in transit.
+#[derive(Debug)]
+pub struct Partial {
+    path: PathBuf,
+    layout: Arc<Layout>,
+    state: RwLock<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// The partial file while the transfer goes on.
+    file: Option<Arc<File>>,
+    blocks: BlockMap,
+    /// Of batches that are not complete: the blocks (by place in the batch) that are not in place.
+    missing: HashMap<u64, DataBits>,
+}
+
+/// Blocks that can be read.
+#[derive(Debug)]
+pub struct Readable {
+    /// The partial file.
+    pub file: Arc<File>,
+    /// How it is walked.
+    pub layout: Arc<Layout>,
+    /// The blocks, as runs `(block, count)` of the walk.
+    pub runs: Vec<(u64, u64)>,
+}
+
+impl State {
+    fn missing_of(&self, runs: &[(u64, u64)]) -> u64 {
+        let walk = runs.iter().flat_map(|&(block, n)| block..block + n);
+        let gone = |w: &u64| {
+            let open = self.missing.get(&(w / BATCH_BLOCKS));
+            open.is_some_and(|bits| bits.get(w % BATCH_BLOCKS))
+        };
+        walk.filter(gone).count() as u64
+    }
+}
+
+impl Partial {
+    /// A batch has come whose blocks are not there yet.
+    pub fn arrived(&self, batch: &Batch) {
+        let mut state = self.state.write();
+        state.blocks.push(&batch.data);
+        if batch.data.count() > 0 {
+            state.missing.insert(batch.index, batch.data.clone());
+        }
+    }
+
+    /// Blocks of the walk are in place.
+    pub fn written(&self, blocks: impl Iterator<Item = u64>) {
+        let mut state = self.state.write();
+        for block in blocks {
+            if let Some(bits) = state.missing.get_mut(&(block / BATCH_BLOCKS))
+                && block % BATCH_BLOCKS < bits.blocks()
+            {
+                bits.clear(block % BATCH_BLOCKS);
+            }
+        }
+    }
+
+    /// All blocks of a batch are in place.
+    pub fn complete(&self, index: u64) {
+        self.state.write().missing.remove(&index);
+    }
+
+    /// Whether data blocks can be read: those of a transfer that has stopped can when any of them is there.
+    fn reach(&self, first: u64, count: u64) -> Reach {
+        let state = self.state.read();
+        let Some(runs) = state.blocks.walk_runs(first, count) else {
+            return Reach::Gone;
+        };
+        match (state.missing_of(&runs), &state.file) {
+            (0, _) => Reach::Here,
+            (_, Some(_)) => Reach::Coming,
+            (n, None) if n < count => Reach::Here,
+            _ => Reach::Gone,
+        }
+    }
+
+    fn read(&self, first: u64, count: u64) -> Option<Readable> {
+        let state = self.state.read();
+        let runs = state.blocks.walk_runs(first, count)?;
+        let file = match &state.file {
+            Some(file) => file.clone(),
+            None => Arc::new(File::open(&self.path).ok()?),
+        };
+        Some(Readable {
+            file,
+            layout: self.layout.clone(),
+            runs,
+        })
+    }
+}
+
+/// The images in transit of a site.
+#[derive(Debug, Default)]
+pub struct Partials {
+    all: RwLock<HashMap<ImageId, Arc<Partial>>>,
+}
+
+impl Partials {
+    /// The transfer of an image goes on: what its batches so far hold, and which of their blocks are
+    /// not in place.
+    ///
+    /// # Errors
+    /// When the partial file cannot be opened.
+    pub fn begin(
+        self: &Arc<Self>,
+        image: ImageId,
+        path: &Path,
+        layout: Arc<Layout>,
+        blocks: BlockMap,
+        missing: HashMap<u64, DataBits>,
+    ) -> Result<Transit, TeleportError> {
+        let file = File::open(path).map_err(TeleportError::file("open", path))?;
+        let partial = Arc::new(Partial {
+            path: path.into(),
+            layout,
+            state: RwLock::new(State {
+                file: Some(Arc::new(file)),
+                blocks,
+                missing,
+            }),
+        });
+        self.all.write().insert(image, partial.clone());
+        Ok(Transit {
+            all: self.clone(),
+            image,
+            partial,
+        })
+    }
+
+    /// A transfer that has stopped before the site was started.
+    #[allow(dead_code)]
+    pub fn add_stopped(&self, image: ImageId, path: &Path, layout: Arc<Layout>, blocks: BlockMap) {
+        let partial = Partial {
+            path: path.into(),
+            layout,
+            state: RwLock::new(State {
+                file: None,
+                blocks,
+                missing: HashMap::new(),
+            }),
+        };
+        self.all.write().insert(image, Arc::new(partial));
+        self.trim();
+    }
+
+    /// Too many that have stopped: the oldest images go.
+    fn trim(&self) {
+        let mut all = self.all.write();
+        let mut stopped: Vec<ImageId> = all
+            .iter()
+            .filter(|(_, p)| p.state.read().file.is_none())
+            .map(|(&i, _)| i)
+            .collect();
+        if stopped.len() > MAX_STOPPED {
+            stopped.sort();
+            for image in &stopped[..stopped.len() - MAX_STOPPED] {
+                all.remove(image);
+            }
+        }
+    }
+
+    /// The image is whole, or its partial file goes.
+    pub fn remove(&self, image: ImageId) {
+        self.all.write().remove(&image);
+    }
+
+    /// Whether there is such an image in transit, stopped or not.
+    #[must_use]
+    pub fn knows(&self, image: ImageId) -> bool {
+        self.all.read().contains_key(&image)
+    }
+
+    /// Whether the image is on its way right now.
+    #[must_use]
+    pub fn is_live(&self, image: ImageId) -> bool {
+        let all = self.all.read();
+        all.get(&image)
+            .is_some_and(|p| p.state.read().file.is_some())
+    }
+
+    /// Whether `count` data blocks of an image from compact index `first` can be read.
+    #[must_use]
+    pub fn reach(&self, image: ImageId, first: u64, count: u64) -> Reach {
+        let partial = self.all.read().get(&image).cloned();
+        partial.map_or(Reach::Gone, |p| p.reach(first, count))
+    }
+
+    /// Where those blocks are, whether they are in place or not.
+    #[must_use]
+    pub fn read(&self, image: ImageId, first: u64, count: u64) -> Option<Readable> {
+        let partial = self.all.read().get(&image).cloned()?;
+        partial.read(first, count)
+    }
+}
+
+/// A transfer that goes on; it has stopped when this is dropped.
+#[derive(Debug)]
+pub struct Transit {
+    all: Arc<Partials>,
+    image: ImageId,
+    partial: Arc<Partial>,
+}
+
+impl std::ops::Deref for Transit {
+    type Target = Partial;
+
+    fn deref(&self) -> &Partial {
+        &self.partial
+    }
+}
+
+impl Drop for Transit {
+    fn drop(&mut self) {
+        tracing::trace!(image = self.image.0, "no longer in transit");
+        self.partial.state.write().file = None;
+        self.all.trim();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_in_place_can_be_read_and_what_is_not_is_awaited_while_it_comes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image.part");
+        File::create_new(&path).unwrap();
+        let all = Arc::new(Partials::default());
+        let (image, layout) = (
+            ImageId(7),
+            Arc::new(Layout::in_file_order(
+                8 << 20,
+                std::slice::from_ref(&(0..8 << 20)),
+            )),
+        );
+        let (blocks, missing) = (BlockMap::default(), HashMap::new());
+        let transit = all.begin(image, &path, layout, blocks, missing).unwrap();
+        assert_eq!(all.reach(image, 0, 1), Reach::Gone);
+        let mut data = DataBits::new(BATCH_BLOCKS);
+        (100..200).for_each(|i| data.set(i));
+        let digests = vec![drover_core::Digest([1; 32]); 100];
+        let heads = vec![drover_core::Head::No; 100];
+        transit.arrived(&Batch::new(0, data, heads, &digests));
+        assert_eq!(all.reach(image, 0, 100), Reach::Coming);
+        transit.written(100..150);
+        assert_eq!(all.reach(image, 0, 50), Reach::Here);
+        assert_eq!(all.reach(image, 49, 2), Reach::Coming);
+        assert_eq!(all.reach(image, 99, 2), Reach::Gone);
+        assert_eq!(all.read(image, 10, 20).unwrap().runs, [(110, 20)]);
+        assert!(all.is_live(image));
+        drop(transit);
+        assert!(!all.is_live(image) && all.knows(image));
+        assert_eq!(all.reach(image, 49, 2), Reach::Here);
+        assert_eq!(all.reach(image, 50, 2), Reach::Gone);
+        assert_eq!(all.read(image, 10, 20).unwrap().runs, [(110, 20)]);
+        all.remove(image);
+        assert_eq!(all.reach(image, 0, 1), Reach::Gone);
+    }
+
+    #[test]
+    fn the_oldest_that_have_stopped_go() {
+        let all = Partials::default();
+        let layout = Arc::new(Layout::in_file_order(4096, &[]));
+        for i in 0..=MAX_STOPPED as u64 {
+            let path = Path::new("/nowhere");
+            all.add_stopped(ImageId(i), path, layout.clone(), BlockMap::default());
+        }
+        assert!(!all.knows(ImageId(0)) && all.knows(ImageId(1)));
+    }
+}

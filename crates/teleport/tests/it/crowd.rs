@@ -1,0 +1,100 @@
+//! Several transfers at a site, unfinished ones among them: what is here is matched all the same.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use drover_teleport::progress::ImageReport;
+
+use crate::harness::*;
+
+/// So many MiB that nothing else has.
+fn unlike(seed: u64, mib: usize) -> Vec<u8> {
+    let mut bytes = vec![0; mib << 20];
+    fastrand::Rng::with_seed(seed).fill(&mut bytes);
+    bytes
+}
+
+/// Sends a file under another name.
+async fn send_as(client: &Client, path: &Path, name: &str, there: &TestSite) -> ImageReport {
+    let mut items = items(&[path]);
+    items[0].name = drover_core::ImageName::new(name).unwrap();
+    let options = client.options(there, &there.address);
+    let mut reports = client.send_with(items, options).await.unwrap();
+    same(path, &there.image(name));
+    reports.remove(0)
+}
+
+/// Begins to send a file and stops when so many of its blocks have been sent.
+async fn interrupted(client: &Client, path: &Path, there: &TestSite, blocks: u64) {
+    let client = Client {
+        identity: client.identity.clone(),
+        ..Client::new()
+    };
+    let mut options = client.options(there, &there.address);
+    options.limit = Some(Arc::new(drover_net::RateLimit::new(8 << 20)));
+    let (stop, counters) = (client.stop.clone(), client.counters.clone());
+    tokio::spawn(async move {
+        while counters.sent_blocks.load(Ordering::Relaxed) < blocks {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        stop.send_replace(true);
+    });
+    let stopped = client.send_with(items(&[path]), options).await;
+    assert!(stopped.is_err(), "too quick to be stopped: {stopped:?}");
+    // The site sees the end of the link a little later.
+    while !there.site.status().transfers.is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_here_is_matched_whatever_is_unfinished() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let (z, a) = (dir.path().join("z.raw"), dir.path().join("a.raw"));
+    let (old, new) = (unlike(1, 16), unlike(2, 24));
+    write(&z, &old);
+    write(&a, &[old, new].concat());
+    let (client, other) = (Client::new(), Client::new());
+    client.send(&[&z], &there).await.unwrap();
+    interrupted(&client, &a, &there, 1000).await;
+    for name in ["b.raw", "c.raw"] {
+        let report = send_as(&other, &z, name, &there).await;
+        assert_eq!(report.sent_blocks, 0, "{name}: {report:?}");
+    }
+    // Another version of it: what came of the first is thrown away, what is here stays.
+    let file = std::fs::File::options().write(true).open(&a).unwrap();
+    file.set_modified(std::time::SystemTime::UNIX_EPOCH)
+        .unwrap();
+    interrupted(&client, &a, &there, 1000).await;
+    for name in ["d.raw", "e.raw"] {
+        let report = send_as(&other, &z, name, &there).await;
+        assert_eq!(report.sent_blocks, 0, "{name}: {report:?}");
+    }
+    // And what is unfinished is finished, though what it was matched with is gone.
+    for name in ["z.raw", "b.raw", "c.raw", "d.raw", "e.raw"] {
+        let name = drover_core::ImageName::new(name).unwrap();
+        there.site.remove(&name).unwrap();
+    }
+    let report = client.send(&[&a], &there).await.unwrap().remove(0);
+    same(&a, &there.image("a.raw"));
+    assert!(report.resumed_blocks >= 4096, "{report:?}");
+    assert!(report.sent_blocks <= 24 * 256, "{report:?}");
+}
+
+/// What an unfinished transfer has brought is matched as well.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_unfinished_is_matched_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let (a, b) = (dir.path().join("a.raw"), dir.path().join("b.raw"));
+    let bytes = unlike(3, 24);
+    write(&a, &[bytes.clone(), unlike(4, 8)].concat());
+    write(&b, &bytes);
+    let client = Client::new();
+    interrupted(&client, &a, &there, 3000).await;
+    let report = send_as(&Client::new(), &b, "b.raw", &there).await;
+    assert!(report.matched_blocks > 2000, "{report:?}");
+}
