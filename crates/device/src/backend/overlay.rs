@@ -30,6 +30,7 @@ use crate::chunklog::ChunkLog;
 use crate::remote::Epoch;
 use crate::storage::{Directory, File};
 
+mod aside;
 mod blocks;
 mod epochs;
 mod error;
@@ -39,6 +40,7 @@ mod redo;
 mod saving;
 mod states;
 
+pub use aside::{Summary, discard, forget_discarded, summary, was_discarded};
 pub use error::OverlayError;
 
 use ranges::Ranges;

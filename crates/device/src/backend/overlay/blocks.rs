@@ -90,6 +90,25 @@ impl Overlay {
         parts
     }
 
+    /// What of a range is not the base's, in order: bytes, and whether they are zeros. The epoch that counts is in it,
+    /// also when it is not copied yet.
+    #[must_use]
+    pub fn changes_in(&self, range: Range<u64>) -> Vec<(Range<u64>, bool)> {
+        let end = range.end.min(self.size);
+        if range.start >= end {
+            return Vec::new();
+        }
+        let sealed = self.sealed.read();
+        let parts = self.plan(range.start, end - range.start, sealed.as_deref());
+        let changed = parts.iter().filter(|part| part.place != Place::Base);
+        changed
+            .map(|part| {
+                let bytes = part.offset..part.offset + part.length;
+                (bytes, part.place == Place::Zero)
+            })
+            .collect()
+    }
+
     fn read_range(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         let mut from_base = Vec::new();
         {

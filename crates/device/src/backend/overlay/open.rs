@@ -22,8 +22,8 @@ const MAX_EPOCH: u64 = 1 << 62;
 
 /// What the log says.
 #[derive(Default)]
-struct Logged {
-    states: States,
+pub(super) struct Logged {
+    pub(super) states: States,
     epoch: u64,
     /// Plain changes may have been made that no flush covered.
     marked: bool,
@@ -54,6 +54,10 @@ impl Overlay {
                 },
                 _ => OverlayError::io("lock", &directory.describe(LOCK))(error),
             })?;
+        if !options.read_only {
+            // Epochs of one that was discarded must not become this one's.
+            super::aside::forget(directory.as_ref())?;
+        }
         let opened = match ChunkLog::open(Arc::clone(&directory), STATES) {
             Err(error) if error.is_missing() => match options.read_only {
                 true => Err(OverlayError::Missing {
@@ -224,7 +228,7 @@ impl Identity {
         bytes
     }
 
-    fn decode(bytes: &[u8]) -> Option<Self> {
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let (digest, rest) = bytes.split_first_chunk()?;
         let (size, name) = rest.split_first_chunk()?;
         Some(Self {
@@ -272,7 +276,7 @@ fn same(
 }
 
 impl Logged {
-    fn take(&mut self, record: Record, size: u64) -> Result<(), String> {
+    pub(super) fn take(&mut self, record: Record, size: u64) -> Result<(), String> {
         match record.state {
             EPOCH if record.first > MAX_EPOCH => return Err("an epoch beyond all".into()),
             EPOCH => self.epoch = record.first,

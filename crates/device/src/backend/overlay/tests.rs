@@ -1,3 +1,4 @@
+mod aside;
 mod crash;
 mod epochs;
 mod files;

@@ -1,0 +1,145 @@
+//! Overlays that nobody has open: what is in one, and discarding one.
+
+use std::io;
+use std::sync::Arc;
+
+use drover_core::BLOCK_SIZE_U64;
+
+use super::open::Logged;
+use super::redo::epoch_of;
+use super::{DATA, Identity, LOCK, OverlayError, STATES};
+use crate::chunklog::{ChunkLog, ChunkLogError};
+use crate::storage::{Access, Directory, Lock};
+
+/// What is left of a log of states once its overlay is discarded, until all else is removed.
+const DISCARDED: &str = "discarded";
+/// A log of states that was being rewritten.
+const STATES_NEW: &str = "states.new";
+
+/// What is in an overlay, by its log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Summary {
+    /// Of what image it is.
+    pub identity: Identity,
+    /// Bytes that are not the image's any more. An epoch that is not copied yet is not counted.
+    pub changed: u64,
+}
+
+/// What is in the overlay of a directory, also while somebody has it open: it may be changing. None where there is no
+/// overlay.
+///
+/// # Errors
+/// [`OverlayError::Log`] when its log cannot be read.
+pub fn summary(directory: &Arc<dyn Directory>) -> Result<Option<Summary>, OverlayError> {
+    let opened = match ChunkLog::open(Arc::clone(directory), STATES) {
+        Err(error) if error.is_missing() => return Ok(None),
+        result => result?,
+    };
+    let Some(identity) = Identity::decode(opened.header()) else {
+        let file = directory.describe(STATES);
+        return Err(ChunkLogError::NotALog { file }.into());
+    };
+    let mut logged = Logged::default();
+    opened.read(|record| logged.take(record, identity.size))?;
+    Ok(Some(Summary {
+        changed: (logged.states.count() * BLOCK_SIZE_U64).min(identity.size),
+        identity,
+    }))
+}
+
+/// Discards the overlay of a directory: from one moment on there is none, also after a crash, and then its room is
+/// given back. [`was_discarded`] says so until [`forget_discarded`]. Needs no room. False when there was none.
+///
+/// # Errors
+/// [`OverlayError::Busy`]; [`OverlayError::Io`].
+pub fn discard(directory: &dyn Directory) -> Result<bool, OverlayError> {
+    let _lock = take(directory)?;
+    let there = match directory.rename(STATES, DISCARDED) {
+        Ok(()) => true,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+        Err(error) => return Err(failed(directory, "rename", STATES)(error)),
+    };
+    if there {
+        directory.sync().map_err(failed(directory, "sync", ""))?;
+    }
+    if there || has_note(directory)? {
+        sweep(directory)?;
+    }
+    Ok(there)
+}
+
+/// Whether an overlay was discarded that [`forget_discarded`] was not called for.
+///
+/// # Errors
+/// [`OverlayError::Io`].
+pub fn was_discarded(directory: &dyn Directory) -> Result<bool, OverlayError> {
+    has_note(directory)
+}
+
+/// Ends what [`discard`] began: nothing is left of the overlay.
+///
+/// # Errors
+/// [`OverlayError::Busy`]; [`OverlayError::Io`].
+pub fn forget_discarded(directory: &dyn Directory) -> Result<(), OverlayError> {
+    let _lock = take(directory)?;
+    forget(directory)
+}
+
+/// The same for who has the lock. An overlay may be made once this returns.
+pub(super) fn forget(directory: &dyn Directory) -> Result<(), OverlayError> {
+    if !has_note(directory)? {
+        return Ok(());
+    }
+    sweep(directory)?;
+    remove(directory, DISCARDED)?;
+    directory.sync().map_err(failed(directory, "sync", ""))
+}
+
+fn take(directory: &dyn Directory) -> Result<Box<dyn Send + Sync>, OverlayError> {
+    directory
+        .lock(LOCK, Lock::Exclusive)
+        .map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => OverlayError::Busy {
+                directory: directory.describe(""),
+            },
+            _ => failed(directory, "lock", LOCK)(error),
+        })
+}
+
+fn has_note(directory: &dyn Directory) -> Result<bool, OverlayError> {
+    match directory.open(DISCARDED, Access::Read) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(failed(directory, "open", DISCARDED)(error)),
+    }
+}
+
+/// Removes all but the note. The epochs go for good before an overlay can be made that might take them for its own.
+fn sweep(directory: &dyn Directory) -> Result<(), OverlayError> {
+    let names = directory
+        .list()
+        .map_err(failed(directory, "list the files of", ""))?;
+    for name in names {
+        if epoch_of(&name).is_some() || name == DATA || name == STATES_NEW {
+            remove(directory, &name)?;
+        }
+    }
+    directory.sync().map_err(failed(directory, "sync", ""))
+}
+
+fn remove(directory: &dyn Directory, name: &str) -> Result<(), OverlayError> {
+    match directory.remove(name) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(failed(directory, "remove", name)(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn failed(
+    directory: &dyn Directory,
+    doing: &'static str,
+    name: &str,
+) -> impl Fn(io::Error) -> OverlayError + use<> {
+    OverlayError::io(doing, &directory.describe(name))
+}
