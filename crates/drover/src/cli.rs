@@ -10,8 +10,10 @@ use drover_core::ImageName;
 
 use crate::{peer_name, text};
 
+mod changes;
 mod mounts;
 
+pub use changes::{ChangesAction, ChangesArgs, DropArgs};
 pub use mounts::{
     AttachArgs, Driver, DriverChoice, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction,
     MountsArgs, SyncMode, UnmountArgs,
@@ -60,6 +62,7 @@ pub enum Command {
     Attach(AttachArgs),
     Unmount(UnmountArgs),
     Mounts(MountsArgs),
+    Changes(ChangesArgs),
     Images(ImagesArgs),
     Index(IndexArgs),
     Verify(VerifyArgs),

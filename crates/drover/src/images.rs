@@ -1,6 +1,5 @@
 //! `images`, `verify`, `rm`, `index` and `digest`: images that are somewhere already.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -13,6 +12,7 @@ use serde_json::json;
 
 use crate::bar::Bar;
 use crate::catalog::SiteCatalog;
+use crate::changes;
 use crate::cli::{DigestArgs, ImagesArgs, IndexArgs, RmArgs, VerifyArgs};
 use crate::failure::{no_image, usage};
 use crate::home::{CleanUp, Home};
@@ -53,15 +53,14 @@ pub fn removal(home: &Home, r: &ImageRecord) -> String {
 
 /// What mounts wrote over an image, which its removal leaves: for a person, and where. None when that is nothing.
 fn written(home: &Home, r: &ImageRecord) -> Option<(String, PathBuf)> {
-    let dir = home.mounted_dir().join("overlays").join(r.name.as_str());
-    let data = std::fs::metadata(dir.join("data")).ok()?;
-    let size = data.blocks() * 512;
+    let changes = changes::of_image(home, &r.name)?;
     let text = format!(
-        "; what mounts wrote to it ({}) stays in {}, for the same image by that name",
-        bytes(size),
-        dir.display()
+        "; what mounts wrote to it ({}) stays in {}, for the same image by that name (`drover changes drop {}` drops it)",
+        bytes(changes.changed_bytes),
+        changes.directory.display(),
+        r.name
     );
-    (size > 0).then_some((text, dir))
+    Some((text, changes.directory))
 }
 
 /// Lists images.
@@ -79,13 +78,22 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
             .collect(),
         Some(name) => list_of_peer(home, &catalog, name).await?,
     };
+    // What a peer's mounts wrote is known there.
+    let changed: Vec<Option<u64>> = list
+        .iter()
+        .map(|i| args.peer.is_none().then(|| changed_bytes(home, &i.name)))
+        .collect();
     if args.json {
-        for i in &list {
-            out::json(&json!({
+        for (i, changed) in list.iter().zip(changed) {
+            let mut object = json!({
                 "name": i.name, "digest": i.digest.to_string(), "format": i.format,
                 "size_bytes": i.size_bytes, "data_bytes": i.data_bytes, "virtual_bytes": i.virtual_bytes,
                 "added_unix": i.added_unix, "from": i.from,
-            }))?;
+            });
+            if let Some(changed) = changed {
+                object["changed_bytes"] = changed.into();
+            }
+            out::json(&object)?;
         }
         return Ok(());
     }
@@ -93,16 +101,18 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
         out::note("drover: no images");
         return Ok(());
     }
+    let any = changed.iter().any(|c| c.is_some_and(|c| c > 0));
     let rows = list
         .iter()
-        .map(|i| {
+        .zip(changed)
+        .map(|(i, changed)| {
             let from = if i.from.is_empty() {
                 "-".into()
             } else {
                 clean(&i.from)
             };
             let digest = i.digest.to_string()[..12].to_string();
-            vec![
+            let mut row = vec![
                 clean(&i.name),
                 clean(&i.format),
                 bytes(i.size_bytes),
@@ -110,10 +120,15 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
                 digest,
                 moment(i.added_unix),
                 from,
-            ]
+            ];
+            if any {
+                let changed = changed.filter(|c| *c > 0);
+                row.push(changed.map_or_else(|| "-".into(), bytes));
+            }
+            row
         })
         .collect();
-    let heading = [
+    let mut heading = vec![
         "name",
         "format",
         "size",
@@ -122,7 +137,17 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
         "since (UTC)",
         "from",
     ];
-    out::line(&out::table(&heading, rows, &[2, 3]))
+    if any {
+        heading.push("changes");
+    }
+    out::line(&out::table(&heading, rows, &[2, 3, 7]))
+}
+
+/// Bytes that mounts wrote over an image of this site.
+fn changed_bytes(home: &Home, name: &str) -> u64 {
+    let name = drover_core::ImageName::new(name).ok();
+    let changes = name.and_then(|name| changes::of_image(home, &name));
+    changes.map_or(0, |c| c.changed_bytes)
 }
 
 async fn list_of_peer(home: &Home, catalog: &SiteCatalog, name: &str) -> Result<Vec<ImageInfo>> {
@@ -174,20 +199,33 @@ pub async fn verify(home: &Home, args: VerifyArgs) -> Result<()> {
         }
     };
     bar.clear();
-    report_verified(&args, expected, found)
+    let changes = match args.peer {
+        None => changes::of_image(home, &args.name),
+        Some(_) => None,
+    };
+    report_verified(&args, expected, found, changes)
 }
 
-fn report_verified(args: &VerifyArgs, expected: Digest, found: Digest) -> Result<()> {
+fn report_verified(
+    args: &VerifyArgs,
+    expected: Digest,
+    found: Digest,
+    changes: Option<changes::Told>,
+) -> Result<()> {
     let place = args
         .peer
         .as_ref()
         .map(|p| format!(" at {p}"))
         .unwrap_or_default();
     if args.json {
-        out::json(&json!({
+        let mut object = json!({
             "name": args.name.as_str(), "good": expected == found,
             "expected": expected.to_string(), "digest": found.to_string(),
-        }))?;
+        });
+        if args.peer.is_none() {
+            object["changed_bytes"] = changes.as_ref().map_or(0, |c| c.changed_bytes).into();
+        }
+        out::json(&object)?;
     }
     if expected != found {
         bail!(
@@ -197,6 +235,9 @@ fn report_verified(args: &VerifyArgs, expected: Digest, found: Digest) -> Result
     }
     if !args.json {
         out::line(&format!("{}{place} is good: {found}", args.name))?;
+        if let Some(changes) = changes {
+            out::note(&format!("drover: {}: {}", args.name, changes.beside()));
+        }
     }
     Ok(())
 }

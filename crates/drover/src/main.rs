@@ -7,6 +7,7 @@
 mod addresses;
 mod bar;
 mod catalog;
+mod changes;
 mod cli;
 mod failure;
 mod generate;
@@ -106,6 +107,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Mounts(args) => wait(mounts::mounts(&existing()?, args)),
         Command::Guard { identifier } => mounts::guard(&identifier),
         Command::Keep { name } => wait(mounts::keep_in_background(&existing()?, &name)),
+        Command::Changes(args) => wait(changes::changes(&existing()?, args)),
         Command::Images(args) => wait(images::images(&existing()?, args)),
         Command::Index(args) => wait(images::index(&create()?, args)),
         Command::Verify(args) => wait(images::verify(&existing()?, args)),

@@ -1,5 +1,6 @@
 //! A site's side: images served as devices to mounts.
 
+mod changes;
 mod counters;
 pub(crate) mod flow;
 mod image;
@@ -28,6 +29,7 @@ use crate::protocol::{
     Refusal, check_shape, encode_message, kind,
 };
 
+pub use changes::{Changes, Claim, View, changes_of, changes_on_disk};
 pub use counters::Counted;
 pub use image::{Base, Images};
 pub use lease::{Holder, READER_GRACE};
@@ -302,19 +304,25 @@ impl Server {
             return Ok(image.clone());
         }
         let (server, wanted) = (self.clone(), name.clone());
-        let opened = blocking(move || {
-            let config = &server.config;
-            let images = config.images.as_ref();
-            // One at a time: an overlay has one owner.
-            let _opening = server.opening.lock();
-            if let Some(image) = server.state.lock().open.get(&wanted) {
-                return Ok(image.clone());
-            }
-            let image = Arc::new(Image::open(&wanted, images, &config.state)?);
-            server.state.lock().open.insert(wanted, image.clone());
-            Ok(image)
-        });
-        opened.await
+        blocking(move || server.open_image(&wanted)).await
+    }
+
+    /// The image, opened if it is not. Blocks on the disk.
+    fn open_image(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
+        // One at a time: an overlay has one owner.
+        let _opening = self.opening.lock();
+        self.open_image_now(name)
+    }
+
+    /// The same for who holds `opening`.
+    fn open_image_now(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
+        if let Some(image) = self.state.lock().open.get(name) {
+            return Ok(image.clone());
+        }
+        let config = &self.config;
+        let image = Arc::new(Image::open(name, config.images.as_ref(), &config.state)?);
+        self.state.lock().open.insert(name.clone(), image.clone());
+        Ok(image)
     }
 
     async fn admit(

@@ -181,6 +181,15 @@ pub enum Request {
         /// Which.
         name: ImageName,
     },
+    /// What mounts wrote over this site's images (local socket only).
+    Changes,
+    /// Drop what mounts wrote over an image (local socket only).
+    DropChanges {
+        /// Which.
+        name: ImageName,
+        /// Over earlier images of that name, which were replaced since.
+        earlier: bool,
+    },
 }
 
 /// An answer to a [`Request`].

@@ -174,7 +174,9 @@ async fn dispatch(
         | Request::Index { .. }
         | Request::Remove { .. }
         | Request::Leases
-        | Request::BreakLease { .. } => {
+        | Request::BreakLease { .. }
+        | Request::Changes
+        | Request::DropChanges { .. } => {
             let text = "that can only be asked for on the site's own machine";
             answer(reader, writer, &no(RefuseReason::Policy, text)).await
         }

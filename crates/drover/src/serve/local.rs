@@ -11,7 +11,7 @@ use drover_teleport::protocol::{Reply, Request, kind};
 
 use super::conversation::{answer, done, failed, images, no};
 use super::{Duty, Server, jobs};
-use crate::failure::one_line;
+use crate::failure::{Exit, exit_of, one_line};
 use crate::home::CleanUp;
 
 /// How long a caller may take to say what it wants.
@@ -74,6 +74,22 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
             tokio::task::spawn_blocking(move || drop(room)).await?;
             text(broken)
         }
+        (Request::Changes, Duty::Site(..)) => {
+            let home = server.home.clone();
+            text(tokio::task::spawn_blocking(move || crate::changes::list_json(&home)).await?)
+        }
+        (Request::DropChanges { name, earlier }, Duty::Site(_, devices)) => {
+            let (home, devices) = (server.home.clone(), Arc::clone(devices));
+            let dropped = tokio::task::spawn_blocking(move || {
+                CleanUp::of(&home)
+                    .run(|| crate::changes::drop_json(&home, &devices, &name, earlier))
+            });
+            match dropped.await? {
+                Ok(text) => Reply::Text(text),
+                Err(e) if exit_of(&e) == Exit::Refused => no(RefuseReason::Policy, one_line(&e)),
+                Err(e) => failed(one_line(&e)),
+            }
+        }
         (Request::Device { open }, Duty::Site(_, devices)) => {
             let peer = crate::mounts::own(server.identity.key());
             let stop = server.stop.clone();
@@ -87,7 +103,9 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
             | Request::Remove { .. }
             | Request::Index { .. }
             | Request::Leases
-            | Request::BreakLease { .. },
+            | Request::BreakLease { .. }
+            | Request::Changes
+            | Request::DropChanges { .. },
             Duty::Teleporter(_),
         ) => no(RefuseReason::Policy, "a teleporter holds no images"),
         (

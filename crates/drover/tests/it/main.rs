@@ -2,6 +2,7 @@
 
 mod attach_guest;
 mod basics;
+mod changes;
 mod damage;
 mod full;
 mod hostile;

@@ -4,7 +4,7 @@ mod bad;
 mod blockdev;
 mod client;
 mod crash;
-mod ends;
+pub mod ends;
 mod exports;
 mod files;
 mod full;

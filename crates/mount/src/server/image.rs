@@ -12,7 +12,9 @@ use drover_device::storage::HostDirectory;
 use drover_net::PeerKey;
 use parking_lot::Mutex;
 
+use super::changes;
 use super::lease::{Desk, Holder, Who};
+use crate::MountError;
 use crate::protocol::{Access, Code, Identity, MountId, Refusal};
 
 /// Where the site's images come from.
@@ -54,7 +56,7 @@ pub struct Image {
     desk: Mutex<Desk>,
 }
 
-fn refuse(e: OverlayError) -> Refusal {
+pub(super) fn refuse(e: OverlayError) -> Refusal {
     Refusal::from(DeviceError::from(e))
 }
 
@@ -77,6 +79,7 @@ impl Image {
         if !image.desk.lock().was_written() {
             return Ok(image);
         }
+        image.finish_discarding()?;
         match image.open_overlay() {
             Ok(_) => Ok(image),
             // The image was replaced, or removed and another got its name.
@@ -85,6 +88,17 @@ impl Image {
                 Self::open(name, images, state)
             }
             Err(e) => Err(refuse(e)),
+        }
+    }
+
+    /// What was dropped when a crash came is dropped before anybody writes anew.
+    fn finish_discarding(&self) -> Result<(), Refusal> {
+        match HostDirectory::open(&self.directory) {
+            Ok(directory) => changes::finish_discarding(&directory, &mut self.desk.lock()),
+            Err(e) => {
+                let text = format!("cannot open {}: {e}", self.directory.display());
+                Err(Refusal::new(Code::Io, text))
+            }
         }
     }
 
@@ -159,6 +173,52 @@ impl Image {
         }
         let (edition, fresh) = desk.edition(who, expected, state(0));
         Ok((state(edition), fresh || fresh_before))
+    }
+
+    /// Gives the lease to the site itself, if nobody has it and nobody reads.
+    ///
+    /// # Errors
+    /// Somebody is in its way, or a disk fails.
+    pub fn claim(
+        &self,
+        who: &Who,
+        now: Duration,
+        connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
+    ) -> Result<(), Refusal> {
+        self.desk.lock().claim(who, now, connected)?;
+        // What a writer staged whose lease was broken.
+        self.abandon()
+    }
+
+    /// Refuses when somebody writes it or reads it.
+    ///
+    /// # Errors
+    /// Who that is.
+    pub fn check_free(&self, now: Duration) -> Result<(), MountError> {
+        let free = self.desk.lock().check_free(now, &|_| false);
+        free.map_err(MountError::Refused)
+    }
+
+    /// Whether a mount has the writer's lease.
+    pub fn is_held_by(&self, peer: PeerKey, mount: MountId) -> bool {
+        self.desk.lock().is_held_by(peer, mount)
+    }
+
+    /// Does `what` while a mount has the lease and cannot lose it; none when it has not.
+    pub fn while_held<T>(
+        &self,
+        peer: PeerKey,
+        mount: MountId,
+        what: impl FnOnce() -> T,
+    ) -> Option<T> {
+        let desk = self.desk.lock();
+        desk.is_held_by(peer, mount).then(what)
+    }
+
+    /// What of a range mounts wrote, and whether it is zeros.
+    pub fn changes_in(&self, range: std::ops::Range<u64>) -> Vec<(std::ops::Range<u64>, bool)> {
+        let overlay = self.overlay.get();
+        overlay.map_or_else(Vec::new, |overlay| overlay.changes_in(range))
     }
 
     /// Whether nobody would miss it if it were opened anew.

@@ -59,6 +59,8 @@ pub struct Record {
     holder: Option<Holder>,
     /// Mounts whose lease was broken, the newest last.
     broken: Vec<([u8; 32], MountId)>,
+    /// Who had the lease last, for people; none when that was in an earlier version or the changes were discarded.
+    last: Option<Holder>,
 }
 
 /// A mount that comes.
@@ -72,6 +74,18 @@ pub struct Who {
     pub link: u64,
     /// What it says about itself.
     pub note: String,
+}
+
+impl Who {
+    fn holder(&self) -> Holder {
+        Holder {
+            peer: self.peer.key.0,
+            peer_name: self.peer.name.clone(),
+            mount: self.mount,
+            since_unix: unix_now(),
+            note: self.note.clone(),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -110,6 +124,11 @@ impl Desk {
     /// The writer's lease, if there is one.
     pub fn holder(&self) -> Option<&Holder> {
         self.record.holder.as_ref()
+    }
+
+    /// Who had the writer's lease last, as far as that is known.
+    pub fn last_writer(&self) -> Option<&Holder> {
+        self.record.last.as_ref()
     }
 
     /// Whether a mount has the writer's lease.
@@ -216,16 +235,71 @@ impl Desk {
         let mut record = self.record.clone();
         record.edition += u64::from(record.last_writer != Some(key));
         record.last_writer = Some(key);
-        record.holder = Some(Holder {
-            peer: who.peer.key.0,
-            peer_name: who.peer.name.clone(),
-            mount: who.mount,
-            since_unix: unix_now(),
-            note: who.note.clone(),
-        });
+        record.holder = Some(who.holder());
+        record.last = record.holder.clone();
         self.keep(record)?;
         self.readers.remove(&own);
         Ok(())
+    }
+
+    /// Gives the writer's lease to the site itself, which changes nothing by it: mounts are kept out, and who wrote last is
+    /// still known.
+    ///
+    /// # Errors
+    /// [`Code::Leased`]: somebody writes or reads it; or a disk that does not take the lease.
+    pub fn claim(
+        &mut self,
+        who: &Who,
+        now: Duration,
+        connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
+    ) -> Result<(), Refusal> {
+        self.check_free(now, connected)?;
+        let mut record = self.record.clone();
+        record.holder = Some(who.holder());
+        self.keep(record)
+    }
+
+    /// Refuses when somebody writes the image or reads it.
+    ///
+    /// # Errors
+    /// [`Code::Leased`], with who that is.
+    pub fn check_free(
+        &mut self,
+        now: Duration,
+        connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
+    ) -> Result<(), Refusal> {
+        let image = self.image.as_str();
+        if let Some(holder) = self.holder() {
+            return Err(Refusal::new(Code::Leased, held(image, holder)));
+        }
+        self.forget_readers(now, connected);
+        if self.readers.is_empty() {
+            return Ok(());
+        }
+        let mut readers: Vec<_> = self.readers.values().map(|r| r.name.as_str()).collect();
+        readers.sort_unstable();
+        let left = match self.readers.values().any(|r| r.left.is_some()) {
+            true => " (one that is not connected is forgotten within a minute)",
+            false => "",
+        };
+        let image = self.image.as_str();
+        let readers = readers.join(", ");
+        let text = format!("{image} is mounted for reading by {readers}; unmount it there{left}");
+        Err(Refusal::new(Code::Leased, text))
+    }
+
+    /// What was written is gone: whoever remembers it is not to take the image for what it was.
+    ///
+    /// # Errors
+    /// A disk that does not take it.
+    pub fn renew(&mut self) -> Result<(), Refusal> {
+        if !self.was_written() {
+            return Ok(());
+        }
+        let mut record = self.record.clone();
+        record.edition += 1;
+        (record.last_writer, record.last) = (None, None);
+        self.keep(record)
     }
 
     /// A mount's last lane has ended.

@@ -6,14 +6,38 @@ use std::path::Path;
 
 use drover_net::{decode, encode};
 
-use super::Record;
-use crate::protocol::{Code, Refusal};
+use super::{Holder, Record};
+use crate::protocol::{Code, MountId, Refusal};
 
 /// Its name in the directory of the image's overlay.
 pub const FILE_NAME: &str = "lease";
 
 /// What it begins with: the format and its version.
-const MAGIC: [u8; 12] = *b"DRVRLSE\0\x01\0\0\0";
+const MAGIC: [u8; 12] = *b"DRVRLSE\0\x02\0\0\0";
+
+/// The version before, which is read and written anew with the next change.
+const MAGIC_1: [u8; 12] = *b"DRVRLSE\0\x01\0\0\0";
+
+/// What version 1 has: all but who wrote last by name.
+#[derive(serde::Serialize, serde::Deserialize)]
+struct RecordV1 {
+    edition: u64,
+    last_writer: Option<([u8; 32], MountId)>,
+    holder: Option<Holder>,
+    broken: Vec<([u8; 32], MountId)>,
+}
+
+impl From<RecordV1> for Record {
+    fn from(old: RecordV1) -> Self {
+        Self {
+            edition: old.edition,
+            last_writer: old.last_writer,
+            last: old.holder.clone(),
+            holder: old.holder,
+            broken: old.broken,
+        }
+    }
+}
 
 /// The longest that is read.
 const MAX_BYTES: u64 = 64 << 10;
@@ -40,7 +64,8 @@ pub fn load(directory: &Path) -> Result<Option<Record>, Refusal> {
 
 pub fn parse(bytes: &[u8]) -> Result<Record, String> {
     let damaged = "damaged; if no mount has changes that were not written back, remove it";
-    let Some(rest) = bytes.strip_prefix(&MAGIC[..]) else {
+    let old = bytes.strip_prefix(&MAGIC_1[..]);
+    let Some(rest) = old.or(bytes.strip_prefix(&MAGIC[..])) else {
         return Err(match bytes.strip_prefix(&MAGIC[..8]) {
             Some(_) => "a lease of another version of drover".into(),
             None => damaged.into(),
@@ -52,7 +77,11 @@ pub fn parse(bytes: &[u8]) -> Result<Record, String> {
     if blake3::hash(body).as_bytes() != sum {
         return Err(damaged.into());
     }
-    decode(body).map_err(|e| e.to_string())
+    match old {
+        Some(_) => decode::<RecordV1>(body).map(Record::from),
+        None => decode(body),
+    }
+    .map_err(|e| e.to_string())
 }
 
 /// Puts a record into the file as a whole: what is there after a crash is the one before or this one.

@@ -180,3 +180,54 @@ fn a_damaged_file_is_named_and_not_believed() {
     let e = Desk::open(name, place.0.path().join("web")).err().unwrap();
     assert!(e.text.contains("lease: damaged"), "{e}");
 }
+
+#[test]
+fn the_site_claims_what_nobody_has_and_the_next_edition_is_another() {
+    let place = Place::new();
+    let mut desk = place.desk();
+    let (reader, writer, site) = (who(1), who(2), who(9));
+    let nobody = |_: &_| false;
+    desk.enter(&reader, Access::ReadOnly, at(0), &nobody)
+        .unwrap();
+    let e = desk.claim(&site, at(1), &|_| true).unwrap_err();
+    assert!(e.code == Code::Leased && e.text.contains("site1"), "{e}");
+    desk.close(reader.peer.key, reader.mount, 1).unwrap();
+    desk.enter(&writer, Access::ReadWrite, at(2), &nobody)
+        .unwrap();
+    let e = desk.claim(&site, at(3), &nobody).unwrap_err();
+    assert!(e.code == Code::Leased && e.text.contains("site2"), "{e}");
+    desk.close(writer.peer.key, writer.mount, 1).unwrap();
+
+    desk.claim(&site, at(4), &nobody).unwrap();
+    let mut desk = place.desk();
+    assert!(desk.is_held_by(site.peer.key, site.mount));
+    assert_eq!(desk.last_writer().unwrap().peer_name, "site2");
+    for access in [Access::ReadOnly, Access::ReadWrite] {
+        let e = desk.enter(&reader, access, at(5), &nobody).unwrap_err();
+        assert!(e.code == Code::Leased && e.text.contains("site9"), "{e}");
+    }
+    // The claim has changed nothing.
+    assert_eq!(state(&desk, &writer, 1, 5, 5), (1, true));
+    desk.renew().unwrap();
+    desk.close(site.peer.key, site.mount, 0).unwrap();
+    let desk = place.desk();
+    assert_eq!(state(&desk, &writer, 1, 5, 5), (2, false));
+    assert_eq!((desk.holder(), desk.last_writer()), (None, None));
+}
+
+#[test]
+fn a_lease_of_the_first_version_is_read() {
+    let holder = who(3).holder();
+    let body = drover_net::encode(&(
+        4u64,
+        Some((holder.peer, holder.mount)),
+        Some(holder.clone()),
+        Vec::<([u8; 32], MountId)>::new(),
+    ));
+    let mut bytes = b"DRVRLSE\0\x01\0\0\0".to_vec();
+    bytes.extend_from_slice(blake3::hash(&body).as_bytes());
+    bytes.extend_from_slice(&body);
+    let record = file::parse(&bytes).unwrap();
+    assert_eq!((record.edition, &record.holder), (4, &Some(holder.clone())));
+    assert_eq!(record.last, Some(holder));
+}

@@ -45,7 +45,10 @@ fn changes_are_told_with_and_without_opening_it() {
         (32 * BLOCK..32 * BLOCK + 100, false),
     ];
     assert_eq!(overlay.changes_in(0..u64::MAX), expected);
-    assert_eq!(overlay.changes_in(5 * BLOCK..21 * BLOCK)[0].0.start, 5 * BLOCK);
+    assert_eq!(
+        overlay.changes_in(5 * BLOCK..21 * BLOCK)[0].0.start,
+        5 * BLOCK
+    );
     assert_eq!(overlay.changes_in(40 * BLOCK..50 * BLOCK), []);
     overlay.settle().unwrap();
     let told = summary(&directory(&fake)).unwrap().unwrap();

@@ -1,0 +1,474 @@
+//! What mounts wrote over images: listed, dropped, and claimed to become part of the image.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+use drover_core::{Digest, Extent, ImageName, ReadAt};
+use drover_device::backend::overlay;
+use drover_device::storage::{Directory, HostDirectory};
+use drover_net::PeerKey;
+
+use super::image::{Image, refuse};
+use super::lease::{Desk, Holder, Who};
+use super::{Peer, Server, state_error};
+use crate::MountError;
+use crate::protocol::{Code, MountId, Refusal};
+
+/// How long a mount that was refused may take to let go of an image.
+const LET_GO: Duration = Duration::from_secs(10);
+
+/// The longest read of a device that content is made of.
+const LONGEST: usize = 1 << 20;
+
+/// What mounts wrote over an image.
+#[derive(Clone, Debug)]
+pub struct Changes {
+    /// The image.
+    pub image: String,
+    /// Where it is.
+    pub directory: PathBuf,
+    /// It was written over an earlier image of that name, and set aside.
+    pub earlier: bool,
+    /// The digest of the image that it was written over, if that can be read.
+    pub base: Option<Digest>,
+    /// Bytes of the disk that are not the image's any more.
+    pub changed: u64,
+    /// Bytes that it takes.
+    pub room: u64,
+    /// When something was written last, in seconds since 1970.
+    pub written_unix: Option<i64>,
+    /// Who had the right to write last.
+    pub writer: Option<Holder>,
+    /// Who has it now.
+    pub holder: Option<Holder>,
+    /// What of it cannot be read.
+    pub problem: Option<String>,
+}
+
+/// What was written over all images of a site's state (see [`super::Config::state`]), by name. Blocks on the disk.
+///
+/// # Errors
+/// [`MountError::State`] when the directory cannot be read. One that is damaged is listed with its problem.
+pub fn changes_on_disk(state: &Path) -> Result<Vec<Changes>, MountError> {
+    let overlays = state.join("overlays");
+    let entries = match std::fs::read_dir(&overlays) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        result => result.map_err(|e| state_error(&overlays, e.to_string()))?,
+    };
+    let mut out = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(|e| state_error(&overlays, e.to_string()))?;
+        let name = entry.file_name().into_string().unwrap_or_default();
+        let (image, earlier) = match earlier_name(&name) {
+            Some(image) => (image, true),
+            None => (name.as_str(), false),
+        };
+        if let Ok(image) = ImageName::new(image) {
+            out.push(look(&image, entry.path(), earlier));
+        }
+    }
+    out.retain(|c| c.changed > 0 || c.problem.is_some());
+    out.sort_by(|a, b| {
+        (&a.image, a.earlier, &a.directory).cmp(&(&b.image, b.earlier, &b.directory))
+    });
+    Ok(out)
+}
+
+/// What was written over one image; none when nothing was. Blocks on the disk.
+#[must_use]
+pub fn changes_of(state: &Path, name: &ImageName) -> Option<Changes> {
+    let directory = state.join("overlays").join(name.as_str());
+    let found = directory.is_dir().then(|| look(name, directory, false))?;
+    (found.changed > 0 || found.problem.is_some()).then_some(found)
+}
+
+/// The image whose changes were set aside under this name.
+fn earlier_name(name: &str) -> Option<&str> {
+    let (image, when) = name.strip_prefix('.')?.rsplit_once('-')?;
+    let number = !when.is_empty() && when.bytes().all(|b| b.is_ascii_digit());
+    number.then_some(image)
+}
+
+fn look(image: &ImageName, directory: PathBuf, earlier: bool) -> Changes {
+    let mut found = Changes {
+        image: image.as_str().to_owned(),
+        earlier,
+        base: None,
+        changed: 0,
+        room: room(&directory),
+        written_unix: written(&directory),
+        writer: None,
+        holder: None,
+        problem: None,
+        directory,
+    };
+    match summary(&found.directory) {
+        Ok(Some(summary)) => {
+            found.base = Some(summary.identity.base);
+            found.changed = summary.changed;
+        }
+        Ok(None) => {}
+        Err(e) => found.problem = Some(e),
+    }
+    match Desk::open(image.clone(), found.directory.clone()) {
+        Ok(desk) => {
+            found.writer = desk.last_writer().cloned();
+            found.holder = desk.holder().cloned();
+        }
+        Err(e) => found.problem = Some(e.text),
+    }
+    found
+}
+
+fn summary(directory: &Path) -> Result<Option<overlay::Summary>, String> {
+    let open = HostDirectory::open(directory)
+        .map_err(|e| format!("cannot open {}: {e}", directory.display()))?;
+    let open: Arc<dyn Directory> = Arc::new(open);
+    overlay::summary(&open).map_err(|e| e.to_string())
+}
+
+/// Bytes that the files of a directory take.
+fn room(directory: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let Ok(entries) = std::fs::read_dir(directory) else {
+        return 0;
+    };
+    let files = entries.flatten().filter_map(|entry| entry.metadata().ok());
+    files
+        .filter(|m| m.is_file())
+        .map(|m| m.blocks() * 512)
+        .sum()
+}
+
+/// When the data was written last.
+fn written(directory: &Path) -> Option<i64> {
+    let when = std::fs::metadata(directory.join("data"))
+        .ok()?
+        .modified()
+        .ok()?;
+    let since = when.duration_since(UNIX_EPOCH).ok()?;
+    i64::try_from(since.as_secs()).ok()
+}
+
+impl Server {
+    /// Drops what mounts wrote over an image: it is again as it was delivered. The bytes of the disk that this changes;
+    /// none when there was nothing. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::Refused`]: somebody has it mounted or may write it; or a disk that fails.
+    pub fn drop_changes(&self, name: &ImageName) -> Result<Option<u64>, MountError> {
+        // Nobody opens it meanwhile.
+        let _opening = self.opening.lock();
+        self.let_go(name)?;
+        let path = self.overlay_of(name);
+        if !path.is_dir() {
+            return Ok(None);
+        }
+        let mut desk = Desk::open(name.clone(), path.clone()).map_err(MountError::Refused)?;
+        desk.check_free(Duration::ZERO, &|_| false)
+            .map_err(MountError::Refused)?;
+        let changed = changes_of(&self.config.state, name).map(|c| c.changed);
+        self.discard(name, &mut desk)?;
+        Ok(changed)
+    }
+
+    /// Removes what mounts wrote over earlier images of a name, which was set aside when they were replaced. How many
+    /// there were. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::State`] when one cannot be removed.
+    pub fn drop_earlier(&self, name: &ImageName) -> Result<usize, MountError> {
+        let _opening = self.opening.lock();
+        let all = changes_on_disk(&self.config.state)?;
+        let earlier = all.iter().filter(|c| c.earlier && c.image == name.as_str());
+        let mut removed = 0;
+        for changes in earlier {
+            std::fs::remove_dir_all(&changes.directory)
+                .map_err(|e| state_error(&changes.directory, e.to_string()))?;
+            removed += 1;
+        }
+        Ok(removed)
+    }
+
+    fn overlay_of(&self, name: &ImageName) -> PathBuf {
+        self.config.state.join("overlays").join(name.as_str())
+    }
+
+    /// Discards an overlay that nobody has open.
+    fn discard(&self, name: &ImageName, desk: &mut Desk) -> Result<(), MountError> {
+        discard(&self.overlay_of(name), desk).map_err(MountError::Refused)
+    }
+
+    /// Closes an image that is open for nobody any more, or says who has it. Held by the caller: `opening`.
+    fn let_go(&self, name: &ImageName) -> Result<(), MountError> {
+        let since = Instant::now();
+        loop {
+            let image = {
+                let state = self.state.lock();
+                let here = state.mounts.values().filter(|m| m.image.name() == name);
+                let mut connected: Vec<_> = here.map(|m| m.peer_name.clone()).collect();
+                if !connected.is_empty() {
+                    connected.dedup();
+                    let who = connected.join(", ");
+                    let text = format!("{name} is mounted by {who}; unmount it there");
+                    return Err(MountError::Refused(Refusal::new(Code::Leased, text)));
+                }
+                state.open.get(name).cloned()
+            };
+            let Some(image) = image else {
+                return Ok(());
+            };
+            image.check_free(self.started.elapsed())?;
+            let closed = {
+                let mut state = self.state.lock();
+                // This one, and the server's: whoever has it got it under this lock.
+                let ours = Arc::strong_count(&image) == 2;
+                ours.then(|| state.open.remove(name)).flatten()
+            };
+            if closed.is_some() {
+                return Ok(());
+            }
+            drop(image);
+            if since.elapsed() > LET_GO {
+                let text = format!("{name} is being mounted just now; try again");
+                return Err(MountError::Refused(Refusal::new(Code::Leased, text)));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// A look at an image as mounts see it, which keeps nobody out. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::Refused`]: it cannot be opened.
+    pub fn view(&self, name: &ImageName) -> Result<View, MountError> {
+        let image = self.open_image(name).map_err(MountError::Refused)?;
+        Ok(View { image })
+    }
+
+    /// Keeps mounts away from an image until the claim ends. It outlives this process: [`Server::end_claim`] is for one
+    /// that a crash has left. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::Refused`]: somebody has it mounted or may write it, or it cannot be opened.
+    pub fn claim(
+        self: &Arc<Self>,
+        name: &ImageName,
+        peer: Peer,
+        mount: MountId,
+        note: &str,
+    ) -> Result<Claim, MountError> {
+        let who = Who {
+            peer,
+            mount,
+            link: 0,
+            note: note.to_owned(),
+        };
+        let image = {
+            let _opening = self.opening.lock();
+            let stale = {
+                let state = self.state.lock();
+                state.open.get(name).map(|image| image.digest())
+            };
+            if let Some(digest) = stale
+                && digest
+                    != self
+                        .config
+                        .images
+                        .digest(name)
+                        .map_err(MountError::Refused)?
+            {
+                self.let_go(name)?;
+            }
+            let image = self.open_image_now(name).map_err(MountError::Refused)?;
+            let connected = |key: &(PeerKey, MountId)| self.state.lock().mounts.contains_key(key);
+            image
+                .claim(&who, self.started.elapsed(), &connected)
+                .map_err(MountError::Refused)?;
+            image
+        };
+        Ok(Claim {
+            server: Arc::clone(self),
+            view: View { image },
+            key: (who.peer.key, who.mount),
+            held: true,
+        })
+    }
+
+    /// Ends a claim that is written down: with `discard` what mounts wrote is dropped, as it is part of the image now.
+    /// False when it is not that claim any more that keeps mounts away; then nothing is done. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::Refused`]: a disk that fails, or somebody still uses the image; the claim is then still there.
+    pub fn end_claim(
+        &self,
+        name: &ImageName,
+        key: (PeerKey, MountId),
+        discard: bool,
+    ) -> Result<bool, MountError> {
+        let _opening = self.opening.lock();
+        let open = self.state.lock().open.get(name).cloned();
+        if let (Some(image), false) = (&open, discard) {
+            let ours = image.is_held_by(key.0, key.1);
+            image.close(key.0, key.1, 0).map_err(MountError::Refused)?;
+            return Ok(ours);
+        }
+        drop(open);
+        let path = self.overlay_of(name);
+        let mut desk = Desk::open(name.clone(), path).map_err(MountError::Refused)?;
+        if !desk.is_held_by(key.0, key.1) {
+            return Ok(false);
+        }
+        if discard {
+            self.close_claimed(name)?;
+            self.discard(name, &mut desk)?;
+        }
+        desk.close(key.0, key.1, 0).map_err(MountError::Refused)?;
+        Ok(true)
+    }
+
+    /// Closes an image that a claim keeps mounts away from: whoever still has it is being refused.
+    fn close_claimed(&self, name: &ImageName) -> Result<(), MountError> {
+        let since = Instant::now();
+        loop {
+            let closed = {
+                let mut state = self.state.lock();
+                match state.open.get(name).map(Arc::strong_count) {
+                    None => return Ok(()),
+                    Some(1) => state.open.remove(name),
+                    Some(_) => None,
+                }
+            };
+            if closed.is_some() {
+                return Ok(());
+            }
+            if since.elapsed() > LET_GO {
+                let text = format!("{name} is still being read; try again");
+                return Err(MountError::Refused(Refusal::new(Code::Unavailable, text)));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Discards the overlay of a directory, and counts a new edition, so that no cache is taken for it.
+pub(super) fn discard(path: &Path, desk: &mut Desk) -> Result<(), Refusal> {
+    let failed =
+        |e: std::io::Error| Refusal::new(Code::Io, format!("cannot open {}: {e}", path.display()));
+    let directory = HostDirectory::open(path).map_err(failed)?;
+    overlay::discard(&directory).map_err(refuse)?;
+    finish_discarding(&directory, desk)
+}
+
+/// Goes on where a crash left a [`discard`].
+pub(super) fn finish_discarding(directory: &HostDirectory, desk: &mut Desk) -> Result<(), Refusal> {
+    if overlay::was_discarded(directory).map_err(refuse)? {
+        // The room comes first: a full disk takes no lease.
+        overlay::discard(directory).map_err(refuse)?;
+        desk.renew()?;
+        overlay::forget_discarded(directory).map_err(refuse)?;
+    }
+    Ok(())
+}
+
+/// An image with what was written over it, to be read.
+#[derive(Clone)]
+pub struct View {
+    image: Arc<Image>,
+}
+
+impl View {
+    /// The digest of the image without what was written.
+    #[must_use]
+    pub fn base(&self) -> Digest {
+        self.image.digest()
+    }
+
+    /// What of a range is not the image's, in order: bytes, and whether they are zeros.
+    #[must_use]
+    pub fn changes_in(&self, range: Range<u64>) -> Vec<(Range<u64>, bool)> {
+        self.image.changes_in(range)
+    }
+
+    /// Where there is data, from `offset` on: as [`BlockDevice::extents`].
+    ///
+    /// # Errors
+    /// What the disk reports.
+    pub fn extents(&self, offset: u64, length: u64) -> std::io::Result<Vec<Extent>> {
+        let found = self.image.device().extents(offset, length);
+        found.map_err(std::io::Error::other)
+    }
+}
+
+impl ReadAt for View {
+    fn len(&self) -> u64 {
+        self.image.device().size()
+    }
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        let left = self.len().saturating_sub(offset);
+        let n = usize::try_from(left)
+            .unwrap_or(usize::MAX)
+            .min(buffer.len())
+            .min(LONGEST);
+        let read = self.image.device().read(offset, &mut buffer[..n]);
+        read.map_err(std::io::Error::other)?;
+        Ok(n)
+    }
+}
+
+/// Keeps mounts away from an image. Dropped, it lets them in again.
+pub struct Claim {
+    server: Arc<Server>,
+    view: View,
+    key: (PeerKey, MountId),
+    held: bool,
+}
+
+impl Claim {
+    /// The image.
+    #[must_use]
+    pub fn view(&self) -> &View {
+        &self.view
+    }
+
+    /// Does `what` while nobody can take the claim away; none when somebody has.
+    pub fn while_held<T>(&self, what: impl FnOnce() -> T) -> Option<T> {
+        self.view.image.while_held(self.key.0, self.key.1, what)
+    }
+
+    /// Ends the claim for good: with `discard` what mounts wrote is dropped, as it is part of the image now. Views of it
+    /// must be gone.
+    ///
+    /// # Errors
+    /// As [`Server::end_claim`]'s: the claim is then still written down.
+    pub fn end(self, discard: bool) -> Result<bool, MountError> {
+        let (server, name, key) = (
+            Arc::clone(&self.server),
+            self.view.image.name().clone(),
+            self.key,
+        );
+        let mut this = self;
+        this.held = false;
+        drop(this);
+        server.end_claim(&name, key, discard)
+    }
+
+    /// Leaves the claim to [`Server::end_claim`], also of a later process.
+    pub fn leave(mut self) {
+        self.held = false;
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if !self.held {
+            return;
+        }
+        if let Err(refusal) = self.view.image.close(self.key.0, self.key.1, 0) {
+            tracing::warn!(%refusal, image = %self.view.image.name(), "a claim could not be ended; `drover mounts break` ends it");
+        }
+    }
+}
