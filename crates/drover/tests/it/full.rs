@@ -132,10 +132,16 @@ fn clears_up(small: &Small, way: &str) {
         "{broken}"
     );
     told(&["rm", "a.img", "--yes"]);
+    told(&["changes"]);
+    let dropped = told(&["changes", "drop", "disk.img", "--yes"]).out;
+    assert!(dropped.contains("dropped what mounts wrote"), "{dropped}");
+    assert!(
+        small.run(&["changes", "--json"]).ok().out.is_empty(),
+        "{way}"
+    );
     told(&["rm", "disk.img", "--yes"]);
     told(&["peers", "forget", "near", "--yes"]);
     fs::remove_file(small.home.join("junk")).unwrap();
-    fs::remove_dir_all(small.home.join("mounted/overlays/disk.img")).unwrap();
     let list = small.run(&["images", "--json"]).ok().json();
     let names: Vec<_> = list
         .iter()
