@@ -1,13 +1,13 @@
 //! The mount's side: an image of another site as the far side of a managed device, or as a device of its own.
 
+mod backlog;
 pub(crate) mod book;
+mod connector;
 mod early;
 mod link;
 pub(crate) mod presence;
 mod tell;
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -17,7 +17,7 @@ use drover_core::{DeviceError, ImageName};
 use drover_device::remote::{
     Change, Chunks, Done, Epoch, Link, Local, PresenceDone, Remote, Shape, Traffic,
 };
-use drover_net::{FrameReader, FrameWriter, NetError, WireCounters};
+use drover_net::WireCounters;
 use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
@@ -26,11 +26,12 @@ use tokio::time::Instant;
 use crate::MountError;
 use crate::compress::Packer;
 use crate::protocol::{
-    Access, Answer, Ask, Code, Coding, DEFAULT_CHUNK, Identity, LaneKind, MAX_DIRECT, MAX_LANES,
-    MountId, Opened, kind,
+    Access, Answer, Ask, Coding, DEFAULT_CHUNK, Identity, LaneKind, MAX_DIRECT, MAX_LANES, MountId,
+    Opened,
 };
 
 use book::{Book, Job, split};
+pub use connector::{ConnectError, Connected, Connector};
 use early::Early;
 use presence::Pages;
 use tell::{Teller, Threads};
@@ -46,91 +47,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// How long closing may wait for the site's word.
 const CLOSE_WAIT: Duration = Duration::from_secs(5);
-
-/// A connection to the site for one lane.
-pub struct Connected {
-    /// From the site.
-    pub reader: FrameReader,
-    /// To the site.
-    pub writer: FrameWriter,
-    /// Bytes that cross the socket.
-    pub wire: Arc<WireCounters>,
-    /// How long the site took to answer the first packet, where that is known.
-    pub round_trip: Option<Duration>,
-}
-
-/// Why there is no connection.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("{message}")]
-pub struct ConnectError {
-    /// Trying again cannot help.
-    pub fatal: bool,
-    /// One line for a person.
-    pub message: String,
-    /// By which code the site refused the lane, when it was the site that did.
-    pub code: Option<Code>,
-}
-
-impl ConnectError {
-    /// The link may come later.
-    pub fn lost(message: impl Into<String>) -> Self {
-        Self {
-            fatal: false,
-            message: message.into(),
-            code: None,
-        }
-    }
-
-    /// Trying again cannot help.
-    pub fn fatal(message: impl Into<String>) -> Self {
-        Self {
-            fatal: true,
-            ..Self::lost(message)
-        }
-    }
-}
-
-impl From<NetError> for ConnectError {
-    /// Fatal when the connection says that trying again cannot help.
-    fn from(error: NetError) -> Self {
-        Self {
-            fatal: !error.retryable(),
-            ..Self::lost(error.to_string())
-        }
-    }
-}
-
-/// Makes connections to the site, each with a lane's opening message sent on it.
-pub trait Connector: Send + Sync {
-    /// Connects and sends the opening message, without waiting for an answer to it.
-    fn connect(
-        &self,
-        open: Vec<u8>,
-    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>>;
-
-    /// The same, and sends `asks`, payloads of frames of [`kind::ASK`], behind the opening message. To be overridden
-    /// where that saves a round trip.
-    fn connect_asking(
-        &self,
-        open: Vec<u8>,
-        asks: Vec<Vec<u8>>,
-    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
-        Box::pin(async move {
-            let mut connected = self.connect(open).await?;
-            for ask in &asks {
-                let sent = connected.writer.send(kind::ASK, ask).await;
-                sent?;
-            }
-            Ok(connected)
-        })
-    }
-
-    /// What a first frame means that is not of this protocol: the site may refuse before mounts come into it. None
-    /// when it means nothing.
-    fn refusal(&self, _kind: u8, _payload: &[u8]) -> Option<ConnectError> {
-        None
-    }
-}
 
 /// How to mount.
 #[derive(Clone, Debug)]
@@ -256,6 +172,8 @@ struct Inner {
     /// Whether the near side is told nothing more that it did not ask for since. Held while it is told.
     silent: RwLock<bool>,
     packer: Mutex<Packer>,
+    /// A thread has been told to ask for more background work.
+    pumping: AtomicBool,
 }
 
 struct State {
@@ -331,6 +249,7 @@ impl Client {
             cut: watch::Sender::new(0),
             silent: RwLock::new(false),
             packer: Mutex::new(Packer::new()?),
+            pumping: AtomicBool::new(false),
         });
         threads.run(&inner)?;
         let up = {
@@ -657,6 +576,7 @@ impl Remote for Client {
         for run in claimed.coming.into_iter().chain(claimed.missing) {
             let mut state = inner.state.lock();
             let (hurried, rest) = state.book.hurry(run, deadline);
+            inner.teller.hurry(run);
             for (lane, ask) in hurried {
                 state.send(lane, ask, Bytes::new());
             }

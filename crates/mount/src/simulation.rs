@@ -13,6 +13,12 @@ use crate::protocol::{Ask, LaneKind, MAX_READ, MAX_UNIT};
 use crate::server::flow::Flow;
 use crate::server::queue::{Queue, Unit};
 
+mod near;
+#[cfg(test)]
+mod tests;
+
+use near::{Disk, Near};
+
 /// Front and two back lanes.
 const LANES: usize = 3;
 
@@ -29,16 +35,49 @@ struct Setting {
     round_trip: f64,
     chunk: u32,
     chunks: u64,
-    /// Of all chunks those from one to another hold zeros only.
-    zeros: (u64, u64),
-    /// Bytes under way, where they are not found out.
-    window: Option<u64>,
     /// Whether the link is cut now and then, and some chunks come with a wrong digest.
     faults: bool,
     /// Reads that somebody waits for, a second.
     reads: f64,
     /// Seconds that a machine takes at most until it does something about what came.
     turn: f64,
+    /// Bytes under way, where they are not found out.
+    window: Option<u64>,
+    /// What the mount writes to.
+    disk: Disk,
+    /// How much of the image is left on the link.
+    left: Left,
+}
+
+/// How much is left of an image when it is packed.
+#[derive(Clone, Copy)]
+enum Left {
+    All,
+    /// This share of each chunk.
+    Share(f32),
+    /// Nothing of so many chunks, all of the rest.
+    After(u64),
+    /// Runs of up to 12 MiB of what is between zeros and noise.
+    Mixed,
+}
+
+impl Setting {
+    /// Nobody reads, nothing fails, the disk is no part of it.
+    fn pull(mbit: f64, round_trip: f64, chunk: u32, seconds: f64) -> Self {
+        let rate = mbit * 1e6 / 8.0;
+        Self {
+            rate,
+            round_trip,
+            chunk,
+            chunks: (rate * seconds) as u64 / u64::from(chunk),
+            faults: false,
+            reads: 0.0,
+            turn: 0.0,
+            window: None,
+            disk: Disk::default(),
+            left: Left::All,
+        }
+    }
 }
 
 enum Event {
@@ -46,6 +85,8 @@ enum Event {
     Asked(u64, usize, Ask),
     /// An answer reaches the mount on a link.
     Answered(u64, usize, ChunksAnswer),
+    /// What the mount's disk was given is on it.
+    Stored,
     /// Somebody wants a chunk.
     Wanted,
     Cut,
@@ -62,26 +103,38 @@ struct SiteLane {
 
 impl SiteLane {
     /// As the site's lane does it.
-    fn hurry(&mut self, id: u64, set: &Setting) {
+    fn hurry(&mut self, id: u64, wire: impl Fn(&(u64, u64, u32)) -> u64) {
         self.queue.hurry(id);
         let (hurried, rest): (VecDeque<_>, _) = self.back.drain(..).partition(|made| made.0 == id);
         self.back = rest;
         for made in hurried {
-            self.queue.promote(set.wire(made.1, made.2));
+            self.queue.promote(wire(&made));
             self.front.push_back(made);
         }
     }
 }
 
-impl Setting {
-    /// Bytes of an answer on the link.
-    fn wire(&self, first: u64, count: u32) -> u64 {
-        let end = first + u64::from(count);
-        let zeros = end
-            .min(self.zeros.1)
-            .saturating_sub(first.max(self.zeros.0));
-        (u64::from(count) - zeros) * u64::from(self.chunk + 32) + 64
+/// How much of each chunk is left on the link.
+fn shares(set: &Setting, random: &mut fastrand::Rng) -> Vec<f32> {
+    let chunks = set.chunks as usize;
+    let mut shares = Vec::new();
+    match set.left {
+        Left::All => shares.resize(chunks, 1.0),
+        Left::Share(share) => shares.resize(chunks, share),
+        Left::After(zeros) => {
+            shares.resize(zeros as usize, 0.0);
+            shares.resize(chunks, 1.0);
+        }
+        Left::Mixed => {
+            while shares.len() < chunks {
+                let share = [0.0, 0.05, 0.2, 0.4, 0.7, 1.0][random.usize(0..6)];
+                let run = random.u64(64 << 10..12 << 20) / u64::from(set.chunk);
+                shares.extend(std::iter::repeat_n(share, run.max(1) as usize));
+            }
+            shares.truncate(chunks);
+        }
     }
+    shares
 }
 
 struct World {
@@ -98,9 +151,11 @@ struct World {
     link: u64,
     up: bool,
     book: Book<()>,
+    near: Near,
     lanes: Vec<SiteLane>,
     flow: Flow,
     cursor: u64,
+    shares: Vec<f32>,
     /// How often each chunk came and was good.
     came: Vec<u8>,
     missing: u64,
@@ -118,9 +173,11 @@ impl World {
             size: set.chunks * u64::from(set.chunk),
             chunk: set.chunk,
         };
+        let mut random = fastrand::Rng::with_seed(seed);
+        let shares = shares(&set, &mut random);
         let mut world = Self {
             set,
-            random: fastrand::Rng::with_seed(seed),
+            random,
             now: 0.0,
             order: 0,
             events: BinaryHeap::new(),
@@ -130,9 +187,11 @@ impl World {
             link: 0,
             up: false,
             book: Book::new(shape, set.window),
+            near: Near::new(set.disk),
             lanes: Vec::new(),
             flow: Flow::default(),
             cursor: 0,
+            shares,
             came: vec![0; set.chunks as usize],
             missing: set.chunks,
             corrupted: HashSet::new(),
@@ -142,7 +201,9 @@ impl World {
             done_at: 0.0,
         };
         world.at(0.0, Event::Up);
-        world.at(0.001, Event::Wanted);
+        if set.reads > 0.0 {
+            world.at(0.001, Event::Wanted);
+        }
         world
     }
 
@@ -151,6 +212,18 @@ impl World {
         let key = ((time * 1e9) as u64, self.order);
         self.events.push(Reverse(key));
         self.what.insert(self.order, event);
+    }
+
+    /// Bytes of an answer on the link.
+    fn wire(&self, first: u64, count: u32) -> u64 {
+        let end = first + u64::from(count);
+        let shares = &self.shares[first as usize..end as usize];
+        let chunk = f64::from(self.set.chunk);
+        let of = |share: &f32| match *share {
+            0.0 => 0,
+            share => (f64::from(share) * chunk) as u64 + 32,
+        };
+        shares.iter().map(of).sum::<u64>() + 64
     }
 
     fn clock(&self) -> Duration {
@@ -197,6 +270,11 @@ impl World {
                 self.answered(lane, answer);
             }
             Event::Asked(..) | Event::Answered(..) => {}
+            Event::Stored => {
+                let answer = self.near.stored();
+                self.stored(answer);
+                self.store();
+            }
             Event::Wanted => self.want(),
             Event::Cut => {
                 self.up = false;
@@ -239,6 +317,7 @@ impl World {
                 count: 1,
             };
             let (hurried, missing) = self.book.hurry(run, deadline);
+            self.near.hurry(run);
             for (lane, ask) in hurried {
                 self.send(lane, ask);
             }
@@ -314,7 +393,11 @@ impl World {
                 self.flow
                     .credit(lane as u64, received, window, self.clock());
             }
-            Ask::Hurry { id } => self.lanes[lane].hurry(id, &self.set),
+            Ask::Hurry { id } => {
+                let mut site = std::mem::take(&mut self.lanes[lane]);
+                site.hurry(id, |made| self.wire(made.1, made.2));
+                self.lanes[lane] = site;
+            }
             ask => {
                 let admitted = self.lanes[lane]
                     .queue
@@ -334,15 +417,15 @@ impl World {
 
     /// What the site's threads and the lane's writer do.
     fn serve(&mut self, number: usize) {
+        let unit = (self.flow.window() / 16).clamp(16 << 10, u64::from(MAX_UNIT));
+        let chunk = self.set.chunk;
         loop {
-            let unit = (self.flow.window() / 16).clamp(16 << 10, u64::from(MAX_UNIT));
-            let (set, chunk) = (self.set, self.set.chunk);
-            let lane = &mut self.lanes[number];
-            while let Some((unit, front)) = lane.queue.take(chunk, unit) {
+            while let Some((unit, front)) = self.lanes[number].queue.take(chunk, unit) {
                 let Unit::Read { id, first, count } = unit else {
                     panic!("only reads were asked for");
                 };
-                let bytes = set.wire(first, count);
+                let bytes = self.wire(first, count);
+                let lane = &mut self.lanes[number];
                 lane.queue
                     .worked(u64::from(count) * u64::from(chunk), front);
                 lane.queue.made(bytes, front);
@@ -352,27 +435,29 @@ impl World {
                     false => lane.back.push_back((id, first, count)),
                 }
             }
+            let lane = &self.lanes[number];
             assert!(
                 lane.ready <= MOST_READY + u64::from(chunk) * 2,
                 "too much is ready"
             );
-            let (made, front) = if let Some(made) = lane.front.pop_front() {
-                (made, true)
-            } else {
-                match lane.back.front() {
-                    Some(made) if self.flow.allows(set.wire(made.1, made.2)) => {}
-                    _ => return,
-                }
-                (lane.back.pop_front().expect("one"), false)
+            let front = !lane.front.is_empty();
+            let Some(&(id, first, count)) = lane.front.front().or(lane.back.front()) else {
+                return;
             };
-            let (id, first, count) = made;
-            let wire = set.wire(first, count);
+            let wire = self.wire(first, count);
+            if !front && !self.flow.allows(wire) {
+                return;
+            }
+            let lane = &mut self.lanes[number];
+            match front {
+                true => lane.front.pop_front(),
+                false => lane.back.pop_front(),
+            };
             lane.ready -= wire;
             lane.queue.left(wire, front, id, Some(count));
             let last = lane.front.is_empty() && lane.back.is_empty();
             let echo = self.flow.echo(number as u64);
-            let now = Duration::from_secs_f64(self.now);
-            self.flow.sent(number as u64, wire, now);
+            self.flow.sent(number as u64, wire, self.clock());
             let answer = ChunksAnswer {
                 id,
                 first,
@@ -387,8 +472,21 @@ impl World {
         }
     }
 
+    /// What the mount's threads do.
+    fn store(&mut self) {
+        while let Some(at) = self.near.store(self.now, self.set.chunk) {
+            if at > self.now {
+                self.at(at, Event::Stored);
+                return;
+            }
+            let answer = self.near.stored();
+            self.stored(answer);
+        }
+    }
+
     fn answered(&mut self, lane: usize, answer: ChunksAnswer) {
         let now = self.clock();
+        let background = self.book.is_background(answer.id);
         self.book.received(lane, answer.wire);
         let tenth = (self.now * 10.0) as usize;
         if self.tenths.len() <= tenth {
@@ -403,6 +501,13 @@ impl World {
             self.send(lane, ask);
         }
         assert!(taken.is_some(), "an answer to what nobody waits for");
+        self.near.queue(answer, background);
+        self.pump();
+        self.store();
+    }
+
+    /// Chunks were verified and are on the mount's disk.
+    fn stored(&mut self, answer: ChunksAnswer) {
         let run = Chunks {
             first: answer.first,
             count: answer.count,
@@ -460,148 +565,5 @@ impl World {
         waits.sort_by(f64::total_cmp);
         assert!(waits.len() >= 50, "{} reads say little", waits.len());
         waits[waits.len() * 99 / 100]
-    }
-}
-
-#[test]
-fn whatever_happens_to_the_link_every_chunk_comes_exactly_once() {
-    for seed in 0..300 {
-        let mut random = fastrand::Rng::with_seed(seed);
-        let chunk = 4096 << random.u32(0..7);
-        let set = Setting {
-            rate: 2.5e6 * f64::from(1 << random.u32(0..6)),
-            round_trip: random.f64() * 0.04,
-            chunk,
-            chunks: random.u64(1..(16 << 20) / u64::from(chunk) / 4 + 2),
-            zeros: (0, 0),
-            window: None,
-            faults: true,
-            reads: 200.0,
-            turn: random.f64() * 0.002,
-        };
-        let ran = std::panic::catch_unwind(|| {
-            let mut world = World::new(set, seed);
-            world.run();
-            assert_eq!(world.book.in_flight(), 0, "the book is not empty");
-        });
-        if let Err(panic) = ran {
-            eprintln!("seed {seed} fails");
-            std::panic::resume_unwind(panic);
-        }
-    }
-}
-
-#[test]
-fn a_pull_fills_the_link_and_reads_overtake_it() {
-    let mut failed = Vec::new();
-    for (n, mbit) in [20.0, 100.0, 400.0, 1000.0].into_iter().enumerate() {
-        for (m, trip) in [0.0, 0.001, 0.01, 0.04].into_iter().enumerate() {
-            let rate = mbit * 1e6 / 8.0;
-            let chunk = 16 << 10;
-            let seconds = if mbit < 50.0 { 16.0 } else { 4.0 };
-            let set = Setting {
-                rate,
-                round_trip: trip,
-                chunk,
-                chunks: (rate * seconds) as u64 / u64::from(chunk),
-                zeros: (0, 0),
-                window: None,
-                faults: false,
-                // A small part of the link, also of the slowest.
-                reads: match mbit {
-                    ..50.0 => 25.0,
-                    ..200.0 => 60.0,
-                    _ => 240.0,
-                },
-                turn: 0.0,
-            };
-            let seed = (n * 10 + m) as u64;
-            let mut world = World::new(set, seed);
-            world.run();
-            let (used, p99, full) = (world.used(1.0), world.p99(1.0), world.full_at());
-            // Its own chunk, and what has to be under way for a slow link not to stand still.
-            // Where a few frames are much (20 Mbit/s) the window is found late and coarsely: held to what it is.
-            let slow = mbit < 50.0;
-            let under_way = if slow { 256e3 } else { 48e3 };
-            let least = if slow { 0.90 } else { 0.95 };
-            let limit = trip + 0.005 + (f64::from(chunk) + under_way) / rate;
-            eprintln!(
-                "{mbit} Mbit/s, {:.0} ms: {:.1} % used, full after {full:.1} s, p99 {:.1} ms of {:.1}",
-                trip * 1e3,
-                used * 100.0,
-                p99 * 1e3,
-                limit * 1e3
-            );
-            if used < least || p99 > limit || full > 1.0 {
-                failed.push(seed);
-            }
-        }
-    }
-    assert!(failed.is_empty(), "seeds {failed:?}");
-}
-
-#[test]
-fn a_near_site_is_not_slower_for_whole_chunks_and_busy_machines() {
-    let mut failed = Vec::new();
-    for turn in [0.0, 0.0003, 0.001] {
-        for trip in [0.0002, 0.001, 0.002, 0.005, 0.04] {
-            let rate = 125e6;
-            let chunk = 64 << 10;
-            let set = Setting {
-                rate,
-                round_trip: trip,
-                chunk,
-                chunks: (rate * 4.0) as u64 / u64::from(chunk),
-                zeros: (0, 0),
-                window: None,
-                faults: false,
-                reads: 60.0,
-                turn,
-            };
-            let mut world = World::new(set, 5);
-            world.run();
-            let (used, p99, full) = (world.used(1.0), world.p99(1.0), world.full_at());
-            let limit = trip + 0.005 + 2.0 * turn;
-            eprintln!(
-                "turn {:.1} ms, {:.1} ms: {:.1} % used, full after {full:.1} s, p99 {:.1} ms of {:.1}, window {} KiB",
-                turn * 1e3,
-                trip * 1e3,
-                used * 100.0,
-                p99 * 1e3,
-                limit * 1e3,
-                world.book.window().size() >> 10,
-            );
-            if used < 0.95 || p99 > limit {
-                failed.push((turn, trip));
-            }
-        }
-    }
-    assert!(failed.is_empty(), "{failed:?}");
-}
-
-/// Many short answers, each too short to be told of, and then one that is longer than the window.
-#[test]
-fn a_pull_does_not_stand_still_for_what_the_site_was_not_told() {
-    for seed in 0..30 {
-        let mut random = fastrand::Rng::with_seed(seed);
-        let chunk = 1 << random.u32(20..23);
-        let window = random.u64(u64::from(chunk) / 2..=u64::from(chunk));
-        let zeros = random.u64(300..1700);
-        let set = Setting {
-            rate: 12.5e6,
-            round_trip: 0.04,
-            chunk,
-            chunks: zeros + 10,
-            zeros: (0, zeros),
-            window: Some(window),
-            faults: false,
-            // Nobody waits for anything, which would carry word of the rest.
-            reads: 1e-6,
-            turn: 0.0,
-        };
-        let mut world = World::new(set, seed);
-        world.run();
-        let at = world.done_at;
-        assert!(at < 1000.0, "seed {seed}: done after {at:.0} s");
     }
 }

@@ -159,7 +159,9 @@ pub struct Window {
     phase: Phase,
     /// The highest rate of each of the last rounds, in bytes a second.
     rates: VecDeque<f64>,
-    /// The least round trip of each of the last seconds, with the second's beginning.
+    /// The longest answer of each of the last rounds: an answer leaves when all of it may be under way.
+    answers: VecDeque<u64>,
+    /// The least round trip of each of the last seconds, with the second's beginning, but for what an answer itself takes.
     trips: VecDeque<(Duration, Duration)>,
     /// When the window was last small enough for the queue to be empty.
     drained_at: Duration,
@@ -198,6 +200,8 @@ struct Round {
     until: u64,
     rate: f64,
     trip: Option<Duration>,
+    /// The longest answer.
+    answer: u64,
     /// Whether there was always something to send.
     full: bool,
 }
@@ -208,6 +212,7 @@ impl Round {
             until: arrived,
             rate: 0.0,
             trip: None,
+            answer: 0,
             full: false,
         }
     }
@@ -224,6 +229,7 @@ impl Window {
             grown_to: 0,
             phase: Phase::Start { best: 0.0, flat: 0 },
             rates: VecDeque::new(),
+            answers: VecDeque::new(),
             trips: VecDeque::new(),
             drained_at: Duration::ZERO,
             round: Round::begin(0),
@@ -281,17 +287,19 @@ impl Window {
         }
     }
 
-    /// What was sent with the permission of `mark` has arrived on a lane (and was counted). `limited`: it was all that there
-    /// was to send.
-    pub fn sample(&mut self, now: Duration, mark: Mark, lane: usize, limited: bool) {
+    /// An answer of so many bytes that was sent with the permission of `mark` has arrived on a lane (and was counted).
+    /// `limited`: it was all that there was to send.
+    pub fn sample(&mut self, now: Duration, mark: Mark, lane: usize, bytes: u64, limited: bool) {
         let took = now.saturating_sub(mark.at).max(Duration::from_micros(1));
-        self.note_trip(now, took);
+        let trip = took - self.own_time(bytes).min(took / 2);
+        self.note_trip(now, trip);
         let rate = self.arrived.saturating_sub(mark.arrived) as f64 / took.as_secs_f64();
         if !limited || rate > self.rate() {
             self.round.rate = self.round.rate.max(rate);
             self.round.full |= !limited;
         }
-        self.round.trip = Some(self.round.trip.map_or(took, |least| least.min(took)));
+        self.round.trip = Some(self.round.trip.map_or(trip, |least| least.min(trip)));
+        self.round.answer = self.round.answer.max(bytes);
         let new = self.arrived - std::mem::replace(&mut self.grown_to, self.arrived);
         if matches!(self.phase, Phase::Start { .. }) {
             let trip = self.round_trip().unwrap_or_default();
@@ -313,10 +321,19 @@ impl Window {
                 false => 1,
             };
             if all_late && self.ramp.flat >= enough {
-                self.note_rate(self.round.rate);
+                self.note_rate(self.round);
                 self.round = Round::begin(self.arrived);
                 self.end_start();
             }
+        }
+    }
+
+    /// How long the link takes for an answer itself: where long ones follow short ones that is not to be taken for a queue.
+    fn own_time(&self, bytes: u64) -> Duration {
+        // Of a rate that is too low a round trip would become too short, and the window with it.
+        match self.has_started() && self.known > 0.0 {
+            true => Duration::from_secs_f64(bytes as f64 / self.known),
+            false => Duration::ZERO,
         }
     }
 
@@ -347,9 +364,13 @@ impl Window {
             && self.lanes.iter().all(|l| l.answers > 0)
     }
 
-    fn note_rate(&mut self, rate: f64) {
-        if rate > 0.0 {
-            self.rates.push_back(rate);
+    fn note_rate(&mut self, round: Round) {
+        self.answers.push_back(round.answer);
+        while self.answers.len() > RATE_ROUNDS {
+            self.answers.pop_front();
+        }
+        if round.rate > 0.0 {
+            self.rates.push_back(round.rate);
             while self.rates.len() > RATE_ROUNDS {
                 self.rates.pop_front();
             }
@@ -385,7 +406,7 @@ impl Window {
     fn end_round(&mut self, now: Duration) {
         let round = std::mem::replace(&mut self.round, Round::begin(self.arrived));
         let best = self.rate();
-        self.note_rate(round.rate);
+        self.note_rate(round);
         let base = self.round_trip().unwrap_or_default();
         let queue = round.trip.unwrap_or(base).saturating_sub(base);
         let grown = round.rate > best * 1.02 && queue < self.slack() / 2;
@@ -462,7 +483,11 @@ impl Window {
         } else {
             0
         };
-        self.size = ((self.rate() * seconds) as u64 + extra).clamp(LEAST, MOST);
+        let answer = self.answers.iter().copied().max().unwrap_or(0);
+        // What leaves is late by half an answer on average; the slack makes up for that unless it is short for it.
+        let slack = (self.rate() * self.slack().as_secs_f64()) as u64;
+        let answer = answer - (answer / 2).min(slack / 2);
+        self.size = ((self.rate() * seconds) as u64 + answer + extra).clamp(LEAST, MOST);
     }
 }
 

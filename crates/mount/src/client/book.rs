@@ -10,11 +10,15 @@ use drover_device::remote::{Chunks, Shape};
 use crate::protocol::{Ask, Code, LaneKind, MAX_ASKED, MAX_LANES, MAX_READ, MOST_UNTOLD, Refusal};
 use crate::window::{Mark, Window};
 
+mod ahead;
+mod runs;
+
+use ahead::{Ahead, MOST_AHEAD};
+pub use runs::split;
+use runs::{cut_out, has_come};
+
 /// Requests that wait to be sent at most.
 pub const MAX_WAITING: usize = 1 << 16;
-
-/// Bytes of chunks that are asked for in the background at most, whatever the window.
-const MOST_AHEAD: u64 = 64 << 20;
 
 /// Bytes of requests' bodies that are under way at once on a lane, at most.
 const MOST_BODIES: u64 = 8 << 20;
@@ -23,7 +27,7 @@ const MOST_BODIES: u64 = 8 << 20;
 const LEAST_REQUEST: u64 = 16 << 10;
 
 /// A background request should take the link about this long.
-const REQUEST_SECONDS: f64 = 0.002;
+const REQUEST_SECONDS: f64 = 0.001;
 
 /// With a window of less than so many chunks, each of which takes the link longer than this, background requests go on one
 /// lane.
@@ -145,12 +149,15 @@ pub struct Book<T> {
     ahead: u64,
     /// Bytes of chunks that waited-for requests have outstanding.
     waited: u64,
-    /// Bytes on the link for a byte of chunks, lately.
-    ratio: f64,
+    /// How much of that there should be.
+    plan: Ahead,
     /// Bytes of chunks that came.
     came: u64,
-    /// Runs that came and are being verified: not asked for, and not to be asked for.
-    verifying: Vec<Chunks>,
+    /// Runs that came and are being verified: not asked for, and not to be asked for. Of each, whether it was background
+    /// work.
+    verifying: VecDeque<(Chunks, bool)>,
+    /// Bytes of those that were.
+    unverified: u64,
 }
 
 impl<T> Book<T> {
@@ -166,9 +173,10 @@ impl<T> Book<T> {
             window: Window::new(window, u64::from(shape.chunk)),
             ahead: 0,
             waited: 0,
-            ratio: 1.0,
+            plan: Ahead::new(),
             came: 0,
-            verifying: Vec::new(),
+            verifying: VecDeque::new(),
+            unverified: 0,
         }
     }
 
@@ -224,7 +232,7 @@ impl<T> Book<T> {
     ) -> (Vec<(usize, Ask)>, Vec<Chunks>) {
         let mut missing = vec![chunks];
         let mut asks = Vec::new();
-        for run in &self.verifying {
+        for (run, _) in &self.verifying {
             cut_out(&mut missing, Some(*run), |_| true);
         }
         // What somebody waits for already comes as it is, with the neighbours that were hurried along.
@@ -296,13 +304,13 @@ impl<T> Book<T> {
         if !self.lanes.iter().any(Option::is_some) || !self.back.is_empty() {
             return None;
         }
-        let window = self.window.size() as f64 / self.ratio;
-        // As much again waits at the site, so that the link does not run dry while a request travels.
-        let most = (2.0 * window) as u64 + u64::from(MAX_READ);
-        if self.ahead >= most.min(MOST_AHEAD) {
+        let rate = self.window.rate();
+        // What the disk here is behind with takes of what may be asked for at once, but not before that is much.
+        let most = self.plan.most(self.window.size(), rate);
+        if self.ahead >= most || self.ahead + self.unverified >= MOST_AHEAD {
             return None;
         }
-        let request = (self.window.rate() / self.ratio * REQUEST_SECONDS) as u64;
+        let request = self.plan.chunks(rate * REQUEST_SECONDS) as u64;
         Some(request.clamp(LEAST_REQUEST, u64::from(MAX_READ)))
     }
 
@@ -352,6 +360,11 @@ impl<T> Book<T> {
         state.bodies += job.body.len() as u64;
         state.asked += 1;
         let left = job.chunks().map_or(0, |chunks| chunks.count);
+        if job.is_background()
+            && let Some(mark) = mark
+        {
+            self.plan.sent(id, mark.at());
+        }
         let come = [0; 4];
         self.asked.insert(
             id,
@@ -516,21 +529,28 @@ impl<T> Book<T> {
         }
         *self.counter(background) -= bytes;
         self.came += bytes;
-        self.verifying.push(Chunks {
+        let run = Chunks {
             first: answer.first,
             count: answer.count,
-        });
-        let weight = (bytes as f64 / f64::from(4 << 20)).min(1.0);
-        let ratio = (answer.wire as f64 / bytes as f64).clamp(1.0 / 64.0, 1.0);
-        self.ratio += weight * (ratio - self.ratio);
+        };
+        self.verifying.push_back((run, background));
+        if background {
+            self.unverified += bytes;
+        }
+        self.plan.came(bytes, answer.wire);
+        if self.window.has_started() {
+            let trip = self.window.round_trip().unwrap_or_default();
+            let asked = &self.asked;
+            self.plan.look(now, trip, |id| asked.contains_key(&id));
+        }
         Ok(Some(taken))
     }
 
-    /// A run that came was verified and handed out, or asked for again.
+    /// A run that came was verified and is handed out, or asked for again.
     pub fn verified(&mut self, run: Chunks) {
-        let at = self.verifying.iter().position(|other| *other == run);
-        if let Some(at) = at {
-            self.verifying.swap_remove(at);
+        let at = self.verifying.iter().position(|(other, _)| *other == run);
+        if let Some((run, true)) = at.and_then(|at| self.verifying.remove(at)) {
+            self.unverified -= u64::from(run.count) * u64::from(self.shape.chunk);
         }
     }
 
@@ -559,7 +579,8 @@ impl<T> Book<T> {
                 None => return,
             },
         };
-        self.window.sample(now, mark, lane, answer.last);
+        self.window
+            .sample(now, mark, lane, answer.wire, answer.last);
     }
 
     /// An answer to nothing: to what was given up, or made up.
@@ -629,6 +650,7 @@ impl<T> Book<T> {
     {
         self.lanes.clear();
         self.window.reset();
+        self.plan.link_down();
         let mut ids: Vec<u64> = self.asked.keys().copied().collect();
         // In the order in which they were asked, before what was never sent.
         ids.sort_unstable_by(|a, b| b.cmp(a));
@@ -769,53 +791,6 @@ impl<T> Asked<T> {
         }
         runs
     }
-}
-
-fn has_come(come: &[u64; 4], at: u64) -> bool {
-    come.get((at / 64) as usize)
-        .is_some_and(|bits| bits >> (at % 64) & 1 == 1)
-}
-
-/// Takes out of `missing` those chunks of `run` for which `outstanding` holds; whether there were any.
-fn cut_out(
-    missing: &mut Vec<Chunks>,
-    run: Option<Chunks>,
-    outstanding: impl Fn(u64) -> bool,
-) -> bool {
-    let Some(run) = run else {
-        return false;
-    };
-    let mut any = false;
-    let mut rest: Vec<Chunks> = Vec::new();
-    for part in missing.drain(..) {
-        if part.end() <= run.first || part.first >= run.end() {
-            rest.push(part);
-            continue;
-        }
-        for index in part.first..part.end() {
-            if (run.first..run.end()).contains(&index) && outstanding(index) {
-                any = true;
-            } else {
-                match rest.last_mut() {
-                    Some(last) if last.end() == index => last.count += 1,
-                    _ => rest.push(Chunks {
-                        first: index,
-                        count: 1,
-                    }),
-                }
-            }
-        }
-    }
-    *missing = rest;
-    any
-}
-
-/// A run in parts of at most `most` chunks.
-pub fn split(run: Chunks, most: u32) -> impl Iterator<Item = Chunks> {
-    (0..run.count.div_ceil(most)).map(move |n| Chunks {
-        first: run.first + u64::from(n) * u64::from(most),
-        count: most.min(run.count - n * most),
-    })
 }
 
 fn with_id(ask: &Ask, new: u64) -> Ask {

@@ -536,7 +536,6 @@ impl Inner {
                     )));
                 };
                 self.take(number, frame)
-                    .await
                     .map_err(|refusal| MountError::Protocol {
                         peer: reader.peer_text().to_owned(),
                         what: refusal.text,
@@ -554,7 +553,7 @@ impl Inner {
     }
 
     /// Does with a frame what it asks for.
-    async fn take(self: &Arc<Self>, lane: usize, frame: drover_net::Frame) -> Result<(), Refusal> {
+    fn take(self: &Arc<Self>, lane: usize, frame: drover_net::Frame) -> Result<(), Refusal> {
         use crate::protocol::Code::Protocol;
         if frame.kind != kind::ANSWER {
             return Err(Refusal::new(Protocol, "a frame that is no answer"));
@@ -589,22 +588,31 @@ impl Inner {
                     "chunks that are longer than they are",
                 ));
             }
-            // Room first: once the book has them as come, nothing may keep them from being handed over.
-            let background = self.state.lock().book.is_background(id);
-            let room = self.teller.room(background).await;
             let mut state = self.state.lock();
+            let background = state.book.is_background(id);
             state.book.received(lane, wire);
             let taken = state.book.chunks(lane, &about, now)?;
             state.credit(now);
-            drop(state);
             if let Some(taken) = taken {
-                room.chunks(ChunksTask {
+                let task = ChunksTask {
                     first,
                     count,
                     zeros,
                     coding,
                     body: message.body,
                     again: taken.again,
+                };
+                // Under the lock, so that who wants them from now on finds them.
+                self.teller.chunks(task, background);
+            }
+            // The threads may be behind with their disk: the link has room nevertheless.
+            let room = state.book.room().is_some();
+            drop(state);
+            if room && !self.pumping.swap(true, Ordering::AcqRel) {
+                let inner = self.clone();
+                self.teller.call(move || {
+                    inner.pumping.store(false, Ordering::Release);
+                    inner.pump();
                 });
             }
             return Ok(());

@@ -8,15 +8,12 @@ use bytes::Bytes;
 use drover_core::{DeviceError, Digest};
 use drover_device::remote::{Chunks, Content, Done, Fetched, Link, Local};
 use parking_lot::Mutex;
-use tokio::sync::mpsc;
 use tracing::warn;
 
+use super::backlog::{Adder, Taker};
 use super::{Inner, Job, Reply, read};
 use crate::compress::Unpacker;
 use crate::protocol::{Coding, pieces};
-
-/// Answers with background chunks that wait to be verified, at most; then the link is not read on.
-const BACK_QUEUE: usize = 32;
 
 /// Threads for background chunks.
 const BACK_THREADS: usize = 2;
@@ -47,22 +44,24 @@ enum Task {
 /// The way to the threads.
 #[derive(Clone)]
 pub struct Teller {
-    /// As long as what the book admits.
+    /// As long as what the book admits, like the other.
     front: sync::Sender<Task>,
-    back: mpsc::Sender<ChunksTask>,
+    back: Arc<Adder>,
 }
 
 impl Teller {
-    /// Waits until chunks can be handed over.
-    pub async fn room(&self, background: bool) -> Room<'_> {
-        let permit = match background {
-            // Without permit only when the threads have ended, and nobody listens.
-            true => self.back.reserve().await.ok(),
-            false => None,
-        };
-        Room {
-            teller: self,
-            permit,
+    /// Hands over chunks.
+    pub fn chunks(&self, task: ChunksTask, background: bool) {
+        match background {
+            true => self.back.add(task),
+            false => self.say(Task::Chunks(task)),
+        }
+    }
+
+    /// Somebody waits for chunks of which some may have been handed over.
+    pub fn hurry(&self, run: Chunks) {
+        for task in self.back.hurry(run) {
+            self.say(Task::Chunks(task));
         }
     }
 
@@ -87,27 +86,11 @@ impl Teller {
     }
 }
 
-/// Room for an answer with chunks.
-pub struct Room<'a> {
-    teller: &'a Teller,
-    permit: Option<mpsc::Permit<'a, ChunksTask>>,
-}
-
-impl Room<'_> {
-    /// Hands over chunks.
-    pub fn chunks(self, task: ChunksTask) {
-        match self.permit {
-            Some(permit) => permit.send(task),
-            None => self.teller.say(Task::Chunks(task)),
-        }
-    }
-}
-
 /// The threads' ends of the queues.
 pub struct Threads {
     teller: Teller,
     front: sync::Receiver<Task>,
-    back: mpsc::Receiver<ChunksTask>,
+    back: Taker,
     unpackers: Vec<Unpacker>,
 }
 
@@ -115,12 +98,13 @@ impl Threads {
     /// Makes what the threads need.
     pub fn start() -> io::Result<Self> {
         let (say, front) = sync::channel();
-        let (hand, back) = mpsc::channel(BACK_QUEUE);
+        let hand = Adder::default();
+        let back = hand.taker();
         let unpackers = (0..=BACK_THREADS).map(|_| Unpacker::new());
         Ok(Self {
             teller: Teller {
                 front: say,
-                back: hand,
+                back: Arc::new(hand),
             },
             front,
             back,
@@ -146,13 +130,10 @@ impl Threads {
                 }
             })?;
         }
-        let back = Arc::new(Mutex::new(self.back));
         for mut unpacker in unpackers {
-            let (inner, back) = (Arc::downgrade(inner), back.clone());
+            let (inner, back) = (Arc::downgrade(inner), self.back.clone());
             named("back").spawn(move || {
-                loop {
-                    let task = back.lock().blocking_recv();
-                    let Some(task) = task else { return };
+                while let Some(task) = back.next() {
                     handle(&inner, Task::Chunks(task), &mut unpacker);
                 }
             })?;

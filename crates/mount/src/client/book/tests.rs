@@ -136,3 +136,38 @@ fn kind(ask: &Ask) -> &'static str {
         _ => "other",
     }
 }
+
+#[test]
+fn what_the_disk_is_behind_with_is_bounded_by_what_is_asked_for() {
+    let shape = Shape {
+        size: 1 << 30,
+        chunk: 65_536,
+    };
+    let mut book = Book::new(shape, Some(crate::window::MOST));
+    book.lane_up(0, LaneKind::Back);
+    let mut next = 0;
+    let mut came = Vec::new();
+    // Whatever is asked for comes at once, and the disk takes nothing.
+    while book.room().is_some() {
+        book.ask(background(next, 1)).unwrap();
+        next += 1;
+        let (lane, ask, _) = book.select(Duration::ZERO).expect("room on the lane");
+        let answer = ChunksAnswer {
+            id: ask.id().unwrap(),
+            first: next - 1,
+            count: 1,
+            wire: 65_600,
+            echo: 0,
+            last: true,
+        };
+        let taken = book.chunks(lane, &answer, Duration::from_millis(1));
+        assert_eq!(taken.unwrap(), Some(Taken { again: false }));
+        came.push(run(next - 1, 1));
+    }
+    assert_eq!(next * 65_536, MOST_AHEAD);
+    assert_eq!(book.in_flight(), 0);
+    for run in came {
+        book.verified(run);
+        assert!(book.room().is_some());
+    }
+}

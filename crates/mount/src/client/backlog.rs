@@ -1,0 +1,126 @@
+//! Background answers that came and wait to be verified. The link is read on meanwhile: were it not, what waits here would
+//! look like a queue in the link, and what somebody waits for would stand behind it. How much there can be is bounded by what
+//! the book asks for: it counts what is here.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use drover_device::remote::Chunks;
+use parking_lot::{Condvar, Mutex};
+
+use super::tell::ChunksTask;
+
+#[derive(Default)]
+struct Backlog {
+    state: Mutex<State>,
+    more: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    tasks: VecDeque<ChunksTask>,
+    /// Nobody adds to it any more.
+    closed: bool,
+}
+
+/// The end that adds.
+#[derive(Default)]
+pub struct Adder(Arc<Backlog>);
+
+/// The end that takes; each task goes to one.
+#[derive(Clone)]
+pub struct Taker(Arc<Backlog>);
+
+impl Adder {
+    /// Its other end.
+    pub fn taker(&self) -> Taker {
+        Taker(self.0.clone())
+    }
+
+    /// Adds an answer.
+    pub fn add(&self, task: ChunksTask) {
+        self.0.state.lock().tasks.push_back(task);
+        self.0.more.notify_one();
+    }
+
+    /// Somebody waits for a run: takes out those that have some of it.
+    pub fn hurry(&self, run: Chunks) -> Vec<ChunksTask> {
+        let mut state = self.0.state.lock();
+        let has_some = |task: &ChunksTask| {
+            task.first < run.end() && run.first < task.first + u64::from(task.count)
+        };
+        if !state.tasks.iter().any(has_some) {
+            return Vec::new();
+        }
+        let tasks = std::mem::take(&mut state.tasks);
+        let (hurried, rest): (Vec<_>, Vec<_>) = tasks.into_iter().partition(has_some);
+        state.tasks = rest.into();
+        hurried
+    }
+}
+
+impl Drop for Adder {
+    fn drop(&mut self) {
+        self.0.state.lock().closed = true;
+        self.0.more.notify_all();
+    }
+}
+
+impl Taker {
+    /// Waits for the next; none once nobody adds any more.
+    pub fn next(&self) -> Option<ChunksTask> {
+        let mut state = self.0.state.lock();
+        loop {
+            if let Some(task) = state.tasks.pop_front() {
+                return Some(task);
+            }
+            if state.closed {
+                return None;
+            }
+            self.0.more.wait(&mut state);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::*;
+    use crate::protocol::Coding;
+
+    fn task(first: u64, count: u32) -> ChunksTask {
+        ChunksTask {
+            first,
+            count,
+            zeros: Vec::new(),
+            coding: Coding::Plain,
+            body: Bytes::new(),
+            again: false,
+        }
+    }
+
+    #[test]
+    fn what_somebody_waits_for_is_taken_out_and_the_rest_stays_in_order() {
+        let adder = Adder::default();
+        let taker = adder.taker();
+        for first in [0, 4, 8] {
+            adder.add(task(first, 4));
+        }
+        assert!(
+            adder
+                .hurry(Chunks {
+                    first: 12,
+                    count: 9
+                })
+                .is_empty()
+        );
+        let hurried = adder.hurry(Chunks { first: 7, count: 1 });
+        assert_eq!(hurried.iter().map(|t| t.first).collect::<Vec<_>>(), [4]);
+        assert_eq!(taker.next().map(|t| t.first), Some(0));
+        // What was added is still handled when nobody adds any more.
+        drop(adder);
+        assert_eq!(taker.next().map(|t| t.first), Some(8));
+        assert!(taker.next().is_none());
+    }
+}

@@ -1,0 +1,51 @@
+//! Runs of chunks, cut and counted.
+
+use drover_device::remote::Chunks;
+
+/// Whether a chunk of a request, counted from its first, has come.
+pub fn has_come(come: &[u64; 4], at: u64) -> bool {
+    come.get((at / 64) as usize)
+        .is_some_and(|bits| bits >> (at % 64) & 1 == 1)
+}
+
+/// Takes out of `missing` those chunks of `run` for which `outstanding` holds; whether there were any.
+pub fn cut_out(
+    missing: &mut Vec<Chunks>,
+    run: Option<Chunks>,
+    outstanding: impl Fn(u64) -> bool,
+) -> bool {
+    let Some(run) = run else {
+        return false;
+    };
+    let mut any = false;
+    let mut rest: Vec<Chunks> = Vec::new();
+    for part in missing.drain(..) {
+        if part.end() <= run.first || part.first >= run.end() {
+            rest.push(part);
+            continue;
+        }
+        for index in part.first..part.end() {
+            if (run.first..run.end()).contains(&index) && outstanding(index) {
+                any = true;
+            } else {
+                match rest.last_mut() {
+                    Some(last) if last.end() == index => last.count += 1,
+                    _ => rest.push(Chunks {
+                        first: index,
+                        count: 1,
+                    }),
+                }
+            }
+        }
+    }
+    *missing = rest;
+    any
+}
+
+/// A run in parts of at most `most` chunks.
+pub fn split(run: Chunks, most: u32) -> impl Iterator<Item = Chunks> {
+    (0..run.count.div_ceil(most)).map(move |n| Chunks {
+        first: run.first + u64::from(n) * u64::from(most),
+        count: most.min(run.count - n * most),
+    })
+}

@@ -1,0 +1,85 @@
+//! The mount's threads that verify, and its disk.
+
+use std::collections::VecDeque;
+
+use drover_device::remote::Chunks;
+
+use crate::client::book::ChunksAnswer;
+
+/// What the mount writes to.
+#[derive(Clone, Copy, Debug)]
+pub struct Disk {
+    /// Bytes a second.
+    pub rate: f64,
+    /// How often it takes nothing for how long, in seconds.
+    pub every: f64,
+    pub pause: f64,
+}
+
+impl Default for Disk {
+    /// One that takes no time.
+    fn default() -> Self {
+        Self {
+            rate: f64::INFINITY,
+            every: 1.0,
+            pause: 0.0,
+        }
+    }
+}
+
+pub struct Near {
+    disk: Disk,
+    front: VecDeque<ChunksAnswer>,
+    back: VecDeque<ChunksAnswer>,
+    storing: Option<ChunksAnswer>,
+}
+
+impl Near {
+    pub fn new(disk: Disk) -> Self {
+        Self {
+            disk,
+            front: VecDeque::new(),
+            back: VecDeque::new(),
+            storing: None,
+        }
+    }
+
+    pub fn queue(&mut self, answer: ChunksAnswer, background: bool) {
+        match background {
+            true => self.back.push_back(answer),
+            false => self.front.push_back(answer),
+        }
+    }
+
+    /// Somebody waits for a run.
+    pub fn hurry(&mut self, run: Chunks) {
+        let has_some = |answer: &ChunksAnswer| {
+            answer.first < run.end() && run.first < answer.first + u64::from(answer.count)
+        };
+        let (hurried, rest): (VecDeque<_>, _) = self.back.drain(..).partition(has_some);
+        self.back = rest;
+        self.front.extend(hurried);
+    }
+
+    /// When the next of what was queued will be on the disk, if the disk is free.
+    pub fn store(&mut self, now: f64, chunk: u32) -> Option<f64> {
+        if self.storing.is_some() {
+            return None;
+        }
+        let answer = self.front.pop_front().or_else(|| self.back.pop_front())?;
+        let bytes = f64::from(answer.count) * f64::from(chunk);
+        self.storing = Some(answer);
+        let done = now + bytes / self.disk.rate;
+        // A pause comes at the end of each period.
+        let into = done % self.disk.every;
+        let left = self.disk.every - into;
+        Some(match into > self.disk.every - self.disk.pause {
+            true => done + left,
+            false => done,
+        })
+    }
+
+    pub fn stored(&mut self) -> ChunksAnswer {
+        self.storing.take().expect("something was stored")
+    }
+}
