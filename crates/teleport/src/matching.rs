@@ -136,6 +136,19 @@ impl Link {
         Ok(())
     }
 
+    /// Ends, and gives up an image that was begun on it: one that nobody goes on with would keep its
+    /// place at the teleporter.
+    pub fn give_up(self, image: ImageId) {
+        match self {
+            Link::Local(teleporter, _) => {
+                // It cannot fail; and if it did, there would be nothing else to do.
+                let _ = handle(&teleporter, Event::Image(image, ImageEvent::Abort));
+            }
+            // A lone teleporter gives up what was begun on a connection when that ends.
+            Link::Remote(_) => {}
+        }
+    }
+
     /// Waits for the answer to the oldest event without one.
     ///
     /// # Errors

@@ -489,8 +489,17 @@ impl Site {
             layout: Arc::new(outgoing.layout),
             blocks: Arc::new(blocks),
         };
-        map.save(&record, &self.images.map_path(id))?;
-        if let Some(old) = self.images.put(&record)? {
+        let entered = map
+            .save(&record, &self.images.map_path(id))
+            .and_then(|()| self.images.put(&record));
+        let old = match entered {
+            Ok(old) => old,
+            Err(e) => {
+                let _ = tell(Event::Image(id, ImageEvent::Forget));
+                return Err(e);
+            }
+        };
+        if let Some(old) = old {
             self.sequences.drop_image(old.id);
             tell(Event::Image(old.id, ImageEvent::Forget))?;
             // What the old one had in the caches was not entered for this one.

@@ -98,3 +98,47 @@ async fn what_is_unfinished_is_matched_too() {
     let report = send_as(&Client::new(), &b, "b.raw", &there).await;
     assert!(report.matched_blocks > 2000, "{report:?}");
 }
+
+/// Fills a file system but for so many bytes.
+fn fill(filler: &Path, spare: u64) {
+    let options = std::fs::File::options().append(true).create(true).clone();
+    let mut file = options.open(filler).unwrap();
+    while std::io::Write::write_all(&mut file, &[1; 4096]).is_ok() {}
+    let full = file.metadata().unwrap().len();
+    file.set_len(full.saturating_sub(spare)).unwrap();
+}
+
+/// An image whose matching failed takes no place at the matcher.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn matching_goes_on_after_the_matchers_disk_was_full() {
+    let dir = tempfile::tempdir().unwrap();
+    let home = dir.path().join("there");
+    let index = home.join("state/index");
+    let Some(_disk) = SmallDisk::mount(&index, 4 << 20) else {
+        return;
+    };
+    let there = TestSite::start(&home).await;
+    let z = dir.path().join("z.raw");
+    write(&z, &unlike(5, 8));
+    let client = Client::new();
+    client.send(&[&z], &there).await.unwrap();
+    let filler = index.join("filler");
+    // An image can be begun, and nothing can be written of it; or it cannot be begun.
+    for (spare, seed) in [(4 << 10, 100), (0, 200)] {
+        for n in seed..seed + 40 {
+            fill(&filler, spare);
+            let path = dir.path().join(format!("{n}.raw"));
+            write(&path, &unlike(n, 1));
+            client.send(&[&path], &there).await.unwrap();
+            same(&path, &there.image(&format!("{n}.raw")));
+        }
+        std::fs::remove_file(&filler).unwrap();
+        let report = send_as(&client, &z, &format!("z-{seed}.raw"), &there).await;
+        assert_eq!(report.sent_blocks, 0, "{spare}: {report:?}");
+        let y = dir.path().join(format!("y-{seed}.raw"));
+        write(&y, &unlike(seed + 50, 2));
+        client.send(&[&y], &there).await.unwrap();
+        let report = send_as(&client, &y, &format!("x-{seed}.raw"), &there).await;
+        assert_eq!(report.sent_blocks, 0, "{spare}: {report:?}");
+    }
+}

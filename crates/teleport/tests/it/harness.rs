@@ -264,3 +264,32 @@ pub fn same(a: &Path, b: &Path) {
         b.display()
     );
 }
+
+/// A file system of so many bytes in memory; `None` says why not.
+pub struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    pub fn mount(at: &Path, bytes: u64) -> Option<Self> {
+        std::fs::create_dir_all(at).unwrap();
+        let mounted = std::process::Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"])
+            .arg(at)
+            .output();
+        match mounted {
+            Ok(out) if out.status.success() => Some(SmallDisk(at.to_path_buf())),
+            other => {
+                eprintln!("SKIP a small disk cannot be mounted: {other:?}");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount")
+            .arg("-l")
+            .arg(&self.0)
+            .status();
+    }
+}

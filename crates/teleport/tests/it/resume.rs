@@ -202,35 +202,6 @@ async fn a_stopped_source_stops_soon() {
     assert!(took < Duration::from_secs(5), "{took:?}");
 }
 
-/// A file system of so many bytes in memory; `None` says why not.
-struct SmallDisk(std::path::PathBuf);
-
-impl SmallDisk {
-    fn mount(at: &Path, bytes: u64) -> Option<Self> {
-        std::fs::create_dir(at).unwrap();
-        let mounted = std::process::Command::new("mount")
-            .args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"])
-            .arg(at)
-            .output();
-        match mounted {
-            Ok(out) if out.status.success() => Some(SmallDisk(at.to_path_buf())),
-            other => {
-                eprintln!("SKIP a small disk cannot be mounted: {other:?}");
-                None
-            }
-        }
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let _ = std::process::Command::new("umount")
-            .arg("-l")
-            .arg(&self.0)
-            .status();
-    }
-}
-
 /// Space that runs out is a refusal the first time it is met, and no end of the transfer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_disk_that_fills_up_is_said_and_resumed_from() {

@@ -237,7 +237,9 @@ impl Matcher {
     /// The teleporter is gone: everything that waits, and all that comes, is literal.
     fn fail(&mut self, error: &crate::TeleportError) {
         tracing::warn!(%error, "the teleporter failed: going on without matching");
-        self.link = None;
+        if let Some(link) = self.link.take() {
+            link.give_up(self.image);
+        }
         self.looked_up = None;
         while let Some(waiting) = self.waiting.pop_front() {
             if let Some(Asked { batch, base }) = waiting {
