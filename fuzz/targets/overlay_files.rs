@@ -38,6 +38,8 @@ fuzz_target!(|data: &[u8]| {
     let Ok(overlay) = open(&directory) else {
         return;
     };
+    let _ = overlay.staged_runs(overlay.staged_epoch().unwrap_or_default(), 0, 10);
+    overlay.abandon().expect("what is staged can be dropped");
     let mut found = vec![0; SIZE as usize];
     overlay
         .read(0, &mut found)

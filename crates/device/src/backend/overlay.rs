@@ -16,8 +16,10 @@
 //! for example because the disk is full, the epoch counts all the same and reads go on from the redo; what would
 //! change the device fails until the copying succeeds.
 //!
-//! **Locks**, in the order in which they may be held together: `staging`, `plain`, `saving`, `ranges`, `sealed`,
-//! `states`. The base is read under `plain` and `ranges` when part of a block is written, so it should be local.
+//! The next epoch may be staged meanwhile; it is sealed when the copying is over.
+//!
+//! **Locks**, in the order in which they may be held together: `staging`, `settling`, `plain`, `saving`, `ranges`,
+//! `sealed`, `states`. The base is read under `plain` and `ranges` when part of a block is written, so it should be local.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -76,13 +78,17 @@ pub struct Options {
     pub read_only: bool,
     /// Bytes that a staged epoch may have on disk.
     pub stage_limit: u64,
+    /// Which run of the machine this is: what was staged in the same one need not be compared with its checksums when the
+    /// overlay is opened again. Zeros: not known.
+    pub boot: [u8; 16],
 }
 
 impl Default for Options {
     fn default() -> Self {
         Self {
             read_only: false,
-            stage_limit: 1 << 30,
+            stage_limit: u64::MAX,
+            boot: [0; 16],
         }
     }
 }
@@ -96,8 +102,10 @@ pub struct Overlay {
     identity: Identity,
     options: Options,
 
-    /// The epoch that is being collected, and what waits to be copied.
+    /// The epoch that is being collected.
     staging: Mutex<Staging>,
+    /// Held while one that counts is copied.
+    settling: Mutex<Settling>,
     /// Shared by every plain change while it lasts; exclusive while an epoch is copied or the log rewritten.
     plain: RwLock<()>,
     saving: Mutex<Saving>,
@@ -124,8 +132,12 @@ pub struct Overlay {
 
 #[derive(Default)]
 struct Staging {
-    /// Not sealed; always of the epoch after the last that counts.
+    /// Not sealed; always of an epoch after the last that counts.
     redo: Option<Redo>,
+}
+
+#[derive(Default)]
+struct Settling {
     /// When copying failed last, and why: plain changes do not try it more often than [`epochs::RETRY`].
     failed: Option<(Instant, DeviceError)>,
 }

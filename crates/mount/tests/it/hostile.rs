@@ -718,7 +718,7 @@ fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
         let left = std::fs::read_dir(site.directory.path().join("overlays/web")).unwrap();
         let redo = left
             .flatten()
-            .filter(|file| file.file_name().to_string_lossy().contains("redo"));
+            .filter(|file| file.file_name().to_string_lossy().starts_with("epoch-"));
         assert_eq!(redo.count(), 0, "what was staged went with the lease");
         // The lane is there yet, its lease is not.
         let direct = Ask::DirectWrite {

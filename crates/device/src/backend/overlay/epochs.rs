@@ -8,26 +8,34 @@ use drover_core::{BLOCK_SIZE_U64, DeviceError};
 
 use super::redo::{Redo, SLAB, SealError, is_whole};
 use super::states::State;
-use super::{DATA, Overlay, OverlayError, Staging};
+use super::{DATA, Overlay, OverlayError, Settling, Staging};
 use crate::remote::{Change, Epoch};
 use crate::storage::read_exact_at;
 
 /// How long plain changes are refused after copying an epoch has failed, before it is tried again.
 pub(super) const RETRY: Duration = Duration::from_millis(500);
 
+/// Bytes that the log of an epoch may have, beside those for each block of the device: who keeps to the rules sends no block
+/// more than a few times.
+const MIN_LOG: u64 = 1 << 20;
+const LOG_OF_A_BLOCK: u64 = 128;
+
+/// Runs whose states are written down at once.
+const RUNS_AT_ONCE: usize = 1 << 16;
+
 /// How many epochs may be chosen and given up before one is committed.
 const MOST_SKIPPED: u64 = 1 << 20;
 
 impl Overlay {
-    /// Collects changes that count once `epoch` is committed, and are not seen before. Later ones win. A crash drops
-    /// them, and so does a later epoch, which takes the place of this one. Until the epoch is committed or abandoned, plain changes are refused as [`DeviceError::Unavailable`]; those
+    /// Collects changes that count once `epoch` is committed, and are not seen before. Later ones win. A later epoch takes
+    /// the place of this one. After a crash those stay staged that had come to the disk ([`Overlay::staged_runs`]). Until the epoch is committed or abandoned, plain changes are refused as [`DeviceError::Unavailable`]; those
     /// that were not flushed are flushed now, which makes the next epoch another one.
     ///
     /// # Errors
     /// [`OverlayError::WrongEpoch`] unless `epoch` is after the last that counts, or when a later one is being staged;
     /// [`OverlayError::BadChange`]; no room:
-    /// [`OverlayError::TooLarge`], [`OverlayError::Io`]. None of `changes` was taken then, what was staged before is
-    /// as it was.
+    /// [`OverlayError::TooLarge`], [`OverlayError::Io`]. Of the blocks that `changes` cover none need be staged then; the
+    /// others are as they were.
     pub fn stage(&self, epoch: Epoch, changes: &[Change]) -> Result<(), OverlayError> {
         self.writable()?;
         for change in changes {
@@ -53,35 +61,55 @@ impl Overlay {
             Some(staged) if staged < epoch => self.drop_staged(&mut staging)?,
             _ => {}
         }
-        self.settle_now(&mut staging)?;
         if staging.redo.is_none() {
+            // Beside one that is being copied, but not when that cannot be done.
+            if let Some(mut settling) = self.settling.try_lock() {
+                self.settle_now(&mut settling)?;
+            }
             staging.redo = Some(self.begin(epoch)?);
         }
         let Some(redo) = &mut staging.redo else {
             return Err(OverlayError::NothingStaged(epoch));
         };
-        if redo.bytes() + Redo::bytes_of(changes) > self.options.stage_limit {
-            return Err(OverlayError::TooLarge {
-                epoch,
-                limit: self.options.stage_limit,
-            });
+        let limit = self.options.stage_limit;
+        if redo.bytes().saturating_add(Redo::bytes_of(changes)) > limit {
+            return Err(OverlayError::TooLarge { epoch, limit });
         }
-        redo.append(changes).map_err(self.io("write", &redo.name))
+        if redo.log_bytes() > MIN_LOG + self.size / BLOCK_SIZE_U64 * LOG_OF_A_BLOCK {
+            self.drop_staged(&mut staging)?;
+            return Err(OverlayError::NothingStaged(epoch));
+        }
+        let taken = redo.append(changes).map_err(self.io("write", &redo.name));
+        if redo.is_broken() {
+            // The error that matters is the first.
+            let _ = self.drop_staged(&mut staging);
+        }
+        taken
     }
 
     /// Begins an epoch. From here on plain changes are refused: a flush, or a crash, of theirs would count as the epoch
     /// that is being staged.
     fn begin(&self, epoch: Epoch) -> Result<Redo, OverlayError> {
-        {
+        let beside = {
+            // While one waits to be copied there are no plain changes, nor were there since it was staged.
+            let sealed = self.sealed.read();
+            if sealed.is_some() {
+                self.staged.store(true, Ordering::Release);
+            }
+            sealed.is_some()
+        };
+        if !beside {
             // Waits for those under way.
             let _plain = self.plain.write();
             self.staged.store(true, Ordering::Release);
         }
         let begin = || {
-            self.save()?;
-            self.unmark()?;
+            if !beside {
+                self.save()?;
+                self.unmark()?;
+            }
             self.check_next(epoch)?;
-            Redo::create(self.directory.as_ref(), epoch, &self.identity.base)
+            Redo::create(self.directory.as_ref(), epoch, self.redo_of())
         };
         let result = begin();
         if result.is_err() {
@@ -106,6 +134,34 @@ impl Overlay {
         self.staging.lock().redo.as_ref().map_or(0, Redo::bytes)
     }
 
+    /// The epoch that is being staged.
+    #[must_use]
+    pub fn staged_epoch(&self) -> Option<Epoch> {
+        self.staging.lock().redo.as_ref().map(|redo| redo.epoch)
+    }
+
+    /// What is staged of an epoch, from byte `from` of the device on: at most `most` runs `(offset, length)`, in order, and
+    /// where to go on; the end of the device when that was all.
+    #[must_use]
+    pub fn staged_runs(&self, epoch: Epoch, from: u64, most: usize) -> (Vec<(u64, u64)>, u64) {
+        let staging = self.staging.lock();
+        let Some(redo) = staging.redo.as_ref().filter(|redo| redo.epoch == epoch) else {
+            return (Vec::new(), self.size);
+        };
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        let end = self.size.div_ceil(BLOCK_SIZE_U64);
+        for (blocks, _) in redo.pieces(from.min(self.size) / BLOCK_SIZE_U64..end) {
+            let (offset, length) = self.bytes_of(blocks);
+            let full = runs.len() >= most;
+            match runs.last_mut() {
+                Some(last) if last.0 + last.1 == offset => last.1 += length,
+                Some(_) if full => return (runs, offset),
+                _ => runs.push((offset, length)),
+            }
+        }
+        (runs, self.size)
+    }
+
     /// Makes what was staged for an epoch count, for readers and for crashes at once, durably. Does nothing when the
     /// epoch counts already. The same as [`Overlay::seal`] and then [`Overlay::settle`], whose failure is none of the
     /// commit's: it is tried again before the next change.
@@ -125,11 +181,15 @@ impl Overlay {
     ///
     /// # Errors
     /// [`OverlayError::WrongEpoch`]; [`OverlayError::NothingStaged`], also after [`Overlay::abandon`] or a crash;
-    /// [`OverlayError::Io`]: no room for the copy, or a sync failed, the epoch does not count and must be staged whole
-    /// again. [`OverlayError::Broken`]: it is not known whether it counts until the overlay is opened again.
+    /// [`OverlayError::Io`]: no room for the copy, the epoch does not count and stays staged; or a sync failed, it must be
+    /// staged whole again. [`OverlayError::Broken`]: it is not known whether it counts until the overlay is opened again.
     pub fn seal(&self, epoch: Epoch) -> Result<(), OverlayError> {
         self.writable()?;
         let mut staging = self.staging.lock();
+        if epoch > self.committed() {
+            // The one before must be in its place.
+            self.settle_now(&mut self.settling.lock())?;
+        }
         // What is staged is always the next epoch to count.
         let Some(mut redo) = staging.redo.take_if(|redo| redo.epoch == epoch) else {
             return match epoch <= self.committed() {
@@ -139,7 +199,11 @@ impl Overlay {
                     .and(Err(OverlayError::NothingStaged(epoch))),
             };
         };
-        let result = self.reserve(&redo).and_then(|()| self.seal_redo(&mut redo));
+        if let Err(error) = self.reserve(&redo) {
+            staging.redo = Some(redo);
+            return Err(error);
+        }
+        let result = self.seal_redo(&mut redo);
         match result {
             Ok(()) => {
                 let mut sealed = self.sealed.write();
@@ -170,24 +234,16 @@ impl Overlay {
 
     /// Takes the room for the copy, so that a full disk is found before the epoch counts.
     fn reserve(&self, redo: &Redo) -> Result<(), OverlayError> {
-        let mut taken = Vec::new();
-        for (blocks, place) in redo.all() {
-            if place.is_none() {
-                continue;
-            }
+        for (blocks, _) in redo.all().filter(|piece| piece.1.is_some()) {
             let runs: Vec<_> = self.states.read().runs(blocks).collect();
-            for (run, state) in runs {
-                if state == State::Here {
-                    continue;
-                }
+            for (run, _) in runs.into_iter().filter(|run| run.1 != State::Here) {
                 let (offset, length) = self.bytes_of(run.clone());
                 match self.data.allocate(offset, length) {
-                    Ok(()) => taken.push(run),
+                    Ok(()) => {}
                     // Then it is found later, and the copy waits for room.
                     Err(error) if error.kind() == std::io::ErrorKind::Unsupported => return Ok(()),
                     Err(error) => {
-                        taken.push(run);
-                        self.give_back(taken);
+                        self.give_back(redo, run.end);
                         return Err(self.io("take room in", DATA)(error));
                     }
                 }
@@ -196,13 +252,12 @@ impl Overlay {
         Ok(())
     }
 
-    /// Gives back room that was taken for blocks that are not here.
-    fn give_back(&self, taken: Vec<std::ops::Range<u64>>) {
-        let _plain = self.plain.write();
-        let states = self.states.read();
-        for run in taken.into_iter().flat_map(|run| states.runs(run)) {
-            if run.1 != State::Here {
-                let (offset, length) = self.bytes_of(run.0);
+    /// Gives back the room that was taken for an epoch, up to a block.
+    fn give_back(&self, redo: &Redo, upto: u64) {
+        for (blocks, _) in redo.pieces(0..upto).filter(|piece| piece.1.is_some()) {
+            let runs: Vec<_> = self.states.read().runs(blocks).collect();
+            for (run, _) in runs.into_iter().filter(|run| run.1 != State::Here) {
+                let (offset, length) = self.bytes_of(run);
                 // Best effort: what stays is used when the blocks are written.
                 let _ = self.data.punch_hole(offset, length);
             }
@@ -216,28 +271,28 @@ impl Overlay {
     /// [`OverlayError`]: it counts all the same and is read from the redo file; nothing can be changed until this has
     /// succeeded, here or when the overlay is opened again.
     pub fn settle(&self) -> Result<(), OverlayError> {
-        self.settle_now(&mut self.staging.lock())
+        self.settle_now(&mut self.settling.lock())
     }
 
     /// [`Overlay::settle`], but soon after a failure the same error at once.
     pub(super) fn settle_for_a_change(&self) -> Result<(), DeviceError> {
-        let mut staging = self.staging.lock();
-        if let Some((when, error)) = &staging.failed
+        let mut settling = self.settling.lock();
+        if let Some((when, error)) = &settling.failed
             && when.elapsed() < RETRY
         {
             return Err(error.clone());
         }
-        Ok(self.settle_now(&mut staging)?)
+        Ok(self.settle_now(&mut settling)?)
     }
 
-    fn settle_now(&self, staging: &mut Staging) -> Result<(), OverlayError> {
+    fn settle_now(&self, settling: &mut Settling) -> Result<(), OverlayError> {
         let Some(redo) = self.sealed.read().clone() else {
             return Ok(());
         };
         let result = self.copy(&redo);
         match &result {
             Ok(()) => {
-                staging.failed = None;
+                settling.failed = None;
                 // Best effort: a redo of an epoch that is in the log is removed when the overlay is opened.
                 if let Err(error) = self.directory.remove(&redo.name) {
                     tracing::warn!(%error, file = redo.name, "cannot remove a redo file");
@@ -251,7 +306,7 @@ impl Overlay {
                     true => DeviceError::NoSpace(said),
                     false => DeviceError::Io(Arc::new(std::io::Error::other(said))),
                 };
-                staging.failed = Some((Instant::now(), error));
+                settling.failed = Some((Instant::now(), error));
             }
         }
         result
@@ -269,21 +324,21 @@ impl Overlay {
                 None => self.punch(blocks),
             }
         }
-        {
-            // No reader looks at these states while there is a sealed redo.
-            let mut states = self.states.write();
-            for (blocks, place) in redo.all() {
-                states.set(
-                    blocks,
-                    match place {
-                        Some(_) => State::Here,
-                        None => State::Zero,
-                    },
-                );
-            }
-        }
+        self.sync_data()?;
         let log = saving.log.as_ref();
         let rewrite = log.is_some_and(|log| log.wants_rewrite() || log.is_broken());
+        for (nth, (blocks, place)) in redo.all().enumerate() {
+            let state = match place {
+                Some(_) => State::Here,
+                None => State::Zero,
+            };
+            // No reader looks at these states while there is a sealed redo.
+            self.states.write().set(blocks, state);
+            if !rewrite && nth % RUNS_AT_ONCE == RUNS_AT_ONCE - 1 {
+                // What is written down early counts only once the epoch does: until then there is the redo.
+                self.log_states(&mut saving)?;
+            }
+        }
         self.log_changes(&mut saving, redo.epoch, rewrite)?;
         let mut sealed = self.sealed.write();
         *sealed = None;

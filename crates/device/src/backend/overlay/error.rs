@@ -55,6 +55,15 @@ pub enum OverlayError {
         /// What is wrong with it.
         what: &'static str,
     },
+    /// An epoch that a former version of drover made count and did not copy.
+    #[error(
+        "{file} is a committed epoch of drover before mounts of version 2: let that version open the image once (mount it), \
+         then upgrade; or remove the file to lose what it holds"
+    )]
+    OldRedo {
+        /// The file.
+        file: String,
+    },
     /// The log of states could not be read or written.
     #[error(transparent)]
     Log(#[from] ChunkLogError),

@@ -7,12 +7,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use drover_core::{BLOCK_SIZE_U64, BlockDevice, Digest};
 use parking_lot::{Mutex, RwLock};
 
-use super::redo::{Found, Redo, epoch_of};
+use super::redo::{Found, Of, Redo, epoch_of};
 use super::saving::{EPOCH, PLAIN, SETTLED};
 use super::states::{State, States};
 use super::{
     DATA, Identity, LOCK, MAX_NAME, MAX_SIZE, Options, Overlay, OverlayError, Ranges, STATES,
-    Saving, Staging,
+    Saving, Settling, Staging,
 };
 use crate::chunklog::{ChunkLog, ChunkLogError, Record};
 use crate::storage::{Access, Directory, Lock};
@@ -31,7 +31,7 @@ pub(super) struct Logged {
 
 impl Overlay {
     /// Opens the overlay in `directory`, or makes one when there is none. An epoch that was sealed counts, and is
-    /// copied now if it can be; what was staged and not sealed is dropped.
+    /// copied now if it can be; of one that was staged and not sealed what is there of it stays staged.
     ///
     /// # Errors
     /// [`OverlayError`]; nothing was changed then, but that what is damaged beyond a torn tail stays as it is.
@@ -112,6 +112,7 @@ impl Overlay {
             identity,
             options,
             staging: Mutex::new(Staging::default()),
+            settling: Mutex::new(Settling::default()),
             plain: RwLock::new(()),
             saving: Mutex::new(Saving { log }),
             ranges: Ranges::default(),
@@ -133,7 +134,7 @@ impl Overlay {
         Ok(overlay)
     }
 
-    /// Takes up the redo file that counts, if there is one; removes the others.
+    /// Takes up the redo file that counts and the one that is staged, if they are there; removes the others.
     fn find_redo(&self) -> Result<(), OverlayError> {
         let names = self
             .directory
@@ -141,15 +142,24 @@ impl Overlay {
             .map_err(self.io("list the files of", ""))?;
         let committed = self.committed();
         let mut sealed_epoch = committed;
+        let mut staged: Option<Redo> = None;
+        let mut useless = Vec::new();
         for name in names {
             let Some(epoch) = epoch_of(&name) else {
                 continue;
             };
-            if epoch > committed {
-                let directory = self.directory.as_ref();
-                let found = Redo::open(directory, epoch, &self.identity.base, self.size)?;
-                if let Found::Sealed(redo) = found {
-                    // An epoch is copied before another can be staged.
+            if epoch <= committed {
+                // One that counted and was copied.
+                useless.push(name);
+                continue;
+            }
+            let access = match self.options.read_only {
+                true => Access::Read,
+                false => Access::Write,
+            };
+            match Redo::open(self.directory.as_ref(), epoch, self.redo_of(), access)? {
+                Found::Sealed(redo) => {
+                    // An epoch is copied before another can be sealed.
                     if sealed_epoch > committed {
                         return Err(OverlayError::Damaged {
                             file: self.directory.describe(STATES),
@@ -159,11 +169,22 @@ impl Overlay {
                     sealed_epoch = epoch;
                     *self.sealed.write() = Some(Arc::new(redo));
                     self.unsettled.store(true, Ordering::Release);
-                    continue;
                 }
+                Found::Staged(redo) => {
+                    let earlier = match &staged {
+                        Some(other) if other.epoch > epoch => Some(redo),
+                        _ => staged.replace(redo),
+                    };
+                    useless.extend(earlier.map(|redo| redo.name));
+                }
+                Found::Nothing => useless.push(name),
             }
-            if !self.options.read_only {
-                // One that counted and was copied, or one that never will.
+        }
+        if let Some(redo) = staged.take_if(|redo| redo.epoch <= sealed_epoch) {
+            useless.push(redo.name);
+        }
+        if !self.options.read_only {
+            for name in useless {
                 self.directory
                     .remove(&name)
                     .map_err(self.io("remove", &name))?;
@@ -172,7 +193,17 @@ impl Overlay {
         if self.unsettled.load(Ordering::Acquire) {
             self.committed.store(sealed_epoch.0, Ordering::Release);
         }
+        self.staged.store(staged.is_some(), Ordering::Release);
+        self.staging.lock().redo = staged;
         Ok(())
+    }
+
+    pub(super) fn redo_of(&self) -> Of<'_> {
+        Of {
+            base: &self.identity.base,
+            size: self.size,
+            boot: self.options.boot,
+        }
     }
 
     /// Does what the last run could not.

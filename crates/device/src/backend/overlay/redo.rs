@@ -1,41 +1,64 @@
-//! An epoch on its way: a file of changes that count once it is sealed.
+//! An epoch on its way: a sparse file with its blocks at their own offsets, and behind them a log of what came, which
+//! counts once it is sealed. What is kept in memory is two bits a block.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 
 use drover_core::{BLOCK_SIZE_U64, Digest};
 
 use super::OverlayError;
+use super::states::{State, States};
 use crate::remote::{Change, Epoch};
 use crate::storage::{Access, Directory, File, read_exact_at};
 
 const MAGIC: [u8; 8] = *b"DRVRREDO";
-const VERSION: u32 = 1;
-const HEADER: usize = 64;
-const CHANGE: usize = 32;
+const VERSION: u32 = 2;
+const HEADER: usize = 80;
+const RECORD: usize = 32;
 const PREFIX: &str = "epoch-";
 /// Bytes of a redo file that are read or written in one go.
 pub(super) const SLAB: usize = 1 << 20;
+/// Bytes after which what came is made durable: so that a commit finds little to sync.
+const SYNC_EVERY: u64 = 64 << 20;
+/// Bytes of a checksum, of which there is one for each block of data.
+const SUM: usize = 4;
 
 const KIND_DATA: u32 = 1;
 const KIND_ZERO: u32 = 2;
 const KIND_SEAL: u32 = 3;
+const KIND_FORGET: u32 = 4;
 
 /// Blocks, and where in the file their bytes begin; zeros without.
 pub(super) type Piece = (Range<u64>, Option<u64>);
 
-/// Changes of one epoch, in a file, and where in it each block is.
+/// The run of the machine in which something was written; zeros when that is not known.
+pub(super) type Boot = [u8; 16];
+
+/// Whose redo file it is.
+#[derive(Clone, Copy)]
+pub(super) struct Of<'a> {
+    pub base: &'a Digest,
+    /// Bytes of the device.
+    pub size: u64,
+    pub boot: Boot,
+}
+
+/// Changes of one epoch, in a file, and which blocks they are.
 pub(super) struct Redo {
     pub epoch: Epoch,
     pub file: Box<dyn File>,
     pub name: String,
-    /// By the first block; no two overlap.
-    pieces: BTreeMap<u64, (u64, Option<u64>)>,
-    /// Where the next change goes.
+    size: u64,
+    /// What is here, or zero; what is the base's is no part of the epoch.
+    states: States,
+    /// Where the next record goes.
     end: u64,
-    changes: u64,
-    bytes: u64,
+    records: u64,
+    /// Bytes of blocks that are here, about.
+    here: u64,
+    unsynced: u64,
+    /// A sync failed: what was taken may be lost.
+    broken: bool,
 }
 
 /// Why an epoch could not be sealed.
@@ -50,8 +73,10 @@ pub(super) enum SealError {
 pub(super) enum Found {
     /// All there.
     Sealed(Redo),
-    /// It never counted.
-    Unsealed,
+    /// It does not count; what is there of it is what was taken.
+    Staged(Redo),
+    /// Nothing of it can be used, and it never counted.
+    Nothing,
 }
 
 /// The epoch of a redo file by that name.
@@ -68,19 +93,20 @@ fn crc(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// The head of a change.
+/// What a record of the log begins with.
 struct Head {
     kind: u32,
-    payload_crc: u32,
+    /// Of the checksums that follow.
+    sums_crc: u32,
     offset: u64,
     length: u64,
 }
 
 impl Head {
-    fn encode(&self) -> [u8; CHANGE] {
-        let mut bytes = [0; CHANGE];
+    fn encode(&self) -> [u8; RECORD] {
+        let mut bytes = [0; RECORD];
         bytes[..4].copy_from_slice(&self.kind.to_le_bytes());
-        bytes[4..8].copy_from_slice(&self.payload_crc.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.sums_crc.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.offset.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.length.to_le_bytes());
         let sum = crc(&bytes[..28]);
@@ -88,7 +114,7 @@ impl Head {
         bytes
     }
 
-    fn decode(bytes: &[u8; CHANGE]) -> Option<Self> {
+    fn decode(bytes: &[u8; RECORD]) -> Option<Self> {
         let u32_at = |at: usize| {
             u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
@@ -96,22 +122,28 @@ impl Head {
         let fine = u32_at(28) == crc(&bytes[..28]) || cfg!(fuzzing);
         fine.then(|| Self {
             kind: u32_at(0),
-            payload_crc: u32_at(4),
+            sums_crc: u32_at(4),
             offset: u64_at(8),
             length: u64_at(16),
         })
     }
 }
 
-fn header(epoch: Epoch, base: &Digest) -> [u8; HEADER] {
+fn header(epoch: Epoch, base: &Digest, boot: Boot) -> [u8; HEADER] {
     let mut bytes = [0; HEADER];
     bytes[..8].copy_from_slice(&MAGIC);
     bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
     bytes[16..24].copy_from_slice(&epoch.0.to_le_bytes());
     bytes[24..56].copy_from_slice(&base.0);
-    let sum = crc(&bytes[..60]);
-    bytes[60..].copy_from_slice(&sum.to_le_bytes());
+    bytes[56..72].copy_from_slice(&boot);
+    let sum = crc(&bytes[..76]);
+    bytes[76..].copy_from_slice(&sum.to_le_bytes());
     bytes
+}
+
+/// Where the log begins: behind the last block.
+fn log_of(size: u64) -> u64 {
+    size.next_multiple_of(BLOCK_SIZE_U64)
 }
 
 /// The blocks of a range of whole blocks; the device's last one may be short.
@@ -128,15 +160,18 @@ pub(super) fn is_whole(offset: u64, length: u64, size: u64) -> bool {
 }
 
 impl Redo {
-    fn without_changes(epoch: Epoch, file: Box<dyn File>, name: String) -> Self {
+    fn without_changes(epoch: Epoch, file: Box<dyn File>, name: String, size: u64) -> Self {
         Self {
             epoch,
             file,
             name,
-            pieces: BTreeMap::new(),
-            end: HEADER as u64,
-            changes: 0,
-            bytes: 0,
+            size,
+            states: States::default(),
+            end: log_of(size) + HEADER as u64,
+            records: 0,
+            here: 0,
+            unsynced: 0,
+            broken: false,
         }
     }
 
@@ -144,7 +179,7 @@ impl Redo {
     pub fn create(
         directory: &dyn Directory,
         epoch: Epoch,
-        base: &Digest,
+        of: Of<'_>,
     ) -> Result<Self, OverlayError> {
         let name = name_of(epoch);
         let said = directory.describe(&name);
@@ -154,59 +189,136 @@ impl Redo {
             _ => {}
         }
         let file = directory.create(&name).map_err(&failed)?;
-        file.write_at(&header(epoch, base), 0).map_err(&failed)?;
+        file.write_at(&header(epoch, of.base, of.boot), log_of(of.size))
+            .map_err(&failed)?;
         directory.sync().map_err(&failed)?;
-        Ok(Self::without_changes(epoch, file, name))
+        Ok(Self::without_changes(epoch, file, name, of.size))
     }
 
-    /// Bytes that a set of changes takes here. Each counts as a block at least, for what is kept of it in memory.
+    /// Bytes that a set of changes takes here at most.
     pub fn bytes_of(changes: &[Change]) -> u64 {
         let bytes = |change: &Change| match change {
-            Change::Write(_, data) => CHANGE as u64 + data.len() as u64,
-            Change::Zero(..) => BLOCK_SIZE_U64,
+            Change::Write(_, data) => {
+                let sums = (data.len() as u64).div_ceil(BLOCK_SIZE_U64) * SUM as u64;
+                RECORD as u64 + sums + data.len() as u64
+            }
+            Change::Zero(..) => RECORD as u64,
         };
         changes.iter().map(bytes).sum()
     }
 
-    /// What [`Redo::bytes_of`] said of all changes so far.
+    /// Bytes that the changes so far take here, about.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.here + self.log_bytes()
     }
 
-    /// Appends changes, which were checked. After an error none of them is there.
+    /// Bytes of the log.
+    pub fn log_bytes(&self) -> u64 {
+        self.end - log_of(self.size) - HEADER as u64
+    }
+
+    /// Whether what was taken may be lost.
+    pub fn is_broken(&self) -> bool {
+        self.broken
+    }
+
+    /// Takes changes, which were checked. After an error only some of them are there, and blocks that they cover may be
+    /// no part of the epoch any more.
     pub fn append(&mut self, changes: &[Change]) -> io::Result<()> {
-        let mut end = self.end;
-        let mut places = Vec::with_capacity(changes.len());
-        let mut slab: Vec<u8> = Vec::new();
-        let mut slab_at = end;
-        for change in changes {
-            let (kind, payload): (_, &[u8]) = match change {
-                Change::Write(_, data) => (KIND_DATA, data),
-                Change::Zero(..) => (KIND_ZERO, &[]),
+        let mut rest = changes;
+        while !rest.is_empty() {
+            // Checksums of blocks that are written twice would not fit.
+            let overlaps = |nth: &usize| {
+                let blocks = blocks_of(rest[*nth].offset(), rest[*nth].covers());
+                rest[..*nth].iter().any(|other| touches(other, &blocks))
             };
-            let head = Head {
-                kind,
-                payload_crc: crc(payload),
+            let count = (1..rest.len()).find(overlaps).unwrap_or(rest.len());
+            self.append_apart(&rest[..count])?;
+            rest = &rest[count..];
+        }
+        Ok(())
+    }
+
+    /// Takes changes of which no two touch the same blocks.
+    fn append_apart(&mut self, changes: &[Change]) -> io::Result<()> {
+        self.forget(changes)?;
+        let mut log = Vec::new();
+        for change in changes {
+            let mut head = Head {
+                kind: KIND_ZERO,
+                sums_crc: 0,
                 offset: change.offset(),
                 length: change.covers(),
             };
-            slab.extend_from_slice(&head.encode());
-            slab.extend_from_slice(payload);
-            places.push((kind == KIND_DATA).then_some(end + CHANGE as u64));
-            end += (CHANGE + payload.len()) as u64;
-            if slab.len() >= SLAB {
-                self.file.write_at(&slab, slab_at)?;
-                slab_at += slab.len() as u64;
-                slab.clear();
+            let mut sums = Vec::new();
+            if let Change::Write(offset, data) = change {
+                self.file.write_at(data, *offset)?;
+                self.unsynced += data.len() as u64;
+                let each = data.chunks(BLOCK_SIZE_U64 as usize).map(crc);
+                sums.extend(each.flat_map(u32::to_le_bytes));
+                (head.kind, head.sums_crc) = (KIND_DATA, crc(&sums));
+            }
+            log.extend_from_slice(&head.encode());
+            log.extend_from_slice(&sums);
+        }
+        self.log(&log, changes.len() as u64)?;
+        for change in changes {
+            let state = match change {
+                Change::Write(_, data) => {
+                    self.here += data.len() as u64;
+                    State::Here
+                }
+                Change::Zero(..) => State::Zero,
+            };
+            let blocks = blocks_of(change.offset(), change.covers());
+            self.states.load(blocks, state);
+        }
+        if self.unsynced >= SYNC_EVERY {
+            self.unsynced = 0;
+            let synced = self.file.sync();
+            self.broken |= synced.is_err();
+            return synced;
+        }
+        Ok(())
+    }
+
+    fn log(&mut self, records: &[u8], count: u64) -> io::Result<()> {
+        self.file.write_at(records, self.end)?;
+        self.end += records.len() as u64;
+        self.records += count;
+        Ok(())
+    }
+
+    /// Blocks that hold bytes already and are about to hold others are no part of the epoch until they do.
+    fn forget(&mut self, changes: &[Change]) -> io::Result<()> {
+        let mut log = Vec::new();
+        let mut records = 0;
+        let mut forgotten = Vec::new();
+        for change in changes.iter().filter(|c| matches!(c, Change::Write(..))) {
+            let runs = self
+                .states
+                .runs(blocks_of(change.offset(), change.covers()));
+            for (run, _) in runs.filter(|run| run.1 == State::Here) {
+                let offset = run.start * BLOCK_SIZE_U64;
+                let head = Head {
+                    kind: KIND_FORGET,
+                    sums_crc: 0,
+                    offset,
+                    length: (run.end * BLOCK_SIZE_U64).min(self.size) - offset,
+                };
+                log.extend_from_slice(&head.encode());
+                records += 1;
+                forgotten.push(run);
             }
         }
-        self.file.write_at(&slab, slab_at)?;
-        for (change, place) in changes.iter().zip(places) {
-            self.insert(blocks_of(change.offset(), change.covers()), place);
+        if records > 0 {
+            self.log(&log, records)?;
+            for run in forgotten {
+                let bytes = (run.end - run.start) * BLOCK_SIZE_U64;
+                self.here = self.here.saturating_sub(bytes);
+                self.states.load(run, State::Base);
+            }
         }
-        self.end = end;
-        self.changes += changes.len() as u64;
-        self.bytes += Self::bytes_of(changes);
         Ok(())
     }
 
@@ -220,8 +332,8 @@ impl Redo {
         ready.map_err(SealError::Not)?;
         let seal = Head {
             kind: KIND_SEAL,
-            payload_crc: 0,
-            offset: self.changes,
+            sums_crc: 0,
+            offset: self.records,
             length: self.end,
         };
         let sealed = self.file.write_at(&seal.encode(), self.end);
@@ -237,146 +349,207 @@ impl Redo {
 
     /// The pieces that touch a range of blocks, cut to it, in order.
     pub fn pieces(&self, blocks: Range<u64>) -> impl Iterator<Item = Piece> + '_ {
-        let before = self.pieces.range(..blocks.start).next_back();
-        let (from, to) = (blocks.start, blocks.end.max(blocks.start));
-        before
-            .into_iter()
-            .chain(self.pieces.range(from..to))
-            .filter(move |(_, (end, _))| *end > from)
-            .map(move |(&start, &(end, at))| {
-                let first = start.max(from);
-                let skipped = (first - start) * BLOCK_SIZE_U64;
-                (first..end.min(to), at.map(|at| at + skipped))
+        self.states
+            .runs(blocks)
+            .filter_map(|(run, state)| match state {
+                State::Base => None,
+                State::Here => {
+                    let place = run.start * BLOCK_SIZE_U64;
+                    Some((run, Some(place)))
+                }
+                State::Zero => Some((run, None)),
             })
     }
 
     /// All pieces, in order.
     pub fn all(&self) -> impl Iterator<Item = Piece> + '_ {
-        self.pieces.iter().map(|(&s, &(end, at))| (s..end, at))
+        self.pieces(0..self.size.div_ceil(BLOCK_SIZE_U64))
     }
 
-    fn insert(&mut self, blocks: Range<u64>, place: Option<u64>) {
-        if blocks.is_empty() {
-            return;
-        }
-        let touched: Vec<_> = self.pieces(blocks.clone()).map(|piece| piece.0).collect();
-        for part in touched {
-            let Some((start, (end, at))) = self.at_or_before(part.start) else {
-                continue;
-            };
-            self.pieces.remove(&start);
-            if start < blocks.start {
-                self.pieces.insert(start, (blocks.start, at));
-            }
-            if end > blocks.end {
-                let at = at.map(|at| at + (blocks.end - start) * BLOCK_SIZE_U64);
-                self.pieces.insert(blocks.end, (end, at));
-            }
-        }
-        self.pieces.insert(blocks.start, (blocks.end, place));
-    }
-
-    fn at_or_before(&self, block: u64) -> Option<(u64, (u64, Option<u64>))> {
-        let (start, piece) = self.pieces.range(..=block).next_back()?;
-        Some((*start, *piece))
-    }
-
-    /// Looks at a redo file that an earlier run left.
+    /// Looks at a redo file that an earlier run left. One that does not count is compared with its checksums, unless this
+    /// run of the machine wrote it.
     ///
     /// # Errors
-    /// [`OverlayError::Damaged`] when it was sealed and is not whole any more; [`OverlayError::Io`].
+    /// [`OverlayError::Damaged`] when it was sealed and is not whole any more; [`OverlayError::OldRedo`];
+    /// [`OverlayError::Io`].
     pub fn open(
         directory: &dyn Directory,
         epoch: Epoch,
-        base: &Digest,
-        size: u64,
+        of: Of<'_>,
+        access: Access,
     ) -> Result<Found, OverlayError> {
         let name = name_of(epoch);
         let said = directory.describe(&name);
         let read = OverlayError::io("read", &said);
-        let file = directory.open(&name, Access::Read).map_err(&read)?;
+        let file = directory.open(&name, access).map_err(&read)?;
         let length = file.len().map_err(&read)?;
-        let mut redo = Self::without_changes(epoch, file, name);
-        let what = match redo.parse(base, size, length).map_err(&read)? {
-            Ok(()) => return Ok(Found::Sealed(redo)),
-            Err(what) => what,
-        };
-        match redo.ends_with_seal(length).map_err(&read)? {
-            true => Err(OverlayError::Damaged { file: said, what }),
-            false => Ok(Found::Unsealed),
+        let mut redo = Self::without_changes(epoch, file, name, of.size);
+        let parsed = redo.parse(of, length).map_err(&read)?;
+        if matches!(parsed, Parsed::Sealed) {
+            return Ok(Found::Sealed(redo));
+        }
+        if redo.ends_with_seal(length).map_err(&read)? {
+            if redo.is_of_version_1().map_err(&read)? {
+                return Err(OverlayError::OldRedo { file: said });
+            }
+            let what = match parsed {
+                Parsed::Not(what) | Parsed::Staged(what) => what,
+                Parsed::Sealed => "its end",
+            };
+            return Err(OverlayError::Damaged { file: said, what });
+        }
+        match (parsed, access) {
+            (Parsed::Staged(_), Access::Write) => {
+                // Nothing that was torn may stand behind what comes.
+                redo.file
+                    .set_len(redo.end)
+                    .map_err(OverlayError::io("cut", &said))?;
+                Ok(Found::Staged(redo))
+            }
+            _ => Ok(Found::Nothing),
         }
     }
 
     fn ends_with_seal(&self, length: u64) -> io::Result<bool> {
-        let Some(at) = length.checked_sub(CHANGE as u64) else {
+        let Some(at) = length.checked_sub(RECORD as u64) else {
             return Ok(false);
         };
-        let mut bytes = [0; CHANGE];
+        let mut bytes = [0; RECORD];
         read_exact_at(self.file.as_ref(), &mut bytes, at)?;
         let head = Head::decode(&bytes);
         Ok(head.is_some_and(|head| head.kind == KIND_SEAL && head.length == at))
     }
 
-    /// Reads up to the seal; says what is wrong when it does not come to one.
-    fn parse(
-        &mut self,
-        base: &Digest,
-        size: u64,
-        length: u64,
-    ) -> io::Result<Result<(), &'static str>> {
-        let mut found = [0; HEADER];
-        if length < HEADER as u64 {
-            return Ok(Err("its header"));
-        }
-        read_exact_at(self.file.as_ref(), &mut found, 0)?;
-        if found != header(self.epoch, base) && !cfg!(fuzzing) {
-            return Ok(Err("its header"));
-        }
-        let mut slab = Vec::new();
-        loop {
-            let mut bytes = [0; CHANGE];
-            if length - self.end < CHANGE as u64 {
-                return Ok(Err("it has no end"));
-            }
-            read_exact_at(self.file.as_ref(), &mut bytes, self.end)?;
-            let Some(head) = Head::decode(&bytes) else {
-                return Ok(Err("the head of a change"));
-            };
-            let at = self.end + CHANGE as u64;
-            let fine = is_whole(head.offset, head.length, size);
-            match head.kind {
-                KIND_SEAL if head.offset == self.changes && head.length == self.end => {
-                    return Ok(Ok(()));
-                }
-                KIND_ZERO if fine => {
-                    self.insert(blocks_of(head.offset, head.length), None);
-                    self.end = at;
-                }
-                KIND_DATA if fine && head.length <= length - at => {
-                    if !self.payload_fits(&head, at, &mut slab)? {
-                        return Ok(Err("the bytes of a change"));
-                    }
-                    self.insert(blocks_of(head.offset, head.length), Some(at));
-                    self.end = at + head.length;
-                }
-                _ => return Ok(Err("a change that cannot be")),
-            }
-            self.changes += 1;
-        }
+    /// A file of version 1 has its header where there is the first block now.
+    fn is_of_version_1(&self) -> io::Result<bool> {
+        let mut bytes = [0; 12];
+        self.file.read_at(&mut bytes, 0)?;
+        Ok(bytes[..8] == MAGIC && bytes[8..] == 1u32.to_le_bytes())
     }
 
-    fn payload_fits(&self, head: &Head, at: u64, slab: &mut Vec<u8>) -> io::Result<bool> {
-        let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-        let mut done = 0;
-        while done < head.length {
-            let take = (head.length - done).min(SLAB as u64) as usize;
-            slab.resize(take, 0);
-            read_exact_at(self.file.as_ref(), slab, at + done)?;
-            sum.update(slab);
-            done += take as u64;
+    /// Reads the log up to its seal, or as far as it goes.
+    fn parse(&mut self, of: Of<'_>, length: u64) -> io::Result<Parsed> {
+        let start = log_of(of.size);
+        let mut found = [0; HEADER];
+        if length < self.end {
+            return Ok(Parsed::Not("its header"));
         }
-        Ok(sum.finalize() as u32 == head.payload_crc || cfg!(fuzzing))
+        read_exact_at(self.file.as_ref(), &mut found, start)?;
+        let mut boot = [0; 16];
+        boot.copy_from_slice(&found[56..72]);
+        if found != header(self.epoch, of.base, boot) && !cfg!(fuzzing) {
+            return Ok(Parsed::Not("its header"));
+        }
+        let known = boot == of.boot && boot != [0; 16] && !self.ends_with_seal(length)?;
+        // Blocks whose bytes are not those that came.
+        let mut lost = States::default();
+        let result = loop {
+            let Some(head) = self.head(length)? else {
+                break Parsed::Staged("the head of a change, or its end");
+            };
+            let sums = self.end + RECORD as u64;
+            let blocks = blocks_of(head.offset, head.length);
+            let fine = is_whole(head.offset, head.length, of.size);
+            match head.kind {
+                KIND_SEAL if head.offset == self.records && head.length == self.end => {
+                    break Parsed::Sealed;
+                }
+                KIND_ZERO | KIND_FORGET if fine => {
+                    let state = match head.kind {
+                        KIND_ZERO => State::Zero,
+                        _ => State::Base,
+                    };
+                    self.states.load(blocks.clone(), state);
+                    lost.load(blocks, State::Base);
+                    self.end = sums;
+                }
+                KIND_DATA if fine && self.sums_fit(&head, length)? => {
+                    self.states.load(blocks.clone(), State::Here);
+                    lost.load(blocks.clone(), State::Base);
+                    self.end = sums + (blocks.end - blocks.start) * SUM as u64;
+                    if !known {
+                        self.compare(sums, blocks, &mut lost)?;
+                    }
+                }
+                _ => break Parsed::Staged("a change that cannot be"),
+            }
+            self.records += 1;
+        };
+        let all = 0..of.size.div_ceil(BLOCK_SIZE_U64);
+        for (run, _) in lost.runs(all).filter(|run| run.1 != State::Base) {
+            self.states.load(run, State::Base);
+        }
+        let here = self.all().filter(|piece| piece.1.is_some());
+        let blocks: u64 = here.map(|piece| piece.0.end - piece.0.start).sum();
+        self.here = blocks * BLOCK_SIZE_U64;
+        Ok(match result {
+            Parsed::Sealed if lost.count() > 0 => Parsed::Staged("the bytes of a change"),
+            other => other,
+        })
     }
+
+    /// The record at the end of what was read.
+    fn head(&self, length: u64) -> io::Result<Option<Head>> {
+        let mut bytes = [0; RECORD];
+        if length - self.end < RECORD as u64 {
+            return Ok(None);
+        }
+        read_exact_at(self.file.as_ref(), &mut bytes, self.end)?;
+        Ok(Head::decode(&bytes))
+    }
+
+    /// Whether the checksums of a record are there and are what they were.
+    fn sums_fit(&self, head: &Head, length: u64) -> io::Result<bool> {
+        let mut left = head.length.div_ceil(BLOCK_SIZE_U64) * SUM as u64;
+        let mut at = self.end + RECORD as u64;
+        if left > length - at {
+            return Ok(false);
+        }
+        let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+        let mut slab = Vec::new();
+        while left > 0 {
+            slab.resize(left.min(SLAB as u64) as usize, 0);
+            read_exact_at(self.file.as_ref(), &mut slab, at)?;
+            sum.update(&slab);
+            at += slab.len() as u64;
+            left -= slab.len() as u64;
+        }
+        Ok(sum.finalize() as u32 == head.sums_crc || cfg!(fuzzing))
+    }
+
+    /// Compares blocks with their checksums, which are at `sums`.
+    fn compare(&self, mut sums: u64, blocks: Range<u64>, lost: &mut States) -> io::Result<()> {
+        let at_once = SLAB as u64 / BLOCK_SIZE_U64;
+        let (mut slab, mut expected) = (Vec::new(), Vec::new());
+        for first in (blocks.start..blocks.end).step_by(at_once as usize) {
+            let end = (first + at_once).min(blocks.end);
+            let offset = first * BLOCK_SIZE_U64;
+            slab.resize(((end * BLOCK_SIZE_U64).min(self.size) - offset) as usize, 0);
+            read_exact_at(self.file.as_ref(), &mut slab, offset)?;
+            expected.resize((end - first) as usize * SUM, 0);
+            read_exact_at(self.file.as_ref(), &mut expected, sums)?;
+            sums += expected.len() as u64;
+            let data = slab.chunks(BLOCK_SIZE_U64 as usize);
+            for (block, (bytes, sum)) in (first..).zip(data.zip(expected.chunks(SUM))) {
+                if crc(bytes).to_le_bytes() != sum && !cfg!(fuzzing) {
+                    lost.load(block..block + 1, State::Here);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a log turned out to be, and what is at its end.
+enum Parsed {
+    Sealed,
+    Staged(&'static str),
+    Not(&'static str),
+}
+
+fn touches(change: &Change, blocks: &Range<u64>) -> bool {
+    let other = blocks_of(change.offset(), change.covers());
+    other.start < blocks.end && blocks.start < other.end
 }
 
 #[cfg(test)]

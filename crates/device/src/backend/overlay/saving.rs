@@ -107,8 +107,22 @@ impl Overlay {
         Ok(log.sync()?)
     }
 
+    /// Writes down the states of blocks that changed and whose data is durable, without making that durable.
+    pub(super) fn log_states(&self, saving: &mut Saving) -> Result<(), OverlayError> {
+        let records = self.states.write().take_changed();
+        let log = saving.log.as_mut().ok_or(OverlayError::ReadOnly)?;
+        let result = log.append(&records);
+        if result.is_err() {
+            let mut states = self.states.write();
+            for record in &records {
+                states.mark(record.first..record.first + u64::from(record.count));
+            }
+        }
+        Ok(result?)
+    }
+
     /// Makes the data durable. When that fails it is not known what is, and never will be.
-    fn sync_data(&self) -> Result<(), OverlayError> {
+    pub(super) fn sync_data(&self) -> Result<(), OverlayError> {
         self.data.sync().map_err(|error| {
             *self.broken.write() = Some(error.to_string());
             self.io("sync", DATA)(error)

@@ -3,6 +3,7 @@ mod crash;
 mod epochs;
 mod files;
 mod processes;
+mod staged;
 
 use std::sync::Arc;
 

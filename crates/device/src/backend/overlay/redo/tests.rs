@@ -4,6 +4,14 @@ use fastrand::Rng;
 use super::*;
 use crate::storage::FakeDirectory;
 
+fn of(base: &Digest, size: u64) -> Of<'_> {
+    Of {
+        base,
+        size,
+        boot: [0; 16],
+    }
+}
+
 /// Random overlapping changes against a vector that says, for each block, what its content is.
 #[test]
 fn later_changes_win() {
@@ -11,8 +19,8 @@ fn later_changes_win() {
         let mut rng = Rng::with_seed(seed);
         let fake = FakeDirectory::default();
         let base = Digest([1; 32]);
-        let mut redo = Redo::create(&fake, Epoch(5), &base).unwrap();
         let blocks = 40;
+        let mut redo = Redo::create(&fake, Epoch(5), of(&base, blocks * BLOCK_SIZE_U64)).unwrap();
         let mut model: Vec<Option<u8>> = vec![None; blocks as usize];
         for byte in 1..60u8 {
             let first = rng.u64(0..blocks);
@@ -49,7 +57,9 @@ fn later_changes_win() {
         check(&redo);
         assert!(redo.seal().is_ok());
         let size = blocks * BLOCK_SIZE_U64;
-        let Found::Sealed(again) = Redo::open(&fake, Epoch(5), &base, size).unwrap() else {
+        let Found::Sealed(again) =
+            Redo::open(&fake, Epoch(5), of(&base, size), Access::Write).unwrap()
+        else {
             panic!("seed {seed}: sealed and not found");
         };
         check(&again);
@@ -60,7 +70,7 @@ fn later_changes_win() {
             (Epoch(5), Digest([2; 32]), size),
             (Epoch(5), base, BLOCK_SIZE_U64),
         ] {
-            let result = Redo::open(&fake, epoch, &base, size);
+            let result = Redo::open(&fake, epoch, of(&base, size), Access::Write);
             assert!(matches!(result, Err(OverlayError::Damaged { .. })));
         }
     }

@@ -157,6 +157,7 @@ fn check(
         possible.allows(&found) || committing.is_some_and(|model| found == *model),
         "{said}: what was never there"
     );
+    overlay.abandon().unwrap();
     // It goes on, and stays.
     overlay.write(100, &[9; 5000]).unwrap();
     overlay.flush().unwrap();

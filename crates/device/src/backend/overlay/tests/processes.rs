@@ -235,6 +235,7 @@ fn a_full_disk_loses_nothing() {
         .stage(Epoch(2), &[write(8 * BLOCK, 2, 30 * BLOCK)])
         .unwrap();
     full(overlay.commit(Epoch(2)).map_err(DeviceError::from));
+    overlay.abandon().unwrap();
     assert_eq!(overlay.committed(), Epoch(1));
     assert!(everything(&overlay) == model);
     // Plain writes until it is full.
