@@ -70,6 +70,14 @@ pub struct ReuseJob {
 pub enum Event {
     /// The source sent a batch.
     Batch(Arc<Batch>),
+    /// These data blocks of a batch (by order among them) are in place already. Comes before its
+    /// plan, if at all.
+    Kept {
+        /// The batch's number.
+        index: u64,
+        /// Which.
+        blocks: DataBits,
+    },
     /// The matcher's answer for a batch, looked up.
     Planned {
         /// The batch's number.
@@ -273,6 +281,7 @@ impl Destination {
     pub fn handle(&mut self, event: Event, actions: &mut Vec<Action>) -> Result<(), Violation> {
         match event {
             Event::Batch(batch) => self.on_batch(batch, actions)?,
+            Event::Kept { index, blocks } => self.on_kept(index, &blocks),
             Event::Planned { index, runs } => self.on_planned(index, runs, actions)?,
             Event::Reused { job, failed } => self.on_reused(&job, &failed, actions),
             Event::Written(runs) => self.on_written(&runs, actions)?,
@@ -344,6 +353,20 @@ impl Destination {
         Ok(())
     }
 
+    /// They are proved once the batch is planned: what a wrong proof has asked for must not be reused.
+    fn on_kept(&mut self, index: u64, blocks: &DataBits) {
+        let Some(open) = self.open.get_mut(&index).filter(|o| !o.planned) else {
+            return;
+        };
+        for i in blocks.iter() {
+            if open.missing.get(i) {
+                open.missing.clear(i);
+                open.resumed.set(i);
+                self.counts.resumed_blocks += 1;
+            }
+        }
+    }
+
     fn on_planned(
         &mut self,
         index: u64,
@@ -391,6 +414,8 @@ impl Destination {
         for (start, run) in own {
             self.reuse_own(&batch, start, run, actions);
         }
+        // All of it may have been kept, and others may wait for what was.
+        self.progressed(index, actions);
         Ok(())
     }
 

@@ -49,6 +49,9 @@ pub enum TeleportError {
     /// The image changed while it was being sent.
     #[error("{} changed while it was being sent; stop what writes to it (or send a snapshot of it) and send it again", .0.display())]
     SourceChanged(PathBuf),
+    /// A block came that is not the one that was announced.
+    #[error("block {0} is not what was announced: the image changed")]
+    NotAnnounced(u64),
     /// The peer said something that the protocol does not allow.
     #[error("the peer broke the protocol: {0}")]
     Protocol(String),

@@ -187,21 +187,121 @@ fn read_walk_lenient(
     for piece in layout.pieces(first_block * BLOCK_SIZE_U64, buf.len() as u64) {
         let part = &mut buf[done..done + piece.len as usize];
         done += part.len();
-        let mut got = 0;
-        if let Some(at) = piece.file {
-            while got < part.len() {
-                match file.read_at(&mut part[got..], at + got as u64) {
-                    Ok(0) => break,
-                    Ok(n) => got += n,
-                    Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                    Err(e) => return Err(e),
-                }
-            }
-        }
+        let got = match piece.file {
+            Some(at) => read_some(file, part, at)?,
+            None => 0,
+        };
         part[got..].fill(0);
     }
     buf[done..].fill(0);
     Ok(())
+}
+
+/// Whether the file has data in any of the spans, as far as its file system says.
+///
+/// # Errors
+/// What seeking reports.
+pub fn has_data(file: &File, spans: &[(Option<u64>, u64)]) -> io::Result<bool> {
+    for (start, len) in spans.iter().filter_map(|(at, len)| Some(((*at)?, len))) {
+        match next_data(file, start)? {
+            Some(data) if data < start + len => return Ok(true),
+            Some(_) => {}
+            None => continue,
+        }
+    }
+    Ok(false)
+}
+
+/// Makes these bytes of the file read as zeros; what does already is only looked at.
+///
+/// # Errors
+/// What the system reports.
+pub fn clear(file: &File, spans: impl IntoIterator<Item = (u64, u64)>) -> io::Result<()> {
+    let mut slab = Vec::new();
+    for (start, len) in spans {
+        let (mut at, end) = (start, start + len);
+        while let Some(data) = next_data(file, at)?.filter(|data| *data < end) {
+            let hole = next_hole(file, data)?.min(end);
+            slab.resize(SLAB, 0);
+            for from in (data..hole).step_by(SLAB) {
+                let part = &mut slab[..SLAB.min((hole - from) as usize)];
+                let n = read_some(file, part, from)?;
+                if !is_zero(&part[..n]) {
+                    punch(file, from, part)?;
+                }
+            }
+            at = hole;
+        }
+    }
+    Ok(())
+}
+
+/// The next byte from `at` that is no hole.
+fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
+    match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(at)) {
+        Ok(data) => Ok(Some(data)),
+        Err(rustix::io::Errno::NXIO) => Ok(None),
+        // A file system that does not know its holes.
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP) => Ok(Some(at)),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// The next byte from `at` that is a hole, or beyond the file.
+fn next_hole(file: &File, at: u64) -> io::Result<u64> {
+    match rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(at)) {
+        Ok(hole) => Ok(hole),
+        Err(rustix::io::Errno::NXIO | rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP) => {
+            Ok(u64::MAX)
+        }
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Zeros `part.len()` bytes at `at`; `part` is used for them where no hole can be made.
+fn punch(file: &File, at: u64, part: &mut [u8]) -> io::Result<()> {
+    use rustix::fs::FallocateFlags;
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    match rustix::fs::fallocate(file, flags, at, part.len() as u64) {
+        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
+            part.fill(0);
+            file.write_all_at(part, at)
+        }
+        other => Ok(other?),
+    }
+}
+
+/// Reads until `buf` is full or the file ends.
+fn read_some(file: &File, buf: &mut [u8], at: u64) -> io::Result<usize> {
+    let mut got = 0;
+    while got < buf.len() {
+        match file.read_at(&mut buf[got..], at + got as u64) {
+            Ok(0) => break,
+            Ok(n) => got += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(got)
+}
+
+/// The parts `(offset, length)` of the file that the layout does not cover: holes.
+#[must_use]
+pub fn uncovered(layout: &Layout) -> Vec<(u64, u64)> {
+    let mut covered: Vec<_> = layout.ranges().iter().map(|r| r.file_span()).collect();
+    covered.sort_by_key(|span| span.start);
+    let mut out = Vec::new();
+    let mut at = 0;
+    for span in covered {
+        if span.start > at {
+            out.push((at, span.start - at));
+        }
+        at = at.max(span.end);
+    }
+    if layout.file_len() > at {
+        out.push((at, layout.file_len() - at));
+    }
+    out
 }
 
 /// Whether walking the layout meets the file's own 4096-byte blocks in file order, so that the

@@ -153,6 +153,35 @@ impl Log {
         self.file.clone()
     }
 
+    /// Cuts off what is behind the first `keep` bytes.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub fn cut(&mut self, keep: u64) -> Result<(), TeleportError> {
+        let failed = |e| TeleportError::file("cut", &self.path)(e);
+        let mut file: &File = &self.file;
+        file.set_len(keep).map_err(failed)?;
+        io::Seek::seek(&mut file, io::SeekFrom::Start(keep)).map_err(failed)?;
+        self.bytes = keep;
+        Ok(())
+    }
+
+    /// Gives the file another name, in place of the file that has it.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub fn rename(&mut self, to: &Path) -> Result<(), TeleportError> {
+        std::fs::rename(&self.path, to).map_err(TeleportError::file("rename to", to))?;
+        self.path = to.into();
+        Ok(())
+    }
+
+    /// Where its last record ends.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// Its path.
     #[must_use]
     pub fn path(&self) -> &Path {

@@ -286,7 +286,8 @@ pub struct Offer {
     pub walk_blocks: u64,
     /// Bytes the encoded layout has.
     pub layout_bytes: u64,
-    /// Changes whenever the image or the way it is walked does: a resume needs the same.
+    /// Changes whenever the image's files do: with another one, what an earlier session brought is
+    /// compared with what is announced.
     pub stamp: Digest,
     /// Only say what would cross the link.
     pub dry_run: bool,
@@ -313,7 +314,7 @@ pub struct End {
 /// The source stops sending an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GiveUp {
-    /// Nothing of the transfer is worth keeping (the image changed).
+    /// What was announced is not true any more (the image changed).
     pub discard: bool,
     /// For the destination's log.
     pub message: String,

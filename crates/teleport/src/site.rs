@@ -26,7 +26,7 @@ use crate::partials::Partials;
 use crate::sequences::Sequences;
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
-use crate::transfer::{Active, Closing, Leftover, inspect};
+use crate::transfer::{Active, Closing, Leftover, inspect, transfer_key};
 use crate::walk::Walk;
 use crate::{RefuseReason, TeleportError};
 
@@ -598,7 +598,7 @@ fn whole_transfers(dir: &Path, repairs: &mut Vec<String>) -> Result<Vec<Arrived>
                     closing,
                 });
             }
-            Some(_) => {}
+            Some(left) => adopt(dir, &path, &left.opening),
             None => {
                 repairs.push(format!(
                     "{}: a transfer without a usable log; removed",
@@ -609,6 +609,18 @@ fn whole_transfers(dir: &Path, repairs: &mut Vec<String>) -> Result<Vec<Arrived>
         }
     }
     Ok(out)
+}
+
+/// A transfer of an earlier version has another name for its directory: it gets the one that it is
+/// looked for by, unless that is taken.
+fn adopt(transfers: &Path, path: &Path, opening: &crate::transfer::Opening) {
+    let wanted = transfers.join(transfer_key(&opening.peer, &opening.offer.name));
+    if wanted != path
+        && !wanted.exists()
+        && let Err(e) = std::fs::rename(path, &wanted)
+    {
+        tracing::warn!(path = %path.display(), error = %e, "cannot rename");
+    }
 }
 
 /// A file that is whole and synced.

@@ -49,14 +49,13 @@ pub struct Closing {
     pub added_unix: i64,
 }
 
-/// Names a transfer: the same peer sending the same file under the same name.
+/// Names a transfer: who sends, and what it will be called. Whether it is still the same file is
+/// found out from what is in it.
 #[must_use]
-pub fn transfer_key(peer: &PeerKey, offer: &Offer) -> String {
-    let mut h = blake3::Hasher::new_derive_key("drover 2026 transfer key");
+pub fn transfer_key(peer: &PeerKey, name: &ImageName) -> String {
+    let mut h = blake3::Hasher::new_derive_key("drover 2026-11 transfer key");
     h.update(&peer.0);
-    h.update(&offer.stamp.0);
-    h.update(&offer.file_bytes.to_le_bytes());
-    h.update(offer.name.as_str().as_bytes());
+    h.update(name.as_str().as_bytes());
     h.finalize().to_hex().as_str()[..32].to_owned()
 }
 
@@ -84,6 +83,11 @@ pub struct Transfer {
     pub layout: Arc<Layout>,
     /// What was offered, by whom.
     pub opening: Opening,
+    /// Whether the partial file may hold blocks that the log says nothing of: every batch is to be
+    /// compared with it.
+    pub compare: bool,
+    /// Where the first batch's record begins in the log.
+    front: u64,
     /// The batch that the log wants next.
     next: u64,
     /// Records of batches behind it.
@@ -125,18 +129,55 @@ impl Transfer {
             .map_err(TeleportError::file("create", &part_path))?;
         part.set_len(opening.offer.file_bytes)
             .map_err(TeleportError::file("size", &part_path))?;
-        let mut log = Log::create(&dir.join("log"), disk)?;
-        log.append(RecordKind::Opening, &drover_net::encode(&opening))?;
-        log.append(RecordKind::Layout, encoded_layout)?;
-        log.sync()?;
+        let log = new_log(&dir.join("log"), &opening, encoded_layout, disk)?;
         sync_parent(&part_path).map_err(TeleportError::file("sync", dir))?;
         sync_parent(dir).map_err(TeleportError::file("sync", dir))?;
         Ok(Transfer {
             dir: dir.into(),
+            front: log.bytes(),
             log,
             part: Arc::new(SyncedFile::new(part, disk.clone())),
             layout,
             opening,
+            compare: false,
+            next: 0,
+            held: BTreeMap::new(),
+        })
+    }
+
+    /// Puts a transfer in the place of another one, whose partial file it goes on with: every batch
+    /// is compared with what is there. Durable when it returns; a crash leaves the one or the other.
+    ///
+    /// # Errors
+    /// When there is no partial file, or the files cannot be written.
+    pub fn replace(
+        dir: &Path,
+        opening: Opening,
+        layout: Arc<Layout>,
+        encoded_layout: &[u8],
+        disk: &Arc<dyn Disk>,
+    ) -> Result<Self, TeleportError> {
+        let part_path = dir.join("image.part");
+        let part = File::options()
+            .read(true)
+            .write(true)
+            .open(&part_path)
+            .map_err(TeleportError::file("open", &part_path))?;
+        let mut log = new_log(&dir.join("log.new"), &opening, encoded_layout, disk)?;
+        log.rename(&dir.join("log"))?;
+        sync_parent(&part_path).map_err(TeleportError::file("sync", dir))?;
+        part.set_len(opening.offer.file_bytes)
+            .map_err(TeleportError::file("size", &part_path))?;
+        files::clear(&part, files::uncovered(&layout))
+            .map_err(TeleportError::file("write", &part_path))?;
+        Ok(Transfer {
+            dir: dir.into(),
+            front: log.bytes(),
+            log,
+            part: Arc::new(SyncedFile::new(part, disk.clone())),
+            layout,
+            opening,
+            compare: true,
             next: 0,
             held: BTreeMap::new(),
         })
@@ -156,9 +197,10 @@ impl Transfer {
         mut restored: impl FnMut(&Opening, Restored) -> Result<(), TeleportError>,
     ) -> Result<Option<Self>, TeleportError> {
         let log_path = dir.join("log");
-        let rested = std::fs::remove_file(dir.join(RESTED)).is_ok();
-        if !rested {
+        let part_path = dir.join("image.part");
+        if std::fs::remove_file(dir.join(RESTED)).is_err() {
             read_from_disk(disk, &log_path)?;
+            read_from_disk(disk, &part_path)?;
         }
         let Some(mut reader) = open_if_there(&log_path)? else {
             return Ok(None);
@@ -173,16 +215,15 @@ impl Transfer {
         if same != *offer || logged != *layout {
             return Ok(None);
         }
-        let part_path = dir.join("image.part");
         let Ok(part) = File::options().read(true).write(true).open(&part_path) else {
             return Ok(None);
         };
-        if !rested {
-            read_from_disk(disk, &part_path)?;
-        }
         part.set_len(offer.file_bytes)
             .map_err(TeleportError::file("size", &part_path))?;
-        let mut keep = reader.valid_bytes();
+        files::clear(&part, files::uncovered(layout))
+            .map_err(TeleportError::file("write", &part_path))?;
+        let front = reader.valid_bytes();
+        let mut keep = front;
         let mut incomplete = 0;
         let mut next = 0;
         for record in reader.by_ref() {
@@ -195,6 +236,7 @@ impl Transfer {
             if batch.index != next {
                 break;
             }
+            clear_zeros(&part, layout, &batch).map_err(TeleportError::file("write", &part_path))?;
             let (missing, full) = missing_blocks(&part, layout, &batch)
                 .map_err(TeleportError::file("read", &part_path))?;
             let plan = (missing.count() > 0).then_some(plan);
@@ -221,6 +263,8 @@ impl Transfer {
             part: Arc::new(SyncedFile::new(part, disk.clone())),
             layout: Arc::new(logged),
             opening,
+            compare: true,
+            front,
             next,
             held: BTreeMap::new(),
         }))
@@ -235,9 +279,28 @@ impl Transfer {
             .sync_data()
             .map_err(TeleportError::file("sync", self.part_path()))?;
         self.log.sync()?;
+        self.mark_rested()
+    }
+
+    /// Says that memory has nothing of the transfer that the disk is known to have lost.
+    ///
+    /// # Errors
+    /// When that cannot be written down.
+    pub fn mark_rested(&self) -> Result<(), TeleportError> {
         let mark = self.dir.join(RESTED);
         File::create(&mark).map_err(TeleportError::file("create", &mark))?;
         Ok(())
+    }
+
+    /// The batches of the log do not describe the image any more: whoever resumes compares what is
+    /// in the partial file with what is offered then.
+    ///
+    /// # Errors
+    /// When the log cannot be cut.
+    pub fn distrust(&mut self) -> Result<(), TeleportError> {
+        self.held.clear();
+        self.next = 0;
+        self.log.cut(self.front)
     }
 
     /// Logs a batch with its plan. What is done about it comes after. Batches are logged in the
@@ -269,6 +332,39 @@ fn read_from_disk(disk: &Arc<dyn Disk>, path: &Path) -> Result<(), TeleportError
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(e) => Err(failed(e)),
     }
+}
+
+/// A new log with its front, durable but for its name.
+fn new_log(
+    path: &Path,
+    opening: &Opening,
+    encoded_layout: &[u8],
+    disk: &Arc<dyn Disk>,
+) -> Result<Log, TeleportError> {
+    let mut log = Log::create(path, disk)?;
+    log.append(RecordKind::Opening, &drover_net::encode(opening))?;
+    log.append(RecordKind::Layout, encoded_layout)?;
+    log.sync()?;
+    Ok(log)
+}
+
+/// The opening of the transfer in `dir`; `None` when there is none or its log is damaged.
+pub fn opening_of(dir: &Path) -> Option<Opening> {
+    let mut reader = open_if_there(&dir.join("log")).ok()??;
+    let opening = reader.next().filter(|r| r.kind == RecordKind::Opening)?;
+    drover_net::decode(&opening.payload).ok()
+}
+
+/// What is zero in a batch must be zero in the partial file, whatever was there before.
+pub fn clear_zeros(part: &File, layout: &Layout, batch: &Batch) -> std::io::Result<()> {
+    let zeros = (0..batch.data.blocks()).filter(|i| !batch.data.get(*i));
+    let runs: Runs = zeros.map(|i| batch.first_block() + i).collect();
+    let runs: Vec<_> = runs.iter().collect();
+    let spans = files::spans_of(layout, &runs);
+    files::clear(
+        part,
+        spans.into_iter().filter_map(|(at, len)| Some((at?, len))),
+    )
 }
 
 fn open_if_there(path: &Path) -> Result<Option<LogReader>, TeleportError> {
@@ -374,10 +470,28 @@ pub fn inspect(dir: &Path) -> Result<Option<Leftover>, TeleportError> {
 /// Which names have a transfer going on, so that two never write the same one.
 #[derive(Debug, Default)]
 pub struct Active {
-    names: parking_lot::Mutex<
-        std::collections::HashMap<ImageName, (String, tokio::sync::watch::Sender<bool>)>,
-    >,
+    names: parking_lot::Mutex<std::collections::HashMap<ImageName, Holder>>,
+    /// Numbers those who ask, so that the older of two that wait does not stop the newer.
+    asked: std::sync::atomic::AtomicU64,
     freed: parking_lot::Condvar,
+}
+
+#[derive(Debug)]
+struct Holder {
+    key: String,
+    number: u64,
+    stop: tokio::sync::watch::Sender<bool>,
+}
+
+/// Why a name cannot be had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Taken {
+    /// Another transfer has it.
+    ByAnother,
+    /// A newer session of the same transfer has it.
+    ByNewer,
+    /// An older session of the same transfer has not let go of it yet: ask again later.
+    Still,
 }
 
 /// Holds a name until it is dropped.
@@ -390,38 +504,45 @@ pub struct Hold {
 
 impl Active {
     /// Takes `name` for the transfer `key`. A session that holds it for the same transfer (whose
-    /// link was cut, most likely) is told to stop and waited for, at most `patience`. `None` when
-    /// another transfer holds the name.
+    /// link was cut, most likely) is told to stop and waited for, at most `patience`.
+    ///
+    /// # Errors
+    /// When somebody else has it.
     pub fn take(
         self: &Arc<Self>,
         name: &ImageName,
         key: &str,
         patience: std::time::Duration,
-    ) -> Option<Hold> {
+    ) -> Result<Hold, Taken> {
         let deadline = std::time::Instant::now() + patience;
         let mut names = self.names.lock();
-        while let Some((holder, stop)) = names.get(name) {
-            if holder != key {
-                return None;
+        let number = self
+            .asked
+            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        while let Some(holder) = names.get(name) {
+            if holder.key != key {
+                return Err(Taken::ByAnother);
             }
-            stop.send_replace(true);
+            if holder.number > number {
+                return Err(Taken::ByNewer);
+            }
+            holder.stop.send_replace(true);
             if self.freed.wait_until(&mut names, deadline).timed_out() {
-                return None;
+                return Err(Taken::Still);
             }
         }
         let (sender, stop) = tokio::sync::watch::channel(false);
-        names.insert(name.clone(), (key.into(), sender));
-        Some(Hold {
+        let holder = Holder {
+            key: key.into(),
+            number,
+            stop: sender,
+        };
+        names.insert(name.clone(), holder);
+        Ok(Hold {
             active: self.clone(),
             name: name.clone(),
             stop,
         })
-    }
-
-    /// Whether a transfer of that key is going on.
-    #[must_use]
-    pub fn has(&self, key: &str) -> bool {
-        self.names.lock().values().any(|(k, _)| k == key)
     }
 }
 

@@ -481,11 +481,13 @@ impl Session {
         let (events, queue) = mpsc::channel(EVENT_QUEUE);
         let (site, shared) = (self.site.clone(), self.shared.clone());
         let (sink, slot, name) = (events.clone(), offer.slot, offer.name.clone());
+        let stop = self.stop.clone();
         let prepared = tokio::task::spawn_blocking(move || {
-            prepare::prepare(&site, &shared, offer, &layout, sink)
+            prepare::prepare(&site, &shared, offer, &layout, sink, &stop)
         });
         let mut prepared = match prepared.await.map_err(|_| stopped())? {
             Ok(prepared) => prepared,
+            Err(TeleportError::Stopped) => return Err(TeleportError::Stopped),
             Err(e) => {
                 tracing::info!(peer = self.shared.peer_name, error = %e, "image refused");
                 return self.refuse(&name, &e).await;
@@ -539,7 +541,7 @@ impl Session {
                 _ = wait_true(hold_stop.clone()) => {
                     let _ = events.send(DriverEvent::Stop).await;
                     let _ = driver.await;
-                    break Err(TeleportError::Remote("a newer session took the transfer over".into()));
+                    break Err(prepare::taken_over());
                 }
             }
         };

@@ -80,9 +80,7 @@ impl LaneIn {
         self.digests.clear();
         digest_blocks(&self.blocks, &mut self.digests);
         if let Some(block) = note_digests(image, runs.blocks(), &self.digests)? {
-            return Err(TeleportError::Remote(format!(
-                "block {block} is not what was announced: the image changed"
-            )));
+            return Err(TeleportError::NotAnnounced(block));
         }
         lap.busy(&stages.verify);
         let mut at = 0;

@@ -375,7 +375,7 @@ impl Sender {
             virtual_bytes: image.virtual_size,
             walk_blocks: image.layout.walk_blocks(),
             layout_bytes: layout.len() as u64,
-            stamp: stamp_of(image, &layout),
+            stamp: stamp_of(image),
             dry_run: self.options.dry_run,
         };
         let payload = encode(&offer);
@@ -620,17 +620,15 @@ fn walk(
     let _ = batches.blocking_send(digest.map(Walked::End));
 }
 
-/// Changes whenever the image's files or its layout do.
-fn stamp_of(image: &Outgoing, layout: &[u8]) -> Digest {
+/// Changes whenever the image's files do, by whatever name they are opened.
+fn stamp_of(image: &Outgoing) -> Digest {
     let mut h = blake3::Hasher::new_derive_key("drover 2026 source stamp");
-    for (path, s) in &image.stamps {
-        h.update(path.as_os_str().as_encoded_bytes());
+    for (_, s) in &image.stamps {
         for n in [s.device, s.inode, s.size] {
             h.update(&n.to_le_bytes());
         }
         h.update(&s.mtime_ns.to_le_bytes());
         h.update(&s.ctime_ns.to_le_bytes());
     }
-    h.update(layout);
     Digest(*h.finalize().as_bytes())
 }

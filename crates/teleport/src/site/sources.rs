@@ -62,10 +62,15 @@ impl Site {
 
     /// Gives a transfer up for good: what it has brought is no source of blocks any more.
     pub(crate) fn discard(&self, dir: &Path, image: ImageId) {
+        self.forget_partial(image);
+        remove_dir(dir);
+    }
+
+    /// What a transfer has brought is no source of blocks any more.
+    pub(crate) fn forget_partial(&self, image: ImageId) {
         self.partials.remove(image);
         self.sequences.drop_image(image);
         self.tell(image, ImageEvent::Forget);
-        remove_dir(dir);
     }
 }
 

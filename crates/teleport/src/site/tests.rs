@@ -5,6 +5,10 @@ use std::collections::HashMap;
 use super::*;
 use crate::transfer::tests::{Sample, sample};
 
+fn key(sample: &Sample) -> String {
+    transfer_key(&sample.opening.peer, &sample.opening.offer.name)
+}
+
 /// A catalog that outlives its site.
 #[derive(Default)]
 struct Memory(Mutex<(u64, HashMap<ImageName, ImageRecord>)>);
@@ -66,7 +70,7 @@ impl Home {
     /// Brings a transfer to the point where its file is whole and `until` is the next step.
     fn arrive(&self, sample: &Sample, until: Until) {
         let (site, _) = self.open();
-        let dir = site.transfer_dir(&format!("{:032x}", sample.opening.image));
+        let dir = site.transfer_dir(&key(sample));
         let mut transfer = sample.arrived(&dir);
         let mut blocks = BlockMap::default();
         sample.batches.iter().for_each(|b| blocks.push(&b.data));
@@ -172,7 +176,7 @@ fn a_delivery_cut_off_before_it_was_logged_is_resumed() {
     assert_eq!(repairs, [""; 0]);
     assert!(site.images.list().is_empty());
     assert!(!home.path("images/a.raw").exists());
-    let dir = site.transfer_dir(&format!("{:032x}", sample.opening.image));
+    let dir = site.transfer_dir(&key(&sample));
     let mut present = 0;
     let resumed = crate::transfer::Transfer::resume(
         &dir,
@@ -205,7 +209,7 @@ fn transfers_without_a_usable_log_are_removed_and_so_is_one_without_its_file() {
     let whole = sample("a.raw", 2, 100_000);
     home.arrive(&whole, Until::Rename);
     let transfers = home.path("work/transfers");
-    std::fs::remove_file(transfers.join(format!("{:032x}", 2)).join("image.part")).unwrap();
+    std::fs::remove_file(transfers.join(key(&whole)).join("image.part")).unwrap();
     for (name, log) in [
         ("none", None),
         ("empty", Some("")),
@@ -227,7 +231,8 @@ fn transfers_without_a_usable_log_are_removed_and_so_is_one_without_its_file() {
         .unwrap()
         .map(|e| e.unwrap().file_name())
         .collect();
-    assert_eq!(left, ["kept"]);
+    // Under the name that it is looked for by.
+    assert_eq!(left, [key(&resumable).as_str()]);
 }
 
 #[test]

@@ -303,17 +303,44 @@ fn a_name_is_held_by_one_transfer_and_handed_over_to_a_newer_session_of_it() {
     let name = ImageName::new("a.raw").unwrap();
     let patience = std::time::Duration::from_millis(50);
     let first = active.take(&name, "one", patience).unwrap();
-    assert!(active.has("one"));
-    assert!(active.take(&name, "two", patience).is_none());
+    assert!(active.take(&name, "two", patience).err() == Some(Taken::ByAnother));
     // The holder does not let go in time: told to stop, but not overrun.
-    assert!(active.take(&name, "one", patience).is_none());
+    assert!(active.take(&name, "one", patience).err() == Some(Taken::Still));
     assert!(*first.stop.borrow());
     let waiting = {
         let (active, name) = (active.clone(), name.clone());
-        std::thread::spawn(move || active.take(&name, "one", patience * 200).is_some())
+        std::thread::spawn(move || active.take(&name, "one", patience * 200).is_ok())
     };
     std::thread::sleep(patience);
     drop(first);
     assert!(waiting.join().unwrap());
-    assert!(!active.has("one"));
+    assert!(active.take(&name, "two", patience).is_ok());
+}
+
+/// Two sessions wait for one that does not let go: the newer gets it, whoever wakes first.
+#[test]
+fn an_older_session_that_waits_does_not_stop_a_newer_one() {
+    let active = Arc::new(Active::default());
+    let name = ImageName::new("a.raw").unwrap();
+    let patience = std::time::Duration::from_secs(60);
+    for _ in 0..20 {
+        let first = active.take(&name, "one", patience).unwrap();
+        let asked = || active.asked.load(std::sync::atomic::Ordering::Relaxed);
+        let wait = || {
+            let (active, name, before) = (active.clone(), name.clone(), asked());
+            let waiting = std::thread::spawn(move || active.take(&name, "one", patience));
+            while asked() == before {
+                std::thread::yield_now();
+            }
+            waiting
+        };
+        let (older, newer) = (wait(), wait());
+        drop(first);
+        // The older may have had it for a while, and lets go as soon as it is told.
+        if let Ok(hold) = older.join().unwrap() {
+            drop(hold);
+        }
+        let newer = newer.join().unwrap().unwrap();
+        assert!(!*newer.stop.borrow());
+    }
 }

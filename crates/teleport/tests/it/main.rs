@@ -1,5 +1,6 @@
 //! Sites and senders in one process, over real sockets on loopback.
 
+mod accidents;
 mod crowd;
 mod damage;
 mod harness;

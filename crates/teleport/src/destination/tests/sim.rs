@@ -144,8 +144,16 @@ impl World {
                 .for_each(|i| image[i] = 0);
         }
         let compact: Vec<u64> = image.iter().copied().filter(|&c| c != 0).collect();
+        // What another transfer left there, as far as it was data: zeros are made at once.
+        let left = [0, 5, 10][rng.usize(0..3)];
+        let part = image.iter().map(|&c| match rng.u8(0..10) {
+            n if c == 0 || n >= left => 0,
+            3 => c ^ TWIN,
+            n if n % 3 == 0 => rng.u64(..),
+            _ => c,
+        });
         let disk = Disk {
-            part: vec![0; blocks],
+            part: part.collect(),
             unsynced: HashMap::new(),
             log: Vec::new(),
             synced_records: 0,
@@ -468,7 +476,24 @@ impl World {
         let runs = self.plan(&batch);
         self.log(batch.clone(), runs.clone());
         let index = batch.index;
+        if self.rng.bool() {
+            self.compare(&batch);
+        }
         self.destination(Event::Planned { index, runs });
+    }
+
+    /// The batch is compared with what is in the partial file.
+    fn compare(&mut self, batch: &Batch) {
+        let mut blocks = DataBits::new(batch.digests.len() as u64);
+        for (i, place) in batch.data.iter().enumerate() {
+            let block = batch.first_block() + place;
+            if self.looks_right(block, batch.digests[i]) {
+                blocks.set(i as u64);
+                self.session.verified[block as usize] = true;
+            }
+        }
+        let index = batch.index;
+        self.destination(Event::Kept { index, blocks });
     }
 
     fn plan(&mut self, batch: &Batch) -> Vec<Run> {

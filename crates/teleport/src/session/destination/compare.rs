@@ -138,7 +138,7 @@ fn begin(
     let Some(record) = site.images.by_name(&offer.name).filter(|r| !r.external) else {
         return Ok(None);
     };
-    let dir = site.transfer_dir(&transfer_key(peer, &offer));
+    let dir = site.transfer_dir(&transfer_key(peer, &offer.name));
     if dir.exists() || record.size_bytes != offer.file_bytes || record.format != offer.format {
         return Ok(None);
     }
@@ -157,14 +157,13 @@ fn begin(
     let (true, Some(stamp)) = (same, stamp) else {
         return Ok(None);
     };
-    let key = transfer_key(peer, &offer);
-    let Some(hold) = site
+    let key = transfer_key(peer, &offer.name);
+    let Ok(hold) = site
         .active
         .take(&offer.name, &key, std::time::Duration::ZERO)
     else {
         return Ok(None);
     };
-    super::prepare::discard_older(site, peer, &offer);
     let image = site
         .catalog
         .new_image_id()
@@ -296,6 +295,7 @@ impl Comparison {
             copy_spans(&self.base.file, &spans, &self.transfer.part, &spans)
                 .map_err(TeleportError::file("write", self.transfer.part_path()))?;
         }
-        Ok(())
+        // What was copied just now need not come from the disk to be verified.
+        self.transfer.mark_rested()
     }
 }

@@ -1,9 +1,10 @@
 //! Drives one image's [`Destination`](crate::destination::Destination): events from the sockets
 //! and workers in, logging, matching, reuse and answers out, and at the end the delivery.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded, unbounded};
@@ -13,8 +14,9 @@ use drover_net::Frame;
 use tokio::sync::mpsc;
 
 use super::prepare::Prepared;
-use super::reuse::{self, Job};
+use super::reuse::{self, Job, Work};
 use crate::TeleportError;
+use crate::blockmap::DataBits;
 use crate::codec::{Batch, proofs_of};
 use crate::destination::{Action, Event, From, ReuseJob, Run};
 use crate::disk::SyncedFile;
@@ -22,7 +24,7 @@ use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, kind};
 use crate::session::lane_in::OpenBatch;
 use crate::site::{Arrived, Site, unix_now};
 use crate::stages::{DestinationStages, Lap};
-use crate::transfer::Closing;
+use crate::transfer::{Closing, clear_zeros};
 use crate::walk::digest_file;
 
 /// How often what has arrived is made durable.
@@ -48,6 +50,13 @@ pub enum DriverEvent {
         /// Where that says the blocks are, looked up.
         runs: Vec<Run>,
     },
+    /// Which data blocks of a batch (by order among them) are in the partial file already.
+    Compared {
+        /// The batch.
+        index: u64,
+        /// Which.
+        blocks: DataBits,
+    },
     /// A worker cannot go on.
     Failed(TeleportError),
     /// The source gives the image up.
@@ -69,6 +78,7 @@ pub fn drive(
         prepared,
         workers,
         out,
+        comparing: HashMap::new(),
         finish: None,
         lap: Lap::start(),
     };
@@ -79,6 +89,10 @@ pub fn drive(
         prepared, workers, ..
     } = driver;
     workers.stop();
+    if let Err(e @ TeleportError::NotAnnounced(_)) = result {
+        prepared.distrust(site)?;
+        return Err(e);
+    }
     match result? {
         Ended::Whole(digest) => deliver(site, prepared, digest).map(Some),
         Ended::GivenUp(give_up) => {
@@ -88,8 +102,9 @@ pub fn drive(
                 "given up by the source"
             );
             if give_up.discard {
-                prepared.discard(site);
+                return prepared.distrust(site).map(|()| None);
             }
+            prepared.transfer.rest()?;
             Ok(None)
         }
         Ended::Stopped => {
@@ -107,10 +122,12 @@ enum Ended {
 
 /// The threads beside the driver.
 struct Workers {
-    jobs: Sender<Job>,
+    jobs: Sender<Work>,
     /// A message means that the end is near; the end of the channel, the end.
     sync: Sender<()>,
     threads: Vec<std::thread::JoinHandle<()>>,
+    /// What waits in `jobs` is not wanted any more.
+    stop: Arc<AtomicBool>,
 }
 
 impl Workers {
@@ -119,6 +136,7 @@ impl Workers {
         let (jobs, queue) = unbounded();
         let (sync, ending) = bounded(1);
         let mut threads = Vec::new();
+        let stop = Arc::new(AtomicBool::new(false));
         let failed = TeleportError::file("start a thread for", &prepared.transfer.dir);
         let mut spawn = |name: &str, body: Box<dyn FnOnce() + Send>| {
             let thread = std::thread::Builder::new().name(name.into()).spawn(body)?;
@@ -128,9 +146,10 @@ impl Workers {
         let start = || {
             for _ in 0..REUSE_THREADS {
                 let (site, image, queue) = (site.clone(), prepared.incoming.clone(), queue.clone());
+                let stop = stop.clone();
                 spawn(
                     "reuse",
-                    Box::new(move || reuse::work(&site, &image, &queue)),
+                    Box::new(move || reuse::work(&site, &image, &queue, &stop)),
                 )?;
             }
             let transfer = &prepared.transfer;
@@ -153,10 +172,12 @@ impl Workers {
             jobs,
             sync,
             threads,
+            stop,
         })
     }
 
     fn stop(self) {
+        self.stop.store(true, Ordering::Relaxed);
         drop((self.jobs, self.sync));
         self.threads.into_iter().for_each(|t| drop(t.join()));
     }
@@ -191,8 +212,17 @@ struct Driver<'a> {
     prepared: Prepared,
     workers: Workers,
     out: &'a mpsc::Sender<Frame>,
+    /// Batches that are being matched and compared; what came first waits for the other.
+    comparing: HashMap<u64, Half>,
     finish: Option<Digest>,
     lap: Lap,
+}
+
+/// What is known of a batch that is matched and compared at the same time.
+enum Half {
+    Nothing,
+    Plan(Plan, Vec<Run>),
+    Kept(DataBits),
 }
 
 impl Driver<'_> {
@@ -218,7 +248,17 @@ impl Driver<'_> {
                     self.note(&event);
                     self.step(event)?;
                 }
-                DriverEvent::Plan { index, plan, runs } => self.planned(index, &plan, runs)?,
+                DriverEvent::Plan { index, plan, runs } => match self.comparing.remove(&index) {
+                    None => self.planned(index, &plan, runs, None)?,
+                    Some(Half::Kept(blocks)) => self.planned(index, &plan, runs, Some(blocks))?,
+                    Some(_) => drop(self.comparing.insert(index, Half::Plan(plan, runs))),
+                },
+                DriverEvent::Compared { index, blocks } => match self.comparing.remove(&index) {
+                    Some(Half::Plan(plan, runs)) => {
+                        self.planned(index, &plan, runs, Some(blocks))?;
+                    }
+                    _ => drop(self.comparing.insert(index, Half::Kept(blocks))),
+                },
                 DriverEvent::Failed(error) => return Err(error),
                 DriverEvent::GiveUp(give_up) => return Ok(Ended::GivenUp(give_up)),
                 DriverEvent::Stop => return Ok(Ended::Stopped),
@@ -326,16 +366,30 @@ impl Driver<'_> {
         incoming.open.write().insert(batch.index, entry);
         if batch.digests.is_empty() {
             self.lap.busy(&incoming.stages.drive);
+            if transfer.compare {
+                clear_zeros(&transfer.part, &transfer.layout, &batch)
+                    .map_err(TeleportError::file("write", transfer.part_path()))?;
+            }
             let logged = transfer.log_batch(&batch, &Plan::default());
             self.lap.busy(&incoming.stages.log);
             return logged;
+        }
+        if transfer.compare {
+            self.comparing.insert(batch.index, Half::Nothing);
+            let _ = self.workers.jobs.send(Work::Compare(batch.clone()));
         }
         matcher.find(batch);
         Ok(())
     }
 
-    /// Logs a plan with its batch, then acts on it.
-    fn planned(&mut self, index: u64, plan: &Plan, runs: Vec<Run>) -> Result<(), TeleportError> {
+    /// Logs a plan with its batch, then acts on it, but for the blocks that are in place.
+    fn planned(
+        &mut self,
+        index: u64,
+        plan: &Plan,
+        runs: Vec<Run>,
+        kept: Option<DataBits>,
+    ) -> Result<(), TeleportError> {
         let open = self.prepared.incoming.open.read().get(&index).cloned();
         let Some(batch) = open.map(|o| o.batch.clone()) else {
             return Ok(());
@@ -343,6 +397,13 @@ impl Driver<'_> {
         self.lap.busy(&self.prepared.incoming.stages.drive);
         self.prepared.transfer.log_batch(&batch, plan)?;
         self.lap.busy(&self.prepared.incoming.stages.log);
+        if let Some(blocks) = kept {
+            let kept = batch.data.iter().enumerate();
+            let kept = kept.filter(|(i, _)| blocks.get(*i as u64));
+            let first = batch.first_block();
+            self.prepared.transit.written(kept.map(|(_, i)| first + i));
+            self.step(Event::Kept { index, blocks })?;
+        }
         self.step(Event::Planned { index, runs })
     }
 
@@ -355,7 +416,7 @@ impl Driver<'_> {
             _ => Vec::new(),
         };
         let own = job.runs.iter().map(|(_, run)| own(run)).collect();
-        let _ = self.workers.jobs.send(Job { job, own });
+        let _ = self.workers.jobs.send(Work::Reuse(Job { job, own }));
     }
 
     /// Slots of the sequence cache whose data is wrong get the blocks that the source now sends

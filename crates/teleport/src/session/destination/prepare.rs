@@ -1,15 +1,15 @@
 //! Before an image is accepted: is it allowed, is there room, was it here before.
 
 use std::collections::HashMap;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use drover_image::{Format, Layout};
 use drover_index::{ImageId, Plan};
-use drover_net::PeerKey;
 use parking_lot::{Mutex, RwLock};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::SessionShared;
 use super::driver::DriverEvent;
@@ -26,7 +26,7 @@ use crate::protocol::Offer;
 use crate::session::lane_in::{Incoming, OpenBatch};
 use crate::site::{Site, remove_dir};
 use crate::stages::Lap;
-use crate::transfer::{Hold, Opening, Restored, Transfer, inspect, transfer_key};
+use crate::transfer::{Hold, Opening, Restored, Taken, Transfer, opening_of, transfer_key};
 
 /// How long the session that had the transfer before may take to let it go.
 const TAKEOVER_PATIENCE: Duration = Duration::from_secs(20);
@@ -63,6 +63,19 @@ impl Prepared {
         site.discard(&dir, image);
         drop(self.hold);
     }
+
+    /// What was announced is not true any more: the partial file stays, to be compared with what is
+    /// offered next, but it is no source of blocks for others, and the log is not believed.
+    pub fn distrust(self, site: &Site) -> Result<(), TeleportError> {
+        let mut transfer = self.transfer;
+        self.matcher.abort();
+        drop(self.transit);
+        site.forget_partial(transfer.image());
+        transfer.distrust()?;
+        transfer.rest()?;
+        drop(self.hold);
+        Ok(())
+    }
 }
 
 /// The walk positions in the batch of those of its data blocks.
@@ -79,6 +92,11 @@ fn refused(reason: RefuseReason, message: String) -> TeleportError {
     TeleportError::Refused { reason, message }
 }
 
+/// What a session says that has to make way.
+pub fn taken_over() -> TeleportError {
+    TeleportError::Remote("a newer session took the transfer over".into())
+}
+
 /// Checks an offer and opens its transfer, the one of an earlier session if there is one.
 pub fn prepare(
     site: &Arc<Site>,
@@ -86,6 +104,7 @@ pub fn prepare(
     offer: Offer,
     encoded_layout: &[u8],
     events: mpsc::Sender<DriverEvent>,
+    stop: &watch::Receiver<bool>,
 ) -> Result<Prepared, TeleportError> {
     let layout = Layout::decode(encoded_layout, layout_limits())
         .map_err(|e| TeleportError::Protocol(format!("the offered layout: {e}")))?;
@@ -96,15 +115,18 @@ pub fn prepare(
         stages,
         ..
     } = shared;
-    let key = transfer_key(peer, &offer);
+    let key = transfer_key(peer, &offer.name);
     let hold = site
         .active
         .take(&offer.name, &key, TAKEOVER_PATIENCE)
-        .ok_or_else(|| {
-            refused(
+        .map_err(|taken| match taken {
+            Taken::ByAnother => refused(
                 RefuseReason::Policy,
                 format!("{}: another transfer to that name is going on", offer.name),
-            )
+            ),
+            Taken::ByNewer => taken_over(),
+            // The source comes back.
+            Taken::Still => TeleportError::Stopped,
         })?;
     let dir = site.transfer_dir(&key);
     let mut machine = Destination::new(offer.walk_blocks);
@@ -130,6 +152,12 @@ pub fn prepare(
                 plan,
                 full,
             } = restored;
+            if *hold.stop.borrow() {
+                return Err(taken_over());
+            }
+            if *stop.borrow() {
+                return Err(TeleportError::Stopped);
+            }
             let matcher = match &mut matcher {
                 Some(matcher) => matcher,
                 none => none.insert(start(ImageId(opening.image))?),
@@ -155,8 +183,10 @@ pub fn prepare(
     let transfer = match resumed {
         Some(transfer) => transfer,
         None => {
-            discard_older(site, peer, &offer);
-            check_room(site, &offer, layout.covered_bytes())?;
+            let older = opening_of(&dir);
+            let part = std::fs::metadata(dir.join("image.part")).ok();
+            let there = part.as_ref().map_or(0, |m| m.blocks() * 512);
+            check_room(site, &offer, layout.covered_bytes().saturating_sub(there))?;
             let image = site
                 .catalog
                 .new_image_id()
@@ -167,13 +197,16 @@ pub fn prepare(
                 offer,
                 image: image.0,
             };
-            Transfer::create(
-                &dir,
-                opening,
-                Arc::new(layout),
-                encoded_layout,
-                &site.config.disk,
-            )?
+            let layout = Arc::new(layout);
+            if let Some(older) = older {
+                site.forget_partial(ImageId(older.image));
+            }
+            if part.is_some() {
+                Transfer::replace(&dir, opening, layout, encoded_layout, &site.config.disk)?
+            } else {
+                remove_dir(&dir);
+                Transfer::create(&dir, opening, layout, encoded_layout, &site.config.disk)?
+            }
         }
     };
     let image = transfer.image();
@@ -251,31 +284,5 @@ fn check_room(site: &Site, offer: &Offer, bytes: u64) -> Result<(), TeleportErro
             ),
         )),
         _ => Ok(()),
-    }
-}
-
-/// Throws away what is left of transfers of other versions of the image.
-pub fn discard_older(site: &Site, peer: &PeerKey, offer: &Offer) {
-    let Ok(entries) = std::fs::read_dir(site.config.work_dir.join("transfers")) else {
-        return;
-    };
-    for dir in entries.filter_map(|e| Some(e.ok()?.path())) {
-        let left = inspect(&dir).ok().flatten();
-        let same = left.as_ref().is_none_or(|left| {
-            left.closing.is_none()
-                && left.opening.peer == *peer
-                && left.opening.offer.name == offer.name
-        });
-        let busy = dir
-            .file_name()
-            .and_then(|n| n.to_str())
-            .is_some_and(|key| site.active.has(key));
-        let ours = dir == site.transfer_dir(&transfer_key(peer, offer));
-        if same && (ours || !busy) {
-            match left {
-                Some(left) => site.discard(&dir, ImageId(left.opening.image)),
-                None => remove_dir(&dir),
-            }
-        }
     }
 }

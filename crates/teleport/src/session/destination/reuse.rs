@@ -1,17 +1,30 @@
 //! Reuse: blocks are copied into place and then digested where they are (teleportation §2.16), so
 //! that nothing that changes meanwhile can slip in.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use drover_core::{BLOCK_SIZE_U64, Digest};
 
 use super::driver::DriverEvent;
 use crate::TeleportError;
+use crate::blockmap::DataBits;
 use crate::codec::Batch;
 use crate::destination::{Event, From, ReuseJob};
-use crate::files::{copy_spans, digest_in_place, spans_of};
+use crate::files::{copy_spans, digest_in_place, has_data, spans_of};
 use crate::sequences::Sequences;
 use crate::session::lane_in::Incoming;
 use crate::site::Site;
 use crate::stages::Lap;
+use crate::transfer::clear_zeros;
+
+/// What a worker is told to do.
+pub enum Work {
+    /// Copy into place and verify.
+    Reuse(Job),
+    /// Look which blocks of a batch another transfer, or an earlier session, has left in place.
+    Compare(Arc<Batch>),
+}
 
 /// A job with what only the driver knows.
 pub struct Job {
@@ -21,21 +34,69 @@ pub struct Job {
     pub own: Vec<Vec<(u64, u64)>>,
 }
 
-/// Carries out jobs until there are no more.
-pub fn work(site: &Site, image: &Incoming, jobs: &crossbeam_channel::Receiver<Job>) {
+/// Works until there is no more to do; once `stop` is set, what waits is left.
+pub fn work(
+    site: &Site,
+    image: &Incoming,
+    jobs: &crossbeam_channel::Receiver<Work>,
+    stop: &AtomicBool,
+) {
     let mut lap = Lap::start();
-    while let Ok(job) = jobs.recv() {
+    while let Ok(work) = jobs.recv() {
+        if stop.load(Ordering::Relaxed) {
+            return;
+        }
         lap.wait(&image.stages.copy);
-        let event = match carry_out(site, image, &job, &mut lap) {
-            Ok(failed) => DriverEvent::Machine(Event::Reused {
-                job: job.job,
-                failed,
+        let done = match work {
+            Work::Reuse(job) => carry_out(site, image, &job, &mut lap).map(|failed| {
+                DriverEvent::Machine(Event::Reused {
+                    job: job.job,
+                    failed,
+                })
             }),
-            Err(e) => DriverEvent::Failed(e),
+            Work::Compare(batch) => compare(image, &batch, &mut lap).map(|blocks| {
+                let index = batch.index;
+                DriverEvent::Compared { index, blocks }
+            }),
         };
-        let _ = image.events.blocking_send(event);
+        let _ = image
+            .events
+            .blocking_send(done.unwrap_or_else(DriverEvent::Failed));
         lap.wait(&image.stages.check);
     }
+}
+
+/// Makes the batch's zeros zero in the partial file, and finds which of its data blocks are there.
+fn compare(image: &Incoming, batch: &Batch, lap: &mut Lap) -> Result<DataBits, TeleportError> {
+    let (part, layout) = (&image.part, &image.layout);
+    clear_zeros(part, layout, batch).map_err(TeleportError::file("write", &image.part_path))?;
+    let mut blocks = DataBits::new(batch.digests.len() as u64);
+    let targets = runs_of(batch, &places(batch));
+    let read = TeleportError::file("read", &image.part_path);
+    let mut found: Vec<Digest> = Vec::new();
+    let mut look = || {
+        if has_data(part, &spans_of(layout, &targets))? {
+            found.reserve(batch.digests.len());
+            digest_in_place(part, layout, &targets, &mut found)?;
+        }
+        Ok(())
+    };
+    look().map_err(read)?;
+    lap.busy(&image.stages.check);
+    image
+        .stages
+        .check
+        .add_bytes(found.len() as u64 * BLOCK_SIZE_U64);
+    if let Some(open) = image.open.read().get(&batch.index) {
+        let mut full = open.full.lock();
+        for (i, digest) in found.into_iter().enumerate() {
+            if digest.short() == batch.digests[i] {
+                full[i] = digest;
+                blocks.set(i as u64);
+            }
+        }
+    }
+    Ok(blocks)
 }
 
 /// Copies and verifies; returns which data blocks of the batch are not as they must be.
