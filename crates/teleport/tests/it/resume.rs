@@ -399,3 +399,35 @@ async fn a_session_that_takes_over_goes_on_matching() {
     // blocks that it never got: they are found wrong, and sent.
     assert!(report.sent_blocks <= 12 * 256 + 2048, "{report:?}");
 }
+
+/// What other transfers have left costs a new one nothing: their logs are not even opened.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_send_does_not_read_what_others_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let left = there.dir.join("work/transfers/left");
+    std::fs::create_dir(&left).unwrap();
+    let log = left.join("log");
+    let made = std::process::Command::new("mkfifo").arg(&log).status();
+    assert!(made.unwrap().success());
+    let opened = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let (fifo, seen) = (log.clone(), opened.clone());
+    // Opening a pipe for writing waits for a reader.
+    let waiting = std::thread::spawn(move || {
+        std::fs::File::options().write(true).open(fifo).unwrap();
+        seen.store(true, Ordering::SeqCst);
+    });
+    let a = dir.path().join("a.raw");
+    write(&a, &image(90, 19, 40));
+    let client = Client::new();
+    client.send(&[&a], &there).await.unwrap();
+    // The same image, compared in place, and another one under its name.
+    client.send(&[&a], &there).await.unwrap();
+    write(&a, &image(91, 20, 40));
+    client.send(&[&a], &there).await.unwrap();
+    same(&a, &there.image("a.raw"));
+    assert!(!opened.load(Ordering::SeqCst), "another's log was read");
+    assert!(left.exists());
+    drop(std::fs::File::open(&log).unwrap());
+    waiting.join().unwrap();
+}
