@@ -13,6 +13,7 @@ mod repeats;
 mod shared;
 mod snapshot;
 mod stats;
+mod trim;
 
 use std::collections::BTreeMap;
 
@@ -22,6 +23,7 @@ pub use config::{AnchorPolicy, Layout, MatcherConfig};
 pub use plan::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 pub(crate) use shared::Shared;
 pub use stats::{CacheStats, ImageInfo, MatcherStats, OpenReport, Repair};
+pub use trim::{Trim, Trimmed};
 
 use crate::error::{IndexError, Result};
 use crate::hash_file::{HashFile, Header, names};

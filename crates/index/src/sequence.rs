@@ -6,6 +6,7 @@
 
 mod file;
 mod gaps;
+mod trim;
 
 use std::io;
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use crate::page::{PER_PAGE, Page};
 use crate::storage::Storage;
 
 pub(crate) use file::SequenceFile;
+pub(crate) use trim::Uses;
 
 /// The number of the sequence cache's hash file in the page cache.
 pub(crate) const FILE: u32 = u32::MAX;

@@ -38,6 +38,9 @@ pub(crate) struct SequenceFile<F> {
     side: F,
     /// Segments in use or used before.
     segments: u32,
+    /// Which of them hold something, and how many do.
+    holds: Vec<bool>,
+    occupied: u32,
     limit: u32,
     /// The segment being filled, and how far it is.
     tail: Option<(u32, usize)>,
@@ -91,6 +94,8 @@ impl<F: StorageFile> SequenceFile<F> {
             hash,
             side,
             segments: 0,
+            holds: Vec::new(),
+            occupied: 0,
             limit,
             tail: None,
             hand: 0,
@@ -105,8 +110,17 @@ impl<F: StorageFile> SequenceFile<F> {
     /// Reads all records: what is free, and what is damaged.
     fn scan(&mut self, repairs: &mut Vec<Repair>) -> io::Result<()> {
         let size = self.side.size()?.saturating_sub(HEADER as u64);
-        let on_disk = size.div_ceil(RECORD as u64).min(u64::from(self.limit)) as u32;
+        let records = size.div_ceil(RECORD as u64);
+        let on_disk = records.min(u64::from(self.limit)) as u32;
         self.segments = on_disk;
+        if records > u64::from(on_disk) {
+            // The limit was lowered. What is beyond it must not come back when it is raised.
+            self.side.set_size(record_offset(on_disk))?;
+            let bytes = u64::from(on_disk) * PAGE_BYTES as u64;
+            if self.hash.size()? > bytes {
+                self.hash.set_size(bytes)?;
+            }
+        }
         let mut bytes = vec![0; 1024 * RECORD];
         let mut no = 0;
         while no < on_disk {
@@ -120,7 +134,10 @@ impl<F: StorageFile> SequenceFile<F> {
                     .ok()
                     .and_then(|r| Record::parse(no, r))
                 {
-                    Some(record) => self.add_free(no, record.used),
+                    Some(record) => {
+                        self.note(no, record.used != 0);
+                        self.add_free(no, record.used);
+                    }
                     None => {
                         repairs.push(Repair::SequencePage(u64::from(no)));
                         self.empty(no);
@@ -158,9 +175,28 @@ impl<F: StorageFile> SequenceFile<F> {
         self.segments
     }
 
+    /// Segments that hold something.
+    pub(crate) fn occupied(&self) -> u32 {
+        self.occupied
+    }
+
+    /// Whether a segment holds nothing.
+    pub(crate) fn is_empty(&self, no: u32) -> bool {
+        !self.holds.get(no as usize).is_some_and(|h| *h)
+    }
+
+    fn note(&mut self, no: u32, holds: bool) {
+        let no = no as usize;
+        if no >= self.holds.len() {
+            self.holds.resize(no + 1, false);
+        }
+        let before = std::mem::replace(&mut self.holds[no], holds);
+        self.occupied = self.occupied + u32::from(holds) - u32::from(before);
+    }
+
     /// Memory.
     pub(crate) fn bytes(&self) -> usize {
-        self.gaps.len() * 48 + self.changed.len() * size_of::<Page>()
+        self.holds.len() + self.gaps.len() * 48 + self.changed.len() * size_of::<Page>()
     }
 
     /// Whether so much has changed that it should be written.
@@ -269,6 +305,7 @@ impl<F: StorageFile> SequenceFile<F> {
 
     /// The segment has new content, to be written with the next [`flush`](Self::flush).
     pub(crate) fn change(&mut self, no: u32, page: Arc<Page>) {
+        self.note(no, page.used != 0);
         self.changed.insert(no, page);
     }
 

@@ -225,3 +225,103 @@ fn start_bits_bound_a_sequence() {
     page.used = u128::MAX;
     assert_eq!(sequence_around(&page, 127), (8, 128));
 }
+
+/// What was told of a sequence that was stored.
+fn found_at(w: &mut World, n: u64) -> Option<u32> {
+    Some((w.lookup(n)? / 128) as u32)
+}
+
+#[test]
+fn trimming_frees_what_is_used_least_first_and_of_equals_the_oldest() {
+    let mut w = World::new(config(64 << 10, 100));
+    for i in 0..6 {
+        w.store(i * 1000, i * 1000 + 128);
+    }
+    assert_eq!(w.cache.file.occupied(), 6);
+    let mut uses = Uses::default();
+    for (sequence, times) in [(1, 3), (4, 1)] {
+        (0..times).for_each(|_| w.cache.count_uses(&digest(sequence * 1000), &mut uses));
+    }
+    let mut order = w.cache.by_use(&uses);
+    order.reverse();
+    assert_eq!(order, [0, 2, 3, 5, 4, 1]);
+    let freed = w.cache.free(&order[..3], &mut w.shared);
+    assert_eq!(freed.into_iter().collect::<Vec<_>>(), [0, 2, 3]);
+    assert_eq!(w.cache.file.occupied(), 3);
+    for i in 0..6 {
+        let gone = [0, 2, 3].contains(&i);
+        assert_eq!(found_at(&mut w, i * 1000).is_none(), gone, "sequence {i}");
+    }
+    // What was freed is used again before the file grows, and a restart finds the same.
+    w.reopen();
+    assert_eq!(w.cache.file.occupied(), 3);
+    assert_eq!(w.store(9000, 9128)[0].first, 0);
+    assert_eq!(w.cache.file.segments(), 6);
+    w.check();
+}
+
+#[test]
+fn trimming_works_on_a_full_disk_and_says_when_it_cannot() {
+    let mut w = World::new(config(64 << 10, 100));
+    w.store(0, 256);
+    w.cache.flush(&mut w.shared).unwrap();
+    w.storage.set_capacity(Some(0));
+    assert_eq!(w.cache.free(&[0], &mut w.shared).len(), 1);
+    w.storage.cut_power_at(w.storage.changes());
+    assert!(w.cache.free(&[1], &mut w.shared).is_empty());
+}
+
+#[test]
+fn trimming_to_a_lower_limit_is_for_good() {
+    let mut w = World::new(config(64 << 10, 100));
+    for i in 0..6 {
+        w.store(i * 1000, i * 1000 + 128);
+    }
+    w.config.sequence_limit = 2;
+    w.reopen();
+    assert_eq!((w.cache.file.segments(), w.cache.file.occupied()), (2, 2));
+    w.config.sequence_limit = 100;
+    w.reopen();
+    assert_eq!((w.cache.file.segments(), w.cache.file.occupied()), (2, 2));
+    for i in 0..6 {
+        assert_eq!(w.lookup(i * 1000).is_some(), i < 2, "sequence {i}");
+    }
+    w.check();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    /// What trimming frees is what a plain table says, and what it leaves is found as before.
+    #[test]
+    fn trimming_at_any_moment_leaves_what_is_left_whole(
+        lengths in proptest::collection::vec(1u64..300, 1..40),
+        trims in proptest::collection::vec((0usize..40, 0u32..12), 0..6),
+        limit in 2u32..20,
+    ) {
+        let mut w = World::new(config(64 << 10, limit));
+        let mut next = 0;
+        for (i, len) in lengths.iter().enumerate() {
+            w.store(next, next + len);
+            next += len;
+            for (_, keep) in trims.iter().filter(|(at, _)| *at == i) {
+                let held = (0..w.cache.file.segments())
+                    .filter(|no| w.cache.page(*no, &mut w.shared).used != 0)
+                    .count() as u32;
+                prop_assert_eq!(w.cache.file.occupied(), held);
+                let mut order = w.cache.by_use(&Uses::default());
+                let over = held.saturating_sub(*keep) as usize;
+                let least = order.split_off(order.len() - over);
+                let freed = w.cache.free(&least, &mut w.shared);
+                prop_assert_eq!(freed.len(), over);
+                prop_assert_eq!(w.cache.file.occupied(), held.min(*keep));
+                for no in freed {
+                    prop_assert_eq!(w.cache.page(no, &mut w.shared).used, 0);
+                }
+            }
+            w.check();
+        }
+        let used = w.check();
+        w.reopen();
+        prop_assert_eq!(w.check(), used);
+    }
+}

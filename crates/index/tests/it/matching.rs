@@ -3,7 +3,7 @@
 use drover_core::Head;
 use drover_index::testing::{Applied, Destination, SimStorage};
 use drover_index::{
-    AnchorPolicy, ImageId, IndexError, Matcher, MatcherConfig, Origin, PlanRun, Repair, Via,
+    AnchorPolicy, ImageId, IndexError, Matcher, MatcherConfig, Origin, PlanRun, Repair, Trimmed, Via,
 };
 
 use crate::library::{Image, block, digest, send, tiny};
@@ -67,6 +67,45 @@ fn sequences_outlive_the_images_they_came_from() {
     assert!(m.images().is_empty());
     let third = whole(&mut m, &mut d, 3, &image, 500);
     assert_eq!(third.reused, image.digests.len() as u64);
+}
+
+#[test]
+fn trimming_keeps_what_the_images_that_are_left_use() {
+    let (mut m, mut d) = open(MatcherConfig::default());
+    let (gone, left) = (Image::of(&[(1, 2000)]), Image::of(&[(2, 2000)]));
+    for (id, image) in [(1, &gone), (2, &gone), (3, &left), (4, &left)] {
+        whole(&mut m, &mut d, id, image, 500);
+    }
+    let all = m.sequence_segments();
+    assert!(all >= 30, "{all}");
+    assert!(m.begin_trim(all).is_none());
+    for id in [1, 2] {
+        m.forget(ImageId(id)).unwrap();
+        d.delete(ImageId(id));
+    }
+    let mut trim = m.begin_trim(all / 2).unwrap();
+    let mut freed = Vec::new();
+    loop {
+        match m.trim(&mut trim) {
+            Trimmed::Looked => {}
+            Trimmed::Freed(some) => freed.extend(some),
+            Trimmed::Done => break,
+        }
+    }
+    assert_eq!(freed.len() as u32, all - all / 2);
+    assert_eq!(m.sequence_segments(), all / 2);
+    for id in [3, 4] {
+        m.forget(ImageId(id)).unwrap();
+        d.delete(ImageId(id));
+    }
+    let again = whole(&mut m, &mut d, 5, &left, 500);
+    assert!(again.reused > 1900, "{again:?}");
+    let again = whole(&mut m, &mut d, 6, &gone, 500);
+    assert!(again.reused < 100, "{again:?}");
+    // To nothing.
+    let mut trim = m.begin_trim(0).unwrap();
+    while m.trim(&mut trim) != Trimmed::Done {}
+    assert_eq!(m.sequence_segments(), 0);
 }
 
 #[test]

@@ -1,0 +1,142 @@
+//! Giving room of the sequence cache back, in steps that each take little time.
+
+use drover_core::Digest;
+
+use super::{ImageId, Matcher};
+use crate::hash_file::HashFile;
+use crate::page::PER_PAGE;
+use crate::sequence::Uses;
+use crate::storage::Storage;
+
+/// Pages of hash files that one trimming looks at, in all; of larger sites a sample, evenly spread.
+const MAX_PAGES: u64 = 1 << 16;
+
+/// Pages in a step.
+const PAGES_A_STEP: u64 = 64;
+
+/// Segments that a step gives back.
+const FREED_A_STEP: usize = 64;
+
+/// A trimming that is under way. Made by [`Matcher::begin_trim`]; its end is certain, whatever the site's size.
+#[derive(Debug)]
+pub struct Trim {
+    keep: u32,
+    uses: Uses,
+    /// Images still to be looked at, the next one last, and the next one's page.
+    images: Vec<ImageId>,
+    page: u64,
+    stride: u64,
+    /// Segments by use, the least used last, once all was looked at.
+    order: Option<Vec<u32>>,
+}
+
+/// What a step of trimming did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Trimmed {
+    /// It looked at images; there is more to do.
+    Looked,
+    /// These segments of 128 slots are empty now; there may be more to do.
+    Freed(Vec<u32>),
+    /// All done, or it cannot be done now.
+    Done,
+}
+
+impl<S: Storage> Matcher<S> {
+    /// Segments of the sequence cache that hold something: 128 slots each, used or not.
+    #[must_use]
+    pub fn sequence_segments(&self) -> u32 {
+        self.sequences.file.occupied()
+    }
+
+    /// Begins to bring the sequence cache down to `keep` segments. `None` when it is not larger.
+    #[must_use]
+    pub fn begin_trim(&self, keep: u32) -> Option<Trim> {
+        if self.sequence_segments() <= keep {
+            return None;
+        }
+        let images = self.images();
+        let pages: u64 = images
+            .iter()
+            .map(|i| i.blocks.div_ceil(PER_PAGE as u64))
+            .sum();
+        Some(Trim {
+            keep,
+            uses: Uses::default(),
+            images: images.into_iter().map(|i| i.image).collect(),
+            page: 0,
+            stride: pages.div_ceil(MAX_PAGES).max(1),
+            order: None,
+        })
+    }
+
+    /// One step: looks at some of the images' digests, later frees some of the segments that these use least.
+    pub fn trim(&mut self, trim: &mut Trim) -> Trimmed {
+        if trim.order.is_none() {
+            match trim.images.last() {
+                Some(&image) => {
+                    if !self.look(image, trim) {
+                        trim.images.pop();
+                        trim.page = 0;
+                    }
+                    return Trimmed::Looked;
+                }
+                None => trim.order = Some(self.sequences.by_use(&trim.uses)),
+            }
+        }
+        let over = self.sequence_segments().saturating_sub(trim.keep) as usize;
+        let mut segments = Vec::new();
+        while let Some(order) = &mut trim.order
+            && segments.len() < over.min(FREED_A_STEP)
+            && let Some(no) = order.pop()
+        {
+            // It may have been emptied meanwhile.
+            if !self.sequences.file.is_empty(no) {
+                segments.push(no);
+            }
+        }
+        let freed = self.sequences.free(&segments, &mut self.shared);
+        match freed.is_empty() {
+            true => Trimmed::Done,
+            false => Trimmed::Freed(freed.into_iter().collect()),
+        }
+    }
+
+    /// Looks at the next pages of an image; `false` when there are no more.
+    fn look(&mut self, image: ImageId, trim: &mut Trim) -> bool {
+        let end = trim.page + PAGES_A_STEP * trim.stride;
+        let mut digests: Vec<Digest> = Vec::new();
+        // What cannot be read uses nothing.
+        let mut pages = |file: &mut HashFile<S::File>| {
+            while trim.page < end {
+                match file.page(trim.page) {
+                    Ok(None) => return false,
+                    Ok(Some(page)) => digests.extend(page.iter().map(|(_, d)| *d)),
+                    Err(_) => {}
+                }
+                trim.page += trim.stride;
+            }
+            true
+        };
+        let more = match self.recent.slot_of(image) {
+            Some(slot) => self
+                .recent
+                .slot_mut(slot)
+                .is_some_and(|slot| pages(&mut slot.file)),
+            None if self.older.contains_key(&image) => {
+                match HashFile::open(&self.storage, image.0) {
+                    Ok(Some(mut file)) => {
+                        let more = pages(&mut file);
+                        self.closed_traffic.0 += file.traffic.read;
+                        more
+                    }
+                    _ => false,
+                }
+            }
+            None => false,
+        };
+        for digest in &digests {
+            self.sequences.count_uses(digest, &mut trim.uses);
+        }
+        more
+    }
+}

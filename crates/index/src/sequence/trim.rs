@@ -1,0 +1,55 @@
+//! Giving segments back: those that the fewest blocks of the site's images are found in go first.
+
+use std::collections::BTreeSet;
+
+use drover_core::Digest;
+
+use super::SequenceCache;
+use crate::matcher::Shared;
+use crate::storage::Storage;
+
+/// How often each segment was found by the blocks that were looked at.
+#[derive(Debug, Default)]
+pub(crate) struct Uses {
+    found: Vec<u32>,
+}
+
+impl<S: Storage> SequenceCache<S> {
+    /// Counts the segments that `digest` leads to. Nothing is read, and no entry moves: a false match counts as well, for
+    /// every segment as likely.
+    pub(crate) fn count_uses(&self, digest: &Digest, uses: &mut Uses) {
+        let key = self.c2.key(digest);
+        if !self.c2.may_contain(key) {
+            return;
+        }
+        for found in self.c2.candidates(key).as_slice() {
+            let no = found.payload as usize;
+            if no >= uses.found.len() {
+                uses.found.resize(no + 1, 0);
+            }
+            uses.found[no] = uses.found[no].saturating_add(1);
+        }
+    }
+
+    /// The segments that hold something, those that are used least last; of equals the one that was filled first.
+    pub(crate) fn by_use(&self, uses: &Uses) -> Vec<u32> {
+        let mut all: Vec<u32> = (0..self.file.segments())
+            .filter(|no| !self.file.is_empty(*no))
+            .collect();
+        let count = |no: u32| uses.found.get(no as usize).copied().unwrap_or(0);
+        all.sort_by_key(|&no| (std::cmp::Reverse(count(no)), std::cmp::Reverse(no)));
+        all
+    }
+
+    /// Evicts what is in these segments and writes that down. Answers which of them are empty now: all of them, or none
+    /// when it could not be written.
+    pub(crate) fn free(&mut self, segments: &[u32], shared: &mut Shared) -> BTreeSet<u32> {
+        for &no in segments {
+            self.recycle(no, shared);
+        }
+        if !self.flush_or_forget(shared) {
+            return BTreeSet::new();
+        }
+        segments.iter().copied().collect()
+    }
+}
