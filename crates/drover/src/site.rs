@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use drover_net::Identity;
 use drover_teleport::catalog::Catalog;
-use drover_teleport::{RemoteTeleporter, Site, SiteConfig};
+use drover_teleport::{RemoteTeleporter, SEQUENCE_DATA_BYTES, Site, SiteConfig};
 
 use crate::catalog::SiteCatalog;
 use crate::home::Home;
@@ -70,6 +70,7 @@ pub async fn open(
         teleporter,
         reserve_bytes: home.config.reserve.unwrap_or(RESERVE_BYTES),
         max_sessions: home.config.max_sessions.unwrap_or(MAX_SESSIONS),
+        sequence_data_bytes: home.config.sequence_data.unwrap_or(SEQUENCE_DATA_BYTES),
         disk: Arc::new(drover_teleport::disk::HostDisk),
     };
     let catalog = Arc::clone(catalog) as Arc<dyn Catalog>;

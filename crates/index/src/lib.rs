@@ -23,7 +23,8 @@ pub use error::{BoxedCause, IndexError, Result};
 pub use head::{HeadBitsError, is_strong_head, pack_heads, unpack_heads};
 pub use matcher::{
     AnchorPolicy, CacheStats, Cursor, ImageId, ImageInfo, Layout, Matcher, MatcherConfig,
-    MatcherStats, OpenReport, Origin, Plan, PlanRun, Probe, Repair, SequenceStore, Trim, Trimmed, Via,
+    MatcherStats, OpenReport, Origin, Plan, PlanRun, Probe, Repair, SequenceStore, Trim, Trimmed,
+    Via,
 };
 pub use scan::{Scan, Scanner};
 pub use storage::{DirStorage, Storage, StorageFile};

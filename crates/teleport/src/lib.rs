@@ -38,4 +38,6 @@ pub mod walk;
 
 pub use error::{RefuseReason, TeleportError};
 pub use matching::RemoteTeleporter;
-pub use site::{Holder, Site, SiteConfig, SiteStatus, TransferStatus, open_teleporter};
+pub use site::{
+    Holder, SEQUENCE_DATA_BYTES, Site, SiteConfig, SiteStatus, TransferStatus, open_teleporter,
+};

@@ -6,43 +6,30 @@
 //! they were found, which is here already. So an image that never comes whole takes nothing away.
 //! Nothing here needs to be durable to be correct, because every reused block is digested again; a
 //! lost slot costs its bytes on the wire once. See `docs/format/sequence-cache.md`.
+//!
+//! - [`table`]: what is pending; [`journal`]: the same on disk.
 
-use std::collections::BTreeMap;
+mod journal;
+mod table;
+
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use drover_core::BLOCK_SIZE_U64;
 use drover_index::{ImageId, SequenceStore};
 use parking_lot::Mutex;
-use serde::{Deserialize, Serialize};
+use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::TeleportError;
 use crate::destination::From;
+use journal::{Change, Journal};
+use table::{Pending, Table};
 
-/// Stores that may be pending; beyond this the oldest slots are given up.
-const MAX_PENDING: usize = 1 << 18;
+/// Slots in a segment, which is what the matcher frees.
+pub const SEGMENT_SLOTS: u64 = 128;
 
-/// Slots whose blocks are still only in images.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-struct Pending {
-    count: u32,
-    image: u64,
-    from: u64,
-    /// Where they were when they were found: another image, and the first one's compact index.
-    found: Option<(u64, u64)>,
-}
-
-impl Pending {
-    /// The places of `count` blocks that are `skip` blocks on.
-    fn part(self, skip: u64, count: u64) -> Self {
-        Pending {
-            count: count as u32,
-            from: self.from.saturating_add(skip),
-            found: self.found.map(|(i, at)| (i, at.saturating_add(skip))),
-            ..self
-        }
-    }
-}
+/// Bytes of a segment.
+pub const SEGMENT_BYTES: u64 = SEGMENT_SLOTS * BLOCK_SIZE_U64;
 
 /// Whether blocks of an image can be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,8 +46,25 @@ pub enum Reach {
 #[derive(Debug)]
 pub struct Sequences {
     data: File,
-    pending_path: PathBuf,
-    pending: Mutex<BTreeMap<u64, Pending>>,
+    /// Slots that the file may have.
+    limit: u64,
+    pending: Mutex<Kept>,
+    /// Held while slots are written, and while they are given back.
+    writing: Mutex<()>,
+}
+
+/// What is pending, in memory and on disk.
+#[derive(Debug)]
+struct Kept {
+    table: Table,
+    journal: Journal,
+}
+
+impl Kept {
+    fn apply(&mut self, change: Change) {
+        self.table.apply(change);
+        self.journal.append(change, &self.table);
+    }
 }
 
 /// A copy that is to be made.
@@ -78,12 +82,24 @@ pub struct Copy {
     of: Pending,
 }
 
+/// How a copy ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Copied {
+    /// The slots have their blocks.
+    Made,
+    /// The blocks cannot be had from there, now or later.
+    Never,
+    /// Not now: it stays pending.
+    Later,
+}
+
 impl Sequences {
-    /// Opens or makes the data file in `dir`, with what was pending when the site last closed.
+    /// Opens or makes the data file in `dir`, with what was pending when the site last ran. The file is cut to
+    /// `limit` bytes.
     ///
     /// # Errors
     /// When the file cannot be opened.
-    pub fn open(dir: &Path) -> Result<Self, TeleportError> {
+    pub fn open(dir: &Path, limit: u64) -> Result<Self, TeleportError> {
         let data_path = dir.join("sequences.data");
         let data = File::options()
             .read(true)
@@ -92,13 +108,25 @@ impl Sequences {
             .truncate(false)
             .open(&data_path)
             .map_err(TeleportError::file("open", &data_path))?;
-        let pending_path = dir.join("sequences.pending");
-        let saved = std::fs::read(&pending_path).ok();
-        let pending = saved.and_then(|b| unpack_pending(&b)).unwrap_or_default();
+        let limit = segments_of(limit) * SEGMENT_SLOTS;
+        let size = data.metadata().map_or(0, |about| about.len());
+        if size > limit * BLOCK_SIZE_U64 {
+            data.set_len(limit * BLOCK_SIZE_U64)
+                .map_err(TeleportError::file("cut", &data_path))?;
+        }
+        let (mut journal, mut table) = Journal::open(&dir.join("sequences.pending"));
+        if table
+            .iter_from(limit.saturating_sub(SEGMENT_SLOTS))
+            .any(|(first, p)| first + u64::from(p.count) > limit)
+        {
+            table.cut(limit);
+            journal.rewrite(&table);
+        }
         Ok(Sequences {
             data,
-            pending_path,
-            pending: Mutex::new(pending),
+            limit,
+            pending: Mutex::new(Kept { table, journal }),
+            writing: Mutex::new(()),
         })
     }
 
@@ -111,20 +139,19 @@ impl Sequences {
     /// Slots `store` get their blocks from `image`, or from where they were `found`. Whatever was
     /// pending for them is over.
     pub fn add(&self, image: ImageId, store: SequenceStore, found: Option<(ImageId, u64)>) {
-        let mut pending = self.pending.lock();
-        forget_slots(&mut pending, store.first, u64::from(store.count));
-        if store.count > 0 {
-            let entry = Pending {
-                count: store.count,
-                image: image.0,
-                from: store.from,
-                found: found.map(|(i, at)| (i.0, at)),
-            };
-            pending.insert(store.first, entry);
+        let count = u64::from(store.count);
+        let inside = store.first % SEGMENT_SLOTS + count <= SEGMENT_SLOTS;
+        // A lone teleporter may have a higher limit, and be anybody's.
+        if count == 0 || !inside || store.first >= self.limit {
+            return;
         }
-        if pending.len() > MAX_PENDING {
-            pending.pop_first();
-        }
+        let entry = Pending {
+            count: store.count,
+            image: image.0,
+            from: store.from,
+            found: found.map(|(i, at)| (i.0, at)),
+        };
+        self.pending.lock().apply(Change::Put(store.first, entry));
     }
 
     /// Where the blocks of `count` slots from `first` are to be read from now, for an image `own`
@@ -136,23 +163,21 @@ impl Sequences {
         own: ImageId,
         reach: impl Fn(ImageId, u64, u64) -> Reach,
     ) -> Vec<(u32, From)> {
-        let pending = self.pending.lock();
+        let pending = &self.pending.lock().table;
         let end = first.saturating_add(u64::from(count));
         let mut out = Vec::new();
         let mut at = first;
         while at < end {
-            let covering = pending
-                .range(..=at)
-                .next_back()
-                .filter(|(s, p)| **s + u64::from(p.count) > at);
-            let (n, from) = match covering {
+            let (n, from) = match pending.covering(at) {
                 Some((start, p)) => {
                     let n = (start + u64::from(p.count)).min(end) - at;
                     (n, readable(&p.part(at - start, n), own, &reach))
                 }
+                None if at >= self.limit => (end - at, From::Literal),
                 None => {
-                    let next = pending.range(at..).next().map_or(end, |(s, _)| *s);
-                    (next.min(end) - at, From::Sequence { first: at })
+                    let next = pending.iter_from(at).next().map_or(end, |(s, _)| s);
+                    let next = next.min(end).min(self.limit);
+                    (next - at, From::Sequence { first: at })
                 }
             };
             out.push((n as u32, from));
@@ -161,15 +186,17 @@ impl Sequences {
         out
     }
 
-    /// A pending store that can be copied: `whole` says which images are whole, `live` which are on
-    /// their way in. What an image that is neither would bring is taken from where it was found.
+    /// The first pending store from slot `at` on that can be copied: `whole` says which images are
+    /// whole, `live` which are on their way in. What an image that is neither would bring is taken
+    /// from where it was found.
     pub fn next_copy(
         &self,
+        at: u64,
         whole: impl Fn(ImageId) -> bool,
         live: impl Fn(ImageId) -> bool,
     ) -> Option<Copy> {
-        let pending = self.pending.lock();
-        pending.iter().find_map(|(&first, p)| {
+        let pending = &self.pending.lock().table;
+        pending.iter_from(at).find_map(|(first, p)| {
             let image = ImageId(p.image);
             let (image, from) = if whole(image) {
                 (image, p.from)
@@ -182,51 +209,70 @@ impl Sequences {
                 count: p.count,
                 image,
                 from,
-                of: *p,
+                of: p,
             })
         })
     }
 
-    /// The copy was made (or given up): its slots are no longer pending, unless they have been
-    /// given other blocks meanwhile.
-    pub fn copied(&self, copy: Copy) {
-        let mut pending = self.pending.lock();
-        if pending.get(&copy.first) == Some(&copy.of) {
-            pending.remove(&copy.first);
+    /// Makes a copy by `write`, alone and only while it is still wanted. What was copied, or never can be, is no longer
+    /// pending; what failed stays so, and is read from where it is until it is tried again.
+    pub fn copy(&self, copy: Copy, write: impl FnOnce() -> Copied) -> Copied {
+        let _writing = self.writing.lock();
+        if self.pending.lock().table.at(copy.first) != Some(copy.of) {
+            return Copied::Never;
+        }
+        let copied = write();
+        if copied != Copied::Later {
+            let mut pending = self.pending.lock();
+            if pending.table.at(copy.first) == Some(copy.of) {
+                pending.apply(Change::Clear(copy.first, copy.count));
+            }
+        }
+        copied
+    }
+
+    /// The matcher has freed these segments: nothing is pending for them any more, and the file system gets their room
+    /// back. Waits for a copy that is being written.
+    pub fn free(&self, segments: &[u32]) {
+        for &no in segments {
+            let first = u64::from(no) * SEGMENT_SLOTS;
+            let change = Change::Clear(first, SEGMENT_SLOTS as u32);
+            self.pending.lock().apply(change);
+        }
+        let _writing = self.writing.lock();
+        for run in segments.chunk_by(|a, b| a.checked_add(1) == Some(*b)) {
+            let at = u64::from(run[0]) * SEGMENT_BYTES;
+            let length = run.len() as u64 * SEGMENT_BYTES;
+            let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            if let Err(e) = fallocate(&self.data, how, at, length) {
+                // Their room is used again by the sequences to come.
+                tracing::debug!("cannot give sequence data back: {e}");
+                return;
+            }
         }
     }
 
     /// An image is gone, or will never come: what is pending from it is read from where it was
     /// found, and what has no such place is given up.
     pub fn drop_image(&self, image: ImageId) {
-        self.pending.lock().retain(|_, p| {
-            let found = p
-                .found
-                .take_if(|(i, _)| *i == image.0 || p.image == image.0);
-            if p.image != image.0 {
-                return true;
-            }
-            match found.filter(|(i, _)| *i != image.0) {
-                Some((other, at)) => (p.image, p.from) = (other, at),
-                None => return false,
-            }
-            true
-        });
+        let mut pending = self.pending.lock();
+        let about = |p: Pending| p.image == image.0 || p.found.is_some_and(|(i, _)| i == image.0);
+        if pending.table.iter().any(|(_, p)| about(p)) {
+            pending.apply(Change::Drop(image));
+        }
     }
 
     /// Stores that are pending.
     #[must_use]
     pub fn pending(&self) -> usize {
-        self.pending.lock().len()
+        self.pending.lock().table.len()
     }
 
-    /// Writes down what is pending, for the next start.
-    ///
-    /// # Errors
-    /// When the file cannot be written.
-    pub fn save(&self) -> Result<(), TeleportError> {
-        let bytes = pack_pending(&self.pending.lock());
-        crate::imagemap::write_atomically(&self.pending_path, &bytes)
+    /// Makes durable what is pending, and writes it anew when it could not be written before.
+    pub fn settle(&self) {
+        let mut pending = self.pending.lock();
+        let Kept { table, journal } = &mut *pending;
+        journal.settle(table);
     }
 
     /// The offset of a slot in the data file.
@@ -234,6 +280,12 @@ impl Sequences {
     pub fn offset(slot: u64) -> u64 {
         slot * BLOCK_SIZE_U64
     }
+}
+
+/// Whole segments in so many bytes: at least one, and no more than the matcher can number.
+#[must_use]
+pub fn segments_of(bytes: u64) -> u64 {
+    (bytes / SEGMENT_BYTES).clamp(1, 1 << 18)
 }
 
 /// The best place that pending blocks can be read from: what is verified in its place already, then
@@ -262,163 +314,5 @@ fn readable(p: &Pending, own: ImageId, reach: &impl Fn(ImageId, u64, u64) -> Rea
     }
 }
 
-/// Cuts the slots out of whatever is pending.
-fn forget_slots(pending: &mut BTreeMap<u64, Pending>, first: u64, count: u64) {
-    let end = first + count;
-    let touched: Vec<u64> = pending
-        .range(..end)
-        .rev()
-        // Sequences never cross a page of 128 slots, so nothing starts further back than that.
-        .take_while(|(s, _)| **s + 128 > first)
-        .filter(|(s, p)| **s + u64::from(p.count) > first)
-        .map(|(s, _)| *s)
-        .collect();
-    for start in touched {
-        let Some(p) = pending.remove(&start) else {
-            continue;
-        };
-        let stop = start + u64::from(p.count);
-        if start < first {
-            pending.insert(start, p.part(0, first - start));
-        }
-        if stop > end {
-            pending.insert(end, p.part(end - start, stop - end));
-        }
-    }
-}
-
-const PENDING_VERSION: u8 = 2;
-
-fn pack_pending(pending: &BTreeMap<u64, Pending>) -> Vec<u8> {
-    let mut out = vec![PENDING_VERSION];
-    out.extend(drover_net::encode(pending));
-    let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &out) as u32;
-    out.extend_from_slice(&sum.to_le_bytes());
-    out
-}
-
-fn unpack_pending(bytes: &[u8]) -> Option<BTreeMap<u64, Pending>> {
-    let (body, sum) = bytes.split_last_chunk::<4>()?;
-    let good = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, body) as u32;
-    let (version, body) = body.split_first()?;
-    if sum != &good.to_le_bytes() || *version != PENDING_VERSION {
-        return None;
-    }
-    drover_net::decode(body).ok()
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    const OWN: ImageId = ImageId(1);
-
-    const COMING: ImageId = ImageId(3);
-
-    /// What is here: image 2; what comes: image 3; no other.
-    fn reach(image: ImageId, _: u64, _: u64) -> Reach {
-        match image {
-            ImageId(2) => Reach::Here,
-            COMING => Reach::Coming,
-            _ => Reach::Gone,
-        }
-    }
-
-    fn place(image: u64, first: u64) -> From {
-        match ImageId(image) {
-            OWN => From::Own { first },
-            image => From::Image { image, first },
-        }
-    }
-
-    /// The rules, one after the other.
-    fn expected(brought: (u64, u64), found: Option<(u64, u64)>) -> From {
-        let (a, b) = (Some(brought), found);
-        let is = |c: Option<(u64, u64)>, image| c.filter(|(i, _)| *i == image);
-        let order = [is(a, 1), is(a, 2), is(b, 2), is(b, 1), is(b, 3), is(a, 3)];
-        let first = order.into_iter().flatten().next();
-        first.map_or(From::Literal, |(i, at)| place(i, at))
-    }
-
-    proptest! {
-        /// Against a plain table of where every slot's block is.
-        #[test]
-        fn slots_are_found_where_they_were_last_put(
-            adds in prop::collection::vec((0u64..6, 0u64..128, 1u32..60, 1u64..5, 0u64..1000, prop::option::of((1u64..5, 0u64..1000))), 0..60),
-            asks in prop::collection::vec((0u64..700, 1u32..128), 1..20),
-            dropped in prop::option::of(1u64..5),
-        ) {
-            let dir = tempfile::tempdir().unwrap();
-            let s = Sequences::open(dir.path()).unwrap();
-            type Places = Option<((u64, u64), Option<(u64, u64)>)>;
-            let mut plain: Vec<Places> = vec![None; 2000];
-            for (page, start, count, image, from, found) in adds {
-                let count = count.min(128 - start as u32);
-                let first = page * 128 + start;
-                s.add(ImageId(image), SequenceStore { first, from, count }, found.map(|(i, at)| (ImageId(i), at)));
-                for i in 0..u64::from(count) {
-                    plain[(first + i) as usize] = Some(((image, from + i), found.map(|(f, at)| (f, at + i))));
-                }
-            }
-            if let Some(gone) = dropped {
-                s.drop_image(ImageId(gone));
-                for slot in &mut plain {
-                    *slot = slot.and_then(|(brought, found)| {
-                        let found = found.filter(|f| f.0 != gone);
-                        if brought.0 == gone { found.map(|f| (f, None)) } else { Some((brought, found)) }
-                    });
-                }
-            }
-            s.save().unwrap();
-            let s = Sequences::open(dir.path()).unwrap();
-            for (first, count) in asks {
-                let found = s.resolve(first, count, OWN, reach);
-                let mut at = first;
-                for (n, from) in found {
-                    for i in 0..u64::from(n) {
-                        let want = match plain[at as usize] {
-                            None => From::Sequence { first: at },
-                            Some((brought, found)) => expected(brought, found),
-                        };
-                        let got = match from {
-                            From::Literal => From::Literal,
-                            From::Own { first } => From::Own { first: first + i },
-                            From::Image { image, first } => From::Image { image, first: first + i },
-                            From::Sequence { first } => From::Sequence { first: first + i },
-                        };
-                        prop_assert_eq!(got, want);
-                        at += 1;
-                    }
-                }
-                prop_assert_eq!(at, first + u64::from(count));
-            }
-        }
-    }
-
-    /// What an image that does not come any more would have brought is copied from where it is.
-    #[test]
-    fn what_is_copied_is_whole() {
-        let dir = tempfile::tempdir().unwrap();
-        let s = Sequences::open(dir.path()).unwrap();
-        let store = SequenceStore {
-            first: 5,
-            from: 10,
-            count: 7,
-        };
-        s.add(COMING, store, Some((ImageId(2), 90)));
-        let whole = |i| i == ImageId(2);
-        assert_eq!(s.next_copy(whole, |i| i == COMING), None);
-        let copy = s.next_copy(whole, |_| false).unwrap();
-        assert_eq!((copy.image, copy.from, copy.count), (ImageId(2), 90, 7));
-        let copy = s.next_copy(|_| true, |_| true).unwrap();
-        assert_eq!((copy.image, copy.from), (COMING, 10));
-        // Given other blocks meanwhile.
-        s.add(COMING, SequenceStore { from: 11, ..store }, None);
-        s.copied(copy);
-        assert_eq!(s.pending(), 1);
-        let copy = s.next_copy(|_| true, |_| false).unwrap();
-        s.copied(copy);
-        assert_eq!(s.pending(), 0);
-    }
-}
+mod tests;

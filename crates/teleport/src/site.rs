@@ -1,6 +1,7 @@
 //! A site: the images that are here, the matcher, the sequence cache, and the transfers on their
 //! way in. Sessions share one [`Site`].
 
+mod shared;
 mod sources;
 
 use std::collections::{HashMap, HashSet};
@@ -17,13 +18,12 @@ use serde::Serialize;
 use crate::blockmap::BlockMap;
 use crate::catalog::{Catalog, ImageRecord};
 use crate::disk::Disk;
-use crate::files;
 use crate::imagemap::{ImageMap, sync_parent};
 use crate::images::Images;
 use crate::log::RecordKind;
 use crate::matching::{Matching, RemoteTeleporter};
 use crate::partials::Partials;
-use crate::sequences::Sequences;
+use crate::sequences::{Sequences, segments_of};
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
 use crate::transfer::{Active, Closing, Leftover, inspect, transfer_key};
@@ -46,9 +46,14 @@ pub struct SiteConfig {
     pub reserve_bytes: u64,
     /// Sessions at once.
     pub max_sessions: usize,
+    /// Bytes that the sequence cache's data may take; less than a segment of 512 KiB counts as one.
+    pub sequence_data_bytes: u64,
     /// The disk of `work_dir`.
     pub disk: Arc<dyn Disk>,
 }
+
+/// Bytes of sequence data when nothing else is said: all that the matcher can number.
+pub const SEQUENCE_DATA_BYTES: u64 = 128 << 30;
 
 /// What a site is doing.
 #[derive(Debug, Clone, Serialize)]
@@ -107,6 +112,8 @@ pub struct Site {
     closing: AtomicBool,
     copier: Mutex<Option<std::thread::JoinHandle<()>>>,
     copier_wakes: crossbeam_channel::Sender<()>,
+    /// An image went since sequence data was last brought down to what the others are worth.
+    images_went: AtomicBool,
     holds: OnceLock<Arc<Holder>>,
 }
 
@@ -130,11 +137,12 @@ impl Site {
         let awaited = whole.iter().map(|a| ImageId(a.opening.image)).collect();
         let maps = config.state_dir.join("maps");
         let images = Images::open(catalog.clone(), maps, &awaited, &mut repairs)?;
-        let sequences = Sequences::open(&config.work_dir)?;
+        let sequences = Sequences::open(&config.work_dir, config.sequence_data_bytes)?;
         let matching = match &config.teleporter {
             Some(remote) => Matching::Remote(remote.clone()),
             None => Matching::Local(open_teleporter(
                 &config.state_dir.join("index"),
+                config.sequence_data_bytes,
                 &mut repairs,
             )?),
         };
@@ -153,22 +161,13 @@ impl Site {
             closing: AtomicBool::new(false),
             copier: Mutex::new(None),
             copier_wakes: wake,
+            images_went: AtomicBool::new(true),
             holds: OnceLock::new(),
         });
         site.recover(whole, &mut repairs);
         site.forget_strays();
         site.name_the_lost(&mut repairs);
-        let weak = Arc::downgrade(&site);
-        let copier = std::thread::Builder::new()
-            .name("sequences".into())
-            .spawn(move || {
-                while wakes.recv().is_ok() {
-                    while let Some(site) = weak.upgrade()
-                        && !site.closing.load(Ordering::Relaxed)
-                        && site.copy_one_sequence()
-                    {}
-                }
-            });
+        let copier = shared::start_copier(&site, wakes);
         *site.copier.lock() = copier.ok();
         site.wake_copier();
         Ok((site, repairs))
@@ -267,6 +266,7 @@ impl Site {
             self.sequences.drop_image(old.id);
             self.tell(old.id, ImageEvent::Forget);
             self.tell(id, ImageEvent::Reindex);
+            self.images_went.store(true, Ordering::Relaxed);
         }
         self.wake_copier();
         Ok(true)
@@ -307,41 +307,6 @@ impl Site {
 
     pub(crate) fn wake_copier(&self) {
         let _ = self.copier_wakes.try_send(());
-    }
-
-    /// Copies one pending sequence into the data file; `false` when there is none.
-    fn copy_one_sequence(&self) -> bool {
-        let whole = |i| self.images.knows(i);
-        let Some(copy) = self
-            .sequences
-            .next_copy(whole, |i| self.partials.is_live(i))
-        else {
-            return false;
-        };
-        self.copy_sequence(copy);
-        true
-    }
-
-    fn copy_sequences_of(&self, image: ImageId) {
-        while let Some(copy) = self.sequences.next_copy(|i| i == image, |_| false) {
-            self.copy_sequence(copy);
-        }
-    }
-
-    fn copy_sequence(&self, copy: crate::sequences::Copy) {
-        // A copy that fails loses nothing but its bytes on the wire the next time.
-        if let Some(image) = self.images.open_image(copy.image)
-            && let Some(runs) = image.map.blocks.walk_runs(copy.from, u64::from(copy.count))
-            && self.has_room(u64::from(copy.count) * drover_core::BLOCK_SIZE_U64)
-        {
-            let from = files::spans_of(&image.map.layout, &runs);
-            let length = u64::from(copy.count) * drover_core::BLOCK_SIZE_U64;
-            let to = [(Some(Sequences::offset(copy.first)), length)];
-            if let Err(e) = files::copy_spans(&image.file, &from, self.sequences.data(), &to) {
-                tracing::warn!(error = %e, "cannot copy a sequence");
-            }
-        }
-        self.sequences.copied(copy);
     }
 
     /// Whether the file system of the images has so much room beyond the reserve.
@@ -504,6 +469,8 @@ impl Site {
             tell(Event::Image(old.id, ImageEvent::Forget))?;
             // What the old one had in the caches was not entered for this one.
             tell(Event::Image(id, ImageEvent::Reindex))?;
+            self.images_went.store(true, Ordering::Relaxed);
+            self.wake_copier();
         }
         Ok(record)
     }
@@ -528,6 +495,8 @@ impl Site {
         self.images.remove(name)?;
         self.sequences.drop_image(record.id);
         self.tell(record.id, ImageEvent::Forget);
+        self.images_went.store(true, Ordering::Relaxed);
+        self.wake_copier();
         Ok(record)
     }
 
@@ -562,8 +531,9 @@ impl Site {
     /// # Errors
     /// When a file cannot be written; nothing that was delivered is at risk.
     pub fn close(&self) -> Result<(), TeleportError> {
+        self.trim_sequences();
         self.closing.store(true, Ordering::Relaxed);
-        self.sequences.save()?;
+        self.sequences.settle();
         if let Matching::Local(teleporter) = &self.matching {
             let mut teleporter = teleporter.lock();
             teleporter.persist()?;
@@ -640,16 +610,21 @@ impl Arrived {
     }
 }
 
-/// Opens the matcher in `dir`.
+/// Opens the matcher in `dir`, for so many bytes of sequence data.
 ///
 /// # Errors
 /// When its files cannot be used.
 pub fn open_teleporter(
     dir: &Path,
+    sequence_data_bytes: u64,
     repairs: &mut Vec<String>,
 ) -> Result<crate::matching::LocalTeleporter, TeleportError> {
     let storage = DirStorage::new(dir).map_err(TeleportError::file("open", dir))?;
-    let (matcher, report) = Matcher::open(storage, MatcherConfig::default())?;
+    let config = MatcherConfig {
+        sequence_limit: segments_of(sequence_data_bytes) as u32,
+        ..MatcherConfig::default()
+    };
+    let (matcher, report) = Matcher::open(storage, config)?;
     repairs.extend(report.repairs.iter().map(ToString::to_string));
     Ok(Arc::new(Mutex::new(Teleporter::new(matcher))))
 }

@@ -6,7 +6,9 @@
 
 use std::collections::HashMap;
 
-use drover_index::{Cursor, ImageId, IndexError, Matcher, MatcherStats, Plan, Probe, Storage};
+use drover_index::{
+    Cursor, ImageId, IndexError, Matcher, MatcherStats, Plan, Probe, Storage, Trim, Trimmed,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::codec::Batch;
@@ -122,6 +124,23 @@ impl<S: Storage> Teleporter<S> {
     /// When the files cannot be written.
     pub fn persist(&mut self) -> Result<(), Failure> {
         Ok(self.matcher.persist()?)
+    }
+
+    /// Segments of the sequence cache that hold something.
+    #[must_use]
+    pub fn sequence_segments(&self) -> u32 {
+        self.matcher.sequence_segments()
+    }
+
+    /// Begins to bring the sequence cache down to `keep` segments; none when it is not larger.
+    #[must_use]
+    pub fn begin_trim(&self, keep: u32) -> Option<Trim> {
+        self.matcher.begin_trim(keep)
+    }
+
+    /// One step of that. The segments that it frees are the destination's to give back.
+    pub fn trim(&mut self, trim: &mut Trim) -> Trimmed {
+        self.matcher.trim(trim)
     }
 
     /// Which data blocks of the batch would be matched now; nothing is remembered. `probe` goes

@@ -38,6 +38,9 @@ pub struct Config {
     /// Space to leave free on the images' file system, as in `"1GiB"`.
     #[serde(default, deserialize_with = "size")]
     pub reserve: Option<u64>,
+    /// The most that the data of the sequence cache may take, as in `"128GiB"`.
+    #[serde(default, deserialize_with = "size")]
+    pub sequence_data: Option<u64>,
     /// How many peers may send at once.
     pub max_sessions: Option<usize>,
 }
@@ -120,6 +123,7 @@ mod tests {
         let config = load(&live).unwrap();
         assert_eq!(config.limit, Some(20_000_000));
         assert_eq!(config.reserve, Some(1 << 30));
+        assert_eq!(config.sequence_data, Some(32 << 30));
         assert!(config.teleporter.is_some() && config.metrics_listen.is_some());
         assert!(
             config.max_sessions.is_some()

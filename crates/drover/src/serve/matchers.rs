@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Result, anyhow, bail};
 use drover_net::PeerKey;
 use drover_teleport::matching::LocalTeleporter;
-use drover_teleport::open_teleporter;
+use drover_teleport::{SEQUENCE_DATA_BYTES, open_teleporter};
 use tokio::sync::Mutex;
 
 /// Matchers in memory at once; each has its caches.
@@ -59,7 +59,7 @@ impl Matchers {
                 let matcher = tokio::task::spawn_blocking(move || {
                     std::fs::create_dir_all(&dir)?;
                     let mut repairs = Vec::new();
-                    let matcher = open_teleporter(&dir, &mut repairs)?;
+                    let matcher = open_teleporter(&dir, SEQUENCE_DATA_BYTES, &mut repairs)?;
                     crate::site::tell(&repairs);
                     anyhow::Ok(matcher)
                 })

@@ -3,7 +3,8 @@
 use drover_core::Head;
 use drover_index::testing::{Applied, Destination, SimStorage};
 use drover_index::{
-    AnchorPolicy, ImageId, IndexError, Matcher, MatcherConfig, Origin, PlanRun, Repair, Trimmed, Via,
+    AnchorPolicy, ImageId, IndexError, Matcher, MatcherConfig, Origin, PlanRun, Repair, Trimmed,
+    Via,
 };
 
 use crate::library::{Image, block, digest, send, tiny};

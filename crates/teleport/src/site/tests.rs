@@ -59,6 +59,7 @@ impl Home {
             teleporter: None,
             reserve_bytes: 0,
             max_sessions: 1,
+            sequence_data_bytes: super::SEQUENCE_DATA_BYTES,
             disk: Arc::new(crate::disk::HostDisk),
         };
         let (site, mut repairs) = Site::open(config, self.catalog.clone()).unwrap();

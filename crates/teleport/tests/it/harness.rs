@@ -56,6 +56,7 @@ pub fn config(dir: &Path) -> SiteConfig {
         teleporter: None,
         reserve_bytes: 0,
         max_sessions: 8,
+        sequence_data_bytes: drover_teleport::SEQUENCE_DATA_BYTES,
         disk: Arc::new(drover_teleport::disk::HostDisk),
     }
 }

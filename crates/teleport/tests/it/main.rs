@@ -7,5 +7,6 @@ mod harness;
 mod hostile;
 mod lost_writes;
 mod resume;
+mod room;
 mod send;
 mod teleporter;

@@ -92,7 +92,12 @@ struct Three {
 
 async fn three() -> Three {
     let dir = tempfile::tempdir().unwrap();
-    let teleporter = open_teleporter(&dir.path().join("teleporter"), &mut Vec::new()).unwrap();
+    let teleporter = open_teleporter(
+        &dir.path().join("teleporter"),
+        drover_teleport::SEQUENCE_DATA_BYTES,
+        &mut Vec::new(),
+    )
+    .unwrap();
     let shared = teleporter.clone();
     let (identity, address) = listen(move |reader, writer| {
         let shared = shared.clone();

@@ -1,0 +1,246 @@
+//! `sequences.pending`: the journal of what is pending (`docs/format/sequence-cache.md`).
+//!
+//! It is a hint, as all of the sequence cache is. So nothing waits for it to be durable, and a disk that does not take
+//! it costs bytes on the wire after a crash: then the file is emptied, which takes no room and says less, but nothing
+//! that is no longer so.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use drover_index::ImageId;
+
+use super::table::{Pending, Table};
+
+const MAGIC: [u8; 8] = *b"DRVRPEND";
+/// Versions 1 and 2 were one packed table, written at close, without the magic.
+const VERSION: u32 = 3;
+const HEADER: usize = 16;
+const RECORD: usize = 56;
+
+/// Records beyond those that are needed before the file is written anew.
+const SLACK: u64 = 1 << 14;
+
+/// More than it can grow to.
+const MAX_BYTES: u64 = 64 << 20;
+
+/// A change of what is pending.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// The slots from `first` on are pending so.
+    Put(u64, Pending),
+    /// So many slots from the first on are pending no more.
+    Clear(u64, u32),
+    /// An image is gone, or will never come.
+    Drop(ImageId),
+}
+
+/// The open file.
+#[derive(Debug)]
+pub struct Journal {
+    path: PathBuf,
+    /// None after it could not be written.
+    file: Option<File>,
+    records: u64,
+    unsynced: bool,
+}
+
+impl Journal {
+    /// Opens the journal at `path`, and what is pending by it.
+    pub fn open(path: &Path) -> (Self, Table) {
+        let mut table = Table::default();
+        let mut journal = Journal {
+            path: path.into(),
+            file: None,
+            records: 0,
+            unsynced: false,
+        };
+        // One that cannot be read says nothing.
+        let bytes = read(path).unwrap_or_default();
+        let Some(records) = checked_header(&bytes) else {
+            journal.rewrite(&table);
+            return (journal, table);
+        };
+        for record in records.chunks_exact(RECORD) {
+            // A crash may leave half a record, and nothing after it counts.
+            let Some(change) = decode(record) else { break };
+            table.apply(change);
+            journal.records += 1;
+        }
+        let file = File::options().write(true).open(path);
+        let end = HEADER as u64 + journal.records * RECORD as u64;
+        match file.and_then(|file| file.set_len(end).map(|()| file)) {
+            Ok(file) => journal.file = Some(file),
+            Err(e) => journal.give_up(&e),
+        }
+        (journal, table)
+    }
+
+    /// Writes a change down that `table` has been told already.
+    pub fn append(&mut self, change: Change, table: &Table) {
+        if self.records > 2 * table.len() as u64 + SLACK {
+            return self.rewrite(table);
+        }
+        let Some(file) = &self.file else { return };
+        let at = HEADER as u64 + self.records * RECORD as u64;
+        match file.write_all_at(&encode(change), at) {
+            Ok(()) => {
+                self.records += 1;
+                self.unsynced = true;
+            }
+            Err(e) => self.give_up(&e),
+        }
+    }
+
+    /// Writes the file anew when an earlier write failed; else makes what was appended durable.
+    pub fn settle(&mut self, table: &Table) {
+        let Some(file) = &self.file else {
+            return self.rewrite(table);
+        };
+        if std::mem::take(&mut self.unsynced)
+            && let Err(e) = file.sync_data()
+        {
+            self.give_up(&e);
+        }
+    }
+
+    /// Writes the file anew, with what is needed only.
+    pub fn rewrite(&mut self, table: &Table) {
+        let mut bytes = Vec::with_capacity(HEADER + table.len() * RECORD);
+        bytes.extend_from_slice(&header());
+        table
+            .iter()
+            .for_each(|(first, p)| bytes.extend_from_slice(&encode(Change::Put(first, p))));
+        let fresh = self.path.with_extension("pending.new");
+        let write = || -> io::Result<File> {
+            let file = File::options()
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(&fresh)?;
+            file.write_all_at(&bytes, 0)?;
+            file.sync_data()?;
+            std::fs::rename(&fresh, &self.path)?;
+            Ok(file)
+        };
+        match write() {
+            Ok(file) => {
+                self.file = Some(file);
+                self.records = table.len() as u64;
+                self.unsynced = false;
+            }
+            Err(e) => {
+                let _ = std::fs::remove_file(&fresh);
+                self.give_up(&e);
+            }
+        }
+    }
+
+    /// As when a write fails.
+    #[cfg(test)]
+    pub fn fail(&mut self) {
+        self.give_up(&io::ErrorKind::StorageFull.into());
+    }
+
+    /// What is in the file would soon be untrue.
+    fn give_up(&mut self, error: &io::Error) {
+        let path = self.path.display();
+        tracing::debug!("{path}: {error}; it is written anew when there is room");
+        self.file = None;
+        self.records = 0;
+        if let Err(e) = std::fs::remove_file(&self.path)
+            && e.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!("cannot remove {path}: {e}");
+        }
+    }
+}
+
+/// A file of no more than a journal can need.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let read = File::open(path)?
+        .take(MAX_BYTES + 1)
+        .read_to_end(&mut bytes)?;
+    match read as u64 > MAX_BYTES {
+        true => Err(io::ErrorKind::FileTooLarge.into()),
+        false => Ok(bytes),
+    }
+}
+
+fn sum(bytes: &[u8]) -> [u8; 4] {
+    (crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32).to_le_bytes()
+}
+
+fn header() -> [u8; HEADER] {
+    let mut h = [0; HEADER];
+    h[..8].copy_from_slice(&MAGIC);
+    h[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    let sum = sum(&h[..12]);
+    h[12..].copy_from_slice(&sum);
+    h
+}
+
+/// What follows a header of this version.
+fn checked_header(bytes: &[u8]) -> Option<&[u8]> {
+    let (h, records) = bytes.split_first_chunk::<HEADER>()?;
+    (*h == header()).then_some(records)
+}
+
+const PUT: u8 = 1;
+const CLEAR: u8 = 2;
+const DROP: u8 = 3;
+const FOUND: u8 = 1;
+
+fn encode(change: Change) -> [u8; RECORD] {
+    let (kind, count, words, found) = match change {
+        Change::Put(first, p) => (PUT, p.count, [first, p.image, p.from], p.found),
+        Change::Clear(first, count) => (CLEAR, count, [first, 0, 0], None),
+        Change::Drop(image) => (DROP, 0, [0, image.0, 0], None),
+    };
+    let mut r = [0; RECORD];
+    r[0] = kind;
+    r[1] = if found.is_some() { FOUND } else { 0 };
+    r[4..8].copy_from_slice(&count.to_le_bytes());
+    let (image, from) = found.unwrap_or_default();
+    let words = [words[0], words[1], words[2], image, from];
+    for (to, word) in r[8..48].chunks_exact_mut(8).zip(words) {
+        to.copy_from_slice(&word.to_le_bytes());
+    }
+    let sum = sum(&r[..52]);
+    r[52..].copy_from_slice(&sum);
+    r
+}
+
+fn decode(r: &[u8]) -> Option<Change> {
+    if r.len() != RECORD || r[52..] != sum(&r[..52]) {
+        return None;
+    }
+    let count = u32::from_le_bytes(r[4..8].try_into().ok()?);
+    let mut words = r[8..48]
+        .as_chunks()
+        .0
+        .iter()
+        .map(|w| u64::from_le_bytes(*w));
+    let mut word = || words.next();
+    let (first, image, from, other, at) = (word()?, word()?, word()?, word()?, word()?);
+    let found = (r[1] & FOUND != 0).then_some((other, at));
+    // Slots lie inside a segment, so that no sum of these can overflow.
+    let inside =
+        |count: u32| (1..=128).contains(&count) && first.checked_add(u64::from(count)).is_some();
+    match r[0] {
+        PUT if inside(count) => Some(Change::Put(
+            first,
+            Pending {
+                count,
+                image,
+                from,
+                found,
+            },
+        )),
+        CLEAR if inside(count) => Some(Change::Clear(first, count)),
+        DROP => Some(Change::Drop(ImageId(image))),
+        _ => None,
+    }
+}
