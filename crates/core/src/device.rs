@@ -74,6 +74,10 @@ pub trait BlockDevice: Send + Sync {
 
     /// What a read of the range would wait for, at this moment: a hint.
     fn cost(&self, offset: u64, length: u64) -> Cost;
+
+    /// What a write, zeroes or a trim of the range may have to wait for, room that only a network can make included: a
+    /// hint. Never less than what it says of a range whose neighbours it has to read.
+    fn write_cost(&self, offset: u64, length: u64) -> Cost;
 }
 
 /// What a device can do.
@@ -107,7 +111,7 @@ pub struct Zeroes {
     pub only_fast: bool,
 }
 
-/// What a read waits for.
+/// What a request waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Cost {
     /// Memory: not worth a thread switch.
@@ -266,6 +270,9 @@ impl<T: BlockDevice + ?Sized> BlockDevice for Arc<T> {
     }
     fn cost(&self, offset: u64, length: u64) -> Cost {
         (**self).cost(offset, length)
+    }
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        (**self).write_cost(offset, length)
     }
 }
 

@@ -13,8 +13,9 @@
 //! that another front end of the device is asked for would not cover them, and errors surface long after the write.
 //!
 //! **Threads.** [`Options::threads`] threads take requests from the kernel and serve those that need not wait for a
-//! network; what does ([`Cost::Network`](drover_core::Cost)), and every flush, goes to at most
-//! [`Options::waiting_threads`] others, so that a lost link blocks only who reads what is not here.
+//! network; reads that do ([`Cost::Network`](drover_core::Cost)) go to at most [`Options::waiting_threads`] others, and
+//! to as many again flushes and writes that may have to wait, so that a lost link blocks only who reads what is not here,
+//! and a cache without room only who writes.
 //! The library reads and writes the connection with plain copies; it has no splice and no io_uring, and passes through only to files.
 //!
 //! **Ends.** Nothing here waits without a deadline: an unmount that the kernel does not answer, because a
@@ -61,7 +62,7 @@ pub struct Options {
     pub read_only: bool,
     /// Threads that take requests.
     pub threads: usize,
-    /// Threads, at most, on which requests wait for a network or a flush.
+    /// Threads, at most, on which reads wait for a network, and as many again for writes and flushes.
     pub waiting_threads: usize,
     /// Users other than the one who mounts may open it: all may read it and, unless it is read-only, write it, until
     /// chmod and chown say otherwise. Else no other user, not even root, sees it.

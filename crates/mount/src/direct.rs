@@ -217,6 +217,10 @@ impl BlockDevice for RemoteDevice {
     fn cost(&self, _offset: u64, _length: u64) -> Cost {
         Cost::Network
     }
+
+    fn write_cost(&self, _offset: u64, _length: u64) -> Cost {
+        Cost::Network
+    }
 }
 
 /// How long closing may take before it is left to the site to notice.

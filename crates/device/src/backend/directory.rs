@@ -332,6 +332,10 @@ impl BlockDevice for DirectoryDevice {
     fn cost(&self, _: u64, _: u64) -> Cost {
         Cost::Disk
     }
+
+    fn write_cost(&self, _: u64, _: u64) -> Cost {
+        Cost::Disk
+    }
 }
 
 impl std::fmt::Debug for DirectoryDevice {

@@ -221,6 +221,10 @@ impl BlockDevice for FileDevice {
     fn cost(&self, _: u64, _: u64) -> Cost {
         Cost::Disk
     }
+
+    fn write_cost(&self, _: u64, _: u64) -> Cost {
+        Cost::Disk
+    }
 }
 
 #[cfg(test)]

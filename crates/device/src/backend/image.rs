@@ -160,6 +160,10 @@ impl BlockDevice for ImageDevice {
     fn cost(&self, _: u64, _: u64) -> Cost {
         Cost::Disk
     }
+
+    fn write_cost(&self, _: u64, _: u64) -> Cost {
+        Cost::Disk
+    }
 }
 
 impl std::fmt::Debug for ImageDevice {

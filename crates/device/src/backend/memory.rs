@@ -176,6 +176,10 @@ impl BlockDevice for MemoryDevice {
     fn cost(&self, _: u64, _: u64) -> Cost {
         Cost::Memory
     }
+
+    fn write_cost(&self, _: u64, _: u64) -> Cost {
+        Cost::Memory
+    }
 }
 
 #[cfg(test)]

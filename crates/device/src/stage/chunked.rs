@@ -309,6 +309,21 @@ impl<D: BlockDevice> BlockDevice for Chunked<D> {
             Err(_) => self.inner.cost(offset, length),
         }
     }
+
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        match check_range(offset, length, self.size()) {
+            Ok(()) => {
+                let (from, covered) = self.cover(offset, length);
+                let write = self.inner.write_cost(from, covered);
+                match (from, covered) == (offset, length) {
+                    true => write,
+                    // What it covers in part is read first.
+                    false => write.max(self.inner.cost(from, covered)),
+                }
+            }
+            Err(_) => self.inner.write_cost(offset, length),
+        }
+    }
 }
 
 #[cfg(test)]

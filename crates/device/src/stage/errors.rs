@@ -254,6 +254,10 @@ impl<D: BlockDevice> BlockDevice for Errors<D> {
     fn cost(&self, offset: u64, length: u64) -> Cost {
         self.inner.cost(offset, length)
     }
+
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        self.inner.write_cost(offset, length)
+    }
 }
 
 #[cfg(test)]

@@ -206,4 +206,8 @@ impl<D: BlockDevice, G: Gate> BlockDevice for Gated<D, G> {
     fn cost(&self, offset: u64, length: u64) -> Cost {
         self.gate.cost(self.inner.cost(offset, length))
     }
+
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        self.gate.cost(self.inner.write_cost(offset, length))
+    }
 }

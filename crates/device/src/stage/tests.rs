@@ -164,6 +164,7 @@ fn every_stage_forwards_or_masks_each_capability() {
                 let expected = (row.capabilities)(below);
                 assert_eq!(stage.capabilities(), expected, "{} on {below:?}", row.name);
                 assert_eq!(stage.cost(0, 4096), (row.cost)(cost), "{}", row.name);
+                assert_eq!(stage.write_cost(0, 4096), (row.cost)(cost), "{}", row.name);
                 assert_eq!(stage.size(), SIZE, "{}", row.name);
             }
         }
@@ -197,6 +198,7 @@ fn every_stage_forwards_every_request_as_it_came() {
         assert_eq!(runs, probe.extents(at, length).unwrap(), "{}", row.name);
         stage.prefetch(at, length).unwrap();
         let _ = stage.cost(at, length);
+        let _ = stage.write_cost(at, length);
         stage.trim(at, length).unwrap();
         stage.flush().unwrap();
         calls.extend([
@@ -207,6 +209,7 @@ fn every_stage_forwards_every_request_as_it_came() {
             Call::Extents(at, length),
             Call::Prefetch(at, length),
             Call::Cost(at, length),
+            Call::WriteCost(at, length),
             Call::Trim(at, length),
             Call::Flush,
         ]);

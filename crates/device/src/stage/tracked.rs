@@ -262,6 +262,10 @@ impl<D: BlockDevice> BlockDevice for Tracked<D> {
     fn cost(&self, offset: u64, length: u64) -> Cost {
         self.inner.cost(offset, length)
     }
+
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        self.inner.write_cost(offset, length)
+    }
 }
 
 #[cfg(test)]

@@ -74,6 +74,22 @@ impl BlockDevice for Synced {
             false => Cost::Network,
         }
     }
+
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        let end = offset.saturating_add(length).min(self.size());
+        let offset = offset.min(end);
+        // In a cache of limited size only what is dirty is sure to have its room when the write comes to it.
+        let limited = self.shared.cache_limit.is_some();
+        let ready = |index| match self.shared.states.get(index) {
+            State::Dirty => true,
+            state => state.whole() && !limited,
+        };
+        let mut touched = self.shared.geometry.touched(offset, end - offset);
+        match touched.all(ready) {
+            true => Cost::Disk,
+            false => Cost::Network,
+        }
+    }
 }
 
 impl Shared {

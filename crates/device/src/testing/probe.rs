@@ -24,6 +24,8 @@ pub enum Call {
     Prefetch(u64, u64),
     /// A question for the cost of `(offset, length)`.
     Cost(u64, u64),
+    /// A question for what a write of `(offset, length)` costs.
+    WriteCost(u64, u64),
 }
 
 /// A device in memory that claims the capabilities and cost that it is told to, and records every call.
@@ -120,6 +122,11 @@ impl BlockDevice for Probe {
 
     fn cost(&self, offset: u64, length: u64) -> Cost {
         self.note(Call::Cost(offset, length));
+        self.cost
+    }
+
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        self.note(Call::WriteCost(offset, length));
         self.cost
     }
 }

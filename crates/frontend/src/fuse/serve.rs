@@ -41,6 +41,8 @@ pub(super) struct Disk {
     below_directory: bool,
     owned: Mutex<Owned>,
     pool: Pool,
+    /// For what changes the device, or flushes it, and may wait for a network, or for room that only a network makes.
+    changes: Pool,
 }
 
 /// What chmod, chown and writes change.
@@ -81,6 +83,7 @@ impl Disk {
                 changed: now,
             }),
             pool: Pool::new(options.waiting_threads.clamp(1, THREADS_MAX)),
+            changes: Pool::new(options.waiting_threads.clamp(1, THREADS_MAX)),
             device,
         }
     }
@@ -123,9 +126,9 @@ impl Disk {
 
     /// Does `job` here, or, if it would wait for a network, on a thread of the pool: so that requests that need not
     /// wait find a thread.
-    fn go(&self, waits: bool, bytes: usize, job: impl FnOnce() + Send + 'static) {
+    fn go(&self, waits: bool, pool: &Pool, job: impl FnOnce() + Send + 'static) {
         match waits {
-            true => self.pool.submit(bytes, job),
+            true => pool.submit(0, job),
             // The reply that a panic drops says EIO; this thread goes on.
             false => drop(std::panic::catch_unwind(AssertUnwindSafe(job))),
         }
@@ -133,6 +136,11 @@ impl Disk {
 
     fn waits(&self, offset: u64, length: u64) -> bool {
         self.device.cost(offset, length) == Cost::Network
+    }
+
+    /// Whether a write may: it may have to fetch what it covers in part, or find no room until more is pushed.
+    fn write_waits(&self, offset: u64, length: u64) -> bool {
+        self.device.write_cost(offset, length) == Cost::Network
     }
 
     fn touched(&self) {
@@ -250,7 +258,7 @@ impl Filesystem for Disk {
         let length = self.inside(offset, u64::from(size));
         let (device, longest) = (self.device.clone(), self.longest);
         let waits = self.waits(offset, length);
-        self.go(waits, 0, move || {
+        self.go(waits, &self.pool, move || {
             read(device.as_ref(), offset, length as usize, longest, reply);
         });
     }
@@ -279,10 +287,9 @@ impl Filesystem for Disk {
         let data = &data[..length];
         // In direct I/O the kernel leaves O_SYNC and O_DSYNC to us.
         let synced = flags.0 & libc::O_DSYNC != 0;
-        // A write may have to fetch what it covers in part.
-        if synced || self.waits(offset, length as u64) {
+        if synced || self.write_waits(offset, length as u64) {
             let (device, longest, data) = (self.device.clone(), self.longest, data.to_vec());
-            self.pool.submit(length, move || {
+            self.changes.submit(length, move || {
                 write(device.as_ref(), offset, &data, longest, synced, reply);
             });
         } else {
@@ -317,7 +324,7 @@ impl Filesystem for Disk {
         }
         let device = self.device.clone();
         // A flush may wait for a disk or a far side, and nothing says so beforehand.
-        self.go(true, 0, move || match device.flush() {
+        self.go(true, &self.changes, move || match device.flush() {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(reported("flush", 0, 0, &error)),
         });
@@ -352,8 +359,8 @@ impl Filesystem for Disk {
         let length = self.inside(offset, length);
         self.touched();
         let device = self.device.clone();
-        let waits = self.waits(offset, length);
-        self.go(waits, 0, move || {
+        let waits = self.write_waits(offset, length);
+        self.go(waits, &self.changes, move || {
             match device.write_zeroes(offset, length, zeroes) {
                 Ok(()) => reply.ok(),
                 Err(error) => reply.error(reported("write zeroes", offset, length, &error)),
@@ -381,12 +388,14 @@ impl Filesystem for Disk {
         };
         let (device, size) = (self.device.clone(), self.size);
         let waits = self.waits(from, size - from);
-        self.go(waits, 0, move || match seek(device.as_ref(), from, data) {
-            Ok(Some(at)) => reply.offset(at as i64),
-            // The end of a file counts as a hole.
-            Ok(None) if !data => reply.offset(size as i64),
-            Ok(None) => reply.error(Errno::ENXIO),
-            Err(error) => reply.error(reported("extents", from, size - from, &error)),
+        self.go(waits, &self.pool, move || {
+            match seek(device.as_ref(), from, data) {
+                Ok(Some(at)) => reply.offset(at as i64),
+                // The end of a file counts as a hole.
+                Ok(None) if !data => reply.offset(size as i64),
+                Ok(None) => reply.error(Errno::ENXIO),
+                Err(error) => reply.error(reported("extents", from, size - from, &error)),
+            }
         });
     }
 

@@ -41,7 +41,7 @@ const BARE_BYTES: usize = 4096;
 const STATUS_BYTES: usize = size_of::<Extent>();
 /// The longest payload of a refused write that is read past; a longer one ends the connection (bytes).
 const LONGEST_REFUSED: u32 = 64 << 20;
-/// Threads for requests that wait for a local disk.
+/// Threads for requests that wait for a local disk; none of them waits for a network.
 const DISK_THREADS: usize = 8;
 
 /// Why a connection ended other than by the client's wish.
@@ -210,7 +210,9 @@ fn transmit(
         }
     };
     let disk = Lane::new("nbd-disk", DISK_THREADS, run.clone());
-    let network = Lane::new("nbd-network", shared.options.threads, run);
+    let network = Lane::new("nbd-network", shared.options.threads, run.clone());
+    // Apart from reads, local or not: what waits for room in a cache waits for as long as a link is slow, or away.
+    let changes = Lane::new("nbd-change", shared.options.threads, run);
 
     let socket = transport.socket();
     socket.receive_within(TICK.min(shared.options.stall))?;
@@ -292,6 +294,15 @@ fn transmit(
                     payload,
                     permit,
                 }),
+                Place::Change => {
+                    let mut permit = permit;
+                    permit.park();
+                    changes.submit(Job {
+                        request,
+                        payload,
+                        permit,
+                    });
+                }
             }
         }
     };
@@ -301,6 +312,7 @@ fn transmit(
     budget.drain();
     disk.close();
     network.close();
+    changes.close();
     transport.finish();
     ended
 }
@@ -311,19 +323,29 @@ enum Place {
     Here,
     Disk,
     Network,
+    /// Those for what changes the device, or flushes it, and may wait for a network, or for room that only a network makes.
+    Change,
 }
 
 fn place(request: &Request, device: &dyn BlockDevice) -> Place {
     match request.command {
         // Returns without waiting.
         command::CACHE => return Place::Here,
-        command::FLUSH => return Place::Network,
+        command::FLUSH => return Place::Change,
         _ if request.length == 0 => return Place::Here,
         _ => {}
     }
-    match device.cost(request.offset, request.length.into()) {
-        // A flush may wait for what a read of the range does not.
-        _ if request.has(flag::FUA) => Place::Network,
+    let (offset, length) = (request.offset, request.length.into());
+    if let command::WRITE | command::WRITE_ZEROES | command::TRIM = request.command {
+        return match device.write_cost(offset, length) {
+            // A flush may wait for what a write of the range does not.
+            _ if request.has(flag::FUA) => Place::Change,
+            Cost::Memory => Place::Here,
+            Cost::Disk => Place::Disk,
+            Cost::Network => Place::Change,
+        };
+    }
+    match device.cost(offset, length) {
         // Two threads would only wait for each other: the connection takes replies one by one.
         Cost::Memory => Place::Here,
         Cost::Disk => Place::Disk,

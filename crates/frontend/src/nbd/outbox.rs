@@ -19,6 +19,9 @@ const BATCH: usize = 64;
 /// Pieces that are sent with one call; the system takes no more than 1024.
 const BATCH_PIECES: usize = 256;
 
+/// Changes that wait for a network beside the requests that may be under way; only their bytes count with those of the rest.
+const MOST_PARKED: usize = 4096;
+
 /// How many requests, and how many bytes of theirs, may be under way: from the moment a request is taken off the
 /// connection until its reply is on its way.
 pub(super) struct Budget {
@@ -31,6 +34,7 @@ pub(super) struct Budget {
 #[derive(Default)]
 struct Used {
     requests: usize,
+    parked: usize,
     bytes: usize,
 }
 
@@ -47,7 +51,7 @@ impl Budget {
     fn take(self: &Arc<Self>, used: &mut Used, bytes: usize) -> Option<Permit> {
         // One alone always fits, however long.
         let fits = used.requests < self.requests && used.bytes + bytes <= self.bytes;
-        if used.requests > 0 && !fits {
+        if used.requests + used.parked > 0 && !fits {
             return None;
         }
         used.requests += 1;
@@ -55,6 +59,7 @@ impl Budget {
         Some(Permit {
             budget: Arc::clone(self),
             bytes,
+            parked: false,
         })
     }
 
@@ -78,7 +83,7 @@ impl Budget {
     /// Waits until nothing is under way.
     pub(super) fn drain(&self) {
         let mut used = self.used.lock();
-        while used.requests > 0 {
+        while used.requests + used.parked > 0 {
             self.freed.wait(&mut used);
         }
     }
@@ -88,12 +93,28 @@ impl Budget {
 pub(super) struct Permit {
     budget: Arc<Budget>,
     bytes: usize,
+    parked: bool,
+}
+
+impl Permit {
+    /// The request may wait for long: it does not count among the others any more, so that those behind it are read on.
+    pub(super) fn park(&mut self) {
+        let mut used = self.budget.used.lock();
+        if !self.parked && used.parked < MOST_PARKED {
+            used.parked += 1;
+            used.requests -= 1;
+            self.parked = true;
+        }
+    }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
         let mut used = self.budget.used.lock();
-        used.requests -= 1;
+        match self.parked {
+            true => used.parked -= 1,
+            false => used.requests -= 1,
+        }
         used.bytes -= self.bytes;
         drop(used);
         self.budget.freed.notify_all();
@@ -302,5 +323,32 @@ mod tests {
         drop(some);
         waiting.join().unwrap();
         budget.drain();
+    }
+
+    #[test]
+    fn what_waits_for_long_keeps_its_bytes_but_no_place_among_the_rest() {
+        let budget = Budget::new(2, 100);
+        let mut long: Vec<Permit> = (0..9)
+            .map(|_| {
+                let mut permit = budget.try_admit(10).expect("a place");
+                permit.park();
+                permit
+            })
+            .collect();
+        let last = budget.try_admit(10).expect("a place");
+        assert!(budget.try_admit(1).is_none(), "more than the bytes");
+        drop((last, long.pop()));
+        let two: Vec<Permit> = (0..3).filter_map(|_| budget.try_admit(1)).collect();
+        assert_eq!(two.len(), 2);
+        drop((two, long));
+        budget.drain();
+        let many: Vec<Permit> = (0..MOST_PARKED + 9)
+            .map_while(|_| {
+                let mut permit = budget.try_admit(0)?;
+                permit.park();
+                Some(permit)
+            })
+            .collect();
+        assert_eq!(many.len(), MOST_PARKED + 2);
     }
 }

@@ -55,6 +55,9 @@ pub(super) struct Job {
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
+    /// Those that may wait for long, and how many of them threads are at.
+    changes: VecDeque<Job>,
+    changing: usize,
     threads: usize,
     idle: usize,
     closed: bool,
@@ -63,8 +66,31 @@ struct State {
 struct Inner {
     target: Arc<Target>,
     limit: usize,
+    /// Threads that wait for changes at most: the rest is for what need not wait for them.
+    most_changing: usize,
     state: Mutex<State>,
     more: Condvar,
+}
+
+impl State {
+    /// The next request, and whether it is a change that may wait for long.
+    fn next(&mut self, most_changing: usize) -> Option<(Job, bool)> {
+        if let Some(job) = self.jobs.pop_front() {
+            return Some((job, false));
+        }
+        if self.changing >= most_changing {
+            return None;
+        }
+        let job = self.changes.pop_front()?;
+        self.changing += 1;
+        Some((job, true))
+    }
+
+    /// How many threads there is something to do for.
+    fn wanted(&self, most_changing: usize) -> usize {
+        let changes = self.changes.len().min(most_changing - self.changing);
+        self.jobs.len() + changes
+    }
 }
 
 /// The pool. Its threads end when the last of its handles is gone and what was given to it is done.
@@ -75,6 +101,7 @@ impl Pool {
         Self(Arc::new(Inner {
             target,
             limit,
+            most_changing: (limit / 2).max(1),
             state: Mutex::default(),
             more: Condvar::new(),
         }))
@@ -83,8 +110,12 @@ impl Pool {
     /// Takes a request over. Where no thread can be started and none runs, does it on the spot.
     pub(super) fn submit(&self, job: Job) {
         let mut state = self.0.state.lock();
-        state.jobs.push_back(job);
-        if state.idle >= state.jobs.len() {
+        match self.0.target.may_wait_long(&job.descriptor) {
+            true => state.changes.push_back(job),
+            false => state.jobs.push_back(job),
+        }
+        let wanted = state.wanted(self.0.most_changing);
+        if state.idle >= wanted {
             self.0.more.notify_one();
             return;
         }
@@ -100,10 +131,11 @@ impl Pool {
             state.threads -= 1;
             tracing::warn!(%error, "no thread for a ublk request");
             if state.threads == 0 {
-                let job = state.jobs.pop_back();
+                let job = state.next(self.0.most_changing);
                 drop(state);
-                if let Some(job) = job {
+                if let Some((job, long)) = job {
                     self.0.perform(&job, &mut Buffer::new());
+                    self.0.state.lock().changing -= usize::from(long);
                 }
             }
         }
@@ -123,18 +155,19 @@ impl Inner {
         let mut buffer = Buffer::new();
         let mut state = self.state.lock();
         loop {
-            if let Some(job) = state.jobs.pop_front() {
+            if let Some((job, long)) = state.next(self.most_changing) {
                 drop(state);
                 self.perform(&job, &mut buffer);
                 state = self.state.lock();
-            } else if state.closed {
+                state.changing -= usize::from(long);
+            } else if state.closed && state.changes.is_empty() {
                 state.threads -= 1;
                 return;
             } else {
                 state.idle += 1;
                 let late = self.more.wait_for(&mut state, LINGER).timed_out();
                 state.idle -= 1;
-                if late && state.jobs.is_empty() {
+                if late && state.wanted(self.most_changing) == 0 {
                     state.threads -= 1;
                     return;
                 }

@@ -26,12 +26,27 @@ impl Target {
     /// Whether a request is over so soon that it is not worth a thread switch.
     pub(super) fn is_quick(&self, descriptor: &Descriptor) -> bool {
         match descriptor.operation {
-            Operation::Read | Operation::Write { through: false } => {
+            Operation::Read => {
                 self.device.cost(descriptor.offset, descriptor.length) == Cost::Memory
+            }
+            Operation::Write { through: false } => {
+                self.device.write_cost(descriptor.offset, descriptor.length) == Cost::Memory
             }
             Operation::Unknown => true,
             // A flush has no range; the others may take as long as they are large.
             _ => false,
+        }
+    }
+
+    /// Whether it is a change that may wait for a network, or for room that only a network makes.
+    pub(super) fn may_wait_long(&self, descriptor: &Descriptor) -> bool {
+        match descriptor.operation {
+            Operation::Read | Operation::Unknown => false,
+            Operation::Flush | Operation::Write { through: true } => true,
+            _ => {
+                let cost = self.device.write_cost(descriptor.offset, descriptor.length);
+                cost == Cost::Network
+            }
         }
     }
 

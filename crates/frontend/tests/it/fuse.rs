@@ -4,6 +4,7 @@ mod clients;
 mod crash;
 mod disk;
 mod file;
+mod room;
 mod support;
 
 use std::fs::File;

@@ -6,6 +6,7 @@ mod lifecycle;
 mod order;
 mod raw;
 mod requests;
+mod room;
 mod tls;
 
 use std::path::PathBuf;

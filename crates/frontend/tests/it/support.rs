@@ -63,3 +63,41 @@ pub fn noise(seed: u64, length: usize) -> Vec<u8> {
 pub fn text(path: &Path) -> &str {
     path.to_str().expect("a path in UTF-8")
 }
+
+/// A managed device over zeros in memory whose cache is full of what cannot be pushed: the link is away. Chunks from 0 to
+/// `DIRTY` are here and dirty, the others known to be zeros.
+pub fn full() -> (
+    std::sync::Arc<drover_device::synced::Synced>,
+    std::sync::Arc<drover_device::remote::LocalRemote>,
+) {
+    use drover_core::BlockDevice;
+    use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
+    let far = std::sync::Arc::new(drover_device::backend::MemoryDevice::new(64 << 20));
+    let remote = drover_device::remote::LocalRemote::new(far, CHUNK as u32, 2, None).unwrap();
+    let directory = std::sync::Arc::new(drover_device::storage::FakeDirectory::default());
+    let device = Synced::open(SyncedOptions {
+        sync: Sync::Local,
+        cache_size: Some(DIRTY * CHUNK),
+        prefetch: Order::Sequential,
+        ..SyncedOptions::new(directory, remote.clone(), b"image")
+    })
+    .unwrap();
+    assert!(
+        device
+            .puller()
+            .wait(std::time::Duration::from_secs(60))
+            .unwrap()
+    );
+    remote.cut("for a test");
+    for index in 0..DIRTY {
+        device
+            .write(index * CHUNK, &vec![index as u8 + 1; CHUNK as usize])
+            .unwrap();
+    }
+    (device, remote)
+}
+
+/// See [`full`].
+pub const CHUNK: u64 = 64 << 10;
+/// See [`full`].
+pub const DIRTY: u64 = 16;

@@ -469,4 +469,9 @@ impl BlockDevice for Overlay {
         });
         costs.max().unwrap_or(Cost::Memory)
     }
+
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        // The edges of what is written may be the base's.
+        self.cost(offset, length).max(Cost::Disk)
+    }
 }

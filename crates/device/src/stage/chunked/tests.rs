@@ -311,6 +311,9 @@ impl BlockDevice for Terse {
     fn cost(&self, offset: u64, length: u64) -> Cost {
         self.0.cost(offset, length)
     }
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        self.0.write_cost(offset, length)
+    }
 }
 
 #[test]

@@ -73,6 +73,10 @@ impl BlockDevice for Watched {
     fn cost(&self, offset: u64, length: u64) -> Cost {
         self.inner.cost(offset, length)
     }
+
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        self.inner.write_cost(offset, length)
+    }
 }
 
 pub fn quiet(directory: &FakeDirectory, remote: &Arc<LocalRemote>) -> SyncedOptions {

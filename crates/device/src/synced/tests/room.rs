@@ -180,6 +180,29 @@ fn a_write_waits_for_the_link_when_the_cache_is_full_of_what_was_not_pushed() {
 }
 
 #[test]
+fn what_a_write_may_wait_for_is_said() {
+    for cache_size in [None, Some(at(16))] {
+        let far = Far::over(MemoryDevice::new(at(200)));
+        let remote = far.remote();
+        let device = Synced::open(SyncedOptions {
+            cache_size,
+            ..small(&FakeDirectory::default(), &remote, 16)
+        })
+        .unwrap();
+        soon("zeros are known", || device.cost(0, at(200)) == Cost::Disk);
+        device.write(at(3), &[1; CHUNK as usize]).unwrap();
+        assert_eq!(device.write_cost(at(3), 100), Cost::Disk);
+        let wait = match cache_size {
+            None => Cost::Disk,
+            Some(_) => Cost::Network,
+        };
+        assert_eq!(device.write_cost(at(5), 100), wait);
+        assert_eq!(device.write_cost(at(3), at(2)), wait);
+        device.close(true).unwrap();
+    }
+}
+
+#[test]
 fn such_a_write_gives_up_in_the_end() {
     let far = Far::new(&random_bytes(14, 200 * CHUNK as usize));
     let remote = far.remote();

@@ -211,4 +211,7 @@ impl BlockDevice for Troubled {
             _ => Cost::Memory,
         }
     }
+    fn write_cost(&self, offset: u64, length: u64) -> Cost {
+        self.cost(offset, length)
+    }
 }

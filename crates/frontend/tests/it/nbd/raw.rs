@@ -375,4 +375,7 @@ impl BlockDevice for Odd {
     fn cost(&self, _: u64, _: u64) -> Cost {
         self.cost
     }
+    fn write_cost(&self, _: u64, _: u64) -> Cost {
+        self.cost
+    }
 }

@@ -147,4 +147,7 @@ impl BlockDevice for Probe {
     fn cost(&self, _: u64, _: u64) -> Cost {
         Cost::Network
     }
+    fn write_cost(&self, _: u64, _: u64) -> Cost {
+        Cost::Network
+    }
 }
