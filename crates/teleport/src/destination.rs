@@ -93,6 +93,8 @@ pub enum Event {
         /// Ascending.
         failed: Vec<u32>,
     },
+    /// What a reuse job needs is not there, and is waited for no longer.
+    NotComing(ReuseJob),
     /// Literal blocks were verified and written.
     Written(Runs),
     /// The answer to [`Action::Prove`]: the groups of
@@ -284,6 +286,7 @@ impl Destination {
             Event::Kept { index, blocks } => self.on_kept(index, &blocks),
             Event::Planned { index, runs } => self.on_planned(index, runs, actions)?,
             Event::Reused { job, failed } => self.on_reused(&job, &failed, actions),
+            Event::NotComing(job) => self.on_not_coming(&job, actions),
             Event::Written(runs) => self.on_written(&runs, actions)?,
             Event::Proved { index, wrong } => self.on_proved(index, &wrong, actions)?,
             Event::End(digest) => {
@@ -515,6 +518,12 @@ impl Destination {
         self.counts.matched.invalid += failed.len() as u64;
         self.ask(index, failed.iter().copied(), actions);
         self.progressed(index, actions);
+    }
+
+    fn on_not_coming(&mut self, job: &ReuseJob, actions: &mut Vec<Action>) {
+        let runs = job.runs.iter();
+        let blocks = runs.flat_map(|&(start, run)| start..start + run.count);
+        self.ask(job.batch.index, blocks, actions);
     }
 
     fn on_written(&mut self, runs: &Runs, actions: &mut Vec<Action>) -> Result<(), Violation> {

@@ -6,6 +6,7 @@ mod estimate;
 mod matching;
 mod prepare;
 mod reuse;
+mod waits;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

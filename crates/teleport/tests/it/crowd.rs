@@ -99,6 +99,83 @@ async fn what_is_unfinished_is_matched_too() {
     assert!(report.matched_blocks > 2000, "{report:?}");
 }
 
+/// A link of so many bytes a second for each of several senders at once, each with its own image.
+async fn at_once(paths: &[std::path::PathBuf], there: &TestSite, limit: u64) -> Vec<ImageReport> {
+    let mut sends = Vec::new();
+    for path in paths {
+        let client = Client::new();
+        let mut options = client.options(there, &there.address);
+        options.limit = Some(Arc::new(drover_net::RateLimit::new(limit)));
+        let items = items(&[path]);
+        sends.push(tokio::spawn(async move {
+            client.send_with(items, options).await.unwrap().remove(0)
+        }));
+    }
+    let mut reports = Vec::new();
+    for (send, path) in sends.into_iter().zip(paths) {
+        reports.push(send.await.unwrap());
+        same(
+            path,
+            &there.image(path.file_name().unwrap().to_str().unwrap()),
+        );
+    }
+    reports
+}
+
+/// An image of which a quarter is its own, in stretches, and the rest everybody's.
+fn alike(seed: u64, mib: usize) -> Vec<u8> {
+    let mut bytes = unlike(1000, mib);
+    let own = unlike(seed, mib);
+    for at in (0..bytes.len()).step_by(1 << 20) {
+        let stretch = at..at + (256 << 10);
+        bytes[stretch.clone()].copy_from_slice(&own[stretch]);
+    }
+    bytes
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_similar_images_at_once_match_each_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let paths = [1, 2].map(|n| dir.path().join(format!("{n}.raw")));
+    for (n, path) in paths.iter().enumerate() {
+        write(path, &alike(n as u64, 24));
+    }
+    let reports = at_once(&paths, &there, 24 << 20).await;
+    let sent: u64 = reports.iter().map(|r| r.sent_blocks).sum();
+    // What is in both crosses the link once.
+    let least = 24 * (256 + 64);
+    assert!(
+        sent >= least && sent < least + least / 10,
+        "{sent} of {least}: {reports:?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn similar_images_sent_at_once_cost_little_more_than_one_by_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let paths: Vec<_> = (0..6)
+        .map(|n| dir.path().join(format!("{n}.raw")))
+        .collect();
+    for (n, path) in paths.iter().enumerate() {
+        write(path, &image(n as u64, 77, 250));
+    }
+    let there = TestSite::start(&dir.path().join("one-by-one")).await;
+    let mut one_by_one = 0;
+    for path in &paths {
+        let reports = at_once(std::slice::from_ref(path), &there, 1 << 30).await;
+        one_by_one += reports[0].sent_blocks;
+    }
+    let there = TestSite::start(&dir.path().join("at-once")).await;
+    let reports = at_once(&paths, &there, 40 << 20).await;
+    let sent: u64 = reports.iter().map(|r| r.sent_blocks).sum();
+    println!("one by one {one_by_one} blocks, at once {sent}");
+    assert!(
+        sent <= one_by_one + one_by_one / 10,
+        "{sent} against {one_by_one}: {reports:?}"
+    );
+}
+
 /// Fills a file system but for so many bytes.
 fn fill(filler: &Path, spare: u64) {
     let options = std::fs::File::options().append(true).create(true).clone();

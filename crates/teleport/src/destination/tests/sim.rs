@@ -94,6 +94,8 @@ pub struct World {
     /// Answers come in the order of the questions.
     ordered_plans: bool,
     wrong: f64,
+    /// How often another transfer does not bring in time what it was to bring.
+    never_comes: f64,
     session: Session,
     /// Blocks asked for, over all sessions.
     pub asked: u64,
@@ -161,10 +163,12 @@ impl World {
         };
         let session = Session::new(blocks);
         let wrong = [0.0, 0.02, 0.5][rng.usize(0..3)];
+        let never_comes = [0.0, 0.1, 0.9][rng.usize(0..3)];
         let mut world = World {
             crashes_left: rng.u32(0..4),
             ordered_plans: rng.bool(),
             wrong,
+            never_comes,
             rng,
             image,
             compact,
@@ -572,6 +576,9 @@ impl World {
     fn carry_out(&mut self) {
         let at = self.rng.usize(0..self.session.jobs.len());
         let job = self.session.jobs.swap_remove(at);
+        if self.rng.f64() < self.never_comes {
+            return self.destination(Event::NotComing(job));
+        }
         let places: Vec<u64> = job.batch.data.iter().collect();
         let mut failed = Vec::new();
         for (start, run) in &job.runs {

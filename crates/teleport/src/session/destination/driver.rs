@@ -15,6 +15,7 @@ use tokio::sync::mpsc;
 
 use super::prepare::Prepared;
 use super::reuse::{self, Job, Work};
+use super::waits;
 use crate::TeleportError;
 use crate::blockmap::DataBits;
 use crate::codec::{Batch, proofs_of};
@@ -123,6 +124,8 @@ enum Ended {
 /// The threads beside the driver.
 struct Workers {
     jobs: Sender<Work>,
+    /// For what another transfer is bringing.
+    waits: Sender<ReuseJob>,
     /// A message means that the end is near; the end of the channel, the end.
     sync: Sender<()>,
     threads: Vec<std::thread::JoinHandle<()>>,
@@ -134,6 +137,7 @@ impl Workers {
     fn start(site: &Arc<Site>, prepared: &Prepared) -> Result<Self, TeleportError> {
         // Bounded by the window: every job belongs to a batch that is not complete.
         let (jobs, queue) = unbounded();
+        let (waits, waiting) = unbounded();
         let (sync, ending) = bounded(1);
         let mut threads = Vec::new();
         let stop = Arc::new(AtomicBool::new(false));
@@ -152,6 +156,12 @@ impl Workers {
                     Box::new(move || reuse::work(&site, &image, &queue, &stop)),
                 )?;
             }
+            let (site, image) = (site.clone(), prepared.incoming.clone());
+            let ready = jobs.clone();
+            spawn(
+                "await",
+                Box::new(move || waits::work(&site, &image, &waiting, &ready)),
+            )?;
             let transfer = &prepared.transfer;
             let files = [
                 (transfer.part.clone(), transfer.part_path()),
@@ -170,6 +180,7 @@ impl Workers {
         start().map_err(failed)?;
         Ok(Workers {
             jobs,
+            waits,
             sync,
             threads,
             stop,
@@ -178,7 +189,7 @@ impl Workers {
 
     fn stop(self) {
         self.stop.store(true, Ordering::Relaxed);
-        drop((self.jobs, self.sync));
+        drop((self.jobs, self.waits, self.sync));
         self.threads.into_iter().for_each(|t| drop(t.join()));
     }
 }
@@ -407,7 +418,19 @@ impl Driver<'_> {
         self.step(Event::Planned { index, runs })
     }
 
-    fn reuse(&mut self, job: ReuseJob) {
+    fn reuse(&mut self, mut job: ReuseJob) {
+        let site = self.site;
+        let awaited = job
+            .runs
+            .extract_if(.., |(_, run)| waits::must_wait(site, run));
+        for run in awaited {
+            let batch = job.batch.clone();
+            let runs = vec![run];
+            let _ = self.workers.waits.send(ReuseJob { batch, runs });
+        }
+        if job.runs.is_empty() {
+            return;
+        }
         let map = self.prepared.machine.map();
         let own = |run: &Run| match run.from {
             From::Own { first } => map
