@@ -12,12 +12,14 @@ use crate::{peer_name, text};
 
 mod changes;
 mod mounts;
+mod space;
 
 pub use changes::{ChangesAction, ChangesArgs, DropArgs};
 pub use mounts::{
     AttachArgs, Driver, DriverChoice, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction,
     MountsArgs, SyncMode, UnmountArgs,
 };
+pub use space::SpaceArgs;
 
 /// Moves disk images of virtual machines between sites, sending only what the far side lacks; and shows them where they are not.
 #[derive(Debug, Parser)]
@@ -63,6 +65,7 @@ pub enum Command {
     Unmount(UnmountArgs),
     Mounts(MountsArgs),
     Changes(ChangesArgs),
+    Space(SpaceArgs),
     Images(ImagesArgs),
     Index(IndexArgs),
     Verify(VerifyArgs),

@@ -25,6 +25,7 @@ mod serve;
 mod setup;
 mod signals;
 mod site;
+mod space;
 mod status;
 mod text;
 
@@ -107,6 +108,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Mounts(args) => wait(mounts::mounts(&existing()?, args)),
         Command::Guard { identifier } => mounts::guard(&identifier),
         Command::Keep { name } => wait(mounts::keep_in_background(&existing()?, &name)),
+        Command::Space(args) => space::space(&existing()?, &args),
         Command::Changes(args) => wait(changes::changes(&existing()?, args)),
         Command::Images(args) => wait(images::images(&existing()?, args)),
         Command::Index(args) => wait(images::index(&create()?, args)),

@@ -15,6 +15,7 @@ const COMMANDS: &[&str] = &[
     "verify",
     "rm",
     "status",
+    "space",
     "teleporter",
     "peers",
     "digest",

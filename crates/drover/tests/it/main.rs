@@ -12,4 +12,5 @@ mod mount_offline;
 mod pairing;
 mod send;
 mod serve;
+mod space;
 mod world;

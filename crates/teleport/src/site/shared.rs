@@ -68,7 +68,7 @@ pub(super) fn start_copier(
 
 impl Site {
     /// Copies the first pending sequence from slot `at` on that can be copied; none when there is none.
-    fn copy_next(&self, at: &mut u64) -> Option<Copied> {
+    pub(super) fn copy_next(&self, at: &mut u64) -> Option<Copied> {
         let whole = |i| self.images.knows(i);
         let live = |i| self.partials.is_live(i);
         let copy = self.sequences.next_copy(*at, whole, live)?;
@@ -88,6 +88,9 @@ impl Site {
     fn copy_sequence(&self, copy: Copy) -> Copied {
         self.sequences.copy(copy, || {
             let length = u64::from(copy.count) * BLOCK_SIZE_U64;
+            if !self.has_room(length) {
+                return Copied::Later;
+            }
             let Some(image) = self.images.open_image(copy.image) else {
                 return Copied::Never;
             };
@@ -95,9 +98,6 @@ impl Site {
             let Some(runs) = runs else {
                 return Copied::Never;
             };
-            if !self.has_room(length) {
-                return Copied::Later;
-            }
             let from = files::spans_of(&image.map.layout, &runs);
             let to = [(Some(Sequences::offset(copy.first)), length)];
             match files::copy_spans(&image.file, &from, self.sequences.data(), &to) {

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use super::*;
+use crate::files;
 use crate::transfer::tests::{Sample, sample};
 
 fn key(sample: &Sample) -> String {
@@ -52,12 +53,16 @@ impl Home {
     }
 
     fn open(&self) -> (Arc<Site>, Vec<String>) {
+        self.open_with(0)
+    }
+
+    fn open_with(&self, reserve_bytes: u64) -> (Arc<Site>, Vec<String>) {
         let config = SiteConfig {
             images_dir: self.path("images"),
             work_dir: self.path("work"),
             state_dir: self.path("state"),
             teleporter: None,
-            reserve_bytes: 0,
+            reserve_bytes,
             max_sessions: 1,
             sequence_data_bytes: super::SEQUENCE_DATA_BYTES,
             disk: Arc::new(crate::disk::HostDisk),
@@ -258,4 +263,44 @@ fn a_catalog_that_was_lost_is_rebuilt_from_the_maps() {
     drop(site);
     let (site, repairs) = home.open();
     assert!(site.images.list().is_empty(), "{repairs:?}");
+}
+
+#[test]
+fn a_sequence_for_which_there_was_no_room_is_copied_when_there_is() {
+    use crate::sequences::Copied;
+    use drover_index::SequenceStore;
+    use std::os::unix::fs::FileExt;
+
+    let home = Home::new();
+    let sample = sample("a.raw", 2, 2_500_001);
+    home.arrive(&sample, Until::Removal);
+    let image = ImageId(sample.opening.image);
+    let (site, _) = home.open_with(u64::MAX);
+    let store = SequenceStore {
+        first: 128,
+        from: 0,
+        count: 4,
+    };
+    site.sequences.add(image, store, None);
+    assert_eq!(site.copy_next(&mut 0), Some(Copied::Later));
+    assert_eq!(site.sequences.pending(), 1);
+    site.close().unwrap();
+    drop(site);
+    let (site, _) = home.open();
+    let start = std::time::Instant::now();
+    while site.sequences.pending() > 0 {
+        assert!(start.elapsed() < std::time::Duration::from_secs(60));
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let whole = site.images.open_image(image).unwrap();
+    let (mut block, mut copied) = ([0; 4096], [0; 4096]);
+    for i in 0..4 {
+        let runs = whole.map.blocks.walk_runs(i, 1).unwrap();
+        let at = files::spans_of(&whole.map.layout, &runs)[0].0.unwrap();
+        whole.file.read_exact_at(&mut block, at).unwrap();
+        let slot = Sequences::offset(128 + i);
+        let data = site.sequences.data();
+        data.read_exact_at(&mut copied, slot).unwrap();
+        assert!(block == copied && block != [0; 4096], "block {i}");
+    }
 }
