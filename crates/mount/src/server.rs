@@ -72,7 +72,8 @@ pub struct Config {
     pub images: Arc<dyn Images>,
     /// The directory of the site's state; what is written over images, and leases, are in `overlays/NAME/` below it.
     pub state: PathBuf,
-    /// Threads that read, hash and compress; at least two.
+    /// How many threads read, hash and compress, about, at least two; one fewer do so in the background, and some more
+    /// wait for disks.
     pub threads: usize,
 }
 

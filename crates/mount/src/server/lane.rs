@@ -338,8 +338,9 @@ impl Lane {
             state.working += 1;
             drop(state);
             let lane = self.clone();
+            let kind = unit.kind(front);
             self.pool
-                .submit(front, move |tools| lane.work(unit, front, tools));
+                .submit(self.key, kind, move |tools| lane.work(unit, front, tools));
         }
     }
 
@@ -349,6 +350,7 @@ impl Lane {
             (state.closed, !state.back.is_empty())
         };
         let effect = Effect::of(&unit, self.shape.chunk);
+        let changes = unit.changes();
         let made = (!closed).then(|| {
             let far = self.shared.flow.lock().round_trip() > Some(FAR);
             let client = Client {
@@ -367,6 +369,9 @@ impl Lane {
         }
         let mut state = self.state.lock();
         state.queue.worked(effect.weight(), front);
+        if changes {
+            state.queue.changed();
+        }
         let mut committed = false;
         if let Some(made) = made.filter(|_| !state.closed) {
             let hurried = !front && state.queue.is_hurried(made.head.id());

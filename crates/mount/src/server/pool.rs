@@ -1,13 +1,20 @@
 //! The threads that read disks, hash and compress: never the runtime's own.
 
-use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use drover_net::PeerKey;
 use parking_lot::{Condvar, Mutex};
 
 use crate::compress::{Packer, Unpacker};
+use crate::protocol::MountId;
+
+mod schedule;
+
+pub use schedule::Kind;
+
+use schedule::{Limits, Running, Schedule};
 
 /// What a thread of the pool works with.
 pub struct Tools {
@@ -32,8 +39,8 @@ impl Tools {
 
 type Job = Box<dyn FnOnce(&mut Tools) + Send>;
 
-/// Threads with two queues. How many jobs wait is bounded by those who submit: a lane has a limited number of units
-/// under way.
+/// Threads that read and threads that change. How many jobs wait is bounded by those who submit: a lane has a limited
+/// number of units under way.
 pub struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -41,63 +48,73 @@ pub struct Pool {
 
 struct Shared {
     state: Mutex<State>,
-    more: Condvar,
-    /// Threads that background work may have at once: one fewer than there are.
-    most_back: usize,
+    reads: Condvar,
+    changes: Condvar,
 }
 
-#[derive(Default)]
 struct State {
-    front: VecDeque<Job>,
-    back: VecDeque<Job>,
-    running_back: usize,
+    schedule: Schedule<Who, Job>,
     closed: bool,
 }
 
+/// Whose a job is.
+pub type Who = (PeerKey, MountId);
+
+type Next = fn(&mut Schedule<Who, Job>) -> Option<(Running<Who>, Job)>;
+
 impl Pool {
-    /// A pool of so many threads, at least two.
+    /// A pool of threads as [`Limits::new`] says.
     ///
     /// # Errors
     /// What the system reports when it cannot start them.
     pub fn new(threads: usize) -> io::Result<Self> {
-        let threads = threads.max(2);
+        let limits = Limits::new(threads);
         let shared = Arc::new(Shared {
-            state: Mutex::default(),
-            more: Condvar::new(),
-            most_back: threads - 1,
+            state: Mutex::new(State {
+                schedule: Schedule::new(limits),
+                closed: false,
+            }),
+            reads: Condvar::new(),
+            changes: Condvar::new(),
         });
         let mut pool = Self {
             shared,
             threads: Vec::new(),
         };
-        for n in 0..threads {
-            let shared = pool.shared.clone();
-            let mut tools = Tools::new()?;
-            let thread = std::thread::Builder::new()
-                .name(format!("mount-{n}"))
-                .spawn(move || shared.work(&mut tools))?;
-            pool.threads.push(thread);
+        for n in 0..limits.reading {
+            pool.start(format!("mount-read-{n}"), true)?;
+        }
+        for n in 0..limits.changing {
+            pool.start(format!("mount-write-{n}"), false)?;
         }
         Ok(pool)
     }
 
-    /// Has a job done; one that somebody waits for before all that nobody does.
-    pub fn submit(&self, front: bool, job: impl FnOnce(&mut Tools) + Send + 'static) {
+    fn start(&mut self, name: String, reads: bool) -> io::Result<()> {
+        let shared = self.shared.clone();
+        let mut tools = Tools::new()?;
+        let thread = std::thread::Builder::new().name(name);
+        self.threads.push(thread.spawn(move || match reads {
+            true => shared.work(&mut tools, &shared.reads, Schedule::next_read),
+            false => shared.work(&mut tools, &shared.changes, Schedule::next_change),
+        })?);
+        Ok(())
+    }
+
+    /// Has a job of a mount done.
+    pub fn submit(&self, who: Who, kind: Kind, job: impl FnOnce(&mut Tools) + Send + 'static) {
         let mut state = self.shared.state.lock();
-        if front {
-            state.front.push_back(Box::new(job));
-        } else {
-            state.back.push_back(Box::new(job));
-        }
+        state.schedule.put(who, kind, Box::new(job));
         drop(state);
-        self.shared.more.notify_one();
+        self.shared.more(kind).notify_one();
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.state.lock().closed = true;
-        self.shared.more.notify_all();
+        self.shared.reads.notify_all();
+        self.shared.changes.notify_all();
         let own = std::thread::current().id();
         for thread in self.threads.drain(..) {
             // The last one to let go of the pool may be a job of its own.
@@ -109,28 +126,28 @@ impl Drop for Pool {
 }
 
 impl Shared {
-    fn work(&self, tools: &mut Tools) {
+    fn more(&self, kind: Kind) -> &Condvar {
+        match kind {
+            Kind::Front | Kind::Back => &self.reads,
+            Kind::Change | Kind::Sync => &self.changes,
+        }
+    }
+
+    fn work(&self, tools: &mut Tools, more: &Condvar, next: Next) {
         let mut state = self.state.lock();
         loop {
-            if let Some(job) = state.front.pop_front() {
+            if let Some((running, job)) = next(&mut state.schedule) {
                 drop(state);
                 job(tools);
-            } else if state.running_back < self.most_back
-                && let Some(job) = state.back.pop_front()
-            {
-                state.running_back += 1;
-                drop(state);
-                job(tools);
-                self.state.lock().running_back -= 1;
-                // Whoever was woken for background work and found no room for it.
-                self.more.notify_one();
+                state = self.state.lock();
+                state.schedule.done(running);
+                // Whoever was woken and found that this one was in the way.
+                more.notify_one();
             } else if state.closed {
                 return;
             } else {
-                self.more.wait(&mut state);
-                continue;
+                more.wait(&mut state);
             }
-            state = self.state.lock();
         }
     }
 }
@@ -144,20 +161,50 @@ mod tests {
     #[test]
     fn what_somebody_waits_for_goes_first_and_finds_a_thread() {
         let pool = Pool::new(2).unwrap();
+        let who = |n| (PeerKey([n; 32]), MountId([n; 16]));
         let (say, hear) = mpsc::channel();
         let (go, gate) = mpsc::channel::<()>();
-        // Background work that does not end takes all threads but one.
-        pool.submit(false, move |_| gate.recv().unwrap());
+        // Background work that does not end takes all threads that may be at it.
+        pool.submit(who(1), Kind::Back, move |_| gate.recv().unwrap());
         for n in 0..3 {
             let say = say.clone();
-            pool.submit(false, move |_| say.send(n).unwrap());
+            pool.submit(who(1), Kind::Back, move |_| say.send(n).unwrap());
         }
         let front = say.clone();
-        pool.submit(true, move |_| front.send(100).unwrap());
+        pool.submit(who(1), Kind::Front, move |_| front.send(100).unwrap());
         assert_eq!(hear.recv().unwrap(), 100);
         assert!(hear.try_recv().is_err());
         go.send(()).unwrap();
         let rest: Vec<i32> = (0..3).map(|_| hear.recv().unwrap()).collect();
         assert_eq!(rest, [0, 1, 2]);
+    }
+
+    #[test]
+    fn changes_that_do_not_end_keep_nothing_from_readers_and_other_mounts() {
+        let pool = Pool::new(2).unwrap();
+        let who = |n| (PeerKey([n; 32]), MountId([n; 16]));
+        let (say, hear) = mpsc::channel();
+        let (go, gate) = mpsc::channel::<()>();
+        let gate = Arc::new(Mutex::new(gate));
+        for n in 0..50 {
+            let gate = gate.clone();
+            let kind = if n % 2 == 0 { Kind::Sync } else { Kind::Change };
+            pool.submit(who(1), kind, move |_| {
+                let _ = gate.lock().recv();
+            });
+        }
+        for (n, kind) in [
+            (1, Kind::Front),
+            (1, Kind::Back),
+            (2, Kind::Change),
+            (3, Kind::Sync),
+        ] {
+            let say = say.clone();
+            pool.submit(who(n), kind, move |_| say.send(n).unwrap());
+        }
+        let mut done: Vec<u8> = (0..4).map(|_| hear.recv().unwrap()).collect();
+        done.sort_unstable();
+        assert_eq!(done, [1, 1, 2, 3]);
+        drop(go);
     }
 }

@@ -5,6 +5,7 @@ use std::collections::{HashMap, VecDeque};
 use bytes::Bytes;
 
 use super::counters::Effect;
+use super::pool::Kind;
 use crate::protocol::{
     Ask, Code, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT, Refusal,
 };
@@ -14,6 +15,9 @@ const BACK_UNITS: usize = 8;
 
 /// Waited-for units of a lane that are being worked on or wait for the link, at most.
 const FRONT_UNITS: usize = 64;
+
+/// Those among them that change something, at most: reads of the lane do not stand behind more.
+const CHANGE_UNITS: usize = 8;
 
 /// Bytes of answers of a lane that wait for the link before no more are made: as much again for those that somebody waits
 /// for, so that background answers without credit do not hold them up.
@@ -39,15 +43,49 @@ pub enum Unit {
     Other(Ask, Bytes),
 }
 
+impl Unit {
+    /// Whether it changes something, or makes changes durable.
+    pub fn changes(&self) -> bool {
+        matches!(self, Unit::Other(ask, _) if changes(ask))
+    }
+
+    /// What it is for the pool, given whether somebody waits for it.
+    pub fn kind(&self, front: bool) -> Kind {
+        match self {
+            Unit::Other(Ask::Commit { .. } | Ask::Close { .. } | Ask::DirectFlush { .. }, _) => {
+                Kind::Sync
+            }
+            Unit::Other(ask, _) if changes(ask) => Kind::Change,
+            _ if front => Kind::Front,
+            _ => Kind::Back,
+        }
+    }
+}
+
+fn changes(ask: &Ask) -> bool {
+    !matches!(
+        ask,
+        Ask::Read { .. }
+            | Ask::Presence { .. }
+            | Ask::Digests { .. }
+            | Ask::DirectRead { .. }
+            | Ask::DirectExtents { .. }
+    )
+}
+
 /// A lane's requests.
 #[derive(Debug, Default)]
 pub struct Queue {
     front: VecDeque<Entry>,
     back: VecDeque<Entry>,
+    /// Those for which somebody waits that change something.
+    changes: VecDeque<Entry>,
     owed: HashMap<u64, Owed>,
     body_bytes: usize,
     front_units: usize,
     back_units: usize,
+    /// Of [`Queue::front_units`], those that change something and are being worked on.
+    change_units: usize,
     front_ready: u64,
     back_ready: u64,
     front_working: u64,
@@ -128,6 +166,8 @@ impl Queue {
         };
         if background {
             self.back.push_back(entry);
+        } else if changes(&entry.ask) {
+            self.changes.push_back(entry);
         } else {
             self.front.push_back(entry);
         }
@@ -155,6 +195,16 @@ impl Queue {
         {
             self.front_units += 1;
             self.front_working += Effect::of(&unit, chunk).weight();
+            self.forget(&unit);
+            return Some((unit, true));
+        }
+        // Their answers are short.
+        if self.front_units < FRONT_UNITS
+            && self.change_units < CHANGE_UNITS
+            && let Some(unit) = Self::cut(&mut self.changes, u64::from(MAX_UNIT), chunk)
+        {
+            self.front_units += 1;
+            self.change_units += 1;
             self.forget(&unit);
             return Some((unit, true));
         }
@@ -212,6 +262,11 @@ impl Queue {
             true => self.front_working -= weight,
             false => self.back_working -= weight,
         }
+    }
+
+    /// A unit that changes something is not being worked on any more.
+    pub fn changed(&mut self) {
+        self.change_units -= 1;
     }
 
     /// A unit has been worked on; its answer of so many bytes waits for the link.
@@ -310,6 +365,34 @@ mod tests {
         assert_eq!(queue.take(CHUNK, 1 << 20), None);
         queue.worked(u64::from(CHUNK), true);
         assert!(queue.take(CHUNK, 1 << 20).is_some());
+    }
+
+    #[test]
+    fn reads_do_not_stand_behind_changes_of_their_lane() {
+        let mut queue = Queue::default();
+        for id in 1..=100 {
+            let ask = Ask::DirectTrim {
+                id,
+                offset: 0,
+                length: 1,
+            };
+            queue.admit(ask, Bytes::new(), CHUNK).unwrap();
+        }
+        for _ in 0..CHANGE_UNITS {
+            let (unit, front) = queue.take(CHUNK, 1 << 20).unwrap();
+            assert!(front && unit.kind(front) == Kind::Change);
+        }
+        assert_eq!(queue.take(CHUNK, 1 << 20), None);
+        queue.admit(read(200, false), Bytes::new(), CHUNK).unwrap();
+        let (unit, _) = queue.take(CHUNK, 1 << 20).unwrap();
+        assert_eq!(unit.kind(true), Kind::Front);
+        queue.worked(0, true);
+        queue.changed();
+        assert!(
+            queue
+                .take(CHUNK, 1 << 20)
+                .is_some_and(|(unit, _)| unit.changes())
+        );
     }
 
     #[test]

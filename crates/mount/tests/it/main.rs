@@ -1,5 +1,6 @@
 //! The mount's two ends against each other.
 
+mod blocked;
 mod direct;
 mod early;
 mod hostile;

@@ -1,0 +1,298 @@
+//! Which job a thread of the pool does next. No threads, no clock.
+//!
+//! Reading and changing have threads of their own, since a change may wait long: for a disk's sync, for an epoch that is
+//! being copied, for another change. Mounts take turns, so that none waits for all that another has asked for.
+
+use std::collections::{HashMap, VecDeque};
+use std::hash::Hash;
+
+/// What a job does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Reads, and somebody waits for it.
+    Front,
+    /// Reads, and nobody does.
+    Back,
+    /// Changes what is read later.
+    Change,
+    /// Makes changes durable, which takes as long as a disk takes.
+    Sync,
+}
+
+/// How many threads there are, and what they may be at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Threads that read.
+    pub reading: usize,
+    /// Of those at background reads, at most.
+    pub back: usize,
+    /// Of those at reads of one mount, at most: an image may lie on a disk that does not answer.
+    pub reading_one: usize,
+    /// Threads that change. One at a time for a mount.
+    pub changing: usize,
+    /// Of those at syncs, at most.
+    pub syncing: usize,
+}
+
+impl Limits {
+    /// For a pool that was told to have `threads` threads: so many read in the background, others wait for disks.
+    pub fn new(threads: usize) -> Self {
+        let threads = threads.max(2);
+        Self {
+            reading: threads + 3,
+            back: threads - 1,
+            reading_one: threads + 1,
+            changing: threads + 2,
+            syncing: threads + 1,
+        }
+    }
+}
+
+/// Jobs of one kind, by mount; mounts that have some, in turn.
+#[derive(Debug)]
+struct Turns<K, J> {
+    jobs: HashMap<K, VecDeque<J>>,
+    turns: VecDeque<K>,
+}
+
+impl<K: Copy + Eq + Hash, J> Turns<K, J> {
+    fn new() -> Self {
+        Self {
+            jobs: HashMap::new(),
+            turns: VecDeque::new(),
+        }
+    }
+
+    fn put(&mut self, mount: K, job: J) {
+        let jobs = self.jobs.entry(mount).or_default();
+        if jobs.is_empty() {
+            self.turns.push_back(mount);
+        }
+        jobs.push_back(job);
+    }
+
+    /// The next job of the first mount in turn whose next job `may` be done.
+    fn take(&mut self, may: impl Fn(&K, &J) -> bool) -> Option<(K, J)> {
+        let first = |mount: &K| self.jobs.get(mount).and_then(VecDeque::front);
+        let fits = |mount: &K| first(mount).is_some_and(|job| may(mount, job));
+        let at = self.turns.iter().position(fits)?;
+        let mount = self.turns.remove(at)?;
+        let jobs = self.jobs.get_mut(&mount)?;
+        let job = jobs.pop_front()?;
+        match jobs.is_empty() {
+            true => drop(self.jobs.remove(&mount)),
+            false => self.turns.push_back(mount),
+        }
+        Some((mount, job))
+    }
+}
+
+/// Jobs that wait, and what those that run count for.
+#[derive(Debug)]
+pub struct Schedule<K, J> {
+    limits: Limits,
+    front: Turns<K, J>,
+    back: Turns<K, J>,
+    changes: Turns<K, (Kind, J)>,
+    /// Reads that run, by mount.
+    reads: HashMap<K, usize>,
+    running_back: usize,
+    /// Mounts of which a change runs.
+    changing: Vec<K>,
+    running_syncs: usize,
+}
+
+/// What a job that was taken counts for, to be given to [`Schedule::done`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Running<K> {
+    /// Whose it is.
+    pub mount: K,
+    /// What it does.
+    pub kind: Kind,
+}
+
+impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
+    /// One without jobs.
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            front: Turns::new(),
+            back: Turns::new(),
+            changes: Turns::new(),
+            reads: HashMap::new(),
+            running_back: 0,
+            changing: Vec::new(),
+            running_syncs: 0,
+        }
+    }
+
+    /// A job is to be done.
+    pub fn put(&mut self, mount: K, kind: Kind, job: J) {
+        match kind {
+            Kind::Front => self.front.put(mount, job),
+            Kind::Back => self.back.put(mount, job),
+            Kind::Change | Kind::Sync => self.changes.put(mount, (kind, job)),
+        }
+    }
+
+    /// The next job for a thread that reads.
+    pub fn next_read(&mut self) -> Option<(Running<K>, J)> {
+        let (reads, most) = (&self.reads, self.limits.reading_one);
+        let may = |mount: &K, _: &J| reads.get(mount).is_none_or(|n| *n < most);
+        let mut kind = Kind::Front;
+        let mut taken = self.front.take(may);
+        if taken.is_none() && self.running_back < self.limits.back {
+            kind = Kind::Back;
+            taken = self.back.take(may);
+        }
+        let (mount, job) = taken?;
+        *self.reads.entry(mount).or_default() += 1;
+        self.running_back += usize::from(kind == Kind::Back);
+        Some((Running { mount, kind }, job))
+    }
+
+    /// The next job for a thread that changes.
+    pub fn next_change(&mut self) -> Option<(Running<K>, J)> {
+        let (changing, syncs) = (&self.changing, self.running_syncs < self.limits.syncing);
+        let (mount, (kind, job)) = self.changes.take(|mount, (kind, _)| {
+            !changing.contains(mount) && (syncs || *kind == Kind::Change)
+        })?;
+        self.changing.push(mount);
+        self.running_syncs += usize::from(kind == Kind::Sync);
+        Some((Running { mount, kind }, job))
+    }
+
+    /// A job is done.
+    pub fn done(&mut self, Running { mount, kind }: Running<K>) {
+        match kind {
+            Kind::Front | Kind::Back => {
+                self.running_back -= usize::from(kind == Kind::Back);
+                if let Some(reads) = self.reads.get_mut(&mount) {
+                    *reads -= 1;
+                    if *reads == 0 {
+                        self.reads.remove(&mount);
+                    }
+                }
+            }
+            Kind::Change | Kind::Sync => {
+                self.running_syncs -= usize::from(kind == Kind::Sync);
+                self.changing.retain(|other| *other != mount);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits {
+        reading: 7,
+        back: 3,
+        reading_one: 5,
+        changing: 6,
+        syncing: 5,
+    };
+
+    fn schedule() -> Schedule<u32, u32> {
+        Schedule::new(LIMITS)
+    }
+
+    #[test]
+    fn there_is_always_a_thread_for_what_somebody_waits_for() {
+        for threads in 0..20 {
+            let limits = Limits::new(threads);
+            assert!(limits.back > 0 && limits.back < limits.reading);
+            assert!(limits.reading_one < limits.reading && limits.reading_one > limits.back);
+            assert!(limits.syncing < limits.changing);
+        }
+        assert_eq!(Limits::new(4), LIMITS);
+    }
+
+    #[test]
+    fn mounts_take_turns_and_a_mounts_jobs_keep_their_order() {
+        let mut schedule = schedule();
+        for job in 0..4 {
+            schedule.put(1, Kind::Front, 10 + job);
+        }
+        schedule.put(2, Kind::Front, 20);
+        schedule.put(3, Kind::Front, 30);
+        schedule.put(3, Kind::Front, 31);
+        let mut order = Vec::new();
+        while let Some((running, job)) = schedule.next_read() {
+            schedule.done(running);
+            order.push(job);
+        }
+        assert_eq!(order, [10, 20, 30, 11, 31, 12, 13]);
+        assert!(schedule.reads.is_empty() && schedule.front.jobs.is_empty());
+    }
+
+    #[test]
+    fn what_somebody_waits_for_goes_first_and_the_rest_leaves_it_room() {
+        let mut schedule = schedule();
+        for job in 0..9 {
+            schedule.put(job, Kind::Back, job);
+        }
+        let back: Vec<_> = std::iter::from_fn(|| schedule.next_read()).collect();
+        assert_eq!(back.len(), 3);
+        schedule.put(1, Kind::Front, 100);
+        let (front, job) = schedule.next_read().unwrap();
+        assert_eq!((front.kind, job), (Kind::Front, 100));
+        schedule.done(front);
+        assert_eq!(schedule.next_read(), None);
+        schedule.done(back[0].0);
+        assert_eq!(schedule.next_read().unwrap().1, 3);
+    }
+
+    #[test]
+    fn reads_of_one_mount_that_hang_leave_threads_to_the_others() {
+        let mut schedule = schedule();
+        for job in 0..50 {
+            schedule.put(1, Kind::Front, job);
+        }
+        let hang: Vec<_> = std::iter::from_fn(|| schedule.next_read()).collect();
+        assert_eq!(hang.len(), 5);
+        schedule.put(2, Kind::Front, 200);
+        schedule.put(2, Kind::Back, 201);
+        let (read, job) = schedule.next_read().unwrap();
+        assert_eq!(job, 200);
+        schedule.done(read);
+        assert_eq!(schedule.next_read().unwrap().1, 201);
+    }
+
+    #[test]
+    fn changes_are_one_at_a_time_for_a_mount_and_no_read_waits_for_them() {
+        let mut schedule = schedule();
+        for job in 0..5 {
+            schedule.put(1, Kind::Change, job);
+        }
+        schedule.put(1, Kind::Sync, 5);
+        schedule.put(2, Kind::Change, 20);
+        schedule.put(1, Kind::Front, 100);
+        let (first, job) = schedule.next_change().unwrap();
+        assert_eq!(job, 0);
+        assert_eq!(schedule.next_change().unwrap().1, 20);
+        assert_eq!(schedule.next_change(), None);
+        assert_eq!(schedule.next_read().unwrap().1, 100);
+        schedule.done(first);
+        for expected in 1..=5 {
+            let (running, job) = schedule.next_change().unwrap();
+            assert_eq!(job, expected, "in their order");
+            schedule.done(running);
+        }
+    }
+
+    #[test]
+    fn syncs_leave_a_thread_for_changes() {
+        let mut schedule = schedule();
+        for mount in 0..9 {
+            schedule.put(mount, Kind::Sync, mount);
+        }
+        let syncs: Vec<_> = std::iter::from_fn(|| schedule.next_change()).collect();
+        assert_eq!(syncs.len(), 5);
+        schedule.put(20, Kind::Change, 20);
+        assert_eq!(schedule.next_change().unwrap().1, 20);
+        schedule.done(syncs[0].0);
+        assert_eq!(schedule.next_change().unwrap().1, 5);
+    }
+}
