@@ -22,6 +22,8 @@ seed match_event_decode begin '\0\7'
 # For ten blocks: literal, an image's, the sequence cache's; one store.
 seed plan_decode plan '\12\0\3\4\0\3\5\7\150\3\16\50\1\5\6\2'
 seed plan_decode answer '\12\0\1\1\12\0\0'
+# Seven slots from 5 on are pending from image 2, and three of them no more.
+seed pending_journal two "\\1\\0\\0\\0\\7\\0\\0\\0\\5$(zeros 7)\\2$(zeros 7)\\12$(zeros 31)\\2\\0\\0\\0\\3\\0\\0\\0\\6$(zeros 47)"
 seed need_decode need '\2\5\3\11\1'
 seed literal_decode text '\0drover drover drover drover'
 seed literal_decode lz4 '\1\25\0\0\1\1\0\1\37\0\1\0\377\377\377\377\377\377\377\377\377\377\377\377\377'

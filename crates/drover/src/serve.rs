@@ -282,9 +282,13 @@ async fn finish(server: &Arc<Server>, mut talks: JoinSet<()>) -> Result<()> {
     }
     if let Duty::Site(site, _) = &server.duty {
         let site = Arc::clone(site);
-        tokio::task::spawn_blocking(move || site.close())
-            .await
-            .context("closing the site")??;
+        let closed = tokio::task::spawn_blocking(move || site.close()).await;
+        match closed.context("closing the site")? {
+            Err(e) if e.is_full() => {
+                tracing::warn!("the matcher's caches are made anew at the next start: {e}");
+            }
+            closed => closed?,
+        }
     }
     Ok(())
 }

@@ -43,6 +43,11 @@ pub fn block_map(layout: &Layout, bytes: &[u8]) {
     image_map(&file);
 }
 
+/// Any bytes as the records of the journal of what is pending in the sequence cache.
+pub fn pending_journal(bytes: &[u8]) {
+    crate::sequences::replay_for_fuzzing(bytes);
+}
+
 /// Any records as the log of a transfer in `dir`, behind a good front if there is a layout for
 /// one: looked at, and resumed.
 pub fn transfer(dir: &Path, front: Option<&Layout>, records: &[(u8, &[u8])]) {

@@ -314,5 +314,13 @@ fn readable(p: &Pending, own: ImageId, reach: &impl Fn(ImageId, u64, u64) -> Rea
     }
 }
 
+/// Any bytes as the records of a journal.
+#[cfg(fuzzing)]
+pub fn replay_for_fuzzing(records: &[u8]) {
+    let mut table = Table::default();
+    journal::replay(records, &mut table);
+    table.check();
+}
+
 #[cfg(test)]
 mod tests;

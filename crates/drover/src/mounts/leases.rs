@@ -129,7 +129,10 @@ async fn ask(home: &Home, request: Request) -> Result<String> {
         call.close().await;
         return Ok(text);
     }
-    let catalog = Arc::new(site::open_catalog(home)?);
+    let catalog = Arc::new(match &request {
+        Request::Leases => site::look_at_catalog(home)?,
+        _ => site::open_catalog(home)?,
+    });
     let server = super::site_server(home, &catalog)?;
     match request {
         Request::BreakLease { name } => broken_json(&server, &name).await,

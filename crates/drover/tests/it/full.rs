@@ -216,7 +216,13 @@ fn looking_on_a_full_disk_takes_nothing_of_the_reserve() {
     small.run(&["init"]).ok();
     indexed(&small, &["a.img"]);
     small.fill();
-    for args in [&["images"][..], &["mounts"], &["peers"], &["space"]] {
+    for args in [
+        &["images"][..],
+        &["mounts"],
+        &["peers"],
+        &["space"],
+        &["mounts", "leases"],
+    ] {
         small.run(args).ok();
         assert_eq!(small.reserve(), RESERVE, "{args:?}");
     }

@@ -51,6 +51,11 @@ impl<S: Storage> Matcher<S> {
     /// Begins to bring the sequence cache down to `keep` segments. `None` when it is not larger.
     #[must_use]
     pub fn begin_trim(&self, keep: u32) -> Option<Trim> {
+        self.begin_trim_within(keep, MAX_PAGES)
+    }
+
+    /// The same, looking at so many pages at most, but at one of each image.
+    fn begin_trim_within(&self, keep: u32, max_pages: u64) -> Option<Trim> {
         if self.sequence_segments() <= keep {
             return None;
         }
@@ -64,7 +69,7 @@ impl<S: Storage> Matcher<S> {
             uses: Uses::default(),
             images: images.into_iter().map(|i| i.image).collect(),
             page: 0,
-            stride: pages.div_ceil(MAX_PAGES).max(1),
+            stride: pages.div_ceil(max_pages).max(1),
             order: None,
         })
     }
@@ -138,5 +143,62 @@ impl<S: Storage> Matcher<S> {
             self.sequences.count_uses(digest, &mut trim.uses);
         }
         more
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use drover_core::{Digest, Head};
+
+    use super::*;
+    use crate::matcher::MatcherConfig;
+    use crate::testing::SimStorage;
+
+    fn send(m: &mut Matcher<SimStorage>, id: u64, content: u64, blocks: u64) {
+        let digest = |n: u64| Digest(*blake3::hash(&(content << 32 | n).to_le_bytes()).as_bytes());
+        let digests: Vec<Digest> = (0..blocks).map(digest).collect();
+        let heads: Vec<Head> = (0..blocks)
+            .map(|n| if n % 9 == 0 { Head::Strong } else { Head::No })
+            .collect();
+        let mut cursor = m.begin(ImageId(id)).unwrap();
+        for (digests, heads) in digests.chunks(2048).zip(heads.chunks(2048)) {
+            m.batch(&mut cursor, digests, heads).unwrap();
+        }
+        m.finish(cursor).unwrap();
+    }
+
+    /// A large site is looked at in a sample, which is enough to tell what is used from what is not; images may go meanwhile.
+    #[test]
+    fn a_sample_ends_soon_and_tells_what_is_used() {
+        let (mut m, _) = Matcher::open(SimStorage::new(), MatcherConfig::default()).unwrap();
+        for (id, content) in [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)] {
+            send(&mut m, id, content, 40_000);
+        }
+        let all = m.sequence_segments();
+        let (old, new) = (all / 2, all - all / 2);
+        assert!(old.min(new) > 300, "{all} segments");
+        for id in [1, 2] {
+            m.forget(ImageId(id)).unwrap();
+        }
+        let read = m.stats().bytes_read;
+        let mut trim = m.begin_trim_within(new, 100).unwrap();
+        let (mut steps, mut freed) = (0, Vec::new());
+        loop {
+            steps += 1;
+            match m.trim(&mut trim) {
+                Trimmed::Looked if steps == 1 => m.forget(ImageId(5)).unwrap(),
+                Trimmed::Looked => {}
+                Trimmed::Freed(some) => freed.extend(some),
+                Trimmed::Done => break,
+            }
+        }
+        // Some 10 pages for each step, and 64 segments for each, which are read to be emptied.
+        assert!(steps < 20 + old as usize / 60, "{steps}");
+        let pages = (m.stats().bytes_read - read) / 4096;
+        assert!(pages < 200 + 2 * u64::from(old), "{pages} pages");
+        assert_eq!(freed.len(), old as usize);
+        // What was of the images that went, but for what lies at the seam.
+        let wrong = freed.iter().filter(|no| **no > old + 2).count();
+        assert!(wrong * 50 < freed.len(), "{wrong} of {}", freed.len());
     }
 }

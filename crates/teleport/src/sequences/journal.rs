@@ -62,12 +62,7 @@ impl Journal {
             journal.rewrite(&table);
             return (journal, table);
         };
-        for record in records.chunks_exact(RECORD) {
-            // A crash may leave half a record, and nothing after it counts.
-            let Some(change) = decode(record) else { break };
-            table.apply(change);
-            journal.records += 1;
-        }
+        journal.records = replay(records, &mut table);
         let file = File::options().write(true).open(path);
         let end = HEADER as u64 + journal.records * RECORD as u64;
         match file.and_then(|file| file.set_len(end).map(|()| file)) {
@@ -157,6 +152,12 @@ impl Journal {
     }
 }
 
+/// Applies the records, and answers how many count: a crash may leave half a one, and nothing after it does.
+pub fn replay(records: &[u8], table: &mut Table) -> u64 {
+    let changes = records.chunks_exact(RECORD).map_while(decode);
+    changes.map(|change| table.apply(change)).count() as u64
+}
+
 /// A file of no more than a journal can need.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
@@ -214,7 +215,7 @@ fn encode(change: Change) -> [u8; RECORD] {
 }
 
 fn decode(r: &[u8]) -> Option<Change> {
-    if r.len() != RECORD || r[52..] != sum(&r[..52]) {
+    if r.len() != RECORD || (r[52..] != sum(&r[..52]) && !cfg!(fuzzing)) {
         return None;
     }
     let count = u32::from_le_bytes(r[4..8].try_into().ok()?);

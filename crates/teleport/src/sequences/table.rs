@@ -129,3 +129,16 @@ impl Table {
         self.0.split_off(&end);
     }
 }
+
+#[cfg(any(test, fuzzing))]
+impl Table {
+    /// No slot is pending twice, and nothing is longer than a segment.
+    pub fn check(&self) {
+        let mut end = 0;
+        for (first, p) in self.iter() {
+            assert!((1..=128).contains(&p.count), "{first}: {p:?}");
+            assert!(first >= end, "{first} is in what ends at {end}");
+            end = first + u64::from(p.count);
+        }
+    }
+}

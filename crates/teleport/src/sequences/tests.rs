@@ -304,3 +304,105 @@ fn a_journal_that_cannot_be_written_is_written_later() {
     drop(s);
     assert_eq!(open(dir.path()).pending(), 3);
 }
+
+/// What happens to the sequence data.
+#[derive(Debug, Clone)]
+enum Step {
+    Add(u64, u32, u64, u64, Option<(u64, u64)>),
+    Drop(u64),
+    Free(u32),
+    /// The copy that comes first from a slot on, and how it ends.
+    Copy(u64, Copied),
+    Crash,
+    Settle,
+}
+
+fn any_step() -> impl Strategy<Value = Step> {
+    let add = (
+        0u64..6,
+        0u64..128,
+        1u32..60,
+        1u64..5,
+        0u64..1000,
+        prop::option::of((1u64..5, 0u64..1000)),
+    );
+    let add = add.prop_map(|(page, start, count, image, from, found)| {
+        Step::Add(
+            page * 128 + start,
+            count.min(128 - start as u32),
+            image,
+            from,
+            found,
+        )
+    });
+    let copied = prop_oneof![
+        4 => Just(Copied::Made),
+        1 => Just(Copied::Later),
+        1 => Just(Copied::Never)
+    ];
+    prop_oneof![
+        6 => add,
+        1 => (1u64..5).prop_map(Step::Drop),
+        1 => (0u32..6).prop_map(Step::Free),
+        4 => (0u64..768, copied).prop_map(|(at, copied)| Step::Copy(at, copied)),
+        1 => Just(Step::Crash),
+        1 => Just(Step::Settle),
+    ]
+}
+
+proptest! {
+    /// Against a plain table of slots: whatever happens, and whenever the process dies, what is pending is what it was.
+    #[test]
+    fn a_crash_at_any_moment_keeps_what_is_pending(steps in prop::collection::vec(any_step(), 0..80)) {
+        type Place = Option<((u64, u64), Option<(u64, u64)>)>;
+        let dir = tempfile::tempdir().unwrap();
+        let mut s = open(dir.path());
+        let mut plain: Vec<Place> = vec![None; 6 * 128];
+        for step in steps {
+            match step {
+                Step::Add(first, count, image, from, found) => {
+                    s.add(ImageId(image), store(first, from, count), found.map(|(i, at)| (ImageId(i), at)));
+                    for i in 0..u64::from(count) {
+                        plain[(first + i) as usize] = Some(((image, from + i), found.map(|(f, at)| (f, at + i))));
+                    }
+                }
+                Step::Drop(gone) => {
+                    s.drop_image(ImageId(gone));
+                    for slot in &mut plain {
+                        *slot = slot.and_then(|(brought, found)| {
+                            let found = found.filter(|f| f.0 != gone);
+                            if brought.0 == gone { found.map(|f| (f, None)) } else { Some((brought, found)) }
+                        });
+                    }
+                }
+                Step::Free(no) => {
+                    s.free(&[no]);
+                    plain[no as usize * 128..][..128].fill(None);
+                }
+                Step::Copy(at, how) => {
+                    if let Some(copy) = s.next_copy(at, |_| true, |_| false) {
+                        prop_assert!(copy.first >= at);
+                        prop_assert_eq!(s.copy(copy, || how), how);
+                        if how != Copied::Later {
+                            plain[copy.first as usize..][..copy.count as usize].fill(None);
+                        }
+                    }
+                }
+                Step::Crash => {
+                    drop(s);
+                    s = open(dir.path());
+                }
+                Step::Settle => s.settle(),
+            }
+            let kept = s.pending.lock();
+            kept.table.check();
+            let mut found: Vec<Place> = vec![None; plain.len()];
+            for (first, p) in kept.table.iter() {
+                for i in 0..u64::from(p.count) {
+                    found[(first + i) as usize] = Some(((p.image, p.from + i), p.found.map(|(f, at)| (f, at + i))));
+                }
+            }
+            prop_assert_eq!(&found, &plain);
+        }
+    }
+}
