@@ -458,6 +458,14 @@ impl CuckooLru {
         }
     }
 
+    /// Clears bits of every entry's payload.
+    pub(crate) fn clear_bits(&mut self, bits: u32) {
+        debug_assert!(bits >> self.payload_bits() == 0);
+        for bucket in &mut self.buckets {
+            bucket.0.iter_mut().for_each(|e| *e &= !bits);
+        }
+    }
+
     /// Removes everything.
     pub(crate) fn clear(&mut self) {
         self.buckets.fill(Bucket::default());

@@ -224,7 +224,6 @@ impl<S: Storage> Matcher<S> {
             heads,
             walk: probe.walk,
             warmed: 0,
-            promoted: Vec::new(),
         };
         let (known, walk) = pass.probe(&mut self.repeats);
         // What the batch repeats of itself has no place in the next one.
@@ -269,16 +268,11 @@ impl<S: Storage> Matcher<S> {
             heads,
             walk: cursor.walk,
             warmed: 0,
-            promoted: Vec::new(),
         };
         let mut outcome = pass.run(&mut self.repeats);
         cursor.blocks += digests.len() as u64;
         cursor.walk = outcome.walk;
-        if self.sequences.flush_or_forget(&mut self.shared) {
-            for entry in &outcome.promoted {
-                self.recent.promoted(entry);
-            }
-        } else {
+        if !self.sequences.flush_or_forget(&mut self.shared) {
             outcome.stores.clear();
         }
         Ok(outcome)
@@ -407,7 +401,6 @@ impl<S: Storage> Matcher<S> {
                 heads: &heads,
                 walk,
                 warmed: 0,
-                promoted: Vec::new(),
             };
             walk = pass.run(&mut self.repeats).walk;
         }
@@ -433,6 +426,8 @@ impl<S: Storage> Matcher<S> {
         let saved = snapshot::Saved {
             epoch,
             slots: slots.collect(),
+            used_bits: self.recent.numbers.used_bits(),
+            regions: self.recent.numbers.regions().to_vec(),
         };
         let caches = [&self.recent.c0, &self.recent.c1, &self.sequences.c2];
         let bytes = snapshot::write(&self.storage, &self.config, caches, &saved)

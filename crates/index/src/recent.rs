@@ -1,17 +1,18 @@
 //! The most recent images' hash files, and C0 and C1, which find blocks in them
 //! (teleportation §2.10, §2.13).
 
+mod numbers;
+
 use std::sync::Arc;
 
 use drover_core::Digest;
 
 use crate::cuckoo::{CuckooLru, Key};
 use crate::hash_file::{Damaged, HashFile};
-use crate::matcher::{
-    AnchorPolicy, CacheStats, ImageId, Layout, MatcherConfig, Repair, Shared, Via,
-};
+use crate::matcher::{AnchorPolicy, CacheStats, ImageId, MatcherConfig, Repair, Shared, Via};
 use crate::page::{PER_PAGE, Page};
 use crate::storage::StorageFile;
+pub(crate) use numbers::{Numbers, Region};
 
 /// One of the recent images.
 pub(crate) struct Slot<F> {
@@ -28,7 +29,8 @@ pub(crate) struct Recent<F> {
     pub c0_stats: CacheStats,
     pub c1_stats: CacheStats,
     pub slots: Vec<Option<Slot<F>>>,
-    layout: Layout,
+    /// What entries call the slots' pages.
+    pub numbers: Numbers,
     anchors: AnchorPolicy,
 }
 
@@ -41,25 +43,6 @@ pub(crate) struct RecentHit {
     pub via: Via,
     key: Key,
     payload: u32,
-}
-
-/// An entry whose blocks the sequence cache gets.
-#[derive(Debug)]
-pub(crate) struct Promoted {
-    via: Via,
-    key: Key,
-    payload: u32,
-}
-
-impl RecentHit {
-    /// The entry that was found.
-    pub(crate) fn entry(&self) -> Promoted {
-        Promoted {
-            via: self.via,
-            key: self.key,
-            payload: self.payload,
-        }
-    }
 }
 
 /// Which caches a block is looked up in.
@@ -84,7 +67,7 @@ impl<F: StorageFile> Recent<F> {
             c0_stats: CacheStats::default(),
             c1_stats: CacheStats::default(),
             slots: (0..1usize << layout.file_bits).map(|_| None).collect(),
-            layout,
+            numbers: Numbers::new(layout.file_bits, layout.address_bits),
             anchors: config.anchors,
         }
     }
@@ -115,25 +98,34 @@ impl<F: StorageFile> Recent<F> {
 
     /// Removes every entry that names a slot.
     pub(crate) fn sweep(&mut self, slot: u8) {
-        let bits = self.layout.address_bits;
-        let keep = |payload: u32| payload >> bits != u32::from(slot);
+        let numbers = &self.numbers;
+        let keep = |payload: u32| numbers.page(payload).is_some_and(|(s, _)| s != slot);
         self.c0.retain(keep);
         self.c1.retain(keep);
+        self.numbers.take_back(slot);
     }
 
-    fn payload(&self, slot: u8, index: u64) -> Option<u32> {
+    /// What an entry for a block of a slot says. Blocks beyond what entries can address are not
+    /// remembered.
+    fn payload(&mut self, slot: u8, index: u64, digest: &Digest) -> Option<u32> {
         let page = index / PER_PAGE as u64;
-        // Beyond what an entry can address, blocks are not remembered.
-        (page >> self.layout.address_bits == 0)
-            .then(|| u32::from(slot) << self.layout.address_bits | page as u32)
+        let number = match self.numbers.find(slot, page) {
+            Some(number) => number,
+            None => self.number(slot, page)?,
+        };
+        Some(self.numbers.payload(number, digest))
     }
 
-    fn address(&self, payload: u32) -> (u8, u64) {
-        let bits = self.layout.address_bits;
-        (
-            (payload >> bits) as u8,
-            u64::from(payload & ((1 << bits) - 1)),
-        )
+    /// A new number for a page. Entries give up bits of their digests when numbers need them.
+    fn number(&mut self, slot: u8, page: u64) -> Option<u32> {
+        let before = self.numbers.used_bits();
+        let given = self.numbers.give(slot, page);
+        let taken = (before..self.numbers.used_bits()).fold(0, |bits, i| bits | 1 << i);
+        if taken != 0 {
+            self.c0.clear_bits(taken);
+            self.c1.clear_bits(taken);
+        }
+        given.then(|| self.numbers.find(slot, page)).flatten()
     }
 
     /// A page of a recent image. `None` when there is none such; one that is damaged or cannot be
@@ -213,8 +205,12 @@ impl<F: StorageFile> Recent<F> {
     ) -> Option<RecentHit> {
         let candidates = self.cache(via).0.candidates(key);
         for found in candidates.as_slice() {
-            let (slot, no) = self.address(found.payload);
-            let Some(page) = self.page(slot, no, shared) else {
+            if !self.numbers.agrees(found.payload, digest) {
+                continue;
+            }
+            let place = self.numbers.page(found.payload);
+            let page = place.and_then(|(slot, no)| Some((slot, no, self.page(slot, no, shared)?)));
+            let Some((slot, no, page)) = page else {
                 self.cache(via).0.remove(key, found.payload);
                 continue;
             };
@@ -254,19 +250,14 @@ impl<F: StorageFile> Recent<F> {
         })
     }
 
-    /// The entry was promoted to C2: it goes.
-    pub(crate) fn promoted(&mut self, entry: &Promoted) {
-        self.cache(entry.via).0.remove(entry.key, entry.payload);
-    }
-
-    /// The entry was used and stays.
+    /// The entry was used.
     pub(crate) fn touch(&mut self, hit: &RecentHit) {
         self.cache(hit.via).0.touch(hit.key, hit.payload);
     }
 
     /// A strong head, or the block at which a match ended, to C1; what that pushes out, to C0.
     pub(crate) fn insert_c1(&mut self, digest: &Digest, slot: u8, index: u64) {
-        let Some(payload) = self.payload(slot, index) else {
+        let Some(payload) = self.payload(slot, index, digest) else {
             return;
         };
         let Some(out) = self.c1.insert(self.c1.key(digest), payload) else {
@@ -280,7 +271,7 @@ impl<F: StorageFile> Recent<F> {
 
     /// A weak head to C0.
     pub(crate) fn insert_c0(&mut self, digest: &Digest, slot: u8, index: u64) {
-        if let Some(payload) = self.payload(slot, index) {
+        if let Some(payload) = self.payload(slot, index, digest) {
             let out = self.c0.insert(self.c0.key(digest), payload);
             self.c0_stats.evictions += u64::from(out.is_some());
         }
@@ -315,7 +306,7 @@ impl<F: StorageFile> Recent<F> {
         };
         sampled(digest, shift)
             && self
-                .payload(slot, index)
+                .payload(slot, index, digest)
                 .is_some_and(|p| self.c0.insert_in_room(self.c0.key(digest), p))
     }
 }

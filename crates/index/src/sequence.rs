@@ -27,6 +27,9 @@ pub(crate) const FILE: u32 = u32::MAX;
 /// Weak heads inside sequences are only entered into C2 while it is emptier than this (percent).
 const GUEST_PERCENT: usize = 50;
 
+/// From here on sequences are stored without what is there already (percent of C2).
+const FILLING_PERCENT: usize = 75;
+
 /// C2 and what it points into.
 pub(crate) struct SequenceCache<S: Storage> {
     pub c2: CuckooLru,
@@ -64,6 +67,12 @@ impl<S: Storage> SequenceCache<S> {
         })
     }
 
+    /// A segment's page if it need not be read.
+    fn in_memory(&mut self, no: u32, shared: &mut Shared) -> Option<Arc<Page>> {
+        let changed = self.file.in_memory(no);
+        changed.or_else(|| shared.pages.get((FILE, no)))
+    }
+
     /// A segment's page; one that is damaged or cannot be read is dropped and reported, and is
     /// empty from then on.
     pub(crate) fn page(&mut self, no: u32, shared: &mut Shared) -> Arc<Page> {
@@ -94,9 +103,14 @@ impl<S: Storage> SequenceCache<S> {
         hit
     }
 
-    /// The same, but it does not count.
-    pub(crate) fn locate(&mut self, digest: &Digest, shared: &mut Shared) -> Option<SequenceHit> {
-        self.search(digest, shared).0
+    /// Whether an entry of C2 has the digest's fingerprint. No page is read.
+    pub(crate) fn may_have(&self, digest: &Digest) -> bool {
+        self.c2.may_contain(self.c2.key(digest))
+    }
+
+    /// Whether so much of C2 or of the file is in use that what is stored should be new.
+    pub(crate) fn is_filling(&self) -> bool {
+        self.c2.len() * 100 >= self.c2.capacity() * FILLING_PERCENT || self.file.is_filling()
     }
 
     fn search(&mut self, digest: &Digest, shared: &mut Shared) -> (Option<SequenceHit>, u64) {
@@ -189,12 +203,14 @@ impl<S: Storage> SequenceCache<S> {
     }
 
     /// After an entry was pushed out of C2: a sequence that no other entry leads to goes as well
-    /// (§2.14).
+    /// (§2.14), if that takes no read. Else its place is used again with its segment's.
     fn pushed_out(&mut self, entry: Option<Found>, shared: &mut Shared) {
         let Some(entry) = entry else { return };
         self.stats.evictions += 1;
         let no = entry.payload;
-        let page = self.page(no, shared);
+        let Some(page) = self.in_memory(no, shared) else {
+            return;
+        };
         for (slot, _) in page
             .iter()
             .filter(|(_, d)| self.c2.same_entry(self.c2.key(d), entry.key()))

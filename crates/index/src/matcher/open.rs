@@ -5,6 +5,7 @@ use std::io;
 
 use super::snapshot::{self, Loaded, SavedSlot};
 use super::{ImageId, Matcher, MatcherConfig, OpenReport, Repair, Shared, remove_files};
+use crate::cuckoo::CuckooLru;
 use crate::error::{IndexError, Result};
 use crate::hash_file::{HashFile, Header, any_file_of, found, names};
 use crate::recent::{Recent, Slot};
@@ -27,7 +28,15 @@ pub(super) fn open<S: Storage>(
     let loaded = snapshot::load(&storage, &config, caches)
         .map_err(IndexError::io("reading", snapshot::NAME))?;
     let (epoch, saved) = match loaded {
-        Loaded::Yes(s) => (Some(s.epoch), s.slots),
+        Loaded::Yes(s) if recent.numbers.restore(s.used_bits, &s.regions) => {
+            (Some(s.epoch), s.slots)
+        }
+        Loaded::Yes(_) => {
+            let caches = [&mut recent.c0, &mut recent.c1, &mut sequences.c2];
+            caches.into_iter().for_each(CuckooLru::clear);
+            report.repairs.push(Repair::Snapshot);
+            (None, Vec::new())
+        }
         Loaded::None => (None, Vec::new()),
         Loaded::Damaged => {
             report.repairs.push(Repair::Snapshot);

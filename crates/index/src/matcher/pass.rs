@@ -1,12 +1,13 @@
 //! One batch through the matcher: find runs, then remember what was not found and promote what was.
 //!
 //! Blocks are looked at in order. A run in progress is extended along its hash file; where it ends,
-//! the page in memory is searched, then the batch itself, then the caches (C2, C1, C0). A hit is
+//! the page in memory is searched, then the batch itself, then the caches (C1, C0, C2). A hit is
 //! extended forwards, and backwards over blocks of the batch that are still unmatched. Entries are
 //! made and sequences stored only when the whole batch is decided, so no run points at a sequence
 //! that the same plan stores (teleportation §2.6, §2.10, §2.15).
 
 use std::hint::black_box;
+use std::ops::Range;
 use std::sync::Arc;
 
 use drover_core::{Digest, Head};
@@ -14,7 +15,7 @@ use drover_core::{Digest, Head};
 use super::repeats::Repeats;
 use super::{AnchorPolicy, MatcherConfig, Origin, PlanRun, SequenceStore, Shared, Via};
 use crate::page::{PER_PAGE, Page};
-use crate::recent::{Ask, Promoted, Recent, RecentHit, sampled};
+use crate::recent::{Ask, Recent, sampled};
 use crate::sequence::SequenceCache;
 use crate::storage::Storage;
 
@@ -105,8 +106,6 @@ pub(crate) struct Pass<'a, S: Storage> {
     pub walk: Walk,
     /// Up to which block the caches' buckets were touched.
     pub warmed: usize,
-    /// Entries whose blocks the sequence cache gets.
-    pub promoted: Vec<Promoted>,
 }
 
 /// The page that was read last.
@@ -121,8 +120,6 @@ pub(crate) struct Outcome {
     pub runs: Vec<PlanRun>,
     pub stores: Vec<SequenceStore>,
     pub walk: Walk,
-    /// They go once the stores are written.
-    pub promoted: Vec<Promoted>,
 }
 
 impl<S: Storage> Pass<'_, S> {
@@ -144,7 +141,6 @@ impl<S: Storage> Pass<'_, S> {
             runs: self.plan(&runs),
             stores,
             walk: self.walk,
-            promoted: self.promoted,
         }
     }
 
@@ -320,25 +316,28 @@ impl<S: Storage> Pass<'_, S> {
         if i >= self.warmed {
             self.warm_from(i);
         }
-        if let Some(hit) = self.sequences.lookup(digest, self.shared) {
-            return Some(Hit {
-                source: Source::Sequence,
-                at: hit.slot,
-                via: Via::C2,
-                page: Some(hit.page),
-            });
-        }
-        let hit = self.recent.lookup(digest, ask, self.shared)?;
-        let source = Source::Image(hit.slot);
-        if !self.allowed(source, hit.index, i) {
+        // Images first: a match goes on there for as long as the images agree, in the sequence cache
+        // only to the end of a piece, and each piece is a page to read.
+        if let Some(hit) = self.recent.lookup(digest, ask, self.shared) {
+            let source = Source::Image(hit.slot);
+            if self.allowed(source, hit.index, i) {
+                if self.purpose == Purpose::Plan {
+                    self.recent.touch(&hit);
+                }
+                return Some(Hit {
+                    source,
+                    at: hit.index,
+                    via: hit.via,
+                    page: Some(hit.page),
+                });
+            }
             known.push(i);
-            return None;
         }
-        self.use_entry(&hit);
+        let hit = self.sequences.lookup(digest, self.shared)?;
         Some(Hit {
-            source,
-            at: hit.index,
-            via: hit.via,
+            source: Source::Sequence,
+            at: hit.slot,
+            via: Via::C2,
             page: Some(hit.page),
         })
     }
@@ -363,14 +362,6 @@ impl<S: Storage> Pass<'_, S> {
             sum ^ recent ^ self.sequences.c2.touch_buckets(d)
         });
         black_box(touched);
-    }
-
-    fn use_entry(&mut self, hit: &RecentHit) {
-        match self.purpose {
-            Purpose::Plan if self.config.min_sequence <= 1 => self.promoted.push(hit.entry()),
-            Purpose::Plan => self.recent.touch(hit),
-            Purpose::Record => {}
-        }
     }
 
     fn asks_for_anchor(&self, digest: &Digest) -> bool {
@@ -483,42 +474,45 @@ impl<S: Storage> Pass<'_, S> {
         }
     }
 
-    /// Copies a run that came from an image to the sequence cache, except for what is there
-    /// already.
+    /// Copies a run that came from an image to the sequence cache: whole, for every piece is a page
+    /// to read later; without what is there already when that is most of it, or when there is not
+    /// much room left. What is there only C2 is asked, no page is read for it.
     fn promote(&mut self, run: &Run, stores: &mut Vec<SequenceStore>) {
         let short = (run.len as u64) < u64::from(self.config.min_sequence);
         if run.source == Source::Sequence || run.via == Via::Repeat || short {
             return;
         }
-        let mut from = run.start;
-        let mut i = run.start;
-        while i < run.end() {
-            let known = if i == run.start || self.heads[i] != Head::No {
-                self.length_in_sequences(i, run.end())
-            } else {
-                0
-            };
-            if known > 0 {
-                self.store(run, from, i, stores);
-                i += known;
-                from = i;
-            } else {
-                i += 1;
-            }
+        let new = self.unknown_to_sequences(run);
+        let blocks: usize = new.iter().map(|r| r.len()).sum();
+        if 2 * blocks > run.len && !self.sequences.is_filling() {
+            self.store(run, run.start, run.end(), stores);
+            return;
         }
-        self.store(run, from, run.end(), stores);
+        for piece in new {
+            self.store(run, piece.start, piece.end, stores);
+        }
     }
 
-    /// How many blocks from `i` on the sequence cache has in one piece.
-    fn length_in_sequences(&mut self, i: usize, end: usize) -> usize {
-        let Some(found) = self.sequences.locate(&self.digests[i], self.shared) else {
-            return 0;
-        };
-        let slot = (found.slot % PER_PAGE as u64) as usize;
-        (i..end)
-            .zip(slot..PER_PAGE)
-            .take_while(|&(i, s)| found.page.get(s) == Some(&self.digests[i]))
-            .count()
+    /// The stretches of a run that the sequence cache seems not to have: they begin at blocks that
+    /// would lead to them if it had, and C2 has no such entries.
+    fn unknown_to_sequences(&self, run: &Run) -> Vec<Range<usize>> {
+        let mut new: Vec<Range<usize>> = Vec::new();
+        let mut known = false;
+        for i in run.start..run.end() {
+            let head = self.heads[i];
+            let leads = i == run.start || i == run.hit || head == Head::Strong;
+            if leads || head == Head::Weak {
+                let there = self.sequences.may_have(&self.digests[i]);
+                // Not every sequence is found by its weak heads.
+                known = there || (known && !leads);
+            }
+            match new.last_mut() {
+                _ if known => {}
+                Some(piece) if piece.end == i => piece.end += 1,
+                _ => new.push(i..i + 1),
+            }
+        }
+        new
     }
 
     fn store(&mut self, run: &Run, from: usize, to: usize, stores: &mut Vec<SequenceStore>) {

@@ -8,18 +8,21 @@ use xxhash_rust::xxh3::Xxh3;
 use super::{ImageId, MatcherConfig};
 use crate::cuckoo::CuckooLru;
 use crate::hash_file::found;
+use crate::recent::Region;
 use crate::storage::{Storage, StorageFile};
 
 pub(crate) const NAME: &str = "caches.snap";
 pub(crate) const TEMPORARY: &str = "caches.tmp";
 
 const MAGIC: [u8; 8] = *b"DRVRSNP1";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Magic, version, layouts, sizes, epoch.
 const HEADER: usize = 8 + 4 + 4 + 3 * 8 + 8;
 /// Present, image, serial, blocks.
 const SLOT: usize = 4 * 8;
 const SUM: usize = 8;
+/// More than any layout can have.
+const MAX_REGIONS: u32 = 1 << 20;
 
 /// What an entry's file number stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +37,9 @@ pub(crate) struct SavedSlot {
 pub(crate) struct Saved {
     pub epoch: u64,
     pub slots: Vec<Option<SavedSlot>>,
+    /// What C0 and C1 call the slots' pages.
+    pub used_bits: u8,
+    pub regions: Vec<Option<Region>>,
 }
 
 /// How loading went.
@@ -105,6 +111,11 @@ fn write_anew<S: Storage>(
             }
         }
         put(&b)?;
+    }
+    put(&(saved.regions.len() as u64 | u64::from(saved.used_bits) << 32).to_le_bytes())?;
+    for region in &saved.regions {
+        let word = region.map_or(0, |r| 1 | u64::from(r.slot) << 8 | u64::from(r.part) << 32);
+        put(&word.to_le_bytes())?;
     }
     for cache in caches {
         cache.save(&mut put)?;
@@ -178,6 +189,24 @@ fn read(
             blocks,
         }));
     }
+    let mut word = || -> io::Result<u64> {
+        let mut b = [0; 8];
+        get(&mut b)?;
+        Ok(u64::from_le_bytes(b))
+    };
+    let numbers = word()?;
+    let (count, used_bits) = (numbers as u32, (numbers >> 32) as u8);
+    if numbers >> 40 != 0 || count > MAX_REGIONS {
+        return Ok(Loaded::Damaged);
+    }
+    let mut regions = Vec::new();
+    for _ in 0..count {
+        let word = word()?;
+        regions.push((word & 1 == 1).then_some(Region {
+            slot: (word >> 8) as u8,
+            part: (word >> 32) as u32,
+        }));
+    }
     for cache in [c0, c1, c2] {
         cache.load(&mut get)?;
     }
@@ -185,7 +214,12 @@ fn read(
     let mut b = [0; SUM];
     let n = file.read_at(&mut b, at)?;
     Ok(if n == SUM && (b == expected || cfg!(fuzzing)) {
-        Loaded::Yes(Saved { epoch, slots })
+        Loaded::Yes(Saved {
+            epoch,
+            slots,
+            used_bits,
+            regions,
+        })
     } else {
         Loaded::Damaged
     })

@@ -204,6 +204,11 @@ impl<F: StorageFile> SequenceFile<F> {
         self.changed.len() >= BUSY
     }
 
+    /// Whether most of what may be used is in use.
+    pub(crate) fn is_filling(&self) -> bool {
+        self.segments >= self.limit - self.limit / 4
+    }
+
     /// A segment that was changed and not written yet, or has never been written.
     pub(crate) fn in_memory(&self, no: u32) -> Option<Arc<Page>> {
         if no >= self.segments {

@@ -5,3 +5,4 @@ mod damage;
 mod library;
 mod matching;
 mod random;
+mod reads;

@@ -31,7 +31,7 @@ fn whole(
 const BIG: [(u64, u64); 6] = [(1, 300), (2, 5), (3, 90), (4, 1), (5, 700), (6, 33)];
 
 #[test]
-fn the_same_image_again_is_all_matched_and_then_all_from_sequences() {
+fn the_same_image_again_is_all_matched_in_images_and_then_in_sequences() {
     for config in [MatcherConfig::default(), MatcherConfig::paper()] {
         for batch in [1, 100, 128, 2048] {
             let (mut m, mut d) = open(config);
@@ -45,9 +45,18 @@ fn the_same_image_again_is_all_matched_and_then_all_from_sequences() {
                 (n, 0),
                 "batch of {batch}"
             );
-            let before = m.stats();
+            let stored = m.stats().sequence_blocks_stored;
             let third = whole(&mut m, &mut d, 3, &image, batch);
             assert_eq!((third.reused, third.refetched), (n, 0));
+            let before = m.stats();
+            assert_eq!(before.sequence_blocks_stored, stored, "nothing twice");
+            // Images are asked first; the sequence cache has all of it when they are gone.
+            for id in 1..=3 {
+                m.forget(ImageId(id)).unwrap();
+                d.delete(ImageId(id));
+            }
+            let fourth = whole(&mut m, &mut d, 4, &image, batch);
+            assert_eq!((fourth.reused, fourth.refetched), (n, 0));
             let after = m.stats();
             assert!(after.via_c2 - before.via_c2 > n * 9 / 10, "{after:?}");
         }
