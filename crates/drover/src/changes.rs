@@ -1,7 +1,15 @@
 //! `changes`: what mounts wrote over this site's images.
+//!
+//! - [`merge`]: what makes it part of an image; [`part`]: the new file; [`decided`], [`recover`]: after a crash.
+
+mod decided;
+mod merge;
+mod part;
+mod recover;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use drover_core::{Digest, ImageName};
@@ -11,13 +19,19 @@ use drover_teleport::protocol::{Reply, Request};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use crate::bar::Bar;
 use crate::catalog::SiteCatalog;
-use crate::cli::{ChangesAction, ChangesArgs, DropArgs};
-use crate::failure::no_image;
+use crate::cli::{ChangesAction, ChangesArgs, DropArgs, MergeArgs, Target};
+use crate::failure::{no_image, usage};
 use crate::home::{CleanUp, Home};
+use crate::own::Own;
 use crate::remote::Call;
+use crate::signals::{Stop, told as told_to_stop};
 use crate::text::{bytes, clean, moment};
 use crate::{mounts, out, prompt, site};
+
+pub use merge::{Here, Merged, Order, merge};
+pub use recover::recover;
 
 /// What mounts wrote over an image, as it is told.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -141,6 +155,7 @@ pub async fn changes(home: &Home, args: ChangesArgs) -> Result<()> {
     match args.action {
         None => list(home, args.json).await,
         Some(ChangesAction::List { json }) => list(home, json).await,
+        Some(ChangesAction::Merge(args)) => merge_changes(home, args).await,
         Some(ChangesAction::Drop(args)) => drop_changes(home, args).await,
     }
 }
@@ -334,4 +349,153 @@ impl Told {
             ),
         }
     }
+}
+
+/// The format of a request.
+pub fn target(qcow2: Option<bool>) -> Option<Target> {
+    qcow2.map(|qcow2| match qcow2 {
+        true => Target::Qcow2,
+        false => Target::Raw,
+    })
+}
+
+/// Finishes merges that a crash interrupted, in a home that this process has.
+///
+/// # Errors
+/// When mounts cannot be asked.
+pub async fn recover_own(
+    home: &Home,
+    catalog: &Arc<SiteCatalog>,
+    site: &Arc<drover_teleport::Site>,
+) -> Result<()> {
+    let merges = std::fs::read_dir(site.work_dir().join("merges"));
+    if merges.map_or(true, |mut merges| merges.next().is_none()) {
+        return Ok(());
+    }
+    let here = here(home, catalog, site)?;
+    for line in tokio::task::spawn_blocking(move || recover(&here)).await? {
+        out::note(&format!("drover: {}", clean(&line)));
+    }
+    Ok(())
+}
+
+fn here(
+    home: &Home,
+    catalog: &Arc<SiteCatalog>,
+    site: &Arc<drover_teleport::Site>,
+) -> Result<Here> {
+    Ok(Here {
+        site: Arc::clone(site),
+        server: mounts::site_server(home, catalog)?,
+        state: home.mounted_dir(),
+        key: home.identity()?.key(),
+    })
+}
+
+async fn merge_changes(home: &Home, args: MergeArgs) -> Result<()> {
+    if args.rename.as_ref() == Some(&args.name) {
+        return Err(usage(format!(
+            "{} is the image's own name; without --as it is merged in place",
+            args.name
+        )));
+    }
+    let bar = Bar::new(args.name.as_str(), args.json || args.dry_run);
+    let merged = ask_to_merge(home, &args, &bar).await;
+    bar.clear();
+    let merged = merged?;
+    if args.json {
+        return out::json(&merged);
+    }
+    out::line(&clean(&merged_in_words(&args, &merged)))
+}
+
+fn merged_in_words(args: &MergeArgs, m: &Merged) -> String {
+    let name = &args.name;
+    if m.changed_bytes == 0 && !m.merged {
+        return format!("no mount has written over {name}: nothing to merge");
+    }
+    let changed = bytes(m.changed_bytes);
+    let place = match &args.rename {
+        Some(rename) => format!("{rename}, a new {} image", m.format),
+        None => name.to_string(),
+    };
+    if args.dry_run {
+        let mut text = format!(
+            "would merge {changed} that mounts wrote over {name} into {place} of {}; needs {} beside it",
+            bytes(m.size_bytes),
+            bytes(m.room_bytes)
+        );
+        if let Some(free) = m.free_bytes {
+            text += &format!(" ({} are free)", bytes(free));
+        }
+        if m.format == "raw" {
+            text += ", less where the file system shares extents";
+        }
+        if let Some(held) = &m.held {
+            text += &format!("; now {held} is in the way, which may write it");
+        }
+        return text;
+    }
+    let digest = m.digest.as_deref().unwrap_or_default();
+    if m.changed_bytes == 0 {
+        return format!(
+            "finished the merge of {name} that was interrupted; its digest is {digest}"
+        );
+    }
+    let left = match (&args.rename, m.dropped) {
+        (Some(_), false) => format!("; {name} keeps its changes"),
+        (Some(_), true) => format!("; {name} is again as it was delivered"),
+        (None, true) => String::new(),
+        (None, false) => "; what mounts wrote is still there: `drover changes`".into(),
+    };
+    format!("merged {changed} into {place}; its digest is {digest}{left}")
+}
+
+/// Has the running site merge, or merges when none runs.
+async fn ask_to_merge(home: &Home, args: &MergeArgs, bar: &Bar) -> Result<Merged> {
+    if let Some(mut call) = Call::local(home).await? {
+        call.ask(&Request::MergeChanges {
+            name: args.name.clone(),
+            rename: args.rename.clone(),
+            qcow2: args.to.map(|to| to == Target::Qcow2),
+            drop: args.drop,
+            dry_run: args.dry_run,
+        })
+        .await?;
+        let text = loop {
+            match call.reply().await? {
+                Reply::Progress { done, total } => bar.at(done, total),
+                Reply::Text(text) => break text,
+                _ => return Err(call.confused()),
+            }
+        };
+        call.close().await;
+        return Ok(serde_json::from_str(&text)?);
+    }
+    let order = Order {
+        name: args.name.clone(),
+        rename: args.rename.clone(),
+        to: args.to,
+        drop: args.drop,
+        dry_run: args.dry_run,
+    };
+    let signals = Stop::on_signals()?;
+    let catalog = Arc::new(site::open_catalog(home)?);
+    let own = Own::open(home, &catalog).await?;
+    let here = here(home, &catalog, own.site())?;
+    let stop = Arc::new(AtomicBool::new(false));
+    let (bar, flag) = (bar.clone(), Arc::clone(&stop));
+    let mut work = tokio::task::spawn_blocking(move || {
+        merge(&here, &order, &mut |done, total| bar.at(done, total), &flag)
+    });
+    let mut asked = signals.watch();
+    let merged = tokio::select! {
+        merged = &mut work => merged,
+        () = told_to_stop(&mut asked) => {
+            stop.store(true, Ordering::Relaxed);
+            work.await
+        }
+    };
+    own.close().await?;
+    merged?
 }

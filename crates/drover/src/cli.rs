@@ -14,7 +14,7 @@ mod changes;
 mod mounts;
 mod space;
 
-pub use changes::{ChangesAction, ChangesArgs, DropArgs};
+pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use mounts::{
     AttachArgs, Driver, DriverChoice, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction,
     MountsArgs, SyncMode, UnmountArgs,

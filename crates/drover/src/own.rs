@@ -24,7 +24,14 @@ impl Own {
         let lock = home.lock()?;
         let site = site::open(home, catalog, &home.identity()?).await?;
         crate::mounts::hold_written(&site, home);
-        Ok(Own { site, _lock: lock })
+        let own = Own { site, _lock: lock };
+        crate::changes::recover_own(home, catalog, &own.site).await?;
+        Ok(own)
+    }
+
+    /// The site.
+    pub fn site(&self) -> &Arc<Site> {
+        &self.site
     }
 
     /// Does `job` and closes the site.

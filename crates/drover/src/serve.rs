@@ -82,8 +82,29 @@ pub async fn serve(home: Home, args: ListenArgs) -> Result<()> {
     let site = site::open(&home, &catalog, &identity).await?;
     let devices = site_server(&home, &catalog)?;
     hold_leased(&site, &devices, &home);
+    recover_merges(&home, &identity, &site, &devices);
     let duty = Duty::Site(site, devices);
     run(home, lock, args, identity, catalog, duty).await
+}
+
+/// Finishes merges of changes that a crash interrupted, beside all else: mounts are kept away from their images meanwhile.
+fn recover_merges(
+    home: &Home,
+    identity: &Identity,
+    site: &Arc<Site>,
+    devices: &Arc<drover_mount::server::Server>,
+) {
+    let here = crate::changes::Here {
+        site: Arc::clone(site),
+        server: Arc::clone(devices),
+        state: home.mounted_dir(),
+        key: identity.key(),
+    };
+    tokio::task::spawn_blocking(move || {
+        for line in crate::changes::recover(&here) {
+            tracing::info!("{line}");
+        }
+    });
 }
 
 /// Keeps images from being replaced or removed while somebody has them mounted, or may still push to them.

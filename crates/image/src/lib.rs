@@ -32,5 +32,5 @@ pub use error::ImageError;
 pub use file::{ImageFile, Stamp};
 pub use format::{Format, ParseFormatError};
 pub use layout::{GrainRange, Layout, LayoutError, LayoutLimits, Order, Piece, Pieces, RangeKind};
-pub use outgoing::{Conversion, Outgoing, open_for_sending, open_for_sending_with};
+pub use outgoing::{Conversion, Outgoing, open_for_sending, open_for_sending_with, qcow2_of};
 pub use parse::{Parsed, parse};

@@ -135,12 +135,7 @@ fn opaque(path: &Path) -> Result<Outgoing, ImageError> {
 /// The disk that a conversion reads, and where it has data.
 fn disk_and_data(path: &Path, trust: Trust) -> Result<(VirtualDisk, Vec<Range<u64>>), ImageError> {
     let disk = VirtualDisk::open_with(path, trust)?;
-    if disk.len() > MAX_VIRTUAL_SIZE {
-        return Err(ImageError::Unconvertible(format!(
-            "a disk of {} bytes is beyond the limit of {MAX_VIRTUAL_SIZE}",
-            disk.len()
-        )));
-    }
+    check_convertible(disk.len())?;
     let mut data: Vec<Range<u64>> = Vec::new();
     for extent in disk.extents() {
         let extent = extent?;
@@ -168,6 +163,25 @@ fn raw(path: &Path, trust: Trust) -> Result<Outgoing, ImageError> {
         stamps: disk.stamps().to_vec(),
         content: Arc::new(disk),
     })
+}
+
+/// The bytes of a qcow2 image without backing file that holds `disk`, whose data is in the runs of `data` (sorted and
+/// apart). They are made up as they are read.
+///
+/// # Errors
+/// [`ImageError::Unconvertible`] for a disk beyond [`MAX_VIRTUAL_SIZE`].
+pub fn qcow2_of(disk: Arc<dyn ReadAt>, data: &[Range<u64>]) -> Result<Arc<dyn ReadAt>, ImageError> {
+    check_convertible(disk.len())?;
+    Ok(Arc::new(Created::new(disk, data)))
+}
+
+fn check_convertible(len: u64) -> Result<(), ImageError> {
+    match len > MAX_VIRTUAL_SIZE {
+        true => Err(ImageError::Unconvertible(format!(
+            "a disk of {len} bytes is beyond the limit of {MAX_VIRTUAL_SIZE}"
+        ))),
+        false => Ok(()),
+    }
 }
 
 fn qcow2(path: &Path, trust: Trust) -> Result<Outgoing, ImageError> {

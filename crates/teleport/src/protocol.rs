@@ -190,6 +190,19 @@ pub enum Request {
         /// Over earlier images of that name, which were replaced since.
         earlier: bool,
     },
+    /// Make what mounts wrote over an image part of it, or of a new one (local socket only).
+    MergeChanges {
+        /// Which.
+        name: ImageName,
+        /// The name of a new image.
+        rename: Option<ImageName>,
+        /// The format of a new image: whether qcow2, else raw; as it is when left out.
+        qcow2: Option<bool>,
+        /// Drop what was merged into a new image.
+        drop: bool,
+        /// Only say what would happen.
+        dry_run: bool,
+    },
 }
 
 /// An answer to a [`Request`].

@@ -1,6 +1,7 @@
 //! A site: the images that are here, the matcher, the sequence cache, and the transfers on their
 //! way in. Sessions share one [`Site`].
 
+mod adopt;
 mod shared;
 mod sources;
 
@@ -27,7 +28,6 @@ use crate::sequences::{Sequences, segments_of};
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
 use crate::transfer::{Active, Closing, Leftover, inspect, transfer_key};
-use crate::walk::Walk;
 use crate::{RefuseReason, TeleportError};
 
 /// Where a site keeps what, and its limits.
@@ -315,7 +315,7 @@ impl Site {
     }
 
     /// Bytes that may be used; `None` when the system does not say.
-    pub(crate) fn free_bytes(&self) -> Option<u64> {
+    pub fn free_bytes(&self) -> Option<u64> {
         let fs = rustix::fs::statvfs(&self.config.images_dir).ok()?;
         Some((fs.f_bavail * fs.f_frsize).saturating_sub(self.config.reserve_bytes))
     }
@@ -390,49 +390,17 @@ impl Site {
             )));
         }
         let outgoing = open_for_sending(&path, Conversion::AsIs)?;
-        let id = self
-            .catalog
-            .new_image_id()
-            .map_err(TeleportError::Catalog)?;
-        let mut link = self.matching.link()?;
-        let mut tell = |event| {
-            link.submit(event)?;
-            link.collect()
+        let mut progress = |done, total| {
+            progress(done, total);
+            Ok(())
         };
-        tell(Event::Image(id, ImageEvent::Begin))?;
-        let mut blocks = BlockMap::default();
-        let mut walk = Walk::new(&outgoing);
-        let total = outgoing.layout.walk_blocks();
-        let indexed = loop {
-            match walk.next_batch() {
-                Ok(Some(batch)) => {
-                    blocks.push(&batch.data);
-                    progress(blocks.walk_blocks(), total);
-                    if let Err(e) = tell(Event::Record(id, Arc::new(batch))) {
-                        break Err(e);
-                    }
-                }
-                Ok(None) => break walk.digest(),
-                Err(e) => break Err(e),
-            }
-        };
-        let indexed = indexed.and_then(|digest| {
-            crate::walk::check_unchanged(&outgoing)?;
+        let (id, blocks, digest) = self.read_in(&outgoing, &mut progress, |digest| {
             // As it was, it may be indexed again; as another it would take the place of one that somebody needs.
             match self.images.by_name(&name) {
-                Some(old) if old.digest != digest => self.check_held(&name)?,
-                _ => {}
+                Some(old) if old.digest != digest => self.check_held(&name),
+                _ => Ok(()),
             }
-            Ok(digest)
-        });
-        let digest = match indexed {
-            Ok(digest) => digest,
-            Err(e) => {
-                let _ = tell(Event::Image(id, ImageEvent::Abort));
-                return Err(e);
-            }
-        };
-        tell(Event::Image(id, ImageEvent::Finish))?;
+        })?;
         // A file under the site's own directory is the site's; any other stays its owner's.
         let external = path.parent() != self.config.images_dir.canonicalize().ok().as_deref();
         let record = ImageRecord {
@@ -460,15 +428,15 @@ impl Site {
         let old = match entered {
             Ok(old) => old,
             Err(e) => {
-                let _ = tell(Event::Image(id, ImageEvent::Forget));
+                self.tell(id, ImageEvent::Forget);
                 return Err(e);
             }
         };
         if let Some(old) = old {
             self.sequences.drop_image(old.id);
-            tell(Event::Image(old.id, ImageEvent::Forget))?;
+            self.tell(old.id, ImageEvent::Forget);
             // What the old one had in the caches was not entered for this one.
-            tell(Event::Image(id, ImageEvent::Reindex))?;
+            self.tell(id, ImageEvent::Reindex);
             self.images_went.store(true, Ordering::Relaxed);
             self.wake_copier();
         }

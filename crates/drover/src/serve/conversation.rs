@@ -176,7 +176,8 @@ async fn dispatch(
         | Request::Leases
         | Request::BreakLease { .. }
         | Request::Changes
-        | Request::DropChanges { .. } => {
+        | Request::DropChanges { .. }
+        | Request::MergeChanges { .. } => {
             let text = "that can only be asked for on the site's own machine";
             answer(reader, writer, &no(RefuseReason::Policy, text)).await
         }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use anyhow::{Result, bail};
@@ -10,11 +10,12 @@ use drover_core::ImageName;
 use drover_net::FrameWriter;
 use drover_teleport::catalog::{Catalog, ImageRecord};
 use drover_teleport::protocol::Reply;
-use drover_teleport::{Site, TeleportError};
+use drover_teleport::{RefuseReason, Site, TeleportError};
 
 use super::Server;
 use super::conversation::{failed, no, no_image, reply};
-use crate::failure::one_line;
+use crate::changes::{self, Here, Order};
+use crate::failure::{Exit, exit_of, one_line};
 use crate::home::CleanUp;
 use crate::signals::told;
 
@@ -107,6 +108,42 @@ pub async fn index(
             message: record.name.to_string(),
         },
         Err(e) => of_error(&e),
+    })
+}
+
+/// Ends a job when nobody waits for it any more.
+struct StopWhenDropped(Arc<AtomicBool>);
+
+impl Drop for StopWhenDropped {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+/// Merges what mounts wrote over an image. A caller that goes away, or a site that stops, ends it without harm.
+pub async fn merge(
+    server: &Arc<Server>,
+    site: &Arc<Site>,
+    devices: &Arc<drover_mount::server::Server>,
+    order: Order,
+    writer: &mut FrameWriter,
+) -> Result<Reply> {
+    let here = Here {
+        site: Arc::clone(site),
+        server: Arc::clone(devices),
+        state: server.home.mounted_dir(),
+        key: server.identity.key(),
+    };
+    let stop = Arc::new(AtomicBool::new(false));
+    let _stop = StopWhenDropped(Arc::clone(&stop));
+    let merged = run(server, writer, move |progress| {
+        changes::merge(&here, &order, progress, &stop)
+    })
+    .await?;
+    Ok(match merged {
+        Ok(merged) => Reply::Text(serde_json::to_string(&merged)?),
+        Err(e) if exit_of(&e) == Exit::Refused => no(RefuseReason::Policy, one_line(&e)),
+        Err(e) => failed(one_line(&e)),
     })
 }
 

@@ -90,6 +90,25 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
                 Err(e) => failed(one_line(&e)),
             }
         }
+        (
+            Request::MergeChanges {
+                name,
+                rename,
+                qcow2,
+                drop,
+                dry_run,
+            },
+            Duty::Site(site, devices),
+        ) => {
+            let order = crate::changes::Order {
+                name,
+                rename,
+                to: crate::changes::target(qcow2),
+                drop,
+                dry_run,
+            };
+            jobs::merge(server, site, devices, order, &mut writer).await?
+        }
         (Request::Device { open }, Duty::Site(_, devices)) => {
             let peer = crate::mounts::own(server.identity.key());
             let stop = server.stop.clone();
@@ -105,7 +124,8 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
             | Request::Leases
             | Request::BreakLease { .. }
             | Request::Changes
-            | Request::DropChanges { .. },
+            | Request::DropChanges { .. }
+            | Request::MergeChanges { .. },
             Duty::Teleporter(_),
         ) => no(RefuseReason::Policy, "a teleporter holds no images"),
         (

@@ -1,6 +1,9 @@
 //! `drover changes`: what mounts wrote over images, listed, dropped and merged.
 
+mod merge;
+
 use std::fs;
+use std::path::Path;
 
 use serde_json::Value;
 
@@ -13,13 +16,18 @@ fn changes(m: &Mounts) -> Vec<Value> {
     m.world.run("far", &["changes", "--json"]).ok().json()
 }
 
+/// Unmounts; another test's child may have a copy of a file's handle for a moment.
+fn unmounted(m: &Mounts, disk: &Path) {
+    until("it is unmounted", || m.unmount(disk, &[]).code == Some(0));
+}
+
 /// Mounts an image of the far site, writes to it, and unmounts it.
 fn written(m: &Mounts, image: &str, writes: &[(u64, &[u8])]) {
     let disk = m.mount(image, "disk", &[]);
     for (offset, data) in writes {
         write(&disk, *offset, data);
     }
-    m.unmount(&disk, &[]).ok();
+    unmounted(m, &disk);
 }
 
 #[test]
@@ -46,10 +54,10 @@ fn changes_are_listed_and_dropped_with_and_without_a_site() {
         let held = &changes(&m)[0];
         assert!(held["held_by"]["note"].as_str().unwrap().contains(&name));
         far(&m, &["changes", "drop", "web.raw", "-y"]).fails(3, &["web.raw"]);
-        m.unmount(&disk, &[]).ok();
+        unmounted(&m, &disk);
         let reader = m.mount("web.raw", "disk", &["--read-only"]);
         far(&m, &["changes", "drop", "web.raw", "-y"]).fails(3, &["web.raw", "mounted"]);
-        m.unmount(&reader, &[]).ok();
+        unmounted(&m, &reader);
         if !running {
             m.kill_site();
         }
@@ -122,12 +130,12 @@ fn a_cache_of_what_was_dropped_is_not_taken_for_the_image() {
     // Somebody else's first edition and epoch must not look like that of the cache.
     let disk = m.mount("web.raw", "other", &[]);
     write(&disk, 1 << 20, &[8; 4096]);
-    m.unmount(&disk, &[]).ok();
+    unmounted(&m, &disk);
     let disk = m.mount("web.raw", "disk", &[]);
     let mut expected = bytes;
     expected[1 << 20..][..4096].fill(8);
     assert!(fs::read(&disk).unwrap() == expected);
-    m.unmount(&disk, &[]).ok();
+    unmounted(&m, &disk);
 }
 
 #[test]

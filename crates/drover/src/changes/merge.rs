@@ -1,0 +1,504 @@
+//! `changes merge`: what mounts wrote becomes part of the image, or a new one.
+//!
+//! The image's file is never written in place: the disk as mounts see it is written to a new file beside, synced and read
+//! back. Meanwhile the site itself has the image's lease, so that nobody writes it, and what mounts wrote stays. Then
+//!
+//! 1. what was decided is made durable (`merge`, see [`super::decided`]),
+//! 2. the file gets the image's name, and the catalog its digest,
+//! 3. what mounts wrote is dropped, and the lease given back.
+//!
+//! Until 2 readers see what was written over the old file, from then on the new one: the same bytes. A crash before 1
+//! leaves the image as it was, one behind it is finished by [`super::recover`].
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, Result, bail};
+use drover_core::ImageName;
+use drover_image::{Format, VirtualDisk};
+use drover_mount::protocol::MountId;
+use drover_mount::server::{Claim, Server, changes_of};
+use drover_net::PeerKey;
+use drover_teleport::catalog::ImageRecord;
+use drover_teleport::{Site, TeleportError};
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use super::decided::Decided;
+use super::part::Part;
+use crate::cli::Target;
+use crate::failure::{Exit, failure, no_image};
+use crate::home::sync_dir;
+use crate::mounts;
+use crate::text::bytes;
+
+/// What the lease says while the site has it.
+pub const NOTE: &str = "drover changes merge";
+
+/// The file that is being written.
+pub const PART: &str = "image.part";
+
+/// What is to be merged.
+#[derive(Debug, Clone)]
+pub struct Order {
+    /// The image.
+    pub name: ImageName,
+    /// The name of a new image; in place without.
+    pub rename: Option<ImageName>,
+    /// The format of a new image.
+    pub to: Option<Target>,
+    /// Drop what was merged into a new image.
+    pub drop: bool,
+    /// Only say what would happen.
+    pub dry_run: bool,
+}
+
+/// What was merged, or would be.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Merged {
+    /// The image that was written over.
+    pub image: String,
+    /// The image that has it now.
+    #[serde(rename = "as")]
+    pub target: String,
+    /// Whether it was done: not when there was nothing, or nothing was to be done.
+    pub merged: bool,
+    /// Bytes of the disk that mounts changed.
+    pub changed_bytes: u64,
+    /// Its format.
+    pub format: String,
+    /// The file's length.
+    pub size_bytes: u64,
+    /// Room that it needs, when its file system cannot share extents.
+    pub room_bytes: u64,
+    /// Room that there is.
+    pub free_bytes: Option<u64>,
+    /// The new digest.
+    pub digest: Option<String>,
+    /// Whether what mounts wrote was dropped.
+    pub dropped: bool,
+    /// Who is in the way now; of a dry run.
+    pub held: Option<String>,
+}
+
+/// What a merge works on.
+#[derive(Clone)]
+pub struct Here {
+    /// The images.
+    pub site: Arc<Site>,
+    /// The mounts.
+    pub server: Arc<Server>,
+    /// Where leases and what mounts wrote are.
+    pub state: PathBuf,
+    /// This site's key.
+    pub key: PeerKey,
+}
+
+impl Here {
+    /// Where the merges of this site are put together.
+    pub fn merges(&self) -> PathBuf {
+        self.site.work_dir().join("merges")
+    }
+
+    fn dir(&self, name: &ImageName) -> PathBuf {
+        self.merges().join(name.as_str())
+    }
+}
+
+/// Images that are being merged by this process, by their directories.
+static BUSY: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// While it lives, nobody else in this process merges the image, or finishes a merge of it.
+pub struct Turn(PathBuf);
+
+impl Turn {
+    /// The turn of an image; none when somebody has it.
+    pub fn take(here: &Here, name: &ImageName) -> Option<Turn> {
+        let dir = here.dir(name);
+        BUSY.lock().insert(dir.clone()).then_some(Turn(dir))
+    }
+
+    /// Where the merge is put together.
+    pub fn dir(&self) -> &Path {
+        &self.0
+    }
+
+    /// Makes the directory, durably: a lease that a crash leaves is found by it.
+    fn make(&self) -> Result<()> {
+        let made = fs::create_dir_all(&self.0)
+            .and_then(|()| sync_dir(&self.0))
+            .and_then(|()| self.0.parent().map_or(Ok(()), sync_dir));
+        made.with_context(|| format!("cannot make {}", self.0.display()))
+    }
+
+    /// Removes what the merge left.
+    pub fn tidy(&self) {
+        if let Err(e) = fs::remove_dir_all(&self.0)
+            && e.kind() != std::io::ErrorKind::NotFound
+        {
+            tracing::warn!("cannot remove {}: {e}", self.0.display());
+        }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        BUSY.lock().remove(&self.0);
+    }
+}
+
+/// Merges. `progress` hears bytes done of bytes in all; `stop` ends it, without harm. Blocks the thread.
+///
+/// # Errors
+/// What stands in the way; nothing was changed then, unless the error says otherwise.
+pub fn merge(
+    here: &Here,
+    order: &Order,
+    progress: &mut dyn FnMut(u64, u64),
+    stop: &AtomicBool,
+) -> Result<Merged> {
+    let name = &order.name;
+    let Some(turn) = Turn::take(here, name) else {
+        return Err(refused(format!("{name} is being merged already")));
+    };
+    let finished = !order.dry_run && super::recover::finish(here, &turn, name)?;
+    let record = here.site.by_name(name).ok_or_else(|| no_image(name))?;
+    let to = check(here, order, &record)?;
+    let mut merged = Merged {
+        image: name.to_string(),
+        target: order.rename.as_ref().unwrap_or(name).to_string(),
+        format: format_of(to).as_str().into(),
+        ..Merged::default()
+    };
+    let Some(changes) = changes_of(&here.state, name) else {
+        if finished {
+            (merged.merged, merged.dropped) = (true, true);
+            merged.target.clone_from(&merged.image);
+            merged.size_bytes = record.size_bytes;
+            merged.digest = Some(record.digest.to_string());
+        }
+        return Ok(merged);
+    };
+    if let Some(problem) = changes.problem {
+        bail!("what mounts wrote over {name} cannot be read: {problem}");
+    }
+    if changes.base != Some(record.digest) {
+        return Err(refused(format!(
+            "{name}: what lies in {} was written over an earlier image of that name; `drover changes drop {name}` drops it",
+            changes.directory.display()
+        )));
+    }
+    merged.changed_bytes = changes.changed;
+    if order.dry_run {
+        merged.held = changes
+            .holder
+            .map(|h| format!("{} ({})", h.peer_name, h.note));
+        let part = Part::new(here.server.view(name)?, to)?;
+        sizes(here, &part, &mut merged);
+        return Ok(merged);
+    }
+    turn.make()?;
+    let mount = MountId::random();
+    let claim = here.server.claim(name, mounts::own(here.key), mount, NOTE);
+    let claim = claim.inspect_err(|_| turn.tidy())?;
+    crash("claimed");
+    let made = Making {
+        here,
+        order,
+        turn: &turn,
+        record: &record,
+        to,
+        stop,
+    }
+    .run(claim, mount, &mut merged, progress);
+    if made.is_err() && !turn.dir().join(super::decided::NAME).exists() {
+        turn.tidy();
+    }
+    made.map(|()| merged)
+}
+
+fn sizes(here: &Here, part: &Part, merged: &mut Merged) {
+    merged.size_bytes = part.len();
+    merged.room_bytes = part.room();
+    merged.free_bytes = here.site.free_bytes();
+}
+
+/// The format that is written, when the merge is one that can be done.
+fn check(here: &Here, order: &Order, record: &ImageRecord) -> Result<Target> {
+    let name = &order.name;
+    let own = match record.format.as_str() {
+        "raw" => Some(Target::Raw),
+        "qcow2" => Some(Target::Qcow2),
+        _ => None,
+    };
+    let Some(to) = order.to.or(own) else {
+        return Err(refused(format!(
+            "{name} is a {} image, which drover does not write; `--as NAME --to raw` or `--to qcow2` makes a new image",
+            record.format
+        )));
+    };
+    if let Some(rename) = &order.rename {
+        if here.site.by_name(rename).is_some() {
+            return Err(refused(format!(
+                "there is an image called {rename} already; choose another name"
+            )));
+        }
+        return Ok(to);
+    }
+    if own != Some(to) {
+        return Err(refused(format!(
+            "{name} is a {} image; to convert it, `--as NAME` makes a new image",
+            record.format
+        )));
+    }
+    if record.external {
+        return Err(refused(format!(
+            "{name} was indexed where it is, and drover never changes {}; `--as NAME` makes a new image",
+            record.path.display()
+        )));
+    }
+    if to == Target::Qcow2 && has_snapshots(&record.path)? {
+        return Err(refused(format!(
+            "{name} has internal snapshots, which the merged image would lack; `--as NAME` makes a new image and leaves this one"
+        )));
+    }
+    if let Some(other) = backed_by(here, record) {
+        return Err(refused(format!(
+            "{name} is the backing file of {other}, which would change with it; `--as NAME` makes a new image"
+        )));
+    }
+    Ok(to)
+}
+
+/// Whether a qcow2 file has internal snapshots.
+fn has_snapshots(path: &Path) -> Result<bool> {
+    let mut count = [0; 4];
+    File::open(path)
+        .and_then(|file| file.read_exact_at(&mut count, 60))
+        .with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(u32::from_be_bytes(count) > 0)
+}
+
+/// An image of this site that is read through this one's file.
+fn backed_by(here: &Here, record: &ImageRecord) -> Option<ImageName> {
+    let others = here.site.list().into_iter().filter(|o| o.id != record.id);
+    let mut backed = others.filter(|o| o.format != "raw").filter(|other| {
+        // One that cannot be opened is read by nobody.
+        VirtualDisk::open(&other.path)
+            .is_ok_and(|disk| disk.stamps().iter().any(|(path, _)| *path == record.path))
+    });
+    backed.next().map(|other| other.name)
+}
+
+/// A merge on its way.
+struct Making<'a> {
+    here: &'a Here,
+    order: &'a Order,
+    turn: &'a Turn,
+    record: &'a ImageRecord,
+    to: Target,
+    stop: &'a AtomicBool,
+}
+
+impl Making<'_> {
+    fn run(
+        &self,
+        claim: Claim,
+        mount: MountId,
+        merged: &mut Merged,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<()> {
+        let part = Part::new(claim.view().clone(), self.to)?;
+        sizes(self.here, &part, merged);
+        let path = self.turn.dir().join(PART);
+        self.write(&part, &path, merged, progress)?;
+        drop(part);
+        crash("written");
+        let prepared = self.read_back(&path, merged, progress)?;
+        crash("prepared");
+        let adopted = self.adopt(&claim, mount, &path, &prepared, merged);
+        match adopted {
+            Ok(()) => {}
+            // It has been decided: what is left is done when it is tried again.
+            Err(e) if self.turn.dir().join(super::decided::NAME).exists() => {
+                claim.leave();
+                return Err(e.context(format!(
+                    "{}: the merge is not complete; run the command again, or restart the site, to finish it",
+                    self.order.name
+                )));
+            }
+            Err(e) => {
+                self.here.site.forget_prepared(&prepared);
+                return Err(e);
+            }
+        }
+        crash("adopted");
+        merged.merged = true;
+        merged.dropped = self.order.rename.is_none() || self.order.drop;
+        let ended = claim.end(merged.dropped);
+        crash("ended");
+        match ended {
+            Ok(true) => {}
+            Ok(false) => merged.dropped = false,
+            Err(e) if self.order.rename.is_some() => return Err(e.into()),
+            Err(e) => {
+                return Err(anyhow::Error::from(e).context(format!(
+                    "{} has its new content, but what mounts wrote could not be dropped yet; run the command again",
+                    self.order.name
+                )));
+            }
+        }
+        self.turn.tidy();
+        Ok(())
+    }
+
+    fn stopped(&self) -> Result<()> {
+        match self.stop.load(Ordering::Relaxed) {
+            true => bail!("stopped; {} is as it was", self.order.name),
+            false => Ok(()),
+        }
+    }
+
+    fn write(
+        &self,
+        part: &Part,
+        path: &Path,
+        merged: &Merged,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<()> {
+        let create = || -> Result<File> {
+            let file = File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(path)
+                .with_context(|| format!("cannot create {}", path.display()))?;
+            let about = fs::metadata(&self.record.path)
+                .with_context(|| format!("cannot read {}", self.record.path.display()))?;
+            file.set_permissions(about.permissions())
+                .with_context(|| format!("cannot create {}", path.display()))?;
+            Ok(file)
+        };
+        let all = merged.size_bytes * 2;
+        let mut told = |done| {
+            progress(done, all);
+            self.stopped()
+        };
+        let mut file = create()?;
+        let raw = self.record.format == "raw" && self.to == Target::Raw;
+        let shared = raw && part.write_over(&self.record.path, &file, path, &mut told)?;
+        if !shared {
+            check_room(&self.order.name, merged)?;
+            file = create()?;
+            part.write(&file, path, &mut told)?;
+        }
+        file.sync_all()
+            .with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// Reads the new file, which gives its digest and tells the matcher its blocks.
+    fn read_back(
+        &self,
+        path: &Path,
+        merged: &mut Merged,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<ImageRecord> {
+        let rename = self.order.rename.as_ref();
+        let (name, from) = match rename {
+            Some(rename) => (rename, ""),
+            None => (&self.order.name, self.record.from.as_str()),
+        };
+        let size = merged.size_bytes;
+        let mut told = |done: u64, total: u64| {
+            progress(size + size * done / total.max(1), size * 2);
+            match self.stop.load(Ordering::Relaxed) {
+                true => Err(TeleportError::Stopped),
+                false => Ok(()),
+            }
+        };
+        let prepared = match self.here.site.prepare(path, name, from, &mut told) {
+            Err(TeleportError::Stopped) => return self.stopped().map(|()| self.record.clone()),
+            other => other?,
+        };
+        if prepared.format != format_of(self.to).as_str() {
+            // A guest that writes another format's header into its raw disk would have it taken for that.
+            self.here.site.forget_prepared(&prepared);
+            return Err(refused(format!(
+                "{}: what the guest wrote begins like a {} image, so that a raw file of it would be taken for one; `--as NAME --to qcow2` makes a new image",
+                self.order.name, prepared.format
+            )));
+        }
+        merged.digest = Some(prepared.digest.to_string());
+        Ok(prepared)
+    }
+
+    /// Decides, and gives the file its name.
+    fn adopt(
+        &self,
+        claim: &Claim,
+        mount: MountId,
+        path: &Path,
+        prepared: &ImageRecord,
+        merged: &mut Merged,
+    ) -> Result<()> {
+        self.stopped()?;
+        let fresh = self.order.rename.is_some();
+        let decided = Decided {
+            image: self.order.name.clone(),
+            mount: mount.0,
+            old: self.record.digest,
+            new: prepared.digest,
+            from: prepared.from.clone(),
+        };
+        let done = claim.while_held(|| -> Result<()> {
+            if !fresh {
+                decided.write(self.turn.dir())?;
+                crash("decided");
+            }
+            self.here.site.adopt(Some(path), prepared, fresh)?;
+            Ok(())
+        });
+        merged.size_bytes = prepared.size_bytes;
+        match done {
+            Some(done) => done,
+            None => Err(refused(format!(
+                "the right to write {} was taken away meanwhile (`drover mounts break`); it is as it was",
+                self.order.name
+            ))),
+        }
+    }
+}
+
+fn check_room(name: &ImageName, merged: &Merged) -> Result<()> {
+    match merged.free_bytes {
+        Some(free) if free < merged.room_bytes => Err(refused(format!(
+            "{name}: the merged image takes {} beside the old one until it is complete, and {} are free; make room, or `drover send` it elsewhere first",
+            bytes(merged.room_bytes),
+            bytes(free)
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn format_of(to: Target) -> Format {
+    match to {
+        Target::Raw => Format::Raw,
+        Target::Qcow2 => Format::Qcow2,
+    }
+}
+
+fn refused(text: String) -> anyhow::Error {
+    failure(Exit::Refused, text)
+}
+
+/// Where a test may have the process die, as if it were killed: `DROVER_TEST_CRASH` names the place.
+pub fn crash(place: &str) {
+    if cfg!(debug_assertions) && std::env::var_os("DROVER_TEST_CRASH").is_some_and(|p| p == place) {
+        std::process::abort();
+    }
+}

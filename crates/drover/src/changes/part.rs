@@ -1,0 +1,217 @@
+//! The new file of a merge: the disk as mounts see it, raw or as qcow2.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use drover_core::{ExtentKind, ReadAt, is_zero};
+use drover_mount::server::View;
+use rustix::fs::{FallocateFlags, fallocate, ioctl_ficlone};
+
+use crate::cli::Target;
+
+/// How much of the disk is looked at in one go.
+const WINDOW: u64 = 1 << 30;
+
+/// What is read and written in one go.
+const SLAB: usize = 1 << 20;
+
+/// Zeros of this length are left out.
+const GRAIN: u64 = 64 << 10;
+
+/// Runs of data that are told apart; everything after the last is one run.
+const MAX_RUNS: usize = 1 << 20;
+
+/// Told how far the work is; an error ends it.
+pub type Told<'a> = dyn FnMut(u64) -> Result<()> + 'a;
+
+/// What is to be written.
+pub struct Part {
+    view: View,
+    data: Vec<Range<u64>>,
+    /// The qcow2 file that is made up of it.
+    qcow2: Option<Arc<dyn ReadAt>>,
+}
+
+impl Part {
+    /// Works out what a file of that format will hold.
+    ///
+    /// # Errors
+    /// When the disk cannot be read, or is too large for the format.
+    pub fn new(view: View, to: Target) -> Result<Part> {
+        let data = data_of(&view)?;
+        let qcow2 = match to {
+            Target::Raw => None,
+            Target::Qcow2 => Some(drover_image::qcow2_of(Arc::new(view.clone()), &data)?),
+        };
+        Ok(Part { view, data, qcow2 })
+    }
+
+    /// Bytes that the file takes at most, when it shares nothing with another.
+    pub fn room(&self) -> u64 {
+        match &self.qcow2 {
+            Some(content) => content.len(),
+            None => self.data.iter().map(|run| run.end - run.start).sum(),
+        }
+    }
+
+    /// Bytes of the file.
+    pub fn len(&self) -> u64 {
+        self.qcow2.as_ref().map_or(self.view.len(), |c| c.len())
+    }
+
+    /// Writes it. `told` hears how many bytes of the file it has come to.
+    ///
+    /// # Errors
+    /// When the disk cannot be read or the file not written, or `told` ends it.
+    pub fn write(&self, file: &File, path: &Path, told: &mut Told<'_>) -> Result<()> {
+        file.set_len(self.len())
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        match &self.qcow2 {
+            Some(content) => copy(content, 0..content.len(), file, path, told)?,
+            None => {
+                for run in &self.data {
+                    copy(&self.view, run.clone(), file, path, told)?;
+                }
+            }
+        }
+        told(self.len())
+    }
+
+    /// Makes the file of the raw file `base` by sharing its extents, and of what was written over it: this takes room for
+    /// that only. False when the file system cannot.
+    ///
+    /// # Errors
+    /// As [`Part::write`].
+    pub fn write_over(
+        &self,
+        base: &Path,
+        file: &File,
+        path: &Path,
+        told: &mut Told<'_>,
+    ) -> Result<bool> {
+        let cannot = || format!("cannot write {}", path.display());
+        let old = File::open(base).with_context(|| format!("cannot read {}", base.display()))?;
+        if self.qcow2.is_some() || old.metadata()?.len() != self.len() {
+            return Ok(false);
+        }
+        if ioctl_ficlone(file, &old).is_err() {
+            return Ok(false);
+        }
+        let mut at = 0;
+        while at < self.len() {
+            let window = at..(at + WINDOW).min(self.len());
+            for (bytes, zeros) in self.view.changes_in(window.clone()) {
+                match zeros {
+                    true => punch(file, &bytes).with_context(cannot)?,
+                    false => copy_all(&self.view, bytes, file, path, told)?,
+                }
+            }
+            at = window.end;
+            told(at)?;
+        }
+        Ok(true)
+    }
+}
+
+/// Makes a range read as zeros.
+fn punch(file: &File, bytes: &Range<u64>) -> std::io::Result<()> {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    let length = bytes.end - bytes.start;
+    if fallocate(file, flags, bytes.start, length).is_ok() {
+        return Ok(());
+    }
+    let zeros = vec![0; SLAB.min(length as usize)];
+    let mut at = bytes.start;
+    while at < bytes.end {
+        let n = zeros.len().min((bytes.end - at) as usize);
+        file.write_all_at(&zeros[..n], at)?;
+        at += n as u64;
+    }
+    Ok(())
+}
+
+/// Copies a range, but for long zeros: where they go there is a hole.
+fn copy(
+    from: &dyn ReadAt,
+    range: Range<u64>,
+    file: &File,
+    path: &Path,
+    told: &mut Told<'_>,
+) -> Result<()> {
+    copy_some(from, range, file, path, told, &|bytes| !is_zero(bytes))
+}
+
+/// Copies a range, zeros too.
+fn copy_all(
+    from: &dyn ReadAt,
+    range: Range<u64>,
+    file: &File,
+    path: &Path,
+    told: &mut Told<'_>,
+) -> Result<()> {
+    copy_some(from, range, file, path, told, &|_| true)
+}
+
+fn copy_some(
+    from: &dyn ReadAt,
+    range: Range<u64>,
+    file: &File,
+    path: &Path,
+    told: &mut Told<'_>,
+    wanted: &dyn Fn(&[u8]) -> bool,
+) -> Result<()> {
+    let mut slab = vec![0; SLAB];
+    let mut at = range.start;
+    while at < range.end {
+        told(at)?;
+        let n = slab.len().min((range.end - at) as usize);
+        from.read_exact_at(&mut slab[..n], at)
+            .context("cannot read the disk")?;
+        for (nth, grain) in slab[..n].chunks(GRAIN as usize).enumerate() {
+            if wanted(grain) {
+                file.write_all_at(grain, at + nth as u64 * GRAIN)
+                    .with_context(|| format!("cannot write {}", path.display()))?;
+            }
+        }
+        at += n as u64;
+    }
+    Ok(())
+}
+
+/// Where the disk has data, in runs of whole grains.
+fn data_of(view: &View) -> Result<Vec<Range<u64>>> {
+    let end = view.len();
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    let mut at = 0;
+    while at < end {
+        let extents = view
+            .extents(at, (end - at).min(WINDOW))
+            .context("cannot read the disk")?;
+        for extent in extents.iter().filter(|e| e.kind == ExtentKind::Data) {
+            let start = extent.offset - extent.offset % GRAIN;
+            let stop = extent.end().next_multiple_of(GRAIN).min(end);
+            match runs.last_mut() {
+                Some(last) if start <= last.end => last.end = last.end.max(stop),
+                _ => runs.push(start..stop),
+            }
+        }
+        if runs.len() >= MAX_RUNS
+            && let Some(last) = runs.last_mut()
+        {
+            last.end = end;
+            break;
+        }
+        let next = extents.last().map_or(end, drover_core::Extent::end);
+        // A device that says nothing of a range has data there.
+        if next <= at {
+            runs.push(at..end);
+            break;
+        }
+        at = next;
+    }
+    Ok(runs)
+}

@@ -1,0 +1,114 @@
+//! Merges that a crash interrupted: finished, or forgotten.
+
+use std::fs;
+
+use anyhow::{Context, Result, bail};
+use drover_core::ImageName;
+use drover_mount::protocol::MountId;
+use drover_net::PeerKey;
+
+use super::decided::Decided;
+use super::merge::{Here, NOTE, PART, Turn, crash};
+
+/// Finishes or forgets every merge that an earlier process left. What was done is said, a line each. The caller has the
+/// home. Blocks the thread: a file may have to be read again.
+pub fn recover(here: &Here) -> Vec<String> {
+    let mut said = Vec::new();
+    for name in names(here) {
+        let Some(turn) = Turn::take(here, &name) else {
+            continue;
+        };
+        match finish(here, &turn, &name) {
+            Ok(true) => said.push(format!(
+                "{name}: the merge of what mounts wrote was interrupted; finished now"
+            )),
+            Ok(false) => {}
+            Err(e) => tracing::error!(
+                "{name}: an interrupted merge cannot be finished: {}",
+                crate::failure::one_line(&e)
+            ),
+        }
+    }
+    said
+}
+
+/// Images that a merge may have been interrupted of.
+fn names(here: &Here) -> Vec<ImageName> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(here.merges()).into_iter().flatten().flatten() {
+        let name = entry.file_name().into_string().unwrap_or_default();
+        names.extend(ImageName::new(&name));
+    }
+    names.sort();
+    names
+}
+
+/// Finishes the merge of an image that was decided, or forgets one that was not. Whether there was one to finish.
+///
+/// # Errors
+/// When that cannot be done now; it can be tried again.
+pub fn finish(here: &Here, turn: &Turn, name: &ImageName) -> Result<bool> {
+    let decided = Decided::read(turn.dir())?;
+    let finished = match &decided {
+        Some(decided) => settle(here, turn, decided)?,
+        None => false,
+    };
+    // A claim of a process that is gone; while this one's lives, nobody else has the turn.
+    let leased = here.server.leased(name)?.and_then(|l| l.holder);
+    if let Some(holder) = leased
+        && holder.peer == here.key.0
+        && holder.note == NOTE
+    {
+        let key = (PeerKey(holder.peer), holder.mount);
+        here.server.end_claim(name, key, finished)?;
+    }
+    crash("recovered");
+    turn.tidy();
+    Ok(finished)
+}
+
+/// Gives the new file its name, if it has not got it. Whether the image is now what was decided.
+fn settle(here: &Here, turn: &Turn, decided: &Decided) -> Result<bool> {
+    let name = &decided.image;
+    let Some(record) = here.site.by_name(name) else {
+        return Ok(false);
+    };
+    if record.digest == decided.new && decided.new != decided.old {
+        return Ok(true);
+    }
+    if record.digest != decided.old || record.external {
+        // Another image came.
+        return Ok(false);
+    }
+    let part = turn.dir().join(PART);
+    let file = part.exists().then_some(part.as_path());
+    let key = (PeerKey(here.key.0), MountId(decided.mount));
+    let held = here.server.leased(name)?.and_then(|l| l.holder);
+    let held = held.is_some_and(|h| (PeerKey(h.peer), h.mount) == key);
+    if file.is_some() && !held {
+        // The lease was broken: somebody may have written since.
+        return Ok(false);
+    }
+    let from = file.unwrap_or(&record.path);
+    let mut quiet = |_, _| Ok(());
+    let prepared = here
+        .site
+        .prepare(from, name, &decided.from, &mut quiet)
+        .with_context(|| format!("cannot read {}", from.display()))?;
+    if prepared.digest != decided.new {
+        here.site.forget_prepared(&prepared);
+        if file.is_some() || prepared.digest == decided.old {
+            // The image is as it was, with what mounts wrote over it.
+            tracing::error!(
+                "{name}: the file of an interrupted merge is lost; the merge is forgotten"
+            );
+            return Ok(false);
+        }
+        bail!(
+            "{} is not the file that a merge made; `drover verify {name}` and send it again",
+            record.path.display()
+        );
+    }
+    here.site.adopt(file, &prepared, false)?;
+    Ok(true)
+}

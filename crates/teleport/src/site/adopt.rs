@@ -1,0 +1,196 @@
+//! Image files that are made at the site itself: read in, and given a name.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use drover_core::{Digest, ImageName};
+use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
+use drover_index::ImageId;
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+
+use super::{Site, unix_now};
+use crate::blockmap::BlockMap;
+use crate::catalog::ImageRecord;
+use crate::imagemap::{ImageMap, sync_parent};
+use crate::teleporter::{Event, ImageEvent};
+use crate::walk::Walk;
+use crate::{RefuseReason, TeleportError};
+
+/// Told how far a reading is, in blocks of so many; an error ends it.
+pub type Progress<'a> = dyn FnMut(u64, u64) -> Result<(), TeleportError> + 'a;
+
+impl Site {
+    /// Where the site's own image of that name is.
+    #[must_use]
+    pub fn image_path(&self, name: &ImageName) -> PathBuf {
+        self.config.images_dir.join(name.as_str())
+    }
+
+    /// Where images are put together, on the file system of the images.
+    #[must_use]
+    pub fn work_dir(&self) -> &Path {
+        &self.config.work_dir
+    }
+
+    /// The image of that name.
+    #[must_use]
+    pub fn by_name(&self, name: &ImageName) -> Option<ImageRecord> {
+        self.images.by_name(name)
+    }
+
+    /// Reads a whole, synced image file, which is to be called `name` and has come from the peer `from` (empty: from
+    /// nobody): the matcher knows its blocks then, its map is saved. [`Site::adopt`] or [`Site::forget_prepared`]
+    /// follows; after a crash before, nothing is left of it. Blocks the thread.
+    ///
+    /// # Errors
+    /// When it cannot be read as an image, or `progress` ends it.
+    pub fn prepare(
+        &self,
+        file: &Path,
+        name: &ImageName,
+        from: &str,
+        progress: &mut Progress<'_>,
+    ) -> Result<ImageRecord, TeleportError> {
+        let outgoing = open_for_sending(file, Conversion::AsIs)?;
+        let (id, blocks, digest) = self.read_in(&outgoing, progress, |_| Ok(()))?;
+        let record = ImageRecord {
+            id,
+            name: name.clone(),
+            stamp: None,
+            path: self.image_path(name),
+            format: outgoing.format.as_str().into(),
+            size_bytes: outgoing.layout.file_len(),
+            data_bytes: outgoing.layout.covered_bytes(),
+            virtual_bytes: outgoing.virtual_size,
+            digest,
+            added_unix: unix_now(),
+            from: from.into(),
+            external: false,
+        };
+        let map = ImageMap {
+            layout: Arc::new(outgoing.layout),
+            blocks: Arc::new(blocks),
+        };
+        let saved = map.save(&record, &self.images.map_path(id));
+        if let Err(e) = saved {
+            self.forget_prepared(&record);
+            return Err(e);
+        }
+        Ok(record)
+    }
+
+    /// Gives a prepared file its name and enters it in the catalog: in place of the image of that name, or, when
+    /// `fresh`, if there is none. Without `file` it has its name already. Whether the image may be replaced is for the
+    /// caller to know.
+    ///
+    /// # Errors
+    /// When the name is taken, or the file or the catalog fails.
+    pub fn adopt(
+        &self,
+        file: Option<&Path>,
+        record: &ImageRecord,
+        fresh: bool,
+    ) -> Result<ImageRecord, TeleportError> {
+        let target = &record.path;
+        let old = self.images.by_name(&record.name);
+        if fresh && old.is_some() {
+            return Err(taken(&record.name));
+        }
+        if let Some(old) = &old {
+            self.copy_sequences_of(old.id);
+        }
+        if let Some(file) = file {
+            let renamed = match fresh {
+                true => renameat_with(CWD, file, CWD, target, RenameFlags::NOREPLACE)
+                    .map_err(std::io::Error::from),
+                false => std::fs::rename(file, target),
+            };
+            match renamed {
+                Err(e) if fresh && e.kind() == std::io::ErrorKind::AlreadyExists => {
+                    return Err(taken(&record.name));
+                }
+                result => result.map_err(TeleportError::file("rename to", target))?,
+            }
+        }
+        sync_parent(target).map_err(TeleportError::file("sync the directory of", target))?;
+        let record = ImageRecord {
+            stamp: Stamp::of_path(target).ok(),
+            ..record.clone()
+        };
+        if let Some(old) = self.images.put(&record)? {
+            self.sequences.drop_image(old.id);
+            self.tell(old.id, ImageEvent::Forget);
+            self.tell(record.id, ImageEvent::Reindex);
+            self.images_went.store(true, Ordering::Relaxed);
+        }
+        self.wake_copier();
+        Ok(record)
+    }
+
+    /// Forgets what [`Site::prepare`] did; the file is the caller's.
+    pub fn forget_prepared(&self, record: &ImageRecord) {
+        self.tell(record.id, ImageEvent::Forget);
+        // A map that nothing needs is removed when the site starts, too.
+        let _ = std::fs::remove_file(self.images.map_path(record.id));
+    }
+
+    /// Tells the matcher all blocks of an image. Its number, which blocks hold data, and its digest, which `accept` may
+    /// refuse.
+    pub(super) fn read_in(
+        &self,
+        outgoing: &Outgoing,
+        progress: &mut Progress<'_>,
+        accept: impl FnOnce(Digest) -> Result<(), TeleportError>,
+    ) -> Result<(ImageId, BlockMap, Digest), TeleportError> {
+        let id = self
+            .catalog
+            .new_image_id()
+            .map_err(TeleportError::Catalog)?;
+        let mut link = self.matching.link()?;
+        let mut tell = |event| {
+            link.submit(event)?;
+            link.collect()
+        };
+        tell(Event::Image(id, ImageEvent::Begin))?;
+        let mut blocks = BlockMap::default();
+        let mut walk = Walk::new(outgoing);
+        let total = outgoing.layout.walk_blocks();
+        let read = loop {
+            match walk.next_batch() {
+                Ok(Some(batch)) => {
+                    blocks.push(&batch.data);
+                    let told = progress(blocks.walk_blocks(), total)
+                        .and_then(|()| tell(Event::Record(id, Arc::new(batch))).map(drop));
+                    if let Err(e) = told {
+                        break Err(e);
+                    }
+                }
+                Ok(None) => break walk.digest(),
+                Err(e) => break Err(e),
+            }
+        };
+        let read = read.and_then(|digest| {
+            crate::walk::check_unchanged(outgoing)?;
+            accept(digest)?;
+            Ok(digest)
+        });
+        match read {
+            Ok(digest) => {
+                tell(Event::Image(id, ImageEvent::Finish))?;
+                Ok((id, blocks, digest))
+            }
+            Err(e) => {
+                let _ = tell(Event::Image(id, ImageEvent::Abort));
+                Err(e)
+            }
+        }
+    }
+}
+
+fn taken(name: &ImageName) -> TeleportError {
+    TeleportError::Refused {
+        reason: RefuseReason::Policy,
+        message: format!("there is an image called {name} already; choose another name"),
+    }
+}
