@@ -13,6 +13,7 @@ use crate::{peer_name, text};
 mod changes;
 mod mounts;
 mod space;
+mod transfers;
 
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use mounts::{
@@ -20,6 +21,7 @@ pub use mounts::{
     MountsArgs, SyncMode, UnmountArgs,
 };
 pub use space::SpaceArgs;
+pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
 
 /// Moves disk images of virtual machines between sites, sending only what the far side lacks; and shows them where they are not.
 #[derive(Debug, Parser)]
@@ -67,6 +69,7 @@ pub enum Command {
     Changes(ChangesArgs),
     Space(SpaceArgs),
     Images(ImagesArgs),
+    Transfers(TransfersArgs),
     Index(IndexArgs),
     Verify(VerifyArgs),
     Rm(RmArgs),

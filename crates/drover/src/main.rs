@@ -28,6 +28,7 @@ mod site;
 mod space;
 mod status;
 mod text;
+mod transfers;
 
 use std::process::ExitCode;
 
@@ -111,6 +112,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Space(args) => space::space(&existing()?, &args),
         Command::Changes(args) => wait(changes::changes(&existing()?, args)),
         Command::Images(args) => wait(images::images(&existing()?, args)),
+        Command::Transfers(args) => wait(transfers::transfers(&existing()?, args)),
         Command::Index(args) => wait(images::index(&create()?, args)),
         Command::Verify(args) => wait(images::verify(&existing()?, args)),
         Command::Rm(args) => wait(images::rm(&existing()?, args)),

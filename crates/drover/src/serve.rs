@@ -46,6 +46,9 @@ const STOP_LIMIT: Duration = Duration::from_secs(20);
 /// How long the process of a mount may take to say how it is for the metrics.
 const MOUNT_LIMIT: Duration = Duration::from_secs(1);
 
+/// How often a site looks for transfers to which nothing comes any more.
+const EXPIRE_EVERY: Duration = Duration::from_secs(3600);
+
 /// Long jobs (verify, index) at once.
 const MAX_JOBS: usize = 2;
 
@@ -189,6 +192,7 @@ async fn run(
         tokio::spawn(http::run(port, Arc::clone(&server)));
     }
     tokio::spawn(keep_reserve(Arc::clone(&server)));
+    tokio::spawn(expire_transfers(Arc::clone(&server)));
     announce(&server, listener.local_addr())?;
     let talks = accept(&server, &listener, &local).await?;
     drop((listener, local));
@@ -207,6 +211,36 @@ async fn keep_reserve(server: Arc<Server>) {
         let home = server.home.clone();
         // A panic in there was logged; the next look comes.
         let _ = tokio::task::spawn_blocking(move || home.try_keep_reserve()).await;
+    }
+}
+
+/// Removes what is left of transfers to which nothing comes any more.
+async fn expire_transfers(server: Arc<Server>) {
+    let (Duty::Site(site, _), Some(after)) = (&server.duty, server.home.config.keep_unfinished())
+    else {
+        return;
+    };
+    let mut stop = server.stop.clone();
+    let mut looks = tokio::time::interval(EXPIRE_EVERY);
+    loop {
+        tokio::select! {
+            () = told(&mut stop) => return,
+            _ = looks.tick() => {}
+        }
+        let site = Arc::clone(site);
+        let expired = tokio::task::spawn_blocking(move || site.expire_transfers(after)).await;
+        match expired {
+            Ok(Ok(expired)) => expired.iter().for_each(|t| {
+                tracing::info!(
+                    image = t.name,
+                    peer = t.peer,
+                    "removed what was left of a transfer: nothing came for too long"
+                );
+            }),
+            Ok(Err(e)) => tracing::warn!("{}", clean(&e.to_string())),
+            // A panic in there was logged; the next look comes.
+            Err(_) => {}
+        }
     }
 }
 

@@ -47,7 +47,10 @@ impl Kind {
         match self {
             Kind::Images => ("images", "drover rm"),
             Kind::Changes => ("changes to images", "drover changes drop"),
-            Kind::Transfers => ("unfinished transfers", "send them again"),
+            Kind::Transfers => (
+                "unfinished transfers",
+                "send them again, or `drover transfers rm`",
+            ),
             Kind::MountCaches => ("caches of mounts", "drover unmount"),
             Kind::SequenceData => ("sequence data", "sequence-data in config.toml"),
             Kind::Index => ("index", "goes with the images"),

@@ -56,6 +56,20 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| format!("{:?} is not a duration such as 90s, 10m or 1h", clean(text)))
 }
 
+/// Reads an age such as `7d` or `36h`, of whole days or as [`parse_duration`] reads it.
+///
+/// # Errors
+/// A line for a person.
+pub fn parse_age(text: &str) -> Result<Duration, String> {
+    let days = text.strip_suffix('d').and_then(|n| n.parse::<u64>().ok());
+    let seconds = days.and_then(|n| n.checked_mul(24 * 3600));
+    match seconds {
+        Some(seconds) => Ok(Duration::from_secs(seconds)),
+        None => parse_duration(text)
+            .map_err(|_| format!("{:?} is not an age such as 36h or 7d", clean(text))),
+    }
+}
+
 /// Bytes for a person: `1.5 GiB`.
 pub fn bytes(n: u64) -> String {
     ByteSize(n).display().iec().to_string()
@@ -115,6 +129,15 @@ mod tests {
         assert_eq!(parse_duration("1h 30m"), Ok(Duration::from_secs(5400)));
         for bad in ["", "10", "-5m", "soon"] {
             assert!(parse_duration(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn ages_have_days() {
+        assert_eq!(parse_age("7d"), Ok(Duration::from_secs(7 * 24 * 3600)));
+        assert_eq!(parse_age("36h"), Ok(Duration::from_secs(36 * 3600)));
+        for bad in ["", "7", "-1d", "d", "99999999999999999999d", "soon"] {
+            assert!(parse_age(bad).is_err(), "{bad}");
         }
     }
 

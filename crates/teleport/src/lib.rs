@@ -34,6 +34,7 @@ pub mod source;
 pub mod stages;
 pub mod teleporter;
 mod transfer;
+pub mod transfers;
 pub mod walk;
 
 pub use error::{RefuseReason, TeleportError};

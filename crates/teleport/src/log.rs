@@ -257,6 +257,26 @@ impl Iterator for LogReader {
     }
 }
 
+/// Whether a log ends in a closing record. Looks at the heads of records only; whoever acts on it
+/// reads the log.
+#[must_use]
+pub fn is_closed(path: &Path) -> bool {
+    use std::os::unix::fs::FileExt;
+    let Ok(file) = File::open(path) else {
+        return false;
+    };
+    let (mut at, mut head) = (HEADER_BYTES, [0u8; RECORD_HEADER]);
+    while file.read_exact_at(&mut head, at).is_ok() {
+        let length = u32::from_le_bytes([head[0], head[1], head[2], head[3]]);
+        match RecordKind::from_number(head[4]) {
+            Some(RecordKind::Closing) => return true,
+            Some(_) => at += RECORD_HEADER as u64 + u64::from(length),
+            None => return false,
+        }
+    }
+    false
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -310,7 +330,9 @@ mod tests {
             let kept: Vec<_> = reader.by_ref().map(|r| (r.kind, r.payload)).collect();
             assert_eq!(kept, records[..kept.len()]);
             let mut log = Log::reopen(&path, reader.valid_bytes(), &disk()).unwrap();
+            assert!(!is_closed(&path));
             log.append(RecordKind::Closing, b"end").unwrap();
+            assert!(is_closed(&path));
             let again = read(&path).unwrap();
             assert_eq!(again.len(), kept.len() + 1);
             assert_eq!(again.last().unwrap().1, b"end");

@@ -45,6 +45,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::RefuseReason;
 use crate::stages::DestinationTimes;
+use crate::transfers::Unfinished;
 
 /// Blocks in a batch (8 MiB of the walk); the last batch of an image may have fewer.
 pub const BATCH_BLOCKS: u64 = 2048;
@@ -203,6 +204,13 @@ pub enum Request {
         /// Only say what would happen.
         dry_run: bool,
     },
+    /// List the transfers there that are not finished.
+    Transfers,
+    /// Remove what is left of a transfer; a peer may remove its own.
+    RemoveTransfer {
+        /// Its key.
+        key: String,
+    },
 }
 
 /// An answer to a [`Request`].
@@ -245,6 +253,8 @@ pub enum Reply {
     Text(String),
     /// No.
     Refused(Refusal),
+    /// Some of the site's unfinished transfers; more replies follow until an empty list.
+    Transfers(Vec<Unfinished>),
 }
 
 /// An image at a site, for listings.

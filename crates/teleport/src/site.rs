@@ -28,6 +28,7 @@ use crate::sequences::{Sequences, segments_of};
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
 use crate::transfer::{Active, Closing, Leftover, inspect, transfer_key};
+use crate::transfers::is_removed;
 use crate::{RefuseReason, TeleportError};
 
 /// Where a site keeps what, and its limits.
@@ -518,6 +519,10 @@ fn whole_transfers(dir: &Path, repairs: &mut Vec<String>) -> Result<Vec<Arrived>
     let mut out = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
+        if is_removed(&path) {
+            remove_dir(&path);
+            continue;
+        }
         match inspect(&path)? {
             Some(Leftover {
                 closing: Some(closing),

@@ -470,10 +470,17 @@ pub fn inspect(dir: &Path) -> Result<Option<Leftover>, TeleportError> {
 /// Which names have a transfer going on, so that two never write the same one.
 #[derive(Debug, Default)]
 pub struct Active {
-    names: parking_lot::Mutex<std::collections::HashMap<ImageName, Holder>>,
+    names: parking_lot::Mutex<Names>,
     /// Numbers those who ask, so that the older of two that wait does not stop the newer.
     asked: std::sync::atomic::AtomicU64,
     freed: parking_lot::Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Names {
+    held: std::collections::HashMap<ImageName, Holder>,
+    /// Keys of transfers that are being removed.
+    going: std::collections::HashSet<String>,
 }
 
 #[derive(Debug)]
@@ -519,14 +526,14 @@ impl Active {
         let number = self
             .asked
             .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        while let Some(holder) = names.get(name) {
-            if holder.key != key {
-                return Err(Taken::ByAnother);
+        loop {
+            match names.held.get(name) {
+                Some(holder) if holder.key != key => return Err(Taken::ByAnother),
+                Some(holder) if holder.number > number => return Err(Taken::ByNewer),
+                Some(holder) => drop(holder.stop.send_replace(true)),
+                None if names.going.contains(key) => {}
+                None => break,
             }
-            if holder.number > number {
-                return Err(Taken::ByNewer);
-            }
-            holder.stop.send_replace(true);
             if self.freed.wait_until(&mut names, deadline).timed_out() {
                 return Err(Taken::Still);
             }
@@ -537,7 +544,7 @@ impl Active {
             number,
             stop: sender,
         };
-        names.insert(name.clone(), holder);
+        names.held.insert(name.clone(), holder);
         Ok(Hold {
             active: self.clone(),
             name: name.clone(),
@@ -546,9 +553,41 @@ impl Active {
     }
 }
 
+/// A transfer that nobody can take up, until this is dropped.
+pub struct Claim {
+    active: Arc<Active>,
+    key: String,
+}
+
+impl Active {
+    /// Whether a transfer of that key is going on.
+    #[must_use]
+    pub fn has(&self, key: &str) -> bool {
+        self.names.lock().held.values().any(|h| h.key == key)
+    }
+
+    /// Keeps everybody from taking up the transfer `key`; `None` while it is going on or is claimed.
+    pub fn claim(self: &Arc<Self>, key: &str) -> Option<Claim> {
+        let mut names = self.names.lock();
+        let free = !names.held.values().any(|h| h.key == key) && names.going.insert(key.into());
+        drop(names);
+        free.then(|| Claim {
+            active: self.clone(),
+            key: key.into(),
+        })
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.active.names.lock().going.remove(&self.key);
+        self.active.freed.notify_all();
+    }
+}
+
 impl Drop for Hold {
     fn drop(&mut self) {
-        self.active.names.lock().remove(&self.name);
+        self.active.names.lock().held.remove(&self.name);
         self.active.freed.notify_all();
     }
 }

@@ -3,6 +3,7 @@
 use std::io::Read;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Deserializer};
@@ -14,6 +15,9 @@ const MAX_BYTES: u64 = 1 << 20;
 
 /// Where a site listens when nothing else is said.
 pub const DEFAULT_LISTEN: &str = "0.0.0.0:7377";
+
+/// How long a transfer that was stopped is kept when nothing else is said.
+const KEEP_UNFINISHED: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// What `config.toml` may say.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -43,6 +47,9 @@ pub struct Config {
     pub sequence_data: Option<u64>,
     /// How many peers may send at once.
     pub max_sessions: Option<usize>,
+    /// How long a transfer that was stopped is kept, as in `"7d"`, or `"forever"`.
+    #[serde(default, deserialize_with = "age")]
+    keep_unfinished: Option<Age>,
 }
 
 impl Config {
@@ -75,6 +82,15 @@ impl Config {
         })
     }
 
+    /// How long a transfer that was stopped is kept; `None` is for ever.
+    pub fn keep_unfinished(&self) -> Option<Duration> {
+        match self.keep_unfinished {
+            None => Some(KEEP_UNFINISHED),
+            Some(Age::Forever) => None,
+            Some(Age::At(age)) => Some(age),
+        }
+    }
+
     /// Where to listen.
     pub fn listen(&self) -> SocketAddr {
         self.listen
@@ -87,6 +103,22 @@ fn rate<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
     text::parse_rate(&text)
         .map(Some)
         .map_err(serde::de::Error::custom)
+}
+
+/// How old something may get.
+#[derive(Debug, Clone, Copy)]
+enum Age {
+    At(Duration),
+    Forever,
+}
+
+fn age<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Age>, D::Error> {
+    let text = String::deserialize(d)?;
+    if text == "forever" {
+        return Ok(Some(Age::Forever));
+    }
+    let age = text::parse_age(&text).map_err(serde::de::Error::custom)?;
+    Ok(Some(Age::At(age)))
 }
 
 fn size<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
@@ -112,6 +144,7 @@ mod tests {
         let config = load(Config::TEMPLATE).unwrap();
         assert_eq!(config.listen().to_string(), DEFAULT_LISTEN);
         assert!(config.name.is_none() && config.limit.is_none());
+        assert_eq!(config.keep_unfinished(), Some(KEEP_UNFINISHED));
         // Each commented setting must be one that exists.
         let live: String = Config::TEMPLATE
             .lines()
@@ -124,6 +157,8 @@ mod tests {
         assert_eq!(config.limit, Some(20_000_000));
         assert_eq!(config.reserve, Some(1 << 30));
         assert_eq!(config.sequence_data, Some(32 << 30));
+        let month = Duration::from_secs(30 * 24 * 3600);
+        assert_eq!(config.keep_unfinished(), Some(month));
         assert!(config.teleporter.is_some() && config.metrics_listen.is_some());
         assert!(
             config.max_sessions.is_some()
@@ -142,6 +177,14 @@ mod tests {
             "{e}"
         );
         assert!(load("limit = \"fast\"").is_err());
+        assert!(load("keep-unfinished = \"soon\"").is_err());
+        let forever = load("keep-unfinished = \"forever\"").unwrap();
+        assert_eq!(forever.keep_unfinished(), None);
+        let hours = load("keep-unfinished = \"36h\"").unwrap();
+        assert_eq!(
+            hours.keep_unfinished(),
+            Some(Duration::from_secs(36 * 3600))
+        );
         assert!(load("\u{0}").is_err());
     }
 

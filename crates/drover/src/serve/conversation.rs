@@ -10,10 +10,10 @@ use drover_core::ImageName;
 use drover_net::{
     FrameReader, FrameWriter, NetError, PeerKey, Pending, Role, Ticket, decode, encode, greet,
 };
-use drover_teleport::RefuseReason;
 use drover_teleport::catalog::Catalog;
 use drover_teleport::protocol::{ImageInfo, MAX_SESSION_FRAME, Refusal, Reply, Request, kind};
 use drover_teleport::session::{SessionRequest, serve_teleporter};
+use drover_teleport::{RefuseReason, Site};
 use tracing::Instrument;
 
 use super::admission::{Place, StrangerPlace};
@@ -35,6 +35,9 @@ const STALL_LIMIT: Duration = Duration::from_secs(60);
 
 /// Images in one reply.
 const IMAGES_PER_REPLY: usize = 256;
+
+/// Transfers in one reply.
+const TRANSFERS_PER_REPLY: usize = 256;
 
 /// Runs the conversation; whatever goes wrong in it ends it, and is logged.
 pub async fn run(server: Arc<Server>, pending: Pending, place: Place, stranger: StrangerPlace) {
@@ -168,6 +171,14 @@ async fn dispatch(
                 server.name
             );
             answer(reader, writer, &no(RefuseReason::Policy, text)).await
+        }
+        Request::Transfers => {
+            transfers(site, &mut writer).await?;
+            done(reader, writer).await
+        }
+        Request::RemoveTransfer { key } => {
+            let reply = jobs::remove_transfer(server, site, key, Some(peer.key)).await?;
+            answer(reader, writer, &reply).await
         }
         Request::Status
         | Request::Metrics
@@ -313,6 +324,17 @@ pub async fn images(server: &Arc<Server>, writer: &mut FrameWriter) -> Result<()
         reply(writer, &Reply::Images(some.to_vec())).await?;
     }
     reply(writer, &Reply::Images(Vec::new())).await?;
+    Ok(())
+}
+
+/// Lists the unfinished transfers, some in each reply, an empty list last.
+pub async fn transfers(site: &Arc<Site>, writer: &mut FrameWriter) -> Result<()> {
+    let site = Arc::clone(site);
+    let list = tokio::task::spawn_blocking(move || site.unfinished()).await??;
+    for some in list.chunks(TRANSFERS_PER_REPLY) {
+        reply(writer, &Reply::Transfers(some.to_vec())).await?;
+    }
+    reply(writer, &Reply::Transfers(Vec::new())).await?;
     Ok(())
 }
 

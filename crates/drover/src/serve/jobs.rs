@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use drover_core::ImageName;
-use drover_net::FrameWriter;
+use drover_net::{FrameWriter, PeerKey};
 use drover_teleport::catalog::{Catalog, ImageRecord};
 use drover_teleport::protocol::Reply;
 use drover_teleport::{RefuseReason, Site, TeleportError};
@@ -163,6 +163,39 @@ pub async fn remove(server: &Arc<Server>, site: &Arc<Site>, name: ImageName) -> 
             Some(e) => of_error(e),
             None => failed(one_line(&e)),
         },
+    })
+}
+
+/// Removes what is left of a transfer; a peer may only have its own removed.
+pub async fn remove_transfer(
+    server: &Arc<Server>,
+    site: &Arc<Site>,
+    key: String,
+    peer: Option<PeerKey>,
+) -> Result<Reply> {
+    let (site, home) = (Arc::clone(site), server.home.clone());
+    let removed = tokio::task::spawn_blocking(move || {
+        if let Some(peer) = peer
+            && !crate::transfers::is_of(&site.unfinished()?, &key, &peer)
+        {
+            let message = "you have no unfinished transfer of that key here";
+            return Err(crate::failure::failure(Exit::Refused, message));
+        }
+        CleanUp::of(&home).run(|| Ok(site.remove_transfer(&key)?))
+    });
+    Ok(match removed.await? {
+        Ok(transfer) => {
+            tracing::info!(
+                image = transfer.name,
+                peer = transfer.peer,
+                "removed what was left of a transfer"
+            );
+            Reply::Done {
+                message: transfer.name,
+            }
+        }
+        Err(e) if exit_of(&e) == Exit::Refused => no(RefuseReason::Policy, one_line(&e)),
+        Err(e) => failed(one_line(&e)),
     })
 }
 

@@ -9,7 +9,7 @@ use drover_net::{Connection, Role, decode, greet};
 use drover_teleport::RefuseReason;
 use drover_teleport::protocol::{Reply, Request, kind};
 
-use super::conversation::{answer, done, failed, images, no};
+use super::conversation::{answer, done, failed, images, no, transfers};
 use super::{Duty, Server, jobs};
 use crate::failure::{Exit, exit_of, one_line};
 use crate::home::CleanUp;
@@ -52,6 +52,13 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
         (Request::Images, _) => {
             images(server, &mut writer).await?;
             return done(reader, writer).await;
+        }
+        (Request::Transfers, Duty::Site(site, _)) => {
+            transfers(site, &mut writer).await?;
+            return done(reader, writer).await;
+        }
+        (Request::RemoveTransfer { key }, Duty::Site(site, _)) => {
+            jobs::remove_transfer(server, site, key, None).await?
         }
         (Request::Verify { name }, Duty::Site(site, _)) => {
             jobs::verify(server, site, name, &mut writer).await?
@@ -125,7 +132,9 @@ async fn talk(server: &Arc<Server>, connection: Connection) -> Result<()> {
             | Request::BreakLease { .. }
             | Request::Changes
             | Request::DropChanges { .. }
-            | Request::MergeChanges { .. },
+            | Request::MergeChanges { .. }
+            | Request::Transfers
+            | Request::RemoveTransfer { .. },
             Duty::Teleporter(_),
         ) => no(RefuseReason::Policy, "a teleporter holds no images"),
         (

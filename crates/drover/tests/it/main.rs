@@ -13,4 +13,5 @@ mod pairing;
 mod send;
 mod serve;
 mod space;
+mod transfers;
 mod world;

@@ -79,7 +79,7 @@ async fn a_hello_must_be_one() {
     let client = hello(MAGIC, Role::Client, 1, PROTOCOL_MAX);
     let ok = greeted_with(raw_frame(1, 0xf2, 0, &client)).await.unwrap();
     // Control characters do not reach a log.
-    assert_eq!((ok.protocol, ok.software.as_str()), (1, "xy"));
+    assert_eq!((ok.protocol, ok.software.as_str()), (PROTOCOL_MAX, "xy"));
     // A later version may say more.
     let longer = [client.clone(), vec![1; 50]].concat();
     greeted_with(raw_frame(1, 0xf2, 0, &longer)).await.unwrap();
@@ -137,7 +137,7 @@ proptest! {
         match runtime.block_on(greeted_with(raw_frame(1, 0xf2, 0, &payload))) {
             Ok(greeting) => {
                 prop_assert!(payload.starts_with(&MAGIC));
-                prop_assert_eq!(greeting.protocol, 1);
+                prop_assert_eq!(greeting.protocol, PROTOCOL_MAX);
                 prop_assert!(greeting.software.chars().count() <= 64);
             }
             Err(e) => prop_assert!(!e.retryable(), "{}", e),

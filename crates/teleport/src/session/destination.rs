@@ -112,6 +112,11 @@ struct Progress {
 }
 
 impl SessionShared {
+    /// Whether it is a session of this peer.
+    pub fn is_of(&self, peer: &PeerKey) -> bool {
+        self.peer == *peer
+    }
+
     /// The transfer it is at.
     pub fn status(&self) -> Option<TransferStatus> {
         let progress = self.progress.read().clone()?;

@@ -304,3 +304,40 @@ fn a_sequence_for_which_there_was_no_room_is_copied_when_there_is() {
         assert!(block == copied && block != [0; 4096], "block {i}");
     }
 }
+
+/// A file that is whole waits for its name: it does not expire, and nobody removes it.
+#[test]
+fn a_whole_file_that_awaits_its_name_does_not_expire() {
+    let home = Home::new();
+    let (site, _) = home.open();
+    let sample = sample("a.raw", 2, 100_000);
+    let dir = site.transfer_dir(&key(&sample));
+    let mut transfer = sample.arrived(&dir);
+    let closing = Closing {
+        digest: sample.digest,
+        added_unix: 5,
+    };
+    transfer
+        .log
+        .append(RecordKind::Closing, &drover_net::encode(&closing))
+        .unwrap();
+    drop(transfer);
+    for name in ["log", "image.part"] {
+        let file = std::fs::File::options().write(true).open(dir.join(name));
+        file.unwrap()
+            .set_modified(std::time::UNIX_EPOCH + std::time::Duration::from_secs(1000))
+            .unwrap();
+    }
+    let listed = site.unfinished().unwrap();
+    assert_eq!(listed[0].state, crate::transfers::TransferState::Whole);
+    let none = site.expire_transfers(std::time::Duration::from_secs(60));
+    assert_eq!(none.unwrap(), []);
+    assert!(site.remove_transfer(&key(&sample)).is_err());
+    assert!(dir.join("image.part").exists());
+    // What a removal that was cut off has left goes when the site opens.
+    std::fs::rename(&dir, dir.with_extension("removed")).unwrap();
+    assert_eq!(site.unfinished().unwrap(), []);
+    drop(site);
+    assert_eq!(home.open().1, [""; 0]);
+    assert!(!dir.with_extension("removed").exists());
+}

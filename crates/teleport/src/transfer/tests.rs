@@ -344,3 +344,26 @@ fn an_older_session_that_waits_does_not_stop_a_newer_one() {
         assert!(!*newer.stop.borrow());
     }
 }
+
+/// Who resumes waits until a removal has ended, and a removal never begins under somebody's hands.
+#[test]
+fn what_is_being_removed_is_taken_up_afterwards() {
+    let active = Arc::new(Active::default());
+    let name = ImageName::new("a.raw").unwrap();
+    let patience = std::time::Duration::from_secs(60);
+    let hold = active.take(&name, "one", patience).unwrap();
+    assert!(active.has("one") && active.claim("one").is_none());
+    // Another peer's, for the same name.
+    let claim = active.claim("two").unwrap();
+    assert!(active.claim("two").is_none());
+    drop((hold, claim));
+    let claim = active.claim("one").unwrap();
+    let short = std::time::Duration::from_millis(10);
+    assert_eq!(active.take(&name, "one", short).err(), Some(Taken::Still));
+    let waiting = {
+        let (active, name) = (active.clone(), name.clone());
+        std::thread::spawn(move || active.take(&name, "one", patience).is_ok())
+    };
+    drop(claim);
+    assert!(waiting.join().unwrap());
+}

@@ -10,3 +10,4 @@ mod resume;
 mod room;
 mod send;
 mod teleporter;
+mod transfers;

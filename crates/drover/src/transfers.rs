@@ -1,0 +1,276 @@
+//! `transfers`: images on their way that have not arrived, here and at peers.
+
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use drover_net::PeerKey;
+use drover_teleport::protocol::{Reply, Request};
+use drover_teleport::transfers::{TransferState, Unfinished, unfinished};
+use serde_json::{Value, json};
+
+use crate::catalog::SiteCatalog;
+use crate::cli::{TransfersAction, TransfersArgs, TransfersRmArgs};
+use crate::failure::{Exit, failure, usage};
+use crate::home::{CleanUp, Home};
+use crate::own::Own;
+use crate::remote::{Call, find_peer};
+use crate::text::{bytes, clean, moment};
+use crate::{out, prompt, site};
+
+/// Transfers that a site may list.
+const MAX_LISTED: usize = 1_000_000;
+
+/// `drover transfers`.
+///
+/// # Errors
+/// What stands in the way.
+pub async fn transfers(home: &Home, args: TransfersArgs) -> Result<()> {
+    match args.action {
+        None => list(home, args.peer.as_deref(), args.json).await,
+        Some(TransfersAction::List { peer, json }) => list(home, peer.as_deref(), json).await,
+        Some(TransfersAction::Rm(args)) => rm(home, args).await,
+    }
+}
+
+/// A site that is asked: a peer, or this one.
+async fn call(home: &Home, peer: Option<&str>) -> Result<Option<Call>> {
+    match peer {
+        None => Call::local(home).await,
+        Some(name) => {
+            let peer = find_peer(&site::look_at_catalog(home)?, name)?;
+            Ok(Some(Call::peer(&home.identity()?, &peer).await?))
+        }
+    }
+}
+
+async fn listed(home: &Home, peer: Option<&str>) -> Result<Vec<Unfinished>> {
+    let Some(mut call) = call(home, peer).await? else {
+        let work = home.work_dir();
+        return Ok(tokio::task::spawn_blocking(move || unfinished(&work)).await??);
+    };
+    call.ask(&Request::Transfers).await?;
+    let mut list = Vec::new();
+    loop {
+        match call.reply().await? {
+            Reply::Transfers(some) if some.is_empty() => break,
+            Reply::Transfers(some) => list.extend(some),
+            _ => return Err(call.confused()),
+        }
+        if list.len() > MAX_LISTED {
+            bail!("more than {MAX_LISTED} unfinished transfers are listed");
+        }
+    }
+    call.close().await;
+    Ok(list)
+}
+
+async fn list(home: &Home, peer: Option<&str>, json: bool) -> Result<()> {
+    let list = listed(home, peer).await?;
+    if json {
+        return list.iter().map(object).try_for_each(|o| out::json(&o));
+    }
+    if list.is_empty() {
+        let place = peer.map(|p| format!(" at {p}")).unwrap_or_default();
+        out::note(&format!("drover: no unfinished transfers{place}"));
+        return Ok(());
+    }
+    let rows = list
+        .iter()
+        .map(|t| {
+            vec![
+                clean(&t.name),
+                clean(&t.peer),
+                bytes(t.done_bytes),
+                bytes(t.total_bytes),
+                moment(t.touched_unix),
+                bytes(t.room_bytes),
+                state(t.state).into(),
+            ]
+        })
+        .collect();
+    let heading = ["name", "from", "done", "of", "last (UTC)", "takes", "state"];
+    out::line(&out::table(&heading, rows, &[2, 3, 5]))
+}
+
+fn state(state: TransferState) -> &'static str {
+    match state {
+        TransferState::Stopped => "stopped",
+        TransferState::UnderWay => "under way",
+        TransferState::Whole => "whole, gets its name at the next start",
+    }
+}
+
+fn object(t: &Unfinished) -> Value {
+    json!({
+        "key": t.key, "name": t.name, "from": t.peer, "state": t.state, "done_bytes": t.done_bytes,
+        "total_bytes": t.total_bytes, "room_bytes": t.room_bytes, "touched_unix": t.touched_unix,
+    })
+}
+
+async fn rm(home: &Home, args: TransfersRmArgs) -> Result<()> {
+    let at = args.at.as_deref();
+    let mut list = listed(home, at).await?;
+    if at.is_some() {
+        let own = home.identity()?.key();
+        list.retain(|t| t.sender == own);
+    }
+    let chosen = choose(&list, &args)?;
+    let told: Vec<String> = chosen.iter().map(|t| describe(t, at)).collect();
+    if args.dry_run {
+        return chosen
+            .iter()
+            .zip(&told)
+            .try_for_each(|(t, what)| match args.json {
+                true => out::json(&removed(t, false)),
+                false => out::line(&format!("would remove {what}")),
+            });
+    }
+    prompt::confirm(
+        &format!("Remove {}? Sent again, it begins anew", told.join(", ")),
+        args.yes,
+    )?;
+    for (transfer, what) in chosen.iter().zip(told) {
+        remove(home, at, transfer).await?;
+        match args.json {
+            true => out::json(&removed(transfer, true))?,
+            false => out::line(&format!("removed {what}"))?,
+        }
+    }
+    Ok(())
+}
+
+fn removed(t: &Unfinished, gone: bool) -> Value {
+    let mut object = object(t);
+    object["removed"] = gone.into();
+    object
+}
+
+fn describe(t: &Unfinished, at: Option<&str>) -> String {
+    let whose = match at {
+        Some(peer) => format!("to {peer}"),
+        None => format!("from {}", clean(&t.peer)),
+    };
+    format!(
+        "what has come of {} {whose} ({} of {})",
+        clean(&t.name),
+        bytes(t.done_bytes),
+        bytes(t.total_bytes)
+    )
+}
+
+/// What the names name: a key before a name, and a name only when it is one transfer's.
+fn choose<'a>(list: &'a [Unfinished], args: &TransfersRmArgs) -> Result<Vec<&'a Unfinished>> {
+    let mut out: Vec<&Unfinished> = Vec::new();
+    for name in &args.names {
+        let by_key = list.iter().find(|t| t.key == *name);
+        let found: Vec<&Unfinished> = match by_key {
+            Some(transfer) => vec![transfer],
+            None => list.iter().filter(|t| t.name == *name).collect(),
+        };
+        match found[..] {
+            [] => {
+                let (place, how) = match &args.at {
+                    Some(peer) => (
+                        format!("this site has no unfinished transfer to {peer}"),
+                        format!("`drover transfers {peer}` lists all that are there"),
+                    ),
+                    None => (
+                        "this site has no unfinished transfer".into(),
+                        "`drover transfers` lists them".into(),
+                    ),
+                };
+                let message = format!("{place} called {name}; {how}");
+                return Err(failure(Exit::Refused, message));
+            }
+            [one] if out.iter().any(|t| t.key == one.key) => {}
+            [one] => out.push(one),
+            ref several => {
+                let keys: Vec<String> = several
+                    .iter()
+                    .map(|t| format!("{} from {}", t.key, t.peer))
+                    .collect();
+                return Err(usage(format!(
+                    "several transfers are called {name}; say the key of one: {}",
+                    keys.join(", ")
+                )));
+            }
+        }
+    }
+    Ok(out)
+}
+
+async fn remove(home: &Home, at: Option<&str>, transfer: &Unfinished) -> Result<()> {
+    let key = transfer.key.clone();
+    if let Some(mut call) = call(home, at).await? {
+        call.ask(&Request::RemoveTransfer { key }).await?;
+        let Reply::Done { .. } = call.reply().await? else {
+            return Err(call.confused());
+        };
+        call.close().await;
+        return Ok(());
+    }
+    let mut room = CleanUp::of(home);
+    room.run_async(|| remove_here(home, &key)).await
+}
+
+async fn remove_here(home: &Home, key: &str) -> Result<()> {
+    let catalog: Arc<SiteCatalog> = Arc::new(site::open_catalog(home)?);
+    let (site, key) = (Own::open(home, &catalog).await?, key.to_owned());
+    site.run(move |site| site.remove_transfer(&key)).await?;
+    Ok(())
+}
+
+/// Whether a peer may remove a transfer: one that it sends itself.
+pub fn is_of(list: &[Unfinished], key: &str, peer: &PeerKey) -> bool {
+    list.iter().any(|t| t.key == key && t.sender == *peer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn transfer(key: &str, name: &str) -> Unfinished {
+        Unfinished {
+            key: key.into(),
+            name: name.into(),
+            peer: "lyon".into(),
+            sender: PeerKey([1; 32]),
+            state: TransferState::Stopped,
+            done_bytes: 1,
+            total_bytes: 2,
+            room_bytes: 3,
+            touched_unix: 4,
+        }
+    }
+
+    #[test]
+    fn a_key_goes_before_a_name_and_a_name_must_be_one() {
+        // Somebody called an image like another's key.
+        let list = [
+            transfer("aa", "web"),
+            transfer("bb", "aa"),
+            transfer("cc", "db"),
+            transfer("dd", "db"),
+        ];
+        let args = |names: &[&str]| TransfersRmArgs {
+            names: names.iter().map(ToString::to_string).collect(),
+            at: None,
+            yes: false,
+            dry_run: false,
+            json: false,
+        };
+        let keys = |names: &[&str]| {
+            let chosen = choose(&list, &args(names));
+            chosen.map(|c| c.iter().map(|t| t.key.clone()).collect::<Vec<_>>())
+        };
+        assert_eq!(keys(&["aa"]).unwrap(), ["aa"]);
+        assert_eq!(keys(&["web", "aa", "dd"]).unwrap(), ["aa", "dd"]);
+        let several = keys(&["db"]).unwrap_err().to_string();
+        assert!(several.contains("cc from lyon, dd from lyon"), "{several}");
+        let none = keys(&["gone"]).unwrap_err().to_string();
+        assert!(
+            none.contains("gone; `drover transfers` lists them"),
+            "{none}"
+        );
+    }
+}

@@ -1,0 +1,129 @@
+//! Transfers that were stopped: listed here and at a peer, removed, and expired by a site.
+
+use std::process::Stdio;
+
+use serde_json::Value;
+
+use crate::world::{Site, World, signal, until, wait};
+
+fn list(world: &World, home: &str, args: &[&str]) -> Vec<Value> {
+    let args = [&["transfers"], args, &["--json"]].concat();
+    world.run(home, &args).ok().json()
+}
+
+/// Sends some of an image of 40 MiB and stops.
+fn stopped(world: &World, name: &str, seed: u64) {
+    world.image(name, seed, 10_240);
+    let mut child = world
+        .drover("near", &["send", name, "far", "--limit", "6M"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    until("some of it comes", || {
+        let found = list(world, "near", &["far"]);
+        let of_name = found.iter().find(|t| t["name"] == name);
+        of_name.is_some_and(|t| t["done_bytes"].as_u64().unwrap() > 4 << 20)
+    });
+    signal(child.id(), "TERM");
+    wait(&mut child);
+    until("it is stopped", || {
+        let found = list(world, "near", &["far"]);
+        found
+            .iter()
+            .any(|t| t["name"] == name && t["state"] == "stopped")
+    });
+}
+
+#[test]
+fn what_was_stopped_is_listed_and_removed_here_and_at_a_peer() {
+    let world = World::new();
+    let far: Site = world.pair();
+    world
+        .run("near", &["transfers", "far"])
+        .ok()
+        .out
+        .is_empty()
+        .then_some(())
+        .unwrap();
+    stopped(&world, "a.img", 1);
+    stopped(&world, "b.img", 2);
+    let there = list(&world, "near", &["far"]);
+    assert_eq!(there, list(&world, "far", &[]));
+    assert_eq!(there.len(), 2, "{there:?}");
+    assert_eq!(there[0]["name"], "b.img");
+    assert_eq!(there[0]["total_bytes"], 10_240 * 4096);
+    let table = world.run("far", &["transfers"]).ok().out;
+    assert!(
+        table.starts_with("NAME") && table.contains("a.img"),
+        "{table}"
+    );
+    assert!(list(&world, "near", &[]).is_empty());
+
+    let rm = |home: &str, args: &[&str]| world.run(home, &[&["transfers", "rm"], args].concat());
+    let dry = rm("near", &["a.img", "--at", "far", "--dry-run"]).ok().out;
+    assert!(
+        dry.starts_with("would remove what has come of a.img to far"),
+        "{dry}"
+    );
+    rm("near", &["a.img", "--at", "far"]).fails(2, &["--yes"]);
+    rm("near", &["c.img", "--at", "far", "--yes"]).fails(3, &["c.img", "drover transfers far"]);
+    rm("near", &["a.img", "--yes"]).fails(3, &["a.img"]);
+    let gone = rm("near", &["a.img", "--at", "far", "--yes", "--json"])
+        .ok()
+        .json();
+    assert_eq!(
+        (&gone[0]["name"], &gone[0]["removed"]),
+        (&"a.img".into(), &true.into())
+    );
+    // Another's cannot be removed from afar.
+    let ticket = world.run("far", &["ticket"]).ok().out;
+    world
+        .run("other", &["pair", ticket.trim(), "--name", "far"])
+        .ok();
+    rm("other", &["b.img", "--at", "far", "--yes"]).fails(3, &["b.img"]);
+    let key = list(&world, "far", &[])[0]["key"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    rm("far", &[&key, "--yes"]).ok();
+    assert!(list(&world, "far", &[]).is_empty(), "{}", far.log());
+
+    // The same without a site that runs.
+    stopped(&world, "c.img", 3);
+    drop(far);
+    assert_eq!(list(&world, "far", &[])[0]["name"], "c.img");
+    rm("far", &["c.img", "--yes"]).ok();
+    assert!(list(&world, "far", &[]).is_empty());
+}
+
+#[test]
+fn a_site_removes_what_nothing_comes_to() {
+    let world = World::new();
+    let far = world.pair();
+    stopped(&world, "a.img", 4);
+    drop(far);
+    let dirs = || std::fs::read_dir(world.path("far/work/transfers")).unwrap();
+    let dir = dirs().next().unwrap().unwrap().path();
+    for name in ["log", "image.part"] {
+        let file = std::fs::File::options()
+            .write(true)
+            .open(dir.join(name))
+            .unwrap();
+        let days = std::time::Duration::from_secs(8 * 24 * 3600);
+        file.set_modified(std::time::SystemTime::now() - days)
+            .unwrap();
+    }
+    let config = world.path("far/config.toml");
+    let kept = "keep-unfinished = \"9d\"\n";
+    std::fs::write(&config, kept).unwrap();
+    let far = world.serve("far", &[]);
+    assert_eq!(list(&world, "far", &[]).len(), 1);
+    drop(far);
+    std::fs::write(&config, "").unwrap();
+    let far = world.serve("far", &[]);
+    until("it expires", || dirs().count() == 0);
+    until("it is said", || {
+        far.log().contains("nothing came for too long")
+    });
+}

@@ -1,0 +1,163 @@
+//! What is unfinished at a site: it is listed, removed and expires, and never under somebody's hands.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime};
+
+use drover_net::Identity;
+use drover_teleport::TeleportError;
+use drover_teleport::transfers::{TransferState, Unfinished};
+
+use crate::harness::*;
+
+const WEEK: Duration = Duration::from_secs(7 * 24 * 3600);
+
+struct Stopped {
+    dir: tempfile::TempDir,
+    there: TestSite,
+    identity: Identity,
+}
+
+impl Stopped {
+    async fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let there = TestSite::start(&dir.path().join("there")).await;
+        let stopped = Stopped {
+            identity: Identity::generate(),
+            dir,
+            there,
+        };
+        let mut bytes = vec![0; 24 << 20];
+        fastrand::Rng::with_seed(30).fill(&mut bytes);
+        write(&stopped.image(), &bytes);
+        stopped
+    }
+
+    fn image(&self) -> std::path::PathBuf {
+        self.dir.path().join("a.raw")
+    }
+
+    /// Sends some of it, does something, and stops.
+    async fn some(&self, meanwhile: impl AsyncFnOnce()) {
+        let client = Client {
+            identity: self.identity.clone(),
+            ..Client::new()
+        };
+        let mut options = client.options(&self.there, &self.there.address);
+        options.limit = Some(Arc::new(drover_net::RateLimit::new(8 << 20)));
+        let path = self.image();
+        let sent = client.send_with(items(&[&path]), options);
+        let watch = async {
+            while client.counters.sent_blocks.load(Ordering::Relaxed) < 2500 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            meanwhile().await;
+            client.stop.send_replace(true);
+        };
+        let (sent, ()) = tokio::join!(sent, watch);
+        assert!(matches!(sent, Err(TeleportError::Stopped)), "{sent:?}");
+        // The site learns of it a moment later.
+        for _ in 0..6000 {
+            if self.only().await.state == TransferState::Stopped {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("it goes on");
+    }
+
+    async fn list(&self) -> Vec<Unfinished> {
+        let site = self.there.site.clone();
+        let list = tokio::task::spawn_blocking(move || site.unfinished());
+        list.await.unwrap().unwrap()
+    }
+
+    async fn only(&self) -> Unfinished {
+        let list = self.list().await;
+        assert_eq!(list.len(), 1, "{list:?}");
+        list.into_iter().next().unwrap()
+    }
+
+    async fn remove(&self, key: &str) -> Result<Unfinished, TeleportError> {
+        let (site, key) = (self.there.site.clone(), key.to_owned());
+        let removed = tokio::task::spawn_blocking(move || site.remove_transfer(&key));
+        removed.await.unwrap()
+    }
+
+    async fn expire(&self, after: Duration) -> usize {
+        let site = self.there.site.clone();
+        let expired = tokio::task::spawn_blocking(move || site.expire_transfers(after));
+        expired.await.unwrap().unwrap().len()
+    }
+
+    async fn send(&self) -> drover_teleport::progress::ImageReport {
+        let client = Client {
+            identity: self.identity.clone(),
+            ..Client::new()
+        };
+        let path = self.image();
+        let mut reports = client.send(&[&path], &self.there).await.unwrap();
+        same(&path, &self.there.image("a.raw"));
+        reports.remove(0)
+    }
+
+    fn transfers(&self) -> std::path::PathBuf {
+        self.there.dir.join("work/transfers")
+    }
+}
+
+fn entries(dir: &Path) -> usize {
+    std::fs::read_dir(dir).unwrap().count()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_unfinished_is_listed_and_can_be_removed() {
+    let t = Stopped::new().await;
+    assert!(t.list().await.is_empty());
+    t.some(async || {
+        let live = t.only().await;
+        assert_eq!(live.state, TransferState::UnderWay);
+        let refused = t.remove(&live.key).await.unwrap_err();
+        assert!(refused.refusal().is_some(), "{refused}");
+        assert_eq!(t.expire(Duration::ZERO).await, 0);
+    })
+    .await;
+    let left = t.only().await;
+    assert_eq!((left.name.as_str(), left.peer.as_str()), ("a.raw", "here"));
+    assert_eq!(left.sender, t.identity.key());
+    assert_eq!(left.total_bytes, 24 << 20);
+    assert!(
+        left.done_bytes > 4 << 20 && left.done_bytes < 24 << 20,
+        "{left:?}"
+    );
+    // A key names nothing else.
+    for key in ["", "..", "../transfers", "0123"] {
+        let none = t.remove(key).await.unwrap_err();
+        assert!(none.refusal().is_some(), "{none}");
+    }
+    assert_eq!(t.remove(&left.key).await.unwrap(), left);
+    assert!(t.list().await.is_empty());
+    assert_eq!(entries(&t.transfers()), 0);
+    let report = t.send().await;
+    assert_eq!(report.resumed_blocks, 0, "{report:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_nothing_comes_to_expires() {
+    let t = Stopped::new().await;
+    t.some(async || {}).await;
+    assert_eq!(t.expire(WEEK).await, 0);
+    let old = SystemTime::now() - WEEK - Duration::from_secs(60);
+    let dir = t.transfers().join(t.only().await.key);
+    for name in ["log", "image.part"] {
+        let file = std::fs::File::options().write(true).open(dir.join(name));
+        file.unwrap().set_modified(old).unwrap();
+    }
+    // Not while it goes on, however old it is.
+    assert_eq!(t.expire(WEEK + Duration::from_secs(3600)).await, 0);
+    assert_eq!(t.expire(WEEK).await, 1);
+    assert_eq!(entries(&t.transfers()), 0);
+    let report = t.send().await;
+    assert_eq!(report.resumed_blocks, 0, "{report:?}");
+}
