@@ -137,6 +137,20 @@ pub enum Link {
 /// Told when a request is done. Runs on a thread that may block, but not for long: others wait behind it.
 pub type Done = Box<dyn FnOnce(Result<(), DeviceError>) + Send>;
 
+/// What the far side has staged of an epoch, from some byte of the device on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Staged {
+    /// The epoch that is staged there, which need not be the one that was asked about; 0 when there is none.
+    pub epoch: Epoch,
+    /// Runs `(offset, length)` of what is staged, in order; none of another epoch than the one that was asked about.
+    pub runs: Vec<(u64, u64)>,
+    /// Where to go on asking; at the end of the device, or behind it, there is no more.
+    pub end: u64,
+}
+
+/// Told what is staged.
+pub type StagedDone = Box<dyn FnOnce(Result<Staged, DeviceError>) + Send>;
+
 /// Told which of some chunks are known to hold zeros only.
 pub type PresenceDone = Box<dyn FnOnce(Result<Vec<Chunks>, DeviceError>) + Send>;
 
@@ -172,9 +186,13 @@ pub trait Remote: Send + Sync {
     /// Asks which chunks of a run are known to hold zeros only, to be answered before background work.
     fn presence(&self, chunks: Chunks, done: PresenceDone);
 
-    /// Sends part of an epoch. It counts only once the epoch is committed. When the link is lost before that, the
-    /// request fails as [`DeviceError::Unavailable`] and the whole epoch must be sent again.
+    /// Sends part of an epoch. It counts only once the epoch is committed. What was answered stays staged over a loss of the
+    /// link, until an epoch of a higher number is pushed; what was not answered fails as [`DeviceError::Unavailable`].
     fn push(&self, epoch: Epoch, changes: Vec<Change>, done: Done);
+
+    /// Asks what is staged of an epoch, from byte `from` of the device on. Fails as [`DeviceError::Unavailable`] when the
+    /// link is lost.
+    fn staged(&self, epoch: Epoch, from: u64, done: StagedDone);
 
     /// Makes an epoch count, durably and as a whole, after all its parts were answered. Epochs are committed in order;
     /// what was pushed of an epoch that a later one overtakes is dropped. [`DeviceError::Unavailable`] means that the link

@@ -6,7 +6,7 @@
 //! 2. the stripes' locks (`state.rs`): shared by reads, exclusive for changes of a chunk's bytes or state;
 //! 3. the table (`table.rs`), then the spill.
 //!
-//! The pusher's and the saver's locks are taken with none of these held, and only the table's inside them. The puller's
+//! The pusher's and the saver's locks are taken with none of these held, the table's too, and only the table's inside them. The puller's
 //! and the waiters' come last: nothing is taken inside them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -39,7 +39,7 @@ mod write;
 
 pub use cache::Left;
 pub use error::SyncedError;
-pub use handles::{Progress, PullHandle, PushHandle};
+pub use handles::{Progress, PullHandle, PushHandle, Pushing};
 pub use order::{Order, OrderError};
 pub use state::MOST_CHUNKS;
 

@@ -15,7 +15,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_core::{DeviceError, ImageName};
 use drover_device::remote::{
-    Change, Chunks, Done, Epoch, Link, Local, PresenceDone, Remote, Shape, Traffic,
+    Change, Chunks, Done, Epoch, Link, Local, PresenceDone, Remote, Shape, StagedDone, Traffic,
 };
 use drover_net::WireCounters;
 use parking_lot::{Mutex, RwLock};
@@ -136,6 +136,8 @@ enum Reply {
     Presence(PresenceDone, Pages),
     /// Whoever wanted something done.
     Done(Done),
+    /// Whoever wanted to know what is staged.
+    Staged(StagedDone),
     /// A thread that waits.
     Direct(std::sync::mpsc::SyncSender<Result<(Answer, Bytes), DeviceError>>),
 }
@@ -391,12 +393,7 @@ impl Inner {
         let refused = match &state.link {
             Link::Gone(error) => Some((job, error.clone())),
             // Part of an epoch whose other parts went with an earlier link must not reach a later one.
-            Link::Down(why)
-                if matches!(
-                    job.ask,
-                    Ask::Write { .. } | Ask::Zero { .. } | Ask::Commit { .. } | Ask::Close { .. }
-                ) =>
-            {
+            Link::Down(why) if !job.survives() => {
                 Some((job, DeviceError::Unavailable(why.clone())))
             }
             _ => match state.book.ask(job) {
@@ -481,6 +478,10 @@ impl Inner {
                 }
             }
             Reply::Presence(done, ..) => {
+                let error = error.clone();
+                self.teller.call(move || done(Err(error)));
+            }
+            Reply::Staged(done) => {
                 let error = error.clone();
                 self.teller.call(move || done(Err(error)));
             }
@@ -642,6 +643,15 @@ impl Remote for Client {
             };
             self.inner.ask(ask, body, Reply::Done(done()));
         }
+    }
+
+    fn staged(&self, epoch: Epoch, from: u64, done: StagedDone) {
+        let ask = Ask::Staged {
+            id: 0,
+            epoch: epoch.0,
+            from,
+        };
+        self.inner.ask(ask, Bytes::new(), Reply::Staged(done));
     }
 
     fn commit(&self, epoch: Epoch, done: Done) {

@@ -10,6 +10,8 @@
 //! - The pull fills the link without building a queue in it.
 //! - No chunk is used whose bytes do not have the digest that the site claims.
 //! - The site is at all times in a state that the mounted device really had: writes count by whole epochs.
+//! - What has arrived of an epoch is not sent again after a cut, or after a restart of the site: the mount asks
+//!   ([`Ask::Staged`]) and sends the rest.
 //! - Either side, and the link, may go at any time; nothing that was acknowledged is lost.
 //!
 //! # Non-goals
@@ -40,7 +42,7 @@ use serde::{Deserialize, Serialize};
 pub use message::{Message, Piece, decode_message, encode_message, pieces};
 
 /// The version of this protocol.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// The smallest chunk, in bytes.
 pub const MIN_CHUNK: u32 = 4 << 10;
@@ -75,7 +77,7 @@ pub const MAX_UNIT: u32 = 256 << 10;
 /// Bytes that one direct read or write covers at most.
 pub const MAX_DIRECT: u32 = 1 << 20;
 
-/// Runs in one [`Answer::Presence`] or [`Answer::Extents`] at most.
+/// Runs in one [`Answer::Presence`], [`Answer::Extents`] or [`Answer::Staged`] at most.
 pub const MAX_RUNS: usize = 2048;
 
 /// Digests in one [`Answer::Digests`] at most.
@@ -205,7 +207,7 @@ impl Open {
             return Err(Refusal::new(
                 Code::Version,
                 format!(
-                    "mounts speak version {VERSION} here, not {version}: upgrade the older of the two sites"
+                    "mounts speak version {VERSION} here, not {version}: upgrade drover at the older of the two sites, then mount again"
                 ),
             ));
         }
@@ -429,6 +431,15 @@ pub enum Ask {
         /// Of the request.
         id: u64,
     },
+    /// What is staged of an epoch; answered by [`Answer::Staged`].
+    Staged {
+        /// Of the request.
+        id: u64,
+        /// Which epoch.
+        epoch: u64,
+        /// From which byte of the device on.
+        from: u64,
+    },
 }
 
 impl Ask {
@@ -454,7 +465,8 @@ impl Ask {
             | Ask::DirectTrim { id, .. }
             | Ask::DirectFlush { id }
             | Ask::DirectExtents { id, .. }
-            | Ask::Close { id } => Some(id),
+            | Ask::Close { id }
+            | Ask::Staged { id, .. } => Some(id),
             Ask::Hurry { .. } | Ask::Credit { .. } => None,
         }
     }
@@ -525,12 +537,24 @@ pub enum Answer {
         /// Which.
         epoch: u64,
     },
-    /// It cannot be done.
+    /// It cannot be done. In its place in every version: it says that versions differ.
     Error {
         /// Of the request; 0 is the lane as a whole, which ends with it.
         id: u64,
         /// Why not.
         refusal: Refusal,
+    },
+    /// What is staged of an epoch.
+    Staged {
+        /// Of the request.
+        id: u64,
+        /// The epoch that is staged; 0 when there is none. Of another than the one that was asked about nothing more is
+        /// told.
+        epoch: u64,
+        /// Runs `(offset, length)` in bytes, in order, apart; [`MAX_RUNS`] at most.
+        runs: Vec<(u64, u64)>,
+        /// Up to which byte of the device that is all.
+        end: u64,
     },
 }
 
@@ -547,6 +571,7 @@ impl Answer {
             | Answer::Extents { id, .. }
             | Answer::Done { id }
             | Answer::Committed { id, .. }
+            | Answer::Staged { id, .. }
             | Answer::Error { id, .. } => id,
         }
     }

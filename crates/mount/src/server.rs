@@ -245,7 +245,7 @@ impl Server {
         } = self.join(peer, &open, image, shape, admitted)?;
         self.joined.notify_waiters();
         let ready = lane.shared.ready.get_or_try_init(|| async {
-            // What the lanes of earlier links began must have ended, and what they staged is no part of an epoch.
+            // What the lanes of earlier links began must have ended: what they staged is what it is then.
             for lane in earlier {
                 lane.close();
                 lane.drained().await;
@@ -253,7 +253,7 @@ impl Server {
             let image = lane.image.clone();
             match open.access {
                 Access::ReadOnly => Ok(()),
-                Access::ReadWrite => blocking(move || image.abandon()).await,
+                Access::ReadWrite => blocking(move || image.begin_link()).await,
             }
         });
         if let Err(refusal) = ready.await {

@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::{
     Change, Chunks, Content, Done, Epoch, Fetched, Link, Local, PresenceDone, Remote, Shape,
-    Traffic,
+    Staged, StagedDone, Traffic,
 };
 
 /// Bytes read at once.
@@ -29,6 +29,17 @@ pub trait Committer: Send + Sync {
     /// # Errors
     /// [`DeviceError`]; the epoch is then given up.
     fn push(&self, epoch: Epoch, changes: &[Change]) -> Result<(), DeviceError>;
+
+    /// What is staged of an epoch, from byte `from` of the device on. One that stages nothing is sent everything again.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    fn staged(&self, _epoch: Epoch, _from: u64) -> Result<Staged, DeviceError> {
+        Ok(Staged {
+            end: u64::MAX,
+            ..Staged::default()
+        })
+    }
 
     /// Makes an epoch count, durably.
     ///
@@ -82,6 +93,7 @@ impl Committer for Direct {
 enum Job {
     Presence(Chunks, PresenceDone),
     Push(Epoch, Vec<Change>, Done),
+    Staged(Epoch, u64, StagedDone),
     Commit(Epoch, Done),
 }
 
@@ -299,6 +311,7 @@ impl Job {
     fn fail(self, error: &DeviceError) {
         match self {
             Job::Presence(_, done) => done(Err(error.clone())),
+            Job::Staged(_, _, done) => done(Err(error.clone())),
             Job::Push(_, _, done) | Job::Commit(_, done) => done(Err(error.clone())),
         }
     }
@@ -421,6 +434,10 @@ impl Inner {
                 self.sent.fetch_add(bytes, Ordering::Relaxed);
                 done(self.answer(result, link));
             }
+            Job::Staged(epoch, from, done) => {
+                let result = self.committer.staged(epoch, from);
+                done(self.answer(result, link));
+            }
             Job::Commit(epoch, done) => {
                 let result = self.committer.commit(epoch);
                 done(self.answer(result, link));
@@ -428,7 +445,7 @@ impl Inner {
         }
     }
 
-    fn answer(&self, result: Result<(), DeviceError>, link: u64) -> Result<(), DeviceError> {
+    fn answer<T>(&self, result: Result<T, DeviceError>, link: u64) -> Result<T, DeviceError> {
         let queue = self.queue.lock();
         match &queue.down {
             Some(why) => Err(DeviceError::Unavailable(why.clone())),
@@ -512,6 +529,10 @@ impl Remote for LocalRemote {
 
     fn push(&self, epoch: Epoch, changes: Vec<Change>, done: Done) {
         self.submit(Job::Push(epoch, changes, done));
+    }
+
+    fn staged(&self, epoch: Epoch, from: u64, done: StagedDone) {
+        self.submit(Job::Staged(epoch, from, done));
     }
 
     fn commit(&self, epoch: Epoch, done: Done) {

@@ -219,10 +219,11 @@ impl Cache {
         self.directory.remove(DIGESTS)
     }
 
-    /// A file without a name, for what an epoch must remember.
+    /// A sparse file without a name, as long as the device, for what an epoch must remember.
     pub fn spill(&self) -> Result<Box<dyn File>, DeviceError> {
         let file = self.directory.create(SPILL)?;
         self.directory.remove(SPILL)?;
+        file.set_len(self.geometry.shape.size)?;
         Ok(file)
     }
 }

@@ -31,12 +31,39 @@ pub struct Progress {
     pub epoch: Epoch,
     /// Where a flush puts things.
     pub sync: Sync,
+    /// What is being pushed.
+    pub pushing: Pushing,
     /// Why dirty bytes do not get to the far side, if it refuses them, why the device stands still, or that what came last
     /// did not fit on the cache's disk.
     pub trouble: Option<DeviceError>,
 }
 
+/// How the epoch under way is.
+#[derive(Clone, Debug, Default)]
+pub struct Pushing {
+    /// Its bytes; 0 when there is none.
+    pub bytes: u64,
+    /// Those of them that the far side has staged: they are not sent again.
+    pub staged: u64,
+    /// How often pushes failed since one succeeded.
+    pub failures: u64,
+    /// Why the last of them did.
+    pub why: Option<DeviceError>,
+}
+
 impl Shared {
+    fn pushing(&self) -> Pushing {
+        // One after the other: the pusher takes the table's lock inside its own.
+        let (failures, why) = self.push.failures();
+        let table = self.table.lock();
+        Pushing {
+            bytes: table.frozen_bytes,
+            staged: table.there_bytes,
+            failures,
+            why,
+        }
+    }
+
     fn trouble(&self) -> Option<DeviceError> {
         let failed = self.failed.lock().clone();
         let no_room = || {
@@ -66,6 +93,7 @@ impl Shared {
             link: self.link.lock().clone(),
             epoch: self.epoch(),
             sync: self.sync,
+            pushing: self.pushing(),
             trouble: self.trouble(),
         }
     }

@@ -1,8 +1,9 @@
 //! Epochs (r3map §1.4.5.4, made consistent): the dirty set is frozen at an instant, sent while writers go on, and
 //! counts at the far side only once all of it is there. So the far side is at all times a state the device really had.
 //!
-//! An epoch that cannot be finished is given up: what it held is dirty again and part of the next one, so that nothing
-//! must be remembered of granules that were sent once.
+//! An epoch that is interrupted stays frozen and goes on where it stood: the far side says what of it is staged there, and
+//! only the rest is sent. One that the far side refuses, or of which nothing is there yet when the link goes, is given up:
+//! what it held is dirty again and part of the next one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,7 +17,7 @@ use crate::remote::{Change, Epoch, Link};
 
 mod read;
 
-use read::Reader;
+use read::{GIVEN_UP, Reader};
 
 /// Bytes of changes under way when the far side asks for no more.
 const UNDER_WAY: u64 = 8 << 20;
@@ -53,6 +54,33 @@ struct Turns {
     requested: bool,
     /// The number of the last epoch that was begun.
     last: Epoch,
+    /// The number of the epoch under way, once its first part was about to be sent.
+    epoch: Option<Epoch>,
+    /// That of the table when it was frozen.
+    generation: u64,
+    /// The link on which the far side said last what it has staged.
+    asked_on: u64,
+    /// How often pushes failed since one succeeded, and why the last did.
+    failures: u64,
+    why: Option<DeviceError>,
+}
+
+/// What is to become of an epoch that could not be pushed.
+enum Failed {
+    /// It goes on later.
+    Later(DeviceError),
+    /// What it held becomes part of another.
+    Anew(DeviceError),
+}
+
+impl Failed {
+    /// After an answer of the far side: it keeps what it has when the link goes, or when it has no room for more.
+    fn there(error: DeviceError) -> Self {
+        match error.is_transient() || matches!(error, DeviceError::NoSpace(_)) {
+            true => Self::Later(error),
+            false => Self::Anew(error),
+        }
+    }
 }
 
 /// What the pusher, flushes and writers tell each other.
@@ -75,6 +103,11 @@ impl Push {
                 not_before: None,
                 requested: false,
                 last: Epoch(0),
+                epoch: None,
+                generation: 0,
+                asked_on: 0,
+                failures: 0,
+                why: None,
             }),
             changed: Condvar::new(),
         }
@@ -94,6 +127,12 @@ impl Push {
     pub fn wait_a_while(&self, time: Duration) {
         let mut state = self.state.lock();
         self.changed.wait_for(&mut state, time);
+    }
+
+    /// How often pushes failed since one succeeded, and why the last did.
+    pub fn failures(&self) -> (u64, Option<DeviceError>) {
+        let state = self.state.lock();
+        (state.failures, state.why.clone())
     }
 
     /// Why the last push was refused, if it was and none has succeeded since.
@@ -149,7 +188,14 @@ impl Shared {
         let mut state = self.push.state.lock();
         let ticket = match (self.table.lock().dirty.is_empty(), state.phase) {
             (true, Phase::Idle) => return Ok(()),
-            (true, Phase::Frozen) => state.covered,
+            (true, Phase::Frozen) => {
+                if state.refused.as_ref().is_some_and(|r| r.0 >= state.covered) {
+                    // It is tried once more for who asks now.
+                    state.wanted += 1;
+                    state.covered = state.wanted;
+                }
+                state.covered
+            }
             _ => {
                 state.wanted += 1;
                 state.wanted
@@ -209,8 +255,10 @@ impl Shared {
             let _barrier = self.barrier.write();
             self.table.lock().freeze();
         }
+        let generation = self.table.lock().generation;
         let mut state = self.push.state.lock();
         state.phase = Phase::Frozen;
+        (state.epoch, state.generation) = (None, generation);
         state.covered = covered;
         state.last_freeze = Instant::now();
         state.requested = false;
@@ -222,8 +270,8 @@ impl Shared {
         while !self.is_closed() {
             if !self.wait_for_work() {
                 let frozen = self.push.state.lock().phase == Phase::Frozen;
-                if frozen && !self.is_up() {
-                    // Writers must not keep old bytes for as long as the link is down.
+                if frozen && !self.is_up() && self.table.lock().there_bytes == 0 {
+                    // Nothing is lost, and writers must not keep old bytes for as long as the link is down.
                     self.give_up(DeviceError::Unavailable("the link is down".into()));
                 }
                 continue;
@@ -231,7 +279,8 @@ impl Shared {
             self.freeze();
             match self.push_frozen() {
                 Ok(()) => {}
-                Err(error) => self.give_up(error),
+                Err(Failed::Later(error)) => self.put_off(error),
+                Err(Failed::Anew(error)) => self.give_up(error),
             }
         }
     }
@@ -242,7 +291,9 @@ impl Shared {
         let due = !gone && self.is_due(self.push_interval * 2);
         let mut state = self.push.state.lock();
         let asked = state.wanted > state.done.max(state.refused.as_ref().map_or(0, |r| r.0));
-        let wanted = asked || due || state.phase == Phase::Frozen || state.requested;
+        let calm = state.not_before.is_none_or(|t| Instant::now() >= t);
+        let goes_on = state.phase == Phase::Frozen && calm;
+        let wanted = asked || due || goes_on || state.requested;
         if wanted && !gone && self.is_up() {
             return true;
         }
@@ -252,18 +303,28 @@ impl Shared {
         false
     }
 
-    /// Sends the frozen set and has it committed.
-    fn push_frozen(&self) -> Result<(), DeviceError> {
-        if self.table.lock().frozen.is_empty() {
-            // Asked for although nothing was dirty.
-            self.over(Ok(()));
-            return Ok(());
+    /// Sends what the far side does not have of the frozen set, and has it committed.
+    fn push_frozen(&self) -> Result<(), Failed> {
+        let generation = self.push.state.lock().generation;
+        let given_up = || Failed::Anew(DeviceError::Unavailable(GIVEN_UP.into()));
+        {
+            let table = self.table.lock();
+            if table.generation != generation {
+                return Err(given_up());
+            }
+            if table.frozen.is_empty() {
+                drop(table);
+                // Asked for although nothing was dirty.
+                self.over(Ok(()));
+                return Ok(());
+            }
         }
         let link = self.link.lock().clone();
         let Link::Up(link) = link else {
-            return Err(DeviceError::Unavailable("the link is down".into()));
+            let why = DeviceError::Unavailable("the link is down".into());
+            return Err(Failed::Later(why));
         };
-        let epoch = self.next_epoch();
+        let epoch = self.epoch_to_push(link)?;
         std::thread::scope(|scope| {
             // Nothing may count over there that a crash here would forget: the map must call it dirty, before the commit.
             let save = || {
@@ -273,31 +334,92 @@ impl Shared {
             let saving = std::thread::Builder::new()
                 .name("synced-epoch".into())
                 .spawn_scoped(scope, save);
-            let sent = self.send(epoch);
+            let sent = self.send(epoch, generation);
             let saved = match saving {
                 Ok(thread) => thread.join().unwrap_or(Err(DeviceError::Closed)),
                 Err(_) => save(),
             };
-            sent.and(saved)
+            sent.and(saved.map_err(Failed::Anew))
         })?;
         if !matches!(*self.link.lock(), Link::Up(now) if now == link) {
-            return Err(DeviceError::Unavailable("the link was cut".into()));
+            let why = DeviceError::Unavailable("the link was cut".into());
+            return Err(Failed::Later(why));
         }
-        self.commit(epoch, link)?;
-        self.finish(epoch)
+        if self.table.lock().generation != generation {
+            return Err(given_up());
+        }
+        self.commit(epoch, link).map_err(Failed::there)?;
+        self.finish(epoch);
+        Ok(())
     }
 
-    /// The number of a new epoch: above all that were begun before, also those that were given up, since the far side may
-    /// still have one of them staged.
-    fn next_epoch(&self) -> Epoch {
+    /// The number of the epoch under way. One that was begun before goes on with what the far side has of it. A new one is
+    /// above all others, also those that were given up: the far side may still have one of them staged.
+    fn epoch_to_push(&self, link: u64) -> Result<Epoch, Failed> {
+        let (epoch, asked_on) = {
+            let state = self.push.state.lock();
+            (state.epoch, state.asked_on)
+        };
+        let mut theirs = Epoch(0);
+        if epoch.is_some() || asked_on != link {
+            theirs = self.ask_staged(epoch)?;
+        }
         let mut state = self.push.state.lock();
-        state.last = state.last.max(self.remote.committed()).after(random());
-        state.last
+        state.asked_on = link;
+        if let Some(epoch) = epoch {
+            return Ok(epoch);
+        }
+        let last = state.last.max(self.remote.committed()).max(theirs);
+        state.last = last.after(random());
+        state.epoch = Some(state.last);
+        Ok(state.last)
     }
 
-    fn send(&self, epoch: Epoch) -> Result<(), DeviceError> {
+    /// Asks which epoch is staged at the far side, and of the one under way what: that need not be sent.
+    fn ask_staged(&self, epoch: Option<Epoch>) -> Result<Epoch, Failed> {
+        let size = self.geometry.shape.size;
+        // Of no epoch there is nothing to be told but which one is staged.
+        let mut from = epoch.map_or(size, |_| 0);
+        loop {
+            let ask = |done| self.remote.staged(epoch.unwrap_or_default(), from, done);
+            let page = self.wait_for_answer(ask).map_err(Failed::there)?;
+            let is_other = Some(page.epoch) != epoch;
+            let mut table = self.table.lock();
+            for (offset, length) in page.runs.into_iter().filter(|_| !is_other) {
+                let length = length.min(size.saturating_sub(offset));
+                table.see(self.geometry, offset, length);
+            }
+            if !is_other && page.end < size {
+                if page.end <= from {
+                    let why = "the far side does not get on telling what is staged";
+                    return Err(Failed::Anew(DeviceError::Corrupt(why.into())));
+                }
+                from = page.end;
+                continue;
+            }
+            if !table.believe(self.geometry) {
+                let why = "the far side has lost some of an epoch";
+                return Err(Failed::Anew(DeviceError::Unavailable(why.into())));
+            }
+            return Ok(page.epoch);
+        }
+    }
+
+    /// Gives up the epoch under way when what writers keep for it takes room on a full disk: whether it did.
+    pub(super) fn forsake(&self) -> bool {
+        let _barrier = self.barrier.write();
+        if !self.spill.lock().takes_room() {
+            return false;
+        }
+        tracing::info!("a push is begun anew, for the room that it takes on the cache's disk");
+        self.table.lock().thaw(self.geometry);
+        self.spill.lock().clear();
+        true
+    }
+
+    fn send(&self, epoch: Epoch, generation: u64) -> Result<(), Failed> {
         let flight = Arc::new(Flight::default());
-        let mut reader = Reader::new(self);
+        let mut reader = Reader::new(self, generation);
         let limit = self
             .remote
             .traffic()
@@ -306,16 +428,23 @@ impl Shared {
         let result = loop {
             let changes = match reader.next() {
                 Ok(Some(changes)) => changes,
-                Ok(None) => break self.land(&flight, 0),
-                Err(error) => break Err(error),
+                Ok(None) => break self.land(&flight, 0).map_err(Failed::there),
+                Err(error) => break Err(Failed::Anew(error)),
             };
             let bytes: u64 = changes.iter().map(weight).sum();
             if let Err(error) = self.land(&flight, limit.saturating_sub(bytes)) {
-                break Err(error);
+                break Err(Failed::there(error));
             }
             flight.bytes.lock().0 += bytes;
-            let landing = Arc::clone(&flight);
+            let runs: Vec<_> = changes.iter().map(|c| (c.offset(), c.covers())).collect();
+            let (landing, shared) = (Arc::clone(&flight), self.myself.clone());
             let done = Box::new(move |result: Result<(), DeviceError>| {
+                if let (Ok(()), Some(shared)) = (&result, shared.upgrade()) {
+                    let mut table = shared.table.lock();
+                    for (offset, length) in runs {
+                        table.staged(shared.geometry, generation, offset, length);
+                    }
+                }
                 let mut state = landing.bytes.lock();
                 state.0 -= bytes;
                 if let Err(error) = result {
@@ -325,14 +454,11 @@ impl Shared {
             });
             self.remote.push(epoch, changes, done);
         };
-        // Nothing of an epoch that is given up may still be on its way.
-        match result {
-            Ok(()) => Ok(()),
-            Err(error) => {
-                let _ = self.land(&flight, 0);
-                Err(error)
-            }
+        if result.is_err() {
+            // Nothing of it may still be on its way when it goes on, or another begins.
+            let _ = self.land(&flight, 0);
         }
+        result
     }
 
     /// Waits until at most `most` bytes are unanswered.
@@ -380,19 +506,23 @@ impl Shared {
     }
 
     fn ask_commit(&self, epoch: Epoch) -> Result<(), DeviceError> {
+        self.wait_for_answer(|done| self.remote.commit(epoch, done))
+    }
+
+    fn wait_for_answer<T: Send + 'static>(
+        &self,
+        ask: impl FnOnce(Box<dyn FnOnce(Result<T, DeviceError>) + Send>),
+    ) -> Result<T, DeviceError> {
         let (tell, told) = std::sync::mpsc::channel();
-        self.remote.commit(
-            epoch,
-            Box::new(move |result| {
-                let _ = tell.send(result);
-            }),
-        );
+        ask(Box::new(move |result| {
+            let _ = tell.send(result);
+        }));
         loop {
             match told.recv_timeout(TICK) {
                 Ok(result) => return result,
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
                     return Err(DeviceError::Unavailable(
-                        "the commit was not answered".into(),
+                        "the far side did not answer".into(),
                     ));
                 }
                 Err(_) if self.is_closed() => return Err(DeviceError::Closed),
@@ -402,13 +532,16 @@ impl Shared {
     }
 
     /// The epoch counts: what was not written again since is clean.
-    fn finish(&self, epoch: Epoch) -> Result<(), DeviceError> {
-        let frozen: Vec<u64> = self.table.lock().frozen.keys().copied().collect();
-        for index in frozen {
+    fn finish(&self, epoch: Epoch) {
+        let first = || self.table.lock().frozen.keys().next().copied();
+        while let Some(index) = first() {
             self.settle(index);
         }
         self.spill.lock().clear();
-        self.table.lock().frozen_bytes = 0;
+        {
+            let mut table = self.table.lock();
+            (table.frozen_bytes, table.there_bytes) = (0, 0);
+        }
         // If this is lost, the intent still says that the epoch is ours.
         let result = self.with_room(|| self.saver.agree(epoch));
         // That it need not be pushed again can be written down early.
@@ -417,7 +550,6 @@ impl Shared {
         if let Err(error) = result {
             tracing::warn!(%error, "the cache's map cannot be written");
         }
-        Ok(())
     }
 
     /// Takes one chunk out of the epoch that is over.
@@ -477,24 +609,51 @@ impl Shared {
         }
     }
 
+    /// The epoch stays frozen, and goes on when that may help.
+    fn put_off(&self, error: DeviceError) {
+        let transient = error.is_transient();
+        {
+            let mut state = self.push.state.lock();
+            state.requested = false;
+            state.failed(&error);
+            if !transient {
+                tracing::warn!(%error, "a push was refused, and goes on later");
+                // Nobody's bytes get through.
+                let upto = state.wanted;
+                state.refuse(upto, error);
+            }
+            self.push.changed.notify_all();
+        }
+        if transient {
+            self.pause_for_link();
+        }
+    }
+
     fn over(&self, result: Result<(), DeviceError>) {
         let mut state = self.push.state.lock();
         state.phase = Phase::Idle;
         state.requested = false;
+        if let Err(error) = &result {
+            state.failed(error);
+        }
         match result {
             Ok(()) => {
                 state.done = state.covered;
                 state.refused = None;
                 state.not_before = None;
                 state.unreported = None;
+                (state.failures, state.why) = (0, None);
             }
             // Who waits goes on waiting: it is tried again.
             Err(error) if error.is_transient() => {}
             Err(error) => {
-                state.refused = Some((state.covered, error.clone()));
-                state.unreported = Some(error);
-                state.not_before = Some(Instant::now() + AFTER_REFUSAL);
+                let upto = state.covered;
+                state.refuse(upto, error);
             }
+        }
+        if state.failures > 0 {
+            // What the far side has staged is asked for before the next.
+            state.asked_on = 0;
         }
         self.push.changed.notify_all();
     }
@@ -502,6 +661,20 @@ impl Shared {
     /// The last epoch that was begun here, or the one the far side is at.
     pub(super) fn epoch(&self) -> Epoch {
         self.remote.committed()
+    }
+}
+
+impl Turns {
+    fn failed(&mut self, error: &DeviceError) {
+        self.failures += 1;
+        self.why = Some(error.clone());
+    }
+
+    /// Those who took a ticket up to this one are told.
+    fn refuse(&mut self, upto: u64, error: DeviceError) {
+        self.refused = Some((upto, error.clone()));
+        self.unreported = Some(error);
+        self.not_before = Some(Instant::now() + AFTER_REFUSAL);
     }
 }
 

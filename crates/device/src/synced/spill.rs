@@ -1,5 +1,5 @@
-//! What granules held when an epoch was frozen, if they were overwritten before the pusher had read them: in memory up
-//! to a limit, then in a file without a name.
+//! What granules held when an epoch was frozen, if they were overwritten before the far side had them: in memory up to a
+//! limit, then in a sparse file without a name, each granule at its own offset. So memory does not grow with what is kept.
 
 use std::collections::HashMap;
 
@@ -11,20 +11,14 @@ use crate::storage::{File, read_exact_at};
 /// Bytes kept in memory.
 const IN_MEMORY: u64 = 32 << 20;
 
-enum Kept {
-    Zeros,
-    Memory(Vec<u8>),
-    /// Where in the file.
-    File(u64),
-}
-
-/// By a granule's offset in the device. Emptied when the epoch is over.
+/// By a granule's offset in the device; each is kept once at most. Emptied when the epoch is over.
 #[derive(Default)]
 pub struct Spill {
-    kept: HashMap<u64, Kept>,
+    kept: HashMap<u64, Vec<u8>>,
     bytes: u64,
     file: Option<Box<dyn File>>,
-    end: u64,
+    /// Bytes in the file, at most.
+    filed: u64,
 }
 
 impl Spill {
@@ -35,41 +29,41 @@ impl Spill {
         bytes: Option<Vec<u8>>,
         cache: &Cache,
     ) -> Result<(), DeviceError> {
-        let kept = match bytes {
-            None => Kept::Zeros,
-            Some(bytes) if self.bytes + bytes.len() as u64 <= IN_MEMORY => {
-                self.bytes += bytes.len() as u64;
-                Kept::Memory(bytes)
-            }
-            Some(bytes) => {
-                let file = match &self.file {
-                    Some(file) => file,
-                    None => self.file.insert(cache.spill()?),
-                };
-                file.write_at(&bytes, self.end)?;
-                self.end += bytes.len() as u64;
-                Kept::File(self.end - bytes.len() as u64)
-            }
+        // Zeros are what the file has where nothing was written.
+        let Some(bytes) = bytes else { return Ok(()) };
+        let length = bytes.len() as u64;
+        if self.bytes + length <= IN_MEMORY {
+            self.bytes += length;
+            self.kept.insert(offset, bytes);
+            return Ok(());
+        }
+        let file = match &self.file {
+            Some(file) => file,
+            None => self.file.insert(cache.spill()?),
         };
-        self.kept.insert(offset, kept);
-        Ok(())
+        // Also one that fails may take some.
+        self.filed += length;
+        Ok(file.write_at(&bytes, offset)?)
     }
 
     /// The bytes of a granule that was kept.
     pub fn get(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         match (self.kept.get(&offset), &self.file) {
-            (Some(Kept::Zeros), _) => buffer.fill(0),
-            (Some(Kept::Memory(bytes)), _) if bytes.len() == buffer.len() => {
-                buffer.copy_from_slice(bytes);
-            }
-            (Some(Kept::File(at)), Some(file)) => read_exact_at(file.as_ref(), buffer, *at)?,
-            _ => {
+            (Some(bytes), _) if bytes.len() == buffer.len() => buffer.copy_from_slice(bytes),
+            (Some(_), _) => {
                 return Err(DeviceError::Corrupt(format!(
                     "what was at {offset} before an overwrite was not kept"
                 )));
             }
+            (None, Some(file)) => read_exact_at(file.as_ref(), buffer, offset)?,
+            (None, None) => buffer.fill(0),
         }
         Ok(())
+    }
+
+    /// Whether it takes room on the disk.
+    pub fn takes_room(&self) -> bool {
+        self.filed > 0
     }
 
     pub fn clear(&mut self) {

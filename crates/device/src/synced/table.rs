@@ -12,8 +12,10 @@ pub struct Frozen {
     pub mask: Mask,
     /// Overwritten since: what they held at the freeze is in the spill.
     pub kept: Mask,
-    /// Read by the pusher: may be overwritten.
-    pub sent: Mask,
+    /// Staged at the far side: may be overwritten.
+    pub there: Mask,
+    /// What the far side says that it has staged, while it is being asked.
+    seen: Mask,
 }
 
 /// Guarded by one mutex, which is taken after a stripe's lock and held for no I/O. Grows with what is dirty: about 40
@@ -34,6 +36,10 @@ pub struct Table {
     pub guarded: BTreeSet<u64>,
     pub dirty_bytes: u64,
     pub frozen_bytes: u64,
+    /// Bytes of the epoch under way that are staged at the far side.
+    pub there_bytes: u64,
+    /// Grows when an epoch begins and when one is given up.
+    pub generation: u64,
 }
 
 impl Table {
@@ -65,6 +71,8 @@ impl Table {
             });
         self.frozen = frozen.collect();
         self.frozen_bytes = std::mem::take(&mut self.dirty_bytes);
+        self.there_bytes = 0;
+        self.generation += 1;
     }
 
     /// Gives up the epoch under way: what it held is dirty again.
@@ -74,7 +82,47 @@ impl Table {
             self.dirty_bytes += geometry.bytes(index, frozen.mask & !*entry);
             *entry |= frozen.mask;
         }
-        self.frozen_bytes = 0;
+        (self.frozen_bytes, self.there_bytes) = (0, 0);
+        self.generation += 1;
+    }
+
+    /// A run of the epoch of that generation has been staged.
+    pub fn staged(&mut self, geometry: Geometry, generation: u64, offset: u64, length: u64) {
+        if self.generation != generation {
+            return;
+        }
+        let touched = geometry.touched(offset, length);
+        for (index, frozen) in self.frozen.range_mut(touched) {
+            let within = geometry.within(*index, offset, length);
+            let new = geometry.cover(*index, &within) & frozen.mask & !frozen.there;
+            frozen.there |= new;
+            self.there_bytes += geometry.bytes(*index, new);
+        }
+    }
+
+    /// The far side says that it has staged a run of the epoch under way.
+    pub fn see(&mut self, geometry: Geometry, offset: u64, length: u64) {
+        let touched = geometry.touched(offset, length);
+        for (index, frozen) in self.frozen.range_mut(touched) {
+            let within = geometry.within(*index, offset, length);
+            frozen.seen |= geometry.cover(*index, &within) & frozen.mask;
+        }
+    }
+
+    /// It has said all: what it has not is to be sent again. False when that cannot be, because some of what it had was
+    /// overwritten since.
+    pub fn believe(&mut self, geometry: Geometry) -> bool {
+        self.there_bytes = 0;
+        for (index, frozen) in &mut self.frozen {
+            let seen = std::mem::take(&mut frozen.seen);
+            let written = self.dirty.get(index).copied().unwrap_or(0);
+            if frozen.there & !seen & !frozen.kept & written != 0 {
+                return false;
+            }
+            frozen.there = seen;
+            self.there_bytes += geometry.bytes(*index, seen);
+        }
+        true
     }
 
     /// Granules that are not at the far side.
@@ -87,7 +135,7 @@ impl Table {
     pub fn to_keep(&self, index: u64, touched: Mask) -> Mask {
         self.frozen
             .get(&index)
-            .map_or(0, |f| f.mask & touched & !f.kept & !f.sent)
+            .map_or(0, |f| f.mask & touched & !f.kept & !f.there)
     }
 
     /// What the map says of a chunk in `state`.

@@ -7,13 +7,14 @@ use drover_core::{BlockDevice, Capabilities, Cost, Extent, Zeroes};
 
 use super::*;
 use crate::backend::MemoryDevice;
-use crate::remote::{Change, Committer, Epoch, LocalRemote};
+use crate::remote::{Change, Committer, Epoch, LocalRemote, Staged};
 use crate::storage::{FakeDirectory, Operation};
 
 mod crash;
 mod losses;
 mod pulls;
 mod pushes;
+mod resume;
 mod room;
 
 const CHUNK: u32 = 16 << 10;
@@ -27,6 +28,12 @@ pub struct Far {
     committed: AtomicU64,
     /// How many commits there were.
     pub commits: AtomicU64,
+    /// Some of what was staged was forgotten, and nobody asked what is left.
+    forgot: AtomicBool,
+    /// Bytes that were pushed.
+    pub pushed: AtomicU64,
+    /// What to do when part of an epoch has come, before it is answered.
+    pub on_push: Mutex<Option<Box<dyn FnMut() + Send>>>,
     /// What to do before a commit, or an error to give instead.
     pub on_commit: Mutex<Option<BeforeCommit>>,
     /// What to do after one.
@@ -44,9 +51,19 @@ impl Far {
             staged: Mutex::default(),
             committed: AtomicU64::new(0),
             commits: AtomicU64::new(0),
+            forgot: AtomicBool::new(false),
+            pushed: AtomicU64::new(0),
+            on_push: Mutex::default(),
             on_commit: Mutex::default(),
             after_commit: Mutex::default(),
         })
+    }
+
+    /// Its program starts anew, and forgets some of what was staged, as after a power loss.
+    pub fn forget_some(&self, random: &mut fastrand::Rng) {
+        let mut staged = self.staged.lock();
+        staged.1.retain(|_| random.bool());
+        self.forgot.store(true, Ordering::Release);
     }
 
     pub fn bytes(&self) -> Vec<u8> {
@@ -84,7 +101,33 @@ impl Committer for Far {
             assert!(end % 4096 == 0 || end == self.device.size(), "{change:?}");
         }
         staged.1.extend_from_slice(changes);
+        drop(staged);
+        let bytes: u64 = changes.iter().map(Change::covers).sum();
+        self.pushed.fetch_add(bytes, Ordering::AcqRel);
+        if let Some(then) = self.on_push.lock().as_mut() {
+            then();
+        }
         Ok(())
+    }
+
+    fn staged(&self, epoch: Epoch, from: u64) -> Result<Staged, DeviceError> {
+        const MOST: usize = 5;
+        let staged = self.staged.lock();
+        self.forgot.store(false, Ordering::Release);
+        let mut runs: Vec<(u64, u64)> = match staged.0 == epoch {
+            true => staged.1.iter().map(|c| (c.offset(), c.covers())).collect(),
+            false => Vec::new(),
+        };
+        runs.sort_unstable();
+        runs.retain(|run| run.0 + run.1 > from);
+        let more = runs.get(MOST).map(|run| run.0);
+        runs.truncate(MOST);
+        let end = more.unwrap_or(self.device.size());
+        Ok(Staged {
+            epoch: staged.0,
+            runs,
+            end,
+        })
     }
 
     fn commit(&self, epoch: Epoch) -> Result<(), DeviceError> {
@@ -93,6 +136,10 @@ impl Committer for Far {
         }
         let mut staged = self.staged.lock();
         assert!(epoch > self.committed());
+        if self.forgot.load(Ordering::Acquire) {
+            // It was asked of the program before.
+            return Err(DeviceError::Unavailable("begun anew".into()));
+        }
         if staged.0 == epoch {
             for change in std::mem::take(&mut staged.1) {
                 match change {

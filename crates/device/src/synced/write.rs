@@ -126,7 +126,7 @@ impl Shared {
                         drop(stripe);
                         drop(barrier);
                         tries += 1;
-                        if self.evict(AT_ONCE, &touched, Sparing::Nothing) == 0 {
+                        if self.evict(AT_ONCE, &touched, Sparing::Nothing) == 0 && !self.forsake() {
                             return Err(DeviceError::NoSpace(why));
                         }
                         continue;

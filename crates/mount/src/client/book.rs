@@ -69,11 +69,15 @@ impl<T> Job<T> {
         )
     }
 
-    /// Whether it can be asked again on another link: it changes nothing, or the same again.
-    fn survives(&self) -> bool {
+    /// Whether it can be asked again on another link: it changes nothing, or the same again, and the answer means the same.
+    pub fn survives(&self) -> bool {
         !matches!(
             self.ask,
-            Ask::Write { .. } | Ask::Zero { .. } | Ask::Commit { .. } | Ask::Close { .. }
+            Ask::Write { .. }
+                | Ask::Zero { .. }
+                | Ask::Commit { .. }
+                | Ask::Close { .. }
+                | Ask::Staged { .. }
         )
     }
 

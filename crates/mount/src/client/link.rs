@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use drover_core::DeviceError;
-use drover_device::remote::{Chunks, Link};
+use drover_device::remote::{Chunks, Epoch, Link, Staged};
 use drover_net::Backoff;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -19,8 +19,8 @@ use super::tell::ChunksTask;
 use super::{CLOSE_WAIT, ConnectError, Connected, Connector, Inner, Options, Reply};
 use crate::MountError;
 use crate::protocol::{
-    Access, Answer, Ask, Identity, LaneKind, MAX_MOUNT_FRAME, Open, Opened, Refusal, VERSION,
-    check_shape, decode_message, encode_message, kind,
+    Access, Answer, Ask, Identity, LaneKind, MAX_MOUNT_FRAME, MAX_RUNS, Open, Opened, Refusal,
+    VERSION, check_shape, decode_message, encode_message, kind,
 };
 use crate::server::KEEP_ALIVE;
 
@@ -675,6 +675,9 @@ impl Inner {
         let fits = match (&job.to, &head) {
             (Reply::Direct(_), _) => true,
             (Reply::Presence(..), Answer::Presence { .. }) => true,
+            (Reply::Staged(_), Answer::Staged { runs, end, .. }) => {
+                are_runs(runs, *end, self.opened.size)
+            }
             (Reply::Done(_), Answer::Committed { epoch, .. }) if matches!(job.ask, Ask::Commit { epoch: asked, .. } if asked == *epoch) =>
             {
                 self.committed.fetch_max(*epoch, Ordering::AcqRel);
@@ -698,6 +701,19 @@ impl Inner {
                 let _ = say.send(Ok((head, body)));
             }
             (Reply::Done(done), _) => self.teller.call(move || done(Ok(()))),
+            (
+                Reply::Staged(done),
+                Answer::Staged {
+                    epoch, runs, end, ..
+                },
+            ) => {
+                let staged = Staged {
+                    epoch: Epoch(epoch),
+                    runs,
+                    end,
+                };
+                self.teller.call(move || done(Ok(staged)));
+            }
             (Reply::Presence(done, pages), Answer::Presence { runs, end, .. }) => {
                 self.presence_page(done, pages, &runs, end);
             }
@@ -732,6 +748,18 @@ fn most_body(ask: &Ask) -> usize {
         Ask::DirectRead { length, .. } => *length as usize,
         _ => 0,
     }
+}
+
+/// Whether runs of an answer are what they should be: in order, apart, up to `end`, inside the device.
+fn are_runs(runs: &[(u64, u64)], end: u64, size: u64) -> bool {
+    let mut at = 0;
+    runs.len() <= MAX_RUNS
+        && end <= size
+        && runs.iter().all(|(offset, length)| {
+            let fine = *offset >= at && *length > 0;
+            at = offset.saturating_add(*length);
+            fine && at <= end
+        })
 }
 
 /// The bytes that a request is about.

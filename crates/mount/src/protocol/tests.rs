@@ -22,7 +22,7 @@ fn an_open_is_checked() {
     assert_eq!(Open::decode(&open().encode()), Ok(open()));
     let refused = |open: Open| Open::decode(&open.encode()).unwrap_err();
     let e = refused(Open {
-        version: 2,
+        version: VERSION + 1,
         ..open()
     });
     assert_eq!(e.code, Code::Version, "{e}");
@@ -57,11 +57,33 @@ fn the_largest_heads_fit() {
     };
     let runs = vec![(u64::MAX, 2); MAX_RUNS];
     let extents = Answer::Extents { id: u64::MAX, runs };
-    for answer in [presence, extents] {
+    let staged = Answer::Staged {
+        id: u64::MAX,
+        epoch: u64::MAX,
+        runs: vec![(MAX_SIZE, MAX_SIZE); MAX_RUNS],
+        end: MAX_SIZE,
+    };
+    for answer in [presence, extents, staged] {
         let head = encode_message(&answer);
         assert!(head.len() <= MAX_HEAD, "{}", head.len());
         let back = decode_message::<Answer>(&Bytes::from(head)).unwrap();
         assert_eq!(back.head, answer);
+    }
+}
+
+#[test]
+fn another_version_is_told_which_end_to_upgrade() {
+    for other in [1, 3] {
+        let refusal = Open::decode(&[other, 0, 0]).unwrap_err();
+        assert_eq!(refusal.code, Code::Version);
+        let said = &refusal.text;
+        assert!(
+            said.contains(&format!("version 2 here, not {other}")) && said.contains("upgrade"),
+            "{said}"
+        );
+        // It reads that too: an error is where it was in version 1.
+        let head = encode_message(&Answer::Error { id: 0, refusal });
+        assert_eq!(head[2], 8);
     }
 }
 

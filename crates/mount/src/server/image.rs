@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::changes;
 use super::lease::{Desk, Holder, Who};
 use crate::MountError;
-use crate::protocol::{Access, Code, Identity, MountId, Refusal};
+use crate::protocol::{Access, Code, Identity, MAX_RUNS, MountId, Refusal};
 
 /// Where the site's images come from.
 pub trait Images: Send + Sync {
@@ -54,6 +54,19 @@ pub struct Image {
     overlay: OnceLock<Overlay>,
     /// Held over a disk's sync, so only locked by threads that may block.
     desk: Mutex<Desk>,
+    /// Which edition's writer staged what is staged. Taken inside the desk.
+    staged_by: Mutex<u64>,
+}
+
+/// Which run of the machine this is; zeros when the kernel does not say.
+fn boot() -> [u8; 16] {
+    static BOOT: OnceLock<[u8; 16]> = OnceLock::new();
+    *BOOT.get_or_init(|| {
+        let said = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let digits: String = said.chars().filter(char::is_ascii_hexdigit).collect();
+        let number = u128::from_str_radix(&digits, 16).unwrap_or(0);
+        number.to_be_bytes()
+    })
 }
 
 pub(super) fn refuse(e: OverlayError) -> Refusal {
@@ -68,8 +81,10 @@ impl Image {
     pub fn open(name: &ImageName, images: &dyn Images, state: &Path) -> Result<Self, Refusal> {
         let base = images.open(name)?;
         let directory = state.join("overlays").join(name.as_str());
+        let desk = Desk::open(name.clone(), directory.clone())?;
         let image = Self {
-            desk: Mutex::new(Desk::open(name.clone(), directory.clone())?),
+            staged_by: Mutex::new(desk.last_edition()),
+            desk: Mutex::new(desk),
             name: name.clone(),
             base,
             directory,
@@ -142,7 +157,10 @@ impl Image {
             name: self.name.as_str().to_owned(),
         };
         let base = self.base.device.clone();
-        let options = overlay::Options::default();
+        let options = overlay::Options {
+            boot: boot(),
+            ..overlay::Options::default()
+        };
         let opened = Overlay::open(Arc::new(directory), base, identity, options)?;
         Ok(self.overlay.get_or_init(|| opened))
     }
@@ -328,7 +346,32 @@ impl Image {
         }
     }
 
-    /// Forgets what an earlier link staged.
+    /// A link of the writer begins, and no other may do anything any more: what it staged itself before stays, what another
+    /// did is forgotten.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub fn begin_link(&self) -> Result<(), Refusal> {
+        let desk = self.desk.lock();
+        let mut staged_by = self.staged_by.lock();
+        if *staged_by != desk.last_edition() {
+            self.abandon()?;
+            *staged_by = desk.last_edition();
+        }
+        Ok(())
+    }
+
+    /// Which epoch is staged (0: none), what of `epoch` from a byte on, and up to which byte that is all.
+    pub fn staged(&self, epoch: u64, from: u64) -> (u64, Vec<(u64, u64)>, u64) {
+        let Some(device) = self.overlay.get() else {
+            return (0, Vec::new(), self.base.device.size());
+        };
+        let now = device.staged_epoch().unwrap_or_default();
+        let (runs, end) = device.staged_runs(Epoch(epoch), from, MAX_RUNS);
+        (now.0, runs, end)
+    }
+
+    /// Forgets what was staged.
     ///
     /// # Errors
     /// A disk that fails.

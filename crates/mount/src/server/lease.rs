@@ -142,6 +142,11 @@ impl Desk {
         self.record.edition > 0
     }
 
+    /// The edition of the last writer.
+    pub fn last_edition(&self) -> u64 {
+        self.record.edition
+    }
+
     /// Which edition it is, and whether `expected` is the state that is there but for what this mount wrote itself.
     pub fn edition(&self, who: &Who, expected: Option<Identity>, now: Identity) -> (u64, bool) {
         let own = self.record.last_writer == Some((who.peer.key.0, who.mount));

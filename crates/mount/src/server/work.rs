@@ -159,6 +159,16 @@ impl Client<'_> {
                     runs: runs.collect(),
                 }
             }
+            Ask::Staged { epoch, from, .. } => {
+                self.image.check_lease(self.key.0, self.key.1)?;
+                let (epoch, runs, end) = self.image.staged(epoch, from);
+                Answer::Staged {
+                    id,
+                    epoch,
+                    runs,
+                    end,
+                }
+            }
             _ => {
                 self.change(&ask, body, tools)?;
                 match ask {
@@ -193,6 +203,10 @@ impl Client<'_> {
                 .map_err(|e| Refusal::new(Code::Protocol, format!("a write: {e}")))
         };
         let device = self.device();
+        if let Ask::DirectWrite { .. } | Ask::DirectZero { .. } | Ask::DirectTrim { .. } = ask {
+            // Whoever writes so has given up what it staged.
+            self.image.abandon()?;
+        }
         match *ask {
             Ask::Write {
                 epoch,

@@ -7,5 +7,6 @@ mod hostile;
 mod keeper;
 mod managed;
 mod offline;
+mod push;
 mod real;
 mod util;

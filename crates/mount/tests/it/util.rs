@@ -75,6 +75,13 @@ impl Site {
         }
     }
 
+    /// The site's program ends; what stands in for it has no images.
+    pub fn idle(&mut self) -> Arc<Server> {
+        let nowhere = self.directory.path().join("nowhere");
+        self.server = serve(Arc::new(Shelf::default()), &nowhere);
+        self.server.clone()
+    }
+
     /// The site's program starts anew.
     pub fn restart(&mut self) {
         self.server = serve(self.images.clone(), self.directory.path());
@@ -159,12 +166,17 @@ impl Connector for Near {
     ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
         Box::pin(async move {
             self.connects.fetch_add(1, Ordering::Relaxed);
-            if self.down.load(Ordering::Relaxed) {
-                return Err(ConnectError::lost("cannot reach lyon: no route"));
-            }
+            let server = {
+                // Together: one that is shown while no connection can be made gets none.
+                let server = self.server.lock();
+                if self.down.load(Ordering::Relaxed) {
+                    return Err(ConnectError::lost("cannot reach lyon: no route"));
+                }
+                server.clone()
+            };
             let (here, there) = Connection::pair().expect("a pair");
             let stop = self.stop.lock().subscribe();
-            let (server, peer) = (self.server.lock().clone(), self.peer.clone());
+            let peer = self.peer.clone();
             tokio::spawn(async move {
                 let (reader, writer) = there.split();
                 let _ = server.serve_lane(reader, writer, peer, &open, stop).await;

@@ -14,9 +14,15 @@ const MOST: usize = 1 << 20;
 /// Changes of one request.
 const MOST_CHANGES: usize = 1024;
 
+/// Why an epoch ended before it was sent.
+pub const GIVEN_UP: &str = "the epoch was given up for the room that it took";
+
 pub struct Reader<'a> {
     shared: &'a Shared,
-    chunks: std::vec::IntoIter<(u64, Mask)>,
+    /// Of the epoch.
+    generation: u64,
+    /// The chunk to look at next.
+    at: u64,
     /// Neighbouring bytes that may still grow.
     run: Option<(u64, Vec<u8>)>,
     /// Neighbouring zeros that may still grow: offset and length.
@@ -26,12 +32,11 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    pub fn new(shared: &'a Shared) -> Self {
-        let table = shared.table.lock();
-        let chunks: Vec<_> = table.frozen.iter().map(|(i, f)| (*i, f.mask)).collect();
+    pub fn new(shared: &'a Shared, generation: u64) -> Self {
         Self {
             shared,
-            chunks: chunks.into_iter(),
+            generation,
+            at: 0,
             run: None,
             zeros: None,
             ready: Vec::new(),
@@ -39,10 +44,19 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// The next chunk of which the far side does not have everything, and what is missing.
+    fn missing(&mut self) -> Option<(u64, Mask)> {
+        let table = self.shared.table.lock();
+        let mut rest = table.frozen.range(self.at..);
+        let (index, frozen) = rest.find(|(_, f)| f.mask & !f.there != 0)?;
+        self.at = index + 1;
+        Some((*index, frozen.mask & !frozen.there))
+    }
+
     /// The next request's changes; none when all were handed out.
     pub fn next(&mut self) -> Result<Option<Vec<Change>>, DeviceError> {
         while self.bytes < MOST && self.ready.len() < MOST_CHANGES {
-            match self.chunks.next() {
+            match self.missing() {
                 Some((index, mask)) => self.chunk(index, mask)?,
                 None => {
                     self.end_run();
@@ -56,7 +70,7 @@ impl<'a> Reader<'a> {
         Ok((!ready.is_empty()).then_some(ready))
     }
 
-    /// Reads a chunk's frozen granules, and lets writers have them from then on.
+    /// Reads frozen granules of a chunk.
     fn chunk(&mut self, index: u64, mask: Mask) -> Result<(), DeviceError> {
         let shared = self.shared;
         let geometry = shared.geometry;
@@ -82,6 +96,10 @@ impl<'a> Reader<'a> {
                 }
             }
         }
+        if shared.table.lock().generation != self.generation {
+            // Writers keep nothing for it any more.
+            return Err(DeviceError::Unavailable(GIVEN_UP.into()));
+        }
         for run in geometry.runs(index, mask) {
             for granule in granules(&run, geometry.granule) {
                 let range = granule.start as usize..granule.end as usize;
@@ -92,9 +110,6 @@ impl<'a> Reader<'a> {
                     _ => self.add_zeros(start + granule.start, granule.end - granule.start),
                 }
             }
-        }
-        if let Some(frozen) = shared.table.lock().frozen.get_mut(&index) {
-            frozen.sent = mask;
         }
         Ok(())
     }

@@ -212,6 +212,9 @@ impl Life {
     /// The link goes down while requests that need nothing of it go on, and comes back.
     fn cut(&mut self) {
         self.remote.cut("a test");
+        if self.random.u8(0..3) == 0 {
+            self.far.forget_some(&mut self.random.fork());
+        }
         let (remote, delay) = (Arc::clone(&self.remote), self.random.u64(0..30));
         // A small cache may need the link.
         let mender = std::thread::spawn(move || {
@@ -248,8 +251,16 @@ impl Life {
         }
     }
 
-    /// The far side refuses some commits, and the link is cut around others.
+    /// The far side refuses some commits, and the link is cut around others, and around some parts of epochs.
     fn make_commits_fail(&mut self) {
+        let mut random = self.random.fork();
+        let remote = Arc::downgrade(&self.remote);
+        *self.far.on_push.lock() = Some(Box::new(move || {
+            if let (0, Some(remote)) = (random.u8(0..12), remote.upgrade()) {
+                remote.cut("at a push");
+                remote.mend();
+            }
+        }));
         let mut random = self.random.fork();
         let remote = Arc::downgrade(&self.remote);
         *self.far.on_commit.lock() = Some(Box::new(move || match random.u8(0..8) {
@@ -338,10 +349,12 @@ impl Life {
             self.crash(false);
         }
         *self.far.on_commit.lock() = None;
+        *self.far.on_push.lock() = None;
         while let Err(error) = self.device().pusher().sync() {
             assert!(self.directory.is_off(), "{error}");
             self.crash(false);
             *self.far.on_commit.lock() = None;
+            *self.far.on_push.lock() = None;
         }
         assert!(self.far.bytes() == self.model);
         *self.far.after_commit.lock() = None;

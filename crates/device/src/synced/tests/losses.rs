@@ -179,6 +179,9 @@ impl Remote for Rising {
     fn push(&self, epoch: Epoch, changes: Vec<Change>, done: crate::remote::Done) {
         self.inner.push(epoch, changes, done);
     }
+    fn staged(&self, epoch: Epoch, from: u64, done: crate::remote::StagedDone) {
+        self.inner.staged(epoch, from, done);
+    }
     fn commit(&self, epoch: Epoch, done: crate::remote::Done) {
         self.inner.commit(epoch, done);
     }
