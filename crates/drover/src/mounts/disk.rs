@@ -256,6 +256,10 @@ impl Disk {
                 status.dirty = progress.dirty_bytes;
                 status.seconds_left = progress.seconds_left;
                 status.epoch = progress.epoch.count();
+                status.pushing = progress.pushing.bytes;
+                status.pushed = progress.pushing.staged;
+                status.push_failures = progress.pushing.failures;
+                status.push_error = progress.pushing.why.map(|e| e.to_string());
                 status.trouble = progress.trouble.map(|e| e.to_string());
             }
         }

@@ -70,6 +70,18 @@ pub struct DiskStatus {
     pub epoch: u64,
     /// `up`, or why the other site cannot be reached.
     pub link: String,
+    /// Bytes of the push that is under way.
+    #[serde(default)]
+    pub pushing: u64,
+    /// Those of them that have arrived: they are not sent again.
+    #[serde(default)]
+    pub pushed: u64,
+    /// How often pushes failed since one succeeded.
+    #[serde(default)]
+    pub push_failures: u64,
+    /// Why the last of them did.
+    #[serde(default)]
+    pub push_error: Option<String>,
     /// What went wrong in the background, for a person.
     pub trouble: Option<String>,
 }
@@ -96,11 +108,24 @@ impl DiskStatus {
         if self.dirty > 0 {
             parts.push(format!("{} to push", bytes(self.dirty)));
         }
+        if self.pushed > 0 {
+            let (pushed, all) = (bytes(self.pushed), bytes(self.pushing));
+            parts.push(format!("{pushed} of {all} sent"));
+        }
+        let failing = self.push_error.as_ref().filter(|_| self.dirty > 0);
+        if let Some(why) = failing {
+            let times = match self.push_failures {
+                0 | 1 => String::new(),
+                n => format!(" {n} times"),
+            };
+            parts.push(format!("pushing failed{times}: {}", clean(why)));
+        }
         if self.link != "up" && self.mode != "own" {
             parts.push(clean(&self.link));
         }
         if let Some(trouble) = &self.trouble
             && *trouble != self.link
+            && failing != Some(trouble)
         {
             parts.push(clean(trouble));
         }
@@ -154,4 +179,49 @@ impl Status {
         "state",
         "how it is",
     ];
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pushes_that_fail_are_told_with_the_reason() {
+        let mut disk = DiskStatus {
+            link: "up".into(),
+            dirty: 3 << 30,
+            pushing: 2 << 30,
+            pushed: 1 << 30,
+            push_failures: 4,
+            push_error: Some("no room at lyon".into()),
+            trouble: Some("no room at lyon".into()),
+            ..DiskStatus::default()
+        };
+        let said = disk.words();
+        assert_eq!(
+            said,
+            "3.0 GiB to push, 1.0 GiB of 2.0 GiB sent, pushing failed 4 times: no room at lyon"
+        );
+        let json = serde_json::to_value(&disk).expect("JSON");
+        assert_eq!(
+            (&json["push_failures"], &json["pushed"]),
+            (&4.into(), &(1u64 << 30).into())
+        );
+        assert_eq!(json["push_error"], "no room at lyon");
+        // What a keeper of an older version says has none of this.
+        let mut old = json;
+        let fields = old.as_object_mut().expect("an object");
+        for field in ["pushing", "pushed", "push_failures", "push_error"] {
+            fields.remove(field);
+        }
+        let old: DiskStatus = serde_json::from_value(old).expect("a status");
+        assert_eq!(old.push_failures, 0);
+        disk = DiskStatus {
+            dirty: 0,
+            pushed: 0,
+            trouble: None,
+            ..disk
+        };
+        assert_eq!(disk.words(), "", "all of it got there");
+    }
 }
