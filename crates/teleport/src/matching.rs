@@ -13,6 +13,9 @@ use crate::codec::{Batch, Malformed, Reader, decode_plan, encode_plan, put_varin
 use crate::protocol::{BATCH_BLOCKS, kind};
 use crate::teleporter::{Answer, Event, ImageEvent, Teleporter};
 
+/// Images that a teleporter lists at most; a frame has room for more.
+const MAX_LISTED: u64 = 100_000;
+
 /// A teleporter on a third machine.
 #[derive(Debug, Clone)]
 pub struct RemoteTeleporter {
@@ -54,6 +57,17 @@ impl Matching {
         let mut link = self.link()?;
         link.submit(event)?;
         link.collect()
+    }
+
+    /// The images that the teleporter has whole hash files of.
+    ///
+    /// # Errors
+    /// When the teleporter fails or cannot be reached.
+    pub fn images(&self) -> Result<Vec<ImageId>, TeleportError> {
+        match self.tell(Event::List)? {
+            Answer::Images(images) => Ok(images),
+            _ => Err(wrong_answer()),
+        }
     }
 
     /// A link for one transfer. Blocks until it is connected; call it from a blocking thread of a
@@ -170,6 +184,11 @@ impl Link {
     }
 }
 
+/// The teleporter answers something else than it was asked.
+pub(crate) fn wrong_answer() -> TeleportError {
+    TeleportError::Protocol("the teleporter gave a wrong answer".into())
+}
+
 fn gone() -> TeleportError {
     TeleportError::Remote("the teleporter is gone".into())
 }
@@ -200,6 +219,7 @@ fn handle_then(
 /// An event as the payload of a MATCH frame.
 #[must_use]
 pub fn encode_event(event: &Event) -> Vec<u8> {
+    let none = &ImageId(0);
     let (tag, image) = match event {
         Event::Image(i, ImageEvent::Begin) => (0, i),
         Event::Image(i, ImageEvent::Finish) => (1, i),
@@ -208,10 +228,12 @@ pub fn encode_event(event: &Event) -> Vec<u8> {
         Event::Image(i, ImageEvent::Reindex) => (4, i),
         Event::Match(i, _) => (5, i),
         Event::Record(i, _) => (6, i),
+        Event::List => (7, none),
+        Event::Probe(_) => (8, none),
     };
     let mut out = vec![tag];
     put_varint(&mut out, image.0);
-    if let Event::Match(_, batch) | Event::Record(_, batch) = event {
+    if let Event::Match(_, batch) | Event::Record(_, batch) | Event::Probe(batch) = event {
         out.extend(batch.encode());
     }
     out
@@ -233,6 +255,8 @@ pub fn decode_event(bytes: &[u8]) -> Result<Event, Malformed> {
         4 => ImageEvent::Reindex,
         5 => return Ok(Event::Match(image, Arc::new(Batch::decode(r.rest())?))),
         6 => return Ok(Event::Record(image, Arc::new(Batch::decode(r.rest())?))),
+        7 => return r.end().map(|()| Event::List),
+        8 => return Ok(Event::Probe(Arc::new(Batch::decode(r.rest())?))),
         _ => return Err(r.malformed()),
     };
     r.end()?;
@@ -246,6 +270,20 @@ pub fn encode_answer(answer: &Result<Answer, String>) -> Vec<u8> {
         Ok(Answer::Done) => vec![0],
         Ok(Answer::Plan(plan)) => [vec![1], encode_plan(plan)].concat(),
         Err(message) => [vec![2], message.as_bytes().to_vec()].concat(),
+        Ok(Answer::Images(images)) => {
+            let mut out = vec![3];
+            put_varint(&mut out, images.len() as u64);
+            images.iter().for_each(|i| put_varint(&mut out, i.0));
+            out
+        }
+        Ok(Answer::Known(known)) => {
+            let mut out = vec![4];
+            out.resize(1 + known.len().div_ceil(8), 0);
+            for i in (0..known.len()).filter(|i| known[*i]) {
+                out[1 + i / 8] |= 1 << (i % 8);
+            }
+            out
+        }
     }
 }
 
@@ -260,6 +298,18 @@ pub fn decode_answer(bytes: &[u8], blocks: u64) -> Result<Result<Answer, String>
         0 => r.end().map(|()| Ok(Answer::Done)),
         1 => Ok(Ok(Answer::Plan(decode_plan(r.rest(), blocks)?))),
         2 => Ok(Err(String::from_utf8_lossy(r.rest()).into_owned())),
+        3 => {
+            let n = r.at_most(MAX_LISTED)?;
+            let images = (0..n).map(|_| r.varint().map(ImageId));
+            let images = images.collect::<Result<Vec<_>, _>>()?;
+            r.end().map(|()| Ok(Answer::Images(images)))
+        }
+        4 => {
+            let bits = r.take((blocks as usize).div_ceil(8))?;
+            let known = (0..blocks as usize).map(|i| bits[i / 8] >> (i % 8) & 1 == 1);
+            let known = known.collect();
+            r.end().map(|()| Ok(Answer::Known(known)))
+        }
         _ => Err(r.malformed()),
     }
 }
@@ -272,12 +322,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn events_and_back(batch in any_batch(), image in any::<u64>(), tag in 0u8..7) {
+        fn events_and_back(batch in any_batch(), image in any::<u64>(), tag in 0u8..9) {
             let (id, batch) = (ImageId(image), Arc::new(batch));
             use ImageEvent::*;
             let event = match tag {
                 5 => Event::Match(id, batch),
                 6 => Event::Record(id, batch),
+                7 => Event::List,
+                8 => Event::Probe(batch),
                 t => Event::Image(id, [Begin, Finish, Abort, Forget, Reindex][t as usize]),
             };
             let bytes = encode_event(&event);
@@ -294,8 +346,19 @@ mod tests {
 
     #[test]
     fn answers_and_back() {
-        for a in [Ok(Answer::Done), Err("disk full".to_string())] {
+        let images = Answer::Images(vec![ImageId(5), ImageId(u64::MAX)]);
+        for a in [
+            Ok(Answer::Done),
+            Ok(images),
+            Ok(Answer::Images(vec![])),
+            Ok(Answer::Known(vec![])),
+            Err("disk full".to_string()),
+        ] {
             assert_eq!(decode_answer(&encode_answer(&a), 0), Ok(a));
+        }
+        for n in [1, 7, 8, 9, 2048] {
+            let known = Ok(Answer::Known((0..n).map(|i| i % 3 == 0).collect()));
+            assert_eq!(decode_answer(&encode_answer(&known), n), Ok(known));
         }
     }
 }

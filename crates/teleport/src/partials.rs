@@ -156,7 +156,6 @@ impl Partials {
     }
 
     /// A transfer that has stopped before the site was started.
-    #[allow(dead_code)]
     pub fn add_stopped(&self, image: ImageId, path: &Path, layout: Arc<Layout>, blocks: BlockMap) {
         let partial = Partial {
             path: path.into(),

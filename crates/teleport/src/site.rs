@@ -2,6 +2,7 @@
 //! way in. Sessions share one [`Site`].
 
 mod adopt;
+mod catch_up;
 mod shared;
 mod sources;
 
@@ -73,6 +74,8 @@ pub struct SiteStatus {
     pub sent_blocks: u64,
     /// Sequences that wait to be copied.
     pub pending_sequences: u64,
+    /// The matcher is being told what it lacks of what is here, or will be when it can be reached.
+    pub catching_up: bool,
     /// The matcher's counts by name, when it is here.
     pub matcher: Vec<(String, u64)>,
 }
@@ -113,6 +116,11 @@ pub struct Site {
     closing: AtomicBool,
     copier: Mutex<Option<std::thread::JoinHandle<()>>>,
     copier_wakes: crossbeam_channel::Sender<()>,
+    catch_up_wakes: crossbeam_channel::Sender<()>,
+    /// The matcher lacks something, as far as is known.
+    behind: AtomicBool,
+    /// Images that the matcher is told of before they are entered.
+    indexing: Mutex<HashSet<ImageId>>,
     /// An image went since sequence data was last brought down to what the others are worth.
     images_went: AtomicBool,
     holds: OnceLock<Arc<Holder>>,
@@ -134,7 +142,8 @@ impl Site {
         for dir in [&config.images_dir, &config.work_dir, &config.state_dir] {
             std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
         }
-        let whole = whole_transfers(&config.work_dir.join("transfers"), &mut repairs)?;
+        let Found { whole, stopped } =
+            transfers_found(&config.work_dir.join("transfers"), &mut repairs)?;
         let awaited = whole.iter().map(|a| ImageId(a.opening.image)).collect();
         let maps = config.state_dir.join("maps");
         let images = Images::open(catalog.clone(), maps, &awaited, &mut repairs)?;
@@ -148,6 +157,7 @@ impl Site {
             )?),
         };
         let (wake, wakes) = crossbeam_channel::bounded(1);
+        let (catch_up_wakes, lacks) = crossbeam_channel::bounded(1);
         let site = Arc::new(Site {
             config,
             catalog,
@@ -162,15 +172,27 @@ impl Site {
             closing: AtomicBool::new(false),
             copier: Mutex::new(None),
             copier_wakes: wake,
+            catch_up_wakes,
+            behind: AtomicBool::new(true),
+            indexing: Mutex::default(),
             images_went: AtomicBool::new(true),
             holds: OnceLock::new(),
         });
+        for (image, part, left) in stopped {
+            let mut blocks = BlockMap::default();
+            left.data.iter().for_each(|d| blocks.push(d));
+            site.partials.add_stopped(image, &part, left.layout, blocks);
+        }
         site.recover(whole, &mut repairs);
         site.forget_strays();
         site.name_the_lost(&mut repairs);
         let copier = shared::start_copier(&site, wakes);
         *site.copier.lock() = copier.ok();
         site.wake_copier();
+        // Without it nothing is lost but what the matcher would have found.
+        if let Err(e) = catch_up::start(&site, lacks) {
+            tracing::warn!(error = %e, "no thread to tell the matcher what it lacks");
+        }
         Ok((site, repairs))
     }
 
@@ -214,11 +236,16 @@ impl Site {
         };
         let found: HashSet<ImageId> = teleporter.lock().images().into_iter().collect();
         for image in self.images.list() {
-            if !found.contains(&image.id) || !self.images.map_path(image.id).exists() {
+            if !self.images.map_path(image.id).exists() {
                 repairs.push(format!(
-                    "{}: its hash file or its map is lost, so its blocks are not reused; `drover index {}` makes them again",
+                    "{}: its map is lost, so its blocks are not reused; `drover index {}` makes it again",
                     image.name,
                     image.path.display()
+                ));
+            } else if !found.contains(&image.id) {
+                repairs.push(format!(
+                    "{}: its hash file is lost; it is made again from the image, until then its blocks are not reused",
+                    image.name
                 ));
             }
         }
@@ -278,6 +305,7 @@ impl Site {
     fn tell(&self, image: ImageId, what: ImageEvent) {
         if let Err(e) = self.matching.tell(Event::Image(image, what)) {
             tracing::warn!(image = image.0, ?what, error = %e, "cannot tell the teleporter");
+            self.matcher_lacks();
         }
     }
 
@@ -426,6 +454,7 @@ impl Site {
         let entered = map
             .save(&record, &self.images.map_path(id))
             .and_then(|()| self.images.put(&record));
+        self.indexing.lock().remove(&id);
         let old = match entered {
             Ok(old) => old,
             Err(e) => {
@@ -487,6 +516,7 @@ impl Site {
             matched_blocks: self.totals.matched_blocks.load(Ordering::Relaxed),
             sent_blocks: self.totals.sent_blocks.load(Ordering::Relaxed),
             pending_sequences: self.sequences.pending() as u64,
+            catching_up: self.behind.load(Ordering::Relaxed),
             matcher: self
                 .matching
                 .stats()
@@ -511,12 +541,12 @@ impl Site {
     }
 }
 
-/// The transfers that were whole when the site stopped. Those that can be resumed stay; those whose
+/// The transfers of an earlier run: those that were whole, and those that can be resumed; those whose
 /// log says nothing are thrown away.
-fn whole_transfers(dir: &Path, repairs: &mut Vec<String>) -> Result<Vec<Arrived>, TeleportError> {
+fn transfers_found(dir: &Path, repairs: &mut Vec<String>) -> Result<Found, TeleportError> {
     std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
     let failed = |e| TeleportError::file("list", dir)(e);
-    let mut out = Vec::new();
+    let (mut out, mut stopped) = (Vec::new(), Vec::new());
     for entry in std::fs::read_dir(dir).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
         if is_removed(&path) {
@@ -541,7 +571,11 @@ fn whole_transfers(dir: &Path, repairs: &mut Vec<String>) -> Result<Vec<Arrived>
                     closing,
                 });
             }
-            Some(left) => adopt(dir, &path, &left.opening),
+            Some(left) => {
+                let path = adopt(dir, &path, &left.opening);
+                let image = ImageId(left.opening.image);
+                stopped.push((image, path.join("image.part"), left));
+            }
             None => {
                 repairs.push(format!(
                     "{}: a transfer without a usable log; removed",
@@ -551,18 +585,33 @@ fn whole_transfers(dir: &Path, repairs: &mut Vec<String>) -> Result<Vec<Arrived>
             }
         }
     }
-    Ok(out)
+    Ok(Found {
+        whole: out,
+        stopped,
+    })
+}
+
+/// The transfers of an earlier run.
+struct Found {
+    /// Their files were whole.
+    whole: Vec<Arrived>,
+    /// They can be resumed: the image, its partial file, what the log says.
+    stopped: Vec<(ImageId, PathBuf, Leftover)>,
 }
 
 /// A transfer of an earlier version has another name for its directory: it gets the one that it is
 /// looked for by, unless that is taken.
-fn adopt(transfers: &Path, path: &Path, opening: &crate::transfer::Opening) {
+fn adopt(transfers: &Path, path: &Path, opening: &crate::transfer::Opening) -> PathBuf {
     let wanted = transfers.join(transfer_key(&opening.peer, &opening.offer.name));
-    if wanted != path
-        && !wanted.exists()
-        && let Err(e) = std::fs::rename(path, &wanted)
-    {
-        tracing::warn!(path = %path.display(), error = %e, "cannot rename");
+    if wanted == path || wanted.exists() {
+        return path.into();
+    }
+    match std::fs::rename(path, &wanted) {
+        Ok(()) => wanted,
+        Err(e) => {
+            tracing::warn!(path = %path.display(), error = %e, "cannot rename");
+            path.into()
+        }
     }
 }
 

@@ -25,6 +25,11 @@ pub enum Event {
     Match(ImageId, std::sync::Arc<Batch>),
     /// Remember a batch without matching it: the destination has its blocks.
     Record(ImageId, std::sync::Arc<Batch>),
+    /// Say which whole images there are hash files of.
+    List,
+    /// Say which data blocks of a batch would be matched now; nothing is remembered. The batches of
+    /// an image come in order, from number 0 on, and one image at a time.
+    Probe(std::sync::Arc<Batch>),
 }
 
 impl Event {
@@ -32,8 +37,10 @@ impl Event {
     #[must_use]
     pub fn blocks(&self) -> u64 {
         match self {
-            Event::Match(_, batch) | Event::Record(_, batch) => batch.digests.len() as u64,
-            Event::Image(..) => 0,
+            Event::Match(_, batch) | Event::Record(_, batch) | Event::Probe(batch) => {
+                batch.digests.len() as u64
+            }
+            Event::Image(..) | Event::List => 0,
         }
     }
 }
@@ -58,6 +65,10 @@ pub enum ImageEvent {
 pub enum Answer {
     /// To [`Event::Match`].
     Plan(Plan),
+    /// To [`Event::List`].
+    Images(Vec<ImageId>),
+    /// To [`Event::Probe`]: for each data block whether it would be matched.
+    Known(Vec<bool>),
     /// To everything else.
     Done,
 }
@@ -107,6 +118,13 @@ impl<S: Storage> Teleporter<S> {
     #[must_use]
     pub fn images(&self) -> Vec<ImageId> {
         self.matcher.images().into_iter().map(|i| i.image).collect()
+    }
+
+    /// Those of them that have ended: each is whole, or its transfer has stopped.
+    #[must_use]
+    pub fn whole_images(&self) -> Vec<ImageId> {
+        let all = self.matcher.images().into_iter();
+        all.filter(|i| i.complete).map(|i| i.image).collect()
     }
 
     /// What was found damaged since the last call, a line each.
@@ -184,6 +202,11 @@ impl<S: Storage> Teleporter<S> {
                 let cursor = self.cursors.get_mut(&image);
                 let cursor = cursor.ok_or(Failure::Violation("record without begin"))?;
                 self.matcher.record(cursor, &batch.digests, &batch.heads)?;
+            }
+            Event::List => return Ok(Answer::Images(self.whole_images())),
+            Event::Probe(batch) => {
+                let known = self.probe(&mut Probe::default(), &batch)?;
+                return Ok(Answer::Known(known));
             }
             Event::Match(image, batch) => {
                 let cursor = self.cursors.get_mut(&image);

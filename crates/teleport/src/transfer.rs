@@ -467,6 +467,39 @@ pub fn inspect(dir: &Path) -> Result<Option<Leftover>, TeleportError> {
     Ok(Some(left))
 }
 
+/// Reads the batches that a transfer's log has, until `each` says no.
+///
+/// # Errors
+/// When the log cannot be read, or what `each` reports.
+pub fn each_batch(
+    dir: &Path,
+    mut each: impl FnMut(Batch) -> Result<bool, TeleportError>,
+) -> Result<(), TeleportError> {
+    let Some(mut reader) = open_if_there(&dir.join("log"))? else {
+        return Ok(());
+    };
+    if read_front(&mut reader).is_none() {
+        return Ok(());
+    }
+    for (next, record) in (0..).zip(reader) {
+        let batch = (record.kind == RecordKind::Batch)
+            .then(|| decode_batch_record(&record.payload))
+            .flatten();
+        match batch {
+            Some((batch, _)) if batch.index == next => {
+                if !each(batch)? {
+                    return Ok(());
+                }
+            }
+            _ => return Ok(()),
+        }
+    }
+    Ok(())
+}
+
+/// The key of a holder who makes way for any transfer.
+pub const ANYBODY: &str = "";
+
 /// Which names have a transfer going on, so that two never write the same one.
 #[derive(Debug, Default)]
 pub struct Active {
@@ -511,7 +544,8 @@ pub struct Hold {
 
 impl Active {
     /// Takes `name` for the transfer `key`. A session that holds it for the same transfer (whose
-    /// link was cut, most likely) is told to stop and waited for, at most `patience`.
+    /// link was cut, most likely), or for [`ANYBODY`], is told to stop and waited for, at most
+    /// `patience`.
     ///
     /// # Errors
     /// When somebody else has it.
@@ -528,7 +562,9 @@ impl Active {
             .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         loop {
             match names.held.get(name) {
-                Some(holder) if holder.key != key => return Err(Taken::ByAnother),
+                Some(holder) if holder.key != key && holder.key != ANYBODY => {
+                    return Err(Taken::ByAnother);
+                }
                 Some(holder) if holder.number > number => return Err(Taken::ByNewer),
                 Some(holder) => drop(holder.stop.send_replace(true)),
                 None if names.going.contains(key) => {}

@@ -5,13 +5,15 @@ use drover_net::{
     greet,
 };
 
+use drover_index::Probe;
+
 use super::{read_frames, write_frames};
 use crate::TeleportError;
 use crate::matching::{
     LocalTeleporter, RemoteLink, RemoteTeleporter, decode_event, encode_answer, handle,
 };
 use crate::protocol::{MAX_SESSION_FRAME, Reply, Request, kind};
-use crate::teleporter::{Event, ImageEvent};
+use crate::teleporter::{Answer, Event, ImageEvent};
 
 /// Connects a site to its teleporter.
 ///
@@ -70,6 +72,7 @@ pub async fn serve_teleporter(
     let (to, _) = write_frames(writer);
     let mut frames = read_frames(reader);
     let mut begun = Vec::new();
+    let mut probe = Probe::default();
     let result = loop {
         let frame = match frames.recv().await {
             None => break Ok(()),
@@ -91,10 +94,27 @@ pub async fn serve_teleporter(
             }
         }
         let shared = teleporter.clone();
-        let answer = tokio::task::spawn_blocking(move || handle(&shared, event)).await;
+        let answer = tokio::task::spawn_blocking(move || match event {
+            Event::Probe(batch) => {
+                if batch.index == 0 {
+                    probe = Probe::default();
+                }
+                let known = shared.lock().probe(&mut probe, &batch);
+                let known = known.map(Answer::Known).map_err(|e| e.to_string());
+                (known, probe)
+            }
+            event => (handle(&shared, event).map_err(|e| e.to_string()), probe),
+        })
+        .await;
         let answer = match answer {
-            Ok(answer) => answer.map_err(|e| e.to_string()),
-            Err(_) => Err("the teleporter stopped".into()),
+            Ok((answer, next)) => {
+                probe = next;
+                answer
+            }
+            Err(_) => {
+                probe = Probe::default();
+                Err("the teleporter stopped".into())
+            }
         };
         let frame = Frame {
             kind: kind::PLAN,

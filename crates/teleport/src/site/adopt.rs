@@ -118,7 +118,9 @@ impl Site {
             stamp: Stamp::of_path(target).ok(),
             ..record.clone()
         };
-        if let Some(old) = self.images.put(&record)? {
+        let old = self.images.put(&record)?;
+        self.indexing.lock().remove(&record.id);
+        if let Some(old) = old {
             self.sequences.drop_image(old.id);
             self.tell(old.id, ImageEvent::Forget);
             self.tell(record.id, ImageEvent::Reindex);
@@ -131,6 +133,7 @@ impl Site {
     /// Forgets what [`Site::prepare`] did; the file is the caller's.
     pub fn forget_prepared(&self, record: &ImageRecord) {
         self.tell(record.id, ImageEvent::Forget);
+        self.indexing.lock().remove(&record.id);
         // A map that nothing needs is removed when the site starts, too.
         let _ = std::fs::remove_file(self.images.map_path(record.id));
     }
@@ -148,15 +151,19 @@ impl Site {
             .new_image_id()
             .map_err(TeleportError::Catalog)?;
         let mut link = self.matching.link()?;
+        self.indexing.lock().insert(id);
         let mut tell = |event| {
             link.submit(event)?;
             link.collect()
         };
-        tell(Event::Image(id, ImageEvent::Begin))?;
+        let begun = tell(Event::Image(id, ImageEvent::Begin));
         let mut blocks = BlockMap::default();
         let mut walk = Walk::new(outgoing);
         let total = outgoing.layout.walk_blocks();
         let read = loop {
+            if let Err(e) = begun {
+                break Err(e);
+            }
             match walk.next_batch() {
                 Ok(Some(batch)) => {
                     blocks.push(&batch.data);
@@ -175,13 +182,15 @@ impl Site {
             accept(digest)?;
             Ok(digest)
         });
-        match read {
-            Ok(digest) => {
-                tell(Event::Image(id, ImageEvent::Finish))?;
-                Ok((id, blocks, digest))
-            }
+        let ended = read.and_then(|digest| {
+            tell(Event::Image(id, ImageEvent::Finish))?;
+            Ok(digest)
+        });
+        match ended {
+            Ok(digest) => Ok((id, blocks, digest)),
             Err(e) => {
                 let _ = tell(Event::Image(id, ImageEvent::Abort));
+                self.indexing.lock().remove(&id);
                 Err(e)
             }
         }

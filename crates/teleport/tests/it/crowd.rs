@@ -99,6 +99,39 @@ async fn what_is_unfinished_is_matched_too() {
     assert!(report.matched_blocks > 2000, "{report:?}");
 }
 
+/// What an unfinished transfer had brought, and what it had matched, is matched after a crash as well.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_unfinished_at_a_crash_is_matched_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let home = dir.path().join("there");
+    let there = TestSite::start(&home).await;
+    let [z, a, b] = ["z.raw", "a.raw", "b.raw"].map(|n| dir.path().join(n));
+    let (old, new) = (unlike(6, 8), unlike(7, 32));
+    write(&z, &old);
+    write(&a, &[old.clone(), new.clone(), unlike(8, 8)].concat());
+    write(&b, &[unlike(9, 1), old, new].concat());
+    let client = Client::new();
+    client.send(&[&z], &there).await.unwrap();
+    interrupted(&client, &a, &there, 6000).await;
+    let catalog = there.kill().await;
+    // As a crash leaves it: no hash file of the unfinished image is whole, no cache was saved.
+    for entry in std::fs::read_dir(home.join("state/index")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        if name.starts_with("img-") && !name.contains("0001.") || name.starts_with("caches") {
+            std::fs::remove_file(path).unwrap();
+        }
+    }
+    let there = TestSite::start_with(&home, catalog, 0).await;
+    caught_up(&there).await;
+    let report = send_as(&Client::new(), &b, "b.raw", &there).await;
+    assert!(report.matched_blocks > 2048 + 4000, "{report:?}");
+    // And that one goes on where it was.
+    let report = client.send(&[&a], &there).await.unwrap().remove(0);
+    same(&a, &there.image("a.raw"));
+    assert!(report.resumed_blocks > 2048 + 4000, "{report:?}");
+}
+
 /// A link of so many bytes a second for each of several senders at once, each with its own image.
 async fn at_once(paths: &[std::path::PathBuf], there: &TestSite, limit: u64) -> Vec<ImageReport> {
     let mut sends = Vec::new();
@@ -208,6 +241,9 @@ async fn matching_goes_on_after_the_matchers_disk_was_full() {
             write(&path, &unlike(n, 1));
             client.send(&[&path], &there).await.unwrap();
             same(&path, &there.image(&format!("{n}.raw")));
+            // Or it would be read again when there is room, and take its place.
+            let name = drover_core::ImageName::new(format!("{n}.raw")).unwrap();
+            there.site.remove(&name).unwrap();
         }
         std::fs::remove_file(&filler).unwrap();
         let report = send_as(&client, &z, &format!("z-{seed}.raw"), &there).await;

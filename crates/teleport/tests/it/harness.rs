@@ -294,3 +294,20 @@ impl Drop for SmallDisk {
             .status();
     }
 }
+
+/// Waits until a condition holds.
+pub async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = std::time::Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < Duration::from_secs(120), "never: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Waits until the matcher knows what the site has.
+pub async fn caught_up(there: &TestSite) {
+    until("the matcher lacks nothing", || {
+        !there.site.status().catching_up
+    })
+    .await;
+}

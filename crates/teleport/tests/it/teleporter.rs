@@ -10,6 +10,7 @@ use drover_net::{
     Frame, FrameReader, FrameWriter, Identity, Listener, Role, decode, encode, greet,
 };
 use drover_teleport::matching::{LocalTeleporter, decode_event, encode_answer, encode_event};
+use drover_teleport::progress::SendEvent;
 use drover_teleport::protocol::{Reply, Request, kind};
 use drover_teleport::session::teleporter::{connect, serve_teleporter};
 use drover_teleport::teleporter::{Answer, Event, ImageEvent};
@@ -332,4 +333,118 @@ async fn a_site_that_breaks_the_rules_ends_its_own_connection_only() {
     let a = written(dir.path(), "a.raw", 1, 30);
     Client::new().send(&[&a], &there).await.unwrap();
     same(&a, &there.image("a.raw"));
+}
+
+/// Whether the teleporter has hash files of so many whole images.
+async fn knows_images(teleporter: &LocalTeleporter, images: usize) {
+    until("the teleporter has the images", || {
+        teleporter.lock().whole_images().len() == images
+    })
+    .await;
+}
+
+async fn again(client: &Client, path: &Path, name: &str, there: &TestSite) -> u64 {
+    let mut items = items(&[path]);
+    items[0].name = drover_core::ImageName::new(name).unwrap();
+    let options = client.options(there, &there.address);
+    let reports = client.send_with(items, options).await.unwrap();
+    same(path, &there.image(name));
+    reports[0].sent_blocks
+}
+
+/// What was delivered while it could not be reached is matched once it can be, and what went is forgotten.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_teleporter_that_was_away_gets_what_it_missed() {
+    let Three {
+        there,
+        link,
+        teleporter,
+        dir,
+        ..
+    } = three().await;
+    let [a, b, c] = [1, 2, 3].map(|n| written(dir.path(), &format!("{n}.raw"), n, 60));
+    let client = Client::new();
+    client.send(&[&a], &there).await.unwrap();
+    link.up.send_replace(false);
+    client.send(&[&b], &there).await.unwrap();
+    let name = drover_core::ImageName::new("1.raw").unwrap();
+    let (site, gone) = (there.site.clone(), name.clone());
+    let removed = tokio::task::spawn_blocking(move || site.remove(&gone));
+    removed.await.unwrap().unwrap();
+    assert!(there.site.status().catching_up);
+    link.up.send_replace(true);
+    caught_up(&there).await;
+    knows_images(&teleporter, 1).await;
+    assert_eq!(again(&client, &b, "b.raw", &there).await, 0);
+    client.send(&[&c], &there).await.unwrap();
+    assert_eq!(again(&client, &c, "c.raw", &there).await, 0);
+}
+
+/// One that begins anew, and a site that starts meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_teleporter_that_lost_its_files_is_told_again() {
+    let Three {
+        there,
+        teleporter,
+        remote,
+        dir,
+        ..
+    } = three().await;
+    let [a, b] = [1, 2].map(|n| written(dir.path(), &format!("{n}.raw"), n, 60));
+    let client = Client::new();
+    client.send(&[&a, &b], &there).await.unwrap();
+    let catalog = there.kill().await;
+    let new = open_teleporter(&dir.path().join("new"), 1 << 30, &mut Vec::new()).unwrap();
+    *teleporter.lock() = std::sync::Arc::into_inner(new).unwrap().into_inner();
+    let home = dir.path().join("there");
+    let there = TestSite::start_as(
+        SiteConfig {
+            teleporter: Some(remote.clone()),
+            ..config(&home)
+        },
+        catalog,
+    )
+    .await;
+    caught_up(&there).await;
+    knows_images(&teleporter, 2).await;
+    for (path, name) in [(&a, "a.raw"), (&b, "b.raw")] {
+        assert_eq!(again(&client, path, name, &there).await, 0);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dry_run_asks_the_lone_teleporter() {
+    let Three {
+        there, link, dir, ..
+    } = three().await;
+    let [a, b] = [1, 2].map(|n| written(dir.path(), &format!("{n}.raw"), n, 150));
+    let client = Client::new();
+    client.send(&[&a], &there).await.unwrap();
+    let dry = async |path: &Path| {
+        let options = drover_teleport::session::SendOptions {
+            dry_run: true,
+            ..client.options(&there, &there.address)
+        };
+        client.send_with(items(&[path]), options).await?;
+        let last = client.events.lock().unwrap().pop().unwrap();
+        match last {
+            SendEvent::Estimated { estimate, .. } => Ok::<_, TeleportError>(estimate),
+            other => panic!("{other:?}"),
+        }
+    };
+    let estimate = dry(&b).await.unwrap();
+    assert!(!there.image("2.raw").exists());
+    // One run does not change the next.
+    assert_eq!(dry(&b).await.unwrap(), estimate);
+    assert_eq!(dry(&a).await.unwrap().sent_blocks, 0);
+    let report = client.send(&[&b], &there).await.unwrap().remove(0);
+    // It does not see what the image repeats of itself across batches.
+    assert!(
+        estimate.sent_blocks >= report.sent_blocks
+            && estimate.matched_blocks > report.matched_blocks / 2,
+        "{estimate:?} {report:?}"
+    );
+    link.up.send_replace(false);
+    let error = dry(&b).await.unwrap_err().to_string();
+    assert!(error.contains("without --dry-run"), "{error}");
 }

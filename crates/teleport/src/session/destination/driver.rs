@@ -510,7 +510,7 @@ fn deliver(
         transit,
         ..
     } = prepared;
-    matcher.finish();
+    let noted = matcher.finish();
     let arrived = Arrived {
         dir: transfer.dir.clone(),
         opening: transfer.opening.clone(),
@@ -525,6 +525,9 @@ fn deliver(
     arrived.log(&mut transfer.log)?;
     drop(transfer);
     site.settle(&arrived)?;
+    if !noted {
+        site.matcher_lacks();
+    }
     drop(transit);
     tracing::debug!("delivered");
     lap.busy(&stages.deliver);

@@ -2,14 +2,46 @@
 
 use std::sync::Arc;
 
+use drover_index::Probe;
 use drover_net::{decode, encode};
 
 use super::{Frames, Session, stopped};
 use crate::TeleportError;
 use crate::codec::{Batch, Need, Runs};
 use crate::error::RefuseReason;
-use crate::matching::Matching;
+use crate::matching::{Link, LocalTeleporter, Matching, wrong_answer};
 use crate::protocol::{Accept, End, Estimate, Offer, WINDOW_BATCHES, kind};
+use crate::teleporter::{Answer, Event};
+
+/// Who says which blocks would be matched.
+enum Prober {
+    Local(LocalTeleporter, Probe),
+    /// A lone teleporter.
+    Remote(Link),
+}
+
+impl Prober {
+    fn open(matching: &Matching) -> Result<Self, TeleportError> {
+        match matching {
+            Matching::Local(teleporter) => Ok(Prober::Local(teleporter.clone(), Probe::default())),
+            Matching::Remote(_) => matching.link().map(Prober::Remote),
+        }
+    }
+
+    /// For each data block of the image's next batch.
+    fn known(&mut self, batch: Arc<Batch>) -> Result<Vec<bool>, TeleportError> {
+        match self {
+            Prober::Local(teleporter, probe) => Ok(teleporter.lock().probe(probe, &batch)?),
+            Prober::Remote(link) => {
+                link.submit(Event::Probe(batch))?;
+                match link.collect()? {
+                    Answer::Known(known) => Ok(known),
+                    _ => Err(wrong_answer()),
+                }
+            }
+        }
+    }
+}
 
 impl Session {
     /// Answers the batches of a dry run. The needs that go back are what the source would have to
@@ -19,18 +51,21 @@ impl Session {
         offer: Offer,
         frames: &mut Frames,
     ) -> Result<(), TeleportError> {
-        let Matching::Local(teleporter) = &self.site.matching else {
-            let message =
-                "a site with a lone teleporter cannot estimate; send without --dry-run".into();
-            return self
-                .refuse(
-                    &offer.name,
-                    &TeleportError::Refused {
-                        reason: RefuseReason::Policy,
-                        message,
-                    },
-                )
-                .await;
+        let site = self.site.clone();
+        let opened = tokio::task::spawn_blocking(move || Prober::open(&site.matching));
+        let mut prober = match opened.await.map_err(|_| stopped())? {
+            Ok(prober) => prober,
+            Err(e) => {
+                let message = format!(
+                    "{}: nobody there can say what would be sent: {e}; try again later, or send without --dry-run",
+                    offer.name
+                );
+                let refusal = TeleportError::Refused {
+                    reason: RefuseReason::Policy,
+                    message,
+                };
+                return self.refuse(&offer.name, &refusal).await;
+            }
         };
         let accept = Accept {
             resume_batch: 0,
@@ -39,20 +74,19 @@ impl Session {
         };
         self.send(kind::ACCEPT, encode(&accept)).await?;
         let mut found = Estimate::default();
-        let mut probe = drover_index::Probe::default();
         loop {
             let frame = frames.next().await?;
             match frame.kind {
                 kind::BATCH => {
                     let batch = Arc::new(Batch::decode(&frame.payload)?);
-                    let (teleporter, probed) = (teleporter.clone(), batch.clone());
+                    let probed = batch.clone();
                     let asked = tokio::task::spawn_blocking(move || {
-                        let known = teleporter.lock().probe(&mut probe, &probed);
-                        (known, probe)
+                        let known = prober.known(probed);
+                        (known, prober)
                     });
                     let known;
-                    (known, probe) = asked.await.map_err(|_| stopped())?;
-                    let known = known.map_err(|e| TeleportError::Remote(e.to_string()))?;
+                    (known, prober) = asked.await.map_err(|_| stopped())?;
+                    let known = known?;
                     let first = batch.first_block();
                     let unknown = batch.data.iter().zip(&known).filter(|(_, known)| !**known);
                     let need = Need {

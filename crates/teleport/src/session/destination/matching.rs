@@ -31,7 +31,7 @@ enum Job {
 /// stays a source of blocks.
 pub struct MatchThread {
     jobs: Option<Sender<Job>>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<bool>>,
 }
 
 impl MatchThread {
@@ -64,7 +64,7 @@ impl MatchThread {
                     stages,
                     lap: Lap::start(),
                 }
-                .run(&queue);
+                .run(&queue)
             })?;
         Ok(MatchThread {
             jobs: Some(jobs),
@@ -88,9 +88,11 @@ impl MatchThread {
         self.submit(Job::Record(batch));
     }
 
-    /// The image is whole: waits until the teleporter has noted it.
-    pub fn finish(mut self) {
-        self.end(Job::End(ImageEvent::Finish));
+    /// The image is whole: waits until the teleporter has noted it, or returns `false` when it has
+    /// not.
+    #[must_use]
+    pub fn finish(mut self) -> bool {
+        self.end(Job::End(ImageEvent::Finish))
     }
 
     /// The image will never come: nothing of it is kept.
@@ -98,12 +100,11 @@ impl MatchThread {
         self.end(Job::End(ImageEvent::Abort));
     }
 
-    fn end(&mut self, how: Job) {
+    fn end(&mut self, how: Job) -> bool {
         self.submit(how);
         self.jobs = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        let thread = self.thread.take();
+        thread.is_some_and(|thread| thread.join().unwrap_or(false))
     }
 }
 
@@ -121,8 +122,11 @@ fn open(site: &Site, image: ImageId) -> Option<Link> {
         link.collect()?;
         Ok(link)
     });
-    link.inspect_err(|e| tracing::warn!(error = %e, "no teleporter: sending without matching"))
-        .ok()
+    let failed = |e: &crate::TeleportError| {
+        tracing::warn!(error = %e, "no teleporter: sending without matching");
+        site.matcher_lacks();
+    };
+    link.inspect_err(failed).ok()
 }
 
 /// A batch that is being matched, and the compact index of its first block.
@@ -148,7 +152,8 @@ struct Matcher {
 }
 
 impl Matcher {
-    fn run(mut self, queue: &Receiver<Job>) {
+    /// Whether the teleporter has noted how it ended.
+    fn run(mut self, queue: &Receiver<Job>) -> bool {
         loop {
             let depth = self.link.as_ref().map_or(1, Link::depth);
             let job = match self.waiting.len() {
@@ -176,11 +181,12 @@ impl Matcher {
         }
     }
 
-    fn end(&mut self, how: ImageEvent) {
+    fn end(&mut self, how: ImageEvent) -> bool {
         self.submit(Event::Image(self.image, how), None);
         while !self.waiting.is_empty() {
             self.collect();
         }
+        self.link.is_some()
     }
 
     fn submit(&mut self, event: Event, batch: Option<Arc<Batch>>) {
@@ -221,7 +227,7 @@ impl Matcher {
         };
         let plan = match answer {
             Answer::Plan(plan) => plan,
-            Answer::Done => all_literal(&asked.batch),
+            _ => all_literal(&asked.batch),
         };
         let runs = self.looked_up.take();
         let runs = runs.unwrap_or_else(|| take(&self.site, self.image, asked.base, &plan));
@@ -240,6 +246,7 @@ impl Matcher {
         if let Some(link) = self.link.take() {
             link.give_up(self.image);
         }
+        self.site.matcher_lacks();
         self.looked_up = None;
         while let Some(waiting) = self.waiting.pop_front() {
             if let Some(Asked { batch, base }) = waiting {

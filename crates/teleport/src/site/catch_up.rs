@@ -1,0 +1,266 @@
+//! What the matcher lacks of what is here, it is told in the background: a lone teleporter that was
+//! away or has lost its files, hash files of this site that were lost, images whose matching failed,
+//! and what unfinished transfers had brought before a crash. And what is gone, it forgets.
+//!
+//! Looked at soon after the start, after whatever failed, and with a lone teleporter every ten
+//! minutes. An image that was told stays told: after a failure the next look goes on with the rest.
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, RecvTimeoutError};
+use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64};
+use drover_image::ImageFile;
+use drover_index::{ImageId, Scanner, digest_blocks};
+
+use super::Site;
+use crate::TeleportError;
+use crate::blockmap::DataBits;
+use crate::codec::Batch;
+use crate::images::OpenImage;
+use crate::matching::{Link, Matching};
+use crate::protocol::BATCH_BLOCKS;
+use crate::teleporter::{Event, ImageEvent};
+use crate::transfer::{ANYBODY, each_batch, opening_of};
+
+/// When the first look is.
+const AFTER_START: Duration = Duration::from_secs(2);
+
+/// How often what a lone teleporter has is compared.
+const EVERY: Duration = Duration::from_secs(600);
+
+/// How long after a failure the next look is; doubled with each up to [`EVERY`].
+const AFTER_FAILURE: Duration = Duration::from_secs(1);
+
+/// Starts the thread that looks. It ends with the site.
+pub(super) fn start(site: &Arc<Site>, wakes: Receiver<()>) -> std::io::Result<JoinHandle<()>> {
+    let weak = Arc::downgrade(site);
+    let runtime = tokio::runtime::Handle::try_current();
+    let lone = matches!(site.matching, Matching::Remote(_));
+    let work = move || {
+        let _entered = runtime.as_ref().map(|r| r.enter());
+        let mut failed = AFTER_FAILURE;
+        let mut wait = AFTER_START;
+        let mut unfit = HashSet::new();
+        loop {
+            match wakes.recv_timeout(wait) {
+                Err(RecvTimeoutError::Disconnected) => return,
+                // What failed a moment ago may do so again.
+                Ok(()) => std::thread::sleep(AFTER_FAILURE.min(wait)),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            let Some(site) = weak.upgrade() else { return };
+            if site.closing.load(Ordering::Relaxed) || (lone && runtime.is_err()) {
+                return;
+            }
+            wait = match site.catch_up(&mut unfit) {
+                Ok(()) => {
+                    site.behind.store(false, Ordering::Relaxed);
+                    failed = AFTER_FAILURE;
+                    EVERY
+                }
+                Err(e) => {
+                    tracing::debug!(error = %e, "the matcher cannot be told what it lacks");
+                    failed = (failed * 2).min(EVERY);
+                    failed
+                }
+            };
+        }
+    };
+    std::thread::Builder::new()
+        .name("catch-up".into())
+        .spawn(work)
+}
+
+impl Site {
+    /// Something that the matcher should know it does not.
+    pub(crate) fn matcher_lacks(&self) {
+        self.behind.store(true, Ordering::Relaxed);
+        let _ = self.catch_up_wakes.try_send(());
+    }
+
+    /// Tells the matcher what it lacks and what is gone. Images that cannot be read as they were delivered are `unfit`.
+    fn catch_up(&self, unfit: &mut HashSet<ImageId>) -> Result<(), TeleportError> {
+        let have: HashSet<ImageId> = self.matching.images()?.into_iter().collect();
+        let mut link = self.matching.link()?;
+        let mut forgotten = false;
+        for &image in &have {
+            // One that is being indexed is entered before that has ended.
+            let indexing = self.indexing.lock().contains(&image);
+            if !indexing && !self.images.knows(image) && !self.partials.knows(image) {
+                say(&mut link, Event::Image(image, ImageEvent::Forget))?;
+                forgotten = true;
+            }
+        }
+        if forgotten {
+            // Of what the others had, the caches may have kept nothing.
+            for &image in have.iter().filter(|i| self.images.knows(**i)) {
+                let _ = say(&mut link, Event::Image(image, ImageEvent::Reindex));
+            }
+        }
+        let mut lacking = self.images.list();
+        lacking.retain(|r| !have.contains(&r.id) && !unfit.contains(&r.id));
+        // In the order they came: the latest are the ones that are found best.
+        lacking.sort_by_key(|r| (r.added_unix, r.id));
+        let partials = self.stopped_without(&have);
+        if lacking.is_empty() && partials.is_empty() {
+            return Ok(());
+        }
+        tracing::info!(
+            images = lacking.len(),
+            unfinished = partials.len(),
+            "telling the matcher what it lacks"
+        );
+        for (image, dir) in partials {
+            self.tell_partial(&mut link, image, &dir)?;
+        }
+        for record in lacking {
+            if !self.tell_image(&mut link, record.id, &record.path)? {
+                unfit.insert(record.id);
+            }
+        }
+        Ok(())
+    }
+
+    /// Stopped transfers that the matcher does not have, and their directories.
+    fn stopped_without(&self, have: &HashSet<ImageId>) -> Vec<(ImageId, std::path::PathBuf)> {
+        let Ok(entries) = std::fs::read_dir(self.config.work_dir.join("transfers")) else {
+            return Vec::new();
+        };
+        let dirs = entries.filter_map(|e| Some(e.ok()?.path()));
+        let openings = dirs.filter_map(|dir| Some((ImageId(opening_of(&dir)?.image), dir)));
+        openings
+            .filter(|(i, _)| !have.contains(i) && self.partials.knows(*i))
+            .filter(|(i, _)| !self.partials.is_live(*i))
+            .collect()
+    }
+
+    /// What a stopped transfer has brought, as its log says. Whoever resumes it goes first.
+    fn tell_partial(
+        &self,
+        link: &mut Link,
+        image: ImageId,
+        dir: &Path,
+    ) -> Result<(), TeleportError> {
+        let Some(opening) = opening_of(dir) else {
+            return Ok(());
+        };
+        let held = self
+            .active
+            .take(&opening.offer.name, ANYBODY, Duration::ZERO);
+        let Ok(hold) = held else { return Ok(()) };
+        if opening_of(dir).map(|o| o.image) != Some(image.0) || self.partials.is_live(image) {
+            return Ok(());
+        }
+        let stopped = || *hold.stop.borrow() || self.closing.load(Ordering::Relaxed);
+        self.told(link, image, |link| {
+            let mut whole = true;
+            each_batch(dir, |batch| {
+                whole = !stopped();
+                if whole && !batch.digests.is_empty() {
+                    say(link, Event::Record(image, Arc::new(batch)))?;
+                }
+                Ok(whole)
+            })?;
+            Ok(whole)
+        })
+    }
+
+    /// The digests of an image here, from its file. `false` when that is not what was delivered.
+    fn tell_image(
+        &self,
+        link: &mut Link,
+        image: ImageId,
+        path: &Path,
+    ) -> Result<bool, TeleportError> {
+        let (Some(source), Ok(file)) = (self.images.open_image(image), ImageFile::open(path))
+        else {
+            return Ok(false);
+        };
+        let mut fit = true;
+        self.told(link, image, |link| {
+            let mut scanner = Scanner::new();
+            for index in 0..source.map.blocks.batches() {
+                if self.closing.load(Ordering::Relaxed) || !self.images.knows(image) {
+                    return Ok(false);
+                }
+                match read_batch(&source, &file, &mut scanner, index) {
+                    Ok(Some(batch)) if batch.digests.is_empty() => {}
+                    Ok(Some(batch)) => say(link, Event::Record(image, Arc::new(batch)))?,
+                    other => {
+                        let why = other.err().map(|e| e.to_string());
+                        let why = why.unwrap_or_else(|| "it is not what was delivered".into());
+                        tracing::warn!(path = %path.display(), why, "its blocks are not reused");
+                        fit = false;
+                        return Ok(false);
+                    }
+                }
+            }
+            Ok(true)
+        })?;
+        Ok(fit)
+    }
+
+    /// Begins an image, has `batches` told, and ends it: given up unless they say that it is whole.
+    fn told(
+        &self,
+        link: &mut Link,
+        image: ImageId,
+        batches: impl FnOnce(&mut Link) -> Result<bool, TeleportError>,
+    ) -> Result<(), TeleportError> {
+        say(link, Event::Image(image, ImageEvent::Begin))?;
+        let ended = batches(link).and_then(|whole| match whole {
+            true => say(link, Event::Image(image, ImageEvent::Finish)),
+            false => say(link, Event::Image(image, ImageEvent::Abort)),
+        });
+        if ended.is_err() {
+            let _ = say(link, Event::Image(image, ImageEvent::Abort));
+        }
+        ended?;
+        // It may have gone meanwhile, and been forgotten before it was whole.
+        if !self.images.knows(image) && !self.partials.knows(image) {
+            say(link, Event::Image(image, ImageEvent::Forget))?;
+        }
+        Ok(())
+    }
+}
+
+fn say(link: &mut Link, event: Event) -> Result<(), TeleportError> {
+    link.submit(event)?;
+    link.collect().map(drop)
+}
+
+/// A batch of an image here; none when other blocks than before hold data.
+fn read_batch(
+    image: &OpenImage,
+    file: &ImageFile,
+    scanner: &mut Scanner,
+    index: u64,
+) -> std::io::Result<Option<Batch>> {
+    let Some(expected) = image.map.blocks.batch(index) else {
+        return Ok(None);
+    };
+    let mut bytes = vec![0; expected.blocks() as usize * BLOCK_SIZE];
+    let at = index * BATCH_BLOCKS * BLOCK_SIZE_U64;
+    image.map.layout.read(file, at, &mut bytes)?;
+    let scan = scanner.scan(&bytes);
+    let mut data = DataBits::new(expected.blocks());
+    for (i, _) in scan.zero.iter().enumerate().filter(|(_, zero)| !*zero) {
+        data.set(i as u64);
+    }
+    if data != expected {
+        return Ok(None);
+    }
+    for (to, from) in data.iter().enumerate() {
+        let from = from as usize * BLOCK_SIZE;
+        bytes.copy_within(from..from + BLOCK_SIZE, to * BLOCK_SIZE);
+    }
+    bytes.truncate(scan.heads.len() * BLOCK_SIZE);
+    let mut digests = Vec::with_capacity(scan.heads.len());
+    digest_blocks(&bytes, &mut digests);
+    Ok(Some(Batch::new(index, data, scan.heads, &digests)))
+}
