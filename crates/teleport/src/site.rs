@@ -345,8 +345,16 @@ impl Site {
 
     /// Bytes that may be used; `None` when the system does not say.
     pub fn free_bytes(&self) -> Option<u64> {
+        Some(
+            self.available_bytes()?
+                .saturating_sub(self.config.reserve_bytes),
+        )
+    }
+
+    /// The same with the reserve.
+    fn available_bytes(&self) -> Option<u64> {
         let fs = rustix::fs::statvfs(&self.config.images_dir).ok()?;
-        Some((fs.f_bavail * fs.f_frsize).saturating_sub(self.config.reserve_bytes))
+        Some(fs.f_bavail.saturating_mul(fs.f_frsize))
     }
 
     /// Digests an image again: what the catalog has, what the file has. Blocks the thread.

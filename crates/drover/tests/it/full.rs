@@ -233,6 +233,42 @@ fn looking_on_a_full_disk_takes_nothing_of_the_reserve() {
     small.run(&["images"]).ok();
 }
 
+/// What is kept for later gives way to an image that comes now.
+#[test]
+fn sequence_data_makes_room_for_an_image() {
+    let Some(small) = Small::new("sequence_data_makes_room_for_an_image") else {
+        return;
+    };
+    small.run(&["init"]).ok();
+    fs::write(small.home.join("config.toml"), "reserve = \"1MiB\"\n").unwrap();
+    let site = small.world.serve("far", &[]);
+    small
+        .world
+        .run("near", &["pair", &site.ticket, "--name", "far"])
+        .ok();
+    // Of 96 MiB: two images of 20 that are alike, 20 of what they share, and the reserve.
+    small.world.image("a.img", 1, 5000);
+    let near = |args: &[&str]| small.world.run("near", args);
+    near(&["send", "a.img", "far"]).ok();
+    near(&["send", "a.img", "far", "--as", "b.img"]).ok();
+    let sequences = || {
+        let space = small.run(&["space", "--json"]).ok().json();
+        let items = space[0]["items"].as_array().unwrap().clone();
+        let item = items.iter().find(|i| i["kind"] == "sequence_data");
+        item.unwrap()["disk_bytes"].as_u64().unwrap()
+    };
+    until("what they share is copied", || sequences() > 19 << 20);
+    // More than all of it could not give: it stays.
+    small.world.image("huge.img", 2, 20_000);
+    near(&["send", "huge.img", "far"]).fails(3, &["huge.img", "needs"]);
+    assert!(sequences() > 19 << 20);
+    let large = small.world.image("large.img", 3, 9000);
+    near(&["send", "large.img", "far"]).ok();
+    assert!(sequences() < 16 << 20, "{}", sequences());
+    crate::world::same(&small.world.delivered("far", "large.img"), &large);
+    near(&["verify", "b.img", "far"]).ok();
+}
+
 #[test]
 fn a_directory_that_is_no_home_gets_no_reserve() {
     let world = World::new();

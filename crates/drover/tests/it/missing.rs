@@ -16,6 +16,8 @@ const OWN: &[&[&str]] = &[
     &["verify", "nope.img", "--json"],
     &["mounts", "break", "nope.img", "--yes"],
     &["mounts", "break", "nope.img", "--yes", "--json"],
+    &["changes", "drop", "nope.img", "--yes"],
+    &["changes", "drop", "nope.img", "--dry-run"],
     &["mount", "nope.img", "d"],
     &["mount", "nope.img", "d", "--foreground"],
     &["export", "nope.img", "--nbd", "unix:s"],

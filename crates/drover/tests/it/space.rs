@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::world::World;
+use crate::world::{World, until};
 
 /// Size and room of every file below a directory.
 fn below(dir: &Path) -> (u64, u64, u64) {
@@ -69,11 +69,8 @@ fn every_file_of_a_home_is_counted_once_and_as_what_it_takes() {
     assert_eq!(image["files"], 1);
     assert_eq!(number(&image["size_bytes"]), 300 * 4096 + (1 << 20));
     let disk = number(&image["disk_bytes"]);
-    assert!(
-        (300 * 4096..301 * 4096 + 65536).contains(&disk),
-        "a hole takes nothing: {disk}"
-    );
-    assert_eq!(item(&running, "images"), image);
+    assert!(disk < 310 * 4096, "a hole takes nothing: {disk}");
+    assert_eq!(item(&running, "images")["size_bytes"], image["size_bytes"]);
     assert_eq!(stopped["indexed"]["files"], 1);
     for (kind, least) in [
         ("changes", 40_000),
@@ -89,20 +86,24 @@ fn every_file_of_a_home_is_counted_once_and_as_what_it_takes() {
     }
     assert_eq!(item(&stopped, "mount_caches")["size_bytes"], 60_000);
     // Nothing is left out, and nothing counted twice. (The catalog has files beside it while it is looked at.)
-    let mut sum = (1, 8 << 20, 8 << 20);
-    for dir in ["images", "work", "index", "mounted", "mounts"] {
-        let (files, size, disk) = below(&far.join(dir));
-        sum = (sum.0 + files, sum.1 + size, sum.2 + disk);
-    }
-    let again = space(&world, "far");
-    let told = |what: &str| {
-        let all = number(&again["total"][what]);
-        all - number(&item(&again, "other")[what])
-    };
-    let cache = far.join("mounts/x/cache/data").metadata().unwrap();
-    assert_eq!(told("files"), sum.0 - 1);
-    assert_eq!(told("size_bytes"), sum.1 - cache.len());
-    assert_eq!(told("disk_bytes"), sum.2 - cache.blocks() * 512);
+    // A file system may allocate what was written a moment later.
+    let mut again = Value::Null;
+    until("what is told is what is there", || {
+        let mut sum = (1, 8 << 20, 8 << 20);
+        for dir in ["images", "work", "index", "mounted", "mounts"] {
+            let (files, size, disk) = below(&far.join(dir));
+            sum = (sum.0 + files, sum.1 + size, sum.2 + disk);
+        }
+        again = space(&world, "far");
+        let told = |what: &str| {
+            let all = number(&again["total"][what]);
+            all - number(&item(&again, "other")[what])
+        };
+        let cache = far.join("mounts/x/cache/data").metadata().unwrap();
+        assert_eq!(told("files"), sum.0 - 1);
+        assert_eq!(told("size_bytes"), sum.1 - cache.len());
+        told("disk_bytes") == sum.2 - cache.blocks() * 512
+    });
     let all = &again["file_systems"][0];
     assert_eq!(all["holds"][0], "home");
     assert!(number(&all["size_bytes"]) > 0);

@@ -8,10 +8,10 @@ use crate::page::PER_PAGE;
 use crate::sequence::Uses;
 use crate::storage::Storage;
 
-/// Pages of hash files that one trimming looks at, in all; of larger sites a sample, evenly spread.
-const MAX_PAGES: u64 = 1 << 16;
+/// Pages of hash files that one trimming looks at, in all: the digests of 128 GiB. Of larger sites a sample, evenly spread.
+const MAX_PAGES: u64 = 1 << 18;
 
-/// Pages in a step.
+/// Pages in a step, which lie side by side: a disk with arms reads them at once.
 const PAGES_A_STEP: u64 = 64;
 
 /// Segments that a step gives back.
@@ -22,9 +22,10 @@ const FREED_A_STEP: usize = 64;
 pub struct Trim {
     keep: u32,
     uses: Uses,
-    /// Images still to be looked at, the next one last, and the next one's page.
-    images: Vec<ImageId>,
+    /// Images still to be looked at and their pages, the next one last; and the next page there, perhaps beyond it.
+    images: Vec<(ImageId, u64)>,
     page: u64,
+    /// Of so many pages one is looked at.
     stride: u64,
     /// Segments by use, the least used last, once all was looked at.
     order: Option<Vec<u32>>,
@@ -54,20 +55,21 @@ impl<S: Storage> Matcher<S> {
         self.begin_trim_within(keep, MAX_PAGES)
     }
 
-    /// The same, looking at so many pages at most, but at one of each image.
+    /// The same, looking at so many pages at most, or a step more.
     fn begin_trim_within(&self, keep: u32, max_pages: u64) -> Option<Trim> {
         if self.sequence_segments() <= keep {
             return None;
         }
         let images = self.images();
-        let pages: u64 = images
+        let images = images
             .iter()
-            .map(|i| i.blocks.div_ceil(PER_PAGE as u64))
-            .sum();
+            .map(|i| (i.image, i.blocks.div_ceil(PER_PAGE as u64)));
+        let images: Vec<_> = images.collect();
+        let pages: u64 = images.iter().map(|(_, pages)| pages).sum();
         Some(Trim {
             keep,
             uses: Uses::default(),
-            images: images.into_iter().map(|i| i.image).collect(),
+            images,
             page: 0,
             stride: pages.div_ceil(max_pages).max(1),
             order: None,
@@ -77,12 +79,16 @@ impl<S: Storage> Matcher<S> {
     /// One step: looks at some of the images' digests, later frees some of the segments that these use least.
     pub fn trim(&mut self, trim: &mut Trim) -> Trimmed {
         if trim.order.is_none() {
+            // What is skipped reaches over images.
+            while let Some(&(_, pages)) = trim.images.last()
+                && trim.page >= pages
+            {
+                trim.page -= pages;
+                trim.images.pop();
+            }
             match trim.images.last() {
-                Some(&image) => {
-                    if !self.look(image, trim) {
-                        trim.images.pop();
-                        trim.page = 0;
-                    }
+                Some(&(image, pages)) => {
+                    self.look(image, pages, trim);
                     return Trimmed::Looked;
                 }
                 None => trim.order = Some(self.sequences.by_use(&trim.uses)),
@@ -106,43 +112,32 @@ impl<S: Storage> Matcher<S> {
         }
     }
 
-    /// Looks at the next pages of an image; `false` when there are no more.
-    fn look(&mut self, image: ImageId, trim: &mut Trim) -> bool {
-        let end = trim.page + PAGES_A_STEP * trim.stride;
+    /// Looks at the next pages of an image, and goes on behind those that it skips for them.
+    fn look(&mut self, image: ImageId, pages: u64, trim: &mut Trim) {
+        let run = trim.page..pages.min(trim.page + PAGES_A_STEP);
+        trim.page += (run.end - run.start) * trim.stride;
         let mut digests: Vec<Digest> = Vec::new();
-        // What cannot be read uses nothing.
-        let mut pages = |file: &mut HashFile<S::File>| {
-            while trim.page < end {
-                match file.page(trim.page) {
-                    Ok(None) => return false,
-                    Ok(Some(page)) => digests.extend(page.iter().map(|(_, d)| *d)),
-                    Err(_) => {}
-                }
-                trim.page += trim.stride;
-            }
-            true
-        };
-        let more = match self.recent.slot_of(image) {
-            Some(slot) => self
-                .recent
-                .slot_mut(slot)
-                .is_some_and(|slot| pages(&mut slot.file)),
-            None if self.older.contains_key(&image) => {
-                match HashFile::open(&self.storage, image.0) {
-                    Ok(Some(mut file)) => {
-                        let more = pages(&mut file);
-                        self.closed_traffic.0 += file.traffic.read;
-                        more
-                    }
-                    _ => false,
+        // What cannot be read, or went meanwhile, uses nothing.
+        let mut read = |file: &mut HashFile<S::File>| {
+            for no in run.clone() {
+                if let Ok(Some(page)) = file.page(no) {
+                    digests.extend(page.iter().map(|(_, d)| *d));
                 }
             }
-            None => false,
         };
+        if let Some(slot) = self.recent.slot_of(image) {
+            if let Some(slot) = self.recent.slot_mut(slot) {
+                read(&mut slot.file);
+            }
+        } else if self.older.contains_key(&image)
+            && let Ok(Some(mut file)) = HashFile::open(&self.storage, image.0)
+        {
+            read(&mut file);
+            self.closed_traffic.0 += file.traffic.read;
+        }
         for digest in &digests {
             self.sequences.count_uses(digest, &mut trim.uses);
         }
-        more
     }
 }
 
@@ -181,7 +176,7 @@ mod tests {
             m.forget(ImageId(id)).unwrap();
         }
         let read = m.stats().bytes_read;
-        let mut trim = m.begin_trim_within(new, 100).unwrap();
+        let mut trim = m.begin_trim_within(new, 600).unwrap();
         let (mut steps, mut freed) = (0, Vec::new());
         loop {
             steps += 1;
@@ -192,10 +187,10 @@ mod tests {
                 Trimmed::Done => break,
             }
         }
-        // Some 10 pages for each step, and 64 segments for each, which are read to be emptied.
+        // 64 pages for each step that looks, and 64 segments for each other, which are read to be emptied.
         assert!(steps < 20 + old as usize / 60, "{steps}");
         let pages = (m.stats().bytes_read - read) / 4096;
-        assert!(pages < 200 + 2 * u64::from(old), "{pages} pages");
+        assert!(pages < 700 + 2 * u64::from(old), "{pages} pages");
         assert_eq!(freed.len(), old as usize);
         // What was of the images that went, but for what lies at the seam.
         let wrong = freed.iter().filter(|no| **no > old + 2).count();

@@ -12,7 +12,7 @@ use parking_lot::MutexGuard;
 
 use super::Site;
 use crate::files;
-use crate::matching::Matching;
+use crate::matching::{LocalTeleporter, Matching};
 use crate::sequences::{Copied, Copy, SEGMENT_BYTES, Sequences, segments_of};
 
 /// When copies that failed are tried again, if nothing else wakes the copier.
@@ -20,6 +20,9 @@ const TRY_AGAIN: Duration = Duration::from_secs(30);
 
 /// Copies that may fail before the rest waits with them.
 const MAX_FAILED: u32 = 16;
+
+/// What is given back before it is asked whether that helps.
+const TRIAL: u64 = 256 << 20;
 
 /// What of its limit the sequence data may take however small the images are.
 const LEAST_PART: u64 = 128;
@@ -35,7 +38,7 @@ pub(super) fn start_copier(
             .filter(|site| !site.closing.load(Ordering::Relaxed))
     };
     let work = move || {
-        let mut failed = 0;
+        let (mut failed, mut said) = (0, false);
         loop {
             let woken = match failed {
                 0 => wakes.recv().map_err(|_| RecvTimeoutError::Disconnected),
@@ -52,6 +55,10 @@ pub(super) fn start_copier(
             {
                 failed += u32::from(copied == Copied::Later);
             }
+            if failed > 0 && !said {
+                tracing::warn!("sequences could not be copied now; they are tried again");
+            }
+            said = failed > 0;
             let mut trim = None;
             while let Some(site) = site()
                 && site.trim_step(&mut trim, false)
@@ -103,7 +110,7 @@ impl Site {
             match files::copy_spans(&image.file, &from, self.sequences.data(), &to) {
                 Ok(()) => Copied::Made,
                 Err(e) => {
-                    tracing::warn!(error = %e, "cannot copy a sequence; it is tried again");
+                    tracing::debug!(error = %e, "cannot copy a sequence");
                     Copied::Later
                 }
             }
@@ -135,25 +142,66 @@ impl Site {
         if trim.is_none() && !self.images_went.swap(false, Ordering::Relaxed) && !at_once {
             return false;
         }
-        let budget = self.sequence_budget();
-        let mut teleporter = teleporter.lock();
-        let more = match trim {
+        match trim {
             None => {
-                *trim = teleporter.begin_trim(budget);
+                let budget = self.sequence_budget();
+                *trim = teleporter.lock().begin_trim(budget);
                 trim.is_some()
             }
-            Some(trim) => match teleporter.trim(trim) {
-                Trimmed::Looked => true,
-                Trimmed::Freed(segments) => {
-                    // Before the matcher can fill them anew.
-                    self.sequences.free(&segments);
-                    true
-                }
-                Trimmed::Done => false,
-            },
+            Some(trim) => self.trimmed(teleporter, trim).is_some(),
+        }
+    }
+
+    /// Goes on with a trimming: how many segments that freed, none at its end.
+    fn trimmed(&self, teleporter: &LocalTeleporter, trim: &mut Trim) -> Option<u64> {
+        let mut teleporter = teleporter.lock();
+        let freed = match teleporter.trim(trim) {
+            Trimmed::Looked => Some(0),
+            Trimmed::Freed(segments) => {
+                // Before the matcher can fill them anew.
+                self.sequences.free(&segments);
+                Some(segments.len() as u64)
+            }
+            Trimmed::Done => None,
         };
         MutexGuard::unlock_fair(teleporter);
-        more
+        freed
+    }
+
+    /// Gives sequence data back until so many bytes can be used. It stays when all of it would not be enough, and
+    /// where that does not help: on file systems where it shares its room with the images.
+    pub(crate) fn make_room(&self, bytes: u64) {
+        let Matching::Local(teleporter) = &self.matching else {
+            return;
+        };
+        let wanted = bytes.saturating_add(self.config.reserve_bytes);
+        let Some(before) = self.available_bytes().filter(|b| *b < wanted) else {
+            return;
+        };
+        let segments = (wanted - before).div_ceil(SEGMENT_BYTES);
+        let (used, begun) = {
+            let teleporter = teleporter.lock();
+            let used = u64::from(teleporter.sequence_segments());
+            let keep = used.saturating_sub(segments);
+            (
+                used,
+                teleporter.begin_trim(u32::try_from(keep).unwrap_or(u32::MAX)),
+            )
+        };
+        let Some(mut trim) = begun.filter(|_| used >= segments) else {
+            return;
+        };
+        let mut freed = 0;
+        while let Some(more) = self.trimmed(teleporter, &mut trim) {
+            freed += more * SEGMENT_BYTES;
+            let gained = self
+                .available_bytes()
+                .map_or(0, |now| now.saturating_sub(before));
+            if before + gained >= wanted || (freed >= TRIAL && gained < freed / 4) {
+                break;
+            }
+        }
+        tracing::info!(freed, "sequence data gave room back for an image");
     }
 
     /// Bytes that the sequence data takes at most, by the matcher's count of segments; none with a lone teleporter.

@@ -273,6 +273,8 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
 }
 
 fn check_room(site: &Site, offer: &Offer, bytes: u64) -> Result<(), TeleportError> {
+    // What is kept for later gives way to what comes now.
+    site.make_room(bytes);
     match site.free_bytes() {
         Some(free) if free < bytes => Err(refused(
             RefuseReason::Space,
