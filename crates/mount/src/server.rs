@@ -12,8 +12,8 @@ mod work;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use drover_core::ImageName;
@@ -53,6 +53,10 @@ const MAX_SITE_BODIES: usize = 256 << 20;
 
 /// How long a lane waits for its mount's front lane.
 const FRONT_WAIT: Duration = Duration::from_secs(10);
+
+/// How often is looked for images of which somebody lets go soon, and for how many times.
+const CLOSE_PAUSE: Duration = Duration::from_millis(50);
+const CLOSE_TRIES: u32 = 100;
 
 /// How long a refused lane's last word may take.
 const LAST_WORD: Duration = Duration::from_secs(5);
@@ -97,8 +101,11 @@ pub struct Server {
     /// Room for requests' bodies, in bytes.
     bodies: Arc<Semaphore>,
     next_lane: AtomicU64,
-    /// Held while an image is opened, or a lease broken; before its desk, which is before `state`.
-    opening: Mutex<()>,
+    /// Held while an image is opened, closed, or its lease broken, each by threads that may block: one for each image
+    /// that somebody is at. Before its desk, which is before `state`; no disk is waited for under that.
+    doors: Mutex<HashMap<ImageName, Weak<Mutex<()>>>>,
+    /// Images are about to be closed that somebody still had.
+    tidying: AtomicBool,
     /// Told when a front lane was let in.
     joined: tokio::sync::Notify,
     state: Mutex<State>,
@@ -148,7 +155,8 @@ impl Server {
             config,
             started: tokio::time::Instant::now(),
             next_lane: AtomicU64::new(1),
-            opening: Mutex::default(),
+            doors: Mutex::default(),
+            tidying: AtomicBool::new(false),
             joined: tokio::sync::Notify::new(),
             state: Mutex::default(),
         }))
@@ -179,7 +187,7 @@ impl Server {
             Err(refusal) => {
                 info!(peer = %peer.name, %refusal, "mount refused");
                 self.counters.refused(&refusal);
-                self.tidy();
+                self.tidy(None).await;
                 let head = encode_message(&Answer::Error {
                     id: 0,
                     refusal: refusal.clone(),
@@ -200,8 +208,9 @@ impl Server {
         lane.close();
         lane.drained().await;
         self.leave(&lane).await;
+        let image = lane.image.name().clone();
         drop(lane);
-        self.tidy();
+        self.tidy(Some(image)).await;
         drover_net::close(reader, writer, LAST_WORD).await.ok();
         result
     }
@@ -282,21 +291,40 @@ impl Server {
         if !self.state.lock().open.contains_key(name) {
             return Ok(());
         }
-        let (server, wanted) = (self.clone(), name.clone());
-        let now = blocking(move || server.config.images.digest(&wanted)).await?;
-        let mut state = self.state.lock();
-        match state.open.get(name) {
-            Some(image) if image.digest() != now => {
-                // As in `tidy`: an overlay has one owner, so it is not opened again beside whoever still has it.
-                if Arc::strong_count(image) > 1 {
-                    let text = format!("{name} was replaced, and a mount still has the former");
-                    return Err(Refusal::new(Code::Unavailable, text));
+        let (server, name) = (self.clone(), name.clone());
+        blocking(move || {
+            let door = server.door(&name);
+            let _closing = door.lock();
+            let now = server.config.images.digest(&name)?;
+            let mut state = server.state.lock();
+            let former = match state.open.get(&name) {
+                Some(image) if image.digest() != now => {
+                    // As when it is idle: an overlay has one owner, so it is not opened again beside whoever still has it.
+                    if Arc::strong_count(image) > 1 {
+                        let text = format!("{name} was replaced, and a mount still has the former");
+                        return Err(Refusal::new(Code::Unavailable, text));
+                    }
+                    state.open.remove(&name)
                 }
-                state.open.remove(name);
-                Ok(())
-            }
-            _ => Ok(()),
+                _ => None,
+            };
+            drop(state);
+            drop(former);
+            Ok(())
+        })
+        .await
+    }
+
+    /// What is held while an image is opened or closed.
+    fn door(&self, name: &ImageName) -> Arc<Mutex<()>> {
+        let mut doors = self.doors.lock();
+        if let Some(door) = doors.get(name).and_then(Weak::upgrade) {
+            return door;
         }
+        doors.retain(|_, door| door.strong_count() > 0);
+        let door = Arc::default();
+        doors.insert(name.clone(), Arc::downgrade(&door));
+        door
     }
 
     /// The image, opened if no mount has it open.
@@ -311,11 +339,12 @@ impl Server {
     /// The image, opened if it is not. Blocks on the disk.
     fn open_image(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
         // One at a time: an overlay has one owner.
-        let _opening = self.opening.lock();
+        let door = self.door(name);
+        let _opening = door.lock();
         self.open_image_now(name)
     }
 
-    /// The same for who holds `opening`.
+    /// The same for who holds its door.
     fn open_image_now(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
         if let Some(image) = self.state.lock().open.get(name) {
             return Ok(image.clone());
@@ -481,21 +510,63 @@ impl Server {
                 tokio::spawn(async move {
                     tokio::time::sleep(READER_GRACE + Duration::from_secs(1)).await;
                     if let Some(server) = server.upgrade() {
-                        server.tidy();
+                        server.tidy(None).await;
                     }
                 });
             }
         }
     }
 
-    /// Closes images that nobody has mounted any more.
-    fn tidy(&self) {
+    /// Closes images that nobody has mounted any more, and waits for that of one of them: each may take as long as its disk
+    /// does.
+    async fn tidy(self: &Arc<Self>, awaited: Option<ImageName>) {
         let now = self.started.elapsed();
-        let mut state = self.state.lock();
-        // Whoever has it got it under this lock, so nobody else can come by one that only we have.
-        state
-            .open
-            .retain(|_, image| Arc::strong_count(image) > 1 || !image.is_idle(now));
+        let (idle, more) = self.idle(now);
+        for name in idle {
+            let server = self.clone();
+            let wait = awaited.as_ref() == Some(&name);
+            let closing = tokio::task::spawn_blocking(move || server.close_idle(&name, now));
+            if wait {
+                // Fails only when the runtime ends.
+                let _ = closing.await;
+            }
+        }
+        if more && !self.tidying.swap(true, Ordering::AcqRel) {
+            tokio::spawn(tidy_on(Arc::downgrade(self)));
+        }
+    }
+
+    /// Images that can be closed, and whether there are more that nobody has mounted: a thread that has done the last
+    /// thing for a mount lets go of its image a little later.
+    fn idle(&self, now: Duration) -> (Vec<ImageName>, bool) {
+        let state = self.state.lock();
+        let is_mounted = |image: &Arc<Image>| {
+            let mut mounts = state.mounts.values();
+            mounts.any(|mount| Arc::ptr_eq(&mount.image, image))
+        };
+        let (mut idle, mut more) = (Vec::new(), false);
+        for (name, image) in &state.open {
+            match is_free(image, now) {
+                true => idle.push(name.clone()),
+                false => more |= image.is_idle(now) && !is_mounted(image),
+            }
+        }
+        (idle, more)
+    }
+
+    /// Closes an image if nobody has come for it. Whoever comes now waits, and opens it anew.
+    fn close_idle(&self, name: &ImageName, now: Duration) {
+        let door = self.door(name);
+        let _closing = door.lock();
+        let image = {
+            let mut state = self.state.lock();
+            // Whoever has it got it under this lock, so nobody else can come by one that only we have.
+            match state.open.get(name) {
+                Some(image) if is_free(image, now) => state.open.remove(name),
+                _ => None,
+            }
+        };
+        drop(image);
     }
 
     /// What is open, and what was done. Waits for no disk.
@@ -573,7 +644,8 @@ impl Server {
         let (server, name) = (self.clone(), name.clone());
         let broken = blocking(move || {
             // Nobody opens it meanwhile.
-            let _opening = server.opening.lock();
+            let door = server.door(&name);
+            let _opening = door.lock();
             let open = server.state.lock().open.get(&name).cloned();
             let holder = match &open {
                 Some(image) => image.break_lease(),
@@ -623,6 +695,35 @@ pub fn lease_on_disk(state: &Path, name: &ImageName) -> Result<Option<Holder>, M
         Ok(desk) => Ok(desk.holder().cloned()),
         Err(refusal) => Err(state_error(&directory, refusal.text)),
     }
+}
+
+/// Closes images of which somebody lets go soon.
+async fn tidy_on(server: Weak<Server>) {
+    for _ in 0..CLOSE_TRIES {
+        tokio::time::sleep(CLOSE_PAUSE).await;
+        let Some(server) = server.upgrade() else {
+            return;
+        };
+        let now = server.started.elapsed();
+        let (idle, more) = server.idle(now);
+        for name in idle {
+            let server = server.clone();
+            drop(tokio::task::spawn_blocking(move || {
+                server.close_idle(&name, now);
+            }));
+        }
+        if !more {
+            break;
+        }
+    }
+    if let Some(server) = server.upgrade() {
+        server.tidying.store(false, Ordering::Release);
+    }
+}
+
+/// Whether only the server has an image, and nobody is expected back.
+fn is_free(image: &Arc<Image>, now: Duration) -> bool {
+    Arc::strong_count(image) == 1 && image.is_idle(now)
 }
 
 fn no_front() -> Refusal {

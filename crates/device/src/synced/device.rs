@@ -85,7 +85,8 @@ impl BlockDevice for Synced {
             state => state.whole() && !limited,
         };
         let mut touched = self.shared.geometry.touched(offset, end - offset);
-        match touched.all(ready) {
+        let much = || self.shared.table.lock().dirty.len() >= write::MOST_ZEROED / 2;
+        match touched.all(ready) && !much() {
             true => Cost::Disk,
             false => Cost::Network,
         }

@@ -31,19 +31,32 @@ impl Source<'_> {
 const TRIES: u32 = 4;
 /// How often what is missing is fetched before the pusher is asked for room.
 const ROUNDS: u32 = 3;
-/// Dirty chunks (about 100 bytes of memory each while they are pushed) at which a trim is not done any more: one of a
-/// whole large device would take memory by the size of the device.
-pub(super) const MOST_TRIMMED: usize = 1 << 18;
+/// Dirty chunks (about 100 bytes of memory each while they are pushed) at which a trim is not done any more, and zeros
+/// wait: those of a whole large device would take memory by the size of the device.
+pub(super) const MOST_ZEROED: usize = 1 << 18;
+/// Dirty chunks at which zeros fail that have waited in vain.
+pub(super) const MOST_ZEROED_LATE: usize = 4 * MOST_ZEROED;
 
 impl Shared {
     pub(super) fn write(&self, offset: u64, source: Source<'_>) -> Result<(), DeviceError> {
+        self.write_parts(offset, source, true)
+    }
+
+    /// `waits`: zeros wait until there is room to remember them.
+    fn write_parts(&self, offset: u64, source: Source<'_>, waits: bool) -> Result<(), DeviceError> {
         let mut deadline = None;
+        let mut patience = None;
         for (at, take) in self.parts(offset, source.length()) {
             let part = match source {
                 Source::Data(data) => {
                     Source::Data(&data[(at - offset) as usize..(at - offset + take) as usize])
                 }
-                Source::Zeros(_) => Source::Zeros(take),
+                Source::Zeros(_) => {
+                    if waits {
+                        self.reserve_zeros(at, take, &mut patience)?;
+                    }
+                    Source::Zeros(take)
+                }
             };
             self.write_piece(at, part, &mut deadline)?;
         }
@@ -79,13 +92,38 @@ impl Shared {
         };
         // Piece by piece, as long as there is room to remember it: a trim need not be done.
         for (at, take) in self.geometry.pieces(from, to.saturating_sub(from)) {
-            if self.table.lock().dirty.len() >= MOST_TRIMMED {
+            if self.table.lock().dirty.len() >= MOST_ZEROED {
                 self.push.request();
                 return Ok(());
             }
-            self.write(at, Source::Zeros(take))?;
+            self.write_parts(at, Source::Zeros(take), false)?;
         }
         Ok(())
+    }
+
+    /// Zeros take no room in the cache, so nothing else bounds how much of a device can be dirty with them: they wait for
+    /// the pusher. When it does not get on for as long as a request waits, they are done all the same, up to another limit.
+    fn reserve_zeros(
+        &self,
+        offset: u64,
+        length: u64,
+        patience: &mut Option<Instant>,
+    ) -> Result<(), DeviceError> {
+        let mut touched = self.geometry.touched(offset, length);
+        if touched.all(|index| self.states.get(index).zero()) {
+            return Ok(());
+        }
+        loop {
+            let dirty = self.table.lock().dirty.len();
+            if dirty < MOST_ZEROED {
+                return Ok(());
+            }
+            let deadline = *patience.get_or_insert_with(|| Instant::now() + self.give_up_after);
+            match self.wait_for_room(deadline, false) {
+                Err(DeviceError::NoSpace(_)) if dirty < MOST_ZEROED_LATE => return Ok(()),
+                result => result?,
+            }
+        }
     }
 
     fn write_piece(

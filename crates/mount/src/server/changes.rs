@@ -160,7 +160,8 @@ impl Server {
     /// [`MountError::Refused`]: somebody has it mounted or may write it; or a disk that fails.
     pub fn drop_changes(&self, name: &ImageName) -> Result<Option<u64>, MountError> {
         // Nobody opens it meanwhile.
-        let _opening = self.opening.lock();
+        let door = self.door(name);
+        let _opening = door.lock();
         self.let_go(name)?;
         let path = self.overlay_of(name);
         if !path.is_dir() {
@@ -180,7 +181,8 @@ impl Server {
     /// # Errors
     /// [`MountError::State`] when one cannot be removed.
     pub fn drop_earlier(&self, name: &ImageName) -> Result<usize, MountError> {
-        let _opening = self.opening.lock();
+        let door = self.door(name);
+        let _opening = door.lock();
         let all = changes_on_disk(&self.config.state)?;
         let earlier = all.iter().filter(|c| c.earlier && c.image == name.as_str());
         let mut removed = 0;
@@ -201,7 +203,7 @@ impl Server {
         discard(&self.overlay_of(name), desk).map_err(MountError::Refused)
     }
 
-    /// Closes an image that is open for nobody any more, or says who has it. Held by the caller: `opening`.
+    /// Closes an image that is open for nobody any more, or says who has it. Held by the caller: its door.
     fn let_go(&self, name: &ImageName) -> Result<(), MountError> {
         let since = Instant::now();
         loop {
@@ -267,7 +269,8 @@ impl Server {
             note: note.to_owned(),
         };
         let image = {
-            let _opening = self.opening.lock();
+            let door = self.door(name);
+            let _opening = door.lock();
             let stale = {
                 let state = self.state.lock();
                 state.open.get(name).map(|image| image.digest())
@@ -308,7 +311,8 @@ impl Server {
         key: (PeerKey, MountId),
         discard: bool,
     ) -> Result<bool, MountError> {
-        let _opening = self.opening.lock();
+        let door = self.door(name);
+        let _opening = door.lock();
         let open = self.state.lock().open.get(name).cloned();
         if let (Some(image), false) = (&open, discard) {
             let ours = image.is_held_by(key.0, key.1);

@@ -177,9 +177,9 @@ fn mount(runtime: &Runtime, world: &World, image: &str, access: Access) -> Remot
         give_up: 2 * PATIENCE,
         ..Options::new(name(image), access)
     };
-    let client = runtime
-        .block_on(Client::open(runtime.handle(), near, options))
-        .unwrap();
+    let opened = Client::open(runtime.handle(), near, options);
+    let client = runtime.block_on(async { tokio::time::timeout(PATIENCE, opened).await });
+    let client = client.expect("it opens in time").unwrap();
     RemoteDevice::new(Arc::new(client))
 }
 
@@ -258,4 +258,31 @@ fn an_image_that_does_not_answer_keeps_nothing_from_readers_of_others() {
         reader.join().unwrap().unwrap();
     }
     slow.close().unwrap();
+}
+
+#[test]
+fn an_image_that_takes_long_to_close_keeps_nothing_from_another() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let world = world(true);
+    let slow = mount(&runtime, &world, "slow", Access::ReadWrite);
+    slow.write(0, &[1; 100]).unwrap();
+    world.gate.set(true);
+    let opens = Opens(world.gate.clone());
+    slow.close().unwrap();
+    drop(slow);
+    world.gate.wait_for_somebody();
+    let quick = Arc::new(mount(&runtime, &world, "quick", Access::ReadWrite));
+    in_time("a mount of another image", move || {
+        quick.write(70, &[3; 100]).unwrap();
+        quick.flush().unwrap();
+        quick.close().unwrap();
+    });
+    drop(opens);
+    // Whoever comes meanwhile waits until it is closed, and finds it whole.
+    let again = mount(&runtime, &world, "slow", Access::ReadWrite);
+    let mut written = [0; 100];
+    again.read(0, &mut written).unwrap();
+    assert_eq!(written, [1; 100]);
+    again.close().unwrap();
 }
