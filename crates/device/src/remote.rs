@@ -220,6 +220,8 @@ pub struct Traffic {
     pub in_flight: u64,
     /// Background bytes that may be under way at once, as it is set now.
     pub window: u64,
+    /// Bytes of changes that may be under way at once to the far side, as it is set now.
+    pub push_window: u64,
     /// Bytes that arrived on the link in all, compressed.
     pub received: u64,
     /// Bytes that left on the link in all, compressed.

@@ -20,14 +20,13 @@ use drover_device::remote::{
 use drover_net::WireCounters;
 use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Handle;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 
 use crate::MountError;
 use crate::compress::Packer;
 use crate::protocol::{
-    Access, Answer, Ask, Coding, DEFAULT_CHUNK, Identity, LaneKind, MAX_DIRECT, MAX_LANES, MountId,
-    Opened,
+    Access, Answer, Ask, Coding, DEFAULT_CHUNK, Identity, LaneKind, MAX_LANES, MountId, Opened,
 };
 
 use book::{Book, Job, split};
@@ -176,6 +175,8 @@ struct Inner {
     packer: Mutex<Packer>,
     /// A thread has been told to ask for more background work.
     pumping: AtomicBool,
+    /// Something that could be sent has to wait for its time.
+    paced: Arc<Notify>,
 }
 
 struct State {
@@ -252,6 +253,7 @@ impl Client {
             silent: RwLock::new(false),
             packer: Mutex::new(Packer::new()?),
             pumping: AtomicBool::new(false),
+            paced: Arc::default(),
         });
         threads.run(&inner)?;
         let up = {
@@ -260,6 +262,7 @@ impl Client {
         };
         runtime.spawn(link::keep(inner.clone(), connector, up));
         runtime.spawn(look(Arc::downgrade(&inner)));
+        runtime.spawn(pace(Arc::downgrade(&inner), inner.paced.clone()));
         Ok(Self { inner })
     }
 
@@ -337,6 +340,13 @@ impl Drop for Client {
     }
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // So that it sees that there is nothing left to pace.
+        self.paced.notify_one();
+    }
+}
+
 /// Fails what has waited too long.
 async fn look(inner: Weak<Inner>) {
     loop {
@@ -356,6 +366,28 @@ async fn look(inner: Weak<Inner>) {
         let why = inner.why_not();
         for (job, runs) in late {
             inner.fail(job, &runs, &why);
+        }
+    }
+}
+
+/// Sends what had to wait for its time.
+async fn pace(inner: Weak<Inner>, paced: Arc<Notify>) {
+    loop {
+        paced.notified().await;
+        let Some(strong) = inner.upgrade() else {
+            return;
+        };
+        if *strong.stop.borrow() {
+            return;
+        }
+        let at = strong.state.lock().book.select_at();
+        let Some(at) = at.map(|at| strong.started + at) else {
+            continue;
+        };
+        drop(strong);
+        tokio::time::sleep_until(at).await;
+        if let Some(inner) = inner.upgrade() {
+            inner.issue();
         }
     }
 }
@@ -417,6 +449,11 @@ impl Inner {
         let mut state = self.state.lock();
         while let Some((lane, ask, body)) = state.book.select(now) {
             state.send(lane, ask, body);
+        }
+        let waits = state.book.select_at().is_some();
+        drop(state);
+        if waits {
+            self.paced.notify_one();
         }
     }
 
@@ -615,7 +652,9 @@ impl Remote for Client {
         for run in under_way {
             self.inner.state.lock().book.forget(run);
         }
-        let parts = changes.into_iter().flat_map(parts).collect::<Vec<_>>();
+        let most = self.inner.state.lock().book.push_part();
+        let parts = changes.into_iter().flat_map(|change| parts(change, most));
+        let parts = parts.collect::<Vec<_>>();
         let mut done = tell::all(parts.len(), done);
         for part in parts {
             let (ask, body) = match part {
@@ -690,6 +729,7 @@ impl Remote for Client {
         Traffic {
             in_flight: state.book.in_flight(),
             window: window.size(),
+            push_window: state.book.push_window(),
             received: inner.received.load(Ordering::Relaxed)
                 + of(&state.wires, WireCounters::received),
             sent: inner.sent.load(Ordering::Relaxed) + of(&state.wires, WireCounters::sent),
@@ -745,13 +785,13 @@ impl Inner {
     }
 }
 
-/// A change in parts that a message can carry.
-fn parts(change: Change) -> Vec<Change> {
+/// A change in parts of at most `most` bytes on the link.
+fn parts(change: Change, most: usize) -> Vec<Change> {
     match change {
         Change::Write(offset, bytes) => (0..bytes.len())
-            .step_by(MAX_DIRECT as usize)
+            .step_by(most)
             .map(|at| {
-                let end = bytes.len().min(at + MAX_DIRECT as usize);
+                let end = bytes.len().min(at + most);
                 Change::Write(offset + at as u64, bytes.slice(at..end))
             })
             .collect(),

@@ -556,14 +556,19 @@ pub enum Answer {
         /// Up to which byte of the device that is all.
         end: u64,
     },
+    /// What has arrived, whatever became of it: so the mount sees how long the link takes, and not the site's disk.
+    Arrived {
+        /// Bytes of the bodies of all requests that arrived on this lane, since it was opened.
+        bytes: u64,
+    },
 }
 
 impl Answer {
-    /// The id of the request that this is an answer to; 0 for the lane as a whole.
+    /// The id of the request that this is an answer to; 0 for none.
     #[must_use]
     pub fn id(&self) -> u64 {
         match *self {
-            Answer::Opened(_) => 0,
+            Answer::Opened(_) | Answer::Arrived { .. } => 0,
             Answer::Chunks { id, .. }
             | Answer::Presence { id, .. }
             | Answer::Digests { id, .. }

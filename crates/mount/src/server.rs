@@ -1,7 +1,7 @@
 //! A site's side: images served as devices to mounts.
 
 mod changes;
-mod counters;
+pub(crate) mod counters;
 pub(crate) mod flow;
 mod image;
 mod lane;

@@ -14,13 +14,16 @@ use crate::server::flow::Flow;
 use crate::server::queue::{Queue, Unit};
 
 mod near;
+mod push;
 #[cfg(test)]
 mod tests;
 
 use near::{Disk, Near};
+use push::{Pushing, Writes};
 
-/// Front and two back lanes.
-const LANES: usize = 3;
+/// Front, two back lanes and, where something is pushed, one for that.
+const LANES: usize = 4;
+const PUSH: usize = 3;
 
 /// Bytes of a request or a credit on the link.
 const ASK: u64 = 40;
@@ -47,6 +50,8 @@ struct Setting {
     disk: Disk,
     /// How much of the image is left on the link.
     left: Left,
+    /// What is pushed; then nothing is pulled in the background unless it says so.
+    writes: Option<Writes>,
 }
 
 /// How much is left of an image when it is packed.
@@ -76,15 +81,35 @@ impl Setting {
             window: None,
             disk: Disk::default(),
             left: Left::All,
+            writes: None,
         }
+    }
+
+    /// Lanes that are opened.
+    fn lanes(&self) -> usize {
+        LANES - usize::from(self.writes.is_none())
+    }
+
+    /// Bytes a second up and down.
+    fn rates(&self) -> [f64; 2] {
+        [self.writes.map_or(self.rate, |writes| writes.up), self.rate]
     }
 }
 
 enum Event {
     /// An ask reaches the site on a link.
     Asked(u64, usize, Ask),
+    /// A part of what is pushed reaches the site on a link, with so many bytes.
+    Pushed(u64, Ask, Bytes),
+    /// The mount is told that so much of it came.
+    Told(u64, u64),
+    /// The site has written the part of this id, and the mount is told.
+    Written(u64, u64),
+    Done(u64, u64),
     /// An answer reaches the mount on a link.
     Answered(u64, usize, ChunksAnswer),
+    /// The mount may send what it had to wait with.
+    Paced,
     /// What the mount's disk was given is on it.
     Stored,
     /// Somebody wants a chunk.
@@ -152,6 +177,8 @@ struct World {
     up: bool,
     book: Book<()>,
     near: Near,
+    pushing: Pushing,
+    paced: bool,
     lanes: Vec<SiteLane>,
     flow: Flow,
     cursor: u64,
@@ -188,6 +215,8 @@ impl World {
             up: false,
             book: Book::new(shape, set.window),
             near: Near::new(set.disk),
+            pushing: Pushing::default(),
+            paced: false,
             lanes: Vec::new(),
             flow: Flow::default(),
             cursor: 0,
@@ -232,7 +261,7 @@ impl World {
 
     /// When bytes that leave now on a lane are looked at.
     fn cross(&mut self, way: usize, lane: usize, bytes: u64) -> f64 {
-        let free = self.free[way].max(self.now) + bytes as f64 / self.set.rate;
+        let free = self.free[way].max(self.now) + bytes as f64 / self.set.rates()[way];
         self.free[way] = free;
         let turn = match self.set.turn {
             0.0 => 0.0,
@@ -246,7 +275,7 @@ impl World {
 
     fn run(&mut self) {
         let mut steps = 0u64;
-        while self.missing > 0 || !self.wanted.is_empty() {
+        while !self.is_done() {
             steps += 1;
             assert!(steps < 5_000_000, "it does not end");
             let Reverse((time, order)) = self.events.pop().expect("it stands still");
@@ -260,7 +289,14 @@ impl World {
             );
         }
         self.done_at = self.now;
-        assert!(self.came.iter().all(|&n| n == 1));
+        assert!(self.set.writes.is_some() || self.came.iter().all(|&n| n == 1));
+    }
+
+    fn is_done(&self) -> bool {
+        match self.set.writes {
+            Some(writes) => self.pushing.is_done(&writes),
+            None => self.missing == 0 && self.wanted.is_empty(),
+        }
     }
 
     fn step(&mut self, event: Event) {
@@ -269,7 +305,22 @@ impl World {
             Event::Answered(link, lane, answer) if link == self.link && self.up => {
                 self.answered(lane, answer);
             }
-            Event::Asked(..) | Event::Answered(..) => {}
+            Event::Pushed(link, ask, body) if link == self.link && self.up => {
+                self.pushed(ask, body);
+            }
+            Event::Told(link, bytes) if link == self.link && self.up => self.push_told(bytes),
+            Event::Written(link, id) if link == self.link && self.up => self.written(id),
+            Event::Done(link, id) if link == self.link && self.up => self.push_done(id),
+            Event::Asked(..)
+            | Event::Answered(..)
+            | Event::Pushed(..)
+            | Event::Told(..)
+            | Event::Written(..)
+            | Event::Done(..) => {}
+            Event::Paced => {
+                self.paced = false;
+                self.issue();
+            }
             Event::Stored => {
                 let answer = self.near.stored();
                 self.stored(answer);
@@ -288,10 +339,12 @@ impl World {
                 self.free = [self.now; 2];
                 self.looked = [[self.now; LANES]; 2];
                 self.flow = Flow::default();
-                self.lanes = (0..LANES).map(|_| SiteLane::default()).collect();
-                for lane in 0..LANES {
+                let lanes = self.set.lanes();
+                self.lanes = (0..lanes).map(|_| SiteLane::default()).collect();
+                for lane in 0..lanes {
                     let kind = match lane {
                         0 => LaneKind::Front,
+                        PUSH => LaneKind::Push,
                         _ => LaneKind::Back,
                     };
                     self.book.lane_up(lane, kind);
@@ -353,13 +406,30 @@ impl World {
     }
 
     fn issue(&mut self) {
-        while let Some((lane, ask, _)) = self.book.select(self.clock()) {
-            self.send(lane, ask);
+        while let Some((lane, ask, body)) = self.book.select(self.clock()) {
+            if body.is_empty() {
+                self.send(lane, ask);
+                continue;
+            }
+            assert_eq!(lane, PUSH);
+            let at = self.cross(0, lane, ASK + body.len() as u64);
+            let link = self.link;
+            self.at(at, Event::Pushed(link, ask, body));
+        }
+        if let Some(at) = self.book.select_at()
+            && !self.paced
+        {
+            self.paced = true;
+            self.at(at.as_secs_f64().max(self.now) + 1e-6, Event::Paced);
         }
     }
 
     fn pump(&mut self) {
+        self.push_more();
         self.issue();
+        if self.set.writes.is_some_and(|writes| !writes.pulls) {
+            return;
+        }
         while let Some(most) = self.book.room() {
             let taken = |at: u64, world: &Self| {
                 world.came[at as usize] > 0 || world.wanted.contains_key(&at)
@@ -409,9 +479,10 @@ impl World {
             }
         }
         // Whoever wakes first takes the credit.
-        let first = self.random.usize(0..LANES);
-        for n in 0..LANES {
-            self.serve((first + n) % LANES);
+        let lanes = self.lanes.len();
+        let first = self.random.usize(0..lanes);
+        for n in 0..lanes {
+            self.serve((first + n) % lanes);
         }
     }
 

@@ -15,14 +15,36 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Where it begins: a little ahead of what TCP sends in its first round trip on two lanes.
-const FIRST: u64 = 64 << 10;
+/// What differs between the two directions.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    /// Where it begins.
+    first: u64,
+    /// The least it ever is.
+    least: u64,
+    /// The slack is no less than this and no more.
+    slack: (Duration, Duration),
+}
 
-/// Until so much has arrived, answers are late on all lanes because TCP begins slowly, and not because the link is full.
-const SLOW_START: u64 = 16 * FIRST;
+/// A pull begins a little ahead of what TCP sends in its first round trip on two lanes, and has a few frames under way at least.
+/// Two busy machines need a millisecond to take turns; two are what a waited-for read may be made to wait.
+const PULL: Way = Way {
+    first: 64 << 10,
+    least: 48 << 10,
+    slack: (Duration::from_millis(1), Duration::from_millis(2)),
+};
 
-/// The least it ever is: a few frames.
-const LEAST: u64 = 48 << 10;
+/// A push may be on a much slower link: one of the shortest parts is under way at least. Word of what arrived stands behind what
+/// is pulled, a little more now and less then, so it has more slack.
+const PUSH: Way = Way {
+    first: 32 << 10,
+    least: 16 << 10,
+    slack: (Duration::from_millis(3), Duration::from_millis(4)),
+};
+
+/// Until so many times the first window has arrived, answers are late on all lanes because TCP begins slowly, and not because
+/// the link is full.
+const SLOW_START: u64 = 16;
 
 /// The most it ever is.
 pub const MOST: u64 = 256 << 20;
@@ -33,14 +55,8 @@ const RATE_ROUNDS: usize = 8;
 /// How long the least round trip counts.
 const ROUND_TRIP_FOR: Duration = Duration::from_secs(10);
 
-/// The slack is this part of the round trip...
+/// The slack is this part of the round trip, within bounds.
 const SLACK_PART: u32 = 20;
-
-/// ...but no less than what two busy machines need to take turns...
-const LEAST_SLACK: Duration = Duration::from_millis(1);
-
-/// ...and no more than what a waited-for read may be made to wait.
-const MOST_SLACK: Duration = Duration::from_millis(2);
 
 /// The window is worth at least this time of the rate. Where a round trip is much shorter, bursts of whole chunks overflow
 /// a queue of one round trip whatever the window is; the losses cost the more the less is under way beside them, and a
@@ -152,6 +168,7 @@ impl Mark {
 #[derive(Clone, Debug)]
 pub struct Window {
     fixed: Option<u64>,
+    way: Way,
     size: u64,
     arrived: u64,
     /// What had arrived when the window last grew by it.
@@ -222,9 +239,21 @@ impl Window {
     /// A window that finds its size, or has a fixed one, for answers of `answer` bytes and more.
     #[must_use]
     pub fn new(fixed: Option<u64>, answer: u64) -> Self {
+        let fixed = fixed.map(|bytes| bytes.clamp(PULL.least, MOST));
+        Self::from(fixed, PULL, answer)
+    }
+
+    /// The same for the other direction, where what arrived is what was answered.
+    #[must_use]
+    pub fn for_pushes() -> Self {
+        Self::from(None, PUSH, PUSH.least)
+    }
+
+    fn from(fixed: Option<u64>, way: Way, answer: u64) -> Self {
         Self {
-            fixed: fixed.map(|bytes| bytes.clamp(LEAST, MOST)),
-            size: FIRST,
+            fixed,
+            way,
+            size: way.first,
             arrived: 0,
             grown_to: 0,
             phase: Phase::Start { best: 0.0, flat: 0 },
@@ -316,7 +345,7 @@ impl Window {
             let base = self.round_trip().unwrap_or_default();
             let late = took > base + base / 4 + START_QUEUE;
             let all_late = self.all_late(now, lane, late);
-            let enough = match self.arrived < SLOW_START {
+            let enough = match self.arrived < SLOW_START * self.way.first {
                 true => FLAT_LOOKS,
                 false => 1,
             };
@@ -379,7 +408,7 @@ impl Window {
 
     /// The link came up anew: what is known of it may no longer be so.
     pub fn reset(&mut self) {
-        *self = Self::new(self.fixed, self.answer);
+        *self = Self::from(self.fixed, self.way, self.answer);
     }
 
     fn note_trip(&mut self, now: Duration, trip: Duration) {
@@ -399,7 +428,7 @@ impl Window {
 
     fn slack(&self) -> Duration {
         let trip = self.round_trip().unwrap_or_default();
-        let part = (trip / SLACK_PART).clamp(LEAST_SLACK, MOST_SLACK);
+        let part = (trip / SLACK_PART).clamp(self.way.slack.0, self.way.slack.1);
         part.max(LEAST_COVER.saturating_sub(trip))
     }
 
@@ -421,7 +450,7 @@ impl Window {
                 let grew = round.rate >= best * GROWTH;
                 let flat = if grew { 0 } else { flat + 1 };
                 let best = best.max(round.rate);
-                let queued = queue > (base / 8).max(2 * MOST_SLACK);
+                let queued = queue > (base / 8).max(2 * self.way.slack.1);
                 if self.ramp.flat >= FLAT_LOOKS && (flat >= FLAT_ROUNDS || queued) {
                     self.end_start();
                 } else {
@@ -487,7 +516,7 @@ impl Window {
         // What leaves is late by half an answer on average; the slack makes up for that unless it is short for it.
         let slack = (self.rate() * self.slack().as_secs_f64()) as u64;
         let answer = answer - (answer / 2).min(slack / 2);
-        self.size = ((self.rate() * seconds) as u64 + answer + extra).clamp(LEAST, MOST);
+        self.size = ((self.rate() * seconds) as u64 + answer + extra).clamp(self.way.least, MOST);
     }
 }
 

@@ -552,6 +552,7 @@ impl Remote for LocalRemote {
         Traffic {
             in_flight: self.inner.in_flight.load(Ordering::Relaxed),
             window: self.inner.window,
+            push_window: self.inner.window,
             received,
             sent: self.inner.sent.load(Ordering::Relaxed),
             round_trip: 0.0,

@@ -19,7 +19,7 @@ mod read;
 
 use read::{GIVEN_UP, Reader};
 
-/// Bytes of changes under way when the far side asks for no more.
+/// Bytes of changes under way when the far side can do with less: twice its window are, so that it has the next at hand.
 const UNDER_WAY: u64 = 8 << 20;
 /// And at most.
 const MOST_UNDER_WAY: u64 = 64 << 20;
@@ -423,7 +423,8 @@ impl Shared {
         let limit = self
             .remote
             .traffic()
-            .window
+            .push_window
+            .saturating_mul(2)
             .clamp(UNDER_WAY, MOST_UNDER_WAY);
         let result = loop {
             let changes = match reader.next() {

@@ -11,17 +11,19 @@ use crate::protocol::{Ask, Code, LaneKind, MAX_ASKED, MAX_LANES, MAX_READ, MOST_
 use crate::window::{Mark, Window};
 
 mod ahead;
+mod job;
+mod push;
 mod runs;
 
 use ahead::{Ahead, MOST_AHEAD};
+use job::with_id;
+pub use job::{ChunksAnswer, Job};
+use push::{Bodies, Push};
 pub use runs::split;
 use runs::{cut_out, has_come};
 
 /// Requests that wait to be sent at most.
 pub const MAX_WAITING: usize = 1 << 16;
-
-/// Bytes of requests' bodies that are under way at once on a lane, at most.
-const MOST_BODIES: u64 = 8 << 20;
 
 /// The shortest background request, in bytes of chunks.
 const LEAST_REQUEST: u64 = 16 << 10;
@@ -43,70 +45,6 @@ const MOST_MARKS: usize = 4096;
 /// A request that ended, and the runs of a read that have not come.
 pub type EndedJob<T> = (Job<T>, Vec<Chunks>);
 
-/// A request, and whom to tell.
-#[derive(Debug)]
-pub struct Job<T> {
-    /// What is asked; its id is filled in when it is sent.
-    pub ask: Ask,
-    /// What goes with it.
-    pub body: Bytes,
-    /// When it is given up.
-    pub deadline: Duration,
-    /// It has brought a wrong digest before.
-    pub again: bool,
-    /// Whom to tell.
-    pub to: T,
-}
-
-impl<T> Job<T> {
-    fn is_background(&self) -> bool {
-        matches!(
-            self.ask,
-            Ask::Read {
-                background: true,
-                ..
-            }
-        )
-    }
-
-    /// Whether it can be asked again on another link: it changes nothing, or the same again, and the answer means the same.
-    pub fn survives(&self) -> bool {
-        !matches!(
-            self.ask,
-            Ask::Write { .. }
-                | Ask::Zero { .. }
-                | Ask::Commit { .. }
-                | Ask::Close { .. }
-                | Ask::Staged { .. }
-        )
-    }
-
-    /// The chunks of a read.
-    pub fn chunks(&self) -> Option<Chunks> {
-        match self.ask {
-            Ask::Read { first, count, .. } => Some(Chunks { first, count }),
-            _ => None,
-        }
-    }
-
-    fn lane(&self) -> LaneKind {
-        match self.ask {
-            Ask::Write { .. } | Ask::Zero { .. } | Ask::DirectWrite { .. } => LaneKind::Push,
-            Ask::Read { .. } | Ask::DirectRead { .. } => LaneKind::Back,
-            _ => LaneKind::Front,
-        }
-    }
-
-    /// What it weighs on its lane, in bytes.
-    fn weight(&self, shape: Shape) -> u64 {
-        match self.ask {
-            Ask::Read { count, .. } => u64::from(count) * u64::from(shape.chunk),
-            Ask::DirectRead { length, .. } => u64::from(length),
-            _ => self.body.len() as u64,
-        }
-    }
-}
-
 /// Chunks of an answer, as far as the book knows them.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Taken {
@@ -123,6 +61,8 @@ struct Asked<T> {
     left: u32,
     /// What was known when it was sent; none for what was sent before the link was up.
     mark: Option<Mark>,
+    /// Of a request with a body: the bodies of its lane up to it.
+    pushed: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -130,7 +70,7 @@ struct Lane {
     kind: LaneKind,
     /// What its requests weigh.
     weight: u64,
-    bodies: u64,
+    bodies: Bodies,
     asked: usize,
     /// Payload bytes that came on it, and how many of them it was told of.
     received: u64,
@@ -155,6 +95,8 @@ pub struct Book<T> {
     waited: u64,
     /// How much of that there should be.
     plan: Ahead,
+    /// How much may go the other way.
+    push: Push,
     /// Bytes of chunks that came.
     came: u64,
     /// Runs that came and are being verified: not asked for, and not to be asked for. Of each, whether it was background
@@ -178,6 +120,7 @@ impl<T> Book<T> {
             ahead: 0,
             waited: 0,
             plan: Ahead::new(),
+            push: Push::new(),
             came: 0,
             verifying: VecDeque::new(),
             unverified: 0,
@@ -187,6 +130,16 @@ impl<T> Book<T> {
     /// What the window is now.
     pub fn window(&self) -> &Window {
         &self.window
+    }
+
+    /// Bytes of what is pushed that may be under way.
+    pub fn push_window(&self) -> u64 {
+        self.push.window()
+    }
+
+    /// Into how long parts what is pushed is to be cut.
+    pub fn push_part(&self) -> usize {
+        self.push.part()
     }
 
     /// Bytes of chunks that were asked for and have not come.
@@ -323,22 +276,29 @@ impl<T> Book<T> {
         let job = match self
             .front
             .iter()
-            .position(|job| self.lane_for(job).is_some())
+            .position(|job| self.lane_for(job, now).is_some())
         {
             // Those before it wait for a lane of another kind, or for room on it.
             Some(at) => self.front.remove(at)?,
             None => {
-                self.lane_for(self.back.front()?)?;
+                self.lane_for(self.back.front()?, now)?;
                 self.back.pop_front()?
             }
         };
-        let lane = self.lane_for(&job)?;
+        let lane = self.lane_for(&job, now)?;
         let id = self.next_id;
         let ask = with_id(&job.ask, id);
         let body = job.body.clone();
         let mark = Some(self.window.mark(now));
         self.sent(lane, id, job, mark)?;
         Some((lane, ask, body))
+    }
+
+    /// When to select again, though nothing may have happened by then.
+    pub fn select_at(&self) -> Option<Duration> {
+        let body = self.front.iter().find(|job| !job.body.is_empty())?;
+        let allowed = self.push.allows(body.body.len() as u64);
+        allowed.then(|| self.push.ready_at())
     }
 
     /// A request has been sent with the open of its lane, which is up now. It says nothing about the link's round trip.
@@ -361,7 +321,6 @@ impl<T> Book<T> {
         let weight = job.weight(self.shape);
         let state = self.lanes[lane].as_mut()?;
         state.weight += weight;
-        state.bodies += job.body.len() as u64;
         state.asked += 1;
         let left = job.chunks().map_or(0, |chunks| chunks.count);
         if job.is_background()
@@ -369,6 +328,11 @@ impl<T> Book<T> {
         {
             self.plan.sent(id, mark.at());
         }
+        let pushed = mark.filter(|_| !job.body.is_empty()).map(|mark| {
+            let last = self.front.iter().all(|job| job.body.is_empty());
+            let bytes = job.body.len() as u64;
+            self.push.sent(&mut state.bodies, bytes, last, mark.at())
+        });
         let come = [0; 4];
         self.asked.insert(
             id,
@@ -378,6 +342,7 @@ impl<T> Book<T> {
                 come,
                 left,
                 mark,
+                pushed,
             },
         );
         Some(())
@@ -415,7 +380,7 @@ impl<T> Book<T> {
     }
 
     /// The lane that has least to do of those that a request may take.
-    fn lane_for(&self, job: &Job<T>) -> Option<usize> {
+    fn lane_for(&self, job: &Job<T>, now: Duration) -> Option<usize> {
         let wanted = job.lane();
         let has_push = self
             .lanes
@@ -427,10 +392,12 @@ impl<T> Book<T> {
             LaneKind::Back => lane.kind != LaneKind::Push,
             _ => lane.kind == LaneKind::Front,
         };
-        let free = |lane: &Lane| {
-            lane.asked < MAX_ASKED
-                && (lane.bodies == 0 || lane.bodies + job.body.len() as u64 <= MOST_BODIES)
-        };
+        if !job.body.is_empty()
+            && (!self.push.allows(job.body.len() as u64) || self.push.ready_at() > now)
+        {
+            return None;
+        }
+        let free = |lane: &Lane| lane.asked < MAX_ASKED;
         let candidates = self
             .lanes
             .iter()
@@ -460,6 +427,17 @@ impl<T> Book<T> {
         self.window.arrived(bytes);
         if let Some(Some(lane)) = self.lanes.get_mut(lane) {
             lane.received += bytes;
+        }
+    }
+
+    /// The site has had so many bytes of bodies on a lane.
+    ///
+    /// # Errors
+    /// [`Code::Protocol`] for more than was sent.
+    pub fn arrived(&mut self, lane: usize, bytes: u64, now: Duration) -> Result<(), Refusal> {
+        match self.lanes.get_mut(lane) {
+            Some(Some(state)) => self.push.arrived(&mut state.bodies, bytes, lane, now),
+            _ => Ok(()),
         }
     }
 
@@ -602,22 +580,34 @@ impl<T> Book<T> {
     ///
     /// # Errors
     /// [`Code::Protocol`] for an answer to nothing.
-    pub fn end(&mut self, lane: usize, id: u64) -> Result<Option<EndedJob<T>>, Refusal> {
+    pub fn end(
+        &mut self,
+        lane: usize,
+        id: u64,
+        now: Duration,
+    ) -> Result<Option<EndedJob<T>>, Refusal> {
         match self.asked.get(&id) {
             None => self.stray(id),
             Some(asked) if asked.lane != lane => {
                 Err(Refusal::new(Code::Protocol, "an answer on another lane"))
             }
-            Some(_) => Ok(self.remove(id).map(|asked| self.give_up(asked))),
+            Some(asked) => {
+                if let Some(bytes) = asked.pushed {
+                    self.arrived(lane, bytes, now)?;
+                }
+                Ok(self.remove(id).map(|asked| self.give_up(asked)))
+            }
         }
     }
 
     /// Takes a request out of the counts of its lane.
     fn remove(&mut self, id: u64) -> Option<Asked<T>> {
         let asked = self.asked.remove(&id)?;
+        if asked.pushed.is_some() {
+            self.push.answered(asked.job.body.len() as u64);
+        }
         if let Some(Some(lane)) = self.lanes.get_mut(asked.lane) {
             lane.weight -= asked.job.weight(self.shape);
-            lane.bodies -= asked.job.body.len() as u64;
             lane.asked -= 1;
         }
         Some(asked)
@@ -639,7 +629,7 @@ impl<T> Book<T> {
         self.lanes[lane] = Some(Lane {
             kind,
             weight: 0,
-            bodies: 0,
+            bodies: Bodies::default(),
             asked: 0,
             received: 0,
             told: 0,
@@ -655,6 +645,7 @@ impl<T> Book<T> {
         self.lanes.clear();
         self.window.reset();
         self.plan.link_down();
+        self.push.link_down();
         let mut ids: Vec<u64> = self.asked.keys().copied().collect();
         // In the order in which they were asked, before what was never sent.
         ids.sort_unstable_by(|a, b| b.cmp(a));
@@ -757,23 +748,6 @@ impl<T> Book<T> {
     }
 }
 
-/// What an answer with chunks says about itself.
-#[derive(Clone, Copy, Debug)]
-pub struct ChunksAnswer {
-    /// Of the request.
-    pub id: u64,
-    /// The first chunk.
-    pub first: u64,
-    /// How many.
-    pub count: u32,
-    /// Payload bytes that it took on the link.
-    pub wire: u64,
-    /// What the site had been told to have arrived.
-    pub echo: u64,
-    /// Nothing else waited to leave.
-    pub last: bool,
-}
-
 impl<T> Asked<T> {
     /// Runs of a read that have not come.
     fn missing(&self) -> Vec<Chunks> {
@@ -795,14 +769,6 @@ impl<T> Asked<T> {
         }
         runs
     }
-}
-
-fn with_id(ask: &Ask, new: u64) -> Ask {
-    let mut ask = ask.clone();
-    if let Some(id) = ask.id_mut() {
-        *id = new;
-    }
-    ask
 }
 
 #[cfg(test)]

@@ -621,6 +621,12 @@ impl Inner {
             let mut state = self.state.lock();
             state.book.received(lane, wire);
             state.credit(now);
+            if let Answer::Arrived { bytes } = message.head {
+                state.book.arrived(lane, bytes, now)?;
+                drop(state);
+                self.issue();
+                return Ok(());
+            }
         }
         if let Answer::Error { id: 0, refusal } = message.head {
             if refusal.is_final() {
@@ -637,7 +643,7 @@ impl Inner {
         }
         let ended = {
             let mut state = self.state.lock();
-            let ended = state.book.end(lane, message.head.id())?;
+            let ended = state.book.end(lane, message.head.id(), now)?;
             if let Some((job, _)) = &ended
                 && matches!(job.ask, Ask::Write { .. } | Ask::Zero { .. })
             {

@@ -123,6 +123,9 @@ struct State {
     queue: Queue,
     front: VecDeque<Made>,
     back: VecDeque<Made>,
+    /// Bytes of requests' bodies that came, and of how many of them the mount was told.
+    came: u64,
+    told: u64,
     /// Units that threads work on or will.
     working: usize,
     closed: bool,
@@ -316,7 +319,11 @@ impl Lane {
             ask => {
                 self.counters.asked(&ask);
                 let mut state = self.state.lock();
+                state.came += message.body.len() as u64;
                 state.queue.admit(ask, message.body, self.shape.chunk)?;
+                if state.came > state.told {
+                    self.wake.notify_one();
+                }
             }
         }
         self.pump();
@@ -457,6 +464,13 @@ impl Lane {
     fn next_out(&self) -> Option<(Vec<u8>, Bytes)> {
         let mut state = self.state.lock();
         let mut flow = self.shared.flow.lock();
+        if state.came > state.told {
+            state.told = state.came;
+            let head = encode_message(&Answer::Arrived { bytes: state.came });
+            flow.sent(self.number, head.len() as u64, self.shared.now());
+            self.counters.left(head.len() as u64);
+            return Some((head, Bytes::new()));
+        }
         let (mut made, front) = if let Some(made) = state.front.pop_front() {
             (made, true)
         } else {

@@ -22,6 +22,7 @@ fn whatever_happens_to_the_link_every_chunk_comes_exactly_once() {
                 pause: random.f64() * 0.05,
             },
             left: [Left::All, Left::Mixed][random.usize(0..2)],
+            writes: None,
         };
         let ran = std::panic::catch_unwind(|| {
             let mut world = World::new(set, seed);
@@ -202,4 +203,87 @@ fn a_pull_does_not_stand_still_for_what_the_site_was_not_told() {
         let at = world.done_at;
         assert!(at < 1000.0, "seed {seed}: done after {at:.0} s");
     }
+}
+
+/// What a waited-for read may find before it of a push: what finds the rate, and on a slow link some parts.
+const PUSH_QUEUE: f64 = 0.005;
+const PUSH_PARTS: f64 = 3.0;
+
+/// Says whether a push used so much of the link, and those who read beside it waited no longer than they may.
+fn push_beside_reads(set: Setting, writes: Writes, least: f64) -> bool {
+    let mut world = World::new(set, 11);
+    world.run();
+    let (used, p99) = (world.pushing.used(&writes, 2.0), world.p99(2.0));
+    let part = world.book.push_part() as f64;
+    // Its chunk, and what stands before its request; before its answer stands what is pulled.
+    let own = 2.0 * f64::from(set.chunk) / set.rate;
+    let pulled = if writes.pulls { 0.005 } else { 0.0 };
+    let limit = set.round_trip + own + pulled + PUSH_QUEUE + PUSH_PARTS * part / writes.up;
+    eprintln!(
+        "{} Mbit/s, {:.0} ms, {:.1} ms to write: {:.1} % used, p99 {:.1} ms of {:.1}, window {} KiB, parts of {} KiB",
+        writes.up * 8e-6,
+        set.round_trip * 1e3,
+        writes.takes * 1e3,
+        used * 100.0,
+        p99 * 1e3,
+        limit * 1e3,
+        world.book.push_window() >> 10,
+        part as u64 >> 10,
+    );
+    used >= least && p99 <= limit
+}
+
+#[test]
+fn a_read_waits_for_little_of_a_push_and_the_push_fills_the_link() {
+    let mut failed = Vec::new();
+    for mbit in [2.0, 10.0, 50.0, 200.0, 1000.0] {
+        for trip in [0.001, 0.01, 0.04, 0.1] {
+            // What the site's disk takes is no part of the link.
+            for takes in [0.0005, 0.02].into_iter().skip(usize::from(mbit > 500.0)) {
+                let up = mbit * 1e6 / 8.0;
+                let writes = Writes {
+                    up,
+                    bytes: (up * if mbit < 20.0 { 20.0 } else { 4.0 }) as u64,
+                    takes,
+                    pulls: false,
+                };
+                let set = Setting {
+                    chunks: 1 << 18,
+                    reads: 40.0,
+                    writes: Some(writes),
+                    ..Setting::pull(100.0_f64.max(mbit), trip, 16 << 10, 0.0)
+                };
+                if !push_beside_reads(set, writes, 0.9) {
+                    failed.push((mbit, trip, takes));
+                }
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:?}");
+}
+
+/// Word of what arrived stands behind what flows the other way, and comes in bursts.
+#[test]
+fn a_push_and_a_pull_keep_most_of_their_ways_and_a_read_waits_for_little_of_them() {
+    let mut failed = Vec::new();
+    for (up, down) in [(10.0, 100.0), (100.0, 100.0), (400.0, 400.0)] {
+        for trip in [0.01, 0.04] {
+            let writes = Writes {
+                up: up * 1e6 / 8.0,
+                bytes: (up * 1e6 / 8.0 * 8.0) as u64,
+                takes: 0.002,
+                pulls: true,
+            };
+            let set = Setting {
+                reads: 20.0,
+                writes: Some(writes),
+                ..Setting::pull(down, trip, 16 << 10, 12.0)
+            };
+            // What is asked for in the background takes some of a narrow way.
+            if !push_beside_reads(set, writes, 0.75) {
+                failed.push((up, down, trip));
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{failed:?}");
 }

@@ -113,7 +113,7 @@ fn it_fills_the_link_and_leaves_no_queue() {
             out.rate
         );
         // The least window is a few frames, which a slow link takes a while for.
-        let most = 0.0045 + (LEAST as f64) / rate;
+        let most = 0.0045 + (PULL.least as f64) / rate;
         assert!(out.queue < most, "{rate} B/s, {trip} s: {}", out.queue);
         assert!(out.full_at < 1.0, "{rate} B/s, {trip} s: {}", out.full_at);
         let seen = out.window.round_trip().unwrap().as_secs_f64();
@@ -196,7 +196,7 @@ fn little_to_send_says_nothing_about_the_link() {
         window.arrived(4096);
         window.sample(ms(n * 10 + 5), mark, 0, 4096, true);
     }
-    assert_eq!(window.size(), FIRST);
+    assert_eq!(window.size(), PULL.first);
     assert_eq!(window.round_trip(), Some(ms(5)));
 }
 

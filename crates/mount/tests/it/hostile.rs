@@ -477,13 +477,19 @@ impl Rude {
         self.writer.flush().await.unwrap();
     }
 
+    /// The next answer, but for what only says that a body arrived.
     async fn hear(&mut self) -> Option<Answer> {
-        let limit = Duration::from_secs(10);
-        let frame: Option<Frame> = tokio::time::timeout(limit, self.reader.next())
-            .await
-            .expect("an answer")
-            .ok()?;
-        Some(decode_message::<Answer>(&frame?.payload).unwrap().head)
+        let limit = Duration::from_secs(60);
+        loop {
+            let frame: Option<Frame> = tokio::time::timeout(limit, self.reader.next())
+                .await
+                .expect("an answer")
+                .ok()?;
+            match decode_message::<Answer>(&frame?.payload).unwrap().head {
+                Answer::Arrived { .. } => {}
+                answer => return Some(answer),
+            }
+        }
     }
 
     /// The error that ends the lane.

@@ -71,9 +71,9 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
     book.lane_up(0, LaneKind::Front);
     book.lane_up(1, LaneKind::Push);
     // Two parts under way, one that waits for room on its lane, zeros behind them, and others' requests.
-    book.ask(part(10, 4 << 20)).unwrap();
-    book.ask(part(10, 4 << 20)).unwrap();
-    book.ask(part(10, 1 << 20)).unwrap();
+    book.ask(part(10, 16 << 10)).unwrap();
+    book.ask(part(10, 16 << 10)).unwrap();
+    book.ask(part(10, 16 << 10)).unwrap();
     book.ask(part(90, 0)).unwrap();
     let zero = Ask::Zero {
         id: 0,
@@ -107,8 +107,8 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
         })
         .unwrap();
     let waits = |book: &Book<()>| book.front.iter().filter(|j| !j.body.is_empty()).count();
-    assert_eq!(waits(&book), 1, "8 MiB of bodies are under way");
-    assert!(book.end(first.0, first.1).unwrap().is_some());
+    assert_eq!(waits(&book), 1, "32 KiB of bodies are under way");
+    assert!(book.end(first.0, first.1, at(0)).unwrap().is_some());
     book.pushed(at(40));
 
     // What is no part of an epoch waits no longer for that.
@@ -125,6 +125,44 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
     book.pushed(at(41));
     assert!(book.expire(at(89)).0.is_empty(), "never sooner than before");
     assert_eq!(book.expire(at(90)).0.len(), 1);
+}
+
+#[test]
+fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_them() {
+    let shape = Shape {
+        size: 1 << 30,
+        chunk: 65_536,
+    };
+    let ms = Duration::from_millis;
+    let mut book = Book::new(shape, None);
+    book.lane_up(0, LaneKind::Front);
+    book.lane_up(1, LaneKind::Push);
+    for _ in 0..4 {
+        book.ask(part(10, 32 << 10)).unwrap();
+    }
+    // One fills the way, and reads do not wait for the others.
+    assert!(book.select(ms(0)).is_some_and(|(lane, _, _)| lane == 1));
+    book.ask(Job {
+        ask: Ask::Presence {
+            id: 0,
+            first: 0,
+            count: 1,
+        },
+        ..part(10, 0)
+    })
+    .unwrap();
+    assert!(book.select(ms(0)).is_some_and(|(lane, _, _)| lane == 0));
+    assert!(book.select(ms(0)).is_none());
+    book.arrived(1, 32 << 10, ms(10)).unwrap();
+    let (_, ask, _) = book.select(ms(10)).expect("it has arrived");
+    // What is told again, or less of it, changes nothing; what was not sent is a lie.
+    book.arrived(1, 1 << 10, ms(10)).unwrap();
+    let lie = book.arrived(1, (64 << 10) + 1, ms(10));
+    assert_eq!(lie.unwrap_err().code, Code::Protocol);
+    // An answer says that all up to it arrived.
+    book.end(1, ask.id().unwrap(), ms(20)).unwrap();
+    assert!(book.select(ms(20)).is_some());
+    assert!(book.link_down().len() == 3, "nothing of them survives");
 }
 
 fn kind(ask: &Ask) -> &'static str {

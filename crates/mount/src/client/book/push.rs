@@ -1,0 +1,158 @@
+//! How much of what is pushed may be under way. It shares the way to the site with the requests of those who wait: what is
+//! sent before there is room in the link stands before these, in the network's queues, where nothing overtakes it.
+//!
+//! What counts is what has not arrived, and not what was not answered: the site's disk is no part of the link.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::protocol::{Code, MAX_ASKED_BYTES, MAX_DIRECT, Refusal};
+use crate::window::{Mark, Window};
+
+/// Bytes of bodies that are under way at most, and that the site has not answered, whatever the window.
+const MOST_UNDER_WAY: u64 = 16 << 20;
+const MOST_UNANSWERED: u64 = 24 << 20;
+const _: () = assert!(MOST_UNANSWERED < MAX_ASKED_BYTES as u64);
+
+/// A part takes the link about this long, as a request may have to wait for one that was begun...
+const PART_SECONDS: f64 = 0.002;
+
+/// ...but is no shorter than this, nor longer.
+const LEAST_PART: usize = 16 << 10;
+const MOST_PART: usize = 256 << 10;
+const _: () = assert!(MOST_PART <= MAX_DIRECT as usize);
+
+/// Offsets and lengths of parts are multiples of this.
+const GRAIN: usize = 4096;
+
+/// Bodies leave no faster than this many times the rate that was found, but for so many parts at once. Word of what arrived
+/// comes in bursts where it stands behind what flows the other way; what left in bursts would be a queue for that.
+const PACE: f64 = 1.1;
+const BURST: u64 = 2;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Push {
+    window: Window,
+    /// When all that was sent will have left at that pace.
+    paced_to: Duration,
+    under_way: u64,
+    unanswered: u64,
+}
+
+/// Bodies on their way on a lane.
+#[derive(Debug, Default)]
+pub struct Bodies {
+    sent: u64,
+    arrived: u64,
+    /// Those that have not arrived, each with what had been sent with it.
+    under_way: VecDeque<(u64, Sent)>,
+}
+
+/// What was known when a body was sent.
+#[derive(Debug)]
+struct Sent {
+    mark: Mark,
+    bytes: u64,
+    /// Nothing else could be sent.
+    last: bool,
+}
+
+impl Push {
+    /// Nothing is known.
+    pub fn new() -> Self {
+        Self {
+            window: Window::for_pushes(),
+            paced_to: Duration::ZERO,
+            under_way: 0,
+            unanswered: 0,
+        }
+    }
+
+    /// Bytes that may be under way.
+    pub fn window(&self) -> u64 {
+        self.window.size().min(MOST_UNDER_WAY)
+    }
+
+    /// How long parts should be.
+    pub fn part(&self) -> usize {
+        let bytes = (self.window.rate() * PART_SECONDS) as usize;
+        (bytes / GRAIN * GRAIN).clamp(LEAST_PART, MOST_PART)
+    }
+
+    /// Whether there is room for a body, but for the pace. There always is for one, however long.
+    pub fn allows(&self, bytes: u64) -> bool {
+        (self.under_way == 0 || self.under_way + bytes <= self.window())
+            && (self.unanswered == 0 || self.unanswered + bytes <= MOST_UNANSWERED)
+    }
+
+    fn paced(&self, bytes: u64) -> Duration {
+        let rate = self.window.rate() * PACE;
+        match self.window.has_started() && rate > 0.0 {
+            true => Duration::from_secs_f64(bytes as f64 / rate),
+            false => Duration::ZERO,
+        }
+    }
+
+    /// When the next body may be sent.
+    pub fn ready_at(&self) -> Duration {
+        self.paced_to
+            .saturating_sub(self.paced(BURST * self.part() as u64))
+    }
+
+    /// A body is sent on a lane; `last`: no other waits. Returned is what the site has when it has all of it.
+    pub fn sent(&mut self, lane: &mut Bodies, bytes: u64, last: bool, now: Duration) -> u64 {
+        self.under_way += bytes;
+        self.unanswered += bytes;
+        self.paced_to = self.paced_to.max(now) + self.paced(bytes);
+        lane.sent += bytes;
+        let full = self.unanswered + MOST_PART as u64 > MOST_UNANSWERED;
+        let sent = Sent {
+            mark: self.window.mark(now),
+            bytes,
+            last: last || full,
+        };
+        lane.under_way.push_back((lane.sent, sent));
+        lane.sent
+    }
+
+    /// The site has had so many bytes of bodies on a lane.
+    ///
+    /// # Errors
+    /// [`Code::Protocol`] for more than was sent.
+    pub fn arrived(
+        &mut self,
+        lane: &mut Bodies,
+        bytes: u64,
+        number: usize,
+        now: Duration,
+    ) -> Result<(), Refusal> {
+        if bytes > lane.sent {
+            let text = "more has arrived than was sent";
+            return Err(Refusal::new(Code::Protocol, text));
+        }
+        self.under_way -= bytes.saturating_sub(lane.arrived);
+        self.window.arrived(bytes.saturating_sub(lane.arrived));
+        lane.arrived = lane.arrived.max(bytes);
+        while lane.under_way.front().is_some_and(|(at, _)| *at <= bytes) {
+            if let Some((_, sent)) = lane.under_way.pop_front() {
+                self.window
+                    .sample(now, sent.mark, number, sent.bytes, sent.last);
+            }
+        }
+        Ok(())
+    }
+
+    /// A body was answered, or will not be.
+    pub fn answered(&mut self, bytes: u64) {
+        self.unanswered -= bytes;
+    }
+
+    /// All bodies are gone with the link, and what was known of it.
+    pub fn link_down(&mut self) {
+        self.under_way = 0;
+        self.unanswered = 0;
+        self.paced_to = Duration::ZERO;
+        self.window.reset();
+    }
+}

@@ -1,0 +1,151 @@
+//! What is written at the mount on its way to the site: parts of epochs, as the managed device hands them out.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::{ASK, Event, PUSH, World};
+use crate::client::book::Job;
+use crate::protocol::{Ask, Coding, MAX_DIRECT};
+use crate::server::counters::Effect;
+use crate::server::queue::Unit;
+
+/// Bytes that the device has under way with the client at least.
+const UNDER_WAY: u64 = 8 << 20;
+
+/// Bytes of an answer that a part came, or was written.
+const TOLD: u64 = 40;
+const DONE: u64 = 60;
+
+static BODY: [u8; MAX_DIRECT as usize] = [1; MAX_DIRECT as usize];
+
+/// What is pushed.
+#[derive(Clone, Copy)]
+pub struct Writes {
+    /// Bytes a second towards the site.
+    pub up: f64,
+    /// Bytes on the link.
+    pub bytes: u64,
+    /// Seconds that the site takes to write a part, at most.
+    pub takes: f64,
+    /// Whether a pull goes on meanwhile.
+    pub pulls: bool,
+}
+
+/// How far it is.
+#[derive(Default)]
+pub struct Pushing {
+    asked: u64,
+    came: u64,
+    done: u64,
+    /// Bytes that were written by tenths of seconds.
+    tenths: Vec<u64>,
+}
+
+impl Pushing {
+    pub fn is_done(&self, writes: &Writes) -> bool {
+        self.done >= writes.bytes
+    }
+
+    /// The part of the link that was used from `from` seconds on until shortly before the end.
+    pub fn used(&self, writes: &Writes, from: f64) -> f64 {
+        let (first, last) = ((from * 10.0) as usize, self.tenths.len().saturating_sub(2));
+        assert!(last > first + 3, "the run is too short: {last}");
+        let bytes: u64 = self.tenths[first..last].iter().sum();
+        bytes as f64 / (0.1 * (last - first) as f64 * writes.up)
+    }
+}
+
+impl World {
+    /// As the device hands out parts of an epoch, and the client cuts them.
+    pub(super) fn push_more(&mut self) {
+        let Some(writes) = self.set.writes else {
+            return;
+        };
+        let most = UNDER_WAY.max(2 * self.book.push_window());
+        while self.pushing.asked < writes.bytes && self.pushing.asked - self.pushing.done < most {
+            let part = self.book.push_part();
+            self.pushing.asked += part as u64;
+            let ask = Ask::Write {
+                id: 0,
+                epoch: 1 << 32,
+                offset: 0,
+                length: part as u32,
+                coding: Coding::Plain,
+            };
+            let job = Job {
+                ask,
+                body: Bytes::from_static(&BODY[..part]),
+                deadline: Duration::MAX,
+                again: false,
+                to: (),
+            };
+            assert!(self.book.ask(job).is_ok(), "no room in the book");
+        }
+    }
+
+    /// A part reaches the site.
+    pub(super) fn pushed(&mut self, ask: Ask, body: Bytes) {
+        let takes = self.set.writes.map_or(0.0, |writes| writes.takes);
+        let chunk = self.set.chunk;
+        self.pushing.came += body.len() as u64;
+        let (link, came) = (self.link, self.pushing.came);
+        self.flow.sent(PUSH as u64, TOLD, self.clock());
+        let at = self.cross(1, PUSH, TOLD);
+        self.at(at, Event::Told(link, came));
+        let queue = &mut self.lanes[PUSH].queue;
+        assert!(queue.admit(ask, body, chunk).is_ok(), "a part is refused");
+        while let Some((unit, front)) = self.lanes[PUSH].queue.take(chunk, 1) {
+            let weight = Effect::of(&unit, chunk).weight();
+            let Unit::Other(ask, _) = unit else {
+                panic!("only parts go there");
+            };
+            let id = ask.id().expect("an id");
+            let queue = &mut self.lanes[PUSH].queue;
+            queue.worked(weight, front);
+            queue.changed();
+            queue.made(DONE, front);
+            queue.left(DONE, front, id, None);
+            let at = self.now + self.random.f64() * takes;
+            self.at(at, Event::Written(link, id));
+        }
+    }
+
+    pub(super) fn written(&mut self, id: u64) {
+        let now = self.clock();
+        self.flow.sent(PUSH as u64, DONE, now);
+        let at = self.cross(1, PUSH, DONE);
+        let link = self.link;
+        self.at(at, Event::Done(link, id));
+    }
+
+    fn push_answer(&mut self, bytes: u64) -> Duration {
+        let now = self.clock();
+        self.book.received(PUSH, bytes);
+        for (lane, ask) in self.book.credits(now) {
+            self.send(lane, ask);
+        }
+        now
+    }
+
+    pub(super) fn push_told(&mut self, bytes: u64) {
+        let now = self.push_answer(TOLD);
+        let told = self.book.arrived(PUSH, bytes, now);
+        told.expect("no more than was sent");
+        self.issue();
+    }
+
+    pub(super) fn push_done(&mut self, id: u64) {
+        let now = self.push_answer(DONE);
+        let ended = self.book.end(PUSH, id, now).expect("what was asked for");
+        let (job, _) = ended.expect("an answer to what nobody waits for");
+        let bytes = job.body.len() as u64;
+        self.pushing.done += bytes;
+        let tenth = (self.now * 10.0) as usize;
+        if self.pushing.tenths.len() <= tenth {
+            self.pushing.tenths.resize(tenth + 1, 0);
+        }
+        self.pushing.tenths[tenth] += bytes + ASK;
+        self.pump();
+    }
+}
