@@ -33,6 +33,9 @@ const AFTER_START: Duration = Duration::from_secs(2);
 /// How often what a lone teleporter has is compared.
 const EVERY: Duration = Duration::from_secs(600);
 
+/// The images that the matcher finds blocks in: to tell it of older ones would only have them read.
+const LATEST: usize = 32;
+
 /// How long after a failure the next look is; doubled with each up to [`EVERY`].
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
 
@@ -102,10 +105,11 @@ impl Site {
                 let _ = say(&mut link, Event::Image(image, ImageEvent::Reindex));
             }
         }
+        // In the order they came, for the matcher keeps the latest.
         let mut lacking = self.images.list();
-        lacking.retain(|r| !have.contains(&r.id) && !unfit.contains(&r.id));
-        // In the order they came: the latest are the ones that are found best.
         lacking.sort_by_key(|r| (r.added_unix, r.id));
+        lacking.drain(..lacking.len().saturating_sub(LATEST));
+        lacking.retain(|r| !have.contains(&r.id) && !unfit.contains(&r.id));
         let partials = self.stopped_without(&have);
         if lacking.is_empty() && partials.is_empty() {
             return Ok(());
