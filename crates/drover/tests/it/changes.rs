@@ -1,6 +1,7 @@
 //! `drover changes`: what mounts wrote over images, listed, dropped and merged.
 
 mod merge;
+mod shared;
 
 use std::fs;
 use std::path::Path;
