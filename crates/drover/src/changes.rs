@@ -308,11 +308,14 @@ async fn ask_to_drop(
         call.close().await;
         return Ok(text);
     }
-    // No site may begin to serve it meanwhile.
-    let _lock = home.lock()?;
+    // No site may begin to serve it meanwhile; what a merge left that was interrupted is dealt with first.
+    let own = Own::open(home, catalog).await?;
     let server = mounts::site_server(home, catalog)?;
-    let (home, name) = (home.clone(), name.clone());
-    tokio::task::spawn_blocking(move || drop_json(&home, &server, &name, earlier)).await?
+    let (of, name) = (home.clone(), name.clone());
+    let dropped =
+        tokio::task::spawn_blocking(move || drop_json(&of, &server, &name, earlier)).await?;
+    own.close().await?;
+    dropped
 }
 
 /// There is nothing: fine, if there is such an image.

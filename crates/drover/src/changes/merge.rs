@@ -456,6 +456,14 @@ impl Making<'_> {
             from: prepared.from.clone(),
         };
         let done = claim.while_held(|| -> Result<()> {
+            // One that was on its way to the name may have come before the lease was taken.
+            let now = self.here.site.by_name(&self.order.name);
+            if now.map(|now| now.id) != Some(self.record.id) {
+                return Err(refused(format!(
+                    "{} was replaced or removed meanwhile; nothing was merged",
+                    self.order.name
+                )));
+            }
             if !fresh {
                 decided.write(self.turn.dir())?;
                 crash("decided");

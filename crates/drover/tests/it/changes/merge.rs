@@ -127,6 +127,60 @@ fn changes_become_part_of_a_raw_image_with_and_without_a_site() {
 }
 
 #[test]
+fn a_cache_of_the_old_image_is_not_taken_for_the_merged_one() {
+    if !can_mount("a_cache_of_the_old_image_is_not_taken_for_the_merged_one") {
+        return;
+    }
+    let m = Mounts::new();
+    let mut bytes = sent(&m, 88);
+    let disk = m.mount("web.img", "disk", &[]);
+    write(&disk, 4096, &[9; 65536]);
+    bytes[4096..][..65536].fill(9);
+    until("it is unmounted", || {
+        m.unmount(&disk, &["--keep-cache"]).code == Some(0)
+    });
+    merge(&m, &[]).ok();
+    // Somebody else's first edition and epoch over the new image.
+    let other = m.mount("web.img", "other", &[]);
+    write(&other, 1 << 20, &[8; 4096]);
+    bytes[1 << 20..][..4096].fill(8);
+    unmounted(&m, &other);
+    let disk = m.mount("web.img", "disk", &[]);
+    assert!(fs::read(&disk).unwrap() == bytes);
+    unmounted(&m, &disk);
+    merge(&m, &[]).ok();
+    assert!(fs::read(file(&m, "web.img")).unwrap() == bytes);
+}
+
+#[test]
+fn what_a_mount_has_not_pushed_keeps_the_image_as_it_is() {
+    if !can_mount("what_a_mount_has_not_pushed_keeps_the_image_as_it_is") {
+        return;
+    }
+    let m = Mounts::new();
+    let mut bytes = sent(&m, 89);
+    written(&m, &mut bytes, 90);
+    let disk = m.mount("web.img", "disk", &["--push-interval", "1h"]);
+    m.pulled();
+    write(&disk, 0, &[1; 4096]);
+    bytes[..4096].fill(1);
+    until("it is unmounted", || {
+        m.unmount(&disk, &["--offline"]).code == Some(0)
+    });
+    let name = m.list()[0]["name"].as_str().unwrap().to_owned();
+    for action in [&["merge", "web.img"][..], &["drop", "web.img", "-y"]] {
+        far(&m, &[&["changes"], action].concat())
+            .fails(3, &["web.img", &name, "drover mounts break"]);
+    }
+    let disk = m.mount("web.img", "disk", &[]);
+    m.pushed();
+    assert!(fs::read(&disk).unwrap() == bytes);
+    unmounted(&m, &disk);
+    merge(&m, &[]).ok();
+    assert!(fs::read(file(&m, "web.img")).unwrap() == bytes);
+}
+
+#[test]
 fn a_qcow2_image_is_written_anew() {
     let test = "a_qcow2_image_is_written_anew";
     if !can_mount(test) || !has(test, &["qemu-img"]) {
@@ -346,6 +400,23 @@ fn a_crash_between_the_new_name_and_the_catalog_is_finished() {
     assert!(changes(&m).is_empty());
     m.start_site();
     assert!(m.far_bytes("web.img") == bytes);
+}
+
+#[test]
+fn dropping_after_an_interrupted_merge_needs_no_other_command() {
+    if !can_mount("dropping_after_an_interrupted_merge_needs_no_other_command") {
+        return;
+    }
+    let mut m = Mounts::new();
+    let old = sent(&m, 125);
+    written(&m, &mut old.clone(), 126);
+    m.kill_site();
+    dies(&m, "written", &[]);
+    far(&m, &["changes", "drop", "web.img", "-y"]).ok();
+    is_tidy(&m);
+    is_good(&m, "web.img");
+    m.start_site();
+    assert!(m.far_bytes("web.img") == old);
 }
 
 #[test]
