@@ -6,7 +6,8 @@ use std::sync::Arc;
 use drover_core::BLOCK_SIZE_U64;
 
 use super::open::Logged;
-use super::redo::epoch_of;
+use super::redo::{Redo, epoch_of};
+use super::states::State;
 use super::{DATA, Identity, LOCK, OverlayError, STATES};
 use crate::chunklog::{ChunkLog, ChunkLogError};
 use crate::storage::{Access, Directory, Lock};
@@ -21,7 +22,7 @@ const STATES_NEW: &str = "states.new";
 pub struct Summary {
     /// Of what image it is.
     pub identity: Identity,
-    /// Bytes that are not the image's any more. An epoch that is not copied yet is not counted.
+    /// Bytes that are not the image's any more. An epoch that counts and is not copied yet is among them.
     pub changed: u64,
 }
 
@@ -41,10 +42,33 @@ pub fn summary(directory: &Arc<dyn Directory>) -> Result<Option<Summary>, Overla
     };
     let mut logged = Logged::default();
     opened.read(|record| logged.take(record, identity.size))?;
+    let blocks = logged.states.count() + waiting(directory.as_ref(), &logged, &identity);
     Ok(Some(Summary {
-        changed: (logged.states.count() * BLOCK_SIZE_U64).min(identity.size),
+        changed: (blocks * BLOCK_SIZE_U64).min(identity.size),
         identity,
     }))
+}
+
+/// Blocks that only an epoch changed which counts and is not copied yet. Whoever has the overlay open may just copy it:
+/// then they may be counted in the log already, or by the next look.
+fn waiting(directory: &dyn Directory, logged: &Logged, identity: &Identity) -> u64 {
+    let names = directory.list().unwrap_or_default();
+    let epochs = names.iter().filter_map(|name| epoch_of(name));
+    let mut blocks = 0;
+    for epoch in epochs.filter(|epoch| epoch.0 > logged.epoch) {
+        let found = Redo::skim(directory, epoch, &identity.base, identity.size);
+        let Ok(Some(states)) = found else {
+            continue;
+        };
+        for (run, _) in states
+            .runs(0..identity.size.div_ceil(BLOCK_SIZE_U64))
+            .filter(|run| run.1 != State::Base)
+        {
+            let base = logged.states.runs(run).filter(|run| run.1 == State::Base);
+            blocks += base.map(|run| run.0.end - run.0.start).sum::<u64>();
+        }
+    }
+    blocks
 }
 
 /// Discards the overlay of a directory: from one moment on there is none, also after a crash, and then its room is

@@ -24,7 +24,7 @@ const MAX_EPOCH: u64 = 1 << 62;
 #[derive(Default)]
 pub(super) struct Logged {
     pub(super) states: States,
-    epoch: u64,
+    pub(super) epoch: u64,
     /// Plain changes may have been made that no flush covered.
     marked: bool,
 }

@@ -410,6 +410,49 @@ impl Redo {
         }
     }
 
+    /// What a sealed redo file covers, by its log alone; none when it is not sealed, or not whole. Changes nothing.
+    pub fn skim(
+        directory: &dyn Directory,
+        epoch: Epoch,
+        base: &Digest,
+        size: u64,
+    ) -> io::Result<Option<States>> {
+        let name = name_of(epoch);
+        let file = directory.open(&name, Access::Read)?;
+        let length = file.len()?;
+        let mut redo = Self::without_changes(epoch, file, name, size);
+        if length < redo.end + RECORD as u64 || !redo.ends_with_seal(length)? {
+            return Ok(None);
+        }
+        let mut found = [0; HEADER];
+        read_exact_at(redo.file.as_ref(), &mut found, log_of(size))?;
+        let mut boot = [0; 16];
+        boot.copy_from_slice(&found[56..72]);
+        if found != header(epoch, base, boot) {
+            return Ok(None);
+        }
+        while let Some(head) = redo.head(length)? {
+            let blocks = blocks_of(head.offset, head.length);
+            let fine = is_whole(head.offset, head.length, size);
+            redo.end += RECORD as u64;
+            let state = match head.kind {
+                KIND_SEAL => return Ok(Some(redo.states)),
+                KIND_ZERO if fine => State::Zero,
+                KIND_FORGET if fine => State::Base,
+                KIND_DATA if fine => {
+                    redo.end += (blocks.end - blocks.start) * SUM as u64;
+                    State::Here
+                }
+                _ => return Ok(None),
+            };
+            redo.states.load(blocks, state);
+            if redo.end > length {
+                return Ok(None);
+            }
+        }
+        Ok(None)
+    }
+
     fn ends_with_seal(&self, length: u64) -> io::Result<bool> {
         let Some(at) = length.checked_sub(RECORD as u64) else {
             return Ok(false);
