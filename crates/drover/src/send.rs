@@ -75,7 +75,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
     match sent {
         Ok(reports) => show.done(&reports),
         Err(e) => {
-            show.clear();
+            show.failed();
             Err(e.into())
         }
     }

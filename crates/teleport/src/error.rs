@@ -81,6 +81,18 @@ pub enum TeleportError {
         /// What is there.
         found: drover_core::Digest,
     },
+    /// Some of several images were not delivered.
+    #[error("{failed} of {of} images were not delivered; {name}: {first}")]
+    Images {
+        /// How many.
+        failed: usize,
+        /// Of how many.
+        of: usize,
+        /// The first of them.
+        name: String,
+        /// What was wrong with it.
+        first: Box<TeleportError>,
+    },
     /// Stopped on request; what is durable stays for a resume.
     #[error("stopped; the transfer can be resumed by sending again")]
     Stopped,
@@ -126,6 +138,7 @@ impl TeleportError {
     pub fn refusal(&self) -> Option<RefuseReason> {
         match self {
             TeleportError::Refused { reason, .. } => Some(*reason),
+            TeleportError::Images { first, .. } => first.refusal(),
             TeleportError::Net(e) if e.refused() => Some(RefuseReason::Trust),
             TeleportError::File { error, .. } if is_full(error) => Some(RefuseReason::Space),
             _ => None,

@@ -81,7 +81,9 @@ pub enum SendEvent {
         name: String,
         /// Blocks to walk.
         walk_blocks: u64,
-        /// Bytes of the file that are not holes.
+        /// The file's length in bytes.
+        size_bytes: u64,
+        /// Bytes of the file that are not holes, as its file system sees them just now.
         data_bytes: u64,
         /// Blocks that an earlier session brought.
         resumed_blocks: u64,
@@ -95,6 +97,13 @@ pub enum SendEvent {
     },
     /// An image was delivered.
     Delivered(Box<ImageReport>),
+    /// An image was not delivered; the others are sent all the same.
+    Failed {
+        /// Its name at the destination.
+        name: String,
+        /// Why.
+        error: String,
+    },
     /// A dry run found this.
     Estimated {
         /// The image's name.
@@ -115,6 +124,10 @@ pub struct Counters {
     pub done_blocks: AtomicU64,
     /// Blocks that the destination asked for.
     pub needed_blocks: AtomicU64,
+    /// Of batches that are complete at the destination: blocks that are not zero.
+    pub answered_blocks: AtomicU64,
+    /// Those of them that it did not ask for.
+    pub matched_blocks: AtomicU64,
     /// Blocks that were sent.
     pub sent_blocks: AtomicU64,
     /// Zero blocks seen.
@@ -148,6 +161,8 @@ impl Counters {
             walked_blocks,
             done_blocks,
             needed_blocks,
+            answered_blocks,
+            matched_blocks,
             sent_blocks,
             zero_blocks,
             data_bytes,
@@ -161,6 +176,8 @@ impl Counters {
             walked_blocks,
             done_blocks,
             needed_blocks,
+            answered_blocks,
+            matched_blocks,
             sent_blocks,
             zero_blocks,
             data_bytes,

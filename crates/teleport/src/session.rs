@@ -68,6 +68,8 @@ pub type OnEvent = Arc<dyn Fn(SendEvent) + Send + Sync>;
 /// Must run on a tokio runtime. `counters` are those of the image being sent; `wire` counts the
 /// sockets. Setting `stop` ends it in a state that can be resumed.
 ///
+/// An image that is refused or cannot be read does not keep the others back.
+///
 /// # Errors
 /// The first thing that went wrong and cannot be helped by reconnecting.
 pub async fn send(
@@ -91,11 +93,21 @@ pub async fn send(
     loop {
         let before = sender.progress();
         let error = match sender.run().await {
-            Ok(()) => return Ok(sender.into_reports()),
+            Ok(()) => return sender.into_reports(),
             Err(e) => e,
         };
         if *stop.borrow() {
             return Err(TeleportError::Stopped);
+        }
+        if sender.skips(&error) {
+            sender.skip(error);
+            if sender.is_over() {
+                return sender.into_reports();
+            }
+            // The next session begins clean.
+            progress_at = std::time::Instant::now();
+            backoff.reset();
+            continue;
         }
         if !error.retryable() {
             return Err(error);

@@ -48,11 +48,17 @@ struct State {
     complete: (u64, u64),
     /// Bytes on the wire at moments of the last seconds.
     wire: Vec<(Instant, u64)>,
+    /// What a dry run has found, for the last line.
+    estimates: Vec<Value>,
+    /// What was delivered so far.
+    delivered: Vec<ImageReport>,
 }
 
 struct Image {
     name: String,
     walk_blocks: u64,
+    /// The length of the file: what is data of it is not the same every time that it is looked at.
+    size_bytes: u64,
     started: Instant,
     /// Blocks that were there when this attempt began: those took none of its time.
     before: u64,
@@ -69,6 +75,8 @@ struct Now {
     sent: u64,
     received: u64,
     rate: u64,
+    /// Bytes that the destination had, of batches that are complete there.
+    matched: u64,
     /// Unknown until the destination has answered.
     matched_share: Option<f64>,
     left: Option<Duration>,
@@ -116,13 +124,14 @@ impl Show {
             SendEvent::Started {
                 name,
                 walk_blocks,
+                size_bytes,
                 data_bytes,
                 resumed_blocks,
             } => {
                 self.tell(
                     json!({
                         "event": "started", "name": name, "walk_bytes": walk_blocks * BLOCK_SIZE_U64,
-                        "data_bytes": data_bytes, "resumed_blocks": resumed_blocks,
+                        "size_bytes": size_bytes, "data_bytes": data_bytes, "resumed_blocks": resumed_blocks,
                     }),
                     || match resumed_blocks {
                         0 => format!("{name}: {} to {}", bytes(data_bytes), self.peer),
@@ -133,6 +142,7 @@ impl Show {
                 self.state().image = Some(Image {
                     name,
                     walk_blocks,
+                    size_bytes,
                     started: Instant::now(),
                     before: resumed_blocks,
                 });
@@ -155,25 +165,40 @@ impl Show {
                 self.tell(line, || {
                     format!("{}: delivered, digest {}", report.name, report.digest)
                 });
+                self.state().delivered.push(*report);
+            }
+            SendEvent::Failed { name, error } => {
+                self.state().image = None;
+                self.tell(
+                    json!({"event": "failed", "name": name, "message": clean(&error)}),
+                    || format!("{name}: not delivered: {error}"),
+                );
             }
             SendEvent::Estimated {
                 name,
                 estimate,
                 wire_bytes,
             } => {
-                self.state().image = None;
-                self.tell(
-                    json!({
-                        "event": "estimated", "name": name, "wire_bytes": wire_bytes,
-                        "matched_blocks": estimate.matched_blocks, "sent_blocks": estimate.sent_blocks,
-                        "zero_blocks": estimate.zero_blocks,
-                    }),
-                    || format!(
+                let found = json!({
+                    "name": name, "wire_bytes": wire_bytes,
+                    "matched_blocks": estimate.matched_blocks, "sent_blocks": estimate.sent_blocks,
+                    "zero_blocks": estimate.zero_blocks,
+                });
+                let mut line = found.clone();
+                line["event"] = "estimated".into();
+                let mut state = self.state();
+                state.image = None;
+                state.estimates.push(found);
+                drop(state);
+                self.tell(line, || {
+                    format!(
                         "{name}: about {} would cross the link; {} are at {} already, {} are not",
-                        bytes(wire_bytes), bytes(estimate.matched_blocks * BLOCK_SIZE_U64), self.peer,
+                        bytes(wire_bytes),
+                        bytes(estimate.matched_blocks * BLOCK_SIZE_U64),
+                        self.peer,
                         bytes(estimate.sent_blocks * BLOCK_SIZE_U64),
-                    ),
-                );
+                    )
+                });
             }
         }
     }
@@ -187,6 +212,7 @@ impl Show {
             told,
             complete,
             wire,
+            ..
         } = &mut *state;
         let Some(image) = image else { return };
         let sent = self.wire.sent();
@@ -222,8 +248,9 @@ impl Show {
         // Whole batches are told as complete; what was sent since belongs to the next of them.
         let since = Counters::get(&c.sent_blocks).saturating_sub(complete.1);
         let done = (complete.0 + since.min(BATCH_BLOCKS - 1)).min(image.walk_blocks);
-        let zero = Counters::get(&c.zero_blocks);
-        let needed = Counters::get(&c.needed_blocks);
+        let answered = Counters::get(&c.answered_blocks);
+        let matched = Counters::get(&c.matched_blocks);
+        let of_file = |blocks| part_of(image.size_bytes, blocks, image.walk_blocks);
         let rate = match (wire.first(), wire.last()) {
             (Some(first), Some(last)) if last.0 > first.0 => {
                 ((last.1 - first.1) as f64 / (last.0 - first.0).as_secs_f64()) as u64
@@ -232,13 +259,14 @@ impl Show {
         };
         Now {
             name: image.name.clone(),
-            walked: walked * BLOCK_SIZE_U64,
-            total: image.walk_blocks * BLOCK_SIZE_U64,
-            done: done * BLOCK_SIZE_U64,
+            walked: of_file(walked),
+            total: image.size_bytes,
+            done: of_file(done),
             sent: self.wire.sent(),
             received: self.wire.received(),
             rate,
-            matched_share: (complete.0 > 0).then(|| share(walked.saturating_sub(zero), needed)),
+            matched: matched * BLOCK_SIZE_U64,
+            matched_share: (answered > 0).then(|| matched as f64 / answered as f64),
             left: time_left(
                 at - image.started,
                 done.saturating_sub(image.before),
@@ -250,14 +278,15 @@ impl Show {
     fn show(&self, now: &Now) {
         let percent = now.done * 100 / now.total.max(1);
         let left = now.left.map_or_else(|| "-".into(), short);
-        let matched = now
-            .matched_share
-            .map_or_else(|| "-".into(), |s| format!("{:.0}%", s * 100.0));
+        let matched = now.matched_share.map_or_else(
+            || "-".into(),
+            |s| format!("{} ({:.0}%)", bytes(now.matched), s * 100.0),
+        );
         match &self.mode {
             Mode::Json => emit(&json!({
                 "event": "progress", "name": now.name, "walked_bytes": now.walked, "total_bytes": now.total,
                 "done_bytes": now.done, "wire_sent_bytes": now.sent, "wire_received_bytes": now.received,
-                "bytes_per_second": now.rate, "matched_share": now.matched_share.map(|s| (s * 1e4).round() / 1e4),
+                "bytes_per_second": now.rate, "matched_bytes": now.matched, "matched_share": now.matched_share.map(|s| (s * 1e4).round() / 1e4),
                 "seconds_left": now.left.map(|l| l.as_secs()),
             })),
             Mode::Bar(bar) => {
@@ -290,7 +319,11 @@ impl Show {
         self.clear();
         if let Mode::Json = self.mode {
             let images: Vec<Value> = reports.iter().map(of_report).collect();
-            return out::json(&json!({"event": "done", "images": images}));
+            let mut last = json!({"event": "done", "images": images});
+            if self.dry_run {
+                last["estimates"] = std::mem::take(&mut self.state().estimates).into();
+            }
+            return out::json(&last);
         }
         if self.dry_run || reports.is_empty() {
             return Ok(());
@@ -310,8 +343,18 @@ impl Show {
         Ok(())
     }
 
+    /// The send failed: what was delivered of it is said all the same.
+    pub fn failed(&self) {
+        self.clear();
+        let delivered = std::mem::take(&mut self.state().delivered);
+        if !matches!(self.mode, Mode::Json) && !delivered.is_empty() {
+            // That it cannot be written is no news beside the failure.
+            let _ = out::line(&summary(&delivered));
+        }
+    }
+
     /// Takes the bar away.
-    pub fn clear(&self) {
+    fn clear(&self) {
         if let Mode::Bar(bar) = &self.mode {
             bar.finish_and_clear();
         }
@@ -404,12 +447,12 @@ fn summary(reports: &[ImageReport]) -> String {
     )
 }
 
-/// The share of the non-zero blocks that the destination did not ask for.
-fn share(walked: u64, needed: u64) -> f64 {
-    if walked == 0 {
-        0.0
-    } else {
-        walked.saturating_sub(needed) as f64 / walked as f64
+/// How much of a file is done when so many of the blocks are that are read of it: holes are not read, and how
+/// many there are changes with what the file system has in memory.
+fn part_of(size: u64, done: u64, blocks: u64) -> u64 {
+    match blocks {
+        0 => size,
+        n => (u128::from(size) * u128::from(done.min(n)) / u128::from(n)) as u64,
     }
 }
 
@@ -498,9 +541,16 @@ mod tests {
     }
 
     #[test]
-    fn the_matched_share_leaves_zeros_out() {
-        assert_eq!(share(0, 0), 0.0);
-        assert_eq!(share(100, 25), 0.75);
-        assert_eq!(share(10, 25), 0.0);
+    fn the_total_is_the_file_whatever_of_it_is_read() {
+        let size = 10 << 20;
+        assert_eq!(part_of(size, 0, 900), 0);
+        assert_eq!(part_of(size, 450, 900), size / 2);
+        assert_eq!(part_of(size, 500, 1000), size / 2);
+        assert_eq!(
+            (part_of(size, 900, 900), part_of(size, 1000, 1000)),
+            (size, size)
+        );
+        assert_eq!((part_of(0, 0, 0), part_of(size, 0, 0)), (0, size));
+        assert_eq!(part_of(u64::MAX, 7, 7), u64::MAX);
     }
 }

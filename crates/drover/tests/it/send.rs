@@ -487,3 +487,91 @@ fn a_name_that_exists_is_replaced_at_the_end() {
     assert_eq!(list.len(), 1);
     world.run("near", &["verify", "x.img", "far"]).ok();
 }
+
+#[test]
+fn the_total_is_the_size_of_the_file_and_what_matched_is_counted() {
+    let world = World::new();
+    let _far = world.pair();
+    let path = world.image("a.img", 31, 2100);
+    world.run("near", &["send", "a.img", "far"]).ok();
+    // The same, and as much again that is new; then a hole.
+    let mut bytes = fs::read(&path).unwrap();
+    bytes.truncate(2100 * 4096);
+    let mut more = vec![0; 2400 * 4096];
+    fastrand::Rng::with_seed(32).fill(&mut more);
+    bytes.extend(more);
+    fs::write(world.path("b.img"), &bytes).unwrap();
+    let size = bytes.len() as u64 + (3 << 20);
+    let file = fs::File::options().write(true).open(world.path("b.img"));
+    file.unwrap().set_len(size).unwrap();
+    let lines = world
+        .run("near", &["send", "b.img", "far", "--json", "--limit", "4M"])
+        .ok()
+        .json();
+    let of = |kind: &'static str| lines.iter().filter(move |l| l["event"] == kind);
+    assert_eq!(of("started").next().unwrap()["size_bytes"], size);
+    let progress: Vec<&Value> = of("progress").collect();
+    assert!(!progress.is_empty(), "{lines:?}");
+    let number = |v: &Value| v.as_u64().unwrap();
+    for line in progress {
+        assert_eq!(line["total_bytes"], size);
+        assert!(number(&line["done_bytes"]) <= size, "{line}");
+        // Of complete batches: never more than there is, and nothing of what is still unanswered.
+        assert!(number(&line["matched_bytes"]) <= 2100 * 4096, "{line}");
+    }
+}
+
+#[test]
+fn the_last_line_of_a_dry_run_has_its_estimates() {
+    let world = World::new();
+    let _far = world.pair();
+    world.image("a.img", 33, 300);
+    world.image("b.img", 34, 200);
+    let lines = world
+        .run(
+            "near",
+            &["send", "a.img", "b.img", "far", "--dry-run", "--json"],
+        )
+        .ok()
+        .json();
+    let last = lines.last().unwrap();
+    assert_eq!(last["event"], "done");
+    let estimates = last["estimates"].as_array().unwrap();
+    assert_eq!(estimates.len(), 2, "{last}");
+    assert_eq!(estimates[0]["name"], "a.img");
+    assert_eq!(estimates[0]["sent_blocks"], 300);
+    assert!(estimates[1]["wire_bytes"].as_u64().unwrap() > 200 * 4096);
+}
+
+#[test]
+fn one_image_that_is_refused_does_not_keep_the_others_back() {
+    let world = World::new();
+    let far = world.pair();
+    for (n, name) in ["a.img", "b.img", "c.img"].into_iter().enumerate() {
+        world.image(name, 40 + n as u64, 300);
+    }
+    drop(far);
+    fs::create_dir(world.path("elsewhere")).unwrap();
+    fs::write(world.path("elsewhere/b.img"), vec![1u8; 8192]).unwrap();
+    world.run("far", &["index", "elsewhere/b.img"]).ok();
+    let far = world.serve("far", &[]);
+    world
+        .run("near", &["pair", &far.ticket, "--name", "far2"])
+        .ok();
+    let ran = world
+        .run("near", &["send", "a.img", "b.img", "c.img", "far2"])
+        .code(3);
+    assert!(ran.err.contains("b.img: not delivered: "), "{ran:#?}");
+    assert!(
+        ran.err
+            .contains("drover: 1 of 3 images were not delivered; b.img: "),
+        "{ran:#?}"
+    );
+    assert!(
+        ran.out.contains("a.img") && ran.out.contains("c.img"),
+        "{ran:#?}"
+    );
+    for name in ["a.img", "c.img"] {
+        same(&world.delivered("far", name), &world.path(name));
+    }
+}

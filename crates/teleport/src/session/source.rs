@@ -4,6 +4,7 @@
 mod estimate;
 mod judge;
 mod lanes;
+mod tally;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,8 +19,8 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 use self::lanes::{Lanes, Wait};
+use self::tally::Tally;
 use super::{OnEvent, SendItem, SendOptions, frame_bytes, read_frames_after, write_frames};
-use crate::TeleportError;
 use crate::codec::Need;
 use crate::progress::{Counters, ImageReport, SendEvent, Stages, WireTotals};
 use crate::protocol::{
@@ -29,6 +30,7 @@ use crate::protocol::{
 use crate::source::{Action, Event, FIRST_WINDOW, Source};
 use crate::stages::Lap;
 use crate::walk::{Walk, check_unchanged};
+use crate::{RefuseReason, TeleportError};
 
 /// Batches between the walk and the socket.
 const WALK_QUEUE: usize = 4;
@@ -48,8 +50,12 @@ pub struct Sender {
     wire: Arc<WireTotals>,
     stop: watch::Receiver<bool>,
     reports: Vec<ImageReport>,
-    /// Images that are done.
+    /// Images that are done, or were given up.
     done: usize,
+    /// Those that were given up, and why.
+    failed: Vec<(String, TeleportError)>,
+    /// Whether the present session was opened by the destination.
+    open: bool,
     /// When the image being sent was first offered, and the wire then.
     started: Option<(Instant, u64, u64)>,
     connected: bool,
@@ -164,6 +170,8 @@ impl Sender {
             stop,
             reports: Vec::new(),
             done: 0,
+            failed: Vec::new(),
+            open: false,
             started: None,
             connected: false,
             progress: 0,
@@ -180,13 +188,56 @@ impl Sender {
         self.connected
     }
 
+    /// Whether the error is about the image that was being sent, and there are others.
+    pub fn skips(&self, error: &TeleportError) -> bool {
+        let of_image = match error {
+            TeleportError::Refused { reason, .. } => self.open && *reason != RefuseReason::Trust,
+            TeleportError::Remote(_) => self.open,
+            TeleportError::SourceChanged(_)
+            | TeleportError::Image(_)
+            | TeleportError::File { .. } => true,
+            _ => false,
+        };
+        of_image && self.items.len() > 1 && !self.is_over()
+    }
+
+    /// Gives up the image that was being sent.
+    pub fn skip(&mut self, error: TeleportError) {
+        let name = self.items[self.done].name.to_string();
+        (self.on_event)(SendEvent::Failed {
+            name: name.clone(),
+            error: error.to_string(),
+        });
+        self.failed.push((name, error));
+        self.done += 1;
+        self.started = None;
+    }
+
+    /// Whether every image was delivered or given up.
+    pub fn is_over(&self) -> bool {
+        self.done >= self.items.len()
+    }
+
     /// What was delivered.
-    pub fn into_reports(self) -> Vec<ImageReport> {
-        self.reports
+    ///
+    /// # Errors
+    /// When some images were given up.
+    pub fn into_reports(self) -> Result<Vec<ImageReport>, TeleportError> {
+        let (failed, of) = (self.failed.len(), self.items.len());
+        match self.failed.into_iter().next() {
+            None => Ok(self.reports),
+            Some((name, first)) => Err(TeleportError::Images {
+                failed,
+                of,
+                name,
+                first: Box::new(first),
+            }),
+        }
     }
 
     /// One session: connects and sends what is not done yet.
     pub async fn run(&mut self) -> Result<(), TeleportError> {
+        self.open = false;
         let images = (self.items.len() - self.done) as u32;
         let session = random_id();
         let lanes = Lanes::start(self, session);
@@ -217,6 +268,7 @@ impl Sender {
         }
         lanes.close(wait).await;
         self.connected |= control.open;
+        self.open = control.open;
         let Control {
             frames,
             out,
@@ -407,6 +459,7 @@ impl Sender {
         let mut actions = Vec::new();
         let mut stop = self.stop.clone();
         let mut outgoing: std::collections::VecDeque<Frame> = Default::default();
+        let mut tally = Tally::default();
         loop {
             for action in actions.drain(..) {
                 match action {
@@ -450,6 +503,7 @@ impl Sender {
                             (self.on_event)(SendEvent::Started {
                                 name: offer.name.to_string(),
                                 walk_blocks: offer.walk_blocks,
+                                size_bytes: offer.file_bytes,
                                 data_bytes: image.layout.covered_bytes(),
                                 resumed_blocks: accept.resumed_blocks,
                             });
@@ -473,7 +527,10 @@ impl Sender {
                     lanes.room().await;
                     walked.recv().await
                 }, if walking && outgoing.is_empty() => match next {
-                    Some(Ok(Walked::Batch { index, frame })) => Event::Walked { index, frame },
+                    Some(Ok(Walked::Batch { index, data, frame })) => {
+                        tally.walked(index, data);
+                        Event::Walked { index, frame }
+                    }
                     Some(Ok(Walked::End(digest))) => Event::WalkEnded(digest),
                     Some(Err(e)) => return Err(e),
                     // The walk is over; only the destination speaks now.
@@ -483,6 +540,7 @@ impl Sender {
                     }
                 },
             };
+            tally.heard(&event, &self.counters);
             machine.handle(event, &mut actions)?;
         }
     }
@@ -571,7 +629,12 @@ enum Heard {
 
 /// What the walk hands over.
 enum Walked {
-    Batch { index: u64, frame: Vec<u8> },
+    Batch {
+        index: u64,
+        /// Blocks that are not zero.
+        data: u64,
+        frame: Vec<u8>,
+    },
     End(Digest),
 }
 
@@ -603,6 +666,7 @@ fn walk(
                 );
                 Ok(Walked::Batch {
                     index,
+                    data: batch.data.count(),
                     frame: batch.encode(),
                 })
             }

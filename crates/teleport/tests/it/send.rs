@@ -258,3 +258,52 @@ async fn a_dry_run_says_what_would_cross_and_changes_nothing() {
         "{wire_bytes} {real}"
     );
 }
+
+/// An image that is refused, and one that cannot be read, keep none of the others back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refused_image_does_not_keep_the_others_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let paths: Vec<_> = ["a.raw", "b.raw", "c.raw", "d.raw", "e.raw"]
+        .iter()
+        .map(|name| dir.path().join(name))
+        .collect();
+    for (n, path) in paths.iter().enumerate() {
+        write(path, &image(100 + n as u64, 30 + n as u64, 40));
+    }
+    // The name is taken there by a file that is not the site's.
+    let external = dir.path().join("else").join("b.raw");
+    std::fs::create_dir(dir.path().join("else")).unwrap();
+    write(&external, &[1; 8192]);
+    let site = there.site.clone();
+    let indexed = tokio::task::spawn_blocking(move || site.index_image(&external, &mut |_, _| {}));
+    indexed.await.unwrap().unwrap();
+    std::fs::remove_file(&paths[4]).unwrap();
+    let client = Client::new();
+    let paths: Vec<&std::path::Path> = paths.iter().map(|p| p.as_path()).collect();
+    let error = client.send(&paths, &there).await.unwrap_err();
+    let said = error.to_string();
+    assert!(
+        said.starts_with("2 of 5 images were not delivered; b.raw: "),
+        "{said}"
+    );
+    assert_eq!(error.refusal(), Some(drover_teleport::RefuseReason::Policy));
+    for n in [0, 2, 3] {
+        let name = paths[n].file_name().unwrap().to_str().unwrap();
+        same(paths[n], &there.image(name));
+    }
+    let failed: Vec<String> = client
+        .events
+        .lock()
+        .unwrap()
+        .iter()
+        .filter_map(|e| match e {
+            drover_teleport::progress::SendEvent::Failed { name, .. } => Some(name.clone()),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(failed, ["b.raw", "e.raw"]);
+    // One alone fails as it is.
+    let error = Client::new().send(&paths[1..2], &there).await.unwrap_err();
+    assert!(!error.to_string().contains("of 1"), "{error}");
+}

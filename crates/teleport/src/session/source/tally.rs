@@ -1,0 +1,89 @@
+//! How many blocks the destination had: of each batch, those it has not asked for by the time that
+//! the batch is complete.
+
+use std::collections::BTreeMap;
+
+use crate::progress::Counters;
+use crate::protocol::BATCH_BLOCKS;
+use crate::source::Event;
+
+/// Batches that are under way. The window bounds them.
+#[derive(Debug, Default)]
+pub struct Tally {
+    /// Those before it came in an earlier session.
+    from: u64,
+    /// Of each batch: blocks that are not zero, and blocks that were asked for.
+    open: BTreeMap<u64, (u64, u64)>,
+}
+
+impl Tally {
+    /// A batch was read that has so many blocks that are not zero.
+    pub fn walked(&mut self, index: u64, data: u64) {
+        if index >= self.from {
+            self.open.insert(index, (data, 0));
+        }
+    }
+
+    /// The destination said something.
+    pub fn heard(&mut self, event: &Event, counters: &Counters) {
+        match event {
+            Event::Accepted(accept) => {
+                self.from = accept.resume_batch;
+                self.open.retain(|i, _| *i >= accept.resume_batch);
+            }
+            Event::Need(need) => {
+                for block in need.runs.blocks() {
+                    if let Some((_, needed)) = self.open.get_mut(&(block / BATCH_BLOCKS)) {
+                        *needed += 1;
+                    }
+                }
+            }
+            Event::Ack(index) => {
+                if let Some((data, needed)) = self.open.remove(index) {
+                    Counters::add(&counters.answered_blocks, data);
+                    Counters::add(&counters.matched_blocks, data.saturating_sub(needed));
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::{Need, Runs};
+    use crate::protocol::Accept;
+
+    #[test]
+    fn what_is_complete_and_was_not_asked_for_is_matched() {
+        let (mut tally, counters) = (Tally::default(), Counters::default());
+        let hear = |tally: &mut Tally, event| tally.heard(&event, &counters);
+        let found = || {
+            (
+                Counters::get(&counters.answered_blocks),
+                Counters::get(&counters.matched_blocks),
+            )
+        };
+        (0..4).for_each(|i| tally.walked(i, 1000));
+        let accept = Accept {
+            resume_batch: 1,
+            resumed_blocks: 900,
+            window_batches: 96,
+        };
+        hear(&mut tally, Event::Accepted(accept));
+        // Over the end of a batch, and of one that came earlier.
+        let runs: Runs = [5, 2 * BATCH_BLOCKS - 1, 2 * BATCH_BLOCKS]
+            .into_iter()
+            .collect();
+        hear(&mut tally, Event::Need(Need { runs }));
+        // What is read but not answered is neither.
+        assert_eq!(found(), (0, 0));
+        hear(&mut tally, Event::Ack(0));
+        hear(&mut tally, Event::Ack(2));
+        assert_eq!(found(), (1000, 999));
+        hear(&mut tally, Event::Ack(1));
+        hear(&mut tally, Event::Ack(1));
+        assert_eq!(found(), (2000, 1998));
+    }
+}
