@@ -8,6 +8,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use drover_core::DeviceError;
 use rustix::io::Errno;
@@ -16,6 +17,10 @@ use super::dirty::Dirty;
 use super::memory::Memory;
 use super::shared::Shared;
 use super::table::State;
+
+/// How often is said that a page cannot be put back, and the longest pause between two attempts.
+const SAY_EVERY: Duration = Duration::from_secs(10);
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
 /// Entries beyond what the limit holds that the order of arrival may have.
 const STALE: usize = 1024;
@@ -90,6 +95,8 @@ impl Shared {
         }
         // What is clean after the copy was clean at the copy: the copy is what the device has.
         self.harvest(dirty, piece.clone())?;
+        #[cfg(test)]
+        scratch.trial.write();
         let mut evicted = 0;
         for unit in copied {
             if !self.is_clean(dirty, unit) || !self.table.claim_present(unit) {
@@ -105,11 +112,10 @@ impl Shared {
                 evicted += self.gone(unit);
             } else {
                 // Written in between, or not to be moved. What was moved comes back as written.
-                let back = self.fill(bytes.start, &scratch.now, false);
+                self.put_back(scratch, bytes.start);
                 self.settle(unit..unit + 1, State::Present);
-                back?;
             }
-            // SAFETY: it was copied.
+            // SAFETY: what was there is the device's, or back in its place.
             unsafe { scratch.aside.discard(0, scratch.aside.length()) }
                 .map_err(|error| DeviceError::from(std::io::Error::from(error)))?;
         }
@@ -134,6 +140,50 @@ impl Shared {
             }
         }
         moved
+    }
+
+    /// Puts what was moved aside back in its place. It is nowhere else: a kernel that has no memory at this moment is asked
+    /// until it has, and who touches the page waits.
+    fn put_back(&self, scratch: &mut Scratch, start: usize) {
+        let mut done = 0;
+        let mut patience = Patience::default();
+        while done < scratch.now.len() {
+            let result = match self.move_back(scratch, start, done) {
+                Ok(count) => Ok(count),
+                // A copy needs a page, which a move does not; but it works also where the page was shared meanwhile.
+                Err(_) => self.copy_back(scratch, start, done),
+            };
+            match result {
+                Ok(0) => std::thread::yield_now(),
+                Ok(count) => done += count,
+                // Nobody but us fills pages: it came with an earlier call.
+                Err(Errno::EXIST) => done += self.page,
+                Err(error) => patience.wait(start + done, error),
+            }
+        }
+        self.wake_bytes(start..start + done);
+    }
+
+    fn move_back(&self, scratch: &mut Scratch, start: usize, done: usize) -> Result<usize, Errno> {
+        #[cfg(test)]
+        scratch.trial.refuse()?;
+        let to = self.memory.address(start + done);
+        let from = scratch.aside.address(done);
+        // SAFETY: the page at `to` was moved away and nobody has seen it since; nobody else knows of the one at `from`.
+        unsafe { self.uffd.take(to, from, scratch.now.len() - done) }
+    }
+
+    fn copy_back(&self, scratch: &mut Scratch, start: usize, done: usize) -> Result<usize, Errno> {
+        #[cfg(test)]
+        scratch.trial.refuse()?;
+        let to = self.memory.address(start + done);
+        self.uffd.copy(to, &scratch.now[done..], false)
+    }
+
+    fn wake_bytes(&self, bytes: Range<usize>) {
+        let address = self.memory.address(bytes.start);
+        // Without it, who waits for the page is woken when the piece is done.
+        let _ = self.uffd.wake(address, bytes.len());
     }
 
     fn is_clean(&self, dirty: &Dirty, unit: usize) -> bool {
@@ -195,6 +245,26 @@ impl Shared {
     }
 }
 
+/// Waits between attempts to put a page back, and says now and then that it does.
+#[derive(Default)]
+struct Patience {
+    pause: Duration,
+    said: Option<Instant>,
+}
+
+impl Patience {
+    fn wait(&mut self, offset: usize, error: Errno) {
+        if self.said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+            self.said = Some(Instant::now());
+            tracing::warn!(
+                "the kernel does not take back what was written at {offset} of a region: {error}; trying on"
+            );
+        }
+        self.pause = (self.pause * 2).clamp(Duration::from_millis(1), LONGEST_PAUSE);
+        std::thread::sleep(self.pause);
+    }
+}
+
 /// Where pages are moved to see whether they are still what they were.
 pub(super) struct Scratch {
     aside: Memory,
@@ -202,6 +272,35 @@ pub(super) struct Scratch {
     copy: Vec<u8>,
     /// What was moved.
     now: Vec<u8>,
+    #[cfg(test)]
+    trial: Trial,
+}
+
+/// What happens during an eviction that hardly ever happens.
+#[cfg(test)]
+#[derive(Default)]
+struct Trial {
+    /// Writes to the memory after it was copied.
+    write: Option<Box<dyn FnMut() + Send>>,
+    /// So many calls that put a page back are refused.
+    refusals: u32,
+}
+
+#[cfg(test)]
+impl Trial {
+    fn write(&mut self) {
+        if let Some(write) = &mut self.write {
+            write();
+        }
+    }
+
+    fn refuse(&mut self) -> Result<(), Errno> {
+        if self.refusals == 0 {
+            return Ok(());
+        }
+        self.refusals -= 1;
+        Err(Errno::NOMEM)
+    }
 }
 
 impl Scratch {
@@ -213,6 +312,76 @@ impl Scratch {
             aside,
             copy: vec![0; length],
             now: Vec::new(),
+            #[cfg(test)]
+            trial: Trial::default(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use drover_device::backend::MemoryDevice;
+
+    use super::super::{Options, Region};
+
+    /// Writes a byte to each of some pages after they were copied, and has the kernel refuse to put them back so often.
+    fn evicted_while_written(refusals: u32) {
+        let page = rustix::param::page_size();
+        let options = Options {
+            writable: true,
+            ..Options::default()
+        };
+        let device = Arc::new(MemoryDevice::from_bytes(&vec![1; 16 * page]));
+        let region = match Region::new(device, options) {
+            Ok(region) if region.support().moves => region,
+            Ok(_) => return eprintln!("SKIP: the kernel cannot move pages"),
+            Err(error) => return eprintln!("SKIP: {error}"),
+        };
+        let mut all = vec![0; 16 * page];
+        region.read_at(0, &mut all).unwrap();
+        let base = region.shared.memory.address(0);
+        {
+            let mut scratch = region.shared.scratch.lock();
+            let trial = &mut scratch.as_mut().unwrap().trial;
+            trial.refusals = refusals;
+            trial.write = Some(Box::new(move || {
+                for n in [3, 4, 9] {
+                    // SAFETY: inside the region, which is there while it evicts.
+                    unsafe { ((base + n * page + 7) as *mut u8).write_volatile(9) };
+                }
+            }));
+        }
+        region.shared.evict(0..16 * page).unwrap();
+        {
+            let mut scratch = region.shared.scratch.lock();
+            let trial = &mut scratch.as_mut().unwrap().trial;
+            assert!(
+                refusals < 3 || trial.refusals < refusals,
+                "nothing was put back"
+            );
+            trial.write = None;
+        }
+        region.read_at(0, &mut all).unwrap();
+        for (n, bytes) in all.chunks(page).enumerate() {
+            let written = u8::from([3, 4, 9].contains(&n)) * 8 + 1;
+            assert_eq!((bytes[7], bytes[8]), (written, 1), "page {n}");
+        }
+        // It counts as written, and reaches the device.
+        assert_eq!(region.push().unwrap().bytes, 3 * page as u64);
+    }
+
+    #[test]
+    fn what_is_written_during_an_eviction_stays() {
+        evicted_while_written(0);
+    }
+
+    #[test]
+    fn what_is_written_during_an_eviction_stays_also_when_the_kernel_refuses() {
+        // First the move alone, then also the copy, for several times.
+        for refusals in [1, 2, 3, 20] {
+            evicted_while_written(refusals);
+        }
     }
 }
