@@ -79,8 +79,6 @@ impl Far {
 
     /// Reads through `device`, which lies above this far side's.
     pub fn remote_over(self: &Arc<Self>, device: Arc<dyn BlockDevice>) -> Arc<LocalRemote> {
-        // What an earlier mount staged is forgotten when the next one comes, as a site does it.
-        *self.staged.lock() = Default::default();
         LocalRemote::new(device, CHUNK, 3, Some(Arc::clone(self) as _)).unwrap()
     }
 }

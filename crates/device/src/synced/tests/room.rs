@@ -207,28 +207,28 @@ fn such_a_write_gives_up_in_the_end() {
     let far = Far::new(&random_bytes(14, 200 * CHUNK as usize));
     let remote = far.remote();
     let hasty = SyncedOptions {
-        give_up_after: Duration::from_millis(400),
+        give_up_after: Duration::from_millis(1500),
         ..small(&FakeDirectory::default(), &remote, 16)
     };
     let device = Synced::open(hasty).unwrap();
     remote.cut("for good");
-    let began = Instant::now();
     for i in 0..16 {
         device.write(at(i), &[7; CHUNK as usize]).unwrap();
     }
+    let began = Instant::now();
     let error = device.write(at(16), &[7; CHUNK as usize]).unwrap_err();
     let took = began.elapsed();
-    assert!(took >= Duration::from_millis(400) && took < Duration::from_secs(5));
+    assert!(took >= Duration::from_millis(1500), "{took:?}");
     assert!(
         matches!(&error, DeviceError::NoSpace(why) if why.contains("for good")),
         "{error}"
     );
-    // Ten parts that must wait do so together, not one after the other.
+    // Twenty parts that must wait do so together, not one after the other, which would be 30 s.
     let began = Instant::now();
     device
         .write(at(20), &vec![7; 160 * CHUNK as usize])
         .unwrap_err();
-    assert!(began.elapsed() < Duration::from_secs(2));
+    assert!(began.elapsed() < Duration::from_secs(25));
 }
 
 #[test]
@@ -272,7 +272,6 @@ fn a_reader_in_order_is_read_ahead_of_through_a_cache_smaller_than_the_image() {
         let mut expected = bytes.clone();
         (0..8).for_each(|i| expected[(i * 7) * CHUNK as usize..][..CHUNK as usize].fill(1));
         remote.mend();
-        let began = Instant::now();
         let mut buffer = vec![0; CHUNK as usize];
         for index in 0..CHUNKS {
             device.read(at(index), &mut buffer).unwrap();
@@ -280,9 +279,7 @@ fn a_reader_in_order_is_read_ahead_of_through_a_cache_smaller_than_the_image() {
             // Each of the far side's threads may be putting one in.
             assert!(device.shared.states.stored() <= 64 + 3);
         }
-        let took = began.elapsed();
-        // One at a time it takes 2.4 s.
-        assert!(took < Duration::from_millis(1200), "{prefetch:?}: {took:?}");
+        assert!(watched.was_read_ahead(), "{prefetch:?}");
         let stored = stored.load(Ordering::Acquire);
         let reads: u64 = (0..CHUNKS as usize).map(|i| watched.reads(i)).sum();
         // Nothing is pushed out before it was read. (What is wanted just while it is being put in comes twice.)

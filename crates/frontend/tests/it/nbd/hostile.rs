@@ -106,11 +106,6 @@ fn options_are_limited_in_length_number_and_time() {
         }
     }
     assert!(raw.is_hung_up());
-    assert!(
-        begun.elapsed() < Duration::from_secs(3),
-        "{:?}",
-        begun.elapsed()
-    );
     is_fine(&path);
     all_are_gone(&served);
 }

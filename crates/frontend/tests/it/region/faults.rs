@@ -151,22 +151,23 @@ fn faults_are_served_at_the_same_time() {
     }
     let bytes = pattern(4 << 20, 5);
     let device = Arc::new(Probe::of(&bytes));
-    *device.delay.lock() = Duration::from_millis(100);
+    device.shut();
     let region = region(&device, single_pages());
-    let began = Instant::now();
     std::thread::scope(|scope| {
         for number in 0..16 {
             let (at, bytes) = (At(region.as_ptr()), &bytes);
             let offset = number * 50 * PAGE;
             scope.spawn(move || assert_eq!({ at }.touch(offset), bytes[offset]));
         }
+        let until = Instant::now() + Duration::from_secs(60);
+        while device.read_count() < 16 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // Before any of them was done.
+        let together = device.read_count();
+        device.open();
+        assert_eq!(together, 16);
     });
-    // One after the other they would take 1.6 s.
-    assert!(
-        began.elapsed() < Duration::from_millis(800),
-        "{:?}",
-        began.elapsed()
-    );
     assert_eq!(device.read_count(), 16);
 }
 
@@ -406,15 +407,10 @@ fn a_region_that_goes_away_lets_go_of_who_waits() {
         std::thread::spawn(move || region.read_at(9 * PAGE as u64, &mut [0; 10]))
     };
     std::thread::sleep(Duration::from_millis(50));
-    let began = Instant::now();
     region.close();
+    // The device does not answer yet.
     assert!(touches.join().unwrap().is_err());
     assert!(matches!(calls.join().unwrap(), Err(DeviceError::Closed)));
-    assert!(
-        began.elapsed() < Duration::from_secs(1),
-        "{:?}",
-        began.elapsed()
-    );
     assert!(matches!(
         region.read_at(0, &mut [0]),
         Err(DeviceError::Closed)
@@ -426,7 +422,6 @@ fn a_region_that_goes_away_lets_go_of_who_waits() {
         open.open();
     });
     drop(region);
-    assert!(began.elapsed() < Duration::from_secs(7));
     opens.join().unwrap();
 }
 
