@@ -189,6 +189,8 @@ struct World {
     corrupted: HashSet<u64>,
     wanted: HashMap<u64, f64>,
     waits: Vec<(f64, f64)>,
+    /// What answers that somebody waits for find before them in the link when they leave the site.
+    found: Vec<(f64, f64)>,
     /// Bytes on the link by tenths of seconds.
     tenths: Vec<u64>,
     done_at: f64,
@@ -226,6 +228,7 @@ impl World {
             corrupted: HashSet::new(),
             wanted: HashMap::new(),
             waits: Vec::new(),
+            found: Vec::new(),
             tenths: Vec::new(),
             done_at: 0.0,
         };
@@ -529,6 +532,10 @@ impl World {
             let last = lane.front.is_empty() && lane.back.is_empty();
             let echo = self.flow.echo(number as u64);
             self.flow.sent(number as u64, wire, self.clock());
+            if front {
+                let queue = (self.free[1] - self.now).max(0.0);
+                self.found.push((self.now, queue));
+            }
             let answer = ChunksAnswer {
                 id,
                 first,
@@ -627,14 +634,15 @@ impl World {
 
     /// What 99 of 100 of those who began to wait after `from` waited at most.
     fn p99(&self, from: f64) -> f64 {
-        let mut waits: Vec<f64> = self
-            .waits
-            .iter()
-            .filter(|w| w.0 > from)
-            .map(|w| w.1)
-            .collect();
-        waits.sort_by(f64::total_cmp);
-        assert!(waits.len() >= 50, "{} reads say little", waits.len());
-        waits[waits.len() * 99 / 100]
+        part(&self.waits, from, 99)
     }
+}
+
+/// What `percent` of what was noted after `from` is at most.
+fn part(noted: &[(f64, f64)], from: f64, percent: usize) -> f64 {
+    let late = noted.iter().filter(|n| n.0 > from);
+    let mut late: Vec<f64> = late.map(|n| n.1).collect();
+    late.sort_by(f64::total_cmp);
+    assert!(late.len() >= 50, "{} of them say little", late.len());
+    late[late.len() * percent / 100]
 }

@@ -287,3 +287,25 @@ fn a_push_and_a_pull_keep_most_of_their_ways_and_a_read_waits_for_little_of_them
     }
     assert!(failed.is_empty(), "{failed:?}");
 }
+
+/// What the p99 of a waited-for read beside a full pull is made of (decision 0013): the round trip, its own chunk, and the queue
+/// that its answer finds.
+#[test]
+fn a_read_beside_a_full_pull_waits_for_its_chunk_and_a_short_queue() {
+    let (mbit, trip, chunk) = (400.0, 0.04, 64 << 10);
+    let set = Setting {
+        reads: 100.0,
+        ..Setting::pull(mbit, trip, chunk, 60.0)
+    };
+    let mut world = World::new(set, 1);
+    world.run();
+    let parts = |of: &[(f64, f64)]| [50, 90, 99].map(|percent| part(of, 2.0, percent) * 1e3);
+    let (found, waits) = (parts(&world.found), parts(&world.waits));
+    let own = f64::from(chunk) / set.rate * 1e3;
+    eprintln!(
+        "p50, p90, p99: queue {found:.2?} ms, waits {waits:.2?} ms; its own chunk {own:.2} ms"
+    );
+    assert!(found[2] < 4.0, "{found:?}");
+    assert!(waits[2] < trip * 1e3 + own + found[2] + 0.5, "{waits:?}");
+    assert!(waits[2] < trip * 1e3 + 5.0, "{waits:?}");
+}
