@@ -216,6 +216,7 @@ Examples:
   drover send web.qcow2 lyon
   drover send web.qcow2 lyon --as web-2026.qcow2
   drover send *.vmdk lyon --limit 20M
+  drover send *.vmdk lyon --compress 9
   drover send big.vhdx lyon --dry-run
   drover send old.vmdk lyon --to qcow2 --as old.qcow2"
 )]
@@ -247,6 +248,12 @@ pub struct SendArgs {
     /// Connections for the data, 1 to 8 [default: as many as the link needs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=8))]
     pub lanes: Option<u16>,
+    /// How hard to compress: auto, none, lz4, or a level of zstd from 1 to 15
+    ///
+    /// Left to itself, it follows the link and what both machines have time for. A level that stays
+    /// is for measurements, and for leaving the processor to others (`none`, `lz4`, 1).
+    #[arg(long, value_name = "LEVEL", value_parser = text::parse_compress, default_value = "auto")]
+    pub compress: text::Compress,
 }
 
 /// List the images of this site, or of a peer

@@ -48,6 +48,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         limit,
         dry_run: args.dry_run,
         lanes: args.lanes,
+        compress: args.compress.0,
         give_up_after: args.give_up_after,
     };
     let counters = Arc::new(Counters::default());

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bytesize::ByteSize;
+use drover_teleport::compress::{Effort, MAX_LEVEL};
 
 /// Makes text from elsewhere fit for a terminal: control characters and the marks that reorder
 /// or hide text are escaped.
@@ -43,6 +44,32 @@ pub fn parse_rate(text: &str) -> Result<u64, String> {
             clean(text)
         )),
     }
+}
+
+/// How hard to compress: as suits the link, or always the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Compress(pub Option<Effort>);
+
+/// Reads `auto`, `none`, `lz4`, or a level of zstd.
+///
+/// # Errors
+/// A line for a person.
+pub fn parse_compress(text: &str) -> Result<Compress, String> {
+    let effort = match text {
+        "auto" => return Ok(Compress(None)),
+        "none" => Effort::None,
+        "lz4" => Effort::Lz4,
+        level => match level.parse() {
+            Ok(level @ 1..=MAX_LEVEL) => Effort::Zstd(level),
+            _ => {
+                return Err(format!(
+                    "{:?} is not auto, none, lz4 or a level from 1 to {MAX_LEVEL}",
+                    clean(text)
+                ));
+            }
+        },
+    };
+    Ok(Compress(Some(effort)))
 }
 
 /// Reads a duration such as `90s`, `10m` or `1h 30m`.
@@ -120,6 +147,16 @@ mod tests {
         assert_eq!(parse_rate("125000"), Ok(125_000));
         for bad in ["", "0", "fast", "-1M", "20M/h"] {
             assert!(parse_rate(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn compression_is_a_word_or_a_level() {
+        assert_eq!(parse_compress("auto"), Ok(Compress(None)));
+        assert_eq!(parse_compress("none"), Ok(Compress(Some(Effort::None))));
+        assert_eq!(parse_compress("15"), Ok(Compress(Some(Effort::Zstd(15)))));
+        for bad in ["", "0", "16", "zstd", "-1", "LZ5"] {
+            assert!(parse_compress(bad).is_err(), "{bad}");
         }
     }
 

@@ -129,25 +129,25 @@ fn literals(c: &mut Criterion) {
     let mut g = c.benchmark_group("literals");
     g.throughput(Throughput::Bytes(blocks.len() as u64));
     for step in 0..Pace::STEPS {
-        let pace = Pace::fixed(step);
+        let effort = Pace::step(step).effort();
         let mut packer = Packer::new(MAX_WINDOW_LOG);
         let mut out = Vec::new();
-        g.bench_function(format!("pack, {}", pace.describe()), |b| {
+        g.bench_function(format!("pack, {}", effort), |b| {
             b.iter(|| {
                 // A stream of its own each time, or it would only refer to the frame before.
                 packer = Packer::new(MAX_WINDOW_LOG);
                 out.clear();
                 packer
-                    .pack(black_box(&blocks), &pace, &mut out)
+                    .pack(black_box(&blocks), effort, &mut out)
                     .expect("packs")
             });
         });
         let mut unpacked = vec![0; blocks.len()];
         let mut out = Vec::new();
         let packing = Packer::new(MAX_WINDOW_LOG)
-            .pack(&blocks, &pace, &mut out)
+            .pack(&blocks, effort, &mut out)
             .expect("packs");
-        g.bench_function(format!("unpack, {}", pace.describe()), |b| {
+        g.bench_function(format!("unpack, {}", effort), |b| {
             b.iter(|| {
                 Unpacker::default()
                     .unpack(packing, black_box(&out), &mut unpacked)

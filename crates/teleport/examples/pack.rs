@@ -1,10 +1,11 @@
 //! How small and how fast the literals of an image become at each effort: the blocks of the last
-//! image that the ones before do not have, packed as one lane would.
+//! image that the ones before do not have, packed as one lane would. Times are processor time, so
+//! that what else the machine does changes little.
 //!
 //! `cargo run --release -p drover-teleport --example pack -- FIRST.raw SECOND.raw`
 
 use std::collections::HashSet;
-use std::time::Instant;
+use std::time::Duration;
 
 use drover_image::{Conversion, open_for_sending};
 use drover_teleport::compress::{MAX_WINDOW_LOG, Pace, Packer};
@@ -32,22 +33,29 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let windows: Vec<u32> = vec![MAX_WINDOW_LOG, MAX_WINDOW_LOG - 2];
     for window in windows {
         for step in 0..Pace::STEPS {
-            let pace = Pace::fixed(step);
+            let effort = Pace::step(step).effort();
             let mut packer = Packer::new(window);
-            let (start, mut packed) = (Instant::now(), 0);
+            let (start, mut packed) = (spent(), 0);
             for frame in literals.chunks(FRAME_BLOCKS * 4096) {
                 let mut out = Vec::new();
-                packer.pack(frame, &pace, &mut out)?;
+                packer.pack(frame, effort, &mut out)?;
                 packed += out.len();
             }
-            let seconds = start.elapsed().as_secs_f64();
+            let seconds = (spent() - start).as_secs_f64();
             println!(
                 "window 2^{window} {:>8}: {:7.2} MB, {:7.1} MB/s",
-                pace.describe(),
+                effort.to_string(),
                 packed as f64 / 1e6,
                 literals.len() as f64 / 1e6 / seconds
             );
         }
     }
     Ok(())
+}
+
+/// Processor time of this thread, as Linux counts it.
+fn spent() -> Duration {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    let nanos = text.split(' ').next().and_then(|n| n.parse().ok());
+    Duration::from_nanos(nanos.unwrap_or(0))
 }

@@ -1,12 +1,11 @@
 //! Compression of literals: a lane's stream, and the level that suits its link.
 //!
 //! A lane is one zstd stream that is flushed at every frame, so that a frame can refer to what the
-//! lane carried before it: blocks that belong together are rarely in one frame only. The level
-//! follows the link: when frames wait for the link there is time to compress better, and when the
-//! link waits for frames there is not.
+//! lane carried before it: blocks that belong together are rarely in one frame only. How hard to
+//! compress, [`Pace`] says.
 
+use std::fmt;
 use std::io;
-use std::time::Duration;
 
 use drover_core::BLOCK_SIZE;
 use zstd::stream::raw::{CParameter, DParameter, Decoder, Encoder, InBuffer, Operation, OutBuffer};
@@ -14,51 +13,33 @@ use zstd::stream::raw::{CParameter, DParameter, Decoder, Encoder, InBuffer, Oper
 use crate::codec::Packing;
 use crate::protocol::FRAME_BLOCKS;
 
-/// What a lane may do to a frame, from the fastest.
+mod pace;
+
+pub use pace::{Pace, Passed};
+
+/// The highest zstd level that can be asked for: those above take longer than any link.
+pub const MAX_LEVEL: u8 = 15;
+
+/// What a lane does to a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Effort {
-    Plain,
+pub enum Effort {
+    /// Nothing.
+    None,
+    /// LZ4.
     Lz4,
-    Zstd(i32),
+    /// zstd at this level, 1 to [`MAX_LEVEL`].
+    Zstd(u8),
 }
 
-/// The ladder of efforts. Measured on the literals of Debian images (`examples/pack.rs`), each
-/// step costs between a third more and twice what the one before does.
-const EFFORTS: [Effort; 7] = [
-    Effort::Plain,
-    Effort::Lz4,
-    Effort::Zstd(1),
-    Effort::Zstd(3),
-    Effort::Zstd(6),
-    Effort::Zstd(9),
-    Effort::Zstd(12),
-];
-
-/// Seconds a step takes compared with the first that compresses at all.
-const COSTS: [f64; 7] = [0.1, 1.0, 1.5, 2.0, 4.0, 7.0, 14.0];
-
-/// Where a lane begins: with a long window this costs little more than less does.
-const FIRST_EFFORT: usize = 3;
-
-/// Where a lane to a site nearby begins.
-const NEAR_EFFORT: usize = 1;
-
-/// Bytes on the wire between looks: more than a socket takes without anybody having to wait.
-const LOOK_BYTES: usize = 6 << 20;
-
-/// A look is taken after this long even if fewer bytes went out: an effort that is far too much
-/// must not last.
-const LOOK_TIME: Duration = Duration::from_millis(400);
-
-/// More effort only after this long: a moment's wait is no slow link.
-const UP_TIME: Duration = Duration::from_millis(200);
-
-/// The share of the time that compression may be planned to take: the rest is for the link, and
-/// for whatever else the machine does.
-const AFFORDABLE: f64 = 0.55;
-
-/// Looks for which an effort that was too much is not tried again.
-const COOLING: u32 = 16;
+impl fmt::Display for Effort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Effort::None => f.write_str("none"),
+            Effort::Lz4 => f.write_str("lz4"),
+            Effort::Zstd(level) => write!(f, "zstd {level}"),
+        }
+    }
+}
 
 /// The largest window a stream may use, as a power of two: what the receiver sets aside for it.
 pub const MAX_WINDOW_LOG: u32 = 24;
@@ -68,125 +49,6 @@ const WORTHWHILE: usize = 248;
 
 /// Bytes of a frame that are looked at to see whether it shrinks at all.
 const PROBE_BYTES: usize = 32 << 10;
-
-/// Chooses how hard to compress, from where the time goes. Pure: it is told times.
-///
-/// Waiting for the link is time to compress better in, but only while the receiver waits, too:
-/// when it is the receiver that cannot keep up, effort would be wasted on both.
-#[derive(Debug)]
-pub struct Pace {
-    step: usize,
-    busy: Duration,
-    waited: Duration,
-    /// Bytes on the wire since the last look.
-    packed: usize,
-    /// The greatest effort for the time being, and for how many more looks.
-    ceiling: usize,
-    cooling: u32,
-}
-
-impl Default for Pace {
-    fn default() -> Self {
-        let (busy, waited) = (Duration::ZERO, Duration::ZERO);
-        Pace {
-            step: FIRST_EFFORT,
-            busy,
-            waited,
-            packed: 0,
-            ceiling: EFFORTS.len() - 1,
-            cooling: 0,
-        }
-    }
-}
-
-impl Pace {
-    /// How many efforts there are.
-    pub const STEPS: usize = EFFORTS.len();
-
-    /// At an effort by number, from the fastest; for measurements.
-    #[must_use]
-    pub fn fixed(step: usize) -> Self {
-        Pace {
-            step: step.min(Self::STEPS - 1),
-            ..Self::default()
-        }
-    }
-
-    /// Where to begin on a connection with this round-trip time. A link within a building is
-    /// rarely slow, and on one machine both ends want the same cores.
-    #[must_use]
-    pub fn for_round_trip(time: Duration) -> Self {
-        let near = time < Duration::from_micros(1500);
-        Self::fixed(if near { NEAR_EFFORT } else { FIRST_EFFORT })
-    }
-
-    /// Says how long a frame took to be read and compressed, to how many bytes, how long it then
-    /// waited for the link, and which share of its time the receiver was last known to be busy.
-    pub fn note(&mut self, busy: Duration, waited: Duration, packed: usize, receiver_busy: f64) {
-        self.busy += busy;
-        self.waited += waited;
-        self.packed += packed;
-        let elapsed = self.busy + self.waited;
-        if self.packed < LOOK_BYTES && elapsed < LOOK_TIME {
-            return;
-        }
-        let best = if receiver_busy > 0.6 {
-            self.step.saturating_sub(1)
-        } else {
-            self.best_for(self.busy.as_secs_f64().max(1e-9), elapsed.as_secs_f64())
-        };
-        if best > self.step && elapsed < UP_TIME {
-            return;
-        }
-        self.packed = 0;
-        (self.busy, self.waited) = (Duration::ZERO, Duration::ZERO);
-        if best < self.step {
-            // What turned out to be too much is not tried again soon.
-            self.ceiling = best;
-            self.cooling = COOLING;
-            self.step = best;
-        } else if best > self.step {
-            self.cooling = self.cooling.saturating_sub(1);
-            let most = if self.cooling > 0 {
-                self.ceiling
-            } else {
-                EFFORTS.len() - 1
-            };
-            self.step = best.min(most).max(self.step);
-        }
-    }
-
-    /// The greatest effort that still leaves the link a little to wait for, if `busy` of `total`
-    /// seconds went into the present one.
-    fn best_for(&self, busy: f64, total: f64) -> usize {
-        let waiting = 1.0 - busy / total;
-        if waiting < 0.05 {
-            return self.step.saturating_sub(1);
-        }
-        if waiting < 0.45 {
-            return self.step;
-        }
-        let affordable = AFFORDABLE * total / busy * COSTS[self.step];
-        COSTS
-            .iter()
-            .rposition(|c| *c <= affordable)
-            .map_or(self.step, |best| best.max(self.step))
-    }
-
-    fn effort(&self) -> Effort {
-        EFFORTS[self.step]
-    }
-
-    /// The present effort, for logs.
-    #[must_use]
-    pub fn describe(&self) -> String {
-        match self.effort() {
-            Effort::Plain => "none".into(),
-            Effort::Lz4 => "lz4".into(),
-            Effort::Zstd(level) => format!("zstd {level}"),
-        }
-    }
-}
 
 /// The sending end of a lane.
 pub struct Packer {
@@ -204,13 +66,18 @@ impl Packer {
         }
     }
 
-    /// Packs one frame's blocks, as hard as `pace` says, behind what is in `out`.
+    /// Packs one frame's blocks behind what is in `out`.
     ///
     /// # Errors
     /// When zstd cannot set up a stream (memory).
-    pub fn pack(&mut self, blocks: &[u8], pace: &Pace, out: &mut Vec<u8>) -> io::Result<Packing> {
-        match pace.effort() {
-            Effort::Plain => {}
+    pub fn pack(
+        &mut self,
+        blocks: &[u8],
+        effort: Effort,
+        out: &mut Vec<u8>,
+    ) -> io::Result<Packing> {
+        match effort {
+            Effort::None => {}
             Effort::Lz4 => {
                 let packed = lz4_flex::block::compress(blocks);
                 if packed.len() < blocks.len() / 256 * WORTHWHILE {
@@ -220,7 +87,7 @@ impl Packer {
             }
             Effort::Zstd(level) => {
                 if shrinks(blocks)? {
-                    return self.stream(blocks, level, out);
+                    return self.stream(blocks, level.min(MAX_LEVEL).into(), out);
                 }
             }
         }
@@ -380,14 +247,23 @@ mod tests {
         out
     }
 
+    /// None, LZ4, zstd from level 1.
+    fn effort(n: u8) -> Effort {
+        match n {
+            0 => Effort::None,
+            1 => Effort::Lz4,
+            level => Effort::Zstd(level - 1),
+        }
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(12))]
         #[test]
-        fn every_effort_and_every_change_of_it_is_undone(seed in any::<u64>(), steps in prop::collection::vec(0usize..EFFORTS.len(), 8)) {
+        fn every_effort_and_every_change_of_it_is_undone(seed in any::<u64>(), levels in prop::collection::vec(0u8..=MAX_LEVEL + 1, 8)) {
             let (mut packer, mut unpacker) = (Packer::new(20), Unpacker::default());
-            for (frame, step) in frames(seed).iter().zip(steps) {
+            for (frame, level) in frames(seed).iter().zip(levels) {
                 let mut packed = Vec::new();
-                let packing = packer.pack(frame, &Pace::fixed(step), &mut packed).unwrap();
+                let packing = packer.pack(frame, effort(level), &mut packed).unwrap();
                 let mut back = vec![1u8; frame.len()];
                 unpacker.unpack(packing, &packed, &mut back).unwrap();
                 prop_assert!(&back == frame);
@@ -404,11 +280,11 @@ mod tests {
 
     #[test]
     fn a_frame_with_more_than_announced_is_refused() {
-        for step in [1, 4] {
+        for level in [1, 4] {
             let frame = vec![7u8; 8 * BLOCK_SIZE];
             let mut packed = Vec::new();
             let packing = Packer::new(20)
-                .pack(&frame, &Pace::fixed(step), &mut packed)
+                .pack(&frame, effort(level), &mut packed)
                 .unwrap();
             let mut small = vec![0u8; 7 * BLOCK_SIZE];
             assert!(
@@ -423,27 +299,5 @@ mod tests {
                     .is_err()
             );
         }
-    }
-
-    #[test]
-    fn a_slow_link_raises_the_level_at_once_and_a_fast_one_gives_compression_up() {
-        let ms = Duration::from_millis;
-        let mut pace = Pace::default();
-        (0..12).for_each(|_| pace.note(ms(5), ms(95), 1 << 19, 0.1));
-        assert_eq!(pace.describe(), "zstd 12");
-        (0..2000).for_each(|_| pace.note(ms(10), ms(0), 1 << 19, 0.1));
-        assert_eq!(pace.describe(), "none");
-        // In balance it stays where it is.
-        let mut pace = Pace::fixed(4);
-        (0..400).for_each(|_| pace.note(ms(80), ms(20), 1 << 19, 0.1));
-        assert_eq!(pace.step, 4);
-    }
-
-    #[test]
-    fn a_receiver_that_cannot_keep_up_is_not_mistaken_for_a_slow_link() {
-        let ms = Duration::from_millis;
-        let mut pace = Pace::default();
-        (0..2000).for_each(|_| pace.note(ms(5), ms(95), 1 << 19, 0.9));
-        assert_eq!(pace.describe(), "none");
     }
 }

@@ -20,6 +20,7 @@ use drover_net::{
 use tokio::sync::{mpsc, watch};
 
 use crate::TeleportError;
+use crate::compress::Effort;
 use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
 
 pub use destination::SessionRequest;
@@ -57,6 +58,8 @@ pub struct SendOptions {
     pub dry_run: bool,
     /// Connections for literals: a fixed number, or as many as help.
     pub lanes: Option<u16>,
+    /// How hard literals are compressed; by itself as suits the link and the machines.
+    pub compress: Option<Effort>,
     /// How long to go on reconnecting without any progress.
     pub give_up_after: Duration,
 }

@@ -13,7 +13,7 @@ use tokio::sync::{Notify, mpsc};
 
 use crate::TeleportError;
 use crate::codec::{LiteralHeader, Runs};
-use crate::compress::{MAX_WINDOW_LOG, Pace, Packer};
+use crate::compress::{Effort, MAX_WINDOW_LOG, Pace, Packer, Passed};
 use crate::progress::Counters;
 use crate::protocol::{FRAME_BLOCKS, kind};
 use crate::stages::{Lap, SourceStages, Stage};
@@ -212,8 +212,8 @@ pub struct LaneOut {
     pub times: Arc<LaneTimes>,
     /// Its number in the session.
     pub number: u16,
-    /// How long the destination takes to answer.
-    pub round_trip: Duration,
+    /// How hard to compress: how it begins.
+    pub pace: Pace,
     /// Which share of its time the destination is busy with it, in thousandths, as it last said.
     pub receiver_busy: Arc<AtomicU64>,
 }
@@ -230,12 +230,13 @@ impl LaneOut {
     ///
     /// # Errors
     /// When the image cannot be read.
-    pub fn run(self, socket: &mpsc::Sender<Packed>) -> Result<(), TeleportError> {
+    pub fn run(mut self, socket: &mpsc::Sender<Packed>) -> Result<(), TeleportError> {
         let mut packer = Packer::new(MAX_WINDOW_LOG);
-        let mut pace = Pace::for_round_trip(self.round_trip);
         let mut buffer = vec![0u8; FRAME_BLOCKS * BLOCK_SIZE];
-        let mut effort = String::new();
-        let (stages, mut lap) = (&self.counters.stages, Lap::start());
+        let mut effort: Option<Effort> = None;
+        let stages = &self.counters.stages;
+        let mut lap = Lap::start();
+        let mut free = Instant::now();
         while let Some((slot, image, runs)) = self.needs.take(self.number) {
             lap.wait(&stages.fetch);
             let start = Instant::now();
@@ -245,11 +246,16 @@ impl LaneOut {
                 read_image(&image, first, &mut buffer[at..end])?;
                 at = end;
             }
+            let read = start.elapsed();
             lap.busy(&stages.fetch);
             stages.fetch.add_bytes(at as u64);
+            if effort != Some(self.pace.effort()) {
+                effort = Some(self.pace.effort());
+                tracing::debug!(lane = self.number, effort = %self.pace.effort(), "compression");
+            }
             let mut packed = Vec::with_capacity(at / 2);
             let packing = packer
-                .pack(&buffer[..at], &pace, &mut packed)
+                .pack(&buffer[..at], self.pace.effort(), &mut packed)
                 .map_err(|e| TeleportError::Remote(format!("cannot compress: {e}")))?;
             let header = LiteralHeader {
                 slot,
@@ -272,11 +278,16 @@ impl LaneOut {
             lap.wait(&stages.compress);
             self.note(busy, waited);
             let receiver_busy = self.receiver_busy.load(Ordering::Relaxed) as f64 / 1000.0;
-            pace.note(busy, waited, bytes, receiver_busy);
-            if pace.describe() != effort {
-                effort = pace.describe();
-                tracing::debug!(lane = self.number, effort, "compression");
-            }
+            let passed = Passed {
+                idle: start - free,
+                read,
+                pack: busy - read,
+                waited,
+                bytes: at,
+                packed: bytes,
+            };
+            self.pace.note(&passed, receiver_busy);
+            free = Instant::now();
         }
         Ok(())
     }

@@ -178,6 +178,7 @@ impl Client {
             limit: None,
             dry_run: false,
             lanes: None,
+            compress: None,
             give_up_after: Duration::from_secs(20),
         }
     }

@@ -17,6 +17,7 @@ use super::judge::{Judge, Look};
 use super::{SendOptions, Sender, refusal};
 use crate::TeleportError;
 use crate::codec::Runs;
+use crate::compress::Pace;
 use crate::progress::{Counters, WireTotals};
 use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, Reply, Request, kind};
 use crate::session::lane_out::{LaneOut, LaneTimes, NeedQueue, socket_queue, write_lane};
@@ -236,6 +237,7 @@ async fn open(
         peer_name,
         addresses,
         limit,
+        compress,
         ..
     } = &plan.options;
     let connection =
@@ -269,12 +271,19 @@ async fn open(
     let (to, from) = socket_queue();
     let first = batches.take().unwrap_or_else(|| mpsc::channel(1).1);
     let receiver_busy = Arc::new(AtomicU64::new(0));
+    let pace = match compress {
+        Some(effort) => Pace::fixed(*effort),
+        None => Pace::of_link(
+            round_trip,
+            limit.as_ref().map(|limit| limit.bytes_per_second()),
+        ),
+    };
     let lane = LaneOut {
         needs: plan.needs.clone(),
         counters: plan.counters.clone(),
         times: plan.times.clone(),
         number,
-        round_trip,
+        pace,
         receiver_busy: receiver_busy.clone(),
     };
     let counters = plan.counters.clone();
