@@ -32,7 +32,7 @@ use crate::protocol::{
 pub use changes::{Changes, Claim, View, changes_of, changes_on_disk};
 pub use counters::Counted;
 pub use image::{Base, Images};
-pub use lease::{Holder, READER_GRACE};
+pub use lease::{Holder, MERGE_NOTE, READER_GRACE};
 
 use counters::Counters;
 use image::Image;

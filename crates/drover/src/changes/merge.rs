@@ -12,7 +12,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ use anyhow::{Context, Result, bail};
 use drover_core::ImageName;
 use drover_image::{Format, VirtualDisk};
 use drover_mount::protocol::MountId;
-use drover_mount::server::{Claim, Server, changes_of};
+use drover_mount::server::{Claim, MERGE_NOTE, Server, changes_of};
 use drover_net::PeerKey;
 use drover_teleport::catalog::ImageRecord;
 use drover_teleport::{Site, TeleportError};
@@ -35,9 +35,6 @@ use crate::failure::{Exit, failure, no_image};
 use crate::home::sync_dir;
 use crate::mounts;
 use crate::text::bytes;
-
-/// What the lease says while the site has it.
-pub const NOTE: &str = "drover changes merge";
 
 /// The file that is being written.
 pub const PART: &str = "image.part";
@@ -203,7 +200,9 @@ pub fn merge(
     }
     turn.make()?;
     let mount = MountId::random();
-    let claim = here.server.claim(name, mounts::own(here.key), mount, NOTE);
+    let claim = here
+        .server
+        .claim(name, mounts::own(here.key), mount, MERGE_NOTE);
     let claim = claim.inspect_err(|_| turn.tidy())?;
     crash("claimed");
     let made = Making {
@@ -285,11 +284,15 @@ fn has_snapshots(path: &Path) -> Result<bool> {
 
 /// An image of this site that is read through this one's file.
 fn backed_by(here: &Here, record: &ImageRecord) -> Option<ImageName> {
+    let file = |path: &Path| fs::metadata(path).map(|m| (m.dev(), m.ino())).ok();
+    let ours = file(&record.path)?;
     let others = here.site.list().into_iter().filter(|o| o.id != record.id);
     let mut backed = others.filter(|o| o.format != "raw").filter(|other| {
         // One that cannot be opened is read by nobody.
-        VirtualDisk::open(&other.path)
-            .is_ok_and(|disk| disk.stamps().iter().any(|(path, _)| *path == record.path))
+        VirtualDisk::open(&other.path).is_ok_and(|disk| {
+            let mut files = disk.stamps().iter();
+            files.any(|(path, _)| file(path) == Some(ours))
+        })
     });
     backed.next().map(|other| other.name)
 }

@@ -5,10 +5,11 @@ use std::fs;
 use anyhow::{Context, Result, bail};
 use drover_core::ImageName;
 use drover_mount::protocol::MountId;
+use drover_mount::server::MERGE_NOTE;
 use drover_net::PeerKey;
 
 use super::decided::Decided;
-use super::merge::{Here, NOTE, PART, Turn, crash};
+use super::merge::{Here, PART, Turn, crash};
 
 /// Finishes or forgets every merge that an earlier process left. What was done is said, a line each. The caller has the
 /// home. Blocks the thread: a file may have to be read again.
@@ -57,7 +58,7 @@ pub fn finish(here: &Here, turn: &Turn, name: &ImageName) -> Result<bool> {
     let leased = here.server.leased(name)?.and_then(|l| l.holder);
     if let Some(holder) = leased
         && holder.peer == here.key.0
-        && holder.note == NOTE
+        && holder.note == MERGE_NOTE
     {
         let key = (PeerKey(holder.peer), holder.mount);
         here.server.end_claim(name, key, finished)?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use drover_core::ImageName;
 use drover_mount::MountError;
-use drover_mount::server::{Leased, Server, lease_on_disk};
+use drover_mount::server::{Leased, MERGE_NOTE, Server, lease_on_disk};
 use drover_teleport::Site;
 use drover_teleport::catalog::Catalog;
 use drover_teleport::protocol::{Reply, Request};
@@ -59,6 +59,9 @@ pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) ->
         Err(e) => return Some(format!("who may write it cannot be read: {e}")),
     };
     match (&leased.holder, leased.connected.first()) {
+        (Some(holder), _) if holder.note == MERGE_NOTE => Some(format!(
+            "what mounts wrote over it is being made part of it; try again when that is done, or end it by `drover mounts break {name}`"
+        )),
         (Some(holder), _) => Some(format!(
             "{} of {} may write it; unmount it there, or `drover mounts break {name}` at the site that has it",
             clean(&holder.note),

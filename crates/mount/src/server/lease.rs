@@ -19,6 +19,9 @@ use crate::protocol::{Access, Code, Identity, MountId, Refusal};
 /// How long a reader that has lost its link keeps writers out.
 pub const READER_GRACE: Duration = Duration::from_secs(60);
 
+/// What the lease says while the site itself has it, to merge what mounts wrote.
+pub const MERGE_NOTE: &str = "drover changes merge";
+
 /// Broken leases that are remembered, so that their holders learn of it.
 const MAX_BROKEN: usize = 16;
 
@@ -366,6 +369,13 @@ pub fn broken(image: &str) -> String {
 }
 
 fn held(image: &str, holder: &Holder) -> String {
+    if holder.note == MERGE_NOTE {
+        return format!(
+            "what mounts wrote over {image} is being made part of it at its site (begun {}); try again when that is done. \
+             `drover mounts break {image}` there ends it and leaves the image as it was",
+            ago(unix_now().saturating_sub(holder.since_unix))
+        );
+    }
     format!(
         "{image} was mounted for writing {} by {}, and has one writer at a time; unmount it there, or, if it will not \
          come back, `drover mounts break {image}` at the site that has the image",

@@ -327,6 +327,38 @@ fn a_guest_that_writes_another_formats_header_does_not_choose_the_format() {
     assert!(m.far_bytes("safe.qcow2") == bytes);
 }
 
+#[test]
+fn the_backing_file_of_another_image_stays_what_it_is() {
+    let test = "the_backing_file_of_another_image_stays_what_it_is";
+    if !can_mount(test) || !has(test, &["qemu-img"]) {
+        return;
+    }
+    let m = Mounts::new();
+    let mut bytes = sent(&m, 127);
+    let top = m.world.path("top.qcow2");
+    let backing = m.world.path("web.img");
+    let made = [
+        "create",
+        "-f",
+        "qcow2",
+        "-F",
+        "raw",
+        "-b",
+        "web.img",
+        text(&top),
+    ];
+    assert!(backing.exists());
+    tool("qemu-img", &made);
+    m.near(&["send", text(&top), "far"]).ok();
+    written(&m, &mut bytes, 128);
+    merge(&m, &[]).fails(3, &["web.img", "backing file of top.qcow2", "--as"]);
+    merge(&m, &["--as", "new.img"]).ok();
+    assert!(fs::read(file(&m, "new.img")).unwrap() == bytes);
+    far(&m, &["rm", "top.qcow2", "-y"]).ok();
+    merge(&m, &[]).ok();
+    assert!(fs::read(file(&m, "web.img")).unwrap() == bytes);
+}
+
 /// Runs a merge that dies at a place, while no site runs.
 fn dies(m: &Mounts, place: &str, args: &[&str]) {
     let args = [&["changes", "merge", "web.img"], args].concat();
