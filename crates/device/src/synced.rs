@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use drover_core::{DeviceError, check_range};
+use drover_core::{DeviceError, Digest, check_range};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::remote::{Chunks, Link, Local, Remote, Shape};
@@ -82,6 +82,11 @@ pub struct SyncedOptions {
     pub remote: Arc<dyn Remote>,
     /// What names the far side's image; a cache of another identity is refused.
     pub identity: Vec<u8>,
+    /// The image's digest, from the far side; a cache of another is refused, also one of the same name and size.
+    pub image: Digest,
+    /// The digest that a cache of version 1, which does not say it itself, is known to be of: with it such a cache is taken
+    /// over, without it refused.
+    pub former: Option<Digest>,
     /// Where a flush puts things.
     pub sync: Sync,
     /// Most bytes of chunks that the cache keeps, at least 16 chunks; none: no limit.
@@ -110,6 +115,8 @@ impl SyncedOptions {
             directory,
             remote,
             identity: identity.to_vec(),
+            image: Digest::default(),
+            former: None,
             sync: Sync::default(),
             cache_size: None,
             prefetch: Order::Sequential,
@@ -177,7 +184,12 @@ impl Synced {
     pub fn open(options: SyncedOptions) -> Result<Arc<Self>, SyncedError> {
         let remote = options.remote;
         let geometry = Geometry::new(remote.shape())?;
-        let (cache, found) = Cache::open(options.directory, geometry, &options.identity)?;
+        let of = cache::Of {
+            identity: &options.identity,
+            image: options.image,
+            former: options.former,
+        };
+        let (cache, found) = Cache::open(options.directory, geometry, of)?;
         let states = States::new(geometry);
         let mut table = Table::default();
         let mut log = found.log;

@@ -209,7 +209,8 @@ pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
 /// When the home cannot be read.
 pub fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
     let mut found = Vec::new();
-    for some in Place::list(home)?.chunks(ASKED_AT_ONCE) {
+    let (listed, damaged) = Place::list_all(home)?;
+    for some in listed.chunks(ASKED_AT_ONCE) {
         std::thread::scope(|scope| {
             let asked: Vec<_> = some
                 .iter()
@@ -218,6 +219,9 @@ pub fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
             found.extend(asked.into_iter().filter_map(|asked| asked.join().ok()));
         });
     }
+    // What cannot be said of one hides none.
+    let damaged = damaged.iter();
+    found.extend(damaged.map(|(place, why)| damaged_status(place, why, limit)));
     Ok(found)
 }
 
@@ -238,6 +242,35 @@ fn list(home: &Home, json: bool) -> Result<()> {
         return Ok(());
     }
     out::line(&out::table(&Status::HEADING, rows, &[]))
+}
+
+/// How a mount is whose record cannot be used: what its process says, or what its caches hold.
+fn damaged_status(place: &Place, why: &anyhow::Error, limit: Duration) -> Status {
+    let kept = place.is_kept();
+    if kept && let Ok(status) = control::status(&place.socket(), limit) {
+        return status;
+    }
+    let caches = (0..).take_while(|index| *index == 0 || place.cache(*index).exists());
+    let dirty = |index| match kept {
+        true => None,
+        false => Some(place.left(index).ok()??.dirty),
+    };
+    let disk = |index| DiskStatus {
+        image: "?".into(),
+        mode: "?".into(),
+        dirty: dirty(index).unwrap_or(0),
+        link: format!("{why:#}"),
+        ..DiskStatus::default()
+    };
+    Status {
+        name: place.name(),
+        place: "?".into(),
+        devices: Vec::new(),
+        process: 0,
+        since_unix: 0,
+        state: State::Damaged,
+        disks: caches.map(disk).collect(),
+    }
 }
 
 /// How a mount is: what its process says, or what is written down when that is gone.

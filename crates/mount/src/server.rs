@@ -90,6 +90,8 @@ pub struct Leased {
     pub holder: Option<Holder>,
     /// Mounts that are connected, by what their sites are called.
     pub connected: Vec<String>,
+    /// Why it cannot be said who may write it.
+    pub problem: Option<String>,
 }
 
 /// All mounts of a site.
@@ -611,7 +613,16 @@ impl Server {
         }
         let mut out = Vec::new();
         for name in names {
-            out.extend(self.leased(&name)?);
+            match self.leased(&name) {
+                Ok(leased) => out.extend(leased),
+                // One that cannot be read hides none of the others.
+                Err(error) => out.push(Leased {
+                    image: name.to_string(),
+                    holder: None,
+                    connected: self.connected(&name),
+                    problem: Some(error.to_string()),
+                }),
+            }
         }
         Ok(out)
     }
@@ -622,14 +633,42 @@ impl Server {
     /// [`MountError::State`] when the site's state cannot be read.
     pub fn leased(&self, name: &ImageName) -> Result<Option<Leased>, MountError> {
         let holder = lease_on_disk(&self.config.state, name)?;
-        let state = self.state.lock();
-        let here = state.mounts.values().filter(|m| m.image.name() == name);
         let leased = Leased {
-            connected: here.map(|m| m.peer_name.clone()).collect(),
+            connected: self.connected(name),
             holder,
             image: name.as_str().to_owned(),
+            problem: None,
         };
         Ok(Some(leased).filter(|l| l.holder.is_some() || !l.connected.is_empty()))
+    }
+
+    /// The mounts of an image that are connected, by what their sites are called.
+    fn connected(&self, name: &ImageName) -> Vec<String> {
+        let state = self.state.lock();
+        let here = state.mounts.values().filter(|m| m.image.name() == name);
+        here.map(|m| m.peer_name.clone()).collect()
+    }
+
+    /// Puts a new lease in the place of one whose file is damaged, which is kept beside it: then nobody may write the
+    /// image until a mount asks. Says whether there was one. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::Refused`]: a disk that does not take it.
+    pub fn replace_damaged_lease(&self, name: &ImageName) -> Result<bool, MountError> {
+        // Nobody opens it meanwhile.
+        let door = self.door(name);
+        let _opening = door.lock();
+        let directory = self.config.state.join("overlays").join(name.as_str());
+        let open = self.state.lock().open.get(name).cloned();
+        let Some(image) = open else {
+            return Desk::replace_damaged(&directory).map_err(MountError::Refused);
+        };
+        let is_damaged = lease_on_disk(&self.config.state, name).is_err();
+        if is_damaged {
+            // Who has it open knows what was in it.
+            image.store_lease().map_err(MountError::Refused)?;
+        }
+        Ok(is_damaged)
     }
 
     /// Takes the writer's lease of an image away from whoever has it; none when nobody does. What that mount has not

@@ -19,8 +19,11 @@ const MAP: &str = "map";
 const LOCK: &str = "lock";
 const SPILL: &str = "spill";
 const MAGIC: &[u8; 8] = b"DRVRMNT\0";
-const VERSION: u32 = 1;
-const HEADER: usize = 56;
+const VERSION: u32 = 2;
+const HEADER: usize = 88;
+/// Of version 1, which did not say of which image it is.
+const FORMER: u32 = 1;
+const FORMER_HEADER: usize = 56;
 
 /// Records that are not about chunks: `first` is an epoch.
 const COMMITTED: u8 = 64;
@@ -57,12 +60,24 @@ fn io(
     }
 }
 
-fn header(geometry: Geometry, identity: &[u8]) -> Vec<u8> {
+/// Of what a cache is.
+#[derive(Clone, Copy)]
+pub struct Of<'a> {
+    /// What the device is called.
+    pub identity: &'a [u8],
+    /// The image's digest.
+    pub image: Digest,
+    /// The digest that a cache of version 1 is known to be of.
+    pub former: Option<Digest>,
+}
+
+fn header(geometry: Geometry, of: Of<'_>) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend_from_slice(&VERSION.to_le_bytes());
     bytes.extend_from_slice(&geometry.shape.chunk.to_le_bytes());
     bytes.extend_from_slice(&geometry.shape.size.to_le_bytes());
-    bytes.extend_from_slice(blake3::hash(identity).as_bytes());
+    bytes.extend_from_slice(blake3::hash(of.identity).as_bytes());
+    bytes.extend_from_slice(&of.image.0);
     bytes
 }
 
@@ -71,14 +86,17 @@ impl Cache {
     pub fn open(
         directory: Arc<dyn Directory>,
         geometry: Geometry,
-        identity: &[u8],
+        of: Of<'_>,
     ) -> Result<(Self, Found), SyncedError> {
         let lock = exclusive(directory.as_ref())?;
-        let ours = header(geometry, identity);
+        let ours = header(geometry, of);
         match ChunkLog::open(Arc::clone(&directory), MAP) {
             Ok(opened) => {
-                check_header(directory.as_ref(), opened.header(), &ours)?;
-                let (log, unclean) = Log::replay(opened, ours, geometry)?;
+                let is_former = check_header(directory.as_ref(), opened.header(), &ours, of)?;
+                let (mut log, unclean) = Log::replay(opened, ours, geometry)?;
+                if is_former {
+                    log.rewrite()?;
+                }
                 let file = |name: &str| {
                     directory.open(name, Access::Write).map_err(io(
                         directory.as_ref(),
@@ -235,6 +253,8 @@ pub struct Left {
     pub shape: Shape,
     /// Bytes that were written and are not known to be at the far side; whole granules.
     pub dirty: u64,
+    /// The digest of the image; none in a cache of version 1, which does not say.
+    pub image: Option<Digest>,
 }
 
 impl Left {
@@ -250,13 +270,17 @@ impl Left {
         };
         let _lock = exclusive(directory.as_ref())?;
         let header = opened.header().to_vec();
-        let map = || directory.describe(MAP);
-        if header.len() != HEADER || header[..8] != *MAGIC {
-            return Err(SyncedError::NotACache { file: map() });
-        }
-        if header[8..12] != VERSION.to_le_bytes() {
-            return Err(SyncedError::Version { file: map() });
-        }
+        let file = directory.describe(MAP);
+        let image = match version_of(&header) {
+            Some(VERSION) => {
+                let mut image = Digest::default();
+                image.0.copy_from_slice(&header[FORMER_HEADER..]);
+                Some(image)
+            }
+            Some(FORMER) => None,
+            Some(_) => return Err(SyncedError::Version { file }),
+            None => return Err(SyncedError::NotACache { file }),
+        };
         let number = |range: std::ops::Range<usize>| {
             let bytes = header[range].iter().rev();
             bytes.fold(0u64, |number, byte| number << 8 | u64::from(*byte))
@@ -275,7 +299,11 @@ impl Left {
                 mask => u64::from(mask.count_ones()) * geometry.granule,
             })
             .sum();
-        Ok(Some(Self { shape, dirty }))
+        Ok(Some(Self {
+            shape,
+            dirty,
+            image,
+        }))
     }
 }
 
@@ -290,18 +318,38 @@ fn exclusive(directory: &dyn Directory) -> Result<Box<dyn Send + Sync>, SyncedEr
         })
 }
 
-fn check_header(directory: &dyn Directory, found: &[u8], ours: &[u8]) -> Result<(), SyncedError> {
-    let map = || directory.describe(MAP);
-    if found.len() != HEADER || found[..8] != *MAGIC {
-        return Err(SyncedError::NotACache { file: map() });
+/// Which version a header is of, if it is one.
+fn version_of(header: &[u8]) -> Option<u32> {
+    let is_magic = header.len() >= 12 && header[..8] == *MAGIC;
+    let number = header.get(8..12)?.iter().rev();
+    let version = number.fold(0, |number, byte| number << 8 | u32::from(*byte));
+    let length = match version {
+        FORMER => FORMER_HEADER,
+        VERSION => HEADER,
+        _ => header.len(),
+    };
+    (is_magic && header.len() == length).then_some(version)
+}
+
+/// Whether it is of version 1, and may be taken over.
+fn check_header(
+    directory: &dyn Directory,
+    found: &[u8],
+    ours: &[u8],
+    of: Of<'_>,
+) -> Result<bool, SyncedError> {
+    let file = directory.describe(MAP);
+    match version_of(found) {
+        Some(VERSION) if found == ours => Ok(false),
+        Some(VERSION) => Err(SyncedError::OtherImage { file }),
+        Some(FORMER) if found[12..] != ours[12..FORMER_HEADER] => {
+            Err(SyncedError::OtherImage { file })
+        }
+        Some(FORMER) if of.former == Some(of.image) => Ok(true),
+        Some(FORMER) if of.former.is_some() => Err(SyncedError::OtherImage { file }),
+        Some(_) => Err(SyncedError::Version { file }),
+        None => Err(SyncedError::NotACache { file }),
     }
-    if found[8..12] != ours[8..12] {
-        return Err(SyncedError::Version { file: map() });
-    }
-    if found != ours {
-        return Err(SyncedError::OtherImage { file: map() });
-    }
-    Ok(())
 }
 
 /// The map on disk, with a copy in memory (a byte a chunk) from which it is written anew when it has grown long.

@@ -24,7 +24,7 @@ pub enum SyncedError {
     },
     /// Written by another version of drover.
     #[error(
-        "{file} is the map of a cache of another version; use the drover that wrote it, or remove the cache"
+        "{file} is the map of a cache of another version of drover; use that one to push what it holds, or remove the cache"
     )]
     Version {
         /// The map.

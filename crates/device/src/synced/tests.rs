@@ -11,6 +11,7 @@ use crate::remote::{Change, Committer, Epoch, LocalRemote, Staged};
 use crate::storage::{FakeDirectory, Operation};
 
 mod crash;
+mod former;
 mod losses;
 mod pulls;
 mod pushes;

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use drover_core::{BlockDevice, DeviceError, ImageName};
+use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::remote::{Chunks, Link, Remote, Shape};
 use drover_device::storage::HostDirectory;
 use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
@@ -173,10 +173,27 @@ impl Disk {
             });
         }
         options.give_up = how.give_up_after;
-        let left = place.left(index)?;
+        let mut left = place.left(index)?;
         let before = remembered(place, index);
+        if let Some(found) = &left
+            && found.image.is_none()
+            && (found.dirty == 0 || before.is_err())
+        {
+            // It does not say of which image it is.
+            forget_former(place, index, found.dirty, before.as_ref().err())?;
+            left = None;
+        }
+        let (before, unread) = match before {
+            Ok(before) => (before, None),
+            Err(e) => (None, Some(e)),
+        };
+        let was_of = left.as_ref().and_then(|left| {
+            let known = before.as_ref().map(|known| known.identity.digest);
+            left.image.or(known)
+        });
         if offline
             && let (Some(left), Some(known)) = (&left, &before)
+            && was_of == Some(known.identity.digest)
             && left.shape == known.shape()
             && known.chunk == how.chunk
             && known.read_only == how.read_only
@@ -188,13 +205,19 @@ impl Disk {
             options.wanted = wanted(how);
         }
         let client = Client::open(&Handle::current(), connector, options).await;
-        let client = Arc::new(client.map_err(|e| unopened(e, image))?);
+        let client = client.map_err(|e| match (unopened(e, image), &unread) {
+            (e, Some(unread)) if left.is_some() => {
+                e.context(format!("nothing can be mounted from memory ({unread:#})"))
+            }
+            (e, _) => e,
+        });
+        let client = Arc::new(client?);
         let identity = [site.as_slice(), b"\n", image.image.as_bytes()].concat();
         let (how, place) = (how.clone(), place.clone());
         let opened = tokio::task::spawn_blocking(move || -> Result<_> {
             let dirty = left.as_ref().map_or(0, |left| left.dirty);
-            let same = |known: &Opened| known.identity.digest == client.identity().digest;
-            let replaced = client.was_reached() && before.as_ref().is_some_and(|b| !same(b));
+            let now = client.identity().digest;
+            let replaced = client.was_reached() && was_of.is_some_and(|digest| digest != now);
             let open = || -> Result<_> {
                 if client.was_reached() {
                     if replaced || left.is_some_and(|left| left.shape != client.shape()) {
@@ -202,7 +225,7 @@ impl Disk {
                     }
                     known::write(&place.known(index), client.opened())?;
                 }
-                open_cache(&client, &how, &place.cache(index), identity)
+                open_cache(&client, &how, &place.cache(index), identity, was_of)
             };
             match open() {
                 Ok(synced) => Ok((client, synced, how.record)),
@@ -409,12 +432,37 @@ impl Disk {
     }
 }
 
-/// What the site said the last time; none when that is not known.
-fn remembered(place: &Place, index: usize) -> Option<Opened> {
-    known::read(&place.known(index)).unwrap_or_else(|e| {
+/// What the site said the last time; none when it was never asked.
+fn remembered(place: &Place, index: usize) -> Result<Option<Opened>> {
+    let known = known::read(&place.known(index));
+    if let Err(e) = &known {
         tracing::warn!("{e:#}");
-        None
-    })
+    }
+    known
+}
+
+/// Takes a cache away that does not say of which image it is, as those of former versions, and that nothing else says it of.
+fn forget_former(
+    place: &Place,
+    index: usize,
+    dirty: u64,
+    why: Option<&anyhow::Error>,
+) -> Result<()> {
+    let cache = place.cache(index);
+    if dirty > 0 {
+        let why = why.map(|e| format!(" ({e:#})")).unwrap_or_default();
+        bail!(
+            "{} was written by a former version of drover and holds {} that were not pushed, and nothing says of which image{why}; push them with that version, or `drover unmount {} --discard` throws them away",
+            cache.display(),
+            bytes(dirty),
+            place.name()
+        );
+    }
+    tracing::info!(
+        "{}: the cache is of a former version and begins anew",
+        place.name()
+    );
+    place.remove_cache(index)
 }
 
 /// Takes a cache away that is of another image or was cut otherwise.
@@ -466,6 +514,7 @@ fn open_cache(
     how: &HowArgs,
     cache: &Path,
     identity: Vec<u8>,
+    was_of: Option<Digest>,
 ) -> Result<Arc<Synced>> {
     let shape = client.shape();
     let prefetch = match &how.prefetch {
@@ -484,6 +533,8 @@ fn open_cache(
         SyncMode::Local => Sync::Local,
         SyncMode::Remote => Sync::Remote,
     };
+    options.image = client.identity().digest;
+    options.former = was_of;
     options.cache_size = how.cache_size;
     options.prefetch = prefetch;
     options.push_interval = how.push_interval;

@@ -25,7 +25,14 @@ const GONE_LIMIT: Duration = Duration::from_secs(5);
 /// # Errors
 /// When nothing like it is mounted, it is in use, or what was written cannot be pushed.
 pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
-    let mut meant: Vec<_> = Place::list(home)?
+    let (listed, damaged) = Place::list_all(home)?;
+    if let Some((_, why)) = damaged
+        .into_iter()
+        .find(|(place, _)| place.name() == args.what)
+    {
+        return Err(why);
+    }
+    let mut meant: Vec<_> = listed
         .into_iter()
         .filter(|(_, record)| record.is_meant_by(&args.what))
         .collect();

@@ -24,6 +24,9 @@ struct Held {
     image: String,
     writer: Option<Writer>,
     connected: Vec<String>,
+    /// Why it cannot be said who may write it.
+    #[serde(default)]
+    problem: Option<String>,
 }
 
 /// Who may write.
@@ -40,6 +43,9 @@ struct Writer {
 struct Broken {
     image: String,
     writer: Option<Writer>,
+    /// The lease was damaged, and another is in its place.
+    #[serde(default)]
+    damaged: bool,
 }
 
 fn writer(holder: drover_mount::server::Holder) -> Writer {
@@ -82,6 +88,7 @@ pub fn leased_on_disk(state: &Path, name: &ImageName) -> Result<Option<Leased>, 
         image: name.to_string(),
         holder,
         connected: Vec::new(),
+        problem: None,
     }))
 }
 
@@ -105,6 +112,7 @@ pub fn leases_json(server: &Server) -> Result<String> {
             image: leased.image,
             writer: leased.holder.map(writer),
             connected: leased.connected,
+            problem: leased.problem,
         })
         .collect();
     Ok(serde_json::to_string(&held)?)
@@ -115,10 +123,14 @@ pub fn leases_json(server: &Server) -> Result<String> {
 /// # Errors
 /// When the site's state cannot be changed.
 pub async fn broken_json(server: &Arc<Server>, name: &ImageName) -> Result<String> {
+    let (on_disk, image) = (Arc::clone(server), name.clone());
+    let damaged = tokio::task::spawn_blocking(move || on_disk.replace_damaged_lease(&image));
+    let damaged = damaged.await??;
     let holder = server.break_lease(name).await?;
     Ok(serde_json::to_string(&Broken {
         image: name.to_string(),
         writer: holder.map(writer),
+        damaged,
     })?)
 }
 
@@ -163,7 +175,10 @@ pub async fn list(home: &Home, json: bool) -> Result<()> {
             vec![
                 clean(&held.image),
                 writer.map_or_else(|| "-".into(), |w| clean(&w.peer)),
-                writer.map_or_else(String::new, |w| clean(&w.note)),
+                match &held.problem {
+                    Some(problem) => clean(problem),
+                    None => writer.map_or_else(String::new, |w| clean(&w.note)),
+                },
                 writer.map_or_else(String::new, |w| {
                     moment(i64::try_from(w.since_unix).unwrap_or_default())
                 }),
@@ -212,6 +227,9 @@ pub async fn break_lease(home: &Home, name: &ImageName, yes: bool, json: bool) -
             "drover: {} of {} may not write {name} any more",
             clean(&w.note),
             clean(&w.peer)
+        )),
+        None if broken.damaged => out::note(&format!(
+            "drover: the damaged lease of {name} is kept beside a new one; nobody may write the image now, and what was written over it is there"
         )),
         None => out::note(&format!("drover: nobody had the right to write {name}")),
     }

@@ -117,6 +117,12 @@ pub struct Place {
     dir: PathBuf,
 }
 
+/// A mount as it was written down.
+pub type Written = (Place, Record);
+
+/// A mount whose record cannot be used, and why.
+pub type Damaged = (Place, anyhow::Error);
+
 /// Held by the process that keeps the mount.
 #[derive(Debug)]
 pub struct Kept(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
@@ -150,25 +156,40 @@ impl Place {
     /// # Errors
     /// When the directory cannot be read.
     pub fn list(home: &Home) -> Result<Vec<(Place, Record)>> {
+        let (found, damaged) = Place::list_all(home)?;
+        for (_, why) in damaged {
+            tracing::warn!("{why:#}");
+        }
+        Ok(found)
+    }
+
+    /// The same, and those whose record cannot be used, with the reason.
+    ///
+    /// # Errors
+    /// When the directory cannot be read.
+    pub fn list_all(home: &Home) -> Result<(Vec<Written>, Vec<Damaged>)> {
         let all = Place::all(home);
-        let mut found = Vec::new();
+        let (mut found, mut damaged) = (Vec::new(), Vec::new());
         let entries = match fs::read_dir(&all) {
             Ok(entries) => entries,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(found),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok((found, damaged)),
             Err(e) => return Err(e).with_context(|| format!("cannot read {}", all.display())),
         };
         for entry in entries {
-            let place = Place {
-                dir: entry.context("cannot read the directory of mounts")?.path(),
-            };
+            let entry = entry.context("cannot read the directory of mounts")?;
+            if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                continue;
+            }
+            let place = Place { dir: entry.path() };
             match place.read() {
                 Ok(Some(record)) => found.push((place, record)),
                 Ok(None) => {}
-                Err(e) => tracing::warn!("{e:#}"),
+                Err(e) => damaged.push((place, e)),
             }
         }
         found.sort_by(|a, b| a.1.name.cmp(&b.1.name));
-        Ok(found)
+        damaged.sort_by_key(|(place, _)| place.name());
+        Ok((found, damaged))
     }
 
     /// The mount's name.
@@ -243,14 +264,13 @@ impl Place {
         };
         let record: Record = serde_json::from_slice(&text).with_context(|| {
             format!(
-                "{} is damaged; unmount what it was by hand, then remove {}",
-                path.display(),
-                self.dir.display()
+                "{} is damaged; move that file away and mount again at the same place, which takes up the cache beside it (`drover mounts break` at the other site ends the lease of the mount that was lost)",
+                path.display()
             )
         })?;
         if record.version != VERSION {
             bail!(
-                "{} is of version {}; this drover knows {VERSION}",
+                "{} is of version {}, and this drover knows {VERSION}: use the drover that wrote it",
                 path.display(),
                 record.version
             );

@@ -39,6 +39,8 @@ pub enum State {
     Unmounted,
     /// Its process is there and does not answer.
     Silent,
+    /// What is written down of it cannot be used; its cache is there.
+    Damaged,
 }
 
 /// How one disk is.
@@ -163,6 +165,7 @@ impl Status {
                 State::Dead => "dead",
                 State::Unmounted => "unmounted",
                 State::Silent => "silent",
+                State::Damaged => "damaged",
             }
             .into(),
             words.join("; "),

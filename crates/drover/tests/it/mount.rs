@@ -4,6 +4,7 @@ mod bad;
 mod blockdev;
 mod client;
 mod crash;
+mod damage;
 pub mod ends;
 mod exports;
 mod files;

@@ -282,6 +282,14 @@ impl Image {
         Err(Refusal::new(Code::LeaseLost, text))
     }
 
+    /// Writes the lease's file anew, which something else has damaged.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub fn store_lease(&self) -> Result<(), Refusal> {
+        self.desk.lock().store_again()
+    }
+
     /// The owner takes the writer's lease away.
     ///
     /// # Errors

@@ -6,7 +6,7 @@
 mod file;
 
 use std::collections::{HashMap, VecDeque};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use drover_core::ImageName;
@@ -66,6 +66,21 @@ pub struct Record {
     last: Option<Holder>,
 }
 
+impl Record {
+    /// Of an image that was written when that is all that is known: beyond all editions that there were.
+    fn unknown() -> Self {
+        Self {
+            edition: unix_now(),
+            ..Self::default()
+        }
+    }
+}
+
+/// Whether mounts have written over the image, whatever its lease says.
+fn has_overlay(directory: &Path) -> bool {
+    directory.join("states").exists()
+}
+
 /// A mount that comes.
 #[derive(Clone, Debug)]
 pub struct Who {
@@ -115,13 +130,44 @@ impl Desk {
     /// # Errors
     /// A file that cannot be read or is damaged.
     pub fn open(image: ImageName, directory: PathBuf) -> Result<Self, Refusal> {
+        let record = match file::load(&directory)? {
+            Some(record) => record,
+            None if has_overlay(&directory) => Record::unknown(),
+            None => Record::default(),
+        };
         Ok(Self {
-            record: file::load(&directory)?.unwrap_or_default(),
+            record,
             image,
             directory,
             readers: HashMap::new(),
             closed: VecDeque::new(),
         })
+    }
+
+    /// Puts a new file in the place of one that cannot be used: nobody has the lease then. Whoever had it is told that the
+    /// image was written by another meanwhile. False when the file can be used, or is not there.
+    ///
+    /// # Errors
+    /// A disk that does not take it.
+    pub fn replace_damaged(directory: &Path) -> Result<bool, Refusal> {
+        match file::load(directory) {
+            Err(refusal) if refusal.code == Code::Corrupt => {}
+            result => return result.map(|_| false),
+        }
+        file::set_aside(directory).map_err(|e| {
+            let text = format!("cannot rename the lease in {}: {e}", directory.display());
+            Refusal::new(Code::Io, text)
+        })?;
+        file::store(directory, &Record::unknown())?;
+        Ok(true)
+    }
+
+    /// Writes the file anew, which something else has damaged.
+    ///
+    /// # Errors
+    /// A disk that does not take it.
+    pub fn store_again(&mut self) -> Result<(), Refusal> {
+        self.keep(self.record.clone())
     }
 
     /// The writer's lease, if there is one.

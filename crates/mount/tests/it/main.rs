@@ -5,6 +5,7 @@ mod direct;
 mod early;
 mod hostile;
 mod keeper;
+mod lease;
 mod managed;
 mod offline;
 mod push;

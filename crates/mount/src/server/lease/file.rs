@@ -63,11 +63,14 @@ pub fn load(directory: &Path) -> Result<Option<Record>, Refusal> {
 }
 
 pub fn parse(bytes: &[u8]) -> Result<Record, String> {
-    let damaged = "damaged; if no mount has changes that were not written back, remove it";
+    let damaged =
+        "damaged; `drover mounts break` for this image, at this site, puts another in its place";
     let old = bytes.strip_prefix(&MAGIC_1[..]);
     let Some(rest) = old.or(bytes.strip_prefix(&MAGIC[..])) else {
         return Err(match bytes.strip_prefix(&MAGIC[..8]) {
-            Some(_) => "a lease of another version of drover".into(),
+            Some(_) => "a lease of another version of drover; use that one, or `drover mounts break` for this \
+                        image puts another in its place"
+                .into(),
             None => damaged.into(),
         });
     };
@@ -82,6 +85,14 @@ pub fn parse(bytes: &[u8]) -> Result<Record, String> {
         None => decode(body),
     }
     .map_err(|e| e.to_string())
+}
+
+/// Moves a file that cannot be used out of the way; it is not destroyed.
+pub fn set_aside(directory: &Path) -> io::Result<()> {
+    fs::rename(
+        directory.join(FILE_NAME),
+        directory.join(format!("{FILE_NAME}.damaged")),
+    )
 }
 
 /// Puts a record into the file as a whole: what is there after a crash is the one before or this one.

@@ -1,0 +1,144 @@
+//! A lease's file that is damaged or gone: what was written is not hidden, nobody is let in by guessing, and there is a way
+//! out.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use drover_core::DeviceError;
+use drover_device::remote::{Change, Epoch, Remote};
+use drover_mount::client::{Client, Options};
+use drover_mount::protocol::{Access, Code};
+use drover_mount::{MountError, server::Server};
+
+use crate::keeper::Keeper;
+use crate::util::{Near, Site, content, memory, name, runtime};
+
+const SIZE: usize = 1 << 20;
+
+struct World {
+    runtime: tokio::runtime::Runtime,
+    site: Site,
+    near: Arc<Near>,
+    model: Vec<u8>,
+}
+
+impl World {
+    /// A site with an image over which something was written, and its file of leases, which nobody has open.
+    fn new() -> (Self, PathBuf) {
+        let runtime = runtime();
+        let inside = runtime.enter();
+        let mut model = content(SIZE, 41);
+        let site = Site::with("web", memory(&model));
+        let near = Near::new(site.server.clone());
+        drop(inside);
+        let mut world = Self {
+            runtime,
+            site,
+            near,
+            model: Vec::new(),
+        };
+        let client = world.open(Access::ReadWrite).unwrap();
+        model[..4096].fill(7);
+        let changes = vec![Change::Write(0, Bytes::from(vec![7; 4096]))];
+        wait(|done| client.push(Epoch(1), changes, done));
+        wait(|done| client.commit(Epoch(1), done));
+        wait(|done| client.close(done));
+        drop(client);
+        world.model = model;
+        world.restart();
+        let lease = world.site.directory.path().join("overlays/web/lease");
+        (world, lease)
+    }
+
+    fn restart(&mut self) {
+        let _inside = self.runtime.enter();
+        self.site.restart();
+        self.near = Near::again(self.site.server.clone(), self.near.peer.clone());
+    }
+
+    fn server(&self) -> &Arc<Server> {
+        &self.site.server
+    }
+
+    fn open(&self, access: Access) -> Result<Client, MountError> {
+        let _inside = self.runtime.enter();
+        let options = Options::new(name("web"), access);
+        let client = Client::open(self.runtime.handle(), self.near.clone(), options);
+        self.runtime.block_on(client)
+    }
+
+    /// Reads all as a reader does.
+    fn is_shown(&self) {
+        let _inside = self.runtime.enter();
+        let client = self.open(Access::ReadOnly).unwrap();
+        let keeper = Keeper::attach(&client, true);
+        keeper.wait_all();
+        keeper.all_is(&self.model);
+        wait(|done| client.close(done));
+    }
+}
+
+fn wait(ask: impl FnOnce(Box<dyn FnOnce(Result<(), DeviceError>) + Send>)) {
+    let (say, hear) = std::sync::mpsc::channel();
+    ask(Box::new(move |result| say.send(result).unwrap()));
+    let limit = std::time::Duration::from_secs(60);
+    hear.recv_timeout(limit).expect("an answer").unwrap();
+}
+
+#[test]
+fn without_its_file_what_was_written_is_still_shown() {
+    let (mut world, lease) = World::new();
+    world.is_shown();
+    std::fs::remove_file(&lease).unwrap();
+    world.restart();
+    world.is_shown();
+    let client = world.open(Access::ReadWrite).unwrap();
+    assert!(client.identity().edition > 1, "as of another writer");
+    assert_eq!(client.identity().epoch, 1);
+}
+
+#[test]
+fn a_damaged_one_is_refused_with_the_way_out_and_hides_nothing() {
+    let (mut world, lease) = World::new();
+    let mut bytes = std::fs::read(&lease).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(&lease, &bytes).unwrap();
+    for access in [Access::ReadOnly, Access::ReadWrite] {
+        let refused = world.open(access).err();
+        let Some(MountError::Refused(refusal)) = &refused else {
+            panic!("{refused:?}");
+        };
+        let said = &refusal.text;
+        assert_eq!(refusal.code, Code::Corrupt, "{said}");
+        for word in ["lease", "damaged", "drover mounts break"] {
+            assert!(said.contains(word), "{said}");
+        }
+        assert!(!said.contains("remove it"), "{said}");
+    }
+    // It is listed as what it is.
+    let listed = world.server().leases().unwrap();
+    assert_eq!(listed.len(), 1);
+    let problem = listed[0].problem.as_ref().expect("a problem");
+    assert!(problem.contains("drover mounts break"), "{problem}");
+    // The way out.
+    assert!(world.server().replace_damaged_lease(&name("web")).unwrap());
+    assert!(!world.server().replace_damaged_lease(&name("web")).unwrap());
+    assert_eq!(
+        std::fs::read(lease.with_extension("damaged")).unwrap(),
+        bytes
+    );
+    assert_eq!(world.server().leases().unwrap(), []);
+    world.is_shown();
+    world.restart();
+    world.is_shown();
+    let client = world.open(Access::ReadWrite).unwrap();
+    assert!(client.identity().edition > 1, "as of another writer");
+    // While it is open, what is damaged on the disk is written anew.
+    std::fs::write(&lease, b"rubbish").unwrap();
+    assert!(world.server().leases().unwrap()[0].problem.is_some());
+    assert!(world.server().replace_damaged_lease(&name("web")).unwrap());
+    let listed = world.server().leases().unwrap();
+    assert!(listed[0].problem.is_none() && listed[0].holder.is_some());
+}
