@@ -4,6 +4,7 @@
 pub mod blocks;
 pub mod boot;
 pub mod caches;
+pub mod compress;
 pub mod frontends;
 pub mod growth;
 pub mod heads;
@@ -166,6 +167,7 @@ pub const ALL: &[&dyn Experiment] = &[
     &similar::Similar,
     &resume::Resume,
     &throughput::Throughput,
+    &compress::Compress,
     &growth::Growth,
     &blocks::Blocks,
     &heads::Heads,

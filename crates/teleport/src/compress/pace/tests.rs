@@ -212,7 +212,7 @@ fn it_is_never_much_slower_than_the_best_fixed_effort() {
     check(0..300, 0, 1.0);
 }
 
-/// Two minutes.
+/// Some minutes.
 #[test]
 #[ignore = "many seeds"]
 fn it_is_hardly_ever_much_slower_over_many_seeds() {
