@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use drover_core::{ExtentKind, ReadAt, is_zero};
+use drover_core::{BLOCK_SIZE, ExtentKind, ReadAt, is_zero};
 use drover_mount::server::View;
 use rustix::fs::{FallocateFlags, fallocate, ioctl_ficlone};
 
@@ -20,7 +20,10 @@ const WINDOW: u64 = 1 << 30;
 const SLAB: usize = 1 << 20;
 
 /// Zeros of this length are left out.
-const GRAIN: u64 = 64 << 10;
+const GRAIN: usize = BLOCK_SIZE;
+
+/// A qcow2 file has this much of the disk or nothing.
+const CLUSTER: u64 = 64 << 10;
 
 /// Runs of data that are told apart; everything after the last is one run.
 const MAX_RUNS: usize = 1 << 20;
@@ -42,7 +45,10 @@ impl Part {
     /// # Errors
     /// When the disk cannot be read, or is too large for the format.
     pub fn new(view: View, to: Target) -> Result<Part> {
-        let data = data_of(&view)?;
+        let data = match to {
+            Target::Raw => data_of(&view, GRAIN as u64)?,
+            Target::Qcow2 => data_of(&view, CLUSTER)?,
+        };
         let qcow2 = match to {
             Target::Raw => None,
             Target::Qcow2 => Some(drover_image::qcow2_of(Arc::new(view.clone()), &data)?),
@@ -171,11 +177,19 @@ fn copy_some(
         let n = slab.len().min((range.end - at) as usize);
         from.read_exact_at(&mut slab[..n], at)
             .context("cannot read the disk")?;
-        for (nth, grain) in slab[..n].chunks(GRAIN as usize).enumerate() {
-            if wanted(grain) {
-                file.write_all_at(grain, at + nth as u64 * GRAIN)
-                    .with_context(|| format!("cannot write {}", path.display()))?;
-            }
+        let mut from = 0;
+        while from < n {
+            let run = slab[from..n]
+                .chunks(GRAIN)
+                .take_while(|grain| wanted(grain));
+            let length: usize = run.map(<[u8]>::len).sum();
+            file.write_all_at(&slab[from..from + length], at + from as u64)
+                .with_context(|| format!("cannot write {}", path.display()))?;
+            from += length;
+            let zeros = slab[from..n]
+                .chunks(GRAIN)
+                .take_while(|grain| !wanted(grain));
+            from += zeros.map(<[u8]>::len).sum::<usize>();
         }
         at += n as u64;
     }
@@ -183,7 +197,7 @@ fn copy_some(
 }
 
 /// Where the disk has data, in runs of whole grains.
-fn data_of(view: &View) -> Result<Vec<Range<u64>>> {
+fn data_of(view: &View, grain: u64) -> Result<Vec<Range<u64>>> {
     let end = view.len();
     let mut runs: Vec<Range<u64>> = Vec::new();
     let mut at = 0;
@@ -192,8 +206,8 @@ fn data_of(view: &View) -> Result<Vec<Range<u64>>> {
             .extents(at, (end - at).min(WINDOW))
             .context("cannot read the disk")?;
         for extent in extents.iter().filter(|e| e.kind == ExtentKind::Data) {
-            let start = extent.offset - extent.offset % GRAIN;
-            let stop = extent.end().next_multiple_of(GRAIN).min(end);
+            let start = extent.offset - extent.offset % grain;
+            let stop = extent.end().next_multiple_of(grain).min(end);
             match runs.last_mut() {
                 Some(last) if start <= last.end => last.end = last.end.max(stop),
                 _ => runs.push(start..stop),

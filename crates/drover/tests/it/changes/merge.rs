@@ -1,6 +1,7 @@
 //! What mounts wrote becomes part of the image, or a new one: whatever comes in between, the bytes are the same.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -178,6 +179,26 @@ fn what_a_mount_has_not_pushed_keeps_the_image_as_it_is() {
     unmounted(&m, &disk);
     merge(&m, &[]).ok();
     assert!(fs::read(file(&m, "web.img")).unwrap() == bytes);
+}
+
+#[test]
+fn a_merged_image_is_no_denser_than_what_was_written() {
+    if !can_mount("a_merged_image_is_no_denser_than_what_was_written") {
+        return;
+    }
+    let m = Mounts::new();
+    let path = m.world.path("web.img");
+    fs::File::create(&path).unwrap().set_len(64 << 20).unwrap();
+    m.near(&["send", text(&path), "far"]).ok();
+    let disk = m.mount("web.img", "disk", &[]);
+    for nth in 0..100 {
+        write(&disk, nth * 600_000 / 4096 * 4096, &[7; 4096]);
+    }
+    unmounted(&m, &disk);
+    let done = merge(&m, &["--json"]).ok().json();
+    assert_eq!(done[0]["room_bytes"], 100 * 4096, "{done:?}");
+    let blocks = fs::metadata(file(&m, "web.img")).unwrap().blocks();
+    assert!(blocks * 512 < 200 * 4096, "{blocks}");
 }
 
 #[test]
