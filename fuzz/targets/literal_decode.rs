@@ -5,7 +5,7 @@
 
 use drover_core::BLOCK_SIZE;
 use drover_teleport::codec::{Literal, LiteralHeader};
-use drover_teleport::compress::{Pace, Packer, Unpacker};
+use drover_teleport::compress::{Effort, Packer, Unpacker};
 use drover_teleport::protocol::FRAME_BLOCKS;
 use libfuzzer_sys::fuzz_target;
 
@@ -40,9 +40,12 @@ fn there_and_back(data: &[u8]) {
         let mut blocks = part.repeat(1 + part.len() % 3);
         blocks.resize(blocks.len().next_multiple_of(BLOCK_SIZE), 0);
         let mut packed = Vec::new();
-        let packing = packer
-            .pack(&blocks, &Pace::default(), &mut packed)
-            .expect("memory");
+        let effort = match part[0] % 4 {
+            0 => Effort::None,
+            1 => Effort::Lz4,
+            n => Effort::Zstd(n),
+        };
+        let packing = packer.pack(&blocks, effort, &mut packed).expect("memory");
         let header = LiteralHeader {
             slot: 3,
             packing,
