@@ -269,8 +269,9 @@ impl Site {
             }
             std::fs::rename(&part, &target).map_err(TeleportError::file("rename to", &target))?;
             sync_parent(&target).map_err(TeleportError::file("sync the directory of", &target))?;
-        } else if !target.exists() || !self.images.map_path(id).exists() {
+        } else if !self.images.map_path(id).exists() || !self.is_in_place(arrived, old.as_ref()) {
             self.discard(&arrived.dir, id);
+            let _ = std::fs::remove_file(self.images.map_path(id));
             return Ok(false);
         }
         let record = ImageRecord {
@@ -298,6 +299,18 @@ impl Site {
         }
         self.wake_copier();
         Ok(true)
+    }
+
+    /// Whether the file of that name is the one that arrived. Another image may have taken the name before
+    /// the catalog took this one.
+    fn is_in_place(&self, arrived: &Arrived, entered: Option<&ImageRecord>) -> bool {
+        let target = self.image_path(&arrived.opening.offer.name);
+        let size = std::fs::metadata(&target).map_or(0, |about| about.len());
+        let digest = || crate::walk::digest_file(&target, &mut |_, _| {});
+        target.exists()
+            && (entered.is_some_and(|e| e.id.0 == arrived.opening.image)
+                || (size == arrived.opening.offer.file_bytes
+                    && digest().is_ok_and(|found| found == arrived.closing.digest)))
     }
 
     /// Tells the teleporter what has happened already. That it cannot be told costs matches at
@@ -561,28 +574,12 @@ fn transfers_found(dir: &Path, repairs: &mut Vec<String>) -> Result<Found, Telep
             remove_dir(&path);
             continue;
         }
-        match inspect(&path)? {
-            Some(Leftover {
-                closing: Some(closing),
-                dir,
-                opening,
-                layout,
-                data,
-            }) => {
-                let mut blocks = BlockMap::default();
-                data.iter().for_each(|d| blocks.push(d));
-                out.push(Arrived {
-                    dir,
-                    opening,
-                    layout,
-                    blocks: Arc::new(blocks),
-                    closing,
-                });
-            }
-            Some(left) => {
+        match inspect(&path)?.map(Arrived::of) {
+            Some(Ok(arrived)) => out.push(arrived),
+            Some(Err(left)) => {
                 let path = adopt(dir, &path, &left.opening);
                 let image = ImageId(left.opening.image);
-                stopped.push((image, path.join("image.part"), left));
+                stopped.push((image, path.join("image.part"), *left));
             }
             None => {
                 repairs.push(format!(
@@ -633,6 +630,22 @@ pub(crate) struct Arrived {
 }
 
 impl Arrived {
+    /// What a directory holds, if its file was whole.
+    pub(crate) fn of(left: Leftover) -> Result<Self, Box<Leftover>> {
+        let Some(closing) = left.closing else {
+            return Err(Box::new(left));
+        };
+        let mut blocks = BlockMap::default();
+        left.data.iter().for_each(|d| blocks.push(d));
+        Ok(Arrived {
+            dir: left.dir,
+            opening: left.opening,
+            layout: left.layout,
+            blocks: Arc::new(blocks),
+            closing,
+        })
+    }
+
     /// Logs that the file is whole; from here on a crash cannot lose it.
     pub(crate) fn log(&self, log: &mut crate::log::Log) -> Result<(), TeleportError> {
         log.append(RecordKind::Closing, &drover_net::encode(&self.closing))?;

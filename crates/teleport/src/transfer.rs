@@ -504,7 +504,7 @@ pub const ANYBODY: &str = "";
 #[derive(Debug, Default)]
 pub struct Active {
     names: parking_lot::Mutex<Names>,
-    /// Numbers those who ask, so that the older of two that wait does not stop the newer.
+    /// Numbers those who ask, so that an older session never stops a newer one.
     asked: std::sync::atomic::AtomicU64,
     freed: parking_lot::Condvar,
 }
@@ -542,10 +542,21 @@ pub struct Hold {
     pub stop: tokio::sync::watch::Receiver<bool>,
 }
 
+/// The number of a holder who makes way for any session.
+pub const OLDEST: u64 = 0;
+
 impl Active {
-    /// Takes `name` for the transfer `key`. A session that holds it for the same transfer (whose
-    /// link was cut, most likely), or for [`ANYBODY`], is told to stop and waited for, at most
-    /// `patience`.
+    /// A number for a session, higher than those of all before it.
+    pub fn number(&self) -> u64 {
+        let before = self
+            .asked
+            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        before + 1
+    }
+
+    /// Takes `name` for the transfer `key` and the session `number`. An older session that holds it
+    /// for the same transfer (whose link was cut, most likely), or somebody who holds it for
+    /// [`ANYBODY`], is told to stop and waited for, at most `patience`.
     ///
     /// # Errors
     /// When somebody else has it.
@@ -553,13 +564,11 @@ impl Active {
         self: &Arc<Self>,
         name: &ImageName,
         key: &str,
+        number: u64,
         patience: std::time::Duration,
     ) -> Result<Hold, Taken> {
         let deadline = std::time::Instant::now() + patience;
         let mut names = self.names.lock();
-        let number = self
-            .asked
-            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         loop {
             match names.held.get(name) {
                 Some(holder) if holder.key != key && holder.key != ANYBODY => {

@@ -11,8 +11,8 @@ use drover_net::PeerKey;
 use serde::{Deserialize, Serialize};
 
 use crate::log::is_closed;
-use crate::site::{Site, remove_dir, unix_now};
-use crate::transfer::opening_of;
+use crate::site::{Arrived, Site, remove_dir, unix_now};
+use crate::transfer::{inspect, opening_of};
 use crate::{RefuseReason, TeleportError};
 
 /// What the directory of a transfer is called while it is being removed.
@@ -200,6 +200,18 @@ impl Site {
         drop(_claim);
         remove_dir(&gone);
         Ok(Some(transfer))
+    }
+
+    /// A whole file that has its name already, but could not be entered in the catalog, is entered now:
+    /// else the file would be there under what the catalog says of the one before it.
+    pub(crate) fn settle_renamed(&self, dir: &Path) -> Result<(), TeleportError> {
+        if dir.join("image.part").exists() || !is_closed(&dir.join("log")) {
+            return Ok(());
+        }
+        match inspect(dir)?.map(Arrived::of) {
+            Some(Ok(arrived)) => self.settle(&arrived).map(drop),
+            _ => Ok(()),
+        }
     }
 
     /// Takes the directory of a transfer out of the way in one step.

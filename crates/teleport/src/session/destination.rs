@@ -94,6 +94,8 @@ pub struct SessionRequest {
 pub struct SessionShared {
     peer: PeerKey,
     peer_name: String,
+    /// Says which of two sessions is the newer.
+    number: u64,
     current: RwLock<Option<Arc<Incoming>>>,
     lanes: AtomicU64,
     progress: RwLock<Option<Progress>>,
@@ -167,6 +169,7 @@ impl Site {
             frames: to,
             peer,
             peer_name,
+            number: self.active.number(),
             current: RwLock::new(None),
             lanes: AtomicU64::new(0),
             progress: RwLock::new(None),
@@ -505,23 +508,13 @@ impl Session {
             total_blocks: prepared.incoming.layout.walk_blocks(),
             done_blocks: prepared.done_blocks.clone(),
         });
-        let accept = Accept {
-            resume_batch: prepared.machine.next_batch(),
-            resumed_blocks: prepared.machine.counts().resumed_blocks,
-            window_batches: WINDOW_BATCHES,
-        };
-        match begun {
-            None => self.send(kind::ACCEPT, encode(&accept)).await?,
-            Some(Event::Batch(batch)) if batch.index != accept.resume_batch => {
-                // What was compared has changed since. The transfer is there to be resumed.
-                return Err(TeleportError::Stopped);
-            }
-            Some(event) => {
-                prepared.machine.restored_was_compared();
-                drop(events.send(DriverEvent::Machine(event)).await);
-            }
+        if let Err(e) = self.accept(begun, &mut prepared, &events).await {
+            // Its threads are waited for.
+            let _ = tokio::task::spawn_blocking(move || drop(prepared)).await;
+            return Err(e);
         }
-        tracing::debug!(slot, resume = accept.resume_batch, "image accepted");
+        let resume = prepared.machine.next_batch();
+        tracing::debug!(slot, resume, "image accepted");
         let hold_stop = prepared.hold.stop.clone();
         let (site, out) = (self.site.clone(), self.out.clone());
         let mut driver =
@@ -559,6 +552,34 @@ impl Session {
             // The lanes may still carry blocks of it: a new session starts clean.
             Err(e) => Err(e),
         }
+    }
+}
+
+impl Session {
+    /// Accepts an image that is prepared, or goes on from a comparison with `begun`.
+    async fn accept(
+        &self,
+        begun: Option<Event>,
+        prepared: &mut prepare::Prepared,
+        events: &mpsc::Sender<DriverEvent>,
+    ) -> Result<(), TeleportError> {
+        let accept = Accept {
+            resume_batch: prepared.machine.next_batch(),
+            resumed_blocks: prepared.machine.counts().resumed_blocks,
+            window_batches: WINDOW_BATCHES,
+        };
+        match begun {
+            None => self.send(kind::ACCEPT, encode(&accept)).await?,
+            Some(Event::Batch(batch)) if batch.index != accept.resume_batch => {
+                // What was compared has changed since. The transfer is there to be resumed.
+                return Err(TeleportError::Stopped);
+            }
+            Some(event) => {
+                prepared.machine.restored_was_compared();
+                drop(events.send(DriverEvent::Machine(event)).await);
+            }
+        }
+        Ok(())
     }
 }
 

@@ -25,7 +25,7 @@ use crate::images::OpenImage;
 use crate::matching::{Link, Matching};
 use crate::protocol::BATCH_BLOCKS;
 use crate::teleporter::{Event, ImageEvent};
-use crate::transfer::{ANYBODY, each_batch, opening_of};
+use crate::transfer::{ANYBODY, OLDEST, each_batch, opening_of};
 
 /// When the first look is.
 const AFTER_START: Duration = Duration::from_secs(2);
@@ -155,7 +155,7 @@ impl Site {
         };
         let held = self
             .active
-            .take(&opening.offer.name, ANYBODY, Duration::ZERO);
+            .take(&opening.offer.name, ANYBODY, OLDEST, Duration::ZERO);
         let Ok(hold) = held else { return Ok(()) };
         if opening_of(dir).map(|o| o.image) != Some(image.0) || self.partials.is_live(image) {
             return Ok(());

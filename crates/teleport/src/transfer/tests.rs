@@ -302,19 +302,25 @@ fn a_name_is_held_by_one_transfer_and_handed_over_to_a_newer_session_of_it() {
     let active = Arc::new(Active::default());
     let name = ImageName::new("a.raw").unwrap();
     let patience = std::time::Duration::from_millis(50);
-    let first = active.take(&name, "one", patience).unwrap();
-    assert!(active.take(&name, "two", patience).err() == Some(Taken::ByAnother));
+    let first = active
+        .take(&name, "one", active.number(), patience)
+        .unwrap();
+    assert!(active.take(&name, "two", active.number(), patience).err() == Some(Taken::ByAnother));
     // The holder does not let go in time: told to stop, but not overrun.
-    assert!(active.take(&name, "one", patience).err() == Some(Taken::Still));
+    assert!(active.take(&name, "one", active.number(), patience).err() == Some(Taken::Still));
     assert!(*first.stop.borrow());
     let waiting = {
         let (active, name) = (active.clone(), name.clone());
-        std::thread::spawn(move || active.take(&name, "one", patience * 200).is_ok())
+        std::thread::spawn(move || {
+            active
+                .take(&name, "one", active.number(), patience * 200)
+                .is_ok()
+        })
     };
     std::thread::sleep(patience);
     drop(first);
     assert!(waiting.join().unwrap());
-    assert!(active.take(&name, "two", patience).is_ok());
+    assert!(active.take(&name, "two", active.number(), patience).is_ok());
 }
 
 /// Two sessions wait for one that does not let go: the newer gets it, whoever wakes first.
@@ -324,11 +330,14 @@ fn an_older_session_that_waits_does_not_stop_a_newer_one() {
     let name = ImageName::new("a.raw").unwrap();
     let patience = std::time::Duration::from_secs(60);
     for _ in 0..20 {
-        let first = active.take(&name, "one", patience).unwrap();
+        let first = active
+            .take(&name, "one", active.number(), patience)
+            .unwrap();
         let asked = || active.asked.load(std::sync::atomic::Ordering::Relaxed);
         let wait = || {
             let (active, name, before) = (active.clone(), name.clone(), asked());
-            let waiting = std::thread::spawn(move || active.take(&name, "one", patience));
+            let waiting =
+                std::thread::spawn(move || active.take(&name, "one", active.number(), patience));
             while asked() == before {
                 std::thread::yield_now();
             }
@@ -345,13 +354,34 @@ fn an_older_session_that_waits_does_not_stop_a_newer_one() {
     }
 }
 
+/// A session may ask late: after a comparison, or for the second of its images.
+#[test]
+fn a_session_that_began_earlier_does_not_stop_a_newer_one_when_it_asks_later() {
+    let active = Arc::new(Active::default());
+    let name = ImageName::new("a.raw").unwrap();
+    let patience = std::time::Duration::from_secs(60);
+    let (older, newer) = (active.number(), active.number());
+    let looked = active.take(&name, ANYBODY, OLDEST, patience).unwrap();
+    let short = std::time::Duration::from_millis(10);
+    let early = active.take(&name, "one", older, short);
+    assert_eq!(early.err(), Some(Taken::Still));
+    assert!(*looked.stop.borrow());
+    drop(looked);
+    let hold = active.take(&name, "one", newer, patience).unwrap();
+    let late = active.take(&name, "one", older, patience);
+    assert_eq!(late.err(), Some(Taken::ByNewer));
+    assert!(!*hold.stop.borrow());
+}
+
 /// Who resumes waits until a removal has ended, and a removal never begins under somebody's hands.
 #[test]
 fn what_is_being_removed_is_taken_up_afterwards() {
     let active = Arc::new(Active::default());
     let name = ImageName::new("a.raw").unwrap();
     let patience = std::time::Duration::from_secs(60);
-    let hold = active.take(&name, "one", patience).unwrap();
+    let hold = active
+        .take(&name, "one", active.number(), patience)
+        .unwrap();
     assert!(active.has("one") && active.claim("one").is_none());
     // Another peer's, for the same name.
     let claim = active.claim("two").unwrap();
@@ -359,10 +389,13 @@ fn what_is_being_removed_is_taken_up_afterwards() {
     drop((hold, claim));
     let claim = active.claim("one").unwrap();
     let short = std::time::Duration::from_millis(10);
-    assert_eq!(active.take(&name, "one", short).err(), Some(Taken::Still));
+    assert_eq!(
+        active.take(&name, "one", active.number(), short).err(),
+        Some(Taken::Still)
+    );
     let waiting = {
         let (active, name) = (active.clone(), name.clone());
-        std::thread::spawn(move || active.take(&name, "one", patience).is_ok())
+        std::thread::spawn(move || active.take(&name, "one", active.number(), patience).is_ok())
     };
     drop(claim);
     assert!(waiting.join().unwrap());

@@ -19,6 +19,8 @@ use tokio::sync::watch;
 /// A catalog that forgets with the process.
 #[derive(Default)]
 pub struct MemoryCatalog {
+    /// The next image cannot be entered.
+    pub fail_put: std::sync::atomic::AtomicBool,
     state: std::sync::Mutex<(u64, HashMap<ImageName, ImageRecord>)>,
 }
 
@@ -35,6 +37,12 @@ impl Catalog for MemoryCatalog {
         Ok(self.state.lock().unwrap().1.get(name).cloned())
     }
     fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, String> {
+        if self
+            .fail_put
+            .swap(false, std::sync::atomic::Ordering::Relaxed)
+        {
+            return Err("the catalog is on a full disk".into());
+        }
         Ok(self
             .state
             .lock()

@@ -161,3 +161,50 @@ async fn what_nothing_comes_to_expires() {
     let report = t.send().await;
     assert_eq!(report.resumed_blocks, 0, "{report:?}");
 }
+
+/// The file has its name when the catalog fails: sent again it is entered first, and not taken for the one before it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_whole_file_that_the_catalog_did_not_take_is_entered_by_the_next_try() {
+    let stopped = Stopped::new().await;
+    let client = || Client {
+        identity: stopped.identity.clone(),
+        ..Client::new()
+    };
+    let (path, there) = (stopped.image(), &stopped.there);
+    client().send(&[&path], there).await.unwrap();
+    let mut bytes = vec![0; 24 << 20];
+    fastrand::Rng::with_seed(31).fill(&mut bytes);
+    write(&path, &bytes);
+    there.catalog.fail_put.store(true, Ordering::Relaxed);
+    let failed = client().send(&[&path], there).await.unwrap_err();
+    assert!(failed.to_string().contains("full disk"), "{failed}");
+    same(&path, &there.image("a.raw"));
+    let reports = client().send(&[&path], there).await.unwrap();
+    assert_eq!(reports[0].sent_blocks, 0);
+    let name = drover_core::ImageName::new("a.raw").unwrap();
+    let (expected, found) = there.site.verify(&name, &mut |_, _| {}).unwrap();
+    assert_eq!(expected, found);
+    same(&path, &there.image("a.raw"));
+    assert!(there.site.unfinished().unwrap().is_empty());
+}
+
+/// The same, but another peer's image has taken the name since: that is not entered as the other one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_whole_file_that_was_replaced_before_it_was_entered_is_forgotten() {
+    let stopped = Stopped::new().await;
+    let (path, there) = (stopped.image(), &stopped.there);
+    there.catalog.fail_put.store(true, Ordering::Relaxed);
+    Client::new().send(&[&path], there).await.unwrap_err();
+    let mut bytes = vec![0; 24 << 20];
+    fastrand::Rng::with_seed(32).fill(&mut bytes);
+    write(&path, &bytes);
+    Client::new().send(&[&path], there).await.unwrap();
+    let (dir, home) = (stopped.dir, stopped.there.dir.clone());
+    let catalog = stopped.there.kill().await;
+    let there = TestSite::start_with(&home, catalog, 0).await;
+    let name = drover_core::ImageName::new("a.raw").unwrap();
+    let (expected, found) = there.site.verify(&name, &mut |_, _| {}).unwrap();
+    assert_eq!(expected, found);
+    same(&dir.path().join("a.raw"), &there.image("a.raw"));
+    assert!(there.site.unfinished().unwrap().is_empty());
+}

@@ -8,7 +8,9 @@ use drover_core::BLOCK_SIZE_U64;
 use drover_image::{Layout, Stamp};
 use drover_index::{Origin, Plan, PlanRun, Via};
 use drover_net::{decode, encode};
+use tokio::sync::watch;
 
+use super::prepare::taken_over;
 use super::{Frames, Session, SessionShared, stopped};
 use crate::TeleportError;
 use crate::blockmap::BlockMap;
@@ -44,7 +46,7 @@ struct Comparison {
     transfer: Transfer,
     blocks: BlockMap,
     stages: Arc<DestinationStages>,
-    _hold: Hold,
+    hold: Hold,
 }
 
 impl Session {
@@ -68,11 +70,13 @@ impl Session {
             window_batches: WINDOW_BATCHES,
         };
         self.send(kind::ACCEPT, encode(&accept)).await?;
+        let newer = comparison.hold.stop.clone();
         loop {
             let mut lap = Lap::start();
             let frame = tokio::select! {
                 frame = frames.next() => frame?,
                 _ = super::wait_true(self.stop.clone()) => return Err(TeleportError::Stopped),
+                _ = super::wait_true(newer.clone()) => return Err(taken_over()),
             };
             lap.wait(&self.shared.stages.check);
             let event = match frame.kind {
@@ -114,7 +118,8 @@ impl Session {
                         at = comparison.blocks.batches(),
                         "differs from the image here"
                     );
-                    let moved = tokio::task::spawn_blocking(move || comparison.bring_over());
+                    let stop = self.stop.clone();
+                    let moved = tokio::task::spawn_blocking(move || comparison.bring_over(&stop));
                     moved.await.map_err(|_| stopped())??;
                     return Ok(Compared::Differs(event));
                 }
@@ -132,6 +137,7 @@ fn begin(
     let SessionShared {
         peer,
         peer_name,
+        number,
         stages,
         ..
     } = shared;
@@ -160,7 +166,7 @@ fn begin(
     let key = transfer_key(peer, &offer.name);
     let Ok(hold) = site
         .active
-        .take(&offer.name, &key, std::time::Duration::ZERO)
+        .take(&offer.name, &key, *number, std::time::Duration::ZERO)
     else {
         return Ok(None);
     };
@@ -189,7 +195,7 @@ fn begin(
         transfer,
         blocks,
         stages: stages.clone(),
-        _hold: hold,
+        hold,
     }))
 }
 
@@ -284,8 +290,15 @@ impl Comparison {
     }
 
     /// Copies what was the same into the partial file, where resuming verifies it again.
-    fn bring_over(self) -> Result<(), TeleportError> {
+    fn bring_over(self, stop: &watch::Receiver<bool>) -> Result<(), TeleportError> {
         for index in 0..self.blocks.batches() {
+            // What is not brought over is found missing by whoever resumes.
+            if *self.hold.stop.borrow() {
+                return Err(taken_over());
+            }
+            if *stop.borrow() {
+                return Err(TeleportError::Stopped);
+            }
             let Some(data) = self.blocks.batch(index) else {
                 continue;
             };

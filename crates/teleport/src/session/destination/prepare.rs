@@ -112,13 +112,14 @@ pub fn prepare(
     let SessionShared {
         peer,
         peer_name,
+        number,
         stages,
         ..
     } = shared;
     let key = transfer_key(peer, &offer.name);
     let hold = site
         .active
-        .take(&offer.name, &key, TAKEOVER_PATIENCE)
+        .take(&offer.name, &key, *number, TAKEOVER_PATIENCE)
         .map_err(|taken| match taken {
             Taken::ByAnother => refused(
                 RefuseReason::Policy,
@@ -129,6 +130,7 @@ pub fn prepare(
             Taken::Still => TeleportError::Stopped,
         })?;
     let dir = site.transfer_dir(&key);
+    site.settle_renamed(&dir)?;
     let mut machine = Destination::new(offer.walk_blocks);
     let mut digest = OrderedDigest::new(&layout);
     let mut open: HashMap<u64, Arc<OpenBatch>> = HashMap::new();
