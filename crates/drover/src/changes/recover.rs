@@ -110,6 +110,17 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided) -> Result<bool> {
             record.path.display()
         );
     }
-    here.site.adopt(file, &prepared, false)?;
-    Ok(true)
+    let Some(path) = file else {
+        here.site.adopt(None, &prepared, false)?;
+        return Ok(true);
+    };
+    // Reading it may have taken long: somebody may have broken the lease meanwhile, and written.
+    let adopt = || here.site.adopt(Some(path), &prepared, false);
+    match here.server.while_claimed(name, key, adopt)? {
+        Some(adopted) => adopted.map(|_| true).map_err(Into::into),
+        None => {
+            here.site.forget_prepared(&prepared);
+            Ok(false)
+        }
+    }
 }

@@ -333,6 +333,28 @@ impl Server {
         Ok(true)
     }
 
+    /// Does `what` while a claim that is written down keeps mounts away and nobody can take it away; none when it does not
+    /// any more. Blocks on the disk.
+    ///
+    /// # Errors
+    /// [`MountError::Refused`]: the lease cannot be read.
+    pub fn while_claimed<T>(
+        &self,
+        name: &ImageName,
+        key: (PeerKey, MountId),
+        what: impl FnOnce() -> T,
+    ) -> Result<Option<T>, MountError> {
+        // Nobody opens it or breaks the lease meanwhile.
+        let door = self.door(name);
+        let _opening = door.lock();
+        let open = self.state.lock().open.get(name).cloned();
+        if let Some(image) = open {
+            return Ok(image.while_held(key.0, key.1, what));
+        }
+        let desk = Desk::open(name.clone(), self.overlay_of(name)).map_err(MountError::Refused)?;
+        Ok(desk.is_held_by(key.0, key.1).then(what))
+    }
+
     /// Closes an image that a claim keeps mounts away from: whoever still has it is being refused.
     fn close_claimed(&self, name: &ImageName) -> Result<(), MountError> {
         let since = Instant::now();

@@ -1,6 +1,7 @@
 //! The mount's two ends against each other.
 
 mod blocked;
+mod claims;
 mod direct;
 mod early;
 mod hostile;
