@@ -716,7 +716,7 @@ impl Server {
         }
         // One that nobody has open forgets what was staged when it is opened for the next writer.
         if let Some(image) = image {
-            blocking(move || image.abandon())
+            blocking(move || image.abandon_unheld())
                 .await
                 .map_err(MountError::Refused)?;
         }

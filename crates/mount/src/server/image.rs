@@ -390,6 +390,19 @@ impl Image {
         }
     }
 
+    /// Forgets what a writer staged whose lease was broken, if nobody has it since: of an epoch that the next one has begun
+    /// to stage, what comes later would count without what was forgotten.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub fn abandon_unheld(&self) -> Result<(), Refusal> {
+        let desk = self.desk.lock();
+        match desk.holder() {
+            None => self.abandon(),
+            Some(_) => Ok(()),
+        }
+    }
+
     fn next(&self, epoch: u64) -> Result<&Overlay, Refusal> {
         let device = self.overlay.get().ok_or(DeviceError::ReadOnly)?;
         let committed = device.committed().0;
@@ -398,5 +411,64 @@ impl Image {
             return Err(Refusal::new(Code::Epoch, text));
         }
         Ok(device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use drover_device::backend::MemoryDevice;
+
+    use super::super::Peer;
+    use super::*;
+
+    struct One;
+
+    impl Images for One {
+        fn open(&self, _: &ImageName) -> Result<Base, Refusal> {
+            Ok(Base {
+                device: Arc::new(MemoryDevice::from_bytes(&[0; 8192])),
+                digest: Digest([7; 32]),
+            })
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_broken_lease_takes_nothing_from_the_next_writer() {
+        let state = tempfile::tempdir().unwrap();
+        let name = ImageName::new("web").unwrap();
+        let image = Image::open(&name, &One, state.path()).unwrap();
+        let enter = |n: u8| {
+            let who = Who {
+                peer: Peer {
+                    key: PeerKey([n; 32]),
+                    name: format!("site{n}"),
+                },
+                mount: MountId([n; 16]),
+                link: 1,
+                note: "disk".into(),
+            };
+            let entered = image.enter(&who, Access::ReadWrite, None, Duration::ZERO, &|_| false);
+            entered.unwrap();
+            image.begin_link().unwrap();
+        };
+        let change = |at| [Change::Write(at, vec![9; 4096].into())];
+        enter(1);
+        image.stage(5, &change(0)).unwrap();
+        image.break_lease().unwrap();
+        enter(2);
+        image.stage(6, &change(0)).unwrap();
+        // Whoever broke the lease has waited for the lanes of the first until now.
+        image.abandon_unheld().unwrap();
+        image.stage(6, &change(4096)).unwrap();
+        let (peer, mount) = (PeerKey([2; 32]), MountId([2; 16]));
+        image.commit(6, peer, mount).unwrap();
+        let mut bytes = [0; 8192];
+        image.device().read(0, &mut bytes).unwrap();
+        assert!(bytes == [9; 8192], "half an epoch counts");
+        // Nobody came: its room is given back.
+        image.stage(7, &change(0)).unwrap();
+        image.break_lease().unwrap();
+        image.abandon_unheld().unwrap();
+        assert_eq!(image.staged(7, 0).0, 0);
     }
 }
