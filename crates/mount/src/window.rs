@@ -178,8 +178,8 @@ pub struct Window {
     rates: VecDeque<f64>,
     /// The longest answer of each of the last rounds: an answer leaves when all of it may be under way.
     answers: VecDeque<u64>,
-    /// The least round trip of each of the last seconds, with the second's beginning, but for what an answer itself takes.
-    trips: VecDeque<(Duration, Duration)>,
+    /// The least round trip of each of the last seconds, with the bytes of its answer and the second's beginning.
+    trips: VecDeque<(Duration, (Duration, u64))>,
     /// When the window was last small enough for the queue to be empty.
     drained_at: Duration,
     round: Round,
@@ -216,7 +216,7 @@ struct Round {
     /// It ends when what was marked after this arrives.
     until: u64,
     rate: f64,
-    trip: Option<Duration>,
+    trip: Option<(Duration, u64)>,
     /// The longest answer.
     answer: u64,
     /// Whether there was always something to send.
@@ -299,6 +299,10 @@ impl Window {
     /// The least round trip lately, once one was seen.
     #[must_use]
     pub fn round_trip(&self) -> Option<Duration> {
+        self.least_trip().map(|(trip, _)| trip)
+    }
+
+    fn least_trip(&self) -> Option<(Duration, u64)> {
         self.trips.iter().map(|(_, trip)| *trip).min()
     }
 
@@ -320,13 +324,13 @@ impl Window {
     /// `limited`: it was all that there was to send.
     pub fn sample(&mut self, now: Duration, mark: Mark, lane: usize, bytes: u64, limited: bool) {
         let took = now.saturating_sub(mark.at).max(Duration::from_micros(1));
-        let trip = took - self.own_time(bytes).min(took / 2);
-        self.note_trip(now, trip);
+        self.note_trip(now, (took, bytes));
         let rate = self.arrived.saturating_sub(mark.arrived) as f64 / took.as_secs_f64();
         if !limited || rate > self.rate() {
             self.round.rate = self.round.rate.max(rate);
             self.round.full |= !limited;
         }
+        let trip = (took, bytes);
         self.round.trip = Some(self.round.trip.map_or(trip, |least| least.min(trip)));
         self.round.answer = self.round.answer.max(bytes);
         let new = self.arrived - std::mem::replace(&mut self.grown_to, self.arrived);
@@ -357,13 +361,13 @@ impl Window {
         }
     }
 
-    /// How long the link takes for an answer itself: where long ones follow short ones that is not to be taken for a queue.
-    fn own_time(&self, bytes: u64) -> Duration {
-        // Of a rate that is too low a round trip would become too short, and the window with it.
-        match self.has_started() && self.known > 0.0 {
-            true => Duration::from_secs_f64(bytes as f64 / self.known),
-            false => Duration::ZERO,
-        }
+    /// How much longer the link takes for an answer than for that of the least round trip: where long ones follow short ones
+    /// that is not to be taken for a queue.
+    fn longer(&self, bytes: u64) -> Duration {
+        let least = self.least_trip().map_or(0, |(_, bytes)| bytes);
+        let more = bytes.saturating_sub(least) as f64;
+        // A rate that is too low makes this too long, and then the window is the larger for it.
+        Duration::from_secs_f64((more / self.rate().max(1.0)).min(1.0))
     }
 
     fn end_start(&mut self) {
@@ -411,7 +415,7 @@ impl Window {
         *self = Self::from(self.fixed, self.way, self.answer);
     }
 
-    fn note_trip(&mut self, now: Duration, trip: Duration) {
+    fn note_trip(&mut self, now: Duration, trip: (Duration, u64)) {
         let second = Duration::from_secs(now.as_secs());
         match self.trips.back_mut() {
             Some((at, least)) if *at == second => *least = (*least).min(trip),
@@ -437,7 +441,9 @@ impl Window {
         let best = self.rate();
         self.note_rate(round);
         let base = self.round_trip().unwrap_or_default();
-        let queue = round.trip.unwrap_or(base).saturating_sub(base);
+        let queue = round.trip.map_or(Duration::ZERO, |(trip, bytes)| {
+            trip.saturating_sub(base + self.longer(bytes))
+        });
         let grown = round.rate > best * 1.02 && queue < self.slack() / 2;
         self.grown_rounds = if grown { self.grown_rounds + 1 } else { 0 };
         self.known = (self.known * KNOWN_FOR).max(self.rate());
@@ -512,11 +518,11 @@ impl Window {
         } else {
             0
         };
-        let answer = self.answers.iter().copied().max().unwrap_or(0);
-        // What leaves is late by half an answer on average; the slack makes up for that unless it is short for it.
-        let slack = (self.rate() * self.slack().as_secs_f64()) as u64;
-        let answer = answer - (answer / 2).min(slack / 2);
-        self.size = ((self.rate() * seconds) as u64 + answer + extra).clamp(self.way.least, MOST);
+        let longest = self.answers.iter().copied().max().unwrap_or(0);
+        // An answer leaves when all of it may be under way. The round trip has what the shortest takes of that.
+        let least = self.least_trip().map_or(0, |(_, bytes)| bytes);
+        let more = longest.saturating_sub(least);
+        self.size = ((self.rate() * seconds) as u64 + more + extra).clamp(self.way.least, MOST);
     }
 }
 

@@ -142,6 +142,28 @@ fn it_is_tcp_that_the_link_waits_for_at_the_start() {
 }
 
 #[test]
+fn the_round_trip_is_not_short_after_a_slow_start() {
+    for (rate, trip) in [
+        (GIGABIT / 10.0, 0.04),
+        (GIGABIT / 2.5, 0.04),
+        (GIGABIT / 50.0, 0.04),
+        (GIGABIT / 10.0, 0.1),
+    ] {
+        let slow_start = |t: f64| rate.min(28_960.0 * (t / trip).exp2() / trip);
+        for noise in [0.0, 0.004] {
+            // The round trip counts for ten seconds, so one that is too short would be seen by then.
+            let out = run(&slow_start, trip, 8.0, noise, 3.0);
+            let seen = out.window.round_trip().unwrap().as_secs_f64();
+            assert!(
+                seen > 0.97 * trip,
+                "{rate} B/s, {trip} s, noise {noise}: {seen}"
+            );
+            assert!(out.rate >= 0.95 * rate, "{rate} B/s: {}", out.rate);
+        }
+    }
+}
+
+#[test]
 fn jitter_does_not_starve_it() {
     let out = run(&|_| GIGABIT, 0.04, 5.0, 0.002, 1.5);
     assert!(out.rate >= 0.95 * GIGABIT, "{}", out.rate);
