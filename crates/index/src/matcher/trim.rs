@@ -162,6 +162,24 @@ mod tests {
         m.finish(cursor).unwrap();
     }
 
+    /// Sequences are stored without what is there already only while room is scarce.
+    #[test]
+    fn what_was_given_back_is_room_again() {
+        let config = MatcherConfig {
+            sequence_limit: 200,
+            ..MatcherConfig::default()
+        };
+        let (mut m, _) = Matcher::open(SimStorage::new(), config).unwrap();
+        for id in [1, 2] {
+            send(&mut m, id, 1, 40_000);
+        }
+        assert!(m.sequences.is_filling(), "{}", m.sequence_segments());
+        let mut trim = m.begin_trim(20).unwrap();
+        while m.trim(&mut trim) != Trimmed::Done {}
+        assert_eq!(m.sequence_segments(), 20);
+        assert!(!m.sequences.is_filling());
+    }
+
     /// A large site is looked at in a sample, which is enough to tell what is used from what is not; images may go meanwhile.
     #[test]
     fn a_sample_ends_soon_and_tells_what_is_used() {

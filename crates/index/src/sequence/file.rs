@@ -206,7 +206,7 @@ impl<F: StorageFile> SequenceFile<F> {
 
     /// Whether most of what may be used is in use.
     pub(crate) fn is_filling(&self) -> bool {
-        self.segments >= self.limit - self.limit / 4
+        self.occupied >= self.limit - self.limit / 4
     }
 
     /// A segment that was changed and not written yet, or has never been written.
