@@ -88,6 +88,8 @@ impl Site {
 
     /// Tells the matcher what it lacks and what is gone. Images that cannot be read as they were delivered are `unfit`.
     fn catch_up(&self, unfit: &mut HashSet<ImageId>) -> Result<(), TeleportError> {
+        // First: what is delivered after this the matcher has been told by then.
+        let mut lacking = self.images.list();
         let have: HashSet<ImageId> = self.matching.images()?.into_iter().collect();
         let mut link = self.matching.link()?;
         let mut forgotten = false;
@@ -106,7 +108,6 @@ impl Site {
             }
         }
         // In the order they came, for the matcher keeps the latest.
-        let mut lacking = self.images.list();
         lacking.sort_by_key(|r| (r.added_unix, r.id));
         lacking.drain(..lacking.len().saturating_sub(LATEST));
         lacking.retain(|r| !have.contains(&r.id) && !unfit.contains(&r.id));
