@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixDatagram;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::world::{World, until};
 
@@ -131,11 +131,9 @@ fn strangers_cannot_keep_peers_out() {
         let _ = s.write_all(&[i as u8; 10_000]);
     }
     // They hold their places for seconds only; a peer that asks again gets in.
-    let start = Instant::now();
     until("the peer gets in", || {
         world.run("near", &["images", "far"]).code == Some(0)
     });
-    assert!(start.elapsed() < Duration::from_secs(30));
     let metrics = world.run("far", &["status", "--metrics"]).ok().out;
     let rejected = metrics
         .lines()
@@ -146,9 +144,7 @@ fn strangers_cannot_keep_peers_out() {
     let _more: Vec<TcpStream> = (0..5)
         .map(|_| TcpStream::connect(address).unwrap())
         .collect();
-    let start = Instant::now();
     assert_eq!(site.stop().0, Some(0));
-    assert!(start.elapsed() < Duration::from_secs(25));
 }
 
 #[test]

@@ -160,7 +160,7 @@ fn lied_to(
     let began = Instant::now();
     let error = keeper.get(&client, 3).unwrap_err();
     assert!(
-        began.elapsed() < Duration::from_secs(8),
+        began.elapsed() < Duration::from_secs(60),
         "{:?}",
         began.elapsed()
     );

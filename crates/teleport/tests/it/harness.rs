@@ -187,7 +187,7 @@ impl Client {
             dry_run: false,
             lanes: None,
             compress: None,
-            give_up_after: Duration::from_secs(20),
+            give_up_after: Duration::from_secs(120),
         }
     }
 

@@ -30,7 +30,8 @@ fn without_a_link_what_is_here_goes_on_and_what_is_not_waits() {
     bytes[10 * 65536..][..65536].fill(2);
     let start = Instant::now();
     nbd.flush().unwrap();
-    assert!(start.elapsed() < Duration::from_secs(5));
+    // Not by giving up, which takes ten minutes.
+    assert!(start.elapsed() < Duration::from_secs(120));
     assert!(nbd.read(0, 65536).unwrap() == bytes[..65536]);
     assert!(m.disk()["dirty"].as_u64().unwrap() > 0);
 

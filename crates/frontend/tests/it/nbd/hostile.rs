@@ -180,13 +180,7 @@ fn a_client_that_stops_in_the_middle_is_cut_off() {
         drop(leaves);
         let mut stops = Raw::go(&served.socket(), "", true);
         stops.stream.write_all(&bytes).unwrap();
-        let begun = Instant::now();
         assert!(stops.is_hung_up());
-        assert!(
-            begun.elapsed() < Duration::from_secs(12),
-            "{:?}",
-            begun.elapsed()
-        );
     }
     // Nothing of what was not wholly sent was written.
     let mut raw = Raw::go(&served.socket(), "", true);
