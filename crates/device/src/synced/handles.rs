@@ -76,6 +76,8 @@ impl Shared {
     }
 
     pub(super) fn progress(&self) -> Progress {
+        // Let go of before the pusher's lock is taken, inside which the pusher takes this one.
+        let link = self.link.lock().clone();
         let (chunks, local) = (self.states.count(), self.states.local());
         let traffic = self.remote.traffic();
         let left = (chunks - local.min(chunks)) * self.geometry.chunk();
@@ -90,7 +92,7 @@ impl Shared {
                 _ => moving.then(|| left as f64 / traffic.rate),
             },
             traffic,
-            link: self.link.lock().clone(),
+            link,
             epoch: self.epoch(),
             sync: self.sync,
             pushing: self.pushing(),
