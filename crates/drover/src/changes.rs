@@ -1,6 +1,6 @@
 //! `changes`: what mounts wrote over this site's images.
 //!
-//! - [`merge`]: what makes it part of an image; [`part`]: the new file; [`decided`], [`recover`]: after a crash.
+//! - [`mod@merge`]: what makes it part of an image; [`part`]: the new file; [`decided`], [`mod@recover`]: after a crash.
 
 mod decided;
 mod merge;

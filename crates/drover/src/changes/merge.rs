@@ -8,7 +8,7 @@
 //! 3. what mounts wrote is dropped, and the lease given back.
 //!
 //! Until 2 readers see what was written over the old file, from then on the new one: the same bytes. A crash before 1
-//! leaves the image as it was, one behind it is finished by [`super::recover`].
+//! leaves the image as it was, one behind it is finished by [`super::recover()`].
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};

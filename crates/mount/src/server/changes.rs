@@ -418,7 +418,7 @@ impl View {
         self.image.changes_in(range)
     }
 
-    /// Where there is data, from `offset` on: as [`BlockDevice::extents`].
+    /// Where there is data, from `offset` on: as [`drover_core::BlockDevice::extents`].
     ///
     /// # Errors
     /// What the disk reports.
