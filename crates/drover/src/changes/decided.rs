@@ -66,7 +66,7 @@ impl Decided {
         }
         parse(&bytes).map(Some).with_context(|| {
             format!(
-                "{} cannot be used; `drover verify` tells whether the image is whole, and this directory can be removed",
+                "{} cannot be used; `drover verify` tells whether the image is whole; then remove this directory and run `drover mounts break`",
                 path.display()
             )
         })
