@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use drover_net::Identity;
 use drover_teleport::catalog::Catalog;
-use drover_teleport::{RemoteTeleporter, SEQUENCE_DATA_BYTES, Site, SiteConfig};
+use drover_teleport::{Holder, RemoteTeleporter, SEQUENCE_DATA_BYTES, Site, SiteConfig};
 
 use crate::catalog::SiteCatalog;
 use crate::home::Home;
@@ -74,8 +74,13 @@ pub async fn open(
         disk: Arc::new(drover_teleport::disk::HostDisk),
     };
     let catalog = Arc::clone(catalog) as Arc<dyn Catalog>;
+    // Who may write an image is written down; nobody is connected yet.
+    let state = home.mounted_dir();
+    let holder: Arc<Holder> = Arc::new(move |name| {
+        crate::mounts::why_held(name, crate::mounts::leased_on_disk(&state, name))
+    });
     let (site, repairs) =
-        tokio::task::spawn_blocking(move || Site::open(config, catalog)).await??;
+        tokio::task::spawn_blocking(move || Site::open_held_by(config, catalog, holder)).await??;
     tell(&repairs);
     Ok(site)
 }

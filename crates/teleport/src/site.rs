@@ -3,18 +3,19 @@
 
 mod adopt;
 mod catch_up;
+mod recover;
 mod shared;
 mod sources;
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Layout, Stamp, open_for_sending};
 use drover_index::{DirStorage, ImageId, Matcher, MatcherConfig, MatcherStats};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use serde::Serialize;
 
 use crate::blockmap::BlockMap;
@@ -28,8 +29,7 @@ use crate::partials::Partials;
 use crate::sequences::{Sequences, segments_of};
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
-use crate::transfer::{Active, Closing, Leftover, inspect, transfer_key};
-use crate::transfers::is_removed;
+use crate::transfer::{Active, Closing, Leftover};
 use crate::{RefuseReason, TeleportError};
 
 /// Where a site keeps what, and its limits.
@@ -123,14 +123,14 @@ pub struct Site {
     indexing: Mutex<HashSet<ImageId>>,
     /// An image went since sequence data was last brought down to what the others are worth.
     images_went: AtomicBool,
-    holds: OnceLock<Arc<Holder>>,
+    holds: RwLock<Option<Arc<Holder>>>,
 }
 
 /// Says of an image who needs it as it is, as in `web is mounted by lyon`; none when nobody does.
 pub type Holder = dyn Fn(&ImageName) -> Option<String> + Send + Sync;
 
 impl Site {
-    /// Opens a site. What had to be repaired is said, a line each.
+    /// Opens a site of whose images nobody needs one as it is. What had to be repaired is said, a line each.
     ///
     /// # Errors
     /// When a directory, the catalog or the matcher's files cannot be used.
@@ -138,12 +138,33 @@ impl Site {
         config: SiteConfig,
         catalog: Arc<dyn Catalog>,
     ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
+        Self::open_with(config, catalog, None)
+    }
+
+    /// The same, but `holder` is asked before an image is replaced or removed, from the start: a delivery that was cut
+    /// off, or failed at its last step, is finished when the site opens.
+    ///
+    /// # Errors
+    /// As [`Site::open`].
+    pub fn open_held_by(
+        config: SiteConfig,
+        catalog: Arc<dyn Catalog>,
+        holder: Arc<Holder>,
+    ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
+        Self::open_with(config, catalog, Some(holder))
+    }
+
+    fn open_with(
+        config: SiteConfig,
+        catalog: Arc<dyn Catalog>,
+        holder: Option<Arc<Holder>>,
+    ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
         let mut repairs = Vec::new();
         for dir in [&config.images_dir, &config.work_dir, &config.state_dir] {
             std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
         }
-        let Found { whole, stopped } =
-            transfers_found(&config.work_dir.join("transfers"), &mut repairs)?;
+        let recover::Found { whole, stopped } =
+            recover::transfers_found(&config.work_dir.join("transfers"), &mut repairs)?;
         let awaited = whole.iter().map(|a| ImageId(a.opening.image)).collect();
         let maps = config.state_dir.join("maps");
         let images = Images::open(catalog.clone(), maps, &awaited, &mut repairs)?;
@@ -176,7 +197,7 @@ impl Site {
             behind: AtomicBool::new(true),
             indexing: Mutex::default(),
             images_went: AtomicBool::new(true),
-            holds: OnceLock::new(),
+            holds: RwLock::new(holder),
         });
         for (image, part, left) in stopped {
             let mut blocks = BlockMap::default();
@@ -199,18 +220,6 @@ impl Site {
     /// The directory of a transfer.
     pub(crate) fn transfer_dir(&self, key: &str) -> PathBuf {
         self.config.work_dir.join("transfers").join(key)
-    }
-
-    /// Gives files their names that were whole when the site stopped.
-    fn recover(&self, whole: Vec<Arrived>, repairs: &mut Vec<String>) {
-        for arrived in whole {
-            let name = &arrived.opening.offer.name;
-            repairs.push(match self.settle(&arrived) {
-                Ok(true) => format!("{name}: was whole when the site stopped; delivered now"),
-                Ok(false) => format!("{name}: its transfer had ended; cleaned up"),
-                Err(e) => format!("{name}: could not be delivered: {e}"),
-            });
-        }
     }
 
     /// Hash files of images that are neither here nor on their way are of no use.
@@ -256,7 +265,7 @@ impl Site {
     pub(crate) fn settle(&self, arrived: &Arrived) -> Result<bool, TeleportError> {
         let offer = &arrived.opening.offer;
         let target = self.config.images_dir.join(offer.name.as_str());
-        let part = arrived.dir.join("image.part");
+        let part = arrived.part();
         let id = ImageId(arrived.opening.image);
         let old = self.images.by_name(&offer.name);
         if part.exists() {
@@ -384,15 +393,21 @@ impl Site {
         Ok((record.digest, found))
     }
 
-    /// Asks `holder` from now on before an image is replaced or removed. Only the first call counts.
+    /// Asks `holder` from now on before an image is replaced or removed, instead of whoever was asked before.
     pub fn hold_by(&self, holder: Arc<Holder>) {
-        // A second holder would be a mistake of the program's; the first goes on holding.
-        let _ = self.holds.set(holder);
+        *self.holds.write() = Some(holder);
+    }
+
+    /// Why an image must stay as it is; none when it may be replaced or removed.
+    fn why_held(&self, name: &ImageName) -> Option<String> {
+        // Whoever is asked may take its time.
+        let holder = self.holds.read().clone();
+        holder.and_then(|holder| holder(name))
     }
 
     /// Refuses what would change an image that somebody needs as it is.
     pub(crate) fn check_held(&self, name: &ImageName) -> Result<(), TeleportError> {
-        match self.holds.get().and_then(|holder| holder(name)) {
+        match self.why_held(name) {
             Some(why) => Err(TeleportError::Refused {
                 reason: RefuseReason::Policy,
                 message: format!("{name} cannot be replaced or removed: {why}"),
@@ -562,64 +577,6 @@ impl Site {
     }
 }
 
-/// The transfers of an earlier run: those that were whole, and those that can be resumed; those whose
-/// log says nothing are thrown away.
-fn transfers_found(dir: &Path, repairs: &mut Vec<String>) -> Result<Found, TeleportError> {
-    std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
-    let failed = |e| TeleportError::file("list", dir)(e);
-    let (mut out, mut stopped) = (Vec::new(), Vec::new());
-    for entry in std::fs::read_dir(dir).map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
-        if is_removed(&path) {
-            remove_dir(&path);
-            continue;
-        }
-        match inspect(&path)?.map(Arrived::of) {
-            Some(Ok(arrived)) => out.push(arrived),
-            Some(Err(left)) => {
-                let path = adopt(dir, &path, &left.opening);
-                let image = ImageId(left.opening.image);
-                stopped.push((image, path.join("image.part"), *left));
-            }
-            None => {
-                repairs.push(format!(
-                    "{}: a transfer without a usable log; removed",
-                    path.display()
-                ));
-                remove_dir(&path);
-            }
-        }
-    }
-    Ok(Found {
-        whole: out,
-        stopped,
-    })
-}
-
-/// The transfers of an earlier run.
-struct Found {
-    /// Their files were whole.
-    whole: Vec<Arrived>,
-    /// They can be resumed: the image, its partial file, what the log says.
-    stopped: Vec<(ImageId, PathBuf, Leftover)>,
-}
-
-/// A transfer of an earlier version has another name for its directory: it gets the one that it is
-/// looked for by, unless that is taken.
-fn adopt(transfers: &Path, path: &Path, opening: &crate::transfer::Opening) -> PathBuf {
-    let wanted = transfers.join(transfer_key(&opening.peer, &opening.offer.name));
-    if wanted == path || wanted.exists() {
-        return path.into();
-    }
-    match std::fs::rename(path, &wanted) {
-        Ok(()) => wanted,
-        Err(e) => {
-            tracing::warn!(path = %path.display(), error = %e, "cannot rename");
-            path.into()
-        }
-    }
-}
-
 /// A file that is whole and synced.
 pub(crate) struct Arrived {
     pub(crate) dir: PathBuf,
@@ -630,6 +587,11 @@ pub(crate) struct Arrived {
 }
 
 impl Arrived {
+    /// Its file, until that gets its name.
+    pub(crate) fn part(&self) -> PathBuf {
+        self.dir.join("image.part")
+    }
+
     /// What a directory holds, if its file was whole.
     pub(crate) fn of(left: Leftover) -> Result<Self, Box<Leftover>> {
         let Some(closing) = left.closing else {

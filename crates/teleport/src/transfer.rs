@@ -467,6 +467,22 @@ pub fn inspect(dir: &Path) -> Result<Option<Leftover>, TeleportError> {
     Ok(Some(left))
 }
 
+/// Takes the closing off the log in `dir`: the transfer is one that has stopped, with all blocks in place.
+///
+/// # Errors
+/// When the log cannot be read or cut.
+pub fn reopen_closed(dir: &Path, disk: &Arc<dyn Disk>) -> Result<(), TeleportError> {
+    let path = dir.join("log");
+    let Some(reader) = open_if_there(&path)? else {
+        return Ok(());
+    };
+    let before = reader.take_while(|r| r.kind != RecordKind::Closing);
+    match before.last() {
+        Some(last) => Log::reopen(&path, last.end, disk)?.sync(),
+        None => Ok(()),
+    }
+}
+
 /// Reads the batches that a transfer's log has, until `each` says no.
 ///
 /// # Errors

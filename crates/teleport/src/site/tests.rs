@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use super::*;
 use crate::files;
 use crate::transfer::tests::{Sample, sample};
+use crate::transfer::transfer_key;
 
 fn key(sample: &Sample) -> String {
     transfer_key(&sample.opening.peer, &sample.opening.offer.name)
@@ -57,7 +58,15 @@ impl Home {
     }
 
     fn open_with(&self, reserve_bytes: u64) -> (Arc<Site>, Vec<String>) {
-        let config = SiteConfig {
+        let (site, mut repairs) =
+            Site::open(self.config(reserve_bytes), self.catalog.clone()).unwrap();
+        // What arrives here was not matched, so it has no hash files.
+        repairs.retain(|r| !r.contains("its hash file"));
+        (site, repairs)
+    }
+
+    fn config(&self, reserve_bytes: u64) -> SiteConfig {
+        SiteConfig {
             images_dir: self.path("images"),
             work_dir: self.path("work"),
             state_dir: self.path("state"),
@@ -66,11 +75,7 @@ impl Home {
             max_sessions: 1,
             sequence_data_bytes: super::SEQUENCE_DATA_BYTES,
             disk: Arc::new(crate::disk::HostDisk),
-        };
-        let (site, mut repairs) = Site::open(config, self.catalog.clone()).unwrap();
-        // What arrives here was not matched, so it has no hash files.
-        repairs.retain(|r| !r.contains("its hash file"));
-        (site, repairs)
+        }
     }
 
     /// Brings a transfer to the point where its file is whole and `until` is the next step.
@@ -171,6 +176,64 @@ fn a_delivery_cut_off_at_any_step_is_finished_when_the_site_opens() {
             assert_eq!(repairs, [""; 0], "{about}");
         }
     }
+}
+
+/// Its rename failed while the site went on, and another image took the name before the site was started again.
+#[test]
+fn what_took_the_name_since_is_not_replaced_at_the_start() {
+    let home = Home::new();
+    let old = sample("a.raw", 1, 2_500_001);
+    home.arrive(&old, Until::Rename);
+    let transfers = home.path("work/transfers");
+    let aside = home.path("aside");
+    std::fs::rename(transfers.join(key(&old)), &aside).unwrap();
+    let mut new = sample("a.raw", 2, 3_000_000);
+    new.opening.peer = drover_net::PeerKey([4; 32]);
+    home.arrive(&new, Until::Removal);
+    drop(home.open());
+    std::fs::rename(&aside, transfers.join(key(&old))).unwrap();
+    for start in 0..2 {
+        let (site, repairs) = home.open();
+        let record = site.images.by_name(&new.opening.offer.name).unwrap();
+        assert_eq!(record.id, ImageId(2), "{repairs:?}");
+        assert!(std::fs::read(&record.path).unwrap() == new.bytes);
+        assert_eq!(repairs.len(), 1 - start, "{repairs:?}");
+        assert!(repairs.iter().all(|r| r.contains("newer image")));
+        // It can be resumed and removed, and serves as a source meanwhile.
+        assert!(site.partials.knows(ImageId(1)));
+        assert!(!site.images.map_path(ImageId(1)).exists());
+        let listed = site.unfinished().unwrap();
+        assert_eq!(listed[0].state, crate::transfers::TransferState::Stopped);
+    }
+    home.open().0.remove_transfer(&key(&old)).unwrap();
+}
+
+#[test]
+fn an_image_that_is_held_is_not_replaced_at_the_start() {
+    let home = Home::new();
+    let old = sample("a.raw", 1, 3_000_000);
+    home.arrive(&old, Until::Removal);
+    drop(home.open());
+    let new = sample("a.raw", 2, 2_500_001);
+    // `arrive` opens the site before the transfer is there.
+    home.arrive(&new, Until::Rename);
+    let held: Arc<Holder> = Arc::new(|name| Some(format!("{name} is mounted by lyon")));
+    for _ in 0..2 {
+        let opened = Site::open_held_by(home.config(0), home.catalog.clone(), held.clone());
+        let (site, repairs) = opened.unwrap();
+        let said = |r: &String| r.contains("mounted by lyon");
+        assert_eq!(repairs.iter().filter(|r| said(r)).count(), 1, "{repairs:?}");
+        let record = site.images.by_name(&old.opening.offer.name).unwrap();
+        assert_eq!(record.id, ImageId(1));
+        assert!(std::fs::read(&record.path).unwrap() == old.bytes);
+        assert!(site.partials.knows(ImageId(2)));
+        let listed = site.unfinished().unwrap();
+        assert_eq!(listed[0].state, crate::transfers::TransferState::Whole);
+        assert!(site.check_held(&record.name).is_err());
+    }
+    let (site, repairs) = home.open();
+    assert_eq!(repairs.len(), 1, "{repairs:?}");
+    check_delivered(&home, &site, &new, "held no more");
 }
 
 #[test]

@@ -1,0 +1,142 @@
+//! What an earlier run of a site left of its transfers: those whose files are whole get their names, the others wait to
+//! be resumed.
+
+use std::path::{Path, PathBuf};
+
+use drover_index::ImageId;
+
+use super::{Arrived, Site, remove_dir};
+use crate::TeleportError;
+use crate::transfer::{Leftover, inspect, reopen_closed, transfer_key};
+use crate::transfers::is_removed;
+
+impl Site {
+    /// Gives files their names that were whole when the site stopped, unless that would replace what came later or what
+    /// somebody needs as it is.
+    pub(super) fn recover(&self, mut whole: Vec<Arrived>, repairs: &mut Vec<String>) {
+        // What has its name already is entered before anything else takes that; then the newest comes last.
+        whole.sort_by_key(|a| (a.part().exists(), a.closing.added_unix, a.opening.image));
+        for arrived in whole {
+            let name = &arrived.opening.offer.name;
+            let said = match self.recover_one(&arrived) {
+                Ok(said) => format!("{name}: {said}"),
+                Err(e) => format!("{name}: could not be delivered: {e}"),
+            };
+            repairs.push(said);
+        }
+    }
+
+    fn recover_one(&self, arrived: &Arrived) -> Result<String, TeleportError> {
+        let waits = arrived.part().exists();
+        if waits && self.is_outdated(arrived) {
+            return self.give_up_name(arrived);
+        }
+        let held = self.why_held(&arrived.opening.offer.name);
+        if let Some(why) = held.filter(|_| waits) {
+            self.keep_as_source(arrived);
+            return Ok(format!(
+                "is whole, and waits for its name ({why}); it gets that when the site is started after that, or when it is sent again"
+            ));
+        }
+        match self.settle(arrived) {
+            Ok(true) => Ok("was whole when the site stopped; delivered now".into()),
+            Ok(false) => Ok("its transfer had ended; cleaned up".into()),
+            Err(e) => {
+                if arrived.part().exists() {
+                    self.keep_as_source(arrived);
+                }
+                Err(e)
+            }
+        }
+    }
+
+    /// Whether an image that came later has the name. Of two of the same second the one that was begun later counts.
+    fn is_outdated(&self, arrived: &Arrived) -> bool {
+        let mine = (arrived.closing.added_unix, arrived.opening.image);
+        let entered = self.images.by_name(&arrived.opening.offer.name);
+        entered.is_some_and(|e| (e.added_unix, e.id.0) > mine)
+    }
+
+    /// Makes a whole file one of a transfer that has stopped: it can be sent again, removed, and expires.
+    fn give_up_name(&self, arrived: &Arrived) -> Result<String, TeleportError> {
+        let name = &arrived.opening.offer.name;
+        tracing::warn!(image = %name, from = arrived.opening.peer_name, "a newer image has its name; it is not delivered");
+        self.keep_as_source(arrived);
+        reopen_closed(&arrived.dir, &self.config.disk)?;
+        let id = ImageId(arrived.opening.image);
+        let _ = std::fs::remove_file(self.images.map_path(id));
+        Ok(format!(
+            "is whole, but a newer image has its name by now; not delivered, `drover transfers rm {name}` removes it"
+        ))
+    }
+
+    fn keep_as_source(&self, arrived: &Arrived) {
+        self.partials.add_stopped(
+            ImageId(arrived.opening.image),
+            &arrived.part(),
+            arrived.layout.clone(),
+            (*arrived.blocks).clone(),
+        );
+    }
+}
+
+/// The transfers of an earlier run: those that were whole, and those that can be resumed; those whose
+/// log says nothing are thrown away.
+pub(super) fn transfers_found(
+    dir: &Path,
+    repairs: &mut Vec<String>,
+) -> Result<Found, TeleportError> {
+    std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
+    let failed = |e| TeleportError::file("list", dir)(e);
+    let (mut out, mut stopped) = (Vec::new(), Vec::new());
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        if is_removed(&path) {
+            remove_dir(&path);
+            continue;
+        }
+        match inspect(&path)?.map(Arrived::of) {
+            Some(Ok(arrived)) => out.push(arrived),
+            Some(Err(left)) => {
+                let path = adopt(dir, &path, &left.opening);
+                let image = ImageId(left.opening.image);
+                stopped.push((image, path.join("image.part"), *left));
+            }
+            None => {
+                repairs.push(format!(
+                    "{}: a transfer without a usable log; removed",
+                    path.display()
+                ));
+                remove_dir(&path);
+            }
+        }
+    }
+    Ok(Found {
+        whole: out,
+        stopped,
+    })
+}
+
+/// The transfers of an earlier run.
+pub(super) struct Found {
+    /// Their files were whole.
+    pub(super) whole: Vec<Arrived>,
+    /// They can be resumed: the image, its partial file, what the log says.
+    pub(super) stopped: Vec<(ImageId, PathBuf, Leftover)>,
+}
+
+/// A transfer of an earlier version has another name for its directory: it gets the one that it is
+/// looked for by, unless that is taken.
+fn adopt(transfers: &Path, path: &Path, opening: &crate::transfer::Opening) -> PathBuf {
+    let wanted = transfers.join(transfer_key(&opening.peer, &opening.offer.name));
+    if wanted == path || wanted.exists() {
+        return path.into();
+    }
+    match std::fs::rename(path, &wanted) {
+        Ok(()) => wanted,
+        Err(e) => {
+            tracing::warn!(path = %path.display(), error = %e, "cannot rename");
+            path.into()
+        }
+    }
+}
