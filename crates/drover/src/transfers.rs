@@ -97,6 +97,7 @@ fn state(state: TransferState) -> &'static str {
         TransferState::Stopped => "stopped",
         TransferState::UnderWay => "under way",
         TransferState::Whole => "whole, gets its name at the next start",
+        TransferState::Damaged => "damaged, goes at the next start",
     }
 }
 
@@ -210,14 +211,19 @@ async fn remove(home: &Home, at: Option<&str>, transfer: &Unfinished) -> Result<
         return Ok(());
     }
     let mut room = CleanUp::of(home);
-    room.run_async(|| remove_here(home, &key)).await
+    let damaged = transfer.state == TransferState::Damaged;
+    room.run_async(|| remove_here(home, &key, damaged)).await
 }
 
-async fn remove_here(home: &Home, key: &str) -> Result<()> {
+async fn remove_here(home: &Home, key: &str, damaged: bool) -> Result<()> {
     let catalog: Arc<SiteCatalog> = Arc::new(site::open_catalog(home)?);
     let (site, key) = (Own::open(home, &catalog).await?, key.to_owned());
-    site.run(move |site| site.remove_transfer(&key)).await?;
-    Ok(())
+    site.run(move |site| match site.remove_transfer(&key) {
+        // Opening the site has removed it.
+        Err(e) if damaged && e.refusal().is_some() => Ok(()),
+        removed => removed.map(drop),
+    })
+    .await
 }
 
 /// Whether a peer may remove a transfer: one that it sends itself.

@@ -18,6 +18,9 @@ use crate::{RefuseReason, TeleportError};
 /// What the directory of a transfer is called while it is being removed.
 const REMOVED: &str = "removed";
 
+/// Who sends what cannot be read.
+const UNKNOWN: &str = "unknown";
+
 /// In what state a transfer is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -28,6 +31,8 @@ pub enum TransferState {
     UnderWay,
     /// The file is whole and gets its name when the site is started next.
     Whole,
+    /// Its log cannot be read: who sends what is not known. It is removed when the site is started next.
+    Damaged,
 }
 
 /// A transfer that is not finished.
@@ -35,11 +40,11 @@ pub enum TransferState {
 pub struct Unfinished {
     /// What names it, whatever else has the same name.
     pub key: String,
-    /// What the image will be called.
+    /// What the image will be called; of a damaged one its key.
     pub name: String,
-    /// Who sends it, as the site calls them.
+    /// Who sends it, as the site calls them; `unknown` of a damaged one.
     pub peer: String,
-    /// Their key.
+    /// Their key; all zeros of a damaged one.
     pub sender: PeerKey,
     /// In what state it is.
     pub state: TransferState,
@@ -73,12 +78,11 @@ pub fn unfinished(work_dir: &Path) -> Result<Vec<Unfinished>, TeleportError> {
 /// What a directory holds; `None` when it is no transfer, or is going.
 fn look(dir: &Path) -> Option<Unfinished> {
     let key = dir.file_name()?.to_str().filter(|_| !is_removed(dir))?;
-    let opening = opening_of(dir)?;
     let log = dir.join("log");
-    let (part, logged) = (
-        std::fs::metadata(dir.join("image.part")).ok(),
-        std::fs::metadata(&log).ok()?,
-    );
+    let (Some(opening), Ok(logged)) = (opening_of(dir), std::fs::metadata(&log)) else {
+        return look_at_damaged(dir, key);
+    };
+    let part = std::fs::metadata(dir.join("image.part")).ok();
     let room = part.as_ref().map_or(0, |p| p.blocks() * 512);
     let total = opening.offer.walk_blocks * BLOCK_SIZE_U64;
     let state = match is_closed(&log) {
@@ -98,6 +102,34 @@ fn look(dir: &Path) -> Option<Unfinished> {
     })
 }
 
+/// A directory of that key whose log says nothing; `None` when it is not one that a site made, or is gone.
+fn look_at_damaged(dir: &Path, key: &str) -> Option<Unfinished> {
+    let of_dir = std::fs::symlink_metadata(dir).ok()?;
+    if !of_dir.is_dir() || !is_key(key) {
+        return None;
+    }
+    let files = std::fs::read_dir(dir).ok()?.flatten();
+    let about: Vec<_> = files.filter_map(|file| file.metadata().ok()).collect();
+    let room = about.iter().map(|m| m.blocks() * 512).sum();
+    let touched = about.iter().map(MetadataExt::mtime).max();
+    Some(Unfinished {
+        key: key.into(),
+        name: key.into(),
+        peer: UNKNOWN.into(),
+        sender: PeerKey([0; 32]),
+        state: TransferState::Damaged,
+        done_bytes: 0,
+        total_bytes: 0,
+        room_bytes: room,
+        touched_unix: touched.unwrap_or(of_dir.mtime()),
+    })
+}
+
+/// Whether that can be the key of a transfer. It comes from a caller, and names no file but its own.
+fn is_key(key: &str) -> bool {
+    !key.is_empty() && key.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
 /// Whether a directory under `transfers/` is only left to be removed.
 pub(crate) fn is_removed(dir: &Path) -> bool {
     dir.extension().is_some_and(|e| e == REMOVED)
@@ -110,6 +142,8 @@ impl Site {
     /// When their directory cannot be listed.
     pub fn unfinished(&self) -> Result<Vec<Unfinished>, TeleportError> {
         let mut all = unfinished(&self.config.work_dir)?;
+        // One that begins just now has no log yet.
+        all.retain(|t| t.state != TransferState::Damaged || !self.active.has(&t.key));
         for transfer in &mut all {
             if !self.active.has(&transfer.key) {
                 continue;
@@ -163,8 +197,7 @@ impl Site {
         key: &str,
         wanted: impl FnOnce(&Unfinished) -> bool,
     ) -> Result<Option<Unfinished>, TeleportError> {
-        // A key comes from a caller, and names no file but its own.
-        if key.is_empty() || !key.bytes().all(|b| b.is_ascii_hexdigit()) {
+        if !is_key(key) {
             return Ok(None);
         }
         let refused = |message| TeleportError::Refused {

@@ -5,7 +5,7 @@ use clap::{Args, Subcommand};
 /// List the transfers that are not finished, at this site or at a peer; remove what is left of them
 ///
 /// A transfer that was stopped waits for its source: sending the image again, under the same name, goes on where it was. What nothing
-/// comes to for a week is removed by the site itself (`keep-unfinished` in config.toml).
+/// comes to for a week is removed by the site itself (`keep-unfinished` in config.toml). One whose log is damaged is shown by its key.
 #[derive(Debug, Args)]
 #[command(
     args_conflicts_with_subcommands = true,

@@ -404,3 +404,65 @@ fn a_whole_file_that_awaits_its_name_does_not_expire() {
     assert_eq!(home.open().1, [""; 0]);
     assert!(!dir.with_extension("removed").exists());
 }
+
+/// Its log was damaged while the site went on: it is seen, and its room can be had back without a restart.
+#[test]
+fn a_transfer_whose_log_is_damaged_is_listed_removed_and_expires() {
+    use crate::transfers::TransferState;
+
+    let home = Home::new();
+    let (site, _) = home.open();
+    let damage = |name: &str, log: Option<&[u8]>| {
+        let sample = sample(name, 7, 200_000);
+        let dir = site.transfer_dir(&key(&sample));
+        drop(sample.arrived(&dir));
+        match log {
+            Some(bytes) => std::fs::write(dir.join("log"), bytes).unwrap(),
+            None => std::fs::remove_file(dir.join("log")).unwrap(),
+        }
+        key(&sample)
+    };
+    let cases: [Option<&[u8]>; 3] = [None, Some(b""), Some(b"DRVRLOG\0....x")];
+    for log in cases {
+        let removed = damage("a.raw", log);
+        let listed = site.unfinished().unwrap();
+        assert_eq!(listed.len(), 1, "{log:?}: {listed:?}");
+        let about = &listed[0];
+        assert_eq!(
+            (about.key.as_str(), about.name.as_str()),
+            (&*removed, &*removed)
+        );
+        assert_eq!(about.state, TransferState::Damaged);
+        assert!(
+            about.room_bytes > 0 && about.touched_unix > 1_000_000_000,
+            "{about:?}"
+        );
+        // Not while it begins.
+        let name = ImageName::new("a.raw").unwrap();
+        let hold = site
+            .active
+            .take(&name, &removed, 1, std::time::Duration::ZERO);
+        assert_eq!(site.unfinished().unwrap(), []);
+        assert!(site.remove_transfer(&removed).is_err());
+        drop(hold);
+        assert_eq!(
+            site.remove_transfer(&removed).unwrap().state,
+            TransferState::Damaged
+        );
+        assert!(!site.transfer_dir(&removed).exists());
+    }
+    let old = damage("b.raw", Some(b""));
+    let hour = std::time::Duration::from_secs(3600);
+    assert_eq!(site.expire_transfers(hour).unwrap(), []);
+    for name in ["log", "image.part"] {
+        let file = std::fs::File::options()
+            .write(true)
+            .open(site.transfer_dir(&old).join(name));
+        let past = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1000);
+        file.unwrap().set_modified(past).unwrap();
+    }
+    let expired = site.expire_transfers(hour).unwrap();
+    assert_eq!(expired.len(), 1);
+    assert_eq!(expired[0].key, old);
+    assert!(!site.transfer_dir(&old).exists());
+}
