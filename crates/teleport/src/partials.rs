@@ -20,7 +20,7 @@ use crate::protocol::BATCH_BLOCKS;
 use crate::sequences::Reach;
 
 /// Transfers that have stopped and serve as sources; beyond this the oldest images do not.
-const MAX_STOPPED: usize = 256;
+pub(crate) const MAX_STOPPED: usize = 256;
 
 /// An image in transit.
 #[derive(Debug)]

@@ -1,13 +1,17 @@
 //! What an earlier run of a site left of its transfers: those whose files are whole get their names, the others wait to
 //! be resumed.
 
+use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use drover_index::ImageId;
 
 use super::{Arrived, Site, remove_dir};
 use crate::TeleportError;
-use crate::transfer::{Leftover, inspect, reopen_closed, transfer_key};
+use crate::log::is_closed;
+use crate::partials::MAX_STOPPED;
+use crate::transfer::{Leftover, inspect, opening_of, reopen_closed, transfer_key};
 use crate::transfers::is_removed;
 
 impl Site {
@@ -80,7 +84,7 @@ impl Site {
     }
 }
 
-/// The transfers of an earlier run: those that were whole, and those that can be resumed; those whose
+/// The transfers of an earlier run: those that were whole, and the newest of those that can be resumed; those whose
 /// log says nothing are thrown away.
 pub(super) fn transfers_found(
     dir: &Path,
@@ -88,40 +92,51 @@ pub(super) fn transfers_found(
 ) -> Result<Found, TeleportError> {
     std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
     let failed = |e| TeleportError::file("list", dir)(e);
-    let (mut out, mut stopped) = (Vec::new(), Vec::new());
+    let (mut whole, mut waiting) = (Vec::new(), Vec::new());
     for entry in std::fs::read_dir(dir).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
         if is_removed(&path) {
             remove_dir(&path);
             continue;
         }
-        match inspect(&path)?.map(Arrived::of) {
-            Some(Ok(arrived)) => out.push(arrived),
-            Some(Err(left)) => {
-                let path = adopt(dir, &path, &left.opening);
-                let image = ImageId(left.opening.image);
-                stopped.push((image, path.join("image.part"), *left));
-            }
-            None => {
-                repairs.push(format!(
-                    "{}: a transfer without a usable log; removed",
-                    path.display()
-                ));
-                remove_dir(&path);
-            }
+        let log = path.join("log");
+        if is_closed(&log)
+            && let Some(Ok(arrived)) = inspect(&path)?.map(Arrived::of)
+        {
+            whole.push(arrived);
+            continue;
         }
+        let written = std::fs::metadata(&log).and_then(|about| about.modified());
+        waiting.push((written.unwrap_or(SystemTime::UNIX_EPOCH), path));
     }
-    Ok(Found {
-        whole: out,
-        stopped,
-    })
+    // Only so many serve as sources, and the maps of all the others need not be in memory for that.
+    waiting.sort_by_key(|(written, _)| Reverse(*written));
+    let mut stopped = Vec::new();
+    for (_, path) in waiting {
+        let opening = match stopped.len() < MAX_STOPPED {
+            true => inspect(&path)?.map(|left| (left.opening.clone(), Some(left))),
+            false => opening_of(&path).map(|opening| (opening, None)),
+        };
+        let Some((opening, left)) = opening else {
+            repairs.push(format!(
+                "{}: a transfer without a usable log; removed",
+                path.display()
+            ));
+            remove_dir(&path);
+            continue;
+        };
+        let path = adopt(dir, &path, &opening);
+        let part = path.join("image.part");
+        stopped.extend(left.map(|left| (ImageId(opening.image), part, left)));
+    }
+    Ok(Found { whole, stopped })
 }
 
 /// The transfers of an earlier run.
 pub(super) struct Found {
     /// Their files were whole.
     pub(super) whole: Vec<Arrived>,
-    /// They can be resumed: the image, its partial file, what the log says.
+    /// They can be resumed, and serve as sources: the image, its partial file, what the log says.
     pub(super) stopped: Vec<(ImageId, PathBuf, Leftover)>,
 }
 

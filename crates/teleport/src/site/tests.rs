@@ -466,3 +466,28 @@ fn a_transfer_whose_log_is_damaged_is_listed_removed_and_expires() {
     assert_eq!(expired[0].key, old);
     assert!(!site.transfer_dir(&old).exists());
 }
+
+/// Of too many transfers those to which something came last serve as sources; the others are kept all the same.
+#[test]
+fn the_newest_transfers_that_stopped_are_sources_after_a_start() {
+    use crate::partials::MAX_STOPPED;
+
+    let home = Home::new();
+    let mut sample = sample("a.raw", 1, 20_000);
+    let all = MAX_STOPPED as u64 + 4;
+    for image in 1..=all {
+        sample.opening.image = image;
+        sample.opening.offer.name = ImageName::new(format!("{image}.raw").as_str()).unwrap();
+        let dir = home.path("work/transfers").join(key(&sample));
+        drop(sample.arrived(&dir));
+        let log = std::fs::File::options().write(true).open(dir.join("log"));
+        // The later its number was given, the longer ago something came.
+        let written = std::time::UNIX_EPOCH + std::time::Duration::from_secs(100_000 - image);
+        log.unwrap().set_modified(written).unwrap();
+    }
+    let (site, repairs) = home.open();
+    assert_eq!(repairs, [""; 0]);
+    assert_eq!(site.unfinished().unwrap().len() as u64, all);
+    let sources = (1..=all).filter(|image| site.partials.knows(ImageId(*image)));
+    assert!(sources.eq(1..=MAX_STOPPED as u64));
+}
