@@ -127,3 +127,32 @@ fn a_site_removes_what_nothing_comes_to() {
         far.log().contains("nothing came for too long")
     });
 }
+
+/// Its log is damaged: it has no name but its key, with a site that runs and without one.
+#[test]
+fn what_is_damaged_is_listed_and_removed_by_its_key() {
+    let world = World::new();
+    let key = "00112233445566778899aabbccddeeff";
+    let dir = world.path("far/work/transfers").join(key);
+    let damage = || {
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join("log"), "x").unwrap();
+        std::fs::write(dir.join("image.part"), [1; 8192]).unwrap();
+    };
+    let far = world.pair();
+    for site in [Some(far), None] {
+        damage();
+        let found = list(&world, "far", &[]);
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!(
+            (&found[0]["key"], &found[0]["name"]),
+            (&key.into(), &key.into())
+        );
+        assert_eq!(found[0]["state"], "damaged");
+        let table = world.run("far", &["transfers"]).ok().out;
+        assert!(table.contains(key) && table.contains("damaged"), "{table}");
+        world.run("far", &["transfers", "rm", key, "--yes"]).ok();
+        assert!(!dir.exists() && list(&world, "far", &[]).is_empty());
+        drop(site);
+    }
+}
