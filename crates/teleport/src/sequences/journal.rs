@@ -189,6 +189,9 @@ fn checked_header(bytes: &[u8]) -> Option<&[u8]> {
     (*h == header()).then_some(records)
 }
 
+/// Slots of the largest file there can be.
+const MAX_SLOTS: u64 = 1 << (63 - drover_core::BLOCK_SIZE.trailing_zeros());
+
 const PUT: u8 = 1;
 const CLEAR: u8 = 2;
 const DROP: u8 = 3;
@@ -227,9 +230,8 @@ fn decode(r: &[u8]) -> Option<Change> {
     let mut word = || words.next();
     let (first, image, from, other, at) = (word()?, word()?, word()?, word()?, word()?);
     let found = (r[1] & FOUND != 0).then_some((other, at));
-    // Slots lie inside a segment, so that no sum of these can overflow.
-    let inside =
-        |count: u32| (1..=128).contains(&count) && first.checked_add(u64::from(count)).is_some();
+    // Slots lie inside a segment, and in a file: no sum or product of these can overflow.
+    let inside = |count: u32| (1..=128).contains(&count) && first < MAX_SLOTS;
     match r[0] {
         PUT if inside(count) => Some(Change::Put(
             first,
@@ -243,5 +245,30 @@ fn decode(r: &[u8]) -> Option<Change> {
         CLEAR if inside(count) => Some(Change::Clear(first, count)),
         DROP => Some(Change::Drop(ImageId(image))),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Such a record has a good checksum only if somebody made it: it ends the journal, and nothing overflows.
+    #[test]
+    fn slots_beyond_any_file_are_not_taken() {
+        let pending = Pending {
+            count: 128,
+            image: 1,
+            from: u64::MAX,
+            found: Some((2, u64::MAX)),
+        };
+        let last = MAX_SLOTS - 1;
+        let mut records = Vec::new();
+        for first in [last, last - 1, u64::MAX - 128, 5] {
+            records.extend(encode(Change::Put(first, pending)));
+        }
+        let mut table = Table::default();
+        assert_eq!(replay(&records, &mut table), 2);
+        table.check();
+        assert!(table.covering(last).is_some());
     }
 }
