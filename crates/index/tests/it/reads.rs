@@ -210,9 +210,8 @@ fn blocks_that_a_full_index_does_not_have_cost_next_to_no_read() {
     assert!(per_100 < 0.2, "{per_100} page reads for 100 new blocks");
 }
 
-/// Counts, in ten seconds: `cargo test -p drover-index --test it reads -- --ignored --nocapture`.
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "counts and prints, asserts nothing: cargo test -p drover-index --test it reads -- --ignored --nocapture"]
 fn a_tebibyte_in_a_sixteenth() {
     let tib = 1 << 28;
     for (what, share) in [("64 GiB", 16), ("1 TiB", 1)] {
