@@ -3,6 +3,7 @@
 
 mod adopt;
 mod catch_up;
+mod naming;
 mod recover;
 mod shared;
 mod sources;
@@ -21,7 +22,7 @@ use serde::Serialize;
 use crate::blockmap::BlockMap;
 use crate::catalog::{Catalog, ImageRecord};
 use crate::disk::Disk;
-use crate::imagemap::{ImageMap, sync_parent};
+use crate::imagemap::ImageMap;
 use crate::images::Images;
 use crate::log::RecordKind;
 use crate::matching::{Matching, RemoteTeleporter};
@@ -31,6 +32,7 @@ use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
 use crate::transfer::{Active, Closing, Leftover};
 use crate::{RefuseReason, TeleportError};
+use naming::Named;
 
 /// Where a site keeps what, and its limits.
 #[derive(Debug, Clone)]
@@ -260,14 +262,15 @@ impl Site {
         }
     }
 
-    /// Gives a whole file its name and enters it. Every step can be repeated. `false` when the
-    /// file has gone meanwhile.
+    /// Gives a whole file its name and enters it. Every step can be repeated; where it cannot be entered, what had the
+    /// name has it again. `false` when the file has gone meanwhile.
     pub(crate) fn settle(&self, arrived: &Arrived) -> Result<bool, TeleportError> {
         let offer = &arrived.opening.offer;
         let target = self.config.images_dir.join(offer.name.as_str());
         let part = arrived.part();
         let id = ImageId(arrived.opening.image);
         let old = self.images.by_name(&offer.name);
+        let mut named = None;
         if part.exists() {
             let all_known = arrived.blocks.walk_blocks() == arrived.layout.walk_blocks();
             if all_known && !self.images.map_path(id).exists() {
@@ -276,8 +279,7 @@ impl Site {
             if let Some(old) = &old {
                 self.copy_sequences_of(old.id);
             }
-            std::fs::rename(&part, &target).map_err(TeleportError::file("rename to", &target))?;
-            sync_parent(&target).map_err(TeleportError::file("sync the directory of", &target))?;
+            named = Some(Named::new(&part, &target, false)?);
         } else if !self.images.map_path(id).exists() || !self.is_in_place(arrived, old.as_ref()) {
             self.discard(&arrived.dir, id);
             let _ = std::fs::remove_file(self.images.map_path(id));
@@ -297,7 +299,7 @@ impl Site {
             from: arrived.opening.peer_name.clone(),
             external: false,
         };
-        let old = self.images.put(&record)?;
+        let old = self.enter(&record, named)?;
         self.partials.remove(id);
         remove_dir(&arrived.dir);
         if let Some(old) = old {
@@ -308,6 +310,29 @@ impl Site {
         }
         self.wake_copier();
         Ok(true)
+    }
+
+    /// Enters an image whose file has just got its name, or had it already. When that fails, what had the name before
+    /// gets it back.
+    fn enter(
+        &self,
+        record: &ImageRecord,
+        named: Option<Named>,
+    ) -> Result<Option<ImageRecord>, TeleportError> {
+        match self.images.put(record) {
+            Ok(old) => {
+                if let Some(named) = named {
+                    named.entered();
+                }
+                Ok(old)
+            }
+            Err(e) => {
+                if let Some(named) = named.filter(|_| !self.is_entered(record)) {
+                    named.undo();
+                }
+                Err(e)
+            }
+        }
     }
 
     /// Whether the file of that name is the one that arrived. Another image may have taken the name before

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use drover_core::BLOCK_SIZE_U64;
+use drover_core::{BLOCK_SIZE_U64, ImageName};
 use drover_index::ImageId;
 use drover_net::PeerKey;
 use serde::{Deserialize, Serialize};
@@ -237,7 +237,8 @@ impl Site {
 
     /// A whole file that has its name already, but could not be entered in the catalog, is entered now:
     /// else the file would be there under what the catalog says of the one before it.
-    pub(crate) fn settle_renamed(&self, dir: &Path) -> Result<(), TeleportError> {
+    pub(crate) fn settle_renamed(&self, dir: &Path, name: &ImageName) -> Result<(), TeleportError> {
+        self.finish_undoing(dir, name)?;
         if dir.join("image.part").exists() || !is_closed(&dir.join("log")) {
             return Ok(());
         }

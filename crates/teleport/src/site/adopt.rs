@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
 use drover_index::ImageId;
-use rustix::fs::{CWD, RenameFlags, renameat_with};
 
+use super::naming::Named;
 use super::{Site, unix_now};
 use crate::blockmap::BlockMap;
 use crate::catalog::ImageRecord;
@@ -85,7 +85,7 @@ impl Site {
     /// caller to know.
     ///
     /// # Errors
-    /// When the name is taken, or the file or the catalog fails.
+    /// When the name is taken, or the file or the catalog fails: then `file` is where it was, and what had the name has it.
     pub fn adopt(
         &self,
         file: Option<&Path>,
@@ -100,25 +100,26 @@ impl Site {
         if let Some(old) = &old {
             self.copy_sequences_of(old.id);
         }
-        if let Some(file) = file {
-            let renamed = match fresh {
-                true => renameat_with(CWD, file, CWD, target, RenameFlags::NOREPLACE)
-                    .map_err(std::io::Error::from),
-                false => std::fs::rename(file, target),
-            };
-            match renamed {
-                Err(e) if fresh && e.kind() == std::io::ErrorKind::AlreadyExists => {
+        let named = match file {
+            Some(file) => match Named::new(file, target, fresh) {
+                Err(TeleportError::File { error, .. })
+                    if fresh && error.kind() == std::io::ErrorKind::AlreadyExists =>
+                {
                     return Err(taken(&record.name));
                 }
-                result => result.map_err(TeleportError::file("rename to", target))?,
+                named => Some(named?),
+            },
+            None => {
+                let failed = TeleportError::file("sync the directory of", target);
+                sync_parent(target).map_err(failed)?;
+                None
             }
-        }
-        sync_parent(target).map_err(TeleportError::file("sync the directory of", target))?;
+        };
         let record = ImageRecord {
             stamp: Stamp::of_path(target).ok(),
             ..record.clone()
         };
-        let old = self.images.put(&record)?;
+        let old = self.enter(&record, named)?;
         self.indexing.lock().remove(&record.id);
         if let Some(old) = old {
             self.sequences.drop_image(old.id);

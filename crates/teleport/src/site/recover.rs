@@ -31,6 +31,7 @@ impl Site {
     }
 
     fn recover_one(&self, arrived: &Arrived) -> Result<String, TeleportError> {
+        self.finish_undoing(&arrived.dir, &arrived.opening.offer.name)?;
         let waits = arrived.part().exists();
         if waits && self.is_outdated(arrived) {
             return self.give_up_name(arrived);

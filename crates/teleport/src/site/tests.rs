@@ -13,7 +13,7 @@ fn key(sample: &Sample) -> String {
 
 /// A catalog that outlives its site.
 #[derive(Default)]
-struct Memory(Mutex<(u64, HashMap<ImageName, ImageRecord>)>);
+struct Memory(Mutex<(u64, HashMap<ImageName, ImageRecord>)>, AtomicBool);
 
 impl Catalog for Memory {
     fn new_image_id(&self) -> Result<ImageId, String> {
@@ -28,6 +28,9 @@ impl Catalog for Memory {
         Ok(self.0.lock().1.get(name).cloned())
     }
     fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, String> {
+        if self.1.load(Ordering::Relaxed) {
+            return Err("the catalog is on a full disk".into());
+        }
         let mut state = self.0.lock();
         Ok(state.1.insert(record.name.clone(), record.clone()))
     }
@@ -234,6 +237,82 @@ fn an_image_that_is_held_is_not_replaced_at_the_start() {
     let (site, repairs) = home.open();
     assert_eq!(repairs.len(), 1, "{repairs:?}");
     check_delivered(&home, &site, &new, "held no more");
+}
+
+/// Wherever the site stops while it puts back what had the name: what is called so is what the catalog says.
+#[test]
+fn a_catalog_that_fails_leaves_the_image_before_whatever_was_cut_off() {
+    for cut in ["nothing", "keeping", "undoing"] {
+        let home = Home::new();
+        let old = sample("a.raw", 1, 3_000_000);
+        home.arrive(&old, Until::Removal);
+        drop(home.open());
+        let new = sample("a.raw", 2, 2_500_001);
+        home.arrive(&new, Until::Rename);
+        let dir = home.path("work/transfers").join(key(&new));
+        let (part, aside) = (dir.join("image.part"), dir.join("replaced"));
+        let target = home.path("images/a.raw");
+        if cut != "nothing" {
+            std::fs::hard_link(&target, &aside).unwrap();
+        }
+        if cut == "undoing" {
+            std::fs::rename(&part, &target).unwrap();
+            std::fs::hard_link(&target, &part).unwrap();
+        }
+        home.catalog.1.store(true, Ordering::Relaxed);
+        for start in 0..2 {
+            let (site, repairs) = home.open();
+            let about = format!("{cut} {start}: {repairs:?}");
+            assert_eq!(repairs.len(), 1, "{about}");
+            assert!(repairs[0].contains("full disk"), "{about}");
+            let (expected, found) = site
+                .verify(&old.opening.offer.name, &mut |_, _| {})
+                .unwrap();
+            assert_eq!((expected, found), (old.digest, old.digest), "{about}");
+            assert!(part.exists() && !aside.exists(), "{about}");
+            let listed = site.unfinished().unwrap();
+            assert_eq!(listed[0].state, crate::transfers::TransferState::Whole);
+        }
+        home.catalog.1.store(false, Ordering::Relaxed);
+        let (site, _) = home.open();
+        check_delivered(&home, &site, &new, cut);
+    }
+}
+
+/// A file that is made here gets a name that the catalog does not take: it is where it was, and so is the other.
+#[test]
+fn a_file_that_cannot_be_adopted_is_where_it_was() {
+    let home = Home::new();
+    let old = sample("a.raw", 1, 3_000_000);
+    home.arrive(&old, Until::Removal);
+    let (site, _) = home.open();
+    let new = sample("new", 2, 2_500_001);
+    for name in ["a.raw", "b.raw"] {
+        let file = home.path("work/made/image.part");
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(&file, &new.bytes).unwrap();
+        let name = ImageName::new(name).unwrap();
+        let prepared = site.prepare(&file, &name, "", &mut |_, _| Ok(()));
+        let prepared = prepared.unwrap();
+        home.catalog.1.store(true, Ordering::Relaxed);
+        let fresh = name.as_str() == "b.raw";
+        let failed = site.adopt(Some(&file), &prepared, fresh).unwrap_err();
+        assert!(failed.to_string().contains("full disk"), "{failed}");
+        home.catalog.1.store(false, Ordering::Relaxed);
+        assert!(std::fs::read(&file).unwrap() == new.bytes);
+        assert_eq!(home.path("images").join(name.as_str()).exists(), !fresh);
+        let of_old = site.verify(&old.opening.offer.name, &mut |_, _| {});
+        assert_eq!(of_old.unwrap(), (old.digest, old.digest));
+        site.adopt(Some(&file), &prepared, fresh).unwrap();
+        let of_new = site.verify(&name, &mut |_, _| {}).unwrap();
+        assert_eq!(of_new, (new.digest, new.digest));
+        // Back to the old one for the next.
+        if !fresh {
+            std::fs::write(&file, &old.bytes).unwrap();
+            let again = site.prepare(&file, &name, "", &mut |_, _| Ok(())).unwrap();
+            site.adopt(Some(&file), &again, false).unwrap();
+        }
+    }
 }
 
 #[test]

@@ -162,9 +162,9 @@ async fn what_nothing_comes_to_expires() {
     assert_eq!(report.resumed_blocks, 0, "{report:?}");
 }
 
-/// The file has its name when the catalog fails: sent again it is entered first, and not taken for the one before it.
+/// The catalog fails when the file has its name: the one before it gets that back, and sent again it is delivered.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_whole_file_that_the_catalog_did_not_take_is_entered_by_the_next_try() {
+async fn a_whole_file_that_the_catalog_did_not_take_leaves_the_one_before_it() {
     let stopped = Stopped::new().await;
     let client = || Client {
         identity: stopped.identity.clone(),
@@ -172,29 +172,39 @@ async fn a_whole_file_that_the_catalog_did_not_take_is_entered_by_the_next_try()
     };
     let (path, there) = (stopped.image(), &stopped.there);
     client().send(&[&path], there).await.unwrap();
+    let before = std::fs::read(&path).unwrap();
     let mut bytes = vec![0; 24 << 20];
     fastrand::Rng::with_seed(31).fill(&mut bytes);
     write(&path, &bytes);
     there.catalog.fail_put.store(true, Ordering::Relaxed);
     let failed = client().send(&[&path], there).await.unwrap_err();
     assert!(failed.to_string().contains("full disk"), "{failed}");
-    same(&path, &there.image("a.raw"));
+    let name = drover_core::ImageName::new("a.raw").unwrap();
+    let (expected, found) = there.site.verify(&name, &mut |_, _| {}).unwrap();
+    assert_eq!(expected, found);
+    assert!(std::fs::read(there.image("a.raw")).unwrap() == before);
+    let waiting = stopped.only().await;
+    assert_eq!(waiting.state, TransferState::Whole);
+    assert_eq!(entries(&stopped.transfers().join(waiting.key)), 2);
     let reports = client().send(&[&path], there).await.unwrap();
     assert_eq!(reports[0].sent_blocks, 0);
-    let name = drover_core::ImageName::new("a.raw").unwrap();
     let (expected, found) = there.site.verify(&name, &mut |_, _| {}).unwrap();
     assert_eq!(expected, found);
     same(&path, &there.image("a.raw"));
     assert!(there.site.unfinished().unwrap().is_empty());
 }
 
-/// The same, but another peer's image has taken the name since: that is not entered as the other one.
+/// A site stopped between the naming and the catalog, and another peer's image has taken the name since: that is not
+/// entered as the other one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_whole_file_that_was_replaced_before_it_was_entered_is_forgotten() {
     let stopped = Stopped::new().await;
     let (path, there) = (stopped.image(), &stopped.there);
     there.catalog.fail_put.store(true, Ordering::Relaxed);
     Client::new().send(&[&path], there).await.unwrap_err();
+    assert!(!there.image("a.raw").exists());
+    let part = stopped.transfers().join(stopped.only().await.key);
+    std::fs::rename(part.join("image.part"), there.image("a.raw")).unwrap();
     let mut bytes = vec![0; 24 << 20];
     fastrand::Rng::with_seed(32).fill(&mut bytes);
     write(&path, &bytes);

@@ -130,7 +130,7 @@ pub fn prepare(
             Taken::Still => TeleportError::Stopped,
         })?;
     let dir = site.transfer_dir(&key);
-    site.settle_renamed(&dir)?;
+    site.settle_renamed(&dir, &offer.name)?;
     let mut machine = Destination::new(offer.walk_blocks);
     let mut digest = OrderedDigest::new(&layout);
     let mut open: HashMap<u64, Arc<OpenBatch>> = HashMap::new();
