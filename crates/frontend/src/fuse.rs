@@ -40,6 +40,7 @@ use drover_core::BlockDevice;
 pub(crate) use error::listed;
 pub use error::{FuseError, User};
 
+use crate::patience::patiently;
 use mount::{How, Outcome};
 use mounts::Mounted;
 
@@ -201,7 +202,8 @@ impl FileMount {
         &self.at
     }
 
-    /// Unmounts it if nobody uses it; when it returns, nothing of the mount reaches the device any more.
+    /// Unmounts it if nobody uses it; when it returns, nothing of the mount reaches the device any more. A process that
+    /// has it open gets two seconds to close it; a loop device that is attached to it is refused at once.
     ///
     /// # Errors
     /// [`FuseError::Busy`], and it stays mounted; [`FuseError::CutOff`] when the device hangs for [`UNMOUNT_DEADLINE`].
@@ -217,9 +219,9 @@ impl FileMount {
         let Some(mounted) = self.current() else {
             return Ok(());
         };
-        match mount::unmount(&self.at, How::Idle, deadline) {
+        match self.unmount_idle(&mounted, deadline) {
             Outcome::Answered(Ok(())) => {}
-            Outcome::Answered(Err(error)) if error.raw_os_error() == Some(libc::EBUSY) => {
+            Outcome::Answered(Err(error)) if is_busy(&error) => {
                 return Err(FuseError::Busy {
                     at: self.at.clone(),
                     users: mounts::users_of(&mounted),
@@ -236,6 +238,16 @@ impl FileMount {
             }),
             _ => Ok(()),
         }
+    }
+
+    /// Unmounts it if nobody uses it, and tries again where somebody does who may be gone in a moment.
+    fn unmount_idle(&self, mounted: &Mounted, deadline: Duration) -> Outcome {
+        let attempt = || match mount::unmount(&self.at, How::Idle, deadline) {
+            Outcome::Answered(Err(error)) if is_busy(&error) => Err(error),
+            outcome => Ok(outcome),
+        };
+        let may_pass = |_: &io::Error| !mounts::carries_devices(mounted);
+        patiently(attempt, may_pass).unwrap_or_else(|error| Outcome::Answered(Err(error)))
     }
 
     /// Takes it out of sight at once. Who has it open goes on until he closes it, as long as this process lives.
@@ -368,6 +380,10 @@ impl fmt::Debug for FileMount {
             .field("mounted", &self.mounted)
             .finish_non_exhaustive()
     }
+}
+
+fn is_busy(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EBUSY)
 }
 
 fn check(device: &dyn BlockDevice, options: &Options) -> Result<(), FuseError> {

@@ -13,6 +13,8 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 
 pub use crate::fuse::mounts::mounted_from;
+use crate::loopdev::users_of;
+use crate::patience::{may_pass, patiently};
 
 /// How long a driver may take to configure, start or stop a device.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
@@ -88,7 +90,7 @@ fn modprobe(program: &str, name: &str) {
 }
 
 /// Writes what the kernel holds back for a device, and sees to it that nobody has it for himself (mounted, in an
-/// array, swapped to).
+/// array, swapped to). A process that has it for a moment, as mkfs does, gets two seconds.
 ///
 /// # Errors
 /// [`Error::Busy`], [`Error::Flush`], [`Error::Deadline`].
@@ -97,24 +99,27 @@ pub(crate) fn settle(path: &Path) -> Result<(), Error> {
     let settled = within(FLUSH_DEADLINE, "device-flush", move || {
         let exclusive = i32::try_from(OFlags::EXCL.bits()).unwrap_or(0);
         let mut options = std::fs::File::options();
-        let file = options.read(true).custom_flags(exclusive).open(own)?;
-        file.sync_all()
+        options.read(true).custom_flags(exclusive);
+        let may_pass = |error: &io::Error| is_busy(error) && may_pass(&users_of(&own));
+        patiently(|| options.open(&own), may_pass)?.sync_all()
     })
     .map_err(|error| Error::kernel("start a thread for", path, error))?;
     match settled {
         None => Err(Error::deadline("write what the kernel holds for it", path)),
         Some(Ok(())) => Ok(()),
-        Some(Err(error)) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
-            Err(Error::Busy {
-                path: path.into(),
-                users: listed(&mounted_from(path)),
-            })
-        }
+        Some(Err(error)) if is_busy(&error) => Err(Error::Busy {
+            path: path.into(),
+            users: listed(&mounted_from(path)),
+        }),
         Some(Err(error)) => Err(Error::Flush {
             path: path.into(),
             error,
         }),
     }
+}
+
+fn is_busy(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
 }
 
 /// Mount points, as [`Error::Busy`] names them.
@@ -285,6 +290,32 @@ mod tests {
     fn a_module_that_does_not_exist_is_not_there_after_loading() {
         assert!(!load_module("drover_no_such_module", || false));
         assert!(load_module("drover_no_such_module", || true));
+    }
+
+    #[test]
+    fn who_has_a_device_for_a_moment_is_waited_for() {
+        use crate::loopdev::{LoopDevice, Options};
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let mut disk = match LoopDevice::attach(file.path(), Options::default()) {
+            Ok(disk) => disk,
+            Err(error) => return eprintln!("SKIP: {error}"),
+        };
+        let exclusive = i32::try_from(OFlags::EXCL.bits()).unwrap();
+        let mut options = std::fs::File::options();
+        let held = options.read(true).custom_flags(exclusive).open(disk.path());
+        let held = held.unwrap();
+        let holder = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(100));
+            drop(held);
+        });
+        settle(disk.path()).unwrap();
+        holder.join().unwrap();
+        let held = options.open(disk.path()).unwrap();
+        let error = settle(disk.path()).unwrap_err();
+        assert!(matches!(error, Error::Busy { .. }), "{error}");
+        drop(held);
+        disk.detach().unwrap();
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod kernel;
 pub mod loopdev;
 pub mod nbd;
 pub mod nbdclient;
+mod patience;
 pub mod region;
 pub mod ublk;
 

@@ -21,6 +21,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::fuse::{User, listed, mounts};
+use crate::patience::{may_pass, patiently};
 use keeper::Keeper;
 
 /// How long attaching and detaching wait for the kernel.
@@ -114,6 +115,13 @@ pub enum LoopError {
     },
 }
 
+impl LoopError {
+    /// Whether it may be another moment later: nothing but processes is in the way.
+    fn may_pass(&self) -> bool {
+        matches!(self, Self::Busy { users, .. } if may_pass(users))
+    }
+}
+
 /// A loop device that is attached to a file. Dropped, it is let go: the kernel detaches it when its last user is gone.
 pub struct LoopDevice {
     path: PathBuf,
@@ -169,7 +177,9 @@ impl LoopDevice {
         self.direct_io
     }
 
-    /// Writes back what was written to it and detaches it, if nobody uses it.
+    /// Writes back what was written to it and detaches it, if nobody uses it. A process that has it open gets two
+    /// seconds to close it: udev may probe it, and a child of any program has its parent's files until it runs its own.
+    /// What is mounted from it or made of it is refused at once.
     ///
     /// # Errors
     /// [`LoopError::Busy`] or [`LoopError::Unflushed`], and it stays; [`LoopError::Hung`] after [`DEADLINE`].
@@ -233,7 +243,8 @@ fn find(wanted: impl Fn(&Path) -> bool) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Detaches a loop device that another process attached, as one that is dead by now: bytes that cannot be
-/// written back, because the file's server is gone, are given up.
+/// written back, because the file's server is gone, are given up. Who only has it open gets two seconds, as with
+/// [`LoopDevice::detach`].
 ///
 /// # Errors
 /// [`LoopError::Busy`]; [`LoopError::Hung`] after [`DEADLINE`].
@@ -244,7 +255,7 @@ pub fn detach_path(device: &Path) -> Result<(), LoopError> {
     }
     let path = device.to_owned();
     let done = crate::fuse::within(DEADLINE, move || {
-        let exclusive = claim(&path)?;
+        let exclusive = patiently(|| claim(&path), LoopError::may_pass)?;
         if let Err(error) = rustix::fs::fsync(&exclusive) {
             tracing::warn!(device = %path.display(), %error, "bytes are given up that cannot be written back");
         }
@@ -274,7 +285,8 @@ fn claim(device: &Path) -> Result<std::fs::File, LoopError> {
     }
 }
 
-fn users_of(device: &Path) -> Vec<User> {
+/// Who uses a block device, as far as can be seen.
+pub(crate) fn users_of(device: &Path) -> Vec<User> {
     let mounted = mounts::mounted_from(device).into_iter().map(User::Mounted);
     let mut users: Vec<User> = mounted.collect();
     users.extend(stacked_on(device).into_iter().map(User::Device));

@@ -83,11 +83,7 @@ pub(crate) fn unescape(word: &[u8]) -> Vec<u8> {
 /// Who uses a mount, at most [`MAX_USERS`]: processes with open files, mappings or a directory in it, and loop devices.
 /// What this process may not look at is not found.
 pub(super) fn users_of(mounted: &Mounted) -> Vec<User> {
-    let mut users: Vec<User> = crate::loopdev::find_under(&mounted.point)
-        .unwrap_or_default()
-        .into_iter()
-        .map(User::Device)
-        .collect();
+    let mut users: Vec<User> = devices_on(mounted).into_iter().map(User::Device).collect();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     users.extend(
@@ -98,6 +94,15 @@ pub(super) fn users_of(mounted: &Mounted) -> Vec<User> {
     );
     users.truncate(MAX_USERS);
     users
+}
+
+/// Whether loop devices are attached to what is in a mount.
+pub(super) fn carries_devices(mounted: &Mounted) -> bool {
+    !devices_on(mounted).is_empty()
+}
+
+fn devices_on(mounted: &Mounted) -> Vec<PathBuf> {
+    crate::loopdev::find_under(&mounted.point).unwrap_or_default()
 }
 
 fn uses(pid: u32, mounted: &Mounted) -> bool {

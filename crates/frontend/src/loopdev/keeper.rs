@@ -9,6 +9,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use super::{DEADLINE, LoopError, Options, claim, node, sys, users_of};
+use crate::patience::patiently;
 
 /// Loop devices that are tried while others take what was free.
 const TRIES: u32 = 64;
@@ -154,19 +155,26 @@ fn keep(device: File, path: &Path, orders: &Receiver<Order>) {
     }
 }
 
-/// Sees that nobody uses the device and that its file has all its bytes; keeps others from mounting it.
+/// Sees that nobody uses the device and that its file has all its bytes; keeps others from mounting it. A process that
+/// has it open gets a moment to close it.
 fn settle(path: &Path) -> Result<File, LoopError> {
-    let exclusive = claim(path)?;
-    let users = users_of(path);
-    if !users.is_empty() {
-        return Err(LoopError::Busy {
-            device: path.to_owned(),
-            users,
-        });
-    }
+    let exclusive = patiently(|| unused(path), LoopError::may_pass)?;
     rustix::fs::fsync(&exclusive).map_err(|error| LoopError::Unflushed {
         device: path.to_owned(),
         source: error.into(),
     })?;
     Ok(exclusive)
+}
+
+/// The device, claimed, if nobody has it open.
+fn unused(path: &Path) -> Result<File, LoopError> {
+    let exclusive = claim(path)?;
+    let users = users_of(path);
+    if users.is_empty() {
+        return Ok(exclusive);
+    }
+    Err(LoopError::Busy {
+        device: path.to_owned(),
+        users,
+    })
 }

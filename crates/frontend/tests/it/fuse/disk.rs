@@ -2,9 +2,11 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 use drover_core::{BlockDevice, ExtentKind};
 use drover_device::backend::MemoryDevice;
@@ -240,6 +242,59 @@ fn what_cannot_be_written_back_keeps_it_attached() {
     disk.detach().unwrap();
     disk.detach().unwrap();
     file.unmount().unwrap();
+}
+
+/// A process that has `path` open and, having said so, closes it a moment later.
+struct Passing(Child);
+
+impl Passing {
+    fn start(path: &Path) -> Self {
+        let mut child = Command::new("sh")
+            .args(["-c", "exec 3<\"$0\"; echo; sleep 0.1"])
+            .arg(path)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut said = [0];
+        let open = child.stdout.take().unwrap().read_exact(&mut said);
+        let passing = Self(child);
+        open.unwrap();
+        passing
+    }
+}
+
+impl Drop for Passing {
+    fn drop(&mut self) {
+        let _ = self.0.wait();
+    }
+}
+
+/// As a child of any program between fork and exec, or udev that probes.
+#[test]
+fn who_has_it_open_for_a_moment_is_waited_for() {
+    if !can_attach("who_has_it_open_for_a_moment_is_waited_for", &["losetup"]) {
+        return;
+    }
+    let place = Place::new();
+    let mut file = mount(&place.path("disk"), Arc::new(MemoryDevice::new(1 << 20)));
+    let mut disk = attach(&file);
+    let passing = Passing::start(disk.path());
+    disk.detach().unwrap();
+    drop(passing);
+    let other = succeeds("losetup", &["-f", "--show", text(file.path())]);
+    let other = PathBuf::from(other.trim());
+    let mut exclusive = File::options();
+    exclusive.read(true).custom_flags(libc::O_EXCL);
+    let exclusive = exclusive.open(&other).unwrap();
+    let held = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(100));
+        drop(exclusive);
+    });
+    loopdev::detach_path(&other).unwrap();
+    held.join().unwrap();
+    let passing = Passing::start(file.path());
+    file.unmount().unwrap();
+    drop(passing);
 }
 
 #[test]

@@ -1,0 +1,72 @@
+//! Trying again where somebody is in the way for a moment: a child of any program has its parent's files between fork
+//! and exec, udev and blkid probe devices, and the kernel closes some files a little later than it says.
+
+use std::time::{Duration, Instant};
+
+use crate::fuse::User;
+
+/// How long what is in use, but only by processes or by nobody who can be seen, is tried again before it is refused.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
+/// After the first try; doubled from try to try.
+const FIRST_PAUSE: Duration = Duration::from_millis(2);
+/// Between two tries at most: each may look through all processes.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+
+/// Tries until it succeeds, fails with an error that is not `passing`, or has been tried for [`PATIENCE`].
+pub(crate) fn patiently<T, E>(
+    mut attempt: impl FnMut() -> Result<T, E>,
+    passing: impl Fn(&E) -> bool,
+) -> Result<T, E> {
+    let end = Instant::now() + PATIENCE;
+    let mut pause = FIRST_PAUSE;
+    loop {
+        // Looked at before the try, so that one comes after the time is over, however slow the machine is.
+        let last = Instant::now() >= end;
+        match attempt() {
+            Err(error) if passing(&error) && !last => {}
+            done => return done,
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// Whether users may be gone in a moment: processes, or nobody who can be seen. What is mounted from a device or made
+/// of it stays.
+pub(crate) fn may_pass(users: &[User]) -> bool {
+    users
+        .iter()
+        .all(|user| matches!(user, User::Process { .. }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_passes_is_tried_again_and_what_stays_is_not() {
+        let mut tries = 0;
+        let mut third = || {
+            tries += 1;
+            if tries == 3 { Ok(tries) } else { Err(tries) }
+        };
+        assert_eq!(patiently(&mut third, |_| true), Ok(3));
+        let mut tries = 0;
+        let mut never = || -> Result<(), u32> {
+            tries += 1;
+            Err(tries)
+        };
+        assert_eq!(patiently(&mut never, |_| false), Err(1));
+        let error = patiently(&mut never, |_| true).unwrap_err();
+        assert!(error > 3, "tried {error} times");
+    }
+
+    #[test]
+    fn a_file_system_or_a_device_stays() {
+        let process = User::process(1);
+        assert!(may_pass(&[]));
+        assert!(may_pass(std::slice::from_ref(&process)));
+        assert!(!may_pass(&[process.clone(), User::Mounted("/mnt".into())]));
+        assert!(!may_pass(&[User::Device("/dev/loop9".into()), process]));
+    }
+}
