@@ -195,9 +195,11 @@ pub trait Remote: Send + Sync {
     fn staged(&self, epoch: Epoch, from: u64, done: StagedDone);
 
     /// Makes an epoch count, durably and as a whole, after all its parts were answered. Epochs are committed in order;
-    /// what was pushed of an epoch that a later one overtakes is dropped. [`DeviceError::Unavailable`] means that the link
-    /// was lost and that [`Remote::committed`] tells after the next [`Link::Up`] whether it counts.
-    fn commit(&self, epoch: Epoch, done: Done);
+    /// what was pushed of an epoch that a later one overtakes is dropped. `covers` is how many bytes of the device its
+    /// parts cover: when other than so many are staged, none counts, what is staged stays, and it fails as
+    /// [`DeviceError::Unavailable`]. That means otherwise that the link was lost; [`Remote::committed`] tells after the
+    /// next [`Link::Up`] whether it counts.
+    fn commit(&self, epoch: Epoch, covers: u64, done: Done);
 
     /// The last epoch that counts at the far side, as of when the link last came up or a commit was answered.
     fn committed(&self) -> Epoch;

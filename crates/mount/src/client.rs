@@ -693,10 +693,11 @@ impl Remote for Client {
         self.inner.ask(ask, Bytes::new(), Reply::Staged(done));
     }
 
-    fn commit(&self, epoch: Epoch, done: Done) {
+    fn commit(&self, epoch: Epoch, covers: u64, done: Done) {
         let ask = Ask::Commit {
             id: 0,
             epoch: epoch.0,
+            covers,
         };
         self.inner.ask(ask, Bytes::new(), Reply::Done(done));
     }

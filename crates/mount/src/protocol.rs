@@ -363,12 +363,15 @@ pub enum Ask {
         /// How many bytes.
         length: u64,
     },
-    /// Makes the epoch count, after all its parts were answered. Answered by [`Answer::Committed`].
+    /// Makes the epoch count, after all its parts were answered. Answered by [`Answer::Committed`]; when other than `covers`
+    /// bytes are staged, by [`Code::Epoch`], and they stay staged.
     Commit {
         /// Of the request.
         id: u64,
         /// Which epoch.
         epoch: u64,
+        /// Bytes of the device that its parts cover.
+        covers: u64,
     },
     /// Bytes of any range; answered by [`Answer::Bytes`].
     DirectRead {
@@ -609,7 +612,7 @@ pub enum Code {
     Corrupt,
     /// The site's disk reports an error.
     Io,
-    /// The epoch is not the next one.
+    /// The epoch is not the next one, or not whole.
     Epoch,
     /// Too many mounts or lanes.
     Busy,

@@ -41,11 +41,11 @@ pub trait Committer: Send + Sync {
         })
     }
 
-    /// Makes an epoch count, durably.
+    /// Makes an epoch count, durably. `covers` is how many bytes of the device it should have.
     ///
     /// # Errors
-    /// [`DeviceError`].
-    fn commit(&self, epoch: Epoch) -> Result<(), DeviceError>;
+    /// [`DeviceError`]; [`DeviceError::Unavailable`] when it has others: it is asked then what is staged, and sent the rest.
+    fn commit(&self, epoch: Epoch, covers: u64) -> Result<(), DeviceError>;
 }
 
 /// Writes changes to the device as they come and flushes it at a commit: of an epoch that is cut off, some is there.
@@ -83,7 +83,7 @@ impl Committer for Direct {
         Ok(())
     }
 
-    fn commit(&self, epoch: Epoch) -> Result<(), DeviceError> {
+    fn commit(&self, epoch: Epoch, _: u64) -> Result<(), DeviceError> {
         self.device.flush()?;
         self.committed.store(epoch.0, Ordering::Release);
         Ok(())
@@ -94,7 +94,7 @@ enum Job {
     Presence(Chunks, PresenceDone),
     Push(Epoch, Vec<Change>, Done),
     Staged(Epoch, u64, StagedDone),
-    Commit(Epoch, Done),
+    Commit(Epoch, u64, Done),
 }
 
 struct Queue {
@@ -312,7 +312,7 @@ impl Job {
         match self {
             Job::Presence(_, done) => done(Err(error.clone())),
             Job::Staged(_, _, done) => done(Err(error.clone())),
-            Job::Push(_, _, done) | Job::Commit(_, done) => done(Err(error.clone())),
+            Job::Push(_, _, done) | Job::Commit(_, _, done) => done(Err(error.clone())),
         }
     }
 }
@@ -438,8 +438,8 @@ impl Inner {
                 let result = self.committer.staged(epoch, from);
                 done(self.answer(result, link));
             }
-            Job::Commit(epoch, done) => {
-                let result = self.committer.commit(epoch);
+            Job::Commit(epoch, covers, done) => {
+                let result = self.committer.commit(epoch, covers);
                 done(self.answer(result, link));
             }
         }
@@ -535,8 +535,8 @@ impl Remote for LocalRemote {
         self.submit(Job::Staged(epoch, from, done));
     }
 
-    fn commit(&self, epoch: Epoch, done: Done) {
-        self.submit(Job::Commit(epoch, done));
+    fn commit(&self, epoch: Epoch, covers: u64, done: Done) {
+        self.submit(Job::Commit(epoch, covers, done));
     }
 
     fn committed(&self) -> Epoch {

@@ -348,7 +348,8 @@ impl Shared {
         if self.table.lock().generation != generation {
             return Err(given_up());
         }
-        self.commit(epoch, link).map_err(Failed::there)?;
+        let covers = self.table.lock().frozen_bytes;
+        self.commit(epoch, covers, link).map_err(Failed::there)?;
         self.finish(epoch);
         Ok(())
     }
@@ -478,10 +479,13 @@ impl Shared {
     }
 
     /// Has an epoch counted. When the answer is lost with the link, the far side says what became of it once it is
-    /// back; when it is lost otherwise, the commit is asked for again, which changes nothing if it counts.
-    fn commit(&self, epoch: Epoch, link: u64) -> Result<(), DeviceError> {
+    /// back; when it is lost otherwise, the commit is asked for again, which changes nothing if it counts. One that is
+    /// still staged does not: the far side has not all of it.
+    fn commit(&self, epoch: Epoch, covers: u64, link: u64) -> Result<(), DeviceError> {
+        let size = self.geometry.shape.size;
         loop {
-            let Err(error) = self.ask_commit(epoch) else {
+            let commit = |done| self.remote.commit(epoch, covers, done);
+            let Err(error) = self.wait_for_answer(commit) else {
                 return Ok(());
             };
             if !error.is_transient() {
@@ -502,12 +506,12 @@ impl Shared {
                     _ => self.pause_for_link(),
                 }
             }
+            let staged = self.wait_for_answer(|done| self.remote.staged(epoch, size, done));
+            if staged.is_ok_and(|page| page.epoch == epoch) {
+                return Err(error);
+            }
             tracing::info!(%error, "a commit is asked for again");
         }
-    }
-
-    fn ask_commit(&self, epoch: Epoch) -> Result<(), DeviceError> {
-        self.wait_for_answer(|done| self.remote.commit(epoch, done))
     }
 
     fn wait_for_answer<T: Send + 'static>(

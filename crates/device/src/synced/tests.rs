@@ -1,5 +1,6 @@
 //! Managed devices over memory, with far sides that are slow, cut and watched, and a cache disk that loses power.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -67,6 +68,17 @@ impl Far {
         self.forgot.store(true, Ordering::Release);
     }
 
+    /// Whether so many bytes of the device are staged of an epoch.
+    fn has(&self, staged: &(Epoch, Vec<Change>), epoch: Epoch, covers: u64) -> bool {
+        let parts = staged.1.iter().filter(|_| staged.0 == epoch);
+        let blocks: HashSet<u64> = parts
+            .flat_map(|part| (part.offset()..part.offset() + part.covers()).step_by(4096))
+            .collect();
+        let size = self.device.size();
+        let bytes: u64 = blocks.iter().map(|at| 4096.min(size - at)).sum();
+        bytes == covers
+    }
+
     pub fn bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.device.size() as usize];
         self.device.read(0, &mut bytes).unwrap();
@@ -131,15 +143,15 @@ impl Committer for Far {
         })
     }
 
-    fn commit(&self, epoch: Epoch) -> Result<(), DeviceError> {
+    fn commit(&self, epoch: Epoch, covers: u64) -> Result<(), DeviceError> {
         if let Some(first) = self.on_commit.lock().as_mut() {
             first()?;
         }
         let mut staged = self.staged.lock();
         assert!(epoch > self.committed());
-        if self.forgot.load(Ordering::Acquire) {
-            // It was asked of the program before.
-            return Err(DeviceError::Unavailable("begun anew".into()));
+        if !self.has(&staged, epoch, covers) {
+            assert!(self.forgot.load(Ordering::Acquire), "not what it should be");
+            return Err(DeviceError::Unavailable("some is missing".into()));
         }
         if staged.0 == epoch {
             for change in std::mem::take(&mut staged.1) {

@@ -330,20 +330,31 @@ impl Image {
         Ok(staged.map_err(DeviceError::from)?)
     }
 
-    /// Makes the next epoch of a mount count; [`Image::settle`] is to follow. One that counts already is not an error: its
-    /// answer may have been lost.
+    /// Makes the next epoch of a mount count, if it covers so many bytes; [`Image::settle`] is to follow. One that counts
+    /// already is not an error: its answer may have been lost.
     ///
     /// # Errors
-    /// The mount's lease has ended, another epoch than the next, or a disk that fails.
-    pub fn commit(&self, epoch: u64, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
+    /// The mount's lease has ended, another epoch than the next or not all of it, or a disk that fails.
+    pub fn commit(
+        &self,
+        epoch: u64,
+        covers: u64,
+        peer: PeerKey,
+        mount: MountId,
+    ) -> Result<(), Refusal> {
         // Held over the commit: whoever gets the lease next is told of an epoch that no late commit follows.
         let desk = self.desk.lock();
         self.lease_of(&desk, peer, mount)?;
         if epoch == self.committed() && epoch > 0 {
             return Ok(());
         }
-        let sealed = self.next(epoch)?.seal(Epoch(epoch));
-        Ok(sealed.map_err(DeviceError::from)?)
+        let sealed = self.next(epoch)?.seal(Epoch(epoch), covers);
+        sealed.map_err(|error| match error {
+            OverlayError::NotWhole { .. } | OverlayError::NothingStaged(_) => {
+                Refusal::new(Code::Epoch, error.to_string())
+            }
+            other => refuse(other),
+        })
     }
 
     /// Copies the epoch that was committed last into its place; nobody need wait for it. When it fails it is tried again
@@ -461,7 +472,7 @@ mod tests {
         image.abandon_unheld().unwrap();
         image.stage(6, &change(4096)).unwrap();
         let (peer, mount) = (PeerKey([2; 32]), MountId([2; 16]));
-        image.commit(6, peer, mount).unwrap();
+        image.commit(6, 8192, peer, mount).unwrap();
         let mut bytes = [0; 8192];
         image.device().read(0, &mut bytes).unwrap();
         assert!(bytes == [9; 8192], "half an epoch counts");

@@ -192,8 +192,8 @@ impl Client<'_> {
             return Err(DeviceError::ReadOnly.into());
         }
         let (peer, mount) = self.key;
-        if let Ask::Commit { epoch, .. } = *ask {
-            return self.image.commit(epoch, peer, mount);
+        if let Ask::Commit { epoch, covers, .. } = *ask {
+            return self.image.commit(epoch, covers, peer, mount);
         }
         self.image.check_lease(peer, mount)?;
         let mut unpacked = |coding: Coding, length: u32| {

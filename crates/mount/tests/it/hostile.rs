@@ -328,7 +328,11 @@ fn an_answer_that_brings_more_than_was_asked_for_is_refused() {
     });
     assert!(matches!(error, Err(DeviceError::Corrupt(_))), "{error:?}");
     let commit = |client: &Client, say: std::sync::mpsc::Sender<_>| {
-        client.commit(Epoch(1 << 32), Box::new(move |done| drop(say.send(done))));
+        client.commit(
+            Epoch(1 << 32),
+            4096,
+            Box::new(move |done| drop(say.send(done))),
+        );
     };
     let error = answered(Access::ReadWrite, fat, commit);
     assert!(matches!(error, Err(DeviceError::Corrupt(_))), "{error:?}");
@@ -617,7 +621,14 @@ fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
             },
             Code::OutOfRange,
         ),
-        (Ask::Commit { id: 1, epoch: 1 }, Code::ReadOnly),
+        (
+            Ask::Commit {
+                id: 1,
+                epoch: 1,
+                covers: 0,
+            },
+            Code::ReadOnly,
+        ),
         (
             Ask::Zero {
                 id: 1,
@@ -735,7 +746,14 @@ fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
         };
         let late = [
             (write(3), vec![7; 4096]),
-            (Ask::Commit { id: 4, epoch }, vec![]),
+            (
+                Ask::Commit {
+                    id: 4,
+                    epoch,
+                    covers: 4096,
+                },
+                vec![],
+            ),
             (direct, vec![7; 4096]),
         ];
         for (ask, body) in late {
@@ -746,6 +764,73 @@ fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
                     if Some(*id) == ask.id() && refusal.code == Code::LeaseLost),
                 "{ask:?}: {answer:?}"
             );
+        }
+    });
+}
+
+/// Parts that come before and after the site has dropped what it had do not make an epoch.
+#[test]
+fn half_an_epoch_that_was_begun_again_is_not_committed() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let before = content(3_000_000, 9);
+    let site = Site::with("web", memory(&before));
+    let near = Near::new(site.server.clone());
+    let epoch = 5 << 32;
+    let write = |id, offset| Ask::Write {
+        id,
+        epoch,
+        offset,
+        length: 4096,
+        coding: Coding::Plain,
+    };
+    let commit = |id, covers| Ask::Commit { id, epoch, covers };
+    runtime.block_on(async {
+        let open = opening(MountId::random(), Access::ReadWrite);
+        let mut rude = Rude::open(&site, &near, open);
+        assert!(matches!(rude.hear().await, Some(Answer::Opened(_))));
+        rude.ask(&write(1, 0), &[7; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 1 }));
+        // A plain change: it drops what is staged.
+        let (offset, length) = (1 << 20, 0);
+        let trim = Ask::DirectTrim {
+            id: 2,
+            offset,
+            length,
+        };
+        rude.ask(&trim, &[]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 2 }));
+        rude.ask(&write(3, 8192), &[8; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 3 }));
+        for (id, covers) in [(4, 8192), (5, 0)] {
+            rude.ask(&commit(id, covers), &[]).await;
+            let answer = rude.hear().await;
+            assert!(
+                matches!(&answer, Some(Answer::Error { id: of, refusal })
+                    if *of == id && refusal.code == Code::Epoch),
+                "{answer:?}"
+            );
+        }
+        // What is staged is there yet, and the rest can follow.
+        let staged = Ask::Staged {
+            id: 6,
+            epoch,
+            from: 0,
+        };
+        rude.ask(&staged, &[]).await;
+        let answer = Answer::Staged {
+            id: 6,
+            epoch,
+            runs: vec![(8192, 4096)],
+            end: before.len() as u64,
+        };
+        assert_eq!(rude.hear().await, Some(answer));
+        rude.ask(&write(7, 0), &[7; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 7 }));
+        // The second is one whose answer was lost.
+        for id in [8, 9] {
+            rude.ask(&commit(id, 8192), &[]).await;
+            assert_eq!(rude.hear().await, Some(Answer::Committed { id, epoch }));
         }
     });
 }

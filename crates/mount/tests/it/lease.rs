@@ -42,7 +42,7 @@ impl World {
         model[..4096].fill(7);
         let changes = vec![Change::Write(0, Bytes::from(vec![7; 4096]))];
         wait(|done| client.push(Epoch(1), changes, done));
-        wait(|done| client.commit(Epoch(1), done));
+        wait(|done| client.commit(Epoch(1), 4096, done));
         wait(|done| client.close(done));
         drop(client);
         world.model = model;

@@ -183,7 +183,8 @@ fn an_epoch_counts_as_a_whole_and_over_cuts() {
     for n in 1..4 {
         let (data, changes) = epoch(n);
         wait(|done| client.push(Epoch(n), changes, done)).unwrap();
-        wait(|done| client.commit(Epoch(n), done)).unwrap();
+        let covers = data.len() as u64 + 8192;
+        wait(|done| client.commit(Epoch(n), covers, done)).unwrap();
         assert_eq!(client.committed(), Epoch(n));
         bytes[4096..4096 + data.len()].copy_from_slice(&data);
         bytes[2_400_256..2_408_448].fill(0);
@@ -213,7 +214,7 @@ fn what_was_written_over_a_replaced_image_is_set_aside_and_not_shown() {
     let client = open(&runtime, &near, writer());
     let changes = vec![Change::Write(0, Bytes::from(vec![1; 4096]))];
     wait(|done| client.push(Epoch(1), changes, done)).unwrap();
-    wait(|done| client.commit(Epoch(1), done)).unwrap();
+    wait(|done| client.commit(Epoch(1), 4096, done)).unwrap();
     wait(|done| client.close(done)).unwrap();
     drop(client);
     // Another image gets the name.
@@ -265,7 +266,7 @@ fn two_writers_are_one_too_many() {
     keeper.wait("gone", |kept| {
         matches!(kept.links.last(), Some(Link::Gone(_)))
     });
-    let error = wait(|done| client.commit(Epoch(1), done)).unwrap_err();
+    let error = wait(|done| client.commit(Epoch(1), 4096, done)).unwrap_err();
     assert!(
         error
             .to_string()
@@ -276,7 +277,7 @@ fn two_writers_are_one_too_many() {
     wait(|done| client.close(done)).unwrap();
     let client = open(&runtime, &other, reader());
     assert!(client.read_only());
-    let refused = wait(|done| client.commit(Epoch(1), done)).unwrap_err();
+    let refused = wait(|done| client.commit(Epoch(1), 4096, done)).unwrap_err();
     assert!(matches!(refused, DeviceError::ReadOnly), "{refused}");
 }
 

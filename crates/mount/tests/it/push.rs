@@ -19,6 +19,7 @@ use crate::keeper::Keeper;
 use crate::util::{Near, Site, content, memory, name, runtime};
 
 const PATIENCE: Duration = Duration::from_secs(90);
+const CHUNK: usize = drover_mount::protocol::DEFAULT_CHUNK as usize;
 
 fn writer(mount: MountId) -> Options {
     Options {
@@ -152,7 +153,8 @@ fn what_a_site_answered_stays_staged_over_a_cut_and_over_a_restart() {
     assert_eq!(client.committed(), Epoch(0), "it does not count yet");
     let changes = change(5 << 20, 4096, &mut model);
     wait(|done| client.push(epoch, changes, done)).unwrap();
-    wait(|done| client.commit(epoch, done)).unwrap();
+    let covers = (2 << 20) + 8192 + 4096;
+    wait(|done| client.commit(epoch, covers, done)).unwrap();
     let keeper = Keeper::attach(client.as_ref(), true);
     keeper.wait_all();
     keeper.all_is(&model);
@@ -181,7 +183,38 @@ fn what_another_writer_staged_is_forgotten() {
     assert_eq!((staged.epoch, staged.runs.len()), (Epoch(0), 0));
     let changes = vec![Change::Zero(8192, 4096)];
     wait(|done| client.push(epoch, changes, done)).unwrap();
-    wait(|done| client.commit(epoch, done)).unwrap();
+    wait(|done| client.commit(epoch, 4096, done)).unwrap();
+}
+
+#[test]
+fn an_epoch_of_which_some_is_missing_is_not_committed_and_can_be_completed() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let mut model = content(2 << 20, 35);
+    let site = Site::with("web", memory(&model));
+    let near = Near::new(site.server.clone());
+    let mount = MountId::random();
+    let client = open(&runtime, &near, writer(mount));
+    let keeper = Keeper::attach(client.as_ref(), false);
+    let epoch = Epoch(0).after(9);
+    let changes = vec![Change::Zero(4096, 4096)];
+    wait(|done| client.push(epoch, changes, done)).unwrap();
+    let refused = wait(|done| client.commit(epoch, 3 * 4096, done)).unwrap_err();
+    assert!(refused.is_transient(), "{refused}");
+    assert!(refused.to_string().contains("4096 are staged"), "{refused}");
+    // The link is made anew, so that the site says what counts and what is staged.
+    keeper.wait("up", |kept| matches!(kept.links.last(), Some(Link::Up(2))));
+    assert_eq!(client.committed(), Epoch(0));
+    let staged: Staged = wait(|done| client.staged(epoch, 0, done)).unwrap();
+    assert_eq!((staged.epoch, staged.runs), (epoch, vec![(4096, 4096)]));
+    let changes = vec![Change::Zero(1 << 20, 8192)];
+    wait(|done| client.push(epoch, changes, done)).unwrap();
+    wait(|done| client.commit(epoch, 3 * 4096, done)).unwrap();
+    model[4096..8192].fill(0);
+    model[1 << 20..(1 << 20) + 8192].fill(0);
+    for (index, chunk) in (0..).zip(model.chunks(CHUNK)) {
+        assert!(keeper.get(client.as_ref(), index).unwrap() == chunk);
+    }
 }
 
 /// Much dirty data, a link that is cut again and again, and a site that starts anew: one epoch, and little is sent twice.

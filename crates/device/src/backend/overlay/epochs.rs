@@ -163,13 +163,13 @@ impl Overlay {
     }
 
     /// Makes what was staged for an epoch count, for readers and for crashes at once, durably. Does nothing when the
-    /// epoch counts already. The same as [`Overlay::seal`] and then [`Overlay::settle`], whose failure is none of the
-    /// commit's: it is tried again before the next change.
+    /// epoch counts already. The same as [`Overlay::seal`] of whatever is staged and then [`Overlay::settle`], whose
+    /// failure is none of the commit's: it is tried again before the next change.
     ///
     /// # Errors
     /// As [`Overlay::seal`].
     pub fn commit(&self, epoch: Epoch) -> Result<(), OverlayError> {
-        self.seal(epoch)?;
+        self.seal_staged(epoch, None)?;
         if let Err(error) = self.settle() {
             tracing::warn!(%error, epoch = epoch.0, "an epoch waits to be copied into its overlay");
         }
@@ -177,13 +177,19 @@ impl Overlay {
     }
 
     /// Makes what was staged for an epoch count, and leaves copying it to [`Overlay::settle`]: whoever waits for the
-    /// commit can be answered in between.
+    /// commit can be answered in between. `covers` is how many bytes of the device it should change: an epoch that was
+    /// dropped meanwhile and begun again under its number is not all there.
     ///
     /// # Errors
     /// [`OverlayError::WrongEpoch`]; [`OverlayError::NothingStaged`], also after [`Overlay::abandon`] or a crash;
+    /// [`OverlayError::NotWhole`]: it has not what it should, and stays staged;
     /// [`OverlayError::Io`]: no room for the copy, the epoch does not count and stays staged; or a sync failed, it must be
     /// staged whole again. [`OverlayError::Broken`]: it is not known whether it counts until the overlay is opened again.
-    pub fn seal(&self, epoch: Epoch) -> Result<(), OverlayError> {
+    pub fn seal(&self, epoch: Epoch, covers: u64) -> Result<(), OverlayError> {
+        self.seal_staged(epoch, Some(covers))
+    }
+
+    fn seal_staged(&self, epoch: Epoch, covers: Option<u64>) -> Result<(), OverlayError> {
         self.writable()?;
         let mut staging = self.staging.lock();
         if epoch > self.committed() {
@@ -199,7 +205,15 @@ impl Overlay {
                     .and(Err(OverlayError::NothingStaged(epoch))),
             };
         };
-        if let Err(error) = self.reserve(&redo) {
+        let whole = match (covers, redo.covers()) {
+            (Some(asked), staged) if asked != staged => Err(OverlayError::NotWhole {
+                epoch,
+                asked,
+                staged,
+            }),
+            _ => self.reserve(&redo),
+        };
+        if let Err(error) = whole {
             staging.redo = Some(redo);
             return Err(error);
         }

@@ -78,6 +78,19 @@ pub enum OverlayError {
     /// An epoch was to be committed of which nothing is here.
     #[error("nothing was staged for epoch {}: send it whole again", .0.0)]
     NothingStaged(Epoch),
+    /// An epoch was to be committed of which other is here than was said.
+    #[error(
+        "epoch {} was to be committed with {asked} bytes of the disk, and {staged} are staged: the rest must be sent again",
+        epoch.0
+    )]
+    NotWhole {
+        /// The epoch.
+        epoch: Epoch,
+        /// Bytes of the device that it should cover.
+        asked: u64,
+        /// Those that it does.
+        staged: u64,
+    },
     /// An epoch is larger than it may be.
     #[error("epoch {} is larger than {limit} bytes; commit smaller epochs", epoch.0)]
     TooLarge {
@@ -167,7 +180,7 @@ impl From<OverlayError> for DeviceError {
             OverlayError::Base(error) => error,
             OverlayError::ReadOnly => Self::ReadOnly,
             OverlayError::TooLarge { .. } => Self::NoSpace(said),
-            OverlayError::Busy { .. } => Self::Unavailable(said),
+            OverlayError::Busy { .. } | OverlayError::NotWhole { .. } => Self::Unavailable(said),
             OverlayError::BadChange {
                 offset,
                 length,

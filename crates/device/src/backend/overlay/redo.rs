@@ -212,6 +212,18 @@ impl Redo {
         self.here + self.log_bytes()
     }
 
+    /// Bytes of the device that the changes so far cover.
+    pub fn covers(&self) -> u64 {
+        let blocks: u64 = self.all().map(|(run, _)| run.end - run.start).sum();
+        let last = self.size.div_ceil(BLOCK_SIZE_U64);
+        // The device's last block may be short.
+        let beyond = match self.pieces(last.saturating_sub(1)..last).next() {
+            Some(_) => log_of(self.size) - self.size,
+            None => 0,
+        };
+        blocks * BLOCK_SIZE_U64 - beyond
+    }
+
     /// Bytes of the log.
     pub fn log_bytes(&self) -> u64 {
         self.end - log_of(self.size) - HEADER as u64

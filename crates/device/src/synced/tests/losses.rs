@@ -181,8 +181,8 @@ impl Remote for Rising {
     fn staged(&self, epoch: Epoch, from: u64, done: crate::remote::StagedDone) {
         self.inner.staged(epoch, from, done);
     }
-    fn commit(&self, epoch: Epoch, done: crate::remote::Done) {
-        self.inner.commit(epoch, done);
+    fn commit(&self, epoch: Epoch, covers: u64, done: crate::remote::Done) {
+        self.inner.commit(epoch, covers, done);
     }
     fn committed(&self) -> Epoch {
         Remote::committed(self.inner.as_ref())

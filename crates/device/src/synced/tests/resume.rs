@@ -145,6 +145,31 @@ fn what_the_far_side_lost_is_sent_again_or_the_epoch_begins_anew() {
     }
 }
 
+/// The far side loses staged parts and says so at the commit only, on a link that stands.
+#[test]
+fn what_is_missing_at_a_commit_is_sent_again() {
+    let far = Far::new(&vec![0; SIZE]);
+    let remote = far.remote();
+    let device = Synced::open(quiet(&FakeDirectory::default(), &remote)).unwrap();
+    let model = noise(8, SIZE);
+    device.write(0, &model).unwrap();
+    let (forgetful, mut asked) = (Arc::downgrade(&far), 0);
+    *far.on_commit.lock() = Some(Box::new(move || {
+        asked += 1;
+        if asked == 1
+            && let Some(far) = forgetful.upgrade()
+        {
+            far.forget_some(&mut fastrand::Rng::with_seed(6));
+        }
+        Ok(())
+    }));
+    device.pusher().sync().unwrap();
+    assert!(far.bytes() == model);
+    assert_eq!(far.commits.load(Ordering::Acquire), 1);
+    let pushed = far.pushed.load(Ordering::Acquire);
+    assert!(pushed > SIZE as u64 && pushed < 2 * SIZE as u64, "{pushed}");
+}
+
 #[test]
 fn a_refusal_for_lack_of_room_loses_nothing_of_the_epoch() {
     let far = Far::new(&vec![0; SIZE]);

@@ -89,6 +89,7 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
     let commit = Ask::Commit {
         id: 0,
         epoch: 2 << 32,
+        covers: 1 << 20,
     };
     book.ask(Job {
         ask: commit,

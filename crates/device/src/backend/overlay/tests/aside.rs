@@ -16,7 +16,7 @@ fn used() -> (FakeDirectory, Vec<u8>, Vec<u8>) {
     overlay
         .stage(Epoch(2), &[write(8 * BLOCK, 4, BLOCK)])
         .unwrap();
-    overlay.seal(Epoch(2)).unwrap();
+    overlay.seal(Epoch(2), BLOCK).unwrap();
     let now = everything(&overlay);
     let killed = fake.after_kill();
     (killed, base, now)
@@ -37,7 +37,7 @@ fn changes_are_told_with_and_without_opening_it() {
     overlay
         .stage(Epoch(2), &[write(20 * BLOCK, 7, BLOCK)])
         .unwrap();
-    overlay.seal(Epoch(2)).unwrap();
+    overlay.seal(Epoch(2), BLOCK).unwrap();
     let expected = [
         (BLOCK..2 * BLOCK, false),
         (4 * BLOCK..6 * BLOCK, true),

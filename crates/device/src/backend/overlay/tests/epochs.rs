@@ -127,6 +127,46 @@ fn a_later_epoch_takes_the_place_of_one_that_was_given_up() {
     assert!(!fake.list().unwrap().iter().any(|n| n.starts_with("epoch")));
 }
 
+/// An epoch that was dropped and begun again under its number has not all that was staged for it.
+#[test]
+fn an_epoch_is_sealed_with_what_it_should_have_or_not_at_all() {
+    let fake = FakeDirectory::default();
+    let base = image(8 * BLOCK + 700);
+    let overlay = open_fake(&fake, &base).unwrap();
+    let epoch = Epoch(1).after(5);
+    let first = [write(0, 7, 2 * BLOCK), Change::Zero(8 * BLOCK, 700)];
+    let second = [write(BLOCK, 8, BLOCK), write(4 * BLOCK, 9, BLOCK)];
+    let covers = 3 * BLOCK + 700;
+    let refused = |covers| {
+        let error = overlay.seal(epoch, covers).unwrap_err();
+        assert!(matches!(error, OverlayError::NotWhole { .. }), "{error}");
+        let error = DeviceError::from(error);
+        assert!(matches!(error, DeviceError::Unavailable(_)), "{error}");
+        assert_eq!(overlay.committed(), Epoch(0));
+        assert!(everything(&overlay) == base, "half an epoch counts");
+    };
+    overlay.stage(epoch, &first).unwrap();
+    overlay.abandon().unwrap();
+    overlay.stage(epoch, &second).unwrap();
+    refused(covers);
+    let runs = vec![(BLOCK, BLOCK), (4 * BLOCK, BLOCK)];
+    assert_eq!(overlay.staged_runs(epoch, 0, 9), (runs, base.len() as u64));
+    overlay.stage(epoch, &first).unwrap();
+    refused(covers - 1);
+    refused(4 * BLOCK);
+    // In the order in which they were to count.
+    overlay.stage(epoch, &second).unwrap();
+    overlay.seal(epoch, covers).unwrap();
+    overlay.seal(epoch, covers).unwrap();
+    overlay.settle().unwrap();
+    let mut model = base.clone();
+    model[..BLOCK_SIZE].fill(7);
+    model[BLOCK_SIZE..2 * BLOCK_SIZE].fill(8);
+    model[4 * BLOCK_SIZE..5 * BLOCK_SIZE].fill(9);
+    model[8 * BLOCK_SIZE..].fill(0);
+    assert!(everything(&overlay) == model && overlay.committed() == epoch);
+}
+
 #[test]
 fn plain_changes_wait_for_a_staged_epoch() {
     let fake = FakeDirectory::default();

@@ -176,7 +176,7 @@ fn a_redo_that_was_sealed_is_whole_or_an_error() {
     let changes = [write(0, 8, 2 * BLOCK), Change::Zero(5 * BLOCK, BLOCK)];
     overlay.stage(Epoch(3), &changes).unwrap();
     let unsealed = fake.bytes("epoch-3").unwrap();
-    overlay.seal(Epoch(3)).unwrap();
+    overlay.seal(Epoch(3), 3 * BLOCK).unwrap();
     let sealed = fake.bytes("epoch-3").unwrap();
     let after = everything(&overlay);
     drop(overlay);
