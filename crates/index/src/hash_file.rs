@@ -8,7 +8,7 @@ use drover_core::{Digest, Head};
 
 use crate::head::{head_from_bits, pack_heads};
 use crate::page::{PAGE_BYTES, PER_PAGE, Page, crc, low_bits};
-use crate::storage::{Storage, StorageFile};
+use crate::storage::{Storage, StorageFile, Syncer};
 
 const MAGIC: [u8; 8] = *b"DRVRHSH1";
 const VERSION: u32 = 1;
@@ -241,24 +241,35 @@ impl<F: StorageFile> HashFile<F> {
         Ok(())
     }
 
-    /// Writes everything, makes it durable, and then says so in the header.
-    pub(crate) fn finish(&mut self) -> io::Result<()> {
+    /// Writes everything. [`mark_complete`](Self::mark_complete) follows once it is durable.
+    pub(crate) fn write_out(&mut self) -> io::Result<[Syncer; 2]> {
         self.flush()?;
         self.write_tail(self.tail.len())?;
-        self.hash.sync()?;
-        self.side.sync()?;
+        Ok([self.hash.syncer()?, self.side.syncer()?])
+    }
+
+    /// Says in the header that everything is there.
+    pub(crate) fn mark_complete(&mut self) -> io::Result<Syncer> {
         let header = Header {
             complete: true,
             ..self.header
         };
         self.side.write_at(&header.to_bytes(), 0)?;
-        self.side.sync()?;
+        let sync = self.side.syncer()?;
         self.header = header;
         self.pages = self.header.blocks.div_ceil(PER_PAGE as u64);
         self.tail = Vec::new();
         self.tail_heads = Vec::new();
         self.groups.fill(None);
-        Ok(())
+        Ok(sync)
+    }
+
+    /// Both, in order.
+    #[cfg(test)]
+    pub(crate) fn finish(&mut self) -> io::Result<()> {
+        let syncs = self.write_out()?;
+        syncs.into_iter().try_for_each(|sync| sync())?;
+        self.mark_complete()?()
     }
 
     /// The page, from memory if that is where it is. `None` beyond the end.

@@ -22,10 +22,10 @@ pub use digest::{ImageDigest, ZERO_BLOCK, digest_block, digest_blocks, image_dig
 pub use error::{BoxedCause, IndexError, Result};
 pub use head::{HeadBitsError, is_strong_head, pack_heads, unpack_heads};
 pub use matcher::{
-    AnchorPolicy, CacheStats, Cursor, ImageId, ImageInfo, Layout, Matcher, MatcherConfig,
-    MatcherStats, OpenReport, Origin, Plan, PlanRun, Probe, Repair, SequenceStore, Trim, Trimmed,
-    Via,
+    AnchorPolicy, CacheStats, Cursor, Finishing, ImageId, ImageInfo, Layout, Matcher,
+    MatcherConfig, MatcherStats, OpenReport, Origin, Plan, PlanRun, Probe, Repair, SequenceStore,
+    Trim, Trimmed, Via,
 };
 pub use scan::{Scan, Scanner};
-pub use storage::{DirStorage, Storage, StorageFile};
+pub use storage::{DirStorage, Storage, StorageFile, Syncer};
 pub use zero::{ZeroMap, ZeroMapError};

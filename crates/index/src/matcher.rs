@@ -6,6 +6,7 @@
 //! `docs/format/hash-files.md` and `docs/format/sequence-cache.md`.
 
 mod config;
+mod finish;
 mod open;
 mod pass;
 mod plan;
@@ -20,6 +21,7 @@ use std::collections::BTreeMap;
 use drover_core::{Digest, Head};
 
 pub use config::{AnchorPolicy, Layout, MatcherConfig};
+pub use finish::Finishing;
 pub use plan::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 pub(crate) use shared::Shared;
 pub use stats::{CacheStats, ImageInfo, MatcherStats, OpenReport, Repair};
@@ -278,28 +280,6 @@ impl<S: Storage> Matcher<S> {
         Ok(outcome)
     }
 
-    /// The image is complete: its hash file is made durable.
-    ///
-    /// # Errors
-    /// What the storage reports; then the image is not in the index.
-    pub fn finish(&mut self, cursor: Cursor) -> Result<()> {
-        let slot = self
-            .recent
-            .slot_mut(cursor.slot)
-            .filter(|s| s.open && s.image == cursor.image)
-            .ok_or(IndexError::BadBatch("the cursor's image was forgotten"))?;
-        let done = self
-            .storage
-            .sync_names()
-            .and_then(|()| slot.file.finish())
-            .map_err(IndexError::io("finishing", names(cursor.image.0).0));
-        slot.open = false;
-        if done.is_err() {
-            self.abort(cursor);
-        }
-        done
-    }
-
     /// The transfer was given up: what was recorded of the image goes.
     pub fn abort(&mut self, cursor: Cursor) {
         // Files that cannot be removed now are incomplete, and go when the index is next opened.
@@ -312,14 +292,10 @@ impl<S: Storage> Matcher<S> {
     /// # Errors
     /// What the storage reports; nothing is matched with the image even then.
     pub fn forget(&mut self, image: ImageId) -> Result<()> {
-        let slot = self.recent.slot_of(image);
-        let was_older = self.older.remove(&image).is_some();
-        if let Some(slot) = slot {
-            self.release(slot);
-        } else if !was_older {
-            return Ok(());
+        match self.begin_forget(image)? {
+            Some(sync) => sync().map_err(IndexError::io("removing", names(image.0).0)),
+            None => Ok(()),
         }
-        remove_files(&self.storage, image.0).map_err(IndexError::io("removing", names(image.0).0))
     }
 
     /// Enters into C0 and C1 what they do not have of an image, for example after another image
@@ -501,9 +477,14 @@ impl<S: Storage> Matcher<S> {
 
 /// Removes an image's files for good.
 fn remove_files(storage: &impl Storage, image: u64) -> std::io::Result<()> {
+    unlink_files(storage, image)?;
+    storage.sync_names()
+}
+
+/// The same, but only for good once names are synced.
+fn unlink_files(storage: &impl Storage, image: u64) -> std::io::Result<()> {
     let (hash, side) = names(image);
     // The side file first: without it the hash file means nothing.
     storage.remove(&side)?;
-    storage.remove(&hash)?;
-    storage.sync_names()
+    storage.remove(&hash)
 }

@@ -5,6 +5,9 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+/// A sync that can be made later, without whoever it was got from.
+pub type Syncer = Box<dyn FnOnce() -> io::Result<()> + Send>;
+
 /// A flat directory of files. Names are the index's own: lower-case letters, digits, `-`, `.`.
 ///
 /// What is written is durable only after [`StorageFile::sync`] (bytes and length) or
@@ -48,6 +51,15 @@ pub trait Storage: Send {
     /// # Errors
     /// What the medium reports.
     fn sync_names(&self) -> io::Result<()>;
+
+    /// Does the same when it is called; or has done it, and does nothing then.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn names_syncer(&self) -> io::Result<Syncer> {
+        self.sync_names()?;
+        Ok(Box::new(|| Ok(())))
+    }
 }
 
 /// An open file of a [`Storage`]. It stays usable when its name is removed.
@@ -81,6 +93,15 @@ pub trait StorageFile: Send {
     /// # Errors
     /// What the medium reports.
     fn sync(&self) -> io::Result<()>;
+
+    /// Does the same when it is called; or has done it, and does nothing then.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    fn syncer(&self) -> io::Result<Syncer> {
+        self.sync()?;
+        Ok(Box::new(|| Ok(())))
+    }
 }
 
 /// Files in a directory.
@@ -151,6 +172,11 @@ impl Storage for DirStorage {
     fn sync_names(&self) -> io::Result<()> {
         File::open(&self.dir)?.sync_all()
     }
+
+    fn names_syncer(&self) -> io::Result<Syncer> {
+        let dir = File::open(&self.dir)?;
+        Ok(Box::new(move || dir.sync_all()))
+    }
 }
 
 impl StorageFile for File {
@@ -181,5 +207,10 @@ impl StorageFile for File {
 
     fn sync(&self) -> io::Result<()> {
         self.sync_data()
+    }
+
+    fn syncer(&self) -> io::Result<Syncer> {
+        let file = self.try_clone()?;
+        Ok(Box::new(move || file.sync_data()))
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use drover_index::{DirStorage, ImageId, MatcherStats};
+use drover_index::{DirStorage, ImageId, MatcherStats, Storage};
 use drover_net::{Frame, Identity, PeerKey};
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use crate::TeleportError;
 use crate::codec::{Batch, Malformed, Reader, decode_plan, encode_plan, put_varint};
 use crate::protocol::{BATCH_BLOCKS, kind};
-use crate::teleporter::{Answer, Event, ImageEvent, Teleporter};
+use crate::teleporter::{Answer, Event, Failure, ImageEvent, Teleporter};
 
 /// Images that a teleporter lists at most; a frame has room for more.
 const MAX_LISTED: u64 = 100_000;
@@ -193,27 +193,61 @@ fn gone() -> TeleportError {
     TeleportError::Remote("the teleporter is gone".into())
 }
 
-/// Has the teleporter here handle an event.
+/// Has the teleporter here handle an event. Nobody else waits while the disk syncs for it.
 ///
 /// # Errors
 /// What it reports.
-pub fn handle(teleporter: &LocalTeleporter, event: Event) -> Result<Answer, TeleportError> {
+pub fn handle<S: Storage>(
+    teleporter: &Mutex<Teleporter<S>>,
+    event: Event,
+) -> Result<Answer, TeleportError> {
     handle_then(teleporter, event, |_| {})
 }
 
-fn handle_then(
-    teleporter: &LocalTeleporter,
+fn handle_then<S: Storage>(
+    teleporter: &Mutex<Teleporter<S>>,
     event: Event,
     then: impl FnOnce(&Answer),
 ) -> Result<Answer, TeleportError> {
+    let answer = match event {
+        Event::Image(image, ImageEvent::Finish) => {
+            let mut finishing = held(teleporter, |t| t.begin_finish(image))?;
+            finishing.sync();
+            held(teleporter, |t| t.mark_complete(&mut finishing))?;
+            finishing.sync();
+            held(teleporter, |t| t.end_finish(finishing))?;
+            Answer::Done
+        }
+        Event::Image(image, ImageEvent::Forget) => {
+            if let Some(sync) = held(teleporter, |t| t.begin_forget(image))? {
+                // What comes back with the power is forgotten when the site opens.
+                let _ = sync();
+            }
+            Answer::Done
+        }
+        event => {
+            return held(teleporter, |t| {
+                let answer = t.handle(event)?;
+                then(&answer);
+                Ok(answer)
+            });
+        }
+    };
+    then(&answer);
+    Ok(answer)
+}
+
+/// Does something with the teleporter, alone.
+fn held<S: Storage, T>(
+    teleporter: &Mutex<Teleporter<S>>,
+    what: impl FnOnce(&mut Teleporter<S>) -> Result<T, Failure>,
+) -> Result<T, TeleportError> {
     let mut teleporter = teleporter.lock();
-    let answer = teleporter.handle(event);
+    let done = what(&mut teleporter);
     for repair in teleporter.take_repairs() {
         tracing::warn!(repair, "the matcher's files were damaged");
     }
-    let answer = answer?;
-    then(&answer);
-    Ok(answer)
+    Ok(done?)
 }
 
 /// An event as the payload of a MATCH frame.
@@ -313,6 +347,9 @@ pub fn decode_answer(bytes: &[u8], blocks: u64) -> Result<Result<Answer, String>
         _ => Err(r.malformed()),
     }
 }
+
+#[cfg(test)]
+mod held_tests;
 
 #[cfg(test)]
 mod tests {

@@ -7,7 +7,8 @@
 use std::collections::HashMap;
 
 use drover_index::{
-    Cursor, ImageId, IndexError, Matcher, MatcherStats, Plan, Probe, Storage, Trim, Trimmed,
+    Cursor, Finishing, ImageId, IndexError, Matcher, MatcherStats, Plan, Probe, Storage, Syncer,
+    Trim, Trimmed,
 };
 use serde::{Deserialize, Serialize};
 
@@ -168,6 +169,41 @@ impl<S: Storage> Teleporter<S> {
     /// When the files cannot be read.
     pub fn probe(&mut self, probe: &mut Probe, batch: &Batch) -> Result<Vec<bool>, Failure> {
         Ok(self.matcher.probe(probe, &batch.digests, &batch.heads)?)
+    }
+
+    /// The first step of [`ImageEvent::Finish`], which has three, as [`Matcher::begin_finish`] says: so that others need not
+    /// wait while the disk syncs.
+    ///
+    /// # Errors
+    /// As [`handle`](Self::handle).
+    pub fn begin_finish(&mut self, image: ImageId) -> Result<Finishing, Failure> {
+        let cursor = self.cursors.remove(&image);
+        let cursor = cursor.ok_or(Failure::Violation("finish without begin"))?;
+        Ok(self.matcher.begin_finish(cursor)?)
+    }
+
+    /// The second, once what the first wrote is synced.
+    ///
+    /// # Errors
+    /// As [`handle`](Self::handle).
+    pub fn mark_complete(&mut self, finishing: &mut Finishing) -> Result<(), Failure> {
+        Ok(self.matcher.mark_complete(finishing)?)
+    }
+
+    /// The last, once that is synced.
+    ///
+    /// # Errors
+    /// As [`handle`](Self::handle).
+    pub fn end_finish(&mut self, finishing: Finishing) -> Result<(), Failure> {
+        Ok(self.matcher.end_finish(finishing)?)
+    }
+
+    /// [`ImageEvent::Forget`], durable once what is returned has run.
+    ///
+    /// # Errors
+    /// As [`handle`](Self::handle).
+    pub fn begin_forget(&mut self, image: ImageId) -> Result<Option<Syncer>, Failure> {
+        Ok(self.matcher.begin_forget(image)?)
     }
 
     /// Takes an event in.

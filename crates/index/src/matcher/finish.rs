@@ -1,0 +1,136 @@
+//! The end of an image, in steps: whoever shares a matcher need not hold it while the disk syncs.
+
+use super::{Cursor, ImageId, IndexError, Matcher, Result, names, unlink_files};
+use crate::recent::Slot;
+use crate::storage::{Storage, Syncer};
+
+/// An image that is being finished. Made by [`Matcher::begin_finish`].
+#[must_use = "the image is not finished"]
+pub struct Finishing {
+    cursor: Cursor,
+    syncs: Vec<Syncer>,
+    failed: Option<std::io::Error>,
+}
+
+impl Finishing {
+    /// Makes durable what the step before has written. Needs no matcher, and may take long. A failure is reported by
+    /// the next step.
+    pub fn sync(&mut self) {
+        for sync in self.syncs.drain(..) {
+            if self.failed.is_none() {
+                self.failed = sync().err();
+            }
+        }
+    }
+
+    fn check(&mut self) -> Result<()> {
+        // A step that was left out is made up for.
+        self.sync();
+        match self.failed.take() {
+            Some(e) => Err(finishing(self.cursor.image)(e)),
+            None => Ok(()),
+        }
+    }
+}
+
+fn finishing(image: ImageId) -> impl FnOnce(std::io::Error) -> IndexError {
+    IndexError::io("finishing", names(image.0).0)
+}
+
+impl<S: Storage> Matcher<S> {
+    /// The image is complete: its hash file is made durable.
+    ///
+    /// # Errors
+    /// What the storage reports; then the image is not in the index.
+    pub fn finish(&mut self, cursor: Cursor) -> Result<()> {
+        let mut finishing = self.begin_finish(cursor)?;
+        finishing.sync();
+        self.mark_complete(&mut finishing)?;
+        finishing.sync();
+        self.end_finish(finishing)
+    }
+
+    /// The same in steps, the first: writes what is still in memory. [`Finishing::sync`], [`mark_complete`](Self::mark_complete),
+    /// [`Finishing::sync`] and [`end_finish`](Self::end_finish) follow. Others may use the matcher between them.
+    ///
+    /// # Errors
+    /// As [`finish`](Self::finish).
+    pub fn begin_finish(&mut self, cursor: Cursor) -> Result<Finishing> {
+        let of_names = self.storage.names_syncer();
+        let of_files = self.open_slot(&cursor)?.file.write_out();
+        match of_names.and_then(|names| Ok((names, of_files?))) {
+            Ok((names, [hash, side])) => Ok(Finishing {
+                cursor,
+                syncs: vec![names, hash, side],
+                failed: None,
+            }),
+            Err(e) => {
+                let failed = finishing(cursor.image)(e);
+                self.abort(cursor);
+                Err(failed)
+            }
+        }
+    }
+
+    /// The second step: says in the hash file that it is whole.
+    ///
+    /// # Errors
+    /// As [`finish`](Self::finish).
+    pub fn mark_complete(&mut self, ending: &mut Finishing) -> Result<()> {
+        let slot = self.open_slot(&ending.cursor)?;
+        let marked = ending.check().and_then(|()| {
+            let marked = slot.file.mark_complete();
+            marked.map_err(finishing(ending.cursor.image))
+        });
+        slot.open = false;
+        match marked {
+            Ok(sync) => {
+                ending.syncs.push(sync);
+                Ok(())
+            }
+            Err(e) => {
+                let _ = self.forget(ending.cursor.image);
+                Err(e)
+            }
+        }
+    }
+
+    /// The last step.
+    ///
+    /// # Errors
+    /// As [`finish`](Self::finish).
+    pub fn end_finish(&mut self, mut ending: Finishing) -> Result<()> {
+        let synced = ending.check();
+        if synced.is_err() {
+            let _ = self.forget(ending.cursor.image);
+        }
+        synced
+    }
+
+    /// Where an image that is still open is.
+    fn open_slot(&mut self, cursor: &Cursor) -> Result<&mut Slot<S::File>> {
+        self.recent
+            .slot_mut(cursor.slot)
+            .filter(|s| s.open && s.image == cursor.image)
+            .filter(|s| s.file.header().serial == cursor.serial)
+            .ok_or(IndexError::BadBatch("the cursor's image was forgotten"))
+    }
+
+    /// As [`forget`](Self::forget), but that its files are gone is only durable after what is returned has run. It needs no matcher.
+    ///
+    /// # Errors
+    /// As [`forget`](Self::forget).
+    pub fn begin_forget(&mut self, image: ImageId) -> Result<Option<Syncer>> {
+        let slot = self.recent.slot_of(image);
+        let was_older = self.older.remove(&image).is_some();
+        if let Some(slot) = slot {
+            self.release(slot);
+        } else if !was_older {
+            return Ok(None);
+        }
+        unlink_files(&self.storage, image.0)
+            .and_then(|()| self.storage.names_syncer())
+            .map(Some)
+            .map_err(IndexError::io("removing", names(image.0).0))
+    }
+}

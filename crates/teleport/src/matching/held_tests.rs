@@ -1,0 +1,211 @@
+//! A disk that takes its time with one transfer does not hold up the matching of the others.
+
+use std::fs::File;
+use std::io;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use drover_core::{Digest, Head};
+use drover_index::{Matcher, MatcherConfig, Origin, StorageFile, Syncer};
+
+use super::*;
+use crate::blockmap::DataBits;
+
+/// Where syncs wait while it is shut: one is met on the way in, and let go on the way out.
+struct Gate {
+    shut: AtomicBool,
+    met: Barrier,
+    let_go: Barrier,
+}
+
+impl Gate {
+    fn pass(&self) {
+        if self.shut.swap(false, Ordering::SeqCst) {
+            self.met.wait();
+            self.let_go.wait();
+        }
+    }
+}
+
+struct SlowStorage(DirStorage, Arc<Gate>);
+
+struct SlowFile(File, Arc<Gate>);
+
+impl Storage for SlowStorage {
+    type File = SlowFile;
+
+    fn open(&self, name: &str) -> io::Result<SlowFile> {
+        Ok(SlowFile(self.0.open(name)?, self.1.clone()))
+    }
+    fn create(&self, name: &str) -> io::Result<SlowFile> {
+        Ok(SlowFile(self.0.create(name)?, self.1.clone()))
+    }
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.0.rename(from, to)
+    }
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.0.remove(name)
+    }
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.0.list()
+    }
+    fn sync_names(&self) -> io::Result<()> {
+        self.1.pass();
+        self.0.sync_names()
+    }
+    fn names_syncer(&self) -> io::Result<Syncer> {
+        let (gate, sync) = (self.1.clone(), self.0.names_syncer()?);
+        Ok(Box::new(move || {
+            gate.pass();
+            sync()
+        }))
+    }
+}
+
+impl StorageFile for SlowFile {
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        StorageFile::read_at(&self.0, buf, offset)
+    }
+    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
+        StorageFile::write_at(&self.0, buf, offset)
+    }
+    fn size(&self) -> io::Result<u64> {
+        self.0.size()
+    }
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        self.0.set_size(size)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.1.pass();
+        self.0.sync()
+    }
+    fn syncer(&self) -> io::Result<Syncer> {
+        let (gate, sync) = (self.1.clone(), self.0.syncer()?);
+        Ok(Box::new(move || {
+            gate.pass();
+            sync()
+        }))
+    }
+}
+
+type Slow = Arc<Mutex<Teleporter<SlowStorage>>>;
+
+fn slow(dir: &std::path::Path) -> (Slow, Arc<Gate>) {
+    let gate = Arc::new(Gate {
+        shut: AtomicBool::new(false),
+        met: Barrier::new(2),
+        let_go: Barrier::new(2),
+    });
+    let storage = SlowStorage(DirStorage::new(dir).unwrap(), gate.clone());
+    let (matcher, _) = Matcher::open(storage, MatcherConfig::default()).unwrap();
+    (Arc::new(Mutex::new(Teleporter::new(matcher))), gate)
+}
+
+/// A batch of which image `content` says.
+fn batch(content: u8) -> Arc<Batch> {
+    let mut data = DataBits::new(BATCH_BLOCKS);
+    (0..300).for_each(|i| data.set(i));
+    let digests: Vec<Digest> = (0..300u32)
+        .map(|n| Digest(*blake3::hash(&[&[content][..], &n.to_le_bytes()].concat()).as_bytes()))
+        .collect();
+    let heads = (0..300).map(|n| match n % 10 {
+        0 => Head::Strong,
+        _ => Head::No,
+    });
+    Arc::new(Batch::new(0, data, heads.collect(), &digests))
+}
+
+const FIRST: ImageId = ImageId(1);
+
+/// At each of its syncs `held` is kept waiting, and an image of content `known` is matched.
+fn others_go_on_during(held: Event, syncs: usize, known: u8) {
+    let dir = tempfile::tempdir().unwrap();
+    let (teleporter, gate) = slow(dir.path());
+    let image = |i, what| Event::Image(ImageId(i), what);
+    for event in [
+        image(9, ImageEvent::Begin),
+        Event::Record(ImageId(9), batch(1)),
+        image(9, ImageEvent::Finish),
+        image(1, ImageEvent::Begin),
+        Event::Record(FIRST, batch(2)),
+    ] {
+        handle(&teleporter, event).unwrap();
+    }
+    std::thread::scope(|threads| {
+        gate.shut.store(true, Ordering::SeqCst);
+        let shared = teleporter.clone();
+        let at_the_disk = threads.spawn(move || handle(&shared, held).unwrap());
+        for sync in 0..syncs {
+            gate.met.wait();
+            let (to, from) = channel();
+            let shared = teleporter.clone();
+            threads.spawn(move || {
+                let id = 100 + sync as u64;
+                handle(&shared, Event::Image(ImageId(id), ImageEvent::Begin)).unwrap();
+                let answer = handle(&shared, Event::Match(ImageId(id), batch(known)));
+                let _ = to.send(answer.unwrap());
+            });
+            let answer = from.recv_timeout(Duration::from_secs(60));
+            // Let everybody go before anything is said.
+            let more = answer.is_ok() && sync + 1 < syncs;
+            gate.shut.store(more, Ordering::SeqCst);
+            gate.let_go.wait();
+            match answer.expect("another image waits for the disk") {
+                Answer::Plan(plan) => {
+                    assert!(plan.runs.iter().any(|r| r.origin != Origin::Literal))
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(at_the_disk.join().unwrap(), Answer::Done);
+    });
+}
+
+#[test]
+fn others_are_matched_while_a_finished_image_is_synced() {
+    // The directory, the hash file, the side file, and the side file again.
+    others_go_on_during(Event::Image(FIRST, ImageEvent::Finish), 4, 1);
+}
+
+#[test]
+fn others_are_matched_while_a_removal_is_synced() {
+    others_go_on_during(Event::Image(ImageId(9), ImageEvent::Forget), 1, 2);
+}
+
+/// It is forgotten while the disk syncs: then it is not there, and the next with its number is.
+#[test]
+fn an_image_that_is_forgotten_while_it_is_synced_is_not_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let (teleporter, gate) = slow(dir.path());
+    let image = |what| Event::Image(FIRST, what);
+    handle(&teleporter, image(ImageEvent::Begin)).unwrap();
+    handle(&teleporter, Event::Record(FIRST, batch(2))).unwrap();
+    std::thread::scope(|threads| {
+        gate.shut.store(true, Ordering::SeqCst);
+        let shared = teleporter.clone();
+        let finishing = threads.spawn(move || handle(&shared, image(ImageEvent::Finish)));
+        gate.met.wait();
+        let (to, from) = channel();
+        let shared = teleporter.clone();
+        threads.spawn(move || {
+            handle(&shared, image(ImageEvent::Forget)).unwrap();
+            let _ = to.send(handle(&shared, image(ImageEvent::Begin)));
+        });
+        let begun = from.recv_timeout(Duration::from_secs(60));
+        gate.let_go.wait();
+        begun.expect("it waits for the disk").unwrap();
+        finishing.join().unwrap().unwrap_err();
+    });
+    assert_eq!(
+        handle(&teleporter, Event::List).unwrap(),
+        Answer::Images(vec![])
+    );
+    handle(&teleporter, Event::Record(FIRST, batch(3))).unwrap();
+    handle(&teleporter, image(ImageEvent::Finish)).unwrap();
+    assert_eq!(
+        handle(&teleporter, Event::List).unwrap(),
+        Answer::Images(vec![FIRST])
+    );
+}
