@@ -337,7 +337,7 @@ fn nbdfuse_makes_a_file_of_it() {
         .spawn()
         .unwrap();
     let mounted = Mounted(child, file.clone());
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(60);
     while std::fs::metadata(&file).is_ok_and(|m| m.len() == 0) {
         assert!(Instant::now() < deadline, "nbdfuse does not mount");
         std::thread::sleep(Duration::from_millis(10));

@@ -257,7 +257,7 @@ fn a_connection_that_is_open_is_served() {
     assert_eq!(raw.does(c::READ, 0, 0, 8, &[]).data, [0; 8]);
     assert!(connection.is_open());
     raw.ask(c::DISCONNECT, 0, 0, 0, &[]);
-    assert!(connection.wait(Duration::from_secs(5)));
+    assert!(connection.wait(Duration::from_secs(60)));
     assert!(raw.is_hung_up());
 
     // As the kernel's client: requests at once.
@@ -269,7 +269,7 @@ fn a_connection_that_is_open_is_served() {
     assert_eq!(raw.does(c::WRITE, 0, 4, 3, b"abc").error, 0);
     assert_eq!(raw.does(c::READ, 0, 3, 5, &[]).data, b"\0abc\0");
     assert_ne!(raw.does(c::BLOCK_STATUS, 0, 0, 8, &[]).error, 0);
-    assert!(connection.stop(Duration::from_secs(5)));
+    assert!(connection.stop(Duration::from_secs(60)));
     assert!(raw.is_hung_up() && !connection.is_open());
     let (_, theirs) = UnixStream::pair().unwrap();
     let error = server.serve_transmission(theirs, "other", Negotiated::default());

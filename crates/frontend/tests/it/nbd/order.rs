@@ -183,7 +183,7 @@ fn requests_are_seen_by_those_after_them_through_a_small_cache() {
             cache_size: Some(SIZE / 4),
             push_interval: Duration::from_millis(20),
             high_water: 256 << 10,
-            give_up_after: Duration::from_secs(20),
+            give_up_after: Duration::from_secs(120),
             sync: if seed % 2 == 0 {
                 Sync::Remote
             } else {

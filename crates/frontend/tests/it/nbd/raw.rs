@@ -51,7 +51,7 @@ impl Raw {
     /// A connection on which nothing was said.
     pub fn bare(stream: UnixStream) -> Self {
         // No test waits for ever.
-        let limit = Some(Duration::from_secs(20));
+        let limit = Some(Duration::from_secs(60));
         stream.set_read_timeout(limit).unwrap();
         stream.set_write_timeout(limit).unwrap();
         Self {

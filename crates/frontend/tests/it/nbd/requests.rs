@@ -409,7 +409,7 @@ fn a_slow_request_does_not_hold_up_others() {
                 assert!(
                     !inner
                         .1
-                        .wait_for(&mut open, Duration::from_secs(10))
+                        .wait_for(&mut open, Duration::from_secs(60))
                         .timed_out()
                 );
             }

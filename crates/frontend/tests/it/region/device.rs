@@ -9,7 +9,7 @@ use drover_device::backend::MemoryDevice;
 use parking_lot::{Condvar, Mutex};
 
 /// The longest that a read waits for its gate: a test that forgets to open it fails, and does not hang.
-const GATE: Duration = Duration::from_secs(10);
+const GATE: Duration = Duration::from_secs(120);
 
 pub struct Probe {
     pub inner: MemoryDevice,
