@@ -2,7 +2,8 @@
 //! had like that of any other, while it comes and after it has stopped.
 //!
 //! What is verified in its place is known while a transfer goes on. After a restart it is a guess,
-//! from the log: a block that is not there after all is found wrong by its digest, and sent.
+//! from the log: a block that is not there after all is found wrong by its digest, and sent, and
+//! is not looked for there again.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -53,11 +54,12 @@ pub struct Readable {
 impl State {
     fn missing_of(&self, runs: &[(u64, u64)]) -> u64 {
         let walk = runs.iter().flat_map(|&(block, n)| block..block + n);
-        let gone = |w: &u64| {
-            let open = self.missing.get(&(w / BATCH_BLOCKS));
-            open.is_some_and(|bits| bits.get(w % BATCH_BLOCKS))
-        };
-        walk.filter(gone).count() as u64
+        walk.filter(|w| self.is_missing(*w)).count() as u64
+    }
+
+    fn is_missing(&self, block: u64) -> bool {
+        let open = self.missing.get(&(block / BATCH_BLOCKS));
+        open.is_some_and(|bits| bits.get(block % BATCH_BLOCKS))
     }
 }
 
@@ -99,6 +101,40 @@ impl Partial {
             (_, Some(_)) => Reach::Coming,
             (n, None) if n < count => Reach::Here,
             _ => Reach::Gone,
+        }
+    }
+
+    /// How many data blocks from `first` on, at most `count`, can all be read or all not, as far as is known of a
+    /// transfer that has stopped; all of one that goes on.
+    fn alike(&self, first: u64, count: u64) -> u64 {
+        let state = self.state.read();
+        if state.file.is_some() || state.missing.is_empty() {
+            return count;
+        }
+        let Some(runs) = state.blocks.walk_runs(first, count) else {
+            return count;
+        };
+        let mut walk = runs.iter().flat_map(|&(block, n)| block..block + n);
+        let missing = walk.next().is_some_and(|b| state.is_missing(b));
+        1 + walk.take_while(|b| state.is_missing(*b) == missing).count() as u64
+    }
+
+    /// Data blocks were not what they were thought to be: they are not there. Of a transfer that goes on it is known
+    /// which are.
+    fn refute(&self, blocks: impl Iterator<Item = u64>) {
+        let mut state = self.state.write();
+        if state.file.is_some() {
+            return;
+        }
+        for (block, _) in blocks
+            .filter_map(|i| Some(state.blocks.walk_runs(i, 1)?[0]))
+            .collect::<Vec<_>>()
+        {
+            let of_batch = state.missing.entry(block / BATCH_BLOCKS);
+            let bits = of_batch.or_insert_with(|| DataBits::new(BATCH_BLOCKS));
+            if block % BATCH_BLOCKS < bits.blocks() {
+                bits.set(block % BATCH_BLOCKS);
+            }
         }
     }
 
@@ -210,6 +246,21 @@ impl Partials {
     pub fn reach(&self, image: ImageId, first: u64, count: u64) -> Reach {
         let partial = self.all.read().get(&image).cloned();
         partial.map_or(Reach::Gone, |p| p.reach(first, count))
+    }
+
+    /// How many of `count` data blocks of an image from `first` on are like the first: there or not.
+    #[must_use]
+    pub fn alike(&self, image: ImageId, first: u64, count: u64) -> u64 {
+        let partial = self.all.read().get(&image).cloned();
+        partial.map_or(count, |p| p.alike(first, count))
+    }
+
+    /// Data blocks of a transfer that has stopped were taken to be there, and are not.
+    pub fn refute(&self, image: ImageId, blocks: impl Iterator<Item = u64>) {
+        let partial = self.all.read().get(&image).cloned();
+        if let Some(partial) = partial {
+            partial.refute(blocks);
+        }
     }
 
     /// Where those blocks are, whether they are in place or not.

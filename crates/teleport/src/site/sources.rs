@@ -6,7 +6,7 @@ use std::path::Path;
 use drover_index::{ImageId, Origin, Plan, SequenceStore};
 
 use super::{Site, remove_dir};
-use crate::destination::{From, Run};
+use crate::destination::{From, ReuseJob, Run};
 use crate::sequences::Reach;
 use crate::teleporter::ImageEvent;
 
@@ -34,21 +34,72 @@ impl Site {
                     out.push(with(run.count, From::Own { first }));
                 }
                 Origin::Image { image, first } => {
-                    let from = match self.reach(image, first, u64::from(run.count)) {
-                        Reach::Gone => From::Literal,
-                        Reach::Here | Reach::Coming => From::Image { image, first },
-                    };
-                    out.push(with(run.count, from));
+                    let parts = self.in_image(image, first, run.count);
+                    out.extend(parts.into_iter().map(|(count, from)| with(count, from)));
                 }
                 Origin::Sequence { first } => {
-                    let parts = self
-                        .sequences
-                        .resolve(first, run.count, own, |i, at, n| self.reach(i, at, n));
+                    let parts = self.in_sequence(first, run.count, own);
                     out.extend(parts.into_iter().map(|(count, from)| with(count, from)));
                 }
             }
         }
         out
+    }
+
+    fn in_image(&self, image: ImageId, mut first: u64, mut count: u32) -> Vec<(u32, From)> {
+        let mut out = Vec::new();
+        while count > 0 {
+            let n = self.partials.alike(image, first, u64::from(count)) as u32;
+            let from = match self.reach(image, first, u64::from(n)) {
+                Reach::Gone => From::Literal,
+                Reach::Here | Reach::Coming => From::Image { image, first },
+            };
+            out.push((n, from));
+            first += u64::from(n);
+            count -= n;
+        }
+        out
+    }
+
+    /// Where slots of the sequence cache are to be read. What is pending and only partly in one place is looked up
+    /// part by part: the rest may be in another.
+    fn in_sequence(&self, first: u64, count: u32, own: ImageId) -> Vec<(u32, From)> {
+        let (mut out, mut asked) = (Vec::new(), vec![(first, count)]);
+        while let Some((first, count)) = asked.pop() {
+            let reach = |image, at, n| self.reach(image, at, n);
+            let mut at = first;
+            for (n, from) in self.sequences.resolve(first, count, own, reach) {
+                let alike = match from {
+                    From::Image { image, first } => {
+                        self.partials.alike(image, first, u64::from(n)) as u32
+                    }
+                    _ => n,
+                };
+                if alike < n {
+                    let end = first + u64::from(count);
+                    let rest = at + u64::from(alike);
+                    asked.extend([(rest, (end - rest) as u32), (at, alike)]);
+                    break;
+                }
+                out.push((n, from));
+                at += u64::from(n);
+            }
+        }
+        out
+    }
+
+    /// Blocks of a job were wrong: where they were taken from a transfer that has stopped, they are not looked for again.
+    pub(crate) fn refute(&self, job: &ReuseJob, failed: &[u32]) {
+        for (start, run) in &job.runs {
+            if let From::Image { image, first } = run.from {
+                let wrong = failed.iter().filter_map(|i| i.checked_sub(*start));
+                let wrong = wrong.filter(|i| *i < run.count);
+                let mut wrong = wrong.map(|i| first + u64::from(i)).peekable();
+                if wrong.peek().is_some() {
+                    self.partials.refute(image, wrong);
+                }
+            }
+        }
     }
 
     /// Takes over what a plan stores, for the batch of `own` whose first data block is `base`. A

@@ -570,3 +570,83 @@ fn the_newest_transfers_that_stopped_are_sources_after_a_start() {
     let sources = (1..=all).filter(|image| site.partials.knows(ImageId(*image)));
     assert!(sources.eq(1..=MAX_STOPPED as u64));
 }
+
+/// What a stopped transfer has is a guess. A block of it that was wrong is looked for elsewhere from then on: with who
+/// is bringing it, or at the source.
+#[test]
+fn a_guess_that_was_wrong_is_not_made_again() {
+    use crate::codec::Batch;
+    use crate::destination::{From, ReuseJob, Run};
+    use drover_index::{Origin, Plan, PlanRun, SequenceStore, Via};
+
+    let home = Home::new();
+    let (site, _) = home.open();
+    let (stopped, coming, own) = (ImageId(1), ImageId(2), ImageId(3));
+    let sample = sample("a.raw", 1, 3_000_000);
+    let mut blocks = BlockMap::default();
+    sample.batches.iter().for_each(|b| blocks.push(&b.data));
+    let part = home.path("image.part");
+    std::fs::write(&part, &sample.bytes).unwrap();
+    let layout = sample.layout.clone();
+    site.partials
+        .add_stopped(stopped, &part, layout.clone(), blocks);
+    // Another transfer has matched the same, and brings it.
+    let transit = site
+        .partials
+        .begin(coming, &part, layout, BlockMap::default(), HashMap::new())
+        .unwrap();
+    transit.arrived(&sample.batches[0]);
+    let store = SequenceStore {
+        first: 128,
+        from: 100,
+        count: 64,
+    };
+    site.sequences.add(coming, store, Some((stopped, 100)));
+    let run = |origin| PlanRun {
+        count: 64,
+        origin,
+        via: Via::C2,
+    };
+    let plan = Plan {
+        runs: vec![
+            run(Origin::Sequence { first: 128 }),
+            run(Origin::Image {
+                image: stopped,
+                first: 100,
+            }),
+        ],
+        stores: vec![],
+    };
+    let found = || -> Vec<(u32, From)> {
+        let runs = site.resolve(own, &plan);
+        runs.iter().map(|r| (r.count, r.from)).collect()
+    };
+    let at = |image, first| From::Image { image, first };
+    let all = (64, at(stopped, 100));
+    assert_eq!(found(), [all, all]);
+    let job = ReuseJob {
+        batch: Arc::new(Batch::clone(&sample.batches[0])),
+        runs: vec![(
+            7,
+            Run {
+                count: 64,
+                from: at(stopped, 100),
+                via: Via::C2,
+            },
+        )],
+    };
+    // The job begins at the batch's data block 7, so 17 is block 110 of the image.
+    site.refute(&job, &[3, 17, 18, 19, 71]);
+    let front = (10, at(stopped, 100));
+    let back = (51, at(stopped, 113));
+    let expected = [front, (3, at(coming, 110)), back];
+    assert_eq!(
+        found(),
+        [&expected[..], &[front, (3, From::Literal), back]].concat()
+    );
+    // When it is resumed, what is there is known.
+    drop(transit);
+    site.partials.remove(coming);
+    let literal = [front, (3, From::Literal), back];
+    assert_eq!(found(), [literal, literal].concat());
+}

@@ -283,6 +283,7 @@ impl Driver<'_> {
             Event::Written(runs) => self.prepared.transit.written(runs.blocks()),
             Event::Reused { job, failed } => {
                 self.heal(job, failed);
+                self.site.refute(job, failed);
                 let places: Vec<u64> = job.batch.data.iter().collect();
                 let good = job
                     .runs
