@@ -718,4 +718,4 @@ pub(crate) fn remove_dir(path: &Path) {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

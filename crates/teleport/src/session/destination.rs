@@ -462,13 +462,25 @@ impl Session {
         .await
     }
 
+    /// Does something that leaves nothing behind, until it is done or the site stops.
+    async fn unless_stopped<T>(
+        &self,
+        work: impl Future<Output = Result<T, TeleportError>>,
+    ) -> Result<T, TeleportError> {
+        tokio::select! {
+            biased;
+            () = wait_true(self.stop.clone()) => Err(TeleportError::Stopped),
+            done = work => done,
+        }
+    }
+
     /// One image, from its offer to its end. An error ends the session; an image that is refused
     /// or fails does not.
     async fn image(&mut self, offer: Offer, frames: &mut Frames) -> Result<(), TeleportError> {
         self.shared.stages.reset();
-        let layout = receive_layout(&offer, frames).await?;
+        let layout = self.unless_stopped(receive_layout(&offer, frames)).await?;
         if offer.dry_run {
-            return self.estimate(offer, frames).await;
+            return self.unless_stopped(self.estimate(offer, frames)).await;
         }
         match self.compare(&offer, &layout, frames).await? {
             Compared::Same(delivered) => self.send(kind::DELIVERED, encode(&delivered)).await,
@@ -638,3 +650,6 @@ async fn forward(
     let _ = events.send(event).await;
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

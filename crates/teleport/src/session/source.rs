@@ -29,7 +29,7 @@ use crate::protocol::{
 };
 use crate::source::{Action, Event, FIRST_WINDOW, Source};
 use crate::stages::Lap;
-use crate::walk::{Walk, check_unchanged};
+use crate::walk::{Walk, check_unchanged, read_image};
 use crate::{RefuseReason, TeleportError};
 
 /// Batches between the walk and the socket.
@@ -398,7 +398,7 @@ impl Sender {
                 }
                 self.report(&item, &image, delivered);
             }
-            Outcome::Estimated(estimate) => self.estimated(&item, &image, estimate, lanes),
+            Outcome::Estimated(estimate) => self.estimated(&item, &image, estimate, lanes).await?,
         }
         Ok(())
     }
@@ -604,8 +604,22 @@ impl Sender {
         self.reports.push(report);
     }
 
-    fn estimated(&self, item: &SendItem, image: &Outgoing, estimate: Estimate, lanes: &Lanes) {
-        let data = estimate::literal_bytes(image, &lanes.sampled(), estimate.sent_blocks);
+    async fn estimated(
+        &self,
+        item: &SendItem,
+        image: &Arc<Outgoing>,
+        estimate: Estimate,
+        lanes: &Lanes,
+    ) -> Result<(), TeleportError> {
+        let (image, stop, blocks) = (image.clone(), self.stop.clone(), lanes.sampled());
+        let total = estimate.sent_blocks;
+        let sampled = tokio::task::spawn_blocking(move || {
+            let read = |block, out: &mut [u8]| read_image(&image, block, out).is_ok();
+            estimate::literal_bytes(&blocks, total, read, || *stop.borrow())
+        });
+        let ended = |e: tokio::task::JoinError| TeleportError::Remote(e.to_string());
+        let data = sampled.await.map_err(ended)?;
+        let data = data.ok_or(TeleportError::Stopped)?;
         let wire = self.counters.wire();
         let wire_bytes = wire.digests + wire.header + data;
         (self.on_event)(SendEvent::Estimated {
@@ -613,6 +627,7 @@ impl Sender {
             estimate,
             wire_bytes,
         });
+        Ok(())
     }
 }
 

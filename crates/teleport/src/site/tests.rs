@@ -13,7 +13,7 @@ fn key(sample: &Sample) -> String {
 
 /// A catalog that outlives its site.
 #[derive(Default)]
-struct Memory(Mutex<(u64, HashMap<ImageName, ImageRecord>)>, AtomicBool);
+pub(crate) struct Memory(Mutex<(u64, HashMap<ImageName, ImageRecord>)>, AtomicBool);
 
 impl Catalog for Memory {
     fn new_image_id(&self) -> Result<ImageId, String> {
@@ -39,13 +39,13 @@ impl Catalog for Memory {
     }
 }
 
-struct Home {
+pub(crate) struct Home {
     dir: tempfile::TempDir,
     catalog: Arc<Memory>,
 }
 
 impl Home {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Home {
             dir: tempfile::tempdir().unwrap(),
             catalog: Arc::default(),
@@ -56,7 +56,7 @@ impl Home {
         self.dir.path().join(below)
     }
 
-    fn open(&self) -> (Arc<Site>, Vec<String>) {
+    pub(crate) fn open(&self) -> (Arc<Site>, Vec<String>) {
         self.open_with(0)
     }
 
