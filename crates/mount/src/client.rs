@@ -38,6 +38,10 @@ use tell::{Teller, Threads};
 /// How long a request may take before it fails, also while the link is down.
 pub const GIVE_UP: Duration = Duration::from_secs(30);
 
+/// How long the site may take to make an epoch count: it syncs all of it, after it has copied the one before. That it is
+/// there meanwhile is said by its pings.
+pub const COMMIT_LIMIT: Duration = Duration::from_secs(3600);
+
 /// How long the site is waited for at the start.
 pub const FIRST_CONTACT: Duration = Duration::from_secs(20);
 
@@ -68,6 +72,8 @@ pub struct Options {
     pub window: Option<u64>,
     /// How long a request may take before it fails.
     pub give_up: Duration,
+    /// How long a commit may take before the link is made anew, to learn what became of it.
+    pub commit_limit: Duration,
     /// How long the site is waited for at the start.
     pub first_contact: Duration,
     /// Chunks to ask for in the same flight as the first open, the most urgent first, so that they are here a round trip
@@ -92,6 +98,7 @@ impl Options {
             back_lanes: 2,
             window: None,
             give_up: GIVE_UP,
+            commit_limit: COMMIT_LIMIT,
             first_contact: FIRST_CONTACT,
             wanted: Vec::new(),
             known: None,
@@ -408,10 +415,14 @@ impl Inner {
     }
 
     fn ask(self: &Arc<Self>, ask: Ask, body: Bytes, to: Reply) {
+        let limit = match ask {
+            Ask::Commit { .. } => self.options.commit_limit,
+            _ => self.options.give_up,
+        };
         let job = Job {
             ask,
             body,
-            deadline: self.now() + self.options.give_up,
+            deadline: self.now() + limit,
             again: false,
             to,
         };

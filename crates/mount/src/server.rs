@@ -210,6 +210,8 @@ impl Server {
         lane.close();
         lane.drained().await;
         self.leave(&lane).await;
+        // The image is closed when nobody is at it any more.
+        lane.settled().await;
         let image = lane.image.name().clone();
         drop(lane);
         self.tidy(Some(image)).await;
@@ -352,7 +354,7 @@ impl Server {
             return Ok(image.clone());
         }
         let config = &self.config;
-        let image = Arc::new(Image::open(name, config.images.as_ref(), &config.state)?);
+        let image = Arc::new(Image::open(name, &config.images, &config.state)?);
         self.state.lock().open.insert(name.clone(), image.clone());
         Ok(image)
     }

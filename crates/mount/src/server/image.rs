@@ -8,7 +8,7 @@ use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::backend::Overlay;
 use drover_device::backend::overlay::{self, OverlayError};
 use drover_device::remote::{Change, Epoch};
-use drover_device::storage::HostDirectory;
+use drover_device::storage::{Directory, HostDirectory};
 use drover_net::PeerKey;
 use parking_lot::Mutex;
 
@@ -33,6 +33,14 @@ pub trait Images: Send + Sync {
     fn digest(&self, name: &ImageName) -> Result<Digest, Refusal> {
         Ok(self.open(name)?.digest)
     }
+
+    /// The directory for what mounts write over an image, made if it is not there. Called as [`Images::open`] is.
+    ///
+    /// # Errors
+    /// What the file system reports.
+    fn overlay(&self, path: &Path) -> std::io::Result<Arc<dyn Directory>> {
+        Ok(Arc::new(HostDirectory::open_or_create(path)?))
+    }
 }
 
 /// An image that nobody has written.
@@ -47,6 +55,7 @@ pub struct Base {
 /// An image that mounts read, and one of them perhaps writes.
 pub struct Image {
     name: ImageName,
+    images: Arc<dyn Images>,
     base: Base,
     /// Where its overlay and its lease are.
     directory: PathBuf,
@@ -78,7 +87,7 @@ impl Image {
     ///
     /// # Errors
     /// No such image, a damaged overlay or lease.
-    pub fn open(name: &ImageName, images: &dyn Images, state: &Path) -> Result<Self, Refusal> {
+    pub fn open(name: &ImageName, images: &Arc<dyn Images>, state: &Path) -> Result<Self, Refusal> {
         let base = images.open(name)?;
         let directory = state.join("overlays").join(name.as_str());
         let desk = Desk::open(name.clone(), directory.clone())?;
@@ -86,6 +95,7 @@ impl Image {
             staged_by: Mutex::new(desk.last_edition()),
             desk: Mutex::new(desk),
             name: name.clone(),
+            images: Arc::clone(images),
             base,
             directory,
             overlay: OnceLock::new(),
@@ -146,11 +156,13 @@ impl Image {
             return Ok(overlay);
         }
         let directory =
-            HostDirectory::open_or_create(&self.directory).map_err(|source| OverlayError::Io {
-                doing: "make",
-                file: self.directory.display().to_string(),
-                source,
-            })?;
+            self.images
+                .overlay(&self.directory)
+                .map_err(|source| OverlayError::Io {
+                    doing: "make",
+                    file: self.directory.display().to_string(),
+                    source,
+                })?;
         let identity = overlay::Identity {
             base: self.base.digest,
             size: self.base.device.size(),
@@ -161,7 +173,7 @@ impl Image {
             boot: boot(),
             ..overlay::Options::default()
         };
-        let opened = Overlay::open(Arc::new(directory), base, identity, options)?;
+        let opened = Overlay::open(directory, base, identity, options)?;
         Ok(self.overlay.get_or_init(|| opened))
     }
 
@@ -447,7 +459,8 @@ mod tests {
     fn the_end_of_a_broken_lease_takes_nothing_from_the_next_writer() {
         let state = tempfile::tempdir().unwrap();
         let name = ImageName::new("web").unwrap();
-        let image = Image::open(&name, &One, state.path()).unwrap();
+        let images: Arc<dyn Images> = Arc::new(One);
+        let image = Image::open(&name, &images, state.path()).unwrap();
         let enter = |n: u8| {
             let who = Who {
                 peer: Peer {

@@ -128,6 +128,8 @@ struct State {
     told: u64,
     /// Units that threads work on or will.
     working: usize,
+    /// Threads that copy what was committed into its place.
+    settling: usize,
     closed: bool,
 }
 
@@ -243,6 +245,19 @@ impl Lane {
             tokio::pin!(idle);
             idle.as_mut().enable();
             if self.state.lock().working == 0 {
+                return;
+            }
+            idle.await;
+        }
+    }
+
+    /// Waits until what was committed on the lane is in its place. Cancel safe.
+    pub async fn settled(&self) {
+        loop {
+            let idle = self.idle.notified();
+            tokio::pin!(idle);
+            idle.as_mut().enable();
+            if self.state.lock().settling == 0 {
                 return;
             }
             idle.await;
@@ -400,8 +415,7 @@ impl Lane {
         drop(state);
         self.wake.notify_one();
         if committed {
-            // The answer is on its way already; the lane's end waits for this.
-            self.image.settle();
+            self.settle();
         }
         let mut state = self.state.lock();
         state.working -= 1;
@@ -411,6 +425,24 @@ impl Lane {
             self.idle.notify_waiters();
         }
         self.pump();
+    }
+
+    /// Copies what was committed into its place. Its answer is on its way already, and a thread of the pool would be kept
+    /// from the mount's next epoch. There are two such threads of an image at most: a commit waits for the one before.
+    fn settle(self: &Arc<Self>) {
+        self.state.lock().settling += 1;
+        let lane = self.clone();
+        let settle = move || {
+            lane.image.settle();
+            lane.state.lock().settling -= 1;
+            lane.idle.notify_waiters();
+        };
+        let thread = std::thread::Builder::new().name("mount-settle".into());
+        if let Err(error) = thread.spawn(settle) {
+            // It is done before the next commit.
+            tracing::warn!(%error, image = %self.image.name(), "an epoch waits to be copied into its overlay");
+            self.state.lock().settling -= 1;
+        }
     }
 
     async fn write(self: &Arc<Self>, writer: &mut FrameWriter) -> Result<(), MountError> {

@@ -27,13 +27,13 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Holds back, while it is closed, reads of a part of an image, and its closing.
 #[derive(Default)]
-struct Gate {
+pub struct Gate {
     closed: Mutex<(bool, usize)>,
     changed: Condvar,
 }
 
 impl Gate {
-    fn pass(&self) {
+    pub fn pass(&self) {
         let mut closed = self.closed.lock();
         closed.1 += 1;
         while closed.0 {
@@ -42,12 +42,12 @@ impl Gate {
         closed.1 -= 1;
     }
 
-    fn set(&self, closed: bool) {
+    pub fn set(&self, closed: bool) {
         self.closed.lock().0 = closed;
         self.changed.notify_all();
     }
 
-    fn wait_for_somebody(&self) {
+    pub fn wait_for_somebody(&self) {
         let limit = Instant::now() + PATIENCE;
         while self.closed.lock().1 == 0 {
             assert!(Instant::now() < limit, "nobody comes");
@@ -57,7 +57,7 @@ impl Gate {
 }
 
 /// Lets go on what waits, however the test ends.
-struct Opens(Arc<Gate>);
+pub struct Opens(pub Arc<Gate>);
 
 impl Drop for Opens {
     fn drop(&mut self) {

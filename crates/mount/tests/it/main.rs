@@ -11,4 +11,5 @@ mod managed;
 mod offline;
 mod push;
 mod real;
+mod seal;
 mod util;

@@ -18,23 +18,23 @@ use drover_mount::protocol::{Access, MountId};
 use crate::keeper::Keeper;
 use crate::util::{Near, Site, content, memory, name, runtime};
 
-const PATIENCE: Duration = Duration::from_secs(90);
+pub const PATIENCE: Duration = Duration::from_secs(90);
 const CHUNK: usize = drover_mount::protocol::DEFAULT_CHUNK as usize;
 
-fn writer(mount: MountId) -> Options {
+pub fn writer(mount: MountId) -> Options {
     Options {
         mount,
         ..Options::new(name("web"), Access::ReadWrite)
     }
 }
 
-fn open(runtime: &tokio::runtime::Runtime, near: &Arc<Near>, options: Options) -> Arc<Client> {
+pub fn open(runtime: &tokio::runtime::Runtime, near: &Arc<Near>, options: Options) -> Arc<Client> {
     let client = Client::open(runtime.handle(), near.clone(), options);
     Arc::new(runtime.block_on(client).unwrap())
 }
 
 /// Asks for a thing and waits for the answer.
-fn wait<T: Send + 'static>(
+pub fn wait<T: Send + 'static>(
     ask: impl FnOnce(Box<dyn FnOnce(Result<T, DeviceError>) + Send>),
 ) -> Result<T, DeviceError> {
     let (say, hear) = std::sync::mpsc::channel();
@@ -42,7 +42,7 @@ fn wait<T: Send + 'static>(
     hear.recv_timeout(PATIENCE).expect("an answer")
 }
 
-fn soon(what: &str, mut is: impl FnMut() -> bool) {
+pub fn soon(what: &str, mut is: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !is() {
         assert!(Instant::now() < deadline, "it did not come to this: {what}");
@@ -51,7 +51,7 @@ fn soon(what: &str, mut is: impl FnMut() -> bool) {
 }
 
 /// A managed device that pushes only when it is asked to.
-fn managed(client: &Arc<Client>, directory: &FakeDirectory) -> Arc<Synced> {
+pub fn managed(client: &Arc<Client>, directory: &FakeDirectory) -> Arc<Synced> {
     Synced::open(SyncedOptions {
         sync: Sync::Local,
         push_interval: Duration::from_secs(1000),
@@ -68,7 +68,7 @@ fn managed(client: &Arc<Client>, directory: &FakeDirectory) -> Arc<Synced> {
 }
 
 /// What the site has on its disk, with nobody else at it.
-fn at_site(state: &Path, base: &[u8]) -> Vec<u8> {
+pub fn at_site(state: &Path, base: &[u8]) -> Vec<u8> {
     let directory = state.join("overlays/web");
     let mut found = None;
     soon("the site's program has ended", || {

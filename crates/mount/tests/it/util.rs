@@ -66,7 +66,11 @@ pub struct Site {
 impl Site {
     /// A site with one image. Call within a runtime.
     pub fn with(text: &str, device: Arc<dyn BlockDevice>) -> Self {
-        let images: Arc<dyn Images> = Shelf::with(text, device);
+        Self::of(Shelf::with(text, device))
+    }
+
+    /// A site with such images. Call within a runtime.
+    pub fn of(images: Arc<dyn Images>) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         Self {
             server: serve(images.clone(), directory.path()),

@@ -1,0 +1,266 @@
+//! Epochs that take long to be sealed and copied, and what goes on meanwhile.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use drover_core::{BlockDevice, ImageName};
+use drover_device::remote::{Change, Epoch, Link, Remote};
+use drover_device::storage::{Access as FileAccess, Directory, FakeDirectory, File};
+use drover_device::storage::{HostDirectory, Lock};
+use drover_mount::client::Options;
+use drover_mount::protocol::{MountId, Refusal};
+use drover_mount::server::{Base, Images};
+
+use crate::blocked::{Gate, Opens};
+use crate::push::{at_site, managed, open, soon, wait, writer};
+use crate::util::{Near, Shelf, Site, content, memory, runtime};
+
+const SIZE: usize = 4 << 20;
+
+/// Images whose overlays are on a disk that holds syncs of some files back while its gate is closed.
+struct Held {
+    shelf: Arc<Shelf>,
+    gate: Arc<Gate>,
+    /// With what the names of the files begin.
+    files: &'static str,
+}
+
+impl Images for Held {
+    fn open(&self, name: &ImageName) -> Result<Base, Refusal> {
+        self.shelf.open(name)
+    }
+
+    fn overlay(&self, path: &Path) -> io::Result<Arc<dyn Directory>> {
+        Ok(Arc::new(Disk {
+            inner: HostDirectory::open_or_create(path)?,
+            gate: Arc::clone(&self.gate),
+            files: self.files,
+        }))
+    }
+}
+
+struct Disk {
+    inner: HostDirectory,
+    gate: Arc<Gate>,
+    files: &'static str,
+}
+
+impl Disk {
+    fn held(&self, name: &str, inner: Box<dyn File>) -> Box<dyn File> {
+        match name.starts_with(self.files) {
+            true => Box::new(HeldFile {
+                inner,
+                gate: Arc::clone(&self.gate),
+            }),
+            false => inner,
+        }
+    }
+}
+
+impl Directory for Disk {
+    fn create(&self, name: &str) -> io::Result<Box<dyn File>> {
+        Ok(self.held(name, self.inner.create(name)?))
+    }
+    fn open(&self, name: &str, access: FileAccess) -> io::Result<Box<dyn File>> {
+        Ok(self.held(name, self.inner.open(name, access)?))
+    }
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.inner.rename(from, to)
+    }
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.inner.remove(name)
+    }
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.inner.list()
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.inner.sync()
+    }
+    fn lock(&self, name: &str, lock: Lock) -> io::Result<Box<dyn Send + Sync>> {
+        self.inner.lock(name, lock)
+    }
+    fn describe(&self, name: &str) -> String {
+        self.inner.describe(name)
+    }
+}
+
+struct HeldFile {
+    inner: Box<dyn File>,
+    gate: Arc<Gate>,
+}
+
+impl File for HeldFile {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.inner.read_at(buffer, offset)
+    }
+    fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
+        self.inner.write_at(data, offset)
+    }
+    fn len(&self) -> io::Result<u64> {
+        self.inner.len()
+    }
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.inner.set_len(length)
+    }
+    fn punch_hole(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.inner.punch_hole(offset, length)
+    }
+    fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.inner.allocate(offset, length)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.gate.pass();
+        self.inner.sync()
+    }
+}
+
+/// A site whose disk holds back syncs of files with such names while the gate is closed. Call within a runtime.
+fn site(bytes: &[u8], files: &'static str) -> (Site, Arc<Gate>) {
+    let gate = Arc::new(Gate::default());
+    let held = Held {
+        shelf: Shelf::with("web", memory(bytes)),
+        gate: Arc::clone(&gate),
+        files,
+    };
+    (Site::of(Arc::new(held)), gate)
+}
+
+/// Reads of the same image wait neither for the seal nor for the link, which stands however long that takes.
+#[test]
+fn reads_are_answered_while_an_epoch_is_sealed_for_long() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let base = content(SIZE, 51);
+    let mut model = base.clone();
+    let (site, gate) = site(&base, "epoch-");
+    let near = Near::new(site.server.clone());
+    let give_up = Duration::from_secs(1);
+    let options = Options {
+        give_up,
+        ..writer(MountId::random())
+    };
+    let client = open(&runtime, &near, options);
+    let device = managed(&client, &FakeDirectory::default());
+    let read = |at: usize| {
+        let mut bytes = vec![0; 100_000];
+        device.read(at as u64, &mut bytes).unwrap();
+        assert!(bytes == base[at..at + 100_000]);
+    };
+    gate.set(true);
+    let opens = Opens(Arc::clone(&gate));
+    for epoch in 1..=2u64 {
+        let at = (epoch - 1) as usize * 500_000;
+        model[at..at + 500_000].fill(epoch as u8);
+        device.write(at as u64, &model[at..at + 500_000]).unwrap();
+        std::thread::scope(|scope| {
+            let sync = scope.spawn(|| device.pusher().sync());
+            if epoch == 1 {
+                gate.wait_for_somebody();
+                read(2 << 20);
+                // Longer than any other request may take.
+                std::thread::sleep(3 * give_up);
+                read(3 << 20);
+                assert_eq!(client.committed(), Epoch(0));
+                gate.set(false);
+            }
+            sync.join().unwrap().unwrap();
+        });
+        assert_eq!(device.progress().epoch.count(), epoch, "one epoch each");
+    }
+    drop(opens);
+    device.close(true).unwrap();
+    drop((device, client));
+    let state = site.directory.path().to_owned();
+    drop((near, site.server));
+    assert!(at_site(&state, &base) == model);
+}
+
+/// The mount does not hear that an epoch was sealed: it is cut off, or gives up. It learns that once it is back.
+#[test]
+fn an_epoch_whose_seal_outlasts_the_link_is_sealed_once() {
+    for limit in [None, Some(Duration::from_millis(500))] {
+        let runtime = runtime();
+        let _inside = runtime.enter();
+        let base = content(SIZE, 52);
+        let mut model = base.clone();
+        let (site, gate) = site(&base, "epoch-");
+        let near = Near::new(site.server.clone());
+        let mut options = writer(MountId::random());
+        if let Some(limit) = limit {
+            options.commit_limit = limit;
+        }
+        let client = open(&runtime, &near, options);
+        let device = managed(&client, &FakeDirectory::default());
+        gate.set(true);
+        let opens = Opens(Arc::clone(&gate));
+        model[..1 << 20].fill(1);
+        device.write(0, &model[..1 << 20]).unwrap();
+        std::thread::scope(|scope| {
+            let sync = scope.spawn(|| device.pusher().sync());
+            gate.wait_for_somebody();
+            let connects = near.connects.load(Ordering::Relaxed);
+            if limit.is_none() {
+                near.cut();
+            }
+            soon("the mount tries to come back", || {
+                near.connects.load(Ordering::Relaxed) > connects
+            });
+            assert_eq!(client.committed(), Epoch(0));
+            gate.set(false);
+            sync.join().unwrap().unwrap();
+        });
+        drop(opens);
+        assert_eq!(device.progress().epoch.count(), 1, "{limit:?}: one epoch");
+        let written = site.server.counted().bytes_written;
+        assert_eq!(written, 1 << 20, "{limit:?}: nothing was sent again");
+        // And the next one follows.
+        model[2 << 20..3 << 20].fill(2);
+        device.write(2 << 20, &model[2 << 20..3 << 20]).unwrap();
+        soon("the next epoch counts", || {
+            let _ = device.pusher().sync();
+            device.progress().epoch.count() == 2
+        });
+        device.close(true).unwrap();
+        drop((device, client));
+        let state = site.directory.path().to_owned();
+        drop((near, site.server));
+        assert!(at_site(&state, &base) == model, "{limit:?}");
+    }
+}
+
+/// One that counts is copied into its place behind its answer: nothing waits for that.
+#[test]
+fn the_next_epoch_is_taken_and_a_link_is_made_while_one_is_copied() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let base = content(SIZE, 53);
+    let (site, gate) = site(&base, "data");
+    let near = Near::new(site.server.clone());
+    let client = open(&runtime, &near, writer(MountId::random()));
+    let write = |at: u64, byte| vec![Change::Write(at, Bytes::from(vec![byte; 65_536]))];
+    let (first, second) = (Epoch(0).after(1), Epoch(0).after(1).after(1));
+    wait(|done| client.push(first, write(0, 1), done)).unwrap();
+    gate.set(true);
+    let opens = Opens(Arc::clone(&gate));
+    wait(|done| client.commit(first, 65_536, done)).unwrap();
+    gate.wait_for_somebody();
+    wait(|done| client.push(second, write(65_536, 2), done)).unwrap();
+    near.cut();
+    soon("the link is back", || matches!(client.link(), Link::Up(2)));
+    let staged = wait(|done| client.staged(second, 0, done)).unwrap();
+    assert_eq!(staged.runs, vec![(65_536, 65_536)]);
+    drop(opens);
+    wait(|done| client.commit(second, 65_536, done)).unwrap();
+    wait(|done| client.close(done)).unwrap();
+    drop(client);
+    let state = site.directory.path().to_owned();
+    drop((near, site.server));
+    let mut model = base.clone();
+    model[..65_536].fill(1);
+    model[65_536..131_072].fill(2);
+    assert!(at_site(&state, &base) == model);
+}
