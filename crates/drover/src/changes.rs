@@ -376,7 +376,8 @@ pub async fn recover_own(
         return Ok(());
     }
     let here = here(home, catalog, site)?;
-    for line in tokio::task::spawn_blocking(move || recover(&here)).await? {
+    let recover = move || recover(&here, &AtomicBool::new(false));
+    for line in tokio::task::spawn_blocking(recover).await? {
         out::note(&format!("drover: {}", clean(&line)));
     }
     Ok(())

@@ -16,7 +16,7 @@ mod matchers;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -85,9 +85,9 @@ pub async fn serve(home: Home, args: ListenArgs) -> Result<()> {
     let site = site::open(&home, &catalog, &identity).await?;
     let devices = site_server(&home, &catalog)?;
     hold_leased(&site, &devices, &home);
-    recover_merges(&home, &identity, &site, &devices);
+    let recovery = recover_merges(&home, &identity, &site, &devices);
     let duty = Duty::Site(site, devices);
-    run(home, lock, args, identity, catalog, duty).await
+    run(home, lock, args, identity, catalog, (duty, Some(recovery))).await
 }
 
 /// Finishes merges of changes that a crash interrupted, beside all else: mounts are kept away from their images meanwhile.
@@ -96,18 +96,46 @@ fn recover_merges(
     identity: &Identity,
     site: &Arc<Site>,
     devices: &Arc<drover_mount::server::Server>,
-) {
+) -> Recovery {
     let here = crate::changes::Here {
         site: Arc::clone(site),
         server: Arc::clone(devices),
         state: home.mounted_dir(),
         key: identity.key(),
     };
-    tokio::task::spawn_blocking(move || {
-        for line in crate::changes::recover(&here) {
+    let stop = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&stop);
+    let thread = tokio::task::spawn_blocking(move || {
+        for line in crate::changes::recover(&here, &told) {
             tracing::info!("{line}");
         }
     });
+    Recovery { stop, thread }
+}
+
+/// The thread that finishes merges. It ends with the site, at a place from which the next start goes on.
+struct Recovery {
+    stop: Arc<AtomicBool>,
+    thread: tokio::task::JoinHandle<()>,
+}
+
+impl Recovery {
+    /// Waits until it does nothing more.
+    async fn end(mut self) {
+        self.stop.store(true, Relaxed);
+        if tokio::time::timeout(STOP_LIMIT, &mut self.thread)
+            .await
+            .is_err()
+        {
+            tracing::warn!("an interrupted merge did not end within {STOP_LIMIT:?}");
+        }
+    }
+}
+
+impl Drop for Recovery {
+    fn drop(&mut self) {
+        self.stop.store(true, Relaxed);
+    }
 }
 
 /// Keeps images from being replaced or removed while somebody has them mounted, or may still push to them.
@@ -137,7 +165,7 @@ pub async fn teleporter(home: Home, args: ListenArgs) -> Result<()> {
         args,
         identity,
         catalog,
-        Duty::Teleporter(matchers),
+        (Duty::Teleporter(matchers), None),
     )
     .await
 }
@@ -154,7 +182,7 @@ async fn run(
     args: ListenArgs,
     identity: Identity,
     catalog: Arc<SiteCatalog>,
-    duty: Duty,
+    (duty, recovery): (Duty, Option<Recovery>),
 ) -> Result<()> {
     let stop = Stop::on_signals()?;
     raise_file_limit();
@@ -196,7 +224,7 @@ async fn run(
     announce(&server, listener.local_addr())?;
     let talks = accept(&server, &listener, &local).await?;
     drop((listener, local));
-    finish(&server, talks).await
+    finish(&server, talks, recovery).await
 }
 
 /// Makes the reserve, and makes it whole again when there is room again.
@@ -324,8 +352,15 @@ async fn accept(
 }
 
 /// Lets sessions leave their transfers resumable, then closes the site.
-async fn finish(server: &Arc<Server>, mut talks: JoinSet<()>) -> Result<()> {
+async fn finish(
+    server: &Arc<Server>,
+    mut talks: JoinSet<()>,
+    recovery: Option<Recovery>,
+) -> Result<()> {
     notify(&[NotifyState::Stopping]);
+    if let Some(recovery) = &recovery {
+        recovery.stop.store(true, Relaxed);
+    }
     tracing::info!(
         "stopping; {} open",
         crate::text::count(talks.len(), "conversation")
@@ -334,6 +369,9 @@ async fn finish(server: &Arc<Server>, mut talks: JoinSet<()>) -> Result<()> {
     if tokio::time::timeout(STOP_LIMIT, all).await.is_err() {
         tracing::warn!("conversations did not end within {STOP_LIMIT:?}; cutting them");
         talks.shutdown().await;
+    }
+    if let Some(recovery) = recovery {
+        recovery.end().await;
     }
     if let Duty::Site(site, _) = &server.duty {
         let site = Arc::clone(site);

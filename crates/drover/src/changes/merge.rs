@@ -162,7 +162,7 @@ pub fn merge(
     let Some(turn) = Turn::take(here, name) else {
         return Err(refused(format!("{name} is being merged already")));
     };
-    let finished = !order.dry_run && super::recover::finish(here, &turn, name)?;
+    let finished = !order.dry_run && super::recover::finish(here, &turn, name, stop)?;
     let record = here.site.by_name(name).ok_or_else(|| no_image(name))?;
     let to = check(here, order, &record)?;
     let mut merged = Merged {

@@ -1,29 +1,38 @@
 //! Merges that a crash interrupted: finished, or forgotten.
 
 use std::fs;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 use drover_core::ImageName;
 use drover_mount::protocol::MountId;
 use drover_mount::server::MERGE_NOTE;
 use drover_net::PeerKey;
+use drover_teleport::TeleportError;
 
 use super::decided::Decided;
 use super::merge::{Here, PART, Turn, crash};
 
-/// Finishes or forgets every merge that an earlier process left. What was done is said, a line each. The caller has the
-/// home. Blocks the thread: a file may have to be read again.
-pub fn recover(here: &Here) -> Vec<String> {
+/// Finishes or forgets every merge that an earlier process left. What was done is said, a line each. `stop` ends it
+/// without harm: what is left is for the next time. The caller has the home. Blocks the thread: a file may have to be read
+/// again.
+pub fn recover(here: &Here, stop: &AtomicBool) -> Vec<String> {
     let mut said = Vec::new();
     for name in names(here) {
+        if stop.load(Ordering::Relaxed) {
+            return said;
+        }
         let Some(turn) = Turn::take(here, &name) else {
             continue;
         };
-        match finish(here, &turn, &name) {
+        match finish(here, &turn, &name, stop) {
             Ok(true) => said.push(format!(
                 "{name}: the merge of what mounts wrote was interrupted; finished now"
             )),
             Ok(false) => {}
+            Err(_) if stop.load(Ordering::Relaxed) => {
+                tracing::info!("{name}: an interrupted merge is finished at the next start");
+            }
             Err(e) => tracing::error!(
                 "{name}: an interrupted merge cannot be finished: {}",
                 crate::failure::one_line(&e)
@@ -47,11 +56,11 @@ fn names(here: &Here) -> Vec<ImageName> {
 /// Finishes the merge of an image that was decided, or forgets one that was not. Whether there was one to finish.
 ///
 /// # Errors
-/// When that cannot be done now; it can be tried again.
-pub fn finish(here: &Here, turn: &Turn, name: &ImageName) -> Result<bool> {
+/// When that cannot be done now, or is stopped; it can be tried again.
+pub fn finish(here: &Here, turn: &Turn, name: &ImageName, stop: &AtomicBool) -> Result<bool> {
     let decided = Decided::read(turn.dir())?;
     let finished = match &decided {
-        Some(decided) => settle(here, turn, decided)?,
+        Some(decided) => settle(here, turn, decided, stop)?,
         None => false,
     };
     // A claim of a process that is gone; while this one's lives, nobody else has the turn.
@@ -69,7 +78,7 @@ pub fn finish(here: &Here, turn: &Turn, name: &ImageName) -> Result<bool> {
 }
 
 /// Gives the new file its name, if it has not got it. Whether the image is now what was decided.
-fn settle(here: &Here, turn: &Turn, decided: &Decided) -> Result<bool> {
+fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Result<bool> {
     let name = &decided.image;
     let Some(record) = here.site.by_name(name) else {
         return Ok(false);
@@ -91,10 +100,13 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided) -> Result<bool> {
         return Ok(false);
     }
     let from = file.unwrap_or(&record.path);
-    let mut quiet = |_, _| Ok(());
+    let mut ends = |_, _| match stop.load(Ordering::Relaxed) {
+        true => Err(TeleportError::Stopped),
+        false => Ok(()),
+    };
     let prepared = here
         .site
-        .prepare(from, name, &decided.from, &mut quiet)
+        .prepare(from, name, &decided.from, &mut ends)
         .with_context(|| format!("cannot read {}", from.display()))?;
     if prepared.digest != decided.new {
         here.site.forget_prepared(&prepared);

@@ -29,7 +29,7 @@ use proxy::Proxy;
 /// A far site, a near home that is paired with it, and the link between them. What is mounted in any home goes when
 /// this is dropped, also in a panic.
 pub struct Mounts {
-    site: Option<Site>,
+    pub site: Option<Site>,
     listen: String,
     pub proxy: Proxy,
     pub world: World,

@@ -456,6 +456,28 @@ fn a_crash_between_the_new_name_and_the_catalog_is_finished() {
 }
 
 #[test]
+fn a_site_that_is_stopped_while_it_finishes_a_merge_goes_on_at_the_next_start() {
+    if !can_mount("a_site_that_is_stopped_while_it_finishes_a_merge_goes_on_at_the_next_start") {
+        return;
+    }
+    let mut m = Mounts::new();
+    let mut bytes = sent(&m, 130);
+    written(&m, &mut bytes, 131);
+    m.kill_site();
+    dies(&m, "decided", &[]);
+    for _ in 0..3 {
+        m.start_site();
+        let (code, _) = m.site.take().unwrap().stop();
+        assert_eq!(code, Some(0));
+    }
+    m.start_site();
+    until("the merge is finished", || changes(&m).is_empty());
+    is_tidy(&m);
+    is_good(&m, "web.img");
+    assert!(fs::read(file(&m, "web.img")).unwrap() == bytes);
+}
+
+#[test]
 fn dropping_after_an_interrupted_merge_needs_no_other_command() {
     if !can_mount("dropping_after_an_interrupted_merge_needs_no_other_command") {
         return;
