@@ -5,7 +5,8 @@
 //! lease's new file. Such a command does its work inside a [`CleanUp`]; when that fails on a full disk, the reserve is
 //! given up in two steps, the work is tried again after each, and the reserve is made anew at the end, of what there
 //! is then. A running site does the same for what it is asked to clear up, and looks after the file every
-//! [`LOOK_EVERY`]. Commands that only look never touch it.
+//! [`LOOK_EVERY`]. While anybody has given some of it up, in whatever process, nobody makes it whole: a lock on the file
+//! says so. Commands that only look never touch it.
 //!
 //! How a command uses it:
 //!
@@ -24,7 +25,7 @@ use std::time::Duration;
 
 use anyhow::{Error, Result};
 use drover_teleport::{RefuseReason, TeleportError};
-use rustix::fs::{FallocateFlags, fallocate, statvfs};
+use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock, statvfs};
 use rustix::io::Errno;
 use rustix::rand::GetRandomFlags;
 
@@ -49,7 +50,7 @@ impl Home {
         self.dir.join("reserve")
     }
 
-    /// Makes the reserve, or makes it whole again as far as there is room. A directory that is not a home yet, such as
+    /// Makes the reserve, or makes it whole again as far as there is room, unless somebody clears up with it. A directory that is not a home yet, such as
     /// one that `--home` names by mistake, gets none.
     ///
     /// # Errors
@@ -72,7 +73,15 @@ impl Home {
             .truncate(false)
             .mode(0o600)
             .open(&path);
-        match file.and_then(|file| fill(&file)) {
+        let filled =
+            file.and_then(
+                |file| match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                    Err(Errno::WOULDBLOCK) => Ok(()),
+                    // Where there are no locks it is kept all the same.
+                    _ => fill(&file),
+                },
+            );
+        match filled {
             Err(e) if is_full_kind(&e) => Ok(()),
             other => other,
         }
@@ -84,6 +93,15 @@ impl Home {
             let path = self.reserve_path();
             tracing::warn!("cannot keep a reserve in {}: {e}", path.display());
         }
+    }
+
+    /// Keeps everybody from making the reserve whole for as long as the file is open; none where there is no reserve, or
+    /// no locks.
+    fn hold_reserve(&self) -> Option<File> {
+        let file = File::open(self.reserve_path()).ok()?;
+        // Waits for who is filling it just now.
+        flock(&file, FlockOperation::LockShared).ok()?;
+        Some(file)
     }
 
     /// Gives up half of the reserve, or all of it.
@@ -157,6 +175,8 @@ pub struct CleanUp {
     home: Home,
     /// Steps of the reserve that were given up: none, half, all.
     steps: u8,
+    /// Once some was: keeps others from making it whole.
+    held: Option<File>,
 }
 
 impl CleanUp {
@@ -165,6 +185,7 @@ impl CleanUp {
         CleanUp {
             home: home.clone(),
             steps: 0,
+            held: None,
         }
     }
 
@@ -203,6 +224,9 @@ impl CleanUp {
             return false;
         }
         self.steps += 1;
+        if self.held.is_none() {
+            self.held = self.home.hold_reserve();
+        }
         let released = self.home.release_reserve(self.steps == 2);
         if let Err(e) = &released
             && e.kind() != io::ErrorKind::NotFound
@@ -215,6 +239,8 @@ impl CleanUp {
 
 impl Drop for CleanUp {
     fn drop(&mut self) {
+        // Whoever still clears up makes it whole in the end.
+        self.held = None;
         self.home.try_keep_reserve();
     }
 }
@@ -271,5 +297,32 @@ mod tests {
             anyhow::bail!("no such image")
         });
         assert!(failed.is_err() && tries == 1 && size(&home) == Some(BYTES));
+    }
+
+    #[test]
+    fn it_is_not_made_whole_while_somebody_clears_up_with_it() {
+        let (_tmp, home) = home(true);
+        home.keep_reserve().unwrap();
+        // As the running site does, in the midst of the work of others.
+        let look = || {
+            home.keep_reserve().unwrap();
+            size(&home)
+        };
+        let full = || Error::from(io::Error::from(io::ErrorKind::StorageFull));
+        let mut seen = Vec::new();
+        let mut room = CleanUp::of(&home);
+        let failed: Result<()> = room.run(|| {
+            seen.push(look());
+            Err(full())
+        });
+        assert!(failed.is_err());
+        assert_eq!(seen, [Some(BYTES), Some(BYTES / 2), Some(0)]);
+        let mut other = CleanUp::of(&home);
+        let failed: Result<()> = other.run(|| Err(full()));
+        assert!(failed.is_err());
+        drop(room);
+        assert_eq!(look(), Some(0), "the other is not done");
+        drop(other);
+        assert_eq!(size(&home), Some(BYTES));
     }
 }
