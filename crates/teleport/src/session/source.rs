@@ -183,7 +183,8 @@ impl Sender {
         self.progress
     }
 
-    /// Whether a session was ever open: a destination that was never reached is not waited for.
+    /// Whether the destination was ever reached: one that never was is not waited for. One that was, and could not say
+    /// a word before the link broke, is.
     pub fn was_connected(&self) -> bool {
         self.connected
     }
@@ -267,7 +268,6 @@ impl Sender {
             wait = Wait::ForSocket;
         }
         lanes.close(wait).await;
-        self.connected |= control.open;
         self.open = control.open;
         let Control {
             frames,
@@ -282,7 +282,7 @@ impl Sender {
     }
 
     /// A new connection whose first request is `request`; nothing has been heard yet.
-    async fn dial(&self, request: Request) -> Result<(Frames, FrameWriter), TeleportError> {
+    async fn dial(&mut self, request: Request) -> Result<(Frames, FrameWriter), TeleportError> {
         let SendOptions {
             identity,
             peer,
@@ -293,6 +293,7 @@ impl Sender {
         } = &self.options;
         let options = ConnectOptions::named(peer_name);
         let connection = connect_any(addresses, identity, peer, &options).await?;
+        self.connected = true;
         self.wire.add(connection.wire());
         let (mut reader, mut writer) = connection.split();
         writer.set_rate(limit.clone());

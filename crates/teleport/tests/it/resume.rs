@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use drover_teleport::progress::SendEvent;
@@ -11,12 +11,23 @@ use tokio::net::{TcpListener, TcpStream};
 
 use crate::harness::*;
 
-/// A link that passes on so many bytes in all towards the site and then cuts every connection;
-/// after that it passes everything.
-async fn cutting_link(to: String, budget: u64) -> String {
+/// When a link is cut.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    /// After so many bytes in all towards the site.
+    After(u64),
+    /// When two connections are made and something is said on each; what the site says to it is lost.
+    BeforeAWord,
+}
+
+/// A link that cuts every connection once; after that it passes everything.
+async fn cutting_link(to: String, when: Cut) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let left = Arc::new(AtomicU64::new(budget));
+    let left = Arc::new(AtomicU64::new(match when {
+        Cut::After(budget) => budget,
+        Cut::BeforeAWord => 2,
+    }));
     let cut = tokio::sync::watch::channel(false).0;
     tokio::spawn(async move {
         loop {
@@ -30,20 +41,45 @@ async fn cutting_link(to: String, budget: u64) -> String {
                 let (mut to_read, mut to_write) = to.into_split();
                 let healed = *cut.borrow();
                 let mut cut_here = cut.subscribe();
+                let (answered, deaf) = (AtomicBool::new(false), AtomicBool::new(false));
                 let up = async {
                     let mut buffer = vec![0; 16 << 10];
                     loop {
                         let n = from_read.read(&mut buffer).await.unwrap_or(0);
+                        let mut counts = n as u64;
+                        if when == Cut::BeforeAWord && !healed {
+                            // What follows the site's part of the handshake ends it: the first thing that counts.
+                            let says = answered.load(Ordering::SeqCst);
+                            counts = u64::from(says && !deaf.swap(says, Ordering::SeqCst));
+                        }
                         if n == 0 || to_write.write_all(&buffer[..n]).await.is_err() {
                             break;
                         }
-                        if !healed && left.fetch_sub(n as u64, Ordering::SeqCst) < n as u64 + 1 {
+                        if !healed
+                            && counts > 0
+                            && left.fetch_sub(counts, Ordering::SeqCst) <= counts
+                        {
                             left.store(u64::MAX / 2, Ordering::SeqCst);
                             cut.send_replace(true);
                         }
                     }
                 };
-                let down = tokio::io::copy(&mut to_read, &mut from_write);
+                let down = async {
+                    let mut buffer = vec![0; 16 << 10];
+                    loop {
+                        let n = to_read.read(&mut buffer).await.unwrap_or(0);
+                        if n == 0 {
+                            break;
+                        }
+                        if !deaf.load(Ordering::SeqCst) {
+                            answered.store(true, Ordering::SeqCst);
+                            if from_write.write_all(&buffer[..n]).await.is_err() {
+                                break;
+                            }
+                        }
+                    }
+                    let _ = from_write.shutdown().await;
+                };
                 tokio::select! {
                     _ = async { tokio::join!(up, down) } => {}
                     _ = cut_here.wait_for(|c| *c), if !healed => {}
@@ -80,7 +116,7 @@ async fn a_cut_link_is_picked_up_where_it_was() {
         // Of a pool of its own, so that nothing of the one before matches.
         write(&a, &image(21, 9 + n as u64, 400));
         let client = Client::new();
-        let address = cutting_link(there.address.clone(), budget).await;
+        let address = cutting_link(there.address.clone(), Cut::After(budget)).await;
         let name = format!("cut-{budget}.raw");
         let mut items = items(&[&a]);
         items[0].name = drover_core::ImageName::new(name.clone()).unwrap();
@@ -98,6 +134,24 @@ async fn a_cut_link_is_picked_up_where_it_was() {
         );
         no_part_left(&there);
     }
+}
+
+/// A link that breaks as soon as the destination was reached is no worse than one that breaks later.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_link_that_is_cut_before_the_first_word_is_made_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let there = TestSite::start(&dir.path().join("there")).await;
+    let a = dir.path().join("a.raw");
+    write(&a, &image(22, 12, 100));
+    let client = Client::new();
+    let address = cutting_link(there.address.clone(), Cut::BeforeAWord).await;
+    client
+        .send_with(items(&[&a]), client.options(&there, &address))
+        .await
+        .unwrap();
+    assert_eq!(reconnects(&client), 1);
+    same(&a, &there.image("a.raw"));
+    no_part_left(&there);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
