@@ -42,7 +42,7 @@ use serde::{Deserialize, Serialize};
 pub use message::{Message, Piece, decode_message, encode_message, pieces};
 
 /// The version of this protocol.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// The smallest chunk, in bytes.
 pub const MIN_CHUNK: u32 = 4 << 10;
@@ -563,6 +563,9 @@ pub enum Answer {
     Arrived {
         /// Bytes of the bodies of all requests that arrived on this lane, since it was opened.
         bytes: u64,
+        /// When the last of them did, in microseconds of a clock of the site: of what time the round trip took it is known
+        /// then which direction it was.
+        at: u64,
     },
 }
 

@@ -101,8 +101,8 @@ enum Event {
     Asked(u64, usize, Ask),
     /// A part of what is pushed reaches the site on a link, with so many bytes.
     Pushed(u64, Ask, Bytes),
-    /// The mount is told that so much of it came.
-    Told(u64, u64),
+    /// The mount is told that so much of it came, and when by the site's clock.
+    Told(u64, u64, u64),
     /// The site has written the part of this id, and the mount is told.
     Written(u64, u64),
     Done(u64, u64),
@@ -297,7 +297,8 @@ impl World {
 
     fn is_done(&self) -> bool {
         match self.set.writes {
-            Some(writes) => self.pushing.is_done(&writes),
+            // What is measured of both is measured while both go on.
+            Some(writes) => self.pushing.is_done(&writes) || (writes.pulls && self.missing == 0),
             None => self.missing == 0 && self.wanted.is_empty(),
         }
     }
@@ -311,7 +312,9 @@ impl World {
             Event::Pushed(link, ask, body) if link == self.link && self.up => {
                 self.pushed(ask, body);
             }
-            Event::Told(link, bytes) if link == self.link && self.up => self.push_told(bytes),
+            Event::Told(link, bytes, at) if link == self.link && self.up => {
+                self.push_told(bytes, at);
+            }
             Event::Written(link, id) if link == self.link && self.up => self.written(id),
             Event::Done(link, id) if link == self.link && self.up => self.push_done(id),
             Event::Asked(..)

@@ -24,6 +24,10 @@ struct Way {
     least: u64,
     /// The slack is no less than this and no more.
     slack: (Duration, Duration),
+    /// How much longer than the slack and two answers its queue may be.
+    beyond: Duration,
+    /// The other direction's queue is known of each sample, and not only what it was lately.
+    exact: bool,
 }
 
 /// A pull begins a little ahead of what TCP sends in its first round trip on two lanes, and has a few frames under way at least.
@@ -32,6 +36,8 @@ const PULL: Way = Way {
     first: 64 << 10,
     least: 48 << 10,
     slack: (Duration::from_millis(1), Duration::from_millis(2)),
+    beyond: Duration::from_millis(2),
+    exact: false,
 };
 
 /// A push may be on a much slower link: one of the shortest parts is under way at least. Word of what arrived stands behind what
@@ -40,6 +46,8 @@ const PUSH: Way = Way {
     first: 32 << 10,
     least: 16 << 10,
     slack: (Duration::from_millis(3), Duration::from_millis(4)),
+    beyond: Duration::ZERO,
+    exact: true,
 };
 
 /// Until so many times the first window has arrived, answers are late on all lanes because TCP begins slowly, and not because
@@ -164,6 +172,15 @@ impl Mark {
     }
 }
 
+/// What is known of an answer beside its length.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Seen {
+    /// It was all that there was to send.
+    pub limited: bool,
+    /// How much of its round trip was a queue of the other direction.
+    pub other: Duration,
+}
+
 /// The window of one mount and direction.
 #[derive(Clone, Debug)]
 pub struct Window {
@@ -198,6 +215,9 @@ pub struct Window {
     extra: u64,
     /// The least answer.
     answer: u64,
+    /// What the other direction's queue added at least to the round trips of the last round: it is no queue of this one,
+    /// and what is under way meanwhile has to be more.
+    other: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -219,6 +239,8 @@ struct Round {
     trip: Option<(Duration, u64)>,
     /// The longest answer.
     answer: u64,
+    /// The other direction's queue at the least.
+    other: Option<Duration>,
     /// Whether there was always something to send.
     full: bool,
 }
@@ -230,6 +252,7 @@ impl Round {
             rate: 0.0,
             trip: None,
             answer: 0,
+            other: None,
             full: false,
         }
     }
@@ -269,6 +292,7 @@ impl Window {
             known: 0.0,
             extra: 0,
             answer,
+            other: Duration::ZERO,
         }
     }
 
@@ -321,16 +345,20 @@ impl Window {
     }
 
     /// An answer of so many bytes that was sent with the permission of `mark` has arrived on a lane (and was counted).
-    /// `limited`: it was all that there was to send.
-    pub fn sample(&mut self, now: Duration, mark: Mark, lane: usize, bytes: u64, limited: bool) {
+    pub fn sample(&mut self, now: Duration, mark: Mark, lane: usize, bytes: u64, seen: Seen) {
+        let Seen { limited, other } = seen;
         let took = now.saturating_sub(mark.at).max(Duration::from_micros(1));
-        self.note_trip(now, (took, bytes));
+        let own = took.saturating_sub(other).max(Duration::from_micros(1));
+        // What is known of the other queue only about would make the least round trip too short, and that for seconds.
+        let trip = if self.way.exact { own } else { took };
+        self.note_trip(now, (trip, bytes));
+        self.round.other = Some(self.round.other.map_or(other, |least| least.min(other)));
         let rate = self.arrived.saturating_sub(mark.arrived) as f64 / took.as_secs_f64();
         if !limited || rate > self.rate() {
             self.round.rate = self.round.rate.max(rate);
             self.round.full |= !limited;
         }
-        let trip = (took, bytes);
+        let trip = (own, bytes);
         self.round.trip = Some(self.round.trip.map_or(trip, |least| least.min(trip)));
         self.round.answer = self.round.answer.max(bytes);
         let new = self.arrived - std::mem::replace(&mut self.grown_to, self.arrived);
@@ -347,7 +375,7 @@ impl Window {
             self.end_round(now);
         } else if let Phase::Start { .. } = self.phase {
             let base = self.round_trip().unwrap_or_default();
-            let late = took > base + base / 4 + START_QUEUE;
+            let late = own > base + base / 4 + START_QUEUE;
             let all_late = self.all_late(now, lane, late);
             let enough = match self.arrived < SLOW_START * self.way.first {
                 true => FLAT_LOOKS,
@@ -430,6 +458,15 @@ impl Window {
         }
     }
 
+    /// How long a queue it makes where all is well, at most: what it may add to the other direction's round trips. More is not
+    /// believed, or two windows that allow for each other's queue would make both longer.
+    #[must_use]
+    pub fn queue(&self) -> Duration {
+        let longest = self.answers.iter().copied().max().unwrap_or(0);
+        let two = Duration::from_secs_f64((2.0 * longest as f64 / self.rate().max(1.0)).min(1.0));
+        self.slack() + two + self.way.beyond
+    }
+
     fn slack(&self) -> Duration {
         let trip = self.round_trip().unwrap_or_default();
         let part = (trip / SLACK_PART).clamp(self.way.slack.0, self.way.slack.1);
@@ -440,6 +477,7 @@ impl Window {
         let round = std::mem::replace(&mut self.round, Round::begin(self.arrived));
         let best = self.rate();
         self.note_rate(round);
+        self.other = round.other.unwrap_or_default();
         let base = self.round_trip().unwrap_or_default();
         let queue = round.trip.map_or(Duration::ZERO, |(trip, bytes)| {
             trip.saturating_sub(base + self.longer(bytes))
@@ -513,6 +551,7 @@ impl Window {
             _ if self.grown_rounds >= GROWN_ROUNDS => trip.as_secs_f64() * GROWTH,
             _ => (trip + self.slack()).as_secs_f64(),
         };
+        let seconds = seconds + self.other.as_secs_f64();
         let extra = if self.phase == Phase::Steady {
             self.extra
         } else {

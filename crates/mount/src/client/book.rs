@@ -8,9 +8,10 @@ use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 
 use crate::protocol::{Ask, Code, LaneKind, MAX_ASKED, MAX_LANES, MAX_READ, MOST_UNTOLD, Refusal};
-use crate::window::{Mark, Window};
+use crate::window::{Mark, Seen, Window};
 
 mod ahead;
+mod clocks;
 mod job;
 mod push;
 mod runs;
@@ -430,13 +431,32 @@ impl<T> Book<T> {
         }
     }
 
-    /// The site has had so many bytes of bodies on a lane.
+    /// The site has had so many bytes of bodies on a lane, the last at `at` microseconds of its clock.
     ///
     /// # Errors
     /// [`Code::Protocol`] for more than was sent.
-    pub fn arrived(&mut self, lane: usize, bytes: u64, now: Duration) -> Result<(), Refusal> {
+    pub fn arrived(
+        &mut self,
+        lane: usize,
+        bytes: u64,
+        at: u64,
+        now: Duration,
+    ) -> Result<(), Refusal> {
+        self.has_arrived(lane, bytes, Some(at), now)
+    }
+
+    fn has_arrived(
+        &mut self,
+        lane: usize,
+        bytes: u64,
+        at: Option<u64>,
+        now: Duration,
+    ) -> Result<(), Refusal> {
         match self.lanes.get_mut(lane) {
-            Some(Some(state)) => self.push.arrived(&mut state.bodies, bytes, lane, now),
+            Some(Some(state)) => {
+                let at = at.map(|at| (at, self.window.queue()));
+                self.push.arrived(&mut state.bodies, bytes, at, lane, now)
+            }
             _ => Ok(()),
         }
     }
@@ -561,8 +581,11 @@ impl<T> Book<T> {
                 None => return,
             },
         };
-        self.window
-            .sample(now, mark, lane, answer.wire, answer.last);
+        let seen = Seen {
+            limited: answer.last,
+            other: self.push.before(),
+        };
+        self.window.sample(now, mark, lane, answer.wire, seen);
     }
 
     /// An answer to nothing: to what was given up, or made up.
@@ -593,7 +616,7 @@ impl<T> Book<T> {
             }
             Some(asked) => {
                 if let Some(bytes) = asked.pushed {
-                    self.arrived(lane, bytes, now)?;
+                    self.has_arrived(lane, bytes, None, now)?;
                 }
                 Ok(self.remove(id).map(|asked| self.give_up(asked)))
             }

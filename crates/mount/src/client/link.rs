@@ -621,8 +621,8 @@ impl Inner {
             let mut state = self.state.lock();
             state.book.received(lane, wire);
             state.credit(now);
-            if let Answer::Arrived { bytes } = message.head {
-                state.book.arrived(lane, bytes, now)?;
+            if let Answer::Arrived { bytes, at } = message.head {
+                state.book.arrived(lane, bytes, at, now)?;
                 drop(state);
                 self.issue();
                 return Ok(());

@@ -126,6 +126,8 @@ struct State {
     /// Bytes of requests' bodies that came, and of how many of them the mount was told.
     came: u64,
     told: u64,
+    /// When the last of them came.
+    came_at: Duration,
     /// Units that threads work on or will.
     working: usize,
     /// Threads that copy what was committed into its place.
@@ -334,7 +336,10 @@ impl Lane {
             ask => {
                 self.counters.asked(&ask);
                 let mut state = self.state.lock();
-                state.came += message.body.len() as u64;
+                if !message.body.is_empty() {
+                    state.came += message.body.len() as u64;
+                    state.came_at = self.shared.now();
+                }
                 state.queue.admit(ask, message.body, self.shape.chunk)?;
                 if state.came > state.told {
                     self.wake.notify_one();
@@ -498,7 +503,10 @@ impl Lane {
         let mut flow = self.shared.flow.lock();
         if state.came > state.told {
             state.told = state.came;
-            let head = encode_message(&Answer::Arrived { bytes: state.came });
+            let head = encode_message(&Answer::Arrived {
+                bytes: state.came,
+                at: u64::try_from(state.came_at.as_micros()).unwrap_or(u64::MAX),
+            });
             flow.sent(self.number, head.len() as u64, self.shared.now());
             self.counters.left(head.len() as u64);
             return Some((head, Bytes::new()));

@@ -65,7 +65,13 @@ fn run(rate: &dyn Fn(f64) -> f64, trip: f64, seconds: f64, noise: f64, settle: f
         if event % 2 == 0 {
             window.arrived(FRAME as u64);
             let mark = marks[sent_with[event / 2]].1;
-            window.sample(Duration::from_nanos(at), mark, 0, FRAME as u64, false);
+            window.sample(
+                Duration::from_nanos(at),
+                mark,
+                0,
+                FRAME as u64,
+                Seen::default(),
+            );
             if now > settle {
                 got += FRAME;
             }
@@ -200,7 +206,7 @@ fn it_follows_a_path_that_becomes_longer() {
         at += trip;
         let size = window.size().min((GIGABIT * trip) as u64);
         window.arrived(size);
-        window.sample(Duration::from_secs_f64(at), mark, 0, 0, false);
+        window.sample(Duration::from_secs_f64(at), mark, 0, 0, Seen::default());
     }
     assert!(
         window.size() as f64 >= 0.9 * GIGABIT * 0.04,
@@ -213,10 +219,14 @@ fn it_follows_a_path_that_becomes_longer() {
 fn little_to_send_says_nothing_about_the_link() {
     let mut window = Window::new(None, FRAME as u64);
     let ms = Duration::from_millis;
+    let little = Seen {
+        limited: true,
+        ..Seen::default()
+    };
     for n in 0..100 {
         let mark = window.mark(ms(n * 10));
         window.arrived(4096);
-        window.sample(ms(n * 10 + 5), mark, 0, 4096, true);
+        window.sample(ms(n * 10 + 5), mark, 0, 4096, little);
     }
     assert_eq!(window.size(), PULL.first);
     assert_eq!(window.round_trip(), Some(ms(5)));
@@ -228,7 +238,13 @@ fn a_fixed_number_is_kept() {
     for n in 0..50 {
         let mark = window.mark(Duration::from_millis(n));
         window.arrived(100_000);
-        window.sample(Duration::from_millis(n + 1), mark, 0, 100_000, false);
+        window.sample(
+            Duration::from_millis(n + 1),
+            mark,
+            0,
+            100_000,
+            Seen::default(),
+        );
     }
     assert_eq!(window.size(), 1 << 20);
 }

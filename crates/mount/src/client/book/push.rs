@@ -7,7 +7,9 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::protocol::{Code, MAX_ASKED_BYTES, MAX_DIRECT, Refusal};
-use crate::window::{Mark, Window};
+use crate::window::{Mark, Seen, Window};
+
+use super::clocks::Clocks;
 
 /// Bytes of bodies that are under way at most, and that the site has not answered, whatever the window.
 const MOST_UNDER_WAY: u64 = 16 << 20;
@@ -30,10 +32,16 @@ const GRAIN: usize = 4096;
 const PACE: f64 = 1.1;
 const BURST: u64 = 2;
 
+/// The part of the difference by which one body changes what is held to be before requests.
+const BEFORE_PART: u32 = 8;
+
 /// See the module.
 #[derive(Debug)]
 pub struct Push {
     window: Window,
+    clocks: Clocks,
+    /// How long bodies waited in the way's queue lately.
+    before: Duration,
     /// When all that was sent will have left at that pace.
     paced_to: Duration,
     under_way: u64,
@@ -63,6 +71,8 @@ impl Push {
     pub fn new() -> Self {
         Self {
             window: Window::for_pushes(),
+            clocks: Clocks::default(),
+            before: Duration::ZERO,
             paced_to: Duration::ZERO,
             under_way: 0,
             unanswered: 0,
@@ -116,7 +126,16 @@ impl Push {
         lane.sent
     }
 
-    /// The site has had so many bytes of bodies on a lane.
+    /// How long a request or a credit waits for what is pushed, about, and no longer than that may be.
+    pub fn before(&self) -> Duration {
+        match self.under_way {
+            0 => Duration::ZERO,
+            _ => self.before.min(self.window.queue()),
+        }
+    }
+
+    /// The site has had so many bytes of bodies on a lane. With `at`: the last at that time of its clock, and what is pulled
+    /// stands before words like this no longer than that.
     ///
     /// # Errors
     /// [`Code::Protocol`] for more than was sent.
@@ -124,6 +143,7 @@ impl Push {
         &mut self,
         lane: &mut Bodies,
         bytes: u64,
+        at: Option<(u64, Duration)>,
         number: usize,
         now: Duration,
     ) -> Result<(), Refusal> {
@@ -135,10 +155,20 @@ impl Push {
         self.window.arrived(bytes.saturating_sub(lane.arrived));
         lane.arrived = lane.arrived.max(bytes);
         while lane.under_way.front().is_some_and(|(at, _)| *at <= bytes) {
-            if let Some((_, sent)) = lane.under_way.pop_front() {
-                self.window
-                    .sample(now, sent.mark, number, sent.bytes, sent.last);
+            let Some((_, sent)) = lane.under_way.pop_front() else {
+                break;
+            };
+            let mut seen = Seen {
+                limited: sent.last,
+                other: Duration::ZERO,
+            };
+            if let Some((at, most)) = at {
+                // The word of its arrival stood behind what is pulled.
+                let queues = self.clocks.note(sent.mark.at(), at, now);
+                seen.other = queues.down.min(most);
+                self.before = (self.before * (BEFORE_PART - 1) + queues.up) / BEFORE_PART;
             }
+            self.window.sample(now, sent.mark, number, sent.bytes, seen);
         }
         Ok(())
     }
@@ -154,5 +184,7 @@ impl Push {
         self.unanswered = 0;
         self.paced_to = Duration::ZERO;
         self.window.reset();
+        self.clocks = Clocks::default();
+        self.before = Duration::ZERO;
     }
 }

@@ -154,11 +154,11 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
     .unwrap();
     assert!(book.select(ms(0)).is_some_and(|(lane, _, _)| lane == 0));
     assert!(book.select(ms(0)).is_none());
-    book.arrived(1, 32 << 10, ms(10)).unwrap();
+    book.arrived(1, 32 << 10, 0, ms(10)).unwrap();
     let (_, ask, _) = book.select(ms(10)).expect("it has arrived");
     // What is told again, or less of it, changes nothing; what was not sent is a lie.
-    book.arrived(1, 1 << 10, ms(10)).unwrap();
-    let lie = book.arrived(1, (64 << 10) + 1, ms(10));
+    book.arrived(1, 1 << 10, 0, ms(10)).unwrap();
+    let lie = book.arrived(1, (64 << 10) + 1, 0, ms(10));
     assert_eq!(lie.unwrap_err().code, Code::Protocol);
     // An answer says that all up to it arrived.
     book.end(1, ask.id().unwrap(), ms(20)).unwrap();

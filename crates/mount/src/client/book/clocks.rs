@@ -1,0 +1,132 @@
+//! What of a round trip is a queue on the way to the site, and what on the way back, by the two clocks.
+//!
+//! Where a push and a pull go on at once, each direction's bytes stand before the other's word of what arrived. By round
+//! trips alone each takes the other's queue for its own, and gives way to it until nothing is left of one of them.
+//!
+//! The clocks need not agree: what counts is how much longer a way took than the shortest lately.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// How long the least counts. Clocks differ by less than a tenth of a millisecond a second.
+const LEAST_FOR: Duration = Duration::from_secs(10);
+
+/// A longer queue than this is not believed, and neither are clocks that differ by so much from what round trips say: one of
+/// them stood still for a while.
+const MOST: Duration = Duration::from_millis(100);
+
+/// The least of the last seconds, in microseconds.
+#[derive(Debug, Default)]
+struct Least(VecDeque<(Duration, i64)>);
+
+impl Least {
+    fn note(&mut self, now: Duration, micros: i64) {
+        let second = Duration::from_secs(now.as_secs());
+        match self.0.back_mut() {
+            Some((at, least)) if *at == second => *least = (*least).min(micros),
+            _ => self.0.push_back((second, micros)),
+        }
+        while self
+            .0
+            .front()
+            .is_some_and(|(at, _)| *at + LEAST_FOR < second)
+        {
+            self.0.pop_front();
+        }
+    }
+
+    fn get(&self) -> i64 {
+        self.0.iter().map(|(_, least)| *least).min().unwrap_or(0)
+    }
+}
+
+/// How long a body, and the word of its arrival, waited for others on their way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Queues {
+    /// To the site.
+    pub up: Duration,
+    /// From it.
+    pub down: Duration,
+}
+
+/// The least time of each way.
+#[derive(Debug, Default)]
+pub struct Clocks {
+    up: Least,
+    down: Least,
+    trip: Least,
+}
+
+impl Clocks {
+    /// A body was sent at `sent`, came at `at` microseconds of the site's clock, and word of it came `now`.
+    pub fn note(&mut self, sent: Duration, at: u64, now: Duration) -> Queues {
+        let micros = |time: Duration| i64::try_from(time.as_micros()).unwrap_or(i64::MAX / 8);
+        // Whatever a site says does not wrap.
+        let at = i64::try_from(at).unwrap_or(i64::MAX).min(i64::MAX / 8);
+        let (sent, came) = (micros(sent), micros(now));
+        let (up, down) = (at - sent, came - at);
+        self.trip.note(now, came - sent);
+        if self.trip.get() > self.least_up_and_down(up, down) + micros(MOST) {
+            (self.up, self.down) = Default::default();
+        }
+        self.up.note(now, up);
+        self.down.note(now, down);
+        let queue = |took: i64, least: &Least| {
+            let micros = u64::try_from(took - least.get()).unwrap_or(0);
+            Duration::from_micros(micros).min(MOST)
+        };
+        Queues {
+            up: queue(up, &self.up),
+            down: queue(down, &self.down),
+        }
+    }
+
+    fn least_up_and_down(&self, up: i64, down: i64) -> i64 {
+        match self.up.0.is_empty() {
+            true => up + down,
+            false => self.up.get().min(up) + self.down.get().min(down),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: fn(u64) -> Duration = Duration::from_millis;
+
+    #[test]
+    fn each_way_has_its_own_queue_whatever_the_clocks_say() {
+        for offset in [0, 7_000_000_000] {
+            let mut clocks = Clocks::default();
+            let at = |ms: u64| offset + ms * 1000;
+            let none = clocks.note(MS(1000), at(1005), MS(1010));
+            assert_eq!(none, Queues::default());
+            let both = clocks.note(MS(1100), at(1108), MS(1114));
+            assert_eq!((both.up, both.down), (MS(3), MS(1)));
+            // The other way was not empty then: that is learned when it is.
+            let shorter = clocks.note(MS(1200), at(1209), MS(1213));
+            assert_eq!((shorter.up, shorter.down), (MS(4), MS(0)));
+        }
+    }
+
+    #[test]
+    fn a_clock_that_stood_still_is_believed_anew() {
+        let mut clocks = Clocks::default();
+        clocks.note(MS(1000), 1_005_000, MS(1010));
+        // Ten seconds are missing at the site.
+        let after = clocks.note(MS(20_000), 10_005_000, MS(20_010));
+        assert_eq!(after, Queues::default());
+        let later = clocks.note(MS(20_100), 10_107_000, MS(20_112));
+        assert_eq!((later.up, later.down), (MS(2), MS(0)));
+    }
+
+    #[test]
+    fn lies_about_the_time_do_not_wrap_and_are_not_much() {
+        let mut clocks = Clocks::default();
+        for at in [0, u64::MAX, 1, i64::MAX as u64, u64::MAX / 2] {
+            let seen = clocks.note(MS(10), at, MS(20));
+            assert!(seen.up <= MOST && seen.down <= MOST);
+        }
+    }
+}
