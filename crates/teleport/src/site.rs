@@ -3,6 +3,7 @@
 
 mod adopt;
 mod catch_up;
+mod give_way;
 mod naming;
 mod recover;
 mod shared;
@@ -32,6 +33,7 @@ use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
 use crate::transfer::{Active, Closing, Leftover};
 use crate::{RefuseReason, TeleportError};
+pub(crate) use give_way::{Matched, Waiting};
 use naming::Named;
 
 /// Where a site keeps what, and its limits.
@@ -111,6 +113,8 @@ pub struct Site {
     pub(crate) partials: Arc<Partials>,
     pub(crate) sequences: Sequences,
     pub(crate) matching: Matching,
+    /// What of the transfers waits for it.
+    pub(crate) matched: Arc<Matched>,
     pub(crate) active: Arc<Active>,
     pub(crate) sessions: Mutex<HashMap<[u8; 16], Arc<SessionShared>>>,
     pub(crate) session_opened: tokio::sync::Notify,
@@ -188,6 +192,7 @@ impl Site {
             partials: Arc::default(),
             sequences,
             matching,
+            matched: Arc::default(),
             active: Arc::default(),
             sessions: Mutex::default(),
             session_opened: tokio::sync::Notify::new(),

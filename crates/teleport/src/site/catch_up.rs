@@ -3,7 +3,10 @@
 //! and what unfinished transfers had brought before a crash. And what is gone, it forgets.
 //!
 //! Looked at soon after the start, after whatever failed, and with a lone teleporter every ten
-//! minutes. An image that was told stays told: after a failure the next look goes on with the rest.
+//! minutes. An image that was told stays told: after a failure the next look goes on with the rest, and only with the
+//! image that it was at from its start.
+//!
+//! Transfers go first: before each batch it waits until none of theirs does, at most [`GIVE_WAY`].
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -35,6 +38,9 @@ const EVERY: Duration = Duration::from_secs(600);
 
 /// The images that the matcher finds blocks in: to tell it of older ones would only have them read.
 const LATEST: usize = 32;
+
+/// How long a batch of an image here gives way at most to batches of transfers that wait to be matched.
+const GIVE_WAY: Duration = Duration::from_secs(1);
 
 /// How long after a failure the next look is; doubled with each up to [`EVERY`].
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
@@ -124,7 +130,7 @@ impl Site {
             self.tell_partial(&mut link, image, &dir)?;
         }
         for record in lacking {
-            if !self.tell_image(&mut link, record.id, &record.path)? {
+            if !self.tell_image(&mut link, record.id, &record.path, GIVE_WAY)? {
                 unfit.insert(record.id);
             }
         }
@@ -165,6 +171,7 @@ impl Site {
         self.told(link, image, |link| {
             let mut whole = true;
             each_batch(dir, |batch| {
+                self.matched.give_way(GIVE_WAY);
                 whole = !stopped();
                 if whole && !batch.digests.is_empty() {
                     say(link, Event::Record(image, Arc::new(batch)))?;
@@ -176,11 +183,12 @@ impl Site {
     }
 
     /// The digests of an image here, from its file. `false` when that is not what was delivered.
-    fn tell_image(
+    pub(super) fn tell_image(
         &self,
         link: &mut Link,
         image: ImageId,
         path: &Path,
+        give_way: Duration,
     ) -> Result<bool, TeleportError> {
         let (Some(source), Ok(file)) = (self.images.open_image(image), ImageFile::open(path))
         else {
@@ -190,6 +198,7 @@ impl Site {
         self.told(link, image, |link| {
             let mut scanner = Scanner::new();
             for index in 0..source.map.blocks.batches() {
+                self.matched.give_way(give_way);
                 if self.closing.load(Ordering::Relaxed) || !self.images.knows(image) {
                     return Ok(false);
                 }

@@ -650,3 +650,44 @@ fn a_guess_that_was_wrong_is_not_made_again() {
     let literal = [front, (3, From::Literal), back];
     assert_eq!(found(), [literal, literal].concat());
 }
+
+/// What the matcher lacks it is told when no transfer waits for it.
+#[test]
+fn what_the_matcher_lacks_gives_way_to_transfers() {
+    let until = |what: &str, holds: &dyn Fn() -> bool| {
+        let start = std::time::Instant::now();
+        while !holds() {
+            assert!(start.elapsed().as_secs() < 60, "never: {what}");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    };
+    let home = Home::new();
+    let (site, _) = home.open();
+    let sample = sample("a.raw", 1, 3_000_000);
+    let path = home.path("a.raw");
+    std::fs::write(&path, &sample.bytes).unwrap();
+    let id = site.index_image(&path, &mut |_, _| {}).unwrap().id;
+    // The site looks by itself, too.
+    until("it has looked", &|| !site.status().catching_up);
+    let let_go = AtomicBool::new(false);
+    let waiting = site.matched.waiting();
+    std::thread::scope(|threads| {
+        let telling = threads.spawn(|| {
+            let mut link = site.matching.link().unwrap();
+            let an_hour = std::time::Duration::from_secs(3600);
+            let told = site.tell_image(&mut link, id, &path, an_hour);
+            (told.unwrap(), let_go.load(Ordering::SeqCst))
+        });
+        until("it gives way", &|| site.matched.giving_way() == 1);
+        assert!(!site.matching.images().unwrap().contains(&id));
+        let_go.store(true, Ordering::SeqCst);
+        drop(waiting);
+        assert_eq!(telling.join().unwrap(), (true, true));
+    });
+    assert!(site.matching.images().unwrap().contains(&id));
+    // And it gets on when they never stop waiting.
+    let _waiting = site.matched.waiting();
+    let mut link = site.matching.link().unwrap();
+    let told = site.tell_image(&mut link, id, &path, std::time::Duration::ZERO);
+    assert!(told.unwrap());
+}

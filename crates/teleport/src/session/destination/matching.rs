@@ -14,12 +14,12 @@ use crate::codec::Batch;
 use crate::destination::Run;
 use crate::matching::Link;
 use crate::protocol::WINDOW_BATCHES;
-use crate::site::Site;
+use crate::site::{Matched, Site, Waiting};
 use crate::stages::{DestinationStages, Lap};
 use crate::teleporter::{Answer, Event, ImageEvent};
 
 enum Job {
-    Match(Arc<Batch>),
+    Match(Arc<Batch>, Waiting),
     Record(Arc<Batch>),
     /// The image is whole (`Finish`), or will never come (`Abort`).
     End(ImageEvent),
@@ -31,6 +31,7 @@ enum Job {
 /// stays a source of blocks.
 pub struct MatchThread {
     jobs: Option<Sender<Job>>,
+    matched: Arc<Matched>,
     thread: Option<JoinHandle<bool>>,
 }
 
@@ -47,7 +48,7 @@ impl MatchThread {
     ) -> std::io::Result<Self> {
         // The window bounds the batches in it; restored ones are recorded as fast as they come.
         let (jobs, queue) = bounded(2 * WINDOW_BATCHES as usize);
-        let site = site.clone();
+        let (site, matched) = (site.clone(), site.matched.clone());
         let runtime = tokio::runtime::Handle::try_current();
         let thread = std::thread::Builder::new()
             .name("match".into())
@@ -68,6 +69,7 @@ impl MatchThread {
             })?;
         Ok(MatchThread {
             jobs: Some(jobs),
+            matched,
             thread: Some(thread),
         })
     }
@@ -80,7 +82,7 @@ impl MatchThread {
 
     /// Has a batch matched.
     pub fn find(&self, batch: Arc<Batch>) {
-        self.submit(Job::Match(batch));
+        self.submit(Job::Match(batch, self.matched.waiting()));
     }
 
     /// Has a batch remembered.
@@ -133,6 +135,7 @@ fn open(site: &Site, image: ImageId) -> Option<Link> {
 struct Asked {
     batch: Arc<Batch>,
     base: u64,
+    _waiting: Waiting,
 }
 
 struct Matcher {
@@ -163,9 +166,9 @@ impl Matcher {
             };
             self.lap.wait(&self.stages.matching);
             match job {
-                Ok(Job::Match(batch)) => {
+                Ok(Job::Match(batch, waiting)) => {
                     let event = Event::Match(self.image, batch.clone());
-                    self.submit(event, Some(batch));
+                    self.submit(event, Some((batch, waiting)));
                 }
                 Ok(Job::Record(batch)) => {
                     let event = Event::Record(self.image, batch);
@@ -189,12 +192,15 @@ impl Matcher {
         self.link.is_some()
     }
 
-    fn submit(&mut self, event: Event, batch: Option<Arc<Batch>>) {
-        let blocks = batch.as_ref().map_or(0, |b| b.digests.len() as u64);
+    fn submit(&mut self, event: Event, batch: Option<(Arc<Batch>, Waiting)>) {
+        let blocks = batch.as_ref().map_or(0, |b| b.0.digests.len() as u64);
         let base = self.blocks;
         self.blocks += event.blocks();
-        self.waiting
-            .push_back(batch.map(|batch| Asked { batch, base }));
+        self.waiting.push_back(batch.map(|(batch, _waiting)| Asked {
+            batch,
+            base,
+            _waiting,
+        }));
         let (site, image) = (&self.site, self.image);
         let mut looked_up = None;
         let submitted = self.link.as_mut().map(|link| {
@@ -249,7 +255,7 @@ impl Matcher {
         self.site.matcher_lacks();
         self.looked_up = None;
         while let Some(waiting) = self.waiting.pop_front() {
-            if let Some(Asked { batch, base }) = waiting {
+            if let Some(Asked { batch, base, .. }) = waiting {
                 let plan = all_literal(&batch);
                 let runs = take(&self.site, self.image, base, &plan);
                 self.plan(batch.index, plan, runs);
