@@ -6,7 +6,7 @@
 //! peer has sent nothing yet or takes nothing. A thread that goes through several stages waits for
 //! input in its first and for room in its last. Several threads of one stage add up.
 //!
-//! One look at the clock for each batch or frame, never for each block. The role's state machines
+//! One look at the clock for each megabyte or frame, never for each block. The role's state machines
 //! know nothing of it.
 
 use std::pin::pin;

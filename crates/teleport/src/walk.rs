@@ -13,6 +13,9 @@ use crate::files::{FileOrderDigest, walks_in_file_order};
 use crate::protocol::BATCH_BLOCKS;
 use crate::stages::{Lap, SourceStages};
 
+/// Blocks that are read, scanned and digested in one go: few enough to stay in a core's cache.
+const SLAB_BLOCKS: u64 = 256;
+
 /// Reads an image in the order of its layout.
 pub struct Walk<'a> {
     image: &'a Outgoing,
@@ -61,22 +64,28 @@ impl<'a> Walk<'a> {
         if blocks == 0 {
             return Ok(None);
         }
-        self.buffer.resize(blocks as usize * BLOCK_SIZE, 0);
-        read_image(self.image, first, &mut self.buffer)?;
-        lap.busy(&stages.read);
-        stages.read.add_bytes(self.buffer.len() as u64);
-        let scan = self.scanner.scan(&self.buffer);
         let mut data = DataBits::new(blocks);
-        scan.zero
-            .iter()
-            .enumerate()
-            .filter(|(_, zero)| !zero)
-            .for_each(|(i, _)| data.set(i as u64));
-        lap.busy(&stages.scan);
-        stages.scan.add_bytes(self.buffer.len() as u64);
-        let mut digests = Vec::with_capacity(scan.heads.len());
-        digest_blocks(pack_data(&mut self.buffer, &data), &mut digests);
-        let batch = Batch::new(self.next, data, scan.heads, &digests);
+        let mut heads = Vec::with_capacity(blocks as usize);
+        let mut digests = Vec::with_capacity(blocks as usize);
+        for at in (0..blocks).step_by(SLAB_BLOCKS as usize) {
+            let n = (blocks - at).min(SLAB_BLOCKS);
+            self.buffer.resize(n as usize * BLOCK_SIZE, 0);
+            read_image(self.image, first + at, &mut self.buffer)?;
+            lap.busy(&stages.read);
+            stages.read.add_bytes(self.buffer.len() as u64);
+            let scan = self.scanner.scan(&self.buffer);
+            let mut here = DataBits::new(n);
+            for (i, _) in scan.zero.iter().enumerate().filter(|(_, zero)| !zero) {
+                here.set(i as u64);
+                data.set(at + i as u64);
+            }
+            heads.extend(scan.heads);
+            lap.busy(&stages.scan);
+            stages.scan.add_bytes(self.buffer.len() as u64);
+            digest_blocks(pack_data(&mut self.buffer, &here), &mut digests);
+            lap.busy(&stages.digest);
+        }
+        let batch = Batch::new(self.next, data, heads, &digests);
         if let Some(digest) = &mut self.digest {
             digest.batch(layout, &batch, &digests);
         }
@@ -218,4 +227,57 @@ pub fn digest_file(
     }
     digest.zero_blocks(blocks - next);
     Ok(digest.finish())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use drover_image::{Format, Layout};
+    use drover_index::digest_block;
+
+    use super::*;
+
+    /// Heads, zeros and digests do not depend on how many blocks are read in one go.
+    #[test]
+    fn a_batch_is_what_its_blocks_are_wherever_reads_end() {
+        let blocks = BATCH_BLOCKS + SLAB_BLOCKS + 7;
+        let mut rng = fastrand::Rng::with_seed(19);
+        let mut bytes = vec![0; blocks as usize * BLOCK_SIZE];
+        for (i, block) in bytes.chunks_mut(BLOCK_SIZE).enumerate() {
+            // Each read but the first begins with a block that follows a file's end.
+            let tail = i as u64 % SLAB_BLOCKS == SLAB_BLOCKS - 1;
+            let first = (i as u64).is_multiple_of(SLAB_BLOCKS);
+            if tail || first || rng.u8(0..4) > 0 {
+                rng.fill(block);
+            }
+            if tail || rng.bool() {
+                block[BLOCK_SIZE - 9..].fill(0);
+            }
+        }
+        let len = bytes.len() as u64;
+        let image = Outgoing {
+            content: Arc::new(bytes.clone()),
+            layout: Layout::in_file_order(len, std::slice::from_ref(&(0..len))),
+            format: Format::Raw,
+            virtual_size: len,
+            notes: vec![],
+            companions: vec![],
+            stamps: vec![],
+        };
+        let (mut walk, mut scanner) = (Walk::new(&image), Scanner::new());
+        for (index, part) in bytes.chunks(BATCH_BLOCKS as usize * BLOCK_SIZE).enumerate() {
+            let scan = scanner.scan(part);
+            let (mut data, mut full) = (DataBits::new((part.len() / BLOCK_SIZE) as u64), vec![]);
+            for (i, block) in part.chunks(BLOCK_SIZE).enumerate() {
+                if !drover_core::is_zero(block) {
+                    data.set(i as u64);
+                    full.push(digest_block(block));
+                }
+            }
+            let expected = Batch::new(index as u64, data, scan.heads, &full);
+            assert_eq!(walk.next_batch().unwrap(), Some(expected));
+        }
+        assert_eq!(walk.next_batch().unwrap(), None);
+    }
 }
