@@ -1,5 +1,5 @@
-//! Hash files: the digests of an image in walk order, 128 to a page, and beside them a side file
-//! with each page's checksum and each digest's head bits (teleportation §2.5, §2.11;
+//! Hash files: the digests of an image in walk order, 340 to a page with the page's checksum, and
+//! beside them a side file with each digest's head bits (teleportation §2.5, §2.11;
 //! `docs/format/hash-files.md`).
 
 use std::io;
@@ -7,21 +7,20 @@ use std::io;
 use drover_core::{Digest, Head};
 
 use crate::head::{head_from_bits, pack_heads};
-use crate::page::{PAGE_BYTES, PER_PAGE, Page, crc, low_bits};
+use crate::page::{Bits, PAGE_BYTES, PER_PAGE, Page, crc, is_sealed, seal};
 use crate::storage::{Storage, StorageFile, Syncer};
 
 const MAGIC: [u8; 8] = *b"DRVRHSH1";
-const VERSION: u32 = 1;
-const HEADER: u64 = 64;
+const VERSION: u32 = 2;
+pub(crate) const HEADER: u64 = 64;
 const COMPLETE: u32 = 1;
 
 /// Head bits of a page.
-const HEAD_BYTES: usize = PER_PAGE / 4;
-/// Head bits, the page's checksum, and the record's own.
-const RECORD: usize = HEAD_BYTES + 4 + 4;
-/// Records read at once, and how many such groups are remembered.
+const HEAD_BYTES: usize = PER_PAGE.div_ceil(4);
+/// Head bits, and the record's checksum.
+const RECORD: usize = HEAD_BYTES.next_multiple_of(4) + 4;
+/// Records read at once.
 const GROUP: usize = 64;
-const GROUPS: usize = 16;
 
 /// The two files of an image.
 pub(crate) fn names(image: u64) -> (String, String) {
@@ -69,13 +68,18 @@ impl Header {
         b
     }
 
-    /// The header, if the bytes are one.
+    /// The header, if the bytes are one of this version.
     pub(crate) fn from_bytes(b: &[u8; HEADER as usize]) -> Option<Self> {
+        Self::of_version(VERSION, b)
+    }
+
+    /// The header, if the bytes are one of that version.
+    pub(crate) fn of_version(version: u32, b: &[u8; HEADER as usize]) -> Option<Self> {
         let u32_at = |i: usize| u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
         let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
         let flags = u32_at(12);
         let good = b[..8] == MAGIC
-            && u32_at(8) == VERSION
+            && u32_at(8) == version
             && flags & !COMPLETE == 0
             && u32_at(60) == crc(&b[..60]);
         good.then(|| Header {
@@ -86,11 +90,28 @@ impl Header {
         })
     }
 
-    /// Reads the header at the start of `file`.
-    pub(crate) fn read(file: &impl StorageFile) -> io::Result<Option<Self>> {
+    /// Reads the bytes where `file` has its header, if it has so many.
+    pub(crate) fn bytes_of(file: &impl StorageFile) -> io::Result<Option<[u8; HEADER as usize]>> {
         let mut b = [0; HEADER as usize];
         let n = file.read_at(&mut b, 0)?;
-        Ok((n == b.len()).then(|| Header::from_bytes(&b)).flatten())
+        Ok((n == b.len()).then_some(b))
+    }
+
+    /// Reads the header at the start of `file`.
+    pub(crate) fn read(file: &impl StorageFile) -> io::Result<Option<Self>> {
+        Ok(Self::bytes_of(file)?.and_then(|b| Self::from_bytes(&b)))
+    }
+
+    /// Whether files of such sizes hold all digests, so many to a page.
+    pub(crate) fn fits(&self, per_page: usize, record: usize, hash: u64, side: u64) -> bool {
+        let pages = self.blocks.div_ceil(per_page as u64);
+        let fits = |size: u64, each: usize, extra: u64| {
+            pages
+                .checked_mul(each as u64)
+                .and_then(|n| n.checked_add(extra))
+                .is_some_and(|n| size >= n)
+        };
+        fits(hash, PAGE_BYTES, 0) && fits(side, record, HEADER)
     }
 }
 
@@ -121,7 +142,8 @@ pub(crate) struct HashFile<F> {
     /// Digests after those pages, and their heads.
     tail: Vec<Digest>,
     tail_heads: Vec<Head>,
-    groups: Vec<Option<(u64, Vec<u8>)>>,
+    /// The records that were read last, and their number by groups.
+    group: Option<(u64, Vec<u8>)>,
     pub traffic: Traffic,
 }
 
@@ -132,7 +154,16 @@ impl<F: StorageFile> HashFile<F> {
         image: u64,
         serial: u64,
     ) -> io::Result<Self> {
-        let (hash, side) = names(image);
+        Self::create_as(storage, names(image), image, serial)
+    }
+
+    /// The same, under other names.
+    pub(crate) fn create_as<S: Storage<File = F>>(
+        storage: &S,
+        (hash, side): (String, String),
+        image: u64,
+        serial: u64,
+    ) -> io::Result<Self> {
         let header = Header {
             image,
             serial,
@@ -156,14 +187,8 @@ impl<F: StorageFile> HashFile<F> {
         let Some(header) = Header::read(&side)?.filter(|h| h.image == image && h.complete) else {
             return Ok(None);
         };
+        let whole = header.fits(PER_PAGE, RECORD, hash.size()?, side.size()?);
         let pages = header.blocks.div_ceil(PER_PAGE as u64);
-        let fits = |size: u64, each: usize, extra: u64| {
-            pages
-                .checked_mul(each as u64)
-                .and_then(|n| n.checked_add(extra))
-                .is_some_and(|n| size >= n)
-        };
-        let whole = fits(hash.size()?, PAGE_BYTES, 0) && fits(side.size()?, RECORD, HEADER);
         Ok(whole.then(|| Self::with(header, hash, side, pages)))
     }
 
@@ -175,7 +200,7 @@ impl<F: StorageFile> HashFile<F> {
             pages,
             tail: Vec::new(),
             tail_heads: Vec::new(),
-            groups: (0..GROUPS).map(|_| None).collect(),
+            group: None,
             traffic: Traffic::default(),
         }
     }
@@ -191,8 +216,8 @@ impl<F: StorageFile> HashFile<F> {
 
     /// Memory.
     pub(crate) fn bytes(&self) -> usize {
-        let groups = self.groups.iter().flatten().count();
-        self.tail.capacity() * (Digest::LEN + 1) + groups * GROUP * RECORD
+        let group = self.group.as_ref().map_or(0, |(_, b)| b.capacity());
+        self.tail.capacity() * (Digest::LEN + 1) + group
     }
 
     /// Adds digests in memory; [`flush`](Self::flush) writes them.
@@ -224,15 +249,15 @@ impl<F: StorageFile> HashFile<F> {
         if n == 0 {
             return Ok(());
         }
-        let mut bytes = Vec::with_capacity(n.next_multiple_of(PER_PAGE) * Digest::LEN);
+        let mut bytes = Vec::with_capacity(n.div_ceil(PER_PAGE) * PAGE_BYTES);
         let mut records = Vec::with_capacity(n.div_ceil(PER_PAGE) * RECORD);
         let pages = self.tail[..n].chunks(PER_PAGE);
         for (i, (page, heads)) in pages.zip(self.tail_heads.chunks(PER_PAGE)).enumerate() {
-            let from = bytes.len();
-            page.iter().for_each(|d| bytes.extend_from_slice(&d.0));
-            bytes.resize(from + PAGE_BYTES, 0);
-            let heads = &heads[..page.len()];
-            records.extend(record(self.pages + i as u64, heads, &bytes[from..]));
+            let no = self.pages + i as u64;
+            let mut on_disk = Page::of(page).to_bytes();
+            seal(&mut on_disk, no);
+            bytes.extend_from_slice(&on_disk);
+            records.extend(record(no, &heads[..page.len()]));
         }
         self.hash.write_at(&bytes, self.pages * PAGE_BYTES as u64)?;
         self.side
@@ -260,12 +285,11 @@ impl<F: StorageFile> HashFile<F> {
         self.pages = self.header.blocks.div_ceil(PER_PAGE as u64);
         self.tail = Vec::new();
         self.tail_heads = Vec::new();
-        self.groups.fill(None);
+        self.group = None;
         Ok(sync)
     }
 
     /// Both, in order.
-    #[cfg(test)]
     pub(crate) fn finish(&mut self) -> io::Result<()> {
         let syncs = self.write_out()?;
         syncs.into_iter().try_for_each(|sync| sync())?;
@@ -283,15 +307,17 @@ impl<F: StorageFile> HashFile<F> {
             let to = self.tail.len().min(from + PER_PAGE);
             return Ok(Some(Page::of(&self.tail[from..to])));
         }
-        let (_, sum) = self.record(no)?;
         let mut bytes = [0; PAGE_BYTES];
         let n = self.hash.read_at(&mut bytes, no * PAGE_BYTES as u64)?;
         self.traffic.read += n as u64;
-        if n < PAGE_BYTES || crc(&bytes) != sum {
+        if n < PAGE_BYTES || !is_sealed(&bytes, no) {
             return Err(Damaged);
         }
         let count = (self.header.blocks - from).min(PER_PAGE as u64);
-        Ok(Some(Page::from_bytes(&bytes, low_bits(count as usize))))
+        Ok(Some(Page::from_bytes(
+            &bytes,
+            Bits::range(0, count as usize),
+        )))
     }
 
     /// Whether the page is on disk and stays as it is.
@@ -301,19 +327,18 @@ impl<F: StorageFile> HashFile<F> {
 
     /// The heads of a page that is on disk.
     pub(crate) fn heads(&mut self, no: u64) -> Result<Vec<Head>, Damaged> {
-        let (bits, _) = self.record(no)?;
+        let bits = self.record(no)?;
         let left = self.header.blocks.saturating_sub(no * PER_PAGE as u64);
         (0..left.min(PER_PAGE as u64) as usize)
             .map(|i| head_from_bits(bits[i / 4] >> (2 * (i % 4)) & 3).ok_or(Damaged))
             .collect()
     }
 
-    /// A page's head bits and checksum.
-    fn record(&mut self, no: u64) -> Result<([u8; HEAD_BYTES], u32), Damaged> {
+    /// A page's head bits.
+    fn record(&mut self, no: u64) -> Result<[u8; HEAD_BYTES], Damaged> {
         let group = no / GROUP as u64;
-        let at = (group % GROUPS as u64) as usize;
-        let known = matches!(&self.groups[at], Some((g, b))
-            if *g == group && b.len() >= (no as usize % GROUP + 1) * RECORD);
+        let from = no as usize % GROUP * RECORD;
+        let known = matches!(&self.group, Some((g, b)) if *g == group && b.len() >= from + RECORD);
         if !known {
             let mut bytes = vec![0; GROUP * RECORD];
             let offset = HEADER + group * (GROUP * RECORD) as u64;
@@ -321,10 +346,9 @@ impl<F: StorageFile> HashFile<F> {
             // Of a file that still grows, only what is there now is remembered.
             bytes.truncate(n / RECORD * RECORD);
             self.traffic.read += n as u64;
-            self.groups[at] = Some((group, bytes));
+            self.group = Some((group, bytes));
         }
-        let bytes = self.groups[at].as_ref().map_or(&[][..], |(_, b)| b);
-        let from = no as usize % GROUP * RECORD;
+        let bytes = self.group.as_ref().map_or(&[][..], |(_, b)| b);
         let r = bytes.get(from..from + RECORD).ok_or(Damaged)?;
         let (body, sum) = r.split_at(RECORD - 4);
         if record_crc(no, body).to_le_bytes() != sum {
@@ -332,16 +356,14 @@ impl<F: StorageFile> HashFile<F> {
         }
         let mut bits = [0; HEAD_BYTES];
         bits.copy_from_slice(&body[..HEAD_BYTES]);
-        let s = &body[HEAD_BYTES..];
-        Ok((bits, u32::from_le_bytes([s[0], s[1], s[2], s[3]])))
+        Ok(bits)
     }
 }
 
-fn record(no: u64, heads: &[Head], page: &[u8]) -> [u8; RECORD] {
+fn record(no: u64, heads: &[Head]) -> [u8; RECORD] {
     let mut r = [0; RECORD];
     let bits = pack_heads(heads);
     r[..bits.len()].copy_from_slice(&bits);
-    r[HEAD_BYTES..HEAD_BYTES + 4].copy_from_slice(&crc(page).to_le_bytes());
     let sum = record_crc(no, &r[..RECORD - 4]);
     r[RECORD - 4..].copy_from_slice(&sum.to_le_bytes());
     r

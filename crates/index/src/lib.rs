@@ -4,6 +4,7 @@
 //! Pure and synchronous. The only I/O goes through the [`Storage`] trait; no sockets, no clocks,
 //! no threads, and never a block's data on the matcher's side.
 
+mod convert;
 mod cuckoo;
 mod digest;
 mod error;
@@ -29,3 +30,6 @@ pub use matcher::{
 pub use scan::{Scan, Scanner};
 pub use storage::{DirStorage, Storage, StorageFile, Syncer};
 pub use zero::{ZeroMap, ZeroMapError};
+
+/// Slots of a segment of the sequence cache: no sequence lies in two.
+pub const SEGMENT_SLOTS: u64 = page::PER_PAGE as u64;

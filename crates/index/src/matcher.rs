@@ -40,7 +40,7 @@ use repeats::Repeats;
 const MAX_BATCH: usize = 4096;
 
 /// Pages that indexing an image again reads at once.
-const REINDEX_PAGES: u64 = 16;
+const REINDEX_PAGES: u64 = 6;
 
 /// An image being matched or recorded. Made by [`Matcher::begin`].
 #[derive(Debug)]
@@ -214,6 +214,7 @@ impl<S: Storage> Matcher<S> {
                 "digests and heads differ, or are too many",
             ));
         }
+        let digests = &short(digests);
         let pass = Pass {
             config: &self.config,
             recent: &mut self.recent,
@@ -252,6 +253,7 @@ impl<S: Storage> Matcher<S> {
             .filter(|s| s.open && s.image == cursor.image)
             .filter(|s| s.file.header().serial == cursor.serial)
             .ok_or(IndexError::BadBatch("the cursor's image was forgotten"))?;
+        let digests = &short(digests);
         // First what can fail.
         slot.file.append(digests, heads);
         if let Err(e) = slot.file.flush() {
@@ -357,7 +359,7 @@ impl<S: Storage> Matcher<S> {
                         break;
                     }
                 };
-                digests.extend(page.iter().map(|(_, d)| *d));
+                digests.extend(page.iter().map(|(_, d)| d));
                 heads.extend(head_bits);
                 no += 1;
             }
@@ -475,8 +477,13 @@ impl<S: Storage> Matcher<S> {
     }
 }
 
+/// What blocks are found by (`docs/format/digests.md`).
+fn short(digests: &[Digest]) -> Vec<Digest> {
+    digests.iter().map(Digest::short).collect()
+}
+
 /// Removes an image's files for good.
-fn remove_files(storage: &impl Storage, image: u64) -> std::io::Result<()> {
+pub(crate) fn remove_files(storage: &impl Storage, image: u64) -> std::io::Result<()> {
     unlink_files(storage, image)?;
     storage.sync_names()
 }

@@ -1,17 +1,29 @@
-//! A hash page: 128 digests, the unit of disk reads (teleportation §2.5, §2.11), and the bounded
+//! A hash page: 340 digests, the unit of disk reads (teleportation §2.5, §2.11), and the bounded
 //! cache of pages.
+
+mod bits;
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
+pub(crate) use bits::Bits;
 use drover_core::Digest;
 
-/// Digests in a page.
-pub(crate) const PER_PAGE: usize = 128;
+/// Digests in a page, as many as there is room for beside a checksum.
+pub(crate) const PER_PAGE: usize = 340;
 
 /// Bytes of a page on disk.
-pub(crate) const PAGE_BYTES: usize = PER_PAGE * Digest::LEN;
+pub(crate) const PAGE_BYTES: usize = 4096;
+
+/// Where a page's own checksum is, if it has one.
+const SEAL: usize = PAGE_BYTES - 4;
+
+/// Tags in memory: whole vectors of them.
+const TAGS: usize = PER_PAGE.next_multiple_of(TAGS_AT_ONCE);
+const TAGS_AT_ONCE: usize = 16;
+
+const _: () = assert!(PER_PAGE * Digest::SHORT_LEN <= SEAL);
 
 /// Checksum of everything the index writes: CRC-32C. A fuzzer could not get past it, so in its
 /// builds every checksum holds.
@@ -22,102 +34,131 @@ pub(crate) fn crc(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// One page in memory.
+/// The checksum of a page that has it in itself. Its number counts: a page in the wrong place is none.
+fn seal_of(bytes: &[u8; PAGE_BYTES], no: u64) -> [u8; 4] {
+    let mut b = [0; 8 + SEAL];
+    b[..8].copy_from_slice(&no.to_le_bytes());
+    b[8..].copy_from_slice(&bytes[..SEAL]);
+    crc(&b).to_le_bytes()
+}
+
+/// Puts the page's checksum into its last bytes.
+pub(crate) fn seal(bytes: &mut [u8; PAGE_BYTES], no: u64) {
+    let sum = seal_of(bytes, no);
+    bytes[SEAL..].copy_from_slice(&sum);
+}
+
+/// Whether that is there and right.
+pub(crate) fn is_sealed(bytes: &[u8; PAGE_BYTES], no: u64) -> bool {
+    bytes[SEAL..] == seal_of(bytes, no)
+}
+
+/// One page in memory. Digests are the first 12 bytes of such, in two parts.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Page {
-    /// A piece of each digest, side by side, so that a page is searched in a few vector steps.
-    tags: [u32; PER_PAGE],
-    /// The digests; what `used` does not name means nothing.
-    digests: [Digest; PER_PAGE],
+    /// The last four bytes of each digest, side by side, so that a page is searched in a few vector
+    /// steps; what `used` does not name means nothing.
+    tags: [u32; TAGS],
+    /// The first eight.
+    prefixes: [u64; PER_PAGE],
     /// A bit for each digest that is one.
-    pub used: u128,
+    pub used: Bits,
     /// A bit for each slot that starts a sequence. Only in the sequence cache.
-    pub start: u128,
+    pub start: Bits,
     /// A bit for each strong head. Only in the sequence cache.
-    pub strong: u128,
+    pub strong: Bits,
 }
 
 fn tag(d: &Digest) -> u32 {
     u32::from_le_bytes([d.0[8], d.0[9], d.0[10], d.0[11]])
 }
 
-/// The lowest `n` bits.
-pub(crate) fn low_bits(n: usize) -> u128 {
-    1u128.checked_shl(n as u32).map_or(u128::MAX, |b| b - 1)
-}
-
 impl Page {
     /// A page without digests.
     pub(crate) fn empty() -> Self {
         Page {
-            tags: [0; PER_PAGE],
-            digests: [Digest::default(); PER_PAGE],
-            used: 0,
-            start: 0,
-            strong: 0,
+            tags: [0; TAGS],
+            prefixes: [0; PER_PAGE],
+            used: Bits::default(),
+            start: Bits::default(),
+            strong: Bits::default(),
         }
     }
 
-    /// A page of at most 128 digests.
+    /// A page of at most [`PER_PAGE`] digests.
     pub(crate) fn of(digests: &[Digest]) -> Self {
         let mut page = Page::empty();
-        page.digests[..digests.len()].copy_from_slice(digests);
-        page.retag();
-        page.used = low_bits(digests.len());
+        for (i, d) in digests.iter().enumerate() {
+            page.tags[i] = tag(d);
+            page.prefixes[i] = d.prefix();
+        }
+        page.used = Bits::range(0, digests.len());
         page
     }
 
     /// A page from disk whose digests `used` names.
-    pub(crate) fn from_bytes(bytes: &[u8; PAGE_BYTES], used: u128) -> Self {
+    pub(crate) fn from_bytes(bytes: &[u8; PAGE_BYTES], used: Bits) -> Self {
         let mut page = Page::empty();
-        for (d, b) in page.digests.iter_mut().zip(bytes.as_chunks().0) {
-            *d = Digest(*b);
+        let (digests, _) = bytes.as_chunks::<{ Digest::SHORT_LEN }>();
+        let slots = page.prefixes.iter_mut().zip(&mut page.tags);
+        for ((prefix, tag), d) in slots.zip(digests) {
+            let [p0, p1, p2, p3, p4, p5, p6, p7, t0, t1, t2, t3] = *d;
+            *prefix = u64::from_le_bytes([p0, p1, p2, p3, p4, p5, p6, p7]);
+            *tag = u32::from_le_bytes([t0, t1, t2, t3]);
         }
-        page.retag();
         page.used = used;
         page
     }
 
-    fn retag(&mut self) {
-        for (t, d) in self.tags.iter_mut().zip(&self.digests) {
-            *t = tag(d);
-        }
-    }
-
-    /// The page as it is on disk.
+    /// The page as it is on disk, without a checksum.
     pub(crate) fn to_bytes(&self) -> [u8; PAGE_BYTES] {
         let mut bytes = [0; PAGE_BYTES];
-        for (b, d) in bytes.as_chunks_mut().0.iter_mut().zip(&self.digests) {
-            *b = d.0;
+        let (slots, _) = bytes.as_chunks_mut::<{ Digest::SHORT_LEN }>();
+        for (b, (prefix, tag)) in slots.iter_mut().zip(self.prefixes.iter().zip(&self.tags)) {
+            b[..8].copy_from_slice(&prefix.to_le_bytes());
+            b[8..].copy_from_slice(&tag.to_le_bytes());
         }
         bytes
     }
 
-    /// The digest in slot `i`, if there is one.
+    fn at(&self, i: usize) -> Digest {
+        let mut d = Digest::default();
+        d.0[..8].copy_from_slice(&self.prefixes[i].to_le_bytes());
+        d.0[8..Digest::SHORT_LEN].copy_from_slice(&self.tags[i].to_le_bytes());
+        d
+    }
+
+    /// The short digest in slot `i`, if there is one.
     #[inline]
-    pub(crate) fn get(&self, i: usize) -> Option<&Digest> {
-        (self.used >> i & 1 == 1).then(|| &self.digests[i])
+    pub(crate) fn get(&self, i: usize) -> Option<Digest> {
+        self.used.get(i).then(|| self.at(i))
+    }
+
+    /// Whether slot `i` holds `digest`.
+    #[inline]
+    pub(crate) fn holds(&self, i: usize, digest: &Digest) -> bool {
+        self.prefixes[i] == digest.prefix() && self.tags[i] == tag(digest) && self.used.get(i)
     }
 
     /// Puts a digest into slot `i`.
     pub(crate) fn set(&mut self, i: usize, digest: &Digest) {
-        self.digests[i] = *digest;
+        self.prefixes[i] = digest.prefix();
         self.tags[i] = tag(digest);
-        self.used |= 1 << i;
+        self.used.set(i);
     }
 
     /// The first slot that holds `digest`.
     #[inline]
     pub(crate) fn find(&self, digest: &Digest) -> Option<usize> {
         let want = tag(digest);
-        for (group, tags) in self.tags.as_chunks::<16>().0.iter().enumerate() {
+        for (group, tags) in self.tags.as_chunks::<TAGS_AT_ONCE>().0.iter().enumerate() {
             let any = tags.iter().fold(false, |any, &t| any | (t == want));
             if !any {
                 continue;
             }
             for (i, &t) in tags.iter().enumerate() {
-                let slot = group * 16 + i;
-                if t == want && self.get(slot) == Some(digest) {
+                let slot = group * TAGS_AT_ONCE + i;
+                if t == want && slot < PER_PAGE && self.holds(slot, digest) {
                     return Some(slot);
                 }
             }
@@ -127,12 +168,12 @@ impl Page {
 
     /// Whether any digest is such; slots that mean nothing may be asked about as well.
     #[inline]
-    pub(crate) fn any(&self, is: impl FnMut(&Digest) -> bool) -> bool {
-        self.digests.iter().any(is)
+    pub(crate) fn any(&self, is: impl Fn(&Digest) -> bool) -> bool {
+        (0..PER_PAGE).any(|i| is(&self.at(i)))
     }
 
     /// Every digest with its slot.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, &Digest)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, Digest)> {
         (0..PER_PAGE).filter_map(|i| Some((i, self.get(i)?)))
     }
 }
@@ -262,17 +303,25 @@ mod tests {
 
     proptest! {
         #[test]
-        fn finding_agrees_with_a_plain_search(ns in proptest::collection::vec(0u32..200, 0..=128), holes: u128) {
+        fn finding_agrees_with_a_plain_search(ns in proptest::collection::vec(0u32..400, 0..=PER_PAGE), holes in proptest::collection::vec(any::<bool>(), PER_PAGE)) {
             let digests: Vec<Digest> = ns.iter().map(|&n| digest(n)).collect();
             let mut page = Page::of(&digests);
             prop_assert_eq!(page.iter().count(), digests.len());
-            page.used &= holes;
-            let again = Page::from_bytes(&page.to_bytes(), page.used);
+            let kept = |i: usize| holes[i] && i < digests.len();
+            (0..PER_PAGE).filter(|i| !kept(*i)).for_each(|i| page.used.clear(i, i + 1));
+            let mut bytes = page.to_bytes();
+            let again = Page::from_bytes(&bytes, page.used);
             prop_assert_eq!(&again, &page);
-            for n in 0..200 {
-                let plain = (0..digests.len()).find(|&i| holes >> i & 1 == 1 && digests[i] == digest(n));
+            for n in 0..400 {
+                let plain = (0..digests.len()).find(|&i| kept(i) && digests[i] == digest(n));
                 prop_assert_eq!(page.find(&digest(n)), plain);
+                for i in 0..digests.len() {
+                    prop_assert_eq!(page.holds(i, &digest(n)), page.get(i) == Some(digest(n)));
+                }
             }
+            seal(&mut bytes, 7);
+            prop_assert!(is_sealed(&bytes, 7) && !is_sealed(&bytes, 8));
+            prop_assert_eq!(Page::from_bytes(&bytes, page.used), page);
         }
 
         #[test]
@@ -289,7 +338,7 @@ mod tests {
                         plain.insert((file, page), d);
                     }
                     _ => if let Some(got) = cache.get((file, page)) {
-                        prop_assert_eq!(got.get(0), plain.get(&(file, page)));
+                        prop_assert_eq!(got.get(0), plain.get(&(file, page)).copied());
                     }
                 }
                 prop_assert!(cache.slots.len() <= 8);

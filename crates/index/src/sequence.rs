@@ -18,7 +18,7 @@ use crate::matcher::{CacheStats, MatcherConfig, Repair, SequenceStore, Shared};
 use crate::page::{PER_PAGE, Page};
 use crate::storage::Storage;
 
-pub(crate) use file::SequenceFile;
+pub(crate) use file::{HASH, Header, SIDE, SequenceFile, on_disk, record_offset};
 pub(crate) use trim::Uses;
 
 /// The number of the sequence cache's hash file in the page cache.
@@ -29,6 +29,9 @@ const GUEST_PERCENT: usize = 50;
 
 /// From here on sequences are stored without what is there already (percent of C2).
 const FILLING_PERCENT: usize = 75;
+
+/// A long sequence is found by every so manieth of its blocks, whatever these are.
+const FOUND_BY: usize = 128;
 
 /// C2 and what it points into.
 pub(crate) struct SequenceCache<S: Storage> {
@@ -144,8 +147,8 @@ impl<S: Storage> SequenceCache<S> {
 
     /// Stores a sequence that was just matched, in pieces that stay inside segments. `from` is the
     /// compact index of its first block in the image being delivered, `hit` the block that was
-    /// looked up. Pieces are found again by their first block, strong heads, the hit, and while
-    /// there is plenty of room weak heads.
+    /// looked up. Pieces are found again by their first block and every 128th from there, strong heads,
+    /// the hit, and while there is plenty of room weak heads.
     pub(crate) fn store(
         &mut self,
         digests: &[Digest],
@@ -170,14 +173,16 @@ impl<S: Storage> SequenceCache<S> {
             }
             let writable = Arc::make_mut(&mut page);
             let piece = at..at + n;
-            writable.start |= 1 << place.offset;
+            writable.start.set(place.offset);
             for (i, (d, h)) in digests[piece.clone()]
                 .iter()
                 .zip(&heads[piece.clone()])
                 .enumerate()
             {
                 writable.set(place.offset + i, d);
-                writable.strong |= u128::from(*h == Head::Strong) << (place.offset + i);
+                if *h == Head::Strong {
+                    writable.strong.set(place.offset + i);
+                }
             }
             self.file.change(place.segment, page);
             self.stored += 1;
@@ -189,7 +194,8 @@ impl<S: Storage> SequenceCache<S> {
             });
             for i in piece {
                 let key = self.c2.key(&digests[i]);
-                if i == at || i == hit || heads[i] == Head::Strong {
+                let nth = (i - at).is_multiple_of(FOUND_BY);
+                if nth || i == hit || heads[i] == Head::Strong {
                     let out = self.c2.insert(key, place.segment);
                     self.pushed_out(out, shared);
                 } else if heads[i] == Head::Weak
@@ -218,7 +224,7 @@ impl<S: Storage> SequenceCache<S> {
             let (from, to) = sequence_around(&page, slot);
             let reachable = (from..to)
                 .filter_map(|i| page.get(i))
-                .any(|d| self.c2.contains(self.c2.key(d), no));
+                .any(|d| self.c2.contains(self.c2.key(&d), no));
             if !reachable {
                 self.evicted += 1;
                 self.file.remove(no, from, to - from, &page);
@@ -229,15 +235,16 @@ impl<S: Storage> SequenceCache<S> {
     /// Evicts everything in a segment that is to be used again.
     fn recycle(&mut self, no: u32, shared: &mut Shared) {
         let page = self.page(no, shared);
-        self.evicted += u64::from(page.start.count_ones());
+        self.evicted += u64::from(page.start.count());
         for (_, d) in page.iter() {
-            let key = self.c2.key(d);
+            let key = self.c2.key(&d);
             self.c2.remove(key, no);
         }
         self.file.empty(no);
     }
 
-    /// Fills C2 from the hash file: what leads to a sequence is its first block and strong heads.
+    /// Fills C2 from the hash file: what leads to a sequence is its first block and every 128th from
+    /// there, and strong heads.
     ///
     /// # Errors
     /// What writing repairs reports.
@@ -245,9 +252,15 @@ impl<S: Storage> SequenceCache<S> {
         self.c2.clear();
         for no in 0..self.file.segments() {
             let page = self.page(no, shared);
-            let keys = page.start | page.strong;
-            for (_, d) in page.iter().filter(|(i, _)| keys >> i & 1 == 1) {
-                let out = self.c2.insert(self.c2.key(d), no);
+            let mut start = 0;
+            for (i, d) in page.iter() {
+                if page.start.get(i) {
+                    start = i;
+                }
+                if !(i - start).is_multiple_of(FOUND_BY) && !page.strong.get(i) {
+                    continue;
+                }
+                let out = self.c2.insert(self.c2.key(&d), no);
                 self.pushed_out(out, shared);
             }
             if self.file.is_busy() {
@@ -264,7 +277,7 @@ impl<S: Storage> SequenceCache<S> {
         }
         for (no, page) in self.file.abandon() {
             for (_, d) in page.iter() {
-                self.c2.remove(self.c2.key(d), no);
+                self.c2.remove(self.c2.key(&d), no);
             }
             shared.pages.forget(FILE, Some(no));
         }
@@ -281,8 +294,8 @@ impl<S: Storage> SequenceCache<S> {
 
 /// The sequence that `slot` belongs to: from its start bit to the next one or a free slot.
 fn sequence_around(page: &Page, slot: usize) -> (usize, usize) {
-    let belongs = |i: usize| page.used >> i & 1 == 1;
-    let starts = |i: usize| page.start >> i & 1 == 1;
+    let belongs = |i: usize| page.used.get(i);
+    let starts = |i: usize| page.start.get(i);
     let mut from = slot;
     while !starts(from) && from > 0 && belongs(from - 1) {
         from -= 1;

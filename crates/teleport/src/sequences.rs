@@ -26,7 +26,7 @@ use journal::{Change, Journal};
 use table::{Pending, Table};
 
 /// Slots in a segment, which is what the matcher frees.
-pub const SEGMENT_SLOTS: u64 = 128;
+pub use drover_index::SEGMENT_SLOTS;
 
 /// Bytes of a segment.
 pub const SEGMENT_BYTES: u64 = SEGMENT_SLOTS * BLOCK_SIZE_U64;
@@ -140,9 +140,9 @@ impl Sequences {
     /// pending for them is over.
     pub fn add(&self, image: ImageId, store: SequenceStore, found: Option<(ImageId, u64)>) {
         let count = u64::from(store.count);
-        let inside = store.first % SEGMENT_SLOTS + count <= SEGMENT_SLOTS;
-        // A lone teleporter may have a higher limit, and be anybody's.
-        if count == 0 || !inside || store.first >= self.limit {
+        // A lone teleporter may have a higher limit or other segments, and be anybody's.
+        let inside = store.first < self.limit && count <= self.limit - store.first;
+        if !(1..=SEGMENT_SLOTS).contains(&count) || !inside {
             return;
         }
         let entry = Pending {
@@ -285,7 +285,7 @@ impl Sequences {
 /// Whole segments in so many bytes: at least one, and no more than the matcher can number.
 #[must_use]
 pub fn segments_of(bytes: u64) -> u64 {
-    (bytes / SEGMENT_BYTES).clamp(1, 1 << 18)
+    (bytes / SEGMENT_BYTES).clamp(1, 1 << 17)
 }
 
 /// The best place that pending blocks can be read from: what is verified in its place already, then

@@ -52,7 +52,7 @@ pub struct SiteConfig {
     pub reserve_bytes: u64,
     /// Sessions at once.
     pub max_sessions: usize,
-    /// Bytes that the sequence cache's data may take; less than a segment of 512 KiB counts as one.
+    /// Bytes that the sequence cache's data may take; less than a segment of 1.3 MiB counts as one.
     pub sequence_data_bytes: u64,
     /// The disk of `work_dir`.
     pub disk: Arc<dyn Disk>,

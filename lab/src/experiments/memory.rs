@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use drover_core::{BLOCK_SIZE_U64, Digest};
+use drover_core::BLOCK_SIZE_U64;
 use drover_index::{DirStorage, Matcher, MatcherConfig};
 use serde::{Deserialize, Serialize};
 
@@ -30,10 +30,10 @@ static ABOUT: About = About {
     name: "memory",
     title: "Memory per terabyte",
     text: "\
-32 synthetic images of 256 GiB of data, which is all that entries of C0 and C1 can address, go through the matcher one after the other: every block's \
+32 synthetic images of 256 GiB of data go through the matcher one after the other: every block's \
 digest is made, looked up as drover would, and matched or remembered; nothing is sampled or left out. The digests are drawn with a fixed seed from the library's \
 statistics (see *Cache sizes*); copies are of any earlier part of any image, so that a cache has to hold everything to find them all. A hash file is made anew \
-from the seed when a page of it is read, since those of 8 TiB take 64 GiB; all other files are real. *resident* is the greatest resident set (VmHWM) \
+from the seed when a page of it is read, since those of 8 TiB take 24 GiB; all other files are real. *resident* is the greatest resident set (VmHWM) \
 of the process, *before* is what it was before the index was opened, *own count* is what the matcher says that it uses. *of exact* is what this memory still finds: the paper's formula asks for \
 29 MB of short-term cache for each terabyte and 93 MB of C2 for 8 TB.
 
@@ -154,7 +154,7 @@ pub fn walk(args: &WalkArgs) -> Result<()> {
         }
         let stats = matcher.stats();
         let caches = [stats.c0, stats.c1, stats.c2];
-        let hash_files = images * model.blocks() * Digest::LEN as u64;
+        let hash_files = images * model.pages() * synthetic::PAGE_BYTES;
         let figures = Walked {
             images,
             blocks: stats.blocks,

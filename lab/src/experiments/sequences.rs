@@ -17,7 +17,7 @@ static ABOUT: About = About {
     title: "Sequences and disk I/O",
     text: "\
 The images of the library, in order, through the matcher in this process. A *run* is blocks in a row that have one place in a row \
-at the destination; a stored *sequence* is a piece of one that was copied to the sequence cache, where it never crosses a segment of 128 \
+at the destination; a stored *sequence* is a piece of one that was copied to the sequence cache, where it never crosses a segment of 340 \
 blocks. The paper reports runs of 86 blocks. *Read* and *write*: pages read from the index for each block asked about, and bytes written to it \
 against bytes of image; a hash page read costs as much as a block. The paper reports 0.3 % (nothing matches) to 1.16 % (everything does) and 0.78 %. \
 *All again* sends the first image a second time, when all of it is matched; *two kept* deletes all images at the destination but the newest two after each, \

@@ -15,8 +15,8 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use drover_core::{Digest, Head};
-use drover_index::testing::ExactDedup;
-use drover_index::{ImageId, Matcher, Storage, StorageFile};
+use drover_index::testing::{ExactDedup, hash_page};
+use drover_index::{ImageId, Matcher, SEGMENT_SLOTS, Storage, StorageFile};
 use serde::{Deserialize, Serialize};
 
 use super::matching::{Image, cpu_time};
@@ -27,8 +27,8 @@ pub const UNIT: u32 = 2048;
 const CELL: usize = 64;
 /// Lengths and cells that are kept of a library.
 const KEPT: usize = 1024;
-/// Digests in a hash page.
-const PER_PAGE: u64 = 128;
+/// Bytes of a hash page.
+pub const PAGE_BYTES: u64 = 4096;
 /// Synthetic images have numbers from here on.
 const FIRST: u64 = 1 << 32;
 
@@ -187,15 +187,27 @@ impl Model {
         copies
     }
 
-    /// The digests of a hash page.
-    fn page(&self, image: u64, page: u64, out: &mut Vec<Digest>) {
-        let block = image * self.blocks() + page * PER_PAGE;
-        let from = (block % u64::from(UNIT)) as u32;
-        let unit = block / u64::from(UNIT);
-        self.trace(unit, from..from + PER_PAGE as u32, &mut |found: Found| {
-            let blocks = found.first..found.first + u64::from(found.blocks);
-            out.extend(blocks.map(|block| self.digest(block)));
-        });
+    /// The hash pages of an image.
+    pub fn pages(&self) -> u64 {
+        self.blocks().div_ceil(SEGMENT_SLOTS)
+    }
+
+    /// The digests of a hash page, which may be of two units.
+    fn page(&self, image: u64, page: u64) -> Vec<Digest> {
+        let mut digests = Vec::with_capacity(SEGMENT_SLOTS as usize);
+        let mut block = page * SEGMENT_SLOTS;
+        let end = (block + SEGMENT_SLOTS).min(self.blocks());
+        while block < end {
+            let from = (block % u64::from(UNIT)) as u32;
+            let to = u64::from(UNIT).min(u64::from(from) + end - block) as u32;
+            let unit = image * self.units + block / u64::from(UNIT);
+            self.trace(unit, from..to, &mut |found: Found| {
+                let blocks = found.first..found.first + u64::from(found.blocks);
+                digests.extend(blocks.map(|block| self.digest(block)));
+            });
+            block += u64::from(to - from);
+        }
+        digests
     }
 
     /// The stretches of a unit, counted over all images.
@@ -400,24 +412,18 @@ impl<F: StorageFile> StorageFile for RegrownFile<F> {
             Self::Kept(file) => return file.read_at(buf, offset),
             Self::Regrown(model, image) => (model, *image),
         };
-        let page_bytes = PER_PAGE * Digest::LEN as u64;
-        let mut digests = Vec::with_capacity(PER_PAGE as usize);
         let mut done = 0;
         while done < buf.len() {
             let at = offset + done as u64;
-            if at / page_bytes >= model.blocks() / PER_PAGE {
+            let no = at / PAGE_BYTES;
+            if no >= model.pages() {
                 break;
             }
-            digests.clear();
-            model.page(image, at / page_bytes, &mut digests);
-            let mut skip = (at % page_bytes) as usize;
-            for digest in &digests {
-                let bytes = digest.0.get(skip..).unwrap_or_default();
-                skip = skip.saturating_sub(Digest::LEN);
-                let n = bytes.len().min(buf.len() - done);
-                buf[done..done + n].copy_from_slice(&bytes[..n]);
-                done += n;
-            }
+            let page = hash_page(no, &model.page(image, no));
+            let bytes = &page[(at % PAGE_BYTES) as usize..];
+            let n = bytes.len().min(buf.len() - done);
+            buf[done..done + n].copy_from_slice(&bytes[..n]);
+            done += n;
         }
         Ok(done)
     }
@@ -432,7 +438,7 @@ impl<F: StorageFile> StorageFile for RegrownFile<F> {
     fn size(&self) -> io::Result<u64> {
         match self {
             Self::Kept(file) => file.size(),
-            Self::Regrown(model, _) => Ok(model.blocks() * Digest::LEN as u64),
+            Self::Regrown(model, _) => Ok(model.pages() * PAGE_BYTES),
         }
     }
 
@@ -499,7 +505,13 @@ mod tests {
         let storage = Regrown::new(SimStorage::new(), Arc::clone(&model));
         let name = format!("img-{:016x}.hash", Model::id(2).0);
         let file = storage.open(&name).unwrap();
-        let bytes: Vec<u8> = digests.iter().flat_map(|d| d.0).collect();
+        // What a matcher writes.
+        let plain = SimStorage::new();
+        let (mut m, _) = Matcher::open(plain.clone(), MatcherConfig::default()).unwrap();
+        let mut cursor = m.begin(Model::id(2)).unwrap();
+        m.record(&mut cursor, &digests, &heads).unwrap();
+        m.finish(cursor).unwrap();
+        let bytes = plain.edit(&name, |b| b.clone()).unwrap();
         assert_eq!(file.size().unwrap(), bytes.len() as u64);
         let mut read = vec![0; bytes.len() + 100];
         assert_eq!(file.read_at(&mut read, 0).unwrap(), bytes.len());

@@ -14,19 +14,19 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// C0 and C1: 32 images of up to 2^19 pages (256 GiB of data that is not zero).
+    /// C0 and C1: 32 images of up to 2^19 pages (680 GiB of data that is not zero).
     pub const RECENT: Layout = Layout {
         fingerprint_bits: 8,
         file_bits: 5,
         address_bits: 19,
     };
 
-    /// C2: one file of up to 2^20 pages (512 GiB). What the file's limit leaves of an entry goes to
-    /// the fingerprint: each false hit is a page read for nothing.
+    /// C2: one file of up to 2^17 pages (170 GiB). The rest of an entry is fingerprint: each false
+    /// hit is a page read for nothing.
     pub const SEQUENCES: Layout = Layout {
-        fingerprint_bits: 12,
+        fingerprint_bits: 15,
         file_bits: 0,
-        address_bits: 20,
+        address_bits: 17,
     };
 
     fn check(&self, which: &str, files: bool) -> Result<()> {
@@ -82,10 +82,10 @@ pub struct MatcherConfig {
     pub aligned: bool,
     /// The shortest match that is copied to the sequence cache, in blocks; `u32::MAX` for none.
     pub min_sequence: u32,
-    /// The most hash pages in the sequence cache; each stands for 512 KiB of its data file.
+    /// The most hash pages in the sequence cache; each stands for 1.3 MiB of its data file.
     /// Beyond it the oldest segment is reused.
     pub sequence_limit: u32,
-    /// Hash pages kept in memory: about 5 KiB each.
+    /// Hash pages kept in memory: about 4.3 KiB each.
     pub cached_pages: usize,
 }
 
@@ -105,7 +105,7 @@ impl Default for MatcherConfig {
             backward: true,
             aligned: true,
             min_sequence: 1,
-            sequence_limit: 1 << 18,
+            sequence_limit: 1 << 17,
             cached_pages: 1024,
         }
     }

@@ -5,6 +5,7 @@ use std::io;
 
 use super::snapshot::{self, Loaded, SavedSlot};
 use super::{ImageId, Matcher, MatcherConfig, OpenReport, Repair, Shared, remove_files};
+use crate::convert::convert;
 use crate::cuckoo::CuckooLru;
 use crate::error::{IndexError, Result};
 use crate::hash_file::{HashFile, Header, any_file_of, found, names};
@@ -20,6 +21,7 @@ pub(super) fn open<S: Storage>(
     storage
         .remove(snapshot::TEMPORARY)
         .map_err(IndexError::io("removing", snapshot::TEMPORARY))?;
+    convert(&storage, &mut report)?;
     let headers = find_images(&storage, &mut report)?;
     let mut recent = Recent::new(&config);
     let mut sequences = SequenceCache::open(&storage, &config, &mut report.repairs)
@@ -113,18 +115,14 @@ fn look_at<S: Storage>(storage: &S, id: u64) -> io::Result<Look> {
     let Some(side) = found(storage.open(&names(id).1))? else {
         return Ok(Look::Interrupted);
     };
-    Ok(match Header::read(&side)? {
-        Some(h) if !h.complete => Look::Interrupted,
-        // Files that were only just being created.
-        None if header_was_never_written(&side)? => Look::Interrupted,
-        _ => Look::Damaged,
+    // Files that were only just being created have no header.
+    let header = Header::bytes_of(&side)?.filter(|b| b.iter().any(|b| *b != 0));
+    let any_version = |b| Header::from_bytes(b).or_else(|| Header::of_version(1, b));
+    Ok(match header.as_ref().map(any_version) {
+        None => Look::Interrupted,
+        Some(Some(h)) if !h.complete => Look::Interrupted,
+        Some(_) => Look::Damaged,
     })
-}
-
-fn header_was_never_written(side: &impl crate::storage::StorageFile) -> io::Result<bool> {
-    let mut b = [0; 64];
-    let n = side.read_at(&mut b, 0)?;
-    Ok(n < b.len() || b == [0; 64])
 }
 
 impl<S: Storage> Matcher<S> {

@@ -232,7 +232,7 @@ impl<S: Storage> Pass<'_, S> {
             held.of = Some((source, no));
         }
         let page = held.page.as_ref()?;
-        page.get((at % PER_PAGE as u64) as usize).copied()
+        page.get((at % PER_PAGE as u64) as usize)
     }
 
     /// Whether block `i` may be taken from there: from its own image only if it comes earlier.
@@ -269,7 +269,7 @@ impl<S: Storage> Pass<'_, S> {
         let digest = &self.digests[i];
         let expected = lead.wrapping_add(i as u64);
         let in_line = expected / PER_PAGE as u64 == no
-            && page.get((expected % PER_PAGE as u64) as usize) == Some(digest);
+            && page.holds((expected % PER_PAGE as u64) as usize, digest);
         let at = if in_line {
             expected
         } else {

@@ -70,7 +70,7 @@ pub enum Via {
 /// "Copy these blocks of the image being delivered to the sequence data file."
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SequenceStore {
-    /// First slot in the sequence data file. The slots share one 128-slot segment.
+    /// First slot in the sequence data file. The slots share one [segment](crate::SEGMENT_SLOTS).
     pub first: u64,
     /// Compact index of the first block in the image being delivered.
     pub from: u64,

@@ -15,7 +15,7 @@ pub(crate) const NAME: &str = "caches.snap";
 pub(crate) const TEMPORARY: &str = "caches.tmp";
 
 const MAGIC: [u8; 8] = *b"DRVRSNP1";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// Magic, version, layouts, sizes, epoch.
 const HEADER: usize = 8 + 4 + 4 + 3 * 8 + 8;
 /// Present, image, serial, blocks.

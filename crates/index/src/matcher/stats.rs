@@ -107,6 +107,9 @@ pub enum Repair {
     SequencesRebuilt,
     /// New sequences could not be written (a full disk): they were dropped.
     SequencesNotWritten,
+    /// A file of an earlier version could not be converted for want of room: it was removed.
+    /// An image can be indexed again.
+    NoRoomToConvert(String),
 }
 
 impl std::fmt::Display for Repair {
@@ -128,6 +131,9 @@ impl std::fmt::Display for Repair {
             Repair::SequencesNotWritten => {
                 write!(f, "new sequences could not be written; dropped")
             }
+            Repair::NoRoomToConvert(file) => {
+                write!(f, "no room to convert {file} to this version; removed")
+            }
             Repair::SequencesRebuilt => write!(f, "the sequence index was rebuilt"),
         }
     }
@@ -144,6 +150,8 @@ pub struct OpenReport {
     pub reindexed: Vec<ImageId>,
     /// Whether a snapshot of the caches was loaded.
     pub from_snapshot: bool,
+    /// Whether files of an earlier version were converted to this one.
+    pub converted: bool,
     /// What was damaged.
     pub repairs: Vec<Repair>,
 }

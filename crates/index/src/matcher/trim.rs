@@ -8,14 +8,14 @@ use crate::page::PER_PAGE;
 use crate::sequence::Uses;
 use crate::storage::Storage;
 
-/// Pages of hash files that one trimming looks at, in all: the digests of 128 GiB. Of larger sites a sample, evenly spread.
-const MAX_PAGES: u64 = 1 << 18;
+/// Pages of hash files that one trimming looks at, in all: the digests of 170 GiB. Of larger sites a sample, evenly spread.
+const MAX_PAGES: u64 = 1 << 17;
 
 /// Pages in a step, which lie side by side: a disk with arms reads them at once.
-const PAGES_A_STEP: u64 = 64;
+const PAGES_A_STEP: u64 = 32;
 
 /// Segments that a step gives back.
-const FREED_A_STEP: usize = 64;
+const FREED_A_STEP: usize = 32;
 
 /// A trimming that is under way. Made by [`Matcher::begin_trim`]; its end is certain, whatever the site's size.
 #[derive(Debug)]
@@ -36,14 +36,14 @@ pub struct Trim {
 pub enum Trimmed {
     /// It looked at images; there is more to do.
     Looked,
-    /// These segments of 128 slots are empty now; there may be more to do.
+    /// These segments of [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS) are empty now; there may be more to do.
     Freed(Vec<u32>),
     /// All done, or it cannot be done now.
     Done,
 }
 
 impl<S: Storage> Matcher<S> {
-    /// Segments of the sequence cache that hold something: 128 slots each, used or not.
+    /// Segments of the sequence cache that hold something: [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS) each, used or not.
     #[must_use]
     pub fn sequence_segments(&self) -> u32 {
         self.sequences.file.occupied()
@@ -121,7 +121,7 @@ impl<S: Storage> Matcher<S> {
         let mut read = |file: &mut HashFile<S::File>| {
             for no in run.clone() {
                 if let Ok(Some(page)) = file.page(no) {
-                    digests.extend(page.iter().map(|(_, d)| *d));
+                    digests.extend(page.iter().map(|(_, d)| d));
                 }
             }
         };
@@ -166,7 +166,7 @@ mod tests {
     #[test]
     fn what_was_given_back_is_room_again() {
         let config = MatcherConfig {
-            sequence_limit: 200,
+            sequence_limit: 150,
             ..MatcherConfig::default()
         };
         let (mut m, _) = Matcher::open(SimStorage::new(), config).unwrap();
@@ -185,16 +185,16 @@ mod tests {
     fn a_sample_ends_soon_and_tells_what_is_used() {
         let (mut m, _) = Matcher::open(SimStorage::new(), MatcherConfig::default()).unwrap();
         for (id, content) in [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)] {
-            send(&mut m, id, content, 40_000);
+            send(&mut m, id, content, 80_000);
         }
         let all = m.sequence_segments();
         let (old, new) = (all / 2, all - all / 2);
-        assert!(old.min(new) > 300, "{all} segments");
+        assert!(old.min(new) > 200, "{all} segments");
         for id in [1, 2] {
             m.forget(ImageId(id)).unwrap();
         }
         let read = m.stats().bytes_read;
-        let mut trim = m.begin_trim_within(new, 600).unwrap();
+        let mut trim = m.begin_trim_within(new, 400).unwrap();
         let (mut steps, mut freed) = (0, Vec::new());
         loop {
             steps += 1;
@@ -205,10 +205,10 @@ mod tests {
                 Trimmed::Done => break,
             }
         }
-        // 64 pages for each step that looks, and 64 segments for each other, which are read to be emptied.
-        assert!(steps < 20 + old as usize / 60, "{steps}");
+        // 32 pages for each step that looks, and 32 segments for each other, which are read to be emptied.
+        assert!(steps < 20 + old as usize / 30, "{steps}");
         let pages = (m.stats().bytes_read - read) / 4096;
-        assert!(pages < 700 + 2 * u64::from(old), "{pages} pages");
+        assert!(pages < 500 + 2 * u64::from(old), "{pages} pages");
         assert_eq!(freed.len(), old as usize);
         // What was of the images that went, but for what lies at the seam.
         let wrong = freed.iter().filter(|no| **no > old + 2).count();

@@ -6,8 +6,8 @@
 
 use drover_core::Digest;
 
-/// Pages of a region, as a power of two: 1 GiB of data.
-const REGION_BITS: u8 = 11;
+/// Pages of a region, as a power of two: 1.3 GiB of data.
+const REGION_BITS: u8 = 10;
 
 /// What a region's pages are of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -226,12 +226,12 @@ mod tests {
     fn few_pages_leave_bits_for_the_digest() {
         let mut numbers = Numbers::new(5, 19);
         assert!(numbers.give(3, 0) && numbers.give(9, 5000));
-        // 4 regions of 2^11 pages.
+        // 6 regions of 2^10 pages.
         assert_eq!(numbers.used_bits(), 13);
         let payload = numbers.payload(numbers.find(3, 7).unwrap(), &digest(0xabcd));
         let other = (0..=u16::MAX).filter(|&n| numbers.agrees(payload, &digest(n)));
         assert_eq!(other.count(), 1 << (16 - 11));
-        assert_eq!(numbers.find(3, 1 << 11), None);
+        assert_eq!(numbers.find(3, 1 << 10), None);
         assert!(!numbers.give(3, 1 << 19));
     }
 
@@ -240,16 +240,16 @@ mod tests {
         let region = |slot, part| Some(Region { slot, part });
         let mut numbers = Numbers::new(2, 15);
         for (bits, regions) in [
-            (11, vec![region(0, 0), region(1, 0)]),
+            (10, vec![region(0, 0), region(1, 0)]),
             (18, vec![region(0, 0)]),
-            (12, vec![region(4, 0)]),
-            (12, vec![region(0, 1)]),
-            (12, vec![region(0, 0), region(0, 0)]),
+            (11, vec![region(4, 0)]),
+            (11, vec![region(0, 1)]),
+            (11, vec![region(0, 0), region(0, 0)]),
         ] {
             assert!(!numbers.restore(bits, &regions));
         }
-        assert!(numbers.restore(12, &[None, region(0, 0)]));
-        assert_eq!(numbers.page(1 << 11), Some((0, 0)));
+        assert!(numbers.restore(11, &[None, region(0, 0)]));
+        assert_eq!(numbers.page(1 << 10), Some((0, 0)));
         assert_eq!(numbers.page(0), None);
     }
 }

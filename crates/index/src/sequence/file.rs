@@ -1,24 +1,22 @@
-//! The sequence cache's hash file: segments of 128 digests, and a side file with a record for each.
+//! The sequence cache's hash file: segments of 340 digests, and a side file with a record for each.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 
-use drover_core::Digest;
-
 use super::gaps::Gaps;
 use crate::hash_file::{Damaged, Traffic, found};
 use crate::matcher::Repair;
-use crate::page::{PAGE_BYTES, PER_PAGE, Page, crc};
+use crate::page::{Bits, PAGE_BYTES, PER_PAGE, Page, crc};
 use crate::storage::{Storage, StorageFile};
 
 pub(crate) const HASH: &str = "seq.hash";
 pub(crate) const SIDE: &str = "seq.side";
 
 const MAGIC: [u8; 8] = *b"DRVRSEQ1";
-const VERSION: u32 = 1;
-const HEADER: usize = 64;
-const RECORD: usize = 64;
+const VERSION: u32 = 2;
+pub(crate) const HEADER: usize = 64;
+const RECORD: usize = 3 * Bits::BYTES + 16;
 const CLEAN: u32 = 1;
 
 /// Changed segments that are held in memory before they should be written.
@@ -70,7 +68,7 @@ impl<F: StorageFile> SequenceFile<F> {
             let mut b = [0; HEADER];
             let n = side.read_at(&mut b, 0)?;
             if n == HEADER
-                && let Some((epoch, hand, clean)) = parse_header(&b)
+                && let Some(Header { epoch, hand, clean }) = Header::from_bytes(&b)
             {
                 let mut file = Self::with(hash, side, limit, epoch, clean);
                 file.scan(repairs)?;
@@ -121,7 +119,7 @@ impl<F: StorageFile> SequenceFile<F> {
                 self.hash.set_size(bytes)?;
             }
         }
-        let mut bytes = vec![0; 1024 * RECORD];
+        let mut bytes = vec![0; 512 * RECORD];
         let mut no = 0;
         while no < on_disk {
             let n = self.side.read_at(&mut bytes, record_offset(no))?;
@@ -135,8 +133,8 @@ impl<F: StorageFile> SequenceFile<F> {
                     .and_then(|r| Record::parse(no, r))
                 {
                     Some(record) => {
-                        self.note(no, record.used != 0);
-                        self.add_free(no, record.used);
+                        self.note(no, !record.used.is_empty());
+                        self.add_free(no, &record.used);
                     }
                     None => {
                         repairs.push(Repair::SequencePage(u64::from(no)));
@@ -149,16 +147,12 @@ impl<F: StorageFile> SequenceFile<F> {
         Ok(())
     }
 
-    fn add_free(&mut self, segment: u32, used: u128) {
-        let mut at = 0;
-        while at < PER_PAGE {
-            let from = at + (used >> at).trailing_ones() as usize;
-            if from >= PER_PAGE {
-                break;
-            }
-            let n = ((used >> from).trailing_zeros() as usize).min(PER_PAGE - from);
-            self.gaps.add(slot(segment, from), n);
-            at = from + n;
+    fn add_free(&mut self, segment: u32, used: &Bits) {
+        let mut from = used.next(0, false);
+        while from < PER_PAGE {
+            let to = used.next(from, true);
+            self.gaps.add(slot(segment, from), to - from);
+            from = used.next(to, false);
         }
     }
 
@@ -224,7 +218,7 @@ impl<F: StorageFile> SequenceFile<F> {
         self.traffic.read += n as u64;
         let record = Record::parse(no, &r).filter(|_| n == RECORD);
         let record = record.ok_or(Damaged)?;
-        if record.used == 0 {
+        if record.used.is_empty() {
             return Ok(Page::empty());
         }
         let mut bytes = [0; PAGE_BYTES];
@@ -310,7 +304,7 @@ impl<F: StorageFile> SequenceFile<F> {
 
     /// The segment has new content, to be written with the next [`flush`](Self::flush).
     pub(crate) fn change(&mut self, no: u32, page: Arc<Page>) {
-        self.note(no, page.used != 0);
+        self.note(no, !page.used.is_empty());
         self.changed.insert(no, page);
     }
 
@@ -326,15 +320,15 @@ impl<F: StorageFile> SequenceFile<F> {
 
     /// Drops one sequence.
     pub(crate) fn remove(&mut self, no: u32, from: usize, n: usize, page: &Arc<Page>) {
-        let bits = crate::page::low_bits(n) << from;
+        let gone = Bits::range(from, from + n);
         let mut page = self.in_memory(no).unwrap_or_else(|| Arc::clone(page));
-        if page.used & bits != bits {
+        if !page.used.covers(&gone) {
             return;
         }
         let p = Arc::make_mut(&mut page);
-        p.used &= !bits;
-        p.start &= !bits;
-        p.strong &= !bits;
+        for bits in [&mut p.used, &mut p.start, &mut p.strong] {
+            bits.clear(from, from + n);
+        }
         self.change(no, page);
         self.gaps.add(slot(no, from), n);
     }
@@ -352,14 +346,7 @@ impl<F: StorageFile> SequenceFile<F> {
         // Neighbouring segments go out together.
         let mut runs: Vec<(u32, Vec<u8>, Vec<u8>)> = Vec::new();
         for (&no, page) in &self.changed {
-            let bytes = page.to_bytes();
-            let record = Record {
-                start: page.start,
-                used: page.used,
-                strong: page.strong,
-                page_crc: crc(&bytes),
-            };
-            let record = record.to_bytes(no);
+            let (bytes, record) = on_disk(no, page);
             match runs.last_mut() {
                 Some((first, b, r)) if *first + (r.len() / RECORD) as u32 == no => {
                     b.extend_from_slice(&bytes);
@@ -403,6 +390,25 @@ impl<F: StorageFile> SequenceFile<F> {
     }
 
     fn write_header(&self) -> io::Result<()> {
+        let header = Header {
+            epoch: self.epoch,
+            hand: self.hand,
+            clean: self.clean,
+        };
+        self.side.write_at(&header.to_bytes(), 0)
+    }
+}
+
+/// What the side file says about all segments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub epoch: u64,
+    pub hand: u32,
+    pub clean: bool,
+}
+
+impl Header {
+    pub(crate) fn to_bytes(self) -> [u8; HEADER] {
         let mut b = [0; HEADER];
         b[..8].copy_from_slice(&MAGIC);
         b[8..12].copy_from_slice(&VERSION.to_le_bytes());
@@ -412,64 +418,88 @@ impl<F: StorageFile> SequenceFile<F> {
         b[24..28].copy_from_slice(&self.hand.to_le_bytes());
         let sum = crc(&b[..60]);
         b[60..].copy_from_slice(&sum.to_le_bytes());
-        self.side.write_at(&b, 0)
+        b
+    }
+
+    /// The header, if the bytes are one of this version.
+    pub(crate) fn from_bytes(b: &[u8; HEADER]) -> Option<Self> {
+        Self::of_version(VERSION, b)
+    }
+
+    /// The header, if the bytes are one of that version.
+    pub(crate) fn of_version(version: u32, b: &[u8; HEADER]) -> Option<Self> {
+        let u32_at = |i: usize| u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
+        let flags = u32_at(12);
+        let good = b[..8] == MAGIC
+            && u32_at(8) == version
+            && flags & !CLEAN == 0
+            && u32_at(60) == crc(&b[..60]);
+        good.then(|| Header {
+            epoch: u64::from(u32_at(16)) | u64::from(u32_at(20)) << 32,
+            hand: u32_at(24),
+            clean: flags & CLEAN != 0,
+        })
     }
 }
 
-fn parse_header(b: &[u8; HEADER]) -> Option<(u64, u32, bool)> {
-    let u32_at = |i: usize| u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
-    let flags = u32_at(12);
-    let good = b[..8] == MAGIC
-        && u32_at(8) == VERSION
-        && flags & !CLEAN == 0
-        && u32_at(60) == crc(&b[..60]);
-    let epoch = u64::from(u32_at(16)) | u64::from(u32_at(20)) << 32;
-    good.then(|| (epoch, u32_at(24), flags & CLEAN != 0))
+/// A segment's page and record as they are written.
+pub(crate) fn on_disk(no: u32, page: &Page) -> ([u8; PAGE_BYTES], [u8; RECORD]) {
+    let bytes = page.to_bytes();
+    let record = Record {
+        start: page.start,
+        used: page.used,
+        strong: page.strong,
+        page_crc: crc(&bytes),
+    };
+    (bytes, record.to_bytes(no))
 }
 
-fn record_offset(no: u32) -> u64 {
+/// Where a segment's record is in the side file.
+pub(crate) fn record_offset(no: u32) -> u64 {
     HEADER as u64 + u64::from(no) * RECORD as u64
 }
 
 /// What the side file says about a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Record {
-    start: u128,
-    used: u128,
-    strong: u128,
+    start: Bits,
+    used: Bits,
+    strong: Bits,
     page_crc: u32,
 }
 
 impl Record {
     fn to_bytes(self, no: u32) -> [u8; RECORD] {
         let mut r = [0; RECORD];
-        r[..16].copy_from_slice(&self.start.to_le_bytes());
-        r[16..32].copy_from_slice(&self.used.to_le_bytes());
-        r[32..48].copy_from_slice(&self.strong.to_le_bytes());
-        r[48..52].copy_from_slice(&self.page_crc.to_le_bytes());
-        r[56..60].copy_from_slice(&no.to_le_bytes());
-        let sum = crc(&r[..60]);
-        r[60..].copy_from_slice(&sum.to_le_bytes());
+        let (masks, rest) = r.split_at_mut(3 * Bits::BYTES);
+        let (masks, _) = masks.as_chunks_mut::<{ Bits::BYTES }>();
+        for (to, bits) in masks.iter_mut().zip([self.start, self.used, self.strong]) {
+            *to = bits.to_bytes();
+        }
+        rest[..4].copy_from_slice(&self.page_crc.to_le_bytes());
+        rest[8..12].copy_from_slice(&no.to_le_bytes());
+        let sum = crc(&r[..RECORD - 4]);
+        r[RECORD - 4..].copy_from_slice(&sum.to_le_bytes());
         r
     }
 
     fn parse(no: u32, r: &[u8; RECORD]) -> Option<Self> {
-        let u32_at = |i: usize| u32::from_le_bytes([r[i], r[i + 1], r[i + 2], r[i + 3]]);
-        let (wide, _) = r.as_chunks::<16>();
+        let (masks, rest) = r.split_at(3 * Bits::BYTES);
+        let u32_at =
+            |i: usize| u32::from_le_bytes([rest[i], rest[i + 1], rest[i + 2], rest[i + 3]]);
+        let (masks, _) = masks.as_chunks::<{ Bits::BYTES }>();
         let record = Record {
-            start: u128::from_le_bytes(wide[0]),
-            used: u128::from_le_bytes(wide[1]),
-            strong: u128::from_le_bytes(wide[2]),
-            page_crc: u32_at(48),
+            start: Bits::from_bytes(&masks[0])?,
+            used: Bits::from_bytes(&masks[1])?,
+            strong: Bits::from_bytes(&masks[2])?,
+            page_crc: u32_at(0),
         };
         // A record of zeros is one that was never written: a hole in the file.
         if r == &[0; RECORD] {
             return Some(record);
         }
-        let inside = (record.start | record.strong) & !record.used == 0;
-        let good = u32_at(60) == crc(&r[..60]) && u32_at(56) == no && inside;
+        let inside = record.used.covers(&record.start.or(record.strong));
+        let good = u32_at(12) == crc(&r[..RECORD - 4]) && u32_at(8) == no && inside;
         good.then_some(record)
     }
 }
-
-const _: () = assert!(PAGE_BYTES == PER_PAGE * Digest::LEN);

@@ -9,7 +9,7 @@ const LIMIT: usize = 1 << 17;
 
 /// One list of gaps a size. Neighbours inside a segment are one gap.
 pub(crate) struct Gaps {
-    by_slot: BTreeMap<u64, u8>,
+    by_slot: BTreeMap<u64, u16>,
     by_size: Vec<BTreeSet<u64>>,
 }
 
@@ -42,13 +42,13 @@ impl Gaps {
             to += u64::from(n);
         }
         if self.by_slot.len() < LIMIT {
-            let size = (to - from) as u8;
+            let size = (to - from) as u16;
             self.by_slot.insert(from, size);
             self.by_size[usize::from(size)].insert(from);
         }
     }
 
-    fn drop_gap(&mut self, slot: u64, size: u8) {
+    fn drop_gap(&mut self, slot: u64, size: u16) {
         self.by_slot.remove(&slot);
         self.by_size[usize::from(size)].remove(&slot);
     }
@@ -73,7 +73,7 @@ impl Gaps {
     /// Forgets the gaps of a segment.
     pub(crate) fn remove_segment(&mut self, segment: u32) {
         let from = u64::from(segment) * PER_PAGE as u64;
-        let inside: Vec<(u64, u8)> = self
+        let inside: Vec<(u64, u16)> = self
             .by_slot
             .range(from..from + PER_PAGE as u64)
             .map(|(&s, &n)| (s, n))
@@ -96,7 +96,7 @@ mod tests {
     proptest! {
         /// Against a plain array of free slots.
         #[test]
-        fn no_slot_is_given_twice_and_none_is_lost(ops in proptest::collection::vec((0u8..4, 1usize..=128, any::<u32>()), 0..300)) {
+        fn no_slot_is_given_twice_and_none_is_lost(ops in proptest::collection::vec((0u8..4, 1usize..=PER_PAGE, any::<u32>()), 0..300)) {
             const SEGMENTS: usize = 4;
             let mut gaps = Gaps::default();
             let mut free = vec![false; SEGMENTS * PER_PAGE];

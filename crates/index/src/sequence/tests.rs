@@ -3,10 +3,13 @@ use std::collections::HashMap;
 use proptest::prelude::*;
 
 use super::*;
+use crate::page::Bits;
 use crate::testing::SimStorage;
 
+const SEGMENT: u64 = PER_PAGE as u64;
+
 fn digest(n: u64) -> Digest {
-    Digest(*blake3::hash(&n.to_le_bytes()).as_bytes())
+    Digest(*blake3::hash(&n.to_le_bytes()).as_bytes()).short()
 }
 
 fn config(c2_bytes: usize, sequence_limit: u32) -> MatcherConfig {
@@ -55,8 +58,8 @@ impl World {
             assert_eq!(s.from, next, "pieces are told in order");
             next += u64::from(s.count);
             let last = s.first + u64::from(s.count) - 1;
-            assert_eq!(s.first / 128, last / 128, "inside a segment");
-            assert!(last / 128 < u64::from(self.config.sequence_limit));
+            assert_eq!(s.first / SEGMENT, last / SEGMENT, "inside a segment");
+            assert!(last / SEGMENT < u64::from(self.config.sequence_limit));
             for k in 0..u64::from(s.count) {
                 self.data.insert(s.first + k, digest(s.from + k));
             }
@@ -80,10 +83,10 @@ impl World {
         let mut used = 0;
         for no in 0..self.cache.file.segments() {
             let page = self.cache.page(no, &mut self.shared);
-            assert_eq!((page.start | page.strong) & !page.used, 0);
+            assert!(page.used.covers(&page.start.or(page.strong)));
             for (i, d) in page.iter() {
-                let slot = u64::from(no) * PER_PAGE as u64 + i as u64;
-                assert_eq!(self.data.get(&slot), Some(d), "slot {slot}");
+                let slot = u64::from(no) * SEGMENT + i as u64;
+                assert_eq!(self.data.get(&slot), Some(&d), "slot {slot}");
                 used += 1;
             }
         }
@@ -104,7 +107,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
     fn two_sequences_never_share_a_slot(
-        lengths in proptest::collection::vec(1u64..300, 1..60),
+        lengths in proptest::collection::vec(1u64..800, 1..60),
         small_c2: bool,
         limit in 1u32..20,
         reopen in 0usize..60,
@@ -142,20 +145,20 @@ proptest! {
 fn sequences_fill_the_tail_then_gaps_of_their_size() {
     let mut w = World::new(config(64 << 10, 100));
     let first = |s: Vec<SequenceStore>| s[0].first;
-    assert_eq!(first(w.store(0, 100)), 0);
-    assert_eq!(first(w.store(1000, 1020)), 100, "the rest of the segment");
+    assert_eq!(first(w.store(0, 312)), 0);
+    assert_eq!(first(w.store(1000, 1020)), 312, "the rest of the segment");
     assert_eq!(
         first(w.store(2000, 2050)),
-        128,
+        340,
         "does not fit: a new segment, a gap of 8 stays"
     );
-    assert_eq!(first(w.store(3000, 3007)), 178, "7 is not 8");
-    assert_eq!(first(w.store(4000, 4008)), 120, "8 is");
-    let long = w.store(5000, 5300);
+    assert_eq!(first(w.store(3000, 3007)), 390, "7 is not 8");
+    assert_eq!(first(w.store(4000, 4008)), 332, "8 is");
+    let long = w.store(5000, 5724);
     let pieces: Vec<(u64, u32)> = long.iter().map(|s| (s.first, s.count)).collect();
     assert_eq!(
         pieces,
-        [(256, 128), (384, 128), (185, 44)],
+        [(680, 340), (1020, 340), (397, 44)],
         "whole segments, then the rest"
     );
 }
@@ -173,7 +176,7 @@ fn what_c2_pushes_out_is_evicted_with_its_last_entry() {
     let mut left = 0;
     for no in 0..w.cache.file.segments() {
         let page = w.cache.page(no, &mut w.shared);
-        for slot in (0..PER_PAGE).filter(|i| page.start >> i & 1 == 1) {
+        for slot in (0..PER_PAGE).filter(|i| page.start.get(*i)) {
             let (from, to) = sequence_around(&page, slot);
             assert_eq!((from, to - from), (slot, 10));
             let entries = (from..to)
@@ -188,26 +191,26 @@ fn what_c2_pushes_out_is_evicted_with_its_last_entry() {
     // What was evicted made room: the file holds little more than what is left.
     let used = w.check() as u64;
     assert_eq!(used, left * 10);
-    assert!(u64::from(w.cache.file.segments()) * 128 < used * 3 / 2 + 256);
+    assert!(u64::from(w.cache.file.segments()) * SEGMENT < used * 3 / 2 + 2 * SEGMENT);
 }
 
 #[test]
 fn at_the_limit_the_oldest_segment_is_used_again() {
     let mut w = World::new(config(64 << 10, 3));
     for i in 0..3 {
-        w.store(i * 1000, i * 1000 + 128);
+        w.store(i * 1000, i * 1000 + SEGMENT);
     }
     assert_eq!(w.lookup(0), Some(0));
     let fourth = w.store(9000, 9100);
     assert_eq!((fourth[0].first, fourth[0].count), (0, 100));
     assert_eq!(w.lookup(0), None, "evicted with its segment");
-    assert_eq!(w.lookup(1000), Some(128));
+    assert_eq!(w.lookup(1000), Some(SEGMENT));
     assert_eq!(
-        w.store(9500, 9528)[0].first,
+        w.store(9500, 9740)[0].first,
         100,
         "the rest of it is filled"
     );
-    assert_eq!(w.store(9600, 9601)[0].first, 128);
+    assert_eq!(w.store(9800, 9801)[0].first, SEGMENT);
     assert_eq!(w.lookup(1000), None);
     assert_eq!(w.cache.evicted, 2);
     w.check();
@@ -216,26 +219,27 @@ fn at_the_limit_the_oldest_segment_is_used_again() {
 #[test]
 fn start_bits_bound_a_sequence() {
     let mut page = Page::empty();
-    page.used = 0b0111_1111_0111;
-    page.start = 0b0001_0001_0001;
+    page.used = Bits::range(0, 11);
+    page.used.clear(3, 4);
+    [0, 4, 8].into_iter().for_each(|i| page.start.set(i));
     assert_eq!(sequence_around(&page, 2), (0, 3));
     assert_eq!(sequence_around(&page, 4), (4, 8));
     assert_eq!(sequence_around(&page, 7), (4, 8));
     assert_eq!(sequence_around(&page, 10), (8, 11));
-    page.used = u128::MAX;
-    assert_eq!(sequence_around(&page, 127), (8, 128));
+    page.used = Bits::range(0, PER_PAGE);
+    assert_eq!(sequence_around(&page, 127), (8, PER_PAGE));
 }
 
 /// What was told of a sequence that was stored.
 fn found_at(w: &mut World, n: u64) -> Option<u32> {
-    Some((w.lookup(n)? / 128) as u32)
+    Some((w.lookup(n)? / SEGMENT) as u32)
 }
 
 #[test]
 fn trimming_frees_what_is_used_least_first_and_of_equals_the_oldest() {
     let mut w = World::new(config(64 << 10, 100));
     for i in 0..6 {
-        w.store(i * 1000, i * 1000 + 128);
+        w.store(i * 1000, i * 1000 + SEGMENT);
     }
     assert_eq!(w.cache.file.occupied(), 6);
     let mut uses = Uses::default();
@@ -255,7 +259,7 @@ fn trimming_frees_what_is_used_least_first_and_of_equals_the_oldest() {
     // What was freed is used again before the file grows, and a restart finds the same.
     w.reopen();
     assert_eq!(w.cache.file.occupied(), 3);
-    assert_eq!(w.store(9000, 9128)[0].first, 0);
+    assert_eq!(w.store(9000, 9000 + SEGMENT)[0].first, 0);
     assert_eq!(w.cache.file.segments(), 6);
     w.check();
 }
@@ -263,7 +267,7 @@ fn trimming_frees_what_is_used_least_first_and_of_equals_the_oldest() {
 #[test]
 fn trimming_works_on_a_full_disk_and_says_when_it_cannot() {
     let mut w = World::new(config(64 << 10, 100));
-    w.store(0, 256);
+    w.store(0, 2 * SEGMENT);
     w.cache.flush(&mut w.shared).unwrap();
     w.storage.set_capacity(Some(0));
     assert_eq!(w.cache.free(&[0], &mut w.shared).len(), 1);
@@ -275,7 +279,7 @@ fn trimming_works_on_a_full_disk_and_says_when_it_cannot() {
 fn trimming_to_a_lower_limit_is_for_good() {
     let mut w = World::new(config(64 << 10, 100));
     for i in 0..6 {
-        w.store(i * 1000, i * 1000 + 128);
+        w.store(i * 1000, i * 1000 + SEGMENT);
     }
     w.config.sequence_limit = 2;
     w.reopen();
@@ -294,7 +298,7 @@ proptest! {
     /// What trimming frees is what a plain table says, and what it leaves is found as before.
     #[test]
     fn trimming_at_any_moment_leaves_what_is_left_whole(
-        lengths in proptest::collection::vec(1u64..300, 1..40),
+        lengths in proptest::collection::vec(1u64..800, 1..40),
         trims in proptest::collection::vec((0usize..40, 0u32..12), 0..6),
         limit in 2u32..20,
     ) {
@@ -305,7 +309,7 @@ proptest! {
             next += len;
             for (_, keep) in trims.iter().filter(|(at, _)| *at == i) {
                 let held = (0..w.cache.file.segments())
-                    .filter(|no| w.cache.page(*no, &mut w.shared).used != 0)
+                    .filter(|no| !w.cache.page(*no, &mut w.shared).used.is_empty())
                     .count() as u32;
                 prop_assert_eq!(w.cache.file.occupied(), held);
                 let mut order = w.cache.by_use(&Uses::default());
@@ -315,7 +319,7 @@ proptest! {
                 prop_assert_eq!(freed.len(), over);
                 prop_assert_eq!(w.cache.file.occupied(), held.min(*keep));
                 for no in freed {
-                    prop_assert_eq!(w.cache.page(no, &mut w.shared).used, 0);
+                    prop_assert!(w.cache.page(no, &mut w.shared).used.is_empty());
                 }
             }
             w.check();

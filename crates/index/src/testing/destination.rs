@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use drover_core::Digest;
 
+use crate::SEGMENT_SLOTS;
 use crate::matcher::{ImageId, Origin, Plan};
 
 /// What a destination would hold: for each image and for the sequence data file, the digests of
@@ -102,8 +103,8 @@ impl Destination {
         let blocks = self.images.entry(image).or_default();
         blocks.extend_from_slice(digests);
         for store in &plan.stores {
-            let same_segment =
-                store.first / 128 == (store.first + u64::from(store.count) - 1) / 128;
+            let last = (store.first + u64::from(store.count)).wrapping_sub(1);
+            let same_segment = store.first / SEGMENT_SLOTS == last / SEGMENT_SLOTS;
             if store.count == 0 || !same_segment {
                 return Err(format!("{store:?} crosses a segment"));
             }

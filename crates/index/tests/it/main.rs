@@ -6,3 +6,4 @@ mod library;
 mod matching;
 mod random;
 mod reads;
+mod versions;

@@ -33,7 +33,7 @@ const BIG: [(u64, u64); 6] = [(1, 300), (2, 5), (3, 90), (4, 1), (5, 700), (6, 3
 #[test]
 fn the_same_image_again_is_all_matched_in_images_and_then_in_sequences() {
     for config in [MatcherConfig::default(), MatcherConfig::paper()] {
-        for batch in [1, 100, 128, 2048] {
+        for batch in [1, 100, 340, 2048] {
             let (mut m, mut d) = open(config);
             let image = Image::of(&BIG);
             let n = image.digests.len() as u64;
@@ -87,7 +87,7 @@ fn trimming_keeps_what_the_images_that_are_left_use() {
         whole(&mut m, &mut d, id, image, 500);
     }
     let all = m.sequence_segments();
-    assert!(all >= 30, "{all}");
+    assert!(all >= 10, "{all}");
     assert!(m.begin_trim(all).is_none());
     for id in [1, 2] {
         m.forget(ImageId(id)).unwrap();

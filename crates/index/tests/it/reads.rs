@@ -92,9 +92,10 @@ impl Walked {
         let s = &self.stats;
         let per = |n: u64| n as f64 * 100.0 / s.blocks as f64;
         eprintln!(
-            "{what}: reads {:.2} of 100 ({:.2?} an image); matched {:.2} of 100, of exact {:.2} %; false C0 {:.2} C1 {:.2} C2 {:.2}; runs of {:.1}; stored {:.2} in pieces of {:.1}, evicted {}; lookups C2 {:.1} C0 {:.1} C1 {:.1}; full C0 {:.0} C1 {:.0} C2 {:.0} %; evictions C0 {} C1 {} C2 {}",
+            "{what}: reads {:.2} of 100 ({:.2?} an image), {:.1} KiB in all; matched {:.2} of 100, of exact {:.2} %; false C0 {:.2} C1 {:.2} C2 {:.2}; runs of {:.1}; stored {:.2} in pieces of {:.1}, evicted {}; lookups C2 {:.1} C0 {:.1} C1 {:.1}; full C0 {:.0} C1 {:.0} C2 {:.0} %; evictions C0 {} C1 {} C2 {}",
             self.reads_per_100(),
             self.images,
+            s.bytes_read as f64 / 10.24 / s.blocks as f64,
             per(s.matched),
             s.matched as f64 * 100.0 / self.exact as f64,
             per(s.c0.false_matches),

@@ -11,11 +11,13 @@ use std::path::{Path, PathBuf};
 
 use drover_index::ImageId;
 
+use super::SEGMENT_SLOTS;
 use super::table::{Pending, Table};
 
 const MAGIC: [u8; 8] = *b"DRVRPEND";
-/// Versions 1 and 2 were one packed table, written at close, without the magic.
-const VERSION: u32 = 3;
+/// Versions 1 and 2 were one packed table, written at close, without the magic. Version 3 had 128 slots at most in a
+/// record, else it is the same, and is read and written anew.
+const VERSION: u32 = 4;
 const HEADER: usize = 16;
 const RECORD: usize = 56;
 
@@ -58,7 +60,11 @@ impl Journal {
         };
         // One that cannot be read says nothing.
         let bytes = read(path).unwrap_or_default();
-        let Some(records) = checked_header(&bytes) else {
+        let current = checked_header(&bytes, VERSION);
+        let Some(records) = current else {
+            if let Some(records) = checked_header(&bytes, 3) {
+                replay(records, &mut table);
+            }
             journal.rewrite(&table);
             return (journal, table);
         };
@@ -103,7 +109,7 @@ impl Journal {
     /// Writes the file anew, with what is needed only.
     pub fn rewrite(&mut self, table: &Table) {
         let mut bytes = Vec::with_capacity(HEADER + table.len() * RECORD);
-        bytes.extend_from_slice(&header());
+        bytes.extend_from_slice(&header(VERSION));
         table
             .iter()
             .for_each(|(first, p)| bytes.extend_from_slice(&encode(Change::Put(first, p))));
@@ -174,19 +180,19 @@ fn sum(bytes: &[u8]) -> [u8; 4] {
     (crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32).to_le_bytes()
 }
 
-fn header() -> [u8; HEADER] {
+fn header(version: u32) -> [u8; HEADER] {
     let mut h = [0; HEADER];
     h[..8].copy_from_slice(&MAGIC);
-    h[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    h[8..12].copy_from_slice(&version.to_le_bytes());
     let sum = sum(&h[..12]);
     h[12..].copy_from_slice(&sum);
     h
 }
 
-/// What follows a header of this version.
-fn checked_header(bytes: &[u8]) -> Option<&[u8]> {
+/// What follows a header of that version.
+fn checked_header(bytes: &[u8], version: u32) -> Option<&[u8]> {
     let (h, records) = bytes.split_first_chunk::<HEADER>()?;
-    (*h == header()).then_some(records)
+    (*h == header(version)).then_some(records)
 }
 
 /// Slots of the largest file there can be.
@@ -230,8 +236,8 @@ fn decode(r: &[u8]) -> Option<Change> {
     let mut word = || words.next();
     let (first, image, from, other, at) = (word()?, word()?, word()?, word()?, word()?);
     let found = (r[1] & FOUND != 0).then_some((other, at));
-    // Slots lie inside a segment, and in a file: no sum or product of these can overflow.
-    let inside = |count: u32| (1..=128).contains(&count) && first < MAX_SLOTS;
+    // Not more slots than a segment's, and in a file: no sum or product of these can overflow.
+    let inside = |count: u32| (1..=SEGMENT_SLOTS).contains(&u64::from(count)) && first < MAX_SLOTS;
     match r[0] {
         PUT if inside(count) => Some(Change::Put(
             first,
@@ -252,18 +258,38 @@ fn decode(r: &[u8]) -> Option<Change> {
 mod tests {
     use super::*;
 
+    #[test]
+    fn a_journal_of_version_3_is_read_and_written_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sequences.pending");
+        let pending = Pending {
+            count: 128,
+            image: 1,
+            from: 5,
+            found: None,
+        };
+        let mut bytes = header(3).to_vec();
+        bytes.extend(encode(Change::Put(256, pending)));
+        std::fs::write(&path, &bytes).unwrap();
+        for _ in 0..2 {
+            let (_, table) = Journal::open(&path);
+            assert_eq!(table.at(256), Some(pending));
+            assert!(std::fs::read(&path).unwrap().starts_with(&header(VERSION)));
+        }
+    }
+
     /// Such a record has a good checksum only if somebody made it: it ends the journal, and nothing overflows.
     #[test]
     fn slots_beyond_any_file_are_not_taken() {
         let pending = Pending {
-            count: 128,
+            count: SEGMENT_SLOTS as u32,
             image: 1,
             from: u64::MAX,
             found: Some((2, u64::MAX)),
         };
         let last = MAX_SLOTS - 1;
         let mut records = Vec::new();
-        for first in [last, last - 1, u64::MAX - 128, 5] {
+        for first in [last, last - 1, u64::MAX - SEGMENT_SLOTS, 5] {
             records.extend(encode(Change::Put(first, pending)));
         }
         let mut table = Table::default();

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::SEGMENT_SLOTS;
 use super::journal::Change;
 
 /// Stores that may be pending; beyond this the oldest slots are given up.
@@ -85,8 +86,8 @@ impl Table {
             .0
             .range(..end)
             .rev()
-            // Sequences never cross a page of 128 slots, so nothing starts further back than that.
-            .take_while(|(s, _)| **s + 128 > first)
+            // None is longer than a segment, so nothing starts further back than that.
+            .take_while(|(s, _)| **s + SEGMENT_SLOTS > first)
             .filter(|(s, p)| **s + u64::from(p.count) > first)
             .map(|(s, _)| *s)
             .collect();
@@ -136,7 +137,10 @@ impl Table {
     pub fn check(&self) {
         let mut end = 0;
         for (first, p) in self.iter() {
-            assert!((1..=128).contains(&p.count), "{first}: {p:?}");
+            assert!(
+                (1..=SEGMENT_SLOTS).contains(&u64::from(p.count)),
+                "{first}: {p:?}"
+            );
             assert!(first >= end, "{first} is in what ends at {end}");
             end = first + u64::from(p.count);
         }

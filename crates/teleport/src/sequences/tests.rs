@@ -48,17 +48,17 @@ proptest! {
     /// Against a plain table of where every slot's block is.
     #[test]
     fn slots_are_found_where_they_were_last_put(
-        adds in prop::collection::vec((0u64..6, 0u64..128, 1u32..60, 1u64..5, 0u64..1000, prop::option::of((1u64..5, 0u64..1000))), 0..60),
-        asks in prop::collection::vec((0u64..700, 1u32..128), 1..20),
+        adds in prop::collection::vec((0u64..6, 0u64..SEGMENT_SLOTS, 1u32..60, 1u64..5, 0u64..1000, prop::option::of((1u64..5, 0u64..1000))), 0..60),
+        asks in prop::collection::vec((0u64..1600, 1u32..128), 1..20),
         dropped in prop::option::of(1u64..5),
     ) {
         let dir = tempfile::tempdir().unwrap();
         let s = open(dir.path());
         type Places = Option<((u64, u64), Option<(u64, u64)>)>;
-        let mut plain: Vec<Places> = vec![None; 2000];
+        let mut plain: Vec<Places> = vec![None; 4000];
         for (page, start, count, image, from, found) in adds {
-            let count = count.min(128 - start as u32);
-            let first = page * 128 + start;
+            let count = count.min((SEGMENT_SLOTS - start) as u32);
+            let first = page * SEGMENT_SLOTS + start;
             s.add(ImageId(image), SequenceStore { first, from, count }, found.map(|(i, at)| (ImageId(i), at)));
             for i in 0..u64::from(count) {
                 plain[(first + i) as usize] = Some(((image, from + i), found.map(|(f, at)| (f, at + i))));
@@ -219,17 +219,18 @@ fn a_limit_holds_also_when_it_is_lowered() {
     s.data()
         .write_all_at(&[1; 4096], 3 * SEGMENT_BYTES)
         .unwrap();
-    s.add(ImageId(2), store(100, 0, 28), None);
-    s.add(ImageId(2), store(300, 0, 28), None);
+    s.add(ImageId(2), store(312, 0, 28), None);
+    s.add(ImageId(2), store(700, 0, 28), None);
     drop(s);
     let s = Sequences::open(dir.path(), 2 * SEGMENT_BYTES + 5).unwrap();
     assert_eq!(s.data().metadata().unwrap().len(), 2 * SEGMENT_BYTES);
     assert_eq!(s.pending(), 1);
-    s.add(ImageId(2), store(256, 0, 28), None);
+    s.add(ImageId(2), store(680, 0, 28), None);
+    s.add(ImageId(2), store(670, 0, 28), None);
     assert_eq!(s.pending(), 1, "beyond the limit");
-    let halves = [(56, From::Sequence { first: 200 }), (44, From::Literal)];
-    assert_eq!(s.resolve(200, 100, OWN, reach), halves);
-    assert_eq!(s.resolve(300, 10, OWN, reach), [(10, From::Literal)]);
+    let halves = [(80, From::Sequence { first: 600 }), (20, From::Literal)];
+    assert_eq!(s.resolve(600, 100, OWN, reach), halves);
+    assert_eq!(s.resolve(700, 10, OWN, reach), [(10, From::Literal)]);
     drop(s);
     assert_eq!(open(dir.path()).pending(), 1, "for good");
 }
@@ -245,8 +246,8 @@ fn what_is_freed_goes_back_to_the_file_system() {
     s.data().sync_all().unwrap();
     let used = || s.data().metadata().unwrap().blocks() * 512;
     let before = used();
-    s.add(ImageId(2), store(130, 0, 28), None);
-    s.add(ImageId(2), store(300, 0, 28), None);
+    s.add(ImageId(2), store(350, 0, 28), None);
+    s.add(ImageId(2), store(700, 0, 28), None);
     s.free(&[1, 3, 4]);
     assert_eq!(s.pending(), 1);
     assert!(before - used() >= 3 * SEGMENT_BYTES, "{before}, {}", used());
@@ -265,7 +266,7 @@ fn what_is_freed_goes_back_to_the_file_system() {
 fn slots_that_are_being_copied_are_freed_after_it() {
     let dir = tempfile::tempdir().unwrap();
     let s = open(dir.path());
-    s.add(ImageId(2), store(0, 0, 128), None);
+    s.add(ImageId(2), store(0, 0, SEGMENT_SLOTS as u32), None);
     let copy = any_copy(&s).unwrap();
     std::thread::scope(|scope| {
         let copied = s.copy(copy, || {
@@ -320,7 +321,7 @@ enum Step {
 fn any_step() -> impl Strategy<Value = Step> {
     let add = (
         0u64..6,
-        0u64..128,
+        0u64..SEGMENT_SLOTS,
         1u32..60,
         1u64..5,
         0u64..1000,
@@ -328,8 +329,8 @@ fn any_step() -> impl Strategy<Value = Step> {
     );
     let add = add.prop_map(|(page, start, count, image, from, found)| {
         Step::Add(
-            page * 128 + start,
-            count.min(128 - start as u32),
+            page * SEGMENT_SLOTS + start,
+            count.min((SEGMENT_SLOTS - start) as u32),
             image,
             from,
             found,
@@ -344,7 +345,7 @@ fn any_step() -> impl Strategy<Value = Step> {
         6 => add,
         1 => (1u64..5).prop_map(Step::Drop),
         1 => (0u32..6).prop_map(Step::Free),
-        4 => (0u64..768, copied).prop_map(|(at, copied)| Step::Copy(at, copied)),
+        4 => (0u64..6 * SEGMENT_SLOTS, copied).prop_map(|(at, copied)| Step::Copy(at, copied)),
         1 => Just(Step::Crash),
         1 => Just(Step::Settle),
     ]
@@ -357,7 +358,7 @@ proptest! {
         type Place = Option<((u64, u64), Option<(u64, u64)>)>;
         let dir = tempfile::tempdir().unwrap();
         let mut s = open(dir.path());
-        let mut plain: Vec<Place> = vec![None; 6 * 128];
+        let mut plain: Vec<Place> = vec![None; 6 * SEGMENT_SLOTS as usize];
         for step in steps {
             match step {
                 Step::Add(first, count, image, from, found) => {
@@ -377,7 +378,7 @@ proptest! {
                 }
                 Step::Free(no) => {
                     s.free(&[no]);
-                    plain[no as usize * 128..][..128].fill(None);
+                    plain[no as usize * SEGMENT_SLOTS as usize..][..SEGMENT_SLOTS as usize].fill(None);
                 }
                 Step::Copy(at, how) => {
                     if let Some(copy) = s.next_copy(at, |_| true, |_| false) {
