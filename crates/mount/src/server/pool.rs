@@ -129,7 +129,7 @@ impl Shared {
     fn more(&self, kind: Kind) -> &Condvar {
         match kind {
             Kind::Front | Kind::Back => &self.reads,
-            Kind::Change | Kind::Sync => &self.changes,
+            Kind::Change | Kind::Write(..) | Kind::Sync => &self.changes,
         }
     }
 

@@ -55,6 +55,9 @@ impl Unit {
             Unit::Other(Ask::Commit { .. } | Ask::Close { .. } | Ask::DirectFlush { .. }, _) => {
                 Kind::Sync
             }
+            Unit::Other(Ask::DirectWrite { offset, length, .. }, _) => {
+                Kind::Write(*offset, offset.saturating_add(u64::from(*length)))
+            }
             Unit::Other(ask, _) if changes(ask) => Kind::Change,
             _ if front => Kind::Front,
             _ => Kind::Back,

@@ -15,8 +15,22 @@ pub enum Kind {
     Back,
     /// Changes what is read later.
     Change,
+    /// Changes only these bytes of a device, from one to before another: such as have none in common may be done at once.
+    Write(u64, u64),
     /// Makes changes durable, which takes as long as a disk takes.
     Sync,
+}
+
+impl Kind {
+    /// Whether two jobs of a mount may be done in any order, or at once.
+    fn is_apart(self, other: Self) -> bool {
+        match (self, other) {
+            (Kind::Write(from, to), Kind::Write(other_from, other_to)) => {
+                to <= other_from || other_to <= from
+            }
+            _ => false,
+        }
+    }
 }
 
 /// How many threads there are, and what they may be at.
@@ -28,8 +42,11 @@ pub struct Limits {
     pub back: usize,
     /// Of those at reads of one mount, at most: an image may lie on a disk that does not answer.
     pub reading_one: usize,
-    /// Threads that change. One at a time for a mount.
+    /// Threads that change. One at a time for a mount, but for writes.
     pub changing: usize,
+    /// Another write of a mount that has one running is only begun while fewer than this run: the other threads are for
+    /// those that have none.
+    pub writing: usize,
     /// Of those at syncs, at most.
     pub syncing: usize,
 }
@@ -43,6 +60,7 @@ impl Limits {
             back: threads - 1,
             reading_one: threads + 1,
             changing: threads + 2,
+            writing: (threads + 2) / 2,
             syncing: threads + 1,
         }
     }
@@ -97,8 +115,8 @@ pub struct Schedule<K, J> {
     /// Reads that run, by mount.
     reads: HashMap<K, usize>,
     running_back: usize,
-    /// Mounts of which a change runs.
-    changing: Vec<K>,
+    /// Mounts of which changes run, with each.
+    changing: Vec<(K, Kind)>,
     running_syncs: usize,
 }
 
@@ -131,7 +149,7 @@ impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
         match kind {
             Kind::Front => self.front.put(mount, job),
             Kind::Back => self.back.put(mount, job),
-            Kind::Change | Kind::Sync => self.changes.put(mount, (kind, job)),
+            Kind::Change | Kind::Write(..) | Kind::Sync => self.changes.put(mount, (kind, job)),
         }
     }
 
@@ -154,10 +172,14 @@ impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
     /// The next job for a thread that changes.
     pub fn next_change(&mut self) -> Option<(Running<K>, J)> {
         let (changing, syncs) = (&self.changing, self.running_syncs < self.limits.syncing);
+        let more = changing.len() < self.limits.writing;
         let (mount, (kind, job)) = self.changes.take(|mount, (kind, _)| {
-            !changing.contains(mount) && (syncs || *kind == Kind::Change)
+            let mut own = changing.iter().filter(|(other, _)| other == mount);
+            let alone = own.clone().next().is_none();
+            (alone || more && own.all(|(_, other)| kind.is_apart(*other)))
+                && (syncs || *kind != Kind::Sync)
         })?;
-        self.changing.push(mount);
+        self.changing.push((mount, kind));
         self.running_syncs += usize::from(kind == Kind::Sync);
         Some((Running { mount, kind }, job))
     }
@@ -174,9 +196,10 @@ impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
                     }
                 }
             }
-            Kind::Change | Kind::Sync => {
+            Kind::Change | Kind::Write(..) | Kind::Sync => {
                 self.running_syncs -= usize::from(kind == Kind::Sync);
-                self.changing.retain(|other| *other != mount);
+                let at = self.changing.iter().position(|own| *own == (mount, kind));
+                at.map(|at| self.changing.swap_remove(at));
             }
         }
     }
@@ -191,6 +214,7 @@ mod tests {
         back: 3,
         reading_one: 5,
         changing: 6,
+        writing: 3,
         syncing: 5,
     };
 
@@ -204,7 +228,7 @@ mod tests {
             let limits = Limits::new(threads);
             assert!(limits.back > 0 && limits.back < limits.reading);
             assert!(limits.reading_one < limits.reading && limits.reading_one > limits.back);
-            assert!(limits.syncing < limits.changing);
+            assert!(limits.syncing < limits.changing && limits.writing < limits.changing);
         }
         assert_eq!(Limits::new(4), LIMITS);
     }
@@ -280,6 +304,55 @@ mod tests {
             assert_eq!(job, expected, "in their order");
             schedule.done(running);
         }
+    }
+
+    #[test]
+    fn writes_of_a_mount_that_have_no_byte_in_common_are_done_at_once_and_a_sync_waits_for_them() {
+        let mut schedule = schedule();
+        schedule.put(1, Kind::Write(0, 8192), 0);
+        schedule.put(1, Kind::Write(8192, 9000), 1);
+        schedule.put(1, Kind::Write(4096, 5000), 2);
+        schedule.put(1, Kind::Write(20_000, 20_001), 3);
+        schedule.put(1, Kind::Sync, 4);
+        schedule.put(1, Kind::Write(30_000, 40_000), 5);
+        let (first, job) = schedule.next_change().unwrap();
+        assert_eq!(job, 0);
+        let (second, job) = schedule.next_change().unwrap();
+        assert_eq!(job, 1);
+        assert_eq!(schedule.next_change(), None, "the third overlaps the first");
+        schedule.done(second);
+        assert_eq!(schedule.next_change(), None);
+        schedule.done(first);
+        let (third, job) = schedule.next_change().unwrap();
+        assert_eq!(job, 2);
+        let (fourth, job) = schedule.next_change().unwrap();
+        assert_eq!(job, 3);
+        assert_eq!(schedule.next_change(), None, "a sync is alone");
+        schedule.done(third);
+        assert_eq!(schedule.next_change(), None, "a sync is alone");
+        schedule.done(fourth);
+        let (sync, job) = schedule.next_change().unwrap();
+        assert_eq!(job, 4);
+        assert_eq!(schedule.next_change(), None, "nothing overtakes a sync");
+        schedule.done(sync);
+        assert_eq!(schedule.next_change().unwrap().1, 5);
+    }
+
+    #[test]
+    fn writes_of_one_mount_that_hang_leave_threads_to_the_others() {
+        let mut schedule = schedule();
+        for n in 0..50 {
+            schedule.put(1, Kind::Write(n * 10, n * 10 + 10), 0);
+        }
+        let hang: Vec<_> = std::iter::from_fn(|| schedule.next_change()).collect();
+        assert_eq!(hang.len(), LIMITS.writing);
+        // The others still get what they got before, one each.
+        for mount in 2..5 {
+            schedule.put(mount, Kind::Write(0, 10), mount);
+            schedule.put(mount, Kind::Write(10, 20), mount);
+            assert_eq!(schedule.next_change().unwrap().1, mount);
+        }
+        assert_eq!(schedule.next_change(), None);
     }
 
     #[test]
