@@ -7,7 +7,7 @@ use crate::stage::{CutHow, Operation, When};
 use crate::storage::FakeDirectory;
 use crate::testing::{Call, Probe};
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 const NONE: Duration = Duration::ZERO;
 
 /// Asks for one part, with values that do no harm.

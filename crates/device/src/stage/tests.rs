@@ -33,7 +33,7 @@ fn inner(cost: Cost) -> Cost {
     cost
 }
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 
 /// Every stage that wraps one device.
 fn rows() -> Vec<Row> {

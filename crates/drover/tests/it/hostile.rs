@@ -41,7 +41,7 @@ impl Client {
     async fn greeted(&self) -> (FrameReader, FrameWriter) {
         let (mut reader, mut writer) = self.connect().await.split();
         greet(&mut reader, &mut writer, Role::Client).await.unwrap();
-        reader.set_idle_timeout(Some(Duration::from_secs(20)));
+        reader.set_idle_timeout(Some(Duration::from_secs(60)));
         (reader, writer)
     }
 

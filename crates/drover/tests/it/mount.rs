@@ -17,13 +17,12 @@ mod random;
 mod replaced;
 
 use std::fs::{self, File};
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
 
-use crate::world::{Ran, Site, World, signal, until};
+use crate::world::{Ran, Site, World, own_address, signal, until};
 use proxy::Proxy;
 
 /// A far site, a near home that is paired with it, and the link between them. What is mounted in any home goes when
@@ -40,7 +39,7 @@ impl Mounts {
         let (world, proxy) = (World::new(), Proxy::new());
         let mut mounts = Mounts {
             site: None,
-            listen: free_address().to_string(),
+            listen: own_address().to_string(),
             proxy,
             world,
         };
@@ -223,12 +222,6 @@ fn clear(record: &Value) {
     }
 }
 
-/// An address that nobody uses now.
-pub fn free_address() -> SocketAddr {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap()
-}
-
 /// A path as text.
 pub fn text(path: &Path) -> &str {
     path.to_str().unwrap()
@@ -242,11 +235,11 @@ pub fn tool(program: &str, args: &[&str]) -> String {
     ran.out
 }
 
-/// Runs a tool, for at most a minute.
+/// Runs a tool, for at most five minutes.
 #[track_caller]
 pub fn tried(program: &str, args: &[&str]) -> Ran {
     let out = Command::new("timeout")
-        .args(["--kill-after=5", "60", program])
+        .args(["--kill-after=5", "300", program])
         .args(args)
         .output()
         .unwrap();

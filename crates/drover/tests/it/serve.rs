@@ -63,7 +63,7 @@ fn a_killed_site_does_not_block_the_next() {
 #[test]
 fn metrics_are_on_the_socket_and_on_a_port_that_was_asked_for() {
     let world = World::new();
-    let port = free_port();
+    let port = crate::world::own_address();
     let _site = world.serve("far", &["--metrics-listen", &port.to_string()]);
     let local = world.run("far", &["status", "--metrics"]).ok().out;
     assert!(local.contains("\ndrover_images 0\n"), "{local}");
@@ -153,7 +153,7 @@ fn systemd_is_told() {
     let path = world.path("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
     socket
-        .set_read_timeout(Some(Duration::from_secs(30)))
+        .set_read_timeout(Some(Duration::from_secs(60)))
         .unwrap();
     let mut child = world
         .drover("far", &["serve", "--listen", "127.0.0.1:0"])
@@ -187,17 +187,10 @@ fn an_address_in_use_is_one_clear_line() {
         .fails(1, &["cannot listen on", &address, "in use"]);
 }
 
-fn free_port() -> SocketAddr {
-    std::net::TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-}
-
 fn http(address: SocketAddr, request: &str) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream
-        .set_read_timeout(Some(Duration::from_secs(10)))
+        .set_read_timeout(Some(Duration::from_secs(60)))
         .unwrap();
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();

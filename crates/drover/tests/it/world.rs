@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 /// How long anything may take before a test gives up.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(180);
 
 /// A directory with homes and images.
 pub struct World {
@@ -186,10 +187,23 @@ pub fn wait(child: &mut Child) -> Option<i32> {
 /// Waits until something is so.
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
-    while !is_so() {
+    loop {
+        let look = Instant::now();
+        if is_so() {
+            return;
+        }
         assert!(start.elapsed() < PATIENCE, "never happened: {what}");
-        std::thread::sleep(Duration::from_millis(10));
+        // A look may be a process or two: on a busy machine they must not keep from happening what they look for.
+        std::thread::sleep(look.elapsed().max(Duration::from_millis(10)));
     }
+}
+
+/// An address for a process to listen on, now or later: of this test alone. A free port of 127.0.0.1 may be another
+/// program's by then, also for a connection that it makes.
+pub fn own_address() -> SocketAddr {
+    let host = Ipv4Addr::from((127 << 24) | fastrand::u32(1 << 16..(1 << 24) - 1));
+    let listener = TcpListener::bind((host, 0)).unwrap();
+    listener.local_addr().unwrap()
 }
 
 /// A command that ended.

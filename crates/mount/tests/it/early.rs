@@ -155,10 +155,10 @@ fn what_was_read_before_a_push_is_not_handed_out_after_it() {
     let told = say.clone();
     let change = vec![Change::Write(0, new.clone())];
     client.push(epoch, change, Box::new(move |r| told.send(r).unwrap()));
-    hear.recv_timeout(Duration::from_secs(10)).unwrap().unwrap();
+    hear.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
     let covers = CHUNK as u64;
     client.commit(epoch, covers, Box::new(move |r| say.send(r).unwrap()));
-    hear.recv_timeout(Duration::from_secs(10)).unwrap().unwrap();
+    hear.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
     assert_eq!(keeper.get(client.as_ref(), 0).unwrap(), new);
     assert_eq!(
         keeper.get(client.as_ref(), 1).unwrap(),

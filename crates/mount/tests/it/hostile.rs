@@ -273,7 +273,7 @@ fn answered<T>(
     let _keeper = Keeper::attach(&client, writes);
     let (say, hear) = std::sync::mpsc::channel();
     ask(&client, say);
-    hear.recv_timeout(Duration::from_secs(8))
+    hear.recv_timeout(Duration::from_secs(60))
         .expect("an answer")
 }
 

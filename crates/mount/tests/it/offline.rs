@@ -18,7 +18,7 @@ fn options(mount: MountId, known: Option<Opened>) -> Options {
     Options {
         mount,
         known,
-        first_contact: Duration::from_millis(300),
+        first_contact: Duration::from_secs(3),
         ..Options::new(name("web"), Access::ReadWrite)
     }
 }

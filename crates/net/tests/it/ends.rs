@@ -54,7 +54,7 @@ async fn both_sides_talk_at_once_and_close() {
                 writer
             };
             let (got, writer) = tokio::join!(count_pattern(&mut reader), send);
-            close(reader, writer, Duration::from_secs(10))
+            close(reader, writer, Duration::from_secs(60))
                 .await
                 .unwrap();
             got.unwrap()

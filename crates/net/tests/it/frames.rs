@@ -277,11 +277,11 @@ async fn counters_agree_at_both_ends() {
     reader.set_max_frame(MAX_FRAME);
     let send = async {
         out.send(1, &vec![7; 1 << 20]).await.unwrap();
-        close(here_in, out, Duration::from_secs(10)).await.unwrap();
+        close(here_in, out, Duration::from_secs(60)).await.unwrap();
     };
     let receive = async {
         assert_eq!(reader.next().await.unwrap().unwrap().payload.len(), 1 << 20);
-        close(reader, writer, Duration::from_secs(10))
+        close(reader, writer, Duration::from_secs(60))
             .await
             .unwrap();
     };

@@ -25,7 +25,7 @@ impl Raw {
             .unwrap();
         let (mut reader, mut writer) = c.split();
         greet(&mut reader, &mut writer, Role::Client).await.unwrap();
-        reader.set_idle_timeout(Some(Duration::from_secs(20)));
+        reader.set_idle_timeout(Some(Duration::from_secs(60)));
         let mut raw = Raw { reader, writer };
         raw.say(kind::REQUEST, &encode(&request)).await;
         raw

@@ -367,7 +367,7 @@ fn a_flush_waits_for_one_that_is_under_way() {
     let second_done = AtomicBool::new(false);
     let until = |what: &AtomicBool| {
         let start = Instant::now();
-        while !what.load(Ordering::SeqCst) && start.elapsed() < Duration::from_secs(10) {
+        while !what.load(Ordering::SeqCst) && start.elapsed() < Duration::from_secs(60) {
             std::thread::yield_now();
         }
     };
@@ -420,7 +420,7 @@ impl Directory for SlowSync {
     fn sync(&self) -> std::io::Result<()> {
         self.stuck.store(true, Ordering::SeqCst);
         let start = Instant::now();
-        while !self.go.load(Ordering::SeqCst) && start.elapsed() < Duration::from_secs(10) {
+        while !self.go.load(Ordering::SeqCst) && start.elapsed() < Duration::from_secs(60) {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.inner.sync()

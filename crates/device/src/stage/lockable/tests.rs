@@ -5,7 +5,7 @@ use crate::backend::MemoryDevice;
 use crate::stage::{Cut, CutHandle, CutHow};
 
 const MS: Duration = Duration::from_millis(1);
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 
 /// Until `what` is so.
 fn until(what: impl Fn() -> bool) {

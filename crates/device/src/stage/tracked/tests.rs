@@ -47,7 +47,7 @@ fn what_changed_since_the_mark_is_told_and_no_more() {
 
 #[test]
 fn a_write_under_way_at_the_mark_is_before_it_and_after_it() {
-    let patience = Duration::from_secs(20);
+    let patience = Duration::from_secs(60);
     let (below, cut) = Cut::new(MemoryDevice::new(1 << 20), patience);
     let (device, track) = Tracked::new(below, 4096);
     device.write(0, &[1; 512]).unwrap();

@@ -92,7 +92,8 @@ impl Life {
             cache_size: self.small.then_some(1),
             push_interval: Duration::from_millis(self.random.u64(1..30)),
             high_water: [4096, 100_000, 1 << 30][self.random.usize(0..3)],
-            give_up_after: Duration::from_secs(10),
+            // Longer than refusals of the far side in a row keep anybody waiting.
+            give_up_after: Duration::from_secs(120),
             prefetch: match self.random.bool() {
                 true => Order::None,
                 false => Order::Sequential,

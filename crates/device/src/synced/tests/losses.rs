@@ -78,7 +78,7 @@ fn a_write_during_the_close_is_refused_or_remembered() {
     let directory = FakeDirectory::default();
     for round in 0..5u64 {
         let device = Synced::open(options(&directory, &far.remote())).unwrap();
-        assert!(device.puller().wait(Duration::from_secs(10)).unwrap());
+        assert!(device.puller().wait(Duration::from_secs(60)).unwrap());
         std::thread::scope(|scope| {
             for writer in 0..4u64 {
                 let device = &device;
@@ -111,6 +111,7 @@ fn no_reader_is_forgotten_by_a_close() {
     for round in 0..6u64 {
         let quiet = SyncedOptions {
             prefetch: Order::None,
+            give_up_after: Duration::from_secs(600),
             ..options(&FakeDirectory::default(), &far.remote())
         };
         let device = Synced::open(quiet).unwrap();
@@ -129,8 +130,8 @@ fn no_reader_is_forgotten_by_a_close() {
             std::thread::sleep(Duration::from_micros(200 * round));
             device.close(false).unwrap();
         });
-        // A forgotten one waits for its deadline, 20 s.
-        assert!(began.elapsed() < Duration::from_secs(15));
+        // A forgotten one waits for its deadline.
+        assert!(began.elapsed() < Duration::from_secs(300));
     }
 }
 

@@ -142,7 +142,7 @@ fn everything_comes_and_is_not_fetched_again_after_a_restart() {
         ..options(&directory, &far.remote())
     };
     let device = Synced::open(with_hook).unwrap();
-    assert!(device.puller().wait(Duration::from_secs(10)).unwrap());
+    assert!(device.puller().wait(Duration::from_secs(60)).unwrap());
     let progress = device.progress();
     assert_eq!(progress.local, progress.chunks);
     assert_eq!(progress.seconds_left, Some(0.0));
@@ -246,7 +246,7 @@ fn a_list_comes_first_and_a_pause_holds() {
     assert!(!device.puller().wait(Duration::from_millis(30)).unwrap());
     assert_eq!(watched.order.lock().len(), before);
     device.puller().resume();
-    assert!(device.puller().wait(Duration::from_secs(10)).unwrap());
+    assert!(device.puller().wait(Duration::from_secs(60)).unwrap());
 }
 
 #[test]

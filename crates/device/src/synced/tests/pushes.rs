@@ -132,7 +132,7 @@ fn an_image_that_changed_elsewhere_is_never_merged() {
     let far = Far::new(&random_bytes(3, 300_000));
     let directory = FakeDirectory::default();
     let device = Synced::open(local(&directory, &far.remote())).unwrap();
-    assert!(device.puller().wait(Duration::from_secs(10)).unwrap());
+    assert!(device.puller().wait(Duration::from_secs(60)).unwrap());
     device.close(true).unwrap();
     // Somebody else writes.
     far.device.write(0, &[9; 4096]).unwrap();

@@ -315,7 +315,7 @@ fn what_a_killed_process_had_just_pulled_is_not_pulled_again() {
     let far = Far::new(&bytes);
     let directory = FakeDirectory::default();
     let device = Synced::open(options(&directory, &far.remote())).unwrap();
-    assert!(device.puller().wait(Duration::from_secs(10)).unwrap());
+    assert!(device.puller().wait(Duration::from_secs(60)).unwrap());
     soon("it is written down", || {
         device.shared.table.lock().unlogged.is_empty()
     });
@@ -345,7 +345,7 @@ fn a_reader_waits_for_the_background_read_that_is_under_way() {
             scope.spawn(|| device.read(at(5), &mut [0; 100]).unwrap());
         }
     });
-    assert!(device.puller().wait(Duration::from_secs(10)).unwrap());
+    assert!(device.puller().wait(Duration::from_secs(60)).unwrap());
     let twice: Vec<_> = (0..64).filter(|i| watched.reads(*i) != 1).collect();
     assert!(twice.is_empty(), "{twice:?}");
 }

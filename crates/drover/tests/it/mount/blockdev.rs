@@ -126,7 +126,7 @@ fn sqlite_commits_through_cuts_of_the_link() {
         let _tree = Tree::mount(&device, &at, "noatime");
         let db = at.join("rows.db");
         let mut shell = Command::new("timeout")
-            .args(["60", "sqlite3", text(&db)])
+            .args(["300", "sqlite3", text(&db)])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

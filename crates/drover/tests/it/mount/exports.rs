@@ -4,8 +4,8 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use super::{Mounts, free_address, has, text, tool, tried};
-use crate::world::until;
+use super::{Mounts, has, text, tool, tried};
+use crate::world::{own_address, until};
 
 #[test]
 fn nbd_tools_read_and_write_an_export() {
@@ -123,7 +123,7 @@ fn several_images_by_tcp_and_a_foreground_that_ends_by_signal() {
     let m = Mounts::new();
     m.raw("one.raw", 53);
     m.raw("two.raw", 54);
-    let address = free_address().to_string();
+    let address = own_address().to_string();
     let args = [
         "export",
         "far:one.raw",
@@ -173,7 +173,10 @@ fn beyond_this_machine_only_with_certificates() {
     }
     let dir = m.world.path("pki");
     fs::create_dir(&dir).unwrap();
-    let address = free_address();
+    // Where the certificate is for.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    drop(listener);
     let listen = address.to_string();
     m.near(&[
         "export",

@@ -25,7 +25,7 @@ fn what_was_hurried_along_with_a_neighbour_is_not_asked_for_again() {
         size: 1 << 30,
         chunk: 65_536,
     };
-    let limit = Duration::from_secs(20);
+    let limit = Duration::from_secs(60);
     let mut book = Book::new(shape, None);
     book.lane_up(0, LaneKind::Front);
     // Sent.
