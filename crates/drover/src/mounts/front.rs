@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use drover_core::BlockDevice;
@@ -13,6 +14,9 @@ use super::kernel::{self, KernelNbd};
 use super::record::{Front, Record};
 use super::target::{Listen, Target};
 use crate::cli::Driver;
+
+/// How long an unmount waits for connections that are about to end.
+const CLOSING: Duration = Duration::from_secs(2);
 
 /// A front end that is there.
 pub enum Shown {
@@ -140,8 +144,11 @@ impl Shown {
                 }
             }
             Shown::Nbd { server, listening } => {
-                let open = server.counts().open;
-                if open > 0 && !lazy {
+                let open = match lazy {
+                    true => 0,
+                    false => still_open(&server),
+                };
+                if open > 0 {
                     let e = anyhow::anyhow!(
                         "{open} NBD connections are open; end the clients, or --lazy cuts them off"
                     );
@@ -160,6 +167,18 @@ impl Shown {
                 Err(e) => Err(unended(Shown::KernelUblk(attached), e)),
             },
         }
+    }
+}
+
+/// How many connections are open, when they had a moment to end: a client that has ended may be counted still.
+fn still_open(server: &nbd::Server) -> u64 {
+    let end = Instant::now() + CLOSING;
+    loop {
+        let open = server.counts().open;
+        if open == 0 || Instant::now() >= end {
+            return open;
+        }
+        std::thread::sleep(Duration::from_millis(10));
     }
 }
 

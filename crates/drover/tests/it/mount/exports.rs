@@ -4,6 +4,7 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use super::client::Client;
 use super::{Mounts, has, text, tool, tried};
 use crate::world::{own_address, until};
 
@@ -279,4 +280,18 @@ fn nbdfuse_shows_it_and_an_open_connection_keeps_it() {
     refused.fails(1, &["NBD connection", "--lazy"]);
     std::thread::sleep(Duration::from_millis(50));
     m.unmount(&socket, &["--lazy"]).ok();
+}
+
+#[test]
+fn a_client_that_is_about_to_end_is_waited_for() {
+    let m = Mounts::new();
+    m.raw("web.raw", 60);
+    let socket = m.export("web.raw", &["--read-only"]);
+    let nbd = Client::connect(&socket, "web.raw");
+    let ends = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(400));
+        drop(nbd);
+    });
+    m.unmount(&socket, &[]).ok();
+    ends.join().unwrap();
 }
