@@ -20,7 +20,7 @@ const TIMES_BEST: &str = "times_best";
 static ABOUT: About = About {
     name: "compress",
     title: "How hard to compress",
-    text: "An image is sent to an empty site, with drover's own choice (*auto*) and with every level that `--compress` can fix, over links and over loopback with a \
+    text: "An image is sent to an empty site, with drover's own choice (*auto*) and with fixed levels, over links and over loopback with a \
 limit. With *one core taken*, a thread that does nothing but count runs beside both ends. *Times the best* is against the fastest fixed level of the same row of circumstances; \
 auto should not be above 1.1.",
     columns: &[
@@ -35,6 +35,8 @@ auto should not be above 1.1.",
 
 const AUTO: &str = "auto";
 const LEVELS: [&str; 8] = [AUTO, "none", "lz4", "1", "2", "3", "6", "9"];
+/// Where a link is so slow that none of the others can be the best, and all of them take minutes.
+const SLOW_LEVELS: [&str; 5] = [AUTO, "3", "6", "9", "12"];
 const SMALL_LEVELS: [&str; 3] = [AUTO, "none", "1"];
 
 /// The experiment.
@@ -124,12 +126,12 @@ impl Experiment for Compress {
         let case = |setting: &Setting| Case {
             id: setting.slug(),
             what: format!(
-                "every level over {}, beside {}",
+                "auto and fixed levels over {}, beside {}",
                 setting.place(),
                 setting.beside()
             ),
             // The least level takes about three times as long.
-            seconds: 2.0 * once(setting) * (levels(lab).len() * lab.repeat.max(1)) as f64,
+            seconds: 2.0 * once(setting) * (levels(lab, setting).len() * lab.repeat.max(1)) as f64,
             rank: match (setting.taken, setting.line) {
                 (false, None) => 1,
                 (false, Some(line)) if line.rate_mbit > 20.0 => 2,
@@ -170,8 +172,12 @@ fn image(lab: &Lab) -> Result<PathBuf> {
     })
 }
 
-fn levels(lab: &Lab) -> &'static [&'static str] {
-    if lab.small { &SMALL_LEVELS } else { &LEVELS }
+fn levels(lab: &Lab, setting: &Setting) -> &'static [&'static str] {
+    match setting.line {
+        _ if lab.small => &SMALL_LEVELS,
+        Some(line) if line.rate_mbit <= 20.0 => &SLOW_LEVELS,
+        _ => &LEVELS,
+    }
 }
 
 /// A row for each level; those that fail say why, and the others go on.
@@ -181,7 +187,7 @@ fn measure(lab: &Lab, setting: &Setting) -> Result<Vec<Row>> {
     identical(&image, &image)?;
     let taken = setting.taken.then(Taken::start);
     let mut rows = Vec::new();
-    for level in levels(lab) {
+    for level in levels(lab, setting) {
         let mut row = Row::new([
             ("where", setting.place()),
             ("beside", setting.beside().to_owned()),
