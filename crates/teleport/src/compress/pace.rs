@@ -47,6 +47,9 @@ const LOOK_FRAMES: u32 = 4;
 /// A link is full when frames wait for it this share of the time.
 const FULL: f64 = 0.08;
 
+/// Frames also wait while those who pass them on wait for a core: so many times as long as packing did.
+const CROWD: f64 = 2.0;
+
 /// A receiver that is busy this share of the time is what frames wait for.
 const RECEIVER_FULL: f64 = 0.85;
 
@@ -86,6 +89,8 @@ pub struct Passed {
     pub read: Duration,
     /// Packing them.
     pub pack: Duration,
+    /// Of that, without a core: others had it.
+    pub stolen: Duration,
     /// Waiting for the link.
     pub waited: Duration,
     /// Bytes of blocks.
@@ -101,6 +106,7 @@ struct Look {
     idle: f64,
     read: f64,
     pack: f64,
+    stolen: f64,
     waited: f64,
     bytes: f64,
     packed: f64,
@@ -112,6 +118,7 @@ impl Look {
         self.idle += frame.idle.as_secs_f64();
         self.read += frame.read.as_secs_f64();
         self.pack += frame.pack.as_secs_f64();
+        self.stolen += frame.stolen.as_secs_f64();
         self.waited += frame.waited.as_secs_f64();
         self.bytes += frame.bytes as f64;
         self.packed += frame.packed as f64;
@@ -287,7 +294,8 @@ impl Pace {
     fn learn_link(&mut self, look: &Look, receiver_busy: f64) {
         let seconds = look.seconds();
         let used = look.packed / seconds;
-        let waited = look.waited > FULL * seconds && look.idle < FULL * seconds;
+        let busy_cores = CROWD * look.stolen;
+        let waited = look.waited > FULL * seconds + busy_cores && look.idle < FULL * seconds;
         let full = waited && receiver_busy < RECEIVER_FULL;
         self.link = match self.link {
             Some(link) if full => Some(link + 0.6 * (used - link)),

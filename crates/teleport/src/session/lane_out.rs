@@ -254,9 +254,11 @@ impl LaneOut {
                 tracing::debug!(lane = self.number, effort = %self.pace.effort(), "compression");
             }
             let mut packed = Vec::with_capacity(at / 2);
+            let on_core = time_on_core();
             let packing = packer
                 .pack(&buffer[..at], self.pace.effort(), &mut packed)
                 .map_err(|e| TeleportError::Remote(format!("cannot compress: {e}")))?;
+            let on_core = time_on_core() - on_core;
             let header = LiteralHeader {
                 slot,
                 packing,
@@ -282,6 +284,7 @@ impl LaneOut {
                 idle: start - free,
                 read,
                 pack: busy - read,
+                stolen: (busy - read).saturating_sub(on_core),
                 waited,
                 bytes: at,
                 packed: bytes,
@@ -300,6 +303,12 @@ impl LaneOut {
             .waited_ns
             .fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
     }
+}
+
+/// What this thread has had of the cores.
+fn time_on_core() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    time.try_into().unwrap_or_default()
 }
 
 /// Sends a lane's frames until there are no more, then ends the connection. What comes from

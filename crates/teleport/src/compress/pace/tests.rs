@@ -21,7 +21,8 @@ struct World {
     unpack: [f64; 2],
     /// What an effort costs here against what is known beforehand.
     costs: [f64; N],
-    /// Something else takes a core: packing and unpacking take so many times as long, from when to when.
+    /// Something else takes a core: packing takes so many times as long, from when to when; on one machine
+    /// unpacking does, too.
     taken: (f64, f64, f64),
     /// Both ends are on this machine: packing slows the receiver down.
     shared: f64,
@@ -40,12 +41,14 @@ fn world(seed: u64) -> World {
     let mut rng = fastrand::Rng::with_seed(seed);
     let between = |rng: &mut fastrand::Rng, a: f64, b: f64| a * (b / a).powf(rng.f64());
     let near = rng.u8(..5) == 0;
+    // A limit between two ends on one machine, too.
+    let limited = rng.u8(..3) == 0;
     let mbit = [20.0, 100.0, 400.0, 1000.0][rng.usize(..4)];
     let mut link = mbit * 1e6 / 8.0 * 0.95;
     let mut limit = None;
-    if near {
+    if near && !limited {
         link = between(&mut rng, 0.4e9, 1.6e9);
-    } else if rng.u8(..3) == 0 {
+    } else if limited {
         let rate = [20e6, 50e6, 100e6, 200e6][rng.usize(..4)];
         limit = Some(rate as u64);
         link = rate;
@@ -99,10 +102,17 @@ fn world(seed: u64) -> World {
     }
 }
 
+impl World {
+    /// How many times as long as with cores of its own a thread takes.
+    fn crowd(&self, at: f64) -> f64 {
+        let (from, to, times) = self.taken;
+        if at >= from && at < to { times } else { 1.0 }
+    }
+}
+
 /// Packs at one instant of a world.
 fn pack(world: &World, frame: &Frame, step: usize, at: f64) -> (f64, f64) {
-    let (from, to, times) = world.taken;
-    let times = if at >= from && at < to { times } else { 1.0 };
+    let times = world.crowd(at);
     let cost = COSTS[step] * world.costs[step] * frame.cost * frame.noise * times * FRAME;
     let saved = ((1.0 - SHARES[step]) * frame.saved).min(0.97);
     (cost, (1.0 - saved) * FRAME)
@@ -144,7 +154,8 @@ fn run(world: &World, mut pace: Pace) -> f64 {
         sent[i] = start + packed / rate;
         let share = cost / (handed - now).max(1e-12);
         let unpack = world.unpack[usize::from(step > 0)] * FRAME;
-        let unpack = unpack * (1.0 + world.shared * share);
+        let beside = if world.shared > 0.0 { world.crowd(now) } else { 1.0 };
+        let unpack = unpack * beside * (1.0 + world.shared * share);
         let begin = sent[i].max(if i > 0 { done[i - 1] } else { 0.0 });
         done[i] = begin + unpack;
         busy += unpack;
@@ -157,6 +168,7 @@ fn run(world: &World, mut pace: Pace) -> f64 {
             idle: Duration::ZERO,
             read: seconds(read),
             pack: seconds(cost),
+            stolen: seconds(cost * (1.0 - 1.0 / world.crowd(now))),
             waited: seconds(handed - ready),
             bytes: FRAME as usize,
             packed: packed as usize,
@@ -244,4 +256,25 @@ fn a_receiver_that_cannot_keep_up_is_not_mistaken_for_a_slow_link() {
     };
     (0..500).for_each(|_| pace.note(&waits, 0.95));
     assert_eq!(pace.effort(), Effort::None);
+}
+
+#[test]
+fn waits_for_want_of_a_core_are_not_mistaken_for_a_slow_link() {
+    let mut pace = Pace::of_link(Duration::from_micros(50), Some(200_000_000));
+    for _ in 0..500 {
+        let step = EFFORTS.iter().position(|e| *e == pace.effort()).unwrap();
+        let packing = COSTS[step] * FRAME;
+        // Half of its time packing has no core, nor have those who pass frames on.
+        let waits = Passed {
+            read: Duration::from_micros(100),
+            pack: Duration::from_secs_f64(2.0 * packing),
+            stolen: Duration::from_secs_f64(packing),
+            waited: Duration::from_secs_f64(1.5 * packing),
+            bytes: FRAME as usize,
+            packed: (SHARES[step] * FRAME) as usize,
+            ..Passed::default()
+        };
+        pace.note(&waits, 0.5);
+    }
+    assert_eq!(pace.effort(), Effort::Lz4);
 }
