@@ -42,7 +42,8 @@ pub(crate) fn convert<S: Storage>(storage: &S, report: &mut OpenReport) -> Resul
             Ok(()) => report.converted = true,
             // It can be indexed again, which needs less room than both.
             Err(e) if is_full(&e) => {
-                report.repairs.push(Repair::NoRoomToConvert(names(id).0));
+                report.repaired(Repair::NoRoomToConvert(names(id).0));
+                drop_new(storage)?;
                 remove_files(storage, id).map_err(IndexError::io("removing", names(id).0))?;
             }
             Err(e) => return Err(IndexError::io("converting", names(id).0)(e)),
@@ -54,7 +55,8 @@ pub(crate) fn convert<S: Storage>(storage: &S, report: &mut OpenReport) -> Resul
         Ok(()) => report.converted = true,
         Err(e) if is_full(&e) => {
             let what = Repair::NoRoomToConvert(sequence::HASH.into());
-            report.repairs.push(what);
+            report.repaired(what);
+            drop_new(storage)?;
             [sequence::SIDE, sequence::HASH]
                 .into_iter()
                 .try_for_each(|n| storage.remove(n))
@@ -63,6 +65,14 @@ pub(crate) fn convert<S: Storage>(storage: &S, report: &mut OpenReport) -> Resul
         Err(e) => return Err(IndexError::io("converting", sequence::HASH)(e)),
     }
     settle(storage).map_err(IndexError::io("removing", HASH))
+}
+
+/// What was begun takes room, and must not become the files of what is indexed again.
+fn drop_new<S: Storage>(storage: &S) -> Result<()> {
+    [SIDE, HASH]
+        .into_iter()
+        .try_for_each(|n| storage.remove(n))
+        .map_err(IndexError::io("removing", HASH))
 }
 
 fn is_full(e: &io::Error) -> bool {
@@ -105,11 +115,19 @@ fn sequence_names() -> (String, String) {
     (sequence::HASH.into(), sequence::SIDE.into())
 }
 
-/// Reads as much as there is; the rest are zeros.
-fn read_zeroed(file: &impl StorageFile, buf: &mut [u8], offset: u64) -> io::Result<()> {
-    let n = file.read_at(buf, offset)?;
-    buf[n..].fill(0);
-    Ok(())
+/// Reads units of `each` bytes. What is not there are zeros; what cannot be read fits no checksum.
+fn read_units(file: &impl StorageFile, buf: &mut [u8], offset: u64, each: usize) {
+    match file.read_at(buf, offset) {
+        Ok(n) => buf[n..].fill(0),
+        Err(_) => {
+            for (i, unit) in buf.chunks_mut(each).enumerate() {
+                match file.read_at(unit, offset + (i * each) as u64) {
+                    Ok(n) => unit[n..].fill(0),
+                    Err(_) => unit.fill(0xff),
+                }
+            }
+        }
+    }
 }
 
 fn u32_at(b: &[u8], i: usize) -> u32 {
@@ -177,9 +195,9 @@ fn image<S: Storage>(
         let n = (pages - first).min(AT_ONCE) as usize;
         bytes.resize(n * OLD_PAGE, 0);
         records.resize(n * OLD_IMAGE_RECORD, 0);
-        read_zeroed(&old.hash, &mut bytes, first * OLD_PAGE as u64)?;
+        read_units(&old.hash, &mut bytes, first * OLD_PAGE as u64, OLD_PAGE);
         let at = OLD_HEADER + first * OLD_IMAGE_RECORD as u64;
-        read_zeroed(&old.side, &mut records, at)?;
+        read_units(&old.side, &mut records, at, OLD_IMAGE_RECORD);
         let both = bytes.chunks(OLD_PAGE).zip(records.chunks(OLD_IMAGE_RECORD));
         for (no, (page, record)) in (first..).zip(both) {
             let count = left.min(OLD_PER_PAGE as u64) as usize;
@@ -192,7 +210,7 @@ fn image<S: Storage>(
                 // What follows keeps its place; no block has such a digest.
                 None => {
                     let image = ImageId(h.image);
-                    report.repairs.push(Repair::ImagePage(image, no));
+                    report.repaired(Repair::ImagePage(image, no));
                     new.append(&vec![Digest::default(); count], &vec![Head::No; count]);
                 }
             }
@@ -271,16 +289,16 @@ fn sequences<S: Storage>(
         bytes.resize(n * OLD_PAGE, 0);
         records.resize(n * OLD_SEQUENCE_RECORD, 0);
         let at = |each: usize| u64::from(first) * each as u64;
-        read_zeroed(&old.hash, &mut bytes, at(OLD_PAGE))?;
+        read_units(&old.hash, &mut bytes, at(OLD_PAGE), OLD_PAGE);
         let records_at = OLD_HEADER + at(OLD_SEQUENCE_RECORD);
-        read_zeroed(&old.side, &mut records, records_at)?;
+        read_units(&old.side, &mut records, records_at, OLD_SEQUENCE_RECORD);
         let both = bytes
             .chunks(OLD_PAGE)
             .zip(records.chunks(OLD_SEQUENCE_RECORD));
         for (no, (page, record)) in (first..).zip(both) {
             let bits = old_bits(no, record, page).unwrap_or_else(|| {
                 let no = u64::from(no);
-                report.repairs.push(Repair::SequencePage(no));
+                report.repaired(Repair::SequencePage(no));
                 OldBits::default()
             });
             new.add(page, bits)?;

@@ -113,7 +113,8 @@ impl<S: Storage> Matcher<S> {
         {
             return Err(IndexError::Busy(image));
         }
-        self.forget(image)?;
+        // Its files are made anew at once, so their removal need not be durable.
+        self.begin_forget(image)?;
         let can_go = |s: &Option<Slot<_>>| s.as_ref().is_none_or(|s| !s.open);
         if !self.recent.slots.iter().any(can_go) {
             return Err(IndexError::TooManyOpen(self.recent.slots.len()));
@@ -285,7 +286,7 @@ impl<S: Storage> Matcher<S> {
     /// The transfer was given up: what was recorded of the image goes.
     pub fn abort(&mut self, cursor: Cursor) {
         // Files that cannot be removed now are incomplete, and go when the index is next opened.
-        let _ = self.forget(cursor.image);
+        let _ = self.begin_forget(cursor.image);
     }
 
     /// The image was deleted or replaced at the destination: nothing is matched with it any more,

@@ -660,6 +660,9 @@ pub fn open_teleporter(
         ..MatcherConfig::default()
     };
     let (matcher, report) = Matcher::open(storage, config)?;
+    if report.converted {
+        tracing::info!(dir = %dir.display(), "the index was converted from an earlier version");
+    }
     repairs.extend(report.repairs.iter().map(ToString::to_string));
     Ok(Arc::new(Mutex::new(Teleporter::new(matcher))))
 }

@@ -219,6 +219,8 @@ impl<S: Storage> Teleporter<S> {
                 if let Some(old) = self.cursors.remove(&image) {
                     self.matcher.abort(old);
                 }
+                // It may be at its end still, while the disk syncs for a connection that is gone.
+                self.matcher.begin_forget(image)?;
                 let cursor = self.matcher.begin(image)?;
                 self.cursors.insert(image, cursor);
             }

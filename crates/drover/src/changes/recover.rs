@@ -90,6 +90,7 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Res
         // Another image came.
         return Ok(false);
     }
+    here.site.finish_undoing(turn.dir(), name)?;
     let part = turn.dir().join(PART);
     let file = part.exists().then_some(part.as_path());
     let key = (PeerKey(here.key.0), MountId(decided.mount));

@@ -101,8 +101,11 @@ impl<S: Storage> Matcher<S> {
     /// As [`finish`](Self::finish).
     pub fn end_finish(&mut self, mut ending: Finishing) -> Result<()> {
         let synced = ending.check();
-        if synced.is_err() {
-            let _ = self.forget(ending.cursor.image);
+        let (image, serial) = (ending.cursor.image, ending.cursor.serial);
+        let slot = self.recent.slot_of(image).and_then(|s| self.recent.slot(s));
+        // Meanwhile it may have been forgotten and begun anew.
+        if synced.is_err() && slot.is_some_and(|s| s.file.header().serial == serial) {
+            let _ = self.forget(image);
         }
         synced
     }

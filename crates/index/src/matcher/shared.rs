@@ -4,7 +4,7 @@ use super::{MatcherStats, Repair};
 use crate::page::PageCache;
 
 /// Repairs remembered between two calls of `take_repairs`.
-const MAX_REPAIRS: usize = 1000;
+pub(crate) const MAX_REPAIRS: usize = 1000;
 
 pub(crate) struct Shared {
     pub pages: PageCache,

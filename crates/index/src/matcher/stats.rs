@@ -132,7 +132,10 @@ impl std::fmt::Display for Repair {
                 write!(f, "new sequences could not be written; dropped")
             }
             Repair::NoRoomToConvert(file) => {
-                write!(f, "no room to convert {file} to this version; removed")
+                write!(
+                    f,
+                    "the disk is too full to convert {file} of the index to this version; it was removed, and is made again"
+                )
             }
             Repair::SequencesRebuilt => write!(f, "the sequence index was rebuilt"),
         }
@@ -152,6 +155,14 @@ pub struct OpenReport {
     pub from_snapshot: bool,
     /// Whether files of an earlier version were converted to this one.
     pub converted: bool,
-    /// What was damaged.
+    /// What was damaged: the first thousand.
     pub repairs: Vec<Repair>,
+}
+
+impl OpenReport {
+    pub(crate) fn repaired(&mut self, what: Repair) {
+        if self.repairs.len() < super::shared::MAX_REPAIRS {
+            self.repairs.push(what);
+        }
+    }
 }

@@ -4,8 +4,10 @@
 //! sent and forgotten, so that the sequence cache alone knows their blocks; image 3 with files 4 and 5 is whole,
 //! image 4 was interrupted.
 
-use std::fs;
+use std::cell::Cell;
+use std::ops::Range;
 use std::path::PathBuf;
+use std::{fs, io};
 
 use drover_core::Digest;
 use drover_index::testing::SimStorage;
@@ -51,7 +53,7 @@ fn old_slots() -> Vec<Digest> {
 }
 
 /// How many blocks of the files are matched, each where it is.
-fn matched(m: &mut Matcher<SimStorage>, files: &[(u64, u64)]) -> (u64, u64) {
+fn matched<S: Storage>(m: &mut Matcher<S>, files: &[(u64, u64)]) -> (u64, u64) {
     let slots = old_slots();
     let whole = Image::of(&WHOLE).digests;
     let image = Image::of(files);
@@ -172,5 +174,91 @@ fn damage_of_version_1_costs_what_is_damaged() {
         storage.edit(name, |b| b.truncate(5000));
         let (_, report) = Matcher::open(storage, config()).unwrap();
         assert!(!report.repairs.is_empty(), "{name}");
+    }
+}
+
+/// A disk with bytes of a file that cannot be read, until another file takes its name.
+struct BadSector(SimStorage, &'static str, Range<u64>, Cell<bool>);
+
+struct BadFile(<SimStorage as Storage>::File, Option<Range<u64>>);
+
+impl BadSector {
+    fn file(&self, name: &str, file: <SimStorage as Storage>::File) -> BadFile {
+        let bad = name == self.1 && !self.3.get();
+        BadFile(file, bad.then(|| self.2.clone()))
+    }
+}
+
+impl Storage for BadSector {
+    type File = BadFile;
+
+    fn open(&self, name: &str) -> io::Result<BadFile> {
+        Ok(self.file(name, self.0.open(name)?))
+    }
+
+    fn create(&self, name: &str) -> io::Result<BadFile> {
+        self.0.create(name).map(|file| BadFile(file, None))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.3.set(self.3.get() || to == self.1);
+        self.0.rename(from, to)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.0.remove(name)
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.0.list()
+    }
+
+    fn sync_names(&self) -> io::Result<()> {
+        self.0.sync_names()
+    }
+}
+
+impl StorageFile for BadFile {
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let end = offset + buf.len() as u64;
+        match &self.1 {
+            Some(bad) if offset < bad.end && end > bad.start => {
+                Err(io::Error::other("a bad sector"))
+            }
+            _ => self.0.read_at(buf, offset),
+        }
+    }
+
+    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
+        self.0.write_at(buf, offset)
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        self.0.size()
+    }
+
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        self.0.set_size(size)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync()
+    }
+}
+
+#[test]
+fn what_cannot_be_read_of_version_1_costs_no_more_than_itself() {
+    for (name, bad, kept) in [
+        ("img-0000000000000003.hash", 4096..4608, (377 - 128, 505)),
+        ("img-0000000000000003.side", 110..120, (377 - 128, 505)),
+        ("seq.hash", 8192..8704, (377, 505 - 128)),
+        ("seq.side", 200..210, (377, 505 - 128)),
+    ] {
+        let storage = BadSector(old(), name, bad, Cell::new(false));
+        let (mut m, report) = Matcher::open(storage, config()).unwrap();
+        assert!(report.converted);
+        assert!(!report.repairs.is_empty(), "{name}");
+        let found = (matched(&mut m, &WHOLE).0, matched(&mut m, &SEQUENCES).1);
+        assert!(found.0 >= kept.0 && found.1 >= kept.1, "{name}: {found:?}");
     }
 }

@@ -177,6 +177,16 @@ fn others_are_matched_while_a_removal_is_synced() {
 /// It is forgotten while the disk syncs: then it is not there, and the next with its number is.
 #[test]
 fn an_image_that_is_forgotten_while_it_is_synced_is_not_there() {
+    what_gives_way_while_it_is_synced(&[ImageEvent::Forget, ImageEvent::Begin]);
+}
+
+/// Who was at its end has lost the connection, and begins it anew on another.
+#[test]
+fn an_image_that_is_begun_anew_while_it_is_synced_has_begun() {
+    what_gives_way_while_it_is_synced(&[ImageEvent::Begin]);
+}
+
+fn what_gives_way_while_it_is_synced(events: &'static [ImageEvent]) {
     let dir = tempfile::tempdir().unwrap();
     let (teleporter, gate) = slow(dir.path());
     let image = |what| Event::Image(FIRST, what);
@@ -190,8 +200,8 @@ fn an_image_that_is_forgotten_while_it_is_synced_is_not_there() {
         let (to, from) = channel();
         let shared = teleporter.clone();
         threads.spawn(move || {
-            handle(&shared, image(ImageEvent::Forget)).unwrap();
-            let _ = to.send(handle(&shared, image(ImageEvent::Begin)));
+            let answers = events.iter().map(|event| handle(&shared, image(*event)));
+            let _ = to.send(answers.collect::<Result<Vec<_>, _>>());
         });
         let begun = from.recv_timeout(Duration::from_secs(60));
         gate.let_go.wait();

@@ -258,7 +258,7 @@ impl LaneOut {
             let packing = packer
                 .pack(&buffer[..at], self.pace.effort(), &mut packed)
                 .map_err(|e| TeleportError::Remote(format!("cannot compress: {e}")))?;
-            let on_core = time_on_core() - on_core;
+            let on_core = time_on_core().saturating_sub(on_core);
             let header = LiteralHeader {
                 slot,
                 packing,

@@ -71,7 +71,9 @@ impl Named {
     /// The image was not entered: what had the name gets it back, and the new file is where it was.
     pub(super) fn undo(self) {
         let undone = match &self.before {
+            // Durable before the other is: no crash may leave the new file without a name.
             Before::Kept(replaced) => std::fs::hard_link(&self.target, &self.part)
+                .and_then(|()| sync_parent(&self.part))
                 .and_then(|()| std::fs::rename(replaced, &self.target)),
             Before::Nothing => std::fs::rename(&self.target, &self.part),
             Before::Gone => Err(io::ErrorKind::Unsupported.into()),
@@ -85,7 +87,10 @@ impl Named {
 impl Site {
     /// A site that stopped while it undid a naming has left the new file under both names: what had the name before
     /// gets it back, since nothing may be written to the other then.
-    pub(crate) fn finish_undoing(&self, dir: &Path, name: &ImageName) -> Result<(), TeleportError> {
+    ///
+    /// # Errors
+    /// When it cannot be renamed.
+    pub fn finish_undoing(&self, dir: &Path, name: &ImageName) -> Result<(), TeleportError> {
         let (part, target) = (dir.join("image.part"), self.image_path(name));
         finish_undoing(&part, &target).map_err(TeleportError::file("rename to", &target))
     }

@@ -154,7 +154,11 @@ fn run(world: &World, mut pace: Pace) -> f64 {
         sent[i] = start + packed / rate;
         let share = cost / (handed - now).max(1e-12);
         let unpack = world.unpack[usize::from(step > 0)] * FRAME;
-        let beside = if world.shared > 0.0 { world.crowd(now) } else { 1.0 };
+        let beside = if world.shared > 0.0 {
+            world.crowd(now)
+        } else {
+            1.0
+        };
         let unpack = unpack * beside * (1.0 + world.shared * share);
         let begin = sent[i].max(if i > 0 { done[i - 1] } else { 0.0 });
         done[i] = begin + unpack;
