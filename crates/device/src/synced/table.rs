@@ -43,8 +43,11 @@ pub struct Table {
 }
 
 impl Table {
-    /// A write touched these granules.
+    /// A write touched these granules. None: it failed where nothing is here that it could have changed.
     pub fn wrote(&mut self, geometry: Geometry, index: u64, mask: Mask) {
+        if mask == 0 {
+            return;
+        }
         let entry = self.dirty.entry(index).or_default();
         self.dirty_bytes += geometry.bytes(index, mask & !*entry);
         *entry |= mask;

@@ -149,6 +149,10 @@ impl Committer for Far {
         }
         let mut staged = self.staged.lock();
         assert!(epoch > self.committed());
+        if covers == 0 {
+            // As a site does.
+            return Err(DeviceError::Unavailable("nothing is staged".into()));
+        }
         if !self.has(&staged, epoch, covers) {
             assert!(self.forgot.load(Ordering::Acquire), "not what it should be");
             return Err(DeviceError::Unavailable("some is missing".into()));

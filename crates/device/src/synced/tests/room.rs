@@ -349,3 +349,44 @@ fn a_reader_waits_for_the_background_read_that_is_under_way() {
     let twice: Vec<_> = (0..64).filter(|i| watched.reads(*i) != 1).collect();
     assert!(twice.is_empty(), "{twice:?}");
 }
+
+/// Of a chunk that is here in part, under way to the far side, what is not here is written in vain: there is nothing more
+/// to push then, and no epoch with nothing in it.
+#[test]
+fn a_write_that_changed_nothing_is_not_pushed() {
+    let bytes = random_bytes(15, 40 * CHUNK as usize);
+    let far = Far::new(&bytes);
+    let directory = FakeDirectory::default();
+    let remote = far.remote();
+    let device = keeping(&directory, &remote);
+    device.write(at(3), &[6; 4096]).unwrap();
+    let (asked, is_asked) = std::sync::mpsc::channel();
+    let (go, gone) = std::sync::mpsc::channel::<()>();
+    *far.on_commit.lock() = Some(Box::new(move || {
+        let _ = asked.send(());
+        let _ = gone.recv_timeout(Duration::from_secs(120));
+        Ok(())
+    }));
+    std::thread::scope(|scope| {
+        let sync = scope.spawn(|| device.pusher().sync());
+        is_asked.recv_timeout(Duration::from_secs(60)).unwrap();
+        let pushing = device.progress().pushing;
+        assert_eq!((pushing.bytes, pushing.staged), (4096, 4096));
+        directory.set_faults(|operation, _| {
+            (operation == Operation::Write).then_some(std::io::ErrorKind::StorageFull)
+        });
+        let result = device.write(at(3) + 8192, &[7; 4096]);
+        assert!(matches!(result, Err(DeviceError::NoSpace(_))), "{result:?}");
+        directory.clear_faults();
+        drop(go);
+        sync.join().unwrap().unwrap();
+    });
+    *far.on_commit.lock() = None;
+    device.pusher().sync().unwrap();
+    assert_eq!(device.pusher().pending(), 0);
+    assert_eq!(far.commits.load(Ordering::Acquire), 1);
+    let mut model = bytes;
+    model[at(3) as usize..][..4096].fill(6);
+    assert!(far.bytes() == model && read_all(device.as_ref()) == model);
+    device.close(true).unwrap();
+}
