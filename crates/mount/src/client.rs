@@ -72,7 +72,7 @@ pub struct Options {
     pub window: Option<u64>,
     /// How long a request may take before it fails.
     pub give_up: Duration,
-    /// How long a commit may take before the link is made anew, to learn what became of it.
+    /// How long a commit may take before the link is made anew, to learn what became of it; no less than other requests.
     pub commit_limit: Duration,
     /// How long the site is waited for at the start.
     pub first_contact: Duration,
@@ -102,6 +102,14 @@ impl Options {
             first_contact: FIRST_CONTACT,
             wanted: Vec::new(),
             known: None,
+        }
+    }
+
+    /// How long this may take before it fails.
+    fn limit(&self, ask: &Ask) -> Duration {
+        match ask {
+            Ask::Commit { .. } => self.commit_limit.max(self.give_up),
+            _ => self.give_up,
         }
     }
 
@@ -370,8 +378,8 @@ async fn look(inner: Weak<Inner>) {
             // The lane lives, or the reader would have noticed, but no answer comes.
             inner.cut_link();
         }
-        let why = inner.why_not();
         for (job, runs) in late {
+            let why = inner.why_not(&job.ask);
             inner.fail(job, &runs, &why);
         }
     }
@@ -405,9 +413,12 @@ impl Inner {
     }
 
     /// Why a request was not answered in time.
-    fn why_not(&self) -> DeviceError {
+    fn why_not(&self, ask: &Ask) -> DeviceError {
         let text = match &self.state.lock().link {
-            Link::Up(_) => format!("the site gave no answer within {:?}", self.options.give_up),
+            Link::Up(_) => {
+                let limit = self.options.limit(ask);
+                format!("the site gave no answer within {limit:?}")
+            }
             Link::Down(why) => why.clone(),
             Link::Gone(error) => return error.clone(),
         };
@@ -415,10 +426,7 @@ impl Inner {
     }
 
     fn ask(self: &Arc<Self>, ask: Ask, body: Bytes, to: Reply) {
-        let limit = match ask {
-            Ask::Commit { .. } => self.options.commit_limit,
-            _ => self.options.give_up,
-        };
+        let limit = self.options.limit(&ask);
         let job = Job {
             ask,
             body,
@@ -810,3 +818,6 @@ fn parts(change: Change, most: usize) -> Vec<Change> {
         zero @ Change::Zero(..) => vec![zero],
     }
 }
+
+#[cfg(test)]
+mod tests;

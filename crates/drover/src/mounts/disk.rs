@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::remote::{Chunks, Link, Remote, Shape};
 use drover_device::storage::HostDirectory;
-use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
+use drover_device::synced::{Order, Pushing, Sync, Synced, SyncedOptions};
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
@@ -303,6 +303,14 @@ impl Disk {
         }
     }
 
+    /// The set of writes that is on its way to the other site.
+    fn pushing(&self) -> Option<Pushing> {
+        match &self.kind {
+            Kind::Direct(_) => None,
+            Kind::Managed { synced, .. } => Some(synced.progress().pushing),
+        }
+    }
+
     /// Bytes that have left for the other site.
     pub fn sent(&self) -> u64 {
         self.client().traffic().sent
@@ -326,8 +334,8 @@ impl Disk {
     /// Waits until the other site has everything that was written.
     ///
     /// # Errors
-    /// Why it has not, at the latest after `limit`, or when nothing has moved for [`PATIENCE`], or as soon as `give_up`
-    /// is set. What was not pushed is still here.
+    /// Why it has not, at the latest after `limit`, or when nothing has moved for [`PATIENCE`] (but a site that has all
+    /// of an epoch, and makes it durable, is waited for while the link is up), or as soon as `give_up` is set. What was not pushed is still here.
     pub fn push(&self, limit: Option<Duration>, give_up: &AtomicBool) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
             return match self.dirty() {
@@ -369,10 +377,12 @@ impl Disk {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             let now = (self.dirty(), self.sent());
-            if now.0 < seen.0 || now.1 > seen.1 + PROGRESS {
+            let link = self.client().link();
+            let seals = matches!(link, Link::Up(_)) && self.pushing().is_some_and(|p| is_there(&p));
+            if seals || now.0 < seen.0 || now.1 > seen.1 + PROGRESS {
                 (seen, moved) = (now, Instant::now());
             }
-            let link = match self.client().link() {
+            let link = match link {
                 Link::Up(_) => String::new(),
                 Link::Down(why) => format!("; {why}"),
                 Link::Gone(error) => format!("; {error}"),
@@ -430,6 +440,11 @@ impl Disk {
             close_client(client);
         }
     }
+}
+
+/// Whether the other site has all of the set that is on its way, and has only to make it count.
+fn is_there(pushing: &Pushing) -> bool {
+    pushing.bytes > 0 && pushing.staged == pushing.bytes
 }
 
 /// What the site said the last time; none when it was never asked.
