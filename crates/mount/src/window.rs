@@ -534,6 +534,8 @@ impl Window {
             self.extra = 0;
         } else if self.queued_rounds >= LONGER_ROUNDS {
             self.trips.clear();
+            // Without the other queue, though a pull knows that only about: kept for seconds as a part of the round trip, it
+            // made the pull's window too large, and left the push beside it too little.
             if let Some(trip) = round.trip {
                 self.note_trip(now, trip);
             }

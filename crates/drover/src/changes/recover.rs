@@ -30,7 +30,7 @@ pub fn recover(here: &Here, stop: &AtomicBool) -> Vec<String> {
                 "{name}: the merge of what mounts wrote was interrupted; finished now"
             )),
             Ok(false) => {}
-            Err(_) if stop.load(Ordering::Relaxed) => {
+            Err(e) if was_stopped(&e) => {
                 tracing::info!("{name}: an interrupted merge is finished at the next start");
             }
             Err(e) => tracing::error!(
@@ -40,6 +40,12 @@ pub fn recover(here: &Here, stop: &AtomicBool) -> Vec<String> {
         }
     }
     said
+}
+
+/// Whether it ended because it was to, and not for a reason of its own.
+fn was_stopped(error: &anyhow::Error) -> bool {
+    let mut causes = error.chain().filter_map(|cause| cause.downcast_ref());
+    causes.any(|cause| matches!(cause, TeleportError::Stopped))
 }
 
 /// Images that a merge may have been interrupted of.
@@ -135,5 +141,17 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Res
             here.site.forget_prepared(&prepared);
             Ok(false)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_at_the_moment_of_a_stop_is_told_from_the_stop() {
+        let stopped = Err::<(), _>(TeleportError::Stopped).with_context(|| "cannot read web.raw");
+        assert!(was_stopped(&stopped.context("merge").unwrap_err()));
+        assert!(!was_stopped(&anyhow::anyhow!("no space").context("merge")));
     }
 }

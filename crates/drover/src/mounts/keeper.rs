@@ -204,10 +204,8 @@ impl Keeper {
         let began = Instant::now();
         while self.ending.swap(true, Ordering::SeqCst) {
             if !how.offline && !how.discard {
-                bail!(
-                    "it is ending already: {} are being pushed; --offline or --discard does not wait for that",
-                    bytes(self.disks.iter().map(Disk::dirty).sum())
-                );
+                let left = self.disks.iter().map(Disk::dirty).sum();
+                bail!(ending_already(left));
             }
             if began.elapsed() > OVERTAKE_LIMIT {
                 bail!("it is ending already");
@@ -411,4 +409,16 @@ fn say(ready: &Ready) -> Result<()> {
     let null = std::fs::File::options().write(true).open("/dev/null")?;
     rustix::stdio::dup2_stdout(&null).context("cannot let go of stdout")?;
     Ok(())
+}
+
+/// What the second of two is told who end a mount, with so many bytes to push.
+fn ending_already(left: u64) -> String {
+    match left {
+        // Its users, or the site's goodbye, are waited for.
+        0 => "it is ending already".into(),
+        left => format!(
+            "it is ending already: {} are being pushed; --offline or --discard does not wait for that",
+            bytes(left)
+        ),
+    }
 }

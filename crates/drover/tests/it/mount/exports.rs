@@ -287,11 +287,21 @@ fn a_client_that_is_about_to_end_is_waited_for() {
     let m = Mounts::new();
     m.raw("web.raw", 60);
     let socket = m.export("web.raw", &["--read-only"]);
-    let nbd = Client::connect(&socket, "web.raw");
-    let ends = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(400));
-        drop(nbd);
+    // On a busy machine its moment may be over before this test sees that the unmount waits: then once more.
+    until("an unmount waited", || {
+        let nbd = Client::connect(&socket, "web.raw");
+        std::thread::scope(|scope| {
+            let unmount = scope.spawn(|| m.unmount(&socket, &[]));
+            until("the unmount waits, or has failed", || {
+                unmount.is_finished() || m.list().iter().any(|mount| mount["state"] == "ending")
+            });
+            drop(nbd);
+            let ran = unmount.join().unwrap();
+            if ran.code != Some(0) {
+                ran.fails(1, &["NBD connection"]);
+                return false;
+            }
+            true
+        })
     });
-    m.unmount(&socket, &[]).ok();
-    ends.join().unwrap();
 }

@@ -8,7 +8,8 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// How long the least counts. Clocks differ by less than a tenth of a millisecond a second.
+/// How long the least counts. A clock that is being set right may gain half a millisecond a second on another, so 5 ms
+/// in that time; what is taken for a queue because of that is bounded by [`Window::queue`](crate::window::Window::queue).
 const LEAST_FOR: Duration = Duration::from_secs(10);
 
 /// A longer queue than this is not believed, and neither are clocks that differ by so much from what round trips say: one of
