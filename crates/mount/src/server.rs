@@ -8,6 +8,7 @@ mod lane;
 mod lease;
 mod pool;
 pub(crate) mod queue;
+mod settler;
 mod work;
 
 use std::collections::HashMap;
@@ -210,13 +211,23 @@ impl Server {
         lane.close();
         lane.drained().await;
         self.leave(&lane).await;
-        // The image is closed when nobody is at it any more.
-        lane.settled().await;
+        // What the mount has committed may be copied for long: its connection does not wait for that.
+        let (_, closed) = tokio::join!(
+            self.close_after(lane),
+            drover_net::close(reader, writer, LAST_WORD)
+        );
+        closed.ok();
+        result
+    }
+
+    /// Closes the image of a lane that has ended when nobody is at it any more.
+    async fn close_after(self: &Arc<Self>, lane: Arc<Lane>) {
+        if lane.access == Access::ReadWrite {
+            lane.image.settled().await;
+        }
         let image = lane.image.name().clone();
         drop(lane);
         self.tidy(Some(image)).await;
-        drover_net::close(reader, writer, LAST_WORD).await.ok();
-        result
     }
 
     async fn enter(

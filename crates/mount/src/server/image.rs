@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 
 use super::changes;
 use super::lease::{Desk, Holder, Who};
+use super::settler::Settler;
 use crate::MountError;
 use crate::protocol::{Access, Code, Identity, MAX_RUNS, MountId, Refusal};
 
@@ -65,6 +66,7 @@ pub struct Image {
     desk: Mutex<Desk>,
     /// Which edition's writer staged what is staged. Taken inside the desk.
     staged_by: Mutex<u64>,
+    settler: Settler,
 }
 
 /// Which run of the machine this is; zeros when the kernel does not say.
@@ -99,6 +101,7 @@ impl Image {
             base,
             directory,
             overlay: OnceLock::new(),
+            settler: Settler::default(),
         };
         // Whoever once had the writer's lease may have written.
         if !image.desk.lock().was_written() {
@@ -342,8 +345,8 @@ impl Image {
         Ok(staged.map_err(DeviceError::from)?)
     }
 
-    /// Makes the next epoch of a mount count, if it covers so many bytes; [`Image::settle`] is to follow. One that counts
-    /// already is not an error: its answer may have been lost.
+    /// Makes the next epoch of a mount count, if it covers so many bytes; [`Image::settle_aside`] is to follow. One that
+    /// counts already is not an error: its answer may have been lost.
     ///
     /// # Errors
     /// The mount's lease has ended, another epoch than the next or not all of it, or a disk that fails.
@@ -366,7 +369,14 @@ impl Image {
                 Refusal::new(Code::Epoch, error.to_string())
             }
             other => refuse(other),
-        })
+        })?;
+        self.settler.wanted();
+        Ok(())
+    }
+
+    /// Who copies its epochs.
+    pub(super) fn settler(&self) -> &Settler {
+        &self.settler
     }
 
     /// Copies the epoch that was committed last into its place; nobody need wait for it. When it fails it is tried again

@@ -130,8 +130,6 @@ struct State {
     came_at: Duration,
     /// Units that threads work on or will.
     working: usize,
-    /// Threads that copy what was committed into its place.
-    settling: usize,
     closed: bool,
 }
 
@@ -247,19 +245,6 @@ impl Lane {
             tokio::pin!(idle);
             idle.as_mut().enable();
             if self.state.lock().working == 0 {
-                return;
-            }
-            idle.await;
-        }
-    }
-
-    /// Waits until what was committed on the lane is in its place. Cancel safe.
-    pub async fn settled(&self) {
-        loop {
-            let idle = self.idle.notified();
-            tokio::pin!(idle);
-            idle.as_mut().enable();
-            if self.state.lock().settling == 0 {
                 return;
             }
             idle.await;
@@ -399,14 +384,15 @@ impl Lane {
         if changes {
             state.queue.changed();
         }
-        let mut committed = false;
+        // Also when nobody hears of it any more: the next epoch's parts would wait for the copy.
+        let committed =
+            matches!(&made, Some(made) if matches!(made.head, Answer::Committed { .. }));
         if let Some(made) = made.filter(|_| !state.closed) {
             let hurried = !front && state.queue.is_hurried(made.head.id());
             if hurried {
                 state.queue.promote(0);
             }
             let front = front || hurried;
-            committed = matches!(made.head, Answer::Committed { .. });
             let bytes = made.bytes();
             state.queue.made(bytes, front);
             if !state.queue.is_owed(made.head.id()) {
@@ -420,7 +406,7 @@ impl Lane {
         drop(state);
         self.wake.notify_one();
         if committed {
-            self.settle();
+            self.image.settle_aside();
         }
         let mut state = self.state.lock();
         state.working -= 1;
@@ -430,24 +416,6 @@ impl Lane {
             self.idle.notify_waiters();
         }
         self.pump();
-    }
-
-    /// Copies what was committed into its place. Its answer is on its way already, and a thread of the pool would be kept
-    /// from the mount's next epoch. There are two such threads of an image at most: a commit waits for the one before.
-    fn settle(self: &Arc<Self>) {
-        self.state.lock().settling += 1;
-        let lane = self.clone();
-        let settle = move || {
-            lane.image.settle();
-            lane.state.lock().settling -= 1;
-            lane.idle.notify_waiters();
-        };
-        let thread = std::thread::Builder::new().name("mount-settle".into());
-        if let Err(error) = thread.spawn(settle) {
-            // It is done before the next commit.
-            tracing::warn!(%error, image = %self.image.name(), "an epoch waits to be copied into its overlay");
-            self.state.lock().settling -= 1;
-        }
     }
 
     async fn write(self: &Arc<Self>, writer: &mut FrameWriter) -> Result<(), MountError> {

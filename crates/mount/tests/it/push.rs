@@ -126,7 +126,10 @@ fn what_a_site_answered_stays_staged_over_a_cut_and_over_a_restart() {
     let changes = change(1 << 20, 2 << 20, &mut model);
     wait(|done| client.push(epoch, changes, done)).unwrap();
     near.cut();
-    keeper.wait("up", |kept| matches!(kept.links.last(), Some(Link::Up(2))));
+    keeper.wait(
+        "up",
+        |kept| matches!(kept.links.last(), Some(Link::Up(n)) if *n >= 2),
+    );
     let runs = vec![(1 << 20, 2 << 20)];
     assert_eq!(staged(&client, epoch), Staged { epoch, runs, end });
     let changes = vec![Change::Zero(4096, 8192)];
@@ -203,7 +206,10 @@ fn an_epoch_of_which_some_is_missing_is_not_committed_and_can_be_completed() {
     assert!(refused.is_transient(), "{refused}");
     assert!(refused.to_string().contains("4096 are staged"), "{refused}");
     // The link is made anew, so that the site says what counts and what is staged.
-    keeper.wait("up", |kept| matches!(kept.links.last(), Some(Link::Up(2))));
+    keeper.wait(
+        "up",
+        |kept| matches!(kept.links.last(), Some(Link::Up(n)) if *n >= 2),
+    );
     assert_eq!(client.committed(), Epoch(0));
     let staged: Staged = wait(|done| client.staged(epoch, 0, done)).unwrap();
     assert_eq!((staged.epoch, staged.runs), (epoch, vec![(4096, 4096)]));

@@ -16,17 +16,18 @@ use drover_mount::protocol::{MountId, Refusal};
 use drover_mount::server::{Base, Images};
 
 use crate::blocked::{Gate, Opens};
-use crate::push::{at_site, managed, open, soon, wait, writer};
-use crate::util::{Near, Shelf, Site, content, memory, runtime};
+use crate::push::{PATIENCE, at_site, managed, open, soon, wait, writer};
+use crate::util::{Near, Shelf, Site, content, memory, name, runtime};
 
 const SIZE: usize = 4 << 20;
 
-/// Images whose overlays are on a disk that holds syncs of some files back while its gate is closed.
+/// With what the names of files begin, and what holds back their syncs while it is closed.
+type Gates = Vec<(&'static str, Arc<Gate>)>;
+
+/// Images whose overlays are on a disk that holds syncs of some files back.
 struct Held {
     shelf: Arc<Shelf>,
-    gate: Arc<Gate>,
-    /// With what the names of the files begin.
-    files: &'static str,
+    gates: Gates,
 }
 
 impl Images for Held {
@@ -37,26 +38,25 @@ impl Images for Held {
     fn overlay(&self, path: &Path) -> io::Result<Arc<dyn Directory>> {
         Ok(Arc::new(Disk {
             inner: HostDirectory::open_or_create(path)?,
-            gate: Arc::clone(&self.gate),
-            files: self.files,
+            gates: self.gates.clone(),
         }))
     }
 }
 
 struct Disk {
     inner: HostDirectory,
-    gate: Arc<Gate>,
-    files: &'static str,
+    gates: Gates,
 }
 
 impl Disk {
     fn held(&self, name: &str, inner: Box<dyn File>) -> Box<dyn File> {
-        match name.starts_with(self.files) {
-            true => Box::new(HeldFile {
+        let held = self.gates.iter().find(|(files, _)| name.starts_with(files));
+        match held {
+            Some((_, gate)) => Box::new(HeldFile {
                 inner,
-                gate: Arc::clone(&self.gate),
+                gate: Arc::clone(gate),
             }),
-            false => inner,
+            None => inner,
         }
     }
 }
@@ -118,15 +118,22 @@ impl File for HeldFile {
     }
 }
 
-/// A site whose disk holds back syncs of files with such names while the gate is closed. Call within a runtime.
-fn site(bytes: &[u8], files: &'static str) -> (Site, Arc<Gate>) {
-    let gate = Arc::new(Gate::default());
+/// A site whose disk holds back syncs of a redo file, of the data, while the first gate, the second, is closed. Call within
+/// a runtime.
+fn site(bytes: &[u8]) -> (Site, Arc<Gate>, Arc<Gate>) {
+    let (seals, copies) = (Arc::new(Gate::default()), Arc::new(Gate::default()));
     let held = Held {
         shelf: Shelf::with("web", memory(bytes)),
-        gate: Arc::clone(&gate),
-        files,
+        gates: vec![
+            ("epoch-", Arc::clone(&seals)),
+            ("data", Arc::clone(&copies)),
+        ],
     };
-    (Site::of(Arc::new(held)), gate)
+    (Site::of(Arc::new(held)), seals, copies)
+}
+
+fn write(at: u64, byte: u8) -> Vec<Change> {
+    vec![Change::Write(at, Bytes::from(vec![byte; 65_536]))]
 }
 
 /// Reads of the same image wait neither for the seal nor for the link, which stands however long that takes.
@@ -136,9 +143,9 @@ fn reads_are_answered_while_an_epoch_is_sealed_for_long() {
     let _inside = runtime.enter();
     let base = content(SIZE, 51);
     let mut model = base.clone();
-    let (site, gate) = site(&base, "epoch-");
+    let (site, gate, _) = site(&base);
     let near = Near::new(site.server.clone());
-    let give_up = Duration::from_secs(1);
+    let give_up = Duration::from_secs(10);
     let options = Options {
         give_up,
         ..writer(MountId::random())
@@ -151,19 +158,20 @@ fn reads_are_answered_while_an_epoch_is_sealed_for_long() {
         assert!(bytes == base[at..at + 100_000]);
     };
     gate.set(true);
-    let opens = Opens(Arc::clone(&gate));
     let mut committed = Epoch(0);
     for epoch in 1..=2u64 {
         let at = (epoch - 1) as usize * 500_000;
         model[at..at + 500_000].fill(epoch as u8);
         device.write(at as u64, &model[at..at + 500_000]).unwrap();
         std::thread::scope(|scope| {
+            // Before the scope waits for its threads, also when it panics.
+            let _opens = Opens(Arc::clone(&gate));
             let sync = scope.spawn(|| device.pusher().sync());
             if epoch == 1 {
                 gate.wait_for_somebody();
                 read(2 << 20);
                 // Longer than any other request may take.
-                std::thread::sleep(3 * give_up);
+                std::thread::sleep(give_up + Duration::from_secs(2));
                 read(3 << 20);
                 assert_eq!(client.committed(), Epoch(0));
                 gate.set(false);
@@ -174,7 +182,6 @@ fn reads_are_answered_while_an_epoch_is_sealed_for_long() {
         assert!(now > committed, "the next counts");
         committed = now;
     }
-    drop(opens);
     device.close(true).unwrap();
     drop((device, client));
     let state = site.directory.path().to_owned();
@@ -190,7 +197,7 @@ fn an_epoch_whose_seal_outlasts_the_link_is_sealed_once() {
         let _inside = runtime.enter();
         let base = content(SIZE, 52);
         let mut model = base.clone();
-        let (site, gate) = site(&base, "epoch-");
+        let (site, gate, _) = site(&base);
         let near = Near::new(site.server.clone());
         let mut options = writer(MountId::random());
         if let Some(limit) = limit {
@@ -199,10 +206,11 @@ fn an_epoch_whose_seal_outlasts_the_link_is_sealed_once() {
         let client = open(&runtime, &near, options);
         let device = managed(&client, &FakeDirectory::default());
         gate.set(true);
-        let opens = Opens(Arc::clone(&gate));
         model[..1 << 20].fill(1);
         device.write(0, &model[..1 << 20]).unwrap();
         std::thread::scope(|scope| {
+            // Before the scope waits for its threads, also when it panics.
+            let _opens = Opens(Arc::clone(&gate));
             let sync = scope.spawn(|| device.pusher().sync());
             gate.wait_for_somebody();
             let connects = near.connects.load(Ordering::Relaxed);
@@ -216,7 +224,6 @@ fn an_epoch_whose_seal_outlasts_the_link_is_sealed_once() {
             gate.set(false);
             sync.join().unwrap().unwrap();
         });
-        drop(opens);
         assert_eq!(device.progress().epoch.count(), 1, "{limit:?}: one epoch");
         let written = site.server.counted().bytes_written;
         assert_eq!(written, 1 << 20, "{limit:?}: nothing was sent again");
@@ -241,10 +248,9 @@ fn the_next_epoch_is_taken_and_a_link_is_made_while_one_is_copied() {
     let runtime = runtime();
     let _inside = runtime.enter();
     let base = content(SIZE, 53);
-    let (site, gate) = site(&base, "data");
+    let (site, _, gate) = site(&base);
     let near = Near::new(site.server.clone());
     let client = open(&runtime, &near, writer(MountId::random()));
-    let write = |at: u64, byte| vec![Change::Write(at, Bytes::from(vec![byte; 65_536]))];
     let (first, second) = (Epoch(0).after(1), Epoch(0).after(1).after(1));
     wait(|done| client.push(first, write(0, 1), done)).unwrap();
     gate.set(true);
@@ -253,7 +259,10 @@ fn the_next_epoch_is_taken_and_a_link_is_made_while_one_is_copied() {
     gate.wait_for_somebody();
     wait(|done| client.push(second, write(65_536, 2), done)).unwrap();
     near.cut();
-    soon("the link is back", || matches!(client.link(), Link::Up(2)));
+    soon(
+        "the link is back",
+        || matches!(client.link(), Link::Up(n) if n >= 2),
+    );
     let staged = wait(|done| client.staged(second, 0, done)).unwrap();
     assert_eq!(staged.runs, vec![(65_536, 65_536)]);
     drop(opens);
@@ -265,5 +274,77 @@ fn the_next_epoch_is_taken_and_a_link_is_made_while_one_is_copied() {
     let mut model = base.clone();
     model[..65_536].fill(1);
     model[65_536..131_072].fill(2);
+    assert!(at_site(&state, &base) == model);
+}
+
+/// Threads of this process that copy epochs, those of other tests among them.
+fn copying() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.flatten().map(|task| {
+        // A thread that has ended meanwhile has none.
+        std::fs::read_to_string(task.path().join("comm")).unwrap_or_default()
+    });
+    names.filter(|name| name.trim() == "mount-settle").count()
+}
+
+/// A mount that commits the same epoch again and again makes no thread more than one that does so once.
+#[test]
+fn commits_of_one_epoch_while_it_is_copied_start_no_more_copies() {
+    const TIMES: usize = 300;
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let (site, _, gate) = site(&content(SIZE, 54));
+    let near = Near::new(site.server.clone());
+    let client = open(&runtime, &near, writer(MountId::random()));
+    let epoch = Epoch(0).after(1);
+    wait(|done| client.push(epoch, write(0, 1), done)).unwrap();
+    gate.set(true);
+    let opens = Opens(Arc::clone(&gate));
+    for _ in 0..TIMES {
+        wait(|done| client.commit(epoch, 65_536, done)).unwrap();
+    }
+    gate.wait_for_somebody();
+    let threads = copying();
+    assert!(threads < TIMES / 2, "{threads} threads");
+    drop(opens);
+    wait(|done| client.close(done)).unwrap();
+}
+
+/// The lane on which an epoch was committed has ended before the epoch was sealed.
+#[test]
+fn an_epoch_that_nobody_hears_of_is_copied_all_the_same() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let base = content(SIZE, 55);
+    let (site, seals, copies) = site(&base);
+    let near = Near::new(site.server.clone());
+    let client = open(&runtime, &near, writer(MountId::random()));
+    let epoch = Epoch(0).after(1);
+    wait(|done| client.push(epoch, write(0, 1), done)).unwrap();
+    seals.set(true);
+    copies.set(true);
+    let opens = (Opens(Arc::clone(&seals)), Opens(Arc::clone(&copies)));
+    let (say, hear) = std::sync::mpsc::channel();
+    client.commit(
+        epoch,
+        65_536,
+        Box::new(move |result| drop(say.send(result))),
+    );
+    seals.wait_for_somebody();
+    // The image is not closed meanwhile, which would copy it too.
+    let view = site.server.view(&name("web")).unwrap();
+    near.cut();
+    let cut = hear.recv_timeout(PATIENCE).expect("an answer");
+    assert!(cut.is_err(), "the link was cut");
+    seals.set(false);
+    copies.wait_for_somebody();
+    drop((view, opens));
+    soon("the link is back", || client.committed() == epoch);
+    wait(|done| client.close(done)).unwrap();
+    drop(client);
+    let state = site.directory.path().to_owned();
+    drop((near, site.server));
+    let mut model = base.clone();
+    model[..65_536].fill(1);
     assert!(at_site(&state, &base) == model);
 }
