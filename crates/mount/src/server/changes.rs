@@ -205,7 +205,7 @@ impl Server {
 
     /// Closes an image that is open for nobody any more, or says who has it. Held by the caller: its door.
     fn let_go(&self, name: &ImageName) -> Result<(), MountError> {
-        let since = Instant::now();
+        let mut since = None;
         loop {
             let image = {
                 let state = self.state.lock();
@@ -223,6 +223,11 @@ impl Server {
                 return Ok(());
             };
             image.check_free(self.started.elapsed())?;
+            let since = *since.get_or_insert_with(|| {
+                // A thread has it that copies what its last writer committed, as long as that takes.
+                image.settle();
+                Instant::now()
+            });
             let closed = {
                 let mut state = self.state.lock();
                 // This one, and the server's: whoever has it got it under this lock.
@@ -357,6 +362,11 @@ impl Server {
 
     /// Closes an image that a claim keeps mounts away from: whoever still has it is being refused.
     fn close_claimed(&self, name: &ImageName) -> Result<(), MountError> {
+        let open = self.state.lock().open.get(name).cloned();
+        if let Some(image) = open {
+            // A thread may have it that copies what its last writer committed.
+            image.settle();
+        }
         let since = Instant::now();
         loop {
             let closed = {

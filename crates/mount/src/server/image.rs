@@ -18,6 +18,9 @@ use super::settler::Settler;
 use crate::MountError;
 use crate::protocol::{Access, Code, Identity, MAX_RUNS, MountId, Refusal};
 
+/// How long a mount that connects waits for another's commit, holding a thread; then it is to try again.
+const DESK_WAIT: Duration = Duration::from_secs(5);
+
 /// Where the site's images come from.
 pub trait Images: Send + Sync {
     /// The image of that name as a device that is not written. Called on a thread that may block.
@@ -192,7 +195,10 @@ impl Image {
         now: Duration,
         connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
     ) -> Result<(Identity, bool), Refusal> {
-        let mut desk = self.desk.lock();
+        let mut desk = self.desk.try_lock_for(DESK_WAIT).ok_or_else(|| {
+            let text = format!("{} is busy: a commit is under way; try again", self.name);
+            Refusal::new(Code::Unavailable, text)
+        })?;
         let state = |edition| Identity {
             digest: self.base.digest,
             edition,
@@ -357,6 +363,14 @@ impl Image {
         peer: PeerKey,
         mount: MountId,
     ) -> Result<(), Refusal> {
+        self.check_lease(peer, mount)?;
+        if epoch > self.committed()
+            && let Some(overlay) = self.overlay.get()
+        {
+            // The one before must be in its place, which may take long: not with the desk held, for which others wait. An
+            // error is met again by the seal.
+            let _ = overlay.settle();
+        }
         // Held over the commit: whoever gets the lease next is told of an epoch that no late commit follows.
         let desk = self.desk.lock();
         self.lease_of(&desk, peer, mount)?;

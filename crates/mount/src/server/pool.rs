@@ -137,6 +137,12 @@ impl Shared {
         let mut state = self.state.lock();
         loop {
             if let Some((running, job)) = next(&mut state.schedule) {
+                if matches!(running.kind, Kind::Change | Kind::Write(..) | Kind::Sync)
+                    && state.schedule.has_changes()
+                {
+                    // Where one thread was woken at the end of what several jobs waited for.
+                    self.changes.notify_one();
+                }
                 drop(state);
                 job(tools);
                 state = self.state.lock();
@@ -177,6 +183,35 @@ mod tests {
         go.send(()).unwrap();
         let rest: Vec<i32> = (0..3).map(|_| hear.recv().unwrap()).collect();
         assert_eq!(rest, [0, 1, 2]);
+    }
+
+    #[test]
+    fn writes_that_waited_for_a_sync_are_all_begun_though_none_of_them_ends() {
+        let pool = Pool::new(4).unwrap();
+        let who = (PeerKey([1; 32]), MountId([1; 16]));
+        let (say, hear) = mpsc::channel();
+        let (end_sync, sync) = mpsc::channel::<()>();
+        pool.submit(who, Kind::Sync, move |_| {
+            let _ = sync.recv();
+        });
+        let mut gates = Vec::new();
+        for at in 0..3 {
+            let (gate, passes) = mpsc::channel::<()>();
+            gates.push(gate);
+            let say = say.clone();
+            pool.submit(who, Kind::Write(at, at + 1), move |_| {
+                say.send(at).unwrap();
+                let _ = passes.recv();
+            });
+        }
+        // The threads that were woken have seen that the sync is in the way, most likely.
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        end_sync.send(()).unwrap();
+        for _ in 0..3 {
+            let begun = hear.recv_timeout(std::time::Duration::from_secs(60));
+            begun.expect("a write is begun");
+        }
+        drop(gates);
     }
 
     #[test]

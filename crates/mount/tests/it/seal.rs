@@ -11,8 +11,8 @@ use drover_core::{BlockDevice, ImageName};
 use drover_device::remote::{Change, Epoch, Link, Remote};
 use drover_device::storage::{Access as FileAccess, Directory, FakeDirectory, File};
 use drover_device::storage::{HostDirectory, Lock};
-use drover_mount::client::Options;
-use drover_mount::protocol::{MountId, Refusal};
+use drover_mount::client::{Client, Options};
+use drover_mount::protocol::{Access, MountId, Refusal};
 use drover_mount::server::{Base, Images};
 
 use crate::blocked::{Gate, Opens};
@@ -310,6 +310,54 @@ fn commits_of_one_epoch_while_it_is_copied_start_no_more_copies() {
     wait(|done| client.close(done)).unwrap();
 }
 
+/// A commit that waits for the copy of the one before, or for a disk's sync, keeps nobody waiting who only asks.
+#[test]
+fn another_mount_is_answered_while_a_commit_waits() {
+    for waits_for_the_copy in [true, false] {
+        let runtime = runtime();
+        let _inside = runtime.enter();
+        let (site, seals, copies) = site(&content(SIZE, 56));
+        let near = Near::new(site.server.clone());
+        let client = open(&runtime, &near, writer(MountId::random()));
+        let (first, second) = (Epoch(0).after(1), Epoch(0).after(1).after(1));
+        wait(|done| client.push(first, write(0, 1), done)).unwrap();
+        let gate = match waits_for_the_copy {
+            true => copies,
+            false => seals,
+        };
+        let (say, hear) = std::sync::mpsc::channel();
+        let say_too = say.clone();
+        gate.set(true);
+        let opens = Opens(Arc::clone(&gate));
+        client.commit(first, 65_536, Box::new(move |done| drop(say.send(done))));
+        gate.wait_for_somebody();
+        if waits_for_the_copy {
+            hear.recv_timeout(PATIENCE).expect("an answer").unwrap();
+            wait(|done| client.push(second, write(65_536, 2), done)).unwrap();
+            client.commit(
+                second,
+                65_536,
+                Box::new(move |done| drop(say_too.send(done))),
+            );
+            // Only so that it most likely is at it.
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        let other = Options::new(name("web"), Access::ReadOnly);
+        let other = Client::open(runtime.handle(), Near::new(site.server.clone()), other);
+        let why = runtime.block_on(other).err().expect("it is leased");
+        let expected = match waits_for_the_copy {
+            true => "has one writer at a time",
+            false => "a commit is under way",
+        };
+        let why = why.to_string();
+        assert!(why.contains(expected), "{why}");
+        assert!(hear.try_recv().is_err(), "the commit still waits");
+        drop(opens);
+        hear.recv_timeout(PATIENCE).expect("an answer").unwrap();
+        wait(|done| client.close(done)).unwrap();
+    }
+}
+
 /// The lane on which an epoch was committed has ended before the epoch was sealed.
 #[test]
 fn an_epoch_that_nobody_hears_of_is_copied_all_the_same() {
@@ -347,4 +395,34 @@ fn an_epoch_that_nobody_hears_of_is_copied_all_the_same() {
     let mut model = base.clone();
     model[..65_536].fill(1);
     assert!(at_site(&state, &base) == model);
+}
+
+/// Nobody has the image any more but the thread that copies.
+#[test]
+fn changes_are_dropped_once_they_have_been_copied() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let (site, _, gate) = site(&content(SIZE, 57));
+    let near = Near::new(site.server.clone());
+    let client = open(&runtime, &near, writer(MountId::random()));
+    let epoch = Epoch(0).after(1);
+    wait(|done| client.push(epoch, write(0, 1), done)).unwrap();
+    gate.set(true);
+    wait(|done| client.commit(epoch, 65_536, done)).unwrap();
+    gate.wait_for_somebody();
+    wait(|done| client.close(done)).unwrap();
+    drop(client);
+    let image = name("web");
+    soon("nobody has it mounted", || {
+        site.server.leased(&image).unwrap().is_none()
+    });
+    std::thread::scope(|scope| {
+        // Before the scope waits for its threads, also when it panics.
+        let opens = Opens(Arc::clone(&gate));
+        let dropped = scope.spawn(|| site.server.drop_changes(&image));
+        // Longer than somebody who has it may take to let go of it.
+        std::thread::sleep(Duration::from_secs(12));
+        drop(opens);
+        assert_eq!(dropped.join().unwrap().unwrap(), Some(65_536));
+    });
 }

@@ -184,6 +184,11 @@ impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
         Some((Running { mount, kind }, job))
     }
 
+    /// Whether a change waits, be it for another one.
+    pub fn has_changes(&self) -> bool {
+        !self.changes.turns.is_empty()
+    }
+
     /// A job is done.
     pub fn done(&mut self, Running { mount, kind }: Running<K>) {
         match kind {
