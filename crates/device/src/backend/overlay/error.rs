@@ -80,7 +80,7 @@ pub enum OverlayError {
     NothingStaged(Epoch),
     /// An epoch was to be committed of which other is here than was said.
     #[error(
-        "epoch {} was to be committed with {asked} bytes of the disk, and {staged} are staged: the rest must be sent again",
+        "epoch {} was to be committed with {asked} bytes of the disk, and {staged} are staged: that is not what was sent",
         epoch.0
     )]
     NotWhole {
