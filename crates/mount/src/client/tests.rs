@@ -1,4 +1,7 @@
+use drover_core::ImageName;
+
 use super::*;
+use crate::protocol::Access;
 
 #[test]
 fn a_commit_has_as_long_as_other_requests_and_longer() {

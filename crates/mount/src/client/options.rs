@@ -1,0 +1,107 @@
+//! How to mount: what, for what, and for how long it is waited.
+
+use std::time::Duration;
+
+use drover_core::ImageName;
+
+use super::early;
+use crate::protocol::{Access, Ask, DEFAULT_CHUNK, Identity, LaneKind, MAX_LANES, MountId, Opened};
+
+/// How long a request may take before it fails, also while the link is down.
+pub const GIVE_UP: Duration = Duration::from_secs(30);
+
+/// How long the site may take to make an epoch count: it syncs all of it, after it has copied the one before. That it is
+/// there meanwhile is said by its pings.
+pub const COMMIT_LIMIT: Duration = Duration::from_secs(3600);
+
+/// How long the site is waited for at the start.
+pub const FIRST_CONTACT: Duration = Duration::from_secs(20);
+
+/// How to mount.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Which image of the site.
+    pub image: ImageName,
+    /// To do what.
+    pub access: Access,
+    /// The chunk, in bytes (see [`chunk_is_allowed`](crate::protocol::chunk_is_allowed)).
+    pub chunk: u32,
+    /// The mount's name for itself: the same as before to take up a lease and a cache.
+    pub mount: MountId,
+    /// The state that the cache is of, if there is one.
+    pub expected: Option<Identity>,
+    /// Who mounts, for people at the site.
+    pub note: String,
+    /// Connections for background reads beside the one for waited-for ones, at most 7.
+    pub back_lanes: usize,
+    /// Background bytes under way; found out when not given.
+    pub window: Option<u64>,
+    /// How long a request may take before it fails.
+    pub give_up: Duration,
+    /// How long a commit may take before the link is made anew, to learn what became of it; no less than other requests.
+    pub commit_limit: Duration,
+    /// How long the site is waited for at the start.
+    pub first_contact: Duration,
+    /// Chunks to ask for in the same flight as the first open, the most urgent first, so that they are here a round trip
+    /// sooner: at most 8, and 512 KiB of them; kept until they are asked for, or something is pushed. For a mount
+    /// whose cache is empty.
+    pub wanted: Vec<u64>,
+    /// What the site said when it was mounted before: with it the mount also begins without a link.
+    pub known: Option<Opened>,
+}
+
+impl Options {
+    /// The usual way to mount `image`.
+    #[must_use]
+    pub fn new(image: ImageName, access: Access) -> Self {
+        Self {
+            image,
+            access,
+            chunk: DEFAULT_CHUNK,
+            mount: MountId::random(),
+            expected: None,
+            note: String::new(),
+            back_lanes: 2,
+            window: None,
+            give_up: GIVE_UP,
+            commit_limit: COMMIT_LIMIT,
+            first_contact: FIRST_CONTACT,
+            wanted: Vec::new(),
+            known: None,
+        }
+    }
+
+    /// How long this may take before it fails.
+    pub(super) fn limit(&self, ask: &Ask) -> Duration {
+        match ask {
+            Ask::Commit { .. } => self.commit_limit.max(self.give_up),
+            _ => self.give_up,
+        }
+    }
+
+    /// What is asked for with the open: the first is waited for.
+    pub(super) fn early(&self) -> Vec<Ask> {
+        let most = (early::MAX_EARLY_BYTES / u64::from(self.chunk.max(1))).max(1) as usize;
+        let wanted = self.wanted.iter().take(most.min(early::MAX_EARLY));
+        let asks = wanted.enumerate().map(|(n, index)| Ask::Read {
+            id: n as u64 + 1,
+            first: *index,
+            count: 1,
+            background: n > 0,
+        });
+        asks.collect()
+    }
+
+    /// The lanes that are opened.
+    pub(super) fn lanes(&self) -> Vec<LaneKind> {
+        let mut lanes = vec![LaneKind::Front];
+        lanes.extend(std::iter::repeat_n(
+            LaneKind::Back,
+            self.back_lanes.min(MAX_LANES - 2),
+        ));
+        if self.access == Access::ReadWrite {
+            lanes.push(LaneKind::Push);
+        }
+        lanes
+    }
+}
