@@ -367,8 +367,8 @@ mod tests {
         for row in all {
             let of = |what| (0..CLASSES.len()).map(move |c| row.value(&key(what, c)).unwrap());
             assert!((of("run").sum::<f64>() - 100.0).abs() < 1e-6);
-            // Digests alone are 32 bytes for each 4096.
-            assert!(row.value("write_percent").unwrap() > 0.78);
+            // Digests alone are 12 bytes for each 4096.
+            assert!(row.value("write_percent").unwrap() > 0.29);
             assert!(row.value("rebuilt_s").is_some());
         }
         assert_eq!(Sequences.plots(&rows).len(), 2);
