@@ -30,7 +30,7 @@ const GUEST_PERCENT: usize = 50;
 /// From here on sequences are stored without what is there already (percent of C2).
 const FILLING_PERCENT: usize = 75;
 
-/// A long sequence is found by every so manieth of its blocks, whatever these are.
+/// A long sequence is found by each of its blocks whose place is a multiple of this, head or not.
 const FOUND_BY: usize = 128;
 
 /// C2 and what it points into.

@@ -212,7 +212,7 @@ fn blocks_that_a_full_index_does_not_have_cost_next_to_no_read() {
 }
 
 #[test]
-#[ignore = "counts and prints, asserts nothing: cargo test -p drover-index --test it reads -- --ignored --nocapture"]
+#[ignore = "17 million blocks, for the figures of decision 0015: cargo test -p drover-index --test it reads -- --ignored --nocapture"]
 fn a_tebibyte_in_a_sixteenth() {
     let tib = 1 << 28;
     for (what, share) in [("64 GiB", 16), ("1 TiB", 1)] {

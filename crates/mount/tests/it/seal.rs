@@ -132,6 +132,13 @@ fn site(bytes: &[u8]) -> (Site, Arc<Gate>, Arc<Gate>) {
     (Site::of(Arc::new(held)), seals, copies)
 }
 
+/// The image with what a site that is gone has written over it.
+fn left_by(site: Site, base: &[u8]) -> Vec<u8> {
+    let state = site.directory.path();
+    drop(site.server);
+    at_site(state, base)
+}
+
 fn write(at: u64, byte: u8) -> Vec<Change> {
     vec![Change::Write(at, Bytes::from(vec![byte; 65_536]))]
 }
@@ -184,9 +191,8 @@ fn reads_are_answered_while_an_epoch_is_sealed_for_long() {
     }
     device.close(true).unwrap();
     drop((device, client));
-    let state = site.directory.path().to_owned();
-    drop((near, site.server));
-    assert!(at_site(&state, &base) == model);
+    drop(near);
+    assert!(left_by(site, &base) == model);
 }
 
 /// The mount does not hear that an epoch was sealed: it is cut off, or gives up. It learns that once it is back.
@@ -236,9 +242,8 @@ fn an_epoch_whose_seal_outlasts_the_link_is_sealed_once() {
         });
         device.close(true).unwrap();
         drop((device, client));
-        let state = site.directory.path().to_owned();
-        drop((near, site.server));
-        assert!(at_site(&state, &base) == model, "{limit:?}");
+        drop(near);
+        assert!(left_by(site, &base) == model, "{limit:?}");
     }
 }
 

@@ -1,0 +1,385 @@
+//! Mounts that are rude to a site.
+
+use super::*;
+
+/// A mount that need not keep to the rules: a lane to a real site.
+struct Rude {
+    reader: FrameReader,
+    writer: FrameWriter,
+}
+
+impl Rude {
+    fn open(site: &Site, near: &Near, open: Vec<u8>) -> Self {
+        let (here, there) = Connection::pair().unwrap();
+        let (server, peer) = (site.server.clone(), near.peer.clone());
+        tokio::spawn(async move {
+            let (reader, writer) = there.split();
+            let (_go, stop) = watch::channel(false);
+            let _ = server.serve_lane(reader, writer, peer, &open, stop).await;
+        });
+        let (mut reader, mut writer) = here.split();
+        reader.set_max_frame(MAX_MOUNT_FRAME);
+        writer.set_max_frame(64 << 20);
+        Self { reader, writer }
+    }
+
+    async fn ask(&mut self, ask: &Ask, body: &[u8]) {
+        let head = encode_message(ask);
+        let sent = self.writer.send_vectored(kind::ASK, &[&head, body]).await;
+        sent.unwrap();
+        self.writer.flush().await.unwrap();
+    }
+
+    /// The next answer, but for what only says that a body arrived.
+    async fn hear(&mut self) -> Option<Answer> {
+        let limit = Duration::from_secs(60);
+        loop {
+            let frame: Option<Frame> = tokio::time::timeout(limit, self.reader.next())
+                .await
+                .expect("an answer")
+                .ok()?;
+            match decode_message::<Answer>(&frame?.payload).unwrap().head {
+                Answer::Arrived { .. } => {}
+                answer => return Some(answer),
+            }
+        }
+    }
+
+    /// The error that ends the lane.
+    async fn end(&mut self) -> Refusal {
+        loop {
+            match self.hear().await.expect("a last word") {
+                Answer::Error { id: 0, refusal } => {
+                    assert_eq!(self.hear().await, None);
+                    return refusal;
+                }
+                _ => continue,
+            }
+        }
+    }
+}
+
+fn opening(mount: MountId, access: Access) -> Vec<u8> {
+    let open = Open {
+        version: VERSION,
+        mount,
+        lane: LaneKind::Front,
+        link: 1,
+        image: name("web"),
+        access,
+        chunk: CHUNK,
+        expected: None,
+        note: String::new(),
+    };
+    open.encode()
+}
+
+fn read(id: u64, first: u64, count: u32) -> Ask {
+    Ask::Read {
+        id,
+        first,
+        count,
+        background: id.is_multiple_of(2),
+    }
+}
+
+#[test]
+fn a_site_ends_the_lane_of_a_mount_that_asks_too_much() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(3_000_000, 9)));
+    let near = Near::new(site.server.clone());
+    let write = |length| Ask::DirectWrite {
+        id: 1,
+        offset: 0,
+        length,
+        coding: Coding::Plain,
+    };
+    let cases: Vec<(Ask, Vec<u8>)> = vec![
+        (read(1, 0, 0), vec![]),
+        (read(1, 0, u32::MAX), vec![]),
+        (read(1, 0, 17), vec![]),
+        (read(0, 0, 1), vec![]),
+        (read(1, 0, 1), vec![1]),
+        (write(u32::MAX), vec![]),
+        (write(10), vec![0; 11]),
+        (
+            Ask::DirectRead {
+                id: 1,
+                offset: 0,
+                length: u32::MAX,
+            },
+            vec![],
+        ),
+    ];
+    runtime.block_on(async {
+        for (ask, body) in cases {
+            let open = opening(MountId::random(), Access::ReadOnly);
+            let mut rude = Rude::open(&site, &near, open);
+            assert!(matches!(rude.hear().await, Some(Answer::Opened(_))));
+            rude.ask(&ask, &body).await;
+            let refusal = rude.end().await;
+            assert_eq!(refusal.code, Code::Protocol, "{ask:?}: {refusal}");
+        }
+        // Rubbish, and a frame of another kind.
+        for (kind, payload) in [(kind::ASK, vec![9; 50]), (kind::ANSWER, vec![])] {
+            let open = opening(MountId::random(), Access::ReadOnly);
+            let mut rude = Rude::open(&site, &near, open);
+            rude.hear().await;
+            rude.writer.send(kind, &payload).await.unwrap();
+            rude.writer.flush().await.unwrap();
+            assert_eq!(rude.end().await.code, Code::Protocol);
+        }
+        for open in [vec![], vec![1], vec![200; 500], b"drover".to_vec()] {
+            let mut rude = Rude::open(&site, &near, open);
+            assert!(!matches!(rude.end().await.code, Code::Io));
+        }
+    });
+}
+
+#[test]
+fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(3_000_000, 9)));
+    let near = Near::new(site.server.clone());
+    let cases = [
+        (read(1, 46, 1), Code::OutOfRange),
+        (read(1, u64::MAX, 2), Code::OutOfRange),
+        (
+            Ask::Presence {
+                id: 1,
+                first: u64::MAX,
+                count: u32::MAX,
+            },
+            Code::OutOfRange,
+        ),
+        (
+            Ask::Digests {
+                id: 1,
+                first: 0,
+                count: 0,
+            },
+            Code::OutOfRange,
+        ),
+        (
+            Ask::DirectRead {
+                id: 1,
+                offset: u64::MAX,
+                length: 1 << 20,
+            },
+            Code::OutOfRange,
+        ),
+        (
+            Ask::Commit {
+                id: 1,
+                epoch: 1,
+                covers: 0,
+            },
+            Code::ReadOnly,
+        ),
+        (
+            Ask::Zero {
+                id: 1,
+                epoch: u64::MAX,
+                offset: 0,
+                length: u64::MAX,
+            },
+            Code::ReadOnly,
+        ),
+    ];
+    runtime.block_on(async {
+        let open = opening(MountId::random(), Access::ReadOnly);
+        let mut rude = Rude::open(&site, &near, open);
+        rude.hear().await;
+        for (ask, code) in cases {
+            rude.ask(&ask, &[]).await;
+            match rude.hear().await {
+                Some(Answer::Error { id: 1, refusal }) => assert_eq!(refusal.code, code, "{ask:?}"),
+                other => panic!("{ask:?}: {other:?}"),
+            }
+        }
+        // The lane still works; credits that lie do it no harm.
+        rude.ask(
+            &Ask::Credit {
+                received: u64::MAX,
+                window: u64::MAX,
+            },
+            &[],
+        )
+        .await;
+        rude.ask(&Ask::Hurry { id: 12_345 }, &[]).await;
+        rude.ask(&read(2, 45, 1), &[]).await;
+        assert!(matches!(
+            rude.hear().await,
+            Some(Answer::Chunks { first: 45, .. })
+        ));
+    });
+}
+
+#[test]
+fn another_sites_mount_is_not_taken_over_by_its_number() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(3_000_000, 9)));
+    let (near, thief) = (
+        Near::new(site.server.clone()),
+        Near::new(site.server.clone()),
+    );
+    let mount = MountId::random();
+    runtime.block_on(async {
+        let mut owner = Rude::open(&site, &near, opening(mount, Access::ReadWrite));
+        assert!(matches!(owner.hear().await, Some(Answer::Opened(_))));
+        let mut rude = Rude::open(&site, &thief, opening(mount, Access::ReadWrite));
+        assert_eq!(rude.end().await.code, Code::Leased);
+        // A body that is not what it says; an epoch that counts already.
+        let write = |epoch, coding| Ask::Write {
+            id: 5,
+            epoch,
+            offset: 0,
+            length: 4096,
+            coding,
+        };
+        for (ask, code) in [
+            (write(1, Coding::Zstd), Code::Protocol),
+            (write(1, Coding::Plain), Code::Protocol),
+            (write(0, Coding::Plain), Code::Epoch),
+        ] {
+            let body = if code == Code::Epoch {
+                vec![1; 4096]
+            } else {
+                vec![1; 99]
+            };
+            owner.ask(&ask, &body).await;
+            match owner.hear().await {
+                Some(Answer::Error { id: 5, refusal }) => assert_eq!(refusal.code, code, "{ask:?}"),
+                other => panic!("{ask:?}: {other:?}"),
+            }
+        }
+    });
+}
+
+#[test]
+fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let site = Site::with("web", memory(&content(3_000_000, 9)));
+    let near = Near::new(site.server.clone());
+    let epoch = 1 << 32;
+    let write = |id| Ask::Write {
+        id,
+        epoch,
+        offset: 0,
+        length: 4096,
+        coding: Coding::Plain,
+    };
+    runtime.block_on(async {
+        let open = opening(MountId::random(), Access::ReadWrite);
+        let mut rude = Rude::open(&site, &near, open);
+        assert!(matches!(rude.hear().await, Some(Answer::Opened(_))));
+        rude.ask(&write(1), &[7; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 1 }));
+        rude.ask(&Ask::Close { id: 2 }, &[]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 2 }));
+        let left = std::fs::read_dir(site.directory.path().join("overlays/web")).unwrap();
+        let redo = left
+            .flatten()
+            .filter(|file| file.file_name().to_string_lossy().starts_with("epoch-"));
+        assert_eq!(redo.count(), 0, "what was staged went with the lease");
+        // The lane is there yet, its lease is not.
+        let direct = Ask::DirectWrite {
+            id: 5,
+            offset: 0,
+            length: 4096,
+            coding: Coding::Plain,
+        };
+        let late = [
+            (write(3), vec![7; 4096]),
+            (
+                Ask::Commit {
+                    id: 4,
+                    epoch,
+                    covers: 4096,
+                },
+                vec![],
+            ),
+            (direct, vec![7; 4096]),
+        ];
+        for (ask, body) in late {
+            rude.ask(&ask, &body).await;
+            let answer = rude.hear().await;
+            assert!(
+                matches!(&answer, Some(Answer::Error { id, refusal })
+                    if Some(*id) == ask.id() && refusal.code == Code::LeaseLost),
+                "{ask:?}: {answer:?}"
+            );
+        }
+    });
+}
+
+/// Parts that come before and after the site has dropped what it had do not make an epoch.
+#[test]
+fn half_an_epoch_that_was_begun_again_is_not_committed() {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let before = content(3_000_000, 9);
+    let site = Site::with("web", memory(&before));
+    let near = Near::new(site.server.clone());
+    let epoch = 5 << 32;
+    let write = |id, offset| Ask::Write {
+        id,
+        epoch,
+        offset,
+        length: 4096,
+        coding: Coding::Plain,
+    };
+    let commit = |id, covers| Ask::Commit { id, epoch, covers };
+    runtime.block_on(async {
+        let open = opening(MountId::random(), Access::ReadWrite);
+        let mut rude = Rude::open(&site, &near, open);
+        assert!(matches!(rude.hear().await, Some(Answer::Opened(_))));
+        rude.ask(&write(1, 0), &[7; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 1 }));
+        // A plain change: it drops what is staged.
+        let (offset, length) = (1 << 20, 0);
+        let trim = Ask::DirectTrim {
+            id: 2,
+            offset,
+            length,
+        };
+        rude.ask(&trim, &[]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 2 }));
+        rude.ask(&write(3, 8192), &[8; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 3 }));
+        for (id, covers) in [(4, 8192), (5, 0)] {
+            rude.ask(&commit(id, covers), &[]).await;
+            let answer = rude.hear().await;
+            assert!(
+                matches!(&answer, Some(Answer::Error { id: of, refusal })
+                    if *of == id && refusal.code == Code::Epoch),
+                "{answer:?}"
+            );
+        }
+        // What is staged is there yet, and the rest can follow.
+        let staged = Ask::Staged {
+            id: 6,
+            epoch,
+            from: 0,
+        };
+        rude.ask(&staged, &[]).await;
+        let answer = Answer::Staged {
+            id: 6,
+            epoch,
+            runs: vec![(8192, 4096)],
+            end: before.len() as u64,
+        };
+        assert_eq!(rude.hear().await, Some(answer));
+        rude.ask(&write(7, 0), &[7; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Answer::Done { id: 7 }));
+        // The second is one whose answer was lost.
+        for id in [8, 9] {
+            rude.ask(&commit(id, 8192), &[]).await;
+            assert_eq!(rude.hear().await, Some(Answer::Committed { id, epoch }));
+        }
+    });
+}
