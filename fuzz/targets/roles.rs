@@ -206,7 +206,7 @@ fn the_source(input: &mut Input<'_>) {
             0 => source::Event::Accepted(Accept {
                 resume_batch: input.number(),
                 resumed_blocks: 0,
-                window_batches: 0,
+                open_batches: 0,
             }),
             1 if walked < walk_to => {
                 walked += 1;

@@ -205,6 +205,14 @@ pub struct Counts {
     pub matched: Matched,
 }
 
+impl Counts {
+    /// Blocks that are in place, however they came.
+    #[must_use]
+    pub fn in_place(&self) -> u64 {
+        self.matched_blocks + self.sent_blocks + self.zero_blocks + self.resumed_blocks
+    }
+}
+
 impl Destination {
     /// For an image of `walk_blocks` blocks of which nothing is there.
     #[must_use]

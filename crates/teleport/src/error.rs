@@ -82,7 +82,7 @@ pub enum TeleportError {
         found: drover_core::Digest,
     },
     /// Some of several images were not delivered.
-    #[error("{failed} of {of} images were not delivered; {name}: {first}")]
+    #[error("{failed} of {of} images were not delivered; {name}: {}", first.of_image(name))]
     Images {
         /// How many.
         failed: usize,
@@ -112,6 +112,14 @@ impl TeleportError {
     pub fn file(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |error| TeleportError::File { doing, path, error }
+    }
+
+    /// What it says of an image behind its name, which it may begin with itself.
+    #[must_use]
+    pub fn of_image(&self, name: &str) -> String {
+        let text = self.to_string();
+        let rest = text.strip_prefix(name).and_then(|r| r.strip_prefix(": "));
+        rest.map_or(text.clone(), str::to_owned)
     }
 
     /// Whether connecting again and resuming can help.

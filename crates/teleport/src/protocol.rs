@@ -323,8 +323,8 @@ pub struct Accept {
     pub resume_batch: u64,
     /// Blocks that an earlier session already brought.
     pub resumed_blocks: u64,
-    /// Bytes of literals the teleporter's answers may lag behind (informational).
-    pub window_batches: u64,
+    /// Of the batches before it those that are not complete; for the progress only.
+    pub open_batches: u64,
 }
 
 /// The source has walked the whole image.

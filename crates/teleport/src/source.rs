@@ -78,6 +78,8 @@ pub struct Source {
     /// Batches from `resume` on that were acknowledged, beyond the first that was not.
     acked: std::collections::BTreeSet<u64>,
     oldest_unacked: u64,
+    /// Batches before `resume` that are not complete at the destination.
+    open: u64,
     asked_blocks: u64,
     digest: Option<Digest>,
     done: bool,
@@ -93,6 +95,7 @@ impl Source {
             walked: 0,
             acked: std::collections::BTreeSet::new(),
             oldest_unacked: 0,
+            open: 0,
             asked_blocks: 0,
             digest: None,
             done: false,
@@ -113,6 +116,7 @@ impl Source {
     #[must_use]
     pub fn done_blocks(&self) -> u64 {
         let done = self.oldest_unacked + self.acked.len() as u64;
+        let done = done.saturating_sub(self.open);
         (done * BATCH_BLOCKS).min(self.walk_blocks)
     }
 
@@ -128,6 +132,7 @@ impl Source {
                 }
                 self.resume = Some(accept.resume_batch);
                 self.oldest_unacked = accept.resume_batch;
+                self.open = accept.open_batches.min(accept.resume_batch);
                 actions.push(self.window());
             }
             Event::Walked { index, frame } => {
@@ -184,7 +189,9 @@ impl Source {
 
     fn on_ack(&mut self, index: u64, actions: &mut Vec<Action>) -> Result<(), Violation> {
         if self.resume.is_some_and(|r| index < r) {
-            return Ok(()); // A batch of an earlier session has become complete.
+            // A batch of an earlier session has become complete.
+            self.open = self.open.saturating_sub(1);
+            return Ok(());
         }
         if index >= self.walked || index < self.oldest_unacked || !self.acked.insert(index) {
             return Err(Violation(format!(

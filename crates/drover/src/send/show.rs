@@ -60,8 +60,10 @@ struct Image {
     /// The length of the file: what is data of it is not the same every time that it is looked at.
     size_bytes: u64,
     started: Instant,
-    /// Blocks that were there when this attempt began: those took none of its time.
-    before: u64,
+    /// Blocks that an earlier session had brought.
+    resumed: u64,
+    /// Blocks that were there when this attempt was first looked at: those took none of its time.
+    before: Option<u64>,
 }
 
 /// What is known at one moment.
@@ -144,7 +146,8 @@ impl Show {
                     walk_blocks,
                     size_bytes,
                     started: Instant::now(),
-                    before: resumed_blocks,
+                    resumed: resumed_blocks,
+                    before: None,
                 });
             }
             SendEvent::Reconnecting { error, delay_ms } => {
@@ -238,16 +241,16 @@ impl Show {
 
     fn now(
         &self,
-        image: &Image,
+        image: &mut Image,
         wire: &[(Instant, u64)],
         complete: (u64, u64),
         at: Instant,
     ) -> Now {
         let c = &self.counters;
         let walked = Counters::get(&c.walked_blocks).min(image.walk_blocks);
-        // Whole batches are told as complete; what was sent since belongs to the next of them.
-        let since = Counters::get(&c.sent_blocks).saturating_sub(complete.1);
-        let done = (complete.0 + since.min(BATCH_BLOCKS - 1)).min(image.walk_blocks);
+        let sent = Counters::get(&c.sent_blocks);
+        let done = done_of(complete, sent, image.resumed).min(image.walk_blocks);
+        let before = *image.before.get_or_insert(done);
         let answered = Counters::get(&c.answered_blocks);
         let matched = Counters::get(&c.matched_blocks);
         let of_file = |blocks| part_of(image.size_bytes, blocks, image.walk_blocks);
@@ -269,7 +272,7 @@ impl Show {
             matched_share: (answered > 0).then(|| matched as f64 / answered as f64),
             left: time_left(
                 at - image.started,
-                done.saturating_sub(image.before),
+                done.saturating_sub(before),
                 image.walk_blocks - done,
             ),
         }
@@ -447,6 +450,16 @@ fn summary(reports: &[ImageReport]) -> String {
     )
 }
 
+/// Blocks that are there, about. Whole batches are told as complete (`complete`, and what was sent by then); what was sent since
+/// belongs to the next of them. Of a transfer that goes on no batch need be complete and yet much of it be there.
+fn done_of(complete: (u64, u64), sent: u64, resumed: u64) -> u64 {
+    let since = sent.saturating_sub(complete.1).min(BATCH_BLOCKS - 1);
+    (complete.0 + since).max(match resumed {
+        0 => 0,
+        n => n + sent,
+    })
+}
+
 /// How much of a file is done when so many of the blocks are that are read of it: holes are not read, and how
 /// many there are changes with what the file system has in memory.
 fn part_of(size: u64, done: u64, blocks: u64) -> u64 {
@@ -538,6 +551,20 @@ mod tests {
         assert_eq!(short(s(59)), "59 s");
         assert_eq!(short(s(61)), "1 min 1 s");
         assert_eq!(short(s(7384)), "2 h 3 min");
+    }
+
+    #[test]
+    fn what_is_there_counts_before_its_batch_is_whole() {
+        assert_eq!(done_of((0, 0), 100, 0), 100);
+        assert_eq!(done_of((BATCH_BLOCKS, 1000), 1300, 0), BATCH_BLOCKS + 300);
+        assert_eq!(done_of((0, 0), 9 * BATCH_BLOCKS, 0), BATCH_BLOCKS - 1);
+        // Most of three batches came before, of none all.
+        let resumed = 3 * BATCH_BLOCKS - 30;
+        assert_eq!(done_of((0, 0), 10, resumed), resumed + 10);
+        assert_eq!(
+            done_of((4 * BATCH_BLOCKS, 30), 30, resumed),
+            4 * BATCH_BLOCKS
+        );
     }
 
     #[test]

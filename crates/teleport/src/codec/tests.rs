@@ -118,7 +118,7 @@ fn control_messages() {
     let accept = Accept {
         resume_batch: 1,
         resumed_blocks: 2,
-        window_batches: 96,
+        open_batches: 1,
     };
     assert_eq!(encode(&accept), [1, 2, 96]);
     let refusal = Refusal {

@@ -25,7 +25,7 @@ use crate::destination::Event;
 use crate::error::RefuseReason;
 use crate::protocol::{
     Accept, End, GiveUp, LAYOUT_PART_BYTES, MAX_LANES, MAX_LAYOUT_BYTES, MAX_SESSION_FRAME,
-    MAX_SESSION_IMAGES, Offer, Refusal, Reply, WINDOW_BATCHES, kind,
+    MAX_SESSION_IMAGES, Offer, Refusal, Reply, kind,
 };
 use crate::site::{Site, TransferStatus};
 use crate::stages::{DestinationStages, Lap};
@@ -578,7 +578,7 @@ impl Session {
         let accept = Accept {
             resume_batch: prepared.machine.next_batch(),
             resumed_blocks: prepared.machine.counts().resumed_blocks,
-            window_batches: WINDOW_BATCHES,
+            open_batches: prepared.machine.open_batches() as u64,
         };
         match begun {
             None => self.send(kind::ACCEPT, encode(&accept)).await?,

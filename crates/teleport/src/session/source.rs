@@ -207,7 +207,7 @@ impl Sender {
         let name = self.items[self.done].name.to_string();
         (self.on_event)(SendEvent::Failed {
             name: name.clone(),
-            error: error.to_string(),
+            error: error.of_image(&name),
         });
         self.failed.push((name, error));
         self.done += 1;
@@ -508,6 +508,7 @@ impl Sender {
                                 data_bytes: image.layout.covered_bytes(),
                                 resumed_blocks: accept.resumed_blocks,
                             });
+                            self.progress += accept.resumed_blocks;
                             Event::Accepted(accept)
                         }
                         Heard::Event(event) => event,

@@ -17,7 +17,7 @@ fn accept(resume_batch: u64) -> Event {
     Event::Accepted(Accept {
         resume_batch,
         resumed_blocks: 0,
-        window_batches: WINDOW_BATCHES,
+        open_batches: 0,
     })
 }
 
@@ -152,6 +152,22 @@ fn a_resume_with_every_batch_there_needs_no_acknowledgement() {
     handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();
     assert_eq!(s.done_blocks(), BLOCKS);
     handle(&mut s, delivered(WHOLE)).unwrap();
+}
+
+#[test]
+fn a_batch_of_before_counts_when_it_is_complete() {
+    let mut s = Source::new(BLOCKS);
+    let accepted = Event::Accepted(Accept {
+        resume_batch: BATCHES,
+        resumed_blocks: 5,
+        open_batches: 2,
+    });
+    handle(&mut s, accepted).unwrap();
+    assert_eq!(s.done_blocks(), BATCH_BLOCKS);
+    handle(&mut s, Event::Ack(1)).unwrap();
+    assert_eq!(s.done_blocks(), 2 * BATCH_BLOCKS);
+    handle(&mut s, Event::Ack(2)).unwrap();
+    assert_eq!(s.done_blocks(), BLOCKS);
 }
 
 #[test]

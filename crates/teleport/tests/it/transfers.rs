@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use drover_net::Identity;
 use drover_teleport::TeleportError;
+use drover_teleport::progress::Counters;
 use drover_teleport::transfers::{TransferState, Unfinished};
 
 use crate::harness::*;
@@ -40,19 +41,25 @@ impl Stopped {
 
     /// Sends some of it, does something, and stops.
     async fn some(&self, meanwhile: impl AsyncFnOnce()) {
+        self.some_of(2500, 8 << 20, async |_: &Counters| meanwhile().await)
+            .await;
+    }
+
+    /// The same with so many blocks, and so many bytes a second.
+    async fn some_of(&self, blocks: u64, rate: u64, meanwhile: impl AsyncFnOnce(&Counters)) {
         let client = Client {
             identity: self.identity.clone(),
             ..Client::new()
         };
         let mut options = client.options(&self.there, &self.there.address);
-        options.limit = Some(Arc::new(drover_net::RateLimit::new(8 << 20)));
+        options.limit = Some(Arc::new(drover_net::RateLimit::new(rate)));
         let path = self.image();
         let sent = client.send_with(items(&[&path]), options);
         let watch = async {
-            while client.counters.sent_blocks.load(Ordering::Relaxed) < 2500 {
+            while client.counters.sent_blocks.load(Ordering::Relaxed) < blocks {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
-            meanwhile().await;
+            meanwhile(&client.counters).await;
             client.stop.send_replace(true);
         };
         let (sent, ()) = tokio::join!(sent, watch);
@@ -141,6 +148,26 @@ async fn what_is_unfinished_is_listed_and_can_be_removed() {
     assert_eq!(entries(&t.transfers()), 0);
     let report = t.send().await;
     assert_eq!(report.resumed_blocks, 0, "{report:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_that_goes_on_is_as_far_as_it_is_at_both_ends() {
+    let t = Stopped::new().await;
+    t.some(async || {}).await;
+    // The site has the digests of all of it, and not half of the blocks.
+    let before = t.only().await;
+    assert!(before.done_bytes < before.total_bytes, "{before:?}");
+    t.some_of(100, 1 << 20, async |counters: &Counters| {
+        let now = t.only().await;
+        assert_eq!(now.state, TransferState::UnderWay);
+        assert!(now.done_bytes >= 4 << 20, "{now:?}");
+        assert!(now.done_bytes < now.total_bytes, "{now:?}");
+        let done = Counters::get(&counters.done_blocks) * 4096;
+        assert!(done < now.total_bytes, "{done} of {}", now.total_bytes);
+    })
+    .await;
+    t.send().await;
+    assert!(t.list().await.is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -297,7 +297,7 @@ impl World {
         let accept = Accept {
             resume_batch: self.session.destination.next_batch(),
             resumed_blocks: self.session.destination.counts().resumed_blocks,
-            window_batches: WINDOW_BATCHES,
+            open_batches: self.session.destination.open_batches() as u64,
         };
         let accepted = source::Event::Accepted(accept);
         match self.rng.bool() {

@@ -19,9 +19,7 @@ use crate::codec::{Batch, Runs, proofs_of};
 use crate::destination::Event;
 use crate::files::{copy_spans, digest_in_place, spans_of};
 use crate::images::OpenImage;
-use crate::protocol::{
-    Accept, BATCH_BLOCKS, Delivered, End, GiveUp, Matched, Offer, WINDOW_BATCHES, kind,
-};
+use crate::protocol::{Accept, BATCH_BLOCKS, Delivered, End, GiveUp, Matched, Offer, kind};
 use crate::site::{Site, remove_dir};
 use crate::stages::{DestinationStages, Lap};
 use crate::transfer::{Hold, Opening, Transfer, transfer_key};
@@ -67,7 +65,7 @@ impl Session {
         let accept = Accept {
             resume_batch: 0,
             resumed_blocks: 0,
-            window_batches: WINDOW_BATCHES,
+            open_batches: 0,
         };
         self.send(kind::ACCEPT, encode(&accept)).await?;
         let newer = comparison.hold.stop.clone();

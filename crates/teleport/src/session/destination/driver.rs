@@ -21,7 +21,7 @@ use crate::blockmap::DataBits;
 use crate::codec::{Batch, proofs_of};
 use crate::destination::{Action, Event, From, ReuseJob, Run};
 use crate::disk::SyncedFile;
-use crate::protocol::{BATCH_BLOCKS, Delivered, GiveUp, kind};
+use crate::protocol::{Delivered, GiveUp, kind};
 use crate::session::lane_in::OpenBatch;
 use crate::site::{Arrived, Site, unix_now};
 use crate::stages::{DestinationStages, Lap};
@@ -302,6 +302,8 @@ impl Driver<'_> {
     fn step(&mut self, event: Event) -> Result<(), TeleportError> {
         let mut actions = Vec::new();
         self.prepared.machine.handle(event, &mut actions)?;
+        let done = self.prepared.machine.counts().in_place();
+        self.prepared.done_blocks.store(done, Ordering::Relaxed);
         actions.into_iter().try_for_each(|action| self.act(action))
     }
 
@@ -339,7 +341,6 @@ impl Driver<'_> {
             digest,
             transfer,
             transit,
-            done_blocks,
             ..
         } = &mut self.prepared;
         let open = incoming.open.write().remove(&index);
@@ -348,7 +349,6 @@ impl Driver<'_> {
             digest.batch(&transfer.layout, open.batch.clone(), full);
         }
         transit.complete(index);
-        done_blocks.fetch_add(BATCH_BLOCKS, Ordering::Relaxed);
         self.say(kind::ACK, index.to_le_bytes().to_vec())
     }
 

@@ -10,7 +10,7 @@ use crate::TeleportError;
 use crate::codec::{Batch, Need, Runs};
 use crate::error::RefuseReason;
 use crate::matching::{Link, LocalTeleporter, Matching, wrong_answer};
-use crate::protocol::{Accept, End, Estimate, Offer, WINDOW_BATCHES, kind};
+use crate::protocol::{Accept, End, Estimate, Offer, kind};
 use crate::teleporter::{Answer, Event};
 
 /// Who says which blocks would be matched.
@@ -70,7 +70,7 @@ impl Session {
         let accept = Accept {
             resume_batch: 0,
             resumed_blocks: 0,
-            window_batches: WINDOW_BATCHES,
+            open_batches: 0,
         };
         self.send(kind::ACCEPT, encode(&accept)).await?;
         let mut found = Estimate::default();

@@ -232,9 +232,7 @@ pub fn prepare(
         events,
         stages: stages.clone(),
     });
-    let done_blocks = Arc::new(AtomicU64::new(
-        machine.next_batch() * crate::protocol::BATCH_BLOCKS,
-    ));
+    let done_blocks = Arc::new(AtomicU64::new(machine.counts().in_place()));
     Ok(Prepared {
         transfer,
         machine,

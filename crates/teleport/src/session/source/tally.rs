@@ -69,7 +69,7 @@ mod tests {
         let accept = Accept {
             resume_batch: 1,
             resumed_blocks: 900,
-            window_batches: 96,
+            open_batches: 1,
         };
         hear(&mut tally, Event::Accepted(accept));
         // Over the end of a batch, and of one that came earlier.
