@@ -285,8 +285,7 @@ impl<S: Storage> Matcher<S> {
 
     /// The transfer was given up: what was recorded of the image goes.
     pub fn abort(&mut self, cursor: Cursor) {
-        // Files that cannot be removed now are incomplete, and go when the index is next opened.
-        let _ = self.begin_forget(cursor.image);
+        drop(self.begin_abort(cursor));
     }
 
     /// The image was deleted or replaced at the destination: nothing is matched with it any more,

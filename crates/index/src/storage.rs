@@ -14,7 +14,7 @@ pub type Syncer = Box<dyn FnOnce() -> io::Result<()> + Send>;
 /// [`sync_names`](Self::sync_names) (created, renamed and removed names).
 pub trait Storage: Send {
     /// An open file.
-    type File: StorageFile;
+    type File: StorageFile + 'static;
 
     /// Opens an existing file for reading and writing.
     ///

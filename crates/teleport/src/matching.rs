@@ -225,6 +225,11 @@ fn handle_then<S: Storage>(
             }
             Answer::Done
         }
+        Event::Image(image, ImageEvent::Abort) => {
+            // Dropped here, not while it is held.
+            drop(held(teleporter, |t| Ok(t.begin_abort(image)))?);
+            Answer::Done
+        }
         event => {
             return held(teleporter, |t| {
                 let answer = t.handle(event)?;

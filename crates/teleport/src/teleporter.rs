@@ -206,6 +206,12 @@ impl<S: Storage> Teleporter<S> {
         Ok(self.matcher.begin_forget(image)?)
     }
 
+    /// [`ImageEvent::Abort`]: its room is given back once what is returned is dropped, which may take long.
+    pub fn begin_abort(&mut self, image: ImageId) -> Option<Syncer> {
+        let cursor = self.cursors.remove(&image)?;
+        self.matcher.begin_abort(cursor)
+    }
+
     /// Takes an event in.
     ///
     /// # Errors
@@ -216,10 +222,8 @@ impl<S: Storage> Teleporter<S> {
                 if self.cursors.len() >= MAX_CURSORS {
                     return Err(Failure::Violation("too many images in transit"));
                 }
-                if let Some(old) = self.cursors.remove(&image) {
-                    self.matcher.abort(old);
-                }
-                // It may be at its end still, while the disk syncs for a connection that is gone.
+                // It may be on its way, or at its end still, while the disk syncs for a connection that is gone.
+                self.cursors.remove(&image);
                 self.matcher.begin_forget(image)?;
                 let cursor = self.matcher.begin(image)?;
                 self.cursors.insert(image, cursor);
@@ -230,9 +234,7 @@ impl<S: Storage> Teleporter<S> {
                 self.matcher.finish(cursor)?;
             }
             Event::Image(image, ImageEvent::Abort) => {
-                if let Some(cursor) = self.cursors.remove(&image) {
-                    self.matcher.abort(cursor);
-                }
+                drop(self.begin_abort(image));
             }
             Event::Image(image, ImageEvent::Forget) => self.matcher.forget(image)?,
             Event::Image(image, ImageEvent::Reindex) => self.matcher.reindex(image)?,

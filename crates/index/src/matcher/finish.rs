@@ -110,6 +110,12 @@ impl<S: Storage> Matcher<S> {
         synced
     }
 
+    /// As [`abort`](Self::abort), but the file system frees the room when what is returned is dropped, which needs no matcher.
+    pub fn begin_abort(&mut self, cursor: Cursor) -> Option<Syncer> {
+        // Files that cannot be removed now are incomplete, and go when the index is next opened.
+        self.begin_forget(cursor.image).ok().flatten()
+    }
+
     /// Where an image that is still open is.
     fn open_slot(&mut self, cursor: &Cursor) -> Result<&mut Slot<S::File>> {
         self.recent
@@ -119,21 +125,28 @@ impl<S: Storage> Matcher<S> {
             .ok_or(IndexError::BadBatch("the cursor's image was forgotten"))
     }
 
-    /// As [`forget`](Self::forget), but that its files are gone is only durable after what is returned has run. It needs no matcher.
+    /// As [`forget`](Self::forget), but that its files are gone is only durable after what is returned has run. It needs no matcher,
+    /// and holds the hash file open: the file system frees its room when it is run or dropped.
     ///
     /// # Errors
     /// As [`forget`](Self::forget).
     pub fn begin_forget(&mut self, image: ImageId) -> Result<Option<Syncer>> {
         let slot = self.recent.slot_of(image);
         let was_older = self.older.remove(&image).is_some();
-        if let Some(slot) = slot {
-            self.release(slot);
-        } else if !was_older {
+        let open = slot.and_then(|slot| self.release(slot));
+        let unused = match open.is_none() && was_older {
+            true => self.storage.open(&names(image.0).0).ok(),
+            false => None,
+        };
+        if open.is_none() && !was_older {
             return Ok(None);
         }
-        unlink_files(&self.storage, image.0)
+        let removed = unlink_files(&self.storage, image.0)
             .and_then(|()| self.storage.names_syncer())
-            .map(Some)
-            .map_err(IndexError::io("removing", names(image.0).0))
+            .map_err(IndexError::io("removing", names(image.0).0))?;
+        Ok(Some(Box::new(move || {
+            drop((open, unused));
+            removed()
+        })))
     }
 }

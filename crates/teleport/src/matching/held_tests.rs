@@ -90,6 +90,13 @@ impl StorageFile for SlowFile {
     }
 }
 
+/// Who closes the last handle of a removed file waits until the file system has freed its room.
+impl Drop for SlowFile {
+    fn drop(&mut self) {
+        self.1.pass();
+    }
+}
+
 type Slow = Arc<Mutex<Teleporter<SlowStorage>>>;
 
 fn slow(dir: &std::path::Path) -> (Slow, Arc<Gate>) {
@@ -171,7 +178,13 @@ fn others_are_matched_while_a_finished_image_is_synced() {
 
 #[test]
 fn others_are_matched_while_a_removal_is_synced() {
-    others_go_on_during(Event::Image(ImageId(9), ImageEvent::Forget), 1, 2);
+    // Its two files, and the directory.
+    others_go_on_during(Event::Image(ImageId(9), ImageEvent::Forget), 3, 2);
+}
+
+#[test]
+fn others_are_matched_while_what_was_given_up_is_removed() {
+    others_go_on_during(Event::Image(FIRST, ImageEvent::Abort), 2, 1);
 }
 
 /// It is forgotten while the disk syncs: then it is not there, and the next with its number is.
