@@ -40,7 +40,7 @@ use drover_core::BlockDevice;
 pub(crate) use error::listed;
 pub use error::{FuseError, User};
 
-use crate::patience::patiently;
+use crate::patience::{PATIENCE, patiently_for};
 use mount::{How, Outcome};
 use mounts::Mounted;
 
@@ -211,15 +211,27 @@ impl FileMount {
         self.unmount_within(UNMOUNT_DEADLINE)
     }
 
+    /// The same, but nobody gets time to close it.
+    ///
+    /// # Errors
+    /// As for [`FileMount::unmount`].
+    pub fn unmount_at_once(&mut self) -> Result<(), FuseError> {
+        self.unmount_with(Duration::ZERO, UNMOUNT_DEADLINE)
+    }
+
     /// As [`FileMount::unmount`], with a deadline of one's own.
     ///
     /// # Errors
     /// As for [`FileMount::unmount`].
     pub fn unmount_within(&mut self, deadline: Duration) -> Result<(), FuseError> {
+        self.unmount_with(PATIENCE, deadline)
+    }
+
+    fn unmount_with(&mut self, patience: Duration, deadline: Duration) -> Result<(), FuseError> {
         let Some(mounted) = self.current() else {
             return Ok(());
         };
-        match self.unmount_idle(&mounted, deadline) {
+        match self.unmount_idle(&mounted, patience, deadline) {
             Outcome::Answered(Ok(())) => {}
             Outcome::Answered(Err(error)) if is_busy(&error) => {
                 return Err(FuseError::Busy {
@@ -241,13 +253,14 @@ impl FileMount {
     }
 
     /// Unmounts it if nobody uses it, and tries again where somebody does who may be gone in a moment.
-    fn unmount_idle(&self, mounted: &Mounted, deadline: Duration) -> Outcome {
+    fn unmount_idle(&self, mounted: &Mounted, patience: Duration, deadline: Duration) -> Outcome {
         let attempt = || match mount::unmount(&self.at, How::Idle, deadline) {
             Outcome::Answered(Err(error)) if is_busy(&error) => Err(error),
             outcome => Ok(outcome),
         };
         let may_pass = |_: &io::Error| !mounts::carries_devices(mounted);
-        patiently(attempt, may_pass).unwrap_or_else(|error| Outcome::Answered(Err(error)))
+        patiently_for(patience, attempt, may_pass)
+            .unwrap_or_else(|error| Outcome::Answered(Err(error)))
     }
 
     /// Takes it out of sight at once. Who has it open goes on until he closes it, as long as this process lives.

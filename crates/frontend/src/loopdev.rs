@@ -13,15 +13,15 @@
 mod keeper;
 mod sys;
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fmt;
 use std::io;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::fuse::{User, listed, mounts};
-use crate::patience::{may_pass, patiently};
+use crate::patience::{PATIENCE, may_pass, patiently};
 use keeper::Keeper;
 
 /// How long attaching and detaching wait for the kernel.
@@ -184,10 +184,22 @@ impl LoopDevice {
     /// # Errors
     /// [`LoopError::Busy`] or [`LoopError::Unflushed`], and it stays; [`LoopError::Hung`] after [`DEADLINE`].
     pub fn detach(&mut self) -> Result<(), LoopError> {
+        self.detach_within(PATIENCE)
+    }
+
+    /// The same, but nobody gets time to close it.
+    ///
+    /// # Errors
+    /// As for [`LoopDevice::detach`].
+    pub fn detach_at_once(&mut self) -> Result<(), LoopError> {
+        self.detach_within(Duration::ZERO)
+    }
+
+    fn detach_within(&mut self, patience: Duration) -> Result<(), LoopError> {
         let Some(keeper) = &self.keeper else {
             return Ok(());
         };
-        keeper.detach(&self.path)?;
+        keeper.detach(&self.path, patience)?;
         self.keeper = None;
         wait_until_gone(&self.path)
     }
@@ -297,11 +309,7 @@ pub(crate) fn users_of(device: &Path) -> Vec<User> {
 /// Block devices that are made of this one or of a partition of it: loop devices (`mount -o loop,offset=…`), and what
 /// the kernel lists as holders (LVM, encryption, RAID). No process has the device open for them.
 fn stacked_on(device: &Path) -> Vec<PathBuf> {
-    let is_ours = |name: &OsStr| {
-        let rest = name.as_bytes().strip_prefix(device.as_os_str().as_bytes());
-        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(b"p"))
-    };
-    let mut found = find(|backing| is_ours(backing.as_os_str())).unwrap_or_default();
+    let mut found = find(|backing| mounts::is_or_in(backing, device)).unwrap_or_default();
     let own = Path::new("/sys/block").join(device.file_name().unwrap_or_default());
     let parts = std::fs::read_dir(&own).into_iter().flatten().flatten();
     let places = parts.map(|entry| entry.path()).chain([own.clone()]);

@@ -14,10 +14,19 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 /// Tries until it succeeds, fails with an error that is not `passing`, or has been tried for [`PATIENCE`].
 pub(crate) fn patiently<T, E>(
+    attempt: impl FnMut() -> Result<T, E>,
+    passing: impl Fn(&E) -> bool,
+) -> Result<T, E> {
+    patiently_for(PATIENCE, attempt, passing)
+}
+
+/// The same with a time of one's own; without any it tries once.
+pub(crate) fn patiently_for<T, E>(
+    patience: Duration,
     mut attempt: impl FnMut() -> Result<T, E>,
     passing: impl Fn(&E) -> bool,
 ) -> Result<T, E> {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + patience;
     let mut pause = FIRST_PAUSE;
     loop {
         // Looked at before the try, so that one comes after the time is over, however slow the machine is.
@@ -59,6 +68,8 @@ mod tests {
         assert_eq!(patiently(&mut never, |_| false), Err(1));
         let error = patiently(&mut never, |_| true).unwrap_err();
         assert!(error > 3, "tried {error} times");
+        let once = patiently_for(Duration::ZERO, &mut never, |_| true);
+        assert_eq!(once, Err(error + 1), "who does not wait tries once");
     }
 
     #[test]

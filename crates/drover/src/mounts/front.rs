@@ -109,9 +109,11 @@ impl Shown {
                 mut device,
                 mut mount,
             } => {
-                if let Some(loop_device) = &mut device
-                    && let Err(e) = loop_device.detach()
-                {
+                let detached = device.as_mut().map_or(Ok(()), |device| match lazy {
+                    true => device.detach_at_once(),
+                    false => device.detach(),
+                });
+                if let Err(e) = detached {
                     if !lazy {
                         return Err(unended(Shown::File { device, mount }, e));
                     }
@@ -121,7 +123,7 @@ impl Shown {
                 drop(device.take());
                 let ended = if lazy {
                     // Whoever has it open must not read from a disk that is closed under it: errors, not silence.
-                    match mount.unmount() {
+                    match mount.unmount_at_once() {
                         Err(fuse::FuseError::Busy { .. }) => mount.abort(),
                         other => other,
                     }

@@ -4,7 +4,7 @@
 use std::ffi::OsString;
 use std::fs;
 use std::io;
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use super::User;
@@ -127,8 +127,9 @@ fn uses(pid: u32, mounted: &Mounted) -> bool {
     open || maps() || stands()
 }
 
-/// Processes that have `path` open, by the name of what they have open, at most [`MAX_USERS`].
-pub(crate) fn openers_of(path: &Path) -> Vec<User> {
+/// Processes that have a block device or a partition of it open, by the name of what they have open, at most
+/// [`MAX_USERS`].
+pub(crate) fn openers_of(device: &Path) -> Vec<User> {
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     numbers
@@ -137,11 +138,21 @@ pub(crate) fn openers_of(path: &Path) -> Vec<User> {
                 .into_iter()
                 .flatten()
                 .flatten()
-                .any(|entry| fs::read_link(entry.path()).is_ok_and(|link| link == path))
+                .any(|entry| fs::read_link(entry.path()).is_ok_and(|link| is_or_in(&link, device)))
         })
         .take(MAX_USERS)
         .map(User::process)
         .collect()
+}
+
+/// Whether that is the device, or a partition of it.
+pub(crate) fn is_or_in(path: &Path, device: &Path) -> bool {
+    let (path, device) = (path.as_os_str().as_bytes(), device.as_os_str().as_bytes());
+    path.strip_prefix(device).is_some_and(|rest| match rest {
+        [] => true,
+        [b'p', number @ ..] => !number.is_empty() && number.iter().all(u8::is_ascii_digit),
+        _ => false,
+    })
 }
 
 /// Mount points of what is mounted from a block device or one of its partitions.
@@ -180,6 +191,21 @@ mod tests {
         assert!(!parse(root).unwrap().is_fuse());
         assert_eq!(parse(b"rubbish"), None);
         assert_eq!(parse(b""), None);
+    }
+
+    #[test]
+    fn a_partition_is_in_its_device_and_another_device_is_not() {
+        let within = |path: &str| is_or_in(Path::new(path), Path::new("/dev/loop1"));
+        assert!(within("/dev/loop1") && within("/dev/loop1p1") && within("/dev/loop1p12"));
+        for other in [
+            "/dev/loop",
+            "/dev/loop10",
+            "/dev/loop10p1",
+            "/dev/loop1p",
+            "/dev/loop1px",
+        ] {
+            assert!(!within(other), "{other}");
+        }
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use super::{DEADLINE, LoopError, Options, claim, node, sys, users_of};
-use crate::patience::patiently;
+use crate::patience::patiently_for;
 
 /// Loop devices that are tried while others take what was free.
 const TRIES: u32 = 64;
@@ -29,8 +29,8 @@ pub(super) struct Attached {
     pub(super) direct_io: bool,
 }
 
-/// To detach: the answer goes there.
-struct Order(Sender<Result<(), LoopError>>);
+/// To detach, with so much patience for who has it open: the answer goes there.
+struct Order(Duration, Sender<Result<(), LoopError>>);
 
 impl Keeper {
     /// Starts the thread, which attaches `file`.
@@ -62,9 +62,9 @@ impl Keeper {
     }
 
     /// Writes back and detaches, or says why not and keeps the device.
-    pub(super) fn detach(&self, device: &Path) -> Result<(), LoopError> {
+    pub(super) fn detach(&self, device: &Path, patience: Duration) -> Result<(), LoopError> {
         let (answer, answered) = mpsc::channel();
-        if self.orders.send(Order(answer)).is_err() {
+        if self.orders.send(Order(patience, answer)).is_err() {
             return Ok(());
         }
         answered
@@ -138,8 +138,8 @@ fn is_passing(error: &io::Error) -> bool {
 }
 
 fn keep(device: File, path: &Path, orders: &Receiver<Order>) {
-    while let Ok(Order(answer)) = orders.recv() {
-        match settle(path) {
+    while let Ok(Order(patience, answer)) = orders.recv() {
+        match settle(path, patience) {
             Ok(exclusive) => {
                 // Marks it, also where a kernel has lost the AUTOCLEAR; closing both does it.
                 let cleared = sys::clear(&device).map_err(|source| LoopError::Detach {
@@ -157,8 +157,8 @@ fn keep(device: File, path: &Path, orders: &Receiver<Order>) {
 
 /// Sees that nobody uses the device and that its file has all its bytes; keeps others from mounting it. A process that
 /// has it open gets a moment to close it.
-fn settle(path: &Path) -> Result<File, LoopError> {
-    let exclusive = patiently(|| unused(path), LoopError::may_pass)?;
+fn settle(path: &Path, patience: Duration) -> Result<File, LoopError> {
+    let exclusive = patiently_for(patience, || unused(path), LoopError::may_pass)?;
     rustix::fs::fsync(&exclusive).map_err(|error| LoopError::Unflushed {
         device: path.to_owned(),
         source: error.into(),

@@ -436,6 +436,13 @@ fn it_is_as_it_was_asked_for() {
         .read_exact(&mut first)
         .unwrap();
     assert_eq!(&first, b"in the partition");
+    // Who has only a partition open uses the device, and is named.
+    let held = File::open(&partition).unwrap();
+    let refused = disk.detach_at_once().unwrap_err();
+    assert!(matches!(refused, LoopError::Busy { .. }), "{refused}");
+    let own = std::process::id().to_string();
+    assert!(refused.to_string().contains(&own), "{refused}");
+    drop(held);
     disk.detach().unwrap();
     file.unmount().unwrap();
 }
