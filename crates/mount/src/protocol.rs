@@ -685,7 +685,12 @@ impl From<DeviceError> for Refusal {
             DeviceError::Corrupt(_) => Code::Corrupt,
             DeviceError::Io(_) => Code::Io,
         };
-        Refusal::new(code, error.to_string())
+        let text = match error {
+            // The other side says that it is about space.
+            DeviceError::NoSpace(what) => what,
+            error => error.to_string(),
+        };
+        Refusal::new(code, text)
     }
 }
 

@@ -643,7 +643,7 @@ impl Server {
     /// Who has an image mounted, or may still write it; none when nobody does. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::State`] when the site's state cannot be read.
+    /// [`MountError::Refused`] when the lease cannot be read.
     pub fn leased(&self, name: &ImageName) -> Result<Option<Leased>, MountError> {
         let holder = lease_on_disk(&self.config.state, name)?;
         let leased = Leased {
@@ -740,13 +740,11 @@ impl Server {
 /// Who may write an image, by what is written down in a site's state (see [`Config::state`]): also when no server runs.
 ///
 /// # Errors
-/// [`MountError::State`] when it cannot be read.
+/// [`MountError::Refused`] when it cannot be read.
 pub fn lease_on_disk(state: &Path, name: &ImageName) -> Result<Option<Holder>, MountError> {
     let directory = state.join("overlays").join(name.as_str());
-    match Desk::open(name.clone(), directory.clone()) {
-        Ok(desk) => Ok(desk.holder().cloned()),
-        Err(refusal) => Err(state_error(&directory, refusal.text)),
-    }
+    let desk = Desk::open(name.clone(), directory).map_err(MountError::Refused)?;
+    Ok(desk.holder().cloned())
 }
 
 /// Closes images of which somebody lets go soon.

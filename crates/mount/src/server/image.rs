@@ -10,7 +10,7 @@ use drover_device::backend::overlay::{self, OverlayError};
 use drover_device::remote::{Change, Epoch};
 use drover_device::storage::{Directory, HostDirectory};
 use drover_net::PeerKey;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::changes;
 use super::lease::{Desk, Holder, Who};
@@ -18,7 +18,7 @@ use super::settler::Settler;
 use crate::MountError;
 use crate::protocol::{Access, Code, Identity, MAX_RUNS, MountId, Refusal};
 
-/// How long a mount that connects waits for another's commit, holding a thread; then it is to try again.
+/// How long who asks for an image's lease waits for a commit, holding a thread; then they are to try again.
 const DESK_WAIT: Duration = Duration::from_secs(5);
 
 /// Where the site's images come from.
@@ -195,10 +195,7 @@ impl Image {
         now: Duration,
         connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
     ) -> Result<(Identity, bool), Refusal> {
-        let mut desk = self.desk.try_lock_for(DESK_WAIT).ok_or_else(|| {
-            let text = format!("{} is busy: a commit is under way; try again", self.name);
-            Refusal::new(Code::Unavailable, text)
-        })?;
+        let mut desk = self.desk_soon()?;
         let state = |edition| Identity {
             digest: self.base.digest,
             edition,
@@ -214,6 +211,17 @@ impl Image {
         Ok((state(edition), fresh || fresh_before))
     }
 
+    /// The desk, unless a disk takes long to sync what is committed.
+    fn desk_soon(&self) -> Result<MutexGuard<'_, Desk>, Refusal> {
+        self.desk.try_lock_for(DESK_WAIT).ok_or_else(|| {
+            let text = format!(
+                "{} is busy: a commit is under way, which the disk takes long for; try again",
+                self.name
+            );
+            Refusal::new(Code::Unavailable, text)
+        })
+    }
+
     /// Gives the lease to the site itself, if nobody has it and nobody reads.
     ///
     /// # Errors
@@ -224,7 +232,7 @@ impl Image {
         now: Duration,
         connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
     ) -> Result<(), Refusal> {
-        self.desk.lock().claim(who, now, connected)?;
+        self.desk_soon()?.claim(who, now, connected)?;
         // What a writer staged whose lease was broken.
         self.abandon()
     }
@@ -234,7 +242,8 @@ impl Image {
     /// # Errors
     /// Who that is.
     pub fn check_free(&self, now: Duration) -> Result<(), MountError> {
-        let free = self.desk.lock().check_free(now, &|_| false);
+        let mut desk = self.desk_soon().map_err(MountError::Refused)?;
+        let free = desk.check_free(now, &|_| false);
         free.map_err(MountError::Refused)
     }
 
@@ -314,9 +323,9 @@ impl Image {
     /// The owner takes the writer's lease away.
     ///
     /// # Errors
-    /// A disk that fails.
+    /// A commit that takes long, or a disk that fails.
     pub fn break_lease(&self) -> Result<Option<Holder>, Refusal> {
-        self.desk.lock().break_lease()
+        self.desk_soon()?.break_lease()
     }
 
     /// Its name.

@@ -356,6 +356,15 @@ fn another_mount_is_answered_while_a_commit_waits() {
         };
         let why = why.to_string();
         assert!(why.contains(expected), "{why}");
+        if !waits_for_the_copy {
+            // Nor does the site's owner wait until the disk is done.
+            let web = name("web");
+            let broken = runtime.block_on(async {
+                tokio::time::timeout(PATIENCE, site.server.break_lease(&web)).await
+            });
+            let why = broken.expect("an answer").unwrap_err().to_string();
+            assert!(why.contains(expected), "{why}");
+        }
         assert!(hear.try_recv().is_err(), "the commit still waits");
         drop(opens);
         hear.recv_timeout(PATIENCE).expect("an answer").unwrap();
