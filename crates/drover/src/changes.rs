@@ -49,7 +49,7 @@ pub struct Told {
     /// Of an image that was replaced since.
     earlier: bool,
     /// The digest of the image that it was written over.
-    base: Option<Digest>,
+    base: Option<String>,
     /// Where it is.
     pub directory: PathBuf,
     problem: Option<String>,
@@ -85,7 +85,7 @@ impl From<Changes> for Told {
             by: c.writer.map(Writer::from),
             held_by: c.holder.map(Writer::from),
             earlier: c.earlier,
-            base: c.base,
+            base: c.base.map(|base| base.to_string()),
             directory: c.directory,
             problem: c.problem,
         }
@@ -236,7 +236,7 @@ fn state(catalog: &SiteCatalog, c: &Told) -> Result<String> {
     };
     Ok(match record {
         None => "the image is gone".into(),
-        Some(record) if Some(record.digest) != c.base => "of an earlier image".into(),
+        Some(record) if !c.is_over(&record.digest) => "of an earlier image".into(),
         Some(_) => "free".into(),
     })
 }
@@ -247,7 +247,8 @@ async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
     let found: Vec<&Told> = list.iter().filter(these).collect();
     let catalog = Arc::new(site::look_at_catalog(home)?);
     if found.is_empty() {
-        return nothing_to_drop(&catalog, &args);
+        let other = list.iter().any(|c| c.image == args.name.as_str());
+        return nothing_to_drop(&catalog, &args, other);
     }
     let sum = |of: fn(&Told) -> u64| found.iter().map(|c| of(c)).sum::<u64>();
     let (changed, room) = (sum(|c| c.changed_bytes), sum(|c| c.room_bytes));
@@ -318,10 +319,10 @@ async fn ask_to_drop(
     dropped
 }
 
-/// There is nothing: fine, if there is such an image.
-fn nothing_to_drop(catalog: &SiteCatalog, args: &DropArgs) -> Result<()> {
+/// There is nothing: fine, if there is such an image, or `other` changes than those that were asked for.
+fn nothing_to_drop(catalog: &SiteCatalog, args: &DropArgs, other: bool) -> Result<()> {
     let record = catalog.by_name(&args.name).map_err(anyhow::Error::msg)?;
-    if record.is_none() && !args.earlier {
+    if record.is_none() && !other {
         return Err(no_image(&args.name));
     }
     if args.json {
@@ -330,15 +331,29 @@ fn nothing_to_drop(catalog: &SiteCatalog, args: &DropArgs) -> Result<()> {
             "earlier": args.earlier,
         }));
     }
+    let (which, instead) = match args.earlier {
+        true => ("an earlier ", "without --earlier what there is goes"),
+        false => ("", "--earlier drops what was written over an earlier one"),
+    };
+    let hint = match other {
+        true => format!("; {instead}"),
+        false => String::new(),
+    };
     out::note(&format!(
-        "drover: no mount has written over {}{}: nothing to drop",
-        if args.earlier { "an earlier " } else { "" },
+        "drover: no mount has written over {which}{}: nothing to drop{hint}",
         args.name
     ));
     Ok(())
 }
 
 impl Told {
+    /// Whether it was written over the image of this digest, as far as that is known, and not over one that had its name
+    /// before.
+    pub fn is_over(&self, digest: &Digest) -> bool {
+        let of_another = |base: &String| *base != digest.to_string();
+        !self.base.as_ref().is_some_and(of_another)
+    }
+
     /// For who looks at the image itself: that there is more.
     pub fn beside(&self) -> String {
         match &self.problem {

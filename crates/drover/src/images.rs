@@ -19,7 +19,7 @@ use crate::home::{CleanUp, Home};
 use crate::own::Own;
 use crate::remote::{Call, find_peer};
 use crate::text::{bytes, clean, moment};
-use crate::{out, prompt, site};
+use crate::{mounts, out, prompt, site};
 
 /// Images that a peer may list.
 const MAX_LISTED: usize = 1_000_000;
@@ -81,7 +81,7 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
     // What a peer's mounts wrote is known there.
     let changed: Vec<Option<u64>> = list
         .iter()
-        .map(|i| args.peer.is_none().then(|| changed_bytes(home, &i.name)))
+        .map(|i| args.peer.is_none().then(|| changed_bytes(home, i)))
         .collect();
     if args.json {
         for (i, changed) in list.iter().zip(changed) {
@@ -144,9 +144,10 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
 }
 
 /// Bytes that mounts wrote over an image of this site.
-fn changed_bytes(home: &Home, name: &str) -> u64 {
-    let name = drover_core::ImageName::new(name).ok();
+fn changed_bytes(home: &Home, image: &ImageInfo) -> u64 {
+    let name = ImageName::new(&image.name).ok();
     let changes = name.and_then(|name| changes::of_image(home, &name));
+    let changes = changes.filter(|c| c.is_over(&image.digest));
     changes.map_or(0, |c| c.changed_bytes)
 }
 
@@ -180,6 +181,10 @@ pub async fn verify(home: &Home, args: VerifyArgs) -> Result<()> {
         Some(peer) => Some(Call::peer(&home.identity()?, &find_peer(&catalog, peer)?).await?),
         None => Call::local(home).await?,
     };
+    if args.peer.is_none() && call.is_some() {
+        let record = catalog.by_name(&args.name).map_err(anyhow::Error::msg)?;
+        record.ok_or_else(|| no_image(&args.name))?;
+    }
     let (expected, found) = match call {
         Some(mut call) => {
             call.ask(&Request::Verify {
@@ -200,7 +205,7 @@ pub async fn verify(home: &Home, args: VerifyArgs) -> Result<()> {
     };
     bar.clear();
     let changes = match args.peer {
-        None => changes::of_image(home, &args.name),
+        None => changes::of_image(home, &args.name).filter(|c| c.is_over(&expected)),
         Some(_) => None,
     };
     report_verified(&args, expected, found, changes)
@@ -273,13 +278,16 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
         )
     };
     if args.dry_run {
+        let held = mounts::leased_on_disk(&home.mounted_dir(), &args.name);
+        let held = mounts::why_held(&args.name, held);
         if args.json {
             return out::json(&json!({
                 "name": args.name.as_str(), "removed": false, "external": record.external,
-                "path": record.path, "data_bytes": record.data_bytes, "written": left,
+                "path": record.path, "data_bytes": record.data_bytes, "written": left, "held": held,
             }));
         }
-        return out::line(&format!("would {}", clean(&would)));
+        let now = held.map_or_else(String::new, |held| format!("; now it is refused: {held}"));
+        return out::line(&format!("would {}{}", clean(&would), clean(&now)));
     }
     let mut question = would;
     if let Some(first) = question.get_mut(..1) {

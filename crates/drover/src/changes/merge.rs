@@ -513,3 +513,13 @@ pub fn crash(place: &str) {
         std::process::abort();
     }
 }
+
+/// Where a test may have a job wait until it is to stop: `DROVER_TEST_HOLD` names the place.
+pub fn hold(place: &str, stop: &AtomicBool) {
+    if cfg!(debug_assertions) && std::env::var_os("DROVER_TEST_HOLD").is_some_and(|p| p == place) {
+        tracing::info!("held at {place}");
+        while !stop.load(Ordering::Relaxed) {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+    }
+}

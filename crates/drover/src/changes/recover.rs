@@ -11,7 +11,7 @@ use drover_net::PeerKey;
 use drover_teleport::TeleportError;
 
 use super::decided::Decided;
-use super::merge::{Here, PART, Turn, crash};
+use super::merge::{Here, PART, Turn, crash, hold};
 
 /// Finishes or forgets every merge that an earlier process left. What was done is said, a line each. `stop` ends it
 /// without harm: what is left is for the next time. The caller has the home. Blocks the thread: a file may have to be read
@@ -107,6 +107,7 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Res
         return Ok(false);
     }
     let from = file.unwrap_or(&record.path);
+    hold("recovering", stop);
     let mut ends = |_, _| match stop.load(Ordering::Relaxed) {
         true => Err(TeleportError::Stopped),
         false => Ok(()),

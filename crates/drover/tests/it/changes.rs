@@ -84,6 +84,7 @@ fn changes_are_listed_and_dropped_with_and_without_a_site() {
         let of = |name: &str| images.iter().find(|i| i["name"] == name).unwrap();
         assert_eq!(of("web.raw")["changed_bytes"], 8192);
         assert_eq!(of("db.raw")["changed_bytes"], 0);
+        assert_eq!(told["base"], of("web.raw")["digest"]);
         let verified = far(&m, &["verify", "web.raw"]).ok();
         assert!(
             verified.err.contains("mounts wrote 8.0 KiB over it"),
@@ -148,17 +149,23 @@ fn what_was_written_over_an_earlier_image_is_listed_and_dropped() {
     m.raw("web.raw", 84);
     written(&m, "web.raw", &[(0, &[5; 4096])]);
     let new = m.raw("web.raw", 85);
+    // Until the new one is mounted it lies where that's changes will be; they are not its own.
+    let images = m.world.run("far", &["images", "--json"]).ok().json();
+    assert_eq!(images[0]["changed_bytes"], 0);
+    let verified = m.world.run("far", &["verify", "web.raw"]).ok();
+    assert!(!verified.err.contains("wrote"), "{verified:?}");
+    let earlier = ["changes", "drop", "web.raw", "--earlier", "-y"];
+    let none = m.world.run("far", &earlier).ok();
+    assert!(none.err.contains("without --earlier"), "{none:?}");
     assert!(m.far_bytes("web.raw") == new);
     let list = changes(&m);
     assert_eq!(list.len(), 1, "{list:?}");
     assert_eq!(list[0]["earlier"], true);
     let shown = m.world.run("far", &["changes"]).ok().out;
     assert!(shown.contains("of an earlier image"), "{shown}");
-    m.world
-        .run("far", &["changes", "drop", "web.raw", "-y"])
-        .ok();
+    let none = m.world.run("far", &["changes", "drop", "web.raw", "-y"]);
+    assert!(none.ok().err.contains("--earlier drops"));
     assert_eq!(changes(&m).len(), 1);
-    let earlier = ["changes", "drop", "web.raw", "--earlier", "-y"];
     m.world.run("far", &earlier).ok();
     assert!(changes(&m).is_empty());
 

@@ -18,6 +18,7 @@ const OWN: &[&[&str]] = &[
     &["mounts", "break", "nope.img", "--yes", "--json"],
     &["changes", "drop", "nope.img", "--yes"],
     &["changes", "drop", "nope.img", "--dry-run"],
+    &["changes", "drop", "nope.img", "--earlier", "--yes"],
     &["changes", "merge", "nope.img"],
     &["changes", "merge", "nope.img", "--as", "x.img"],
     &["changes", "merge", "nope.img", "--dry-run"],

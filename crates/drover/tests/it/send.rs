@@ -562,6 +562,8 @@ fn one_image_that_is_refused_does_not_keep_the_others_back() {
         .run("near", &["send", "a.img", "b.img", "c.img", "far2"])
         .code(3);
     assert!(ran.err.contains("b.img: not delivered: "), "{ran:#?}");
+    // Nor is its name said twice.
+    assert!(!ran.err.contains("b.img: b.img"), "{ran:#?}");
     assert!(
         ran.err
             .contains("drover: 1 of 3 images were not delivered; b.img: "),

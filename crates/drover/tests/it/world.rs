@@ -67,6 +67,11 @@ impl World {
 
     /// Runs anything that prints a ticket when it is ready.
     pub fn process(&self, home: &str, args: &[&str]) -> Site {
+        self.process_with(home, args, &[])
+    }
+
+    /// The same with variables of its environment.
+    pub fn process_with(&self, home: &str, args: &[&str], variables: &[(&str, &str)]) -> Site {
         let log = self.path(&format!("{home}.log"));
         let file = File::options()
             .create(true)
@@ -75,6 +80,7 @@ impl World {
             .unwrap();
         let mut child = self
             .drover(home, args)
+            .envs(variables.iter().copied())
             .stdout(Stdio::piped())
             .stderr(file)
             .spawn()

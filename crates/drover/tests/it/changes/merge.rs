@@ -465,10 +465,20 @@ fn a_site_that_is_stopped_while_it_finishes_a_merge_goes_on_at_the_next_start() 
     written(&m, &mut bytes, 131);
     m.kill_site();
     dies(&m, "decided", &[]);
-    for _ in 0..3 {
-        m.start_site();
-        let (code, _) = m.site.take().unwrap().stop();
+    for _ in 0..2 {
+        let place = [("DROVER_TEST_HOLD", "recovering")];
+        let args = ["serve", "--listen", "127.0.0.1:0"];
+        let site = m.world.process_with("far", &args, &place);
+        until("it is at the merge", || {
+            site.log().contains("held at recovering")
+        });
+        fs::write(&site.log, "").unwrap();
+        let log = site.log.clone();
+        let (code, _) = site.stop();
         assert_eq!(code, Some(0));
+        let log = fs::read_to_string(log).unwrap();
+        assert!(log.contains("finished at the next start"), "{log}");
+        assert!(m.world.path("far/work/merges/web.img/merge").exists());
     }
     m.start_site();
     until("the merge is finished", || changes(&m).is_empty());
