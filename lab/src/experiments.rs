@@ -16,6 +16,7 @@ pub mod memory;
 pub mod mount;
 mod mover;
 mod pictures;
+pub mod pull;
 pub mod region;
 pub mod resume;
 pub mod sequences;
@@ -175,6 +176,7 @@ pub const ALL: &[&dyn Experiment] = &[
     &sequences::Sequences,
     &memory::Memory,
     &mount::Mount,
+    &pull::Pull,
     &boot::Boot,
     &frontends::Frontends,
     &region::RegionCost,

@@ -91,6 +91,24 @@ pub fn load() -> Option<f64> {
     said.split_whitespace().next()?.parse().ok()
 }
 
+/// Processor time of the whole machine, in ticks of all cores: what was used, and all that there was. Waiting for a disk
+/// is not use.
+pub fn cores() -> Option<(u64, u64)> {
+    cores_of(&fs::read_to_string("/proc/stat").ok()?)
+}
+
+fn cores_of(stat: &str) -> Option<(u64, u64)> {
+    let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
+    // user nice system idle iowait irq softirq steal; guests are in the first two, too.
+    let of: Vec<u64> = line
+        .split_whitespace()
+        .take(8)
+        .map_while(|field| field.parse().ok())
+        .collect();
+    let all: u64 = of.iter().sum();
+    Some((all - of.get(3)? - of.get(4)?, all))
+}
+
 /// The cost of a process, unless it is gone or a zombie.
 fn look(pid: u32) -> Option<Cost> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
@@ -130,6 +148,14 @@ mod tests {
         let stat = "7 (a) b) S 1 7 7 0 -1 4194560 1 2 3 4 150 50 12 8 20 0 1 0 100 9 9";
         assert_eq!(cpu_of(stat), Some(2.0));
         assert_eq!(ticks(stat, [13, 14]), Some(0.2));
+    }
+
+    #[test]
+    fn what_the_cores_did_is_found() {
+        let stat = "cpu  10 1 5 70 4 2 3 5 9 9\ncpu0 1 1 1 1 1 1 1 1 0 0\n";
+        assert_eq!(cores_of(stat), Some((26, 100)));
+        assert_eq!(cores_of("intr 7\n"), None);
+        assert!(cores().is_some_and(|(used, all)| used <= all));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 
 use self::measure::MIB;
-pub(super) use self::measure::connect;
+pub(super) use self::measure::{connect, make_disk};
 use super::lines::{Line, Net};
 use super::pictures::values;
 use super::shows::{By, Far};
@@ -346,7 +346,7 @@ fn cap_mib_s(line: Line) -> f64 {
 }
 
 /// The disk of a case: noise, or a real one, or what is like one where the library is not.
-fn disk(lab: &Lab, work: &Work, real: bool) -> Result<PathBuf> {
+pub(super) fn disk(lab: &Lab, work: &Work, real: bool) -> Result<PathBuf> {
     if real && let Ok(image) = lab.image(real_name(lab)) {
         return Ok(image);
     }
@@ -355,7 +355,8 @@ fn disk(lab: &Lab, work: &Work, real: bool) -> Result<PathBuf> {
     Ok(image)
 }
 
-fn real_name(lab: &Lab) -> &'static str {
+/// The real disk, by its name in the library.
+pub(super) fn real_name(lab: &Lab) -> &'static str {
     if lab.small {
         "small-one"
     } else {

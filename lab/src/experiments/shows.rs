@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use serde_json::Value;
 
 use super::lines::Net;
 use crate::site::{Sender, Site, end_within};
@@ -247,6 +248,16 @@ impl Near<'_> {
 
     /// Bytes of content that drover's mount says it has received; none of others, and none when it does not say.
     pub fn received(&self) -> Option<u64> {
+        self.status()?["received"].as_u64()
+    }
+
+    /// Whether drover's mount says that all of the disk is here.
+    pub fn is_whole(&self) -> bool {
+        self.status().as_ref().and_then(whole).unwrap_or(false)
+    }
+
+    /// What drover says of the disk.
+    fn status(&self) -> Option<Value> {
         if !self.by.is_drover() {
             return None;
         }
@@ -254,7 +265,7 @@ impl Near<'_> {
         mounts
             .args(["mounts", "--json"])
             .env("DROVER_HOME", self.far.dir.join("near"));
-        received_in(&shell::run(&mut mounts).ok()?.stdout)
+        disk_in(&shell::run(&mut mounts).ok()?.stdout)
     }
 
     fn command(&self) -> Command {
@@ -323,11 +334,17 @@ impl Near<'_> {
     }
 }
 
-/// What the first line of `drover mounts --json` says was received.
-fn received_in(printed: &[u8]) -> Option<u64> {
+/// The first disk of which `drover mounts --json` tells.
+fn disk_in(printed: &[u8]) -> Option<Value> {
     let line = String::from_utf8_lossy(printed);
-    let mount: serde_json::Value = serde_json::from_str(line.lines().next()?).ok()?;
-    mount["disks"][0]["received"].as_u64()
+    let mount: Value = serde_json::from_str(line.lines().next()?).ok()?;
+    mount["disks"].get(0).cloned()
+}
+
+/// Whether as much of a disk is here as there is of it.
+fn whole(disk: &Value) -> Option<bool> {
+    let size = disk["size"].as_u64().filter(|size| *size > 0)?;
+    Some(disk["local"].as_u64()? >= size)
 }
 
 /// Somebody who shows the image; ended when it is dropped.
@@ -425,10 +442,16 @@ mod tests {
     }
 
     #[test]
-    fn what_a_mount_received_is_found() {
-        let line = br#"{"name":"a","disks":[{"image":"x","received":4096}]}"#;
-        assert_eq!(received_in(line), Some(4096));
-        assert_eq!(received_in(b""), None);
-        assert_eq!(received_in(b"no mounts"), None);
+    fn what_a_mount_says_of_its_disk_is_found() {
+        let line = br#"{"name":"a","disks":[{"image":"x","size":8192,"local":4096,"received":7}]}"#;
+        let disk = disk_in(line).unwrap();
+        assert_eq!(disk["received"].as_u64(), Some(7));
+        assert_eq!(whole(&disk), Some(false));
+        assert_eq!(disk_in(b""), None);
+        assert_eq!(disk_in(b"no mounts"), None);
+        let all = |size: u64, local: u64| whole(&serde_json::json!({"size": size, "local": local}));
+        assert_eq!(all(8192, 8192), Some(true));
+        // Its size is not known before the far site has said it.
+        assert_eq!(all(0, 0), None);
     }
 }

@@ -1,6 +1,6 @@
 //! `lab link --check`: whether a link is what it claims to be, by programs that know nothing of it.
 
-mod traffic;
+pub mod traffic;
 
 use std::time::{Duration, Instant};
 
