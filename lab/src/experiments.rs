@@ -17,6 +17,7 @@ pub mod mount;
 mod mover;
 mod pictures;
 pub mod pull;
+pub mod push;
 pub mod region;
 pub mod resume;
 pub mod sequences;
@@ -177,6 +178,7 @@ pub const ALL: &[&dyn Experiment] = &[
     &memory::Memory,
     &mount::Mount,
     &pull::Pull,
+    &push::Push,
     &boot::Boot,
     &frontends::Frontends,
     &region::RegionCost,

@@ -371,6 +371,11 @@ impl Shown {
         self.file.as_deref()
     }
 
+    /// Its process.
+    pub fn process(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Where it listens.
     pub fn socket(&self) -> &Path {
         &self.socket
