@@ -23,7 +23,7 @@ pub use digest::{ImageDigest, ZERO_BLOCK, digest_block, digest_blocks, image_dig
 pub use error::{BoxedCause, IndexError, Result};
 pub use head::{HeadBitsError, is_strong_head, pack_heads, unpack_heads};
 pub use matcher::{
-    AnchorPolicy, CacheStats, Cursor, Finishing, ImageId, ImageInfo, Layout, Matcher,
+    AnchorPolicy, CacheStats, Cursor, Finishing, ImageId, ImageInfo, Layout, MAX_FREED, Matcher,
     MatcherConfig, MatcherStats, OpenReport, Origin, Plan, PlanRun, Probe, Repair, SequenceStore,
     Trim, Trimmed, Via,
 };

@@ -25,7 +25,7 @@ pub use finish::Finishing;
 pub use plan::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 pub(crate) use shared::Shared;
 pub use stats::{CacheStats, ImageInfo, MatcherStats, OpenReport, Repair};
-pub use trim::{Trim, Trimmed};
+pub use trim::{MAX_FREED, Trim, Trimmed};
 
 use crate::error::{IndexError, Result};
 use crate::hash_file::{HashFile, Header, names};

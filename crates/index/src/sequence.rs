@@ -161,7 +161,9 @@ impl<S: Storage> SequenceCache<S> {
         let mut at = 0;
         while at < digests.len() {
             let n = (digests.len() - at).min(PER_PAGE);
-            let place = self.file.place(n);
+            let Some(place) = self.file.place(n) else {
+                return;
+            };
             if place.recycled {
                 self.recycle(place.segment, shared);
                 self.file.reserve(place.segment, n);

@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use drover_index::{DirStorage, ImageId, MatcherStats, Storage};
+use drover_index::{DirStorage, ImageId, MAX_FREED, MatcherStats, Storage, Trimmed};
 use drover_net::{Frame, Identity, PeerKey};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
 
 use crate::TeleportError;
@@ -15,6 +15,9 @@ use crate::teleporter::{Answer, Event, Failure, ImageEvent, Teleporter};
 
 /// Images that a teleporter lists at most; a frame has room for more.
 const MAX_LISTED: u64 = 100_000;
+
+/// Steps of a trimming that are answered together as long as they look at images.
+const LOOKS: usize = 64;
 
 /// A teleporter on a third machine.
 #[derive(Debug, Clone)]
@@ -230,6 +233,7 @@ fn handle_then<S: Storage>(
             drop(held(teleporter, |t| Ok(t.begin_abort(image)))?);
             Answer::Done
         }
+        Event::Trim => return Ok(trim_then(teleporter, then)),
         event => {
             return held(teleporter, |t| {
                 let answer = t.handle(event)?;
@@ -240,6 +244,25 @@ fn handle_then<S: Storage>(
     };
     then(&answer);
     Ok(answer)
+}
+
+/// The next steps of a trimming that look at images, between which others are matched, or one of those behind them, before
+/// each of which the destination must be asked.
+fn trim_then<S: Storage>(teleporter: &Mutex<Teleporter<S>>, then: impl FnOnce(&Answer)) -> Answer {
+    for _ in 0..LOOKS {
+        let mut teleporter = teleporter.lock();
+        let answer = match teleporter.trim() {
+            Trimmed::Looked => {
+                MutexGuard::unlock_fair(teleporter);
+                continue;
+            }
+            Trimmed::Freed(segments) => Answer::Freed(segments),
+            Trimmed::Done => Answer::Done,
+        };
+        then(&answer);
+        return answer;
+    }
+    Answer::Freed(Vec::new())
 }
 
 /// Does something with the teleporter, alone.
@@ -269,9 +292,15 @@ pub fn encode_event(event: &Event) -> Vec<u8> {
         Event::Record(i, _) => (6, i),
         Event::List => (7, none),
         Event::Probe(_) => (8, none),
+        Event::BeginTrim { .. } => (9, none),
+        Event::Trim => (10, none),
     };
     let mut out = vec![tag];
     put_varint(&mut out, image.0);
+    if let Event::BeginTrim { keep, have } = event {
+        put_varint(&mut out, u64::from(*keep));
+        put_varint(&mut out, u64::from(*have));
+    }
     if let Event::Match(_, batch) | Event::Record(_, batch) | Event::Probe(batch) = event {
         out.extend(batch.encode());
     }
@@ -296,10 +325,21 @@ pub fn decode_event(bytes: &[u8]) -> Result<Event, Malformed> {
         6 => return Ok(Event::Record(image, Arc::new(Batch::decode(r.rest())?))),
         7 => return r.end().map(|()| Event::List),
         8 => return Ok(Event::Probe(Arc::new(Batch::decode(r.rest())?))),
+        9 => {
+            let (keep, have) = (segments(&mut r)?, segments(&mut r)?);
+            return r.end().map(|()| Event::BeginTrim { keep, have });
+        }
+        10 => return r.end().map(|()| Event::Trim),
         _ => return Err(r.malformed()),
     };
     r.end()?;
     Ok(Event::Image(image, event))
+}
+
+/// A number of segments, or of one.
+fn segments(r: &mut Reader<'_>) -> Result<u32, Malformed> {
+    let n = r.varint()?;
+    u32::try_from(n).map_err(|_| r.malformed())
 }
 
 /// An answer, or why there is none, as the payload of a PLAN frame.
@@ -321,6 +361,19 @@ pub fn encode_answer(answer: &Result<Answer, String>) -> Vec<u8> {
             for i in (0..known.len()).filter(|i| known[*i]) {
                 out[1 + i / 8] |= 1 << (i % 8);
             }
+            out
+        }
+        Ok(Answer::Freed(freed)) => {
+            let mut out = vec![5];
+            put_varint(&mut out, freed.len() as u64);
+            freed
+                .iter()
+                .for_each(|no| put_varint(&mut out, u64::from(*no)));
+            out
+        }
+        Ok(Answer::Holding(n)) => {
+            let mut out = vec![6];
+            put_varint(&mut out, u64::from(*n));
             out
         }
     }
@@ -349,6 +402,16 @@ pub fn decode_answer(bytes: &[u8], blocks: u64) -> Result<Result<Answer, String>
             let known = known.collect();
             r.end().map(|()| Ok(Answer::Known(known)))
         }
+        5 => {
+            let n = r.at_most(MAX_FREED as u64)?;
+            let freed = (0..n).map(|_| segments(&mut r));
+            let freed = freed.collect::<Result<Vec<_>, _>>()?;
+            r.end().map(|()| Ok(Answer::Freed(freed)))
+        }
+        6 => {
+            let n = segments(&mut r)?;
+            r.end().map(|()| Ok(Answer::Holding(n)))
+        }
         _ => Err(r.malformed()),
     }
 }
@@ -364,7 +427,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn events_and_back(batch in any_batch(), image in any::<u64>(), tag in 0u8..9) {
+        fn events_and_back(batch in any_batch(), image in any::<u64>(), tag in 0u8..11) {
             let (id, batch) = (ImageId(image), Arc::new(batch));
             use ImageEvent::*;
             let event = match tag {
@@ -372,6 +435,8 @@ mod tests {
                 6 => Event::Record(id, batch),
                 7 => Event::List,
                 8 => Event::Probe(batch),
+                9 => Event::BeginTrim { keep: image as u32, have: (image >> 32) as u32 },
+                10 => Event::Trim,
                 t => Event::Image(id, [Begin, Finish, Abort, Forget, Reindex][t as usize]),
             };
             let bytes = encode_event(&event);
@@ -394,6 +459,11 @@ mod tests {
             Ok(images),
             Ok(Answer::Images(vec![])),
             Ok(Answer::Known(vec![])),
+            Ok(Answer::Holding(u32::MAX)),
+            Ok(Answer::Freed(vec![])),
+            Ok(Answer::Freed(
+                (0..MAX_FREED as u32).map(|i| u32::MAX - i).collect(),
+            )),
             Err("disk full".to_string()),
         ] {
             assert_eq!(decode_answer(&encode_answer(&a), 0), Ok(a));
@@ -402,5 +472,7 @@ mod tests {
             let known = Ok(Answer::Known((0..n).map(|i| i % 3 == 0).collect()));
             assert_eq!(decode_answer(&encode_answer(&known), n), Ok(known));
         }
+        let many = Ok(Answer::Freed(vec![1; MAX_FREED + 1]));
+        assert!(decode_answer(&encode_answer(&many), 0).is_err());
     }
 }

@@ -231,13 +231,26 @@ impl Sequences {
         copied
     }
 
+    /// Segments that may have something here, in the file or pending.
+    pub fn segments(&self) -> u32 {
+        let size = self.data.metadata().map_or(0, |about| about.len());
+        let pending = self.pending.lock().table.end().div_ceil(SEGMENT_SLOTS);
+        let segments = size.div_ceil(SEGMENT_BYTES).max(pending);
+        segments.min(self.limit / SEGMENT_SLOTS) as u32
+    }
+
     /// The matcher has freed these segments: nothing is pending for them any more, and the file system gets their room
     /// back. Waits for a copy that is being written.
     pub fn free(&self, segments: &[u32]) {
-        for &no in segments {
+        // A lone teleporter may be anybody's.
+        let inside = |no: &u32| (u64::from(*no) + 1) * SEGMENT_SLOTS <= self.limit;
+        let segments: Vec<u32> = segments.iter().copied().filter(inside).collect();
+        for &no in &segments {
             let first = u64::from(no) * SEGMENT_SLOTS;
-            let change = Change::Clear(first, SEGMENT_SLOTS as u32);
-            self.pending.lock().apply(change);
+            let mut pending = self.pending.lock();
+            if pending.table.is_in(first, first + SEGMENT_SLOTS) {
+                pending.apply(Change::Clear(first, SEGMENT_SLOTS as u32));
+            }
         }
         let _writing = self.writing.lock();
         for run in segments.chunk_by(|a, b| a.checked_add(1) == Some(*b)) {

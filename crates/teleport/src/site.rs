@@ -129,6 +129,8 @@ pub struct Site {
     indexing: Mutex<HashSet<ImageId>>,
     /// An image went since sequence data was last brought down to what the others are worth.
     images_went: AtomicBool,
+    /// How many trimmings have begun; held for each step of one.
+    trimmings: Mutex<u64>,
     holds: RwLock<Option<Arc<Holder>>>,
 }
 
@@ -204,6 +206,7 @@ impl Site {
             behind: AtomicBool::new(true),
             indexing: Mutex::default(),
             images_went: AtomicBool::new(true),
+            trimmings: Mutex::new(0),
             holds: RwLock::new(holder),
         });
         for (image, part, left) in stopped {

@@ -31,6 +31,17 @@ pub enum Event {
     /// Say which data blocks of a batch would be matched now; nothing is remembered. The batches of
     /// an image come in order, from number 0 on, and one image at a time.
     Probe(std::sync::Arc<Batch>),
+    /// Begin to bring the sequence cache down to `keep` segments; of the first `have` those that hold nothing are freed
+    /// again. Ends the trimming before, if one is under way.
+    BeginTrim {
+        /// Segments that stay.
+        keep: u32,
+        /// Segments of the destination's data file.
+        have: u32,
+    },
+    /// Go on with the trimming. What the last answer freed has been given back, and the plans that were under way when it
+    /// came have been taken over.
+    Trim,
 }
 
 impl Event {
@@ -41,7 +52,7 @@ impl Event {
             Event::Match(_, batch) | Event::Record(_, batch) | Event::Probe(batch) => {
                 batch.digests.len() as u64
             }
-            Event::Image(..) | Event::List => 0,
+            Event::Image(..) | Event::List | Event::BeginTrim { .. } | Event::Trim => 0,
         }
     }
 }
@@ -70,7 +81,12 @@ pub enum Answer {
     Images(Vec<ImageId>),
     /// To [`Event::Probe`]: for each data block whether it would be matched.
     Known(Vec<bool>),
-    /// To everything else.
+    /// To [`Event::BeginTrim`]: how many segments hold something.
+    Holding(u32),
+    /// To [`Event::Trim`], while there is more to do: these segments, perhaps none, hold nothing now, and nothing is stored
+    /// there before the next.
+    Freed(Vec<u32>),
+    /// To everything else, and to [`Event::Trim`] when there is no more to do.
     Done,
 }
 
@@ -89,6 +105,7 @@ pub enum Failure {
 pub struct Teleporter<S: Storage> {
     matcher: Matcher<S>,
     cursors: HashMap<ImageId, Cursor>,
+    trimming: Option<Trim>,
 }
 
 impl<S: Storage> std::fmt::Debug for Teleporter<S> {
@@ -106,6 +123,7 @@ impl<S: Storage> Teleporter<S> {
         Teleporter {
             matcher,
             cursors: HashMap::new(),
+            trimming: None,
         }
     }
 
@@ -151,15 +169,14 @@ impl<S: Storage> Teleporter<S> {
         self.matcher.sequence_segments()
     }
 
-    /// Begins to bring the sequence cache down to `keep` segments; none when it is not larger.
-    #[must_use]
-    pub fn begin_trim(&self, keep: u32) -> Option<Trim> {
-        self.matcher.begin_trim(keep)
-    }
-
-    /// One step of that. The segments that it frees are the destination's to give back.
-    pub fn trim(&mut self, trim: &mut Trim) -> Trimmed {
-        self.matcher.trim(trim)
+    /// One step of the trimming that is under way; the end, when none is.
+    pub fn trim(&mut self) -> Trimmed {
+        let trimming = self.trimming.as_mut();
+        let step = trimming.map_or(Trimmed::Done, |t| self.matcher.trim(t));
+        if step == Trimmed::Done {
+            self.trimming = None;
+        }
+        step
     }
 
     /// Which data blocks of the batch would be matched now; nothing is remembered. `probe` goes
@@ -243,6 +260,15 @@ impl<S: Storage> Teleporter<S> {
                 let cursor = cursor.ok_or(Failure::Violation("record without begin"))?;
                 self.matcher.record(cursor, &batch.digests, &batch.heads)?;
             }
+            Event::BeginTrim { keep, have } => {
+                self.trimming = Some(self.matcher.begin_trim(keep, have));
+                return Ok(Answer::Holding(self.sequence_segments()));
+            }
+            Event::Trim => match self.trim() {
+                Trimmed::Looked => return Ok(Answer::Freed(Vec::new())),
+                Trimmed::Freed(segments) => return Ok(Answer::Freed(segments)),
+                Trimmed::Done => {}
+            },
             Event::List => return Ok(Answer::Images(self.whole_images())),
             Event::Probe(batch) => {
                 let known = self.probe(&mut Probe::default(), &batch)?;

@@ -1,4 +1,8 @@
 //! Giving room of the sequence cache back, in steps that each take little time.
+//!
+//! Nothing new is stored in a segment from the step before the one that frees it until the step after: the destination
+//! may take plans over in another order than they were made. Before a step it takes over those that are under way, so
+//! that none of them stores anything in what the step frees; after it, it gives the room back.
 
 use drover_core::Digest;
 
@@ -14,31 +18,41 @@ const MAX_PAGES: u64 = 1 << 17;
 /// Pages in a step, which lie side by side: a disk with arms reads them at once.
 const PAGES_A_STEP: u64 = 32;
 
-/// Segments that a step gives back.
-const FREED_A_STEP: usize = 32;
+/// Segments that a step empties.
+const EMPTIED_A_STEP: usize = 32;
 
-/// A trimming that is under way. Made by [`Matcher::begin_trim`]; its end is certain, whatever the site's size.
+/// Segments that a step frees at most: those that it empties, and those that were empty.
+pub const MAX_FREED: usize = 1024;
+
+/// A trimming that is under way. Made by [`Matcher::begin_trim`]; its end is certain, whatever the site's size. At most one
+/// is under way: the next one ends it.
 #[derive(Debug)]
 pub struct Trim {
     keep: u32,
+    have: u32,
     uses: Uses,
     /// Images still to be looked at and their pages, the next one last; and the next page there, perhaps beyond it.
     images: Vec<(ImageId, u64)>,
     page: u64,
     /// Of so many pages one is looked at.
     stride: u64,
-    /// Segments by use, the least used last, once all was looked at.
+    /// Segments by use, the least used last, and behind them those that are empty; once all was looked at.
     order: Option<Vec<u32>>,
+    /// What the next step frees, held back.
+    chosen: Vec<u32>,
+    /// What the last step freed, still held back.
+    freed: Vec<u32>,
 }
 
 /// What a step of trimming did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Trimmed {
-    /// It looked at images; there is more to do.
+    /// It looked at images; there is more to do, and the destination need not be asked before.
     Looked,
-    /// These segments of [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS) are empty now; there may be more to do.
+    /// These segments of [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS), perhaps none, are empty now, and nothing is stored there
+    /// until the next step; there may be more to do.
     Freed(Vec<u32>),
-    /// All done, or it cannot be done now.
+    /// All done, or it cannot be done now. Nothing is held back any more.
     Done,
 }
 
@@ -49,35 +63,39 @@ impl<S: Storage> Matcher<S> {
         self.sequences.file.occupied()
     }
 
-    /// Begins to bring the sequence cache down to `keep` segments. `None` when it is not larger.
-    #[must_use]
-    pub fn begin_trim(&self, keep: u32) -> Option<Trim> {
-        self.begin_trim_within(keep, MAX_PAGES)
+    /// Begins to bring the sequence cache down to `keep` segments. Of the first `have` the empty ones are freed again: the
+    /// destination may not have heard of it. Whatever the trimming before held back is not held back any more.
+    pub fn begin_trim(&mut self, keep: u32, have: u32) -> Trim {
+        self.begin_trim_within(keep, have, MAX_PAGES)
     }
 
     /// The same, looking at so many pages at most, or a step more.
-    fn begin_trim_within(&self, keep: u32, max_pages: u64) -> Option<Trim> {
-        if self.sequence_segments() <= keep {
-            return None;
+    fn begin_trim_within(&mut self, keep: u32, have: u32, max_pages: u64) -> Trim {
+        self.sequences.file.release_all();
+        let mut images = Vec::new();
+        if self.sequence_segments() > keep {
+            let all = self.images().into_iter();
+            images.extend(all.map(|i| (i.image, i.blocks.div_ceil(PER_PAGE as u64))));
         }
-        let images = self.images();
-        let images = images
-            .iter()
-            .map(|i| (i.image, i.blocks.div_ceil(PER_PAGE as u64)));
-        let images: Vec<_> = images.collect();
         let pages: u64 = images.iter().map(|(_, pages)| pages).sum();
-        Some(Trim {
+        Trim {
             keep,
+            have,
             uses: Uses::default(),
             images,
             page: 0,
             stride: pages.div_ceil(max_pages).max(1),
             order: None,
-        })
+            chosen: Vec::new(),
+            freed: Vec::new(),
+        }
     }
 
-    /// One step: looks at some of the images' digests, later frees some of the segments that these use least.
+    /// One step: looks at some of the images' digests, later frees some of the segments that these use least. What the step
+    /// before freed the destination has given back.
     pub fn trim(&mut self, trim: &mut Trim) -> Trimmed {
+        self.sequences.file.release(&trim.freed);
+        trim.freed.clear();
         if trim.order.is_none() {
             // What is skipped reaches over images.
             while let Some(&(_, pages)) = trim.images.last()
@@ -91,24 +109,42 @@ impl<S: Storage> Matcher<S> {
                     self.look(image, pages, trim);
                     return Trimmed::Looked;
                 }
-                None => trim.order = Some(self.sequences.by_use(&trim.uses)),
+                None => trim.order = Some(self.sequences.by_use(&trim.uses, trim.have)),
             }
         }
+        let mut freed = std::mem::take(&mut trim.chosen);
+        freed.sort_unstable();
+        if !self.sequences.free(&freed, &mut self.shared) {
+            self.sequences.file.release(&freed);
+            trim.order = Some(Vec::new());
+            return Trimmed::Done;
+        }
+        self.choose(trim);
+        if freed.is_empty() && trim.chosen.is_empty() {
+            return Trimmed::Done;
+        }
+        trim.freed.clone_from(&freed);
+        Trimmed::Freed(freed)
+    }
+
+    /// Chooses what the next step frees: some of what is too much, and what is empty already.
+    fn choose(&mut self, trim: &mut Trim) {
         let over = self.sequence_segments().saturating_sub(trim.keep) as usize;
-        let mut segments = Vec::new();
+        let mut to_empty = over.min(EMPTIED_A_STEP);
+        let file = &mut self.sequences.file;
         while let Some(order) = &mut trim.order
-            && segments.len() < over.min(FREED_A_STEP)
-            && let Some(no) = order.pop()
+            && let Some(&no) = order.last()
+            && trim.chosen.len() < MAX_FREED
         {
-            // It may have been emptied meanwhile.
-            if !self.sequences.file.is_empty(no) {
-                segments.push(no);
+            if !file.is_empty(no) {
+                if to_empty == 0 {
+                    return;
+                }
+                to_empty -= 1;
             }
-        }
-        let freed = self.sequences.free(&segments, &mut self.shared);
-        match freed.is_empty() {
-            true => Trimmed::Done,
-            false => Trimmed::Freed(freed.into_iter().collect()),
+            order.pop();
+            file.hold(no);
+            trim.chosen.push(no);
         }
     }
 
@@ -174,7 +210,7 @@ mod tests {
             send(&mut m, id, 1, 40_000);
         }
         assert!(m.sequences.is_filling(), "{}", m.sequence_segments());
-        let mut trim = m.begin_trim(20).unwrap();
+        let mut trim = m.begin_trim(20, 0);
         while m.trim(&mut trim) != Trimmed::Done {}
         assert_eq!(m.sequence_segments(), 20);
         assert!(!m.sequences.is_filling());
@@ -194,7 +230,7 @@ mod tests {
             m.forget(ImageId(id)).unwrap();
         }
         let read = m.stats().bytes_read;
-        let mut trim = m.begin_trim_within(new, 400).unwrap();
+        let mut trim = m.begin_trim_within(new, 0, 400);
         let (mut steps, mut freed) = (0, Vec::new());
         loop {
             steps += 1;

@@ -1,6 +1,6 @@
 //! The sequence cache's hash file: segments of 340 digests, and a side file with a record for each.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 
@@ -45,6 +45,8 @@ pub(crate) struct SequenceFile<F> {
     /// The next segment to be used again when there is no room.
     hand: u32,
     gaps: Gaps,
+    /// Segments where nothing new goes for now; no gap lies in one.
+    held: BTreeSet<u32>,
     /// Changed segments that are not written yet.
     changed: BTreeMap<u32, Arc<Page>>,
     epoch: u64,
@@ -98,6 +100,7 @@ impl<F: StorageFile> SequenceFile<F> {
             tail: None,
             hand: 0,
             gaps: Gaps::default(),
+            held: BTreeSet::new(),
             changed: BTreeMap::new(),
             epoch,
             clean,
@@ -169,6 +172,11 @@ impl<F: StorageFile> SequenceFile<F> {
         self.segments
     }
 
+    /// Segments that there may be.
+    pub(crate) fn limit(&self) -> u32 {
+        self.limit
+    }
+
     /// Segments that hold something.
     pub(crate) fn occupied(&self) -> u32 {
         self.occupied
@@ -237,26 +245,26 @@ impl<F: StorageFile> SequenceFile<F> {
 
     /// Finds room for `n` digests, at most a segment, and reserves it: a gap of exactly that size,
     /// the rest of the segment being filled, a new segment; at the limit any gap that is large
-    /// enough, and at last the segment that was filled longest ago.
-    pub(crate) fn place(&mut self, n: usize) -> Place {
+    /// enough, and at last the segment that was filled longest ago. None when all that is left is held back.
+    pub(crate) fn place(&mut self, n: usize) -> Option<Place> {
         let at = |s: u64| Place {
             segment: (s / PER_PAGE as u64) as u32,
             offset: (s % PER_PAGE as u64) as usize,
             recycled: false,
         };
         if let Some(s) = self.gaps.take_exact(n) {
-            return at(s);
+            return Some(at(s));
         }
         if let Some((segment, used)) = &mut self.tail
             && *used + n <= PER_PAGE
         {
             let place = at(slot(*segment, *used));
             *used += n;
-            return place;
+            return Some(place);
         }
         let fresh = match self.gaps.take_exact(PER_PAGE) {
             Some(s) => Some((s / PER_PAGE as u64) as u32),
-            None if self.segments < self.limit => {
+            None if self.segments < self.limit && !self.held.contains(&self.segments) => {
                 let new = self.segments;
                 self.segments += 1;
                 // There is nothing on disk to be read yet.
@@ -267,26 +275,66 @@ impl<F: StorageFile> SequenceFile<F> {
         };
         if let Some(segment) = fresh {
             self.begin_segment(segment, n);
-            return at(slot(segment, 0));
+            return Some(at(slot(segment, 0)));
         }
         if let Some(s) = self.gaps.take_best(n) {
-            return at(s);
+            return Some(at(s));
         }
-        let segment = self.hand;
-        self.hand = (self.hand + 1) % self.segments;
-        Place {
-            segment,
-            offset: 0,
-            recycled: true,
+        for _ in 0..self.segments {
+            let segment = self.hand;
+            self.hand = (self.hand + 1) % self.segments;
+            if !self.held.contains(&segment) {
+                return Some(Place {
+                    segment,
+                    offset: 0,
+                    recycled: true,
+                });
+            }
+        }
+        None
+    }
+
+    /// Nothing new goes to this segment from now on, which may be one that there is not yet. What it holds is found as
+    /// before.
+    pub(crate) fn hold(&mut self, no: u32) {
+        self.forget_room(no);
+        self.held.insert(no);
+    }
+
+    /// These segments are not held back any more. The room in those that are not empty is found again when the index is
+    /// next opened.
+    pub(crate) fn release(&mut self, segments: &[u32]) {
+        for &no in segments {
+            if self.held.remove(&no) && no < self.segments && self.is_empty(no) {
+                self.gaps.add(slot(no, 0), PER_PAGE);
+            }
+        }
+    }
+
+    /// No segment is held back any more.
+    pub(crate) fn release_all(&mut self) {
+        let held: Vec<u32> = self.held.iter().copied().collect();
+        self.release(&held);
+    }
+
+    /// Nothing more is placed into what is free of this segment.
+    fn forget_room(&mut self, no: u32) {
+        self.gaps.remove_segment(no);
+        if self.tail.is_some_and(|(t, _)| t == no) {
+            self.tail = None;
+        }
+    }
+
+    /// So many slots are free from here on.
+    fn add_gap(&mut self, no: u32, from: usize, n: usize) {
+        if !self.held.contains(&no) {
+            self.gaps.add(slot(no, from), n);
         }
     }
 
     /// The first `n` slots of a segment are taken that was [emptied](Self::empty) just now.
     pub(crate) fn reserve(&mut self, segment: u32, n: usize) {
-        self.gaps.remove_segment(segment);
-        if self.tail.is_some_and(|(t, _)| t == segment) {
-            self.tail = None;
-        }
+        self.forget_room(segment);
         self.begin_segment(segment, n);
     }
 
@@ -311,11 +359,8 @@ impl<F: StorageFile> SequenceFile<F> {
     /// Drops all sequences of a segment.
     pub(crate) fn empty(&mut self, no: u32) {
         self.change(no, Arc::new(Page::empty()));
-        self.gaps.remove_segment(no);
-        if self.tail.is_some_and(|(t, _)| t == no) {
-            self.tail = None;
-        }
-        self.gaps.add(slot(no, 0), PER_PAGE);
+        self.forget_room(no);
+        self.add_gap(no, 0, PER_PAGE);
     }
 
     /// Drops one sequence.
@@ -330,7 +375,7 @@ impl<F: StorageFile> SequenceFile<F> {
             bits.clear(from, from + n);
         }
         self.change(no, page);
-        self.gaps.add(slot(no, from), n);
+        self.add_gap(no, from, n);
     }
 
     /// Writes changed segments and hands each to `written`. After an error they stay changed.

@@ -1,7 +1,5 @@
 //! Giving segments back: those that the fewest blocks of the site's images are found in go first.
 
-use std::collections::BTreeSet;
-
 use drover_core::Digest;
 
 use super::SequenceCache;
@@ -31,25 +29,26 @@ impl<S: Storage> SequenceCache<S> {
         }
     }
 
-    /// The segments that hold something, those that are used least last; of equals the one that was filled first.
-    pub(crate) fn by_use(&self, uses: &Uses) -> Vec<u32> {
+    /// The segments that hold something, those that are used least last; of equals the one that was filled first. Behind
+    /// them those of the first `have` that hold nothing, the first one last.
+    pub(crate) fn by_use(&self, uses: &Uses, have: u32) -> Vec<u32> {
         let mut all: Vec<u32> = (0..self.file.segments())
             .filter(|no| !self.file.is_empty(*no))
             .collect();
         let count = |no: u32| uses.found.get(no as usize).copied().unwrap_or(0);
         all.sort_by_key(|&no| (std::cmp::Reverse(count(no)), std::cmp::Reverse(no)));
+        let empty = (0..self.file.limit().min(have)).rev();
+        all.extend(empty.filter(|no| self.file.is_empty(*no)));
         all
     }
 
-    /// Evicts what is in these segments and writes that down. Answers which of them are empty now: all of them, or none
-    /// when it could not be written.
-    pub(crate) fn free(&mut self, segments: &[u32], shared: &mut Shared) -> BTreeSet<u32> {
+    /// Evicts what is in these segments and writes that down; `false` when it could not be written.
+    pub(crate) fn free(&mut self, segments: &[u32], shared: &mut Shared) -> bool {
         for &no in segments {
-            self.recycle(no, shared);
+            if !self.file.is_empty(no) {
+                self.recycle(no, shared);
+            }
         }
-        if !self.flush_or_forget(shared) {
-            return BTreeSet::new();
-        }
-        segments.iter().copied().collect()
+        self.flush_or_forget(shared)
     }
 }

@@ -6,4 +6,5 @@ mod library;
 mod matching;
 mod random;
 mod reads;
+mod trimming;
 mod versions;

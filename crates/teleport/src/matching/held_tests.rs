@@ -232,3 +232,29 @@ fn what_gives_way_while_it_is_synced(events: &'static [ImageEvent]) {
         Answer::Images(vec![FIRST])
     );
 }
+
+/// What is emptied was chosen an answer earlier: in between the destination takes the plans over that may store there.
+#[test]
+fn a_trimming_says_nothing_before_it_empties_anything() {
+    let storage = drover_index::testing::SimStorage::new();
+    let (matcher, _) = Matcher::open(storage, MatcherConfig::default()).unwrap();
+    let teleporter = Mutex::new(Teleporter::new(matcher));
+    let tell = |event| handle(&teleporter, event).unwrap();
+    assert_eq!(tell(Event::Trim), Answer::Done);
+    for image in [ImageId(1), ImageId(2)] {
+        tell(Event::Image(image, ImageEvent::Begin));
+        tell(Event::Match(image, batch(1)));
+        tell(Event::Image(image, ImageEvent::Finish));
+    }
+    let (keep, have) = (0, 0);
+    let Answer::Holding(all) = tell(Event::BeginTrim { keep, have }) else {
+        panic!("nothing is said");
+    };
+    assert!(all > 0);
+    assert_eq!(tell(Event::Trim), Answer::Freed(vec![]));
+    assert_eq!(teleporter.lock().sequence_segments(), all);
+    assert_eq!(tell(Event::Trim), Answer::Freed((0..all).collect()));
+    assert_eq!(teleporter.lock().sequence_segments(), 0);
+    assert_eq!(tell(Event::Trim), Answer::Done);
+    assert_eq!(tell(Event::Trim), Answer::Done);
+}

@@ -53,6 +53,17 @@ impl Table {
         self.0.range(at..).map(|(&first, p)| (first, *p))
     }
 
+    /// Whether any of these slots is pending.
+    pub fn is_in(&self, first: u64, end: u64) -> bool {
+        self.covering(first).is_some() || self.0.range(first..end).next().is_some()
+    }
+
+    /// The slot behind the last that is pending.
+    pub fn end(&self) -> u64 {
+        let last = self.0.last_key_value();
+        last.map_or(0, |(first, p)| first + u64::from(p.count))
+    }
+
     /// What begins at exactly this slot.
     pub fn at(&self, first: u64) -> Option<Pending> {
         self.0.get(&first).copied()

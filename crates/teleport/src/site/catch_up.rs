@@ -69,6 +69,8 @@ pub(super) fn start(site: &Arc<Site>, wakes: Receiver<()>) -> std::io::Result<Jo
             wait = match site.catch_up(&mut unfit) {
                 Ok(()) => {
                     site.behind.store(false, Ordering::Relaxed);
+                    // What a lone teleporter's cache is worth is told by the images that it knows.
+                    site.wake_copier();
                     failed = AFTER_FAILURE;
                     EVERY
                 }

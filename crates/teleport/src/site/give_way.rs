@@ -1,9 +1,9 @@
 //! What is done in the background gives way to transfers whose batches wait to be matched.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// The batches of transfers that wait to be matched.
 #[derive(Debug, Default)]
@@ -14,20 +14,45 @@ pub(crate) struct Matched {
 
 #[derive(Debug, Default)]
 struct State {
-    waiting: usize,
+    /// Those that began to wait in even turns, and in odd ones.
+    waiting: [usize; 2],
+    /// The turn, even or odd.
+    turn: usize,
     /// Who gives way to them right now.
     giving_way: usize,
 }
 
 /// A batch waits until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Waiting(Arc<Matched>);
+pub(crate) struct Waiting(Arc<Matched>, usize);
 
 impl Matched {
     /// A batch waits from now on.
     pub(crate) fn waiting(self: &Arc<Self>) -> Waiting {
-        self.state.lock().waiting += 1;
-        Waiting(self.clone())
+        let mut state = self.state.lock();
+        let turn = state.turn;
+        state.waiting[turn] += 1;
+        Waiting(self.clone(), turn)
+    }
+
+    /// Returns once none of the batches waits that wait now, whatever comes meanwhile; `false` when that is not so after
+    /// `at_most`.
+    pub(crate) fn settled(&self, at_most: Duration) -> bool {
+        let until = Instant::now() + at_most;
+        let mut state = self.state.lock();
+        let (ends, begins) = (state.turn, 1 - state.turn);
+        // Those that an earlier call did not wait for to the end.
+        if !self.none_waits(&mut state, begins, until) {
+            return false;
+        }
+        state.turn = begins;
+        self.none_waits(&mut state, ends, until)
+    }
+
+    fn none_waits(&self, state: &mut MutexGuard<'_, State>, turn: usize, until: Instant) -> bool {
+        let waits = |state: &mut State| state.waiting[turn] > 0;
+        let waited = self.changed.wait_while_until(state, waits, until);
+        !waited.timed_out()
     }
 
     /// Returns when no batch waits, or after `at_most`: who gives way gets on, however busy the site is.
@@ -35,7 +60,7 @@ impl Matched {
         let mut state = self.state.lock();
         state.giving_way += 1;
         self.changed
-            .wait_while_for(&mut state, |state| state.waiting > 0, at_most);
+            .wait_while_for(&mut state, |state| state.waiting != [0, 0], at_most);
         state.giving_way -= 1;
     }
 
@@ -49,9 +74,37 @@ impl Matched {
 impl Drop for Waiting {
     fn drop(&mut self) {
         let mut state = self.0.state.lock();
-        state.waiting -= 1;
-        if state.waiting == 0 {
+        state.waiting[self.1] -= 1;
+        if state.waiting[self.1] == 0 {
             self.0.changed.notify_all();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_waits_is_waited_for_and_what_comes_later_is_not() {
+        let matched = Arc::<Matched>::default();
+        assert!(matched.settled(Duration::ZERO));
+        let mut before = matched.waiting();
+        for _ in 0..3 {
+            assert!(!matched.settled(Duration::ZERO));
+            let next = matched.waiting();
+            before = next;
+        }
+        let turn = matched.state.lock().turn;
+        std::thread::scope(|threads| {
+            let settled = threads.spawn(|| matched.settled(Duration::from_secs(60)));
+            while matched.state.lock().turn == turn {
+                std::thread::yield_now();
+            }
+            let _later = matched.waiting();
+            drop(before);
+            assert!(settled.join().unwrap());
+        });
+        assert!(matched.settled(Duration::ZERO));
     }
 }

@@ -7,13 +7,15 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 use drover_core::BLOCK_SIZE_U64;
-use drover_index::{ImageId, Trim, Trimmed};
-use parking_lot::MutexGuard;
+use drover_index::ImageId;
+use tokio::runtime::Handle;
 
 use super::Site;
+use crate::TeleportError;
 use crate::files;
-use crate::matching::{LocalTeleporter, Matching};
+use crate::matching::{Link, Matching, wrong_answer};
 use crate::sequences::{Copied, Copy, SEGMENT_BYTES, Sequences, segments_of};
+use crate::teleporter::{Answer, Event};
 
 /// When copies that failed are tried again, if nothing else wakes the copier.
 const TRY_AGAIN: Duration = Duration::from_secs(30);
@@ -27,6 +29,31 @@ const TRIAL: u64 = 256 << 20;
 /// What of its limit the sequence data may take however small the images are.
 const LEAST_PART: u64 = 128;
 
+/// How long a trimming waits for plans that are under way.
+const SETTLE: Duration = Duration::from_secs(10);
+
+/// Steps of a trimming: more than any takes, whatever a lone teleporter says.
+const MAX_STEPS: u32 = 1 << 13;
+
+/// A trimming of the sequence cache that is under way.
+struct Trimming {
+    link: Link,
+    /// Which it is, of all since the site opened.
+    turn: u64,
+    steps: u32,
+}
+
+impl Trimming {
+    /// Begins on its link: how many segments hold something.
+    fn begin(&mut self, keep: u32, have: u32) -> Result<u32, TeleportError> {
+        self.link.submit(Event::BeginTrim { keep, have })?;
+        match self.link.collect()? {
+            Answer::Holding(n) => Ok(n),
+            _ => Err(wrong_answer()),
+        }
+    }
+}
+
 /// Starts the thread that copies what is pending, and trims. It ends with the site.
 pub(super) fn start_copier(
     site: &Arc<Site>,
@@ -37,7 +64,9 @@ pub(super) fn start_copier(
         weak.upgrade()
             .filter(|site| !site.closing.load(Ordering::Relaxed))
     };
+    let runtime = Handle::try_current();
     let work = move || {
+        let _entered = runtime.as_ref().map(|r| r.enter());
         let (mut failed, mut said) = (0, false);
         loop {
             let woken = match failed {
@@ -61,7 +90,7 @@ pub(super) fn start_copier(
             said = failed > 0;
             let mut trim = None;
             while let Some(site) = site()
-                && site.trim_step(&mut trim, false)
+                && site.trim_step(&mut trim)
             {}
             if let Some(site) = site() {
                 site.sequences.settle();
@@ -126,82 +155,145 @@ impl Site {
         u32::try_from(segments_of(bytes)).unwrap_or(u32::MAX)
     }
 
-    /// Gives sequence data back, all that is too much. The copier may have been at it when the site began to close.
+    /// Gives sequence data back, all that is too much, as far as the matcher is here. The copier may have been at it when
+    /// the site began to close.
     pub(super) fn trim_sequences(&self) {
-        let mut trim = None;
-        while self.trim_step(&mut trim, true) {}
+        if matches!(self.matching, Matching::Local(_)) {
+            self.images_went.store(true, Ordering::Relaxed);
+            let mut trim = None;
+            while self.trim_step(&mut trim) {}
+        }
     }
 
-    /// One step of that, begun after an image went; `false` when there is nothing more to do. Transfers go on between
-    /// steps.
-    fn trim_step(&self, trim: &mut Option<Trim>, at_once: bool) -> bool {
-        // A lone teleporter keeps the slots of all that it matches for.
-        let Matching::Local(teleporter) = &self.matching else {
+    /// One step of that, begun after an image went; `false` when there is nothing more to do now. Transfers go on between
+    /// steps. What fails is begun anew when the copier is next woken.
+    fn trim_step(&self, trim: &mut Option<Trimming>) -> bool {
+        if trim.is_none() && !self.images_went.swap(false, Ordering::Relaxed) {
             return false;
+        }
+        let more = match trim {
+            None => self.begin_due(trim),
+            Some(trim) => self.trimmed(trim).map(|freed| freed.is_some()),
         };
-        if trim.is_none() && !self.images_went.swap(false, Ordering::Relaxed) && !at_once {
-            return false;
+        more.unwrap_or_else(|e| {
+            tracing::debug!(error = %e, "sequence data gives nothing back now");
+            self.images_went.store(true, Ordering::Relaxed);
+            false
+        })
+    }
+
+    /// Begins a trimming down to the budget. A lone teleporter must know the images first: by them it tells what is used.
+    fn begin_due(&self, trim: &mut Option<Trimming>) -> Result<bool, TeleportError> {
+        let lone = matches!(self.matching, Matching::Remote(_));
+        if lone && (self.behind.load(Ordering::Relaxed) || Handle::try_current().is_err()) {
+            let why = "the teleporter is yet to be told what is here";
+            return Err(TeleportError::Remote(why.into()));
         }
-        match trim {
-            None => {
-                let budget = self.sequence_budget();
-                *trim = teleporter.lock().begin_trim(budget);
-                trim.is_some()
-            }
-            Some(trim) => self.trimmed(teleporter, trim).is_some(),
+        let (budget, have) = (self.sequence_budget(), self.sequences.segments());
+        *trim = Some(
+            self.begin_trimming(&mut self.trimmings.lock(), budget, have)?
+                .0,
+        );
+        Ok(true)
+    }
+
+    /// Begins a trimming, and says how many segments hold something. One that is under way ends.
+    fn begin_trimming(
+        &self,
+        turn: &mut u64,
+        keep: u32,
+        have: u32,
+    ) -> Result<(Trimming, u32), TeleportError> {
+        *turn += 1;
+        let mut trim = Trimming {
+            link: self.matching.link()?,
+            turn: *turn,
+            steps: 0,
+        };
+        let holding = trim.begin(keep, have)?;
+        Ok((trim, holding))
+    }
+
+    /// Goes on with a trimming, unless another has begun: how many segments that freed, none at its end.
+    fn trimmed(&self, trim: &mut Trimming) -> Result<Option<u64>, TeleportError> {
+        self.plans_taken(trim)?;
+        let turn = self.trimmings.lock();
+        match *turn == trim.turn {
+            true => self.free_next(trim),
+            false => Err(TeleportError::Remote("an image needs room".into())),
         }
     }
 
-    /// Goes on with a trimming: how many segments that freed, none at its end.
-    fn trimmed(&self, teleporter: &LocalTeleporter, trim: &mut Trim) -> Option<u64> {
-        let mut teleporter = teleporter.lock();
-        let freed = match teleporter.trim(trim) {
-            Trimmed::Looked => Some(0),
-            Trimmed::Freed(segments) => {
-                // Before the matcher can fill them anew.
+    /// Waits until the plans that are under way have been taken over: what they store may be in segments that are freed
+    /// next. What they only read there is found wrong when it is digested, and asked for. A matcher that is here gives out no
+    /// plan before the one before is taken over.
+    fn plans_taken(&self, trim: &Trimming) -> Result<(), TeleportError> {
+        match trim.link {
+            Link::Remote(_) if !self.matched.settled(SETTLE) => Err(TeleportError::Remote(
+                "plans for transfers take long to come".into(),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Has the matcher free the next segments, and gives them back.
+    fn free_next(&self, trim: &mut Trimming) -> Result<Option<u64>, TeleportError> {
+        trim.steps += 1;
+        trim.link.submit(Event::Trim)?;
+        match trim.link.collect()? {
+            Answer::Freed(segments) => {
+                // The matcher does not fill them anew before it is asked again.
                 self.sequences.free(&segments);
-                Some(segments.len() as u64)
+                Ok((trim.steps < MAX_STEPS).then_some(segments.len() as u64))
             }
-            Trimmed::Done => None,
-        };
-        MutexGuard::unlock_fair(teleporter);
-        freed
+            Answer::Done => Ok(None),
+            _ => Err(wrong_answer()),
+        }
     }
 
     /// Gives sequence data back until so many bytes can be used. It stays when all of it would not be enough, and
     /// where that does not help: on file systems where it shares its room with the images.
     pub(crate) fn make_room(&self, bytes: u64) {
-        let Matching::Local(teleporter) = &self.matching else {
-            return;
-        };
         let wanted = bytes.saturating_add(self.config.reserve_bytes);
         let Some(before) = self.available_bytes().filter(|b| *b < wanted) else {
             return;
         };
-        let segments = (wanted - before).div_ceil(SEGMENT_BYTES);
-        let (used, begun) = {
-            let teleporter = teleporter.lock();
-            let used = u64::from(teleporter.sequence_segments());
-            let keep = used.saturating_sub(segments);
-            (
-                used,
-                teleporter.begin_trim(u32::try_from(keep).unwrap_or(u32::MAX)),
-            )
-        };
-        let Some(mut trim) = begun.filter(|_| used >= segments) else {
-            return;
-        };
-        let mut freed = 0;
-        while let Some(more) = self.trimmed(teleporter, &mut trim) {
-            freed += more * SEGMENT_BYTES;
-            let gained = self
-                .available_bytes()
-                .map_or(0, |now| now.saturating_sub(before));
-            if before + gained >= wanted || (freed >= TRIAL && gained < freed / 4) {
+        match self.give_up_sequences(before, wanted) {
+            Ok(0) => {}
+            Ok(freed) => tracing::info!(freed, "sequence data gave room back for an image"),
+            Err(e) => tracing::warn!(error = %e, "sequence data gave no room back for an image"),
+        }
+    }
+
+    /// Gives sequence data back so that `wanted` bytes can be used in place of `before`; how many it gave.
+    fn give_up_sequences(&self, before: u64, wanted: u64) -> Result<u64, TeleportError> {
+        let mut turn = self.trimmings.lock();
+        let (mut trim, used) = self.begin_trimming(&mut turn, u32::MAX, 0)?;
+        let (mut keep, mut freed, mut gained) = (u64::from(used), 0, 0);
+        // A segment may hold less than it could: then more of them are asked for.
+        while before + gained < wanted && (freed < TRIAL || gained >= freed / 4) {
+            let missing = (wanted - before - gained).div_ceil(SEGMENT_BYTES);
+            let Some(less) = keep.checked_sub(missing) else {
                 break;
+            };
+            keep = less;
+            trim.begin(keep as u32, 0)?;
+            loop {
+                self.plans_taken(&trim)?;
+                let Some(more) = self.free_next(&mut trim)? else {
+                    break;
+                };
+                freed += more * SEGMENT_BYTES;
+                let now = self.available_bytes().unwrap_or(0);
+                gained = now.saturating_sub(before);
+                if before + gained >= wanted || (freed >= TRIAL && gained < freed / 4) {
+                    // Nothing is held back any more.
+                    trim.begin(u32::MAX, 0)?;
+                    break;
+                }
             }
         }
-        tracing::info!(freed, "sequence data gave room back for an image");
+        Ok(freed)
     }
 
     /// Bytes that the sequence data takes at most, by the matcher's count of segments; none with a lone teleporter.

@@ -407,6 +407,27 @@ fn a_catalog_that_was_lost_is_rebuilt_from_the_maps() {
     assert!(site.images.list().is_empty(), "{repairs:?}");
 }
 
+/// A slot of which the matcher knows: what it does not know of is given back.
+fn stored_slot(site: &Site) -> u64 {
+    let mut data = crate::blockmap::DataBits::new(300);
+    (0..300).for_each(|i| data.set(i));
+    let digests: Vec<Digest> = (0..300u32)
+        .map(|n| Digest(*blake3::hash(&n.to_le_bytes()).as_bytes()))
+        .collect();
+    let heads = vec![drover_core::Head::Strong; 300];
+    let batch = Arc::new(crate::codec::Batch::new(0, data, heads, &digests));
+    let mut stores = Vec::new();
+    for image in [900, 901].map(ImageId) {
+        let tell = |event| site.matching.tell(event).unwrap();
+        tell(Event::Image(image, ImageEvent::Begin));
+        if let crate::teleporter::Answer::Plan(plan) = tell(Event::Match(image, batch.clone())) {
+            stores.extend(plan.stores);
+        }
+        tell(Event::Image(image, ImageEvent::Finish));
+    }
+    stores[0].first
+}
+
 #[test]
 fn a_sequence_for_which_there_was_no_room_is_copied_when_there_is() {
     use crate::sequences::Copied;
@@ -419,7 +440,7 @@ fn a_sequence_for_which_there_was_no_room_is_copied_when_there_is() {
     let image = ImageId(sample.opening.image);
     let (site, _) = home.open_with(u64::MAX);
     let store = SequenceStore {
-        first: 128,
+        first: stored_slot(&site),
         from: 0,
         count: 4,
     };
@@ -440,7 +461,7 @@ fn a_sequence_for_which_there_was_no_room_is_copied_when_there_is() {
         let runs = whole.map.blocks.walk_runs(i, 1).unwrap();
         let at = files::spans_of(&whole.map.layout, &runs)[0].0.unwrap();
         whole.file.read_exact_at(&mut block, at).unwrap();
-        let slot = Sequences::offset(128 + i);
+        let slot = Sequences::offset(store.first + i);
         let data = site.sequences.data();
         data.read_exact_at(&mut copied, slot).unwrap();
         assert!(block == copied && block != [0; 4096], "block {i}");

@@ -5,6 +5,7 @@ mod crowd;
 mod damage;
 mod harness;
 mod hostile;
+mod lone_room;
 mod lost_writes;
 mod resume;
 mod room;

@@ -2,28 +2,25 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
 use drover_teleport::SiteConfig;
 
 use crate::harness::*;
 
-async fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < Duration::from_secs(120), "never: {what}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-}
-
-fn allocated(dir: &Path) -> u64 {
+pub fn allocated(dir: &Path) -> u64 {
     let about = dir.join("work/sequences.data").metadata().unwrap();
     about.blocks() * 512
 }
 
 fn name(text: &str) -> ImageName {
     ImageName::new(text).unwrap()
+}
+
+pub async fn remove(there: &TestSite, gone: &str) {
+    let (site, gone) = (there.site.clone(), name(gone));
+    let remove = move || site.remove(&gone).unwrap();
+    tokio::task::spawn_blocking(remove).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -51,9 +48,7 @@ async fn sequence_data_gives_room_back_when_images_go() {
     let (all, known) = (allocated(&dir), there.site.sequence_data_used().unwrap());
     assert!(all > 5 << 20 && known >= all, "{all} of {known}");
     for gone in ["a", "b", "c"] {
-        let site = there.site.clone();
-        let remove = move || site.remove(&name(gone)).unwrap();
-        tokio::task::spawn_blocking(remove).await.unwrap();
+        remove(&there, gone).await;
     }
     // What the one that is left shares with the next is there all the same.
     let path = tmp.path().join("e");
@@ -62,9 +57,7 @@ async fn sequence_data_gives_room_back_when_images_go() {
     assert!(report.matched_blocks > report.sent_blocks, "{report:?}");
     same(&path, &there.image("e"));
     for gone in ["d", "e"] {
-        let site = there.site.clone();
-        let remove = move || site.remove(&name(gone)).unwrap();
-        tokio::task::spawn_blocking(remove).await.unwrap();
+        remove(&there, gone).await;
     }
     until("room came back", || allocated(&dir) <= 2 << 20).await;
     assert!(there.site.sequence_data_used().unwrap() <= 2 << 20);

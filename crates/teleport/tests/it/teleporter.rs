@@ -21,7 +21,7 @@ use tokio::sync::watch;
 use crate::harness::*;
 
 /// A link that can be cut, with all that is on it, and healed.
-struct Link {
+pub struct Link {
     address: String,
     up: watch::Sender<bool>,
 }
@@ -50,7 +50,7 @@ async fn link(to: String) -> Link {
 }
 
 /// Listens as a teleporter would and hands over the connections of sites.
-async fn listen<F, Fut>(serve: F) -> (Identity, String)
+pub async fn listen<F, Fut>(serve: F) -> (Identity, String)
 where
     F: Fn(FrameReader, FrameWriter) -> Fut + Send + Sync + 'static,
     Fut: Future<Output = ()> + Send + 'static,
@@ -82,16 +82,21 @@ where
 }
 
 /// A teleporter behind a link, and a site that uses it.
-struct Three {
-    there: TestSite,
+pub struct Three {
+    pub there: TestSite,
     link: Link,
-    teleporter: LocalTeleporter,
+    pub teleporter: LocalTeleporter,
     /// How the site reaches it.
     remote: RemoteTeleporter,
-    dir: tempfile::TempDir,
+    pub dir: tempfile::TempDir,
 }
 
 async fn three() -> Three {
+    three_with(drover_teleport::SEQUENCE_DATA_BYTES).await
+}
+
+/// The same, with a site that keeps so much sequence data.
+pub async fn three_with(sequence_data_bytes: u64) -> Three {
     let dir = tempfile::tempdir().unwrap();
     let teleporter = open_teleporter(
         &dir.path().join("teleporter"),
@@ -109,7 +114,7 @@ async fn three() -> Three {
     .await;
     let link = link(address).await;
     let remote = remote(&identity, &link.address);
-    let there = site(&dir.path().join("there"), &remote).await;
+    let there = site_with(&dir.path().join("there"), &remote, sequence_data_bytes).await;
     Three {
         there,
         link,
@@ -119,7 +124,7 @@ async fn three() -> Three {
     }
 }
 
-fn remote(teleporter: &Identity, address: &str) -> RemoteTeleporter {
+pub fn remote(teleporter: &Identity, address: &str) -> RemoteTeleporter {
     RemoteTeleporter {
         identity: Identity::generate(),
         key: teleporter.key(),
@@ -128,8 +133,13 @@ fn remote(teleporter: &Identity, address: &str) -> RemoteTeleporter {
 }
 
 async fn site(dir: &Path, remote: &RemoteTeleporter) -> TestSite {
+    site_with(dir, remote, drover_teleport::SEQUENCE_DATA_BYTES).await
+}
+
+async fn site_with(dir: &Path, remote: &RemoteTeleporter, sequence_data_bytes: u64) -> TestSite {
     let config = SiteConfig {
         teleporter: Some(remote.clone()),
+        sequence_data_bytes,
         ..config(dir)
     };
     TestSite::start_as(config, Default::default()).await
