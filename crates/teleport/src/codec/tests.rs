@@ -120,7 +120,7 @@ fn control_messages() {
         resumed_blocks: 2,
         open_batches: 1,
     };
-    assert_eq!(encode(&accept), [1, 2, 96]);
+    assert_eq!(encode(&accept), [1, 2, 1]);
     let refusal = Refusal {
         reason: Some(crate::RefuseReason::Space),
         message: "no".into(),
