@@ -19,7 +19,7 @@ use crate::same::identical;
 use crate::{report::Spread, shell, watch};
 
 /// Bytes of noise, and how long plain TCP sends: about what the real disk puts on the link.
-const NOISE: u64 = 360 << 20;
+const NOISE: u64 = 250 << 20;
 const SMALL_NOISE: u64 = 32 << 20;
 const TCP_SECONDS: u32 = 8;
 

@@ -47,8 +47,10 @@ const LOOK_FRAMES: u32 = 4;
 /// A link is full when frames wait for it this share of the time.
 const FULL: f64 = 0.08;
 
-/// Frames also wait while those who pass them on wait for a core: so many times as long as packing did.
+/// Frames also wait while those who pass them on wait for a core: so many times as long as packing did, where
+/// both ends may be on the same cores, and where they are apart.
 const CROWD: f64 = 2.0;
+const FAR_CROWD: f64 = 0.5;
 
 /// A receiver that is busy this share of the time is what frames wait for.
 const RECEIVER_FULL: f64 = 0.85;
@@ -146,6 +148,8 @@ pub struct Pace {
     used: f64,
     /// What it may carry.
     limit: f64,
+    /// [`CROWD`] or [`FAR_CROWD`].
+    crowd: f64,
     /// Looks in a row that promised a gain.
     promised: u32,
     /// Cost and saving of the look before, at another effort.
@@ -165,6 +169,7 @@ impl Default for Pace {
             link: None,
             used: 0.0,
             limit: f64::INFINITY,
+            crowd: CROWD,
             promised: 0,
             before: None,
         }
@@ -195,6 +200,9 @@ impl Pace {
     #[must_use]
     pub fn of_link(round_trip: Duration, limit: Option<u64>) -> Self {
         let mut pace = Self::default();
+        if round_trip >= NEAR_ROUND_TRIP {
+            pace.crowd = FAR_CROWD;
+        }
         if let Some(limit) = limit {
             pace.limit = limit as f64;
             pace.link = Some(pace.limit);
@@ -294,7 +302,7 @@ impl Pace {
     fn learn_link(&mut self, look: &Look, receiver_busy: f64) {
         let seconds = look.seconds();
         let used = look.packed / seconds;
-        let busy_cores = CROWD * look.stolen;
+        let busy_cores = self.crowd * look.stolen;
         let waited = look.waited > FULL * seconds + busy_cores && look.idle < FULL * seconds;
         let full = waited && receiver_busy < RECEIVER_FULL;
         self.link = match self.link {

@@ -282,3 +282,28 @@ fn waits_for_want_of_a_core_are_not_mistaken_for_a_slow_link() {
     }
     assert_eq!(pace.effort(), Effort::Lz4);
 }
+
+#[test]
+fn a_far_link_is_full_though_packing_waits_for_a_core() {
+    let mut pace = Pace::of_link(Duration::from_millis(10), None);
+    // A link of 118 MB/s, and packing has a core four sevenths of its time: what LZ4 leaves takes the link longer than zstd 1
+    // takes the core.
+    let mut weak = 0;
+    for _ in 0..500 {
+        let step = EFFORTS.iter().position(|e| *e == pace.effort()).unwrap();
+        weak += usize::from(step < 2);
+        let packing = COSTS[step] * FRAME;
+        let sending = SHARES[step] * FRAME / 118e6;
+        let waits = Passed {
+            read: Duration::from_micros(100),
+            pack: Duration::from_secs_f64(1.75 * packing),
+            stolen: Duration::from_secs_f64(0.75 * packing),
+            waited: Duration::from_secs_f64((sending - 1.75 * packing).max(0.0)),
+            bytes: FRAME as usize,
+            packed: (SHARES[step] * FRAME) as usize,
+            ..Passed::default()
+        };
+        pace.note(&waits, 0.5);
+    }
+    assert!(weak < 60, "{weak} of 500 frames at less than zstd 1");
+}
