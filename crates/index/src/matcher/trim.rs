@@ -36,8 +36,10 @@ pub struct Trim {
     page: u64,
     /// Of so many pages one is looked at.
     stride: u64,
-    /// Segments by use, the least used last, and behind them those that are empty; once all was looked at.
+    /// Segments by use, the least used last; once all was looked at.
     order: Option<Vec<u32>>,
+    /// Those that were empty then, the first one last.
+    empty: Vec<u32>,
     /// What the next step frees, held back.
     chosen: Vec<u32>,
     /// What the last step freed, still held back.
@@ -86,6 +88,7 @@ impl<S: Storage> Matcher<S> {
             page: 0,
             stride: pages.div_ceil(max_pages).max(1),
             order: None,
+            empty: Vec::new(),
             chosen: Vec::new(),
             freed: Vec::new(),
         }
@@ -109,7 +112,10 @@ impl<S: Storage> Matcher<S> {
                     self.look(image, pages, trim);
                     return Trimmed::Looked;
                 }
-                None => trim.order = Some(self.sequences.by_use(&trim.uses, trim.have)),
+                None => {
+                    trim.order = Some(self.sequences.by_use(&trim.uses));
+                    trim.empty = self.sequences.empty(trim.have);
+                }
             }
         }
         let mut freed = std::mem::take(&mut trim.chosen);
@@ -117,6 +123,7 @@ impl<S: Storage> Matcher<S> {
         if !self.sequences.free(&freed, &mut self.shared) {
             self.sequences.file.release(&freed);
             trim.order = Some(Vec::new());
+            trim.empty.clear();
             return Trimmed::Done;
         }
         self.choose(trim);
@@ -127,11 +134,20 @@ impl<S: Storage> Matcher<S> {
         Trimmed::Freed(freed)
     }
 
-    /// Chooses what the next step frees: some of what is too much, and what is empty already.
+    /// Chooses what the next step frees: what is empty already, and some of what is too much.
     fn choose(&mut self, trim: &mut Trim) {
         let over = self.sequence_segments().saturating_sub(trim.keep) as usize;
         let mut to_empty = over.min(EMPTIED_A_STEP);
         let file = &mut self.sequences.file;
+        while trim.chosen.len() < MAX_FREED
+            && let Some(no) = trim.empty.pop()
+        {
+            // What was filled since then is what came last.
+            if file.is_empty(no) {
+                file.hold(no);
+                trim.chosen.push(no);
+            }
+        }
         while let Some(order) = &mut trim.order
             && let Some(&no) = order.last()
             && trim.chosen.len() < MAX_FREED
@@ -214,6 +230,36 @@ mod tests {
         while m.trim(&mut trim) != Trimmed::Done {}
         assert_eq!(m.sequence_segments(), 20);
         assert!(!m.sequences.is_filling());
+    }
+
+    /// More are empty than one step frees; what is filled before their turn comes stays, and all others are named.
+    #[test]
+    fn what_is_filled_while_it_waits_for_its_turn_stays() {
+        let (mut m, _) = Matcher::open(SimStorage::new(), MatcherConfig::default()).unwrap();
+        for id in [1, 2] {
+            send(&mut m, id, 1, 500_000);
+        }
+        let all = m.sequence_segments();
+        assert!(all as usize > MAX_FREED + 200, "{all}");
+        let mut trim = m.begin_trim(0, all);
+        while m.trim(&mut trim) != Trimmed::Done {}
+        assert_eq!(m.sequence_segments(), 0);
+        let mut trim = m.begin_trim(0, all);
+        assert_eq!(m.trim(&mut trim), Trimmed::Freed(Vec::new()));
+        assert_eq!(trim.chosen.len(), MAX_FREED);
+        for id in [3, 4] {
+            send(&mut m, id, 2, 20_000);
+        }
+        let (empty, filled): (Vec<u32>, Vec<u32>) =
+            (0..all).partition(|no| m.sequences.file.is_empty(*no));
+        assert!(filled.len() > 10, "{filled:?}");
+        let mut freed = Vec::new();
+        while let Trimmed::Freed(some) = m.trim(&mut trim) {
+            freed.extend(some);
+        }
+        freed.sort_unstable();
+        assert_eq!(freed, empty);
+        assert_eq!(m.sequence_segments() as usize, filled.len());
     }
 
     /// A large site is looked at in a sample, which is enough to tell what is used from what is not; images may go meanwhile.

@@ -246,12 +246,13 @@ fn trimming_frees_what_is_used_least_first_and_of_equals_the_oldest() {
     for (sequence, times) in [(1, 3), (4, 1)] {
         (0..times).for_each(|_| w.cache.count_uses(&digest(sequence * 1000), &mut uses));
     }
-    let mut order = w.cache.by_use(&uses, 0);
+    let mut order = w.cache.by_use(&uses);
     order.reverse();
     assert_eq!(order, [0, 2, 3, 5, 4, 1]);
     assert!(w.cache.free(&order[..3], &mut w.shared));
     // What holds nothing goes before all else, as far as the destination's file reaches.
-    assert_eq!(w.cache.by_use(&uses, 8), [1, 4, 5, 7, 6, 3, 2, 0]);
+    assert_eq!(w.cache.by_use(&uses), [1, 4, 5]);
+    assert_eq!(w.cache.empty(8), [7, 6, 3, 2, 0]);
     assert_eq!(w.cache.file.occupied(), 3);
     for i in 0..6 {
         let gone = [0, 2, 3].contains(&i);
@@ -341,7 +342,7 @@ proptest! {
                     .filter(|no| !w.cache.page(*no, &mut w.shared).used.is_empty())
                     .count() as u32;
                 prop_assert_eq!(w.cache.file.occupied(), held);
-                let mut order = w.cache.by_use(&Uses::default(), 0);
+                let mut order = w.cache.by_use(&Uses::default());
                 let over = held.saturating_sub(*keep) as usize;
                 let least = order.split_off(order.len() - over);
                 prop_assert!(w.cache.free(&least, &mut w.shared));

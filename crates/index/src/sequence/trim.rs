@@ -29,17 +29,20 @@ impl<S: Storage> SequenceCache<S> {
         }
     }
 
-    /// The segments that hold something, those that are used least last; of equals the one that was filled first. Behind
-    /// them those of the first `have` that hold nothing, the first one last.
-    pub(crate) fn by_use(&self, uses: &Uses, have: u32) -> Vec<u32> {
+    /// The segments that hold something, those that are used least last; of equals the one that was filled first.
+    pub(crate) fn by_use(&self, uses: &Uses) -> Vec<u32> {
         let mut all: Vec<u32> = (0..self.file.segments())
             .filter(|no| !self.file.is_empty(*no))
             .collect();
         let count = |no: u32| uses.found.get(no as usize).copied().unwrap_or(0);
         all.sort_by_key(|&no| (std::cmp::Reverse(count(no)), std::cmp::Reverse(no)));
-        let empty = (0..self.file.limit().min(have)).rev();
-        all.extend(empty.filter(|no| self.file.is_empty(*no)));
         all
+    }
+
+    /// Those of the first `have` segments that hold nothing, the first one last.
+    pub(crate) fn empty(&self, have: u32) -> Vec<u32> {
+        let all = (0..self.file.limit().min(have)).rev();
+        all.filter(|no| self.file.is_empty(*no)).collect()
     }
 
     /// Evicts what is in these segments and writes that down; `false` when it could not be written.
