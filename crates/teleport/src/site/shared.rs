@@ -35,6 +35,12 @@ const SETTLE: Duration = Duration::from_secs(10);
 /// Steps of a trimming: more than any takes, whatever a lone teleporter says.
 const MAX_STEPS: u32 = 1 << 13;
 
+/// Passes over all images in which an image that needs room has segments freed.
+const PASSES: u32 = 8;
+
+/// How many segments it asks for at least in the first one; in each one after that, twice as many.
+const LEAST_ASKED: u64 = 32;
+
 /// A trimming of the sequence cache that is under way.
 struct Trimming {
     link: Link,
@@ -269,14 +275,22 @@ impl Site {
     fn give_up_sequences(&self, before: u64, wanted: u64) -> Result<u64, TeleportError> {
         let mut turn = self.trimmings.lock();
         let (mut trim, used) = self.begin_trimming(&mut turn, u32::MAX, 0)?;
-        let (mut keep, mut freed, mut gained) = (u64::from(used), 0, 0);
+        // A lone teleporter may be anybody's.
+        let mut keep = u64::from(used).min(segments_of(self.config.sequence_data_bytes));
+        let (mut freed, mut gained, mut asked) = (0, 0, LEAST_ASKED);
         // A segment may hold less than it could: then more of them are asked for.
-        while before + gained < wanted && (freed < TRIAL || gained >= freed / 4) {
-            let missing = (wanted - before - gained).div_ceil(SEGMENT_BYTES);
-            let Some(less) = keep.checked_sub(missing) else {
+        for _ in 0..PASSES {
+            if before + gained >= wanted || (freed >= TRIAL && gained < freed / 4) {
                 break;
-            };
-            keep = less;
+            }
+            let missing = (wanted - before - gained).div_ceil(SEGMENT_BYTES);
+            if keep < missing {
+                break;
+            }
+            asked = asked.max(missing);
+            keep = keep.saturating_sub(asked);
+            asked = asked.saturating_mul(2);
+            let freed_before = freed;
             trim.begin(keep as u32, 0)?;
             loop {
                 self.plans_taken(&trim)?;
@@ -291,6 +305,9 @@ impl Site {
                     trim.begin(u32::MAX, 0)?;
                     break;
                 }
+            }
+            if freed == freed_before {
+                break;
             }
         }
         Ok(freed)
