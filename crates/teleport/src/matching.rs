@@ -2,6 +2,9 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
 
 use drover_index::{DirStorage, ImageId, MAX_FREED, MatcherStats, Storage, Trimmed};
 use drover_net::{Frame, Identity, PeerKey};
@@ -174,16 +177,60 @@ impl Link {
         match self {
             Link::Local(_, answers) => answers.pop_front().ok_or_else(gone),
             Link::Remote(link) => {
-                let frame = link.from.blocking_recv().ok_or_else(gone)??;
-                let blocks = link.waiting.pop_front().unwrap_or(0);
-                if frame.kind != kind::PLAN {
-                    return Err(TeleportError::Protocol(
-                        "the teleporter sent no plan".into(),
-                    ));
-                }
-                decode_answer(&frame.payload, blocks)?.map_err(TeleportError::Remote)
+                let frame = link.from.blocking_recv();
+                link.answered(frame)
             }
         }
+    }
+
+    /// The same, for so long at most; then the link is of no more use.
+    ///
+    /// # Errors
+    /// When the teleporter fails, is gone, or takes longer.
+    pub(crate) fn collect_within(&mut self, at_most: Duration) -> Result<Answer, TeleportError> {
+        let Link::Remote(link) = self else {
+            return self.collect();
+        };
+        let until = Instant::now() + at_most;
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        let mut context = Context::from_waker(&waker);
+        loop {
+            if let Poll::Ready(frame) = link.from.poll_recv(&mut context) {
+                return link.answered(frame);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let why = "the teleporter takes too long to answer";
+                return Err(TeleportError::Remote(why.into()));
+            }
+            std::thread::park_timeout(left);
+        }
+    }
+}
+
+/// Wakes a thread that waits for a frame.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+impl RemoteLink {
+    /// The answer to the oldest event without one, as it came; none when nothing comes any more.
+    fn answered(
+        &mut self,
+        frame: Option<Result<Frame, TeleportError>>,
+    ) -> Result<Answer, TeleportError> {
+        let frame = frame.ok_or_else(gone)??;
+        let blocks = self.waiting.pop_front().unwrap_or(0);
+        if frame.kind != kind::PLAN {
+            return Err(TeleportError::Protocol(
+                "the teleporter sent no plan".into(),
+            ));
+        }
+        decode_answer(&frame.payload, blocks)?.map_err(TeleportError::Remote)
     }
 }
 
@@ -424,6 +471,32 @@ mod tests {
     use super::*;
     use crate::codec::any_batch;
     use proptest::prelude::*;
+
+    #[test]
+    fn an_answer_is_waited_for_so_long_at_most() {
+        let ((to, _events), (answers, from)) = (mpsc::channel(4), mpsc::channel(4));
+        let mut link = Link::Remote(RemoteLink {
+            to,
+            from,
+            waiting: VecDeque::new(),
+        });
+        link.submit(Event::Trim).unwrap();
+        let late = link.collect_within(Duration::from_millis(20)).unwrap_err();
+        assert!(late.to_string().contains("too long"), "{late}");
+        let answering = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            let frame = Frame {
+                kind: kind::PLAN,
+                payload: encode_answer(&Ok(Answer::Done)).into(),
+            };
+            answers.blocking_send(Ok(frame)).unwrap();
+        });
+        let long = Duration::from_secs(60);
+        assert_eq!(link.collect_within(long).unwrap(), Answer::Done);
+        answering.join().unwrap();
+        let gone = link.collect_within(long).unwrap_err();
+        assert!(gone.to_string().contains("gone"), "{gone}");
+    }
 
     proptest! {
         #[test]

@@ -32,6 +32,12 @@ const LEAST_PART: u64 = 128;
 /// How long a trimming waits for plans that are under way.
 const SETTLE: Duration = Duration::from_secs(10);
 
+/// How long a trimming waits for an answer: each is to a little work.
+const ANSWER: Duration = Duration::from_secs(60);
+
+/// How long an image that needs room waits for a step of a trimming, or for another image that needs some.
+const TURN: Duration = Duration::from_secs(10);
+
 /// Steps of a trimming: more than any takes, whatever a lone teleporter says.
 const MAX_STEPS: u32 = 1 << 13;
 
@@ -53,11 +59,28 @@ impl Trimming {
     /// Begins on its link: how many segments hold something.
     fn begin(&mut self, keep: u32, have: u32) -> Result<u32, TeleportError> {
         self.link.submit(Event::BeginTrim { keep, have })?;
-        match self.link.collect()? {
+        match self.link.collect_within(ANSWER)? {
             Answer::Holding(n) => Ok(n),
             _ => Err(wrong_answer()),
         }
     }
+}
+
+/// Begins a trimming, and says how many segments hold something. One that is under way ends.
+fn begin_trimming(
+    link: Link,
+    turn: &mut u64,
+    keep: u32,
+    have: u32,
+) -> Result<(Trimming, u32), TeleportError> {
+    *turn += 1;
+    let mut trim = Trimming {
+        link,
+        turn: *turn,
+        steps: 0,
+    };
+    let holding = trim.begin(keep, have)?;
+    Ok((trim, holding))
 }
 
 /// Starts the thread that copies what is pending, and trims. It ends with the site.
@@ -196,28 +219,10 @@ impl Site {
             return Err(TeleportError::Remote(why.into()));
         }
         let (budget, have) = (self.sequence_budget(), self.sequences.segments());
-        *trim = Some(
-            self.begin_trimming(&mut self.trimmings.lock(), budget, have)?
-                .0,
-        );
+        let link = self.matching.link()?;
+        let mut turn = self.trimmings.lock();
+        *trim = Some(begin_trimming(link, &mut turn, budget, have)?.0);
         Ok(true)
-    }
-
-    /// Begins a trimming, and says how many segments hold something. One that is under way ends.
-    fn begin_trimming(
-        &self,
-        turn: &mut u64,
-        keep: u32,
-        have: u32,
-    ) -> Result<(Trimming, u32), TeleportError> {
-        *turn += 1;
-        let mut trim = Trimming {
-            link: self.matching.link()?,
-            turn: *turn,
-            steps: 0,
-        };
-        let holding = trim.begin(keep, have)?;
-        Ok((trim, holding))
     }
 
     /// Goes on with a trimming, unless another has begun: how many segments that freed, none at its end.
@@ -246,7 +251,7 @@ impl Site {
     fn free_next(&self, trim: &mut Trimming) -> Result<Option<u64>, TeleportError> {
         trim.steps += 1;
         trim.link.submit(Event::Trim)?;
-        match trim.link.collect()? {
+        match trim.link.collect_within(ANSWER)? {
             Answer::Freed(segments) => {
                 // The matcher does not fill them anew before it is asked again.
                 self.sequences.free(&segments);
@@ -273,8 +278,11 @@ impl Site {
 
     /// Gives sequence data back so that `wanted` bytes can be used in place of `before`; how many it gave.
     fn give_up_sequences(&self, before: u64, wanted: u64) -> Result<u64, TeleportError> {
-        let mut turn = self.trimmings.lock();
-        let (mut trim, used) = self.begin_trimming(&mut turn, u32::MAX, 0)?;
+        let link = self.matching.link()?;
+        let turn = self.trimmings.try_lock_for(TURN);
+        let mut turn =
+            turn.ok_or_else(|| TeleportError::Remote("the teleporter takes long".into()))?;
+        let (mut trim, used) = begin_trimming(link, &mut turn, u32::MAX, 0)?;
         // A lone teleporter may be anybody's.
         let mut keep = u64::from(used).min(segments_of(self.config.sequence_data_bytes));
         let (mut freed, mut gained, mut asked) = (0, 0, LEAST_ASKED);
