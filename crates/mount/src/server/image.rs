@@ -315,9 +315,9 @@ impl Image {
     /// Writes the lease's file anew, which something else has damaged.
     ///
     /// # Errors
-    /// A disk that fails.
+    /// A commit that takes long, or a disk that fails.
     pub fn store_lease(&self) -> Result<(), Refusal> {
-        self.desk.lock().store_again()
+        self.desk_soon()?.store_again()
     }
 
     /// The owner takes the writer's lease away.
@@ -450,9 +450,9 @@ impl Image {
     /// to stage, what comes later would count without what was forgotten.
     ///
     /// # Errors
-    /// A disk that fails.
+    /// A commit that takes long, or a disk that fails.
     pub fn abandon_unheld(&self) -> Result<(), Refusal> {
-        let desk = self.desk.lock();
+        let desk = self.desk_soon()?;
         match desk.holder() {
             None => self.abandon(),
             Some(_) => Ok(()),
