@@ -643,7 +643,7 @@ impl Server {
     /// Who has an image mounted, or may still write it; none when nobody does. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::Refused`] when the lease cannot be read.
+    /// [`MountError::Refused`] when the lease is damaged, [`MountError::State`] when it cannot be read.
     pub fn leased(&self, name: &ImageName) -> Result<Option<Leased>, MountError> {
         let holder = lease_on_disk(&self.config.state, name)?;
         let leased = Leased {
@@ -740,11 +740,15 @@ impl Server {
 /// Who may write an image, by what is written down in a site's state (see [`Config::state`]): also when no server runs.
 ///
 /// # Errors
-/// [`MountError::Refused`] when it cannot be read.
+/// [`MountError::Refused`] when it is damaged, [`MountError::State`] when it cannot be read.
 pub fn lease_on_disk(state: &Path, name: &ImageName) -> Result<Option<Holder>, MountError> {
     let directory = state.join("overlays").join(name.as_str());
-    let desk = Desk::open(name.clone(), directory).map_err(MountError::Refused)?;
-    Ok(desk.holder().cloned())
+    match Desk::open(name.clone(), directory.clone()) {
+        Ok(desk) => Ok(desk.holder().cloned()),
+        // It says how to go on.
+        Err(refusal) if refusal.code == Code::Corrupt => Err(MountError::Refused(refusal)),
+        Err(refusal) => Err(state_error(&directory, refusal.text)),
+    }
 }
 
 /// Closes images of which somebody lets go soon.

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use bytes::Bytes;
 use drover_core::DeviceError;
 use drover_device::remote::{Change, Epoch, Remote};
+use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
 use drover_mount::protocol::{Access, Code};
-use drover_mount::{MountError, server::Server};
+use drover_mount::server::{Server, lease_on_disk};
 
 use crate::keeper::Keeper;
 use crate::util::{Near, Site, content, memory, name, runtime};
@@ -117,6 +118,17 @@ fn a_damaged_one_is_refused_with_the_way_out_and_hides_nothing() {
         }
         assert!(!said.contains("remove it"), "{said}");
     }
+    let on_disk = || lease_on_disk(lease.ancestors().nth(3).unwrap(), &name("web"));
+    assert!(matches!(on_disk(), Err(MountError::Refused(r)) if r.code == Code::Corrupt));
+    std::fs::remove_file(&lease).unwrap();
+    std::fs::create_dir(&lease).unwrap();
+    let unread = on_disk();
+    assert!(
+        matches!(unread, Err(MountError::State { .. })),
+        "{unread:?}"
+    );
+    std::fs::remove_dir(&lease).unwrap();
+    std::fs::write(&lease, &bytes).unwrap();
     // It is listed as what it is.
     let listed = world.server().leases().unwrap();
     assert_eq!(listed.len(), 1);
