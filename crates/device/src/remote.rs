@@ -246,6 +246,6 @@ pub trait Local: Send + Sync {
     /// nothing to do now. It counts as asked for. Called often: must not block.
     fn next(&self, most: u64) -> Option<Chunks>;
 
-    /// The link came up, went down, or is gone.
+    /// The link came up, went down, or is gone. Told in that order: the last is how it is.
     fn link(&self, link: Link);
 }

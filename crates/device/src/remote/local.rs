@@ -120,6 +120,8 @@ struct Inner {
     queue: Mutex<Queue>,
     changed: Condvar,
     local: OnceLock<Weak<dyn Local>>,
+    /// Held while the link is looked at and told: what is told last is how it is.
+    telling: Mutex<()>,
     received: AtomicU64,
     sent: AtomicU64,
     in_flight: AtomicU64,
@@ -170,6 +172,7 @@ impl LocalRemote {
             }),
             changed: Condvar::new(),
             local: OnceLock::new(),
+            telling: Mutex::new(()),
             received: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
@@ -332,6 +335,7 @@ impl Inner {
     }
 
     fn tell_link(&self) {
+        let _telling = self.telling.lock();
         if let Some(local) = self.local() {
             local.link(self.link());
         }
@@ -563,5 +567,69 @@ impl Remote for LocalRemote {
     fn close(&self, done: Done) {
         self.stop();
         done(Ok(()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::time::Duration;
+
+    use super::*;
+    use crate::backend::MemoryDevice;
+
+    /// Notes that the link is down late: when it was told that it is up, or after a while.
+    struct Late {
+        is_told: Sender<()>,
+        up: (Sender<()>, Mutex<Receiver<()>>),
+        noted: Mutex<Vec<Link>>,
+    }
+
+    impl Local for Late {
+        fn arrived(&self, _: Vec<Fetched>) {}
+
+        fn failed(&self, _: Chunks, _: DeviceError) {}
+
+        fn next(&self, _: u64) -> Option<Chunks> {
+            None
+        }
+
+        fn link(&self, link: Link) {
+            let is_up = matches!(link, Link::Up(_));
+            if !is_up {
+                let _ = self.is_told.send(());
+                let _ = self.up.1.lock().recv_timeout(Duration::from_millis(300));
+            }
+            self.noted.lock().push(link);
+            if is_up {
+                let _ = self.up.0.send(());
+            }
+        }
+    }
+
+    /// Else a device would take the link for down, for good, and its writers wait for room that nobody makes.
+    #[test]
+    fn what_is_told_of_the_link_last_is_how_it_is() {
+        let remote = LocalRemote::new(Arc::new(MemoryDevice::new(4096)), 4096, 1, None).unwrap();
+        let (is_told, told) = channel();
+        let (up, is_up) = channel();
+        let late = Arc::new(Late {
+            is_told,
+            up: (up, Mutex::new(is_up)),
+            noted: Mutex::default(),
+        });
+        let local: Weak<Late> = Arc::downgrade(&late);
+        remote.attach(local);
+        std::thread::scope(|scope| {
+            scope.spawn(|| remote.cut("a test"));
+            told.recv_timeout(Duration::from_secs(60)).unwrap();
+            remote.mend();
+        });
+        assert!(matches!(remote.link(), Link::Up(_)));
+        let noted = late.noted.lock();
+        assert!(
+            matches!(noted[..], [Link::Down(_), Link::Up(_)]),
+            "{noted:?}"
+        );
     }
 }

@@ -184,8 +184,9 @@ impl Shared {
             round += u32::from(came.len() == missing.len());
             for (_, outcome) in came {
                 if let Outcome::Handed(_, error) = outcome {
-                    // In a cache of limited size there will be room; on a full disk there may never be.
-                    tries += u32::from(self.cache_limit.is_none());
+                    // In a cache of limited size there will be room; on a full disk, or one that fails, there may never be.
+                    let is_full = matches!(error, DeviceError::NoSpace(_));
+                    tries += u32::from(self.cache_limit.is_none() || !is_full);
                     if tries > TRIES {
                         return Err(error);
                     }

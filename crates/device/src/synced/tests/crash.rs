@@ -160,10 +160,15 @@ impl Life {
         match result {
             Ok(()) => {}
             Err(_) if self.directory.is_off() => {}
-            // A small cache that is full of dirty chunks, while the link is down.
-            Err(DeviceError::NoSpace(_)) if self.small => self.will_be(&range, &before),
+            Err(error) if self.is_refused(&error) => self.will_be(&range, &before),
             Err(error) => panic!("{error}"),
         }
+    }
+
+    /// Whether a write failed because a small cache is full of dirty chunks that the far side refuses. The link is never down
+    /// for as long as writes wait.
+    fn is_refused(&self, error: &DeviceError) -> bool {
+        self.small && matches!(error, DeviceError::NoSpace(why) if why.contains("cannot be pushed"))
     }
 
     fn look(&mut self) {
@@ -230,7 +235,7 @@ impl Life {
                 self.will_be(&range, &bytes);
                 let result = self.device().write(range.start as u64, &bytes);
                 match result {
-                    Err(DeviceError::NoSpace(_)) if self.small => self.will_be(&range, &before),
+                    Err(error) if self.is_refused(&error) => self.will_be(&range, &before),
                     result => assert!(result.is_ok() || self.directory.is_off(), "{result:?}"),
                 }
             }
@@ -351,9 +356,16 @@ impl Life {
         }
         *self.far.on_commit.lock() = None;
         *self.far.on_push.lock() = None;
+        let mut was_refused = false;
         while let Err(error) = self.device().pusher().sync() {
+            let is_refused = matches!(&error, DeviceError::NoSpace(why) if why == "over there");
+            // A commit that was under way may have been refused before, and only one is at a time.
+            if is_refused && !std::mem::replace(&mut was_refused, true) {
+                continue;
+            }
             assert!(self.directory.is_off(), "{error}");
             self.crash(false);
+            was_refused = false;
             *self.far.on_commit.lock() = None;
             *self.far.on_push.lock() = None;
         }

@@ -231,6 +231,21 @@ fn such_a_write_gives_up_in_the_end() {
     assert!(began.elapsed() < Duration::from_secs(25));
 }
 
+/// No room that could be made helps it.
+#[test]
+fn a_write_in_part_fails_when_the_disk_of_a_small_cache_does() {
+    let far = Far::new(&vec![1; 200 * CHUNK as usize]);
+    let directory = FakeDirectory::default();
+    let device = Synced::open(small(&directory, &far.remote(), 16)).unwrap();
+    directory.set_faults(|operation, file| {
+        (operation == Operation::Write && file == "data").then_some(std::io::ErrorKind::Other)
+    });
+    let began = Instant::now();
+    let error = device.write(at(3) + 10, &[7; 100]).unwrap_err();
+    assert!(began.elapsed() < Duration::from_secs(15), "{error}");
+    assert!(!matches!(error, DeviceError::NoSpace(_)), "{error}");
+}
+
 #[test]
 fn a_write_longer_than_the_cache_goes_through_it() {
     let far = Far::new(&random_bytes(15, 200 * CHUNK as usize));
