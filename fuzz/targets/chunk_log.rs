@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use drover_device::chunklog::{ChunkLog, Record};
-use drover_device::storage::FakeDirectory;
+use drover_storage::FakeDirectory;
 use libfuzzer_sys::fuzz_target;
 
 fn replay(directory: &FakeDirectory) -> Option<(ChunkLog, Vec<Record>)> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use drover_core::BlockDevice;
 use drover_device::backend::{DirectoryDevice, DirectoryOptions};
-use drover_device::storage::FakeDirectory;
+use drover_storage::FakeDirectory;
 use libfuzzer_sys::fuzz_target;
 
 fn open(directory: &FakeDirectory) -> Option<DirectoryDevice> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use drover_core::{BlockDevice, Digest};
 use drover_device::backend::MemoryDevice;
 use drover_device::backend::overlay::{Identity, Options, Overlay, OverlayError};
-use drover_device::storage::FakeDirectory;
+use drover_storage::FakeDirectory;
 use libfuzzer_sys::fuzz_target;
 
 const SIZE: u64 = 20 * 4096 + 100;

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, DeviceError};
 use drover_device::backend::MemoryDevice;
 use drover_device::remote::LocalRemote;
-use drover_device::storage::HostDirectory;
 use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
+use drover_storage::HostDirectory;
 
 const SIZE: u64 = 256 << 20;
 const CHUNK: u32 = 64 << 10;

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use crate::storage::{Access, Directory, File};
+use drover_storage::{Access, Directory, File};
 
 mod error;
 mod format;

@@ -9,7 +9,6 @@ pub mod builder;
 pub mod chunklog;
 pub mod remote;
 pub mod stage;
-pub mod storage;
 pub mod synced;
 #[cfg(feature = "testing")]
 pub mod testing;

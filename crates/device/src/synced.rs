@@ -18,7 +18,7 @@ use drover_core::{DeviceError, Digest, check_range};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::remote::{Chunks, Link, Local, Remote, Shape};
-use crate::storage::Directory;
+use drover_storage::Directory;
 
 mod arrive;
 mod cache;

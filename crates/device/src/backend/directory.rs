@@ -12,7 +12,7 @@ use parking_lot::{Mutex, RwLock};
 
 use self::files::Files;
 use crate::remote::Shape;
-use crate::storage::{Access, Directory, File, Lock};
+use drover_storage::{Access, Directory, File, Lock};
 
 /// The most chunks of a device, so that what is kept in memory has a bound: a larger device wants larger chunks.
 pub const MOST_CHUNKS: u64 = 1 << 22;

@@ -30,7 +30,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::chunklog::ChunkLog;
 use crate::remote::Epoch;
-use crate::storage::{Directory, File};
+use drover_storage::{Directory, File};
 
 mod aside;
 mod blocks;

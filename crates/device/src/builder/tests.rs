@@ -4,8 +4,8 @@ use super::*;
 use crate::backend::{DirectoryDevice, DirectoryOptions, FileDevice, MemoryDevice};
 use crate::remote::{Direct, Epoch, LocalRemote, Shape};
 use crate::stage::{CutHow, Operation, When};
-use crate::storage::FakeDirectory;
 use crate::testing::{Call, Probe};
+use drover_storage::FakeDirectory;
 
 const LONG: Duration = Duration::from_secs(60);
 const NONE: Duration = Duration::ZERO;

@@ -11,7 +11,7 @@ use super::SyncedError;
 use super::state::{Geometry, Mask, State};
 use crate::chunklog::{ChunkLog, ChunkLogError, Record};
 use crate::remote::{Epoch, Shape};
-use crate::storage::{Access, Directory, File, Lock, read_exact_at};
+use drover_storage::{Access, Directory, File, Lock, read_exact_at};
 
 const DATA: &str = "data";
 const DIGESTS: &str = "digests";

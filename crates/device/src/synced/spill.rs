@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use drover_core::DeviceError;
 
 use super::cache::Cache;
-use crate::storage::{File, read_exact_at};
+use drover_storage::{File, read_exact_at};
 
 /// Bytes kept in memory.
 const IN_MEMORY: u64 = 32 << 20;

@@ -9,7 +9,7 @@ use drover_core::{BlockDevice, Capabilities, Cost, Extent, Zeroes};
 use super::*;
 use crate::backend::MemoryDevice;
 use crate::remote::{Change, Committer, Epoch, LocalRemote, Staged};
-use crate::storage::{FakeDirectory, Operation};
+use drover_storage::{FakeDirectory, Operation};
 
 mod crash;
 mod former;

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::remote::{Chunks, Link, Remote, Shape};
-use drover_device::storage::HostDirectory;
 use drover_device::synced::{Order, Pushing, Sync, Synced, SyncedOptions};
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{Access, Code, MAX_SIZE, MountId, Opened, Refusal};
+use drover_storage::HostDirectory;
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use drover_device::storage::{Directory, HostDirectory};
 use drover_device::synced::Left;
+use drover_storage::{Directory, HostDirectory};
 use serde::{Deserialize, Serialize};
 
 use super::{Listen, Target};

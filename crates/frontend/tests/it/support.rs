@@ -74,7 +74,7 @@ pub fn full() -> (
     use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
     let far = std::sync::Arc::new(drover_device::backend::MemoryDevice::new(64 << 20));
     let remote = drover_device::remote::LocalRemote::new(far, CHUNK as u32, 2, None).unwrap();
-    let directory = std::sync::Arc::new(drover_device::storage::FakeDirectory::default());
+    let directory = std::sync::Arc::new(drover_storage::FakeDirectory::default());
     let device = Synced::open(SyncedOptions {
         sync: Sync::Local,
         cache_size: Some(DIRTY * CHUNK),

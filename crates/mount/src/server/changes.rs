@@ -7,8 +7,8 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use drover_core::{Digest, Extent, ImageName, ReadAt};
 use drover_device::backend::overlay;
-use drover_device::storage::{Directory, HostDirectory};
 use drover_net::PeerKey;
+use drover_storage::{Directory, HostDirectory};
 
 use super::image::{Image, refuse};
 use super::lease::{Desk, Holder, Who};

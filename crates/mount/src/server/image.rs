@@ -8,8 +8,8 @@ use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::backend::Overlay;
 use drover_device::backend::overlay::{self, OverlayError};
 use drover_device::remote::{Change, Epoch};
-use drover_device::storage::{Directory, HostDirectory};
 use drover_net::PeerKey;
+use drover_storage::{Directory, HostDirectory};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::changes;

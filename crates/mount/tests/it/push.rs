@@ -10,10 +10,10 @@ use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest};
 use drover_device::backend::overlay::{Identity, Options as OverlayOptions, Overlay, OverlayError};
 use drover_device::remote::{Change, Epoch, Link, Remote, Staged};
-use drover_device::storage::FakeDirectory;
 use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
 use drover_mount::client::{Client, Options};
 use drover_mount::protocol::{Access, MountId};
+use drover_storage::FakeDirectory;
 
 use crate::keeper::Keeper;
 use crate::util::{Near, Site, content, memory, name, runtime};
@@ -77,7 +77,7 @@ pub fn at_site(state: &Path, base: &[u8]) -> Vec<u8> {
             size: base.len() as u64,
             name: "web".into(),
         };
-        let directory = drover_device::storage::HostDirectory::open(&directory).unwrap();
+        let directory = drover_storage::HostDirectory::open(&directory).unwrap();
         let options = OverlayOptions {
             read_only: true,
             ..OverlayOptions::default()

@@ -9,11 +9,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_core::{BlockDevice, ImageName};
 use drover_device::remote::{Change, Epoch, Link, Remote};
-use drover_device::storage::{Access as FileAccess, Directory, FakeDirectory, File};
-use drover_device::storage::{HostDirectory, Lock};
 use drover_mount::client::{Client, Options};
 use drover_mount::protocol::{Access, MountId, Refusal};
 use drover_mount::server::{Base, Images};
+use drover_storage::{Access as FileAccess, Directory, FakeDirectory, File};
+use drover_storage::{HostDirectory, Lock};
 
 use crate::blocked::{Gate, Opens};
 use crate::push::{PATIENCE, at_site, managed, open, soon, wait, writer};

@@ -10,7 +10,7 @@ use roaring::RoaringBitmap;
 
 use super::header;
 use crate::remote::Shape;
-use crate::storage::{Access, Directory, File, read_exact_at};
+use drover_storage::{Access, Directory, File, read_exact_at};
 
 /// The files of a device's chunks. Who calls keeps a chunk's file from being made or removed meanwhile.
 pub(super) struct Files {

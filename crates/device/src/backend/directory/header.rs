@@ -6,7 +6,7 @@ use drover_core::DeviceError;
 
 use super::MOST_CHUNKS;
 use crate::remote::Shape;
-use crate::storage::{Access, Directory, Lock, read_exact_at};
+use drover_storage::{Access, Directory, Lock, read_exact_at};
 
 pub(super) const NAME: &str = "header";
 const NEW: &str = "header.new";

@@ -2,7 +2,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::storage::{FakeDirectory, HostDirectory, Operation};
+use drover_storage::{FakeDirectory, HostDirectory, Operation};
 
 const CHUNK: u32 = 4096;
 

@@ -10,7 +10,7 @@ use super::redo::{Redo, epoch_of};
 use super::states::State;
 use super::{DATA, Identity, LOCK, OverlayError, STATES};
 use crate::chunklog::{ChunkLog, ChunkLogError};
-use crate::storage::{Access, Directory, Lock};
+use drover_storage::{Access, Directory, Lock};
 
 /// What is left of a log of states once its overlay is discarded, until all else is removed.
 const DISCARDED: &str = "discarded";

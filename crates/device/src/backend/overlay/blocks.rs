@@ -12,7 +12,7 @@ use parking_lot::RwLockReadGuard;
 use super::redo::Redo;
 use super::states::State;
 use super::{DATA, LONGEST, Overlay, OverlayError};
-use crate::storage::read_exact_at;
+use drover_storage::read_exact_at;
 
 /// Zeros that are written where they must take room.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];

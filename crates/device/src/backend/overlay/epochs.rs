@@ -10,7 +10,7 @@ use super::redo::{Redo, SLAB, SealError, is_whole};
 use super::states::State;
 use super::{DATA, Overlay, OverlayError, Settling, Staging};
 use crate::remote::{Change, Epoch};
-use crate::storage::read_exact_at;
+use drover_storage::read_exact_at;
 
 /// How long plain changes are refused after copying an epoch has failed, before it is tried again.
 pub(super) const RETRY: Duration = Duration::from_millis(500);

@@ -15,7 +15,7 @@ use super::{
     Saving, Settling, Staging,
 };
 use crate::chunklog::{ChunkLog, ChunkLogError, Record};
-use crate::storage::{Access, Directory, Lock};
+use drover_storage::{Access, Directory, Lock};
 
 /// Further than anybody counts, and far from where numbers wrap.
 const MAX_EPOCH: u64 = 1 << 62;

@@ -9,7 +9,7 @@ use drover_core::{BLOCK_SIZE_U64, Digest};
 use super::OverlayError;
 use super::states::{State, States};
 use crate::remote::{Change, Epoch};
-use crate::storage::{Access, Directory, File, read_exact_at};
+use drover_storage::{Access, Directory, File, read_exact_at};
 
 const MAGIC: [u8; 8] = *b"DRVRREDO";
 const VERSION: u32 = 2;

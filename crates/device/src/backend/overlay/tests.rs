@@ -14,7 +14,7 @@ use fastrand::Rng;
 use super::*;
 use crate::backend::MemoryDevice;
 use crate::remote::Change;
-use crate::storage::{FakeDirectory, HostDirectory};
+use drover_storage::{FakeDirectory, HostDirectory};
 
 const BLOCK: u64 = BLOCK_SIZE_U64;
 

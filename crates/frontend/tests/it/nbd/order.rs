@@ -14,9 +14,9 @@ use drover_core::{BlockDevice, Cost};
 use drover_device::backend::MemoryDevice;
 use drover_device::remote::LocalRemote;
 use drover_device::stage::Delay;
-use drover_device::storage::HostDirectory;
 use drover_device::synced::{Sync, Synced, SyncedOptions};
 use drover_frontend::nbd::wire::{Request, command as c, flag};
+use drover_storage::HostDirectory;
 
 use super::Served;
 use super::raw::{Odd, Raw};

@@ -2,7 +2,7 @@ use bytes::Bytes;
 use fastrand::Rng;
 
 use super::*;
-use crate::storage::FakeDirectory;
+use drover_storage::FakeDirectory;
 
 fn of(base: &Digest, size: u64) -> Of<'_> {
     Of {

@@ -230,7 +230,7 @@ fn errors_lose_nothing_that_was_flushed() {
         drop(open_fake(&fake, &base).unwrap());
         let mut chance = Rng::with_seed(seed);
         fake.set_faults(move |operation, _| {
-            let fails = operation != crate::storage::Operation::Read && chance.u8(0..40) == 0;
+            let fails = operation != drover_storage::Operation::Read && chance.u8(0..40) == 0;
             fails.then_some(std::io::ErrorKind::StorageFull)
         });
         let (possible, committing) = run(&fake, &base, &mut rng, 40);

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::atomic::AtomicBool;
 
 use super::*;
-use crate::storage::Operation;
+use drover_storage::Operation;
 
 /// Whole blocks of a device.
 fn any_blocks(rng: &mut Rng, size: u64) -> (u64, u64) {

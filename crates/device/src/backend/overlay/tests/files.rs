@@ -4,7 +4,7 @@ use std::io;
 
 use super::*;
 use crate::chunklog::ChunkLogError;
-use crate::storage::Operation;
+use drover_storage::Operation;
 
 fn with(identity: Identity, fake: &FakeDirectory) -> Result<Overlay, OverlayError> {
     let base = Arc::new(MemoryDevice::new(identity.size));

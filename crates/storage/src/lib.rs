@@ -1,4 +1,6 @@
-//! Files in one directory, as everything durable in this crate sees them.
+//! Files of drover's own: one trait for a flat directory of them, its host, and a fake that loses power.
+//!
+//! What a format means belongs to the crate that owns it; images that users bring are not read through this.
 //!
 //! The traits are small so that a fake can stand in that forgets what was not synced: what is written is durable only
 //! after [`File::sync`] (bytes and length) and [`Directory::sync`] (names that were made, renamed or removed).
