@@ -14,6 +14,8 @@ zeros() { printf '\\0%.0s' $(seq "$1"); }
 # Three data blocks of batch 0, a strong and a weak head; with its digests and proof, and to be
 # given some.
 front='\0\3\1\3\1\0\1\1'
+seed calls call '\12test.count\254\2'
+seed calls refusal '\3\2no\0'
 seed batch_decode whole "\\0$front$(zeros 68)"
 seed batch_decode front "\\3$front"
 seed batch_decode mixed '\50\1\144\3\12\62\50\0\2\1\3'

@@ -168,6 +168,9 @@ pub enum NetError {
         /// What the decoder said.
         reason: String,
     },
+    /// The other end says no.
+    #[error(transparent)]
+    Refused(crate::Refusal),
 }
 
 impl NetError {
@@ -176,7 +179,8 @@ impl NetError {
     pub fn retryable(&self) -> bool {
         matches!(
             self,
-            NetError::Resolve { .. }
+            NetError::Refused(crate::Refusal { retry: true, .. })
+                | NetError::Resolve { .. }
                 | NetError::Unreachable { .. }
                 | NetError::TimedOut { .. }
                 | NetError::Io { .. }

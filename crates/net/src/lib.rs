@@ -1,7 +1,7 @@
 //! How sites talk: identity, pairing tickets, TLS 1.3 connections between pinned keys, Unix
-//! sockets, length-limited frames, the hello, rate limits and reconnecting.
+//! sockets, length-limited frames, the hello, services and calls, rate limits and reconnecting.
 //!
-//! What the frames mean lives in the crates above; nothing here knows about images or devices.
+//! Which services there are lives in the crates above; nothing here knows about images or devices.
 //! Nothing here waits a round trip per frame, and no background task is started: who owns a
 //! [`FrameReader`] or [`FrameWriter`] drives it. The bytes are described in
 //! `docs/format/wire.md`.
@@ -25,6 +25,9 @@ mod listen;
 mod local;
 mod messages;
 mod rate;
+mod refusal;
+mod rights;
+pub mod service;
 mod ticket;
 mod tls;
 
@@ -46,6 +49,9 @@ pub use listen::{HANDSHAKE_TIMEOUT, Listener, MAX_PENDING, Pending};
 pub use local::{LocalListener, connect_unix};
 pub use messages::{decode, encode};
 pub use rate::RateLimit;
+pub use refusal::{Code, Refusal};
+pub use rights::{Right, Rights};
+pub use service::Peer;
 pub use ticket::{Ticket, TicketError, random_id, same_secret, warm_up};
 
 /// What this crate's fallible functions return.

@@ -5,6 +5,7 @@ mod frames;
 mod hello;
 mod local;
 mod reach;
+mod services;
 mod time;
 mod trust;
 mod util;

@@ -1,0 +1,120 @@
+//! A no: of what kind, why, and whether asking again can help.
+
+use serde::{Deserialize, Serialize};
+
+use crate::NetError;
+
+/// Of what kind a refusal is. The order is that of the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Code {
+    /// The other end broke the protocol.
+    Protocol,
+    /// It speaks another version.
+    Version,
+    /// Its key is not trusted, or its ticket is no good.
+    Untrusted,
+    /// It may not do that, or what it asks for is not acceptable.
+    Denied,
+    /// There is nothing of that name.
+    NotFound,
+    /// Somebody else has it.
+    Held,
+    /// What the other end held is not its any more.
+    Lost,
+    /// Outside of what there is.
+    OutOfRange,
+    /// It takes no changes.
+    ReadOnly,
+    /// It cannot be done here.
+    Unsupported,
+    /// A disk or a quota is full.
+    NoSpace,
+    /// Not now.
+    Unavailable,
+    /// What is stored is damaged.
+    Corrupt,
+    /// A disk reports an error.
+    Io,
+    /// Something has to happen first.
+    OutOfOrder,
+    /// Too many at once.
+    Busy,
+    /// It was tried and did not work.
+    Failed,
+}
+
+impl Code {
+    /// Whether asking again later can help, as far as the kind tells.
+    fn may_pass(self) -> bool {
+        matches!(
+            self,
+            Code::Unavailable | Code::Io | Code::Busy | Code::Failed
+        )
+    }
+}
+
+/// Why not, as one site tells another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct Refusal {
+    /// Of what kind.
+    pub code: Code,
+    /// One line for a person, at most [`Refusal::MAX_BYTES`].
+    pub message: String,
+    /// Whether asking again later can help.
+    pub retry: bool,
+}
+
+impl Refusal {
+    /// The longest message, in bytes.
+    pub const MAX_BYTES: usize = 2000;
+
+    /// A refusal. Its message is made one line and cut to [`Refusal::MAX_BYTES`]; the code says whether asking again can help.
+    #[must_use]
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        let retry = code.may_pass();
+        Self {
+            code,
+            message: message.into(),
+            retry,
+        }
+        .tidy()
+    }
+
+    /// The same for one that came from elsewhere: its message may hold anything.
+    #[must_use]
+    pub fn tidy(mut self) -> Self {
+        self.message = self.message.replace(char::is_control, " ");
+        let end = self.message.floor_char_boundary(Self::MAX_BYTES);
+        self.message.truncate(end);
+        self
+    }
+}
+
+impl From<NetError> for Refusal {
+    fn from(error: NetError) -> Self {
+        match error {
+            NetError::Refused(refusal) => refusal,
+            error => Refusal::new(Code::Protocol, error.to_string()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_are_one_line_and_are_cut_at_a_character() {
+        let long = Refusal::new(Code::Failed, "é".repeat(5000));
+        assert!(long.message.len() <= Refusal::MAX_BYTES);
+        assert!(long.message.chars().all(|c| c == 'é'));
+        assert!(long.retry);
+        let odd = Refusal {
+            code: Code::Denied,
+            message: "a\nb\x1b[31m".into(),
+            retry: false,
+        };
+        assert_eq!(odd.tidy(), Refusal::new(Code::Denied, "a b [31m"));
+    }
+}

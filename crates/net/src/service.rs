@@ -1,0 +1,130 @@
+//! Services: what a process does for whoever connects to it.
+//!
+//! A connection is for one call. Its first frame after the hello names a service and carries the request. The service
+//! answers with one reply or one [`Refusal`]; before that either end may say how far it is. A request may also open a
+//! longer conversation: what follows its reply is the service's own affair.
+//!
+//! A [`Request`] is a type that names its service, the right it needs, and what may come back. [`call()`] makes a call and
+//! waits; [`open`] sends it with whatever else shall go in the same flight. On the other side whoever offers something
+//! implements [`Answer`] for the request, or [`Service`] for what goes on after the reply, and [`Services`] dispatches.
+//! The bytes are in `docs/format/services.md`.
+
+mod call;
+mod dispatch;
+
+use std::future::Future;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::{NetError, Refusal, Right, Rights, decode, encode};
+
+pub use call::{Calling, Said, call, open, reply_in};
+pub use dispatch::{BoxError, Call, Exchange, Service, ServiceFuture, Services};
+
+/// Kinds of the frames of a call; services have those from 0x10 on.
+pub mod kind {
+    /// A service's id and the request.
+    pub const CALL: u8 = 0x01;
+    /// The answer.
+    pub const REPLY: u8 = 0x02;
+    /// How far either end is.
+    pub const PROGRESS: u8 = 0x03;
+    /// A [`Refusal`](crate::Refusal) instead of an answer.
+    pub const REFUSED: u8 = 0x04;
+}
+
+/// The longest id of a service, in bytes.
+pub const MAX_ID: usize = 32;
+
+/// What may be in a message of a call.
+pub trait Message: Serialize + DeserializeOwned + Send + 'static {}
+
+impl<T: Serialize + DeserializeOwned + Send + 'static> Message for T {}
+
+/// A request to a service.
+pub trait Request: Message + Sync {
+    /// The id of the service that takes it: lower-case words joined by dots, at most [`MAX_ID`] bytes.
+    const SERVICE: &'static str;
+    /// What whoever asks must be allowed to do.
+    const RIGHT: Right;
+    /// What either end may say before the reply; `()` for nothing.
+    type Progress: Message + Sync;
+    /// What it is answered with.
+    type Reply: Message + Sync;
+}
+
+/// Whoever calls.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// The key that it proved to have; on a Unix socket the site's own.
+    pub key: crate::PeerKey,
+    /// What people call it.
+    pub name: String,
+    /// What it may do.
+    pub rights: Rights,
+}
+
+/// What answers a request.
+pub trait Answer<R: Request>: Send + Sync + 'static {
+    /// Answers it.
+    ///
+    /// # Errors
+    /// A refusal, which the caller gets.
+    fn answer(
+        &self,
+        peer: &Peer,
+        request: R,
+        exchange: &mut Exchange<'_, R>,
+    ) -> impl Future<Output = Result<R::Reply, Refusal>> + Send;
+}
+
+/// The same no to everybody.
+impl<R: Request> Answer<R> for Refusal {
+    async fn answer(&self, _: &Peer, _: R, _: &mut Exchange<'_, R>) -> Result<R::Reply, Refusal> {
+        Err(self.clone())
+    }
+}
+
+/// The payload of a [`kind::CALL`].
+#[must_use]
+pub fn encode_call<R: Request>(request: &R) -> Vec<u8> {
+    let id = R::SERVICE.as_bytes();
+    debug_assert!(id.len() <= MAX_ID && id.iter().all(|&b| is_of_id(b)));
+    let mut out = vec![id.len() as u8];
+    out.extend_from_slice(id);
+    out.extend(encode(request));
+    out
+}
+
+/// The service that a [`kind::CALL`] names, and the request's bytes.
+///
+/// # Errors
+/// [`NetError::Message`] for an id that cannot be one.
+pub fn decode_call(payload: &[u8]) -> Result<(&str, &[u8]), NetError> {
+    let id = payload.split_first().and_then(|(&length, rest)| {
+        let (id, request) = rest.split_at_checked(usize::from(length))?;
+        let good = (1..=MAX_ID).contains(&id.len()) && id.iter().all(|&b| is_of_id(b));
+        Some((std::str::from_utf8(id).ok().filter(|_| good)?, request))
+    });
+    id.ok_or_else(|| NetError::Message {
+        what: "call",
+        reason: "it names no service".into(),
+    })
+}
+
+fn is_of_id(byte: u8) -> bool {
+    matches!(byte, b'a'..=b'z' | b'.' | b'-')
+}
+
+/// The reply or refusal in a frame that ends a call; none when it is of another kind.
+fn last_word<R: Request>(frame: &crate::Frame) -> Option<Result<R::Reply, NetError>> {
+    match frame.kind {
+        kind::REPLY => Some(decode(&frame.payload)),
+        kind::REFUSED => Some(Err(match decode::<Refusal>(&frame.payload) {
+            Ok(refusal) => NetError::Refused(refusal.tidy()),
+            Err(e) => e,
+        })),
+        _ => None,
+    }
+}

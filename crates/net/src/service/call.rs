@@ -1,0 +1,125 @@
+//! The side that asks.
+
+use std::marker::PhantomData;
+use std::time::Duration;
+
+use super::{Request, encode_call, kind, last_word};
+use crate::frame::corrupt;
+use crate::{
+    Connection, Frame, FrameReader, FrameWriter, NetError, Role, decode, encode, greet, say_hello,
+};
+
+/// How long the other end may be silent in the middle of answering.
+const SILENCE: Duration = Duration::from_secs(120);
+
+/// How long hanging up may take.
+const CLOSE_LIMIT: Duration = Duration::from_secs(2);
+
+/// Says hello and calls, without waiting for anything: what follows may go in the same flight. Not flushed;
+/// [`hear_hello`](crate::hear_hello) and [`reply_in`] must follow.
+///
+/// # Errors
+/// That the connection broke.
+pub async fn open<R: Request>(writer: &mut FrameWriter, request: &R) -> Result<(), NetError> {
+    say_hello(writer, Role::Client).await?;
+    writer.send(kind::CALL, &encode_call(request)).await
+}
+
+/// The reply to a call of which nothing else was heard yet.
+///
+/// # Errors
+/// [`NetError::Refused`], or what is wrong with it; `peer` names the other end.
+pub fn reply_in<R: Request>(frame: &Frame, peer: &str) -> Result<R::Reply, NetError> {
+    last_word::<R>(frame).unwrap_or_else(|| Err(corrupt(peer, "a kind that is no reply")))
+}
+
+/// What the other end says.
+#[derive(Debug)]
+pub enum Said<R: Request> {
+    /// How far it is.
+    Progress(R::Progress),
+    /// The answer; nothing follows.
+    Reply(R::Reply),
+}
+
+/// A call that was made.
+#[derive(Debug)]
+pub struct Calling<R> {
+    reader: FrameReader,
+    writer: FrameWriter,
+    request: PhantomData<fn(R)>,
+}
+
+impl<R: Request> Calling<R> {
+    /// Greets and calls.
+    ///
+    /// # Errors
+    /// As [`greet`], or that the connection broke.
+    pub async fn begin(connection: Connection, request: &R) -> Result<Self, NetError> {
+        let (mut reader, mut writer) = connection.split();
+        greet(&mut reader, &mut writer, Role::Client).await?;
+        reader.set_idle_timeout(Some(SILENCE));
+        writer.send(kind::CALL, &encode_call(request)).await?;
+        writer.flush().await?;
+        Ok(Calling {
+            reader,
+            writer,
+            request: PhantomData,
+        })
+    }
+
+    /// Says how far this end is.
+    ///
+    /// # Errors
+    /// That the connection broke.
+    pub async fn tell(&mut self, progress: &R::Progress) -> Result<(), NetError> {
+        self.writer.send(kind::PROGRESS, &encode(progress)).await?;
+        self.writer.flush().await
+    }
+
+    /// What comes next. Cancel safe.
+    ///
+    /// # Errors
+    /// [`NetError::Refused`], or that the other end broke off or the protocol.
+    pub async fn next(&mut self) -> Result<Said<R>, NetError> {
+        let frame = next(&mut self.reader).await?;
+        if frame.kind == kind::PROGRESS {
+            return Ok(Said::Progress(decode(&frame.payload)?));
+        }
+        Ok(Said::Reply(reply_in::<R>(&frame, self.reader.peer_text())?))
+    }
+
+    /// Hangs up.
+    pub async fn close(self) {
+        // Whatever was to be heard was heard.
+        let _ = crate::close(self.reader, self.writer, CLOSE_LIMIT).await;
+    }
+}
+
+/// The next frame of a conversation that is not over.
+pub(super) async fn next(reader: &mut FrameReader) -> Result<Frame, NetError> {
+    reader.next().await?.ok_or_else(|| NetError::Truncated {
+        peer: reader.peer_text().to_owned(),
+    })
+}
+
+/// Calls and waits for the reply; `progress` hears what is said before.
+///
+/// # Errors
+/// [`NetError::Refused`], as [`greet`], or that the connection broke.
+pub async fn call<R: Request>(
+    connection: Connection,
+    request: &R,
+    mut progress: impl FnMut(R::Progress),
+) -> Result<R::Reply, NetError> {
+    let mut calling = Calling::begin(connection, request).await?;
+    loop {
+        match calling.next().await? {
+            Said::Progress(said) => progress(said),
+            Said::Reply(reply) => {
+                calling.close().await;
+                return Ok(reply);
+            }
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! The side that is asked.
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::marker::PhantomData;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use super::call::next;
+use super::{Answer, Peer, Request, decode_call, kind};
+use crate::frame::corrupt;
+use crate::{Code, FrameReader, FrameWriter, NetError, Refusal, Right, Rights, decode, encode};
+
+/// How long a caller may take to say what it wants.
+const CALL_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long a caller may take to hang up after its answer.
+const CLOSE_LIMIT: Duration = Duration::from_secs(5);
+
+/// Whatever ended a conversation, for the log.
+pub type BoxError = Box<dyn Error + Send + Sync>;
+
+/// What [`Service::serve`] returns.
+pub type ServiceFuture<'a> = Pin<Box<dyn Future<Output = Result<(), BoxError>> + Send + 'a>>;
+
+/// Something that a process does for whoever calls.
+pub trait Service: Send + Sync + 'static {
+    /// Its id; see [`Request::SERVICE`].
+    fn id(&self) -> &'static str;
+
+    /// What whoever calls must be allowed to do.
+    fn right(&self) -> Right;
+
+    /// Serves one caller, to the end of the connection.
+    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_>;
+}
+
+/// A call that came in: a connection, and what it is for.
+#[derive(Debug)]
+pub struct Call {
+    /// The service's id; there need not be one of that id.
+    pub service: String,
+    /// The request's bytes.
+    pub request: Bytes,
+    /// From the caller.
+    pub reader: FrameReader,
+    /// To the caller.
+    pub writer: FrameWriter,
+    /// Set when the site is to stop.
+    pub stop: watch::Receiver<bool>,
+}
+
+impl Call {
+    /// Hears what a caller wants who was greeted.
+    ///
+    /// # Errors
+    /// When it takes longer than ten seconds, says something else, or hangs up.
+    pub async fn hear(
+        mut reader: FrameReader,
+        writer: FrameWriter,
+        stop: watch::Receiver<bool>,
+    ) -> Result<Call, NetError> {
+        let frame = match timeout(CALL_LIMIT, next(&mut reader)).await {
+            Ok(frame) => frame?,
+            Err(_) => {
+                return Err(NetError::TimedOut {
+                    peer: reader.peer_text().to_owned(),
+                    what: "its request",
+                    after: CALL_LIMIT,
+                });
+            }
+        };
+        if frame.kind != kind::CALL {
+            return Err(corrupt(reader.peer_text(), "a kind that is no request"));
+        }
+        let (service, request) = decode_call(&frame.payload)?;
+        Ok(Call {
+            service: service.to_owned(),
+            request: frame.payload.slice_ref(request),
+            reader,
+            writer,
+            stop,
+        })
+    }
+
+    /// The request.
+    ///
+    /// # Errors
+    /// [`NetError::Message`] when it is not one.
+    pub fn request<R: DeserializeOwned>(&self) -> Result<R, NetError> {
+        decode(&self.request)
+    }
+
+    /// Answers the request, so that what it opens can go on. Not flushed.
+    ///
+    /// # Errors
+    /// That the connection broke.
+    pub async fn accept<R: Request>(&mut self, reply: &R::Reply) -> Result<(), NetError> {
+        self.writer.send(kind::REPLY, &encode(reply)).await
+    }
+
+    /// Says no and hangs up.
+    ///
+    /// # Errors
+    /// That the connection broke.
+    pub async fn refuse(self, refusal: &Refusal) -> Result<(), NetError> {
+        self.end(kind::REFUSED, refusal).await
+    }
+
+    /// Says the last word and hangs up.
+    async fn end(mut self, kind: u8, message: &impl Serialize) -> Result<(), NetError> {
+        self.writer.send(kind, &encode(message)).await?;
+        self.writer.flush().await?;
+        // The caller has its answer; how it hangs up is its own affair.
+        let _ = crate::close(self.reader, self.writer, CLOSE_LIMIT).await;
+        Ok(())
+    }
+}
+
+/// What may be said between a request and its reply.
+#[derive(Debug)]
+pub struct Exchange<'a, R> {
+    call: &'a mut Call,
+    request: PhantomData<fn(R)>,
+}
+
+impl<R: Request> Exchange<'_, R> {
+    /// Set when the site is to stop, which waits for an answer that takes its time for some seconds only.
+    #[must_use]
+    pub fn stop(&self) -> watch::Receiver<bool> {
+        self.call.stop.clone()
+    }
+
+    /// Says how far this end is.
+    ///
+    /// # Errors
+    /// That the connection broke.
+    pub async fn tell(&mut self, progress: &R::Progress) -> Result<(), NetError> {
+        let writer = &mut self.call.writer;
+        writer.send(kind::PROGRESS, &encode(progress)).await?;
+        writer.flush().await
+    }
+
+    /// What the caller says next. Cancel safe.
+    ///
+    /// # Errors
+    /// That the caller has gone, or broke the protocol.
+    pub async fn hear(&mut self) -> Result<R::Progress, NetError> {
+        let frame = next(&mut self.call.reader).await?;
+        if frame.kind != kind::PROGRESS {
+            let peer = self.call.reader.peer_text();
+            return Err(corrupt(peer, "a kind that has no place in a call"));
+        }
+        decode(&frame.payload)
+    }
+}
+
+/// A service that gives one answer to a request.
+struct Answering<R, H>(H, PhantomData<fn(R)>);
+
+impl<R: Request, H: Answer<R>> Service for Answering<R, H> {
+    fn id(&self) -> &'static str {
+        R::SERVICE
+    }
+
+    fn right(&self) -> Right {
+        R::RIGHT
+    }
+
+    fn serve(&self, peer: Peer, mut call: Call) -> ServiceFuture<'_> {
+        Box::pin(async move {
+            let request = call.request()?;
+            let mut exchange = Exchange {
+                call: &mut call,
+                request: PhantomData,
+            };
+            match self.0.answer(&peer, request, &mut exchange).await {
+                Ok(reply) => call.end(kind::REPLY, &reply).await?,
+                Err(refusal) => call.refuse(&refusal).await?,
+            }
+            Ok(())
+        })
+    }
+}
+
+/// The services of a process, by their ids.
+pub struct Services {
+    by_id: BTreeMap<&'static str, Arc<dyn Service>>,
+    unknown: Refusal,
+}
+
+impl Services {
+    /// None yet. `unknown` is what is said to whoever asks for another than there is.
+    #[must_use]
+    pub fn new(unknown: Refusal) -> Self {
+        Services {
+            by_id: BTreeMap::new(),
+            unknown,
+        }
+    }
+
+    /// Offers a service, in the place of one of that id that there is.
+    pub fn add(&mut self, service: impl Service) {
+        self.by_id.insert(service.id(), Arc::new(service));
+    }
+
+    /// Offers to answer a request.
+    pub fn answer<R: Request>(&mut self, answer: impl Answer<R>) {
+        self.add(Answering(answer, PhantomData));
+    }
+
+    /// Whether somebody with these rights may use the service of that id.
+    #[must_use]
+    pub fn allow(&self, rights: Rights, id: &str) -> bool {
+        let service = self.by_id.get(id);
+        service.is_some_and(|service| rights.has(service.right()))
+    }
+
+    /// Serves one call to its end. Whoever asks for what there is not, or what they may not, is refused.
+    ///
+    /// # Errors
+    /// What ended the conversation before its time.
+    pub async fn serve(&self, peer: Peer, call: Call) -> Result<(), BoxError> {
+        let Some(service) = self.by_id.get(call.service.as_str()) else {
+            return Ok(call.refuse(&self.unknown).await?);
+        };
+        let right = service.right();
+        if !peer.rights.has(right) {
+            let text = match right {
+                Right::Manage => "that can only be asked for on the site's own machine",
+                _ => "that is for peers, over the network",
+            };
+            return Ok(call.refuse(&Refusal::new(Code::Denied, text)).await?);
+        }
+        service.serve(peer, call).await
+    }
+}
+
+impl std::fmt::Debug for Services {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_set().entries(self.by_id.keys()).finish()
+    }
+}
