@@ -3,8 +3,8 @@
 use std::net::{IpAddr, SocketAddr};
 
 use drover_net::Ticket;
+use drover_store::SiteCatalog;
 
-use crate::catalog::SiteCatalog;
 use crate::home::Home;
 
 /// The setting that holds the addresses of the last `serve`, one a line.
@@ -96,10 +96,7 @@ fn with_port(text: &str, port: u16) -> Result<String, String> {
 }
 
 /// Remembers where the site listens, for `drover ticket`.
-pub fn save(
-    catalog: &SiteCatalog,
-    addresses: &[String],
-) -> Result<(), crate::catalog::CatalogError> {
+pub fn save(catalog: &SiteCatalog, addresses: &[String]) -> Result<(), drover_store::CatalogError> {
     let text = addresses.join("\n");
     if catalog.setting(SETTING)?.as_deref() == Some(&text) {
         return Ok(());
@@ -108,7 +105,7 @@ pub fn save(
 }
 
 /// Where the site of this home listened last; none when it never did.
-pub fn saved(catalog: &SiteCatalog) -> Result<Vec<String>, crate::catalog::CatalogError> {
+pub fn saved(catalog: &SiteCatalog) -> Result<Vec<String>, drover_store::CatalogError> {
     Ok(catalog
         .setting(SETTING)?
         .unwrap_or_default()

@@ -14,13 +14,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Result;
 use drover_core::{Digest, ImageName};
 use drover_mount::server::{Changes, Holder, Server, changes_of, changes_on_disk};
-use drover_teleport::catalog::Catalog;
+use drover_store::{Catalog, SiteCatalog};
 use drover_teleport::protocol::{Reply, Request};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::bar::Bar;
-use crate::catalog::SiteCatalog;
 use crate::cli::{ChangesAction, ChangesArgs, DropArgs, MergeArgs, Target};
 use crate::failure::{no_image, usage};
 use crate::home::{CleanUp, Home};

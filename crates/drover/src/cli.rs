@@ -7,8 +7,9 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use clap_complete::Shell;
 use drover_core::ImageName;
+use drover_store::peer_name;
 
-use crate::{peer_name, text};
+use crate::text;
 
 mod changes;
 mod mounts;

@@ -154,7 +154,7 @@ impl Home {
                 .to_string_lossy()
                 .into_owned()
         });
-        crate::peer_name::from_untrusted(&name)
+        drover_store::peer_name::from_untrusted(&name)
     }
 
     /// Takes the home for this process.

@@ -5,13 +5,12 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use drover_core::{Digest, ImageName};
-use drover_teleport::catalog::{Catalog, ImageRecord};
+use drover_store::{Catalog, ImageRecord, SiteCatalog};
 use drover_teleport::protocol::{ImageInfo, Reply, Request};
 use drover_teleport::walk::digest_file;
 use serde_json::json;
 
 use crate::bar::Bar;
-use crate::catalog::SiteCatalog;
 use crate::changes;
 use crate::cli::{DigestArgs, ImagesArgs, IndexArgs, RmArgs, VerifyArgs};
 use crate::failure::{no_image, usage};

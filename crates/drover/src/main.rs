@@ -6,7 +6,6 @@
 
 mod addresses;
 mod bar;
-mod catalog;
 mod changes;
 mod cli;
 mod failure;
@@ -17,7 +16,6 @@ mod metrics;
 mod mounts;
 mod out;
 mod own;
-mod peer_name;
 mod prompt;
 mod remote;
 mod send;

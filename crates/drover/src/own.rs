@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use anyhow::Result;
+use drover_store::SiteCatalog;
 use drover_teleport::{Site, TeleportError};
 
-use crate::catalog::SiteCatalog;
 use crate::home::{Home, HomeLock};
 use crate::site;
 

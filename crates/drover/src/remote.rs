@@ -10,9 +10,9 @@ use drover_net::{
     ConnectOptions, Connection, FrameReader, FrameWriter, Identity, Role, connect_any,
     connect_unix, decode, encode, greet,
 };
+use drover_store::{Peer, SiteCatalog};
 use drover_teleport::protocol::{Reply, Request, kind};
 
-use crate::catalog::{Peer, SiteCatalog};
 use crate::failure::refused_by_peer;
 use crate::home::Home;
 

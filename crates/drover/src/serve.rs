@@ -21,14 +21,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use drover_net::{Identity, Listener, LocalListener, Ticket};
+use drover_store::{Catalog, SiteCatalog, TICKET_LIFETIME};
 use drover_teleport::Site;
-use drover_teleport::catalog::Catalog;
 use sd_notify::NotifyState;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 
 use crate::addresses;
-use crate::catalog::{SiteCatalog, TICKET_LIFETIME};
 use crate::cli::ListenArgs;
 use crate::home::{CleanUp, Home, HomeLock, LOOK_EVERY};
 use crate::metrics::{Metrics, Snapshot};

@@ -4,17 +4,17 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use drover_net::{ConnectOptions, Ticket, connect_any};
+use drover_store::{Peer, peer_name};
 use drover_teleport::protocol::{Reply, Request};
 use serde_json::json;
 
 use crate::addresses;
-use crate::catalog::Peer;
 use crate::cli::{InitArgs, PairArgs, PeersAction, PeersArgs, TicketArgs};
 use crate::failure::usage;
 use crate::home::{CleanUp, Config, Home, write_atomically};
 use crate::remote::{Call, find_peer};
 use crate::text::{clean, moment, now_unix};
-use crate::{out, peer_name, prompt, site};
+use crate::{out, prompt, site};
 
 /// Makes a home.
 ///

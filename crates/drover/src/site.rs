@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use drover_net::Identity;
-use drover_teleport::catalog::Catalog;
+use drover_store::{Catalog, SiteCatalog};
 use drover_teleport::{Holder, RemoteTeleporter, SEQUENCE_DATA_BYTES, Site, SiteConfig};
 
-use crate::catalog::SiteCatalog;
 use crate::home::Home;
 use crate::remote::find_peer;
 use crate::text::clean;

@@ -7,8 +7,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use drover_store::Catalog;
 use drover_teleport::SEQUENCE_DATA_BYTES;
-use drover_teleport::catalog::Catalog;
 use serde::Serialize;
 
 use crate::cli::SpaceArgs;

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use drover_net::PeerKey;
+use drover_store::SiteCatalog;
 use drover_teleport::protocol::{Reply, Request};
 use drover_teleport::transfers::{TransferState, Unfinished, unfinished};
 use serde_json::{Value, json};
 
-use crate::catalog::SiteCatalog;
 use crate::cli::{TransfersAction, TransfersArgs, TransfersRmArgs};
 use crate::failure::{Exit, failure, usage};
 use crate::home::{CleanUp, Home};

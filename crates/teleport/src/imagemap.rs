@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::TeleportError;
 use crate::blockmap::{BlockMap, DataBits};
-use crate::catalog::ImageRecord;
 use crate::codec::{Reader, put_varint};
 use crate::protocol::{BATCH_BLOCKS, MAX_IMAGE_BYTES, MAX_LAYOUT_BYTES};
+use drover_store::ImageRecord;
 
 const MAGIC: &[u8; 8] = b"DRVRMAP\0";
 const VERSION: u32 = 1;

@@ -11,8 +11,8 @@ use drover_index::ImageId;
 use parking_lot::{Mutex, RwLock};
 
 use crate::TeleportError;
-use crate::catalog::{Catalog, ImageRecord};
 use crate::imagemap::ImageMap;
+use drover_store::{Catalog, ImageRecord};
 
 /// Memory for the maps of images that are being read from.
 const MAP_BUDGET_BYTES: usize = 48 << 20;

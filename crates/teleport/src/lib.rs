@@ -11,7 +11,6 @@
 //! matcher's data structures (`index`), and anything about a command line.
 
 pub mod blockmap;
-pub mod catalog;
 pub mod codec;
 pub mod compress;
 pub mod destination;

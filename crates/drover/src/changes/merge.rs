@@ -23,7 +23,7 @@ use drover_image::{Format, VirtualDisk};
 use drover_mount::protocol::MountId;
 use drover_mount::server::{Claim, MERGE_NOTE, Server, changes_of};
 use drover_net::PeerKey;
-use drover_teleport::catalog::ImageRecord;
+use drover_store::ImageRecord;
 use drover_teleport::{Site, TeleportError};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};

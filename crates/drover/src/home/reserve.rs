@@ -24,13 +24,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Error, Result};
+use drover_store::CatalogError;
 use drover_teleport::{RefuseReason, TeleportError};
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock, statvfs};
 use rustix::io::Errno;
 use rustix::rand::GetRandomFlags;
 
 use super::Home;
-use crate::catalog::CatalogError;
 
 /// The file's size: room for the catalog's log and its spare copy, and for what else is written beside them.
 pub const BYTES: u64 = 8 << 20;

@@ -8,9 +8,9 @@ use drover_net::{
     ConnectOptions, Connection, Identity, NetError, Role, connect_any, decode, encode, hear_hello,
     say_hello,
 };
+use drover_store::Peer;
 use drover_teleport::protocol::{Reply, Request, kind};
 
-use crate::catalog::Peer;
 use crate::text::clean;
 
 /// Makes a mount's connections to a peer.

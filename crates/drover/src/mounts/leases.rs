@@ -7,8 +7,8 @@ use anyhow::Result;
 use drover_core::ImageName;
 use drover_mount::MountError;
 use drover_mount::server::{Leased, MERGE_NOTE, Server, lease_on_disk};
+use drover_store::Catalog;
 use drover_teleport::Site;
-use drover_teleport::catalog::Catalog;
 use drover_teleport::protocol::{Reply, Request};
 use serde::{Deserialize, Serialize};
 

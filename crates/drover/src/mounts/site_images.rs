@@ -13,11 +13,10 @@ use drover_mount::client::{ConnectError, Connected, Connector};
 use drover_mount::protocol::{Code, Refusal};
 use drover_mount::server::{Base, Config, Images, Peer, Server};
 use drover_net::{Connection, NetError, PeerKey, connect_unix};
-use drover_teleport::catalog::{Catalog, ImageRecord};
+use drover_store::{Catalog, ImageRecord, SiteCatalog};
 use tokio::sync::watch;
 
 use super::connector::{begin, refusal};
-use crate::catalog::SiteCatalog;
 use crate::home::Home;
 use crate::remote::{Call, SocketPath};
 use crate::site;

@@ -24,7 +24,7 @@ impl FromStr for Target {
     fn from_str(text: &str) -> Result<Self, String> {
         let (peer, image) = match text.split_once(':') {
             Some((peer, image)) => {
-                crate::peer_name::check(peer)?;
+                drover_store::peer_name::check(peer)?;
                 (Some(peer.to_owned()), image)
             }
             None => (None, text),

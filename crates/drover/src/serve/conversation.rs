@@ -10,7 +10,7 @@ use drover_core::ImageName;
 use drover_net::{
     FrameReader, FrameWriter, NetError, PeerKey, Pending, Role, Ticket, decode, encode, greet,
 };
-use drover_teleport::catalog::Catalog;
+use drover_store::{Catalog, PairOutcome, Peer};
 use drover_teleport::protocol::{ImageInfo, MAX_SESSION_FRAME, Refusal, Reply, Request, kind};
 use drover_teleport::session::{SessionRequest, serve_teleporter};
 use drover_teleport::{RefuseReason, Site};
@@ -19,7 +19,6 @@ use tracing::Instrument;
 use super::admission::{Place, StrangerPlace};
 use super::matchers::Matchers;
 use super::{Duty, Server, jobs, quoted};
-use crate::catalog::{PairOutcome, Peer};
 use crate::failure::one_line;
 use crate::signals::told;
 use crate::text::now_unix;

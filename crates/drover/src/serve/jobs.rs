@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use drover_core::ImageName;
 use drover_net::{FrameWriter, PeerKey};
-use drover_teleport::catalog::{Catalog, ImageRecord};
+use drover_store::{Catalog, ImageRecord};
 use drover_teleport::protocol::Reply;
 use drover_teleport::{RefuseReason, Site, TeleportError};
 

@@ -11,11 +11,11 @@ use drover_index::ImageId;
 use super::naming::Named;
 use super::{Site, unix_now};
 use crate::blockmap::BlockMap;
-use crate::catalog::ImageRecord;
 use crate::imagemap::{ImageMap, sync_parent};
 use crate::teleporter::{Event, ImageEvent};
 use crate::walk::Walk;
 use crate::{RefuseReason, TeleportError};
+use drover_store::ImageRecord;
 
 /// Told how far a reading is, in blocks of so many; an error ends it.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> Result<(), TeleportError> + 'a;

@@ -10,8 +10,8 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 
 use super::Site;
 use crate::TeleportError;
-use crate::catalog::ImageRecord;
 use crate::imagemap::sync_parent;
+use drover_store::ImageRecord;
 
 /// What keeps the replaced file, beside the new one.
 const REPLACED: &str = "replaced";

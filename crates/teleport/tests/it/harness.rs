@@ -9,7 +9,7 @@ use drover_core::ImageName;
 use drover_image::Conversion;
 use drover_index::ImageId;
 use drover_net::{Identity, Listener, Role, decode, greet};
-use drover_teleport::catalog::{Catalog, ImageRecord};
+use drover_store::{Catalog, ImageRecord};
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
 use drover_teleport::protocol::{Request, kind};
 use drover_teleport::session::{SendItem, SendOptions, send};

@@ -14,7 +14,6 @@ use super::prepare::taken_over;
 use super::{Frames, Session, SessionShared, stopped};
 use crate::TeleportError;
 use crate::blockmap::BlockMap;
-use crate::catalog::ImageRecord;
 use crate::codec::{Batch, Runs, proofs_of};
 use crate::destination::Event;
 use crate::files::{copy_spans, digest_in_place, spans_of};
@@ -23,6 +22,7 @@ use crate::protocol::{Accept, BATCH_BLOCKS, Delivered, End, GiveUp, Matched, Off
 use crate::site::{Site, remove_dir};
 use crate::stages::{DestinationStages, Lap};
 use crate::transfer::{Hold, Opening, Transfer, transfer_key};
+use drover_store::ImageRecord;
 
 /// What came of comparing.
 pub enum Compared {

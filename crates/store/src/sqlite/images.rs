@@ -2,11 +2,11 @@
 
 use drover_core::ImageName;
 use drover_index::ImageId;
-use drover_teleport::catalog::{Catalog, ImageRecord};
 use rusqlite::types::Value;
 
 use super::SiteCatalog;
 use super::rows::{Row, RowError, Setting};
+use crate::catalog::{Catalog, ImageRecord};
 
 /// The setting that holds the next image's number.
 pub const NEXT_ID: &str = "next image id";

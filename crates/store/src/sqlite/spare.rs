@@ -11,7 +11,6 @@ use rusqlite::backup::Backup;
 use super::check::{Found, examine};
 use super::seal::Seal;
 use super::{CatalogError, Result};
-use crate::home::sync_dir;
 
 /// Held while the files beside the database are looked at or replaced; other processes wait.
 pub struct SpareLock(
@@ -112,4 +111,9 @@ pub fn remove_with_log(path: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Syncs the directory that holds `path`, so that a rename in it lasts.
+pub fn sync_dir(path: &Path) -> std::io::Result<()> {
+    File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
 }

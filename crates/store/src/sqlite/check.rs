@@ -4,13 +4,13 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use drover_teleport::catalog::ImageRecord;
 use rusqlite::{Connection, ErrorCode};
 
 use super::rows::{Peer, Row, RowError, Setting, TicketRow};
 use super::schema;
 use super::seal::Seal;
 use super::{CatalogError, Result};
+use crate::catalog::ImageRecord;
 
 /// What a look at a database file found.
 #[derive(Debug, PartialEq, Eq)]

@@ -6,11 +6,11 @@ use drover_core::{Digest, ImageName};
 use drover_image::Stamp;
 use drover_index::ImageId;
 use drover_net::PeerKey;
-use drover_teleport::catalog::ImageRecord;
 use rusqlite::types::Value;
 use rusqlite::{Connection, OptionalExtension};
 
 use super::CatalogError;
+use crate::catalog::ImageRecord;
 
 /// What can be wrong with a row.
 #[derive(Debug)]

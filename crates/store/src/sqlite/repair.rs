@@ -3,14 +3,14 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use drover_teleport::catalog::ImageRecord;
 use rusqlite::{Connection, TransactionBehavior};
 
 use super::check::{Found, examine};
 use super::rows::{Peer, Row, RowError, Setting};
 use super::seal::Seal;
+use super::spare::sync_dir;
 use super::{CatalogError, Result, images, schema, spare};
-use crate::home::sync_dir;
+use crate::catalog::ImageRecord;
 
 /// Says that this process has the database open: shared by users, exclusive for who replaces it.
 pub struct Users(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);

@@ -8,10 +8,10 @@ use drover_core::{Digest, ImageName};
 use drover_image::Stamp;
 use drover_index::ImageId;
 use drover_net::PeerKey;
-use drover_teleport::catalog::{Catalog, ImageRecord};
 use tempfile::TempDir;
 
 use super::*;
+use crate::catalog::{Catalog, ImageRecord};
 
 const DAY: Duration = Duration::from_secs(86_400);
 
