@@ -1,8 +1,7 @@
 //! A progress bar for one file; silent where nobody watches.
 
+use drover_agent::text::clean;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-
-use crate::text::clean;
 
 /// How far a long look at a file is, on stderr when that is a terminal.
 #[derive(Debug, Clone)]

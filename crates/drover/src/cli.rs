@@ -6,10 +6,9 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use clap_complete::Shell;
+use drover_agent::text;
 use drover_core::ImageName;
 use drover_store::peer_name;
-
-use crate::text;
 
 mod changes;
 mod mounts;
@@ -18,8 +17,7 @@ mod transfers;
 
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use mounts::{
-    AttachArgs, Driver, DriverChoice, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction,
-    MountsArgs, SyncMode, UnmountArgs,
+    AttachArgs, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction, MountsArgs, UnmountArgs,
 };
 pub use space::SpaceArgs;
 pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
@@ -203,6 +201,15 @@ pub enum Target {
     Raw,
     /// A qcow2 image without backing file
     Qcow2,
+}
+
+impl From<Target> for drover_agent::changes::Target {
+    fn from(target: Target) -> Self {
+        match target {
+            Target::Raw => Self::Raw,
+            Target::Qcow2 => Self::Qcow2,
+        }
+    }
 }
 
 /// Send images to a peer

@@ -1,31 +1,21 @@
-//! `drover`: the command line, the site's process, its catalog and metrics.
+//! `drover`: the command line.
 //!
-//! What lives here is put together from the other crates: who may connect and what they may ask
-//! for ([`serve`]), what is remembered ([`catalog`]), and what people and scripts see. What must
-//! not live here: how images are walked, matched, framed or secured.
+//! What lives here is what people and scripts type and see: arguments, tables, bars, exit codes. What must not live
+//! here: what a site or a mount does (`agent`), and how images are walked, matched, framed or secured.
 
-mod addresses;
 mod bar;
 mod changes;
 mod cli;
-mod failure;
 mod generate;
-mod home;
 mod images;
-mod metrics;
 mod mounts;
 mod out;
-mod own;
 mod prompt;
-mod remote;
 mod send;
 mod serve;
 mod setup;
-mod signals;
-mod site;
 mod space;
 mod status;
-mod text;
 mod transfers;
 
 use std::process::ExitCode;
@@ -35,7 +25,8 @@ use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
 use cli::{Cli, Command};
-use home::Home;
+use drover_agent::failure;
+use drover_agent::home::Home;
 
 fn main() -> ExitCode {
     // Clap prints usage errors itself, with exit code 2.
@@ -47,7 +38,7 @@ fn main() -> ExitCode {
     log(cli.verbose, serves);
     if keeps(&cli.command) {
         // Before threads are started: they inherit it.
-        mounts::survive_write_back();
+        drover_agent::mounts::survive_write_back();
     }
     if matches!(
         cli.command,
@@ -105,8 +96,11 @@ fn run(cli: Cli) -> Result<()> {
         Command::Attach(args) => wait(mounts::attach(&existing()?, args, cli.verbose)),
         Command::Unmount(args) => wait(mounts::unmount(&existing()?, args)),
         Command::Mounts(args) => wait(mounts::mounts(&existing()?, args)),
-        Command::Guard { identifier } => mounts::guard(&identifier),
-        Command::Keep { name } => wait(mounts::keep_in_background(&existing()?, &name)),
+        Command::Guard { identifier } => drover_agent::mounts::guard(&identifier),
+        Command::Keep { name } => wait(drover_agent::mounts::keep_in_background(
+            &existing()?,
+            &name,
+        )),
         Command::Space(args) => space::space(&existing()?, &args),
         Command::Changes(args) => wait(changes::changes(&existing()?, args)),
         Command::Images(args) => wait(images::images(&existing()?, args)),
@@ -145,7 +139,7 @@ fn log(verbose: u8, serves: bool) {
     let filter = std::env::var("DROVER_LOG")
         .ok()
         .and_then(|f| EnvFilter::try_new(f).ok())
-        .unwrap_or_else(|| EnvFilter::new(format!("warn,drover={level},drover_teleport={level},drover_net={level},drover_index={level},drover_image={level},drover_mount={level},drover_device={level},drover_frontend={level}")));
+        .unwrap_or_else(|| EnvFilter::new(format!("warn,drover={level},drover_agent={level},drover_teleport={level},drover_net={level},drover_index={level},drover_image={level},drover_mount={level},drover_device={level},drover_frontend={level}")));
     let stderr = std::io::IsTerminal::is_terminal(&std::io::stderr());
     tracing_subscriber::fmt()
         .with_env_filter(filter)

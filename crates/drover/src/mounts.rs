@@ -1,55 +1,20 @@
 //! `mount`, `export`, `attach`, `unmount`, `mounts`: images of other sites as disks of this one.
-//!
-//! - [`target`]: what the command line speaks of.
-//! - [`record`]: what is written down of a mount, so that a crash leaves nothing unknown.
-//! - [`background`]: starting the process that keeps it; [`keeper`]: that process.
-//! - [`disk`]: from an image's name to a device; [`front`]: from a device to what a person uses.
-//! - [`kernel`]: block devices of the kernel, and what guards them.
-//! - [`control`], [`status`]: asking that process; [`end`]: ending it, and [`dead`] when it is gone.
-//! - [`left`]: what is left of it then; [`known`]: what lets a mount begin while the other site cannot be reached.
 
-mod background;
-mod connector;
-mod control;
-mod dead;
-mod disk;
-mod end;
-mod front;
-mod keeper;
-mod kernel;
-mod known;
 mod leases;
-mod left;
-mod record;
-mod site_images;
-mod status;
-mod target;
+mod table;
+mod unmount;
 
-use std::path::Path;
-use std::time::Duration;
-
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
+use drover_agent::failure::usage;
+use drover_agent::home::Home;
+use drover_agent::metrics::of_mounts;
+use drover_agent::mounts::{self, ANSWER_LIMIT, Front, Keep, Target, all};
 use serde_json::json;
 
 use crate::cli::{AttachArgs, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction, MountsArgs};
-use crate::failure::usage;
-use crate::home::Home;
 use crate::out;
-use record::{Front, Place, Record};
 
-pub use end::unmount;
-pub use keeper::keep_in_background;
-pub use kernel::{guard, survive_write_back};
-pub use leases::{broken_json, hold_written, leased_on_disk, leases_json, why_held};
-pub use site_images::{own, site_server};
-pub use status::{DiskStatus, State, Status};
-pub use target::{Listen, Prefetch, Target};
-
-/// How long the process of a mount may take to say how it is.
-const ANSWER_LIMIT: Duration = Duration::from_secs(5);
-
-/// Processes of mounts that are asked at the same time, at most.
-const ASKED_AT_ONCE: usize = 32;
+pub use unmount::unmount;
 
 /// `drover mount`.
 ///
@@ -117,13 +82,13 @@ pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
 /// What stands in the way.
 pub async fn attach(home: &Home, args: AttachArgs, verbose: u8) -> Result<()> {
     let front = Front::Kernel {
-        driver: kernel::choose(args.driver, args.device.as_deref())?,
+        driver: mounts::choose(args.driver.into(), args.device.as_deref())?,
         device: args.device,
     };
     begin(home, vec![args.image], front, args.how, &args.keep, verbose).await
 }
 
-/// Writes a mount down and has it kept, here or by a process in the background.
+/// Makes a mount, kept as `keep` says.
 async fn begin(
     home: &Home,
     images: Vec<Target>,
@@ -132,46 +97,13 @@ async fn begin(
     keep: &KeepArgs,
     verbose: u8,
 ) -> Result<()> {
-    disk::check(home, &images, &how)?;
-    home.try_keep_reserve();
-    let place = Place::of(home, &images, &front, how.read_only);
-    let Some(kept) = place.keep()? else {
-        let what = match &front {
-            Front::Kernel { .. } => place.name(),
-            other => other.place(),
-        };
-        bail!(
-            "{what} is there already, called {}; `drover unmount {what}` ends it",
-            place.name(),
-        );
+    let json = keep.json;
+    let by = match keep.foreground {
+        true => Keep::Here,
+        false => Keep::InBackground(verbose),
     };
-    let before = place.read()?;
-    if let Some(before) = &before {
-        end::clear_leftovers(before)?;
-    }
-    let record = Record::new(&place, images, front, how, before.as_ref());
-    place.write(&record)?;
-    if keep.foreground {
-        let (json, name) = (keep.json, record.name.clone());
-        let ready = move |lines: &[String]| show(&name, lines, json);
-        let kept = keeper::keep(home, place.clone(), kept, record.clone(), ready).await;
-        if kept.is_err() {
-            disk::forget_if_empty(&place, &record, before.is_some());
-        }
-        return kept;
-    }
-    drop(kept);
-    let started = {
-        let (home, place) = (home.clone(), place.clone());
-        tokio::task::spawn_blocking(move || background::start(&home, &place, verbose)).await?
-    };
-    match started {
-        Ok(lines) => show(&record.name, &lines, keep.json),
-        Err(e) => {
-            disk::forget_if_empty(&place, &record, before.is_some());
-            Err(e)
-        }
-    }
+    let ready = move |name: &str, lines: &[String]| show(name, lines, json);
+    mounts::begin(home, images, front, how.into(), by, ready).await
 }
 
 /// Says that a mount is there.
@@ -196,33 +128,11 @@ pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
             leases::break_lease(home, &name, yes, json || args.json).await
         }
         None if args.metrics => {
-            let text = crate::metrics::of_mounts(&all(home, ANSWER_LIMIT)?);
+            let text = of_mounts(&all(home, ANSWER_LIMIT)?);
             out::line(text.trim_end())
         }
         None => list(home, args.json),
     }
-}
-
-/// How every mount of a home is; of one whose process does not answer within `limit`, that.
-///
-/// # Errors
-/// When the home cannot be read.
-pub fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
-    let mut found = Vec::new();
-    let (listed, damaged) = Place::list_all(home)?;
-    for some in listed.chunks(ASKED_AT_ONCE) {
-        std::thread::scope(|scope| {
-            let asked: Vec<_> = some
-                .iter()
-                .map(|(place, record)| scope.spawn(move || status_of(place, record, limit)))
-                .collect();
-            found.extend(asked.into_iter().filter_map(|asked| asked.join().ok()));
-        });
-    }
-    // What cannot be said of one hides none.
-    let damaged = damaged.iter();
-    found.extend(damaged.map(|(place, why)| damaged_status(place, why, limit)));
-    Ok(found)
 }
 
 fn list(home: &Home, json: bool) -> Result<()> {
@@ -231,7 +141,7 @@ fn list(home: &Home, json: bool) -> Result<()> {
         if json {
             out::json(&status)?;
         } else {
-            rows.push(status.row());
+            rows.push(table::row(&status));
         }
     }
     if json {
@@ -241,82 +151,5 @@ fn list(home: &Home, json: bool) -> Result<()> {
         out::note("drover: nothing is mounted; `drover mount PEER:IMAGE PATH` mounts an image");
         return Ok(());
     }
-    out::line(&out::table(&Status::HEADING, rows, &[]))
-}
-
-/// How a mount is whose record cannot be used: what its process says, or what its caches hold.
-fn damaged_status(place: &Place, why: &anyhow::Error, limit: Duration) -> Status {
-    let kept = place.is_kept();
-    if kept && let Ok(status) = control::status(&place.socket(), limit) {
-        return status;
-    }
-    let caches = (0..).take_while(|index| *index == 0 || place.cache(*index).exists());
-    let dirty = |index| match kept {
-        true => None,
-        false => Some(place.left(index).ok()??.dirty),
-    };
-    let disk = |index| DiskStatus {
-        image: "?".into(),
-        mode: "?".into(),
-        dirty: dirty(index).unwrap_or(0),
-        link: format!("{why:#}"),
-        ..DiskStatus::default()
-    };
-    Status {
-        name: place.name(),
-        place: "?".into(),
-        devices: Vec::new(),
-        process: 0,
-        since_unix: 0,
-        state: State::Damaged,
-        disks: caches.map(disk).collect(),
-    }
-}
-
-/// How a mount is: what its process says, or what is written down when that is gone.
-fn status_of(place: &Place, record: &Record, limit: Duration) -> Status {
-    let kept = place.is_kept();
-    if kept && let Ok(status) = control::status(&place.socket(), limit) {
-        return status;
-    }
-    let link = match (kept, record.unmounted) {
-        (true, _) => "its process does not answer",
-        (false, true) => "its cache is kept for the next mount there",
-        (false, false) => "its process is gone",
-    };
-    // What its caches hold, as far as that can be read now. Not under a process that is just opening them.
-    let dirty = |index| match kept {
-        true => None,
-        false => Some(place.left(index).ok()??.dirty),
-    };
-    Status {
-        name: record.name.clone(),
-        place: record.front.place(),
-        devices: record.devices.clone(),
-        process: if kept { record.process } else { 0 },
-        since_unix: record.since_unix,
-        state: match (kept, record.unmounted) {
-            (true, _) => State::Silent,
-            (false, true) => State::Unmounted,
-            (false, false) => State::Dead,
-        },
-        disks: record
-            .images
-            .iter()
-            .enumerate()
-            .map(|(index, image)| DiskStatus {
-                dirty: dirty(index).unwrap_or(0),
-                image: image.to_string(),
-                mode: disk::mode(image, &record.how).into(),
-                read_only: record.how.read_only,
-                link: link.into(),
-                ..DiskStatus::default()
-            })
-            .collect(),
-    }
-}
-
-/// Whether something is at `path` in the file system's tree, without following it.
-fn is_there(path: &Path) -> bool {
-    path.symlink_metadata().is_ok()
+    out::line(&out::table(&table::HEADING, rows, &[]))
 }

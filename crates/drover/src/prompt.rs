@@ -3,8 +3,7 @@
 use std::io::{self, BufRead, IsTerminal, Write};
 
 use anyhow::{Result, bail};
-
-use crate::failure::usage;
+use drover_agent::failure::usage;
 
 /// Returns when the user agrees: by `--yes`, or by answering.
 ///

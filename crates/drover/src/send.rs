@@ -7,15 +7,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use drover_agent::home::Home;
+use drover_agent::remote::find_peer;
+use drover_agent::signals::Stop;
+use drover_agent::site;
 use drover_net::RateLimit;
 use drover_teleport::progress::{Counters, WireTotals};
 use drover_teleport::session::{self, SendOptions};
 
 use crate::cli::SendArgs;
-use crate::home::Home;
-use crate::remote::find_peer;
-use crate::signals::Stop;
-use crate::site;
 use show::Show;
 
 /// How often progress is looked at.

@@ -3,18 +3,19 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
+use drover_agent::failure::usage;
+use drover_agent::home::{CleanUp, Config, Home, write_atomically};
+use drover_agent::remote::{Call, find_peer};
+use drover_agent::text::{clean, moment, now_unix};
+use drover_agent::{addresses, site};
 use drover_net::{ConnectOptions, Ticket, connect_any};
-use drover_store::{Peer, peer_name};
+use drover_store::Peer;
+use drover_store::peer_name;
 use drover_teleport::protocol::{Reply, Request};
 use serde_json::json;
 
-use crate::addresses;
 use crate::cli::{InitArgs, PairArgs, PeersAction, PeersArgs, TicketArgs};
-use crate::failure::usage;
-use crate::home::{CleanUp, Config, Home, write_atomically};
-use crate::remote::{Call, find_peer};
-use crate::text::{clean, moment, now_unix};
-use crate::{out, prompt, site};
+use crate::{out, prompt};
 
 /// Makes a home.
 ///

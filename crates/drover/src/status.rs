@@ -1,21 +1,21 @@
 //! `status`: what the running site of a home does.
 
 use anyhow::{Result, bail};
-use drover_teleport::protocol::{Reply, Request};
+use drover_agent::home::Home;
+use drover_agent::remote::Call;
+use drover_agent::text::{clean, moment};
+use drover_teleport::protocol::Request;
 use serde_json::{Value, json};
 
 use crate::cli::StatusArgs;
-use crate::home::Home;
 use crate::out;
-use crate::remote::Call;
-use crate::text::{clean, moment};
 
 /// Prints the status of the site of this home.
 ///
 /// # Errors
 /// When none runs, or it does not answer.
 pub async fn status(home: &Home, args: StatusArgs) -> Result<()> {
-    let Some(mut call) = Call::local(home).await? else {
+    let Some(call) = Call::local(home).await? else {
         if args.json {
             out::json(&json!({"running": false, "home": home.dir()}))?;
         }
@@ -24,16 +24,11 @@ pub async fn status(home: &Home, args: StatusArgs) -> Result<()> {
             home.dir().display()
         );
     };
-    call.ask(if args.metrics {
-        &Request::Metrics
-    } else {
-        &Request::Status
-    })
-    .await?;
-    let Reply::Text(text) = call.reply().await? else {
-        return Err(call.confused());
+    let request = match args.metrics {
+        true => Request::Metrics,
+        false => Request::Status,
     };
-    call.close().await;
+    let text = call.text(&request).await?;
     if args.json || args.metrics {
         return out::line(text.trim_end());
     }

@@ -1,24 +1,15 @@
 //! `transfers`: images on their way that have not arrived, here and at peers.
 
-use std::sync::Arc;
-
-use anyhow::{Result, bail};
-use drover_net::PeerKey;
-use drover_store::SiteCatalog;
-use drover_teleport::protocol::{Reply, Request};
-use drover_teleport::transfers::{TransferState, Unfinished, unfinished};
+use anyhow::Result;
+use drover_agent::failure::{Exit, failure, usage};
+use drover_agent::home::Home;
+use drover_agent::text::{bytes, clean, moment};
+use drover_agent::transfers;
+use drover_teleport::transfers::{TransferState, Unfinished};
 use serde_json::{Value, json};
 
 use crate::cli::{TransfersAction, TransfersArgs, TransfersRmArgs};
-use crate::failure::{Exit, failure, usage};
-use crate::home::{CleanUp, Home};
-use crate::own::Own;
-use crate::remote::{Call, find_peer};
-use crate::text::{bytes, clean, moment};
-use crate::{out, prompt, site};
-
-/// Transfers that a site may list.
-const MAX_LISTED: usize = 1_000_000;
+use crate::{out, prompt};
 
 /// `drover transfers`.
 ///
@@ -32,40 +23,8 @@ pub async fn transfers(home: &Home, args: TransfersArgs) -> Result<()> {
     }
 }
 
-/// A site that is asked: a peer, or this one.
-async fn call(home: &Home, peer: Option<&str>) -> Result<Option<Call>> {
-    match peer {
-        None => Call::local(home).await,
-        Some(name) => {
-            let peer = find_peer(&site::look_at_catalog(home)?, name)?;
-            Ok(Some(Call::peer(&home.identity()?, &peer).await?))
-        }
-    }
-}
-
-async fn listed(home: &Home, peer: Option<&str>) -> Result<Vec<Unfinished>> {
-    let Some(mut call) = call(home, peer).await? else {
-        let work = home.work_dir();
-        return Ok(tokio::task::spawn_blocking(move || unfinished(&work)).await??);
-    };
-    call.ask(&Request::Transfers).await?;
-    let mut list = Vec::new();
-    loop {
-        match call.reply().await? {
-            Reply::Transfers(some) if some.is_empty() => break,
-            Reply::Transfers(some) => list.extend(some),
-            _ => return Err(call.confused()),
-        }
-        if list.len() > MAX_LISTED {
-            bail!("more than {MAX_LISTED} unfinished transfers are listed");
-        }
-    }
-    call.close().await;
-    Ok(list)
-}
-
 async fn list(home: &Home, peer: Option<&str>, json: bool) -> Result<()> {
-    let list = listed(home, peer).await?;
+    let list = transfers::listed(home, peer).await?;
     if json {
         return list.iter().map(object).try_for_each(|o| out::json(&o));
     }
@@ -110,7 +69,7 @@ fn object(t: &Unfinished) -> Value {
 
 async fn rm(home: &Home, args: TransfersRmArgs) -> Result<()> {
     let at = args.at.as_deref();
-    let mut list = listed(home, at).await?;
+    let mut list = transfers::listed(home, at).await?;
     if at.is_some() {
         let own = home.identity()?.key();
         list.retain(|t| t.sender == own);
@@ -131,7 +90,7 @@ async fn rm(home: &Home, args: TransfersRmArgs) -> Result<()> {
         args.yes,
     )?;
     for (transfer, what) in chosen.iter().zip(told) {
-        remove(home, at, transfer).await?;
+        transfers::remove(home, at, transfer).await?;
         match args.json {
             true => out::json(&removed(transfer, true))?,
             false => out::line(&format!("removed {what}"))?,
@@ -200,40 +159,10 @@ fn choose<'a>(list: &'a [Unfinished], args: &TransfersRmArgs) -> Result<Vec<&'a 
     Ok(out)
 }
 
-async fn remove(home: &Home, at: Option<&str>, transfer: &Unfinished) -> Result<()> {
-    let key = transfer.key.clone();
-    if let Some(mut call) = call(home, at).await? {
-        call.ask(&Request::RemoveTransfer { key }).await?;
-        let Reply::Done { .. } = call.reply().await? else {
-            return Err(call.confused());
-        };
-        call.close().await;
-        return Ok(());
-    }
-    let mut room = CleanUp::of(home);
-    let damaged = transfer.state == TransferState::Damaged;
-    room.run_async(|| remove_here(home, &key, damaged)).await
-}
-
-async fn remove_here(home: &Home, key: &str, damaged: bool) -> Result<()> {
-    let catalog: Arc<SiteCatalog> = Arc::new(site::open_catalog(home)?);
-    let (site, key) = (Own::open(home, &catalog).await?, key.to_owned());
-    site.run(move |site| match site.remove_transfer(&key) {
-        // Opening the site has removed it.
-        Err(e) if damaged && e.refusal().is_some() => Ok(()),
-        removed => removed.map(drop),
-    })
-    .await
-}
-
-/// Whether a peer may remove a transfer: one that it sends itself.
-pub fn is_of(list: &[Unfinished], key: &str, peer: &PeerKey) -> bool {
-    list.iter().any(|t| t.key == key && t.sender == *peer)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use drover_net::PeerKey;
 
     fn transfer(key: &str, name: &str) -> Unfinished {
         Unfinished {

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum, ValueHint};
+use drover_agent::mounts::{self, Driver, Listen, Prefetch, Target};
+use drover_agent::text;
 use drover_core::ImageName;
 
 use super::image_name;
-use crate::mounts::{Listen, Prefetch, Target};
-use crate::text;
 
 /// Show an image of another site as a disk of this one, at once
 ///
@@ -100,16 +100,6 @@ pub struct AttachArgs {
     pub keep: KeepArgs,
 }
 
-/// A kernel driver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Driver {
-    /// The kernel's NBD client
-    Nbd,
-    /// A ublk device
-    Ublk,
-}
-
 /// Which kernel driver is wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DriverChoice {
@@ -121,8 +111,18 @@ pub enum DriverChoice {
     Ublk,
 }
 
+impl From<DriverChoice> for Option<Driver> {
+    fn from(choice: DriverChoice) -> Self {
+        match choice {
+            DriverChoice::Auto => None,
+            DriverChoice::Nbd => Some(Driver::Nbd),
+            DriverChoice::Ublk => Some(Driver::Ublk),
+        }
+    }
+}
+
 /// How an image is shown; the same for every front end.
-#[derive(Debug, Clone, Args, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Args)]
 pub struct HowArgs {
     /// Take no writes
     #[arg(long)]
@@ -157,9 +157,28 @@ pub struct HowArgs {
     pub give_up_after: Duration,
 }
 
+impl From<HowArgs> for mounts::How {
+    fn from(args: HowArgs) -> Self {
+        mounts::How {
+            read_only: args.read_only,
+            direct: args.direct,
+            sync: match args.sync {
+                SyncMode::Local => mounts::SyncMode::Local,
+                SyncMode::Remote => mounts::SyncMode::Remote,
+            },
+            chunk: args.chunk,
+            cache_size: args.cache_size,
+            prefetch: args.prefetch,
+            record: args.record,
+            push_interval: args.push_interval,
+            window: args.window,
+            give_up_after: args.give_up_after,
+        }
+    }
+}
+
 /// What a flush waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum SyncMode {
     /// The cache on this machine's disk
     Local,

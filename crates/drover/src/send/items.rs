@@ -4,13 +4,13 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use drover_agent::failure::usage;
+use drover_agent::text::clean;
 use drover_core::ImageName;
 use drover_image::{Conversion, open_for_sending};
 use drover_teleport::session::SendItem;
 
 use crate::cli::{SendArgs, Target};
-use crate::failure::usage;
-use crate::text::clean;
 
 /// The peer and the images that the command line names.
 ///
@@ -132,8 +132,8 @@ fn same_file(a: &Path, b: &Path) -> Result<bool> {
 mod tests {
     use super::*;
     use crate::cli::{Cli, Command};
-    use crate::failure::{Exit, exit_of};
     use clap::Parser;
+    use drover_agent::failure::{Exit, exit_of};
 
     fn args(words: &[&str]) -> SendArgs {
         let cli = Cli::try_parse_from(["drover", "send"].iter().chain(words)).unwrap();

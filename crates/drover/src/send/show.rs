@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use drover_agent::text::{bytes, clean, count};
 use drover_core::BLOCK_SIZE_U64;
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
 use drover_teleport::protocol::BATCH_BLOCKS;
@@ -13,7 +14,6 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 
 use crate::out;
-use crate::text::{bytes, clean, count};
 
 /// How often a JSON line tells the progress.
 const JSON_EVERY: Duration = Duration::from_millis(500);

@@ -11,7 +11,7 @@ use drover_core::{BLOCK_SIZE, ExtentKind, ReadAt, is_zero};
 use drover_mount::server::View;
 use rustix::fs::{FallocateFlags, fallocate, ioctl_ficlone};
 
-use crate::cli::Target;
+use super::Target;
 
 /// How much of the disk is looked at in one go.
 const WINDOW: u64 = 1 << 30;

@@ -11,9 +11,8 @@ use drover_frontend::{fuse, loopdev, nbd, ublk};
 
 use super::disk::Disk;
 use super::kernel::{self, KernelNbd};
-use super::record::{Front, Record};
+use super::record::{Driver, Front, Record};
 use super::target::{Listen, Target};
-use crate::cli::Driver;
 
 /// How long an unmount waits for connections that are about to end.
 const CLOSING: Duration = Duration::from_secs(2);

@@ -1,5 +1,6 @@
 //! The process that keeps a mount: opens its disks, shows them, answers questions, and ends it in good order.
 
+use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ use super::record::{Kept, Place, Record, boot};
 use super::status::{State, Status};
 use crate::failure::{Exit, exit_of, failure, one_line};
 use crate::home::Home;
-use crate::out;
+use crate::notice::notice;
 use crate::signals::{Stop, told};
 use crate::text::{bytes, now_unix};
 
@@ -359,7 +360,7 @@ impl Keeper {
             }
         }?;
         for line in outcome.lines() {
-            out::note(&format!("drover: {}: {line}", self.place.name()));
+            notice(&format!("{}: {line}", self.place.name()));
         }
         Ok(())
     }
@@ -405,7 +406,11 @@ async fn keep_written(
 
 /// One line on stdout; then stdout is let go of, so that whoever reads it sees its end.
 fn say(ready: &Ready) -> Result<()> {
-    out::json(ready)?;
+    let mut line = serde_json::to_vec(ready)?;
+    line.push(b'\n');
+    std::io::stdout()
+        .write_all(&line)
+        .context("cannot write to stdout")?;
     let null = std::fs::File::options().write(true).open("/dev/null")?;
     rustix::stdio::dup2_stdout(&null).context("cannot let go of stdout")?;
     Ok(())

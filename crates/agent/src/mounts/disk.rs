@@ -20,11 +20,10 @@ use tokio::runtime::Handle;
 use super::connector::PeerConnector;
 use super::known;
 use super::left::{Keeps, Untold};
-use super::record::{Place, Record};
+use super::record::{How, Place, Record, SyncMode};
 use super::site_images::OwnConnector;
 use super::status::DiskStatus;
 use super::target::{Prefetch, Target};
-use crate::cli::{HowArgs, SyncMode};
 use crate::failure::usage;
 use crate::home::Home;
 use crate::remote::find_peer;
@@ -75,7 +74,7 @@ enum Kind {
 }
 
 /// Which of the ways it is, in a word.
-pub fn mode(image: &Target, how: &HowArgs) -> &'static str {
+pub fn mode(image: &Target, how: &How) -> &'static str {
     match (&image.peer, how.direct) {
         (None, _) => "own",
         (Some(_), true) => "direct",
@@ -87,7 +86,7 @@ pub fn mode(image: &Target, how: &HowArgs) -> &'static str {
 ///
 /// # Errors
 /// A peer that is not known, an order that cannot be read, or written later.
-pub fn check(home: &Home, images: &[Target], how: &HowArgs) -> Result<()> {
+pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
     if let Prefetch::File(path) = &how.prefetch {
         read_order(path)?;
     }
@@ -526,7 +525,7 @@ fn unopened(error: MountError, image: &Target) -> anyhow::Error {
 /// Opens the cache of an image, and begins to pull.
 fn open_cache(
     client: &Arc<Client>,
-    how: &HowArgs,
+    how: &How,
     cache: &Path,
     identity: Vec<u8>,
     was_of: Option<Digest>,
@@ -564,7 +563,7 @@ fn read_order(path: &Path) -> Result<String> {
 }
 
 /// The chunks that a disk without a cache needs first: asked for with the open, before its size is known.
-fn wanted(how: &HowArgs) -> Vec<u64> {
+fn wanted(how: &How) -> Vec<u64> {
     let any = Shape {
         size: MAX_SIZE,
         chunk: how.chunk,

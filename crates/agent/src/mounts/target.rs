@@ -1,4 +1,4 @@
-//! What the command line of mounts speaks of: an image somewhere, a place to listen, an order to fetch in.
+//! What mounts are of: an image somewhere, a place to listen, an order to fetch in.
 
 use std::fmt;
 use std::net::SocketAddr;

@@ -293,9 +293,7 @@ async fn pair(
     let why = match outcome {
         PairOutcome::Paired(as_name) => {
             server.metrics.pairings.fetch_add(1, Relaxed);
-            crate::out::note(&format!(
-                "drover: paired with {as_name}, whose key is {key}"
-            ));
+            crate::notice::notice(&format!("paired with {as_name}, whose key is {key}"));
             return Ok(Reply::Paired {
                 name: server.name.clone(),
             });

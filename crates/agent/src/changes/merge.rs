@@ -28,9 +28,9 @@ use drover_teleport::{Site, TeleportError};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
+use super::Target;
 use super::decided::Decided;
 use super::part::Part;
-use crate::cli::Target;
 use crate::failure::{Exit, failure, no_image};
 use crate::home::sync_dir;
 use crate::mounts;

@@ -1,6 +1,7 @@
 //! Ending a mount whose process is gone: what it left in the system is cleared, what it wrote is pushed, the right to
 //! write goes back, and only then is its directory removed.
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
@@ -8,11 +9,10 @@ use anyhow::{Context, Result, bail};
 
 use super::control::StopHow;
 use super::disk::Disk;
-use super::end::clear_leftovers;
+use super::end::{Progress, clear_leftovers};
 use super::left::{Keeps, Left, Untold};
 use super::record::{Place, Record};
 use super::target::Prefetch;
-use crate::bar::Bar;
 use crate::failure::{Exit, exit_of};
 use crate::home::Home;
 use crate::text::bytes;
@@ -29,7 +29,7 @@ pub async fn end(
     place: &Place,
     record: &Record,
     how: StopHow,
-    quiet: bool,
+    progress: Progress,
 ) -> Result<Left> {
     let Some(_kept) = place.keep()? else {
         bail!("{} is kept by a process again; try again", record.name);
@@ -70,7 +70,9 @@ pub async fn end(
         };
         match Disk::open_by(home, place, &record, index, image, false).await {
             Ok(disk) => {
-                let finished = move || finish(&disk, how.discard, quiet).map(|()| disk.untold());
+                let progress = Arc::clone(&progress);
+                let finished =
+                    move || finish(&disk, how.discard, &progress).map(|()| disk.untold());
                 there.extend(tokio::task::spawn_blocking(finished).await??);
             }
             Err(e) if ours > 0 => {
@@ -130,25 +132,24 @@ fn note_unmounted(place: &Place, record: &Record) -> Result<()> {
 }
 
 /// Pushes what is left of a disk, and closes it.
-fn finish(disk: &Disk, discard: bool, quiet: bool) -> Result<()> {
+fn finish(disk: &Disk, discard: bool, progress: &Progress) -> Result<()> {
     if discard {
         disk.discard();
         return Ok(());
     }
-    let pushed = push(disk, quiet);
+    let pushed = push(disk, progress);
     let closed = disk.close();
     pushed?;
     closed
 }
 
-fn push(disk: &Disk, quiet: bool) -> Result<()> {
-    let bar = Bar::new("pushing", quiet);
+fn push(disk: &Disk, progress: &Progress) -> Result<()> {
     let most = disk.dirty();
-    let result = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let push = scope.spawn(|| disk.push(None, &AtomicBool::new(false)));
         while !push.is_finished() {
             std::thread::sleep(LOOK_EVERY);
-            bar.at(most.saturating_sub(disk.dirty()), most);
+            progress(most.saturating_sub(disk.dirty()), most);
         }
         match push.join() {
             Ok(done) => done.with_context(|| {
@@ -159,7 +160,5 @@ fn push(disk: &Disk, quiet: bool) -> Result<()> {
             }),
             Err(_) => bail!("pushing panicked"),
         }
-    });
-    bar.clear();
-    result
+    })
 }

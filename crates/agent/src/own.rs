@@ -73,8 +73,8 @@ impl Own {
         let site = Arc::clone(&self.site);
         match tokio::task::spawn_blocking(move || site.close()).await? {
             Err(e) if e.is_full() => {
-                crate::out::note(&format!(
-                    "drover: the caches of the matcher could not be saved and are made anew at the next start: {}",
+                crate::notice::notice(&format!(
+                    "the caches of the matcher could not be saved and are made anew at the next start: {}",
                     crate::text::clean(&e.to_string())
                 ));
                 Ok(())

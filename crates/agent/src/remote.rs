@@ -115,6 +115,19 @@ impl Call {
         }
     }
 
+    /// Asks for what is answered by one text.
+    ///
+    /// # Errors
+    /// As [`Call::reply`].
+    pub async fn text(mut self, request: &Request) -> Result<String> {
+        self.ask(request).await?;
+        let Reply::Text(text) = self.reply().await? else {
+            return Err(self.confused());
+        };
+        self.close().await;
+        Ok(text)
+    }
+
     /// What to say when the reply does not answer the question.
     pub fn confused(&self) -> anyhow::Error {
         anyhow::anyhow!(

@@ -87,6 +87,6 @@ pub async fn open(
 /// Tells people what had to be repaired.
 pub fn tell(repairs: &[String]) {
     for repair in repairs {
-        crate::out::note(&format!("drover: repaired: {}", clean(repair)));
+        crate::notice::notice(&format!("repaired: {}", clean(repair)));
     }
 }

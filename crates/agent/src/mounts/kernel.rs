@@ -16,8 +16,7 @@ use drover_core::BlockDevice;
 use drover_frontend::nbdclient::{self, Detach};
 use drover_frontend::{nbd, ublk};
 
-use super::record::Record;
-use crate::cli::{Driver, DriverChoice};
+use super::record::{Driver, Record};
 use crate::failure::usage;
 
 /// Connections between the kernel's NBD client and the server in this process.
@@ -29,19 +28,18 @@ const MARGIN: Duration = Duration::from_secs(60);
 /// The longest that the kernel's counter of ticks is asked to hold.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(1_000_000);
 
-/// Decides by which driver to attach.
+/// Decides by which driver to attach: the one that is wanted, or that of `device`, or the first that the kernel has.
 ///
 /// # Errors
 /// When a device of the other driver is asked for, or the kernel has neither.
-pub fn choose(choice: DriverChoice, device: Option<&Path>) -> Result<Driver> {
+pub fn choose(wanted: Option<Driver>, device: Option<&Path>) -> Result<Driver> {
     let named = device.map(driver_of).transpose()?;
-    match (choice, named) {
-        (DriverChoice::Nbd, Some(Driver::Ublk)) | (DriverChoice::Ublk, Some(Driver::Nbd)) => {
+    match (wanted, named) {
+        (Some(wanted), Some(named)) if wanted != named => {
             Err(usage("--device is one of the other driver; leave --as out"))
         }
-        (DriverChoice::Nbd, _) | (DriverChoice::Auto, Some(Driver::Nbd)) => Ok(Driver::Nbd),
-        (DriverChoice::Ublk, _) | (DriverChoice::Auto, Some(Driver::Ublk)) => Ok(Driver::Ublk),
-        (DriverChoice::Auto, None) => {
+        (Some(driver), _) | (None, Some(driver)) => Ok(driver),
+        (None, None) => {
             let Err(without_ublk) = ublk::check_available() else {
                 return Ok(Driver::Ublk);
             };
@@ -279,19 +277,13 @@ mod tests {
     #[test]
     fn a_device_says_its_driver() {
         let choose = |choice, device: &str| choose(choice, Some(Path::new(device)));
-        assert_eq!(
-            choose(DriverChoice::Auto, "/dev/nbd3").unwrap(),
-            Driver::Nbd
-        );
-        assert_eq!(
-            choose(DriverChoice::Auto, "/dev/ublkb3").unwrap(),
-            Driver::Ublk
-        );
-        assert_eq!(choose(DriverChoice::Nbd, "/dev/nbd0").unwrap(), Driver::Nbd);
+        assert_eq!(choose(None, "/dev/nbd3").unwrap(), Driver::Nbd);
+        assert_eq!(choose(None, "/dev/ublkb3").unwrap(), Driver::Ublk);
+        assert_eq!(choose(Some(Driver::Nbd), "/dev/nbd0").unwrap(), Driver::Nbd);
         for (choice, device) in [
-            (DriverChoice::Ublk, "/dev/nbd0"),
-            (DriverChoice::Nbd, "/dev/ublkb0"),
-            (DriverChoice::Auto, "/dev/sda"),
+            (Some(Driver::Ublk), "/dev/nbd0"),
+            (Some(Driver::Nbd), "/dev/ublkb0"),
+            (None, "/dev/sda"),
         ] {
             assert!(choose(choice, device).is_err(), "{device}");
         }

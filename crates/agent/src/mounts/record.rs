@@ -19,8 +19,7 @@ use drover_device::synced::Left;
 use drover_storage::{Directory, HostDirectory};
 use serde::{Deserialize, Serialize};
 
-use super::{Listen, Target};
-use crate::cli::{Driver, HowArgs};
+use super::target::{Listen, Prefetch, Target};
 use crate::home::{Home, write_atomically};
 
 /// How long one who only looks whether a mount is kept may hold its lock.
@@ -79,6 +78,51 @@ impl Front {
     }
 }
 
+/// A kernel driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Driver {
+    /// The kernel's NBD client.
+    Nbd,
+    /// A ublk device.
+    Ublk,
+}
+
+/// What a flush waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SyncMode {
+    /// The cache on this machine's disk.
+    Local,
+    /// The other site's disk.
+    Remote,
+}
+
+/// How an image is read and written; the same for every front end.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct How {
+    /// No writes are taken.
+    pub read_only: bool,
+    /// Nothing is kept here.
+    pub direct: bool,
+    /// What a flush waits for.
+    pub sync: SyncMode,
+    /// The unit of fetching, in bytes.
+    pub chunk: u32,
+    /// The most bytes of the image to keep here; all of it without.
+    pub cache_size: Option<u64>,
+    /// What is fetched before anybody asks.
+    pub prefetch: Prefetch,
+    /// Where the order in which chunks were first read is written at the end.
+    pub record: Option<PathBuf>,
+    /// How often what was written goes back.
+    pub push_interval: Duration,
+    /// Bytes under way at once in the background; what the link takes without.
+    pub window: Option<u64>,
+    /// How long a request waits for the link.
+    pub give_up_after: Duration,
+}
+
 /// A mount, as it is written down before it is there.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Record {
@@ -91,7 +135,7 @@ pub struct Record {
     /// How it is shown.
     pub front: Front,
     /// How it is read and written.
-    pub how: HowArgs,
+    pub how: How,
     /// Its number at other sites, whose lease it holds.
     pub id: [u8; 16],
     /// Devices that the front end made (`/dev/loop0`), once it is there.
@@ -365,7 +409,7 @@ impl Record {
         place: &Place,
         images: Vec<Target>,
         front: Front,
-        how: HowArgs,
+        how: How,
         before: Option<&Record>,
     ) -> Record {
         Record {

@@ -1,0 +1,106 @@
+//! Images that are somewhere already: this site's, and those of peers.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use drover_core::ImageName;
+use drover_store::{ImageRecord, SiteCatalog};
+use drover_teleport::protocol::{ImageInfo, Reply, Request};
+
+use crate::changes;
+use crate::home::Home;
+use crate::own::Own;
+use crate::remote::{Call, find_peer};
+use crate::text::bytes;
+
+/// Images that a peer may list.
+const MAX_LISTED: usize = 1_000_000;
+
+/// A record as others see it.
+pub fn info(r: ImageRecord) -> ImageInfo {
+    ImageInfo {
+        name: r.name.to_string(),
+        digest: r.digest,
+        size_bytes: r.size_bytes,
+        data_bytes: r.data_bytes,
+        virtual_bytes: r.virtual_bytes,
+        format: r.format,
+        added_unix: r.added_unix,
+        from: r.from,
+    }
+}
+
+/// What a removal did, for a person.
+pub fn removal(home: &Home, r: &ImageRecord) -> String {
+    let done = if r.external {
+        format!("forgot {}; its file {} stays", r.name, r.path.display())
+    } else {
+        format!("removed {} ({})", r.name, bytes(r.data_bytes))
+    };
+    done + &written(home, r).map_or_else(String::new, |(text, _)| text)
+}
+
+/// What mounts wrote over an image, which its removal leaves: for a person, and where. None when that is nothing.
+pub fn written(home: &Home, r: &ImageRecord) -> Option<(String, PathBuf)> {
+    let changes = changes::of_image(home, &r.name)?;
+    let text = format!(
+        "; what mounts wrote to it ({}) stays in {}, for the same image by that name (`drover changes drop {}` drops it)",
+        bytes(changes.changed_bytes),
+        changes.directory.display(),
+        r.name
+    );
+    Some((text, changes.directory))
+}
+
+/// Bytes that mounts wrote over an image of this site.
+pub fn changed_bytes(home: &Home, image: &ImageInfo) -> u64 {
+    let name = ImageName::new(&image.name).ok();
+    let changes = name.and_then(|name| changes::of_image(home, &name));
+    let changes = changes.filter(|c| c.is_over(&image.digest));
+    changes.map_or(0, |c| c.changed_bytes)
+}
+
+/// The images of a peer.
+///
+/// # Errors
+/// When it cannot be asked.
+pub async fn list_of_peer(
+    home: &Home,
+    catalog: &SiteCatalog,
+    name: &str,
+) -> Result<Vec<ImageInfo>> {
+    let peer = find_peer(catalog, name)?;
+    let mut call = Call::peer(&home.identity()?, &peer).await?;
+    call.ask(&Request::Images).await?;
+    let mut list = Vec::new();
+    loop {
+        match call.reply().await? {
+            Reply::Images(some) if some.is_empty() => break,
+            Reply::Images(some) => list.extend(some),
+            _ => return Err(call.confused()),
+        }
+        if list.len() > MAX_LISTED {
+            bail!("{name} lists more than {MAX_LISTED} images");
+        }
+    }
+    call.close().await;
+    Ok(list)
+}
+
+/// Removes an image by the running site, or by this process when none runs. What was half done is done by the next call.
+///
+/// # Errors
+/// When the site refuses, or the image cannot be removed.
+pub async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -> Result<String> {
+    if let Some(mut call) = Call::local(home).await? {
+        call.ask(&Request::Remove { name: name.clone() }).await?;
+        return match call.reply().await? {
+            Reply::Done { message } => Ok(message),
+            _ => Err(call.confused()),
+        };
+    }
+    let (site, name) = (Own::open(home, catalog).await?, name.clone());
+    let record = site.run(move |site| site.remove(&name)).await?;
+    Ok(removal(home, &record))
+}

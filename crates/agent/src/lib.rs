@@ -1,0 +1,25 @@
+//! A site's process and the processes of mounts: services put together, records, control, one typed status.
+//!
+//! - [`home`]: a site's directory and its configuration; [`site`], [`own`]: the site in it, opened.
+//! - [`serve`]: the process that others connect to; [`remote`]: asking it, or a peer.
+//! - [`mounts`]: records and processes of mounts; [`changes`]: what mounts wrote over this site's images.
+//! - [`metrics`]: every metric's name.
+//!
+//! What must not live here: what a person types and sees (`drover`), protocols and formats (the crates below).
+
+pub mod addresses;
+pub mod changes;
+pub mod failure;
+pub mod home;
+pub mod images;
+pub mod metrics;
+pub mod mounts;
+mod notice;
+pub mod own;
+pub mod remote;
+pub mod serve;
+pub mod signals;
+pub mod site;
+pub mod space;
+pub mod text;
+pub mod transfers;

@@ -1,0 +1,217 @@
+//! Images of other sites as disks of this one.
+//!
+//! - [`target`]: what a mount is of.
+//! - [`record`]: what is written down of a mount, so that a crash leaves nothing unknown.
+//! - [`background`]: starting the process that keeps it; [`keeper`]: that process.
+//! - [`disk`]: from an image's name to a device; [`front`]: from a device to what a person uses.
+//! - [`kernel`]: block devices of the kernel, and what guards them.
+//! - [`control`], [`status`]: asking that process; [`end`]: ending it, and [`dead`] when it is gone.
+//! - [`left`]: what is left of it then; [`known`]: what lets a mount begin while the other site cannot be reached.
+
+mod background;
+mod connector;
+mod control;
+mod dead;
+mod disk;
+mod end;
+mod front;
+mod keeper;
+mod kernel;
+mod known;
+mod leases;
+mod left;
+mod record;
+mod site_images;
+mod status;
+mod target;
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use crate::home::Home;
+
+pub use control::StopHow;
+pub use end::{Progress, end, find};
+pub use keeper::keep_in_background;
+pub use kernel::{choose, guard, survive_write_back};
+pub use leases::{
+    Broken, Held, Writer, break_lease, broken_json, held, hold_written, is_known, leased_on_disk,
+    leases_json, why_held,
+};
+pub use left::{Keeps, Left, Untold};
+pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};
+pub use site_images::{own, site_server};
+pub use status::{DiskStatus, State, Status};
+pub use target::{Listen, Prefetch, Target};
+
+/// How long the process of a mount may take to say how it is.
+pub const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// Processes of mounts that are asked at the same time, at most.
+const ASKED_AT_ONCE: usize = 32;
+
+/// Who keeps a mount.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keep {
+    /// This process, until a signal or an unmount ends it.
+    Here,
+    /// A process of its own, so verbose.
+    InBackground(u8),
+}
+
+/// Writes a mount down and has it kept. `ready` hears its name, and a path or an address a line, when it is there.
+///
+/// # Errors
+/// What stands in the way of the mount.
+pub async fn begin(
+    home: &Home,
+    images: Vec<Target>,
+    front: Front,
+    how: How,
+    keep: Keep,
+    ready: impl FnOnce(&str, &[String]) -> Result<()>,
+) -> Result<()> {
+    disk::check(home, &images, &how)?;
+    home.try_keep_reserve();
+    let place = Place::of(home, &images, &front, how.read_only);
+    let Some(kept) = place.keep()? else {
+        let what = match &front {
+            Front::Kernel { .. } => place.name(),
+            other => other.place(),
+        };
+        bail!(
+            "{what} is there already, called {}; `drover unmount {what}` ends it",
+            place.name(),
+        );
+    };
+    let before = place.read()?;
+    if let Some(before) = &before {
+        end::clear_leftovers(before)?;
+    }
+    let record = Record::new(&place, images, front, how, before.as_ref());
+    place.write(&record)?;
+    let done = match keep {
+        Keep::Here => {
+            let name = record.name.clone();
+            let ready = move |lines: &[String]| ready(&name, lines);
+            keeper::keep(home, place.clone(), kept, record.clone(), ready).await
+        }
+        Keep::InBackground(verbose) => {
+            drop(kept);
+            let started = {
+                let (home, place) = (home.clone(), place.clone());
+                tokio::task::spawn_blocking(move || background::start(&home, &place, verbose))
+                    .await?
+            };
+            match started {
+                Ok(lines) => return ready(&record.name, &lines),
+                Err(e) => Err(e),
+            }
+        }
+    };
+    if done.is_err() {
+        disk::forget_if_empty(&place, &record, before.is_some());
+    }
+    done
+}
+
+/// How every mount of a home is; of one whose process does not answer within `limit`, that.
+///
+/// # Errors
+/// When the home cannot be read.
+pub fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
+    let mut found = Vec::new();
+    let (listed, damaged) = Place::list_all(home)?;
+    for some in listed.chunks(ASKED_AT_ONCE) {
+        std::thread::scope(|scope| {
+            let asked: Vec<_> = some
+                .iter()
+                .map(|(place, record)| scope.spawn(move || status_of(place, record, limit)))
+                .collect();
+            found.extend(asked.into_iter().filter_map(|asked| asked.join().ok()));
+        });
+    }
+    // What cannot be said of one hides none.
+    let damaged = damaged.iter();
+    found.extend(damaged.map(|(place, why)| damaged_status(place, why, limit)));
+    Ok(found)
+}
+
+/// How a mount is whose record cannot be used: what its process says, or what its caches hold.
+fn damaged_status(place: &Place, why: &anyhow::Error, limit: Duration) -> Status {
+    let kept = place.is_kept();
+    if kept && let Ok(status) = control::status(&place.socket(), limit) {
+        return status;
+    }
+    let caches = (0..).take_while(|index| *index == 0 || place.cache(*index).exists());
+    let dirty = |index| match kept {
+        true => None,
+        false => Some(place.left(index).ok()??.dirty),
+    };
+    let disk = |index| DiskStatus {
+        image: "?".into(),
+        mode: "?".into(),
+        dirty: dirty(index).unwrap_or(0),
+        link: format!("{why:#}"),
+        ..DiskStatus::default()
+    };
+    Status {
+        name: place.name(),
+        place: "?".into(),
+        devices: Vec::new(),
+        process: 0,
+        since_unix: 0,
+        state: State::Damaged,
+        disks: caches.map(disk).collect(),
+    }
+}
+
+/// How a mount is: what its process says within `limit`, or what is written down when that is gone.
+pub fn status_of(place: &Place, record: &Record, limit: Duration) -> Status {
+    let kept = place.is_kept();
+    if kept && let Ok(status) = control::status(&place.socket(), limit) {
+        return status;
+    }
+    let link = match (kept, record.unmounted) {
+        (true, _) => "its process does not answer",
+        (false, true) => "its cache is kept for the next mount there",
+        (false, false) => "its process is gone",
+    };
+    // What its caches hold, as far as that can be read now. Not under a process that is just opening them.
+    let dirty = |index| match kept {
+        true => None,
+        false => Some(place.left(index).ok()??.dirty),
+    };
+    Status {
+        name: record.name.clone(),
+        place: record.front.place(),
+        devices: record.devices.clone(),
+        process: if kept { record.process } else { 0 },
+        since_unix: record.since_unix,
+        state: match (kept, record.unmounted) {
+            (true, _) => State::Silent,
+            (false, true) => State::Unmounted,
+            (false, false) => State::Dead,
+        },
+        disks: record
+            .images
+            .iter()
+            .enumerate()
+            .map(|(index, image)| DiskStatus {
+                dirty: dirty(index).unwrap_or(0),
+                image: image.to_string(),
+                mode: disk::mode(image, &record.how).into(),
+                read_only: record.how.read_only,
+                link: link.into(),
+                ..DiskStatus::default()
+            })
+            .collect(),
+    }
+}
+
+/// Whether something is at `path` in the file system's tree, without following it.
+fn is_there(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}

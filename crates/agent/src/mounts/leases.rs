@@ -1,0 +1,197 @@
+//! Who holds this site's images.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Result;
+use drover_core::ImageName;
+use drover_mount::MountError;
+use drover_mount::server::{Holder, Leased, MERGE_NOTE, Server, lease_on_disk};
+use drover_store::Catalog;
+use drover_teleport::Site;
+use drover_teleport::protocol::Request;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::home::Home;
+use crate::remote::Call;
+use crate::site;
+use crate::text::clean;
+
+/// An image that is mounted or leased, as it is told.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Held {
+    /// The image.
+    pub image: String,
+    /// Who may write it.
+    pub writer: Option<Writer>,
+    /// Mounts that are connected now.
+    pub connected: Vec<String>,
+    /// Why it cannot be said who may write it.
+    #[serde(default)]
+    pub problem: Option<String>,
+}
+
+/// A mount that may write, or wrote.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Writer {
+    /// The peer whose mount it is.
+    pub peer: String,
+    /// What the mount says of itself.
+    pub note: String,
+    /// Its number.
+    pub mount: String,
+    /// Since when, seconds since 1970.
+    pub since_unix: u64,
+}
+
+/// What a broken lease was.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Broken {
+    /// The image.
+    pub image: String,
+    /// Who might write it.
+    pub writer: Option<Writer>,
+    /// The lease was damaged, and another is in its place.
+    #[serde(default)]
+    pub damaged: bool,
+}
+
+impl From<Holder> for Writer {
+    fn from(holder: Holder) -> Writer {
+        Writer {
+            peer: holder.peer_name,
+            note: holder.note,
+            mount: holder.mount.to_string(),
+            since_unix: holder.since_unix,
+        }
+    }
+}
+
+/// Why an image may not be replaced or removed now; none when it may.
+pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) -> Option<String> {
+    let leased = match leased {
+        Ok(leased) => leased?,
+        // Somebody may have it.
+        Err(e) => return Some(format!("who may write it cannot be read: {e}")),
+    };
+    match (&leased.holder, leased.connected.first()) {
+        (Some(holder), _) if holder.note == MERGE_NOTE => Some(format!(
+            "what mounts wrote over it is being made part of it; try again when that is done, or end it by `drover mounts break {name}`"
+        )),
+        (Some(holder), _) => Some(format!(
+            "{} of {} may write it; unmount it there, or `drover mounts break {name}` at the site that has it",
+            clean(&holder.note),
+            clean(&holder.peer_name)
+        )),
+        (None, Some(reader)) => Some(format!(
+            "{} has it mounted; unmount it there",
+            clean(reader)
+        )),
+        (None, None) => None,
+    }
+}
+
+/// Who may still push to an image, by what is written down: also while no site serves it.
+pub fn leased_on_disk(state: &Path, name: &ImageName) -> Result<Option<Leased>, MountError> {
+    let holder = lease_on_disk(state, name)?;
+    Ok(Some(Leased {
+        image: name.to_string(),
+        holder,
+        connected: Vec::new(),
+        problem: None,
+    }))
+}
+
+/// Keeps images that somebody may still push to from being replaced or removed while no site runs.
+pub fn hold_written(site: &Site, home: &Home) {
+    let state = home.mounted_dir();
+    site.hold_by(Arc::new(move |name| {
+        why_held(name, leased_on_disk(&state, name))
+    }));
+}
+
+/// The leases of a server as JSON.
+///
+/// # Errors
+/// When the site's state cannot be read.
+pub fn leases_json(server: &Server) -> Result<String> {
+    let held: Vec<Held> = server
+        .leases()?
+        .into_iter()
+        .map(|leased| Held {
+            image: leased.image,
+            writer: leased.holder.map(Writer::from),
+            connected: leased.connected,
+            problem: leased.problem,
+        })
+        .collect();
+    Ok(serde_json::to_string(&held)?)
+}
+
+/// Breaks a lease; what it was, as JSON.
+///
+/// # Errors
+/// When the site's state cannot be changed.
+pub async fn broken_json(server: &Arc<Server>, name: &ImageName) -> Result<String> {
+    let (on_disk, image) = (Arc::clone(server), name.clone());
+    let damaged = tokio::task::spawn_blocking(move || on_disk.replace_damaged_lease(&image));
+    let damaged = damaged.await??;
+    let holder = server.break_lease(name).await?;
+    Ok(serde_json::to_string(&Broken {
+        image: name.to_string(),
+        writer: holder.map(Writer::from),
+        damaged,
+    })?)
+}
+
+/// Asks the running site, or does what it would do when none runs.
+async fn ask<T: DeserializeOwned>(home: &Home, request: Request) -> Result<T> {
+    let text = match Call::local(home).await? {
+        Some(call) => call.text(&request).await?,
+        None => {
+            let catalog = Arc::new(match &request {
+                Request::Leases => site::look_at_catalog(home)?,
+                _ => site::open_catalog(home)?,
+            });
+            let server = super::site_server(home, &catalog)?;
+            match request {
+                Request::BreakLease { name } => broken_json(&server, &name).await?,
+                _ => leases_json(&server)?,
+            }
+        }
+    };
+    Ok(serde_json::from_str(&text)?)
+}
+
+/// Who holds images of this site.
+///
+/// # Errors
+/// When the site does not answer, or its state cannot be read.
+pub async fn held(home: &Home) -> Result<Vec<Held>> {
+    ask(home, Request::Leases).await
+}
+
+/// Takes the right to write an image from whoever has it.
+///
+/// # Errors
+/// When the site does not answer, or its state cannot be changed.
+pub async fn break_lease(home: &Home, name: &ImageName) -> Result<Broken> {
+    ask(home, Request::BreakLease { name: name.clone() }).await
+}
+
+/// Whether there is an image of that name, or a lease of one that is gone.
+///
+/// # Errors
+/// When the catalog cannot be read.
+pub fn is_known(home: &Home, name: &ImageName) -> Result<bool> {
+    let image = site::open_catalog(home)?.by_name(name);
+    if image.map_err(anyhow::Error::msg)?.is_some() {
+        return Ok(true);
+    }
+    // One that cannot be read is one.
+    Ok(!matches!(
+        lease_on_disk(&home.mounted_dir(), name),
+        Ok(None)
+    ))
+}

@@ -1,0 +1,88 @@
+//! Images on their way that have not arrived, here and at peers.
+
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use drover_net::PeerKey;
+use drover_teleport::protocol::{Reply, Request};
+use drover_teleport::transfers::{TransferState, Unfinished, unfinished};
+
+use crate::home::{CleanUp, Home};
+use crate::own::Own;
+use crate::remote::{Call, find_peer};
+use crate::site;
+use drover_store::SiteCatalog;
+
+/// Transfers that a site may list.
+const MAX_LISTED: usize = 1_000_000;
+
+/// A site that is asked: a peer, or this one.
+async fn call(home: &Home, peer: Option<&str>) -> Result<Option<Call>> {
+    match peer {
+        None => Call::local(home).await,
+        Some(name) => {
+            let peer = find_peer(&site::look_at_catalog(home)?, name)?;
+            Ok(Some(Call::peer(&home.identity()?, &peer).await?))
+        }
+    }
+}
+
+/// The unfinished transfers of this site, or of a peer.
+///
+/// # Errors
+/// When the site cannot be asked.
+pub async fn listed(home: &Home, peer: Option<&str>) -> Result<Vec<Unfinished>> {
+    let Some(mut call) = call(home, peer).await? else {
+        let work = home.work_dir();
+        return Ok(tokio::task::spawn_blocking(move || unfinished(&work)).await??);
+    };
+    call.ask(&Request::Transfers).await?;
+    let mut list = Vec::new();
+    loop {
+        match call.reply().await? {
+            Reply::Transfers(some) if some.is_empty() => break,
+            Reply::Transfers(some) => list.extend(some),
+            _ => return Err(call.confused()),
+        }
+        if list.len() > MAX_LISTED {
+            bail!("more than {MAX_LISTED} unfinished transfers are listed");
+        }
+    }
+    call.close().await;
+    Ok(list)
+}
+
+/// Removes what is left of a transfer, here or at a peer.
+///
+/// # Errors
+/// When the site cannot be asked, or refuses.
+pub async fn remove(home: &Home, at: Option<&str>, transfer: &Unfinished) -> Result<()> {
+    let key = transfer.key.clone();
+    if let Some(mut call) = call(home, at).await? {
+        call.ask(&Request::RemoveTransfer { key }).await?;
+        let Reply::Done { .. } = call.reply().await? else {
+            return Err(call.confused());
+        };
+        call.close().await;
+        return Ok(());
+    }
+    let mut room = CleanUp::of(home);
+    let damaged = transfer.state == TransferState::Damaged;
+    room.run_async(|| remove_here(home, &key, damaged)).await
+}
+
+async fn remove_here(home: &Home, key: &str, damaged: bool) -> Result<()> {
+    let catalog: Arc<SiteCatalog> = Arc::new(site::open_catalog(home)?);
+    let (site, key) = (Own::open(home, &catalog).await?, key.to_owned());
+    site.run(move |site| match site.remove_transfer(&key) {
+        // Opening the site has removed it.
+        Err(e) if damaged && e.refusal().is_some() => Ok(()),
+        removed => removed.map(drop),
+    })
+    .await
+}
+
+/// Whether a peer may remove a transfer: one that it sends itself.
+pub fn is_of(list: &[Unfinished], key: &str, peer: &PeerKey) -> bool {
+    list.iter().any(|t| t.key == key && t.sender == *peer)
+}

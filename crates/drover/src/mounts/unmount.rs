@@ -1,0 +1,76 @@
+//! `unmount`: ends a mount.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use drover_agent::home::Home;
+use drover_agent::mounts::{self, ANSWER_LIMIT, Record, State, Status, StopHow};
+use drover_agent::text::bytes;
+use serde_json::json;
+
+use crate::bar::Bar;
+use crate::cli::UnmountArgs;
+use crate::{out, prompt};
+
+/// `drover unmount`.
+///
+/// # Errors
+/// When nothing like it is mounted, it is in use, or what was written cannot be pushed.
+pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
+    let mount = mounts::find(home, &args.what)?;
+    let (place, record) = &mount;
+    let status = mounts::status_of(place, record, ANSWER_LIMIT);
+    let dirty: u64 = status.disks.iter().map(|d| d.dirty).sum();
+    if args.dry_run {
+        return would(&status, record, &args, dirty);
+    }
+    if args.discard {
+        let what = match (status.state, dirty) {
+            (State::Dead, _) => "what was written and not pushed".into(),
+            (_, n) => bytes(n),
+        };
+        prompt::confirm(&format!("Throw away {what} of {}?", record.name), args.yes)?;
+    }
+    let how = StopHow {
+        offline: args.offline,
+        discard: args.discard,
+        keep_cache: args.keep_cache,
+        lazy: args.lazy,
+    };
+    let bar = Bar::new("pushing", args.json);
+    let shown = bar.clone();
+    let progress = Arc::new(move |done, total| shown.at(done, total));
+    let left = mounts::end(home, &mount, how, progress).await;
+    bar.clear();
+    let left = left?;
+    if args.json {
+        return out::json(&json!({
+            "event": "unmounted", "name": record.name,
+            "left": left.lines().join("; "), "kept_there": left.there,
+        }));
+    }
+    for line in left.lines() {
+        out::note(&format!("drover: {}: {line}", record.name));
+    }
+    Ok(())
+}
+
+/// Says what an unmount would do.
+fn would(status: &Status, record: &Record, args: &UnmountArgs, dirty: u64) -> Result<()> {
+    let fate = match (args.discard, args.offline) {
+        (true, _) => "thrown away",
+        (_, true) => "kept here for the next mount",
+        _ => "pushed",
+    };
+    if args.json {
+        return out::json(&json!({
+            "event": "would_unmount", "name": record.name, "dirty": dirty, "fate": fate,
+            "state": status.state, "devices": record.devices,
+        }));
+    }
+    out::line(&format!(
+        "{} would end; {} that the other site does not have would be {fate}",
+        record.name,
+        bytes(dirty)
+    ))
+}
