@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use drover_core::BlockDevice;
 use drover_device::backend::{FileDevice, MemoryDevice};
-use drover_device::stage::Delay;
+use drover_device::testing::Delay;
 use drover_frontend::nbd::{Export, Server, ServerOptions};
 use drover_frontend::nbdclient::{self, Detach, Error, Interface, Local};
 use drover_frontend::ublk;

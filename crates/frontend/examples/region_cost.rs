@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use drover_core::BlockDevice;
 use drover_device::backend::MemoryDevice;
-use drover_device::stage::Delay;
+use drover_device::testing::Delay;
 use drover_frontend::region::{Options, Region};
 
 const PAGE: usize = 4096;

@@ -25,7 +25,6 @@
 mod error;
 mod mount;
 pub(crate) mod mounts;
-mod pool;
 mod request;
 mod serve;
 

@@ -4,12 +4,14 @@
 //! All unsafe code of the project lives here, each block with its reason. What must not live here: anything that
 //! knows where a device's bytes come from.
 
+mod budget;
 pub mod fuse;
 mod kernel;
 pub mod loopdev;
 pub mod nbd;
 pub mod nbdclient;
 mod patience;
+mod pool;
 pub mod region;
 pub mod ublk;
 

@@ -5,7 +5,7 @@
 //!   `base:allocation`, flush, FUA, trim, zeroes with `NO_HOLE` and `FAST_ZERO`, cache, several connections to one
 //!   export.
 //! - A connection has one thread that reads requests. It answers by itself what waits for nothing; the rest goes to
-//!   threads that come and go with the work (`lanes`). So does a long write that waits for nothing, when the client has
+//!   threads that come and go with the work (`pool`). So does a long write that waits for nothing, when the client has
 //!   sent more already: one thread copies it to the device while the other receives what follows. Whoever has a reply
 //!   ready sends everybody's (`outbox`).
 //! - Everything that a client can make grow has a limit: connections, options, requests and bytes under way, the
@@ -13,7 +13,7 @@
 //!
 //! What must not live here: sockets to anything but NBD clients, and what a device is made of.
 //!
-//! Locks: the list of connections, a connection's budget, pool, outbox and lanes. None is held while another is taken,
+//! Locks: the list of connections, a connection's budget, pool, outbox and threads. None is held while another is taken,
 //! nor over a device or a socket. Only TLS nests: the sender's, or the receiver's, buffer before the TLS state; those
 //! buffers are held over the socket, each by the one thread that sends or receives.
 
@@ -25,7 +25,6 @@ mod execute;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod input;
-mod lanes;
 mod negotiate;
 mod outbox;
 mod server;

@@ -12,11 +12,11 @@
 mod abi;
 mod control;
 mod options;
-mod pool;
 mod queue;
 mod request;
 #[cfg(test)]
 mod tests;
+mod workers;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -31,8 +31,8 @@ pub use crate::kernel::{Detach, Error};
 use abi::{Info, Params, command};
 use control::Control;
 pub use options::{DEEPEST_QUEUE, MOST_QUEUES, MOST_WORKERS, Options};
-use pool::Pool;
 use request::Target;
+use workers::Workers;
 
 const MISSING: Error = Error::Missing {
     driver: "ublk",
@@ -199,7 +199,7 @@ fn serve(
         device,
         longest: params.longest,
     });
-    let pool = Arc::new(Pool::new(target.clone(), workers));
+    let pool = Arc::new(Workers::new(target.clone(), workers));
     let (sender, receiver) = mpsc::sync_channel(usize::from(got.queues));
     for number in 0..got.queues {
         let (target, pool, ready, depth) =

@@ -1,15 +1,11 @@
 //! One file taken apart: which format, its map, and the layout that follows from it.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use drover_core::ReadAt;
-
-use crate::format::{Probe, probe};
 use crate::layout::{BuildError, LayoutBuilder};
 use crate::limits::{MAX_RANGES, MAX_TABLES, MAX_VIRTUAL_SIZE};
 use crate::mapping::{Flat, Mapping, Target};
-use crate::{Format, ImageError, Layout, qcow2, vdi, vhd, vhdx, vmdk};
+use crate::{Format, ImageError, Layout};
 
 /// The file that shows through where a disk has nothing of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,35 +79,6 @@ impl Container {
                 file: 0,
             },
         )
-    }
-
-    /// Takes `file` apart by its content.
-    pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Self, ImageError> {
-        let Probe {
-            format,
-            foreign,
-            luks,
-        } = probe(file)?;
-        let mut container = match format {
-            Format::Raw => Container::raw(file.len()),
-            Format::Qcow2 => qcow2::open(file)?,
-            Format::Vmdk => vmdk::open(file)?,
-            Format::Vhdx => vhdx::open(file)?,
-            Format::Vdi => vdi::open(file)?,
-            Format::Vhd => vhd::open(file)?,
-        };
-        if let Some(name) = foreign {
-            container.notes.push(format!(
-                "a {name} image is not understood: sent as raw bytes"
-            ));
-            container.sealed = Some(format!("{name} is not a format that drover reads"));
-        }
-        if luks {
-            container
-                .notes
-                .push("it is encrypted (LUKS): its blocks cannot match other images".into());
-        }
-        Ok(container)
     }
 
     /// Bytes in the disk that the guest sees.

@@ -1,11 +1,12 @@
 //! The guest's view: a disk put together from all the files that make it up.
 
 mod chain;
+mod medium;
 mod parts;
 
 use std::io;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use drover_core::{Extent, ExtentKind, ReadAt};
@@ -71,30 +72,6 @@ enum Place {
 }
 
 impl VirtualDisk {
-    /// Opens the image at `path`, with backing files beside it ([`Trust::Beside`]).
-    ///
-    /// # Errors
-    /// [`ImageError`] naming the file that is damaged, unreadable or not to be followed.
-    pub fn open(path: &Path) -> Result<Self, ImageError> {
-        Self::open_with(path, Trust::Beside)
-    }
-
-    /// Opens the image at `path`, following backing files as far as `trust` says.
-    ///
-    /// # Errors
-    /// [`ImageError`] naming the file that is damaged, unreadable or not to be followed.
-    pub fn open_with(path: &Path, trust: Trust) -> Result<Self, ImageError> {
-        chain::open(path, trust)
-    }
-
-    /// The disk in a single file that needs no other.
-    ///
-    /// # Errors
-    /// [`ImageError`] when the file is damaged, or is not a whole disk by itself.
-    pub fn from_content(content: Arc<dyn ReadAt>) -> Result<Self, ImageError> {
-        chain::single(content)
-    }
-
     fn new(layers: Vec<Layer>, format: Format) -> Self {
         VirtualDisk {
             size: layers.first().map_or(0, |l| l.mapping.virtual_size()),

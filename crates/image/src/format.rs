@@ -3,10 +3,6 @@
 use std::fmt;
 use std::str::FromStr;
 
-use drover_core::ReadAt;
-
-use crate::{ImageError, vhd};
-
 /// A disk image format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Format {
@@ -64,83 +60,4 @@ impl FromStr for Format {
             _ => Err(ParseFormatError(s.to_owned())),
         }
     }
-}
-
-/// What a file's content says it is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Probe {
-    pub(crate) format: Format,
-    /// A container that is not read here and is therefore taken as raw: its name.
-    pub(crate) foreign: Option<&'static str>,
-    /// A raw disk that is one encrypted volume.
-    pub(crate) luks: bool,
-}
-
-/// Looks at the first sectors of `file`, and at the last for a fixed vhd.
-pub(crate) fn probe(file: &dyn ReadAt) -> Result<Probe, ImageError> {
-    let mut start = [0u8; 512];
-    let len = file.len();
-    let n = usize::try_from(len).unwrap_or(usize::MAX).min(start.len());
-    file.read_exact_at(&mut start[..n], 0)
-        .map_err(|e| ImageError::io("read the first sector", e))?;
-    let start = &start[..n];
-    let known = |format| {
-        Ok(Probe {
-            format,
-            foreign: None,
-            luks: false,
-        })
-    };
-    if let Some(name) = foreign(start) {
-        return Ok(Probe {
-            format: Format::Raw,
-            foreign: Some(name),
-            luks: false,
-        });
-    }
-    if start.starts_with(b"QFI\xfb") {
-        return known(Format::Qcow2);
-    }
-    if start.starts_with(b"KDMV") || is_descriptor(start) {
-        return known(Format::Vmdk);
-    }
-    if start.starts_with(b"vhdxfile") {
-        return known(Format::Vhdx);
-    }
-    if start.get(0x40..0x44) == Some(&[0x7f, 0x10, 0xda, 0xbe]) {
-        return known(Format::Vdi);
-    }
-    if start.starts_with(b"conectix") || vhd::has_fixed_footer(file)? {
-        return known(Format::Vhd);
-    }
-    Ok(Probe {
-        format: Format::Raw,
-        foreign: None,
-        luks: start.starts_with(b"LUKS\xba\xbe"),
-    })
-}
-
-/// Whether a vmdk text descriptor begins here.
-pub(crate) fn is_descriptor(start: &[u8]) -> bool {
-    const FIRST_LINE: &[u8] = b"# Disk DescriptorFile";
-    start
-        .get(..FIRST_LINE.len())
-        .is_some_and(|s| s.eq_ignore_ascii_case(FIRST_LINE))
-}
-
-fn foreign(start: &[u8]) -> Option<&'static str> {
-    const KNOWN: &[(&[u8], &str)] = &[
-        (b"QFI\xfb\0\0\0\x01", "qcow version 1"),
-        (b"QED\0", "qed"),
-        (b"COWD", "vmdk (VMFS sparse)"),
-        (b"\xbe\xba\xfe\xca\0\0\0\0", "vmdk (SEsparse)"),
-        (b"WithoutFreeSpace", "parallels"),
-        (b"WithouFreSpacExt", "parallels"),
-        (b"Bochs Virtual HD Image", "bochs"),
-        (b"EVF\x09\x0d\x0a\xff\x00", "expert witness"),
-    ];
-    KNOWN
-        .iter()
-        .find(|(magic, _)| start.starts_with(magic))
-        .map(|&(_, name)| name)
 }

@@ -69,6 +69,14 @@ pub struct GrainRange {
     pub kind: RangeKind,
 }
 
+/// The grain by which a forward run is counted: `native` where it divides, else less.
+fn forward_grain(len: u64, native: u32) -> u32 {
+    [native, 4096, 512]
+        .into_iter()
+        .find(|&g| len.is_multiple_of(u64::from(g)))
+        .unwrap_or(1)
+}
+
 impl GrainRange {
     /// Bytes in the range.
     #[must_use]
@@ -159,7 +167,7 @@ impl Layout {
                 break;
             }
             walk = walk.next_multiple_of(BLOCK_SIZE_U64) + run.start % BLOCK_SIZE_U64;
-            let grain = builder::forward_grain(len, 4096);
+            let grain = forward_grain(len, 4096);
             ranges.push(GrainRange {
                 walk,
                 file: run.start,

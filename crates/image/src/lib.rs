@@ -20,6 +20,7 @@ mod mapping;
 mod names;
 mod outgoing;
 mod parse;
+mod probe;
 mod qcow2;
 mod reader;
 mod vdi;

@@ -9,8 +9,8 @@ use drover_core::{ExtentKind, ReadAt};
 use crate::container::Container;
 use crate::disk::Trust;
 use crate::file::push_rounded;
-use crate::format::probe;
 use crate::limits::{MAX_FILE_EXTENTS, MAX_VIRTUAL_SIZE};
+use crate::probe::probe;
 use crate::qcow2::Created;
 use crate::{Format, ImageError, ImageFile, Layout, Stamp, VirtualDisk, names};
 

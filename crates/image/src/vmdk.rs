@@ -8,8 +8,7 @@ use std::sync::Arc;
 use drover_core::ReadAt;
 
 use crate::container::{Backing, Body, Container};
-use crate::format::is_descriptor;
-use crate::limits::{MAX_DESCRIPTOR_BYTES, MAX_EXTENT_FILES};
+use crate::limits::MAX_EXTENT_FILES;
 use crate::reader::Reader;
 use crate::{Format, ImageError};
 
@@ -73,6 +72,10 @@ fn parent(text: &Descriptor, container: &mut Container) {
     }
 }
 
-fn descriptor_limit(len: u64) -> bool {
-    len <= MAX_DESCRIPTOR_BYTES
+/// Whether a vmdk text descriptor begins here.
+pub(crate) fn is_descriptor(start: &[u8]) -> bool {
+    const FIRST_LINE: &[u8] = b"# Disk DescriptorFile";
+    start
+        .get(..FIRST_LINE.len())
+        .is_some_and(|s| s.eq_ignore_ascii_case(FIRST_LINE))
 }

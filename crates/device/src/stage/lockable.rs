@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, Cost, DeviceError};
 use parking_lot::{Condvar, Mutex};
 
-use super::MOST_PATIENCE;
+use super::MAX_PATIENCE;
 use super::gated::{Entry, Gate, Gated, Operation, Request};
 
 /// A device that can be locked: then no request is under way and none begins until it is unlocked.
@@ -17,7 +17,7 @@ impl<D: BlockDevice> Lockable<D> {
     /// [`DeviceError::Unavailable`] after `patience`, of at most a day; [`LockHandle::lock`] has the same.
     pub fn new(inner: D, patience: Duration) -> (Self, LockHandle) {
         let shared = Arc::new(Shared {
-            patience: patience.min(MOST_PATIENCE),
+            patience: patience.min(MAX_PATIENCE),
             state: Mutex::default(),
             changed: Condvar::new(),
         });

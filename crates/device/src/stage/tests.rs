@@ -7,7 +7,7 @@ use std::time::Duration;
 use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Zeroes};
 
 use super::*;
-use crate::testing::{Call, Probe};
+use crate::testing::{Call, Cut, Delay, Errors, Probe, Rate, Strict};
 
 const CHUNK: u32 = 4096;
 const SIZE: u64 = 1 << 20;

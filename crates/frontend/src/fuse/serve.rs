@@ -15,9 +15,10 @@ use fuser::{
 };
 use parking_lot::Mutex;
 
-use super::pool::Pool;
 use super::request::{read, reported, seek, write};
 use super::{Options, THREADS_MAX};
+use crate::budget::{Budget, Permit};
+use crate::pool::Pool;
 
 /// The longest read or write that the kernel sends (it takes no more than 256 pages unless a sysctl says so).
 const LONGEST: u32 = 1 << 20;
@@ -27,6 +28,33 @@ const BACKGROUND: u16 = 256;
 const KEEP: Duration = Duration::from_secs(60);
 /// The number of the file below a directory.
 const INNER: INodeNo = INodeNo(2);
+/// Requests that wait for a thread, or have one; whoever brings one more waits.
+const MAX_WAITING: usize = 4096;
+/// Bytes that they carry.
+const MAX_WAITING_BYTES: usize = 128 << 20;
+
+type Job = (Box<dyn FnOnce() + Send>, Permit);
+
+/// Threads for requests that wait, bounded in number and bytes.
+struct Waiting {
+    threads: Pool<Job>,
+    budget: Arc<Budget>,
+}
+
+impl Waiting {
+    fn new(threads: usize) -> Self {
+        Self {
+            threads: Pool::new("fuse-wait", threads, || |(job, _permit): Job| job()),
+            budget: Budget::new(MAX_WAITING, MAX_WAITING_BYTES),
+        }
+    }
+
+    /// Has `job`, which carries `bytes` bytes, done by a thread. Waits while there are too many.
+    fn submit(&self, bytes: usize, job: impl FnOnce() + Send + 'static) {
+        let permit = self.budget.admit(bytes);
+        self.threads.submit((Box::new(job), permit));
+    }
+}
 
 /// The one file.
 pub(super) struct Disk {
@@ -40,9 +68,9 @@ pub(super) struct Disk {
     /// The root is a directory with the file in it.
     below_directory: bool,
     owned: Mutex<Owned>,
-    pool: Pool,
+    waiting: Waiting,
     /// For what changes the device, or flushes it, and may wait for a network, or for room that only a network makes.
-    changes: Pool,
+    changes: Waiting,
 }
 
 /// What chmod, chown and writes change.
@@ -82,8 +110,8 @@ impl Disk {
                 modified: now,
                 changed: now,
             }),
-            pool: Pool::new(options.waiting_threads.clamp(1, THREADS_MAX)),
-            changes: Pool::new(options.waiting_threads.clamp(1, THREADS_MAX)),
+            waiting: Waiting::new(options.waiting_threads.clamp(1, THREADS_MAX)),
+            changes: Waiting::new(options.waiting_threads.clamp(1, THREADS_MAX)),
             device,
         }
     }
@@ -126,9 +154,9 @@ impl Disk {
 
     /// Does `job` here, or, if it would wait for a network, on a thread of the pool: so that requests that need not
     /// wait find a thread.
-    fn go(&self, waits: bool, pool: &Pool, job: impl FnOnce() + Send + 'static) {
+    fn go(&self, waits: bool, threads: &Waiting, job: impl FnOnce() + Send + 'static) {
         match waits {
-            true => pool.submit(0, job),
+            true => threads.submit(0, job),
             // The reply that a panic drops says EIO; this thread goes on.
             false => drop(std::panic::catch_unwind(AssertUnwindSafe(job))),
         }
@@ -258,7 +286,7 @@ impl Filesystem for Disk {
         let length = self.inside(offset, u64::from(size));
         let (device, longest) = (self.device.clone(), self.longest);
         let waits = self.waits(offset, length);
-        self.go(waits, &self.pool, move || {
+        self.go(waits, &self.waiting, move || {
             read(device.as_ref(), offset, length as usize, longest, reply);
         });
     }
@@ -388,7 +416,7 @@ impl Filesystem for Disk {
         };
         let (device, size) = (self.device.clone(), self.size);
         let waits = self.waits(from, size - from);
-        self.go(waits, &self.pool, move || {
+        self.go(waits, &self.waiting, move || {
             match seek(device.as_ref(), from, data) {
                 Ok(Some(at)) => reply.offset(at as i64),
                 // The end of a file counts as a hole.

@@ -14,7 +14,7 @@ const POOL_BUFFERS: usize = 256;
 
 /// The buffers of one connection, so that what one client read never lies in a buffer of another.
 #[derive(Default)]
-pub(super) struct Pool {
+pub(super) struct Buffers {
     kept: Mutex<Kept>,
 }
 
@@ -24,7 +24,7 @@ struct Kept {
     bytes: usize,
 }
 
-impl Pool {
+impl Buffers {
     /// A buffer of `length` bytes, which hold anything.
     pub(super) fn take(self: &Arc<Self>, length: usize) -> Buffer {
         let whole = length.div_ceil(GRAIN) * GRAIN;
@@ -70,7 +70,7 @@ impl Pool {
 pub(super) struct Buffer {
     bytes: Vec<u8>,
     length: usize,
-    pool: Arc<Pool>,
+    pool: Arc<Buffers>,
 }
 
 impl Deref for Buffer {
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn buffers_come_back_and_what_is_kept_is_limited() {
-        let pool = Arc::new(Pool::default());
+        let pool = Arc::new(Buffers::default());
         let mut first = pool.take(5000);
         assert_eq!(first.len(), 5000);
         first[4999] = 7;

@@ -7,18 +7,19 @@ use std::time::{Duration, Instant};
 
 use drover_core::{BlockDevice, Cost, Extent};
 
-use super::buffer::{Buffer, Pool};
+use super::buffer::{Buffer, Buffers};
 use super::check::check;
 use super::counters::add;
 use super::execute::{Executor, LONGEST_STATUS};
 use super::input::{Input, Next};
-use super::lanes::Lane;
 use super::negotiate::{Negotiation, Security, Session, Step};
-use super::outbox::{Budget, Outbox, Permit, left};
+use super::outbox::{Outbox, left};
 use super::server::Shared;
 use super::socket::{Socket, Transport};
 use super::tls::TlsStream;
 use super::wire::{self, OptionHeader, Request, command, flag, handshake, option, reply};
+use crate::budget::{Budget, Permit};
+use crate::pool::Pool;
 
 /// The longest option that is read (bytes).
 const LONGEST_OPTION: u32 = 64 << 10;
@@ -184,7 +185,7 @@ fn transmit(
 ) -> Result<(), Ended> {
     let export = &shared.exports[session.export];
     let facts = shared.offers[session.export].facts;
-    let pool = Arc::new(Pool::default());
+    let pool = Arc::new(Buffers::default());
     let executor = Arc::new(Executor {
         device: Arc::clone(&export.device),
         can: export.device.capabilities(),
@@ -198,21 +199,24 @@ fn transmit(
         Arc::clone(&shared.counters),
     ));
     let budget = Budget::new(shared.options.requests, shared.options.request_bytes);
-    let run = {
+    let worker = {
         let (executor, outbox) = (Arc::clone(&executor), Arc::clone(&outbox));
-        move |job: Job| {
-            // Nobody waits for it; what writes is done all the same.
-            if outbox.is_gone() && job.request.command == command::READ {
-                return;
+        move || {
+            let (executor, outbox) = (Arc::clone(&executor), Arc::clone(&outbox));
+            move |job: Job| {
+                // Nobody waits for it; what writes is done all the same.
+                if outbox.is_gone() && job.request.command == command::READ {
+                    return;
+                }
+                outbox.put(executor.execute(&job.request, job.payload, job.permit));
+                outbox.flush();
             }
-            outbox.put(executor.execute(&job.request, job.payload, job.permit));
-            outbox.flush();
         }
     };
-    let disk = Lane::new("nbd-disk", DISK_THREADS, run.clone());
-    let network = Lane::new("nbd-network", shared.options.threads, run.clone());
+    let disk = Pool::new("nbd-disk", DISK_THREADS, worker.clone());
+    let network = Pool::new("nbd-network", shared.options.threads, worker.clone());
     // Apart from reads, local or not: what waits for room in a cache waits for as long as a link is slow, or away.
-    let changes = Lane::new("nbd-change", shared.options.threads, run);
+    let changes = Pool::new("nbd-change", shared.options.threads, worker);
 
     let socket = transport.socket();
     socket.receive_within(TICK.min(shared.options.stall))?;
@@ -310,9 +314,6 @@ fn transmit(
     outbox.flush();
     // What a client asked for before it left is done, and answered if it still listens.
     budget.drain();
-    disk.close();
-    network.close();
-    changes.close();
     transport.finish();
     ended
 }

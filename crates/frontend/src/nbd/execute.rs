@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use drover_core::{BlockDevice, Capabilities, DeviceError, Extent, ExtentKind, Zeroes};
 
-use super::buffer::{Buffer, Pool};
+use super::buffer::{Buffer, Buffers};
 use super::check::{Facts, Refusal};
 use super::counters::{Counters, add};
 use super::negotiate::Session;
-use super::outbox::{Body, Head, Permit, Reply};
+use super::outbox::{Body, Head, Reply};
 use super::wire::{self, Request, allocation, chunk, command, errno, flag};
+use crate::budget::Permit;
 
 /// Reads shorter than this are not looked through for holes (bytes).
 const HOLES_FROM: u32 = 32 << 10;
@@ -31,7 +32,7 @@ pub(super) struct Executor {
     pub(super) can: Capabilities,
     pub(super) facts: Facts,
     pub(super) session: Session,
-    pub(super) pool: Arc<Pool>,
+    pub(super) pool: Arc<Buffers>,
     pub(super) counters: Arc<Counters>,
 }
 

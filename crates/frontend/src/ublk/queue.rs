@@ -13,8 +13,8 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::abi::{self, Descriptor, command};
-use super::pool::{Job, Mailbox, Pool};
 use super::request::{Buffer, Target};
+use super::workers::{Job, Mailbox, Workers};
 
 /// Completions that are no tag's: the mailbox has something.
 const BELL: u64 = u64::MAX;
@@ -81,7 +81,7 @@ struct Queue {
     descriptors: Descriptors,
     mailbox: Arc<Mailbox>,
     target: Arc<Target>,
-    pool: Arc<Pool>,
+    pool: Arc<Workers>,
     buffer: Buffer,
     /// Tags that the driver has not taken back.
     live: u16,
@@ -92,7 +92,7 @@ pub(super) fn run(
     number: u16,
     depth: u16,
     target: Arc<Target>,
-    pool: Arc<Pool>,
+    pool: Arc<Workers>,
     ready: &SyncSender<io::Result<()>>,
 ) {
     serve_writeback();
@@ -110,7 +110,7 @@ pub(super) fn run(
 }
 
 impl Queue {
-    fn start(number: u16, depth: u16, target: Arc<Target>, pool: Arc<Pool>) -> io::Result<Self> {
+    fn start(number: u16, depth: u16, target: Arc<Target>, pool: Arc<Workers>) -> io::Result<Self> {
         let descriptors = Descriptors::map(&target, number, depth)?;
         // A command for every tag, and the bell.
         let ring = IoUring::builder()

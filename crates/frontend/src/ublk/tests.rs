@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use drover_core::{Capabilities, Cost, DeviceError};
 use drover_device::backend::MemoryDevice;
-use drover_device::stage::Strict;
+use drover_device::testing::Strict;
 
 use super::abi::{Descriptor, Operation};
-use super::pool::{Job, Mailbox};
+use super::workers::{Job, Mailbox, Workers};
 use super::*;
 
 /// The numbers that `linux/ublk_cmd.h` gives on x86-64 and arm64.
@@ -193,7 +193,7 @@ fn errors_keep_their_meaning() {
 fn the_pool_answers_every_request_and_ends() {
     let (target, _channel) = target(Arc::new(MemoryDevice::new(1 << 20)));
     let target = Arc::new(target);
-    let pool = Pool::new(target.clone(), 3);
+    let pool = Workers::new(target.clone(), 3);
     let mailbox = Arc::new(Mailbox::new().unwrap());
     for tag in 0..200 {
         pool.submit(Job {

@@ -1,23 +1,43 @@
 //! Opening an image with everything behind it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use drover_core::ReadAt;
 
+use super::medium::{Found, medium};
 use super::{Layer, Medium, Trust, VirtualDisk, parts};
 use crate::container::{Backing, Body, Container};
 use crate::limits::MAX_CHAIN_DEPTH;
-use crate::{Format, ImageError, ImageFile, Stamp, names};
+use crate::{Format, ImageError, ImageFile, names};
 
-/// What opening gathers on its way down the chain.
-#[derive(Default)]
-pub(super) struct Found {
-    pub(super) notes: Vec<String>,
-    pub(super) stamps: Vec<(PathBuf, Stamp)>,
+impl VirtualDisk {
+    /// Opens the image at `path`, with backing files beside it ([`Trust::Beside`]).
+    ///
+    /// # Errors
+    /// [`ImageError`] naming the file that is damaged, unreadable or not to be followed.
+    pub fn open(path: &Path) -> Result<Self, ImageError> {
+        Self::open_with(path, Trust::Beside)
+    }
+
+    /// Opens the image at `path`, following backing files as far as `trust` says.
+    ///
+    /// # Errors
+    /// [`ImageError`] naming the file that is damaged, unreadable or not to be followed.
+    pub fn open_with(path: &Path, trust: Trust) -> Result<Self, ImageError> {
+        chain(path, trust)
+    }
+
+    /// The disk in a single file that needs no other.
+    ///
+    /// # Errors
+    /// [`ImageError`] when the file is damaged, or is not a whole disk by itself.
+    pub fn from_content(content: Arc<dyn ReadAt>) -> Result<Self, ImageError> {
+        single(content)
+    }
 }
 
-pub(super) fn open(path: &Path, trust: Trust) -> Result<VirtualDisk, ImageError> {
+fn chain(path: &Path, trust: Trust) -> Result<VirtualDisk, ImageError> {
     let mut found = Found::default();
     let mut layers = Vec::new();
     let mut format = None;
@@ -55,7 +75,7 @@ pub(super) fn open(path: &Path, trust: Trust) -> Result<VirtualDisk, ImageError>
     Ok(disk)
 }
 
-pub(super) fn single(content: Arc<dyn ReadAt>) -> Result<VirtualDisk, ImageError> {
+fn single(content: Arc<dyn ReadAt>) -> Result<VirtualDisk, ImageError> {
     let len = content.len();
     let whole = 0..len;
     let mut container = Container::open(&content)?;
@@ -120,16 +140,5 @@ fn layer(file: ImageFile, expected: Option<Format>, found: &mut Found) -> Result
         layer: Layer { mapping, files },
         format: container.format,
         backing: container.backing,
-    })
-}
-
-/// A file that is plain bytes to the image that names it.
-pub(super) fn medium(path: &Path, found: &mut Found) -> Result<Medium, ImageError> {
-    let file = ImageFile::open(path)?;
-    let present = file.data_extents()?;
-    found.stamps.push((path.to_owned(), file.stamp()));
-    Ok(Medium {
-        content: Arc::new(file),
-        present,
     })
 }

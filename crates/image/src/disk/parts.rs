@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::Medium;
-use super::chain::{Found, medium};
+use super::medium::{Found, medium};
 use crate::container::{Body, Container, Part, PartSource};
 use crate::limits::MAX_EXTENT_FILES;
 use crate::mapping::{Flat, Mapping, Packed, Run, TableSpan, Target};

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use drover_core::BLOCK_SIZE_U64;
 
-use super::{GrainRange, Layout, LayoutError, Order, RangeKind};
+use super::{GrainRange, Layout, LayoutError, Order, RangeKind, forward_grain};
 
 /// Why the runs make no layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,14 +43,6 @@ pub(crate) struct LayoutBuilder<'a> {
     walk_end: u64,
     /// Where the last run ended, as a guest offset (or file offset for metadata).
     key_end: Option<u64>,
-}
-
-/// The grain by which a forward run is counted: `native` where it divides, else less.
-pub(super) fn forward_grain(len: u64, native: u32) -> u32 {
-    [native, 4096, 512]
-        .into_iter()
-        .find(|&g| len.is_multiple_of(u64::from(g)))
-        .unwrap_or(1)
 }
 
 impl<'a> LayoutBuilder<'a> {

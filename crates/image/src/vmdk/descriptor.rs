@@ -2,6 +2,7 @@
 
 use crate::ImageError;
 use crate::container::{Part, PartSource};
+use crate::limits::MAX_DESCRIPTOR_BYTES;
 use crate::reader::Reader;
 
 const FIELD: &str = "descriptor";
@@ -16,7 +17,7 @@ pub(super) struct Descriptor {
 
 /// Reads the text of at most `len` bytes at `offset`.
 pub(super) fn read(file: &Reader, offset: u64, len: u64) -> Result<Descriptor, ImageError> {
-    if !super::descriptor_limit(len) {
+    if len > MAX_DESCRIPTOR_BYTES {
         return Err(file.damaged(FIELD, format!("{len} bytes are too many")));
     }
     let mut bytes = vec![0; len as usize];

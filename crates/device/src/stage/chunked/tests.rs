@@ -5,8 +5,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::backend::MemoryDevice;
-use crate::stage::{Delay, Errors, Fault, Operation, Strict, When};
-use crate::testing::{Call, Probe, contract};
+use crate::stage::Operation;
+use crate::testing::{Call, Delay, Errors, Fault, Probe, Strict, When, contract};
 
 fn strict(size: u64, chunk: u32, longest: u32) -> Chunked<Strict<MemoryDevice>> {
     Chunked::new(Strict::new(MemoryDevice::new(size), chunk, longest), chunk)

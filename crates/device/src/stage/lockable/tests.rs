@@ -2,7 +2,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::*;
 use crate::backend::MemoryDevice;
-use crate::stage::{Cut, CutHandle, CutHow};
+use crate::testing::{Cut, CutHandle, CutHow};
 
 const MS: Duration = Duration::from_millis(1);
 const LONG: Duration = Duration::from_secs(60);

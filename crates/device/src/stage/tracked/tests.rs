@@ -6,7 +6,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::backend::MemoryDevice;
-use crate::stage::{Cut, CutHow, Delay, Errors, Fault, Operation, When};
+use crate::stage::Operation;
+use crate::testing::{Cut, CutHow, Delay, Errors, Fault, When};
 
 fn runs(dirty: &Dirty) -> Vec<Range<u64>> {
     dirty.runs().collect()

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, Cost, DeviceError};
 use parking_lot::Mutex;
 
-use super::delay::LONGEST_WAIT;
-use super::gated::{Entry, Gate, Gated, Request};
+use super::delay::MAX_WAIT;
+use crate::stage::{Entry, Gate, Gated, Request};
 
 /// A device behind a narrow link: a token bucket for the bytes of all reads and writes.
 pub type Rate<D> = Gated<D, Bucket>;
@@ -45,7 +45,7 @@ impl Bucket {
 
     fn time_for(&self, bytes: u64) -> Duration {
         let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(self.per_second);
-        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)).min(2 * LONGEST_WAIT)
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)).min(2 * MAX_WAIT)
     }
 
     /// How long a request of that many bytes has to wait from `now` on, in the order of asking.
@@ -57,9 +57,9 @@ impl Bucket {
         };
         let done = start + self.time_for(bytes);
         let wait = done.saturating_duration_since(now);
-        if wait > LONGEST_WAIT {
+        if wait > MAX_WAIT {
             return Err(DeviceError::Unavailable(format!(
-                "{bytes} bytes would take longer than {LONGEST_WAIT:?} at {} bytes a second",
+                "{bytes} bytes would take longer than {MAX_WAIT:?} at {} bytes a second",
                 self.per_second
             )));
         }

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, Cost, DeviceError};
 use parking_lot::{Condvar, Mutex};
 
-use super::MOST_PATIENCE;
-use super::gated::{Entry, Gate, Gated, Operation, Request};
+use crate::stage::MAX_PATIENCE;
+use crate::stage::{Entry, Gate, Gated, Operation, Request};
 
 /// A device whose link can be cut.
 pub type Cut<D> = Gated<D, Wire>;
@@ -18,7 +18,7 @@ impl<D: BlockDevice> Cut<D> {
     pub fn new(inner: D, patience: Duration) -> (Self, CutHandle) {
         let wire = Wire {
             shared: Arc::default(),
-            patience: patience.min(MOST_PATIENCE),
+            patience: patience.min(MAX_PATIENCE),
         };
         let handle = CutHandle {
             shared: Arc::clone(&wire.shared),

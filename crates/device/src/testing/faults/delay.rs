@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use drover_core::{BlockDevice, Cost, DeviceError};
 
-use super::gated::{Entry, Gate, Gated, Operation, Request};
+use crate::stage::{Entry, Gate, Gated, Operation, Request};
 
 /// A device far away: each request takes a fixed time, and a time for each of its bytes. Requests do not wait for each
 /// other: what bounds them together is [`Rate`](super::Rate).
@@ -26,12 +26,12 @@ pub struct Latency {
 }
 
 /// The longest that a [`Delay`] or a [`Rate`](super::Rate) holds a request back.
-pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(600);
+pub(super) const MAX_WAIT: Duration = Duration::from_secs(600);
 
 impl Latency {
     fn wait(&self, bytes: u32) -> Duration {
         let wait = self.byte.saturating_mul(bytes).saturating_add(self.request);
-        wait.min(LONGEST_WAIT)
+        wait.min(MAX_WAIT)
     }
 }
 
@@ -89,7 +89,7 @@ mod tests {
     #[test]
     fn no_delay_is_longer_than_the_longest() {
         let (request, byte) = (MS, Duration::MAX);
-        assert_eq!(Latency { request, byte }.wait(2), LONGEST_WAIT);
+        assert_eq!(Latency { request, byte }.wait(2), MAX_WAIT);
         assert_eq!(Latency { request, byte }.wait(0), MS);
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes, check_range};
 use parking_lot::Mutex;
 
-use super::gated::{Operation, Request};
+use crate::stage::{Operation, Request};
 
 /// A device that fails as [`Fault`]s say. A fault of the device is one of many: all that match a request count it, the
 /// first that is due fails it.
@@ -264,7 +264,7 @@ impl<D: BlockDevice> BlockDevice for Errors<D> {
 mod tests {
     use super::*;
     use crate::backend::MemoryDevice;
-    use crate::stage::Strict;
+    use crate::testing::Strict;
 
     fn fails(device: &impl BlockDevice, count: usize) -> Vec<bool> {
         (0..count)
