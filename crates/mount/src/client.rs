@@ -1,12 +1,12 @@
 //! The mount's side: an image of another site as the far side of a managed device, or as a device of its own.
 
 mod backlog;
-pub(crate) mod book;
 mod connector;
 mod early;
 mod link;
 mod options;
 pub(crate) mod presence;
+pub(crate) mod scheduler;
 mod tell;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -28,11 +28,11 @@ use crate::MountError;
 use crate::compress::Packer;
 use crate::protocol::{Answer, Ask, Coding, Identity, Opened};
 
-use book::{Book, Job, split};
 pub use connector::{ConnectError, Connected, Connector};
 use early::Early;
 pub use options::{COMMIT_LIMIT, FIRST_CONTACT, GIVE_UP, Options};
 use presence::Pages;
+use scheduler::{Job, Scheduler, split};
 use tell::{Teller, Threads};
 
 /// How often is looked for requests that have waited too long.
@@ -96,7 +96,7 @@ struct Inner {
 }
 
 struct State {
-    book: Book<Reply>,
+    scheduler: Scheduler<Reply>,
     /// Ways to the writers of the lanes.
     lanes: Vec<Option<mpsc::UnboundedSender<(Ask, Bytes)>>>,
     wires: Vec<Arc<WireCounters>>,
@@ -145,7 +145,7 @@ impl Client {
         let inner = Arc::new(Inner {
             committed: AtomicU64::new(opened.identity.epoch),
             state: Mutex::new(State {
-                book: Book::new(opened.shape(), options.window),
+                scheduler: Scheduler::new(opened.shape(), options.window),
                 lanes: Vec::new(),
                 wires: Vec::new(),
                 link: Link::Down("connecting".into()),
@@ -274,7 +274,7 @@ async fn look(inner: Weak<Inner>) {
             return;
         }
         let now = inner.now();
-        let (late, stalled) = inner.state.lock().book.expire(now);
+        let (late, stalled) = inner.state.lock().scheduler.expire(now);
         if stalled {
             // The lane lives, or the reader would have noticed, but no answer comes.
             inner.cut_link();
@@ -296,7 +296,7 @@ async fn pace(inner: Weak<Inner>, paced: Arc<Notify>) {
         if *strong.stop.borrow() {
             return;
         }
-        let at = strong.state.lock().book.select_at();
+        let at = strong.state.lock().scheduler.select_at();
         let Some(at) = at.map(|at| strong.started + at) else {
             continue;
         };
@@ -339,7 +339,7 @@ impl Inner {
         self.issue();
     }
 
-    /// Writes a request into the book, or fails it at once when there is no use.
+    /// Schedules a request, or fails it at once when there is no use.
     fn put(&self, job: Job<Reply>) {
         let mut state = self.state.lock();
         let refused = match &state.link {
@@ -348,7 +348,7 @@ impl Inner {
             Link::Down(why) if !job.survives() => {
                 Some((job, DeviceError::Unavailable(why.clone())))
             }
-            _ => match state.book.ask(job) {
+            _ => match state.scheduler.ask(job) {
                 Ok(()) => None,
                 Err(job) => Some((
                     job,
@@ -367,10 +367,10 @@ impl Inner {
     fn issue(&self) {
         let now = self.now();
         let mut state = self.state.lock();
-        while let Some((lane, ask, body)) = state.book.select(now) {
+        while let Some((lane, ask, body)) = state.scheduler.select(now) {
             state.send(lane, ask, body);
         }
-        let waits = state.book.select_at().is_some();
+        let waits = state.scheduler.select_at().is_some();
         drop(state);
         if waits {
             self.paced.notify_one();
@@ -384,7 +384,7 @@ impl Inner {
             return;
         };
         loop {
-            let room = self.state.lock().book.room();
+            let room = self.state.lock().scheduler.room();
             // Not under the lock: what is asked has locks of its own, and asks back.
             let Some(chunks) = room.and_then(|most| local.next(most)) else {
                 return;
@@ -468,7 +468,7 @@ impl Inner {
                 self.tell_link(&state);
             }
             state.lanes.clear();
-            state.book.take_all()
+            state.scheduler.take_all()
         };
         for (job, runs) in all {
             self.fail(job, &runs, &error);
@@ -480,8 +480,8 @@ impl Inner {
 impl State {
     /// Tells the site what has arrived.
     fn credit(&mut self, now: Duration) {
-        for (lane, ask) in self.book.credits(now) {
-            self.send(lane, ask, Bytes::new());
+        for (lane, credit) in self.scheduler.credits(now) {
+            self.send(lane, credit.into(), Bytes::new());
         }
     }
 
@@ -533,7 +533,7 @@ impl Remote for Client {
         let mut missing = Vec::new();
         for run in claimed.coming.into_iter().chain(claimed.missing) {
             let mut state = inner.state.lock();
-            let (hurried, rest) = state.book.hurry(run, deadline);
+            let (hurried, rest) = state.scheduler.hurry(run, deadline);
             inner.teller.hurry(run);
             for (lane, ask) in hurried {
                 state.send(lane, ask, Bytes::new());
@@ -570,9 +570,9 @@ impl Remote for Client {
         // Nothing that the site read before this may be handed out as what is asked for after it.
         let under_way = self.inner.early.lock().drop_all();
         for run in under_way {
-            self.inner.state.lock().book.forget(run);
+            self.inner.state.lock().scheduler.forget(run);
         }
-        let most = self.inner.state.lock().book.push_part();
+        let most = self.inner.state.lock().scheduler.push_part();
         let parts = changes.into_iter().flat_map(|change| parts(change, most));
         let parts = parts.collect::<Vec<_>>();
         let mut done = tell::all(parts.len(), done);
@@ -634,7 +634,7 @@ impl Remote for Client {
         let inner = &self.inner;
         let now = inner.now();
         let mut state = inner.state.lock();
-        let came = state.book.came();
+        let came = state.scheduler.came();
         let since = now.saturating_sub(state.rate.at).as_secs_f64();
         if since >= 0.2 {
             state.rate = Rate {
@@ -646,11 +646,11 @@ impl Remote for Client {
         let of = |wires: &[Arc<WireCounters>], what: fn(&WireCounters) -> u64| {
             wires.iter().map(|wire| what(wire)).sum::<u64>()
         };
-        let window = state.book.window();
+        let window = state.scheduler.window();
         Traffic {
-            in_flight: state.book.in_flight(),
+            in_flight: state.scheduler.in_flight(),
             window: window.size(),
-            push_window: state.book.push_window(),
+            push_window: state.scheduler.push_window(),
             received: inner.received.load(Ordering::Relaxed)
                 + of(&state.wires, WireCounters::received),
             sent: inner.sent.load(Ordering::Relaxed) + of(&state.wires, WireCounters::sent),
@@ -694,7 +694,8 @@ impl Remote for Client {
 impl Inner {
     /// Packs what is sent, unless the site is so near that it takes longer than sending it.
     fn pack(&self, body: Bytes) -> (Coding, Bytes) {
-        let far = self.state.lock().book.window().round_trip() > Some(Duration::from_millis(2));
+        let far =
+            self.state.lock().scheduler.window().round_trip() > Some(Duration::from_millis(2));
         if !far {
             return (Coding::Plain, body);
         }

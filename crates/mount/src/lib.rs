@@ -12,7 +12,6 @@ mod error;
 pub mod fuzzing;
 pub mod protocol;
 pub mod server;
-pub mod window;
 
 pub use error::MountError;
 

@@ -27,7 +27,7 @@
 //!
 //! Background answers obey a **credit** in bytes of the link, for the mount as a whole: the mount says on each lane how
 //! many bytes arrived on it and how many may be under way in all ([`Ask::Credit`]). So what is under way is exactly
-//! what the mount's [`Window`](crate::window::Window) allows, however well the chunks compress, and
+//! what the mount's [`Window`](drover_net::group::Window) allows, however well the chunks compress, and
 //! everything else that was asked for waits at the site, where a waited-for read overtakes it.
 //!
 //! The bytes are in `docs/format/mount-wire.md`.
@@ -85,10 +85,6 @@ pub const MAX_DIGESTS: u32 = 1024;
 
 /// Lanes of a mount at most.
 pub const MAX_LANES: usize = 9;
-
-/// Bytes that a mount has and has not told of, at most, on all of its lanes together: so little under way does not count at
-/// the site, or the link would stand still for what the site is not told.
-pub const MOST_UNTOLD: u64 = 16 << 10;
 
 /// Requests of a lane without an answer at most.
 pub const MAX_ASKED: usize = 4096;

@@ -2,7 +2,6 @@
 
 mod changes;
 pub(crate) mod counters;
-pub(crate) mod flow;
 mod image;
 mod lane;
 mod lease;

@@ -1,5 +1,5 @@
 //! The two ends' bookkeeping against each other over a link of a given rate and delay, in virtual time and from a seed:
-//! the mount's book and window, the site's queues and flow. What is not here is threads, disks and TCP's own slow start.
+//! the mount's scheduler and window, the site's queues and flow. What is not here is threads, disks and TCP's own slow start.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
+use drover_net::group::Flow;
 
-use crate::client::book::{Book, ChunksAnswer, Job, split};
+use crate::client::scheduler::{ChunksAnswer, Job, Scheduler, split};
 use crate::protocol::{Ask, LaneKind, MAX_READ, MAX_UNIT};
-use crate::server::flow::Flow;
 use crate::server::queue::{Queue, Unit};
 
 mod near;
@@ -175,7 +175,7 @@ struct World {
     looked: [[f64; LANES]; 2],
     link: u64,
     up: bool,
-    book: Book<()>,
+    scheduler: Scheduler<()>,
     near: Near,
     pushing: Pushing,
     paced: bool,
@@ -215,7 +215,7 @@ impl World {
             looked: [[0.0; LANES]; 2],
             link: 0,
             up: false,
-            book: Book::new(shape, set.window),
+            scheduler: Scheduler::new(shape, set.window),
             near: Near::new(set.disk),
             pushing: Pushing::default(),
             paced: false,
@@ -287,7 +287,7 @@ impl World {
             self.step(event);
             let most = (64 << 20) + 2 * u64::from(MAX_READ) + self.wanted.len() as u64 * (4 << 20);
             assert!(
-                self.book.in_flight() <= most,
+                self.scheduler.in_flight() <= most,
                 "more was asked for than fits"
             );
         }
@@ -335,7 +335,10 @@ impl World {
             Event::Wanted => self.want(),
             Event::Cut => {
                 self.up = false;
-                assert!(self.book.link_down().is_empty(), "reads survive a link");
+                assert!(
+                    self.scheduler.link_down().is_empty(),
+                    "reads survive a link"
+                );
                 let pause = self.random.f64() * 0.05;
                 self.at(self.now + pause, Event::Up);
             }
@@ -353,9 +356,8 @@ impl World {
                         PUSH => LaneKind::Push,
                         _ => LaneKind::Back,
                     };
-                    self.book.lane_up(lane, kind);
-                    let credit = self.book.first_credit();
-                    self.send(lane, credit);
+                    let credit = self.scheduler.lane_up(lane, kind);
+                    self.send(lane, credit.into());
                 }
                 if self.set.faults && self.link < 6 {
                     let until = self.random.f64() * 0.3;
@@ -375,7 +377,7 @@ impl World {
                 first: index,
                 count: 1,
             };
-            let (hurried, missing) = self.book.hurry(run, deadline);
+            let (hurried, missing) = self.scheduler.hurry(run, deadline);
             self.near.hurry(run);
             for (lane, ask) in hurried {
                 self.send(lane, ask);
@@ -402,7 +404,7 @@ impl World {
             again,
             to: (),
         };
-        assert!(self.book.ask(job).is_ok(), "no room in the book");
+        assert!(self.scheduler.ask(job).is_ok(), "no room for a request");
     }
 
     fn send(&mut self, lane: usize, ask: Ask) {
@@ -412,7 +414,7 @@ impl World {
     }
 
     fn issue(&mut self) {
-        while let Some((lane, ask, body)) = self.book.select(self.clock()) {
+        while let Some((lane, ask, body)) = self.scheduler.select(self.clock()) {
             if body.is_empty() {
                 self.send(lane, ask);
                 continue;
@@ -422,7 +424,7 @@ impl World {
             let link = self.link;
             self.at(at, Event::Pushed(link, ask, body));
         }
-        if let Some(at) = self.book.select_at()
+        if let Some(at) = self.scheduler.select_at()
             && !self.paced
         {
             self.paced = true;
@@ -436,7 +438,7 @@ impl World {
         if self.set.writes.is_some_and(|writes| !writes.pulls) {
             return;
         }
-        while let Some(most) = self.book.room() {
+        while let Some(most) = self.scheduler.room() {
             let taken = |at: u64, world: &Self| {
                 world.came[at as usize] > 0 || world.wanted.contains_key(&at)
             };
@@ -567,19 +569,19 @@ impl World {
 
     fn answered(&mut self, lane: usize, answer: ChunksAnswer) {
         let now = self.clock();
-        let background = self.book.is_background(answer.id);
-        self.book.received(lane, answer.wire);
+        let background = self.scheduler.is_background(answer.id);
+        self.scheduler.received(lane, answer.wire);
         let tenth = (self.now * 10.0) as usize;
         if self.tenths.len() <= tenth {
             self.tenths.resize(tenth + 1, 0);
         }
         self.tenths[tenth] += answer.wire;
         let taken = self
-            .book
+            .scheduler
             .chunks(lane, &answer, now)
             .expect("what was asked for");
-        for (lane, ask) in self.book.credits(now) {
-            self.send(lane, ask);
+        for (lane, credit) in self.scheduler.credits(now) {
+            self.send(lane, credit.into());
         }
         assert!(taken.is_some(), "an answer to what nobody waits for");
         self.near.queue(answer, background);
@@ -612,7 +614,7 @@ impl World {
                 self.waits.push((since, self.now - since));
             }
         }
-        self.book.verified(run);
+        self.scheduler.verified(run);
         self.pump();
     }
 

@@ -1,5 +1,6 @@
 //! How sites talk: identity, pairing tickets, TLS 1.3 connections between pinned keys, Unix
-//! sockets, length-limited frames, the hello, services and calls, rate limits and reconnecting.
+//! sockets, length-limited frames, the hello, services and calls, rate limits, reconnecting, and
+//! groups of connections with credit and priority ([`group`]).
 //!
 //! Which services there are lives in the crates above; nothing here knows about images or devices.
 //! Nothing here waits a round trip per frame, and no background task is started: who owns a
@@ -18,6 +19,7 @@ mod connect;
 mod connection;
 mod error;
 mod frame;
+pub mod group;
 mod hello;
 mod identity;
 mod keep_alive;

@@ -1,6 +1,6 @@
 //! Background answers that came and wait to be verified. The link is read on meanwhile: were it not, what waits here would
 //! look like a queue in the link, and what somebody waits for would stand behind it. How much there can be is bounded by what
-//! the book asks for: it counts what is here.
+//! the scheduler asks for: it counts what is here.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

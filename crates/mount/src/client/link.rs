@@ -13,8 +13,8 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tracing::{debug, info};
 
-use super::book::ChunksAnswer;
 use super::presence::Pages;
+use super::scheduler::ChunksAnswer;
 use super::tell::ChunksTask;
 use super::{CLOSE_WAIT, ConnectError, Connected, Connector, Inner, Options, Reply};
 use crate::MountError;
@@ -414,14 +414,13 @@ impl Inner {
     fn lane_up(self: &Arc<Self>, lane: Lane, asked: Vec<Ask>, running: &mut JoinSet<MountError>) {
         let (way, asks) = mpsc::unbounded_channel();
         let mut state = self.state.lock();
-        state.book.lane_up(lane.number, lane.kind);
+        let credit = state.scheduler.lane_up(lane.number, lane.kind);
         self.note_early(&mut state, lane.number, asked);
         if state.lanes.len() <= lane.number {
             state.lanes.resize_with(lane.number + 1, || None);
         }
         state.lanes[lane.number] = Some(way);
-        let credit = state.book.first_credit();
-        state.send(lane.number, credit, Bytes::new());
+        state.send(lane.number, credit.into(), Bytes::new());
         state.wires.push(lane.connected.wire.clone());
         drop(state);
         let inner = self.clone();
@@ -436,7 +435,7 @@ impl Inner {
             let Ask::Read { id, first, .. } = ask else {
                 continue;
             };
-            state.book.used(id);
+            state.scheduler.used(id);
             if first >= self.opened.shape().chunks() || early.contains(&first) {
                 continue;
             }
@@ -448,7 +447,7 @@ impl Inner {
                 again: false,
                 to: Reply::Chunks,
             };
-            state.book.was_asked(lane, id, job);
+            state.scheduler.was_asked(lane, id, job);
         }
         if !early.is_empty() {
             *self.early.lock() = super::Early::new(early);
@@ -486,7 +485,7 @@ impl Inner {
             self.received.fetch_add(wire.received(), Ordering::Relaxed);
             self.sent.fetch_add(wire.sent(), Ordering::Relaxed);
         }
-        let lost = state.book.link_down();
+        let lost = state.scheduler.link_down();
         drop(state);
         let error = DeviceError::Unavailable(why);
         for job in lost {
@@ -579,7 +578,7 @@ impl Inner {
                 echo,
                 last,
             };
-            // Looked at before the book believes it. What waits to be verified weighs no more than what was asked for.
+            // Looked at before it is believed. What waits to be verified weighs no more than what was asked for.
             let shape = self.opened.shape();
             let (_, length) = crate::protocol::pieces(shape, first, count, &zeros)?;
             if message.body.len() > length {
@@ -589,9 +588,9 @@ impl Inner {
                 ));
             }
             let mut state = self.state.lock();
-            let background = state.book.is_background(id);
-            state.book.received(lane, wire);
-            let taken = state.book.chunks(lane, &about, now)?;
+            let background = state.scheduler.is_background(id);
+            state.scheduler.received(lane, wire);
+            let taken = state.scheduler.chunks(lane, &about, now)?;
             state.credit(now);
             if let Some(taken) = taken {
                 let task = ChunksTask {
@@ -606,7 +605,7 @@ impl Inner {
                 self.teller.chunks(task, background);
             }
             // The threads may be behind with their disk: the link has room nevertheless.
-            let room = state.book.room().is_some();
+            let room = state.scheduler.room().is_some();
             drop(state);
             if room && !self.pumping.swap(true, Ordering::AcqRel) {
                 let inner = self.clone();
@@ -619,10 +618,10 @@ impl Inner {
         }
         {
             let mut state = self.state.lock();
-            state.book.received(lane, wire);
+            state.scheduler.received(lane, wire);
             state.credit(now);
             if let Answer::Arrived { bytes, at } = message.head {
-                state.book.arrived(lane, bytes, at, now)?;
+                state.scheduler.arrived(lane, bytes, at, now)?;
                 drop(state);
                 self.issue();
                 return Ok(());
@@ -643,11 +642,11 @@ impl Inner {
         }
         let ended = {
             let mut state = self.state.lock();
-            let ended = state.book.end(lane, message.head.id(), now)?;
+            let ended = state.scheduler.end(lane, message.head.id(), now)?;
             if let Some((job, _)) = &ended
                 && matches!(job.ask, Ask::Write { .. } | Ask::Zero { .. })
             {
-                state.book.pushed(now + self.options.give_up);
+                state.scheduler.pushed(now + self.options.give_up);
             }
             ended
         };

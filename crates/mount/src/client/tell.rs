@@ -44,7 +44,7 @@ enum Task {
 /// The way to the threads.
 #[derive(Clone)]
 pub struct Teller {
-    /// As long as what the book admits, like the other.
+    /// As long as what the scheduler admits, like the other.
     front: sync::Sender<Task>,
     back: Arc<Adder>,
 }
@@ -227,7 +227,7 @@ impl Inner {
             good = good.into_iter().filter_map(|g| early.keep(g)).collect();
         }
         // First: from the moment at which they are handed out they may be asked for again.
-        self.state.lock().book.verified(Chunks {
+        self.state.lock().scheduler.verified(Chunks {
             first: task.first,
             count: task.count,
         });

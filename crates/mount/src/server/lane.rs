@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use drover_device::remote::Shape;
+use drover_net::group::Flow;
 use drover_net::{FrameReader, FrameWriter, KeepAlive, PeerKey};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::timeout;
 
 use super::counters::{Counters, Effect};
-use super::flow::Flow;
 use super::image::Image;
 use super::pool::{Pool, Tools};
 use super::queue::{Queue, Unit};
@@ -37,7 +37,7 @@ const FAR: Duration = Duration::from_millis(2);
 const SMALL: usize = 4 << 10;
 
 /// How long the kernel may take to accept an answer before its bytes do not count as being on their way.
-const BEHIND: Duration = Duration::from_millis(3);
+const KERNEL_WAIT: Duration = Duration::from_millis(3);
 
 /// How long a lane's last word may wait for the link.
 const LAST_WORD: Duration = Duration::from_millis(100);
@@ -437,7 +437,7 @@ impl Lane {
                         false => Ok(()),
                     }
                 });
-                match timeout(BEHIND, &mut sending).await {
+                match timeout(KERNEL_WAIT, &mut sending).await {
                     Ok(sent) => sent?,
                     Err(_) => {
                         // What TCP does not take on this lane keeps nothing from the others.

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use drover_device::remote::Chunks;
 
-use crate::client::book::ChunksAnswer;
+use crate::client::scheduler::ChunksAnswer;
 
 /// What the mount writes to.
 #[derive(Clone, Copy, Debug)]

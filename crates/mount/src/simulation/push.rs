@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::{ASK, Event, PUSH, World};
-use crate::client::book::Job;
+use crate::client::scheduler::Job;
 use crate::protocol::{Ask, Coding, MAX_DIRECT};
 use crate::server::counters::Effect;
 use crate::server::queue::Unit;
@@ -66,9 +66,9 @@ impl World {
         let Some(writes) = self.set.writes else {
             return;
         };
-        let most = UNDER_WAY.max(2 * self.book.push_window());
+        let most = UNDER_WAY.max(2 * self.scheduler.push_window());
         while self.pushing.asked < writes.bytes && self.pushing.asked - self.pushing.done < most {
-            let part = self.book.push_part();
+            let part = self.scheduler.push_part();
             self.pushing.asked += part as u64;
             let ask = Ask::Write {
                 id: 0,
@@ -84,7 +84,7 @@ impl World {
                 again: false,
                 to: (),
             };
-            assert!(self.book.ask(job).is_ok(), "no room in the book");
+            assert!(self.scheduler.ask(job).is_ok(), "no room for a request");
         }
     }
 
@@ -126,23 +126,26 @@ impl World {
 
     fn push_answer(&mut self, bytes: u64) -> Duration {
         let now = self.clock();
-        self.book.received(PUSH, bytes);
-        for (lane, ask) in self.book.credits(now) {
-            self.send(lane, ask);
+        self.scheduler.received(PUSH, bytes);
+        for (lane, credit) in self.scheduler.credits(now) {
+            self.send(lane, credit.into());
         }
         now
     }
 
     pub(super) fn push_told(&mut self, bytes: u64, at: u64) {
         let now = self.push_answer(TOLD);
-        let told = self.book.arrived(PUSH, bytes, at, now);
+        let told = self.scheduler.arrived(PUSH, bytes, at, now);
         told.expect("no more than was sent");
         self.issue();
     }
 
     pub(super) fn push_done(&mut self, id: u64) {
         let now = self.push_answer(DONE);
-        let ended = self.book.end(PUSH, id, now).expect("what was asked for");
+        let ended = self
+            .scheduler
+            .end(PUSH, id, now)
+            .expect("what was asked for");
         let (job, _) = ended.expect("an answer to what nobody waits for");
         let bytes = job.body.len() as u64;
         self.pushing.done += bytes;

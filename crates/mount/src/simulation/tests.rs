@@ -27,7 +27,7 @@ fn whatever_happens_to_the_link_every_chunk_comes_exactly_once() {
         let ran = std::panic::catch_unwind(|| {
             let mut world = World::new(set, seed);
             world.run();
-            assert_eq!(world.book.in_flight(), 0, "the book is not empty");
+            assert_eq!(world.scheduler.in_flight(), 0, "requests are left");
         });
         if let Err(panic) = ran {
             eprintln!("seed {seed} fails");
@@ -99,7 +99,7 @@ fn a_near_site_is_not_slower_for_whole_chunks_and_busy_machines() {
                 used * 100.0,
                 p99 * 1e3,
                 limit * 1e3,
-                world.book.window().size() >> 10,
+                world.scheduler.window().size() >> 10,
             );
             if used < 0.95 || p99 > limit {
                 failed.push((turn, trip));
@@ -139,7 +139,7 @@ fn a_disk_that_pauses_costs_a_pull_the_pauses_and_not_more() {
                     trip * 1e3,
                     used * 100.0,
                     least * 100.0,
-                    world.book.window().size() >> 10,
+                    world.scheduler.window().size() >> 10,
                 );
                 if used < least {
                     failed.push((mbit, trip, pause));
@@ -171,7 +171,7 @@ fn a_pull_fills_the_link_when_the_data_shrinks_now_more_now_less() {
                     "{mbit} Mbit/s, {:.0} ms: {:.1} % used, window {} KiB",
                     trip * 1e3,
                     used * 100.0,
-                    world.book.window().size() >> 10,
+                    world.scheduler.window().size() >> 10,
                 );
                 if used < 0.95 {
                     failed.push((mbit, trip, seed));
@@ -216,7 +216,7 @@ fn push_beside_reads(set: Setting, writes: Writes, least: f64) -> bool {
     world.run();
     let (used, p99) = (world.pushing.used(&writes, 2.0), world.p99(2.0));
     let pull_used = if writes.pulls { world.used(2.0) } else { 1.0 };
-    let part = world.book.push_part() as f64;
+    let part = world.scheduler.push_part() as f64;
     // Its chunk, and what stands before its request; before its answer stands what is pulled.
     let own = 2.0 * f64::from(set.chunk) / set.rate;
     let pulled = if writes.pulls { 0.005 } else { 0.0 };
@@ -231,7 +231,7 @@ fn push_beside_reads(set: Setting, writes: Writes, least: f64) -> bool {
         pull_used * 100.0,
         p99 * 1e3,
         limit * 1e3,
-        world.book.push_window() >> 10,
+        world.scheduler.push_window() >> 10,
         part as u64 >> 10,
     );
     used >= least && pull_used >= least && p99 <= limit

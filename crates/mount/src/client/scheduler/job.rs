@@ -1,4 +1,4 @@
-//! A request, and what the book sees of its answers.
+//! A request, and what the scheduler sees of its answers.
 
 use std::time::Duration;
 

@@ -1,91 +1,60 @@
-//! What of a round trip is a queue on the way to the site, and what on the way back, by the two clocks.
+//! What of a round trip is a queue on the way to the peer, and what on the way back, by the two clocks.
 //!
-//! Where a push and a pull go on at once, each direction's bytes stand before the other's word of what arrived. By round
+//! Where bytes are sent and received at once, each direction's bytes stand before the other's word of what arrived. By round
 //! trips alone each takes the other's queue for its own, and gives way to it until nothing is left of one of them.
 //!
 //! The clocks need not agree: what counts is how much longer a way took than the shortest lately.
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
-/// How long the least counts. A clock that is being set right may gain half a millisecond a second on another, so 5 ms
-/// in that time; what is taken for a queue because of that is bounded by [`Window::queue`](crate::window::Window::queue).
-const LEAST_FOR: Duration = Duration::from_secs(10);
+use super::recent::RecentMin;
 
 /// A longer queue than this is not believed, and neither are clocks that differ by so much from what round trips say: one of
 /// them stood still for a while.
-const MOST: Duration = Duration::from_millis(100);
-
-/// The least of the last seconds, in microseconds.
-#[derive(Debug, Default)]
-struct Least(VecDeque<(Duration, i64)>);
-
-impl Least {
-    fn note(&mut self, now: Duration, micros: i64) {
-        let second = Duration::from_secs(now.as_secs());
-        match self.0.back_mut() {
-            Some((at, least)) if *at == second => *least = (*least).min(micros),
-            _ => self.0.push_back((second, micros)),
-        }
-        while self
-            .0
-            .front()
-            .is_some_and(|(at, _)| *at + LEAST_FOR < second)
-        {
-            self.0.pop_front();
-        }
-    }
-
-    fn get(&self) -> i64 {
-        self.0.iter().map(|(_, least)| *least).min().unwrap_or(0)
-    }
-}
+const MAX_QUEUE: Duration = Duration::from_millis(100);
 
 /// How long a body, and the word of its arrival, waited for others on their way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Queues {
-    /// To the site.
+    /// To the peer.
     pub up: Duration,
     /// From it.
     pub down: Duration,
 }
 
-/// The least time of each way.
+/// The least time of each way, in microseconds.
 #[derive(Debug, Default)]
 pub struct Clocks {
-    up: Least,
-    down: Least,
-    trip: Least,
+    up: RecentMin<i64>,
+    down: RecentMin<i64>,
+    trip: RecentMin<i64>,
 }
 
 impl Clocks {
-    /// A body was sent at `sent`, came at `at` microseconds of the site's clock, and word of it came `now`.
+    /// A body was sent at `sent`, came at `at` microseconds of the peer's clock, and word of it came `now`.
     pub fn note(&mut self, sent: Duration, at: u64, now: Duration) -> Queues {
         let micros = |time: Duration| i64::try_from(time.as_micros()).unwrap_or(i64::MAX / 8);
-        // Whatever a site says does not wrap.
+        // Whatever a peer says does not wrap.
         let at = i64::try_from(at).unwrap_or(i64::MAX).min(i64::MAX / 8);
         let (sent, came) = (micros(sent), micros(now));
         let (up, down) = (at - sent, came - at);
         self.trip.note(now, came - sent);
-        if self.trip.get() > self.least_up_and_down(up, down) + micros(MOST) {
+        let least =
+            |lately: &RecentMin<i64>, took| lately.get().map_or(took, |least| least.min(took));
+        if least(&self.trip, came - sent)
+            > least(&self.up, up) + least(&self.down, down) + micros(MAX_QUEUE)
+        {
             (self.up, self.down) = Default::default();
         }
         self.up.note(now, up);
         self.down.note(now, down);
-        let queue = |took: i64, least: &Least| {
-            let micros = u64::try_from(took - least.get()).unwrap_or(0);
-            Duration::from_micros(micros).min(MOST)
+        let queue = |took: i64, lately: &RecentMin<i64>| {
+            let micros = u64::try_from(took - least(lately, took)).unwrap_or(0);
+            Duration::from_micros(micros).min(MAX_QUEUE)
         };
         Queues {
             up: queue(up, &self.up),
             down: queue(down, &self.down),
-        }
-    }
-
-    fn least_up_and_down(&self, up: i64, down: i64) -> i64 {
-        match self.up.0.is_empty() {
-            true => up + down,
-            false => self.up.get().min(up) + self.down.get().min(down),
         }
     }
 }
@@ -127,7 +96,7 @@ mod tests {
         let mut clocks = Clocks::default();
         for at in [0, u64::MAX, 1, i64::MAX as u64, u64::MAX / 2] {
             let seen = clocks.note(MS(10), at, MS(20));
-            assert!(seen.up <= MOST && seen.down <= MOST);
+            assert!(seen.up <= MAX_QUEUE && seen.down <= MAX_QUEUE);
         }
     }
 }

@@ -6,47 +6,40 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
+use drover_net::group::{
+    Answered, Credit, Group, Limits, MAX_PART, MAX_UNANSWERED, Mark, NotSent, Window,
+};
 
-use crate::protocol::{Ask, Code, LaneKind, MAX_ASKED, MAX_LANES, MAX_READ, MOST_UNTOLD, Refusal};
-use crate::window::{Mark, Seen, Window};
+use crate::protocol::{
+    Ask, Code, LaneKind, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_LANES, MAX_READ, Refusal,
+};
 
 mod ahead;
-mod clocks;
 mod job;
-mod push;
 mod runs;
 
-use ahead::{Ahead, MOST_AHEAD};
+use ahead::{Ahead, MAX_AHEAD};
 use job::with_id;
 pub use job::{ChunksAnswer, Job};
-use push::{Bodies, Push};
 pub use runs::split;
-use runs::{cut_out, has_come};
+use runs::{cut_out, has_come, missing};
+
+const _: () = assert!(MAX_UNANSWERED < MAX_ASKED_BYTES as u64);
+const _: () = assert!(MAX_PART <= MAX_DIRECT as usize);
 
 /// Requests that wait to be sent at most.
 pub const MAX_WAITING: usize = 1 << 16;
 
 /// The shortest background request, in bytes of chunks.
-const LEAST_REQUEST: u64 = 16 << 10;
+const MIN_REQUEST: u64 = 16 << 10;
 
 /// A background request should take the link about this long.
 const REQUEST_SECONDS: f64 = 0.001;
 
-/// With a window of less than so many chunks, each of which takes the link longer than this, background requests go on one
-/// lane.
-const NARROW: u64 = 16;
-const NARROW_SECONDS: f64 = 0.001;
-
-/// Bytes that came on a lane of which the site is told at the latest.
-const MOST_STEP: u64 = MOST_UNTOLD / MAX_LANES as u64;
-
-/// Marks of credits that no answer has shown yet, at most; the oldest are forgotten.
-const MOST_MARKS: usize = 4096;
-
 /// A request that ended, and the runs of a read that have not come.
 pub type EndedJob<T> = (Job<T>, Vec<Chunks>);
 
-/// Chunks of an answer, as far as the book knows them.
+/// Chunks of an answer, as far as the scheduler knows them.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Taken {
     /// They have brought a wrong digest before.
@@ -66,38 +59,21 @@ struct Asked<T> {
     pushed: Option<u64>,
 }
 
+/// The requests of a mount.
 #[derive(Debug)]
-struct Lane {
-    kind: LaneKind,
-    /// What its requests weigh.
-    weight: u64,
-    bodies: Bodies,
-    asked: usize,
-    /// Payload bytes that came on it, and how many of them it was told of.
-    received: u64,
-    told: u64,
-    /// Credits given, each with what was known then.
-    marks: VecDeque<(u64, Mark)>,
-}
-
-/// The book.
-#[derive(Debug)]
-pub struct Book<T> {
+pub struct Scheduler<T> {
     shape: Shape,
     next_id: u64,
     front: VecDeque<Job<T>>,
     back: VecDeque<Job<T>>,
     asked: HashMap<u64, Asked<T>>,
-    lanes: Vec<Option<Lane>>,
-    window: Window,
+    group: Group<LaneKind>,
     /// Bytes of chunks that background requests have outstanding, sent or not.
     ahead: u64,
     /// Bytes of chunks that waited-for requests have outstanding.
     waited: u64,
     /// How much of that there should be.
     plan: Ahead,
-    /// How much may go the other way.
-    push: Push,
     /// Bytes of chunks that came.
     came: u64,
     /// Runs that came and are being verified: not asked for, and not to be asked for. Of each, whether it was background
@@ -107,21 +83,23 @@ pub struct Book<T> {
     unverified: u64,
 }
 
-impl<T> Book<T> {
-    /// An empty book about a device; `window` in bytes of the link, or found out.
+impl<T> Scheduler<T> {
+    /// One that has been asked nothing, about a device; `window` in bytes of the link, or found out.
     pub fn new(shape: Shape, window: Option<u64>) -> Self {
+        let limits = Limits {
+            connections: MAX_LANES,
+            requests: MAX_ASKED,
+        };
         Self {
             shape,
             next_id: 1,
             front: VecDeque::new(),
             back: VecDeque::new(),
             asked: HashMap::new(),
-            lanes: Vec::new(),
-            window: Window::new(window, u64::from(shape.chunk)),
+            group: Group::new(window, u64::from(shape.chunk), limits),
             ahead: 0,
             waited: 0,
             plan: Ahead::new(),
-            push: Push::new(),
             came: 0,
             verifying: VecDeque::new(),
             unverified: 0,
@@ -130,17 +108,17 @@ impl<T> Book<T> {
 
     /// What the window is now.
     pub fn window(&self) -> &Window {
-        &self.window
+        self.group.window()
     }
 
     /// Bytes of what is pushed that may be under way.
     pub fn push_window(&self) -> u64 {
-        self.push.window()
+        self.group.sending().window()
     }
 
     /// Into how long parts what is pushed is to be cut.
     pub fn push_part(&self) -> usize {
-        self.push.part()
+        self.group.sending().part()
     }
 
     /// Bytes of chunks that were asked for and have not come.
@@ -259,17 +237,18 @@ impl<T> Book<T> {
 
     /// How many bytes of chunks to ask for in the background now, if any.
     pub fn room(&self) -> Option<u64> {
-        if !self.lanes.iter().any(Option::is_some) || !self.back.is_empty() {
+        if self.group.roles().next().is_none() || !self.back.is_empty() {
             return None;
         }
-        let rate = self.window.rate();
+        let window = self.group.window();
+        let rate = window.rate();
         // What the disk here is behind with takes of what may be asked for at once, but not before that is much.
-        let most = self.plan.most(self.window.size(), rate);
-        if self.ahead >= most || self.ahead + self.unverified >= MOST_AHEAD {
+        let most = self.plan.most(window.size(), rate);
+        if self.ahead >= most || self.ahead + self.unverified >= MAX_AHEAD {
             return None;
         }
         let request = self.plan.chunks(rate * REQUEST_SECONDS) as u64;
-        Some(request.clamp(LEAST_REQUEST, u64::from(MAX_READ)))
+        Some(request.clamp(MIN_REQUEST, u64::from(MAX_READ)))
     }
 
     /// The next request to send, and on which lane.
@@ -290,7 +269,7 @@ impl<T> Book<T> {
         let id = self.next_id;
         let ask = with_id(&job.ask, id);
         let body = job.body.clone();
-        let mark = Some(self.window.mark(now));
+        let mark = Some(self.group.window().mark(now));
         self.sent(lane, id, job, mark)?;
         Some((lane, ask, body))
     }
@@ -298,8 +277,9 @@ impl<T> Book<T> {
     /// When to select again, though nothing may have happened by then.
     pub fn select_at(&self) -> Option<Duration> {
         let body = self.front.iter().find(|job| !job.body.is_empty())?;
-        let allowed = self.push.allows(body.body.len() as u64);
-        allowed.then(|| self.push.ready_at())
+        let sending = self.group.sending();
+        let allowed = sending.allows(body.body.len() as u64);
+        allowed.then(|| sending.ready_at())
     }
 
     /// A request has been sent with the open of its lane, which is up now. It says nothing about the link's round trip.
@@ -319,20 +299,19 @@ impl<T> Book<T> {
     /// Writes down what has been sent; none for a lane that is not up.
     fn sent(&mut self, lane: usize, id: u64, job: Job<T>, mark: Option<Mark>) -> Option<()> {
         self.used(id);
-        let weight = job.weight(self.shape);
-        let state = self.lanes[lane].as_mut()?;
-        state.weight += weight;
-        state.asked += 1;
+        if !self.group.request(lane, job.weight(self.shape)) {
+            return None;
+        }
         let left = job.chunks().map_or(0, |chunks| chunks.count);
         if job.is_background()
             && let Some(mark) = mark
         {
             self.plan.sent(id, mark.at());
         }
-        let pushed = mark.filter(|_| !job.body.is_empty()).map(|mark| {
+        let pushed = mark.filter(|_| !job.body.is_empty()).and_then(|mark| {
             let last = self.front.iter().all(|job| job.body.is_empty());
             let bytes = job.body.len() as u64;
-            self.push.sent(&mut state.bodies, bytes, last, mark.at())
+            self.group.send_body(lane, bytes, last, mark.at())
         });
         let come = [0; 4];
         self.asked.insert(
@@ -372,66 +351,32 @@ impl<T> Book<T> {
         }
     }
 
-    fn is_narrow(&self) -> bool {
-        let chunk = u64::from(self.shape.chunk);
-        self.window.has_started()
-            && !self.window.fell_behind()
-            && self.window.size() < chunk * NARROW
-            && self.window.rate() < chunk as f64 / NARROW_SECONDS
-    }
-
-    /// The lane that has least to do of those that a request may take.
+    /// The connection that a request may go on now.
     fn lane_for(&self, job: &Job<T>, now: Duration) -> Option<usize> {
-        let wanted = job.lane();
-        let has_push = self
-            .lanes
-            .iter()
-            .flatten()
-            .any(|lane| lane.kind == LaneKind::Push);
-        let fits = |lane: &Lane| match wanted {
-            LaneKind::Push if has_push => lane.kind == LaneKind::Push,
-            LaneKind::Back => lane.kind != LaneKind::Push,
-            _ => lane.kind == LaneKind::Front,
-        };
+        let sending = self.group.sending();
         if !job.body.is_empty()
-            && (!self.push.allows(job.body.len() as u64) || self.push.ready_at() > now)
+            && (!sending.allows(job.body.len() as u64) || sending.ready_at() > now)
         {
             return None;
         }
-        let free = |lane: &Lane| lane.asked < MAX_ASKED;
-        let candidates = self
-            .lanes
-            .iter()
-            .enumerate()
-            .filter_map(|(n, lane)| Some((n, lane.as_ref()?)))
-            .filter(|(_, lane)| fits(lane) && free(lane));
-        // One connection paces itself by what it is acknowledged; several overflow a short queue with their bursts.
-        if job.is_background() && self.is_narrow() {
-            let best = candidates.max_by_key(|(n, lane)| (lane.received, *n));
-            return best.map(|(n, _)| n);
-        }
-        candidates
-            .min_by_key(|(n, lane)| (lane.weight, *n))
-            .map(|(n, _)| n)
+        let wanted = job.lane();
+        let has_push = || self.group.roles().any(|kind| kind == LaneKind::Push);
+        let wanted = match wanted {
+            LaneKind::Push if !has_push() => LaneKind::Front,
+            wanted => wanted,
+        };
+        self.group.choose(job.is_background(), |kind| match wanted {
+            LaneKind::Back => kind != LaneKind::Push,
+            wanted => kind == wanted,
+        })
     }
 
-    /// What the site is told before anything came: how much may be under way at first.
-    pub fn first_credit(&self) -> Ask {
-        Ask::Credit {
-            received: 0,
-            window: self.window.size(),
-        }
-    }
-
-    /// Bytes of an answer came on a lane.
+    /// Bytes of an answer came on a connection.
     pub fn received(&mut self, lane: usize, bytes: u64) {
-        self.window.arrived(bytes);
-        if let Some(Some(lane)) = self.lanes.get_mut(lane) {
-            lane.received += bytes;
-        }
+        self.group.received(lane, bytes);
     }
 
-    /// The site has had so many bytes of bodies on a lane, the last at `at` microseconds of its clock.
+    /// The site has had so many bytes of bodies on a connection, the last at `at` microseconds of its clock.
     ///
     /// # Errors
     /// [`Code::Protocol`] for more than was sent.
@@ -442,46 +387,13 @@ impl<T> Book<T> {
         at: u64,
         now: Duration,
     ) -> Result<(), Refusal> {
-        self.has_arrived(lane, bytes, Some(at), now)
+        let arrived = self.group.arrived(lane, bytes, Some(at), now);
+        arrived.map_err(not_sent)
     }
 
-    fn has_arrived(
-        &mut self,
-        lane: usize,
-        bytes: u64,
-        at: Option<u64>,
-        now: Duration,
-    ) -> Result<(), Refusal> {
-        match self.lanes.get_mut(lane) {
-            Some(Some(state)) => {
-                let at = at.map(|at| (at, self.window.queue()));
-                self.push.arrived(&mut state.bodies, bytes, at, lane, now)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// What to tell the site about the lanes of which there is enough to tell. All of them are looked at: a smaller window
-    /// makes less be enough.
-    pub fn credits(&mut self, now: Duration) -> Vec<(usize, Ask)> {
-        let window = self.window.size();
-        let step = (window / 64).clamp(1 << 10, MOST_STEP);
-        let mark = self.window.mark(now);
-        let mut out = Vec::new();
-        for (n, lane) in self.lanes.iter_mut().enumerate() {
-            let Some(lane) = lane else { continue };
-            if lane.received - lane.told < step {
-                continue;
-            }
-            lane.told = lane.received;
-            if lane.marks.len() >= MOST_MARKS {
-                lane.marks.pop_front();
-            }
-            lane.marks.push_back((lane.received, mark));
-            let received = lane.received;
-            out.push((n, Ask::Credit { received, window }));
-        }
-        out
+    /// What to tell the site about what came.
+    pub fn credits(&mut self, now: Duration) -> Vec<(usize, Credit)> {
+        self.group.credits(now)
     }
 
     /// Whether nobody waits for the request `id`.
@@ -502,7 +414,13 @@ impl<T> Book<T> {
         now: Duration,
     ) -> Result<Option<Taken>, Refusal> {
         let bad = |text: &str| Err(Refusal::new(Code::Protocol, text));
-        self.sample(lane, answer, now);
+        let answered = Answered {
+            bytes: answer.wire,
+            echo: answer.echo,
+            last: answer.last,
+            asked: self.asked.get(&answer.id).and_then(|asked| asked.mark),
+        };
+        self.group.sample(lane, answered, now);
         let Some(asked) = self.asked.get_mut(&answer.id) else {
             return self.stray(answer.id);
         };
@@ -540,8 +458,9 @@ impl<T> Book<T> {
             self.unverified += bytes;
         }
         self.plan.came(bytes, answer.wire);
-        if self.window.has_started() {
-            let trip = self.window.round_trip().unwrap_or_default();
+        let window = self.group.window();
+        if window.has_started() {
+            let trip = window.round_trip().unwrap_or_default();
             let asked = &self.asked;
             self.plan.look(now, trip, |id| asked.contains_key(&id));
         }
@@ -554,38 +473,6 @@ impl<T> Book<T> {
         if let Some((run, true)) = at.and_then(|at| self.verifying.remove(at)) {
             self.unverified -= u64::from(run.count) * u64::from(self.shape.chunk);
         }
-    }
-
-    fn sample(&mut self, lane: usize, answer: &ChunksAnswer, now: Duration) {
-        let Some(Some(state)) = self.lanes.get_mut(lane) else {
-            return;
-        };
-        while state
-            .marks
-            .get(1)
-            .is_some_and(|(received, _)| *received <= answer.echo)
-        {
-            state.marks.pop_front();
-        }
-        let credit = state
-            .marks
-            .front()
-            .filter(|(received, _)| *received <= answer.echo)
-            .map(|(_, mark)| *mark);
-        let asked = self.asked.get(&answer.id).and_then(|asked| asked.mark);
-        // An answer leaves when it is asked for and there is credit, whichever is later.
-        let mark = match (credit, asked) {
-            (Some(a), Some(b)) if a.at() > b.at() => a,
-            (a, b) => match b.or(a) {
-                Some(mark) => mark,
-                None => return,
-            },
-        };
-        let seen = Seen {
-            limited: answer.last,
-            other: self.push.before(),
-        };
-        self.window.sample(now, mark, lane, answer.wire, seen);
     }
 
     /// An answer to nothing: to what was given up, or made up.
@@ -616,7 +503,8 @@ impl<T> Book<T> {
             }
             Some(asked) => {
                 if let Some(bytes) = asked.pushed {
-                    self.has_arrived(lane, bytes, None, now)?;
+                    let arrived = self.group.arrived(lane, bytes, None, now);
+                    arrived.map_err(not_sent)?;
                 }
                 Ok(self.remove(id).map(|asked| self.give_up(asked)))
             }
@@ -627,12 +515,10 @@ impl<T> Book<T> {
     fn remove(&mut self, id: u64) -> Option<Asked<T>> {
         let asked = self.asked.remove(&id)?;
         if asked.pushed.is_some() {
-            self.push.answered(asked.job.body.len() as u64);
+            self.group.end_body(asked.job.body.len() as u64);
         }
-        if let Some(Some(lane)) = self.lanes.get_mut(asked.lane) {
-            lane.weight -= asked.job.weight(self.shape);
-            lane.asked -= 1;
-        }
+        let weight = asked.job.weight(self.shape);
+        self.group.end_request(asked.lane, weight);
         Some(asked)
     }
 
@@ -644,20 +530,9 @@ impl<T> Book<T> {
         (asked.job, runs)
     }
 
-    /// A lane is open.
-    pub fn lane_up(&mut self, lane: usize, kind: LaneKind) {
-        if self.lanes.len() <= lane {
-            self.lanes.resize_with(lane + 1, || None);
-        }
-        self.lanes[lane] = Some(Lane {
-            kind,
-            weight: 0,
-            bodies: Bodies::default(),
-            asked: 0,
-            received: 0,
-            told: 0,
-            marks: VecDeque::new(),
-        });
+    /// A connection is open. Returned is what the site is told before anything came.
+    pub fn lane_up(&mut self, lane: usize, kind: LaneKind) -> Credit {
+        self.group.open(lane, kind)
     }
 
     /// The link is lost. What can be asked again waits for the next; returned is what cannot.
@@ -665,10 +540,8 @@ impl<T> Book<T> {
     where
         T: Default,
     {
-        self.lanes.clear();
-        self.window.reset();
+        self.group.close();
         self.plan.link_down();
-        self.push.link_down();
         let mut ids: Vec<u64> = self.asked.keys().copied().collect();
         // In the order in which they were asked, before what was never sent.
         ids.sort_unstable_by(|a, b| b.cmp(a));
@@ -771,26 +644,23 @@ impl<T> Book<T> {
     }
 }
 
+fn not_sent(error: NotSent) -> Refusal {
+    Refusal::new(Code::Protocol, error.to_string())
+}
+
+impl From<Credit> for Ask {
+    fn from(credit: Credit) -> Self {
+        let Credit { received, window } = credit;
+        Self::Credit { received, window }
+    }
+}
+
 impl<T> Asked<T> {
     /// Runs of a read that have not come.
     fn missing(&self) -> Vec<Chunks> {
-        let Some(run) = self.job.chunks() else {
-            return Vec::new();
-        };
-        let mut runs: Vec<Chunks> = Vec::new();
-        for at in 0..u64::from(run.count) {
-            if has_come(&self.come, at) {
-                continue;
-            }
-            match runs.last_mut() {
-                Some(last) if last.end() == run.first + at => last.count += 1,
-                _ => runs.push(Chunks {
-                    first: run.first + at,
-                    count: 1,
-                }),
-            }
-        }
-        runs
+        self.job
+            .chunks()
+            .map_or_else(Vec::new, |run| missing(run, &self.come))
     }
 }
 

@@ -15,9 +15,11 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use super::recent::{RECENT, RecentMin};
+
 /// What differs between the two directions.
 #[derive(Clone, Copy, Debug)]
-struct Way {
+struct Direction {
     /// Where it begins.
     first: u64,
     /// The least it ever is.
@@ -30,9 +32,9 @@ struct Way {
     exact: bool,
 }
 
-/// A pull begins a little ahead of what TCP sends in its first round trip on two lanes, and has a few frames under way at least.
+/// It begins a little ahead of what TCP sends in its first round trip on two connections, and has a few frames under way at least.
 /// Two busy machines need a millisecond to take turns; two are what a waited-for read may be made to wait.
-const PULL: Way = Way {
+const RECEIVING: Direction = Direction {
     first: 64 << 10,
     least: 48 << 10,
     slack: (Duration::from_millis(1), Duration::from_millis(2)),
@@ -40,9 +42,9 @@ const PULL: Way = Way {
     exact: false,
 };
 
-/// A push may be on a much slower link: one of the shortest parts is under way at least. Word of what arrived stands behind what
-/// is pulled, a little more now and less then, so it has more slack.
-const PUSH: Way = Way {
+/// It may be on a much slower link: one of the shortest parts is under way at least. Word of what arrived stands behind what
+/// is received, a little more now and less then, so it has more slack.
+const SENDING: Direction = Direction {
     first: 32 << 10,
     least: 16 << 10,
     slack: (Duration::from_millis(3), Duration::from_millis(4)),
@@ -50,18 +52,15 @@ const PUSH: Way = Way {
     exact: true,
 };
 
-/// Until so many times the first window has arrived, answers are late on all lanes because TCP begins slowly, and not because
+/// Until so many times the first window has arrived, answers are late on all connections because TCP begins slowly, and not because
 /// the link is full.
 const SLOW_START: u64 = 16;
 
 /// The most it ever is.
-pub const MOST: u64 = 256 << 20;
+pub const MAX_WINDOW: u64 = 256 << 20;
 
 /// Rounds over which the highest rate counts.
 const RATE_ROUNDS: usize = 8;
-
-/// How long the least round trip counts.
-const ROUND_TRIP_FOR: Duration = Duration::from_secs(10);
 
 /// The slack is this part of the round trip, within bounds.
 const SLACK_PART: u32 = 20;
@@ -69,13 +68,13 @@ const SLACK_PART: u32 = 20;
 /// The window is worth at least this time of the rate. Where a round trip is much shorter, bursts of whole chunks overflow
 /// a queue of one round trip whatever the window is; the losses cost the more the less is under way beside them, and a
 /// window of less than two chunks cannot see that it should grow.
-const LEAST_COVER: Duration = Duration::from_millis(3);
+const MIN_COVER: Duration = Duration::from_millis(3);
 
 /// A round that brings less than this much more than the best before does not count as growth.
 const GROWTH: f64 = 1.25;
 
 /// See [`Window::extra`]: it is at most this part of the window, or one answer, and found in so many steps.
-const MOST_EXTRA: f64 = 0.03;
+const MAX_EXTRA: f64 = 0.03;
 const EXTRA_STEPS: u64 = 4;
 
 /// Rounds of growth without a queue in a row after which the window grows as fast as at the start.
@@ -91,12 +90,12 @@ const SLOWER_ROUNDS: u32 = 2;
 const LONGER_ROUNDS: u32 = 8;
 
 /// What is left of a rate that was seen after a round, and the part of it that is much less.
-const KNOWN_FOR: f64 = 0.995;
-const BEHIND: f64 = 0.75;
+const PEAK_DECAY: f64 = 0.995;
+const DEGRADED_FRACTION: f64 = 0.75;
 
 /// Looks in a row without growth after which it is over, and the least time between two.
 const FLAT_LOOKS: u32 = 2;
-const LEAST_LOOK: Duration = Duration::from_millis(8);
+const MIN_LOOK: Duration = Duration::from_millis(8);
 
 /// Answers in a row that were late by more than [`START_QUEUE`] and a quarter of the round trip: the start is over, before
 /// the queue overflows.
@@ -105,15 +104,15 @@ const LATE_ANSWERS: u32 = 6;
 /// See [`LATE_ANSWERS`].
 const START_QUEUE: Duration = Duration::from_millis(6);
 
-/// A lane's answers in a row that were late, and when the last answer came.
+/// A connection's answers in a row that were late, and when the last answer came.
 #[derive(Clone, Copy, Debug)]
 struct Late {
-    lane: usize,
+    connection: usize,
     answers: u32,
     at: Duration,
 }
 
-/// Whether what arrives still becomes more, seen by the clock: round trips are no measure while TCP begins on one lane and is
+/// Whether what arrives still becomes more, seen by the clock: round trips are no measure while TCP begins on one connection and is
 /// far ahead on another.
 #[derive(Clone, Copy, Debug, Default)]
 struct Ramp {
@@ -133,7 +132,7 @@ impl Ramp {
     fn look(&mut self, now: Duration, arrived: u64, trip: Duration) {
         self.busy = true;
         let took = now.saturating_sub(self.since);
-        if took < trip.max(LEAST_LOOK) {
+        if took < trip.max(MIN_LOOK) {
             return;
         }
         let rate = (arrived - self.arrived) as f64 / took.as_secs_f64();
@@ -181,11 +180,11 @@ pub struct Seen {
     pub other: Duration,
 }
 
-/// The window of one mount and direction.
+/// The window of one direction of a group.
 #[derive(Clone, Debug)]
 pub struct Window {
     fixed: Option<u64>,
-    way: Way,
+    direction: Direction,
     size: u64,
     arrived: u64,
     /// What had arrived when the window last grew by it.
@@ -195,20 +194,20 @@ pub struct Window {
     rates: VecDeque<f64>,
     /// The longest answer of each of the last rounds: an answer leaves when all of it may be under way.
     answers: VecDeque<u64>,
-    /// The least round trip of each of the last seconds, with the bytes of its answer and the second's beginning.
-    trips: VecDeque<(Duration, (Duration, u64))>,
+    /// The least round trip lately, with the bytes of its answer.
+    trips: RecentMin<(Duration, u64)>,
     /// When the window was last small enough for the queue to be empty.
     drained_at: Duration,
     round: Round,
     /// Rounds in a row whose queue was longer than the slack explains.
     queued_rounds: u32,
-    /// The lanes that brought answers lately.
-    lanes: Vec<Late>,
+    /// The connections that brought answers lately.
+    connections: Vec<Late>,
     ramp: Ramp,
     /// Rounds in a row that were faster than all before them, without a queue.
     grown_rounds: u32,
     /// The highest rate of the last seconds; it is forgotten slowly.
-    known: f64,
+    peak: f64,
     /// Bytes that are added to the window because the slack alone left no queue: words of arrivals and whole answers take a
     /// part of the window that the link does not see. With less than two answers under way the rate would never be seen to
     /// be higher.
@@ -261,35 +260,35 @@ impl Round {
 impl Window {
     /// A window that finds its size, or has a fixed one, for answers of `answer` bytes and more.
     #[must_use]
-    pub fn new(fixed: Option<u64>, answer: u64) -> Self {
-        let fixed = fixed.map(|bytes| bytes.clamp(PULL.least, MOST));
-        Self::from(fixed, PULL, answer)
+    pub fn receiving(fixed: Option<u64>, answer: u64) -> Self {
+        let fixed = fixed.map(|bytes| bytes.clamp(RECEIVING.least, MAX_WINDOW));
+        Self::from(fixed, RECEIVING, answer)
     }
 
     /// The same for the other direction, where what arrived is what was answered.
     #[must_use]
-    pub fn for_pushes() -> Self {
-        Self::from(None, PUSH, PUSH.least)
+    pub fn sending() -> Self {
+        Self::from(None, SENDING, SENDING.least)
     }
 
-    fn from(fixed: Option<u64>, way: Way, answer: u64) -> Self {
+    fn from(fixed: Option<u64>, direction: Direction, answer: u64) -> Self {
         Self {
             fixed,
-            way,
-            size: way.first,
+            direction,
+            size: direction.first,
             arrived: 0,
             grown_to: 0,
             phase: Phase::Start { best: 0.0, flat: 0 },
             rates: VecDeque::new(),
             answers: VecDeque::new(),
-            trips: VecDeque::new(),
+            trips: RecentMin::default(),
             drained_at: Duration::ZERO,
             round: Round::begin(0),
             queued_rounds: 0,
-            lanes: Vec::new(),
+            connections: Vec::new(),
             ramp: Ramp::default(),
             grown_rounds: 0,
-            known: 0.0,
+            peak: 0.0,
             extra: 0,
             answer,
             other: Duration::ZERO,
@@ -310,8 +309,8 @@ impl Window {
 
     /// Whether the rate is much less than it was in the last seconds: the link is slower now, or TCP is behind on it.
     #[must_use]
-    pub fn fell_behind(&self) -> bool {
-        self.rate() < self.known * BEHIND
+    pub fn is_degraded(&self) -> bool {
+        self.rate() < self.peak * DEGRADED_FRACTION
     }
 
     /// The rate that the link is held to have, in bytes a second; 0 while unknown.
@@ -323,11 +322,7 @@ impl Window {
     /// The least round trip lately, once one was seen.
     #[must_use]
     pub fn round_trip(&self) -> Option<Duration> {
-        self.least_trip().map(|(trip, _)| trip)
-    }
-
-    fn least_trip(&self) -> Option<(Duration, u64)> {
-        self.trips.iter().map(|(_, trip)| *trip).min()
+        self.trips.get().map(|(trip, _)| trip)
     }
 
     /// Bytes arrived.
@@ -344,14 +339,14 @@ impl Window {
         }
     }
 
-    /// An answer of so many bytes that was sent with the permission of `mark` has arrived on a lane (and was counted).
-    pub fn sample(&mut self, now: Duration, mark: Mark, lane: usize, bytes: u64, seen: Seen) {
+    /// An answer of so many bytes that was sent with the permission of `mark` has arrived on a connection (and was counted).
+    pub fn sample(&mut self, now: Duration, mark: Mark, connection: usize, bytes: u64, seen: Seen) {
         let Seen { limited, other } = seen;
         let took = now.saturating_sub(mark.at).max(Duration::from_micros(1));
         let own = took.saturating_sub(other).max(Duration::from_micros(1));
         // What is known of the other queue only about would make the least round trip too short, and that for seconds.
-        let trip = if self.way.exact { own } else { took };
-        self.note_trip(now, (trip, bytes));
+        let trip = if self.direction.exact { own } else { took };
+        self.trips.note(now, (trip, bytes));
         self.round.other = Some(self.round.other.map_or(other, |least| least.min(other)));
         let rate = self.arrived.saturating_sub(mark.arrived) as f64 / took.as_secs_f64();
         if !limited || rate > self.rate() {
@@ -365,7 +360,7 @@ impl Window {
         if matches!(self.phase, Phase::Start { .. }) {
             let trip = self.round_trip().unwrap_or_default();
             if !limited {
-                self.size = (self.size + new).min(MOST);
+                self.size = (self.size + new).min(MAX_WINDOW);
                 self.ramp.look(now, self.arrived, trip);
             } else {
                 self.ramp.pause(now, self.arrived);
@@ -376,8 +371,8 @@ impl Window {
         } else if let Phase::Start { .. } = self.phase {
             let base = self.round_trip().unwrap_or_default();
             let late = own > base + base / 4 + START_QUEUE;
-            let all_late = self.all_late(now, lane, late);
-            let enough = match self.arrived < SLOW_START * self.way.first {
+            let all_late = self.all_late(now, connection, late);
+            let enough = match self.arrived < SLOW_START * self.direction.first {
                 true => FLAT_LOOKS,
                 false => 1,
             };
@@ -392,7 +387,7 @@ impl Window {
     /// How much longer the link takes for an answer than for that of the least round trip: where long ones follow short ones
     /// that is not to be taken for a queue.
     fn longer(&self, bytes: u64) -> Duration {
-        let least = self.least_trip().map_or(0, |(_, bytes)| bytes);
+        let least = self.trips.get().map_or(0, |(_, bytes)| bytes);
         let more = bytes.saturating_sub(least) as f64;
         // A rate that is too low makes this too long, and then the window is the larger for it.
         Duration::from_secs_f64((more / self.rate().max(1.0)).min(1.0))
@@ -408,21 +403,24 @@ impl Window {
         self.resize();
     }
 
-    /// Notes whether an answer was late. Whether those of all lanes are now: a queue in the link delays every lane, while TCP
+    /// Notes whether an answer was late. Whether those of all connections are now: a queue in the link delays every connection, while TCP
     /// may be at its beginning on one and far ahead on another.
-    fn all_late(&mut self, now: Duration, lane: usize, late: bool) -> bool {
+    fn all_late(&mut self, now: Duration, connection: usize, late: bool) -> bool {
         let lately = now.saturating_sub(2 * self.round_trip().unwrap_or_default());
-        self.lanes.retain(|l| l.at >= lately);
-        let at = self.lanes.iter().position(|l| l.lane == lane);
-        let before = at.map_or(0, |n| self.lanes.swap_remove(n).answers);
+        self.connections.retain(|l| l.at >= lately);
+        let at = self
+            .connections
+            .iter()
+            .position(|l| l.connection == connection);
+        let before = at.map_or(0, |n| self.connections.swap_remove(n).answers);
         let answers = if late { before + 1 } else { 0 };
-        self.lanes.push(Late {
-            lane,
+        self.connections.push(Late {
+            connection,
             answers,
             at: now,
         });
-        self.lanes.iter().map(|l| l.answers).sum::<u32>() >= LATE_ANSWERS
-            && self.lanes.iter().all(|l| l.answers > 0)
+        self.connections.iter().map(|l| l.answers).sum::<u32>() >= LATE_ANSWERS
+            && self.connections.iter().all(|l| l.answers > 0)
     }
 
     fn note_rate(&mut self, round: Round) {
@@ -440,22 +438,7 @@ impl Window {
 
     /// The link came up anew: what is known of it may no longer be so.
     pub fn reset(&mut self) {
-        *self = Self::from(self.fixed, self.way, self.answer);
-    }
-
-    fn note_trip(&mut self, now: Duration, trip: (Duration, u64)) {
-        let second = Duration::from_secs(now.as_secs());
-        match self.trips.back_mut() {
-            Some((at, least)) if *at == second => *least = (*least).min(trip),
-            _ => self.trips.push_back((second, trip)),
-        }
-        while self
-            .trips
-            .front()
-            .is_some_and(|(at, _)| *at + ROUND_TRIP_FOR < second)
-        {
-            self.trips.pop_front();
-        }
+        *self = Self::from(self.fixed, self.direction, self.answer);
     }
 
     /// How long a queue it makes where all is well, at most: what it may add to the other direction's round trips. More is not
@@ -464,13 +447,13 @@ impl Window {
     pub fn queue(&self) -> Duration {
         let longest = self.answers.iter().copied().max().unwrap_or(0);
         let two = Duration::from_secs_f64((2.0 * longest as f64 / self.rate().max(1.0)).min(1.0));
-        self.slack() + two + self.way.beyond
+        self.slack() + two + self.direction.beyond
     }
 
     fn slack(&self) -> Duration {
         let trip = self.round_trip().unwrap_or_default();
-        let part = (trip / SLACK_PART).clamp(self.way.slack.0, self.way.slack.1);
-        part.max(LEAST_COVER.saturating_sub(trip))
+        let part = (trip / SLACK_PART).clamp(self.direction.slack.0, self.direction.slack.1);
+        part.max(MIN_COVER.saturating_sub(trip))
     }
 
     fn end_round(&mut self, now: Duration) {
@@ -484,7 +467,7 @@ impl Window {
         });
         let grown = round.rate > best * 1.02 && queue < self.slack() / 2;
         self.grown_rounds = if grown { self.grown_rounds + 1 } else { 0 };
-        self.known = (self.known * KNOWN_FOR).max(self.rate());
+        self.peak = (self.peak * PEAK_DECAY).max(self.rate());
         match self.phase {
             Phase::Start { best, flat } => {
                 // A round in which there was little to send says nothing about the link.
@@ -494,7 +477,7 @@ impl Window {
                 let grew = round.rate >= best * GROWTH;
                 let flat = if grew { 0 } else { flat + 1 };
                 let best = best.max(round.rate);
-                let queued = queue > (base / 8).max(2 * self.way.slack.1);
+                let queued = queue > (base / 8).max(2 * self.direction.slack.1);
                 if self.ramp.flat >= FLAT_LOOKS && (flat >= FLAT_ROUNDS || queued) {
                     self.end_start();
                 } else {
@@ -507,7 +490,7 @@ impl Window {
                 self.drained_at = now;
             }
             Phase::Steady => {
-                if now.saturating_sub(self.drained_at) >= ROUND_TRIP_FOR {
+                if now.saturating_sub(self.drained_at) >= RECENT {
                     self.phase = Phase::Drain;
                 }
             }
@@ -515,7 +498,7 @@ impl Window {
         // On a slow link one answer takes longer than the slack, and to wait for one is no queue.
         let one = self.answer as f64 / self.rate().max(1.0);
         let queue_of_one = self.slack().max(Duration::from_secs_f64(one.min(1.0)));
-        let most = ((self.size as f64 * MOST_EXTRA) as u64).max(self.answer);
+        let most = ((self.size as f64 * MAX_EXTRA) as u64).max(self.answer);
         let step = most / EXTRA_STEPS;
         self.extra = self.extra.min(most);
         if self.phase != Phase::Steady || queue > queue_of_one * 5 / 4 {
@@ -533,11 +516,11 @@ impl Window {
             self.rates.push_back(round.rate);
             self.extra = 0;
         } else if self.queued_rounds >= LONGER_ROUNDS {
-            self.trips.clear();
+            self.trips = RecentMin::default();
             // Without the other queue, though a pull knows that only about: kept for seconds as a part of the round trip, it
             // made the pull's window too large, and left the push beside it too little.
             if let Some(trip) = round.trip {
-                self.note_trip(now, trip);
+                self.trips.note(now, trip);
             }
             self.queued_rounds = 0;
             self.phase = Phase::Drain;
@@ -561,9 +544,10 @@ impl Window {
         };
         let longest = self.answers.iter().copied().max().unwrap_or(0);
         // An answer leaves when all of it may be under way. The round trip has what the shortest takes of that.
-        let least = self.least_trip().map_or(0, |(_, bytes)| bytes);
+        let least = self.trips.get().map_or(0, |(_, bytes)| bytes);
         let more = longest.saturating_sub(least);
-        self.size = ((self.rate() * seconds) as u64 + more + extra).clamp(self.way.least, MOST);
+        self.size =
+            ((self.rate() * seconds) as u64 + more + extra).clamp(self.direction.least, MAX_WINDOW);
     }
 }
 

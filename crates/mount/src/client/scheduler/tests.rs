@@ -26,22 +26,22 @@ fn what_was_hurried_along_with_a_neighbour_is_not_asked_for_again() {
         chunk: 65_536,
     };
     let limit = Duration::from_secs(60);
-    let mut book = Book::new(shape, None);
-    book.lane_up(0, LaneKind::Front);
+    let mut scheduler = Scheduler::new(shape, None);
+    scheduler.lane_up(0, LaneKind::Front);
     // Sent.
-    book.ask(background(0, 8)).unwrap();
-    assert!(book.select(Duration::ZERO).is_some());
-    let (asks, missing) = book.hurry(run(2, 1), limit);
+    scheduler.ask(background(0, 8)).unwrap();
+    assert!(scheduler.select(Duration::ZERO).is_some());
+    let (asks, missing) = scheduler.hurry(run(2, 1), limit);
     assert_eq!((asks.len(), missing), (1, vec![]));
-    let (asks, missing) = book.hurry(run(3, 7), limit);
+    let (asks, missing) = scheduler.hurry(run(3, 7), limit);
     assert_eq!((asks.len(), missing), (0, vec![run(8, 2)]));
     // Not sent yet.
-    book.ask(background(100, 8)).unwrap();
-    let (asks, missing) = book.hurry(run(100, 1), limit);
+    scheduler.ask(background(100, 8)).unwrap();
+    let (asks, missing) = scheduler.hurry(run(100, 1), limit);
     assert_eq!((asks.len(), missing), (0, vec![]));
-    let (asks, missing) = book.hurry(run(101, 1), limit);
+    let (asks, missing) = scheduler.hurry(run(101, 1), limit);
     assert_eq!((asks.len(), missing), (0, vec![]));
-    assert_eq!(book.in_flight(), 16 * 65_536);
+    assert_eq!(scheduler.in_flight(), 16 * 65_536);
 }
 
 fn part(deadline: u64, body: usize) -> Job<()> {
@@ -67,38 +67,40 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
         chunk: 65_536,
     };
     let at = Duration::from_secs;
-    let mut book = Book::new(shape, None);
-    book.lane_up(0, LaneKind::Front);
-    book.lane_up(1, LaneKind::Push);
+    let mut scheduler = Scheduler::new(shape, None);
+    scheduler.lane_up(0, LaneKind::Front);
+    scheduler.lane_up(1, LaneKind::Push);
     // Two parts under way, one that waits for room on its lane, zeros behind them, and others' requests.
-    book.ask(part(10, 16 << 10)).unwrap();
-    book.ask(part(10, 16 << 10)).unwrap();
-    book.ask(part(10, 16 << 10)).unwrap();
-    book.ask(part(90, 0)).unwrap();
+    scheduler.ask(part(10, 16 << 10)).unwrap();
+    scheduler.ask(part(10, 16 << 10)).unwrap();
+    scheduler.ask(part(10, 16 << 10)).unwrap();
+    scheduler.ask(part(90, 0)).unwrap();
     let zero = Ask::Zero {
         id: 0,
         epoch: 1 << 32,
         offset: 0,
         length: 1 << 20,
     };
-    book.ask(Job {
-        ask: zero,
-        ..part(10, 0)
-    })
-    .unwrap();
+    scheduler
+        .ask(Job {
+            ask: zero,
+            ..part(10, 0)
+        })
+        .unwrap();
     let commit = Ask::Commit {
         id: 0,
         epoch: 2 << 32,
         covers: 1 << 20,
     };
-    book.ask(Job {
-        ask: commit,
-        ..part(10, 0)
-    })
-    .unwrap();
-    book.ask(background(0, 4)).unwrap();
+    scheduler
+        .ask(Job {
+            ask: commit,
+            ..part(10, 0)
+        })
+        .unwrap();
+    scheduler.ask(background(0, 4)).unwrap();
     let mut sent = Vec::new();
-    while let Some((lane, ask, _)) = book.select(at(0)) {
+    while let Some((lane, ask, _)) = scheduler.select(at(0)) {
         sent.push((lane, ask));
     }
     let first = sent
@@ -107,25 +109,34 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
             matches!(ask, Ask::Write { .. }).then(|| (*lane, ask.id().unwrap()))
         })
         .unwrap();
-    let waits = |book: &Book<()>| book.front.iter().filter(|j| !j.body.is_empty()).count();
-    assert_eq!(waits(&book), 1, "32 KiB of bodies are under way");
-    assert!(book.end(first.0, first.1, at(0)).unwrap().is_some());
-    book.pushed(at(40));
+    let waits = |scheduler: &Scheduler<()>| {
+        scheduler
+            .front
+            .iter()
+            .filter(|j| !j.body.is_empty())
+            .count()
+    };
+    assert_eq!(waits(&scheduler), 1, "32 KiB of bodies are under way");
+    assert!(scheduler.end(first.0, first.1, at(0)).unwrap().is_some());
+    scheduler.pushed(at(40));
 
     // What is no part of an epoch waits no longer for that.
-    let (late, stalled) = book.expire(at(10));
+    let (late, stalled) = scheduler.expire(at(10));
     let mut kinds: Vec<_> = late.iter().map(|(job, _)| kind(&job.ask)).collect();
     kinds.sort_unstable();
     assert_eq!((kinds, stalled), (vec!["commit", "read"], true));
-    assert!(book.expire(at(39)).0.is_empty());
+    assert!(scheduler.expire(at(39)).0.is_empty());
     // The parts do, sent or not; what had longer keeps it.
-    let (late, _) = book.expire(at(40));
+    let (late, _) = scheduler.expire(at(40));
     let mut kinds: Vec<_> = late.iter().map(|(job, _)| kind(&job.ask)).collect();
     kinds.sort_unstable();
     assert_eq!(kinds, ["write", "write", "zero"]);
-    book.pushed(at(41));
-    assert!(book.expire(at(89)).0.is_empty(), "never sooner than before");
-    assert_eq!(book.expire(at(90)).0.len(), 1);
+    scheduler.pushed(at(41));
+    assert!(
+        scheduler.expire(at(89)).0.is_empty(),
+        "never sooner than before"
+    );
+    assert_eq!(scheduler.expire(at(90)).0.len(), 1);
 }
 
 #[test]
@@ -135,35 +146,44 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
         chunk: 65_536,
     };
     let ms = Duration::from_millis;
-    let mut book = Book::new(shape, None);
-    book.lane_up(0, LaneKind::Front);
-    book.lane_up(1, LaneKind::Push);
+    let mut scheduler = Scheduler::new(shape, None);
+    scheduler.lane_up(0, LaneKind::Front);
+    scheduler.lane_up(1, LaneKind::Push);
     for _ in 0..4 {
-        book.ask(part(10, 32 << 10)).unwrap();
+        scheduler.ask(part(10, 32 << 10)).unwrap();
     }
     // One fills the way, and reads do not wait for the others.
-    assert!(book.select(ms(0)).is_some_and(|(lane, _, _)| lane == 1));
-    book.ask(Job {
-        ask: Ask::Presence {
-            id: 0,
-            first: 0,
-            count: 1,
-        },
-        ..part(10, 0)
-    })
-    .unwrap();
-    assert!(book.select(ms(0)).is_some_and(|(lane, _, _)| lane == 0));
-    assert!(book.select(ms(0)).is_none());
-    book.arrived(1, 32 << 10, 0, ms(10)).unwrap();
-    let (_, ask, _) = book.select(ms(10)).expect("it has arrived");
+    assert!(
+        scheduler
+            .select(ms(0))
+            .is_some_and(|(lane, _, _)| lane == 1)
+    );
+    scheduler
+        .ask(Job {
+            ask: Ask::Presence {
+                id: 0,
+                first: 0,
+                count: 1,
+            },
+            ..part(10, 0)
+        })
+        .unwrap();
+    assert!(
+        scheduler
+            .select(ms(0))
+            .is_some_and(|(lane, _, _)| lane == 0)
+    );
+    assert!(scheduler.select(ms(0)).is_none());
+    scheduler.arrived(1, 32 << 10, 0, ms(10)).unwrap();
+    let (_, ask, _) = scheduler.select(ms(10)).expect("it has arrived");
     // What is told again, or less of it, changes nothing; what was not sent is a lie.
-    book.arrived(1, 1 << 10, 0, ms(10)).unwrap();
-    let lie = book.arrived(1, (64 << 10) + 1, 0, ms(10));
+    scheduler.arrived(1, 1 << 10, 0, ms(10)).unwrap();
+    let lie = scheduler.arrived(1, (64 << 10) + 1, 0, ms(10));
     assert_eq!(lie.unwrap_err().code, Code::Protocol);
     // An answer says that all up to it arrived.
-    book.end(1, ask.id().unwrap(), ms(20)).unwrap();
-    assert!(book.select(ms(20)).is_some());
-    assert!(book.link_down().len() == 3, "nothing of them survives");
+    scheduler.end(1, ask.id().unwrap(), ms(20)).unwrap();
+    assert!(scheduler.select(ms(20)).is_some());
+    assert!(scheduler.link_down().len() == 3, "nothing of them survives");
 }
 
 fn kind(ask: &Ask) -> &'static str {
@@ -182,15 +202,15 @@ fn what_the_disk_is_behind_with_is_bounded_by_what_is_asked_for() {
         size: 1 << 30,
         chunk: 65_536,
     };
-    let mut book = Book::new(shape, Some(crate::window::MOST));
-    book.lane_up(0, LaneKind::Back);
+    let mut scheduler = Scheduler::new(shape, Some(drover_net::group::MAX_WINDOW));
+    scheduler.lane_up(0, LaneKind::Back);
     let mut next = 0;
     let mut came = Vec::new();
     // Whatever is asked for comes at once, and the disk takes nothing.
-    while book.room().is_some() {
-        book.ask(background(next, 1)).unwrap();
+    while scheduler.room().is_some() {
+        scheduler.ask(background(next, 1)).unwrap();
         next += 1;
-        let (lane, ask, _) = book.select(Duration::ZERO).expect("room on the lane");
+        let (lane, ask, _) = scheduler.select(Duration::ZERO).expect("room on the lane");
         let answer = ChunksAnswer {
             id: ask.id().unwrap(),
             first: next - 1,
@@ -199,14 +219,14 @@ fn what_the_disk_is_behind_with_is_bounded_by_what_is_asked_for() {
             echo: 0,
             last: true,
         };
-        let taken = book.chunks(lane, &answer, Duration::from_millis(1));
+        let taken = scheduler.chunks(lane, &answer, Duration::from_millis(1));
         assert_eq!(taken.unwrap(), Some(Taken { again: false }));
         came.push(run(next - 1, 1));
     }
-    assert_eq!(next * 65_536, MOST_AHEAD);
-    assert_eq!(book.in_flight(), 0);
+    assert_eq!(next * 65_536, MAX_AHEAD);
+    assert_eq!(scheduler.in_flight(), 0);
     for run in came {
-        book.verified(run);
-        assert!(book.room().is_some());
+        scheduler.verified(run);
+        assert!(scheduler.room().is_some());
     }
 }

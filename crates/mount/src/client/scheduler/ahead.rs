@@ -12,19 +12,19 @@ use std::time::Duration;
 use crate::protocol::MAX_READ;
 
 /// Bytes of chunks that are asked for in the background and were not verified, at most, whatever the window.
-pub const MOST_AHEAD: u64 = 64 << 20;
+pub const MAX_AHEAD: u64 = 64 << 20;
 
 /// What is asked for should not take the link longer than this, were it not to shrink at all: requests are given up at some
 /// time.
-const MOST_SECONDS: f64 = 4.0;
+const MAX_SECONDS: f64 = 4.0;
 
 /// The share of chunks that is left on the link is that of about so many bytes of them, and no less than this.
 const SHARE_OVER: f64 = (2 << 20) as f64;
-const LEAST_SHARE: f64 = 1.0 / 64.0;
+const MIN_SHARE: f64 = 1.0 / 64.0;
 
 /// How much more is asked for at most, the step to it, and how much of it is left after a round trip in which the site had
 /// enough.
-const MOST_BOOST: f64 = 16.0;
+const MAX_BOOST: f64 = 16.0;
 const BOOST: f64 = 2.0;
 const BOOST_KEPT: f64 = 0.99;
 
@@ -68,7 +68,7 @@ impl Ahead {
     /// So many bytes of chunks came in so many of the link.
     pub fn came(&mut self, bytes: u64, wire: u64) {
         let weight = (bytes as f64 / SHARE_OVER).min(1.0);
-        let share = (wire as f64 / bytes as f64).clamp(LEAST_SHARE, 1.0);
+        let share = (wire as f64 / bytes as f64).clamp(MIN_SHARE, 1.0);
         self.share += weight * (share - self.share);
     }
 
@@ -84,7 +84,7 @@ impl Ahead {
         };
         let (looked, boost) = match enough {
             true => (&mut self.enough, (self.boost * BOOST_KEPT).max(1.0)),
-            false => (&mut self.short, (self.boost * BOOST).min(MOST_BOOST)),
+            false => (&mut self.short, (self.boost * BOOST).min(MAX_BOOST)),
         };
         // Once a round trip: sooner nothing is seen of it.
         if since(*looked) >= trip {
@@ -101,7 +101,7 @@ impl Ahead {
     pub fn most(&self, window: u64, rate: f64) -> u64 {
         let least = (2 * window) as f64;
         let wanted = self.chunks(least * self.boost);
-        let bounded = wanted.min((rate * MOST_SECONDS).max(least));
-        (bounded as u64 + u64::from(MAX_READ)).min(MOST_AHEAD)
+        let bounded = wanted.min((rate * MAX_SECONDS).max(least));
+        (bounded as u64 + u64::from(MAX_READ)).min(MAX_AHEAD)
     }
 }

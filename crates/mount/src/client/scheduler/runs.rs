@@ -8,6 +8,21 @@ pub fn has_come(come: &[u64; 4], at: u64) -> bool {
         .is_some_and(|bits| bits >> (at % 64) & 1 == 1)
 }
 
+/// The parts of a request's run that have not come.
+pub fn missing(run: Chunks, come: &[u64; 4]) -> Vec<Chunks> {
+    let mut runs: Vec<Chunks> = Vec::new();
+    for index in (run.first..run.end()).filter(|index| !has_come(come, index - run.first)) {
+        match runs.last_mut() {
+            Some(last) if last.end() == index => last.count += 1,
+            _ => runs.push(Chunks {
+                first: index,
+                count: 1,
+            }),
+        }
+    }
+    runs
+}
+
 /// Takes out of `missing` those chunks of `run` for which `outstanding` holds; whether there were any.
 pub fn cut_out(
     missing: &mut Vec<Chunks>,

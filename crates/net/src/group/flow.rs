@@ -1,28 +1,29 @@
-//! How many bytes of a mount's answers are on their way.
+//! How many bytes of answers are on their way to a peer that gives credit for them.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
-use crate::protocol::MOST_UNTOLD;
+use super::window::MAX_WINDOW;
 
-/// Bytes that may be under way until the mount has said how many.
-pub const FIRST_WINDOW: u64 = 64 << 10;
+/// Bytes that a peer has and has not told of, at most, on all connections together: so little under way does not count, or
+/// the link would stand still for what nobody is told.
+pub const MAX_UNTOLD: u64 = 16 << 10;
 
-/// The most that a mount is believed when it says how many bytes may be under way.
-pub const MAX_WINDOW: u64 = 256 << 20;
+/// Bytes that may be under way until the peer has said how many.
+const FIRST_WINDOW: u64 = 64 << 10;
 
-/// What left on each lane of a mount and what of it arrived, by the mount's own account.
+/// What left on each connection to a peer and what of it arrived, by the peer's own account.
 #[derive(Debug)]
 pub struct Flow {
-    lanes: HashMap<u64, Lane>,
+    connections: HashMap<u64, Connection>,
     window: u64,
-    /// Of all lanes; kept so that nobody has to add.
+    /// Of all connections; kept so that nobody has to add.
     under_way: u64,
     round_trip: Option<Duration>,
 }
 
 #[derive(Debug, Default)]
-struct Lane {
+struct Connection {
     sent: u64,
     received: u64,
     /// What had been sent when a clock was started, and when that was.
@@ -32,7 +33,7 @@ struct Lane {
 impl Default for Flow {
     fn default() -> Self {
         Self {
-            lanes: HashMap::new(),
+            connections: HashMap::new(),
             window: FIRST_WINDOW,
             under_way: 0,
             round_trip: None,
@@ -41,40 +42,40 @@ impl Default for Flow {
 }
 
 impl Flow {
-    /// Bytes leave on a lane.
-    pub fn sent(&mut self, lane: u64, bytes: u64, now: Duration) {
-        let lane = self.lanes.entry(lane).or_default();
-        lane.sent += bytes;
-        lane.timed.get_or_insert((lane.sent, now));
+    /// Bytes leave on a connection.
+    pub fn sent(&mut self, connection: u64, bytes: u64, now: Duration) {
+        let on = self.connections.entry(connection).or_default();
+        on.sent += bytes;
+        on.timed.get_or_insert((on.sent, now));
         self.under_way += bytes;
     }
 
     /// Bytes that left have not left after all; returned is how many of them, as some may have arrived. To be followed by
     /// [`Flow::sent`] when those have left.
-    pub fn unsent(&mut self, lane: u64, bytes: u64) -> u64 {
-        let Some(lane) = self.lanes.get_mut(&lane) else {
+    pub fn unsent(&mut self, connection: u64, bytes: u64) -> u64 {
+        let Some(on) = self.connections.get_mut(&connection) else {
             return 0;
         };
-        let back = bytes.min(lane.sent - lane.received);
-        lane.sent -= back;
-        if lane.timed.is_some_and(|(sent, _)| sent > lane.sent) {
-            lane.timed = None;
+        let back = bytes.min(on.sent - on.received);
+        on.sent -= back;
+        if on.timed.is_some_and(|(sent, _)| sent > on.sent) {
+            on.timed = None;
         }
         self.under_way -= back;
         back
     }
 
-    /// The mount says what has arrived on a lane. What it claims beyond what was sent, or takes back, is not believed.
-    pub fn credit(&mut self, lane: u64, received: u64, window: u64, now: Duration) {
-        let lane = self.lanes.entry(lane).or_default();
-        let received = received.clamp(lane.received, lane.sent);
-        self.under_way -= received - lane.received;
-        lane.received = received;
+    /// The peer says what has arrived on a connection. What it claims beyond what was sent, or takes back, is not believed.
+    pub fn credit(&mut self, connection: u64, received: u64, window: u64, now: Duration) {
+        let on = self.connections.entry(connection).or_default();
+        let received = received.clamp(on.received, on.sent);
+        self.under_way -= received - on.received;
+        on.received = received;
         self.window = window.clamp(1, MAX_WINDOW);
-        if let Some((sent, at)) = lane.timed
+        if let Some((sent, at)) = on.timed
             && received >= sent
         {
-            lane.timed = None;
+            on.timed = None;
             let took = now.saturating_sub(at);
             self.round_trip = Some(self.round_trip.map_or(took, |least| least.min(took)));
         }
@@ -85,21 +86,23 @@ impl Flow {
         self.round_trip
     }
 
-    /// A lane is gone, and what was on it.
-    pub fn gone(&mut self, lane: u64) {
-        if let Some(lane) = self.lanes.remove(&lane) {
-            self.under_way -= lane.sent - lane.received;
+    /// A connection is gone, and what was on it.
+    pub fn gone(&mut self, connection: u64) {
+        if let Some(on) = self.connections.remove(&connection) {
+            self.under_way -= on.sent - on.received;
         }
     }
 
     /// Whether a background answer of so many bytes may leave now.
     pub fn allows(&self, bytes: u64) -> bool {
-        self.under_way < MOST_UNTOLD || self.under_way.saturating_add(bytes) <= self.window
+        self.under_way < MAX_UNTOLD || self.under_way.saturating_add(bytes) <= self.window
     }
 
-    /// What a lane's credit last said.
-    pub fn echo(&self, lane: u64) -> u64 {
-        self.lanes.get(&lane).map_or(0, |lane| lane.received)
+    /// What a connection's credit last said.
+    pub fn echo(&self, connection: u64) -> u64 {
+        self.connections
+            .get(&connection)
+            .map_or(0, |on| on.received)
     }
 
     /// Bytes that may be under way.
@@ -138,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_lane_cannot_send_keeps_nothing_from_the_others() {
+    fn what_a_connection_cannot_send_keeps_nothing_from_the_others() {
         let mut flow = Flow::default();
         flow.credit(1, 0, 100_000, at(5));
         flow.sent(1, 80_000, at(5));

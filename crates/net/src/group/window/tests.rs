@@ -27,7 +27,7 @@ const FRAME: f64 = 32_768.0;
 /// Sends for `seconds` over a link whose rate is `rate(t)`; `noise` seconds at most are added to each arrival.
 fn run(rate: &dyn Fn(f64) -> f64, trip: f64, seconds: f64, noise: f64, settle: f64) -> Outcome {
     let mut random = fastrand::Rng::with_seed(7);
-    let mut window = Window::new(None, FRAME as u64);
+    let mut window = Window::receiving(None, FRAME as u64);
     let mut link = Link {
         rate: rate(0.0),
         delay: trip / 2.0,
@@ -119,7 +119,7 @@ fn it_fills_the_link_and_leaves_no_queue() {
             out.rate
         );
         // The least window is a few frames, which a slow link takes a while for.
-        let most = 0.0045 + (PULL.least as f64) / rate;
+        let most = 0.0045 + (RECEIVING.least as f64) / rate;
         assert!(out.queue < most, "{rate} B/s, {trip} s: {}", out.queue);
         assert!(out.full_at < 1.0, "{rate} B/s, {trip} s: {}", out.full_at);
         let seen = out.window.round_trip().unwrap().as_secs_f64();
@@ -198,7 +198,7 @@ fn the_round_trip_does_not_creep_up() {
 #[test]
 fn it_follows_a_path_that_becomes_longer() {
     // A longer way is not a queue, and making the window smaller does not make it shorter.
-    let mut window = Window::new(None, FRAME as u64);
+    let mut window = Window::receiving(None, FRAME as u64);
     let mut at = 0.0;
     for round in 0..200 {
         let trip = if round < 50 { 0.01 } else { 0.04 };
@@ -217,7 +217,7 @@ fn it_follows_a_path_that_becomes_longer() {
 
 #[test]
 fn little_to_send_says_nothing_about_the_link() {
-    let mut window = Window::new(None, FRAME as u64);
+    let mut window = Window::receiving(None, FRAME as u64);
     let ms = Duration::from_millis;
     let little = Seen {
         limited: true,
@@ -228,13 +228,13 @@ fn little_to_send_says_nothing_about_the_link() {
         window.arrived(4096);
         window.sample(ms(n * 10 + 5), mark, 0, 4096, little);
     }
-    assert_eq!(window.size(), PULL.first);
+    assert_eq!(window.size(), RECEIVING.first);
     assert_eq!(window.round_trip(), Some(ms(5)));
 }
 
 #[test]
 fn a_fixed_number_is_kept() {
-    let mut window = Window::new(Some(1 << 20), FRAME as u64);
+    let mut window = Window::receiving(Some(1 << 20), FRAME as u64);
     for n in 0..50 {
         let mark = window.mark(Duration::from_millis(n));
         window.arrived(100_000);

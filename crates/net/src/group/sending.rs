@@ -1,28 +1,28 @@
-//! How much of what is pushed may be under way. It shares the way to the site with the requests of those who wait: what is
+//! How much of what is sent may be under way. It shares the way to the peer with the requests of those who wait: what is
 //! sent before there is room in the link stands before these, in the network's queues, where nothing overtakes it.
 //!
-//! What counts is what has not arrived, and not what was not answered: the site's disk is no part of the link.
+//! What counts is what has not arrived, and not what was not answered: the peer's disk is no part of the link.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::protocol::{Code, MAX_ASKED_BYTES, MAX_DIRECT, Refusal};
-use crate::window::{Mark, Seen, Window};
-
 use super::clocks::Clocks;
+use super::window::{Mark, Seen, Window};
 
-/// Bytes of bodies that are under way at most, and that the site has not answered, whatever the window.
-const MOST_UNDER_WAY: u64 = 16 << 20;
-const MOST_UNANSWERED: u64 = 24 << 20;
-const _: () = assert!(MOST_UNANSWERED < MAX_ASKED_BYTES as u64);
+/// Bytes of bodies that are under way at most, whatever the window.
+const MAX_UNDER_WAY: u64 = 16 << 20;
+
+/// Bytes of bodies that the peer has not answered, at most.
+pub const MAX_UNANSWERED: u64 = 24 << 20;
 
 /// A part takes the link about this long, as a request may have to wait for one that was begun...
 const PART_SECONDS: f64 = 0.002;
 
-/// ...but is no shorter than this, nor longer.
-const LEAST_PART: usize = 16 << 10;
-const MOST_PART: usize = 256 << 10;
-const _: () = assert!(MOST_PART <= MAX_DIRECT as usize);
+/// ...but is no shorter than this.
+const MIN_PART: usize = 16 << 10;
+
+/// The longest part, in bytes.
+pub const MAX_PART: usize = 256 << 10;
 
 /// Offsets and lengths of parts are multiples of this.
 const GRAIN: usize = 4096;
@@ -35,9 +35,14 @@ const BURST: u64 = 2;
 /// The part of the difference by which one body changes what is held to be before requests.
 const BEFORE_PART: u32 = 8;
 
+/// The peer says that more has arrived than was sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("more has arrived than was sent")]
+pub struct NotSent;
+
 /// See the module.
 #[derive(Debug)]
-pub struct Push {
+pub struct Sending {
     window: Window,
     clocks: Clocks,
     /// How long bodies waited in the way's queue lately.
@@ -48,9 +53,9 @@ pub struct Push {
     unanswered: u64,
 }
 
-/// Bodies on their way on a lane.
+/// Bodies on their way on a connection.
 #[derive(Debug, Default)]
-pub struct Bodies {
+pub(super) struct Bodies {
     sent: u64,
     arrived: u64,
     /// Those that have not arrived, each with what had been sent with it.
@@ -66,11 +71,11 @@ struct Sent {
     last: bool,
 }
 
-impl Push {
+impl Sending {
     /// Nothing is known.
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
-            window: Window::for_pushes(),
+            window: Window::sending(),
             clocks: Clocks::default(),
             before: Duration::ZERO,
             paced_to: Duration::ZERO,
@@ -81,19 +86,19 @@ impl Push {
 
     /// Bytes that may be under way.
     pub fn window(&self) -> u64 {
-        self.window.size().min(MOST_UNDER_WAY)
+        self.window.size().min(MAX_UNDER_WAY)
     }
 
     /// How long parts should be.
     pub fn part(&self) -> usize {
         let bytes = (self.window.rate() * PART_SECONDS) as usize;
-        (bytes / GRAIN * GRAIN).clamp(LEAST_PART, MOST_PART)
+        (bytes / GRAIN * GRAIN).clamp(MIN_PART, MAX_PART)
     }
 
     /// Whether there is room for a body, but for the pace. There always is for one, however long.
     pub fn allows(&self, bytes: u64) -> bool {
         (self.under_way == 0 || self.under_way + bytes <= self.window())
-            && (self.unanswered == 0 || self.unanswered + bytes <= MOST_UNANSWERED)
+            && (self.unanswered == 0 || self.unanswered + bytes <= MAX_UNANSWERED)
     }
 
     fn paced(&self, bytes: u64) -> Duration {
@@ -110,52 +115,48 @@ impl Push {
             .saturating_sub(self.paced(BURST * self.part() as u64))
     }
 
-    /// A body is sent on a lane; `last`: no other waits. Returned is what the site has when it has all of it.
-    pub fn sent(&mut self, lane: &mut Bodies, bytes: u64, last: bool, now: Duration) -> u64 {
+    /// A body is sent on a connection; `last`: no other waits. Returned is what the peer has when it has all of it.
+    pub(super) fn sent(&mut self, on: &mut Bodies, bytes: u64, last: bool, now: Duration) -> u64 {
         self.under_way += bytes;
         self.unanswered += bytes;
         self.paced_to = self.paced_to.max(now) + self.paced(bytes);
-        lane.sent += bytes;
-        let full = self.unanswered + MOST_PART as u64 > MOST_UNANSWERED;
+        on.sent += bytes;
+        let full = self.unanswered + MAX_PART as u64 > MAX_UNANSWERED;
         let sent = Sent {
             mark: self.window.mark(now),
             bytes,
             last: last || full,
         };
-        lane.under_way.push_back((lane.sent, sent));
-        lane.sent
+        on.under_way.push_back((on.sent, sent));
+        on.sent
     }
 
-    /// How long a request or a credit waits for what is pushed, about, and no longer than that may be.
-    pub fn before(&self) -> Duration {
+    /// How long a request or a credit waits for what is sent, about, and no longer than that may be.
+    pub(super) fn before(&self) -> Duration {
         match self.under_way {
             0 => Duration::ZERO,
             _ => self.before.min(self.window.queue()),
         }
     }
 
-    /// The site has had so many bytes of bodies on a lane. With `at`: the last at that time of its clock, and what is pulled
-    /// stands before words like this no longer than that.
-    ///
-    /// # Errors
-    /// [`Code::Protocol`] for more than was sent.
-    pub fn arrived(
+    /// The peer has had so many bytes of bodies on a connection. With `at`: the last at that time of its clock, and what is
+    /// received stands before words like this no longer than that.
+    pub(super) fn arrived(
         &mut self,
-        lane: &mut Bodies,
+        on: &mut Bodies,
         bytes: u64,
         at: Option<(u64, Duration)>,
-        number: usize,
+        connection: usize,
         now: Duration,
-    ) -> Result<(), Refusal> {
-        if bytes > lane.sent {
-            let text = "more has arrived than was sent";
-            return Err(Refusal::new(Code::Protocol, text));
+    ) -> Result<(), NotSent> {
+        if bytes > on.sent {
+            return Err(NotSent);
         }
-        self.under_way -= bytes.saturating_sub(lane.arrived);
-        self.window.arrived(bytes.saturating_sub(lane.arrived));
-        lane.arrived = lane.arrived.max(bytes);
-        while lane.under_way.front().is_some_and(|(at, _)| *at <= bytes) {
-            let Some((_, sent)) = lane.under_way.pop_front() else {
+        self.under_way -= bytes.saturating_sub(on.arrived);
+        self.window.arrived(bytes.saturating_sub(on.arrived));
+        on.arrived = on.arrived.max(bytes);
+        while on.under_way.front().is_some_and(|(at, _)| *at <= bytes) {
+            let Some((_, sent)) = on.under_way.pop_front() else {
                 break;
             };
             let mut seen = Seen {
@@ -163,28 +164,24 @@ impl Push {
                 other: Duration::ZERO,
             };
             if let Some((at, most)) = at {
-                // The word of its arrival stood behind what is pulled.
+                // The word of its arrival stood behind what is received.
                 let queues = self.clocks.note(sent.mark.at(), at, now);
                 seen.other = queues.down.min(most);
                 self.before = (self.before * (BEFORE_PART - 1) + queues.up) / BEFORE_PART;
             }
-            self.window.sample(now, sent.mark, number, sent.bytes, seen);
+            self.window
+                .sample(now, sent.mark, connection, sent.bytes, seen);
         }
         Ok(())
     }
 
     /// A body was answered, or will not be.
-    pub fn answered(&mut self, bytes: u64) {
+    pub(super) fn answered(&mut self, bytes: u64) {
         self.unanswered -= bytes;
     }
 
-    /// All bodies are gone with the link, and what was known of it.
-    pub fn link_down(&mut self) {
-        self.under_way = 0;
-        self.unanswered = 0;
-        self.paced_to = Duration::ZERO;
-        self.window.reset();
-        self.clocks = Clocks::default();
-        self.before = Duration::ZERO;
+    /// All bodies are gone with their connections, and what was known of the link.
+    pub(super) fn close(&mut self) {
+        *self = Self::new();
     }
 }
