@@ -8,8 +8,8 @@
 mod config;
 mod reserve;
 
-use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
-use std::io::{self, Read, Seek, Write};
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -252,41 +252,10 @@ fn make_dir(dir: &Path) -> Result<()> {
         .with_context(|| format!("cannot make {}", dir.display()))
 }
 
-/// Writes a file so that a crash leaves the old one or the new one, private to this user.
-///
-/// # Errors
-/// What the system reports.
-pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
-    let name = path
-        .file_name()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .into_owned();
-    let temporary = path.with_file_name(format!(".{name}.{}", std::process::id()));
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&temporary)?;
-    let written = file
-        .write_all(content)
-        .and_then(|()| file.sync_all())
-        .and_then(|()| fs::rename(&temporary, path))
-        .and_then(|()| sync_dir(path));
-    if written.is_err() {
-        let _ = fs::remove_file(&temporary);
-    }
-    written
-}
-
-/// Syncs the directory that holds `path`, so that a rename in it lasts.
-pub fn sync_dir(path: &Path) -> io::Result<()> {
-    File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use std::os::unix::fs::PermissionsExt;
 
@@ -341,15 +310,5 @@ mod tests {
         };
         assert_eq!(home.images_dir(), Path::new("/srv/vm"));
         assert_eq!(home.work_dir(), Path::new("/srv/vm/.drover-work"));
-    }
-
-    #[test]
-    fn atomic_writes_replace_and_leave_nothing_beside() {
-        let tmp = tempfile::tempdir().unwrap();
-        let path = tmp.path().join("f");
-        write_atomically(&path, b"one").unwrap();
-        write_atomically(&path, b"two").unwrap();
-        assert_eq!(fs::read(&path).unwrap(), b"two");
-        assert_eq!(fs::read_dir(tmp.path()).unwrap().count(), 1);
     }
 }

@@ -70,7 +70,7 @@ pub async fn open(
         reserve_bytes: home.config.reserve.unwrap_or(RESERVE_BYTES),
         max_sessions: home.config.max_sessions.unwrap_or(MAX_SESSIONS),
         sequence_data_bytes: home.config.sequence_data.unwrap_or(SEQUENCE_DATA_BYTES),
-        disk: Arc::new(drover_teleport::disk::HostDisk),
+        disk: Arc::new(drover_storage::HostDisk),
     };
     let catalog = Arc::clone(catalog) as Arc<dyn Catalog>;
     // Who may write an image is written down; nobody is connected yet.

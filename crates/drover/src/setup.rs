@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use drover_agent::failure::usage;
-use drover_agent::home::{CleanUp, Config, Home, write_atomically};
+use drover_agent::home::{CleanUp, Config, Home};
 use drover_agent::remote::{Call, find_peer};
 use drover_agent::text::{clean, moment, now_unix};
 use drover_agent::{addresses, site};
@@ -32,7 +32,7 @@ pub fn init(dir: PathBuf, args: InitArgs) -> Result<()> {
         // The configuration decides where images go, so it comes first.
         Home::make_bare(&dir)?;
         let text = configured(&args)?;
-        write_atomically(&path, text.as_bytes())
+        drover_storage::atomic_replace(&path, text.as_bytes())
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
     let home = Home::create(dir)?;

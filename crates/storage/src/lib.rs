@@ -1,5 +1,8 @@
 //! Files of drover's own: one trait for a flat directory of them, its host, and a fake that loses power.
 //!
+//! Beside them: files that keep their first error ([`SyncedFile`]), and how a small file is replaced as a whole
+//! ([`atomic_replace`]).
+//!
 //! What a format means belongs to the crate that owns it; images that users bring are not read through this.
 //!
 //! The traits are small so that a fake can stand in that forgets what was not synced: what is written is durable only
@@ -7,14 +10,18 @@
 
 use std::io;
 
+mod disk;
 mod host;
+mod replace;
 
 #[cfg(feature = "testing")]
 mod fake;
 
+pub use disk::{Disk, HostDisk, SyncedFile};
 #[cfg(feature = "testing")]
 pub use fake::{FakeDirectory, Operation};
 pub use host::HostDirectory;
+pub use replace::{atomic_replace, replace, sync_parent};
 
 /// A flat directory of files. A name is one path component; any other is refused as `InvalidInput`.
 pub trait Directory: Send + Sync {

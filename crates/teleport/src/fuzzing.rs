@@ -92,8 +92,8 @@ pub fn transfer(dir: &Path, front: Option<&Layout>, records: &[(u8, &[u8])]) {
     drop(resumed);
 }
 
-fn disk() -> Arc<dyn crate::disk::Disk> {
-    Arc::new(crate::disk::HostDisk)
+fn disk() -> Arc<dyn drover_storage::Disk> {
+    Arc::new(drover_storage::HostDisk)
 }
 
 fn opening(layout: &Layout) -> Opening {

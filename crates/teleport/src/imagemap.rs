@@ -1,7 +1,6 @@
 //! The map of an image: its layout and which blocks hold data, kept in a file beside the catalog
 //! with enough about the image that the catalog can be rebuilt from it (`docs/format/image-map.md`).
 
-use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -85,13 +84,13 @@ impl ImageMap {
         std::mem::size_of_val(self.layout.ranges()) + self.blocks.memory_bytes()
     }
 
-    /// Writes the map of `record` to `path`: a temporary file, synced, renamed, its directory
-    /// synced.
+    /// Writes the map of `record` to `path`: as a whole, and durably.
     ///
     /// # Errors
     /// When any of that fails.
     pub fn save(&self, record: &ImageRecord, path: &Path) -> Result<(), TeleportError> {
-        write_atomically(path, &self.encode(record))
+        drover_storage::atomic_replace(path, &self.encode(record))
+            .map_err(TeleportError::file("write", path))
     }
 
     /// The bytes of the map of `record`.
@@ -210,33 +209,6 @@ pub fn layout_limits() -> LayoutLimits {
         max_encoded: MAX_LAYOUT_BYTES as usize,
         max_file_len: MAX_IMAGE_BYTES,
         ..LayoutLimits::default()
-    }
-}
-
-/// Puts a file in place so that a crash leaves the old one or the new one.
-///
-/// # Errors
-/// When any step fails.
-pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), TeleportError> {
-    let temporary = path.with_extension("tmp");
-    let write = || {
-        let mut file = std::fs::File::create(&temporary)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        std::fs::rename(&temporary, path)?;
-        sync_parent(path)
-    };
-    write().map_err(TeleportError::file("write", path))
-}
-
-/// Makes a rename in the file's directory durable.
-///
-/// # Errors
-/// What the system reports.
-pub fn sync_parent(path: &Path) -> std::io::Result<()> {
-    match path.parent() {
-        Some(dir) => std::fs::File::open(dir)?.sync_all(),
-        None => Ok(()),
     }
 }
 

@@ -14,7 +14,6 @@ pub mod blockmap;
 pub mod codec;
 pub mod compress;
 pub mod destination;
-pub mod disk;
 mod error;
 mod files;
 #[cfg(fuzzing)]

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::TeleportError;
-use crate::disk::{Disk, SyncedFile};
+use drover_storage::{Disk, SyncedFile};
 
 const MAGIC: &[u8; 8] = b"DRVRLOG\0";
 const VERSION: u32 = 1;
@@ -282,7 +282,7 @@ mod tests {
     use super::*;
 
     fn disk() -> Arc<dyn Disk> {
-        Arc::new(crate::disk::HostDisk)
+        Arc::new(drover_storage::HostDisk)
     }
 
     fn sample(path: &Path) -> Vec<(RecordKind, Vec<u8>)> {

@@ -21,7 +21,6 @@ use parking_lot::{Mutex, RwLock};
 use serde::Serialize;
 
 use crate::blockmap::BlockMap;
-use crate::disk::Disk;
 use crate::imagemap::ImageMap;
 use crate::images::Images;
 use crate::log::RecordKind;
@@ -32,6 +31,7 @@ use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
 use crate::transfer::{Active, Closing, Leftover};
 use crate::{RefuseReason, TeleportError};
+use drover_storage::Disk;
 use drover_store::{Catalog, ImageRecord};
 pub(crate) use give_way::{Matched, Waiting};
 use naming::Named;

@@ -10,6 +10,7 @@ use drover_core::{Digest, ImageName};
 use drover_image::Layout;
 use drover_index::{ImageId, Plan};
 use drover_net::PeerKey;
+use drover_storage::{Disk, SyncedFile, sync_parent};
 use serde::{Deserialize, Serialize};
 
 use crate::TeleportError;
@@ -17,9 +18,8 @@ use crate::blockmap::DataBits;
 use crate::codec::{
     Batch, PROOF_BLOCKS, Reader, Runs, decode_plan, encode_plan, proofs_of, put_varint,
 };
-use crate::disk::{Disk, SyncedFile};
 use crate::files;
-use crate::imagemap::{layout_limits, sync_parent};
+use crate::imagemap::layout_limits;
 use crate::log::{Log, LogReader, RecordKind};
 use crate::protocol::{Offer, WINDOW_BATCHES};
 

@@ -9,7 +9,7 @@ use drover_core::{Digest, ImageName};
 use drover_net::{decode, encode};
 use serde::{Deserialize, Serialize};
 
-use crate::home::write_atomically;
+use drover_storage::atomic_replace;
 
 /// Its name, in the directory of the merge.
 pub const NAME: &str = "merge";
@@ -49,7 +49,7 @@ impl Decided {
         bytes.extend_from_slice(&encode(self));
         let hash = blake3::hash(&bytes);
         bytes.extend_from_slice(hash.as_bytes());
-        write_atomically(&path, &bytes).with_context(|| format!("cannot write {}", path.display()))
+        atomic_replace(&path, &bytes).with_context(|| format!("cannot write {}", path.display()))
     }
 
     /// What was written down; none when nothing was.

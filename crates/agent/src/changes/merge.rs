@@ -32,9 +32,9 @@ use super::Target;
 use super::decided::Decided;
 use super::part::Part;
 use crate::failure::{Exit, failure, no_image};
-use crate::home::sync_dir;
 use crate::mounts;
 use crate::text::bytes;
+use drover_storage::sync_parent;
 
 /// The file that is being written.
 pub const PART: &str = "image.part";
@@ -127,8 +127,8 @@ impl Turn {
     /// Makes the directory, durably: a lease that a crash leaves is found by it.
     fn make(&self) -> Result<()> {
         let made = fs::create_dir_all(&self.0)
-            .and_then(|()| sync_dir(&self.0))
-            .and_then(|()| self.0.parent().map_or(Ok(()), sync_dir));
+            .and_then(|()| sync_parent(&self.0))
+            .and_then(|()| self.0.parent().map_or(Ok(()), sync_parent));
         made.with_context(|| format!("cannot make {}", self.0.display()))
     }
 

@@ -591,7 +591,7 @@ const MOST_WANTED: usize = 8;
 /// Writes the order in which chunks were first read.
 fn write_order(synced: &Synced, path: &Path) -> Result<()> {
     let text = synced.puller().recorded_text().unwrap_or_default();
-    crate::home::write_atomically(path, text.as_bytes())
+    drover_storage::atomic_replace(path, text.as_bytes())
         .with_context(|| format!("cannot write {}", path.display()))
 }
 

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use drover_mount::protocol::Opened;
 use drover_net::{decode, encode};
 
-use crate::home::write_atomically;
+use drover_storage::atomic_replace;
 
 const MAGIC: &[u8; 8] = b"DRVRKNW\0";
 const VERSION: u32 = 1;
@@ -24,7 +24,7 @@ const MOST: u64 = 4096;
 /// # Errors
 /// When the file cannot be written.
 pub fn write(path: &Path, opened: &Opened) -> Result<()> {
-    write_atomically(path, &bytes_of(opened))
+    atomic_replace(path, &bytes_of(opened))
         .with_context(|| format!("cannot write {}", path.display()))
 }
 

@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use drover_device::synced::Left;
-use drover_storage::{Directory, HostDirectory};
+use drover_storage::{Directory, HostDirectory, atomic_replace};
 use serde::{Deserialize, Serialize};
 
 use super::target::{Listen, Prefetch, Target};
-use crate::home::{Home, write_atomically};
+use crate::home::Home;
 
 /// How long one who only looks whether a mount is kept may hold its lock.
 const LOOK_LIMIT: Duration = Duration::from_millis(200);
@@ -329,7 +329,7 @@ impl Place {
     pub fn write(&self, record: &Record) -> Result<()> {
         let path = self.dir.join("record.json");
         let text = serde_json::to_vec_pretty(record)?;
-        write_atomically(&path, &text).with_context(|| format!("cannot write {}", path.display()))
+        atomic_replace(&path, &text).with_context(|| format!("cannot write {}", path.display()))
     }
 
     /// Makes the directory and takes its lock; none when a living process keeps the mount.

@@ -8,9 +8,9 @@ use rusqlite::{Connection, TransactionBehavior};
 use super::check::{Found, examine};
 use super::rows::{Peer, Row, RowError, Setting};
 use super::seal::Seal;
-use super::spare::sync_dir;
 use super::{CatalogError, Result, images, schema, spare};
 use crate::catalog::ImageRecord;
+use drover_storage::sync_parent;
 
 /// Says that this process has the database open: shared by users, exclusive for who replaces it.
 pub struct Users(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
@@ -118,9 +118,9 @@ fn repair(path: &Path, what: &str, spare_is_good: bool) -> Result<String> {
         Err(e) => return Err(io("set aside")(e)),
     }
     spare::remove_with_log(path)?;
-    sync_dir(path).map_err(io("sync"))?;
+    sync_parent(path).map_err(io("sync"))?;
     fs::rename(&fresh, path).map_err(io("restore"))?;
-    sync_dir(path).map_err(io("sync"))?;
+    sync_parent(path).map_err(io("sync"))?;
     Ok(report)
 }
 

@@ -11,6 +11,7 @@ use rusqlite::backup::Backup;
 use super::check::{Found, examine};
 use super::seal::Seal;
 use super::{CatalogError, Result};
+use drover_storage::sync_parent;
 
 /// Held while the files beside the database are looked at or replaced; other processes wait.
 pub struct SpareLock(
@@ -96,7 +97,7 @@ fn copy(connection: &Connection, path: &Path, _lock: &SpareLock) -> Result<()> {
         .and_then(|f| f.sync_all())
         .map_err(io)?;
     fs::rename(&temporary, &spare).map_err(io)?;
-    sync_dir(&spare).map_err(io)
+    sync_parent(&spare).map_err(io)
 }
 
 /// Removes a database file and the log files that SQLite keeps beside it.
@@ -111,9 +112,4 @@ pub fn remove_with_log(path: &Path) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Syncs the directory that holds `path`, so that a rename in it lasts.
-pub fn sync_dir(path: &Path) -> std::io::Result<()> {
-    File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
 }

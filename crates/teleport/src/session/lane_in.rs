@@ -15,10 +15,10 @@ use crate::TeleportError;
 use crate::codec::{Batch, Literal};
 use crate::compress::Unpacker;
 use crate::destination::Event;
-use crate::disk::SyncedFile;
 use crate::files;
 use crate::protocol::BATCH_BLOCKS;
 use crate::stages::{DestinationStages, Lap};
+use drover_storage::SyncedFile;
 
 /// The image that lanes are writing, as far as they must know it.
 pub struct Incoming {

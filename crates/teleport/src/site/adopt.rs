@@ -7,11 +7,12 @@ use std::sync::atomic::Ordering;
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
 use drover_index::ImageId;
+use drover_storage::sync_parent;
 
 use super::naming::Named;
 use super::{Site, unix_now};
 use crate::blockmap::BlockMap;
-use crate::imagemap::{ImageMap, sync_parent};
+use crate::imagemap::ImageMap;
 use crate::teleporter::{Event, ImageEvent};
 use crate::walk::Walk;
 use crate::{RefuseReason, TeleportError};

@@ -6,11 +6,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use drover_core::ImageName;
+use drover_storage::sync_parent;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 
 use super::Site;
 use crate::TeleportError;
-use crate::imagemap::sync_parent;
 use drover_store::ImageRecord;
 
 /// What keeps the replaced file, beside the new one.

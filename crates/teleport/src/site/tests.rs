@@ -77,7 +77,7 @@ impl Home {
             reserve_bytes,
             max_sessions: 1,
             sequence_data_bytes: super::SEQUENCE_DATA_BYTES,
-            disk: Arc::new(crate::disk::HostDisk),
+            disk: Arc::new(drover_storage::HostDisk),
         }
     }
 

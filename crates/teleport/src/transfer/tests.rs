@@ -70,7 +70,7 @@ pub(crate) fn sample(name: &str, seed: u64, length: usize) -> Sample {
 }
 
 pub(crate) fn disk() -> Arc<dyn Disk> {
-    Arc::new(crate::disk::HostDisk)
+    Arc::new(drover_storage::HostDisk)
 }
 
 pub(crate) fn literal(batch: &Batch) -> Plan {

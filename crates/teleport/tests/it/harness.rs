@@ -65,7 +65,7 @@ pub fn config(dir: &Path) -> SiteConfig {
         reserve_bytes: 0,
         max_sessions: 8,
         sequence_data_bytes: drover_teleport::SEQUENCE_DATA_BYTES,
-        disk: Arc::new(drover_teleport::disk::HostDisk),
+        disk: Arc::new(drover_storage::HostDisk),
     }
 }
 

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use drover_storage::Disk;
 use drover_teleport::SiteConfig;
-use drover_teleport::disk::Disk;
 
 use crate::harness::*;
 

@@ -6,7 +6,7 @@ use drover_core::DeviceError;
 
 use super::MOST_CHUNKS;
 use crate::remote::Shape;
-use drover_storage::{Access, Directory, Lock, read_exact_at};
+use drover_storage::{Access, Directory, Lock, read_exact_at, replace};
 
 pub(super) const NAME: &str = "header";
 const NEW: &str = "header.new";
@@ -98,14 +98,7 @@ pub(super) fn create(directory: &dyn Directory, shape: Shape) -> Result<(), Devi
         let exists = io::Error::new(io::ErrorKind::AlreadyExists, "there is a device already");
         return Err(at(directory, name, &exists));
     }
-    let write = || {
-        let file = directory.create(NEW)?;
-        file.write_at(&encode(shape), 0)?;
-        file.sync()?;
-        directory.rename(NEW, NAME)?;
-        directory.sync()
-    };
-    write().map_err(|error| at(directory, NAME, &error))
+    replace(directory, NEW, NAME, &encode(shape)).map_err(|error| at(directory, NAME, &error))
 }
 
 pub(super) fn read(directory: &dyn Directory) -> Result<Shape, DeviceError> {

@@ -1,7 +1,7 @@
 //! The lease's file (`docs/format/mount-wire.md`).
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::Path;
 
 use drover_net::{decode, encode};
@@ -101,14 +101,8 @@ pub fn store(directory: &Path, record: &Record) -> Result<(), Refusal> {
     let body = encode(record);
     let write = || -> io::Result<()> {
         fs::create_dir_all(directory)?;
-        let temporary = directory.join(format!(".{FILE_NAME}.new"));
-        let mut file = File::create(&temporary)?;
-        file.write_all(&MAGIC)?;
-        file.write_all(blake3::hash(&body).as_bytes())?;
-        file.write_all(&body)?;
-        file.sync_all()?;
-        fs::rename(&temporary, &path)?;
-        File::open(directory)?.sync_all()
+        let bytes = [&MAGIC, &blake3::hash(&body).as_bytes()[..], &body].concat();
+        drover_storage::atomic_replace(&path, &bytes)
     };
     write().map_err(|e| {
         let code = match e.kind() {

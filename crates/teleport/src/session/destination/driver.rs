@@ -20,13 +20,13 @@ use crate::TeleportError;
 use crate::blockmap::DataBits;
 use crate::codec::{Batch, proofs_of};
 use crate::destination::{Action, Event, From, ReuseJob, Run};
-use crate::disk::SyncedFile;
 use crate::protocol::{Delivered, GiveUp, kind};
 use crate::session::lane_in::OpenBatch;
 use crate::site::{Arrived, Site, unix_now};
 use crate::stages::{DestinationStages, Lap};
 use crate::transfer::{Closing, clear_zeros};
 use crate::walk::digest_file;
+use drover_storage::SyncedFile;
 
 /// How often what has arrived is made durable.
 const SYNC_EVERY: Duration = Duration::from_secs(2);

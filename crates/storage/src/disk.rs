@@ -1,4 +1,4 @@
-//! What a transfer asks of its disk beside reading and writing: that what was written is there
+//! What a large file that many write at once asks of its disk beside reading and writing: that what was written is there
 //! after a crash, and to be shown what is really there.
 
 use std::fs::File;

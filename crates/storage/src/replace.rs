@@ -1,0 +1,122 @@
+//! Putting a small file in the place of another as a whole.
+
+use std::io;
+use std::path::Path;
+
+use crate::{Directory, HostDirectory};
+
+/// Puts `bytes` into the file at `path`, in place of what is there: after a crash it holds the old bytes or the new ones.
+/// Durable when this returns. The file is private to this user; one that is made has no right from the one it replaces.
+///
+/// The bytes are written to `.NAME.PID` beside it first, so processes do not disturb each other. Threads take turns.
+///
+/// # Errors
+/// `InvalidInput` when the path has no name, or none in UTF-8; else what the system reports.
+pub fn atomic_replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+        let text = format!("{} is no name of a file", path.display());
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    };
+    let temporary = format!(".{name}.{}", std::process::id());
+    replace(&HostDirectory::open(parent(path))?, &temporary, name, bytes)
+}
+
+/// The same in a [`Directory`], with a name of the caller's for the bytes until they have theirs. What a crash leaves
+/// under that name is emptied by the next replacement.
+///
+/// # Errors
+/// What the medium reports. The file is then as it was, or, when only the name could not be made durable, the new one.
+pub fn replace(
+    directory: &dyn Directory,
+    temporary: &str,
+    name: &str,
+    bytes: &[u8],
+) -> io::Result<()> {
+    let write = || {
+        let file = directory.create(temporary)?;
+        file.write_at(bytes, 0)?;
+        file.sync()?;
+        directory.rename(temporary, name)
+    };
+    if let Err(error) = write() {
+        // It only takes room.
+        let _ = directory.remove(temporary);
+        return Err(error);
+    }
+    directory.sync()
+}
+
+/// Makes durable the names in the directory that `path` is in.
+///
+/// # Errors
+/// What the system reports.
+pub fn sync_parent(path: &Path) -> io::Result<()> {
+    HostDirectory::open(parent(path))?.sync()
+}
+
+fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::{FakeDirectory, Operation};
+
+    #[test]
+    fn a_file_is_replaced_and_nothing_is_left_beside_it() {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("f");
+        atomic_replace(&path, b"one").unwrap();
+        atomic_replace(&path, b"two").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert_eq!(fs::read_dir(tmp.path()).unwrap().count(), 1);
+        let mode = fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        assert!(atomic_replace(&tmp.path().join(".."), b"x").is_err());
+        assert!(atomic_replace(&tmp.path().join("no/f"), b"x").is_err());
+    }
+
+    #[test]
+    fn a_crash_leaves_the_old_bytes_or_the_new_ones() {
+        let (old, new) = (vec![1; 3000], vec![2; 5000]);
+        for step in 0..5 {
+            for seed in 0..60 {
+                let fake = FakeDirectory::new(512, seed);
+                replace(&fake, "f.new", "f", &old).unwrap();
+                fake.cut_power_at(fake.steps() + step);
+                assert!(replace(&fake, "f.new", "f", &new).is_err());
+                let found = fake.after_crash(seed).bytes("f").unwrap();
+                assert!(found == old || found == new, "step {step}, seed {seed}");
+            }
+        }
+        let fake = FakeDirectory::default();
+        replace(&fake, "f.new", "f", &new).unwrap();
+        for seed in 0..20 {
+            let after = fake.after_crash(seed);
+            assert_eq!(after.bytes("f").unwrap(), new, "it is durable");
+            assert_eq!(after.list().unwrap(), ["f"]);
+        }
+    }
+
+    #[test]
+    fn what_fails_leaves_the_old_file_and_no_other() {
+        use Operation::{Create, Rename, Sync, Write};
+        for failing in [Create, Write, Sync, Rename] {
+            let fake = FakeDirectory::default();
+            replace(&fake, "f.new", "f", b"old").unwrap();
+            fake.set_faults(move |operation, _| {
+                (operation == failing).then_some(io::ErrorKind::StorageFull)
+            });
+            assert!(replace(&fake, "f.new", "f", b"new").is_err());
+            assert_eq!(fake.bytes("f").unwrap(), b"old", "{failing:?}");
+            assert_eq!(fake.list().unwrap(), ["f"], "{failing:?}");
+        }
+    }
+}
