@@ -3,7 +3,7 @@
 //! - [`home`]: a site's directory and its configuration; [`site`], [`own`]: the site in it, opened.
 //! - [`serve`]: the process that others connect to; [`remote`]: asking it, or a peer.
 //! - [`mounts`]: records and processes of mounts; [`changes`]: what mounts wrote over this site's images.
-//! - [`metrics`]: every metric's name.
+//! - [`status`]: how a site is; [`metrics`]: that as Prometheus reads it, and every metric's name.
 //!
 //! What must not live here: what a person types and sees (`drover`), protocols and formats (the crates below).
 
@@ -21,5 +21,6 @@ pub mod serve;
 pub mod signals;
 pub mod site;
 pub mod space;
+pub mod status;
 pub mod text;
 pub mod transfers;

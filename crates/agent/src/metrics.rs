@@ -1,12 +1,21 @@
 //! Everything a site counts, under the names by which Prometheus knows it. No other file has metric names.
 
-use std::fmt::Write;
+use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 
 use drover_mount::server::Counted;
-use serde_json::Value;
+use drover_teleport::SiteStatus;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMetric};
+use prometheus_client::metrics::TypedMetric;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::Registry;
 
-use crate::mounts::{DiskStatus, State, Status};
+use crate::mounts::{self, DiskStatus, State};
+use crate::status::Status;
 
 /// What the program itself counts.
 #[derive(Debug, Default)]
@@ -41,390 +50,333 @@ pub struct Metrics {
     pub verified_bad: AtomicU64,
 }
 
-/// What is looked up when metrics are asked for.
-#[derive(Debug)]
-pub struct Snapshot {
-    /// Images in the catalog.
-    pub images: usize,
-    /// Peers in the catalog.
-    pub peers: usize,
-    /// When this process became ready, in seconds since 1970.
-    pub started_unix: i64,
-    /// What the teleport layer says of itself.
-    pub site: Value,
-    /// What is served to mounts of other sites, and how many writers' leases there are, where that can be
-    /// read; none for a teleporter.
-    pub served: Option<(Counted, Option<usize>)>,
-    /// What is mounted here, by processes of their own.
-    pub mounts: Vec<Status>,
-}
-
 impl Metrics {
-    /// The metrics in Prometheus's text format.
-    pub fn render(&self, now: &Snapshot) -> String {
-        let mut out = String::new();
-        let mut family = |name: &str, kind: &str, help: &str, samples: &[(&str, f64)]| {
-            write_family(&mut out, name, kind, help, samples);
-        };
-        let c = |v: &AtomicU64| v.load(Relaxed) as f64;
-        let g = |v: &AtomicI64| v.load(Relaxed) as f64;
-        let version = format!("{{version=\"{}\"}}", env!("CARGO_PKG_VERSION"));
-        family("build_info", "gauge", "The program.", &[(&version, 1.0)]);
-        family(
-            "start_time_seconds",
-            "gauge",
-            "When the site became ready, since 1970.",
-            &[("", now.started_unix as f64)],
-        );
-        family(
-            "resident_memory_bytes",
-            "gauge",
-            "Memory of the process.",
-            &[("", resident_bytes() as f64)],
-        );
-        family(
-            "images",
-            "gauge",
-            "Images in the catalog.",
-            &[("", now.images as f64)],
-        );
-        family(
-            "peers",
-            "gauge",
-            "Peers that are trusted.",
-            &[("", now.peers as f64)],
-        );
-        family(
-            "connections_total",
-            "counter",
-            "Connections taken.",
-            &[("", c(&self.connections))],
-        );
-        family(
-            "connections_open",
-            "gauge",
-            "Connections open.",
-            &[("", g(&self.connections_open))],
-        );
-        family(
-            "connections_rejected_total",
-            "counter",
-            "Connections turned away.",
-            &[
-                ("{reason=\"limit\"}", c(&self.rejected_limit)),
-                ("{reason=\"handshake\"}", c(&self.rejected_handshake)),
-                ("{reason=\"trust\"}", c(&self.rejected_trust)),
-            ],
-        );
-        family(
-            "pairings_total",
-            "counter",
-            "Peers paired.",
-            &[("", c(&self.pairings))],
-        );
-        family(
-            "tickets_refused_total",
-            "counter",
-            "Tickets that were used, too old or unknown.",
-            &[("", c(&self.tickets_refused))],
-        );
-        family(
-            "sessions_total",
-            "counter",
-            "Sessions that ended.",
-            &[
-                ("{result=\"done\"}", c(&self.sessions_done)),
-                ("{result=\"failed\"}", c(&self.sessions_failed)),
-            ],
-        );
-        family(
-            "sessions_open",
-            "gauge",
-            "Sessions open.",
-            &[("", g(&self.sessions_open))],
-        );
-        family(
-            "wire_bytes_total",
-            "counter",
-            "Bytes of closed connections, encryption counted.",
-            &[
-                ("{direction=\"sent\"}", c(&self.wire_sent)),
-                ("{direction=\"received\"}", c(&self.wire_received)),
-            ],
-        );
-        family(
-            "verified_total",
-            "counter",
-            "Images checked against their digest.",
-            &[
-                ("{result=\"good\"}", c(&self.verified_good)),
-                ("{result=\"bad\"}", c(&self.verified_bad)),
-            ],
-        );
-        if let Some((counted, leases)) = &now.served {
-            served(counted, *leases, &mut family);
-        }
-        mounted(&now.mounts, &mut family);
-        let mut numbers = Vec::new();
-        flatten("site", &now.site, &mut numbers);
-        for (name, value) in numbers {
-            family(
-                &name,
-                "untyped",
-                "See `drover status --json`.",
-                &[("", value)],
-            );
-        }
-        out
+    /// The metrics in Prometheus's text format (OpenMetrics), with those of `now`.
+    pub fn render(self: &Arc<Self>, now: Status) -> String {
+        page(Site(Arc::clone(self), now))
     }
 }
 
-/// What is mounted here, in Prometheus's text format.
-pub fn of_mounts(mounts: &[Status]) -> String {
-    let mut out = String::new();
-    mounted(mounts, &mut |name, kind, help, samples| {
-        write_family(&mut out, name, kind, help, samples);
-    });
-    out
+/// What is mounted here, in the same format.
+pub fn of_mounts(mounts: Vec<mounts::Status>) -> String {
+    page(Mounts(mounts))
 }
 
-/// Writes a family: its name, kind and help, and samples as labels and value.
-type Family<'a> = dyn FnMut(&str, &str, &str, &[(&str, f64)]) + 'a;
+fn page(of: impl Collector) -> String {
+    let mut registry = Registry::with_prefix("drover");
+    registry.register_collector(Box::new(of));
+    let mut text = String::new();
+    // Writing to a string does not fail.
+    let _ = encode(&mut text, &registry);
+    text
+}
 
-fn write_family(out: &mut String, name: &str, kind: &str, help: &str, samples: &[(&str, f64)]) {
-    let _ = writeln!(
-        out,
-        "# HELP drover_{name} {help}\n# TYPE drover_{name} {kind}"
-    );
-    for (labels, value) in samples {
-        let _ = writeln!(out, "drover_{name}{labels} {value}");
+#[derive(Debug)]
+struct Site(Arc<Metrics>, Status);
+
+#[derive(Debug)]
+struct Mounts(Vec<mounts::Status>);
+
+impl Collector for Site {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut page = Page(encoder);
+        program(&mut page, &self.0, &self.1)?;
+        if let Some(counted) = &self.1.served {
+            served(&mut page, counted, self.1.leases)?;
+        }
+        mounted(&mut page, &self.1.mounts)?;
+        match &self.1.site {
+            Some(site) => transfers(&mut page, site),
+            None => Ok(()),
+        }
     }
+}
+
+impl Collector for Mounts {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        mounted(&mut Page(encoder), &self.0)
+    }
+}
+
+/// What metrics are written to.
+struct Page<'a>(DescriptorEncoder<'a>);
+
+impl Page<'_> {
+    /// A metric without labels.
+    fn one(&mut self, name: &str, help: &str, metric: impl EncodeMetric) -> fmt::Result {
+        let kind = metric.metric_type();
+        metric.encode(self.0.encode_descriptor(name, help, None, kind)?)
+    }
+
+    fn gauge(&mut self, name: &str, help: &str, value: impl EncodeGaugeValue) -> fmt::Result {
+        self.one(name, help, ConstGauge::new(value))
+    }
+
+    fn counter(&mut self, name: &str, help: &str, value: u64) -> fmt::Result {
+        self.one(name, help, ConstCounter::new(value))
+    }
+
+    /// A metric for each of some sets of labels.
+    fn each<const N: usize, M: EncodeMetric + TypedMetric>(
+        &mut self,
+        name: &str,
+        help: &str,
+        labels: [&str; N],
+        samples: impl IntoIterator<Item = ([String; N], M)>,
+    ) -> fmt::Result {
+        let mut family = self.0.encode_descriptor(name, help, None, M::TYPE)?;
+        for (values, metric) in samples {
+            let values = values.map(|value| label(&value));
+            let set: Vec<_> = labels.into_iter().zip(&values).collect();
+            metric.encode(family.encode_family(&set)?)?;
+        }
+        Ok(())
+    }
+
+    /// Counts by the values of one label.
+    fn counters(
+        &mut self,
+        name: &str,
+        help: &str,
+        by: &str,
+        counts: &[(&str, u64)],
+    ) -> fmt::Result {
+        let samples = counts
+            .iter()
+            .map(|(value, n)| ([value.to_string()], ConstCounter::new(*n)));
+        self.each(name, help, [by], samples)
+    }
+}
+
+/// The program itself.
+fn program(page: &mut Page<'_>, m: &Metrics, now: &Status) -> fmt::Result {
+    let c = |v: &AtomicU64| v.load(Relaxed);
+    let version = [([now.version.clone()], ConstGauge::new(1))];
+    page.each("build_info", "The program.", ["version"], version)?;
+    let help = "When the site became ready, since 1970.";
+    page.gauge("start_time_seconds", help, now.started_unix)?;
+    let help = "Memory of the process.";
+    page.gauge("resident_memory_bytes", help, resident_bytes())?;
+    page.gauge("images", "Images in the catalog.", now.images)?;
+    page.gauge("peers", "Peers that are trusted.", now.peers)?;
+    page.counter("connections", "Connections taken.", c(&m.connections))?;
+    page.gauge(
+        "connections_open",
+        "Connections open.",
+        now.connections_open,
+    )?;
+    page.counters(
+        "connections_rejected",
+        "Connections turned away.",
+        "reason",
+        &[
+            ("limit", c(&m.rejected_limit)),
+            ("handshake", c(&m.rejected_handshake)),
+            ("trust", c(&m.rejected_trust)),
+        ],
+    )?;
+    page.counter("pairings", "Peers paired.", c(&m.pairings))?;
+    let help = "Tickets that were used, too old or unknown.";
+    page.counter("tickets_refused", help, c(&m.tickets_refused))?;
+    page.counters(
+        "sessions",
+        "Sessions that ended.",
+        "result",
+        &[
+            ("done", c(&m.sessions_done)),
+            ("failed", c(&m.sessions_failed)),
+        ],
+    )?;
+    page.gauge("sessions_open", "Sessions open.", now.sessions_open)?;
+    page.counters(
+        "wire_bytes",
+        "Bytes of closed connections, encryption counted.",
+        "direction",
+        &[("sent", c(&m.wire_sent)), ("received", c(&m.wire_received))],
+    )?;
+    page.counters(
+        "verified",
+        "Images checked against their digest.",
+        "result",
+        &[("good", c(&m.verified_good)), ("bad", c(&m.verified_bad))],
+    )
 }
 
 /// Images of this site that other sites have mounted.
-fn served(now: &Counted, leases: Option<usize>, family: &mut Family<'_>) {
-    let n = |value: u64| value as f64;
-    family(
+fn served(page: &mut Page<'_>, now: &Counted, leases: Option<usize>) -> fmt::Result {
+    page.each(
         "served_mounts",
-        "gauge",
         "Mounts of this site's images that are connected.",
+        ["access"],
+        [("write", now.writers), ("read", now.readers)]
+            .map(|(access, n)| ([access.to_string()], ConstGauge::new(n))),
+    )?;
+    page.gauge("served_lanes", "Connections of these mounts.", now.lanes)?;
+    let help = "Images that are open for mounts.";
+    page.gauge("served_images", help, now.images)?;
+    let help = "Writers' leases, of mounts that are connected or not.";
+    match leases {
+        Some(leases) => page.gauge("served_leases", help, leases)?,
+        None => page.gauge("served_leases", help, f64::NAN)?,
+    }
+    page.counters(
+        "served_reads",
+        "Reads of chunks by mounts.",
+        "kind",
         &[
-            ("{access=\"write\"}", n(now.writers)),
-            ("{access=\"read\"}", n(now.readers)),
+            ("waited", now.reads_waited),
+            ("background", now.reads_background),
         ],
-    );
-    let gauges = [
-        ("served_lanes", "Connections of these mounts.", n(now.lanes)),
-        (
-            "served_images",
-            "Images that are open for mounts.",
-            n(now.images),
-        ),
-        (
-            "served_leases",
-            "Writers' leases, of mounts that are connected or not.",
-            leases.map_or(f64::NAN, |leases| leases as f64),
-        ),
-    ];
-    for (name, help, value) in gauges {
-        family(name, "gauge", help, &[("", value)]);
-    }
-    let pairs = [
-        (
-            "served_reads_total",
-            "Reads of chunks by mounts.",
-            ("{kind=\"waited\"}", n(now.reads_waited)),
-            ("{kind=\"background\"}", n(now.reads_background)),
-        ),
-        (
-            "served_chunks_total",
-            "Chunks that mounts read.",
-            ("{kind=\"data\"}", n(now.chunks)),
-            ("{kind=\"zero\"}", n(now.chunks_zero)),
-        ),
-        (
-            "served_bytes_total",
-            "Bytes of images that mounts read, zeros included, and wrote.",
-            ("{direction=\"read\"}", n(now.bytes_read)),
-            ("{direction=\"written\"}", n(now.bytes_written)),
-        ),
-        (
-            "served_link_bytes_total",
-            "Bytes of mounts' messages, packed.",
-            ("{direction=\"sent\"}", n(now.link_out)),
-            ("{direction=\"received\"}", n(now.link_in)),
-        ),
-    ];
-    for (name, help, one, other) in pairs {
-        family(name, "counter", help, &[one, other]);
-    }
-    for (name, help, value) in [
-        (
-            "served_epochs_total",
-            "Sets of writes that were made to count.",
-            n(now.epochs),
-        ),
-        (
-            "served_leases_broken_total",
-            "Leases that were broken.",
-            n(now.broken),
-        ),
-    ] {
-        family(name, "counter", help, &[("", value)]);
-    }
+    )?;
+    page.counters(
+        "served_chunks",
+        "Chunks that mounts read.",
+        "kind",
+        &[("data", now.chunks), ("zero", now.chunks_zero)],
+    )?;
+    page.counters(
+        "served_bytes",
+        "Bytes of images that mounts read, zeros included, and wrote.",
+        "direction",
+        &[("read", now.bytes_read), ("written", now.bytes_written)],
+    )?;
+    page.counters(
+        "served_link_bytes",
+        "Bytes of mounts' messages, packed.",
+        "direction",
+        &[("sent", now.link_out), ("received", now.link_in)],
+    )?;
+    let help = "Sets of writes that were made to count.";
+    page.counter("served_epochs", help, now.epochs)?;
+    page.counter(
+        "served_leases_broken",
+        "Leases that were broken.",
+        now.broken,
+    )?;
     let reasons = [
         (
-            "served_refused_total",
+            "served_refused",
             "Connections of mounts that were refused.",
             &now.refused,
         ),
         (
-            "served_errors_total",
+            "served_errors",
             "Requests of mounts that failed.",
             &now.failed,
         ),
     ];
     for (name, help, by_reason) in reasons {
-        let labelled: Vec<_> = by_reason
-            .iter()
-            .map(|(reason, count)| (format!("{{reason=\"{reason}\"}}"), n(*count)))
-            .collect();
-        family(name, "counter", help, &borrowed(&labelled));
+        let counts: Vec<_> = by_reason.iter().map(|(r, n)| (r.as_str(), *n)).collect();
+        page.counters(name, help, "reason", &counts)?;
     }
+    Ok(())
 }
 
 /// What a disk of a mount is asked for.
-type Ask = fn(&DiskStatus) -> Option<f64>;
+type Ask<T> = fn(&DiskStatus) -> T;
 
 /// Images of other sites that are mounted here.
-fn mounted(mounts: &[Status], family: &mut Family<'_>) {
-    let up: Vec<_> = mounts
-        .iter()
-        .map(|m| {
-            let value = f64::from(u8::from(m.state == State::Up));
-            (format!("{{mount=\"{}\"}}", label(&m.name)), value)
-        })
-        .collect();
-    family(
+fn mounted(page: &mut Page<'_>, mounts: &[mounts::Status]) -> fmt::Result {
+    page.each(
         "mount_up",
-        "gauge",
         "Whether a mount of this home can be used.",
-        &borrowed(&up),
-    );
-    let asks: [(&str, &str, &str, Ask); 10] = [
-        ("size_bytes", "gauge", "Size of the disk.", |d| {
-            Some(d.size as f64)
+        ["mount"],
+        mounts.iter().map(|m| {
+            let up = i64::from(m.state == State::Up);
+            ([m.name.clone()], ConstGauge::new(up))
         }),
-        ("local_bytes", "gauge", "Bytes that are here.", |d| {
-            Some(d.local as f64)
-        }),
+    )?;
+    const LABELS: [&str; 3] = ["mount", "image", "mode"];
+    let is_kept = |m: &mounts::Status| matches!(m.state, State::Up | State::Ending);
+    let disks = |kept: bool| {
+        // Of one that nobody keeps no more is known than what is to be pushed.
+        let mounts = mounts.iter().filter(move |m| !kept || is_kept(m));
+        mounts.flat_map(|m| {
+            let labels = move |d: &DiskStatus| [m.name.clone(), d.image.clone(), d.mode.clone()];
+            m.disks.iter().map(move |d| (labels(d), d))
+        })
+    };
+    let gauges: [(&str, &str, Ask<u64>); 6] = [
+        ("size_bytes", "Size of the disk.", |d| d.size),
+        ("local_bytes", "Bytes that are here.", |d| d.local),
         (
             "dirty_bytes",
-            "gauge",
             "Bytes written here that the other site does not have.",
-            |d| Some(d.dirty as f64),
+            |d| d.dirty,
         ),
-        ("in_flight_bytes", "gauge", "Bytes under way.", |d| {
-            Some(d.in_flight as f64)
+        ("in_flight_bytes", "Bytes under way.", |d| d.in_flight),
+        ("link_up", "Whether the other site can be reached.", |d| {
+            u64::from(d.link == "up")
         }),
+        ("epochs", "Sets of writes that the other site has.", |d| {
+            d.epoch
+        }),
+    ];
+    for (name, help, ask) in gauges {
+        let samples = disks(name != "dirty_bytes").map(|(l, d)| (l, ConstGauge::new(ask(d))));
+        page.each(&format!("mount_{name}"), help, LABELS, samples)?;
+    }
+    let counters: [(&str, &str, Ask<u64>); 2] = [
+        ("received_bytes", "Bytes that arrived on the link.", |d| {
+            d.received
+        }),
+        ("sent_bytes", "Bytes that left on the link.", |d| d.sent),
+    ];
+    for (name, help, ask) in counters {
+        let samples = disks(true).map(|(l, d)| (l, ConstCounter::new(ask(d))));
+        page.each(&format!("mount_{name}"), help, LABELS, samples)?;
+    }
+    let measured: [(&str, &str, Ask<Option<f64>>); 2] = [
         (
             "rate_bytes_per_second",
-            "gauge",
             "Bytes arriving in a second.",
             |d| Some(d.rate),
         ),
         (
             "seconds_left",
-            "gauge",
-            "Until all is here, as it goes now.",
+            "Estimated seconds until fully cached at the current rate.",
             |d| d.seconds_left,
         ),
-        (
-            "link_up",
-            "gauge",
-            "Whether the other site can be reached.",
-            |d| Some(f64::from(u8::from(d.link == "up"))),
-        ),
-        (
-            "received_bytes_total",
-            "counter",
-            "Bytes that arrived on the link.",
-            |d| Some(d.received as f64),
-        ),
-        (
-            "sent_bytes_total",
-            "counter",
-            "Bytes that left on the link.",
-            |d| Some(d.sent as f64),
-        ),
-        (
-            "epochs",
-            "gauge",
-            "Sets of writes that the other site has.",
-            |d| Some(d.epoch as f64),
-        ),
     ];
-    for (name, kind, help, ask) in asks {
-        let mut samples = Vec::new();
-        // Of one that nobody keeps no more is known than what is to be pushed.
-        for mount in mounts {
-            let is_kept = matches!(mount.state, State::Up | State::Ending);
-            for disk in &mount.disks {
-                if !is_kept && name != "dirty_bytes" {
-                    continue;
-                }
-                let labels = format!(
-                    "{{mount=\"{}\",image=\"{}\",mode=\"{}\"}}",
-                    label(&mount.name),
-                    label(&disk.image),
-                    label(&disk.mode)
-                );
-                samples.extend(ask(disk).map(|value| (labels, value)));
-            }
-        }
-        family(&format!("mount_{name}"), kind, help, &borrowed(&samples));
+    for (name, help, ask) in measured {
+        let known = disks(true).filter_map(|(l, d)| Some((l, ConstGauge::new(ask(d)?))));
+        page.each(&format!("mount_{name}"), help, LABELS, known)?;
     }
+    Ok(())
 }
 
-fn borrowed(samples: &[(String, f64)]) -> Vec<(&str, f64)> {
-    samples.iter().map(|(l, v)| (l.as_str(), *v)).collect()
+/// What the teleport layer says of itself.
+fn transfers(page: &mut Page<'_>, site: &SiteStatus) -> fmt::Result {
+    let numbers = [
+        ("images", site.images),
+        ("sessions", site.sessions),
+        ("delivered_images", site.delivered_images),
+        ("matched_blocks", site.matched_blocks),
+        ("sent_blocks", site.sent_blocks),
+        ("pending_sequences", site.pending_sequences),
+        ("catching_up", u64::from(site.catching_up)),
+    ];
+    let matcher = site.matcher.iter();
+    let matcher = matcher.map(|(name, n)| (format!("matcher_{}", word(name)), *n));
+    for (name, n) in numbers
+        .map(|(k, n)| (k.to_string(), n))
+        .into_iter()
+        .chain(matcher)
+    {
+        page.gauge(&format!("site_{name}"), "See `drover status --json`.", n)?;
+    }
+    Ok(())
 }
 
-/// Text as the value of a label.
+/// Text as the value of a label; the library does not escape it.
 fn label(text: &str) -> String {
     let text = text.replace('\\', "\\\\").replace('"', "\\\"");
     text.replace('\n', "\\n")
 }
 
-/// The numbers in nested objects, each named by its path. Other lists are left out: their members come and go.
-fn flatten(path: &str, value: &Value, out: &mut Vec<(String, f64)>) {
-    match value {
-        Value::Number(n) => out.extend(n.as_f64().map(|n| (path.to_string(), n))),
-        Value::Bool(b) => out.push((path.to_string(), f64::from(u8::from(*b)))),
-        Value::Object(fields) => {
-            for (key, value) in fields {
-                flatten(&format!("{path}_{}", word(key)), value, out);
-            }
-        }
-        Value::Array(items) => {
-            // Lists of names with their numbers.
-            for item in items {
-                if let Some([Value::String(key), value @ Value::Number(_)]) =
-                    item.as_array().map(Vec::as_slice)
-                {
-                    flatten(&format!("{path}_{}", word(key)), value, out);
-                }
-            }
-        }
-        _ => {}
-    }
-}
-
-/// A key as part of a metric's name.
+/// A name as a part of a metric's.
 fn word(key: &str) -> String {
-    key.chars()
-        .map(|c| if c.is_ascii_alphanumeric() { c } else { '_' })
-        .collect()
+    key.replace(|c: char| !c.is_ascii_alphanumeric(), "_")
 }
 
 /// Memory of this process that is in RAM; zero when the system does not say.
@@ -446,8 +398,8 @@ fn resident_bytes() -> u64 {
 mod tests {
     use super::*;
 
-    fn mount(name: &str, state: State) -> Status {
-        Status {
+    fn mount(name: &str, state: State) -> mounts::Status {
+        mounts::Status {
             name: name.into(),
             place: String::new(),
             devices: Vec::new(),
@@ -465,37 +417,121 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_text_is_what_prometheus_reads() {
-        let metrics = Metrics::default();
-        metrics.connections.store(3, Relaxed);
-        metrics.rejected_trust.store(1, Relaxed);
-        let site = serde_json::json!({"matcher": {"c2": {"hits": 7}, "ratio": 0.5, "counts": [["c1 hits", 4]]}, "transfers": [{"x": 1}], "name": "y"});
-        let text = metrics.render(&Snapshot {
+    /// Every name before there was a library that writes them, but for those of the matcher's counts.
+    const NAMES: [&str; 46] = [
+        "drover_build_info",
+        "drover_start_time_seconds",
+        "drover_resident_memory_bytes",
+        "drover_images",
+        "drover_peers",
+        "drover_connections_total",
+        "drover_connections_open",
+        "drover_connections_rejected_total",
+        "drover_pairings_total",
+        "drover_tickets_refused_total",
+        "drover_sessions_total",
+        "drover_sessions_open",
+        "drover_wire_bytes_total",
+        "drover_verified_total",
+        "drover_served_mounts",
+        "drover_served_lanes",
+        "drover_served_images",
+        "drover_served_leases",
+        "drover_served_reads_total",
+        "drover_served_chunks_total",
+        "drover_served_bytes_total",
+        "drover_served_link_bytes_total",
+        "drover_served_epochs_total",
+        "drover_served_leases_broken_total",
+        "drover_served_refused_total",
+        "drover_served_errors_total",
+        "drover_mount_up",
+        "drover_mount_size_bytes",
+        "drover_mount_local_bytes",
+        "drover_mount_dirty_bytes",
+        "drover_mount_in_flight_bytes",
+        "drover_mount_rate_bytes_per_second",
+        "drover_mount_seconds_left",
+        "drover_mount_link_up",
+        "drover_mount_received_bytes_total",
+        "drover_mount_sent_bytes_total",
+        "drover_mount_epochs",
+        "drover_site_images",
+        "drover_site_sessions",
+        "drover_site_delivered_images",
+        "drover_site_matched_blocks",
+        "drover_site_sent_blocks",
+        "drover_site_pending_sequences",
+        "drover_site_catching_up",
+        "drover_site_matcher_c1_hits",
+        "drover_site_matcher_pages",
+    ];
+
+    fn status() -> Status {
+        let mut up = mount("a\"b", State::Up);
+        up.disks[0].seconds_left = Some(2.5);
+        Status {
+            running: true,
+            duty: "site".into(),
+            name: "y".into(),
+            key: "k".into(),
+            home: "/h".into(),
+            version: "0.1.0".into(),
+            process: 7,
+            addresses: Vec::new(),
+            started_unix: 5,
+            uptime_seconds: 0,
             images: 2,
             peers: 1,
-            started_unix: 5,
-            site,
-            served: Some((
-                Counted {
-                    writers: 1,
-                    readers: 2,
-                    reads_background: 7,
-                    refused: vec![("leased", 3)],
-                    ..Counted::default()
-                },
-                Some(4),
-            )),
-            mounts: vec![mount("a\"b", State::Up), mount("dead", State::Dead)],
-        });
+            connections_open: 0,
+            sessions_open: 0,
+            site: Some(SiteStatus {
+                catching_up: true,
+                matcher: vec![("c1 hits".into(), 4), ("pages".into(), 9)],
+                ..SiteStatus::default()
+            }),
+            served: Some(Counted {
+                writers: 1,
+                readers: 2,
+                reads_background: 7,
+                refused: vec![("leased".into(), 3)],
+                failed: vec![("io".into(), 0)],
+                ..Counted::default()
+            }),
+            leases: Some(4),
+            mounts: vec![up, mount("dead", State::Dead)],
+        }
+    }
+
+    #[test]
+    fn the_names_are_those_that_dashboards_know() {
+        let text = Arc::new(Metrics::default()).render(status());
+        let mut found: Vec<_> = text
+            .lines()
+            .filter(|l| !l.starts_with('#'))
+            .filter_map(|l| l.split(['{', ' ']).next())
+            .collect();
+        found.dedup();
+        found.sort_unstable();
+        let mut names = NAMES;
+        names.sort_unstable();
+        assert_eq!(found, names);
+    }
+
+    #[test]
+    fn the_text_is_what_prometheus_reads() {
+        let metrics = Arc::new(Metrics::default());
+        metrics.connections.store(3, Relaxed);
+        metrics.rejected_trust.store(1, Relaxed);
+        let text = metrics.render(status());
         for line in [
+            "drover_build_info{version=\"0.1.0\"} 1",
             "drover_connections_total 3",
             "drover_connections_rejected_total{reason=\"trust\"} 1",
             "drover_images 2",
-            "drover_site_matcher_c2_hits 7",
-            "drover_site_matcher_ratio 0.5",
-            "drover_site_matcher_counts_c1_hits 4",
-            "# TYPE drover_sessions_total counter",
+            "drover_site_catching_up 1",
+            "drover_site_matcher_c1_hits 4",
+            "# TYPE drover_sessions counter",
             "drover_served_mounts{access=\"read\"} 2",
             "drover_served_reads_total{kind=\"background\"} 7",
             "drover_served_refused_total{reason=\"leased\"} 3",
@@ -503,13 +539,16 @@ mod tests {
             "drover_mount_up{mount=\"a\\\"b\"} 1",
             "drover_mount_up{mount=\"dead\"} 0",
             "drover_mount_local_bytes{mount=\"a\\\"b\",image=\"far:web\",mode=\"managed\"} 10",
+            "drover_mount_seconds_left{mount=\"a\\\"b\",image=\"far:web\",mode=\"managed\"} 2.5",
             "drover_mount_dirty_bytes{mount=\"dead\",image=\"far:web\",mode=\"managed\"} 5",
         ] {
             assert!(text.lines().any(|l| l == line), "{line}\n{text}");
         }
-        assert!(!text.contains("transfers"));
         let has = |start: &str| text.lines().any(|l| l.starts_with(start));
-        assert!(!has("drover_mount_seconds_left{"), "it is not known");
+        assert!(
+            !has("drover_mount_seconds_left{mount=\"dead\""),
+            "it is not known"
+        );
         assert!(
             !has("drover_mount_local_bytes{mount=\"dead\""),
             "nor is this"

@@ -29,11 +29,12 @@ use tokio::task::JoinSet;
 
 use crate::addresses;
 use crate::home::{CleanUp, Home, HomeLock, LOOK_EVERY};
-use crate::metrics::{Metrics, Snapshot};
+use crate::metrics::Metrics;
 use crate::mounts::{leased_on_disk, site_server, why_held};
 use crate::remote::SocketPath;
 use crate::signals::{Stop, told};
 use crate::site;
+use crate::status::Status;
 use crate::text::{clean, now_unix};
 use admission::Admission;
 use matchers::Matchers;
@@ -100,7 +101,7 @@ pub struct Server {
     identity: Identity,
     catalog: Arc<SiteCatalog>,
     duty: Duty,
-    metrics: Metrics,
+    metrics: Arc<Metrics>,
     admission: Admission,
     jobs: Arc<Semaphore>,
     addresses: Vec<String>,
@@ -236,7 +237,7 @@ async fn run(
         identity,
         catalog,
         duty,
-        metrics: Metrics::default(),
+        metrics: Arc::default(),
         admission: Admission::default(),
         jobs: Arc::new(Semaphore::new(MAX_JOBS)),
         addresses,
@@ -413,67 +414,53 @@ fn notify(state: &[NotifyState<'_>]) {
 }
 
 impl Server {
-    /// The metrics in Prometheus's format.
+    /// The metrics as Prometheus reads them.
     async fn metrics_text(self: &Arc<Self>) -> Result<String> {
-        let snapshot = self.snapshot().await?;
-        Ok(self.metrics.render(&snapshot))
+        Ok(self.metrics.render(self.status().await?))
     }
 
-    async fn snapshot(self: &Arc<Self>) -> Result<Snapshot> {
+    /// How this process is.
+    async fn status(self: &Arc<Self>) -> Result<Status> {
         let server = Arc::clone(self);
-        tokio::task::spawn_blocking(move || {
-            let (site, served) = match &server.duty {
-                Duty::Site(site, devices) => {
-                    let held = |l: &&drover_mount::server::Leased| l.holder.is_some();
-                    // A lease that cannot be read is no reason to say nothing of all else.
-                    let leases = match devices.leases() {
-                        Ok(leases) => Some(leases.iter().filter(held).count()),
-                        Err(e) => {
-                            tracing::warn!("{e}");
-                            None
-                        }
-                    };
-                    let served = Some((devices.counted(), leases));
-                    (serde_json::to_value(site.status())?, served)
-                }
-                Duty::Teleporter(_) => (serde_json::Value::Null, None),
-            };
-            Ok(Snapshot {
-                images: server.catalog.images().map_err(anyhow::Error::msg)?.len(),
-                peers: server.catalog.peers()?.len(),
-                started_unix: server.started_unix,
-                site,
-                served,
-                mounts: crate::mounts::all(&server.home, MOUNT_LIMIT)?,
-            })
+        tokio::task::spawn_blocking(move || server.look()).await?
+    }
+
+    fn look(&self) -> Result<Status> {
+        let (site, served, leases) = match &self.duty {
+            Duty::Site(site, devices) => {
+                let held = |l: &&drover_mount::server::Leased| l.holder.is_some();
+                // A lease that cannot be read is no reason to say nothing of all else.
+                let leases = devices.leases().inspect_err(|e| tracing::warn!("{e}"));
+                let leases = leases.ok().map(|all| all.iter().filter(held).count());
+                (Some(site.status()), Some(devices.counted()), leases)
+            }
+            Duty::Teleporter(_) => (None, None, None),
+        };
+        Ok(Status {
+            running: true,
+            duty: self.duty.name().into(),
+            name: self.name.clone(),
+            key: self.identity.key().to_string(),
+            home: self.home.dir().into(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            process: std::process::id(),
+            addresses: self.addresses.clone(),
+            started_unix: self.started_unix,
+            uptime_seconds: (now_unix() - self.started_unix).max(0),
+            images: self.catalog.images().map_err(anyhow::Error::msg)?.len(),
+            peers: self.catalog.peers()?.len(),
+            connections_open: self.metrics.connections_open.load(Relaxed),
+            sessions_open: self.metrics.sessions_open.load(Relaxed),
+            site,
+            served,
+            leases,
+            mounts: crate::mounts::all(&self.home, MOUNT_LIMIT)?,
         })
-        .await?
     }
 
     /// What `drover status --json` prints.
     async fn status_json(self: &Arc<Self>) -> Result<String> {
-        let snapshot = self.snapshot().await?;
-        let status = serde_json::json!({
-            "running": true,
-            "duty": self.duty.name(),
-            "name": self.name,
-            "key": self.identity.key().to_string(),
-            "home": self.home.dir(),
-            "version": env!("CARGO_PKG_VERSION"),
-            "process": std::process::id(),
-            "addresses": self.addresses,
-            "started_unix": self.started_unix,
-            "uptime_seconds": (now_unix() - self.started_unix).max(0),
-            "images": snapshot.images,
-            "peers": snapshot.peers,
-            "connections_open": self.metrics.connections_open.load(Relaxed),
-            "sessions_open": self.metrics.sessions_open.load(Relaxed),
-            "site": snapshot.site,
-            "served": snapshot.served.as_ref().map(|(counted, _)| counted),
-            "leases": snapshot.served.as_ref().map(|(_, leases)| leases),
-            "mounts": snapshot.mounts,
-        });
-        Ok(status.to_string())
+        Ok(serde_json::to_string(&self.status().await?)?)
     }
 }
 

@@ -128,7 +128,7 @@ pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
             leases::break_lease(home, &name, yes, json || args.json).await
         }
         None if args.metrics => {
-            let text = of_mounts(&all(home, ANSWER_LIMIT)?);
+            let text = of_mounts(all(home, ANSWER_LIMIT)?);
             out::line(text.trim_end())
         }
         None => list(home, args.json),

@@ -18,7 +18,7 @@ use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Layout, Stamp, open_for_sending};
 use drover_index::{DirStorage, ImageId, Matcher, MatcherConfig, MatcherStats};
 use parking_lot::{Mutex, RwLock};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::blockmap::BlockMap;
 use crate::imagemap::ImageMap;
@@ -62,7 +62,7 @@ pub struct SiteConfig {
 pub const SEQUENCE_DATA_BYTES: u64 = 128 << 30;
 
 /// What a site is doing.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct SiteStatus {
     /// Transfers on their way in.
     pub transfers: Vec<TransferStatus>,
@@ -85,7 +85,7 @@ pub struct SiteStatus {
 }
 
 /// One transfer.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct TransferStatus {
     /// The image's name.
     pub name: String,

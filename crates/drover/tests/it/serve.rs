@@ -74,10 +74,10 @@ fn metrics_are_on_the_socket_and_on_a_port_that_was_asked_for() {
     );
     assert!(http(port, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404"));
     assert!(http(port, "DELETE /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
-    assert_eq!(
-        http(port, &"x".repeat(20_000)),
-        "",
-        "an endless request is cut off"
+    let endless = http(port, &"x".repeat(20_000));
+    assert!(
+        endless.is_empty() || endless.starts_with("HTTP/1.1 431"),
+        "an endless request is cut off: {endless}"
     );
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::queue::Unit;
 use super::work::Made;
@@ -44,7 +44,7 @@ pub struct Counters {
 }
 
 /// What a site says of the mounts that it serves. Counts are since the site began.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counted {
     /// Mounts that are connected and may write.
     pub writers: u64,
@@ -75,9 +75,9 @@ pub struct Counted {
     /// Payload bytes that left on lanes, packed.
     pub link_out: u64,
     /// Lanes that were refused, by reason.
-    pub refused: Vec<(&'static str, u64)>,
+    pub refused: Vec<(String, u64)>,
     /// Requests that failed, by reason.
-    pub failed: Vec<(&'static str, u64)>,
+    pub failed: Vec<(String, u64)>,
 }
 
 /// What is to be counted of a unit of work once it is done.
@@ -165,7 +165,7 @@ impl Counters {
     pub fn now(&self) -> Counted {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let by_reason = |counters: &[AtomicU64; CODES.len()]| {
-            let words = CODES.iter().map(|(_, word)| *word);
+            let words = CODES.iter().map(|(_, word)| word.to_string());
             words.zip(counters.iter().map(get)).collect()
         };
         Counted {
