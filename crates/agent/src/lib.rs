@@ -5,6 +5,20 @@
 //! - [`mounts`]: records and processes of mounts; [`changes`]: what mounts wrote over this site's images.
 //! - [`status`]: how a site is; [`metrics`]: that as Prometheus reads it, and every metric's name.
 //!
+//! ```
+//! use drover_agent::home::Home;
+//! use drover_agent::mounts::{self, ANSWER_LIMIT};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let directory = tempfile::tempdir()?;
+//! let home = Home::create(directory.path().join("site"))?;
+//! for mount in mounts::all(&home, ANSWER_LIMIT)? {
+//!     println!("{} at {}: {:?}", mount.name, mount.place, mount.state);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! What must not live here: what a person types and sees (`drover`), protocols and formats (the crates below).
 
 pub mod addresses;
