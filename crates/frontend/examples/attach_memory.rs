@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 use drover_core::BlockDevice;
 use drover_device::backend::{FileDevice, MemoryDevice};
 use drover_device::testing::Delay;
+use drover_frontend::kernel_nbd::{self, Detach, Error, Interface, Local};
 use drover_frontend::nbd::{Export, Server, ServerOptions};
-use drover_frontend::nbdclient::{self, Detach, Error, Interface, Local};
 use drover_frontend::ublk;
 
 type Failure = Box<dyn std::error::Error>;
@@ -45,19 +45,19 @@ fn run() -> Result<(), Failure> {
         ("nbd", None) => serve(nbd(&words)?),
         ("ublk", None) => serve(ublk(&words)?),
         ("detach", Some(path)) if is_ublk(path) => Ok(ublk::detach_path(path, how)?),
-        ("detach", Some(path)) => Ok(nbdclient::detach_path(path, how)?),
+        ("detach", Some(path)) => Ok(kernel_nbd::detach_path(path, how)?),
         ("status", Some(path)) => {
             let attached = if is_ublk(path) {
                 ublk::is_attached(path)?
             } else {
-                nbdclient::is_attached(path)?
+                kernel_nbd::is_attached(path)?
             };
             let state = if attached { "attached" } else { "free" };
             println!("{} is {state}", path.display());
             Ok(())
         }
         ("list", None) => {
-            for found in nbdclient::list() {
+            for found in kernel_nbd::list() {
                 let name = found.identifier.unwrap_or_default();
                 println!("{} {name}", found.path.display());
             }
@@ -147,12 +147,12 @@ fn nbd(words: &Words) -> Result<Box<dyn Device>, Failure> {
     let connections = words.number("--connections")?.unwrap_or(1);
     let connections = usize::try_from(connections)?;
     if let Some(path) = words.value("--reconnect") {
-        let local = nbdclient::reconnect_local(Path::new(path), &server, "memory", connections)?;
+        let local = kernel_nbd::reconnect_local(Path::new(path), &server, "memory", connections)?;
         return Ok(Box::new(local));
     }
     let dead = words.number("--dead")?;
     let timeout = words.number("--timeout")?.map(Duration::from_secs);
-    let local = nbdclient::attach_local(&server, "memory", connections, |mut options| {
+    let local = kernel_nbd::attach_local(&server, "memory", connections, |mut options| {
         options.device = words.value("--device").map(PathBuf::from);
         options.dead_conn_timeout = dead.map(Duration::from_secs);
         options.timeout = timeout.or(options.timeout);

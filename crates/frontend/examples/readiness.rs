@@ -11,8 +11,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use drover_device::backend::MemoryDevice;
+use drover_frontend::kernel_nbd::{Detach, Interface, attach_local};
 use drover_frontend::nbd::{Export, Server, ServerOptions};
-use drover_frontend::nbdclient::{Detach, Interface, attach_local};
 use drover_frontend::ublk;
 use rustix::net::{self, AddressFamily, RecvFlags, SocketFlags, SocketType, netlink};
 

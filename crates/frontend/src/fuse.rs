@@ -25,6 +25,7 @@
 mod error;
 mod mount;
 pub(crate) mod mounts;
+mod options;
 mod request;
 mod serve;
 
@@ -38,13 +39,12 @@ use drover_core::BlockDevice;
 
 pub(crate) use error::listed;
 pub use error::{FuseError, User};
+pub use options::{MAX_THREADS, Options};
 
-use crate::patience::{PATIENCE, patiently_for};
+use crate::patience::{PATIENCE, patiently_for, within};
 use mount::{How, Outcome};
 use mounts::Mounted;
 
-/// As many threads of either kind as can be asked for.
-pub const THREADS_MAX: usize = 1024;
 /// How long [`FileMount::unmount`] waits for the kernel, which waits for the device.
 pub const UNMOUNT_DEADLINE: Duration = Duration::from_secs(30);
 /// How long a drop, an abort or a look at a mount waits for the kernel.
@@ -52,38 +52,6 @@ const SHORT: Duration = Duration::from_secs(5);
 
 /// What the kernel reads ahead with [`Options::page_cache`], in KiB; it would be 128, a single request over a long way.
 const READ_AHEAD_KB: u32 = 4096;
-
-/// How a device is shown as a file.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// The file's name if the mount point is a directory; also the source that the mount table shows.
-    pub name: String,
-    /// No writes, even if the device would take them.
-    pub read_only: bool,
-    /// Threads that take requests.
-    pub threads: usize,
-    /// Threads, at most, on which reads wait for a network, and as many again for writes and flushes.
-    pub waiting_threads: usize,
-    /// Users other than the one who mounts may open it: all may read it and, unless it is read-only, write it, until
-    /// chmod and chown say otherwise. Else no other user, not even root, sees it.
-    pub allow_other: bool,
-    /// The kernel keeps pages and reads ahead. Only for a device that is written through this file alone. Who reads a far
-    /// device in small pieces needs it: 128 KiB at a time over 40 ms are 76 instead of 3 MiB/s.
-    pub page_cache: bool,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            name: "disk".into(),
-            read_only: false,
-            threads: 16,
-            waiting_threads: 128,
-            allow_other: false,
-            page_cache: false,
-        }
-    }
-}
 
 /// A device that is mounted as a file. Dropped, it is unmounted lazily: who has it open goes on until he closes it.
 pub struct FileMount {
@@ -153,7 +121,7 @@ impl FileMount {
             served,
         };
         let mut config = fuser::Config::default();
-        config.n_threads = Some(options.threads.clamp(1, THREADS_MAX));
+        config.n_threads = Some(options.threads.clamp(1, MAX_THREADS));
         config.clone_fd = true;
         // The kernel lets in whom the mount options say.
         let session = fuser::Session::from_fd(disk, connection, fuser::SessionACL::All, config)
@@ -443,19 +411,6 @@ fn is_dead(at: &Path) -> bool {
             rustix::io::Errno::NOTCONN | rustix::io::Errno::CONNABORTED
         ))
     )
-}
-
-/// What `ask` says, unless it takes longer than `deadline`.
-pub(crate) fn within<T: Send + 'static>(
-    deadline: Duration,
-    ask: impl FnOnce() -> T + Send + 'static,
-) -> Option<T> {
-    let (answer, answered) = mpsc::channel();
-    let asking = std::thread::Builder::new().spawn(move || {
-        let _ = answer.send(ask());
-    });
-    asking.ok()?;
-    answered.recv_timeout(deadline).ok()
 }
 
 #[cfg(test)]

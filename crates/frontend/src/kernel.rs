@@ -1,4 +1,4 @@
-//! What the kernel's two block devices in user space, [`nbdclient`](crate::nbdclient) and [`ublk`](crate::ublk),
+//! What the kernel's two block devices in user space, [`kernel_nbd`](crate::kernel_nbd) and [`ublk`](crate::ublk),
 //! have in common: loading a module, waiting with a deadline, and telling whether a device is in use.
 
 use std::io;

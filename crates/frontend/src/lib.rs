@@ -7,9 +7,9 @@
 mod budget;
 pub mod fuse;
 mod kernel;
+pub mod kernel_nbd;
 pub mod loopdev;
 pub mod nbd;
-pub mod nbdclient;
 mod patience;
 mod pool;
 pub mod region;

@@ -1,6 +1,7 @@
 //! Trying again where somebody is in the way for a moment: a child of any program has its parent's files between fork
 //! and exec, udev and blkid probe devices, and the kernel closes some files a little later than it says.
 
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::fuse::User;
@@ -10,7 +11,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 /// After the first try; doubled from try to try.
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
 /// Between two tries at most: each may look through all processes.
-const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+const MAX_PAUSE: Duration = Duration::from_millis(100);
 
 /// Tries until it succeeds, fails with an error that is not `passing`, or has been tried for [`PATIENCE`].
 pub(crate) fn patiently<T, E>(
@@ -36,7 +37,7 @@ pub(crate) fn patiently_for<T, E>(
             done => return done,
         }
         std::thread::sleep(pause);
-        pause = (pause * 2).min(LONGEST_PAUSE);
+        pause = (pause * 2).min(MAX_PAUSE);
     }
 }
 
@@ -46,6 +47,19 @@ pub(crate) fn may_pass(users: &[User]) -> bool {
     users
         .iter()
         .all(|user| matches!(user, User::Process { .. }))
+}
+
+/// What `ask` says, unless it takes longer than `deadline`.
+pub(crate) fn within<T: Send + 'static>(
+    deadline: Duration,
+    ask: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (answer, answered) = mpsc::channel();
+    let asking = std::thread::Builder::new().spawn(move || {
+        let _ = answer.send(ask());
+    });
+    asking.ok()?;
+    answered.recv_timeout(deadline).ok()
 }
 
 #[cfg(test)]

@@ -7,11 +7,8 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
-pub(crate) use bits::Bits;
+pub(crate) use bits::{Bits, PER_PAGE};
 use drover_core::Digest;
-
-/// Digests in a page, as many as there is room for beside a checksum.
-pub(crate) const PER_PAGE: usize = 340;
 
 /// Bytes of a page on disk.
 pub(crate) const PAGE_BYTES: usize = 4096;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use drover_core::BlockDevice;
-use drover_frontend::nbdclient::Detach;
+use drover_frontend::kernel_nbd::Detach;
 use drover_frontend::{fuse, loopdev, nbd, ublk};
 
 use super::disk::Disk;

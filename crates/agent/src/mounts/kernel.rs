@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use drover_core::BlockDevice;
-use drover_frontend::nbdclient::{self, Detach};
+use drover_frontend::kernel_nbd::{self, Detach};
 use drover_frontend::{nbd, ublk};
 
 use super::record::{Driver, Record};
@@ -43,7 +43,7 @@ pub fn choose(wanted: Option<Driver>, device: Option<&Path>) -> Result<Driver> {
             let Err(without_ublk) = ublk::check_available() else {
                 return Ok(Driver::Ublk);
             };
-            if nbdclient::is_available() {
+            if kernel_nbd::is_available() {
                 return Ok(Driver::Nbd);
             }
             match without_ublk {
@@ -87,7 +87,7 @@ fn request_timeout(give_up_after: Duration) -> Duration {
 
 /// A device of the kernel's NBD client. Its parts go in their order.
 pub struct KernelNbd {
-    local: nbdclient::Local,
+    local: kernel_nbd::Local,
     server: nbd::Server,
     guard: Guard,
 }
@@ -101,8 +101,8 @@ impl KernelNbd {
         let name = export.name.clone();
         let server = nbd::Server::new(vec![export], nbd::ServerOptions::default())?;
         let identifier = identifier(record);
-        let local = nbdclient::attach_local(&server, &name, CONNECTIONS, |options| {
-            nbdclient::Options {
+        let local = kernel_nbd::attach_local(&server, &name, CONNECTIONS, |options| {
+            kernel_nbd::Options {
                 device: wanted,
                 timeout: Some(request_timeout(record.how.give_up_after)),
                 // Nobody will reconnect it: see above.
@@ -163,7 +163,7 @@ pub fn attach_ublk(
 /// That it is still mounted: the kernel frees it with its last user. What the kernel says.
 pub fn clear(record: &Record, driver: Driver) -> Result<()> {
     for path in found(&identifier(record), driver)? {
-        if let Some(point) = nbdclient::mounted_from(&path).first() {
+        if let Some(point) = kernel_nbd::mounted_from(&path).first() {
             bail!(
                 "{} of before the crash is still mounted at {}: unmount that first (umount {})",
                 path.display(),
@@ -178,7 +178,7 @@ pub fn clear(record: &Record, driver: Driver) -> Result<()> {
 
 fn found(identifier: &str, driver: Driver) -> Result<Vec<PathBuf>> {
     match driver {
-        Driver::Nbd => Ok(nbdclient::list()
+        Driver::Nbd => Ok(kernel_nbd::list()
             .into_iter()
             .filter(|found| found.identifier.as_deref() == Some(identifier))
             .map(|found| found.path)
@@ -193,15 +193,15 @@ fn found(identifier: &str, driver: Driver) -> Result<Vec<PathBuf>> {
 
 fn detach(path: &Path, driver: Driver) -> Result<()> {
     gone(match driver {
-        Driver::Nbd => nbdclient::detach_path(path, Detach::Force),
+        Driver::Nbd => kernel_nbd::detach_path(path, Detach::Force),
         Driver::Ublk => ublk::detach_path(path, Detach::Force),
     })
 }
 
 /// Somebody else may have been faster.
-fn gone(detached: Result<(), nbdclient::Error>) -> Result<()> {
+fn gone(detached: Result<(), kernel_nbd::Error>) -> Result<()> {
     match detached {
-        Ok(()) | Err(nbdclient::Error::NotAttached { .. }) => Ok(()),
+        Ok(()) | Err(kernel_nbd::Error::NotAttached { .. }) => Ok(()),
         Err(e) => Err(e.into()),
     }
 }

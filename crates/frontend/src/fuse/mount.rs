@@ -18,7 +18,8 @@ use rustix::io::Errno;
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, UnmountFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
-use super::{FuseError, Options};
+use super::error::FuseError;
+use super::options::Options;
 
 /// The helper for those who may not mount.
 const HELPER: &str = "fusermount3";

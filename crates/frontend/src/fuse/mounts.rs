@@ -7,7 +7,7 @@ use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-use super::User;
+use super::error::User;
 
 /// As many users as an error names.
 const MAX_USERS: usize = 8;
@@ -102,7 +102,7 @@ pub(super) fn carries_devices(mounted: &Mounted) -> bool {
 }
 
 fn devices_on(mounted: &Mounted) -> Vec<PathBuf> {
-    crate::loopdev::find_under(&mounted.point).unwrap_or_default()
+    crate::loopdev::backing::find_under(&mounted.point).unwrap_or_default()
 }
 
 fn uses(pid: u32, mounted: &Mounted) -> bool {

@@ -15,8 +15,8 @@ use fuser::{
 };
 use parking_lot::Mutex;
 
+use super::options::{MAX_THREADS, Options};
 use super::request::{read, reported, seek, write};
-use super::{Options, THREADS_MAX};
 use crate::budget::{Budget, Permit};
 use crate::pool::Pool;
 
@@ -110,8 +110,8 @@ impl Disk {
                 modified: now,
                 changed: now,
             }),
-            waiting: Waiting::new(options.waiting_threads.clamp(1, THREADS_MAX)),
-            changes: Waiting::new(options.waiting_threads.clamp(1, THREADS_MAX)),
+            waiting: Waiting::new(options.waiting_threads.clamp(1, MAX_THREADS)),
+            changes: Waiting::new(options.waiting_threads.clamp(1, MAX_THREADS)),
             device,
         }
     }

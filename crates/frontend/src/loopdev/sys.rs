@@ -10,7 +10,7 @@ use std::path::Path;
 
 use linux_raw_sys::loop_device as raw;
 
-use super::Options;
+use super::options::Options;
 
 /// A file to attach and what to attach it to.
 pub(super) fn configure(device: &File, file: &File, options: Options) -> io::Result<()> {

@@ -13,10 +13,11 @@ use super::counters::add;
 use super::execute::{Executor, LONGEST_STATUS};
 use super::input::{Input, Next};
 use super::negotiate::{Negotiation, Security, Session, Step};
+use super::options::Served;
 use super::outbox::{Outbox, left};
-use super::server::Shared;
-use super::socket::{Socket, Transport};
+use super::socket::Socket;
 use super::tls::TlsStream;
+use super::transport::Transport;
 use super::wire::{self, OptionHeader, Request, command, flag, handshake, option, reply};
 use crate::budget::{Budget, Permit};
 use crate::pool::Pool;
@@ -58,39 +59,39 @@ pub(super) enum Ended {
 
 /// Serves a client from the greeting on.
 pub(super) fn serve(
-    shared: &Shared,
+    served: &Served,
     socket: &Arc<Socket>,
     plain_allowed: bool,
     stopping: &AtomicBool,
 ) -> Result<(), Ended> {
-    let deadline = Instant::now() + shared.options.handshake;
-    let (transport, input, session) = match greet(shared, socket, plain_allowed, deadline, stopping)
+    let deadline = Instant::now() + served.options.handshake;
+    let (transport, input, session) = match greet(served, socket, plain_allowed, deadline, stopping)
     {
         Ok(Some(begun)) => begun,
         Ok(None) => return Ok(()),
         Err(error) => {
-            add(&shared.counters.failed_handshakes, 1);
+            add(&served.counters.failed_handshakes, 1);
             return Err(error);
         }
     };
-    transmit(shared, transport, input, session, stopping)
+    transmit(served, transport, input, session, stopping)
 }
 
 /// Serves requests that were agreed on elsewhere.
 pub(super) fn serve_requests(
-    shared: &Shared,
+    served: &Served,
     socket: &Arc<Socket>,
     session: Session,
     stopping: &AtomicBool,
 ) -> Result<(), Ended> {
     let transport = Arc::new(Transport::Plain(Arc::clone(socket)));
     let input = Input::new(Arc::clone(&transport));
-    transmit(shared, transport, input, session, stopping)
+    transmit(served, transport, input, session, stopping)
 }
 
 /// The handshake. None: the client ended it.
 fn greet(
-    shared: &Shared,
+    served: &Served,
     socket: &Arc<Socket>,
     plain_allowed: bool,
     deadline: Instant,
@@ -110,12 +111,12 @@ fn greet(
 
     let mut flags = [0; 4];
     input.exactly(&mut flags, deadline)?;
-    let security = match (&shared.options.tls, plain_allowed) {
+    let security = match (&served.options.tls, plain_allowed) {
         (None, _) => Security::Plain,
         (Some(_), true) => Security::Offered,
         (Some(_), false) => Security::Demanded,
     };
-    let mut negotiation = Negotiation::new(&shared.offers, security, u32::from_be_bytes(flags))
+    let mut negotiation = Negotiation::new(&served.offers, security, u32::from_be_bytes(flags))
         .ok_or(Ended::Refused("unknown client flags"))?;
     let mut bytes = 0;
     for _ in 0..MOST_OPTIONS {
@@ -145,7 +146,7 @@ fn greet(
         if !out.is_empty() {
             send(&transport, &out)?;
         }
-        match (step, &shared.options.tls) {
+        match (step, &served.options.tls) {
             (Step::Continue, _) => {}
             (Step::Transmit(session), _) => return Ok(Some((transport, input, session))),
             (Step::StartTls, Some(tls)) => {
@@ -177,14 +178,14 @@ struct Job {
 
 /// The requests.
 fn transmit(
-    shared: &Shared,
+    served: &Served,
     transport: Arc<Transport>,
     mut input: Input,
     session: Session,
     stopping: &AtomicBool,
 ) -> Result<(), Ended> {
-    let export = &shared.exports[session.export];
-    let facts = shared.offers[session.export].facts;
+    let export = &served.exports[session.export];
+    let facts = served.offers[session.export].facts;
     let pool = Arc::new(Buffers::default());
     let executor = Arc::new(Executor {
         device: Arc::clone(&export.device),
@@ -192,13 +193,13 @@ fn transmit(
         facts,
         session,
         pool: Arc::clone(&pool),
-        counters: Arc::clone(&shared.counters),
+        counters: Arc::clone(&served.counters),
     });
     let outbox = Arc::new(Outbox::new(
         Arc::clone(&transport),
-        Arc::clone(&shared.counters),
+        Arc::clone(&served.counters),
     ));
-    let budget = Budget::new(shared.options.requests, shared.options.request_bytes);
+    let budget = Budget::new(served.options.requests, served.options.request_bytes);
     let worker = {
         let (executor, outbox) = (Arc::clone(&executor), Arc::clone(&outbox));
         move || {
@@ -214,14 +215,14 @@ fn transmit(
         }
     };
     let disk = Pool::new("nbd-disk", DISK_THREADS, worker.clone());
-    let network = Pool::new("nbd-network", shared.options.threads, worker.clone());
+    let network = Pool::new("nbd-network", served.options.threads, worker.clone());
     // Apart from reads, local or not: what waits for room in a cache waits for as long as a link is slow, or away.
-    let changes = Pool::new("nbd-change", shared.options.threads, worker);
+    let changes = Pool::new("nbd-change", served.options.threads, worker);
 
     let socket = transport.socket();
-    socket.receive_within(TICK.min(shared.options.stall))?;
-    socket.send_within(shared.options.stall)?;
-    let stall = shared.options.stall;
+    socket.receive_within(TICK.min(served.options.stall))?;
+    socket.send_within(served.options.stall)?;
+    let stall = served.options.stall;
     let mut serve = || -> Result<(), Ended> {
         let mut corked = 0;
         loop {
@@ -244,7 +245,7 @@ fn transmit(
             if request.command == command::DISCONNECT {
                 return Ok(());
             }
-            add(&shared.counters.requests, 1);
+            add(&served.counters.requests, 1);
             let refused = check(&request, &facts, session.allocation).err();
             let bytes = match request.command {
                 _ if refused.is_some() => BARE_BYTES,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::outbox::left;
-use super::socket::Transport;
+use super::transport::Transport;
 use super::wire::REQUEST_BYTES;
 
 /// Bytes that are received at a time, other than into a payload.

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::buffer::Buffer;
 use super::counters::Counters;
-use super::socket::Transport;
+use super::transport::Transport;
 use super::wire;
 use crate::budget::Permit;
 

@@ -12,27 +12,25 @@ use parking_lot::{Condvar, Mutex};
 
 use super::check::Facts;
 use super::connection::{self, Ended};
-use super::counters::{Counters, Counts, add};
+use super::counters::{Counts, add};
+use super::error::NbdError;
 use super::negotiate::{Offer, Session};
+use super::options::{Export, Served, ServerOptions};
 use super::outbox::left;
 use super::socket::Socket;
 use super::unix;
 use super::wire::{MAX_STRING, name};
-use super::{Export, NbdError, ServerOptions};
 
 /// Exports of one server.
-const MOST_EXPORTS: usize = 1024;
+const MAX_EXPORTS: usize = 1024;
 /// How long a connection that was cut has to notice.
 const CUT: Duration = Duration::from_millis(500);
 /// How long the listener rests when the system cannot give it a connection.
 const REST: Duration = Duration::from_millis(100);
 
 /// What the threads of a server share.
-pub(super) struct Shared {
-    pub(super) exports: Vec<Export>,
-    pub(super) offers: Vec<Offer>,
-    pub(super) options: ServerOptions,
-    pub(super) counters: Arc<Counters>,
+struct Shared {
+    served: Served,
     connections: Mutex<HashMap<u64, Arc<Control>>>,
     next: AtomicU64,
 }
@@ -102,8 +100,8 @@ impl Server {
             if offers.iter().any(|offer| offer.name == export.name) {
                 return Err(bad("two exports have this name".into()));
             }
-            if offers.len() == MOST_EXPORTS {
-                return Err(bad(format!("a server has at most {MOST_EXPORTS} exports")));
+            if offers.len() == MAX_EXPORTS {
+                return Err(bad(format!("a server has at most {MAX_EXPORTS} exports")));
             }
             let device = &export.device;
             let facts =
@@ -116,10 +114,12 @@ impl Server {
         }
         Ok(Self {
             shared: Arc::new(Shared {
-                exports,
-                offers,
-                options,
-                counters: Arc::default(),
+                served: Served {
+                    exports,
+                    offers,
+                    options,
+                    counters: Arc::default(),
+                },
                 connections: Mutex::default(),
                 next: AtomicU64::new(1),
             }),
@@ -129,14 +129,19 @@ impl Server {
     /// What clients of an export are told: its size, flags and block sizes.
     #[must_use]
     pub fn facts(&self, export: &str) -> Option<Facts> {
-        let offer = self.shared.offers.iter().find(|o| o.name == export)?;
+        let offer = self
+            .shared
+            .served
+            .offers
+            .iter()
+            .find(|o| o.name == export)?;
         Some(offer.facts)
     }
 
     /// What it has done so far.
     #[must_use]
     pub fn counts(&self) -> Counts {
-        self.shared.counters.now()
+        self.shared.served.counters.now()
     }
 
     /// Listens on a unix socket. The socket file of a server that is gone is replaced.
@@ -144,7 +149,7 @@ impl Server {
     /// # Errors
     /// [`NbdError::InUse`] where a server is listening, [`NbdError::Bind`] for all else.
     pub fn listen_unix(&self, path: &Path) -> Result<Listening, NbdError> {
-        let (listener, file) = unix::bind(path, self.shared.options.unix_mode)?;
+        let (listener, file) = unix::bind(path, self.shared.served.options.unix_mode)?;
         self.listen(
             Acceptor::Unix(listener),
             Address::Unix(path.into()),
@@ -158,7 +163,7 @@ impl Server {
     /// [`NbdError::Open`] for an address that others can reach when clients need not prove who they are,
     /// [`NbdError::Bind`] for all else.
     pub fn listen_tcp(&self, address: SocketAddr) -> Result<Listening, NbdError> {
-        let options = &self.shared.options;
+        let options = &self.shared.served.options;
         let proven = options.tls.as_ref().is_some_and(|tls| tls.clients_proven());
         if !address.ip().is_loopback() && !proven && !options.open_tcp {
             return Err(NbdError::Open(address));
@@ -209,9 +214,10 @@ impl Server {
                 return;
             }
             let taken = socket.and_then(|socket| {
-                let plain = matches!(acceptor, Acceptor::Unix(_)) && self.shared.options.plain_unix;
+                let plain =
+                    matches!(acceptor, Acceptor::Unix(_)) && self.shared.served.options.plain_unix;
                 self.begin(id, socket, move |shared, control| {
-                    connection::serve(shared, &control.socket, plain, &control.stopping)
+                    connection::serve(&shared.served, &control.socket, plain, &control.stopping)
                 })
             });
             if let Err(error) = taken
@@ -228,9 +234,9 @@ impl Server {
     /// # Errors
     /// [`NbdError::Connection`]: there are as many as there may be, or no more threads.
     pub fn serve_stream(&self, stream: UnixStream) -> Result<Connection, NbdError> {
-        let plain = self.shared.options.plain_unix;
+        let plain = self.shared.served.options.plain_unix;
         self.begin(0, stream.into(), move |shared, control| {
-            connection::serve(shared, &control.socket, plain, &control.stopping)
+            connection::serve(&shared.served, &control.socket, plain, &control.stopping)
         })
         .map_err(NbdError::Connection)
     }
@@ -246,7 +252,12 @@ impl Server {
         export: &str,
         negotiated: Negotiated,
     ) -> Result<Connection, NbdError> {
-        let place = self.shared.offers.iter().position(|o| o.name == export);
+        let place = self
+            .shared
+            .served
+            .offers
+            .iter()
+            .position(|o| o.name == export);
         let Some(place) = place else {
             return Err(NbdError::Export {
                 name: export.into(),
@@ -259,7 +270,7 @@ impl Server {
             allocation: negotiated.allocation,
         };
         self.begin(0, stream.into(), move |shared, control| {
-            connection::serve_requests(shared, &control.socket, session, &control.stopping)
+            connection::serve_requests(&shared.served, &control.socket, session, &control.stopping)
         })
         .map_err(NbdError::Connection)
     }
@@ -281,8 +292,8 @@ impl Server {
         });
         {
             let mut connections = self.shared.connections.lock();
-            if connections.len() >= self.shared.options.max_connections {
-                add(&self.shared.counters.refused, 1);
+            if connections.len() >= self.shared.served.options.max_connections {
+                add(&self.shared.served.counters.refused, 1);
                 return Err(std::io::Error::new(
                     std::io::ErrorKind::ConnectionRefused,
                     "there are as many connections as there may be",
@@ -290,8 +301,8 @@ impl Server {
             }
             connections.insert(id, Arc::clone(&control));
         }
-        add(&self.shared.counters.connections, 1);
-        add(&self.shared.counters.open, 1);
+        add(&self.shared.served.counters.connections, 1);
+        add(&self.shared.served.counters.open, 1);
         let guard = Registered {
             shared: Arc::clone(&self.shared),
             control: Arc::clone(&control),
@@ -312,7 +323,7 @@ impl Server {
     /// Ends every connection: what is under way is done and answered, what is not by then is cut off. Listeners go
     /// on. How many were cut off.
     pub fn stop(&self) -> usize {
-        self.stop_those(|_| true, self.shared.options.drain)
+        self.stop_those(|_| true, self.shared.served.options.drain)
     }
 
     fn stop_those(&self, which: impl Fn(&Control) -> bool, patience: Duration) -> usize {
@@ -348,7 +359,11 @@ impl Drop for Registered {
     fn drop(&mut self) {
         self.control.socket.cut();
         self.shared.connections.lock().remove(&self.id);
-        self.shared.counters.open.fetch_sub(1, Ordering::Relaxed);
+        self.shared
+            .served
+            .counters
+            .open
+            .fetch_sub(1, Ordering::Relaxed);
         *self.control.done.lock() = true;
         self.control.ended.notify_all();
     }
@@ -445,7 +460,7 @@ impl Listening {
     /// Stops listening, removes the socket file, and ends the connections that came in here: what is under way is
     /// done and answered within [`ServerOptions::drain`], the rest is cut off. How many were cut off.
     pub fn stop(&self) -> usize {
-        self.stop_within(self.server.shared.options.drain)
+        self.stop_within(self.server.shared.served.options.drain)
     }
 
     fn stop_within(&self, patience: Duration) -> usize {

@@ -1,4 +1,4 @@
-//! A connection's bytes, plain or in TLS: one thread receives, one at a time sends, both at once.
+//! A stream socket: one thread receives, one at a time sends, both at once.
 
 use std::io::{self, IoSlice};
 use std::net::TcpStream;
@@ -8,8 +8,6 @@ use std::time::Duration;
 
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{self, RecvFlags, SendAncillaryBuffer, SendFlags};
-
-use super::tls::TlsStream;
 
 /// What a unix socket holds of what is sent (bytes, but never more than the system allows): a reply of 1 MiB goes in
 /// one piece, where the usual 208 KiB make sender and receiver wait for each other by turns.
@@ -86,6 +84,11 @@ impl Socket {
         Ok(())
     }
 
+    /// Whether there is something to receive, as far as can be told.
+    pub(super) fn has_more(&self) -> bool {
+        rustix::io::ioctl_fionread(&self.0).is_ok_and(|bytes| bytes > 0)
+    }
+
     /// The receiver sees the end, and what was not yet received may be lost.
     pub(super) fn stop_receiving(&self) {
         let _ = net::shutdown(&self.0, net::Shutdown::Read);
@@ -107,57 +110,5 @@ impl Socket {
                 _ => break,
             }
         }
-    }
-}
-
-/// A socket's bytes as the protocol sees them.
-pub(super) enum Transport {
-    Plain(std::sync::Arc<Socket>),
-    Tls(Box<TlsStream>),
-}
-
-impl Transport {
-    pub(super) fn socket(&self) -> &Socket {
-        match self {
-            Self::Plain(socket) => socket,
-            Self::Tls(stream) => stream.socket(),
-        }
-    }
-
-    /// Some bytes; 0 at the end. For one thread at a time.
-    pub(super) fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Self::Plain(socket) => socket.receive(buffer),
-            Self::Tls(stream) => stream.receive(buffer),
-        }
-    }
-
-    /// Bytes of a payload, with as few calls as can be: some, or all; 0 at the end. For one thread at a time.
-    pub(super) fn receive_payload(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Self::Plain(socket) => socket.receive_whole(buffer),
-            Self::Tls(stream) => stream.receive(buffer),
-        }
-    }
-
-    /// Whether there is something to receive, as far as can be told.
-    pub(super) fn has_more(&self) -> bool {
-        rustix::io::ioctl_fionread(&self.socket().0).is_ok_and(|bytes| bytes > 0)
-    }
-
-    /// All of it. For one thread at a time.
-    pub(super) fn send(&self, slices: &mut [IoSlice<'_>]) -> io::Result<()> {
-        match self {
-            Self::Plain(socket) => socket.send(slices),
-            Self::Tls(stream) => stream.send(slices),
-        }
-    }
-
-    /// The end, said to the peer.
-    pub(super) fn finish(&self) {
-        if let Self::Tls(stream) = self {
-            stream.close_notify();
-        }
-        self.socket().finish();
     }
 }

@@ -14,7 +14,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
-use super::NbdError;
+use super::error::NbdError;
 use super::socket::Socket;
 
 /// Ciphertext that is made, and received, at a time (bytes).

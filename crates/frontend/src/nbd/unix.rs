@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, Mode};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::NbdError;
+use super::error::NbdError;
 
 /// How long another server may take to bind in the same directory.
 const PATIENCE: Duration = Duration::from_secs(2);

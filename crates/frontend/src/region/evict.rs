@@ -14,13 +14,13 @@ use drover_core::DeviceError;
 use rustix::io::Errno;
 
 use super::dirty::Dirty;
-use super::memory::Memory;
+use super::scratch::Scratch;
 use super::shared::Shared;
 use super::table::State;
 
 /// How often is said that a page cannot be put back, and the longest pause between two attempts.
 const SAY_EVERY: Duration = Duration::from_secs(10);
-const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+const MAX_PAUSE: Duration = Duration::from_millis(200);
 
 /// Entries beyond what the limit holds that the order of arrival may have.
 const STALE: usize = 1024;
@@ -265,71 +265,8 @@ impl Patience {
                 "the kernel does not take back what was written at {offset} of a region: {error}; trying on"
             );
         }
-        self.pause = (self.pause * 2).clamp(Duration::from_millis(1), LONGEST_PAUSE);
+        self.pause = (self.pause * 2).clamp(Duration::from_millis(1), MAX_PAUSE);
         std::thread::sleep(self.pause);
-    }
-}
-
-/// Where pages are moved to see whether they are still what they were.
-pub(super) struct Scratch {
-    aside: Memory,
-    /// What a piece was.
-    copy: Vec<u8>,
-    /// What was moved.
-    now: Vec<u8>,
-    #[cfg(test)]
-    trial: Trial,
-}
-
-/// What happens during an eviction that hardly ever happens.
-#[cfg(test)]
-#[derive(Default)]
-struct Trial {
-    /// Writes to the memory after it was copied.
-    write: Option<Box<dyn FnMut() + Send>>,
-    /// So many calls that put a page back are refused.
-    refusals: u32,
-    /// So many calls that move a page aside do not say that they did.
-    silent: u32,
-}
-
-#[cfg(test)]
-impl Trial {
-    fn write(&mut self) {
-        if let Some(write) = &mut self.write {
-            write();
-        }
-    }
-
-    fn say(&mut self, moved: Result<usize, Errno>) -> Result<usize, Errno> {
-        if self.silent == 0 || moved.is_err() {
-            return moved;
-        }
-        self.silent -= 1;
-        Ok(0)
-    }
-
-    fn refuse(&mut self) -> Result<(), Errno> {
-        if self.refusals == 0 {
-            return Ok(());
-        }
-        self.refusals -= 1;
-        Err(Errno::NOMEM)
-    }
-}
-
-impl Scratch {
-    /// For pieces of `length` bytes.
-    pub(super) fn new(uffd: &super::uffd::Uffd, length: usize) -> Result<Self, Errno> {
-        let aside = Memory::new(length, true)?;
-        uffd.register(aside.address(0), length, false)?;
-        Ok(Self {
-            aside,
-            copy: vec![0; length],
-            now: Vec::new(),
-            #[cfg(test)]
-            trial: Trial::default(),
-        })
     }
 }
 

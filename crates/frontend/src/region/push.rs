@@ -8,7 +8,7 @@ use drover_core::DeviceError;
 use super::shared::Shared;
 
 /// The longest single write to the device, in bytes.
-const LONGEST_WRITE: usize = 1 << 20;
+const MAX_WRITE: usize = 1 << 20;
 /// What is copied aside while writers are paused, in bytes; beyond this the device is written while they wait.
 const SNAPSHOT: usize = 64 << 20;
 
@@ -192,7 +192,7 @@ impl Shared {
                 _ => whole.push(range),
             }
         }
-        let longest = LONGEST_WRITE.min(self.capabilities.longest as usize);
+        let longest = MAX_WRITE.min(self.capabilities.longest as usize);
         let longest = (longest / self.unit).max(1) * self.unit;
         whole
             .into_iter()

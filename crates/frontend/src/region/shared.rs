@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, Capabilities, DeviceError};
 use parking_lot::{Condvar, Mutex, RwLock};
 
-use super::Stats;
 use super::dirty::Dirty;
-use super::evict::Scratch;
 use super::memory::Memory;
+use super::options::{MAX_PREFETCH, Options, Stats};
 use super::pagemap::Pagemap;
-use super::serve::Retries;
+use super::retries::Retries;
+use super::scratch::Scratch;
 use super::stream::Streams;
 use super::table::{State, Table};
 use super::uffd::Uffd;
@@ -98,7 +98,7 @@ pub(super) struct Parts {
 }
 
 impl Shared {
-    pub(super) fn new(parts: Parts, options: &super::Options) -> Self {
+    pub(super) fn new(parts: Parts, options: &Options) -> Self {
         let units = parts.memory.length().div_ceil(parts.unit);
         let pages = match options.writable {
             true => parts.memory.length() / parts.page,
@@ -106,7 +106,7 @@ impl Shared {
         };
         // What one reader is given must not drive out what another one just got.
         let room = options.limit.map_or(usize::MAX, |limit| limit / 4);
-        let prefetch = options.prefetch.min(super::LONGEST_PREFETCH).min(room);
+        let prefetch = options.prefetch.min(MAX_PREFETCH).min(room);
         Self {
             capabilities: parts.device.capabilities(),
             device: parts.device,

@@ -8,8 +8,8 @@ use linux_raw_sys::ioctl as op;
 use rustix::io::Errno;
 use rustix::mm::UserfaultfdFlags;
 
-use super::RegionError;
 use super::ioctl::{self, code, ioctl};
+use super::options::RegionError;
 
 /// `_IO(0xAA, 0x00)` of `/dev/userfaultfd`: a new userfaultfd.
 const NEW: u32 = code(0, abi::USERFAULTFD_IOC, 0, 0);

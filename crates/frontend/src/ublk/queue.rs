@@ -1,6 +1,6 @@
 //! One queue of a device: a thread with a ring on which every tag always has one command waiting in the driver. The
 //! command completes when a request comes; its result goes back with the command that fetches the next one.
-#![allow(unsafe_code)] // a ring's entries, memory shared with the driver, prctl
+#![allow(unsafe_code)] // a ring's entries, memory shared with the driver
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -14,7 +14,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::abi::{self, Descriptor, command};
 use super::request::{Buffer, Target};
-use super::workers::{Job, Mailbox, Workers};
+use super::workers::{Job, Mailbox, Workers, serve_writeback};
 
 /// Completions that are no tag's: the mailbox has something.
 const BELL: u64 = u64::MAX;
@@ -221,18 +221,5 @@ impl Queue {
             self.ring.submit()?;
         }
         Ok(())
-    }
-}
-
-/// Tells the kernel that this thread serves a block device: memory that it asks for is not to be won by writing to that
-/// very device. Needs `CAP_SYS_RESOURCE`; without it all works but under the hardest want of memory.
-pub(super) fn serve_writeback() {
-    /// `linux/prctl.h`
-    const PR_SET_IO_FLUSHER: libc::c_int = 57;
-    let (on, none): (libc::c_ulong, libc::c_ulong) = (1, 0);
-    // SAFETY: PR_SET_IO_FLUSHER takes a number and three zeros, and touches no memory.
-    let result = unsafe { libc::prctl(PR_SET_IO_FLUSHER, on, none, none, none) };
-    if result != 0 {
-        tracing::debug!("not an I/O flusher: {}", io::Error::last_os_error());
     }
 }

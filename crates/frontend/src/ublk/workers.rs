@@ -1,5 +1,8 @@
 //! What queues hand to threads, and how they are told what became of it.
+// prctl has no safe wrapper.
+#![allow(unsafe_code)]
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -61,7 +64,7 @@ impl Workers {
         let pool = |limit| {
             let target = Arc::clone(&target);
             Pool::new("ublk-worker", limit, move || {
-                super::queue::serve_writeback();
+                serve_writeback();
                 let (target, mut buffer) = (Arc::clone(&target), Buffer::new());
                 move |job: Job| {
                     let result = target.perform(job.queue, job.tag, &job.descriptor, &mut buffer);
@@ -82,5 +85,18 @@ impl Workers {
             true => self.changes.submit(job),
             false => self.requests.submit(job),
         }
+    }
+}
+
+/// Tells the kernel that this thread serves a block device: memory that it asks for is not to be won by writing to that
+/// very device. Needs `CAP_SYS_RESOURCE`; without it all works but under the hardest want of memory.
+pub(super) fn serve_writeback() {
+    /// `linux/prctl.h`
+    const PR_SET_IO_FLUSHER: libc::c_int = 57;
+    let (on, none): (libc::c_ulong, libc::c_ulong) = (1, 0);
+    // SAFETY: PR_SET_IO_FLUSHER takes a number and three zeros, and touches no memory.
+    let result = unsafe { libc::prctl(PR_SET_IO_FLUSHER, on, none, none, none) };
+    if result != 0 {
+        tracing::debug!("not an I/O flusher: {}", io::Error::last_os_error());
     }
 }

@@ -1,10 +1,8 @@
 //! What every part of a matcher reads and counts with.
 
+use super::stats::MAX_REPAIRS;
 use super::{MatcherStats, Repair};
 use crate::page::PageCache;
-
-/// Repairs remembered between two calls of `take_repairs`.
-pub(crate) const MAX_REPAIRS: usize = 1000;
 
 pub(crate) struct Shared {
     pub pages: PageCache,

@@ -2,6 +2,9 @@
 
 use crate::matcher::ImageId;
 
+/// Repairs remembered between two calls of `take_repairs`.
+pub(crate) const MAX_REPAIRS: usize = 1000;
+
 /// Of one cache. Counters are since the matcher was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CacheStats {
@@ -161,7 +164,7 @@ pub struct OpenReport {
 
 impl OpenReport {
     pub(crate) fn repaired(&mut self, what: Repair) {
-        if self.repairs.len() < super::shared::MAX_REPAIRS {
+        if self.repairs.len() < MAX_REPAIRS {
             self.repairs.push(what);
         }
     }

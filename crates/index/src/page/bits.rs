@@ -1,6 +1,7 @@
 //! A bit for each slot of a page.
 
-use super::PER_PAGE;
+/// Digests in a page, as many as there is room for beside a checksum.
+pub(crate) const PER_PAGE: usize = 340;
 
 const WORDS: usize = PER_PAGE.div_ceil(64);
 

@@ -8,7 +8,11 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use super::{DEADLINE, LoopError, Options, claim, node, sys, users_of};
+use super::backing::node;
+use super::error::LoopError;
+use super::options::{DEADLINE, Options};
+use super::sys;
+use super::users::{claim, users_of};
 use crate::patience::patiently_for;
 
 /// Loop devices that are tried while others take what was free.
@@ -17,7 +21,7 @@ const TRIES: u32 = 64;
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// The handle of the thread. Dropped, it lets the device go, without waiting.
-pub(super) struct Keeper {
+pub(super) struct Holder {
     orders: Sender<Order>,
     /// Disconnected when the thread has closed the device.
     ended: Receiver<()>,
@@ -32,7 +36,7 @@ pub(super) struct Attached {
 /// To detach, with so much patience for who has it open: the answer goes there.
 struct Order(Duration, Sender<Result<(), LoopError>>);
 
-impl Keeper {
+impl Holder {
     /// Starts the thread, which attaches `file`.
     pub(super) fn start(file: &Path, options: Options) -> Result<(Self, Attached), LoopError> {
         let (orders, ordered) = mpsc::channel();
@@ -40,14 +44,14 @@ impl Keeper {
         let (answer, answered) = mpsc::channel();
         let theirs = file.to_owned();
         std::thread::Builder::new()
-            .name("loop-keeper".into())
+            .name("loop-holder".into())
             .spawn(move || {
                 let _end: Sender<()> = end;
                 match attach(&theirs, options) {
                     Ok((device, attached)) => {
                         let path = node(attached.number);
                         if answer.send(Ok(attached)).is_ok() {
-                            keep(device, &path, &ordered);
+                            hold(device, &path, &ordered);
                         }
                     }
                     Err(error) => drop(answer.send(Err(error))),
@@ -137,7 +141,7 @@ fn is_passing(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|n| passing.contains(&n))
 }
 
-fn keep(device: File, path: &Path, orders: &Receiver<Order>) {
+fn hold(device: File, path: &Path, orders: &Receiver<Order>) {
     while let Ok(Order(patience, answer)) = orders.recv() {
         match settle(path, patience) {
             Ok(exclusive) => {

@@ -1,0 +1,50 @@
+//! Which loop device has which file behind it, as `/sys/block` says.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+/// Loop devices whose backing file is `file`, also those that other processes attached.
+///
+/// The kernel names the file by its path at that time: to be asked before a mount that the file is on is taken away.
+///
+/// # Errors
+/// When `/sys/block` cannot be read.
+pub fn find_by_backing(file: &Path) -> io::Result<Vec<PathBuf>> {
+    find(|backing| backing == file)
+}
+
+/// Loop devices whose backing file is at or below `place`.
+pub(crate) fn find_under(place: &Path) -> io::Result<Vec<PathBuf>> {
+    find(|backing| backing.starts_with(place))
+}
+
+pub(super) fn find(wanted: impl Fn(&Path) -> bool) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/sys/block")? {
+        let name = entry?.file_name();
+        if let Some(backing) = backing_of(Path::new(&name))
+            && wanted(&backing)
+        {
+            found.push(Path::new("/dev").join(name));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The device of that number.
+pub(super) fn node(number: u32) -> PathBuf {
+    PathBuf::from(format!("/dev/loop{number}"))
+}
+
+/// The file behind `/sys/block/NAME`, if that is an attached loop device.
+pub(super) fn backing_of(name: &Path) -> Option<PathBuf> {
+    let file = Path::new("/sys/block").join(name).join("loop/backing_file");
+    let mut text = std::fs::read(file).ok()?;
+    if text.last() == Some(&b'\n') {
+        text.pop();
+    }
+    Some(PathBuf::from(OsString::from_vec(text)))
+}

@@ -1,0 +1,72 @@
+//! What can go wrong with a loop device.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::fuse::{User, listed};
+use crate::patience::may_pass;
+
+/// Why a loop device could not be attached or detached.
+#[derive(Debug, thiserror::Error)]
+pub enum LoopError {
+    /// Not a block size that a disk has.
+    #[error("{0} bytes are not a block size of a loop device: 512 or 4096 are")]
+    BlockSize(u32),
+    /// The kernel has no loop devices, or does not let us.
+    #[error("no loop device can be had: {0} (as root: modprobe loop)")]
+    Missing(io::Error),
+    /// The file cannot be attached.
+    #[error("cannot attach {} to a loop device: {source}", file.display())]
+    Attach {
+        /// The file.
+        file: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Others were quicker each time.
+    #[error("cannot attach {}: other programs took every free loop device", file.display())]
+    Contended {
+        /// The file.
+        file: PathBuf,
+    },
+    /// It is in use.
+    #[error("{} is in use by {}: end that first", device.display(), listed(users))]
+    Busy {
+        /// The device.
+        device: PathBuf,
+        /// By whom, as far as can be seen.
+        users: Vec<User>,
+    },
+    /// What was written to it does not get to the file; it stays attached.
+    #[error("what was written to {} cannot be written back: {source}", device.display())]
+    Unflushed {
+        /// The device.
+        device: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// It cannot be detached.
+    #[error("cannot detach {}: {source}", device.display())]
+    Detach {
+        /// The device.
+        device: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The backing file does not answer; a thread waits on.
+    #[error("{} did not answer for {waited:?}: its backing file hangs", device.display())]
+    Hung {
+        /// The device or the file.
+        device: PathBuf,
+        /// For how long.
+        waited: Duration,
+    },
+}
+
+impl LoopError {
+    /// Whether it may be another moment later: nothing but processes is in the way.
+    pub(super) fn may_pass(&self) -> bool {
+        matches!(self, Self::Busy { users, .. } if may_pass(users))
+    }
+}

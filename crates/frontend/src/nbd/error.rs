@@ -1,0 +1,45 @@
+//! Why nothing is served.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+/// Why a server does not begin, or a connection is not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum NbdError {
+    /// An export that cannot be served.
+    #[error("export {name:?}: {why}")]
+    Export {
+        /// Its name.
+        name: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Another server has the socket.
+    #[error("{}: another server is listening there; stop it, or give another path", .0.display())]
+    InUse(PathBuf),
+    /// It cannot be listened there.
+    #[error("cannot listen at {address}: {source}")]
+    Bind {
+        /// Where.
+        address: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Everybody could read and write.
+    #[error(
+        "{0} can be reached from other machines: give a certificate and an authority for clients, or listen on \
+         127.0.0.1 or a unix socket"
+    )]
+    Open(SocketAddr),
+    /// A certificate or key that is of no use.
+    #[error("{}: {why}", .path.display())]
+    Tls {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A connection that cannot be served.
+    #[error("cannot serve the connection: {0}")]
+    Connection(std::io::Error),
+}

@@ -1,0 +1,59 @@
+//! A connection's bytes, plain or in TLS.
+
+use std::io::{self, IoSlice};
+use std::sync::Arc;
+
+use super::socket::Socket;
+use super::tls::TlsStream;
+
+/// A socket's bytes as the protocol sees them.
+pub(super) enum Transport {
+    Plain(Arc<Socket>),
+    Tls(Box<TlsStream>),
+}
+
+impl Transport {
+    pub(super) fn socket(&self) -> &Socket {
+        match self {
+            Self::Plain(socket) => socket,
+            Self::Tls(stream) => stream.socket(),
+        }
+    }
+
+    /// Some bytes; 0 at the end. For one thread at a time.
+    pub(super) fn receive(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Plain(socket) => socket.receive(buffer),
+            Self::Tls(stream) => stream.receive(buffer),
+        }
+    }
+
+    /// Bytes of a payload, with as few calls as can be: some, or all; 0 at the end. For one thread at a time.
+    pub(super) fn receive_payload(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Plain(socket) => socket.receive_whole(buffer),
+            Self::Tls(stream) => stream.receive(buffer),
+        }
+    }
+
+    /// Whether there is something to receive, as far as can be told.
+    pub(super) fn has_more(&self) -> bool {
+        self.socket().has_more()
+    }
+
+    /// All of it. For one thread at a time.
+    pub(super) fn send(&self, slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+        match self {
+            Self::Plain(socket) => socket.send(slices),
+            Self::Tls(stream) => stream.send(slices),
+        }
+    }
+
+    /// The end, said to the peer.
+    pub(super) fn finish(&self) {
+        if let Self::Tls(stream) = self {
+            stream.close_notify();
+        }
+        self.socket().finish();
+    }
+}
