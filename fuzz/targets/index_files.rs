@@ -5,8 +5,9 @@
 #![no_main]
 
 use drover_core::{Digest, Head};
-use drover_index::testing::{Destination, SimStorage};
-use drover_index::{ImageId, Matcher, MatcherConfig, Storage};
+use drover_index::testing::Destination;
+use drover_index::{ImageId, Matcher, MatcherConfig};
+use drover_storage::{Directory, FakeDirectory};
 use libfuzzer_sys::fuzz_target;
 
 fn config() -> MatcherConfig {
@@ -21,7 +22,7 @@ fn config() -> MatcherConfig {
 }
 
 /// Sends an image of numbered blocks.
-fn send(m: &mut Matcher<SimStorage>, d: &mut Destination, id: u64, blocks: std::ops::Range<u64>) {
+fn send(m: &mut Matcher, d: &mut Destination, id: u64, blocks: std::ops::Range<u64>) {
     let digests: Vec<Digest> = blocks
         .map(|n| {
             let mut d = [0; 32];
@@ -50,7 +51,7 @@ fuzz_target!(|data: &[u8]| {
     let [file, low, high, bytes @ ..] = data else {
         return;
     };
-    let storage = SimStorage::new();
+    let storage = FakeDirectory::default();
     let mut d = Destination::new();
     let (mut m, _) = Matcher::open(storage.clone(), config()).expect("an empty index opens");
     send(&mut m, &mut d, 1, 0..200);

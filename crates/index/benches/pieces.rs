@@ -13,14 +13,14 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use drover_core::{BLOCK_SIZE, Digest, Head};
 use drover_index::testing::Cache;
 use drover_index::{
-    DirStorage, ImageId, Matcher, MatcherConfig, Scanner, digest_block, digest_blocks,
-    is_strong_head,
+    ImageId, Matcher, MatcherConfig, Scanner, digest_block, digest_blocks, is_strong_head,
 };
+use drover_storage::HostDirectory;
 
 /// Blocks in a batch: 8 MiB of data.
 const BATCH: usize = 2048;
 
-fn storage() -> (tempfile::TempDir, DirStorage) {
+fn storage() -> (tempfile::TempDir, HostDirectory) {
     let shm = Path::new("/dev/shm");
     let dir = if shm.is_dir() {
         tempfile::tempdir_in(shm)
@@ -28,7 +28,7 @@ fn storage() -> (tempfile::TempDir, DirStorage) {
         tempfile::tempdir()
     };
     let dir = dir.expect("a directory");
-    let storage = DirStorage::new(dir.path()).expect("a directory");
+    let storage = HostDirectory::open(dir.path()).expect("a directory");
     (dir, storage)
 }
 
@@ -206,7 +206,7 @@ fn matched(c: &mut Criterion) {
     g.sample_size(10);
     let mut rng = fastrand::Rng::with_seed(3);
     let (digests, heads) = random(&mut rng, BLOCKS);
-    let send = |m: &mut Matcher<DirStorage>, id: u64| {
+    let send = |m: &mut Matcher, id: u64| {
         let mut cursor = m.begin(ImageId(id)).expect("begins");
         for (d, h) in digests.chunks(BATCH).zip(heads.chunks(BATCH)) {
             black_box(m.batch(&mut cursor, d, h).expect("matches"));
@@ -241,7 +241,7 @@ fn matched(c: &mut Criterion) {
             (0..times).map(|_| extend()).sum()
         });
     });
-    let timed = |(_dir, mut m): (tempfile::TempDir, Matcher<DirStorage>), id: u64| {
+    let timed = |(_dir, mut m): (tempfile::TempDir, Matcher), id: u64| {
         let start = cpu_time();
         send(&mut m, id);
         cpu_time() - start

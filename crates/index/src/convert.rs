@@ -5,16 +5,17 @@
 //! a crash leaves is begun again or, once the new header is there, finished.
 
 use std::io;
+use std::sync::Arc;
 
 use drover_core::{Digest, Head};
+use drover_storage::{Directory, File, remove_if_exists};
 
 use crate::error::{IndexError, Result};
-use crate::hash_file::{self, HashFile, any_file_of, found, names};
+use crate::hash_file::{self, HashFile, any_file_of, names, open};
 use crate::head::head_from_bits;
 use crate::matcher::{ImageId, OpenReport, Repair, remove_files};
 use crate::page::{PER_PAGE, Page, crc};
 use crate::sequence::{self, on_disk, record_offset};
-use crate::storage::{Storage, StorageFile};
 
 /// New files until they have their names.
 const HASH: &str = "convert.hash";
@@ -31,7 +32,7 @@ const OLD_HEADER: u64 = 64;
 const AT_ONCE: u64 = 64;
 
 /// Converts what is there of version 1.
-pub(crate) fn convert<S: Storage>(storage: &S, report: &mut OpenReport) -> Result<()> {
+pub(crate) fn convert(storage: &dyn Directory, report: &mut OpenReport) -> Result<()> {
     settle(storage).map_err(IndexError::io("renaming", SIDE))?;
     let all = storage.list().map_err(IndexError::io("listing", "."))?;
     let side_files = all.iter().filter(|n| n.ends_with(".side"));
@@ -59,7 +60,7 @@ pub(crate) fn convert<S: Storage>(storage: &S, report: &mut OpenReport) -> Resul
             drop_new(storage)?;
             [sequence::SIDE, sequence::HASH]
                 .into_iter()
-                .try_for_each(|n| storage.remove(n))
+                .try_for_each(|n| remove_if_exists(storage, n))
                 .map_err(IndexError::io("removing", sequence::HASH))?;
         }
         Err(e) => return Err(IndexError::io("converting", sequence::HASH)(e)),
@@ -68,10 +69,10 @@ pub(crate) fn convert<S: Storage>(storage: &S, report: &mut OpenReport) -> Resul
 }
 
 /// What was begun takes room, and must not become the files of what is indexed again.
-fn drop_new<S: Storage>(storage: &S) -> Result<()> {
+fn drop_new(storage: &dyn Directory) -> Result<()> {
     [SIDE, HASH]
         .into_iter()
-        .try_for_each(|n| storage.remove(n))
+        .try_for_each(|n| remove_if_exists(storage, n))
         .map_err(IndexError::io("removing", HASH))
 }
 
@@ -83,26 +84,26 @@ fn is_full(e: &io::Error) -> bool {
 }
 
 /// Gives new files that are whole their names, and removes such as are not.
-fn settle<S: Storage>(storage: &S) -> io::Result<()> {
-    let side = found(storage.open(SIDE))?;
+fn settle(storage: &dyn Directory) -> io::Result<()> {
+    let side = open(storage, SIDE)?;
     let to = match &side {
-        Some(side) => whole(side)?,
+        Some(side) => whole(side.as_ref())?,
         None => None,
     };
     let Some((hash_name, side_name)) = to else {
-        storage.remove(SIDE)?;
-        return storage.remove(HASH);
+        remove_if_exists(storage, SIDE)?;
+        return remove_if_exists(storage, HASH);
     };
-    if found(storage.open(HASH))?.is_some() {
+    if open(storage, HASH)?.is_some() {
         storage.rename(HASH, &hash_name)?;
-        storage.sync_names()?;
+        storage.sync()?;
     }
     storage.rename(SIDE, &side_name)?;
-    storage.sync_names()
+    storage.sync()
 }
 
 /// The names that new files are to have, once the header says that they are whole.
-fn whole(side: &impl StorageFile) -> io::Result<Option<(String, String)>> {
+fn whole(side: &dyn File) -> io::Result<Option<(String, String)>> {
     let Some(b) = hash_file::Header::bytes_of(side)? else {
         return Ok(None);
     };
@@ -116,7 +117,7 @@ fn sequence_names() -> (String, String) {
 }
 
 /// Reads units of `each` bytes. What is not there are zeros; what cannot be read fits no checksum.
-fn read_units(file: &impl StorageFile, buf: &mut [u8], offset: u64, each: usize) {
+fn read_units(file: &dyn File, buf: &mut [u8], offset: u64, each: usize) {
     match file.read_at(buf, offset) {
         Ok(n) => buf[n..].fill(0),
         Err(_) => {
@@ -141,26 +142,25 @@ fn digests_of(page: &[u8]) -> impl Iterator<Item = Digest> {
 }
 
 /// A complete image of version 1.
-struct OldImage<F> {
+struct OldImage {
     header: hash_file::Header,
-    hash: F,
-    side: F,
+    hash: Arc<dyn File>,
+    side: Arc<dyn File>,
 }
 
-impl<F: StorageFile> OldImage<F> {
-    fn open<S: Storage<File = F>>(storage: &S, id: u64) -> io::Result<Option<Self>> {
+impl OldImage {
+    fn open(storage: &dyn Directory, id: u64) -> io::Result<Option<Self>> {
         let (hash, side) = names(id);
-        let (Some(hash), Some(side)) = (found(storage.open(&hash))?, found(storage.open(&side))?)
-        else {
+        let (Some(hash), Some(side)) = (open(storage, &hash)?, open(storage, &side)?) else {
             return Ok(None);
         };
-        let header = hash_file::Header::bytes_of(&side)?
+        let header = hash_file::Header::bytes_of(side.as_ref())?
             .and_then(|b| hash_file::Header::of_version(1, &b))
             .filter(|h| h.image == id && h.complete);
         let Some(header) = header else {
             return Ok(None);
         };
-        let fits = header.fits(OLD_PER_PAGE, OLD_IMAGE_RECORD, hash.size()?, side.size()?);
+        let fits = header.fits(OLD_PER_PAGE, OLD_IMAGE_RECORD, hash.len()?, side.len()?);
         Ok(fits.then_some(OldImage { header, hash, side }))
     }
 }
@@ -180,11 +180,7 @@ fn old_heads(no: u64, record: &[u8], page: &[u8]) -> Option<Vec<Head>> {
         .collect()
 }
 
-fn image<S: Storage>(
-    storage: &S,
-    old: &mut OldImage<S::File>,
-    report: &mut OpenReport,
-) -> io::Result<()> {
+fn image(storage: &dyn Directory, old: &mut OldImage, report: &mut OpenReport) -> io::Result<()> {
     let h = old.header;
     let new_names = (HASH.to_owned(), SIDE.to_owned());
     let mut new = HashFile::create_as(storage, new_names, h.image, h.serial)?;
@@ -195,9 +191,14 @@ fn image<S: Storage>(
         let n = (pages - first).min(AT_ONCE) as usize;
         bytes.resize(n * OLD_PAGE, 0);
         records.resize(n * OLD_IMAGE_RECORD, 0);
-        read_units(&old.hash, &mut bytes, first * OLD_PAGE as u64, OLD_PAGE);
+        read_units(
+            old.hash.as_ref(),
+            &mut bytes,
+            first * OLD_PAGE as u64,
+            OLD_PAGE,
+        );
         let at = OLD_HEADER + first * OLD_IMAGE_RECORD as u64;
-        read_units(&old.side, &mut records, at, OLD_IMAGE_RECORD);
+        read_units(old.side.as_ref(), &mut records, at, OLD_IMAGE_RECORD);
         let both = bytes.chunks(OLD_PAGE).zip(records.chunks(OLD_IMAGE_RECORD));
         for (no, (page, record)) in (first..).zip(both) {
             let count = left.min(OLD_PER_PAGE as u64) as usize;
@@ -217,27 +218,26 @@ fn image<S: Storage>(
         }
         new.flush()?;
     }
-    storage.sync_names()?;
+    storage.sync()?;
     new.finish()?;
     settle(storage)
 }
 
 /// The sequence cache of version 1.
-struct OldSequences<F> {
+struct OldSequences {
     header: sequence::Header,
-    hash: F,
-    side: F,
+    hash: Arc<dyn File>,
+    side: Arc<dyn File>,
 }
 
-impl<F: StorageFile> OldSequences<F> {
-    fn open<S: Storage<File = F>>(storage: &S) -> io::Result<Option<Self>> {
+impl OldSequences {
+    fn open(storage: &dyn Directory) -> io::Result<Option<Self>> {
         let (hash, side) = sequence_names();
-        let (Some(hash), Some(side)) = (found(storage.open(&hash))?, found(storage.open(&side))?)
-        else {
+        let (Some(hash), Some(side)) = (open(storage, &hash)?, open(storage, &side)?) else {
             return Ok(None);
         };
-        let header =
-            hash_file::Header::bytes_of(&side)?.and_then(|b| sequence::Header::of_version(1, &b));
+        let header = hash_file::Header::bytes_of(side.as_ref())?
+            .and_then(|b| sequence::Header::of_version(1, &b));
         Ok(header.map(|header| OldSequences { header, hash, side }))
     }
 }
@@ -270,18 +270,18 @@ fn old_bits(no: u32, r: &[u8], page: &[u8]) -> Option<OldBits> {
     })
 }
 
-fn sequences<S: Storage>(
-    storage: &S,
-    old: &OldSequences<S::File>,
+fn sequences(
+    storage: &dyn Directory,
+    old: &OldSequences,
     report: &mut OpenReport,
 ) -> io::Result<()> {
     let mut new = NewSequences {
-        side: storage.create(SIDE)?,
-        hash: storage.create(HASH)?,
+        side: storage.create(SIDE)?.into(),
+        hash: storage.create(HASH)?.into(),
         page: Page::empty(),
         slot: 0,
     };
-    let records = old.side.size()?.saturating_sub(OLD_HEADER) / OLD_SEQUENCE_RECORD as u64;
+    let records = old.side.len()?.saturating_sub(OLD_HEADER) / OLD_SEQUENCE_RECORD as u64;
     let segments = records.min(u64::from(u32::MAX / OLD_PER_PAGE as u32)) as u32;
     let (mut bytes, mut records) = (Vec::new(), Vec::new());
     for first in (0..segments).step_by(AT_ONCE as usize) {
@@ -289,9 +289,14 @@ fn sequences<S: Storage>(
         bytes.resize(n * OLD_PAGE, 0);
         records.resize(n * OLD_SEQUENCE_RECORD, 0);
         let at = |each: usize| u64::from(first) * each as u64;
-        read_units(&old.hash, &mut bytes, at(OLD_PAGE), OLD_PAGE);
+        read_units(old.hash.as_ref(), &mut bytes, at(OLD_PAGE), OLD_PAGE);
         let records_at = OLD_HEADER + at(OLD_SEQUENCE_RECORD);
-        read_units(&old.side, &mut records, records_at, OLD_SEQUENCE_RECORD);
+        read_units(
+            old.side.as_ref(),
+            &mut records,
+            records_at,
+            OLD_SEQUENCE_RECORD,
+        );
         let both = bytes
             .chunks(OLD_PAGE)
             .zip(records.chunks(OLD_SEQUENCE_RECORD));
@@ -307,7 +312,7 @@ fn sequences<S: Storage>(
     new.write()?;
     new.hash.sync()?;
     new.side.sync()?;
-    storage.sync_names()?;
+    storage.sync()?;
     let hand = u64::from(old.header.hand) * OLD_PER_PAGE as u64 / PER_PAGE as u64;
     let header = sequence::Header {
         hand: hand as u32,
@@ -320,15 +325,15 @@ fn sequences<S: Storage>(
 }
 
 /// The new files as they grow. Every slot keeps its number, for that is where its block lies.
-struct NewSequences<F> {
-    side: F,
-    hash: F,
+struct NewSequences {
+    side: Arc<dyn File>,
+    hash: Arc<dyn File>,
     page: Page,
     /// The next slot.
     slot: u64,
 }
 
-impl<F: StorageFile> NewSequences<F> {
+impl NewSequences {
     fn add(&mut self, page: &[u8], bits: OldBits) -> io::Result<()> {
         for (i, digest) in digests_of(page).enumerate() {
             let at = (self.slot % PER_PAGE as u64) as usize;

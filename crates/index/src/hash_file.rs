@@ -3,12 +3,16 @@
 //! `docs/format/hash-files.md`).
 
 use std::io;
+use std::sync::Arc;
 
 use drover_core::{Digest, Head};
+use drover_storage::{Access, Directory, File, open_if_exists};
 
 use crate::head::{head_from_bits, pack_heads};
 use crate::page::{Bits, PAGE_BYTES, PER_PAGE, Page, crc, is_sealed, seal};
-use crate::storage::{Storage, StorageFile, Syncer};
+
+/// A sync that can be made later, without whoever it was got from.
+pub type Syncer = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
 const MAGIC: [u8; 8] = *b"DRVRHSH1";
 const VERSION: u32 = 2;
@@ -91,14 +95,14 @@ impl Header {
     }
 
     /// Reads the bytes where `file` has its header, if it has so many.
-    pub(crate) fn bytes_of(file: &impl StorageFile) -> io::Result<Option<[u8; HEADER as usize]>> {
+    pub(crate) fn bytes_of(file: &dyn File) -> io::Result<Option<[u8; HEADER as usize]>> {
         let mut b = [0; HEADER as usize];
         let n = file.read_at(&mut b, 0)?;
         Ok((n == b.len()).then_some(b))
     }
 
     /// Reads the header at the start of `file`.
-    pub(crate) fn read(file: &impl StorageFile) -> io::Result<Option<Self>> {
+    pub(crate) fn read(file: &dyn File) -> io::Result<Option<Self>> {
         Ok(Self::bytes_of(file)?.and_then(|b| Self::from_bytes(&b)))
     }
 
@@ -133,10 +137,10 @@ pub(crate) struct Traffic {
 }
 
 /// An image's digests.
-pub(crate) struct HashFile<F> {
+pub(crate) struct HashFile {
     header: Header,
-    hash: F,
-    side: F,
+    hash: Arc<dyn File>,
+    side: Arc<dyn File>,
     /// Pages on disk.
     pages: u64,
     /// Digests after those pages, and their heads.
@@ -147,19 +151,15 @@ pub(crate) struct HashFile<F> {
     pub traffic: Traffic,
 }
 
-impl<F: StorageFile> HashFile<F> {
+impl HashFile {
     /// Starts the files of an image; older ones are emptied.
-    pub(crate) fn create<S: Storage<File = F>>(
-        storage: &S,
-        image: u64,
-        serial: u64,
-    ) -> io::Result<Self> {
+    pub(crate) fn create(storage: &dyn Directory, image: u64, serial: u64) -> io::Result<Self> {
         Self::create_as(storage, names(image), image, serial)
     }
 
     /// The same, under other names.
-    pub(crate) fn create_as<S: Storage<File = F>>(
-        storage: &S,
+    pub(crate) fn create_as(
+        storage: &dyn Directory,
         (hash, side): (String, String),
         image: u64,
         serial: u64,
@@ -171,28 +171,28 @@ impl<F: StorageFile> HashFile<F> {
             complete: false,
         };
         // The side file first: without a header, a hash file means nothing.
-        let side = storage.create(&side)?;
+        let side: Arc<dyn File> = storage.create(&side)?.into();
         side.write_at(&header.to_bytes(), 0)?;
-        let hash = storage.create(&hash)?;
+        let hash = storage.create(&hash)?.into();
         Ok(Self::with(header, hash, side, 0))
     }
 
     /// Opens the complete files of an image. `None` when they are not that, or cut short.
-    pub(crate) fn open<S: Storage<File = F>>(storage: &S, image: u64) -> io::Result<Option<Self>> {
+    pub(crate) fn open(storage: &dyn Directory, image: u64) -> io::Result<Option<Self>> {
         let (hash, side) = names(image);
-        let (Some(hash), Some(side)) = (found(storage.open(&hash))?, found(storage.open(&side))?)
+        let (Some(hash), Some(side)) = (open(storage, &hash)?, open(storage, &side)?) else {
+            return Ok(None);
+        };
+        let Some(header) = Header::read(side.as_ref())?.filter(|h| h.image == image && h.complete)
         else {
             return Ok(None);
         };
-        let Some(header) = Header::read(&side)?.filter(|h| h.image == image && h.complete) else {
-            return Ok(None);
-        };
-        let whole = header.fits(PER_PAGE, RECORD, hash.size()?, side.size()?);
+        let whole = header.fits(PER_PAGE, RECORD, hash.len()?, side.len()?);
         let pages = header.blocks.div_ceil(PER_PAGE as u64);
         Ok(whole.then(|| Self::with(header, hash, side, pages)))
     }
 
-    fn with(header: Header, hash: F, side: F, pages: u64) -> Self {
+    fn with(header: Header, hash: Arc<dyn File>, side: Arc<dyn File>, pages: u64) -> Self {
         HashFile {
             header,
             hash,
@@ -270,7 +270,7 @@ impl<F: StorageFile> HashFile<F> {
     pub(crate) fn write_out(&mut self) -> io::Result<[Syncer; 2]> {
         self.flush()?;
         self.write_tail(self.tail.len())?;
-        Ok([self.hash.syncer()?, self.side.syncer()?])
+        Ok([syncer(&self.hash), syncer(&self.side)])
     }
 
     /// Says in the header that everything is there.
@@ -280,7 +280,7 @@ impl<F: StorageFile> HashFile<F> {
             ..self.header
         };
         self.side.write_at(&header.to_bytes(), 0)?;
-        let sync = self.side.syncer()?;
+        let sync = syncer(&self.side);
         self.header = header;
         self.pages = self.header.blocks.div_ceil(PER_PAGE as u64);
         self.tail = Vec::new();
@@ -360,6 +360,11 @@ impl<F: StorageFile> HashFile<F> {
     }
 }
 
+fn syncer(file: &Arc<dyn File>) -> Syncer {
+    let file = Arc::clone(file);
+    Box::new(move || file.sync())
+}
+
 fn record(no: u64, heads: &[Head]) -> [u8; RECORD] {
     let mut r = [0; RECORD];
     let bits = pack_heads(heads);
@@ -377,13 +382,9 @@ fn record_crc(no: u64, body: &[u8]) -> u32 {
     crc(&b)
 }
 
-/// `None` for a file that does not exist.
-pub(crate) fn found<F>(r: io::Result<F>) -> io::Result<Option<F>> {
-    match r {
-        Ok(f) => Ok(Some(f)),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(e),
-    }
+/// Opens a file for reading and writing. `None` for one that does not exist.
+pub(crate) fn open(storage: &dyn Directory, name: &str) -> io::Result<Option<Arc<dyn File>>> {
+    Ok(open_if_exists(storage, name, Access::Write)?.map(Arc::from))
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The matcher and its data structures: block digests, head recognition, hash files, cuckoo-LRU
 //! caches and the sequence cache.
 //!
-//! Pure and synchronous. The only I/O goes through the [`Storage`] trait; no sockets, no clocks,
+//! Pure and synchronous. The only I/O goes through [`drover_storage::Directory`]; no sockets, no clocks,
 //! no threads, and never a block's data on the matcher's side.
 
 mod convert;
@@ -15,12 +15,12 @@ mod page;
 mod recent;
 mod scan;
 mod sequence;
-mod storage;
 pub mod testing;
 mod zero;
 
 pub use digest::{ImageDigest, ZERO_BLOCK, digest_block, digest_blocks, image_digest};
 pub use error::{BoxedCause, IndexError, Result};
+pub use hash_file::Syncer;
 pub use head::{HeadBitsError, is_strong_head, pack_heads, unpack_heads};
 pub use matcher::{
     AnchorPolicy, CacheStats, Cursor, Finishing, ImageId, ImageInfo, Layout, MAX_FREED, Matcher,
@@ -28,7 +28,6 @@ pub use matcher::{
     Trim, Trimmed, Via,
 };
 pub use scan::{Scan, Scanner};
-pub use storage::{DirStorage, Storage, StorageFile, Syncer};
 pub use zero::{ZeroMap, ZeroMapError};
 
 /// Slots of a segment of the sequence cache: no sequence lies in two.

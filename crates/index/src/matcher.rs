@@ -17,8 +17,10 @@ mod stats;
 mod trim;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use drover_core::{Digest, Head};
+use drover_storage::{Directory, remove_if_exists};
 
 pub use config::{AnchorPolicy, Layout, MatcherConfig};
 pub use finish::Finishing;
@@ -32,7 +34,6 @@ use crate::hash_file::{HashFile, Header, names};
 use crate::page::PER_PAGE;
 use crate::recent::{Recent, Slot};
 use crate::sequence::SequenceCache;
-use crate::storage::Storage;
 use pass::{Outcome, Pass, Purpose, Walk};
 use repeats::Repeats;
 
@@ -76,11 +77,11 @@ impl Cursor {
 }
 
 /// The matcher.
-pub struct Matcher<S: Storage> {
-    storage: S,
+pub struct Matcher {
+    storage: Arc<dyn Directory>,
     config: MatcherConfig,
-    recent: Recent<S::File>,
-    sequences: SequenceCache<S>,
+    recent: Recent,
+    sequences: SequenceCache,
     shared: Shared,
     repeats: Repeats,
     /// Complete images that C0 and C1 cannot name.
@@ -90,7 +91,7 @@ pub struct Matcher<S: Storage> {
     closed_traffic: (u64, u64),
 }
 
-impl<S: Storage> Matcher<S> {
+impl Matcher {
     /// Opens the index in `storage`, which is empty or holds one.
     ///
     /// Whatever a crash left, it opens: the caches come from their snapshot where that is valid,
@@ -98,9 +99,12 @@ impl<S: Storage> Matcher<S> {
     ///
     /// # Errors
     /// [`IndexError::Config`], or what the storage reports.
-    pub fn open(storage: S, config: MatcherConfig) -> Result<(Self, OpenReport)> {
+    pub fn open(
+        storage: impl Directory + 'static,
+        config: MatcherConfig,
+    ) -> Result<(Self, OpenReport)> {
         config.check()?;
-        open::open(storage, config)
+        open::open(Arc::new(storage), config)
     }
 
     /// Starts the hash file of `image`; what an interrupted transfer of it left goes.
@@ -115,13 +119,13 @@ impl<S: Storage> Matcher<S> {
         }
         // Its files are made anew at once, so their removal need not be durable.
         self.begin_forget(image)?;
-        let can_go = |s: &Option<Slot<_>>| s.as_ref().is_none_or(|s| !s.open);
+        let can_go = |s: &Option<Slot>| s.as_ref().is_none_or(|s| !s.open);
         if !self.recent.slots.iter().any(can_go) {
             return Err(IndexError::TooManyOpen(self.recent.slots.len()));
         }
         // First what can fail: an image that cannot begin takes no other's place.
         let serial = self.next_serial;
-        let file = HashFile::create(&self.storage, image.0, serial)
+        let file = HashFile::create(self.storage.as_ref(), image.0, serial)
             .map_err(IndexError::io("creating", names(image.0).0))?;
         let slot = self.free_slot()?;
         self.next_serial += 1;
@@ -156,7 +160,7 @@ impl<S: Storage> Matcher<S> {
         Ok(oldest)
     }
 
-    fn release(&mut self, slot: u8) -> Option<Slot<S::File>> {
+    fn release(&mut self, slot: u8) -> Option<Slot> {
         let gone = self.recent.release(slot, &mut self.shared)?;
         self.closed_traffic.0 += gone.file.traffic.read;
         self.closed_traffic.1 += gone.file.traffic.written;
@@ -317,7 +321,7 @@ impl<S: Storage> Matcher<S> {
                 let Some(free) = self.recent.slots.iter().position(Option::is_none) else {
                     return Ok(());
                 };
-                let file = HashFile::open(&self.storage, image.0)
+                let file = HashFile::open(self.storage.as_ref(), image.0)
                     .map_err(IndexError::io("opening", names(image.0).0))?;
                 let Some(file) = file else {
                     self.shared.report(Repair::Image(image));
@@ -408,7 +412,7 @@ impl<S: Storage> Matcher<S> {
             regions: self.recent.numbers.regions().to_vec(),
         };
         let caches = [&self.recent.c0, &self.recent.c1, &self.sequences.c2];
-        let bytes = snapshot::write(&self.storage, &self.config, caches, &saved)
+        let bytes = snapshot::write(self.storage.as_ref(), &self.config, caches, &saved)
             .map_err(IndexError::io("writing", snapshot::NAME))?;
         self.closed_traffic.1 += bytes;
         self.sequences
@@ -483,15 +487,15 @@ fn short(digests: &[Digest]) -> Vec<Digest> {
 }
 
 /// Removes an image's files for good.
-pub(crate) fn remove_files(storage: &impl Storage, image: u64) -> std::io::Result<()> {
+pub(crate) fn remove_files(storage: &dyn Directory, image: u64) -> std::io::Result<()> {
     unlink_files(storage, image)?;
-    storage.sync_names()
+    storage.sync()
 }
 
 /// The same, but only for good once names are synced.
-fn unlink_files(storage: &impl Storage, image: u64) -> std::io::Result<()> {
+fn unlink_files(storage: &dyn Directory, image: u64) -> std::io::Result<()> {
     let (hash, side) = names(image);
     // The side file first: without it the hash file means nothing.
-    storage.remove(&side)?;
-    storage.remove(&hash)
+    remove_if_exists(storage, &side)?;
+    remove_if_exists(storage, &hash)
 }

@@ -11,24 +11,23 @@ use crate::cuckoo::{CuckooLru, Key};
 use crate::hash_file::{Damaged, HashFile};
 use crate::matcher::{AnchorPolicy, CacheStats, ImageId, MatcherConfig, Repair, Shared, Via};
 use crate::page::{PER_PAGE, Page};
-use crate::storage::StorageFile;
 pub(crate) use numbers::{Numbers, Region};
 
 /// One of the recent images.
-pub(crate) struct Slot<F> {
+pub(crate) struct Slot {
     pub image: ImageId,
-    pub file: HashFile<F>,
+    pub file: HashFile,
     /// A cursor is open on it.
     pub open: bool,
 }
 
 /// C0, C1, and the images that their entries can name.
-pub(crate) struct Recent<F> {
+pub(crate) struct Recent {
     pub c0: CuckooLru,
     pub c1: CuckooLru,
     pub c0_stats: CacheStats,
     pub c1_stats: CacheStats,
-    pub slots: Vec<Option<Slot<F>>>,
+    pub slots: Vec<Option<Slot>>,
     /// What entries call the slots' pages.
     pub numbers: Numbers,
     anchors: AnchorPolicy,
@@ -55,7 +54,7 @@ pub(crate) struct Ask {
     pub boundary: bool,
 }
 
-impl<F: StorageFile> Recent<F> {
+impl Recent {
     pub(crate) fn new(config: &MatcherConfig) -> Self {
         let layout = config.recent_layout;
         let c1 = CuckooLru::new(config.c1_bytes, usize::MAX, layout.fingerprint_bits);
@@ -80,16 +79,16 @@ impl<F: StorageFile> Recent<F> {
         Some(at as u8)
     }
 
-    pub(crate) fn slot(&self, slot: u8) -> Option<&Slot<F>> {
+    pub(crate) fn slot(&self, slot: u8) -> Option<&Slot> {
         self.slots.get(usize::from(slot))?.as_ref()
     }
 
-    pub(crate) fn slot_mut(&mut self, slot: u8) -> Option<&mut Slot<F>> {
+    pub(crate) fn slot_mut(&mut self, slot: u8) -> Option<&mut Slot> {
         self.slots.get_mut(usize::from(slot))?.as_mut()
     }
 
     /// Removes an image and every entry that names it.
-    pub(crate) fn release(&mut self, slot: u8, shared: &mut Shared) -> Option<Slot<F>> {
+    pub(crate) fn release(&mut self, slot: u8, shared: &mut Shared) -> Option<Slot> {
         let gone = self.slots.get_mut(usize::from(slot))?.take()?;
         self.sweep(slot);
         shared.pages.forget(u32::from(slot), None);

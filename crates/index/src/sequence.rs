@@ -12,11 +12,11 @@ use std::io;
 use std::sync::Arc;
 
 use drover_core::{Digest, Head};
+use drover_storage::Directory;
 
 use crate::cuckoo::{CuckooLru, Found};
 use crate::matcher::{CacheStats, MatcherConfig, Repair, SequenceStore, Shared};
 use crate::page::{PER_PAGE, Page};
-use crate::storage::Storage;
 
 pub(crate) use file::{HASH, Header, SIDE, SequenceFile, on_disk, record_offset};
 pub(crate) use trim::Uses;
@@ -34,9 +34,9 @@ const FILLING_PERCENT: usize = 75;
 const FOUND_BY: usize = 128;
 
 /// C2 and what it points into.
-pub(crate) struct SequenceCache<S: Storage> {
+pub(crate) struct SequenceCache {
     pub c2: CuckooLru,
-    pub file: SequenceFile<S::File>,
+    pub file: SequenceFile,
     pub stats: CacheStats,
     pub stored: u64,
     pub stored_blocks: u64,
@@ -50,9 +50,9 @@ pub(crate) struct SequenceHit {
     pub page: Arc<Page>,
 }
 
-impl<S: Storage> SequenceCache<S> {
+impl SequenceCache {
     pub(crate) fn open(
-        storage: &S,
+        storage: &dyn Directory,
         config: &MatcherConfig,
         repairs: &mut Vec<Repair>,
     ) -> io::Result<Self> {

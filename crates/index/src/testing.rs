@@ -1,11 +1,9 @@
-//! Doubles for tests: a storage that loses what was not synced and fails on demand, a destination
-//! that carries out plans, and an exact deduplicator to compare the matcher with. And a cache by itself, for benches,
-//! and a page as it is on disk.
+//! Doubles for tests: a destination that carries out plans, and an exact deduplicator to compare the matcher with. And a
+//! cache by itself, for benches, and a page as it is on disk.
 
 mod cache;
 mod destination;
 mod exact;
-mod sim;
 
 use drover_core::Digest;
 
@@ -14,7 +12,6 @@ use crate::page::{PAGE_BYTES, Page, seal};
 pub use cache::Cache;
 pub use destination::{Applied, Destination};
 pub use exact::ExactDedup;
-pub use sim::{SimFile, SimStorage};
 
 /// A page of an image's hash file as it is on disk, of at most [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS) digests.
 #[must_use]

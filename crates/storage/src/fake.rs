@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use fastrand::Rng;
@@ -93,6 +94,8 @@ struct Inode {
     history: BTreeMap<u64, Vec<Version>>,
     lengths: Vec<u64>,
     changes: u64,
+    /// Bytes on bad sectors.
+    unreadable: Option<Range<u64>>,
     /// Sectors that are reserved without holding anything.
     reserved: BTreeSet<u64>,
 }
@@ -240,6 +243,24 @@ impl FakeDirectory {
         let mut bytes = vec![0; live.length as usize];
         live.read(&mut bytes, 0, state.sector);
         Some(bytes)
+    }
+
+    /// Gives a file the bytes that `with` leaves, as [`FakeDirectory::put`] does. None where there is no such file.
+    pub fn edit<R>(&self, name: &str, with: impl FnOnce(&mut Vec<u8>) -> R) -> Option<R> {
+        let mut bytes = self.bytes(name)?;
+        let result = with(&mut bytes);
+        self.put(name, &bytes);
+        Some(result)
+    }
+
+    /// Lets reads that touch a range of a file fail, until the file is put or made anew; another that takes its name is
+    /// read well.
+    pub fn set_unreadable(&self, name: &str, range: Range<u64>) {
+        let mut state = self.state.lock();
+        let id = state.names.get(name).copied();
+        if let Some(inode) = id.and_then(|id| state.files.get_mut(&id)) {
+            inode.unreadable = Some(range);
+        }
     }
 
     /// Puts a file there as if it had always been, durable at once: to damage one, or to forge one.
@@ -593,9 +614,18 @@ impl File for FakeFile {
         state.powered()?;
         let name = state.files[&self.id].name.clone();
         state.fault(Operation::Read, &name)?;
-        let live = &state.files[&self.id].live;
+        let Inode {
+            live, unreadable, ..
+        } = &state.files[&self.id];
         let there = live.length.saturating_sub(offset);
         let count = there.min(buffer.len() as u64) as usize;
+        let end = offset + buffer.len() as u64;
+        if unreadable
+            .as_ref()
+            .is_some_and(|bad| offset < bad.end && end > bad.start)
+        {
+            return Err(io::Error::other("a bad sector"));
+        }
         live.read(&mut buffer[..count], offset, state.sector);
         Ok(count)
     }

@@ -157,6 +157,32 @@ pub fn read_exact_at(file: &dyn File, buffer: &mut [u8], offset: u64) -> io::Res
     }
 }
 
+/// Opens a file; none where there is none.
+///
+/// # Errors
+/// What the medium reports.
+pub fn open_if_exists(
+    directory: &dyn Directory,
+    name: &str,
+    access: Access,
+) -> io::Result<Option<Box<dyn File>>> {
+    match directory.open(name, access) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some),
+    }
+}
+
+/// Removes a file; one that is not there is no error.
+///
+/// # Errors
+/// What the medium reports.
+pub fn remove_if_exists(directory: &dyn Directory, name: &str) -> io::Result<()> {
+    match directory.remove(name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
+}
+
 /// A name must not leave its directory.
 fn check_name(name: &str) -> io::Result<()> {
     let fine = !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\0']);

@@ -6,7 +6,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use drover_index::{DirStorage, ImageId, MAX_FREED, MatcherStats, Storage, Trimmed};
+use drover_index::{ImageId, MAX_FREED, MatcherStats, Trimmed};
 use drover_net::{Frame, Identity, PeerKey};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
@@ -34,7 +34,7 @@ pub struct RemoteTeleporter {
 }
 
 /// The teleporter inside a site.
-pub type LocalTeleporter = Arc<Mutex<Teleporter<DirStorage>>>;
+pub type LocalTeleporter = Arc<Mutex<Teleporter>>;
 
 /// Where a site's matching happens.
 #[derive(Debug, Clone)]
@@ -247,15 +247,12 @@ fn gone() -> TeleportError {
 ///
 /// # Errors
 /// What it reports.
-pub fn handle<S: Storage>(
-    teleporter: &Mutex<Teleporter<S>>,
-    event: Event,
-) -> Result<Answer, TeleportError> {
+pub fn handle(teleporter: &Mutex<Teleporter>, event: Event) -> Result<Answer, TeleportError> {
     handle_then(teleporter, event, |_| {})
 }
 
-fn handle_then<S: Storage>(
-    teleporter: &Mutex<Teleporter<S>>,
+fn handle_then(
+    teleporter: &Mutex<Teleporter>,
     event: Event,
     then: impl FnOnce(&Answer),
 ) -> Result<Answer, TeleportError> {
@@ -295,7 +292,7 @@ fn handle_then<S: Storage>(
 
 /// The next steps of a trimming that look at images, between which others are matched, or one of those behind them, before
 /// each of which the destination must be asked.
-fn trim_then<S: Storage>(teleporter: &Mutex<Teleporter<S>>, then: impl FnOnce(&Answer)) -> Answer {
+fn trim_then(teleporter: &Mutex<Teleporter>, then: impl FnOnce(&Answer)) -> Answer {
     for _ in 0..LOOKS {
         let mut teleporter = teleporter.lock();
         let answer = match teleporter.trim() {
@@ -313,9 +310,9 @@ fn trim_then<S: Storage>(teleporter: &Mutex<Teleporter<S>>, then: impl FnOnce(&A
 }
 
 /// Does something with the teleporter, alone.
-fn held<S: Storage, T>(
-    teleporter: &Mutex<Teleporter<S>>,
-    what: impl FnOnce(&mut Teleporter<S>) -> Result<T, Failure>,
+fn held<T>(
+    teleporter: &Mutex<Teleporter>,
+    what: impl FnOnce(&mut Teleporter) -> Result<T, Failure>,
 ) -> Result<T, TeleportError> {
     let mut teleporter = teleporter.lock();
     let done = what(&mut teleporter);

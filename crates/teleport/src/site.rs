@@ -16,7 +16,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Layout, Stamp, open_for_sending};
-use drover_index::{DirStorage, ImageId, Matcher, MatcherConfig, MatcherStats};
+use drover_index::{ImageId, Matcher, MatcherConfig, MatcherStats};
+use drover_storage::HostDirectory;
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
@@ -657,7 +658,7 @@ pub fn open_teleporter(
     sequence_data_bytes: u64,
     repairs: &mut Vec<String>,
 ) -> Result<crate::matching::LocalTeleporter, TeleportError> {
-    let storage = DirStorage::new(dir).map_err(TeleportError::file("open", dir))?;
+    let storage = HostDirectory::open_or_create(dir).map_err(TeleportError::file("open", dir))?;
     let config = MatcherConfig {
         sequence_limit: segments_of(sequence_data_bytes) as u32,
         ..MatcherConfig::default()

@@ -7,8 +7,8 @@
 use std::collections::HashMap;
 
 use drover_index::{
-    Cursor, Finishing, ImageId, IndexError, Matcher, MatcherStats, Plan, Probe, Storage, Syncer,
-    Trim, Trimmed,
+    Cursor, Finishing, ImageId, IndexError, Matcher, MatcherStats, Plan, Probe, Syncer, Trim,
+    Trimmed,
 };
 use serde::{Deserialize, Serialize};
 
@@ -102,13 +102,13 @@ pub enum Failure {
 }
 
 /// The matcher of one destination and the images in transit to it.
-pub struct Teleporter<S: Storage> {
-    matcher: Matcher<S>,
+pub struct Teleporter {
+    matcher: Matcher,
     cursors: HashMap<ImageId, Cursor>,
     trimming: Option<Trim>,
 }
 
-impl<S: Storage> std::fmt::Debug for Teleporter<S> {
+impl std::fmt::Debug for Teleporter {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Teleporter")
             .field("in_transit", &self.cursors.len())
@@ -116,10 +116,10 @@ impl<S: Storage> std::fmt::Debug for Teleporter<S> {
     }
 }
 
-impl<S: Storage> Teleporter<S> {
+impl Teleporter {
     /// Around a matcher.
     #[must_use]
-    pub fn new(matcher: Matcher<S>) -> Self {
+    pub fn new(matcher: Matcher) -> Self {
         Teleporter {
             matcher,
             cursors: HashMap::new(),

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use drover_index::{DirStorage, ImageId, Matcher, MatcherConfig, MatcherStats, Storage};
+use drover_index::{ImageId, Matcher, MatcherConfig, MatcherStats};
+use drover_storage::HostDirectory;
 
 use super::Lab;
 use super::matching::{self, Image, cpu_time, percent};
@@ -207,7 +208,10 @@ fn walk(lab: &Lab, images: &[Arc<Image>], mut row: Row, sixteenths: usize) -> Re
     let units = units_to_fill(&statistics, &base, synthetic) / scale as u64;
     let model = Arc::new(Model::new(statistics, SEED, units.max(1)));
     let work = lab.work(ABOUT.name)?;
-    let storage = Regrown::new(DirStorage::new(work.join("index"))?, Arc::clone(&model));
+    let storage = Regrown::new(
+        HostDirectory::open_or_create(&work.join("index"))?,
+        Arc::clone(&model),
+    );
     let (mut matcher, _) = Matcher::open(storage, config)?;
     let (mut exact, mut in_library, mut exact_in_library) = (0, 0, 0);
     let (mut spent, mut sent) = (Duration::ZERO, 0);
@@ -236,7 +240,7 @@ fn walk(lab: &Lab, images: &[Arc<Image>], mut row: Row, sixteenths: usize) -> Re
 }
 
 /// Sends an image without a destination; returns the processor time in the matcher.
-fn send<S: Storage>(matcher: &mut Matcher<S>, number: u64, image: &Image) -> Result<Duration> {
+fn send(matcher: &mut Matcher, number: u64, image: &Image) -> Result<Duration> {
     let mut cursor = matcher.begin(ImageId(number))?;
     let mut spent = Duration::ZERO;
     for (digests, heads) in image.batches() {

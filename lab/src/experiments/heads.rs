@@ -2,7 +2,8 @@
 //! (teleportation §2.3, §3.3).
 
 use anyhow::Result;
-use drover_index::{AnchorPolicy, DirStorage, MatcherConfig};
+use drover_index::{AnchorPolicy, MatcherConfig};
+use drover_storage::HostDirectory;
 
 use super::Lab;
 use super::matching::{self, Sending, Sent, percent};
@@ -99,7 +100,7 @@ impl Experiment for Heads {
         let work = lab.work(ABOUT.name)?;
         let mut rows = Vec::new();
         for (number, (mode, config)) in modes().into_iter().enumerate() {
-            let storage = DirStorage::new(work.join(&number.to_string()))?;
+            let storage = HostDirectory::open_or_create(&work.join(&number.to_string()))?;
             let mut sending = Sending::open(storage, config)?;
             let mut all: Option<(Sent, u64)> = None;
             for (image, &exact) in images.iter().zip(&exact) {

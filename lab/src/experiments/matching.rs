@@ -10,9 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, Digest, Head};
 use drover_index::testing::{Destination, ExactDedup};
-use drover_index::{
-    ImageId, Matcher, MatcherConfig, MatcherStats, Plan, Scanner, Storage, digest_blocks,
-};
+use drover_index::{ImageId, Matcher, MatcherConfig, MatcherStats, Plan, Scanner, digest_blocks};
+use drover_storage::HostDirectory;
 use rustix::fs::SeekFrom;
 use rustix::time::ClockId;
 
@@ -159,9 +158,9 @@ pub fn exact(images: &[Arc<Image>]) -> Vec<u64> {
 }
 
 /// A matcher with a destination that carries out its plans.
-pub struct Sending<S: Storage> {
+pub struct Sending {
     /// The matcher.
-    pub matcher: Matcher<S>,
+    pub matcher: Matcher,
     destination: Destination,
     next: u64,
 }
@@ -191,12 +190,12 @@ impl Sent {
     }
 }
 
-impl<S: Storage> Sending<S> {
+impl Sending {
     /// Opens an index in `storage`.
     ///
     /// # Errors
     /// When it cannot be opened.
-    pub fn open(storage: S, config: MatcherConfig) -> Result<Self> {
+    pub fn open(storage: HostDirectory, config: MatcherConfig) -> Result<Self> {
         Ok(Self {
             matcher: Matcher::open(storage, config)?.0,
             destination: Destination::new(),

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use drover_core::BLOCK_SIZE_U64;
-use drover_index::{DirStorage, Matcher, MatcherConfig};
+use drover_index::{Matcher, MatcherConfig};
+use drover_storage::HostDirectory;
 use serde::{Deserialize, Serialize};
 
 use super::matching::{self, percent};
@@ -142,7 +143,7 @@ pub fn walk(args: &WalkArgs) -> Result<()> {
         ..default
     };
     let model = Arc::new(Model::new(statistics, SEED, args.units));
-    let kept = DirStorage::new(&args.index)?;
+    let kept = HostDirectory::open_or_create(&args.index)?;
     let (mut matcher, _) = Matcher::open(Regrown::new(kept, Arc::clone(&model)), config)?;
     let start = Instant::now();
     let mut copies = 0;

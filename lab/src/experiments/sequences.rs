@@ -3,7 +3,8 @@
 
 use anyhow::{Result, anyhow};
 use drover_core::BLOCK_SIZE;
-use drover_index::{DirStorage, Matcher, MatcherConfig, Origin, Plan};
+use drover_index::{Matcher, MatcherConfig, Origin, Plan};
+use drover_storage::HostDirectory;
 
 use super::Lab;
 use super::matching::{self, Sending, Sent, percent};
@@ -159,7 +160,7 @@ impl Experiment for Sequences {
         let mut rows = Vec::new();
         for (number, (mode, config, keep)) in modes().into_iter().enumerate() {
             let dir = work.join(&number.to_string());
-            let mut sending = Sending::open(DirStorage::new(&dir)?, config)?;
+            let mut sending = Sending::open(HostDirectory::open_or_create(&dir)?, config)?;
             let mut all: Option<(Sent, Seen, u64)> = None;
             for (image, &exact) in images.iter().zip(&exact) {
                 let mut seen = Seen::default();
@@ -280,7 +281,7 @@ fn row(image: &str, mode: &str, sent: &Sent, seen: &Seen, exact: u64) -> Row {
 
 /// Saves the caches, opens the index with what was saved, and again without it.
 fn reopen(
-    mut matcher: Matcher<DirStorage>,
+    mut matcher: Matcher,
     dir: &std::path::Path,
     config: MatcherConfig,
     row: &mut Row,
@@ -291,7 +292,7 @@ fn reopen(
     drop(matcher);
     for key in ["opened_s", "rebuilt_s"] {
         let start = std::time::Instant::now();
-        let (_, report) = Matcher::open(DirStorage::new(dir)?, config)?;
+        let (_, report) = Matcher::open(HostDirectory::open(dir)?, config)?;
         row.set(key, start.elapsed().as_secs_f64());
         if report.from_snapshot != (key == "opened_s") {
             return Err(anyhow!(

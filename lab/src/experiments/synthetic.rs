@@ -16,7 +16,8 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use drover_core::{Digest, Head};
 use drover_index::testing::{ExactDedup, hash_page};
-use drover_index::{ImageId, Matcher, SEGMENT_SLOTS, Storage, StorageFile};
+use drover_index::{ImageId, Matcher, SEGMENT_SLOTS};
+use drover_storage::{Access, Directory, Lock};
 use serde::{Deserialize, Serialize};
 
 use super::matching::{Image, cpu_time};
@@ -309,7 +310,7 @@ pub struct Walked {
 ///
 /// # Errors
 /// When the matcher fails.
-pub fn send<S: Storage>(matcher: &mut Matcher<S>, model: &Model, image: u64) -> Result<Walked> {
+pub fn send(matcher: &mut Matcher, model: &Model, image: u64) -> Result<Walked> {
     let mut cursor = matcher.begin(Model::id(image))?;
     let mut walked = Walked::default();
     let (mut digests, mut heads) = (Vec::new(), Vec::new());
@@ -345,48 +346,38 @@ fn mix(v: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A storage that keeps every file but the hash files of synthetic images.
-pub struct Regrown<S> {
-    inner: S,
+/// A directory that keeps every file but the hash files of synthetic images.
+pub struct Regrown<D> {
+    inner: D,
     model: Arc<Model>,
 }
 
-/// A file of it.
-pub enum RegrownFile<F> {
-    /// One that is kept.
-    Kept(F),
-    /// A synthetic image's hash file: what is written to it is what is read from it, so it is not kept.
-    Regrown(Arc<Model>, u64),
-}
+/// A synthetic image's hash file: what is written to it is what is read from it, so it is not kept.
+struct RegrownFile(Arc<Model>, u64);
 
-impl<S> Regrown<S> {
+impl<D> Regrown<D> {
     /// Keeps in `inner` what is kept.
-    pub fn new(inner: S, model: Arc<Model>) -> Self {
+    pub fn new(inner: D, model: Arc<Model>) -> Self {
         Self { inner, model }
     }
+
+    /// The hash file of a synthetic image, if it is one.
+    fn regrown(&self, name: &str) -> Option<Box<dyn drover_storage::File>> {
+        let id = name.strip_prefix("img-")?.strip_suffix(".hash")?;
+        let image = u64::from_str_radix(id, 16).ok()?.checked_sub(FIRST)?;
+        Some(Box::new(RegrownFile(Arc::clone(&self.model), image)))
+    }
 }
 
-/// The synthetic image whose hash file this is.
-fn synthetic(name: &str) -> Option<u64> {
-    let id = name.strip_prefix("img-")?.strip_suffix(".hash")?;
-    u64::from_str_radix(id, 16).ok()?.checked_sub(FIRST)
-}
-
-impl<S: Storage> Storage for Regrown<S> {
-    type File = RegrownFile<S::File>;
-
-    fn open(&self, name: &str) -> io::Result<Self::File> {
-        match synthetic(name) {
-            Some(image) => Ok(RegrownFile::Regrown(Arc::clone(&self.model), image)),
-            None => self.inner.open(name).map(RegrownFile::Kept),
-        }
+impl<D: Directory> Directory for Regrown<D> {
+    fn open(&self, name: &str, access: Access) -> io::Result<Box<dyn drover_storage::File>> {
+        let regrown = self.regrown(name);
+        regrown.map_or_else(|| self.inner.open(name, access), Ok)
     }
 
-    fn create(&self, name: &str) -> io::Result<Self::File> {
-        match synthetic(name) {
-            Some(_) => self.open(name),
-            None => self.inner.create(name).map(RegrownFile::Kept),
-        }
+    fn create(&self, name: &str) -> io::Result<Box<dyn drover_storage::File>> {
+        let regrown = self.regrown(name);
+        regrown.map_or_else(|| self.inner.create(name), Ok)
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
@@ -401,17 +392,22 @@ impl<S: Storage> Storage for Regrown<S> {
         self.inner.list()
     }
 
-    fn sync_names(&self) -> io::Result<()> {
-        self.inner.sync_names()
+    fn sync(&self) -> io::Result<()> {
+        self.inner.sync()
+    }
+
+    fn lock(&self, name: &str, lock: Lock) -> io::Result<Box<dyn Send + Sync>> {
+        self.inner.lock(name, lock)
+    }
+
+    fn describe(&self, name: &str) -> String {
+        self.inner.describe(name)
     }
 }
 
-impl<F: StorageFile> StorageFile for RegrownFile<F> {
+impl drover_storage::File for RegrownFile {
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        let (model, image) = match self {
-            Self::Kept(file) => return file.read_at(buf, offset),
-            Self::Regrown(model, image) => (model, *image),
-        };
+        let Self(model, image) = self;
         let mut done = 0;
         while done < buf.len() {
             let at = offset + done as u64;
@@ -419,7 +415,7 @@ impl<F: StorageFile> StorageFile for RegrownFile<F> {
             if no >= model.pages() {
                 break;
             }
-            let page = hash_page(no, &model.page(image, no));
+            let page = hash_page(no, &model.page(*image, no));
             let bytes = &page[(at % PAGE_BYTES) as usize..];
             let n = bytes.len().min(buf.len() - done);
             buf[done..done + n].copy_from_slice(&bytes[..n]);
@@ -428,32 +424,28 @@ impl<F: StorageFile> StorageFile for RegrownFile<F> {
         Ok(done)
     }
 
-    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
-        match self {
-            Self::Kept(file) => file.write_at(buf, offset),
-            Self::Regrown(..) => Ok(()),
-        }
+    fn write_at(&self, _: &[u8], _: u64) -> io::Result<()> {
+        Ok(())
     }
 
-    fn size(&self) -> io::Result<u64> {
-        match self {
-            Self::Kept(file) => file.size(),
-            Self::Regrown(model, _) => Ok(model.pages() * PAGE_BYTES),
-        }
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.0.pages() * PAGE_BYTES)
     }
 
-    fn set_size(&self, size: u64) -> io::Result<()> {
-        match self {
-            Self::Kept(file) => file.set_size(size),
-            Self::Regrown(..) => Ok(()),
-        }
+    fn set_len(&self, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn punch_hole(&self, _: u64, _: u64) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn allocate(&self, _: u64, _: u64) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
     }
 
     fn sync(&self) -> io::Result<()> {
-        match self {
-            Self::Kept(file) => file.sync(),
-            Self::Regrown(..) => Ok(()),
-        }
+        Ok(())
     }
 }
 
@@ -462,7 +454,7 @@ mod tests {
     use super::*;
     use crate::experiments::matching::{self, images, load_all};
     use drover_index::MatcherConfig;
-    use drover_index::testing::SimStorage;
+    use drover_storage::FakeDirectory;
 
     fn model(units: u64) -> (tempfile::TempDir, Arc<Model>) {
         let dir = tempfile::tempdir().unwrap();
@@ -502,17 +494,17 @@ mod tests {
         for unit in 0..3 {
             model.unit(2, unit, &mut digests, &mut heads);
         }
-        let storage = Regrown::new(SimStorage::new(), Arc::clone(&model));
+        let storage = Regrown::new(FakeDirectory::default(), Arc::clone(&model));
         let name = format!("img-{:016x}.hash", Model::id(2).0);
-        let file = storage.open(&name).unwrap();
+        let file = storage.open(&name, Access::Read).unwrap();
         // What a matcher writes.
-        let plain = SimStorage::new();
+        let plain = FakeDirectory::default();
         let (mut m, _) = Matcher::open(plain.clone(), MatcherConfig::default()).unwrap();
         let mut cursor = m.begin(Model::id(2)).unwrap();
         m.record(&mut cursor, &digests, &heads).unwrap();
         m.finish(cursor).unwrap();
-        let bytes = plain.edit(&name, |b| b.clone()).unwrap();
-        assert_eq!(file.size().unwrap(), bytes.len() as u64);
+        let bytes = plain.bytes(&name).unwrap();
+        assert_eq!(file.len().unwrap(), bytes.len() as u64);
         let mut read = vec![0; bytes.len() + 100];
         assert_eq!(file.read_at(&mut read, 0).unwrap(), bytes.len());
         assert!(read.starts_with(&bytes));

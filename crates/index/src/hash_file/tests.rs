@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::testing::SimStorage;
+use drover_storage::FakeDirectory;
 
 fn digest(n: u64) -> Digest {
     Digest(*blake3::hash(&n.to_le_bytes()).as_bytes()).short()
@@ -11,7 +11,7 @@ fn head(n: u64) -> Head {
     [Head::No, Head::Weak, Head::Strong][n as usize % 3]
 }
 
-fn check(file: &mut HashFile<impl StorageFile>, want: u64) {
+fn check(file: &mut HashFile, want: u64) {
     assert_eq!(file.blocks(), want);
     let pages = want.div_ceil(PER_PAGE as u64);
     for no in 0..pages {
@@ -36,7 +36,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
     fn what_was_appended_is_read_back(batches in proptest::collection::vec(0u64..900, 0..8)) {
-        let storage = SimStorage::new();
+        let storage = FakeDirectory::default();
         let mut file = HashFile::create(&storage, 7, 3).unwrap();
         let mut n = 0;
         for b in batches {
@@ -71,7 +71,7 @@ proptest! {
 
 #[test]
 fn a_damaged_byte_anywhere_is_noticed() {
-    let storage = SimStorage::new();
+    let storage = FakeDirectory::default();
     let mut file = HashFile::create(&storage, 1, 1).unwrap();
     file.append(
         &(0..800).map(digest).collect::<Vec<_>>(),
@@ -102,7 +102,7 @@ fn a_damaged_byte_anywhere_is_noticed() {
 
 #[test]
 fn a_header_that_claims_too_much_allocates_nothing() {
-    let storage = SimStorage::new();
+    let storage = FakeDirectory::default();
     HashFile::create(&storage, 9, 1).unwrap().finish().unwrap();
     let header = Header {
         image: 9,

@@ -1,8 +1,12 @@
 //! The end of an image, in steps: whoever shares a matcher need not hold it while the disk syncs.
 
+use std::sync::Arc;
+
+use drover_storage::Access;
+
 use super::{Cursor, ImageId, IndexError, Matcher, Result, names, unlink_files};
+use crate::hash_file::Syncer;
 use crate::recent::Slot;
-use crate::storage::{Storage, Syncer};
 
 /// An image that is being finished. Made by [`Matcher::begin_finish`].
 #[must_use = "the image is not finished"]
@@ -37,7 +41,7 @@ fn finishing(image: ImageId) -> impl FnOnce(std::io::Error) -> IndexError {
     IndexError::io("finishing", names(image.0).0)
 }
 
-impl<S: Storage> Matcher<S> {
+impl Matcher {
     /// The image is complete: its hash file is made durable.
     ///
     /// # Errors
@@ -56,10 +60,9 @@ impl<S: Storage> Matcher<S> {
     /// # Errors
     /// As [`finish`](Self::finish).
     pub fn begin_finish(&mut self, cursor: Cursor) -> Result<Finishing> {
-        let of_names = self.storage.names_syncer();
-        let of_files = self.open_slot(&cursor)?.file.write_out();
-        match of_names.and_then(|names| Ok((names, of_files?))) {
-            Ok((names, [hash, side])) => Ok(Finishing {
+        let names = self.names_syncer();
+        match self.open_slot(&cursor)?.file.write_out() {
+            Ok([hash, side]) => Ok(Finishing {
                 cursor,
                 syncs: vec![names, hash, side],
                 failed: None,
@@ -116,8 +119,14 @@ impl<S: Storage> Matcher<S> {
         self.begin_forget(cursor.image).ok().flatten()
     }
 
+    /// Makes names durable.
+    fn names_syncer(&self) -> Syncer {
+        let storage = Arc::clone(&self.storage);
+        Box::new(move || storage.sync())
+    }
+
     /// Where an image that is still open is.
-    fn open_slot(&mut self, cursor: &Cursor) -> Result<&mut Slot<S::File>> {
+    fn open_slot(&mut self, cursor: &Cursor) -> Result<&mut Slot> {
         self.recent
             .slot_mut(cursor.slot)
             .filter(|s| s.open && s.image == cursor.image)
@@ -135,15 +144,15 @@ impl<S: Storage> Matcher<S> {
         let was_older = self.older.remove(&image).is_some();
         let open = slot.and_then(|slot| self.release(slot));
         let unused = match open.is_none() && was_older {
-            true => self.storage.open(&names(image.0).0).ok(),
+            true => self.storage.open(&names(image.0).0, Access::Write).ok(),
             false => None,
         };
         if open.is_none() && !was_older {
             return Ok(None);
         }
-        let removed = unlink_files(&self.storage, image.0)
-            .and_then(|()| self.storage.names_syncer())
+        unlink_files(self.storage.as_ref(), image.0)
             .map_err(IndexError::io("removing", names(image.0).0))?;
+        let removed = self.names_syncer();
         Ok(Some(Box::new(move || {
             drop((open, unused));
             removed()

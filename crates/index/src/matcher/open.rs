@@ -2,32 +2,33 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::sync::Arc;
+
+use drover_storage::{Directory, remove_if_exists};
 
 use super::snapshot::{self, Loaded, SavedSlot};
 use super::{ImageId, Matcher, MatcherConfig, OpenReport, Repair, Shared, remove_files};
 use crate::convert::convert;
 use crate::cuckoo::CuckooLru;
 use crate::error::{IndexError, Result};
-use crate::hash_file::{HashFile, Header, any_file_of, found, names};
+use crate::hash_file::{self, HashFile, Header, any_file_of, names};
 use crate::recent::{Recent, Slot};
 use crate::sequence::SequenceCache;
-use crate::storage::Storage;
 
-pub(super) fn open<S: Storage>(
-    storage: S,
+pub(super) fn open(
+    storage: Arc<dyn Directory>,
     config: MatcherConfig,
-) -> Result<(Matcher<S>, OpenReport)> {
+) -> Result<(Matcher, OpenReport)> {
     let mut report = OpenReport::default();
-    storage
-        .remove(snapshot::TEMPORARY)
+    remove_if_exists(storage.as_ref(), snapshot::TEMPORARY)
         .map_err(IndexError::io("removing", snapshot::TEMPORARY))?;
-    convert(&storage, &mut report)?;
-    let headers = find_images(&storage, &mut report)?;
+    convert(storage.as_ref(), &mut report)?;
+    let headers = find_images(storage.as_ref(), &mut report)?;
     let mut recent = Recent::new(&config);
-    let mut sequences = SequenceCache::open(&storage, &config, &mut report.repairs)
+    let mut sequences = SequenceCache::open(storage.as_ref(), &config, &mut report.repairs)
         .map_err(IndexError::io("opening", "the sequence cache"))?;
     let caches = [&mut recent.c0, &mut recent.c1, &mut sequences.c2];
-    let loaded = snapshot::load(&storage, &config, caches)
+    let loaded = snapshot::load(storage.as_ref(), &config, caches)
         .map_err(IndexError::io("reading", snapshot::NAME))?;
     let (epoch, saved) = match loaded {
         Loaded::Yes(s) if recent.numbers.restore(s.used_bits, &s.regions) => {
@@ -80,8 +81,8 @@ pub(super) fn open<S: Storage>(
 }
 
 /// The complete images; what is left of others is removed.
-fn find_images<S: Storage>(
-    storage: &S,
+fn find_images(
+    storage: &dyn Directory,
     report: &mut OpenReport,
 ) -> Result<BTreeMap<ImageId, Header>> {
     let names = storage.list().map_err(IndexError::io("listing", "."))?;
@@ -108,15 +109,15 @@ enum Look {
     Damaged,
 }
 
-fn look_at<S: Storage>(storage: &S, id: u64) -> io::Result<Look> {
+fn look_at(storage: &dyn Directory, id: u64) -> io::Result<Look> {
     if let Some(file) = HashFile::open(storage, id)? {
         return Ok(Look::Complete(file.header()));
     }
-    let Some(side) = found(storage.open(&names(id).1))? else {
+    let Some(side) = hash_file::open(storage, &names(id).1)? else {
         return Ok(Look::Interrupted);
     };
     // Files that were only just being created have no header.
-    let header = Header::bytes_of(&side)?.filter(|b| b.iter().any(|b| *b != 0));
+    let header = Header::bytes_of(side.as_ref())?.filter(|b| b.iter().any(|b| *b != 0));
     let any_version = |b| Header::from_bytes(b).or_else(|| Header::of_version(1, b));
     Ok(match header.as_ref().map(any_version) {
         None => Look::Interrupted,
@@ -125,7 +126,7 @@ fn look_at<S: Storage>(storage: &S, id: u64) -> io::Result<Look> {
     })
 }
 
-impl<S: Storage> Matcher<S> {
+impl Matcher {
     /// Gives images their slots: those that the snapshot knows the ones they had, the most recent
     /// of the others what is left. Answers which slots' entries are missing or incomplete, oldest
     /// image first.
@@ -173,7 +174,7 @@ impl<S: Storage> Matcher<S> {
     }
 
     fn take_seat(&mut self, slot: u8, image: ImageId, report: &mut OpenReport) -> Result<bool> {
-        let file = HashFile::open(&self.storage, image.0)
+        let file = HashFile::open(self.storage.as_ref(), image.0)
             .map_err(IndexError::io("opening", names(image.0).0))?;
         let Some(file) = file else {
             report.repairs.push(Repair::Image(image));

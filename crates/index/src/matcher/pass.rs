@@ -17,7 +17,6 @@ use super::{AnchorPolicy, MatcherConfig, Origin, PlanRun, SequenceStore, Shared,
 use crate::page::{PER_PAGE, Page};
 use crate::recent::{Ask, Recent, sampled};
 use crate::sequence::SequenceCache;
-use crate::storage::Storage;
 
 /// After a match ended, the page in memory is searched for this many blocks.
 const ALIGNED_BLOCKS: usize = 64;
@@ -91,10 +90,10 @@ struct Hit {
 }
 
 /// One batch.
-pub(crate) struct Pass<'a, S: Storage> {
+pub(crate) struct Pass<'a> {
     pub config: &'a MatcherConfig,
-    pub recent: &'a mut Recent<S::File>,
-    pub sequences: &'a mut SequenceCache<S>,
+    pub recent: &'a mut Recent,
+    pub sequences: &'a mut SequenceCache,
     pub shared: &'a mut Shared,
     pub purpose: Purpose,
     /// The image that the batch is of.
@@ -122,7 +121,7 @@ pub(crate) struct Outcome {
     pub walk: Walk,
 }
 
-impl<S: Storage> Pass<'_, S> {
+impl Pass<'_> {
     /// Does it all.
     pub(crate) fn run(mut self, repeats: &mut Repeats) -> Outcome {
         let mut held = Held::default();

@@ -3,13 +3,12 @@
 
 use std::io;
 
+use drover_storage::{Access, Directory, File, open_if_exists};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::{ImageId, MatcherConfig};
 use crate::cuckoo::CuckooLru;
-use crate::hash_file::found;
 use crate::recent::Region;
-use crate::storage::{Storage, StorageFile};
 
 pub(crate) const NAME: &str = "caches.snap";
 pub(crate) const TEMPORARY: &str = "caches.tmp";
@@ -72,8 +71,8 @@ fn header(config: &MatcherConfig, caches: &[&CuckooLru; 3], epoch: u64) -> [u8; 
 }
 
 /// Writes a snapshot and makes it durable.
-pub(crate) fn write<S: Storage>(
-    storage: &S,
+pub(crate) fn write(
+    storage: &dyn Directory,
     config: &MatcherConfig,
     caches: [&CuckooLru; 3],
     saved: &Saved,
@@ -86,8 +85,8 @@ pub(crate) fn write<S: Storage>(
     written
 }
 
-fn write_anew<S: Storage>(
-    storage: &S,
+fn write_anew(
+    storage: &dyn Directory,
     config: &MatcherConfig,
     caches: [&CuckooLru; 3],
     saved: &Saved,
@@ -123,22 +122,22 @@ fn write_anew<S: Storage>(
     file.write_at(&sum.digest().to_le_bytes(), at)?;
     file.sync()?;
     storage.rename(TEMPORARY, NAME)?;
-    storage.sync_names()?;
+    storage.sync()?;
     Ok(at + SUM as u64)
 }
 
 /// Loads a snapshot into caches of the configured shape. Unless the answer is `Yes` they are
 /// empty after it.
-pub(crate) fn load<S: Storage>(
-    storage: &S,
+pub(crate) fn load(
+    storage: &dyn Directory,
     config: &MatcherConfig,
     caches: [&mut CuckooLru; 3],
 ) -> io::Result<Loaded> {
-    let Some(file) = found(storage.open(NAME))? else {
+    let Some(file) = open_if_exists(storage, NAME, Access::Read)? else {
         return Ok(Loaded::None);
     };
     let [c0, c1, c2] = caches;
-    let loaded = read(&file, config, [&mut *c0, &mut *c1, &mut *c2]);
+    let loaded = read(file.as_ref(), config, [&mut *c0, &mut *c1, &mut *c2]);
     let loaded = match loaded {
         Ok(loaded) => loaded,
         Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Loaded::Damaged,
@@ -151,7 +150,7 @@ pub(crate) fn load<S: Storage>(
 }
 
 fn read(
-    file: &impl StorageFile,
+    file: &dyn File,
     config: &MatcherConfig,
     caches: [&mut CuckooLru; 3],
 ) -> io::Result<Loaded> {

@@ -10,7 +10,6 @@ use super::{ImageId, Matcher};
 use crate::hash_file::HashFile;
 use crate::page::PER_PAGE;
 use crate::sequence::Uses;
-use crate::storage::Storage;
 
 /// Pages of hash files that one trimming looks at, in all: the digests of 170 GiB. Of larger sites a sample, evenly spread.
 const MAX_PAGES: u64 = 1 << 17;
@@ -58,7 +57,7 @@ pub enum Trimmed {
     Done,
 }
 
-impl<S: Storage> Matcher<S> {
+impl Matcher {
     /// Segments of the sequence cache that hold something: [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS) each, used or not.
     #[must_use]
     pub fn sequence_segments(&self) -> u32 {
@@ -170,7 +169,7 @@ impl<S: Storage> Matcher<S> {
         trim.page += (run.end - run.start) * trim.stride;
         let mut digests: Vec<Digest> = Vec::new();
         // What cannot be read, or went meanwhile, uses nothing.
-        let mut read = |file: &mut HashFile<S::File>| {
+        let mut read = |file: &mut HashFile| {
             for no in run.clone() {
                 if let Ok(Some(page)) = file.page(no) {
                     digests.extend(page.iter().map(|(_, d)| d));
@@ -182,7 +181,7 @@ impl<S: Storage> Matcher<S> {
                 read(&mut slot.file);
             }
         } else if self.older.contains_key(&image)
-            && let Ok(Some(mut file)) = HashFile::open(&self.storage, image.0)
+            && let Ok(Some(mut file)) = HashFile::open(self.storage.as_ref(), image.0)
         {
             read(&mut file);
             self.closed_traffic.0 += file.traffic.read;
@@ -199,9 +198,9 @@ mod tests {
 
     use super::*;
     use crate::matcher::MatcherConfig;
-    use crate::testing::SimStorage;
+    use drover_storage::FakeDirectory;
 
-    fn send(m: &mut Matcher<SimStorage>, id: u64, content: u64, blocks: u64) {
+    fn send(m: &mut Matcher, id: u64, content: u64, blocks: u64) {
         let digest = |n: u64| Digest(*blake3::hash(&(content << 32 | n).to_le_bytes()).as_bytes());
         let digests: Vec<Digest> = (0..blocks).map(digest).collect();
         let heads: Vec<Head> = (0..blocks)
@@ -221,7 +220,7 @@ mod tests {
             sequence_limit: 150,
             ..MatcherConfig::default()
         };
-        let (mut m, _) = Matcher::open(SimStorage::new(), config).unwrap();
+        let (mut m, _) = Matcher::open(FakeDirectory::default(), config).unwrap();
         for id in [1, 2] {
             send(&mut m, id, 1, 40_000);
         }
@@ -235,7 +234,7 @@ mod tests {
     /// More are empty than one step frees; what is filled before their turn comes stays, and all others are named.
     #[test]
     fn what_is_filled_while_it_waits_for_its_turn_stays() {
-        let (mut m, _) = Matcher::open(SimStorage::new(), MatcherConfig::default()).unwrap();
+        let (mut m, _) = Matcher::open(FakeDirectory::default(), MatcherConfig::default()).unwrap();
         for id in [1, 2] {
             send(&mut m, id, 1, 500_000);
         }
@@ -265,7 +264,7 @@ mod tests {
     /// A large site is looked at in a sample, which is enough to tell what is used from what is not; images may go meanwhile.
     #[test]
     fn a_sample_ends_soon_and_tells_what_is_used() {
-        let (mut m, _) = Matcher::open(SimStorage::new(), MatcherConfig::default()).unwrap();
+        let (mut m, _) = Matcher::open(FakeDirectory::default(), MatcherConfig::default()).unwrap();
         for (id, content) in [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)] {
             send(&mut m, id, content, 80_000);
         }

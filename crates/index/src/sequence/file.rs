@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 
+use drover_storage::{Directory, File};
+
 use super::gaps::Gaps;
-use crate::hash_file::{Damaged, Traffic, found};
+use crate::hash_file::{Damaged, Traffic, open};
 use crate::matcher::Repair;
 use crate::page::{Bits, PAGE_BYTES, PER_PAGE, Page, crc};
-use crate::storage::{Storage, StorageFile};
 
 pub(crate) const HASH: &str = "seq.hash";
 pub(crate) const SIDE: &str = "seq.side";
@@ -31,9 +32,9 @@ pub(crate) struct Place {
     pub recycled: bool,
 }
 
-pub(crate) struct SequenceFile<F> {
-    hash: F,
-    side: F,
+pub(crate) struct SequenceFile {
+    hash: Arc<dyn File>,
+    side: Arc<dyn File>,
     /// Segments in use or used before.
     segments: u32,
     /// Which of them hold something, and how many do.
@@ -58,14 +59,14 @@ fn slot(segment: u32, offset: usize) -> u64 {
     u64::from(segment) * PER_PAGE as u64 + offset as u64
 }
 
-impl<F: StorageFile> SequenceFile<F> {
+impl SequenceFile {
     /// Opens the files, or starts new ones. A record that is damaged is an empty segment.
-    pub(crate) fn open<S: Storage<File = F>>(
-        storage: &S,
+    pub(crate) fn open(
+        storage: &dyn Directory,
         limit: u32,
         repairs: &mut Vec<Repair>,
     ) -> io::Result<Self> {
-        let files = (found(storage.open(HASH))?, found(storage.open(SIDE))?);
+        let files = (open(storage, HASH)?, open(storage, SIDE)?);
         if let (Some(hash), Some(side)) = files {
             let mut b = [0; HEADER];
             let n = side.read_at(&mut b, 0)?;
@@ -82,14 +83,14 @@ impl<F: StorageFile> SequenceFile<F> {
                 repairs.push(Repair::Sequences);
             }
         }
-        let side = storage.create(SIDE)?;
-        let hash = storage.create(HASH)?;
+        let side = storage.create(SIDE)?.into();
+        let hash = storage.create(HASH)?.into();
         let file = Self::with(hash, side, limit, 0, false);
         file.write_header()?;
         Ok(file)
     }
 
-    fn with(hash: F, side: F, limit: u32, epoch: u64, clean: bool) -> Self {
+    fn with(hash: Arc<dyn File>, side: Arc<dyn File>, limit: u32, epoch: u64, clean: bool) -> Self {
         SequenceFile {
             hash,
             side,
@@ -110,16 +111,16 @@ impl<F: StorageFile> SequenceFile<F> {
 
     /// Reads all records: what is free, and what is damaged.
     fn scan(&mut self, repairs: &mut Vec<Repair>) -> io::Result<()> {
-        let size = self.side.size()?.saturating_sub(HEADER as u64);
+        let size = self.side.len()?.saturating_sub(HEADER as u64);
         let records = size.div_ceil(RECORD as u64);
         let on_disk = records.min(u64::from(self.limit)) as u32;
         self.segments = on_disk;
         if records > u64::from(on_disk) {
             // The limit was lowered. What is beyond it must not come back when it is raised.
-            self.side.set_size(record_offset(on_disk))?;
+            self.side.set_len(record_offset(on_disk))?;
             let bytes = u64::from(on_disk) * PAGE_BYTES as u64;
-            if self.hash.size()? > bytes {
-                self.hash.set_size(bytes)?;
+            if self.hash.len()? > bytes {
+                self.hash.set_len(bytes)?;
             }
         }
         let mut bytes = vec![0; 512 * RECORD];

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::page::Bits;
-use crate::testing::SimStorage;
+use drover_storage::FakeDirectory;
 
 const SEGMENT: u64 = PER_PAGE as u64;
 
@@ -22,16 +22,16 @@ fn config(c2_bytes: usize, sequence_limit: u32) -> MatcherConfig {
 
 /// A sequence cache and, slot by slot, what a destination would have in its data file.
 struct World {
-    storage: SimStorage,
+    storage: FakeDirectory,
     config: MatcherConfig,
-    cache: SequenceCache<SimStorage>,
+    cache: SequenceCache,
     shared: Shared,
     data: HashMap<u64, Digest>,
 }
 
 impl World {
     fn new(config: MatcherConfig) -> Self {
-        let storage = SimStorage::new();
+        let storage = FakeDirectory::default();
         let mut repairs = Vec::new();
         let cache = SequenceCache::open(&storage, &config, &mut repairs).unwrap();
         assert!(repairs.is_empty());
@@ -301,7 +301,7 @@ fn trimming_works_on_a_full_disk_and_says_when_it_cannot() {
     w.cache.flush(&mut w.shared).unwrap();
     w.storage.set_capacity(Some(0));
     assert!(w.cache.free(&[0], &mut w.shared));
-    w.storage.cut_power_at(w.storage.changes());
+    w.storage.cut_power_at(w.storage.steps());
     assert!(!w.cache.free(&[1], &mut w.shared));
 }
 

@@ -4,7 +4,6 @@ use drover_core::Digest;
 
 use super::SequenceCache;
 use crate::matcher::Shared;
-use crate::storage::Storage;
 
 /// How often each segment was found by the blocks that were looked at.
 #[derive(Debug, Default)]
@@ -12,7 +11,7 @@ pub(crate) struct Uses {
     found: Vec<u32>,
 }
 
-impl<S: Storage> SequenceCache<S> {
+impl SequenceCache {
     /// Counts the segments that `digest` leads to. Nothing is read, and no entry moves: a false match counts as well, for
     /// every segment as likely.
     pub(crate) fn count_uses(&self, digest: &Digest, uses: &mut Uses) {

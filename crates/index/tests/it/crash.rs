@@ -1,8 +1,9 @@
 //! The power fails at any moment: the index opens again, and no plan claims what is not so.
 
 use drover_core::Digest;
-use drover_index::testing::{Destination, SimStorage};
+use drover_index::testing::Destination;
 use drover_index::{ImageId, Matcher, MatcherConfig, Plan, Repair};
+use drover_storage::FakeDirectory;
 
 use crate::library::{Image, send, tiny};
 
@@ -31,7 +32,7 @@ fn config() -> MatcherConfig {
 
 /// Runs the story until the power fails or it ends. What the destination holds outlives it.
 fn story(
-    storage: &SimStorage,
+    storage: &FakeDirectory,
     d: &mut Destination,
 ) -> Result<Vec<ImageId>, drover_index::IndexError> {
     let images = images();
@@ -58,13 +59,13 @@ fn story(
 
 #[test]
 fn at_every_write_of_a_story() {
-    let dry = SimStorage::new();
+    let dry = FakeDirectory::default();
     story(&dry, &mut Destination::new()).unwrap();
-    let changes = dry.changes();
+    let changes = dry.steps();
     let step = (changes / 150).max(1);
     let mut reports = (0, 0, 0);
     for at in (0..changes).step_by(step as usize) {
-        let storage = SimStorage::new();
+        let storage = FakeDirectory::default();
         storage.cut_power_at(at);
         let mut d = Destination::new();
         assert!(story(&storage, &mut d).is_err(), "the power fails at {at}");
@@ -96,7 +97,7 @@ fn at_every_write_of_a_story() {
 
 /// What the index says after the crash is what its hash files say: an image's blocks are those the
 /// destination was given under that id, whenever the image is claimed to be complete.
-fn check_plans(m: &mut Matcher<SimStorage>, d: &Destination, what: &str) {
+fn check_plans(m: &mut Matcher, d: &Destination, what: &str) {
     let mut d = d.clone();
     for (i, image) in images().iter().enumerate() {
         let id = ImageId(100 + i as u64);
@@ -129,7 +130,7 @@ fn check_images(plan: &Plan, digests: &[Digest], d: &Destination, own: ImageId, 
 
 #[test]
 fn what_was_finished_is_there_after_a_crash() {
-    let storage = SimStorage::new();
+    let storage = FakeDirectory::default();
     let finished = story(&storage, &mut Destination::new()).unwrap();
     for seed in 0..20 {
         let (m, report) = Matcher::open(storage.after_crash(seed), config()).unwrap();
@@ -148,7 +149,7 @@ fn what_was_finished_is_there_after_a_crash() {
 
 #[test]
 fn an_interrupted_image_starts_anew() {
-    let storage = SimStorage::new();
+    let storage = FakeDirectory::default();
     let (mut m, _) = Matcher::open(storage.clone(), config()).unwrap();
     let image = Image::of(&[(3, 400)]);
     let mut c = m.begin(ImageId(7)).unwrap();

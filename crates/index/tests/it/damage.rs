@@ -1,15 +1,16 @@
 //! Files that rotted, were cut, or were put there by somebody else.
 
-use drover_index::testing::{Destination, SimStorage};
-use drover_index::{ImageId, Matcher, MatcherConfig, Repair, SEGMENT_SLOTS, Storage, StorageFile};
+use drover_index::testing::Destination;
+use drover_index::{ImageId, Matcher, MatcherConfig, Repair, SEGMENT_SLOTS};
+use drover_storage::{Directory, FakeDirectory};
 
 use crate::library::{Image, send};
 
 const FILES: [(u64, u64); 5] = [(1, 300), (2, 5), (3, 290), (4, 77), (5, 400)];
 
 /// Two images with the same files, so that there are sequences, and a snapshot.
-fn made(config: MatcherConfig) -> (SimStorage, Destination) {
-    let storage = SimStorage::new();
+fn made(config: MatcherConfig) -> (FakeDirectory, Destination) {
+    let storage = FakeDirectory::default();
     let (mut m, _) = Matcher::open(storage.clone(), config).unwrap();
     let mut d = Destination::new();
     for id in [1, 2] {
@@ -31,7 +32,7 @@ fn small() -> MatcherConfig {
 }
 
 /// Sends a third image; whatever is damaged, the plans keep the rules and reuse is what it claims.
-fn resend(storage: &SimStorage, d: &Destination) -> (u64, Vec<Repair>) {
+fn resend(storage: &FakeDirectory, d: &Destination) -> (u64, Vec<Repair>) {
     let (mut m, report) = Matcher::open(storage.clone(), small()).unwrap();
     let mut d = d.clone();
     let mut c = m.begin(ImageId(3)).unwrap();
@@ -49,7 +50,7 @@ fn any_byte_of_any_file() {
     let n = Image::of(&FILES).digests.len() as u64;
     assert_eq!(resend(&storage, &d), (n, vec![]));
     for name in storage.list().unwrap() {
-        let len = storage.open(&name).unwrap().size().unwrap() as usize;
+        let len = storage.bytes(&name).unwrap().len();
         let mut reported = 0;
         let offsets: Vec<usize> = (0..64.min(len))
             .chain((64..len).step_by(len / 40 + 1))

@@ -2,7 +2,7 @@
 
 use drover_core::{Digest, Head};
 use drover_index::testing::{Applied, Destination};
-use drover_index::{Cursor, Layout, Matcher, MatcherConfig, Result, Storage};
+use drover_index::{Cursor, Layout, Matcher, MatcherConfig, Result};
 
 /// An image as the matcher is told of it.
 #[derive(Debug, Clone, Default)]
@@ -53,8 +53,8 @@ impl Image {
 }
 
 /// Sends an image in batches of `batch` blocks and carries the plans out.
-pub fn send<S: Storage>(
-    matcher: &mut Matcher<S>,
+pub fn send(
+    matcher: &mut Matcher,
     destination: &mut Destination,
     cursor: &mut Cursor,
     image: &Image,

@@ -1,27 +1,22 @@
 //! What is found, case by case.
 
 use drover_core::Head;
-use drover_index::testing::{Applied, Destination, SimStorage};
+use drover_index::testing::{Applied, Destination};
 use drover_index::{
     AnchorPolicy, ImageId, IndexError, Matcher, MatcherConfig, Origin, PlanRun, Repair, Trimmed,
     Via,
 };
+use drover_storage::FakeDirectory;
 
 use crate::library::{Image, block, digest, send, tiny};
 
-fn open(config: MatcherConfig) -> (Matcher<SimStorage>, Destination) {
-    let (m, report) = Matcher::open(SimStorage::new(), config).unwrap();
+fn open(config: MatcherConfig) -> (Matcher, Destination) {
+    let (m, report) = Matcher::open(FakeDirectory::default(), config).unwrap();
     assert_eq!(report, Default::default());
     (m, Destination::new())
 }
 
-fn whole(
-    m: &mut Matcher<SimStorage>,
-    d: &mut Destination,
-    id: u64,
-    image: &Image,
-    batch: usize,
-) -> Applied {
+fn whole(m: &mut Matcher, d: &mut Destination, id: u64, image: &Image, batch: usize) -> Applied {
     let mut cursor = m.begin(ImageId(id)).unwrap();
     let a = send(m, d, &mut cursor, image, batch).unwrap();
     m.finish(cursor).unwrap();
@@ -303,7 +298,7 @@ fn the_ring_of_recent_images() {
 
 #[test]
 fn a_full_disk_refuses_a_batch_and_takes_it_later() {
-    let storage = SimStorage::new();
+    let storage = FakeDirectory::default();
     let (mut m, _) = Matcher::open(storage.clone(), MatcherConfig::default()).unwrap();
     let mut d = Destination::new();
     let image = Image::of(&BIG);
@@ -382,7 +377,7 @@ fn rules_of_the_interface() {
         },
     ] {
         assert!(matches!(
-            Matcher::open(SimStorage::new(), bad),
+            Matcher::open(FakeDirectory::default(), bad),
             Err(IndexError::Config(_))
         ));
     }

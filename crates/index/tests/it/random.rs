@@ -1,8 +1,9 @@
 //! Random libraries, random calls: every plan is right, and little is missed.
 
 use drover_core::Digest;
-use drover_index::testing::{Applied, Destination, ExactDedup, SimStorage};
+use drover_index::testing::{Applied, Destination, ExactDedup};
 use drover_index::{ImageId, Matcher, MatcherConfig};
+use drover_storage::FakeDirectory;
 
 use crate::library::{Image, send, tiny};
 
@@ -51,7 +52,7 @@ fn plans_are_right_whatever_is_called() {
                 MatcherConfig::paper()
             }
         };
-        let storage = SimStorage::new();
+        let storage = FakeDirectory::default();
         let (mut m, _) = Matcher::open(storage.clone(), config).unwrap();
         let mut d = Destination::new();
         let mut total = Applied::default();
@@ -111,7 +112,7 @@ fn plans_are_right_whatever_is_called() {
 #[test]
 fn nearly_everything_that_an_exact_deduplicator_finds() {
     let mut rng = fastrand::Rng::with_seed(99);
-    let (mut m, _) = Matcher::open(SimStorage::new(), MatcherConfig::default()).unwrap();
+    let (mut m, _) = Matcher::open(FakeDirectory::default(), MatcherConfig::default()).unwrap();
     let mut d = Destination::new();
     let mut exact = ExactDedup::new();
     let (mut ours, mut best) = (0, 0);

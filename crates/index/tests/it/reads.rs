@@ -1,8 +1,8 @@
 //! How many hash pages are read for each block that is asked about, counted.
 
 use drover_core::{Digest, Head};
-use drover_index::testing::SimStorage;
 use drover_index::{ImageId, Layout, Matcher, MatcherConfig, MatcherStats};
+use drover_storage::FakeDirectory;
 
 use crate::library::digest;
 
@@ -119,7 +119,7 @@ impl Walked {
 }
 
 fn walk(config: MatcherConfig, images: u64, blocks: usize) -> Walked {
-    let (mut m, _) = Matcher::open(SimStorage::new(), config).unwrap();
+    let (mut m, _) = Matcher::open(FakeDirectory::default(), config).unwrap();
     let mut world = World::new(7);
     let (mut exact, mut each) = (0, Vec::new());
     for id in 0..images {
@@ -181,7 +181,7 @@ fn blocks_that_a_full_index_does_not_have_cost_next_to_no_read() {
         sequence_layout: layouts.sequence_layout,
         ..scaled(6)
     };
-    let (mut m, _) = Matcher::open(SimStorage::new(), config).unwrap();
+    let (mut m, _) = Matcher::open(FakeDirectory::default(), config).unwrap();
     let mut world = World::new(7);
     for id in 0..4 {
         let mut cursor = m.begin(ImageId(id)).unwrap();

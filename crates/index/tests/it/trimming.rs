@@ -5,10 +5,10 @@ use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 
 use drover_core::Digest;
-use drover_index::testing::SimStorage;
 use drover_index::{
     Cursor, ImageId, Matcher, MatcherConfig, Origin, Plan, SEGMENT_SLOTS, Trim, Trimmed,
 };
+use drover_storage::FakeDirectory;
 
 use crate::library::Image;
 
@@ -36,8 +36,8 @@ struct Trimming {
 
 struct World {
     rng: fastrand::Rng,
-    storage: SimStorage,
-    matcher: Matcher<SimStorage>,
+    storage: FakeDirectory,
+    matcher: Matcher,
     connections: [Connection; CONNECTIONS],
     trimming: Option<Trimming>,
     /// The destination's data file.
@@ -70,7 +70,7 @@ fn image(rng: &mut fastrand::Rng) -> Image {
 
 impl World {
     fn new(seed: u64) -> Self {
-        let storage = SimStorage::new();
+        let storage = FakeDirectory::default();
         World {
             rng: fastrand::Rng::with_seed(seed),
             matcher: Matcher::open(storage.clone(), config()).unwrap().0,

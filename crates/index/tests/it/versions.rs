@@ -4,14 +4,12 @@
 //! sent and forgotten, so that the sequence cache alone knows their blocks; image 3 with files 4 and 5 is whole,
 //! image 4 was interrupted.
 
-use std::cell::Cell;
-use std::ops::Range;
+use std::fs;
 use std::path::PathBuf;
-use std::{fs, io};
 
 use drover_core::Digest;
-use drover_index::testing::SimStorage;
-use drover_index::{ImageId, Matcher, MatcherConfig, Origin, Repair, Storage, StorageFile};
+use drover_index::{ImageId, Matcher, MatcherConfig, Origin, Repair};
+use drover_storage::{Directory, FakeDirectory};
 
 use crate::library::{Image, tiny};
 
@@ -33,15 +31,13 @@ fn fixture() -> PathBuf {
 }
 
 /// The fixture, durable.
-fn old() -> SimStorage {
-    let storage = SimStorage::new();
+fn old() -> FakeDirectory {
+    let storage = FakeDirectory::default();
     for entry in fs::read_dir(fixture()).unwrap() {
         let entry = entry.unwrap();
-        let file = storage.create(entry.file_name().to_str().unwrap()).unwrap();
-        file.write_at(&fs::read(entry.path()).unwrap(), 0).unwrap();
-        file.sync().unwrap();
+        let bytes = fs::read(entry.path()).unwrap();
+        storage.put(entry.file_name().to_str().unwrap(), &bytes);
     }
-    storage.sync_names().unwrap();
     storage
 }
 
@@ -53,7 +49,7 @@ fn old_slots() -> Vec<Digest> {
 }
 
 /// How many blocks of the files are matched, each where it is.
-fn matched<S: Storage>(m: &mut Matcher<S>, files: &[(u64, u64)]) -> (u64, u64) {
+fn matched(m: &mut Matcher, files: &[(u64, u64)]) -> (u64, u64) {
     let slots = old_slots();
     let whole = Image::of(&WHOLE).digests;
     let image = Image::of(files);
@@ -81,7 +77,7 @@ fn matched<S: Storage>(m: &mut Matcher<S>, files: &[(u64, u64)]) -> (u64, u64) {
     (images, sequences)
 }
 
-fn check(m: &mut Matcher<SimStorage>, what: &str) {
+fn check(m: &mut Matcher, what: &str) {
     assert_eq!(matched(m, &WHOLE), (377, 0), "{what}");
     assert_eq!(matched(m, &SEQUENCES), (0, 505), "{what}");
 }
@@ -108,9 +104,9 @@ fn an_index_of_version_1_matches_as_before() {
 #[test]
 fn the_power_fails_at_any_moment_of_a_conversion() {
     let whole = old();
-    let from = whole.changes();
+    let from = whole.steps();
     Matcher::open(whole.clone(), config()).unwrap();
-    for at in from..whole.changes() {
+    for at in from..whole.steps() {
         for seed in 0..4 {
             let storage = old();
             storage.cut_power_at(at);
@@ -140,9 +136,7 @@ fn what_there_is_no_room_to_convert_goes() {
         (12_000, vec![image, gone("seq.hash")], 0),
     ] {
         let storage = old();
-        let size = |n: &String| storage.open(n).unwrap().size().unwrap();
-        let used: u64 = storage.list().unwrap().iter().map(size).sum();
-        storage.set_capacity(Some(used - too_much));
+        storage.set_capacity(Some(storage.used() - too_much));
         let (mut m, report) = Matcher::open(storage.clone(), config()).unwrap();
         storage.set_capacity(None);
         assert_eq!((report.images, report.repairs), (vec![], repairs));
@@ -177,75 +171,6 @@ fn damage_of_version_1_costs_what_is_damaged() {
     }
 }
 
-/// A disk with bytes of a file that cannot be read, until another file takes its name.
-struct BadSector(SimStorage, &'static str, Range<u64>, Cell<bool>);
-
-struct BadFile(<SimStorage as Storage>::File, Option<Range<u64>>);
-
-impl BadSector {
-    fn file(&self, name: &str, file: <SimStorage as Storage>::File) -> BadFile {
-        let bad = name == self.1 && !self.3.get();
-        BadFile(file, bad.then(|| self.2.clone()))
-    }
-}
-
-impl Storage for BadSector {
-    type File = BadFile;
-
-    fn open(&self, name: &str) -> io::Result<BadFile> {
-        Ok(self.file(name, self.0.open(name)?))
-    }
-
-    fn create(&self, name: &str) -> io::Result<BadFile> {
-        self.0.create(name).map(|file| BadFile(file, None))
-    }
-
-    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
-        self.3.set(self.3.get() || to == self.1);
-        self.0.rename(from, to)
-    }
-
-    fn remove(&self, name: &str) -> io::Result<()> {
-        self.0.remove(name)
-    }
-
-    fn list(&self) -> io::Result<Vec<String>> {
-        self.0.list()
-    }
-
-    fn sync_names(&self) -> io::Result<()> {
-        self.0.sync_names()
-    }
-}
-
-impl StorageFile for BadFile {
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        let end = offset + buf.len() as u64;
-        match &self.1 {
-            Some(bad) if offset < bad.end && end > bad.start => {
-                Err(io::Error::other("a bad sector"))
-            }
-            _ => self.0.read_at(buf, offset),
-        }
-    }
-
-    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
-        self.0.write_at(buf, offset)
-    }
-
-    fn size(&self) -> io::Result<u64> {
-        self.0.size()
-    }
-
-    fn set_size(&self, size: u64) -> io::Result<()> {
-        self.0.set_size(size)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        self.0.sync()
-    }
-}
-
 #[test]
 fn what_cannot_be_read_of_version_1_costs_no_more_than_itself() {
     for (name, bad, kept) in [
@@ -254,7 +179,8 @@ fn what_cannot_be_read_of_version_1_costs_no_more_than_itself() {
         ("seq.hash", 8192..8704, (377, 505 - 128)),
         ("seq.side", 200..210, (377, 505 - 128)),
     ] {
-        let storage = BadSector(old(), name, bad, Cell::new(false));
+        let storage = old();
+        storage.set_unreadable(name, bad);
         let (mut m, report) = Matcher::open(storage, config()).unwrap();
         assert!(report.converted);
         assert!(!report.repairs.is_empty(), "{name}");

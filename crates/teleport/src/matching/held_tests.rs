@@ -1,6 +1,5 @@
 //! A disk that takes its time with one transfer does not hold up the matching of the others.
 
-use std::fs::File;
 use std::io;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +7,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use drover_core::{Digest, Head};
-use drover_index::{Matcher, MatcherConfig, Origin, StorageFile, Syncer};
+use drover_index::{Matcher, MatcherConfig, Origin};
+use drover_storage::{Access, Directory, FakeDirectory, File, HostDirectory, Lock};
 
 use super::*;
 use crate::blockmap::DataBits;
@@ -29,18 +29,17 @@ impl Gate {
     }
 }
 
-struct SlowStorage(DirStorage, Arc<Gate>);
+struct SlowDirectory(HostDirectory, Arc<Gate>);
 
-struct SlowFile(File, Arc<Gate>);
+struct SlowFile(Box<dyn File>, Arc<Gate>);
 
-impl Storage for SlowStorage {
-    type File = SlowFile;
-
-    fn open(&self, name: &str) -> io::Result<SlowFile> {
-        Ok(SlowFile(self.0.open(name)?, self.1.clone()))
+impl Directory for SlowDirectory {
+    fn open(&self, name: &str, access: Access) -> io::Result<Box<dyn File>> {
+        let file = self.0.open(name, access)?;
+        Ok(Box::new(SlowFile(file, self.1.clone())))
     }
-    fn create(&self, name: &str) -> io::Result<SlowFile> {
-        Ok(SlowFile(self.0.create(name)?, self.1.clone()))
+    fn create(&self, name: &str) -> io::Result<Box<dyn File>> {
+        Ok(Box::new(SlowFile(self.0.create(name)?, self.1.clone())))
     }
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         self.0.rename(from, to)
@@ -51,42 +50,40 @@ impl Storage for SlowStorage {
     fn list(&self) -> io::Result<Vec<String>> {
         self.0.list()
     }
-    fn sync_names(&self) -> io::Result<()> {
-        self.1.pass();
-        self.0.sync_names()
-    }
-    fn names_syncer(&self) -> io::Result<Syncer> {
-        let (gate, sync) = (self.1.clone(), self.0.names_syncer()?);
-        Ok(Box::new(move || {
-            gate.pass();
-            sync()
-        }))
-    }
-}
-
-impl StorageFile for SlowFile {
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        StorageFile::read_at(&self.0, buf, offset)
-    }
-    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
-        StorageFile::write_at(&self.0, buf, offset)
-    }
-    fn size(&self) -> io::Result<u64> {
-        self.0.size()
-    }
-    fn set_size(&self, size: u64) -> io::Result<()> {
-        self.0.set_size(size)
-    }
     fn sync(&self) -> io::Result<()> {
         self.1.pass();
         self.0.sync()
     }
-    fn syncer(&self) -> io::Result<Syncer> {
-        let (gate, sync) = (self.1.clone(), self.0.syncer()?);
-        Ok(Box::new(move || {
-            gate.pass();
-            sync()
-        }))
+    fn lock(&self, name: &str, lock: Lock) -> io::Result<Box<dyn Send + Sync>> {
+        self.0.lock(name, lock)
+    }
+    fn describe(&self, name: &str) -> String {
+        self.0.describe(name)
+    }
+}
+
+impl File for SlowFile {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.0.read_at(buffer, offset)
+    }
+    fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
+        self.0.write_at(data, offset)
+    }
+    fn len(&self) -> io::Result<u64> {
+        self.0.len()
+    }
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.0.set_len(length)
+    }
+    fn punch_hole(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.0.punch_hole(offset, length)
+    }
+    fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.0.allocate(offset, length)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.1.pass();
+        self.0.sync()
     }
 }
 
@@ -97,7 +94,7 @@ impl Drop for SlowFile {
     }
 }
 
-type Slow = Arc<Mutex<Teleporter<SlowStorage>>>;
+type Slow = Arc<Mutex<Teleporter>>;
 
 fn slow(dir: &std::path::Path) -> (Slow, Arc<Gate>) {
     let gate = Arc::new(Gate {
@@ -105,7 +102,7 @@ fn slow(dir: &std::path::Path) -> (Slow, Arc<Gate>) {
         met: Barrier::new(2),
         let_go: Barrier::new(2),
     });
-    let storage = SlowStorage(DirStorage::new(dir).unwrap(), gate.clone());
+    let storage = SlowDirectory(HostDirectory::open(dir).unwrap(), gate.clone());
     let (matcher, _) = Matcher::open(storage, MatcherConfig::default()).unwrap();
     (Arc::new(Mutex::new(Teleporter::new(matcher))), gate)
 }
@@ -236,7 +233,7 @@ fn what_gives_way_while_it_is_synced(events: &'static [ImageEvent]) {
 /// What is emptied was chosen an answer earlier: in between the destination takes the plans over that may store there.
 #[test]
 fn a_trimming_says_nothing_before_it_empties_anything() {
-    let storage = drover_index::testing::SimStorage::new();
+    let storage = FakeDirectory::default();
     let (matcher, _) = Matcher::open(storage, MatcherConfig::default()).unwrap();
     let teleporter = Mutex::new(Teleporter::new(matcher));
     let tell = |event| handle(&teleporter, event).unwrap();
