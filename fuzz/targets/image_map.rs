@@ -3,7 +3,7 @@
 #![no_main]
 
 use drover_image::Layout;
-use drover_teleport::fuzzing;
+use drover_store::fuzzing;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| match data {

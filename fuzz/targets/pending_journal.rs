@@ -4,4 +4,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| drover_teleport::fuzzing::pending_journal(data));
+fuzz_target!(|data: &[u8]| drover_store::fuzzing::pending_journal(data));

@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use drover_core::{Digest, Head};
 use drover_index::{ImageId, Via};
-use drover_teleport::blockmap::DataBits;
+use drover_store::DataBits;
+use drover_store::sequences::From;
 use drover_teleport::codec::{Batch, Need, Runs};
-use drover_teleport::destination::{Action, Destination, Event, From, ReuseJob, Run};
+use drover_teleport::destination::{Action, Destination, Event, ReuseJob, Run};
 use drover_teleport::protocol::{Accept, BATCH_BLOCKS, Delivered, Matched};
 use drover_teleport::source::{self, Source};
 use libfuzzer_sys::fuzz_target;

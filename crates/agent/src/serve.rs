@@ -447,7 +447,7 @@ impl Server {
             addresses: self.addresses.clone(),
             started_unix: self.started_unix,
             uptime_seconds: (now_unix() - self.started_unix).max(0),
-            images: self.catalog.images().map_err(anyhow::Error::msg)?.len(),
+            images: self.catalog.images()?.len(),
             peers: self.catalog.peers()?.len(),
             connections_open: self.metrics.connections_open.load(Relaxed),
             sessions_open: self.metrics.sessions_open.load(Relaxed),

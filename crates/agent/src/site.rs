@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use drover_net::Identity;
+use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_store::{Catalog, SiteCatalog};
-use drover_teleport::{Holder, RemoteTeleporter, SEQUENCE_DATA_BYTES, Site, SiteConfig};
+use drover_teleport::{Holder, RemoteTeleporter, Site, SiteConfig};
 
 use crate::home::Home;
 use crate::remote::find_peer;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use drover_store::Catalog;
-use drover_teleport::SEQUENCE_DATA_BYTES;
+use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use serde::Serialize;
 
 use crate::home::Home;
@@ -120,7 +120,7 @@ pub struct Item {
 /// When the catalog cannot be read.
 pub fn look(home: &Home) -> Result<Space> {
     let catalog = site::look_at_catalog(home)?;
-    let images = catalog.images().map_err(anyhow::Error::msg)?;
+    let images = catalog.images()?;
     let (indexed, own): (Vec<_>, Vec<_>) = images.into_iter().partition(|i| i.external);
     let mut walk = Walk {
         places: Places::of(home, own.iter().map(|i| i.path.clone()).collect()),

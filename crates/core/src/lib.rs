@@ -10,6 +10,7 @@ mod head;
 mod name;
 mod read_at;
 mod units;
+mod varint;
 
 pub use device::{BlockDevice, Capabilities, Cost, DeviceError, Zeroes, check_range};
 pub use digest::{Digest, ParseDigestError};
@@ -18,3 +19,4 @@ pub use head::Head;
 pub use name::{ImageName, NameError};
 pub use read_at::ReadAt;
 pub use units::{BLOCK_SIZE, BLOCK_SIZE_U64, BlockIndex, blocks_for, is_zero, trailing_zeros};
+pub use varint::{put_varint, take_varint};

@@ -86,7 +86,7 @@ fn state(catalog: &SiteCatalog, c: &Told) -> Result<String> {
         ));
     }
     let record = match ImageName::new(&c.image) {
-        Ok(name) => catalog.by_name(&name).map_err(anyhow::Error::msg)?,
+        Ok(name) => catalog.by_name(&name)?,
         Err(_) => None,
     };
     Ok(match record {
@@ -149,7 +149,7 @@ async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
 
 /// There is nothing: fine, if there is such an image, or `other` changes than those that were asked for.
 fn nothing_to_drop(catalog: &SiteCatalog, args: &DropArgs, other: bool) -> Result<()> {
-    let record = catalog.by_name(&args.name).map_err(anyhow::Error::msg)?;
+    let record = catalog.by_name(&args.name)?;
     if record.is_none() && !other {
         return Err(no_image(&args.name));
     }

@@ -32,12 +32,7 @@ const MAX_INDEXED: usize = 10_000;
 pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
     let catalog = site::look_at_catalog(home)?;
     let list = match &args.peer {
-        None => catalog
-            .images()
-            .map_err(anyhow::Error::msg)?
-            .into_iter()
-            .map(info)
-            .collect(),
+        None => catalog.images()?.into_iter().map(info).collect(),
         Some(name) => list_of_peer(home, &catalog, name).await?,
     };
     // What a peer's mounts wrote is known there.
@@ -117,7 +112,7 @@ pub async fn verify(home: &Home, args: VerifyArgs) -> Result<()> {
         None => Call::local(home).await?,
     };
     if args.peer.is_none() && call.is_some() {
-        let record = catalog.by_name(&args.name).map_err(anyhow::Error::msg)?;
+        let record = catalog.by_name(&args.name)?;
         record.ok_or_else(|| no_image(&args.name))?;
     }
     let (expected, found) = match call {
@@ -192,7 +187,7 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
         true => site::look_at_catalog(home)?,
         false => room.run(|| site::open_catalog(home))?,
     });
-    let record = catalog.by_name(&args.name).map_err(anyhow::Error::msg)?;
+    let record = catalog.by_name(&args.name)?;
     let Some(record) = record else {
         return Err(no_image(&args.name));
     };
@@ -305,7 +300,7 @@ pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
 
 fn report_indexed(catalog: &SiteCatalog, name: &str, path: &Path, json: bool) -> Result<()> {
     let record = match ImageName::new(name) {
-        Ok(name) => catalog.by_name(&name).map_err(anyhow::Error::msg)?,
+        Ok(name) => catalog.by_name(&name)?,
         Err(_) => None,
     };
     let record = record

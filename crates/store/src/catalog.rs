@@ -1,11 +1,12 @@
-//! What a site remembers about its images. The program keeps it in a database; here is what the
-//! teleport layer needs of it.
+//! What a site remembers about its images, whatever database keeps it.
 
 use std::path::PathBuf;
 
 use drover_core::{Digest, ImageName};
 use drover_image::Stamp;
 use drover_index::ImageId;
+
+use crate::catalog_error::CatalogError;
 
 /// An image of a site.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,31 +42,31 @@ pub trait Catalog: Send + Sync {
     /// A number that no image of this site has had.
     ///
     /// # Errors
-    /// What the database reports, for a person. The same holds for every method here.
-    fn new_image_id(&self) -> Result<ImageId, String>;
+    /// What the database reports. The same holds for every method here.
+    fn new_image_id(&self) -> Result<ImageId, CatalogError>;
 
     /// All images.
     ///
     /// # Errors
     /// As above.
-    fn images(&self) -> Result<Vec<ImageRecord>, String>;
+    fn images(&self) -> Result<Vec<ImageRecord>, CatalogError>;
 
     /// The image of that name.
     ///
     /// # Errors
     /// As above.
-    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, String>;
+    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, CatalogError>;
 
     /// Puts `record` in, in place of any image of the same name, which it returns. One transaction,
     /// durable when it returns.
     ///
     /// # Errors
     /// As above.
-    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, String>;
+    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, CatalogError>;
 
     /// Takes the image of that name out and returns it.
     ///
     /// # Errors
     /// As above.
-    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, String>;
+    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, CatalogError>;
 }

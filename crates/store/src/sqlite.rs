@@ -7,7 +7,6 @@
 //! good rows, and the repair is reported.
 
 mod check;
-mod error;
 mod images;
 mod peers;
 mod repair;
@@ -24,10 +23,10 @@ use std::time::Duration;
 
 use rusqlite::{Connection, Transaction, TransactionBehavior};
 
-pub use error::CatalogError;
 pub use peers::PairOutcome;
 pub use rows::Peer;
 
+use crate::catalog_error::CatalogError;
 use repair::Users;
 use rows::{Row, Setting};
 use seal::Seal;

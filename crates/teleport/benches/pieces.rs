@@ -8,7 +8,7 @@ use std::time::Duration;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use drover_core::{BLOCK_SIZE, Digest, Head};
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
-use drover_teleport::blockmap::DataBits;
+use drover_store::DataBits;
 use drover_teleport::codec::{
     Batch, Literal, LiteralHeader, Packing, decode_plan, encode_plan, proofs_of,
 };

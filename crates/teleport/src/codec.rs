@@ -5,7 +5,7 @@ mod batch;
 mod literal;
 mod need;
 mod plan;
-mod varint;
+mod reader;
 
 #[cfg(test)]
 pub(crate) use batch::tests::any_batch;
@@ -13,7 +13,7 @@ pub use batch::{Batch, PROOF_BLOCKS, proofs_of};
 pub use literal::{Literal, LiteralHeader, Packing};
 pub use need::{Need, Runs};
 pub use plan::{decode_plan, encode_plan};
-pub(crate) use varint::{Reader, put_varint};
+pub(crate) use reader::Reader;
 
 /// A frame is not what its kind says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

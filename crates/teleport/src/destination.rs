@@ -12,37 +12,14 @@ use std::sync::Arc;
 
 use drover_core::Digest;
 use drover_index::Via;
+use drover_store::sequences::From;
+use drover_store::{BlockMap, DataBits};
 
-use crate::blockmap::{BlockMap, DataBits};
 use crate::codec::{Batch, Need, PROOF_BLOCKS, Runs};
 use crate::protocol::{BATCH_BLOCKS, Matched, WINDOW_BATCHES};
 
 #[cfg(test)]
 mod tests;
-
-/// Where reused blocks are read from, once the site has looked up what a plan names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum From {
-    /// Must be sent.
-    Literal,
-    /// Another image of the site.
-    Image {
-        /// Which.
-        image: drover_index::ImageId,
-        /// The first block's compact index in it.
-        first: u64,
-    },
-    /// This image, earlier.
-    Own {
-        /// The first block's compact index.
-        first: u64,
-    },
-    /// The sequence cache's data file.
-    Sequence {
-        /// The first block's slot.
-        first: u64,
-    },
-}
 
 /// A run of a plan after the look-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use drover_store::StoreError;
 use serde::{Deserialize, Serialize};
 
 /// Why a destination will not take an image. A refusal is final until somebody changes something.
@@ -66,9 +67,9 @@ pub enum TeleportError {
     /// The other side failed.
     #[error("{0}")]
     Remote(String),
-    /// The catalog failed.
-    #[error("catalog: {0}")]
-    Catalog(String),
+    /// What the site has cannot be used.
+    #[error(transparent)]
+    Store(#[from] StoreError),
     /// What was assembled is not what was sent.
     #[error(
         "{name}: the assembled file's digest {found} is not the source's {expected}; nothing was delivered"
@@ -135,7 +136,8 @@ impl TeleportError {
     #[must_use]
     pub fn is_full(&self) -> bool {
         match self {
-            TeleportError::File { error, .. } => is_full(error),
+            TeleportError::File { error, .. }
+            | TeleportError::Store(StoreError::File { error, .. }) => is_full(error),
             TeleportError::Index(drover_index::IndexError::Io { cause, .. }) => is_full(cause),
             _ => false,
         }
@@ -148,7 +150,12 @@ impl TeleportError {
             TeleportError::Refused { reason, .. } => Some(*reason),
             TeleportError::Images { first, .. } => first.refusal(),
             TeleportError::Net(e) if e.refused() => Some(RefuseReason::Trust),
-            TeleportError::File { error, .. } if is_full(error) => Some(RefuseReason::Space),
+            TeleportError::File { error, .. }
+            | TeleportError::Store(StoreError::File { error, .. })
+                if is_full(error) =>
+            {
+                Some(RefuseReason::Space)
+            }
             _ => None,
         }
     }

@@ -7,46 +7,14 @@ use std::sync::Arc;
 use drover_core::{Digest, ImageName};
 use drover_image::Layout;
 use drover_net::PeerKey;
+use drover_store::DataBits;
 
-use crate::blockmap::DataBits;
 use crate::codec::Batch;
 use crate::destination::Destination;
 use crate::files::OrderedDigest;
-use crate::imagemap;
 use crate::log::{Log, RecordKind};
 use crate::protocol::{BATCH_BLOCKS, Offer};
 use crate::transfer::{Opening, Transfer, inspect};
-
-/// Any bytes as a map file: what is accepted is read back as it is written.
-pub fn image_map(bytes: &[u8]) {
-    if let Some((record, map)) = imagemap::parse(bytes) {
-        assert_eq!(map.blocks.walk_blocks(), map.layout.walk_blocks());
-        let again = imagemap::parse(&map.encode(&record));
-        assert_eq!(again, Some((record, map)));
-    }
-}
-
-/// Any bytes as the block map inside a map file.
-pub fn block_map(layout: &Layout, bytes: &[u8]) {
-    let parts = [
-        drover_net::encode(&imagemap::about_for_fuzzing()),
-        layout.encode(),
-        zstd::bulk::compress(bytes, 1).unwrap_or_default(),
-    ];
-    let mut file = b"DRVRMAP\0\x01\0\0\0".to_vec();
-    for part in &parts {
-        file.extend((part.len() as u64).to_le_bytes());
-        file.extend(part);
-    }
-    file.extend((bytes.len() as u64).to_le_bytes());
-    file.extend([0; 4]);
-    image_map(&file);
-}
-
-/// Any bytes as the records of the journal of what is pending in the sequence cache.
-pub fn pending_journal(bytes: &[u8]) {
-    crate::sequences::replay_for_fuzzing(bytes);
-}
 
 /// Any records as the log of a transfer in `dir`, behind a good front if there is a layout for
 /// one: looked at, and resumed.

@@ -10,7 +10,6 @@
 //! What must not live here: sockets and TLS (`net`), the parsing of image formats (`image`), the
 //! matcher's data structures (`index`), and anything about a command line.
 
-pub mod blockmap;
 pub mod codec;
 pub mod compress;
 pub mod destination;
@@ -18,14 +17,11 @@ mod error;
 mod files;
 #[cfg(fuzzing)]
 pub mod fuzzing;
-mod imagemap;
-mod images;
 pub mod log;
 pub mod matching;
 mod partials;
 pub mod progress;
 pub mod protocol;
-mod sequences;
 pub mod session;
 mod site;
 pub mod source;
@@ -37,6 +33,4 @@ pub mod walk;
 
 pub use error::{RefuseReason, TeleportError};
 pub use matching::RemoteTeleporter;
-pub use site::{
-    Holder, SEQUENCE_DATA_BYTES, Site, SiteConfig, SiteStatus, TransferStatus, open_teleporter,
-};
+pub use site::{Holder, Site, SiteConfig, SiteStatus, TransferStatus, open_teleporter};

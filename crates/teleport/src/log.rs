@@ -19,7 +19,7 @@ const HEADER_BYTES: u64 = 16;
 const RECORD_HEADER: usize = 12;
 
 /// The largest record: a layout at its limit, with room for what stands around it.
-const MAX_RECORD: usize = crate::protocol::MAX_LAYOUT_BYTES as usize + (1 << 16);
+const MAX_RECORD: usize = drover_store::MAX_LAYOUT_BYTES as usize + (1 << 16);
 
 /// What a record holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -12,9 +12,10 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
 
 use crate::TeleportError;
-use crate::codec::{Batch, Malformed, Reader, decode_plan, encode_plan, put_varint};
+use crate::codec::{Batch, Malformed, Reader, decode_plan, encode_plan};
 use crate::protocol::{BATCH_BLOCKS, kind};
 use crate::teleporter::{Answer, Event, Failure, ImageEvent, Teleporter};
+use drover_core::put_varint;
 
 /// Images that a teleporter lists at most; a frame has room for more.
 const MAX_LISTED: u64 = 100_000;

@@ -12,13 +12,13 @@ use std::sync::Arc;
 
 use drover_image::Layout;
 use drover_index::ImageId;
+use drover_store::sequences::Reach;
+use drover_store::{BlockMap, DataBits};
 use parking_lot::RwLock;
 
 use crate::TeleportError;
-use crate::blockmap::{BlockMap, DataBits};
 use crate::codec::Batch;
 use crate::protocol::BATCH_BLOCKS;
-use crate::sequences::Reach;
 
 /// Transfers that have stopped and serve as sources; beyond this the oldest images do not.
 pub(crate) const MAX_STOPPED: usize = 256;

@@ -47,8 +47,8 @@ use crate::error::RefuseReason;
 use crate::stages::DestinationTimes;
 use crate::transfers::Unfinished;
 
-/// Blocks in a batch (8 MiB of the walk); the last batch of an image may have fewer.
-pub const BATCH_BLOCKS: u64 = 2048;
+/// Blocks in a batch (8 MiB of the walk), those of an entry of a block map; the last batch of an image may have fewer.
+pub const BATCH_BLOCKS: u64 = drover_store::ENTRY_BLOCKS;
 
 /// Batches a source may send before the first of them is complete at the destination.
 ///
@@ -58,9 +58,6 @@ pub const WINDOW_BATCHES: u64 = 96;
 
 /// Blocks in a literal frame at most (1 MiB before compression).
 pub const FRAME_BLOCKS: usize = 256;
-
-/// The largest encoded layout an offer may announce.
-pub const MAX_LAYOUT_BYTES: u64 = 64 << 20;
 
 /// Bytes of layout in one `LAYOUT` frame.
 pub const LAYOUT_PART_BYTES: usize = 1 << 20;
@@ -73,9 +70,6 @@ pub const MAX_SESSION_IMAGES: u32 = 10_000;
 
 /// Lanes in one session at most.
 pub const MAX_LANES: u16 = 8;
-
-/// The largest image, in bytes of the file: what 32-bit block numbers reach.
-pub const MAX_IMAGE_BYTES: u64 = 16 << 40;
 
 /// Longest opening message of [`Request::Device`].
 pub const MAX_DEVICE_OPEN: usize = 2048;

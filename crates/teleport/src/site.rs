@@ -4,7 +4,6 @@
 mod adopt;
 mod catch_up;
 mod give_way;
-mod naming;
 mod recover;
 mod shared;
 mod sources;
@@ -17,25 +16,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Layout, Stamp, open_for_sending};
 use drover_index::{ImageId, Matcher, MatcherConfig, MatcherStats};
-use drover_storage::HostDirectory;
+use drover_storage::{Disk, HostDirectory};
+use drover_store::naming::{self, Named};
+use drover_store::sequences::{Sequences, segments_of};
+use drover_store::{BlockMap, Catalog, ImageMap, ImageRecord, Images};
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
-use crate::blockmap::BlockMap;
-use crate::imagemap::ImageMap;
-use crate::images::Images;
 use crate::log::RecordKind;
 use crate::matching::{Matching, RemoteTeleporter};
 use crate::partials::Partials;
-use crate::sequences::{Sequences, segments_of};
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
 use crate::transfer::{Active, Closing, Leftover};
 use crate::{RefuseReason, TeleportError};
-use drover_storage::Disk;
-use drover_store::{Catalog, ImageRecord};
 pub(crate) use give_way::{Matched, Waiting};
-use naming::Named;
 
 /// Where a site keeps what, and its limits.
 #[derive(Debug, Clone)]
@@ -58,9 +53,6 @@ pub struct SiteConfig {
     /// The disk of `work_dir`.
     pub disk: Arc<dyn Disk>,
 }
-
-/// Bytes of sequence data when nothing else is said: all that the matcher can number.
-pub const SEQUENCE_DATA_BYTES: u64 = 128 << 30;
 
 /// What a site is doing.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -339,9 +331,25 @@ impl Site {
                 if let Some(named) = named.filter(|_| !self.is_entered(record)) {
                     named.undo();
                 }
-                Err(e)
+                Err(e.into())
             }
         }
+    }
+
+    /// Whether the catalog took an image in although it said that it failed.
+    fn is_entered(&self, record: &ImageRecord) -> bool {
+        let now = self.catalog.by_name(&record.name);
+        now.is_ok_and(|now| now.is_some_and(|now| now.id == record.id))
+    }
+
+    /// A site that stopped while it undid a naming has left the new file under both names: what had the name before
+    /// gets it back, since nothing may be written to the other then.
+    ///
+    /// # Errors
+    /// When it cannot be renamed.
+    pub fn finish_undoing(&self, dir: &Path, name: &ImageName) -> Result<(), TeleportError> {
+        let (part, target) = (dir.join("image.part"), self.image_path(name));
+        Ok(naming::finish_undoing(&part, &target)?)
     }
 
     /// Whether the file of that name is the one that arrived. Another image may have taken the name before
@@ -387,7 +395,7 @@ impl Site {
             layout: arrived.layout.clone(),
             blocks: arrived.blocks.clone(),
         };
-        map.save(&record, &self.images.map_path(id))
+        Ok(map.save(&record, &self.images.map_path(id))?)
     }
 
     pub(crate) fn wake_copier(&self) {
@@ -529,7 +537,7 @@ impl Site {
             Ok(old) => old,
             Err(e) => {
                 self.tell(id, ImageEvent::Forget);
-                return Err(e);
+                return Err(e.into());
             }
         };
         if let Some(old) = old {

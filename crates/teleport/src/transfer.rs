@@ -6,20 +6,17 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use drover_core::{Digest, ImageName};
+use drover_core::{Digest, ImageName, put_varint};
 use drover_image::Layout;
 use drover_index::{ImageId, Plan};
 use drover_net::PeerKey;
 use drover_storage::{Disk, SyncedFile, sync_parent};
+use drover_store::{DataBits, layout_limits};
 use serde::{Deserialize, Serialize};
 
 use crate::TeleportError;
-use crate::blockmap::DataBits;
-use crate::codec::{
-    Batch, PROOF_BLOCKS, Reader, Runs, decode_plan, encode_plan, proofs_of, put_varint,
-};
+use crate::codec::{Batch, PROOF_BLOCKS, Reader, Runs, decode_plan, encode_plan, proofs_of};
 use crate::files;
-use crate::imagemap::layout_limits;
 use crate::log::{Log, LogReader, RecordKind};
 use crate::protocol::{Offer, WINDOW_BATCHES};
 

@@ -5,9 +5,9 @@ use std::path::Path;
 use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, Digest, Extent, ExtentKind, ReadAt};
 use drover_image::{ImageFile, Outgoing, Stamp};
 use drover_index::{ImageDigest, Scanner, digest_blocks, image_digest};
+use drover_store::DataBits;
 
 use crate::TeleportError;
-use crate::blockmap::DataBits;
 use crate::codec::Batch;
 use crate::files::{FileOrderDigest, walks_in_file_order};
 use crate::protocol::BATCH_BLOCKS;

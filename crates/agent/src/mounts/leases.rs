@@ -186,7 +186,7 @@ pub async fn break_lease(home: &Home, name: &ImageName) -> Result<Broken> {
 /// When the catalog cannot be read.
 pub fn is_known(home: &Home, name: &ImageName) -> Result<bool> {
     let image = site::open_catalog(home)?.by_name(name);
-    if image.map_err(anyhow::Error::msg)?.is_some() {
+    if image?.is_some() {
         return Ok(true);
     }
     // One that cannot be read is one.

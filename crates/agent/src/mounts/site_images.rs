@@ -48,7 +48,7 @@ struct SiteImages {
 impl SiteImages {
     fn record(&self, name: &ImageName) -> Result<ImageRecord, Refusal> {
         let record = self.catalog.by_name(name);
-        let record = record.map_err(|e| Refusal::new(Code::Unavailable, e))?;
+        let record = record.map_err(|e| Refusal::new(Code::Unavailable, e.to_string()))?;
         let record = record.ok_or_else(|| {
             // Who asked knows by which name this site's images are listed there.
             let text = format!("{} has no image called {name}", self.site);

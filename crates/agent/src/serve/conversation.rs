@@ -313,9 +313,7 @@ async fn pair(
 /// Lists the images, some in each reply, an empty one last.
 pub async fn images(server: &Arc<Server>, writer: &mut FrameWriter) -> Result<()> {
     let catalog = Arc::clone(&server.catalog);
-    let records = tokio::task::spawn_blocking(move || catalog.images())
-        .await?
-        .map_err(anyhow::Error::msg)?;
+    let records = tokio::task::spawn_blocking(move || catalog.images()).await??;
     let infos: Vec<ImageInfo> = records.into_iter().map(crate::images::info).collect();
     for some in infos.chunks(IMAGES_PER_REPLY) {
         reply(writer, &Reply::Images(some.to_vec())).await?;

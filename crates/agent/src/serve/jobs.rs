@@ -201,9 +201,7 @@ pub async fn remove_transfer(
 
 async fn record(server: &Arc<Server>, name: &ImageName) -> Result<Option<ImageRecord>> {
     let (catalog, name) = (Arc::clone(&server.catalog), name.clone());
-    tokio::task::spawn_blocking(move || catalog.by_name(&name))
-        .await?
-        .map_err(anyhow::Error::msg)
+    Ok(tokio::task::spawn_blocking(move || catalog.by_name(&name)).await??)
 }
 
 fn of_error(e: &TeleportError) -> Reply {

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
 use drover_net::PeerKey;
+use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_teleport::matching::LocalTeleporter;
-use drover_teleport::{SEQUENCE_DATA_BYTES, open_teleporter};
+use drover_teleport::open_teleporter;
 use tokio::sync::Mutex;
 
 /// Matchers in memory at once; each has its caches.

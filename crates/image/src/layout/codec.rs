@@ -3,6 +3,7 @@
 use std::io::Read;
 
 use crc_fast::{CrcAlgorithm, checksum};
+use drover_core::{put_varint, take_varint};
 
 use super::{GrainRange, Layout, LayoutError, Order, RangeKind};
 use crate::limits::{MAX_ENCODED_LAYOUT_BYTES, MAX_RANGES};
@@ -46,29 +47,8 @@ impl Default for LayoutLimits {
     }
 }
 
-fn put(out: &mut Vec<u8>, mut v: u64) {
-    while v >= 0x80 {
-        out.push(v as u8 | 0x80);
-        v >>= 7;
-    }
-    out.push(v as u8);
-}
-
 fn take(input: &mut &[u8], what: &'static str) -> Result<u64, LayoutError> {
-    let mut v = 0u64;
-    for shift in (0..64).step_by(7) {
-        let (&byte, rest) = input.split_first().ok_or(LayoutError::Malformed(what))?;
-        *input = rest;
-        let bits = u64::from(byte & 0x7f);
-        if shift == 63 && bits > 1 {
-            break;
-        }
-        v |= bits << shift;
-        if byte < 0x80 {
-            return Ok(v);
-        }
-    }
-    Err(LayoutError::Malformed(what))
+    take_varint(input).ok_or(LayoutError::Malformed(what))
 }
 
 fn zigzag(v: i64) -> u64 {
@@ -109,28 +89,28 @@ impl Layout {
             }
             if r.grain != grain {
                 flag |= NEW_GRAIN;
-                put(&mut sizes, u64::from(r.grain));
+                put_varint(&mut sizes, u64::from(r.grain));
             }
             if r.walk != walk {
                 flag |= GAP;
-                put(&mut gaps, r.walk - walk);
+                put_varint(&mut gaps, r.walk - walk);
             }
             let delta = r.file.wrapping_sub(file) as i64;
             if delta % i64::from(r.grain) == 0 {
                 flag |= IN_GRAINS;
-                put(&mut deltas, zigzag(delta / i64::from(r.grain)));
+                put_varint(&mut deltas, zigzag(delta / i64::from(r.grain)));
             } else {
-                put(&mut deltas, zigzag(delta));
+                put_varint(&mut deltas, zigzag(delta));
             }
-            put(&mut sizes, r.count);
+            put_varint(&mut sizes, r.count);
             flags.push(flag);
             (walk, file, grain) = (r.walk_end(), file_after(r), r.grain);
         }
         let mut body = Vec::new();
-        put(&mut body, self.file_len);
-        put(&mut body, u64::from(self.table_grain));
+        put_varint(&mut body, self.file_len);
+        put_varint(&mut body, u64::from(self.table_grain));
         for column in [&flags, &gaps, &deltas, &sizes] {
-            put(&mut body, column.len() as u64);
+            put_varint(&mut body, column.len() as u64);
         }
         for column in [&flags, &gaps, &deltas, &sizes] {
             body.extend_from_slice(column);
@@ -267,7 +247,7 @@ fn decode_ranges(
 #[must_use]
 pub fn seal(body: &[u8]) -> Vec<u8> {
     let mut packed = Vec::new();
-    put(&mut packed, body.len() as u64);
+    put_varint(&mut packed, body.len() as u64);
     packed.extend_from_slice(&compress(body));
     let mut out = Vec::with_capacity(HEADER + packed.len());
     out.extend_from_slice(MAGIC);

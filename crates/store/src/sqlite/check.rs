@@ -6,11 +6,12 @@ use std::path::Path;
 
 use rusqlite::{Connection, ErrorCode};
 
+use super::Result;
 use super::rows::{Peer, Row, RowError, Setting, TicketRow};
 use super::schema;
 use super::seal::Seal;
-use super::{CatalogError, Result};
 use crate::catalog::ImageRecord;
+use crate::catalog_error::CatalogError;
 
 /// What a look at a database file found.
 #[derive(Debug, PartialEq, Eq)]

@@ -1,11 +1,11 @@
-//! The images of a site, as the teleport layer asks for them.
+//! The images of a site.
 
 use drover_core::ImageName;
 use drover_index::ImageId;
 use rusqlite::types::Value;
 
-use super::SiteCatalog;
 use super::rows::{Row, RowError, Setting};
+use super::{Result, SiteCatalog};
 use crate::catalog::{Catalog, ImageRecord};
 
 /// The setting that holds the next image's number.
@@ -15,7 +15,7 @@ pub const NEXT_ID: &str = "next image id";
 pub const ID_GAP_AFTER_LOSS: u64 = 1 << 20;
 
 impl Catalog for SiteCatalog {
-    fn new_image_id(&self) -> Result<ImageId, String> {
+    fn new_image_id(&self) -> Result<ImageId> {
         self.change("numbering an image", |tx, seal| {
             let next = match Setting::get(tx, NEXT_ID)? {
                 None => 1,
@@ -36,20 +36,17 @@ impl Catalog for SiteCatalog {
             )?;
             Ok(ImageId(next))
         })
-        .map_err(|e| e.to_string())
     }
 
-    fn images(&self) -> Result<Vec<ImageRecord>, String> {
+    fn images(&self) -> Result<Vec<ImageRecord>> {
         self.read("listing images", ImageRecord::all)
-            .map_err(|e| e.to_string())
     }
 
-    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>> {
         self.read("finding an image", |c| ImageRecord::get(c, name.as_str()))
-            .map_err(|e| e.to_string())
     }
 
-    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, String> {
+    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>> {
         self.change("storing an image", |tx, seal| {
             for number in [
                 record.id.0,
@@ -72,11 +69,9 @@ impl Catalog for SiteCatalog {
             }
             seal.put(tx, record)
         })
-        .map_err(|e| e.to_string())
     }
 
-    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>> {
         self.change("removing an image", |tx, seal| seal.take(tx, name.as_str()))
-            .map_err(|e| e.to_string())
     }
 }

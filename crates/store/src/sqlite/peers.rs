@@ -8,7 +8,7 @@ use rusqlite::types::Value;
 
 use super::rows::{Peer, Row, RowError, TicketRow};
 use super::seal::Seal;
-use super::{CatalogError, MAX_TICKETS, Result, SiteCatalog};
+use super::{MAX_TICKETS, Result, SiteCatalog};
 use crate::peer_name;
 
 /// What became of a request to pair.
@@ -187,10 +187,4 @@ fn hidden(secret: &[u8; 16]) -> String {
         .iter()
         .map(|b| format!("{b:02x}"))
         .collect()
-}
-
-impl From<CatalogError> for String {
-    fn from(e: CatalogError) -> String {
-        e.to_string()
-    }
 }

@@ -3,14 +3,15 @@
 use std::fs::{self, File};
 use std::path::Path;
 
+use drover_storage::sync_parent;
 use rusqlite::{Connection, TransactionBehavior};
 
 use super::check::{Found, examine};
 use super::rows::{Peer, Row, RowError, Setting};
 use super::seal::Seal;
-use super::{CatalogError, Result, images, schema, spare};
+use super::{Result, images, schema, spare};
 use crate::catalog::ImageRecord;
-use drover_storage::sync_parent;
+use crate::catalog_error::CatalogError;
 
 /// Says that this process has the database open: shared by users, exclusive for who replaces it.
 pub struct Users(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);

@@ -9,8 +9,8 @@ use drover_net::PeerKey;
 use rusqlite::types::Value;
 use rusqlite::{Connection, OptionalExtension};
 
-use super::CatalogError;
 use crate::catalog::ImageRecord;
+use crate::catalog_error::CatalogError;
 
 /// What can be wrong with a row.
 #[derive(Debug)]

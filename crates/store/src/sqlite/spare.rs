@@ -5,13 +5,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use drover_storage::sync_parent;
 use rusqlite::Connection;
 use rusqlite::backup::Backup;
 
+use super::Result;
 use super::check::{Found, examine};
 use super::seal::Seal;
-use super::{CatalogError, Result};
-use drover_storage::sync_parent;
+use crate::catalog_error::CatalogError;
 
 /// Held while the files beside the database are looked at or replaced; other processes wait.
 pub struct SpareLock(

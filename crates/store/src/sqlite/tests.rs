@@ -114,7 +114,13 @@ fn an_image_replaces_the_one_of_its_name_and_numbers_never_come_back() {
         name: ImageName::new("other").unwrap(),
         ..images[1].clone()
     };
-    assert!(catalog.put(&thief).unwrap_err().contains("image-2.img"));
+    assert!(
+        catalog
+            .put(&thief)
+            .unwrap_err()
+            .to_string()
+            .contains("image-2.img")
+    );
 }
 
 #[test]

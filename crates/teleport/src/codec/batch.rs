@@ -5,10 +5,10 @@
 //! of each are sent. The receiver digests every block it puts in place anyway: one proof for each
 //! [`PROOF_BLOCKS`] of them, over the full digests, shows that all are what they must be.
 
-use drover_core::{Digest, Head};
+use drover_core::{Digest, Head, put_varint};
+use drover_store::DataBits;
 
-use super::{Malformed, Reader, put_varint};
-use crate::blockmap::DataBits;
+use super::{Malformed, Reader};
 use crate::protocol::BATCH_BLOCKS;
 
 /// Data blocks that share a proof.

@@ -1,6 +1,8 @@
 //! `LITERAL`: blocks as data, compressed together.
 
-use super::{Malformed, Reader, Runs, put_varint};
+use drover_core::put_varint;
+
+use super::{Malformed, Reader, Runs};
 use crate::protocol::FRAME_BLOCKS;
 
 /// How a literal frame's blocks are packed.

@@ -1,6 +1,8 @@
 //! Runs of blocks, and `NEED`: the runs of a batch that the source must send.
 
-use super::{Malformed, Reader, put_varint};
+use drover_core::put_varint;
+
+use super::{Malformed, Reader};
 use crate::protocol::BATCH_BLOCKS;
 
 /// Ascending, disjoint, non-adjacent runs `(first block, blocks)` of a walk.

@@ -2,7 +2,9 @@
 
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 
-use super::{Malformed, Reader, put_varint};
+use drover_core::put_varint;
+
+use super::{Malformed, Reader};
 use crate::protocol::BATCH_BLOCKS;
 
 /// The ways a run can have been found, by their number on the wire.

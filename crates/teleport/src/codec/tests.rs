@@ -2,9 +2,9 @@
 
 use drover_core::{Digest, Head};
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
+use drover_store::DataBits;
 
 use super::*;
-use crate::blockmap::DataBits;
 use crate::matching::{encode_answer, encode_event};
 use crate::teleporter::{Answer, Event, ImageEvent};
 

@@ -9,9 +9,9 @@ use std::time::Duration;
 use drover_core::{Digest, Head};
 use drover_index::{Matcher, MatcherConfig, Origin};
 use drover_storage::{Access, Directory, FakeDirectory, File, HostDirectory, Lock};
+use drover_store::DataBits;
 
 use super::*;
-use crate::blockmap::DataBits;
 
 /// Where syncs wait while it is shut: one is met on the way in, and let go on the way out.
 struct Gate {

@@ -24,8 +24,8 @@ use crate::codec::{Batch, Literal};
 use crate::destination::Event;
 use crate::error::RefuseReason;
 use crate::protocol::{
-    Accept, End, GiveUp, LAYOUT_PART_BYTES, MAX_LANES, MAX_LAYOUT_BYTES, MAX_SESSION_FRAME,
-    MAX_SESSION_IMAGES, Offer, Refusal, Reply, kind,
+    Accept, End, GiveUp, LAYOUT_PART_BYTES, MAX_LANES, MAX_SESSION_FRAME, MAX_SESSION_IMAGES,
+    Offer, Refusal, Reply, kind,
 };
 use crate::site::{Site, TransferStatus};
 use crate::stages::{DestinationStages, Lap};
@@ -444,7 +444,9 @@ impl Session {
 
     async fn refuse(&self, name: &ImageName, error: &TeleportError) -> Result<(), TeleportError> {
         let mut message = match error {
-            TeleportError::File { .. } if error.refusal() == Some(RefuseReason::Space) => {
+            TeleportError::File { .. } | TeleportError::Store(_)
+                if error.refusal() == Some(RefuseReason::Space) =>
+            {
                 format!(
                     "{name}: the destination ran out of space; make room there and send it again: it goes on where it was"
                 )
@@ -607,7 +609,7 @@ async fn wait_true(mut flag: watch::Receiver<bool>) {
 
 /// The layout that follows an offer.
 async fn receive_layout(offer: &Offer, frames: &mut Frames) -> Result<Vec<u8>, TeleportError> {
-    if offer.layout_bytes > MAX_LAYOUT_BYTES {
+    if offer.layout_bytes > drover_store::MAX_LAYOUT_BYTES {
         return Err(TeleportError::Protocol(
             "the offered layout is too large".into(),
         ));

@@ -8,15 +8,13 @@ use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
 use drover_index::ImageId;
 use drover_storage::sync_parent;
+use drover_store::naming::Named;
+use drover_store::{BlockMap, ImageMap, ImageRecord, StoreError};
 
-use super::naming::Named;
 use super::{Site, unix_now};
-use crate::blockmap::BlockMap;
-use crate::imagemap::ImageMap;
 use crate::teleporter::{Event, ImageEvent};
 use crate::walk::Walk;
 use crate::{RefuseReason, TeleportError};
-use drover_store::ImageRecord;
 
 /// Told how far a reading is, in blocks of so many; an error ends it.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> Result<(), TeleportError> + 'a;
@@ -76,7 +74,7 @@ impl Site {
         let saved = map.save(&record, &self.images.map_path(id));
         if let Err(e) = saved {
             self.forget_prepared(&record);
-            return Err(e);
+            return Err(e.into());
         }
         Ok(record)
     }
@@ -103,7 +101,7 @@ impl Site {
         }
         let named = match file {
             Some(file) => match Named::new(file, target, fresh) {
-                Err(TeleportError::File { error, .. })
+                Err(StoreError::File { error, .. })
                     if fresh && error.kind() == std::io::ErrorKind::AlreadyExists =>
                 {
                     return Err(taken(&record.name));
@@ -148,10 +146,7 @@ impl Site {
         progress: &mut Progress<'_>,
         accept: impl FnOnce(Digest) -> Result<(), TeleportError>,
     ) -> Result<(ImageId, BlockMap, Digest), TeleportError> {
-        let id = self
-            .catalog
-            .new_image_id()
-            .map_err(TeleportError::Catalog)?;
+        let id = self.catalog.new_image_id().map_err(StoreError::from)?;
         let mut link = self.matching.link()?;
         self.indexing.lock().insert(id);
         let mut tell = |event| {

@@ -19,12 +19,11 @@ use crossbeam_channel::{Receiver, RecvTimeoutError};
 use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64};
 use drover_image::ImageFile;
 use drover_index::{ImageId, Scanner, digest_blocks};
+use drover_store::{DataBits, OpenImage};
 
 use super::Site;
 use crate::TeleportError;
-use crate::blockmap::DataBits;
 use crate::codec::Batch;
-use crate::images::OpenImage;
 use crate::matching::{Link, Matching};
 use crate::protocol::BATCH_BLOCKS;
 use crate::teleporter::{Event, ImageEvent};

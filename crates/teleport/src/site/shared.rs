@@ -8,13 +8,13 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 use drover_core::BLOCK_SIZE_U64;
 use drover_index::ImageId;
+use drover_store::sequences::{Copied, Copy, SEGMENT_BYTES, Sequences, segments_of};
 use tokio::runtime::Handle;
 
 use super::Site;
 use crate::TeleportError;
 use crate::files;
 use crate::matching::{Link, Matching, wrong_answer};
-use crate::sequences::{Copied, Copy, SEGMENT_BYTES, Sequences, segments_of};
 use crate::teleporter::{Answer, Event};
 
 /// When copies that failed are tried again, if nothing else wakes the copier.

@@ -4,10 +4,10 @@
 use std::path::Path;
 
 use drover_index::{ImageId, Origin, Plan, SequenceStore};
+use drover_store::sequences::{From, Reach};
 
 use super::{Site, remove_dir};
-use crate::destination::{From, ReuseJob, Run};
-use crate::sequences::Reach;
+use crate::destination::{ReuseJob, Run};
 use crate::teleporter::ImageEvent;
 
 impl Site {

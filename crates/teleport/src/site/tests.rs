@@ -2,6 +2,10 @@
 
 use std::collections::HashMap;
 
+use drover_store::sequences::From;
+
+use drover_store::CatalogError;
+
 use super::*;
 use crate::files;
 use crate::transfer::tests::{Sample, sample};
@@ -16,25 +20,27 @@ fn key(sample: &Sample) -> String {
 pub(crate) struct Memory(Mutex<(u64, HashMap<ImageName, ImageRecord>)>, AtomicBool);
 
 impl Catalog for Memory {
-    fn new_image_id(&self) -> Result<ImageId, String> {
+    fn new_image_id(&self) -> Result<ImageId, CatalogError> {
         let mut state = self.0.lock();
         state.0 += 1;
         Ok(ImageId(state.0 + 1000))
     }
-    fn images(&self) -> Result<Vec<ImageRecord>, String> {
+    fn images(&self) -> Result<Vec<ImageRecord>, CatalogError> {
         Ok(self.0.lock().1.values().cloned().collect())
     }
-    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, CatalogError> {
         Ok(self.0.lock().1.get(name).cloned())
     }
-    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, String> {
+    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, CatalogError> {
         if self.1.load(Ordering::Relaxed) {
-            return Err("the catalog is on a full disk".into());
+            return Err(CatalogError::Conflict(
+                "the catalog is on a full disk".into(),
+            ));
         }
         let mut state = self.0.lock();
         Ok(state.1.insert(record.name.clone(), record.clone()))
     }
-    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, CatalogError> {
         Ok(self.0.lock().1.remove(name))
     }
 }
@@ -76,7 +82,7 @@ impl Home {
             teleporter: None,
             reserve_bytes,
             max_sessions: 1,
-            sequence_data_bytes: super::SEQUENCE_DATA_BYTES,
+            sequence_data_bytes: drover_store::sequences::SEQUENCE_DATA_BYTES,
             disk: Arc::new(drover_storage::HostDisk),
         }
     }
@@ -338,7 +344,10 @@ fn a_delivery_cut_off_before_it_was_logged_is_resumed() {
         },
     );
     assert!(resumed.unwrap().is_some());
-    assert_eq!(present, sample.batches.iter().map(|b| b.data.count()).sum());
+    assert_eq!(
+        present,
+        sample.batches.iter().map(|b| b.data.count()).sum::<u64>()
+    );
 }
 
 #[test]
@@ -409,7 +418,7 @@ fn a_catalog_that_was_lost_is_rebuilt_from_the_maps() {
 
 /// A slot of which the matcher knows: what it does not know of is given back.
 fn stored_slot(site: &Site) -> u64 {
-    let mut data = crate::blockmap::DataBits::new(300);
+    let mut data = drover_store::DataBits::new(300);
     (0..300).for_each(|i| data.set(i));
     let digests: Vec<Digest> = (0..300u32)
         .map(|n| Digest(*blake3::hash(&n.to_le_bytes()).as_bytes()))
@@ -430,8 +439,8 @@ fn stored_slot(site: &Site) -> u64 {
 
 #[test]
 fn a_sequence_for_which_there_was_no_room_is_copied_when_there_is() {
-    use crate::sequences::Copied;
     use drover_index::SequenceStore;
+    use drover_store::sequences::Copied;
     use std::os::unix::fs::FileExt;
 
     let home = Home::new();
@@ -597,7 +606,7 @@ fn the_newest_transfers_that_stopped_are_sources_after_a_start() {
 #[test]
 fn a_guess_that_was_wrong_is_not_made_again() {
     use crate::codec::Batch;
-    use crate::destination::{From, ReuseJob, Run};
+    use crate::destination::{ReuseJob, Run};
     use drover_index::{Origin, Plan, PlanRun, SequenceStore, Via};
 
     let home = Home::new();

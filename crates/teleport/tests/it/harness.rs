@@ -9,7 +9,7 @@ use drover_core::ImageName;
 use drover_image::Conversion;
 use drover_index::ImageId;
 use drover_net::{Identity, Listener, Role, decode, greet};
-use drover_store::{Catalog, ImageRecord};
+use drover_store::{Catalog, CatalogError, ImageRecord};
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
 use drover_teleport::protocol::{Request, kind};
 use drover_teleport::session::{SendItem, SendOptions, send};
@@ -25,23 +25,25 @@ pub struct MemoryCatalog {
 }
 
 impl Catalog for MemoryCatalog {
-    fn new_image_id(&self) -> Result<ImageId, String> {
+    fn new_image_id(&self) -> Result<ImageId, CatalogError> {
         let mut s = self.state.lock().unwrap();
         s.0 += 1;
         Ok(ImageId(s.0))
     }
-    fn images(&self) -> Result<Vec<ImageRecord>, String> {
+    fn images(&self) -> Result<Vec<ImageRecord>, CatalogError> {
         Ok(self.state.lock().unwrap().1.values().cloned().collect())
     }
-    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+    fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, CatalogError> {
         Ok(self.state.lock().unwrap().1.get(name).cloned())
     }
-    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, String> {
+    fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, CatalogError> {
         if self
             .fail_put
             .swap(false, std::sync::atomic::Ordering::Relaxed)
         {
-            return Err("the catalog is on a full disk".into());
+            return Err(CatalogError::Conflict(
+                "the catalog is on a full disk".into(),
+            ));
         }
         Ok(self
             .state
@@ -50,7 +52,7 @@ impl Catalog for MemoryCatalog {
             .1
             .insert(record.name.clone(), record.clone()))
     }
-    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, String> {
+    fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, CatalogError> {
         Ok(self.state.lock().unwrap().1.remove(name))
     }
 }
@@ -64,7 +66,7 @@ pub fn config(dir: &Path) -> SiteConfig {
         teleporter: None,
         reserve_bytes: 0,
         max_sessions: 8,
-        sequence_data_bytes: drover_teleport::SEQUENCE_DATA_BYTES,
+        sequence_data_bytes: drover_store::sequences::SEQUENCE_DATA_BYTES,
         disk: Arc::new(drover_storage::HostDisk),
     }
 }

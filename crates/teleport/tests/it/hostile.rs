@@ -127,7 +127,7 @@ async fn literals_that_are_not_what_was_announced_are_refused() {
     raw.offer(&offer("lie.raw", &layout), &layout.encode())
         .await;
     assert_eq!(raw.reader.next().await.unwrap().unwrap().kind, kind::ACCEPT);
-    let mut data = drover_teleport::blockmap::DataBits::new(4);
+    let mut data = drover_store::DataBits::new(4);
     (0..4).for_each(|i| data.set(i));
     let heads = vec![drover_core::Head::No; 4];
     let batch = drover_teleport::codec::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);
@@ -167,7 +167,7 @@ async fn batches_may_come_before_their_offer() {
     let (mut raw, session) = Raw::session(&there, &identity).await;
     let mut lane = Raw::dial(&there, &identity, Request::Lane { session }).await;
     assert_eq!(lane.reader.next().await.unwrap().unwrap().kind, kind::REPLY);
-    let mut data = drover_teleport::blockmap::DataBits::new(4);
+    let mut data = drover_store::DataBits::new(4);
     (0..4).for_each(|i| data.set(i));
     let heads = vec![drover_core::Head::No; 4];
     let batch = drover_teleport::codec::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);

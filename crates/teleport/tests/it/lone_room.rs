@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use drover_index::SEGMENT_SLOTS;
 use drover_net::{FrameReader, FrameWriter, encode};
+use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_teleport::matching::{LocalTeleporter, decode_event, encode_answer, handle};
 use drover_teleport::protocol::{Reply, kind};
 use drover_teleport::teleporter::Answer;
-use drover_teleport::{SEQUENCE_DATA_BYTES, SiteConfig, open_teleporter};
+use drover_teleport::{SiteConfig, open_teleporter};
 
 use crate::harness::*;
 use crate::room::{allocated, remove};

@@ -92,7 +92,7 @@ pub struct Three {
 }
 
 async fn three() -> Three {
-    three_with(drover_teleport::SEQUENCE_DATA_BYTES).await
+    three_with(drover_store::sequences::SEQUENCE_DATA_BYTES).await
 }
 
 /// The same, with a site that keeps so much sequence data.
@@ -100,7 +100,7 @@ pub async fn three_with(sequence_data_bytes: u64) -> Three {
     let dir = tempfile::tempdir().unwrap();
     let teleporter = open_teleporter(
         &dir.path().join("teleporter"),
-        drover_teleport::SEQUENCE_DATA_BYTES,
+        drover_store::sequences::SEQUENCE_DATA_BYTES,
         &mut Vec::new(),
     )
     .unwrap();
@@ -133,7 +133,7 @@ pub fn remote(teleporter: &Identity, address: &str) -> RemoteTeleporter {
 }
 
 async fn site(dir: &Path, remote: &RemoteTeleporter) -> TestSite {
-    site_with(dir, remote, drover_teleport::SEQUENCE_DATA_BYTES).await
+    site_with(dir, remote, drover_store::sequences::SEQUENCE_DATA_BYTES).await
 }
 
 async fn site_with(dir: &Path, remote: &RemoteTeleporter, sequence_data_bytes: u64) -> TestSite {

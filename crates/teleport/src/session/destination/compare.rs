@@ -8,21 +8,19 @@ use drover_core::BLOCK_SIZE_U64;
 use drover_image::{Layout, Stamp};
 use drover_index::{Origin, Plan, PlanRun, Via};
 use drover_net::{decode, encode};
+use drover_store::{BlockMap, ImageRecord, OpenImage};
 use tokio::sync::watch;
 
 use super::prepare::taken_over;
 use super::{Frames, Session, SessionShared, stopped};
 use crate::TeleportError;
-use crate::blockmap::BlockMap;
 use crate::codec::{Batch, Runs, proofs_of};
 use crate::destination::Event;
 use crate::files::{copy_spans, digest_in_place, spans_of};
-use crate::images::OpenImage;
 use crate::protocol::{Accept, BATCH_BLOCKS, Delivered, End, GiveUp, Matched, Offer, kind};
 use crate::site::{Site, remove_dir};
 use crate::stages::{DestinationStages, Lap};
 use crate::transfer::{Hold, Opening, Transfer, transfer_key};
-use drover_store::ImageRecord;
 
 /// What came of comparing.
 pub enum Compared {
@@ -146,7 +144,7 @@ fn begin(
     if dir.exists() || record.size_bytes != offer.file_bytes || record.format != offer.format {
         return Ok(None);
     }
-    let Ok(layout) = Layout::decode(encoded, crate::imagemap::layout_limits()) else {
+    let Ok(layout) = Layout::decode(encoded, drover_store::layout_limits()) else {
         return Ok(None); // The transfer refuses it with a reason.
     };
     let Some(base) = site.images.open_image(record.id) else {
@@ -171,7 +169,7 @@ fn begin(
     let image = site
         .catalog
         .new_image_id()
-        .map_err(TeleportError::Catalog)?;
+        .map_err(drover_store::StoreError::from)?;
     let opening = Opening {
         peer: *peer,
         peer_name: peer_name.clone(),

@@ -11,15 +11,16 @@ use crossbeam_channel::{RecvTimeoutError, Sender, bounded, unbounded};
 use drover_core::Digest;
 use drover_index::{Plan, SequenceStore};
 use drover_net::Frame;
+use drover_store::DataBits;
+use drover_store::sequences::From;
 use tokio::sync::mpsc;
 
 use super::prepare::Prepared;
 use super::reuse::{self, Job, Work};
 use super::waits;
 use crate::TeleportError;
-use crate::blockmap::DataBits;
 use crate::codec::{Batch, proofs_of};
-use crate::destination::{Action, Event, From, ReuseJob, Run};
+use crate::destination::{Action, Event, ReuseJob, Run};
 use crate::protocol::{Delivered, GiveUp, kind};
 use crate::session::lane_in::OpenBatch;
 use crate::site::{Arrived, Site, unix_now};

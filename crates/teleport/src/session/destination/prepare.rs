@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use drover_image::{Format, Layout};
 use drover_index::{ImageId, Plan};
+use drover_store::{DataBits, layout_limits};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{mpsc, watch};
 
@@ -15,12 +16,10 @@ use super::SessionShared;
 use super::driver::DriverEvent;
 use super::matching::MatchThread;
 use crate::TeleportError;
-use crate::blockmap::DataBits;
 use crate::codec::Batch;
 use crate::destination::Destination;
 use crate::error::RefuseReason;
 use crate::files::OrderedDigest;
-use crate::imagemap::layout_limits;
 use crate::partials::Transit;
 use crate::protocol::Offer;
 use crate::session::lane_in::{Incoming, OpenBatch};
@@ -192,7 +191,7 @@ pub fn prepare(
             let image = site
                 .catalog
                 .new_image_id()
-                .map_err(TeleportError::Catalog)?;
+                .map_err(drover_store::StoreError::from)?;
             let opening = Opening {
                 peer: *peer,
                 peer_name: peer_name.clone(),

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::{BLOCK_SIZE_U64, Digest};
+use drover_store::DataBits;
+use drover_store::sequences::{From, Sequences};
 
 use super::driver::DriverEvent;
 use crate::TeleportError;
-use crate::blockmap::DataBits;
 use crate::codec::Batch;
-use crate::destination::{Event, From, ReuseJob};
+use crate::destination::{Event, ReuseJob};
 use crate::files::{copy_spans, digest_in_place, has_data, spans_of};
-use crate::sequences::Sequences;
 use crate::session::lane_in::Incoming;
 use crate::site::Site;
 use crate::stages::Lap;

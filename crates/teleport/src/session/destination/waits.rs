@@ -7,11 +7,11 @@
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use drover_store::sequences::{From, Reach};
 
 use super::driver::DriverEvent;
 use super::reuse::{Job, Work};
-use crate::destination::{Event, From, ReuseJob, Run};
-use crate::sequences::Reach;
+use crate::destination::{Event, ReuseJob, Run};
 use crate::session::lane_in::Incoming;
 use crate::site::Site;
 
@@ -143,8 +143,8 @@ mod tests {
     use drover_index::{ImageId, Via};
 
     use super::*;
-    use crate::blockmap::DataBits;
     use crate::codec::Batch;
+    use drover_store::DataBits;
 
     /// A run of one block: block `first` of image `image`.
     fn job(image: usize, first: u64) -> ReuseJob {

@@ -9,11 +9,15 @@ use drover_image::{Layout, LayoutLimits};
 use drover_index::ImageId;
 use serde::{Deserialize, Serialize};
 
-use crate::TeleportError;
-use crate::blockmap::{BlockMap, DataBits};
-use crate::codec::{Reader, put_varint};
-use crate::protocol::{BATCH_BLOCKS, MAX_IMAGE_BYTES, MAX_LAYOUT_BYTES};
-use drover_store::ImageRecord;
+use crate::StoreError;
+use crate::blockmap::BlockMap;
+use crate::catalog::ImageRecord;
+
+/// The largest encoded layout: of a file, and of what a peer announces.
+pub const MAX_LAYOUT_BYTES: u64 = 64 << 20;
+
+/// The largest image, in bytes of the file: what 32-bit block numbers reach.
+pub const MAX_IMAGE_BYTES: u64 = 16 << 40;
 
 const MAGIC: &[u8; 8] = b"DRVRMAP\0";
 const VERSION: u32 = 1;
@@ -45,38 +49,6 @@ pub struct ImageMap {
     pub blocks: Arc<BlockMap>,
 }
 
-impl BlockMap {
-    /// Its bytes in a map file, uncompressed.
-    fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        put_varint(&mut out, self.walk_blocks());
-        for bits in (0..self.batches()).filter_map(|b| self.batch(b)) {
-            let runs = bits.runs();
-            put_varint(&mut out, runs.len() as u64);
-            runs.iter().for_each(|&r| put_varint(&mut out, r));
-        }
-        out
-    }
-
-    fn decode(bytes: &[u8]) -> Option<BlockMap> {
-        let mut r = Reader::new(bytes, "block map");
-        let walk_blocks = r.at_most(1 << 32).ok()?;
-        let mut out = BlockMap::default();
-        let mut left = walk_blocks;
-        while left > 0 {
-            let blocks = left.min(BATCH_BLOCKS);
-            let n = r.at_most(BATCH_BLOCKS + 1).ok()?;
-            let runs = (0..n)
-                .map(|_| r.varint().ok())
-                .collect::<Option<Vec<_>>>()?;
-            out.push(&DataBits::from_runs(blocks, &runs)?);
-            left -= blocks;
-        }
-        r.end().ok()?;
-        Some(out)
-    }
-}
-
 impl ImageMap {
     /// Bytes of memory it takes, about.
     #[must_use]
@@ -88,9 +60,9 @@ impl ImageMap {
     ///
     /// # Errors
     /// When any of that fails.
-    pub fn save(&self, record: &ImageRecord, path: &Path) -> Result<(), TeleportError> {
+    pub fn save(&self, record: &ImageRecord, path: &Path) -> Result<(), StoreError> {
         drover_storage::atomic_replace(path, &self.encode(record))
-            .map_err(TeleportError::file("write", path))
+            .map_err(StoreError::file("write", path))
     }
 
     /// The bytes of the map of `record`.
@@ -126,8 +98,8 @@ impl ImageMap {
     ///
     /// # Errors
     /// When the file cannot be read.
-    pub fn load(path: &Path) -> Result<Option<(ImageRecord, ImageMap)>, TeleportError> {
-        let failed = |e| TeleportError::file("read", path)(e);
+    pub fn load(path: &Path) -> Result<Option<(ImageRecord, ImageMap)>, StoreError> {
+        let failed = |e| StoreError::file("read", path)(e);
         if std::fs::metadata(path).map_err(failed)?.len() > MAX_MAP_BYTES {
             return Ok(None);
         }
@@ -215,13 +187,14 @@ pub fn layout_limits() -> LayoutLimits {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::blockmap::{DataBits, ENTRY_BLOCKS};
 
     fn sample() -> (ImageRecord, ImageMap) {
         let layout = Layout::in_file_order(10_000_000, &[0..4096, 8192..10_000_000]);
         let mut blocks = BlockMap::default();
         let mut left = layout.walk_blocks();
         while left > 0 {
-            let n = left.min(BATCH_BLOCKS);
+            let n = left.min(ENTRY_BLOCKS);
             let mut bits = DataBits::new(n);
             (0..n).filter(|i| i % 7 != 3).for_each(|i| bits.set(i));
             blocks.push(&bits);

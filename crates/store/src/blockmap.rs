@@ -4,9 +4,12 @@
 //! turns such an index into a block of the walk. It grows batch by batch, takes 16 bytes for a
 //! batch that is all data or all zero and 272 for a mixed one, and is kept beside every image.
 
-use crate::protocol::BATCH_BLOCKS;
+use drover_core::{put_varint, take_varint};
 
-const WORDS: usize = (BATCH_BLOCKS / 64) as usize;
+/// Blocks in an entry of a [`BlockMap`]: a batch (8 MiB of the walk).
+pub const ENTRY_BLOCKS: u64 = 2048;
+
+const WORDS: usize = (ENTRY_BLOCKS / 64) as usize;
 
 /// Which blocks of one batch hold data.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,7 +25,7 @@ impl DataBits {
     /// If `blocks` is more than a batch has.
     #[must_use]
     pub fn new(blocks: u64) -> Self {
-        assert!(blocks <= BATCH_BLOCKS);
+        assert!(blocks <= ENTRY_BLOCKS);
         DataBits {
             blocks: blocks as u16,
             words: Box::new([0; WORDS]),
@@ -105,7 +108,7 @@ impl DataBits {
     /// The other way round; `None` unless the runs make up exactly `blocks` blocks.
     #[must_use]
     pub fn from_runs(blocks: u64, runs: &[u64]) -> Option<Self> {
-        if blocks > BATCH_BLOCKS {
+        if blocks > ENTRY_BLOCKS {
             return None;
         }
         let mut out = DataBits::new(blocks);
@@ -145,7 +148,7 @@ pub struct BlockMap {
 }
 
 impl BlockMap {
-    /// Adds the next batch. All but the last have [`BATCH_BLOCKS`] blocks.
+    /// Adds the next batch. All but the last have [`ENTRY_BLOCKS`] blocks.
     pub fn push(&mut self, bits: &DataBits) {
         let count = bits.count();
         let kind = match count {
@@ -211,7 +214,7 @@ impl BlockMap {
         let at = self.entries.partition_point(|e| e.before <= compact) - 1;
         let e = &self.entries[at];
         let mut rank = compact - e.before;
-        let start = at as u64 * BATCH_BLOCKS;
+        let start = at as u64 * ENTRY_BLOCKS;
         match &e.bits {
             Bits::Zero => None,
             Bits::Data => Some(start + rank),
@@ -243,9 +246,9 @@ impl BlockMap {
             let block = self.walk_of(compact)?;
             // As long a stretch as one look can show: to the end of a batch that is all data, else
             // one block.
-            let e = &self.entries[(block / BATCH_BLOCKS) as usize];
+            let e = &self.entries[(block / ENTRY_BLOCKS) as usize];
             let stretch = match e.bits {
-                Bits::Data => (u64::from(e.blocks) - block % BATCH_BLOCKS).min(left),
+                Bits::Data => (u64::from(e.blocks) - block % ENTRY_BLOCKS).min(left),
                 _ => 1,
             };
             match out.last_mut() {
@@ -270,6 +273,36 @@ impl BlockMap {
     }
 }
 
+impl BlockMap {
+    /// Its bytes in a map file, uncompressed: the number of blocks, and the runs of each batch.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        put_varint(&mut out, self.walk_blocks());
+        for bits in (0..self.batches()).filter_map(|b| self.batch(b)) {
+            let runs = bits.runs();
+            put_varint(&mut out, runs.len() as u64);
+            runs.iter().for_each(|&r| put_varint(&mut out, r));
+        }
+        out
+    }
+
+    /// The other way round; `None` for anything else than such bytes.
+    pub(crate) fn decode(mut bytes: &[u8]) -> Option<BlockMap> {
+        let mut left = take_varint(&mut bytes).filter(|&n| n <= 1 << 32)?;
+        let mut out = BlockMap::default();
+        while left > 0 {
+            let blocks = left.min(ENTRY_BLOCKS);
+            let n = take_varint(&mut bytes).filter(|&n| n <= ENTRY_BLOCKS + 1)?;
+            let runs = (0..n)
+                .map(|_| take_varint(&mut bytes))
+                .collect::<Option<Vec<_>>>()?;
+            out.push(&DataBits::from_runs(blocks, &runs)?);
+            left -= blocks;
+        }
+        bytes.is_empty().then_some(out)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -285,7 +318,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_and_back(blocks in 1u64..=BATCH_BLOCKS, data in prop::collection::vec(any::<bool>(), 1..200)) {
+        fn runs_and_back(blocks in 1u64..=ENTRY_BLOCKS, data in prop::collection::vec(any::<bool>(), 1..200)) {
             let b = bits(blocks, &data);
             prop_assert_eq!(DataBits::from_runs(blocks, &b.runs()), Some(b.clone()));
             prop_assert_eq!(b.iter().count() as u64, b.count());
@@ -295,14 +328,14 @@ mod tests {
         #[test]
         fn compact_indices_agree_with_the_plain_list(
             batches in prop::collection::vec(prop::collection::vec(any::<bool>(), 1..70), 1..5),
-            last in 1u64..=BATCH_BLOCKS,
+            last in 1u64..=ENTRY_BLOCKS,
         ) {
             let mut map = BlockMap::default();
             let mut plain = Vec::new();
             for (n, data) in batches.iter().enumerate() {
-                let blocks = if n + 1 == batches.len() { last } else { BATCH_BLOCKS };
+                let blocks = if n + 1 == batches.len() { last } else { ENTRY_BLOCKS };
                 let b = bits(blocks, data);
-                plain.extend(b.iter().map(|i| n as u64 * BATCH_BLOCKS + i));
+                plain.extend(b.iter().map(|i| n as u64 * ENTRY_BLOCKS + i));
                 map.push(&b);
                 prop_assert_eq!(map.batch(n as u64), Some(b));
             }
@@ -322,6 +355,6 @@ mod tests {
         assert!(DataBits::from_runs(10, &[4, 5]).is_none());
         assert!(DataBits::from_runs(10, &[4, 7]).is_none());
         assert!(DataBits::from_runs(10, &[u64::MAX, 11]).is_none());
-        assert!(DataBits::from_runs(BATCH_BLOCKS + 1, &[BATCH_BLOCKS + 1]).is_none());
+        assert!(DataBits::from_runs(ENTRY_BLOCKS + 1, &[ENTRY_BLOCKS + 1]).is_none());
     }
 }

@@ -10,9 +10,9 @@ use drover_core::ImageName;
 use drover_index::ImageId;
 use parking_lot::{Mutex, RwLock};
 
-use crate::TeleportError;
+use crate::StoreError;
+use crate::catalog::{Catalog, ImageRecord};
 use crate::imagemap::ImageMap;
-use drover_store::{Catalog, ImageRecord};
 
 /// Memory for the maps of images that are being read from.
 const MAP_BUDGET_BYTES: usize = 48 << 20;
@@ -49,9 +49,9 @@ impl Images {
         maps_dir: PathBuf,
         awaited: &HashSet<ImageId>,
         repairs: &mut Vec<String>,
-    ) -> Result<Self, TeleportError> {
-        std::fs::create_dir_all(&maps_dir).map_err(TeleportError::file("create", &maps_dir))?;
-        let listed = catalog.images().map_err(TeleportError::Catalog)?;
+    ) -> Result<Self, StoreError> {
+        std::fs::create_dir_all(&maps_dir).map_err(StoreError::file("create", &maps_dir))?;
+        let listed = catalog.images()?;
         let records = listed.into_iter().map(|r| (r.id, r)).collect();
         let images = Images {
             catalog,
@@ -70,8 +70,8 @@ impl Images {
         &self,
         awaited: &HashSet<ImageId>,
         repairs: &mut Vec<String>,
-    ) -> Result<(), TeleportError> {
-        let failed = |e| TeleportError::file("list", &self.maps_dir)(e);
+    ) -> Result<(), StoreError> {
+        let failed = |e| StoreError::file("list", &self.maps_dir)(e);
         for entry in std::fs::read_dir(&self.maps_dir).map_err(failed)? {
             let path = entry.map_err(failed)?.path();
             let id = path
@@ -92,12 +92,12 @@ impl Images {
         Ok(())
     }
 
-    fn restore(&self, path: &Path, repairs: &mut Vec<String>) -> Result<(), TeleportError> {
+    fn restore(&self, path: &Path, repairs: &mut Vec<String>) -> Result<(), StoreError> {
         let found = ImageMap::load(path)?.map(|(record, _)| record);
         let taken = |r: &ImageRecord| self.records.read().values().any(|o| o.name == r.name);
         match found {
             Some(record) if !taken(&record) && record.path.exists() => {
-                self.catalog.put(&record).map_err(TeleportError::Catalog)?;
+                self.catalog.put(&record)?;
                 repairs.push(format!(
                     "{}: put back into the catalog from its map",
                     record.name
@@ -178,8 +178,8 @@ impl Images {
     ///
     /// # Errors
     /// When the catalog fails.
-    pub fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, TeleportError> {
-        let old = self.catalog.put(record).map_err(TeleportError::Catalog)?;
+    pub fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, StoreError> {
+        let old = self.catalog.put(record)?;
         let old = old.filter(|o| o.id != record.id);
         if let Some(old) = &old {
             self.drop_record(old);
@@ -192,8 +192,8 @@ impl Images {
     ///
     /// # Errors
     /// When the catalog fails.
-    pub fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, TeleportError> {
-        let old = self.catalog.remove(name).map_err(TeleportError::Catalog)?;
+    pub fn remove(&self, name: &ImageName) -> Result<Option<ImageRecord>, StoreError> {
+        let old = self.catalog.remove(name)?;
         if let Some(old) = &old {
             self.drop_record(old);
         }

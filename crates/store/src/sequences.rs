@@ -20,8 +20,7 @@ use drover_index::{ImageId, SequenceStore};
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, fallocate};
 
-use crate::TeleportError;
-use crate::destination::From;
+use crate::StoreError;
 use journal::{Change, Journal};
 use table::{Pending, Table};
 
@@ -30,6 +29,33 @@ pub use drover_index::SEGMENT_SLOTS;
 
 /// Bytes of a segment.
 pub const SEGMENT_BYTES: u64 = SEGMENT_SLOTS * BLOCK_SIZE_U64;
+
+/// Bytes of sequence data when nothing else is said: all that the matcher can number.
+pub const SEQUENCE_DATA_BYTES: u64 = 128 << 30;
+
+/// Where reused blocks are read from, once the site has looked up what a plan names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum From {
+    /// Must be sent.
+    Literal,
+    /// Another image of the site.
+    Image {
+        /// Which.
+        image: ImageId,
+        /// The first block's compact index in it.
+        first: u64,
+    },
+    /// This image, earlier.
+    Own {
+        /// The first block's compact index.
+        first: u64,
+    },
+    /// The sequence cache's data file.
+    Sequence {
+        /// The first block's slot.
+        first: u64,
+    },
+}
 
 /// Whether blocks of an image can be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,7 +125,7 @@ impl Sequences {
     ///
     /// # Errors
     /// When the file cannot be opened.
-    pub fn open(dir: &Path, limit: u64) -> Result<Self, TeleportError> {
+    pub fn open(dir: &Path, limit: u64) -> Result<Self, StoreError> {
         let data_path = dir.join("sequences.data");
         let data = File::options()
             .read(true)
@@ -107,12 +133,12 @@ impl Sequences {
             .create(true)
             .truncate(false)
             .open(&data_path)
-            .map_err(TeleportError::file("open", &data_path))?;
+            .map_err(StoreError::file("open", &data_path))?;
         let limit = segments_of(limit) * SEGMENT_SLOTS;
         let size = data.metadata().map_or(0, |about| about.len());
         if size > limit * BLOCK_SIZE_U64 {
             data.set_len(limit * BLOCK_SIZE_U64)
-                .map_err(TeleportError::file("cut", &data_path))?;
+                .map_err(StoreError::file("cut", &data_path))?;
         }
         let (mut journal, mut table) = Journal::open(&dir.join("sequences.pending"));
         if table

@@ -5,19 +5,16 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use drover_core::ImageName;
 use drover_storage::sync_parent;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 
-use super::Site;
-use crate::TeleportError;
-use drover_store::ImageRecord;
+use crate::StoreError;
 
 /// What keeps the replaced file, beside the new one.
 const REPLACED: &str = "replaced";
 
 /// A file that has got its name, but is not entered yet.
-pub(super) struct Named {
+pub struct Named {
     part: PathBuf,
     target: PathBuf,
     before: Before,
@@ -35,10 +32,13 @@ enum Before {
 impl Named {
     /// Gives `part` the name `target`: only if nothing has it when `fresh`, else in place of what does. Durable when it
     /// returns; when it fails all is as it was.
-    pub(super) fn new(part: &Path, target: &Path, fresh: bool) -> Result<Self, TeleportError> {
-        let failed = TeleportError::file("rename to", target);
+    ///
+    /// # Errors
+    /// When the name is taken, or the system reports something else.
+    pub fn new(part: &Path, target: &Path, fresh: bool) -> Result<Self, StoreError> {
+        let failed = StoreError::file("rename to", target);
         let named = || {
-            finish_undoing(part, target)?;
+            put_back(part, target)?;
             let before = match fresh {
                 true => Before::Nothing,
                 false => keep(target, aside(part))?,
@@ -56,20 +56,22 @@ impl Named {
         let named: Named = named().map_err(failed)?;
         if let Err(e) = sync_parent(target) {
             named.undo();
-            return Err(TeleportError::file("sync the directory of", target)(e));
+            return Err(StoreError::file("sync the directory of", target)(e));
         }
         Ok(named)
     }
 
     /// The image is entered: what it replaced goes.
-    pub(super) fn entered(self) {
-        if let Before::Kept(replaced) = self.before {
-            super::remove_dir(&replaced);
+    pub fn entered(self) {
+        if let Before::Kept(replaced) = self.before
+            && let Err(e) = std::fs::remove_file(&replaced)
+        {
+            tracing::warn!(path = %replaced.display(), error = %e, "cannot remove");
         }
     }
 
     /// The image was not entered: what had the name gets it back, and the new file is where it was.
-    pub(super) fn undo(self) {
+    pub fn undo(self) {
         let undone = match &self.before {
             // Durable before the other is: no crash may leave the new file without a name.
             Before::Kept(replaced) => std::fs::hard_link(&self.target, &self.part)
@@ -84,25 +86,16 @@ impl Named {
     }
 }
 
-impl Site {
-    /// A site that stopped while it undid a naming has left the new file under both names: what had the name before
-    /// gets it back, since nothing may be written to the other then.
-    ///
-    /// # Errors
-    /// When it cannot be renamed.
-    pub fn finish_undoing(&self, dir: &Path, name: &ImageName) -> Result<(), TeleportError> {
-        let (part, target) = (dir.join("image.part"), self.image_path(name));
-        finish_undoing(&part, &target).map_err(TeleportError::file("rename to", &target))
-    }
-
-    /// Whether the catalog took an image in although it said that it failed.
-    pub(super) fn is_entered(&self, record: &ImageRecord) -> bool {
-        let now = self.catalog.by_name(&record.name);
-        now.is_ok_and(|now| now.is_some_and(|now| now.id == record.id))
-    }
+/// What stopped while it undid a naming has left the new file under both names: what had the name before gets it back,
+/// since nothing may be written to the other then.
+///
+/// # Errors
+/// When it cannot be renamed.
+pub fn finish_undoing(part: &Path, target: &Path) -> Result<(), StoreError> {
+    put_back(part, target).map_err(StoreError::file("rename to", target))
 }
 
-fn finish_undoing(part: &Path, target: &Path) -> io::Result<()> {
+fn put_back(part: &Path, target: &Path) -> io::Result<()> {
     let aside = aside(part);
     if same_file(part, target) && aside.exists() {
         std::fs::rename(aside, target)?;
