@@ -185,6 +185,7 @@ impl Row {
     }
 
     /// Adds a figure that was measured once.
+    #[cfg(test)]
     #[must_use]
     pub fn with(mut self, key: &str, value: f64) -> Self {
         self.set(key, value);

@@ -1,18 +1,12 @@
 //! The experiments: each drives the real `drover` and its rivals, compares every result file with its
 //! original, and hands out rows.
 
-pub mod blocks;
 pub mod boot;
-pub mod caches;
 pub mod compress;
 pub mod frontends;
-pub mod growth;
-pub mod heads;
 pub mod library;
 mod lines;
 pub mod link;
-mod matching;
-pub mod memory;
 pub mod mount;
 mod mover;
 mod pictures;
@@ -20,10 +14,8 @@ pub mod pull;
 pub mod push;
 pub mod region;
 pub mod resume;
-pub mod sequences;
 mod shows;
 pub mod similar;
-mod synthetic;
 pub mod throughput;
 mod weights;
 
@@ -170,12 +162,6 @@ pub const ALL: &[&dyn Experiment] = &[
     &resume::Resume,
     &throughput::Throughput,
     &compress::Compress,
-    &growth::Growth,
-    &blocks::Blocks,
-    &heads::Heads,
-    &caches::Caches,
-    &sequences::Sequences,
-    &memory::Memory,
     &mount::Mount,
     &pull::Pull,
     &push::Push,

@@ -74,9 +74,6 @@ enum Command {
     /// Measure one case, for `bench`.
     #[command(hide = true)]
     Case(bench::CaseArgs),
-    /// Digests through the matcher, for the memory experiment: its process has nothing else in it.
-    #[command(hide = true)]
-    Walk(experiments::memory::WalkArgs),
 }
 
 fn main() -> ExitCode {
@@ -95,7 +92,6 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Bench(args) => return bench::bench(experiments::ALL, &args),
         Command::Document(args) => bench::make_document(experiments::ALL, &args)?,
         Command::Case(args) => bench::run_case(experiments::ALL, &args)?,
-        Command::Walk(args) => experiments::memory::walk(&args)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -147,11 +147,6 @@ impl Site {
         self.watch.forget_peak();
     }
 
-    /// Bytes of the files that the site keeps of its images beside them: hash files, caches, maps.
-    pub fn index_bytes(&self) -> u64 {
-        bytes_below(&self.home.join("index"))
-    }
-
     /// Ends the site as a power cut would: SIGKILL.
     ///
     /// # Errors
@@ -161,16 +156,6 @@ impl Site {
         self.child.wait()?;
         Ok(())
     }
-}
-
-fn bytes_below(dir: &Path) -> u64 {
-    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-    let bytes = |entry: fs::DirEntry| match entry.metadata() {
-        Ok(meta) if meta.is_dir() => bytes_below(&entry.path()),
-        Ok(meta) => meta.len(),
-        Err(_) => 0,
-    };
-    entries.map(bytes).sum()
 }
 
 impl Drop for Site {

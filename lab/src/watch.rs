@@ -120,7 +120,7 @@ fn look(pid: u32) -> Option<Cost> {
 }
 
 /// The greatest resident set (VmHWM) in a `/proc/PID/status`, in bytes.
-pub fn peak_of(status: &str) -> Option<u64> {
+fn peak_of(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
     Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
 }
