@@ -55,11 +55,11 @@ seed directory_device empty "$directory$(zeros 4)"
 seed directory_device chunk "$directory$(zeros 4)$(zeros 4096)"
 # An opening message; a background read, part of an epoch; what a site answers to an opening and to a read of two chunks, of
 # which one is zeros; and the pieces of such an answer.
-seed mount_messages open "\\0\\1$(zeros 16)\\1\\1\\7web.img\\1\\200\\200\\4\\0\\2at"
+seed mount_messages open "\\0$(zeros 16)\\1\\1\\7web.img\\1\\200\\200\\4\\0\\2at"
 seed mount_messages read '\1\5\0\0\1\0\20\1'
 seed mount_messages write '\1\7\0\5\2\1\0\200\40\0some bytes'
-seed mount_messages opened "\\2\\56\\0\\0\\200\\200\\4\\200\\40$(zeros 32)\\1\\1\\0\\0\\1\\1\\1\\1"
-seed mount_messages chunks "\\2\\11\\0\\1\\1\\0\\2\\1\\2\\0\\0\\1$(zeros 40)"
+seed mount_messages opened "\\0\\200\\200\\4\\200\\40$(zeros 32)\\1\\1\\0\\0\\1\\1\\1\\1"
+seed mount_messages chunks "\\2\\11\\0\\0\\1\\0\\2\\1\\2\\0\\0\\1$(zeros 40)"
 seed mount_messages pieces "\\3\\4$(zeros 7)\\2\\0\\0\\0\\1"
 
 images=corpus/seeds/image_open

@@ -4,9 +4,12 @@
 #![no_main]
 
 use drover_net::{Ticket, decode, encode};
-use drover_teleport::protocol::{
-    Accept, Delivered, End, Estimate, GiveUp, Offer, Refusal, Reply, Request,
+use drover_teleport::protocol::{Accept, Delivered, End, Estimate, GiveUp, Offer};
+use drover_teleport::services::{
+    ImageInfo, IndexImage, JoinSession, OpenSession, Progress, RemoveImage, RemoveTransfer,
+    Verified, VerifyImage,
 };
+use drover_teleport::transfers::Unfinished;
 use libfuzzer_sys::fuzz_target;
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -21,11 +24,22 @@ fuzz_target!(|data: &[u8]| {
         return;
     };
     match which {
-        0 => check::<Request>(bytes),
-        1 => check::<Reply>(bytes),
+        0 => {
+            check::<OpenSession>(bytes);
+            check::<JoinSession>(bytes);
+            check::<VerifyImage>(bytes);
+            check::<IndexImage>(bytes);
+            check::<RemoveImage>(bytes);
+            check::<RemoveTransfer>(bytes);
+        }
+        1 => {
+            check::<Vec<ImageInfo>>(bytes);
+            check::<Vec<Unfinished>>(bytes);
+            check::<Progress>(bytes);
+            check::<Verified>(bytes);
+        }
         2 => check::<Offer>(bytes),
         3 => check::<Accept>(bytes),
-        4 => check::<Refusal>(bytes),
         5 => check::<Delivered>(bytes),
         6 => check::<Estimate>(bytes),
         7 => check::<End>(bytes),

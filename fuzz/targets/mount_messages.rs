@@ -7,8 +7,9 @@
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 use drover_mount::protocol::{
-    Answer, Ask, MAX_BODY, Open, check_shape, decode_message, encode_message, pieces,
+    Answer, Ask, MAX_BODY, Open, Opened, check_shape, decode_message, encode_message, pieces,
 };
+use drover_net::{decode, encode};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
@@ -18,8 +19,12 @@ fuzz_target!(|data: &[u8]| {
     let payload = Bytes::copy_from_slice(bytes);
     match which % 4 {
         0 => {
-            if let Ok(open) = Open::decode(bytes) {
-                assert_eq!(Open::decode(&open.encode()), Ok(open));
+            if let Ok(open) = decode::<Open>(bytes) {
+                let _ = open.check();
+                assert_eq!(decode::<Open>(&encode(&open)).ok(), Some(open));
+            }
+            if let Ok(opened) = decode::<Opened>(bytes) {
+                let _ = check_shape(opened.shape());
             }
         }
         1 => {
@@ -33,9 +38,6 @@ fuzz_target!(|data: &[u8]| {
         }
         2 => {
             if let Ok(message) = decode_message::<Answer>(&payload) {
-                if let Answer::Opened(opened) = &message.head {
-                    let _ = check_shape(opened.shape());
-                }
                 if let Answer::Presence { runs, end, .. } = &message.head {
                     presence(runs, *end);
                 }

@@ -15,7 +15,8 @@ use anyhow::Result;
 use drover_core::{Digest, ImageName};
 use drover_mount::server::{Changes, Server, changes_of, changes_on_disk};
 
-use drover_teleport::protocol::{Reply, Request};
+use drover_net::request;
+use drover_teleport::services::Progress;
 use serde::{Deserialize, Serialize};
 
 use crate::home::Home;
@@ -93,21 +94,37 @@ pub fn of_image(home: &Home, name: &ImageName) -> Option<Told> {
     changes_of(&home.mounted_dir(), name).map(Told::from)
 }
 
-/// What mounts wrote over all images, as JSON.
+/// What mounts wrote over all images?
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ListChanges;
+request!(ListChanges: "change.list", Manage, () => Vec<Told>);
+
+/// Drop what mounts wrote over an image.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct DropChanges {
+    /// Which.
+    pub name: ImageName,
+    /// Over earlier images of that name, which were replaced since.
+    pub earlier: bool,
+}
+request!(DropChanges: "change.drop", Manage, () => Dropped);
+
+request!(Order: "change.merge", Manage, Progress => Merged);
+
+/// What mounts wrote over all images.
 ///
 /// # Errors
 /// When the site's state cannot be read.
-pub fn list_json(home: &Home) -> Result<String> {
+pub fn on_disk(home: &Home) -> Result<Vec<Told>> {
     let all = changes_on_disk(&home.mounted_dir())?;
-    let told: Vec<Told> = all.into_iter().map(Told::from).collect();
-    Ok(serde_json::to_string(&told)?)
+    Ok(all.into_iter().map(Told::from).collect())
 }
 
-/// Drops changes; what they were, as JSON. Blocks on the disk.
+/// Drops changes; what they were. Blocks on the disk.
 ///
 /// # Errors
 /// When somebody has the image mounted, or its files cannot be changed.
-pub fn drop_json(home: &Home, server: &Server, name: &ImageName, earlier: bool) -> Result<String> {
+pub fn drop_at(home: &Home, server: &Server, name: &ImageName, earlier: bool) -> Result<Dropped> {
     let room = room_of(home, name, earlier)?;
     let (dropped, changed_bytes) = if earlier {
         (server.drop_earlier(name)? > 0, 0)
@@ -115,13 +132,13 @@ pub fn drop_json(home: &Home, server: &Server, name: &ImageName, earlier: bool) 
         let changed = server.drop_changes(name)?;
         (changed.is_some(), changed.unwrap_or(0))
     };
-    Ok(serde_json::to_string(&Dropped {
+    Ok(Dropped {
         image: name.to_string(),
         dropped,
         changed_bytes,
         room_bytes: room,
         earlier,
-    })?)
+    })
 }
 
 fn room_of(home: &Home, name: &ImageName, earlier: bool) -> Result<u64> {
@@ -137,17 +154,16 @@ fn room_of(home: &Home, name: &ImageName, earlier: bool) -> Result<u64> {
 /// # Errors
 /// When the site does not answer, or its state cannot be read.
 pub async fn told(home: &Home) -> Result<Vec<Told>> {
-    let text = match Call::local(home).await? {
-        Some(call) => call.text(&Request::Changes).await?,
-        None => list_json(home)?,
-    };
-    Ok(serde_json::from_str(&text)?)
+    match Call::local(home).await? {
+        Some(call) => call.ask(&ListChanges, |()| {}).await,
+        None => on_disk(home),
+    }
 }
 
 /// Has the running site drop changes, or drops them when none runs.
 ///
 /// # Errors
-/// As [`drop_json`].
+/// As [`drop_at`].
 pub async fn ask_to_drop(
     home: &Home,
     catalog: &Arc<SiteCatalog>,
@@ -156,17 +172,16 @@ pub async fn ask_to_drop(
 ) -> Result<Dropped> {
     if let Some(call) = Call::local(home).await? {
         let name = name.clone();
-        let text = call.text(&Request::DropChanges { name, earlier }).await?;
-        return Ok(serde_json::from_str(&text)?);
+        return call.ask(&DropChanges { name, earlier }, |()| {}).await;
     }
     // No site may begin to serve it meanwhile; what a merge left that was interrupted is dealt with first.
     let own = Own::open(home, catalog).await?;
     let server = mounts::site_server(home, catalog)?;
     let (of, name) = (home.clone(), name.clone());
     let dropped =
-        tokio::task::spawn_blocking(move || drop_json(&of, &server, &name, earlier)).await?;
+        tokio::task::spawn_blocking(move || drop_at(&of, &server, &name, earlier)).await?;
     own.close().await?;
-    Ok(serde_json::from_str(&dropped?)?)
+    dropped
 }
 
 impl Told {
@@ -193,20 +208,12 @@ impl Told {
 }
 
 /// A format that drover writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Target {
     /// The disk, byte for byte.
     Raw,
     /// A qcow2 image without backing file.
     Qcow2,
-}
-
-/// The format of a request.
-pub fn target(qcow2: Option<bool>) -> Option<Target> {
-    qcow2.map(|qcow2| match qcow2 {
-        true => Target::Qcow2,
-        false => Target::Raw,
-    })
 }
 
 /// Finishes merges that a crash interrupted, in a home that this process has.
@@ -252,24 +259,8 @@ pub async fn ask_to_merge(
     order: Order,
     mut progress: impl FnMut(u64, u64) + Send + 'static,
 ) -> Result<Merged> {
-    if let Some(mut call) = Call::local(home).await? {
-        call.ask(&Request::MergeChanges {
-            name: order.name,
-            rename: order.rename,
-            qcow2: order.to.map(|to| to == Target::Qcow2),
-            drop: order.drop,
-            dry_run: order.dry_run,
-        })
-        .await?;
-        let text = loop {
-            match call.reply().await? {
-                Reply::Progress { done, total } => progress(done, total),
-                Reply::Text(text) => break text,
-                _ => return Err(call.confused()),
-            }
-        };
-        call.close().await;
-        return Ok(serde_json::from_str(&text)?);
+    if let Some(call) = Call::local(home).await? {
+        return call.ask(&order, |p| progress(p.done, p.total)).await;
     }
     let signals = Stop::on_signals()?;
     let catalog = Arc::new(site::open_catalog(home)?);

@@ -3,9 +3,8 @@
 use std::fmt;
 
 use drover_mount::MountError;
-use drover_net::NetError;
-use drover_teleport::protocol::Refusal;
-use drover_teleport::{RefuseReason, TeleportError};
+use drover_net::{Code, NetError, Refusal};
+use drover_teleport::TeleportError;
 
 use crate::text::clean;
 
@@ -72,14 +71,31 @@ pub fn no_image(name: &drover_core::ImageName) -> anyhow::Error {
     )
 }
 
-/// What a peer's refusal means here; without a reason it is a failure and not a refusal.
+/// What a peer's refusal means here: a decision, or a failure.
 pub fn refused_by_peer(peer: &str, refusal: &Refusal) -> anyhow::Error {
-    let exit = match refusal.reason {
-        Some(RefuseReason::Trust | RefuseReason::Space | RefuseReason::Policy) => Exit::Refused,
-        None => Exit::Failed,
+    let exit = match refusal.code.is_decision() {
+        true => Exit::Refused,
+        false => Exit::Failed,
     };
     let message = format!("{}: {}", clean(peer), clean(&refusal.message));
     Failure { exit, message }.into()
+}
+
+/// What whoever asked is told of a failure, whatever it was.
+pub fn failed(e: impl Into<anyhow::Error>) -> Refusal {
+    Refusal::new(Code::Failed, one_line(&e.into()))
+}
+
+/// What whoever asked is told of an error: that it failed, or was refused.
+pub fn refusal_of(e: anyhow::Error) -> Refusal {
+    let cause = e.chain().find_map(|c| c.downcast_ref::<TeleportError>());
+    let code = match exit_of(&e) {
+        Exit::Refused => cause
+            .and_then(TeleportError::refusal)
+            .unwrap_or(Code::Denied),
+        _ => Code::Failed,
+    };
+    Refusal::new(code, one_line(&e))
 }
 
 /// The exit code of an error: the first cause that has one decides.
@@ -143,8 +159,9 @@ mod tests {
     #[test]
     fn codes_survive_context() {
         let refusal = Refusal {
-            reason: Some(RefuseReason::Trust),
+            code: Code::Untrusted,
             message: "ticket\twas used".into(),
+            retry: false,
         };
         let e = Err::<(), _>(refused_by_peer("lyon", &refusal))
             .context("pairing")
@@ -157,10 +174,7 @@ mod tests {
 
     #[test]
     fn teleport_and_net_errors_have_codes() {
-        let space = TeleportError::Refused {
-            reason: RefuseReason::Space,
-            message: "lyon has no space".into(),
-        };
+        let space = TeleportError::Refused(Refusal::new(Code::NoSpace, "lyon has no space"));
         assert_eq!(exit_of(&space.into()), Exit::Refused);
         assert_eq!(exit_of(&TeleportError::Stopped.into()), Exit::Failed);
         let cut = NetError::Truncated {

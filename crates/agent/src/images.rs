@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result};
 use drover_core::ImageName;
 use drover_store::{ImageRecord, SiteCatalog};
-use drover_teleport::protocol::{ImageInfo, Reply, Request};
+use drover_teleport::services::{ImageInfo, ListImages, RemoveImage};
 
 use crate::changes;
 use crate::home::Home;
@@ -71,36 +71,20 @@ pub async fn list_of_peer(
     name: &str,
 ) -> Result<Vec<ImageInfo>> {
     let peer = find_peer(catalog, name)?;
-    let mut call = Call::peer(&home.identity()?, &peer).await?;
-    call.ask(&Request::Images).await?;
-    let mut list = Vec::new();
-    loop {
-        match call.reply().await? {
-            Reply::Images(some) if some.is_empty() => break,
-            Reply::Images(some) => list.extend(some),
-            _ => return Err(call.confused()),
-        }
-        if list.len() > MAX_LISTED {
-            bail!("{name} lists more than {MAX_LISTED} images");
-        }
-    }
-    call.close().await;
-    Ok(list)
+    let call = Call::peer(&home.identity()?, &peer).await?;
+    let list = call.list(&ListImages, MAX_LISTED).await?;
+    list.with_context(|| format!("{name} lists more than {MAX_LISTED} images"))
 }
 
 /// Removes an image by the running site, or by this process when none runs. What was half done is done by the next call.
 ///
 /// # Errors
 /// When the site refuses, or the image cannot be removed.
-pub async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -> Result<String> {
-    if let Some(mut call) = Call::local(home).await? {
-        call.ask(&Request::Remove { name: name.clone() }).await?;
-        return match call.reply().await? {
-            Reply::Done { message } => Ok(message),
-            _ => Err(call.confused()),
-        };
+pub async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -> Result<()> {
+    let name = name.clone();
+    if let Some(call) = Call::local(home).await? {
+        return call.ask(&RemoveImage { name }, |()| {}).await;
     }
-    let (site, name) = (Own::open(home, catalog).await?, name.clone());
-    let record = site.run(move |site| site.remove(&name)).await?;
-    Ok(removal(home, &record))
+    let site = Own::open(home, catalog).await?;
+    site.run(move |site| site.remove(&name).map(drop)).await
 }

@@ -37,8 +37,8 @@ pub use end::{Progress, end, find};
 pub use keeper::keep_in_background;
 pub use kernel::{choose, guard, survive_write_back};
 pub use leases::{
-    Broken, Held, Writer, break_lease, broken_json, held, hold_written, is_known, leased_on_disk,
-    leases_json, why_held,
+    BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, held, hold_written,
+    is_known, leased_on_disk, leases_of, why_held,
 };
 pub use left::{Keeps, Left, Untold};
 pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};

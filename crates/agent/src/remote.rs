@@ -3,29 +3,21 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use drover_net::{
-    ConnectOptions, Connection, FrameReader, FrameWriter, Identity, Role, connect_any,
-    connect_unix, decode, encode, greet,
-};
+use drover_net::service::{self, Request};
+use drover_net::{ConnectOptions, Connection, Identity, NetError, connect_any, connect_unix};
 use drover_store::{Peer, SiteCatalog};
-use drover_teleport::protocol::{Reply, Request, kind};
 
 use crate::failure::refused_by_peer;
 use crate::home::Home;
 
-/// How long a site may be silent in the middle of answering.
-const SILENCE: Duration = Duration::from_secs(120);
-
 /// Longest path that fits into a Unix socket's address, with room for a temporary suffix.
 const MAX_SOCKET_PATH: usize = 90;
 
-/// A conversation with a site: one request, and its replies.
+/// A connection to a site, for one request.
 pub struct Call {
-    reader: FrameReader,
-    writer: FrameWriter,
+    connection: Connection,
     who: String,
 }
 
@@ -43,17 +35,17 @@ impl Call {
         }
         let options = ConnectOptions::named(&peer.name);
         let connection = connect_any(&peer.addresses, identity, &peer.key, &options).await?;
-        Call::begin(connection, &peer.name).await
+        Ok(Call::on(connection, &peer.name))
     }
 
     /// Connects to the running site of this home; `None` when none runs.
     ///
     /// # Errors
-    /// When one runs but does not answer.
+    /// When one runs but takes no calls.
     pub async fn local(home: &Home) -> Result<Option<Call>> {
         let socket = SocketPath::of(&home.socket())?;
         if let Ok(connection) = connect_unix(socket.path()).await {
-            return Ok(Some(Call::begin(connection, "the running site").await?));
+            return Ok(Some(Call::on(connection, "the running site")));
         }
         // The lock tells a site that does not answer from one that is not there.
         match home.used_by()? {
@@ -65,82 +57,47 @@ impl Call {
         }
     }
 
-    async fn begin(connection: Connection, who: &str) -> Result<Call> {
-        let (mut reader, mut writer) = connection.split();
-        greet(&mut reader, &mut writer, Role::Client).await?;
-        reader.set_idle_timeout(Some(SILENCE));
-        Ok(Call {
-            reader,
-            writer,
+    /// Calls on a connection made elsewhere; `who` is at the other end.
+    pub fn on(connection: Connection, who: &str) -> Call {
+        Call {
+            connection,
             who: who.into(),
+        }
+    }
+
+    /// Asks and waits for the reply; `progress` hears how far it is.
+    ///
+    /// # Errors
+    /// When the site is not a drover site, refuses, breaks off, or says something else.
+    pub async fn ask<R: Request>(
+        self,
+        request: &R,
+        progress: impl FnMut(R::Progress),
+    ) -> Result<R::Reply> {
+        let reply = service::call(self.connection, request, progress).await;
+        reply.map_err(|e| match e {
+            NetError::Refused(refusal) => refused_by_peer(&self.who, &refusal),
+            e => e.into(),
         })
     }
 
-    /// Starts a conversation on a connection made elsewhere.
+    /// What is listed, some at a time; `None` when it is more than `max`.
     ///
     /// # Errors
-    /// When the other end is not a drover site.
-    pub async fn on(connection: Connection, who: &str) -> Result<Call> {
-        Call::begin(connection, who).await
-    }
-
-    /// Sends the request.
-    ///
-    /// # Errors
-    /// When the connection broke.
-    pub async fn ask(&mut self, request: &Request) -> Result<()> {
-        self.writer.send(kind::REQUEST, &encode(request)).await?;
-        self.writer.flush().await?;
-        Ok(())
-    }
-
-    /// The next reply; a refusal is an error here.
-    ///
-    /// # Errors
-    /// When the site refuses, breaks off, or says something else than a reply.
-    pub async fn reply(&mut self) -> Result<Reply> {
-        let Some(frame) = self.reader.next().await? else {
-            bail!("{} ended the conversation without an answer", self.who);
+    /// As [`Call::ask`].
+    pub async fn list<T, R>(self, request: &R, max: usize) -> Result<Option<Vec<T>>>
+    where
+        R: Request<Progress = Vec<T>, Reply = ()>,
+    {
+        let mut list = Vec::new();
+        let more = |some: Vec<T>| {
+            // What is over tells that it is too much; no more than that is kept.
+            if list.len() <= max {
+                list.extend(some);
+            }
         };
-        if frame.kind != kind::REPLY {
-            bail!(
-                "{} answered with something that is not a reply (frame kind {:#04x})",
-                self.who,
-                frame.kind
-            );
-        }
-        match decode(&frame.payload)? {
-            Reply::Refused(refusal) => Err(refused_by_peer(&self.who, &refusal)),
-            reply => Ok(reply),
-        }
-    }
-
-    /// Asks for what is answered by one text.
-    ///
-    /// # Errors
-    /// As [`Call::reply`].
-    pub async fn text(mut self, request: &Request) -> Result<String> {
-        self.ask(request).await?;
-        let Reply::Text(text) = self.reply().await? else {
-            return Err(self.confused());
-        };
-        self.close().await;
-        Ok(text)
-    }
-
-    /// What to say when the reply does not answer the question.
-    pub fn confused(&self) -> anyhow::Error {
-        anyhow::anyhow!(
-            "{} gave an answer to another question; the two drovers do not fit",
-            self.who
-        )
-    }
-
-    /// Ends the conversation in good order.
-    pub async fn close(self) {
-        drover_net::close(self.reader, self.writer, Duration::from_secs(2))
-            .await
-            .ok();
+        self.ask(request, more).await?;
+        Ok(Some(list).filter(|list| list.len() <= max))
     }
 }
 

@@ -1,18 +1,27 @@
 //! A site, or a lone teleporter: the process that others connect to.
 //!
 //! - [`admission`]: how many may be here at once.
-//! - [`conversation`]: one connection from a peer, from its first byte to its last.
-//! - [`local`]: callers on this machine, over the home's own socket.
+//! - [`conversation`]: one connection, from its first byte to its last.
+//! - [`services`]: what is done for whoever calls, put together of [`changes`], [`images`], [`leases`], [`matching`],
+//!   [`pairing`], [`sessions`], [`status`] and [`transfers`].
 //! - [`jobs`]: long work for a caller, with progress.
 //! - [`matchers`]: what a lone teleporter keeps for each site.
 //! - [`http`]: metrics by HTTP.
 
 mod admission;
+mod changes;
 mod conversation;
 mod http;
+mod images;
 mod jobs;
-mod local;
+mod leases;
 mod matchers;
+mod matching;
+mod pairing;
+mod services;
+mod sessions;
+mod status;
+mod transfers;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -38,6 +47,9 @@ use crate::status::Status;
 use crate::text::{clean, now_unix};
 use admission::Admission;
 use matchers::Matchers;
+
+pub use pairing::Pair;
+pub use status::{GetMetrics, GetStatus};
 
 /// How long sessions may take to leave things resumable when the site stops.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
@@ -341,6 +353,7 @@ async fn accept(
     local: &LocalListener,
 ) -> Result<JoinSet<()>> {
     let mut stop = server.stop.clone();
+    let services = Arc::new(services::of(server));
     let mut talks = JoinSet::new();
     loop {
         tokio::select! {
@@ -350,7 +363,8 @@ async fn accept(
                 server.metrics.connections.fetch_add(1, Relaxed);
                 match server.admission.enter(pending.remote().ip()) {
                     Some((place, stranger)) => {
-                        talks.spawn(conversation::run(Arc::clone(server), pending, place, stranger));
+                        let (server, services) = (Arc::clone(server), Arc::clone(&services));
+                        talks.spawn(conversation::with_peer(server, services, pending, place, stranger));
                     }
                     None => {
                         server.metrics.rejected_limit.fetch_add(1, Relaxed);
@@ -359,7 +373,8 @@ async fn accept(
                 }
             }
             caller = local.accept() => {
-                talks.spawn(local::run(Arc::clone(server), caller?));
+                let (server, services) = (Arc::clone(server), Arc::clone(&services));
+                talks.spawn(conversation::with_owner(server, services, caller?));
             }
             // Ended conversations are let go of as they end.
             Some(ended) = talks.join_next() => {
@@ -456,11 +471,6 @@ impl Server {
             leases,
             mounts: crate::mounts::all(&self.home, MOUNT_LIMIT)?,
         })
-    }
-
-    /// What `drover status --json` prints.
-    async fn status_json(self: &Arc<Self>) -> Result<String> {
-        Ok(serde_json::to_string(&self.status().await?)?)
     }
 }
 

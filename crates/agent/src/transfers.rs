@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result};
 use drover_net::PeerKey;
-use drover_teleport::protocol::{Reply, Request};
+use drover_teleport::services::{ListTransfers, RemoveTransfer};
 use drover_teleport::transfers::{TransferState, Unfinished, unfinished};
 
 use crate::home::{CleanUp, Home};
@@ -32,24 +32,12 @@ async fn call(home: &Home, peer: Option<&str>) -> Result<Option<Call>> {
 /// # Errors
 /// When the site cannot be asked.
 pub async fn listed(home: &Home, peer: Option<&str>) -> Result<Vec<Unfinished>> {
-    let Some(mut call) = call(home, peer).await? else {
+    let Some(call) = call(home, peer).await? else {
         let work = home.work_dir();
         return Ok(tokio::task::spawn_blocking(move || unfinished(&work)).await??);
     };
-    call.ask(&Request::Transfers).await?;
-    let mut list = Vec::new();
-    loop {
-        match call.reply().await? {
-            Reply::Transfers(some) if some.is_empty() => break,
-            Reply::Transfers(some) => list.extend(some),
-            _ => return Err(call.confused()),
-        }
-        if list.len() > MAX_LISTED {
-            bail!("more than {MAX_LISTED} unfinished transfers are listed");
-        }
-    }
-    call.close().await;
-    Ok(list)
+    let list = call.list(&ListTransfers, MAX_LISTED).await?;
+    list.with_context(|| format!("more than {MAX_LISTED} unfinished transfers are listed"))
 }
 
 /// Removes what is left of a transfer, here or at a peer.
@@ -58,13 +46,8 @@ pub async fn listed(home: &Home, peer: Option<&str>) -> Result<Vec<Unfinished>> 
 /// When the site cannot be asked, or refuses.
 pub async fn remove(home: &Home, at: Option<&str>, transfer: &Unfinished) -> Result<()> {
     let key = transfer.key.clone();
-    if let Some(mut call) = call(home, at).await? {
-        call.ask(&Request::RemoveTransfer { key }).await?;
-        let Reply::Done { .. } = call.reply().await? else {
-            return Err(call.confused());
-        };
-        call.close().await;
-        return Ok(());
+    if let Some(call) = call(home, at).await? {
+        return call.ask(&RemoveTransfer { key }, |()| {}).await;
     }
     let mut room = CleanUp::of(home);
     let damaged = transfer.state == TransferState::Damaged;

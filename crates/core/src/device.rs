@@ -1,5 +1,6 @@
 //! The one trait at which all parts meet: a disk, or a memory region, as bytes by position.
 
+use std::borrow::Cow;
 use std::io;
 use std::sync::Arc;
 
@@ -146,7 +147,7 @@ pub enum DeviceError {
     /// The device takes no writes.
     ReadOnly,
     /// The device cannot do this, or not in the way asked for.
-    Unsupported(&'static str),
+    Unsupported(Cow<'static, str>),
     /// No room: a disk, a cache or a limit is full.
     NoSpace(String),
     /// What it needs cannot be reached now; a retry may succeed.

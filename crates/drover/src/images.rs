@@ -7,14 +7,14 @@ use anyhow::{Context, Result, bail};
 use drover_agent::changes;
 use drover_agent::failure::{no_image, usage};
 use drover_agent::home::{CleanUp, Home};
-use drover_agent::images::{changed_bytes, info, list_of_peer, remove, written};
+use drover_agent::images::{changed_bytes, info, list_of_peer, removal, remove, written};
 use drover_agent::own::Own;
 use drover_agent::remote::{Call, find_peer};
 use drover_agent::text::{bytes, clean, moment};
 use drover_agent::{mounts, site};
 use drover_core::{Digest, ImageName};
 use drover_store::{Catalog, SiteCatalog};
-use drover_teleport::protocol::{Reply, Request};
+use drover_teleport::services::{IndexImage, Progress, VerifyImage};
 use drover_teleport::walk::digest_file;
 use serde_json::json;
 
@@ -116,15 +116,11 @@ pub async fn verify(home: &Home, args: VerifyArgs) -> Result<()> {
         record.ok_or_else(|| no_image(&args.name))?;
     }
     let (expected, found) = match call {
-        Some(mut call) => {
-            call.ask(&Request::Verify {
-                name: args.name.clone(),
-            })
-            .await?;
-            match long_reply(&mut call, &bar).await? {
-                Reply::Verified { expected, found } => (expected, found),
-                _ => return Err(call.confused()),
-            }
+        Some(call) => {
+            let name = args.name.clone();
+            let progress = |p: Progress| bar.at(p.done, p.total);
+            let verified = call.ask(&VerifyImage { name }, progress).await?;
+            (verified.expected, verified.found)
         }
         None => {
             let (site, name) = (Own::open(home, &catalog).await?, args.name.clone());
@@ -224,8 +220,7 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
         first.make_ascii_uppercase();
     }
     prompt::confirm(&format!("{question}?"), args.yes)?;
-    let message = room
-        .run_async(|| remove(home, &catalog, &args.name))
+    room.run_async(|| remove(home, &catalog, &args.name))
         .await?;
     if args.json {
         return out::json(&json!({
@@ -233,7 +228,7 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
             "path": record.path, "data_bytes": record.data_bytes, "written": left,
         }));
     }
-    out::line(&clean(&message))
+    out::line(&clean(&removal(home, &record)))
 }
 
 /// Makes image files of this machine sources of blocks.
@@ -258,21 +253,16 @@ pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
             Call::local(home).await?
         };
         let name = match call {
-            Some(mut call) => {
+            Some(call) => {
                 let text = path.to_str().with_context(|| {
                     format!(
                         "the running site cannot be told of {}: its path is not UTF-8",
                         path.display()
                     )
                 })?;
-                call.ask(&Request::Index {
-                    paths: vec![text.into()],
-                })
-                .await?;
-                match long_reply(&mut call, &bar).await? {
-                    Reply::Done { message } => message,
-                    _ => return Err(call.confused()),
-                }
+                let path = text.to_owned();
+                let progress = |p: Progress| bar.at(p.done, p.total);
+                call.ask(&IndexImage { path }, progress).await?
             }
             None => {
                 let site = match own.take() {
@@ -286,7 +276,7 @@ pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
                     })
                     .await?;
                 own = Some(site);
-                record.name.to_string()
+                record.name
             }
         };
         bar.clear();
@@ -298,11 +288,8 @@ pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
     Ok(())
 }
 
-fn report_indexed(catalog: &SiteCatalog, name: &str, path: &Path, json: bool) -> Result<()> {
-    let record = match ImageName::new(name) {
-        Ok(name) => catalog.by_name(&name)?,
-        Err(_) => None,
-    };
+fn report_indexed(catalog: &SiteCatalog, name: &ImageName, path: &Path, json: bool) -> Result<()> {
+    let record = catalog.by_name(name)?;
     let record = record
         .with_context(|| format!("{} was indexed and removed again meanwhile", path.display()))?;
     if json {
@@ -370,16 +357,6 @@ pub fn digest(args: DigestArgs) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Waits for the reply that is no progress, showing the progress.
-async fn long_reply(call: &mut Call, bar: &Bar) -> Result<Reply> {
-    loop {
-        match call.reply().await? {
-            Reply::Progress { done, total } => bar.at(done, total),
-            reply => return Ok(reply),
-        }
-    }
 }
 
 #[cfg(test)]

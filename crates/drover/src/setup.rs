@@ -6,12 +6,12 @@ use anyhow::{Context, Result, bail};
 use drover_agent::failure::usage;
 use drover_agent::home::{CleanUp, Config, Home};
 use drover_agent::remote::{Call, find_peer};
+use drover_agent::serve::Pair;
 use drover_agent::text::{clean, moment, now_unix};
 use drover_agent::{addresses, site};
 use drover_net::{ConnectOptions, Ticket, connect_any};
 use drover_store::Peer;
 use drover_store::peer_name;
-use drover_teleport::protocol::{Reply, Request};
 use serde_json::json;
 
 use crate::cli::{InitArgs, PairArgs, PeersAction, PeersArgs, TicketArgs};
@@ -151,17 +151,13 @@ pub async fn pair(home: &Home, args: PairArgs) -> Result<()> {
         .unwrap_or_else(|| "the ticket's site".into());
     let options = ConnectOptions::named(&shown);
     let connection = connect_any(&ticket.addresses, &identity, &ticket.key, &options).await?;
-    let mut call = Call::on(connection, &shown).await?;
-    let request = Request::Pair {
+    let request = Pair {
         secret: ticket.secret,
         name: home.name(),
         addresses: addresses::saved(&catalog)?,
     };
-    call.ask(&request).await?;
-    let Reply::Paired { name: calls_itself } = call.reply().await? else {
-        return Err(call.confused());
-    };
-    call.close().await;
+    let call = Call::on(connection, &shown);
+    let calls_itself = call.ask(&request, |()| {}).await?;
     let name = match args.name {
         Some(name) => name,
         None => {

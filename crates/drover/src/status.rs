@@ -3,9 +3,9 @@
 use anyhow::{Result, bail};
 use drover_agent::home::Home;
 use drover_agent::remote::Call;
+use drover_agent::serve::{GetMetrics, GetStatus};
 use drover_agent::status::Status;
 use drover_agent::text::{clean, moment};
-use drover_teleport::protocol::Request;
 use serde_json::json;
 
 use crate::cli::StatusArgs;
@@ -25,15 +25,14 @@ pub async fn status(home: &Home, args: StatusArgs) -> Result<()> {
             home.dir().display()
         );
     };
-    let request = match args.metrics {
-        true => Request::Metrics,
-        false => Request::Status,
-    };
-    let text = call.text(&request).await?;
-    if args.json || args.metrics {
-        return out::line(text.trim_end());
+    if args.metrics {
+        return out::line(call.ask(&GetMetrics, |()| {}).await?.trim_end());
     }
-    out::line(&for_people(&serde_json::from_str(&text)?))
+    let status = call.ask(&GetStatus, |()| {}).await?;
+    match args.json {
+        true => out::json(&status),
+        false => out::line(&for_people(&status)),
+    }
 }
 
 /// The status as lines, transfers as a table.

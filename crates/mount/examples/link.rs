@@ -4,9 +4,7 @@
 //! the same key file.
 
 use std::collections::HashMap;
-use std::future::Future;
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -14,10 +12,11 @@ use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::backend::MemoryDevice;
 use drover_device::remote::{Chunks, Fetched, Link, Local, Remote};
-use drover_mount::client::{Client, ConnectError, Connected, Connector, Options};
-use drover_mount::protocol::{Access, Refusal};
-use drover_mount::server::{Base, Config, Images, Peer, Server};
-use drover_net::{ConnectOptions, Identity, Listener, connect};
+use drover_mount::client::{Client, Connecting, Connector, Options};
+use drover_mount::protocol::Access;
+use drover_mount::server::{Base, Config, Images, Server};
+use drover_net::service::Call;
+use drover_net::{ConnectOptions, Identity, Listener, Peer, Refusal, Rights, connect};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::watch;
 
@@ -60,13 +59,13 @@ async fn serve(identity: Identity, address: &str, mib: u64) {
             let peer = Peer {
                 key: connection.peer().expect("a key"),
                 name: connection.remote().into(),
-            };
-            let (mut reader, writer) = connection.split();
-            let Ok(Some(open)) = reader.next().await else {
-                return;
+                rights: Rights::PEER,
             };
             let (_go, stop) = watch::channel(false);
-            let served = server.serve_lane(reader, writer, peer, &open.payload, stop);
+            let Ok(call) = Call::take(connection, stop).await else {
+                return;
+            };
+            let served = server.serve_lane(peer, call);
             if let Err(error) = served.await {
                 eprintln!("{error}");
             }
@@ -80,23 +79,11 @@ struct Far {
 }
 
 impl Connector for Far {
-    fn connect(
-        &self,
-        open: Vec<u8>,
-    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
+    fn connect(&self) -> Connecting<'_> {
         Box::pin(async move {
             let options = ConnectOptions::default();
             let key = self.identity.key();
-            let connection = connect(&self.address, &self.identity, &key, &options).await?;
-            let (wire, round_trip) = (connection.wire(), connection.round_trip());
-            let (reader, mut writer) = connection.split();
-            writer.send(1, &open).await?;
-            Ok(Connected {
-                reader,
-                writer,
-                wire,
-                round_trip,
-            })
+            Ok(connect(&self.address, &self.identity, &key, &options).await?)
         })
     }
 }

@@ -28,7 +28,8 @@ use crate::MountError;
 use crate::compress::Packer;
 use crate::protocol::{Answer, Ask, Coding, Identity, Opened};
 
-pub use connector::{ConnectError, Connected, Connector};
+pub(crate) use connector::Connected;
+pub use connector::{ConnectError, Connecting, Connector};
 use early::Early;
 pub use options::{COMMIT_LIMIT, FIRST_CONTACT, GIVE_UP, Options};
 use presence::Pages;

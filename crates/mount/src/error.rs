@@ -1,8 +1,6 @@
 //! What can go wrong with a mount.
 
-use drover_net::NetError;
-
-use crate::protocol::Refusal;
+use drover_net::{NetError, Refusal};
 
 /// Why a mount, or a lane of one, ended or could not begin.
 #[derive(Debug, thiserror::Error)]

@@ -19,8 +19,8 @@
 //! when it sends an image.
 //!
 //! # Course of a mount
-//! A mount is several connections (**lanes**) to the site, each opened with an [`Open`] that names the same mount.
-//! The site answers each with [`Answer::Opened`], or [`Answer::Error`] with id 0 and closes it. From then on the mount
+//! A mount is several connections (**lanes**) to the site, each a call with an [`Open`] that names the same mount.
+//! The site replies to each with [`Opened`], or refuses it. From then on the mount
 //! asks ([`Ask`]) and the site answers ([`Answer`]) in any order, matched by id; a request and all of its answer stay
 //! on one lane. Requests may follow the open without waiting for its answer: a mount whose cache is empty asks so for the
 //! chunks that it needs first.
@@ -36,13 +36,10 @@ mod message;
 
 use drover_core::{DeviceError, Digest, ImageName};
 use drover_device::remote::Shape;
-use drover_net::{NetError, decode, encode};
+use drover_net::{Code, Refusal, request};
 use serde::{Deserialize, Serialize};
 
 pub use message::{Message, Piece, decode_message, encode_message, pieces};
-
-/// The version of this protocol.
-pub const VERSION: u16 = 3;
 
 /// The smallest chunk, in bytes.
 pub const MIN_CHUNK: u32 = 4 << 10;
@@ -91,9 +88,6 @@ pub const MAX_ASKED: usize = 4096;
 
 /// Bytes of requests' bodies of a lane without an answer at most.
 pub const MAX_ASKED_BYTES: usize = 32 << 20;
-
-/// The longest text of an error, in bytes; what is longer is cut.
-pub const MAX_TEXT: usize = 1000;
 
 /// The longest name or note of a mount, in bytes.
 pub const MAX_NAME: usize = 200;
@@ -161,11 +155,9 @@ pub struct Identity {
     pub epoch: u64,
 }
 
-/// The opening message of a lane.
+/// The request that opens a lane.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Open {
-    /// [`VERSION`].
-    pub version: u16,
     /// Which mount the lane belongs to.
     pub mount: MountId,
     /// What it carries.
@@ -185,40 +177,25 @@ pub struct Open {
     pub note: String,
 }
 
-impl Open {
-    /// The message's bytes.
-    #[must_use]
-    pub fn encode(&self) -> Vec<u8> {
-        encode(self)
-    }
+request!(Open: "mount.open", Mount, () => Opened);
 
-    /// A message from bytes, checked.
+impl Open {
+    /// Whether its values are allowed.
     ///
     /// # Errors
-    /// [`Refusal`] for what is not one, another version, or a value that is not allowed.
-    pub fn decode(bytes: &[u8]) -> Result<Self, Refusal> {
-        // The version is first, so that the rest may change with it.
-        let version = bytes.first().copied().unwrap_or(0);
-        if u16::from(version) != VERSION {
-            return Err(Refusal::new(
-                Code::Version,
-                format!(
-                    "mounts speak version {VERSION} here, not {version}: upgrade drover at the older of the two sites, then mount again"
-                ),
+    /// [`Code::Protocol`] for one that is not.
+    pub fn check(&self) -> Result<(), Refusal> {
+        let bad = |text: String| Err(Refusal::new(Code::Protocol, text));
+        if !chunk_is_allowed(self.chunk) {
+            return bad(format!(
+                "a chunk is a power of two from {MIN_CHUNK} to {MAX_CHUNK} bytes, not {}",
+                self.chunk
             ));
         }
-        let bad = |text: String| Refusal::new(Code::Protocol, text);
-        let open: Open = decode(bytes).map_err(|e| bad(e.to_string()))?;
-        if !chunk_is_allowed(open.chunk) {
-            return Err(bad(format!(
-                "a chunk is a power of two from {MIN_CHUNK} to {MAX_CHUNK} bytes, not {}",
-                open.chunk
-            )));
+        if self.note.len() > MAX_NAME {
+            return bad(format!("a note has at most {MAX_NAME} bytes"));
         }
-        if open.note.len() > MAX_NAME {
-            return Err(bad(format!("a note has at most {MAX_NAME} bytes")));
-        }
-        Ok(open)
+        Ok(())
     }
 }
 
@@ -360,7 +337,7 @@ pub enum Ask {
         length: u64,
     },
     /// Makes the epoch count, after all its parts were answered. Answered by [`Answer::Committed`]; when other than `covers`
-    /// bytes are staged, by [`Code::Epoch`], and they stay staged.
+    /// bytes are staged, by [`Code::OutOfOrder`], and they stay staged.
     Commit {
         /// Of the request.
         id: u64,
@@ -474,8 +451,6 @@ impl Ask {
 /// What the site answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Answer {
-    /// The lane is open.
-    Opened(Opened),
     /// Some of the chunks that were asked for, each once, in any order. The body is packed as `coding` says; unpacked it holds the digests of
     /// the chunks that are not zero, then their bytes.
     Chunks {
@@ -536,7 +511,7 @@ pub enum Answer {
         /// Which.
         epoch: u64,
     },
-    /// It cannot be done. In its place in every version: it says that versions differ.
+    /// It cannot be done.
     Error {
         /// Of the request; 0 is the lane as a whole, which ends with it.
         id: u64,
@@ -570,7 +545,7 @@ impl Answer {
     #[must_use]
     pub fn id(&self) -> u64 {
         match *self {
-            Answer::Opened(_) | Answer::Arrived { .. } => 0,
+            Answer::Arrived { .. } => 0,
             Answer::Chunks { id, .. }
             | Answer::Presence { id, .. }
             | Answer::Digests { id, .. }
@@ -584,116 +559,45 @@ impl Answer {
     }
 }
 
-/// What kind of error it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Code {
-    /// The peer broke the protocol.
-    Protocol,
-    /// It speaks another version.
-    Version,
-    /// There is no such image.
-    NoImage,
-    /// Somebody else has the image.
-    Leased,
-    /// The lease is not there any more.
-    LeaseLost,
-    /// The range is not inside the device.
-    OutOfRange,
-    /// The device takes no writes.
-    ReadOnly,
-    /// The device cannot do it.
-    Unsupported,
-    /// A disk or a limit is full.
-    NoSpace,
-    /// Not now.
-    Unavailable,
-    /// The site's own bytes are damaged.
-    Corrupt,
-    /// The site's disk reports an error.
-    Io,
-    /// The epoch is not the next one, or not whole.
-    Epoch,
-    /// Too many mounts or lanes.
-    Busy,
-}
-
-/// Why not, over the link.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[error("{text}")]
-pub struct Refusal {
-    /// What kind of error.
-    pub code: Code,
-    /// One line for a person, at most [`MAX_TEXT`] bytes.
-    pub text: String,
-}
-
-impl Refusal {
-    /// A refusal; its text is cut to [`MAX_TEXT`] bytes and one line.
-    #[must_use]
-    pub fn new(code: Code, text: impl Into<String>) -> Self {
-        let mut text: String = text.into().replace(['\n', '\r'], " ");
-        if text.len() > MAX_TEXT {
-            let cut = (0..=MAX_TEXT).rev().find(|&at| text.is_char_boundary(at));
-            text.truncate(cut.unwrap_or(0));
-        }
-        Self { code, text }
-    }
-
-    /// Whether opening the same lane again later can help.
-    #[must_use]
-    pub fn is_final(&self) -> bool {
-        !matches!(self.code, Code::Unavailable | Code::Io | Code::Busy)
-    }
-
-    /// The error that a request gets at the mount.
-    #[must_use]
-    pub fn into_device_error(self, offset: u64, length: u64, size: u64) -> DeviceError {
-        match self.code {
-            Code::OutOfRange => DeviceError::OutOfRange {
-                offset,
-                length,
-                size,
-            },
-            Code::ReadOnly => DeviceError::ReadOnly,
-            Code::Unsupported => DeviceError::Unsupported("do this, says the other site"),
-            Code::NoSpace => DeviceError::NoSpace(self.text),
-            Code::Corrupt => DeviceError::Corrupt(self.text),
-            Code::Unavailable | Code::Busy | Code::Epoch => DeviceError::Unavailable(self.text),
-            Code::Protocol
-            | Code::Version
-            | Code::NoImage
-            | Code::Leased
-            | Code::LeaseLost
-            | Code::Io => DeviceError::Io(std::sync::Arc::new(std::io::Error::other(self.text))),
-        }
+/// The error that a request gets at the mount.
+#[must_use]
+pub fn device_error(refusal: Refusal, offset: u64, length: u64, size: u64) -> DeviceError {
+    let message = refusal.message;
+    match refusal.code {
+        Code::OutOfRange => DeviceError::OutOfRange {
+            offset,
+            length,
+            size,
+        },
+        Code::ReadOnly => DeviceError::ReadOnly,
+        Code::Unsupported => DeviceError::Unsupported(message.into()),
+        Code::NoSpace => DeviceError::NoSpace(message),
+        Code::Corrupt => DeviceError::Corrupt(message),
+        Code::Unavailable | Code::Busy | Code::OutOfOrder => DeviceError::Unavailable(message),
+        _ => DeviceError::Io(std::sync::Arc::new(std::io::Error::other(message))),
     }
 }
 
-impl From<DeviceError> for Refusal {
-    fn from(error: DeviceError) -> Self {
-        let code = match &error {
-            DeviceError::OutOfRange { .. } => Code::OutOfRange,
-            DeviceError::Unaligned { .. } => Code::Protocol,
-            DeviceError::ReadOnly => Code::ReadOnly,
-            DeviceError::Unsupported(_) => Code::Unsupported,
-            DeviceError::NoSpace(_) => Code::NoSpace,
-            DeviceError::Unavailable(_) | DeviceError::Closed => Code::Unavailable,
-            DeviceError::Corrupt(_) => Code::Corrupt,
-            DeviceError::Io(_) => Code::Io,
-        };
-        let text = match error {
-            // The other side says that it is about space.
-            DeviceError::NoSpace(what) => what,
-            error => error.to_string(),
-        };
-        Refusal::new(code, text)
-    }
-}
-
-impl From<NetError> for Refusal {
-    fn from(error: NetError) -> Self {
-        Refusal::new(Code::Protocol, error.to_string())
-    }
+/// What the other side is told of an error of a device.
+#[must_use]
+pub fn refusal_of(error: DeviceError) -> Refusal {
+    let code = match &error {
+        DeviceError::OutOfRange { .. } => Code::OutOfRange,
+        DeviceError::Unaligned { .. } => Code::Protocol,
+        DeviceError::ReadOnly => Code::ReadOnly,
+        DeviceError::Unsupported(_) => Code::Unsupported,
+        DeviceError::NoSpace(_) => Code::NoSpace,
+        DeviceError::Unavailable(_) | DeviceError::Closed => Code::Unavailable,
+        DeviceError::Corrupt(_) => Code::Corrupt,
+        DeviceError::Io(_) => Code::Io,
+    };
+    let message = match error {
+        // The other side says what it is about.
+        DeviceError::NoSpace(what) => what,
+        DeviceError::Unsupported(what) => what.into_owned(),
+        error => error.to_string(),
+    };
+    Refusal::new(code, message)
 }
 
 #[cfg(test)]

@@ -18,15 +18,15 @@ use std::time::Duration;
 
 use drover_core::ImageName;
 use drover_device::remote::Shape;
-use drover_net::{FrameReader, FrameWriter, PeerKey};
+use drover_net::service::{Call, Request, Service, ServiceFuture};
+use drover_net::{Code, Peer, PeerKey, Refusal, Right};
 use parking_lot::Mutex;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::Semaphore;
 use tracing::{debug, info};
 
 use crate::MountError;
 use crate::protocol::{
-    Access, Answer, Code, Identity, LaneKind, MAX_LANES, MAX_MOUNT_FRAME, MountId, Open, Opened,
-    Refusal, check_shape, encode_message, kind,
+    Access, Identity, LaneKind, MAX_LANES, MAX_MOUNT_FRAME, MountId, Open, Opened, check_shape,
 };
 
 pub use changes::{Changes, Claim, View, changes_of, changes_on_disk};
@@ -60,15 +60,6 @@ const CLOSE_TRIES: u32 = 100;
 
 /// How long a refused lane's last word may take.
 const LAST_WORD: Duration = Duration::from_secs(5);
-
-/// Who is at the other end of a lane.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Peer {
-    /// The key that it proved to have.
-    pub key: PeerKey,
-    /// What people call it.
-    pub name: String,
-}
 
 /// What a server is made of.
 pub struct Config {
@@ -164,23 +155,21 @@ impl Server {
         }))
     }
 
-    /// Serves a lane that `peer` opened with the message `open`, until it ends.
+    /// Serves a lane that `peer` called for, until it ends.
     ///
     /// # Errors
     /// [`MountError`]: refused, a protocol that was not kept to, or a link that broke. The peer has been told, where
     /// it can be.
     pub async fn serve_lane(
         self: &Arc<Self>,
-        mut reader: FrameReader,
-        mut writer: FrameWriter,
         peer: Peer,
-        open: &[u8],
-        stop: watch::Receiver<bool>,
+        mut call: Call,
     ) -> Result<(), MountError> {
-        reader.set_max_frame(MAX_MOUNT_FRAME);
-        writer.set_max_frame(MAX_MOUNT_FRAME);
-        KEEP_ALIVE.apply(&mut reader, &mut writer);
-        let result = match Open::decode(open) {
+        call.reader.set_max_frame(MAX_MOUNT_FRAME);
+        call.writer.set_max_frame(MAX_MOUNT_FRAME);
+        KEEP_ALIVE.apply(&mut call.reader, &mut call.writer);
+        let open = call.request().map_err(Refusal::from);
+        let result = match open.and_then(|open: Open| open.check().map(|()| open)) {
             Ok(open) => self.enter(&peer, open).await,
             Err(refusal) => Err(refusal),
         };
@@ -190,21 +179,21 @@ impl Server {
                 info!(peer = %peer.name, %refusal, "mount refused");
                 self.counters.refused(&refusal);
                 self.tidy(None).await;
-                let head = encode_message(&Answer::Error {
-                    id: 0,
-                    refusal: refusal.clone(),
-                });
-                writer.send(kind::ANSWER, &head).await?;
-                drover_net::close(reader, writer, LAST_WORD).await.ok();
+                call.refuse(&refusal).await?;
                 return Err(MountError::Refused(refusal));
             }
         };
         debug!(peer = %peer.name, image = %lane.image.name(), lane = ?lane.kind, link = lane.link, "lane open");
-        let head = encode_message(&Answer::Opened(opened));
         let result = async {
-            writer.send(kind::ANSWER, &head).await?;
-            writer.flush().await?;
-            lane.serve(&mut reader, &mut writer, stop).await
+            call.accept::<Open>(&opened).await?;
+            call.writer.flush().await?;
+            let Call {
+                reader,
+                writer,
+                stop,
+                ..
+            } = &mut call;
+            lane.serve(reader, writer, stop.clone()).await
         }
         .await;
         lane.close();
@@ -213,7 +202,7 @@ impl Server {
         // What the mount has committed may be copied for long: its connection does not wait for that.
         let (_, closed) = tokio::join!(
             self.close_after(lane),
-            drover_net::close(reader, writer, LAST_WORD)
+            drover_net::close(call.reader, call.writer, LAST_WORD)
         );
         closed.ok();
         result
@@ -723,7 +712,7 @@ impl Server {
                 .unwrap_or_default()
         };
         for lane in lanes {
-            let refusal = Refusal::new(Code::LeaseLost, lease::broken(lane.image.name().as_str()));
+            let refusal = Refusal::new(Code::Lost, lease::broken(lane.image.name().as_str()));
             lane.end(refusal).await;
         }
         // One that nobody has open forgets what was staged when it is opened for the next writer.
@@ -746,7 +735,24 @@ pub fn lease_on_disk(state: &Path, name: &ImageName) -> Result<Option<Holder>, M
         Ok(desk) => Ok(desk.holder().cloned()),
         // It says how to go on.
         Err(refusal) if refusal.code == Code::Corrupt => Err(MountError::Refused(refusal)),
-        Err(refusal) => Err(state_error(&directory, refusal.text)),
+        Err(refusal) => Err(state_error(&directory, refusal.message)),
+    }
+}
+
+/// The lanes of mounts as a service.
+pub struct Lanes(pub Arc<Server>);
+
+impl Service for Lanes {
+    fn id(&self) -> &'static str {
+        Open::SERVICE
+    }
+
+    fn right(&self) -> Right {
+        Open::RIGHT
+    }
+
+    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
+        Box::pin(async move { Ok(self.0.serve_lane(peer, call).await?) })
     }
 }
 

@@ -189,13 +189,16 @@ impl NetError {
         )
     }
 
-    /// Whether this is a matter of trust: a key that is not the expected one, or none at all.
+    /// Whether the answer is no: a key that is not the expected one, or none at all; or what the other end decided.
     #[must_use]
     pub fn refused(&self) -> bool {
-        matches!(
-            self,
-            NetError::WrongPeer { .. } | NetError::Handshake { .. } | NetError::Identity { .. }
-        )
+        match self {
+            NetError::WrongPeer { .. } | NetError::Handshake { .. } | NetError::Identity { .. } => {
+                true
+            }
+            NetError::Refused(refusal) => refusal.code.is_decision(),
+            _ => false,
+        }
     }
 }
 

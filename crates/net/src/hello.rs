@@ -9,9 +9,9 @@ use crate::frame::{FrameReader, FrameWriter, HELLO, MAX_FRAME_BEFORE_TRUST};
 use crate::{NetError, encode};
 
 /// The oldest protocol this drover speaks.
-pub const PROTOCOL_MIN: u16 = 2;
+pub const PROTOCOL_MIN: u16 = 3;
 /// The newest protocol this drover speaks.
-pub const PROTOCOL_MAX: u16 = 2;
+pub const PROTOCOL_MAX: u16 = 3;
 /// How long the peer may take for its hello.
 pub const GREET_TIMEOUT: Duration = Duration::from_secs(10);
 

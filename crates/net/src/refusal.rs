@@ -44,6 +44,16 @@ pub enum Code {
 }
 
 impl Code {
+    /// Whether it is a decision, which stands until somebody changes something, and not a failure.
+    #[must_use]
+    pub fn is_decision(self) -> bool {
+        use Code::*;
+        matches!(
+            self,
+            Untrusted | Denied | NotFound | Held | Lost | ReadOnly | Unsupported | NoSpace
+        )
+    }
+
     /// Whether asking again later can help, as far as the kind tells.
     fn may_pass(self) -> bool {
         matches!(
@@ -67,7 +77,7 @@ pub struct Refusal {
 
 impl Refusal {
     /// The longest message, in bytes.
-    pub const MAX_BYTES: usize = 2000;
+    pub const MAX_BYTES: usize = 1000;
 
     /// A refusal. Its message is made one line and cut to [`Refusal::MAX_BYTES`]; the code says whether asking again can help.
     #[must_use]

@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 
 use crate::{NetError, Refusal, Right, Rights, decode, encode};
 
-pub use call::{Calling, Said, call, open, reply_in};
+pub use call::{Calling, Said, call, hear_reply, open, reply_in};
 pub use dispatch::{BoxError, Call, Exchange, Service, ServiceFuture, Services};
 
 /// Kinds of the frames of a call; services have those from 0x10 on.
@@ -52,6 +52,19 @@ pub trait Request: Message + Sync {
     type Progress: Message + Sync;
     /// What it is answered with.
     type Reply: Message + Sync;
+}
+
+/// Makes a type a [`Request`]: `request!(Type: "its.service", Right, Progress => Reply)`.
+#[macro_export]
+macro_rules! request {
+    ($request:ty: $service:literal, $right:ident, $progress:ty => $reply:ty) => {
+        impl $crate::service::Request for $request {
+            const SERVICE: &'static str = $service;
+            const RIGHT: $crate::Right = $crate::Right::$right;
+            type Progress = $progress;
+            type Reply = $reply;
+        }
+    };
 }
 
 /// Whoever calls.

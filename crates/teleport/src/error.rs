@@ -3,19 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use drover_net::{Code, NetError, Refusal};
 use drover_store::StoreError;
-use serde::{Deserialize, Serialize};
-
-/// Why a destination will not take an image. A refusal is final until somebody changes something.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum RefuseReason {
-    /// The peer's key is not trusted, or the ticket was used already.
-    Trust,
-    /// Not enough space.
-    Space,
-    /// The name, size or kind of image is not acceptable, another transfer holds the name, or there is no image of it.
-    Policy,
-}
 
 /// Whether the system says that there is no room.
 fn is_full(error: &io::Error) -> bool {
@@ -30,7 +19,7 @@ fn is_full(error: &io::Error) -> bool {
 pub enum TeleportError {
     /// The connection failed.
     #[error(transparent)]
-    Net(#[from] drover_net::NetError),
+    Net(NetError),
     /// The image file cannot be read as an image.
     #[error(transparent)]
     Image(#[from] drover_image::ImageError),
@@ -56,14 +45,9 @@ pub enum TeleportError {
     /// The peer said something that the protocol does not allow.
     #[error("the peer broke the protocol: {0}")]
     Protocol(String),
-    /// The peer will not take it.
-    #[error("{message}")]
-    Refused {
-        /// Why.
-        reason: RefuseReason,
-        /// For a person.
-        message: String,
-    },
+    /// The peer, or this site, will not do it; or the peer could not.
+    #[error("{0}")]
+    Refused(Refusal),
     /// The other side failed.
     #[error("{0}")]
     Remote(String),
@@ -108,7 +92,30 @@ impl From<crate::teleporter::Failure> for TeleportError {
     }
 }
 
+impl From<NetError> for TeleportError {
+    fn from(error: NetError) -> Self {
+        match error {
+            NetError::Refused(refusal) => TeleportError::Refused(refusal),
+            error => TeleportError::Net(error),
+        }
+    }
+}
+
+impl From<TeleportError> for Refusal {
+    fn from(error: TeleportError) -> Self {
+        match error {
+            TeleportError::Refused(refusal) => refusal,
+            error => Refusal::new(error.refusal().unwrap_or(Code::Failed), error.to_string()),
+        }
+    }
+}
+
 impl TeleportError {
+    /// A refusal.
+    pub(crate) fn refused(code: Code, message: impl Into<String>) -> Self {
+        TeleportError::Refused(Refusal::new(code, message))
+    }
+
     /// Adds the file and the action to an I/O error.
     pub fn file(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
@@ -143,18 +150,18 @@ impl TeleportError {
         }
     }
 
-    /// Whether this is a refusal (exit code 3) and why.
+    /// Whether this is a refusal and no failure, and of what kind.
     #[must_use]
-    pub fn refusal(&self) -> Option<RefuseReason> {
+    pub fn refusal(&self) -> Option<Code> {
         match self {
-            TeleportError::Refused { reason, .. } => Some(*reason),
+            TeleportError::Refused(refusal) => Some(refusal.code).filter(|c| c.is_decision()),
             TeleportError::Images { first, .. } => first.refusal(),
-            TeleportError::Net(e) if e.refused() => Some(RefuseReason::Trust),
+            TeleportError::Net(e) if e.refused() => Some(Code::Untrusted),
             TeleportError::File { error, .. }
             | TeleportError::Store(StoreError::File { error, .. })
                 if is_full(error) =>
             {
-                Some(RefuseReason::Space)
+                Some(Code::NoSpace)
             }
             _ => None,
         }

@@ -1,7 +1,7 @@
 //! Sending disk images between sites: the three roles as state machines, and the sessions that
 //! drive them.
 //!
-//! - [`protocol`]: what the roles say to each other, and its limits.
+//! - [`protocol`]: what the roles say to each other, and its limits; [`services`]: what a site can be asked.
 //! - [`Source`](source::Source), [`Destination`](destination::Destination) and
 //!   [`Teleporter`](teleporter::Teleporter): protocol logic without I/O and without a clock.
 //! - [`send`](session::send()) drives a source; [`Site`] is where images arrive and holds what the
@@ -22,6 +22,7 @@ pub mod matching;
 mod partials;
 pub mod progress;
 pub mod protocol;
+pub mod services;
 pub mod session;
 mod site;
 pub mod source;
@@ -31,6 +32,6 @@ mod transfer;
 pub mod transfers;
 pub mod walk;
 
-pub use error::{RefuseReason, TeleportError};
+pub use error::TeleportError;
 pub use matching::RemoteTeleporter;
 pub use site::{Holder, Site, SiteConfig, SiteStatus, TransferStatus, open_teleporter};

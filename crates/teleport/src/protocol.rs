@@ -14,9 +14,8 @@
 //! Hiding from a paired peer which blocks a site has: a site is one trust domain.
 //!
 //! # Course of a session
-//! The first frame of every connection (after `net`'s hello) is a [`Request`]. For a session it is
-//! `Send`, answered by [`Reply::Session`]; further connections join it with `Lane` and carry
-//! literals. The first lane also carries BATCH and END, ahead of the literals: on a connection of
+//! A session is a call of [`OpenSession`](crate::services::OpenSession); further connections join it
+//! with [`JoinSession`](crate::services::JoinSession) and carry literals. The first lane also carries BATCH and END, ahead of the literals: on a connection of
 //! their own they would compete with the blocks for the link. The source says hello, makes its request, offers the first image and
 //! sends its first batches in one flight.
 //! Then, for one image after the other, on the control connection:
@@ -43,9 +42,7 @@
 use drover_core::{Digest, ImageName};
 use serde::{Deserialize, Serialize};
 
-use crate::error::RefuseReason;
 use crate::stages::DestinationTimes;
-use crate::transfers::Unfinished;
 
 /// Blocks in a batch (8 MiB of the walk), those of an entry of a block map; the last batch of an image may have fewer.
 pub const BATCH_BLOCKS: u64 = drover_store::ENTRY_BLOCKS;
@@ -71,15 +68,8 @@ pub const MAX_SESSION_IMAGES: u32 = 10_000;
 /// Lanes in one session at most.
 pub const MAX_LANES: u16 = 8;
 
-/// Longest opening message of [`Request::Device`].
-pub const MAX_DEVICE_OPEN: usize = 2048;
-
-/// Frame kinds.
+/// Frame kinds, beside those of a [call](drover_net::service::kind).
 pub mod kind {
-    /// A [`super::Request`].
-    pub const REQUEST: u8 = 0x01;
-    /// A [`super::Reply`].
-    pub const REPLY: u8 = 0x02;
     /// A [`super::Offer`].
     pub const OFFER: u8 = 0x10;
     /// A part of the offer's encoded layout.
@@ -96,7 +86,7 @@ pub mod kind {
     pub const GIVE_UP: u8 = 0x16;
     /// An [`super::Accept`].
     pub const ACCEPT: u8 = 0x20;
-    /// A [`super::Refusal`].
+    /// A [`Refusal`](drover_net::Refusal): of an image.
     pub const REFUSE: u8 = 0x21;
     /// Runs of blocks that the source must send.
     pub const NEED: u8 = 0x22;
@@ -113,177 +103,6 @@ pub mod kind {
     pub const MATCH: u8 = 0x30;
     /// Teleporter to destination: the answer to one MATCH.
     pub const PLAN: u8 = 0x31;
-}
-
-/// What a connection is for; its first frame.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Request {
-    /// Trust me: I hold a ticket. The only request an unknown key may make.
-    Pair {
-        /// The ticket's secret.
-        secret: [u8; 16],
-        /// What the asking site calls itself.
-        name: String,
-        /// Where the asking site listens, if it does.
-        addresses: Vec<String>,
-    },
-    /// Open a session to send images.
-    Send {
-        /// How many images will be offered.
-        images: u32,
-        /// The session's number: the source chooses it at random, so that lanes need not wait for
-        /// an answer to name it.
-        session: [u8; 16],
-    },
-    /// Carry literals for a session.
-    Lane {
-        /// Its number, from [`Request::Send`].
-        session: [u8; 16],
-    },
-    /// List the images there.
-    Images,
-    /// Check an image there against its digest.
-    Verify {
-        /// Which.
-        name: ImageName,
-    },
-    /// Serve as this destination's teleporter.
-    Teleporter,
-    /// What the site is doing (local socket only).
-    Status,
-    /// Prometheus metrics as text (local socket only).
-    Metrics,
-    /// Index image files of this machine (local socket only).
-    Index {
-        /// Absolute paths.
-        paths: Vec<String>,
-    },
-    /// Remove an image (local socket only).
-    Remove {
-        /// Which.
-        name: ImageName,
-    },
-    /// Open a lane to an image as a device. What is in it, and all that follows on the connection, is the `mount`
-    /// crate's affair.
-    Device {
-        /// The lane's opening message, at most [`MAX_DEVICE_OPEN`] bytes.
-        open: Vec<u8>,
-    },
-    /// Who holds this site's images (local socket only).
-    Leases,
-    /// Take the right to write an image from whoever has it (local socket only).
-    BreakLease {
-        /// Which.
-        name: ImageName,
-    },
-    /// What mounts wrote over this site's images (local socket only).
-    Changes,
-    /// Drop what mounts wrote over an image (local socket only).
-    DropChanges {
-        /// Which.
-        name: ImageName,
-        /// Over earlier images of that name, which were replaced since.
-        earlier: bool,
-    },
-    /// Make what mounts wrote over an image part of it, or of a new one (local socket only).
-    MergeChanges {
-        /// Which.
-        name: ImageName,
-        /// The name of a new image.
-        rename: Option<ImageName>,
-        /// The format of a new image: whether qcow2, else raw; as it is when left out.
-        qcow2: Option<bool>,
-        /// Drop what was merged into a new image.
-        drop: bool,
-        /// Only say what would happen.
-        dry_run: bool,
-    },
-    /// List the transfers there that are not finished.
-    Transfers,
-    /// Remove what is left of a transfer; a peer may remove its own.
-    RemoveTransfer {
-        /// Its key.
-        key: String,
-    },
-}
-
-/// An answer to a [`Request`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Reply {
-    /// Paired; what the site calls itself.
-    Paired {
-        /// The site's own name.
-        name: String,
-    },
-    /// A session is open.
-    Session {
-        /// Lanes it may have.
-        max_lanes: u16,
-    },
-    /// A lane has joined, or a teleporter is ready.
-    Ready,
-    /// Some of the site's images; more replies follow until an empty list.
-    Images(Vec<ImageInfo>),
-    /// How far a long request is.
-    Progress {
-        /// Bytes done.
-        done: u64,
-        /// Bytes in all.
-        total: u64,
-    },
-    /// A check has ended.
-    Verified {
-        /// The digest the catalog has.
-        expected: Digest,
-        /// The digest the file has.
-        found: Digest,
-    },
-    /// An index or remove request is done.
-    Done {
-        /// For a person.
-        message: String,
-    },
-    /// Status or metrics text (status is JSON).
-    Text(String),
-    /// No.
-    Refused(Refusal),
-    /// Some of the site's unfinished transfers; more replies follow until an empty list.
-    Transfers(Vec<Unfinished>),
-}
-
-/// An image at a site, for listings.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ImageInfo {
-    /// Its name.
-    pub name: String,
-    /// Its digest (`docs/format/digests.md`).
-    pub digest: Digest,
-    /// The file's length in bytes.
-    pub size_bytes: u64,
-    /// Bytes of it that are not holes.
-    pub data_bytes: u64,
-    /// The size the guest sees, in bytes.
-    pub virtual_bytes: u64,
-    /// Container format.
-    pub format: String,
-    /// When it was delivered or indexed, in seconds since 1970.
-    pub added_unix: i64,
-    /// The name of the peer it came from; empty when it was indexed here.
-    pub from: String,
-}
-
-/// Why not.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Refusal {
-    /// Of what kind; `None` when it is a failure and not a refusal.
-    pub reason: Option<RefuseReason>,
-    /// One line for a person, at most [`Refusal::MAX_BYTES`].
-    pub message: String,
-}
-
-impl Refusal {
-    /// The longest message, in bytes.
-    pub const MAX_BYTES: usize = 2000;
 }
 
 /// A source offers an image.

@@ -23,8 +23,8 @@ use crate::TeleportError;
 use crate::compress::Effort;
 use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
 
-pub use destination::SessionRequest;
 pub(crate) use destination::SessionShared;
+pub use destination::{SessionLanes, Sessions};
 pub use teleporter::serve_teleporter;
 
 /// Frames between a socket and what handles them.

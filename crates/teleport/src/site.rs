@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Layout, Stamp, open_for_sending};
 use drover_index::{ImageId, Matcher, MatcherConfig, MatcherStats};
+use drover_net::Code;
 use drover_storage::{Disk, HostDirectory};
 use drover_store::naming::{self, Named};
 use drover_store::sequences::{Sequences, segments_of};
@@ -23,13 +24,13 @@ use drover_store::{BlockMap, Catalog, ImageMap, ImageRecord, Images};
 use parking_lot::{Mutex, RwLock};
 use serde::{Deserialize, Serialize};
 
+use crate::TeleportError;
 use crate::log::RecordKind;
 use crate::matching::{Matching, RemoteTeleporter};
 use crate::partials::Partials;
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent, Teleporter};
 use crate::transfer::{Active, Closing, Leftover};
-use crate::{RefuseReason, TeleportError};
 pub(crate) use give_way::{Matched, Waiting};
 
 /// Where a site keeps what, and its limits.
@@ -450,23 +451,21 @@ impl Site {
     /// Refuses what would change an image that somebody needs as it is.
     pub(crate) fn check_held(&self, name: &ImageName) -> Result<(), TeleportError> {
         match self.why_held(name) {
-            Some(why) => Err(TeleportError::Refused {
-                reason: RefuseReason::Policy,
-                message: format!("{name} cannot be replaced or removed: {why}"),
-            }),
+            Some(why) => {
+                let message = format!("{name} cannot be replaced or removed: {why}");
+                Err(TeleportError::refused(Code::Denied, message))
+            }
             None => Ok(()),
         }
     }
 
     fn find(&self, name: &ImageName) -> Result<ImageRecord, TeleportError> {
-        self.images
-            .by_name(name)
-            .ok_or_else(|| TeleportError::Refused {
-                reason: RefuseReason::Policy,
-                message: format!(
-                    "this site has no image called {name}; `drover images` lists them"
-                ),
-            })
+        let found = self.images.by_name(name);
+        found.ok_or_else(|| {
+            let message =
+                format!("this site has no image called {name}; `drover images` lists them");
+            TeleportError::refused(Code::NotFound, message)
+        })
     }
 
     /// Lets an image file of this machine serve as a source of blocks, where it is. Blocks the

@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use drover_core::{BLOCK_SIZE_U64, ImageName};
 use drover_index::ImageId;
-use drover_net::PeerKey;
+use drover_net::{Code, PeerKey};
 use serde::{Deserialize, Serialize};
 
+use crate::TeleportError;
 use crate::log::is_closed;
 use crate::site::{Arrived, Site, remove_dir, unix_now};
 use crate::transfer::{inspect, opening_of};
-use crate::{RefuseReason, TeleportError};
 
 /// What the directory of a transfer is called while it is being removed.
 const REMOVED: &str = "removed";
@@ -200,10 +200,7 @@ impl Site {
         if !is_key(key) {
             return Ok(None);
         }
-        let refused = |message| TeleportError::Refused {
-            reason: RefuseReason::Policy,
-            message,
-        };
+        let refused = |message: String| TeleportError::refused(Code::Denied, message);
         let dir = self.transfer_dir(key);
         let claim = self.active.claim(key);
         let Some(transfer) = look(&dir) else {
@@ -258,8 +255,6 @@ impl Site {
 }
 
 fn none_of_key(key: &str) -> TeleportError {
-    TeleportError::Refused {
-        reason: RefuseReason::Policy,
-        message: format!("there is no unfinished transfer {key:?} here"),
-    }
+    let message = format!("there is no unfinished transfer {key:?} here");
+    TeleportError::refused(Code::NotFound, message)
 }

@@ -40,7 +40,7 @@ use drover_storage::sync_parent;
 pub const PART: &str = "image.part";
 
 /// What is to be merged.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Order {
     /// The image.
     pub name: ImageName,

@@ -24,8 +24,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Error, Result};
+use drover_net::Code;
 use drover_store::CatalogError;
-use drover_teleport::{RefuseReason, TeleportError};
+use drover_teleport::TeleportError;
 use rustix::fs::{FallocateFlags, FlockOperation, fallocate, flock, statvfs};
 use rustix::io::Errno;
 use rustix::rand::GetRandomFlags;
@@ -162,7 +163,7 @@ fn says_full(error: &Error) -> bool {
             return is_full_kind(e);
         }
         if let Some(e) = cause.downcast_ref::<TeleportError>() {
-            return e.refusal() == Some(RefuseReason::Space);
+            return e.refusal() == Some(Code::NoSpace);
         }
         cause
             .downcast_ref::<CatalogError>()

@@ -13,7 +13,8 @@ use drover_device::synced::{Order, Pushing, Sync, Synced, SyncedOptions};
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
-use drover_mount::protocol::{Access, Code, MAX_SIZE, MountId, Opened, Refusal};
+use drover_mount::protocol::{Access, MAX_SIZE, MountId, Opened};
+use drover_net::{Code, Refusal};
 use drover_storage::HostDirectory;
 use tokio::runtime::Handle;
 
@@ -500,7 +501,7 @@ fn begin_anew(place: &Place, index: usize, dirty: u64) -> Result<()> {
 /// Says of an image that could not be opened what can be done.
 fn unopened(error: MountError, image: &Target) -> anyhow::Error {
     match error {
-        MountError::Refused(refusal) if refusal.code == Code::NoImage => {
+        MountError::Refused(refusal) if refusal.code == Code::NotFound => {
             let (site, list) = match &image.peer {
                 Some(peer) => (peer.as_str(), format!("drover images {peer}")),
                 None => ("this site", "drover images".into()),
@@ -509,7 +510,7 @@ fn unopened(error: MountError, image: &Target) -> anyhow::Error {
                 "{site} has no image called {}; `{list}` lists what it has",
                 image.image
             );
-            MountError::Refused(Refusal::new(Code::NoImage, text)).into()
+            MountError::Refused(Refusal::new(Code::NotFound, text)).into()
         }
         MountError::Unreachable(why) => {
             let site = image.peer.as_deref().unwrap_or("this site");

@@ -7,10 +7,9 @@ use anyhow::Result;
 use drover_core::ImageName;
 use drover_mount::MountError;
 use drover_mount::server::{Holder, Leased, MERGE_NOTE, Server, lease_on_disk};
+use drover_net::request;
 use drover_store::Catalog;
 use drover_teleport::Site;
-use drover_teleport::protocol::Request;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::home::Home;
@@ -111,57 +110,47 @@ pub fn hold_written(site: &Site, home: &Home) {
     }));
 }
 
-/// The leases of a server as JSON.
+/// Who holds this site's images?
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ListLeases;
+request!(ListLeases: "lease.list", Manage, () => Vec<Held>);
+
+/// Take the right to write an image from whoever has it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct BreakLease {
+    /// Which.
+    pub name: ImageName,
+}
+request!(BreakLease: "lease.break", Manage, () => Broken);
+
+/// The leases of a server.
 ///
 /// # Errors
 /// When the site's state cannot be read.
-pub fn leases_json(server: &Server) -> Result<String> {
-    let held: Vec<Held> = server
-        .leases()?
-        .into_iter()
-        .map(|leased| Held {
-            image: leased.image,
-            writer: leased.holder.map(Writer::from),
-            connected: leased.connected,
-            problem: leased.problem,
-        })
-        .collect();
-    Ok(serde_json::to_string(&held)?)
+pub fn leases_of(server: &Server) -> Result<Vec<Held>> {
+    let held = server.leases()?.into_iter().map(|leased| Held {
+        image: leased.image,
+        writer: leased.holder.map(Writer::from),
+        connected: leased.connected,
+        problem: leased.problem,
+    });
+    Ok(held.collect())
 }
 
-/// Breaks a lease; what it was, as JSON.
+/// Breaks a lease; what it was.
 ///
 /// # Errors
 /// When the site's state cannot be changed.
-pub async fn broken_json(server: &Arc<Server>, name: &ImageName) -> Result<String> {
+pub async fn break_at(server: &Arc<Server>, name: &ImageName) -> Result<Broken> {
     let (on_disk, image) = (Arc::clone(server), name.clone());
     let damaged = tokio::task::spawn_blocking(move || on_disk.replace_damaged_lease(&image));
     let damaged = damaged.await??;
     let holder = server.break_lease(name).await?;
-    Ok(serde_json::to_string(&Broken {
+    Ok(Broken {
         image: name.to_string(),
         writer: holder.map(Writer::from),
         damaged,
-    })?)
-}
-
-/// Asks the running site, or does what it would do when none runs.
-async fn ask<T: DeserializeOwned>(home: &Home, request: Request) -> Result<T> {
-    let text = match Call::local(home).await? {
-        Some(call) => call.text(&request).await?,
-        None => {
-            let catalog = Arc::new(match &request {
-                Request::Leases => site::look_at_catalog(home)?,
-                _ => site::open_catalog(home)?,
-            });
-            let server = super::site_server(home, &catalog)?;
-            match request {
-                Request::BreakLease { name } => broken_json(&server, &name).await?,
-                _ => leases_json(&server)?,
-            }
-        }
-    };
-    Ok(serde_json::from_str(&text)?)
+    })
 }
 
 /// Who holds images of this site.
@@ -169,7 +158,11 @@ async fn ask<T: DeserializeOwned>(home: &Home, request: Request) -> Result<T> {
 /// # Errors
 /// When the site does not answer, or its state cannot be read.
 pub async fn held(home: &Home) -> Result<Vec<Held>> {
-    ask(home, Request::Leases).await
+    if let Some(call) = Call::local(home).await? {
+        return call.ask(&ListLeases, |()| {}).await;
+    }
+    let catalog = Arc::new(site::look_at_catalog(home)?);
+    leases_of(super::site_server(home, &catalog)?.as_ref())
 }
 
 /// Takes the right to write an image from whoever has it.
@@ -177,7 +170,12 @@ pub async fn held(home: &Home) -> Result<Vec<Held>> {
 /// # Errors
 /// When the site does not answer, or its state cannot be changed.
 pub async fn break_lease(home: &Home, name: &ImageName) -> Result<Broken> {
-    ask(home, Request::BreakLease { name: name.clone() }).await
+    if let Some(call) = Call::local(home).await? {
+        let name = name.clone();
+        return call.ask(&BreakLease { name }, |()| {}).await;
+    }
+    let catalog = Arc::new(site::open_catalog(home)?);
+    break_at(&super::site_server(home, &catalog)?, name).await
 }
 
 /// Whether there is an image of that name, or a lease of one that is gone.

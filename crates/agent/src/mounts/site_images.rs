@@ -1,25 +1,22 @@
 //! This site's images as devices: for mounts of other sites, and for this site's own exports.
 
-use std::future::Future;
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use drover_core::{Digest, ImageName};
 use drover_device::backend::ImageDevice;
 use drover_image::{Stamp, VirtualDisk};
-use drover_mount::client::{ConnectError, Connected, Connector};
-use drover_mount::protocol::{Code, Refusal};
-use drover_mount::server::{Base, Config, Images, Peer, Server};
-use drover_net::{Connection, NetError, PeerKey, connect_unix};
+use drover_mount::client::{ConnectError, Connecting, Connector};
+use drover_mount::server::{Base, Config, Images, Server};
+use drover_net::service::Call;
+use drover_net::{Code, Connection, Peer, PeerKey, Refusal, Rights, connect_unix};
 use drover_store::{Catalog, ImageRecord, SiteCatalog};
 use tokio::sync::watch;
 
-use super::connector::{begin, refusal};
 use crate::home::Home;
-use crate::remote::{Call, SocketPath};
-use crate::site;
+use crate::remote::SocketPath;
+use crate::{remote, site};
 
 /// Threads that read, hash and compress for mounts.
 const THREADS: usize = 4;
@@ -52,7 +49,7 @@ impl SiteImages {
         let record = record.ok_or_else(|| {
             // Who asked knows by which name this site's images are listed there.
             let text = format!("{} has no image called {name}", self.site);
-            Refusal::new(Code::NoImage, text)
+            Refusal::new(Code::NotFound, text)
         })?;
         if was_changed(&record) {
             // Its digest is that of other bytes: mounts would take what they kept of those for this.
@@ -100,6 +97,7 @@ pub fn own(key: PeerKey) -> Peer {
     Peer {
         key,
         name: OWN_NAME.into(),
+        rights: Rights::OWNER,
     }
 }
 
@@ -125,8 +123,7 @@ impl OwnConnector {
     /// # Errors
     /// When another program is at work in it that takes no calls.
     pub async fn new(home: &Home) -> Result<OwnConnector> {
-        if let Some(call) = Call::local(home).await? {
-            call.close().await;
+        if remote::Call::local(home).await?.is_some() {
             return Ok(OwnConnector::Running(home.socket()));
         }
         if home.used_by()?.is_some() {
@@ -139,51 +136,32 @@ impl OwnConnector {
             stop: watch::Sender::new(false),
         })
     }
-
-    async fn open_lane(&self, open: Vec<u8>) -> Result<Connected, ConnectError> {
-        let lost = |e: &dyn std::fmt::Display| ConnectError::lost(e.to_string());
-        match self {
-            OwnConnector::Running(socket) => {
-                let socket = SocketPath::of(socket).map_err(|e| lost(&e))?;
-                let made: Result<Connected, NetError> = async {
-                    let connection = connect_unix(socket.path()).await?;
-                    begin(connection, open, &[]).await
-                }
-                .await;
-                made.map_err(|e| lost(&e))
-            }
-            OwnConnector::Inside { server, peer, stop } => {
-                let (ours, theirs) = Connection::pair().map_err(|e| lost(&e))?;
-                let (server, peer, stop) = (Arc::clone(server), peer.clone(), stop.subscribe());
-                tokio::spawn(async move {
-                    let (reader, writer) = theirs.split();
-                    let served = server.serve_lane(reader, writer, peer, &open, stop);
-                    if let Err(e) = served.await {
-                        tracing::debug!("a lane of this site's own: {e}");
-                    }
-                });
-                let (wire, round_trip) = (ours.wire(), ours.round_trip());
-                let (reader, writer) = ours.split();
-                Ok(Connected {
-                    reader,
-                    writer,
-                    wire,
-                    round_trip,
-                })
-            }
-        }
-    }
 }
 
 impl Connector for OwnConnector {
-    fn connect(
-        &self,
-        open: Vec<u8>,
-    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
-        Box::pin(self.open_lane(open))
-    }
-
-    fn refusal(&self, frame: u8, payload: &[u8]) -> Option<ConnectError> {
-        refusal(OWN_NAME, frame, payload)
+    fn connect(&self) -> Connecting<'_> {
+        let lost = |e: &dyn std::fmt::Display| ConnectError::lost(e.to_string());
+        Box::pin(async move {
+            match self {
+                OwnConnector::Running(socket) => {
+                    let socket = SocketPath::of(socket).map_err(|e| lost(&e))?;
+                    connect_unix(socket.path()).await.map_err(|e| lost(&e))
+                }
+                OwnConnector::Inside { server, peer, stop } => {
+                    let (ours, theirs) = Connection::pair().map_err(|e| lost(&e))?;
+                    let (server, peer, stop) = (Arc::clone(server), peer.clone(), stop.subscribe());
+                    tokio::spawn(async move {
+                        let served = async {
+                            let call = Call::take(theirs, stop).await?;
+                            server.serve_lane(peer, call).await
+                        };
+                        if let Err(e) = served.await {
+                            tracing::debug!("a lane of this site's own: {e}");
+                        }
+                    });
+                    Ok(ours)
+                }
+            }
+        })
     }
 }

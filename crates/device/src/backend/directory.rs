@@ -270,7 +270,7 @@ impl BlockDevice for DirectoryDevice {
         self.change(offset, length)?;
         if zeroes.keep_allocated && zeroes.only_fast {
             return Err(DeviceError::Unsupported(
-                "zero a range quickly and keep its space",
+                "zero a range quickly and keep its space".into(),
             ));
         }
         for part in self.parts(offset, length) {

@@ -38,7 +38,7 @@ impl FileDevice {
         let regular = metadata.is_file();
         if !regular && !metadata.file_type().is_block_device() {
             return Err(DeviceError::Unsupported(
-                "live in what is neither a file nor a block device",
+                "live in what is neither a file nor a block device".into(),
             ));
         }
         let size = match regular {
@@ -154,7 +154,7 @@ impl BlockDevice for FileDevice {
         };
         match (done, zeroes.only_fast) {
             (true, _) => Ok(()),
-            (false, true) => Err(DeviceError::Unsupported("zero a range quickly")),
+            (false, true) => Err(DeviceError::Unsupported("zero a range quickly".into())),
             (false, false) => self.write_plain_zeros(offset, length),
         }
     }

@@ -247,7 +247,7 @@ impl<D: BlockDevice> BlockDevice for Chunked<D> {
             self.inner.write_zeroes(whole.0, whole.1, zeroes)?;
         } else if length > 0 && zeroes.only_fast {
             return Err(DeviceError::Unsupported(
-                "zero a part of a chunk faster than by writing it",
+                "zero a part of a chunk faster than by writing it".into(),
             ));
         }
         self.zero_part(head, zeroes.keep_allocated)?;

@@ -149,7 +149,7 @@ impl<D: BlockDevice, G: Gate> Gated<D, G> {
         ask: impl FnOnce(&D) -> Result<T, DeviceError>,
     ) -> Result<T, DeviceError> {
         self.through(operation, offset, length, ask)?
-            .ok_or(DeviceError::Unsupported("ignore a request"))
+            .ok_or(DeviceError::Unsupported("ignore a request".into()))
     }
 }
 

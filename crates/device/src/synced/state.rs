@@ -113,7 +113,7 @@ impl Geometry {
         }
         if shape.chunks() > MOST_CHUNKS {
             return Err(DeviceError::Unsupported(
-                "have more than 2^28 chunks: mount with a larger --chunk",
+                "have more than 2^28 chunks: mount with a larger --chunk".into(),
             ));
         }
         Ok(Self {

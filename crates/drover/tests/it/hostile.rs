@@ -2,13 +2,18 @@
 
 use std::time::Duration;
 
+use drover_agent::serve::{GetMetrics, GetStatus, Pair};
+use drover_agent::{changes, mounts};
 use drover_core::ImageName;
+use drover_net::service::{self, Request, encode_call, kind};
 use drover_net::{
-    ConnectOptions, Connection, FrameReader, FrameWriter, Identity, Role, Ticket, connect_any,
-    decode, encode, greet, greet_as,
+    Code, ConnectOptions, Connection, FrameReader, FrameWriter, Identity, NetError, Refusal, Role,
+    Ticket, connect_any, decode, greet, greet_as,
 };
-use drover_teleport::RefuseReason;
-use drover_teleport::protocol::{Refusal, Reply, Request, kind};
+use drover_teleport::services::{
+    BeginMatching, IndexImage, JoinSession, ListImages, ListTransfers, OpenSession, RemoveImage,
+    RemoveTransfer, VerifyImage,
+};
 
 use crate::world::{Site, World};
 
@@ -45,22 +50,27 @@ impl Client {
         (reader, writer)
     }
 
-    async fn ask(&self, request: &Request) -> Reply {
-        let (mut reader, mut writer) = self.greeted().await;
-        writer.send(kind::REQUEST, &encode(request)).await.unwrap();
-        writer.flush().await.unwrap();
-        let frame = reader.next().await.unwrap().unwrap();
-        assert_eq!(frame.kind, kind::REPLY);
-        decode(&frame.payload).unwrap()
+    async fn ask<R: Request>(&self, request: &R) -> Result<R::Reply, NetError> {
+        service::call(self.connect().await, request, |_| {}).await
     }
 
-    async fn pair(&self, name: &str, addresses: Vec<String>) -> Reply {
-        self.ask(&Request::Pair {
+    async fn pair(&self, name: &str, addresses: Vec<String>) -> Result<String, NetError> {
+        self.ask(&Pair {
             secret: self.ticket.secret,
             name: name.into(),
             addresses,
         })
         .await
+    }
+
+    /// How the payload of a call is refused.
+    async fn refused(&self, call: &[u8]) -> Refusal {
+        let (mut reader, mut writer) = self.greeted().await;
+        writer.send(kind::CALL, call).await.unwrap();
+        writer.flush().await.unwrap();
+        let frame = reader.next().await.unwrap().unwrap();
+        assert_eq!(frame.kind, kind::REFUSED, "{call:?}");
+        decode(&frame.payload).unwrap()
     }
 }
 
@@ -72,31 +82,45 @@ fn run<T>(test: impl Future<Output = T>) -> T {
         .block_on(test)
 }
 
-fn reason(reply: Reply) -> (Option<RefuseReason>, String) {
-    match reply {
-        Reply::Refused(Refusal { reason, message }) => (reason, message),
-        other => panic!("not refused: {other:?}"),
-    }
-}
-
-fn every_request() -> Vec<Request> {
+/// Calls with which services are told apart, and whether only the machine itself may make them.
+fn every_call() -> Vec<(Vec<u8>, bool)> {
     let name = ImageName::new("a.img").unwrap();
-    vec![
-        Request::Send {
-            images: 1,
-            session: [0; 16],
-        },
-        Request::Lane { session: [0; 16] },
-        Request::Images,
-        Request::Verify { name: name.clone() },
-        Request::Teleporter,
-        Request::Status,
-        Request::Metrics,
-        Request::Index {
-            paths: vec!["/etc/passwd".into()],
-        },
-        Request::Remove { name },
-    ]
+    let session = [0; 16];
+    let path = "/etc/passwd".into();
+    let order = changes::Order {
+        name: name.clone(),
+        rename: None,
+        to: None,
+        drop: false,
+        dry_run: true,
+    };
+    let (of, key, earlier) = (|| name.clone(), String::new(), false);
+    let at_peers = [
+        encode_call(&OpenSession { images: 1, session }),
+        encode_call(&JoinSession { session }),
+        encode_call(&ListImages),
+        encode_call(&VerifyImage { name: of() }),
+        encode_call(&ListTransfers),
+        encode_call(&RemoveTransfer { key }),
+        b"\x07nothing".to_vec(),
+    ];
+    let at_home = [
+        encode_call(&BeginMatching),
+        encode_call(&GetStatus),
+        encode_call(&GetMetrics),
+        encode_call(&IndexImage { path }),
+        encode_call(&RemoveImage { name: of() }),
+        encode_call(&mounts::ListLeases),
+        encode_call(&mounts::BreakLease { name: of() }),
+        encode_call(&changes::ListChanges),
+        encode_call(&changes::DropChanges {
+            name: of(),
+            earlier,
+        }),
+        encode_call(&order),
+    ];
+    let calls = at_peers.into_iter().map(|call| (call, false));
+    calls.chain(at_home.map(|call| (call, true))).collect()
 }
 
 #[test]
@@ -105,20 +129,18 @@ fn a_strangers_every_request_is_refused() {
     let site = world.serve("far", &[]);
     run(async {
         let stranger = Client::new(&site);
-        for request in every_request() {
-            assert_eq!(
-                reason(stranger.ask(&request).await).0,
-                Some(RefuseReason::Trust),
-                "{request:?}"
-            );
+        for (call, _) in every_call() {
+            let refusal = stranger.refused(&call).await;
+            assert_eq!(refusal.code, Code::Untrusted, "{call:?}");
         }
-        let guess = Request::Pair {
+        let guess = encode_call(&Pair {
             secret: [7; 16],
             name: "x".into(),
             addresses: vec![],
-        };
-        let (why, text) = reason(stranger.ask(&guess).await);
-        assert_eq!(why, Some(RefuseReason::Trust));
+        });
+        let refusal = stranger.refused(&guess).await;
+        assert_eq!(refusal.code, Code::Untrusted);
+        let text = refusal.message;
         assert!(text.contains("not one of this site's"), "{text}");
     });
     assert_eq!(world.run("far", &["peers", "--json"]).ok().out, "");
@@ -130,28 +152,16 @@ fn what_only_the_machine_itself_may_ask_is_refused_to_peers() {
     let site = world.serve("far", &[]);
     run(async {
         let peer = Client::new(&site);
-        assert!(matches!(
-            peer.pair("web", vec![]).await,
-            Reply::Paired { .. }
-        ));
-        for request in every_request() {
-            let local = matches!(
-                request,
-                Request::Status
-                    | Request::Metrics
-                    | Request::Index { .. }
-                    | Request::Remove { .. }
-                    | Request::Teleporter
-            );
+        peer.pair("web", vec![]).await.unwrap();
+        for (call, local) in every_call() {
             if local {
-                assert_eq!(
-                    reason(peer.ask(&request).await).0,
-                    Some(RefuseReason::Policy),
-                    "{request:?}"
-                );
+                let refusal = peer.refused(&call).await;
+                assert_eq!(refusal.code, Code::Denied, "{call:?}");
             }
         }
-        assert_eq!(peer.ask(&Request::Images).await, Reply::Images(vec![]));
+        let refusal = peer.refused(b"\x07nothing").await;
+        assert_eq!(refusal.code, Code::Unsupported, "{refusal}");
+        peer.ask(&ListImages).await.unwrap();
     });
 }
 
@@ -163,7 +173,7 @@ fn frames_that_nobody_sends_end_only_their_own_connection() {
         let client = Client::new(&site);
         // Too large from one who is not trusted.
         let (mut reader, mut writer) = client.greeted().await;
-        let _ = writer.send(kind::REQUEST, &vec![0u8; 1 << 20]).await;
+        let _ = writer.send(kind::CALL, &vec![0u8; 1 << 20]).await;
         let _ = writer.flush().await;
         assert!(
             !matches!(reader.next().await, Ok(Some(_))),
@@ -171,9 +181,9 @@ fn frames_that_nobody_sends_end_only_their_own_connection() {
         );
         // Of a kind that begins nothing; and rubbish in a kind that does.
         for (frame, payload) in [
-            (kind::LITERAL, vec![1, 2, 3]),
-            (kind::REQUEST, vec![0xff; 64]),
-            (kind::REQUEST, vec![]),
+            (drover_teleport::protocol::kind::LITERAL, vec![1, 2, 3]),
+            (kind::CALL, vec![0xff; 64]),
+            (kind::CALL, vec![]),
         ] {
             let (mut reader, mut writer) = client.greeted().await;
             writer.send(frame, &payload).await.unwrap();
@@ -197,10 +207,8 @@ fn frames_that_nobody_sends_end_only_their_own_connection() {
         assert!(e.to_string().contains("upgrade"), "{e}");
         // Nothing at all, and gone.
         drop(client.connect().await);
-        assert!(
-            matches!(client.pair("web", vec![]).await, Reply::Paired { .. }),
-            "the site goes on"
-        );
+        let goes_on = client.pair("web", vec![]).await;
+        assert!(goes_on.is_ok(), "{goes_on:?}");
     });
     assert!(!site.log().contains("panicked"), "{}", site.log());
     assert_eq!(site.stop().0, Some(0));
@@ -219,9 +227,8 @@ fn what_a_peer_calls_itself_is_made_harmless() {
             &"x".repeat(300),
         ]
         .map(String::from);
-        client
-            .pair("../\u{1b}]0;owned\u{7}\n", addresses.to_vec())
-            .await;
+        let paired = client.pair("../\u{1b}]0;owned\u{7}\n", addresses.to_vec());
+        paired.await.unwrap();
     });
     let peers = world.run("far", &["peers", "--json"]).ok().json();
     assert_eq!(

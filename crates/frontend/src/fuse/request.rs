@@ -97,7 +97,7 @@ pub(super) fn seek(
         }
         match runs.last() {
             Some(last) if last.end() > at => at = last.end(),
-            _ => return Err(DeviceError::Unsupported("tell its extents")),
+            _ => return Err(DeviceError::Unsupported("tell its extents".into())),
         }
     }
     Ok(None)

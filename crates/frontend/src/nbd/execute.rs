@@ -150,7 +150,9 @@ impl Executor {
             only_fast: request.has(flag::FAST_ZERO),
         };
         if zeroes.only_fast && !self.can.fast_zeroes {
-            return Err(DeviceError::Unsupported("zero faster than it writes"));
+            return Err(DeviceError::Unsupported(
+                "zero faster than it writes".into(),
+            ));
         }
         match request.length {
             0 => Ok(()),

@@ -183,7 +183,10 @@ fn errors_keep_their_meaning() {
     let is = |error: DeviceError, errno: Errno| assert_eq!(super::request::errno(&error), errno);
     is(DeviceError::NoSpace("full".into()), Errno::NOSPC);
     is(DeviceError::ReadOnly, Errno::ROFS);
-    is(DeviceError::Unsupported("zero fast"), Errno::OPNOTSUPP);
+    is(
+        DeviceError::Unsupported("zero fast".into()),
+        Errno::OPNOTSUPP,
+    );
     is(DeviceError::Unavailable("cut".into()), Errno::IO);
     is(DeviceError::Corrupt("chunk".into()), Errno::IO);
     is(DeviceError::Closed, Errno::IO);

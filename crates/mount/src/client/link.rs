@@ -7,7 +7,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_core::DeviceError;
 use drover_device::remote::{Chunks, Epoch, Link, Staged};
-use drover_net::Backoff;
+use drover_net::service::{self, reply_in};
+use drover_net::{Backoff, NetError, Refusal, Role, hear_hello};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -19,8 +20,8 @@ use super::tell::ChunksTask;
 use super::{CLOSE_WAIT, ConnectError, Connected, Connector, Inner, Options, Reply};
 use crate::MountError;
 use crate::protocol::{
-    Access, Answer, Ask, Identity, LaneKind, MAX_MOUNT_FRAME, MAX_RUNS, Open, Opened, Refusal,
-    VERSION, check_shape, decode_message, encode_message, kind,
+    Access, Answer, Ask, Identity, LaneKind, MAX_MOUNT_FRAME, MAX_RUNS, Open, Opened, check_shape,
+    decode_message, device_error, encode_message, kind,
 };
 use crate::server::KEEP_ALIVE;
 
@@ -29,9 +30,6 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(250), Duration::from
 
 /// How long the site may take to open a lane.
 const OPEN_LIMIT: Duration = Duration::from_secs(30);
-
-/// Longest text of a reason.
-const MAX_REASON: usize = 1000;
 
 /// A lane that the site has opened.
 pub struct Lane {
@@ -130,7 +128,6 @@ async fn attempt(
     let mut joining = Joining::new();
     for (number, lane) in options.lanes().into_iter().enumerate() {
         let open = Open {
-            version: VERSION,
             mount: options.mount,
             lane,
             link,
@@ -178,33 +175,46 @@ async fn open_lane(
     open: &Open,
     asks: Vec<Vec<u8>>,
 ) -> Result<(Connected, Opened), ConnectError> {
-    let mut connected = connector.connect_asking(open.encode(), asks).await?;
-    connected.reader.set_max_frame(MAX_MOUNT_FRAME);
-    connected.writer.set_max_frame(MAX_MOUNT_FRAME);
-    KEEP_ALIVE.apply(&mut connected.reader, &mut connected.writer);
-    connected.writer.flush().await?;
-    let frame = connected.reader.next().await?;
-    let peer = connected.reader.peer_text();
-    let broke =
-        |what: &str| ConnectError::fatal(format!("{peer} broke the protocol of mounts: {what}"));
+    let connection = connector.connect().await?;
+    let wire = connection.wire();
+    let (mut reader, mut writer) = connection.split();
+    reader.set_max_frame(MAX_MOUNT_FRAME);
+    writer.set_max_frame(MAX_MOUNT_FRAME);
+    KEEP_ALIVE.apply(&mut reader, &mut writer);
+    let greeted = async {
+        // Everything in one flight: over a WAN each round trip is seen.
+        service::open(&mut writer, open).await?;
+        for ask in &asks {
+            writer.send(kind::ASK, ask).await?;
+        }
+        writer.flush().await?;
+        hear_hello(&mut reader, Role::Client).await
+    };
+    // What greets wrongly, unlike what breaks a link that is up, may be something that stands there only while the site
+    // does not.
+    greeted.await.map_err(|e| ConnectError {
+        fatal: e.refused(),
+        ..ConnectError::lost(e.to_string())
+    })?;
+    let frame = reader.next().await?;
+    let peer = reader.peer_text();
     let Some(frame) = frame else {
         return Err(ConnectError::lost(format!("{peer} closed the connection")));
     };
-    if frame.kind != kind::ANSWER {
-        return Err(connector
-            .refusal(frame.kind, &frame.payload)
-            .unwrap_or_else(|| broke("another answer to the opening message")));
-    }
-    let message = decode_message::<Answer>(&frame.payload).map_err(|e| broke(&e.text))?;
-    match message.head {
-        Answer::Opened(opened) => Ok((connected, opened)),
-        Answer::Error { refusal, .. } => Err(ConnectError {
-            fatal: refusal.is_final(),
-            message: cut(&refusal.text, MAX_REASON),
+    let opened = reply_in::<Open>(&frame, peer).map_err(|e| match e {
+        NetError::Refused(refusal) => ConnectError {
+            fatal: !refusal.retry,
+            message: refusal.message,
             code: Some(refusal.code),
-        }),
-        _ => Err(broke("an answer before the device is open")),
-    }
+        },
+        e => ConnectError::fatal(format!("{peer} broke the protocol of mounts: {e}")),
+    })?;
+    let connected = Connected {
+        reader,
+        writer,
+        wire,
+    };
+    Ok((connected, opened))
 }
 
 /// Why a link ended.
@@ -339,8 +349,8 @@ async fn serve(inner: &Arc<Inner>, up: Up) -> Ended {
                     Err(error) => MountError::Unreachable(error.to_string()),
                 };
                 return match why {
-                    MountError::Refused(refusal) if refusal.is_final() => {
-                        Ended::Gone(refusal.into_device_error(0, 0, inner.opened.size))
+                    MountError::Refused(refusal) if !refusal.retry => {
+                        Ended::Gone(device_error(refusal, 0, 0, inner.opened.size))
                     }
                     why => Ended::Lost(why.to_string()),
                 };
@@ -537,7 +547,7 @@ impl Inner {
                 self.take(number, frame)
                     .map_err(|refusal| MountError::Protocol {
                         peer: reader.peer_text().to_owned(),
-                        what: refusal.text,
+                        what: refusal.message,
                     })?;
             }
         };
@@ -553,7 +563,7 @@ impl Inner {
 
     /// Does with a frame what it asks for.
     fn take(self: &Arc<Self>, lane: usize, frame: drover_net::Frame) -> Result<(), Refusal> {
-        use crate::protocol::Code::Protocol;
+        use drover_net::Code::Protocol;
         if frame.kind != kind::ANSWER {
             return Err(Refusal::new(Protocol, "a frame that is no answer"));
         }
@@ -628,13 +638,9 @@ impl Inner {
             }
         }
         if let Answer::Error { id: 0, refusal } = message.head {
-            if refusal.is_final() {
+            if !refusal.retry {
                 // Said about the lane: nothing of the mount will be served any more.
-                let error = Refusal::new(refusal.code, refusal.text).into_device_error(
-                    0,
-                    0,
-                    self.opened.size,
-                );
+                let error = device_error(refusal.tidy(), 0, 0, self.opened.size);
                 self.end(error);
                 return Ok(());
             }
@@ -671,9 +677,9 @@ impl Inner {
         }
         if let Answer::Error { refusal, .. } = head {
             // Its text as short as if this side had written it.
-            let refusal = Refusal::new(refusal.code, refusal.text);
+            let refusal = refusal.tidy();
             let (offset, length) = range(&job.ask, self.opened.chunk);
-            let error = refusal.into_device_error(offset, length, self.opened.size);
+            let error = device_error(refusal, offset, length, self.opened.size);
             self.fail(job, runs, &error);
             return;
         }

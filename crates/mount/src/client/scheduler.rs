@@ -9,10 +9,9 @@ use drover_device::remote::{Chunks, Shape};
 use drover_net::group::{
     Answered, Credit, Group, Limits, MAX_PART, MAX_UNANSWERED, Mark, NotSent, Window,
 };
+use drover_net::{Code, Refusal};
 
-use crate::protocol::{
-    Ask, Code, LaneKind, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_LANES, MAX_READ, Refusal,
-};
+use crate::protocol::{Ask, LaneKind, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_LANES, MAX_READ};
 
 mod ahead;
 mod job;

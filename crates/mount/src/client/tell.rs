@@ -187,7 +187,7 @@ impl Inner {
     fn verify(self: &Arc<Self>, task: &ChunksTask, unpacker: &mut Unpacker) {
         let shape = self.opened.shape();
         let unpacked = pieces(shape, task.first, task.count, &task.zeros)
-            .map_err(|e| e.text)
+            .map_err(|e| e.message)
             .and_then(|(found, length)| {
                 let body = match task.coding {
                     Coding::Plain if task.body.len() == length => Ok(task.body.clone()),

@@ -5,11 +5,11 @@ use std::ops::Range;
 use bytes::Bytes;
 use drover_core::Digest;
 use drover_device::remote::Shape;
-use drover_net::{decode, encode};
+use drover_net::{Code, Refusal, decode, encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Code, MAX_BODY, MAX_HEAD, MAX_UNIT, Refusal};
+use super::{MAX_BODY, MAX_HEAD, MAX_UNIT};
 
 /// A head and what belongs to it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use drover_core::{Digest, Extent, ImageName, ReadAt};
 use drover_device::backend::overlay;
-use drover_net::PeerKey;
+use drover_net::{Code, Peer, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
 
 use super::image::{Image, refuse};
 use super::lease::{Desk, Holder, Who};
-use super::{Peer, Server, state_error};
+use super::{Server, state_error};
 use crate::MountError;
-use crate::protocol::{Code, MountId, Refusal};
+use crate::protocol::MountId;
 
 /// How long a mount that was refused may take to let go of an image.
 const LET_GO: Duration = Duration::from_secs(10);
@@ -117,7 +117,7 @@ fn look(image: &ImageName, directory: PathBuf, earlier: bool) -> Changes {
             found.writer = desk.last_writer().cloned();
             found.holder = desk.holder().cloned();
         }
-        Err(e) => found.problem = Some(e.text),
+        Err(e) => found.problem = Some(e.message),
     }
     found
 }
@@ -215,7 +215,7 @@ impl Server {
                     connected.dedup();
                     let who = connected.join(", ");
                     let text = format!("{name} is mounted by {who}; unmount it there");
-                    return Err(MountError::Refused(Refusal::new(Code::Leased, text)));
+                    return Err(MountError::Refused(Refusal::new(Code::Held, text)));
                 }
                 state.open.get(name).cloned()
             };
@@ -240,7 +240,7 @@ impl Server {
             drop(image);
             if since.elapsed() > LET_GO {
                 let text = format!("{name} is being mounted just now; try again");
-                return Err(MountError::Refused(Refusal::new(Code::Leased, text)));
+                return Err(MountError::Refused(Refusal::new(Code::Held, text)));
             }
             std::thread::sleep(Duration::from_millis(10));
         }

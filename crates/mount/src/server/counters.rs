@@ -1,20 +1,21 @@
 //! What a site counts of the mounts that it serves.
 
+use drover_net::{Code, Refusal};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use serde::{Deserialize, Serialize};
 
 use super::queue::Unit;
 use super::work::Made;
-use crate::protocol::{Answer, Ask, Code, Refusal};
+use crate::protocol::{Answer, Ask};
 
 /// Why lanes are refused and requests fail, each with its word.
 const CODES: [(Code, &str); 14] = [
     (Code::Protocol, "protocol"),
     (Code::Version, "version"),
-    (Code::NoImage, "no_image"),
-    (Code::Leased, "leased"),
-    (Code::LeaseLost, "lease_lost"),
+    (Code::NotFound, "no_image"),
+    (Code::Held, "leased"),
+    (Code::Lost, "lease_lost"),
     (Code::OutOfRange, "out_of_range"),
     (Code::ReadOnly, "read_only"),
     (Code::Unsupported, "unsupported"),
@@ -22,7 +23,7 @@ const CODES: [(Code, &str); 14] = [
     (Code::Unavailable, "unavailable"),
     (Code::Corrupt, "corrupt"),
     (Code::Io, "io"),
-    (Code::Epoch, "epoch"),
+    (Code::OutOfOrder, "epoch"),
     (Code::Busy, "busy"),
 ];
 

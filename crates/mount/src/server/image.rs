@@ -8,7 +8,7 @@ use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::backend::Overlay;
 use drover_device::backend::overlay::{self, OverlayError};
 use drover_device::remote::{Change, Epoch};
-use drover_net::PeerKey;
+use drover_net::{Code, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
 use parking_lot::{Mutex, MutexGuard};
 
@@ -16,7 +16,7 @@ use super::changes;
 use super::lease::{Desk, Holder, Who};
 use super::settler::Settler;
 use crate::MountError;
-use crate::protocol::{Access, Code, Identity, MAX_RUNS, MountId, Refusal};
+use crate::protocol::{Access, Identity, MAX_RUNS, MountId, refusal_of};
 
 /// How long who asks for an image's lease waits for a commit, holding a thread; then they are to try again.
 const DESK_WAIT: Duration = Duration::from_secs(5);
@@ -84,7 +84,7 @@ fn boot() -> [u8; 16] {
 }
 
 pub(super) fn refuse(e: OverlayError) -> Refusal {
-    Refusal::from(DeviceError::from(e))
+    refusal_of(e.into())
 }
 
 impl Image {
@@ -299,7 +299,7 @@ impl Image {
     /// Checks that a mount may still write: its lanes may outlive its lease.
     ///
     /// # Errors
-    /// [`Code::LeaseLost`].
+    /// [`Code::Lost`].
     pub fn check_lease(&self, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
         self.lease_of(&self.desk.lock(), peer, mount)
     }
@@ -309,7 +309,7 @@ impl Image {
             return Ok(());
         }
         let text = format!("this mount has no lease of {} any more", self.name.as_str());
-        Err(Refusal::new(Code::LeaseLost, text))
+        Err(Refusal::new(Code::Lost, text))
     }
 
     /// Writes the lease's file anew, which something else has damaged.
@@ -357,7 +357,7 @@ impl Image {
     /// Another epoch than the next, or a disk that fails.
     pub fn stage(&self, epoch: u64, changes: &[Change]) -> Result<(), Refusal> {
         let staged = self.next(epoch)?.stage(Epoch(epoch), changes);
-        Ok(staged.map_err(DeviceError::from)?)
+        staged.map_err(refuse)
     }
 
     /// Makes the next epoch of a mount count, if it covers so many bytes; [`Image::settle_aside`] is to follow. One that
@@ -389,7 +389,7 @@ impl Image {
         let sealed = self.next(epoch)?.seal(Epoch(epoch), covers);
         sealed.map_err(|error| match error {
             OverlayError::NotWhole { .. } | OverlayError::NothingStaged(_) => {
-                Refusal::new(Code::Epoch, error.to_string())
+                Refusal::new(Code::OutOfOrder, error.to_string())
             }
             other => refuse(other),
         })?;
@@ -441,7 +441,7 @@ impl Image {
     /// A disk that fails.
     pub fn abandon(&self) -> Result<(), Refusal> {
         match self.overlay.get() {
-            Some(device) => Ok(device.abandon().map_err(DeviceError::from)?),
+            Some(device) => device.abandon().map_err(refuse),
             None => Ok(()),
         }
     }
@@ -460,11 +460,12 @@ impl Image {
     }
 
     fn next(&self, epoch: u64) -> Result<&Overlay, Refusal> {
-        let device = self.overlay.get().ok_or(DeviceError::ReadOnly)?;
+        let read_only = || refusal_of(DeviceError::ReadOnly);
+        let device = self.overlay.get().ok_or_else(read_only)?;
         let committed = device.committed().0;
         if epoch <= committed {
             let text = format!("epoch {epoch} cannot follow epoch {committed}");
-            return Err(Refusal::new(Code::Epoch, text));
+            return Err(Refusal::new(Code::OutOfOrder, text));
         }
         Ok(device)
     }
@@ -473,8 +474,8 @@ impl Image {
 #[cfg(test)]
 mod tests {
     use drover_device::backend::MemoryDevice;
+    use drover_net::{Peer, Rights};
 
-    use super::super::Peer;
     use super::*;
 
     struct One;
@@ -499,6 +500,7 @@ mod tests {
                 peer: Peer {
                     key: PeerKey([n; 32]),
                     name: format!("site{n}"),
+                    rights: Rights::PEER,
                 },
                 mount: MountId([n; 16]),
                 link: 1,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_device::remote::Shape;
 use drover_net::group::Flow;
-use drover_net::{FrameReader, FrameWriter, KeepAlive, PeerKey};
+use drover_net::{Code, FrameReader, FrameWriter, KeepAlive, PeerKey, Refusal};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::timeout;
@@ -20,8 +20,7 @@ use super::queue::{Queue, Unit};
 use super::work::{Client, Made};
 use crate::MountError;
 use crate::protocol::{
-    Access, Answer, Ask, Code, LaneKind, MAX_UNIT, MountId, Refusal, decode_message,
-    encode_message, kind,
+    Access, Answer, Ask, LaneKind, MAX_UNIT, MountId, decode_message, encode_message, kind,
 };
 
 /// A background answer is this part of the window, so that a lane has several under way.
@@ -267,7 +266,7 @@ impl Lane {
                 tokio::time::sleep(LAST_WORD).await;
                 return Err(MountError::Protocol {
                     peer: reader.peer_text().to_owned(),
-                    what: refusal.text,
+                    what: refusal.message,
                 });
             }
         }

@@ -10,11 +10,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use drover_core::ImageName;
-use drover_net::PeerKey;
+use drover_net::{Code, Peer, PeerKey, Refusal};
 use serde::{Deserialize, Serialize};
 
-use super::Peer;
-use crate::protocol::{Access, Code, Identity, MountId, Refusal};
+use crate::protocol::{Access, Identity, MountId};
 
 /// How long a reader that has lost its link keeps writers out.
 pub const READER_GRACE: Duration = Duration::from_secs(60);
@@ -211,7 +210,7 @@ impl Desk {
     /// `connected` says whether a mount has lanes.
     ///
     /// # Errors
-    /// [`Code::Leased`], [`Code::LeaseLost`], or a disk that does not take the lease.
+    /// [`Code::Held`], [`Code::Lost`], or a disk that does not take the lease.
     pub fn enter(
         &mut self,
         who: &Who,
@@ -222,7 +221,7 @@ impl Desk {
         let image = self.image.as_str();
         let key = (who.peer.key.0, who.mount);
         if self.record.broken.contains(&key) {
-            return Err(Refusal::new(Code::LeaseLost, broken(image)));
+            return Err(Refusal::new(Code::Lost, broken(image)));
         }
         let late = |(peer, mount, link): &(PeerKey, MountId, u64)| {
             (peer, mount) == (&who.peer.key, &who.mount) && who.link <= *link
@@ -232,7 +231,7 @@ impl Desk {
         }
         match self.record.holder.as_ref() {
             Some(holder) if holder.is(who) => return Ok(()),
-            Some(holder) => return Err(Refusal::new(Code::Leased, held(image, holder))),
+            Some(holder) => return Err(Refusal::new(Code::Held, held(image, holder))),
             None => {}
         }
         self.forget_readers(now, connected);
@@ -283,7 +282,7 @@ impl Desk {
                 ago(now.saturating_sub(reader.since).as_secs()),
                 reader.name,
             );
-            return Err(Refusal::new(Code::Leased, text));
+            return Err(Refusal::new(Code::Held, text));
         }
         let key = (who.peer.key.0, who.mount);
         let mut record = self.record.clone();
@@ -300,7 +299,7 @@ impl Desk {
     /// still known.
     ///
     /// # Errors
-    /// [`Code::Leased`]: somebody writes or reads it; or a disk that does not take the lease.
+    /// [`Code::Held`]: somebody writes or reads it; or a disk that does not take the lease.
     pub fn claim(
         &mut self,
         who: &Who,
@@ -316,7 +315,7 @@ impl Desk {
     /// Refuses when somebody writes the image or reads it.
     ///
     /// # Errors
-    /// [`Code::Leased`], with who that is.
+    /// [`Code::Held`], with who that is.
     pub fn check_free(
         &mut self,
         now: Duration,
@@ -324,7 +323,7 @@ impl Desk {
     ) -> Result<(), Refusal> {
         let image = self.image.as_str();
         if let Some(holder) = self.holder() {
-            return Err(Refusal::new(Code::Leased, held(image, holder)));
+            return Err(Refusal::new(Code::Held, held(image, holder)));
         }
         self.forget_readers(now, connected);
         if self.readers.is_empty() {
@@ -339,7 +338,7 @@ impl Desk {
         let image = self.image.as_str();
         let readers = readers.join(", ");
         let text = format!("{image} is mounted for reading by {readers}; unmount it there{left}");
-        Err(Refusal::new(Code::Leased, text))
+        Err(Refusal::new(Code::Held, text))
     }
 
     /// What was written is gone: whoever remembers it is not to take the image for what it was.

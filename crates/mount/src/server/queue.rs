@@ -3,12 +3,11 @@
 use std::collections::{HashMap, VecDeque};
 
 use bytes::Bytes;
+use drover_net::{Code, Refusal};
 
 use super::counters::Effect;
 use super::pool::Kind;
-use crate::protocol::{
-    Ask, Code, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT, Refusal,
-};
+use crate::protocol::{Ask, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT};
 
 /// Background units of a lane that are being worked on or wait for the link, at most.
 const BACK_UNITS: usize = 8;

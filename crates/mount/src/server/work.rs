@@ -3,12 +3,12 @@
 use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest, Extent, ExtentKind, Zeroes, is_zero};
 use drover_device::remote::{Change, Shape};
-use drover_net::PeerKey;
+use drover_net::{Code, PeerKey, Refusal};
 
 use super::image::Image;
 use super::pool::Tools;
 use super::queue::Unit;
-use crate::protocol::{Access, Answer, Ask, Code, Coding, MAX_DIGESTS, MAX_RUNS, MountId, Refusal};
+use crate::protocol::{Access, Answer, Ask, Coding, MAX_DIGESTS, MAX_RUNS, MountId, refusal_of};
 
 /// Extents looked at for one answer about presence.
 const MAX_LOOKS: usize = 4096;
@@ -90,7 +90,9 @@ impl Client<'_> {
         let (start, end) = self.range(first, count)?;
         let length = (end - start) as usize;
         tools.buffer.resize(length, 0);
-        self.device().read(start, &mut tools.buffer)?;
+        self.device()
+            .read(start, &mut tools.buffer)
+            .map_err(refusal_of)?;
         let chunk = self.shape.chunk as usize;
         let mut zeros = vec![0u8; (count as usize).div_ceil(8)];
         let mut digests = Vec::new();
@@ -141,9 +143,10 @@ impl Client<'_> {
             Ask::Presence { first, count, .. } => self.presence(id, first, count)?,
             Ask::Digests { first, count, .. } => self.digests(id, first, count, tools)?,
             Ask::DirectRead { offset, length, .. } => {
-                drover_core::check_range(offset, u64::from(length), self.shape.size)?;
+                drover_core::check_range(offset, u64::from(length), self.shape.size)
+                    .map_err(refusal_of)?;
                 let mut bytes = vec![0; length as usize];
-                self.device().read(offset, &mut bytes)?;
+                self.device().read(offset, &mut bytes).map_err(refusal_of)?;
                 let (coding, body) = self.pack(bytes, tools);
                 let head = Answer::Bytes { id, coding };
                 return Ok(Made {
@@ -152,7 +155,7 @@ impl Client<'_> {
                 });
             }
             Ask::DirectExtents { offset, length, .. } => {
-                let found = self.device().extents(offset, length)?;
+                let found = self.device().extents(offset, length).map_err(refusal_of)?;
                 let runs = found.iter().take(MAX_RUNS).map(extent_code);
                 Answer::Extents {
                     id,
@@ -189,7 +192,7 @@ impl Client<'_> {
             if matches!(ask, Ask::DirectFlush { .. }) {
                 return Ok(());
             }
-            return Err(DeviceError::ReadOnly.into());
+            return Err(refusal_of(DeviceError::ReadOnly));
         }
         let (peer, mount) = self.key;
         if let Ask::Commit { epoch, covers, .. } = *ask {
@@ -229,7 +232,9 @@ impl Client<'_> {
                 length,
                 coding,
                 ..
-            } => Ok(device.write(offset, &unpacked(coding, length)?)?),
+            } => device
+                .write(offset, &unpacked(coding, length)?)
+                .map_err(refusal_of),
             Ask::DirectZero {
                 offset,
                 length,
@@ -241,10 +246,14 @@ impl Client<'_> {
                     keep_allocated,
                     only_fast,
                 };
-                Ok(device.write_zeroes(offset, length, zeroes)?)
+                device
+                    .write_zeroes(offset, length, zeroes)
+                    .map_err(refusal_of)
             }
-            Ask::DirectTrim { offset, length, .. } => Ok(device.trim(offset, length)?),
-            Ask::DirectFlush { .. } => Ok(device.flush()?),
+            Ask::DirectTrim { offset, length, .. } => {
+                device.trim(offset, length).map_err(refusal_of)
+            }
+            Ask::DirectFlush { .. } => device.flush().map_err(refusal_of),
             _ => Err(Refusal::new(Code::Protocol, "a request out of place")),
         }
     }
@@ -268,7 +277,7 @@ impl Client<'_> {
             (from.div_ceil(chunk), to)
         };
         'all: while at < end {
-            for run in self.device().extents(at, end - at)? {
+            for run in self.device().extents(at, end - at).map_err(refusal_of)? {
                 looks += 1;
                 let zero = run.kind != ExtentKind::Data;
                 match (zero, zeros_from) {
@@ -316,7 +325,9 @@ impl Client<'_> {
         let most = (u64::from(crate::protocol::MAX_READ) / chunk).max(1) * chunk;
         let length = (end - start).min(most) as usize;
         tools.buffer.resize(length, 0);
-        self.device().read(start, &mut tools.buffer)?;
+        self.device()
+            .read(start, &mut tools.buffer)
+            .map_err(refusal_of)?;
         let digests = tools.buffer.chunks(chunk as usize).map(|bytes| {
             if is_zero(bytes) {
                 Digest::default()

@@ -2,8 +2,8 @@
 
 use drover_core::ImageName;
 use drover_mount::protocol::MountId;
-use drover_mount::server::{Peer, Server};
-use drover_net::Identity;
+use drover_mount::server::Server;
+use drover_net::{Identity, Peer, Rights};
 
 use crate::util::{Site, memory, name, runtime};
 
@@ -21,6 +21,7 @@ fn what_is_done_for_a_claim_is_done_only_while_it_is_held() {
     let peer = Peer {
         key: Identity::generate().key(),
         name: "the site itself".into(),
+        rights: Rights::OWNER,
     };
     let key = (peer.key, mount);
     let claim = site.server.claim(&image, peer, mount, "a merge").unwrap();

@@ -2,8 +2,6 @@
 
 mod mounts;
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -11,13 +9,14 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest};
 use drover_device::remote::{Epoch, Link, Remote};
-use drover_mount::client::{Client, ConnectError, Connected, Connector, Options};
+use drover_mount::client::{Client, Connecting, Connector, Options};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{
-    Access, Answer, Ask, Code, Coding, Identity, LaneKind, MAX_MOUNT_FRAME, MountId, Open, Opened,
-    Refusal, VERSION, decode_message, encode_message, kind,
+    Access, Answer, Ask, Coding, Identity, LaneKind, MAX_MOUNT_FRAME, MountId, Open, Opened,
+    decode_message, encode_message, kind,
 };
-use drover_net::{Connection, Frame, FrameReader, FrameWriter};
+use drover_net::service::{Call, Request, reply_in};
+use drover_net::{Code, Connection, Frame, FrameReader, FrameWriter, NetError, Refusal};
 use tokio::sync::watch;
 
 use crate::keeper::Keeper;
@@ -67,25 +66,24 @@ fn honest() -> Opened {
     }
 }
 
-async fn say(writer: &mut FrameWriter, answer: &Answer) {
-    let head = encode_message(answer);
-    let _ = writer.send(kind::ANSWER, &head).await;
-    let _ = writer.flush().await;
-}
-
 impl Connector for Liar {
-    fn connect(
-        &self,
-        _: Vec<u8>,
-    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
+    fn connect(&self) -> Connecting<'_> {
         let count = self.connects.fetch_add(1, Ordering::Relaxed);
         let (opened, lie) = ((self.opened)(count), self.lie.clone());
         Box::pin(async move {
             let (here, there) = Connection::pair().expect("a pair");
             tokio::spawn(async move {
-                let (mut reader, mut writer) = there.split();
+                let stop = watch::channel(false).1;
+                let mut call = Call::take(there, stop).await.expect("a call");
+                // The mount may be gone already.
+                let _ = call.accept::<Open>(&opened).await;
+                let Call {
+                    mut reader,
+                    mut writer,
+                    ..
+                } = call;
                 writer.set_max_frame(64 << 20);
-                say(&mut writer, &Answer::Opened(opened)).await;
+                let _ = writer.flush().await;
                 while let Ok(Some(frame)) = reader.next().await {
                     let Ok(message) = decode_message::<Ask>(&frame.payload) else {
                         return;
@@ -101,14 +99,7 @@ impl Connector for Liar {
                     let _ = writer.flush().await;
                 }
             });
-            let wire = here.wire();
-            let (reader, writer) = here.split();
-            Ok(Connected {
-                reader,
-                writer,
-                wire,
-                round_trip: None,
-            })
+            Ok(here)
         })
     }
 }
@@ -354,7 +345,8 @@ fn a_long_text_of_a_site_is_cut() {
     let (error, _) = lied_to(|ask| {
         let refusal = Refusal {
             code: Code::NoSpace,
-            text: "full\n".repeat(8000),
+            message: "full\n".repeat(8000),
+            retry: false,
         };
         let id = ask.id().unwrap();
         vec![(

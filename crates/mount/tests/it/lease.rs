@@ -9,8 +9,9 @@ use drover_core::DeviceError;
 use drover_device::remote::{Change, Epoch, Remote};
 use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
-use drover_mount::protocol::{Access, Code};
+use drover_mount::protocol::Access;
 use drover_mount::server::{Server, lease_on_disk};
+use drover_net::Code;
 
 use crate::keeper::Keeper;
 use crate::util::{Near, Site, content, memory, name, runtime};
@@ -111,7 +112,7 @@ fn a_damaged_one_is_refused_with_the_way_out_and_hides_nothing() {
         let Some(MountError::Refused(refusal)) = &refused else {
             panic!("{refused:?}");
         };
-        let said = &refusal.text;
+        let said = &refusal.message;
         assert_eq!(refusal.code, Code::Corrupt, "{said}");
         for word in ["lease", "damaged", "drover mounts break"] {
             assert!(said.contains(word), "{said}");

@@ -1,16 +1,15 @@
 //! A real image over real connections.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::process::Command;
 use std::sync::Arc;
 
 use drover_device::backend::ImageDevice;
 use drover_device::remote::Remote;
-use drover_mount::client::{Client, ConnectError, Connected, Connector, Options};
+use drover_mount::client::{Client, Connecting, Connector, Options};
 use drover_mount::protocol::Access;
-use drover_mount::server::{Peer, Server};
-use drover_net::{ConnectOptions, Identity, Listener, PeerKey, connect};
+use drover_mount::server::Server;
+use drover_net::service::Call;
+use drover_net::{ConnectOptions, Identity, Listener, Peer, PeerKey, Rights, connect};
 use tokio::sync::watch;
 
 use crate::keeper::Keeper;
@@ -24,23 +23,10 @@ struct Tls {
 }
 
 impl Connector for Tls {
-    fn connect(
-        &self,
-        open: Vec<u8>,
-    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
+    fn connect(&self) -> Connecting<'_> {
         Box::pin(async move {
             let options = ConnectOptions::default();
-            let connection = connect(&self.address, &self.identity, &self.site, &options);
-            let connection = connection.await?;
-            let (wire, round_trip) = (connection.wire(), connection.round_trip());
-            let (reader, mut writer) = connection.split();
-            writer.send(1, &open).await?;
-            Ok(Connected {
-                reader,
-                writer,
-                wire,
-                round_trip,
-            })
+            Ok(connect(&self.address, &self.identity, &self.site, &options).await?)
         })
     }
 }
@@ -53,13 +39,11 @@ async fn listen(listener: Listener, server: Arc<Server>) {
             let peer = Peer {
                 key: connection.peer().expect("a key"),
                 name: "nantes".into(),
+                rights: Rights::PEER,
             };
-            let (mut reader, writer) = connection.split();
-            let open = reader.next().await.expect("a frame").expect("a frame");
             let (_go, stop) = watch::channel(false);
-            let _ = server
-                .serve_lane(reader, writer, peer, &open.payload, stop)
-                .await;
+            let call = Call::take(connection, stop).await.expect("a call");
+            let _ = server.serve_lane(peer, call).await;
         });
     }
 }

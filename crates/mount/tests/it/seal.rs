@@ -10,8 +10,9 @@ use bytes::Bytes;
 use drover_core::{BlockDevice, ImageName};
 use drover_device::remote::{Change, Epoch, Link, Remote};
 use drover_mount::client::{Client, Options};
-use drover_mount::protocol::{Access, MountId, Refusal};
+use drover_mount::protocol::{Access, MountId};
 use drover_mount::server::{Base, Images};
+use drover_net::Refusal;
 use drover_storage::{Access as FileAccess, Directory, FakeDirectory, File};
 use drover_storage::{HostDirectory, Lock};
 

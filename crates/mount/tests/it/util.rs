@@ -1,18 +1,16 @@
 //! What several tests need.
 
 use std::collections::HashMap;
-use std::future::Future;
 use std::path::Path;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use drover_core::{BlockDevice, Digest, ImageName};
 use drover_device::backend::MemoryDevice;
-use drover_mount::client::{ConnectError, Connected, Connector};
-use drover_mount::protocol::{Code, Refusal};
-use drover_mount::server::{Base, Config, Images, Peer, Server};
-use drover_net::{Connection, Identity};
+use drover_mount::client::{ConnectError, Connecting, Connector};
+use drover_mount::server::{Base, Config, Images, Server};
+use drover_net::service::Call;
+use drover_net::{Code, Connection, Identity, Peer, Refusal, Rights};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -51,7 +49,7 @@ impl Images for Shelf {
         let found = self.0.lock().get(name).cloned();
         found.ok_or_else(|| {
             let text = format!("there is no image {}", name.as_str());
-            Refusal::new(Code::NoImage, text)
+            Refusal::new(Code::NotFound, text)
         })
     }
 }
@@ -136,6 +134,7 @@ impl Near {
         let peer = Peer {
             key: Identity::generate().key(),
             name: "nantes".into(),
+            rights: Rights::PEER,
         };
         Self::again(server, peer)
     }
@@ -164,10 +163,7 @@ impl Near {
 }
 
 impl Connector for Near {
-    fn connect(
-        &self,
-        open: Vec<u8>,
-    ) -> Pin<Box<dyn Future<Output = Result<Connected, ConnectError>> + Send + '_>> {
+    fn connect(&self) -> Connecting<'_> {
         Box::pin(async move {
             self.connects.fetch_add(1, Ordering::Relaxed);
             let server = {
@@ -182,17 +178,10 @@ impl Connector for Near {
             let stop = self.stop.lock().subscribe();
             let peer = self.peer.clone();
             tokio::spawn(async move {
-                let (reader, writer) = there.split();
-                let _ = server.serve_lane(reader, writer, peer, &open, stop).await;
+                let call = Call::take(there, stop).await?;
+                server.serve_lane(peer, call).await
             });
-            let wire = here.wire();
-            let (reader, writer) = here.split();
-            Ok(Connected {
-                reader,
-                writer,
-                wire,
-                round_trip: None,
-            })
+            Ok(here)
         })
     }
 }

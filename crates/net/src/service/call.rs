@@ -6,7 +6,8 @@ use std::time::Duration;
 use super::{Request, encode_call, kind, last_word};
 use crate::frame::corrupt;
 use crate::{
-    Connection, Frame, FrameReader, FrameWriter, NetError, Role, decode, encode, greet, say_hello,
+    Connection, Frame, FrameReader, FrameWriter, NetError, Role, decode, encode, greet, hear_hello,
+    say_hello,
 };
 
 /// How long the other end may be silent in the middle of answering.
@@ -16,7 +17,7 @@ const SILENCE: Duration = Duration::from_secs(120);
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Says hello and calls, without waiting for anything: what follows may go in the same flight. Not flushed;
-/// [`hear_hello`](crate::hear_hello) and [`reply_in`] must follow.
+/// [`hear_reply`] must follow.
 ///
 /// # Errors
 /// That the connection broke.
@@ -31,6 +32,16 @@ pub async fn open<R: Request>(writer: &mut FrameWriter, request: &R) -> Result<(
 /// [`NetError::Refused`], or what is wrong with it; `peer` names the other end.
 pub fn reply_in<R: Request>(frame: &Frame, peer: &str) -> Result<R::Reply, NetError> {
     last_word::<R>(frame).unwrap_or_else(|| Err(corrupt(peer, "a kind that is no reply")))
+}
+
+/// The hello, and the reply to a call that [`open`] sent.
+///
+/// # Errors
+/// As [`hear_hello`] and [`reply_in`].
+pub async fn hear_reply<R: Request>(reader: &mut FrameReader) -> Result<R::Reply, NetError> {
+    hear_hello(reader, Role::Client).await?;
+    let frame = next(reader).await?;
+    reply_in::<R>(&frame, reader.peer_text())
 }
 
 /// What the other end says.

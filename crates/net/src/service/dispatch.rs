@@ -16,10 +16,16 @@ use tokio::time::timeout;
 use super::call::next;
 use super::{Answer, Peer, Request, decode_call, kind};
 use crate::frame::corrupt;
-use crate::{Code, FrameReader, FrameWriter, NetError, Refusal, Right, Rights, decode, encode};
+use crate::{
+    Code, Connection, FrameReader, FrameWriter, NetError, Refusal, Right, Rights, Role, decode,
+    encode, greet,
+};
 
 /// How long a caller may take to say what it wants.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
+
+/// The largest request, in bytes; a service may take more in what follows.
+const MAX_CALL: usize = 64 << 10;
 
 /// How long a caller may take to hang up after its answer.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
@@ -58,6 +64,19 @@ pub struct Call {
 }
 
 impl Call {
+    /// Greets a caller and hears what it wants.
+    ///
+    /// # Errors
+    /// As [`greet`] and [`Call::hear`].
+    pub async fn take(
+        connection: Connection,
+        stop: watch::Receiver<bool>,
+    ) -> Result<Call, NetError> {
+        let (mut reader, mut writer) = connection.split();
+        greet(&mut reader, &mut writer, Role::Server).await?;
+        Call::hear(reader, writer, stop).await
+    }
+
     /// Hears what a caller wants who was greeted.
     ///
     /// # Errors
@@ -67,6 +86,7 @@ impl Call {
         writer: FrameWriter,
         stop: watch::Receiver<bool>,
     ) -> Result<Call, NetError> {
+        reader.set_max_frame(reader.max_frame().min(MAX_CALL));
         let frame = match timeout(CALL_LIMIT, next(&mut reader)).await {
             Ok(frame) => frame?,
             Err(_) => {

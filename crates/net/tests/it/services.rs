@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use drover_net::service::{
     Answer, Calling, Exchange, MAX_ID, Peer, Request, Said, Services, call, decode_call,
-    encode_call, kind, open, reply_in,
+    encode_call, hear_reply, kind, open, reply_in,
 };
 use drover_net::service::{Call, Service, ServiceFuture};
 use drover_net::{
     Code, Connection, FrameReader, FrameWriter, Identity, NetError, Refusal, Right, Rights, Role,
-    encode, greet, hear_hello,
+    encode, greet,
 };
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -30,12 +30,7 @@ impl Request for Count {
 #[derive(Debug, Serialize, Deserialize)]
 struct Shout(String);
 
-impl Request for Shout {
-    const SERVICE: &'static str = "test.shout";
-    const RIGHT: Right = Right::Manage;
-    type Progress = ();
-    type Reply = String;
-}
+drover_net::request!(Shout: "test.shout", Manage, () => String);
 
 struct Counter;
 
@@ -109,11 +104,7 @@ fn served(rights: Rights) -> (Connection, JoinHandle<Result<(), String>>) {
             rights,
         };
         let (_go, stop) = watch::channel(false);
-        let (mut reader, mut writer) = there.split();
-        let text = |e: NetError| e.to_string();
-        let greeted = greet(&mut reader, &mut writer, Role::Server).await;
-        greeted.map_err(text)?;
-        let call = Call::hear(reader, writer, stop).await.map_err(text)?;
+        let call = Call::take(there, stop).await.map_err(|e| e.to_string())?;
         services.serve(peer, call).await.map_err(|e| e.to_string())
     });
     (here, served)
@@ -188,9 +179,7 @@ async fn a_conversation_follows_a_reply_and_may_begin_in_the_same_flight() {
     open(&mut writer, &OpenEcho).await.unwrap();
     writer.send(0x42, b"early").await.unwrap();
     writer.finish().await.unwrap();
-    hear_hello(&mut reader, Role::Client).await.unwrap();
-    let frame = reader.next().await.unwrap().unwrap();
-    assert_eq!(reply_in::<OpenEcho>(&frame, "it").unwrap(), 7);
+    assert_eq!(hear_reply::<OpenEcho>(&mut reader).await.unwrap(), 7);
     let frame = reader.next().await.unwrap().unwrap();
     assert_eq!((frame.kind, &frame.payload[..]), (0x42, &b"early"[..]));
     assert!(reply_in::<OpenEcho>(&frame, "it").is_err());

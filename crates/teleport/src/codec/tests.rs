@@ -101,14 +101,11 @@ fn events_for_a_teleporter() {
 fn control_messages() {
     use crate::protocol::*;
     use drover_net::encode;
-    assert_eq!(
-        encode(&Request::Send {
-            images: 300,
-            session: [9; 16]
-        }),
-        [&[1, 0xac, 2][..], &[9; 16]].concat()
-    );
-    assert_eq!(encode(&Reply::Session { max_lanes: 8 }), [1, 8]);
+    let open = crate::services::OpenSession {
+        images: 300,
+        session: [9; 16],
+    };
+    assert_eq!(encode(&open), [&[0xac, 2][..], &[9; 16]].concat());
     assert_eq!(
         encode(&End {
             digest: Digest([4; 32])
@@ -121,11 +118,8 @@ fn control_messages() {
         open_batches: 1,
     };
     assert_eq!(encode(&accept), [1, 2, 1]);
-    let refusal = Refusal {
-        reason: Some(crate::RefuseReason::Space),
-        message: "no".into(),
-    };
-    assert_eq!(encode(&refusal), [1, 1, 2, b'n', b'o']);
+    let refusal = drover_net::Refusal::new(drover_net::Code::NoSpace, "no");
+    assert_eq!(encode(&refusal), [10, 2, b'n', b'o', 0]);
     let give_up = GiveUp {
         discard: true,
         message: String::new(),

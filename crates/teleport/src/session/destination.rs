@@ -13,7 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
-use drover_net::{Frame, FrameReader, FrameWriter, KeepAlive, PeerKey, decode, encode};
+use drover_net::service::{Call, Peer, Request, Service, ServiceFuture};
+use drover_net::{Code, Frame, KeepAlive, PeerKey, Refusal, Right, decode, encode};
 use parking_lot::RwLock;
 use tokio::sync::{mpsc, watch};
 
@@ -22,11 +23,11 @@ use super::{read_frames, write_frames};
 use crate::TeleportError;
 use crate::codec::{Batch, Literal};
 use crate::destination::Event;
-use crate::error::RefuseReason;
 use crate::protocol::{
     Accept, End, GiveUp, LAYOUT_PART_BYTES, MAX_LANES, MAX_SESSION_FRAME, MAX_SESSION_IMAGES,
-    Offer, Refusal, Reply, kind,
+    Offer, kind,
 };
+use crate::services::{JoinSession, OpenSession};
 use crate::site::{Site, TransferStatus};
 use crate::stages::{DestinationStages, Lap};
 
@@ -79,15 +80,6 @@ fn said(frame: Option<Result<Frame, TeleportError>>, peer: &str) -> Result<Frame
         let peer = peer.to_owned();
         Err(drover_net::NetError::Truncated { peer }.into())
     })
-}
-
-/// What [`Request::Send`](crate::protocol::Request::Send) says.
-#[derive(Debug, Clone, Copy)]
-pub struct SessionRequest {
-    /// How many images will be offered.
-    pub images: u32,
-    /// The session's number.
-    pub session: [u8; 16],
 }
 
 /// What the connections of one session share.
@@ -146,29 +138,51 @@ impl Drop for Registered {
     }
 }
 
+/// Takes the images of a session ([`OpenSession`]), until the source ends it or the site stops. When the
+/// connection breaks or the source breaks the protocol, what was being transferred can be resumed.
+pub struct Sessions(pub Arc<Site>);
+
+impl Service for Sessions {
+    fn id(&self) -> &'static str {
+        OpenSession::SERVICE
+    }
+
+    fn right(&self) -> Right {
+        OpenSession::RIGHT
+    }
+
+    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
+        Box::pin(async move { Ok(self.0.session(peer, call).await?) })
+    }
+}
+
+/// Takes what comes on the further connections of sessions ([`JoinSession`]).
+pub struct SessionLanes(pub Arc<Site>);
+
+impl Service for SessionLanes {
+    fn id(&self) -> &'static str {
+        JoinSession::SERVICE
+    }
+
+    fn right(&self) -> Right {
+        JoinSession::RIGHT
+    }
+
+    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
+        Box::pin(async move { Ok(self.0.lane(peer, call).await?) })
+    }
+}
+
 impl Site {
-    /// Handles [`Request::Send`](crate::protocol::Request::Send), which has been read: answers it,
-    /// takes the images, until the source ends the session or `stop` is set.
-    ///
-    /// # Errors
-    /// When the connection breaks or the source breaks the protocol. What was being transferred
-    /// can be resumed.
-    pub async fn session(
-        self: &Arc<Self>,
-        mut reader: FrameReader,
-        mut writer: FrameWriter,
-        peer: PeerKey,
-        peer_name: String,
-        request: SessionRequest,
-        stop: watch::Receiver<bool>,
-    ) -> Result<(), TeleportError> {
-        reader.set_max_frame(MAX_SESSION_FRAME);
-        KeepAlive::default().apply(&mut reader, &mut writer);
+    async fn session(self: &Arc<Self>, peer: Peer, mut call: Call) -> Result<(), TeleportError> {
+        let request: OpenSession = call.request()?;
+        call.reader.set_max_frame(MAX_SESSION_FRAME);
+        KeepAlive::default().apply(&mut call.reader, &mut call.writer);
         let (to, first_lane) = mpsc::channel(super::FRAME_QUEUE);
         let shared = Arc::new(SessionShared {
             frames: to,
-            peer,
-            peer_name,
+            peer: peer.key,
+            peer_name: peer.name,
             number: self.active.number(),
             current: RwLock::new(None),
             lanes: AtomicU64::new(0),
@@ -176,21 +190,17 @@ impl Site {
             stages: Arc::default(),
         });
         let Some(registered) = self.register(shared.clone(), request) else {
-            let refusal = Refusal {
-                reason: None,
-                message: "the site has all the sessions it can take; try again later".into(),
-            };
-            writer
-                .send(kind::REPLY, &encode(&Reply::Refused(refusal)))
-                .await?;
-            drover_net::close(reader, writer, CLOSE_LIMIT).await?;
-            return Ok(());
+            let text = "the site has all the sessions it can take; try again later";
+            return Ok(call.refuse(&Refusal::new(Code::Busy, text)).await?);
         };
         let _registered = registered;
-        let reply = Reply::Session {
-            max_lanes: MAX_LANES,
-        };
-        writer.send(kind::REPLY, &encode(&reply)).await?;
+        call.accept::<OpenSession>(&()).await?;
+        let Call {
+            reader,
+            writer,
+            stop,
+            ..
+        } = call;
         let mut frames = Frames {
             peer: reader.peer_text().to_owned(),
             control: read_frames(reader),
@@ -217,9 +227,9 @@ impl Site {
     fn register(
         self: &Arc<Self>,
         shared: Arc<SessionShared>,
-        request: SessionRequest,
+        request: OpenSession,
     ) -> Option<Registered> {
-        let SessionRequest {
+        let OpenSession {
             images,
             session: id,
         } = request;
@@ -255,35 +265,23 @@ impl Site {
         tokio::time::timeout(LANE_PATIENCE, found).await.ok()
     }
 
-    /// Handles [`Request::Lane`](crate::protocol::Request::Lane), which has been read.
-    ///
-    /// # Errors
-    /// When there is no such session, or the connection breaks.
-    pub async fn lane(
-        self: &Arc<Self>,
-        mut reader: FrameReader,
-        mut writer: FrameWriter,
-        peer: PeerKey,
-        session: [u8; 16],
-    ) -> Result<(), TeleportError> {
+    async fn lane(self: &Arc<Self>, peer: Peer, mut call: Call) -> Result<(), TeleportError> {
+        let JoinSession { session } = call.request()?;
         let shared = self.find_session(session).await;
-        let shared = shared
-            .filter(|s| s.peer == peer && s.lanes.load(Ordering::Relaxed) < u64::from(MAX_LANES));
+        let shared = shared.filter(|s| {
+            s.is_of(&peer.key) && s.lanes.load(Ordering::Relaxed) < u64::from(MAX_LANES)
+        });
         let Some(shared) = shared else {
-            let refusal = Refusal {
-                reason: Some(RefuseReason::Policy),
-                message: "no such session".into(),
-            };
-            writer
-                .send(kind::REPLY, &encode(&Reply::Refused(refusal)))
-                .await?;
-            drover_net::close(reader, writer, CLOSE_LIMIT).await?;
-            return Ok(());
+            let refusal = Refusal::new(Code::Denied, "no such session");
+            return Ok(call.refuse(&refusal).await?);
         };
         shared.lanes.fetch_add(1, Ordering::Relaxed);
-        reader.set_max_frame(MAX_SESSION_FRAME);
-        KeepAlive::default().apply(&mut reader, &mut writer);
-        writer.send(kind::REPLY, &encode(&Reply::Ready)).await?;
+        call.reader.set_max_frame(MAX_SESSION_FRAME);
+        KeepAlive::default().apply(&mut call.reader, &mut call.writer);
+        call.accept::<JoinSession>(&()).await?;
+        let Call {
+            mut reader, writer, ..
+        } = call;
         let (out, _) = write_frames(writer);
         let (to, from) = mpsc::channel(LANE_QUEUE);
         let worker = shared.clone();
@@ -443,9 +441,9 @@ impl Session {
     }
 
     async fn refuse(&self, name: &ImageName, error: &TeleportError) -> Result<(), TeleportError> {
-        let mut message = match error {
+        let message = match error {
             TeleportError::File { .. } | TeleportError::Store(_)
-                if error.refusal() == Some(RefuseReason::Space) =>
+                if error.refusal() == Some(Code::NoSpace) =>
             {
                 format!(
                     "{name}: the destination ran out of space; make room there and send it again: it goes on where it was"
@@ -453,15 +451,8 @@ impl Session {
             }
             _ => error.to_string(),
         };
-        message.truncate(message.floor_char_boundary(Refusal::MAX_BYTES));
-        self.send(
-            kind::REFUSE,
-            encode(&Refusal {
-                reason: error.refusal(),
-                message,
-            }),
-        )
-        .await
+        let refusal = Refusal::new(error.refusal().unwrap_or(Code::Failed), message);
+        self.send(kind::REFUSE, encode(&refusal)).await
     }
 
     /// Does something that leaves nothing behind, until it is done or the site stops.

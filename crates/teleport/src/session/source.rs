@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 
 use drover_core::Digest;
 use drover_image::{Outgoing, open_for_sending};
+use drover_net::service::{open, reply_in};
 use drover_net::{
-    ConnectOptions, Frame, FrameWriter, KeepAlive, Role, connect_any, decode, encode, random_id,
-    say_hello,
+    Code, ConnectOptions, Frame, FrameWriter, KeepAlive, Refusal, Role, connect_any, decode,
+    encode, random_id,
 };
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -21,16 +22,17 @@ use tokio::task::JoinHandle;
 use self::lanes::{Lanes, Wait};
 use self::tally::Tally;
 use super::{OnEvent, SendItem, SendOptions, frame_bytes, read_frames_after, write_frames};
+use crate::TeleportError;
 use crate::codec::Need;
 use crate::progress::{Counters, ImageReport, SendEvent, Stages, WireTotals};
 use crate::protocol::{
     BATCH_BLOCKS, Delivered, End, Estimate, GiveUp, LAYOUT_PART_BYTES, MAX_SESSION_FRAME, Offer,
-    Refusal, Reply, Request, kind,
+    kind,
 };
+use crate::services::OpenSession;
 use crate::source::{Action, Event, FIRST_WINDOW, Source};
 use crate::stages::Lap;
 use crate::walk::{Walk, check_unchanged, read_image};
-use crate::{RefuseReason, TeleportError};
 
 /// Batches between the walk and the socket.
 const WALK_QUEUE: usize = 4;
@@ -95,18 +97,13 @@ impl Control {
     async fn next(&mut self) -> Result<Frame, TeleportError> {
         let mut frame = self.frames.recv().await.ok_or_else(broken)??;
         if !self.open {
-            match decode::<Reply>(&frame.payload) {
-                Ok(Reply::Session { .. }) if frame.kind == kind::REPLY => self.open = true,
-                Ok(Reply::Refused(r)) if frame.kind == kind::REPLY => return Err(refusal(r)),
-                _ => {
-                    let wrong = "the destination gave a wrong answer".into();
-                    return Err(TeleportError::Protocol(wrong));
-                }
-            }
+            reply_in::<OpenSession>(&frame, "the destination")?;
+            self.open = true;
             frame = self.frames.recv().await.ok_or_else(broken)??;
         }
         if frame.kind == kind::REFUSE {
-            return Err(refusal(decode(&frame.payload)?));
+            let refusal: Refusal = decode(&frame.payload)?;
+            return Err(TeleportError::Refused(refusal.tidy()));
         }
         Ok(frame)
     }
@@ -118,7 +115,7 @@ impl Control {
             loop {
                 match self.next().await {
                     Ok(_) => {}
-                    Err(e @ (TeleportError::Refused { .. } | TeleportError::Remote(_))) => {
+                    Err(e @ (TeleportError::Refused(_) | TeleportError::Remote(_))) => {
                         return Some(e);
                     }
                     Err(_) => return None,
@@ -135,20 +132,6 @@ fn broken() -> TeleportError {
     TeleportError::Net(drover_net::NetError::Truncated {
         peer: "the destination".into(),
     })
-}
-
-/// What a refusal of the peer is here.
-pub(super) fn refusal(r: Refusal) -> TeleportError {
-    let message: String = r
-        .message
-        .chars()
-        .filter(|c| !c.is_control())
-        .take(Refusal::MAX_BYTES)
-        .collect();
-    match r.reason {
-        Some(reason) => TeleportError::Refused { reason, message },
-        None => TeleportError::Remote(message),
-    }
 }
 
 impl Sender {
@@ -192,7 +175,7 @@ impl Sender {
     /// Whether the error is about the image that was being sent, and there are others.
     pub fn skips(&self, error: &TeleportError) -> bool {
         let of_image = match error {
-            TeleportError::Refused { reason, .. } => self.open && *reason != RefuseReason::Trust,
+            TeleportError::Refused(r) => self.open && r.code != Code::Untrusted,
             TeleportError::Remote(_) => self.open,
             TeleportError::SourceChanged(_)
             | TeleportError::Image(_)
@@ -244,7 +227,7 @@ impl Sender {
         let lanes = Lanes::start(self, session);
         // The first image is opened and read while the connections are made.
         let first = self.begin();
-        let (frames, writer) = match self.dial(Request::Send { images, session }).await {
+        let (frames, writer) = match self.dial(OpenSession { images, session }).await {
             Ok(dialled) => dialled,
             Err(e) => {
                 lanes.close(Wait::ForPeer).await;
@@ -282,7 +265,7 @@ impl Sender {
     }
 
     /// A new connection whose first request is `request`; nothing has been heard yet.
-    async fn dial(&mut self, request: Request) -> Result<(Frames, FrameWriter), TeleportError> {
+    async fn dial(&mut self, request: OpenSession) -> Result<(Frames, FrameWriter), TeleportError> {
         let SendOptions {
             identity,
             peer,
@@ -299,8 +282,7 @@ impl Sender {
         writer.set_rate(limit.clone());
         reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut reader, &mut writer);
-        say_hello(&mut writer, Role::Client).await?;
-        writer.send(kind::REQUEST, &encode(&request)).await?;
+        open(&mut writer, &request).await?;
         let frames = read_frames_after(reader, Some(Role::Client));
         Ok((frames, writer))
     }
@@ -377,7 +359,7 @@ impl Sender {
         if let Err(e) = &end
             && !matches!(e, TeleportError::Net(_))
             // A destination that refuses the offer knows.
-            && (machine.is_accepted() || !matches!(e, TeleportError::Refused { .. } | TeleportError::Remote(_)))
+            && (machine.is_accepted() || !matches!(e, TeleportError::Refused(_) | TeleportError::Remote(_)))
         {
             let discard = matches!(e, TeleportError::SourceChanged(_));
             let give_up = GiveUp {

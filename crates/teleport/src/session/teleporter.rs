@@ -1,18 +1,16 @@
 //! A lone teleporter: the same events and answers as in a site, over a connection.
 
-use drover_net::{
-    ConnectOptions, Frame, FrameReader, FrameWriter, KeepAlive, Role, connect_any, decode, encode,
-    greet,
-};
-
 use drover_index::Probe;
+use drover_net::service::{self, Call, hear_reply};
+use drover_net::{ConnectOptions, Frame, KeepAlive, NetError, connect_any};
 
 use super::{read_frames, write_frames};
 use crate::TeleportError;
 use crate::matching::{
     LocalTeleporter, RemoteLink, RemoteTeleporter, decode_event, encode_answer, handle,
 };
-use crate::protocol::{MAX_SESSION_FRAME, Reply, Request, kind};
+use crate::protocol::{MAX_SESSION_FRAME, kind};
+use crate::services::BeginMatching;
 use crate::teleporter::{Answer, Event, ImageEvent};
 
 /// Connects a site to its teleporter.
@@ -25,28 +23,14 @@ pub async fn connect(remote: &RemoteTeleporter) -> Result<RemoteLink, TeleportEr
         connect_any(&remote.addresses, &remote.identity, &remote.key, &options).await?;
     let (mut reader, mut writer) = connection.split();
     KeepAlive::default().apply(&mut reader, &mut writer);
-    greet(&mut reader, &mut writer, Role::Client).await?;
-    writer
-        .send(kind::REQUEST, &encode(&Request::Teleporter))
-        .await?;
+    service::open(&mut writer, &BeginMatching).await?;
     writer.flush().await?;
-    let reply = reader.next().await?.filter(|f| f.kind == kind::REPLY);
-    let reply =
-        reply.ok_or_else(|| TeleportError::Protocol("the teleporter did not answer".into()))?;
-    match decode::<Reply>(&reply.payload)? {
-        Reply::Ready => {}
-        Reply::Refused(r) => {
-            return Err(TeleportError::Remote(format!(
-                "the teleporter refused: {}",
-                r.message
-            )));
-        }
-        _ => {
-            return Err(TeleportError::Protocol(
-                "the teleporter gave a wrong answer".into(),
-            ));
-        }
-    }
+    let refused = |e| match e {
+        NetError::Refused(r) => TeleportError::Remote(format!("the teleporter refused: {r}")),
+        e => e.into(),
+    };
+    let reply = hear_reply::<BeginMatching>(&mut reader).await;
+    reply.map_err(refused)?;
     reader.set_max_frame(MAX_SESSION_FRAME);
     let (to, _) = write_frames(writer);
     Ok(RemoteLink {
@@ -56,21 +40,20 @@ pub async fn connect(remote: &RemoteTeleporter) -> Result<RemoteLink, TeleportEr
     })
 }
 
-/// Serves one connection of a destination, after its [`Request::Teleporter`] has been read and
-/// accepted. Images in transit on it are given up when it ends.
+/// Serves one connection of a destination that called [`BeginMatching`]. Images in transit on it are
+/// given up when it ends.
 ///
 /// # Errors
 /// When the connection breaks or the destination breaks the rules.
 pub async fn serve_teleporter(
-    mut reader: FrameReader,
-    mut writer: FrameWriter,
+    mut call: Call,
     teleporter: LocalTeleporter,
 ) -> Result<(), TeleportError> {
-    reader.set_max_frame(MAX_SESSION_FRAME);
-    KeepAlive::default().apply(&mut reader, &mut writer);
-    writer.send(kind::REPLY, &encode(&Reply::Ready)).await?;
-    let (to, _) = write_frames(writer);
-    let mut frames = read_frames(reader);
+    call.reader.set_max_frame(MAX_SESSION_FRAME);
+    KeepAlive::default().apply(&mut call.reader, &mut call.writer);
+    call.accept::<BeginMatching>(&()).await?;
+    let (to, _) = write_frames(call.writer);
+    let mut frames = read_frames(call.reader);
     let mut begun = Vec::new();
     let mut probe = Probe::default();
     let result = loop {

@@ -7,14 +7,15 @@ use std::sync::atomic::Ordering;
 use drover_core::{Digest, ImageName};
 use drover_image::{Conversion, Outgoing, Stamp, open_for_sending};
 use drover_index::ImageId;
+use drover_net::Code;
 use drover_storage::sync_parent;
 use drover_store::naming::Named;
 use drover_store::{BlockMap, ImageMap, ImageRecord, StoreError};
 
 use super::{Site, unix_now};
+use crate::TeleportError;
 use crate::teleporter::{Event, ImageEvent};
 use crate::walk::Walk;
-use crate::{RefuseReason, TeleportError};
 
 /// Told how far a reading is, in blocks of so many; an error ends it.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> Result<(), TeleportError> + 'a;
@@ -195,8 +196,6 @@ impl Site {
 }
 
 fn taken(name: &ImageName) -> TeleportError {
-    TeleportError::Refused {
-        reason: RefuseReason::Policy,
-        message: format!("there is an image called {name} already; choose another name"),
-    }
+    let message = format!("there is an image called {name} already; choose another name");
+    TeleportError::refused(Code::Denied, message)
 }

@@ -8,11 +8,11 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_image::Conversion;
 use drover_index::ImageId;
-use drover_net::{Identity, Listener, Role, decode, greet};
+use drover_net::service::{Call, Peer, Services};
+use drover_net::{Code, Identity, Listener, Refusal, Rights};
 use drover_store::{Catalog, CatalogError, ImageRecord};
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
-use drover_teleport::protocol::{Request, kind};
-use drover_teleport::session::{SendItem, SendOptions, send};
+use drover_teleport::session::{SendItem, SendOptions, SessionLanes, Sessions, send};
 use drover_teleport::{Site, SiteConfig, TeleportError};
 use tokio::sync::watch;
 
@@ -134,29 +134,24 @@ impl TestSite {
 }
 
 async fn accept(listener: Listener, site: Arc<Site>, stop: watch::Receiver<bool>) {
+    let mut services = Services::new(Refusal::new(Code::Unsupported, "no such service"));
+    services.add(Sessions(site.clone()));
+    services.add(SessionLanes(site));
+    let services = Arc::new(services);
     loop {
         let Ok(pending) = listener.accept().await else {
             continue;
         };
-        let (site, stop) = (site.clone(), stop.clone());
+        let (services, stop) = (services.clone(), stop.clone());
         tokio::spawn(async move {
             let connection = pending.handshake().await?;
-            let peer = connection.peer().unwrap();
-            let (mut reader, mut writer) = connection.split();
-            greet(&mut reader, &mut writer, Role::Server).await?;
-            let Some(frame) = reader.next().await? else {
-                return Ok(());
+            let peer = Peer {
+                key: connection.peer().unwrap(),
+                name: "here".into(),
+                rights: Rights::PEER,
             };
-            assert_eq!(frame.kind, kind::REQUEST);
-            match decode::<Request>(&frame.payload)? {
-                Request::Send { images, session } => {
-                    let request = drover_teleport::session::SessionRequest { images, session };
-                    site.session(reader, writer, peer, "here".into(), request, stop)
-                        .await
-                }
-                Request::Lane { session } => site.lane(reader, writer, peer, session).await,
-                other => panic!("{other:?}"),
-            }
+            let call = Call::take(connection, stop).await?;
+            services.serve(peer, call).await
         });
     }
 }

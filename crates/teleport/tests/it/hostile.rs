@@ -4,11 +4,13 @@ use std::time::Duration;
 
 use drover_core::{Digest, ImageName};
 use drover_image::Layout;
+use drover_net::service::{Request, encode_call, reply_in};
 use drover_net::{
-    ConnectOptions, FrameReader, FrameWriter, Identity, Role, connect, decode, encode, greet,
+    Code, ConnectOptions, FrameReader, FrameWriter, Identity, NetError, Refusal, Role, connect,
+    decode, encode, greet, service,
 };
-use drover_teleport::RefuseReason;
-use drover_teleport::protocol::{Offer, Refusal, Reply, Request, kind};
+use drover_teleport::protocol::{Offer, kind};
+use drover_teleport::services::{JoinSession, OpenSession};
 
 use crate::harness::*;
 
@@ -18,7 +20,7 @@ struct Raw {
 }
 
 impl Raw {
-    async fn dial(there: &TestSite, identity: &Identity, request: Request) -> Self {
+    async fn dial(there: &TestSite, identity: &Identity, request: impl Request) -> Self {
         let options = ConnectOptions::named("there");
         let c = connect(&there.address, identity, &there.identity.key(), &options)
             .await
@@ -27,18 +29,15 @@ impl Raw {
         greet(&mut reader, &mut writer, Role::Client).await.unwrap();
         reader.set_idle_timeout(Some(Duration::from_secs(60)));
         let mut raw = Raw { reader, writer };
-        raw.say(kind::REQUEST, &encode(&request)).await;
+        raw.say(service::kind::CALL, &encode_call(&request)).await;
         raw
     }
 
     async fn session(there: &TestSite, identity: &Identity) -> (Self, [u8; 16]) {
         let session = drover_net::random_id();
-        let mut raw = Raw::dial(there, identity, Request::Send { images: 1, session }).await;
+        let mut raw = Raw::dial(there, identity, OpenSession { images: 1, session }).await;
         let reply = raw.reader.next().await.unwrap().unwrap();
-        assert!(matches!(
-            decode(&reply.payload).unwrap(),
-            Reply::Session { .. }
-        ));
+        reply_in::<OpenSession>(&reply, "there").unwrap();
         (raw, session)
     }
 
@@ -132,8 +131,11 @@ async fn literals_that_are_not_what_was_announced_are_refused() {
     let heads = vec![drover_core::Head::No; 4];
     let batch = drover_teleport::codec::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);
     raw.say(kind::BATCH, &batch.encode()).await;
-    let mut lane = Raw::dial(&there, &identity, Request::Lane { session }).await;
-    assert_eq!(lane.reader.next().await.unwrap().unwrap().kind, kind::REPLY);
+    let mut lane = Raw::dial(&there, &identity, JoinSession { session }).await;
+    assert_eq!(
+        lane.reader.next().await.unwrap().unwrap().kind,
+        service::kind::REPLY
+    );
     assert_eq!(raw.reader.next().await.unwrap().unwrap().kind, kind::NEED);
     let header = drover_teleport::codec::LiteralHeader {
         slot: 0,
@@ -165,8 +167,11 @@ async fn batches_may_come_before_their_offer() {
     let identity = Identity::generate();
     let layout = flat(4096 * 4);
     let (mut raw, session) = Raw::session(&there, &identity).await;
-    let mut lane = Raw::dial(&there, &identity, Request::Lane { session }).await;
-    assert_eq!(lane.reader.next().await.unwrap().unwrap().kind, kind::REPLY);
+    let mut lane = Raw::dial(&there, &identity, JoinSession { session }).await;
+    assert_eq!(
+        lane.reader.next().await.unwrap().unwrap().kind,
+        service::kind::REPLY
+    );
     let mut data = drover_store::DataBits::new(4);
     (0..4).for_each(|i| data.set(i));
     let heads = vec![drover_core::Head::No; 4];
@@ -184,9 +189,13 @@ async fn a_lane_of_another_peer_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let there = TestSite::start(&dir.path().join("there")).await;
     let (_raw, session) = Raw::session(&there, &Identity::generate()).await;
-    let mut lane = Raw::dial(&there, &Identity::generate(), Request::Lane { session }).await;
+    let mut lane = Raw::dial(&there, &Identity::generate(), JoinSession { session }).await;
     let reply = lane.reader.next().await.unwrap().unwrap();
-    assert!(matches!(decode(&reply.payload).unwrap(), Reply::Refused(_)));
+    let refused = reply_in::<JoinSession>(&reply, "there");
+    assert!(
+        matches!(&refused, Err(NetError::Refused(r)) if r.code == Code::Denied),
+        "{refused:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -198,7 +207,7 @@ async fn a_site_without_room_says_so_before_anything_is_sent() {
     write(&a, &image(1, 1, 50));
     let client = Client::new();
     let error = client.send(&[&a], &there).await.unwrap_err();
-    assert_eq!(error.refusal(), Some(RefuseReason::Space), "{error}");
+    assert_eq!(error.refusal(), Some(Code::NoSpace), "{error}");
     assert_eq!(
         client
             .counters

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use drover_index::SEGMENT_SLOTS;
-use drover_net::{FrameReader, FrameWriter, encode};
+use drover_net::service::Call;
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_teleport::matching::{LocalTeleporter, decode_event, encode_answer, handle};
-use drover_teleport::protocol::{Reply, kind};
+use drover_teleport::protocol::kind;
+use drover_teleport::services::BeginMatching;
 use drover_teleport::teleporter::Answer;
 use drover_teleport::{SiteConfig, open_teleporter};
 
@@ -93,12 +94,13 @@ impl Mortal {
         })
     }
 
-    async fn serve(
-        self: Arc<Self>,
-        mut reader: FrameReader,
-        mut writer: FrameWriter,
-    ) -> Result<(), drover_teleport::TeleportError> {
-        writer.send(kind::REPLY, &encode(&Reply::Ready)).await?;
+    async fn serve(self: Arc<Self>, mut call: Call) -> Result<(), drover_teleport::TeleportError> {
+        call.accept::<BeginMatching>(&()).await?;
+        let Call {
+            mut reader,
+            mut writer,
+            ..
+        } = call;
         writer.flush().await?;
         reader.set_max_frame(2 << 20);
         while let Some(frame) = reader.next().await? {
@@ -129,10 +131,10 @@ impl Mortal {
 async fn mortal(dir: &Path, reserve_bytes: u64) -> (TestSite, Arc<Mortal>) {
     let mortal = Mortal::new(&dir.join("teleporter"));
     let shared = mortal.clone();
-    let (identity, address) = listen(move |reader, writer| {
+    let (identity, address) = listen(move |call| {
         let shared = shared.clone();
         async move {
-            let _ = shared.serve(reader, writer).await;
+            let _ = shared.serve(call).await;
         }
     })
     .await;

@@ -284,7 +284,7 @@ async fn a_disk_that_fills_up_is_said_and_resumed_from() {
     let error = client.send_with(items(&[&a]), options).await.unwrap_err();
     assert_eq!(
         error.refusal(),
-        Some(drover_teleport::RefuseReason::Space),
+        Some(drover_net::Code::NoSpace),
         "{error:?}"
     );
     assert!(

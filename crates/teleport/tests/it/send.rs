@@ -287,7 +287,7 @@ async fn a_refused_image_does_not_keep_the_others_back() {
         said.starts_with("2 of 5 images were not delivered; b.raw: "),
         "{said}"
     );
-    assert_eq!(error.refusal(), Some(drover_teleport::RefuseReason::Policy));
+    assert_eq!(error.refusal(), Some(drover_net::Code::Denied));
     for n in [0, 2, 3] {
         let name = paths[n].file_name().unwrap().to_str().unwrap();
         same(paths[n], &there.image(name));

@@ -6,12 +6,12 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
-use drover_net::{
-    Frame, FrameReader, FrameWriter, Identity, Listener, Role, decode, encode, greet,
-};
+use drover_net::service::{Call, Request};
+use drover_net::{Frame, Identity, Listener};
 use drover_teleport::matching::{LocalTeleporter, decode_event, encode_answer, encode_event};
 use drover_teleport::progress::SendEvent;
-use drover_teleport::protocol::{Reply, Request, kind};
+use drover_teleport::protocol::kind;
+use drover_teleport::services::BeginMatching;
 use drover_teleport::session::teleporter::{connect, serve_teleporter};
 use drover_teleport::teleporter::{Answer, Event, ImageEvent};
 use drover_teleport::{RemoteTeleporter, SiteConfig, TeleportError, open_teleporter};
@@ -52,7 +52,7 @@ async fn link(to: String) -> Link {
 /// Listens as a teleporter would and hands over the connections of sites.
 pub async fn listen<F, Fut>(serve: F) -> (Identity, String)
 where
-    F: Fn(FrameReader, FrameWriter) -> Fut + Send + Sync + 'static,
+    F: Fn(Call) -> Fut + Send + Sync + 'static,
     Fut: Future<Output = ()> + Send + 'static,
 {
     let identity = Identity::generate();
@@ -67,14 +67,12 @@ where
                 let Ok(connection) = pending.handshake().await else {
                     return;
                 };
-                let (mut reader, mut writer) = connection.split();
-                greet(&mut reader, &mut writer, Role::Server).await.unwrap();
-                let Ok(Some(frame)) = reader.next().await else {
+                let stop = watch::channel(false).1;
+                let Ok(call) = Call::take(connection, stop).await else {
                     return;
                 };
-                let request: Request = decode(&frame.payload).unwrap();
-                assert!(matches!(request, Request::Teleporter));
-                serve(reader, writer).await;
+                assert_eq!(call.service, BeginMatching::SERVICE);
+                serve(call).await;
             });
         }
     });
@@ -105,10 +103,10 @@ pub async fn three_with(sequence_data_bytes: u64) -> Three {
     )
     .unwrap();
     let shared = teleporter.clone();
-    let (identity, address) = listen(move |reader, writer| {
+    let (identity, address) = listen(move |call| {
         let shared = shared.clone();
         async move {
-            let _ = serve_teleporter(reader, writer, shared).await;
+            let _ = serve_teleporter(call, shared).await;
         }
     })
     .await;
@@ -274,8 +272,8 @@ fn mad_answer(rng: &mut fastrand::Rng, blocks: u32, own: ImageId) -> Vec<u8> {
 async fn whatever_a_teleporter_answers_the_images_are_right() {
     let dir = tempfile::tempdir().unwrap();
     for (seed, rubbish) in [(1, false), (2, false), (3, true)] {
-        let (identity, address) = listen(move |reader, writer| async move {
-            let _ = mad_teleporter(reader, writer, seed, rubbish).await;
+        let (identity, address) = listen(move |call| async move {
+            let _ = mad_teleporter(call, seed, rubbish).await;
         })
         .await;
         let home = dir.path().join(format!("there-{seed}"));
@@ -290,14 +288,14 @@ async fn whatever_a_teleporter_answers_the_images_are_right() {
     }
 }
 
-async fn mad_teleporter(
-    mut reader: FrameReader,
-    mut writer: FrameWriter,
-    seed: u64,
-    rubbish: bool,
-) -> Result<(), TeleportError> {
+async fn mad_teleporter(mut call: Call, seed: u64, rubbish: bool) -> Result<(), TeleportError> {
     let mut rng = fastrand::Rng::with_seed(seed);
-    writer.send(kind::REPLY, &encode(&Reply::Ready)).await?;
+    call.accept::<BeginMatching>(&()).await?;
+    let Call {
+        mut reader,
+        mut writer,
+        ..
+    } = call;
     writer.flush().await?;
     reader.set_max_frame(2 << 20);
     while let Some(Frame { payload, .. }) = reader.next().await? {

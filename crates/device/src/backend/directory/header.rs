@@ -90,7 +90,8 @@ fn decode(bytes: &[u8; LENGTH]) -> Result<Shape, &'static str> {
 pub(super) fn create(directory: &dyn Directory, shape: Shape) -> Result<(), DeviceError> {
     if !is_possible(shape) {
         return Err(DeviceError::Unsupported(
-            "have chunks that are no power of two, under 4096 bytes, or more than 4194304 of them",
+            "have chunks that are no power of two, under 4096 bytes, or more than 4194304 of them"
+                .into(),
         ));
     }
     let names = directory.list().map_err(|e| at(directory, NAME, &e))?;

@@ -359,7 +359,7 @@ impl BlockDevice for Overlay {
         if zeroes.keep_allocated && zeroes.only_fast {
             check_range(offset, length, self.size)?;
             return Err(DeviceError::Unsupported(
-                "zero a range quickly and keep its room",
+                "zero a range quickly and keep its room".into(),
             ));
         }
         self.change(offset, length, || {

@@ -219,7 +219,7 @@ fn what_a_device_says_reaches_the_client() {
         (DeviceError::ReadOnly, errno::EPERM, errno::EPERM),
         (DeviceError::Closed, errno::ESHUTDOWN, errno::ESHUTDOWN),
         (
-            DeviceError::Unsupported("do this"),
+            DeviceError::Unsupported("do this".into()),
             errno::ENOTSUP,
             errno::ENOTSUP,
         ),

@@ -4,10 +4,10 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use drover_net::{decode, encode};
+use drover_net::{Code, Refusal, decode, encode};
 
 use super::{Holder, Record};
-use crate::protocol::{Code, MountId, Refusal};
+use crate::protocol::MountId;
 
 /// Its name in the directory of the image's overlay.
 pub const FILE_NAME: &str = "lease";

@@ -1,4 +1,5 @@
 use drover_core::Digest;
+use drover_net::Rights;
 
 use super::*;
 
@@ -7,6 +8,7 @@ fn who(n: u8) -> Who {
         peer: Peer {
             key: PeerKey([n; 32]),
             name: format!("site{n}"),
+            rights: Rights::PEER,
         },
         mount: MountId([n; 16]),
         link: 1,
@@ -51,11 +53,11 @@ fn one_writes_or_many_read() {
     let e = desk
         .enter(&who(3), Access::ReadWrite, at(300), &|_| false)
         .unwrap_err();
-    assert_eq!(e.code, Code::Leased);
+    assert_eq!(e.code, Code::Held);
     assert!(
-        e.text
+        e.message
             .starts_with("web was mounted for reading 5 min ago by site")
-            && e.text.contains("; unmount it there"),
+            && e.message.contains("; unmount it there"),
         "{e}"
     );
     desk.close(who(1).peer.key, who(1).mount, who(1).link)
@@ -72,8 +74,8 @@ fn one_writes_or_many_read() {
             .enter(&who(4), access, at(400), &|_| false)
             .unwrap_err();
         let words = "web was mounted for writing a moment ago by site3 (disk of a guest), ";
-        assert!(e.text.starts_with(words), "{e}");
-        assert!(e.text.contains("`drover mounts break web`"), "{e}");
+        assert!(e.message.starts_with(words), "{e}");
+        assert!(e.message.contains("`drover mounts break web`"), "{e}");
     }
 }
 
@@ -124,7 +126,7 @@ fn a_broken_lease_is_told_to_who_had_it() {
     let e = desk
         .enter(&who(1), Access::ReadWrite, at(1), &|_| false)
         .unwrap_err();
-    assert_eq!(e.code, Code::LeaseLost, "{e}");
+    assert_eq!(e.code, Code::Lost, "{e}");
     desk.enter(&who(2), Access::ReadWrite, at(1), &|_| false)
         .unwrap();
 }
@@ -178,7 +180,7 @@ fn a_damaged_file_is_named_and_not_believed() {
     std::fs::write(&path, &good[1..]).unwrap();
     let name = ImageName::new("web").unwrap();
     let e = Desk::open(name, place.0.path().join("web")).err().unwrap();
-    assert!(e.text.contains("lease: damaged"), "{e}");
+    assert!(e.message.contains("lease: damaged"), "{e}");
 }
 
 #[test]
@@ -194,12 +196,12 @@ fn the_site_claims_what_nobody_has_and_the_next_edition_is_another() {
     desk.enter(&reader, Access::ReadOnly, at(0), &nobody)
         .unwrap();
     let e = desk.claim(&site, at(1), &|_| true).unwrap_err();
-    assert!(e.code == Code::Leased && e.text.contains("site1"), "{e}");
+    assert!(e.code == Code::Held && e.message.contains("site1"), "{e}");
     desk.close(reader.peer.key, reader.mount, 1).unwrap();
     desk.enter(&writer, Access::ReadWrite, at(2), &nobody)
         .unwrap();
     let e = desk.claim(&site, at(3), &nobody).unwrap_err();
-    assert!(e.code == Code::Leased && e.text.contains("site2"), "{e}");
+    assert!(e.code == Code::Held && e.message.contains("site2"), "{e}");
     desk.close(writer.peer.key, writer.mount, 1).unwrap();
 
     desk.claim(&site, at(4), &nobody).unwrap();
@@ -208,8 +210,8 @@ fn the_site_claims_what_nobody_has_and_the_next_edition_is_another() {
     assert_eq!(desk.last_writer().unwrap().peer_name, "site2");
     for access in [Access::ReadOnly, Access::ReadWrite] {
         let e = desk.enter(&reader, access, at(5), &nobody).unwrap_err();
-        assert!(e.code == Code::Leased, "{e}");
-        assert!(e.text.contains("is being made part of it"), "{e}");
+        assert!(e.code == Code::Held, "{e}");
+        assert!(e.message.contains("is being made part of it"), "{e}");
     }
     // The claim has changed nothing.
     assert_eq!(state(&desk, &writer, 1, 5, 5), (1, true));

@@ -15,7 +15,14 @@ impl Rude {
         tokio::spawn(async move {
             let (reader, writer) = there.split();
             let (_go, stop) = watch::channel(false);
-            let _ = server.serve_lane(reader, writer, peer, &open, stop).await;
+            let call = Call {
+                service: Open::SERVICE.into(),
+                request: open.into(),
+                reader,
+                writer,
+                stop,
+            };
+            let _ = server.serve_lane(peer, call).await;
         });
         let (mut reader, mut writer) = here.split();
         reader.set_max_frame(MAX_MOUNT_FRAME);
@@ -30,6 +37,12 @@ impl Rude {
         self.writer.flush().await.unwrap();
     }
 
+    /// The lane is open.
+    async fn opened(&mut self) {
+        let frame = self.reader.next().await.unwrap().expect("a reply");
+        reply_in::<Open>(&frame, "the site").expect("an open lane");
+    }
+
     /// The next answer, but for what only says that a body arrived.
     async fn hear(&mut self) -> Option<Answer> {
         let limit = Duration::from_secs(60);
@@ -38,7 +51,11 @@ impl Rude {
                 .await
                 .expect("an answer")
                 .ok()?;
-            match decode_message::<Answer>(&frame?.payload).unwrap().head {
+            let frame = frame?;
+            if let Err(NetError::Refused(refusal)) = reply_in::<Open>(&frame, "the site") {
+                return Some(Answer::Error { id: 0, refusal });
+            }
+            match decode_message::<Answer>(&frame.payload).unwrap().head {
                 Answer::Arrived { .. } => {}
                 answer => return Some(answer),
             }
@@ -61,7 +78,6 @@ impl Rude {
 
 fn opening(mount: MountId, access: Access) -> Vec<u8> {
     let open = Open {
-        version: VERSION,
         mount,
         lane: LaneKind::Front,
         link: 1,
@@ -71,7 +87,7 @@ fn opening(mount: MountId, access: Access) -> Vec<u8> {
         expected: None,
         note: String::new(),
     };
-    open.encode()
+    drover_net::encode(&open)
 }
 
 fn read(id: u64, first: u64, count: u32) -> Ask {
@@ -116,7 +132,7 @@ fn a_site_ends_the_lane_of_a_mount_that_asks_too_much() {
         for (ask, body) in cases {
             let open = opening(MountId::random(), Access::ReadOnly);
             let mut rude = Rude::open(&site, &near, open);
-            assert!(matches!(rude.hear().await, Some(Answer::Opened(_))));
+            rude.opened().await;
             rude.ask(&ask, &body).await;
             let refusal = rude.end().await;
             assert_eq!(refusal.code, Code::Protocol, "{ask:?}: {refusal}");
@@ -125,7 +141,7 @@ fn a_site_ends_the_lane_of_a_mount_that_asks_too_much() {
         for (kind, payload) in [(kind::ASK, vec![9; 50]), (kind::ANSWER, vec![])] {
             let open = opening(MountId::random(), Access::ReadOnly);
             let mut rude = Rude::open(&site, &near, open);
-            rude.hear().await;
+            rude.opened().await;
             rude.writer.send(kind, &payload).await.unwrap();
             rude.writer.flush().await.unwrap();
             assert_eq!(rude.end().await.code, Code::Protocol);
@@ -191,7 +207,7 @@ fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
     runtime.block_on(async {
         let open = opening(MountId::random(), Access::ReadOnly);
         let mut rude = Rude::open(&site, &near, open);
-        rude.hear().await;
+        rude.opened().await;
         for (ask, code) in cases {
             rude.ask(&ask, &[]).await;
             match rude.hear().await {
@@ -229,9 +245,9 @@ fn another_sites_mount_is_not_taken_over_by_its_number() {
     let mount = MountId::random();
     runtime.block_on(async {
         let mut owner = Rude::open(&site, &near, opening(mount, Access::ReadWrite));
-        assert!(matches!(owner.hear().await, Some(Answer::Opened(_))));
+        owner.opened().await;
         let mut rude = Rude::open(&site, &thief, opening(mount, Access::ReadWrite));
-        assert_eq!(rude.end().await.code, Code::Leased);
+        assert_eq!(rude.end().await.code, Code::Held);
         // A body that is not what it says; an epoch that counts already.
         let write = |epoch, coding| Ask::Write {
             id: 5,
@@ -243,9 +259,9 @@ fn another_sites_mount_is_not_taken_over_by_its_number() {
         for (ask, code) in [
             (write(1, Coding::Zstd), Code::Protocol),
             (write(1, Coding::Plain), Code::Protocol),
-            (write(0, Coding::Plain), Code::Epoch),
+            (write(0, Coding::Plain), Code::OutOfOrder),
         ] {
-            let body = if code == Code::Epoch {
+            let body = if code == Code::OutOfOrder {
                 vec![1; 4096]
             } else {
                 vec![1; 99]
@@ -276,7 +292,7 @@ fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
     runtime.block_on(async {
         let open = opening(MountId::random(), Access::ReadWrite);
         let mut rude = Rude::open(&site, &near, open);
-        assert!(matches!(rude.hear().await, Some(Answer::Opened(_))));
+        rude.opened().await;
         rude.ask(&write(1), &[7; 4096]).await;
         assert_eq!(rude.hear().await, Some(Answer::Done { id: 1 }));
         rude.ask(&Ask::Close { id: 2 }, &[]).await;
@@ -310,7 +326,7 @@ fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
             let answer = rude.hear().await;
             assert!(
                 matches!(&answer, Some(Answer::Error { id, refusal })
-                    if Some(*id) == ask.id() && refusal.code == Code::LeaseLost),
+                    if Some(*id) == ask.id() && refusal.code == Code::Lost),
                 "{ask:?}: {answer:?}"
             );
         }
@@ -337,7 +353,7 @@ fn half_an_epoch_that_was_begun_again_is_not_committed() {
     runtime.block_on(async {
         let open = opening(MountId::random(), Access::ReadWrite);
         let mut rude = Rude::open(&site, &near, open);
-        assert!(matches!(rude.hear().await, Some(Answer::Opened(_))));
+        rude.opened().await;
         rude.ask(&write(1, 0), &[7; 4096]).await;
         assert_eq!(rude.hear().await, Some(Answer::Done { id: 1 }));
         // A plain change: it drops what is staged.
@@ -356,7 +372,7 @@ fn half_an_epoch_that_was_begun_again_is_not_committed() {
             let answer = rude.hear().await;
             assert!(
                 matches!(&answer, Some(Answer::Error { id: of, refusal })
-                    if *of == id && refusal.code == Code::Epoch),
+                    if *of == id && refusal.code == Code::OutOfOrder),
                 "{answer:?}"
             );
         }

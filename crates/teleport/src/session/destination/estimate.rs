@@ -3,12 +3,11 @@
 use std::sync::Arc;
 
 use drover_index::Probe;
-use drover_net::{decode, encode};
+use drover_net::{Code, decode, encode};
 
 use super::{Frames, Session, stopped};
 use crate::TeleportError;
 use crate::codec::{Batch, Need, Runs};
-use crate::error::RefuseReason;
 use crate::matching::{Link, LocalTeleporter, Matching, wrong_answer};
 use crate::protocol::{Accept, End, Estimate, Offer, kind};
 use crate::teleporter::{Answer, Event};
@@ -60,10 +59,7 @@ impl Session {
                     "{}: nobody there can say what would be sent: {e}; try again later, or send without --dry-run",
                     offer.name
                 );
-                let refusal = TeleportError::Refused {
-                    reason: RefuseReason::Policy,
-                    message,
-                };
+                let refusal = TeleportError::refused(Code::Denied, message);
                 return self.refuse(&offer.name, &refusal).await;
             }
         };

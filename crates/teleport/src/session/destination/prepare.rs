@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use drover_image::{Format, Layout};
 use drover_index::{ImageId, Plan};
+use drover_net::Code;
 use drover_store::{DataBits, layout_limits};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{mpsc, watch};
@@ -18,7 +19,6 @@ use super::matching::MatchThread;
 use crate::TeleportError;
 use crate::codec::Batch;
 use crate::destination::Destination;
-use crate::error::RefuseReason;
 use crate::files::OrderedDigest;
 use crate::partials::Transit;
 use crate::protocol::Offer;
@@ -87,10 +87,6 @@ fn places_of(batch: &Batch, nth: &DataBits) -> DataBits {
     out
 }
 
-fn refused(reason: RefuseReason, message: String) -> TeleportError {
-    TeleportError::Refused { reason, message }
-}
-
 /// What a session says that has to make way.
 pub fn taken_over() -> TeleportError {
     TeleportError::Remote("a newer session took the transfer over".into())
@@ -120,8 +116,8 @@ pub fn prepare(
         .active
         .take(&offer.name, &key, *number, TAKEOVER_PATIENCE)
         .map_err(|taken| match taken {
-            Taken::ByAnother => refused(
-                RefuseReason::Policy,
+            Taken::ByAnother => TeleportError::refused(
+                Code::Denied,
                 format!("{}: another transfer to that name is going on", offer.name),
             ),
             Taken::ByNewer => taken_over(),
@@ -259,8 +255,8 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
     site.check_held(&offer.name)?;
     let taken = site.images.by_name(&offer.name).filter(|r| r.external);
     if let Some(external) = taken {
-        return Err(refused(
-            RefuseReason::Policy,
+        return Err(TeleportError::refused(
+            Code::Denied,
             format!(
                 "{}: an image indexed in place there ({}) has that name; send it --as another name, or `drover rm` it there",
                 offer.name,
@@ -275,8 +271,8 @@ fn check_room(site: &Site, offer: &Offer, bytes: u64) -> Result<(), TeleportErro
     // What is kept for later gives way to what comes now.
     site.make_room(bytes);
     match site.free_bytes() {
-        Some(free) if free < bytes => Err(refused(
-            RefuseReason::Space,
+        Some(free) if free < bytes => Err(TeleportError::refused(
+            Code::NoSpace,
             format!(
                 "{}: needs {} MiB at the destination, which has {} MiB to spare",
                 offer.name,

@@ -5,21 +5,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_image::Outgoing;
-use drover_net::{
-    ConnectOptions, Frame, FrameReader, KeepAlive, Role, connect_any, decode, encode, hear_hello,
-    say_hello,
-};
+use drover_net::service::{self, hear_reply};
+use drover_net::{ConnectOptions, Frame, FrameReader, KeepAlive, connect_any};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
 use super::judge::{Judge, Look};
-use super::{SendOptions, Sender, refusal};
+use super::{SendOptions, Sender};
 use crate::TeleportError;
 use crate::codec::Runs;
 use crate::compress::Pace;
 use crate::progress::{Counters, WireTotals};
-use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, Reply, Request, kind};
+use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, kind};
+use crate::services::JoinSession;
 use crate::session::lane_out::{LaneOut, LaneTimes, NeedQueue, socket_queue, write_lane};
 
 /// Lanes that are opened without being told to.
@@ -255,17 +254,14 @@ async fn open(
     }
     writer.set_rate(limit.clone());
     reader.set_max_frame(MAX_SESSION_FRAME);
-    say_hello(&mut writer, Role::Client).await?;
-    let request = Request::Lane {
-        session: plan.session,
-    };
-    writer.send(kind::REQUEST, &encode(&request)).await?;
+    let session = plan.session;
+    service::open(&mut writer, &JoinSession { session }).await?;
     // The session stands and falls with its first lane, so what that one is to carry does not wait
     // for the answer.
     let answered = number > 0;
     if answered {
         writer.flush().await?;
-        hear_ready(&mut reader).await?;
+        hear_reply::<JoinSession>(&mut reader).await?;
     }
     KeepAlive::default().apply(&mut reader, &mut writer);
     let (to, from) = socket_queue();
@@ -312,20 +308,6 @@ async fn open(
     Ok(Lane { written, ended })
 }
 
-/// Hears that the destination takes the lane.
-async fn hear_ready(reader: &mut FrameReader) -> Result<(), TeleportError> {
-    hear_hello(reader, Role::Client).await?;
-    let reply = reader.next().await?.ok_or_else(super::broken)?;
-    match decode::<Reply>(&reply.payload) {
-        Ok(Reply::Ready) if reply.kind == kind::REPLY => Ok(()),
-        Ok(Reply::Refused(r)) => Err(refusal(r)),
-        _ => {
-            let wrong = "the destination gave a wrong answer to a lane".into();
-            Err(TeleportError::Protocol(wrong))
-        }
-    }
-}
-
 /// Hears how busy the destination is until the lane breaks. The destination only ends a lane after
 /// it has refused the image on the control connection, which says why: no error of its own.
 async fn listen(
@@ -333,8 +315,8 @@ async fn listen(
     answered: bool,
     receiver_busy: &AtomicU64,
 ) -> TeleportError {
-    if !answered && let Err(e) = hear_ready(reader).await {
-        return e;
+    if !answered && let Err(e) = hear_reply::<JoinSession>(reader).await {
+        return e.into();
     }
     loop {
         match reader.next().await {

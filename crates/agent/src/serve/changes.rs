@@ -1,0 +1,76 @@
+//! What mounts wrote over this site's images: listed, dropped, merged.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use drover_net::Refusal;
+use drover_net::service::{Answer, Exchange, Peer};
+
+use super::jobs;
+use super::services::OfSite;
+use crate::changes::{
+    self, DropChanges, Dropped, Here, ListChanges, Merged, Order, Told, drop_at, on_disk,
+};
+use crate::failure::{failed, refusal_of};
+use crate::home::CleanUp;
+
+impl Answer<ListChanges> for OfSite {
+    async fn answer(
+        &self,
+        _: &Peer,
+        _: ListChanges,
+        _: &mut Exchange<'_, ListChanges>,
+    ) -> Result<Vec<Told>, Refusal> {
+        let home = self.server.home.clone();
+        let told = tokio::task::spawn_blocking(move || on_disk(&home)).await;
+        told.map_err(failed)?.map_err(failed)
+    }
+}
+
+impl Answer<DropChanges> for OfSite {
+    async fn answer(
+        &self,
+        _: &Peer,
+        DropChanges { name, earlier }: DropChanges,
+        _: &mut Exchange<'_, DropChanges>,
+    ) -> Result<Dropped, Refusal> {
+        let (home, devices) = (self.server.home.clone(), Arc::clone(&self.devices));
+        let dropped = tokio::task::spawn_blocking(move || {
+            CleanUp::of(&home).run(|| drop_at(&home, &devices, &name, earlier))
+        });
+        dropped.await.map_err(failed)?.map_err(refusal_of)
+    }
+}
+
+/// Ends a job when nobody waits for it any more.
+struct StopWhenDropped(Arc<AtomicBool>);
+
+impl Drop for StopWhenDropped {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+impl Answer<Order> for OfSite {
+    /// A caller that goes away, or a site that stops, ends it without harm.
+    async fn answer(
+        &self,
+        _: &Peer,
+        order: Order,
+        exchange: &mut Exchange<'_, Order>,
+    ) -> Result<Merged, Refusal> {
+        let here = Here {
+            site: Arc::clone(&self.site),
+            server: Arc::clone(&self.devices),
+            state: self.server.home.mounted_dir(),
+            key: self.server.identity.key(),
+        };
+        let stop = Arc::new(AtomicBool::new(false));
+        let _stop = StopWhenDropped(Arc::clone(&stop));
+        let job = move |progress: &mut dyn FnMut(u64, u64)| {
+            changes::merge(&here, &order, progress, &stop)
+        };
+        let merged = jobs::run(&self.server, exchange, job).await;
+        merged.map_err(failed)?.map_err(refusal_of)
+    }
+}

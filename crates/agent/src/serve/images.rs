@@ -1,0 +1,108 @@
+//! Images: listed, verified, indexed, removed.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use drover_core::ImageName;
+use drover_net::service::{Answer, Exchange, Peer};
+use drover_net::{Code, Refusal};
+use drover_store::{Catalog, ImageRecord};
+use drover_teleport::services::{
+    ImageInfo, IndexImage, ListImages, RemoveImage, Verified, VerifyImage,
+};
+
+use super::jobs;
+use super::services::OfSite;
+use crate::failure::{failed, refusal_of};
+use crate::home::CleanUp;
+
+/// Images said at once.
+const IMAGES_AT_ONCE: usize = 256;
+
+impl Answer<ListImages> for OfSite {
+    async fn answer(
+        &self,
+        _: &Peer,
+        _: ListImages,
+        exchange: &mut Exchange<'_, ListImages>,
+    ) -> Result<(), Refusal> {
+        let catalog = Arc::clone(&self.server.catalog);
+        let records = tokio::task::spawn_blocking(move || catalog.images()).await;
+        let records = records.map_err(failed)?.map_err(failed)?;
+        let infos: Vec<ImageInfo> = records.into_iter().map(crate::images::info).collect();
+        for some in infos.chunks(IMAGES_AT_ONCE) {
+            exchange.tell(&some.to_vec()).await?;
+        }
+        Ok(())
+    }
+}
+
+impl OfSite {
+    /// The image of that name, which there must be.
+    async fn record(&self, name: &ImageName) -> Result<ImageRecord, Refusal> {
+        let (catalog, wanted) = (Arc::clone(&self.server.catalog), name.clone());
+        let record = tokio::task::spawn_blocking(move || catalog.by_name(&wanted)).await;
+        let record = record.map_err(failed)?.map_err(failed)?;
+        record.ok_or_else(|| {
+            let text = format!("{} has no image called {name}", self.server.name);
+            Refusal::new(Code::NotFound, text)
+        })
+    }
+}
+
+impl Answer<VerifyImage> for OfSite {
+    async fn answer(
+        &self,
+        _: &Peer,
+        VerifyImage { name }: VerifyImage,
+        exchange: &mut Exchange<'_, VerifyImage>,
+    ) -> Result<Verified, Refusal> {
+        self.record(&name).await?;
+        let (site, of) = (Arc::clone(&self.site), name.clone());
+        let job = move |progress: &mut dyn FnMut(u64, u64)| site.verify(&of, progress);
+        let checked = jobs::run(&self.server, exchange, job).await;
+        let (expected, found) = checked.map_err(failed)??;
+        let metrics = &self.server.metrics;
+        if expected == found {
+            metrics.verified_good.fetch_add(1, Relaxed);
+        } else {
+            metrics.verified_bad.fetch_add(1, Relaxed);
+            tracing::error!(image = %name, "its file is not what was delivered: {found}, expected {expected}");
+        }
+        Ok(Verified { expected, found })
+    }
+}
+
+impl Answer<IndexImage> for OfSite {
+    async fn answer(
+        &self,
+        _: &Peer,
+        IndexImage { path }: IndexImage,
+        exchange: &mut Exchange<'_, IndexImage>,
+    ) -> Result<ImageName, Refusal> {
+        let path = PathBuf::from(path);
+        if !path.is_absolute() {
+            return Err(Refusal::new(Code::Failed, "the path must be absolute"));
+        }
+        let site = Arc::clone(&self.site);
+        let job = move |progress: &mut dyn FnMut(u64, u64)| site.index_image(&path, progress);
+        let indexed = jobs::run(&self.server, exchange, job).await;
+        Ok(indexed.map_err(failed)??.name)
+    }
+}
+
+impl Answer<RemoveImage> for OfSite {
+    async fn answer(
+        &self,
+        _: &Peer,
+        RemoveImage { name }: RemoveImage,
+        _: &mut Exchange<'_, RemoveImage>,
+    ) -> Result<(), Refusal> {
+        self.record(&name).await?;
+        let (site, home) = (Arc::clone(&self.site), self.server.home.clone());
+        let remove = move || CleanUp::of(&home).run(|| Ok(site.remove(&name)?));
+        let removed = tokio::task::spawn_blocking(remove).await;
+        removed.map_err(failed)?.map(drop).map_err(refusal_of)
+    }
+}

@@ -1,0 +1,39 @@
+//! Leases of this site's images: listed, and broken.
+
+use std::sync::Arc;
+
+use drover_net::Refusal;
+use drover_net::service::{Answer, Exchange, Peer};
+
+use super::services::OfSite;
+use crate::failure::failed;
+use crate::home::CleanUp;
+use crate::mounts::{BreakLease, Broken, Held, ListLeases, break_at, leases_of};
+
+impl Answer<ListLeases> for OfSite {
+    async fn answer(
+        &self,
+        _: &Peer,
+        _: ListLeases,
+        _: &mut Exchange<'_, ListLeases>,
+    ) -> Result<Vec<Held>, Refusal> {
+        let devices = Arc::clone(&self.devices);
+        let leases = tokio::task::spawn_blocking(move || leases_of(&devices)).await;
+        leases.map_err(failed)?.map_err(failed)
+    }
+}
+
+impl Answer<BreakLease> for OfSite {
+    async fn answer(
+        &self,
+        _: &Peer,
+        BreakLease { name }: BreakLease,
+        _: &mut Exchange<'_, BreakLease>,
+    ) -> Result<Broken, Refusal> {
+        let mut room = CleanUp::of(&self.server.home);
+        let broken = room.run_async(|| break_at(&self.devices, &name)).await;
+        let freed = tokio::task::spawn_blocking(move || drop(room)).await;
+        freed.map_err(failed)?;
+        broken.map_err(failed)
+    }
+}

@@ -1,0 +1,53 @@
+//! What a lone teleporter does for a site.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use drover_net::service::{Call, Peer, Request, Service, ServiceFuture};
+use drover_net::{Code, Refusal, Right};
+use drover_teleport::services::BeginMatching;
+use drover_teleport::session::serve_teleporter;
+
+use super::Server;
+use super::matchers::{InUse, Matchers};
+use super::sessions::counted;
+use crate::failure::one_line;
+use crate::signals::told;
+
+/// Matches for sites, each with a matcher of its own.
+pub struct Matching(pub Arc<Server>, pub Arc<Matchers>);
+
+impl Service for Matching {
+    fn id(&self) -> &'static str {
+        BeginMatching::SERVICE
+    }
+
+    fn right(&self) -> Right {
+        BeginMatching::RIGHT
+    }
+
+    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
+        Box::pin(async move {
+            let matcher = match self.1.of(peer.key).await {
+                Ok(matcher) => matcher,
+                Err(e) => {
+                    let refusal = Refusal::new(Code::Failed, one_line(&e));
+                    return Ok(call.refuse(&refusal).await?);
+                }
+            };
+            tracing::info!("matching for it");
+            let what = format!("matching for {}", peer.name);
+            counted(&self.0, what, async { Ok(matching(matcher, call).await?) }).await
+        })
+    }
+}
+
+async fn matching(matcher: InUse, call: Call) -> Result<()> {
+    let mut stop = call.stop.clone();
+    let ended = tokio::select! {
+        ended = serve_teleporter(call, matcher.shared()) => ended,
+        () = told(&mut stop) => Ok(()),
+    };
+    matcher.done().await?;
+    Ok(ended?)
+}

@@ -1,0 +1,73 @@
+//! Becoming a peer.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use anyhow::Result;
+use drover_net::service::{Answer, Exchange, Peer};
+use drover_net::{Code, PeerKey, Refusal, Ticket, request};
+use drover_store::PairOutcome;
+use serde::{Deserialize, Serialize};
+
+use super::Server;
+use super::services::Common;
+use crate::failure::failed;
+use crate::notice::notice;
+use crate::text::now_unix;
+
+/// Trust me: I hold a ticket. Answered by what the site calls itself.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Pair {
+    /// The ticket's secret.
+    pub secret: [u8; 16],
+    /// What the asking site calls itself.
+    pub name: String,
+    /// Where the asking site listens, if it does.
+    pub addresses: Vec<String>,
+}
+request!(Pair: "site.pair", Pair, () => String);
+
+impl Answer<Pair> for Common {
+    async fn answer(
+        &self,
+        peer: &Peer,
+        request: Pair,
+        _: &mut Exchange<'_, Pair>,
+    ) -> Result<String, Refusal> {
+        let server = &self.0;
+        let why = match used(server, peer.key, request).await.map_err(failed)? {
+            PairOutcome::Paired(as_name) => {
+                server.metrics.pairings.fetch_add(1, Relaxed);
+                let key = peer.key;
+                notice(&format!("paired with {as_name}, whose key is {key}"));
+                return Ok(server.name.clone());
+            }
+            PairOutcome::UnknownTicket => "this ticket is not one of this site's",
+            PairOutcome::UsedTicket => "this ticket was used already",
+            PairOutcome::ExpiredTicket => "this ticket is too old",
+        };
+        server.metrics.tickets_refused.fetch_add(1, Relaxed);
+        tracing::warn!(peer = peer.key.short(), "refused to pair: {why}");
+        let text = format!("{why}; make another with `drover ticket`");
+        Err(Refusal::new(Code::Untrusted, text))
+    }
+}
+
+/// Uses a ticket.
+async fn used(server: &Arc<Server>, key: PeerKey, request: Pair) -> Result<PairOutcome> {
+    let Pair {
+        secret,
+        name,
+        mut addresses,
+    } = request;
+    // Nothing but host and port, and not more of them than a ticket has.
+    addresses.retain(|a| {
+        a.len() <= Ticket::MAX_ADDRESS_BYTES
+            && a.contains(':')
+            && a.chars().all(|c| c.is_ascii_graphic())
+    });
+    addresses.truncate(Ticket::MAX_ADDRESSES);
+    let catalog = Arc::clone(&server.catalog);
+    let pair = move || catalog.pair(&secret, key, &name, &addresses, now_unix());
+    Ok(tokio::task::spawn_blocking(pair).await??)
+}

@@ -1,0 +1,64 @@
+//! Sessions, counted.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicI64;
+use std::sync::atomic::Ordering::Relaxed;
+
+use anyhow::{Context, anyhow};
+use drover_net::Right;
+use drover_net::service::{BoxError, Call, Peer, Service, ServiceFuture};
+
+use super::Server;
+
+/// A service whose callers are counted as sessions.
+pub struct Counted<S>(pub Arc<Server>, pub S);
+
+impl<S: Service> Service for Counted<S> {
+    fn id(&self) -> &'static str {
+        self.1.id()
+    }
+
+    fn right(&self) -> Right {
+        self.1.right()
+    }
+
+    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
+        let what = format!("session of {}", peer.name);
+        Box::pin(counted(&self.0, what, self.1.serve(peer, call)))
+    }
+}
+
+/// Counts a session while it lasts, and how it ended.
+pub async fn counted(
+    server: &Server,
+    what: String,
+    session: impl Future<Output = Result<(), BoxError>>,
+) -> Result<(), BoxError> {
+    let metrics = &server.metrics;
+    let open = Open::count(&metrics.sessions_open);
+    let ended = session.await;
+    drop(open);
+    let counter = match ended {
+        Ok(()) => &metrics.sessions_done,
+        Err(_) => &metrics.sessions_failed,
+    };
+    counter.fetch_add(1, Relaxed);
+    Ok(ended.map_err(|e| anyhow!(e)).context(what)?)
+}
+
+/// Counts something while it lasts.
+pub struct Open<'a>(&'a AtomicI64);
+
+impl<'a> Open<'a> {
+    /// One more.
+    pub fn count(gauge: &'a AtomicI64) -> Self {
+        gauge.fetch_add(1, Relaxed);
+        Open(gauge)
+    }
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Relaxed);
+    }
+}

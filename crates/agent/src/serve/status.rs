@@ -1,0 +1,41 @@
+//! How this process is, for its own user.
+
+use drover_net::service::{Answer, Exchange, Peer};
+use drover_net::{Refusal, request};
+use serde::{Deserialize, Serialize};
+
+use super::services::Common;
+use crate::failure::failed;
+use crate::status::Status;
+
+/// What is this process doing?
+#[derive(Debug, Serialize, Deserialize)]
+pub struct GetStatus;
+request!(GetStatus: "site.status", Manage, () => Status);
+
+/// Its metrics, in Prometheus's text format.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct GetMetrics;
+request!(GetMetrics: "site.metrics", Manage, () => String);
+
+impl Answer<GetStatus> for Common {
+    async fn answer(
+        &self,
+        _: &Peer,
+        _: GetStatus,
+        _: &mut Exchange<'_, GetStatus>,
+    ) -> Result<Status, Refusal> {
+        self.0.status().await.map_err(failed)
+    }
+}
+
+impl Answer<GetMetrics> for Common {
+    async fn answer(
+        &self,
+        _: &Peer,
+        _: GetMetrics,
+        _: &mut Exchange<'_, GetMetrics>,
+    ) -> Result<String, Refusal> {
+        self.0.metrics_text().await.map_err(failed)
+    }
+}

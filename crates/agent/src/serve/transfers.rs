@@ -1,0 +1,58 @@
+//! Transfers that are not finished: listed, and removed.
+
+use std::sync::Arc;
+
+use drover_net::service::{Answer, Exchange, Peer};
+use drover_net::{Refusal, Right};
+use drover_teleport::services::{ListTransfers, RemoveTransfer};
+
+use super::services::OfSite;
+use crate::failure::{Exit, failed, failure, refusal_of};
+use crate::home::CleanUp;
+
+/// Transfers said at once.
+const TRANSFERS_AT_ONCE: usize = 256;
+
+impl Answer<ListTransfers> for OfSite {
+    async fn answer(
+        &self,
+        _: &Peer,
+        _: ListTransfers,
+        exchange: &mut Exchange<'_, ListTransfers>,
+    ) -> Result<(), Refusal> {
+        let site = Arc::clone(&self.site);
+        let list = tokio::task::spawn_blocking(move || site.unfinished()).await;
+        for some in list.map_err(failed)??.chunks(TRANSFERS_AT_ONCE) {
+            exchange.tell(&some.to_vec()).await?;
+        }
+        Ok(())
+    }
+}
+
+impl Answer<RemoveTransfer> for OfSite {
+    async fn answer(
+        &self,
+        peer: &Peer,
+        RemoveTransfer { key }: RemoveTransfer,
+        _: &mut Exchange<'_, RemoveTransfer>,
+    ) -> Result<(), Refusal> {
+        let only_of = (!peer.rights.has(Right::Manage)).then_some(peer.key);
+        let (site, home) = (Arc::clone(&self.site), self.server.home.clone());
+        let removed = tokio::task::spawn_blocking(move || {
+            if let Some(peer) = only_of
+                && !crate::transfers::is_of(&site.unfinished()?, &key, &peer)
+            {
+                let message = "you have no unfinished transfer of that key here";
+                return Err(failure(Exit::Refused, message));
+            }
+            CleanUp::of(&home).run(|| Ok(site.remove_transfer(&key)?))
+        });
+        let transfer = removed.await.map_err(failed)?.map_err(refusal_of)?;
+        tracing::info!(
+            image = transfer.name,
+            peer = transfer.peer,
+            "removed what was left of a transfer"
+        );
+        Ok(())
+    }
+}
