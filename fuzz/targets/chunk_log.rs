@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use drover_device::chunklog::{ChunkLog, Record};
+use drover_storage::chunk_log::{ChunkLog, Record};
 use drover_storage::FakeDirectory;
 use libfuzzer_sys::fuzz_target;
 

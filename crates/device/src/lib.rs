@@ -6,7 +6,6 @@
 
 pub mod backend;
 pub mod builder;
-pub mod chunklog;
 pub mod remote;
 pub mod stage;
 pub mod synced;

@@ -91,6 +91,36 @@ impl SyncedFile {
     }
 }
 
+impl crate::File for SyncedFile {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        crate::File::read_at(&self.file, buffer, offset)
+    }
+
+    fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
+        crate::File::write_at(&self.file, data, offset)
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        crate::File::len(&self.file)
+    }
+
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.file.set_len(length)
+    }
+
+    fn punch_hole(&self, offset: u64, length: u64) -> io::Result<()> {
+        crate::File::punch_hole(&self.file, offset, length)
+    }
+
+    fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
+        crate::File::allocate(&self.file, offset, length)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.sync_data()
+    }
+}
+
 impl Deref for SyncedFile {
     type Target = File;
 

@@ -74,7 +74,7 @@ impl HostDirectory {
 impl Directory for HostDirectory {
     fn create(&self, name: &str) -> io::Result<Box<dyn File>> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC;
-        Ok(Box::new(HostFile(self.open_file(name, flags)?)))
+        Ok(Box::new(self.open_file(name, flags)?))
     }
 
     fn open(&self, name: &str, access: Access) -> io::Result<Box<dyn File>> {
@@ -82,7 +82,7 @@ impl Directory for HostDirectory {
             Access::Read => OFlags::RDONLY,
             Access::Write => OFlags::RDWR,
         };
-        Ok(Box::new(HostFile(self.open_file(name, flags)?)))
+        Ok(Box::new(self.open_file(name, flags)?))
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
@@ -141,24 +141,25 @@ impl Directory for HostDirectory {
     }
 }
 
-struct HostFile(std::fs::File);
-
-impl HostFile {
-    fn fallocate(&self, flags: FallocateFlags, offset: u64, length: u64) -> io::Result<()> {
-        match retry_on_intr(|| rustix::fs::fallocate(&self.0, flags, offset, length)) {
-            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV) => {
-                Err(io::ErrorKind::Unsupported.into())
-            }
-            result => Ok(result?),
+fn fallocate(
+    file: &std::fs::File,
+    flags: FallocateFlags,
+    offset: u64,
+    length: u64,
+) -> io::Result<()> {
+    match retry_on_intr(|| rustix::fs::fallocate(file, flags, offset, length)) {
+        Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV) => {
+            Err(io::ErrorKind::Unsupported.into())
         }
+        result => Ok(result?),
     }
 }
 
-impl File for HostFile {
+impl File for std::fs::File {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         let mut done = 0;
         while done < buffer.len() {
-            match self.0.read_at(&mut buffer[done..], offset + done as u64) {
+            match FileExt::read_at(self, &mut buffer[done..], offset + done as u64) {
                 Ok(0) => break,
                 Ok(n) => done += n,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -169,15 +170,15 @@ impl File for HostFile {
     }
 
     fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
-        self.0.write_all_at(data, offset)
+        self.write_all_at(data, offset)
     }
 
     fn len(&self) -> io::Result<u64> {
-        Ok(self.0.metadata()?.len())
+        Ok(self.metadata()?.len())
     }
 
     fn set_len(&self, length: u64) -> io::Result<()> {
-        self.0.set_len(length)
+        std::fs::File::set_len(self, length)
     }
 
     fn punch_hole(&self, offset: u64, length: u64) -> io::Result<()> {
@@ -185,15 +186,15 @@ impl File for HostFile {
             return Ok(());
         }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        match self.fallocate(flags, offset, length) {
+        match fallocate(self, flags, offset, length) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => {}
             result => return result,
         }
-        let end = offset.saturating_add(length).min(self.len()?);
+        let end = offset.saturating_add(length).min(File::len(self)?);
         let mut at = offset;
         while at < end {
             let take = (end - at).min(ZEROS.len() as u64) as usize;
-            self.0.write_all_at(&ZEROS[..take], at)?;
+            self.write_all_at(&ZEROS[..take], at)?;
             at += take as u64;
         }
         Ok(())
@@ -202,11 +203,11 @@ impl File for HostFile {
     fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
         match length {
             0 => Ok(()),
-            _ => self.fallocate(FallocateFlags::KEEP_SIZE, offset, length),
+            _ => fallocate(self, FallocateFlags::KEEP_SIZE, offset, length),
         }
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.0.sync_data()
+        self.sync_data()
     }
 }

@@ -6,12 +6,14 @@
 //! that a block is there (`docs/format/transfer-log.md`).
 
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::TeleportError;
+use drover_storage::record_log::{RecordLog, Window};
 use drover_storage::{Disk, SyncedFile};
+
+use crate::TeleportError;
 
 const MAGIC: &[u8; 8] = b"DRVRLOG\0";
 const VERSION: u32 = 1;
@@ -71,8 +73,8 @@ fn checksum(kind: u8, payload: &[u8]) -> u32 {
 #[derive(Debug)]
 pub struct Log {
     file: Arc<SyncedFile>,
+    log: RecordLog,
     path: PathBuf,
-    bytes: u64,
 }
 
 impl Log {
@@ -82,21 +84,13 @@ impl Log {
     /// When the file cannot be made.
     pub fn create(path: &Path, disk: &Arc<dyn Disk>) -> Result<Self, TeleportError> {
         let failed = |e| TeleportError::file("create", path)(e);
-        let mut file = File::options()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .open(path)
-            .map_err(failed)?;
+        let file = File::create(path).map_err(failed)?;
         let mut header = Vec::from(MAGIC);
         header.extend_from_slice(&VERSION.to_le_bytes());
         header.extend_from_slice(&checksum(0, &header).to_le_bytes());
-        file.write_all(&header).map_err(failed)?;
-        Ok(Log {
-            file: Arc::new(SyncedFile::new(file, disk.clone())),
-            path: path.into(),
-            bytes: HEADER_BYTES,
-        })
+        let mut log = Self::at(path, file, 0, disk).map_err(failed)?;
+        log.log.append(&header).map_err(failed)?;
+        Ok(log)
     }
 
     /// Opens a log to go on behind `keep` bytes; what follows is cut off.
@@ -104,15 +98,17 @@ impl Log {
     /// # Errors
     /// When the file cannot be opened or cut.
     pub fn reopen(path: &Path, keep: u64, disk: &Arc<dyn Disk>) -> Result<Self, TeleportError> {
-        use std::io::Seek;
         let failed = |e| TeleportError::file("reopen", path)(e);
-        let mut file = File::options().write(true).open(path).map_err(failed)?;
-        file.set_len(keep).map_err(failed)?;
-        file.seek(io::SeekFrom::End(0)).map_err(failed)?;
+        let file = File::options().write(true).open(path).map_err(failed)?;
+        Self::at(path, file, keep, disk).map_err(failed)
+    }
+
+    fn at(path: &Path, file: File, end: u64, disk: &Arc<dyn Disk>) -> io::Result<Self> {
+        let file = Arc::new(SyncedFile::new(file, disk.clone()));
         Ok(Log {
-            file: Arc::new(SyncedFile::new(file, disk.clone())),
+            log: RecordLog::reopen(file.clone(), end)?,
+            file,
             path: path.into(),
-            bytes: keep,
         })
     }
 
@@ -127,14 +123,8 @@ impl Log {
         record.extend_from_slice(&[kind.number(), 0, 0, 0]);
         record.extend_from_slice(&checksum(kind.number(), payload).to_le_bytes());
         record.extend_from_slice(payload);
-        let mut file: &File = &self.file;
-        if let Err(e) = file.write_all(&record) {
-            let _ = file.set_len(self.bytes);
-            let _ = io::Seek::seek(&mut file, io::SeekFrom::Start(self.bytes));
-            return Err(TeleportError::file("append to", &self.path)(e));
-        }
-        self.bytes += record.len() as u64;
-        Ok(())
+        let appended = self.log.append(&record);
+        appended.map_err(TeleportError::file("append to", &self.path))
     }
 
     /// Makes everything appended durable.
@@ -158,12 +148,8 @@ impl Log {
     /// # Errors
     /// What the system reports.
     pub fn cut(&mut self, keep: u64) -> Result<(), TeleportError> {
-        let failed = |e| TeleportError::file("cut", &self.path)(e);
-        let mut file: &File = &self.file;
-        file.set_len(keep).map_err(failed)?;
-        io::Seek::seek(&mut file, io::SeekFrom::Start(keep)).map_err(failed)?;
-        self.bytes = keep;
-        Ok(())
+        let cut = self.log.cut(keep);
+        cut.map_err(TeleportError::file("cut", &self.path))
     }
 
     /// Gives the file another name, in place of the file that has it.
@@ -179,7 +165,7 @@ impl Log {
     /// Where its last record ends.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.log.end()
     }
 
     /// Its path.
@@ -191,9 +177,8 @@ impl Log {
 
 /// Reads a log from the front; ends at the first record that is torn or damaged.
 pub struct LogReader {
-    file: io::BufReader<File>,
+    window: Window,
     at: u64,
-    length: u64,
 }
 
 impl LogReader {
@@ -204,20 +189,19 @@ impl LogReader {
     pub fn open(path: &Path) -> Result<Option<Self>, TeleportError> {
         let failed = |e| TeleportError::file("read", path)(e);
         let file = File::open(path).map_err(failed)?;
-        let length = file.metadata().map_err(failed)?.len();
-        let mut file = io::BufReader::with_capacity(256 << 10, file);
-        let mut header = [0u8; HEADER_BYTES as usize];
-        if length < HEADER_BYTES || file.read_exact(&mut header).is_err() {
+        let mut window = Window::new(Box::new(file)).map_err(failed)?;
+        let Ok(header) = window.at(0, HEADER_BYTES as usize) else {
             return Ok(None);
-        }
-        let (front, sum) = header.split_at(12);
+        };
+        let Some((front, sum)) = header.split_at_checked(12) else {
+            return Ok(None);
+        };
         let good = &front[..8] == MAGIC
             && front[8..] == VERSION.to_le_bytes()
             && sum == checksum(0, front).to_le_bytes();
         Ok(good.then_some(LogReader {
-            file,
+            window,
             at: HEADER_BYTES,
-            length,
         }))
     }
 
@@ -230,7 +214,7 @@ impl LogReader {
     /// Whether bytes follow that are no good record.
     #[must_use]
     pub fn has_tail(&self) -> bool {
-        self.at < self.length
+        self.at < self.window.length()
     }
 }
 
@@ -238,16 +222,19 @@ impl Iterator for LogReader {
     type Item = Record;
 
     fn next(&mut self) -> Option<Record> {
-        let mut head = [0u8; RECORD_HEADER];
-        self.file.read_exact(&mut head).ok()?;
+        let head = self.window.at(self.at, RECORD_HEADER).ok()?;
+        let head: [u8; RECORD_HEADER] = head.try_into().ok()?;
         let length = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
         let kind = RecordKind::from_number(head[4])?;
         let end = self.at + (RECORD_HEADER + length) as u64;
-        if length > MAX_RECORD || end > self.length || head[5..8] != [0; 3] {
+        if length > MAX_RECORD || end > self.window.length() || head[5..8] != [0; 3] {
             return None;
         }
-        let mut payload = vec![0u8; length];
-        self.file.read_exact(&mut payload).ok()?;
+        let start = self.at + RECORD_HEADER as u64;
+        let payload = self.window.at(start, length).ok()?.to_vec();
+        if payload.len() < length {
+            return None;
+        }
         // Fuzzers are to get past the checksum.
         if head[8..] != checksum(head[4], &payload).to_le_bytes() && !cfg!(fuzzing) {
             return None;

@@ -1,7 +1,7 @@
 //! A copy-on-write device: changes go into a directory, the base stays as it is.
 //!
 //! Each block of 4096 bytes is in the base, here (in a sparse file, at the block's own offset), or nowhere (zeros).
-//! Which it is is kept in memory and, durably, in a [chunk log](crate::chunklog). Files, and what a crash leaves at
+//! Which it is is kept in memory and, durably, in a [chunk log](drover_storage::chunk_log). Files, and what a crash leaves at
 //! each moment: `docs/format/overlay.md`.
 //!
 //! It can be changed in two ways. As any [`BlockDevice`]: a flush makes what was written durable, and what was not
@@ -28,8 +28,8 @@ use std::time::Instant;
 use drover_core::{BLOCK_SIZE_U64, BlockDevice, DeviceError, Digest};
 use parking_lot::{Mutex, RwLock};
 
-use crate::chunklog::ChunkLog;
 use crate::remote::Epoch;
+use drover_storage::chunk_log::ChunkLog;
 use drover_storage::{Directory, File};
 
 mod aside;

@@ -9,8 +9,8 @@ use parking_lot::Mutex;
 
 use super::SyncedError;
 use super::state::{Geometry, Mask, State};
-use crate::chunklog::{ChunkLog, ChunkLogError, Record};
 use crate::remote::{Epoch, Shape};
+use drover_storage::chunk_log::{ChunkLog, ChunkLogError, Record};
 use drover_storage::{Access, Directory, File, Lock, read_exact_at};
 
 const DATA: &str = "data";
@@ -368,7 +368,7 @@ pub struct Log {
 
 impl Log {
     fn replay(
-        opened: crate::chunklog::Opened,
+        opened: drover_storage::chunk_log::Opened,
         header: Vec<u8>,
         geometry: Geometry,
     ) -> Result<(Self, bool), SyncedError> {

@@ -2,7 +2,7 @@ use std::io;
 
 use drover_core::DeviceError;
 
-use crate::chunklog::ChunkLogError;
+use drover_storage::chunk_log::ChunkLogError;
 
 /// Why a managed device cannot be opened.
 #[derive(Debug, thiserror::Error)]

@@ -9,7 +9,7 @@ use super::open::Logged;
 use super::redo::{Redo, epoch_of};
 use super::states::State;
 use super::{DATA, Identity, LOCK, OverlayError, STATES};
-use crate::chunklog::{ChunkLog, ChunkLogError};
+use drover_storage::chunk_log::{ChunkLog, ChunkLogError};
 use drover_storage::{Access, Directory, Lock};
 
 /// What is left of a log of states once its overlay is discarded, until all else is removed.

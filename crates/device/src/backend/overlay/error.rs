@@ -2,8 +2,8 @@ use std::io;
 
 use drover_core::{DeviceError, Digest};
 
-use crate::chunklog::ChunkLogError;
 use crate::remote::Epoch;
+use drover_storage::chunk_log::ChunkLogError;
 
 /// Why an overlay could not be opened or changed. Each names the file or the image, and the way out.
 #[derive(Debug, thiserror::Error)]

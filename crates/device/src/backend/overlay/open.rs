@@ -14,7 +14,7 @@ use super::{
     DATA, Identity, LOCK, MAX_NAME, MAX_SIZE, Options, Overlay, OverlayError, Ranges, STATES,
     Saving, Settling, Staging,
 };
-use crate::chunklog::{ChunkLog, ChunkLogError, Record};
+use drover_storage::chunk_log::{ChunkLog, ChunkLogError, Record};
 use drover_storage::{Access, Directory, Lock};
 
 /// Further than anybody counts, and far from where numbers wrap.

@@ -3,13 +3,15 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use drover_core::{BLOCK_SIZE_U64, Digest};
 
 use super::OverlayError;
 use super::states::{State, States};
 use crate::remote::{Change, Epoch};
-use drover_storage::{Access, Directory, File, read_exact_at};
+use drover_storage::record_log::RecordLog;
+use drover_storage::{Access, Directory, File, read_exact_at, remove_if_exists};
 
 const MAGIC: [u8; 8] = *b"DRVRREDO";
 const VERSION: u32 = 2;
@@ -46,19 +48,16 @@ pub(super) struct Of<'a> {
 /// Changes of one epoch, in a file, and which blocks they are.
 pub(super) struct Redo {
     pub epoch: Epoch,
-    pub file: Box<dyn File>,
+    pub file: Arc<dyn File>,
     pub name: String,
     size: u64,
     /// What is here, or zero; what is the base's is no part of the epoch.
     states: States,
-    /// Where the next record goes.
-    end: u64,
+    log: RecordLog,
     records: u64,
     /// Bytes of blocks that are here, about.
     here: u64,
     unsynced: u64,
-    /// A sync failed: what was taken may be lost.
-    broken: bool,
 }
 
 /// Why an epoch could not be sealed.
@@ -161,17 +160,18 @@ pub(super) fn is_whole(offset: u64, length: u64, size: u64) -> bool {
 
 impl Redo {
     fn without_changes(epoch: Epoch, file: Box<dyn File>, name: String, size: u64) -> Self {
+        let file: Arc<dyn File> = file.into();
+        let log = RecordLog::new(Arc::clone(&file), log_of(size) + HEADER as u64);
         Self {
             epoch,
             file,
             name,
             size,
             states: States::default(),
-            end: log_of(size) + HEADER as u64,
+            log,
             records: 0,
             here: 0,
             unsynced: 0,
-            broken: false,
         }
     }
 
@@ -184,10 +184,7 @@ impl Redo {
         let name = name_of(epoch);
         let said = directory.describe(&name);
         let failed = OverlayError::io("create", &said);
-        match directory.remove(&name) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
-            _ => {}
-        }
+        remove_if_exists(directory, &name).map_err(&failed)?;
         let file = directory.create(&name).map_err(&failed)?;
         file.write_at(&header(epoch, of.base, of.boot), log_of(of.size))
             .map_err(&failed)?;
@@ -226,12 +223,12 @@ impl Redo {
 
     /// Bytes of the log.
     pub fn log_bytes(&self) -> u64 {
-        self.end - log_of(self.size) - HEADER as u64
+        self.log.end() - log_of(self.size) - HEADER as u64
     }
 
     /// Whether what was taken may be lost.
     pub fn is_broken(&self) -> bool {
-        self.broken
+        self.log.is_broken()
     }
 
     /// Takes changes, which were checked. After an error only some of them are there, and blocks that they cover may be
@@ -287,16 +284,13 @@ impl Redo {
         }
         if self.unsynced >= SYNC_EVERY {
             self.unsynced = 0;
-            let synced = self.file.sync();
-            self.broken |= synced.is_err();
-            return synced;
+            return self.log.sync();
         }
         Ok(())
     }
 
     fn log(&mut self, records: &[u8], count: u64) -> io::Result<()> {
-        self.file.write_at(records, self.end)?;
-        self.end += records.len() as u64;
+        self.log.append(records)?;
         self.records += count;
         Ok(())
     }
@@ -340,20 +334,20 @@ impl Redo {
     /// # Errors
     /// [`SealError`].
     pub fn seal(&mut self) -> Result<(), SealError> {
-        let ready = self.file.set_len(self.end).and_then(|()| self.file.sync());
-        ready.map_err(SealError::Not)?;
+        let end = self.log.end();
+        self.log.cut(end).map_err(SealError::Not)?;
         let seal = Head {
             kind: KIND_SEAL,
             sums_crc: 0,
             offset: self.records,
-            length: self.end,
+            length: end,
         };
-        let sealed = self.file.write_at(&seal.encode(), self.end);
-        let Err(error) = sealed.and_then(|()| self.file.sync()) else {
+        let sealed = self.log.append(&seal.encode());
+        let Err(error) = sealed.and_then(|()| self.log.sync()) else {
             return Ok(());
         };
         // Taken back, and that durably.
-        match self.file.set_len(self.end).and_then(|()| self.file.sync()) {
+        match self.log.cut(end) {
             Ok(()) => Err(SealError::Not(error)),
             Err(_) => Err(SealError::Unknown(error)),
         }
@@ -414,7 +408,7 @@ impl Redo {
             (Parsed::Staged(_), Access::Write) => {
                 // Nothing that was torn may stand behind what comes.
                 redo.file
-                    .set_len(redo.end)
+                    .set_len(redo.log.end())
                     .map_err(OverlayError::io("cut", &said))?;
                 Ok(Found::Staged(redo))
             }
@@ -433,7 +427,7 @@ impl Redo {
         let file = directory.open(&name, Access::Read)?;
         let length = file.len()?;
         let mut redo = Self::without_changes(epoch, file, name, size);
-        if length < redo.end + RECORD as u64 || !redo.ends_with_seal(length)? {
+        if length < redo.log.end() + RECORD as u64 || !redo.ends_with_seal(length)? {
             return Ok(None);
         }
         let mut found = [0; HEADER];
@@ -446,21 +440,22 @@ impl Redo {
         while let Some(head) = redo.head(length)? {
             let blocks = blocks_of(head.offset, head.length);
             let fine = is_whole(head.offset, head.length, size);
-            redo.end += RECORD as u64;
+            let mut end = redo.log.end() + RECORD as u64;
             let state = match head.kind {
                 KIND_SEAL => return Ok(Some(redo.states)),
                 KIND_ZERO if fine => State::Zero,
                 KIND_FORGET if fine => State::Base,
                 KIND_DATA if fine => {
-                    redo.end += (blocks.end - blocks.start) * SUM as u64;
+                    end += (blocks.end - blocks.start) * SUM as u64;
                     State::Here
                 }
                 _ => return Ok(None),
             };
             redo.states.load(blocks, state);
-            if redo.end > length {
+            if end > length {
                 return Ok(None);
             }
+            redo.log.pass(end);
         }
         Ok(None)
     }
@@ -486,7 +481,7 @@ impl Redo {
     fn parse(&mut self, of: Of<'_>, length: u64) -> io::Result<Parsed> {
         let start = log_of(of.size);
         let mut found = [0; HEADER];
-        if length < self.end {
+        if length < self.log.end() {
             return Ok(Parsed::Not("its header"));
         }
         read_exact_at(self.file.as_ref(), &mut found, start)?;
@@ -502,11 +497,11 @@ impl Redo {
             let Some(head) = self.head(length)? else {
                 break Parsed::Staged("the head of a change, or its end");
             };
-            let sums = self.end + RECORD as u64;
+            let sums = self.log.end() + RECORD as u64;
             let blocks = blocks_of(head.offset, head.length);
             let fine = is_whole(head.offset, head.length, of.size);
             match head.kind {
-                KIND_SEAL if head.offset == self.records && head.length == self.end => {
+                KIND_SEAL if head.offset == self.records && head.length == self.log.end() => {
                     break Parsed::Sealed;
                 }
                 KIND_ZERO | KIND_FORGET if fine => {
@@ -516,12 +511,13 @@ impl Redo {
                     };
                     self.states.load(blocks.clone(), state);
                     lost.load(blocks, State::Base);
-                    self.end = sums;
+                    self.log.pass(sums);
                 }
                 KIND_DATA if fine && self.sums_fit(&head, length)? => {
                     self.states.load(blocks.clone(), State::Here);
                     lost.load(blocks.clone(), State::Base);
-                    self.end = sums + (blocks.end - blocks.start) * SUM as u64;
+                    self.log
+                        .pass(sums + (blocks.end - blocks.start) * SUM as u64);
                     if !known {
                         self.compare(sums, blocks, &mut lost)?;
                     }
@@ -546,17 +542,17 @@ impl Redo {
     /// The record at the end of what was read.
     fn head(&self, length: u64) -> io::Result<Option<Head>> {
         let mut bytes = [0; RECORD];
-        if length - self.end < RECORD as u64 {
+        if length - self.log.end() < RECORD as u64 {
             return Ok(None);
         }
-        read_exact_at(self.file.as_ref(), &mut bytes, self.end)?;
+        read_exact_at(self.file.as_ref(), &mut bytes, self.log.end())?;
         Ok(Head::decode(&bytes))
     }
 
     /// Whether the checksums of a record are there and are what they were.
     fn sums_fit(&self, head: &Head, length: u64) -> io::Result<bool> {
         let mut left = head.length.div_ceil(BLOCK_SIZE_U64) * SUM as u64;
-        let mut at = self.end + RECORD as u64;
+        let mut at = self.log.end() + RECORD as u64;
         if left > length - at {
             return Ok(false);
         }

@@ -3,8 +3,8 @@
 use std::sync::atomic::Ordering;
 
 use super::{DATA, Overlay, OverlayError, Saving};
-use crate::chunklog::Record;
 use crate::remote::Epoch;
+use drover_storage::chunk_log::Record;
 
 /// Records that are about no block: the epoch that counts is `first`.
 pub(super) const EPOCH: u8 = 16;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::chunklog::Record;
+use drover_storage::chunk_log::Record;
 
 /// Blocks of a page: 64 MiB of the device.
 const PAGE: u64 = 16_384;

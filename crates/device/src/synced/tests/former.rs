@@ -1,7 +1,7 @@
 //! Caches of another image of the same name, and those of version 1, which do not say of which they are.
 
 use super::*;
-use crate::chunklog::ChunkLog;
+use drover_storage::chunk_log::ChunkLog;
 
 const IMAGE: Digest = Digest([3; 32]);
 const SIZE: usize = 300_000;

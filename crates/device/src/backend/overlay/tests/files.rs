@@ -3,8 +3,8 @@
 use std::io;
 
 use super::*;
-use crate::chunklog::ChunkLogError;
 use drover_storage::Operation;
+use drover_storage::chunk_log::ChunkLogError;
 
 fn with(identity: Identity, fake: &FakeDirectory) -> Result<Overlay, OverlayError> {
     let base = Arc::new(MemoryDevice::new(identity.size));
@@ -153,7 +153,7 @@ fn blocks_that_cannot_be_are_damage() {
         (u64::MAX, 0, 16),
     ] {
         let mut log = ChunkLog::create(Arc::new(fake.clone()), STATES, &header).unwrap();
-        let record = crate::chunklog::Record {
+        let record = drover_storage::chunk_log::Record {
             first,
             count,
             state,

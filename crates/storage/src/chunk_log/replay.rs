@@ -7,16 +7,18 @@ use super::format::{
     ALIGN, FIXED_HEADER, FRAME_HEADER, FRAME_RECORDS, FrameHeader, MAGIC, MAX_HEADER, RECORD_BYTES,
     VERSION, has_crc, header_length, records, u32_at, u64_at,
 };
-use super::{Access, ChunkLog, ChunkLogError, Directory, File, Record, temporary};
+use super::{ChunkLog, ChunkLogError, Record, temporary};
+use crate::record_log::{RecordLog, Window};
+use crate::{Access, Directory, remove_if_exists};
 
 /// Bytes of a log that are in memory while it is read; more than a frame.
-const WINDOW: usize = 256 << 10;
+const WINDOW: usize = Window::BYTES;
 
 /// A log whose header was read.
 pub struct Opened {
     directory: Arc<dyn Directory>,
     name: String,
-    window: Window,
+    frames: Frames,
     header: Vec<u8>,
     snapshot: u64,
 }
@@ -28,13 +30,8 @@ impl Opened {
             .open(name, Access::Read)
             .map_err(ChunkLogError::io("open", &said))?;
         let read = ChunkLogError::io("read", &said);
-        let length = file.len().map_err(&read)?;
-        let mut window = Window {
-            file,
-            length,
-            buffer: Vec::new(),
-            start: 0,
-        };
+        let mut window = Window::new(file).map_err(&read)?;
+        let length = window.length();
         let bytes = window.at(0, header_length(MAX_HEADER)).map_err(&read)?;
         let corrupt = |offset: usize, what: &str| ChunkLogError::Corrupt {
             file: said.clone(),
@@ -74,7 +71,7 @@ impl Opened {
         Ok(Self {
             directory,
             name: name.to_owned(),
-            window,
+            frames: Frames(window),
             header,
             snapshot,
         })
@@ -103,34 +100,30 @@ impl Opened {
             .directory
             .open(&self.name, Access::Write)
             .map_err(io("open"))?;
-        if end < self.window.length {
+        let torn = self.frames.0.length() - end;
+        if torn > 0 {
             tracing::info!(
                 file = said,
-                bytes = self.window.length - end,
+                bytes = torn,
                 "cut off the torn tail of a chunk log"
             );
-            file.set_len(end).map_err(io("cut"))?;
         }
+        let mut log = RecordLog::reopen(file.into(), end).map_err(io("cut"))?;
         // What a process left behind that was killed may be in memory only.
-        file.sync().map_err(io("sync"))?;
+        log.sync().map_err(io("sync"))?;
         // A rewrite that a crash interrupted.
-        match self.directory.remove(&temporary(&self.name)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                tracing::warn!(file = said, %error, "cannot remove an unfinished rewrite");
-            }
-            _ => {}
+        if let Err(error) = remove_if_exists(self.directory.as_ref(), &temporary(&self.name)) {
+            tracing::warn!(file = said, %error, "cannot remove an unfinished rewrite");
         }
         Ok(ChunkLog {
             directory: self.directory,
             name: self.name,
-            file,
-            end,
+            log,
             sequence,
             durable: sequence,
             pending: Vec::new(),
             snapshot: self.snapshot,
             name_pending: false,
-            broken: false,
         })
     }
 
@@ -159,12 +152,12 @@ impl Opened {
         };
         let mut at = header_length(self.header.len()) as u64;
         let mut sequence = 0;
-        while at < self.window.length {
-            let Some(payload) = self.window.frame(at, sequence + 1).map_err(&read)? else {
+        while at < self.frames.0.length() {
+            let Some(payload) = self.frames.frame(at, sequence + 1).map_err(&read)? else {
                 if at < self.snapshot {
                     return Err(corrupt(at, "in its snapshot".into()));
                 }
-                if let Some(proof) = self.window.proof(at, sequence + 1).map_err(&read)? {
+                if let Some(proof) = self.frames.proof(at, sequence + 1).map_err(&read)? {
                     return Err(corrupt(
                         at,
                         format!("byte {proof} says that it was on disk"),
@@ -182,37 +175,16 @@ impl Opened {
     }
 }
 
-/// Part of a file in memory.
-struct Window {
-    file: Box<dyn File>,
-    length: u64,
-    buffer: Vec<u8>,
-    start: u64,
-}
+/// The frames of a file.
+struct Frames(Window);
 
-impl Window {
-    /// `length` bytes at `offset`, fewer at the end of the file.
-    fn at(&mut self, offset: u64, length: usize) -> io::Result<&[u8]> {
-        let wanted = (self.length.saturating_sub(offset)).min(length as u64) as usize;
-        let inside =
-            offset >= self.start && offset + wanted as u64 <= self.start + self.buffer.len() as u64;
-        if !inside {
-            self.buffer.resize(WINDOW, 0);
-            let count = self.file.read_at(&mut self.buffer, offset)?;
-            self.buffer.truncate(count);
-            self.start = offset;
-        }
-        let from = (offset - self.start) as usize;
-        let to = (from + wanted).min(self.buffer.len());
-        Ok(&self.buffer[from..to])
-    }
-
+impl Frames {
     /// The records of the frame at `offset`, if it is there, whole, and number `sequence`.
     fn frame(&mut self, offset: u64, sequence: u64) -> io::Result<Option<&[u8]>> {
-        let Some(header) = FrameHeader::parse(self.at(offset, FRAME_HEADER)?) else {
+        let Some(header) = FrameHeader::parse(self.0.at(offset, FRAME_HEADER)?) else {
             return Ok(None);
         };
-        let payload = self.at(offset + FRAME_HEADER as u64, header.length)?;
+        let payload = self.0.at(offset + FRAME_HEADER as u64, header.length)?;
         let fine = header.sequence == sequence
             && payload.len() == header.length
             && has_crc(payload, header.crc);
@@ -222,8 +194,8 @@ impl Window {
     /// Where a frame behind `offset` says that frame `sequence` was on disk when it was written.
     fn proof(&mut self, offset: u64, sequence: u64) -> io::Result<Option<u64>> {
         let mut at = offset;
-        while at < self.length {
-            let bytes = self.at(at, WINDOW)?;
+        while at < self.0.length() {
+            let bytes = self.0.at(at, WINDOW)?;
             for step in (0..bytes.len()).step_by(ALIGN) {
                 if let Some(header) = FrameHeader::parse(&bytes[step..])
                     && header.durable >= sequence

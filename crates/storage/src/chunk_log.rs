@@ -6,7 +6,8 @@
 
 use std::sync::Arc;
 
-use drover_storage::{Access, Directory, File};
+use crate::record_log::RecordLog;
+use crate::{Directory, File};
 
 mod error;
 mod format;
@@ -27,9 +28,7 @@ const REWRITE_TIMES: u64 = 4;
 pub struct ChunkLog {
     directory: Arc<dyn Directory>,
     name: String,
-    file: Box<dyn File>,
-    /// Where the last frame ends.
-    end: u64,
+    log: RecordLog,
     /// The number of the last frame.
     sequence: u64,
     /// The number of the last frame that is known to be on disk.
@@ -40,8 +39,6 @@ pub struct ChunkLog {
     snapshot: u64,
     /// The name may still lead to an older file after a crash.
     name_pending: bool,
-    /// What the file holds is not known.
-    broken: bool,
 }
 
 impl ChunkLog {
@@ -82,14 +79,17 @@ impl ChunkLog {
             records.iter().for_each(|r| r.encode(&mut self.pending));
             return Ok(());
         }
-        let before = (self.pending.clone(), self.end, self.sequence);
+        let before = (self.pending.clone(), self.sequence);
+        let end = self.log.end();
         for record in records {
             record.encode(&mut self.pending);
             if self.pending.len() == full
                 && let Err(error) = self.write_frame()
             {
-                (self.pending, self.end, self.sequence) = before;
-                self.cut_back();
+                (self.pending, self.sequence) = before;
+                if self.log.cut(end).is_ok() {
+                    self.durable = self.sequence;
+                }
                 return Err(error);
             }
         }
@@ -117,13 +117,10 @@ impl ChunkLog {
     /// As [`ChunkLog::sync`].
     pub fn hand_over(&mut self) -> Result<(), ChunkLogError> {
         self.check()?;
-        if !self.pending.is_empty()
-            && let Err(error) = self.write_frame()
-        {
-            self.cut_back();
-            return Err(error);
+        match self.pending.is_empty() {
+            true => Ok(()),
+            false => self.write_frame(),
         }
-        Ok(())
     }
 
     /// Whether the log is so much longer than its snapshot was that [`ChunkLog::rewrite`] is worth it.
@@ -136,13 +133,13 @@ impl ChunkLog {
     /// log again, makes it usable.
     #[must_use]
     pub fn is_broken(&self) -> bool {
-        self.broken
+        self.log.is_broken()
     }
 
     /// Bytes of the log, with what is not written yet.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.end + self.pending.len() as u64
+        self.log.end() + self.pending.len() as u64
     }
 
     /// Begins the log anew with a header and `snapshot`, which takes the place of all that was appended so far. In one
@@ -180,22 +177,21 @@ impl ChunkLog {
             });
         }
         let new_name = temporary(name);
-        let file = directory
+        let file: Arc<dyn File> = directory
             .create(&new_name)
-            .map_err(ChunkLogError::io("create", &directory.describe(&new_name)))?;
+            .map_err(ChunkLogError::io("create", &directory.describe(&new_name)))?
+            .into();
         let mut log = Self {
             directory,
             name: name.to_owned(),
-            file,
-            end: header_bytes(header, 0).len() as u64,
+            log: RecordLog::new(Arc::clone(&file), header_bytes(header, 0).len() as u64),
             sequence: 0,
             durable: 0,
             pending: Vec::new(),
             snapshot: 0,
             name_pending: false,
-            broken: false,
         };
-        let result = log.fill(header, snapshot);
+        let result = log.fill(file.as_ref(), header, snapshot);
         match result {
             Ok(()) => Ok(log),
             Err(error) => {
@@ -208,6 +204,7 @@ impl ChunkLog {
 
     fn fill(
         &mut self,
+        file: &dyn File,
         header: &[u8],
         snapshot: impl Iterator<Item = Record>,
     ) -> Result<(), ChunkLogError> {
@@ -220,10 +217,10 @@ impl ChunkLog {
         if !self.pending.is_empty() {
             self.write_frame()?;
         }
-        self.snapshot = self.end;
-        let header = header_bytes(header, self.end);
-        self.file.write_at(&header, 0).map_err(self.io("write"))?;
-        self.file.sync().map_err(self.io("sync"))?;
+        self.snapshot = self.log.end();
+        let header = header_bytes(header, self.snapshot);
+        file.write_at(&header, 0).map_err(self.io("write"))?;
+        self.log.sync().map_err(self.io("sync"))?;
         self.durable = self.sequence;
         Ok(())
     }
@@ -244,42 +241,32 @@ impl ChunkLog {
         Ok(())
     }
 
-    /// Writes what is pending as a frame. After an error the file may hold part of it.
+    /// Writes what is pending as a frame.
     fn write_frame(&mut self) -> Result<(), ChunkLogError> {
         let frame = frame(self.sequence + 1, self.durable, &self.pending);
-        self.file
-            .write_at(&frame, self.end)
-            .map_err(self.io("append to"))?;
-        self.end += frame.len() as u64;
+        if let Err(error) = self.log.append(&frame) {
+            if !self.log.is_broken() {
+                // What is left was made durable when the rest was cut off.
+                self.durable = self.sequence;
+            }
+            return Err(self.io("append to")(error));
+        }
         self.sequence += 1;
         self.pending.clear();
         Ok(())
-    }
-
-    /// Takes back what was written behind the end, durably: a frame that was withdrawn must not come back behind one
-    /// that is written in its place.
-    fn cut_back(&mut self) {
-        let cut = self.file.set_len(self.end);
-        self.broken = cut.and_then(|()| self.file.sync()).is_err();
-        if !self.broken {
-            self.durable = self.sequence;
-        }
     }
 
     fn sync_file(&mut self) -> Result<(), ChunkLogError> {
         if self.durable == self.sequence {
             return Ok(());
         }
-        if let Err(error) = self.file.sync() {
-            self.broken = true;
-            return Err(self.io("sync")(error));
-        }
+        self.log.sync().map_err(self.io("sync"))?;
         self.durable = self.sequence;
         Ok(())
     }
 
     fn check(&self) -> Result<(), ChunkLogError> {
-        match self.broken {
+        match self.log.is_broken() {
             true => Err(ChunkLogError::Broken {
                 file: self.directory.describe(&self.name),
             }),

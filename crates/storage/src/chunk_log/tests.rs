@@ -5,7 +5,7 @@ use fastrand::Rng;
 use super::*;
 use drover_core::DeviceError;
 
-use drover_storage::{FakeDirectory, HostDirectory, Operation};
+use crate::{FakeDirectory, HostDirectory, Operation};
 
 fn record(n: u64) -> Record {
     Record {

@@ -1,0 +1,250 @@
+//! A file that records are appended to, whatever their framing is: how one is written so that a crash leaves whole ones,
+//! and how they are read back.
+//!
+//! What a record looks like, and whether one is whole, is its owner's: a checksum in each tells a torn one, and replay
+//! ends there. Nothing may then stand behind a torn record that could be taken for one, which is what this module sees to.
+
+use std::io;
+use std::sync::Arc;
+
+use crate::File;
+
+/// The end of a log. One owner appends to a file.
+pub struct RecordLog {
+    file: Arc<dyn File>,
+    /// Where the last record ends.
+    end: u64,
+    /// How much is known to be on disk.
+    durable: u64,
+    /// What is behind `durable` may be lost, or what is behind `end` may come back.
+    broken: bool,
+}
+
+impl RecordLog {
+    /// Goes on at `end`, behind which there is nothing.
+    #[must_use]
+    pub fn new(file: Arc<dyn File>, end: u64) -> Self {
+        Self {
+            file,
+            end,
+            durable: 0,
+            broken: false,
+        }
+    }
+
+    /// Goes on at `end`, where the last whole record ends; what is behind it is cut off.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    pub fn reopen(file: Arc<dyn File>, end: u64) -> io::Result<Self> {
+        if file.len()? > end {
+            file.set_len(end)?;
+        }
+        Ok(Self::new(file, end))
+    }
+
+    /// Passes a record that is there and ends at `end`: for who reads what it then goes on with.
+    pub fn pass(&mut self, end: u64) {
+        self.end = end;
+    }
+
+    /// Appends a record, or several. They may be lost until [`RecordLog::sync`] has returned.
+    ///
+    /// # Errors
+    /// What the medium reports: then nothing was appended, and what was written of it is taken back. An earlier failure
+    /// after which that is not known.
+    pub fn append(&mut self, record: &[u8]) -> io::Result<()> {
+        self.check()?;
+        if let Err(error) = self.file.write_at(record, self.end) {
+            // It says whether it is broken.
+            let _ = self.cut(self.end);
+            return Err(error);
+        }
+        self.end += record.len() as u64;
+        Ok(())
+    }
+
+    /// Makes everything appended durable.
+    ///
+    /// # Errors
+    /// What the medium reports, and from then on: what was appended since the last success may be lost, and no later
+    /// sync says otherwise.
+    pub fn sync(&mut self) -> io::Result<()> {
+        self.check()?;
+        let synced = self.file.sync();
+        match synced {
+            Ok(()) => self.durable = self.end,
+            Err(_) => self.broken = true,
+        }
+        synced
+    }
+
+    /// Cuts the log at `end`, durably: a record that was taken back must not come back behind one that is written in its
+    /// place. Mends a log of which all that is left was durable.
+    ///
+    /// # Errors
+    /// What the medium reports; then the log is broken.
+    pub fn cut(&mut self, end: u64) -> io::Result<()> {
+        let cut = self.file.set_len(end).and_then(|()| self.file.sync());
+        self.end = end;
+        match cut.is_ok() && (!self.broken || end <= self.durable) {
+            true => (self.durable, self.broken) = (end, false),
+            false => self.broken = true,
+        }
+        cut
+    }
+
+    /// Where the last record ends.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// Whether it is not known what the file holds.
+    #[must_use]
+    pub fn is_broken(&self) -> bool {
+        self.broken
+    }
+
+    fn check(&self) -> io::Result<()> {
+        match self.broken {
+            true => Err(io::Error::other("an earlier write or sync of it failed")),
+            false => Ok(()),
+        }
+    }
+}
+
+impl std::fmt::Debug for RecordLog {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RecordLog")
+            .field("end", &self.end)
+            .field("durable", &self.durable)
+            .field("broken", &self.broken)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Part of a file in memory, for who reads it from front to back.
+pub struct Window {
+    file: Box<dyn File>,
+    length: u64,
+    buffer: Vec<u8>,
+    start: u64,
+}
+
+impl Window {
+    /// Bytes that are read in one go.
+    pub const BYTES: usize = 256 << 10;
+
+    /// Of a file as long as it is now.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    pub fn new(file: Box<dyn File>) -> io::Result<Self> {
+        Ok(Self {
+            length: file.len()?,
+            file,
+            buffer: Vec::new(),
+            start: 0,
+        })
+    }
+
+    /// Bytes of the file.
+    #[must_use]
+    pub fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// `length` bytes at `offset`, fewer at the end of the file. Memory is taken for what is there only.
+    ///
+    /// # Errors
+    /// What the medium reports.
+    pub fn at(&mut self, offset: u64, length: usize) -> io::Result<&[u8]> {
+        let wanted = (self.length.saturating_sub(offset)).min(length as u64) as usize;
+        let inside =
+            offset >= self.start && offset + wanted as u64 <= self.start + self.buffer.len() as u64;
+        if !inside {
+            self.buffer.resize(wanted.max(Self::BYTES), 0);
+            let count = self.file.read_at(&mut self.buffer, offset)?;
+            self.buffer.truncate(count);
+            self.start = offset;
+        }
+        let from = (offset - self.start) as usize;
+        let to = (from + wanted).min(self.buffer.len());
+        Ok(&self.buffer[from..to])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Directory, FakeDirectory, Operation};
+
+    fn log(fake: &FakeDirectory) -> RecordLog {
+        let file = fake.create("log").unwrap();
+        fake.sync().unwrap();
+        RecordLog::new(file.into(), 0)
+    }
+
+    #[test]
+    fn what_could_not_be_appended_is_taken_back() {
+        let fake = FakeDirectory::default();
+        let mut log = log(&fake);
+        log.append(&[1; 700]).unwrap();
+        fake.set_capacity(Some(1024));
+        let error = log.append(&[2; 900]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        assert_eq!((log.end(), log.is_broken()), (700, false));
+        log.append(&[3; 100]).unwrap();
+        log.sync().unwrap();
+        for seed in 0..50 {
+            let bytes = fake.after_crash(seed).bytes("log").unwrap();
+            assert_eq!(bytes, [&[1; 700][..], &[3; 100]].concat());
+        }
+    }
+
+    #[test]
+    fn a_failed_sync_is_final_unless_all_that_is_left_was_durable() {
+        let fake = FakeDirectory::default();
+        let mut log = log(&fake);
+        log.append(&[1; 100]).unwrap();
+        log.sync().unwrap();
+        log.append(&[2; 100]).unwrap();
+        fake.set_faults(|operation, _| {
+            (operation == Operation::Sync).then_some(io::ErrorKind::Other)
+        });
+        log.sync().unwrap_err();
+        fake.clear_faults();
+        log.sync().unwrap_err();
+        log.append(&[3; 100]).unwrap_err();
+        log.cut(150).unwrap();
+        assert!(log.is_broken(), "50 bytes may be lost");
+        log.cut(100).unwrap();
+        log.append(&[4; 100]).unwrap();
+        log.sync().unwrap();
+        let bytes = fake.after_crash(3).bytes("log").unwrap();
+        assert_eq!(bytes, [[1; 100], [4; 100]].concat());
+    }
+
+    #[test]
+    fn a_window_shows_any_part_of_a_file() {
+        let fake = FakeDirectory::default();
+        let bytes: Vec<u8> = (0..Window::BYTES * 3).map(|i| (i % 251) as u8).collect();
+        fake.put("f", &bytes);
+        let file = fake.open("f", crate::Access::Read).unwrap();
+        let mut window = Window::new(file).unwrap();
+        for (at, length) in [
+            (0, 10),
+            (9, 5),
+            (Window::BYTES - 3, 6),
+            (5, Window::BYTES * 2),
+            (7, 7),
+            (bytes.len() - 4, 100),
+            (bytes.len() + 1, 3),
+        ] {
+            let from = at.min(bytes.len());
+            let to = (at + length).min(bytes.len());
+            assert_eq!(window.at(at as u64, length).unwrap(), &bytes[from..to]);
+        }
+    }
+}
