@@ -1,15 +1,14 @@
 #!/bin/bash
-# Runs a command in a small machine whose kernel has what this one's lacks (netem, nbd, ublk): QEMU without KVM, Debian
-# trixie's kernel. Without --with, the machine has `lab` and netem.
-# usage: lab/guest/run.sh [--lab BINARY | --with PROGRAM... --module NAME...] [--cpus N] [--dir CACHE] [--timeout SECONDS] COMMAND
+# Runs a command in a small machine whose kernel has what this one's lacks (nbd, ublk): QEMU without KVM, Debian
+# trixie's kernel.
+# usage: lab/guest/run.sh [--with PROGRAM... --module NAME...] [--cpus N] [--dir CACHE] [--timeout SECONDS] COMMAND
 # The machine's console goes to standard output; the exit code is the command's, 77 when this machine cannot do it,
 # 124 when it took too long. The first run fetches 230 MB of packages into the cache.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-lab=target/debug/lab dir=lab/cache timeout=300 cpus=1 programs=() modules=()
+dir=lab/cache timeout=300 cpus=1 programs=() modules=()
 while [ $# -gt 1 ]; do
   case $1 in
-    --lab) lab=$2 ;;
     --with) programs+=("$2") ;;
     --module) modules+=("$2") ;;
     --cpus) cpus=$2 ;;
@@ -22,10 +21,6 @@ done
 [ $# = 1 ] || { sed -n 4p "$0" >&2; exit 2; }
 skip() { echo "SKIP lab/guest: $1" >&2; exit 77; }
 command -v qemu-system-x86_64 >/dev/null || skip "no qemu-system-x86_64 (qemu-system-x86)"
-if [ ${#programs[@]} = 0 ]; then
-  [ -x "$lab" ] || skip "no $lab: cargo build -p drover-lab"
-  programs=("$lab") modules=(tun veth sch_netem sch_tbf sch_ingress cls_matchall act_gact)
-fi
 for program in "${programs[@]}"; do
   [ -x "$program" ] || skip "no $program"
 done

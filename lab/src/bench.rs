@@ -1,68 +1,28 @@
 //! What all experiments share: cases, rows, figures, and the words in which a row says that something went wrong.
 //!
-//! An [`Experiment`] lists its [`Case`]s; each case yields [`Row`]s; rows are kept as JSON, shown as tables and drawn
-//! as [`Plot`]s. One runner drives them all, so that bad news is told the same way everywhere.
+//! An [`Experiment`] lists its [`Case`]s; each case yields [`Row`]s; rows are kept as JSON, a line a case, in one file that
+//! belongs to the repository, and `docs/benchmarks.md` is made of it.
 
-mod command;
 mod document;
-mod identity;
-mod judge;
-mod needs;
-mod plan;
 mod process;
-mod runner;
-mod show;
-mod space;
-mod store;
+mod rows;
+mod run;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::experiments::Lab;
-use crate::report::Spread;
 
-pub use command::{BenchArgs, DocumentArgs, EXIT_CODES, bench, make_document};
+pub use document::{DocumentArgs, make_document};
 pub use process::{CaseArgs, run_case};
+pub use rows::replace;
+pub use run::{BenchArgs, EXIT_CODES, bench};
 
 /// One kind of measurement.
-pub trait Experiment: Sync {
-    /// What it is, for tables and documents.
-    fn about(&self) -> &'static About;
-
-    /// Everything that it can measure here, most important first. Cheap: nothing is measured yet.
-    ///
-    /// # Errors
-    /// When not even a list can be made (no image library).
-    fn cases(&self, lab: &Lab) -> Result<Vec<Case>>;
-
-    /// Measures one case. A rival that fails is a row with a [`Verdict`], not an error.
-    ///
-    /// # Errors
-    /// When the case could not be measured at all; the runner makes a row of it and goes on.
-    fn run(&self, lab: &Lab, case: &Case) -> Result<Vec<Row>>;
-
-    /// Pictures of all rows that there are, of this run and of earlier ones.
-    fn plots(&self, rows: &[Row]) -> Vec<Plot>;
-
-    /// Whether the document shows a row at once; the rest is folded away.
-    fn is_headline(&self, _row: &Row) -> bool {
-        true
-    }
-
-    /// The images that the case reads. They are part of what its result depends on, and as much as they take on disk
-    /// must be free. Without an answer: the whole library for a case that needs it, and none for another.
-    fn images(&self, _lab: &Lab, _case: &Case) -> Option<Vec<PathBuf>> {
-        None
-    }
-}
-
-/// What an experiment is.
-#[derive(Debug)]
-pub struct About {
-    /// Its name on the command line and of its files: lower case, no spaces.
+pub struct Experiment {
+    /// Its name on the command line: lower case, no spaces.
     pub name: &'static str,
     /// Its heading.
     pub title: &'static str,
@@ -70,90 +30,91 @@ pub struct About {
     pub text: &'static str,
     /// The columns of its table, in order.
     pub columns: &'static [Column],
+    /// Everything that it can measure here, most important first. Cheap: nothing is measured yet.
+    pub cases: fn(&Lab) -> Result<Vec<Case>>,
+    /// Measures one case. A rival that fails is a row with a [`Verdict`], not an error.
+    pub run: fn(&Lab, &Case) -> Result<Vec<Row>>,
 }
 
 /// A column of an experiment's table.
 #[derive(Debug)]
-pub enum Column {
-    /// Words: what the row is about.
-    Label {
-        /// Its key in [`Row::labels`].
-        key: &'static str,
-        /// Its heading.
-        head: &'static str,
-    },
-    /// A number.
-    Figure {
-        /// Its key in [`Row::figures`].
-        key: &'static str,
-        /// Its heading, with the unit.
-        head: &'static str,
-        /// Digits after the point.
-        decimals: usize,
-        /// A good row without it is a failed one.
-        required: bool,
-    },
+pub struct Column {
+    /// Its key in [`Row::labels`] or [`Row::figures`].
+    pub key: &'static str,
+    /// Its heading, with the unit.
+    pub head: &'static str,
+    /// Digits after the point; none for words.
+    pub decimals: Option<usize>,
+    /// A good row without it is a failed one.
+    pub required: bool,
 }
 
 impl Column {
     /// A column of words.
     pub const fn label(key: &'static str, head: &'static str) -> Self {
-        Self::Label { key, head }
+        Self::new(key, head, None, false)
     }
 
     /// A column of numbers that every good row has.
     pub const fn figure(key: &'static str, head: &'static str, decimals: usize) -> Self {
-        Self::Figure {
-            key,
-            head,
-            decimals,
-            required: true,
-        }
+        Self::new(key, head, Some(decimals), true)
     }
 
     /// A column of numbers that some rows have.
     pub const fn optional(key: &'static str, head: &'static str, decimals: usize) -> Self {
-        Self::Figure {
+        Self::new(key, head, Some(decimals), false)
+    }
+
+    const fn new(
+        key: &'static str,
+        head: &'static str,
+        decimals: Option<usize>,
+        required: bool,
+    ) -> Self {
+        Self {
             key,
             head,
             decimals,
-            required: false,
+            required,
         }
     }
 }
 
 /// One thing to measure.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Case {
-    /// Unique in its experiment, fit for a file name: `100mbit-40ms-drover`.
+    /// Unique in its experiment: `100mbit-40ms-drover`.
     pub id: String,
-    /// In words, for plans and progress.
+    /// In words.
     pub what: String,
-    /// What it is expected to take.
-    pub seconds: f64,
-    /// 0 for what every run should have; what has a greater rank is left out first.
+    /// 0 for what every run should have; greater ones are for runs that have the time.
     pub rank: u8,
-    /// Whose result it is: it stays valid until that changes.
-    pub subject: Subject,
+    /// The rival, by name and version, whose result it is; none for drover's.
+    pub rival: Option<String>,
     /// What the machine must have for it.
     pub needs: &'static [Need],
 }
 
-/// What a result depends on beside the images and the lab.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Subject {
-    /// The drover binary under test, or drover's crates that are built into the lab.
-    Drover,
-    /// A rival, by name and version.
-    Rival(String),
-    /// Nothing but the images.
-    Images,
-    /// Nothing but the lab itself.
-    Lab,
+impl Case {
+    /// A case of drover's.
+    pub fn new(
+        id: impl Into<String>,
+        what: impl Into<String>,
+        rank: u8,
+        needs: &'static [Need],
+    ) -> Self {
+        Self {
+            id: id.into(),
+            what: what.into(),
+            rank,
+            rival: None,
+            needs,
+        }
+    }
 }
 
 /// What a machine may lack.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Need {
     /// The WAN link: root, namespaces, TUN devices, `ip`.
     Link,
@@ -169,32 +130,32 @@ pub struct Row {
     /// What was measured, by key.
     pub figures: BTreeMap<String, Figure>,
     /// How it went.
+    #[serde(flatten)]
     pub verdict: Verdict,
 }
 
 impl Row {
     /// A row without figures yet.
     pub fn new<'a>(labels: impl IntoIterator<Item = (&'a str, String)>) -> Self {
+        let labels = labels
+            .into_iter()
+            .map(|(key, value)| (key.to_owned(), value));
         Self {
-            labels: labels
-                .into_iter()
-                .map(|(key, value)| (key.to_owned(), value))
-                .collect(),
+            labels: labels.collect(),
             ..Self::default()
         }
     }
 
-    /// Adds a figure that was measured once.
-    #[cfg(test)]
+    /// The same with a verdict.
     #[must_use]
-    pub fn with(mut self, key: &str, value: f64) -> Self {
-        self.set(key, value);
+    pub fn but(mut self, verdict: Verdict) -> Self {
+        self.verdict = verdict;
         self
     }
 
     /// Sets a figure that was measured once.
     pub fn set(&mut self, key: &str, value: f64) {
-        self.figures.insert(key.to_owned(), Figure::once(value));
+        self.set_all(key, &[value]);
     }
 
     /// Sets a figure that was measured several times; leaves it out when there is no value.
@@ -206,7 +167,7 @@ impl Row {
 
     /// The median of a figure.
     pub fn value(&self, key: &str) -> Option<f64> {
-        self.figures.get(key).map(|figure| figure.spread.median)
+        self.figures.get(key).map(|figure| figure.median)
     }
 
     /// A label, empty where the row has none of that key.
@@ -218,32 +179,44 @@ impl Row {
 /// A figure and its spread.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Figure {
-    /// Least, median, greatest.
-    #[serde(flatten)]
-    pub spread: Spread,
+    /// The least.
+    pub min: f64,
+    /// The middle one, or the mean of the two in the middle.
+    pub median: f64,
+    /// The greatest.
+    pub max: f64,
     /// How often it was measured.
     pub runs: usize,
 }
 
 impl Figure {
-    /// Measured once.
-    pub fn once(value: f64) -> Self {
-        Self {
-            spread: Spread {
-                min: value,
-                median: value,
-                max: value,
-            },
-            runs: 1,
-        }
-    }
-
-    /// Measured several times; `None` without a value.
+    /// Of some values; `None` without one.
     pub fn of(values: &[f64]) -> Option<Self> {
+        let mut sorted = values.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let (min, max) = (*sorted.first()?, *sorted.last()?);
+        let middle = sorted.len() / 2;
+        let median = f64::midpoint(sorted[(sorted.len() - 1) / 2], sorted[middle]);
         Some(Self {
-            spread: Spread::of(values)?,
+            min,
+            median,
+            max,
             runs: values.len(),
         })
+    }
+
+    /// `1.18 (1.13 to 1.34)` where it was measured repeatedly, else the figure alone.
+    pub fn show(&self, decimals: usize) -> String {
+        let Self {
+            min,
+            median,
+            max,
+            runs,
+        } = self;
+        match runs {
+            ..=1 => format!("{median:.decimals$}"),
+            _ => format!("{median:.decimals$} ({min:.decimals$} to {max:.decimals$})"),
+        }
     }
 }
 
@@ -262,73 +235,27 @@ pub enum Verdict {
     Wrong(String),
 }
 
-/// A picture.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Plot {
-    /// The stem of its files, unique in the experiment.
-    pub name: String,
-    /// What it shows.
-    pub title: String,
-    /// The horizontal axis.
-    pub x: Axis,
-    /// The vertical axis.
-    pub y: Axis,
-    /// How it is drawn.
-    pub kind: Kind,
-}
-
-/// An axis.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Axis {
-    /// What it counts, with the unit.
-    pub label: String,
-    /// Whether it is logarithmic.
-    pub log: bool,
-}
-
-impl Axis {
-    /// A linear axis.
-    pub fn linear(label: &str) -> Self {
-        Self {
-            label: label.to_owned(),
-            log: false,
-        }
+impl Verdict {
+    /// A failure, by its error: one line, not a page.
+    pub fn failed(error: &anyhow::Error) -> Self {
+        Self::Failed(
+            format!("{error:#}")
+                .replace('\n', " | ")
+                .chars()
+                .take(400)
+                .collect(),
+        )
     }
 
-    /// A logarithmic axis.
-    pub fn log(label: &str) -> Self {
-        Self {
-            label: label.to_owned(),
-            log: true,
+    /// What is to be said about a row that is not good.
+    pub fn words(&self) -> Option<String> {
+        match self {
+            Self::Good => None,
+            Self::Skipped(why) => Some(format!("SKIPPED: {why}")),
+            Self::Failed(why) => Some(format!("FAILED: {why}")),
+            Self::Wrong(why) => Some(format!("WRONG: {why}")),
         }
     }
-}
-
-/// How a plot is drawn.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Kind {
-    /// Points joined by lines; x and y of each point, and its least and greatest y where it was measured repeatedly.
-    Lines(Vec<(String, Vec<Point>)>),
-    /// Groups of bars: the groups' names, and for each series a name and a value a group (none: no bar).
-    Bars {
-        /// Names of the groups, along x.
-        groups: Vec<String>,
-        /// Series in the order of the legend.
-        series: Vec<(String, Vec<Option<f64>>)>,
-        /// Whether the bars of a group stand on one another.
-        stacked: bool,
-    },
-}
-
-/// A point of a line.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Point {
-    /// Where.
-    pub x: f64,
-    /// How much.
-    pub y: f64,
-    /// Least and greatest y.
-    pub range: Option<(f64, f64)>,
 }
 
 #[cfg(test)]

@@ -5,29 +5,18 @@
 
 mod aged;
 mod build;
-mod cache;
-pub mod catalog;
-mod convert;
 mod debian;
-mod ext4;
 mod filesystem;
-mod jail;
-mod manifest;
-mod mount;
-mod plan;
-mod progress;
 mod small;
-mod state;
 mod table;
-
-pub use catalog::images;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 
-use table::{Recipe, Spec, Table};
+use build::Manifest;
+use table::{Fs, Recipe, Spec, Table};
 
 /// Which images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -56,18 +45,15 @@ pub struct LibraryArgs {
     /// Print what there is and what there could be, and stop.
     #[arg(long, conflicts_with = "check")]
     list: bool,
-    /// Read every image and compare it with its manifest, and that with the table, and stop.
+    /// Read every image and compare it with its manifest, and stop.
     #[arg(long)]
     check: bool,
-    /// With --list or --check: print JSON.
-    #[arg(long)]
-    json: bool,
 }
 
 /// Builds what is missing of a set, or says what there is.
 ///
 /// # Errors
-/// When an image could not be built, after the others; when there is no room for all.
+/// When an image could not be built, after the others; or is not what its manifest says.
 pub fn run(args: &LibraryArgs) -> Result<()> {
     let table = Table::load(args.table.as_deref())?;
     let specs = table.images(args.set);
@@ -78,38 +64,68 @@ pub fn run(args: &LibraryArgs) -> Result<()> {
     {
         bail!("no image {name:?} in this set: lab library --list");
     }
-    let wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|n| n == name);
-    if args.list || args.check {
-        let mut entries = catalog::entries(&args.dir, &table, args.set)?;
-        entries.retain(|e| wanted(&e.name));
-        if args.check {
-            return state::check(&entries, args.json);
-        }
-        state::list(&entries, args.json)?;
-        let missing = entries.iter().filter(|e| !e.built);
-        let missing: Vec<&Spec> = missing.filter_map(|e| table.find(&e.name)).collect();
-        if !missing.is_empty() && !args.json {
-            plan::print(&table, &missing, &args.dir);
-        }
-        return Ok(());
+    let wanted = |spec: &&Spec| args.only.is_empty() || args.only.contains(&spec.name);
+    let chosen: Vec<&Spec> = specs.iter().filter(wanted).collect();
+    if !args.list && !args.check {
+        return build::all(&table, &chosen, &args.dir);
     }
-    let chosen: Vec<&Spec> = specs.iter().filter(|s| wanted(&s.name)).collect();
-    build::all(&table, &chosen, &args.dir)
+    let mut wrong = 0;
+    for spec in chosen {
+        let path = args.dir.join("images").join(spec.file_name());
+        let state = match (path.exists(), Manifest::read(&args.dir, &spec.name)?) {
+            (false, _) => "missing",
+            (_, None) => "NO MANIFEST",
+            (_, Some(manifest)) if args.check && manifest.digest != build::digest_of(&path)? => {
+                "CHANGED"
+            }
+            (_, Some(manifest)) if manifest.recipe != spec.describe() => {
+                "built by an earlier recipe"
+            }
+            _ => "built",
+        };
+        wrong += usize::from(args.check && ["NO MANIFEST", "CHANGED"].contains(&state));
+        println!("{:<22} {state:<26} {}", spec.name, spec.describe());
+    }
+    if wrong > 0 {
+        bail!(
+            "{wrong} image(s) are not what their manifests say; remove those files and build them again"
+        );
+    }
+    Ok(())
 }
 
-/// Makes `NAME-aged` from any image of the library, whether the table has a line for it or not.
+/// An image of the library, built or not.
+pub struct Entry {
+    /// Where its file is, or will be.
+    pub path: PathBuf,
+    /// Whether it is one of those that experiments send in order: systems as they were installed, with their updates,
+    /// raw, on ext4; or the host's files.
+    pub in_order: bool,
+    /// Whether its file is there.
+    pub built: bool,
+}
+
+/// The images of a set in the cache `dir`, built or not, in the order of the lab's own table.
 ///
 /// # Errors
-/// When there is no such image or it cannot be aged.
-pub fn age(name: &str, dir: &Path) -> Result<()> {
+/// When the table makes no sense.
+pub fn images(dir: &Path, set: Set) -> Result<Vec<Entry>> {
     let table = Table::load(None)?;
-    let base = table
-        .find(name)
-        .with_context(|| format!("no image {name:?} in the library: lab library --list"))?;
-    let spec = Spec {
-        name: format!("{name}-aged"),
-        recipe: Recipe::Aged(name.to_owned()),
-        ..base.clone()
+    let entry = |spec: &Spec| {
+        let path = dir.join("images").join(spec.file_name());
+        let in_order = match spec.recipe {
+            Recipe::Debian { updates, .. } => updates && spec.fs == Fs::Ext4,
+            Recipe::Host(_) => true,
+            _ => false,
+        };
+        Entry {
+            built: path.exists(),
+            in_order,
+            path,
+        }
     };
-    build::all(&table, &[&spec], dir)
+    Ok(table.images(set).iter().map(entry).collect())
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,34 +1,31 @@
-//! A WAN link: two network namespaces with a round-trip time, a rate, loss, jitter and a queue between them, that can
-//! be cut and healed.
-//!
-//! Two engines make one. The user-space one needs nothing but TUN devices; the kernel's `netem` is taken instead
-//! where it is there, because it costs less.
+//! A WAN link in user space: two network namespaces with a round-trip time, a rate, loss and a queue between them, that can be
+//! cut and healed. It needs root and TUN devices.
 
-mod available;
-pub mod check;
-mod command;
 mod namespaces;
-mod netem;
-mod offload;
 mod pump;
 mod queue;
-mod schedule;
-mod user;
 
-use std::process::Command;
+use std::io::BufRead;
+use std::process::{Command, ExitCode};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
 
-use anyhow::Result;
-use serde::Serialize;
+use anyhow::{Context, Result};
+use clap::Args;
+use tun_rs::{DeviceBuilder, SyncDevice};
 
-pub use available::{EXIT_UNAVAILABLE, Unavailable, available};
-pub use command::{LinkArgs, RunArgs, run};
+use crate::shell;
 use namespaces::Namespaces;
-use netem::NetemLink;
-use queue::{Counters, Shape};
-use schedule::Running;
-pub use schedule::Schedule;
-use user::UserLink;
+pub use namespaces::{Unavailable, available};
+use pump::Shared;
+use queue::{Counters, Queue, Shape};
+
+/// Exit code of `lab link` when there can be no link here.
+const EXIT_UNAVAILABLE: u8 = 4;
+/// Pieces that wait in the kernel while the link's thread sleeps.
+const DEVICE_QUEUE: &str = "4000";
+const MTU: u64 = 1500;
 
 /// One end of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,22 +37,13 @@ pub enum Side {
 }
 
 impl Side {
-    /// Both ends.
-    pub const BOTH: [Self; 2] = [Self::A, Self::B];
+    const BOTH: [Self; 2] = [Self::A, Self::B];
 
     /// The address of this end on the link.
     pub fn address(self) -> &'static str {
         match self {
             Self::A => "10.77.0.1",
             Self::B => "10.77.0.2",
-        }
-    }
-
-    /// The end that this one is joined to.
-    pub fn other(self) -> Self {
-        match self {
-            Self::A => Self::B,
-            Self::B => Self::A,
         }
     }
 
@@ -67,128 +55,56 @@ impl Side {
     }
 }
 
-/// What moves the packets of a link.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum EngineKind {
-    /// The kernel's where it has all parts, else the lab's own.
-    #[default]
-    Auto,
-    /// Two threads of the lab between TUN devices.
-    User,
-    /// The kernel: a veth pair with netem and tbf.
-    Netem,
-}
-
 /// What a link is like.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Args, Clone, Debug, PartialEq)]
 pub struct Options {
-    /// The namespaces are called `NAME-a` and `NAME-b`.
+    /// Name of the link: its namespaces are NAME-a (10.77.0.1) and NAME-b (10.77.0.2).
+    #[arg(long, default_value = "drover")]
     pub name: String,
-    /// Round-trip time.
+    /// Round-trip time in milliseconds.
+    #[arg(long, default_value_t = 40.0)]
     pub rtt_ms: f64,
-    /// Rate in Mbit/s of IP packets; 0 for no limit.
+    /// Rate in Mbit/s, IP headers included; 0 for no limit.
+    #[arg(long, default_value_t = 100.0)]
     pub rate_mbit: f64,
-    /// Rate from `b` to `a` where it is another, as on a DSL line.
-    pub rate_back_mbit: Option<f64>,
-    /// Packets lost, in percent.
+    /// Packets lost on the line, in percent.
+    #[arg(long, default_value_t = 0.0)]
     pub loss_percent: f64,
-    /// Greatest deviation of the one-way delay.
-    pub jitter_ms: f64,
-    /// Jitter may change the order of packets.
-    pub reorder: bool,
-    /// Bytes that wait before the bottleneck; by default one round trip's worth, at least 64 KiB.
-    pub queue_bytes: Option<u64>,
-    /// Seed of loss and jitter.
+    /// Seed of the losses.
+    #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// TCP's congestion control at both ends.
-    pub congestion: String,
-    /// What moves the packets.
-    pub engine: EngineKind,
 }
 
 impl Default for Options {
     /// 100 Mbit/s and 40 ms without loss.
     fn default() -> Self {
+        let name = "drover".to_owned();
         Self {
-            name: "drover".to_owned(),
+            name,
             rtt_ms: 40.0,
             rate_mbit: 100.0,
-            rate_back_mbit: None,
             loss_percent: 0.0,
-            jitter_ms: 0.0,
-            reorder: false,
-            queue_bytes: None,
             seed: 1,
-            congestion: "cubic".to_owned(),
-            engine: EngineKind::Auto,
         }
     }
 }
 
 impl Options {
-    /// In one line, for reports.
-    pub fn describe(&self) -> String {
-        let rate = |mbit: f64| match mbit {
-            mbit if mbit > 0.0 => format!("{mbit} Mbit/s"),
-            _ => "unlimited".to_owned(),
-        };
-        let back = self
-            .rate_back_mbit
-            .map(|back| format!(" ({} back)", rate(back)));
-        format!(
-            "{}{}, {} ms RTT, {} % loss, {} ms jitter{}, queue {} KiB, {}",
-            rate(self.rate_mbit),
-            back.unwrap_or_default(),
-            self.rtt_ms,
-            self.loss_percent,
-            self.jitter_ms,
-            if self.reorder { " (reordering)" } else { "" },
-            self.shape(Side::A).queue_bytes >> 10,
-            self.congestion
-        )
-    }
-
-    /// Links like this one of each of the lab's rates, round-trip times and losses.
-    pub fn matrix(&self) -> Vec<Self> {
-        let mut all = Vec::new();
-        for rate_mbit in [20.0, 100.0, 1000.0] {
-            for rtt_ms in [5.0, 40.0, 150.0] {
-                for loss_percent in [0.0, 0.1] {
-                    all.push(Self {
-                        rate_mbit,
-                        rtt_ms,
-                        loss_percent,
-                        ..self.clone()
-                    });
-                }
-            }
-        }
-        all
-    }
-
-    /// What happens to packets that come from `from`.
-    fn shape(&self, from: Side) -> Shape {
-        let mbit = match from {
-            Side::A => self.rate_mbit,
-            Side::B => self.rate_back_mbit.unwrap_or(self.rate_mbit),
-        };
-        let rate = (mbit * 125_000.0) as u64;
-        let round_trip = (rate as f64 * self.rtt_ms / 1000.0) as u64;
+    /// What happens to packets. The queue before the bottleneck holds one round trip's worth, at least 64 KiB.
+    fn shape(&self) -> Shape {
+        let rate = (self.rate_mbit.max(0.0) * 125_000.0) as u64;
         Shape {
             rate,
-            delay_ns: (self.rtt_ms * 500_000.0) as u64,
-            jitter_ns: (self.jitter_ms * 1_000_000.0) as u64,
-            reorder: self.reorder,
-            loss: self.loss_percent / 100.0,
-            queue_bytes: self.queue_bytes.unwrap_or_else(|| round_trip.max(64 << 10)),
+            delay_ns: (self.rtt_ms.max(0.0) * 500_000.0) as u64,
+            loss: self.loss_percent.clamp(0.0, 100.0) / 100.0,
+            queue_bytes: ((rate as f64 * self.rtt_ms / 1000.0) as u64).max(64 << 10),
         }
     }
 
     /// The largest piece that the kernel hands over whole: half a millisecond's worth, so that a slow link sees
     /// packets and a fast one costs little. A lossy link loses packets one by one.
-    fn piece_bytes(&self, from: Side) -> u64 {
-        match self.shape(from) {
+    fn piece_bytes(&self) -> u64 {
+        match self.shape() {
             Shape { loss, .. } if loss > 0.0 => MTU,
             Shape { rate: 0, .. } => 65_536,
             Shape { rate, .. } => (rate / 2000).clamp(MTU, 65_536),
@@ -196,11 +112,8 @@ impl Options {
     }
 }
 
-const MTU: u64 = 1500;
-const NETWORK: &str = "10.77.0.0/24";
-
 /// What passed a link, each way.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Traffic {
     /// From `a` to `b`.
     pub a_to_b: Counters,
@@ -208,61 +121,37 @@ pub struct Traffic {
     pub b_to_a: Counters,
 }
 
-/// What moves packets.
-enum Engine {
-    User(UserLink),
-    Netem(NetemLink),
-}
-
-impl Engine {
-    fn up(namespaces: &Namespaces, options: &Options) -> Result<Self> {
-        let user = || Ok(Self::User(UserLink::up(namespaces, options)?));
-        match options.engine {
-            EngineKind::User => user(),
-            EngineKind::Netem => Ok(Self::Netem(NetemLink::up(namespaces, options)?)),
-            EngineKind::Auto if netem::probe(namespaces).is_err() => user(),
-            EngineKind::Auto => Ok(Self::Netem(NetemLink::up(namespaces, options)?)),
-        }
-    }
-
-    fn set_cut(&self, cut: bool) -> Result<()> {
-        match self {
-            Self::User(link) => link.set_cut(cut),
-            Self::Netem(link) => link.set_cut(cut)?,
-        }
-        Ok(())
-    }
-}
-
 /// A link that is up until it is dropped.
 pub struct Link {
-    // In the order in which they end: what cuts, what moves packets, where they are moved.
-    schedule: Option<Running>,
-    engine: Arc<Engine>,
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
     namespaces: Namespaces,
 }
 
 impl Link {
-    /// Makes the namespaces, joins them, and starts to move packets.
+    /// Makes the namespaces with a device in each, and starts to move packets.
     ///
     /// # Errors
     /// [`Unavailable`] where there can be no link: no root, no namespaces, no TUN devices, a name in use.
     pub fn up(options: &Options) -> Result<Self> {
+        namespaces::tun()?;
         let namespaces = Namespaces::make(&options.name)?;
-        Ok(Self {
-            schedule: None,
-            engine: Arc::new(Engine::up(&namespaces, options)?),
+        let device = |side| anyhow::Ok(Arc::new(device(&namespaces, side, options)?));
+        let devices = [device(Side::A)?, device(Side::B)?];
+        let mut link = Self {
+            shared: Arc::new(Shared::default()),
+            threads: Vec::new(),
             namespaces,
-        })
-    }
-
-    /// What moves the packets, in words.
-    pub fn engine(&self) -> &'static str {
-        match &*self.engine {
-            Engine::User(_) => "in user space",
-            Engine::Netem(link) if link.seeded => "by netem",
-            Engine::Netem(_) => "by netem, whose loss takes no seed here",
+        };
+        for from in 0..2 {
+            let (input, output) = (devices[from].clone(), devices[1 - from].clone());
+            let queue = Queue::new(options.shape(), options.seed.wrapping_add(from as u64));
+            let shared = link.shared.clone();
+            let thread = std::thread::Builder::new().name(format!("link-{from}"));
+            link.threads
+                .push(thread.spawn(move || pump::run(&input, &output, queue, &shared, from))?);
         }
+        Ok(link)
     }
 
     /// A command that runs at one end.
@@ -271,40 +160,134 @@ impl Link {
     }
 
     /// Nothing passes any more; what is under way is lost.
-    ///
-    /// # Errors
-    /// When the kernel does not obey.
-    pub fn cut(&self) -> Result<()> {
-        self.engine.set_cut(true)
+    pub fn cut(&self) {
+        self.shared.cut.store(true, Ordering::Relaxed);
     }
 
     /// Packets pass again.
-    ///
-    /// # Errors
-    /// When the kernel does not obey.
-    pub fn heal(&self) -> Result<()> {
-        self.engine.set_cut(false)
-    }
-
-    /// Cuts and heals by the clock, which starts now; a schedule that runs already ends.
-    ///
-    /// # Errors
-    /// Without a thread for it.
-    pub fn schedule(&mut self, schedule: &Schedule) -> Result<()> {
-        self.schedule = None;
-        self.schedule = Some(Running::start(self.engine.clone(), schedule)?);
-        Ok(())
+    pub fn heal(&self) {
+        self.shared.cut.store(false, Ordering::Relaxed);
     }
 
     /// What has passed so far.
-    ///
-    /// # Errors
-    /// When the kernel does not tell.
-    pub fn traffic(&self) -> Result<Traffic> {
-        match &*self.engine {
-            Engine::User(link) => Ok(link.traffic()),
-            Engine::Netem(link) => link.traffic(),
+    pub fn traffic(&self) -> Traffic {
+        let of = |way: usize| {
+            self.shared.counters[way]
+                .lock()
+                .map(|c| *c)
+                .unwrap_or_default()
+        };
+        Traffic {
+            a_to_b: of(0),
+            b_to_a: of(1),
         }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A TUN device in a side's namespace, addressed and up.
+fn device(namespaces: &Namespaces, side: Side, options: &Options) -> Result<SyncDevice> {
+    let name = format!("lab{:x}{}", fastrand::u32(..), side.letter());
+    let device = DeviceBuilder::new()
+        .name(&name)
+        .offload(true)
+        .enable(false)
+        .build_sync();
+    let device = device.context("cannot make a TUN device")?;
+    device.set_nonblocking(true)?;
+    let namespace = namespaces.name(side);
+    shell::run(
+        Command::new("ip").args(["link", "set", &name, "netns", &namespace, "name", "wan0"]),
+    )?;
+    let (piece, address) = (options.piece_bytes(), format!("{}/24", side.address()));
+    let (bytes, packets) = (piece.to_string(), (piece / (MTU - 40)).max(1).to_string());
+    let ip = |words: &str| namespaces.ip(side, &words.split(' ').collect::<Vec<_>>());
+    ip(&format!("link set wan0 txqueuelen {DEVICE_QUEUE}"))?;
+    ip(&format!(
+        "link set wan0 gso_max_size {bytes} gso_max_segs {packets}"
+    ))?;
+    ip(&format!("link set wan0 mtu {MTU} addrgenmode none"))?;
+    ip(&format!("addr add {address} dev wan0"))?;
+    ip("link set wan0 up")?;
+    // Whatever the host prefers.
+    ip(&format!(
+        "route replace 10.77.0.0/24 dev wan0 src {} congctl cubic",
+        side.address()
+    ))?;
+    Ok(device)
+}
+
+/// `lab link`: a link for a person or a script.
+#[derive(Args)]
+pub struct LinkArgs {
+    #[command(flatten)]
+    options: Options,
+    /// A shell command to run at the far end (NAME-b) as long as the near one runs.
+    #[arg(long, value_name = "COMMAND")]
+    far: Option<String>,
+    /// A command to run at the near end (NAME-a); without one, the link is up until standard input ends and takes
+    /// `cut`, `heal` and `stats` there, one a line.
+    #[arg(last = true, value_name = "COMMAND")]
+    near: Vec<String>,
+}
+
+/// Brings a link up, runs what is asked over it, and takes it down.
+///
+/// # Errors
+/// When the link cannot be made or a command not be started. Where there can be no link the exit code is 4.
+pub fn run(args: &LinkArgs) -> Result<ExitCode> {
+    let link = match Link::up(&args.options) {
+        Err(error) if error.is::<Unavailable>() => {
+            eprintln!("lab: {error:#}");
+            return Ok(ExitCode::from(EXIT_UNAVAILABLE));
+        }
+        link => link?,
+    };
+    eprintln!("{0}-a (10.77.0.1) - {0}-b (10.77.0.2)", args.options.name);
+    let far = args
+        .far
+        .as_ref()
+        .map(|words| link.command(Side::B, "sh").args(["-c", words]).spawn());
+    let far = far.transpose().context("cannot start the far command")?;
+    let mut code = ExitCode::SUCCESS;
+    if let Some((program, words)) = args.near.split_first() {
+        let status = link.command(Side::A, program).args(words).status();
+        let status = status.context("cannot start the command")?;
+        code = ExitCode::from(status.code().map_or(1, |code| code as u8));
+    } else {
+        for line in std::io::stdin().lock().lines() {
+            match line?.trim() {
+                "cut" => link.cut(),
+                "heal" => link.heal(),
+                "stats" => print_traffic(&link),
+                "" => {}
+                other => eprintln!("{other:?}: not one of cut, heal, stats"),
+            }
+        }
+    }
+    if let Some(mut far) = far {
+        let _ = far.kill();
+        let _ = far.wait();
+    }
+    print_traffic(&link);
+    Ok(code)
+}
+
+fn print_traffic(link: &Link) {
+    let traffic = link.traffic();
+    for (way, c) in [("a to b", traffic.a_to_b), ("b to a", traffic.b_to_a)] {
+        eprintln!(
+            "{way}: in {} packets {} bytes, out {} packets {} bytes, lost {}, overflowed {}, cut {}",
+            c.packets_in, c.bytes_in, c.packets_out, c.bytes_out, c.lost, c.overflowed, c.cut
+        );
     }
 }
 

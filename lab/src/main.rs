@@ -10,7 +10,6 @@ mod library;
 mod limit;
 mod link;
 mod plot;
-mod report;
 mod rivals;
 mod same;
 mod shell;
@@ -35,16 +34,6 @@ struct Cli {
 enum Command {
     /// Build the image library: real Debian systems as disk images; or list or check what there is.
     Library(library::LibraryArgs),
-    /// Make an aged version of an image of the library: files rewritten, moved and deleted, logs
-    /// grown, packages added.
-    Age {
-        /// The image to age, by its name in the library.
-        #[arg(default_value = "bookworm-plain")]
-        name: String,
-        /// Where the library is kept.
-        #[arg(long, default_value = "lab/cache")]
-        dir: PathBuf,
-    },
     /// Print what sending images in order costs at least: unique non-zero 4 KiB blocks through
     /// `zstd -3 --long=27`, and what an exact deduplicator matches.
     Limit {
@@ -59,14 +48,9 @@ enum Command {
         json: bool,
     },
     /// Join two network namespaces by a WAN link in user space, over TUN devices.
-    Link {
-        #[command(flatten)]
-        link: link::LinkArgs,
-        #[command(flatten)]
-        run: link::RunArgs,
-    },
-    /// Measure drover, its rivals and the limit: what fits in an hour, most important first. Results are kept, and what
-    /// is kept and still holds is not measured again.
+    Link(link::LinkArgs),
+    /// Measure drover, its rivals and the limit, most important first. Results are kept, and what is kept and still holds
+    /// is not measured again.
     #[command(after_long_help = bench::EXIT_CODES)]
     Bench(bench::BenchArgs),
     /// Make the document of what `bench` has kept, without measuring.
@@ -86,9 +70,8 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Library(args) => library::run(&args)?,
-        Command::Age { name, dir } => library::age(&name, &dir)?,
         Command::Limit { images, with, json } => limit::print(&images, &with, json)?,
-        Command::Link { link, run } => return link::run(&link, &run),
+        Command::Link(args) => return link::run(&args),
         Command::Bench(args) => return bench::bench(experiments::ALL, &args),
         Command::Document(args) => bench::make_document(experiments::ALL, &args)?,
         Command::Case(args) => bench::run_case(experiments::ALL, &args)?,

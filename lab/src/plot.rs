@@ -1,102 +1,225 @@
-//! Plots as SVG and PNG, from one drawing routine.
-//!
-//! Text is set with a font that is part of the program (a subset of DejaVu Sans, see `assets/`), so that a machine without
-//! fonts draws the same picture.
+//! Plots as SVG: bars, one a name, and lines.
 
-mod axis;
-mod bars;
-mod colour;
-mod draw;
-mod lines;
+use std::fmt::Write as _;
 
-use anyhow::{Context, Result, anyhow};
-use plotters::backend::{BitMapBackend, SVGBackend};
-use plotters::drawing::IntoDrawingArea;
-use plotters::style::{FontStyle, register_font};
-
-use crate::bench::{Kind, Plot};
-
-/// Width and height of an SVG, in its units.
-pub const SIZE: (u32, u32) = (960, 540);
-/// Width and height of a PNG, in pixels.
-pub const PIXELS: (u32, u32) = (SIZE.0 * DRAWN / SHRUNK, SIZE.1 * DRAWN / SHRUNK);
-
-/// A PNG is drawn this many times as large as an SVG...
-const DRAWN: u32 = 3;
-/// ...and then made smaller by this, which smooths its edges: the bitmap backend does not.
-const SHRUNK: u32 = 2;
-
-const FONT: &[u8] = include_bytes!("../assets/DejaVuSans-subset.ttf");
-
-/// Whether there is anything to see in it.
-pub fn has_data(plot: &Plot) -> bool {
-    match &plot.kind {
-        Kind::Lines(series) => series.iter().any(|(_, points)| !points.is_empty()),
-        Kind::Bars { series, .. } => series
-            .iter()
-            .any(|(_, values)| values.iter().any(Option::is_some)),
-    }
+/// A picture.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plot {
+    /// What it shows.
+    pub title: String,
+    x: String,
+    y: String,
+    kind: Kind,
 }
 
-/// The plot as SVG.
-///
-/// # Errors
-/// When it cannot be drawn: nothing that its data can cause.
-pub fn svg(plot: &Plot) -> Result<String> {
-    fonts()?;
-    let mut text = String::new();
-    {
-        let area = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
-        draw::draw(&area, plot, 1).map_err(|error| anyhow!("{error}"))?;
-        area.present().map_err(|error| anyhow!("{error}"))?;
-    }
-    Ok(text)
+#[derive(Clone, Debug, PartialEq)]
+enum Kind {
+    Bars(Vec<(String, f64)>),
+    Lines(Vec<(String, Vec<(f64, f64)>)>),
 }
 
-/// The plot as PNG.
-///
-/// # Errors
-/// When it cannot be drawn: nothing that its data can cause.
-pub fn png(plot: &Plot) -> Result<Vec<u8>> {
-    fonts()?;
-    let drawn = (SIZE.0 * DRAWN, SIZE.1 * DRAWN);
-    let mut pixels = vec![0; (drawn.0 * drawn.1 * 3) as usize];
-    {
-        let area = BitMapBackend::with_buffer(&mut pixels, drawn).into_drawing_area();
-        draw::draw(&area, plot, DRAWN).map_err(|error| anyhow!("{error}"))?;
-        area.present().map_err(|error| anyhow!("{error}"))?;
-    }
-    let mut file = Vec::new();
-    let mut encoder = png::Encoder::new(&mut file, PIXELS.0, PIXELS.1);
-    encoder.set_color(png::ColorType::Rgb);
-    encoder.set_depth(png::BitDepth::Eight);
-    encoder.set_compression(png::Compression::High);
-    let mut writer = encoder.write_header()?;
-    writer.write_image_data(&shrink(&pixels, drawn.0 as usize))?;
-    writer.finish().context("cannot encode a PNG")?;
-    Ok(file)
-}
-
-/// Each pixel the mean of a square of [`SHRUNK`] by [`SHRUNK`].
-fn shrink(pixels: &[u8], width: usize) -> Vec<u8> {
-    let step = SHRUNK as usize;
-    let mut small = Vec::with_capacity(pixels.len() / step / step);
-    for rows in pixels.chunks_exact(width * 3 * step) {
-        for x in (0..width).step_by(step) {
-            for colour in 0..3 {
-                let square = (0..step * step)
-                    .map(|i| u32::from(rows[(i / step * width + x + i % step) * 3 + colour]));
-                small.push((square.sum::<u32>() / (SHRUNK * SHRUNK)) as u8);
-            }
+impl Plot {
+    /// A bar a name, along `unit`.
+    pub fn bars(title: impl Into<String>, unit: &str, bars: Vec<(String, f64)>) -> Self {
+        Self {
+            title: title.into(),
+            x: unit.to_owned(),
+            y: String::new(),
+            kind: Kind::Bars(bars),
         }
     }
-    small
+
+    /// Lines through points, in the order of x.
+    pub fn lines(
+        title: impl Into<String>,
+        x: &str,
+        y: &str,
+        lines: Vec<(String, Vec<(f64, f64)>)>,
+    ) -> Self {
+        Self {
+            title: title.into(),
+            x: x.to_owned(),
+            y: y.to_owned(),
+            kind: Kind::Lines(lines),
+        }
+    }
+
+    /// Whether there is nothing to see in it.
+    pub fn is_empty(&self) -> bool {
+        match &self.kind {
+            Kind::Bars(bars) => bars.is_empty(),
+            Kind::Lines(lines) => lines.iter().all(|(_, points)| points.is_empty()),
+        }
+    }
 }
 
-fn fonts() -> Result<()> {
-    register_font("sans-serif", FontStyle::Normal, FONT)
-        .map_err(|_| anyhow!("the built-in font is damaged"))
+const WIDTH: f64 = 900.0;
+const LEFT: f64 = 190.0;
+const RIGHT: f64 = 70.0;
+const TOP: f64 = 50.0;
+/// Of a bar with what is around it.
+const BAR: f64 = 30.0;
+/// Of the area of lines.
+const HEIGHT: f64 = 330.0;
+/// Told apart by people who do not see all colours, too (Okabe and Ito).
+const COLOURS: [&str; 7] = [
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555",
+];
+
+/// The plot as SVG.
+pub fn svg(plot: &Plot) -> String {
+    let mut body = String::new();
+    let height = match &plot.kind {
+        Kind::Bars(bars) => draw_bars(&mut body, &plot.x, bars),
+        Kind::Lines(lines) => draw_lines(&mut body, plot, lines),
+    };
+    text(&mut body, WIDTH / 2.0, 28.0, "middle", &plot.title);
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" font-size=\"14\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n{body}</svg>\n"
+    )
+}
+
+fn draw_bars(body: &mut String, unit: &str, bars: &[(String, f64)]) -> f64 {
+    let most = bars
+        .iter()
+        .map(|bar| bar.1)
+        .fold(f64::MIN_POSITIVE, f64::max);
+    for (at, (name, value)) in bars.iter().enumerate() {
+        let y = TOP + BAR * at as f64;
+        let width = (WIDTH - LEFT - RIGHT) * value.max(0.0) / most;
+        let colour = COLOURS[usize::from(!name.starts_with("drover"))];
+        let colour = if name == "limit" { COLOURS[6] } else { colour };
+        text(body, LEFT - 8.0, y + 19.0, "end", name);
+        _ = writeln!(
+            body,
+            "<rect x=\"{LEFT}\" y=\"{:.1}\" width=\"{width:.1}\" height=\"20\" fill=\"{colour}\"/>",
+            y + 4.0
+        );
+        text(body, LEFT + width + 6.0, y + 19.0, "start", &number(*value));
+    }
+    let end = TOP + BAR * bars.len() as f64;
+    text(
+        body,
+        (LEFT + WIDTH - RIGHT) / 2.0,
+        end + 24.0,
+        "middle",
+        unit,
+    );
+    end + 40.0
+}
+
+fn draw_lines(body: &mut String, plot: &Plot, lines: &[(String, Vec<(f64, f64)>)]) -> f64 {
+    let all = || lines.iter().flat_map(|(_, points)| points);
+    let top = nice(all().map(|p| p.1).fold(f64::MIN_POSITIVE, f64::max));
+    let right = nice(all().map(|p| p.0).fold(f64::MIN_POSITIVE, f64::max));
+    let (left, bottom) = (80.0, TOP + HEIGHT);
+    let x = |v: f64| left + (WIDTH - left - RIGHT) * v / right;
+    let y = |v: f64| bottom - HEIGHT * v / top;
+    for step in 0..=5 {
+        let (u, v) = (right * f64::from(step) / 5.0, top * f64::from(step) / 5.0);
+        let (from, to) = (x(0.0), x(right));
+        _ = writeln!(
+            body,
+            "<path d=\"M{from:.1} {0:.1}H{to:.1}\" stroke=\"#ddd\"/>",
+            y(v)
+        );
+        text(body, left - 8.0, y(v) + 5.0, "end", &number(v));
+        text(body, x(u), bottom + 20.0, "middle", &number(u));
+    }
+    for (at, (name, points)) in lines.iter().enumerate() {
+        let colour = COLOURS[at % COLOURS.len()];
+        let path: Vec<String> = points
+            .iter()
+            .map(|p| format!("{:.1},{:.1}", x(p.0), y(p.1)))
+            .collect();
+        _ = writeln!(
+            body,
+            "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>",
+            path.join(" ")
+        );
+        for p in points {
+            _ = writeln!(
+                body,
+                "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"3\" fill=\"{colour}\"/>",
+                x(p.0),
+                y(p.1)
+            );
+        }
+        let legend = bottom + 64.0 + 20.0 * at as f64;
+        _ = writeln!(
+            body,
+            "<path d=\"M{left} {0:.1}h24\" stroke=\"{colour}\" stroke-width=\"3\"/>",
+            legend - 5.0
+        );
+        text(body, left + 32.0, legend, "start", name);
+    }
+    text(
+        body,
+        (left + WIDTH - RIGHT) / 2.0,
+        bottom + 42.0,
+        "middle",
+        &plot.x,
+    );
+    text(body, 10.0, TOP - 12.0, "start", &plot.y);
+    bottom + 64.0 + 20.0 * lines.len() as f64
+}
+
+/// The least of 1, 2, 2.5, 5 times a power of ten that is not less.
+fn nice(most: f64) -> f64 {
+    let power = 10f64.powf(most.log10().floor());
+    let step = [1.0, 2.0, 2.5, 5.0, 10.0]
+        .into_iter()
+        .find(|s| s * power >= most * 0.999);
+    step.unwrap_or(10.0) * power
+}
+
+/// Three digits, or all before the point.
+fn number(value: f64) -> String {
+    match value.abs() {
+        v if v >= 100.0 || v == v.trunc() => format!("{value:.0}"),
+        v if v >= 10.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+fn text(body: &mut String, x: f64, y: f64, anchor: &str, words: &str) {
+    let words = words.replace('&', "&amp;").replace('<', "&lt;");
+    _ = writeln!(
+        body,
+        "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{words}</text>"
+    );
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bars_and_lines_are_drawn_to_scale() {
+        let bars = svg(&Plot::bars(
+            "A & B",
+            "MB",
+            vec![("drover".into(), 50.0), ("rsync".into(), 100.0)],
+        ));
+        assert!(
+            bars.contains("A &amp; B")
+                && bars.contains("width=\"320.0\"")
+                && bars.contains("width=\"640.0\""),
+            "{bars}"
+        );
+        let line = vec![("drover".to_owned(), vec![(0.0, 0.0), (40.0, 100.0)])];
+        let plot = Plot::lines("t", "ms", "MiB", line);
+        assert!(
+            svg(&plot).contains("points=\"80.0,380.0 680.0,50.0\""),
+            "{}",
+            svg(&plot)
+        );
+        assert!(!plot.is_empty() && Plot::bars("t", "x", vec![]).is_empty());
+    }
+
+    #[test]
+    fn axes_end_at_round_numbers() {
+        assert_eq!([3.0, 0.7, 100.0, 114.0].map(nice), [5.0, 1.0, 100.0, 200.0]);
+    }
+}

@@ -41,9 +41,6 @@ pub trait Rival: Sync {
     /// The reason why it is skipped, in words.
     fn version(&self) -> Result<String, String>;
 
-    /// Bytes that it will send about, so that a plan can be made.
-    fn expected_bytes(&self, image: &Weight) -> u64;
-
     /// Sets up both ends, everything of the far one below `dir`. Not timed.
     ///
     /// # Errors
@@ -62,17 +59,6 @@ pub trait Carrier {
 
     /// Where the image is after [`Carrier::carry`].
     fn delivered(&self, image: &Path) -> PathBuf;
-}
-
-/// What an image weighs, for estimates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Weight {
-    /// Its size, holes included.
-    pub size_bytes: u64,
-    /// Its non-zero blocks.
-    pub data_bytes: u64,
-    /// Its limit: unique blocks, compressed.
-    pub limit_bytes: u64,
 }
 
 /// Every rival, in the order of the document.

@@ -160,23 +160,21 @@ impl Site {
 
 impl Drop for Site {
     fn drop(&mut self) {
-        if matches!(self.child.try_wait(), Ok(Some(_))) {
-            return;
-        }
-        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
-        if let Some(pid) = pid {
-            let _ = kill_process(pid, Signal::TERM);
-        }
-        let deadline = Instant::now() + END;
-        while Instant::now() < deadline {
-            if matches!(self.child.try_wait(), Ok(Some(_)) | Err(_)) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        eprintln!("the site in {} did not end on SIGTERM", self.home.display());
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        terminate(&mut self.child, END);
+    }
+}
+
+/// Ends a process by SIGTERM, or, when it has not ended in time, by SIGKILL.
+pub fn terminate(child: &mut Child, patience: Duration) {
+    if matches!(child.try_wait(), Ok(Some(_))) {
+        return;
+    }
+    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+    if let Some(pid) = pid {
+        let _ = kill_process(pid, Signal::TERM);
+    }
+    if end_within(child, patience).is_err() {
+        eprintln!("process {} did not end on SIGTERM", child.id());
     }
 }
 

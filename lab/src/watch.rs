@@ -91,6 +91,26 @@ pub fn load() -> Option<f64> {
     said.split_whitespace().next()?.parse().ok()
 }
 
+/// This machine in words: its processor, cores, memory and kernel.
+pub fn machine() -> String {
+    let field = |file: &str, name: &str| {
+        let text = fs::read_to_string(file).ok()?;
+        let line = text.lines().find(|line| line.starts_with(name))?;
+        Some(line.split_once(':')?.1.trim().to_owned())
+    };
+    let processor = field("/proc/cpuinfo", "model name").unwrap_or_else(|| "unknown".to_owned());
+    let kib =
+        field("/proc/meminfo", "MemTotal").and_then(|m| m.split(' ').next()?.parse::<u64>().ok());
+    // Rounded: the kernel keeps a different part of it to itself at every start.
+    let gib = (kib.unwrap_or(0) + (1 << 19)) >> 20;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    format!(
+        "{processor}, {cores} cores, {gib} GiB, Linux {}",
+        kernel.trim()
+    )
+}
+
 /// Processor time of the whole machine, in ticks of all cores: what was used, and all that there was. Waiting for a disk
 /// is not use.
 pub fn cores() -> Option<(u64, u64)> {

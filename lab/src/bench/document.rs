@@ -1,409 +1,401 @@
-//! `docs/benchmarks.md`: made from kept results alone, the same text from the same results.
-
-mod origins;
+//! `docs/benchmarks.md`, made from the file of rows alone: the answer first, then every table, then what was not measured.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use origins::Origins;
+use clap::Args;
 
-use super::plan::{Entry, Fate, Plan};
-use super::runner::duration;
-use super::show::Cells;
-use super::store::{Record, Store};
-use super::{Experiment, Plot, Row, Verdict};
-use crate::plot;
-use crate::report::Machine;
+use super::rows::{self, Record, Rows};
+use super::{Experiment, Row, Verdict};
+use crate::experiments::{NOT_MEASURED, lines, mover::key};
+use crate::plot::{self, Plot};
 use crate::rivals;
 
-/// A document, and the pictures beside it.
-pub struct Document {
-    /// The Markdown.
-    pub text: String,
-    /// Pictures with the stems of their files.
-    pub plots: Vec<(String, Plot)>,
+/// The file of rows, unless another is named.
+pub const ROWS: &str = "docs/benchmarks/rows.jsonl";
+/// A table with more rows is folded away.
+const FOLDED: usize = 12;
+
+/// What the document is made of, and where it goes.
+#[derive(Args)]
+pub struct DocumentArgs {
+    /// The document; its plots go into a directory of the same name.
+    #[arg(long, value_name = "FILE", default_value = "docs/benchmarks.md")]
+    document: PathBuf,
+    /// The file of rows.
+    #[arg(long, value_name = "FILE", default_value = ROWS)]
+    rows: PathBuf,
 }
 
-/// A tool that drover is compared with.
-pub struct Tool {
-    /// Its name in tables; the subject of its results begins with it.
-    pub name: String,
-    /// How it is called.
-    pub settings: String,
-}
-
-impl Tool {
-    /// Every rival.
-    pub fn all() -> Vec<Self> {
-        let rivals = rivals::ALL.iter();
-        rivals
-            .map(|rival| Self {
-                name: rival.name().to_owned(),
-                settings: rival.settings(),
-            })
-            .collect()
-    }
-}
-
-/// Makes the document of a store and writes it, with its pictures in a directory of the same name.
+/// Makes the document. Rows of a build that is not in the repository are not in it.
 ///
 /// # Errors
-/// When there is nothing kept yet, or a file cannot be written.
-pub fn publish(
-    experiments: &[&dyn Experiment],
-    tools: &[Tool],
-    store: &Store,
-    file: &Path,
-) -> Result<()> {
-    let plan = store
-        .load_plan()?
-        .context("nothing is measured yet: lab bench")?;
-    let records = records(store, &plan);
-    let pictures = file.with_extension("");
-    let stem = pictures.file_name().context("no file name")?;
-    let document = render(experiments, tools, &plan, &records, &stem.to_string_lossy());
-    fs::create_dir_all(&pictures).with_context(|| format!("cannot make {}", pictures.display()))?;
-    let mut made: Vec<PathBuf> = Vec::new();
-    for (stem, plot) in &document.plots {
-        for (extension, bytes) in [
-            ("svg", plot::svg(plot)?.into_bytes()),
-            ("png", plot::png(plot)?),
-        ] {
-            let path = pictures.join(format!("{stem}.{extension}"));
-            replace(&path, &bytes)?;
-            made.push(path);
+/// When the rows cannot be read, or a file cannot be written.
+pub fn make_document(experiments: &[Experiment], args: &DocumentArgs) -> Result<()> {
+    let all = Rows::read(&args.rows)?.all;
+    let builds: BTreeSet<String> = all.iter().map(|record| record.build.clone()).collect();
+    let known: BTreeSet<String> = builds
+        .into_iter()
+        .filter(|b| rows::is_in_repository(b))
+        .collect();
+    let (good, strange): (Vec<Record>, Vec<Record>) =
+        all.into_iter().partition(|r| known.contains(&r.build));
+    let dir = args.document.with_extension("");
+    let stem = dir
+        .file_name()
+        .context("no file name")?
+        .to_string_lossy()
+        .into_owned();
+    let plots = plots(&good);
+    for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
+        if entry.path().extension().is_some_and(|end| end == "svg") {
+            fs::remove_file(entry.path())?;
         }
     }
-    remove_others(experiments, &pictures, &made);
-    replace(file, document.text.as_bytes())
-}
-
-/// What is kept of a plan's cases; what cannot be read is told and left out.
-fn records(store: &Store, plan: &Plan) -> Vec<Option<Record>> {
-    let load = |entry: &Entry| {
-        store
-            .load(&entry.experiment, &entry.case)
-            .unwrap_or_else(|error| {
-                eprintln!("WARNING {error:#}: left out");
-                None
-            })
-    };
-    plan.entries.iter().map(load).collect()
-}
-
-/// Pictures of earlier documents: a picture that no longer belongs to the text would be taken for a result.
-fn remove_others(experiments: &[&dyn Experiment], pictures: &Path, made: &[PathBuf]) {
-    for entry in fs::read_dir(pictures).into_iter().flatten().flatten() {
-        let path = entry.path();
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let ours = |e: &&dyn Experiment| name.starts_with(&format!("{}-", e.about().name));
-        let picture = name.ends_with(".svg") || name.ends_with(".png");
-        if picture && experiments.iter().any(ours) && !made.contains(&path) {
-            let _ = fs::remove_file(path);
-        }
+    for (name, plot) in &plots {
+        rows::replace(&dir.join(format!("{name}.svg")), plot::svg(plot).as_bytes())?;
     }
-}
-
-fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    let part = path.with_extension("part");
-    fs::write(&part, bytes)
-        .and_then(|()| fs::rename(&part, path))
-        .with_context(|| format!("cannot write {}", path.display()))
-}
-
-/// The document of a plan's records, one for each of its entries. `pictures` is the directory of the pictures.
-pub fn render(
-    experiments: &[&dyn Experiment],
-    tools: &[Tool],
-    plan: &Plan,
-    records: &[Option<Record>],
-    pictures: &str,
-) -> Document {
-    let machines = machines(records);
-    let mut document = Document {
-        text: String::new(),
-        plots: Vec::new(),
-    };
-    head(&mut document.text, plan, &machines);
-    left_out(&mut document.text, plan, records);
-    compared(&mut document.text, tools, records);
-    for experiment in experiments {
-        let of: Vec<(&Entry, &Record)> = plan
-            .entries
-            .iter()
-            .zip(records)
-            .filter(|(entry, _)| entry.experiment == experiment.about().name)
-            .filter_map(|(entry, record)| Some((entry, record.as_ref()?)))
-            .collect();
-        if !of.is_empty() {
-            section(&mut document, *experiment, &of, &machines, pictures);
-        }
-    }
-    document
-}
-
-fn machines(records: &[Option<Record>]) -> Vec<Machine> {
-    let mut machines: Vec<Machine> = Vec::new();
-    for record in records.iter().flatten() {
-        if !machines.contains(&record.identity.machine) {
-            machines.push(record.identity.machine.clone());
-        }
-    }
-    machines
+    let text = render(experiments, &good, &strange, &plots, &stem);
+    rows::replace(&args.document, text.as_bytes())?;
+    eprintln!("made {}", args.document.display());
+    Ok(())
 }
 
 const HEAD: &str = "\
 # Benchmarks
 
-<!-- Made by `lab document` from the results of `lab bench`. A change by hand is gone with the next run. -->
+<!-- Made by `lab document` from benchmarks/rows.jsonl. A change by hand is gone with the next run. -->
 
-Drover on images of real systems, beside other tools with their best settings and beside the limit. Every delivered
-file was compared with its original; a row whose file differed says so and has no figures in the plots.
-[The lab](../lab/README.md) says what the images, the link and the limit are.
+Drover on images of real systems, beside other tools with their best settings and beside the limit: the unique non-zero 4 KiB blocks through
+`zstd -3 --long=27`. Every delivered file was compared with its original. [The lab](../lab/README.md) says what the images, the link
+and the limit are.
 
+";
+
+const TAIL: &str = "\
 ## Measure it yourself
 
 ```
 make bench                                  # builds everything, the image library too, and measures for an hour
 make bench FULL=1                           # the whole matrix
-target/release/lab bench --list             # what there is to measure, and what an hour leaves out
+target/release/lab bench --list --full      # what there is to measure
 target/release/lab bench --only EXPERIMENT  # one experiment, or EXPERIMENT/CASE
+target/release/lab document                 # this document, of all rows that are kept
 ```
 
-Results are kept. A later run measures what is missing, what failed, and what was measured with another build of drover,
-another version of a rival, other images or on another machine.
-
-Figures with a spread are `median (least to greatest)` of repeated measurements; those without were measured once.
+Results are kept, a line a case, in `docs/benchmarks/rows.jsonl`. A later run measures what is missing, what failed, and what was measured with
+another program, another version of a rival or on another machine.
 
 ";
 
-fn head(text: &mut String, plan: &Plan, machines: &[Machine]) {
-    text.push_str(HEAD);
-    match machines {
-        [] => {}
-        [one] => _ = writeln!(text, "Measured on: {one}.\n"),
-        several => {
-            _ = writeln!(text, "Measured on:\n");
-            for (at, machine) in several.iter().enumerate() {
-                _ = writeln!(text, "{}. {machine}", at + 1);
-            }
-            text.push('\n');
-        }
+/// The document. `strange` are records of builds that are not in the repository.
+pub fn render(
+    experiments: &[Experiment],
+    records: &[Record],
+    strange: &[Record],
+    plots: &[(&str, Plot)],
+    pictures: &str,
+) -> String {
+    let mut text = HEAD.to_owned();
+    for (name, plot) in plots {
+        _ = writeln!(text, "![{}]({pictures}/{name}.svg)\n", plot.title);
     }
-    if plan.small {
-        text.push_str("These are figures of the small set of images, which say little.\n\n");
-    }
-}
-
-/// What has no result at all.
-fn left_out(text: &mut String, plan: &Plan, records: &[Option<Record>]) {
-    let mut groups: BTreeMap<(&str, &str), (Vec<&str>, f64)> = BTreeMap::new();
-    for (entry, record) in plan.entries.iter().zip(records) {
-        if record.is_some() {
+    answer(&mut text, records);
+    origins(&mut text, records);
+    compared(&mut text, records);
+    for experiment in experiments {
+        let own: Vec<&Record> = records
+            .iter()
+            .filter(|r| r.experiment == experiment.name)
+            .collect();
+        if own.is_empty() {
             continue;
         }
-        let why = match &entry.fate {
-            Fate::Lacking(why) => why,
-            _ => "for want of time",
-        };
-        let group = groups.entry((&entry.experiment, why)).or_default();
-        group.0.push(&entry.case);
-        group.1 += entry.seconds;
+        _ = writeln!(
+            text,
+            "## {}\n\n{}\n",
+            experiment.title,
+            experiment.text.trim()
+        );
+        let count: usize = own.iter().map(|record| record.rows.len()).sum();
+        let table = table(experiment, &own);
+        if count > FOLDED {
+            _ = writeln!(
+                text,
+                "<details><summary>{count} rows</summary>\n\n{table}\n</details>\n"
+            );
+        } else {
+            _ = writeln!(text, "{table}");
+        }
     }
-    if groups.is_empty() && plan.mute.is_empty() {
+    text.push_str(TAIL);
+    text.push_str("## What was not measured\n\n");
+    for experiment in experiments {
+        let without: Vec<&Record> = strange
+            .iter()
+            .filter(|r| r.experiment == experiment.name)
+            .collect();
+        let builds: BTreeSet<&str> = without.iter().map(|r| r.build.as_str()).collect();
+        let builds: Vec<String> = builds.iter().map(|b| format!("`{b}`")).collect();
+        let none = !records.iter().any(|r| r.experiment == experiment.name);
+        let written = NOT_MEASURED
+            .iter()
+            .find(|(name, _)| *name == experiment.name);
+        let mut why: Vec<String> = written.iter().map(|(_, what)| (*what).to_owned()).collect();
+        match (without.len(), none) {
+            (0, true) => why.push("nothing yet".to_owned()),
+            (0, false) => {}
+            (n, _) => why.push(format!(
+                "{n} case(s) only with builds that are not in this repository ({})",
+                builds.join(", ")
+            )),
+        }
+        if !why.is_empty() {
+            _ = writeln!(text, "- {}: {}.", experiment.name, why.join("; "));
+        }
+    }
+    text
+}
+
+/// The whole library over the reference link, by everybody.
+fn whole_library(records: &[Record]) -> Vec<(&Record, &Row)> {
+    let rows = records
+        .iter()
+        .filter(|r| r.experiment == "library")
+        .flat_map(|r| r.rows.iter().map(move |row| (r, row)));
+    let link = lines::REFERENCE.describe();
+    let fits = |row: &Row| {
+        row.verdict == Verdict::Good && row.label("image") == "all" && row.label("link") == link
+    };
+    let mut rows: Vec<_> = rows.filter(|(_, row)| fits(row)).collect();
+    rows.sort_by(|a, b| {
+        a.1.value(key::SECONDS)
+            .unwrap_or(f64::MAX)
+            .total_cmp(&b.1.value(key::SECONDS).unwrap_or(f64::MAX))
+    });
+    rows
+}
+
+fn answer(text: &mut String, records: &[Record]) {
+    let rows = whole_library(records);
+    if rows.is_empty() {
         return;
     }
-    text.push_str(
-        "## What was left out\n\n| experiment | cases | about | why |\n|---|--:|--:|---|\n",
+    let link = lines::REFERENCE.describe();
+    _ = writeln!(
+        text,
+        "The whole library, image after image to an empty site over {link}:\n"
     );
-    for ((experiment, why), (cases, seconds)) in &groups {
-        let (count, time, why) = (cases.len(), duration(*seconds), cell(why));
-        _ = writeln!(text, "| {experiment} | {count} | {time} | {why} |");
-    }
-    for (experiment, why) in &plan.mute {
-        _ = writeln!(text, "| {experiment} | all | | {} |", cell(why));
+    text.push_str("| by | MB on the link | times the limit | seconds | times as fast as a plain copy | build | machine | load |\n");
+    text.push_str("|---|--:|--:|--:|--:|---|---|--:|\n");
+    let machines = machines(records);
+    for (record, row) in rows {
+        let figure = |key: &str, decimals: usize| {
+            row.figures
+                .get(key)
+                .map(|f| f.show(decimals))
+                .unwrap_or_default()
+        };
+        _ = writeln!(
+            text,
+            "| {} | {} | {} | {} | {} | {} |",
+            row.label("by"),
+            figure(key::BYTES, 0),
+            figure(key::OVER_LIMIT, 2),
+            figure(key::SECONDS, 1),
+            figure(key::TIMES_COPY, 2),
+            origin(record, &machines).join(" | ")
+        );
     }
     text.push('\n');
-    if !groups.is_empty() {
-        text.push_str("<details><summary>Their names</summary>\n\n");
-        for ((experiment, _), (cases, _)) in &groups {
-            _ = writeln!(text, "- {experiment}: {}", cases.join(", "));
-        }
-        text.push_str("\n</details>\n\n");
+}
+
+fn machines(records: &[Record]) -> Vec<&str> {
+    let all: BTreeSet<&str> = records
+        .iter()
+        .map(|record| record.machine.as_str())
+        .collect();
+    all.into_iter().collect()
+}
+
+/// Build, machine and load of a record, as cells.
+fn origin(record: &Record, machines: &[&str]) -> [String; 3] {
+    let machine = machines
+        .iter()
+        .position(|m| *m == record.machine)
+        .unwrap_or(0)
+        + 1;
+    let load = record
+        .load
+        .map_or("not noted".to_owned(), |load| format!("{load:.1}"));
+    [format!("`{}`", record.build), format!("m{machine}"), load]
+}
+
+fn origins(text: &mut String, records: &[Record]) {
+    text.push_str("Each row names the commit that drover and the lab were built from, the machine, and its load average before the case:\n\n");
+    for (at, machine) in machines(records).iter().enumerate() {
+        _ = writeln!(text, "- m{}: {machine}", at + 1);
     }
+    text.push_str("\nFigures with a spread are `median (least to greatest)` of repeated measurements; those without were measured once.\n\n");
 }
 
 /// The other tools, with the versions that were measured.
-fn compared(text: &mut String, tools: &[Tool], records: &[Option<Record>]) {
-    if tools.is_empty() {
-        return;
-    }
+fn compared(text: &mut String, records: &[Record]) {
     text.push_str("## The other tools\n\n| tool | version | how it is called |\n|---|---|---|\n");
-    for Tool { name, settings } in tools {
-        let subjects = records.iter().flatten().map(|r| &r.identity.subject);
+    for rival in rivals::ALL {
+        let subjects = records.iter().map(|r| r.subject.as_str());
         let versions: BTreeSet<&str> = subjects
-            .filter_map(|subject| subject.strip_prefix(name)?.strip_prefix(' '))
+            .filter_map(|s| s.strip_prefix(rival.name())?.strip_prefix(' '))
             .collect();
         let versions: Vec<&str> = versions.into_iter().collect();
-        let shown = match versions.as_slice() {
-            [] => "not measured".to_owned(),
-            some => cell(&some.join(", ")),
+        let shown = if versions.is_empty() {
+            "not measured".to_owned()
+        } else {
+            versions.join(", ")
         };
-        _ = writeln!(text, "| {name} | {shown} | `{}` |", cell(settings));
+        _ = writeln!(
+            text,
+            "| {} | {shown} | `{}` |",
+            rival.name(),
+            cell(&rival.settings())
+        );
     }
     text.push('\n');
 }
 
-fn section(
-    document: &mut Document,
-    experiment: &dyn Experiment,
-    of: &[(&Entry, &Record)],
-    machines: &[Machine],
-    pictures: &str,
-) {
-    let about = experiment.about();
-    _ = writeln!(
-        document.text,
-        "## {}\n\n{}\n",
-        about.title,
-        about.text.trim()
-    );
-    let origins = Origins::of(of, machines);
-    let good: Vec<Row> = of
+/// A table in Markdown. Columns that no row has are left out; a last one says what went wrong, where something did.
+pub fn table(experiment: &Experiment, records: &[&Record]) -> String {
+    let rows: Vec<(&Record, &Row)> = records
         .iter()
-        .flat_map(|(_, record)| &record.rows)
-        .filter(|row| row.verdict == Verdict::Good)
-        .cloned()
+        .flat_map(|r| r.rows.iter().map(|row| (*r, row)))
         .collect();
-    let plots = catch_unwind(AssertUnwindSafe(|| experiment.plots(&good))).unwrap_or_else(|_| {
-        eprintln!("WARNING {}: its plots could not be made", about.name);
-        Vec::new()
-    });
-    for plot in plots.into_iter().filter(plot::has_data) {
-        let stem = format!("{}-{}", about.name, plot.name);
-        if document.plots.iter().any(|(known, _)| *known == stem) {
-            eprintln!("WARNING two plots are called {stem}: the second is left out");
-            continue;
-        }
-        _ = writeln!(document.text, "![{}]({pictures}/{stem}.svg)\n", plot.title);
-        document.plots.push((stem, plot));
-    }
-    if origins.marked() && origins.some_outdated() {
-        document
-            .text
-            .push_str("The pictures show all rows, those marked † too.\n\n");
-    }
-    let rows: Vec<(&Row, usize)> = of
+    let machines: BTreeSet<&str> = records
         .iter()
-        .enumerate()
-        .flat_map(|(at, (_, record))| record.rows.iter().map(move |row| (row, at)))
-        .map(|(row, at)| (row, origins.of_record(at)))
+        .map(|record| record.machine.as_str())
         .collect();
-    let (first, rest): (Vec<_>, Vec<_>) = rows
-        .into_iter()
-        .partition(|(row, _)| experiment.is_headline(row) || row.verdict != Verdict::Good);
-    if !first.is_empty() {
-        document.text.push_str(&table(experiment, &first, &origins));
-    }
-    if !rest.is_empty() {
-        _ = writeln!(
-            document.text,
-            "<details><summary>{} more rows</summary>\n",
-            rest.len()
-        );
-        document.text.push_str(&table(experiment, &rest, &origins));
-        document.text.push_str("</details>\n\n");
-    }
-    origins.tell(&mut document.text);
-}
-
-fn table(experiment: &dyn Experiment, rows: &[(&Row, usize)], origins: &Origins) -> String {
-    let only: Vec<&Row> = rows.iter().map(|(row, _)| *row).collect();
-    let mut cells = Cells::of(experiment.about(), &only);
-    if origins.marked() {
-        cells.add(
-            "measured",
-            false,
-            rows.iter().map(|(_, at)| origins.mark(*at)),
-        );
-    }
-    let mut text = String::new();
-    let line = |values: &[String]| {
-        let shown: Vec<String> = values.iter().map(|value| cell(value)).collect();
-        format!("| {} |\n", shown.join(" | "))
+    let machines: Vec<&str> = machines.into_iter().collect();
+    let has = |key: &str| {
+        rows.iter()
+            .any(|(_, row)| row.labels.contains_key(key) || row.figures.contains_key(key))
     };
-    text.push_str(&line(&cells.heads));
-    for number in &cells.numbers {
-        text.push_str(if *number { "|--:" } else { "|---" });
+    let columns: Vec<_> = experiment
+        .columns
+        .iter()
+        .filter(|column| has(column.key))
+        .collect();
+    let bad = rows.iter().any(|(_, row)| row.verdict != Verdict::Good);
+    let mut heads: Vec<&str> = columns.iter().map(|column| column.head).collect();
+    heads.extend(["build", "machine", "load"]);
+    heads.extend(bad.then_some("verdict"));
+    let mut text = format!("| {} |\n", heads.join(" | "));
+    for head in &heads {
+        let number = columns
+            .iter()
+            .any(|c| c.head == *head && c.decimals.is_some());
+        text.push_str(if number { "|--:" } else { "|---" });
     }
     text.push_str("|\n");
-    for values in &cells.lines {
-        text.push_str(&line(values));
+    for (record, row) in rows {
+        let mut cells: Vec<String> = columns
+            .iter()
+            .map(|column| match column.decimals {
+                None => cell(row.label(column.key)),
+                Some(decimals) => row
+                    .figures
+                    .get(column.key)
+                    .map(|f| f.show(decimals))
+                    .unwrap_or_default(),
+            })
+            .collect();
+        cells.extend(origin(record, &machines));
+        cells.extend(bad.then(|| {
+            row.verdict
+                .words()
+                .map_or("good".to_owned(), |words| cell(&words))
+        }));
+        _ = writeln!(text, "| {} |", cells.join(" | "));
     }
-    text.push('\n');
     text
 }
 
 /// Text for a cell: one line, without paths of the machine on which it was written.
 fn cell(text: &str) -> String {
-    without_paths(text)
-        .replace('|', "\\|")
-        .split_whitespace()
-        .collect::<Vec<_>>()
-        .join(" ")
+    let own = |word: &str| match word
+        .strip_prefix('/')
+        .and_then(|path| path.rsplit_once('/'))
+    {
+        Some((_, last)) => last.to_owned(),
+        None => word.to_owned(),
+    };
+    let words: Vec<String> = text.split_whitespace().map(own).collect();
+    words.join(" ").replace('|', "\\|")
 }
 
-/// Leaves only the last part of every absolute path.
-fn without_paths(text: &str) -> String {
-    let ends = |c: char| c.is_whitespace() || "\"'`()[]{},;:=|".contains(c);
-    let mut shown = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(at) = rest.find('/') {
-        let before = rest[..at].chars().next_back().or(shown.chars().next_back());
-        let end = rest[at..]
-            .find(ends)
-            .map_or(rest.len(), |length| at + length);
-        let path = &rest[at..end];
-        shown.push_str(&rest[..at]);
-        // `a/b` and `ssh://host` are no absolute paths.
-        if before.is_none_or(ends) && !path.starts_with("//") {
-            let last = path.trim_end_matches('/').rsplit('/').next();
-            shown.push_str(last.unwrap_or_default());
-        } else {
-            shown.push_str(path);
+/// Bytes and time of the library, and reading a far disk.
+fn plots(records: &[Record]) -> Vec<(&'static str, Plot)> {
+    let link = lines::REFERENCE.describe();
+    let bars = |title: String, unit: &str, figure: &str| {
+        let bars = whole_library(records)
+            .into_iter()
+            .filter_map(|(_, row)| Some((row.label("by").to_owned(), row.value(figure)?)));
+        Plot::bars(title, unit, bars.collect())
+    };
+    let mut by: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+    for row in records
+        .iter()
+        .filter(|r| r.experiment == "mount")
+        .flat_map(|r| &r.rows)
+    {
+        let fits = row.verdict == Verdict::Good
+            && row.label("disk") == "noise"
+            && row.label("rate") == "1000";
+        if let (true, Ok(rtt), Some(rate)) =
+            (fits, row.label("rtt").parse(), row.value("read_mib_s"))
+        {
+            by.entry(row.label("by")).or_default().push((rtt, rate));
         }
-        rest = &rest[end..];
     }
-    shown.push_str(rest);
-    shown
+    let series = by.into_iter().map(|(name, mut points)| {
+        points.sort_by(|a, b| a.0.total_cmp(&b.0));
+        (name.to_owned(), points)
+    });
+    let plots = [
+        (
+            "bytes",
+            bars(
+                format!("Bytes of the whole library over {link}"),
+                "MB on the link",
+                key::BYTES,
+            ),
+        ),
+        (
+            "seconds",
+            bars(
+                format!("Time of the whole library over {link}"),
+                "seconds",
+                key::SECONDS,
+            ),
+        ),
+        (
+            "mount",
+            Plot::lines(
+                "Reading a far disk in order, 1 Gbit/s",
+                "round trip, ms",
+                "MiB a second",
+                series.collect(),
+            ),
+        ),
+    ];
+    plots
+        .into_iter()
+        .filter(|(_, plot)| !plot.is_empty())
+        .collect()
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn no_path_of_the_machine_is_told() {
-        let cases = [
-            (
-                "cannot open /home/me/out/a.raw: gone",
-                "cannot open a.raw: gone",
-            ),
-            ("lab/out is full", "lab/out is full"),
-            ("(/a/b) at '/c d'", "(b) at 'c d'"),
-            (
-                "rsync://10.77.0.2:873/lab/ failed",
-                "rsync://10.77.0.2:873/lab/ failed",
-            ),
-            ("1/2 of it", "1/2 of it"),
-        ];
-        for (text, shown) in cases {
-            assert_eq!(without_paths(text), shown);
-        }
-        assert_eq!(cell("a | b\nc"), "a \\| b c");
-    }
+pub fn rendered(experiments: &[Experiment], records: &[Record], strange: &[Record]) -> String {
+    render(experiments, records, strange, &plots(records), "benchmarks")
 }

@@ -1,121 +1,100 @@
-//! A case runs in a process of its own: what it uses is its own, and whatever it does, the run goes on.
+//! A case runs in a process of its own: whatever it does, the run goes on.
 //!
 //! The process leads a group of its own, which what it starts is in. It ends itself and its group when its standard
 //! input ends: on Ctrl-C, past its deadline, and when the run is gone (`kill -9`).
 
+use std::any::Any;
 use std::fs;
 use std::io::Read;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Arc;
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use rustix::process::{Pid, Signal, getpgrp, kill_process, kill_process_group};
 
-use super::judge;
-use super::{Case, Experiment, Row};
+use super::{Case, Experiment, Row, Verdict};
 use crate::experiments::{Common, Lab};
 
+/// No case takes so long that does not hang.
+const PATIENCE: Duration = Duration::from_secs(4 * 3600);
 /// How long a case may take to clean up after itself.
 const CLEAN_UP: Duration = Duration::from_secs(5);
 /// How often a case is looked at.
 const EVERY: Duration = Duration::from_millis(50);
 
-/// How a case ended.
-pub enum Ended {
-    /// With rows, good or bad.
-    Rows(Vec<Row>),
-    /// By a person.
-    Interrupted,
+/// Measures a case by `lab case`; whatever happens, there are rows, but when `interrupted` gets true.
+pub fn measure(
+    lab: &Lab,
+    experiment: &Experiment,
+    case: &Case,
+    interrupted: &AtomicBool,
+) -> Option<Vec<Row>> {
+    let rows = in_a_process(lab, experiment.name, &case.id, interrupted);
+    rows.unwrap_or_else(|error| Some(vec![failed(experiment, case, &error)]))
 }
 
-/// Something that measures cases.
-pub trait Runner {
-    /// Measures a case; it is ended when it takes longer than `deadline`.
-    fn run(&mut self, experiment: &dyn Experiment, case: &Case, deadline: Duration) -> Ended;
-}
-
-/// Runs each case by `lab case`.
-pub struct Processes<'a> {
-    lab: &'a Lab,
-    interrupted: Arc<AtomicBool>,
-}
-
-impl<'a> Processes<'a> {
-    /// Ends the running case when `interrupted` gets true.
-    pub fn new(lab: &'a Lab, interrupted: Arc<AtomicBool>) -> Self {
-        Self { lab, interrupted }
-    }
-
-    fn start(&self, experiment: &str, case: &str, answer: &PathBuf) -> Result<Child> {
-        let mut command = Command::new(std::env::current_exe()?);
-        let Common {
-            drover, dir, out, ..
-        } = &self.lab.common;
-        command
-            .args(["case", experiment, case, "--answer"])
-            .arg(answer)
-            .args(["--repeat", &self.lab.repeat.to_string()])
-            .arg("--drover")
-            .arg(drover)
-            .arg("--dir")
-            .arg(dir)
-            .arg("--out")
-            .arg(out);
-        if self.lab.small {
-            command.arg("--small");
+fn in_a_process(
+    lab: &Lab,
+    experiment: &str,
+    case: &str,
+    interrupted: &AtomicBool,
+) -> Result<Option<Vec<Row>>> {
+    let work = lab.work("case")?;
+    let answer = work.join("rows.json");
+    let Common {
+        drover, dir, out, ..
+    } = &lab.common;
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args([
+        "case",
+        experiment,
+        case,
+        "--repeat",
+        &lab.repeat.to_string(),
+    ]);
+    command
+        .arg("--answer")
+        .arg(&answer)
+        .arg("--drover")
+        .arg(drover);
+    command
+        .arg("--dir")
+        .arg(dir)
+        .arg("--out")
+        .arg(out)
+        .args(lab.small.then_some("--small"));
+    // Standard output is for what the run itself has to say.
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(std::io::stderr())
+        .process_group(0)
+        .spawn()
+        .context("cannot start a process for the case")?;
+    let started = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
         }
-        command
-            .stdin(Stdio::piped())
-            // Standard output is for what the run itself has to say.
-            .stdout(std::io::stderr())
-            .process_group(0)
-            .spawn()
-            .context("cannot start a process for the case")
-    }
-
-    fn rows(&self, experiment: &str, case: &str, deadline: Duration) -> Result<Option<Vec<Row>>> {
-        let work = self.lab.work("case")?;
-        let answer = work.join("rows.json");
-        let mut child = self.start(experiment, case, &answer)?;
-        let started = Instant::now();
-        let status = loop {
-            if let Some(status) = child.try_wait()? {
-                break status;
-            }
-            if self.interrupted.load(Ordering::Relaxed) {
-                end(&mut child)?;
-                return Ok(None);
-            }
-            if started.elapsed() > deadline {
-                end(&mut child)?;
-                bail!("ended after {} s", deadline.as_secs());
-            }
-            std::thread::sleep(EVERY);
-        };
-        // Nothing of a case outlives it.
-        if let Some(group) = pid_of(&child) {
-            let _ = kill_process_group(group, Signal::KILL);
+        if interrupted.load(Ordering::Relaxed) {
+            end(&mut child)?;
+            return Ok(None);
         }
-        match fs::read(&answer) {
-            Ok(rows) => Ok(Some(serde_json::from_slice(&rows)?)),
-            Err(_) => bail!("its process ended without an answer: {}", how(status)),
+        if started.elapsed() > PATIENCE {
+            end(&mut child)?;
+            bail!("ended after {} s", PATIENCE.as_secs());
         }
-    }
-}
-
-impl Runner for Processes<'_> {
-    fn run(&mut self, experiment: &dyn Experiment, case: &Case, deadline: Duration) -> Ended {
-        let about = experiment.about();
-        match self.rows(about.name, &case.id, deadline) {
-            Ok(Some(rows)) => Ended::Rows(rows),
-            Ok(None) => Ended::Interrupted,
-            Err(error) => Ended::Rows(vec![judge::failed(about, case, format!("{error:#}"))]),
-        }
+        std::thread::sleep(EVERY);
+    };
+    // Nothing of a case outlives it.
+    let _ = kill_process_group(pid_of(&child)?, Signal::KILL);
+    match fs::read(&answer) {
+        Ok(rows) => Ok(Some(serde_json::from_slice(&rows)?)),
+        Err(_) => bail!("its process ended without an answer: {status}"),
     }
 }
 
@@ -126,22 +105,13 @@ fn end(child: &mut Child) -> Result<()> {
     while Instant::now() < deadline && child.try_wait()?.is_none() {
         std::thread::sleep(EVERY);
     }
-    if let Some(group) = pid_of(child) {
-        let _ = kill_process_group(group, Signal::KILL);
-    }
+    let _ = kill_process_group(pid_of(child)?, Signal::KILL);
     child.wait()?;
     Ok(())
 }
 
-fn pid_of(child: &Child) -> Option<Pid> {
-    Pid::from_raw(i32::try_from(child.id()).ok()?)
-}
-
-fn how(status: ExitStatus) -> String {
-    match status.signal() {
-        Some(9) => "killed, perhaps for want of memory".to_owned(),
-        _ => status.to_string(),
-    }
+fn pid_of(child: &Child) -> Result<Pid> {
+    Pid::from_raw(i32::try_from(child.id())?).context("no process")
 }
 
 /// Which case, and where its rows go.
@@ -164,27 +134,65 @@ pub struct CaseArgs {
 ///
 /// # Errors
 /// When there is no such case, or the rows cannot be written. A case that fails is a row.
-pub fn run_case(experiments: &[&dyn Experiment], args: &CaseArgs) -> Result<()> {
+pub fn run_case(experiments: &[Experiment], args: &CaseArgs) -> Result<()> {
     end_with_stdin()?;
     let lab = Lab {
         common: args.common.clone(),
         repeat: args.repeat,
         small: args.small,
     };
-    let experiment = experiments
-        .iter()
-        .find(|e| e.about().name == args.experiment)
-        .with_context(|| format!("no experiment {}", args.experiment))?;
-    let case = experiment
-        .cases(&lab)?
+    let experiment = experiments.iter().find(|e| e.name == args.experiment);
+    let experiment = experiment.with_context(|| format!("no experiment {}", args.experiment))?;
+    let case = (experiment.cases)(&lab)?
         .into_iter()
-        .find(|case| case.id == args.case)
-        .with_context(|| format!("no case {}/{}", args.experiment, args.case))?;
-    let rows = judge::measure(*experiment, &lab, &case);
-    // In one step: an answer that is there is whole.
-    let part = args.answer.with_extension("part");
-    fs::write(&part, serde_json::to_vec(&rows)?)?;
-    Ok(fs::rename(&part, &args.answer)?)
+        .find(|case| case.id == args.case);
+    let case = case.with_context(|| format!("no case {}", args.case))?;
+    let outcome = catch_unwind(AssertUnwindSafe(|| (experiment.run)(&lab, &case)));
+    let outcome =
+        outcome.unwrap_or_else(|panic| Err(anyhow!("the lab panicked: {}", words(&*panic))));
+    super::rows::replace(
+        &args.answer,
+        &serde_json::to_vec(&judged(experiment, &case, outcome))?,
+    )
+}
+
+fn words(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or(panic.downcast_ref::<&str>().copied())
+        .unwrap_or("without a word")
+}
+
+/// The rows of a case, or one that says why there are none. A good row without a required figure, or with one that is no
+/// number, is a failed one.
+pub fn judged(experiment: &Experiment, case: &Case, outcome: Result<Vec<Row>>) -> Vec<Row> {
+    let mut rows = match outcome {
+        Ok(rows) if rows.is_empty() => return vec![failed(experiment, case, &anyhow!("no rows"))],
+        Ok(rows) => rows,
+        Err(error) => return vec![failed(experiment, case, &error)],
+    };
+    for row in &mut rows {
+        // JSON has no word for what is not finite.
+        row.figures
+            .retain(|_, figure| (figure.min + figure.median + figure.max).is_finite());
+        let columns = experiment.columns.iter().filter(|column| column.required);
+        let bad: Vec<&str> = columns
+            .map(|c| c.key)
+            .filter(|key| !row.figures.contains_key(*key))
+            .collect();
+        if row.verdict == Verdict::Good && !bad.is_empty() {
+            row.verdict = Verdict::Failed(format!("no figure {}", bad.join(", ")));
+        }
+    }
+    rows
+}
+
+/// A row of nothing but a name and why it failed.
+fn failed(experiment: &Experiment, case: &Case, error: &anyhow::Error) -> Row {
+    let first = experiment
+        .columns
+        .first()
+        .map_or("case", |column| column.key);
+    Row::new([(first, case.id.clone())]).but(Verdict::failed(error))
 }
 
 /// Ends this process' group when standard input ends; first all others in it, so that the case itself gets errors and
@@ -216,14 +224,17 @@ fn others_of(group: Pid) -> Vec<Pid> {
     let group = group.as_raw_nonzero().get();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let group_of = |pid: i32| -> Option<i32> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // After the name in brackets, which may hold anything: state, parent, group.
+        stat.rsplit_once(')')?
+            .1
+            .split_whitespace()
+            .nth(2)?
+            .parse()
+            .ok()
+    };
     pids.filter(|pid| *pid != group && group_of(*pid) == Some(group))
         .filter_map(Pid::from_raw)
         .collect()
-}
-
-fn group_of(pid: i32) -> Option<i32> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // After the name in brackets, which may hold anything: state, parent, group.
-    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
-    fields.nth(2)?.parse().ok()
 }

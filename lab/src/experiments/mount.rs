@@ -1,36 +1,43 @@
 //! Disks that are elsewhere: how soon they can be read, how fast, and what a read costs beside all else; by drover and by
 //! what else there is, with the same client over the same link.
 
-mod client;
-mod measure;
-
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{BufWriter, Read, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 
-use self::measure::MIB;
-pub(super) use self::measure::{connect, make_disk};
-use super::lines::{Line, Net};
-use super::pictures::values;
-use super::shows::{By, Far};
+use super::client::{Client, connect};
+use super::lines::{Line, Net, line};
+use super::shows::{By, Far, Near};
 use super::{Lab, Work};
-use crate::bench::{
-    About, Axis, Case, Column, Experiment, Kind, Need, Plot, Point, Row, Subject, Verdict,
-};
+use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
 use crate::watch;
 
+const MIB: f64 = (1u64 << 20) as f64;
 /// Bytes of the disk: noise, so that nothing is gained by compressing.
 const SIZE: u64 = 512 << 20;
 const SMALL_SIZE: u64 = 32 << 20;
-
 /// Starts of a run for the first block, one of them with all that follows.
 const FIRSTS: usize = 3;
+/// A request of the sequential reader: what a kernel asks for when it reads ahead.
+const REQUEST: usize = 128 << 10;
+/// The longest that one sequential read, or random reads, and writes go on.
+const READ_FOR: Duration = Duration::from_secs(6);
+const WRITE_FOR: Duration = Duration::from_secs(4);
+/// The pause between two random reads.
+const PAUSE: Duration = Duration::from_millis(5);
+/// What a read takes at least, in ms, that had to wait for the link: what is here already takes a tenth of it.
+const WAITED_MS: f64 = 1.0;
+/// What is written at most, and how many times a small write is flushed.
+const WRITTEN: u64 = 64 << 20;
+const FLUSHES: usize = 20;
 
-/// The experiment.
-pub struct Mount;
-
-static ABOUT: About = About {
+pub const EXPERIMENT: Experiment = Experiment {
     name: "mount",
     title: "Disks that are elsewhere",
     text: "A disk of 512 MiB of noise (or a real one: the image that the row names) at the far end of a link, shown on a Unix socket by NBD at the near \
@@ -43,8 +50,7 @@ sequentially (and drover pulls), for 6 seconds at most and only until that ends;
 pull runs full (the others are of its start, too), with all that were here already; *waited* took 1 ms or more, as what is here does not. *Write* is up to 64 MiB or 4 seconds of requests of 128 KiB, with one flush at the end, to another new start; \
 *flush* is one block written and flushed, 20 times. Rivals: `qemu-storage-daemon` with a qcow2 overlay, copy-on-read, and `qemu-nbd` at the far end; \
 `nbdkit nbd` with the cache and readahead filters, the same far end; their writes stay on this side, so only drover's are measured. The least that \
-*first* can be is four round trips for drover (TCP, TLS, what is wanted, the read) and three or more for the others. *Load* is the machine's load average \
-before and after.",
+*first* can be is four round trips for drover (TCP, TLS, what is wanted, the read) and three or more for the others.",
     columns: &[
         Column::label("link", "link"),
         Column::label("disk", "disk"),
@@ -67,327 +73,348 @@ before and after.",
         Column::optional("write_mib_s", "write, MiB/s", 1),
         Column::optional("write_flushed_mib_s", "with its flush, MiB/s", 1),
         Column::optional("flush_ms", "flush p50, ms", 2),
-        Column::figure("load", "load", 1),
     ],
+    cases,
+    run,
 };
 
-const ALL: [By; 6] = [
-    By::Managed,
-    By::File,
-    By::ManagedRemote,
-    By::Direct,
-    By::Qsd,
-    By::Nbdkit,
+/// What a case measures: the line, who shows, and whether it is a disk with files on it, and not noise.
+type Setting = (Line, By, bool);
+
+/// Megabits a second and round trips on which disks are shown, those that every run should have first.
+const LINES: [(f64, f64); 9] = [
+    (1000.0, 40.0),
+    (1000.0, 0.0),
+    (400.0, 40.0),
+    (1000.0, 1.0),
+    (1000.0, 5.0),
+    (1000.0, 10.0),
+    (1000.0, 20.0),
+    (400.0, 10.0),
+    (100.0, 40.0),
 ];
 
-/// What a case measures.
-#[derive(Clone, Copy)]
-struct Setting {
-    line: Line,
-    by: By,
-    /// A disk with files on it, and not noise.
-    real: bool,
-}
-
-impl Setting {
-    fn id(&self) -> String {
-        let real = if self.real { "real-" } else { "" };
-        format!("{}-{real}{}", self.line.slug(), self.by.slug())
-    }
-}
-
-/// The lines on which disks are shown, those that every run should have first: the issue's round trips at 1 Gbit/s, and
-/// others for scale.
-fn lines() -> Vec<Line> {
-    [
-        (1000.0, 40.0),
-        (1000.0, 0.0),
-        (400.0, 40.0),
-        (1000.0, 1.0),
-        (1000.0, 5.0),
-        (1000.0, 10.0),
-        (1000.0, 20.0),
-        (400.0, 10.0),
-        (100.0, 40.0),
-    ]
-    .map(|(rate_mbit, rtt_ms)| Line {
-        rate_mbit,
-        rtt_ms,
-        loss_percent: 0.0,
-    })
-    .to_vec()
-}
-
-/// Every setting with its rank.
 fn settings() -> Vec<(Setting, u8)> {
     let mut all = Vec::new();
-    for (number, line) in lines().into_iter().enumerate() {
-        for by in ALL {
-            // The file is beside NBD once; on other lines it differs by the same.
-            let rank = u8::from(number > 2 || (by == By::File && number > 0));
-            let real = false;
-            all.push((Setting { line, by, real }, rank));
-        }
+    for (number, (rate, rtt)) in LINES.into_iter().enumerate() {
+        // The file is beside NBD once; on other lines it differs by the same.
+        let rank = |by| u8::from(number > 2 || (by == By::File && number > 0));
+        all.extend(By::ALL.map(|by| ((line(rate, rtt, 0.0), by, false), rank(by))));
     }
-    for by in [By::Managed, By::Qsd, By::Nbdkit] {
-        let line = lines()[2];
-        let real = true;
-        all.push((Setting { line, by, real }, u8::from(by != By::Managed)));
-    }
+    let real = [By::Managed, By::Qsd, By::Nbdkit];
+    all.extend(real.map(|by| {
+        (
+            (line(400.0, 40.0, 0.0), by, true),
+            u8::from(by != By::Managed),
+        )
+    }));
     all
 }
 
-impl Experiment for Mount {
-    fn about(&self) -> &'static About {
-        &ABOUT
-    }
+fn id((line, by, real): Setting) -> String {
+    format!(
+        "{}-{}{}",
+        line.slug(),
+        if real { "real-" } else { "" },
+        by.slug()
+    )
+}
 
-    fn cases(&self, lab: &Lab) -> Result<Vec<Case>> {
-        let first = lines()[0];
-        let mut cases = Vec::new();
-        for (setting, rank) in settings() {
-            let Setting { line, by, real } = setting;
-            if lab.small && !real && line != first {
-                continue;
-            }
-            let disk = if real { "a real disk" } else { "a disk" };
-            cases.push(Case {
-                id: setting.id(),
-                what: format!("{disk} over {}, by {}", line.describe(), by.name()),
-                seconds: if lab.small {
-                    15.0
-                } else {
-                    24.0 * lab.repeat.max(1) as f64
-                },
-                rank,
-                subject: match by.is_drover() {
-                    true => Subject::Drover,
-                    false => Subject::Rival(format!(
-                        "{} {}",
-                        by.slug(),
-                        by.version().unwrap_or_default()
-                    )),
-                },
-                needs: &[Need::Link],
-            });
-        }
-        Ok(cases)
-    }
-
-    fn run(&self, lab: &Lab, case: &Case) -> Result<Vec<Row>> {
-        let setting = settings().into_iter().find(|(s, _)| s.id() == case.id);
-        let Some((setting, _)) = setting else {
-            bail!("no case {}", case.id);
-        };
-        let Setting { line, by, real } = setting;
-        let disk = match (real, real && lab.image(real_name(lab)).is_ok()) {
-            (false, _) => "noise",
-            (true, true) => real_name(lab),
-            (true, false) => "made, half of it repeats",
-        };
-        let mut row = Row::new([
-            ("link", line.describe()),
-            ("disk", disk.to_owned()),
-            ("by", by.name().to_owned()),
-            ("rtt", line.rtt_ms.to_string()),
-            ("rate", line.rate_mbit.to_string()),
-        ]);
-        if let Some(why) = by.missing() {
-            row.verdict = Verdict::Skipped(why);
-            return Ok(vec![row]);
-        }
-        if let Err(error) = measure(lab, &setting, &mut row) {
-            row.verdict = Verdict::Failed(format!("{error:#}"));
-        }
-        Ok(vec![row])
-    }
-
-    fn images(&self, lab: &Lab, case: &Case) -> Option<Vec<PathBuf>> {
-        let real = case.id.contains("-real-");
-        Some(
-            real.then(|| lab.image(real_name(lab)).ok())
-                .flatten()
-                .into_iter()
-                .collect(),
-        )
-    }
-
-    fn plots(&self, rows: &[Row]) -> Vec<Plot> {
-        let plot = |name: &str, title: &str, figure: &str, axis: Axis| {
-            by_rtt(rows, name, title, figure, axis)
-        };
-        [
-            plot(
-                "mount-first",
-                "Until the first 4 KiB of a far disk are here, 1 Gbit/s",
-                "first_ms",
-                Axis::log("ms from the command"),
-            ),
-            plot(
-                "mount-read",
-                "Reading a far disk in order, 1 Gbit/s",
-                "read_mib_s",
-                Axis::linear("MiB a second"),
-            ),
-            plot(
-                "mount-random",
-                "A random 4 KiB beside a sequential reader, 99th percentile, 1 Gbit/s",
-                "random_p99_ms",
-                Axis::log("ms"),
-            ),
-        ]
+fn cases(lab: &Lab) -> Result<Vec<Case>> {
+    let all = settings()
         .into_iter()
-        .flatten()
-        .collect()
-    }
+        .filter(|((line, ..), _)| !lab.small || line.rtt_ms == 40.0);
+    let case = |(setting, rank): (Setting, u8)| {
+        let (line, by, real) = setting;
+        let disk = if real { "a real disk" } else { "a disk" };
+        let what = format!("{disk} over {}, by {}", line.describe(), by.name());
+        Case {
+            rival: by.version(),
+            ..Case::new(id(setting), what, rank, &[Need::Link])
+        }
+    };
+    Ok(all.map(case).collect())
 }
 
-/// A figure over the round trip at 1 Gbit/s, a line for each who shows.
-fn by_rtt(rows: &[Row], name: &str, title: &str, figure: &str, y: Axis) -> Option<Plot> {
-    let good: Vec<&Row> = rows
-        .iter()
-        .filter(|row| row.verdict == Verdict::Good && row.label("rate") == "1000")
-        .filter(|row| row.label("disk") == "noise")
-        .collect();
-    let series: Vec<(String, Vec<Point>)> = values(&good, "by")
+fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
+    let setting = settings()
         .into_iter()
-        .map(|by| {
-            let mut points: Vec<Point> = good
-                .iter()
-                .filter(|row| row.label("by") == by)
-                .filter_map(|row| {
-                    let figure = row.figures.get(figure)?;
-                    Some(Point {
-                        x: row.label("rtt").parse().ok()?,
-                        y: figure.spread.median,
-                        range: (figure.runs > 1).then_some((figure.spread.min, figure.spread.max)),
-                    })
-                })
-                .collect();
-            points.sort_by(|a, b| a.x.total_cmp(&b.x));
-            (by, points)
-        })
-        .collect();
-    (!series.is_empty()).then(|| Plot {
-        name: name.to_owned(),
-        title: title.to_owned(),
-        x: Axis::linear("round trip, ms"),
-        y,
-        kind: Kind::Lines(series),
-    })
-}
-
-/// What was measured, a value a run.
-#[derive(Default)]
-struct Figures(BTreeMap<&'static str, Vec<f64>>);
-
-impl Figures {
-    fn add(&mut self, key: &'static str, value: impl Into<Option<f64>>) {
-        self.0.entry(key).or_default().extend(value.into());
+        .find(|(setting, _)| id(*setting) == case.id);
+    let ((line, by, real), _) = setting.context("no such case")?;
+    let disk = match (real, lab.image(real_name(lab))) {
+        (false, _) => "noise",
+        (true, Ok(_)) => real_name(lab),
+        (true, Err(_)) => "made, half of it repeats",
+    };
+    let mut row = Row::new([
+        ("link", line.describe()),
+        ("disk", disk.to_owned()),
+        ("by", by.name().to_owned()),
+        ("rtt", line.rtt_ms.to_string()),
+        ("rate", line.rate_mbit.to_string()),
+    ]);
+    if let Some(why) = by.missing() {
+        row.verdict = Verdict::Skipped(why);
+    } else if let Err(error) = measure(lab, (line, by, real), &mut row) {
+        row.verdict = Verdict::failed(&error);
     }
+    Ok(vec![row])
 }
 
-fn measure(lab: &Lab, case: &Setting, row: &mut Row) -> Result<()> {
-    let Setting { line, by, real } = *case;
+fn measure(lab: &Lab, (line, by, real): Setting, row: &mut Row) -> Result<()> {
     let work = lab.work("mount")?;
     let image = disk(lab, &work, real)?;
     let net = Net::like(Some(line), 1)?;
-    let drover = lab.binary()?;
-    let far = Far::start(&net, &drover, &work.join("far"), &image, by)?;
-    let cap = cap_mib_s(line);
-    let mut figures = Figures::default();
-    figures.add("cap_mib_s", cap);
-    figures.add("load", watch::load());
+    let far = Far::start(&net, &lab.binary()?, &work.join("far"), &image, by)?;
+    // Content that fits through the line: its rate without headers.
+    let cap = line.rate() * 1448.0 / 1500.0 / MIB;
+    let mut figures: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+    let mut add = |key, value: Option<f64>| figures.entry(key).or_default().extend(value);
     let (mut waits, mut steady) = (Vec::new(), Vec::new());
     for _ in 0..lab.repeat.max(1) {
         for _ in 1..FIRSTS {
-            figures.add("first_ms", measure::first(&far.near(by)?, &image)?);
+            add("first_ms", Some(first(&far.near(by)?, &image)?));
         }
-        let read = measure::read_in_order(&net, &far.near(by)?, &image)?;
-        figures.add("first_ms", read.first_ms);
-        figures.add("read_mib_s", read.mib_s);
-        figures.add("share_percent", 100.0 * read.mib_s / cap);
-        figures.add("steady_mib_s", read.steady_mib_s);
-        figures.add("steady_percent", 100.0 * read.steady_mib_s / cap);
-        figures.add("read_mib", read.read_mib);
-        figures.add("link_mib", read.link_mib);
-        figures.add("received_mib", read.received_mib);
-        let random = measure::read_at_random(&far.near(by)?, &image)?;
-        let mut own = random.all();
-        figures.add("random_p50_ms", measure::percentile(&mut own, 50));
+        let read = read_in_order(&net, &far.near(by)?, &image)?;
+        add("first_ms", Some(read.first_ms));
+        add("read_mib_s", Some(read.mib_s));
+        add("share_percent", Some(100.0 * read.mib_s / cap));
+        add("steady_mib_s", Some(read.steady_mib_s));
+        add("steady_percent", Some(100.0 * read.steady_mib_s / cap));
+        add("read_mib", Some(read.read_mib));
+        add("link_mib", read.link_mib);
+        add("received_mib", read.received_mib);
+        let random = read_at_random(&far.near(by)?, &image)?;
+        let mut own: Vec<f64> = random.iter().map(|(_, took)| *took).collect();
+        add("random_p50_ms", percentile(&mut own, 50));
         waits.extend(own);
-        steady.extend(random.steady());
+        let end = random.last().map_or(0.0, |(at, took)| at + took);
+        let late = random.iter().filter(|(at, _)| *at >= end / 3.0);
+        steady.extend(late.map(|(_, took)| *took));
     }
     // Of all runs together, since there are few of a hundred in one.
-    figures.add("random_reads", waits.len() as f64);
-    figures.add("random_p99_ms", measure::percentile(&mut waits, 99));
-    figures.add("random_steady_reads", steady.len() as f64);
-    figures.add("random_steady_waited", measure::waited(&steady) as f64);
-    figures.add("random_steady_p99_ms", measure::percentile(&mut steady, 99));
+    add("cap_mib_s", Some(cap));
+    add("random_reads", Some(waits.len() as f64));
+    add("random_p99_ms", percentile(&mut waits, 99));
+    add("random_steady_reads", Some(steady.len() as f64));
+    let waited = steady.iter().filter(|took| **took >= WAITED_MS).count();
+    add("random_steady_waited", Some(waited as f64));
+    add("random_steady_p99_ms", percentile(&mut steady, 99));
     // Last, since they change the far disk.
-    for _ in 0..lab.repeat.max(1) {
-        if by.is_drover() {
-            let written = measure::write(&far.near(by)?)?;
-            figures.add("write_mib_s", written.rate);
-            figures.add("write_flushed_mib_s", written.flushed_rate);
-            figures.add("flush_ms", written.flush_ms);
-        }
+    for _ in 0..if by.is_drover() { lab.repeat.max(1) } else { 0 } {
+        let [rate, flushed_rate, flush_ms] = write(&far.near(by)?)?;
+        add("write_mib_s", Some(rate));
+        add("write_flushed_mib_s", Some(flushed_rate));
+        add("flush_ms", Some(flush_ms));
     }
-    figures.add("load", watch::load());
-    for (key, values) in &figures.0 {
+    for (key, values) in &figures {
         row.set_all(key, values);
     }
+    eprintln!("  load {:.1} at the end", watch::load().unwrap_or(0.0));
     Ok(())
 }
 
-/// MiB a second of content that fit through a line: its rate without headers.
-fn cap_mib_s(line: Line) -> f64 {
-    line.rate() * 1448.0 / 1500.0 / MIB
-}
-
 /// The disk of a case: noise, or a real one, or what is like one where the library is not.
-pub(super) fn disk(lab: &Lab, work: &Work, real: bool) -> Result<PathBuf> {
+pub fn disk(lab: &Lab, work: &Work, real: bool) -> Result<PathBuf> {
     if real && let Ok(image) = lab.image(real_name(lab)) {
         return Ok(image);
     }
     let image = work.join("made.raw");
-    measure::make_disk(&image, if lab.small { SMALL_SIZE } else { SIZE }, !real)?;
+    make_disk(&image, lab.either(SIZE, SMALL_SIZE), !real)?;
     Ok(image)
 }
 
 /// The real disk, by its name in the library.
-pub(super) fn real_name(lab: &Lab) -> &'static str {
-    if lab.small {
-        "small-one"
-    } else {
-        "bookworm-plain"
-    }
+pub fn real_name(lab: &Lab) -> &'static str {
+    lab.either("bookworm-plain", "small-one")
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn cases_have_names_of_their_own() {
-        let mut ids: Vec<String> = settings().iter().map(|(s, _)| s.id()).collect();
-        ids.sort();
-        let all = ids.len();
-        ids.dedup();
-        assert_eq!(ids.len(), all);
-        assert!(ids.contains(&"1000mbit-40ms-managed".to_owned()));
-        assert!(ids.contains(&"400mbit-40ms-real-managed".to_owned()));
+/// A file of `size` bytes, the same each time: noise, or a quarter each of noise, zeroes and twice what repeats.
+pub fn make_disk(path: &Path, size: u64, noise_only: bool) -> Result<()> {
+    let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
+    let mut noise = blake3::Hasher::new().update(b"noise").finalize_xof();
+    let mut piece = vec![0; 1 << 20];
+    for number in 0..size.div_ceil(1 << 20) {
+        match number % 4 {
+            1 if !noise_only => piece.fill(0),
+            2 | 3 if !noise_only => {
+                let words =
+                    format!("line {number} of a log that repeats itself, but for a number\n");
+                piece = words.bytes().cycle().take(1 << 20).collect();
+            }
+            _ => noise.fill(&mut piece),
+        }
+        let left = size - (number << 20);
+        file.write_all(&piece[..left.min(1 << 20) as usize])?;
     }
+    let file = file
+        .into_inner()
+        .map_err(std::io::IntoInnerError::into_error)?;
+    file.sync_all()
+        .with_context(|| format!("cannot write {}", path.display()))
+}
 
-    #[test]
-    fn what_every_run_should_have_fits_in_seven_minutes() {
-        let first = settings().iter().filter(|(_, rank)| *rank == 0).count();
-        assert_eq!(first, 17, "five on three lines, a file, and a real disk");
-        assert!(first as f64 * 24.0 < 7.0 * 60.0);
-    }
+/// How reading in order went.
+struct InOrder {
+    /// From the command to the first block.
+    first_ms: f64,
+    /// From the first block on, and over the last two thirds of that time.
+    mib_s: f64,
+    steady_mib_s: f64,
+    read_mib: f64,
+    /// IP bytes that came over the link meanwhile, and what drover says it received, in MiB.
+    link_mib: Option<f64>,
+    received_mib: Option<f64>,
+}
 
-    #[test]
-    fn the_cap_is_what_fits_without_headers() {
-        assert!((cap_mib_s(lines()[0]) - 115.08).abs() < 0.01);
+/// Milliseconds from the command to the first block.
+fn first(near: &Near<'_>, image: &Path) -> Result<f64> {
+    let started = Instant::now();
+    let mut shown = near.start()?;
+    let mut client = connect(&mut shown)?;
+    compared_wait(&mut client, &File::open(image)?, 0)?;
+    Ok(started.elapsed().as_secs_f64() * 1e3)
+}
+
+/// Reads from the start until the end or the time is over.
+fn read_in_order(net: &Net, near: &Near<'_>, image: &Path) -> Result<InOrder> {
+    let mut original = File::open(image)?;
+    let (mut expected, mut buffer) = (vec![0; REQUEST], vec![0; REQUEST]);
+    let before = net.bytes();
+    let started = Instant::now();
+    let mut shown = near.start()?;
+    let mut client = connect(&mut shown)?;
+    client.read(0, &mut buffer[..4096])?;
+    let first = started.elapsed();
+    let reading = Instant::now();
+    let (mut at, mut progress) = (0, Vec::new());
+    while at < client.size() && reading.elapsed() < READ_FOR {
+        let take = (client.size() - at).min(REQUEST as u64) as usize;
+        client.read(at, &mut buffer[..take])?;
+        original.read_exact(&mut expected[..take])?;
+        if buffer[..take] != expected[..take] {
+            bail!("what was read at {at} is not what the image has");
+        }
+        at += take as u64;
+        progress.push((reading.elapsed().as_secs_f64(), at));
     }
+    let link_mib = net.since(before).map(|(_, back)| back as f64 / MIB);
+    let received_mib = near.received().map(|bytes| bytes as f64 / MIB);
+    shown.check()?;
+    let (seconds, read) = progress.last().copied().context("nothing was read")?;
+    Ok(InOrder {
+        first_ms: first.as_secs_f64() * 1e3,
+        mib_s: read as f64 / MIB / seconds,
+        steady_mib_s: steady_rate(&progress).context("too little was read")?,
+        read_mib: read as f64 / MIB,
+        link_mib,
+        received_mib,
+    })
+}
+
+/// MiB a second over the last two thirds of the time; each of `progress` is when, and how many bytes by then.
+pub fn steady_rate(progress: &[(f64, u64)]) -> Option<f64> {
+    let &(end, all) = progress.last()?;
+    let &(from, before) = progress.iter().find(|(when, _)| *when >= end / 3.0)?;
+    (end > from).then(|| (all - before) as f64 / MIB / (end - from))
+}
+
+/// When single reads began and what they took, in ms, while somebody else reads in order.
+fn read_at_random(near: &Near<'_>, image: &Path) -> Result<Vec<(f64, f64)>> {
+    let original = File::open(image)?;
+    let mut shown = near.start()?;
+    let mut client = connect(&mut shown)?;
+    let mut other = connect(&mut shown)?;
+    let size = client.size();
+    let stop = AtomicBool::new(false);
+    let began = Instant::now();
+    let waits = std::thread::scope(|scope| {
+        let reader = scope.spawn(|| -> Result<()> {
+            let mut buffer = vec![0; REQUEST];
+            let mut at = 0;
+            while at + REQUEST as u64 <= size && !stop.load(Ordering::Relaxed) {
+                other.read(at, &mut buffer)?;
+                at += REQUEST as u64;
+            }
+            Ok(())
+        });
+        // Into the middle of things.
+        std::thread::sleep(Duration::from_millis(100));
+        let mut random = fastrand::Rng::with_seed(7);
+        let (started, mut waits) = (Instant::now(), Vec::new());
+        let outcome = loop {
+            let block = random.u64(size / 4096 / 4..size / 4096);
+            let at = began.elapsed().as_secs_f64() * 1e3;
+            match compared_wait(&mut client, &original, block * 4096) {
+                Ok(wait) => waits.push((at, wait)),
+                Err(error) => break Err(error),
+            }
+            // What comes after the other's end is not beside it.
+            if started.elapsed() > READ_FOR || reader.is_finished() {
+                break Ok(waits);
+            }
+            std::thread::sleep(PAUSE);
+        };
+        stop.store(true, Ordering::Relaxed);
+        reader
+            .join()
+            .map_err(|_| anyhow!("the sequential reader panicked"))??;
+        outcome
+    })?;
+    shown.check()?;
+    Ok(waits)
+}
+
+/// Milliseconds for one block, which is compared.
+fn compared_wait(client: &mut Client, original: &File, at: u64) -> Result<f64> {
+    let (mut block, mut expected) = ([0; 4096], [0; 4096]);
+    let started = Instant::now();
+    client.read(at, &mut block)?;
+    let wait = started.elapsed().as_secs_f64() * 1e3;
+    original.read_exact_at(&mut expected, at)?;
+    if block != expected {
+        bail!("what was read at {at} is not what the image has");
+    }
+    Ok(wait)
+}
+
+/// MiB a second that were taken, the same with the flush at the end, and the median wait in ms for a flush of one block.
+fn write(near: &Near<'_>) -> Result<[f64; 3]> {
+    let mut shown = near.start()?;
+    let mut client = connect(&mut shown)?;
+    let mut data = vec![0; REQUEST];
+    let mut random = fastrand::Rng::with_seed(11);
+    let total = WRITTEN.min(client.size());
+    let started = Instant::now();
+    let mut at = 0;
+    while at + REQUEST as u64 <= total && started.elapsed() < WRITE_FOR {
+        random.fill(&mut data);
+        client.write(at, &data)?;
+        at += REQUEST as u64;
+    }
+    let taken = started.elapsed().as_secs_f64();
+    client.flush()?;
+    let flushed = started.elapsed().as_secs_f64();
+    let mut waits = Vec::new();
+    for _ in 0..FLUSHES {
+        random.fill(&mut data[..4096]);
+        client.write(random.u64(0..total / 4096) * 4096, &data[..4096])?;
+        let started = Instant::now();
+        client.flush()?;
+        waits.push(started.elapsed().as_secs_f64() * 1e3);
+    }
+    shown.check()?;
+    let written = at as f64 / MIB;
+    Ok([
+        written / taken,
+        written / flushed,
+        percentile(&mut waits, 50).unwrap_or_default(),
+    ])
+}
+
+/// The value below which so many in a hundred are; sorts them.
+pub fn percentile(values: &mut [f64], percent: usize) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let at = (values.len() * percent / 100).min(values.len().saturating_sub(1));
+    values.get(at).copied()
 }

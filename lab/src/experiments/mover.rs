@@ -1,18 +1,17 @@
 //! Who carries an image from here to there, drover or a rival, and what it cost: what the experiments over a link
 //! have in common.
 
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use super::file_name;
 use super::lines::{Line, Net};
-use super::weights::{drover_seconds, rival_seconds};
-use crate::bench::{Row, Subject, Verdict};
-use crate::limit::Limit;
-use crate::report::Spread;
-use crate::rivals::{Carrier, Rival, Weight};
+use super::{Lab, file_name};
+use crate::bench::{Case, Need, Row, Verdict};
+use crate::limit::{self, Limit};
+use crate::rivals::{Carrier, Rival};
 use crate::same::identical;
 use crate::site::{Sender, Site};
 use crate::watch::Cost;
@@ -35,19 +34,19 @@ pub mod key {
     pub const TELEPORTED: &str = "teleported_percent";
     /// Times as fast as the data's bytes would cross the link.
     pub const TIMES_COPY: &str = "times_copy";
-    /// Peak memory of the sender.
+    /// Peak memory of the sender, and of the receiving site so far.
     pub const SENDER_MIB: &str = "sender_mib";
-    /// Peak memory of the receiving site so far.
     pub const SITE_MIB: &str = "site_mib";
-    /// Processor time of the sender.
+    /// Processor time of the sender, and of the receiving site.
     pub const SENDER_CPU: &str = "sender_cpu_s";
-    /// Processor time of the receiving site.
     pub const SITE_CPU: &str = "site_cpu_s";
 }
 
 /// Who carries.
 #[derive(Clone, Copy)]
 pub enum By {
+    /// Nobody: the limit.
+    Limit,
     /// The drover under test.
     Drover,
     /// Another tool.
@@ -55,9 +54,16 @@ pub enum By {
 }
 
 impl By {
+    /// Every rival of these names, or all without any, in the order of the document.
+    pub fn rivals(names: &'static [&'static str]) -> impl Iterator<Item = Self> {
+        let all = crate::rivals::ALL.iter().map(|rival| Self::Rival(*rival));
+        all.filter(move |by| names.is_empty() || names.contains(&by.name()))
+    }
+
     /// Its name, for labels and identifiers.
     pub fn name(&self) -> &'static str {
         match self {
+            Self::Limit => "limit",
             Self::Drover => "drover",
             Self::Rival(rival) => rival.name(),
         }
@@ -66,45 +72,36 @@ impl By {
     /// Why it cannot carry here, in words.
     pub fn missing(&self) -> Option<String> {
         match self {
-            Self::Drover => None,
             Self::Rival(rival) => rival.version().err(),
+            _ => None,
         }
     }
 
-    /// What it takes about for an image over `line`, comparing included.
-    pub fn seconds(&self, weight: &Weight, line: Option<Line>) -> f64 {
-        match self {
-            Self::Drover => drover_seconds(weight, line),
-            Self::Rival(rival) => rival_seconds(weight, rival.expected_bytes(weight), line),
-        }
-    }
-
-    /// Whose result it is.
-    pub fn subject(&self) -> Subject {
-        match self {
-            Self::Drover => Subject::Drover,
+    /// A case of its own.
+    pub fn case(&self, id: String, what: String, rank: u8, line: Option<Line>) -> Case {
+        let needs: &[Need] = match (self, line) {
+            (Self::Limit, _) | (_, None) => &[Need::Library],
+            _ => &[Need::Library, Need::Link],
+        };
+        let version = match self {
+            Self::Limit => Some("the limit".to_owned()),
+            Self::Drover => None,
             Self::Rival(rival) => {
                 let version = rival.version().unwrap_or_else(|_| "absent".to_owned());
-                Subject::Rival(format!("{} {version}", rival.name()))
+                Some(format!("{} {version}", rival.name()))
             }
+        };
+        Case {
+            rival: version,
+            ..Case::new(id, what, rank, needs)
         }
     }
-}
-
-/// Every rival, in the order of the document.
-pub fn rivals() -> impl Iterator<Item = By> {
-    crate::rivals::ALL.iter().map(|rival| By::Rival(*rival))
 }
 
 /// Somebody who is set up at both ends.
 pub enum Mover<'a> {
     /// A site and a sender paired with it.
-    Drover {
-        /// The far end.
-        site: Site,
-        /// The near end.
-        sender: Sender<'a>,
-    },
+    Drover(Site, Sender<'a>),
     /// Another tool.
     Rival(Box<dyn Carrier + 'a>),
 }
@@ -134,40 +131,35 @@ impl<'a> Mover<'a> {
     pub fn start(by: By, drover: &Path, net: &'a Net, dir: &Path) -> Result<Self> {
         std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
         let place = net.place();
-        Ok(match by {
-            By::Drover => {
-                let site = Site::start(drover, &dir.join("site"), place)?;
-                let sender = Sender::pair(drover, &dir.join("sender"), place, &site)?;
-                Self::Drover { site, sender }
-            }
-            By::Rival(rival) => Self::Rival(rival.start(place, dir)?),
-        })
+        if let By::Rival(rival) = by {
+            return Ok(Self::Rival(rival.start(place, dir)?));
+        }
+        let site = Site::start(drover, &dir.join("site"), place)?;
+        let sender = Sender::pair(drover, &dir.join("sender"), place, &site)?;
+        Ok(Self::Drover(site, sender))
     }
 
-    /// Carries `image`, and compares what arrived with it. `deadline` is drover's; rivals have their own.
+    /// Carries `image`, and compares what arrived with it. Everyone reads the image from memory, and nobody pays for what
+    /// another wrote.
     ///
     /// # Errors
     /// When it does not come to its end.
-    pub fn carry(
-        &mut self,
-        net: &Net,
-        image: &Path,
-        basis: Option<&Path>,
-        deadline: Duration,
-    ) -> Result<Carried> {
+    pub fn carry(&mut self, net: &Net, image: &Path, basis: Option<&Path>) -> Result<Carried> {
         // A library of symbolic links is one, too; rsync would not follow them.
-        let image = &canonical(image)?;
-        let basis = basis.map(canonical).transpose()?;
-        let basis = basis.as_deref();
-        // Everyone reads the image from memory, and nobody pays for what another wrote.
+        let image = &image
+            .canonicalize()
+            .with_context(|| format!("no image {}", image.display()))?;
+        let basis = basis.map(Path::canonicalize).transpose()?;
         identical(image, image)?;
         rustix::fs::sync();
-        let before = net.bytes()?;
+        let before = net.bytes();
+        let arrived =
+            |copy: &Path| Ok::<_, anyhow::Error>(copy.is_file() && identical(image, copy)?);
         match self {
-            Self::Drover { site, sender } => {
+            Self::Drover(site, sender) => {
                 let cost_before = site.cost();
-                let outcome = sender.begin(image, &[])?.finish(deadline)?;
-                let link = net.since(before)?;
+                let outcome = sender.begin(image, &[])?.finish(deadline(image)?)?;
+                let link = net.since(before);
                 let mut cost = site.cost();
                 cost.cpu_seconds -= cost_before.cpu_seconds;
                 let sent = outcome.images.first().context("nothing was sent")?;
@@ -177,58 +169,35 @@ impl<'a> Mover<'a> {
                     wire: Some(sent.wire_bytes()),
                     sender: Some(outcome.cost),
                     site: Some(cost),
-                    same: arrived(image, &site.image(&file_name(image)))?,
+                    same: arrived(&site.image(&file_name(image)))?,
                 })
             }
-            Self::Rival(carrier) => {
-                let seconds = carrier.carry(image, basis)?;
-                Ok(Carried {
-                    seconds,
-                    link: net.since(before)?,
-                    wire: None,
-                    sender: None,
-                    site: None,
-                    same: arrived(image, &carrier.delivered(image))?,
-                })
-            }
+            Self::Rival(carrier) => Ok(Carried {
+                seconds: carrier.carry(image, basis.as_deref())?,
+                link: net.since(before),
+                wire: None,
+                sender: None,
+                site: None,
+                same: arrived(&carrier.delivered(image))?,
+            }),
         }
     }
 }
 
-fn canonical(image: &Path) -> Result<PathBuf> {
-    let path = image.canonicalize();
-    path.with_context(|| format!("no image {}", image.display()))
-}
-
-/// Whether the delivered file is the original; one that is not there is not.
-fn arrived(image: &Path, delivered: &Path) -> Result<bool> {
-    Ok(delivered.is_file() && identical(image, delivered)?)
-}
-
 /// How long drover may take for an image: far more than it should, so that only what hangs is ended.
-pub fn deadline(weight: &Weight, line: Option<Line>) -> Duration {
-    Duration::from_secs_f64(120.0 + 10.0 * drover_seconds(weight, line))
+///
+/// # Errors
+/// When there is no such image.
+pub fn deadline(image: &Path) -> Result<Duration> {
+    Ok(Duration::from_secs(
+        180 + (std::fs::metadata(image)?.len() >> 20),
+    ))
 }
 
-fn median(values: &[f64]) -> Option<f64> {
-    Some(Spread::of(values)?.median)
-}
-
-/// Nothing is a multiple of a limit of nothing.
-fn over_limit(bytes: Option<f64>, limit: &Limit) -> Option<f64> {
-    (limit.unique_blocks > 0).then_some(bytes? / limit.limit_bytes as f64)
-}
-
-fn teleported(bytes: Option<f64>, data: f64) -> Option<f64> {
-    (data > 0.0).then_some(100.0 * (1.0 - bytes? / data))
-}
-
-/// A row of what was carried, once or repeatedly.
+/// A row of what was carried, once or repeatedly. What varies is shown with its spread, what follows from it is not.
 pub fn fill(mut row: Row, carried: &[Carried], limit: &Limit, line: Option<Line>) -> Row {
     let data = limit.data_blocks as f64 * 4096.0;
-    row.set(key::DATA, data / 1e6);
-    // What varies is shown with its spread, what follows from it is not.
-    let spread = |of: &dyn Fn(&Carried) -> Option<f64>| -> Vec<f64> {
+    let all = |of: &dyn Fn(&Carried) -> Option<f64>| -> Vec<f64> {
         carried.iter().filter_map(of).collect()
     };
     let ideal = |c: &Carried| {
@@ -236,37 +205,53 @@ pub fn fill(mut row: Row, carried: &[Carried], limit: &Limit, line: Option<Line>
         let most = near.max(far) as f64;
         (most > 0.0).then_some(most / line?.rate())
     };
-    row.set_all(key::BYTES, &spread(&|c| Some(c.bytes()? / 1e6)));
-    row.set_all(key::SECONDS, &spread(&|c| Some(c.seconds)));
-    row.set_all(key::OVER_IDEAL, &spread(&|c| Some(c.seconds / ideal(c)?)));
-    let greatest = |of: &dyn Fn(&Carried) -> Option<f64>| {
-        let values = spread(of);
-        values.into_iter().reduce(f64::max)
-    };
+    row.set_all(key::BYTES, &all(&|c| Some(c.bytes()? / 1e6)));
+    row.set_all(key::SECONDS, &all(&|c| Some(c.seconds)));
+    row.set_all(key::OVER_IDEAL, &all(&|c| Some(c.seconds / ideal(c)?)));
     let mib = |cost: Option<Cost>| Some(cost?.peak_rss_bytes as f64 / f64::from(1 << 20));
     let cpu = |cost: Option<Cost>| Some(cost?.cpu_seconds);
-    let bytes = median(&spread(&Carried::bytes));
-    let seconds = median(&spread(&|c| Some(c.seconds)));
-    let some = [
-        (key::WIRE, median(&spread(&|c| Some(c.wire? as f64 / 1e6)))),
-        (key::OVER_LIMIT, over_limit(bytes, limit)),
-        (key::TELEPORTED, teleported(bytes, data)),
-        (
-            key::TIMES_COPY,
-            line.and_then(|line| Some(data / line.rate() / seconds?)),
-        ),
-        (key::SENDER_MIB, greatest(&|c| mib(c.sender))),
-        (key::SITE_MIB, greatest(&|c| mib(c.site))),
-        (key::SENDER_CPU, greatest(&|c| cpu(c.sender))),
-        (key::SITE_CPU, greatest(&|c| cpu(c.site))),
-    ];
-    for (key, value) in some {
-        if let Some(value) = value {
+    let mut greatest = |key, of: &dyn Fn(&Carried) -> Option<f64>| {
+        if let Some(value) = all(of).into_iter().reduce(f64::max) {
             row.set(key, value);
         }
-    }
+    };
+    greatest(key::WIRE, &|c| Some(c.wire? as f64 / 1e6));
+    greatest(key::SENDER_MIB, &|c| mib(c.sender));
+    greatest(key::SITE_MIB, &|c| mib(c.site));
+    greatest(key::SENDER_CPU, &|c| cpu(c.sender));
+    greatest(key::SITE_CPU, &|c| cpu(c.site));
     if carried.iter().any(|c| !c.same) {
         row.verdict = Verdict::Wrong("the delivered file is not its original".to_owned());
+    }
+    compared(row, data, limit, line)
+}
+
+/// A row of the limit: its bytes, and the time that they need at the line's rate. The frame around nothing is not counted.
+pub fn fill_limit(mut row: Row, limit: &Limit, line: Option<Line>) -> Row {
+    let bytes = if limit.unique_blocks == 0 {
+        0.0
+    } else {
+        limit.limit_bytes as f64
+    };
+    row.set(key::BYTES, bytes / 1e6);
+    // Without a line nothing is known of its time but that it is not less than this.
+    row.set(key::SECONDS, line.map_or(0.0, |line| bytes / line.rate()));
+    compared(row, limit.data_blocks as f64 * 4096.0, limit, line)
+}
+
+/// Sets what follows from a row's bytes and seconds. Nothing is a multiple of a limit of nothing.
+fn compared(mut row: Row, data: f64, limit: &Limit, line: Option<Line>) -> Row {
+    row.set(key::DATA, data / 1e6);
+    if let Some(bytes) = row.value(key::BYTES).map(|mb| mb * 1e6) {
+        if limit.unique_blocks > 0 {
+            row.set(key::OVER_LIMIT, bytes / limit.limit_bytes as f64);
+        }
+        if data > 0.0 {
+            row.set(key::TELEPORTED, 100.0 * (1.0 - bytes / data));
+        }
+    }
+    if let (Some(line), Some(seconds)) = (line, row.value(key::SECONDS).filter(|s| *s > 0.0)) {
+        row.set(key::TIMES_COPY, data / line.rate() / seconds);
     }
     row
 }
@@ -280,70 +265,26 @@ impl Carried {
 
     /// Several images as one; what one of them did not tell is not told of all.
     pub fn total(all: &[Self]) -> Self {
-        let sum = |cost: &dyn Fn(&Self) -> Option<Cost>| {
+        let sum = |cost: fn(&Self) -> Option<Cost>| {
             all.iter().map(cost).try_fold(Cost::default(), |sum, cost| {
-                let cost = cost?;
                 Some(Cost {
-                    peak_rss_bytes: sum.peak_rss_bytes.max(cost.peak_rss_bytes),
-                    cpu_seconds: sum.cpu_seconds + cost.cpu_seconds,
+                    peak_rss_bytes: sum.peak_rss_bytes.max(cost?.peak_rss_bytes),
+                    cpu_seconds: sum.cpu_seconds + cost?.cpu_seconds,
                 })
             })
         };
+        let add = |sum: (u64, u64), link: (u64, u64)| (sum.0 + link.0, sum.1 + link.1);
         Self {
             seconds: all.iter().map(|c| c.seconds).sum(),
-            link: all.iter().try_fold((0, 0), |sum: (u64, u64), c| {
-                let link = c.link?;
-                Some((sum.0 + link.0, sum.1 + link.1))
-            }),
+            link: all
+                .iter()
+                .try_fold((0, 0), |sum, c| Some(add(sum, c.link?))),
             wire: all.iter().map(|c| c.wire).sum(),
-            sender: sum(&|c| c.sender),
-            site: sum(&|c| c.site),
+            sender: sum(|c| c.sender),
+            site: sum(|c| c.site),
             same: all.iter().all(|c| c.same),
         }
     }
-}
-
-/// Several limits as one.
-pub fn total_limit(limits: &[Limit]) -> Limit {
-    let sum = |of: &dyn Fn(&Limit) -> u64| limits.iter().map(of).sum();
-    Limit {
-        name: "all".to_owned(),
-        size_bytes: sum(&|l| l.size_bytes),
-        data_blocks: sum(&|l| l.data_blocks),
-        matched_blocks: sum(&|l| l.matched_blocks),
-        repeated_blocks: sum(&|l| l.repeated_blocks),
-        unique_blocks: sum(&|l| l.unique_blocks),
-        limit_bytes: sum(&|l| l.limit_bytes),
-    }
-}
-
-/// A row of the limit: its bytes, and the time that they need at the line's rate.
-pub fn fill_limit(mut row: Row, limit: &Limit, line: Option<Line>) -> Row {
-    let data = limit.data_blocks as f64 * 4096.0;
-    // The frame around nothing is not counted.
-    let bytes = match limit.unique_blocks {
-        0 => 0.0,
-        _ => limit.limit_bytes as f64,
-    };
-    let some = [
-        (key::OVER_LIMIT, over_limit(Some(bytes), limit)),
-        (key::TELEPORTED, teleported(Some(bytes), data)),
-        (key::OVER_IDEAL, line.filter(|_| bytes > 0.0).map(|_| 1.0)),
-        (
-            key::TIMES_COPY,
-            line.filter(|_| bytes > 0.0).map(|_| data / bytes),
-        ),
-    ];
-    for (key, value) in some {
-        if let Some(value) = value {
-            row.set(key, value);
-        }
-    }
-    row.set(key::DATA, data / 1e6);
-    row.set(key::BYTES, bytes / 1e6);
-    // Without a line nothing is known of its time but that it is not less than this.
-    row.set(key::SECONDS, line.map_or(0.0, |line| bytes / line.rate()));
-    row
 }
 
 /// What an image is called in rows: its file's name without `.raw`.
@@ -352,12 +293,42 @@ pub fn label(image: &Path) -> String {
     name.strip_suffix(".raw").unwrap_or(&name).to_owned()
 }
 
-/// An error as a row says it: one line, not a page.
-pub fn reason(error: &anyhow::Error) -> String {
-    const LONGEST: usize = 400;
-    let text = format!("{error:#}").replace('\n', " | ");
-    match text.char_indices().nth(LONGEST) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text,
+/// Which images are alike; each is read once.
+#[derive(Default)]
+pub struct Alike(HashMap<PathBuf, HashSet<u128>>);
+
+impl Alike {
+    /// The one of `candidates` that shares the most blocks with `image`, the earliest of equals; none when none
+    /// shares any.
+    ///
+    /// # Errors
+    /// When an image cannot be read.
+    pub fn most_similar<'p>(
+        &mut self,
+        image: &Path,
+        candidates: &'p [PathBuf],
+    ) -> Result<Option<&'p Path>> {
+        for path in candidates.iter().map(PathBuf::as_path).chain([image]) {
+            if !self.0.contains_key(path) {
+                self.0.insert(path.to_owned(), limit::digests(path)?);
+            }
+        }
+        let own = &self.0[image];
+        let shared = candidates
+            .iter()
+            .rev()
+            .map(|path| (own.intersection(&self.0[path]).count(), path));
+        let best = shared
+            .max_by_key(|(count, _)| *count)
+            .filter(|(count, _)| *count > 0);
+        Ok(best.map(|(_, path)| path.as_path()))
     }
+}
+
+/// The limits of `images` in this order at a destination that has `with`.
+///
+/// # Errors
+/// When an image cannot be read.
+pub fn limits(lab: &Lab, with: &[PathBuf], images: &[PathBuf]) -> Result<Vec<Limit>> {
+    limit::kept(&lab.common.out.join("limits.json"), with, images)
 }

@@ -1,50 +1,53 @@
 //! Much that was written into a mount, brought back over a slow link that is cut, to a site that is killed: how long it
 //! takes, what is sent twice, and whether the site is at all times at a state that the disk really had.
 
-mod ends;
-mod flow;
-mod model;
-
-use std::ops::RangeInclusive;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
+use serde_json::Value;
 
-use self::ends::Ends;
-use self::flow::Flow;
-use self::model::{Differs, Model};
 use super::Lab;
-use super::lines::{Line, Net};
-use super::mount::connect;
-use crate::bench::{About, Case, Column, Experiment, Need, Plot, Row, Subject, Verdict};
+use super::client::connect;
+use super::lines::{Line, Net, line};
+use super::model::{Differs, Model};
+use super::shows::{NAME, Shown};
+use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
+use crate::shell;
+use crate::site::{Sender, Site};
+use crate::watch::Watch;
 
 const MIB: f64 = (1u64 << 20) as f64;
-
 /// Units of the disk that are filled with noise: 3 GiB, or little.
-const UNITS: u64 = 3072;
-const SMALL_UNITS: u64 = 96;
-
+pub const UNITS: u64 = 3072;
+pub const SMALL_UNITS: u64 = 96;
 /// Flushes, and how many of the rounds between them are written while the link is cut.
-const ROUNDS: usize = 12;
-const OFFLINE: usize = 3;
-
+const ROUNDS: u64 = 12;
+const OFFLINE: u64 = 3;
 /// Cuts that the connections may well live through.
 const SHORT: Duration = Duration::from_secs(3);
 /// How long the mount may take to notice anything, and to bring all of it back.
 const NOTICED: Duration = Duration::from_secs(180);
 const BACK: Duration = Duration::from_secs(1800);
 const LOOK: Duration = Duration::from_millis(200);
-
+/// Seconds that an unmount and a merge may take.
+const LIMIT: &str = "900";
+/// Where the site is, so that it can come back there: the far end's namespace is its own.
+const PORT: u16 = 7377;
 /// What may cross the link for a byte that was written: 3.6 % are headers (1500 for 1448), up to 3.2 % were written over
 /// and may be part of two epochs, and the rest is what was on its way at a cut.
-const MOST_TIMES: f64 = 1.15;
+const MAX_TIMES: f64 = 1.15;
 /// What the mount and the site may take of memory, in MiB, however much is dirty.
-const MOST_MIB: f64 = 512.0;
+const MAX_MIB: f64 = 512.0;
+/// How often the link is looked at, and what of it is less than a flow of data.
+const EVERY: Duration = Duration::from_millis(500);
+const LITTLE: u64 = 16 << 10;
+const LINE: Line = line(100.0, 10.0, 0.0);
 
-/// The experiment.
-pub struct Push;
-
-static ABOUT: About = About {
+pub const EXPERIMENT: Experiment = Experiment {
     name: "push",
     title: "Bringing back much that was written, over cuts and a crash of the site",
     text: "A managed mount of an empty disk (NBD, a push every second), into which one client writes 3 GiB of noise as fast as it goes: \
@@ -71,125 +74,121 @@ while both were there, commits included. With `--small` it is 96 MiB, and all cu
         Column::figure("state", "state at the kill", 0),
         Column::figure("writes", "of writes", 0),
     ],
+    cases: |_| {
+        Ok(vec![Case::new(
+            LINE.slug(),
+            format!("much brought back over {}", LINE.describe()),
+            1,
+            &[Need::Link],
+        )])
+    },
+    run,
 };
 
-const LINE: Line = Line {
-    rate_mbit: 100.0,
-    rtt_ms: 10.0,
-    loss_percent: 0.0,
-};
-
-impl Experiment for Push {
-    fn about(&self) -> &'static About {
-        &ABOUT
+fn run(lab: &Lab, _case: &Case) -> Result<Vec<Row>> {
+    let mut row = Row::new([("link", LINE.describe())]);
+    if let Err(error) = measure(lab, &mut row) {
+        row.verdict = match error.downcast_ref::<Differs>() {
+            Some(_) => Verdict::Wrong(format!("{error:#}")),
+            None => Verdict::failed(&error),
+        };
     }
-
-    fn cases(&self, lab: &Lab) -> Result<Vec<Case>> {
-        let size = if lab.small { "96 MiB" } else { "3 GiB" };
-        Ok(vec![Case {
-            id: LINE.slug(),
-            what: format!("{size} brought back over {}", LINE.describe()),
-            seconds: if lab.small { 45.0 } else { 540.0 },
-            rank: if lab.small { 1 } else { 2 },
-            subject: Subject::Drover,
-            needs: &[Need::Link],
-        }])
-    }
-
-    fn run(&self, lab: &Lab, _case: &Case) -> Result<Vec<Row>> {
-        let mut row = Row::new([("link", LINE.describe())]);
-        if let Err(error) = measure(lab, &mut row) {
-            row.verdict = match error.downcast_ref::<Differs>() {
-                Some(_) => Verdict::Wrong(format!("{error:#}")),
-                None => Verdict::Failed(format!("{error:#}")),
-            };
-        }
-        Ok(vec![row])
-    }
-
-    fn plots(&self, _rows: &[Row]) -> Vec<Plot> {
-        Vec::new()
-    }
+    Ok(vec![row])
 }
 
 fn measure(lab: &Lab, row: &mut Row) -> Result<()> {
     let work = lab.work("push")?;
-    let model = Model::new(if lab.small { SMALL_UNITS } else { UNITS });
+    let model = Model::new(lab.either(UNITS, SMALL_UNITS));
     let net = Net::like(Some(LINE), 1)?;
-    let mut run = Run {
-        ends: Ends::start(&net, &lab.binary()?, &work.join("push"), model.size())?,
-        flow: Flow::new(),
-        model: &model,
-        net: &net,
-        small: lab.small,
-    };
-    let flow = Flow::clone(&run.flow);
-    let (figures, (stall, resumed)) = std::thread::scope(|scope| {
+    let flow = Flow(Mutex::new(Can::Not));
+    let dir = work.join("push");
+    let run = Run::start(lab, &net, &dir, &flow, &model)?;
+    let (stall, resumed) = std::thread::scope(|scope| {
         let watcher = scope.spawn(|| flow.watch(&net));
-        let figures = run.go();
-        flow.end();
-        let seen = watcher.join();
-        let seen = seen.map_err(|_| anyhow::anyhow!("the link's watcher panicked"))?;
-        anyhow::Ok((figures?, seen?))
+        let done = run.go(row);
+        flow.set(Can::Ended);
+        let seen = watcher
+            .join()
+            .map_err(|_| anyhow!("the link's watcher panicked"))?;
+        done.and(seen)
     })?;
-    let state = *figures.state.end();
-    row.set("dirty_mib", model.dirty() as f64 / MIB);
-    row.set("written_mib_s", figures.written_mib_s);
-    row.set("seconds", figures.seconds);
-    row.set("away_s", figures.away.as_secs_f64());
-    row.set("sent_mb", figures.sent as f64 / 1e6);
-    let times = figures.sent as f64 / model.dirty() as f64;
-    row.set("times", times);
     row.set("stall_s", stall.as_secs_f64());
     row.set("resumed_s", resumed.as_secs_f64());
-    let peaks = [figures.mount_mib, figures.site_mib];
-    row.set("mount_mib", peaks[0]);
-    row.set("site_mib", peaks[1]);
-    row.set("state", state as f64);
-    row.set("writes", model.count() as f64);
-    if times > MOST_TIMES {
+    let times = row.value("times").unwrap_or(f64::INFINITY);
+    if times > MAX_TIMES {
         bail!(
-            "{times:.3} bytes were sent for each that was written; at most {MOST_TIMES} should be"
+            "{times:.3} bytes were sent for each that was written; at most {MAX_TIMES} should be"
         );
     }
-    if let Some(peak) = peaks.into_iter().find(|peak| *peak > MOST_MIB) {
-        bail!("an end took {peak:.0} MiB of memory; at most {MOST_MIB} should be");
+    let peak = ["mount_mib", "site_mib"]
+        .into_iter()
+        .filter_map(|key| row.value(key))
+        .fold(0.0, f64::max);
+    if peak > MAX_MIB {
+        bail!("an end took {peak:.0} MiB of memory; at most {MAX_MIB} should be");
     }
     Ok(())
 }
 
-/// What a run measured.
-struct Figures {
-    written_mib_s: f64,
-    seconds: f64,
-    away: Duration,
-    sent: u64,
-    mount_mib: f64,
-    site_mib: f64,
-    /// Writes of which the site had all and nothing else when it was killed.
-    state: RangeInclusive<u64>,
-}
-
+/// Both ends: a site that can be killed and comes back where it was, and a mount of its one image.
 struct Run<'a> {
-    ends: Ends<'a>,
-    flow: Flow,
-    model: &'a Model,
     net: &'a Net,
+    drover: PathBuf,
+    dir: PathBuf,
+    site: Mutex<Option<Site>>,
+    flow: &'a Flow,
+    model: &'a Model,
     small: bool,
+    started: Instant,
 }
 
-impl Run<'_> {
-    fn go(&mut self) -> Result<Figures> {
-        let mut shown = self.ends.mount()?;
+impl<'a> Run<'a> {
+    /// A site with an empty image, and a home that is paired with it.
+    fn start(
+        lab: &Lab,
+        net: &'a Net,
+        dir: &Path,
+        flow: &'a Flow,
+        model: &'a Model,
+    ) -> Result<Self> {
+        std::fs::create_dir_all(dir)?;
+        let run = Self {
+            net,
+            drover: lab.binary()?,
+            dir: dir.canonicalize()?,
+            site: Mutex::new(None),
+            flow,
+            model,
+            small: lab.small,
+            started: Instant::now(),
+        };
+        let image = run.dir.join(NAME);
+        File::create(&image)?.set_len(model.size())?;
+        let site = run.site()?;
+        run.far("far", &["index", &*image.to_string_lossy()])?;
+        Sender::pair(&run.drover, &run.dir.join("near"), net.place(), &site)?;
+        *run.there() = Some(site);
+        Ok(run)
+    }
+
+    fn there(&self) -> std::sync::MutexGuard<'_, Option<Site>> {
+        self.site.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn site(&self) -> Result<Site> {
+        let site = Site::start_on(&self.drover, &self.dir.join("far"), self.net.place(), PORT);
+        site.context("the site does not come up")
+    }
+
+    fn go(&self, row: &mut Row) -> Result<()> {
+        let mut shown = self.mount()?;
         let mut client = connect(&mut shown)?;
-        let watch = crate::watch::Watch::start(shown.process());
-        let before = self.net.bytes()?;
-        let started = Instant::now();
-        let mut write = |rounds: std::ops::Range<usize>| -> Result<()> {
+        let watch = Watch::start(shown.process());
+        let (before, started) = (self.net.bytes(), Instant::now());
+        let writes = self.model.count();
+        let mut write = |rounds: std::ops::Range<u64>| -> Result<()> {
             for round in rounds {
-                let writes = self.model.count();
-                let number = |round: usize| writes * round as u64 / ROUNDS as u64;
-                for n in number(round) + 1..=number(round + 1) {
+                for n in writes * round / ROUNDS + 1..=writes * (round + 1) / ROUNDS {
                     let (at, data) = self.model.write(n);
                     client.write(at, &data)?;
                 }
@@ -199,114 +198,117 @@ impl Run<'_> {
         };
         write(0..ROUNDS - OFFLINE)?;
         let written = self.model.bytes() as f64 * (ROUNDS - OFFLINE) as f64 / ROUNDS as f64;
-        let written_mib_s = written / MIB / started.elapsed().as_secs_f64();
-        self.say("written with the link", started);
-        let mut away = Duration::ZERO;
-
-        self.wait_for(before, 0.15)?;
-        away += self.cut(started, || write(ROUNDS - OFFLINE..ROUNDS))?;
-        self.wait_for(before, 0.35)?;
-        away += self.cut_shortly(started)?;
-        self.wait_for(before, 0.5)?;
-        let (state, gone) = self.kill(started)?;
+        row.set(
+            "written_mib_s",
+            written / MIB / started.elapsed().as_secs_f64(),
+        );
+        self.say("written with the link");
+        // Until this share of what is dirty has been sent; no longer than there is something to send.
+        let wait_for = |share: f64| {
+            let bytes = (share * self.model.dirty() as f64) as u64;
+            self.until("bytes flow", BACK, |disk| {
+                self.net
+                    .since(before)
+                    .is_some_and(|(sent, _)| sent >= bytes)
+                    || disk["dirty"] == 0
+            })
+        };
+        wait_for(0.15)?;
+        let mut away = self.cut(false, || write(ROUNDS - OFFLINE..ROUNDS))?;
+        wait_for(0.35)?;
+        away += self.cut(true, || Ok(()))?;
+        wait_for(0.5)?;
+        let (peak, state, gone) = self.kill()?;
         away += gone;
-        self.wait_for(before, 0.65)?;
-        away += self.cut_shortly(started)?;
-        self.wait_for(before, 0.85)?;
-        away += self.cut(started, || Ok(()))?;
+        wait_for(0.65)?;
+        away += self.cut(true, || Ok(()))?;
+        wait_for(0.85)?;
+        away += self.cut(false, || Ok(()))?;
         self.until("nothing is dirty", BACK, |disk| disk["dirty"] == 0)?;
-        let seconds = started.elapsed().as_secs_f64();
-        self.flow.away();
-        self.say("nothing is dirty", started);
+        row.set("seconds", started.elapsed().as_secs_f64());
+        self.flow.set(Can::Not);
+        self.say("nothing is dirty");
 
         client.flush()?;
         drop(client);
-        let mount_mib = watch.cost().peak_rss_bytes as f64 / MIB;
-        let (sent, _) = self.net.since(before)?.context("no link")?;
-        self.ends.unmount(shown)?;
-        let whole = self.ends.merged()?;
-        let all = self.model.count();
-        let there = self.model.state_of(&whole, all)?;
-        if *there.start() != all {
-            return Err(Differs(format!("the last of {all} writes is not at the site")).into());
+        let (sent, _) = self.net.since(before).context("no link")?;
+        let site_peak = self
+            .there()
+            .as_ref()
+            .map_or(0, |site| site.cost().peak_rss_bytes);
+        row.set("mount_mib", watch.cost().peak_rss_bytes as f64 / MIB);
+        row.set("site_mib", site_peak.max(peak) as f64 / MIB);
+        row.set("dirty_mib", self.model.dirty() as f64 / MIB);
+        row.set("away_s", away.as_secs_f64());
+        row.set("sent_mb", sent as f64 / 1e6);
+        row.set("times", sent as f64 / self.model.dirty() as f64);
+        row.set("state", state as f64);
+        row.set("writes", writes as f64);
+        shell::run(self.near("unmount").arg(shown.socket()))?;
+        drop(shown);
+        let there = self.model.state_of(&self.merged("far")?, writes)?;
+        if *there.start() != writes {
+            return Err(Differs(format!("the last of {writes} writes is not at the site")).into());
         }
-        Ok(Figures {
-            written_mib_s,
-            seconds,
-            away,
-            sent,
-            mount_mib,
-            site_mib: self.ends.site_peak() as f64 / MIB,
-            state,
-        })
+        Ok(())
     }
 
-    fn say(&self, what: &str, started: Instant) {
-        eprintln!("  {:6.1} s: {what}", started.elapsed().as_secs_f64());
+    fn say(&self, what: &str) {
+        eprintln!("  {:6.1} s: {what}", self.started.elapsed().as_secs_f64());
     }
 
-    /// Waits until this share of what is dirty has been sent; no longer than there is something to send.
-    fn wait_for(&self, before: Option<(u64, u64)>, share: f64) -> Result<()> {
-        let bytes = (share * self.model.dirty() as f64) as u64;
-        let sent = || anyhow::Ok(self.net.since(before)?.context("no link")?.0);
-        self.until("bytes flow", BACK, |disk| {
-            sent().is_ok_and(|sent| sent >= bytes) || disk["dirty"] == 0
-        })
-    }
-
-    /// Cuts the link, does something, and heals it when the mount has noticed that the site is gone.
-    fn cut(&self, started: Instant, meanwhile: impl FnOnce() -> Result<()>) -> Result<Duration> {
+    /// Cuts the link, does something, and heals it after a short time or when the mount has noticed that the site is gone.
+    fn cut(&self, shortly: bool, meanwhile: impl FnOnce() -> Result<()>) -> Result<Duration> {
         let link = self.net.link().context("no link to cut")?;
         let cut = Instant::now();
-        self.flow.away();
-        link.cut()?;
-        self.say("the link is cut", started);
+        self.flow.set(Can::Not);
+        link.cut();
+        self.say("the link is cut");
         meanwhile()?;
-        if !self.small {
+        if !shortly && !self.small {
             self.until_it_fails()?;
         }
         std::thread::sleep(SHORT.saturating_sub(cut.elapsed()));
-        link.heal()?;
-        self.flow.back();
-        self.say("the link is healed", started);
+        link.heal();
+        self.flow.set(Can::Since(Instant::now()));
+        self.say("the link is healed");
         Ok(cut.elapsed())
     }
 
-    fn cut_shortly(&self, started: Instant) -> Result<Duration> {
-        let link = self.net.link().context("no link to cut")?;
-        self.flow.away();
-        link.cut()?;
-        std::thread::sleep(SHORT);
-        link.heal()?;
-        self.flow.back();
-        self.say("the link was cut shortly", started);
-        Ok(SHORT)
-    }
-
-    /// Kills the site once an epoch counts, looks at what it has, and starts it again.
-    fn kill(&mut self, started: Instant) -> Result<(RangeInclusive<u64>, Duration)> {
+    /// Kills the site once an epoch counts, looks at what it has, and starts it again: its peak memory, the last write that
+    /// it had, and how long it was away.
+    fn kill(&self) -> Result<(u64, u64, Duration)> {
         self.until("an epoch counts", BACK, |disk| disk["epoch"] != 0)?;
-        if self.ends.disk()?["dirty"] == 0 {
+        if self.disk()?["dirty"] == 0 {
             bail!("all was pushed before the site could be killed: write more");
         }
         let gone = Instant::now();
-        self.flow.away();
-        self.ends.kill()?;
-        self.say("the site is killed", started);
+        self.flow.set(Can::Not);
+        let site = self.there().take().context("no site to kill")?;
+        let peak = site.cost().peak_rss_bytes;
+        site.kill()?;
+        self.say("the site is killed");
         self.until_it_fails()?;
+        // Another has the right to write the image; the copy does not run.
+        let copy = self.dir.join("copy");
+        let mut cp = Command::new("cp");
+        cp.args(["-a", "--sparse=always", "--reflink=auto"])
+            .arg(self.dir.join("far"));
+        shell::run(cp.arg(&copy))?;
+        self.far("copy", &["mounts", "break", NAME, "--yes"])?;
         let state = self
             .model
-            .state_of(&self.ends.merged_copy()?, self.model.count())
-            .context("the site when it was killed")?;
-        self.say(&format!("it had writes up to {}", state.end()), started);
-        if *state.end() == 0 {
+            .state_of(&self.merged("copy")?, self.model.count());
+        let state = *state.context("the site when it was killed")?.end();
+        self.say(&format!("it had writes up to {state}"));
+        if state == 0 {
             return Err(Differs("an epoch counted, and the site has none of it".into()).into());
         }
-        self.ends.remove_copy()?;
-        self.ends.back()?;
-        self.flow.back();
-        self.say("the site is back", started);
-        Ok((state, gone.elapsed()))
+        std::fs::remove_dir_all(copy)?;
+        *self.there() = Some(self.site()?);
+        self.flow.set(Can::Since(Instant::now()));
+        self.say("the site is back");
+        Ok((peak, state, gone.elapsed()))
     }
 
     /// Waits until the mount says of itself that pushes fail, why, and that there is no link.
@@ -315,24 +317,20 @@ impl Run<'_> {
             "the mount says that pushes fail, and why",
             NOTICED,
             |disk| {
-                let why = disk["push_error"].as_str().unwrap_or_default();
                 disk["push_failures"].as_u64() > Some(0)
-                    && !why.is_empty()
+                    && disk["push_error"]
+                        .as_str()
+                        .is_some_and(|why| !why.is_empty())
                     && disk["link"] != "up"
                     && disk["dirty"].as_u64() > Some(0)
             },
         )
     }
 
-    fn until(
-        &self,
-        what: &str,
-        patience: Duration,
-        mut is: impl FnMut(&serde_json::Value) -> bool,
-    ) -> Result<()> {
+    fn until(&self, what: &str, patience: Duration, is: impl Fn(&Value) -> bool) -> Result<()> {
         let started = Instant::now();
         loop {
-            let disk = self.ends.disk()?;
+            let disk = self.disk()?;
             if is(&disk) {
                 return Ok(());
             }
@@ -342,21 +340,100 @@ impl Run<'_> {
             std::thread::sleep(LOOK);
         }
     }
+
+    /// A mount of the site's image.
+    fn mount(&self) -> Result<Shown> {
+        let (socket, said) = (self.dir.join("near.sock"), self.dir.join("near.log"));
+        let mut export = self.net.place().near(&self.drover);
+        export
+            .arg("export")
+            .arg(format!("far:{NAME}"))
+            .arg("--nbd")
+            .arg(format!("unix:{}", socket.display()));
+        export
+            .args(["--push-interval", "1s"])
+            .env("DROVER_HOME", self.dir.join("near"));
+        export
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(File::create(&said)?);
+        Ok(Shown::new(
+            export.spawn().context("drover export")?,
+            socket,
+            said,
+        ))
+    }
+
+    /// How the mount says that its disk is.
+    fn disk(&self) -> Result<Value> {
+        let said = shell::run(self.near("mounts").arg("--json"))?.stdout;
+        let mount: Value = serde_json::from_slice(&said).context("drover mounts --json")?;
+        Ok(mount["disks"][0].clone())
+    }
+
+    /// What a home at the far end makes of its image with what was written over it.
+    fn merged(&self, home: &str) -> Result<PathBuf> {
+        self.far(home, &["changes", "merge", NAME, "--as", "whole.raw"])?;
+        Ok(self.dir.join(home).join("images/whole.raw"))
+    }
+
+    fn near(&self, command: &str) -> Command {
+        let mut near = self.net.place().near(Path::new("timeout"));
+        near.arg(LIMIT)
+            .arg(&self.drover)
+            .arg(command)
+            .env("DROVER_HOME", self.dir.join("near"));
+        near
+    }
+
+    fn far(&self, home: &str, args: &[&str]) -> Result<()> {
+        let mut far = self.net.place().far(Path::new("timeout"));
+        far.arg(LIMIT).arg(&self.drover).args(args);
+        shell::run(far.env("DROVER_HOME", self.dir.join(home))).map(drop)
+    }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::model::{BLOCK, UNIT};
-    use super::*;
+/// Whether bytes can flow over the link.
+#[derive(Clone, Copy)]
+enum Can {
+    /// There is no link, or no site, or nothing to send.
+    Not,
+    /// Since then, and nothing has flowed yet.
+    Since(Instant),
+    /// They did last then.
+    Flows(Instant),
+    Ended,
+}
 
-    #[test]
-    fn little_is_written_over() {
-        for units in [UNITS, SMALL_UNITS] {
-            let model = Model::new(units);
-            let over = model.bytes() as f64 / model.dirty() as f64;
-            assert!(over > 1.02 && over < 1.05, "{over}");
-            assert_eq!(model.size() % UNIT, 0);
-            assert!(model.dirty().is_multiple_of(BLOCK) && model.dirty() < model.size());
+/// What flows, told by who cuts and heals to who watches.
+struct Flow(Mutex<Can>);
+
+impl Flow {
+    fn set(&self, can: Can) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = can;
+    }
+
+    /// Watches until the end: the longest time without a flow while there could be one, and the longest until it began again.
+    fn watch(&self, net: &Net) -> Result<(Duration, Duration)> {
+        let mut longest = (Duration::ZERO, Duration::ZERO);
+        let sent = || anyhow::Ok(net.bytes().context("no link")?.0);
+        let (mut last, mut began) = (sent()?, false);
+        loop {
+            std::thread::sleep(EVERY);
+            let (sent, now) = (sent()?, Instant::now());
+            let flows = sent - std::mem::replace(&mut last, sent) > LITTLE;
+            let mut can = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            match *can {
+                Can::Ended => return Ok(longest),
+                Can::Since(then) if flows => longest.1 = longest.1.max(now - then),
+                Can::Flows(then) => longest.0 = longest.0.max((now - then).saturating_sub(EVERY)),
+                _ => {}
+            }
+            // The first bytes of all need no link that came back.
+            if flows && !(began && matches!(*can, Can::Not)) {
+                *can = Can::Flows(now);
+                began = true;
+            }
         }
     }
 }

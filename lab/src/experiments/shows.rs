@@ -3,13 +3,13 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use super::lines::Net;
-use crate::site::{Sender, Site, end_within};
+use crate::site::{Sender, Site, end_within, terminate};
 use crate::{rivals, shell};
 
 /// The export's name, which is the image's at the far site.
@@ -36,6 +36,16 @@ pub enum By {
 }
 
 impl By {
+    /// Everybody, in the order of the document.
+    pub const ALL: [Self; 6] = [
+        Self::Managed,
+        Self::File,
+        Self::ManagedRemote,
+        Self::Direct,
+        Self::Qsd,
+        Self::Nbdkit,
+    ];
+
     /// In a row.
     pub fn name(self) -> &'static str {
         match self {
@@ -76,13 +86,15 @@ impl By {
         Some(format!("{lacks} is not installed"))
     }
 
-    /// Its version, for what is kept of it.
-    pub fn version(self) -> Result<String, String> {
-        match self {
-            By::Qsd => rivals::tool_version("qemu-storage-daemon"),
-            By::Nbdkit => rivals::tool_version("nbdkit"),
-            _ => Ok(String::new()),
-        }
+    /// The rival's name and version, for what is kept of it.
+    pub fn version(self) -> Option<String> {
+        let program = match self {
+            By::Qsd => "qemu-storage-daemon",
+            By::Nbdkit => "nbdkit",
+            _ => return None,
+        };
+        let version = rivals::tool_version(program).unwrap_or_else(|_| "absent".to_owned());
+        Some(format!("{} {version}", self.slug()))
     }
 }
 
@@ -253,7 +265,11 @@ impl Near<'_> {
 
     /// Whether drover's mount says that all of the disk is here.
     pub fn is_whole(&self) -> bool {
-        self.status().as_ref().and_then(whole).unwrap_or(false)
+        // Its size is not known before the far site has said it.
+        self.status().is_some_and(|disk| {
+            let size = disk["size"].as_u64().filter(|size| *size > 0);
+            size.is_some_and(|size| disk["local"].as_u64() >= Some(size))
+        })
     }
 
     /// What drover says of the disk.
@@ -265,7 +281,9 @@ impl Near<'_> {
         mounts
             .args(["mounts", "--json"])
             .env("DROVER_HOME", self.far.dir.join("near"));
-        disk_in(&shell::run(&mut mounts).ok()?.stdout)
+        let said = shell::run(&mut mounts).ok()?.stdout;
+        let line = said.split(|byte| *byte == b'\n').next()?;
+        Some(serde_json::from_slice::<Value>(line).ok()?["disks"][0].clone())
     }
 
     fn command(&self) -> Command {
@@ -334,19 +352,6 @@ impl Near<'_> {
     }
 }
 
-/// The first disk of which `drover mounts --json` tells.
-fn disk_in(printed: &[u8]) -> Option<Value> {
-    let line = String::from_utf8_lossy(printed);
-    let mount: Value = serde_json::from_str(line.lines().next()?).ok()?;
-    mount["disks"].get(0).cloned()
-}
-
-/// Whether as much of a disk is here as there is of it.
-fn whole(disk: &Value) -> Option<bool> {
-    let size = disk["size"].as_u64().filter(|size| *size > 0)?;
-    Some(disk["local"].as_u64()? >= size)
-}
-
 /// Somebody who shows the image; ended when it is dropped.
 pub struct Shown {
     child: Child,
@@ -395,68 +400,6 @@ impl Shown {
 
 impl Drop for Shown {
     fn drop(&mut self) {
-        let pid = i32::try_from(self.child.id())
-            .ok()
-            .and_then(rustix::process::Pid::from_raw);
-        if let Some(pid) = pid {
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-        }
-        let started = Instant::now();
-        while started.elapsed() < END {
-            if !matches!(self.child.try_wait(), Ok(None)) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::mount::connect;
-    use super::*;
-
-    #[test]
-    fn who_shows_a_disk_outlives_a_client_that_hangs_up() {
-        if let Some(why) = By::Qsd.missing() {
-            eprintln!("SKIP who_shows_a_disk_outlives_a_client_that_hangs_up: {why}");
-            return;
-        }
-        let port: u16 = PORT.parse().unwrap();
-        if std::net::TcpListener::bind(("127.0.0.1", port)).is_err() {
-            eprintln!(
-                "SKIP who_shows_a_disk_outlives_a_client_that_hangs_up: port {PORT} is taken"
-            );
-            return;
-        }
-        let dir = tempfile::tempdir().unwrap();
-        let image = dir.path().join("image.raw");
-        std::fs::write(&image, vec![7; 1 << 20]).unwrap();
-        let net = Net::like(None, 1).unwrap();
-        let far = Far::start(&net, Path::new("none"), dir.path(), &image, By::Qsd).unwrap();
-        let mut shown = far.near(By::Qsd).unwrap().start().unwrap();
-        for _ in 0..3 {
-            drop(connect(&mut shown).unwrap());
-            std::thread::sleep(Duration::from_millis(30));
-        }
-        let mut block = [0; 4096];
-        connect(&mut shown).unwrap().read(0, &mut block).unwrap();
-        assert_eq!(block, [7; 4096]);
-    }
-
-    #[test]
-    fn what_a_mount_says_of_its_disk_is_found() {
-        let line = br#"{"name":"a","disks":[{"image":"x","size":8192,"local":4096,"received":7}]}"#;
-        let disk = disk_in(line).unwrap();
-        assert_eq!(disk["received"].as_u64(), Some(7));
-        assert_eq!(whole(&disk), Some(false));
-        assert_eq!(disk_in(b""), None);
-        assert_eq!(disk_in(b"no mounts"), None);
-        let all = |size: u64, local: u64| whole(&serde_json::json!({"size": size, "local": local}));
-        assert_eq!(all(8192, 8192), Some(true));
-        // Its size is not known before the far site has said it.
-        assert_eq!(all(0, 0), None);
+        terminate(&mut self.child, END);
     }
 }

@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::{Common, Lab};
 
@@ -24,24 +24,27 @@ send)
 esac
 "#;
 
-/// The stand-in as a file below `dir`; `damage` is what it does after it has delivered a file.
-pub fn binary(dir: &Path, damage: &str) -> PathBuf {
-    let drover = dir.join("drover");
+/// A lab that measures the stand-in, with `dir/out` for results and two related images of the small set in `dir/cache`;
+/// `damage` is what the stand-in does after it has delivered a file.
+pub fn lab(dir: &Path, damage: &str) -> Lab {
+    let (drover, images) = (dir.join("drover"), dir.join("cache/images"));
     fs::write(&drover, SCRIPT.replace("DAMAGE", damage)).unwrap();
     fs::set_permissions(&drover, fs::Permissions::from_mode(0o755)).unwrap();
-    drover
-}
-
-/// A lab that measures the stand-in, with `dir/out` for results and `dir/cache` for images.
-pub fn lab(dir: &Path, damage: &str) -> Lab {
+    fs::create_dir_all(&images).unwrap();
+    fs::create_dir(dir.join("out")).unwrap();
+    for (name, byte) in [("small-one", 1), ("small-two", 2)] {
+        let content = [vec![byte; 4096], vec![9; 8192]].concat();
+        fs::write(images.join(format!("{name}.raw")), content).unwrap();
+    }
+    let common = Common {
+        drover,
+        dir: dir.join("cache"),
+        out: dir.join("out"),
+        json: false,
+    };
     Lab {
-        common: Common {
-            drover: binary(dir, damage),
-            dir: dir.join("cache"),
-            out: dir.join("out"),
-            json: false,
-        },
+        common,
         repeat: 2,
-        small: false,
+        small: true,
     }
 }

@@ -1,48 +1,39 @@
 //! Throughput where the link is no limit, and where the time goes: one image over loopback, and over a link in user
 //! space without a rate. Repetitions are alternated, so that what the machine does meanwhile hits all alike.
 
-mod tools;
-
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
-use self::tools::{Carried, Job, Tool};
-use super::lines::Net;
-use super::pictures::{Words, bars};
-use super::{Lab, file_name};
-use crate::bench::{About, Axis, Case, Column, Experiment, Need, Plot, Row, Subject, Verdict};
-use crate::link::Options;
+use super::lines::{self, Net};
+use super::{Lab, file_name, must_be_same};
+use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
+use crate::rivals::{self, Carrier, Mode, Rsync};
 use crate::same::identical;
-use crate::site::Stage;
+use crate::shell;
+use crate::site::{Sender, Sent, Site, Stage};
+use crate::watch::cpu_of_children;
 
 const MIB: f64 = (1u64 << 20) as f64;
 const LOOPBACK: &str = "loopback";
 const LINK: &str = "link";
-/// What is sent, and what the site has that is like it.
-const FULL: [&str; 2] = ["bookworm-app", "bookworm-web"];
-const SMALL: [&str; 2] = ["small-one", "small-two"];
+/// How long one send may take.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// What a daemon's own children need to be gone, so that their time is known.
+const REST: Duration = Duration::from_millis(100);
 /// Stages in the order in which data goes through them.
-const STAGES: &[(&str, &[&str])] = &[
-    (
-        "source",
-        &["read", "scan", "digest", "fetch", "compress", "send"],
-    ),
-    (
-        "destination",
-        &[
-            "receive", "unpack", "verify", "write", "matching", "copy", "check", "drive", "log",
-            "sync", "deliver",
-        ],
-    ),
+const SOURCE: &[&str] = &["read", "scan", "digest", "fetch", "compress", "send"];
+const DESTINATION: &[&str] = &[
+    "receive", "unpack", "verify", "write", "matching", "copy", "check", "drive", "log", "sync",
+    "deliver",
 ];
 
-/// The experiment.
-pub struct Throughput;
-
-static ABOUT: About = About {
+pub const EXPERIMENT: Experiment = Experiment {
     name: "throughput",
     title: "Throughput without a limit, and where the time goes",
     text: "One image over loopback, and over a link in user space without rate and delay: by drover to an empty site \
@@ -70,347 +61,249 @@ what is above 100 % is more than one thread. *Waiting* is for the stage before o
         Column::optional("socket_percent", "socket %", 1),
         Column::optional("stage_mb", "through it, MB", 1),
     ],
-};
-
-impl Experiment for Throughput {
-    fn about(&self) -> &'static About {
-        &ABOUT
-    }
-
-    fn cases(&self, lab: &Lab) -> Result<Vec<Case>> {
-        let case = |id: &str, what: &str, needs| Case {
-            id: id.to_owned(),
-            what: what.to_owned(),
-            seconds: if lab.small { 12.0 } else { 45.0 } * lab.repeat.max(1) as f64,
-            rank: 0,
-            subject: Subject::Drover,
-            needs,
-        };
+    cases: |_| {
         Ok(vec![
-            case(
+            Case::new(
                 LOOPBACK,
                 "one image over loopback, by everyone",
+                0,
                 &[Need::Library],
             ),
-            case(
+            Case::new(
                 LINK,
                 "one image over a link without a rate",
+                0,
                 &[Need::Library, Need::Link],
             ),
         ])
-    }
+    },
+    run,
+};
 
-    fn run(&self, lab: &Lab, case: &Case) -> Result<Vec<Row>> {
-        let link = case.id == LINK;
-        let net = if link {
-            Net::over(&Options {
-                name: format!("flow-{}", std::process::id()),
-                rtt_ms: 0.0,
-                rate_mbit: 0.0,
-                ..Options::default()
-            })?
-        } else {
-            Net::loopback()
-        };
-        let mut series = all_series(Tool::all(link, lab.small));
-        rounds(lab, &net, &mut series)?;
-        let image = lab.image(names(lab)[0])?;
-        let meta = fs::metadata(&image)?;
-        let (data, size) = (meta.blocks() * 512, meta.len());
-        let place = if link { "link, no rate" } else { LOOPBACK };
-        Ok(series
-            .iter()
-            .flatten()
-            .flat_map(|s| s.rows(place, data as f64 / 1e6, size as f64 / 1e6))
-            .collect())
-    }
+/// Who carries; drover twice to one site.
+const TOOLS: &[&[&str]] = &[
+    &["drover, first", "drover, again"],
+    &["drover, similar"],
+    &["rsync --whole-file"],
+    &["rsync --whole-file --sparse --fsync"],
+    &["zstd"],
+    &["cp"],
+    &["dd conv=fsync"],
+];
 
-    fn plots(&self, rows: &[Row]) -> Vec<Plot> {
-        let all: Vec<&Row> = rows.iter().collect();
-        let tools = bars(
-            &all,
-            "by",
-            "place",
-            "data_mb_s",
-            Words {
-                name: "throughput",
-                title: "Throughput without a limit".to_owned(),
-                y: Axis::linear("MB of data a second"),
-            },
-        );
-        let local: Vec<&Row> = rows
-            .iter()
-            .filter(|row| row.label("place") == LOOPBACK)
-            .collect();
-        let stages = bars(
-            &local,
-            "stage",
-            "by",
-            "busy_percent",
-            Words {
-                name: "stages",
-                title: "Where drover's time goes, over loopback".to_owned(),
-                y: Axis::linear("busy, % of the time"),
-            },
-        );
-        tools.into_iter().chain(stages).collect()
-    }
-
-    fn images(&self, lab: &Lab, _case: &Case) -> Option<Vec<PathBuf>> {
-        Some(
-            names(lab)
-                .iter()
-                .filter_map(|n| lab.image(n).ok())
-                .collect(),
-        )
-    }
+/// One carrying.
+#[derive(Clone, Debug, Default)]
+pub struct Carried {
+    seconds: f64,
+    /// Processor time of both ends.
+    cpu_seconds: f64,
+    /// Peak memory of the sender and of the site, where they were watched.
+    peaks: Option<(u64, u64)>,
+    /// What drover said of it.
+    sent: Option<Sent>,
 }
 
-fn names(lab: &Lab) -> [&'static str; 2] {
-    if lab.small { SMALL } else { FULL }
+/// What is carried, by what, and where.
+struct Job {
+    drover: PathBuf,
+    image: PathBuf,
+    similar: PathBuf,
+    dir: PathBuf,
+    net: Net,
 }
 
-/// What has been measured under one name.
-struct Series {
-    tool: Tool,
-    name: &'static str,
-    /// Which of the tool's carryings.
-    nth: usize,
-    carried: Vec<Carried>,
-    verdict: Verdict,
-}
-
-fn all_series(tools: Vec<Tool>) -> Vec<Vec<Series>> {
-    let of = |tool: Tool| {
-        let series = |(nth, name)| Series {
-            tool,
-            name,
-            nth,
-            carried: Vec::new(),
-            verdict: match tool.missing() {
-                None => Verdict::Good,
-                Some(why) => {
-                    eprintln!("SKIP {name}: {why}");
-                    Verdict::Skipped(why)
-                }
-            },
-        };
-        tool.names().into_iter().enumerate().map(series).collect()
+fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
+    let linked = case.id == LINK;
+    let work = lab.work("throughput")?;
+    let [image, similar] = lab.either(["bookworm-app", "bookworm-web"], ["small-one", "small-two"]);
+    let job = Job {
+        drover: lab.binary()?,
+        image: lab.image(image)?,
+        similar: lab.image(similar)?,
+        dir: work.join("round"),
+        net: Net::like(linked.then(|| lines::line(0.0, 0.0, 0.0)), 1)?,
     };
-    tools.into_iter().map(of).collect()
-}
-
-/// Everyone in turn, and another first in each round: what one leaves to the disk is not always paid by the same.
-fn rounds(lab: &Lab, net: &Net, series: &mut [Vec<Series>]) -> Result<()> {
-    let [image, similar] = names(lab);
-    let (image, similar) = (lab.image(image)?, lab.image(similar)?);
-    let (drover, work) = (lab.binary()?, lab.work("throughput")?);
-    let dir = work.join("round");
     // Once for nothing: everyone reads the images from memory.
-    for path in [&image, &similar] {
+    for path in [&job.image, &job.similar] {
         identical(path, path)?;
     }
-    let job = Job {
-        drover: &drover,
-        image: &image,
-        similar: &similar,
-        dir: &dir,
-        net,
-    };
+    // Over a link copying alone makes no sense.
+    let tools = &TOOLS[..if linked { TOOLS.len() - 2 } else { TOOLS.len() }];
+    let mut done: BTreeMap<&str, Result<Vec<Carried>, Verdict>> = BTreeMap::new();
     for round in 0..lab.repeat.max(1) {
-        for turn in 0..series.len() {
-            let at = (round + turn) % series.len();
-            measure(&mut series[at], &job);
-            let _ = fs::remove_dir_all(&dir);
-        }
-    }
-    Ok(())
-}
-
-fn measure(series: &mut [Series], job: &Job<'_>) {
-    let Some(tool) = series.first().map(|s| s.tool) else {
-        return;
-    };
-    if series
-        .iter()
-        .any(|s| matches!(s.verdict, Verdict::Skipped(_) | Verdict::Failed(_)))
-    {
-        return;
-    }
-    match tool.carry(job) {
-        Ok(carried) => {
-            for of in series {
-                let Some(one) = carried.get(of.nth) else {
-                    continue;
-                };
-                if !one.same {
-                    let name = file_name(job.image);
-                    of.verdict = Verdict::Wrong(format!("{name}: the copy is not the original"));
-                }
-                eprintln!("  {}: {:.2} s", of.name, one.seconds);
-                of.carried.push(one.clone());
+        for turn in 0..tools.len() {
+            // Another first in each round: what one leaves to the disk is not always paid by the same.
+            let names = tools[(round + turn) % tools.len()];
+            if names
+                .iter()
+                .any(|name| matches!(done.get(name), Some(Err(_))))
+            {
+                continue;
             }
-        }
-        Err(error) => {
-            for of in series {
-                of.verdict = Verdict::Failed(format!("{error:#}"));
-            }
-        }
-    }
-}
-
-impl Series {
-    /// A row of it all, and one for each stage that said something.
-    fn rows(&self, place: &str, data_mb: f64, size_mb: f64) -> Vec<Row> {
-        let labels = |stage: String| {
-            Row::new([
-                ("place", place.to_owned()),
-                ("by", self.name.to_owned()),
-                ("stage", stage),
-            ])
-        };
-        let mut row = labels(String::new());
-        row.verdict = self.verdict.clone();
-        let all = |of: &dyn Fn(&Carried) -> Option<f64>| -> Vec<f64> {
-            self.carried.iter().filter_map(of).collect()
-        };
-        row.set_all("seconds", &all(&|c| Some(c.seconds)));
-        row.set_all("data_mb_s", &all(&|c| Some(data_mb / c.seconds)));
-        row.set_all("size_mb_s", &all(&|c| Some(size_mb / c.seconds)));
-        row.set_all("cores", &all(&|c| Some(c.cpu_seconds / c.seconds)));
-        row.set_all("sender_mib", &all(&|c| Some(c.peaks?.0 as f64 / MIB)));
-        row.set_all("site_mib", &all(&|c| Some(c.peaks?.1 as f64 / MIB)));
-        let wire = |c: &Carried| Some(c.sent.as_ref()?.wire_bytes() as f64 / 1e6);
-        row.set_all("wire_mb", &all(&wire));
-        let mut rows = vec![row];
-        for (end, stages) in STAGES {
-            for stage in *stages {
-                let said: Vec<(f64, Stage)> = self
-                    .carried
-                    .iter()
-                    .filter_map(|c| {
-                        let sent = c.sent.as_ref()?;
-                        Some((sent.seconds, *sent.stages.get(*end)?.get(*stage)?))
-                    })
-                    .collect();
-                if !said.is_empty() {
-                    rows.push(of_stage(labels(format!("{end} {stage}")), &said));
+            fs::create_dir_all(&job.dir)?;
+            let missing = names[0]
+                .split(' ')
+                .next()
+                .filter(|p| !p.starts_with("drover") && !shell::have(p));
+            let outcome = match missing {
+                Some(program) => Err(Verdict::Skipped(format!("no {program}"))),
+                None => job.carry(names[0]).map_err(|error| Verdict::failed(&error)),
+            };
+            let _ = fs::remove_dir_all(&job.dir);
+            for (nth, name) in names.iter().enumerate() {
+                match &outcome {
+                    Ok(carried) => {
+                        eprintln!("  {name}: {:.2} s", carried[nth].seconds);
+                        if let Ok(all) = done.entry(name).or_insert(Ok(Vec::new())) {
+                            all.push(carried[nth].clone());
+                        }
+                    }
+                    Err(verdict) => _ = done.insert(name, Err(verdict.clone())),
                 }
             }
         }
-        rows
     }
+    let meta = fs::metadata(&job.image)?;
+    let sizes = (meta.blocks() as f64 * 512e-6, meta.len() as f64 / 1e6);
+    let place = if linked { "link, no rate" } else { LOOPBACK };
+    let rows = |name: &&str| match done.remove(*name) {
+        Some(Ok(carried)) => rows(place, name, &carried, sizes),
+        Some(Err(verdict)) => vec![labelled(place, name, String::new()).but(verdict)],
+        None => Vec::new(),
+    };
+    Ok(tools.iter().copied().flatten().flat_map(rows).collect())
 }
 
-fn of_stage(mut row: Row, said: &[(f64, Stage)]) -> Row {
-    let mut set = |key: &str, of: &dyn Fn(&(f64, Stage)) -> f64| {
-        let values: Vec<f64> = said.iter().map(of).collect();
-        row.set_all(key, &values);
+fn labelled(place: &str, by: &str, stage: String) -> Row {
+    Row::new([
+        ("place", place.to_owned()),
+        ("by", by.to_owned()),
+        ("stage", stage),
+    ])
+}
+
+/// A row of it all, and one for each stage that said something.
+fn rows(place: &str, name: &str, carried: &[Carried], (data_mb, size_mb): (f64, f64)) -> Vec<Row> {
+    let mut row = labelled(place, name, String::new());
+    let mut set = |key: &str, of: &dyn Fn(&Carried) -> Option<f64>| {
+        row.set_all(key, &carried.iter().filter_map(of).collect::<Vec<f64>>());
     };
-    set("seconds", &|(seconds, _)| *seconds);
-    set("busy_percent", &|(s, stage)| 100.0 * stage.busy_seconds / s);
-    set("wait_percent", &|(s, stage)| 100.0 * stage.wait_seconds / s);
-    set("socket_percent", &|(s, stage)| {
-        100.0 * stage.socket_seconds / s
+    set("seconds", &|c| Some(c.seconds));
+    set("data_mb_s", &|c| Some(data_mb / c.seconds));
+    set("size_mb_s", &|c| Some(size_mb / c.seconds));
+    set("cores", &|c| Some(c.cpu_seconds / c.seconds));
+    set("sender_mib", &|c| Some(c.peaks?.0 as f64 / MIB));
+    set("site_mib", &|c| Some(c.peaks?.1 as f64 / MIB));
+    set("wire_mb", &|c| {
+        Some(c.sent.as_ref()?.wire_bytes() as f64 / 1e6)
     });
-    set("stage_mb", &|(_, stage)| stage.bytes as f64 / 1e6);
-    row
+    let mut rows = vec![row];
+    for (end, stages) in [("source", SOURCE), ("destination", DESTINATION)] {
+        for stage in stages {
+            let said = carried.iter().filter_map(|c| c.sent.as_ref());
+            let said =
+                said.filter_map(|sent| Some((sent.seconds, *sent.stages.get(end)?.get(*stage)?)));
+            let said: Vec<(f64, Stage)> = said.collect();
+            let mut row = labelled(place, name, format!("{end} {stage}"));
+            let mut set = |key: &str, of: &dyn Fn(&(f64, Stage)) -> f64| {
+                row.set_all(key, &said.iter().map(of).collect::<Vec<f64>>());
+            };
+            set("seconds", &|(seconds, _)| *seconds);
+            set("busy_percent", &|(s, stage)| 100.0 * stage.busy_seconds / s);
+            set("wait_percent", &|(s, stage)| 100.0 * stage.wait_seconds / s);
+            set("socket_percent", &|(s, stage)| {
+                100.0 * stage.socket_seconds / s
+            });
+            set("stage_mb", &|(_, stage)| stage.bytes as f64 / 1e6);
+            rows.extend((!said.is_empty()).then_some(row));
+        }
+    }
+    rows
 }
 
-#[cfg(test)]
-mod tests {
-    use super::super::stand_in;
-    use super::*;
-    use crate::bench::Kind;
-
-    fn run(damage: &str) -> Vec<Row> {
-        let dir = tempfile::tempdir().unwrap();
-        let images = dir.path().join("cache/images");
-        fs::create_dir_all(&images).unwrap();
-        fs::create_dir(dir.path().join("out")).unwrap();
-        for (name, byte) in [("small-one", 1), ("small-two", 2)] {
-            let content = [vec![byte; 5000], vec![9; 8192]].concat();
-            fs::write(images.join(format!("{name}.raw")), content).unwrap();
-        }
-        let mut lab = stand_in::lab(dir.path(), damage);
-        lab.small = true;
-        let case = Throughput.cases(&lab).unwrap().remove(0);
-        let rows = Throughput.run(&lab, &case).unwrap();
-        assert_eq!(
-            fs::read_dir(dir.path().join("out")).unwrap().count(),
-            0,
-            "something stays"
-        );
-        rows
-    }
-
-    #[test]
-    fn everyone_is_measured_in_turn() {
-        let rows = run("");
-        let by: Vec<&str> = rows.iter().map(|row| row.label("by")).collect();
-        assert_eq!(
-            by[..3],
-            ["drover, first", "drover, again", "drover, similar"]
-        );
-        assert_eq!(by[by.len() - 2..], ["cp", "dd conv=fsync"]);
-        for row in rows
-            .iter()
-            .filter(|r| !matches!(r.verdict, Verdict::Skipped(_)))
-        {
-            assert_eq!(row.verdict, Verdict::Good, "{row:?}");
-            assert_eq!(row.figures["seconds"].runs, 2, "{row:?}");
-            assert!(row.value("data_mb_s").unwrap() > 0.0);
+impl Job {
+    /// Carries the image once, or twice.
+    fn carry(&self, tool: &str) -> Result<Vec<Carried>> {
+        let place = self.net.place();
+        match tool {
+            "drover, first" | "drover, similar" => {
+                let site = Site::start(&self.drover, &self.dir.join("site"), place)?;
+                let sender = Sender::pair(&self.drover, &self.dir.join("sender"), place, &site)?;
+                if tool == "drover, similar" {
+                    sender.begin(&self.similar, &[])?.finish(PATIENCE)?;
+                    return Ok(vec![self.send(&site, &sender)?]);
+                }
+                Ok(vec![self.send(&site, &sender)?, self.send(&site, &sender)?])
+            }
+            "rsync --whole-file" => {
+                self.by(|| Ok(Box::new(Rsync::start(Mode::Whole, &self.dir, place)?)))
+            }
+            "zstd" => self.by(|| rivals::ALL[0].start(place, &self.dir)),
+            "cp" => self.copied(|to| {
+                let mut cp = Command::new("cp");
+                cp.args(["--reflink=never", "--sparse=auto"])
+                    .arg(&self.image)
+                    .arg(to);
+                cp
+            }),
+            "dd conv=fsync" => self.copied(|to| {
+                let mut dd = Command::new("dd");
+                dd.args(["bs=1M", "conv=sparse,fsync", "status=none"]);
+                dd.arg(format!("if={}", self.image.display()))
+                    .arg(format!("of={}", to.display()));
+                dd
+            }),
+            _ => self.by(|| Ok(Box::new(Rsync::start(Mode::WholeSynced, &self.dir, place)?))),
         }
     }
 
-    #[test]
-    fn what_goes_wrong_is_a_row_and_the_others_go_on() {
-        let wrong = run(r#"echo x >> "$to""#);
-        assert!(matches!(wrong[0].verdict, Verdict::Wrong(_)), "{wrong:?}");
-        assert_eq!(wrong.last().unwrap().verdict, Verdict::Good);
-        let failed = run("echo no space there >&2; exit 3");
-        let Verdict::Failed(why) = &failed[1].verdict else {
-            panic!("{failed:?}")
-        };
-        assert!(why.contains("no space there"), "{why}");
-        assert_eq!(failed.last().unwrap().verdict, Verdict::Good);
+    fn send(&self, site: &Site, sender: &Sender<'_>) -> Result<Carried> {
+        rustix::fs::sync();
+        site.forget_peak();
+        let before = site.cost();
+        let outcome = sender.begin(&self.image, &[])?.finish(PATIENCE)?;
+        let after = site.cost();
+        must_be_same(&self.image, &site.image(&file_name(&self.image)))?;
+        Ok(Carried {
+            seconds: outcome.seconds,
+            cpu_seconds: outcome.cost.cpu_seconds + after.cpu_seconds - before.cpu_seconds,
+            peaks: Some((outcome.cost.peak_rss_bytes, after.peak_rss_bytes)),
+            sent: outcome.images.into_iter().next(),
+        })
     }
 
-    #[test]
-    fn stages_are_rows_and_bars() {
-        let stage = Stage {
-            busy_seconds: 1.5,
-            wait_seconds: 0.5,
-            socket_seconds: 0.0,
-            bytes: 3_000_000,
-        };
-        let mut sent = crate::site::Sent {
-            seconds: 2.0,
-            ..Default::default()
-        };
-        let source = sent.stages.entry("source".to_owned()).or_default();
-        source.insert("digest".to_owned(), stage);
-        let series = Series {
-            tool: Tool::Drover,
-            name: "drover, first",
-            nth: 0,
-            carried: vec![Carried {
-                seconds: 2.5,
-                sent: Some(sent),
-                ..Carried::default()
-            }],
-            verdict: Verdict::Good,
-        };
-        let rows = series.rows(LOOPBACK, 10.0, 20.0);
-        assert_eq!(rows.len(), 2);
-        assert_eq!(rows[0].value("data_mb_s"), Some(4.0));
-        assert_eq!(rows[1].label("stage"), "source digest");
-        assert_eq!(rows[1].value("busy_percent"), Some(75.0));
-        let plots = Throughput.plots(&rows);
-        let Kind::Bars { groups, series, .. } = &plots[1].kind else {
-            panic!("{plots:?}")
-        };
-        assert_eq!(groups[..], ["source digest"]);
-        assert_eq!(series[0].1[..], [Some(75.0)]);
+    fn by<'a>(
+        &self,
+        start: impl FnOnce() -> Result<Box<dyn Carrier + 'a>>,
+    ) -> Result<Vec<Carried>> {
+        rustix::fs::sync();
+        let before = cpu_of_children();
+        let mut carrier = start()?;
+        let seconds = carrier.carry(&self.image, None)?;
+        // Before it ends: what it has at the far end goes with it.
+        must_be_same(&self.image, &carrier.delivered(&self.image))?;
+        std::thread::sleep(REST);
+        drop(carrier);
+        let cpu_seconds = cpu_of_children() - before;
+        Ok(vec![Carried {
+            seconds,
+            cpu_seconds,
+            ..Carried::default()
+        }])
+    }
+
+    fn copied(&self, command: impl FnOnce(&Path) -> Command) -> Result<Vec<Carried>> {
+        rustix::fs::sync();
+        let to = self.dir.join("copy");
+        let (before, started) = (cpu_of_children(), Instant::now());
+        shell::run(&mut command(&to)).context("a plain copy")?;
+        let seconds = started.elapsed().as_secs_f64();
+        let cpu_seconds = cpu_of_children() - before;
+        must_be_same(&self.image, &to)?;
+        Ok(vec![Carried {
+            seconds,
+            cpu_seconds,
+            ..Carried::default()
+        }])
     }
 }

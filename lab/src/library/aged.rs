@@ -2,142 +2,329 @@
 //! grow, a database runs.
 //!
 //! A copy of an image is mounted and lives on: what does not change stays where it is, what is written goes where the
-//! file system finds room. An image of the host's files (the small set) is aged as a tree instead, without root.
+//! file system finds room. An image of the host's files (the small set) is aged as a tree instead, without root. All choices grow from a seed.
 
-mod database;
-mod files;
-mod packages;
-
-use std::fs;
-use std::path::Path;
+use std::fmt::Write as _;
+use std::fs::{self, File, FileTimes};
+use std::io::{BufWriter, Write as _};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
+use fastrand::Rng;
 
-use super::cache::{self, Cache};
-use super::debian::{self, Built};
-use super::mount::Mounted;
-use super::progress::Step;
-use super::table::{Fs, Spec};
-use super::{ext4, jail};
+use super::build::{Built, Cache, remove_tree};
+use super::table::{Recipe, Spec};
+use super::{debian, filesystem};
 use crate::shell;
 
 /// From what all that is random about ageing grows.
-pub const SEED: u64 = 0x0061_6765;
+const SEED: u64 = 0x0061_6765;
 const LOG_BYTES: usize = 48 << 20;
 /// How long after its installation a machine is "aged".
 const AGE: Duration = Duration::from_secs(120 * 86_400);
 /// How often the database and the logs take turns.
-const ROUNDS: u64 = 2;
+const ROUNDS: usize = 2;
+/// Packages that an administrator adds in the first week.
+const ADDED: &str = "vim tmux htop curl rsync";
+/// Rows that a round of the database inserts; half as many are then updated and a quarter deleted, over all rounds' rows.
+const ROWS: usize = 12_000;
 
-/// Ages a copy of the raw image `base` through a loop mount.
+/// Ages a copy of the raw image `base`, which is an image of `root`'s machine.
 ///
 /// # Errors
-/// Without root, when `base` is in use, when packages cannot be fetched, when the disk is full.
-pub fn by_mount(
-    cache: &Cache,
-    spec: &Spec,
-    suite: &str,
-    base: &Path,
-    installed_at: u64,
-    out: &Path,
-) -> Result<Built> {
-    let name = &spec.name;
-    let time = SystemTime::UNIX_EPOCH + Duration::from_secs(installed_at) + AGE;
-    if !jail::is_root() {
-        anyhow::bail!("ageing an installed system needs root: its packages' scripts run in it");
-    }
-    copy(base, out)?;
-    let mounted = Mounted::new(out, cache.work.join(format!("{name}.mnt")), spec.fs, false)?;
-    let root = mounted.at.as_path();
-    let debs = cache.packages.join(suite);
-    fs::create_dir_all(debs.join("partial"))?;
-
-    let mut built = Built {
-        written_by: "loop mount of a copy".to_owned(),
-        ..Built::default()
+/// Without root (but for the host's files), when packages cannot be fetched, when the disk is full.
+pub fn make(cache: &Cache, spec: &Spec, root: &Spec, base: &Path, out: &Path) -> Result<Built> {
+    let time = filesystem::time_of(&root.name) + AGE;
+    let mut rng = Rng::with_seed(SEED);
+    let Recipe::Debian { suite, .. } = &root.recipe else {
+        let tree = cache.work.join(&spec.name);
+        fs::create_dir_all(&tree)?;
+        let dump = format!("rdump / \"{}\"", tree.display());
+        shell::run(Command::new("debugfs").args(["-R", &dump]).arg(base))?;
+        let notes = vec![churn(&tree, time)?];
+        grow_logs(&tree.join("var/log"), LOG_BYTES / 8, time, &mut rng)?;
+        let written_by = filesystem::mke2fs(&tree, out, &spec.name)?;
+        remove_tree(&tree)?;
+        return Ok(Built {
+            written_by,
+            notes,
+            ..Built::default()
+        });
     };
-    {
-        let _step = Step::new(name, "upgrading and adding packages");
-        built.notes.push(packages::upgrade(root, &debs, suite)?);
-        built.notes.push(packages::add(root, &debs)?);
-    }
-    {
-        let _step = Step::new(name, "changing files");
-        built.notes.push(files::churn(root, time)?);
-    }
-    let mut rng = fastrand::Rng::with_seed(SEED);
+    shell::run(
+        Command::new("cp")
+            .args(["--sparse=always", "--reflink=auto"])
+            .args([base, out]),
+    )?;
+    let mounted = filesystem::Mounted::new(out, cache.work.join("mnt"), spec.fs, false)?;
+    let (at, debs) = (mounted.at.as_path(), cache.packages(suite)?);
+    let mut notes = vec![upgrade(at, &debs, suite)?, churn(at, time)?];
     for round in 0..ROUNDS {
-        {
-            let _step = Step::new(name, "growing logs");
-            let bytes = LOG_BYTES / usize::try_from(ROUNDS)?;
-            files::grow_logs(&root.join("var/log"), bytes, time, &mut rng)?;
-        }
-        let _step = Step::new(name, "running its database");
-        match database::run(cache, root, &debs, round) {
-            Ok(Some(note)) => built.notes.push(note),
-            Ok(None) => {}
-            Err(error) => {
-                let note = format!("SKIP its database did not run: {error:#}");
-                eprintln!("{name}: {note}");
-                built.notes.push(note);
-                break;
-            }
-        }
+        grow_logs(&at.join("var/log"), LOG_BYTES / ROUNDS, time, &mut rng)?;
+        notes.extend(run_database(at, &debs, round)?);
     }
-    built
-        .notes
-        .push(format!("logs grew by {} MiB", LOG_BYTES >> 20));
-    built.packages = debian::installed(root)?;
-    built.files_digest = super::filesystem::files_digest(root)?;
+    notes.push(format!("logs grew by {} MiB", LOG_BYTES >> 20));
+    let packages = debian::installed(at)?;
     mounted.close()?;
-    Ok(built)
+    Ok(Built {
+        packages,
+        written_by: "loop mount of a copy".to_owned(),
+        notes,
+    })
 }
 
-fn copy(base: &Path, out: &Path) -> Result<()> {
-    let mut command = jail::command(Duration::from_secs(1200), "cp");
-    command
-        .args(["--sparse=always", "--reflink=auto"])
-        .args([base, out]);
-    jail::run("copying the base", &mut command, None).map(drop)
+/// Turns the suite's updates on, upgrades all there is by the machine's own apt, and adds some tools. No service starts: nobody would stop it.
+fn upgrade(root: &Path, debs: &Path, suite: &str) -> Result<String> {
+    let sources = debian::sources_for(suite, true)?;
+    let stanzas = root.join("etc/apt/sources.list.d");
+    for entry in fs::read_dir(&stanzas).into_iter().flatten().flatten() {
+        fs::remove_file(entry.path())?;
+    }
+    let place = if sources.contains("URIs:") {
+        stanzas.join("debian.sources")
+    } else {
+        root.join("etc/apt/sources.list")
+    };
+    fs::write(place, sources)?;
+    let policy = root.join("usr/sbin/policy-rc.d");
+    fs::write(&policy, "#!/bin/sh\nexit 101\n")?;
+    fs::set_permissions(&policy, fs::Permissions::from_mode(0o755))?;
+    let before = debian::installed(root)?;
+    let options = "-q -y -o Dpkg::Options::=--force-confold -o Dpkg::Options::=--force-unsafe-io --no-install-recommends";
+    let script = format!(
+        "apt-get -q update; apt-get {options} --with-new-pkgs upgrade; apt-get {options} install {ADDED}"
+    );
+    debian::inside(root, debs, &script).context("upgrading and adding packages")?;
+    fs::remove_file(policy)?;
+    let after = debian::installed(root)?;
+    let changed = after.iter().filter(|line| !before.contains(line)).count();
+    Ok(format!(
+        "{changed} packages upgraded or added, {ADDED} among them"
+    ))
 }
 
-/// Ages an image of the host's files: its tree is taken out, changed and written again, all without root.
+/// Changes some of the files below /usr/share, /usr/lib and /etc, chosen by their names; says how many.
 ///
 /// # Errors
-/// When `debugfs` or `mke2fs` fail.
-pub fn by_tree(
-    cache: &Cache,
-    spec: &Spec,
-    base: &Path,
-    installed_at: u64,
-    out: &Path,
-) -> Result<Built> {
-    let name = &spec.name;
-    let time = SystemTime::UNIX_EPOCH + Duration::from_secs(installed_at) + AGE;
-    if spec.fs != Fs::Ext4 || !shell::have("debugfs") {
-        anyhow::bail!("ageing as a tree needs ext4 and debugfs (e2fsprogs)");
+/// When the disk is full.
+pub fn churn(root: &Path, time: SystemTime) -> Result<String> {
+    let mut files = Vec::new();
+    for dir in ["usr/share", "usr/lib", "etc", "home", "srv"] {
+        regular_files(&root.join(dir), &mut files);
     }
-    let _step = Step::new(name, "ageing a tree");
-    let tree = cache.work.join(name);
-    cache::remove_tree(&tree)?;
-    fs::create_dir_all(&tree)?;
-    let dump = format!("rdump / \"{}\"", tree.display());
-    shell::run(Command::new("debugfs").args(["-R", &dump]).arg(base))
-        .context("cannot take the files out of the base")?;
-    let mut notes = vec![files::churn(&tree, time)?];
-    let mut rng = fastrand::Rng::with_seed(SEED);
-    files::grow_logs(&tree.join("var/log"), LOG_BYTES / 8, time, &mut rng)?;
-    notes.push(format!("logs grew by {} MiB", LOG_BYTES >> 23));
-    notes.push(files::grow_table(&tree.join("var/lib/table"), &mut rng)?);
-    ext4::make(&tree, out, name)?;
-    let files_digest = super::filesystem::files_digest(&tree)?;
-    cache::remove_tree(&tree)?;
-    Ok(Built {
-        written_by: "mke2fs -d".to_owned(),
-        files_digest,
-        notes,
-        ..Built::default()
-    })
+    files.sort();
+    let (mut rewritten, mut edited, mut moved, mut deleted) = (0, 0, 0, 0);
+    for path in files {
+        let relative = path.strip_prefix(root).unwrap_or(&path);
+        let key = blake3::hash(relative.as_os_str().as_encoded_bytes()).as_bytes()[0];
+        let spare = relative.starts_with("usr/share/doc") || relative.starts_with("usr/share/man");
+        let is_text = relative
+            .extension()
+            .is_some_and(|e| e == "conf" || e == "cfg" || e == "list")
+            || relative.starts_with("etc/default")
+            || relative.starts_with("etc/cron.d");
+        match key {
+            0..4 => {
+                rewrite(&path, time)?;
+                rewritten += 1;
+            }
+            // Comments where they do no harm.
+            4..40 if relative.starts_with("etc") && is_text => {
+                let mut file = File::options().append(true).open(&path)?;
+                writeln!(file, "# edited by an administrator")?;
+                stamp(&file, time)?;
+                edited += 1;
+            }
+            40..48 if spare => {
+                fs::rename(&path, path.with_extension("old"))?;
+                moved += 1;
+            }
+            48..60 if spare => {
+                fs::remove_file(&path)?;
+                deleted += 1;
+            }
+            _ => {}
+        }
+    }
+    Ok(format!(
+        "{rewritten} files rewritten, {edited} edited, {moved} moved, {deleted} deleted"
+    ))
+}
+
+/// An editor's or an upgrade's way to write: a new file with the old content, elsewhere on the disk.
+fn rewrite(path: &Path, time: SystemTime) -> Result<()> {
+    let meta = path.metadata()?;
+    let aside = path.with_extension("drover-lab");
+    fs::copy(path, &aside).with_context(|| format!("cannot rewrite {}", path.display()))?;
+    // The mode goes after the owner, whose change clears bits of it.
+    std::os::unix::fs::chown(&aside, Some(meta.uid()), Some(meta.gid()))?;
+    fs::set_permissions(&aside, meta.permissions())?;
+    stamp(&File::open(&aside)?, time)?;
+    Ok(fs::rename(&aside, path)?)
+}
+
+fn stamp(file: &File, time: SystemTime) -> std::io::Result<()> {
+    file.set_times(FileTimes::new().set_accessed(time).set_modified(time))
+}
+
+fn regular_files(dir: &Path, out: &mut Vec<PathBuf>) {
+    for path in fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|e| e.path())
+    {
+        match path.symlink_metadata() {
+            Ok(meta) if meta.is_dir() => regular_files(&path, out),
+            Ok(meta) if meta.is_file() => out.push(path),
+            _ => {}
+        }
+    }
+}
+
+/// Appends to the logs, `bytes` in all.
+fn grow_logs(dir: &Path, bytes: usize, time: SystemTime, rng: &mut Rng) -> Result<()> {
+    fs::create_dir_all(dir)?;
+    for (name, share) in [("syslog", 6), ("auth.log", 3), ("kern.log", 1)] {
+        let mut file = BufWriter::new(
+            File::options()
+                .create(true)
+                .append(true)
+                .open(dir.join(name))?,
+        );
+        let (mut clock, mut written) = (filesystem::EPOCH, 0);
+        while written < bytes / 10 * share {
+            clock += rng.u64(0..30);
+            let (pid, host, port, key) = (
+                rng.u32(300..40_000),
+                rng.u8(..),
+                rng.u16(1024..),
+                rng.u128(..),
+            );
+            let what = match rng.u8(0..4) {
+                0 => format!(
+                    "sshd[{pid}]: Accepted publickey for admin from 192.0.2.{host} port {port} ssh2: ED25519 SHA256:{key:032x}"
+                ),
+                1 => {
+                    format!("CRON[{pid}]: (root) CMD (cd / && run-parts --report /etc/cron.hourly)")
+                }
+                2 => format!("systemd[1]: session-{pid}.scope: Deactivated successfully."),
+                _ => format!(
+                    "sshd[{pid}]: Failed password for invalid user u{port:x} from 198.51.100.{host} port {port}"
+                ),
+            };
+            let line = format!("{clock} vm {what}\n");
+            file.write_all(line.as_bytes())
+                .context("the log cannot grow")?;
+            written += line.len();
+        }
+        stamp(
+            &file
+                .into_inner()
+                .map_err(std::io::IntoInnerError::into_error)?,
+            time,
+        )?;
+    }
+    Ok(())
+}
+
+const MARIADB: &str = r#"
+    install -d -o mysql -g mysql /run/mysqld
+    at=--socket=/run/mysqld/lab.sock
+    mariadbd --user=mysql --skip-networking $at --pid-file=/run/mysqld/lab.pid >/run/server.log 2>&1 &
+    server=$!
+    for try in $(seq 150); do
+        if mariadb-admin $at ping >/dev/null 2>&1; then break; fi
+        kill -0 $server || { tail -n 3 /run/server.log >&2; exit 1; }
+        sleep 0.2
+    done
+    mariadb $at -e 'CREATE DATABASE IF NOT EXISTS shop'
+    mariadb $at shop </var/cache/apt/archives/load.sql
+    mariadb-admin $at shutdown
+    wait $server
+"#;
+
+const POSTGRES: &str = r#"
+    version=$(ls /etc/postgresql | head -n 1)
+    install -d -o postgres -g postgres -m 2775 /run/postgresql
+    pg_ctlcluster --skip-systemctl-redirect "$version" main start >&2
+    runuser -u postgres -- psql -q -v ON_ERROR_STOP=1 postgres </var/cache/apt/archives/load.sql
+    pg_ctlcluster --skip-systemctl-redirect "$version" main stop -m fast >&2
+"#;
+
+/// Starts the machine's own database in it, loads it with seeded SQL and stops it cleanly; says what was done, nothing where
+/// the machine has no database.
+fn run_database(root: &Path, debs: &Path, round: usize) -> Result<Option<String>> {
+    let (server, script) = match (
+        root.join("usr/sbin/mariadbd").exists(),
+        root.join("etc/postgresql").exists(),
+    ) {
+        (true, _) => ("mariadb", MARIADB),
+        (_, true) => ("postgresql", POSTGRES),
+        _ => return Ok(None),
+    };
+    let statements = debs.join("load.sql");
+    fs::write(&statements, sql(round)?)?;
+    let done = debian::inside(root, debs, script);
+    fs::remove_file(&statements)?;
+    done.with_context(|| format!("{server} did not run"))?;
+    Ok(Some(format!(
+        "{server} ran: {ROWS} rows inserted, {} updates, {} deletes",
+        ROWS / 2,
+        ROWS / 4
+    )))
+}
+
+/// A round's statements, the same for every server and every run.
+pub fn sql(round: usize) -> Result<String> {
+    const WORDS: [&str; 10] = [
+        "ship",
+        "before",
+        "noon",
+        "fragile",
+        "gift",
+        "paid",
+        "return",
+        "warehouse",
+        "north",
+        "courier",
+    ];
+    let mut rng = Rng::with_seed(SEED + round as u64);
+    let note = |rng: &mut Rng| {
+        let words: Vec<&str> = (0..rng.usize(8..40))
+            .map(|_| WORDS[rng.usize(..WORDS.len())])
+            .collect();
+        format!("{:012x} {}", rng.u64(..) >> 16, words.join(" "))
+    };
+    let mut out = "CREATE TABLE IF NOT EXISTS orders (id INT PRIMARY KEY, customer VARCHAR(40), amount INT, note VARCHAR(500));\n".to_owned();
+    let all = (round + 1) * ROWS;
+    for id in all - ROWS..all {
+        let (customer, amount, text) = (rng.u32(0..3000), rng.u32(100..100_000), note(&mut rng));
+        let begin = if id % 100 == 0 {
+            "INSERT INTO orders VALUES\n"
+        } else {
+            ""
+        };
+        let end = if id % 100 == 99 { ";" } else { "," };
+        writeln!(
+            out,
+            "{begin}({id}, 'customer {customer}', {amount}, '{text}'){end}"
+        )?;
+    }
+    writeln!(out, "BEGIN;")?;
+    for change in 0..ROWS / 2 {
+        let (id, amount, text) = (rng.usize(..all), rng.u32(100..100_000), note(&mut rng));
+        writeln!(
+            out,
+            "UPDATE orders SET amount = {amount}, note = '{text}' WHERE id = {id};"
+        )?;
+        if change % 2 == 0 {
+            writeln!(out, "DELETE FROM orders WHERE id = {};", rng.usize(..all))?;
+        }
+    }
+    writeln!(out, "COMMIT;")?;
+    Ok(out)
 }

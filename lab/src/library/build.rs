@@ -1,59 +1,183 @@
-//! Building images, one after another: plan, base, recipe, manifest, name.
+//! Building images, one after another: base, recipe, manifest, name.
 
-use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
+use rustix::fs::{FlockOperation, SeekFrom, flock, seek};
+use serde::{Deserialize, Serialize};
 
-use super::Set;
-use super::cache::Cache;
-use super::debian::{Built, System};
-use super::manifest::{self, Base, Manifest};
-use super::progress::Step;
-use super::table::{Format, Recipe, Spec, Table};
-use super::{aged, convert, debian, ext4, filesystem, jail, mount, plan, small};
+use super::table::{Recipe, Spec, Table};
+use super::{aged, debian, filesystem, small};
 use crate::shell;
 
-/// Builds what is missing of some images, each after what it is made from; a failing one does not stop the others.
+/// What is written beside an image: what it is, from what it was made, so that it can be made again and told from another.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// The image's name.
+    pub name: String,
+    /// What it was made of, as its line of the table says it in words.
+    pub recipe: String,
+    /// The size that the file has, and what it takes on disk.
+    pub size_bytes: u64,
+    pub allocated_bytes: u64,
+    /// The BLAKE3 of the file.
+    #[serde(default)]
+    pub digest: String,
+    /// How the files came onto the file system.
+    #[serde(default)]
+    pub written_by: String,
+    /// What was done to it, with numbers, and what could not be done and why.
+    #[serde(default)]
+    pub notes: Vec<String>,
+    /// `package version`, sorted; empty where it was not made of packages.
+    #[serde(default)]
+    pub packages: Vec<String>,
+}
+
+impl Manifest {
+    /// Reads that of an image in the cache `dir`; `None` where there is none.
+    ///
+    /// # Errors
+    /// When it is no manifest.
+    pub fn read(dir: &Path, name: &str) -> Result<Option<Self>> {
+        let path = dir.join("images").join(format!("{name}.json"));
+        match fs::read(&path) {
+            Ok(bytes) => serde_json::from_slice(&bytes)
+                .map(Some)
+                .with_context(|| format!("{} is no manifest", path.display())),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+        }
+    }
+}
+
+/// What a recipe says of what it has made.
+#[derive(Default)]
+pub struct Built {
+    /// `package version`, sorted.
+    pub packages: Vec<String>,
+    /// By which means.
+    pub written_by: String,
+    /// What was not as it should be, and what was done.
+    pub notes: Vec<String>,
+}
+
+/// The parts of a cache, locked for building.
+pub struct Cache {
+    /// The cache itself; finished images and manifests are in `images`.
+    pub dir: PathBuf,
+    /// Trees that are being built, and mount points. Not in the cache: they have `/proc` mounted while packages are
+    /// installed, and tools that walk a checkout (cargo is one) would stumble over it.
+    pub work: PathBuf,
+    /// Held open: its lock keeps two builds out of the same cache.
+    _lock: File,
+}
+
+impl Cache {
+    /// Opens (and makes) the cache under `dir`, locks it for building, and removes what a killed build left.
+    ///
+    /// # Errors
+    /// When it cannot be made, another build has it, or what is left cannot be removed.
+    pub fn open(dir: &Path) -> Result<Self> {
+        fs::create_dir_all(dir.join("images"))
+            .with_context(|| format!("cannot make {}", dir.display()))?;
+        let dir = dir.canonicalize()?;
+        let lock = File::create(dir.join("lock"))?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .with_context(|| format!("another build uses {}", dir.display()))?;
+        let temporary = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+        let id = blake3::hash(dir.as_os_str().as_encoded_bytes()).to_hex();
+        let work = temporary.join(format!("drover-lab-{}", &id[..12]));
+        let cache = Self {
+            dir,
+            work,
+            _lock: lock,
+        };
+        cache
+            .clear()
+            .context("cannot remove what a killed build left")?;
+        Ok(cache)
+    }
+
+    /// Removes all that is unfinished: the lock is held, so it is nobody's.
+    ///
+    /// # Errors
+    /// When it cannot be removed.
+    pub fn clear(&self) -> Result<()> {
+        filesystem::unmount_below(&self.work)?;
+        for entry in fs::read_dir(self.dir.join("images"))?.flatten() {
+            if entry.path().extension().is_some_and(|end| end == "part") {
+                fs::remove_file(entry.path())?;
+            }
+        }
+        remove_tree(&self.work)?;
+        Ok(fs::create_dir_all(&self.work)?)
+    }
+
+    /// Downloaded packages of a suite.
+    ///
+    /// # Errors
+    /// When the directory cannot be made.
+    pub fn packages(&self, suite: &str) -> Result<PathBuf> {
+        let debs = self.dir.join("packages").join(suite);
+        fs::create_dir_all(debs.join("partial"))?;
+        Ok(debs)
+    }
+}
+
+impl Drop for Cache {
+    fn drop(&mut self) {
+        // Empty when all went well.
+        let _ = fs::remove_dir(&self.work);
+    }
+}
+
+/// Removes a tree, if it is there; what a subordinate user of ours owns, too.
 ///
 /// # Errors
-/// When there is no room for all, or after the others when one could not be built.
+/// When it cannot be removed.
+pub fn remove_tree(tree: &Path) -> Result<()> {
+    if tree.exists() && fs::remove_dir_all(tree).is_err() {
+        let mut rm = Command::new("unshare");
+        shell::run(
+            rm.args(["--map-root-user", "--map-auto", "rm", "-rf", "--"])
+                .arg(tree),
+        )?;
+    }
+    Ok(())
+}
+
+/// Builds what is missing of some images, which are in the order of the table; a failing one does not stop the others.
+///
+/// # Errors
+/// After the others when one could not be built.
 pub fn all(table: &Table, chosen: &[&Spec], dir: &Path) -> Result<()> {
-    let images = dir.join("images");
-    let is_missing = |s: &Spec| !images.join(s.file_name()).exists();
-    let missing: Vec<&Spec> = chosen.iter().copied().filter(|s| is_missing(s)).collect();
-    plan::announce(table, &missing, dir)?;
     let cache = Cache::open(dir)?;
     let mut failed = Vec::new();
-    for spec in in_order(chosen) {
-        let path = cache.images.join(spec.file_name());
+    for spec in chosen {
+        let path = cache.dir.join("images").join(spec.file_name());
         if path.exists() {
-            if let Err(error) = adopt(&cache, spec, &path) {
-                println!("{:<22} {error:#}", spec.name);
-                failed.push(spec.name.as_str());
-            } else {
-                println!("{:<22} {}", spec.name, shown(&path));
-            }
+            println!("{:<22} {}", spec.name, path.display());
             continue;
         }
         let started = Instant::now();
-        if let Err(error) = build_one(table, spec, &cache) {
-            let _ = std::fs::remove_file(cache.part(&spec.file_name()));
-            if let Err(error) = cache.clear() {
-                eprintln!("{error:#}");
-            }
+        eprintln!("{}: {}", spec.name, spec.describe());
+        if let Err(error) = build_one(table, spec, &cache, &path) {
+            cache.clear()?;
             println!("{:<22} FAILED: {error:#}", spec.name);
             failed.push(spec.name.as_str());
-            continue;
+        } else {
+            println!(
+                "{:<22} {}, {} s",
+                spec.name,
+                path.display(),
+                started.elapsed().as_secs()
+            );
         }
-        println!(
-            "{:<22} {}, {} s",
-            spec.name,
-            shown(&path),
-            started.elapsed().as_secs()
-        );
     }
     if !failed.is_empty() {
         bail!(
@@ -65,291 +189,112 @@ pub fn all(table: &Table, chosen: &[&Spec], dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What others are made from comes before them.
-fn in_order<'a>(chosen: &[&'a Spec]) -> Vec<&'a Spec> {
-    let mut out: Vec<&Spec> = Vec::new();
-    let mut left: Vec<&Spec> = chosen.to_vec();
-    while !left.is_empty() {
-        let waits = |s: &Spec| {
-            s.recipe
-                .base()
-                .is_some_and(|of| left.iter().any(|l| l.name == of))
-        };
-        let (later, now): (Vec<&Spec>, Vec<&Spec>) = left.iter().copied().partition(|s| waits(s));
-        out.extend(now);
-        left = later;
-    }
-    out
-}
-
-/// Takes the digest of an image that an earlier builder left without.
-fn adopt(cache: &Cache, spec: &Spec, path: &Path) -> Result<()> {
-    let beside = cache.images.join(format!("{}.json", spec.name));
-    let mut manifest = Manifest::read(&beside)?.with_context(|| {
-        format!(
-            "{} has no manifest: remove it and build it again",
-            path.display()
-        )
-    })?;
-    if manifest.digest.is_empty() {
-        mount::check_still(path)?;
-        let room = manifest.allocated_bytes;
-        manifest.measure(path)?;
-        manifest.allocated_bytes = room;
-        manifest.digest_taken_later = true;
-        manifest.fs_uuid = uuid_of(path, spec.format);
-        manifest.write(&beside)?;
-        eprintln!("{}: its manifest had no digest; taken now", spec.name);
-    }
-    Ok(())
-}
-
-fn build_one(table: &Table, spec: &Spec, cache: &Cache) -> Result<()> {
-    let name = &spec.name;
-    let part = cache.part(&spec.file_name());
+/// A finished image gets its name in one step, its manifest before it.
+fn build_one(table: &Table, spec: &Spec, cache: &Cache, path: &Path) -> Result<()> {
+    let part = path.with_file_name(format!("{}.part", spec.file_name()));
     let base = spec
         .recipe
         .base()
-        .map(|of| base_of(cache, table.set_of(of), of))
+        .map(|of| base_of(cache, of))
         .transpose()?;
     // A machine is installed once, in whatever form its disk is kept.
-    let installed_at = ext4::time_of(root_name(table, spec));
+    let root = table.root(spec);
     let built = match (&spec.recipe, &base) {
-        (
-            Recipe::Debian {
-                suite,
-                packages,
-                updates,
-                ..
-            },
-            _,
-        ) => {
-            let system = System {
-                name,
-                suite,
-                packages,
-                updates: *updates,
-                fs: spec.fs,
-            };
-            debian::make(cache, &system, &part)?
-        }
-        (Recipe::Host(selection), _) => {
-            let _step = Step::new(name, "copying the host's files");
-            small::make(cache, name, *selection, &part)?
-        }
-        (Recipe::SameTree(of), Some((path, manifest))) => {
-            let _step = Step::new(name, &format!("copying the files of {of}"));
-            same_tree(cache, spec, path, manifest, &part)?
-        }
-        (Recipe::Aged(of), Some((path, _))) => match root_of(table, of) {
-            Some(Recipe::Debian { suite, .. }) => {
-                aged::by_mount(cache, spec, suite, path, installed_at, &part)?
-            }
-            _ => aged::by_tree(cache, spec, path, installed_at, &part)?,
-        },
-        (Recipe::Converted(_), Some((path, manifest))) => {
-            let _step = Step::new(name, "converting");
+        (Recipe::Debian { .. }, _) => debian::make(cache, spec, &part)?,
+        (Recipe::Host(selection), _) => small::make(cache, &spec.name, *selection, &part)?,
+        (Recipe::SameTree(_), Some((image, manifest))) => {
+            let from = filesystem::Mounted::new(image, cache.work.join("base"), root.fs, true)?;
+            let fstab = debian::fstab(&spec.name, spec.fs);
+            let written_by =
+                filesystem::write(&from.at, &part, spec, &cache.work, None, Some(&fstab))?;
+            from.close()?;
             Built {
                 packages: manifest.packages.clone(),
-                written_by: convert::make(name, path, spec.format, &part)?,
-                files_digest: manifest.files_digest.clone(),
+                written_by,
+                notes: vec!["/etc/fstab says the new file system".to_owned()],
+            }
+        }
+        (Recipe::Aged(_), Some((image, _))) => aged::make(cache, spec, root, image, &part)?,
+        (Recipe::Converted(_), Some((image, manifest))) => {
+            let format = spec.format();
+            let options: &[&str] = match format {
+                "vmdk" => &["-o", "subformat=monolithicSparse"],
+                "vhdx" => &["-o", "subformat=dynamic"],
+                _ => &[],
+            };
+            let mut convert = Command::new("qemu-img");
+            convert
+                .args(["convert", "-f", "raw", "-O", format])
+                .args(options)
+                .args([image, &part]);
+            shell::run(&mut convert)?;
+            Built {
+                packages: manifest.packages.clone(),
+                written_by: "qemu-img convert".to_owned(),
                 notes: Vec::new(),
             }
         }
         (_, None) => bail!("nothing to make it from"),
     };
-    let _step = Step::new(name, "taking its digest");
-    let mut manifest = Manifest {
-        name: name.clone(),
+    let meta = fs::metadata(&part)?;
+    let manifest = Manifest {
+        name: spec.name.clone(),
         recipe: spec.describe(),
-        builder: manifest::BUILDER,
-        files_digest: built.files_digest,
-        fs: spec.fs,
-        format: spec.format,
+        size_bytes: meta.len(),
+        allocated_bytes: meta.blocks() * 512,
+        digest: digest_of(&part)?,
         written_by: built.written_by,
-        fs_uuid: match &base {
-            Some((_, base)) if spec.format != Format::Raw => base.fs_uuid.clone(),
-            _ => uuid_of(&part, spec.format),
-        },
-        seed: match spec.recipe {
-            Recipe::Aged(_) => format!("{:#x}", aged::SEED),
-            _ => format!("the name {name:?}"),
-        },
-        installed_at,
-        made_from: base.map(|(_, base)| Base {
-            name: base.name,
-            digest: base.digest,
-        }),
         notes: built.notes,
-        tools: tools(),
         packages: built.packages,
-        ..Manifest::default()
     };
-    manifest.measure(&part)?;
-    cache.finish(&spec.file_name(), &manifest)
+    File::open(&part)?.sync_all()?;
+    fs::write(
+        path.with_file_name(format!("{}.json", spec.name)),
+        serde_json::to_vec_pretty(&manifest)?,
+    )?;
+    Ok(fs::rename(part, path)?)
 }
 
 /// What an image is made from: it must be there, and be what its manifest says.
-fn base_of(cache: &Cache, set: Set, of: &str) -> Result<(PathBuf, Manifest)> {
-    let path = cache.images.join(format!("{of}.raw"));
-    let manifest = Manifest::read(&cache.images.join(format!("{of}.json")))?;
-    let (Some(mut manifest), true) = (manifest, path.exists()) else {
-        let set = match set {
-            Set::Full => "",
-            Set::Small => "--set small ",
-        };
-        bail!("it is made from {of}, which is not built: lab library {set}--only {of}");
-    };
-    mount::check_still(&path)?;
-    let digest = manifest::digest_of(&path)?;
-    if !manifest.digest.is_empty() && manifest.digest != digest {
+fn base_of(cache: &Cache, of: &str) -> Result<(PathBuf, Manifest)> {
+    let path = cache.dir.join("images").join(format!("{of}.raw"));
+    let manifest = Manifest::read(&cache.dir, of)?.filter(|_| path.exists());
+    let manifest = manifest.with_context(|| {
+        format!("it is made from {of}, which is not built: lab library --only {of}")
+    })?;
+    if manifest.digest != digest_of(&path)? {
         bail!(
             "it is made from {of}, which is no longer what its manifest says: lab library --check"
         );
     }
-    manifest.digest = digest;
     Ok((path, manifest))
 }
 
-/// The recipe at the root of what an image is made from.
-fn root_of<'a>(table: &'a Table, name: &str) -> Option<&'a Recipe> {
-    let recipe = &table.find(name)?.recipe;
-    match recipe.base() {
-        Some(of) => root_of(table, of),
-        None => Some(recipe),
-    }
-}
-
-/// The name of the image at the root of what an image is made from: its own, if it is made of packages or files.
-fn root_name<'a>(table: &'a Table, spec: &'a Spec) -> &'a str {
-    match spec.recipe.base().and_then(|of| table.find(of)) {
-        Some(base) => root_name(table, base),
-        None => &spec.name,
-    }
-}
-
-fn same_tree(
-    cache: &Cache,
-    spec: &Spec,
-    base: &Path,
-    manifest: &Manifest,
-    out: &Path,
-) -> Result<Built> {
-    if !jail::is_root() {
-        bail!("{} needs a loop mount: not root", spec.fs);
-    }
-    let name = &spec.name;
-    let at = cache.work.join(format!("{name}.base"));
-    let from = mount::Mounted::new(base, at, manifest.fs, true)?;
-    let job = filesystem::Job {
-        name,
-        fs: spec.fs,
-        work: &cache.work,
-        order: None,
-        fstab: Some(debian::fstab(name, spec.fs)),
-    };
-    let written = filesystem::write(&from.at, out, &job)?;
-    from.close()?;
-    Ok(Built {
-        packages: manifest.packages.clone(),
-        written_by: written.by,
-        files_digest: written.files_digest,
-        notes: vec!["/etc/fstab says the new file system".to_owned()],
-    })
-}
-
-/// The UUID of a raw image's file system, empty where nothing can tell.
-fn uuid_of(image: &Path, format: Format) -> String {
-    if format != Format::Raw || !shell::have("blkid") {
-        return String::new();
-    }
-    shell::run(
-        Command::new("blkid")
-            .args(["-p", "-o", "value", "-s", "UUID"])
-            .arg(image),
-    )
-    .map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned())
-    .unwrap_or_default()
-}
-
-/// Versions of the tools that make images, of those that are here.
-fn tools() -> BTreeMap<String, String> {
-    const TOOLS: &[(&str, &str)] = &[
-        ("mmdebstrap", "--version"),
-        ("mke2fs", "-V"),
-        ("mkfs.xfs", "-V"),
-        ("mkfs.btrfs", "--version"),
-        ("qemu-img", "--version"),
-        ("tar", "--version"),
-    ];
-    let mut tools = BTreeMap::new();
-    for (tool, option) in TOOLS {
-        let Ok(output) = Command::new(tool).arg(option).output() else {
-            continue;
+/// The BLAKE3 of a file. Holes are hashed as zeros without being read.
+///
+/// # Errors
+/// When it cannot be read.
+pub fn digest_of(path: &Path) -> Result<String> {
+    const STEP: usize = 1 << 20;
+    let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
+    let size = file.metadata()?.len();
+    let (mut hasher, mut buffer, zeros) = (blake3::Hasher::new(), vec![0; STEP], vec![0; STEP]);
+    let mut at = 0;
+    while at < size {
+        let data = match seek(&file, SeekFrom::Data(at)) {
+            Ok(data) => data.min(size),
+            Err(rustix::io::Errno::NXIO) => size,
+            Err(error) => return Err(error).context("cannot look for data"),
         };
-        // mke2fs speaks on standard error.
-        let said = [output.stdout, output.stderr].concat();
-        let said = String::from_utf8_lossy(&said);
-        let line = said
-            .lines()
-            .find(|line| !line.trim().is_empty())
-            .unwrap_or_default();
-        tools.insert((*tool).to_owned(), line.trim().to_owned());
-    }
-    let kernel = rustix::system::uname();
-    tools.insert(
-        "kernel".to_owned(),
-        kernel.release().to_string_lossy().into_owned(),
-    );
-    tools.insert("lab".to_owned(), env!("CARGO_PKG_VERSION").to_owned());
-    tools
-}
-
-fn shown(path: &Path) -> String {
-    match std::fs::metadata(path) {
-        Ok(meta) => format!(
-            "{:>6} MiB, {:>5} MiB on disk  {}",
-            meta.len() >> 20,
-            (std::os::unix::fs::MetadataExt::blocks(&meta) * 512) >> 20,
-            path.display()
-        ),
-        Err(_) => "not built".to_owned(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_others_are_made_from_comes_first() {
-        let table = Table::load(None).unwrap();
-        let mut backwards: Vec<&Spec> = table.images(Set::Full).iter().collect();
-        backwards.reverse();
-        let sorted = in_order(&backwards);
-        assert_eq!(sorted.len(), backwards.len());
-        for (at, spec) in sorted.iter().enumerate() {
-            if let Some(of) = spec.recipe.base() {
-                assert!(sorted[..at].iter().any(|s| s.name == of), "{}", spec.name);
-            }
+        while at < data {
+            let step = (data - at).min(STEP as u64) as usize;
+            hasher.update(&zeros[..step]);
+            at += step as u64;
         }
+        let step = (size - at).min(STEP as u64) as usize;
+        file.read_exact_at(&mut buffer[..step], at)?;
+        hasher.update(&buffer[..step]);
+        at += step as u64;
     }
-
-    #[test]
-    fn a_missing_base_is_said_in_one_line_and_the_others_are_not_stopped() {
-        let dir = tempfile::tempdir().unwrap();
-        let text = "images = [{ name = \"gone\", suite = \"no-such-suite\", set = \"plain\" }, { name = \"gone.qcow2\", converts = \"gone\" }]\n[sets]\nplain = { packages = [] }\n";
-        let file = dir.path().join("table.toml");
-        std::fs::write(&file, text).unwrap();
-        let table = Table::load(Some(&file)).unwrap();
-        let cache = Cache::open(&dir.path().join("cache")).unwrap();
-        let converted = &table.images(Set::Full)[1];
-        let error = build_one(&table, converted, &cache)
-            .unwrap_err()
-            .to_string();
-        assert_eq!(
-            error,
-            "it is made from gone, which is not built: lab library --only gone"
-        );
-    }
+    Ok(hasher.finalize().to_hex().to_string())
 }

@@ -2,14 +2,12 @@
 
 use std::fs::{self, File, FileTimes};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::cache::{self, Cache};
-use super::debian::Built;
-use super::{ext4, filesystem};
+use super::build::{Built, Cache, remove_tree};
+use super::filesystem;
 
 /// Which of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -32,22 +30,17 @@ const MAX_TOTAL: u64 = 160 << 20;
 /// When the disk is full or `mke2fs` fails.
 pub fn make(cache: &Cache, name: &str, selection: Selection, out: &Path) -> Result<Built> {
     let tree = cache.work.join(name);
-    cache::remove_tree(&tree)?;
-    let time = SystemTime::UNIX_EPOCH + Duration::from_secs(ext4::time_of(name));
+    let time = filesystem::time_of(name);
     let budget = MAX_TOTAL / ROOTS.len() as u64;
     for root in ROOTS {
         let mut files = Vec::new();
         walk(Path::new(root), budget, &mut 0, &mut files);
         for path in files {
-            let Some(change) = fate(&path, selection) else {
+            let (Some(change), Ok(mut content)) = (fate(&path, selection), fs::read(&path)) else {
                 continue;
             };
             let to = tree.join(path.strip_prefix("/").unwrap_or(&path));
-            let Some(parent) = to.parent() else { continue };
-            fs::create_dir_all(parent)?;
-            let Ok(mut content) = fs::read(&path) else {
-                continue;
-            };
+            fs::create_dir_all(to.parent().unwrap_or(&tree))?;
             if change {
                 content.extend_from_slice(b"\n# a line that the other image lacks\n");
             }
@@ -55,30 +48,26 @@ pub fn make(cache: &Cache, name: &str, selection: Selection, out: &Path) -> Resu
             File::open(&to)?.set_times(FileTimes::new().set_accessed(time).set_modified(time))?;
         }
     }
-    ext4::make(&tree, out, name)?;
-    let files_digest = filesystem::files_digest(&tree)?;
-    cache::remove_tree(&tree)?;
+    let written_by = filesystem::mke2fs(&tree, out, name)?;
+    remove_tree(&tree)?;
     Ok(Built {
-        written_by: "mke2fs -d".to_owned(),
-        files_digest,
+        written_by,
         ..Built::default()
     })
 }
 
 /// Regular files below `dir` in a fixed order, until they hold `budget` bytes.
 fn walk(dir: &Path, budget: u64, taken: &mut u64, out: &mut Vec<PathBuf>) {
-    let Ok(entries) = fs::read_dir(dir) else {
-        return;
-    };
-    let mut paths: Vec<PathBuf> = entries.flatten().map(|e| e.path()).collect();
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut paths: Vec<PathBuf> = entries.map(|e| e.path()).collect();
     paths.sort();
     for path in paths {
-        if *taken >= budget {
-            return;
-        }
         let Ok(meta) = path.symlink_metadata() else {
             continue;
         };
+        if *taken >= budget {
+            return;
+        }
         if meta.is_dir() {
             walk(&path, budget, taken, out);
         } else if meta.is_file() && meta.len() <= MAX_FILE {
@@ -89,7 +78,7 @@ fn walk(dir: &Path, budget: u64, taken: &mut u64, out: &mut Vec<PathBuf>) {
 }
 
 /// Whether a file is in a selection, and if it is, whether it is changed there.
-fn fate(path: &Path, selection: Selection) -> Option<bool> {
+pub fn fate(path: &Path, selection: Selection) -> Option<bool> {
     let hash = blake3::hash(path.as_os_str().as_encoded_bytes());
     let (part, change) = (
         hash.as_bytes()[0] % 8,
@@ -98,26 +87,5 @@ fn fate(path: &Path, selection: Selection) -> Option<bool> {
     match selection {
         Selection::One => (part != 0).then_some(false),
         Selection::Two => (part != 1).then_some(change),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn selections_share_most_files_and_each_lacks_some() {
-        let paths: Vec<PathBuf> = (0..4000)
-            .map(|n| format!("/usr/bin/tool{n}").into())
-            .collect();
-        let count = |test: &dyn Fn(&Path) -> bool| paths.iter().filter(|p| test(p)).count();
-        let both =
-            count(&|p| fate(p, Selection::One).is_some() && fate(p, Selection::Two).is_some());
-        let only_one =
-            count(&|p| fate(p, Selection::One).is_some() && fate(p, Selection::Two).is_none());
-        let changed = count(&|p| fate(p, Selection::Two) == Some(true));
-        assert!((2800..3200).contains(&both), "{both}");
-        assert!((400..600).contains(&only_one), "{only_one}");
-        assert!((50..180).contains(&changed), "{changed}");
     }
 }

@@ -1,7 +1,9 @@
 //! The two namespaces at the ends of the link, and the janitor that removes them even after a kill -9.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -9,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::fs::{FlockOperation, flock};
 
-use super::{MTU, NETWORK, Options, Side, Unavailable, available};
+use super::Side;
 use crate::shell;
 
 /// How long to wait for another link of the same name to be gone.
@@ -53,7 +55,7 @@ impl Namespaces {
     /// # Errors
     /// Without root or `ip`, or when another link of this name is up.
     pub fn make(prefix: &str) -> Result<Self> {
-        available::rights()?;
+        rights()?;
         let valid = |c: char| c.is_ascii_alphanumeric() || c == '-';
         if prefix.is_empty() || prefix.len() > 32 || !prefix.chars().all(valid) {
             bail!("{prefix:?} is no name for a link: letters, digits and dashes, at most 32");
@@ -72,7 +74,8 @@ impl Namespaces {
             .stdout(lock)
             .stderr(Stdio::null())
             .current_dir("/")
-            .process_group_of_its_own()
+            // A Ctrl-C at the terminal is for the lab, not for its janitor.
+            .process_group(0)
             .spawn()
             .context("cannot start the janitor")?;
         let this = Self {
@@ -109,29 +112,6 @@ impl Namespaces {
     pub fn ip(&self, side: Side, args: &[&str]) -> Result<()> {
         let namespace = self.name(side);
         shell::run(Command::new("ip").args(["-n", &namespace]).args(args)).map(drop)
-    }
-
-    /// Lets the kernel hand over pieces of the size that suits the link.
-    pub fn pieces(&self, side: Side, options: &Options) -> Result<()> {
-        let piece = options.piece_bytes(side);
-        let (bytes, packets) = (piece.to_string(), (piece / (MTU - 40)).max(1).to_string());
-        let limits = ["gso_max_size", &bytes, "gso_max_segs", &packets];
-        self.ip(side, &[&["link", "set", "wan0"], &limits[..]].concat())
-    }
-
-    /// Gives a side's `wan0` its address and routes, and sets it up.
-    pub fn address(&self, side: Side, options: &Options) -> Result<()> {
-        let (mtu, address) = (MTU.to_string(), format!("{}/24", side.address()));
-        self.ip(
-            side,
-            &["link", "set", "wan0", "mtu", &mtu, "addrgenmode", "none"],
-        )?;
-        self.ip(side, &["addr", "add", &address, "dev", "wan0"])?;
-        self.ip(side, &["link", "set", "wan0", "up"])?;
-        let (source, congestion) = (side.address(), options.congestion.as_str());
-        let route = ["route", "replace", NETWORK, "dev", "wan0", "src", source];
-        self.ip(side, &[&route[..], &["congctl", congestion]].concat())
-            .context("cannot choose TCP's congestion control")
     }
 }
 
@@ -170,13 +150,114 @@ fn lock(prefix: &str) -> Result<File> {
     }
 }
 
-trait OwnGroup {
-    fn process_group_of_its_own(&mut self) -> &mut Self;
+/// The machine cannot have the link that was asked for; the reason is one line for a person.
+///
+/// It is in the chain of the error, so that whoever drives links can tell "not here" from "went wrong":
+/// `error.downcast_ref::<Unavailable>()`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unavailable(pub String);
+
+impl std::fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "no link here: {}", self.0)
+    }
 }
 
-impl OwnGroup for Command {
-    /// A Ctrl-C at the terminal is for the lab, not for its janitor.
-    fn process_group_of_its_own(&mut self) -> &mut Self {
-        std::os::unix::process::CommandExt::process_group(self, 0)
+impl std::error::Error for Unavailable {}
+
+/// Capabilities by their bit in `CapEff` (capabilities(7)).
+const CAP_NET_ADMIN: (u32, &str) = (12, "CAP_NET_ADMIN");
+const CAP_SYS_ADMIN: (u32, &str) = (21, "CAP_SYS_ADMIN");
+
+/// Whether a link can be made here.
+///
+/// # Errors
+/// The reason, in one line.
+pub fn available() -> Result<(), String> {
+    let name = format!("lab-probe-{}", fastrand::u32(..));
+    let probe = super::Link::up(&super::Options {
+        name,
+        ..super::Options::default()
+    });
+    probe
+        .map(drop)
+        .map_err(|error| match error.downcast_ref::<Unavailable>() {
+            Some(Unavailable(why)) => why.clone(),
+            None => format!("{error:#}"),
+        })
+}
+
+/// What must be there before a namespace can be made.
+fn rights() -> Result<(), Unavailable> {
+    if !rustix::process::geteuid().is_root() {
+        return Err(Unavailable(
+            "network namespaces need root; run it with sudo".to_owned(),
+        ));
+    }
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    if let Some(missing) = missing_capability(&status) {
+        return Err(Unavailable(format!(
+            "root without {missing}, as in a container; start it with --privileged"
+        )));
+    }
+    if !shell::have("ip") {
+        return Err(Unavailable("`ip` is not installed (iproute2)".to_owned()));
+    }
+    Ok(())
+}
+
+/// The first capability that namespaces and devices need and this process lacks.
+fn missing_capability(status: &str) -> Option<&'static str> {
+    let line = status.lines().find_map(|l| l.strip_prefix("CapEff:"))?;
+    let effective = u64::from_str_radix(line.trim(), 16).ok()?;
+    [CAP_NET_ADMIN, CAP_SYS_ADMIN]
+        .into_iter()
+        .find(|(bit, _)| effective & (1 << bit) == 0)
+        .map(|(_, name)| name)
+}
+
+/// What must be there before a TUN device can be made.
+pub fn tun() -> Result<(), Unavailable> {
+    const TUN: &str = "/dev/net/tun";
+    let opened = File::options().read(true).write(true).open(TUN);
+    opened.map(drop).map_err(|error| {
+        Unavailable(match error.kind() {
+            ErrorKind::NotFound => format!(
+                "no {TUN}; `modprobe tun`, or give the container that device (--device {TUN})"
+            ),
+            _ => format!("cannot open {TUN}: {error}"),
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_capability_is_named() {
+        let status = |caps: &str| format!("Name:\tlab\nCapPrm:\t0\nCapEff:\t{caps}\n");
+        assert_eq!(missing_capability(&status("000001ffffffffff")), None);
+        // What a container gets by default.
+        assert_eq!(
+            missing_capability(&status("00000000a80425fb")),
+            Some("CAP_NET_ADMIN")
+        );
+        assert_eq!(
+            missing_capability(&status("00000000a80435fb")),
+            Some("CAP_SYS_ADMIN")
+        );
+    }
+
+    #[test]
+    fn a_reason_is_found_in_a_chain_of_errors() {
+        use anyhow::Context;
+        let error = Err::<(), _>(Unavailable("no luck".to_owned()))
+            .context("while measuring")
+            .unwrap_err();
+        assert_eq!(
+            error.downcast_ref::<Unavailable>().map(|u| u.0.as_str()),
+            Some("no luck")
+        );
     }
 }

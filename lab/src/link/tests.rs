@@ -51,11 +51,11 @@ fn packets_cross_in_the_time_that_was_asked_for_and_a_cut_stops_them() {
         .expect("an rtt");
     let least: f64 = rtt.split('/').next().unwrap().parse().unwrap();
     assert!((29.9..40.0).contains(&least), "{rtt}");
-    assert!(link.traffic().unwrap().a_to_b.packets_out >= 8);
-    link.cut().unwrap();
+    assert!(link.traffic().a_to_b.packets_out >= 8);
+    link.cut();
     assert!(!ping("2").status.success());
-    assert!(link.traffic().unwrap().a_to_b.cut >= 2);
-    link.heal().unwrap();
+    assert!(link.traffic().a_to_b.cut >= 2);
+    link.heal();
     assert!(ping("2").status.success());
 }
 
@@ -78,17 +78,17 @@ fn namespaces_are_gone_with_the_link() {
 
 #[test]
 fn the_queue_is_a_round_trip_by_default() {
-    let shape = options("x").shape(Side::A);
+    let shape = options("x").shape();
     assert_eq!(shape.rate, 6_250_000);
     assert_eq!(shape.delay_ns, 15_000_000);
     assert_eq!(shape.queue_bytes, 187_500);
-    assert_eq!(options("x").piece_bytes(Side::A), 3125);
+    assert_eq!(options("x").piece_bytes(), 3125);
     assert_eq!(
         Options {
             loss_percent: 1.0,
             ..options("x")
         }
-        .piece_bytes(Side::A),
+        .piece_bytes(),
         MTU
     );
 }
@@ -107,51 +107,4 @@ fn a_probe_leaves_nothing() {
     // Of this probe; others may be at work.
     assert!(left("/run/netns", "labtest-probe") == 0);
     assert!(left("/tmp", "drover-lab-link-labtest-probe") == 0);
-}
-
-#[test]
-fn a_slow_way_back_is_slow() {
-    let options = Options {
-        rate_back_mbit: Some(8.0),
-        ..options("x")
-    };
-    assert_eq!(options.shape(Side::A).rate, 6_250_000);
-    assert_eq!(options.shape(Side::B).rate, 1_000_000);
-    assert_eq!(options.shape(Side::B).queue_bytes, 64 << 10);
-    assert!(options.describe().contains("50 Mbit/s (8 Mbit/s back)"));
-}
-
-#[test]
-#[ignore = "boots a machine without KVM, which takes two minutes: cargo test -p drover-lab -- --ignored guest"]
-fn both_engines_keep_their_word_in_a_guest_that_has_netem() {
-    let test = "both_engines_keep_their_word_in_a_guest_that_has_netem";
-    let lab = std::env::current_exe().unwrap().with_file_name("../lab");
-    let here = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-    // An emulated processor has to carry it.
-    let check = |engine, more| format!("lab link --check --rate-mbit 20 --engine {engine} {more}");
-    let command = [
-        check("netem", ""),
-        check("netem", "--loss-percent 1"),
-        check("user", ""),
-    ]
-    .join(" && ");
-    let output = Command::new(here.join("guest/run.sh"))
-        .arg("--lab")
-        .arg(lab)
-        .arg("--dir")
-        .arg(here.join("cache"))
-        .arg(command)
-        .output()
-        .unwrap();
-    let console = String::from_utf8_lossy(&output.stdout);
-    if output.status.code() == Some(77) {
-        return eprintln!(
-            "{} ({test})",
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
-    }
-    assert!(output.status.success(), "{console}");
-    // Not that one was taken for the other.
-    assert_eq!(console.matches("by netem").count(), 2, "{console}");
-    assert_eq!(console.matches("in user space").count(), 1, "{console}");
 }

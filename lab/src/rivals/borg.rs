@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use super::ends::{Ends, Limit};
 use super::process::{Deadline, Running};
 use super::tool;
-use super::{Carrier, Rival, Weight};
+use super::{Carrier, Rival};
 use crate::site::Where;
 
 /// Borg over what would be its ssh connection.
@@ -61,11 +61,6 @@ impl Rival for Borg {
     fn version(&self) -> Result<String, String> {
         tool::needs(&["socat"])?;
         tool::version(self.program, &["--version"])
-    }
-
-    fn expected_bytes(&self, image: &Weight) -> u64 {
-        // Chunks of 2 MiB find less than blocks do, and are compressed one by one.
-        image.limit_bytes + (image.data_bytes * 45 / 100).saturating_sub(image.limit_bytes) * 2 / 3
     }
 
     fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {

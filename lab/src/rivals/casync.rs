@@ -9,7 +9,7 @@ use anyhow::Result;
 use super::ends::{Ends, Limit};
 use super::process::Running;
 use super::tool;
-use super::{Carrier, Rival, Weight};
+use super::{Carrier, Rival};
 use crate::site::Where;
 
 /// casync that pushes by its own protocol, over what would be its ssh connection.
@@ -49,12 +49,6 @@ impl Rival for Casync {
     fn version(&self) -> Result<String, String> {
         tool::needs(&["socat"])?;
         tool::version(self.program, &["--version"])
-    }
-
-    fn expected_bytes(&self, image: &Weight) -> u64 {
-        // Chunks of 64 KiB find less than blocks do, and are compressed one by one; and the index.
-        let whole = image.data_bytes * 42 / 100;
-        image.limit_bytes + whole.saturating_sub(image.limit_bytes) / 3 + image.size_bytes / 1600
     }
 
     fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {

@@ -9,7 +9,7 @@ use anyhow::Result;
 use super::ends::{Ends, Limit};
 use super::process::Running;
 use super::tool;
-use super::{Carrier, Rival, Weight};
+use super::{Carrier, Rival};
 use crate::site::Where;
 
 /// desync, if somebody has put it into PATH: Debian has no package of it.
@@ -49,12 +49,6 @@ impl Rival for Desync {
         // Old ones do not tell.
         let told = tool::version(self.program, &["--version"]);
         Ok(told.unwrap_or_else(|_| "of unknown version".to_owned()))
-    }
-
-    fn expected_bytes(&self, image: &Weight) -> u64 {
-        // Chunks of 64 KiB find less than blocks do, and are compressed one by one; and the index.
-        let whole = image.data_bytes * 42 / 100;
-        image.limit_bytes + whole.saturating_sub(image.limit_bytes) / 3 + image.size_bytes / 1600
     }
 
     fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {

@@ -8,7 +8,7 @@ use anyhow::Result;
 
 use super::ends::{Ends, Limit};
 use super::tool;
-use super::{Carrier, Rival, Weight};
+use super::{Carrier, Rival};
 use crate::site::Where;
 
 /// Pushed by `qemu-img convert` to a `qemu-nbd` at the far end that serves a file of holes.
@@ -72,10 +72,6 @@ impl Rival for QemuNbd {
     fn version(&self) -> Result<String, String> {
         tool::needs(&["qemu-nbd"])?;
         tool::version(self.program, &["--version"])
-    }
-
-    fn expected_bytes(&self, image: &Weight) -> u64 {
-        image.data_bytes + image.data_bytes / 25
     }
 
     fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {

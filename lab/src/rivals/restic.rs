@@ -11,7 +11,7 @@ use anyhow::{Context, Result, anyhow};
 use super::ends::{Ends, Limit};
 use super::process::{Deadline, Running};
 use super::tool;
-use super::{Carrier, Rival, Weight};
+use super::{Carrier, Rival};
 use crate::shell;
 use crate::site::Where;
 
@@ -85,11 +85,6 @@ impl Rival for Restic {
             sftp_server()?;
         }
         tool::version(self.program, &["version"])
-    }
-
-    fn expected_bytes(&self, image: &Weight) -> u64 {
-        // Chunks of 1 MiB find less than blocks do, and are compressed one by one.
-        image.limit_bytes + (image.data_bytes * 45 / 100).saturating_sub(image.limit_bytes) / 2
     }
 
     fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {

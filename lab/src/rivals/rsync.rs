@@ -11,20 +11,16 @@ use anyhow::{Context, Result, anyhow};
 use super::ends::{Ends, Limit};
 use super::process::Running;
 use super::tool;
-use super::{Carrier, Rival, Weight};
+use super::{Carrier, Rival};
 use crate::site::Where;
 
 /// The daemon's module.
 const MODULE: &str = "lab";
 /// Where the daemon finds the basis under the name of the image to come.
 const BASIS: &str = ".basis";
-/// Bytes of a match. Two blocks of most file systems: between images of the library, 4 KiB saves 1 to 3 MB of data more and
-/// costs 2 MB of checksums more, which the far end sends before anything else moves; rsync's own choice, 46 KiB for
-/// 2 GiB, costs up to twice the bytes.
-const DELTA_BLOCK: u64 = 8192;
-/// What the far end says about each of those: a weak and a shortened strong checksum.
-const CHECKSUM_BYTES: u64 = 8;
-
+// `--block-size=8192`, the bytes of a match, are two blocks of most file systems: between images of the library, 4 KiB saves 1 to 3 MB of data more and
+// costs 2 MB of checksums more, which the far end sends before anything else moves; rsync's own choice, 46 KiB for
+// 2 GiB, costs up to twice the bytes.
 /// How rsync is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
@@ -130,18 +126,6 @@ impl Rival for Tuned {
             return Err("rsync is built without zstd".to_owned());
         }
         tool::version(self.program, &["--version"])
-    }
-
-    fn expected_bytes(&self, image: &Weight) -> u64 {
-        match self.mode {
-            // Zeros cross the link, too.
-            Mode::Whole | Mode::WholeSynced => image.size_bytes + image.size_bytes / 25,
-            Mode::Delta => {
-                image.limit_bytes * 3 / 2 + image.size_bytes / DELTA_BLOCK * CHECKSUM_BYTES
-            }
-            // The limit is free of repetitions and of what other images have.
-            Mode::Compressed => image.data_bytes * 45 / 100,
-        }
     }
 
     fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {

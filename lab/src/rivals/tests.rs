@@ -131,7 +131,7 @@ fn what_every_rival_carries_crosses_the_link() {
         }
         let name = rival.name();
         let mut carrier = rival.start(Where::Over(&link), &images.path(name)).unwrap();
-        let crossed = || link.traffic().unwrap().a_to_b.bytes_out;
+        let crossed = || link.traffic().a_to_b.bytes_out;
         let before = crossed();
         carrier
             .carry(&one, None)

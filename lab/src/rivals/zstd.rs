@@ -9,7 +9,7 @@ use anyhow::Result;
 use super::ends::{Ends, Limit};
 use super::process::Running;
 use super::tool;
-use super::{Carrier, Rival, Weight};
+use super::{Carrier, Rival};
 use crate::site::Where;
 
 /// `zstd -3 --long=27 -T0` to `zstd -d` at the far end.
@@ -60,10 +60,6 @@ impl Rival for Zstd {
     fn version(&self) -> Result<String, String> {
         tool::needs(&["socat", "bash"])?;
         tool::version(self.program, &["--version"])
-    }
-
-    fn expected_bytes(&self, image: &Weight) -> u64 {
-        image.data_bytes * 33 / 100
     }
 
     fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {

@@ -1,0 +1,142 @@
+//! Results that are kept: a file with a line of JSON for each case, so that a run can go on where another ended.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+use super::{Row, Verdict};
+use crate::shell;
+
+/// What was measured of a case.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// The experiment's name.
+    pub experiment: String,
+    /// The case's id.
+    pub case: String,
+    /// The day, in UTC: `2026-03-01`.
+    pub measured: String,
+    /// The commit that drover and the lab were built from.
+    pub build: String,
+    /// Of drover's program, or the rival's name and version: as long as it is the same, the result holds.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub subject: String,
+    /// The machine, in words.
+    pub machine: String,
+    /// Its load average before the case; none where that was not noted.
+    pub load: Option<f64>,
+    /// The rows.
+    pub rows: Vec<Row>,
+}
+
+impl Record {
+    /// Whether every row is good.
+    pub fn is_good(&self) -> bool {
+        self.rows.iter().all(|row| row.verdict == Verdict::Good)
+    }
+}
+
+/// The file.
+pub struct Rows {
+    file: PathBuf,
+    /// Its lines, in their order.
+    pub all: Vec<Record>,
+}
+
+impl Rows {
+    /// Reads it; one that is not there is empty.
+    ///
+    /// # Errors
+    /// When it is torn or not ours.
+    pub fn read(file: &Path) -> Result<Self> {
+        let text = match fs::read_to_string(file) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            Err(error) => return Err(error).context(format!("cannot read {}", file.display())),
+        };
+        let all = text
+            .lines()
+            .map(serde_json::from_str)
+            .collect::<Result<_, _>>();
+        Ok(Self {
+            file: file.to_owned(),
+            all: all.with_context(|| format!("{} is torn or not ours", file.display()))?,
+        })
+    }
+
+    /// What is kept of a case.
+    pub fn of(&self, experiment: &str, case: &str) -> Option<&Record> {
+        self.all
+            .iter()
+            .find(|r| r.experiment == experiment && r.case == case)
+    }
+
+    /// Keeps a record in the place of what there was of its case. A crash leaves the old file or the new one.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn keep(&mut self, record: Record) -> Result<()> {
+        let same = |r: &Record| r.experiment == record.experiment && r.case == record.case;
+        match self.all.iter_mut().find(|r| same(r)) {
+            Some(old) => *old = record,
+            None => self.all.push(record),
+        }
+        let mut text = String::new();
+        for record in &self.all {
+            text += &serde_json::to_string(record)?;
+            text.push('\n');
+        }
+        replace(&self.file, text.as_bytes())
+    }
+}
+
+/// Writes a file in one step, its directory too.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    let part = path.with_extension("part");
+    let write = || {
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir)?;
+        }
+        let mut file = File::create(&part)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&part, path)
+    };
+    write().with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// The commit of the checkout; `-dirty` where something but documents differs from it.
+pub fn commit() -> String {
+    let git = |args: &[&str]| {
+        let output = shell::run(Command::new("git").args(args)).ok()?;
+        Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let others = [
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ":(top,exclude)docs",
+    ];
+    match (
+        git(&["rev-parse", "--short=10", "HEAD"]),
+        git(&others).as_deref(),
+    ) {
+        (None, _) => "unknown".to_owned(),
+        (Some(commit), Some("")) => commit,
+        (Some(commit), _) => format!("{commit}-dirty"),
+    }
+}
+
+/// Whether a build can be made again from this repository.
+pub fn is_in_repository(build: &str) -> bool {
+    let object = format!("{build}^{{commit}}");
+    shell::run(Command::new("git").args(["cat-file", "-e", &object])).is_ok()
+}

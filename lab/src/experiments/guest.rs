@@ -1,0 +1,247 @@
+//! A machine without KVM whose disk is an NBD export: its kernel, its console, and the keys that end it.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use crate::shell;
+use crate::site::end_within;
+
+/// How long QEMU may take to answer.
+const ANSWER: Duration = Duration::from_secs(20);
+/// What is kept of the console's end, for whoever wants to know why.
+const KEEP: usize = 4 << 10;
+/// What a getty asks.
+const PROMPT: &[u8] = b"login: ";
+
+/// The programs without which nothing boots.
+pub const PROGRAMS: &[&str] = &["qemu-system-x86_64", "debugfs", "e2fsck", "nbdcopy"];
+
+/// A kernel and its initial file system, which the boot loader would read.
+pub struct Kernel {
+    kernel: PathBuf,
+    initrd: PathBuf,
+}
+
+impl Kernel {
+    /// Takes them out of an image that is one ext4 file system, by its links in the root; the image is only read.
+    pub fn of(image: &Path, dir: &Path) -> Result<Self> {
+        let kernel = take_out(image, "vmlinuz", dir)?;
+        let initrd = take_out(image, "initrd.img", dir)?;
+        Ok(Self { kernel, initrd })
+    }
+}
+
+fn take_out(image: &Path, link: &str, dir: &Path) -> Result<PathBuf> {
+    let debugfs =
+        |request: String| shell::run(Command::new("debugfs").arg("-R").arg(request).arg(image));
+    // It follows no links by itself.
+    let said = debugfs(format!("stat /{link}"))?.stdout;
+    let name = destination(&String::from_utf8_lossy(&said))
+        .with_context(|| format!("{} has no link /{link}", image.display()))?;
+    let to = dir.join(link);
+    debugfs(format!("dump /{name} {}", to.display()))?;
+    match std::fs::metadata(&to) {
+        Ok(meta) if meta.len() > 0 => Ok(to),
+        _ => bail!("{} has no /{name}", image.display()),
+    }
+}
+
+/// Where a link leads, as debugfs says it.
+fn destination(stat: &str) -> Option<String> {
+    let (_, after) = stat.split_once("link dest: \"")?;
+    let name = after.split_once('"')?.0.trim_start_matches('/');
+    (!name.is_empty()).then(|| name.to_owned())
+}
+
+/// What a guest has done to its disk.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Disk {
+    /// Requests.
+    pub reads: f64,
+    /// Bytes.
+    pub read: f64,
+    /// Bytes.
+    pub written: f64,
+}
+
+/// A machine that runs; killed when it is dropped.
+pub struct Guest {
+    child: Child,
+    console: Receiver<Vec<u8>>,
+    heard: Vec<u8>,
+    control: BufReader<UnixStream>,
+}
+
+impl Guest {
+    /// Starts a machine with the export `name` at `socket` as its disk; `dir` holds its control socket.
+    pub fn start(kernel: &Kernel, socket: &Path, name: &str, dir: &Path) -> Result<Self> {
+        let control = dir.join("qmp.sock");
+        let _ = std::fs::remove_file(&control);
+        let mut child = Command::new("qemu-system-x86_64")
+            .args(["-accel", "tcg,thread=multi", "-smp", "2", "-m", "1024"])
+            .args(["-display", "none", "-serial", "stdio", "-monitor", "none"])
+            // The three keys that end it ask for a restart.
+            .arg("-no-reboot")
+            .arg("-qmp")
+            .arg(format!("unix:{},server=on,wait=off", control.display()))
+            .arg("-kernel")
+            .arg(&kernel.kernel)
+            .arg("-initrd")
+            .arg(&kernel.initrd)
+            .args(["-append", "root=/dev/vda console=ttyS0"])
+            .arg("-drive")
+            .arg(format!(
+                "file=nbd:unix:{}:exportname={name},if=virtio,format=raw",
+                socket.display()
+            ))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(std::fs::File::create(dir.join("qemu.log"))?)
+            .spawn()
+            .context("qemu-system-x86_64")?;
+        let console = read_along(child.stdout.take().context("no console")?);
+        match connect(&control, &mut child) {
+            Ok(control) => Ok(Self {
+                child,
+                console,
+                heard: Vec::new(),
+                control,
+            }),
+            Err(e) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                let said = std::fs::read(dir.join("qemu.log")).unwrap_or_default();
+                Err(e.context(shell::tail(&said)))
+            }
+        }
+    }
+
+    /// Waits until somebody could log in.
+    pub fn login(&mut self, patience: Duration) -> Result<()> {
+        let deadline = Instant::now() + patience;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.console.recv_timeout(left) {
+                Ok(piece) => self.heard.extend(piece),
+                Err(RecvTimeoutError::Timeout) => {
+                    bail!("no login within {} s: {}", patience.as_secs(), self.tail())
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    bail!("it ended before its login: {}", self.tail())
+                }
+            }
+            if self.heard.windows(PROMPT.len()).any(|w| w == PROMPT) {
+                return Ok(());
+            }
+            let surplus = self.heard.len().saturating_sub(KEEP);
+            self.heard.drain(..surplus);
+        }
+    }
+
+    /// What it has read and written so far.
+    pub fn disk(&mut self) -> Result<Disk> {
+        let answer = ask(&mut self.control, &json!({"execute": "query-blockstats"}))?;
+        let devices = answer.as_array().context("no list of disks")?;
+        let ours = devices
+            .iter()
+            .map(|d| &d["stats"])
+            .max_by_key(|s| s["rd_bytes"].as_u64())
+            .context("no disk")?;
+        let figure = |key: &str| ours[key].as_f64().with_context(|| format!("no {key}"));
+        Ok(Disk {
+            reads: figure("rd_operations")?,
+            read: figure("rd_bytes")?,
+            written: figure("wr_bytes")?,
+        })
+    }
+
+    /// Presses Ctrl-Alt-Delete, at which init ends everything in good order, and waits for the end.
+    pub fn shut_down(mut self, patience: Duration) -> Result<()> {
+        let keys = ["ctrl", "alt", "delete"].map(|key| json!({"type": "qcode", "data": key}));
+        ask(
+            &mut self.control,
+            &json!({"execute": "send-key", "arguments": {"keys": keys}}),
+        )?;
+        let status = end_within(&mut self.child, patience);
+        self.heard.extend(self.console.try_iter().flatten());
+        match status {
+            Ok(status) if status.success() => Ok(()),
+            Ok(status) => bail!("QEMU: {status}: {}", self.tail()),
+            Err(e) => Err(e.context(format!("it did not shut down: {}", self.tail()))),
+        }
+    }
+
+    fn tail(&self) -> String {
+        shell::tail(&self.heard)
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Hands out what is read, so that the machine never waits for its console.
+fn read_along(mut from: impl Read + Send + 'static) -> Receiver<Vec<u8>> {
+    let (send, receive) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut piece = [0; 4096];
+        while let Ok(n @ 1..) = from.read(&mut piece) {
+            if send.send(piece[..n].to_vec()).is_err() {
+                return;
+            }
+        }
+    });
+    receive
+}
+
+fn connect(control: &Path, child: &mut Child) -> Result<BufReader<UnixStream>> {
+    let deadline = Instant::now() + ANSWER;
+    let stream = loop {
+        match UnixStream::connect(control) {
+            Ok(stream) => break stream,
+            Err(e) if Instant::now() > deadline => return Err(e).context("QEMU's control socket"),
+            Err(_) => std::thread::sleep(Duration::from_millis(2)),
+        }
+        if let Some(status) = child.try_wait()? {
+            bail!("QEMU ended at once: {status}");
+        }
+    };
+    stream.set_read_timeout(Some(ANSWER))?;
+    stream.set_write_timeout(Some(ANSWER))?;
+    let mut control = BufReader::new(stream);
+    control.read_line(&mut String::new())?; // its greeting
+    ask(&mut control, &json!({"execute": "qmp_capabilities"}))?;
+    Ok(control)
+}
+
+/// Asks QEMU; events that come first are left out.
+fn ask(control: &mut BufReader<UnixStream>, question: &Value) -> Result<Value> {
+    let mut line = question.to_string();
+    line.push('\n');
+    control.get_mut().write_all(line.as_bytes())?;
+    let deadline = Instant::now() + ANSWER;
+    while Instant::now() < deadline {
+        let mut line = String::new();
+        if control.read_line(&mut line).context("QEMU's answer")? == 0 {
+            bail!("QEMU has gone");
+        }
+        let mut answer: Value = serde_json::from_str(&line)?;
+        if let Some(answer) = answer.get_mut("return") {
+            return Ok(answer.take());
+        }
+        if let Some(error) = answer.get("error") {
+            bail!("QEMU refuses {question}: {error}");
+        }
+    }
+    bail!("QEMU talks and gives no answer")
+}
