@@ -6,7 +6,7 @@ mod image;
 mod memory;
 pub mod overlay;
 
-pub use directory::{DirectoryDevice, DirectoryOptions, MOST_CHUNKS};
+pub use directory::{DirectoryDevice, DirectoryOptions, MAX_CHUNKS};
 pub use file::FileDevice;
 pub use image::ImageDevice;
 pub use memory::MemoryDevice;

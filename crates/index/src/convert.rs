@@ -11,9 +11,9 @@ use drover_core::{Digest, Head};
 use drover_storage::{Directory, File, remove_if_exists};
 
 use crate::error::{IndexError, Result};
-use crate::hash_file::{self, HashFile, any_file_of, names, open};
+use crate::hash_file::{self, HashFile, any_file_of, names, open, remove_files};
 use crate::head::head_from_bits;
-use crate::matcher::{ImageId, OpenReport, Repair, remove_files};
+use crate::matcher::{ImageId, OpenReport, Repair};
 use crate::page::{PER_PAGE, Page, crc};
 use crate::sequence::{self, on_disk, record_offset};
 

@@ -6,7 +6,7 @@ use std::io;
 use std::sync::Arc;
 
 use drover_core::{Digest, Head};
-use drover_storage::{Access, Directory, File, open_if_exists};
+use drover_storage::{Access, Directory, File, open_if_exists, remove_if_exists};
 
 use crate::head::{head_from_bits, pack_heads};
 use crate::page::{Bits, PAGE_BYTES, PER_PAGE, Page, crc, is_sealed, seal};
@@ -32,6 +32,20 @@ pub(crate) fn names(image: u64) -> (String, String) {
         format!("img-{image:016x}.hash"),
         format!("img-{image:016x}.side"),
     )
+}
+
+/// Removes an image's files for good.
+pub(crate) fn remove_files(storage: &dyn Directory, image: u64) -> std::io::Result<()> {
+    unlink_files(storage, image)?;
+    storage.sync()
+}
+
+/// The same, but only for good once names are synced.
+pub(crate) fn unlink_files(storage: &dyn Directory, image: u64) -> std::io::Result<()> {
+    let (hash, side) = names(image);
+    // The side file first: without it the hash file means nothing.
+    remove_if_exists(storage, &side)?;
+    remove_if_exists(storage, &hash)
 }
 
 /// The image one of whose files this is.

@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use drover_core::{Digest, Head};
-use drover_storage::{Directory, remove_if_exists};
+use drover_storage::Directory;
 
 pub use config::{AnchorPolicy, Layout, MatcherConfig};
 pub use finish::Finishing;
@@ -92,21 +92,6 @@ pub struct Matcher {
 }
 
 impl Matcher {
-    /// Opens the index in `storage`, which is empty or holds one.
-    ///
-    /// Whatever a crash left, it opens: the caches come from their snapshot where that is valid,
-    /// else from the hash files; what is damaged is dropped and reported.
-    ///
-    /// # Errors
-    /// [`IndexError::Config`], or what the storage reports.
-    pub fn open(
-        storage: impl Directory + 'static,
-        config: MatcherConfig,
-    ) -> Result<(Self, OpenReport)> {
-        config.check()?;
-        open::open(Arc::new(storage), config)
-    }
-
     /// Starts the hash file of `image`; what an interrupted transfer of it left goes.
     ///
     /// # Errors
@@ -484,18 +469,4 @@ impl Matcher {
 /// What blocks are found by (`docs/format/digests.md`).
 fn short(digests: &[Digest]) -> Vec<Digest> {
     digests.iter().map(Digest::short).collect()
-}
-
-/// Removes an image's files for good.
-pub(crate) fn remove_files(storage: &dyn Directory, image: u64) -> std::io::Result<()> {
-    unlink_files(storage, image)?;
-    storage.sync()
-}
-
-/// The same, but only for good once names are synced.
-fn unlink_files(storage: &dyn Directory, image: u64) -> std::io::Result<()> {
-    let (hash, side) = names(image);
-    // The side file first: without it the hash file means nothing.
-    remove_if_exists(storage, &side)?;
-    remove_if_exists(storage, &hash)
 }

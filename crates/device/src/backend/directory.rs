@@ -11,11 +11,9 @@ use drover_core::{
 use parking_lot::{Mutex, RwLock};
 
 use self::files::Files;
+pub use self::header::MAX_CHUNKS;
 use crate::remote::Shape;
 use drover_storage::{Access, Directory, File, Lock};
-
-/// The most chunks of a device, so that what is kept in memory has a bound: a larger device wants larger chunks.
-pub const MOST_CHUNKS: u64 = 1 << 22;
 
 /// Locks that chunks share by their number.
 const LOCKS: usize = 256;
@@ -80,7 +78,7 @@ impl DirectoryDevice {
     /// Makes a device of zeros in a directory that has none, and opens it.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] for a shape with more than [`MOST_CHUNKS`] or a chunk that is no power of two of at
+    /// [`DeviceError::Unsupported`] for a shape with more than [`MAX_CHUNKS`] or a chunk that is no power of two of at
     /// least 4096; [`DeviceError::Io`] of kind `AlreadyExists` when the directory has a device or chunks;
     /// what the medium reports. After a crash, or an error of the last step, there is a whole device or none; when
     /// there is none this can be called again.

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use drover_core::{DeviceError, Digest};
 
-use super::Shared;
+use super::shared::Shared;
 use super::state::State;
 use super::wait::{Outcome, Waiting};
 use crate::remote::{Chunks, Content, Fetched};

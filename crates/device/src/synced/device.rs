@@ -4,8 +4,9 @@ use drover_core::{
     BlockDevice, Capabilities, Cost, DeviceError, Extent, ExtentKind, Zeroes, check_range,
 };
 
+use super::shared::Shared;
 use super::state::State;
-use super::{Shared, Synced, write};
+use super::{Synced, write};
 
 impl BlockDevice for Synced {
     fn size(&self) -> u64 {

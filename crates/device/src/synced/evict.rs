@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use drover_core::DeviceError;
 
-use super::Shared;
+use super::shared::Shared;
 use super::state::State;
 
 /// How long a writer waits at a time for the pusher to make chunks clean.

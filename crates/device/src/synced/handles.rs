@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use drover_core::DeviceError;
 
+use super::options::Sync;
 use super::order::Order;
-use super::{Shared, Sync};
+use super::shared::Shared;
 use crate::remote::{Chunks, Epoch, Link, Traffic};
 
 /// How far a managed device is.

@@ -3,19 +3,21 @@
 //! it has room.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use drover_core::DeviceError;
-use parking_lot::{Condvar, Mutex};
 
-use super::Shared;
 use super::order::Order;
-use super::state::{Geometry, State};
+use super::shared::Shared;
+use super::state::State;
 use crate::remote::Chunks;
 
-/// Chunks whose zeros are asked for at once.
-const PIECE: u64 = 1 << 16;
+mod plan;
+
+pub use plan::Pull;
+use plan::{Follow, PIECE, Piece, Pulling};
+
 /// Pieces asked for and not answered.
 const PIECES_UNDER_WAY: usize = 2;
 /// Runs ahead of readers, and runs to be fetched again, that are remembered.
@@ -32,93 +34,6 @@ const AHEAD_PART: u64 = 2;
 const READER_PART: u64 = 4;
 /// What came ahead of a reader and was not read for so long will not be.
 const STALE: Duration = Duration::from_secs(10);
-
-/// What is known of the zeros of a piece.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Piece {
-    Unknown,
-    Asked,
-    /// Asked, but the answer may be older than what the far side holds now.
-    Spoiled,
-    Known,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Follow {
-    next: u64,
-    /// Up to here it is to be read ahead of...
-    ahead: u64,
-    /// ...and up to here it was asked for.
-    asked: u64,
-    window: u64,
-    hits: u32,
-    used: u64,
-}
-
-struct Pulling {
-    paused: bool,
-    background: bool,
-    ahead: VecDeque<Chunks>,
-    first: VecDeque<Chunks>,
-    /// The sequential part has come so far.
-    cursor: u64,
-    again: VecDeque<Chunks>,
-    pieces: Vec<Piece>,
-    readers: Vec<Follow>,
-    uses: u64,
-    /// In a cache of limited size: what was asked for ahead of readers, and when; longer than it by what was read since.
-    before_readers: VecDeque<(u64, Instant)>,
-}
-
-/// The puller.
-pub struct Pull {
-    state: Mutex<Pulling>,
-    changed: Condvar,
-    /// There was no room to read ahead; there is now.
-    wants_room: AtomicBool,
-    has_room: AtomicBool,
-}
-
-impl Pull {
-    pub fn new(geometry: Geometry, order: Order) -> Self {
-        let shape = geometry.shape;
-        let pieces = shape.chunks().div_ceil(PIECE) as usize;
-        Self {
-            state: Mutex::new(Pulling {
-                paused: false,
-                background: !matches!(order, Order::None),
-                ahead: VecDeque::new(),
-                first: order.first(shape).into(),
-                cursor: 0,
-                again: VecDeque::new(),
-                pieces: vec![Piece::Unknown; pieces],
-                readers: Vec::new(),
-                uses: 0,
-                before_readers: VecDeque::new(),
-            }),
-            changed: Condvar::new(),
-            wants_room: AtomicBool::new(false),
-            has_room: AtomicBool::new(false),
-        }
-    }
-
-    /// Something that came ahead of a reader was used: it may give way now.
-    pub fn made_room(&self) {
-        if self.wants_room.swap(false, Ordering::AcqRel) {
-            self.has_room.store(true, Ordering::Release);
-        }
-    }
-
-    /// Whether to say that there is room to read ahead again, once.
-    pub fn has_room(&self) -> bool {
-        self.has_room.load(Ordering::Relaxed) && self.has_room.swap(false, Ordering::AcqRel)
-    }
-
-    pub fn wake(&self) {
-        let _state = self.state.lock();
-        self.changed.notify_all();
-    }
-}
 
 impl Shared {
     pub(super) fn next_pull(&self, most: u64) -> Option<Chunks> {

@@ -11,13 +11,17 @@ use std::time::{Duration, Instant};
 use drover_core::{DeviceError, Digest};
 use parking_lot::{Condvar, Mutex};
 
+use super::options::Sync;
+use super::shared::Shared;
 use super::state::State;
-use super::{Shared, Sync};
 use crate::remote::{Change, Epoch, Link};
 
 mod read;
+mod turns;
 
 use read::{GIVEN_UP, Reader};
+use turns::Phase;
+pub use turns::Push;
 
 /// Bytes of changes under way when the far side can do with less: twice its window are, so that it has the next at hand.
 const UNDER_WAY: u64 = 8 << 20;
@@ -27,43 +31,6 @@ const MOST_UNDER_WAY: u64 = 64 << 20;
 const TICK: Duration = Duration::from_millis(250);
 /// How long after a commit that failed on a link that stands it is asked for again.
 const COMMIT_AGAIN: Duration = Duration::from_secs(1);
-/// How long after a refused push the next one is tried without anybody asking.
-const AFTER_REFUSAL: Duration = Duration::from_secs(5);
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Phase {
-    #[default]
-    Idle,
-    Freezing,
-    /// An epoch waits for the pusher, or is on its way.
-    Frozen,
-}
-
-struct Turns {
-    phase: Phase,
-    /// Tickets: who wants all that was written before pushed takes one; an epoch covers those taken before its freeze.
-    wanted: u64,
-    covered: u64,
-    done: u64,
-    refused: Option<(u64, DeviceError)>,
-    /// Of a push that nobody waited for: the next flush reports it.
-    unreported: Option<DeviceError>,
-    last_freeze: Instant,
-    not_before: Option<Instant>,
-    /// Somebody needs room.
-    requested: bool,
-    /// The number of the last epoch that was begun.
-    last: Epoch,
-    /// The number of the epoch under way, once its first part was about to be sent.
-    epoch: Option<Epoch>,
-    /// That of the table when it was frozen.
-    generation: u64,
-    /// The link on which the far side said last what it has staged.
-    asked_on: u64,
-    /// How often pushes failed since one succeeded, and why the last did.
-    failures: u64,
-    why: Option<DeviceError>,
-}
 
 /// What is to become of an epoch that could not be pushed.
 enum Failed {
@@ -80,64 +47,6 @@ impl Failed {
             true => Self::Later(error),
             false => Self::Anew(error),
         }
-    }
-}
-
-/// What the pusher, flushes and writers tell each other.
-pub struct Push {
-    state: Mutex<Turns>,
-    changed: Condvar,
-}
-
-impl Push {
-    pub fn new() -> Self {
-        Self {
-            state: Mutex::new(Turns {
-                phase: Phase::Idle,
-                wanted: 0,
-                covered: 0,
-                done: 0,
-                refused: None,
-                unreported: None,
-                last_freeze: Instant::now(),
-                not_before: None,
-                requested: false,
-                last: Epoch(0),
-                epoch: None,
-                generation: 0,
-                asked_on: 0,
-                failures: 0,
-                why: None,
-            }),
-            changed: Condvar::new(),
-        }
-    }
-
-    pub fn wake(&self) {
-        let _state = self.state.lock();
-        self.changed.notify_all();
-    }
-
-    /// Asks for a push at once.
-    pub fn request(&self) {
-        self.state.lock().requested = true;
-        self.changed.notify_all();
-    }
-
-    pub fn wait_a_while(&self, time: Duration) {
-        let mut state = self.state.lock();
-        self.changed.wait_for(&mut state, time);
-    }
-
-    /// How often pushes failed since one succeeded, and why the last did.
-    pub fn failures(&self) -> (u64, Option<DeviceError>) {
-        let state = self.state.lock();
-        (state.failures, state.why.clone())
-    }
-
-    /// Why the last push was refused, if it was and none has succeeded since.
-    pub fn trouble(&self) -> Option<DeviceError> {
-        self.state.lock().refused.clone().map(|r| r.1)
     }
 }
 
@@ -666,20 +575,6 @@ impl Shared {
     /// The last epoch that was begun here, or the one the far side is at.
     pub(super) fn epoch(&self) -> Epoch {
         self.remote.committed()
-    }
-}
-
-impl Turns {
-    fn failed(&mut self, error: &DeviceError) {
-        self.failures += 1;
-        self.why = Some(error.clone());
-    }
-
-    /// Those who took a ticket up to this one are told.
-    fn refuse(&mut self, upto: u64, error: DeviceError) {
-        self.refused = Some((upto, error.clone()));
-        self.unreported = Some(error);
-        self.not_before = Some(Instant::now() + AFTER_REFUSAL);
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use drover_core::{DeviceError, check_range};
 
-use super::Shared;
+use super::shared::Shared;
 use super::state::State;
 use super::wait::{Outcome, Ticket};
 use crate::remote::{Chunks, Content};

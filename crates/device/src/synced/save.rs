@@ -3,138 +3,25 @@
 //! What was pulled is written down long before it is durable: that costs two small writes, a killed process then leaves all
 //! of it behind, and after a power loss the digests tell what was not there yet.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use drover_core::{DeviceError, Digest};
-use parking_lot::{Condvar, Mutex};
 
-use super::Shared;
-use super::cache::Log;
+use super::shared::Shared;
 use super::state::{Mask, State};
-use crate::remote::{Epoch, Remote};
+
+mod turn;
+
+pub use turn::Saver;
+use turn::{Depth, PULLED, PULLED_EARLY};
 
 /// How often pulled chunks are made durable.
 const EVERY: Duration = Duration::from_secs(5);
-/// Pulled bytes after which they are made durable at once.
-const PULLED: u64 = 256 << 20;
 /// How often pulled chunks are written down, for a killed process to leave them behind.
 const EARLY: Duration = Duration::from_millis(250);
-/// Pulled bytes after which they are written down at once.
-const PULLED_EARLY: u64 = 8 << 20;
 /// How long the thread rests between two chunks that it compares with their digests after a crash.
 const REST: Duration = Duration::from_millis(1);
-
-#[derive(Default)]
-struct Turn {
-    started: u64,
-    finished: u64,
-    running: bool,
-    /// The next run takes pulled chunks along.
-    all: bool,
-    /// Pulled chunks were written down that are not durable.
-    early: bool,
-    error: Option<DeviceError>,
-}
-
-/// What a run does.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Depth {
-    /// Writes down what was pulled.
-    Early,
-    /// Makes what was written durable.
-    Written,
-    /// And what was pulled, of which some was perhaps written down early.
-    All { early: bool },
-}
-
-pub struct Saver {
-    log: Mutex<Log>,
-    turn: Mutex<Turn>,
-    changed: Condvar,
-    /// Bytes pulled that are not durable, and those of them that are not written down.
-    pulled: AtomicU64,
-    fresh: AtomicU64,
-    /// A sync of the data failed: what it covered may be gone although it can be read.
-    broken: Mutex<Option<DeviceError>>,
-}
-
-impl Saver {
-    pub fn new(log: Log) -> Self {
-        Self {
-            log: Mutex::new(log),
-            turn: Mutex::default(),
-            changed: Condvar::new(),
-            pulled: AtomicU64::new(0),
-            fresh: AtomicU64::new(0),
-            broken: Mutex::default(),
-        }
-    }
-
-    /// Counts bytes that were pulled.
-    pub fn pulled(&self, bytes: u64) {
-        if bytes == 0 {
-            return;
-        }
-        let pulled = self.pulled.fetch_add(bytes, Ordering::Relaxed);
-        let fresh = self.fresh.fetch_add(bytes, Ordering::Relaxed);
-        let reached = |limit, before| before < limit && before + bytes >= limit;
-        if reached(PULLED, pulled) || reached(PULLED_EARLY, fresh) || fresh == 0 {
-            self.wake();
-        }
-    }
-
-    pub fn wake(&self) {
-        let _turn = self.turn.lock();
-        self.changed.notify_all();
-    }
-
-    /// Compares the far side's epoch with the one that the cache agrees with.
-    pub fn meet(&self, remote: &dyn Remote) -> Result<(), DeviceError> {
-        let mut log = self.log.lock();
-        // Asked under the lock: the pusher may be writing down a commit.
-        let theirs = remote.committed();
-        match log.knows(theirs) {
-            // A commit whose answer was lost: it must not be asked for an epoch of ours once there is a later one.
-            true => {
-                if log.committed != Some(theirs)
-                    && let Err(error) = log.agree(theirs)
-                {
-                    tracing::warn!(%error, "the cache's map cannot be written");
-                }
-                Ok(())
-            }
-            false => Err(DeviceError::Corrupt(
-                "the image was changed elsewhere while the link was down; unmount, and mount anew"
-                    .into(),
-            )),
-        }
-    }
-
-    pub fn intend(&self, epoch: Epoch) -> Result<(), DeviceError> {
-        self.log.lock().intend(epoch)
-    }
-
-    pub fn agree(&self, epoch: Epoch) -> Result<(), DeviceError> {
-        self.log.lock().agree(epoch)
-    }
-
-    pub fn close(&self) -> Result<(), DeviceError> {
-        self.log.lock().close()
-    }
-
-    /// Whether the map says that something must be pushed.
-    pub fn is_dirty(&self) -> bool {
-        self.log.lock().is_dirty()
-    }
-
-    fn sound(&self) -> Result<(), DeviceError> {
-        match &*self.broken.lock() {
-            Some(error) => Err(error.clone()),
-            None => Ok(()),
-        }
-    }
-}
 
 /// What a run writes down.
 struct Batch {

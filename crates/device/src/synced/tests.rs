@@ -1,15 +1,16 @@
 //! Managed devices over memory, with far sides that are slow, cut and watched, and a cache disk that loses power.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Weak;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use drover_core::{BlockDevice, Capabilities, Cost, Extent, Zeroes};
+use drover_core::{BlockDevice, Capabilities, Cost, Digest, Extent, Zeroes};
 
 use super::*;
 use crate::backend::MemoryDevice;
-use crate::remote::{Change, Committer, Epoch, LocalRemote, Staged};
-use drover_storage::{FakeDirectory, Operation};
+use crate::remote::{Change, Chunks, Committer, Epoch, Local, LocalRemote, Shape, Staged};
+use drover_storage::{Directory, FakeDirectory, Operation};
 
 mod crash;
 mod former;

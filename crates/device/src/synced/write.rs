@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use drover_core::DeviceError;
 
-use super::Shared;
 use super::evict::{AT_ONCE, Sparing};
+use super::shared::Shared;
 use super::state::{Mask, State};
 use super::wait::Outcome;
 

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use drover_storage::Access;
 
-use super::{Cursor, ImageId, IndexError, Matcher, Result, names, unlink_files};
+use super::{Cursor, ImageId, IndexError, Matcher, Result, names};
 use crate::hash_file::Syncer;
+use crate::hash_file::unlink_files;
 use crate::recent::Slot;
 
 /// An image that is being finished. Made by [`Matcher::begin_finish`].

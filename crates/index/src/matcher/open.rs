@@ -7,18 +7,32 @@ use std::sync::Arc;
 use drover_storage::{Directory, remove_if_exists};
 
 use super::snapshot::{self, Loaded, SavedSlot};
-use super::{ImageId, Matcher, MatcherConfig, OpenReport, Repair, Shared, remove_files};
+use super::{ImageId, Matcher, MatcherConfig, OpenReport, Repair, Shared};
 use crate::convert::convert;
 use crate::cuckoo::CuckooLru;
 use crate::error::{IndexError, Result};
-use crate::hash_file::{self, HashFile, Header, any_file_of, names};
+use crate::hash_file::{self, HashFile, Header, any_file_of, names, remove_files};
 use crate::recent::{Recent, Slot};
 use crate::sequence::SequenceCache;
 
-pub(super) fn open(
-    storage: Arc<dyn Directory>,
-    config: MatcherConfig,
-) -> Result<(Matcher, OpenReport)> {
+impl Matcher {
+    /// Opens the index in `storage`, which is empty or holds one.
+    ///
+    /// Whatever a crash left, it opens: the caches come from their snapshot where that is valid,
+    /// else from the hash files; what is damaged is dropped and reported.
+    ///
+    /// # Errors
+    /// [`IndexError::Config`], or what the storage reports.
+    pub fn open(
+        storage: impl Directory + 'static,
+        config: MatcherConfig,
+    ) -> Result<(Self, OpenReport)> {
+        config.check()?;
+        open(Arc::new(storage), config)
+    }
+}
+
+fn open(storage: Arc<dyn Directory>, config: MatcherConfig) -> Result<(Matcher, OpenReport)> {
     let mut report = OpenReport::default();
     remove_if_exists(storage.as_ref(), snapshot::TEMPORARY)
         .map_err(IndexError::io("removing", snapshot::TEMPORARY))?;

@@ -55,7 +55,7 @@ fn index_of(name: &str) -> Option<u64> {
     (self::name(index) == name).then_some(index)
 }
 
-/// As the tables count: there are at most [`super::MOST_CHUNKS`].
+/// As the tables count: there are at most [`super::MAX_CHUNKS`].
 fn narrow(index: u64) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
 }

@@ -4,9 +4,11 @@ use std::io;
 
 use drover_core::DeviceError;
 
-use super::MOST_CHUNKS;
 use crate::remote::Shape;
 use drover_storage::{Access, Directory, Lock, read_exact_at, replace};
+
+/// The most chunks of a device, so that what is kept in memory has a bound: a larger device wants larger chunks.
+pub const MAX_CHUNKS: u64 = 1 << 22;
 
 pub(super) const NAME: &str = "header";
 const NEW: &str = "header.new";
@@ -43,7 +45,7 @@ pub(super) fn lock(
 }
 
 fn is_possible(shape: Shape) -> bool {
-    shape.chunk.is_power_of_two() && shape.chunk >= 4096 && shape.chunks() <= MOST_CHUNKS
+    shape.chunk.is_power_of_two() && shape.chunk >= 4096 && shape.chunks() <= MAX_CHUNKS
 }
 
 fn crc(bytes: &[u8]) -> u32 {

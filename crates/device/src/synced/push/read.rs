@@ -5,7 +5,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use drover_core::DeviceError;
 
-use super::super::Shared;
+use super::super::shared::Shared;
 use super::super::state::Mask;
 use crate::remote::Change;
 

@@ -1,0 +1,101 @@
+//! What the puller and readers tell each other.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::super::order::Order;
+use super::super::state::Geometry;
+use crate::remote::Chunks;
+
+/// Chunks whose zeros are asked for at once.
+pub(super) const PIECE: u64 = 1 << 16;
+
+/// What is known of the zeros of a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Piece {
+    Unknown,
+    Asked,
+    /// Asked, but the answer may be older than what the far side holds now.
+    Spoiled,
+    Known,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Follow {
+    pub(super) next: u64,
+    /// Up to here it is to be read ahead of...
+    pub(super) ahead: u64,
+    /// ...and up to here it was asked for.
+    pub(super) asked: u64,
+    pub(super) window: u64,
+    pub(super) hits: u32,
+    pub(super) used: u64,
+}
+
+pub(super) struct Pulling {
+    pub(super) paused: bool,
+    pub(super) background: bool,
+    pub(super) ahead: VecDeque<Chunks>,
+    pub(super) first: VecDeque<Chunks>,
+    /// The sequential part has come so far.
+    pub(super) cursor: u64,
+    pub(super) again: VecDeque<Chunks>,
+    pub(super) pieces: Vec<Piece>,
+    pub(super) readers: Vec<Follow>,
+    pub(super) uses: u64,
+    /// In a cache of limited size: what was asked for ahead of readers, and when; longer than it by what was read since.
+    pub(super) before_readers: VecDeque<(u64, Instant)>,
+}
+
+/// The puller.
+pub struct Pull {
+    pub(super) state: Mutex<Pulling>,
+    pub(super) changed: Condvar,
+    /// There was no room to read ahead; there is now.
+    pub(super) wants_room: AtomicBool,
+    pub(super) has_room: AtomicBool,
+}
+
+impl Pull {
+    pub fn new(geometry: Geometry, order: Order) -> Self {
+        let shape = geometry.shape;
+        let pieces = shape.chunks().div_ceil(PIECE) as usize;
+        Self {
+            state: Mutex::new(Pulling {
+                paused: false,
+                background: !matches!(order, Order::None),
+                ahead: VecDeque::new(),
+                first: order.first(shape).into(),
+                cursor: 0,
+                again: VecDeque::new(),
+                pieces: vec![Piece::Unknown; pieces],
+                readers: Vec::new(),
+                uses: 0,
+                before_readers: VecDeque::new(),
+            }),
+            changed: Condvar::new(),
+            wants_room: AtomicBool::new(false),
+            has_room: AtomicBool::new(false),
+        }
+    }
+
+    /// Something that came ahead of a reader was used: it may give way now.
+    pub fn made_room(&self) {
+        if self.wants_room.swap(false, Ordering::AcqRel) {
+            self.has_room.store(true, Ordering::Release);
+        }
+    }
+
+    /// Whether to say that there is room to read ahead again, once.
+    pub fn has_room(&self) -> bool {
+        self.has_room.load(Ordering::Relaxed) && self.has_room.swap(false, Ordering::AcqRel)
+    }
+
+    pub fn wake(&self) {
+        let _state = self.state.lock();
+        self.changed.notify_all();
+    }
+}
