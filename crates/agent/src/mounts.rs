@@ -2,26 +2,27 @@
 //!
 //! - [`target`]: what a mount is of.
 //! - [`record`]: what is written down of a mount, so that a crash leaves nothing unknown.
-//! - [`background`]: starting the process that keeps it; [`keeper`]: that process.
+//! - [`start`]: starting the mount daemon; [`daemon`]: that process.
 //! - [`disk`]: from an image's name to a device; [`front`]: from a device to what a person uses.
 //! - [`kernel`]: block devices of the kernel, and what guards them.
 //! - [`control`], [`status`]: asking that process; [`end`]: ending it, and [`dead`] when it is gone.
 //! - [`left`]: what is left of it then; [`known`]: what lets a mount begin while the other site cannot be reached.
 
-mod background;
 mod connector;
 mod control;
+mod daemon;
 mod dead;
 mod disk;
 mod end;
 mod front;
-mod keeper;
+
 mod kernel;
 mod known;
 mod leases;
 mod left;
 mod record;
 mod site_images;
+mod start;
 mod status;
 mod target;
 
@@ -33,8 +34,8 @@ use anyhow::{Result, bail};
 use crate::home::Home;
 
 pub use control::StopHow;
+pub use daemon::run_daemon;
 pub use end::{Progress, end, find};
-pub use keeper::keep_in_background;
 pub use kernel::{choose, guard, survive_write_back};
 pub use leases::{
     BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, held, hold_written,
@@ -96,14 +97,13 @@ pub async fn begin(
         Keep::Here => {
             let name = record.name.clone();
             let ready = move |lines: &[String]| ready(&name, lines);
-            keeper::keep(home, place.clone(), kept, record.clone(), ready).await
+            daemon::keep(home, place.clone(), kept, record.clone(), ready).await
         }
         Keep::InBackground(verbose) => {
             drop(kept);
             let started = {
                 let (home, place) = (home.clone(), place.clone());
-                tokio::task::spawn_blocking(move || background::start(&home, &place, verbose))
-                    .await?
+                tokio::task::spawn_blocking(move || start::start(&home, &place, verbose)).await?
             };
             match started {
                 Ok(lines) => return ready(&record.name, &lines),

@@ -78,13 +78,16 @@ pub enum Command {
     Digest(DigestArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
-    /// The process that keeps a mount; started by mount, export and attach
-    #[command(hide = true, after_help = "drover keep NAME is for drover itself.")]
-    Keep {
+    /// The mount daemon; started by mount, export and attach
+    #[command(
+        hide = true,
+        after_help = "drover mount-daemon NAME is for drover itself."
+    )]
+    MountDaemon {
         /// The mount's name
         name: String,
     },
-    /// The process that detaches a kernel device whose keeper has died; started by attach
+    /// The process that detaches a kernel device whose mount daemon has died; started by attach
     #[command(hide = true, after_help = "drover guard NAME is for drover itself.")]
     Guard {
         /// By which the device is known

@@ -33,7 +33,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let serves = matches!(
         cli.command,
-        Command::Serve(_) | Command::Teleporter(_) | Command::Keep { .. }
+        Command::Serve(_) | Command::Teleporter(_) | Command::MountDaemon { .. }
     );
     log(cli.verbose, serves);
     if keeps(&cli.command) {
@@ -43,7 +43,7 @@ fn main() -> ExitCode {
     if matches!(
         cli.command,
         Command::Send(_)
-            | Command::Keep { .. }
+            | Command::MountDaemon { .. }
             | Command::Export(_)
             | Command::Pair(_)
             | Command::Serve(_)
@@ -72,7 +72,7 @@ fn main() -> ExitCode {
 /// Whether this process shows disks to this machine's kernel, itself.
 fn keeps(command: &Command) -> bool {
     match command {
-        Command::Keep { .. } => true,
+        Command::MountDaemon { .. } => true,
         Command::Mount(args) => args.keep.foreground,
         Command::Attach(args) => args.keep.foreground,
         Command::Export(args) => !args.background,
@@ -97,10 +97,9 @@ fn run(cli: Cli) -> Result<()> {
         Command::Unmount(args) => wait(mounts::unmount(&existing()?, args)),
         Command::Mounts(args) => wait(mounts::mounts(&existing()?, args)),
         Command::Guard { identifier } => drover_agent::mounts::guard(&identifier),
-        Command::Keep { name } => wait(drover_agent::mounts::keep_in_background(
-            &existing()?,
-            &name,
-        )),
+        Command::MountDaemon { name } => {
+            wait(drover_agent::mounts::run_daemon(&existing()?, &name))
+        }
         Command::Space(args) => space::space(&existing()?, &args),
         Command::Changes(args) => wait(changes::changes(&existing()?, args)),
         Command::Images(args) => wait(images::images(&existing()?, args)),

@@ -1,4 +1,4 @@
-//! Talking to the process that keeps a mount: one line of JSON asks, lines of JSON answer, over the mount's own socket.
+//! Talking to the mount daemon: one line of JSON asks, lines of JSON answer, over the mount's own socket.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -27,7 +27,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 /// Callers at once.
 const MAX_CALLERS: usize = 32;
 
-/// What the keeper is asked.
+/// What the mount daemon is asked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ask {
@@ -50,7 +50,7 @@ pub struct StopHow {
     pub lazy: bool,
 }
 
-/// What the keeper answers.
+/// What the mount daemon answers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
@@ -121,7 +121,7 @@ fn answer(stream: UnixStream, handler: &Handler) -> Result<()> {
     })
 }
 
-/// Asks the keeper that listens on `path`; `each` sees every answer until it says that it was the last.
+/// Asks the mount daemon that listens on `path`; `each` sees every answer until it says that it was the last.
 ///
 /// # Errors
 /// When nobody listens there, or the answer breaks off.
@@ -149,9 +149,9 @@ fn ask_within(
             .by_ref()
             .take(MAX_LINE)
             .read_line(&mut line)
-            .context("the process that keeps the mount does not answer")?;
+            .context("the mount daemon does not answer")?;
         if got == 0 {
-            bail!("the process that keeps the mount ended without an answer");
+            bail!("the mount daemon ended without an answer");
         }
         if each(serde_json::from_str(&line).context("an answer that makes no sense")?)? {
             return Ok(());

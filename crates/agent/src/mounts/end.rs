@@ -67,7 +67,7 @@ pub async fn end(
     tokio::task::spawn_blocking(move || ask_to_end(&place, process, how, &progress)).await?
 }
 
-/// Asks the process that keeps it.
+/// Asks the mount daemon.
 fn ask_to_end(place: &Place, process: u32, how: StopHow, progress: &Progress) -> Result<Left> {
     let mut most = 0;
     let mut end = Err(anyhow::anyhow!("it gave no answer"));

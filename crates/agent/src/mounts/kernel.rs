@@ -3,7 +3,7 @@
 //!
 //! A ublk device goes with its process. A device of the NBD client stays, and requests that it had sent wait until
 //! their time is up, which is long: see [`request_timeout`]. So a [`Guard`], a process of its own, detaches it when the
-//! keeper is gone, and whoever uses it sees errors at once. Nobody takes such a device over: what was acknowledged
+//! daemon is gone, and whoever uses it sees errors at once. Nobody takes such a device over: what was acknowledged
 //! and not flushed may have gone with the process, and a file system must not go on as if it had not.
 
 use std::path::{Path, PathBuf};
@@ -252,7 +252,7 @@ impl Drop for Guard {
 /// # Errors
 /// When the device cannot be detached.
 pub fn guard(identifier: &str) -> Result<()> {
-    // A terminal's Ctrl-C is for the keeper, which ends in good order.
+    // A terminal's Ctrl-C is for the mount daemon, which ends in good order.
     rustix::process::setsid().ok();
     std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())
         .context("cannot wait for the process that keeps the device")?;

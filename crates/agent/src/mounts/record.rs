@@ -1,7 +1,7 @@
 //! What is remembered of a mount while it is there, and after a crash: one directory for each, in the home.
 //!
 //! ```text
-//! mounts/NAME/record.json   what it shows, where, how, and the process that keeps it
+//! mounts/NAME/record.json   what it shows, where, how, and the mount daemon
 //! mounts/NAME/control.sock  that process's ear
 //! mounts/NAME/log           what it had to say
 //! mounts/NAME/known         what the other site said of the image
@@ -167,7 +167,7 @@ pub type Written = (Place, Record);
 /// A mount whose record cannot be used, and why.
 pub type Damaged = (Place, anyhow::Error);
 
-/// Held by the process that keeps the mount.
+/// Held by the mount daemon.
 #[derive(Debug)]
 pub struct Kept(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
 
@@ -285,7 +285,7 @@ impl Place {
         Ok(Left::look(&directory)?)
     }
 
-    /// Where the process that keeps it listens.
+    /// Where the mount daemon listens.
     pub fn socket(&self) -> PathBuf {
         self.dir.join("control.sock")
     }

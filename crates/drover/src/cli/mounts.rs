@@ -186,7 +186,7 @@ pub enum SyncMode {
     Remote,
 }
 
-/// How the process that keeps it runs.
+/// How the mount daemon runs.
 #[derive(Debug, Args)]
 pub struct KeepArgs {
     /// Stay in the foreground until SIGTERM or Ctrl-C, and unmount then
@@ -289,7 +289,7 @@ Examples:
     },
 }
 
-/// A path from the root: the process that keeps a mount is somewhere else.
+/// A path from the root: the mount daemon is somewhere else.
 fn absolute(text: &str) -> Result<PathBuf, String> {
     std::path::absolute(text).map_err(|e| e.to_string())
 }

@@ -114,7 +114,7 @@ mod tests {
             (&4.into(), &(1u64 << 30).into())
         );
         assert_eq!(json["push_error"], "no room at lyon");
-        // What a keeper of an older version says has none of this.
+        // What a mount daemon of an older version says has none of this.
         let mut old = json;
         let fields = old.as_object_mut().expect("an object");
         for field in ["pushing", "pushed", "push_failures", "push_error"] {

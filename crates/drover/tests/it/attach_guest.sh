@@ -27,7 +27,7 @@ serves() {
   site=$!
   for _ in $(seq 300); do [ -s ticket ] && break; sleep 0.1; done
 }
-keeper() { near mounts --json | sed -n 's/.*"process":\([0-9]*\).*/\1/p' | head -1; }
+daemon() { near mounts --json | sed -n 's/.*"process":\([0-9]*\).*/\1/p' | head -1; }
 ends() { check "$1: unmounted" env DROVER_HOME=/tmp/near drover unmount $dev; }
 is_gone() {
   case $1 in
@@ -75,7 +75,7 @@ life() {
   echo "figure $way: a life in s $(($(cut -d. -f1 /proc/uptime) - begin))"
 }
 
-# The keeper is killed under reads and writes: errors, no hang; what was flushed is there when it is attached again.
+# The daemon is killed under reads and writes: errors, no hang; what was flushed is there when it is attached again.
 killed() {
   way=$1; shift
   attaches "$way killed" "$@" --prefetch none
@@ -86,7 +86,7 @@ killed() {
   while dd if=/dev/urandom of=/mnt/scratch bs=64k count=8 conv=fsync 2>/dev/null; do :; done & writer=$!
   ( while dd if=$dev of=/dev/null bs=64k iflag=direct 2>/dev/null; do :; done ) & reader=$!
   sleep 1
-  kill -9 $(keeper)
+  kill -9 $(daemon)
   for _ in $(seq 200); do kill -0 $writer 2>/dev/null || kill -0 $reader 2>/dev/null || break; sleep 0.1; done
   if kill -0 $writer 2>/dev/null || kill -0 $reader 2>/dev/null; then fail "$way killed: nobody hangs"; kill -9 $writer $reader; else ok "$way killed: nobody hangs"; fi
   near mounts >said; if grep -q dead said; then ok "$way killed: listed as dead"; else fail "$way killed: listed as dead"; fi
@@ -101,14 +101,14 @@ killed() {
   ends "$way again"
 }
 
-# The keeper is killed and nothing else comes; unmount clears it away, and pushes what was not pushed.
+# The daemon is killed and nothing else comes; unmount clears it away, and pushes what was not pushed.
 cleared() {
   way=$1; shift
   attaches "$way dead" "$@" --push-interval 1h
   check "$way dead: mount" mount -t ext4 $dev /mnt
   check "$way dead: write" cp more /mnt/dead-$way
   check "$way dead: umount" umount /mnt
-  kill -9 $(keeper)
+  kill -9 $(daemon)
   sleep 0.5
   ends "$way dead"
   free "$way dead" $dev
@@ -128,7 +128,7 @@ beside() {
   check "$way beside: mount" mount -t ext4 $dev /mnt
   check "$way beside: write" cp more /mnt/beside
   sync
-  kill -9 $(keeper)
+  kill -9 $(daemon)
   sleep 1
   refused "$way beside: refused" "umount /mnt" env DROVER_HOME=/tmp/near drover attach lyon:disk.raw "$@"
   check "$way beside: the dead one goes" umount /mnt
@@ -178,7 +178,7 @@ gives_up() {
 attaches "whatever is there"
 case $dev in /dev/ublkb*) ok "ublk before nbd" ;; *) fail "ublk before nbd: $dev" ;; esac
 refused "attached twice" "is there already" env DROVER_HOME=/tmp/near drover attach lyon:disk.raw --as nbd
-flusher() { for t in /proc/$(keeper)/task/*; do f=$(cut -d' ' -f9 $t/stat); [ $((f & 0x80000)) != 0 ] || { cat $t/comm; return 1; }; done; }
+flusher() { for t in /proc/$(daemon)/task/*; do f=$(cut -d' ' -f9 $t/stat); [ $((f & 0x80000)) != 0 ] || { cat $t/comm; return 1; }; done; }
 if flusher >said; then ok "every thread is an I/O flusher"; else fail "every thread is an I/O flusher"; fi
 ends "whatever is there"
 refused "the wrong driver" "other driver" env DROVER_HOME=/tmp/near drover attach lyon:disk.raw --as nbd --device /dev/ublkb0

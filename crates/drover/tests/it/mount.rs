@@ -148,8 +148,8 @@ impl Mounts {
         mounts[0]["disks"][0].clone()
     }
 
-    /// Kills the process that keeps the only mount, and waits until it is seen to be dead.
-    pub fn kill_keeper(&self) {
+    /// Kills the daemon of the only mount, and waits until it is seen to be dead.
+    pub fn kill_daemon(&self) {
         let process = self.list()[0]["process"].as_u64().unwrap();
         signal(u32::try_from(process).unwrap(), "KILL");
         until("the mount is dead", || self.list()[0]["state"] == "dead");
@@ -179,7 +179,7 @@ impl Mounts {
 
 impl Drop for Mounts {
     fn drop(&mut self) {
-        // Nothing may hang below: a dead keeper's file answers with errors.
+        // Nothing may hang below: a dead daemon's file answers with errors.
         self.proxy.cut();
         for home in ["near", "other"] {
             clear_all(&self.world.path(home).join("mounts"));
@@ -209,7 +209,7 @@ fn clear(record: &Value) {
     };
     let process = record["process"].as_u64().unwrap_or(0);
     let is_ours = fs::read(format!("/proc/{process}/cmdline"))
-        .is_ok_and(|c| c.windows(4).any(|w| w == b"keep"));
+        .is_ok_and(|c| c.windows(12).any(|w| w == b"mount-daemon"));
     if process > 1 && is_ours {
         quietly("kill", &["-KILL", &process.to_string()]);
     }

@@ -29,7 +29,7 @@ impl Mounts<'_> {
         rows.into_iter().next().unwrap()
     }
 
-    /// Kills the process that keeps the only mount, and waits until it is seen as dead.
+    /// Kills the daemon of the only mount, and waits until it is seen as dead.
     fn kill(&self) -> Value {
         let process = self.only()["process"].as_u64().unwrap();
         assert!(process > 1);

@@ -91,7 +91,7 @@ pub(super) fn open_exclusively(device: &Path) -> io::Result<File> {
 /// From then on the thread must not use a file that was opened before, nor hand one out.
 pub(super) fn leave_files_behind() -> io::Result<()> {
     // SAFETY: with CLOSE_RANGE_UNSHARE the table is copied first: files of other threads stay open. The caller, the
-    // keeper of a loop device, starts with this call and owns no file.
+    // holder of a loop device, starts with this call and owns no file.
     let result = unsafe {
         libc::syscall(
             libc::SYS_close_range,

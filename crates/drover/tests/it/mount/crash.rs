@@ -1,4 +1,4 @@
-//! Keepers that are killed.
+//! Mount daemons that are killed.
 
 use std::fs;
 
@@ -18,7 +18,7 @@ fn after_a_kill_the_cache_is_taken_up() {
     std::thread::sleep(std::time::Duration::from_millis(5500));
     write(&disk, 100_000, &[4; 100_000]);
     bytes[100_000..][..100_000].fill(4);
-    m.kill_keeper();
+    m.kill_daemon();
     let shown = m.near(&["mounts"]).ok().out;
     assert!(shown.contains("dead"), "{shown}");
     // The far side has nothing of it yet, and keeps the place for it.
@@ -41,7 +41,7 @@ fn a_killed_loop_device_is_replaced() {
     let bytes = m.raw("web.raw", 42);
     let device = m.mount("web.raw", "disk", &["--device", "--read-only"]);
     assert!(fs::read(&device).unwrap() == bytes);
-    m.kill_keeper();
+    m.kill_daemon();
     let device = m.mount("web.raw", "disk", &["--device", "--read-only"]);
     assert!(fs::read(&device).unwrap() == bytes);
     m.unmount(&device, &[]).ok();
@@ -56,7 +56,7 @@ fn a_dead_mount_can_be_thrown_away() {
     let m = Mounts::new();
     m.raw("web.raw", 43);
     let disk = m.mount("web.raw", "disk", &[]);
-    m.kill_keeper();
+    m.kill_daemon();
     m.unmount(&disk, &["--discard", "-y"]).ok();
     assert_eq!(m.list().len(), 0);
     assert!(fs::metadata(&disk).is_ok_and(|d| d.len() == 0) || !disk.exists());

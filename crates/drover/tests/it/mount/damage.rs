@@ -38,7 +38,7 @@ fn a_cache_is_not_used_for_another_image_whatever_else_is_damaged() {
         m.raw("web.raw", 81);
         m.mount("web.raw", "disk", &["--read-only"]);
         m.pulled();
-        m.kill_keeper();
+        m.kill_daemon();
         damage(&place(&m).join("known"), version);
         // An image of the same name and size that was never written.
         let new = m.raw("web.raw", 82);

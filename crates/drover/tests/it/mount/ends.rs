@@ -157,7 +157,7 @@ fn a_site_that_cannot_be_told_keeps_the_right_to_write_and_the_way_out_is_named(
         m.proxy.cut();
         until("the cut is seen", || m.disk()["link"] != "up");
         if keeps == "write" {
-            m.kill_keeper();
+            m.kill_daemon();
         }
         let ran = m.unmount(&disk, &["--discard", "-y", "--json"]).ok();
         let there = &ran.json()[0]["kept_there"];

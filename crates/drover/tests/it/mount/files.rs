@@ -136,7 +136,7 @@ fn sync_remote_flushes_are_at_the_far_side() {
     // Neither side lives on.
     drop(file);
     m.kill_site();
-    m.kill_keeper();
+    m.kill_daemon();
     m.start_site();
     m.unmount(&disk, &["--discard", "-y"]).ok();
     m.world

@@ -15,7 +15,7 @@ struct Small(std::path::PathBuf);
 
 impl Drop for Small {
     fn drop(&mut self) {
-        // What is written down here goes with it: a keeper would not be found afterwards.
+        // What is written down here goes with it: a daemon would not be found afterwards.
         clear_all(&self.0);
         let _ = Command::new("umount").arg("-l").arg(&self.0).output();
     }

@@ -111,8 +111,8 @@ fn both_ends_count_what_mounts_do() {
 }
 
 #[test]
-fn a_keeper_that_is_stopped_is_told_from_one_that_is_dead() {
-    if !can_mount("a_keeper_that_is_stopped_is_told_from_one_that_is_dead") {
+fn a_daemon_that_is_stopped_is_told_from_one_that_is_dead() {
+    if !can_mount("a_daemon_that_is_stopped_is_told_from_one_that_is_dead") {
         return;
     }
     let m = Mounts::new();

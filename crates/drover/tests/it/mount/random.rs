@@ -1,4 +1,4 @@
-//! Reads, writes, flushes, cuts and killed keepers, as a seed says, against a plain model.
+//! Reads, writes, flushes, cuts and killed daemons, as a seed says, against a plain model.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use crate::world::until;
 const STEPS: usize = 300;
 const ENOSPC: i32 = 28;
 
-/// The disk as it must be: `now` while the keeper lives; after a kill each block is what some state since the last
+/// The disk as it must be: `now` while the daemon lives; after a kill each block is what some state since the last
 /// flush had in it.
 struct Model {
     now: Vec<u8>,
@@ -121,7 +121,7 @@ fn run(seed: u64) {
             }
             _ if kills < 4 => {
                 kills += 1;
-                m.kill_keeper();
+                m.kill_daemon();
                 socket = m.export("web.raw", options);
                 client = connect(&socket);
                 let there: Vec<u8> = (0..model.now.len())

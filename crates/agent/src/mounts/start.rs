@@ -1,4 +1,4 @@
-//! Starting the process that keeps a mount, and hearing from it that the mount is there.
+//! Starting the mount daemon, and hearing from it that the mount is there.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -21,7 +21,7 @@ pub enum Ready {
     Failed(u8, String),
 }
 
-/// Starts `drover keep` for a mount that is written down, and waits until it is there.
+/// Starts `drover mount-daemon` for a mount that is written down, and waits until it is there.
 ///
 /// # Errors
 /// What the process could not do; that it ended without a word.
@@ -38,28 +38,26 @@ pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
         command.arg("-v");
     }
     command
-        .arg("keep")
+        .arg("mount-daemon")
         .arg(place.name())
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log);
-    let mut child = command
-        .spawn()
-        .context("cannot start the process that keeps the mount")?;
+    let mut child = command.spawn().context("cannot start the mount daemon")?;
     let said = child.stdout.take().context("the process has no stdout")?;
     let mut line = String::new();
     BufReader::new(said)
         .read_line(&mut line)
-        .context("cannot hear the process that keeps the mount")?;
+        .context("cannot hear the mount daemon")?;
     if line.is_empty() {
         let status = child.wait().context("cannot wait for it")?;
         bail!(
-            "the process that keeps the mount ended ({status}); {} has what it said",
+            "the mount daemon ended ({status}); {} has what it said",
             place.log().display()
         );
     }
-    match serde_json::from_str(&line).context("the process that keeps the mount made no sense")? {
+    match serde_json::from_str(&line).context("the mount daemon made no sense")? {
         Ready::There(lines) => Ok(lines),
         Ready::Failed(code, message) => {
             // It ends by itself: nothing of it is to be left when we say that it failed.

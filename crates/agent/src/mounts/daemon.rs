@@ -1,4 +1,4 @@
-//! The process that keeps a mount: opens its disks, shows them, answers questions, and ends it in good order.
+//! The mount daemon: opens its disks, shows them, answers questions, and ends it in good order.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use anyhow::{Context, Result, bail};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::background::Ready;
 use super::control::{self, Answer, Ask, StopHow};
 use super::disk::Disk;
 use super::front::Shown;
 use super::left::Left;
 use super::record::{Kept, Place, Record, boot};
+use super::start::Ready;
 use super::status::{State, Status};
 use crate::failure::{Exit, exit_of, failure, one_line};
 use crate::home::Home;
@@ -32,7 +32,7 @@ const TELL_EVERY: Duration = Duration::from_millis(500);
 const OVERTAKE_LIMIT: Duration = Duration::from_secs(5);
 
 /// What the handler of questions and the end of the process share.
-struct Keeper {
+struct Daemon {
     place: Place,
     record: Mutex<Record>,
     disks: Vec<Disk>,
@@ -75,7 +75,7 @@ pub async fn keep(
     place.write(&record)?;
     let lines = shown.lines(&record);
     let socket = place.socket();
-    let keeper = Arc::new(Keeper {
+    let daemon = Arc::new(Daemon {
         place,
         record: Mutex::new(record),
         disks,
@@ -84,19 +84,19 @@ pub async fn keep(
         overtaken: AtomicBool::new(false),
         ended: Mutex::new(Some(ended)),
     });
-    let asked = Arc::clone(&keeper);
+    let asked = Arc::clone(&daemon);
     let told_of = control::listen(&socket, Arc::new(move |ask, tell| asked.answer(ask, tell)))
         .and_then(|_| ready(&lines));
     if let Err(e) = told_of {
         // Nobody knows of it: it ends as it would at a signal.
-        tokio::task::spawn_blocking(move || keeper.end_by_signal()).await??;
+        tokio::task::spawn_blocking(move || daemon.end_by_signal()).await??;
         return Err(e);
     }
     tokio::select! {
         text = &mut end => { text.ok(); }
         () = told(&mut stopped) => {
-            let keeper = Arc::clone(&keeper);
-            let said = tokio::task::spawn_blocking(move || keeper.end_by_signal()).await?;
+            let daemon = Arc::clone(&daemon);
+            let said = tokio::task::spawn_blocking(move || daemon.end_by_signal()).await?;
             said?;
         }
     }
@@ -128,7 +128,7 @@ fn close_quietly(disks: &[Disk], place: &Place) {
     }
 }
 
-impl Keeper {
+impl Daemon {
     fn answer(
         self: &Arc<Self>,
         ask: Ask,
@@ -366,11 +366,11 @@ impl Keeper {
     }
 }
 
-/// `drover keep`: keeps a mount that is written down, for the process that started this one.
+/// `drover mount-daemon`: keeps a mount that is written down, for the process that started this one.
 ///
 /// # Errors
 /// As [`keep()`]; it has been told on stdout as well.
-pub async fn keep_in_background(home: &Home, name: &str) -> Result<()> {
+pub async fn run_daemon(home: &Home, name: &str) -> Result<()> {
     // A session of its own: what happens to the terminal it came from is no affair of the mount's.
     rustix::process::setsid().ok();
     let mut told = false;
