@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use drover_net::Ticket;
 use drover_store::SiteCatalog;
 
+use crate::error::Error;
 use crate::home::Home;
 
 /// The setting that holds the addresses of the last `serve`, one a line.
@@ -119,7 +120,7 @@ pub fn for_ticket(
     home: &Home,
     catalog: &SiteCatalog,
     advertise: &[String],
-) -> anyhow::Result<Vec<String>> {
+) -> crate::error::Result<Vec<String>> {
     let listen = home.config.listen();
     if !advertise.is_empty() {
         let known = saved(catalog)?;
@@ -131,13 +132,13 @@ pub fn for_ticket(
             .iter()
             .map(|a| with_port(a, port))
             .collect::<Result<_, _>>()
-            .map_err(crate::failure::usage);
+            .map_err(crate::error::Error::usage);
     }
     let known = saved(catalog)?;
     if !known.is_empty() {
         return Ok(known);
     }
-    of_listener(listen, &home.config.advertise).map_err(anyhow::Error::msg)
+    of_listener(listen, &home.config.advertise).map_err(Error::msg)
 }
 
 #[cfg(test)]

@@ -11,7 +11,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::Result;
 use drover_core::{Digest, ImageName};
 use drover_mount::server::{Changes, Server, changes_of, changes_on_disk};
 
@@ -19,6 +18,7 @@ use drover_net::request;
 use drover_teleport::services::Progress;
 use serde::{Deserialize, Serialize};
 
+use crate::error::Result;
 use crate::home::Home;
 use crate::mounts::{self, Writer};
 use crate::notice::notice;

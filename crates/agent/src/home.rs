@@ -14,8 +14,9 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
 use drover_net::Identity;
+
+use crate::error::{Context, Result, bail};
 
 pub use config::Config;
 pub use reserve::{CleanUp, LOOK_EVERY};
@@ -47,7 +48,7 @@ impl Home {
     pub fn locate(chosen: Option<&Path>) -> Result<PathBuf> {
         let dir = match chosen {
             Some(dir) if dir.as_os_str().is_empty() => {
-                return Err(crate::failure::usage(
+                return Err(crate::error::Error::usage(
                     "the home directory's path is empty; unset DROVER_HOME or give --home DIR",
                 ));
             }

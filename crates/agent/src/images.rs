@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
 use drover_core::ImageName;
 use drover_store::{ImageRecord, SiteCatalog};
 use drover_teleport::services::{ImageInfo, ListImages, RemoveImage};
 
 use crate::changes;
+use crate::error::{Context, Result};
 use crate::home::Home;
 use crate::own::Own;
 use crate::remote::{Call, find_peer};

@@ -23,7 +23,7 @@
 
 pub mod addresses;
 pub mod changes;
-pub mod failure;
+pub mod error;
 pub mod home;
 pub mod images;
 pub mod metrics;

@@ -15,7 +15,6 @@ mod dead;
 mod disk;
 mod end;
 mod front;
-
 mod kernel;
 mod known;
 mod leases;
@@ -29,8 +28,7 @@ mod target;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
-
+use crate::error::{Error, Result, bail};
 use crate::home::Home;
 
 pub use control::StopHow;
@@ -53,13 +51,13 @@ pub const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// Processes of mounts that are asked at the same time, at most.
 const ASKED_AT_ONCE: usize = 32;
 
-/// Who keeps a mount.
+/// The process that opens a mount's disks and shows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Keep {
-    /// This process, until a signal or an unmount ends it.
-    Here,
-    /// A process of its own, so verbose.
-    InBackground(u8),
+pub enum Process {
+    /// This one, until a signal or an unmount ends it.
+    This,
+    /// A mount daemon, so verbose.
+    Daemon(u8),
 }
 
 /// Writes a mount down and has it kept. `ready` hears its name, and a path or an address a line, when it is there.
@@ -71,7 +69,7 @@ pub async fn begin(
     images: Vec<Target>,
     front: Front,
     how: How,
-    keep: Keep,
+    process: Process,
     ready: impl FnOnce(&str, &[String]) -> Result<()>,
 ) -> Result<()> {
     disk::check(home, &images, &how)?;
@@ -93,13 +91,13 @@ pub async fn begin(
     }
     let record = Record::new(&place, images, front, how, before.as_ref());
     place.write(&record)?;
-    let done = match keep {
-        Keep::Here => {
+    let done = match process {
+        Process::This => {
             let name = record.name.clone();
             let ready = move |lines: &[String]| ready(&name, lines);
             daemon::keep(home, place.clone(), kept, record.clone(), ready).await
         }
-        Keep::InBackground(verbose) => {
+        Process::Daemon(verbose) => {
             drop(kept);
             let started = {
                 let (home, place) = (home.clone(), place.clone());
@@ -140,7 +138,7 @@ pub fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
 }
 
 /// How a mount is whose record cannot be used: what its process says, or what its caches hold.
-fn damaged_status(place: &Place, why: &anyhow::Error, limit: Duration) -> Status {
+fn damaged_status(place: &Place, why: &Error, limit: Duration) -> Status {
     let kept = place.is_kept();
     if kept && let Ok(status) = control::status(&place.socket(), limit) {
         return status;

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use anyhow::Result;
 use drover_store::SiteCatalog;
 use drover_teleport::{Site, TeleportError};
 
+use crate::error::Result;
 use crate::home::{Home, HomeLock};
 use crate::site;
 

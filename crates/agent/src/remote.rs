@@ -4,12 +4,11 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
 use drover_net::service::{self, Request};
 use drover_net::{ConnectOptions, Connection, Identity, NetError, connect_any, connect_unix};
 use drover_store::{Peer, SiteCatalog};
 
-use crate::failure::refused_by_peer;
+use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
 
 /// Longest path that fits into a Unix socket's address, with room for a temporary suffix.
@@ -76,7 +75,7 @@ impl Call {
     ) -> Result<R::Reply> {
         let reply = service::call(self.connection, request, progress).await;
         reply.map_err(|e| match e {
-            NetError::Refused(refusal) => refused_by_peer(&self.who, &refusal),
+            NetError::Refused(refusal) => Error::of_peer(&self.who, &refusal),
             e => e.into(),
         })
     }

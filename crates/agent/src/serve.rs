@@ -28,7 +28,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
 use drover_net::{Identity, Listener, LocalListener, PeerKey, Ticket};
 use drover_store::{Catalog, SiteCatalog, TICKET_LIFETIME};
 use drover_teleport::Site;
@@ -37,6 +36,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 
 use crate::addresses;
+use crate::error::{Context, Error, Result};
 use crate::home::{CleanUp, Home, HomeLock, LOOK_EVERY};
 use crate::metrics::Metrics;
 use crate::mounts::{leased_on_disk, site_server, why_held};
@@ -233,8 +233,7 @@ async fn run(
     } else {
         &args.advertise
     };
-    let addresses =
-        addresses::of_listener(listener.local_addr(), advertise).map_err(anyhow::Error::msg)?;
+    let addresses = addresses::of_listener(listener.local_addr(), advertise).map_err(Error::msg)?;
     addresses::save(&catalog, &addresses)?;
     let socket = SocketPath::of(&home.socket())?;
     let local = LocalListener::bind(socket.path())?;

@@ -1,8 +1,9 @@
 //! SIGTERM and Ctrl-C: end in good order, and at once when asked twice.
 
-use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
+
+use crate::error::{Context, Result};
 
 /// Becomes true when this process is to stop.
 #[derive(Debug, Clone)]

@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
 use drover_net::Identity;
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_store::{Catalog, SiteCatalog};
 use drover_teleport::{Holder, RemoteTeleporter, Site, SiteConfig};
 
+use crate::error::{Context, Result};
 use crate::home::Home;
 use crate::remote::find_peer;
 use crate::text::clean;

@@ -6,11 +6,11 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
 use drover_store::Catalog;
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use serde::Serialize;
 
+use crate::error::{Context, Result};
 use crate::home::Home;
 use crate::site;
 

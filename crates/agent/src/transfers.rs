@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
 use drover_net::PeerKey;
 use drover_teleport::services::{ListTransfers, RemoveTransfer};
 use drover_teleport::transfers::{TransferState, Unfinished, unfinished};
 
+use crate::error::{Context, Result};
 use crate::home::{CleanUp, Home};
 use crate::own::Own;
 use crate::remote::{Call, find_peer};

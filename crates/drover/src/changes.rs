@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use drover_agent::changes::{self, Merged, Order, Told};
-use drover_agent::failure::{no_image, usage};
 use drover_agent::home::{CleanUp, Home};
 use drover_agent::mounts::Writer;
 use drover_agent::site;
@@ -15,6 +14,7 @@ use serde_json::json;
 
 use crate::bar::Bar;
 use crate::cli::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
+use crate::failure::{no_image, usage};
 use crate::{out, prompt};
 
 /// `drover changes`.

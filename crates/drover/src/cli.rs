@@ -17,7 +17,7 @@ mod transfers;
 
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use mounts::{
-    AttachArgs, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction, MountsArgs, UnmountArgs,
+    AttachArgs, DaemonArgs, ExportArgs, HowArgs, MountArgs, MountsAction, MountsArgs, UnmountArgs,
 };
 pub use space::SpaceArgs;
 pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};

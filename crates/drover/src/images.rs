@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use drover_agent::changes;
-use drover_agent::failure::{no_image, usage};
 use drover_agent::home::{CleanUp, Home};
 use drover_agent::images::{changed_bytes, info, list_of_peer, removal, remove, written};
 use drover_agent::own::Own;
@@ -20,6 +19,7 @@ use serde_json::json;
 
 use crate::bar::Bar;
 use crate::cli::{DigestArgs, ImagesArgs, IndexArgs, RmArgs, VerifyArgs};
+use crate::failure::{no_image, usage};
 use crate::{out, prompt};
 
 /// Files that one `index` command takes from directories.

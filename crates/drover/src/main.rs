@@ -6,6 +6,7 @@
 mod bar;
 mod changes;
 mod cli;
+mod failure;
 mod generate;
 mod images;
 mod mounts;
@@ -25,7 +26,7 @@ use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
 use cli::{Cli, Command};
-use drover_agent::failure;
+use drover_agent::error::{kind_of, one_line};
 use drover_agent::home::Home;
 
 fn main() -> ExitCode {
@@ -55,15 +56,15 @@ fn main() -> ExitCode {
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         // As other tools at the head of a pipe do.
-        Err(e) if e.is::<out::ReaderGone>() => ExitCode::SUCCESS,
+        Err(e) if out::is_reader_gone(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            let code = failure::exit_of(&e) as u8;
+            let code = kind_of(e.as_ref()) as u8;
             if json {
-                let last = serde_json::json!({"event": "error", "code": code, "message": failure::one_line(&e)});
+                let last = serde_json::json!({"event": "error", "code": code, "message": one_line(e.as_ref())});
                 // A reader that went away cannot be told.
                 let _ = out::json(&last);
             }
-            out::note(&format!("drover: {}", failure::one_line(&e)));
+            out::note(&format!("drover: {}", one_line(e.as_ref())));
             ExitCode::from(code)
         }
     }
@@ -73,8 +74,8 @@ fn main() -> ExitCode {
 fn keeps(command: &Command) -> bool {
     match command {
         Command::MountDaemon { .. } => true,
-        Command::Mount(args) => args.keep.foreground,
-        Command::Attach(args) => args.keep.foreground,
+        Command::Mount(args) => args.daemon.foreground,
+        Command::Attach(args) => args.daemon.foreground,
         Command::Export(args) => !args.background,
         _ => false,
     }
@@ -96,7 +97,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Attach(args) => wait(mounts::attach(&existing()?, args, cli.verbose)),
         Command::Unmount(args) => wait(mounts::unmount(&existing()?, args)),
         Command::Mounts(args) => wait(mounts::mounts(&existing()?, args)),
-        Command::Guard { identifier } => drover_agent::mounts::guard(&identifier),
+        Command::Guard { identifier } => Ok(drover_agent::mounts::guard(&identifier)?),
         Command::MountDaemon { name } => {
             wait(drover_agent::mounts::run_daemon(&existing()?, &name))
         }
@@ -116,7 +117,10 @@ fn run(cli: Cli) -> Result<()> {
 }
 
 /// Runs a command that talks to others.
-fn wait<T>(command: impl Future<Output = Result<T>>) -> Result<T> {
+fn wait<T, E>(command: impl Future<Output = Result<T, E>>) -> Result<T>
+where
+    anyhow::Error: From<E>,
+{
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
@@ -124,7 +128,7 @@ fn wait<T>(command: impl Future<Output = Result<T>>) -> Result<T> {
     let out = runtime.block_on(command);
     // A blocking job that nobody waits for any more must not keep the process.
     runtime.shutdown_background();
-    out
+    Ok(out?)
 }
 
 /// Logs to stderr: warnings, what happens for a process that serves, more with `-v`.

@@ -5,13 +5,16 @@ mod table;
 mod unmount;
 
 use anyhow::{Context, Result};
-use drover_agent::failure::usage;
+use drover_agent::error::{Error, one_line};
 use drover_agent::home::Home;
 use drover_agent::metrics::of_mounts;
-use drover_agent::mounts::{self, ANSWER_LIMIT, Front, Keep, Target, all};
+use drover_agent::mounts::{self, ANSWER_LIMIT, Front, Process, Target, all};
 use serde_json::json;
 
-use crate::cli::{AttachArgs, ExportArgs, HowArgs, KeepArgs, MountArgs, MountsAction, MountsArgs};
+use crate::cli::{
+    AttachArgs, DaemonArgs, ExportArgs, HowArgs, MountArgs, MountsAction, MountsArgs,
+};
+use crate::failure::usage;
 use crate::out;
 
 pub use unmount::unmount;
@@ -27,7 +30,15 @@ pub async fn mount(home: &Home, args: MountArgs, verbose: u8) -> Result<()> {
         path,
         device: args.device,
     };
-    begin(home, vec![args.image], front, args.how, &args.keep, verbose).await
+    begin(
+        home,
+        vec![args.image],
+        front,
+        args.how,
+        &args.daemon,
+        verbose,
+    )
+    .await
 }
 
 /// `drover export`.
@@ -69,11 +80,11 @@ pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
         listen: args.nbd,
         tls,
     };
-    let keep = KeepArgs {
+    let daemon = DaemonArgs {
         foreground: !args.background,
         json: args.json,
     };
-    begin(home, args.images, front, args.how, &keep, verbose).await
+    begin(home, args.images, front, args.how, &daemon, verbose).await
 }
 
 /// `drover attach`.
@@ -85,25 +96,38 @@ pub async fn attach(home: &Home, args: AttachArgs, verbose: u8) -> Result<()> {
         driver: mounts::choose(args.driver.into(), args.device.as_deref())?,
         device: args.device,
     };
-    begin(home, vec![args.image], front, args.how, &args.keep, verbose).await
+    begin(
+        home,
+        vec![args.image],
+        front,
+        args.how,
+        &args.daemon,
+        verbose,
+    )
+    .await
 }
 
-/// Makes a mount, kept as `keep` says.
+/// Makes a mount, run as `daemon` says.
 async fn begin(
     home: &Home,
     images: Vec<Target>,
     front: Front,
     how: HowArgs,
-    keep: &KeepArgs,
+    daemon: &DaemonArgs,
     verbose: u8,
 ) -> Result<()> {
-    let json = keep.json;
-    let by = match keep.foreground {
-        true => Keep::Here,
-        false => Keep::InBackground(verbose),
+    let json = daemon.json;
+    let by = match daemon.foreground {
+        true => Process::This,
+        false => Process::Daemon(verbose),
     };
-    let ready = move |name: &str, lines: &[String]| show(name, lines, json);
-    mounts::begin(home, images, front, how.into(), by, ready).await
+    let ready = move |name: &str, lines: &[String]| {
+        show(name, lines, json).map_err(|e| match out::is_reader_gone(&e) {
+            true => Error::Unheard,
+            false => Error::msg(one_line(e.as_ref())),
+        })
+    };
+    Ok(mounts::begin(home, images, front, how.into(), by, ready).await?)
 }
 
 /// Says that a mount is there.

@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use anyhow::{Context, Result};
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
+use drover_agent::error::Error;
 use serde::Serialize;
 
 /// Whoever read our stdout went away. Not an error to talk about: the work itself went well.
@@ -18,6 +19,11 @@ impl std::fmt::Display for ReaderGone {
 }
 
 impl std::error::Error for ReaderGone {}
+
+/// Whether the command ended because nobody reads its stdout any more.
+pub fn is_reader_gone(error: &anyhow::Error) -> bool {
+    error.is::<ReaderGone>() || matches!(error.downcast_ref(), Some(Error::Unheard))
+}
 
 /// Prints a line.
 ///

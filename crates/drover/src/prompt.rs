@@ -3,7 +3,8 @@
 use std::io::{self, BufRead, IsTerminal, Write};
 
 use anyhow::{Result, bail};
-use drover_agent::failure::usage;
+
+use crate::failure::usage;
 
 /// Returns when the user agrees: by `--yes`, or by answering.
 ///

@@ -1,6 +1,6 @@
 //! `serve` and `teleporter`: the process that others connect to.
 
-use anyhow::Result;
+use drover_agent::error::Result;
 use drover_agent::home::Home;
 use drover_agent::serve::{self, Listen, Ready};
 

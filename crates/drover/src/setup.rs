@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use drover_agent::failure::usage;
 use drover_agent::home::{CleanUp, Config, Home};
 use drover_agent::remote::{Call, find_peer};
 use drover_agent::serve::Pair;
@@ -15,6 +14,7 @@ use drover_store::peer_name;
 use serde_json::json;
 
 use crate::cli::{InitArgs, PairArgs, PeersAction, PeersArgs, TicketArgs};
+use crate::failure::usage;
 use crate::{out, prompt};
 
 /// Makes a home.

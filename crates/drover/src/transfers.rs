@@ -1,7 +1,6 @@
 //! `transfers`: images on their way that have not arrived, here and at peers.
 
 use anyhow::Result;
-use drover_agent::failure::{Exit, failure, usage};
 use drover_agent::home::Home;
 use drover_agent::text::{bytes, clean, moment};
 use drover_agent::transfers;
@@ -9,6 +8,7 @@ use drover_teleport::transfers::{TransferState, Unfinished};
 use serde_json::{Value, json};
 
 use crate::cli::{TransfersAction, TransfersArgs, TransfersRmArgs};
+use crate::failure::{refused, usage};
 use crate::{out, prompt};
 
 /// `drover transfers`.
@@ -140,7 +140,7 @@ fn choose<'a>(list: &'a [Unfinished], args: &TransfersRmArgs) -> Result<Vec<&'a 
                     ),
                 };
                 let message = format!("{place} called {name}; {how}");
-                return Err(failure(Exit::Refused, message));
+                return Err(refused(message));
             }
             [one] if out.iter().any(|t| t.key == one.key) => {}
             [one] => out.push(one),

@@ -4,12 +4,13 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
 use drover_core::{Digest, ImageName};
 use drover_net::{decode, encode};
 use serde::{Deserialize, Serialize};
 
 use drover_storage::atomic_replace;
+
+use crate::error::{Context, Result, bail};
 
 /// Its name, in the directory of the merge.
 pub const NAME: &str = "merge";

@@ -17,7 +17,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result, bail};
 use drover_core::ImageName;
 use drover_image::{Format, VirtualDisk};
 use drover_mount::protocol::MountId;
@@ -31,7 +30,7 @@ use serde::{Deserialize, Serialize};
 use super::Target;
 use super::decided::Decided;
 use super::part::Part;
-use crate::failure::{Exit, failure, no_image};
+use crate::error::{Context, Error, Result, bail};
 use crate::mounts;
 use crate::text::bytes;
 use drover_storage::sync_parent;
@@ -163,7 +162,10 @@ pub fn merge(
         return Err(refused(format!("{name} is being merged already")));
     };
     let finished = !order.dry_run && super::recover::finish(here, &turn, name, stop)?;
-    let record = here.site.by_name(name).ok_or_else(|| no_image(name))?;
+    let record = here
+        .site
+        .by_name(name)
+        .ok_or_else(|| Error::no_image(name))?;
     let to = check(here, order, &record)?;
     let mut merged = Merged {
         image: name.to_string(),
@@ -349,7 +351,7 @@ impl Making<'_> {
             Ok(false) => merged.dropped = false,
             Err(e) if self.order.rename.is_some() => return Err(e.into()),
             Err(e) => {
-                return Err(anyhow::Error::from(e).context(format!(
+                return Err(Error::from(e).context(format!(
                     "{} has its new content, but what mounts wrote could not be dropped yet; run the command again",
                     self.order.name
                 )));
@@ -503,8 +505,8 @@ fn format_of(to: Target) -> Format {
     }
 }
 
-fn refused(text: String) -> anyhow::Error {
-    failure(Exit::Refused, text)
+fn refused(text: String) -> Error {
+    Error::refused(text)
 }
 
 /// Where a test may have the process die, as if it were killed: `DROVER_TEST_CRASH` names the place.

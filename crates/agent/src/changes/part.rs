@@ -6,12 +6,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
 use drover_core::{BLOCK_SIZE, ExtentKind, ReadAt, is_zero};
 use drover_mount::server::View;
 use rustix::fs::{FallocateFlags, fallocate, ioctl_ficlone};
 
 use super::Target;
+use crate::error::{Context, Result};
 
 /// How much of the disk is looked at in one go.
 const WINDOW: u64 = 1 << 30;

@@ -3,7 +3,6 @@
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result, bail};
 use drover_core::ImageName;
 use drover_mount::protocol::MountId;
 use drover_mount::server::MERGE_NOTE;
@@ -12,6 +11,7 @@ use drover_teleport::TeleportError;
 
 use super::decided::Decided;
 use super::merge::{Here, PART, Turn, crash, hold};
+use crate::error::{Context, Error, Result, bail, chain, one_line};
 
 /// Finishes or forgets every merge that an earlier process left. What was done is said, a line each. `stop` ends it
 /// without harm: what is left is for the next time. The caller has the home. Blocks the thread: a file may have to be read
@@ -35,7 +35,7 @@ pub fn recover(here: &Here, stop: &AtomicBool) -> Vec<String> {
             }
             Err(e) => tracing::error!(
                 "{name}: an interrupted merge cannot be finished: {}",
-                crate::failure::one_line(&e)
+                one_line(&e)
             ),
         }
     }
@@ -43,8 +43,8 @@ pub fn recover(here: &Here, stop: &AtomicBool) -> Vec<String> {
 }
 
 /// Whether it ended because it was to, and not for a reason of its own.
-fn was_stopped(error: &anyhow::Error) -> bool {
-    let mut causes = error.chain().filter_map(|cause| cause.downcast_ref());
+fn was_stopped(error: &Error) -> bool {
+    let mut causes = chain(error).filter_map(|cause| cause.downcast_ref());
     causes.any(|cause| matches!(cause, TeleportError::Stopped))
 }
 
@@ -153,6 +153,6 @@ mod tests {
     fn a_failure_at_the_moment_of_a_stop_is_told_from_the_stop() {
         let stopped = Err::<(), _>(TeleportError::Stopped).with_context(|| "cannot read web.raw");
         assert!(was_stopped(&stopped.context("merge").unwrap_err()));
-        assert!(!was_stopped(&anyhow::anyhow!("no space").context("merge")));
+        assert!(!was_stopped(&Error::msg("no space").context("merge")));
     }
 }

@@ -5,9 +5,9 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Deserializer};
 
+use crate::error::{Context, Result, bail, msg};
 use crate::text;
 
 /// The longest configuration that is read.
@@ -78,7 +78,7 @@ impl Config {
             let line = e
                 .span()
                 .map_or(1, |s| 1 + content[..s.start].matches('\n').count());
-            anyhow::anyhow!("{}, line {line}: {}", path.display(), e.message())
+            msg!("{}, line {line}: {}", path.display(), e.message())
         })
     }
 

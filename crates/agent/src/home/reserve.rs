@@ -23,7 +23,6 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Error, Result};
 use drover_net::Code;
 use drover_store::CatalogError;
 use drover_teleport::TeleportError;
@@ -32,6 +31,7 @@ use rustix::io::Errno;
 use rustix::rand::GetRandomFlags;
 
 use super::Home;
+use crate::error::{Error, Result, chain};
 
 /// The file's size: room for the catalog's log and its spare copy, and for what else is written beside them.
 pub const BYTES: u64 = 8 << 20;
@@ -158,7 +158,7 @@ fn is_full_kind(e: &io::Error) -> bool {
 
 /// Whether an error says that a disk is full.
 fn says_full(error: &Error) -> bool {
-    error.chain().any(|cause| {
+    chain(error).any(|cause| {
         if let Some(e) = cause.downcast_ref::<io::Error>() {
             return is_full_kind(e);
         }
@@ -295,7 +295,7 @@ mod tests {
         let mut room = CleanUp::of(&home);
         let failed: Result<()> = room.run(|| {
             tries += 1;
-            anyhow::bail!("no such image")
+            crate::error::bail!("no such image")
         });
         assert!(failed.is_err() && tries == 1 && size(&home) == Some(BYTES));
     }

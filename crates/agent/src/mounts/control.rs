@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::left::Left;
 use super::status::Status;
+use crate::error::{Context, Result, bail};
 use crate::remote::SocketPath;
 
 /// The longest line either side takes.

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
@@ -16,7 +15,7 @@ use super::left::Left;
 use super::record::{Kept, Place, Record, boot};
 use super::start::Ready;
 use super::status::{State, Status};
-use crate::failure::{Exit, exit_of, failure, one_line};
+use crate::error::{Context, Error, Kind, Result, bail, one_line};
 use crate::home::Home;
 use crate::notice::notice;
 use crate::signals::{Stop, told};
@@ -206,7 +205,7 @@ impl Daemon {
         while self.ending.swap(true, Ordering::SeqCst) {
             if !how.offline && !how.discard {
                 let left = self.disks.iter().map(Disk::dirty).sum();
-                bail!(ending_already(left));
+                return Err(Error::msg(ending_already(left)));
             }
             if began.elapsed() > OVERTAKE_LIMIT {
                 bail!("it is ending already");
@@ -273,8 +272,8 @@ impl Daemon {
         });
         for (pushed, disk) in pushed.into_iter().zip(&self.disks) {
             if let Err(e) = pushed {
-                return Err(failure(
-                    Exit::Failed,
+                return Err(Error::of_kind(
+                    Kind::Failed,
                     format!(
                         "{} not at the other site yet after {:.0} s ({}); nothing is lost: unmount it again later, or with --offline (leaves it for the next mount here) or --discard (throws it away)",
                         bytes(disk.dirty()),
@@ -382,7 +381,7 @@ pub async fn run_daemon(home: &Home, name: &str) -> Result<()> {
     if let Err(e) = &result
         && !told
     {
-        say(&Ready::Failed(exit_of(e) as u8, one_line(e)))?;
+        say(&Ready::Failed(e.kind() as u8, one_line(e)))?;
     }
     result
 }

@@ -5,15 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
-
 use super::control::StopHow;
 use super::disk::Disk;
 use super::end::{Progress, clear_leftovers};
 use super::left::{Keeps, Left, Untold};
 use super::record::{Place, Record};
 use super::target::Prefetch;
-use crate::failure::{Exit, exit_of};
+use crate::error::{Context, Kind, Result, bail};
 use crate::home::Home;
 use crate::text::bytes;
 
@@ -90,8 +88,8 @@ pub async fn end(
                     there.push(Untold {
                         site: image.peer.clone(),
                         image: image.image.clone(),
-                        keeps: match exit_of(&e) {
-                            Exit::Refused => Keeps::Unknown,
+                        keeps: match e.kind() {
+                            Kind::Refused => Keeps::Unknown,
                             _ => Keeps::Write,
                         },
                     });

@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
 use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::remote::{Chunks, Link, Remote, Shape};
 use drover_device::synced::{Order, Pushing, Sync, Synced, SyncedOptions};
@@ -25,7 +24,7 @@ use super::record::{How, Place, Record, SyncMode};
 use super::site_images::OwnConnector;
 use super::status::DiskStatus;
 use super::target::{Prefetch, Target};
-use crate::failure::usage;
+use crate::error::{Context, Error, Result, bail, msg};
 use crate::home::Home;
 use crate::remote::find_peer;
 use crate::site;
@@ -104,7 +103,7 @@ pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
         if let Some(peer) = &image.peer {
             find_peer(&catalog, peer)?;
         } else if how.direct {
-            return Err(usage(format!(
+            return Err(Error::usage(format!(
                 "{image} is this site's own: there is nothing to be direct about"
             )));
         }
@@ -457,12 +456,7 @@ fn remembered(place: &Place, index: usize) -> Result<Option<Opened>> {
 }
 
 /// Takes a cache away that does not say of which image it is, as those of former versions, and that nothing else says it of.
-fn forget_former(
-    place: &Place,
-    index: usize,
-    dirty: u64,
-    why: Option<&anyhow::Error>,
-) -> Result<()> {
+fn forget_former(place: &Place, index: usize, dirty: u64, why: Option<&Error>) -> Result<()> {
     let cache = place.cache(index);
     if dirty > 0 {
         let why = why.map(|e| format!(" ({e:#})")).unwrap_or_default();
@@ -499,7 +493,7 @@ fn begin_anew(place: &Place, index: usize, dirty: u64) -> Result<()> {
 }
 
 /// Says of an image that could not be opened what can be done.
-fn unopened(error: MountError, image: &Target) -> anyhow::Error {
+fn unopened(error: MountError, image: &Target) -> Error {
     match error {
         MountError::Refused(refusal) if refusal.code == Code::NotFound => {
             let (site, list) = match &image.peer {
@@ -514,7 +508,7 @@ fn unopened(error: MountError, image: &Target) -> anyhow::Error {
         }
         MountError::Unreachable(why) => {
             let site = image.peer.as_deref().unwrap_or("this site");
-            anyhow::anyhow!(
+            msg!(
                 "{} cannot be had from {site} now ({why}); see that `drover serve` runs there and can read it, and try again",
                 image.image
             )

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
 use drover_frontend::{fuse, loopdev};
 
 use super::control::{self, Answer, Ask, StopHow};
@@ -11,6 +10,7 @@ use super::kernel;
 use super::left::Left;
 use super::record::{Front, Place, Record, Written, boot};
 use super::status::DiskStatus;
+use crate::error::{Context, Error, Result, bail, msg};
 use crate::home::Home;
 use crate::text::clean;
 
@@ -70,7 +70,7 @@ pub async fn end(
 /// Asks the mount daemon.
 fn ask_to_end(place: &Place, process: u32, how: StopHow, progress: &Progress) -> Result<Left> {
     let mut most = 0;
-    let mut end = Err(anyhow::anyhow!("it gave no answer"));
+    let mut end = Err(msg!("it gave no answer"));
     control::ask(&place.socket(), &Ask::Stop(how), |answer| match answer {
         Answer::Status(status) => {
             let dirty: u64 = status.disks.iter().map(|d: &DiskStatus| d.dirty).sum();
@@ -83,7 +83,7 @@ fn ask_to_end(place: &Place, process: u32, how: StopHow, progress: &Progress) ->
             Ok(true)
         }
         Answer::Refused(why) => {
-            end = Err(anyhow::anyhow!(why));
+            end = Err(Error::msg(why));
             Ok(true)
         }
     })

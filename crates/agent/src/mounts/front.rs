@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
 use drover_core::BlockDevice;
 use drover_frontend::kernel_nbd::Detach;
 use drover_frontend::{fuse, loopdev, nbd, ublk};
@@ -13,6 +12,7 @@ use super::disk::Disk;
 use super::kernel::{self, KernelNbd};
 use super::record::{Driver, Front, Record};
 use super::target::{Listen, Target};
+use crate::error::{Error, Result, bail, msg};
 
 /// How long an unmount waits for connections that are about to end.
 const CLOSING: Duration = Duration::from_secs(2);
@@ -150,7 +150,7 @@ impl Shown {
                     false => still_open(&server),
                 };
                 if open > 0 {
-                    let e = anyhow::anyhow!(
+                    let e = msg!(
                         "{open} NBD connections are open; end the clients, or --lazy cuts them off"
                     );
                     return Err(unended(Shown::Nbd { server, listening }, e));
@@ -184,9 +184,9 @@ fn still_open(server: &nbd::Server) -> u64 {
 }
 
 /// What is left of a front end that could not be taken away, and why.
-pub type Unended = (Shown, anyhow::Error);
+pub type Unended = (Shown, Error);
 
-fn unended(shown: Shown, why: impl Into<anyhow::Error>) -> Box<Unended> {
+fn unended(shown: Shown, why: impl Into<Error>) -> Box<Unended> {
     Box::new((shown, why.into()))
 }
 

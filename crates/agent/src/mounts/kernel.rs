@@ -11,13 +11,12 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
 use drover_core::BlockDevice;
 use drover_frontend::kernel_nbd::{self, Detach};
 use drover_frontend::{nbd, ublk};
 
 use super::record::{Driver, Record};
-use crate::failure::usage;
+use crate::error::{Context, Error, Result, bail};
 
 /// Connections between the kernel's NBD client and the server in this process.
 const CONNECTIONS: usize = 2;
@@ -35,9 +34,9 @@ const LONGEST_TIMEOUT: Duration = Duration::from_secs(1_000_000);
 pub fn choose(wanted: Option<Driver>, device: Option<&Path>) -> Result<Driver> {
     let named = device.map(driver_of).transpose()?;
     match (wanted, named) {
-        (Some(wanted), Some(named)) if wanted != named => {
-            Err(usage("--device is one of the other driver; leave --as out"))
-        }
+        (Some(wanted), Some(named)) if wanted != named => Err(Error::usage(
+            "--device is one of the other driver; leave --as out",
+        )),
         (Some(driver), _) | (None, Some(driver)) => Ok(driver),
         (None, None) => {
             let Err(without_ublk) = ublk::check_available() else {
@@ -64,7 +63,7 @@ fn driver_of(device: &Path) -> Result<Driver> {
     } else if name.starts_with("/dev/ublkb") {
         Ok(Driver::Ublk)
     } else {
-        Err(usage(format!(
+        Err(Error::usage(format!(
             "{name} is no device of ublk or NBD: say /dev/ublkbN or /dev/nbdN"
         )))
     }

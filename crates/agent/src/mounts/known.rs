@@ -5,11 +5,12 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
 use drover_mount::protocol::Opened;
 use drover_net::{decode, encode};
 
 use drover_storage::atomic_replace;
+
+use crate::error::{Context, Result, bail};
 
 const MAGIC: &[u8; 8] = b"DRVRKNW\0";
 const VERSION: u32 = 1;

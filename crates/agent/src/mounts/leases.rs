@@ -3,7 +3,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::Result;
 use drover_core::ImageName;
 use drover_mount::MountError;
 use drover_mount::server::{Holder, Leased, MERGE_NOTE, Server, lease_on_disk};
@@ -12,6 +11,7 @@ use drover_store::Catalog;
 use drover_teleport::Site;
 use serde::{Deserialize, Serialize};
 
+use crate::error::Result;
 use crate::home::Home;
 use crate::remote::Call;
 use crate::site;

@@ -14,12 +14,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
 use drover_device::synced::Left;
 use drover_storage::{Directory, HostDirectory, atomic_replace};
 use serde::{Deserialize, Serialize};
 
 use super::target::{Listen, Prefetch, Target};
+use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
 
 /// How long one who only looks whether a mount is kept may hold its lock.
@@ -165,7 +165,7 @@ pub struct Place {
 pub type Written = (Place, Record);
 
 /// A mount whose record cannot be used, and why.
-pub type Damaged = (Place, anyhow::Error);
+pub type Damaged = (Place, Error);
 
 /// Held by the mount daemon.
 #[derive(Debug)]

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
 use drover_core::{Digest, ImageName};
 use drover_device::backend::ImageDevice;
 use drover_image::{Stamp, VirtualDisk};
@@ -14,6 +13,7 @@ use drover_net::{Code, Connection, Peer, PeerKey, Refusal, Rights, connect_unix}
 use drover_store::{Catalog, ImageRecord, SiteCatalog};
 use tokio::sync::watch;
 
+use crate::error::{Result, bail};
 use crate::home::Home;
 use crate::remote::SocketPath;
 use crate::{remote, site};

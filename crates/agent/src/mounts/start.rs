@@ -4,11 +4,10 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::record::Place;
-use crate::failure::{Exit, failure};
+use crate::error::{Context, Error, Kind, Result, bail};
 use crate::home::Home;
 
 /// What the process says once, on its stdout, when the mount is there or will not be.
@@ -62,7 +61,7 @@ pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
         Ready::Failed(code, message) => {
             // It ends by itself: nothing of it is to be left when we say that it failed.
             let _ = child.wait();
-            Err(failure(Exit::of_code(code), message))
+            Err(Error::of_kind(Kind::of_code(code), message))
         }
     }
 }

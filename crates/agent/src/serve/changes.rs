@@ -11,7 +11,7 @@ use super::services::OfSite;
 use crate::changes::{
     self, DropChanges, Dropped, Here, ListChanges, Merged, Order, Told, drop_at, on_disk,
 };
-use crate::failure::{failed, refusal_of};
+use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
 
 impl Answer<ListChanges> for OfSite {

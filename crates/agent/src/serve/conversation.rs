@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use anyhow::{Result, anyhow};
 use drover_net::service::{Call, Peer, Services};
 use drover_net::{Code, Connection, PeerKey, Pending, Refusal, Rights, Role, greet};
 use tracing::Instrument;
@@ -12,7 +11,7 @@ use tracing::Instrument;
 use super::admission::{Place, StrangerPlace};
 use super::sessions::Open;
 use super::{Server, quoted};
-use crate::failure::one_line;
+use crate::error::{Error, Result, one_line};
 use crate::signals::told;
 
 /// How long a peer may take nothing of an answer.
@@ -79,7 +78,7 @@ async fn talk(
             rights: Rights::STRANGER,
         },
     };
-    let serve = |peer, call| async { services.serve(peer, call).await.map_err(|e| anyhow!(e)) };
+    let serve = |peer, call| async { services.serve(peer, call).await.map_err(Error::msg) };
     if services.allow(Rights::STRANGER, &call.service) {
         return serve(peer, call).await;
     }
@@ -124,6 +123,6 @@ pub async fn with_owner(server: Arc<Server>, services: Arc<Services>, connection
         services.serve(peer, call).await
     };
     if let Err(e) = served.await {
-        tracing::debug!("local caller: {}", one_line(&anyhow!(e)));
+        tracing::debug!("local caller: {}", one_line(&Error::msg(e)));
     }
 }

@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -18,7 +17,7 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::Server;
-use crate::failure::one_line;
+use crate::error::{Context, Result, one_line};
 
 /// The longest request head that is read.
 const MAX_HEAD: usize = 8 << 10;

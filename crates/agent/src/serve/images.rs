@@ -14,7 +14,7 @@ use drover_teleport::services::{
 
 use super::jobs;
 use super::services::OfSite;
-use crate::failure::{failed, refusal_of};
+use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
 
 /// Images said at once.

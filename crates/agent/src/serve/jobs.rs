@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use anyhow::{Result, bail};
 use drover_net::service::{Exchange, Request};
 use drover_teleport::services::Progress;
 
 use super::Server;
+use crate::error::{Result, bail};
 use crate::signals::told;
 
 /// How often the caller hears how far it is; also what keeps the connection alive.

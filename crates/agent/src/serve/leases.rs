@@ -6,7 +6,7 @@ use drover_net::Refusal;
 use drover_net::service::{Answer, Exchange, Peer};
 
 use super::services::OfSite;
-use crate::failure::failed;
+use crate::error::failed;
 use crate::home::CleanUp;
 use crate::mounts::{BreakLease, Broken, Held, ListLeases, break_at, leases_of};
 

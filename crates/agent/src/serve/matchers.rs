@@ -4,12 +4,13 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Result, anyhow, bail};
 use drover_net::PeerKey;
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_teleport::matching::LocalTeleporter;
 use drover_teleport::open_teleporter;
 use tokio::sync::Mutex;
+
+use crate::error::{Error, Result, bail, msg};
 
 /// Matchers in memory at once; each has its caches.
 const MAX_OPEN: usize = 8;
@@ -62,7 +63,7 @@ impl Matchers {
                     let mut repairs = Vec::new();
                     let matcher = open_teleporter(&dir, SEQUENCE_DATA_BYTES, &mut repairs)?;
                     crate::site::tell(&repairs);
-                    anyhow::Ok(matcher)
+                    Ok::<_, Error>(matcher)
                 })
                 .await??;
                 open.insert(
@@ -105,6 +106,6 @@ impl InUse {
         let matcher = Arc::clone(&self.matcher);
         let saved = tokio::task::spawn_blocking(move || matcher.lock().persist()).await?;
         open.remove(&self.key);
-        saved.map_err(|e| anyhow!("cannot save the matcher of {}: {e:?}", self.key.short()))
+        saved.map_err(|e| msg!("cannot save the matcher of {}: {e:?}", self.key.short()))
     }
 }

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use anyhow::Result;
 use drover_net::service::{Call, Peer, Request, Service, ServiceFuture};
 use drover_net::{Code, Refusal, Right};
 use drover_teleport::services::BeginMatching;
@@ -11,7 +10,7 @@ use drover_teleport::session::serve_teleporter;
 use super::Server;
 use super::matchers::{InUse, Matchers};
 use super::sessions::counted;
-use crate::failure::one_line;
+use crate::error::{Result, one_line};
 use crate::signals::told;
 
 /// Matches for sites, each with a matcher of its own.

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use anyhow::Result;
 use drover_net::service::{Answer, Exchange, Peer};
 use drover_net::{Code, PeerKey, Refusal, Ticket, request};
 use drover_store::PairOutcome;
@@ -11,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Server;
 use super::services::Common;
-use crate::failure::failed;
+use crate::error::{Result, failed};
 use crate::notice::notice;
 use crate::text::now_unix;
 

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use anyhow::{Context, anyhow};
 use drover_net::Right;
 use drover_net::service::{BoxError, Call, Peer, Service, ServiceFuture};
 
 use super::Server;
+use crate::error::{Context, Error};
 
 /// A service whose callers are counted as sessions.
 pub struct Counted<S>(pub Arc<Server>, pub S);
@@ -43,7 +43,7 @@ pub async fn counted(
         Err(_) => &metrics.sessions_failed,
     };
     counter.fetch_add(1, Relaxed);
-    Ok(ended.map_err(|e| anyhow!(e)).context(what)?)
+    Ok(ended.map_err(Error::msg).context(what)?)
 }
 
 /// Counts something while it lasts.

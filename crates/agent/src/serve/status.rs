@@ -5,7 +5,7 @@ use drover_net::{Refusal, request};
 use serde::{Deserialize, Serialize};
 
 use super::services::Common;
-use crate::failure::failed;
+use crate::error::failed;
 use crate::status::Status;
 
 /// What is this process doing?

@@ -7,7 +7,7 @@ use drover_net::{Refusal, Right};
 use drover_teleport::services::{ListTransfers, RemoveTransfer};
 
 use super::services::OfSite;
-use crate::failure::{Exit, failed, failure, refusal_of};
+use crate::error::{Error, failed, refusal_of};
 use crate::home::CleanUp;
 
 /// Transfers said at once.
@@ -43,7 +43,7 @@ impl Answer<RemoveTransfer> for OfSite {
                 && !crate::transfers::is_of(&site.unfinished()?, &key, &peer)
             {
                 let message = "you have no unfinished transfer of that key here";
-                return Err(failure(Exit::Refused, message));
+                return Err(Error::refused(message));
             }
             CleanUp::of(&home).run(|| Ok(site.remove_transfer(&key)?))
         });

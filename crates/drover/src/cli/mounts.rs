@@ -37,7 +37,7 @@ pub struct MountArgs {
     #[command(flatten)]
     pub how: HowArgs,
     #[command(flatten)]
-    pub keep: KeepArgs,
+    pub daemon: DaemonArgs,
 }
 
 /// Serve images to NBD clients: QEMU, qemu-img, nbdcopy, nbdfuse, the kernel
@@ -97,7 +97,7 @@ pub struct AttachArgs {
     #[command(flatten)]
     pub how: HowArgs,
     #[command(flatten)]
-    pub keep: KeepArgs,
+    pub daemon: DaemonArgs,
 }
 
 /// Which kernel driver is wanted.
@@ -188,7 +188,7 @@ pub enum SyncMode {
 
 /// How the mount daemon runs.
 #[derive(Debug, Args)]
-pub struct KeepArgs {
+pub struct DaemonArgs {
     /// Stay in the foreground until SIGTERM or Ctrl-C, and unmount then
     #[arg(long)]
     pub foreground: bool,

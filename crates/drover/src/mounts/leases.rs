@@ -1,12 +1,12 @@
 //! `mounts leases` and `mounts break`: who holds this site's images.
 
 use anyhow::Result;
-use drover_agent::failure::no_image;
 use drover_agent::home::{CleanUp, Home};
 use drover_agent::mounts;
 use drover_agent::text::{clean, moment};
 use drover_core::ImageName;
 
+use crate::failure::no_image;
 use crate::{out, prompt};
 
 /// Lists who holds images.

@@ -4,13 +4,13 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use drover_agent::failure::usage;
 use drover_agent::text::clean;
 use drover_core::ImageName;
 use drover_image::{Conversion, open_for_sending};
 use drover_teleport::session::SendItem;
 
 use crate::cli::{SendArgs, Target};
+use crate::failure::usage;
 
 /// The peer and the images that the command line names.
 ///
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
     use crate::cli::{Cli, Command};
     use clap::Parser;
-    use drover_agent::failure::{Exit, exit_of};
+    use drover_agent::error::{Kind, kind_of};
 
     fn args(words: &[&str]) -> SendArgs {
         let cli = Cli::try_parse_from(["drover", "send"].iter().chain(words)).unwrap();
@@ -169,7 +169,7 @@ mod tests {
             &["x.img", "./y.img"],
         ] {
             let e = of_args(&args(bad)).unwrap_err();
-            assert_eq!(exit_of(&e), Exit::Usage, "{bad:?}: {e}");
+            assert_eq!(kind_of(e.as_ref()), Kind::Usage, "{bad:?}: {e}");
         }
     }
 
