@@ -138,6 +138,49 @@ fn files_come_in_the_order_of_installation() {
 }
 
 #[test]
+fn a_tree_is_on_each_file_system_what_it_was() {
+    let test = "a_tree_is_on_each_file_system_what_it_was";
+    if !filesystem::is_root() || !Path::new("/dev/loop-control").exists() {
+        return eprintln!("SKIP {test}: no root or no loop devices");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    fs::create_dir_all(tree.join("etc")).unwrap();
+    fs::write(tree.join("file"), vec![7; 70_000]).unwrap();
+    fs::hard_link(tree.join("file"), tree.join("again")).unwrap();
+    std::os::unix::fs::symlink("file", tree.join("link")).unwrap();
+    for fs in [Fs::Ext4, Fs::Xfs, Fs::Btrfs] {
+        let (name, image) = (format!("test-{fs}"), dir.path().join(format!("{fs}.raw")));
+        let spec = Spec {
+            name,
+            recipe: Recipe::Host(Selection::One),
+            fs,
+        };
+        if let Err(error) =
+            filesystem::write(&tree, &image, &spec, dir.path(), None, Some("a line"))
+        {
+            let said = format!("{error:#}");
+            assert!(
+                said.contains("mount") || said.contains("cannot start"),
+                "{said}"
+            );
+            eprintln!("SKIP {test}, {fs}: {said}");
+            continue;
+        }
+        let mounted = filesystem::Mounted::new(&image, dir.path().join("back"), fs, true).unwrap();
+        let read = |file: &str| std::fs::read(mounted.at.join(file)).unwrap();
+        let links =
+            std::os::unix::fs::MetadataExt::nlink(&mounted.at.join("again").metadata().unwrap());
+        assert_eq!(
+            (read("link"), read("etc/fstab"), links),
+            (vec![7; 70_000], b"a line\n".to_vec(), 2),
+            "{fs}"
+        );
+        mounted.close().unwrap();
+    }
+}
+
+#[test]
 fn a_tree_becomes_a_sound_file_system_with_the_identity_of_its_name() {
     if !shell::have("mke2fs") || !shell::have("e2fsck") {
         return eprintln!(
