@@ -15,6 +15,7 @@ use drover_core::{Digest, ImageName};
 use drover_mount::server::{Changes, Server, changes_of, changes_on_disk};
 
 use drover_net::request;
+use drover_store::SiteCatalog;
 use drover_teleport::services::Progress;
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +28,6 @@ use crate::remote::Call;
 use crate::signals::{Stop, told as told_to_stop};
 use crate::site;
 use crate::text::{bytes, clean};
-use drover_store::SiteCatalog;
 
 pub use merge::{Here, Merged, Order, merge};
 pub use recover::recover;

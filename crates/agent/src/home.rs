@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use drover_net::Identity;
+use drover_store::space::Places;
 
 use crate::error::{Context, Result, bail};
 
@@ -132,6 +133,19 @@ impl Home {
     /// Where the matcher keeps its files.
     pub fn index_dir(&self) -> PathBuf {
         self.dir.join("index")
+    }
+
+    /// Where the site keeps what.
+    pub fn places(&self) -> Places {
+        Places {
+            home: self.dir.clone(),
+            images: self.images_dir(),
+            overlays: self.mounted_dir(),
+            work: self.work_dir(),
+            mounts: self.dir.join("mounts"),
+            index: self.index_dir(),
+            reserve: self.reserve_path(),
+        }
     }
 
     /// The running site's socket.

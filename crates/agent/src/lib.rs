@@ -34,7 +34,6 @@ pub mod remote;
 pub mod serve;
 pub mod signals;
 pub mod site;
-pub mod space;
 pub mod status;
 pub mod text;
 pub mod transfers;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use drover_net::PeerKey;
+use drover_store::SiteCatalog;
 use drover_teleport::services::{ListTransfers, RemoveTransfer};
 use drover_teleport::transfers::{TransferState, Unfinished, unfinished};
 
@@ -11,7 +12,6 @@ use crate::home::{CleanUp, Home};
 use crate::own::Own;
 use crate::remote::{Call, find_peer};
 use crate::site;
-use drover_store::SiteCatalog;
 
 /// Transfers that a site may list.
 const MAX_LISTED: usize = 1_000_000;

@@ -9,8 +9,7 @@ use drover_agent::serve::Pair;
 use drover_agent::text::{clean, moment, now_unix};
 use drover_agent::{addresses, site};
 use drover_net::{ConnectOptions, Ticket, connect_any};
-use drover_store::Peer;
-use drover_store::peer_name;
+use drover_store::{Peer, peer_name};
 use serde_json::json;
 
 use crate::cli::{InitArgs, PairArgs, PeersAction, PeersArgs, TicketArgs};

@@ -2,8 +2,10 @@
 
 use anyhow::Result;
 use drover_agent::home::Home;
-use drover_agent::space::{self, Kind, Room, Space};
+use drover_agent::site;
 use drover_agent::text::{bytes, clean, count};
+use drover_store::sequences::SEQUENCE_DATA_BYTES;
+use drover_store::space::{Kind, Room, Space};
 
 use crate::cli::SpaceArgs;
 use crate::out;
@@ -30,7 +32,8 @@ fn words(kind: Kind) -> (&'static str, &'static str) {
 /// # Errors
 /// When the catalog cannot be read.
 pub fn space(home: &Home, args: &SpaceArgs) -> Result<()> {
-    let space = space::look(home)?;
+    let limit = home.config.sequence_data.unwrap_or(SEQUENCE_DATA_BYTES);
+    let space = Space::look(home.places(), &site::look_at_catalog(home)?, limit)?;
     if args.json {
         return out::json(&space);
     }

@@ -13,10 +13,10 @@ use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
 use drover_device::backend::MemoryDevice;
 use drover_device::remote::{Chunks, Fetched, Link, Local, Remote};
 use drover_mount::client::{Client, Connecting, Connector, Options};
-use drover_mount::protocol::Access;
 use drover_mount::server::{Base, Config, Images, Server};
 use drover_net::service::Call;
 use drover_net::{ConnectOptions, Identity, Listener, Peer, Refusal, Rights, connect};
+use drover_store::lease::Access;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::watch;
 

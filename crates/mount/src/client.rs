@@ -19,6 +19,7 @@ use drover_device::remote::{
     Change, Chunks, Done, Epoch, Link, Local, PresenceDone, Remote, Shape, StagedDone, Traffic,
 };
 use drover_net::WireCounters;
+use drover_store::lease::Identity;
 use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, mpsc, watch};
@@ -26,7 +27,7 @@ use tokio::time::Instant;
 
 use crate::MountError;
 use crate::compress::Packer;
-use crate::protocol::{Answer, Ask, Coding, Identity, Opened};
+use crate::protocol::{Answer, Ask, Coding, Opened};
 
 pub(crate) use connector::Connected;
 pub use connector::{ConnectError, Connecting, Connector};

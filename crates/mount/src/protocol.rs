@@ -37,6 +37,7 @@ mod message;
 use drover_core::{DeviceError, Digest, ImageName};
 use drover_device::remote::Shape;
 use drover_net::{Code, Refusal, request};
+use drover_store::lease::{Access, Identity, MountId};
 use serde::{Deserialize, Serialize};
 
 pub use message::{Message, Piece, decode_message, encode_message, pieces};
@@ -100,30 +101,6 @@ pub mod kind {
     pub const ANSWER: u8 = 0x61;
 }
 
-/// Which mount: random, chosen by it, kept as long as its cache is.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct MountId(pub [u8; 16]);
-
-impl MountId {
-    /// A new one.
-    #[must_use]
-    pub fn random() -> Self {
-        Self(drover_net::random_id())
-    }
-}
-
-impl std::fmt::Display for MountId {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.0.iter().try_for_each(|b| write!(f, "{b:02x}"))
-    }
-}
-
-impl std::fmt::Debug for MountId {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "MountId({self})")
-    }
-}
-
 /// What a lane carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum LaneKind {
@@ -133,26 +110,6 @@ pub enum LaneKind {
     Back,
     /// Writes.
     Push,
-}
-
-/// What a mount wants to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Access {
-    /// Read; shared with other readers.
-    ReadOnly,
-    /// Read and write; alone.
-    ReadWrite,
-}
-
-/// Which state of which image a device is. A cache belongs to one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
-    /// The image's digest.
-    pub digest: Digest,
-    /// Grows with each writer that is not the one before.
-    pub edition: u64,
-    /// The last epoch that counts.
-    pub epoch: u64,
 }
 
 /// The request that opens a lane.

@@ -4,7 +4,6 @@ mod changes;
 pub(crate) mod counters;
 mod image;
 mod lane;
-mod lease;
 mod pool;
 pub(crate) mod queue;
 mod settler;
@@ -20,24 +19,21 @@ use drover_core::ImageName;
 use drover_device::remote::Shape;
 use drover_net::service::{Call, Request, Service, ServiceFuture};
 use drover_net::{Code, Peer, PeerKey, Refusal, Right};
+use drover_store::lease::{self, Access, Holder, Identity, LeaseTable, MountId, READER_GRACE, Who};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tracing::{debug, info};
 
 use crate::MountError;
-use crate::protocol::{
-    Access, Identity, LaneKind, MAX_LANES, MAX_MOUNT_FRAME, MountId, Open, Opened, check_shape,
-};
+use crate::protocol::{LaneKind, MAX_LANES, MAX_MOUNT_FRAME, Open, Opened, check_shape};
 
 pub use changes::{Changes, Claim, View, changes_of, changes_on_disk};
 pub use counters::Counted;
 pub use image::{Base, Images};
-pub use lease::{Holder, MERGE_NOTE, READER_GRACE};
 
 use counters::Counters;
 use image::Image;
 use lane::{Lane, Parts, Shared};
-use lease::{Desk, Who};
 
 pub(crate) use lane::KEEP_ALIVE;
 use pool::Pool;
@@ -95,7 +91,7 @@ pub struct Server {
     bodies: Arc<Semaphore>,
     next_lane: AtomicU64,
     /// Held while an image is opened, closed, or its lease broken, each by threads that may block: one for each image
-    /// that somebody is at. Before its desk, which is before `state`; no disk is waited for under that.
+    /// that somebody is at. Before its leases, which is before `state`; no disk is waited for under that.
     doors: Mutex<HashMap<ImageName, Weak<Mutex<()>>>>,
     /// Images are about to be closed that somebody still had.
     tidying: AtomicBool,
@@ -662,7 +658,7 @@ impl Server {
         let directory = self.config.state.join("overlays").join(name.as_str());
         let open = self.state.lock().open.get(name).cloned();
         let Some(image) = open else {
-            return Desk::replace_damaged(&directory).map_err(MountError::Refused);
+            return LeaseTable::replace_damaged(&directory).map_err(MountError::Refused);
         };
         let is_damaged = lease_on_disk(&self.config.state, name).is_err();
         if is_damaged {
@@ -692,7 +688,7 @@ impl Server {
                 // It need not be one that can be opened: that may be why nobody can use the lease.
                 None => {
                     let directory = server.config.state.join("overlays").join(name.as_str());
-                    Desk::open(name, directory)?.break_lease()
+                    LeaseTable::open(name, directory)?.break_lease()
                 }
             };
             Ok((holder?, open))
@@ -731,8 +727,8 @@ impl Server {
 /// [`MountError::Refused`] when it is damaged, [`MountError::State`] when it cannot be read.
 pub fn lease_on_disk(state: &Path, name: &ImageName) -> Result<Option<Holder>, MountError> {
     let directory = state.join("overlays").join(name.as_str());
-    match Desk::open(name.clone(), directory.clone()) {
-        Ok(desk) => Ok(desk.holder().cloned()),
+    match LeaseTable::open(name.clone(), directory.clone()) {
+        Ok(leases) => Ok(leases.holder().cloned()),
         // It says how to go on.
         Err(refusal) if refusal.code == Code::Corrupt => Err(MountError::Refused(refusal)),
         Err(refusal) => Err(state_error(&directory, refusal.message)),

@@ -17,7 +17,7 @@ mod error;
 mod files;
 #[cfg(fuzzing)]
 pub mod fuzzing;
-pub mod log;
+mod log;
 pub mod matching;
 mod partials;
 pub mod progress;

@@ -210,12 +210,6 @@ impl LogReader {
     pub fn valid_bytes(&self) -> u64 {
         self.at
     }
-
-    /// Whether bytes follow that are no good record.
-    #[must_use]
-    pub fn has_tail(&self) -> bool {
-        self.at < self.window.length()
-    }
 }
 
 impl Iterator for LogReader {

@@ -19,10 +19,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::ImageName;
 use drover_image::{Format, VirtualDisk};
-use drover_mount::protocol::MountId;
-use drover_mount::server::{Claim, MERGE_NOTE, Server, changes_of};
+use drover_mount::server::{Claim, Server, changes_of};
 use drover_net::PeerKey;
 use drover_store::ImageRecord;
+use drover_store::lease::{MERGE_NOTE, MountId};
 use drover_teleport::{Site, TeleportError};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};

@@ -4,9 +4,8 @@ use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::ImageName;
-use drover_mount::protocol::MountId;
-use drover_mount::server::MERGE_NOTE;
 use drover_net::PeerKey;
+use drover_store::lease::{MERGE_NOTE, MountId};
 use drover_teleport::TeleportError;
 
 use super::decided::Decided;

@@ -12,9 +12,10 @@ use drover_device::synced::{Order, Pushing, Sync, Synced, SyncedOptions};
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
-use drover_mount::protocol::{Access, MAX_SIZE, MountId, Opened};
+use drover_mount::protocol::{MAX_SIZE, Opened};
 use drover_net::{Code, Refusal};
 use drover_storage::HostDirectory;
+use drover_store::lease::{Access, MountId};
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;

@@ -76,7 +76,7 @@ fn parse(bytes: &[u8]) -> Result<Opened> {
 mod tests {
     use super::*;
     use drover_core::Digest;
-    use drover_mount::protocol::Identity;
+    use drover_store::lease::Identity;
 
     #[test]
     fn it_comes_back_whole_or_not_at_all() {

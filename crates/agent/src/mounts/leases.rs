@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use drover_core::ImageName;
 use drover_mount::MountError;
-use drover_mount::server::{Holder, Leased, MERGE_NOTE, Server, lease_on_disk};
+use drover_mount::server::{Leased, Server, lease_on_disk};
 use drover_net::request;
 use drover_store::Catalog;
+use drover_store::lease::{Holder, MERGE_NOTE};
 use drover_teleport::Site;
 use serde::{Deserialize, Serialize};
 

@@ -9,6 +9,7 @@ use drover_core::DeviceError;
 use drover_device::remote::{Chunks, Epoch, Link, Staged};
 use drover_net::service::{self, reply_in};
 use drover_net::{Backoff, NetError, Refusal, Role, hear_hello};
+use drover_store::lease::{Access, Identity};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -20,8 +21,8 @@ use super::tell::ChunksTask;
 use super::{CLOSE_WAIT, ConnectError, Connected, Connector, Inner, Options, Reply};
 use crate::MountError;
 use crate::protocol::{
-    Access, Answer, Ask, Identity, LaneKind, MAX_MOUNT_FRAME, MAX_RUNS, Open, Opened, check_shape,
-    decode_message, device_error, encode_message, kind,
+    Answer, Ask, LaneKind, MAX_MOUNT_FRAME, MAX_RUNS, Open, Opened, check_shape, decode_message,
+    device_error, encode_message, kind,
 };
 use crate::server::KEEP_ALIVE;
 

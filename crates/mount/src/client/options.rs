@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use drover_core::ImageName;
+use drover_store::lease::{Access, Identity, MountId};
 
 use super::early;
-use crate::protocol::{Access, Ask, DEFAULT_CHUNK, Identity, LaneKind, MAX_LANES, MountId, Opened};
+use crate::protocol::{Ask, DEFAULT_CHUNK, LaneKind, MAX_LANES, Opened};
 
 /// How long a request may take before it fails, also while the link is down.
 pub const GIVE_UP: Duration = Duration::from_secs(30);

@@ -1,7 +1,7 @@
 use drover_core::ImageName;
+use drover_store::lease::Access;
 
 use super::*;
-use crate::protocol::Access;
 
 #[test]
 fn a_commit_has_as_long_as_other_requests_and_longer() {

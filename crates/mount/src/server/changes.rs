@@ -9,12 +9,11 @@ use drover_core::{Digest, Extent, ImageName, ReadAt};
 use drover_device::backend::overlay;
 use drover_net::{Code, Peer, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
+use drover_store::lease::{Holder, LeaseTable, MountId, Who};
 
 use super::image::{Image, refuse};
-use super::lease::{Desk, Holder, Who};
 use super::{Server, state_error};
 use crate::MountError;
-use crate::protocol::MountId;
 
 /// How long a mount that was refused may take to let go of an image.
 const LET_GO: Duration = Duration::from_secs(10);
@@ -112,10 +111,10 @@ fn look(image: &ImageName, directory: PathBuf, earlier: bool) -> Changes {
         Ok(None) => {}
         Err(e) => found.problem = Some(e),
     }
-    match Desk::open(image.clone(), found.directory.clone()) {
-        Ok(desk) => {
-            found.writer = desk.last_writer().cloned();
-            found.holder = desk.holder().cloned();
+    match LeaseTable::open(image.clone(), found.directory.clone()) {
+        Ok(leases) => {
+            found.writer = leases.last_writer().cloned();
+            found.holder = leases.holder().cloned();
         }
         Err(e) => found.problem = Some(e.message),
     }
@@ -167,11 +166,13 @@ impl Server {
         if !path.is_dir() {
             return Ok(None);
         }
-        let mut desk = Desk::open(name.clone(), path.clone()).map_err(MountError::Refused)?;
-        desk.check_free(Duration::ZERO, &|_| false)
+        let mut leases =
+            LeaseTable::open(name.clone(), path.clone()).map_err(MountError::Refused)?;
+        leases
+            .check_free(Duration::ZERO, &|_| false)
             .map_err(MountError::Refused)?;
         let changed = changes_of(&self.config.state, name).map(|c| c.changed);
-        self.discard(name, &mut desk)?;
+        self.discard(name, &mut leases)?;
         Ok(changed)
     }
 
@@ -199,8 +200,8 @@ impl Server {
     }
 
     /// Discards an overlay that nobody has open.
-    fn discard(&self, name: &ImageName, desk: &mut Desk) -> Result<(), MountError> {
-        discard(&self.overlay_of(name), desk).map_err(MountError::Refused)
+    fn discard(&self, name: &ImageName, leases: &mut LeaseTable) -> Result<(), MountError> {
+        discard(&self.overlay_of(name), leases).map_err(MountError::Refused)
     }
 
     /// Closes an image that is open for nobody any more, or says who has it. Held by the caller: its door.
@@ -326,15 +327,15 @@ impl Server {
         }
         drop(open);
         let path = self.overlay_of(name);
-        let mut desk = Desk::open(name.clone(), path).map_err(MountError::Refused)?;
-        if !desk.is_held_by(key.0, key.1) {
+        let mut leases = LeaseTable::open(name.clone(), path).map_err(MountError::Refused)?;
+        if !leases.is_held_by(key.0, key.1) {
             return Ok(false);
         }
         if discard {
             self.close_claimed(name)?;
-            self.discard(name, &mut desk)?;
+            self.discard(name, &mut leases)?;
         }
-        desk.close(key.0, key.1, 0).map_err(MountError::Refused)?;
+        leases.close(key.0, key.1, 0).map_err(MountError::Refused)?;
         Ok(true)
     }
 
@@ -356,8 +357,9 @@ impl Server {
         if let Some(image) = open {
             return Ok(image.while_held(key.0, key.1, what));
         }
-        let desk = Desk::open(name.clone(), self.overlay_of(name)).map_err(MountError::Refused)?;
-        Ok(desk.is_held_by(key.0, key.1).then(what))
+        let leases =
+            LeaseTable::open(name.clone(), self.overlay_of(name)).map_err(MountError::Refused)?;
+        Ok(leases.is_held_by(key.0, key.1).then(what))
     }
 
     /// Closes an image that a claim keeps mounts away from: whoever still has it is being refused.
@@ -390,20 +392,23 @@ impl Server {
 }
 
 /// Discards the overlay of a directory, and counts a new edition, so that no cache is taken for it.
-pub(super) fn discard(path: &Path, desk: &mut Desk) -> Result<(), Refusal> {
+pub(super) fn discard(path: &Path, leases: &mut LeaseTable) -> Result<(), Refusal> {
     let failed =
         |e: std::io::Error| Refusal::new(Code::Io, format!("cannot open {}: {e}", path.display()));
     let directory = HostDirectory::open(path).map_err(failed)?;
     overlay::discard(&directory).map_err(refuse)?;
-    finish_discarding(&directory, desk)
+    finish_discarding(&directory, leases)
 }
 
 /// Goes on where a crash left a [`discard`].
-pub(super) fn finish_discarding(directory: &HostDirectory, desk: &mut Desk) -> Result<(), Refusal> {
+pub(super) fn finish_discarding(
+    directory: &HostDirectory,
+    leases: &mut LeaseTable,
+) -> Result<(), Refusal> {
     if overlay::was_discarded(directory).map_err(refuse)? {
         // The room comes first: a full disk takes no lease.
         overlay::discard(directory).map_err(refuse)?;
-        desk.renew()?;
+        leases.renew()?;
         overlay::forget_discarded(directory).map_err(refuse)?;
     }
     Ok(())

@@ -10,16 +10,16 @@ use drover_device::backend::overlay::{self, OverlayError};
 use drover_device::remote::{Change, Epoch};
 use drover_net::{Code, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
+use drover_store::lease::{Access, Holder, Identity, LeaseTable, MountId, Who};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::changes;
-use super::lease::{Desk, Holder, Who};
 use super::settler::Settler;
 use crate::MountError;
-use crate::protocol::{Access, Identity, MAX_RUNS, MountId, refusal_of};
+use crate::protocol::{MAX_RUNS, refusal_of};
 
 /// How long who asks for an image's lease waits for a commit, holding a thread; then they are to try again.
-const DESK_WAIT: Duration = Duration::from_secs(5);
+const LEASE_WAIT: Duration = Duration::from_secs(5);
 
 /// Where the site's images come from.
 pub trait Images: Send + Sync {
@@ -66,8 +66,8 @@ pub struct Image {
     /// What was written over it.
     overlay: OnceLock<Overlay>,
     /// Held over a disk's sync, so only locked by threads that may block.
-    desk: Mutex<Desk>,
-    /// Which edition's writer staged what is staged. Taken inside the desk.
+    leases: Mutex<LeaseTable>,
+    /// Which edition's writer staged what is staged. Taken inside the leases.
     staged_by: Mutex<u64>,
     settler: Settler,
 }
@@ -95,10 +95,10 @@ impl Image {
     pub fn open(name: &ImageName, images: &Arc<dyn Images>, state: &Path) -> Result<Self, Refusal> {
         let base = images.open(name)?;
         let directory = state.join("overlays").join(name.as_str());
-        let desk = Desk::open(name.clone(), directory.clone())?;
+        let leases = LeaseTable::open(name.clone(), directory.clone())?;
         let image = Self {
-            staged_by: Mutex::new(desk.last_edition()),
-            desk: Mutex::new(desk),
+            staged_by: Mutex::new(leases.last_edition()),
+            leases: Mutex::new(leases),
             name: name.clone(),
             images: Arc::clone(images),
             base,
@@ -107,14 +107,14 @@ impl Image {
             settler: Settler::default(),
         };
         // Whoever once had the writer's lease may have written.
-        if !image.desk.lock().was_written() {
+        if !image.leases.lock().was_written() {
             return Ok(image);
         }
         image.finish_discarding()?;
         match image.open_overlay() {
             Ok(_) => Ok(image),
             // The image was replaced, or removed and another got its name.
-            Err(OverlayError::AnotherBase { .. }) if image.desk.lock().holder().is_none() => {
+            Err(OverlayError::AnotherBase { .. }) if image.leases.lock().holder().is_none() => {
                 image.set_aside()?;
                 Self::open(name, images, state)
             }
@@ -125,7 +125,7 @@ impl Image {
     /// What was dropped when a crash came is dropped before anybody writes anew.
     fn finish_discarding(&self) -> Result<(), Refusal> {
         match HostDirectory::open(&self.directory) {
-            Ok(directory) => changes::finish_discarding(&directory, &mut self.desk.lock()),
+            Ok(directory) => changes::finish_discarding(&directory, &mut self.leases.lock()),
             Err(e) => {
                 let text = format!("cannot open {}: {e}", self.directory.display());
                 Err(Refusal::new(Code::Io, text))
@@ -195,25 +195,25 @@ impl Image {
         now: Duration,
         connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
     ) -> Result<(Identity, bool), Refusal> {
-        let mut desk = self.desk_soon()?;
+        let mut leases = self.leases_soon()?;
         let state = |edition| Identity {
             digest: self.base.digest,
             edition,
             epoch: self.committed(),
         };
         // A lease that is granted changes the edition and nothing else.
-        let (_, fresh_before) = desk.edition(who, expected, state(0));
-        desk.enter(who, access, now, connected)?;
+        let (_, fresh_before) = leases.edition(who, expected, state(0));
+        leases.enter(who, access, now, connected)?;
         if access == Access::ReadWrite {
             self.overlay()?;
         }
-        let (edition, fresh) = desk.edition(who, expected, state(0));
+        let (edition, fresh) = leases.edition(who, expected, state(0));
         Ok((state(edition), fresh || fresh_before))
     }
 
-    /// The desk, unless a disk takes long to sync what is committed.
-    fn desk_soon(&self) -> Result<MutexGuard<'_, Desk>, Refusal> {
-        self.desk.try_lock_for(DESK_WAIT).ok_or_else(|| {
+    /// The leases, unless a disk takes long to sync what is committed.
+    fn leases_soon(&self) -> Result<MutexGuard<'_, LeaseTable>, Refusal> {
+        self.leases.try_lock_for(LEASE_WAIT).ok_or_else(|| {
             let text = format!(
                 "{} is busy: a commit is under way, which the disk takes long for; try again",
                 self.name
@@ -232,7 +232,7 @@ impl Image {
         now: Duration,
         connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
     ) -> Result<(), Refusal> {
-        self.desk_soon()?.claim(who, now, connected)?;
+        self.leases_soon()?.claim(who, now, connected)?;
         // What a writer staged whose lease was broken.
         self.abandon()
     }
@@ -242,14 +242,14 @@ impl Image {
     /// # Errors
     /// Who that is.
     pub fn check_free(&self, now: Duration) -> Result<(), MountError> {
-        let mut desk = self.desk_soon().map_err(MountError::Refused)?;
-        let free = desk.check_free(now, &|_| false);
+        let mut leases = self.leases_soon().map_err(MountError::Refused)?;
+        let free = leases.check_free(now, &|_| false);
         free.map_err(MountError::Refused)
     }
 
     /// Whether a mount has the writer's lease.
     pub fn is_held_by(&self, peer: PeerKey, mount: MountId) -> bool {
-        self.desk.lock().is_held_by(peer, mount)
+        self.leases.lock().is_held_by(peer, mount)
     }
 
     /// Does `what` while a mount has the lease and cannot lose it; none when it has not.
@@ -259,8 +259,8 @@ impl Image {
         mount: MountId,
         what: impl FnOnce() -> T,
     ) -> Option<T> {
-        let desk = self.desk.lock();
-        desk.is_held_by(peer, mount).then(what)
+        let leases = self.leases.lock();
+        leases.is_held_by(peer, mount).then(what)
     }
 
     /// What of a range mounts wrote, and whether it is zeros.
@@ -271,14 +271,14 @@ impl Image {
 
     /// Whether nobody would miss it if it were opened anew.
     pub fn is_idle(&self, now: Duration) -> bool {
-        self.desk
+        self.leases
             .try_lock()
-            .is_some_and(|mut desk| desk.is_idle(now))
+            .is_some_and(|mut leases| leases.is_idle(now))
     }
 
     /// A mount's last lane has ended.
     pub fn left(&self, peer: PeerKey, mount: MountId, now: Duration) {
-        self.desk.lock().left(peer, mount, now);
+        self.leases.lock().left(peer, mount, now);
     }
 
     /// A mount gives back what it has. What it staged and did not commit is forgotten.
@@ -286,14 +286,14 @@ impl Image {
     /// # Errors
     /// A disk that fails.
     pub fn close(&self, peer: PeerKey, mount: MountId, link: u64) -> Result<(), Refusal> {
-        let mut desk = self.desk.lock();
-        if desk.is_held_by(peer, mount)
+        let mut leases = self.leases.lock();
+        if leases.is_held_by(peer, mount)
             && let Err(refusal) = self.abandon()
         {
             // It is dropped all the same; only its file is left, until the overlay is opened again.
             tracing::warn!(%refusal, image = %self.name, "what was staged cannot be removed");
         }
-        desk.close(peer, mount, link)
+        leases.close(peer, mount, link)
     }
 
     /// Checks that a mount may still write: its lanes may outlive its lease.
@@ -301,11 +301,11 @@ impl Image {
     /// # Errors
     /// [`Code::Lost`].
     pub fn check_lease(&self, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
-        self.lease_of(&self.desk.lock(), peer, mount)
+        self.lease_of(&self.leases.lock(), peer, mount)
     }
 
-    fn lease_of(&self, desk: &Desk, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
-        if desk.is_held_by(peer, mount) {
+    fn lease_of(&self, leases: &LeaseTable, peer: PeerKey, mount: MountId) -> Result<(), Refusal> {
+        if leases.is_held_by(peer, mount) {
             return Ok(());
         }
         let text = format!("this mount has no lease of {} any more", self.name.as_str());
@@ -317,7 +317,7 @@ impl Image {
     /// # Errors
     /// A commit that takes long, or a disk that fails.
     pub fn store_lease(&self) -> Result<(), Refusal> {
-        self.desk_soon()?.store_again()
+        self.leases_soon()?.store_again()
     }
 
     /// The owner takes the writer's lease away.
@@ -325,7 +325,7 @@ impl Image {
     /// # Errors
     /// A commit that takes long, or a disk that fails.
     pub fn break_lease(&self) -> Result<Option<Holder>, Refusal> {
-        self.desk_soon()?.break_lease()
+        self.leases_soon()?.break_lease()
     }
 
     /// Its name.
@@ -376,13 +376,13 @@ impl Image {
         if epoch > self.committed()
             && let Some(overlay) = self.overlay.get()
         {
-            // The one before must be in its place, which may take long: not with the desk held, for which others wait. An
+            // The one before must be in its place, which may take long: not with the leases held, for which others wait. An
             // error is met again by the seal.
             let _ = overlay.settle();
         }
         // Held over the commit: whoever gets the lease next is told of an epoch that no late commit follows.
-        let desk = self.desk.lock();
-        self.lease_of(&desk, peer, mount)?;
+        let leases = self.leases.lock();
+        self.lease_of(&leases, peer, mount)?;
         if epoch == self.committed() && epoch > 0 {
             return Ok(());
         }
@@ -416,11 +416,11 @@ impl Image {
     /// # Errors
     /// A disk that fails.
     pub fn begin_link(&self) -> Result<(), Refusal> {
-        let desk = self.desk.lock();
+        let leases = self.leases.lock();
         let mut staged_by = self.staged_by.lock();
-        if *staged_by != desk.last_edition() {
+        if *staged_by != leases.last_edition() {
             self.abandon()?;
-            *staged_by = desk.last_edition();
+            *staged_by = leases.last_edition();
         }
         Ok(())
     }
@@ -452,8 +452,8 @@ impl Image {
     /// # Errors
     /// A commit that takes long, or a disk that fails.
     pub fn abandon_unheld(&self) -> Result<(), Refusal> {
-        let desk = self.desk_soon()?;
-        match desk.holder() {
+        let leases = self.leases_soon()?;
+        match leases.holder() {
             None => self.abandon(),
             Some(_) => Ok(()),
         }

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use drover_device::remote::Shape;
 use drover_net::group::Flow;
 use drover_net::{Code, FrameReader, FrameWriter, KeepAlive, PeerKey, Refusal};
+use drover_store::lease::{Access, MountId};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::timeout;
@@ -19,9 +20,7 @@ use super::pool::{Pool, Tools};
 use super::queue::{Queue, Unit};
 use super::work::{Client, Made};
 use crate::MountError;
-use crate::protocol::{
-    Access, Answer, Ask, LaneKind, MAX_UNIT, MountId, decode_message, encode_message, kind,
-};
+use crate::protocol::{Answer, Ask, LaneKind, MAX_UNIT, decode_message, encode_message, kind};
 
 /// A background answer is this part of the window, so that a lane has several under way.
 const UNITS_OF_WINDOW: u64 = 16;

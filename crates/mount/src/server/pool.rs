@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use drover_net::PeerKey;
+use drover_store::lease::MountId;
 use parking_lot::{Condvar, Mutex};
 
 use crate::compress::{Packer, Unpacker};
-use crate::protocol::MountId;
 
 mod schedule;
 

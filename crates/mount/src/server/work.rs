@@ -4,11 +4,12 @@ use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest, Extent, ExtentKind, Zeroes, is_zero};
 use drover_device::remote::{Change, Shape};
 use drover_net::{Code, PeerKey, Refusal};
+use drover_store::lease::{Access, MountId};
 
 use super::image::Image;
 use super::pool::Tools;
 use super::queue::Unit;
-use crate::protocol::{Access, Answer, Ask, Coding, MAX_DIGESTS, MAX_RUNS, MountId, refusal_of};
+use crate::protocol::{Answer, Ask, Coding, MAX_DIGESTS, MAX_RUNS, refusal_of};
 
 /// Extents looked at for one answer about presence.
 const MAX_LOOKS: usize = 4096;

@@ -10,9 +10,9 @@ use drover_core::{
 use drover_device::backend::MemoryDevice;
 use drover_mount::client::{Client, Options};
 use drover_mount::direct::RemoteDevice;
-use drover_mount::protocol::Access;
 use drover_mount::server::{Base, Images, Server};
 use drover_net::Refusal;
+use drover_store::lease::Access;
 use parking_lot::{Condvar, Mutex};
 use tokio::runtime::Runtime;
 

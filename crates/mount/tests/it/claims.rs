@@ -1,9 +1,9 @@
 //! An image that the site itself has, while it merges what mounts wrote.
 
 use drover_core::ImageName;
-use drover_mount::protocol::MountId;
 use drover_mount::server::Server;
 use drover_net::{Identity, Peer, Rights};
+use drover_store::lease::MountId;
 
 use crate::util::{Site, memory, name, runtime};
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use drover_core::{BlockDevice, DeviceError};
 use drover_mount::client::{Client, Options};
 use drover_mount::direct::RemoteDevice;
-use drover_mount::protocol::Access;
+use drover_store::lease::Access;
 
 use crate::util::{Near, Site, content, memory, name, runtime};
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use drover_device::remote::{Change, Chunks, Epoch, Link, Remote};
 use drover_mount::client::{Client, Options};
-use drover_mount::protocol::Access;
+use drover_store::lease::Access;
 
 use crate::keeper::Keeper;
 use crate::util::{Near, Site, content, memory, name, runtime};

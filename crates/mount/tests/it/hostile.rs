@@ -12,11 +12,12 @@ use drover_device::remote::{Epoch, Link, Remote};
 use drover_mount::client::{Client, Connecting, Connector, Options};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{
-    Access, Answer, Ask, Coding, Identity, LaneKind, MAX_MOUNT_FRAME, MountId, Open, Opened,
-    decode_message, encode_message, kind,
+    Answer, Ask, Coding, LaneKind, MAX_MOUNT_FRAME, Open, Opened, decode_message, encode_message,
+    kind,
 };
 use drover_net::service::{Call, Request, reply_in};
 use drover_net::{Code, Connection, Frame, FrameReader, FrameWriter, NetError, Refusal};
+use drover_store::lease::{Access, Identity, MountId};
 use tokio::sync::watch;
 
 use crate::keeper::Keeper;

@@ -9,9 +9,9 @@ use drover_core::DeviceError;
 use drover_device::remote::{Change, Epoch, Remote};
 use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
-use drover_mount::protocol::Access;
 use drover_mount::server::{Server, lease_on_disk};
 use drover_net::Code;
+use drover_store::lease::Access;
 
 use crate::keeper::Keeper;
 use crate::util::{Near, Site, content, memory, name, runtime};

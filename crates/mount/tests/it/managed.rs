@@ -10,7 +10,7 @@ use drover_core::{BlockDevice, DeviceError};
 use drover_device::backend::MemoryDevice;
 use drover_device::remote::{Change, Chunks, Epoch, Link, Remote};
 use drover_mount::client::{Client, Options};
-use drover_mount::protocol::{Access, MountId};
+use drover_store::lease::{Access, MountId};
 
 use crate::keeper::Keeper;
 use crate::util::{Near, Shelf, Site, content, memory, name, runtime, serve};

@@ -8,8 +8,9 @@ use drover_core::{BlockDevice, Digest};
 use drover_device::remote::{Link, Remote};
 use drover_mount::MountError;
 use drover_mount::client::{Client, Options};
-use drover_mount::protocol::{Access, MountId, Opened};
+use drover_mount::protocol::Opened;
 use drover_mount::server::Base;
+use drover_store::lease::{Access, MountId};
 
 use crate::keeper::Keeper;
 use crate::util::{Near, Shelf, Site, content, memory, name, runtime, serve};

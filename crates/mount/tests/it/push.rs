@@ -12,8 +12,8 @@ use drover_device::backend::overlay::{Identity, Options as OverlayOptions, Overl
 use drover_device::remote::{Change, Epoch, Link, Remote, Staged};
 use drover_device::synced::{Order, Sync, Synced, SyncedOptions};
 use drover_mount::client::{Client, Options};
-use drover_mount::protocol::{Access, MountId};
 use drover_storage::FakeDirectory;
+use drover_store::lease::{Access, MountId};
 
 use crate::keeper::Keeper;
 use crate::util::{Near, Site, content, memory, name, runtime};

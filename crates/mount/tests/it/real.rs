@@ -6,10 +6,10 @@ use std::sync::Arc;
 use drover_device::backend::ImageDevice;
 use drover_device::remote::Remote;
 use drover_mount::client::{Client, Connecting, Connector, Options};
-use drover_mount::protocol::Access;
 use drover_mount::server::Server;
 use drover_net::service::Call;
 use drover_net::{ConnectOptions, Identity, Listener, Peer, PeerKey, Rights, connect};
+use drover_store::lease::Access;
 use tokio::sync::watch;
 
 use crate::keeper::Keeper;

@@ -10,11 +10,11 @@ use bytes::Bytes;
 use drover_core::{BlockDevice, ImageName};
 use drover_device::remote::{Change, Epoch, Link, Remote};
 use drover_mount::client::{Client, Options};
-use drover_mount::protocol::{Access, MountId};
 use drover_mount::server::{Base, Images};
 use drover_net::Refusal;
 use drover_storage::{Access as FileAccess, Directory, FakeDirectory, File};
 use drover_storage::{HostDirectory, Lock};
+use drover_store::lease::{Access, MountId};
 
 use crate::blocked::{Gate, Opens};
 use crate::push::{PATIENCE, at_site, managed, open, soon, wait, writer};

@@ -2,9 +2,8 @@
 
 use std::collections::HashMap;
 
-use drover_store::sequences::From;
-
 use drover_store::CatalogError;
+use drover_store::sequences::From;
 
 use super::*;
 use crate::files;

@@ -6,8 +6,7 @@ use std::path::Path;
 
 use drover_net::{Code, Refusal, decode, encode};
 
-use super::{Holder, Record};
-use crate::protocol::MountId;
+use super::{Holder, MountId, Record};
 
 /// Its name in the directory of the image's overlay.
 pub const FILE_NAME: &str = "lease";

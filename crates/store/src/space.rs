@@ -1,4 +1,4 @@
-//! What takes room at this home, file by file and each once, and what is free where it lies.
+//! What takes room at a site, file by file and each once, and what is free where it lies.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, Metadata};
@@ -6,13 +6,10 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use drover_store::Catalog;
-use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use serde::Serialize;
 
-use crate::error::{Context, Result};
-use crate::home::Home;
-use crate::site;
+use crate::StoreError;
+use crate::catalog::Catalog;
 
 /// What a file is for. The order is that of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -114,90 +111,92 @@ pub struct Item {
     pub room: Room,
 }
 
-/// Looks at all that this home keeps.
-///
-/// # Errors
-/// When the catalog cannot be read.
-pub fn look(home: &Home) -> Result<Space> {
-    let catalog = site::look_at_catalog(home)?;
-    let images = catalog.images()?;
-    let (indexed, own): (Vec<_>, Vec<_>) = images.into_iter().partition(|i| i.external);
-    let mut walk = Walk {
-        places: Places::of(home, own.iter().map(|i| i.path.clone()).collect()),
-        rooms: BTreeMap::new(),
-        seen: HashSet::new(),
-        unreadable: Vec::new(),
-    };
-    walk.tree(home.dir());
-    if !home.work_dir().starts_with(home.dir()) {
-        walk.tree(&home.work_dir());
-    }
-    for image in &own {
-        if !image.path.starts_with(home.dir()) {
-            walk.file(&image.path);
+impl Space {
+    /// Looks at all that a site keeps. `sequence_data_limit_bytes` is told as it is.
+    ///
+    /// # Errors
+    /// When the catalog cannot be read, or a file system is silent.
+    pub fn look(
+        places: Places,
+        catalog: &dyn Catalog,
+        sequence_data_limit_bytes: u64,
+    ) -> Result<Space, StoreError> {
+        let images = catalog.images()?;
+        let (indexed, own): (Vec<_>, Vec<_>) = images.into_iter().partition(|i| i.external);
+        let mut walk = Walk {
+            images: own.iter().map(|i| i.path.clone()).collect(),
+            places,
+            rooms: BTreeMap::new(),
+            seen: HashSet::new(),
+            unreadable: Vec::new(),
+        };
+        let home = walk.places.home.clone();
+        walk.tree(&home);
+        let work = walk.places.work.clone();
+        if !work.starts_with(&home) {
+            walk.tree(&work);
         }
-    }
-    let mut elsewhere = Room::default();
-    for image in &indexed {
-        // One that is gone takes nothing.
-        if let Ok(about) = fs::metadata(&image.path) {
-            elsewhere.add(&about);
+        for image in &own {
+            if !image.path.starts_with(&home) {
+                walk.file(&image.path);
+            }
         }
-    }
-    let items: Vec<Item> = Kind::ALL
-        .into_iter()
-        .map(|kind| Item {
-            kind,
-            path: walk.places.path_of(kind),
-            room: walk.rooms.get(&kind).copied().unwrap_or_default(),
+        let mut elsewhere = Room::default();
+        for image in &indexed {
+            // One that is gone takes nothing.
+            if let Ok(about) = fs::metadata(&image.path) {
+                elsewhere.add(&about);
+            }
+        }
+        let items: Vec<Item> = Kind::ALL
+            .into_iter()
+            .map(|kind| Item {
+                kind,
+                path: walk.places.path_of(kind),
+                room: walk.rooms.get(&kind).copied().unwrap_or_default(),
+            })
+            .collect();
+        let mut total = Room::default();
+        for Item { room, .. } in &items {
+            total.files += room.files;
+            total.size_bytes += room.size_bytes;
+            total.disk_bytes += room.disk_bytes;
+        }
+        Ok(Space {
+            home,
+            items,
+            total,
+            indexed: elsewhere,
+            file_systems: file_systems(&walk.places)?,
+            sequence_data_limit_bytes,
+            unreadable: walk.unreadable,
         })
-        .collect();
-    let mut total = Room::default();
-    for Item { room, .. } in &items {
-        total.files += room.files;
-        total.size_bytes += room.size_bytes;
-        total.disk_bytes += room.disk_bytes;
     }
-    Ok(Space {
-        home: home.dir().into(),
-        items,
-        total,
-        indexed: elsewhere,
-        file_systems: file_systems(home)?,
-        sequence_data_limit_bytes: home.config.sequence_data.unwrap_or(SEQUENCE_DATA_BYTES),
-        unreadable: walk.unreadable,
-    })
 }
 
-/// Where what lies.
-struct Places {
-    home: PathBuf,
-    images_dir: PathBuf,
-    images: HashSet<PathBuf>,
-    overlays: PathBuf,
-    work: PathBuf,
-    mounts: PathBuf,
-    index: PathBuf,
-    reserve: PathBuf,
+/// Where a site keeps what.
+#[derive(Debug, Clone)]
+pub struct Places {
+    /// Its directory.
+    pub home: PathBuf,
+    /// Delivered images.
+    pub images: PathBuf,
+    /// What mounts wrote over them.
+    pub overlays: PathBuf,
+    /// Transfers and the data of the sequence cache.
+    pub work: PathBuf,
+    /// Mounts of this machine.
+    pub mounts: PathBuf,
+    /// The matcher's files.
+    pub index: PathBuf,
+    /// Room kept for a full disk.
+    pub reserve: PathBuf,
 }
 
 impl Places {
-    fn of(home: &Home, images: HashSet<PathBuf>) -> Places {
-        Places {
-            home: home.dir().into(),
-            images_dir: home.images_dir(),
-            images,
-            overlays: home.mounted_dir(),
-            work: home.work_dir(),
-            mounts: home.dir().join("mounts"),
-            index: home.index_dir(),
-            reserve: home.reserve_path(),
-        }
-    }
-
     fn path_of(&self, kind: Kind) -> PathBuf {
         match kind {
-            Kind::Images => self.images_dir.clone(),
+            Kind::Images => self.images.clone(),
             Kind::Changes => self.overlays.clone(),
             Kind::Transfers => self.work.join("transfers"),
             Kind::MountCaches => self.mounts.clone(),
@@ -208,7 +207,7 @@ impl Places {
         }
     }
 
-    fn kind_of(&self, path: &Path) -> Kind {
+    fn kind_of(&self, path: &Path, images: &HashSet<PathBuf>) -> Kind {
         if let Ok(inside) = path.strip_prefix(&self.work) {
             let first = inside.iter().next().unwrap_or_default();
             return match first.as_encoded_bytes() {
@@ -217,7 +216,7 @@ impl Places {
                 _ => Kind::Other,
             };
         }
-        if self.images.contains(path) {
+        if images.contains(path) {
             return Kind::Images;
         }
         let under = [
@@ -234,6 +233,8 @@ impl Places {
 /// Counts files, those with several names once.
 struct Walk {
     places: Places,
+    /// The files of images.
+    images: HashSet<PathBuf>,
     rooms: BTreeMap<Kind, Room>,
     seen: HashSet<(u64, u64)>,
     unreadable: Vec<String>,
@@ -267,7 +268,7 @@ impl Walk {
             Ok(about) => {
                 let known = about.nlink() > 1 && !self.seen.insert((about.dev(), about.ino()));
                 if !known {
-                    let kind = self.places.kind_of(path);
+                    let kind = self.places.kind_of(path, &self.images);
                     self.rooms.entry(kind).or_default().add(&about);
                 }
             }
@@ -284,31 +285,31 @@ impl Walk {
 }
 
 /// The file systems of the home, the images and what is beside them, each once.
-fn file_systems(home: &Home) -> Result<Vec<FileSystem>> {
+fn file_systems(at: &Places) -> Result<Vec<FileSystem>, StoreError> {
     let mut found: Vec<(u64, FileSystem)> = Vec::new();
     let places = [
-        ("home", home.dir().to_path_buf()),
-        ("images", home.images_dir()),
-        ("work", home.work_dir()),
-        ("index", home.index_dir()),
-        ("changes", home.mounted_dir()),
-        ("mounts", home.dir().join("mounts")),
+        ("home", &at.home),
+        ("images", &at.images),
+        ("work", &at.work),
+        ("index", &at.index),
+        ("changes", &at.overlays),
+        ("mounts", &at.mounts),
     ];
     for (name, path) in places {
-        let about = match fs::metadata(&path) {
+        let about = match fs::metadata(path) {
             Ok(about) => about,
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-            Err(e) => return Err(e).with_context(|| format!("cannot look at {}", path.display())),
+            Err(e) => return Err(StoreError::file("look at", path)(e)),
         };
         if let Some((_, known)) = found.iter_mut().find(|(dev, _)| *dev == about.dev()) {
             known.holds.push(name);
             continue;
         }
-        let fs = rustix::fs::statvfs(&path)
-            .with_context(|| format!("cannot look at the file system of {}", path.display()))?;
+        let fs = rustix::fs::statvfs(path)
+            .map_err(|e| StoreError::file("look at the file system of", path)(e.into()))?;
         let known = FileSystem {
             holds: vec![name],
-            path,
+            path: path.clone(),
             size_bytes: fs.f_blocks.saturating_mul(fs.f_frsize),
             free_bytes: fs.f_bfree.saturating_mul(fs.f_frsize),
             available_bytes: fs.f_bavail.saturating_mul(fs.f_frsize),

@@ -9,11 +9,53 @@ use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use drover_core::ImageName;
+use drover_core::{Digest, ImageName};
 use drover_net::{Code, Peer, PeerKey, Refusal};
 use serde::{Deserialize, Serialize};
 
-use crate::protocol::{Access, Identity, MountId};
+/// Which mount: random, chosen by it, kept as long as its cache is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct MountId(pub [u8; 16]);
+
+impl MountId {
+    /// A new one.
+    #[must_use]
+    pub fn random() -> Self {
+        Self(drover_net::random_id())
+    }
+}
+
+impl std::fmt::Display for MountId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().try_for_each(|b| write!(f, "{b:02x}"))
+    }
+}
+
+impl std::fmt::Debug for MountId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "MountId({self})")
+    }
+}
+
+/// What a mount wants to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Access {
+    /// Read; shared with other readers.
+    ReadOnly,
+    /// Read and write; alone.
+    ReadWrite,
+}
+
+/// Which state of which image a device is. A cache belongs to one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// The image's digest.
+    pub digest: Digest,
+    /// Grows with each writer that is not the one before.
+    pub edition: u64,
+    /// The last epoch that counts.
+    pub epoch: u64,
+}
 
 /// How long a reader that has lost its link keeps writers out.
 pub const READER_GRACE: Duration = Duration::from_secs(60);
@@ -30,7 +72,7 @@ const MAX_CLOSED: usize = 64;
 /// Readers of an image at most.
 const MAX_READERS: usize = 256;
 
-/// A writer's lease, as [`Server::leases`](super::Server::leases) lists it.
+/// A writer's lease, as the site keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
     /// The site that has it.
@@ -53,7 +95,7 @@ impl Holder {
 
 /// What is kept on disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
+pub(crate) struct Record {
     /// Grows with each writer that is not the one before.
     edition: u64,
     /// The last writer.
@@ -114,7 +156,7 @@ struct Reader {
 }
 
 /// The leases of one image. Changes are on disk when a call returns.
-pub struct Desk {
+pub struct LeaseTable {
     image: ImageName,
     directory: PathBuf,
     record: Record,
@@ -123,7 +165,7 @@ pub struct Desk {
     closed: VecDeque<(PeerKey, MountId, u64)>,
 }
 
-impl Desk {
+impl LeaseTable {
     /// The leases as they are on disk in `directory`, which need not exist.
     ///
     /// # Errors
