@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
-use drover_storage::chunk_log::{ChunkLog, Record};
 use drover_storage::FakeDirectory;
+use drover_storage::chunk_log::{ChunkLog, Record};
 use libfuzzer_sys::fuzz_target;
 
 fn replay(directory: &FakeDirectory) -> Option<(ChunkLog, Vec<Record>)> {

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use drover_core::{Digest, Head};
 use drover_index::{ImageId, Via};
-use drover_store::sequences::From;
 use drover_store::DataBits;
+use drover_store::sequences::From;
 use drover_teleport::codec::{Batch, Need, Runs};
 use drover_teleport::destination::{Action, Destination, Event, ReuseJob, Run};
 use drover_teleport::protocol::{Accept, BATCH_BLOCKS, Delivered, Matched};
