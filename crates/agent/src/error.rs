@@ -256,7 +256,12 @@ pub(crate) use msg;
 pub(crate) fn chain<'a>(
     error: &'a (dyn StdError + 'static),
 ) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
-    std::iter::successors(Some(error), |e| (*e).source())
+    let causes = std::iter::successors(Some(error), |e| (*e).source());
+    // A boxed source is seen as its box.
+    causes.map(|e| match e.downcast_ref::<Box<Error>>() {
+        Some(inner) => &**inner as &(dyn StdError + 'static),
+        None => e,
+    })
 }
 
 /// The kind of any error: the first cause that has one decides.
