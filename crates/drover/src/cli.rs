@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
+use clap::{Args, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
 use drover_agent::text;
 use drover_core::ImageName;
@@ -14,6 +14,7 @@ mod changes;
 mod mounts;
 mod space;
 mod transfers;
+mod values;
 
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use mounts::{
@@ -21,6 +22,8 @@ pub use mounts::{
 };
 pub use space::SpaceArgs;
 pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
+pub use values::Target;
+use values::image_name;
 
 /// Moves disk images of virtual machines between sites, sending only what the far side lacks; and shows them where they are not.
 #[derive(Debug, Parser)]
@@ -195,24 +198,6 @@ pub struct PairArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-}
-
-/// What an image is turned into on its way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Target {
-    /// The guest's disk, byte for byte
-    Raw,
-    /// A qcow2 image without backing file
-    Qcow2,
-}
-
-impl From<Target> for drover_agent::changes::Target {
-    fn from(target: Target) -> Self {
-        match target {
-            Target::Raw => Self::Raw,
-            Target::Qcow2 => Self::Qcow2,
-        }
-    }
 }
 
 /// Send images to a peer
@@ -424,10 +409,6 @@ pub struct ManArgs {
     /// The directory; made when it is not there
     #[arg(value_hint = ValueHint::DirPath)]
     pub dir: PathBuf,
-}
-
-fn image_name(text: &str) -> Result<ImageName, String> {
-    ImageName::new(text).map_err(|e| e.to_string())
 }
 
 #[cfg(test)]

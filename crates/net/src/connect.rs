@@ -11,9 +11,10 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::{TlsConnector, TlsStream};
 
-use crate::connection::{Connection, Counted, WireCounters};
+use crate::connection::Connection;
 use crate::error::plain;
 use crate::frame::MAX_FRAME;
+use crate::stream::{Counted, WireCounters};
 use crate::{Identity, NetError, PeerKey, tls};
 
 /// Most socket addresses that one call tries.

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::PeerKey;
+use crate::{Code, PeerKey, Refusal};
 
 /// Why a connection could not be made or went wrong.
 #[derive(Debug, thiserror::Error)]
@@ -170,7 +170,7 @@ pub enum NetError {
     },
     /// The other end says no.
     #[error(transparent)]
-    Refused(crate::Refusal),
+    Refused(Refusal),
 }
 
 impl NetError {
@@ -179,7 +179,7 @@ impl NetError {
     pub fn retryable(&self) -> bool {
         matches!(
             self,
-            NetError::Refused(crate::Refusal { retry: true, .. })
+            NetError::Refused(Refusal { retry: true, .. })
                 | NetError::Resolve { .. }
                 | NetError::Unreachable { .. }
                 | NetError::TimedOut { .. }
@@ -214,6 +214,15 @@ pub(crate) fn plain(e: &io::Error) -> String {
                 Some(at) => text[..at].to_lowercase(),
                 None => text,
             }
+        }
+    }
+}
+
+impl From<NetError> for Refusal {
+    fn from(error: NetError) -> Self {
+        match error {
+            NetError::Refused(refusal) => refusal,
+            error => Refusal::new(Code::Protocol, error.to_string()),
         }
     }
 }

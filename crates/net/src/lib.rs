@@ -23,6 +23,7 @@ pub mod group;
 mod hello;
 mod identity;
 mod keep_alive;
+mod key;
 mod listen;
 mod local;
 mod messages;
@@ -30,12 +31,13 @@ mod rate;
 mod refusal;
 mod rights;
 pub mod service;
+mod stream;
 mod ticket;
 mod tls;
 
 pub use backoff::Backoff;
 pub use connect::{ConnectOptions, MAX_ATTEMPTS, connect, connect_any};
-pub use connection::{Connection, WireCounters};
+pub use connection::Connection;
 pub use error::NetError;
 pub use frame::{
     Frame, FrameReader, FrameWriter, HEADER_LEN, MAX_FRAME, MAX_FRAME_BEFORE_TRUST, RESERVED_KINDS,
@@ -45,8 +47,9 @@ pub use hello::{
     GREET_TIMEOUT, Greeting, PROTOCOL_MAX, PROTOCOL_MIN, Role, greet, greet_as, hear_hello,
     say_hello,
 };
-pub use identity::{Identity, ParseKeyError, PeerKey};
+pub use identity::Identity;
 pub use keep_alive::KeepAlive;
+pub use key::{ParseKeyError, PeerKey};
 pub use listen::{HANDSHAKE_TIMEOUT, Listener, MAX_PENDING, Pending};
 pub use local::{LocalListener, connect_unix};
 pub use messages::{decode, encode};
@@ -54,6 +57,7 @@ pub use rate::RateLimit;
 pub use refusal::{Code, Refusal};
 pub use rights::{Right, Rights};
 pub use service::Peer;
+pub use stream::WireCounters;
 pub use ticket::{Ticket, TicketError, random_id, same_secret, warm_up};
 
 /// What this crate's fallible functions return.

@@ -13,8 +13,9 @@ use tokio_rustls::{TlsAcceptor, TlsStream};
 use tracing::{debug, warn};
 
 use crate::connect::{agreed, handshake_failure, prepare};
-use crate::connection::{Connection, Counted, WireCounters};
+use crate::connection::Connection;
 use crate::frame::MAX_FRAME_BEFORE_TRUST;
+use crate::stream::{Counted, WireCounters};
 use crate::{Identity, NetError, tls};
 
 /// Most connections of a listener that have not finished their handshake; more are dropped at

@@ -2,8 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::NetError;
-
 /// Of what kind a refusal is. The order is that of the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Code {
@@ -98,15 +96,6 @@ impl Refusal {
         let end = self.message.floor_char_boundary(Self::MAX_BYTES);
         self.message.truncate(end);
         self
-    }
-}
-
-impl From<NetError> for Refusal {
-    fn from(error: NetError) -> Self {
-        match error {
-            NetError::Refused(refusal) => refusal,
-            error => Refusal::new(Code::Protocol, error.to_string()),
-        }
     }
 }
 

@@ -12,15 +12,13 @@
 mod call;
 mod dispatch;
 
-use std::future::Future;
-
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::{NetError, Refusal, Right, Rights, decode, encode};
 
 pub use call::{Calling, Said, call, hear_reply, open, reply_in};
-pub use dispatch::{BoxError, Call, Exchange, Service, ServiceFuture, Services};
+pub use dispatch::{Answer, BoxError, Call, Exchange, Service, ServiceFuture, Services};
 
 /// Kinds of the frames of a call; services have those from 0x10 on.
 pub mod kind {
@@ -76,27 +74,6 @@ pub struct Peer {
     pub name: String,
     /// What it may do.
     pub rights: Rights,
-}
-
-/// What answers a request.
-pub trait Answer<R: Request>: Send + Sync + 'static {
-    /// Answers it.
-    ///
-    /// # Errors
-    /// A refusal, which the caller gets.
-    fn answer(
-        &self,
-        peer: &Peer,
-        request: R,
-        exchange: &mut Exchange<'_, R>,
-    ) -> impl Future<Output = Result<R::Reply, Refusal>> + Send;
-}
-
-/// The same no to everybody.
-impl<R: Request> Answer<R> for Refusal {
-    async fn answer(&self, _: &Peer, _: R, _: &mut Exchange<'_, R>) -> Result<R::Reply, Refusal> {
-        Err(self.clone())
-    }
 }
 
 /// The payload of a [`kind::CALL`].

@@ -36,6 +36,7 @@ mod aside;
 mod blocks;
 mod epochs;
 mod error;
+mod logged;
 mod open;
 mod ranges;
 mod redo;

@@ -3,7 +3,7 @@
 use clap::{Args, Subcommand};
 use drover_core::ImageName;
 
-use super::{Target, image_name};
+use super::values::{Target, image_name};
 
 /// List what mounts wrote over this site's images, make it part of them, or drop it
 ///

@@ -8,7 +8,7 @@ use drover_agent::mounts::{self, Driver, Listen, Prefetch, Target};
 use drover_agent::text;
 use drover_core::ImageName;
 
-use super::image_name;
+use super::values::image_name;
 
 /// Show an image of another site as a disk of this one, at once
 ///

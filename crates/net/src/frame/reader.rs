@@ -10,7 +10,7 @@ use tokio::time::timeout;
 
 use super::{END, Frame, HEADER_LEN, HELLO, Header, PING, PONG, RESERVED_KINDS, corrupt};
 use crate::NetError;
-use crate::connection::Stream;
+use crate::stream::Stream;
 
 /// Read at least this much at a time, so that many small frames cost few reads.
 const READ_AHEAD: usize = 16 << 10;

@@ -10,7 +10,7 @@ use tokio::io::{AsyncWriteExt, WriteHalf};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::{END, HELLO, Header, MAX_FRAME, PING, RESERVED_KINDS, corrupt};
-use crate::connection::{Stream, WireCounters};
+use crate::stream::{Stream, WireCounters};
 use crate::{NetError, RateLimit};
 
 /// Payloads up to this are gathered; longer ones go to the socket from where they are.

@@ -14,12 +14,33 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::call::next;
-use super::{Answer, Peer, Request, decode_call, kind};
+use super::{Peer, Request, decode_call, kind};
 use crate::frame::corrupt;
 use crate::{
     Code, Connection, FrameReader, FrameWriter, NetError, Refusal, Right, Rights, Role, decode,
     encode, greet,
 };
+
+/// What answers a request.
+pub trait Answer<R: Request>: Send + Sync + 'static {
+    /// Answers it.
+    ///
+    /// # Errors
+    /// A refusal, which the caller gets.
+    fn answer(
+        &self,
+        peer: &Peer,
+        request: R,
+        exchange: &mut Exchange<'_, R>,
+    ) -> impl Future<Output = Result<R::Reply, Refusal>> + Send;
+}
+
+/// The same no to everybody.
+impl<R: Request> Answer<R> for Refusal {
+    async fn answer(&self, _: &Peer, _: R, _: &mut Exchange<'_, R>) -> Result<R::Reply, Refusal> {
+        Err(self.clone())
+    }
+}
 
 /// How long a caller may take to say what it wants.
 const CALL_LIMIT: Duration = Duration::from_secs(10);

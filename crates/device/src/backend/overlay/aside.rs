@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use drover_core::BLOCK_SIZE_U64;
 
-use super::open::Logged;
+use super::logged::Logged;
 use super::redo::{Redo, epoch_of};
 use super::states::State;
 use super::{DATA, Identity, LOCK, OverlayError, STATES};

@@ -4,30 +4,17 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use drover_core::{BLOCK_SIZE_U64, BlockDevice, Digest};
+use drover_core::{BlockDevice, Digest};
 use parking_lot::{Mutex, RwLock};
 
+use super::logged::Logged;
 use super::redo::{Found, Of, Redo, epoch_of};
-use super::saving::{EPOCH, PLAIN, SETTLED};
-use super::states::{State, States};
 use super::{
     DATA, Identity, LOCK, MAX_NAME, MAX_SIZE, Options, Overlay, OverlayError, Ranges, STATES,
     Saving, Settling, Staging,
 };
-use drover_storage::chunk_log::{ChunkLog, ChunkLogError, Record};
+use drover_storage::chunk_log::{ChunkLog, ChunkLogError};
 use drover_storage::{Access, Directory, Lock};
-
-/// Further than anybody counts, and far from where numbers wrap.
-const MAX_EPOCH: u64 = 1 << 62;
-
-/// What the log says.
-#[derive(Default)]
-pub(super) struct Logged {
-    pub(super) states: States,
-    pub(super) epoch: u64,
-    /// Plain changes may have been made that no flush covered.
-    marked: bool,
-}
 
 impl Overlay {
     /// Opens the overlay in `directory`, or makes one when there is none. An epoch that was sealed counts, and is
@@ -303,26 +290,5 @@ fn same(
             (&found.name, &found.base),
             (&wanted.name, &wanted.base),
         )),
-    }
-}
-
-impl Logged {
-    pub(super) fn take(&mut self, record: Record, size: u64) -> Result<(), String> {
-        match record.state {
-            EPOCH if record.first > MAX_EPOCH => return Err("an epoch beyond all".into()),
-            EPOCH => self.epoch = record.first,
-            PLAIN => self.marked = true,
-            SETTLED => self.marked = false,
-            number => {
-                let state = State::from_number(number)
-                    .ok_or_else(|| format!("a block in state {number}"))?;
-                let end = record.first.checked_add(u64::from(record.count));
-                let end = end
-                    .filter(|end| *end <= size.div_ceil(BLOCK_SIZE_U64))
-                    .ok_or("blocks beyond the device")?;
-                self.states.load(record.first..end, state);
-            }
-        }
-        Ok(())
     }
 }
