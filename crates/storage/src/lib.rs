@@ -1,7 +1,8 @@
 //! Files of drover's own: one trait for a flat directory of them, its host, and a fake that loses power.
 //!
-//! Beside them: files that keep their first error ([`SyncedFile`]), and how a small file is replaced as a whole
-//! ([`atomic_replace`]), how records are appended ([`record_log`]), and on it a map of runs to states ([`chunk_log`]).
+//! Beside them: files that keep their first error ([`SyncedFile`]); how a small file is replaced as a whole
+//! ([`atomic_replace`]) and says whether it is whole ([`Envelope`]); how records are appended ([`record_log`]), and on that
+//! a map of runs to states ([`chunk_log`]) and a value for each chunk ([`chunk_map`]).
 //!
 //! What a format means belongs to the crate that owns it; images that users bring are not read through this.
 //!
@@ -11,7 +12,9 @@
 use std::io;
 
 pub mod chunk_log;
+pub mod chunk_map;
 mod disk;
+mod envelope;
 mod host;
 pub mod record_log;
 mod replace;
@@ -20,6 +23,7 @@ mod replace;
 mod fake;
 
 pub use disk::{Disk, HostDisk, SyncedFile};
+pub use envelope::{Envelope, EnvelopeError};
 #[cfg(feature = "testing")]
 pub use fake::{FakeDirectory, Operation};
 pub use host::HostDirectory;

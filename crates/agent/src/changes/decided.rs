@@ -1,27 +1,23 @@
 //! What was decided of a merge, so that a crash leaves it to be finished. Layout: `docs/format/merge.md`.
 
-use std::fs::File;
-use std::io::{self, Read};
 use std::path::Path;
 
 use drover_core::{Digest, ImageName};
 use drover_net::{decode, encode};
 use serde::{Deserialize, Serialize};
 
-use drover_storage::atomic_replace;
+use drover_storage::Envelope;
 
-use crate::error::{Context, Result, bail};
+use crate::error::{Context, Error, Result};
 
 /// Its name, in the directory of the merge.
 pub const NAME: &str = "merge";
 
-const MAGIC: &[u8; 8] = b"DRVRMRG\0";
-const VERSION: u32 = 1;
-const HEAD: usize = 12;
-const HASH: usize = 32;
-
-/// Longer files are not read.
-const MOST: u64 = 4096;
+const FORMAT: Envelope = Envelope {
+    magic: *b"DRVRMRG\0",
+    version: 1,
+    max_bytes: 4096,
+};
 
 /// A merge in place whose file is whole.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,12 +41,8 @@ impl Decided {
     /// When the file cannot be written.
     pub fn write(&self, dir: &Path) -> Result<()> {
         let path = dir.join(NAME);
-        let mut bytes = MAGIC.to_vec();
-        bytes.extend_from_slice(&VERSION.to_le_bytes());
-        bytes.extend_from_slice(&encode(self));
-        let hash = blake3::hash(&bytes);
-        bytes.extend_from_slice(hash.as_bytes());
-        atomic_replace(&path, &bytes).with_context(|| format!("cannot write {}", path.display()))
+        let written = FORMAT.write(&path, &encode(self));
+        written.with_context(|| format!("cannot write {}", path.display()))
     }
 
     /// What was written down; none when nothing was.
@@ -59,33 +51,17 @@ impl Decided {
     /// When it cannot be read, is damaged or of another version.
     pub fn read(dir: &Path) -> Result<Option<Decided>> {
         let path = dir.join(NAME);
-        let mut bytes = Vec::new();
-        match File::open(&path).and_then(|file| file.take(MOST + 1).read_to_end(&mut bytes)) {
-            Ok(_) => {}
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(e).with_context(|| format!("cannot read {}", path.display())),
-        }
-        parse(&bytes).map(Some).with_context(|| {
+        let bytes = FORMAT.read(&path);
+        let bytes = bytes.with_context(|| format!("cannot read {}", path.display()))?;
+        let decided = bytes
+            .map(|bytes| -> Result<_> { Ok(decode(FORMAT.open(&bytes).map_err(Error::msg)?)?) });
+        decided.transpose().with_context(|| {
             format!(
                 "{} cannot be used; `drover verify` tells whether the image is whole; then remove this directory and run `drover mounts break`",
                 path.display()
             )
         })
     }
-}
-
-fn parse(bytes: &[u8]) -> Result<Decided> {
-    if bytes.len() < HEAD + HASH || bytes.len() as u64 > MOST || bytes[..8] != *MAGIC {
-        bail!("it is not what it should be");
-    }
-    if bytes[8..HEAD] != VERSION.to_le_bytes() {
-        bail!("it is of another version");
-    }
-    let (body, hash) = bytes.split_at(bytes.len() - HASH);
-    if blake3::hash(body).as_bytes() != hash {
-        bail!("it is damaged");
-    }
-    Ok(decode(&body[HEAD..])?)
 }
 
 #[cfg(test)]
@@ -109,8 +85,8 @@ mod tests {
         for at in 0..good.len() {
             let mut bad = good.clone();
             bad[at] ^= 1;
-            assert!(parse(&bad).is_err(), "byte {at}");
-            assert!(parse(&good[..at]).is_err(), "cut at {at}");
+            assert!(FORMAT.open(&bad).is_err(), "byte {at}");
+            assert!(FORMAT.open(&good[..at]).is_err(), "cut at {at}");
         }
     }
 }

@@ -1,32 +1,28 @@
 //! What the other site said of an image, kept beside the cache so that the mount can begin while that site cannot be
 //! reached. Layout: `docs/format/mount-known.md`.
 
-use std::fs::File;
-use std::io::{self, Read};
 use std::path::Path;
 
 use drover_mount::protocol::Opened;
 use drover_net::{decode, encode};
 
-use drover_storage::atomic_replace;
+use drover_storage::Envelope;
 
-use crate::error::{Context, Result, bail};
+use crate::error::{Context, Error, Result};
 
-const MAGIC: &[u8; 8] = b"DRVRKNW\0";
-const VERSION: u32 = 1;
-const HEAD: usize = 12;
-const HASH: usize = 32;
-
-/// Longer files are not read.
-const MOST: u64 = 4096;
+const FORMAT: Envelope = Envelope {
+    magic: *b"DRVRKNW\0",
+    version: 1,
+    max_bytes: 4096,
+};
 
 /// Writes it down, durably.
 ///
 /// # Errors
 /// When the file cannot be written.
 pub fn write(path: &Path, opened: &Opened) -> Result<()> {
-    atomic_replace(path, &bytes_of(opened))
-        .with_context(|| format!("cannot write {}", path.display()))
+    let written = FORMAT.write(path, &encode(opened));
+    written.with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// What was written down; none when nothing was.
@@ -34,42 +30,16 @@ pub fn write(path: &Path, opened: &Opened) -> Result<()> {
 /// # Errors
 /// When it cannot be read, is damaged or of another version.
 pub fn read(path: &Path) -> Result<Option<Opened>> {
-    let mut bytes = Vec::new();
-    match File::open(path).and_then(|file| file.take(MOST + 1).read_to_end(&mut bytes)) {
-        Ok(_) => {}
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(e).with_context(|| format!("cannot read {}", path.display())),
-    }
-    let opened = parse(&bytes).with_context(|| {
+    let bytes = FORMAT.read(path);
+    let bytes = bytes.with_context(|| format!("cannot read {}", path.display()))?;
+    let opened =
+        bytes.map(|bytes| -> Result<_> { Ok(decode(FORMAT.open(&bytes).map_err(Error::msg)?)?) });
+    opened.transpose().with_context(|| {
         format!(
             "{} cannot be used; mount while the other site can be reached to have it written anew",
             path.display()
         )
-    })?;
-    Ok(Some(opened))
-}
-
-fn bytes_of(opened: &Opened) -> Vec<u8> {
-    let mut bytes = MAGIC.to_vec();
-    bytes.extend_from_slice(&VERSION.to_le_bytes());
-    bytes.extend_from_slice(&encode(opened));
-    let hash = blake3::hash(&bytes);
-    bytes.extend_from_slice(hash.as_bytes());
-    bytes
-}
-
-fn parse(bytes: &[u8]) -> Result<Opened> {
-    if bytes.len() < HEAD + HASH || bytes.len() as u64 > MOST || bytes[..8] != *MAGIC {
-        bail!("it is not what it should be");
-    }
-    if bytes[8..HEAD] != VERSION.to_le_bytes() {
-        bail!("it is of another version");
-    }
-    let (body, hash) = bytes.split_at(bytes.len() - HASH);
-    if blake3::hash(body).as_bytes() != hash {
-        bail!("it is damaged");
-    }
-    Ok(decode(&body[HEAD..])?)
+    })
 }
 
 #[cfg(test)]
