@@ -90,6 +90,9 @@ pub trait Answer<R: Request>: Send + Sync + 'static {
         request: R,
         exchange: &mut Exchange<'_, R>,
     ) -> impl Future<Output = Result<R::Reply, Refusal>> + Send;
+
+    /// Called when the reply has been sent, or cannot be.
+    fn answered(&self) {}
 }
 
 /// The same no to everybody.

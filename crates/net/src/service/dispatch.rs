@@ -201,11 +201,12 @@ impl<R: Request, H: Answer<R>> Service for Answering<R, H> {
                 call: &mut call,
                 request: PhantomData,
             };
-            match self.0.answer(&peer, request, &mut exchange).await {
-                Ok(reply) => call.end(kind::REPLY, &reply).await?,
-                Err(refusal) => call.refuse(&refusal).await?,
-            }
-            Ok(())
+            let sent = match self.0.answer(&peer, request, &mut exchange).await {
+                Ok(reply) => call.end(kind::REPLY, &reply).await,
+                Err(refusal) => call.refuse(&refusal).await,
+            };
+            self.0.answered();
+            Ok(sent?)
         })
     }
 }
