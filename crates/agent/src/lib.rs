@@ -9,10 +9,11 @@
 //! use drover_agent::home::Home;
 //! use drover_agent::mounts::{self, ANSWER_LIMIT};
 //!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # #[tokio::main]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let directory = tempfile::tempdir()?;
 //! let home = Home::create(directory.path().join("site"))?;
-//! for mount in mounts::all(&home, ANSWER_LIMIT)? {
+//! for mount in mounts::all(&home, ANSWER_LIMIT).await? {
 //!     println!("{} at {}: {:?}", mount.name, mount.place, mount.state);
 //! }
 //! # Ok(())

@@ -31,6 +31,7 @@ use std::time::Duration;
 use crate::error::{Error, Result, bail};
 use crate::home::Home;
 
+use control::GetStatus;
 pub use control::StopHow;
 pub use daemon::run_daemon;
 pub use end::{Progress, end, find};
@@ -119,28 +120,29 @@ pub async fn begin(
 ///
 /// # Errors
 /// When the home cannot be read.
-pub fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
+pub async fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
     let mut found = Vec::new();
     let (listed, damaged) = Place::list_all(home)?;
     for some in listed.chunks(ASKED_AT_ONCE) {
-        std::thread::scope(|scope| {
-            let asked: Vec<_> = some
-                .iter()
-                .map(|(place, record)| scope.spawn(move || status_of(place, record, limit)))
-                .collect();
-            found.extend(asked.into_iter().filter_map(|asked| asked.join().ok()));
-        });
+        let ask = |(place, record): Written| async move { status_of(&place, &record, limit).await };
+        let asked: Vec<_> = some.iter().cloned().map(|w| tokio::spawn(ask(w))).collect();
+        for status in asked {
+            found.extend(status.await.ok());
+        }
     }
     // What cannot be said of one hides none.
-    let damaged = damaged.iter();
-    found.extend(damaged.map(|(place, why)| damaged_status(place, why, limit)));
+    for (place, why) in &damaged {
+        found.push(damaged_status(place, why, limit).await);
+    }
     Ok(found)
 }
 
 /// How a mount is whose record cannot be used: what its process says, or what its caches hold.
-fn damaged_status(place: &Place, why: &Error, limit: Duration) -> Status {
+async fn damaged_status(place: &Place, why: &Error, limit: Duration) -> Status {
     let kept = place.is_kept();
-    if kept && let Ok(status) = control::status(&place.socket(), limit) {
+    let socket = place.socket();
+    let ask = control::ask(&socket, &GetStatus, limit, |()| {});
+    if kept && let Ok(status) = ask.await {
         return status;
     }
     let caches = (0..).take_while(|index| *index == 0 || place.cache(*index).exists());
@@ -167,9 +169,11 @@ fn damaged_status(place: &Place, why: &Error, limit: Duration) -> Status {
 }
 
 /// How a mount is: what its process says within `limit`, or what is written down when that is gone.
-pub fn status_of(place: &Place, record: &Record, limit: Duration) -> Status {
+pub async fn status_of(place: &Place, record: &Record, limit: Duration) -> Status {
     let kept = place.is_kept();
-    if kept && let Ok(status) = control::status(&place.socket(), limit) {
+    let socket = place.socket();
+    let ask = control::ask(&socket, &GetStatus, limit, |()| {});
+    if kept && let Ok(status) = ask.await {
         return status;
     }
     let link = match (kept, record.unmounted) {

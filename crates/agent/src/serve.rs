@@ -436,10 +436,11 @@ impl Server {
     /// How this process is.
     async fn status(self: &Arc<Self>) -> Result<Status> {
         let server = Arc::clone(self);
-        tokio::task::spawn_blocking(move || server.look()).await?
+        let mounts = crate::mounts::all(&self.home, MOUNT_LIMIT).await?;
+        tokio::task::spawn_blocking(move || server.look(mounts)).await?
     }
 
-    fn look(&self) -> Result<Status> {
+    fn look(&self, mounts: Vec<crate::mounts::Status>) -> Result<Status> {
         let (site, served, leases) = match &self.duty {
             Duty::Site(site, devices) => {
                 let held = |l: &&drover_mount::server::Leased| l.holder.is_some();
@@ -468,7 +469,7 @@ impl Server {
             site,
             served,
             leases,
-            mounts: crate::mounts::all(&self.home, MOUNT_LIMIT)?,
+            mounts,
         })
     }
 }

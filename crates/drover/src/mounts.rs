@@ -152,16 +152,16 @@ pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
             leases::break_lease(home, &name, yes, json || args.json).await
         }
         None if args.metrics => {
-            let text = of_mounts(all(home, ANSWER_LIMIT)?);
+            let text = of_mounts(all(home, ANSWER_LIMIT).await?);
             out::line(text.trim_end())
         }
-        None => list(home, args.json),
+        None => list(home, args.json).await,
     }
 }
 
-fn list(home: &Home, json: bool) -> Result<()> {
+async fn list(home: &Home, json: bool) -> Result<()> {
     let mut rows = Vec::new();
-    for status in all(home, ANSWER_LIMIT)? {
+    for status in all(home, ANSWER_LIMIT).await? {
         if json {
             out::json(&status)?;
         } else {

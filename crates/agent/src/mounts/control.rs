@@ -1,43 +1,35 @@
-//! Talking to the mount daemon: one line of JSON asks, lines of JSON answer, over the mount's own socket.
+//! Talking to the mount daemon, over the mount's own socket.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use drover_net::service::{Call, Calling, Request, Said, Services};
+use drover_net::{LocalListener, NetError, Peer, connect_unix, request};
 use serde::{Deserialize, Serialize};
+use tokio::sync::{Semaphore, watch};
+use tokio::time::timeout;
 
 use super::left::Left;
 use super::status::Status;
-use crate::error::{Context, Result, bail};
+use crate::error::Result;
 use crate::remote::SocketPath;
 
-/// The longest line either side takes.
-const MAX_LINE: u64 = 1 << 20;
+/// How long a caller may take nothing of an answer.
+const STALL_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long a caller may take to say what it wants.
-const ASK_LIMIT: Duration = Duration::from_secs(5);
-
-/// How long an answer may take to begin, and each line of it to follow.
-const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+/// How long an answer may take to begin, and each part of it to follow.
+pub const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Callers at once.
 const MAX_CALLERS: usize = 32;
 
-/// What the mount daemon is asked.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Ask {
-    /// How is it?
-    Status,
-    /// End it.
-    Stop(StopHow),
-}
+/// How is the mount?
+#[derive(Debug, Serialize, Deserialize)]
+pub struct GetStatus;
+request!(GetStatus: "mount.status", Manage, () => Status);
 
-/// How a mount ends.
+/// How a mount ends. It says how it is meanwhile, and what is left at the end.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StopHow {
     /// Do not push what was written.
@@ -49,170 +41,131 @@ pub struct StopHow {
     /// Take it out of the tree even while it is used.
     pub lazy: bool,
 }
+request!(StopHow: "mount.end", Manage, Status => Left);
 
-/// What the mount daemon answers.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Answer {
-    /// How it is; while it ends, a line from time to time.
-    Status(Box<Status>),
-    /// It has ended; what is left.
-    Ended(Left),
-    /// It will not, and goes on as before.
-    Refused(String),
-}
-
-/// Answers one caller: handed each question, tells answers through the function.
-pub type Handler = dyn Fn(Ask, &mut dyn FnMut(Answer) -> Result<()>) -> Result<()> + Send + Sync;
-
-/// Listens on `path` until the process ends, on threads of its own.
+/// Listens on `path` until the process ends, and serves whoever calls as `peer`.
 ///
 /// # Errors
 /// When the socket cannot be made.
-pub fn listen(path: &Path, handler: Arc<Handler>) -> Result<()> {
+pub fn listen(path: &Path, peer: Peer, services: Services) -> Result<()> {
     let short = SocketPath::of(path)?;
-    // The lock of the mount is ours: whoever left a socket here is gone.
-    let _ = std::fs::remove_file(path);
-    let listener = UnixListener::bind(short.path())
-        .with_context(|| format!("cannot listen on {}", path.display()))?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
-        .with_context(|| format!("cannot protect {}", path.display()))?;
-    let callers = Arc::new(AtomicUsize::new(0));
-    std::thread::Builder::new()
-        .name("control".into())
-        .spawn(move || {
-            for stream in listener.incoming() {
-                let Ok(stream) = stream else { continue };
-                if callers.fetch_add(1, Ordering::Relaxed) >= MAX_CALLERS {
-                    callers.fetch_sub(1, Ordering::Relaxed);
-                    continue;
+    let listener = LocalListener::bind(short.path())?;
+    let services = Arc::new(services);
+    let places = Arc::new(Semaphore::new(MAX_CALLERS));
+    tokio::spawn(async move {
+        // It is what the listener's path leads through.
+        let _short = short;
+        // Never set: an answer is given to its end.
+        let (_go, stop) = watch::channel(false);
+        while let Ok(connection) = listener.accept().await {
+            let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+                continue;
+            };
+            let (services, peer, stop) = (Arc::clone(&services), peer.clone(), stop.clone());
+            tokio::spawn(async move {
+                let _place = place;
+                let served = async {
+                    let mut call = Call::take(connection, stop).await?;
+                    call.writer.set_stall_timeout(Some(STALL_LIMIT));
+                    services.serve(peer, call).await
+                };
+                if let Err(e) = served.await {
+                    tracing::debug!("a caller: {e}");
                 }
-                let (handler, counted) = (Arc::clone(&handler), Arc::clone(&callers));
-                let talk = std::thread::Builder::new()
-                    .name("caller".into())
-                    .spawn(move || {
-                        if let Err(e) = answer(stream, handler.as_ref()) {
-                            tracing::debug!("a caller: {e:#}");
-                        }
-                        counted.fetch_sub(1, Ordering::Relaxed);
-                    });
-                if talk.is_err() {
-                    callers.fetch_sub(1, Ordering::Relaxed);
-                }
-            }
-        })
-        .context("cannot start a thread")?;
+            });
+        }
+    });
     Ok(())
 }
 
-fn answer(stream: UnixStream, handler: &Handler) -> Result<()> {
-    stream.set_read_timeout(Some(ASK_LIMIT))?;
-    stream.set_write_timeout(Some(ASK_LIMIT))?;
-    let mut line = String::new();
-    BufReader::new(&stream)
-        .take(MAX_LINE)
-        .read_line(&mut line)?;
-    let ask: Ask = serde_json::from_str(&line).context("not a question")?;
-    handler(ask, &mut |answer| {
-        let mut text = serde_json::to_string(&answer)?;
-        text.push('\n');
-        (&stream).write_all(text.as_bytes())?;
-        Ok(())
-    })
-}
-
-/// Asks the mount daemon that listens on `path`; `each` sees every answer until it says that it was the last.
+/// Asks the process that listens on `path`, which may be silent for `limit`; `progress` hears what is said before the
+/// reply.
 ///
 /// # Errors
-/// When nobody listens there, or the answer breaks off.
-pub fn ask(path: &Path, question: &Ask, each: impl FnMut(Answer) -> Result<bool>) -> Result<()> {
-    ask_within(path, question, ANSWER_LIMIT, each)
-}
-
-fn ask_within(
+/// When nobody listens there, the answer breaks off, or it is no.
+pub async fn ask<R: Request>(
     path: &Path,
-    ask: &Ask,
+    request: &R,
     limit: Duration,
-    mut each: impl FnMut(Answer) -> Result<bool>,
-) -> Result<()> {
+    mut progress: impl FnMut(R::Progress),
+) -> Result<R::Reply> {
     let short = SocketPath::of(path)?;
-    let stream = UnixStream::connect(short.path())
-        .with_context(|| format!("nobody answers at {}", path.display()))?;
-    stream.set_read_timeout(Some(limit))?;
-    let mut text = serde_json::to_string(ask)?;
-    text.push('\n');
-    (&stream).write_all(text.as_bytes())?;
-    let mut lines = BufReader::new(&stream);
+    let begin = async { Calling::begin(connect_unix(short.path()).await?, request).await };
+    let mut calling = within(limit, begin).await?;
     loop {
-        let mut line = String::new();
-        let got = lines
-            .by_ref()
-            .take(MAX_LINE)
-            .read_line(&mut line)
-            .context("the mount daemon does not answer")?;
-        if got == 0 {
-            bail!("the mount daemon ended without an answer");
-        }
-        if each(serde_json::from_str(&line).context("an answer that makes no sense")?)? {
-            return Ok(());
+        match within(limit, calling.next()).await? {
+            Said::Progress(said) => progress(said),
+            Said::Reply(reply) => {
+                calling.close().await;
+                return Ok(reply);
+            }
         }
     }
 }
 
-/// How the mount that listens on `path` is, when it says so within `limit`.
-///
-/// # Errors
-/// As [`ask()`].
-pub fn status(path: &Path, limit: Duration) -> Result<Status> {
-    let mut found = None;
-    ask_within(path, &Ask::Status, limit, |answer| {
-        if let Answer::Status(status) = answer {
-            found = Some(*status);
-        }
-        Ok(true)
-    })?;
-    found.context("an answer to another question")
+async fn within<T>(
+    limit: Duration,
+    what: impl Future<Output = std::result::Result<T, NetError>>,
+) -> std::result::Result<T, NetError> {
+    timeout(limit, what).await.unwrap_or_else(|_| {
+        Err(NetError::TimedOut {
+            peer: "the mount daemon".into(),
+            what: "its answer",
+            after: limit,
+        })
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use drover_net::service::{Answer, Exchange};
+    use drover_net::{Code, Identity, Refusal};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
     use super::*;
 
-    #[test]
-    fn questions_are_answered_and_rubbish_is_not() {
+    struct Busy;
+
+    impl Answer<StopHow> for Busy {
+        async fn answer(
+            &self,
+            _: &Peer,
+            how: StopHow,
+            exchange: &mut Exchange<'_, StopHow>,
+        ) -> std::result::Result<Left, Refusal> {
+            let busy = Status {
+                name: "busy".into(),
+                ..Status::default()
+            };
+            exchange.tell(&busy).await?;
+            Ok(Left::here(how.keep_cache.to_string()))
+        }
+    }
+
+    #[tokio::test]
+    async fn questions_are_answered_and_rubbish_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
-        listen(
-            &path,
-            Arc::new(|ask, tell| match ask {
-                Ask::Status => tell(Answer::Refused("no".into())),
-                Ask::Stop(how) => {
-                    tell(Answer::Refused("busy".into()))?;
-                    tell(Answer::Ended(Left::here(how.keep_cache.to_string())))
-                }
-            }),
-        )
-        .unwrap();
+        let mut services = Services::new(Refusal::new(Code::Unsupported, "what?"));
+        services.answer::<StopHow>(Busy);
+        services.answer::<GetStatus>(Refusal::new(Code::Failed, "no"));
+        let peer = crate::mounts::own(Identity::generate().key());
+        listen(&path, peer, services).unwrap();
         let mut heard = Vec::new();
         let how = StopHow {
             keep_cache: true,
             ..StopHow::default()
         };
-        ask(&path, &Ask::Stop(how), |answer| {
-            let (said, last) = match answer {
-                Answer::Ended(left) => (left.here, true),
-                other => (format!("{other:?}"), false),
-            };
-            heard.push(said);
-            Ok(last)
-        })
-        .unwrap();
-        assert_eq!(heard, ["Refused(\"busy\")", "true"]);
-        assert!(status(&path, ASK_LIMIT).is_err());
-        let mut rude = UnixStream::connect(&path).unwrap();
-        rude.write_all(b"hello\n").unwrap();
-        let mut rest = String::new();
-        rude.read_to_string(&mut rest).unwrap();
-        assert_eq!(rest, "");
+        let said = |status: Status| heard.push(status.name);
+        let left = ask(&path, &how, ANSWER_LIMIT, said).await.unwrap();
+        assert_eq!((heard, left.here.as_str()), (vec!["busy".into()], "true"));
+        let no = ask(&path, &GetStatus, ANSWER_LIMIT, |()| {}).await;
+        assert_eq!(no.unwrap_err().to_string(), "no");
+        let mut rude = tokio::net::UnixStream::connect(&path).await.unwrap();
+        rude.write_all(b"hello\nis nobody there?\n").await.unwrap();
+        let mut rest = Vec::new();
+        // Reset, or at its end; the hello of the process is all that comes.
+        let _ = rude.read_to_end(&mut rest).await;
+        assert!(rest.len() < 100, "{rest:?}");
     }
 }

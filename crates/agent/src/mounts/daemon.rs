@@ -5,17 +5,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use drover_net::service::{Answer, Exchange, Services};
+use drover_net::{Code, Peer, Refusal};
 use parking_lot::Mutex;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
-use super::control::{self, Answer, Ask, StopHow};
+use super::control::{self, GetStatus, StopHow};
 use super::disk::Disk;
 use super::front::Shown;
 use super::left::Left;
 use super::record::{Kept, Place, Record, boot};
 use super::start::Ready;
 use super::status::{State, Status};
-use crate::error::{Context, Error, Kind, Result, bail, one_line};
+use crate::error::{Context, Error, Kind, Result, bail, failed, one_line};
 use crate::home::Home;
 use crate::notice::notice;
 use crate::signals::{Stop, told};
@@ -39,7 +41,10 @@ struct Daemon {
     ending: AtomicBool,
     /// An end that waits for a push is to fail, so that another can begin.
     overtaken: AtomicBool,
-    ended: Mutex<Option<oneshot::Sender<Left>>>,
+    /// Told when it has ended and whoever asked for that knows.
+    ended: Mutex<Option<oneshot::Sender<()>>>,
+    /// It has ended by a question.
+    done: AtomicBool,
 }
 
 /// Keeps a mount whose lock this process holds until a signal or a question ends it. `ready` is told once that it is
@@ -82,17 +87,25 @@ pub async fn keep(
         ending: AtomicBool::new(false),
         overtaken: AtomicBool::new(false),
         ended: Mutex::new(Some(ended)),
+        done: AtomicBool::new(false),
     });
-    let asked = Arc::clone(&daemon);
-    let told_of = control::listen(&socket, Arc::new(move |ask, tell| asked.answer(ask, tell)))
-        .and_then(|_| ready(&lines));
+    let mut services = Services::new(Refusal::new(
+        Code::Unsupported,
+        "the process of a mount does nothing of that name",
+    ));
+    services.answer::<GetStatus>(Asked(Arc::clone(&daemon)));
+    services.answer::<StopHow>(Asked(Arc::clone(&daemon)));
+    let told_of = home
+        .identity()
+        .and_then(|own| control::listen(&socket, super::own(own.key()), services))
+        .and_then(|()| ready(&lines));
     if let Err(e) = told_of {
         // Nobody knows of it: it ends as it would at a signal.
         tokio::task::spawn_blocking(move || daemon.end_by_signal()).await??;
         return Err(e);
     }
     tokio::select! {
-        text = &mut end => { text.ok(); }
+        told = &mut end => { told.ok(); }
         () = told(&mut stopped) => {
             let daemon = Arc::clone(&daemon);
             let said = tokio::task::spawn_blocking(move || daemon.end_by_signal()).await?;
@@ -127,30 +140,51 @@ fn close_quietly(disks: &[Disk], place: &Place) {
     }
 }
 
-impl Daemon {
-    fn answer(
-        self: &Arc<Self>,
-        ask: Ask,
-        tell: &mut dyn FnMut(Answer) -> Result<()>,
-    ) -> Result<()> {
-        match ask {
-            Ask::Status => tell(Answer::Status(Box::new(self.status()))),
-            Ask::Stop(how) => match self.end(how, None, &mut |status| {
-                // Whoever asked may be gone; the end goes on.
-                let _ = tell(Answer::Status(Box::new(status)));
-            }) {
-                Ok(left) => {
-                    let told = tell(Answer::Ended(left.clone()));
-                    if let Some(ended) = self.ended.lock().take() {
-                        let _ = ended.send(left);
-                    }
-                    told
-                }
-                Err(e) => tell(Answer::Refused(one_line(&e))),
-            },
+/// Answers what the process is asked.
+struct Asked(Arc<Daemon>);
+
+impl Answer<GetStatus> for Asked {
+    async fn answer(
+        &self,
+        _: &Peer,
+        _: GetStatus,
+        _: &mut Exchange<'_, GetStatus>,
+    ) -> Result<Status, Refusal> {
+        Ok(self.0.status())
+    }
+}
+
+impl Answer<StopHow> for Asked {
+    async fn answer(
+        &self,
+        _: &Peer,
+        how: StopHow,
+        exchange: &mut Exchange<'_, StopHow>,
+    ) -> Result<Left, Refusal> {
+        let (to, mut said) = mpsc::channel(1);
+        let daemon = Arc::clone(&self.0);
+        let end = tokio::task::spawn_blocking(move || {
+            daemon.end(how, None, &mut |status| drop(to.try_send(status)))
+        });
+        while let Some(status) = said.recv().await {
+            // Whoever asked may be gone; the end goes on.
+            let _ = exchange.tell(&status).await;
         }
+        let left = end.await.map_err(failed)?.map_err(failed)?;
+        self.0.done.store(true, Ordering::SeqCst);
+        Ok(left)
     }
 
+    fn answered(&self) {
+        if self.0.done.load(Ordering::SeqCst)
+            && let Some(ended) = self.0.ended.lock().take()
+        {
+            let _ = ended.send(());
+        }
+    }
+}
+
+impl Daemon {
     fn status(&self) -> Status {
         // After an end that failed there may be nothing to use any more, but what is to be pushed.
         let ending = self.ending.load(Ordering::Relaxed) || self.shown.lock().is_none();

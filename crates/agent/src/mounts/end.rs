@@ -4,13 +4,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use drover_frontend::{fuse, loopdev};
+use drover_net::NetError;
 
-use super::control::{self, Answer, Ask, StopHow};
+use super::control::{self, StopHow};
 use super::kernel;
 use super::left::Left;
 use super::record::{Front, Place, Record, Written, boot};
-use super::status::DiskStatus;
-use crate::error::{Context, Error, Result, bail, msg};
+use super::status::Status;
+use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
 use crate::text::clean;
 
@@ -63,46 +64,33 @@ pub async fn end(
     if !place.is_kept() {
         return super::dead::end(home, place, record, how, progress).await;
     }
-    let (place, process) = (place.clone(), record.process);
-    tokio::task::spawn_blocking(move || ask_to_end(&place, process, how, &progress)).await?
+    let mut most = 0;
+    let said = |status: Status| {
+        let dirty: u64 = status.disks.iter().map(|d| d.dirty).sum();
+        most = most.max(dirty);
+        progress(most - dirty, most);
+    };
+    let left = control::ask(&place.socket(), &how, control::ANSWER_LIMIT, said).await;
+    let left = left.map_err(|e| match e {
+        Error::Net(NetError::Refused(refusal)) => Error::msg(refusal.message),
+        e => unanswered(e, place, record),
+    })?;
+    // It holds the mount's lock until it is gone; whoever mounts there next is not to be told that it is there.
+    let began = Instant::now();
+    while place.is_kept() && began.elapsed() < GONE_LIMIT {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(left)
 }
 
-/// Asks the mount daemon.
-fn ask_to_end(place: &Place, process: u32, how: StopHow, progress: &Progress) -> Result<Left> {
-    let mut most = 0;
-    let mut end = Err(msg!("it gave no answer"));
-    control::ask(&place.socket(), &Ask::Stop(how), |answer| match answer {
-        Answer::Status(status) => {
-            let dirty: u64 = status.disks.iter().map(|d: &DiskStatus| d.dirty).sum();
-            most = most.max(dirty);
-            progress(most - dirty, most);
-            Ok(false)
-        }
-        Answer::Ended(left) => {
-            end = Ok(left);
-            Ok(true)
-        }
-        Answer::Refused(why) => {
-            end = Err(Error::msg(why));
-            Ok(true)
-        }
-    })
-    .with_context(|| {
-        format!(
-            "{} cannot be ended; see {}, and if it does not go on, `kill -9` its process ({}) and unmount it again: nothing that was flushed is lost",
-            place.name(),
-            place.log().display(),
-            process
-        )
-    })?;
-    if end.is_ok() {
-        // It holds the mount's lock until it is gone; whoever mounts there next is not to be told that it is there.
-        let began = Instant::now();
-        while place.is_kept() && began.elapsed() < GONE_LIMIT {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-    end
+/// The mount daemon did not answer.
+fn unanswered(e: Error, place: &Place, record: &Record) -> Error {
+    e.context(format!(
+        "{} cannot be ended; see {}, and if it does not go on, `kill -9` its process ({}) and unmount it again: nothing that was flushed is lost",
+        place.name(),
+        place.log().display(),
+        record.process
+    ))
 }
 
 /// Takes away what a dead process left in the system: a dead file, loop devices, kernel devices.

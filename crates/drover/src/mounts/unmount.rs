@@ -19,7 +19,7 @@ use crate::{out, prompt};
 pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
     let mount = mounts::find(home, &args.what)?;
     let (place, record) = &mount;
-    let status = mounts::status_of(place, record, ANSWER_LIMIT);
+    let status = mounts::status_of(place, record, ANSWER_LIMIT).await;
     let dirty: u64 = status.disks.iter().map(|d| d.dirty).sum();
     if args.dry_run {
         return would(&status, record, &args, dirty);

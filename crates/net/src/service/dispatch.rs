@@ -33,6 +33,9 @@ pub trait Answer<R: Request>: Send + Sync + 'static {
         request: R,
         exchange: &mut Exchange<'_, R>,
     ) -> impl Future<Output = Result<R::Reply, Refusal>> + Send;
+
+    /// Called when the reply has been sent, or cannot be.
+    fn answered(&self) {}
 }
 
 /// The same no to everybody.
@@ -222,11 +225,12 @@ impl<R: Request, H: Answer<R>> Service for Answering<R, H> {
                 call: &mut call,
                 request: PhantomData,
             };
-            match self.0.answer(&peer, request, &mut exchange).await {
-                Ok(reply) => call.end(kind::REPLY, &reply).await?,
-                Err(refusal) => call.refuse(&refusal).await?,
-            }
-            Ok(())
+            let sent = match self.0.answer(&peer, request, &mut exchange).await {
+                Ok(reply) => call.end(kind::REPLY, &reply).await,
+                Err(refusal) => call.refuse(&refusal).await,
+            };
+            self.0.answered();
+            Ok(sent?)
         })
     }
 }
