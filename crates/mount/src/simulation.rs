@@ -2,12 +2,12 @@
 //! the mount's scheduler and window, the site's queues and flow. What is not here is threads, disks and TCP's own slow start.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
+use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::time::Duration;
 
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
-use drover_net::group::Flow;
+use drover_net::group::{self, Flow};
 
 use crate::client::scheduler::{ChunksAnswer, Job, Scheduler, split};
 use crate::protocol::{Ask, LaneKind, MAX_READ, MAX_UNIT};
@@ -121,8 +121,7 @@ enum Event {
 #[derive(Default)]
 struct SiteLane {
     queue: Queue,
-    front: VecDeque<(u64, u64, u32)>,
-    back: VecDeque<(u64, u64, u32)>,
+    out: group::Queue<(u64, u64, u32)>,
     ready: u64,
 }
 
@@ -130,12 +129,9 @@ impl SiteLane {
     /// As the site's lane does it.
     fn hurry(&mut self, id: u64, wire: impl Fn(&(u64, u64, u32)) -> u64) {
         self.queue.hurry(id);
-        let (hurried, rest): (VecDeque<_>, _) = self.back.drain(..).partition(|made| made.0 == id);
-        self.back = rest;
-        for made in hurried {
-            self.queue.promote(wire(&made));
-            self.front.push_back(made);
-        }
+        let queue = &mut self.queue;
+        let promote = |made: &(u64, u64, u32)| queue.promote(wire(made));
+        self.out.hurry(|made| made.0 == id, promote);
     }
 }
 
@@ -509,32 +505,24 @@ impl World {
                     .worked(u64::from(count) * u64::from(chunk), front);
                 lane.queue.made(bytes, front);
                 lane.ready += bytes;
-                match front {
-                    true => lane.front.push_back((id, first, count)),
-                    false => lane.back.push_back((id, first, count)),
-                }
+                lane.out.push((id, first, count), front);
             }
             let lane = &self.lanes[number];
             assert!(
                 lane.ready <= MOST_READY + u64::from(chunk) * 2,
                 "too much is ready"
             );
-            let front = !lane.front.is_empty();
-            let Some(&(id, first, count)) = lane.front.front().or(lane.back.front()) else {
+            let mut out = std::mem::take(&mut self.lanes[number].out);
+            let next = out.pop(|made| self.flow.allows(self.wire(made.1, made.2)));
+            self.lanes[number].out = out;
+            let Some(((id, first, count), front)) = next else {
                 return;
             };
             let wire = self.wire(first, count);
-            if !front && !self.flow.allows(wire) {
-                return;
-            }
             let lane = &mut self.lanes[number];
-            match front {
-                true => lane.front.pop_front(),
-                false => lane.back.pop_front(),
-            };
             lane.ready -= wire;
             lane.queue.left(wire, front, id, Some(count));
-            let last = lane.front.is_empty() && lane.back.is_empty();
+            let last = lane.out.is_empty();
             let echo = self.flow.echo(number as u64);
             self.flow.sent(number as u64, wire, self.clock());
             if front {

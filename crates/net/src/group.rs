@@ -21,12 +21,18 @@ use std::time::Duration;
 
 mod clocks;
 mod flow;
+mod queue;
 mod recent;
 mod sending;
+mod trial;
+mod turns;
 mod window;
 
 pub use flow::{Flow, MAX_UNTOLD};
+pub use queue::Queue;
 pub use sending::{MAX_PART, MAX_UNANSWERED, NotSent, Sending};
+pub use trial::{Look, Trials};
+pub use turns::Turns;
 pub use window::{MAX_WINDOW, Mark, Seen, Window};
 
 use sending::Bodies;

@@ -14,6 +14,7 @@ use drover_net::{Code, Refusal};
 use crate::protocol::{Ask, LaneKind, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_LANES, MAX_READ};
 
 mod ahead;
+mod ended;
 mod job;
 mod runs;
 
@@ -21,7 +22,7 @@ use ahead::{Ahead, MAX_AHEAD};
 use job::with_id;
 pub use job::{ChunksAnswer, Job};
 pub use runs::split;
-use runs::{cut_out, has_come, missing};
+use runs::{bytes, cut_out, has_come};
 
 const _: () = assert!(MAX_UNANSWERED < MAX_ASKED_BYTES as u64);
 const _: () = assert!(MAX_PART <= MAX_DIRECT as usize);
@@ -139,7 +140,7 @@ impl<T> Scheduler<T> {
             return Err(job);
         }
         if let Some(chunks) = job.chunks() {
-            let bytes = u64::from(chunks.count) * u64::from(self.shape.chunk);
+            let bytes = bytes(self.shape, chunks.count);
             *self.counter(job.is_background()) += bytes;
         }
         if job.is_background() {
@@ -207,7 +208,7 @@ impl<T> Scheduler<T> {
             for id in hurried {
                 if let Some(asked) = self.asked.get_mut(&id) {
                     asked.job.deadline = deadline;
-                    let left = u64::from(asked.left) * u64::from(self.shape.chunk);
+                    let left = bytes(self.shape, asked.left);
                     if let Ask::Read { background, .. } = &mut asked.job.ask {
                         *background = false;
                     }
@@ -228,7 +229,7 @@ impl<T> Scheduler<T> {
         } = &mut job.ask
         {
             *background = false;
-            let bytes = u64::from(*count) * u64::from(self.shape.chunk);
+            let bytes = bytes(self.shape, *count);
             self.ahead -= bytes;
             self.waited += bytes;
         }
@@ -284,7 +285,7 @@ impl<T> Scheduler<T> {
     /// A request has been sent with the open of its lane, which is up now. It says nothing about the link's round trip.
     pub fn was_asked(&mut self, lane: usize, id: u64, job: Job<T>) {
         if let Some(chunks) = job.chunks() {
-            let bytes = u64::from(chunks.count) * u64::from(self.shape.chunk);
+            let bytes = bytes(self.shape, chunks.count);
             *self.counter(job.is_background()) += bytes;
         }
         self.sent(lane, id, job, None);
@@ -325,29 +326,6 @@ impl<T> Scheduler<T> {
             },
         );
         Some(())
-    }
-
-    /// Takes back the reads of exactly this run: what comes of them is dropped.
-    pub fn forget(&mut self, run: Chunks) {
-        let is_it = |job: &Job<T>| job.chunks() == Some(run);
-        let asked = self.asked.iter().filter(|(_, asked)| is_it(&asked.job));
-        let ids: Vec<u64> = asked.map(|(id, _)| *id).collect();
-        for id in ids {
-            if let Some(asked) = self.remove(id) {
-                self.give_up(asked);
-            }
-        }
-        for queue in [&mut self.front, &mut self.back] {
-            let (gone, kept): (VecDeque<_>, VecDeque<_>) = queue.drain(..).partition(&is_it);
-            *queue = kept;
-            let bytes = u64::from(run.count) * u64::from(self.shape.chunk);
-            for job in gone {
-                match job.is_background() {
-                    true => self.ahead -= bytes,
-                    false => self.waited -= bytes,
-                }
-            }
-        }
     }
 
     /// The connection that a request may go on now.
@@ -442,7 +420,7 @@ impl<T> Scheduler<T> {
         let taken = Taken {
             again: asked.job.again,
         };
-        let bytes = u64::from(answer.count) * u64::from(self.shape.chunk);
+        let bytes = bytes(self.shape, answer.count);
         if asked.left == 0 {
             self.remove(answer.id);
         }
@@ -470,7 +448,7 @@ impl<T> Scheduler<T> {
     pub fn verified(&mut self, run: Chunks) {
         let at = self.verifying.iter().position(|(other, _)| *other == run);
         if let Some((run, true)) = at.and_then(|at| self.verifying.remove(at)) {
-            self.unverified -= u64::from(run.count) * u64::from(self.shape.chunk);
+            self.unverified -= bytes(self.shape, run.count);
         }
     }
 
@@ -521,125 +499,9 @@ impl<T> Scheduler<T> {
         Some(asked)
     }
 
-    /// A job that is not under way any more, and the runs of a read that have not come.
-    fn give_up(&mut self, asked: Asked<T>) -> EndedJob<T> {
-        let runs = asked.missing();
-        let bytes = u64::from(asked.left) * u64::from(self.shape.chunk);
-        *self.counter(asked.job.is_background()) -= bytes;
-        (asked.job, runs)
-    }
-
     /// A connection is open. Returned is what the site is told before anything came.
     pub fn lane_up(&mut self, lane: usize, kind: LaneKind) -> Credit {
         self.group.open(lane, kind)
-    }
-
-    /// The link is lost. What can be asked again waits for the next; returned is what cannot.
-    pub fn link_down(&mut self) -> Vec<Job<T>>
-    where
-        T: Default,
-    {
-        self.group.close();
-        self.plan.link_down();
-        let mut ids: Vec<u64> = self.asked.keys().copied().collect();
-        // In the order in which they were asked, before what was never sent.
-        ids.sort_unstable_by(|a, b| b.cmp(a));
-        let mut lost = Vec::new();
-        for id in ids {
-            let Some(asked) = self.asked.remove(&id) else {
-                continue;
-            };
-            if !asked.job.survives() {
-                lost.push(asked.job);
-                continue;
-            }
-            let queue = if asked.job.is_background() {
-                &mut self.back
-            } else {
-                &mut self.front
-            };
-            let runs = asked.missing();
-            match asked.job.ask {
-                Ask::Read { background, .. } => {
-                    for run in runs.into_iter().rev() {
-                        queue.push_front(Job {
-                            ask: Ask::Read {
-                                id: 0,
-                                first: run.first,
-                                count: run.count,
-                                background,
-                            },
-                            body: Bytes::new(),
-                            deadline: asked.job.deadline,
-                            again: asked.job.again,
-                            to: T::default(),
-                        });
-                    }
-                }
-                _ => queue.push_front(asked.job),
-            }
-        }
-        let (kept, gone) = self.front.drain(..).partition(Job::survives);
-        self.front = kept;
-        lost.extend(gone);
-        lost
-    }
-
-    /// What has waited too long, with the runs of reads that have not come. The second is whether any of it was with the
-    /// site.
-    pub fn expire(&mut self, now: Duration) -> (Vec<EndedJob<T>>, bool) {
-        let late = |deadline: Duration| deadline <= now;
-        let mut out = Vec::new();
-        let ids: Vec<u64> = self
-            .asked
-            .iter()
-            .filter(|(_, asked)| late(asked.job.deadline))
-            .map(|(id, _)| *id)
-            .collect();
-        let stalled = !ids.is_empty();
-        for id in ids {
-            if let Some(asked) = self.remove(id) {
-                out.push(self.give_up(asked));
-            }
-        }
-        for background in [false, true] {
-            let queue = if background {
-                &mut self.back
-            } else {
-                &mut self.front
-            };
-            let (gone, kept): (VecDeque<_>, VecDeque<_>) =
-                queue.drain(..).partition(|job| late(job.deadline));
-            *queue = kept;
-            for job in gone {
-                out.push(self.unsent(job));
-            }
-        }
-        (out, stalled)
-    }
-
-    /// A part of an epoch was answered: those behind it on a slow link are given up at `deadline` at the earliest.
-    pub fn pushed(&mut self, deadline: Duration) {
-        let asked = self.asked.values_mut().map(|asked| &mut asked.job);
-        for job in asked.chain(&mut self.front) {
-            if matches!(job.ask, Ask::Write { .. } | Ask::Zero { .. }) {
-                job.deadline = job.deadline.max(deadline);
-            }
-        }
-    }
-
-    /// Everything, because nothing will be answered any more.
-    pub fn take_all(&mut self) -> Vec<EndedJob<T>> {
-        self.expire(Duration::MAX).0
-    }
-
-    fn unsent(&mut self, job: Job<T>) -> EndedJob<T> {
-        let runs: Vec<Chunks> = job.chunks().into_iter().collect();
-        for run in &runs {
-            let bytes = u64::from(run.count) * u64::from(self.shape.chunk);
-            *self.counter(job.is_background()) -= bytes;
-        }
-        (job, runs)
     }
 }
 
@@ -651,15 +513,6 @@ impl From<Credit> for Ask {
     fn from(credit: Credit) -> Self {
         let Credit { received, window } = credit;
         Self::Credit { received, window }
-    }
-}
-
-impl<T> Asked<T> {
-    /// Runs of a read that have not come.
-    fn missing(&self) -> Vec<Chunks> {
-        self.job
-            .chunks()
-            .map_or_else(Vec::new, |run| missing(run, &self.come))
     }
 }
 

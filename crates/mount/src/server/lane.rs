@@ -1,13 +1,12 @@
 //! A lane at the site: requests in, answers out.
 
-use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use drover_device::remote::Shape;
-use drover_net::group::Flow;
+use drover_net::group::{self, Flow};
 use drover_net::{Code, FrameReader, FrameWriter, KeepAlive, PeerKey, Refusal};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
@@ -120,8 +119,8 @@ pub struct Lane {
 #[derive(Default)]
 struct State {
     queue: Queue,
-    front: VecDeque<Made>,
-    back: VecDeque<Made>,
+    /// Answers that wait for the link.
+    out: group::Queue<Made>,
     /// Bytes of requests' bodies that came, and of how many of them the mount was told.
     came: u64,
     told: u64,
@@ -136,14 +135,11 @@ impl State {
     /// Somebody waits for a background read: also what of it has no credit yet leaves at once.
     fn hurry(&mut self, id: u64) {
         self.queue.hurry(id);
-        let (hurried, rest): (VecDeque<Made>, _) = std::mem::take(&mut self.back)
-            .into_iter()
-            .partition(|made| made.head.id() == id);
-        self.back = rest;
-        for made in hurried {
-            self.queue.promote(made.bytes());
-            self.front.push_back(made);
-        }
+        let queue = &mut self.queue;
+        self.out.hurry(
+            |made| made.head.id() == id,
+            |made| queue.promote(made.bytes()),
+        );
     }
 }
 
@@ -298,7 +294,7 @@ impl Lane {
         };
         let mut state = self.state.lock();
         state.queue.made_unasked(made.bytes());
-        state.front.push_front(made);
+        state.out.push_first(made);
         drop(state);
         self.wake.notify_one();
     }
@@ -358,7 +354,7 @@ impl Lane {
     fn work(self: &Arc<Self>, unit: Unit, front: bool, tools: &mut Tools) {
         let (closed, queued) = {
             let state = self.state.lock();
-            (state.closed, !state.back.is_empty())
+            (state.closed, state.out.has_background())
         };
         let effect = Effect::of(&unit, self.shape.chunk);
         let changes = unit.changes();
@@ -396,10 +392,8 @@ impl Lane {
             state.queue.made(bytes, front);
             if !state.queue.is_owed(made.head.id()) {
                 state.queue.left(bytes, front, made.head.id(), made.answers);
-            } else if front {
-                state.front.push_back(made);
             } else {
-                state.back.push_back(made);
+                state.out.push(made, front);
             }
         }
         drop(state);
@@ -478,17 +472,9 @@ impl Lane {
             self.counters.left(head.len() as u64);
             return Some((head, Bytes::new()));
         }
-        let (mut made, front) = if let Some(made) = state.front.pop_front() {
-            (made, true)
-        } else {
-            let bytes = state.back.front()?.bytes();
-            if !flow.allows(bytes) {
-                return None;
-            }
-            (state.back.pop_front()?, false)
-        };
+        let (mut made, front) = state.out.pop(|made| flow.allows(made.bytes()))?;
         let bytes = made.bytes();
-        let nothing_waits = state.back.is_empty() && state.front.is_empty();
+        let nothing_waits = state.out.is_empty();
         if let Answer::Chunks { echo, last, .. } = &mut made.head {
             *echo = flow.echo(self.number);
             *last = nothing_waits;

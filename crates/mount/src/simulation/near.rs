@@ -1,8 +1,7 @@
 //! The mount's threads that verify, and its disk.
 
-use std::collections::VecDeque;
-
 use drover_device::remote::Chunks;
+use drover_net::group;
 
 use crate::client::scheduler::ChunksAnswer;
 
@@ -29,8 +28,7 @@ impl Default for Disk {
 
 pub struct Near {
     disk: Disk,
-    front: VecDeque<ChunksAnswer>,
-    back: VecDeque<ChunksAnswer>,
+    came: group::Queue<ChunksAnswer>,
     storing: Option<ChunksAnswer>,
 }
 
@@ -38,17 +36,13 @@ impl Near {
     pub fn new(disk: Disk) -> Self {
         Self {
             disk,
-            front: VecDeque::new(),
-            back: VecDeque::new(),
+            came: group::Queue::default(),
             storing: None,
         }
     }
 
     pub fn queue(&mut self, answer: ChunksAnswer, background: bool) {
-        match background {
-            true => self.back.push_back(answer),
-            false => self.front.push_back(answer),
-        }
+        self.came.push(answer, !background);
     }
 
     /// Somebody waits for a run.
@@ -56,9 +50,7 @@ impl Near {
         let has_some = |answer: &ChunksAnswer| {
             answer.first < run.end() && run.first < answer.first + u64::from(answer.count)
         };
-        let (hurried, rest): (VecDeque<_>, _) = self.back.drain(..).partition(has_some);
-        self.back = rest;
-        self.front.extend(hurried);
+        self.came.hurry(has_some, |_| {});
     }
 
     /// When the next of what was queued will be on the disk, if the disk is free.
@@ -66,7 +58,7 @@ impl Near {
         if self.storing.is_some() {
             return None;
         }
-        let answer = self.front.pop_front().or_else(|| self.back.pop_front())?;
+        let (answer, _) = self.came.pop(|_| true)?;
         let bytes = f64::from(answer.count) * f64::from(chunk);
         self.storing = Some(answer);
         let done = now + bytes / self.disk.rate;

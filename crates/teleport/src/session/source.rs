@@ -2,7 +2,6 @@
 //! what the destination asks for.
 
 mod estimate;
-mod judge;
 mod lanes;
 mod tally;
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 
+use super::runs::bytes;
 use crate::protocol::{Ask, LaneKind};
 
 /// A request, and whom to tell.
@@ -66,7 +67,7 @@ impl<T> Job<T> {
     /// What it weighs on its lane, in bytes.
     pub fn weight(&self, shape: Shape) -> u64 {
         match self.ask {
-            Ask::Read { count, .. } => u64::from(count) * u64::from(shape.chunk),
+            Ask::Read { count, .. } => bytes(shape, count),
             Ask::DirectRead { length, .. } => u64::from(length),
             _ => self.body.len() as u64,
         }

@@ -1,6 +1,11 @@
 //! Runs of chunks, cut and counted.
 
-use drover_device::remote::Chunks;
+use drover_device::remote::{Chunks, Shape};
+
+/// Bytes of so many chunks.
+pub fn bytes(shape: Shape, count: u32) -> u64 {
+    u64::from(count) * u64::from(shape.chunk)
+}
 
 /// Whether a chunk of a request, counted from its first, has come.
 pub fn has_come(come: &[u64; 4], at: u64) -> bool {

@@ -3,8 +3,10 @@
 //! Reading and changing have threads of their own, since a change may wait long: for a disk's sync, for an epoch that is
 //! being copied, for another change. Mounts take turns, so that none waits for all that another has asked for.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::hash::Hash;
+
+use drover_net::group::Turns;
 
 /// What a job does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,45 +68,6 @@ impl Limits {
     }
 }
 
-/// Jobs of one kind, by mount; mounts that have some, in turn.
-#[derive(Debug)]
-struct Turns<K, J> {
-    jobs: HashMap<K, VecDeque<J>>,
-    turns: VecDeque<K>,
-}
-
-impl<K: Copy + Eq + Hash, J> Turns<K, J> {
-    fn new() -> Self {
-        Self {
-            jobs: HashMap::new(),
-            turns: VecDeque::new(),
-        }
-    }
-
-    fn put(&mut self, mount: K, job: J) {
-        let jobs = self.jobs.entry(mount).or_default();
-        if jobs.is_empty() {
-            self.turns.push_back(mount);
-        }
-        jobs.push_back(job);
-    }
-
-    /// The next job of the first mount in turn whose next job `may` be done.
-    fn take(&mut self, may: impl Fn(&K, &J) -> bool) -> Option<(K, J)> {
-        let first = |mount: &K| self.jobs.get(mount).and_then(VecDeque::front);
-        let fits = |mount: &K| first(mount).is_some_and(|job| may(mount, job));
-        let at = self.turns.iter().position(fits)?;
-        let mount = self.turns.remove(at)?;
-        let jobs = self.jobs.get_mut(&mount)?;
-        let job = jobs.pop_front()?;
-        match jobs.is_empty() {
-            true => drop(self.jobs.remove(&mount)),
-            false => self.turns.push_back(mount),
-        }
-        Some((mount, job))
-    }
-}
-
 /// Jobs that wait, and what those that run count for.
 #[derive(Debug)]
 pub struct Schedule<K, J> {
@@ -134,9 +97,9 @@ impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
-            front: Turns::new(),
-            back: Turns::new(),
-            changes: Turns::new(),
+            front: Turns::default(),
+            back: Turns::default(),
+            changes: Turns::default(),
             reads: HashMap::new(),
             running_back: 0,
             changing: Vec::new(),
@@ -186,7 +149,7 @@ impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
 
     /// Whether a change waits, be it for another one.
     pub fn has_changes(&self) -> bool {
-        !self.changes.turns.is_empty()
+        !self.changes.is_empty()
     }
 
     /// A job is done.
@@ -253,7 +216,7 @@ mod tests {
             order.push(job);
         }
         assert_eq!(order, [10, 20, 30, 11, 31, 12, 13]);
-        assert!(schedule.reads.is_empty() && schedule.front.jobs.is_empty());
+        assert!(schedule.reads.is_empty() && schedule.front.is_empty());
     }
 
     #[test]

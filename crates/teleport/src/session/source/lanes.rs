@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_image::Outgoing;
+use drover_net::group::{Look, Trials};
 use drover_net::service::{self, hear_reply};
 use drover_net::{ConnectOptions, Frame, FrameReader, KeepAlive, connect_any};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
-use super::judge::{Judge, Look};
 use super::{SendOptions, Sender};
 use crate::TeleportError;
 use crate::codec::Runs;
@@ -54,7 +54,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// What the lanes have done so far, for the judge.
+    /// What the lanes have done so far, for the trials.
     fn look(&self) -> Look {
         let spent = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
         Look {
@@ -155,7 +155,7 @@ pub enum Wait {
     ForSocket,
 }
 
-/// Opens lanes: as many as were asked for, else one and then what the judge says.
+/// Opens lanes: as many as were asked for, else one and then what trials say.
 async fn open_lanes(
     plan: Plan,
     batches: mpsc::Receiver<Frame>,
@@ -163,11 +163,11 @@ async fn open_lanes(
 ) {
     let fixed = plan.options.lanes.map(|n| n.clamp(1, MAX_LANES));
     let limited = plan.options.limit.is_some();
-    let mut judge = Judge::new(if limited { 1 } else { MAX_OWN_LANES });
+    let mut trials = Trials::new(if limited { 1 } else { MAX_OWN_LANES });
     let mut batches = Some(batches);
     let mut lanes = Vec::new();
     loop {
-        let wanted = usize::from(fixed.unwrap_or(judge.working()));
+        let wanted = usize::from(fixed.unwrap_or(trials.working()));
         while lanes.len() < wanted && stop.borrow().is_none() {
             let opened = tokio::select! {
                 opened = open(&plan, lanes.len() as u16, &mut batches) => opened,
@@ -185,24 +185,24 @@ async fn open_lanes(
                 }
             }
         }
-        // Without the lanes that were wanted there is nothing to judge.
+        // Without the lanes that were wanted there is nothing to trials.
         if fixed.is_some() || limited || lanes.len() < wanted {
             break;
         }
-        plan.needs.only(judge.working());
+        plan.needs.only(trials.working());
         let mut changed = false;
         while !changed {
-            let pause = judge.pause(plan.times.round_trip_ns.load(Ordering::Relaxed));
+            let pause = trials.pause(plan.times.round_trip_ns.load(Ordering::Relaxed));
             let stopped = tokio::time::timeout(pause, stop.wait_for(Option::is_some)).await;
             if stopped.is_ok() {
                 break;
             }
-            changed = judge.look(&plan.look());
+            changed = trials.look(&plan.look());
         }
         if !changed {
             break;
         }
-        tracing::debug!(lanes = judge.working(), "the lanes that work");
+        tracing::debug!(lanes = trials.working(), "the lanes that work");
     }
     let wait = stop.wait_for(Option::is_some).await.map_or(None, |w| *w);
     for lane in lanes {

@@ -1,11 +1,11 @@
-//! Would more lanes help? Pure: it is told the time and what the lanes did.
+//! Would more connections help? It is told the time and what the connections did.
 //!
 //! One connection does not fill a long and fast link, whose window ends before the link does, nor
-//! one that loses packets. Any other link it does fill, and then what another lane carries is only
+//! one that loses packets. Any other link it does fill, and then what another connection carries is only
 //! compressed worse, for lack of what the first one carried. Which it is shows by trying, which
 //! costs; so it is tried only where it can pay.
 //!
-//! A trial doubles the lanes: where each carries what it can the whole doubles, which stands out
+//! A trial doubles the connections: where each carries what it can the whole doubles, which stands out
 //! from the ups and downs of a lossy link. One that shows nothing is taken back and repeated, ever
 //! more rarely: it may have fallen on a bad moment, and links change.
 
@@ -38,25 +38,26 @@ const REST: Duration = Duration::from_secs(6);
 /// What can be seen at one moment; counts and times are from the beginning of the session.
 #[derive(Debug, Clone, Copy)]
 pub struct Look {
+    /// When.
     pub at: Instant,
     /// Bytes on the wire.
     pub sent: u64,
-    /// What the lanes' threads spent reading and compressing.
+    /// What the connections' threads spent reading and compressing.
     pub busy: Duration,
     /// What they spent waiting for their sockets.
     pub waited: Duration,
     /// Seconds that the blocks known to be needed will take.
     pub left: f64,
-    /// The first lane's.
+    /// Of the first connection.
     pub round_trip: Duration,
 }
 
-/// Judges whether the lanes wait for their sockets, and whether the last trial helped.
+/// Judges whether the connections wait for their sockets, and whether the last trial helped.
 #[derive(Debug)]
-pub struct Judge {
+pub struct Trials {
     most: u16,
     working: u16,
-    /// Where the interval that is being judged began; none while lanes get under way.
+    /// Where the interval that is being judged began; none while connections get under way.
     last: Option<Look>,
     trial: Option<Trial>,
     /// The last trial helped.
@@ -65,19 +66,20 @@ pub struct Judge {
     rest_until: Option<Instant>,
 }
 
-/// More lanes than before, to see what they do.
+/// More connections than before, to see what they do.
 #[derive(Debug, Clone, Copy)]
 struct Trial {
     /// How many worked before.
-    lanes: u16,
+    connections: u16,
     /// What they made, in bytes a second.
     rate: f64,
 }
 
-impl Judge {
+impl Trials {
     /// One lane works; there may be `most`.
+    #[must_use]
     pub fn new(most: u16) -> Self {
-        Judge {
+        Trials {
             most,
             working: 1,
             last: None,
@@ -88,12 +90,14 @@ impl Judge {
         }
     }
 
-    /// How many lanes are to work.
+    /// How many connections are to work.
+    #[must_use]
     pub fn working(&self) -> u16 {
         self.working
     }
 
     /// How long until the next look.
+    #[must_use]
     pub fn pause(&self, round_trip_ns: u64) -> Duration {
         match self.last {
             Some(_) => JUDGE_EVERY,
@@ -103,7 +107,7 @@ impl Judge {
         }
     }
 
-    /// Takes a look; true when [`Judge::working`] has changed.
+    /// Takes a look; true when [`Trials::working`] has changed.
     pub fn look(&mut self, now: &Look) -> bool {
         let Some(last) = self.last.replace(*now) else {
             return false;
@@ -121,14 +125,14 @@ impl Judge {
             if !self.helped {
                 self.rest_until = Some(now.at + self.rest);
                 self.rest *= 2;
-                return self.change(trial.lanes);
+                return self.change(trial.connections);
             }
         }
         if !self.may_try(now, rate) {
             return false;
         }
         self.trial = Some(Trial {
-            lanes: self.working,
+            connections: self.working,
             rate,
         });
         self.change((self.working * 2).min(self.most))
@@ -158,25 +162,25 @@ impl Judge {
 mod tests {
     use super::*;
 
-    /// A source whose lanes wait for their sockets, over a link where so many lanes make so many
+    /// A source whose connections wait for their sockets, over a link where so many connections make so many
     /// bytes a second (and `noise` of that more or less), until `bytes` are sent; answers the most
-    /// lanes that worked, how many work in the end, and the seconds it took.
+    /// connections that worked, how many work in the end, and the seconds it took.
     fn run(
         rate_of: &dyn Fn(u16) -> f64,
         noise: f64,
         round_trip_ms: u64,
         bytes: f64,
     ) -> (u16, u16, f64) {
-        let (mut judge, start) = (Judge::new(8), Instant::now());
+        let (mut trials, start) = (Trials::new(8), Instant::now());
         let mut random = fastrand::Rng::with_seed(7);
         let round_trip = Duration::from_millis(round_trip_ms);
         let (mut at, mut sent, mut most) = (Duration::ZERO, 0.0, 1);
         while sent < bytes {
-            let pause = judge.pause(round_trip.as_nanos() as u64);
+            let pause = trials.pause(round_trip.as_nanos() as u64);
             at += pause;
-            let rate = rate_of(judge.working()) * (1.0 + noise * (2.0 * random.f64() - 1.0));
+            let rate = rate_of(trials.working()) * (1.0 + noise * (2.0 * random.f64() - 1.0));
             sent += rate * pause.as_secs_f64();
-            judge.look(&Look {
+            trials.look(&Look {
                 at: start + at,
                 sent: sent as u64,
                 busy: at / 4,
@@ -184,9 +188,9 @@ mod tests {
                 left: ((bytes - sent) / rate).min(10.0),
                 round_trip,
             });
-            most = most.max(judge.working());
+            most = most.max(trials.working());
         }
-        (most, judge.working(), at.as_secs_f64())
+        (most, trials.working(), at.as_secs_f64())
     }
 
     #[test]
@@ -200,7 +204,7 @@ mod tests {
 
     #[test]
     fn a_lossy_link_gets_as_many_as_it_takes_however_its_rate_swings() {
-        let lossy = |lanes: u16| (f64::from(lanes) * 2e6).min(12e6);
+        let lossy = |connections: u16| (f64::from(connections) * 2e6).min(12e6);
         let (most, working, seconds) = run(&lossy, 0.0, 40, 300e6);
         assert_eq!((most, working), (8, 8));
         assert!(seconds < 36.0, "{seconds}");
@@ -210,25 +214,30 @@ mod tests {
 
     #[test]
     fn a_window_that_ends_before_the_link_does_is_seen_and_not_overdone() {
-        let windowed = |lanes: u16| (f64::from(lanes) * 75e6).min(120e6);
+        let windowed = |connections: u16| (f64::from(connections) * 75e6).min(120e6);
         assert_eq!(
             run(&windowed, 0.0, 40, 700e6),
             (4, 2, run(&windowed, 0.0, 40, 700e6).2)
         );
-        let (most, working, _) = run(&|lanes| f64::from(lanes) * 20e6, 0.0, 150, 900e6);
+        let (most, working, _) = run(
+            &|connections| f64::from(connections) * 20e6,
+            0.0,
+            150,
+            900e6,
+        );
         assert_eq!((most, working), (8, 8));
     }
 
     #[test]
     fn a_trial_that_showed_nothing_is_repeated_ever_more_rarely() {
-        let mut judge = Judge::new(8);
+        let mut trials = Trials::new(8);
         let start = Instant::now();
-        let mut trials = Vec::new();
+        let mut begun = Vec::new();
         let mut at = Duration::ZERO;
         while at < Duration::from_secs(120) {
-            at += judge.pause(40_000_000);
-            let before = judge.working();
-            judge.look(&Look {
+            at += trials.pause(40_000_000);
+            let before = trials.working();
+            trials.look(&Look {
                 at: start + at,
                 sent: (at.as_secs_f64() * 12e6) as u64,
                 busy: Duration::ZERO,
@@ -236,18 +245,18 @@ mod tests {
                 left: 10.0,
                 round_trip: Duration::from_millis(40),
             });
-            if judge.working() > before {
-                trials.push(at.as_secs());
+            if trials.working() > before {
+                begun.push(at.as_secs());
             }
         }
-        assert!((3..=5).contains(&trials.len()), "{trials:?}");
-        let gaps: Vec<u64> = trials.windows(2).map(|t| t[1] - t[0]).collect();
-        assert!(gaps.windows(2).all(|g| g[1] > g[0]), "{trials:?}");
+        assert!((3..=5).contains(&begun.len()), "{begun:?}");
+        let gaps: Vec<u64> = begun.windows(2).map(|t| t[1] - t[0]).collect();
+        assert!(gaps.windows(2).all(|g| g[1] > g[0]), "{begun:?}");
     }
 
     #[test]
-    fn lanes_that_are_busy_need_no_company() {
-        let (mut judge, start) = (Judge::new(8), Instant::now());
+    fn connections_that_are_busy_need_no_company() {
+        let (mut trials, start) = (Trials::new(8), Instant::now());
         for second in 1..20u32 {
             let at = Duration::from_secs(second.into());
             let look = Look {
@@ -258,8 +267,8 @@ mod tests {
                 left: 100.0,
                 round_trip: Duration::from_millis(40),
             };
-            assert!(!judge.look(&look));
+            assert!(!trials.look(&look));
         }
-        assert_eq!(judge.working(), 1);
+        assert_eq!(trials.working(), 1);
     }
 }

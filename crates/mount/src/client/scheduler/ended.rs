@@ -1,0 +1,162 @@
+//! Requests that end without an answer: taken back, too late, or lost with the link.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use bytes::Bytes;
+use drover_device::remote::Chunks;
+
+use super::job::Job;
+use super::runs::{bytes, missing};
+use super::{Asked, EndedJob, Scheduler};
+use crate::protocol::Ask;
+
+impl<T> Scheduler<T> {
+    /// Takes back the reads of exactly this run: what comes of them is dropped.
+    pub fn forget(&mut self, run: Chunks) {
+        let is_it = |job: &Job<T>| job.chunks() == Some(run);
+        let asked = self.asked.iter().filter(|(_, asked)| is_it(&asked.job));
+        let ids: Vec<u64> = asked.map(|(id, _)| *id).collect();
+        for id in ids {
+            if let Some(asked) = self.remove(id) {
+                self.give_up(asked);
+            }
+        }
+        for queue in [&mut self.front, &mut self.back] {
+            let (gone, kept): (VecDeque<_>, VecDeque<_>) = queue.drain(..).partition(&is_it);
+            *queue = kept;
+            let bytes = bytes(self.shape, run.count);
+            for job in gone {
+                match job.is_background() {
+                    true => self.ahead -= bytes,
+                    false => self.waited -= bytes,
+                }
+            }
+        }
+    }
+
+    /// A job that is not under way any more, and the runs of a read that have not come.
+    pub(super) fn give_up(&mut self, asked: Asked<T>) -> EndedJob<T> {
+        let runs = asked.missing();
+        let bytes = bytes(self.shape, asked.left);
+        *self.counter(asked.job.is_background()) -= bytes;
+        (asked.job, runs)
+    }
+
+    /// The link is lost. What can be asked again waits for the next; returned is what cannot.
+    pub fn link_down(&mut self) -> Vec<Job<T>>
+    where
+        T: Default,
+    {
+        self.group.close();
+        self.plan.link_down();
+        let mut ids: Vec<u64> = self.asked.keys().copied().collect();
+        // In the order in which they were asked, before what was never sent.
+        ids.sort_unstable_by(|a, b| b.cmp(a));
+        let mut lost = Vec::new();
+        for id in ids {
+            let Some(asked) = self.asked.remove(&id) else {
+                continue;
+            };
+            if !asked.job.survives() {
+                lost.push(asked.job);
+                continue;
+            }
+            let queue = if asked.job.is_background() {
+                &mut self.back
+            } else {
+                &mut self.front
+            };
+            let runs = asked.missing();
+            match asked.job.ask {
+                Ask::Read { background, .. } => {
+                    for run in runs.into_iter().rev() {
+                        queue.push_front(Job {
+                            ask: Ask::Read {
+                                id: 0,
+                                first: run.first,
+                                count: run.count,
+                                background,
+                            },
+                            body: Bytes::new(),
+                            deadline: asked.job.deadline,
+                            again: asked.job.again,
+                            to: T::default(),
+                        });
+                    }
+                }
+                _ => queue.push_front(asked.job),
+            }
+        }
+        let (kept, gone) = self.front.drain(..).partition(Job::survives);
+        self.front = kept;
+        lost.extend(gone);
+        lost
+    }
+
+    /// What has waited too long, with the runs of reads that have not come. The second is whether any of it was with the
+    /// site.
+    pub fn expire(&mut self, now: Duration) -> (Vec<EndedJob<T>>, bool) {
+        let late = |deadline: Duration| deadline <= now;
+        let mut out = Vec::new();
+        let ids: Vec<u64> = self
+            .asked
+            .iter()
+            .filter(|(_, asked)| late(asked.job.deadline))
+            .map(|(id, _)| *id)
+            .collect();
+        let stalled = !ids.is_empty();
+        for id in ids {
+            if let Some(asked) = self.remove(id) {
+                out.push(self.give_up(asked));
+            }
+        }
+        for background in [false, true] {
+            let queue = if background {
+                &mut self.back
+            } else {
+                &mut self.front
+            };
+            let (gone, kept): (VecDeque<_>, VecDeque<_>) =
+                queue.drain(..).partition(|job| late(job.deadline));
+            *queue = kept;
+            for job in gone {
+                out.push(self.unsent(job));
+            }
+        }
+        (out, stalled)
+    }
+
+    /// A part of an epoch was answered: those behind it on a slow link are given up at `deadline` at the earliest.
+    pub fn pushed(&mut self, deadline: Duration) {
+        let asked = self.asked.values_mut().map(|asked| &mut asked.job);
+        for job in asked.chain(&mut self.front) {
+            if matches!(job.ask, Ask::Write { .. } | Ask::Zero { .. }) {
+                job.deadline = job.deadline.max(deadline);
+            }
+        }
+    }
+
+    /// Everything, because nothing will be answered any more.
+    pub fn take_all(&mut self) -> Vec<EndedJob<T>> {
+        self.expire(Duration::MAX).0
+    }
+
+    fn unsent(&mut self, job: Job<T>) -> EndedJob<T> {
+        let runs: Vec<Chunks> = job.chunks().into_iter().collect();
+        for run in &runs {
+            let bytes = bytes(self.shape, run.count);
+            *self.counter(job.is_background()) -= bytes;
+        }
+        (job, runs)
+    }
+}
+
+impl<T> Asked<T> {
+    /// Runs of a read that have not come.
+    fn missing(&self) -> Vec<Chunks> {
+        self.job
+            .chunks()
+            .map_or_else(Vec::new, |run| missing(run, &self.come))
+    }
+}
