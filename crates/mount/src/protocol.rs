@@ -33,13 +33,17 @@
 //! The bytes are in `docs/format/mount-wire.md`.
 
 mod message;
+mod refusal;
 
-use drover_core::{DeviceError, Digest, ImageName};
+use std::time::Duration;
+
+use drover_core::{Digest, ImageName};
 use drover_device::remote::Shape;
-use drover_net::{Code, Refusal, request};
+use drover_net::{Code, KeepAlive, Refusal, request};
 use serde::{Deserialize, Serialize};
 
 pub use message::{Message, Piece, decode_message, encode_message, pieces};
+pub use refusal::{device_error, refusal_of};
 
 /// The smallest chunk, in bytes.
 pub const MIN_CHUNK: u32 = 4 << 10;
@@ -91,6 +95,13 @@ pub const MAX_ASKED_BYTES: usize = 32 << 20;
 
 /// The longest name or note of a mount, in bytes.
 pub const MAX_NAME: usize = 200;
+
+/// How often a lane says that it is there, and how long silence is borne.
+pub const KEEP_ALIVE: KeepAlive = KeepAlive {
+    ping_every: Duration::from_secs(5),
+    dead_after: Duration::from_secs(30),
+    stalled_after: Duration::from_secs(30),
+};
 
 /// Frame kinds.
 pub mod kind {
@@ -557,47 +568,6 @@ impl Answer {
             | Answer::Error { id, .. } => id,
         }
     }
-}
-
-/// The error that a request gets at the mount.
-#[must_use]
-pub fn device_error(refusal: Refusal, offset: u64, length: u64, size: u64) -> DeviceError {
-    let message = refusal.message;
-    match refusal.code {
-        Code::OutOfRange => DeviceError::OutOfRange {
-            offset,
-            length,
-            size,
-        },
-        Code::ReadOnly => DeviceError::ReadOnly,
-        Code::Unsupported => DeviceError::Unsupported(message.into()),
-        Code::NoSpace => DeviceError::NoSpace(message),
-        Code::Corrupt => DeviceError::Corrupt(message),
-        Code::Unavailable | Code::Busy | Code::OutOfOrder => DeviceError::Unavailable(message),
-        _ => DeviceError::Io(std::sync::Arc::new(std::io::Error::other(message))),
-    }
-}
-
-/// What the other side is told of an error of a device.
-#[must_use]
-pub fn refusal_of(error: DeviceError) -> Refusal {
-    let code = match &error {
-        DeviceError::OutOfRange { .. } => Code::OutOfRange,
-        DeviceError::Unaligned { .. } => Code::Protocol,
-        DeviceError::ReadOnly => Code::ReadOnly,
-        DeviceError::Unsupported(_) => Code::Unsupported,
-        DeviceError::NoSpace(_) => Code::NoSpace,
-        DeviceError::Unavailable(_) | DeviceError::Closed => Code::Unavailable,
-        DeviceError::Corrupt(_) => Code::Corrupt,
-        DeviceError::Io(_) => Code::Io,
-    };
-    let message = match error {
-        // The other side says what it is about.
-        DeviceError::NoSpace(what) => what,
-        DeviceError::Unsupported(what) => what.into_owned(),
-        error => error.to_string(),
-    };
-    Refusal::new(code, message)
 }
 
 #[cfg(test)]

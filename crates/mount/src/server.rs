@@ -39,7 +39,6 @@ use image::Image;
 use lane::{Lane, Parts, Shared};
 use lease::{Desk, Who};
 
-pub(crate) use lane::KEEP_ALIVE;
 use pool::Pool;
 
 /// Lanes of all mounts of a site at most.

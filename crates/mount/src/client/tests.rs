@@ -1,7 +1,7 @@
 use drover_core::ImageName;
 
-use super::*;
-use crate::protocol::Access;
+use super::options::{COMMIT_LIMIT, GIVE_UP, Options};
+use crate::protocol::{Access, Ask};
 
 #[test]
 fn a_commit_has_as_long_as_other_requests_and_longer() {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_device::remote::Shape;
 use drover_net::group::{self, Flow};
-use drover_net::{Code, FrameReader, FrameWriter, KeepAlive, PeerKey, Refusal};
+use drover_net::{Code, FrameReader, FrameWriter, PeerKey, Refusal};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::timeout;
@@ -39,13 +39,6 @@ const KERNEL_WAIT: Duration = Duration::from_millis(3);
 
 /// How long a lane's last word may wait for the link.
 const LAST_WORD: Duration = Duration::from_millis(100);
-
-/// How often a lane says that it is there, and how long silence is borne.
-pub const KEEP_ALIVE: KeepAlive = KeepAlive {
-    ping_every: Duration::from_secs(5),
-    dead_after: Duration::from_secs(30),
-    stalled_after: Duration::from_secs(30),
-};
 
 /// A request's bytes, and the room that they take.
 struct Held {
