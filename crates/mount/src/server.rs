@@ -1,17 +1,22 @@
 //! A site's side: images served as devices to mounts.
 
+mod blocking;
 mod changes;
-pub(crate) mod counters;
+mod counters;
 mod image;
 mod lane;
 mod lease;
+mod leases;
+mod open_images;
+mod overlays;
 mod pool;
 pub(crate) mod queue;
 mod settler;
+pub(crate) mod unit;
 mod work;
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -26,19 +31,21 @@ use tracing::{debug, info};
 
 use crate::MountError;
 use crate::protocol::{
-    Access, Identity, LaneKind, MAX_LANES, MAX_MOUNT_FRAME, MountId, Open, Opened, check_shape,
+    Access, Identity, KEEP_ALIVE, LaneKind, MAX_LANES, MAX_MOUNT_FRAME, MountId, Open, Opened,
+    check_shape,
 };
 
 pub use changes::{Changes, Claim, View, changes_of, changes_on_disk};
 pub use counters::Counted;
 pub use image::{Base, Images};
 pub use lease::{Holder, MERGE_NOTE, READER_GRACE};
+pub use leases::{Leased, lease_on_disk};
 
+use blocking::blocking;
 use counters::Counters;
 use image::Image;
 use lane::{Lane, Parts, Shared};
-use lease::{Desk, Who};
-
+use lease::Who;
 use pool::Pool;
 
 /// Lanes of all mounts of a site at most.
@@ -53,10 +60,6 @@ const MAX_SITE_BODIES: usize = 256 << 20;
 /// How long a lane waits for its mount's front lane.
 const FRONT_WAIT: Duration = Duration::from_secs(10);
 
-/// How often is looked for images of which somebody lets go soon, and for how many times.
-const CLOSE_PAUSE: Duration = Duration::from_millis(50);
-const CLOSE_TRIES: u32 = 100;
-
 /// How long a refused lane's last word may take.
 const LAST_WORD: Duration = Duration::from_secs(5);
 
@@ -69,19 +72,6 @@ pub struct Config {
     /// How many threads read, hash and compress, about, at least two; one fewer do so in the background, and some more
     /// wait for disks.
     pub threads: usize,
-}
-
-/// An image that is mounted, or leased.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Leased {
-    /// Which image.
-    pub image: String,
-    /// Who may write it.
-    pub holder: Option<Holder>,
-    /// Mounts that are connected, by what their sites are called.
-    pub connected: Vec<String>,
-    /// Why it cannot be said who may write it.
-    pub problem: Option<String>,
 }
 
 /// All mounts of a site.
@@ -287,76 +277,6 @@ impl Server {
         Ok((lane, opened))
     }
 
-    /// Closes an image that is open but is not the one of that name any more. It is kept open for readers that may come
-    /// back, and they would read the bytes of one under the digest of the other.
-    async fn close_replaced(self: &Arc<Self>, name: &ImageName) -> Result<(), Refusal> {
-        if !self.state.lock().open.contains_key(name) {
-            return Ok(());
-        }
-        let (server, name) = (self.clone(), name.clone());
-        blocking(move || {
-            let door = server.door(&name);
-            let _closing = door.lock();
-            let now = server.config.images.digest(&name)?;
-            let mut state = server.state.lock();
-            let former = match state.open.get(&name) {
-                Some(image) if image.digest() != now => {
-                    // As when it is idle: an overlay has one owner, so it is not opened again beside whoever still has it.
-                    if Arc::strong_count(image) > 1 {
-                        let text = format!("{name} was replaced, and a mount still has the former");
-                        return Err(Refusal::new(Code::Unavailable, text));
-                    }
-                    state.open.remove(&name)
-                }
-                _ => None,
-            };
-            drop(state);
-            drop(former);
-            Ok(())
-        })
-        .await
-    }
-
-    /// What is held while an image is opened or closed.
-    fn door(&self, name: &ImageName) -> Arc<Mutex<()>> {
-        let mut doors = self.doors.lock();
-        if let Some(door) = doors.get(name).and_then(Weak::upgrade) {
-            return door;
-        }
-        doors.retain(|_, door| door.strong_count() > 0);
-        let door = Arc::default();
-        doors.insert(name.clone(), Arc::downgrade(&door));
-        door
-    }
-
-    /// The image, opened if no mount has it open.
-    async fn image(self: &Arc<Self>, name: &ImageName) -> Result<Arc<Image>, Refusal> {
-        if let Some(image) = self.state.lock().open.get(name) {
-            return Ok(image.clone());
-        }
-        let (server, wanted) = (self.clone(), name.clone());
-        blocking(move || server.open_image(&wanted)).await
-    }
-
-    /// The image, opened if it is not. Blocks on the disk.
-    fn open_image(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
-        // One at a time: an overlay has one owner.
-        let door = self.door(name);
-        let _opening = door.lock();
-        self.open_image_now(name)
-    }
-
-    /// The same for who holds its door.
-    fn open_image_now(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
-        if let Some(image) = self.state.lock().open.get(name) {
-            return Ok(image.clone());
-        }
-        let config = &self.config;
-        let image = Arc::new(Image::open(name, &config.images, &config.state)?);
-        self.state.lock().open.insert(name.clone(), image.clone());
-        Ok(image)
-    }
-
     async fn admit(
         self: &Arc<Self>,
         image: &Arc<Image>,
@@ -519,58 +439,6 @@ impl Server {
         }
     }
 
-    /// Closes images that nobody has mounted any more, and waits for that of one of them: each may take as long as its disk
-    /// does.
-    async fn tidy(self: &Arc<Self>, awaited: Option<ImageName>) {
-        let now = self.started.elapsed();
-        let (idle, more) = self.idle(now);
-        for name in idle {
-            let server = self.clone();
-            let wait = awaited.as_ref() == Some(&name);
-            let closing = tokio::task::spawn_blocking(move || server.close_idle(&name, now));
-            if wait {
-                // Fails only when the runtime ends.
-                let _ = closing.await;
-            }
-        }
-        if more && !self.tidying.swap(true, Ordering::AcqRel) {
-            tokio::spawn(tidy_on(Arc::downgrade(self)));
-        }
-    }
-
-    /// Images that can be closed, and whether there are more that nobody has mounted: a thread that has done the last
-    /// thing for a mount lets go of its image a little later.
-    fn idle(&self, now: Duration) -> (Vec<ImageName>, bool) {
-        let state = self.state.lock();
-        let is_mounted = |image: &Arc<Image>| {
-            let mut mounts = state.mounts.values();
-            mounts.any(|mount| Arc::ptr_eq(&mount.image, image))
-        };
-        let (mut idle, mut more) = (Vec::new(), false);
-        for (name, image) in &state.open {
-            match is_free(image, now) {
-                true => idle.push(name.clone()),
-                false => more |= image.is_idle(now) && !is_mounted(image),
-            }
-        }
-        (idle, more)
-    }
-
-    /// Closes an image if nobody has come for it. Whoever comes now waits, and opens it anew.
-    fn close_idle(&self, name: &ImageName, now: Duration) {
-        let door = self.door(name);
-        let _closing = door.lock();
-        let image = {
-            let mut state = self.state.lock();
-            // Whoever has it got it under this lock, so nobody else can come by one that only we have.
-            match state.open.get(name) {
-                Some(image) if is_free(image, now) => state.open.remove(name),
-                _ => None,
-            }
-        };
-        drop(image);
-    }
-
     /// What is open, and what was done. Waits for no disk.
     #[must_use]
     pub fn counted(&self) -> Counted {
@@ -585,156 +453,6 @@ impl Server {
         }
         now.images = state.open.len() as u64;
         now
-    }
-
-    /// The writers' leases of all images that were ever mounted, and who is connected. Blocks on the disk.
-    ///
-    /// # Errors
-    /// [`MountError::State`] when the site's state cannot be read.
-    pub fn leases(&self) -> Result<Vec<Leased>, MountError> {
-        let directory = self.config.state.join("overlays");
-        let mut names = std::collections::BTreeSet::new();
-        names.extend(
-            self.state
-                .lock()
-                .mounts
-                .values()
-                .map(|m| m.image.name().clone()),
-        );
-        match std::fs::read_dir(&directory) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-            Err(e) => return Err(state_error(&directory, e.to_string())),
-            Ok(entries) => {
-                for entry in entries.flatten() {
-                    let name = entry.file_name().into_string().ok();
-                    names.extend(name.and_then(|name| ImageName::new(name).ok()));
-                }
-            }
-        }
-        let mut out = Vec::new();
-        for name in names {
-            match self.leased(&name) {
-                Ok(leased) => out.extend(leased),
-                // One that cannot be read hides none of the others.
-                Err(error) => out.push(Leased {
-                    image: name.to_string(),
-                    holder: None,
-                    connected: self.connected(&name),
-                    problem: Some(error.to_string()),
-                }),
-            }
-        }
-        Ok(out)
-    }
-
-    /// Who has an image mounted, or may still write it; none when nobody does. Blocks on the disk.
-    ///
-    /// # Errors
-    /// [`MountError::Refused`] when the lease is damaged, [`MountError::State`] when it cannot be read.
-    pub fn leased(&self, name: &ImageName) -> Result<Option<Leased>, MountError> {
-        let holder = lease_on_disk(&self.config.state, name)?;
-        let leased = Leased {
-            connected: self.connected(name),
-            holder,
-            image: name.as_str().to_owned(),
-            problem: None,
-        };
-        Ok(Some(leased).filter(|l| l.holder.is_some() || !l.connected.is_empty()))
-    }
-
-    /// The mounts of an image that are connected, by what their sites are called.
-    fn connected(&self, name: &ImageName) -> Vec<String> {
-        let state = self.state.lock();
-        let here = state.mounts.values().filter(|m| m.image.name() == name);
-        here.map(|m| m.peer_name.clone()).collect()
-    }
-
-    /// Puts a new lease in the place of one whose file is damaged, which is kept beside it: then nobody may write the
-    /// image until a mount asks. Says whether there was one. Blocks on the disk.
-    ///
-    /// # Errors
-    /// [`MountError::Refused`]: a disk that does not take it.
-    pub fn replace_damaged_lease(&self, name: &ImageName) -> Result<bool, MountError> {
-        // Nobody opens it meanwhile.
-        let door = self.door(name);
-        let _opening = door.lock();
-        let directory = self.config.state.join("overlays").join(name.as_str());
-        let open = self.state.lock().open.get(name).cloned();
-        let Some(image) = open else {
-            return Desk::replace_damaged(&directory).map_err(MountError::Refused);
-        };
-        let is_damaged = lease_on_disk(&self.config.state, name).is_err();
-        if is_damaged {
-            // Who has it open knows what was in it.
-            image.store_lease().map_err(MountError::Refused)?;
-        }
-        Ok(is_damaged)
-    }
-
-    /// Takes the writer's lease of an image away from whoever has it; none when nobody does. What that mount has not
-    /// written back stays in its cache; it is told.
-    ///
-    /// # Errors
-    /// [`MountError::Refused`]: no such image, or a disk that does not take it.
-    pub async fn break_lease(
-        self: &Arc<Self>,
-        name: &ImageName,
-    ) -> Result<Option<Holder>, MountError> {
-        let (server, name) = (self.clone(), name.clone());
-        let broken = blocking(move || {
-            // Nobody opens it meanwhile.
-            let door = server.door(&name);
-            let _opening = door.lock();
-            let open = server.state.lock().open.get(&name).cloned();
-            let holder = match &open {
-                Some(image) => image.break_lease(),
-                // It need not be one that can be opened: that may be why nobody can use the lease.
-                None => {
-                    let directory = server.config.state.join("overlays").join(name.as_str());
-                    Desk::open(name, directory)?.break_lease()
-                }
-            };
-            Ok((holder?, open))
-        });
-        let (holder, image) = broken.await.map_err(MountError::Refused)?;
-        let Some(holder) = holder else {
-            return Ok(None);
-        };
-        self.counters.lease_broken();
-        let key = (PeerKey(holder.peer), holder.mount);
-        let lanes = {
-            let state = self.state.lock();
-            state
-                .mounts
-                .get(&key)
-                .map(|m| m.lanes.clone())
-                .unwrap_or_default()
-        };
-        for lane in lanes {
-            let refusal = Refusal::new(Code::Lost, lease::broken(lane.image.name().as_str()));
-            lane.end(refusal).await;
-        }
-        // One that nobody has open forgets what was staged when it is opened for the next writer.
-        if let Some(image) = image {
-            blocking(move || image.abandon_unheld())
-                .await
-                .map_err(MountError::Refused)?;
-        }
-        Ok(Some(holder))
-    }
-}
-
-/// Who may write an image, by what is written down in a site's state (see [`Config::state`]): also when no server runs.
-///
-/// # Errors
-/// [`MountError::Refused`] when it is damaged, [`MountError::State`] when it cannot be read.
-pub fn lease_on_disk(state: &Path, name: &ImageName) -> Result<Option<Holder>, MountError> {
-    let directory = state.join("overlays").join(name.as_str());
-    match Desk::open(name.clone(), directory.clone()) {
-        Ok(desk) => Ok(desk.holder().cloned()),
-        // It says how to go on.
-        Err(refusal) if refusal.code == Code::Corrupt => Err(MountError::Refused(refusal)),
-        Err(refusal) => Err(state_error(&directory, refusal.message)),
     }
 }
 
@@ -755,51 +473,6 @@ impl Service for Lanes {
     }
 }
 
-/// Closes images of which somebody lets go soon.
-async fn tidy_on(server: Weak<Server>) {
-    for _ in 0..CLOSE_TRIES {
-        tokio::time::sleep(CLOSE_PAUSE).await;
-        let Some(server) = server.upgrade() else {
-            return;
-        };
-        let now = server.started.elapsed();
-        let (idle, more) = server.idle(now);
-        for name in idle {
-            let server = server.clone();
-            drop(tokio::task::spawn_blocking(move || {
-                server.close_idle(&name, now);
-            }));
-        }
-        if !more {
-            break;
-        }
-    }
-    if let Some(server) = server.upgrade() {
-        server.tidying.store(false, Ordering::Release);
-    }
-}
-
-/// Whether only the server has an image, and nobody is expected back.
-fn is_free(image: &Arc<Image>, now: Duration) -> bool {
-    Arc::strong_count(image) == 1 && image.is_idle(now)
-}
-
 fn no_front() -> Refusal {
     Refusal::new(Code::Unavailable, "the mount's front lane is not open")
-}
-
-fn state_error(path: &Path, reason: String) -> MountError {
-    MountError::State {
-        path: path.to_owned(),
-        reason,
-    }
-}
-
-/// Does what may wait for a disk where it may.
-async fn blocking<T: Send + 'static>(
-    what: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
-) -> Result<T, Refusal> {
-    tokio::task::spawn_blocking(what)
-        .await
-        .unwrap_or_else(|e| Err(Refusal::new(Code::Io, e.to_string())))
 }

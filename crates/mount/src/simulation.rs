@@ -11,15 +11,17 @@ use drover_net::group::{self, Flow};
 
 use crate::client::scheduler::{ChunksAnswer, Job, Scheduler, split};
 use crate::protocol::{Ask, LaneKind, MAX_READ, MAX_UNIT};
-use crate::server::queue::{Queue, Unit};
+use crate::server::queue::Queue;
+use crate::server::unit::Unit;
 
 mod near;
 mod push;
 #[cfg(test)]
 mod tests;
+mod writes;
 
 use near::{Disk, Near};
-use push::{Pushing, Writes};
+use writes::{Pushing, Writes};
 
 /// Front, two back lanes and, where something is pushed, one for that.
 const LANES: usize = 4;

@@ -1,7 +1,7 @@
 use bytes::Bytes;
-use proptest::prelude::*;
-
+use drover_core::DeviceError;
 use drover_net::{decode, encode};
+use proptest::prelude::*;
 
 use super::*;
 

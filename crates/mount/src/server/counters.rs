@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use serde::{Deserialize, Serialize};
 
-use super::queue::Unit;
+use super::unit::Effect;
 use super::work::Made;
 use crate::protocol::{Answer, Ask};
 
@@ -79,34 +79,6 @@ pub struct Counted {
     pub refused: Vec<(String, u64)>,
     /// Requests that failed, by reason.
     pub failed: Vec<(String, u64)>,
-}
-
-/// What is to be counted of a unit of work once it is done.
-#[derive(Clone, Copy, Debug)]
-pub struct Effect {
-    read: u64,
-    written: u64,
-}
-
-impl Effect {
-    /// Of a unit, on a device with chunks of so many bytes.
-    pub fn of(unit: &Unit, chunk: u32) -> Self {
-        let (mut read, mut written) = (0, 0);
-        match unit {
-            Unit::Read { count, .. } => read = u64::from(*count) * u64::from(chunk),
-            Unit::Other(Ask::DirectRead { length, .. }, _) => read = u64::from(*length),
-            Unit::Other(Ask::Write { length, .. } | Ask::DirectWrite { length, .. }, _) => {
-                written = u64::from(*length);
-            }
-            Unit::Other(..) => {}
-        }
-        Self { read, written }
-    }
-
-    /// Bytes that its answer takes until it has left, about.
-    pub fn weight(self) -> u64 {
-        self.read
-    }
 }
 
 impl Counters {

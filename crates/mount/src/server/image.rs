@@ -12,9 +12,9 @@ use drover_net::{Code, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
 use parking_lot::{Mutex, MutexGuard};
 
-use super::changes;
 use super::lease::{Desk, Holder, Who};
-use super::settler::Settler;
+use super::overlays::{finish_discarding, refuse};
+use super::settler::{Runs, Settler};
 use crate::MountError;
 use crate::protocol::{Access, Identity, MAX_RUNS, MountId, refusal_of};
 
@@ -83,10 +83,6 @@ fn boot() -> [u8; 16] {
     })
 }
 
-pub(super) fn refuse(e: OverlayError) -> Refusal {
-    refusal_of(e.into())
-}
-
 impl Image {
     /// Opens an image and what was written over it.
     ///
@@ -125,7 +121,7 @@ impl Image {
     /// What was dropped when a crash came is dropped before anybody writes anew.
     fn finish_discarding(&self) -> Result<(), Refusal> {
         match HostDirectory::open(&self.directory) {
-            Ok(directory) => changes::finish_discarding(&directory, &mut self.desk.lock()),
+            Ok(directory) => finish_discarding(&directory, &mut self.desk.lock()),
             Err(e) => {
                 let text = format!("cannot open {}: {e}", self.directory.display());
                 Err(Refusal::new(Code::Io, text))
@@ -397,11 +393,6 @@ impl Image {
         Ok(())
     }
 
-    /// Who copies its epochs.
-    pub(super) fn settler(&self) -> &Settler {
-        &self.settler
-    }
-
     /// Copies the epoch that was committed last into its place; nobody need wait for it. When it fails it is tried again
     /// before the next change.
     pub fn settle(&self) {
@@ -468,6 +459,32 @@ impl Image {
             return Err(Refusal::new(Code::OutOfOrder, text));
         }
         Ok(device)
+    }
+
+    /// Copies what was committed into its place, on a thread of its own: the answer is on its way already, and a thread of
+    /// the pool would be kept from the mount's next epoch. There is one such thread of an image at most.
+    pub fn settle_aside(self: &Arc<Self>) {
+        if !self.settler.begin() {
+            return;
+        }
+        let image = Arc::clone(self);
+        let settle = move || {
+            let runs = Runs(&image.settler);
+            while runs.0.next() {
+                image.settle();
+            }
+        };
+        let thread = std::thread::Builder::new().name("mount-settle".into());
+        if let Err(error) = thread.spawn(settle) {
+            // It is done before the next commit.
+            tracing::warn!(%error, image = %self.name(), "an epoch waits to be copied into its overlay");
+            self.settler.ended();
+        }
+    }
+
+    /// Waits until no thread copies what was committed; at once when somebody else does so already. Cancel safe.
+    pub async fn settled(&self) {
+        self.settler.wait().await;
     }
 }
 

@@ -12,14 +12,16 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::timeout;
 
-use super::counters::{Counters, Effect};
+use super::counters::Counters;
 use super::image::Image;
 use super::pool::{Pool, Tools};
-use super::queue::{Queue, Unit};
+use super::queue::Queue;
+use super::unit::{Effect, Unit};
 use super::work::{Client, Made};
 use crate::MountError;
 use crate::protocol::{
-    Access, Answer, Ask, LaneKind, MAX_UNIT, MountId, decode_message, encode_message, kind,
+    Access, Answer, Ask, KEEP_ALIVE, LaneKind, MAX_UNIT, MountId, decode_message, encode_message,
+    kind,
 };
 
 /// A background answer is this part of the window, so that a lane has several under way.

@@ -5,8 +5,7 @@ use std::collections::{HashMap, VecDeque};
 use bytes::Bytes;
 use drover_net::{Code, Refusal};
 
-use super::counters::Effect;
-use super::pool::Kind;
+use super::unit::{Effect, Unit, changes};
 use crate::protocol::{Ask, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT};
 
 /// Background units of a lane that are being worked on or wait for the link, at most.
@@ -25,55 +24,6 @@ const MAX_READY: u64 = 4 << 20;
 /// Bytes that are being read for answers of a lane before no more work is given out: as much again for those that somebody
 /// waits for.
 const MAX_WORKING: u64 = 8 << 20;
-
-/// A piece of work, small enough that what is more urgent need not wait long for it.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Unit {
-    /// Chunks of a read.
-    Read {
-        /// The read's id.
-        id: u64,
-        /// The first chunk.
-        first: u64,
-        /// How many.
-        count: u32,
-    },
-    /// Anything else, whole.
-    Other(Ask, Bytes),
-}
-
-impl Unit {
-    /// Whether it changes something, or makes changes durable.
-    pub fn changes(&self) -> bool {
-        matches!(self, Unit::Other(ask, _) if changes(ask))
-    }
-
-    /// What it is for the pool, given whether somebody waits for it.
-    pub fn kind(&self, front: bool) -> Kind {
-        match self {
-            Unit::Other(Ask::Commit { .. } | Ask::Close { .. } | Ask::DirectFlush { .. }, _) => {
-                Kind::Sync
-            }
-            Unit::Other(Ask::DirectWrite { offset, length, .. }, _) => {
-                Kind::Write(*offset, offset.saturating_add(u64::from(*length)))
-            }
-            Unit::Other(ask, _) if changes(ask) => Kind::Change,
-            _ if front => Kind::Front,
-            _ => Kind::Back,
-        }
-    }
-}
-
-fn changes(ask: &Ask) -> bool {
-    !matches!(
-        ask,
-        Ask::Read { .. }
-            | Ask::Presence { .. }
-            | Ask::Digests { .. }
-            | Ask::DirectRead { .. }
-            | Ask::DirectExtents { .. }
-    )
-}
 
 /// A lane's requests.
 #[derive(Debug, Default)]
@@ -320,6 +270,7 @@ impl Queue {
 
 #[cfg(test)]
 mod tests {
+    use super::super::pool::Kind;
     use super::*;
 
     const CHUNK: u32 = 4 << 20;

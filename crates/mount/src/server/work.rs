@@ -7,7 +7,7 @@ use drover_net::{Code, PeerKey, Refusal};
 
 use super::image::Image;
 use super::pool::Tools;
-use super::queue::Unit;
+use super::unit::Unit;
 use crate::protocol::{Access, Answer, Ask, Coding, MAX_DIGESTS, MAX_RUNS, MountId, refusal_of};
 
 /// Extents looked at for one answer about presence.
