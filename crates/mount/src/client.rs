@@ -80,7 +80,7 @@ impl Client {
             committed: AtomicU64::new(opened.identity.epoch),
             state: Mutex::new(State {
                 scheduler: Scheduler::new(opened.shape(), options.window),
-                lanes: Vec::new(),
+                connections: Vec::new(),
                 wires: Vec::new(),
                 link: Link::Down("connecting".into()),
                 ups: 0,
@@ -203,7 +203,7 @@ async fn look(inner: Weak<Inner>) {
         let now = inner.now();
         let (late, stalled) = inner.state.lock().scheduler.expire(now);
         if stalled {
-            // The lane lives, or the reader would have noticed, but no answer comes.
+            // The connection lives, or the reader would have noticed, but no answer comes.
             inner.cut_link();
         }
         for (job, runs) in late {
@@ -268,8 +268,8 @@ impl Remote for Client {
             let mut state = inner.state.lock();
             let (hurried, rest) = state.scheduler.hurry(run, deadline);
             inner.completions.hurry(run);
-            for (lane, ask) in hurried {
-                state.send(lane, ask, Bytes::new());
+            for (connection, ask) in hurried {
+                state.send(connection, ask, Bytes::new());
             }
             missing.extend(rest);
         }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use drover_net::{NetError, Refusal};
 
-/// Why a mount, or a lane of one, ended or could not begin.
+/// Why a mount, or a connection of one, ended or could not begin.
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
     /// The connection failed.

@@ -2,9 +2,9 @@
 
 mod blocking;
 mod changes;
+mod connection;
 mod counters;
 mod image;
-mod lane;
 mod lease;
 mod leases;
 mod open_images;
@@ -31,8 +31,8 @@ use tracing::{debug, info};
 
 use crate::MountError;
 use crate::protocol::{
-    Access, Identity, KEEP_ALIVE, LaneKind, MAX_LANES, MAX_MOUNT_FRAME, MountId, Open, Opened,
-    check_shape,
+    Access, ConnectionKind, Identity, KEEP_ALIVE, MAX_CONNECTIONS, MAX_MOUNT_FRAME, MountId, Open,
+    Opened, check_shape,
 };
 
 pub use changes::{Changes, Claim, View, changes_of, changes_on_disk};
@@ -42,25 +42,25 @@ pub use lease::{Holder, MERGE_NOTE, READER_GRACE};
 pub use leases::{Leased, lease_on_disk};
 
 use blocking::blocking;
+use connection::{Connection, Parts, Shared};
 use counters::Counters;
 use image::Image;
-use lane::{Lane, Parts, Shared};
 use lease::Who;
 use pool::Pool;
 
-/// Lanes of all mounts of a site at most.
-pub const MAX_SITE_LANES: usize = 512;
+/// Connections of all mounts of a site at most.
+pub const MAX_SITE_CONNECTIONS: usize = 512;
 
 /// Mounts of one peer at most.
 pub const MAX_PEER_MOUNTS: usize = 64;
 
-/// Bytes of all mounts' requests that wait or are being done, at most; then their lanes are not read on.
+/// Bytes of all mounts' requests that wait or are being done, at most; then their connections are not read on.
 const MAX_SITE_BODIES: usize = 256 << 20;
 
-/// How long a lane waits for its mount's front lane.
+/// How long a connection waits for its mount's front connection.
 const FRONT_WAIT: Duration = Duration::from_secs(10);
 
-/// How long a refused lane's last word may take.
+/// How long a refused connection's last word may take.
 const LAST_WORD: Duration = Duration::from_secs(5);
 
 /// What a server is made of.
@@ -82,13 +82,13 @@ pub struct Server {
     counters: Arc<Counters>,
     /// Room for requests' bodies, in bytes.
     bodies: Arc<Semaphore>,
-    next_lane: AtomicU64,
+    next_connection: AtomicU64,
     /// Held while an image is opened, closed, or its lease broken, each by threads that may block: one for each image
     /// that somebody is at. Before its desk, which is before `state`; no disk is waited for under that.
     doors: Mutex<HashMap<ImageName, Weak<Mutex<()>>>>,
     /// Images are about to be closed that somebody still had.
     tidying: AtomicBool,
-    /// Told when a front lane was let in.
+    /// Told when a front connection was let in.
     joined: tokio::sync::Notify,
     state: Mutex<State>,
 }
@@ -100,20 +100,20 @@ struct State {
     mounts: HashMap<(PeerKey, MountId), Mount>,
 }
 
-/// A lane that was let in.
+/// A connection that was let in.
 struct Joined {
-    lane: Arc<Lane>,
-    /// Lanes that must have ended before it may do anything.
-    earlier: Vec<Arc<Lane>>,
+    connection: Arc<Connection>,
+    /// Connections that must have ended before it may do anything.
+    earlier: Vec<Arc<Connection>>,
     /// The state that its mount is told, and whether it is the expected one.
     told: (Identity, bool),
 }
 
-/// A mount that has lanes.
+/// A mount that has connections.
 struct Mount {
     image: Arc<Image>,
     peer_name: String,
-    /// The newest link whose front lane has been let in.
+    /// The newest link whose front connection has been let in.
     link: u64,
     /// What that one was told.
     identity: Identity,
@@ -121,7 +121,7 @@ struct Mount {
     shared: Arc<Shared>,
     access: Access,
     shape: Shape,
-    lanes: Vec<Arc<Lane>>,
+    connections: Vec<Arc<Connection>>,
 }
 
 impl Server {
@@ -136,7 +136,7 @@ impl Server {
             bodies: Arc::new(Semaphore::new(MAX_SITE_BODIES)),
             config,
             started: tokio::time::Instant::now(),
-            next_lane: AtomicU64::new(1),
+            next_connection: AtomicU64::new(1),
             doors: Mutex::default(),
             tidying: AtomicBool::new(false),
             joined: tokio::sync::Notify::new(),
@@ -144,12 +144,12 @@ impl Server {
         }))
     }
 
-    /// Serves a lane that `peer` called for, until it ends.
+    /// Serves a connection that `peer` called for, until it ends.
     ///
     /// # Errors
     /// [`MountError`]: refused, a protocol that was not kept to, or a link that broke. The peer has been told, where
     /// it can be.
-    pub async fn serve_lane(
+    pub async fn serve_connection(
         self: &Arc<Self>,
         peer: Peer,
         mut call: Call,
@@ -162,7 +162,7 @@ impl Server {
             Ok(open) => self.enter(&peer, open).await,
             Err(refusal) => Err(refusal),
         };
-        let (lane, opened) = match result {
+        let (connection, opened) = match result {
             Ok(entered) => entered,
             Err(refusal) => {
                 info!(peer = %peer.name, %refusal, "mount refused");
@@ -172,7 +172,7 @@ impl Server {
                 return Err(MountError::Refused(refusal));
             }
         };
-        debug!(peer = %peer.name, image = %lane.image.name(), lane = ?lane.kind, link = lane.link, "lane open");
+        debug!(peer = %peer.name, image = %connection.image.name(), connection = ?connection.kind, link = connection.link, "connection open");
         let result = async {
             call.accept::<Open>(&opened).await?;
             call.writer.flush().await?;
@@ -182,28 +182,28 @@ impl Server {
                 stop,
                 ..
             } = &mut call;
-            lane.serve(reader, writer, stop.clone()).await
+            connection.serve(reader, writer, stop.clone()).await
         }
         .await;
-        lane.close();
-        lane.drained().await;
-        self.leave(&lane).await;
+        connection.close();
+        connection.drained().await;
+        self.leave(&connection).await;
         // What the mount has committed may be copied for long: its connection does not wait for that.
         let (_, closed) = tokio::join!(
-            self.close_after(lane),
+            self.close_after(connection),
             drover_net::close(call.reader, call.writer, LAST_WORD)
         );
         closed.ok();
         result
     }
 
-    /// Closes the image of a lane that has ended when nobody is at it any more.
-    async fn close_after(self: &Arc<Self>, lane: Arc<Lane>) {
-        if lane.access == Access::ReadWrite {
-            lane.image.settled().await;
+    /// Closes the image of a connection that has ended when nobody is at it any more.
+    async fn close_after(self: &Arc<Self>, connection: Arc<Connection>) {
+        if connection.access == Access::ReadWrite {
+            connection.image.settled().await;
         }
-        let image = lane.image.name().clone();
-        drop(lane);
+        let image = connection.image.name().clone();
+        drop(connection);
         self.tidy(Some(image)).await;
     }
 
@@ -211,13 +211,13 @@ impl Server {
         self: &Arc<Self>,
         peer: &Peer,
         open: Open,
-    ) -> Result<(Arc<Lane>, Opened), Refusal> {
-        if open.lane != LaneKind::Front {
-            // The front lane is the mount: only it takes leases.
+    ) -> Result<(Arc<Connection>, Opened), Refusal> {
+        if open.connection != ConnectionKind::Front {
+            // The front connection is the mount: only it takes leases.
             self.wait_for_front((peer.key, open.mount), open.link)
                 .await?;
         }
-        if open.lane == LaneKind::Front {
+        if open.connection == ConnectionKind::Front {
             self.close_replaced(&open.image).await?;
         }
         let image = self.image(&open.image).await?;
@@ -235,37 +235,37 @@ impl Server {
             link: open.link,
             note: open.note.clone(),
         };
-        let admitted = match open.lane {
-            LaneKind::Front => Some(self.admit(&image, who, &open).await?),
+        let admitted = match open.connection {
+            ConnectionKind::Front => Some(self.admit(&image, who, &open).await?),
             _ => None,
         };
         let Joined {
-            lane,
+            connection,
             earlier,
             told: (mut identity, fresh),
         } = self.join(peer, &open, image, shape, admitted)?;
         self.joined.notify_waiters();
-        let ready = lane.shared.ready.get_or_try_init(|| async {
-            // What the lanes of earlier links began must have ended: what they staged is what it is then.
-            for lane in earlier {
-                lane.close();
-                lane.drained().await;
+        let ready = connection.shared.ready.get_or_try_init(|| async {
+            // What the connections of earlier links began must have ended: what they staged is what it is then.
+            for connection in earlier {
+                connection.close();
+                connection.drained().await;
             }
-            let image = lane.image.clone();
+            let image = connection.image.clone();
             match open.access {
                 Access::ReadOnly => Ok(()),
                 Access::ReadWrite => blocking(move || image.begin_link()).await,
             }
         });
         if let Err(refusal) = ready.await {
-            self.leave(&lane).await;
+            self.leave(&connection).await;
             return Err(refusal);
         }
         if open.access == Access::ReadWrite {
             // What the mount's earlier link began may have been committed since it was let in.
-            identity.epoch = lane.image.committed();
+            identity.epoch = connection.image.committed();
         }
-        let can = lane.image.device().capabilities();
+        let can = connection.image.device().capabilities();
         let opened = Opened {
             size: shape.size,
             chunk: shape.chunk,
@@ -274,7 +274,7 @@ impl Server {
             read_only: open.access == Access::ReadOnly,
             can: [can.fast_zeroes, can.trim, can.durable, can.extents],
         };
-        Ok((lane, opened))
+        Ok((connection, opened))
     }
 
     async fn admit(
@@ -292,7 +292,7 @@ impl Server {
         .await
     }
 
-    /// Waits until the front lane of a link has been let in, as it is opened at the same time.
+    /// Waits until the front connection of a link has been let in, as it is opened at the same time.
     async fn wait_for_front(&self, key: (PeerKey, MountId), link: u64) -> Result<(), Refusal> {
         let wait = async {
             loop {
@@ -311,7 +311,7 @@ impl Server {
             .map_err(|_| no_front())
     }
 
-    /// A new lane. `admitted` is what a front lane was told.
+    /// A new connection. `admitted` is what a front connection was told.
     fn join(
         &self,
         peer: &Peer,
@@ -323,9 +323,9 @@ impl Server {
         let key = (peer.key, open.mount);
         let busy = |text: &str| Err(Refusal::new(Code::Busy, text));
         let mut state = self.state.lock();
-        let lanes: usize = state.mounts.values().map(|m| m.lanes.len()).sum();
-        if lanes >= MAX_SITE_LANES {
-            return busy("this site serves as many lanes as it can; try again later");
+        let connections: usize = state.mounts.values().map(|m| m.connections.len()).sum();
+        if connections >= MAX_SITE_CONNECTIONS {
+            return busy("this site serves as many connections as it can; try again later");
         }
         let known = state.mounts.get(&key).map(|m| (m.identity, m.fresh));
         let Some(told) = admitted.or(known) else {
@@ -345,7 +345,7 @@ impl Server {
             shared: Arc::default(),
             access: open.access,
             shape,
-            lanes: Vec::new(),
+            connections: Vec::new(),
         });
         if open.link > mount.link && admitted.is_none() {
             return Err(no_front());
@@ -355,19 +355,24 @@ impl Server {
             return Err(Refusal::new(Code::Unavailable, text));
         }
         let first = open.link > mount.link;
-        let own = mount.lanes.len();
-        let is_earlier = |lane: &&Arc<Lane>| lane.link < open.link;
-        let mut earlier: Vec<_> = mount.lanes.iter().filter(is_earlier).cloned().collect();
+        let own = mount.connections.len();
+        let is_earlier = |connection: &&Arc<Connection>| connection.link < open.link;
+        let mut earlier: Vec<_> = mount
+            .connections
+            .iter()
+            .filter(is_earlier)
+            .cloned()
+            .collect();
         let own = own - earlier.len();
         let same = Arc::ptr_eq(&mount.image, &image)
             && mount.access == open.access
             && mount.shape == shape;
         if !same && own > 0 {
-            let text = "lanes of one mount must agree on image, access and chunk";
+            let text = "connections of one mount must agree on image, access and chunk";
             return Err(Refusal::new(Code::Protocol, text));
         }
-        if own >= MAX_LANES {
-            return busy("a mount has too many lanes");
+        if own >= MAX_CONNECTIONS {
+            return busy("a mount has too many connections");
         }
         mount.link = open.link;
         (mount.identity, mount.fresh) = told;
@@ -375,11 +380,11 @@ impl Server {
         if first {
             mount.shared = Arc::default();
         }
-        let lane_image = image.clone();
-        let lane = Lane::new(Parts {
-            number: self.next_lane.fetch_add(1, Ordering::Relaxed),
+        let connection_image = image.clone();
+        let connection = Connection::new(Parts {
+            number: self.next_connection.fetch_add(1, Ordering::Relaxed),
             key,
-            kind: open.lane,
+            kind: open.connection,
             link: open.link,
             access: open.access,
             image,
@@ -389,45 +394,50 @@ impl Server {
             counters: self.counters.clone(),
             bodies: self.bodies.clone(),
         });
-        mount.lanes.push(lane.clone());
+        mount.connections.push(connection.clone());
         if open.access == Access::ReadWrite {
             // Of another writer whose lease was broken just now.
             let others = state.mounts.iter().filter(|(other, _)| **other != key);
-            let others = others.flat_map(|(_, mount)| &mount.lanes);
-            let broken = |lane: &&Arc<Lane>| {
-                lane.access == Access::ReadWrite && Arc::ptr_eq(&lane.image, &lane_image)
+            let others = others.flat_map(|(_, mount)| &mount.connections);
+            let broken = |connection: &&Arc<Connection>| {
+                connection.access == Access::ReadWrite
+                    && Arc::ptr_eq(&connection.image, &connection_image)
             };
             earlier.extend(others.filter(broken).cloned());
         }
         Ok(Joined {
-            lane,
+            connection,
             earlier,
             told,
         })
     }
 
-    async fn leave(self: &Arc<Self>, lane: &Arc<Lane>) {
+    async fn leave(self: &Arc<Self>, connection: &Arc<Connection>) {
         let last = {
             let mut state = self.state.lock();
-            let Some(mount) = state.mounts.get_mut(&lane.key) else {
+            let Some(mount) = state.mounts.get_mut(&connection.key) else {
                 return;
             };
-            mount.lanes.retain(|l| l.number != lane.number);
-            let last = mount.lanes.is_empty();
+            mount.connections.retain(|l| l.number != connection.number);
+            let last = mount.connections.is_empty();
             if last {
-                state.mounts.remove(&lane.key);
+                state.mounts.remove(&connection.key);
             }
             last
         };
         if last {
-            let (image, key, now) = (lane.image.clone(), lane.key, self.started.elapsed());
+            let (image, key, now) = (
+                connection.image.clone(),
+                connection.key,
+                self.started.elapsed(),
+            );
             let left = blocking(move || {
                 image.left(key.0, key.1, now);
                 Ok(())
             });
             // Fails only when the runtime ends.
             let _ = left.await;
-            if lane.access == Access::ReadOnly {
+            if connection.access == Access::ReadOnly {
                 let server = Arc::downgrade(self);
                 tokio::spawn(async move {
                     tokio::time::sleep(READER_GRACE + Duration::from_secs(1)).await;
@@ -449,17 +459,17 @@ impl Server {
                 Access::ReadOnly => now.readers += 1,
                 Access::ReadWrite => now.writers += 1,
             }
-            now.lanes += mount.lanes.len() as u64;
+            now.lanes += mount.connections.len() as u64;
         }
         now.images = state.open.len() as u64;
         now
     }
 }
 
-/// The lanes of mounts as a service.
-pub struct Lanes(pub Arc<Server>);
+/// The connections of mounts as a service.
+pub struct Connections(pub Arc<Server>);
 
-impl Service for Lanes {
+impl Service for Connections {
     fn id(&self) -> &'static str {
         Open::SERVICE
     }
@@ -469,10 +479,13 @@ impl Service for Lanes {
     }
 
     fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
-        Box::pin(async move { Ok(self.0.serve_lane(peer, call).await?) })
+        Box::pin(async move { Ok(self.0.serve_connection(peer, call).await?) })
     }
 }
 
 fn no_front() -> Refusal {
-    Refusal::new(Code::Unavailable, "the mount's front lane is not open")
+    Refusal::new(
+        Code::Unavailable,
+        "the mount's front connection is not open",
+    )
 }

@@ -16,7 +16,7 @@ use crate::protocol::{Answer, Ask, MAX_RUNS, decode_message, device_error, kind,
 
 impl Inner {
     /// Does with a frame what it asks for.
-    pub fn take(self: &Arc<Self>, lane: usize, frame: Frame) -> Result<(), Refusal> {
+    pub fn take(self: &Arc<Self>, connection: usize, frame: Frame) -> Result<(), Refusal> {
         if frame.kind != kind::ANSWER {
             return Err(Refusal::new(Code::Protocol, "a frame that is no answer"));
         }
@@ -52,8 +52,8 @@ impl Inner {
             }
             let mut state = self.state.lock();
             let background = state.scheduler.is_background(id);
-            state.scheduler.received(lane, wire);
-            let taken = state.scheduler.chunks(lane, &about, now)?;
+            state.scheduler.received(connection, wire);
+            let taken = state.scheduler.chunks(connection, &about, now)?;
             state.credit(now);
             if let Some(taken) = taken {
                 let task = ChunksTask {
@@ -81,10 +81,10 @@ impl Inner {
         }
         {
             let mut state = self.state.lock();
-            state.scheduler.received(lane, wire);
+            state.scheduler.received(connection, wire);
             state.credit(now);
             if let Answer::Arrived { bytes, at } = message.head {
-                state.scheduler.arrived(lane, bytes, at, now)?;
+                state.scheduler.arrived(connection, bytes, at, now)?;
                 drop(state);
                 self.issue();
                 return Ok(());
@@ -92,7 +92,7 @@ impl Inner {
         }
         if let Answer::Error { id: 0, refusal } = message.head {
             if !refusal.retry {
-                // Said about the lane: nothing of the mount will be served any more.
+                // Said about the connection: nothing of the mount will be served any more.
                 let error = device_error(refusal.tidy(), 0, 0, self.opened.size);
                 self.end(error);
                 return Ok(());
@@ -101,7 +101,7 @@ impl Inner {
         }
         let ended = {
             let mut state = self.state.lock();
-            let ended = state.scheduler.end(lane, message.head.id(), now)?;
+            let ended = state.scheduler.end(connection, message.head.id(), now)?;
             if let Some((job, _)) = &ended
                 && matches!(job.ask, Ask::Write { .. } | Ask::Zero { .. })
             {

@@ -76,8 +76,8 @@ pub struct Inner {
 /// What changes together.
 pub struct State {
     pub scheduler: Scheduler<Reply>,
-    /// Ways to the writers of the lanes.
-    pub lanes: Vec<Option<mpsc::UnboundedSender<(Ask, Bytes)>>>,
+    /// Ways to the writers of the connections.
+    pub connections: Vec<Option<mpsc::UnboundedSender<(Ask, Bytes)>>>,
     pub wires: Vec<Arc<WireCounters>>,
     pub link: Link,
     /// How often the link came up.
@@ -159,8 +159,8 @@ impl Inner {
     pub fn issue(&self) {
         let now = self.now();
         let mut state = self.state.lock();
-        while let Some((lane, ask, body)) = state.scheduler.select(now) {
-            state.send(lane, ask, body);
+        while let Some((connection, ask, body)) = state.scheduler.select(now) {
+            state.send(connection, ask, body);
         }
         let waits = state.scheduler.select_at().is_some();
         drop(state);
@@ -259,7 +259,7 @@ impl Inner {
                 state.link = Link::Gone(error.clone());
                 self.tell_link(&state);
             }
-            state.lanes.clear();
+            state.connections.clear();
             state.scheduler.take_all()
         };
         for (job, runs) in all {
@@ -286,14 +286,14 @@ impl Inner {
 impl State {
     /// Tells the site what has arrived.
     pub fn credit(&mut self, now: Duration) {
-        for (lane, credit) in self.scheduler.credits(now) {
-            self.send(lane, credit.into(), Bytes::new());
+        for (connection, credit) in self.scheduler.credits(now) {
+            self.send(connection, credit.into(), Bytes::new());
         }
     }
 
-    pub fn send(&mut self, lane: usize, ask: Ask, body: Bytes) {
-        if let Some(Some(way)) = self.lanes.get(lane) {
-            // A lane that has ended is noticed by its task, which takes back what was asked.
+    pub fn send(&mut self, connection: usize, ask: Ask, body: Bytes) {
+        if let Some(Some(way)) = self.connections.get(connection) {
+            // A connection that has ended is noticed by its task, which takes back what was asked.
             let _ = way.send((ask, body));
         }
     }

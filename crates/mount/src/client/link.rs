@@ -15,7 +15,7 @@ use tracing::info;
 use super::connector::{Connected, Connector};
 use super::early::Early;
 use super::inner::{CLOSE_WAIT, Inner, Reply, State};
-use super::open::{First, Joining, Lane, PAUSES, attempt, next_link};
+use super::open::{First, Joining, OpenConnection, PAUSES, attempt, next_link};
 use super::scheduler::Job;
 use crate::MountError;
 use crate::protocol::{
@@ -33,7 +33,7 @@ enum Ended {
     Gone(DeviceError),
 }
 
-/// A link that is up: lanes that run, and lanes that are still being opened.
+/// A link that is up: connections that run, and connections that are still being opened.
 pub struct Up {
     link: u64,
     joining: Joining,
@@ -41,16 +41,16 @@ pub struct Up {
 }
 
 impl Up {
-    /// The front lane is open: that is the link.
+    /// The front connection is open: that is the link.
     fn begin(
         inner: &Arc<Inner>,
         link: u64,
-        front: Lane,
+        front: OpenConnection,
         joining: Joining,
         asked: Vec<Ask>,
     ) -> Self {
         let mut running = JoinSet::new();
-        inner.lane_up(front, asked, &mut running);
+        inner.connection_up(front, asked, &mut running);
         inner.up();
         Self {
             link,
@@ -136,11 +136,11 @@ async fn serve(inner: &Arc<Inner>, up: Up) -> Ended {
     loop {
         tokio::select! {
             Some(joined) = joining.join_next() => match joined {
-                Ok(Ok(lane)) => {
-                    if let Err(error) = inner.same_image(&lane.opened, false) {
+                Ok(Ok(connection)) => {
+                    if let Err(error) = inner.same_image(&connection.opened, false) {
                         return Ended::Gone(error);
                     }
-                    inner.lane_up(lane, Vec::new(), &mut running);
+                    inner.connection_up(connection, Vec::new(), &mut running);
                     inner.issue_soon();
                 }
                 Ok(Err(error)) if error.fatal => {
@@ -170,8 +170,8 @@ async fn serve(inner: &Arc<Inner>, up: Up) -> Ended {
 }
 
 impl Inner {
-    /// Whether what a lane opened is what was mounted.
-    fn same_image(&self, opened: &Opened, first_lane: bool) -> Result<(), DeviceError> {
+    /// Whether what a connection opened is what was mounted.
+    fn same_image(&self, opened: &Opened, first_connection: bool) -> Result<(), DeviceError> {
         let (ours, theirs) = (&self.opened, opened);
         let image = self.options.image.as_str();
         let gone = |text: String| Err(DeviceError::Io(Arc::new(std::io::Error::other(text))));
@@ -189,12 +189,12 @@ impl Inner {
             Access::ReadWrite if before.edition != now.edition => gone(format!(
                 "{image} was written by another mount meanwhile; unmount it and mount it anew"
             )),
-            Access::ReadWrite if first_lane && now.epoch < known => gone(format!(
+            Access::ReadWrite if first_connection && now.epoch < known => gone(format!(
                 "{image} is at epoch {} at the site, which had confirmed epoch {known}: it has lost writes",
                 now.epoch
             )),
             _ => {
-                if first_lane {
+                if first_connection {
                     self.committed.fetch_max(now.epoch, Ordering::AcqRel);
                 }
                 Ok(())
@@ -204,15 +204,15 @@ impl Inner {
 
     /// Gives back what the site granted over another image than the one that was mounted: nothing of this mount can be
     /// pushed there.
-    async fn give_back(&self, lane: Lane) {
-        if lane.opened.identity.digest == self.opened.identity.digest {
+    async fn give_back(&self, connection: OpenConnection) {
+        if connection.opened.identity.digest == self.opened.identity.digest {
             return;
         }
         let Connected {
             mut reader,
             mut writer,
             ..
-        } = lane.connected;
+        } = connection.connected;
         let told = async {
             let close = encode_message(&Ask::Close { id: 1 });
             writer.send(kind::ASK, &close).await.ok()?;
@@ -226,25 +226,34 @@ impl Inner {
         }
     }
 
-    /// A lane is up, on which `asked` was sent with its open.
-    fn lane_up(self: &Arc<Self>, lane: Lane, asked: Vec<Ask>, running: &mut JoinSet<MountError>) {
+    /// A connection is up, on which `asked` was sent with its open.
+    fn connection_up(
+        self: &Arc<Self>,
+        connection: OpenConnection,
+        asked: Vec<Ask>,
+        running: &mut JoinSet<MountError>,
+    ) {
         let (way, asks) = mpsc::unbounded_channel();
         let mut state = self.state.lock();
-        let credit = state.scheduler.lane_up(lane.number, lane.kind);
-        self.note_early(&mut state, lane.number, asked);
-        if state.lanes.len() <= lane.number {
-            state.lanes.resize_with(lane.number + 1, || None);
+        let credit = state
+            .scheduler
+            .connection_up(connection.number, connection.kind);
+        self.note_early(&mut state, connection.number, asked);
+        if state.connections.len() <= connection.number {
+            state
+                .connections
+                .resize_with(connection.number + 1, || None);
         }
-        state.lanes[lane.number] = Some(way);
-        state.send(lane.number, credit.into(), Bytes::new());
-        state.wires.push(lane.connected.wire.clone());
+        state.connections[connection.number] = Some(way);
+        state.send(connection.number, credit.into(), Bytes::new());
+        state.wires.push(connection.connected.wire.clone());
         drop(state);
         let inner = self.clone();
-        running.spawn(async move { inner.run_lane(lane, asks).await });
+        running.spawn(async move { inner.run_connection(connection, asks).await });
     }
 
     /// Writes down what was asked with the open. What lies outside the device is answered with an error that nobody hears.
-    fn note_early(&self, state: &mut State, lane: usize, asked: Vec<Ask>) {
+    fn note_early(&self, state: &mut State, connection: usize, asked: Vec<Ask>) {
         let deadline = self.now() + self.options.give_up;
         let mut early = Vec::new();
         for ask in asked {
@@ -263,7 +272,7 @@ impl Inner {
                 again: false,
                 to: Reply::Chunks,
             };
-            state.scheduler.was_asked(lane, id, job);
+            state.scheduler.was_asked(connection, id, job);
         }
         if !early.is_empty() {
             *self.early.lock() = Early::new(early);
@@ -296,7 +305,7 @@ impl Inner {
             info!(image = %self.options.image, why, "the link is down");
             self.tell_link(&state);
         }
-        state.lanes.clear();
+        state.connections.clear();
         for wire in std::mem::take(&mut state.wires) {
             self.received.fetch_add(wire.received(), Ordering::Relaxed);
             self.sent.fetch_add(wire.sent(), Ordering::Relaxed);
@@ -310,17 +319,17 @@ impl Inner {
         }
     }
 
-    async fn run_lane(
+    async fn run_connection(
         self: Arc<Self>,
-        lane: Lane,
+        connection: OpenConnection,
         mut asks: mpsc::UnboundedReceiver<(Ask, Bytes)>,
     ) -> MountError {
         let Connected {
             mut reader,
             mut writer,
             ..
-        } = lane.connected;
-        let number = lane.number;
+        } = connection.connected;
+        let number = connection.number;
         let write = async {
             loop {
                 let next = tokio::select! {

@@ -13,42 +13,42 @@ use super::connector::{ConnectError, Connected, Connector};
 use super::options::Options;
 use crate::MountError;
 use crate::protocol::{
-    Ask, Identity, KEEP_ALIVE, LaneKind, MAX_MOUNT_FRAME, MAX_NAME, Open, Opened, check_shape,
-    encode_message, kind,
+    Ask, ConnectionKind, Identity, KEEP_ALIVE, MAX_MOUNT_FRAME, MAX_NAME, Open, Opened,
+    check_shape, encode_message, kind,
 };
 
 /// The first and the longest pause between attempts to connect.
 pub const PAUSES: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
 
-/// How long the site may take to open a lane.
+/// How long the site may take to open a connection.
 const OPEN_LIMIT: Duration = Duration::from_secs(30);
 
-/// A lane that the site has opened.
-pub struct Lane {
+/// A connection that the site has opened.
+pub struct OpenConnection {
     /// Its number.
     pub number: usize,
     /// What it carries.
-    pub kind: LaneKind,
+    pub kind: ConnectionKind,
     /// Its connection.
     pub connected: Connected,
     /// What the site said.
     pub opened: Opened,
 }
 
-/// Lanes that are being opened.
-pub type Joining = JoinSet<Result<Lane, ConnectError>>;
+/// Connections that are being opened.
+pub type Joining = JoinSet<Result<OpenConnection, ConnectError>>;
 
-/// The first link, of which the front lane is open and the others are being opened.
+/// The first link, of which the front connection is open and the others are being opened.
 pub struct First {
     /// What the site said.
     pub opened: Opened,
     /// Its number.
     pub link: u64,
-    /// The lane that is open.
-    pub front: Lane,
+    /// The connection that is open.
+    pub front: OpenConnection,
     /// The others.
     pub others: Joining,
-    /// What was asked with the front lane's open.
+    /// What was asked with the front connection's open.
     pub asked: Vec<Ask>,
 }
 
@@ -117,19 +117,19 @@ pub async fn first(connector: &Arc<dyn Connector>, options: &Options) -> Result<
     }
 }
 
-/// Begins to open all lanes and returns when the front one is open.
+/// Begins to open all connections and returns when the front one is open.
 pub async fn attempt(
     connector: &Arc<dyn Connector>,
     options: &Options,
     expected: Option<Identity>,
     link: u64,
     asks: &[Ask],
-) -> Result<(Lane, Joining), ConnectError> {
+) -> Result<(OpenConnection, Joining), ConnectError> {
     let mut joining = Joining::new();
-    for (number, lane) in options.lanes().into_iter().enumerate() {
+    for (number, connection) in options.connections().into_iter().enumerate() {
         let open = Open {
             mount: options.mount,
-            lane,
+            connection,
             link,
             image: options.image.clone(),
             access: options.access,
@@ -138,19 +138,19 @@ pub async fn attempt(
             note: cut(&options.note, MAX_NAME),
         };
         let connector = connector.clone();
-        let asks = match lane {
-            LaneKind::Front => asks.iter().map(encode_message).collect(),
+        let asks = match connection {
+            ConnectionKind::Front => asks.iter().map(encode_message).collect(),
             _ => Vec::new(),
         };
         joining.spawn(async move {
-            let opened = open_lane(connector.as_ref(), &open, asks);
+            let opened = open_connection(connector.as_ref(), &open, asks);
             let (connected, opened) = timeout(OPEN_LIMIT, opened).await.map_err(|_| {
                 let limit = OPEN_LIMIT;
                 ConnectError::lost(format!("the site did not open the device within {limit:?}"))
             })??;
-            Ok(Lane {
+            Ok(OpenConnection {
                 number,
-                kind: lane,
+                kind: connection,
                 connected,
                 opened,
             })
@@ -158,19 +158,19 @@ pub async fn attempt(
     }
     let mut early = Vec::new();
     while let Some(joined) = joining.join_next().await {
-        let lane = joined.map_err(|e| ConnectError::lost(e.to_string()))??;
-        if lane.kind == LaneKind::Front {
-            for lane in early {
-                joining.spawn(std::future::ready(Ok(lane)));
+        let connection = joined.map_err(|e| ConnectError::lost(e.to_string()))??;
+        if connection.kind == ConnectionKind::Front {
+            for connection in early {
+                joining.spawn(std::future::ready(Ok(connection)));
             }
-            return Ok((lane, joining));
+            return Ok((connection, joining));
         }
-        early.push(lane);
+        early.push(connection);
     }
-    Err(ConnectError::fatal("no lane was opened"))
+    Err(ConnectError::fatal("no connection was opened"))
 }
 
-async fn open_lane(
+async fn open_connection(
     connector: &dyn Connector,
     open: &Open,
     asks: Vec<Vec<u8>>,

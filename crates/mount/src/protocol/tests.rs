@@ -8,7 +8,7 @@ use super::*;
 fn open() -> Open {
     Open {
         mount: MountId([7; 16]),
-        lane: LaneKind::Front,
+        connection: ConnectionKind::Front,
         link: 1,
         image: ImageName::new("web.qcow2").unwrap(),
         access: Access::ReadWrite,

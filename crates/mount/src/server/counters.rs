@@ -9,7 +9,7 @@ use super::unit::Effect;
 use super::work::Made;
 use crate::protocol::{Answer, Ask};
 
-/// Why lanes are refused and requests fail, each with its word.
+/// Why connections are refused and requests fail, each with its word.
 const CODES: [(Code, &str); 14] = [
     (Code::Protocol, "protocol"),
     (Code::Version, "version"),
@@ -71,11 +71,11 @@ pub struct Counted {
     pub epochs: u64,
     /// Leases that were broken.
     pub broken: u64,
-    /// Payload bytes that came in on lanes, packed.
+    /// Payload bytes that came in on connections, packed.
     pub link_in: u64,
-    /// Payload bytes that left on lanes, packed.
+    /// Payload bytes that left on connections, packed.
     pub link_out: u64,
-    /// Lanes that were refused, by reason.
+    /// Connections that were refused, by reason.
     pub refused: Vec<(String, u64)>,
     /// Requests that failed, by reason.
     pub failed: Vec<(String, u64)>,
@@ -124,7 +124,7 @@ impl Counters {
         self.bytes_written.fetch_add(effect.written, Relaxed);
     }
 
-    /// A lane was refused.
+    /// A connection was refused.
     pub fn refused(&self, refusal: &Refusal) {
         count(&self.refused, refusal);
     }

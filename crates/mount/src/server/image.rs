@@ -272,7 +272,7 @@ impl Image {
             .is_some_and(|mut desk| desk.is_idle(now))
     }
 
-    /// A mount's last lane has ended.
+    /// A mount's last connection has ended.
     pub fn left(&self, peer: PeerKey, mount: MountId, now: Duration) {
         self.desk.lock().left(peer, mount, now);
     }
@@ -292,7 +292,7 @@ impl Image {
         desk.close(peer, mount, link)
     }
 
-    /// Checks that a mount may still write: its lanes may outlive its lease.
+    /// Checks that a mount may still write: its connections may outlive its lease.
     ///
     /// # Errors
     /// [`Code::Lost`].
@@ -533,7 +533,7 @@ mod tests {
         image.break_lease().unwrap();
         enter(2);
         image.stage(6, &change(0)).unwrap();
-        // Whoever broke the lease has waited for the lanes of the first until now.
+        // Whoever broke the lease has waited for the connections of the first until now.
         image.abandon_unheld().unwrap();
         image.stage(6, &change(4096)).unwrap();
         let (peer, mount) = (PeerKey([2; 32]), MountId([2; 16]));

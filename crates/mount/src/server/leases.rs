@@ -140,17 +140,17 @@ impl Server {
         };
         self.counters.lease_broken();
         let key = (PeerKey(holder.peer), holder.mount);
-        let lanes = {
+        let connections = {
             let state = self.state.lock();
             state
                 .mounts
                 .get(&key)
-                .map(|m| m.lanes.clone())
+                .map(|m| m.connections.clone())
                 .unwrap_or_default()
         };
-        for lane in lanes {
-            let refusal = Refusal::new(Code::Lost, lease::broken(lane.image.name().as_str()));
-            lane.end(refusal).await;
+        for connection in connections {
+            let refusal = Refusal::new(Code::Lost, lease::broken(connection.image.name().as_str()));
+            connection.end(refusal).await;
         }
         // One that nobody has open forgets what was staged when it is opened for the next writer.
         if let Some(image) = image {

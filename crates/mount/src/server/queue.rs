@@ -1,4 +1,4 @@
-//! What a lane was asked and has not been answered, and in which order it is worked on.
+//! What a connection was asked and has not been answered, and in which order it is worked on.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -8,24 +8,24 @@ use drover_net::{Code, Refusal};
 use super::unit::{Effect, Unit, changes};
 use crate::protocol::{Ask, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT};
 
-/// Background units of a lane that are being worked on or wait for the link, at most.
+/// Background units of a connection that are being worked on or wait for the link, at most.
 const BACK_UNITS: usize = 8;
 
-/// Waited-for units of a lane that are being worked on or wait for the link, at most.
+/// Waited-for units of a connection that are being worked on or wait for the link, at most.
 const FRONT_UNITS: usize = 64;
 
-/// Those among them that change something, at most: reads of the lane do not stand behind more.
+/// Those among them that change something, at most: reads of the connection do not stand behind more.
 const CHANGE_UNITS: usize = 8;
 
-/// Bytes of answers of a lane that wait for the link before no more are made: as much again for those that somebody waits
+/// Bytes of answers of a connection that wait for the link before no more are made: as much again for those that somebody waits
 /// for, so that background answers without credit do not hold them up.
 const MAX_READY: u64 = 4 << 20;
 
-/// Bytes that are being read for answers of a lane before no more work is given out: as much again for those that somebody
+/// Bytes that are being read for answers of a connection before no more work is given out: as much again for those that somebody
 /// waits for.
 const MAX_WORKING: u64 = 8 << 20;
 
-/// A lane's requests.
+/// A connection's requests.
 #[derive(Debug, Default)]
 pub struct Queue {
     front: VecDeque<Entry>,
@@ -73,7 +73,7 @@ impl Queue {
             return Ok(());
         };
         if self.owed.len() >= MAX_ASKED || self.body_bytes + body.len() > MAX_ASKED_BYTES {
-            return bad("more requests at once than a lane may have");
+            return bad("more requests at once than a connection may have");
         }
         if id == 0 || self.owed.contains_key(&id) {
             return bad("a request with a number that is in use");
@@ -234,7 +234,7 @@ impl Queue {
         }
     }
 
-    /// An answer to nothing waits for the link: that the lane ends.
+    /// An answer to nothing waits for the link: that the connection ends.
     pub fn made_unasked(&mut self, bytes: u64) {
         self.front_units += 1;
         self.front_ready += bytes;
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_do_not_stand_behind_changes_of_their_lane() {
+    fn reads_do_not_stand_behind_changes_of_their_connection() {
         let mut queue = Queue::default();
         for id in 1..=100 {
             let ask = Ask::DirectTrim {

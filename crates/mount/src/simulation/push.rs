@@ -60,15 +60,15 @@ impl World {
         self.flow.sent(PUSH as u64, TOLD, self.clock());
         let at = self.cross(1, PUSH, TOLD);
         self.at(at, Event::Told(link, came, clock));
-        let queue = &mut self.lanes[PUSH].queue;
+        let queue = &mut self.connections[PUSH].queue;
         assert!(queue.admit(ask, body, chunk).is_ok(), "a part is refused");
-        while let Some((unit, front)) = self.lanes[PUSH].queue.take(chunk, 1) {
+        while let Some((unit, front)) = self.connections[PUSH].queue.take(chunk, 1) {
             let weight = Effect::of(&unit, chunk).weight();
             let Unit::Other(ask, _) = unit else {
                 panic!("only parts go there");
             };
             let id = ask.id().expect("an id");
-            let queue = &mut self.lanes[PUSH].queue;
+            let queue = &mut self.connections[PUSH].queue;
             queue.worked(weight, front);
             queue.changed();
             queue.made(DONE, front);
@@ -89,8 +89,8 @@ impl World {
     fn push_answer(&mut self, bytes: u64) -> Duration {
         let now = self.clock();
         self.scheduler.received(PUSH, bytes);
-        for (lane, credit) in self.scheduler.credits(now) {
-            self.send(lane, credit.into());
+        for (connection, credit) in self.scheduler.credits(now) {
+            self.send(connection, credit.into());
         }
         now
     }

@@ -12,7 +12,7 @@ use drover_device::remote::{Epoch, Link, Remote};
 use drover_mount::client::{Client, Connecting, Connector, Options};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{
-    Access, Answer, Ask, Coding, Identity, LaneKind, MAX_MOUNT_FRAME, MountId, Open, Opened,
+    Access, Answer, Ask, Coding, ConnectionKind, Identity, MAX_MOUNT_FRAME, MountId, Open, Opened,
     decode_message, encode_message, kind,
 };
 use drover_net::service::{Call, Request, reply_in};
@@ -106,7 +106,7 @@ impl Connector for Liar {
 
 fn options() -> Options {
     Options {
-        back_lanes: 0,
+        back_connections: 0,
         give_up: Duration::from_millis(800),
         ..Options::new(name("web"), Access::ReadOnly)
     }

@@ -146,7 +146,7 @@ fn a_cache_is_good_until_somebody_else_writes() {
     assert_eq!(state(&desk, &writer, 1, 6, 5), (1, false));
     desk.close(writer.peer.key, writer.mount, writer.link)
         .unwrap();
-    // A lane of the closed link that was still being opened.
+    // A connection of the closed link that was still being opened.
     let late = desk.enter(&writer, Access::ReadWrite, at(9), &|_| false);
     assert_eq!(late.unwrap_err().code, Code::Unavailable);
     let writer = Who { link: 2, ..writer };
