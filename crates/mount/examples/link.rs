@@ -1,6 +1,6 @@
 //! A pull over a real link, with random reads beside it: how full the link gets, and what the reads wait.
 //!
-//! `link serve KEY ADDRESS MIB` at one end (noise in memory), `link pull KEY ADDRESS [CHUNK] [LANES]` at the other, with
+//! `link serve KEY ADDRESS MIB` at one end (noise in memory), `link pull KEY ADDRESS [CHUNK] [CONNECTIONS]` at the other, with
 //! the same key file.
 
 use std::collections::HashMap;
@@ -65,7 +65,7 @@ async fn serve(identity: Identity, address: &str, mib: u64) {
             let Ok(call) = Call::take(connection, stop).await else {
                 return;
             };
-            let served = server.serve_lane(peer, call);
+            let served = server.serve_connection(peer, call);
             if let Err(error) = served.await {
                 eprintln!("{error}");
             }
@@ -142,7 +142,7 @@ impl Local for Sink {
     }
 }
 
-async fn pull(identity: Identity, address: &str, chunk: u32, lanes: usize) {
+async fn pull(identity: Identity, address: &str, chunk: u32, connections: usize) {
     let began = Instant::now();
     let far = Arc::new(Far {
         identity,
@@ -151,7 +151,7 @@ async fn pull(identity: Identity, address: &str, chunk: u32, lanes: usize) {
     let name = ImageName::new("noise").expect("a name");
     let options = Options {
         chunk,
-        back_lanes: lanes,
+        back_connections: connections,
         ..Options::new(name, Access::ReadOnly)
     };
     let runtime = tokio::runtime::Handle::current();
@@ -240,7 +240,7 @@ fn main() {
     let args: Vec<String> = std::env::args().collect();
     let arg = |n: usize| args.get(n).map(String::as_str);
     let (Some(role), Some(key), Some(address)) = (arg(1), arg(2), arg(3)) else {
-        eprintln!("link serve KEY ADDRESS MIB | link pull KEY ADDRESS [CHUNK] [LANES]");
+        eprintln!("link serve KEY ADDRESS MIB | link pull KEY ADDRESS [CHUNK] [CONNECTIONS]");
         std::process::exit(2);
     };
     let number = |n: usize, default: u64| arg(n).and_then(|a| a.parse().ok()).unwrap_or(default);

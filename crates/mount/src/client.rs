@@ -1,13 +1,17 @@
 //! The mount's side: an image of another site as the far side of a managed device, or as a device of its own.
 
+mod answers;
 mod backlog;
+mod completion;
 mod connector;
 mod early;
+mod inner;
 mod link;
+mod open;
 mod options;
 pub(crate) mod presence;
 pub(crate) mod scheduler;
-mod tell;
+mod verify;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -22,98 +26,27 @@ use drover_net::WireCounters;
 use drover_store::lease::Identity;
 use parking_lot::{Mutex, RwLock};
 use tokio::runtime::Handle;
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use crate::MountError;
 use crate::compress::Packer;
 use crate::protocol::{Answer, Ask, Coding, Opened};
 
-pub(crate) use connector::Connected;
 pub use connector::{ConnectError, Connecting, Connector};
-use early::Early;
 pub use options::{COMMIT_LIMIT, FIRST_CONTACT, GIVE_UP, Options};
+
+use inner::{CLOSE_WAIT, Inner, Rate, Reply, State, read};
 use presence::Pages;
-use scheduler::{Job, Scheduler, split};
-use tell::{Teller, Threads};
+use scheduler::{Job, Scheduler};
+use verify::Workers;
 
 /// How often is looked for requests that have waited too long.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// How long closing may wait for the site's word.
-const CLOSE_WAIT: Duration = Duration::from_secs(5);
-
-/// Whom an answer is for.
-#[derive(Default)]
-enum Reply {
-    /// The [`Local`]: chunks.
-    #[default]
-    Chunks,
-    /// Whoever wanted to know which chunks are zero, with what was found so far.
-    Presence(PresenceDone, Pages),
-    /// Whoever wanted something done.
-    Done(Done),
-    /// Whoever wanted to know what is staged.
-    Staged(StagedDone),
-    /// A thread that waits.
-    Direct(std::sync::mpsc::SyncSender<Result<(Answer, Bytes), DeviceError>>),
-}
-
 /// An image of another site.
 pub struct Client {
     inner: Arc<Inner>,
-}
-
-struct Inner {
-    options: Options,
-    opened: Opened,
-    /// The site said so when the mount began, and not some time before.
-    reached: bool,
-    started: Instant,
-    state: Mutex<State>,
-    /// The last epoch that the site said counts.
-    committed: AtomicU64,
-    local: OnceLock<Weak<dyn Local>>,
-    /// Taken alone.
-    early: Mutex<Early>,
-    teller: Teller,
-    /// Wire bytes of links that are gone.
-    received: AtomicU64,
-    sent: AtomicU64,
-    /// Wrong digests that came.
-    wrong: AtomicU64,
-    closing: AtomicBool,
-    /// The site has said that it knows of the end.
-    released: AtomicBool,
-    stop: watch::Sender<bool>,
-    /// Cuts the link of this number, as [`State::ups`] counts: something waited too long.
-    cut: watch::Sender<u64>,
-    /// Whether the near side is told nothing more that it did not ask for since. Held while it is told.
-    silent: RwLock<bool>,
-    packer: Mutex<Packer>,
-    /// A thread has been told to ask for more background work.
-    pumping: AtomicBool,
-    /// Something that could be sent has to wait for its time.
-    paced: Arc<Notify>,
-}
-
-struct State {
-    scheduler: Scheduler<Reply>,
-    /// Ways to the writers of the lanes.
-    lanes: Vec<Option<mpsc::UnboundedSender<(Ask, Bytes)>>>,
-    wires: Vec<Arc<WireCounters>>,
-    link: Link,
-    /// How often the link came up.
-    ups: u64,
-    rate: Rate,
-}
-
-/// Bytes a second, lately.
-#[derive(Default)]
-struct Rate {
-    at: Duration,
-    came: u64,
-    rate: f64,
 }
 
 impl Client {
@@ -128,8 +61,8 @@ impl Client {
         connector: Arc<dyn Connector>,
         options: Options,
     ) -> Result<Self, MountError> {
-        let threads = Threads::start()?;
-        let (opened, first) = match link::first(&connector, &options).await {
+        let workers = Workers::new()?;
+        let (opened, first) = match open::first(&connector, &options).await {
             Ok(first) => (first.opened.clone(), Some(first)),
             Err(MountError::Unreachable(why)) => match &options.known {
                 Some(known) => {
@@ -140,7 +73,7 @@ impl Client {
             },
             Err(error) => return Err(error),
         };
-        link::check(&opened, &options).map_err(|what| MountError::Protocol {
+        open::check(&opened, &options).map_err(|what| MountError::Protocol {
             peer: options.image.to_string(),
             what,
         })?;
@@ -148,7 +81,7 @@ impl Client {
             committed: AtomicU64::new(opened.identity.epoch),
             state: Mutex::new(State {
                 scheduler: Scheduler::new(opened.shape(), options.window),
-                lanes: Vec::new(),
+                connections: Vec::new(),
                 wires: Vec::new(),
                 link: Link::Down("connecting".into()),
                 ups: 0,
@@ -160,7 +93,7 @@ impl Client {
             started: Instant::now(),
             local: OnceLock::new(),
             early: Mutex::default(),
-            teller: threads.teller(),
+            completions: workers.completions(),
             received: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             wrong: AtomicU64::new(0),
@@ -173,7 +106,7 @@ impl Client {
             pumping: AtomicBool::new(false),
             paced: Arc::default(),
         });
-        threads.run(&inner)?;
+        workers.run(&inner)?;
         let up = {
             let _inside = runtime.enter();
             first.map(|first| link::Up::first(&inner, first))
@@ -258,13 +191,6 @@ impl Drop for Client {
     }
 }
 
-impl Drop for Inner {
-    fn drop(&mut self) {
-        // So that it sees that there is nothing left to pace.
-        self.paced.notify_one();
-    }
-}
-
 /// Fails what has waited too long.
 async fn look(inner: Weak<Inner>) {
     loop {
@@ -278,7 +204,7 @@ async fn look(inner: Weak<Inner>) {
         let now = inner.now();
         let (late, stalled) = inner.state.lock().scheduler.expire(now);
         if stalled {
-            // The lane lives, or the reader would have noticed, but no answer comes.
+            // The connection lives, or the reader would have noticed, but no answer comes.
             inner.cut_link();
         }
         for (job, runs) in late {
@@ -307,200 +233,6 @@ async fn pace(inner: Weak<Inner>, paced: Arc<Notify>) {
         if let Some(inner) = inner.upgrade() {
             inner.issue();
         }
-    }
-}
-
-impl Inner {
-    fn now(&self) -> Duration {
-        self.started.elapsed()
-    }
-
-    /// Why a request was not answered in time.
-    fn why_not(&self, ask: &Ask) -> DeviceError {
-        let text = match &self.state.lock().link {
-            Link::Up(_) => {
-                let limit = self.options.limit(ask);
-                format!("the site gave no answer within {limit:?}")
-            }
-            Link::Down(why) => why.clone(),
-            Link::Gone(error) => return error.clone(),
-        };
-        DeviceError::Unavailable(text)
-    }
-
-    fn ask(self: &Arc<Self>, ask: Ask, body: Bytes, to: Reply) {
-        let limit = self.options.limit(&ask);
-        let job = Job {
-            ask,
-            body,
-            deadline: self.now() + limit,
-            again: false,
-            to,
-        };
-        self.put(job);
-        self.issue();
-    }
-
-    /// Schedules a request, or fails it at once when there is no use.
-    fn put(&self, job: Job<Reply>) {
-        let mut state = self.state.lock();
-        let refused = match &state.link {
-            Link::Gone(error) => Some((job, error.clone())),
-            // Part of an epoch whose other parts went with an earlier link must not reach a later one.
-            Link::Down(why) if !job.survives() => {
-                Some((job, DeviceError::Unavailable(why.clone())))
-            }
-            _ => match state.scheduler.ask(job) {
-                Ok(()) => None,
-                Err(job) => Some((
-                    job,
-                    DeviceError::Unavailable("too many requests wait for the link".into()),
-                )),
-            },
-        };
-        drop(state);
-        if let Some((job, error)) = refused {
-            let runs: Vec<Chunks> = job.chunks().into_iter().collect();
-            self.fail(job, &runs, &error);
-        }
-    }
-
-    /// Sends what may be sent.
-    fn issue(&self) {
-        let now = self.now();
-        let mut state = self.state.lock();
-        while let Some((lane, ask, body)) = state.scheduler.select(now) {
-            state.send(lane, ask, body);
-        }
-        let waits = state.scheduler.select_at().is_some();
-        drop(state);
-        if waits {
-            self.paced.notify_one();
-        }
-    }
-
-    /// The same, and asks for background work while there is room for it.
-    fn pump(&self) {
-        self.issue();
-        let Some(local) = self.local.get().and_then(Weak::upgrade) else {
-            return;
-        };
-        loop {
-            let room = self.state.lock().scheduler.room();
-            // Not under the lock: what is asked has locks of its own, and asks back.
-            let Some(chunks) = room.and_then(|most| local.next(most)) else {
-                return;
-            };
-            let most = (crate::protocol::MAX_READ / self.opened.chunk).max(1);
-            let missing = self.claim(chunks, &local).missing;
-            for run in missing.into_iter().flat_map(|run| split(run, most)) {
-                self.put(Job {
-                    ask: read(run, true),
-                    body: Bytes::new(),
-                    deadline: self.now() + self.options.give_up,
-                    again: false,
-                    to: Reply::Chunks,
-                });
-            }
-            self.issue();
-        }
-    }
-
-    /// The near side asks for a run: it is handed what is here already.
-    fn claim(&self, run: Chunks, local: &Arc<dyn Local>) -> early::Claimed {
-        let mut claimed = self.early.lock().claim(run);
-        if !claimed.here.is_empty() {
-            let (here, local) = (std::mem::take(&mut claimed.here), local.clone());
-            self.teller.call(move || local.arrived(here));
-        }
-        claimed
-    }
-
-    /// Ends the link that is up; the next one is made at once.
-    fn cut_link(&self) {
-        let state = self.state.lock();
-        if matches!(state.link, Link::Up(_)) {
-            self.cut.send_replace(state.ups);
-        }
-    }
-
-    /// Tells that a request failed.
-    fn fail(&self, job: Job<Reply>, runs: &[Chunks], error: &DeviceError) {
-        if matches!(job.ask, Ask::Commit { .. }) && error.is_transient() {
-            // Whether it counts is only told when a link comes up, and that is what the near side waits for.
-            self.cut_link();
-        }
-        match job.to {
-            Reply::Chunks => {
-                for run in runs {
-                    self.teller.failed(*run, error.clone());
-                }
-            }
-            Reply::Presence(done, ..) => {
-                let error = error.clone();
-                self.teller.call(move || done(Err(error)));
-            }
-            Reply::Staged(done) => {
-                let error = error.clone();
-                self.teller.call(move || done(Err(error)));
-            }
-            Reply::Done(done) => {
-                let error = error.clone();
-                self.teller.call(move || done(Err(error)));
-            }
-            Reply::Direct(say) => {
-                let _ = say.send(Err(error.clone()));
-            }
-        }
-    }
-
-    /// Tells the near side, if there is one yet, what the link's state is.
-    fn tell_link(&self, state: &State) {
-        if self.local.get().is_some() {
-            self.teller.link(state.link.clone());
-        }
-    }
-
-    /// No more requests are answered.
-    fn end(&self, error: DeviceError) {
-        let all = {
-            let mut state = self.state.lock();
-            if !matches!(state.link, Link::Gone(_)) {
-                state.link = Link::Gone(error.clone());
-                self.tell_link(&state);
-            }
-            state.lanes.clear();
-            state.scheduler.take_all()
-        };
-        for (job, runs) in all {
-            self.fail(job, &runs, &error);
-        }
-        self.stop.send_replace(true);
-    }
-}
-
-impl State {
-    /// Tells the site what has arrived.
-    fn credit(&mut self, now: Duration) {
-        for (lane, credit) in self.scheduler.credits(now) {
-            self.send(lane, credit.into(), Bytes::new());
-        }
-    }
-
-    fn send(&mut self, lane: usize, ask: Ask, body: Bytes) {
-        if let Some(Some(way)) = self.lanes.get(lane) {
-            // A lane that has ended is noticed by its task, which takes back what was asked.
-            let _ = way.send((ask, body));
-        }
-    }
-}
-
-fn read(run: Chunks, background: bool) -> Ask {
-    Ask::Read {
-        id: 0,
-        first: run.first,
-        count: run.count,
-        background,
     }
 }
 
@@ -536,9 +268,9 @@ impl Remote for Client {
         for run in claimed.coming.into_iter().chain(claimed.missing) {
             let mut state = inner.state.lock();
             let (hurried, rest) = state.scheduler.hurry(run, deadline);
-            inner.teller.hurry(run);
-            for (lane, ask) in hurried {
-                state.send(lane, ask, Bytes::new());
+            inner.completions.hurry(run);
+            for (connection, ask) in hurried {
+                state.send(connection, ask, Bytes::new());
             }
             missing.extend(rest);
         }
@@ -577,7 +309,7 @@ impl Remote for Client {
         let most = self.inner.state.lock().scheduler.push_part();
         let parts = changes.into_iter().flat_map(|change| parts(change, most));
         let parts = parts.collect::<Vec<_>>();
-        let mut done = tell::all(parts.len(), done);
+        let mut done = completion::all(parts.len(), done);
         for part in parts {
             let (ask, body) = match part {
                 Change::Write(offset, bytes) => {
@@ -664,16 +396,16 @@ impl Remote for Client {
     fn close(&self, done: Done) {
         let inner = self.inner.clone();
         if inner.closing.swap(true, Ordering::AcqRel) {
-            inner.teller.call(move || done(Ok(())));
+            inner.completions.call(move || done(Ok(())));
             return;
         }
         let told = self.inner.clone();
         // Whatever the answer: the site knows, or cannot be told.
         let done: Done = Box::new(move |result| {
             told.end(DeviceError::Closed);
-            let teller = told.teller.clone();
+            let completions = told.completions.clone();
             // Behind all that has failed with it.
-            teller.call(move || {
+            completions.call(move || {
                 *told.silent.write() = true;
                 done(match result {
                     Err(DeviceError::Unavailable(_) | DeviceError::Closed) => Ok(()),
@@ -690,22 +422,6 @@ impl Remote for Client {
         };
         inner.put(job);
         inner.issue();
-    }
-}
-
-impl Inner {
-    /// Packs what is sent, unless the site is so near that it takes longer than sending it.
-    fn pack(&self, body: Bytes) -> (Coding, Bytes) {
-        let far =
-            self.state.lock().scheduler.window().round_trip() > Some(Duration::from_millis(2));
-        if !far {
-            return (Coding::Plain, body);
-        }
-        let mut packer = self.packer.lock();
-        match packer.pack(&body) {
-            (Coding::Plain, _) => (Coding::Plain, body),
-            (coding, packed) => (coding, Bytes::copy_from_slice(packed)),
-        }
     }
 }
 

@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn what_shrinks_is_packed_and_what_does_not_is_left() {
         let (mut packer, mut unpacker) = both();
-        let text = b"a mount is several lanes ".repeat(10_000);
+        let text = b"a mount is several connections ".repeat(10_000);
         let (coding, packed) = packer.pack(&text);
         assert!(coding == Coding::Zstd && packed.len() < text.len() / 10);
         assert_eq!(unpacker.unpack(coding, packed, text.len()).unwrap(), text);

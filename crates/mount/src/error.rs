@@ -1,8 +1,10 @@
 //! What can go wrong with a mount.
 
+use std::path::Path;
+
 use drover_net::{NetError, Refusal};
 
-/// Why a mount, or a lane of one, ended or could not begin.
+/// Why a mount, or a connection of one, ended or could not begin.
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
     /// The connection failed.
@@ -36,4 +38,14 @@ pub enum MountError {
     /// This machine lacks threads or memory.
     #[error("cannot start a mount: {0}")]
     System(#[from] std::io::Error),
+}
+
+impl MountError {
+    /// A file of the site's state cannot be used.
+    pub(crate) fn state(path: &Path, reason: impl Into<String>) -> Self {
+        Self::State {
+            path: path.to_owned(),
+            reason: reason.into(),
+        }
+    }
 }

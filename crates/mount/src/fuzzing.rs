@@ -2,7 +2,7 @@
 
 use drover_device::remote::Chunks;
 
-use crate::client::presence::{MOST_FOUND, Pages};
+use crate::client::presence::{MAX_FOUND, Pages};
 use crate::compress::Unpacker;
 use crate::protocol::Coding;
 
@@ -24,7 +24,7 @@ pub fn presence(asked: Chunks, pages: &[(Vec<(u64, u32)>, u64)]) {
         }
     }
     let found = found.found();
-    assert!(found.len() <= MOST_FOUND && found.len() as u64 <= u64::from(asked.count).div_ceil(2));
+    assert!(found.len() <= MAX_FOUND && found.len() as u64 <= u64::from(asked.count).div_ceil(2));
     let mut at = asked.first;
     for run in found {
         assert!(run.count > 0 && run.first >= at && run.end() <= asked.end());

@@ -19,13 +19,13 @@
 //! when it sends an image.
 //!
 //! # Course of a mount
-//! A mount is several connections (**lanes**) to the site, each a call with an [`Open`] that names the same mount.
+//! A mount is several connections to the site, each a call with an [`Open`] that names the same mount.
 //! The site replies to each with [`Opened`], or refuses it. From then on the mount
 //! asks ([`Ask`]) and the site answers ([`Answer`]) in any order, matched by id; a request and all of its answer stay
-//! on one lane. Requests may follow the open without waiting for its answer: a mount whose cache is empty asks so for the
+//! on one connection. Requests may follow the open without waiting for its answer: a mount whose cache is empty asks so for the
 //! chunks that it needs first.
 //!
-//! Background answers obey a **credit** in bytes of the link, for the mount as a whole: the mount says on each lane how
+//! Background answers obey a **credit** in bytes of the link, for the mount as a whole: the mount says on each connection how
 //! many bytes arrived on it and how many may be under way in all ([`Ask::Credit`]). So what is under way is exactly
 //! what the mount's [`Window`](drover_net::group::Window) allows, however well the chunks compress, and
 //! everything else that was asked for waits at the site, where a waited-for read overtakes it.
@@ -33,14 +33,18 @@
 //! The bytes are in `docs/format/mount-wire.md`.
 
 mod message;
+mod refusal;
 
-use drover_core::{DeviceError, Digest, ImageName};
+use std::time::Duration;
+
+use drover_core::{Digest, ImageName};
 use drover_device::remote::Shape;
-use drover_net::{Code, Refusal, request};
+use drover_net::{Code, KeepAlive, Refusal, request};
 use drover_store::lease::{Access, Identity, MountId};
 use serde::{Deserialize, Serialize};
 
 pub use message::{Message, Piece, decode_message, encode_message, pieces};
+pub use refusal::{device_error, refusal_of};
 
 /// The smallest chunk, in bytes.
 pub const MIN_CHUNK: u32 = 4 << 10;
@@ -63,7 +67,7 @@ pub const MAX_HEAD: usize = 48 << 10;
 /// The largest body of a message, in bytes: a chunk and its digest, or many small ones.
 pub const MAX_BODY: usize = MAX_CHUNK as usize + (64 << 10);
 
-/// The largest frame either side accepts once a lane is open.
+/// The largest frame either side accepts once a connection is open.
 pub const MAX_MOUNT_FRAME: usize = 2 + MAX_HEAD + MAX_BODY;
 
 /// Bytes of chunks in one request at most; one chunk is always allowed.
@@ -81,17 +85,24 @@ pub const MAX_RUNS: usize = 2048;
 /// Digests in one [`Answer::Digests`] at most.
 pub const MAX_DIGESTS: u32 = 1024;
 
-/// Lanes of a mount at most.
-pub const MAX_LANES: usize = 9;
+/// Connections of a mount at most.
+pub const MAX_CONNECTIONS: usize = 9;
 
-/// Requests of a lane without an answer at most.
+/// Requests of a connection without an answer at most.
 pub const MAX_ASKED: usize = 4096;
 
-/// Bytes of requests' bodies of a lane without an answer at most.
+/// Bytes of requests' bodies of a connection without an answer at most.
 pub const MAX_ASKED_BYTES: usize = 32 << 20;
 
 /// The longest name or note of a mount, in bytes.
 pub const MAX_NAME: usize = 200;
+
+/// How often a connection says that it is there, and how long silence is borne.
+pub const KEEP_ALIVE: KeepAlive = KeepAlive {
+    ping_every: Duration::from_secs(5),
+    dead_after: Duration::from_secs(30),
+    stalled_after: Duration::from_secs(30),
+};
 
 /// Frame kinds.
 pub mod kind {
@@ -101,9 +112,9 @@ pub mod kind {
     pub const ANSWER: u8 = 0x61;
 }
 
-/// What a lane carries.
+/// What a connection carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum LaneKind {
+pub enum ConnectionKind {
     /// Control, presence, and reads of either sort.
     Front,
     /// Reads: background ones, and waited-for ones when it is the least busy.
@@ -112,14 +123,14 @@ pub enum LaneKind {
     Push,
 }
 
-/// The request that opens a lane.
+/// The request that opens a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Open {
-    /// Which mount the lane belongs to.
+    /// Which mount the connection belongs to.
     pub mount: MountId,
     /// What it carries.
-    pub lane: LaneKind,
-    /// Which of the mount's links: grows each time it connects. Lanes of an earlier link are dead, and what they left
+    pub connection: ConnectionKind,
+    /// Which of the mount's links: grows each time it connects. Connections of an earlier link are dead, and what they left
     /// undone is not done any more once a later one is open.
     pub link: u64,
     /// Which image.
@@ -188,7 +199,7 @@ pub fn check_shape(shape: Shape) -> Result<(), String> {
     Ok(())
 }
 
-/// What a lane's mount got.
+/// What a connection's mount got.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Opened {
     /// Bytes of the device.
@@ -225,7 +236,7 @@ pub enum Coding {
     Zstd,
 }
 
-/// What a mount asks. Every id is new on its lane; but for [`Ask::Credit`] and [`Ask::Hurry`] each is answered.
+/// What a mount asks. Every id is new on its connection; but for [`Ask::Credit`] and [`Ask::Hurry`] each is answered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Ask {
     /// Whole chunks, answered by [`Answer::Chunks`] until all are there.
@@ -246,9 +257,9 @@ pub enum Ask {
     },
     /// What has arrived, and what may be under way.
     Credit {
-        /// Payload bytes of all answers that arrived on this lane, since it was opened.
+        /// Payload bytes of all answers that arrived on this connection, since it was opened.
         received: u64,
-        /// Bytes that may be under way on all lanes of this mount before a background answer is held back.
+        /// Bytes that may be under way on all connections of this mount before a background answer is held back.
         window: u64,
     },
     /// Which chunks of a run hold zeros only; answered by [`Answer::Presence`].
@@ -470,7 +481,7 @@ pub enum Answer {
     },
     /// It cannot be done.
     Error {
-        /// Of the request; 0 is the lane as a whole, which ends with it.
+        /// Of the request; 0 is the connection as a whole, which ends with it.
         id: u64,
         /// Why not.
         refusal: Refusal,
@@ -489,7 +500,7 @@ pub enum Answer {
     },
     /// What has arrived, whatever became of it: so the mount sees how long the link takes, and not the site's disk.
     Arrived {
-        /// Bytes of the bodies of all requests that arrived on this lane, since it was opened.
+        /// Bytes of the bodies of all requests that arrived on this connection, since it was opened.
         bytes: u64,
         /// When the last of them did, in microseconds of a clock of the site: of what time the round trip took it is known
         /// then which direction it was.
@@ -514,47 +525,6 @@ impl Answer {
             | Answer::Error { id, .. } => id,
         }
     }
-}
-
-/// The error that a request gets at the mount.
-#[must_use]
-pub fn device_error(refusal: Refusal, offset: u64, length: u64, size: u64) -> DeviceError {
-    let message = refusal.message;
-    match refusal.code {
-        Code::OutOfRange => DeviceError::OutOfRange {
-            offset,
-            length,
-            size,
-        },
-        Code::ReadOnly => DeviceError::ReadOnly,
-        Code::Unsupported => DeviceError::Unsupported(message.into()),
-        Code::NoSpace => DeviceError::NoSpace(message),
-        Code::Corrupt => DeviceError::Corrupt(message),
-        Code::Unavailable | Code::Busy | Code::OutOfOrder => DeviceError::Unavailable(message),
-        _ => DeviceError::Io(std::sync::Arc::new(std::io::Error::other(message))),
-    }
-}
-
-/// What the other side is told of an error of a device.
-#[must_use]
-pub fn refusal_of(error: DeviceError) -> Refusal {
-    let code = match &error {
-        DeviceError::OutOfRange { .. } => Code::OutOfRange,
-        DeviceError::Unaligned { .. } => Code::Protocol,
-        DeviceError::ReadOnly => Code::ReadOnly,
-        DeviceError::Unsupported(_) => Code::Unsupported,
-        DeviceError::NoSpace(_) => Code::NoSpace,
-        DeviceError::Unavailable(_) | DeviceError::Closed => Code::Unavailable,
-        DeviceError::Corrupt(_) => Code::Corrupt,
-        DeviceError::Io(_) => Code::Io,
-    };
-    let message = match error {
-        // The other side says what it is about.
-        DeviceError::NoSpace(what) => what,
-        DeviceError::Unsupported(what) => what.into_owned(),
-        error => error.to_string(),
-    };
-    Refusal::new(code, message)
 }
 
 #[cfg(test)]

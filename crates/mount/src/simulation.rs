@@ -10,26 +10,28 @@ use drover_device::remote::{Chunks, Shape};
 use drover_net::group::{self, Flow};
 
 use crate::client::scheduler::{ChunksAnswer, Job, Scheduler, split};
-use crate::protocol::{Ask, LaneKind, MAX_READ, MAX_UNIT};
-use crate::server::queue::{Queue, Unit};
+use crate::protocol::{Ask, ConnectionKind, MAX_READ, MAX_UNIT};
+use crate::server::queue::Queue;
+use crate::server::unit::Unit;
 
 mod near;
 mod push;
 #[cfg(test)]
 mod tests;
+mod writes;
 
 use near::{Disk, Near};
-use push::{Pushing, Writes};
+use writes::{Pushing, Writes};
 
-/// Front, two back lanes and, where something is pushed, one for that.
-const LANES: usize = 4;
+/// Front, two back connections and, where something is pushed, one for that.
+const CONNECTIONS: usize = 4;
 const PUSH: usize = 3;
 
 /// Bytes of a request or a credit on the link.
 const ASK: u64 = 40;
 
-/// What a site has ready on a lane at most: both halves of its queue, each over its limit by a unit.
-const MOST_READY: u64 = 2 * ((4 << 20) + (MAX_UNIT as u64) * 2);
+/// What a site has ready on a connection at most: both halves of its queue, each over its limit by a unit.
+const MAX_READY: u64 = 2 * ((4 << 20) + (MAX_UNIT as u64) * 2);
 
 #[derive(Clone, Copy)]
 struct Setting {
@@ -85,9 +87,9 @@ impl Setting {
         }
     }
 
-    /// Lanes that are opened.
-    fn lanes(&self) -> usize {
-        LANES - usize::from(self.writes.is_none())
+    /// Connections that are opened.
+    fn connections(&self) -> usize {
+        CONNECTIONS - usize::from(self.writes.is_none())
     }
 
     /// Bytes a second up and down.
@@ -119,14 +121,14 @@ enum Event {
 }
 
 #[derive(Default)]
-struct SiteLane {
+struct SiteConnection {
     queue: Queue,
     out: group::Queue<(u64, u64, u32)>,
     ready: u64,
 }
 
-impl SiteLane {
-    /// As the site's lane does it.
+impl SiteConnection {
+    /// As the site's connection does it.
     fn hurry(&mut self, id: u64, wire: impl Fn(&(u64, u64, u32)) -> u64) {
         self.queue.hurry(id);
         let queue = &mut self.queue;
@@ -167,15 +169,15 @@ struct World {
     what: HashMap<u64, Event>,
     /// When the link is free again: up and down.
     free: [f64; 2],
-    /// When the last of each lane's messages was looked at, each way.
-    looked: [[f64; LANES]; 2],
+    /// When the last of each connection's messages was looked at, each way.
+    looked: [[f64; CONNECTIONS]; 2],
     link: u64,
     up: bool,
     scheduler: Scheduler<()>,
     near: Near,
     pushing: Pushing,
     paced: bool,
-    lanes: Vec<SiteLane>,
+    connections: Vec<SiteConnection>,
     flow: Flow,
     cursor: u64,
     shares: Vec<f32>,
@@ -208,14 +210,14 @@ impl World {
             events: BinaryHeap::new(),
             what: HashMap::new(),
             free: [0.0; 2],
-            looked: [[0.0; LANES]; 2],
+            looked: [[0.0; CONNECTIONS]; 2],
             link: 0,
             up: false,
             scheduler: Scheduler::new(shape, set.window),
             near: Near::new(set.disk),
             pushing: Pushing::default(),
             paced: false,
-            lanes: Vec::new(),
+            connections: Vec::new(),
             flow: Flow::default(),
             cursor: 0,
             shares,
@@ -258,8 +260,8 @@ impl World {
         Duration::from_secs_f64(self.now)
     }
 
-    /// When bytes that leave now on a lane are looked at.
-    fn cross(&mut self, way: usize, lane: usize, bytes: u64) -> f64 {
+    /// When bytes that leave now on a connection are looked at.
+    fn cross(&mut self, way: usize, connection: usize, bytes: u64) -> f64 {
         let free = self.free[way].max(self.now) + bytes as f64 / self.set.rates()[way];
         self.free[way] = free;
         let turn = match self.set.turn {
@@ -267,8 +269,8 @@ impl World {
             most => self.random.f64() * most,
         };
         let at = free + self.set.round_trip / 2.0 + turn;
-        let at = at.max(self.looked[way][lane]);
-        self.looked[way][lane] = at;
+        let at = at.max(self.looked[way][connection]);
+        self.looked[way][connection] = at;
         at
     }
 
@@ -301,9 +303,11 @@ impl World {
 
     fn step(&mut self, event: Event) {
         match event {
-            Event::Asked(link, lane, ask) if link == self.link && self.up => self.asked(lane, ask),
-            Event::Answered(link, lane, answer) if link == self.link && self.up => {
-                self.answered(lane, answer);
+            Event::Asked(link, connection, ask) if link == self.link && self.up => {
+                self.asked(connection, ask)
+            }
+            Event::Answered(link, connection, answer) if link == self.link && self.up => {
+                self.answered(connection, answer);
             }
             Event::Pushed(link, ask, body) if link == self.link && self.up => {
                 self.pushed(ask, body);
@@ -342,18 +346,20 @@ impl World {
                 self.link += 1;
                 self.up = true;
                 self.free = [self.now; 2];
-                self.looked = [[self.now; LANES]; 2];
+                self.looked = [[self.now; CONNECTIONS]; 2];
                 self.flow = Flow::default();
-                let lanes = self.set.lanes();
-                self.lanes = (0..lanes).map(|_| SiteLane::default()).collect();
-                for lane in 0..lanes {
-                    let kind = match lane {
-                        0 => LaneKind::Front,
-                        PUSH => LaneKind::Push,
-                        _ => LaneKind::Back,
+                let connections = self.set.connections();
+                self.connections = (0..connections)
+                    .map(|_| SiteConnection::default())
+                    .collect();
+                for connection in 0..connections {
+                    let kind = match connection {
+                        0 => ConnectionKind::Front,
+                        PUSH => ConnectionKind::Push,
+                        _ => ConnectionKind::Back,
                     };
-                    let credit = self.scheduler.lane_up(lane, kind);
-                    self.send(lane, credit.into());
+                    let credit = self.scheduler.connection_up(connection, kind);
+                    self.send(connection, credit.into());
                 }
                 if self.set.faults && self.link < 6 {
                     let until = self.random.f64() * 0.3;
@@ -375,8 +381,8 @@ impl World {
             };
             let (hurried, missing) = self.scheduler.hurry(run, deadline);
             self.near.hurry(run);
-            for (lane, ask) in hurried {
-                self.send(lane, ask);
+            for (connection, ask) in hurried {
+                self.send(connection, ask);
             }
             for run in missing {
                 self.put(run, false, false);
@@ -403,20 +409,20 @@ impl World {
         assert!(self.scheduler.ask(job).is_ok(), "no room for a request");
     }
 
-    fn send(&mut self, lane: usize, ask: Ask) {
-        let at = self.cross(0, lane, ASK);
+    fn send(&mut self, connection: usize, ask: Ask) {
+        let at = self.cross(0, connection, ASK);
         let link = self.link;
-        self.at(at, Event::Asked(link, lane, ask));
+        self.at(at, Event::Asked(link, connection, ask));
     }
 
     fn issue(&mut self) {
-        while let Some((lane, ask, body)) = self.scheduler.select(self.clock()) {
+        while let Some((connection, ask, body)) = self.scheduler.select(self.clock()) {
             if body.is_empty() {
-                self.send(lane, ask);
+                self.send(connection, ask);
                 continue;
             }
-            assert_eq!(lane, PUSH);
-            let at = self.cross(0, lane, ASK + body.len() as u64);
+            assert_eq!(connection, PUSH);
+            let at = self.cross(0, connection, ASK + body.len() as u64);
             let link = self.link;
             self.at(at, Event::Pushed(link, ask, body));
         }
@@ -461,21 +467,22 @@ impl World {
         }
     }
 
-    fn asked(&mut self, lane: usize, ask: Ask) {
+    fn asked(&mut self, connection: usize, ask: Ask) {
         match ask {
             Ask::Credit { received, window } => {
                 self.flow
-                    .credit(lane as u64, received, window, self.clock());
+                    .credit(connection as u64, received, window, self.clock());
             }
             Ask::Hurry { id } => {
-                let mut site = std::mem::take(&mut self.lanes[lane]);
+                let mut site = std::mem::take(&mut self.connections[connection]);
                 site.hurry(id, |made| self.wire(made.1, made.2));
-                self.lanes[lane] = site;
+                self.connections[connection] = site;
             }
             ask => {
-                let admitted = self.lanes[lane]
-                    .queue
-                    .admit(ask, Bytes::new(), self.set.chunk);
+                let admitted =
+                    self.connections[connection]
+                        .queue
+                        .admit(ask, Bytes::new(), self.set.chunk);
                 assert!(
                     admitted.is_ok(),
                     "a mount that keeps to the rules is refused"
@@ -483,46 +490,47 @@ impl World {
             }
         }
         // Whoever wakes first takes the credit.
-        let lanes = self.lanes.len();
-        let first = self.random.usize(0..lanes);
-        for n in 0..lanes {
-            self.serve((first + n) % lanes);
+        let connections = self.connections.len();
+        let first = self.random.usize(0..connections);
+        for n in 0..connections {
+            self.serve((first + n) % connections);
         }
     }
 
-    /// What the site's threads and the lane's writer do.
+    /// What the site's threads and the connection's writer do.
     fn serve(&mut self, number: usize) {
         let unit = (self.flow.window() / 16).clamp(16 << 10, u64::from(MAX_UNIT));
         let chunk = self.set.chunk;
         loop {
-            while let Some((unit, front)) = self.lanes[number].queue.take(chunk, unit) {
+            while let Some((unit, front)) = self.connections[number].queue.take(chunk, unit) {
                 let Unit::Read { id, first, count } = unit else {
                     panic!("only reads were asked for");
                 };
                 let bytes = self.wire(first, count);
-                let lane = &mut self.lanes[number];
-                lane.queue
+                let connection = &mut self.connections[number];
+                connection
+                    .queue
                     .worked(u64::from(count) * u64::from(chunk), front);
-                lane.queue.made(bytes, front);
-                lane.ready += bytes;
-                lane.out.push((id, first, count), front);
+                connection.queue.made(bytes, front);
+                connection.ready += bytes;
+                connection.out.push((id, first, count), front);
             }
-            let lane = &self.lanes[number];
+            let connection = &self.connections[number];
             assert!(
-                lane.ready <= MOST_READY + u64::from(chunk) * 2,
+                connection.ready <= MAX_READY + u64::from(chunk) * 2,
                 "too much is ready"
             );
-            let mut out = std::mem::take(&mut self.lanes[number].out);
+            let mut out = std::mem::take(&mut self.connections[number].out);
             let next = out.pop(|made| self.flow.allows(self.wire(made.1, made.2)));
-            self.lanes[number].out = out;
+            self.connections[number].out = out;
             let Some(((id, first, count), front)) = next else {
                 return;
             };
             let wire = self.wire(first, count);
-            let lane = &mut self.lanes[number];
-            lane.ready -= wire;
-            lane.queue.left(wire, front, id, Some(count));
-            let last = lane.out.is_empty();
+            let connection = &mut self.connections[number];
+            connection.ready -= wire;
+            connection.queue.left(wire, front, id, Some(count));
+            let last = connection.out.is_empty();
             let echo = self.flow.echo(number as u64);
             self.flow.sent(number as u64, wire, self.clock());
             if front {
@@ -555,10 +563,10 @@ impl World {
         }
     }
 
-    fn answered(&mut self, lane: usize, answer: ChunksAnswer) {
+    fn answered(&mut self, connection: usize, answer: ChunksAnswer) {
         let now = self.clock();
         let background = self.scheduler.is_background(answer.id);
-        self.scheduler.received(lane, answer.wire);
+        self.scheduler.received(connection, answer.wire);
         let tenth = (self.now * 10.0) as usize;
         if self.tenths.len() <= tenth {
             self.tenths.resize(tenth + 1, 0);
@@ -566,10 +574,10 @@ impl World {
         self.tenths[tenth] += answer.wire;
         let taken = self
             .scheduler
-            .chunks(lane, &answer, now)
+            .chunks(connection, &answer, now)
             .expect("what was asked for");
-        for (lane, credit) in self.scheduler.credits(now) {
-            self.send(lane, credit.into());
+        for (connection, credit) in self.scheduler.credits(now) {
+            self.send(connection, credit.into());
         }
         assert!(taken.is_some(), "an answer to what nobody waits for");
         self.near.queue(answer, background);

@@ -151,7 +151,7 @@ impl Who {
 struct Reader {
     name: String,
     since: Duration,
-    /// When its last lane ended.
+    /// When its last connection ended.
     left: Option<Duration>,
 }
 
@@ -161,7 +161,7 @@ pub struct LeaseTable {
     directory: PathBuf,
     record: Record,
     readers: HashMap<(PeerKey, MountId), Reader>,
-    /// Mounts that were closed lately, and on which link: a lane of it that comes late does not open them again.
+    /// Mounts that were closed lately, and on which link: a connection of it that comes late does not open them again.
     closed: VecDeque<(PeerKey, MountId, u64)>,
 }
 
@@ -249,7 +249,7 @@ impl LeaseTable {
     }
 
     /// Lets a mount in, or says in one line who is in its way. `now` is a time of a clock that does not jump;
-    /// `connected` says whether a mount has lanes.
+    /// `connected` says whether a mount has connections.
     ///
     /// # Errors
     /// [`Code::Held`], [`Code::Lost`], or a disk that does not take the lease.
@@ -397,7 +397,7 @@ impl LeaseTable {
         self.keep(record)
     }
 
-    /// A mount's last lane has ended.
+    /// A mount's last connection has ended.
     pub fn left(&mut self, peer: PeerKey, mount: MountId, now: Duration) {
         if let Some(reader) = self.readers.get_mut(&(peer, mount)) {
             reader.left = Some(now);

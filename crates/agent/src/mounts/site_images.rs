@@ -153,7 +153,7 @@ impl Connector for OwnConnector {
                     tokio::spawn(async move {
                         let served = async {
                             let call = Call::take(theirs, stop).await?;
-                            server.serve_lane(peer, call).await
+                            server.serve_connection(peer, call).await
                         };
                         if let Err(e) = served.await {
                             tracing::debug!("a lane of this site's own: {e}");

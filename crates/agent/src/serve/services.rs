@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use drover_mount::server::Lanes;
+use drover_mount::server::Connections;
 use drover_net::service::Services;
 use drover_net::{Code, Refusal};
 use drover_teleport::Site;
@@ -67,7 +67,7 @@ fn for_site(services: &mut Services, site: &OfSite) {
     let sessions = Sessions(Arc::clone(&site.site));
     services.add(Counted(Arc::clone(&site.server), sessions));
     services.add(SessionLanes(Arc::clone(&site.site)));
-    services.add(Lanes(Arc::clone(&site.devices)));
+    services.add(Connections(Arc::clone(&site.devices)));
     services.answer::<of_teleport::ListImages>(site.clone());
     services.answer::<of_teleport::VerifyImage>(site.clone());
     services.answer::<of_teleport::IndexImage>(site.clone());

@@ -5,10 +5,27 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use drover_device::remote::Chunks;
 use parking_lot::{Condvar, Mutex};
 
-use super::tell::ChunksTask;
+use crate::protocol::Coding;
+
+/// An answer with chunks, as it came.
+pub struct ChunksTask {
+    /// The first.
+    pub first: u64,
+    /// How many.
+    pub count: u32,
+    /// Which hold zeros only.
+    pub zeros: Vec<u8>,
+    /// How the body is packed.
+    pub coding: Coding,
+    /// Digests and bytes.
+    pub body: Bytes,
+    /// They have brought a wrong digest before.
+    pub again: bool,
+}
 
 #[derive(Default)]
 struct Backlog {
@@ -84,10 +101,7 @@ impl Taker {
 
 #[cfg(test)]
 mod tests {
-    use bytes::Bytes;
-
     use super::*;
-    use crate::protocol::Coding;
 
     fn task(first: u64, count: u32) -> ChunksTask {
         ChunksTask {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use drover_net::{Code, Connection, FrameReader, FrameWriter, NetError, WireCounters};
 
-/// A connection to the site for one lane.
+/// A connection to the site.
 pub(crate) struct Connected {
     /// From the site.
     pub reader: FrameReader,
@@ -24,7 +24,7 @@ pub struct ConnectError {
     pub fatal: bool,
     /// One line for a person.
     pub message: String,
-    /// By which code the site refused the lane, when it was the site that did.
+    /// By which code the site refused the connection, when it was the site that did.
     pub code: Option<Code>,
 }
 

@@ -6,7 +6,7 @@ use drover_core::ImageName;
 use drover_store::lease::{Access, Identity, MountId};
 
 use super::early;
-use crate::protocol::{Ask, DEFAULT_CHUNK, LaneKind, MAX_LANES, Opened};
+use crate::protocol::{Ask, ConnectionKind, DEFAULT_CHUNK, MAX_CONNECTIONS, Opened};
 
 /// How long a request may take before it fails, also while the link is down.
 pub const GIVE_UP: Duration = Duration::from_secs(30);
@@ -34,7 +34,7 @@ pub struct Options {
     /// Who mounts, for people at the site.
     pub note: String,
     /// Connections for background reads beside the one for waited-for ones, at most 7.
-    pub back_lanes: usize,
+    pub back_connections: usize,
     /// Background bytes under way; found out when not given.
     pub window: Option<u64>,
     /// How long a request may take before it fails.
@@ -62,7 +62,7 @@ impl Options {
             mount: MountId::random(),
             expected: None,
             note: String::new(),
-            back_lanes: 2,
+            back_connections: 2,
             window: None,
             give_up: GIVE_UP,
             commit_limit: COMMIT_LIMIT,
@@ -93,16 +93,16 @@ impl Options {
         asks.collect()
     }
 
-    /// The lanes that are opened.
-    pub(super) fn lanes(&self) -> Vec<LaneKind> {
-        let mut lanes = vec![LaneKind::Front];
-        lanes.extend(std::iter::repeat_n(
-            LaneKind::Back,
-            self.back_lanes.min(MAX_LANES - 2),
+    /// The connections that are opened.
+    pub(super) fn connections(&self) -> Vec<ConnectionKind> {
+        let mut connections = vec![ConnectionKind::Front];
+        connections.extend(std::iter::repeat_n(
+            ConnectionKind::Back,
+            self.back_connections.min(MAX_CONNECTIONS - 2),
         ));
         if self.access == Access::ReadWrite {
-            lanes.push(LaneKind::Push);
+            connections.push(ConnectionKind::Push);
         }
-        lanes
+        connections
     }
 }

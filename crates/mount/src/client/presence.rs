@@ -3,10 +3,10 @@
 use drover_device::remote::Chunks;
 
 /// Runs that are kept of one question, at most: 1 MiB of them. What more is zero is found out when it is read.
-pub const MOST_FOUND: usize = 1 << 16;
+pub const MAX_FOUND: usize = 1 << 16;
 
 /// Pages of an answer at most: one that keeps to the rules fits, one that crawls ends.
-pub const MOST_PAGES: u32 = 1 << 10;
+pub const MAX_PAGES: u32 = 1 << 10;
 
 /// What was found so far.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl Pages {
             }
             at = to;
             let count = (to - first) as u32;
-            let full = self.found.len() >= MOST_FOUND;
+            let full = self.found.len() >= MAX_FOUND;
             match self.found.last_mut() {
                 // Runs that touch are one: then there are at most half as many as chunks were asked for.
                 Some(last) if last.end() == first && last.count.checked_add(count).is_some() => {
@@ -52,7 +52,7 @@ impl Pages {
             }
         }
         self.pages += 1;
-        if end <= asked.first || end >= asked.end() || self.pages >= MOST_PAGES {
+        if end <= asked.first || end >= asked.end() || self.pages >= MAX_PAGES {
             return None;
         }
         self.rest = Chunks {
@@ -86,7 +86,7 @@ mod tests {
             let runs: Vec<_> = (0..2048).map(|n| (first + 2 * n, 1)).collect();
             next = pages.page(&runs, first + 4096).map(|rest| rest.first);
         }
-        assert_eq!((asked, pages.found().len()), (33, MOST_FOUND));
+        assert_eq!((asked, pages.found().len()), (33, MAX_FOUND));
     }
 
     #[test]
@@ -100,7 +100,7 @@ mod tests {
             assert_eq!(rest.first, asked);
             asked += 1;
         }
-        assert_eq!(asked, u64::from(MOST_PAGES));
+        assert_eq!(asked, u64::from(MAX_PAGES));
     }
 
     #[test]

@@ -11,7 +11,9 @@ use drover_net::group::{
 };
 use drover_net::{Code, Refusal};
 
-use crate::protocol::{Ask, LaneKind, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_LANES, MAX_READ};
+use crate::protocol::{
+    Ask, ConnectionKind, MAX_ASKED, MAX_ASKED_BYTES, MAX_CONNECTIONS, MAX_DIRECT, MAX_READ,
+};
 
 mod ahead;
 mod ended;
@@ -49,13 +51,13 @@ pub struct Taken {
 #[derive(Debug)]
 struct Asked<T> {
     job: Job<T>,
-    lane: usize,
+    connection: usize,
     /// Chunks of a read that have come.
     come: [u64; 4],
     left: u32,
     /// What was known when it was sent; none for what was sent before the link was up.
     mark: Option<Mark>,
-    /// Of a request with a body: the bodies of its lane up to it.
+    /// Of a request with a body: the bodies of its connection up to it.
     pushed: Option<u64>,
 }
 
@@ -67,7 +69,7 @@ pub struct Scheduler<T> {
     front: VecDeque<Job<T>>,
     back: VecDeque<Job<T>>,
     asked: HashMap<u64, Asked<T>>,
-    group: Group<LaneKind>,
+    group: Group<ConnectionKind>,
     /// Bytes of chunks that background requests have outstanding, sent or not.
     ahead: u64,
     /// Bytes of chunks that waited-for requests have outstanding.
@@ -87,7 +89,7 @@ impl<T> Scheduler<T> {
     /// One that has been asked nothing, about a device; `window` in bytes of the link, or found out.
     pub fn new(shape: Shape, window: Option<u64>) -> Self {
         let limits = Limits {
-            connections: MAX_LANES,
+            connections: MAX_CONNECTIONS,
             requests: MAX_ASKED,
         };
         Self {
@@ -160,7 +162,7 @@ impl<T> Scheduler<T> {
     }
 
     /// Somebody waits for chunks. Those that are asked for in the background already are hurried, which is told as
-    /// `(lane, ask)`; returned with them are the runs that are not asked for at all, however many others wait.
+    /// `(connection, ask)`; returned with them are the runs that are not asked for at all, however many others wait.
     pub fn hurry(
         &mut self,
         chunks: Chunks,
@@ -212,7 +214,7 @@ impl<T> Scheduler<T> {
                     if let Ask::Read { background, .. } = &mut asked.job.ask {
                         *background = false;
                     }
-                    asks.push((asked.lane, Ask::Hurry { id }));
+                    asks.push((asked.connection, Ask::Hurry { id }));
                     self.ahead -= left;
                     self.waited += left;
                 }
@@ -251,27 +253,27 @@ impl<T> Scheduler<T> {
         Some(request.clamp(MIN_REQUEST, u64::from(MAX_READ)))
     }
 
-    /// The next request to send, and on which lane.
+    /// The next request to send, and on which connection.
     pub fn select(&mut self, now: Duration) -> Option<(usize, Ask, Bytes)> {
         let job = match self
             .front
             .iter()
-            .position(|job| self.lane_for(job, now).is_some())
+            .position(|job| self.connection_for(job, now).is_some())
         {
-            // Those before it wait for a lane of another kind, or for room on it.
+            // Those before it wait for a connection of another kind, or for room on it.
             Some(at) => self.front.remove(at)?,
             None => {
-                self.lane_for(self.back.front()?, now)?;
+                self.connection_for(self.back.front()?, now)?;
                 self.back.pop_front()?
             }
         };
-        let lane = self.lane_for(&job, now)?;
+        let connection = self.connection_for(&job, now)?;
         let id = self.next_id;
         let ask = with_id(&job.ask, id);
         let body = job.body.clone();
         let mark = Some(self.group.window().mark(now));
-        self.sent(lane, id, job, mark)?;
-        Some((lane, ask, body))
+        self.sent(connection, id, job, mark)?;
+        Some((connection, ask, body))
     }
 
     /// When to select again, though nothing may have happened by then.
@@ -282,13 +284,13 @@ impl<T> Scheduler<T> {
         allowed.then(|| sending.ready_at())
     }
 
-    /// A request has been sent with the open of its lane, which is up now. It says nothing about the link's round trip.
-    pub fn was_asked(&mut self, lane: usize, id: u64, job: Job<T>) {
+    /// A request has been sent with the open of its connection, which is up now. It says nothing about the link's round trip.
+    pub fn was_asked(&mut self, connection: usize, id: u64, job: Job<T>) {
         if let Some(chunks) = job.chunks() {
             let bytes = bytes(self.shape, chunks.count);
             *self.counter(job.is_background()) += bytes;
         }
-        self.sent(lane, id, job, None);
+        self.sent(connection, id, job, None);
     }
 
     /// Ids up to this one are taken.
@@ -296,10 +298,10 @@ impl<T> Scheduler<T> {
         self.next_id = self.next_id.max(id + 1);
     }
 
-    /// Writes down what has been sent; none for a lane that is not up.
-    fn sent(&mut self, lane: usize, id: u64, job: Job<T>, mark: Option<Mark>) -> Option<()> {
+    /// Writes down what has been sent; none for a connection that is not up.
+    fn sent(&mut self, connection: usize, id: u64, job: Job<T>, mark: Option<Mark>) -> Option<()> {
         self.used(id);
-        if !self.group.request(lane, job.weight(self.shape)) {
+        if !self.group.request(connection, job.weight(self.shape)) {
             return None;
         }
         let left = job.chunks().map_or(0, |chunks| chunks.count);
@@ -311,14 +313,14 @@ impl<T> Scheduler<T> {
         let pushed = mark.filter(|_| !job.body.is_empty()).and_then(|mark| {
             let last = self.front.iter().all(|job| job.body.is_empty());
             let bytes = job.body.len() as u64;
-            self.group.send_body(lane, bytes, last, mark.at())
+            self.group.send_body(connection, bytes, last, mark.at())
         });
         let come = [0; 4];
         self.asked.insert(
             id,
             Asked {
                 job,
-                lane,
+                connection,
                 come,
                 left,
                 mark,
@@ -329,28 +331,28 @@ impl<T> Scheduler<T> {
     }
 
     /// The connection that a request may go on now.
-    fn lane_for(&self, job: &Job<T>, now: Duration) -> Option<usize> {
+    fn connection_for(&self, job: &Job<T>, now: Duration) -> Option<usize> {
         let sending = self.group.sending();
         if !job.body.is_empty()
             && (!sending.allows(job.body.len() as u64) || sending.ready_at() > now)
         {
             return None;
         }
-        let wanted = job.lane();
-        let has_push = || self.group.roles().any(|kind| kind == LaneKind::Push);
+        let wanted = job.connection();
+        let has_push = || self.group.roles().any(|kind| kind == ConnectionKind::Push);
         let wanted = match wanted {
-            LaneKind::Push if !has_push() => LaneKind::Front,
+            ConnectionKind::Push if !has_push() => ConnectionKind::Front,
             wanted => wanted,
         };
         self.group.choose(job.is_background(), |kind| match wanted {
-            LaneKind::Back => kind != LaneKind::Push,
+            ConnectionKind::Back => kind != ConnectionKind::Push,
             wanted => kind == wanted,
         })
     }
 
     /// Bytes of an answer came on a connection.
-    pub fn received(&mut self, lane: usize, bytes: u64) {
-        self.group.received(lane, bytes);
+    pub fn received(&mut self, connection: usize, bytes: u64) {
+        self.group.received(connection, bytes);
     }
 
     /// The site has had so many bytes of bodies on a connection, the last at `at` microseconds of its clock.
@@ -359,12 +361,12 @@ impl<T> Scheduler<T> {
     /// [`Code::Protocol`] for more than was sent.
     pub fn arrived(
         &mut self,
-        lane: usize,
+        connection: usize,
         bytes: u64,
         at: u64,
         now: Duration,
     ) -> Result<(), Refusal> {
-        let arrived = self.group.arrived(lane, bytes, Some(at), now);
+        let arrived = self.group.arrived(connection, bytes, Some(at), now);
         arrived.map_err(not_sent)
     }
 
@@ -386,7 +388,7 @@ impl<T> Scheduler<T> {
     /// [`Code::Protocol`] for what was not asked for, or came before.
     pub fn chunks(
         &mut self,
-        lane: usize,
+        connection: usize,
         answer: &ChunksAnswer,
         now: Duration,
     ) -> Result<Option<Taken>, Refusal> {
@@ -397,11 +399,15 @@ impl<T> Scheduler<T> {
             last: answer.last,
             asked: self.asked.get(&answer.id).and_then(|asked| asked.mark),
         };
-        self.group.sample(lane, answered, now);
+        self.group.sample(connection, answered, now);
         let Some(asked) = self.asked.get_mut(&answer.id) else {
             return self.stray(answer.id);
         };
-        let Some(run) = asked.job.chunks().filter(|_| asked.lane == lane) else {
+        let Some(run) = asked
+            .job
+            .chunks()
+            .filter(|_| asked.connection == connection)
+        else {
             return bad("chunks for what did not ask for any");
         };
         let end = answer.first.checked_add(u64::from(answer.count));
@@ -469,18 +475,19 @@ impl<T> Scheduler<T> {
     /// [`Code::Protocol`] for an answer to nothing.
     pub fn end(
         &mut self,
-        lane: usize,
+        connection: usize,
         id: u64,
         now: Duration,
     ) -> Result<Option<EndedJob<T>>, Refusal> {
         match self.asked.get(&id) {
             None => self.stray(id),
-            Some(asked) if asked.lane != lane => {
-                Err(Refusal::new(Code::Protocol, "an answer on another lane"))
-            }
+            Some(asked) if asked.connection != connection => Err(Refusal::new(
+                Code::Protocol,
+                "an answer on another connection",
+            )),
             Some(asked) => {
                 if let Some(bytes) = asked.pushed {
-                    let arrived = self.group.arrived(lane, bytes, None, now);
+                    let arrived = self.group.arrived(connection, bytes, None, now);
                     arrived.map_err(not_sent)?;
                 }
                 Ok(self.remove(id).map(|asked| self.give_up(asked)))
@@ -488,20 +495,20 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// Takes a request out of the counts of its lane.
+    /// Takes a request out of the counts of its connection.
     fn remove(&mut self, id: u64) -> Option<Asked<T>> {
         let asked = self.asked.remove(&id)?;
         if asked.pushed.is_some() {
             self.group.end_body(asked.job.body.len() as u64);
         }
         let weight = asked.job.weight(self.shape);
-        self.group.end_request(asked.lane, weight);
+        self.group.end_request(asked.connection, weight);
         Some(asked)
     }
 
     /// A connection is open. Returned is what the site is told before anything came.
-    pub fn lane_up(&mut self, lane: usize, kind: LaneKind) -> Credit {
-        self.group.open(lane, kind)
+    pub fn connection_up(&mut self, connection: usize, kind: ConnectionKind) -> Credit {
+        self.group.open(connection, kind)
     }
 }
 

@@ -1,7 +1,8 @@
 use drover_core::ImageName;
 use drover_store::lease::Access;
 
-use super::*;
+use super::options::{COMMIT_LIMIT, GIVE_UP, Options};
+use crate::protocol::Ask;
 
 #[test]
 fn a_commit_has_as_long_as_other_requests_and_longer() {

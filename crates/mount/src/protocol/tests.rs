@@ -1,14 +1,14 @@
 use bytes::Bytes;
-use proptest::prelude::*;
-
+use drover_core::DeviceError;
 use drover_net::{decode, encode};
+use proptest::prelude::*;
 
 use super::*;
 
 fn open() -> Open {
     Open {
         mount: MountId([7; 16]),
-        lane: LaneKind::Front,
+        connection: ConnectionKind::Front,
         link: 1,
         image: ImageName::new("web.qcow2").unwrap(),
         access: Access::ReadWrite,

@@ -11,8 +11,9 @@ use drover_net::{Code, Peer, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
 use drover_store::lease::{Holder, LeaseTable, MountId, Who};
 
-use super::image::{Image, refuse};
-use super::{Server, state_error};
+use super::Server;
+use super::image::Image;
+use super::overlays::discard;
 use crate::MountError;
 
 /// How long a mount that was refused may take to let go of an image.
@@ -54,11 +55,11 @@ pub fn changes_on_disk(state: &Path) -> Result<Vec<Changes>, MountError> {
     let overlays = state.join("overlays");
     let entries = match std::fs::read_dir(&overlays) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        result => result.map_err(|e| state_error(&overlays, e.to_string()))?,
+        result => result.map_err(|e| MountError::state(&overlays, e.to_string()))?,
     };
     let mut out = Vec::new();
     for entry in entries {
-        let entry = entry.map_err(|e| state_error(&overlays, e.to_string()))?;
+        let entry = entry.map_err(|e| MountError::state(&overlays, e.to_string()))?;
         let name = entry.file_name().into_string().unwrap_or_default();
         let (image, earlier) = match earlier_name(&name) {
             Some(image) => (image, true),
@@ -189,7 +190,7 @@ impl Server {
         let mut removed = 0;
         for changes in earlier {
             std::fs::remove_dir_all(&changes.directory)
-                .map_err(|e| state_error(&changes.directory, e.to_string()))?;
+                .map_err(|e| MountError::state(&changes.directory, e.to_string()))?;
             removed += 1;
         }
         Ok(removed)
@@ -389,29 +390,6 @@ impl Server {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
-}
-
-/// Discards the overlay of a directory, and counts a new edition, so that no cache is taken for it.
-pub(super) fn discard(path: &Path, leases: &mut LeaseTable) -> Result<(), Refusal> {
-    let failed =
-        |e: std::io::Error| Refusal::new(Code::Io, format!("cannot open {}: {e}", path.display()));
-    let directory = HostDirectory::open(path).map_err(failed)?;
-    overlay::discard(&directory).map_err(refuse)?;
-    finish_discarding(&directory, leases)
-}
-
-/// Goes on where a crash left a [`discard`].
-pub(super) fn finish_discarding(
-    directory: &HostDirectory,
-    leases: &mut LeaseTable,
-) -> Result<(), Refusal> {
-    if overlay::was_discarded(directory).map_err(refuse)? {
-        // The room comes first: a full disk takes no lease.
-        overlay::discard(directory).map_err(refuse)?;
-        leases.renew()?;
-        overlay::forget_discarded(directory).map_err(refuse)?;
-    }
-    Ok(())
 }
 
 /// An image with what was written over it, to be read.

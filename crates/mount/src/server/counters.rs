@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use serde::{Deserialize, Serialize};
 
-use super::queue::Unit;
+use super::unit::Effect;
 use super::work::Made;
 use crate::protocol::{Answer, Ask};
 
-/// Why lanes are refused and requests fail, each with its word.
+/// Why connections are refused and requests fail, each with its word.
 const CODES: [(Code, &str); 14] = [
     (Code::Protocol, "protocol"),
     (Code::Version, "version"),
@@ -71,42 +71,14 @@ pub struct Counted {
     pub epochs: u64,
     /// Leases that were broken.
     pub broken: u64,
-    /// Payload bytes that came in on lanes, packed.
+    /// Payload bytes that came in on connections, packed.
     pub link_in: u64,
-    /// Payload bytes that left on lanes, packed.
+    /// Payload bytes that left on connections, packed.
     pub link_out: u64,
-    /// Lanes that were refused, by reason.
+    /// Connections that were refused, by reason.
     pub refused: Vec<(String, u64)>,
     /// Requests that failed, by reason.
     pub failed: Vec<(String, u64)>,
-}
-
-/// What is to be counted of a unit of work once it is done.
-#[derive(Clone, Copy, Debug)]
-pub struct Effect {
-    read: u64,
-    written: u64,
-}
-
-impl Effect {
-    /// Of a unit, on a device with chunks of so many bytes.
-    pub fn of(unit: &Unit, chunk: u32) -> Self {
-        let (mut read, mut written) = (0, 0);
-        match unit {
-            Unit::Read { count, .. } => read = u64::from(*count) * u64::from(chunk),
-            Unit::Other(Ask::DirectRead { length, .. }, _) => read = u64::from(*length),
-            Unit::Other(Ask::Write { length, .. } | Ask::DirectWrite { length, .. }, _) => {
-                written = u64::from(*length);
-            }
-            Unit::Other(..) => {}
-        }
-        Self { read, written }
-    }
-
-    /// Bytes that its answer takes until it has left, about.
-    pub fn weight(self) -> u64 {
-        self.read
-    }
 }
 
 impl Counters {
@@ -152,7 +124,7 @@ impl Counters {
         self.bytes_written.fetch_add(effect.written, Relaxed);
     }
 
-    /// A lane was refused.
+    /// A connection was refused.
     pub fn refused(&self, refusal: &Refusal) {
         count(&self.refused, refusal);
     }

@@ -13,8 +13,8 @@ use drover_storage::{Directory, HostDirectory};
 use drover_store::lease::{Access, Holder, Identity, LeaseTable, MountId, Who};
 use parking_lot::{Mutex, MutexGuard};
 
-use super::changes;
-use super::settler::Settler;
+use super::overlays::{finish_discarding, refuse};
+use super::settler::{Runs, Settler};
 use crate::MountError;
 use crate::protocol::{MAX_RUNS, refusal_of};
 
@@ -83,10 +83,6 @@ fn boot() -> [u8; 16] {
     })
 }
 
-pub(super) fn refuse(e: OverlayError) -> Refusal {
-    refusal_of(e.into())
-}
-
 impl Image {
     /// Opens an image and what was written over it.
     ///
@@ -125,7 +121,7 @@ impl Image {
     /// What was dropped when a crash came is dropped before anybody writes anew.
     fn finish_discarding(&self) -> Result<(), Refusal> {
         match HostDirectory::open(&self.directory) {
-            Ok(directory) => changes::finish_discarding(&directory, &mut self.leases.lock()),
+            Ok(directory) => finish_discarding(&directory, &mut self.leases.lock()),
             Err(e) => {
                 let text = format!("cannot open {}: {e}", self.directory.display());
                 Err(Refusal::new(Code::Io, text))
@@ -276,7 +272,7 @@ impl Image {
             .is_some_and(|mut leases| leases.is_idle(now))
     }
 
-    /// A mount's last lane has ended.
+    /// A mount's last connection has ended.
     pub fn left(&self, peer: PeerKey, mount: MountId, now: Duration) {
         self.leases.lock().left(peer, mount, now);
     }
@@ -296,7 +292,7 @@ impl Image {
         leases.close(peer, mount, link)
     }
 
-    /// Checks that a mount may still write: its lanes may outlive its lease.
+    /// Checks that a mount may still write: its connections may outlive its lease.
     ///
     /// # Errors
     /// [`Code::Lost`].
@@ -397,11 +393,6 @@ impl Image {
         Ok(())
     }
 
-    /// Who copies its epochs.
-    pub(super) fn settler(&self) -> &Settler {
-        &self.settler
-    }
-
     /// Copies the epoch that was committed last into its place; nobody need wait for it. When it fails it is tried again
     /// before the next change.
     pub fn settle(&self) {
@@ -469,6 +460,32 @@ impl Image {
         }
         Ok(device)
     }
+
+    /// Copies what was committed into its place, on a thread of its own: the answer is on its way already, and a thread of
+    /// the pool would be kept from the mount's next epoch. There is one such thread of an image at most.
+    pub fn settle_aside(self: &Arc<Self>) {
+        if !self.settler.begin() {
+            return;
+        }
+        let image = Arc::clone(self);
+        let settle = move || {
+            let runs = Runs(&image.settler);
+            while runs.0.next() {
+                image.settle();
+            }
+        };
+        let thread = std::thread::Builder::new().name("mount-settle".into());
+        if let Err(error) = thread.spawn(settle) {
+            // It is done before the next commit.
+            tracing::warn!(%error, image = %self.name(), "an epoch waits to be copied into its overlay");
+            self.settler.ended();
+        }
+    }
+
+    /// Waits until no thread copies what was committed; at once when somebody else does so already. Cancel safe.
+    pub async fn settled(&self) {
+        self.settler.wait().await;
+    }
 }
 
 #[cfg(test)]
@@ -516,7 +533,7 @@ mod tests {
         image.break_lease().unwrap();
         enter(2);
         image.stage(6, &change(0)).unwrap();
-        // Whoever broke the lease has waited for the lanes of the first until now.
+        // Whoever broke the lease has waited for the connections of the first until now.
         image.abandon_unheld().unwrap();
         image.stage(6, &change(4096)).unwrap();
         let (peer, mount) = (PeerKey([2; 32]), MountId([2; 16]));

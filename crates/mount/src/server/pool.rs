@@ -39,7 +39,7 @@ impl Tools {
 
 type Job = Box<dyn FnOnce(&mut Tools) + Send>;
 
-/// Threads that read and threads that change. How many jobs wait is bounded by those who submit: a lane has a limited
+/// Threads that read and threads that change. How many jobs wait is bounded by those who submit: a connection has a limited
 /// number of units under way.
 pub struct Pool {
     shared: Arc<Shared>,

@@ -1,81 +1,31 @@
-//! What a lane was asked and has not been answered, and in which order it is worked on.
+//! What a connection was asked and has not been answered, and in which order it is worked on.
 
 use std::collections::{HashMap, VecDeque};
 
 use bytes::Bytes;
 use drover_net::{Code, Refusal};
 
-use super::counters::Effect;
-use super::pool::Kind;
+use super::unit::{Effect, Unit, changes};
 use crate::protocol::{Ask, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT};
 
-/// Background units of a lane that are being worked on or wait for the link, at most.
+/// Background units of a connection that are being worked on or wait for the link, at most.
 const BACK_UNITS: usize = 8;
 
-/// Waited-for units of a lane that are being worked on or wait for the link, at most.
+/// Waited-for units of a connection that are being worked on or wait for the link, at most.
 const FRONT_UNITS: usize = 64;
 
-/// Those among them that change something, at most: reads of the lane do not stand behind more.
+/// Those among them that change something, at most: reads of the connection do not stand behind more.
 const CHANGE_UNITS: usize = 8;
 
-/// Bytes of answers of a lane that wait for the link before no more are made: as much again for those that somebody waits
+/// Bytes of answers of a connection that wait for the link before no more are made: as much again for those that somebody waits
 /// for, so that background answers without credit do not hold them up.
 const MAX_READY: u64 = 4 << 20;
 
-/// Bytes that are being read for answers of a lane before no more work is given out: as much again for those that somebody
+/// Bytes that are being read for answers of a connection before no more work is given out: as much again for those that somebody
 /// waits for.
 const MAX_WORKING: u64 = 8 << 20;
 
-/// A piece of work, small enough that what is more urgent need not wait long for it.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Unit {
-    /// Chunks of a read.
-    Read {
-        /// The read's id.
-        id: u64,
-        /// The first chunk.
-        first: u64,
-        /// How many.
-        count: u32,
-    },
-    /// Anything else, whole.
-    Other(Ask, Bytes),
-}
-
-impl Unit {
-    /// Whether it changes something, or makes changes durable.
-    pub fn changes(&self) -> bool {
-        matches!(self, Unit::Other(ask, _) if changes(ask))
-    }
-
-    /// What it is for the pool, given whether somebody waits for it.
-    pub fn kind(&self, front: bool) -> Kind {
-        match self {
-            Unit::Other(Ask::Commit { .. } | Ask::Close { .. } | Ask::DirectFlush { .. }, _) => {
-                Kind::Sync
-            }
-            Unit::Other(Ask::DirectWrite { offset, length, .. }, _) => {
-                Kind::Write(*offset, offset.saturating_add(u64::from(*length)))
-            }
-            Unit::Other(ask, _) if changes(ask) => Kind::Change,
-            _ if front => Kind::Front,
-            _ => Kind::Back,
-        }
-    }
-}
-
-fn changes(ask: &Ask) -> bool {
-    !matches!(
-        ask,
-        Ask::Read { .. }
-            | Ask::Presence { .. }
-            | Ask::Digests { .. }
-            | Ask::DirectRead { .. }
-            | Ask::DirectExtents { .. }
-    )
-}
-
-/// A lane's requests.
+/// A connection's requests.
 #[derive(Debug, Default)]
 pub struct Queue {
     front: VecDeque<Entry>,
@@ -123,7 +73,7 @@ impl Queue {
             return Ok(());
         };
         if self.owed.len() >= MAX_ASKED || self.body_bytes + body.len() > MAX_ASKED_BYTES {
-            return bad("more requests at once than a lane may have");
+            return bad("more requests at once than a connection may have");
         }
         if id == 0 || self.owed.contains_key(&id) {
             return bad("a request with a number that is in use");
@@ -284,7 +234,7 @@ impl Queue {
         }
     }
 
-    /// An answer to nothing waits for the link: that the lane ends.
+    /// An answer to nothing waits for the link: that the connection ends.
     pub fn made_unasked(&mut self, bytes: u64) {
         self.front_units += 1;
         self.front_ready += bytes;
@@ -320,6 +270,7 @@ impl Queue {
 
 #[cfg(test)]
 mod tests {
+    use super::super::pool::Kind;
     use super::*;
 
     const CHUNK: u32 = 4 << 20;
@@ -370,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_do_not_stand_behind_changes_of_their_lane() {
+    fn reads_do_not_stand_behind_changes_of_their_connection() {
         let mut queue = Queue::default();
         for id in 1..=100 {
             let ask = Ask::DirectTrim {

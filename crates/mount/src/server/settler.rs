@@ -1,11 +1,7 @@
 //! The one thread of an image that copies what was committed into its place.
 
-use std::sync::Arc;
-
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-
-use super::image::Image;
 
 /// Who copies an image's epochs, and whether there is one to copy.
 #[derive(Default)]
@@ -30,7 +26,7 @@ impl Settler {
     }
 
     /// Whether a thread is to be started for what is wanted. It counts as running from here on.
-    fn begin(&self) -> bool {
+    pub fn begin(&self) -> bool {
         let mut state = self.state.lock();
         let begins = state.wanted && !state.runs;
         state.runs |= begins;
@@ -38,21 +34,38 @@ impl Settler {
     }
 
     /// Whether there is more to do; if not the thread does not run any more.
-    fn next(&self) -> bool {
+    pub fn next(&self) -> bool {
         let mut state = self.state.lock();
         let more = std::mem::take(&mut state.wanted);
         state.runs = more;
         more
     }
 
-    fn ended(&self) {
+    /// The thread has ended.
+    pub fn ended(&self) {
         self.state.lock().runs = false;
         self.ended.notify_waiters();
+    }
+
+    /// Waits until no thread runs; at once when somebody else does so already. Cancel safe.
+    pub async fn wait(&self) {
+        let Ok(_only) = self.waits.try_lock() else {
+            return;
+        };
+        loop {
+            let ended = self.ended.notified();
+            tokio::pin!(ended);
+            ended.as_mut().enable();
+            if !self.state.lock().runs {
+                return;
+            }
+            ended.await;
+        }
     }
 }
 
 /// A thread that panics does not count as running for ever.
-struct Runs<'a>(&'a Settler);
+pub struct Runs<'a>(pub &'a Settler);
 
 impl Drop for Runs<'_> {
     fn drop(&mut self) {
@@ -60,46 +73,6 @@ impl Drop for Runs<'_> {
             true => self.0.ended(),
             // Another may run already.
             false => self.0.ended.notify_waiters(),
-        }
-    }
-}
-
-impl Image {
-    /// Copies what was committed into its place, on a thread of its own: the answer is on its way already, and a thread of
-    /// the pool would be kept from the mount's next epoch. There is one such thread of an image at most.
-    pub fn settle_aside(self: &Arc<Self>) {
-        if !self.settler().begin() {
-            return;
-        }
-        let image = Arc::clone(self);
-        let settle = move || {
-            let runs = Runs(image.settler());
-            while runs.0.next() {
-                image.settle();
-            }
-        };
-        let thread = std::thread::Builder::new().name("mount-settle".into());
-        if let Err(error) = thread.spawn(settle) {
-            // It is done before the next commit.
-            tracing::warn!(%error, image = %self.name(), "an epoch waits to be copied into its overlay");
-            self.settler().ended();
-        }
-    }
-
-    /// Waits until no thread copies what was committed; at once when somebody else does so already. Cancel safe.
-    pub async fn settled(&self) {
-        let settler = self.settler();
-        let Ok(_only) = settler.waits.try_lock() else {
-            return;
-        };
-        loop {
-            let ended = settler.ended.notified();
-            tokio::pin!(ended);
-            ended.as_mut().enable();
-            if !settler.state.lock().runs {
-                return;
-            }
-            ended.await;
         }
     }
 }

@@ -8,7 +8,7 @@ use drover_store::lease::{Access, MountId};
 
 use super::image::Image;
 use super::pool::Tools;
-use super::queue::Unit;
+use super::unit::Unit;
 use crate::protocol::{Answer, Ask, Coding, MAX_DIGESTS, MAX_RUNS, refusal_of};
 
 /// Extents looked at for one answer about presence.

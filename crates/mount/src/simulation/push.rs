@@ -7,8 +7,7 @@ use bytes::Bytes;
 use super::{ASK, Event, PUSH, World};
 use crate::client::scheduler::Job;
 use crate::protocol::{Ask, Coding, MAX_DIRECT};
-use crate::server::counters::Effect;
-use crate::server::queue::Unit;
+use crate::server::unit::{Effect, Unit};
 
 /// Bytes that the device has under way with the client at least.
 const UNDER_WAY: u64 = 8 << 20;
@@ -22,43 +21,6 @@ const CLOCK_AHEAD: f64 = 1e5;
 const CLOCK_RUNS: f64 = 1.00005;
 
 static BODY: [u8; MAX_DIRECT as usize] = [1; MAX_DIRECT as usize];
-
-/// What is pushed.
-#[derive(Clone, Copy)]
-pub struct Writes {
-    /// Bytes a second towards the site.
-    pub up: f64,
-    /// Bytes on the link.
-    pub bytes: u64,
-    /// Seconds that the site takes to write a part, at most.
-    pub takes: f64,
-    /// Whether a pull goes on meanwhile.
-    pub pulls: bool,
-}
-
-/// How far it is.
-#[derive(Default)]
-pub struct Pushing {
-    asked: u64,
-    came: u64,
-    done: u64,
-    /// Bytes that were written by tenths of seconds.
-    tenths: Vec<u64>,
-}
-
-impl Pushing {
-    pub fn is_done(&self, writes: &Writes) -> bool {
-        self.done >= writes.bytes
-    }
-
-    /// The part of the link that was used from `from` seconds on until shortly before the end.
-    pub fn used(&self, writes: &Writes, from: f64) -> f64 {
-        let (first, last) = ((from * 10.0) as usize, self.tenths.len().saturating_sub(2));
-        assert!(last > first + 3, "the run is too short: {last}");
-        let bytes: u64 = self.tenths[first..last].iter().sum();
-        bytes as f64 / (0.1 * (last - first) as f64 * writes.up)
-    }
-}
 
 impl World {
     /// As the device hands out parts of an epoch, and the client cuts them.
@@ -98,15 +60,15 @@ impl World {
         self.flow.sent(PUSH as u64, TOLD, self.clock());
         let at = self.cross(1, PUSH, TOLD);
         self.at(at, Event::Told(link, came, clock));
-        let queue = &mut self.lanes[PUSH].queue;
+        let queue = &mut self.connections[PUSH].queue;
         assert!(queue.admit(ask, body, chunk).is_ok(), "a part is refused");
-        while let Some((unit, front)) = self.lanes[PUSH].queue.take(chunk, 1) {
+        while let Some((unit, front)) = self.connections[PUSH].queue.take(chunk, 1) {
             let weight = Effect::of(&unit, chunk).weight();
             let Unit::Other(ask, _) = unit else {
                 panic!("only parts go there");
             };
             let id = ask.id().expect("an id");
-            let queue = &mut self.lanes[PUSH].queue;
+            let queue = &mut self.connections[PUSH].queue;
             queue.worked(weight, front);
             queue.changed();
             queue.made(DONE, front);
@@ -127,8 +89,8 @@ impl World {
     fn push_answer(&mut self, bytes: u64) -> Duration {
         let now = self.clock();
         self.scheduler.received(PUSH, bytes);
-        for (lane, credit) in self.scheduler.credits(now) {
-            self.send(lane, credit.into());
+        for (connection, credit) in self.scheduler.credits(now) {
+            self.send(connection, credit.into());
         }
         now
     }

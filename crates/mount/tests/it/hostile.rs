@@ -12,8 +12,8 @@ use drover_device::remote::{Epoch, Link, Remote};
 use drover_mount::client::{Client, Connecting, Connector, Options};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{
-    Answer, Ask, Coding, LaneKind, MAX_MOUNT_FRAME, Open, Opened, decode_message, encode_message,
-    kind,
+    Answer, Ask, Coding, ConnectionKind, MAX_MOUNT_FRAME, Open, Opened, decode_message,
+    encode_message, kind,
 };
 use drover_net::service::{Call, Request, reply_in};
 use drover_net::{Code, Connection, Frame, FrameReader, FrameWriter, NetError, Refusal};
@@ -107,7 +107,7 @@ impl Connector for Liar {
 
 fn options() -> Options {
     Options {
-        back_lanes: 0,
+        back_connections: 0,
         give_up: Duration::from_millis(800),
         ..Options::new(name("web"), Access::ReadOnly)
     }

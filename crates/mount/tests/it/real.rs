@@ -43,7 +43,7 @@ async fn listen(listener: Listener, server: Arc<Server>) {
             };
             let (_go, stop) = watch::channel(false);
             let call = Call::take(connection, stop).await.expect("a call");
-            let _ = server.serve_lane(peer, call).await;
+            let _ = server.serve_connection(peer, call).await;
         });
     }
 }

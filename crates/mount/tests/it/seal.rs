@@ -373,7 +373,7 @@ fn another_mount_is_answered_while_a_commit_waits() {
     }
 }
 
-/// The lane on which an epoch was committed has ended before the epoch was sealed.
+/// The connection on which an epoch was committed has ended before the epoch was sealed.
 #[test]
 fn an_epoch_that_nobody_hears_of_is_copied_all_the_same() {
     let runtime = runtime();

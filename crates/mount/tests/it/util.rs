@@ -179,7 +179,7 @@ impl Connector for Near {
             let peer = self.peer.clone();
             tokio::spawn(async move {
                 let call = Call::take(there, stop).await?;
-                server.serve_lane(peer, call).await
+                server.serve_connection(peer, call).await
             });
             Ok(here)
         })

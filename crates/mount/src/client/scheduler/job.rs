@@ -6,7 +6,7 @@ use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 
 use super::runs::bytes;
-use crate::protocol::{Ask, LaneKind};
+use crate::protocol::{Ask, ConnectionKind};
 
 /// A request, and whom to tell.
 #[derive(Debug)]
@@ -55,16 +55,16 @@ impl<T> Job<T> {
         }
     }
 
-    /// The kind of lane that it is for.
-    pub fn lane(&self) -> LaneKind {
+    /// The kind of connection that it is for.
+    pub fn connection(&self) -> ConnectionKind {
         match self.ask {
-            Ask::Write { .. } | Ask::Zero { .. } | Ask::DirectWrite { .. } => LaneKind::Push,
-            Ask::Read { .. } | Ask::DirectRead { .. } => LaneKind::Back,
-            _ => LaneKind::Front,
+            Ask::Write { .. } | Ask::Zero { .. } | Ask::DirectWrite { .. } => ConnectionKind::Push,
+            Ask::Read { .. } | Ask::DirectRead { .. } => ConnectionKind::Back,
+            _ => ConnectionKind::Front,
         }
     }
 
-    /// What it weighs on its lane, in bytes.
+    /// What it weighs on its connection, in bytes.
     pub fn weight(&self, shape: Shape) -> u64 {
         match self.ask {
             Ask::Read { count, .. } => bytes(shape, count),

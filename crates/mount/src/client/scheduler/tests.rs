@@ -27,7 +27,7 @@ fn what_was_hurried_along_with_a_neighbour_is_not_asked_for_again() {
     };
     let limit = Duration::from_secs(60);
     let mut scheduler = Scheduler::new(shape, None);
-    scheduler.lane_up(0, LaneKind::Front);
+    scheduler.connection_up(0, ConnectionKind::Front);
     // Sent.
     scheduler.ask(background(0, 8)).unwrap();
     assert!(scheduler.select(Duration::ZERO).is_some());
@@ -68,9 +68,9 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
     };
     let at = Duration::from_secs;
     let mut scheduler = Scheduler::new(shape, None);
-    scheduler.lane_up(0, LaneKind::Front);
-    scheduler.lane_up(1, LaneKind::Push);
-    // Two parts under way, one that waits for room on its lane, zeros behind them, and others' requests.
+    scheduler.connection_up(0, ConnectionKind::Front);
+    scheduler.connection_up(1, ConnectionKind::Push);
+    // Two parts under way, one that waits for room on its connection, zeros behind them, and others' requests.
     scheduler.ask(part(10, 16 << 10)).unwrap();
     scheduler.ask(part(10, 16 << 10)).unwrap();
     scheduler.ask(part(10, 16 << 10)).unwrap();
@@ -100,13 +100,13 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
         .unwrap();
     scheduler.ask(background(0, 4)).unwrap();
     let mut sent = Vec::new();
-    while let Some((lane, ask, _)) = scheduler.select(at(0)) {
-        sent.push((lane, ask));
+    while let Some((connection, ask, _)) = scheduler.select(at(0)) {
+        sent.push((connection, ask));
     }
     let first = sent
         .iter()
-        .find_map(|(lane, ask)| {
-            matches!(ask, Ask::Write { .. }).then(|| (*lane, ask.id().unwrap()))
+        .find_map(|(connection, ask)| {
+            matches!(ask, Ask::Write { .. }).then(|| (*connection, ask.id().unwrap()))
         })
         .unwrap();
     let waits = |scheduler: &Scheduler<()>| {
@@ -147,8 +147,8 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
     };
     let ms = Duration::from_millis;
     let mut scheduler = Scheduler::new(shape, None);
-    scheduler.lane_up(0, LaneKind::Front);
-    scheduler.lane_up(1, LaneKind::Push);
+    scheduler.connection_up(0, ConnectionKind::Front);
+    scheduler.connection_up(1, ConnectionKind::Push);
     for _ in 0..4 {
         scheduler.ask(part(10, 32 << 10)).unwrap();
     }
@@ -156,7 +156,7 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
     assert!(
         scheduler
             .select(ms(0))
-            .is_some_and(|(lane, _, _)| lane == 1)
+            .is_some_and(|(connection, _, _)| connection == 1)
     );
     scheduler
         .ask(Job {
@@ -171,7 +171,7 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
     assert!(
         scheduler
             .select(ms(0))
-            .is_some_and(|(lane, _, _)| lane == 0)
+            .is_some_and(|(connection, _, _)| connection == 0)
     );
     assert!(scheduler.select(ms(0)).is_none());
     scheduler.arrived(1, 32 << 10, 0, ms(10)).unwrap();
@@ -203,14 +203,16 @@ fn what_the_disk_is_behind_with_is_bounded_by_what_is_asked_for() {
         chunk: 65_536,
     };
     let mut scheduler = Scheduler::new(shape, Some(drover_net::group::MAX_WINDOW));
-    scheduler.lane_up(0, LaneKind::Back);
+    scheduler.connection_up(0, ConnectionKind::Back);
     let mut next = 0;
     let mut came = Vec::new();
     // Whatever is asked for comes at once, and the disk takes nothing.
     while scheduler.room().is_some() {
         scheduler.ask(background(next, 1)).unwrap();
         next += 1;
-        let (lane, ask, _) = scheduler.select(Duration::ZERO).expect("room on the lane");
+        let (connection, ask, _) = scheduler
+            .select(Duration::ZERO)
+            .expect("room on the connection");
         let answer = ChunksAnswer {
             id: ask.id().unwrap(),
             first: next - 1,
@@ -219,7 +221,7 @@ fn what_the_disk_is_behind_with_is_bounded_by_what_is_asked_for() {
             echo: 0,
             last: true,
         };
-        let taken = scheduler.chunks(lane, &answer, Duration::from_millis(1));
+        let taken = scheduler.chunks(connection, &answer, Duration::from_millis(1));
         assert_eq!(taken.unwrap(), Some(Taken { again: false }));
         came.push(run(next - 1, 1));
     }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A mount that need not keep to the rules: a lane to a real site.
+/// A mount that need not keep to the rules: a connection to a real site.
 struct Rude {
     reader: FrameReader,
     writer: FrameWriter,
@@ -22,7 +22,7 @@ impl Rude {
                 writer,
                 stop,
             };
-            let _ = server.serve_lane(peer, call).await;
+            let _ = server.serve_connection(peer, call).await;
         });
         let (mut reader, mut writer) = here.split();
         reader.set_max_frame(MAX_MOUNT_FRAME);
@@ -37,10 +37,10 @@ impl Rude {
         self.writer.flush().await.unwrap();
     }
 
-    /// The lane is open.
+    /// The connection is open.
     async fn opened(&mut self) {
         let frame = self.reader.next().await.unwrap().expect("a reply");
-        reply_in::<Open>(&frame, "the site").expect("an open lane");
+        reply_in::<Open>(&frame, "the site").expect("an open connection");
     }
 
     /// The next answer, but for what only says that a body arrived.
@@ -62,7 +62,7 @@ impl Rude {
         }
     }
 
-    /// The error that ends the lane.
+    /// The error that ends the connection.
     async fn end(&mut self) -> Refusal {
         loop {
             match self.hear().await.expect("a last word") {
@@ -79,7 +79,7 @@ impl Rude {
 fn opening(mount: MountId, access: Access) -> Vec<u8> {
     let open = Open {
         mount,
-        lane: LaneKind::Front,
+        connection: ConnectionKind::Front,
         link: 1,
         image: name("web"),
         access,
@@ -100,7 +100,7 @@ fn read(id: u64, first: u64, count: u32) -> Ask {
 }
 
 #[test]
-fn a_site_ends_the_lane_of_a_mount_that_asks_too_much() {
+fn a_site_ends_the_connection_of_a_mount_that_asks_too_much() {
     let runtime = runtime();
     let _inside = runtime.enter();
     let site = Site::with("web", memory(&content(3_000_000, 9)));
@@ -215,7 +215,7 @@ fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
                 other => panic!("{ask:?}: {other:?}"),
             }
         }
-        // The lane still works; credits that lie do it no harm.
+        // The connection still works; credits that lie do it no harm.
         rude.ask(
             &Ask::Credit {
                 received: u64::MAX,
@@ -302,7 +302,7 @@ fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
             .flatten()
             .filter(|file| file.file_name().to_string_lossy().starts_with("epoch-"));
         assert_eq!(redo.count(), 0, "what was staged went with the lease");
-        // The lane is there yet, its lease is not.
+        // The connection is there yet, its lease is not.
         let direct = Ask::DirectWrite {
             id: 5,
             offset: 0,

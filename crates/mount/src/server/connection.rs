@@ -1,4 +1,4 @@
-//! A lane at the site: requests in, answers out.
+//! A connection at the site: requests in, answers out.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -7,25 +7,28 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_device::remote::Shape;
 use drover_net::group::{self, Flow};
-use drover_net::{Code, FrameReader, FrameWriter, KeepAlive, PeerKey, Refusal};
+use drover_net::{Code, FrameReader, FrameWriter, PeerKey, Refusal};
 use drover_store::lease::{Access, MountId};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::timeout;
 
-use super::counters::{Counters, Effect};
+use super::counters::Counters;
 use super::image::Image;
 use super::pool::{Pool, Tools};
-use super::queue::{Queue, Unit};
+use super::queue::Queue;
+use super::unit::{Effect, Unit};
 use super::work::{Client, Made};
 use crate::MountError;
-use crate::protocol::{Answer, Ask, LaneKind, MAX_UNIT, decode_message, encode_message, kind};
+use crate::protocol::{
+    Answer, Ask, ConnectionKind, KEEP_ALIVE, MAX_UNIT, decode_message, encode_message, kind,
+};
 
-/// A background answer is this part of the window, so that a lane has several under way.
+/// A background answer is this part of the window, so that a connection has several under way.
 const UNITS_OF_WINDOW: u64 = 16;
 
 /// The shortest background answer, in bytes of the device; a chunk if that is longer.
-const LEAST_UNIT: u64 = 16 << 10;
+const MIN_UNIT: u64 = 16 << 10;
 
 /// A site this far away is worth the time that packing takes.
 const FAR: Duration = Duration::from_millis(2);
@@ -36,15 +39,8 @@ const SMALL: usize = 4 << 10;
 /// How long the kernel may take to accept an answer before its bytes do not count as being on their way.
 const KERNEL_WAIT: Duration = Duration::from_millis(3);
 
-/// How long a lane's last word may wait for the link.
+/// How long a connection's last word may wait for the link.
 const LAST_WORD: Duration = Duration::from_millis(100);
-
-/// How often a lane says that it is there, and how long silence is borne.
-pub const KEEP_ALIVE: KeepAlive = KeepAlive {
-    ping_every: Duration::from_secs(5),
-    dead_after: Duration::from_secs(30),
-    stalled_after: Duration::from_secs(30),
-};
 
 /// A request's bytes, and the room that they take.
 struct Held {
@@ -58,14 +54,14 @@ impl AsRef<[u8]> for Held {
     }
 }
 
-/// What the lanes of a link share.
+/// What the connections of a link share.
 pub struct Shared {
-    /// What is under way. Locked after a lane's state, never before.
+    /// What is under way. Locked after a connection's state, never before.
     flow: Mutex<Flow>,
-    /// Wakes the writers of all lanes: there is room for background answers.
+    /// Wakes the writers of all connections: there is room for background answers.
     room: Notify,
     started: tokio::time::Instant,
-    /// What must have happened before any lane of the link may do anything.
+    /// What must have happened before any connection of the link may do anything.
     pub ready: tokio::sync::OnceCell<()>,
 }
 
@@ -86,14 +82,14 @@ impl Shared {
     }
 }
 
-/// One lane.
-pub struct Lane {
+/// One connection.
+pub struct Connection {
     /// Its number at this site.
     pub number: u64,
     /// Whose it is.
     pub key: (PeerKey, MountId),
     /// What it carries.
-    pub kind: LaneKind,
+    pub kind: ConnectionKind,
     /// Which of its mount's links it belongs to.
     pub link: u64,
     /// What it may do.
@@ -102,7 +98,7 @@ pub struct Lane {
     pub image: Arc<Image>,
     /// Size and chunk.
     pub shape: Shape,
-    /// What it shares with its mount's other lanes.
+    /// What it shares with its mount's other connections.
     pub shared: Arc<Shared>,
     pool: Arc<Pool>,
     counters: Arc<Counters>,
@@ -142,23 +138,23 @@ impl State {
     }
 }
 
-/// What a lane is made of.
+/// What a connection is made of.
 pub struct Parts {
-    /// See [`Lane`].
+    /// See [`Connection`].
     pub number: u64,
-    /// See [`Lane`].
+    /// See [`Connection`].
     pub key: (PeerKey, MountId),
-    /// See [`Lane`].
-    pub kind: LaneKind,
-    /// See [`Lane`].
+    /// See [`Connection`].
+    pub kind: ConnectionKind,
+    /// See [`Connection`].
     pub link: u64,
-    /// See [`Lane`].
+    /// See [`Connection`].
     pub access: Access,
-    /// See [`Lane`].
+    /// See [`Connection`].
     pub image: Arc<Image>,
-    /// See [`Lane`].
+    /// See [`Connection`].
     pub shape: Shape,
-    /// See [`Lane`].
+    /// See [`Connection`].
     pub shared: Arc<Shared>,
     /// Who does the work.
     pub pool: Arc<Pool>,
@@ -168,8 +164,8 @@ pub struct Parts {
     pub bodies: Arc<Semaphore>,
 }
 
-impl Lane {
-    /// A lane that has been asked nothing.
+impl Connection {
+    /// A connection that has been asked nothing.
     pub fn new(parts: Parts) -> Arc<Self> {
         Arc::new(Self {
             number: parts.number,
@@ -190,7 +186,7 @@ impl Lane {
         })
     }
 
-    /// Serves the lane until the mount ends it, the link breaks, `stop` is set or [`Lane::close`] is called.
+    /// Serves the connection until the mount ends it, the link breaks, `stop` is set or [`Connection::close`] is called.
     pub async fn serve(
         self: &Arc<Self>,
         reader: &mut FrameReader,
@@ -216,7 +212,7 @@ impl Lane {
         result
     }
 
-    /// Tells the mount why, and ends the lane soon after.
+    /// Tells the mount why, and ends the connection soon after.
     pub async fn end(&self, refusal: Refusal) {
         self.say(refusal);
         self.state.lock().closed = true;
@@ -225,14 +221,14 @@ impl Lane {
         self.close();
     }
 
-    /// Ends the lane: what has not been begun is not done any more.
+    /// Ends the connection: what has not been begun is not done any more.
     pub fn close(&self) {
         self.state.lock().closed = true;
         self.closed.send_replace(true);
         self.idle.notify_waiters();
     }
 
-    /// Waits until nothing that the closed lane began is being done any more. Cancel safe.
+    /// Waits until nothing that the closed connection began is being done any more. Cancel safe.
     pub async fn drained(&self) {
         loop {
             let idle = self.idle.notified();
@@ -284,7 +280,7 @@ impl Lane {
         }
     }
 
-    /// Says that the lane ends and why, before all else.
+    /// Says that the connection ends and why, before all else.
     fn say(&self, refusal: Refusal) {
         let made = Made {
             head: Answer::Error { id: 0, refusal },
@@ -332,7 +328,7 @@ impl Lane {
     /// Gives the pool what it may have.
     fn pump(self: &Arc<Self>) {
         let window = self.shared.flow.lock().window();
-        let unit = (window / UNITS_OF_WINDOW).clamp(LEAST_UNIT, u64::from(MAX_UNIT));
+        let unit = (window / UNITS_OF_WINDOW).clamp(MIN_UNIT, u64::from(MAX_UNIT));
         loop {
             let mut state = self.state.lock();
             if state.closed {
@@ -343,10 +339,11 @@ impl Lane {
             };
             state.working += 1;
             drop(state);
-            let lane = self.clone();
+            let connection = self.clone();
             let kind = unit.kind(front);
-            self.pool
-                .submit(self.key, kind, move |tools| lane.work(unit, front, tools));
+            self.pool.submit(self.key, kind, move |tools| {
+                connection.work(unit, front, tools)
+            });
         }
     }
 
@@ -432,7 +429,7 @@ impl Lane {
                 match timeout(KERNEL_WAIT, &mut sending).await {
                     Ok(sent) => sent?,
                     Err(_) => {
-                        // What TCP does not take on this lane keeps nothing from the others.
+                        // What TCP does not take on this connection keeps nothing from the others.
                         let back = self.shared.flow.lock().unsent(self.number, length);
                         self.shared.room.notify_waiters();
                         sending.await?;

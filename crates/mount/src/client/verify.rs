@@ -1,111 +1,38 @@
 //! The threads that verify what came and tell the near side: they may block on its disk, the runtime's may not.
 
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak, mpsc as sync};
 
 use bytes::Bytes;
 use drover_core::{DeviceError, Digest};
-use drover_device::remote::{Chunks, Content, Done, Fetched, Link, Local};
-use parking_lot::Mutex;
+use drover_device::remote::{Chunks, Content, Fetched, Local};
 use tracing::warn;
 
-use super::backlog::{Adder, Taker};
-use super::{Inner, Job, Reply, read};
+use super::backlog::{ChunksTask, Taker};
+use super::completion::{CompletionQueue, Task};
+use super::inner::{Inner, Reply, read};
+use super::scheduler::Job;
 use crate::compress::Unpacker;
 use crate::protocol::{Coding, pieces};
 
 /// Threads for background chunks.
 const BACK_THREADS: usize = 2;
 
-/// An answer with chunks, as it came.
-pub struct ChunksTask {
-    /// The first.
-    pub first: u64,
-    /// How many.
-    pub count: u32,
-    /// Which hold zeros only.
-    pub zeros: Vec<u8>,
-    /// How the body is packed.
-    pub coding: Coding,
-    /// Digests and bytes.
-    pub body: Bytes,
-    /// They have brought a wrong digest before.
-    pub again: bool,
-}
-
-enum Task {
-    Chunks(ChunksTask),
-    Failed(Chunks, DeviceError),
-    Link(Link),
-    Call(Box<dyn FnOnce() + Send>),
-}
-
-/// The way to the threads.
-#[derive(Clone)]
-pub struct Teller {
-    /// As long as what the scheduler admits, like the other.
-    front: sync::Sender<Task>,
-    back: Arc<Adder>,
-}
-
-impl Teller {
-    /// Hands over chunks.
-    pub fn chunks(&self, task: ChunksTask, background: bool) {
-        match background {
-            true => self.back.add(task),
-            false => self.say(Task::Chunks(task)),
-        }
-    }
-
-    /// Somebody waits for chunks of which some may have been handed over.
-    pub fn hurry(&self, run: Chunks) {
-        for task in self.back.hurry(run) {
-            self.say(Task::Chunks(task));
-        }
-    }
-
-    /// Chunks will not come.
-    pub fn failed(&self, chunks: Chunks, error: DeviceError) {
-        self.say(Task::Failed(chunks, error));
-    }
-
-    /// The link's state changed.
-    pub fn link(&self, link: Link) {
-        self.say(Task::Link(link));
-    }
-
-    /// Calls back.
-    pub fn call(&self, what: impl FnOnce() + Send + 'static) {
-        self.say(Task::Call(Box::new(what)));
-    }
-
-    fn say(&self, task: Task) {
-        // The threads end with the last teller, so somebody hears.
-        let _ = self.front.send(task);
-    }
-}
-
 /// The threads' ends of the queues.
-pub struct Threads {
-    teller: Teller,
+pub struct Workers {
+    completions: CompletionQueue,
     front: sync::Receiver<Task>,
     back: Taker,
     unpackers: Vec<Unpacker>,
 }
 
-impl Threads {
+impl Workers {
     /// Makes what the threads need.
-    pub fn start() -> io::Result<Self> {
-        let (say, front) = sync::channel();
-        let hand = Adder::default();
-        let back = hand.taker();
+    pub fn new() -> io::Result<Self> {
+        let (completions, front, back) = CompletionQueue::new();
         let unpackers = (0..=BACK_THREADS).map(|_| Unpacker::new());
         Ok(Self {
-            teller: Teller {
-                front: say,
-                back: Arc::new(hand),
-            },
+            completions,
             front,
             back,
             unpackers: unpackers.collect::<io::Result<_>>()?,
@@ -113,11 +40,11 @@ impl Threads {
     }
 
     /// The way to them.
-    pub fn teller(&self) -> Teller {
-        self.teller.clone()
+    pub fn completions(&self) -> CompletionQueue {
+        self.completions.clone()
     }
 
-    /// Starts them; they end when the last teller is gone.
+    /// Starts them; they end when nobody can hand them anything any more.
     pub fn run(self, inner: &Arc<Inner>) -> io::Result<()> {
         let mut unpackers = self.unpackers.into_iter();
         let front = self.front;
@@ -254,7 +181,7 @@ impl Inner {
                 "chunk {index} of {} does not have the digest that the site claims; verify the image there",
                 image.as_str()
             );
-            self.teller.failed(run, DeviceError::Corrupt(text));
+            self.completions.failed(run, DeviceError::Corrupt(text));
             return;
         }
         warn!(%image, chunk = index, "a chunk with the wrong digest; asking for it once more");
@@ -267,33 +194,5 @@ impl Inner {
             to: Reply::Chunks,
         });
         self.issue();
-    }
-}
-
-/// Whom to tell when each of `count` parts is done: makes one for each, and `done` is told once.
-pub fn all(count: usize, done: Done) -> impl FnMut() -> Done {
-    struct All {
-        left: AtomicUsize,
-        done: Mutex<Option<Done>>,
-    }
-    let shared = Arc::new(All {
-        left: AtomicUsize::new(count),
-        done: Mutex::new(Some(done)),
-    });
-    if count == 0
-        && let Some(done) = shared.done.lock().take()
-    {
-        done(Ok(()));
-    }
-    move || {
-        let shared = shared.clone();
-        Box::new(move |result| {
-            let last = shared.left.fetch_sub(1, Ordering::AcqRel) == 1;
-            if (last || result.is_err())
-                && let Some(done) = { shared.done.lock().take() }
-            {
-                done(result);
-            }
-        })
     }
 }

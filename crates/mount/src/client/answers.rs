@@ -1,0 +1,239 @@
+//! What an answer of the site means, and whom it is for.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+use drover_core::DeviceError;
+use drover_device::remote::{Chunks, Epoch, PresenceDone, Staged};
+use drover_net::{Code, Frame, Refusal};
+
+use super::backlog::ChunksTask;
+use super::inner::{Inner, Reply};
+use super::presence::Pages;
+use super::scheduler::{ChunksAnswer, Job};
+use crate::protocol::{Answer, Ask, MAX_RUNS, decode_message, device_error, kind, pieces};
+
+impl Inner {
+    /// Does with a frame what it asks for.
+    pub fn take(self: &Arc<Self>, connection: usize, frame: Frame) -> Result<(), Refusal> {
+        if frame.kind != kind::ANSWER {
+            return Err(Refusal::new(Code::Protocol, "a frame that is no answer"));
+        }
+        let wire = frame.payload.len() as u64;
+        let message = decode_message::<Answer>(&frame.payload)?;
+        let now = self.now();
+        if let Answer::Chunks {
+            id,
+            first,
+            count,
+            zeros,
+            coding,
+            echo,
+            last,
+        } = message.head
+        {
+            let about = ChunksAnswer {
+                id,
+                first,
+                count,
+                wire,
+                echo,
+                last,
+            };
+            // Looked at before it is believed. What waits to be verified weighs no more than what was asked for.
+            let shape = self.opened.shape();
+            let (_, length) = pieces(shape, first, count, &zeros)?;
+            if message.body.len() > length {
+                return Err(Refusal::new(
+                    Code::Protocol,
+                    "chunks that are longer than they are",
+                ));
+            }
+            let mut state = self.state.lock();
+            let background = state.scheduler.is_background(id);
+            state.scheduler.received(connection, wire);
+            let taken = state.scheduler.chunks(connection, &about, now)?;
+            state.credit(now);
+            if let Some(taken) = taken {
+                let task = ChunksTask {
+                    first,
+                    count,
+                    zeros,
+                    coding,
+                    body: message.body,
+                    again: taken.again,
+                };
+                // Under the lock, so that who wants them from now on finds them.
+                self.completions.chunks(task, background);
+            }
+            // The threads may be behind with their disk: the link has room nevertheless.
+            let room = state.scheduler.room().is_some();
+            drop(state);
+            if room && !self.pumping.swap(true, Ordering::AcqRel) {
+                let inner = self.clone();
+                self.completions.call(move || {
+                    inner.pumping.store(false, Ordering::Release);
+                    inner.pump();
+                });
+            }
+            return Ok(());
+        }
+        {
+            let mut state = self.state.lock();
+            state.scheduler.received(connection, wire);
+            state.credit(now);
+            if let Answer::Arrived { bytes, at } = message.head {
+                state.scheduler.arrived(connection, bytes, at, now)?;
+                drop(state);
+                self.issue();
+                return Ok(());
+            }
+        }
+        if let Answer::Error { id: 0, refusal } = message.head {
+            if !refusal.retry {
+                // Said about the connection: nothing of the mount will be served any more.
+                let error = device_error(refusal.tidy(), 0, 0, self.opened.size);
+                self.end(error);
+                return Ok(());
+            }
+            return Err(refusal);
+        }
+        let ended = {
+            let mut state = self.state.lock();
+            let ended = state.scheduler.end(connection, message.head.id(), now)?;
+            if let Some((job, _)) = &ended
+                && matches!(job.ask, Ask::Write { .. } | Ask::Zero { .. })
+            {
+                state.scheduler.pushed(now + self.options.give_up);
+            }
+            ended
+        };
+        if let Some((job, runs)) = ended {
+            self.answered(job, &runs, message.head, message.body);
+        }
+        self.issue();
+        Ok(())
+    }
+
+    fn answered(self: &Arc<Self>, job: Job<Reply>, runs: &[Chunks], head: Answer, body: Bytes) {
+        if body.len() > most_body(&job.ask) {
+            let text = "the site gave a longer answer than was asked for";
+            self.fail(job, runs, &DeviceError::Corrupt(text.into()));
+            return;
+        }
+        if let Answer::Error { refusal, .. } = head {
+            // Its text as short as if this side had written it.
+            let refusal = refusal.tidy();
+            let (offset, length) = range(&job.ask, self.opened.chunk);
+            let error = device_error(refusal, offset, length, self.opened.size);
+            self.fail(job, runs, &error);
+            return;
+        }
+        let fits = match (&job.to, &head) {
+            (Reply::Direct(_), _) => true,
+            (Reply::Presence(..), Answer::Presence { .. }) => true,
+            (Reply::Staged(_), Answer::Staged { runs, end, .. }) => {
+                are_runs(runs, *end, self.opened.size)
+            }
+            (Reply::Done(_), Answer::Committed { epoch, .. }) if matches!(job.ask, Ask::Commit { epoch: asked, .. } if asked == *epoch) =>
+            {
+                self.committed.fetch_max(*epoch, Ordering::AcqRel);
+                true
+            }
+            (Reply::Done(_), Answer::Done { .. }) => {
+                if matches!(job.ask, Ask::Close { .. }) {
+                    self.released.store(true, Ordering::Release);
+                }
+                !matches!(job.ask, Ask::Commit { .. })
+            }
+            _ => false,
+        };
+        if !fits {
+            let error = DeviceError::Corrupt("the site gave another kind of answer".into());
+            self.fail(job, runs, &error);
+            return;
+        }
+        match (job.to, head) {
+            (Reply::Direct(say), head) => {
+                let _ = say.send(Ok((head, body)));
+            }
+            (Reply::Done(done), _) => self.completions.call(move || done(Ok(()))),
+            (
+                Reply::Staged(done),
+                Answer::Staged {
+                    epoch, runs, end, ..
+                },
+            ) => {
+                let staged = Staged {
+                    epoch: Epoch(epoch),
+                    runs,
+                    end,
+                };
+                self.completions.call(move || done(Ok(staged)));
+            }
+            (Reply::Presence(done, pages), Answer::Presence { runs, end, .. }) => {
+                self.presence_page(done, pages, &runs, end);
+            }
+            _ => {}
+        }
+    }
+
+    /// A page of what is zero: asks for the next, or tells.
+    fn presence_page(
+        self: &Arc<Self>,
+        done: PresenceDone,
+        mut pages: Pages,
+        runs: &[(u64, u32)],
+        end: u64,
+    ) {
+        let Some(rest) = pages.page(runs, end) else {
+            self.completions.call(move || done(Ok(pages.found())));
+            return;
+        };
+        let ask = Ask::Presence {
+            id: 0,
+            first: rest.first,
+            count: rest.count,
+        };
+        self.ask(ask, Bytes::new(), Reply::Presence(done, pages));
+    }
+}
+
+/// The longest body that the answer to a request may have: packed it is shorter. ([`Ask::Read`] is looked at apart.)
+fn most_body(ask: &Ask) -> usize {
+    match ask {
+        Ask::DirectRead { length, .. } => *length as usize,
+        _ => 0,
+    }
+}
+
+/// Whether runs of an answer are what they should be: in order, apart, up to `end`, inside the device.
+fn are_runs(runs: &[(u64, u64)], end: u64, size: u64) -> bool {
+    let mut at = 0;
+    runs.len() <= MAX_RUNS
+        && end <= size
+        && runs.iter().all(|(offset, length)| {
+            let fine = *offset >= at && *length > 0;
+            at = offset.saturating_add(*length);
+            fine && at <= end
+        })
+}
+
+/// The bytes that a request is about.
+fn range(ask: &Ask, chunk: u32) -> (u64, u64) {
+    match *ask {
+        Ask::Read { first, count, .. } => (
+            first.saturating_mul(u64::from(chunk)),
+            u64::from(count) * u64::from(chunk),
+        ),
+        Ask::Write { offset, length, .. }
+        | Ask::DirectRead { offset, length, .. }
+        | Ask::DirectWrite { offset, length, .. } => (offset, u64::from(length)),
+        Ask::Zero { offset, length, .. }
+        | Ask::DirectZero { offset, length, .. }
+        | Ask::DirectTrim { offset, length, .. }
+        | Ask::DirectExtents { offset, length, .. } => (offset, length),
+        _ => (0, 0),
+    }
+}

@@ -1,0 +1,107 @@
+//! What came and whom to tell: handed over by the tasks of the link, which may not block, to threads that may.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc as sync};
+
+use drover_core::DeviceError;
+use drover_device::remote::{Chunks, Done, Link};
+use parking_lot::Mutex;
+
+use super::backlog::{Adder, ChunksTask, Taker};
+
+/// What the near side is to be told, or somebody called back with.
+pub enum Task {
+    /// Chunks came.
+    Chunks(ChunksTask),
+    /// They will not come.
+    Failed(Chunks, DeviceError),
+    /// The link's state changed.
+    Link(Link),
+    /// Calls back.
+    Call(Box<dyn FnOnce() + Send>),
+}
+
+/// The way to the threads that tell the near side.
+#[derive(Clone)]
+pub struct CompletionQueue {
+    /// As long as what the scheduler admits, like the other.
+    front: sync::Sender<Task>,
+    back: Arc<Adder>,
+}
+
+impl CompletionQueue {
+    /// A queue, and its other ends: what somebody waits for, and background chunks.
+    pub fn new() -> (Self, sync::Receiver<Task>, Taker) {
+        let (say, front) = sync::channel();
+        let hand = Adder::default();
+        let back = hand.taker();
+        let queue = Self {
+            front: say,
+            back: Arc::new(hand),
+        };
+        (queue, front, back)
+    }
+
+    /// Hands over chunks.
+    pub fn chunks(&self, task: ChunksTask, background: bool) {
+        match background {
+            true => self.back.add(task),
+            false => self.say(Task::Chunks(task)),
+        }
+    }
+
+    /// Somebody waits for chunks of which some may have been handed over.
+    pub fn hurry(&self, run: Chunks) {
+        for task in self.back.hurry(run) {
+            self.say(Task::Chunks(task));
+        }
+    }
+
+    /// Chunks will not come.
+    pub fn failed(&self, chunks: Chunks, error: DeviceError) {
+        self.say(Task::Failed(chunks, error));
+    }
+
+    /// The link's state changed.
+    pub fn link(&self, link: Link) {
+        self.say(Task::Link(link));
+    }
+
+    /// Calls back.
+    pub fn call(&self, what: impl FnOnce() + Send + 'static) {
+        self.say(Task::Call(Box::new(what)));
+    }
+
+    fn say(&self, task: Task) {
+        // The threads end with the last teller, so somebody hears.
+        let _ = self.front.send(task);
+    }
+}
+
+/// Whom to tell when each of `count` parts is done: makes one for each, and `done` is told once.
+pub fn all(count: usize, done: Done) -> impl FnMut() -> Done {
+    struct All {
+        left: AtomicUsize,
+        done: Mutex<Option<Done>>,
+    }
+    let shared = Arc::new(All {
+        left: AtomicUsize::new(count),
+        done: Mutex::new(Some(done)),
+    });
+    if count == 0
+        && let Some(done) = shared.done.lock().take()
+    {
+        done(Ok(()));
+    }
+    move || {
+        let shared = shared.clone();
+        Box::new(move |result| {
+            let last = shared.left.fetch_sub(1, Ordering::AcqRel) == 1;
+            if (last || result.is_err())
+                && let Some(done) = { shared.done.lock().take() }
+            {
+                done(result);
+            }
+        })
+    }
+}

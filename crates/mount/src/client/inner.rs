@@ -1,0 +1,310 @@
+//! What the parts of a client share: the link's state, the requests, and whom to tell.
+
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use drover_core::DeviceError;
+use drover_device::remote::{Chunks, Done, Link, Local, PresenceDone, StagedDone};
+use drover_net::WireCounters;
+use parking_lot::{Mutex, RwLock};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::Instant;
+
+use super::completion::CompletionQueue;
+use super::early::{Claimed, Early};
+use super::options::Options;
+use super::presence::Pages;
+use super::scheduler::{Job, Scheduler, split};
+use crate::compress::Packer;
+use crate::protocol::{Answer, Ask, Coding, MAX_READ, Opened};
+
+/// How long closing may wait for the site's word.
+pub const CLOSE_WAIT: Duration = Duration::from_secs(5);
+
+/// Whom an answer is for.
+#[derive(Default)]
+pub enum Reply {
+    /// The [`Local`]: chunks.
+    #[default]
+    Chunks,
+    /// Whoever wanted to know which chunks are zero, with what was found so far.
+    Presence(PresenceDone, Pages),
+    /// Whoever wanted something done.
+    Done(Done),
+    /// Whoever wanted to know what is staged.
+    Staged(StagedDone),
+    /// A thread that waits.
+    Direct(std::sync::mpsc::SyncSender<Result<(Answer, Bytes), DeviceError>>),
+}
+
+/// What a client is.
+pub struct Inner {
+    pub options: Options,
+    pub opened: Opened,
+    /// The site said so when the mount began, and not some time before.
+    pub reached: bool,
+    pub started: Instant,
+    pub state: Mutex<State>,
+    /// The last epoch that the site said counts.
+    pub committed: AtomicU64,
+    pub local: OnceLock<Weak<dyn Local>>,
+    /// Taken alone.
+    pub early: Mutex<Early>,
+    pub completions: CompletionQueue,
+    /// Wire bytes of links that are gone.
+    pub received: AtomicU64,
+    pub sent: AtomicU64,
+    /// Wrong digests that came.
+    pub wrong: AtomicU64,
+    pub closing: AtomicBool,
+    /// The site has said that it knows of the end.
+    pub released: AtomicBool,
+    pub stop: watch::Sender<bool>,
+    /// Cuts the link of this number, as [`State::ups`] counts: something waited too long.
+    pub cut: watch::Sender<u64>,
+    /// Whether the near side is told nothing more that it did not ask for since. Held while it is told.
+    pub silent: RwLock<bool>,
+    pub packer: Mutex<Packer>,
+    /// A thread has been told to ask for more background work.
+    pub pumping: AtomicBool,
+    /// Something that could be sent has to wait for its time.
+    pub paced: Arc<Notify>,
+}
+
+/// What changes together.
+pub struct State {
+    pub scheduler: Scheduler<Reply>,
+    /// Ways to the writers of the connections.
+    pub connections: Vec<Option<mpsc::UnboundedSender<(Ask, Bytes)>>>,
+    pub wires: Vec<Arc<WireCounters>>,
+    pub link: Link,
+    /// How often the link came up.
+    pub ups: u64,
+    pub rate: Rate,
+}
+
+/// Bytes a second, lately.
+#[derive(Default)]
+pub struct Rate {
+    pub at: Duration,
+    pub came: u64,
+    pub rate: f64,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // So that it sees that there is nothing left to pace.
+        self.paced.notify_one();
+    }
+}
+
+impl Inner {
+    pub fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// Why a request was not answered in time.
+    pub fn why_not(&self, ask: &Ask) -> DeviceError {
+        let text = match &self.state.lock().link {
+            Link::Up(_) => {
+                let limit = self.options.limit(ask);
+                format!("the site gave no answer within {limit:?}")
+            }
+            Link::Down(why) => why.clone(),
+            Link::Gone(error) => return error.clone(),
+        };
+        DeviceError::Unavailable(text)
+    }
+
+    pub fn ask(self: &Arc<Self>, ask: Ask, body: Bytes, to: Reply) {
+        let limit = self.options.limit(&ask);
+        let job = Job {
+            ask,
+            body,
+            deadline: self.now() + limit,
+            again: false,
+            to,
+        };
+        self.put(job);
+        self.issue();
+    }
+
+    /// Schedules a request, or fails it at once when there is no use.
+    pub fn put(&self, job: Job<Reply>) {
+        let mut state = self.state.lock();
+        let refused = match &state.link {
+            Link::Gone(error) => Some((job, error.clone())),
+            // Part of an epoch whose other parts went with an earlier link must not reach a later one.
+            Link::Down(why) if !job.survives() => {
+                Some((job, DeviceError::Unavailable(why.clone())))
+            }
+            _ => match state.scheduler.ask(job) {
+                Ok(()) => None,
+                Err(job) => Some((
+                    job,
+                    DeviceError::Unavailable("too many requests wait for the link".into()),
+                )),
+            },
+        };
+        drop(state);
+        if let Some((job, error)) = refused {
+            let runs: Vec<Chunks> = job.chunks().into_iter().collect();
+            self.fail(job, &runs, &error);
+        }
+    }
+
+    /// Sends what may be sent.
+    pub fn issue(&self) {
+        let now = self.now();
+        let mut state = self.state.lock();
+        while let Some((connection, ask, body)) = state.scheduler.select(now) {
+            state.send(connection, ask, body);
+        }
+        let waits = state.scheduler.select_at().is_some();
+        drop(state);
+        if waits {
+            self.paced.notify_one();
+        }
+    }
+
+    /// The same, and asks for background work while there is room for it.
+    pub fn pump(&self) {
+        self.issue();
+        let Some(local) = self.local.get().and_then(Weak::upgrade) else {
+            return;
+        };
+        loop {
+            let room = self.state.lock().scheduler.room();
+            // Not under the lock: what is asked has locks of its own, and asks back.
+            let Some(chunks) = room.and_then(|most| local.next(most)) else {
+                return;
+            };
+            let most = (MAX_READ / self.opened.chunk).max(1);
+            let missing = self.claim(chunks, &local).missing;
+            for run in missing.into_iter().flat_map(|run| split(run, most)) {
+                self.put(Job {
+                    ask: read(run, true),
+                    body: Bytes::new(),
+                    deadline: self.now() + self.options.give_up,
+                    again: false,
+                    to: Reply::Chunks,
+                });
+            }
+            self.issue();
+        }
+    }
+
+    /// The near side asks for a run: it is handed what is here already.
+    pub fn claim(&self, run: Chunks, local: &Arc<dyn Local>) -> Claimed {
+        let mut claimed = self.early.lock().claim(run);
+        if !claimed.here.is_empty() {
+            let (here, local) = (std::mem::take(&mut claimed.here), local.clone());
+            self.completions.call(move || local.arrived(here));
+        }
+        claimed
+    }
+
+    /// Ends the link that is up; the next one is made at once.
+    pub fn cut_link(&self) {
+        let state = self.state.lock();
+        if matches!(state.link, Link::Up(_)) {
+            self.cut.send_replace(state.ups);
+        }
+    }
+
+    /// Tells that a request failed.
+    pub fn fail(&self, job: Job<Reply>, runs: &[Chunks], error: &DeviceError) {
+        if matches!(job.ask, Ask::Commit { .. }) && error.is_transient() {
+            // Whether it counts is only told when a link comes up, and that is what the near side waits for.
+            self.cut_link();
+        }
+        match job.to {
+            Reply::Chunks => {
+                for run in runs {
+                    self.completions.failed(*run, error.clone());
+                }
+            }
+            Reply::Presence(done, ..) => {
+                let error = error.clone();
+                self.completions.call(move || done(Err(error)));
+            }
+            Reply::Staged(done) => {
+                let error = error.clone();
+                self.completions.call(move || done(Err(error)));
+            }
+            Reply::Done(done) => {
+                let error = error.clone();
+                self.completions.call(move || done(Err(error)));
+            }
+            Reply::Direct(say) => {
+                let _ = say.send(Err(error.clone()));
+            }
+        }
+    }
+
+    /// Tells the near side, if there is one yet, what the link's state is.
+    pub fn tell_link(&self, state: &State) {
+        if self.local.get().is_some() {
+            self.completions.link(state.link.clone());
+        }
+    }
+
+    /// No more requests are answered.
+    pub fn end(&self, error: DeviceError) {
+        let all = {
+            let mut state = self.state.lock();
+            if !matches!(state.link, Link::Gone(_)) {
+                state.link = Link::Gone(error.clone());
+                self.tell_link(&state);
+            }
+            state.connections.clear();
+            state.scheduler.take_all()
+        };
+        for (job, runs) in all {
+            self.fail(job, &runs, &error);
+        }
+        self.stop.send_replace(true);
+    }
+
+    /// Packs what is sent, unless the site is so near that it takes longer than sending it.
+    pub fn pack(&self, body: Bytes) -> (Coding, Bytes) {
+        let far =
+            self.state.lock().scheduler.window().round_trip() > Some(Duration::from_millis(2));
+        if !far {
+            return (Coding::Plain, body);
+        }
+        let mut packer = self.packer.lock();
+        match packer.pack(&body) {
+            (Coding::Plain, _) => (Coding::Plain, body),
+            (coding, packed) => (coding, Bytes::copy_from_slice(packed)),
+        }
+    }
+}
+
+impl State {
+    /// Tells the site what has arrived.
+    pub fn credit(&mut self, now: Duration) {
+        for (connection, credit) in self.scheduler.credits(now) {
+            self.send(connection, credit.into(), Bytes::new());
+        }
+    }
+
+    pub fn send(&mut self, connection: usize, ask: Ask, body: Bytes) {
+        if let Some(Some(way)) = self.connections.get(connection) {
+            // A connection that has ended is noticed by its task, which takes back what was asked.
+            let _ = way.send((ask, body));
+        }
+    }
+}
+
+/// A read of a run; its id is filled in when it is sent.
+pub fn read(run: Chunks, background: bool) -> Ask {
+    Ask::Read {
+        id: 0,
+        first: run.first,
+        count: run.count,
+        background,
+    }
+}

@@ -1,0 +1,226 @@
+//! Opening the connections of a link.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use drover_net::service::{self, reply_in};
+use drover_net::{Backoff, NetError, Refusal, Role, hear_hello};
+use drover_store::lease::Identity;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tracing::debug;
+
+use super::connector::{ConnectError, Connected, Connector};
+use super::options::Options;
+use crate::MountError;
+use crate::protocol::{
+    Ask, ConnectionKind, KEEP_ALIVE, MAX_MOUNT_FRAME, MAX_NAME, Open, Opened, check_shape,
+    encode_message, kind,
+};
+
+/// The first and the longest pause between attempts to connect.
+pub const PAUSES: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
+
+/// How long the site may take to open a connection.
+const OPEN_LIMIT: Duration = Duration::from_secs(30);
+
+/// A connection that the site has opened.
+pub struct OpenConnection {
+    /// Its number.
+    pub number: usize,
+    /// What it carries.
+    pub kind: ConnectionKind,
+    /// Its connection.
+    pub connected: Connected,
+    /// What the site said.
+    pub opened: Opened,
+}
+
+/// Connections that are being opened.
+pub type Joining = JoinSet<Result<OpenConnection, ConnectError>>;
+
+/// The first link, of which the front connection is open and the others are being opened.
+pub struct First {
+    /// What the site said.
+    pub opened: Opened,
+    /// Its number.
+    pub link: u64,
+    /// The connection that is open.
+    pub front: OpenConnection,
+    /// The others.
+    pub others: Joining,
+    /// What was asked with the front connection's open.
+    pub asked: Vec<Ask>,
+}
+
+/// The number of the link after `before`: the time, so that it also grows when a program takes up the mount of one
+/// before it.
+pub fn next_link(before: u64) -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let micros = since.map_or(0, |since| since.as_micros());
+    u64::try_from(micros).unwrap_or(0).max(before + 1)
+}
+
+/// Whether what the site said can be used.
+pub fn check(opened: &Opened, options: &Options) -> Result<(), String> {
+    check_shape(opened.shape())?;
+    match opened.chunk == options.chunk {
+        true => Ok(()),
+        false => Err(format!("chunks of {} bytes", opened.chunk)),
+    }
+}
+
+/// Makes the first link.
+pub async fn first(connector: &Arc<dyn Connector>, options: &Options) -> Result<First, MountError> {
+    let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+    let mut link = 0;
+    let mut last = None;
+    let mut expected = options.expected;
+    if expected.is_none() {
+        expected = options.known.as_ref().map(|known| known.identity);
+    }
+    let asked = options.early();
+    let tries = async {
+        loop {
+            link = next_link(link);
+            let error = match attempt(connector, options, expected, link, &asked).await {
+                Ok((front, others)) => {
+                    check(&front.opened, options).map_err(|what| MountError::Protocol {
+                        peer: front.connected.reader.peer_text().to_owned(),
+                        what,
+                    })?;
+                    return Ok(First {
+                        opened: front.opened.clone(),
+                        link,
+                        front,
+                        others,
+                        asked: asked.clone(),
+                    });
+                }
+                Err(error) => error,
+            };
+            if error.fatal {
+                return Err(match error.code {
+                    Some(code) => MountError::Refused(Refusal::new(code, error.message)),
+                    None => MountError::Denied(error.message),
+                });
+            }
+            debug!(image = %options.image, %error, "no link yet");
+            last = Some(error.message);
+            tokio::time::sleep(backoff.next_delay()).await;
+        }
+    };
+    match timeout(options.first_contact, tries).await {
+        Ok(made) => made,
+        Err(_) => Err(MountError::Unreachable(last.unwrap_or_else(|| {
+            format!("no answer within {:?}", options.first_contact)
+        }))),
+    }
+}
+
+/// Begins to open all connections and returns when the front one is open.
+pub async fn attempt(
+    connector: &Arc<dyn Connector>,
+    options: &Options,
+    expected: Option<Identity>,
+    link: u64,
+    asks: &[Ask],
+) -> Result<(OpenConnection, Joining), ConnectError> {
+    let mut joining = Joining::new();
+    for (number, connection) in options.connections().into_iter().enumerate() {
+        let open = Open {
+            mount: options.mount,
+            connection,
+            link,
+            image: options.image.clone(),
+            access: options.access,
+            chunk: options.chunk,
+            expected,
+            note: cut(&options.note, MAX_NAME),
+        };
+        let connector = connector.clone();
+        let asks = match connection {
+            ConnectionKind::Front => asks.iter().map(encode_message).collect(),
+            _ => Vec::new(),
+        };
+        joining.spawn(async move {
+            let opened = open_connection(connector.as_ref(), &open, asks);
+            let (connected, opened) = timeout(OPEN_LIMIT, opened).await.map_err(|_| {
+                let limit = OPEN_LIMIT;
+                ConnectError::lost(format!("the site did not open the device within {limit:?}"))
+            })??;
+            Ok(OpenConnection {
+                number,
+                kind: connection,
+                connected,
+                opened,
+            })
+        });
+    }
+    let mut early = Vec::new();
+    while let Some(joined) = joining.join_next().await {
+        let connection = joined.map_err(|e| ConnectError::lost(e.to_string()))??;
+        if connection.kind == ConnectionKind::Front {
+            for connection in early {
+                joining.spawn(std::future::ready(Ok(connection)));
+            }
+            return Ok((connection, joining));
+        }
+        early.push(connection);
+    }
+    Err(ConnectError::fatal("no connection was opened"))
+}
+
+async fn open_connection(
+    connector: &dyn Connector,
+    open: &Open,
+    asks: Vec<Vec<u8>>,
+) -> Result<(Connected, Opened), ConnectError> {
+    let connection = connector.connect().await?;
+    let wire = connection.wire();
+    let (mut reader, mut writer) = connection.split();
+    reader.set_max_frame(MAX_MOUNT_FRAME);
+    writer.set_max_frame(MAX_MOUNT_FRAME);
+    KEEP_ALIVE.apply(&mut reader, &mut writer);
+    let greeted = async {
+        // Everything in one flight: over a WAN each round trip is seen.
+        service::open(&mut writer, open).await?;
+        for ask in &asks {
+            writer.send(kind::ASK, ask).await?;
+        }
+        writer.flush().await?;
+        hear_hello(&mut reader, Role::Client).await
+    };
+    // What greets wrongly, unlike what breaks a link that is up, may be something that stands there only while the site
+    // does not.
+    greeted.await.map_err(|e| ConnectError {
+        fatal: e.refused(),
+        ..ConnectError::lost(e.to_string())
+    })?;
+    let frame = reader.next().await?;
+    let peer = reader.peer_text();
+    let Some(frame) = frame else {
+        return Err(ConnectError::lost(format!("{peer} closed the connection")));
+    };
+    let opened = reply_in::<Open>(&frame, peer).map_err(|e| match e {
+        NetError::Refused(refusal) => ConnectError {
+            fatal: !refusal.retry,
+            message: refusal.message,
+            code: Some(refusal.code),
+        },
+        e => ConnectError::fatal(format!("{peer} broke the protocol of mounts: {e}")),
+    })?;
+    let connected = Connected {
+        reader,
+        writer,
+        wire,
+    };
+    Ok((connected, opened))
+}
+
+fn cut(text: &str, most: usize) -> String {
+    let end = (0..=most.min(text.len()))
+        .rev()
+        .find(|&at| text.is_char_boundary(at));
+    text[..end.unwrap_or(0)].to_owned()
+}

@@ -1,0 +1,12 @@
+//! Waiting for disks.
+
+use drover_net::{Code, Refusal};
+
+/// Does what may wait for a disk where it may.
+pub async fn blocking<T: Send + 'static>(
+    what: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+) -> Result<T, Refusal> {
+    tokio::task::spawn_blocking(what)
+        .await
+        .unwrap_or_else(|e| Err(Refusal::new(Code::Io, e.to_string())))
+}

@@ -1,0 +1,170 @@
+//! The images that mounts have open: opened for the first, closed after the last.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use drover_core::ImageName;
+use drover_net::{Code, Refusal};
+use parking_lot::Mutex;
+
+use super::Server;
+use super::blocking::blocking;
+use super::image::Image;
+
+/// How often is looked for images of which somebody lets go soon, and for how many times.
+const CLOSE_PAUSE: Duration = Duration::from_millis(50);
+const CLOSE_TRIES: u32 = 100;
+
+impl Server {
+    /// Closes an image that is open but is not the one of that name any more. It is kept open for readers that may come
+    /// back, and they would read the bytes of one under the digest of the other.
+    pub(super) async fn close_replaced(self: &Arc<Self>, name: &ImageName) -> Result<(), Refusal> {
+        if !self.state.lock().open.contains_key(name) {
+            return Ok(());
+        }
+        let (server, name) = (self.clone(), name.clone());
+        blocking(move || {
+            let door = server.door(&name);
+            let _closing = door.lock();
+            let now = server.config.images.digest(&name)?;
+            let mut state = server.state.lock();
+            let former = match state.open.get(&name) {
+                Some(image) if image.digest() != now => {
+                    // As when it is idle: an overlay has one owner, so it is not opened again beside whoever still has it.
+                    if Arc::strong_count(image) > 1 {
+                        let text = format!("{name} was replaced, and a mount still has the former");
+                        return Err(Refusal::new(Code::Unavailable, text));
+                    }
+                    state.open.remove(&name)
+                }
+                _ => None,
+            };
+            drop(state);
+            drop(former);
+            Ok(())
+        })
+        .await
+    }
+
+    /// What is held while an image is opened or closed.
+    pub(super) fn door(&self, name: &ImageName) -> Arc<Mutex<()>> {
+        let mut doors = self.doors.lock();
+        if let Some(door) = doors.get(name).and_then(Weak::upgrade) {
+            return door;
+        }
+        doors.retain(|_, door| door.strong_count() > 0);
+        let door = Arc::default();
+        doors.insert(name.clone(), Arc::downgrade(&door));
+        door
+    }
+
+    /// The image, opened if no mount has it open.
+    pub(super) async fn image(self: &Arc<Self>, name: &ImageName) -> Result<Arc<Image>, Refusal> {
+        if let Some(image) = self.state.lock().open.get(name) {
+            return Ok(image.clone());
+        }
+        let (server, wanted) = (self.clone(), name.clone());
+        blocking(move || server.open_image(&wanted)).await
+    }
+
+    /// The image, opened if it is not. Blocks on the disk.
+    pub(super) fn open_image(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
+        // One at a time: an overlay has one owner.
+        let door = self.door(name);
+        let _opening = door.lock();
+        self.open_image_now(name)
+    }
+
+    /// The same for who holds its door.
+    pub(super) fn open_image_now(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
+        if let Some(image) = self.state.lock().open.get(name) {
+            return Ok(image.clone());
+        }
+        let config = &self.config;
+        let image = Arc::new(Image::open(name, &config.images, &config.state)?);
+        self.state.lock().open.insert(name.clone(), image.clone());
+        Ok(image)
+    }
+
+    /// Closes images that nobody has mounted any more, and waits for that of one of them: each may take as long as its disk
+    /// does.
+    pub(super) async fn tidy(self: &Arc<Self>, awaited: Option<ImageName>) {
+        let now = self.started.elapsed();
+        let (idle, more) = self.idle(now);
+        for name in idle {
+            let server = self.clone();
+            let wait = awaited.as_ref() == Some(&name);
+            let closing = tokio::task::spawn_blocking(move || server.close_idle(&name, now));
+            if wait {
+                // Fails only when the runtime ends.
+                let _ = closing.await;
+            }
+        }
+        if more && !self.tidying.swap(true, Ordering::AcqRel) {
+            tokio::spawn(tidy_on(Arc::downgrade(self)));
+        }
+    }
+
+    /// Images that can be closed, and whether there are more that nobody has mounted: a thread that has done the last
+    /// thing for a mount lets go of its image a little later.
+    pub(super) fn idle(&self, now: Duration) -> (Vec<ImageName>, bool) {
+        let state = self.state.lock();
+        let is_mounted = |image: &Arc<Image>| {
+            let mut mounts = state.mounts.values();
+            mounts.any(|mount| Arc::ptr_eq(&mount.image, image))
+        };
+        let (mut idle, mut more) = (Vec::new(), false);
+        for (name, image) in &state.open {
+            match is_free(image, now) {
+                true => idle.push(name.clone()),
+                false => more |= image.is_idle(now) && !is_mounted(image),
+            }
+        }
+        (idle, more)
+    }
+
+    /// Closes an image if nobody has come for it. Whoever comes now waits, and opens it anew.
+    pub(super) fn close_idle(&self, name: &ImageName, now: Duration) {
+        let door = self.door(name);
+        let _closing = door.lock();
+        let image = {
+            let mut state = self.state.lock();
+            // Whoever has it got it under this lock, so nobody else can come by one that only we have.
+            match state.open.get(name) {
+                Some(image) if is_free(image, now) => state.open.remove(name),
+                _ => None,
+            }
+        };
+        drop(image);
+    }
+}
+
+/// Closes images of which somebody lets go soon.
+async fn tidy_on(server: Weak<Server>) {
+    for _ in 0..CLOSE_TRIES {
+        tokio::time::sleep(CLOSE_PAUSE).await;
+        let Some(server) = server.upgrade() else {
+            return;
+        };
+        let now = server.started.elapsed();
+        let (idle, more) = server.idle(now);
+        for name in idle {
+            let server = server.clone();
+            drop(tokio::task::spawn_blocking(move || {
+                server.close_idle(&name, now);
+            }));
+        }
+        if !more {
+            break;
+        }
+    }
+    if let Some(server) = server.upgrade() {
+        server.tidying.store(false, Ordering::Release);
+    }
+}
+
+/// Whether only the server has an image, and nobody is expected back.
+fn is_free(image: &Arc<Image>, now: Duration) -> bool {
+    Arc::strong_count(image) == 1 && image.is_idle(now)
+}
