@@ -1,7 +1,8 @@
 //! Files of drover's own: one trait for a flat directory of them, its host, and a fake that loses power.
 //!
 //! Beside them: files that keep their first error ([`SyncedFile`]), and how a small file is replaced as a whole
-//! ([`atomic_replace`]), how records are appended ([`record_log`]), and on it a map of runs to states ([`chunk_log`]).
+//! ([`atomic_replace`]), how records are appended ([`record_log`]), and on it a map of runs to
+//! states ([`chunk_log`]) and a value for each chunk ([`chunk_map`]).
 //!
 //! What a format means belongs to the crate that owns it; images that users bring are not read through this.
 //!
@@ -11,6 +12,7 @@
 use std::io;
 
 pub mod chunk_log;
+pub mod chunk_map;
 mod disk;
 mod host;
 pub mod record_log;

@@ -1,7 +1,6 @@
 //! The files of a cache: the bytes, a digest for each chunk, and the map that says what of them is true. Layout and the
 //! argument for crashes: `docs/format/mount-cache.md`.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use drover_core::{DeviceError, Digest};
@@ -10,7 +9,8 @@ use parking_lot::Mutex;
 use super::SyncedError;
 use super::state::{Geometry, Mask, State};
 use crate::remote::{Epoch, Shape};
-use drover_storage::chunk_log::{ChunkLog, ChunkLogError, Record};
+use drover_storage::chunk_log::{ChunkLog, ChunkLogError, Opened, Record};
+use drover_storage::chunk_map::{ChunkMap, ChunkValue, FIRST_NOTE};
 use drover_storage::{Access, Directory, File, Lock, read_exact_at};
 
 const DATA: &str = "data";
@@ -149,10 +149,8 @@ impl Cache {
         let log = ChunkLog::create(directory, MAP, &ours)?;
         let found = Found {
             log: Log {
-                log,
-                header: ours,
-                states: vec![State::Absent as u8; usize::try_from(chunks).unwrap_or(usize::MAX)],
-                masks: BTreeMap::new(),
+                map: ChunkMap::new(log, ours, chunks),
+                geometry,
                 committed: None,
                 intent: None,
                 unsaid: false,
@@ -352,12 +350,24 @@ fn check_header(
     }
 }
 
-/// The map on disk, with a copy in memory (a byte a chunk) from which it is written anew when it has grown long.
+/// What the map says of a chunk: its state, and the granules meant.
+#[derive(Clone, Copy)]
+struct Chunk(State, Mask);
+
+impl ChunkValue for Chunk {
+    fn parts(self) -> (u8, u64) {
+        (self.0 as u8, self.1)
+    }
+
+    fn from_parts(state: u8, mask: u64) -> Option<Self> {
+        Some(Self(State::from_byte(state)?, mask))
+    }
+}
+
+/// The map on disk, and how it stands with the far side.
 pub struct Log {
-    log: ChunkLog,
-    header: Vec<u8>,
-    states: Vec<u8>,
-    masks: BTreeMap<u64, Mask>,
+    map: ChunkMap<Chunk>,
+    geometry: Geometry,
     /// The far side's epoch that the clean chunks agree with; none before the far side was first reached.
     pub committed: Option<Epoch>,
     /// The epoch that a commit was asked for, since.
@@ -368,43 +378,26 @@ pub struct Log {
 
 impl Log {
     fn replay(
-        opened: drover_storage::chunk_log::Opened,
+        opened: Opened,
         header: Vec<u8>,
         geometry: Geometry,
     ) -> Result<(Self, bool), SyncedError> {
-        let count = geometry.shape.chunks();
-        let mut states = vec![State::Absent as u8; usize::try_from(count).unwrap_or(usize::MAX)];
-        let mut masks = BTreeMap::new();
         let (mut committed, mut intent, mut closed) = (None, None, true);
-        let log = opened.replay(|record| {
+        let map = ChunkMap::replay(opened, header, geometry.shape.chunks(), |record| {
             closed = record.state == CLOSED;
             match record.state {
                 COMMITTED => (committed, intent) = (Some(Epoch(record.first)), None),
                 INTENT => intent = Some(Epoch(record.first)),
-                OPENED | CLOSED => {}
-                state => {
-                    let state = State::from_byte(state)
-                        .ok_or_else(|| format!("a chunk in state {state}"))?;
-                    let end = record.first.checked_add(u64::from(record.count));
-                    let end = end.filter(|end| *end <= count).ok_or_else(|| {
-                        format!("chunks at {} of a device of {count}", record.first)
-                    })?;
-                    for index in record.first..end {
-                        states[index as usize] = state as u8;
-                        match record.mask & geometry.all(index) {
-                            0 => masks.remove(&index),
-                            mask => masks.insert(index, mask),
-                        };
-                    }
+                FIRST_NOTE.. if ![OPENED, CLOSED].contains(&record.state) => {
+                    return Err(format!("a record in state {}", record.state));
                 }
+                _ => {}
             }
             Ok(())
         })?;
         let log = Self {
-            log,
-            header,
-            states,
-            masks,
+            map,
+            geometry,
             committed,
             intent,
             unsaid: false,
@@ -414,13 +407,20 @@ impl Log {
 
     /// For every chunk that is not absent: its state, and the granules meant.
     pub fn chunks(&self) -> impl Iterator<Item = (u64, State, Mask)> {
-        let there = (0u64..)
-            .zip(&self.states)
-            .filter(|(_, s)| **s != State::Absent as u8);
-        there.map(|(index, state)| {
-            let mask = self.masks.get(&index).copied().unwrap_or(0);
-            (index, State::of(*state), mask)
-        })
+        let there = self.map.iter();
+        // A file may name granules that the last chunk does not have.
+        there.map(|(index, chunk)| (index, chunk.0, chunk.1 & self.geometry.all(index)))
+    }
+
+    /// What the file says beside the chunks.
+    fn notes(&self) -> Vec<Record> {
+        let committed = self.committed.map(|epoch| mark(COMMITTED, epoch));
+        let intent = self.intent.map(|epoch| mark(INTENT, epoch));
+        let opened = mark(OPENED, Epoch(0));
+        [Some(opened), committed, intent]
+            .into_iter()
+            .flatten()
+            .collect()
     }
 
     /// Writes down states: durably, when what they count on is durable already, else so that a killed process leaves
@@ -430,53 +430,18 @@ impl Log {
         chunks: &[(u64, State, Mask)],
         durably: bool,
     ) -> Result<(), DeviceError> {
-        let mut records: Vec<Record> = Vec::new();
-        for (index, state, mask) in chunks {
-            let known = self.masks.get(index).copied().unwrap_or(0);
-            if self.states[*index as usize] == *state as u8 && known == *mask {
-                continue;
-            }
-            push(&mut records, *index, *state as u8, *mask);
-        }
-        match durably {
-            true => self.append(&records)?,
-            false if records.is_empty() => return Ok(()),
-            false if self.log.is_broken() => self.append(&records)?,
-            false => {
-                self.log.append(&records)?;
-                self.log.hand_over()?;
-            }
-        }
-        for (index, state, mask) in chunks {
-            self.states[*index as usize] = *state as u8;
-            match mask {
-                0 => self.masks.remove(index),
-                mask => self.masks.insert(*index, *mask),
-            };
-        }
-        if self.log.wants_rewrite() {
-            self.rewrite()?;
-        }
-        Ok(())
+        let chunks = chunks
+            .iter()
+            .map(|(index, state, mask)| (*index, Chunk(*state, *mask)));
+        Ok(self.map.save(chunks, durably, &self.notes())?)
     }
 
     fn append(&mut self, records: &[Record]) -> Result<(), ChunkLogError> {
-        if self.log.is_broken() {
-            self.rewrite()?;
-        }
-        self.log.append(records)?;
-        self.log.sync()
+        self.map.append(records, &self.notes())
     }
 
     fn rewrite(&mut self) -> Result<(), ChunkLogError> {
-        let mut records = Vec::new();
-        records.push(mark(OPENED, Epoch(0)));
-        records.extend(self.committed.map(|epoch| mark(COMMITTED, epoch)));
-        records.extend(self.intent.map(|epoch| mark(INTENT, epoch)));
-        for (index, state, mask) in self.chunks() {
-            push(&mut records, index, state as u8, mask);
-        }
-        self.log.rewrite(&self.header, records)
+        self.map.rewrite(&self.notes())
     }
 
     /// Before the first change after an open: from now on a stop without [`Log::close`] is noticed.
@@ -514,26 +479,19 @@ impl Log {
 
     /// Every chunk is absent again.
     pub fn forget(&mut self) -> Result<(), DeviceError> {
-        let count = u32::try_from(self.states.len()).unwrap_or(u32::MAX);
-        self.append(&[Record {
-            first: 0,
-            count,
-            state: State::Absent as u8,
-            mask: 0,
-        }])?;
-        self.states.fill(State::Absent as u8);
-        self.masks.clear();
-        Ok(())
+        Ok(self.map.clear(&self.notes())?)
     }
 
     /// Whether the file says that a chunk must be pushed.
     pub fn needs_push(&self, index: u64) -> bool {
-        State::of(self.states[index as usize]).needs_push()
+        self.map
+            .get(index)
+            .is_some_and(|chunk| chunk.0.needs_push())
     }
 
     /// Whether the file says that anything must be pushed.
     pub fn is_dirty(&self) -> bool {
-        self.states.iter().any(|s| State::of(*s).needs_push())
+        self.map.iter().any(|(_, chunk)| chunk.0.needs_push())
     }
 
     /// All is saved, nothing will change.
@@ -548,24 +506,5 @@ fn mark(state: u8, epoch: Epoch) -> Record {
         count: 1,
         state,
         mask: 0,
-    }
-}
-
-/// Adds a chunk's record, or lets the last one run on.
-fn push(records: &mut Vec<Record>, index: u64, state: u8, mask: Mask) {
-    match records.last_mut() {
-        Some(last)
-            if last.first + u64::from(last.count) == index
-                && (last.state, last.mask) == (state, mask)
-                && last.count < u32::MAX =>
-        {
-            last.count += 1;
-        }
-        _ => records.push(Record {
-            first: index,
-            count: 1,
-            state,
-            mask,
-        }),
     }
 }
