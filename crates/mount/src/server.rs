@@ -24,9 +24,7 @@ use drover_core::ImageName;
 use drover_device::remote::Shape;
 use drover_net::service::{Call, Request, Service, ServiceFuture};
 use drover_net::{Code, Peer, PeerKey, Refusal, Right};
-use drover_store::lease::{
-    Access, Identity, MountId, READER_GRACE, Who,
-};
+use drover_store::lease::{Access, Identity, MountId, READER_GRACE, Who};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tracing::{debug, info};
