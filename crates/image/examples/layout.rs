@@ -1,4 +1,4 @@
-//! Measures an image: `cargo run --release -p drover-image --example walk -- IMAGE [as-is|opaque|raw|qcow2]`
+//! Measures an image: `cargo run --release -p drover-image --example layout -- IMAGE [as-is|opaque|raw|qcow2]`
 //! prints its layout's size, and how fast it is made, looked up and walked.
 
 use std::hint::black_box;
