@@ -17,7 +17,7 @@ pub use error::ChunkLogError;
 pub use format::{MAX_HEADER, Record};
 pub use replay::Opened;
 
-use format::{FRAME_RECORDS, RECORD_BYTES, frame, header_bytes};
+use format::{FRAME_RECORDS, RECORD_BYTES, frame, header_bytes, temporary};
 
 /// A log shorter than this is never worth rewriting.
 const REWRITE_BYTES: u64 = 1 << 20;
@@ -55,15 +55,6 @@ impl ChunkLog {
         let mut log = Self::begin(directory, name, header, std::iter::empty())?;
         log.adopt_name()?;
         Ok(log)
-    }
-
-    /// Opens a log that exists and reads its header; [`Opened::replay`] goes on.
-    ///
-    /// # Errors
-    /// [`ChunkLogError::Io`] (see [`ChunkLogError::is_missing`]); [`ChunkLogError::NotALog`],
-    /// [`ChunkLogError::Version`], [`ChunkLogError::Corrupt`].
-    pub fn open(directory: Arc<dyn Directory>, name: &str) -> Result<Opened, ChunkLogError> {
-        Opened::new(directory, name)
     }
 
     /// Appends records, behind all earlier ones. They may be lost until [`ChunkLog::sync`] has returned; a crash before
@@ -277,11 +268,6 @@ impl ChunkLog {
     fn io(&self, doing: &'static str) -> impl Fn(std::io::Error) -> ChunkLogError + use<> {
         ChunkLogError::io(doing, &self.directory.describe(&self.name))
     }
-}
-
-/// Where a log is written before it takes its name.
-fn temporary(name: &str) -> String {
-    format!("{name}.new")
 }
 
 #[cfg(test)]

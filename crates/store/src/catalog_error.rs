@@ -3,6 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
+/// A result of the catalog.
+pub(crate) type Result<T, E = CatalogError> = std::result::Result<T, E>;
+
 /// Why the catalog could not be used.
 #[derive(Debug)]
 pub enum CatalogError {

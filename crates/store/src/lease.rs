@@ -4,6 +4,10 @@
 //! It ends when the mount is closed, or when the site's owner breaks it. Readers only last as long as they are there.
 
 mod file;
+mod record;
+
+use record::Record;
+pub use record::{Holder, MountId};
 
 use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -12,30 +16,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use drover_core::{Digest, ImageName};
 use drover_net::{Code, Peer, PeerKey, Refusal};
 use serde::{Deserialize, Serialize};
-
-/// Which mount: random, chosen by it, kept as long as its cache is.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct MountId(pub [u8; 16]);
-
-impl MountId {
-    /// A new one.
-    #[must_use]
-    pub fn random() -> Self {
-        Self(drover_net::random_id())
-    }
-}
-
-impl std::fmt::Display for MountId {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.0.iter().try_for_each(|b| write!(f, "{b:02x}"))
-    }
-}
-
-impl std::fmt::Debug for MountId {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "MountId({self})")
-    }
-}
 
 /// What a mount wants to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -72,39 +52,10 @@ const MAX_CLOSED: usize = 64;
 /// Readers of an image at most.
 const MAX_READERS: usize = 256;
 
-/// A writer's lease, as the site keeps it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Holder {
-    /// The site that has it.
-    pub peer: [u8; 32],
-    /// What people call that site.
-    pub peer_name: String,
-    /// Which of its mounts.
-    pub mount: MountId,
-    /// Since when, in seconds since 1970.
-    pub since_unix: u64,
-    /// What the mount says about itself.
-    pub note: String,
-}
-
 impl Holder {
     fn is(&self, who: &Who) -> bool {
         (self.peer, self.mount) == (who.peer.key.0, who.mount)
     }
-}
-
-/// What is kept on disk.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Record {
-    /// Grows with each writer that is not the one before.
-    edition: u64,
-    /// The last writer.
-    last_writer: Option<([u8; 32], MountId)>,
-    holder: Option<Holder>,
-    /// Mounts whose lease was broken, the newest last.
-    broken: Vec<([u8; 32], MountId)>,
-    /// Who had the lease last, for people; none when that was in an earlier version or the changes were discarded.
-    last: Option<Holder>,
 }
 
 impl Record {

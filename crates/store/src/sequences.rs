@@ -21,8 +21,8 @@ use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::StoreError;
-use journal::{Change, Journal};
-use table::{Pending, Table};
+use journal::Journal;
+use table::{Change, Pending, Table};
 
 /// Slots in a segment, which is what the matcher frees.
 pub use drover_index::SEGMENT_SLOTS;

@@ -9,6 +9,7 @@
 mod check;
 mod images;
 mod peers;
+mod private;
 mod repair;
 mod rows;
 mod schema;
@@ -26,21 +27,13 @@ use rusqlite::{Connection, Transaction, TransactionBehavior};
 pub use peers::PairOutcome;
 pub use rows::Peer;
 
-use crate::catalog_error::CatalogError;
+use crate::catalog_error::Result;
 use repair::Users;
 use rows::{Row, Setting};
 use seal::Seal;
 
-type Result<T, E = CatalogError> = std::result::Result<T, E>;
-
-/// How long a statement waits for another process.
-const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// How long a ticket is good when nothing else is said.
 pub const TICKET_LIFETIME: Duration = Duration::from_secs(24 * 3600);
-
-/// Tickets kept at most; the oldest go first.
-const MAX_TICKETS: usize = 1000;
 
 /// The catalog of a home. Safe from any thread and beside other processes.
 pub struct SiteCatalog {

@@ -131,3 +131,8 @@ pub(super) fn frame(sequence: u64, durable: u64, records: &[u8]) -> Vec<u8> {
 pub(super) fn records(bytes: &[u8]) -> impl Iterator<Item = Record> + '_ {
     bytes.as_chunks().0.iter().map(Record::decode)
 }
+
+/// Where a log is written before it takes its name.
+pub(super) fn temporary(name: &str) -> String {
+    format!("{name}.new")
+}

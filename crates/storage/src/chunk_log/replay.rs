@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use super::format::{
     ALIGN, FIXED_HEADER, FRAME_HEADER, FRAME_RECORDS, FrameHeader, MAGIC, MAX_HEADER, RECORD_BYTES,
-    VERSION, has_crc, header_length, records, u32_at, u64_at,
+    VERSION, has_crc, header_length, records, temporary, u32_at, u64_at,
 };
-use super::{ChunkLog, ChunkLogError, Record, temporary};
+use super::{ChunkLog, ChunkLogError, Record};
 use crate::record_log::{RecordLog, Window};
 use crate::{Access, Directory, remove_if_exists};
 
@@ -21,6 +21,17 @@ pub struct Opened {
     frames: Frames,
     header: Vec<u8>,
     snapshot: u64,
+}
+
+impl ChunkLog {
+    /// Opens a log that exists and reads its header; [`Opened::replay`] goes on.
+    ///
+    /// # Errors
+    /// [`ChunkLogError::Io`] (see [`ChunkLogError::is_missing`]); [`ChunkLogError::NotALog`],
+    /// [`ChunkLogError::Version`], [`ChunkLogError::Corrupt`].
+    pub fn open(directory: Arc<dyn Directory>, name: &str) -> Result<Opened, ChunkLogError> {
+        Opened::new(directory, name)
+    }
 }
 
 impl Opened {

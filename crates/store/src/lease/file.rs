@@ -6,7 +6,7 @@ use std::path::Path;
 
 use drover_net::{Code, Refusal, decode, encode};
 
-use super::{Holder, MountId, Record};
+use super::record::{Holder, MountId, Record};
 
 /// Its name in the directory of the image's overlay.
 pub const FILE_NAME: &str = "lease";

@@ -9,10 +9,9 @@ use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use drover_index::ImageId;
+use drover_index::{ImageId, SEGMENT_SLOTS};
 
-use super::SEGMENT_SLOTS;
-use super::table::{Pending, Table};
+use super::table::{Change, Pending, Table};
 
 const MAGIC: [u8; 8] = *b"DRVRPEND";
 /// Versions 1 and 2 were one packed table, written at close, without the magic. Version 3 had 128 slots at most in a
@@ -26,17 +25,6 @@ const SLACK: u64 = 1 << 14;
 
 /// More than it can grow to.
 const MAX_BYTES: u64 = 64 << 20;
-
-/// A change of what is pending.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Change {
-    /// The slots from `first` on are pending so.
-    Put(u64, Pending),
-    /// So many slots from the first on are pending no more.
-    Clear(u64, u32),
-    /// An image is gone, or will never come.
-    Drop(ImageId),
-}
 
 /// The open file.
 #[derive(Debug)]

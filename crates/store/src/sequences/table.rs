@@ -2,8 +2,18 @@
 
 use std::collections::BTreeMap;
 
-use super::SEGMENT_SLOTS;
-use super::journal::Change;
+use drover_index::{ImageId, SEGMENT_SLOTS};
+
+/// A change of what is pending.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// The slots from `first` on are pending so.
+    Put(u64, Pending),
+    /// So many slots from the first on are pending no more.
+    Clear(u64, u32),
+    /// An image is gone, or will never come.
+    Drop(ImageId),
+}
 
 /// Stores that may be pending; beyond this the oldest slots are given up.
 const MAX_PENDING: usize = 1 << 18;

@@ -6,12 +6,11 @@ use std::path::Path;
 
 use rusqlite::{Connection, ErrorCode};
 
-use super::Result;
 use super::rows::{Peer, Row, RowError, Setting, TicketRow};
 use super::schema;
 use super::seal::Seal;
 use crate::catalog::ImageRecord;
-use crate::catalog_error::CatalogError;
+use crate::catalog_error::{CatalogError, Result};
 
 /// What a look at a database file found.
 #[derive(Debug, PartialEq, Eq)]
@@ -169,13 +168,5 @@ fn means_trouble(e: &rusqlite::Error) -> bool {
                 | C::NoLargeFileSupport
                 | C::AuthorizationForStatementDenied
         )
-    )
-}
-
-/// Whether this error, met while working, is about the file's bytes.
-pub fn means_damage(e: &rusqlite::Error) -> bool {
-    matches!(
-        e.sqlite_error_code(),
-        Some(ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase)
     )
 }

@@ -4,15 +4,10 @@ use drover_core::ImageName;
 use drover_index::ImageId;
 use rusqlite::types::Value;
 
-use super::rows::{Row, RowError, Setting};
-use super::{Result, SiteCatalog};
+use super::SiteCatalog;
+use super::rows::{NEXT_ID, Row, RowError, Setting};
 use crate::catalog::{Catalog, ImageRecord};
-
-/// The setting that holds the next image's number.
-pub const NEXT_ID: &str = "next image id";
-
-/// How far the counter jumps when it may have been lost.
-pub const ID_GAP_AFTER_LOSS: u64 = 1 << 20;
+use crate::catalog_error::Result;
 
 impl Catalog for SiteCatalog {
     fn new_image_id(&self) -> Result<ImageId> {

@@ -6,10 +6,14 @@ use drover_net::PeerKey;
 use rusqlite::Transaction;
 use rusqlite::types::Value;
 
+use super::SiteCatalog;
 use super::rows::{Peer, Row, RowError, TicketRow};
 use super::seal::Seal;
-use super::{MAX_TICKETS, Result, SiteCatalog};
+use crate::catalog_error::Result;
 use crate::peer_name;
+
+/// Tickets kept at most; the oldest go first.
+const MAX_TICKETS: usize = 1000;
 
 /// What became of a request to pair.
 #[derive(Debug, Clone, PartialEq, Eq)]

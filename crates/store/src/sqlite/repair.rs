@@ -7,11 +7,11 @@ use drover_storage::sync_parent;
 use rusqlite::{Connection, TransactionBehavior};
 
 use super::check::{Found, examine};
-use super::rows::{Peer, Row, RowError, Setting};
+use super::rows::{ID_GAP_AFTER_LOSS, NEXT_ID, Peer, Row, RowError, Setting};
 use super::seal::Seal;
-use super::{Result, images, schema, spare};
+use super::{private, schema, spare};
 use crate::catalog::ImageRecord;
-use crate::catalog_error::CatalogError;
+use crate::catalog_error::{CatalogError, Result};
 
 /// Says that this process has the database open: shared by users, exclusive for who replaces it.
 pub struct Users(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
@@ -23,7 +23,7 @@ impl Users {
     /// When the lock cannot be had.
     pub fn join(path: &Path) -> Result<Users> {
         let users_path = path.with_extension("users");
-        let users = spare::open_private(&users_path)?;
+        let users = private::open_private(&users_path)?;
         let locked = CatalogError::file("lock", &users_path);
         users.lock_shared().map_err(locked)?;
         Ok(Users(users))
@@ -37,7 +37,7 @@ impl Users {
 pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
     let spare_path = spare::path_of(path);
     let users_path = path.with_extension("users");
-    let users = spare::open_private(&users_path)?;
+    let users = private::open_private(&users_path)?;
     let locked = |e| CatalogError::file("lock", &users_path)(e);
     let alone = match users.try_lock() {
         Ok(()) => true,
@@ -167,7 +167,7 @@ fn write(
     let mut connection = schema::open_for_use(to).map_err(|e| RowError::Conflict(e.to_string()))?;
     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     let mut seal = Seal::load(&tx)?;
-    for setting in settings.iter().filter(|s| s.key != images::NEXT_ID) {
+    for setting in settings.iter().filter(|s| s.key != NEXT_ID) {
         seal.put(&tx, setting)?;
     }
     for peer in peers {
@@ -179,7 +179,7 @@ fn write(
     // The counter may be lost: start well beyond every number that is known.
     let counted = settings
         .iter()
-        .find(|s| s.key == images::NEXT_ID)
+        .find(|s| s.key == NEXT_ID)
         .and_then(|s| s.value.parse().ok());
     let highest = images
         .iter()
@@ -187,11 +187,11 @@ fn write(
         .max()
         .unwrap_or(0)
         .max(counted.unwrap_or(0));
-    let next = highest.saturating_add(images::ID_GAP_AFTER_LOSS);
+    let next = highest.saturating_add(ID_GAP_AFTER_LOSS);
     seal.put(
         &tx,
         &Setting {
-            key: images::NEXT_ID.into(),
+            key: NEXT_ID.into(),
             value: next.to_string(),
         },
     )?;

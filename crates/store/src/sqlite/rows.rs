@@ -12,6 +12,12 @@ use rusqlite::{Connection, OptionalExtension};
 use crate::catalog::ImageRecord;
 use crate::catalog_error::CatalogError;
 
+/// The setting that holds the next image's number.
+pub const NEXT_ID: &str = "next image id";
+
+/// How far the counter jumps when it may have been lost.
+pub const ID_GAP_AFTER_LOSS: u64 = 1 << 20;
+
 /// What can be wrong with a row.
 #[derive(Debug)]
 pub enum RowError {
@@ -29,7 +35,7 @@ impl RowError {
         let path = path.to_path_buf();
         match self {
             RowError::Damaged(what) => CatalogError::Damaged { path, what },
-            RowError::Sql(error) if super::check::means_damage(&error) => CatalogError::Damaged {
+            RowError::Sql(error) if means_damage(&error) => CatalogError::Damaged {
                 path,
                 what: error.to_string(),
             },
@@ -366,4 +372,12 @@ fn integer(value: &Value) -> Option<i64> {
         Value::Integer(i) => Some(*i),
         _ => None,
     }
+}
+
+/// Whether this error, met while working, is about the file's bytes.
+fn means_damage(e: &rusqlite::Error) -> bool {
+    matches!(
+        e.sqlite_error_code(),
+        Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase)
+    )
 }

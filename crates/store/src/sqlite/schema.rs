@@ -3,12 +3,16 @@
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::time::Duration;
 
 use rusqlite::limits::Limit;
 use rusqlite::{Connection, OpenFlags, TransactionBehavior};
 
 use super::seal::Seal;
-use super::{BUSY_TIMEOUT, CatalogError, Result};
+use crate::catalog_error::{CatalogError, Result};
+
+/// How long a statement waits for another process.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// `drov`: marks the file as a drover catalog.
 pub const APPLICATION_ID: i64 = 0x6472_6f76;
@@ -71,7 +75,7 @@ pub fn open_for_use(path: &Path) -> Result<Connection> {
         error,
     };
     // Made private first: SQLite gives its other files the mode of this one.
-    super::spare::open_private(path)?;
+    super::private::open_private(path)?;
     let mut connection = Connection::open(path).map_err(sql)?;
     set_up(&connection).map_err(sql)?;
     // WAL lets readers go on beside a writer; FULL makes a commit durable before it returns.

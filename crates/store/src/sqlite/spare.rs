@@ -1,7 +1,6 @@
 //! `catalog.bak`: a copy of the catalog as it was after the last change.
 
-use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -9,10 +8,10 @@ use drover_storage::sync_parent;
 use rusqlite::Connection;
 use rusqlite::backup::Backup;
 
-use super::Result;
 use super::check::{Found, examine};
+use super::private::open_private;
 use super::seal::Seal;
-use crate::catalog_error::CatalogError;
+use crate::catalog_error::{CatalogError, Result};
 
 /// Held while the files beside the database are looked at or replaced; other processes wait.
 pub struct SpareLock(
@@ -25,18 +24,6 @@ pub fn lock(dir: &Path) -> Result<SpareLock> {
     let file = open_private(&path)?;
     file.lock().map_err(CatalogError::file("lock", &path))?;
     Ok(SpareLock(file))
-}
-
-/// Opens a file, made private to this user when it is not there.
-pub fn open_private(path: &Path) -> Result<File> {
-    OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(path)
-        .map_err(CatalogError::file("open", path))
 }
 
 /// Where the spare of the catalog at `path` is.

@@ -12,6 +12,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::catalog::{Catalog, ImageRecord};
+use crate::catalog_error::CatalogError;
 
 const DAY: Duration = Duration::from_secs(86_400);
 

@@ -1,0 +1,19 @@
+//! Files that are nobody else's business.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use crate::catalog_error::{CatalogError, Result};
+
+/// Opens a file, made private to this user when it is not there.
+pub fn open_private(path: &Path) -> Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)
+        .map_err(CatalogError::file("open", path))
+}
