@@ -7,7 +7,6 @@ mod merge;
 mod part;
 mod recover;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -52,7 +51,7 @@ pub struct Told {
     /// The digest of the image that it was written over.
     pub base: Option<String>,
     /// Where it is.
-    pub directory: PathBuf,
+    pub directory: String,
     /// Why it cannot be read.
     pub problem: Option<String>,
 }
@@ -68,7 +67,7 @@ impl From<Changes> for Told {
             held_by: c.holder.map(Writer::from),
             earlier: c.earlier,
             base: c.base.map(|base| base.to_string()),
-            directory: c.directory,
+            directory: c.directory.display().to_string(),
             problem: c.problem,
         }
     }

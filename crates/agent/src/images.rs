@@ -47,10 +47,10 @@ pub fn written(home: &Home, r: &ImageRecord) -> Option<(String, PathBuf)> {
     let text = format!(
         "; what mounts wrote to it ({}) stays in {}, for the same image by that name (`drover changes drop {}` drops it)",
         bytes(changes.changed_bytes),
-        changes.directory.display(),
+        changes.directory,
         r.name
     );
-    Some((text, changes.directory))
+    Some((text, changes.directory.into()))
 }
 
 /// Bytes that mounts wrote over an image of this site.

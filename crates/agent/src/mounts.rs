@@ -122,7 +122,8 @@ pub async fn begin(
 /// When the home cannot be read.
 pub async fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
     let mut found = Vec::new();
-    let (listed, damaged) = Place::list_all(home)?;
+    let theirs = home.clone();
+    let (listed, damaged) = on_disk(move || Place::list_all(&theirs)).await?;
     for some in listed.chunks(ASKED_AT_ONCE) {
         let ask = |(place, record): Written| async move { status_of(&place, &record, limit).await };
         let asked: Vec<_> = some.iter().cloned().map(|w| tokio::spawn(ask(w))).collect();
@@ -145,6 +146,12 @@ async fn damaged_status(place: &Place, why: &Error, limit: Duration) -> Status {
     if kept && let Ok(status) = ask.await {
         return status;
     }
+    let (place, link) = (place.clone(), format!("{why:#}"));
+    on_disk(move || damaged(&place, kept, &link)).await
+}
+
+/// The same of one whose process says nothing, by what its caches hold.
+fn damaged(place: &Place, kept: bool, link: &str) -> Status {
     let caches = (0..).take_while(|index| *index == 0 || place.cache(*index).exists());
     let dirty = |index| match kept {
         true => None,
@@ -154,7 +161,7 @@ async fn damaged_status(place: &Place, why: &Error, limit: Duration) -> Status {
         image: "?".into(),
         mode: "?".into(),
         dirty: dirty(index).unwrap_or(0),
-        link: format!("{why:#}"),
+        link: link.to_owned(),
         ..DiskStatus::default()
     };
     Status {
@@ -176,6 +183,12 @@ pub async fn status_of(place: &Place, record: &Record, limit: Duration) -> Statu
     if kept && let Ok(status) = ask.await {
         return status;
     }
+    let (place, record) = (place.clone(), record.clone());
+    on_disk(move || written_down(&place, &record, kept)).await
+}
+
+/// How a mount is whose process says nothing, by what is written down and what its caches hold.
+fn written_down(place: &Place, record: &Record, kept: bool) -> Status {
     let link = match (kept, record.unmounted) {
         (true, _) => "its process does not answer",
         (false, true) => "its cache is kept for the next mount there",
@@ -210,6 +223,14 @@ pub async fn status_of(place: &Place, record: &Record, limit: Duration) -> Statu
                 ..DiskStatus::default()
             })
             .collect(),
+    }
+}
+
+/// Does what reads a disk where it holds up no task.
+async fn on_disk<T: Send + 'static>(read: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(read).await {
+        Ok(read) => read,
+        Err(e) => std::panic::resume_unwind(e.into_panic()),
     }
 }
 

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use drover_net::service::{self, Request};
 use drover_net::{ConnectOptions, Connection, Identity, NetError, connect_any, connect_unix};
 use drover_store::{Peer, SiteCatalog};
+use tokio::sync::Notify;
 
 use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
@@ -89,14 +90,18 @@ impl Call {
         R: Request<Progress = Vec<T>, Reply = ()>,
     {
         let mut list = Vec::new();
-        let more = |some: Vec<T>| {
-            // What is over tells that it is too much; no more than that is kept.
-            if list.len() <= max {
-                list.extend(some);
-            }
+        let too_much = Notify::new();
+        let more = |some: Vec<T>| match list.len() + some.len() > max {
+            true => too_much.notify_one(),
+            false => list.extend(some),
         };
-        self.ask(request, more).await?;
-        Ok(Some(list).filter(|list| list.len() <= max))
+        // Whoever never stops is not listened to for ever.
+        tokio::select! {
+            biased;
+            () = too_much.notified() => return Ok(None),
+            done = self.ask(request, more) => done?,
+        }
+        Ok(Some(list))
     }
 }
 

@@ -456,7 +456,7 @@ impl Server {
             duty: self.duty.name().into(),
             name: self.name.clone(),
             key: self.identity.key().to_string(),
-            home: self.home.dir().into(),
+            home: self.home.dir().display().to_string(),
             version: env!("CARGO_PKG_VERSION").into(),
             process: std::process::id(),
             addresses: self.addresses.clone(),

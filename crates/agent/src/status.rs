@@ -1,7 +1,5 @@
 //! How a site is. `drover status --json` prints it as it is; its table and the metrics are made of it.
 
-use std::path::PathBuf;
-
 use drover_mount::server::Counted;
 use drover_teleport::SiteStatus;
 use serde::{Deserialize, Serialize};
@@ -20,7 +18,7 @@ pub struct Status {
     /// Its key.
     pub key: String,
     /// Its directory.
-    pub home: PathBuf,
+    pub home: String,
     /// The program's version.
     pub version: String,
     /// Its process.

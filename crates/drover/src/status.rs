@@ -46,7 +46,7 @@ fn for_people(status: &Status) -> String {
             status.process
         ),
         format!("key        {}", clean(&status.key)),
-        format!("home       {}", clean(&status.home.to_string_lossy())),
+        format!("home       {}", clean(&status.home)),
         format!("addresses  {}", clean(&status.addresses.join(", "))),
         format!("since      {} UTC", moment(status.started_unix)),
         format!(

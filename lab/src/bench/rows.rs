@@ -112,6 +112,11 @@ pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     write().with_context(|| format!("cannot write {}", path.display()))
 }
 
+/// Whether a build's name is that of a commit.
+pub fn is_commit(build: &str) -> bool {
+    build.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
 /// The commit of the checkout; `-dirty` where something but documents differs from it.
 pub fn commit() -> String {
     let git = |args: &[&str]| {

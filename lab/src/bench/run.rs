@@ -1,5 +1,6 @@
 //! `lab bench`: one case after the other as long as the time lasts.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -54,11 +55,23 @@ pub struct BenchArgs {
     /// The small set of images instead of the library.
     #[arg(long)]
     small: bool,
-    /// The file of all results [default: docs/benchmarks/rows.jsonl; OUT/rows-small.jsonl with --small].
+    /// The file of all results [default: docs/benchmarks/rows.jsonl; OUT/rows-small.jsonl with --small, and
+    /// OUT/rows-dirty.jsonl of a build that is no commit].
     #[arg(long, value_name = "FILE")]
     rows: Option<PathBuf>,
     #[command(flatten)]
     common: Common,
+}
+
+/// Keeps other runs out: they would distort the figures, and lose each other's rows.
+fn alone(out: &Path) -> Result<File> {
+    std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
+    let path = out.join("lock");
+    let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(e) => bail!("{}: another run is measuring ({e})", path.display()),
+    }
 }
 
 /// Measures, keeps every result as soon as it is there, and shows.
@@ -74,8 +87,11 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
     let file = match &args.rows {
         Some(file) => file.clone(),
         None if args.small => args.common.out.join("rows-small.jsonl"),
+        // Rows of a build that nobody else can have do not take the place of others.
+        None if !rows::is_commit(&rows::commit()) => args.common.out.join("rows-dirty.jsonl"),
         None => PathBuf::from(document::ROWS),
     };
+    let _alone = alone(&args.common.out)?;
     let mut kept = Rows::read(&file)?;
     let mut cases = Vec::new();
     let mut lacking = false;

@@ -86,7 +86,7 @@ pub async fn end(
 /// The mount daemon did not answer.
 fn unanswered(e: Error, place: &Place, record: &Record) -> Error {
     e.context(format!(
-        "{} cannot be ended; see {}, and if it does not go on, `kill -9` its process ({}) and unmount it again: nothing that was flushed is lost",
+        "{} cannot be ended; see {}; `kill` lets its process ({}) end in order, also one of an older drover; if it does not go on, `kill -9` it and unmount it again: nothing that was flushed is lost",
         place.name(),
         place.log().display(),
         record.process

@@ -28,7 +28,6 @@ pub struct Held {
     /// Mounts that are connected now.
     pub connected: Vec<String>,
     /// Why it cannot be said who may write it.
-    #[serde(default)]
     pub problem: Option<String>,
 }
 
@@ -53,7 +52,6 @@ pub struct Broken {
     /// Who might write it.
     pub writer: Option<Writer>,
     /// The lease was damaged, and another is in its place.
-    #[serde(default)]
     pub damaged: bool,
 }
 

@@ -72,16 +72,12 @@ pub struct DiskStatus {
     /// `up`, or why the other site cannot be reached.
     pub link: String,
     /// Bytes of the push that is under way.
-    #[serde(default)]
     pub pushing: u64,
     /// Those of them that have arrived: they are not sent again.
-    #[serde(default)]
     pub pushed: u64,
     /// How often pushes failed since one succeeded.
-    #[serde(default)]
     pub push_failures: u64,
     /// Why the last of them did.
-    #[serde(default)]
     pub push_error: Option<String>,
     /// What went wrong in the background, for a person.
     pub trouble: Option<String>,

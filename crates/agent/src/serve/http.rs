@@ -57,6 +57,8 @@ pub async fn run(listener: TcpListener, server: Arc<Server>) {
             Ok((stream, _)) => {
                 let answer = http1::Builder::new()
                     .keep_alive(false)
+                    // Whoever has asked may say that it asks nothing more.
+                    .half_close(true)
                     .header_read_timeout(None)
                     .max_buf_size(MAX_HEAD)
                     .serve_connection(TokioIo::new(stream), app.clone());

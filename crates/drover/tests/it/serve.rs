@@ -74,6 +74,17 @@ fn metrics_are_on_the_socket_and_on_a_port_that_was_asked_for() {
     );
     assert!(http(port, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404"));
     assert!(http(port, "DELETE /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
+    assert!(http(port, "GET /metrics?x=1 HTTP/1.0\r\n\r\n").starts_with("HTTP/1.0 200"));
+    for bad in ["GET\r\n\r\n", "GET /metrics SSH-2.0\r\n\r\n"] {
+        assert!(http(port, bad).starts_with("HTTP/1.1 400"), "{bad:?}");
+    }
+    // As `nc -N` asks: it says nothing more, and waits for the answer.
+    let mut stream = TcpStream::connect(port).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     let endless = http(port, &"x".repeat(20_000));
     assert!(
         endless.is_empty() || endless.starts_with("HTTP/1.1 431"),

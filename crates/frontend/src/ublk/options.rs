@@ -12,7 +12,7 @@ use crate::kernel::Error;
 pub const MOST_QUEUES: u16 = 16;
 /// Requests that one queue may have under way.
 pub const DEEPEST_QUEUE: u16 = 1024;
-/// Threads that one device may have for requests that wait.
+/// Threads that one device may have for requests that wait, with half as many again for changes.
 pub const MOST_WORKERS: usize = 256;
 /// Bytes of the longest read or write that the kernel is let make.
 const LONGEST: u32 = 1 << 20;
@@ -36,7 +36,8 @@ pub struct Options {
     pub queues: u16,
     /// Requests under way in each, 1 to [`DEEPEST_QUEUE`].
     pub depth: u16,
-    /// Threads for requests that wait, 1 to [`MOST_WORKERS`]. Each has a buffer of up to 1 MiB.
+    /// Threads for requests that wait, 1 to [`MOST_WORKERS`], and half as many again for changes that may wait for a
+    /// network. Each has a buffer of up to 1 MiB.
     pub workers: usize,
     /// A name by which [`find`](super::find) knows the device again; of one device at a time.
     pub identifier: Option<String>,
