@@ -13,7 +13,7 @@ use libfuzzer_sys::fuzz_target;
 const EXPORTS: [(&str, u32, bool); 3] = [("", 1, false), ("a", 512, false), ("b", 4096, true)];
 const SIZE: u64 = 1 << 20;
 /// The longest replies to one option: three infos of at most a string each, or the list of exports.
-const LONGEST_REPLIES: usize = 4 * (20 + 12 + wire::MAX_STRING);
+const MAX_REPLIES: usize = 4 * (20 + 12 + wire::MAX_STRING);
 
 fn offers() -> Vec<Offer> {
     EXPORTS
@@ -40,7 +40,7 @@ fn offers() -> Vec<Offer> {
 
 /// Replies to `option`, of which the last one ends them.
 fn well_formed(option: u32, mut out: &[u8]) {
-    assert!(out.len() <= LONGEST_REPLIES);
+    assert!(out.len() <= MAX_REPLIES);
     let mut ended = false;
     while !out.is_empty() {
         assert!(!ended, "a reply after the last");

@@ -4,7 +4,7 @@
 //! Locks, in the order in which they are taken; none is held while the far side is waited for:
 //! 1. the barrier: shared by every change, exclusive for the instant of a freeze;
 //! 2. the stripes' locks (`state.rs`): shared by reads, exclusive for changes of a chunk's bytes or state;
-//! 3. the table (`table.rs`), then the spill.
+//! 3. the table (`table.rs`), then the copy-before-write store.
 //!
 //! The pusher's and the saver's locks are taken with none of these held, the table's too, and only the table's inside them. The puller's
 //! and the waiters' come last: nothing is taken inside them.
@@ -21,6 +21,7 @@ use crate::remote::Link;
 
 mod arrive;
 mod cache;
+mod copy_before_write;
 mod device;
 mod error;
 mod evict;
@@ -32,7 +33,6 @@ mod push;
 mod read;
 mod save;
 mod shared;
-mod spill;
 mod state;
 mod table;
 mod wait;
@@ -43,7 +43,7 @@ pub use error::SyncedError;
 pub use handles::{Progress, PullHandle, PushHandle, Pushing};
 pub use options::{Hooks, Sync, SyncedOptions};
 pub use order::{Order, OrderError};
-pub use state::MOST_CHUNKS;
+pub use state::MAX_CHUNKS;
 
 use cache::Cache;
 use pull::Pull;
@@ -107,7 +107,7 @@ impl Synced {
                     states.set(index, State::Unverified);
                     continue;
                 }
-                // What was written after the last flush may be there or not, in granules that the map does not name
+                // What was written after the last flush may be there or not, in subchunks that the map does not name
                 // as well: all of it goes to the far side, so that both agree.
                 State::Dirty | State::Erased if found.unclean => {
                     table.wrote(geometry, index, geometry.all(index));
@@ -133,7 +133,7 @@ impl Synced {
             states,
             barrier: RwLock::default(),
             table: Mutex::new(table),
-            spill: Mutex::default(),
+            copy_before: Mutex::default(),
             cache,
             saver: Saver::new(log),
             waits: Waits::new(),
@@ -150,7 +150,7 @@ impl Synced {
                 .map(|size| (size / geometry.chunk()).max(least)),
             push_interval: options.push_interval,
             high_water: options.high_water,
-            give_up_after: options.give_up_after.min(LONGEST_PATIENCE),
+            give_up_after: options.give_up_after.min(MAX_PATIENCE),
             hooks: options.hooks,
             recorder: options.record_order.then(|| order::Recorder::new(geometry)),
             unverified: AtomicU64::new(unverified),
@@ -253,7 +253,7 @@ fn spawn(
 }
 
 /// The longest wait for the far side: so long that nobody sees the end, and short enough to be added to any time.
-const LONGEST_PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
+const MAX_PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
 
 #[cfg(test)]
 mod tests;

@@ -28,7 +28,7 @@ pub use crate::kernel::{Detach, Error, mounted_from};
 pub use local::{Local, attach_local, reconnect_local};
 use netlink::{Connection, Request};
 use options::seconds;
-pub use options::{Interface, LONGEST_IDENTIFIER, MOST_CONNECTIONS, Options};
+pub use options::{Interface, MAX_CONNECTIONS, MAX_IDENTIFIER, Options};
 
 const MISSING: Error = Error::Missing {
     driver: "nbd",
@@ -271,7 +271,7 @@ fn wait_ready(attached: &mut Attached, size: u64) -> Result<(), Error> {
 /// [`Error`].
 pub fn reconnect(path: &Path, sockets: Vec<OwnedFd>) -> Result<(), Error> {
     let index = index_of(path)?;
-    if sockets.is_empty() || sockets.len() > MOST_CONNECTIONS {
+    if sockets.is_empty() || sockets.len() > MAX_CONNECTIONS {
         return Err(Error::Options(format!("{} sockets", sockets.len())));
     }
     let mut connection = open_netlink(path)?;

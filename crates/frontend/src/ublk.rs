@@ -30,7 +30,7 @@ use crate::kernel::{self, DEADLINE};
 pub use crate::kernel::{Detach, Error};
 use abi::{Info, Params, command};
 use control::Control;
-pub use options::{DEEPEST_QUEUE, MOST_QUEUES, MOST_WORKERS, Options};
+pub use options::{DEEPEST_QUEUE, MAX_QUEUES, MAX_WORKERS, Options};
 use request::Target;
 use workers::Workers;
 

@@ -578,11 +578,11 @@ fn wanted(how: &How) -> Vec<u64> {
         },
     };
     let chunks = first.iter().flat_map(|run| run.first..run.end());
-    chunks.take(MOST_WANTED).collect()
+    chunks.take(MAX_WANTED).collect()
 }
 
 /// More are not asked for with an open.
-const MOST_WANTED: usize = 8;
+const MAX_WANTED: usize = 8;
 
 /// Writes the order in which chunks were first read.
 fn write_order(synced: &Synced, path: &Path) -> Result<()> {

@@ -25,7 +25,7 @@ const CONNECTIONS: usize = 2;
 const MARGIN: Duration = Duration::from_secs(60);
 
 /// The longest that the kernel's counter of ticks is asked to hold.
-const LONGEST_TIMEOUT: Duration = Duration::from_secs(1_000_000);
+const MAX_TIMEOUT: Duration = Duration::from_secs(1_000_000);
 
 /// Decides by which driver to attach: the one that is wanted, or that of `device`, or the first that the kernel has.
 ///
@@ -81,7 +81,7 @@ fn request_timeout(give_up_after: Duration) -> Duration {
     give_up_after
         .saturating_mul(2)
         .saturating_add(MARGIN)
-        .min(LONGEST_TIMEOUT)
+        .min(MAX_TIMEOUT)
 }
 
 /// A device of the kernel's NBD client. Its parts go in their order.
@@ -294,6 +294,6 @@ mod tests {
             let give_up = Duration::from_secs(seconds);
             assert!(request_timeout(give_up) >= give_up + MARGIN);
         }
-        assert_eq!(request_timeout(Duration::MAX), LONGEST_TIMEOUT);
+        assert_eq!(request_timeout(Duration::MAX), MAX_TIMEOUT);
     }
 }

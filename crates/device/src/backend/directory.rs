@@ -19,7 +19,7 @@ use drover_storage::{Access, Directory, File, Lock};
 const LOCKS: usize = 256;
 
 /// The most runs that one question for extents is answered with.
-const MOST_RUNS: usize = 1 << 16;
+const MAX_RUNS: usize = 1 << 16;
 
 /// Zeros that are written where space must stay allocated.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
@@ -307,7 +307,7 @@ impl BlockDevice for DirectoryDevice {
                 true => ExtentKind::Data,
                 false => ExtentKind::Hole,
             };
-            let full = runs.len() == MOST_RUNS;
+            let full = runs.len() == MAX_RUNS;
             match runs.last_mut() {
                 Some(last) if last.kind == kind => last.length += part.length,
                 Some(_) if full => break,

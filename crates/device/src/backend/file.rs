@@ -11,7 +11,7 @@ use rustix::fs::{Advice, FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 
 /// The most runs that one question for extents is answered with.
-const MOST_RUNS: usize = 1 << 16;
+const MAX_RUNS: usize = 1 << 16;
 
 /// Zeros that are written where a file cannot be told to hold some.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
@@ -188,7 +188,7 @@ impl BlockDevice for FileDevice {
         }
         let mut runs = Vec::new();
         let mut at = offset;
-        while at < end && runs.len() < MOST_RUNS {
+        while at < end && runs.len() < MAX_RUNS {
             let data = match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
                 Ok(data) => data.min(end),
                 Err(Errno::NXIO) => end,
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn one_answer_has_a_bound_however_torn_the_file_is() {
-        let count = MOST_RUNS as u64;
+        let count = MAX_RUNS as u64;
         let device = device(count * 8192);
         for n in 0..count {
             device.write(n * 8192, &[1]).unwrap();
@@ -289,7 +289,7 @@ mod tests {
         let (mut at, mut runs, mut answers) = (0, 0, 0);
         while at < device.size() {
             let answer = device.extents(at, device.size() - at).unwrap();
-            assert!(answer.len() <= MOST_RUNS + 1, "{} runs", answer.len());
+            assert!(answer.len() <= MAX_RUNS + 1, "{} runs", answer.len());
             (runs, answers) = (runs + answer.len(), answers + 1);
             at = answer.last().unwrap().end();
         }

@@ -10,10 +10,10 @@ use drover_core::{
 use drover_image::{ImageError, VirtualDisk};
 
 /// The most runs that one question for extents is answered with.
-const MOST_RUNS: usize = 1 << 16;
+const MAX_RUNS: usize = 1 << 16;
 
 /// The longest range that one question for extents looks at, so that no question takes long.
-const MOST_EXTENTS: u64 = 4 << 30;
+const MAX_EXTENTS: u64 = 4 << 30;
 
 /// What the guest of a disk image sees, whatever files make it up, read-only.
 ///
@@ -138,7 +138,7 @@ impl BlockDevice for ImageDevice {
         let mut runs = Vec::new();
         for run in self
             .disk
-            .extents_in(offset..offset + length.min(MOST_EXTENTS))
+            .extents_in(offset..offset + length.min(MAX_EXTENTS))
         {
             match run {
                 Ok(run) => runs.push(run),
@@ -146,7 +146,7 @@ impl BlockDevice for ImageDevice {
                 Err(_) if !runs.is_empty() => break,
                 Err(error) => return Err(self.medium(error.into())),
             }
-            if runs.len() == MOST_RUNS {
+            if runs.len() == MAX_RUNS {
                 break;
             }
         }

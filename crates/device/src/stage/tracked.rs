@@ -10,7 +10,7 @@ use roaring::RoaringBitmap;
 
 /// The most blocks that a device is tracked in; a set of them takes at most 32 MiB. A larger device is tracked in
 /// larger blocks.
-const MOST_BLOCKS: u64 = 1 << 28;
+const MAX_BLOCKS: u64 = 1 << 28;
 
 /// A device that keeps the set of blocks that may have changed since a mark.
 ///
@@ -145,11 +145,11 @@ impl std::fmt::Debug for TrackHandle {
 
 /// The block in which a device is tracked.
 fn block_for(size: u64, granularity: u32) -> u64 {
-    let least = size.div_ceil(MOST_BLOCKS).next_power_of_two();
+    let least = size.div_ceil(MAX_BLOCKS).next_power_of_two();
     u64::from(granularity).max(least)
 }
 
-/// As the bitmap counts; there are no more than [`MOST_BLOCKS`].
+/// As the bitmap counts; there are no more than [`MAX_BLOCKS`].
 fn narrow(blocks: &Range<u64>) -> Range<u32> {
     let narrow = |block| u32::try_from(block).unwrap_or(u32::MAX);
     narrow(blocks.start)..narrow(blocks.end)

@@ -17,7 +17,7 @@ const DATA: &str = "data";
 const DIGESTS: &str = "digests";
 const MAP: &str = "map";
 const LOCK: &str = "lock";
-const SPILL: &str = "spill";
+const BEFORE_WRITE: &str = "before-write";
 const MAGIC: &[u8; 8] = b"DRVRMNT\0";
 const VERSION: u32 = 2;
 const HEADER: usize = 88;
@@ -236,9 +236,9 @@ impl Cache {
     }
 
     /// A sparse file without a name, as long as the device, for what an epoch must remember.
-    pub fn spill(&self) -> Result<Box<dyn File>, DeviceError> {
-        let file = self.directory.create(SPILL)?;
-        self.directory.remove(SPILL)?;
+    pub fn copy_before(&self) -> Result<Box<dyn File>, DeviceError> {
+        let file = self.directory.create(BEFORE_WRITE)?;
+        self.directory.remove(BEFORE_WRITE)?;
         file.set_len(self.geometry.shape.size)?;
         Ok(file)
     }
@@ -249,7 +249,7 @@ impl Cache {
 pub struct Left {
     /// The device that it is a cache of.
     pub shape: Shape,
-    /// Bytes that were written and are not known to be at the far side; whole granules.
+    /// Bytes that were written and are not known to be at the far side; whole subchunks.
     pub dirty: u64,
     /// The digest of the image; none in a cache of version 1, which does not say.
     pub image: Option<Digest>,
@@ -294,7 +294,7 @@ impl Left {
             .filter(|c| c.1.needs_push())
             .map(|(index, _, mask)| match mask {
                 0 => geometry.length(index),
-                mask => u64::from(mask.count_ones()) * geometry.granule,
+                mask => u64::from(mask.count_ones()) * geometry.subchunk,
             })
             .sum();
         Ok(Some(Self {
@@ -350,7 +350,7 @@ fn check_header(
     }
 }
 
-/// What the map says of a chunk: its state, and the granules meant.
+/// What the map says of a chunk: its state, and the subchunks meant.
 #[derive(Clone, Copy)]
 struct Chunk(State, Mask);
 
@@ -405,10 +405,10 @@ impl Log {
         Ok((log, !closed))
     }
 
-    /// For every chunk that is not absent: its state, and the granules meant.
+    /// For every chunk that is not absent: its state, and the subchunks meant.
     pub fn chunks(&self) -> impl Iterator<Item = (u64, State, Mask)> {
         let there = self.map.iter();
-        // A file may name granules that the last chunk does not have.
+        // A file may name subchunks that the last chunk does not have.
         there.map(|(index, chunk)| (index, chunk.0, chunk.1 & self.geometry.all(index)))
     }
 

@@ -22,7 +22,7 @@ impl BlockDevice for Synced {
             durable: true,
             extents: true,
             alignment: 1,
-            preferred: self.shared.geometry.granule as u32,
+            preferred: self.shared.geometry.subchunk as u32,
             longest: u32::MAX,
         }
     }
@@ -86,7 +86,7 @@ impl BlockDevice for Synced {
             state => state.whole() && !limited,
         };
         let mut touched = self.shared.geometry.touched(offset, end - offset);
-        let much = || self.shared.table.lock().dirty.len() >= write::MOST_ZEROED / 2;
+        let much = || self.shared.table.lock().dirty.len() >= write::MAX_ZEROED / 2;
         match touched.all(ready) && !much() {
             true => Cost::Disk,
             false => Cost::Network,

@@ -22,9 +22,9 @@ pub enum Order {
 /// The first line of an order's file.
 const TITLE: &str = "drover order 1";
 /// Runs of an order at most.
-pub const MOST_RUNS: usize = 1 << 20;
+pub const MAX_RUNS: usize = 1 << 20;
 /// Bytes of an order's file at most.
-const MOST_TEXT: usize = 64 << 20;
+const MAX_TEXT: usize = 64 << 20;
 
 /// Why a text is no order.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -36,7 +36,7 @@ pub enum OrderError {
     #[error("line {0} is not an offset and a length in bytes")]
     Line(usize),
     /// It is too long.
-    #[error("it has more than {MOST_RUNS} runs")]
+    #[error("it has more than {MAX_RUNS} runs")]
     TooLong,
 }
 
@@ -47,7 +47,7 @@ impl Order {
     /// # Errors
     /// [`OrderError`].
     pub fn parse(text: &str, shape: Shape) -> Result<Self, OrderError> {
-        if text.len() > MOST_TEXT {
+        if text.len() > MAX_TEXT {
             return Err(OrderError::TooLong);
         }
         let mut lines = text.lines();
@@ -65,7 +65,7 @@ impl Order {
             else {
                 return Err(OrderError::Line(number + 2));
             };
-            if runs.len() == MOST_RUNS {
+            if runs.len() == MAX_RUNS {
                 return Err(OrderError::TooLong);
             }
             runs.extend(run(shape, offset, length));
@@ -151,7 +151,7 @@ impl Recorder {
             if *word & bit != 0 {
                 continue;
             }
-            let full = runs.len() >= MOST_RUNS;
+            let full = runs.len() >= MAX_RUNS;
             match runs.last_mut() {
                 Some(run) if run.end() == index => run.count += 1,
                 _ if full => return,

@@ -21,14 +21,14 @@ use plan::{Follow, PIECE, Piece, Pulling};
 /// Pieces asked for and not answered.
 const PIECES_UNDER_WAY: usize = 2;
 /// Runs ahead of readers, and runs to be fetched again, that are remembered.
-const MOST_RUNS: usize = 256;
+const MAX_RUNS: usize = 256;
 /// Readers in order that are followed.
 const READERS: usize = 8;
 /// A reader in order may leave out this much.
 const GAP: u64 = 256 << 10;
 /// Bytes ahead of a reader: at first, and at most (or twice what the link has under way).
 const AHEAD: u64 = 1 << 20;
-const MOST_AHEAD: u64 = 8 << 20;
+const MAX_AHEAD: u64 = 8 << 20;
 /// The part of a cache of limited size that may hold what came ahead of readers, and the part that one reader may have of it.
 const AHEAD_PART: u64 = 2;
 const READER_PART: u64 = 4;
@@ -181,7 +181,7 @@ impl Shared {
     /// A run must be pulled although the puller has passed it.
     pub(super) fn pull_again(&self, chunks: Chunks) {
         let mut pull = self.pull.state.lock();
-        match pull.again.len() < MOST_RUNS {
+        match pull.again.len() < MAX_RUNS {
             true => pull.again.push_back(chunks),
             false => pull.cursor = pull.cursor.min(chunks.first),
         }
@@ -196,7 +196,7 @@ impl Shared {
         let count = u32::try_from(touched.end - run.first).unwrap_or(u32::MAX);
         {
             let mut pull = self.pull.state.lock();
-            if pull.ahead.len() >= MOST_RUNS {
+            if pull.ahead.len() >= MAX_RUNS {
                 return;
             }
             pull.ahead.push_back(Chunks {
@@ -213,7 +213,7 @@ impl Shared {
             return;
         }
         let end = offset + length;
-        let mut most = MOST_AHEAD.max(self.remote.traffic().window.min(u64::MAX / 4) * 2);
+        let mut most = MAX_AHEAD.max(self.remote.traffic().window.min(u64::MAX / 4) * 2);
         if let Some(limit) = self.cache_limit {
             most = most.min(limit / READER_PART * self.geometry.chunk());
         }

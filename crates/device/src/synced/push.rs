@@ -26,7 +26,7 @@ pub use turns::Push;
 /// Bytes of changes under way when the far side can do with less: twice its window are, so that it has the next at hand.
 const UNDER_WAY: u64 = 8 << 20;
 /// And at most.
-const MOST_UNDER_WAY: u64 = 64 << 20;
+const MAX_UNDER_WAY: u64 = 64 << 20;
 /// How long the thread sleeps at most: it looks at the clock then.
 const TICK: Duration = Duration::from_millis(250);
 /// How long after a commit that failed on a link that stands it is asked for again.
@@ -318,12 +318,12 @@ impl Shared {
     /// Gives up the epoch under way when what writers keep for it takes room on a full disk: whether it did.
     pub(super) fn forsake(&self) -> bool {
         let _barrier = self.barrier.write();
-        if !self.spill.lock().takes_room() {
+        if !self.copy_before.lock().takes_room() {
             return false;
         }
         tracing::info!("a push is begun anew, for the room that it takes on the cache's disk");
         self.table.lock().thaw(self.geometry);
-        self.spill.lock().clear();
+        self.copy_before.lock().clear();
         true
     }
 
@@ -335,7 +335,7 @@ impl Shared {
             .traffic()
             .push_window
             .saturating_mul(2)
-            .clamp(UNDER_WAY, MOST_UNDER_WAY);
+            .clamp(UNDER_WAY, MAX_UNDER_WAY);
         let result = loop {
             let changes = match reader.next() {
                 Ok(Some(changes)) => changes,
@@ -451,7 +451,7 @@ impl Shared {
         while let Some(index) = first() {
             self.settle(index);
         }
-        self.spill.lock().clear();
+        self.copy_before.lock().clear();
         {
             let mut table = self.table.lock();
             (table.frozen_bytes, table.there_bytes) = (0, 0);
@@ -510,7 +510,7 @@ impl Shared {
             // No writer is between looking whether to keep something and keeping it.
             let _barrier = self.barrier.write();
             self.table.lock().thaw(self.geometry);
-            self.spill.lock().clear();
+            self.copy_before.lock().clear();
         }
         let transient = error.is_transient();
         match transient {

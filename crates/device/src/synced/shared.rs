@@ -8,12 +8,12 @@ use drover_core::{DeviceError, check_range};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::cache::Cache;
+use super::copy_before_write::CopyBeforeWrite;
 use super::options::{Hooks, Sync};
 use super::order;
 use super::pull::Pull;
 use super::push::Push;
 use super::save::Saver;
-use super::spill::Spill;
 use super::state::{Geometry, States};
 use super::table::Table;
 use super::wait::Waits;
@@ -26,7 +26,7 @@ pub(crate) struct Shared {
     pub(super) states: States,
     pub(super) barrier: RwLock<()>,
     pub(super) table: Mutex<Table>,
-    pub(super) spill: Mutex<Spill>,
+    pub(super) copy_before: Mutex<CopyBeforeWrite>,
     pub(super) cache: Cache,
     pub(super) saver: Saver,
     pub(super) waits: Waits,

@@ -9,7 +9,7 @@ use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::remote::{Chunks, Shape};
 
 /// Most chunks of one device: their states take that many bytes of memory.
-pub const MOST_CHUNKS: u64 = 1 << 28;
+pub const MAX_CHUNKS: u64 = 1 << 28;
 
 /// Bytes of neighbouring chunks that one lock guards (or one chunk, where that is longer), so that most requests take
 /// one lock.
@@ -32,7 +32,7 @@ pub enum State {
     Zero = 3,
     /// Here, and some of it not yet at the far side.
     Dirty = 4,
-    /// Some granules are here, the rest only at the far side.
+    /// Some subchunks are here, the rest only at the far side.
     Partial = 5,
     /// Zeros only, which the far side does not know yet; takes no room.
     Erased = 6,
@@ -92,15 +92,15 @@ impl State {
     }
 }
 
-/// Sizes: of the device, of its chunks, and of the 64 or fewer granules of a chunk by which changes are told.
+/// Sizes: of the device, of its chunks, and of the 64 or fewer subchunks of a chunk by which changes are told.
 #[derive(Clone, Copy, Debug)]
 pub struct Geometry {
     pub shape: Shape,
     /// A power of two: a 64th of a chunk, but at least 4096 bytes, what the far side takes.
-    pub granule: u64,
+    pub subchunk: u64,
 }
 
-/// A bit for each granule of a chunk.
+/// A bit for each subchunk of a chunk.
 pub type Mask = u64;
 
 impl Geometry {
@@ -111,14 +111,14 @@ impl Geometry {
                 shape.chunk
             )));
         }
-        if shape.chunks() > MOST_CHUNKS {
+        if shape.chunks() > MAX_CHUNKS {
             return Err(DeviceError::Unsupported(
                 "have more than 2^28 chunks: mount with a larger --chunk".into(),
             ));
         }
         Ok(Self {
             shape,
-            granule: u64::from(shape.chunk / 64).max(4096),
+            subchunk: u64::from(shape.chunk / 64).max(4096),
         })
     }
 
@@ -155,40 +155,40 @@ impl Geometry {
         from..to
     }
 
-    /// All granules of a chunk.
+    /// All subchunks of a chunk.
     pub fn all(self, index: u64) -> Mask {
-        low(self.length(index).div_ceil(self.granule))
+        low(self.length(index).div_ceil(self.subchunk))
     }
 
-    /// Granules that a range inside a chunk touches.
+    /// Subchunks that a range inside a chunk touches.
     pub fn touch(self, range: &Range<u64>) -> Mask {
         match range.is_empty() {
             true => 0,
-            false => low(range.end.div_ceil(self.granule)) & !low(range.start / self.granule),
+            false => low(range.end.div_ceil(self.subchunk)) & !low(range.start / self.subchunk),
         }
     }
 
-    /// Granules that a range inside chunk `index` covers whole.
+    /// Subchunks that a range inside chunk `index` covers whole.
     pub fn cover(self, index: u64, range: &Range<u64>) -> Mask {
         let end = match range.end == self.length(index) {
-            true => range.end.div_ceil(self.granule),
-            false => range.end / self.granule,
+            true => range.end.div_ceil(self.subchunk),
+            false => range.end / self.subchunk,
         };
-        low(end) & !low(range.start.div_ceil(self.granule))
+        low(end) & !low(range.start.div_ceil(self.subchunk))
     }
 
-    /// Bytes of the device that granules of chunk `index` hold.
+    /// Bytes of the device that subchunks of chunk `index` hold.
     pub fn bytes(self, index: u64, mask: Mask) -> u64 {
         let all = self.all(index);
-        let mut bytes = u64::from((mask & all).count_ones()) * self.granule;
+        let mut bytes = u64::from((mask & all).count_ones()) * self.subchunk;
         let last = all & !(all >> 1);
         if mask & last != 0 {
-            bytes -= u64::from(all.count_ones()) * self.granule - self.length(index);
+            bytes -= u64::from(all.count_ones()) * self.subchunk - self.length(index);
         }
         bytes
     }
 
-    /// The runs of granules in `mask`, as ranges inside chunk `index`.
+    /// The runs of subchunks in `mask`, as ranges inside chunk `index`.
     pub fn runs(self, index: u64, mask: Mask) -> impl Iterator<Item = Range<u64>> {
         let length = self.length(index);
         let mut left = mask;
@@ -199,8 +199,8 @@ impl Geometry {
             let first = left.trailing_zeros();
             let count = (!(left >> first)).trailing_zeros().min(64 - first);
             left &= !(low(u64::from(count)) << first);
-            let from = u64::from(first) * self.granule;
-            Some(from..(from + u64::from(count) * self.granule).min(length))
+            let from = u64::from(first) * self.subchunk;
+            Some(from..(from + u64::from(count) * self.subchunk).min(length))
         })
     }
 
@@ -449,10 +449,10 @@ mod tests {
     }
 
     #[test]
-    fn granules_are_a_64th_of_a_chunk_and_at_least_a_block() {
-        assert_eq!(geometry(1 << 30, 4096).granule, 4096);
-        assert_eq!(geometry(1 << 30, 64 << 10).granule, 4096);
-        assert_eq!(geometry(1 << 30, 1 << 20).granule, 16 << 10);
+    fn subchunks_are_a_64th_of_a_chunk_and_at_least_a_block() {
+        assert_eq!(geometry(1 << 30, 4096).subchunk, 4096);
+        assert_eq!(geometry(1 << 30, 64 << 10).subchunk, 4096);
+        assert_eq!(geometry(1 << 30, 1 << 20).subchunk, 16 << 10);
         assert!(Geometry::new(Shape { size: 1, chunk: 0 }).is_err());
         assert!(
             Geometry::new(Shape {
@@ -479,15 +479,15 @@ mod tests {
                 let from = random.u64(0..=length);
                 let range = from..random.u64(from..=length);
                 let (touch, cover) = (g.touch(&range), g.cover(index, &range));
-                for granule in 0..64 {
-                    let start = granule * g.granule;
-                    let end = (start + g.granule).min(length);
-                    let bit = 1u64 << granule;
+                for subchunk in 0..64 {
+                    let start = subchunk * g.subchunk;
+                    let end = (start + g.subchunk).min(length);
+                    let bit = 1u64 << subchunk;
                     let touched =
                         start < end && start < range.end && range.start < end && !range.is_empty();
                     let covered = start < end && range.start <= start && end <= range.end;
-                    assert_eq!(touch & bit != 0, touched, "{range:?} {granule}");
-                    assert_eq!(cover & bit != 0, covered, "{range:?} {granule}");
+                    assert_eq!(touch & bit != 0, touched, "{range:?} {subchunk}");
+                    assert_eq!(cover & bit != 0, covered, "{range:?} {subchunk}");
                 }
                 let bytes: u64 = g.runs(index, touch).map(|r| r.end - r.start).sum();
                 assert_eq!(bytes, g.bytes(index, touch));

@@ -6,11 +6,11 @@ use drover_core::Digest;
 
 use super::state::{Geometry, Mask, State};
 
-/// Granules of a chunk that belong to the epoch under way.
+/// Subchunks of a chunk that belong to the epoch under way.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Frozen {
     pub mask: Mask,
-    /// Overwritten since: what they held at the freeze is in the spill.
+    /// Overwritten since: what they held at the freeze is in the copy_before.
     pub kept: Mask,
     /// Staged at the far side: may be overwritten.
     pub there: Mask,
@@ -22,11 +22,11 @@ pub struct Frozen {
 /// bytes a dirty chunk.
 #[derive(Default)]
 pub struct Table {
-    /// Granules written since the last freeze.
+    /// Subchunks written since the last freeze.
     pub dirty: BTreeMap<u64, Mask>,
-    /// Granules of the epoch under way.
+    /// Subchunks of the epoch under way.
     pub frozen: BTreeMap<u64, Frozen>,
-    /// Granules that partial chunks have here.
+    /// Subchunks that partial chunks have here.
     pub present: BTreeMap<u64, Mask>,
     /// Chunks with bytes that the next flush must make durable.
     pub unlogged_dirty: BTreeSet<u64>,
@@ -43,7 +43,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// A write touched these granules. None: it failed where nothing is here that it could have changed.
+    /// A write touched these subchunks. None: it failed where nothing is here that it could have changed.
     pub fn wrote(&mut self, geometry: Geometry, index: u64, mask: Mask) {
         if mask == 0 {
             return;
@@ -128,13 +128,13 @@ impl Table {
         true
     }
 
-    /// Granules that are not at the far side.
+    /// Subchunks that are not at the far side.
     pub fn unpushed(&self, index: u64) -> Mask {
         let dirty = self.dirty.get(&index).copied().unwrap_or(0);
         dirty | self.frozen.get(&index).map_or(0, |f| f.mask)
     }
 
-    /// Granules of a write that must be kept before they are overwritten.
+    /// Subchunks of a write that must be kept before they are overwritten.
     pub fn to_keep(&self, index: u64, touched: Mask) -> Mask {
         self.frozen
             .get(&index)

@@ -1,4 +1,4 @@
-//! Writes, zeros and trims. A write that covers whole granules needs nothing from the far side.
+//! Writes, zeros and trims. A write that covers whole subchunks needs nothing from the far side.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -33,9 +33,9 @@ const TRIES: u32 = 4;
 const ROUNDS: u32 = 3;
 /// Dirty chunks (about 100 bytes of memory each while they are pushed) at which a trim is not done any more, and zeros
 /// wait: those of a whole large device would take memory by the size of the device.
-pub(super) const MOST_ZEROED: usize = 1 << 18;
+pub(super) const MAX_ZEROED: usize = 1 << 18;
 /// Dirty chunks at which zeros fail that have waited in vain.
-pub(super) const MOST_ZEROED_LATE: usize = 4 * MOST_ZEROED;
+pub(super) const MAX_ZEROED_LATE: usize = 4 * MAX_ZEROED;
 
 impl Shared {
     pub(super) fn write(&self, offset: u64, source: Source<'_>) -> Result<(), DeviceError> {
@@ -81,18 +81,18 @@ impl Shared {
         })
     }
 
-    /// Zeros the whole granules of a range; the rest stays.
+    /// Zeros the whole subchunks of a range; the rest stays.
     pub(super) fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
         let size = self.geometry.shape.size;
-        let granule = self.geometry.granule;
-        let from = offset.next_multiple_of(granule);
+        let subchunk = self.geometry.subchunk;
+        let from = offset.next_multiple_of(subchunk);
         let to = match offset + length {
             end if end == size => end,
-            end => end / granule * granule,
+            end => end / subchunk * subchunk,
         };
         // Piece by piece, as long as there is room to remember it: a trim need not be done.
         for (at, take) in self.geometry.pieces(from, to.saturating_sub(from)) {
-            if self.table.lock().dirty.len() >= MOST_ZEROED {
+            if self.table.lock().dirty.len() >= MAX_ZEROED {
                 self.push.request();
                 return Ok(());
             }
@@ -115,12 +115,12 @@ impl Shared {
         }
         loop {
             let dirty = self.table.lock().dirty.len();
-            if dirty < MOST_ZEROED {
+            if dirty < MAX_ZEROED {
                 return Ok(());
             }
             let deadline = *patience.get_or_insert_with(|| Instant::now() + self.give_up_after);
             match self.wait_for_room(deadline, false) {
-                Err(DeviceError::NoSpace(_)) if dirty < MOST_ZEROED_LATE => return Ok(()),
+                Err(DeviceError::NoSpace(_)) if dirty < MAX_ZEROED_LATE => return Ok(()),
                 result => result?,
             }
         }
@@ -283,7 +283,7 @@ impl Shared {
         written
     }
 
-    /// Saves what the epoch under way still has to read of granules that are about to change.
+    /// Saves what the epoch under way still has to read of subchunks that are about to change.
     fn keep(&self, index: u64, touched: Mask) -> Result<(), DeviceError> {
         let keep = self.table.lock().to_keep(index, touched);
         if keep == 0 {
@@ -293,7 +293,7 @@ impl Shared {
         for run in self.geometry.runs(index, keep) {
             let mut at = run.start;
             while at < run.end {
-                let to = (at + self.geometry.granule).min(run.end);
+                let to = (at + self.geometry.subchunk).min(run.end);
                 let bytes = match self.states.get(index).zero() {
                     true => None,
                     false => {
@@ -302,7 +302,9 @@ impl Shared {
                         Some(bytes)
                     }
                 };
-                self.spill.lock().keep(start + at, bytes, &self.cache)?;
+                self.copy_before
+                    .lock()
+                    .keep(start + at, bytes, &self.cache)?;
                 at = to;
             }
         }

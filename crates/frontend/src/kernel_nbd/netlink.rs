@@ -25,9 +25,9 @@ const CONTROLLER_FAMILY_ID: u16 = 1;
 const CONTROLLER_FAMILY_NAME: u16 = 2;
 
 /// The longest answer taken: a family's description is under 1 KiB, a device's state under 100 bytes.
-const LONGEST_ANSWER: usize = 16 << 10;
+const MAX_ANSWER: usize = 16 << 10;
 /// Datagrams read for one request before the far side is taken to talk nonsense.
-const MOST_DATAGRAMS: usize = 64;
+const MAX_DATAGRAMS: usize = 64;
 
 /// A request being written.
 pub(super) struct Request(Vec<u8>);
@@ -225,8 +225,8 @@ impl Connection {
             net::sendto(&self.socket, &request, SendFlags::empty(), &kernel)
         })?;
         let mut found = None;
-        let mut buffer = vec![0; LONGEST_ANSWER];
-        for _ in 0..MOST_DATAGRAMS {
+        let mut buffer = vec![0; MAX_ANSWER];
+        for _ in 0..MAX_DATAGRAMS {
             let received = rustix::io::retry_on_intr(|| {
                 net::recv(&self.socket, buffer.as_mut_slice(), RecvFlags::TRUNC)
             });

@@ -8,9 +8,9 @@ use crate::nbd::Facts;
 use crate::nbd::wire::transmission;
 
 /// Sockets that one device may have.
-pub const MOST_CONNECTIONS: usize = 16;
+pub const MAX_CONNECTIONS: usize = 16;
 /// Bytes of [`Options::identifier`] that the kernel is given.
-pub const LONGEST_IDENTIFIER: usize = 200;
+pub const MAX_IDENTIFIER: usize = 200;
 
 /// [`Options::timeout`] when nobody says otherwise: longer than a device may think about a request.
 const TIMEOUT_DEFAULT: Duration = Duration::from_secs(120);
@@ -80,9 +80,9 @@ impl Options {
 
     pub(super) fn check(&self, sockets: usize) -> Result<(), Error> {
         let wrong = |why: String| Err(Error::Options(why));
-        if sockets == 0 || sockets > MOST_CONNECTIONS {
+        if sockets == 0 || sockets > MAX_CONNECTIONS {
             return wrong(format!(
-                "{sockets} sockets: 1 to {MOST_CONNECTIONS} are possible"
+                "{sockets} sockets: 1 to {MAX_CONNECTIONS} are possible"
             ));
         }
         if sockets > 1 && self.flags & transmission::CAN_MULTI_CONN == 0 {
@@ -103,10 +103,10 @@ impl Options {
             ));
         }
         if let Some(name) = &self.identifier
-            && (name.is_empty() || name.len() > LONGEST_IDENTIFIER || name.contains('\0'))
+            && (name.is_empty() || name.len() > MAX_IDENTIFIER || name.contains('\0'))
         {
             return wrong(format!(
-                "an identifier of {} bytes: 1 to {LONGEST_IDENTIFIER} without zero bytes are possible",
+                "an identifier of {} bytes: 1 to {MAX_IDENTIFIER} without zero bytes are possible",
                 name.len()
             ));
         }

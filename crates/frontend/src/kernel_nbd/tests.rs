@@ -167,7 +167,7 @@ fn options_that_do_not_fit_are_refused_with_a_reason() {
         flags: transmission::CAN_MULTI_CONN,
         ..good.clone()
     };
-    assert!(several.check(MOST_CONNECTIONS).is_ok());
+    assert!(several.check(MAX_CONNECTIONS).is_ok());
     let refused = |options: &Options, sockets, part: &str| {
         let message = options.check(sockets).unwrap_err().to_string();
         assert!(
@@ -177,7 +177,7 @@ fn options_that_do_not_fit_are_refused_with_a_reason() {
     };
     refused(&good, 0, "0 sockets");
     refused(&good, 2, "does not take several");
-    refused(&several, MOST_CONNECTIONS + 1, "17 sockets");
+    refused(&several, MAX_CONNECTIONS + 1, "17 sockets");
     let with = |block_size, size| Options {
         block_size,
         size,

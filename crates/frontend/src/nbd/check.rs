@@ -5,7 +5,7 @@ use drover_core::Capabilities;
 use super::wire::{Request, command, errno, flag, transmission};
 
 /// The longest read or write (bytes): what the protocol says a client may count on without asking.
-pub const LONGEST_REQUEST: u32 = 32 << 20;
+pub const MAX_REQUEST: u32 = 32 << 20;
 /// The coarsest alignment that can be told to clients (bytes).
 pub const COARSEST_ALIGNMENT: u32 = 64 << 10;
 
@@ -60,9 +60,9 @@ impl Facts {
             fast_zeroes: can.fast_zeroes,
             minimum,
             preferred: preferred
-                .unwrap_or(LONGEST_REQUEST)
-                .clamp(minimum.max(512), LONGEST_REQUEST),
-            maximum: LONGEST_REQUEST,
+                .unwrap_or(MAX_REQUEST)
+                .clamp(minimum.max(512), MAX_REQUEST),
+            maximum: MAX_REQUEST,
         })
     }
 

@@ -10,7 +10,7 @@ use drover_core::{BlockDevice, Cost, Extent};
 use super::buffer::{Buffer, Buffers};
 use super::check::check;
 use super::counters::add;
-use super::execute::{Executor, LONGEST_STATUS};
+use super::execute::{Executor, MAX_STATUS};
 use super::input::{Input, Next};
 use super::negotiate::{Negotiation, Security, Session, Step};
 use super::options::Served;
@@ -23,13 +23,13 @@ use crate::budget::{Budget, Permit};
 use crate::pool::Pool;
 
 /// The longest option that is read (bytes).
-const LONGEST_OPTION: u32 = 64 << 10;
+const MAX_OPTION: u32 = 64 << 10;
 /// The longest option that is read past; a longer one ends the connection (bytes).
-const LONGEST_SCRAP: u32 = 1 << 20;
+const MAX_SCRAP: u32 = 1 << 20;
 /// Options in one handshake.
-const MOST_OPTIONS: usize = 256;
+const MAX_OPTIONS: usize = 256;
 /// Bytes of options in one handshake.
-const MOST_OPTION_BYTES: u64 = 4 << 20;
+const MAX_OPTION_BYTES: u64 = 4 << 20;
 /// How often a connection without requests looks around.
 const TICK: Duration = Duration::from_secs(5);
 /// Replies that the reading thread keeps for one call before it sends them (bytes): more would leave its caches.
@@ -42,7 +42,7 @@ const BARE_BYTES: usize = 4096;
 /// What a block status is counted as for each block that it looks at: each may be a run of its own (bytes).
 const STATUS_BYTES: usize = size_of::<Extent>();
 /// The longest payload of a refused write that is read past; a longer one ends the connection (bytes).
-const LONGEST_REFUSED: u32 = 64 << 20;
+const MAX_REFUSED: u32 = 64 << 20;
 /// Threads for requests that wait for a local disk; none of them waits for a network.
 const DISK_THREADS: usize = 8;
 
@@ -119,7 +119,7 @@ fn greet(
     let mut negotiation = Negotiation::new(&served.offers, security, u32::from_be_bytes(flags))
         .ok_or(Ended::Refused("unknown client flags"))?;
     let mut bytes = 0;
-    for _ in 0..MOST_OPTIONS {
+    for _ in 0..MAX_OPTIONS {
         if stopping.load(Ordering::Acquire) {
             return Ok(None);
         }
@@ -127,11 +127,11 @@ fn greet(
         input.exactly(&mut header, deadline)?;
         let header = OptionHeader::parse(&header)?;
         bytes += u64::from(header.length);
-        if header.length > LONGEST_SCRAP || bytes > MOST_OPTION_BYTES {
+        if header.length > MAX_SCRAP || bytes > MAX_OPTION_BYTES {
             return Err(Ended::Refused("an option that is too long"));
         }
         let mut out = Vec::new();
-        if header.length > LONGEST_OPTION {
+        if header.length > MAX_OPTION {
             input.skip(header.length, deadline)?;
             if header.option == option::EXPORT_NAME {
                 return Err(Ended::Refused("an export name that is too long"));
@@ -251,7 +251,7 @@ fn transmit(
                 _ if refused.is_some() => BARE_BYTES,
                 command::READ | command::WRITE => BARE_BYTES + request.length as usize,
                 command::BLOCK_STATUS => {
-                    let blocks = request.length.min(LONGEST_STATUS) as usize / 4096;
+                    let blocks = request.length.min(MAX_STATUS) as usize / 4096;
                     BARE_BYTES + blocks * STATUS_BYTES
                 }
                 _ => BARE_BYTES,
@@ -261,7 +261,7 @@ fn transmit(
                 budget.admit(bytes)
             });
             if let Some(refusal) = refused {
-                if request.payload() > LONGEST_REFUSED {
+                if request.payload() > MAX_REFUSED {
                     return Err(Ended::Refused("a write that is much too long"));
                 }
                 input.skip_stalling(request.payload(), stall, || outbox.flush())?;

@@ -18,13 +18,13 @@ const HOLES_FROM: u32 = 32 << 10;
 /// Holes shorter than this are sent as data: a head costs as much (bytes).
 const SHORTEST_HOLE: u64 = 4096;
 /// Pieces of one read; a read with more is sent whole.
-const MOST_PIECES: usize = 64;
+const MAX_PIECES: usize = 64;
 /// How far one block status looks; clients ask on from where it ends (bytes).
-pub(super) const LONGEST_STATUS: u32 = 256 << 20;
+pub(super) const MAX_STATUS: u32 = 256 << 20;
 /// Runs in one reply to a block status.
-const MOST_RUNS: usize = 8192;
+const MAX_RUNS: usize = 8192;
 /// The longest message with an error (bytes).
-const LONGEST_MESSAGE: usize = 512;
+const MAX_MESSAGE: usize = 512;
 
 /// What requests of one connection are done with.
 pub(super) struct Executor {
@@ -90,7 +90,7 @@ impl Executor {
             let head = Head::new(&[&wire::simple_reply(request.cookie, error)]);
             return Reply::new(head, Body::Nothing, permit);
         }
-        let message = &message[..message.floor_char_boundary(LONGEST_MESSAGE)];
+        let message = &message[..message.floor_char_boundary(MAX_MESSAGE)];
         let mut data = error.to_be_bytes().to_vec();
         data.extend_from_slice(&(message.len() as u16).to_be_bytes());
         data.extend_from_slice(message.as_bytes());
@@ -222,7 +222,7 @@ impl Executor {
                     Some(last) if last.kind == kind => last.length += run.length,
                     _ => pieces.push(Extent { kind, ..run }),
                 }
-                if pieces.len() > MOST_PIECES {
+                if pieces.len() > MAX_PIECES {
                     return Ok(None);
                 }
             }
@@ -288,13 +288,13 @@ impl Executor {
     }
 
     fn status(&self, request: &Request) -> Result<(Head, Body), Failure> {
-        let long = u64::from(request.length.min(LONGEST_STATUS));
+        let long = u64::from(request.length.min(MAX_STATUS));
         let runs = self
             .extents(request.offset, long)
             .map_err(|error| Failure::device(&error, request.command))?;
         let most = match request.has(flag::REQ_ONE) {
             true => 1,
-            false => MOST_RUNS,
+            false => MAX_RUNS,
         };
         let mut told: Vec<(u32, u32)> = Vec::new();
         for run in &runs {

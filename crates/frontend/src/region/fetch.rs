@@ -13,7 +13,7 @@ use super::shared::Shared;
 use super::table::{Content, State};
 
 /// The longest single read of the device, in bytes.
-const LONGEST_READ: usize = 4 << 20;
+const MAX_READ: usize = 4 << 20;
 /// Bytes that the device is asked about at a time, whether it has data there.
 const ASKED: usize = 16 << 20;
 /// Buffers that are kept for the next read.
@@ -241,7 +241,7 @@ impl Shared {
 
     /// Reads the first units of a run and fills them in; returns how many.
     fn fetch_data(&self, units: Range<usize>) -> Result<usize, DeviceError> {
-        let longest = LONGEST_READ.min(self.capabilities.longest as usize) / self.unit;
+        let longest = MAX_READ.min(self.capabilities.longest as usize) / self.unit;
         let count = units.len().min(longest.max(1));
         let bytes = self.bytes(&(units.start..units.start + count));
         let length = bytes.end.min(self.size) - bytes.start;

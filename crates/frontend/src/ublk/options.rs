@@ -9,17 +9,17 @@ use super::abi::Params;
 use crate::kernel::Error;
 
 /// Queues that a device may have.
-pub const MOST_QUEUES: u16 = 16;
+pub const MAX_QUEUES: u16 = 16;
 /// Requests that one queue may have under way.
 pub const DEEPEST_QUEUE: u16 = 1024;
 /// Threads that one device may have for requests that wait, with half as many again for changes.
-pub const MOST_WORKERS: usize = 256;
+pub const MAX_WORKERS: usize = 256;
 /// Bytes of the longest read or write that the kernel is let make.
 const LONGEST: u32 = 1 << 20;
 /// Bytes that one discard covers, and one request for zeros where those cost nothing.
-const LONGEST_DISCARD: u32 = 1 << 30;
+const MAX_DISCARD: u32 = 1 << 30;
 /// Bytes of one request for zeros where they are written one by one.
-const LONGEST_SLOW_ZEROES: u32 = 16 << 20;
+const MAX_SLOW_ZEROES: u32 = 16 << 20;
 /// The kernel's limit for a logical block.
 const PAGE: u32 = 4096;
 
@@ -32,11 +32,11 @@ pub struct Options {
     pub block_size: u32,
     /// Takes no writes, whatever the device can do.
     pub read_only: bool,
-    /// Queues, 1 to [`MOST_QUEUES`]; the kernel makes no more than it has processors.
+    /// Queues, 1 to [`MAX_QUEUES`]; the kernel makes no more than it has processors.
     pub queues: u16,
     /// Requests under way in each, 1 to [`DEEPEST_QUEUE`].
     pub depth: u16,
-    /// Threads for requests that wait, 1 to [`MOST_WORKERS`], and half as many again for changes that may wait for a
+    /// Threads for requests that wait, 1 to [`MAX_WORKERS`], and half as many again for changes that may wait for a
     /// network. Each has a buffer of up to 1 MiB.
     pub workers: usize,
     /// A name by which [`find`](super::find) knows the device again; of one device at a time.
@@ -67,9 +67,9 @@ impl Options {
                 self.block_size
             ));
         }
-        if !(1..=MOST_QUEUES).contains(&self.queues) {
+        if !(1..=MAX_QUEUES).contains(&self.queues) {
             return wrong(format!(
-                "{} queues: 1 to {MOST_QUEUES} are possible",
+                "{} queues: 1 to {MAX_QUEUES} are possible",
                 self.queues
             ));
         }
@@ -79,9 +79,9 @@ impl Options {
                 self.depth
             ));
         }
-        if !(1..=MOST_WORKERS).contains(&self.workers) {
+        if !(1..=MAX_WORKERS).contains(&self.workers) {
             return wrong(format!(
-                "{} workers: 1 to {MOST_WORKERS} are possible",
+                "{} workers: 1 to {MAX_WORKERS} are possible",
                 self.workers
             ));
         }
@@ -120,11 +120,11 @@ impl Options {
             preferred: can.preferred.next_power_of_two().clamp(PAGE, LONGEST),
             longest,
             size,
-            longest_discard: writable(if can.trim { LONGEST_DISCARD } else { 0 }),
+            longest_discard: writable(if can.trim { MAX_DISCARD } else { 0 }),
             longest_zeroes: writable(if can.fast_zeroes {
-                LONGEST_DISCARD
+                MAX_DISCARD
             } else {
-                LONGEST_SLOW_ZEROES
+                MAX_SLOW_ZEROES
             }),
         })
     }

@@ -27,7 +27,7 @@ const MAX_FAILED: u32 = 16;
 const TRIAL: u64 = 256 << 20;
 
 /// What of its limit the sequence data may take however small the images are.
-const LEAST_PART: u64 = 128;
+const MIN_PART: u64 = 128;
 
 /// How long a trimming waits for plans that are under way.
 const SETTLE: Duration = Duration::from_secs(10);
@@ -45,7 +45,7 @@ const MAX_STEPS: u32 = 1 << 13;
 const PASSES: u32 = 8;
 
 /// How many segments it asks for at least in the first one; in each one after that, twice as many.
-const LEAST_ASKED: u64 = 32;
+const MIN_ASKED: u64 = 32;
 
 /// A trimming of the sequence cache that is under way.
 struct Trimming {
@@ -180,7 +180,7 @@ impl Site {
     fn sequence_budget(&self) -> u32 {
         let limit = self.config.sequence_data_bytes;
         let images: u64 = self.images.list().iter().map(|i| i.data_bytes).sum();
-        let bytes = limit.min(images.max(limit / LEAST_PART));
+        let bytes = limit.min(images.max(limit / MIN_PART));
         u32::try_from(segments_of(bytes)).unwrap_or(u32::MAX)
     }
 
@@ -285,7 +285,7 @@ impl Site {
         let (mut trim, used) = begin_trimming(link, &mut turn, u32::MAX, 0)?;
         // A lone teleporter may be anybody's.
         let mut keep = u64::from(used).min(segments_of(self.config.sequence_data_bytes));
-        let (mut freed, mut gained, mut asked) = (0, 0, LEAST_ASKED);
+        let (mut freed, mut gained, mut asked) = (0, 0, MIN_ASKED);
         // A segment may hold less than it could: then more of them are asked for.
         for _ in 0..PASSES {
             if before + gained >= wanted || (freed >= TRIAL && gained < freed / 4) {

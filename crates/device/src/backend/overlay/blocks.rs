@@ -18,7 +18,7 @@ use drover_storage::read_exact_at;
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// Extents of one answer: more is for the next.
-const MOST_EXTENTS: usize = 4096;
+const MAX_EXTENTS: usize = 4096;
 
 /// Where bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -433,7 +433,7 @@ impl BlockDevice for Overlay {
                 length: part.length,
                 kind,
             });
-            if nth >= MOST_EXTENTS {
+            if nth >= MAX_EXTENTS {
                 break;
             }
         }

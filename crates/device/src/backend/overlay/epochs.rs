@@ -24,7 +24,7 @@ const LOG_OF_A_BLOCK: u64 = 128;
 const RUNS_AT_ONCE: usize = 1 << 16;
 
 /// How many epochs may be chosen and given up before one is committed.
-const MOST_SKIPPED: u64 = 1 << 20;
+const MAX_SKIPPED: u64 = 1 << 20;
 
 impl Overlay {
     /// Collects changes that count once `epoch` is committed, and are not seen before. Later ones win. A later epoch takes
@@ -121,7 +121,7 @@ impl Overlay {
     fn check_next(&self, asked: Epoch) -> Result<(), OverlayError> {
         let committed = self.committed();
         // Not so far that the numbers run out.
-        let near = asked.count() <= committed.count() + MOST_SKIPPED;
+        let near = asked.count() <= committed.count() + MAX_SKIPPED;
         match asked > committed && near {
             true => Ok(()),
             false => Err(OverlayError::WrongEpoch { asked, committed }),

@@ -93,8 +93,8 @@ fn a_huge_device_is_tracked_in_larger_blocks() {
     assert_eq!(block_for((1 << 40) + 1, 4096), 8192);
     assert_eq!(block_for(16 << 40, 4096), 64 << 10);
     assert_eq!(block_for(16 << 40, 1 << 20), 1 << 20);
-    for size in [u64::MAX, u64::MAX / 3, 1, MOST_BLOCKS * 4096] {
-        assert!(size.div_ceil(block_for(size, 1)) <= MOST_BLOCKS);
+    for size in [u64::MAX, u64::MAX / 3, 1, MAX_BLOCKS * 4096] {
+        assert!(size.div_ceil(block_for(size, 1)) <= MAX_BLOCKS);
     }
 }
 
@@ -106,7 +106,7 @@ fn the_end_of_the_largest_device_is_told_without_overflow() {
         block,
         size,
     };
-    let last = (MOST_BLOCKS - 1) as u32;
+    let last = (MAX_BLOCKS - 1) as u32;
     let dirty = of(&[0, last - 1, last]);
     assert_eq!(runs(&dirty), [0..block, size - (2 * block - 1)..size]);
     assert_eq!(dirty.bytes(), 3 * block - 1);

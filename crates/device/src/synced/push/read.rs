@@ -12,7 +12,7 @@ use crate::remote::Change;
 /// Bytes of one change, and of one request.
 const MOST: usize = 1 << 20;
 /// Changes of one request.
-const MOST_CHANGES: usize = 1024;
+const MAX_CHANGES: usize = 1024;
 
 /// Why an epoch ended before it was sent.
 pub const GIVEN_UP: &str = "the epoch was given up for the room that it took";
@@ -55,7 +55,7 @@ impl<'a> Reader<'a> {
 
     /// The next request's changes; none when all were handed out.
     pub fn next(&mut self) -> Result<Option<Vec<Change>>, DeviceError> {
-        while self.bytes < MOST && self.ready.len() < MOST_CHANGES {
+        while self.bytes < MOST && self.ready.len() < MAX_CHANGES {
             match self.missing() {
                 Some((index, mask)) => self.chunk(index, mask)?,
                 None => {
@@ -70,7 +70,7 @@ impl<'a> Reader<'a> {
         Ok((!ready.is_empty()).then_some(ready))
     }
 
-    /// Reads frozen granules of a chunk.
+    /// Reads frozen subchunks of a chunk.
     fn chunk(&mut self, index: u64, mask: Mask) -> Result<(), DeviceError> {
         let shared = self.shared;
         let geometry = shared.geometry;
@@ -90,9 +90,12 @@ impl<'a> Reader<'a> {
                     shared.cache.read(start + run.start, &mut buffer[range])?;
                     continue;
                 }
-                for granule in granules(&run, geometry.granule) {
-                    let part = &mut buffer[granule.start as usize..granule.end as usize];
-                    shared.spill.lock().get(start + granule.start, part)?;
+                for subchunk in subchunks(&run, geometry.subchunk) {
+                    let part = &mut buffer[subchunk.start as usize..subchunk.end as usize];
+                    shared
+                        .copy_before
+                        .lock()
+                        .get(start + subchunk.start, part)?;
                 }
             }
         }
@@ -101,13 +104,13 @@ impl<'a> Reader<'a> {
             return Err(DeviceError::Unavailable(GIVEN_UP.into()));
         }
         for run in geometry.runs(index, mask) {
-            for granule in granules(&run, geometry.granule) {
-                let range = granule.start as usize..granule.end as usize;
+            for subchunk in subchunks(&run, geometry.subchunk) {
+                let range = subchunk.start as usize..subchunk.end as usize;
                 match buffer.get(range) {
                     Some(bytes) if bytes.iter().any(|b| *b != 0) => {
-                        self.add(start + granule.start, bytes);
+                        self.add(start + subchunk.start, bytes);
                     }
-                    _ => self.add_zeros(start + granule.start, granule.end - granule.start),
+                    _ => self.add_zeros(start + subchunk.start, subchunk.end - subchunk.start),
                 }
             }
         }
@@ -153,9 +156,9 @@ impl<'a> Reader<'a> {
     }
 }
 
-fn granules(run: &Range<u64>, granule: u64) -> impl Iterator<Item = Range<u64>> + use<> {
+fn subchunks(run: &Range<u64>, subchunk: u64) -> impl Iterator<Item = Range<u64>> + use<> {
     let run = run.clone();
     (run.start..run.end)
-        .step_by(granule as usize)
-        .map(move |at| at..(at + granule).min(run.end))
+        .step_by(subchunk as usize)
+        .map(move |at| at..(at + subchunk).min(run.end))
 }

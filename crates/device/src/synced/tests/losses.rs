@@ -137,7 +137,7 @@ fn no_reader_is_forgotten_by_a_close() {
 
 #[test]
 fn a_trim_of_everything_takes_memory_by_a_limit() {
-    let size = (write::MOST_ZEROED as u64 + 5000) * 4096;
+    let size = (write::MAX_ZEROED as u64 + 5000) * 4096;
     let device: Arc<dyn BlockDevice> = Arc::new(MemoryDevice::new(size));
     let remote = LocalRemote::new(device, 4096, 1, None).unwrap();
     // Nothing is known to be zero, and nothing can be pushed.
@@ -145,7 +145,7 @@ fn a_trim_of_everything_takes_memory_by_a_limit() {
     let device = Synced::open(local(&FakeDirectory::default(), &remote)).unwrap();
     device.trim(0, size).unwrap();
     let dirty = device.shared.table.lock().dirty.len();
-    assert!((write::MOST_ZEROED..write::MOST_ZEROED + 5000).contains(&dirty));
+    assert!((write::MAX_ZEROED..write::MAX_ZEROED + 5000).contains(&dirty));
     device.trim(0, size).unwrap();
     assert_eq!(device.shared.table.lock().dirty.len(), dirty);
 }
@@ -232,7 +232,7 @@ fn a_link_that_comes_up_while_the_device_opens_is_up() {
 
 #[test]
 fn zeros_over_everything_take_memory_by_a_limit() {
-    let size = (write::MOST_ZEROED as u64 + 5000) * 4096;
+    let size = (write::MAX_ZEROED as u64 + 5000) * 4096;
     let device: Arc<dyn BlockDevice> = Arc::new(MemoryDevice::new(size));
     let remote = LocalRemote::new(device, 4096, 1, None).unwrap();
     // Nothing is known to be zero, and nothing can be pushed.
@@ -246,10 +246,10 @@ fn zeros_over_everything_take_memory_by_a_limit() {
     std::thread::scope(|scope| {
         let zeros = scope.spawn(|| device.write_zeroes(0, size, Zeroes::default()));
         soon("the limit", || {
-            dirty() >= write::MOST_ZEROED || zeros.is_finished()
+            dirty() >= write::MAX_ZEROED || zeros.is_finished()
         });
         std::thread::sleep(Duration::from_millis(300));
-        assert!(!zeros.is_finished() && dirty() < write::MOST_ZEROED + 5000);
+        assert!(!zeros.is_finished() && dirty() < write::MAX_ZEROED + 5000);
         assert_eq!(device.write_cost(size - 4096, 4096), Cost::Network);
         remote.mend();
         zeros.join().unwrap().unwrap();
@@ -258,7 +258,7 @@ fn zeros_over_everything_take_memory_by_a_limit() {
 
 #[test]
 fn zeros_that_waited_in_vain_for_memory_alone_are_done() {
-    let size = (write::MOST_ZEROED as u64 + 5000) * 4096;
+    let size = (write::MAX_ZEROED as u64 + 5000) * 4096;
     let device: Arc<dyn BlockDevice> = Arc::new(MemoryDevice::new(size));
     let remote = LocalRemote::new(device, 4096, 1, None).unwrap();
     remote.cut("for good");

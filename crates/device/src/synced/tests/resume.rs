@@ -212,7 +212,7 @@ fn an_interrupted_epoch_gives_way_on_a_full_disk() {
         *far.on_push.lock() = None;
         soon("what is staged", || device.progress().pushing.staged > 0);
         directory.set_faults(|operation, file| {
-            let full = operation == Operation::Write && file == "spill";
+            let full = operation == Operation::Write && file == "before-write";
             full.then_some(std::io::ErrorKind::StorageFull)
         });
         model.fill(9);

@@ -19,7 +19,7 @@ use crate::site::Site;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long it waits at least, for others that have been slow.
-const LEAST_PATIENCE: Duration = Duration::from_secs(1);
+const MIN_PATIENCE: Duration = Duration::from_secs(1);
 
 /// How often it is looked whether the blocks have come.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -88,7 +88,7 @@ impl Waits {
         self.waiting = still;
         // Whom it does not pay to wait for is waited for less.
         if late {
-            self.patience = (self.patience / 2).max(LEAST_PATIENCE);
+            self.patience = (self.patience / 2).max(MIN_PATIENCE);
         } else if !looked.ready.is_empty() {
             self.patience = (self.patience * 2).min(PATIENCE);
         }
@@ -283,7 +283,7 @@ mod tests {
             waits.add(job(1, 0), start);
             look(&mut waits, PATIENCE, Reach::Coming);
         }
-        assert_eq!(waits.patience, LEAST_PATIENCE);
+        assert_eq!(waits.patience, MIN_PATIENCE);
         for _ in 0..10 {
             waits.add(job(1, 0), start);
             assert_eq!(look(&mut waits, Duration::ZERO, Reach::Here), (1, 0));

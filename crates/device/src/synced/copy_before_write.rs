@@ -1,5 +1,5 @@
-//! What granules held when an epoch was frozen, if they were overwritten before the far side had them: in memory up to a
-//! limit, then in a sparse file without a name, each granule at its own offset. So memory does not grow with what is kept.
+//! What subchunks held when an epoch was frozen, if they were overwritten before the far side had them: in memory up to a
+//! limit, then in a sparse file without a name, each subchunk at its own offset. So memory does not grow with what is kept.
 
 use std::collections::HashMap;
 
@@ -11,9 +11,9 @@ use drover_storage::{File, read_exact_at};
 /// Bytes kept in memory.
 const IN_MEMORY: u64 = 32 << 20;
 
-/// By a granule's offset in the device; each is kept once at most. Emptied when the epoch is over.
+/// By a subchunk's offset in the device; each is kept once at most. Emptied when the epoch is over.
 #[derive(Default)]
-pub struct Spill {
+pub struct CopyBeforeWrite {
     kept: HashMap<u64, Vec<u8>>,
     bytes: u64,
     file: Option<Box<dyn File>>,
@@ -21,8 +21,8 @@ pub struct Spill {
     filed: u64,
 }
 
-impl Spill {
-    /// Keeps the bytes of a granule; none are zeros.
+impl CopyBeforeWrite {
+    /// Keeps the bytes of a subchunk; none are zeros.
     pub fn keep(
         &mut self,
         offset: u64,
@@ -39,14 +39,14 @@ impl Spill {
         }
         let file = match &self.file {
             Some(file) => file,
-            None => self.file.insert(cache.spill()?),
+            None => self.file.insert(cache.copy_before()?),
         };
         // Also one that fails may take some.
         self.filed += length;
         Ok(file.write_at(&bytes, offset)?)
     }
 
-    /// The bytes of a granule that was kept.
+    /// The bytes of a subchunk that was kept.
     pub fn get(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         match (self.kept.get(&offset), &self.file) {
             (Some(bytes), _) if bytes.len() == buffer.len() => buffer.copy_from_slice(bytes),
