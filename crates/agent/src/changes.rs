@@ -6,6 +6,7 @@ mod decided;
 mod merge;
 mod part;
 mod recover;
+mod turn;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,15 +22,16 @@ use serde::{Deserialize, Serialize};
 use crate::error::Result;
 use crate::home::Home;
 use crate::mounts::{self, Writer};
-use crate::notice::notice;
 use crate::own::Own;
 use crate::remote::Call;
 use crate::signals::{Stop, told as told_to_stop};
 use crate::site;
 use crate::text::{bytes, clean};
 
-pub use merge::{Here, Merged, Order, merge};
-pub use recover::recover;
+pub use merge::{Merged, Order, merge};
+pub use part::Target;
+pub use recover::{recover, recover_own};
+pub use turn::Here;
 
 /// What mounts wrote over an image, as it is told.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -206,49 +208,6 @@ impl Told {
     }
 }
 
-/// A format that drover writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Target {
-    /// The disk, byte for byte.
-    Raw,
-    /// A qcow2 image without backing file.
-    Qcow2,
-}
-
-/// Finishes merges that a crash interrupted, in a home that this process has.
-///
-/// # Errors
-/// When mounts cannot be asked.
-pub async fn recover_own(
-    home: &Home,
-    catalog: &Arc<SiteCatalog>,
-    site: &Arc<drover_teleport::Site>,
-) -> Result<()> {
-    let merges = std::fs::read_dir(site.work_dir().join("merges"));
-    if merges.map_or(true, |mut merges| merges.next().is_none()) {
-        return Ok(());
-    }
-    let here = here(home, catalog, site)?;
-    let recover = move || recover(&here, &AtomicBool::new(false));
-    for line in tokio::task::spawn_blocking(recover).await? {
-        notice(&clean(&line));
-    }
-    Ok(())
-}
-
-fn here(
-    home: &Home,
-    catalog: &Arc<SiteCatalog>,
-    site: &Arc<drover_teleport::Site>,
-) -> Result<Here> {
-    Ok(Here {
-        site: Arc::clone(site),
-        server: mounts::site_server(home, catalog)?,
-        state: home.mounted_dir(),
-        key: home.identity()?.key(),
-    })
-}
-
 /// Has the running site merge, or merges when none runs. `progress` hears bytes done of bytes in all.
 ///
 /// # Errors
@@ -264,7 +223,7 @@ pub async fn ask_to_merge(
     let signals = Stop::on_signals()?;
     let catalog = Arc::new(site::open_catalog(home)?);
     let own = Own::open(home, &catalog).await?;
-    let here = here(home, &catalog, own.site())?;
+    let here = Here::of(home, &catalog, own.site())?;
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
     let mut work = tokio::task::spawn_blocking(move || merge(&here, &order, &mut progress, &flag));

@@ -15,30 +15,31 @@ mod dead;
 mod disk;
 mod end;
 mod front;
+mod in_use;
 mod kernel;
 mod known;
 mod leases;
 mod left;
+mod leftovers;
 mod record;
 mod site_images;
 mod start;
 mod status;
 mod target;
 
-use std::path::Path;
 use std::time::Duration;
 
 use crate::error::{Error, Result, bail};
 use crate::home::Home;
 
 use control::GetStatus;
-pub use control::StopHow;
+pub use control::{Progress, StopHow};
 pub use daemon::run_daemon;
-pub use end::{Progress, end, find};
+pub use end::{end, find};
+pub use in_use::{leased_on_disk, why_held};
 pub use kernel::{choose, guard, survive_write_back};
 pub use leases::{
-    BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, held, hold_written,
-    is_known, leased_on_disk, leases_of, why_held,
+    BreakLease, Broken, Held, ListLeases, Writer, break_at, break_lease, held, is_known, leases_of,
 };
 pub use left::{Keeps, Left, Untold};
 pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};
@@ -88,7 +89,7 @@ pub async fn begin(
     };
     let before = place.read()?;
     if let Some(before) = &before {
-        end::clear_leftovers(before)?;
+        leftovers::clear(before)?;
     }
     let record = Record::new(&place, images, front, how, before.as_ref());
     place.write(&record)?;
@@ -232,9 +233,4 @@ async fn on_disk<T: Send + 'static>(read: impl FnOnce() -> T + Send + 'static) -
         Ok(read) => read,
         Err(e) => std::panic::resume_unwind(e.into_panic()),
     }
-}
-
-/// Whether something is at `path` in the file system's tree, without following it.
-fn is_there(path: &Path) -> bool {
-    path.symlink_metadata().is_ok()
 }

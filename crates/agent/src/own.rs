@@ -23,7 +23,6 @@ impl Own {
     pub async fn open(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Own> {
         let lock = home.lock()?;
         let site = site::open(home, catalog, &home.identity()?).await?;
-        crate::mounts::hold_written(&site, home);
         let own = Own { site, _lock: lock };
         crate::changes::recover_own(home, catalog, &own.site).await?;
         Ok(own)

@@ -2,7 +2,7 @@
 //!
 //! - [`admission`]: how many may be here at once.
 //! - [`conversation`]: one connection, from its first byte to its last.
-//! - [`services`]: what is done for whoever calls, put together of [`changes`], [`images`], [`leases`], [`matching`],
+//! - [`server`]: what all conversations share; [`services`]: what is done for whoever calls, put together of [`changes`], [`images`], [`leases`], [`matching`],
 //!   [`pairing`], [`sessions`], [`status`] and [`transfers`].
 //! - [`jobs`]: long work for a caller, with progress.
 //! - [`matchers`]: what a lone teleporter keeps for each site.
@@ -18,6 +18,7 @@ mod leases;
 mod matchers;
 mod matching;
 mod pairing;
+mod server;
 mod services;
 mod sessions;
 mod status;
@@ -29,33 +30,29 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use drover_net::{Identity, Listener, LocalListener, PeerKey, Ticket};
-use drover_store::{Catalog, SiteCatalog, TICKET_LIFETIME};
+use drover_store::{SiteCatalog, TICKET_LIFETIME};
 use drover_teleport::Site;
 use sd_notify::NotifyState;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use crate::addresses;
 use crate::error::{Context, Error, Result};
 use crate::home::{CleanUp, Home, HomeLock, LOOK_EVERY};
-use crate::metrics::Metrics;
 use crate::mounts::{leased_on_disk, site_server, why_held};
 use crate::remote::SocketPath;
 use crate::signals::{Stop, told};
 use crate::site;
-use crate::status::Status;
 use crate::text::{clean, now_unix};
 use admission::Admission;
 use matchers::Matchers;
+use server::{Duty, Server};
 
 pub use pairing::Pair;
 pub use status::{GetMetrics, GetStatus};
 
 /// How long sessions may take to leave things resumable when the site stops.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
-
-/// How long the process of a mount may take to say how it is for the metrics.
-const MOUNT_LIMIT: Duration = Duration::from_secs(1);
 
 /// How often a site looks for transfers to which nothing comes any more.
 const EXPIRE_EVERY: Duration = Duration::from_secs(3600);
@@ -87,38 +84,6 @@ pub struct Ready {
     pub listening: SocketAddr,
     /// A fresh ticket to pair with it.
     pub ticket: Ticket,
-}
-
-/// What this process does for its peers.
-pub enum Duty {
-    /// Takes images, and shows them to mounts.
-    Site(Arc<Site>, Arc<drover_mount::server::Server>),
-    /// Matches for other sites.
-    Teleporter(Arc<Matchers>),
-}
-
-impl Duty {
-    fn name(&self) -> &'static str {
-        match self {
-            Duty::Site(..) => "site",
-            Duty::Teleporter(_) => "teleporter",
-        }
-    }
-}
-
-/// What every conversation of this process shares.
-pub struct Server {
-    home: Home,
-    name: String,
-    identity: Identity,
-    catalog: Arc<SiteCatalog>,
-    duty: Duty,
-    metrics: Arc<Metrics>,
-    admission: Admission,
-    jobs: Arc<Semaphore>,
-    addresses: Vec<String>,
-    started_unix: i64,
-    stop: watch::Receiver<bool>,
 }
 
 /// Runs a site until it is told to stop. `ready` hears once that it takes connections.
@@ -425,56 +390,4 @@ fn notify(state: &[NotifyState<'_>]) {
     if let Err(e) = sd_notify::notify(state) {
         tracing::debug!("sd_notify: {e}");
     }
-}
-
-impl Server {
-    /// The metrics as Prometheus reads them.
-    async fn metrics_text(self: &Arc<Self>) -> Result<String> {
-        Ok(self.metrics.render(self.status().await?))
-    }
-
-    /// How this process is.
-    async fn status(self: &Arc<Self>) -> Result<Status> {
-        let server = Arc::clone(self);
-        let mounts = crate::mounts::all(&self.home, MOUNT_LIMIT).await?;
-        tokio::task::spawn_blocking(move || server.look(mounts)).await?
-    }
-
-    fn look(&self, mounts: Vec<crate::mounts::Status>) -> Result<Status> {
-        let (site, served, leases) = match &self.duty {
-            Duty::Site(site, devices) => {
-                let held = |l: &&drover_mount::server::Leased| l.holder.is_some();
-                // A lease that cannot be read is no reason to say nothing of all else.
-                let leases = devices.leases().inspect_err(|e| tracing::warn!("{e}"));
-                let leases = leases.ok().map(|all| all.iter().filter(held).count());
-                (Some(site.status()), Some(devices.counted()), leases)
-            }
-            Duty::Teleporter(_) => (None, None, None),
-        };
-        Ok(Status {
-            running: true,
-            duty: self.duty.name().into(),
-            name: self.name.clone(),
-            key: self.identity.key().to_string(),
-            home: self.home.dir().display().to_string(),
-            version: env!("CARGO_PKG_VERSION").into(),
-            process: std::process::id(),
-            addresses: self.addresses.clone(),
-            started_unix: self.started_unix,
-            uptime_seconds: (now_unix() - self.started_unix).max(0),
-            images: self.catalog.images()?.len(),
-            peers: self.catalog.peers()?.len(),
-            connections_open: self.metrics.connections_open.load(Relaxed),
-            sessions_open: self.metrics.sessions_open.load(Relaxed),
-            site,
-            served,
-            leases,
-            mounts,
-        })
-    }
-}
-
-/// A peer's own words for the log.
-fn quoted(text: &str) -> String {
-    clean(text).chars().take(200).collect()
 }

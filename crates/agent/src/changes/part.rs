@@ -9,8 +9,8 @@ use std::sync::Arc;
 use drover_core::{BLOCK_SIZE, ExtentKind, ReadAt, is_zero};
 use drover_mount::server::View;
 use rustix::fs::{FallocateFlags, fallocate, ioctl_ficlone};
+use serde::{Deserialize, Serialize};
 
-use super::Target;
 use crate::error::{Context, Result};
 
 /// How much of the disk is looked at in one go.
@@ -27,6 +27,15 @@ const CLUSTER: u64 = 64 << 10;
 
 /// Runs of data that are told apart; everything after the last is one run.
 const MAX_RUNS: usize = 1 << 20;
+
+/// A format that drover writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Target {
+    /// The disk, byte for byte.
+    Raw,
+    /// A qcow2 image without backing file.
+    Qcow2,
+}
 
 /// Told how far the work is; an error ends it.
 pub type Told<'a> = dyn FnMut(u64) -> Result<()> + 'a;

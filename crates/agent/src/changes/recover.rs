@@ -1,16 +1,21 @@
 //! Merges that a crash interrupted: finished, or forgotten.
 
 use std::fs;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::ImageName;
 use drover_net::PeerKey;
+use drover_store::SiteCatalog;
 use drover_store::lease::{MERGE_NOTE, MountId};
-use drover_teleport::TeleportError;
+use drover_teleport::{Site, TeleportError};
 
 use super::decided::Decided;
-use super::merge::{Here, PART, Turn, crash, hold};
+use super::turn::{Here, PART, Turn, crash, hold};
 use crate::error::{Context, Error, Result, bail, chain, one_line};
+use crate::home::Home;
+use crate::notice::notice;
+use crate::text::clean;
 
 /// Finishes or forgets every merge that an earlier process left. What was done is said, a line each. `stop` ends it
 /// without harm: what is left is for the next time. The caller has the home. Blocks the thread: a file may have to be read
@@ -39,6 +44,23 @@ pub fn recover(here: &Here, stop: &AtomicBool) -> Vec<String> {
         }
     }
     said
+}
+
+/// Finishes merges that a crash interrupted, in a home that this process has.
+///
+/// # Errors
+/// When mounts cannot be asked.
+pub async fn recover_own(home: &Home, catalog: &Arc<SiteCatalog>, site: &Arc<Site>) -> Result<()> {
+    let merges = fs::read_dir(site.work_dir().join("merges"));
+    if merges.map_or(true, |mut merges| merges.next().is_none()) {
+        return Ok(());
+    }
+    let here = Here::of(home, catalog, site)?;
+    let recover = move || recover(&here, &AtomicBool::new(false));
+    for line in tokio::task::spawn_blocking(recover).await? {
+        notice(&clean(&line));
+    }
+    Ok(())
 }
 
 /// Whether it ended because it was to, and not for a reason of its own.

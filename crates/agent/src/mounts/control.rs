@@ -15,6 +15,9 @@ use super::status::Status;
 use crate::error::Result;
 use crate::remote::SocketPath;
 
+/// Called with bytes pushed and bytes to push in all.
+pub type Progress = Arc<dyn Fn(u64, u64) + Send + Sync>;
+
 /// How long a caller may take nothing of an answer.
 const STALL_LIMIT: Duration = Duration::from_secs(5);
 

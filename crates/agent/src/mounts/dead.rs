@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use super::control::StopHow;
+use super::control::{Progress, StopHow};
 use super::disk::Disk;
-use super::end::{Progress, clear_leftovers};
 use super::left::{Keeps, Left, Untold};
+use super::leftovers;
 use super::record::{Place, Record};
 use super::target::Prefetch;
 use crate::error::{Context, Kind, Result, bail};
@@ -32,7 +32,7 @@ pub async fn end(
     let Some(_kept) = place.keep()? else {
         bail!("{} is kept by a process again; try again", record.name);
     };
-    clear_leftovers(record)?;
+    leftovers::clear(record)?;
     let images = record.images.len();
     if how.offline {
         note_unmounted(place, record)?;

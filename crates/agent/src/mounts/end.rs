@@ -1,25 +1,19 @@
 //! Ending a mount by asking its process, or clearing away what a dead one left.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use drover_frontend::{fuse, loopdev};
 use drover_net::NetError;
 
-use super::control::{self, StopHow};
-use super::kernel;
+use super::control::{self, Progress, StopHow};
 use super::left::Left;
-use super::record::{Front, Place, Record, Written, boot};
+use super::record::{Place, Record, Written};
 use super::status::Status;
-use crate::error::{Context, Error, Result, bail};
+use crate::error::{Error, Result, bail};
 use crate::home::Home;
 use crate::text::clean;
 
 /// How long a process whose mount has ended may take to go.
 const GONE_LIMIT: Duration = Duration::from_secs(5);
-
-/// Hears bytes pushed of bytes to push.
-pub type Progress = Arc<dyn Fn(u64, u64) + Send + Sync>;
 
 /// The mount that a person means by `what`: its name, path, device or socket.
 ///
@@ -91,33 +85,4 @@ fn unanswered(e: Error, place: &Place, record: &Record) -> Error {
         place.log().display(),
         record.process
     ))
-}
-
-/// Takes away what a dead process left in the system: a dead file, loop devices, kernel devices.
-///
-/// # Errors
-/// When it is still used.
-pub fn clear_leftovers(record: &Record) -> Result<()> {
-    if let Front::Kernel { driver, .. } = &record.front {
-        return kernel::clear(record, *driver);
-    }
-    // Devices of an earlier start of the machine are gone, and their names may be somebody else's.
-    let devices = match record.boot == boot() {
-        true => record.devices.as_slice(),
-        false => &[],
-    };
-    for device in devices {
-        if let Err(e) = loopdev::detach_path(device)
-            && super::is_there(device)
-        {
-            tracing::debug!("{}: {e:#}", device.display());
-        }
-    }
-    if let Front::File { path, .. } = &record.front
-        && fuse::FileMount::is_stale(path)
-    {
-        fuse::FileMount::clear_stale(path)
-            .with_context(|| format!("cannot clear {}", path.display()))?;
-    }
-    Ok(())
 }

@@ -1,22 +1,18 @@
 //! Who holds this site's images.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use drover_core::ImageName;
-use drover_mount::MountError;
-use drover_mount::server::{Leased, Server, lease_on_disk};
+use drover_mount::server::{Server, lease_on_disk};
 use drover_net::request;
 use drover_store::Catalog;
-use drover_store::lease::{Holder, MERGE_NOTE};
-use drover_teleport::Site;
+use drover_store::lease::Holder;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 use crate::home::Home;
 use crate::remote::Call;
 use crate::site;
-use crate::text::clean;
 
 /// An image that is mounted or leased, as it is told.
 #[derive(Debug, Serialize, Deserialize)]
@@ -64,49 +60,6 @@ impl From<Holder> for Writer {
             since_unix: holder.since_unix,
         }
     }
-}
-
-/// Why an image may not be replaced or removed now; none when it may.
-pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) -> Option<String> {
-    let leased = match leased {
-        Ok(leased) => leased?,
-        // Somebody may have it.
-        Err(e) => return Some(format!("who may write it cannot be read: {e}")),
-    };
-    match (&leased.holder, leased.connected.first()) {
-        (Some(holder), _) if holder.note == MERGE_NOTE => Some(format!(
-            "what mounts wrote over it is being made part of it; try again when that is done, or end it by `drover mounts break {name}`"
-        )),
-        (Some(holder), _) => Some(format!(
-            "{} of {} may write it; unmount it there, or `drover mounts break {name}` at the site that has it",
-            clean(&holder.note),
-            clean(&holder.peer_name)
-        )),
-        (None, Some(reader)) => Some(format!(
-            "{} has it mounted; unmount it there",
-            clean(reader)
-        )),
-        (None, None) => None,
-    }
-}
-
-/// Who may still push to an image, by what is written down: also while no site serves it.
-pub fn leased_on_disk(state: &Path, name: &ImageName) -> Result<Option<Leased>, MountError> {
-    let holder = lease_on_disk(state, name)?;
-    Ok(Some(Leased {
-        image: name.to_string(),
-        holder,
-        connected: Vec::new(),
-        problem: None,
-    }))
-}
-
-/// Keeps images that somebody may still push to from being replaced or removed while no site runs.
-pub fn hold_written(site: &Site, home: &Home) {
-    let state = home.mounted_dir();
-    site.hold_by(Arc::new(move |name| {
-        why_held(name, leased_on_disk(&state, name))
-    }));
 }
 
 /// Who holds this site's images?

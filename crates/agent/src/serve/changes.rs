@@ -7,7 +7,7 @@ use drover_net::Refusal;
 use drover_net::service::{Answer, Exchange, Peer};
 
 use super::jobs;
-use super::services::OfSite;
+use super::server::OfSite;
 use crate::changes::{
     self, DropChanges, Dropped, Here, ListChanges, Merged, Order, Told, drop_at, on_disk,
 };

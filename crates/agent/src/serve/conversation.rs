@@ -9,8 +9,8 @@ use drover_net::{Code, Connection, PeerKey, Pending, Refusal, Rights, Role, gree
 use tracing::Instrument;
 
 use super::admission::{Place, StrangerPlace};
+use super::server::{Server, quoted};
 use super::sessions::Open;
-use super::{Server, quoted};
 use crate::error::{Error, Result, one_line};
 use crate::signals::told;
 

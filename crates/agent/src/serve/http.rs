@@ -16,7 +16,7 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use super::Server;
+use super::server::Server;
 use crate::error::{Context, Result, one_line};
 
 /// The longest request head that is read.

@@ -13,7 +13,7 @@ use drover_teleport::services::{
 };
 
 use super::jobs;
-use super::services::OfSite;
+use super::server::OfSite;
 use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use drover_net::service::{Exchange, Request};
 use drover_teleport::services::Progress;
 
-use super::Server;
+use super::server::Server;
 use crate::error::{Result, bail};
 use crate::signals::told;
 

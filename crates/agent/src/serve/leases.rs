@@ -5,7 +5,7 @@ use std::sync::Arc;
 use drover_net::Refusal;
 use drover_net::service::{Answer, Exchange, Peer};
 
-use super::services::OfSite;
+use super::server::OfSite;
 use crate::error::failed;
 use crate::home::CleanUp;
 use crate::mounts::{BreakLease, Broken, Held, ListLeases, break_at, leases_of};

@@ -7,8 +7,8 @@ use drover_net::{Code, Refusal, Right};
 use drover_teleport::services::BeginMatching;
 use drover_teleport::session::serve_teleporter;
 
-use super::Server;
 use super::matchers::{InUse, Matchers};
+use super::server::Server;
 use super::sessions::counted;
 use crate::error::{Result, one_line};
 use crate::signals::told;

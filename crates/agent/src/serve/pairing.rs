@@ -8,8 +8,7 @@ use drover_net::{Code, PeerKey, Refusal, Ticket, request};
 use drover_store::PairOutcome;
 use serde::{Deserialize, Serialize};
 
-use super::Server;
-use super::services::Common;
+use super::server::{Common, Server};
 use crate::error::{Result, failed};
 use crate::notice::notice;
 use crate::text::now_unix;

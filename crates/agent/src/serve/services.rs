@@ -5,23 +5,11 @@ use std::sync::Arc;
 use drover_mount::server::Connections;
 use drover_net::service::Services;
 use drover_net::{Code, Refusal};
-use drover_teleport::Site;
 use drover_teleport::session::{SessionLanes, Sessions};
 
 use super::matching::Matching;
+use super::server::{Common, Duty, OfSite, Server};
 use super::sessions::Counted;
-use super::{Duty, Server};
-
-/// Answers what every process of a home is asked.
-pub struct Common(pub Arc<Server>);
-
-/// Answers what a site is asked.
-#[derive(Clone)]
-pub struct OfSite {
-    pub server: Arc<Server>,
-    pub site: Arc<Site>,
-    pub devices: Arc<drover_mount::server::Server>,
-}
 
 /// The services of this process.
 pub fn of(server: &Arc<Server>) -> Services {

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use drover_net::Right;
 use drover_net::service::{BoxError, Call, Peer, Service, ServiceFuture};
 
-use super::Server;
+use super::server::Server;
 use crate::error::{Context, Error};
 
 /// A service whose callers are counted as sessions.

@@ -4,7 +4,7 @@ use drover_net::service::{Answer, Exchange, Peer};
 use drover_net::{Refusal, request};
 use serde::{Deserialize, Serialize};
 
-use super::services::Common;
+use super::server::Common;
 use crate::error::failed;
 use crate::status::Status;
 

@@ -6,7 +6,7 @@ use drover_net::service::{Answer, Exchange, Peer};
 use drover_net::{Refusal, Right};
 use drover_teleport::services::{ListTransfers, RemoveTransfer};
 
-use super::services::OfSite;
+use super::server::OfSite;
 use crate::error::{Error, failed, refusal_of};
 use crate::home::CleanUp;
 

@@ -1,0 +1,45 @@
+//! Whether an image may be replaced or removed: not while a mount reads it or may still write it.
+
+use std::path::Path;
+
+use drover_core::ImageName;
+use drover_mount::MountError;
+use drover_mount::server::{Leased, lease_on_disk};
+use drover_store::lease::MERGE_NOTE;
+
+use crate::text::clean;
+
+/// Why an image may not be replaced or removed now; none when it may.
+pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) -> Option<String> {
+    let leased = match leased {
+        Ok(leased) => leased?,
+        // Somebody may have it.
+        Err(e) => return Some(format!("who may write it cannot be read: {e}")),
+    };
+    match (&leased.holder, leased.connected.first()) {
+        (Some(holder), _) if holder.note == MERGE_NOTE => Some(format!(
+            "what mounts wrote over it is being made part of it; try again when that is done, or end it by `drover mounts break {name}`"
+        )),
+        (Some(holder), _) => Some(format!(
+            "{} of {} may write it; unmount it there, or `drover mounts break {name}` at the site that has it",
+            clean(&holder.note),
+            clean(&holder.peer_name)
+        )),
+        (None, Some(reader)) => Some(format!(
+            "{} has it mounted; unmount it there",
+            clean(reader)
+        )),
+        (None, None) => None,
+    }
+}
+
+/// Who may still push to an image, by what is written down: also while no site serves it.
+pub fn leased_on_disk(state: &Path, name: &ImageName) -> Result<Option<Leased>, MountError> {
+    let holder = lease_on_disk(state, name)?;
+    Ok(Some(Leased {
+        image: name.to_string(),
+        holder,
+        connected: Vec::new(),
+        problem: None,
+    }))
+}

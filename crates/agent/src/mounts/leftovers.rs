@@ -1,0 +1,36 @@
+//! What a mount daemon that died left in the system: a stale file, loop devices, kernel devices.
+
+use drover_frontend::{fuse, loopdev};
+
+use super::kernel;
+use super::record::{Front, Record, boot};
+use crate::error::{Context, Result};
+
+/// Removes it.
+///
+/// # Errors
+/// When it is still used.
+pub fn clear(record: &Record) -> Result<()> {
+    if let Front::Kernel { driver, .. } = &record.front {
+        return kernel::clear(record, *driver);
+    }
+    // Devices of an earlier start of the machine are gone, and their names may be somebody else's.
+    let devices = match record.boot == boot() {
+        true => record.devices.as_slice(),
+        false => &[],
+    };
+    for device in devices {
+        if let Err(e) = loopdev::detach_path(device)
+            && device.symlink_metadata().is_ok()
+        {
+            tracing::debug!("{}: {e:#}", device.display());
+        }
+    }
+    if let Front::File { path, .. } = &record.front
+        && fuse::FileMount::is_stale(path)
+    {
+        fuse::FileMount::clear_stale(path)
+            .with_context(|| format!("cannot clear {}", path.display()))?;
+    }
+    Ok(())
+}
