@@ -4,6 +4,7 @@ use std::error::Error as StdError;
 use std::fmt;
 
 use drover_core::{DeviceError, ImageName, NameError};
+use drover_device::builder::BuildError;
 use drover_device::synced::{OrderError, SyncedError};
 use drover_frontend::{fuse, kernel_nbd, loopdev, nbd};
 use drover_image::ImageError;
@@ -85,6 +86,9 @@ pub enum Error {
     /// A cache.
     #[error("{0}")]
     Synced(#[from] SyncedError),
+    /// The stack of a disk.
+    #[error("{0}")]
+    Stack(#[from] BuildError),
     /// An order to fetch in.
     #[error("{0}")]
     Order(#[from] OrderError),

@@ -3,7 +3,7 @@
 //! - [`target`]: what a mount is of.
 //! - [`record`]: what is written down of a mount, so that a crash leaves nothing unknown.
 //! - [`start`]: starting the mount daemon; [`daemon`]: that process.
-//! - [`disk`]: from an image's name to a device; [`front`]: from a device to what a person uses.
+//! - [`disk`]: from an image's name to a device; [`local`]: from a path to one; [`front`]: from a device to what a person uses.
 //! - [`kernel`]: block devices of the kernel, and what guards them.
 //! - [`control`], [`status`]: asking that process; [`end`]: ending it, and [`dead`] when it is gone.
 //! - [`left`]: what is left of it then; [`known`]: what lets a mount begin while the other site cannot be reached.
@@ -21,6 +21,7 @@ mod known;
 mod leases;
 mod left;
 mod leftovers;
+mod local;
 mod record;
 mod site_images;
 mod start;
@@ -45,7 +46,7 @@ pub use left::{Keeps, Left, Untold};
 pub use record::{Driver, Front, How, Place, Record, SyncMode, Written};
 pub use site_images::{own, site_server};
 pub use status::{DiskStatus, State, Status};
-pub use target::{Listen, Prefetch, Target};
+pub use target::{Listen, LocalDisk, Prefetch, Target};
 
 /// How long the process of a mount may take to say how it is.
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(5);

@@ -3,7 +3,10 @@
 /// The longest peer name, in bytes.
 pub const MAX_BYTES: usize = 63;
 
-/// Checks a name that a person chose: a letter or digit, then letters, digits, `.`, `-` and `_`.
+/// Prefixes of targets on the command line that are no peers: `file:PATH`, `dir:PATH`.
+const RESERVED: [&str; 2] = ["file", "dir"];
+
+/// Checks a name that a person chose: a letter or digit, then letters, digits, `.`, `-` and `_`; not a reserved one.
 ///
 /// # Errors
 /// A line for a person.
@@ -19,6 +22,11 @@ pub fn check(name: &str) -> Result<String, String> {
         return Err(
             "a peer's name is a letter or digit, then letters, digits, '.', '-' and '_'".into(),
         );
+    }
+    if RESERVED.contains(&name) {
+        return Err(format!(
+            "no peer can be called {name}: {name}:PATH is a disk of this machine"
+        ));
     }
     Ok(name.into())
 }
@@ -40,8 +48,9 @@ pub fn from_untrusted(text: &str) -> String {
     if name.is_empty() { "peer".into() } else { name }
 }
 
-/// `wanted`, or `wanted-2` and so on when `taken` says so.
+/// `wanted`, or `wanted-2` and so on when that is reserved or `taken`.
 pub fn unique(wanted: &str, taken: impl Fn(&str) -> bool) -> String {
+    let taken = |name: &str| RESERVED.contains(&name) || taken(name);
     if !taken(wanted) {
         return wanted.into();
     }
@@ -73,6 +82,8 @@ mod tests {
             "a b",
             "é",
             "a\n",
+            "file",
+            "dir",
             &"x".repeat(64),
         ] {
             assert!(check(bad).is_err(), "{bad:?}");

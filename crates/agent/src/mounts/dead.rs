@@ -56,6 +56,10 @@ pub async fn end(
     record.how.record = None;
     let mut there = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
+        if image.local.is_some() {
+            // What was written to it is in it, and its lock went with the process.
+            continue;
+        }
         let ours = match how.discard {
             true => {
                 // First: it may be of an image that is no more, and then stand in the way of telling the site.

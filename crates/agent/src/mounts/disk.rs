@@ -1,4 +1,4 @@
-//! From the name of an image to a device: over the network with or without a cache, or this site's own.
+//! From a target to a device: an image over the network with or without a cache, one of this site, or a local disk.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,8 +7,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use drover_core::{BlockDevice, DeviceError, Digest, ImageName};
+use drover_device::builder::{Managed, Stack};
 use drover_device::remote::{Chunks, Link, Remote, Shape};
-use drover_device::synced::{Order, Pushing, Sync, Synced, SyncedOptions};
+use drover_device::synced::{Order, PullHandle, Pushing, Sync, SyncedOptions};
 use drover_mount::MountError;
 use drover_mount::client::{self, Client, Connector};
 use drover_mount::direct::RemoteDevice;
@@ -19,12 +20,12 @@ use drover_store::lease::{Access, MountId};
 use tokio::runtime::Handle;
 
 use super::connector::PeerConnector;
-use super::known;
 use super::left::{Keeps, Untold};
 use super::record::{How, Place, Record, SyncMode};
 use super::site_images::OwnConnector;
 use super::status::DiskStatus;
 use super::target::{Prefetch, Target};
+use super::{known, local};
 use crate::error::{Context, Error, Result, bail, msg};
 use crate::home::Home;
 use crate::remote::find_peer;
@@ -64,22 +65,25 @@ pub struct Disk {
 }
 
 enum Kind {
+    /// A file or directory of this machine, which no site knows.
+    Local,
     /// Everything goes to the other site, or to this one for its own images.
     Direct(Arc<Client>),
     /// A cache is in front of the other site.
     Managed {
-        synced: Arc<Synced>,
+        managed: Managed,
         client: Arc<Client>,
         record: Option<PathBuf>,
     },
 }
 
-/// Which of the ways it is, in a word.
+/// How the bytes of a target are reached, in a word.
 pub fn mode(image: &Target, how: &How) -> &'static str {
-    match (&image.peer, how.direct) {
-        (None, _) => "own",
-        (Some(_), true) => "direct",
-        (Some(_), false) => "managed",
+    match (&image.local, &image.peer, how.direct) {
+        (Some(local), _, _) => local.mode(),
+        (None, None, _) => "own",
+        (None, Some(_), true) => "direct",
+        (None, Some(_), false) => "managed",
     }
 }
 
@@ -101,11 +105,17 @@ pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
     }
     let catalog = site::open_catalog(home)?;
     for image in images {
-        if let Some(peer) = &image.peer {
+        if let Some(disk) = &image.local {
+            local::check(home, &catalog, disk, how)?;
+        } else if how.size.is_some() {
+            return Err(Error::usage(format!(
+                "--size cannot be used with the image {image}: only a dir:PATH target is created"
+            )));
+        } else if let Some(peer) = &image.peer {
             find_peer(&catalog, peer)?;
         } else if how.direct {
             return Err(Error::usage(format!(
-                "{image} is this site's own: there is nothing to be direct about"
+                "--direct cannot be used with {image}, an image of this site"
             )));
         }
     }
@@ -140,6 +150,13 @@ impl Disk {
         offline: bool,
     ) -> Result<Disk> {
         let how = &record.how;
+        let mode = mode(image, how);
+        if let Some(disk) = &image.local {
+            let (home, disk, how) = (home.clone(), disk.clone(), how.clone());
+            let open = move || local::open(&home, &disk, &how);
+            let device = tokio::task::spawn_blocking(open).await??;
+            return Ok(Disk::new(image, mode, device, Kind::Local));
+        }
         let (connector, site): (Arc<dyn Connector>, _) = match &image.peer {
             None => (Arc::new(OwnConnector::new(home).await?), Vec::new()),
             Some(peer) => {
@@ -158,19 +175,12 @@ impl Disk {
         options.note = format!("{} at {}", place.name(), home.name());
         options.window = how.window;
         options.first_contact = CONNECT_LIMIT;
-        let mode = mode(image, how);
         if mode != "managed" {
             options.give_up = DIRECT_LIMIT;
             let client = Client::open(&Handle::current(), connector, options).await;
             let client = Arc::new(client.map_err(|e| unopened(e, image))?);
-            return Ok(Disk {
-                target: image.clone(),
-                mode,
-                device: Arc::new(RemoteDevice::new(Arc::clone(&client))),
-                kind: Kind::Direct(client),
-                closed: AtomicBool::new(false),
-                gone: AtomicBool::new(false),
-            });
+            let stack = Stack::over(RemoteDevice::new(Arc::clone(&client))).build()?;
+            return Ok(Disk::new(image, mode, stack.device, Kind::Direct(client)));
         }
         options.give_up = how.give_up_after;
         let mut left = place.left(index)?;
@@ -228,7 +238,17 @@ impl Disk {
                 open_cache(&client, &how, &place.cache(index), identity, was_of)
             };
             match open() {
-                Ok(synced) => Ok((client, synced, how.record)),
+                Ok((device, managed)) => {
+                    let record = how.record;
+                    Ok((
+                        device,
+                        Kind::Managed {
+                            managed,
+                            client,
+                            record,
+                        },
+                    ))
+                }
                 Err(e) => {
                     // The right to write stays only with what is to be pushed: nobody could give it back later.
                     // What belongs to an image that is no more never can be.
@@ -240,19 +260,19 @@ impl Disk {
             }
         })
         .await?;
-        let (client, synced, record) = opened?;
-        Ok(Disk {
+        let (device, kind) = opened?;
+        Ok(Disk::new(image, mode, device, kind))
+    }
+
+    fn new(image: &Target, mode: &'static str, device: Arc<dyn BlockDevice>, kind: Kind) -> Disk {
+        Disk {
             target: image.clone(),
             mode,
-            device: Arc::clone(&synced) as Arc<dyn BlockDevice>,
-            kind: Kind::Managed {
-                synced,
-                client,
-                record,
-            },
+            device,
+            kind,
             closed: AtomicBool::new(false),
             gone: AtomicBool::new(false),
-        })
+        }
     }
 
     /// The device to show.
@@ -270,10 +290,16 @@ impl Disk {
             ..DiskStatus::default()
         };
         match &self.kind {
+            Kind::Local => {
+                status.local = status.size;
+                status.link = "up".into();
+            }
             Kind::Direct(client) => fill_traffic(&mut status, client.as_ref()),
-            Kind::Managed { synced, client, .. } => {
+            Kind::Managed {
+                managed, client, ..
+            } => {
                 fill_traffic(&mut status, client.as_ref());
-                let progress = synced.progress();
+                let progress = managed.synced.progress();
                 let chunk = u64::from(client.shape().chunk);
                 status.local = (progress.local * chunk).min(status.size);
                 status.dirty = progress.dirty_bytes;
@@ -292,33 +318,35 @@ impl Disk {
     /// Bytes that the other site does not have.
     pub fn dirty(&self) -> u64 {
         match &self.kind {
-            Kind::Direct(_) => 0,
-            Kind::Managed { synced, .. } => synced.pusher().pending(),
+            Kind::Local | Kind::Direct(_) => 0,
+            Kind::Managed { managed, .. } => managed.push.pending(),
         }
     }
 
-    fn client(&self) -> &Client {
+    /// The link to the site that has the image; none for a local disk.
+    fn client(&self) -> Option<&Client> {
         match &self.kind {
-            Kind::Direct(client) | Kind::Managed { client, .. } => client,
+            Kind::Local => None,
+            Kind::Direct(client) | Kind::Managed { client, .. } => Some(client),
         }
     }
 
     /// The set of writes that is on its way to the other site.
     fn pushing(&self) -> Option<Pushing> {
         match &self.kind {
-            Kind::Direct(_) => None,
-            Kind::Managed { synced, .. } => Some(synced.progress().pushing),
+            Kind::Local | Kind::Direct(_) => None,
+            Kind::Managed { managed, .. } => Some(managed.synced.progress().pushing),
         }
     }
 
     /// Bytes that have left for the other site.
     pub fn sent(&self) -> u64 {
-        self.client().traffic().sent
+        self.client().map_or(0, |client| client.traffic().sent)
     }
 
     /// What the site keeps for this disk, which is closed, as it could not be told so.
     pub fn untold(&self) -> Option<Untold> {
-        let keeps = match (self.client().was_released(), &self.gone) {
+        let keeps = match (self.client()?.was_released(), &self.gone) {
             (true, _) => return None,
             (_, gone) if gone.load(Ordering::Acquire) => Keeps::Unknown,
             _ if self.device.capabilities().read_only => Keeps::Read,
@@ -344,21 +372,24 @@ impl Disk {
             };
         }
         match &self.kind {
-            Kind::Direct(_) => Ok(self.device.flush()?),
-            Kind::Managed { synced, .. } if synced.capabilities().read_only => Ok(()),
-            Kind::Managed { synced, .. } => {
-                let pusher = synced.pusher();
+            Kind::Local | Kind::Direct(_) => Ok(self.device.flush()?),
+            Kind::Managed { .. } if self.device.capabilities().read_only => Ok(()),
+            Kind::Managed {
+                managed, client, ..
+            } => {
+                let pusher = managed.push.clone();
                 let (say, hear) = std::sync::mpsc::channel();
                 std::thread::Builder::new()
                     .name("push".into())
                     .spawn(move || say.send(pusher.sync()))?;
-                self.wait_for_push(&hear, limit, give_up)
+                self.wait_for_push(client, &hear, limit, give_up)
             }
         }
     }
 
     fn wait_for_push(
         &self,
+        client: &Client,
         hear: &Receiver<Result<(), DeviceError>>,
         limit: Option<Duration>,
         give_up: &AtomicBool,
@@ -377,7 +408,7 @@ impl Disk {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             let now = (self.dirty(), self.sent());
-            let link = self.client().link();
+            let link = client.link();
             let seals = matches!(link, Link::Up(_)) && self.pushing().is_some_and(|p| is_there(&p));
             if seals || now.0 < seen.0 || now.1 > seen.1 + PROGRESS {
                 (seen, moved) = (now, Instant::now());
@@ -409,23 +440,27 @@ impl Disk {
     pub fn close(&self) -> Result<()> {
         if self.closed.swap(true, Ordering::AcqRel) {
             return match &self.kind {
-                Kind::Direct(_) => Ok(()),
-                Kind::Managed { synced, .. } => Ok(synced.close(false)?),
+                Kind::Local | Kind::Direct(_) => Ok(()),
+                Kind::Managed { managed, .. } => Ok(managed.synced.close(false)?),
             };
         }
-        if matches!(self.client().link(), Link::Gone(_)) {
+        let gone = |client: &Client| matches!(client.link(), Link::Gone(_));
+        if self.client().is_some_and(gone) {
             self.gone.store(true, Ordering::Release);
         }
         match &self.kind {
+            Kind::Local => {}
             Kind::Direct(client) => close_client(client),
-            Kind::Managed { synced, record, .. } => {
+            Kind::Managed {
+                managed, record, ..
+            } => {
                 // The order is only of use for a faster next time: no reason to keep a mount from ending.
                 if let Some(path) = record
-                    && let Err(e) = write_order(synced, path)
+                    && let Err(e) = write_order(&managed.pull, path)
                 {
                     tracing::warn!("{e:#}");
                 }
-                synced.close(false)?;
+                managed.synced.close(false)?;
             }
         }
         Ok(())
@@ -525,7 +560,7 @@ fn open_cache(
     cache: &Path,
     identity: Vec<u8>,
     was_of: Option<Digest>,
-) -> Result<Arc<Synced>> {
+) -> Result<(Arc<dyn BlockDevice>, Managed)> {
     let shape = client.shape();
     let prefetch = match &how.prefetch {
         Prefetch::None => Order::None,
@@ -550,7 +585,9 @@ fn open_cache(
     options.push_interval = how.push_interval;
     options.give_up_after = how.give_up_after;
     options.record_order = how.record.is_some();
-    Ok(Synced::open(options)?)
+    let stack = Stack::managed(options).build()?;
+    let managed = stack.managed.context("a managed device has no handles")?;
+    Ok((stack.device, managed))
 }
 
 fn read_order(path: &Path) -> Result<String> {
@@ -585,8 +622,8 @@ fn wanted(how: &How) -> Vec<u64> {
 const MAX_WANTED: usize = 8;
 
 /// Writes the order in which chunks were first read.
-fn write_order(synced: &Synced, path: &Path) -> Result<()> {
-    let text = synced.puller().recorded_text().unwrap_or_default();
+fn write_order(pull: &PullHandle, path: &Path) -> Result<()> {
+    let text = pull.recorded_text().unwrap_or_default();
     drover_storage::atomic_replace(path, text.as_bytes())
         .with_context(|| format!("cannot write {}", path.display()))
 }

@@ -25,8 +25,11 @@ use crate::home::Home;
 /// How long one who only looks whether a mount is kept may hold its lock.
 const LOOK_LIMIT: Duration = Duration::from_millis(200);
 
-/// The version of `record.json`.
-const VERSION: u32 = 1;
+/// The version of `record.json` that knows local disks.
+const VERSION: u32 = 2;
+
+/// The version of a record of images alone, which older programs read.
+const IMAGES_VERSION: u32 = 1;
 
 /// How a disk is shown.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -121,6 +124,9 @@ pub struct How {
     pub window: Option<u64>,
     /// How long a request waits for the link.
     pub give_up_after: Duration,
+    /// Bytes of a local disk that is created when it does not exist.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
 }
 
 /// A mount, as it is written down before it is there.
@@ -312,7 +318,7 @@ impl Place {
                 path.display()
             )
         })?;
-        if record.version != VERSION {
+        if !(IMAGES_VERSION..=VERSION).contains(&record.version) {
             bail!(
                 "{} is of version {}, and this drover knows {VERSION}: use the drover that wrote it",
                 path.display(),
@@ -413,7 +419,10 @@ impl Record {
         before: Option<&Record>,
     ) -> Record {
         Record {
-            version: VERSION,
+            version: match images.iter().any(|image| image.local.is_some()) {
+                true => VERSION,
+                false => IMAGES_VERSION,
+            },
             name: place.name(),
             images,
             front,

@@ -3,19 +3,58 @@
 use std::fmt;
 use std::net::SocketAddr;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use drover_core::ImageName;
 use serde::{Deserialize, Serialize};
 
-/// An image of a peer (`PEER:NAME`) or of this site (`NAME`).
+/// An image of a peer (`PEER:NAME`) or of this site (`NAME`), or a disk that no site knows (`file:PATH`, `dir:PATH`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
     /// The peer; none for this site.
     pub peer: Option<String>,
-    /// The image.
+    /// The image; of a local disk, the last component of its path.
     pub image: String,
+    /// Where the bytes are, when it is no image of a site.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub local: Option<LocalDisk>,
+}
+
+/// A disk of this machine that is served as it is: without an overlay, a cache or a lease. The path is absolute.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LocalDisk {
+    /// A raw file or a block device.
+    File(PathBuf),
+    /// A directory with one file per chunk.
+    Dir(PathBuf),
+}
+
+impl LocalDisk {
+    /// The file or directory.
+    pub fn path(&self) -> &Path {
+        match self {
+            LocalDisk::File(path) | LocalDisk::Dir(path) => path,
+        }
+    }
+
+    /// What it is called in the status of a mount.
+    pub fn mode(&self) -> &'static str {
+        match self {
+            LocalDisk::File(_) => "file",
+            LocalDisk::Dir(_) => "directory",
+        }
+    }
+}
+
+impl fmt::Display for LocalDisk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            LocalDisk::File(path) => write!(f, "file:{}", path.display()),
+            LocalDisk::Dir(path) => write!(f, "dir:{}", path.display()),
+        }
+    }
 }
 
 impl FromStr for Target {
@@ -23,25 +62,43 @@ impl FromStr for Target {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (peer, image) = match text.split_once(':') {
+            Some(("file", path)) => return local(LocalDisk::File, path),
+            Some(("dir", path)) => return local(LocalDisk::Dir, path),
             Some((peer, image)) => {
                 drover_store::peer_name::check(peer)?;
                 (Some(peer.to_owned()), image)
             }
             None => (None, text),
         };
-        ImageName::new(image).map_err(|e| format!("{e}; an image is PEER:NAME or NAME"))?;
+        ImageName::new(image).map_err(|e| {
+            format!("{e}; an image is PEER:NAME or NAME, a local disk file:PATH or dir:PATH")
+        })?;
         Ok(Target {
             peer,
             image: image.to_owned(),
+            local: None,
         })
     }
 }
 
+/// A target on this machine, its path made absolute: the mount daemon runs in another directory.
+fn local(kind: fn(PathBuf) -> LocalDisk, path: &str) -> Result<Target, String> {
+    let path = std::path::absolute(path).map_err(|e| format!("{path:?} is not a path: {e}"))?;
+    let name = path.file_name().and_then(|name| name.to_str());
+    let name = name.ok_or_else(|| format!("{} names no file or directory", path.display()))?;
+    Ok(Target {
+        peer: None,
+        image: name.to_owned(),
+        local: Some(kind(path)),
+    })
+}
+
 impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.peer {
-            Some(peer) => write!(f, "{peer}:{}", self.image),
-            None => f.write_str(&self.image),
+        match (&self.local, &self.peer) {
+            (Some(local), _) => local.fmt(f),
+            (None, Some(peer)) => write!(f, "{peer}:{}", self.image),
+            (None, None) => f.write_str(&self.image),
         }
     }
 }
@@ -166,6 +223,29 @@ mod tests {
         for bad in ["lyon:", ":x", "lyon:../x", "a/b", "", "ly on:x"] {
             assert!(bad.parse::<Target>().is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn local_disks_are_paths_and_old_records_have_none() {
+        let file: Target = "file:/srv/a b.raw".parse().unwrap();
+        assert_eq!(file.local, Some(LocalDisk::File("/srv/a b.raw".into())));
+        assert_eq!(
+            (file.peer.as_deref(), file.image.as_str()),
+            (None, "a b.raw")
+        );
+        assert_eq!(file.to_string(), "file:/srv/a b.raw");
+        let dir: Target = "dir:x:y".parse().unwrap();
+        let path = std::env::current_dir().unwrap().join("x:y");
+        assert_eq!(dir.local, Some(LocalDisk::Dir(path)));
+        for bad in ["file:", "dir:/", "dir:.."] {
+            assert!(bad.parse::<Target>().is_err(), "{bad}");
+        }
+        let json = serde_json::to_string(&file).unwrap();
+        assert_eq!(serde_json::from_str::<Target>(&json).unwrap(), file);
+        let old = r#"{"peer":"lyon","image":"web.raw"}"#;
+        let read: Target = serde_json::from_str(old).unwrap();
+        assert_eq!(read, "lyon:web.raw".parse().unwrap());
+        assert_eq!(serde_json::to_string(&read).unwrap(), old);
     }
 
     #[test]

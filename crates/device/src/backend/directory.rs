@@ -87,6 +87,8 @@ impl DirectoryDevice {
         shape: Shape,
         options: DirectoryOptions,
     ) -> Result<Self, DeviceError> {
+        // Before the lock, so that a directory of something else is left as it is.
+        header::check_new(directory.as_ref(), shape)?;
         let lock = header::lock(directory.as_ref(), Lock::Exclusive)?;
         header::create(directory.as_ref(), shape)?;
         drop(lock);
@@ -106,8 +108,8 @@ impl DirectoryDevice {
             true => Lock::Shared,
             false => Lock::Exclusive,
         };
-        let lock = header::lock(directory.as_ref(), kind)?;
         let shape = header::read(directory.as_ref())?;
+        let lock = header::lock(directory.as_ref(), kind)?;
         let access = match options.read_only {
             true => Access::Read,
             false => Access::Write,

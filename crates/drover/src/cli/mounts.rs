@@ -25,7 +25,7 @@ Examples:
   drover mount lyon:db.raw /mnt/db --sync remote       a flush waits until lyon has it
   drover unmount /mnt/web")]
 pub struct MountArgs {
-    /// The image: PEER:NAME, or NAME for one of this site's own
+    /// The image: PEER:NAME, or NAME for one of this site's own; or a local disk: file:PATH, dir:PATH
     #[arg(value_name = "[PEER:]IMAGE")]
     pub image: Target,
     /// Where: a file (made when it is not there), or a directory that gets a file of the image's name
@@ -51,9 +51,11 @@ Examples:
   qemu-system-x86_64 -drive file=nbd:unix:/run/web.sock,if=virtio,format=raw
   drover export lyon:web.qcow2 lyon:db.qcow2 --nbd 127.0.0.1:10809 --read-only
   drover export web.qcow2 --nbd unix:/run/web.sock     one of this site's own images
+  drover export file:/srv/disk.raw --nbd unix:/run/disk.sock
+  drover export dir:/srv/disk --size 20GiB --nbd unix:/run/disk.sock
   drover export lyon:web.qcow2 --nbd 0.0.0.0:10809 --tls-certificates /etc/pki/nbd")]
 pub struct ExportArgs {
-    /// The images: PEER:NAME, or NAME for one of this site's own
+    /// The images: PEER:NAME, or NAME for one of this site's own; or local disks: file:PATH, dir:PATH
     #[arg(required = true, value_name = "[PEER:]IMAGE")]
     pub images: Vec<Target>,
     /// Where to listen: unix:PATH, or ADDRESS:PORT
@@ -85,7 +87,7 @@ Examples:
   drover attach lyon:web.qcow2 --device /dev/nbd3
   drover unmount /dev/nbd3")]
 pub struct AttachArgs {
-    /// The image: PEER:NAME, or NAME for one of this site's own
+    /// The image: PEER:NAME, or NAME for one of this site's own; or a local disk: file:PATH, dir:PATH
     #[arg(value_name = "[PEER:]IMAGE")]
     pub image: Target,
     /// By which of the kernel's drivers: by ublk where the kernel has it, else by NBD, when nothing is said
@@ -155,6 +157,9 @@ pub struct HowArgs {
     /// How long a read of what is not here, or a write to a cache full of what was not pushed, waits for the link before it fails
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "10m")]
     pub give_up_after: Duration,
+    /// Create the disk of a dir:PATH target, of this many bytes, when it does not exist; --chunk is the size of its files
+    #[arg(long, value_name = "SIZE", value_parser = text::parse_size)]
+    pub size: Option<u64>,
 }
 
 impl From<HowArgs> for mounts::How {
@@ -173,6 +178,7 @@ impl From<HowArgs> for mounts::How {
             push_interval: args.push_interval,
             window: args.window,
             give_up_after: args.give_up_after,
+            size: args.size,
         }
     }
 }

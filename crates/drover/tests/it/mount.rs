@@ -11,6 +11,7 @@ mod files;
 mod full;
 mod leases;
 mod links;
+mod local;
 mod metrics;
 mod proxy;
 mod random;

@@ -88,8 +88,8 @@ fn decode(bytes: &[u8; LENGTH]) -> Result<Shape, &'static str> {
     }
 }
 
-/// Writes the header of a new device.
-pub(super) fn create(directory: &dyn Directory, shape: Shape) -> Result<(), DeviceError> {
+/// Whether a device of that shape can be made here.
+pub(super) fn check_new(directory: &dyn Directory, shape: Shape) -> Result<(), DeviceError> {
     if !is_possible(shape) {
         return Err(DeviceError::Unsupported(
             "have chunks that are no power of two, under 4096 bytes, or more than 4194304 of them"
@@ -98,9 +98,15 @@ pub(super) fn create(directory: &dyn Directory, shape: Shape) -> Result<(), Devi
     }
     let names = directory.list().map_err(|e| at(directory, NAME, &e))?;
     if let Some(name) = names.iter().find(|name| ![NEW, LOCK].contains(&&***name)) {
-        let exists = io::Error::new(io::ErrorKind::AlreadyExists, "there is a device already");
+        let exists = io::Error::new(io::ErrorKind::AlreadyExists, "the directory is not empty");
         return Err(at(directory, name, &exists));
     }
+    Ok(())
+}
+
+/// Writes the header of a new device.
+pub(super) fn create(directory: &dyn Directory, shape: Shape) -> Result<(), DeviceError> {
+    check_new(directory, shape)?;
     replace(directory, NEW, NAME, &encode(shape)).map_err(|error| at(directory, NAME, &error))
 }
 

@@ -1,0 +1,252 @@
+//! Files and directories of this machine as disks. Reads and writes go straight to them: there is no overlay, no cache
+//! and no lease; a lock keeps a second mount out.
+
+use std::fs::{File, TryLockError};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use drover_core::{BlockDevice, DeviceError};
+use drover_device::backend::{DirectoryDevice, DirectoryOptions, FileDevice, MAX_CHUNKS};
+use drover_device::builder::Stack;
+use drover_device::remote::Shape;
+use drover_storage::HostDirectory;
+use drover_store::Catalog;
+
+use super::record::{How, Place, SyncMode};
+use super::target::LocalDisk;
+use crate::error::{Context, Error, Result, bail};
+use crate::home::Home;
+use crate::text::bytes;
+
+/// A disk's size is a multiple of this, as front ends count in sectors.
+const SECTOR: u64 = 512;
+
+/// The largest chunk of a directory, in bytes.
+const MAX_CHUNK: u64 = 4 << 20;
+
+/// Refuses, before anything is made, options that mean nothing here and files that are the site's.
+///
+/// # Errors
+/// What is refused, and the way out.
+pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) -> Result<()> {
+    let given = [
+        (how.sync == SyncMode::Remote, "--sync remote"),
+        (how.cache_size.is_some(), "--cache-size"),
+        (how.record.is_some(), "--record"),
+        (how.window.is_some(), "--window"),
+    ];
+    if let Some((_, option)) = given.iter().find(|(given, _)| *given) {
+        return Err(Error::usage(format!(
+            "{option} cannot be used with {disk}, which is read and written directly"
+        )));
+    }
+    match (disk, how.size) {
+        (LocalDisk::File(path), Some(_)) => {
+            return Err(Error::usage(format!(
+                "--size cannot be used with {disk}; `truncate -s SIZE {}` makes a file of that size",
+                path.display()
+            )));
+        }
+        (_, Some(size)) if size == 0 || size % SECTOR != 0 => {
+            return Err(Error::usage(format!(
+                "--size {size}: a disk's size is a multiple of {SECTOR} bytes, and not 0"
+            )));
+        }
+        _ => {}
+    }
+    let path = real(disk.path());
+    for own in [home.dir(), &home.images_dir()] {
+        if path.starts_with(real(own)) {
+            return Err(Error::refused(format!(
+                "{disk} is in this site's own directory {}; an image of the site is mounted by its name (`drover images` lists them)",
+                own.display()
+            )));
+        }
+    }
+    let Ok(ours) = path.metadata() else {
+        return Ok(());
+    };
+    for image in catalog.images()? {
+        let same =
+            |theirs: std::fs::Metadata| (theirs.dev(), theirs.ino()) == (ours.dev(), ours.ino());
+        if !how.read_only && image.path.metadata().is_ok_and(same) {
+            return Err(Error::refused(format!(
+                "{disk} is the file of this site's image {0}, which writes would damage; `drover mount {0}` keeps them beside it, --read-only makes none",
+                image.name
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The path without links, as far as it exists.
+fn real(path: &Path) -> PathBuf {
+    let existing = path.ancestors().find_map(|above| {
+        let real = above.canonicalize().ok()?;
+        // Joined with nothing, a file's path would end like a directory's.
+        Some(match path.strip_prefix(above).ok()? {
+            rest if rest.as_os_str().is_empty() => real,
+            rest => real.join(rest),
+        })
+    });
+    existing.unwrap_or_else(|| path.to_owned())
+}
+
+/// Opens the disk, which stays locked as long as the device is used.
+///
+/// # Errors
+/// When it does not exist, is of another kind or size, or is mounted already.
+pub fn open(home: &Home, disk: &LocalDisk, how: &How) -> Result<Arc<dyn BlockDevice>> {
+    let stack = match disk {
+        LocalDisk::File(path) => Stack::over(open_file(home, disk, path, how.read_only)?),
+        LocalDisk::Dir(path) => Stack::over(open_directory(home, disk, path, how)?),
+    };
+    Ok(stack.build()?.device)
+}
+
+fn open_file(home: &Home, disk: &LocalDisk, path: &Path, read_only: bool) -> Result<FileDevice> {
+    let kind = match path.metadata() {
+        Ok(metadata) => metadata.file_type(),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => bail!(
+            "{} does not exist; `truncate -s SIZE {}` makes an empty disk",
+            path.display(),
+            path.display()
+        ),
+        Err(e) => return Err(e).with_context(|| format!("cannot open {}", path.display())),
+    };
+    if kind.is_dir() {
+        bail!(
+            "{} is a directory; dir:{} is a disk of one file per chunk in it",
+            path.display(),
+            path.display()
+        );
+    }
+    // A pipe would wait for its other end.
+    if !kind.is_file() && !kind.is_block_device() {
+        bail!("{} is neither a file nor a block device", path.display());
+    }
+    let exclusive = match kind.is_block_device() && !read_only {
+        // Not one that is mounted.
+        true => rustix::fs::OFlags::EXCL.bits().cast_signed(),
+        false => 0,
+    };
+    let file = File::options()
+        .read(true)
+        .write(!read_only)
+        .custom_flags(exclusive)
+        .open(path)
+        .with_context(|| format!("cannot open {}", path.display()))?;
+    let locked = match read_only {
+        true => file.try_lock_shared(),
+        false => file.try_lock(),
+    };
+    match locked {
+        Ok(()) => Ok(FileDevice::new(file, read_only)?),
+        Err(TryLockError::WouldBlock) => Err(in_use(home, disk)),
+        Err(TryLockError::Error(e)) => {
+            Err(e).with_context(|| format!("cannot lock {}", path.display()))
+        }
+    }
+}
+
+fn open_directory(
+    home: &Home,
+    disk: &LocalDisk,
+    path: &Path,
+    how: &How,
+) -> Result<DirectoryDevice> {
+    let options = DirectoryOptions {
+        read_only: how.read_only,
+        ..DirectoryOptions::default()
+    };
+    let opened = match how.size {
+        None => HostDirectory::open(path),
+        Some(_) => HostDirectory::open_or_create(path),
+    };
+    let directory = match opened {
+        Ok(directory) => Arc::new(directory),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(nothing_at(path)),
+        Err(e) if e.kind() == io::ErrorKind::NotADirectory => bail!(
+            "{} is not a directory; file:{} is a disk in one file",
+            path.display(),
+            path.display()
+        ),
+        Err(e) => return Err(e).with_context(|| format!("cannot open {}", path.display())),
+    };
+    let is_absent =
+        |e: &DeviceError| matches!(e, DeviceError::Io(e) if e.kind() == io::ErrorKind::NotFound);
+    let opened = match (DirectoryDevice::open(directory.clone(), options), how.size) {
+        (Err(e), Some(size)) if is_absent(&e) => {
+            let shape = shape(size, how.chunk)?;
+            DirectoryDevice::create(directory, shape, options)
+        }
+        (Err(e), None) if is_absent(&e) => return Err(nothing_at(path)),
+        (opened, _) => opened,
+    };
+    let device = match opened {
+        Err(DeviceError::Unavailable(_)) => return Err(in_use(home, disk)),
+        opened => opened?,
+    };
+    match how.size {
+        Some(size) if size != device.size() => bail!(
+            "{} has {} bytes, not {size}; leave --size out to use it as it is",
+            path.display(),
+            device.size()
+        ),
+        _ => Ok(device),
+    }
+}
+
+fn nothing_at(path: &Path) -> Error {
+    Error::msg(format!(
+        "there is no disk in {}; --size SIZE creates one",
+        path.display()
+    ))
+}
+
+/// The shape of a new directory.
+fn shape(size: u64, chunk: u32) -> Result<Shape> {
+    let shape = Shape { size, chunk };
+    if shape.chunks() <= MAX_CHUNKS {
+        return Ok(shape);
+    }
+    let least = size.div_ceil(MAX_CHUNKS).next_power_of_two();
+    match least <= MAX_CHUNK {
+        true => Err(Error::usage(format!(
+            "a directory has at most {MAX_CHUNKS} chunks; for {} say --chunk {}K",
+            bytes(size),
+            least >> 10
+        ))),
+        false => Err(Error::usage(format!(
+            "{} is more than a directory holds: {}",
+            bytes(size),
+            bytes(MAX_CHUNKS * MAX_CHUNK)
+        ))),
+    }
+}
+
+/// Somebody else has it locked: perhaps a mount of this home.
+fn in_use(home: &Home, disk: &LocalDisk) -> Error {
+    let mounts = Place::list(home).unwrap_or_default();
+    let holder = mounts.into_iter().find(|(place, record)| {
+        let theirs = |local: &LocalDisk| real(local.path()) == real(disk.path());
+        place.is_kept()
+            && record.process != std::process::id()
+            && record.process != 0
+            && record
+                .images
+                .iter()
+                .filter_map(|i| i.local.as_ref())
+                .any(theirs)
+    });
+    Error::refused(match holder {
+        Some((_, record)) => format!(
+            "{disk} is mounted already, at {}; `drover unmount {}` ends that",
+            record.front.place(),
+            record.name
+        ),
+        None => format!("{disk} is in use: another process has locked it"),
+    })
+}

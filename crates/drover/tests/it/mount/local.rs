@@ -1,0 +1,266 @@
+//! Files and directories of this machine as disks: `file:PATH`, `dir:PATH`.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::client::Client;
+use super::{can_mount, clear_all, text};
+use crate::world::{Ran, World, signal, until};
+
+/// A home that no site is paired with.
+struct Alone(World);
+
+impl Alone {
+    fn new() -> Alone {
+        let alone = Alone(World::new());
+        alone.run(&["init"]).ok();
+        alone
+    }
+
+    fn run(&self, args: &[&str]) -> Ran {
+        self.0.run("alone", args)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path(name)
+    }
+
+    /// Exports a target in the background, on the socket of that name.
+    fn export(&self, target: &str, socket: &str, options: &[&str]) -> Ran {
+        let listen = format!("unix:{}", self.path(socket).display());
+        let mut args = vec!["export", target, "--nbd", &listen, "--background"];
+        args.extend(options);
+        self.run(&args)
+    }
+
+    fn only(&self) -> Value {
+        let mounts = self.run(&["mounts", "--json"]).ok().json();
+        assert_eq!(mounts.len(), 1, "{mounts:?}");
+        mounts[0].clone()
+    }
+
+    fn kill_daemon(&self) {
+        let process = self.only()["process"].as_u64().unwrap();
+        signal(u32::try_from(process).unwrap(), "KILL");
+        until("the mount is dead", || self.only()["state"] == "dead");
+    }
+
+    fn raw(&self, name: &str, size: usize) -> Vec<u8> {
+        let mut bytes = vec![0; size];
+        fastrand::Rng::with_seed(7).fill(&mut bytes);
+        fs::write(self.path(name), &bytes).unwrap();
+        bytes
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        clear_all(&self.path("alone/mounts"));
+    }
+}
+
+#[test]
+fn a_file_is_served_and_written_in_place() {
+    let a = Alone::new();
+    let mut bytes = a.raw("disk.raw", 1 << 20);
+    let (file, socket) = (a.path("disk.raw"), a.path("s"));
+    // Relative to where the command runs, not to where its daemon does.
+    a.export("file:disk.raw", "s", &[]).ok();
+    let mut client = Client::connect(&socket, "disk.raw");
+    assert_eq!(client.size, 1 << 20);
+    assert!(client.read(0, 1 << 20).unwrap() == bytes);
+    client.write(5000, &[7; 3000]).unwrap();
+    client.zero(65_536, 8192).unwrap();
+    client.flush().unwrap();
+    bytes[5000..8000].fill(7);
+    bytes[65_536..][..8192].fill(0);
+    assert!(fs::read(&file).unwrap() == bytes);
+
+    let target = format!("file:{}", file.display());
+    let mount = a.only();
+    let disk = &mount["disks"][0];
+    assert_eq!(
+        (&disk["image"], &disk["mode"]),
+        (&target.as_str().into(), &"file".into())
+    );
+    assert_eq!((&disk["dirty"], &disk["link"]), (&0.into(), &"up".into()));
+    let table = a.run(&["mounts"]).ok().out;
+    assert!(
+        table.contains(&target) && !table.contains("here"),
+        "{table}"
+    );
+    a.run(&["mounts", "--metrics"]).ok();
+
+    // A second one is refused, also by another name, and told who has it.
+    let name = mount["name"].as_str().unwrap();
+    fs::hard_link(&file, a.path("link.raw")).unwrap();
+    std::os::unix::fs::symlink(&file, a.path("symlink.raw")).unwrap();
+    a.export(&target, "t", &[])
+        .fails(3, &["disk.raw is mounted already", name]);
+    a.export("file:symlink.raw", "t", &["--read-only"])
+        .fails(3, &["is mounted already", "drover unmount"]);
+    a.export("file:link.raw", "t", &[]).fails(3, &["is in use"]);
+    a.export(&target, "s", &[]).fails(1, &["is there already"]);
+
+    drop(client);
+    a.kill_daemon();
+    // What was acknowledged is in the file, and nothing holds it.
+    assert!(fs::read(&file).unwrap() == bytes);
+    a.export("file:disk.raw", "s", &["--read-only"]).ok();
+    let mut client = Client::connect(&socket, "");
+    assert!(client.read(0, 1 << 20).unwrap() == bytes);
+    assert_eq!(client.write(0, &[1]).unwrap_err().raw_os_error(), Some(1));
+    // Readers share it.
+    a.export(&target, "t", &["--read-only"]).ok();
+    a.export(&target, "u", &[])
+        .fails(3, &["is mounted already"]);
+    drop(client);
+    a.run(&["unmount", "s"]).ok();
+    a.run(&["unmount", "t"]).ok();
+    let kept = fs::read_dir(a.path("alone/mounts")).unwrap().count();
+    // That of the killed writer, which nobody took up: its daemon served another access.
+    assert_eq!(kept, 1);
+    fs::remove_file(&file).unwrap();
+    a.run(&["unmount", "s"]).ok();
+    assert_eq!(a.run(&["mounts", "--json"]).ok().json().len(), 0);
+}
+
+#[test]
+fn a_directory_is_created_once_and_taken_up_again() {
+    let a = Alone::new();
+    let socket = a.path("s");
+    let size = ["--size", "64MiB", "--chunk", "256K"];
+    a.export("dir:disk", "s", &[])
+        .fails(1, &["there is no disk in", "--size"]);
+    assert!(!a.path("disk").exists());
+    a.export("dir:disk", "s", &size).ok();
+    let mut client = Client::connect(&socket, "disk");
+    assert_eq!(client.size, 64 << 20);
+    assert!(client.read(0, 1 << 20).unwrap().iter().all(|b| *b == 0));
+    client.write(262_000, &[3; 1000]).unwrap();
+    client.flush().unwrap();
+    assert_eq!(a.only()["disks"][0]["mode"], "directory");
+    a.export("dir:disk", "t", &[])
+        .fails(3, &["is mounted already"]);
+    drop(client);
+    a.kill_daemon();
+
+    a.export("dir:disk", "s", &["--size", "32MiB"])
+        .fails(1, &["67108864 bytes, not 33554432", "--size"]);
+    // The same, and without a size; its chunk is what it was made with.
+    for options in [&size[..], &[]] {
+        a.export("dir:disk", "s", options).ok();
+        let mut client = Client::connect(&socket, "disk");
+        assert_eq!(client.read(262_000, 1000).unwrap(), [3; 1000]);
+        drop(client);
+        a.run(&["unmount", "s"]).ok();
+    }
+    let sizes: Vec<u64> = fs::read_dir(a.path("disk"))
+        .unwrap()
+        .map(|entry| entry.unwrap().metadata().unwrap().len())
+        .filter(|length| *length > 1000)
+        .collect();
+    assert_eq!(sizes, [256 << 10; 2]);
+    assert_eq!(a.run(&["mounts", "--json"]).ok().json().len(), 0);
+}
+
+#[test]
+fn what_is_no_local_disk_is_refused_with_a_way_out() {
+    let a = Alone::new();
+    a.raw("disk.raw", 4096);
+    let refused = |target: &str, options: &[&str], code: i32, words: &[&str]| {
+        a.export(target, "s", options).fails(code, words);
+    };
+    refused("file:none", &[], 1, &["none does not exist", "truncate"]);
+    refused("file:alone", &[], 3, &["own directory"]);
+    fs::create_dir(a.path("full")).unwrap();
+    fs::write(a.path("full/note"), "mine").unwrap();
+    refused("file:full", &[], 1, &["is a directory", "dir:"]);
+    refused(
+        "file:/dev/null",
+        &[],
+        1,
+        &["neither a file nor a block device"],
+    );
+    refused(
+        "file:disk.raw",
+        &["--size", "1M"],
+        2,
+        &["--size", "truncate -s"],
+    );
+    refused(
+        "file:disk.raw",
+        &["--cache-size", "1M"],
+        2,
+        &["--cache-size", "directly"],
+    );
+    refused("dir:disk.raw", &[], 1, &["is not a directory", "file:"]);
+    refused("dir:full", &[], 1, &["no disk in", "--size"]);
+    refused(
+        "dir:full",
+        &["--size", "1MiB"],
+        1,
+        &["full/note", "not empty"],
+    );
+    refused("dir:new", &["--size", "1000"], 2, &["multiple of 512"]);
+    refused("dir:new", &["--size", "1TiB"], 2, &["--chunk 256K"]);
+    assert_eq!(names(&a.path("full")), ["note"], "it is left as it was");
+    // What is the site's own.
+    fs::create_dir_all(a.path("alone/images")).unwrap();
+    fs::copy(a.path("disk.raw"), a.path("alone/images/web.raw")).unwrap();
+    refused(
+        "file:alone/images/web.raw",
+        &["--read-only"],
+        3,
+        &["own directory", "by its name"],
+    );
+    refused(
+        "dir:alone/images/new",
+        &["--size", "1MiB"],
+        3,
+        &["own directory"],
+    );
+    std::os::unix::fs::symlink(a.path("alone/images"), a.path("aside")).unwrap();
+    refused("file:aside/web.raw", &[], 3, &["own directory"]);
+    a.run(&["index", text(&a.path("disk.raw"))]).ok();
+    refused("file:disk.raw", &[], 3, &["image disk.raw", "--read-only"]);
+    a.export("file:disk.raw", "s", &["--read-only"]).ok();
+    a.run(&["unmount", "s"]).ok();
+    a.export("web.raw", "s", &["--size", "1M"])
+        .fails(2, &["--size"]);
+    for name in ["file", "dir"] {
+        let ran = a.run(&["pair", "drover1xx", "--name", name]).code(2);
+        assert!(ran.err.contains("disk of this machine"), "{}", ran.err);
+    }
+    assert_eq!(a.run(&["mounts", "--json"]).ok().json().len(), 0);
+}
+
+#[test]
+fn a_local_disk_is_a_file_of_its_own_size() {
+    if !can_mount("a_local_disk_is_a_file_of_its_own_size") {
+        return;
+    }
+    let a = Alone::new();
+    let bytes = a.raw("disk.raw", 100 << 10);
+    a.run(&["mount", "file:disk.raw", "shown", "--read-only"])
+        .ok();
+    assert!(fs::read(a.path("shown")).unwrap() == bytes);
+    a.run(&["unmount", "shown"]).ok();
+    a.run(&["mount", "dir:disk", "shown", "--size", "1MiB"])
+        .ok();
+    let file = File::options().write(true).open(a.path("shown")).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 4096).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    assert!(fs::read(a.path("shown")).unwrap()[4096..][..bytes.len()] == bytes);
+    a.run(&["unmount", "shown"]).ok();
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap();
+    entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect()
+}
