@@ -20,12 +20,17 @@ mod shows;
 mod similar;
 mod throughput;
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
 use crate::bench::Experiment;
+
+/// How long a case of a killed run may take to end: more than it gives itself, since the machine may be busy.
+const LEFTOVER: Duration = Duration::from_secs(60);
 
 /// What every experiment takes.
 #[derive(Args, Clone)]
@@ -65,32 +70,49 @@ impl Lab {
         drover.canonicalize().with_context(build)
     }
 
-    /// An empty directory for a run, removed with the guard. What killed runs left goes, too: directories named for a process
-    /// that is gone.
+    /// An empty directory for a run, removed with the guard. It is locked, so that [`Self::sweep`] leaves it alone.
     ///
     /// # Errors
     /// When it cannot be made.
     pub fn work(&self, experiment: &str) -> Result<Work> {
-        for entry in std::fs::read_dir(&self.common.out)
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            let pid = name
-                .strip_prefix("work-")
-                .and_then(|n| n.rsplit('-').next()?.parse::<u32>().ok());
-            if pid.is_some_and(|pid| !Path::new("/proc").join(pid.to_string()).exists()) {
-                let _ = std::fs::remove_dir_all(entry.path());
+        let name = format!("work-{experiment}-{}", std::process::id());
+        let dir = self.common.out.join(name);
+        let make = || -> std::io::Result<Work> {
+            let _ = std::fs::remove_dir_all(&dir);
+            std::fs::create_dir_all(&dir)?;
+            let lock = File::open(&dir)?;
+            lock.lock()?;
+            let path = dir.canonicalize()?;
+            Ok(Work { path, _lock: lock })
+        };
+        make().with_context(|| format!("cannot make {}", dir.display()))
+    }
+
+    /// Removes the working directories that killed runs left. A case whose run was killed may still be cleaning up: its
+    /// directory is locked until it has ended, and it is waited for, since it would distort what is measured meanwhile.
+    ///
+    /// # Errors
+    /// When such a case does not end.
+    pub fn sweep(&self) -> Result<()> {
+        let deadline = Instant::now() + LEFTOVER;
+        for entry in std::fs::read_dir(&self.common.out)?.flatten() {
+            if !entry.file_name().to_string_lossy().starts_with("work-") {
+                continue;
             }
+            let path = entry.path();
+            // It may go while it is looked at.
+            let Ok(lock) = File::open(&path) else {
+                continue;
+            };
+            while lock.try_lock().is_err() {
+                if Instant::now() > deadline {
+                    bail!("a case of a killed run still works in {}", path.display());
+                }
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            let _ = std::fs::remove_dir_all(&path);
         }
-        let dir = self
-            .common
-            .out
-            .join(format!("work-{experiment}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&dir);
-        std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-        Ok(Work(dir.canonicalize()?))
+        Ok(())
     }
 
     /// An image of the library (or of the small set) by its name.
@@ -111,19 +133,22 @@ impl Lab {
 }
 
 /// A directory that goes away.
-pub struct Work(PathBuf);
+pub struct Work {
+    path: PathBuf,
+    _lock: File,
+}
 
 impl Work {
     /// A path inside.
     pub fn join(&self, name: &str) -> PathBuf {
-        self.0.join(name)
+        self.path.join(name)
     }
 }
 
 impl Drop for Work {
     fn drop(&mut self) {
-        if let Err(error) = std::fs::remove_dir_all(&self.0) {
-            eprintln!("{} stays behind: {error}", self.0.display());
+        if let Err(error) = std::fs::remove_dir_all(&self.path) {
+            eprintln!("{} stays behind: {error}", self.path.display());
         }
     }
 }

@@ -44,6 +44,7 @@ fn in_a_process(
     case: &str,
     interrupted: &AtomicBool,
 ) -> Result<Option<Vec<Row>>> {
+    lab.sweep()?;
     let work = lab.work("case")?;
     let answer = work.join("rows.json");
     let Common {
@@ -90,8 +91,7 @@ fn in_a_process(
         }
         std::thread::sleep(EVERY);
     };
-    // Nothing of a case outlives it.
-    let _ = kill_process_group(pid_of(&child)?, Signal::KILL);
+    end_group(pid_of(&child)?);
     match fs::read(&answer) {
         Ok(rows) => Ok(Some(serde_json::from_slice(&rows)?)),
         Err(_) => bail!("its process ended without an answer: {status}"),
@@ -105,9 +105,18 @@ fn end(child: &mut Child) -> Result<()> {
     while Instant::now() < deadline && child.try_wait()?.is_none() {
         std::thread::sleep(EVERY);
     }
-    let _ = kill_process_group(pid_of(child)?, Signal::KILL);
+    end_group(pid_of(child)?);
     child.wait()?;
     Ok(())
+}
+
+/// Kills what is left of a case, so that nothing outlives it, and waits until it is gone: the kernel takes its time.
+fn end_group(group: Pid) {
+    let _ = kill_process_group(group, Signal::KILL);
+    let deadline = Instant::now() + 2 * CLEAN_UP;
+    while Instant::now() < deadline && !others_of(group).is_empty() {
+        std::thread::sleep(EVERY);
+    }
 }
 
 fn pid_of(child: &Child) -> Result<Pid> {
@@ -219,22 +228,19 @@ fn end_with_stdin() -> Result<()> {
     Ok(())
 }
 
-/// The processes of a group but for its leader.
+/// The running processes of a group but for its leader. Zombies have ended; their parent has not asked yet.
 fn others_of(group: Pid) -> Vec<Pid> {
     let group = group.as_raw_nonzero().get();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let group_of = |pid: i32| -> Option<i32> {
+    let runs_in = |pid: i32| -> Option<i32> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // After the name in brackets, which may hold anything: state, parent, group.
-        stat.rsplit_once(')')?
-            .1
-            .split_whitespace()
-            .nth(2)?
-            .parse()
-            .ok()
+        let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+        let state = fields.next()?;
+        (state != "Z").then(|| fields.nth(1)?.parse().ok())?
     };
-    pids.filter(|pid| *pid != group && group_of(*pid) == Some(group))
+    pids.filter(|pid| *pid != group && runs_in(*pid) == Some(group))
         .filter_map(Pid::from_raw)
         .collect()
 }

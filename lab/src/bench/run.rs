@@ -127,7 +127,7 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
     }
     // Without a build there is nothing to measure. What a killed run left goes now.
     let drover = format!("drover {}", digest_of(&lab.binary()?)?);
-    drop(lab.work("bench")?);
+    lab.sweep()?;
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         signal_hook::flag::register(signal, interrupted.clone())?;

@@ -67,7 +67,7 @@ fn attach_in_a_guest_by_nbd_and_by_ublk() {
         test,
         with,
         modules: [&guest::EXT4[..], &["loop", "fuse", "nbd", "ublk_drv"]].concat(),
-        timeout: "580",
+        timeout: "1700",
         script: include_str!("attach_guest.sh"),
         steps: &STEPS,
     }

@@ -7,13 +7,13 @@ dd if=/dev/urandom of=noise bs=1M count=16 2>/dev/null
 ok() { echo "ok $1"; }
 fail() { echo "FAIL $1"; sed 's/^/  | /' said 2>/dev/null; }
 # check WHAT COMMAND...: it has to succeed.
-check() { what=$1; shift; if timeout 60 "$@" >said 2>&1; then ok "$what"; else fail "$what"; fi; }
+check() { what=$1; shift; if timeout 180 "$@" >said 2>&1; then ok "$what"; else fail "$what"; fi; }
 # holds WHAT FUNCTION...: the same for a function of this file.
 holds() { what=$1; shift; if "$@" >said 2>&1; then ok "$what"; else fail "$what"; fi; }
 # refused WHAT TEXT COMMAND...: it has to fail soon, and say so.
 refused() {
   what=$1 text=$2; shift 2
-  if timeout 60 "$@" >said 2>&1; then fail "$what: succeeded"
+  if timeout 180 "$@" >said 2>&1; then fail "$what: succeeded"
   elif grep -q "$text" said; then ok "$what"; else fail "$what"; fi
 }
 # starts WHAT ARGUMENTS...: serves in the background; sets dev and pid.
