@@ -34,7 +34,11 @@ pub fn info(r: ImageRecord) -> ImageInfo {
 /// What a removal did, for a person.
 pub fn removal(home: &Home, r: &ImageRecord) -> String {
     let done = if r.external {
-        format!("forgot {}; its file {} stays", r.name, r.path.display())
+        format!(
+            "removed {} from the catalog; its file {} stays",
+            r.name,
+            r.path.display()
+        )
     } else {
         format!("removed {} ({})", r.name, bytes(r.data_bytes))
     };

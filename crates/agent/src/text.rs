@@ -20,30 +20,60 @@ pub fn clean(text: &str) -> String {
     out
 }
 
-/// Reads a size such as `500M`, `1.5GiB` or `4096`, in bytes.
+/// Reads a size in bytes, such as `4096`, `64K` or `1.5GiB`. `K`, `M`, `G` and `T` are binary, as are `KiB`
+/// and the like; `KB` and the like are decimal. Letter case does not matter; a fraction of a byte is dropped.
 ///
 /// # Errors
-/// A line for a person when it is none.
+/// A line for a person when it is not a size, or more than 2^64 - 1 bytes.
 pub fn parse_size(text: &str) -> Result<u64, String> {
-    text.parse::<ByteSize>()
-        .map(|b| b.0)
-        .map_err(|_| format!("{:?} is not a size such as 20M or 1.5GiB", clean(text)))
+    quantity(text, 1024).ok_or_else(|| {
+        format!(
+            "{:?} is not a size such as 4096, 64K, 1.5GiB (binary) or 20MB (decimal)",
+            clean(text)
+        )
+    })
 }
 
-/// Reads a rate such as `20M` or `20M/s`, in bytes a second; zero is none.
+/// Reads a rate in bytes per second, such as `20M` or `512KiB/s`. `K`, `M`, `G` and `T` are decimal, as network
+/// rates are; `KiB` and the like are binary.
 ///
 /// # Errors
-/// A line for a person.
+/// A line for a person when it is not a rate, or below 1000 bytes per second.
 pub fn parse_rate(text: &str) -> Result<u64, String> {
-    let number = text.strip_suffix("/s").unwrap_or(text);
-    match parse_size(number) {
-        Ok(n) if n >= 1000 => Ok(n),
-        Ok(_) => Err("a limit below 1k bytes a second would never end".into()),
-        Err(_) => Err(format!(
-            "{:?} is not a rate such as 20M (bytes a second)",
+    match quantity(text.strip_suffix("/s").unwrap_or(text), 1000) {
+        Some(n) if n >= 1000 => Ok(n),
+        Some(_) => Err("a rate must be at least 1K (1000 bytes per second)".into()),
+        None => Err(format!(
+            "{:?} is not a rate such as 20M or 512KiB/s (bytes per second)",
             clean(text)
         )),
     }
+}
+
+/// A number with an optional unit, in which a bare prefix such as `K` stands for a power of `bare`.
+fn quantity(text: &str, bare: u64) -> Option<u64> {
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.');
+    let (number, unit) = text.split_at(end.unwrap_or(text.len()));
+    let mut unit = unit.trim_start().to_ascii_uppercase();
+    let power = unit.chars().next().and_then(|c| "KMGTPE".find(c));
+    let factor = match power {
+        None if unit.is_empty() || unit == "B" => 1,
+        None => return None,
+        Some(power) => {
+            let base: u64 = match unit.split_off(1).as_str() {
+                "" => bare,
+                "B" => 1000,
+                "IB" => 1024,
+                _ => return None,
+            };
+            base.pow(power as u32 + 1)
+        }
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+    let places = u32::try_from(fraction.len()).ok().filter(|n| *n <= 18)?;
+    let parts = u128::from(fraction.parse::<u64>().ok()?) * u128::from(factor);
+    let whole = u128::from(whole.parse::<u64>().ok()?) * u128::from(factor);
+    u64::try_from(whole + parts / 10u128.pow(places)).ok()
 }
 
 /// How hard to compress: as suits the link, or always the same.
@@ -97,7 +127,7 @@ pub fn parse_age(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Bytes for a person: `1.5 GiB`.
+/// Bytes for a person, in binary units: `1.5 GiB`.
 pub fn bytes(n: u64) -> String {
     ByteSize(n).display().iec().to_string()
 }
@@ -126,6 +156,8 @@ pub fn count(n: usize, one: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -141,12 +173,59 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_bytes_a_second() {
-        assert_eq!(parse_rate("20M"), Ok(20_000_000));
-        assert_eq!(parse_rate("20MiB/s"), Ok(20 << 20));
-        assert_eq!(parse_rate("125000"), Ok(125_000));
-        for bad in ["", "0", "fast", "-1M", "20M/h"] {
-            assert!(parse_rate(bad).is_err(), "{bad}");
+    fn bare_prefixes_are_binary_in_sizes_and_decimal_in_rates() {
+        for (text, size, rate) in [
+            ("125000", 125_000, 125_000),
+            ("64K", 64 << 10, 64_000),
+            ("20M", 20 << 20, 20_000_000),
+            ("20m", 20 << 20, 20_000_000),
+            ("20MB", 20_000_000, 20_000_000),
+            ("20 MiB", 20 << 20, 20 << 20),
+            ("1.5G", 3 << 29, 1_500_000_000),
+            ("2T", 2 << 40, 2_000_000_000_000),
+            ("5000.9B", 5000, 5000),
+        ] {
+            assert_eq!(parse_size(text), Ok(size), "{text}");
+            assert_eq!(parse_rate(text), Ok(rate), "{text}");
+            assert_eq!(parse_rate(&format!("{text}/s")), Ok(rate), "{text}/s");
+        }
+        assert_eq!(parse_size("0"), Ok(0));
+        assert_eq!(parse_size("18446744073709551615"), Ok(u64::MAX));
+        let bad = [
+            "", "K", ".", ".5G", "1.", "-1M", "+1M", "1.2.3", "M20", "20Mb/h", "20Mi", "1 0",
+            "16E", "fast", "1K K", "\u{661}K",
+        ];
+        for bad in bad {
+            assert!(parse_size(bad).is_err(), "{bad}");
+            assert!(parse_rate(bad).is_err() || bad == "16E", "{bad}");
+        }
+        for slow in ["0", "999", "0.9K"] {
+            assert!(parse_rate(slow).unwrap_err().contains("at least 1K"));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn whole_numbers_of_units_are_exact(n: u32, power in 0usize..4, kind in 0usize..3, small: bool) {
+            let letter = ["K", "M", "G", "T"][power];
+            let unit = format!("{letter}{}", ["", "B", "iB"][kind]);
+            let text = format!("{n}{}", if small { unit.to_lowercase() } else { unit });
+            let of = |base: u64| u64::from(n).checked_mul(base.pow(power as u32 + 1));
+            let (binary, decimal) = (of(1024), of(1000));
+            prop_assert_eq!(parse_size(&text).ok(), if kind == 1 { decimal } else { binary });
+            let rate = if kind == 2 { binary } else { decimal };
+            prop_assert_eq!(parse_rate(&text).ok(), rate.filter(|r| *r >= 1000));
+        }
+
+        #[test]
+        fn what_is_shown_is_read_again_about(n: u64) {
+            let read = parse_size(&bytes(n)).unwrap_or(u64::MAX) as f64;
+            prop_assert!((read - n as f64).abs() <= n as f64 * 0.05 + 1.0, "{}", bytes(n));
+        }
+
+        #[test]
+        fn no_text_panics(text: String) {
+            let _ = (parse_size(&text), parse_rate(&text), parse_duration(&text), parse_age(&text));
         }
     }
 

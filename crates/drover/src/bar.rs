@@ -1,14 +1,14 @@
-//! A progress bar for one file; silent where nobody watches.
+//! A progress bar, hidden when stderr is not a terminal.
 
 use drover_agent::text::clean;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// How far a long look at a file is, on stderr when that is a terminal.
+/// The progress of a long operation on a file, on stderr.
 #[derive(Debug, Clone)]
 pub struct Bar(ProgressBar);
 
 impl Bar {
-    /// A bar labelled `label`; none when `quiet`.
+    /// A bar labelled `label`; hidden if `quiet`.
     pub fn new(label: &str, quiet: bool) -> Bar {
         let target = if quiet {
             ProgressDrawTarget::hidden()
@@ -25,7 +25,7 @@ impl Bar {
         Bar(bar)
     }
 
-    /// Now `done` of `total` bytes.
+    /// Sets the position to `done` of `total` bytes.
     pub fn at(&self, done: u64, total: u64) {
         if total > 0 {
             self.0.set_length(total);
@@ -33,7 +33,7 @@ impl Bar {
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub fn clear(&self) {
         self.0.finish_and_clear();
     }

@@ -1,4 +1,4 @@
-//! `changes`: what mounts wrote over this site's images.
+//! `changes`: the changes that mounts wrote to this site's images.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::{out, prompt};
 /// `drover changes`.
 ///
 /// # Errors
-/// What stands in the way.
+/// When they cannot be listed, merged or dropped.
 pub async fn changes(home: &Home, args: ChangesArgs) -> Result<()> {
     match args.action {
         None => list(home, args.json).await,
@@ -36,7 +36,7 @@ async fn list(home: &Home, json: bool) -> Result<()> {
         return list.iter().try_for_each(out::json);
     }
     if list.is_empty() {
-        out::note("drover: no mount has written over an image of this site");
+        out::note("drover: no changes");
         return Ok(());
     }
     let catalog = site::look_at_catalog(home)?;
@@ -61,16 +61,16 @@ async fn list(home: &Home, json: bool) -> Result<()> {
     let heading = [
         "image",
         "changed",
-        "takes",
+        "on disk",
         "last written (UTC)",
-        "by",
+        "written by",
         "mount",
         "state",
     ];
     out::line(&out::table(&heading, rows, &[1, 2]))
 }
 
-/// In what state changes are, in a few words.
+/// The state of changes.
 fn state(catalog: &SiteCatalog, c: &Told) -> Result<String> {
     if let Some(problem) = &c.problem {
         return Ok(clean(problem));
@@ -80,7 +80,7 @@ fn state(catalog: &SiteCatalog, c: &Told) -> Result<String> {
     }
     if let Some(writer) = &c.held_by {
         return Ok(format!(
-            "held by {} ({})",
+            "leased by {} ({})",
             clean(&writer.peer),
             clean(&writer.note)
         ));
@@ -90,7 +90,7 @@ fn state(catalog: &SiteCatalog, c: &Told) -> Result<String> {
         Err(_) => None,
     };
     Ok(match record {
-        None => "the image is gone".into(),
+        None => "image removed".into(),
         Some(record) if !c.is_over(&record.digest) => "of an earlier image".into(),
         Some(_) => "free".into(),
     })
@@ -108,7 +108,7 @@ async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
     let sum = |of: fn(&Told) -> u64| found.iter().map(|c| of(c)).sum::<u64>();
     let (changed, room) = (sum(|c| c.changed_bytes), sum(|c| c.room_bytes));
     let what = format!(
-        "what mounts wrote over {}{} ({}, which takes {})",
+        "the changes to {}{} ({}, {} on disk)",
         if args.earlier {
             "earlier images called "
         } else {
@@ -127,7 +127,7 @@ async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
             false => out::line(&format!("would drop {what}")),
         };
     }
-    prompt::confirm(&format!("Drop {what}? It cannot be undone"), args.yes)?;
+    prompt::confirm(&format!("Drop {what}? This cannot be undone"), args.yes)?;
     let mut room = CleanUp::of(home);
     let dropped = room
         .run_async(|| changes::ask_to_drop(home, &catalog, &args.name, args.earlier))
@@ -139,7 +139,7 @@ async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
         true => out::line(&format!("dropped {what}")),
         false => {
             out::note(&format!(
-                "drover: there was nothing left to drop of {}",
+                "drover: {} has no changes any more: nothing to drop",
                 args.name
             ));
             Ok(())
@@ -147,7 +147,7 @@ async fn drop_changes(home: &Home, args: DropArgs) -> Result<()> {
     }
 }
 
-/// There is nothing: fine, if there is such an image, or `other` changes than those that were asked for.
+/// Reports that there is nothing to drop, or that there is no such image, unless it has `other` changes.
 fn nothing_to_drop(catalog: &SiteCatalog, args: &DropArgs, other: bool) -> Result<()> {
     let record = catalog.by_name(&args.name)?;
     if record.is_none() && !other {
@@ -160,16 +160,21 @@ fn nothing_to_drop(catalog: &SiteCatalog, args: &DropArgs, other: bool) -> Resul
         }));
     }
     let (which, instead) = match args.earlier {
-        true => ("an earlier ", "without --earlier what there is goes"),
-        false => ("", "--earlier drops what was written over an earlier one"),
+        true => (
+            format!("an earlier {}", args.name),
+            "without --earlier, the current changes are dropped",
+        ),
+        false => (
+            args.name.to_string(),
+            "--earlier drops those of earlier images",
+        ),
     };
     let hint = match other {
         true => format!("; {instead}"),
         false => String::new(),
     };
     out::note(&format!(
-        "drover: no mount has written over {which}{}: nothing to drop{hint}",
-        args.name
+        "drover: {which} has no changes: nothing to drop{hint}"
     ));
     Ok(())
 }
@@ -177,7 +182,7 @@ fn nothing_to_drop(catalog: &SiteCatalog, args: &DropArgs, other: bool) -> Resul
 async fn merge_changes(home: &Home, args: MergeArgs) -> Result<()> {
     if args.rename.as_ref() == Some(&args.name) {
         return Err(usage(format!(
-            "{} is the image's own name; without --as it is merged in place",
+            "--as {}: a new image needs another name; without --as, the changes are merged in place",
             args.name
         )));
     }
@@ -196,13 +201,13 @@ async fn merge_changes(home: &Home, args: MergeArgs) -> Result<()> {
     if args.json {
         return out::json(&merged);
     }
-    out::line(&clean(&merged_in_words(&args, &merged)))
+    out::line(&clean(&description(&args, &merged)))
 }
 
-fn merged_in_words(args: &MergeArgs, m: &Merged) -> String {
+fn description(args: &MergeArgs, m: &Merged) -> String {
     let name = &args.name;
     if m.changed_bytes == 0 && !m.merged {
-        return format!("no mount has written over {name}: nothing to merge");
+        return format!("{name} has no changes: nothing to merge");
     }
     let changed = bytes(m.changed_bytes);
     let place = match &args.rename {
@@ -211,32 +216,30 @@ fn merged_in_words(args: &MergeArgs, m: &Merged) -> String {
     };
     if args.dry_run {
         let mut text = format!(
-            "would merge {changed} that mounts wrote over {name} into {place} of {}; needs {} beside it",
+            "would merge {changed} of changes to {name} into {place} of {}; needs {} of space",
             bytes(m.size_bytes),
             bytes(m.room_bytes)
         );
         if let Some(free) = m.free_bytes {
-            text += &format!(" ({} are free)", bytes(free));
+            text += &format!(" ({} free)", bytes(free));
         }
         if m.format == "raw" {
-            text += ", less where the file system shares extents";
+            text += ", less if the file system shares extents";
         }
         if let Some(held) = &m.held {
-            text += &format!("; now {held} is in the way, which may write it");
+            text += &format!("; refused at present: {held} holds a lease");
         }
         return text;
     }
     let digest = m.digest.as_deref().unwrap_or_default();
     if m.changed_bytes == 0 {
-        return format!(
-            "finished the merge of {name} that was interrupted; its digest is {digest}"
-        );
+        return format!("completed the interrupted merge of {name}; its digest is {digest}");
     }
     let left = match (&args.rename, m.dropped) {
         (Some(_), false) => format!("; {name} keeps its changes"),
-        (Some(_), true) => format!("; {name} is again as it was delivered"),
+        (Some(_), true) => format!("; the changes to {name} were dropped"),
         (None, true) => String::new(),
-        (None, false) => "; what mounts wrote is still there: `drover changes`".into(),
+        (None, false) => "; the old changes remain: see `drover changes`".into(),
     };
     format!("merged {changed} into {place}; its digest is {digest}{left}")
 }

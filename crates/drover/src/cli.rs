@@ -18,14 +18,15 @@ mod values;
 
 pub use changes::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
 pub use mounts::{
-    AttachArgs, DaemonArgs, ExportArgs, HowArgs, MountArgs, MountsAction, MountsArgs, UnmountArgs,
+    AttachArgs, DaemonArgs, ExportArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
+    UnmountArgs,
 };
 pub use space::SpaceArgs;
 pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
-pub use values::Target;
+pub use values::Format;
 use values::image_name;
 
-/// Moves disk images of virtual machines between sites, sending only what the far side lacks; and shows them where they are not.
+/// Copy disk images of virtual machines between sites, sending only the blocks the other side lacks, or use them remotely.
 #[derive(Debug, Parser)]
 #[command(
     name = "drover",
@@ -33,29 +34,38 @@ use values::image_name;
     max_term_width = 100,
     after_help = "\
 Examples:
-  drover serve                          on the far machine: listen, and print a ticket
-  drover pair TICKET --name lyon        here: trust each other
+  drover serve                          on the remote host: run a site, print a pairing ticket
+  drover pair TICKET --name lyon        here: pair with it under the name lyon
   drover send web.qcow2 lyon            send an image
-  drover images lyon                    what is there
-  drover mount lyon:web.qcow2 /mnt/web  use a disk before it is here
+  drover images lyon                    list the images at lyon
+  drover mount lyon:web.qcow2 /mnt/web  use a remote disk without copying it first
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 refused (trust, space, policy) or no image of that name."
+Units:
+  Sizes      bytes; K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000
+  Rates      bytes per second; K, M, G, T and KB, MB, GB, TB are powers of 1000, KiB and so on powers of 1024
+  Durations  90s, 10m, 1h30m
+  Sizes are printed in KiB, MiB, GiB, TiB; config.toml is read by the same rules.
+
+Exit codes:
+  0  done
+  1  failed
+  2  usage error
+  3  refused (trust, space, policy, lease), or no such image or transfer"
 )]
 pub struct Cli {
-    /// The site's directory [default: /var/lib/drover for root, else drover in the XDG data directory]
+    /// Site directory [default: /var/lib/drover for root, else ~/.local/share/drover]
     #[arg(long, global = true, env = "DROVER_HOME", value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub home: Option<PathBuf>,
 
-    /// Say more on stderr: -v what happens, -vv details (DROVER_LOG=FILTER chooses finely)
+    /// Log more to stderr: -v events, -vv debug, -vvv trace; DROVER_LOG=FILTER selects by module
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
 
-    /// What to do.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What to do.
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     Init(InitArgs),
@@ -81,39 +91,42 @@ pub enum Command {
     Digest(DigestArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
-    /// The mount daemon; started by mount, export and attach
+    /// Run the mount daemon; started by mount, export and attach
     #[command(
         hide = true,
-        after_help = "drover mount-daemon NAME is for drover itself."
+        after_help = "`drover mount-daemon NAME` is internal to drover."
     )]
     MountDaemon {
-        /// The mount's name
+        /// Name of the mount
         name: String,
     },
-    /// The process that detaches a kernel device whose mount daemon has died; started by attach
-    #[command(hide = true, after_help = "drover guard NAME is for drover itself.")]
+    /// Detach a kernel device whose mount daemon has died; started by attach
+    #[command(
+        hide = true,
+        after_help = "`drover guard IDENTIFIER` is internal to drover."
+    )]
     Guard {
-        /// By which the device is known
+        /// Identifier of the device
         identifier: String,
     },
 }
 
-/// Make a site's directory: identity, catalog and a commented config.toml
+/// Create a site directory: identity, catalog and a commented config.toml
 ///
-/// Not needed before other commands: serve, pair and ticket make what they lack.
+/// Optional: serve, teleporter, pair, ticket and index create the directory if it does not exist.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover init
   drover init --name lyon --images /srv/images --listen 0.0.0.0:7377")]
 pub struct InitArgs {
-    /// What this site calls itself to others [default: the host's name]
+    /// Name that this site gives itself when it pairs [default: the host name]
     #[arg(long, value_parser = peer_name::check)]
     pub name: Option<String>,
-    /// Where delivered images go [default: images in the site's directory]
+    /// Directory for received images [default: images in the site directory]
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub images: Option<PathBuf>,
-    /// Where serve listens [default: 0.0.0.0:7377]
+    /// Address that serve listens on [default: 0.0.0.0:7377]
     #[arg(long, value_name = "ADDR:PORT")]
     pub listen: Option<SocketAddr>,
     /// Print one JSON object
@@ -121,24 +134,24 @@ pub struct InitArgs {
     pub json: bool,
 }
 
-/// Where to listen, and what to call it; the same for every kind of server.
+/// The addresses of a server; the same for sites and teleporters.
 #[derive(Debug, Args)]
 pub struct ListenArgs {
-    /// Where to listen; port 0 lets the system choose [default: 0.0.0.0:7377, or config.toml]
+    /// Address to listen on; port 0 picks a free port [default: config.toml, else 0.0.0.0:7377]
     #[arg(long, value_name = "ADDR:PORT")]
     pub listen: Option<SocketAddr>,
-    /// An address for tickets, when others reach this site by another one than it sees; repeatable
+    /// Address to put into tickets instead of the local ones, as behind NAT; repeatable
     #[arg(long, value_name = "HOST[:PORT]")]
     pub advertise: Vec<String>,
-    /// Where Prometheus can fetch metrics by HTTP; they are always on the site's own socket
+    /// Address on which to serve Prometheus metrics by HTTP at /metrics [default: config.toml, else none]
     #[arg(long, value_name = "ADDR:PORT")]
     pub metrics_listen: Option<SocketAddr>,
 }
 
-/// Run a site: take images, until SIGTERM or Ctrl-C
+/// Run a site: receive images and serve them to mounts
 ///
-/// Makes an identity on first use. When it is ready it prints one line on stdout: a fresh ticket.
-/// Transfers that a stop interrupts are resumed when they are sent again.
+/// Creates the site directory if it does not exist. Once the site accepts connections, it prints a new pairing ticket to
+/// stdout; everything else goes to stderr. Runs until SIGTERM or Ctrl-C. Interrupted transfers resume when the image is sent again.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -150,33 +163,34 @@ pub struct ServeArgs {
     pub listen: ListenArgs,
 }
 
-/// Match for other sites, without holding any image's data
+/// Run a teleporter: find matching blocks on behalf of other sites
 ///
-/// A site whose config.toml says `teleporter = "NAME"` (a paired peer) asks this one what it has.
+/// A teleporter keeps block digests, never image data. A site uses it when its config.toml says `teleporter = "NAME"`,
+/// NAME being a paired peer.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  drover teleporter --listen 0.0.0.0:7378      here; prints a ticket
-  drover pair TICKET --name matcher            at the site that is to use it
-  (then teleporter = \"matcher\" in that site's config.toml)")]
+  drover teleporter --listen 0.0.0.0:7378      on the teleporter; prints a ticket
+  drover pair TICKET --name matcher            at the site that is to use it;
+                                               then set teleporter = \"matcher\" in its config.toml")]
 pub struct TeleporterArgs {
     #[command(flatten)]
     pub listen: ListenArgs,
 }
 
-/// Print a ticket that lets one other site pair with this one
+/// Print a ticket with which one other site can pair with this one
 ///
-/// Works whether the site is running or not. Hand it over like a password: who uses it first is trusted.
+/// Works whether or not the site is running. Treat a ticket like a password: the first site to use it is trusted.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover ticket
   drover ticket --expires 10m --advertise lyon.example.net:7377")]
 pub struct TicketArgs {
-    /// How long it is good
+    /// Validity of the ticket
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "24h")]
     pub expires: Duration,
-    /// An address to put into it, in place of those the site listens on; repeatable
+    /// Address to put into the ticket instead of those the site listens on; repeatable
     #[arg(long, value_name = "HOST[:PORT]")]
     pub advertise: Vec<String>,
     /// Print one JSON object
@@ -184,15 +198,15 @@ pub struct TicketArgs {
     pub json: bool,
 }
 
-/// Trust another site, and be trusted by it
+/// Pair with another site: each side trusts the other's key
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover pair drover1... --name lyon")]
 pub struct PairArgs {
-    /// The word that `drover serve` or `drover ticket` printed there
+    /// Ticket printed by `drover serve` or `drover ticket` at the other site
     pub ticket: String,
-    /// What to call it here [default: what it calls itself]
+    /// Local name for the peer [default: the name it gives itself]
     #[arg(long, value_parser = peer_name::check)]
     pub name: Option<String>,
     /// Print one JSON object
@@ -202,98 +216,102 @@ pub struct PairArgs {
 
 /// Send images to a peer
 ///
-/// The file there is byte for byte the file here, unless --to asks for a conversion. A name that
-/// exists there is replaced in one step at the end. Sending again resumes what was interrupted.
+/// The delivered file is byte for byte the local one unless --to converts it. An existing image of the same name is
+/// replaced atomically at the end. An interrupted transfer resumes when the same command is run again.
 #[derive(Debug, Args)]
-#[command(
-    override_usage = "drover send [OPTIONS] <IMAGE>... <PEER>",
-    after_help = "\
+#[command(after_help = "\
 Examples:
   drover send web.qcow2 lyon
   drover send web.qcow2 lyon --as web-2026.qcow2
   drover send *.vmdk lyon --limit 20M
   drover send *.vmdk lyon --compress 9
   drover send big.vhdx lyon --dry-run
-  drover send old.vmdk lyon --to qcow2 --as old.qcow2"
-)]
+  drover send old.vmdk lyon --to qcow2 --as old.qcow2
+
+Rates are in bytes per second: 20M is 20,000,000, 20MiB is 20,971,520.")]
 pub struct SendArgs {
-    /// Image files, then the name of the peer
-    #[arg(required = true, num_args = 2.., value_name = "IMAGE... PEER", value_hint = ValueHint::FilePath)]
-    pub images_and_peer: Vec<PathBuf>,
-    /// The name it gets there; for one image only [default: its file name]
+    /// Image files to send
+    #[arg(required = true, num_args = 1.., value_name = "IMAGE", value_hint = ValueHint::FilePath)]
+    pub images: Vec<PathBuf>,
+    /// Name of the peer
+    #[arg(required = true, value_name = "PEER")]
+    pub peer: String,
+    /// Name of the image at the peer; for a single image [default: its file name]
     #[arg(long = "as", value_name = "NAME", value_parser = image_name)]
     pub rename: Option<ImageName>,
-    /// The most bytes a second on the wire, as in 20M or 512KiB [default: config.toml, else none]
+    /// Maximum network rate in bytes per second, such as 20M or 512KiB [default: config.toml, else unlimited]
     #[arg(long, value_name = "RATE", value_parser = text::parse_rate)]
     pub limit: Option<u64>,
-    /// Convert on the way
+    /// Convert the image to another format [default: send the file as it is]
     #[arg(long, value_enum, value_name = "FORMAT", conflicts_with = "opaque")]
-    pub to: Option<Target>,
-    /// Do not look into the image: send its bytes in file order
+    pub to: Option<Format>,
+    /// Do not interpret the image format; send the file's bytes in order
     #[arg(long)]
     pub opaque: bool,
-    /// Only say what would cross the link
+    /// Estimate the bytes to transfer without sending data
     #[arg(long)]
     pub dry_run: bool,
-    /// Print one JSON object a line on stdout: progress, and a last one with the result
+    /// Print one JSON object per line: progress events, then the result
     #[arg(long)]
     pub json: bool,
-    /// Fail after trying this long to reach the peer again without progress
+    /// Keep trying to reconnect for this long without progress, then fail
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "10m")]
     pub give_up_after: Duration,
-    /// Connections for the data, 1 to 8 [default: as many as the link needs]
+    /// Number of data connections, 1 to 8 [default: chosen to fill the link]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=8))]
-    pub lanes: Option<u16>,
-    /// How hard to compress: auto, none, lz4, or a level of zstd from 1 to 15
+    pub connections: Option<u16>,
+    /// Compression: auto, none, lz4, or a zstd level from 1 to 15
     ///
-    /// Left to itself, it follows the link and what both machines have time for. A level that stays
-    /// is for measurements, and for leaving the processor to others (`none`, `lz4`, 1).
+    /// auto adapts to the link and to the free CPU time of both hosts. A fixed level is for measurements, or to leave CPU
+    /// time to others (none, lz4 or 1).
     #[arg(long, value_name = "LEVEL", value_parser = text::parse_compress, default_value = "auto")]
     pub compress: text::Compress,
 }
 
-/// List the images of this site, or of a peer
+/// List the images of this site or of a peer
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover images
   drover images lyon --json")]
 pub struct ImagesArgs {
-    /// The peer; this site when left out
+    /// Name of a peer [default: this site]
     pub peer: Option<String>,
-    /// Print one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
 }
 
-/// Let image files that are here already serve as sources of blocks
+/// Use existing local image files as a source of blocks
 ///
-/// The files stay where they are; drover never changes or deletes them.
+/// Blocks of indexed files are not sent to this site again. The files stay where they are; drover never modifies or deletes them.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover index /srv/images/*.qcow2
   drover index /var/lib/libvirt/images")]
 pub struct IndexArgs {
-    /// Image files, or directories of them
-    #[arg(required = true, value_hint = ValueHint::AnyPath)]
+    /// Image files, or directories whose files are indexed (not recursive)
+    #[arg(required = true, value_name = "PATH", value_hint = ValueHint::AnyPath)]
     pub paths: Vec<PathBuf>,
-    /// Print one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
 }
 
-/// Check an image against the digest both sides agreed on when it was sent
+/// Verify an image against the digest recorded when it was received or indexed
+///
+/// Reads the whole file.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover verify web.qcow2
   drover verify web.qcow2 lyon")]
 pub struct VerifyArgs {
-    /// The image
-    #[arg(value_parser = image_name)]
+    /// Name of the image
+    #[arg(value_name = "IMAGE", value_parser = image_name)]
     pub name: ImageName,
-    /// The peer that has it; this site when left out
+    /// Peer that has the image [default: this site]
     pub peer: Option<String>,
     /// Print one JSON object
     #[arg(long)]
@@ -302,7 +320,7 @@ pub struct VerifyArgs {
 
 /// Remove an image from this site
 ///
-/// An image that was indexed where it is is only forgotten; its file stays.
+/// An indexed image is only removed from the catalog; its file stays.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -310,13 +328,13 @@ Examples:
   drover rm web.qcow2 --yes
   drover rm web.qcow2 --dry-run")]
 pub struct RmArgs {
-    /// The image
-    #[arg(value_parser = image_name)]
+    /// Name of the image
+    #[arg(value_name = "IMAGE", value_parser = image_name)]
     pub name: ImageName,
-    /// Do not ask
+    /// Do not ask for confirmation
     #[arg(short, long)]
     pub yes: bool,
-    /// Only say what would go
+    /// Show what would be removed
     #[arg(long)]
     pub dry_run: bool,
     /// Print one JSON object
@@ -324,7 +342,7 @@ pub struct RmArgs {
     pub json: bool,
 }
 
-/// Say what the running site does
+/// Show the status of the running site
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -334,12 +352,12 @@ pub struct StatusArgs {
     /// Print one JSON object
     #[arg(long, conflicts_with = "metrics")]
     pub json: bool,
-    /// Print the metrics as Prometheus reads them
+    /// Print Prometheus metrics
     #[arg(long)]
     pub metrics: bool,
 }
 
-/// List the peers, or stop trusting one
+/// List peers, or stop trusting one
 #[derive(Debug, Args)]
 #[command(
     args_conflicts_with_subcommands = true,
@@ -351,62 +369,63 @@ Examples:
 pub struct PeersArgs {
     #[command(subcommand)]
     pub action: Option<PeersAction>,
-    /// Print one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
 }
 
-/// What to do with peers.
+/// The commands of `peers`.
 #[derive(Debug, Subcommand)]
 pub enum PeersAction {
-    /// List them
+    /// List peers
     List {
-        /// Print one JSON object a line
+        /// Print one JSON object per line
         #[arg(long)]
         json: bool,
     },
-    /// Stop trusting a peer; it must pair again
+    /// Stop trusting a peer, until it pairs again
     Forget {
-        /// Its name
+        /// Name of the peer
+        #[arg(value_name = "PEER")]
         name: String,
-        /// Do not ask
+        /// Do not ask for confirmation
         #[arg(short, long)]
         yes: bool,
     },
 }
 
-/// Print the digest of image files, as `send` and `images` show it
+/// Print the digest of image files, as shown by `send` and `images`
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover digest web.qcow2")]
 pub struct DigestArgs {
-    /// Any files
-    #[arg(required = true, value_hint = ValueHint::FilePath)]
+    /// Files to read
+    #[arg(required = true, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub files: Vec<PathBuf>,
-    /// Print one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
 }
 
-/// Print a completion script for a shell
+/// Print a shell completion script
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover completions bash > /etc/bash_completion.d/drover
   drover completions zsh > ~/.zfunc/_drover")]
 pub struct CompletionsArgs {
-    /// The shell
+    /// Shell to generate the script for
     pub shell: Shell,
 }
 
-/// Write the man pages into a directory
+/// Write the man pages to a directory
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover man /usr/local/share/man/man1")]
 pub struct ManArgs {
-    /// The directory; made when it is not there
+    /// Directory to write to; created if it does not exist
     #[arg(value_hint = ValueHint::DirPath)]
     pub dir: PathBuf,
 }

@@ -1,13 +1,13 @@
-//! What the command line itself finds wrong.
+//! Errors of the command line itself.
 
 use drover_agent::error::Error;
 
-/// The command line asks for something that makes no sense.
+/// A usage error: exit code 2.
 pub fn usage(message: impl Into<String>) -> anyhow::Error {
     Error::usage(message).into()
 }
 
-/// It will not be done, or there is nothing of that name.
+/// A refusal, or something that does not exist: exit code 3.
 pub fn refused(message: impl Into<String>) -> anyhow::Error {
     Error::refused(message).into()
 }

@@ -1,4 +1,4 @@
-//! Completions and man pages, made from the command line's own definitions.
+//! Shell completions and man pages, generated from the definition of the command line.
 
 use std::fs;
 use std::io;
@@ -27,7 +27,7 @@ pub fn completions(args: &CompletionsArgs) -> Result<()> {
 /// When a file cannot be written.
 pub fn man(args: &ManArgs) -> Result<()> {
     let dir = &args.dir;
-    fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     clap_mangen::generate_to(Cli::command(), dir)
-        .with_context(|| format!("cannot write man pages into {}", dir.display()))
+        .with_context(|| format!("cannot write man pages to {}", dir.display()))
 }

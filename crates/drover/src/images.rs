@@ -1,4 +1,4 @@
-//! `images`, `verify`, `rm`, `index` and `digest`: images that are somewhere already.
+//! `images`, `verify`, `rm`, `index` and `digest`.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,20 +22,20 @@ use crate::cli::{DigestArgs, ImagesArgs, IndexArgs, RmArgs, VerifyArgs};
 use crate::failure::{no_image, usage};
 use crate::{out, prompt};
 
-/// Files that one `index` command takes from directories.
+/// Most files that one `index` command takes from directories.
 const MAX_INDEXED: usize = 10_000;
 
 /// Lists images.
 ///
 /// # Errors
-/// When the catalog or the peer cannot be asked.
+/// When the catalog cannot be read, or the peer does not respond.
 pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
     let catalog = site::look_at_catalog(home)?;
     let list = match &args.peer {
         None => catalog.images()?.into_iter().map(info).collect(),
         Some(name) => list_of_peer(home, &catalog, name).await?,
     };
-    // What a peer's mounts wrote is known there.
+    // The changes at a peer are not known here.
     let changed: Vec<Option<u64>> = list
         .iter()
         .map(|i| args.peer.is_none().then(|| changed_bytes(home, i)))
@@ -91,7 +91,7 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
         "size",
         "data",
         "digest",
-        "since (UTC)",
+        "added (UTC)",
         "from",
     ];
     if any {
@@ -100,10 +100,10 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
     out::line(&out::table(&heading, rows, &[2, 3, 7]))
 }
 
-/// Checks an image, here or at a peer.
+/// Verifies an image, here or at a peer.
 ///
 /// # Errors
-/// When it is not what was delivered, or cannot be checked.
+/// When it differs from the recorded digest, or cannot be read.
 pub async fn verify(home: &Home, args: VerifyArgs) -> Result<()> {
     let catalog = Arc::new(site::open_catalog(home)?);
     let bar = Bar::new(args.name.as_str(), args.json);
@@ -160,12 +160,12 @@ fn report_verified(
     }
     if expected != found {
         bail!(
-            "{}{place} is not the file that was delivered: its digest is {found}, expected {expected}; send it again",
+            "{}{place} has changed since it was received or indexed: its digest is {found}, expected {expected}; send or index it again",
             args.name
         );
     }
     if !args.json {
-        out::line(&format!("{}{place} is good: {found}", args.name))?;
+        out::line(&format!("{}{place}: OK, digest {found}", args.name))?;
         if let Some(changes) = changes {
             out::note(&format!("drover: {}: {}", args.name, changes.beside()));
         }
@@ -176,7 +176,7 @@ fn report_verified(
 /// Removes an image from this site.
 ///
 /// # Errors
-/// When the user does not want it or it cannot be removed.
+/// When the user does not confirm, or it cannot be removed.
 pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
     let mut room = CleanUp::of(home);
     let catalog = Arc::new(match args.dry_run {
@@ -190,7 +190,7 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
     let (kept, left) = written(home, &record).unzip();
     let would = if record.external {
         format!(
-            "forget {} (its file {} stays{})",
+            "remove {} from the catalog (its file {} stays{})",
             record.name,
             record.path.display(),
             kept.unwrap_or_default()
@@ -212,7 +212,7 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
                 "path": record.path, "data_bytes": record.data_bytes, "written": left, "held": held,
             }));
         }
-        let now = held.map_or_else(String::new, |held| format!("; now it is refused: {held}"));
+        let now = held.map_or_else(String::new, |held| format!("; refused at present: {held}"));
         return out::line(&format!("would {}{}", clean(&would), clean(&now)));
     }
     let mut question = would;
@@ -231,14 +231,14 @@ pub async fn rm(home: &Home, args: RmArgs) -> Result<()> {
     out::line(&clean(&removal(home, &record)))
 }
 
-/// Makes image files of this machine sources of blocks.
+/// Indexes local image files.
 ///
 /// # Errors
 /// When one cannot be indexed; those before it stay indexed.
 pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
     let files = files_of(&args.paths)?;
     if files.is_empty() {
-        return Err(usage("there are no image files in what was named"));
+        return Err(usage("no files to index: the directories are empty"));
     }
     let catalog = Arc::new(site::open_catalog(home)?);
     let mut own: Option<Own> = None;
@@ -256,7 +256,7 @@ pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
             Some(call) => {
                 let text = path.to_str().with_context(|| {
                     format!(
-                        "the running site cannot be told of {}: its path is not UTF-8",
+                        "cannot index {}: its path is not UTF-8, which the running site needs",
                         path.display()
                     )
                 })?;
@@ -291,7 +291,7 @@ pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
 fn report_indexed(catalog: &SiteCatalog, name: &ImageName, path: &Path, json: bool) -> Result<()> {
     let record = catalog.by_name(name)?;
     let record = record
-        .with_context(|| format!("{} was indexed and removed again meanwhile", path.display()))?;
+        .with_context(|| format!("{} was removed again while it was indexed", path.display()))?;
     if json {
         return out::json(&json!({
             "name": record.name.as_str(), "path": record.path, "format": record.format,
@@ -306,7 +306,7 @@ fn report_indexed(catalog: &SiteCatalog, name: &ImageName, path: &Path, json: bo
     ))
 }
 
-/// The files among `paths`, and in those that are directories, absolute and sorted.
+/// The absolute paths of the files in `paths`, with directories replaced by the files in them, sorted.
 fn files_of(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in paths {
@@ -328,7 +328,7 @@ fn files_of(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
             }
             if files.len() + inside.len() > MAX_INDEXED {
                 bail!(
-                    "{} holds too many files (more than {MAX_INDEXED} in all); name the images",
+                    "{} has too many files (more than {MAX_INDEXED} in total); name the images instead",
                     path.display()
                 );
             }
@@ -364,7 +364,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directories_stand_for_the_files_in_them() {
+    fn directories_are_replaced_by_their_files() {
         let tmp = tempfile::tempdir().unwrap();
         let root = tmp.path().canonicalize().unwrap();
         for name in ["b.img", "a.img", ".hidden"] {

@@ -1,7 +1,7 @@
 //! `drover`: the command line.
 //!
-//! What lives here is what people and scripts type and see: arguments, tables, bars, exit codes. What must not live
-//! here: what a site or a mount does (`agent`), and how images are walked, matched, framed or secured.
+//! This crate holds what people and scripts type and see: arguments, tables, progress bars, exit codes. What a site or a
+//! mount does belongs to `agent`; how images are read, matched and sent, to the crates below it.
 
 mod bar;
 mod changes;
@@ -37,8 +37,8 @@ fn main() -> ExitCode {
         Command::Serve(_) | Command::Teleporter(_) | Command::MountDaemon { .. }
     );
     log(cli.verbose, serves);
-    if keeps(&cli.command) {
-        // Before threads are started: they inherit it.
+    if serves_kernel(&cli.command) {
+        // Before any thread is started: threads inherit it.
         drover_agent::mounts::survive_write_back();
     }
     if matches!(
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
             let code = kind_of(e.as_ref()) as u8;
             if json {
                 let last = serde_json::json!({"event": "error", "code": code, "message": one_line(e.as_ref())});
-                // A reader that went away cannot be told.
+                // The reader may have gone away.
                 let _ = out::json(&last);
             }
             out::note(&format!("drover: {}", one_line(e.as_ref())));
@@ -70,8 +70,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether this process shows disks to this machine's kernel, itself.
-fn keeps(command: &Command) -> bool {
+/// Whether this process itself serves disks that the kernel may write back to.
+fn serves_kernel(command: &Command) -> bool {
     match command {
         Command::MountDaemon { .. } => true,
         Command::Mount(args) => args.daemon.foreground,
@@ -116,7 +116,7 @@ fn run(cli: Cli) -> Result<()> {
     }
 }
 
-/// Runs a command that talks to others.
+/// Runs an asynchronous command.
 fn wait<T, E>(command: impl Future<Output = Result<T, E>>) -> Result<T>
 where
     anyhow::Error: From<E>,
@@ -124,14 +124,14 @@ where
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
-        .context("cannot start")?;
+        .context("cannot start the async runtime")?;
     let out = runtime.block_on(command);
-    // A blocking job that nobody waits for any more must not keep the process.
+    // Do not wait for blocking jobs that nobody awaits any more.
     runtime.shutdown_background();
     Ok(out?)
 }
 
-/// Logs to stderr: warnings, what happens for a process that serves, more with `-v`.
+/// Sets up logging to stderr: warnings, events too in a server, more with `-v`.
 fn log(verbose: u8, serves: bool) {
     let level = match verbose + u8::from(serves) {
         0 => "warn",

@@ -1,4 +1,4 @@
-//! `mount`, `export`, `attach`, `unmount`, `mounts`: images of other sites as disks of this one.
+//! `mount`, `export`, `attach`, `unmount`, `mounts`: images of other sites as local disks.
 
 mod leases;
 mod table;
@@ -12,7 +12,7 @@ use drover_agent::mounts::{self, ANSWER_LIMIT, Front, Process, Target, all};
 use serde_json::json;
 
 use crate::cli::{
-    AttachArgs, DaemonArgs, ExportArgs, HowArgs, MountArgs, MountsAction, MountsArgs,
+    AttachArgs, DaemonArgs, ExportArgs, MountArgs, MountsAction, MountsArgs, OptionArgs,
 };
 use crate::failure::usage;
 use crate::out;
@@ -22,10 +22,10 @@ pub use unmount::unmount;
 /// `drover mount`.
 ///
 /// # Errors
-/// What stands in the way of the mount.
+/// When the image cannot be mounted.
 pub async fn mount(home: &Home, args: MountArgs, verbose: u8) -> Result<()> {
     let path = std::path::absolute(&args.path)
-        .with_context(|| format!("cannot find {}", args.path.display()))?;
+        .with_context(|| format!("cannot resolve {}", args.path.display()))?;
     let front = Front::File {
         path,
         device: args.device,
@@ -34,7 +34,7 @@ pub async fn mount(home: &Home, args: MountArgs, verbose: u8) -> Result<()> {
         home,
         vec![args.image],
         front,
-        args.how,
+        args.options,
         &args.daemon,
         verbose,
     )
@@ -44,11 +44,11 @@ pub async fn mount(home: &Home, args: MountArgs, verbose: u8) -> Result<()> {
 /// `drover export`.
 ///
 /// # Errors
-/// What stands in the way.
+/// When the images cannot be served.
 pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
     if !args.nbd.is_local() && args.tls_certificates.is_none() {
         return Err(usage(format!(
-            "{} can be reached from other machines: give --tls-certificates DIR, or listen on unix:PATH or 127.0.0.1:PORT",
+            "--nbd {}: an address that other hosts can reach needs --tls-certificates; or listen on unix:PATH or 127.0.0.1:PORT",
             args.nbd
         )));
     }
@@ -57,9 +57,9 @@ pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
         && !dir.join("ca-cert.pem").exists()
     {
         return Err(usage(format!(
-            "{} can be reached from other machines, and without ca-cert.pem in {} no client there is asked who it is: put the certificate in it that your clients' are signed with",
+            "--nbd {}: an address that other hosts can reach needs client certificates: put the CA certificate that signed them into {}",
             args.nbd,
-            dir.display()
+            dir.join("ca-cert.pem").display()
         )));
     }
     for (i, image) in args.images.iter().enumerate() {
@@ -67,12 +67,16 @@ pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
             .iter()
             .any(|other| other.image == image.image)
         {
-            return Err(usage(format!("{} is there twice", image.image)));
+            return Err(usage(format!(
+                "{} is named twice: an export needs a name of its own",
+                image.image
+            )));
         }
     }
     let tls = match &args.tls_certificates {
         Some(dir) => Some(
-            std::path::absolute(dir).with_context(|| format!("cannot find {}", dir.display()))?,
+            std::path::absolute(dir)
+                .with_context(|| format!("cannot resolve {}", dir.display()))?,
         ),
         None => None,
     };
@@ -84,13 +88,13 @@ pub async fn export(home: &Home, args: ExportArgs, verbose: u8) -> Result<()> {
         foreground: !args.background,
         json: args.json,
     };
-    begin(home, args.images, front, args.how, &daemon, verbose).await
+    begin(home, args.images, front, args.options, &daemon, verbose).await
 }
 
 /// `drover attach`.
 ///
 /// # Errors
-/// What stands in the way.
+/// When the images cannot be served.
 pub async fn attach(home: &Home, args: AttachArgs, verbose: u8) -> Result<()> {
     let front = Front::Kernel {
         driver: mounts::choose(args.driver.into(), args.device.as_deref())?,
@@ -100,19 +104,19 @@ pub async fn attach(home: &Home, args: AttachArgs, verbose: u8) -> Result<()> {
         home,
         vec![args.image],
         front,
-        args.how,
+        args.options,
         &args.daemon,
         verbose,
     )
     .await
 }
 
-/// Makes a mount, run as `daemon` says.
+/// Starts a mount in this process or in a daemon.
 async fn begin(
     home: &Home,
     images: Vec<Target>,
     front: Front,
-    how: HowArgs,
+    options: OptionArgs,
     daemon: &DaemonArgs,
     verbose: u8,
 ) -> Result<()> {
@@ -127,10 +131,10 @@ async fn begin(
             false => Error::msg(one_line(e.as_ref())),
         })
     };
-    Ok(mounts::begin(home, images, front, how.into(), by, ready).await?)
+    Ok(mounts::begin(home, images, front, options.into(), by, ready).await?)
 }
 
-/// Says that a mount is there.
+/// Announces that a mount is ready.
 fn show(name: &str, lines: &[String], json: bool) -> Result<()> {
     if json {
         return out::json(&json!({"event": "ready", "name": name, "paths": lines}));
@@ -144,7 +148,7 @@ fn show(name: &str, lines: &[String], json: bool) -> Result<()> {
 /// `drover mounts`.
 ///
 /// # Errors
-/// When the home cannot be read, or a site does not answer.
+/// When the site directory cannot be read, or a site does not respond.
 pub async fn mounts(home: &Home, args: MountsArgs) -> Result<()> {
     match args.action {
         Some(MountsAction::Leases { json }) => leases::list(home, json || args.json).await,
@@ -172,8 +176,8 @@ async fn list(home: &Home, json: bool) -> Result<()> {
         return Ok(());
     }
     if rows.is_empty() {
-        out::note("drover: nothing is mounted; `drover mount PEER:IMAGE PATH` mounts an image");
+        out::note("drover: no mounts; `drover mount PEER:IMAGE PATH` creates one");
         return Ok(());
     }
-    out::line(&out::table(&table::HEADING, rows, &[]))
+    out::line(&out::table(&table::HEADINGS, rows, &[]))
 }

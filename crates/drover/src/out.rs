@@ -1,4 +1,4 @@
-//! What goes to stdout: results. Everything else goes to stderr.
+//! Output: results go to stdout, everything else to stderr.
 
 use std::io::{self, Write};
 
@@ -8,27 +8,27 @@ use comfy_table::{CellAlignment, ContentArrangement, Table};
 use drover_agent::error::Error;
 use serde::Serialize;
 
-/// Whoever read our stdout went away. Not an error to talk about: the work itself went well.
+/// The reader of stdout closed the pipe. Not reported: the work itself succeeded.
 #[derive(Debug)]
 pub struct ReaderGone;
 
 impl std::fmt::Display for ReaderGone {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("nobody reads stdout any more")
+        f.write_str("stdout was closed")
     }
 }
 
 impl std::error::Error for ReaderGone {}
 
-/// Whether the command ended because nobody reads its stdout any more.
+/// Whether the command ended because stdout was closed.
 pub fn is_reader_gone(error: &anyhow::Error) -> bool {
     error.is::<ReaderGone>() || matches!(error.downcast_ref(), Some(Error::Unheard))
 }
 
-/// Prints a line.
+/// Prints a line to stdout.
 ///
 /// # Errors
-/// [`ReaderGone`], or when it cannot be written for another reason.
+/// [`ReaderGone`], or when stdout cannot be written for another reason.
 pub fn line(text: &str) -> Result<()> {
     let mut stdout = io::stdout().lock();
     match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
@@ -45,12 +45,12 @@ pub fn json(value: &impl Serialize) -> Result<()> {
     line(&serde_json::to_string(value)?)
 }
 
-/// Says something on stderr; a stderr that is gone is no reason to stop.
+/// Prints a line to stderr; errors are ignored.
 pub fn note(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
-/// A table for people: a heading, and columns as wide as they need to be.
+/// A text table with headings; the columns in `numbers` are aligned to the right.
 pub fn table(heading: &[&str], rows: Vec<Vec<String>>, numbers: &[usize]) -> String {
     let mut table = Table::new();
     table

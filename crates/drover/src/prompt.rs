@@ -1,4 +1,4 @@
-//! Asking before something is destroyed.
+//! Confirmation prompts.
 
 use std::io::{self, BufRead, IsTerminal, Write};
 
@@ -6,16 +6,18 @@ use anyhow::{Result, bail};
 
 use crate::failure::usage;
 
-/// Returns when the user agrees: by `--yes`, or by answering.
+/// Returns if the user confirms, by `--yes` or at the prompt.
 ///
 /// # Errors
-/// When they do not, or there is nobody to ask.
+/// When they do not, or stdin is not a terminal.
 pub fn confirm(question: &str, yes: bool) -> Result<()> {
     if yes {
         return Ok(());
     }
     if !io::stdin().is_terminal() {
-        return Err(usage("there is no terminal to ask on; say --yes"));
+        return Err(usage(
+            "cannot ask for confirmation: stdin is not a terminal; use --yes to confirm",
+        ));
     }
     let mut stderr = io::stderr().lock();
     write!(stderr, "{question} [y/N] ")?;
@@ -25,6 +27,6 @@ pub fn confirm(question: &str, yes: bool) -> Result<()> {
     io::stdin().lock().read_line(&mut answer)?;
     match answer.trim().to_ascii_lowercase().as_str() {
         "y" | "yes" => Ok(()),
-        _ => bail!("not done"),
+        _ => bail!("cancelled"),
     }
 }

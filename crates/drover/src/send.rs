@@ -1,4 +1,4 @@
-//! `send`: images to a peer, with progress for people and for scripts.
+//! `send`: sends images to a peer and shows the progress.
 
 mod items;
 mod show;
@@ -18,20 +18,21 @@ use drover_teleport::session::{self, SendOptions};
 use crate::cli::SendArgs;
 use show::Show;
 
-/// How often progress is looked at.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How often the progress is sampled.
+const SAMPLE_EVERY: Duration = Duration::from_millis(100);
 
 /// Sends images.
 ///
 /// # Errors
-/// Usage when the images and names do not make sense; else what reading, the link or the peer reports.
+/// Usage errors of the names; else errors from the image, the link or the peer.
 pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
-    let (peer_name, items) = items::of_args(&args)?;
+    let items = items::from_args(&args)?;
+    let peer_name = args.peer;
     let catalog = site::open_catalog(home)?;
     let peer = find_peer(&catalog, &peer_name)?;
     if peer.addresses.is_empty() {
         bail!(
-            "{peer_name} is paired but has told no address to call; make a ticket there (`drover ticket`) and `drover pair TICKET --name {peer_name}`"
+            "the address of {peer_name} is unknown: pair again with a ticket from {peer_name}: `drover pair TICKET --name {peer_name}`"
         );
     }
     let stop = Stop::on_signals()?;
@@ -47,7 +48,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         addresses: peer.addresses,
         limit,
         dry_run: args.dry_run,
-        lanes: args.lanes,
+        lanes: args.connections,
         compress: args.compress.0,
         give_up_after: args.give_up_after,
     };
@@ -66,11 +67,11 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
     };
     let sending = session::send(items, options, events, counters, wire, stop.watch());
     tokio::pin!(sending);
-    let mut looks = tokio::time::interval(LOOK_EVERY);
+    let mut samples = tokio::time::interval(SAMPLE_EVERY);
     let sent = loop {
         tokio::select! {
             sent = &mut sending => break sent,
-            _ = looks.tick() => show.look(),
+            _ = samples.tick() => show.sample(),
         }
     };
     match sent {

@@ -1,4 +1,4 @@
-//! `serve` and `teleporter`: the process that others connect to.
+//! `serve` and `teleporter`: the servers.
 
 use drover_agent::error::Result;
 use drover_agent::home::Home;
@@ -7,7 +7,7 @@ use drover_agent::serve::{self, Listen, Ready};
 use crate::cli::ListenArgs;
 use crate::out;
 
-/// Runs a site until it is told to stop.
+/// Runs a site until SIGTERM or Ctrl-C.
 ///
 /// # Errors
 /// When it cannot start.
@@ -15,7 +15,7 @@ pub async fn serve(home: Home, args: ListenArgs) -> Result<()> {
     serve::serve(home, listen(args), announce).await
 }
 
-/// Runs a lone teleporter until it is told to stop.
+/// Runs a teleporter until SIGTERM or Ctrl-C.
 ///
 /// # Errors
 /// As [`serve()`].
@@ -31,17 +31,17 @@ fn listen(args: ListenArgs) -> Listen {
     }
 }
 
-/// Says that it is ready: one ticket on stdout, the rest on stderr.
+/// Announces that the server is ready: a ticket on stdout, the rest on stderr.
 fn announce(ready: &Ready) {
     out::note(&format!(
-        "drover: {} {} listens on {}; its key is {}",
+        "drover: {} {} is listening on {}, key {}",
         ready.duty, ready.name, ready.listening, ready.key
     ));
     out::note(&format!(
-        "drover: to pair with it once, within a day, run there: drover pair TICKET --name {}",
+        "drover: the ticket is valid once, for 24 hours; to use it at another site: drover pair TICKET --name {}",
         ready.name
     ));
     if let Err(e) = out::line(&ready.ticket.to_string()) {
-        tracing::warn!("the ticket could not be printed ({e}); `drover ticket` makes one");
+        tracing::warn!("cannot print the ticket: {e}; `drover ticket` prints a new one");
     }
 }

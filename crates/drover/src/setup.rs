@@ -1,4 +1,4 @@
-//! `init`, `ticket`, `pair` and `peers`: who this site is and whom it trusts.
+//! `init`, `ticket`, `pair` and `peers`: the identity of a site and its peers.
 
 use std::path::PathBuf;
 
@@ -16,19 +16,22 @@ use crate::cli::{InitArgs, PairArgs, PeersAction, PeersArgs, TicketArgs};
 use crate::failure::usage;
 use crate::{out, prompt};
 
-/// Makes a home.
+/// Creates a site directory.
 ///
 /// # Errors
-/// When it cannot be made, or options ask to change a configuration that is there.
+/// When it cannot be created, or options would change an existing configuration.
 pub fn init(dir: PathBuf, args: InitArgs) -> Result<()> {
     let path = dir.join("config.toml");
     let chosen = args.name.is_some() || args.images.is_some() || args.listen.is_some();
     if path.exists() && chosen {
-        return Err(usage(format!("{} exists already; edit it", path.display())));
+        return Err(usage(format!(
+            "{} exists already: edit it to change the settings",
+            path.display()
+        )));
     }
     let fresh = !dir.join("identity.key").exists();
     if !path.exists() {
-        // The configuration decides where images go, so it comes first.
+        // First, since it decides where images go.
         Home::make_bare(&dir)?;
         let text = configured(&args)?;
         drover_storage::atomic_replace(&path, text.as_bytes())
@@ -43,23 +46,23 @@ pub fn init(dir: PathBuf, args: InitArgs) -> Result<()> {
             "home": home.dir(), "key": identity.key().to_string(), "name": home.name(), "new": fresh,
         }));
     }
-    let what = if fresh { "made" } else { "is already" };
+    let what = if fresh { "created" } else { "is already" };
     out::line(&format!(
-        "{}: {what} the site {}, whose key is {}",
+        "{}: {what} site {}, key {}",
         home.dir().display(),
         home.name(),
         identity.key()
     ))?;
     if fresh {
         out::note(&format!(
-            "drover: settings are in {}; `drover serve` runs the site",
+            "drover: the settings are in {}; `drover serve` starts the site",
             path.display()
         ));
     }
     Ok(())
 }
 
-/// The template with what was chosen switched on.
+/// The template with the chosen settings enabled.
 fn configured(args: &InitArgs) -> Result<String> {
     let mut chosen = Vec::new();
     if let Some(name) = &args.name {
@@ -72,7 +75,7 @@ fn configured(args: &InitArgs) -> Result<String> {
         let images = std::path::absolute(images)?;
         let text = images
             .to_str()
-            .context("the images directory's path must be UTF-8 to be written into config.toml")?;
+            .context("--images: the path must be UTF-8")?;
         chosen.push(("images", toml::Value::String(text.into())));
     }
     let mut text = String::new();
@@ -88,7 +91,7 @@ fn configured(args: &InitArgs) -> Result<String> {
     Ok(text)
 }
 
-/// Prints a fresh ticket.
+/// Prints a new ticket.
 ///
 /// # Errors
 /// When the catalog cannot be written, or no address is known.
@@ -101,9 +104,10 @@ pub fn ticket(home: &Home, args: TicketArgs) -> Result<()> {
     let now = now_unix();
     room.run(|| Ok(catalog.add_ticket(&ticket.secret, now, args.expires)?))?;
     if home.used_by()?.is_none() {
-        out::note(
-            "drover: no site is running here; it must be (`drover serve`) when the ticket is used",
-        );
+        out::note(&format!(
+            "drover: no site is running in {}; start it with `drover serve` before the ticket is used",
+            home.dir().display()
+        ));
     }
     if args.json {
         let expires = now.saturating_add(i64::try_from(args.expires.as_secs()).unwrap_or(i64::MAX));
@@ -117,7 +121,7 @@ pub fn ticket(home: &Home, args: TicketArgs) -> Result<()> {
 /// Pairs with the site that made the ticket.
 ///
 /// # Errors
-/// When the ticket is damaged (usage), refused, or its site cannot be reached.
+/// When the ticket is damaged (usage error) or refused, or its site cannot be reached.
 pub async fn pair(home: &Home, args: PairArgs) -> Result<()> {
     let ticket: Ticket = args
         .ticket
@@ -127,27 +131,27 @@ pub async fn pair(home: &Home, args: PairArgs) -> Result<()> {
     let identity = home.identity()?;
     if ticket.key == identity.key() {
         return Err(usage(
-            "this ticket is this site's own; use it at the other site",
+            "the ticket is from this site; use it at the other site",
         ));
     }
     if ticket.addresses.is_empty() {
         return Err(usage(
-            "the ticket names no address; make one there with `drover ticket --advertise HOST`",
+            "the ticket has no address; print one with `drover ticket --advertise HOST` at the other site",
         ));
     }
     let catalog = site::open_catalog(home)?;
-    // A name that is taken is found out before the ticket is spent.
+    // Check the name before the ticket is used up.
     if let Some(name) = &args.name
         && catalog.peer(name)?.is_some_and(|p| p.key != ticket.key)
     {
         return Err(usage(format!(
-            "another site is called {name} here already; choose another --name, or `drover peers forget {name}` first"
+            "--name {name}: another peer has this name; choose another name, or run `drover peers forget {name}` first"
         )));
     }
     let shown = args
         .name
         .clone()
-        .unwrap_or_else(|| "the ticket's site".into());
+        .unwrap_or_else(|| "the site of the ticket".into());
     let options = ConnectOptions::named(&shown);
     let connection = connect_any(&ticket.addresses, &identity, &ticket.key, &options).await?;
     let request = Pair {
@@ -184,10 +188,10 @@ pub async fn pair(home: &Home, args: PairArgs) -> Result<()> {
     ))
 }
 
-/// Lists or forgets peers.
+/// Lists peers, or removes one.
 ///
 /// # Errors
-/// When the catalog cannot be used or the peer is not there.
+/// When the catalog cannot be read, or there is no such peer.
 pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
     let mut room = CleanUp::of(home);
     let catalog = match args.action {
@@ -204,10 +208,10 @@ pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
                 yes,
             )?;
             if room.run(|| Ok(catalog.forget_peer(&name)?))?.is_none() {
-                bail!("{name} was forgotten meanwhile");
+                bail!("{name} was removed by another command");
             }
             return out::line(&format!(
-                "forgot {name}; it can no longer connect, and must pair again"
+                "removed peer {name}; it cannot connect until it pairs again"
             ));
         }
     };
@@ -236,7 +240,7 @@ pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
         })
         .collect();
     out::line(&out::table(
-        &["name", "key", "since (UTC)", "addresses"],
+        &["name", "key", "paired (UTC)", "addresses"],
         rows,
         &[],
     ))
@@ -247,7 +251,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn init_switches_on_what_was_chosen() {
+    fn init_enables_the_chosen_settings() {
         let args = InitArgs {
             name: Some("lyon".into()),
             images: Some("/srv/\"odd\"".into()),

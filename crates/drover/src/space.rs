@@ -1,4 +1,4 @@
-//! `space`: what takes room at this home, and how it is given back.
+//! `space`: the disk space used by a site.
 
 use anyhow::Result;
 use drover_agent::home::Home;
@@ -10,20 +10,17 @@ use drover_store::space::{Kind, Room, Space};
 use crate::cli::SpaceArgs;
 use crate::out;
 
-/// The name of what takes room, and how its room is given back.
+/// The name of a kind of use, and how to free the space.
 fn words(kind: Kind) -> (&'static str, &'static str) {
     match kind {
         Kind::Images => ("images", "drover rm"),
         Kind::Changes => ("changes to images", "drover changes drop"),
-        Kind::Transfers => (
-            "unfinished transfers",
-            "send them again, or `drover transfers rm`",
-        ),
-        Kind::MountCaches => ("caches of mounts", "drover unmount"),
-        Kind::SequenceData => ("sequence data", "sequence-data in config.toml"),
-        Kind::Index => ("index", "goes with the images"),
-        Kind::Reserve => ("reserve", "kept for a full disk"),
-        Kind::Other => ("other", "catalog, settings, keys"),
+        Kind::Transfers => ("unfinished transfers", "drover transfers rm, or send again"),
+        Kind::MountCaches => ("mount caches", "drover unmount"),
+        Kind::SequenceData => ("sequence data", "lower sequence-data in config.toml"),
+        Kind::Index => ("index", "removed with the images"),
+        Kind::Reserve => ("reserve", "not to be freed: used when the disk is full"),
+        Kind::Other => ("other", "not to be freed: catalog, config, keys"),
     }
 }
 
@@ -63,10 +60,10 @@ fn show(space: &Space) -> Result<()> {
         rows.push(row(
             "(indexed in place)",
             &space.indexed,
-            "not drover's files",
+            "not drover's files; drover rm removes the entry",
         ));
     }
-    let heading = ["what", "files", "size", "on disk", "to free it"];
+    let heading = ["use", "files", "size", "on disk", "how to free"];
     out::line(&out::table(&heading, rows, &[1, 2, 3]))?;
     let rows = space
         .file_systems
@@ -81,18 +78,15 @@ fn show(space: &Space) -> Result<()> {
         })
         .collect();
     out::line("")?;
-    let heading = ["file system of", "holds", "size", "free"];
+    let heading = ["file system", "holds", "size", "free"];
     out::line(&out::table(&heading, rows, &[2, 3]))?;
     if let Some(first) = space.unreadable.first() {
         let others = space.unreadable.len() - 1;
         let more = match others {
             0 => String::new(),
-            n => format!(" (and {})", count(n, "other")),
+            n => format!(" (and {})", count(n, "more error")),
         };
-        out::note(&format!(
-            "drover: not all was looked at: {}{more}",
-            clean(first)
-        ));
+        out::note(&format!("drover: not counted: {}{more}", clean(first)));
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! `status`: what the running site of a home does.
+//! `status`: the status of the running site.
 
 use anyhow::{Result, bail};
 use drover_agent::home::Home;
@@ -11,17 +11,17 @@ use serde_json::json;
 use crate::cli::StatusArgs;
 use crate::out;
 
-/// Prints the status of the site of this home.
+/// Prints the status of the running site.
 ///
 /// # Errors
-/// When none runs, or it does not answer.
+/// When no site is running, or it does not respond.
 pub async fn status(home: &Home, args: StatusArgs) -> Result<()> {
     let Some(call) = Call::local(home).await? else {
         if args.json {
             out::json(&json!({"running": false, "home": home.dir()}))?;
         }
         bail!(
-            "no site is running in {}; `drover serve` runs it",
+            "no site is running in {}; `drover serve` starts it",
             home.dir().display()
         );
     };
@@ -31,12 +31,12 @@ pub async fn status(home: &Home, args: StatusArgs) -> Result<()> {
     let status = call.ask(&GetStatus, |()| {}).await?;
     match args.json {
         true => out::json(&status),
-        false => out::line(&for_people(&status)),
+        false => out::line(&text_of(&status)),
     }
 }
 
-/// The status as lines, transfers as a table.
-fn for_people(status: &Status) -> String {
+/// The status as text, with a table of the transfers.
+fn text_of(status: &Status) -> String {
     let mut lines = vec![
         format!(
             "{} {} (drover {}, process {})",
@@ -84,7 +84,7 @@ mod tests {
     use drover_teleport::{SiteStatus, TransferStatus};
 
     #[test]
-    fn whatever_the_site_says_is_shown_harmlessly() {
+    fn text_of_a_site_is_escaped() {
         let site = SiteStatus {
             transfers: vec![TransferStatus {
                 name: "x.img\n".into(),
@@ -99,7 +99,7 @@ mod tests {
             "home": "/h", "addresses": ["10.0.0.1:7377"], "started_unix": 0, "uptime_seconds": 1, "images": 2,
             "peers": 1, "connections_open": 0, "sessions_open": 1, "site": site, "mounts": [],
         });
-        let text = for_people(&serde_json::from_value(json).unwrap());
+        let text = text_of(&serde_json::from_value(json).unwrap());
         assert!(text.contains("sent blocks: 4"), "{text}");
         assert!(text.contains("x.img\\n"), "{text}");
         assert!(

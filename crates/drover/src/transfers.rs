@@ -1,4 +1,4 @@
-//! `transfers`: images on their way that have not arrived, here and at peers.
+//! `transfers`: unfinished transfers, here and at peers.
 
 use anyhow::Result;
 use drover_agent::home::Home;
@@ -14,7 +14,7 @@ use crate::{out, prompt};
 /// `drover transfers`.
 ///
 /// # Errors
-/// What stands in the way.
+/// When they cannot be listed or removed.
 pub async fn transfers(home: &Home, args: TransfersArgs) -> Result<()> {
     match args.action {
         None => list(home, args.peer.as_deref(), args.json).await,
@@ -47,16 +47,24 @@ async fn list(home: &Home, peer: Option<&str>, json: bool) -> Result<()> {
             ]
         })
         .collect();
-    let heading = ["name", "from", "done", "of", "last (UTC)", "takes", "state"];
+    let heading = [
+        "name",
+        "from",
+        "done",
+        "of",
+        "last active (UTC)",
+        "on disk",
+        "state",
+    ];
     out::line(&out::table(&heading, rows, &[2, 3, 5]))
 }
 
 fn state(state: TransferState) -> &'static str {
     match state {
-        TransferState::Stopped => "stopped",
-        TransferState::UnderWay => "under way",
-        TransferState::Whole => "whole, gets its name at the next start",
-        TransferState::Damaged => "damaged, goes at the next start",
+        TransferState::Stopped => "interrupted",
+        TransferState::UnderWay => "in progress",
+        TransferState::Whole => "complete, delivered when the site starts",
+        TransferState::Damaged => "damaged, removed when the site starts",
     }
 }
 
@@ -75,21 +83,24 @@ async fn rm(home: &Home, args: TransfersRmArgs) -> Result<()> {
         list.retain(|t| t.sender == own);
     }
     let chosen = choose(&list, &args)?;
-    let told: Vec<String> = chosen.iter().map(|t| describe(t, at)).collect();
+    let descriptions: Vec<String> = chosen.iter().map(|t| describe(t, at)).collect();
     if args.dry_run {
         return chosen
             .iter()
-            .zip(&told)
+            .zip(&descriptions)
             .try_for_each(|(t, what)| match args.json {
                 true => out::json(&removed(t, false)),
                 false => out::line(&format!("would remove {what}")),
             });
     }
     prompt::confirm(
-        &format!("Remove {}? Sent again, it begins anew", told.join(", ")),
+        &format!(
+            "Remove {}? Sending the image again then starts from the beginning",
+            descriptions.join(", ")
+        ),
         args.yes,
     )?;
-    for (transfer, what) in chosen.iter().zip(told) {
+    for (transfer, what) in chosen.iter().zip(descriptions) {
         transfers::remove(home, at, transfer).await?;
         match args.json {
             true => out::json(&removed(transfer, true))?,
@@ -111,14 +122,14 @@ fn describe(t: &Unfinished, at: Option<&str>) -> String {
         None => format!("from {}", clean(&t.peer)),
     };
     format!(
-        "what has come of {} {whose} ({} of {})",
+        "the transfer of {} {whose} ({} of {})",
         clean(&t.name),
         bytes(t.done_bytes),
         bytes(t.total_bytes)
     )
 }
 
-/// What the names name: a key before a name, and a name only when it is one transfer's.
+/// The transfers named: by key first, else by image name if only one transfer has it.
 fn choose<'a>(list: &'a [Unfinished], args: &TransfersRmArgs) -> Result<Vec<&'a Unfinished>> {
     let mut out: Vec<&Unfinished> = Vec::new();
     for name in &args.names {
@@ -132,14 +143,14 @@ fn choose<'a>(list: &'a [Unfinished], args: &TransfersRmArgs) -> Result<Vec<&'a 
                 let (place, how) = match &args.at {
                     Some(peer) => (
                         format!("this site has no unfinished transfer to {peer}"),
-                        format!("`drover transfers {peer}` lists all that are there"),
+                        format!("see `drover transfers {peer}`"),
                     ),
                     None => (
                         "this site has no unfinished transfer".into(),
-                        "`drover transfers` lists them".into(),
+                        "see `drover transfers`".into(),
                     ),
                 };
-                let message = format!("{place} called {name}; {how}");
+                let message = format!("{place} of {name}; {how}");
                 return Err(refused(message));
             }
             [one] if out.iter().any(|t| t.key == one.key) => {}
@@ -150,7 +161,7 @@ fn choose<'a>(list: &'a [Unfinished], args: &TransfersRmArgs) -> Result<Vec<&'a 
                     .map(|t| format!("{} from {}", t.key, t.peer))
                     .collect();
                 return Err(usage(format!(
-                    "several transfers are called {name}; say the key of one: {}",
+                    "several transfers are of {name}; choose one by its key: {}",
                     keys.join(", ")
                 )));
             }
@@ -179,8 +190,8 @@ mod tests {
     }
 
     #[test]
-    fn a_key_goes_before_a_name_and_a_name_must_be_one() {
-        // Somebody called an image like another's key.
+    fn keys_come_before_names_and_names_must_be_unique() {
+        // An image whose name is the key of another.
         let list = [
             transfer("aa", "web"),
             transfer("bb", "aa"),
@@ -203,9 +214,6 @@ mod tests {
         let several = keys(&["db"]).unwrap_err().to_string();
         assert!(several.contains("cc from lyon, dd from lyon"), "{several}");
         let none = keys(&["gone"]).unwrap_err().to_string();
-        assert!(
-            none.contains("gone; `drover transfers` lists them"),
-            "{none}"
-        );
+        assert!(none.contains("gone; see `drover transfers`"), "{none}");
     }
 }

@@ -3,11 +3,11 @@
 use clap::{Args, Subcommand};
 use drover_core::ImageName;
 
-use super::values::{Target, image_name};
+use super::values::{Format, image_name};
 
-/// List what mounts wrote over this site's images, make it part of them, or drop it
+/// List the changes that mounts wrote to this site's images; merge or drop them
 ///
-/// What a mount writes lies beside the image, which stays as it was delivered; mounts see both together.
+/// Writes of a mount are stored beside the image, which stays as it was received. Later mounts see the image with its changes.
 #[derive(Debug, Args)]
 #[command(
     args_conflicts_with_subcommands = true,
@@ -15,28 +15,28 @@ use super::values::{Target, image_name};
 Examples:
   drover changes
   drover changes --json
-  drover changes merge web.qcow2           what mounts wrote becomes part of the image
+  drover changes merge web.qcow2           make the changes part of the image
   drover changes merge web.qcow2 --as web-2026.qcow2
-  drover changes drop web.qcow2            the image is again as it was delivered"
+  drover changes drop web.qcow2            return to the image as it was received"
 )]
 pub struct ChangesArgs {
     #[command(subcommand)]
     pub action: Option<ChangesAction>,
-    /// Print one JSON object a line
+    /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
 }
 
-/// What to do with changes.
+/// The commands of `changes`.
 #[derive(Debug, Subcommand)]
 pub enum ChangesAction {
-    /// List them
+    /// List changes
     #[command(after_help = "\
 Examples:
   drover changes list
   drover changes list --json")]
     List {
-        /// Print one JSON object a line
+        /// Print one JSON object per line
         #[arg(long)]
         json: bool,
     },
@@ -44,36 +44,34 @@ Examples:
     Drop(DropArgs),
 }
 
-/// Make what mounts wrote over an image part of it, or of a new image
+/// Merge the changes into the image, or into a new image
 ///
-/// The image gets a new digest, and what was delivered is gone; with --as it stays, and a new image is made. A raw or
-/// qcow2 image is written anew beside the old one and takes its place when it is whole, so that this needs room. Mounts
-/// are kept away until it is done. A merge that is interrupted leaves the image as it was, or is finished when the site
-/// starts or the command is run again. An image that was indexed where it is is never changed: use --as.
+/// Without --as, the image is replaced: it gets a new digest, and the received version is gone. Only raw and qcow2 images that are
+/// stored at this site can be replaced; for other formats and for indexed images, use --as. The merged image is written beside
+/// the old file, so the file system needs space for both. The image cannot be mounted during the merge. An interrupted merge
+/// either leaves the image unchanged, or is completed when the site starts or the command is run again. Succeeds if there is nothing to merge.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover changes merge web.qcow2
-  drover changes merge web.qcow2 --dry-run                          what it would take
-  drover changes merge web.qcow2 --as web-2026.qcow2                web.qcow2 keeps its changes
-  drover changes merge web.qcow2 --as web-2026.qcow2 --drop         and this drops them there
-  drover changes merge old.vmdk --as old.qcow2 --to qcow2
-
-Exit codes: 0 done, or there was nothing to merge; 1 failed; 2 usage; 3 refused, no room, or there is no such image.")]
+  drover changes merge web.qcow2 --dry-run                    show the space needed
+  drover changes merge web.qcow2 --as web-2026.qcow2          web.qcow2 keeps its changes
+  drover changes merge web.qcow2 --as web-2026.qcow2 --drop   drop them from web.qcow2
+  drover changes merge old.vmdk --as old.qcow2 --to qcow2")]
 pub struct MergeArgs {
-    /// The image
-    #[arg(value_parser = image_name)]
+    /// Name of the image
+    #[arg(value_name = "IMAGE", value_parser = image_name)]
     pub name: ImageName,
-    /// Make a new image of this name, and leave this one with its changes as it is
+    /// Write a new image of this name; keep the old one and its changes
     #[arg(long = "as", value_name = "NAME", value_parser = image_name)]
     pub rename: Option<ImageName>,
-    /// The format of the new image [default: as it is]
+    /// Format of the new image [default: the format of the old one]
     #[arg(long, value_enum, value_name = "FORMAT", requires = "rename")]
-    pub to: Option<Target>,
-    /// Drop the changes of the old image once the new one is made
+    pub to: Option<Format>,
+    /// Drop the changes of the old image once the new image is complete
     #[arg(long, requires = "rename")]
     pub drop: bool,
-    /// Only say what would happen, and what room it takes
+    /// Show what would be merged and the space needed
     #[arg(long)]
     pub dry_run: bool,
     /// Print one JSON object
@@ -81,29 +79,27 @@ pub struct MergeArgs {
     pub json: bool,
 }
 
-/// Drop what mounts wrote over an image: it is again as it was delivered
+/// Drop the changes; the image is again as it was received
 ///
-/// Refused while somebody has the image mounted or may still write it. It cannot be undone.
+/// Cannot be undone. Refused while the image is mounted or a mount still holds its write lease. Succeeds if there is nothing to drop.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   drover changes drop web.qcow2
   drover changes drop web.qcow2 --dry-run
   drover changes drop web.qcow2 --yes      in a script
-  drover changes drop web.qcow2 --earlier  what was written over images that were replaced since
-
-Exit codes: 0 done, or nothing was there; 1 failed; 2 usage; 3 refused, or there is no such image.")]
+  drover changes drop web.qcow2 --earlier  changes to images of that name that were since replaced")]
 pub struct DropArgs {
-    /// The image
-    #[arg(value_parser = image_name)]
+    /// Name of the image
+    #[arg(value_name = "IMAGE", value_parser = image_name)]
     pub name: ImageName,
-    /// What was written over earlier images of that name, and set aside when they were replaced
+    /// Drop the changes to earlier images of that name, set aside when the image was replaced
     #[arg(long)]
     pub earlier: bool,
-    /// Do not ask
+    /// Do not ask for confirmation
     #[arg(short, long)]
     pub yes: bool,
-    /// Only say what would go
+    /// Show what would be dropped
     #[arg(long)]
     pub dry_run: bool,
     /// Print one JSON object

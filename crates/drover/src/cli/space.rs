@@ -2,10 +2,10 @@
 
 use clap::Args;
 
-/// Say what takes room at this site, and how it can be given back
+/// Show the disk space used by this site, and how to free it
 ///
-/// Works whether the site is running or not, and on a full disk. SIZE is what the files say they hold, ON DISK what they take:
-/// holes take nothing. On xfs and btrfs files can share room, which counts for each of them.
+/// Works whether or not the site is running, and on a full disk. SIZE is the length of the files, ON DISK the space allocated to
+/// them: holes take none. On xfs and btrfs, space shared between files is counted for each of them.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -3,20 +3,20 @@
 use clap::ValueEnum;
 use drover_core::ImageName;
 
-/// What an image is turned into on its way.
+/// The format that an image is converted to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Target {
+pub enum Format {
     /// The guest's disk, byte for byte
     Raw,
-    /// A qcow2 image without backing file
+    /// A qcow2 image without a backing file
     Qcow2,
 }
 
-impl From<Target> for drover_agent::changes::Target {
-    fn from(target: Target) -> Self {
-        match target {
-            Target::Raw => Self::Raw,
-            Target::Qcow2 => Self::Qcow2,
+impl From<Format> for drover_agent::changes::Target {
+    fn from(format: Format) -> Self {
+        match format {
+            Format::Raw => Self::Raw,
+            Format::Qcow2 => Self::Qcow2,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `mounts leases` and `mounts break`: who holds this site's images.
+//! `mounts leases` and `mounts break`: the leases of this site's images.
 
 use anyhow::Result;
 use drover_agent::home::{CleanUp, Home};
@@ -9,17 +9,17 @@ use drover_core::ImageName;
 use crate::failure::no_image;
 use crate::{out, prompt};
 
-/// Lists who holds images.
+/// Lists the leases.
 ///
 /// # Errors
-/// When the site does not answer.
+/// When the site does not respond.
 pub async fn list(home: &Home, json: bool) -> Result<()> {
     let held = mounts::held(home).await?;
     if json {
         return held.iter().try_for_each(out::json);
     }
     if held.is_empty() {
-        out::note("drover: nobody holds an image of this site");
+        out::note("drover: no leases");
         return Ok(());
     }
     let rows = held
@@ -40,21 +40,21 @@ pub async fn list(home: &Home, json: bool) -> Result<()> {
             ]
         })
         .collect();
-    let heading = ["image", "writer", "mount", "since (UTC)", "connected now"];
+    let heading = ["image", "writer", "mount", "since (UTC)", "connected"];
     out::line(&out::table(&heading, rows, &[]))
 }
 
-/// Takes the right to write an image from whoever has it.
+/// Revokes the write lease of an image.
 ///
 /// # Errors
-/// When there is no such image, or the site does not answer.
+/// When there is no such image, or the site does not respond.
 pub async fn break_lease(home: &Home, name: &ImageName, yes: bool, json: bool) -> Result<()> {
     let mut room = CleanUp::of(home);
     if !room.run(|| mounts::is_known(home, name))? {
         return Err(no_image(name));
     }
     let question = format!(
-        "Take the right to write {name} from whoever has it? What they have not pushed is lost to this site"
+        "Revoke the write lease of {name}? Data that its holder has not pushed can no longer be pushed"
     );
     prompt::confirm(&question, yes)?;
     let broken = room.run_async(|| mounts::break_lease(home, name)).await?;
@@ -63,14 +63,14 @@ pub async fn break_lease(home: &Home, name: &ImageName, yes: bool, json: bool) -
     }
     match broken.writer {
         Some(w) => out::note(&format!(
-            "drover: {} of {} may not write {name} any more",
-            clean(&w.note),
-            clean(&w.peer)
+            "drover: revoked the write lease of {name}, held by {} ({})",
+            clean(&w.peer),
+            clean(&w.note)
         )),
         None if broken.damaged => out::note(&format!(
-            "drover: the damaged lease of {name} is kept beside a new one; nobody may write the image now, and what was written over it is there"
+            "drover: replaced the damaged lease of {name}, and kept a copy beside it; the changes to the image are intact"
         )),
-        None => out::note(&format!("drover: nobody had the right to write {name}")),
+        None => out::note(&format!("drover: nobody held the write lease of {name}")),
     }
     Ok(())
 }

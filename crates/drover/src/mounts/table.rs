@@ -1,15 +1,15 @@
-//! A mount as a row of `drover mounts`.
+//! The table of `drover mounts`.
 
 use drover_agent::mounts::{DiskStatus, State, Status};
 use drover_agent::text::{bytes, clean};
 
-/// A row for `drover mounts`.
+/// The row of one mount.
 pub fn row(status: &Status) -> Vec<String> {
     let images: Vec<String> = status.disks.iter().map(|d| clean(&d.image)).collect();
-    let words: Vec<String> = status
+    let progress: Vec<String> = status
         .disks
         .iter()
-        .map(words)
+        .map(progress_of)
         .filter(|w| !w.is_empty())
         .collect();
     let devices: Vec<String> = status
@@ -31,31 +31,31 @@ pub fn row(status: &Status) -> Vec<String> {
             State::Ending => "ending",
             State::Dead => "dead",
             State::Unmounted => "unmounted",
-            State::Silent => "silent",
+            State::Silent => "not responding",
             State::Damaged => "damaged",
         }
         .into(),
-        words.join("; "),
+        progress.join("; "),
     ]
 }
 
-/// The row's heading.
-pub const HEADING: [&str; 7] = [
+/// The column headings.
+pub const HEADINGS: [&str; 7] = [
     "name",
     "image",
-    "at",
+    "mounted on",
     "device",
     "mode",
     "state",
-    "how it is",
+    "status",
 ];
 
-/// What there is to say in a few words.
-fn words(disk: &DiskStatus) -> String {
+/// The sync progress of a disk, and its problems.
+fn progress_of(disk: &DiskStatus) -> String {
     let mut parts = Vec::new();
-    // Its size is not known when nobody keeps it.
+    // The size is unknown when no process serves the mount.
     if disk.mode == "managed" && disk.size > 0 {
-        parts.push(format!("{}% here", disk.percent()));
+        parts.push(format!("{}% cached", disk.percent()));
         if disk.rate > 0.0 && disk.percent() < 100 {
             parts.push(format!("{}/s", bytes(disk.rate as u64)));
         }
@@ -73,7 +73,7 @@ fn words(disk: &DiskStatus) -> String {
             0 | 1 => String::new(),
             n => format!(" {n} times"),
         };
-        parts.push(format!("pushing failed{times}: {}", clean(why)));
+        parts.push(format!("push failed{times}: {}", clean(why)));
     }
     if disk.link != "up" && disk.mode != "own" {
         parts.push(clean(&disk.link));
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pushes_that_fail_are_told_with_the_reason() {
+    fn failed_pushes_are_shown_with_the_reason() {
         let mut disk = DiskStatus {
             link: "up".into(),
             dirty: 3 << 30,
@@ -103,10 +103,10 @@ mod tests {
             trouble: Some("no room at lyon".into()),
             ..DiskStatus::default()
         };
-        let said = words(&disk);
+        let shown = progress_of(&disk);
         assert_eq!(
-            said,
-            "3.0 GiB to push, 1.0 GiB of 2.0 GiB sent, pushing failed 4 times: no room at lyon"
+            shown,
+            "3.0 GiB to push, 1.0 GiB of 2.0 GiB sent, push failed 4 times: no room at lyon"
         );
         let json = serde_json::to_value(&disk).expect("JSON");
         assert_eq!(
@@ -120,6 +120,6 @@ mod tests {
             trouble: None,
             ..disk
         };
-        assert_eq!(words(&disk), "", "all of it got there");
+        assert_eq!(progress_of(&disk), "", "everything was pushed");
     }
 }

@@ -15,7 +15,7 @@ use crate::{out, prompt};
 /// `drover unmount`.
 ///
 /// # Errors
-/// When nothing like it is mounted, it is in use, or what was written cannot be pushed.
+/// When there is no such mount, it is in use, or its data cannot be pushed.
 pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
     let mount = mounts::find(home, &args.what)?;
     let (place, record) = &mount;
@@ -26,10 +26,10 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
     }
     if args.discard {
         let what = match (status.state, dirty) {
-            (State::Dead, _) => "what was written and not pushed".into(),
-            (_, n) => bytes(n),
+            (State::Dead, _) => "data that has not been pushed".into(),
+            (_, n) => format!("{} that have not been pushed", bytes(n)),
         };
-        prompt::confirm(&format!("Throw away {what} of {}?", record.name), args.yes)?;
+        prompt::confirm(&format!("Discard {what} of {}?", record.name), args.yes)?;
     }
     let how = StopHow {
         offline: args.offline,
@@ -55,21 +55,21 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
     Ok(())
 }
 
-/// Says what an unmount would do.
+/// Shows what an unmount would do.
 fn would(status: &Status, record: &Record, args: &UnmountArgs, dirty: u64) -> Result<()> {
-    let fate = match (args.discard, args.offline) {
-        (true, _) => "thrown away",
-        (_, true) => "kept here for the next mount",
+    let disposition = match (args.discard, args.offline) {
+        (true, _) => "discarded",
+        (_, true) => "kept for the next mount",
         _ => "pushed",
     };
     if args.json {
         return out::json(&json!({
-            "event": "would_unmount", "name": record.name, "dirty": dirty, "fate": fate,
+            "event": "would_unmount", "name": record.name, "dirty": dirty, "disposition": disposition,
             "state": status.state, "devices": record.devices,
         }));
     }
     out::line(&format!(
-        "{} would end; {} that the other site does not have would be {fate}",
+        "would unmount {}; {} not yet pushed would be {disposition}",
         record.name,
         bytes(dirty)
     ))

@@ -1,4 +1,4 @@
-//! Which files are sent, and under which names.
+//! The files to send, and their names at the peer.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -9,47 +9,37 @@ use drover_core::ImageName;
 use drover_image::{Conversion, open_for_sending};
 use drover_teleport::session::SendItem;
 
-use crate::cli::{SendArgs, Target};
+use crate::cli::{Format, SendArgs};
 use crate::failure::usage;
 
-/// The peer and the images that the command line names.
+/// The images that the command line names.
 ///
 /// # Errors
-/// Usage, when a name cannot be one, is given twice, or `--as` names several images.
-pub fn of_args(args: &SendArgs) -> Result<(String, Vec<SendItem>)> {
-    let Some((peer, images)) = args.images_and_peer.split_last() else {
-        return Err(usage("name the images and then the peer"));
-    };
-    let peer = peer
-        .to_str()
-        .ok_or_else(|| usage("the last argument must be the name of a peer"))?;
-    if images.is_empty() {
-        return Err(usage("name at least one image before the peer"));
-    }
-    if args.rename.is_some() && images.len() > 1 {
+/// Usage, when a name is invalid or given twice, or `--as` names several images.
+pub fn from_args(args: &SendArgs) -> Result<Vec<SendItem>> {
+    if args.rename.is_some() && args.images.len() > 1 {
         return Err(usage(
-            "--as gives one name; send several images one by one to rename them",
+            "--as renames a single image; send the images one by one to rename them",
         ));
     }
-    if peer.contains('/') {
+    if args.peer.contains('/') {
         return Err(usage(format!(
-            "{:?} is no peer; the last argument names the peer to send to",
-            clean(peer)
+            "{:?} is not the name of a peer; the last argument must be the peer to send to",
+            clean(&args.peer)
         )));
     }
     let conversion = match args.to {
-        Some(Target::Raw) => Conversion::Raw,
-        Some(Target::Qcow2) => Conversion::Qcow2,
+        Some(Format::Raw) => Conversion::Raw,
+        Some(Format::Qcow2) => Conversion::Qcow2,
         None if args.opaque => Conversion::Opaque,
         None => Conversion::AsIs,
     };
     let mut items = Vec::new();
-    for path in images {
+    for path in &args.images {
         let name = match &args.rename {
             Some(name) => name.clone(),
-            None => {
-                name_of(path).map_err(|e| usage(format!("{e}; --as NAME gives it another name")))?
-            }
+            None => name_of(path)
+                .map_err(|e| usage(format!("{e}; choose another name with --as NAME")))?,
         };
         items.push(SendItem {
             path: path.clone(),
@@ -60,14 +50,14 @@ pub fn of_args(args: &SendArgs) -> Result<(String, Vec<SendItem>)> {
     let mut seen = HashSet::new();
     if let Some(twice) = items.iter().find(|i| !seen.insert(i.name.clone())) {
         return Err(usage(format!(
-            "two of the images would both be called {} there",
+            "two of the images would be called {} at the peer; rename one with --as",
             twice.name
         )));
     }
-    Ok((peer.to_string(), items))
+    Ok(items)
 }
 
-/// Adds the files without which an image is not whole, each before the image that needs it.
+/// Adds the other files that an image consists of, each before the image that needs it.
 ///
 /// # Errors
 /// When an image cannot be opened, or two different files would get the same name.
@@ -75,26 +65,26 @@ pub fn with_companions(items: Vec<SendItem>) -> Result<Vec<SendItem>> {
     let named: HashSet<ImageName> = items.iter().map(|i| i.name.clone()).collect();
     let mut out: Vec<SendItem> = Vec::new();
     for item in items {
-        // Files are opened again when their turn comes; here only what belongs to them counts.
+        // Opened again when it is sent; here only for its companion files.
         let outgoing = open_for_sending(&item.path, item.conversion)?;
         for path in outgoing.companions {
             let name = name_of(&path).map_err(|e| {
                 usage(format!(
-                    "{} needs a file that cannot be sent: {e}",
+                    "{} consists of several files, one of which cannot be sent: {e}",
                     item.path.display()
                 ))
             })?;
-            let there = out.iter().find(|o| o.name == name);
-            match there {
+            let queued = out.iter().find(|o| o.name == name);
+            match queued {
                 Some(same) if same_file(&same.path, &path)? => {}
                 Some(other) => {
                     return Err(usage(format!(
-                        "{} and {} would both be called {name} there",
+                        "{} and {} would both be called {name} at the peer",
                         other.path.display(),
                         path.display()
                     )));
                 }
-                // Named on the command line too: it is sent when its turn comes.
+                // Also named on the command line: sent in its own turn.
                 None if named.contains(&name) => {}
                 None => out.push(SendItem {
                     path,
@@ -113,10 +103,10 @@ fn name_of(path: &Path) -> Result<ImageName, String> {
     let shown = clean(&path.display().to_string());
     let name = path
         .file_name()
-        .ok_or_else(|| format!("{shown} is no file"))?;
+        .ok_or_else(|| format!("{shown} is not a file"))?;
     let name = name
         .to_str()
-        .ok_or_else(|| format!("the name of {shown} is not UTF-8"))?;
+        .ok_or_else(|| format!("{shown}: the file name is not UTF-8"))?;
     ImageName::new(name).map_err(|e| e.to_string())
 }
 
@@ -145,13 +135,13 @@ mod tests {
 
     #[test]
     fn the_last_word_is_the_peer() {
-        let (peer, items) = of_args(&args(&["a/web.qcow2", "db.raw", "lyon"])).unwrap();
-        assert_eq!(peer, "lyon");
+        let args_of = args(&["a/web.qcow2", "db.raw", "lyon"]);
+        assert_eq!(args_of.peer, "lyon");
+        let items = from_args(&args_of).unwrap();
         let names: Vec<&str> = items.iter().map(|i| i.name.as_str()).collect();
         assert_eq!(names, ["web.qcow2", "db.raw"]);
         assert!(items.iter().all(|i| i.conversion == Conversion::AsIs));
-        let (_, items) =
-            of_args(&args(&["web.qcow2", "lyon", "--as", "x", "--to", "raw"])).unwrap();
+        let items = from_args(&args(&["web.qcow2", "lyon", "--as", "x", "--to", "raw"])).unwrap();
         assert_eq!(
             (items[0].name.as_str(), items[0].conversion),
             ("x", Conversion::Raw)
@@ -159,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_make_no_sense_are_usage_errors() {
+    fn invalid_names_are_usage_errors() {
         for bad in [
             &["a/x.img", "b/x.img", "lyon"][..],
             &["x.img", "y.img", "lyon", "--as", "z"],
@@ -168,7 +158,7 @@ mod tests {
             &["..", "lyon"],
             &["x.img", "./y.img"],
         ] {
-            let e = of_args(&args(bad)).unwrap_err();
+            let e = from_args(&args(bad)).unwrap_err();
             assert_eq!(kind_of(e.as_ref()), Kind::Usage, "{bad:?}: {e}");
         }
     }

@@ -1,4 +1,4 @@
-//! What people and scripts see of a send.
+//! The output of `send`: progress and results, for people and for scripts.
 
 use std::io::IsTerminal;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,14 +15,14 @@ use serde_json::{Value, json};
 
 use crate::out;
 
-/// How often a JSON line tells the progress.
-const JSON_EVERY: Duration = Duration::from_millis(500);
+/// Interval of progress events with `--json`.
+const JSON_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How often a plain line does, where there is no terminal.
-const LINE_EVERY: Duration = Duration::from_secs(2);
+/// Interval of progress lines where stderr is not a terminal.
+const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Over how long the rate on the wire is taken.
-const RATE_OVER: Duration = Duration::from_secs(5);
+/// Period over which the network rate is averaged.
+const RATE_PERIOD: Duration = Duration::from_secs(5);
 
 /// Shows a send: JSON lines on stdout, or a bar or plain lines on stderr.
 pub struct Show {
@@ -31,7 +31,7 @@ pub struct Show {
     peer: String,
     counters: Arc<Counters>,
     wire: Arc<WireTotals>,
-    state: Mutex<State>,
+    progress: Mutex<Progress>,
 }
 
 enum Mode {
@@ -41,51 +41,52 @@ enum Mode {
 }
 
 #[derive(Default)]
-struct State {
+struct Progress {
     image: Option<Image>,
-    told: Option<Instant>,
-    /// Blocks complete there when that last changed, and blocks sent by then.
+    /// When the progress was last shown.
+    shown: Option<Instant>,
+    /// Blocks complete at the peer when that number last changed, and blocks sent by then.
     complete: (u64, u64),
-    /// Bytes on the wire at moments of the last seconds.
+    /// Samples of the last seconds: bytes sent on the network.
     wire: Vec<(Instant, u64)>,
-    /// What a dry run has found, for the last line.
+    /// The estimates of a dry run, for the last line.
     estimates: Vec<Value>,
-    /// What was delivered so far.
+    /// The images delivered so far.
     delivered: Vec<ImageReport>,
 }
 
 struct Image {
     name: String,
     walk_blocks: u64,
-    /// The length of the file: what is data of it is not the same every time that it is looked at.
+    /// The length of the file. Unlike the amount of data in it, it is the same each time the file is opened.
     size_bytes: u64,
     started: Instant,
-    /// Blocks that an earlier session had brought.
+    /// Blocks received in earlier sessions.
     resumed: u64,
-    /// Blocks that were there when this attempt was first looked at: those took none of its time.
+    /// Blocks complete at the first sample: they took no time of this session.
     before: Option<u64>,
 }
 
-/// What is known at one moment.
-struct Now {
+/// A sample of the progress.
+struct Sample {
     name: String,
-    /// Bytes read and hashed here: ahead of what is complete there.
+    /// Bytes read and hashed here, ahead of `done`.
     walked: u64,
     total: u64,
-    /// Bytes complete there, about.
+    /// Bytes complete at the peer, approximately.
     done: u64,
     sent: u64,
     received: u64,
     rate: u64,
-    /// Bytes that the destination had, of batches that are complete there.
+    /// Bytes that the peer had already, of complete batches.
     matched: u64,
-    /// Unknown until the destination has answered.
+    /// Unknown until the peer has replied.
     matched_share: Option<f64>,
     left: Option<Duration>,
 }
 
 impl Show {
-    /// Shows a send to `peer` whose counters are these.
+    /// Shows a send to `peer` with these counters.
     pub fn new(
         json: bool,
         dry_run: bool,
@@ -112,14 +113,14 @@ impl Show {
             peer,
             counters,
             wire,
-            state: Mutex::default(),
+            progress: Mutex::default(),
         }
     }
 
-    /// Shows what happened.
+    /// Shows an event.
     pub fn event(&self, event: SendEvent) {
         match event {
-            SendEvent::Note { path, text } => self.tell(
+            SendEvent::Note { path, text } => self.print(
                 json!({"event": "note", "path": path, "message": clean(&text)}),
                 || format!("note: {}: {}", path.display(), text),
             ),
@@ -130,18 +131,18 @@ impl Show {
                 data_bytes,
                 resumed_blocks,
             } => {
-                self.tell(
+                self.print(
                     json!({
                         "event": "started", "name": name, "walk_bytes": walk_blocks * BLOCK_SIZE_U64,
                         "size_bytes": size_bytes, "data_bytes": data_bytes, "resumed_blocks": resumed_blocks,
                     }),
                     || match resumed_blocks {
                         0 => format!("{name}: {} to {}", bytes(data_bytes), self.peer),
-                        n => format!("{name}: {} to {}, {} of it there already", bytes(data_bytes), self.peer, bytes(n * BLOCK_SIZE_U64)),
+                        n => format!("{name}: {} to {}, resuming after {}", bytes(data_bytes), self.peer, bytes(n * BLOCK_SIZE_U64)),
                     },
                 );
-                self.state().complete = (0, 0);
-                self.state().image = Some(Image {
+                self.progress().complete = (0, 0);
+                self.progress().image = Some(Image {
                     name,
                     walk_blocks,
                     size_bytes,
@@ -151,28 +152,28 @@ impl Show {
                 });
             }
             SendEvent::Reconnecting { error, delay_ms } => {
-                // Nothing goes on until it has started again.
-                self.state().image = None;
+                // No progress until the image has started again.
+                self.progress().image = None;
                 if let Mode::Bar(bar) = &self.mode {
                     bar.set_message("reconnecting");
                 }
-                self.tell(
+                self.print(
                     json!({"event": "reconnecting", "message": clean(&error), "delay_ms": delay_ms}),
-                    || format!("{error}; trying again in {:.1} s", delay_ms as f64 / 1000.0),
+                    || format!("{error}; retrying in {:.1} s", delay_ms as f64 / 1000.0),
                 );
             }
             SendEvent::Delivered(report) => {
-                self.state().image = None;
+                self.progress().image = None;
                 let mut line = of_report(&report);
                 line["event"] = "delivered".into();
-                self.tell(line, || {
+                self.print(line, || {
                     format!("{}: delivered, digest {}", report.name, report.digest)
                 });
-                self.state().delivered.push(*report);
+                self.progress().delivered.push(*report);
             }
             SendEvent::Failed { name, error } => {
-                self.state().image = None;
-                self.tell(
+                self.progress().image = None;
+                self.print(
                     json!({"event": "failed", "name": name, "message": clean(&error)}),
                     || format!("{name}: not delivered: {error}"),
                 );
@@ -189,13 +190,13 @@ impl Show {
                 });
                 let mut line = found.clone();
                 line["event"] = "estimated".into();
-                let mut state = self.state();
-                state.image = None;
-                state.estimates.push(found);
-                drop(state);
-                self.tell(line, || {
+                let mut progress = self.progress();
+                progress.image = None;
+                progress.estimates.push(found);
+                drop(progress);
+                self.print(line, || {
                     format!(
-                        "{name}: about {} would cross the link; {} are at {} already, {} are not",
+                        "{name}: would transfer about {}; {} of its data are at {} already, {} are not",
                         bytes(wire_bytes),
                         bytes(estimate.matched_blocks * BLOCK_SIZE_U64),
                         self.peer,
@@ -206,46 +207,46 @@ impl Show {
         }
     }
 
-    /// Shows the progress when it is time to.
-    pub fn look(&self) {
+    /// Samples the progress, and shows it if the interval has passed.
+    pub fn sample(&self) {
         let at = Instant::now();
-        let mut state = self.state();
-        let State {
+        let mut progress = self.progress();
+        let Progress {
             image,
-            told,
+            shown,
             complete,
             wire,
             ..
-        } = &mut *state;
+        } = &mut *progress;
         let Some(image) = image else { return };
         let sent = self.wire.sent();
         wire.push((at, sent));
-        wire.retain(|(then, _)| at.duration_since(*then) <= RATE_OVER);
+        wire.retain(|(then, _)| at.duration_since(*then) <= RATE_PERIOD);
         let done = Counters::get(&self.counters.done_blocks);
         if complete.0 != done {
             *complete = (done, Counters::get(&self.counters.sent_blocks));
         }
         let every = match self.mode {
-            Mode::Json => JSON_EVERY,
-            Mode::Lines => LINE_EVERY,
+            Mode::Json => JSON_INTERVAL,
+            Mode::Lines => LINE_INTERVAL,
             Mode::Bar(_) => Duration::ZERO,
         };
-        if told.is_some_and(|then| at.duration_since(then) < every) {
+        if shown.is_some_and(|then| at.duration_since(then) < every) {
             return;
         }
-        *told = Some(at);
-        let now = self.now(image, wire, *complete, at);
-        drop(state);
-        self.show(&now);
+        *shown = Some(at);
+        let sample = self.sample_of(image, wire, *complete, at);
+        drop(progress);
+        self.show(&sample);
     }
 
-    fn now(
+    fn sample_of(
         &self,
         image: &mut Image,
         wire: &[(Instant, u64)],
         complete: (u64, u64),
         at: Instant,
-    ) -> Now {
+    ) -> Sample {
         let c = &self.counters;
         let walked = Counters::get(&c.walked_blocks).min(image.walk_blocks);
         let sent = Counters::get(&c.sent_blocks);
@@ -260,7 +261,7 @@ impl Show {
             }
             _ => 0,
         };
-        Now {
+        Sample {
             name: image.name.clone(),
             walked: of_file(walked),
             total: image.size_bytes,
@@ -278,38 +279,38 @@ impl Show {
         }
     }
 
-    fn show(&self, now: &Now) {
-        let percent = now.done * 100 / now.total.max(1);
-        let left = now.left.map_or_else(|| "-".into(), short);
-        let matched = now.matched_share.map_or_else(
+    fn show(&self, sample: &Sample) {
+        let percent = sample.done * 100 / sample.total.max(1);
+        let left = sample.left.map_or_else(|| "-".into(), short);
+        let matched = sample.matched_share.map_or_else(
             || "-".into(),
-            |s| format!("{} ({:.0}%)", bytes(now.matched), s * 100.0),
+            |s| format!("{} ({:.0}%)", bytes(sample.matched), s * 100.0),
         );
         match &self.mode {
             Mode::Json => emit(&json!({
-                "event": "progress", "name": now.name, "walked_bytes": now.walked, "total_bytes": now.total,
-                "done_bytes": now.done, "wire_sent_bytes": now.sent, "wire_received_bytes": now.received,
-                "bytes_per_second": now.rate, "matched_bytes": now.matched, "matched_share": now.matched_share.map(|s| (s * 1e4).round() / 1e4),
-                "seconds_left": now.left.map(|l| l.as_secs()),
+                "event": "progress", "name": sample.name, "walked_bytes": sample.walked, "total_bytes": sample.total,
+                "done_bytes": sample.done, "wire_sent_bytes": sample.sent, "wire_received_bytes": sample.received,
+                "bytes_per_second": sample.rate, "matched_bytes": sample.matched, "matched_share": sample.matched_share.map(|s| (s * 1e4).round() / 1e4),
+                "seconds_left": sample.left.map(|l| l.as_secs()),
             })),
             Mode::Bar(bar) => {
-                bar.set_length(now.total);
-                bar.set_position(now.done);
-                bar.set_prefix(clean(&now.name));
+                bar.set_length(sample.total);
+                bar.set_position(sample.done);
+                bar.set_prefix(clean(&sample.name));
                 bar.set_message(format!(
                     "{}/{}, wire {} at {}/s, matched {matched}, {left} left",
-                    bytes(now.done),
-                    bytes(now.total),
-                    bytes(now.sent),
-                    bytes(now.rate)
+                    bytes(sample.done),
+                    bytes(sample.total),
+                    bytes(sample.sent),
+                    bytes(sample.rate)
                 ));
             }
             Mode::Lines => out::note(&format!(
                 "{}: {percent}% of {}, wire {} at {}/s, matched {matched}, {left} left",
-                clean(&now.name),
-                bytes(now.total),
-                bytes(now.sent),
-                bytes(now.rate)
+                clean(&sample.name),
+                bytes(sample.total),
+                bytes(sample.sent),
+                bytes(sample.rate)
             )),
         }
     }
@@ -324,7 +325,7 @@ impl Show {
             let images: Vec<Value> = reports.iter().map(of_report).collect();
             let mut last = json!({"event": "done", "images": images});
             if self.dry_run {
-                last["estimates"] = std::mem::take(&mut self.state().estimates).into();
+                last["estimates"] = std::mem::take(&mut self.progress().estimates).into();
             }
             return out::json(&last);
         }
@@ -346,24 +347,24 @@ impl Show {
         Ok(())
     }
 
-    /// The send failed: what was delivered of it is said all the same.
+    /// The send failed: shows the images that were delivered before.
     pub fn failed(&self) {
         self.clear();
-        let delivered = std::mem::take(&mut self.state().delivered);
+        let delivered = std::mem::take(&mut self.progress().delivered);
         if !matches!(self.mode, Mode::Json) && !delivered.is_empty() {
-            // That it cannot be written is no news beside the failure.
+            // The failure of the send matters more than one of stdout.
             let _ = out::line(&summary(&delivered));
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     fn clear(&self) {
         if let Mode::Bar(bar) = &self.mode {
             bar.finish_and_clear();
         }
     }
 
-    fn tell(&self, json: Value, text: impl FnOnce() -> String) {
+    fn print(&self, json: Value, text: impl FnOnce() -> String) {
         match &self.mode {
             Mode::Json => emit(&json),
             Mode::Bar(bar) => bar.suspend(|| out::note(&clean(&text()))),
@@ -371,19 +372,19 @@ impl Show {
         }
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn progress(&self) -> std::sync::MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Prints a JSON line; a send does not fail because nobody can read of its progress.
+/// Prints a JSON line; a send does not fail because its progress cannot be written.
 fn emit(value: &Value) {
     if let Err(e) = out::json(value) {
         tracing::debug!("{e:#}");
     }
 }
 
-/// The report with its digest as text and in the order that is documented.
+/// A report as JSON, in the documented order.
 fn of_report(r: &ImageReport) -> Value {
     json!({
         "name": r.name,
@@ -406,7 +407,7 @@ fn of_report(r: &ImageReport) -> Value {
     })
 }
 
-/// The stages of one end, each with what it did, in seconds.
+/// The stages of one side as JSON, with times in seconds.
 fn of_stages(stages: &[(&str, StageTime)]) -> Value {
     let seconds = |ns: u64| (ns as f64 / 1e6).round() / 1e3;
     let of = |time: &StageTime| {
@@ -423,7 +424,7 @@ fn of_stages(stages: &[(&str, StageTime)]) -> Value {
         .collect()
 }
 
-/// The table for people.
+/// The table of results.
 fn summary(reports: &[ImageReport]) -> String {
     let rows = reports
         .iter()
@@ -450,8 +451,8 @@ fn summary(reports: &[ImageReport]) -> String {
     )
 }
 
-/// Blocks that are there, about. Whole batches are told as complete (`complete`, and what was sent by then); what was sent since
-/// belongs to the next of them. Of a transfer that goes on no batch need be complete and yet much of it be there.
+/// Blocks complete at the peer, approximately: whole batches that the peer has acknowledged (`complete`, with the blocks sent by then), and
+/// the blocks sent since, which belong to the next batch. A resumed transfer may have many blocks and no complete batch.
 fn done_of(complete: (u64, u64), sent: u64, resumed: u64) -> u64 {
     let since = sent.saturating_sub(complete.1).min(BATCH_BLOCKS - 1);
     (complete.0 + since).max(match resumed {
@@ -460,8 +461,7 @@ fn done_of(complete: (u64, u64), sent: u64, resumed: u64) -> u64 {
     })
 }
 
-/// How much of a file is done when so many of the blocks are that are read of it: holes are not read, and how
-/// many there are changes with what the file system has in memory.
+/// The part of a file that `done` of `blocks` stand for. Holes are not read, and the file system may report different holes each time.
 fn part_of(size: u64, done: u64, blocks: u64) -> u64 {
     match blocks {
         0 => size,
@@ -469,7 +469,7 @@ fn part_of(size: u64, done: u64, blocks: u64) -> u64 {
     }
 }
 
-/// How long the rest takes if it goes on like this; unknown in the first second.
+/// Time left at the average rate so far; unknown in the first second.
 fn time_left(elapsed: Duration, done: u64, rest: u64) -> Option<Duration> {
     if elapsed < Duration::from_secs(1) || done == 0 {
         return None;
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn scripts_find_what_was_promised() {
+    fn reports_have_the_documented_fields() {
         let line = of_report(&report());
         assert_eq!(line["digest"], "07".repeat(32));
         for field in [
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn people_find_a_table() {
+    fn the_summary_is_a_table_without_control_characters() {
         let text = summary(&[report()]);
         assert!(
             text.contains("75.0%") && text.contains("1.5 KiB") && text.contains("10.0 MiB"),
@@ -554,11 +554,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_counts_before_its_batch_is_whole() {
+    fn blocks_count_before_their_batch_is_complete() {
         assert_eq!(done_of((0, 0), 100, 0), 100);
         assert_eq!(done_of((BATCH_BLOCKS, 1000), 1300, 0), BATCH_BLOCKS + 300);
         assert_eq!(done_of((0, 0), 9 * BATCH_BLOCKS, 0), BATCH_BLOCKS - 1);
-        // Most of three batches came before, of none all.
+        // Most of three batches was received before, none of them complete.
         let resumed = 3 * BATCH_BLOCKS - 30;
         assert_eq!(done_of((0, 0), 10, resumed), resumed + 10);
         assert_eq!(
@@ -568,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn the_total_is_the_file_whatever_of_it_is_read() {
+    fn the_total_is_the_file_with_its_holes() {
         let size = 10 << 20;
         assert_eq!(part_of(size, 0, 900), 0);
         assert_eq!(part_of(size, 450, 900), size / 2);

@@ -175,7 +175,7 @@ fn a_changed_image_is_found_out() {
     fs::write(&path, bytes).unwrap();
     let bad = world
         .run("h", &["verify", "a.img", "--json"])
-        .fails(1, &["a.img", "is not the file", "send it again"]);
+        .fails(1, &["a.img", "has changed", "send or index it again"]);
     assert_eq!(bad.json()[0]["good"], false);
 }
 
@@ -218,5 +218,5 @@ fn nothing_that_is_no_image_is_indexed() {
     fs::create_dir(world.path("empty")).unwrap();
     world
         .run("h", &["index", "empty"])
-        .fails(2, &["no image files"]);
+        .fails(2, &["no files to index"]);
 }

@@ -174,7 +174,7 @@ fn what_was_written_over_an_earlier_image_is_listed_and_dropped() {
     let gone = m.world.run("far", &["rm", "web.raw", "-y"]).ok();
     assert!(gone.out.contains("drover changes drop web.raw"), "{gone:?}");
     let shown = m.world.run("far", &["changes"]).ok().out;
-    assert!(shown.contains("the image is gone"), "{shown}");
+    assert!(shown.contains("image removed"), "{shown}");
     m.world
         .run("far", &["changes", "drop", "web.raw", "-y"])
         .ok();

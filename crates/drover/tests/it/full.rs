@@ -128,13 +128,16 @@ fn clears_up(small: &Small, way: &str) {
     assert!(ticket.starts_with("drover1"), "{ticket}");
     let broken = told(&["mounts", "break", "disk.img", "--yes"]).err;
     assert!(
-        broken.contains("may not write disk.img any more"),
+        broken.contains("revoked the write lease of disk.img"),
         "{broken}"
     );
     told(&["rm", "a.img", "--yes"]);
     told(&["changes"]);
     let dropped = told(&["changes", "drop", "disk.img", "--yes"]).out;
-    assert!(dropped.contains("dropped what mounts wrote"), "{dropped}");
+    assert!(
+        dropped.contains("dropped the changes to disk.img"),
+        "{dropped}"
+    );
     assert!(
         small.run(&["changes", "--json"]).ok().out.is_empty(),
         "{way}"

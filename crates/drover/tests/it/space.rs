@@ -117,7 +117,7 @@ fn every_file_of_a_home_is_counted_once_and_as_what_it_takes() {
         "ON DISK",
         "drover changes drop",
         "total",
-        "FILE SYSTEM OF",
+        "FILE SYSTEM",
     ] {
         assert!(table.contains(words), "{words}: {table}");
     }

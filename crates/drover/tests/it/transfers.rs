@@ -63,7 +63,7 @@ fn what_was_stopped_is_listed_and_removed_here_and_at_a_peer() {
     let rm = |home: &str, args: &[&str]| world.run(home, &[&["transfers", "rm"], args].concat());
     let dry = rm("near", &["a.img", "--at", "far", "--dry-run"]).ok().out;
     assert!(
-        dry.starts_with("would remove what has come of a.img to far"),
+        dry.starts_with("would remove the transfer of a.img to far"),
         "{dry}"
     );
     rm("near", &["a.img", "--at", "far"]).fails(2, &["--yes"]);

@@ -44,9 +44,9 @@ fn options_of_nothing_are_refused_or_say_what_they_mean() {
     let help = world.run("near", &["mount", "--help"]).ok().out;
     let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
     for says in [
-        "less than 16 chunks counts as 16 chunks",
-        "from 48 KiB to 256 MiB; less or more counts as those",
-        "0s: at once, and again whenever that is done",
+        "at least 16 chunks are kept",
+        "from 48K to 256M (values outside are clamped)",
+        "0s pushes continuously",
     ] {
         assert!(help.contains(says), "{says}: {help}");
     }

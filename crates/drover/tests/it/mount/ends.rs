@@ -48,7 +48,7 @@ fn offline_leaves_what_was_written_for_the_next_mount() {
     m.proxy.cut();
     until("the cut is seen", || m.disk()["link"] != "up");
     let would = m.unmount(&disk, &["--offline", "--dry-run"]).ok();
-    assert!(would.out.contains("kept here"), "{would:?}");
+    assert!(would.out.contains("kept for the next mount"), "{would:?}");
     assert_eq!(m.list()[0]["state"], "up");
     let ran = m.unmount(&disk, &["--offline"]).ok();
     assert!(ran.err.contains("not pushed"), "{ran:?}");
@@ -88,7 +88,7 @@ fn discard_forgets_what_was_not_pushed() {
     m.proxy.cut();
     write(&disk, 0, &[1; 65536]);
     let would = m.unmount(&disk, &["--discard", "--dry-run", "--json"]).ok();
-    assert_eq!(would.json()[0]["fate"], "thrown away");
+    assert_eq!(would.json()[0]["disposition"], "discarded");
     assert_eq!(would.json()[0]["dirty"], 65536);
     // Nobody can be asked here.
     assert_ne!(m.unmount(&disk, &["--discard"]).code, Some(0));

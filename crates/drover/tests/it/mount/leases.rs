@@ -122,11 +122,11 @@ fn a_broken_lease_ends_the_old_writer_and_lets_the_next_write() {
     };
     let ran = broken(&[]);
     assert!(
-        ran.err.contains("may not write web.raw any more"),
+        ran.err.contains("revoked the write lease of web.raw"),
         "{ran:?}"
     );
     // Nobody has it now, and a program is told so too.
-    assert!(broken(&[]).err.contains("nobody had the right"));
+    assert!(broken(&[]).err.contains("nobody held the write lease"));
     let told = broken(&["--json"]).json();
     assert_eq!(told.len(), 1);
     assert_eq!(told[0]["image"], "web.raw");

@@ -53,11 +53,14 @@ fn removing_an_image_says_what_mounts_wrote_to_it_and_leaves_that() {
     m.unmount(&disk, &[]).ok();
 
     let would = m.world.run("far", &["rm", "web.raw", "--dry-run"]).ok();
-    words(&would.out, "would forget web.raw");
+    words(&would.out, "would remove web.raw from the catalog");
     let would = ["rm", "web.raw", "--dry-run", "--json"];
     let would = m.world.run("far", &would).ok().json();
     assert_eq!(would[0]["written"], text(&overlay));
-    words(&m.world.run("far", &rm).ok().out, "forgot web.raw");
+    words(
+        &m.world.run("far", &rm).ok().out,
+        "removed web.raw from the catalog",
+    );
     // The same image comes back with it.
     m.world.run("far", &["index", text(&path)]).ok();
     assert!(m.far_bytes("web.raw") == bytes);
