@@ -7,7 +7,7 @@
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 use drover_mount::protocol::{
-    Answer, Ask, MAX_BODY, Open, Opened, check_shape, decode_message, encode_message, pieces,
+    Reply, Request, MAX_BODY, Open, Opened, check_shape, decode_message, encode_message, pieces,
 };
 use drover_net::{decode, encode};
 use libfuzzer_sys::fuzz_target;
@@ -28,20 +28,20 @@ fuzz_target!(|data: &[u8]| {
             }
         }
         1 => {
-            if let Ok(message) = decode_message::<Ask>(&payload) {
+            if let Ok(message) = decode_message::<Request>(&payload) {
                 let again = Bytes::from(encode_message(&message.head));
                 assert_eq!(
-                    decode_message::<Ask>(&again).expect("its own").head,
+                    decode_message::<Request>(&again).expect("its own").head,
                     message.head
                 );
             }
         }
         2 => {
-            if let Ok(message) = decode_message::<Answer>(&payload) {
-                if let Answer::Presence { runs, end, .. } = &message.head {
+            if let Ok(message) = decode_message::<Reply>(&payload) {
+                if let Reply::Presence { runs, end, .. } = &message.head {
                     presence(runs, *end);
                 }
-                if let Answer::Chunks {
+                if let Reply::Chunks {
                     first,
                     count,
                     zeros,

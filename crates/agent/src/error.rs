@@ -283,7 +283,7 @@ pub fn kind_of(error: &(dyn StdError + 'static)) -> Kind {
         }
         if let Some(e) = cause.downcast_ref::<MountError>() {
             return Some(refused(match e {
-                MountError::Refused(_) | MountError::Denied(_) => true,
+                MountError::Refused(_) | MountError::CannotConnect(_) => true,
                 MountError::Net(e) => e.refused(),
                 _ => false,
             }));
@@ -350,7 +350,7 @@ mod tests {
             reason: "no key".into(),
         };
         assert_eq!(Error::from(TeleportError::from(e)).kind(), Kind::Refused);
-        let denied = Error::from(MountError::Denied("lyon: no".into()));
+        let denied = Error::from(MountError::CannotConnect("lyon: no".into()));
         assert_eq!(denied.context("cannot show it").kind(), Kind::Refused);
         let away = MountError::Unreachable("lyon is away".into());
         assert_eq!(Error::from(away).kind(), Kind::Failed);

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 
-use drover_mount::server::Counted;
+use drover_mount::server::MountCounts;
 use drover_teleport::SiteStatus;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
@@ -203,7 +203,7 @@ fn program(page: &mut Page<'_>, m: &Metrics, now: &Status) -> fmt::Result {
 }
 
 /// Images of this site that other sites have mounted.
-fn served(page: &mut Page<'_>, now: &Counted, leases: Option<usize>) -> fmt::Result {
+fn served(page: &mut Page<'_>, now: &MountCounts, leases: Option<usize>) -> fmt::Result {
     page.each(
         "served_mounts",
         "Mounts of this site's images that are connected.",
@@ -211,7 +211,11 @@ fn served(page: &mut Page<'_>, now: &Counted, leases: Option<usize>) -> fmt::Res
         [("write", now.writers), ("read", now.readers)]
             .map(|(access, n)| ([access.to_string()], ConstGauge::new(n))),
     )?;
-    page.gauge("served_lanes", "Connections of these mounts.", now.lanes)?;
+    page.gauge(
+        "served_lanes",
+        "Connections of these mounts.",
+        now.connections,
+    )?;
     let help = "Images that are open for mounts.";
     page.gauge("served_images", help, now.images)?;
     let help = "Writers' leases, of mounts that are connected or not.";
@@ -490,13 +494,13 @@ mod tests {
                 matcher: vec![("c1 hits".into(), 4), ("pages".into(), 9)],
                 ..SiteStatus::default()
             }),
-            served: Some(Counted {
+            served: Some(MountCounts {
                 writers: 1,
                 readers: 2,
                 reads_background: 7,
                 refused: vec![("leased".into(), 3)],
                 failed: vec![("io".into(), 0)],
-                ..Counted::default()
+                ..MountCounts::default()
             }),
             leases: Some(4),
             mounts: vec![up, mount("dead", State::Dead)],

@@ -1,6 +1,6 @@
 //! How a site is. `drover status --json` prints it as it is; its table and the metrics are made of it.
 
-use drover_mount::server::Counted;
+use drover_mount::server::MountCounts;
 use drover_teleport::SiteStatus;
 use serde::{Deserialize, Serialize};
 
@@ -40,7 +40,7 @@ pub struct Status {
     /// What the teleport layer says of itself; none for a teleporter.
     pub site: Option<SiteStatus>,
     /// What is served to mounts of other sites; none for a teleporter.
-    pub served: Option<Counted>,
+    pub served: Option<MountCounts>,
     /// Writers' leases, where they can be read.
     pub leases: Option<usize>,
     /// What is mounted here, by processes of their own.

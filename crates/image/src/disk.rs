@@ -26,14 +26,14 @@ pub enum Trust {
     Anywhere,
 }
 
-/// One file that has bytes of the disk.
+/// ChainLink file that has bytes of the disk.
 struct Medium {
     content: Arc<dyn ReadAt>,
     /// Its runs that are not holes, sorted and apart.
     present: Vec<Range<u64>>,
 }
 
-/// One image of a backing chain.
+/// ChainLink image of a backing chain.
 struct Layer {
     mapping: Box<dyn Mapping>,
     files: Vec<Medium>,

@@ -63,7 +63,7 @@ struct Region {
 }
 
 /// What the metadata region says of the disk.
-struct Facts {
+struct DiskMetadata {
     size: u64,
     block: u64,
     sector: u64,
@@ -215,7 +215,7 @@ fn regions(file: &Reader) -> Result<(Region, Region), ImageError> {
         .ok_or_else(|| file.damaged(FIELD, "the block table or the metadata is missing"))
 }
 
-fn facts(file: &Reader, region: Region) -> Result<Facts, ImageError> {
+fn facts(file: &Reader, region: Region) -> Result<DiskMetadata, ImageError> {
     const FIELD: &str = "metadata";
     if region.len < REGION_TABLE_BYTES as u64 {
         return Err(file.damaged(FIELD, format!("a region of {} bytes", region.len)));
@@ -271,7 +271,7 @@ fn facts(file: &Reader, region: Region) -> Result<Facts, ImageError> {
     if size % sector != 0 {
         return Err(file.damaged("disk size", format!("{size} bytes")));
     }
-    Ok(Facts {
+    Ok(DiskMetadata {
         size,
         block,
         sector,

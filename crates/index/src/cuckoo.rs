@@ -66,9 +66,9 @@ impl Bucket {
 
 /// How many guests each bucket has: four bits a bucket.
 #[derive(Default)]
-struct Guests(Vec<u8>);
+struct DisplacedCounts(Vec<u8>);
 
-impl Guests {
+impl DisplacedCounts {
     fn get(&self, bucket: u32) -> usize {
         let byte = self.0[bucket as usize / 2];
         usize::from(byte >> (4 * (bucket % 2)) & 0xf)
@@ -92,7 +92,7 @@ pub(crate) struct Key {
 
 /// An entry that was found by its fingerprint, or pushed out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Found {
+pub(crate) struct CacheEntry {
     /// A bucket it belongs to.
     pub bucket: u32,
     /// Its fingerprint.
@@ -101,7 +101,7 @@ pub(crate) struct Found {
     pub payload: u32,
 }
 
-impl Found {
+impl CacheEntry {
     /// The key that leads to it.
     pub(crate) fn key(self) -> Key {
         Key {
@@ -114,12 +114,12 @@ impl Found {
 /// At most eight entries with the fingerprint of a key.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Candidates {
-    found: [Found; 2 * SLOTS],
+    found: [CacheEntry; 2 * SLOTS],
     len: usize,
 }
 
 impl Candidates {
-    pub(crate) fn as_slice(&self) -> &[Found] {
+    pub(crate) fn as_slice(&self) -> &[CacheEntry] {
         &self.found[..self.len]
     }
 }
@@ -133,7 +133,7 @@ pub(crate) struct CuckooLru {
     fingerprint_bits: u32,
     /// What a fingerprint is xored into a bucket as.
     alternate: Vec<u32>,
-    guests: Guests,
+    guests: DisplacedCounts,
     len: usize,
 }
 
@@ -150,7 +150,7 @@ impl CuckooLru {
         let buckets = parts * (mask as usize + 1);
         CuckooLru {
             buckets: vec![Bucket::default(); buckets],
-            guests: Guests(vec![0; buckets.div_ceil(2)]),
+            guests: DisplacedCounts(vec![0; buckets.div_ceil(2)]),
             parts: parts as u32,
             mask,
             fingerprint_bits,
@@ -273,7 +273,7 @@ impl CuckooLru {
 
     /// The entries with the key's fingerprint, most recently used first in each bucket.
     pub(crate) fn candidates(&self, key: Key) -> Candidates {
-        let none = Found {
+        let none = CacheEntry {
             bucket: 0,
             fingerprint: 0,
             payload: 0,
@@ -288,7 +288,7 @@ impl CuckooLru {
             for &e in &self.buckets[bucket as usize].0 {
                 let (fingerprint, payload) = self.split(e);
                 if fingerprint == key.fingerprint {
-                    c.found[c.len] = Found {
+                    c.found[c.len] = CacheEntry {
                         bucket,
                         fingerprint,
                         payload,
@@ -348,7 +348,7 @@ impl CuckooLru {
 
     /// Inserts an entry at the top of its bucket, or moves it there. Another entry may be pushed
     /// out of the cache; it comes back with one of the buckets it belonged to.
-    pub(crate) fn insert(&mut self, key: Key, payload: u32) -> Option<Found> {
+    pub(crate) fn insert(&mut self, key: Key, payload: u32) -> Option<CacheEntry> {
         if self.contains(key, payload) {
             self.touch(key, payload);
             return None;
@@ -372,9 +372,9 @@ impl CuckooLru {
         self.move_on(key.bucket, out)
     }
 
-    fn found(&self, bucket: u32, entry: u32) -> Found {
+    fn found(&self, bucket: u32, entry: u32) -> CacheEntry {
         let (fingerprint, payload) = self.split(entry);
-        Found {
+        CacheEntry {
             bucket,
             fingerprint,
             payload,
@@ -390,7 +390,7 @@ impl CuckooLru {
     /// Finds a place for an entry that fell out of `from`: a free slot, a guest's, or that of
     /// another entry that moves on in turn. It is put below the regulars, for it was the least
     /// recently used where it comes from.
-    fn move_on(&mut self, from: u32, entry: u32) -> Option<Found> {
+    fn move_on(&mut self, from: u32, entry: u32) -> Option<CacheEntry> {
         let room = self.capacity() - self.len;
         let kicks = if room * FULL_SHARE > self.capacity() {
             KICKS

@@ -12,7 +12,7 @@ use crate::head::{head_from_bits, pack_heads};
 use crate::page::{Bits, PAGE_BYTES, PER_PAGE, Page, crc, is_sealed, seal};
 
 /// A sync that can be made later, without whoever it was got from.
-pub type Syncer = Box<dyn FnOnce() -> io::Result<()> + Send>;
+pub type DeferredSync = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
 const MAGIC: [u8; 8] = *b"DRVRHSH1";
 const VERSION: u32 = 2;
@@ -281,20 +281,20 @@ impl HashFile {
     }
 
     /// Writes everything. [`mark_complete`](Self::mark_complete) follows once it is durable.
-    pub(crate) fn write_out(&mut self) -> io::Result<[Syncer; 2]> {
+    pub(crate) fn write_out(&mut self) -> io::Result<[DeferredSync; 2]> {
         self.flush()?;
         self.write_tail(self.tail.len())?;
-        Ok([syncer(&self.hash), syncer(&self.side)])
+        Ok([deferred_sync(&self.hash), deferred_sync(&self.side)])
     }
 
     /// Says in the header that everything is there.
-    pub(crate) fn mark_complete(&mut self) -> io::Result<Syncer> {
+    pub(crate) fn mark_complete(&mut self) -> io::Result<DeferredSync> {
         let header = Header {
             complete: true,
             ..self.header
         };
         self.side.write_at(&header.to_bytes(), 0)?;
-        let sync = syncer(&self.side);
+        let sync = deferred_sync(&self.side);
         self.header = header;
         self.pages = self.header.blocks.div_ceil(PER_PAGE as u64);
         self.tail = Vec::new();
@@ -374,7 +374,7 @@ impl HashFile {
     }
 }
 
-fn syncer(file: &Arc<dyn File>) -> Syncer {
+fn deferred_sync(file: &Arc<dyn File>) -> DeferredSync {
     let file = Arc::clone(file);
     Box::new(move || file.sync())
 }

@@ -25,7 +25,7 @@ use drover_storage::Directory;
 pub use config::{AnchorPolicy, Layout, MatcherConfig};
 pub use finish::Finishing;
 pub use plan::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
-pub(crate) use shared::Shared;
+pub(crate) use shared::MatcherContext;
 pub use stats::{CacheStats, ImageInfo, MatcherStats, OpenReport, Repair};
 pub use trim::{MAX_FREED, Trim, Trimmed};
 
@@ -82,7 +82,7 @@ pub struct Matcher {
     config: MatcherConfig,
     recent: Recent,
     sequences: SequenceCache,
-    shared: Shared,
+    shared: MatcherContext,
     repeats: Repeats,
     /// Complete images that C0 and C1 cannot name.
     older: BTreeMap<ImageId, Header>,

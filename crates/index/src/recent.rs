@@ -9,7 +9,9 @@ use drover_core::Digest;
 
 use crate::cuckoo::{CuckooLru, Key};
 use crate::hash_file::{Damaged, HashFile};
-use crate::matcher::{AnchorPolicy, CacheStats, ImageId, MatcherConfig, Repair, Shared, Via};
+use crate::matcher::{
+    AnchorPolicy, CacheStats, ImageId, MatcherConfig, MatcherContext, Repair, Via,
+};
 use crate::page::{PER_PAGE, Page};
 pub(crate) use numbers::{Numbers, Region};
 
@@ -46,7 +48,7 @@ pub(crate) struct RecentHit {
 
 /// Which caches a block is looked up in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Ask {
+pub(crate) struct Lookup {
     pub strong: bool,
     /// Any head.
     pub head: bool,
@@ -88,7 +90,7 @@ impl Recent {
     }
 
     /// Removes an image and every entry that names it.
-    pub(crate) fn release(&mut self, slot: u8, shared: &mut Shared) -> Option<Slot> {
+    pub(crate) fn release(&mut self, slot: u8, shared: &mut MatcherContext) -> Option<Slot> {
         let gone = self.slots.get_mut(usize::from(slot))?.take()?;
         self.sweep(slot);
         shared.pages.forget(u32::from(slot), None);
@@ -129,7 +131,12 @@ impl Recent {
 
     /// A page of a recent image. `None` when there is none such; one that is damaged or cannot be
     /// read is reported and is empty from then on.
-    pub(crate) fn page(&mut self, slot: u8, no: u64, shared: &mut Shared) -> Option<Arc<Page>> {
+    pub(crate) fn page(
+        &mut self,
+        slot: u8,
+        no: u64,
+        shared: &mut MatcherContext,
+    ) -> Option<Arc<Page>> {
         let s = self.slots.get_mut(usize::from(slot))?.as_mut()?;
         if !s.file.is_settled(no) {
             return s.file.page(no).ok().flatten().map(Arc::new);
@@ -156,8 +163,8 @@ impl Recent {
     pub(crate) fn lookup(
         &mut self,
         digest: &Digest,
-        ask: Ask,
-        shared: &mut Shared,
+        ask: Lookup,
+        shared: &mut MatcherContext,
     ) -> Option<RecentHit> {
         let key1 = self.c1.key(digest);
         self.c1_stats.lookups += 1;
@@ -200,7 +207,7 @@ impl Recent {
         via: Via,
         key: Key,
         digest: &Digest,
-        shared: &mut Shared,
+        shared: &mut MatcherContext,
     ) -> Option<RecentHit> {
         let candidates = self.cache(via).0.candidates(key);
         for found in candidates.as_slice() {

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use drover_core::{Digest, Head};
 use drover_storage::Directory;
 
-use crate::cuckoo::{CuckooLru, Found};
-use crate::matcher::{CacheStats, MatcherConfig, Repair, SequenceStore, Shared};
+use crate::cuckoo::{CacheEntry, CuckooLru};
+use crate::matcher::{CacheStats, MatcherConfig, MatcherContext, Repair, SequenceStore};
 use crate::page::{PER_PAGE, Page};
 
 pub(crate) use file::{HASH, Header, SIDE, SequenceFile, on_disk, record_offset};
@@ -71,14 +71,14 @@ impl SequenceCache {
     }
 
     /// A segment's page if it need not be read.
-    fn in_memory(&mut self, no: u32, shared: &mut Shared) -> Option<Arc<Page>> {
+    fn in_memory(&mut self, no: u32, shared: &mut MatcherContext) -> Option<Arc<Page>> {
         let changed = self.file.in_memory(no);
         changed.or_else(|| shared.pages.get((FILE, no)))
     }
 
     /// A segment's page; one that is damaged or cannot be read is dropped and reported, and is
     /// empty from then on.
-    pub(crate) fn page(&mut self, no: u32, shared: &mut Shared) -> Arc<Page> {
+    pub(crate) fn page(&mut self, no: u32, shared: &mut MatcherContext) -> Arc<Page> {
         if let Some(page) = self.file.in_memory(no) {
             return page;
         }
@@ -98,7 +98,11 @@ impl SequenceCache {
     }
 
     /// Looks `digest` up; a hit moves to the top of its bucket.
-    pub(crate) fn lookup(&mut self, digest: &Digest, shared: &mut Shared) -> Option<SequenceHit> {
+    pub(crate) fn lookup(
+        &mut self,
+        digest: &Digest,
+        shared: &mut MatcherContext,
+    ) -> Option<SequenceHit> {
         self.stats.lookups += 1;
         let (hit, false_matches) = self.search(digest, shared);
         self.stats.false_matches += false_matches;
@@ -116,7 +120,11 @@ impl SequenceCache {
         self.c2.len() * 100 >= self.c2.capacity() * FILLING_PERCENT || self.file.is_filling()
     }
 
-    fn search(&mut self, digest: &Digest, shared: &mut Shared) -> (Option<SequenceHit>, u64) {
+    fn search(
+        &mut self,
+        digest: &Digest,
+        shared: &mut MatcherContext,
+    ) -> (Option<SequenceHit>, u64) {
         let mut false_matches = 0;
         let key = self.c2.key(digest);
         if !self.c2.may_contain(key) {
@@ -138,7 +146,7 @@ impl SequenceCache {
     }
 
     /// Whether the page holds a digest that the entry can be of.
-    fn explains(&self, page: &Page, entry: Found) -> bool {
+    fn explains(&self, page: &Page, entry: CacheEntry) -> bool {
         page.any(|d| {
             self.c2.fingerprint(d) == entry.fingerprint
                 && self.c2.same_entry(self.c2.key(d), entry.key())
@@ -156,7 +164,7 @@ impl SequenceCache {
         from: u64,
         hit: usize,
         out: &mut Vec<SequenceStore>,
-        shared: &mut Shared,
+        shared: &mut MatcherContext,
     ) {
         let mut at = 0;
         while at < digests.len() {
@@ -212,7 +220,7 @@ impl SequenceCache {
 
     /// After an entry was pushed out of C2: a sequence that no other entry leads to goes as well
     /// (§2.14), if that takes no read. Else its place is used again with its segment's.
-    fn pushed_out(&mut self, entry: Option<Found>, shared: &mut Shared) {
+    fn pushed_out(&mut self, entry: Option<CacheEntry>, shared: &mut MatcherContext) {
         let Some(entry) = entry else { return };
         self.stats.evictions += 1;
         let no = entry.payload;
@@ -235,7 +243,7 @@ impl SequenceCache {
     }
 
     /// Evicts everything in a segment that is to be used again.
-    fn recycle(&mut self, no: u32, shared: &mut Shared) {
+    fn recycle(&mut self, no: u32, shared: &mut MatcherContext) {
         let page = self.page(no, shared);
         self.evicted += u64::from(page.start.count());
         for (_, d) in page.iter() {
@@ -250,7 +258,7 @@ impl SequenceCache {
     ///
     /// # Errors
     /// What writing repairs reports.
-    pub(crate) fn rebuild(&mut self, shared: &mut Shared) -> io::Result<()> {
+    pub(crate) fn rebuild(&mut self, shared: &mut MatcherContext) -> io::Result<()> {
         self.c2.clear();
         for no in 0..self.file.segments() {
             let page = self.page(no, shared);
@@ -273,7 +281,7 @@ impl SequenceCache {
     }
 
     /// Writes what changed; when that fails, forgets it.
-    pub(crate) fn flush_or_forget(&mut self, shared: &mut Shared) -> bool {
+    pub(crate) fn flush_or_forget(&mut self, shared: &mut MatcherContext) -> bool {
         if self.flush(shared).is_ok() {
             return true;
         }
@@ -288,7 +296,7 @@ impl SequenceCache {
     }
 
     /// Writes what changed.
-    pub(crate) fn flush(&mut self, shared: &mut Shared) -> io::Result<()> {
+    pub(crate) fn flush(&mut self, shared: &mut MatcherContext) -> io::Result<()> {
         self.file
             .flush(|no, page| shared.pages.put((FILE, no), page))
     }

@@ -14,7 +14,7 @@ use drover_device::backend::MemoryDevice;
 use drover_device::remote::{Chunks, Fetched, Link, Local, Remote};
 use drover_mount::client::{Client, Connecting, Connector, Options};
 use drover_mount::server::{Base, Config, Images, Server};
-use drover_net::service::Call;
+use drover_net::service::IncomingCall;
 use drover_net::{ConnectOptions, Identity, Listener, Peer, Refusal, Rights, connect};
 use drover_store::lease::Access;
 use parking_lot::{Condvar, Mutex};
@@ -62,7 +62,7 @@ async fn serve(identity: Identity, address: &str, mib: u64) {
                 rights: Rights::PEER,
             };
             let (_go, stop) = watch::channel(false);
-            let Ok(call) = Call::take(connection, stop).await else {
+            let Ok(call) = IncomingCall::receive(connection, stop).await else {
                 return;
             };
             let served = server.serve_connection(peer, call);
@@ -162,7 +162,7 @@ async fn pull(identity: Identity, address: &str, chunk: u32, connections: usize)
         sink.state.lock().shape = (u64::from(shape.chunk), shape.chunks());
         let weak: Weak<Sink> = Arc::downgrade(&sink);
         client.attach(weak);
-        let ask = |index: u64| {
+        let request = |index: u64| {
             let mut state = sink.state.lock();
             state.wanted = Some(index);
             state.got = false;
@@ -179,7 +179,7 @@ async fn pull(identity: Identity, address: &str, chunk: u32, connections: usize)
             }
             asked.elapsed()
         };
-        ask(0);
+        request(0);
         println!("first chunk after {:?}", began.elapsed());
         sink.state.lock().pulling = true;
         client.kick();
@@ -190,7 +190,7 @@ async fn pull(identity: Identity, address: &str, chunk: u32, connections: usize)
         loop {
             let index = random.u64(0..shape.chunks());
             if !sink.state.lock().here.contains_key(&index) {
-                let wait = ask(index);
+                let wait = request(index);
                 if started.elapsed() > Duration::from_secs(1) {
                     waits.push(wait);
                 }

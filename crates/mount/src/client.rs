@@ -1,6 +1,5 @@
 //! The mount's side: an image of another site as the far side of a managed device, or as a device of its own.
 
-mod answers;
 mod backlog;
 mod completion;
 mod connector;
@@ -10,6 +9,7 @@ mod link;
 mod open;
 mod options;
 pub(crate) mod presence;
+mod replies;
 pub(crate) mod scheduler;
 mod verify;
 
@@ -31,18 +31,18 @@ use tokio::time::Instant;
 
 use crate::MountError;
 use crate::compress::Packer;
-use crate::protocol::{Answer, Ask, Coding, Opened};
+use crate::protocol::{Coding, Opened, Reply, Request};
 
 pub use connector::{ConnectError, Connecting, Connector};
 pub use options::{COMMIT_LIMIT, FIRST_CONTACT, GIVE_UP, Options};
 
-use inner::{CLOSE_WAIT, Inner, Rate, Reply, State, read};
+use inner::{CLOSE_WAIT, ClientState, Inner, Rate, ReplyTo, read};
 use presence::Pages;
 use scheduler::{Job, Scheduler};
 use verify::Workers;
 
 /// How often is looked for requests that have waited too long.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
+const EXPIRE_EVERY: Duration = Duration::from_millis(250);
 
 /// An image of another site.
 pub struct Client {
@@ -79,7 +79,7 @@ impl Client {
         })?;
         let inner = Arc::new(Inner {
             committed: AtomicU64::new(opened.identity.epoch),
-            state: Mutex::new(State {
+            state: Mutex::new(ClientState {
                 scheduler: Scheduler::new(opened.shape(), options.window),
                 connections: Vec::new(),
                 wires: Vec::new(),
@@ -109,10 +109,10 @@ impl Client {
         workers.run(&inner)?;
         let up = {
             let _inside = runtime.enter();
-            first.map(|first| link::Up::first(&inner, first))
+            first.map(|first| link::LiveLink::first(&inner, first))
         };
         runtime.spawn(link::keep(inner.clone(), connector, up));
-        runtime.spawn(look(Arc::downgrade(&inner)));
+        runtime.spawn(expire_requests(Arc::downgrade(&inner)));
         runtime.spawn(pace(Arc::downgrade(&inner), inner.paced.clone()));
         Ok(Self { inner })
     }
@@ -160,10 +160,10 @@ impl Client {
     }
 
     /// Asks and waits for the answer; for threads that may block.
-    pub(crate) fn direct(&self, ask: Ask, body: Bytes) -> Waiting {
+    pub(crate) fn direct(&self, request: Request, body: Bytes) -> PendingReply {
         let (say, hear) = std::sync::mpsc::sync_channel(1);
-        self.inner.ask(ask, body, Reply::Direct(say));
-        Waiting {
+        self.inner.send_request(request, body, ReplyTo::Direct(say));
+        PendingReply {
             hear,
             limit: self.inner.options.give_up + CLOSE_WAIT,
         }
@@ -171,14 +171,14 @@ impl Client {
 }
 
 /// An answer to come.
-pub(crate) struct Waiting {
-    hear: std::sync::mpsc::Receiver<Result<(Answer, Bytes), DeviceError>>,
+pub(crate) struct PendingReply {
+    hear: std::sync::mpsc::Receiver<Result<(Reply, Bytes), DeviceError>>,
     limit: Duration,
 }
 
-impl Waiting {
+impl PendingReply {
     /// The answer.
-    pub(crate) fn wait(self) -> Result<(Answer, Bytes), DeviceError> {
+    pub(crate) fn wait(self) -> Result<(Reply, Bytes), DeviceError> {
         self.hear
             .recv_timeout(self.limit)
             .unwrap_or(Err(DeviceError::Closed))
@@ -192,9 +192,9 @@ impl Drop for Client {
 }
 
 /// Fails what has waited too long.
-async fn look(inner: Weak<Inner>) {
+async fn expire_requests(inner: Weak<Inner>) {
     loop {
-        tokio::time::sleep(LOOK_EVERY).await;
+        tokio::time::sleep(EXPIRE_EVERY).await;
         let Some(inner) = inner.upgrade() else {
             return;
         };
@@ -208,7 +208,7 @@ async fn look(inner: Weak<Inner>) {
             inner.cut_link();
         }
         for (job, runs) in late {
-            let why = inner.why_not(&job.ask);
+            let why = inner.timeout_error(&job.request);
             inner.fail(job, &runs, &why);
         }
     }
@@ -252,7 +252,7 @@ impl Remote for Client {
             if self.inner.local.set(local).is_err() {
                 return;
             }
-            self.inner.tell_link(&state);
+            self.inner.notify_link(&state);
         }
         self.inner.pump();
     }
@@ -269,18 +269,18 @@ impl Remote for Client {
             let mut state = inner.state.lock();
             let (hurried, rest) = state.scheduler.hurry(run, deadline);
             inner.completions.hurry(run);
-            for (connection, ask) in hurried {
-                state.send(connection, ask, Bytes::new());
+            for (connection, request) in hurried {
+                state.send(connection, request, Bytes::new());
             }
             missing.extend(rest);
         }
         for run in missing {
             inner.put(Job {
-                ask: read(run, false),
+                request: read(run, false),
                 body: Bytes::new(),
                 deadline,
                 again: false,
-                to: Reply::Chunks,
+                to: ReplyTo::Chunks,
             });
         }
         inner.issue();
@@ -291,13 +291,13 @@ impl Remote for Client {
     }
 
     fn presence(&self, chunks: Chunks, done: PresenceDone) {
-        let ask = Ask::Presence {
+        let request = Request::Presence {
             id: 0,
             first: chunks.first,
             count: chunks.count,
         };
-        let to = Reply::Presence(done, Pages::of(chunks));
-        self.inner.ask(ask, Bytes::new(), to);
+        let to = ReplyTo::Presence(done, Pages::of(chunks));
+        self.inner.send_request(request, Bytes::new(), to);
     }
 
     fn push(&self, epoch: Epoch, changes: Vec<Change>, done: Done) {
@@ -311,49 +311,52 @@ impl Remote for Client {
         let parts = parts.collect::<Vec<_>>();
         let mut done = completion::all(parts.len(), done);
         for part in parts {
-            let (ask, body) = match part {
+            let (request, body) = match part {
                 Change::Write(offset, bytes) => {
                     let length = bytes.len() as u32;
                     let (coding, body) = self.inner.pack(bytes);
-                    let ask = Ask::Write {
+                    let request = Request::Write {
                         id: 0,
                         epoch: epoch.0,
                         offset,
                         length,
                         coding,
                     };
-                    (ask, body)
+                    (request, body)
                 }
                 Change::Zero(offset, length) => {
-                    let ask = Ask::Zero {
+                    let request = Request::Zero {
                         id: 0,
                         epoch: epoch.0,
                         offset,
                         length,
                     };
-                    (ask, Bytes::new())
+                    (request, Bytes::new())
                 }
             };
-            self.inner.ask(ask, body, Reply::Done(done()));
+            self.inner
+                .send_request(request, body, ReplyTo::Done(done()));
         }
     }
 
     fn staged(&self, epoch: Epoch, from: u64, done: StagedDone) {
-        let ask = Ask::Staged {
+        let request = Request::Staged {
             id: 0,
             epoch: epoch.0,
             from,
         };
-        self.inner.ask(ask, Bytes::new(), Reply::Staged(done));
+        self.inner
+            .send_request(request, Bytes::new(), ReplyTo::Staged(done));
     }
 
     fn commit(&self, epoch: Epoch, covers: u64, done: Done) {
-        let ask = Ask::Commit {
+        let request = Request::Commit {
             id: 0,
             epoch: epoch.0,
             covers,
         };
-        self.inner.ask(ask, Bytes::new(), Reply::Done(done));
+        self.inner
+            .send_request(request, Bytes::new(), ReplyTo::Done(done));
     }
 
     fn committed(&self) -> Epoch {
@@ -414,11 +417,11 @@ impl Remote for Client {
             });
         });
         let job = Job {
-            ask: Ask::Close { id: 0 },
+            request: Request::Close { id: 0 },
             body: Bytes::new(),
             deadline: inner.now() + CLOSE_WAIT,
             again: false,
-            to: Reply::Done(done),
+            to: ReplyTo::Done(done),
         };
         inner.put(job);
         inner.issue();

@@ -9,9 +9,9 @@ use drover_core::{
 };
 use parking_lot::Mutex;
 
-use crate::client::{Client, Waiting};
+use crate::client::{Client, PendingReply};
 use crate::compress::Unpacker;
-use crate::protocol::{Answer, Ask, Coding, MAX_DIRECT};
+use crate::protocol::{Coding, MAX_DIRECT, Reply, Request};
 
 /// Unpackers that are kept for the next read.
 const SPARE_UNPACKERS: usize = 8;
@@ -55,14 +55,14 @@ impl RemoteDevice {
         Ok(())
     }
 
-    fn done(&self, ask: Ask) -> Result<(), DeviceError> {
-        done(self.client.direct(ask, Bytes::new()))
+    fn done(&self, request: Request) -> Result<(), DeviceError> {
+        done(self.client.direct(request, Bytes::new()))
     }
 }
 
-fn done(waiting: Waiting) -> Result<(), DeviceError> {
+fn done(waiting: PendingReply) -> Result<(), DeviceError> {
     match waiting.wait()?.0 {
-        Answer::Done { .. } => Ok(()),
+        Reply::Done { .. } => Ok(()),
         _ => Err(strange()),
     }
 }
@@ -92,16 +92,16 @@ impl BlockDevice for RemoteDevice {
         check_range(offset, buffer.len() as u64, self.size)?;
         let asked: Vec<_> = parts(offset, buffer.len())
             .map(|(offset, range)| {
-                let ask = Ask::DirectRead {
+                let request = Request::DirectRead {
                     id: 0,
                     offset,
                     length: range.len() as u32,
                 };
-                (self.client.direct(ask, Bytes::new()), range)
+                (self.client.direct(request, Bytes::new()), range)
             })
             .collect();
         for (waiting, range) in asked {
-            let (Answer::Bytes { coding, .. }, body) = waiting.wait()? else {
+            let (Reply::Bytes { coding, .. }, body) = waiting.wait()? else {
                 return Err(strange());
             };
             let into = &mut buffer[range];
@@ -133,13 +133,13 @@ impl BlockDevice for RemoteDevice {
             .map(|(offset, range)| {
                 let length = range.len() as u32;
                 let (coding, body) = self.client.pack(Bytes::copy_from_slice(&data[range]));
-                let ask = Ask::DirectWrite {
+                let request = Request::DirectWrite {
                     id: 0,
                     offset,
                     length,
                     coding,
                 };
-                self.client.direct(ask, body)
+                self.client.direct(request, body)
             })
             .collect();
         asked.into_iter().try_for_each(done)
@@ -148,7 +148,7 @@ impl BlockDevice for RemoteDevice {
     fn write_zeroes(&self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), DeviceError> {
         check_range(offset, length, self.size)?;
         self.may_write()?;
-        self.done(Ask::DirectZero {
+        self.done(Request::DirectZero {
             id: 0,
             offset,
             length,
@@ -160,7 +160,7 @@ impl BlockDevice for RemoteDevice {
     fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
         check_range(offset, length, self.size)?;
         self.may_write()?;
-        self.done(Ask::DirectTrim {
+        self.done(Request::DirectTrim {
             id: 0,
             offset,
             length,
@@ -171,17 +171,18 @@ impl BlockDevice for RemoteDevice {
         if self.capabilities.read_only {
             return Ok(());
         }
-        self.done(Ask::DirectFlush { id: 0 })
+        self.done(Request::DirectFlush { id: 0 })
     }
 
     fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
         check_range(offset, length, self.size)?;
-        let ask = Ask::DirectExtents {
+        let request = Request::DirectExtents {
             id: 0,
             offset,
             length,
         };
-        let Answer::Extents { runs, .. } = self.client.direct(ask, Bytes::new()).wait()?.0 else {
+        let Reply::Extents { runs, .. } = self.client.direct(request, Bytes::new()).wait()?.0
+        else {
             return Err(strange());
         };
         let mut at = offset;

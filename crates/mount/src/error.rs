@@ -15,7 +15,7 @@ pub enum MountError {
     Refused(Refusal),
     /// There is no connection, and trying again cannot help.
     #[error("{0}")]
-    Denied(String),
+    CannotConnect(String),
     /// The other side broke the protocol.
     #[error("{peer} broke the protocol of mounts: {what}")]
     Protocol {
@@ -29,7 +29,7 @@ pub enum MountError {
     Unreachable(String),
     /// A file of the site's state cannot be used.
     #[error("{path}: {reason}", path = path.display())]
-    State {
+    StateFile {
         /// Which.
         path: std::path::PathBuf,
         /// Why not.
@@ -43,7 +43,7 @@ pub enum MountError {
 impl MountError {
     /// A file of the site's state cannot be used.
     pub(crate) fn state(path: &Path, reason: impl Into<String>) -> Self {
-        Self::State {
+        Self::StateFile {
             path: path.to_owned(),
             reason: reason.into(),
         }

@@ -11,7 +11,7 @@
 //! - No chunk is used whose bytes do not have the digest that the site claims.
 //! - The site is at all times in a state that the mounted device really had: writes count by whole epochs.
 //! - What has arrived of an epoch is not sent again after a cut, or after a restart of the site: the mount asks
-//!   ([`Ask::Staged`]) and sends the rest.
+//!   ([`Request::Staged`]) and sends the rest.
 //! - Either side, and the link, may go at any time; nothing that was acknowledged is lost.
 //!
 //! # Non-goals
@@ -21,12 +21,12 @@
 //! # Course of a mount
 //! A mount is several connections to the site, each a call with an [`Open`] that names the same mount.
 //! The site replies to each with [`Opened`], or refuses it. From then on the mount
-//! asks ([`Ask`]) and the site answers ([`Answer`]) in any order, matched by id; a request and all of its answer stay
+//! asks ([`Request`]) and the site answers ([`Reply`]) in any order, matched by id; a request and all of its answer stay
 //! on one connection. Requests may follow the open without waiting for its answer: a mount whose cache is empty asks so for the
 //! chunks that it needs first.
 //!
 //! Background answers obey a **credit** in bytes of the link, for the mount as a whole: the mount says on each connection how
-//! many bytes arrived on it and how many may be under way in all ([`Ask::Credit`]). So what is under way is exactly
+//! many bytes arrived on it and how many may be under way in all ([`Request::Credit`]). So what is under way is exactly
 //! what the mount's [`Window`](drover_net::group::Window) allows, however well the chunks compress, and
 //! everything else that was asked for waits at the site, where a waited-for read overtakes it.
 //!
@@ -79,10 +79,10 @@ pub const MAX_UNIT: u32 = 256 << 10;
 /// Bytes that one direct read or write covers at most.
 pub const MAX_DIRECT: u32 = 1 << 20;
 
-/// Runs in one [`Answer::Presence`], [`Answer::Extents`] or [`Answer::Staged`] at most.
+/// Runs in one [`Reply::Presence`], [`Reply::Extents`] or [`Reply::Staged`] at most.
 pub const MAX_RUNS: usize = 2048;
 
-/// Digests in one [`Answer::Digests`] at most.
+/// Digests in one [`Reply::Digests`] at most.
 pub const MAX_DIGESTS: u32 = 1024;
 
 /// Connections of a mount at most.
@@ -106,10 +106,10 @@ pub const KEEP_ALIVE: KeepAlive = KeepAlive {
 
 /// Frame kinds.
 pub mod kind {
-    /// An [`Ask`](super::Ask) and its body.
-    pub const ASK: u8 = 0x60;
-    /// An [`Answer`](super::Answer) and its body.
-    pub const ANSWER: u8 = 0x61;
+    /// An [`Request`](super::Request) and its body.
+    pub const REQUEST: u8 = 0x60;
+    /// An [`Reply`](super::Reply) and its body.
+    pub const REPLY: u8 = 0x61;
 }
 
 /// What a connection carries.
@@ -236,10 +236,10 @@ pub enum Coding {
     Zstd,
 }
 
-/// What a mount asks. Every id is new on its connection; but for [`Ask::Credit`] and [`Ask::Hurry`] each is answered.
+/// What a mount asks. Every id is new on its connection; but for [`Request::Credit`] and [`Request::Hurry`] each is answered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Ask {
-    /// Whole chunks, answered by [`Answer::Chunks`] until all are there.
+pub enum Request {
+    /// Whole chunks, answered by [`Reply::Chunks`] until all are there.
     Read {
         /// Of the request.
         id: u64,
@@ -262,7 +262,7 @@ pub enum Ask {
         /// Bytes that may be under way on all connections of this mount before a background answer is held back.
         window: u64,
     },
-    /// Which chunks of a run hold zeros only; answered by [`Answer::Presence`].
+    /// Which chunks of a run hold zeros only; answered by [`Reply::Presence`].
     Presence {
         /// Of the request.
         id: u64,
@@ -271,7 +271,7 @@ pub enum Ask {
         /// How many.
         count: u32,
     },
-    /// Digests of chunks; answered by [`Answer::Digests`].
+    /// Digests of chunks; answered by [`Reply::Digests`].
     Digests {
         /// Of the request.
         id: u64,
@@ -280,7 +280,7 @@ pub enum Ask {
         /// How many; [`MAX_DIGESTS`] at most.
         count: u32,
     },
-    /// A part of an epoch: the body, at `offset`. Answered by [`Answer::Done`].
+    /// A part of an epoch: the body, at `offset`. Answered by [`Reply::Done`].
     Write {
         /// Of the request.
         id: u64,
@@ -293,7 +293,7 @@ pub enum Ask {
         /// How the body is packed.
         coding: Coding,
     },
-    /// A part of an epoch: zeros. Answered by [`Answer::Done`].
+    /// A part of an epoch: zeros. Answered by [`Reply::Done`].
     Zero {
         /// Of the request.
         id: u64,
@@ -304,7 +304,7 @@ pub enum Ask {
         /// How many bytes.
         length: u64,
     },
-    /// Makes the epoch count, after all its parts were answered. Answered by [`Answer::Committed`]; when other than `covers`
+    /// Makes the epoch count, after all its parts were answered. Answered by [`Reply::Committed`]; when other than `covers`
     /// bytes are staged, by [`Code::OutOfOrder`], and they stay staged.
     Commit {
         /// Of the request.
@@ -314,7 +314,7 @@ pub enum Ask {
         /// Bytes of the device that its parts cover.
         covers: u64,
     },
-    /// Bytes of any range; answered by [`Answer::Bytes`].
+    /// Bytes of any range; answered by [`Reply::Bytes`].
     DirectRead {
         /// Of the request.
         id: u64,
@@ -323,7 +323,7 @@ pub enum Ask {
         /// How many; [`MAX_DIRECT`] at most.
         length: u32,
     },
-    /// Writes the body; answered by [`Answer::Done`].
+    /// Writes the body; answered by [`Reply::Done`].
     DirectWrite {
         /// Of the request.
         id: u64,
@@ -334,7 +334,7 @@ pub enum Ask {
         /// How the body is packed.
         coding: Coding,
     },
-    /// Zeroes a range; answered by [`Answer::Done`].
+    /// Zeroes a range; answered by [`Reply::Done`].
     DirectZero {
         /// Of the request.
         id: u64,
@@ -347,7 +347,7 @@ pub enum Ask {
         /// [`Zeroes::only_fast`](drover_core::Zeroes::only_fast).
         only_fast: bool,
     },
-    /// Trims a range; answered by [`Answer::Done`].
+    /// Trims a range; answered by [`Reply::Done`].
     DirectTrim {
         /// Of the request.
         id: u64,
@@ -356,12 +356,12 @@ pub enum Ask {
         /// How many bytes.
         length: u64,
     },
-    /// Makes the direct writes that were answered durable; answered by [`Answer::Done`].
+    /// Makes the direct writes that were answered durable; answered by [`Reply::Done`].
     DirectFlush {
         /// Of the request.
         id: u64,
     },
-    /// What a range holds; answered by [`Answer::Extents`].
+    /// What a range holds; answered by [`Reply::Extents`].
     DirectExtents {
         /// Of the request.
         id: u64,
@@ -370,12 +370,12 @@ pub enum Ask {
         /// How many bytes.
         length: u64,
     },
-    /// The mount ends and gives its lease back; answered by [`Answer::Done`].
+    /// The mount ends and gives its lease back; answered by [`Reply::Done`].
     Close {
         /// Of the request.
         id: u64,
     },
-    /// What is staged of an epoch; answered by [`Answer::Staged`].
+    /// What is staged of an epoch; answered by [`Reply::Staged`].
     Staged {
         /// Of the request.
         id: u64,
@@ -386,7 +386,7 @@ pub enum Ask {
     },
 }
 
-impl Ask {
+impl Request {
     /// The request's id; none for what gets no answer.
     #[must_use]
     pub fn id(&self) -> Option<u64> {
@@ -397,28 +397,28 @@ impl Ask {
     /// The same, to be changed.
     pub fn id_mut(&mut self) -> Option<&mut u64> {
         match self {
-            Ask::Read { id, .. }
-            | Ask::Presence { id, .. }
-            | Ask::Digests { id, .. }
-            | Ask::Write { id, .. }
-            | Ask::Zero { id, .. }
-            | Ask::Commit { id, .. }
-            | Ask::DirectRead { id, .. }
-            | Ask::DirectWrite { id, .. }
-            | Ask::DirectZero { id, .. }
-            | Ask::DirectTrim { id, .. }
-            | Ask::DirectFlush { id }
-            | Ask::DirectExtents { id, .. }
-            | Ask::Close { id }
-            | Ask::Staged { id, .. } => Some(id),
-            Ask::Hurry { .. } | Ask::Credit { .. } => None,
+            Request::Read { id, .. }
+            | Request::Presence { id, .. }
+            | Request::Digests { id, .. }
+            | Request::Write { id, .. }
+            | Request::Zero { id, .. }
+            | Request::Commit { id, .. }
+            | Request::DirectRead { id, .. }
+            | Request::DirectWrite { id, .. }
+            | Request::DirectZero { id, .. }
+            | Request::DirectTrim { id, .. }
+            | Request::DirectFlush { id }
+            | Request::DirectExtents { id, .. }
+            | Request::Close { id }
+            | Request::Staged { id, .. } => Some(id),
+            Request::Hurry { .. } | Request::Credit { .. } => None,
         }
     }
 }
 
 /// What the site answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Answer {
+pub enum Reply {
     /// Some of the chunks that were asked for, each once, in any order. The body is packed as `coding` says; unpacked it holds the digests of
     /// the chunks that are not zero, then their bytes.
     Chunks {
@@ -432,7 +432,7 @@ pub enum Answer {
         zeros: Vec<u8>,
         /// How the body is packed.
         coding: Coding,
-        /// What [`Ask::Credit`] last said had arrived when this left.
+        /// What [`Request::Credit`] last said had arrived when this left.
         echo: u64,
         /// Whether nothing else was waiting to leave when this left.
         last: bool,
@@ -508,21 +508,21 @@ pub enum Answer {
     },
 }
 
-impl Answer {
+impl Reply {
     /// The id of the request that this is an answer to; 0 for none.
     #[must_use]
     pub fn id(&self) -> u64 {
         match *self {
-            Answer::Arrived { .. } => 0,
-            Answer::Chunks { id, .. }
-            | Answer::Presence { id, .. }
-            | Answer::Digests { id, .. }
-            | Answer::Bytes { id, .. }
-            | Answer::Extents { id, .. }
-            | Answer::Done { id }
-            | Answer::Committed { id, .. }
-            | Answer::Staged { id, .. }
-            | Answer::Error { id, .. } => id,
+            Reply::Arrived { .. } => 0,
+            Reply::Chunks { id, .. }
+            | Reply::Presence { id, .. }
+            | Reply::Digests { id, .. }
+            | Reply::Bytes { id, .. }
+            | Reply::Extents { id, .. }
+            | Reply::Done { id }
+            | Reply::Committed { id, .. }
+            | Reply::Staged { id, .. }
+            | Reply::Error { id, .. } => id,
         }
     }
 }

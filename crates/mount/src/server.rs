@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use drover_core::ImageName;
 use drover_device::remote::Shape;
-use drover_net::service::{Call, Request, Service, ServiceFuture};
+use drover_net::service::{self, IncomingCall, Service, ServiceFuture};
 use drover_net::{Code, Peer, PeerKey, Refusal, Right};
 use drover_store::lease::{Access, Identity, MountId, READER_GRACE, Who};
 use parking_lot::Mutex;
@@ -35,12 +35,12 @@ use crate::protocol::{
 };
 
 pub use changes::{Changes, Claim, View, changes_of, changes_on_disk};
-pub use counters::Counted;
+pub use counters::MountCounts;
 pub use image::{Base, Images};
 pub use leases::{Leased, lease_on_disk};
 
 use blocking::blocking;
-use connection::{Connection, Parts, Shared};
+use connection::{Connection, LinkShared, Parts};
 use counters::Counters;
 use image::Image;
 use pool::Pool;
@@ -82,16 +82,16 @@ pub struct Server {
     next_connection: AtomicU64,
     /// Held while an image is opened, closed, or its lease broken, each by threads that may block: one for each image
     /// that somebody is at. Before its leases, which is before `state`; no disk is waited for under that.
-    doors: Mutex<HashMap<ImageName, Weak<Mutex<()>>>>,
+    image_locks: Mutex<HashMap<ImageName, Weak<Mutex<()>>>>,
     /// Images are about to be closed that somebody still had.
     tidying: AtomicBool,
     /// Told when a front connection was let in.
     joined: tokio::sync::Notify,
-    state: Mutex<State>,
+    state: Mutex<ServerState>,
 }
 
 #[derive(Default)]
-struct State {
+struct ServerState {
     /// Images that a mount has open.
     open: HashMap<ImageName, Arc<Image>>,
     mounts: HashMap<(PeerKey, MountId), Mount>,
@@ -115,14 +115,14 @@ struct Mount {
     /// What that one was told.
     identity: Identity,
     fresh: bool,
-    shared: Arc<Shared>,
+    shared: Arc<LinkShared>,
     access: Access,
     shape: Shape,
     connections: Vec<Arc<Connection>>,
 }
 
 impl Server {
-    /// A server. Call within a runtime.
+    /// A server. IncomingCall within a runtime.
     ///
     /// # Errors
     /// [`MountError::System`] when its threads cannot be started.
@@ -134,7 +134,7 @@ impl Server {
             config,
             started: tokio::time::Instant::now(),
             next_connection: AtomicU64::new(1),
-            doors: Mutex::default(),
+            image_locks: Mutex::default(),
             tidying: AtomicBool::new(false),
             joined: tokio::sync::Notify::new(),
             state: Mutex::default(),
@@ -149,7 +149,7 @@ impl Server {
     pub async fn serve_connection(
         self: &Arc<Self>,
         peer: Peer,
-        mut call: Call,
+        mut call: IncomingCall,
     ) -> Result<(), MountError> {
         call.reader.set_max_frame(MAX_MOUNT_FRAME);
         call.writer.set_max_frame(MAX_MOUNT_FRAME);
@@ -173,7 +173,7 @@ impl Server {
         let result = async {
             call.accept::<Open>(&opened).await?;
             call.writer.flush().await?;
-            let Call {
+            let IncomingCall {
                 reader,
                 writer,
                 stop,
@@ -448,7 +448,7 @@ impl Server {
 
     /// What is open, and what was done. Waits for no disk.
     #[must_use]
-    pub fn counted(&self) -> Counted {
+    pub fn counted(&self) -> MountCounts {
         let mut now = self.counters.now();
         let state = self.state.lock();
         for mount in state.mounts.values() {
@@ -456,7 +456,7 @@ impl Server {
                 Access::ReadOnly => now.readers += 1,
                 Access::ReadWrite => now.writers += 1,
             }
-            now.lanes += mount.connections.len() as u64;
+            now.connections += mount.connections.len() as u64;
         }
         now.images = state.open.len() as u64;
         now
@@ -468,14 +468,14 @@ pub struct Connections(pub Arc<Server>);
 
 impl Service for Connections {
     fn id(&self) -> &'static str {
-        Open::SERVICE
+        <Open as service::Request>::SERVICE
     }
 
     fn right(&self) -> Right {
-        Open::RIGHT
+        <Open as service::Request>::RIGHT
     }
 
-    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
+    fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move { Ok(self.0.serve_connection(peer, call).await?) })
     }
 }

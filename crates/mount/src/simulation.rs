@@ -9,8 +9,8 @@ use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 use drover_net::group::{self, Flow};
 
-use crate::client::scheduler::{ChunksAnswer, Job, Scheduler, split};
-use crate::protocol::{Ask, ConnectionKind, MAX_READ, MAX_UNIT};
+use crate::client::scheduler::{ChunksReply, Job, Scheduler, split};
+use crate::protocol::{ConnectionKind, MAX_READ, MAX_UNIT, Request};
 use crate::server::queue::Queue;
 use crate::server::unit::Unit;
 
@@ -100,16 +100,16 @@ impl Setting {
 
 enum Event {
     /// An ask reaches the site on a link.
-    Asked(u64, usize, Ask),
+    Asked(u64, usize, Request),
     /// A part of what is pushed reaches the site on a link, with so many bytes.
-    Pushed(u64, Ask, Bytes),
+    Pushed(u64, Request, Bytes),
     /// The mount is told that so much of it came, and when by the site's clock.
     Told(u64, u64, u64),
     /// The site has written the part of this id, and the mount is told.
     Written(u64, u64),
     Done(u64, u64),
     /// An answer reaches the mount on a link.
-    Answered(u64, usize, ChunksAnswer),
+    Answered(u64, usize, ChunksReply),
     /// The mount may send what it had to wait with.
     Paced,
     /// What the mount's disk was given is on it.
@@ -303,14 +303,14 @@ impl World {
 
     fn step(&mut self, event: Event) {
         match event {
-            Event::Asked(link, connection, ask) if link == self.link && self.up => {
-                self.asked(connection, ask)
+            Event::Asked(link, connection, request) if link == self.link && self.up => {
+                self.asked(connection, request)
             }
-            Event::Answered(link, connection, answer) if link == self.link && self.up => {
-                self.answered(connection, answer);
+            Event::Answered(link, connection, reply) if link == self.link && self.up => {
+                self.answered(connection, reply);
             }
-            Event::Pushed(link, ask, body) if link == self.link && self.up => {
-                self.pushed(ask, body);
+            Event::Pushed(link, request, body) if link == self.link && self.up => {
+                self.pushed(request, body);
             }
             Event::Told(link, bytes, at) if link == self.link && self.up => {
                 self.push_told(bytes, at);
@@ -328,8 +328,8 @@ impl World {
                 self.issue();
             }
             Event::Stored => {
-                let answer = self.near.stored();
-                self.stored(answer);
+                let reply = self.near.stored();
+                self.stored(reply);
                 self.store();
             }
             Event::Wanted => self.want(),
@@ -381,8 +381,8 @@ impl World {
             };
             let (hurried, missing) = self.scheduler.hurry(run, deadline);
             self.near.hurry(run);
-            for (connection, ask) in hurried {
-                self.send(connection, ask);
+            for (connection, request) in hurried {
+                self.send(connection, request);
             }
             for run in missing {
                 self.put(run, false, false);
@@ -395,7 +395,7 @@ impl World {
 
     fn put(&mut self, run: Chunks, background: bool, again: bool) {
         let job = Job {
-            ask: Ask::Read {
+            request: Request::Read {
                 id: 0,
                 first: run.first,
                 count: run.count,
@@ -406,25 +406,25 @@ impl World {
             again,
             to: (),
         };
-        assert!(self.scheduler.ask(job).is_ok(), "no room for a request");
+        assert!(self.scheduler.enqueue(job).is_ok(), "no room for a request");
     }
 
-    fn send(&mut self, connection: usize, ask: Ask) {
+    fn send(&mut self, connection: usize, request: Request) {
         let at = self.cross(0, connection, ASK);
         let link = self.link;
-        self.at(at, Event::Asked(link, connection, ask));
+        self.at(at, Event::Asked(link, connection, request));
     }
 
     fn issue(&mut self) {
-        while let Some((connection, ask, body)) = self.scheduler.select(self.clock()) {
+        while let Some((connection, request, body)) = self.scheduler.select(self.clock()) {
             if body.is_empty() {
-                self.send(connection, ask);
+                self.send(connection, request);
                 continue;
             }
             assert_eq!(connection, PUSH);
             let at = self.cross(0, connection, ASK + body.len() as u64);
             let link = self.link;
-            self.at(at, Event::Pushed(link, ask, body));
+            self.at(at, Event::Pushed(link, request, body));
         }
         if let Some(at) = self.scheduler.select_at()
             && !self.paced
@@ -467,22 +467,22 @@ impl World {
         }
     }
 
-    fn asked(&mut self, connection: usize, ask: Ask) {
-        match ask {
-            Ask::Credit { received, window } => {
+    fn asked(&mut self, connection: usize, request: Request) {
+        match request {
+            Request::Credit { received, window } => {
                 self.flow
                     .credit(connection as u64, received, window, self.clock());
             }
-            Ask::Hurry { id } => {
+            Request::Hurry { id } => {
                 let mut site = std::mem::take(&mut self.connections[connection]);
                 site.hurry(id, |made| self.wire(made.1, made.2));
                 self.connections[connection] = site;
             }
-            ask => {
+            request => {
                 let admitted =
                     self.connections[connection]
                         .queue
-                        .admit(ask, Bytes::new(), self.set.chunk);
+                        .admit(request, Bytes::new(), self.set.chunk);
                 assert!(
                     admitted.is_ok(),
                     "a mount that keeps to the rules is refused"
@@ -537,7 +537,7 @@ impl World {
                 let queue = (self.free[1] - self.now).max(0.0);
                 self.found.push((self.now, queue));
             }
-            let answer = ChunksAnswer {
+            let reply = ChunksReply {
                 id,
                 first,
                 count,
@@ -547,7 +547,7 @@ impl World {
             };
             let at = self.cross(1, number, wire);
             let link = self.link;
-            self.at(at, Event::Answered(link, number, answer));
+            self.at(at, Event::Answered(link, number, reply));
         }
     }
 
@@ -558,38 +558,38 @@ impl World {
                 self.at(at, Event::Stored);
                 return;
             }
-            let answer = self.near.stored();
-            self.stored(answer);
+            let reply = self.near.stored();
+            self.stored(reply);
         }
     }
 
-    fn answered(&mut self, connection: usize, answer: ChunksAnswer) {
+    fn answered(&mut self, connection: usize, reply: ChunksReply) {
         let now = self.clock();
-        let background = self.scheduler.is_background(answer.id);
-        self.scheduler.received(connection, answer.wire);
+        let background = self.scheduler.is_background(reply.id);
+        self.scheduler.received(connection, reply.wire);
         let tenth = (self.now * 10.0) as usize;
         if self.tenths.len() <= tenth {
             self.tenths.resize(tenth + 1, 0);
         }
-        self.tenths[tenth] += answer.wire;
+        self.tenths[tenth] += reply.wire;
         let taken = self
             .scheduler
-            .chunks(connection, &answer, now)
+            .chunks(connection, &reply, now)
             .expect("what was asked for");
         for (connection, credit) in self.scheduler.credits(now) {
             self.send(connection, credit.into());
         }
         assert!(taken.is_some(), "an answer to what nobody waits for");
-        self.near.queue(answer, background);
+        self.near.queue(reply, background);
         self.pump();
         self.store();
     }
 
     /// Chunks were verified and are on the mount's disk.
-    fn stored(&mut self, answer: ChunksAnswer) {
+    fn stored(&mut self, reply: ChunksReply) {
         let run = Chunks {
-            first: answer.first,
-            count: answer.count,
+            first: reply.first,
+            count: reply.count,
         };
         for index in run.first..run.end() {
             if self.set.faults && self.random.u8(0..20) == 0 && self.corrupted.insert(index) {

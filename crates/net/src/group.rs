@@ -28,12 +28,12 @@ mod trial;
 mod turns;
 mod window;
 
-pub use flow::{Flow, MAX_UNTOLD};
+pub use flow::{Flow, MAX_UNREPORTED};
 pub use queue::Queue;
 pub use sending::{MAX_PART, MAX_UNANSWERED, NotSent, Sending};
-pub use trial::{Look, Trials};
+pub use trial::{ConnectionTrials, TrialSample};
 pub use turns::Turns;
-pub use window::{MAX_WINDOW, Mark, Seen, Window};
+pub use window::{MAX_WINDOW, Mark, SampleContext, Window};
 
 use sending::Bodies;
 
@@ -65,7 +65,7 @@ pub struct Credit {
 
 /// What an answer says about the link.
 #[derive(Clone, Copy, Debug)]
-pub struct Answered {
+pub struct ReplySample {
     /// Its bytes on the link.
     pub bytes: u64,
     /// What the answering side had been told to have arrived on the connection when it left.
@@ -85,7 +85,7 @@ struct Connection<R> {
     bodies: Bodies,
     /// Bytes that came on it, and how many of them the peer was told of.
     received: u64,
-    told: u64,
+    reported: u64,
     /// Credits given, each with what was known then.
     marks: VecDeque<(u64, Mark)>,
 }
@@ -139,7 +139,7 @@ impl<R: Copy> Group<R> {
             requests: 0,
             bodies: Bodies::default(),
             received: 0,
-            told: 0,
+            reported: 0,
             marks: VecDeque::new(),
         });
         Credit {
@@ -253,17 +253,17 @@ impl<R: Copy> Group<R> {
     /// window makes less be enough.
     pub fn credits(&mut self, now: Duration) -> Vec<(usize, Credit)> {
         let window = self.window.size();
-        let most = MAX_UNTOLD / self.limits.connections as u64;
+        let most = MAX_UNREPORTED / self.limits.connections as u64;
         let step = (window / 64).clamp(1 << 10, most);
         let mark = self.window.mark(now);
         let mut credits = Vec::new();
         for (n, open) in self.connections.iter_mut().enumerate() {
             let Some(open) = open else { continue };
-            if open.received - open.told < step {
+            if open.received - open.reported < step {
                 continue;
             }
             let received = open.received;
-            open.told = received;
+            open.reported = received;
             if open.marks.len() >= MAX_MARKS {
                 open.marks.pop_front();
             }
@@ -274,7 +274,7 @@ impl<R: Copy> Group<R> {
     }
 
     /// An answer came on a connection that left by credit, and was counted.
-    pub fn sample(&mut self, number: usize, answer: Answered, now: Duration) {
+    pub fn sample(&mut self, number: usize, answer: ReplySample, now: Duration) {
         let Some(Some(open)) = self.connections.get_mut(number) else {
             return;
         };
@@ -291,7 +291,7 @@ impl<R: Copy> Group<R> {
                 None => return,
             },
         };
-        let seen = Seen {
+        let seen = SampleContext {
             limited: answer.last,
             other: self.sending.before(),
         };

@@ -63,11 +63,11 @@ pub async fn greet(
 }
 
 /// The first half of [`greet`], for a client that has more to say in the same flight: says hello
-/// without waiting for the peer's. [`hear_hello`] must follow.
+/// without waiting for the peer's. [`read_hello`] must follow.
 ///
 /// # Errors
 /// That the connection broke.
-pub async fn say_hello(writer: &mut FrameWriter, role: Role) -> Result<(), NetError> {
+pub async fn send_hello(writer: &mut FrameWriter, role: Role) -> Result<(), NetError> {
     writer.send_hello(&encode(&our_hello(role))).await
 }
 
@@ -75,7 +75,7 @@ pub async fn say_hello(writer: &mut FrameWriter, role: Role) -> Result<(), NetEr
 ///
 /// # Errors
 /// As [`greet`].
-pub async fn hear_hello(reader: &mut FrameReader, role: Role) -> Result<Greeting, NetError> {
+pub async fn read_hello(reader: &mut FrameReader, role: Role) -> Result<Greeting, NetError> {
     match timeout(GREET_TIMEOUT, hear(reader)).await {
         Ok(theirs) => agree(&our_hello(role), &theirs?, reader.peer_text()),
         Err(_) => Err(NetError::TimedOut {

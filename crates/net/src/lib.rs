@@ -44,8 +44,8 @@ pub use frame::{
     WIRE_VERSION, close,
 };
 pub use hello::{
-    GREET_TIMEOUT, Greeting, PROTOCOL_MAX, PROTOCOL_MIN, Role, greet, greet_as, hear_hello,
-    say_hello,
+    GREET_TIMEOUT, Greeting, PROTOCOL_MAX, PROTOCOL_MIN, Role, greet, greet_as, read_hello,
+    send_hello,
 };
 pub use identity::Identity;
 pub use keep_alive::KeepAlive;

@@ -6,7 +6,7 @@
 //!
 //! A [`Request`] is a type that names its service, the right it needs, and what may come back. [`call()`] makes a call and
 //! waits; [`open`] sends it with whatever else shall go in the same flight. On the other side whoever offers something
-//! implements [`Answer`] for the request, or [`Service`] for what goes on after the reply, and [`Services`] dispatches.
+//! implements [`Handler`] for the request, or [`Service`] for what goes on after the reply, and [`Services`] dispatches.
 //! The bytes are in `docs/format/services.md`.
 
 mod call;
@@ -17,8 +17,8 @@ use serde::de::DeserializeOwned;
 
 use crate::{NetError, Refusal, Right, Rights, decode, encode};
 
-pub use call::{Calling, Said, call, hear_reply, open, reply_in};
-pub use dispatch::{Answer, BoxError, Call, Exchange, Service, ServiceFuture, Services};
+pub use call::{CallEvent, OutgoingCall, call, open, read_reply, reply_in};
+pub use dispatch::{BoxError, Exchange, Handler, IncomingCall, Service, ServiceFuture, Services};
 
 /// Kinds of the frames of a call; services have those from 0x10 on.
 pub mod kind {
@@ -80,7 +80,7 @@ pub struct Peer {
 #[must_use]
 pub fn encode_call<R: Request>(request: &R) -> Vec<u8> {
     let id = R::SERVICE.as_bytes();
-    debug_assert!(id.len() <= MAX_ID && id.iter().all(|&b| is_of_id(b)));
+    debug_assert!(id.len() <= MAX_ID && id.iter().all(|&b| is_id_byte(b)));
     let mut out = vec![id.len() as u8];
     out.extend_from_slice(id);
     out.extend(encode(request));
@@ -94,7 +94,7 @@ pub fn encode_call<R: Request>(request: &R) -> Vec<u8> {
 pub fn decode_call(payload: &[u8]) -> Result<(&str, &[u8]), NetError> {
     let id = payload.split_first().and_then(|(&length, rest)| {
         let (id, request) = rest.split_at_checked(usize::from(length))?;
-        let good = (1..=MAX_ID).contains(&id.len()) && id.iter().all(|&b| is_of_id(b));
+        let good = (1..=MAX_ID).contains(&id.len()) && id.iter().all(|&b| is_id_byte(b));
         Some((std::str::from_utf8(id).ok().filter(|_| good)?, request))
     });
     id.ok_or_else(|| NetError::Message {
@@ -103,12 +103,12 @@ pub fn decode_call(payload: &[u8]) -> Result<(&str, &[u8]), NetError> {
     })
 }
 
-fn is_of_id(byte: u8) -> bool {
+fn is_id_byte(byte: u8) -> bool {
     matches!(byte, b'a'..=b'z' | b'.' | b'-')
 }
 
 /// The reply or refusal in a frame that ends a call; none when it is of another kind.
-fn last_word<R: Request>(frame: &crate::Frame) -> Option<Result<R::Reply, NetError>> {
+fn final_reply<R: Request>(frame: &crate::Frame) -> Option<Result<R::Reply, NetError>> {
     match frame.kind {
         kind::REPLY => Some(decode(&frame.payload)),
         kind::REFUSED => Some(Err(match decode::<Refusal>(&frame.payload) {

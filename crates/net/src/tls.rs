@@ -95,14 +95,14 @@ pub(crate) fn server_config(identity: &Identity) -> Result<Arc<ServerConfig>, Er
 }
 
 /// Where a client's handshake leaves the key that the server proved when it is the wrong one.
-pub(crate) type FoundKey = Arc<Mutex<Option<PeerKey>>>;
+pub(crate) type PeerKeySlot = Arc<Mutex<Option<PeerKey>>>;
 
 /// The connecting side's settings for one attempt, and where the key that the server showed is
 /// found when it was not `expected`.
 pub(crate) fn client_config(
     identity: &Identity,
     expected: &PeerKey,
-) -> Result<(Arc<ClientConfig>, FoundKey), Error> {
+) -> Result<(Arc<ClientConfig>, PeerKeySlot), Error> {
     let provider = Arc::new(provider());
     let found = Arc::new(Mutex::new(None));
     let verifier = PinnedKey {
@@ -183,7 +183,7 @@ fn not_tls12() -> Result<HandshakeSignatureValid, Error> {
 struct PinnedKey {
     algorithms: WebPkiSupportedAlgorithms,
     expected: PeerKey,
-    found: FoundKey,
+    found: PeerKeySlot,
 }
 
 impl ServerCertVerifier for PinnedKey {

@@ -15,7 +15,7 @@ use drover_core::ImageName;
 use drover_image::Conversion;
 use drover_net::{
     Backoff, Frame, FrameReader, FrameWriter, Identity, KeepAlive, PeerKey, RateLimit, Role,
-    hear_hello,
+    read_hello,
 };
 use tokio::sync::{mpsc, watch};
 
@@ -149,7 +149,7 @@ fn read_frames_after(
     let (to, from) = mpsc::channel(FRAME_QUEUE);
     tokio::spawn(async move {
         if let Some(role) = hello
-            && let Err(e) = hear_hello(&mut reader, role).await
+            && let Err(e) = read_hello(&mut reader, role).await
         {
             let _ = to.send(Err(e.into())).await;
             return;

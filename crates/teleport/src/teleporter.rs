@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use drover_index::{
-    Cursor, Finishing, ImageId, IndexError, Matcher, MatcherStats, Plan, Probe, Syncer, Trim,
+    Cursor, DeferredSync, Finishing, ImageId, IndexError, Matcher, MatcherStats, Plan, Probe, Trim,
     Trimmed,
 };
 use serde::{Deserialize, Serialize};
@@ -219,12 +219,12 @@ impl Teleporter {
     ///
     /// # Errors
     /// As [`handle`](Self::handle).
-    pub fn begin_forget(&mut self, image: ImageId) -> Result<Option<Syncer>, Failure> {
+    pub fn begin_forget(&mut self, image: ImageId) -> Result<Option<DeferredSync>, Failure> {
         Ok(self.matcher.begin_forget(image)?)
     }
 
     /// [`ImageEvent::Abort`]: its room is given back once what is returned is dropped, which may take long.
-    pub fn begin_abort(&mut self, image: ImageId) -> Option<Syncer> {
+    pub fn begin_abort(&mut self, image: ImageId) -> Option<DeferredSync> {
         let cursor = self.cursors.remove(&image)?;
         self.matcher.begin_abort(cursor)
     }

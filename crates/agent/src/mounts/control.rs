@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use drover_net::service::{Call, Calling, Request, Said, Services};
+use drover_net::service::{CallEvent, IncomingCall, OutgoingCall, Request, Services};
 use drover_net::{LocalListener, NetError, Peer, connect_unix, request};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Semaphore, watch};
@@ -68,7 +68,7 @@ pub fn listen(path: &Path, peer: Peer, services: Services) -> Result<()> {
             tokio::spawn(async move {
                 let _place = place;
                 let served = async {
-                    let mut call = Call::take(connection, stop).await?;
+                    let mut call = IncomingCall::receive(connection, stop).await?;
                     call.writer.set_stall_timeout(Some(STALL_LIMIT));
                     services.serve(peer, call).await
                 };
@@ -93,12 +93,12 @@ pub async fn ask<R: Request>(
     mut progress: impl FnMut(R::Progress),
 ) -> Result<R::Reply> {
     let short = SocketPath::of(path)?;
-    let begin = async { Calling::begin(connect_unix(short.path()).await?, request).await };
+    let begin = async { OutgoingCall::start(connect_unix(short.path()).await?, request).await };
     let mut calling = within(limit, begin).await?;
     loop {
         match within(limit, calling.next()).await? {
-            Said::Progress(said) => progress(said),
-            Said::Reply(reply) => {
+            CallEvent::Progress(said) => progress(said),
+            CallEvent::Reply(reply) => {
                 calling.close().await;
                 return Ok(reply);
             }
@@ -121,7 +121,7 @@ async fn within<T>(
 
 #[cfg(test)]
 mod tests {
-    use drover_net::service::{Answer, Exchange};
+    use drover_net::service::{Exchange, Handler};
     use drover_net::{Code, Identity, Refusal};
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -129,8 +129,8 @@ mod tests {
 
     struct Busy;
 
-    impl Answer<StopHow> for Busy {
-        async fn answer(
+    impl Handler<StopHow> for Busy {
+        async fn handle(
             &self,
             _: &Peer,
             how: StopHow,
@@ -140,7 +140,7 @@ mod tests {
                 name: "busy".into(),
                 ..Status::default()
             };
-            exchange.tell(&busy).await?;
+            exchange.report(&busy).await?;
             Ok(Left::here(how.keep_cache.to_string()))
         }
     }
@@ -150,8 +150,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let mut services = Services::new(Refusal::new(Code::Unsupported, "what?"));
-        services.answer::<StopHow>(Busy);
-        services.answer::<GetStatus>(Refusal::new(Code::Failed, "no"));
+        services.handle::<StopHow>(Busy);
+        services.handle::<GetStatus>(Refusal::new(Code::Failed, "no"));
         let peer = crate::mounts::own(Identity::generate().key());
         listen(&path, peer, services).unwrap();
         let mut heard = Vec::new();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use drover_net::service::{Answer, Exchange, Services};
+use drover_net::service::{Exchange, Handler, Services};
 use drover_net::{Code, Peer, Refusal};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
@@ -93,8 +93,8 @@ pub async fn keep(
         Code::Unsupported,
         "the process of a mount does nothing of that name",
     ));
-    services.answer::<GetStatus>(Asked(Arc::clone(&daemon)));
-    services.answer::<StopHow>(Asked(Arc::clone(&daemon)));
+    services.handle::<GetStatus>(Asked(Arc::clone(&daemon)));
+    services.handle::<StopHow>(Asked(Arc::clone(&daemon)));
     let told_of = home
         .identity()
         .and_then(|own| control::listen(&socket, super::own(own.key()), services))
@@ -143,8 +143,8 @@ fn close_quietly(disks: &[Disk], place: &Place) {
 /// Answers what the process is asked.
 struct Asked(Arc<Daemon>);
 
-impl Answer<GetStatus> for Asked {
-    async fn answer(
+impl Handler<GetStatus> for Asked {
+    async fn handle(
         &self,
         _: &Peer,
         _: GetStatus,
@@ -154,8 +154,8 @@ impl Answer<GetStatus> for Asked {
     }
 }
 
-impl Answer<StopHow> for Asked {
-    async fn answer(
+impl Handler<StopHow> for Asked {
+    async fn handle(
         &self,
         _: &Peer,
         how: StopHow,
@@ -168,14 +168,14 @@ impl Answer<StopHow> for Asked {
         });
         while let Some(status) = said.recv().await {
             // Whoever asked may be gone; the end goes on.
-            let _ = exchange.tell(&status).await;
+            let _ = exchange.report(&status).await;
         }
         let left = end.await.map_err(failed)?.map_err(failed)?;
         self.0.done.store(true, Ordering::SeqCst);
         Ok(left)
     }
 
-    fn answered(&self) {
+    fn reply_sent(&self) {
         if self.0.done.load(Ordering::SeqCst)
             && let Some(ended) = self.0.ended.lock().take()
         {

@@ -8,7 +8,7 @@ use drover_device::backend::ImageDevice;
 use drover_image::{Stamp, VirtualDisk};
 use drover_mount::client::{ConnectError, Connecting, Connector};
 use drover_mount::server::{Base, Config, Images, Server};
-use drover_net::service::Call;
+use drover_net::service::IncomingCall;
 use drover_net::{Code, Connection, Peer, PeerKey, Refusal, Rights, connect_unix};
 use drover_store::{Catalog, ImageRecord, SiteCatalog};
 use tokio::sync::watch;
@@ -21,7 +21,7 @@ use crate::{remote, site};
 /// Threads that read, hash and compress for mounts.
 const THREADS: usize = 4;
 
-/// What serves this site's images to mounts. Call within a runtime.
+/// What serves this site's images to mounts. IncomingCall within a runtime.
 ///
 /// # Errors
 /// When its threads cannot be started.
@@ -152,7 +152,7 @@ impl Connector for OwnConnector {
                     let (server, peer, stop) = (Arc::clone(server), peer.clone(), stop.subscribe());
                     tokio::spawn(async move {
                         let served = async {
-                            let call = Call::take(theirs, stop).await?;
+                            let call = IncomingCall::receive(theirs, stop).await?;
                             server.serve_connection(peer, call).await
                         };
                         if let Err(e) = served.await {

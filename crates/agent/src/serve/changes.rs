@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use drover_net::Refusal;
-use drover_net::service::{Answer, Exchange, Peer};
+use drover_net::service::{Exchange, Handler, Peer};
 
 use super::jobs;
 use super::server::OfSite;
@@ -14,8 +14,8 @@ use crate::changes::{
 use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
 
-impl Answer<ListChanges> for OfSite {
-    async fn answer(
+impl Handler<ListChanges> for OfSite {
+    async fn handle(
         &self,
         _: &Peer,
         _: ListChanges,
@@ -27,8 +27,8 @@ impl Answer<ListChanges> for OfSite {
     }
 }
 
-impl Answer<DropChanges> for OfSite {
-    async fn answer(
+impl Handler<DropChanges> for OfSite {
+    async fn handle(
         &self,
         _: &Peer,
         DropChanges { name, earlier }: DropChanges,
@@ -51,9 +51,9 @@ impl Drop for StopWhenDropped {
     }
 }
 
-impl Answer<Order> for OfSite {
+impl Handler<Order> for OfSite {
     /// A caller that goes away, or a site that stops, ends it without harm.
-    async fn answer(
+    async fn handle(
         &self,
         _: &Peer,
         order: Order,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use drover_net::service::{Call, Peer, Services};
+use drover_net::service::{IncomingCall, Peer, Services};
 use drover_net::{Code, Connection, PeerKey, Pending, Refusal, Rights, Role, greet};
 use tracing::Instrument;
 
@@ -105,21 +105,21 @@ async fn talk(
 }
 
 /// Greets, and hears what is wanted.
-async fn hear(server: &Server, connection: Connection) -> Result<Call> {
+async fn hear(server: &Server, connection: Connection) -> Result<IncomingCall> {
     let (mut reader, mut writer) = connection.split();
     writer.set_stall_timeout(Some(STALL_LIMIT));
     if let Err(e) = greet(&mut reader, &mut writer, Role::Server).await {
         server.metrics.rejected_handshake.fetch_add(1, Relaxed);
         return Err(e.into());
     }
-    Ok(Call::hear(reader, writer, server.stop.clone()).await?)
+    Ok(IncomingCall::receive_after_hello(reader, writer, server.stop.clone()).await?)
 }
 
 /// Talks with a caller on this machine: whoever may open the home's socket may ask for all that is not for peers.
 pub async fn with_owner(server: Arc<Server>, services: Arc<Services>, connection: Connection) {
     let peer = crate::mounts::own(server.identity.key());
     let served = async {
-        let call = Call::take(connection, server.stop.clone()).await?;
+        let call = IncomingCall::receive(connection, server.stop.clone()).await?;
         services.serve(peer, call).await
     };
     if let Err(e) = served.await {

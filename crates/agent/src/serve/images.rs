@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use drover_core::ImageName;
-use drover_net::service::{Answer, Exchange, Peer};
+use drover_net::service::{Exchange, Handler, Peer};
 use drover_net::{Code, Refusal};
 use drover_store::{Catalog, ImageRecord};
 use drover_teleport::services::{
@@ -20,8 +20,8 @@ use crate::home::CleanUp;
 /// Images said at once.
 const IMAGES_AT_ONCE: usize = 256;
 
-impl Answer<ListImages> for OfSite {
-    async fn answer(
+impl Handler<ListImages> for OfSite {
+    async fn handle(
         &self,
         _: &Peer,
         _: ListImages,
@@ -32,7 +32,7 @@ impl Answer<ListImages> for OfSite {
         let records = records.map_err(failed)?.map_err(failed)?;
         let infos: Vec<ImageInfo> = records.into_iter().map(crate::images::info).collect();
         for some in infos.chunks(IMAGES_AT_ONCE) {
-            exchange.tell(&some.to_vec()).await?;
+            exchange.report(&some.to_vec()).await?;
         }
         Ok(())
     }
@@ -51,8 +51,8 @@ impl OfSite {
     }
 }
 
-impl Answer<VerifyImage> for OfSite {
-    async fn answer(
+impl Handler<VerifyImage> for OfSite {
+    async fn handle(
         &self,
         _: &Peer,
         VerifyImage { name }: VerifyImage,
@@ -74,8 +74,8 @@ impl Answer<VerifyImage> for OfSite {
     }
 }
 
-impl Answer<IndexImage> for OfSite {
-    async fn answer(
+impl Handler<IndexImage> for OfSite {
+    async fn handle(
         &self,
         _: &Peer,
         IndexImage { path }: IndexImage,
@@ -92,8 +92,8 @@ impl Answer<IndexImage> for OfSite {
     }
 }
 
-impl Answer<RemoveImage> for OfSite {
-    async fn answer(
+impl Handler<RemoveImage> for OfSite {
+    async fn handle(
         &self,
         _: &Peer,
         RemoveImage { name }: RemoveImage,

@@ -47,7 +47,7 @@ pub async fn run<R: Request<Progress = Progress>, T: Send + 'static>(
             () = told(&mut stop) => bail!("the site is stopping"),
             _ = ticks.tick() => {
                 let (done, total) = (seen.0.load(Relaxed), seen.1.load(Relaxed));
-                exchange.tell(&Progress { done, total }).await?;
+                exchange.report(&Progress { done, total }).await?;
             }
         }
     }

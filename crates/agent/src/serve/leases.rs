@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use drover_net::Refusal;
-use drover_net::service::{Answer, Exchange, Peer};
+use drover_net::service::{Exchange, Handler, Peer};
 
 use super::server::OfSite;
 use crate::error::failed;
 use crate::home::CleanUp;
 use crate::mounts::{BreakLease, Broken, Held, ListLeases, break_at, leases_of};
 
-impl Answer<ListLeases> for OfSite {
-    async fn answer(
+impl Handler<ListLeases> for OfSite {
+    async fn handle(
         &self,
         _: &Peer,
         _: ListLeases,
@@ -23,8 +23,8 @@ impl Answer<ListLeases> for OfSite {
     }
 }
 
-impl Answer<BreakLease> for OfSite {
-    async fn answer(
+impl Handler<BreakLease> for OfSite {
+    async fn handle(
         &self,
         _: &Peer,
         BreakLease { name }: BreakLease,

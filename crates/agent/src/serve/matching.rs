@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use drover_net::service::{Call, Peer, Request, Service, ServiceFuture};
+use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
 use drover_net::{Code, Refusal, Right};
 use drover_teleport::services::BeginMatching;
 use drover_teleport::session::serve_teleporter;
@@ -25,7 +25,7 @@ impl Service for Matching {
         BeginMatching::RIGHT
     }
 
-    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
+    fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move {
             let matcher = match self.1.of(peer.key).await {
                 Ok(matcher) => matcher,
@@ -41,7 +41,7 @@ impl Service for Matching {
     }
 }
 
-async fn matching(matcher: InUse, call: Call) -> Result<()> {
+async fn matching(matcher: InUse, call: IncomingCall) -> Result<()> {
     let mut stop = call.stop.clone();
     let ended = tokio::select! {
         ended = serve_teleporter(call, matcher.shared()) => ended,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use drover_net::service::{Answer, Exchange, Peer};
+use drover_net::service::{Exchange, Handler, Peer};
 use drover_net::{Code, PeerKey, Refusal, Ticket, request};
 use drover_store::PairOutcome;
 use serde::{Deserialize, Serialize};
@@ -25,8 +25,8 @@ pub struct Pair {
 }
 request!(Pair: "site.pair", Pair, () => String);
 
-impl Answer<Pair> for Common {
-    async fn answer(
+impl Handler<Pair> for Common {
+    async fn handle(
         &self,
         peer: &Peer,
         request: Pair,

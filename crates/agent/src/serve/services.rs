@@ -40,9 +40,9 @@ pub fn of(server: &Arc<Server>) -> Services {
 
 fn for_all(services: &mut Services, server: &Arc<Server>) {
     let common = || Common(Arc::clone(server));
-    services.answer::<super::pairing::Pair>(common());
-    services.answer::<super::status::GetStatus>(common());
-    services.answer::<super::status::GetMetrics>(common());
+    services.handle::<super::pairing::Pair>(common());
+    services.handle::<super::status::GetStatus>(common());
+    services.handle::<super::status::GetMetrics>(common());
 }
 
 fn for_site(services: &mut Services, site: &OfSite) {
@@ -51,20 +51,20 @@ fn for_site(services: &mut Services, site: &OfSite) {
         "{} is a site and no teleporter; run `drover teleporter` there",
         site.server.name
     );
-    services.answer::<of_teleport::BeginMatching>(Refusal::new(Code::Denied, text));
+    services.handle::<of_teleport::BeginMatching>(Refusal::new(Code::Denied, text));
     let sessions = Sessions(Arc::clone(&site.site));
     services.add(Counted(Arc::clone(&site.server), sessions));
     services.add(SessionLanes(Arc::clone(&site.site)));
     services.add(Connections(Arc::clone(&site.devices)));
-    services.answer::<of_teleport::ListImages>(site.clone());
-    services.answer::<of_teleport::VerifyImage>(site.clone());
-    services.answer::<of_teleport::IndexImage>(site.clone());
-    services.answer::<of_teleport::RemoveImage>(site.clone());
-    services.answer::<of_teleport::ListTransfers>(site.clone());
-    services.answer::<of_teleport::RemoveTransfer>(site.clone());
-    services.answer::<crate::mounts::ListLeases>(site.clone());
-    services.answer::<crate::mounts::BreakLease>(site.clone());
-    services.answer::<crate::changes::ListChanges>(site.clone());
-    services.answer::<crate::changes::DropChanges>(site.clone());
-    services.answer::<crate::changes::Order>(site.clone());
+    services.handle::<of_teleport::ListImages>(site.clone());
+    services.handle::<of_teleport::VerifyImage>(site.clone());
+    services.handle::<of_teleport::IndexImage>(site.clone());
+    services.handle::<of_teleport::RemoveImage>(site.clone());
+    services.handle::<of_teleport::ListTransfers>(site.clone());
+    services.handle::<of_teleport::RemoveTransfer>(site.clone());
+    services.handle::<crate::mounts::ListLeases>(site.clone());
+    services.handle::<crate::mounts::BreakLease>(site.clone());
+    services.handle::<crate::changes::ListChanges>(site.clone());
+    services.handle::<crate::changes::DropChanges>(site.clone());
+    services.handle::<crate::changes::Order>(site.clone());
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicI64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use drover_net::Right;
-use drover_net::service::{BoxError, Call, Peer, Service, ServiceFuture};
+use drover_net::service::{BoxError, IncomingCall, Peer, Service, ServiceFuture};
 
 use super::server::Server;
 use crate::error::{Context, Error};
@@ -22,7 +22,7 @@ impl<S: Service> Service for Counted<S> {
         self.1.right()
     }
 
-    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
+    fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
         let what = format!("session of {}", peer.name);
         Box::pin(counted(&self.0, what, self.1.serve(peer, call)))
     }

@@ -1,6 +1,6 @@
 //! How this process is, for its own user.
 
-use drover_net::service::{Answer, Exchange, Peer};
+use drover_net::service::{Exchange, Handler, Peer};
 use drover_net::{Refusal, request};
 use serde::{Deserialize, Serialize};
 
@@ -18,8 +18,8 @@ request!(GetStatus: "site.status", Manage, () => Status);
 pub struct GetMetrics;
 request!(GetMetrics: "site.metrics", Manage, () => String);
 
-impl Answer<GetStatus> for Common {
-    async fn answer(
+impl Handler<GetStatus> for Common {
+    async fn handle(
         &self,
         _: &Peer,
         _: GetStatus,
@@ -29,8 +29,8 @@ impl Answer<GetStatus> for Common {
     }
 }
 
-impl Answer<GetMetrics> for Common {
-    async fn answer(
+impl Handler<GetMetrics> for Common {
+    async fn handle(
         &self,
         _: &Peer,
         _: GetMetrics,

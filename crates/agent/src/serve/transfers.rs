@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use drover_net::service::{Answer, Exchange, Peer};
+use drover_net::service::{Exchange, Handler, Peer};
 use drover_net::{Refusal, Right};
 use drover_teleport::services::{ListTransfers, RemoveTransfer};
 
@@ -13,8 +13,8 @@ use crate::home::CleanUp;
 /// Transfers said at once.
 const TRANSFERS_AT_ONCE: usize = 256;
 
-impl Answer<ListTransfers> for OfSite {
-    async fn answer(
+impl Handler<ListTransfers> for OfSite {
+    async fn handle(
         &self,
         _: &Peer,
         _: ListTransfers,
@@ -23,14 +23,14 @@ impl Answer<ListTransfers> for OfSite {
         let site = Arc::clone(&self.site);
         let list = tokio::task::spawn_blocking(move || site.unfinished()).await;
         for some in list.map_err(failed)??.chunks(TRANSFERS_AT_ONCE) {
-            exchange.tell(&some.to_vec()).await?;
+            exchange.report(&some.to_vec()).await?;
         }
         Ok(())
     }
 }
 
-impl Answer<RemoveTransfer> for OfSite {
-    async fn answer(
+impl Handler<RemoveTransfer> for OfSite {
+    async fn handle(
         &self,
         peer: &Peer,
         RemoveTransfer { key }: RemoveTransfer,

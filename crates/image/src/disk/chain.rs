@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use drover_core::ReadAt;
 
-use super::medium::{Found, medium};
+use super::medium::{OpenedFiles, medium};
 use super::{Layer, Medium, Trust, VirtualDisk, parts};
 use crate::container::{Backing, Body, Container};
 use crate::limits::MAX_CHAIN_DEPTH;
@@ -38,7 +38,7 @@ impl VirtualDisk {
 }
 
 fn chain(path: &Path, trust: Trust) -> Result<VirtualDisk, ImageError> {
-    let mut found = Found::default();
+    let mut found = OpenedFiles::default();
     let mut layers = Vec::new();
     let mut format = None;
     let mut seen: Vec<(u64, u64)> = Vec::new();
@@ -99,14 +99,18 @@ fn single(content: Arc<dyn ReadAt>) -> Result<VirtualDisk, ImageError> {
     Ok(VirtualDisk::new(vec![Layer { mapping, files }], format))
 }
 
-struct One {
+struct ChainLink {
     layer: Layer,
     format: Format,
     backing: Option<Backing>,
 }
 
-/// One image of the chain, without what is behind it.
-fn layer(file: ImageFile, expected: Option<Format>, found: &mut Found) -> Result<One, ImageError> {
+/// ChainLink image of the chain, without what is behind it.
+fn layer(
+    file: ImageFile,
+    expected: Option<Format>,
+    found: &mut OpenedFiles,
+) -> Result<ChainLink, ImageError> {
     let path = file.path().to_owned();
     let present = file.data_extents()?;
     found.stamps.push((path.clone(), file.stamp()));
@@ -136,7 +140,7 @@ fn layer(file: ImageFile, expected: Option<Format>, found: &mut Found) -> Result
         Body::Mapped(mapping) => mapping,
         Body::Parts(list) => parts::join(&path, list, &mut files, found)?,
     };
-    Ok(One {
+    Ok(ChainLink {
         layer: Layer { mapping, files },
         format: container.format,
         backing: container.backing,

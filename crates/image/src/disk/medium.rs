@@ -1,4 +1,4 @@
-//! One file of a disk, opened.
+//! ChainLink file of a disk, opened.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,13 +8,13 @@ use crate::{ImageError, ImageFile, Stamp};
 
 /// What opening gathers on its way down the chain.
 #[derive(Default)]
-pub(super) struct Found {
+pub(super) struct OpenedFiles {
     pub(super) notes: Vec<String>,
     pub(super) stamps: Vec<(PathBuf, Stamp)>,
 }
 
 /// A file that is plain bytes to the image that names it.
-pub(super) fn medium(path: &Path, found: &mut Found) -> Result<Medium, ImageError> {
+pub(super) fn medium(path: &Path, found: &mut OpenedFiles) -> Result<Medium, ImageError> {
     let file = ImageFile::open(path)?;
     let present = file.data_extents()?;
     found.stamps.push((path.to_owned(), file.stamp()));

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::Medium;
-use super::medium::{Found, medium};
+use super::medium::{OpenedFiles, medium};
 use crate::container::{Body, Container, Part, PartSource};
 use crate::limits::MAX_EXTENT_FILES;
 use crate::mapping::{Flat, Mapping, Packed, Run, TableSpan, Target};
@@ -28,7 +28,7 @@ pub(super) fn join(
     path: &Path,
     parts: Vec<Part>,
     files: &mut Vec<Medium>,
-    found: &mut Found,
+    found: &mut OpenedFiles,
 ) -> Result<Box<dyn Mapping>, ImageError> {
     if parts.len() > MAX_EXTENT_FILES {
         return Err(ImageError::unsupported(
@@ -74,7 +74,7 @@ pub(super) fn join(
     }))
 }
 
-fn sparse(medium: &Medium, found: &mut Found) -> Result<Box<dyn Mapping>, ImageError> {
+fn sparse(medium: &Medium, found: &mut OpenedFiles) -> Result<Box<dyn Mapping>, ImageError> {
     let mut container = Container::open(&medium.content)?;
     container.check(medium.content.len(), &medium.present)?;
     found.notes.append(&mut container.notes);

@@ -76,13 +76,13 @@ proptest! {
     fn agrees_with_a_plain_map(ops in proptest::collection::vec(op(), 0..3000)) {
         let mut cache = small();
         // Entry -> digest number, where an entry is what a cache can tell apart.
-        let ident = |c: &CuckooLru, f: Found| {
+        let ident = |c: &CuckooLru, f: CacheEntry| {
             let other = c.other(f.bucket, f.fingerprint);
             (f.bucket.min(other), f.fingerprint, f.payload)
         };
         let found = |c: &CuckooLru, n: u64| {
             let k = c.key(&digest(n));
-            Found { bucket: k.bucket, fingerprint: k.fingerprint, payload: n as u32 }
+            CacheEntry { bucket: k.bucket, fingerprint: k.fingerprint, payload: n as u32 }
         };
         let mut model: HashMap<(u32, u32, u32), u64> = HashMap::new();
         for o in ops {

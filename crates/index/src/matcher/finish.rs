@@ -5,7 +5,7 @@ use std::sync::Arc;
 use drover_storage::Access;
 
 use super::{Cursor, ImageId, IndexError, Matcher, Result, names};
-use crate::hash_file::Syncer;
+use crate::hash_file::DeferredSync;
 use crate::hash_file::unlink_files;
 use crate::recent::Slot;
 
@@ -13,7 +13,7 @@ use crate::recent::Slot;
 #[must_use = "the image is not finished"]
 pub struct Finishing {
     cursor: Cursor,
-    syncs: Vec<Syncer>,
+    syncs: Vec<DeferredSync>,
     failed: Option<std::io::Error>,
 }
 
@@ -61,7 +61,7 @@ impl Matcher {
     /// # Errors
     /// As [`finish`](Self::finish).
     pub fn begin_finish(&mut self, cursor: Cursor) -> Result<Finishing> {
-        let names = self.names_syncer();
+        let names = self.names_sync();
         match self.open_slot(&cursor)?.file.write_out() {
             Ok([hash, side]) => Ok(Finishing {
                 cursor,
@@ -115,13 +115,13 @@ impl Matcher {
     }
 
     /// As [`abort`](Self::abort), but the file system frees the room when what is returned is dropped, which needs no matcher.
-    pub fn begin_abort(&mut self, cursor: Cursor) -> Option<Syncer> {
+    pub fn begin_abort(&mut self, cursor: Cursor) -> Option<DeferredSync> {
         // Files that cannot be removed now are incomplete, and go when the index is next opened.
         self.begin_forget(cursor.image).ok().flatten()
     }
 
     /// Makes names durable.
-    fn names_syncer(&self) -> Syncer {
+    fn names_sync(&self) -> DeferredSync {
         let storage = Arc::clone(&self.storage);
         Box::new(move || storage.sync())
     }
@@ -140,7 +140,7 @@ impl Matcher {
     ///
     /// # Errors
     /// As [`forget`](Self::forget).
-    pub fn begin_forget(&mut self, image: ImageId) -> Result<Option<Syncer>> {
+    pub fn begin_forget(&mut self, image: ImageId) -> Result<Option<DeferredSync>> {
         let slot = self.recent.slot_of(image);
         let was_older = self.older.remove(&image).is_some();
         let open = slot.and_then(|slot| self.release(slot));
@@ -153,7 +153,7 @@ impl Matcher {
         }
         unlink_files(self.storage.as_ref(), image.0)
             .map_err(IndexError::io("removing", names(image.0).0))?;
-        let removed = self.names_syncer();
+        let removed = self.names_sync();
         Ok(Some(Box::new(move || {
             drop((open, unused));
             removed()

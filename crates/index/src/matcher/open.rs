@@ -7,7 +7,7 @@ use std::sync::Arc;
 use drover_storage::{Directory, remove_if_exists};
 
 use super::snapshot::{self, Loaded, SavedSlot};
-use super::{ImageId, Matcher, MatcherConfig, OpenReport, Repair, Shared};
+use super::{ImageId, Matcher, MatcherConfig, MatcherContext, OpenReport, Repair};
 use crate::convert::convert;
 use crate::cuckoo::CuckooLru;
 use crate::error::{IndexError, Result};
@@ -62,7 +62,7 @@ fn open(storage: Arc<dyn Directory>, config: MatcherConfig) -> Result<(Matcher, 
     };
     report.from_snapshot = epoch.is_some();
     let mut matcher = Matcher {
-        shared: Shared::new(config.cached_pages),
+        shared: MatcherContext::new(config.cached_pages),
         config,
         recent,
         sequences,
@@ -103,40 +103,40 @@ fn find_images(
     let ids: BTreeSet<u64> = names.iter().filter_map(|n| any_file_of(n)).collect();
     let mut complete = BTreeMap::new();
     for id in ids {
-        let look = look_at(storage, id).map_err(IndexError::io("opening", self::names(id).0))?;
+        let look = inspect(storage, id).map_err(IndexError::io("opening", self::names(id).0))?;
         match look {
-            Look::Complete(header) => {
+            HashFileState::Complete(header) => {
                 complete.insert(ImageId(id), header);
                 continue;
             }
-            Look::Interrupted => report.interrupted.push(ImageId(id)),
-            Look::Damaged => report.repairs.push(Repair::Image(ImageId(id))),
+            HashFileState::Interrupted => report.interrupted.push(ImageId(id)),
+            HashFileState::Damaged => report.repairs.push(Repair::Image(ImageId(id))),
         }
         remove_files(storage, id).map_err(IndexError::io("removing", self::names(id).0))?;
     }
     Ok(complete)
 }
 
-enum Look {
+enum HashFileState {
     Complete(Header),
     Interrupted,
     Damaged,
 }
 
-fn look_at(storage: &dyn Directory, id: u64) -> io::Result<Look> {
+fn inspect(storage: &dyn Directory, id: u64) -> io::Result<HashFileState> {
     if let Some(file) = HashFile::open(storage, id)? {
-        return Ok(Look::Complete(file.header()));
+        return Ok(HashFileState::Complete(file.header()));
     }
     let Some(side) = hash_file::open(storage, &names(id).1)? else {
-        return Ok(Look::Interrupted);
+        return Ok(HashFileState::Interrupted);
     };
     // Files that were only just being created have no header.
     let header = Header::bytes_of(side.as_ref())?.filter(|b| b.iter().any(|b| *b != 0));
     let any_version = |b| Header::from_bytes(b).or_else(|| Header::of_version(1, b));
     Ok(match header.as_ref().map(any_version) {
-        None => Look::Interrupted,
-        Some(Some(h)) if !h.complete => Look::Interrupted,
-        Some(_) => Look::Damaged,
+        None => HashFileState::Interrupted,
+        Some(Some(h)) if !h.complete => HashFileState::Interrupted,
+        Some(_) => HashFileState::Damaged,
     })
 }
 

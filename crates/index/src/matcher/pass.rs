@@ -13,9 +13,9 @@ use std::sync::Arc;
 use drover_core::{Digest, Head};
 
 use super::repeats::Repeats;
-use super::{AnchorPolicy, MatcherConfig, Origin, PlanRun, SequenceStore, Shared, Via};
+use super::{AnchorPolicy, MatcherConfig, MatcherContext, Origin, PlanRun, SequenceStore, Via};
 use crate::page::{PER_PAGE, Page};
-use crate::recent::{Ask, Recent, sampled};
+use crate::recent::{Lookup, Recent, sampled};
 use crate::sequence::SequenceCache;
 
 /// After a match ended, the page in memory is searched for this many blocks.
@@ -94,7 +94,7 @@ pub(crate) struct Pass<'a> {
     pub config: &'a MatcherConfig,
     pub recent: &'a mut Recent,
     pub sequences: &'a mut SequenceCache,
-    pub shared: &'a mut Shared,
+    pub shared: &'a mut MatcherContext,
     pub purpose: Purpose,
     /// The image that the batch is of.
     pub own: u8,
@@ -109,7 +109,7 @@ pub(crate) struct Pass<'a> {
 
 /// The page that was read last.
 #[derive(Default)]
-struct Held {
+struct LastPage {
     of: Option<(Source, u64)>,
     page: Option<Arc<Page>>,
 }
@@ -124,7 +124,7 @@ pub(crate) struct Outcome {
 impl Pass<'_> {
     /// Does it all.
     pub(crate) fn run(mut self, repeats: &mut Repeats) -> Outcome {
-        let mut held = Held::default();
+        let mut held = LastPage::default();
         let mut mismatches = Vec::new();
         let mut known = Vec::new();
         let runs = self.find_runs(repeats, &mut held, &mut mismatches, &mut known);
@@ -148,7 +148,7 @@ impl Pass<'_> {
         let mut known = vec![false; self.digests.len()];
         let runs = self.find_runs(
             repeats,
-            &mut Held::default(),
+            &mut LastPage::default(),
             &mut Vec::new(),
             &mut Vec::new(),
         );
@@ -161,7 +161,7 @@ impl Pass<'_> {
     fn find_runs(
         &mut self,
         repeats: &mut Repeats,
-        held: &mut Held,
+        held: &mut LastPage,
         mismatches: &mut Vec<(Source, u64, usize)>,
         known: &mut Vec<usize>,
     ) -> Vec<Run> {
@@ -213,7 +213,7 @@ impl Pass<'_> {
     }
 
     /// The digest at a position, through the page in memory.
-    fn at(&mut self, source: Source, at: u64, held: &mut Held) -> Option<Digest> {
+    fn at(&mut self, source: Source, at: u64, held: &mut LastPage) -> Option<Digest> {
         let no = at / PER_PAGE as u64;
         if source == Source::Image(self.own)
             && let Some(i) = at.checked_sub(self.base)
@@ -244,7 +244,7 @@ impl Pass<'_> {
         &mut self,
         expected: Option<(Source, u64, Via)>,
         i: usize,
-        held: &mut Held,
+        held: &mut LastPage,
     ) -> Option<Hit> {
         let (source, at, via) = expected?;
         let good = self.allowed(source, at, i) && self.at(source, at, held)? == self.digests[i];
@@ -258,7 +258,7 @@ impl Pass<'_> {
 
     /// The page in memory after a match ended: where the block would be if only some blocks
     /// differ, then anywhere.
-    fn aligned(&mut self, runs: &[Run], i: usize, lead: u64, held: &Held) -> Option<Hit> {
+    fn aligned(&mut self, runs: &[Run], i: usize, lead: u64, held: &LastPage) -> Option<Hit> {
         let last = runs.last()?;
         if !self.config.aligned || i - last.end() > ALIGNED_BLOCKS {
             return None;
@@ -304,7 +304,7 @@ impl Pass<'_> {
     fn look_up(&mut self, i: usize, known: &mut Vec<usize>) -> Option<Hit> {
         let digest = &self.digests[i];
         let head = self.heads[i];
-        let ask = Ask {
+        let ask = Lookup {
             strong: head == Head::Strong,
             head: head != Head::No,
             boundary: self.walk.cold < BOUNDARY_BLOCKS,
@@ -378,7 +378,7 @@ impl Pass<'_> {
     }
 
     /// A run from a hit: forwards, then backwards as far as `floor`.
-    fn extend(&mut self, hit: &Hit, i: usize, floor: usize, held: &mut Held) -> Run {
+    fn extend(&mut self, hit: &Hit, i: usize, floor: usize, held: &mut LastPage) -> Run {
         let Hit {
             source, at, via, ..
         } = *hit;
@@ -465,7 +465,7 @@ impl Pass<'_> {
             let Source::Image(slot) = source else {
                 continue;
             };
-            let mut held = Held::default();
+            let mut held = LastPage::default();
             // Read already, so in memory or the page cache.
             if let Some(digest) = self.at(source, at, &mut held) {
                 self.recent.insert_c1(&digest, slot, at);

@@ -4,15 +4,15 @@ use super::stats::MAX_REPAIRS;
 use super::{MatcherStats, Repair};
 use crate::page::PageCache;
 
-pub(crate) struct Shared {
+pub(crate) struct MatcherContext {
     pub pages: PageCache,
     pub stats: MatcherStats,
     repairs: Vec<Repair>,
 }
 
-impl Shared {
+impl MatcherContext {
     pub(crate) fn new(cached_pages: usize) -> Self {
-        Shared {
+        MatcherContext {
             pages: PageCache::new(cached_pages),
             stats: MatcherStats::default(),
             repairs: Vec::new(),

@@ -25,7 +25,7 @@ struct World {
     storage: FakeDirectory,
     config: MatcherConfig,
     cache: SequenceCache,
-    shared: Shared,
+    shared: MatcherContext,
     data: HashMap<u64, Digest>,
 }
 
@@ -39,7 +39,7 @@ impl World {
             storage,
             config,
             cache,
-            shared: Shared::new(config.cached_pages),
+            shared: MatcherContext::new(config.cached_pages),
             data: HashMap::new(),
         }
     }
@@ -98,7 +98,7 @@ impl World {
         let mut repairs = Vec::new();
         self.cache = SequenceCache::open(&self.storage, &self.config, &mut repairs).unwrap();
         assert!(repairs.is_empty(), "{repairs:?}");
-        self.shared = Shared::new(self.config.cached_pages);
+        self.shared = MatcherContext::new(self.config.cached_pages);
         self.cache.rebuild(&mut self.shared).unwrap();
     }
 }

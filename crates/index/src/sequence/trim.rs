@@ -3,7 +3,7 @@
 use drover_core::Digest;
 
 use super::SequenceCache;
-use crate::matcher::Shared;
+use crate::matcher::MatcherContext;
 
 /// How often each segment was found by the blocks that were looked at.
 #[derive(Debug, Default)]
@@ -45,7 +45,7 @@ impl SequenceCache {
     }
 
     /// Evicts what is in these segments and writes that down; `false` when it could not be written.
-    pub(crate) fn free(&mut self, segments: &[u32], shared: &mut Shared) -> bool {
+    pub(crate) fn free(&mut self, segments: &[u32], shared: &mut MatcherContext) -> bool {
         for &no in segments {
             if !self.file.is_empty(no) {
                 self.recycle(no, shared);

@@ -29,12 +29,12 @@ pub struct ChunksTask {
 
 #[derive(Default)]
 struct Backlog {
-    state: Mutex<State>,
+    state: Mutex<BacklogState>,
     more: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct BacklogState {
     tasks: VecDeque<ChunksTask>,
     /// Nobody adds to it any more.
     closed: bool,

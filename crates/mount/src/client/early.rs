@@ -11,9 +11,9 @@ pub const MAX_EARLY: usize = 8;
 /// ...and their bytes; one is always allowed.
 pub const MAX_EARLY_BYTES: u64 = 512 << 10;
 
-/// Early chunks that the near side has not asked for: those that came, and none for those that are under way.
+/// EarlyChunks chunks that the near side has not asked for: those that came, and none for those that are under way.
 #[derive(Debug, Default)]
-pub struct Early(HashMap<u64, Option<Fetched>>);
+pub struct EarlyChunks(HashMap<u64, Option<Fetched>>);
 
 /// What there is of a run that the near side asks for.
 #[derive(Debug, Default)]
@@ -26,7 +26,7 @@ pub struct Claimed {
     pub missing: Vec<Chunks>,
 }
 
-impl Early {
+impl EarlyChunks {
     /// These chunks are under way.
     pub fn new(chunks: impl IntoIterator<Item = u64>) -> Self {
         Self(chunks.into_iter().map(|index| (index, None)).collect())
@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn what_came_early_is_kept_until_somebody_asks() {
-        let mut early = Early::new([0, 1, 5]);
+        let mut early = EarlyChunks::new([0, 1, 5]);
         assert!(early.keep(zero(0)).is_none());
         assert_eq!(early.keep(zero(9)).unwrap().index, 9, "not an early one");
         let claimed = early.claim(Chunks { first: 0, count: 4 });
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn what_failed_or_may_be_old_is_asked_for_anew() {
-        let mut early = Early::new([0, 1, 2]);
+        let mut early = EarlyChunks::new([0, 1, 2]);
         assert!(early.keep(zero(2)).is_none());
         early.forget(one(0));
         assert_eq!(early.claim(one(0)).missing, [one(0)]);

@@ -13,19 +13,19 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 
 use super::completion::CompletionQueue;
-use super::early::{Claimed, Early};
+use super::early::{Claimed, EarlyChunks};
 use super::options::Options;
 use super::presence::Pages;
 use super::scheduler::{Job, Scheduler, split};
 use crate::compress::Packer;
-use crate::protocol::{Answer, Ask, Coding, MAX_READ, Opened};
+use crate::protocol::{Coding, MAX_READ, Opened, Reply, Request};
 
 /// How long closing may wait for the site's word.
 pub const CLOSE_WAIT: Duration = Duration::from_secs(5);
 
 /// Whom an answer is for.
 #[derive(Default)]
-pub enum Reply {
+pub enum ReplyTo {
     /// The [`Local`]: chunks.
     #[default]
     Chunks,
@@ -36,7 +36,7 @@ pub enum Reply {
     /// Whoever wanted to know what is staged.
     Staged(StagedDone),
     /// A thread that waits.
-    Direct(std::sync::mpsc::SyncSender<Result<(Answer, Bytes), DeviceError>>),
+    Direct(std::sync::mpsc::SyncSender<Result<(Reply, Bytes), DeviceError>>),
 }
 
 /// What a client is.
@@ -46,12 +46,12 @@ pub struct Inner {
     /// The site said so when the mount began, and not some time before.
     pub reached: bool,
     pub started: Instant,
-    pub state: Mutex<State>,
+    pub state: Mutex<ClientState>,
     /// The last epoch that the site said counts.
     pub committed: AtomicU64,
     pub local: OnceLock<Weak<dyn Local>>,
     /// Taken alone.
-    pub early: Mutex<Early>,
+    pub early: Mutex<EarlyChunks>,
     pub completions: CompletionQueue,
     /// Wire bytes of links that are gone.
     pub received: AtomicU64,
@@ -62,7 +62,7 @@ pub struct Inner {
     /// The site has said that it knows of the end.
     pub released: AtomicBool,
     pub stop: watch::Sender<bool>,
-    /// Cuts the link of this number, as [`State::ups`] counts: something waited too long.
+    /// Cuts the link of this number, as [`ClientState::ups`] counts: something waited too long.
     pub cut: watch::Sender<u64>,
     /// Whether the near side is told nothing more that it did not ask for since. Held while it is told.
     pub silent: RwLock<bool>,
@@ -74,10 +74,10 @@ pub struct Inner {
 }
 
 /// What changes together.
-pub struct State {
-    pub scheduler: Scheduler<Reply>,
+pub struct ClientState {
+    pub scheduler: Scheduler<ReplyTo>,
     /// Ways to the writers of the connections.
-    pub connections: Vec<Option<mpsc::UnboundedSender<(Ask, Bytes)>>>,
+    pub connections: Vec<Option<mpsc::UnboundedSender<(Request, Bytes)>>>,
     pub wires: Vec<Arc<WireCounters>>,
     pub link: Link,
     /// How often the link came up.
@@ -106,10 +106,10 @@ impl Inner {
     }
 
     /// Why a request was not answered in time.
-    pub fn why_not(&self, ask: &Ask) -> DeviceError {
+    pub fn timeout_error(&self, request: &Request) -> DeviceError {
         let text = match &self.state.lock().link {
             Link::Up(_) => {
-                let limit = self.options.limit(ask);
+                let limit = self.options.limit(request);
                 format!("the site gave no answer within {limit:?}")
             }
             Link::Down(why) => why.clone(),
@@ -118,10 +118,10 @@ impl Inner {
         DeviceError::Unavailable(text)
     }
 
-    pub fn ask(self: &Arc<Self>, ask: Ask, body: Bytes, to: Reply) {
-        let limit = self.options.limit(&ask);
+    pub fn send_request(self: &Arc<Self>, request: Request, body: Bytes, to: ReplyTo) {
+        let limit = self.options.limit(&request);
         let job = Job {
-            ask,
+            request,
             body,
             deadline: self.now() + limit,
             again: false,
@@ -132,7 +132,7 @@ impl Inner {
     }
 
     /// Schedules a request, or fails it at once when there is no use.
-    pub fn put(&self, job: Job<Reply>) {
+    pub fn put(&self, job: Job<ReplyTo>) {
         let mut state = self.state.lock();
         let refused = match &state.link {
             Link::Gone(error) => Some((job, error.clone())),
@@ -140,7 +140,7 @@ impl Inner {
             Link::Down(why) if !job.survives() => {
                 Some((job, DeviceError::Unavailable(why.clone())))
             }
-            _ => match state.scheduler.ask(job) {
+            _ => match state.scheduler.enqueue(job) {
                 Ok(()) => None,
                 Err(job) => Some((
                     job,
@@ -159,8 +159,8 @@ impl Inner {
     pub fn issue(&self) {
         let now = self.now();
         let mut state = self.state.lock();
-        while let Some((connection, ask, body)) = state.scheduler.select(now) {
-            state.send(connection, ask, body);
+        while let Some((connection, request, body)) = state.scheduler.select(now) {
+            state.send(connection, request, body);
         }
         let waits = state.scheduler.select_at().is_some();
         drop(state);
@@ -185,11 +185,11 @@ impl Inner {
             let missing = self.claim(chunks, &local).missing;
             for run in missing.into_iter().flat_map(|run| split(run, most)) {
                 self.put(Job {
-                    ask: read(run, true),
+                    request: read(run, true),
                     body: Bytes::new(),
                     deadline: self.now() + self.options.give_up,
                     again: false,
-                    to: Reply::Chunks,
+                    to: ReplyTo::Chunks,
                 });
             }
             self.issue();
@@ -215,37 +215,37 @@ impl Inner {
     }
 
     /// Tells that a request failed.
-    pub fn fail(&self, job: Job<Reply>, runs: &[Chunks], error: &DeviceError) {
-        if matches!(job.ask, Ask::Commit { .. }) && error.is_transient() {
+    pub fn fail(&self, job: Job<ReplyTo>, runs: &[Chunks], error: &DeviceError) {
+        if matches!(job.request, Request::Commit { .. }) && error.is_transient() {
             // Whether it counts is only told when a link comes up, and that is what the near side waits for.
             self.cut_link();
         }
         match job.to {
-            Reply::Chunks => {
+            ReplyTo::Chunks => {
                 for run in runs {
                     self.completions.failed(*run, error.clone());
                 }
             }
-            Reply::Presence(done, ..) => {
+            ReplyTo::Presence(done, ..) => {
                 let error = error.clone();
                 self.completions.call(move || done(Err(error)));
             }
-            Reply::Staged(done) => {
+            ReplyTo::Staged(done) => {
                 let error = error.clone();
                 self.completions.call(move || done(Err(error)));
             }
-            Reply::Done(done) => {
+            ReplyTo::Done(done) => {
                 let error = error.clone();
                 self.completions.call(move || done(Err(error)));
             }
-            Reply::Direct(say) => {
+            ReplyTo::Direct(say) => {
                 let _ = say.send(Err(error.clone()));
             }
         }
     }
 
     /// Tells the near side, if there is one yet, what the link's state is.
-    pub fn tell_link(&self, state: &State) {
+    pub fn notify_link(&self, state: &ClientState) {
         if self.local.get().is_some() {
             self.completions.link(state.link.clone());
         }
@@ -257,7 +257,7 @@ impl Inner {
             let mut state = self.state.lock();
             if !matches!(state.link, Link::Gone(_)) {
                 state.link = Link::Gone(error.clone());
-                self.tell_link(&state);
+                self.notify_link(&state);
             }
             state.connections.clear();
             state.scheduler.take_all()
@@ -283,7 +283,7 @@ impl Inner {
     }
 }
 
-impl State {
+impl ClientState {
     /// Tells the site what has arrived.
     pub fn credit(&mut self, now: Duration) {
         for (connection, credit) in self.scheduler.credits(now) {
@@ -291,17 +291,17 @@ impl State {
         }
     }
 
-    pub fn send(&mut self, connection: usize, ask: Ask, body: Bytes) {
+    pub fn send(&mut self, connection: usize, request: Request, body: Bytes) {
         if let Some(Some(way)) = self.connections.get(connection) {
             // A connection that has ended is noticed by its task, which takes back what was asked.
-            let _ = way.send((ask, body));
+            let _ = way.send((request, body));
         }
     }
 }
 
 /// A read of a run; its id is filled in when it is sent.
-pub fn read(run: Chunks, background: bool) -> Ask {
-    Ask::Read {
+pub fn read(run: Chunks, background: bool) -> Request {
+    Request::Read {
         id: 0,
         first: run.first,
         count: run.count,

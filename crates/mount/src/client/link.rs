@@ -14,17 +14,17 @@ use tokio::time::timeout;
 use tracing::info;
 
 use super::connector::{Connected, Connector};
-use super::early::Early;
-use super::inner::{CLOSE_WAIT, Inner, Reply, State};
-use super::open::{First, Joining, OpenConnection, PAUSES, attempt, next_link};
+use super::early::EarlyChunks;
+use super::inner::{CLOSE_WAIT, ClientState, Inner, ReplyTo};
+use super::open::{FirstLink, OpenConnection, OpeningConnections, PAUSES, attempt, next_link};
 use super::scheduler::Job;
 use crate::MountError;
 use crate::protocol::{
-    Answer, Ask, KEEP_ALIVE, Opened, decode_message, device_error, encode_message, kind,
+    KEEP_ALIVE, Opened, Reply, Request, decode_message, device_error, encode_message, kind,
 };
 
 /// Why a link ended.
-enum Ended {
+enum LinkEnd {
     /// Nobody wants it any more.
     Stopped,
     /// It may come back.
@@ -34,20 +34,20 @@ enum Ended {
 }
 
 /// A link that is up: connections that run, and connections that are still being opened.
-pub struct Up {
+pub struct LiveLink {
     link: u64,
-    joining: Joining,
+    joining: OpeningConnections,
     running: JoinSet<MountError>,
 }
 
-impl Up {
+impl LiveLink {
     /// The front connection is open: that is the link.
     fn begin(
         inner: &Arc<Inner>,
         link: u64,
         front: OpenConnection,
-        joining: Joining,
-        asked: Vec<Ask>,
+        joining: OpeningConnections,
+        asked: Vec<Request>,
     ) -> Self {
         let mut running = JoinSet::new();
         inner.connection_up(front, asked, &mut running);
@@ -60,13 +60,13 @@ impl Up {
     }
 
     /// The first link.
-    pub fn first(inner: &Arc<Inner>, first: First) -> Self {
+    pub fn first(inner: &Arc<Inner>, first: FirstLink) -> Self {
         Self::begin(inner, first.link, first.front, first.others, first.asked)
     }
 }
 
 /// Keeps the link up until the client is closed.
-pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Option<Up>) {
+pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Option<LiveLink>) {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     let mut link = first.as_ref().map_or(0, |up| up.link);
     let mut ready = first;
@@ -92,29 +92,29 @@ pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Optio
                 match attempt {
                     Ok((front, joining)) => match inner.same_image(&front.opened, true) {
                         Ok(()) => {
-                            ready = Some(Up::begin(&inner, link, front, joining, Vec::new()));
+                            ready = Some(LiveLink::begin(&inner, link, front, joining, Vec::new()));
                             continue;
                         }
                         Err(error) => {
                             inner.give_back(front).await;
-                            Ended::Gone(error)
+                            LinkEnd::Gone(error)
                         }
                     },
-                    Err(error) if error.fatal => Ended::Gone(DeviceError::Io(Arc::new(
+                    Err(error) if error.fatal => LinkEnd::Gone(DeviceError::Io(Arc::new(
                         std::io::Error::other(error.message),
                     ))),
-                    Err(error) => Ended::Lost(error.message),
+                    Err(error) => LinkEnd::Lost(error.message),
                 }
             }
         };
         match ended {
-            Ended::Stopped => return,
-            Ended::Gone(error) => {
+            LinkEnd::Stopped => return,
+            LinkEnd::Gone(error) => {
                 info!(image = %inner.options.image, %error, "the mount has ended");
                 inner.end(error);
                 return;
             }
-            Ended::Lost(why) => inner.down(why),
+            LinkEnd::Lost(why) => inner.down(why),
         }
         tokio::select! {
             () = tokio::time::sleep(backoff.next_delay()) => {}
@@ -124,8 +124,8 @@ pub async fn keep(inner: Arc<Inner>, connector: Arc<dyn Connector>, first: Optio
 }
 
 /// Runs a link until it ends.
-async fn serve(inner: &Arc<Inner>, up: Up) -> Ended {
-    let Up {
+async fn serve(inner: &Arc<Inner>, up: LiveLink) -> LinkEnd {
+    let LiveLink {
         mut joining,
         mut running,
         ..
@@ -138,16 +138,16 @@ async fn serve(inner: &Arc<Inner>, up: Up) -> Ended {
             Some(joined) = joining.join_next() => match joined {
                 Ok(Ok(connection)) => {
                     if let Err(error) = inner.same_image(&connection.opened, false) {
-                        return Ended::Gone(error);
+                        return LinkEnd::Gone(error);
                     }
                     inner.connection_up(connection, Vec::new(), &mut running);
                     inner.issue_soon();
                 }
                 Ok(Err(error)) if error.fatal => {
-                    return Ended::Gone(DeviceError::Io(Arc::new(std::io::Error::other(error.message))));
+                    return LinkEnd::Gone(DeviceError::Io(Arc::new(std::io::Error::other(error.message))));
                 }
-                Ok(Err(error)) => return Ended::Lost(error.message),
-                Err(error) => return Ended::Lost(error.to_string()),
+                Ok(Err(error)) => return LinkEnd::Lost(error.message),
+                Err(error) => return LinkEnd::Lost(error.to_string()),
             },
             Some(ended) = running.join_next() => {
                 let why = match ended {
@@ -156,15 +156,15 @@ async fn serve(inner: &Arc<Inner>, up: Up) -> Ended {
                 };
                 return match why {
                     MountError::Refused(refusal) if !refusal.retry => {
-                        Ended::Gone(device_error(refusal, 0, 0, inner.opened.size))
+                        LinkEnd::Gone(device_error(refusal, 0, 0, inner.opened.size))
                     }
-                    why => Ended::Lost(why.to_string()),
+                    why => LinkEnd::Lost(why.to_string()),
                 };
             }
             _ = cut.wait_for(|cut| *cut >= ups) => {
-                return Ended::Lost("the site gave no answer".into());
+                return LinkEnd::Lost("the site gave no answer".into());
             }
-            _ = stop.wait_for(|stop| *stop) => return Ended::Stopped,
+            _ = stop.wait_for(|stop| *stop) => return LinkEnd::Stopped,
         }
     }
 }
@@ -214,12 +214,12 @@ impl Inner {
             ..
         } = connection.connected;
         let told = async {
-            let close = encode_message(&Ask::Close { id: 1 });
-            writer.send(kind::ASK, &close).await.ok()?;
+            let close = encode_message(&Request::Close { id: 1 });
+            writer.send(kind::REQUEST, &close).await.ok()?;
             writer.flush().await.ok()?;
             let frame = reader.next().await.ok()??;
-            let answer = decode_message::<Answer>(&frame.payload).ok()?.head;
-            (answer == Answer::Done { id: 1 }).then_some(())
+            let reply = decode_message::<Reply>(&frame.payload).ok()?.head;
+            (reply == Reply::Done { id: 1 }).then_some(())
         };
         if let Ok(Some(())) = timeout(CLOSE_WAIT, told).await {
             self.released.store(true, Ordering::Release);
@@ -230,15 +230,15 @@ impl Inner {
     fn connection_up(
         self: &Arc<Self>,
         connection: OpenConnection,
-        asked: Vec<Ask>,
+        asked: Vec<Request>,
         running: &mut JoinSet<MountError>,
     ) {
-        let (way, asks) = mpsc::unbounded_channel();
+        let (way, requests) = mpsc::unbounded_channel();
         let mut state = self.state.lock();
         let credit = state
             .scheduler
             .connection_up(connection.number, connection.kind);
-        self.note_early(&mut state, connection.number, asked);
+        self.note_early_reads(&mut state, connection.number, asked);
         if state.connections.len() <= connection.number {
             state
                 .connections
@@ -249,15 +249,15 @@ impl Inner {
         state.wires.push(connection.connected.wire.clone());
         drop(state);
         let inner = self.clone();
-        running.spawn(async move { inner.run_connection(connection, asks).await });
+        running.spawn(async move { inner.run_connection(connection, requests).await });
     }
 
     /// Writes down what was asked with the open. What lies outside the device is answered with an error that nobody hears.
-    fn note_early(&self, state: &mut State, connection: usize, asked: Vec<Ask>) {
+    fn note_early_reads(&self, state: &mut ClientState, connection: usize, asked: Vec<Request>) {
         let deadline = self.now() + self.options.give_up;
         let mut early = Vec::new();
-        for ask in asked {
-            let Ask::Read { id, first, .. } = ask else {
+        for request in asked {
+            let Request::Read { id, first, .. } = request else {
                 continue;
             };
             state.scheduler.used(id);
@@ -266,16 +266,16 @@ impl Inner {
             }
             early.push(first);
             let job = Job {
-                ask,
+                request,
                 body: Bytes::new(),
                 deadline,
                 again: false,
-                to: Reply::Chunks,
+                to: ReplyTo::Chunks,
             };
-            state.scheduler.was_asked(connection, id, job);
+            state.scheduler.sent_with_open(connection, id, job);
         }
         if !early.is_empty() {
-            *self.early.lock() = Early::new(early);
+            *self.early.lock() = EarlyChunks::new(early);
         }
     }
 
@@ -283,7 +283,7 @@ impl Inner {
         let mut state = self.state.lock();
         state.ups += 1;
         state.link = Link::Up(state.ups);
-        self.tell_link(&state);
+        self.notify_link(&state);
         drop(state);
         self.issue_soon();
     }
@@ -303,7 +303,7 @@ impl Inner {
         state.link = Link::Down(why.clone());
         if was_up {
             info!(image = %self.options.image, why, "the link is down");
-            self.tell_link(&state);
+            self.notify_link(&state);
         }
         state.connections.clear();
         for wire in std::mem::take(&mut state.wires) {
@@ -322,7 +322,7 @@ impl Inner {
     async fn run_connection(
         self: Arc<Self>,
         connection: OpenConnection,
-        mut asks: mpsc::UnboundedReceiver<(Ask, Bytes)>,
+        mut requests: mpsc::UnboundedReceiver<(Request, Bytes)>,
     ) -> MountError {
         let Connected {
             mut reader,
@@ -333,7 +333,7 @@ impl Inner {
         let write = async {
             loop {
                 let next = tokio::select! {
-                    next = asks.recv() => next,
+                    next = requests.recv() => next,
                     error = writer.ping_when_idle(KEEP_ALIVE.ping_every) => return Err(error),
                 };
                 let Some(mut next) = next else {
@@ -342,8 +342,10 @@ impl Inner {
                 };
                 loop {
                     let head = encode_message(&next.0);
-                    writer.send_vectored(kind::ASK, &[&head, &next.1]).await?;
-                    match asks.try_recv() {
+                    writer
+                        .send_vectored(kind::REQUEST, &[&head, &next.1])
+                        .await?;
+                    match requests.try_recv() {
                         Ok(more) => next = more,
                         Err(_) => break,
                     }

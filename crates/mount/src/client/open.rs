@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drover_net::service::{self, reply_in};
-use drover_net::{Backoff, NetError, Refusal, Role, hear_hello};
+use drover_net::{Backoff, NetError, Refusal, Role, read_hello};
 use drover_store::lease::Identity;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -14,7 +14,7 @@ use super::connector::{ConnectError, Connected, Connector};
 use super::options::Options;
 use crate::MountError;
 use crate::protocol::{
-    Ask, ConnectionKind, KEEP_ALIVE, MAX_MOUNT_FRAME, MAX_NAME, Open, Opened, check_shape,
+    ConnectionKind, KEEP_ALIVE, MAX_MOUNT_FRAME, MAX_NAME, Open, Opened, Request, check_shape,
     encode_message, kind,
 };
 
@@ -37,10 +37,10 @@ pub struct OpenConnection {
 }
 
 /// Connections that are being opened.
-pub type Joining = JoinSet<Result<OpenConnection, ConnectError>>;
+pub type OpeningConnections = JoinSet<Result<OpenConnection, ConnectError>>;
 
 /// The first link, of which the front connection is open and the others are being opened.
-pub struct First {
+pub struct FirstLink {
     /// What the site said.
     pub opened: Opened,
     /// Its number.
@@ -48,9 +48,9 @@ pub struct First {
     /// The connection that is open.
     pub front: OpenConnection,
     /// The others.
-    pub others: Joining,
+    pub others: OpeningConnections,
     /// What was asked with the front connection's open.
-    pub asked: Vec<Ask>,
+    pub asked: Vec<Request>,
 }
 
 /// The number of the link after `before`: the time, so that it also grows when a program takes up the mount of one
@@ -71,7 +71,10 @@ pub fn check(opened: &Opened, options: &Options) -> Result<(), String> {
 }
 
 /// Makes the first link.
-pub async fn first(connector: &Arc<dyn Connector>, options: &Options) -> Result<First, MountError> {
+pub async fn first(
+    connector: &Arc<dyn Connector>,
+    options: &Options,
+) -> Result<FirstLink, MountError> {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     let mut link = 0;
     let mut last = None;
@@ -89,7 +92,7 @@ pub async fn first(connector: &Arc<dyn Connector>, options: &Options) -> Result<
                         peer: front.connected.reader.peer_text().to_owned(),
                         what,
                     })?;
-                    return Ok(First {
+                    return Ok(FirstLink {
                         opened: front.opened.clone(),
                         link,
                         front,
@@ -102,7 +105,7 @@ pub async fn first(connector: &Arc<dyn Connector>, options: &Options) -> Result<
             if error.fatal {
                 return Err(match error.code {
                     Some(code) => MountError::Refused(Refusal::new(code, error.message)),
-                    None => MountError::Denied(error.message),
+                    None => MountError::CannotConnect(error.message),
                 });
             }
             debug!(image = %options.image, %error, "no link yet");
@@ -124,9 +127,9 @@ pub async fn attempt(
     options: &Options,
     expected: Option<Identity>,
     link: u64,
-    asks: &[Ask],
-) -> Result<(OpenConnection, Joining), ConnectError> {
-    let mut joining = Joining::new();
+    requests: &[Request],
+) -> Result<(OpenConnection, OpeningConnections), ConnectError> {
+    let mut joining = OpeningConnections::new();
     for (number, connection) in options.connections().into_iter().enumerate() {
         let open = Open {
             mount: options.mount,
@@ -139,12 +142,12 @@ pub async fn attempt(
             note: cut(&options.note, MAX_NAME),
         };
         let connector = connector.clone();
-        let asks = match connection {
-            ConnectionKind::Front => asks.iter().map(encode_message).collect(),
+        let requests = match connection {
+            ConnectionKind::Front => requests.iter().map(encode_message).collect(),
             _ => Vec::new(),
         };
         joining.spawn(async move {
-            let opened = open_connection(connector.as_ref(), &open, asks);
+            let opened = open_connection(connector.as_ref(), &open, requests);
             let (connected, opened) = timeout(OPEN_LIMIT, opened).await.map_err(|_| {
                 let limit = OPEN_LIMIT;
                 ConnectError::lost(format!("the site did not open the device within {limit:?}"))
@@ -174,7 +177,7 @@ pub async fn attempt(
 async fn open_connection(
     connector: &dyn Connector,
     open: &Open,
-    asks: Vec<Vec<u8>>,
+    requests: Vec<Vec<u8>>,
 ) -> Result<(Connected, Opened), ConnectError> {
     let connection = connector.connect().await?;
     let wire = connection.wire();
@@ -185,11 +188,11 @@ async fn open_connection(
     let greeted = async {
         // Everything in one flight: over a WAN each round trip is seen.
         service::open(&mut writer, open).await?;
-        for ask in &asks {
-            writer.send(kind::ASK, ask).await?;
+        for request in &requests {
+            writer.send(kind::REQUEST, request).await?;
         }
         writer.flush().await?;
-        hear_hello(&mut reader, Role::Client).await
+        read_hello(&mut reader, Role::Client).await
     };
     // What greets wrongly, unlike what breaks a link that is up, may be something that stands there only while the site
     // does not.

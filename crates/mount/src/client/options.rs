@@ -6,7 +6,7 @@ use drover_core::ImageName;
 use drover_store::lease::{Access, Identity, MountId};
 
 use super::early;
-use crate::protocol::{Ask, ConnectionKind, DEFAULT_CHUNK, MAX_CONNECTIONS, Opened};
+use crate::protocol::{ConnectionKind, DEFAULT_CHUNK, MAX_CONNECTIONS, Opened, Request};
 
 /// How long a request may take before it fails, also while the link is down.
 pub const GIVE_UP: Duration = Duration::from_secs(30);
@@ -73,24 +73,24 @@ impl Options {
     }
 
     /// How long this may take before it fails.
-    pub(super) fn limit(&self, ask: &Ask) -> Duration {
-        match ask {
-            Ask::Commit { .. } => self.commit_limit.max(self.give_up),
+    pub(super) fn limit(&self, request: &Request) -> Duration {
+        match request {
+            Request::Commit { .. } => self.commit_limit.max(self.give_up),
             _ => self.give_up,
         }
     }
 
     /// What is asked for with the open: the first is waited for.
-    pub(super) fn early(&self) -> Vec<Ask> {
+    pub(super) fn early(&self) -> Vec<Request> {
         let most = (early::MAX_EARLY_BYTES / u64::from(self.chunk.max(1))).max(1) as usize;
         let wanted = self.wanted.iter().take(most.min(early::MAX_EARLY));
-        let asks = wanted.enumerate().map(|(n, index)| Ask::Read {
+        let requests = wanted.enumerate().map(|(n, index)| Request::Read {
             id: n as u64 + 1,
             first: *index,
             count: 1,
             background: n > 0,
         });
-        asks.collect()
+        requests.collect()
     }
 
     /// The connections that are opened.

@@ -7,12 +7,12 @@ use std::time::Duration;
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 use drover_net::group::{
-    Answered, Credit, Group, Limits, MAX_PART, MAX_UNANSWERED, Mark, NotSent, Window,
+    Credit, Group, Limits, MAX_PART, MAX_UNANSWERED, Mark, NotSent, ReplySample, Window,
 };
 use drover_net::{Code, Refusal};
 
 use crate::protocol::{
-    Ask, ConnectionKind, MAX_ASKED, MAX_ASKED_BYTES, MAX_CONNECTIONS, MAX_DIRECT, MAX_READ,
+    ConnectionKind, MAX_ASKED, MAX_ASKED_BYTES, MAX_CONNECTIONS, MAX_DIRECT, MAX_READ, Request,
 };
 
 mod ahead;
@@ -20,9 +20,9 @@ mod ended;
 mod job;
 mod runs;
 
-use ahead::{Ahead, MAX_AHEAD};
+use ahead::{MAX_AHEAD, ReadAhead};
 use job::with_id;
-pub use job::{ChunksAnswer, Job};
+pub use job::{ChunksReply, Job};
 pub use runs::split;
 use runs::{bytes, cut_out, has_come};
 
@@ -49,7 +49,7 @@ pub struct Taken {
 }
 
 #[derive(Debug)]
-struct Asked<T> {
+struct InFlight<T> {
     job: Job<T>,
     connection: usize,
     /// Chunks of a read that have come.
@@ -68,14 +68,14 @@ pub struct Scheduler<T> {
     next_id: u64,
     front: VecDeque<Job<T>>,
     back: VecDeque<Job<T>>,
-    asked: HashMap<u64, Asked<T>>,
+    in_flight: HashMap<u64, InFlight<T>>,
     group: Group<ConnectionKind>,
     /// Bytes of chunks that background requests have outstanding, sent or not.
     ahead: u64,
     /// Bytes of chunks that waited-for requests have outstanding.
     waited: u64,
     /// How much of that there should be.
-    plan: Ahead,
+    plan: ReadAhead,
     /// Bytes of chunks that came.
     came: u64,
     /// Runs that came and are being verified: not asked for, and not to be asked for. Of each, whether it was background
@@ -97,11 +97,11 @@ impl<T> Scheduler<T> {
             next_id: 1,
             front: VecDeque::new(),
             back: VecDeque::new(),
-            asked: HashMap::new(),
+            in_flight: HashMap::new(),
             group: Group::new(window, u64::from(shape.chunk), limits),
             ahead: 0,
             waited: 0,
-            plan: Ahead::new(),
+            plan: ReadAhead::new(),
             came: 0,
             verifying: VecDeque::new(),
             unverified: 0,
@@ -137,7 +137,7 @@ impl<T> Scheduler<T> {
     ///
     /// # Errors
     /// The job itself when too many wait.
-    pub fn ask(&mut self, job: Job<T>) -> Result<(), Job<T>> {
+    pub fn enqueue(&mut self, job: Job<T>) -> Result<(), Job<T>> {
         if self.front.len() + self.back.len() >= MAX_WAITING {
             return Err(job);
         }
@@ -167,9 +167,9 @@ impl<T> Scheduler<T> {
         &mut self,
         chunks: Chunks,
         deadline: Duration,
-    ) -> (Vec<(usize, Ask)>, Vec<Chunks>) {
+    ) -> (Vec<(usize, Request)>, Vec<Chunks>) {
         let mut missing = vec![chunks];
-        let mut asks = Vec::new();
+        let mut requests = Vec::new();
         for (run, _) in &self.verifying {
             cut_out(&mut missing, Some(*run), |_| true);
         }
@@ -178,7 +178,7 @@ impl<T> Scheduler<T> {
             for job in &self.front {
                 cut_out(&mut missing, job.chunks(), |_| true);
             }
-            for asked in self.asked.values().filter(|a| !a.job.is_background()) {
+            for asked in self.in_flight.values().filter(|a| !a.job.is_background()) {
                 let run = asked.job.chunks();
                 let first = run.map_or(0, |run| run.first);
                 cut_out(&mut missing, run, |index| {
@@ -199,7 +199,7 @@ impl<T> Scheduler<T> {
                 self.front.push_back(job);
             }
             let mut hurried = Vec::new();
-            for (id, asked) in &self.asked {
+            for (id, asked) in &self.in_flight {
                 let run = asked.job.chunks();
                 let first = run.map_or(0, |run| run.first);
                 let outstanding = |index: u64| !has_come(&asked.come, index - first);
@@ -208,13 +208,13 @@ impl<T> Scheduler<T> {
                 }
             }
             for id in hurried {
-                if let Some(asked) = self.asked.get_mut(&id) {
+                if let Some(asked) = self.in_flight.get_mut(&id) {
                     asked.job.deadline = deadline;
                     let left = bytes(self.shape, asked.left);
-                    if let Ask::Read { background, .. } = &mut asked.job.ask {
+                    if let Request::Read { background, .. } = &mut asked.job.request {
                         *background = false;
                     }
-                    asks.push((asked.connection, Ask::Hurry { id }));
+                    requests.push((asked.connection, Request::Hurry { id }));
                     self.ahead -= left;
                     self.waited += left;
                 }
@@ -222,13 +222,13 @@ impl<T> Scheduler<T> {
         }
         let most = (MAX_READ / self.shape.chunk).max(1);
         let split = missing.into_iter().flat_map(|run| split(run, most));
-        (asks, split.collect())
+        (requests, split.collect())
     }
 
     fn wait_for(&mut self, job: &mut Job<T>) {
-        if let Ask::Read {
+        if let Request::Read {
             background, count, ..
-        } = &mut job.ask
+        } = &mut job.request
         {
             *background = false;
             let bytes = bytes(self.shape, *count);
@@ -254,7 +254,7 @@ impl<T> Scheduler<T> {
     }
 
     /// The next request to send, and on which connection.
-    pub fn select(&mut self, now: Duration) -> Option<(usize, Ask, Bytes)> {
+    pub fn select(&mut self, now: Duration) -> Option<(usize, Request, Bytes)> {
         let job = match self
             .front
             .iter()
@@ -269,11 +269,11 @@ impl<T> Scheduler<T> {
         };
         let connection = self.connection_for(&job, now)?;
         let id = self.next_id;
-        let ask = with_id(&job.ask, id);
+        let request = with_id(&job.request, id);
         let body = job.body.clone();
         let mark = Some(self.group.window().mark(now));
         self.sent(connection, id, job, mark)?;
-        Some((connection, ask, body))
+        Some((connection, request, body))
     }
 
     /// When to select again, though nothing may have happened by then.
@@ -285,7 +285,7 @@ impl<T> Scheduler<T> {
     }
 
     /// A request has been sent with the open of its connection, which is up now. It says nothing about the link's round trip.
-    pub fn was_asked(&mut self, connection: usize, id: u64, job: Job<T>) {
+    pub fn sent_with_open(&mut self, connection: usize, id: u64, job: Job<T>) {
         if let Some(chunks) = job.chunks() {
             let bytes = bytes(self.shape, chunks.count);
             *self.counter(job.is_background()) += bytes;
@@ -316,9 +316,9 @@ impl<T> Scheduler<T> {
             self.group.send_body(connection, bytes, last, mark.at())
         });
         let come = [0; 4];
-        self.asked.insert(
+        self.in_flight.insert(
             id,
-            Asked {
+            InFlight {
                 job,
                 connection,
                 come,
@@ -377,7 +377,7 @@ impl<T> Scheduler<T> {
 
     /// Whether nobody waits for the request `id`.
     pub fn is_background(&self, id: u64) -> bool {
-        self.asked
+        self.in_flight
             .get(&id)
             .is_some_and(|asked| asked.job.is_background())
     }
@@ -389,19 +389,19 @@ impl<T> Scheduler<T> {
     pub fn chunks(
         &mut self,
         connection: usize,
-        answer: &ChunksAnswer,
+        reply: &ChunksReply,
         now: Duration,
     ) -> Result<Option<Taken>, Refusal> {
         let bad = |text: &str| Err(Refusal::new(Code::Protocol, text));
-        let answered = Answered {
-            bytes: answer.wire,
-            echo: answer.echo,
-            last: answer.last,
-            asked: self.asked.get(&answer.id).and_then(|asked| asked.mark),
+        let answered = ReplySample {
+            bytes: reply.wire,
+            echo: reply.echo,
+            last: reply.last,
+            asked: self.in_flight.get(&reply.id).and_then(|asked| asked.mark),
         };
         self.group.sample(connection, answered, now);
-        let Some(asked) = self.asked.get_mut(&answer.id) else {
-            return self.stray(answer.id);
+        let Some(asked) = self.in_flight.get_mut(&reply.id) else {
+            return self.stray(reply.id);
         };
         let Some(run) = asked
             .job
@@ -410,41 +410,41 @@ impl<T> Scheduler<T> {
         else {
             return bad("chunks for what did not ask for any");
         };
-        let end = answer.first.checked_add(u64::from(answer.count));
-        if answer.first < run.first || end.is_none_or(|end| end > run.end()) {
+        let end = reply.first.checked_add(u64::from(reply.count));
+        if reply.first < run.first || end.is_none_or(|end| end > run.end()) {
             return bad("chunks that were not asked for");
         }
-        for index in answer.first..answer.first + u64::from(answer.count) {
+        for index in reply.first..reply.first + u64::from(reply.count) {
             let at = (index - run.first) as usize;
             if has_come(&asked.come, at as u64) {
                 return bad("a chunk that came before");
             }
             asked.come[at / 64] |= 1 << (at % 64);
         }
-        asked.left -= answer.count;
+        asked.left -= reply.count;
         let background = asked.job.is_background();
         let taken = Taken {
             again: asked.job.again,
         };
-        let bytes = bytes(self.shape, answer.count);
+        let bytes = bytes(self.shape, reply.count);
         if asked.left == 0 {
-            self.remove(answer.id);
+            self.remove(reply.id);
         }
         *self.counter(background) -= bytes;
         self.came += bytes;
         let run = Chunks {
-            first: answer.first,
-            count: answer.count,
+            first: reply.first,
+            count: reply.count,
         };
         self.verifying.push_back((run, background));
         if background {
             self.unverified += bytes;
         }
-        self.plan.came(bytes, answer.wire);
+        self.plan.came(bytes, reply.wire);
         let window = self.group.window();
         if window.has_started() {
             let trip = window.round_trip().unwrap_or_default();
-            let asked = &self.asked;
+            let asked = &self.in_flight;
             self.plan.look(now, trip, |id| asked.contains_key(&id));
         }
         Ok(Some(taken))
@@ -479,7 +479,7 @@ impl<T> Scheduler<T> {
         id: u64,
         now: Duration,
     ) -> Result<Option<EndedJob<T>>, Refusal> {
-        match self.asked.get(&id) {
+        match self.in_flight.get(&id) {
             None => self.stray(id),
             Some(asked) if asked.connection != connection => Err(Refusal::new(
                 Code::Protocol,
@@ -496,8 +496,8 @@ impl<T> Scheduler<T> {
     }
 
     /// Takes a request out of the counts of its connection.
-    fn remove(&mut self, id: u64) -> Option<Asked<T>> {
-        let asked = self.asked.remove(&id)?;
+    fn remove(&mut self, id: u64) -> Option<InFlight<T>> {
+        let asked = self.in_flight.remove(&id)?;
         if asked.pushed.is_some() {
             self.group.end_body(asked.job.body.len() as u64);
         }
@@ -516,7 +516,7 @@ fn not_sent(error: NotSent) -> Refusal {
     Refusal::new(Code::Protocol, error.to_string())
 }
 
-impl From<Credit> for Ask {
+impl From<Credit> for Request {
     fn from(credit: Credit) -> Self {
         let Credit { received, window } = credit;
         Self::Credit { received, window }

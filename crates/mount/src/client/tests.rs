@@ -2,18 +2,18 @@ use drover_core::ImageName;
 use drover_store::lease::Access;
 
 use super::options::{COMMIT_LIMIT, GIVE_UP, Options};
-use crate::protocol::Ask;
+use crate::protocol::Request;
 
 #[test]
 fn a_commit_has_as_long_as_other_requests_and_longer() {
     let image = ImageName::new("web.raw").unwrap();
     let mut options = Options::new(image, Access::ReadWrite);
-    let commit = Ask::Commit {
+    let commit = Request::Commit {
         id: 0,
         epoch: 1,
         covers: 4096,
     };
-    let other = Ask::Presence {
+    let other = Request::Presence {
         id: 0,
         first: 0,
         count: 1,

@@ -10,7 +10,7 @@ use tracing::warn;
 
 use super::backlog::{ChunksTask, Taker};
 use super::completion::{CompletionQueue, Task};
-use super::inner::{Inner, Reply, read};
+use super::inner::{Inner, ReplyTo, read};
 use super::scheduler::Job;
 use crate::compress::Unpacker;
 use crate::protocol::{Coding, pieces};
@@ -187,11 +187,11 @@ impl Inner {
         warn!(%image, chunk = index, "a chunk with the wrong digest; asking for it once more");
         self.put(Job {
             // Whoever wants it meanwhile does not ask again.
-            ask: read(run, false),
+            request: read(run, false),
             body: Bytes::new(),
             deadline: self.now() + self.options.give_up,
             again: true,
-            to: Reply::Chunks,
+            to: ReplyTo::Chunks,
         });
         self.issue();
     }

@@ -47,24 +47,24 @@ fn sizes_that_lie_are_refused() {
 #[test]
 fn the_largest_heads_fit() {
     let runs = vec![(u64::MAX, u32::MAX); MAX_RUNS];
-    let presence = Answer::Presence {
+    let presence = Reply::Presence {
         id: u64::MAX,
         runs,
         end: u64::MAX,
     };
     let runs = vec![(u64::MAX, 2); MAX_RUNS];
-    let extents = Answer::Extents { id: u64::MAX, runs };
-    let staged = Answer::Staged {
+    let extents = Reply::Extents { id: u64::MAX, runs };
+    let staged = Reply::Staged {
         id: u64::MAX,
         epoch: u64::MAX,
         runs: vec![(MAX_SIZE, MAX_SIZE); MAX_RUNS],
         end: MAX_SIZE,
     };
-    for answer in [presence, extents, staged] {
-        let head = encode_message(&answer);
+    for reply in [presence, extents, staged] {
+        let head = encode_message(&reply);
         assert!(head.len() <= MAX_HEAD, "{}", head.len());
-        let back = decode_message::<Answer>(&Bytes::from(head)).unwrap();
-        assert_eq!(back.head, answer);
+        let back = decode_message::<Reply>(&Bytes::from(head)).unwrap();
+        assert_eq!(back.head, reply);
     }
 }
 
@@ -90,13 +90,13 @@ proptest! {
     #[test]
     fn any_bytes_decode_or_are_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
         let payload = Bytes::from(bytes);
-        if let Ok(message) = decode_message::<Ask>(&payload) {
+        if let Ok(message) = decode_message::<Request>(&payload) {
             let again = encode_message(&message.head);
-            prop_assert_eq!(decode_message::<Ask>(&Bytes::from(again)).unwrap().head, message.head);
+            prop_assert_eq!(decode_message::<Request>(&Bytes::from(again)).unwrap().head, message.head);
         }
-        if let Ok(message) = decode_message::<Answer>(&payload) {
+        if let Ok(message) = decode_message::<Reply>(&payload) {
             let again = encode_message(&message.head);
-            prop_assert_eq!(decode_message::<Answer>(&Bytes::from(again)).unwrap().head, message.head);
+            prop_assert_eq!(decode_message::<Reply>(&Bytes::from(again)).unwrap().head, message.head);
         }
         if let Ok(open) = decode::<Open>(&payload) {
             let _ = open.check();

@@ -50,7 +50,7 @@ pub struct Changes {
 /// What was written over all images of a site's state (see [`super::Config::state`]), by name. Blocks on the disk.
 ///
 /// # Errors
-/// [`MountError::State`] when the directory cannot be read. One that is damaged is listed with its problem.
+/// [`MountError::StateFile`] when the directory cannot be read. One that is damaged is listed with its problem.
 pub fn changes_on_disk(state: &Path) -> Result<Vec<Changes>, MountError> {
     let overlays = state.join("overlays");
     let entries = match std::fs::read_dir(&overlays) {
@@ -160,8 +160,8 @@ impl Server {
     /// [`MountError::Refused`]: somebody has it mounted or may write it; or a disk that fails.
     pub fn drop_changes(&self, name: &ImageName) -> Result<Option<u64>, MountError> {
         // Nobody opens it meanwhile.
-        let door = self.door(name);
-        let _opening = door.lock();
+        let image_lock = self.image_lock(name);
+        let _opening = image_lock.lock();
         self.let_go(name)?;
         let path = self.overlay_of(name);
         if !path.is_dir() {
@@ -181,10 +181,10 @@ impl Server {
     /// there were. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::State`] when one cannot be removed.
+    /// [`MountError::StateFile`] when one cannot be removed.
     pub fn drop_earlier(&self, name: &ImageName) -> Result<usize, MountError> {
-        let door = self.door(name);
-        let _opening = door.lock();
+        let image_lock = self.image_lock(name);
+        let _opening = image_lock.lock();
         let all = changes_on_disk(&self.config.state)?;
         let earlier = all.iter().filter(|c| c.earlier && c.image == name.as_str());
         let mut removed = 0;
@@ -205,7 +205,7 @@ impl Server {
         discard(&self.overlay_of(name), leases).map_err(MountError::Refused)
     }
 
-    /// Closes an image that is open for nobody any more, or says who has it. Held by the caller: its door.
+    /// Closes an image that is open for nobody any more, or says who has it. Held by the caller: its image_lock.
     fn let_go(&self, name: &ImageName) -> Result<(), MountError> {
         let mut since = None;
         loop {
@@ -276,8 +276,8 @@ impl Server {
             note: note.to_owned(),
         };
         let image = {
-            let door = self.door(name);
-            let _opening = door.lock();
+            let image_lock = self.image_lock(name);
+            let _opening = image_lock.lock();
             let stale = {
                 let state = self.state.lock();
                 state.open.get(name).map(|image| image.digest())
@@ -318,8 +318,8 @@ impl Server {
         key: (PeerKey, MountId),
         discard: bool,
     ) -> Result<bool, MountError> {
-        let door = self.door(name);
-        let _opening = door.lock();
+        let image_lock = self.image_lock(name);
+        let _opening = image_lock.lock();
         let open = self.state.lock().open.get(name).cloned();
         if let (Some(image), false) = (&open, discard) {
             let ours = image.is_held_by(key.0, key.1);
@@ -352,8 +352,8 @@ impl Server {
         what: impl FnOnce() -> T,
     ) -> Result<Option<T>, MountError> {
         // Nobody opens it or breaks the lease meanwhile.
-        let door = self.door(name);
-        let _opening = door.lock();
+        let image_lock = self.image_lock(name);
+        let _opening = image_lock.lock();
         let open = self.state.lock().open.get(name).cloned();
         if let Some(image) = open {
             return Ok(image.while_held(key.0, key.1, what));

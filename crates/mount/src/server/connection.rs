@@ -15,13 +15,13 @@ use tokio::time::timeout;
 
 use super::counters::Counters;
 use super::image::Image;
-use super::pool::{Pool, Tools};
+use super::pool::{Pool, WorkerScratch};
 use super::queue::Queue;
 use super::unit::{Effect, Unit};
-use super::work::{Client, Made};
+use super::work::{Client, ReadyReply};
 use crate::MountError;
 use crate::protocol::{
-    Answer, Ask, ConnectionKind, KEEP_ALIVE, MAX_UNIT, decode_message, encode_message, kind,
+    ConnectionKind, KEEP_ALIVE, MAX_UNIT, Reply, Request, decode_message, encode_message, kind,
 };
 
 /// A background answer is this part of the window, so that a connection has several under way.
@@ -43,19 +43,19 @@ const KERNEL_WAIT: Duration = Duration::from_millis(3);
 const LAST_WORD: Duration = Duration::from_millis(100);
 
 /// A request's bytes, and the room that they take.
-struct Held {
+struct PayloadWithRoom {
     payload: Bytes,
     _room: OwnedSemaphorePermit,
 }
 
-impl AsRef<[u8]> for Held {
+impl AsRef<[u8]> for PayloadWithRoom {
     fn as_ref(&self) -> &[u8] {
         &self.payload
     }
 }
 
 /// What the connections of a link share.
-pub struct Shared {
+pub struct LinkShared {
     /// What is under way. Locked after a connection's state, never before.
     flow: Mutex<Flow>,
     /// Wakes the writers of all connections: there is room for background answers.
@@ -65,7 +65,7 @@ pub struct Shared {
     pub ready: tokio::sync::OnceCell<()>,
 }
 
-impl Default for Shared {
+impl Default for LinkShared {
     fn default() -> Self {
         Self {
             flow: Mutex::default(),
@@ -76,7 +76,7 @@ impl Default for Shared {
     }
 }
 
-impl Shared {
+impl LinkShared {
     fn now(&self) -> Duration {
         self.started.elapsed()
     }
@@ -99,11 +99,11 @@ pub struct Connection {
     /// Size and chunk.
     pub shape: Shape,
     /// What it shares with its mount's other connections.
-    pub shared: Arc<Shared>,
+    pub shared: Arc<LinkShared>,
     pool: Arc<Pool>,
     counters: Arc<Counters>,
     bodies: Arc<Semaphore>,
-    state: Mutex<State>,
+    state: Mutex<ConnectionState>,
     /// Wakes the writer.
     wake: Notify,
     /// Wakes who waits for work in progress to end.
@@ -112,10 +112,10 @@ pub struct Connection {
 }
 
 #[derive(Default)]
-struct State {
+struct ConnectionState {
     queue: Queue,
     /// Answers that wait for the link.
-    out: group::Queue<Made>,
+    out: group::Queue<ReadyReply>,
     /// Bytes of requests' bodies that came, and of how many of them the mount was told.
     came: u64,
     told: u64,
@@ -126,7 +126,7 @@ struct State {
     closed: bool,
 }
 
-impl State {
+impl ConnectionState {
     /// Somebody waits for a background read: also what of it has no credit yet leaves at once.
     fn hurry(&mut self, id: u64) {
         self.queue.hurry(id);
@@ -155,7 +155,7 @@ pub struct Parts {
     /// See [`Connection`].
     pub shape: Shape,
     /// See [`Connection`].
-    pub shared: Arc<Shared>,
+    pub shared: Arc<LinkShared>,
     /// Who does the work.
     pub pool: Arc<Pool>,
     /// Who counts it.
@@ -214,7 +214,7 @@ impl Connection {
 
     /// Tells the mount why, and ends the connection soon after.
     pub async fn end(&self, refusal: Refusal) {
-        self.say(refusal);
+        self.send_final_error(refusal);
         self.state.lock().closed = true;
         self.drained().await;
         tokio::time::sleep(LAST_WORD).await;
@@ -244,7 +244,7 @@ impl Connection {
     async fn read(self: &Arc<Self>, reader: &mut FrameReader) -> Result<(), MountError> {
         while let Some(frame) = reader.next().await? {
             self.counters.came(frame.payload.len());
-            let taken = if frame.kind == kind::ASK {
+            let taken = if frame.kind == kind::REQUEST {
                 self.take(&self.held(frame.payload).await)
             } else {
                 Err(Refusal::new(
@@ -253,7 +253,7 @@ impl Connection {
                 ))
             };
             if let Err(refusal) = taken {
-                self.say(refusal.clone());
+                self.send_final_error(refusal.clone());
                 tokio::time::sleep(LAST_WORD).await;
                 return Err(MountError::Protocol {
                     peer: reader.peer_text().to_owned(),
@@ -271,7 +271,7 @@ impl Connection {
         }
         let room = self.bodies.clone();
         match room.acquire_many_owned(payload.len() as u32).await {
-            Ok(room) => Bytes::from_owner(Held {
+            Ok(room) => Bytes::from_owner(PayloadWithRoom {
                 payload,
                 _room: room,
             }),
@@ -281,11 +281,11 @@ impl Connection {
     }
 
     /// Says that the connection ends and why, before all else.
-    fn say(&self, refusal: Refusal) {
-        let made = Made {
-            head: Answer::Error { id: 0, refusal },
+    fn send_final_error(&self, refusal: Refusal) {
+        let made = ReadyReply {
+            head: Reply::Error { id: 0, refusal },
             body: Bytes::new(),
-            answers: None,
+            replies: None,
         };
         let mut state = self.state.lock();
         state.queue.made_unasked(made.bytes());
@@ -295,27 +295,27 @@ impl Connection {
     }
 
     fn take(self: &Arc<Self>, payload: &Bytes) -> Result<(), Refusal> {
-        let message = decode_message::<Ask>(payload)?;
+        let message = decode_message::<Request>(payload)?;
         match message.head {
-            Ask::Credit { received, window } => {
+            Request::Credit { received, window } => {
                 let now = self.shared.now();
                 let mut flow = self.shared.flow.lock();
                 flow.credit(self.number, received, window, now);
                 drop(flow);
                 self.shared.room.notify_waiters();
             }
-            Ask::Hurry { id } => {
+            Request::Hurry { id } => {
                 self.state.lock().hurry(id);
                 self.wake.notify_one();
             }
-            ask => {
-                self.counters.asked(&ask);
+            request => {
+                self.counters.asked(&request);
                 let mut state = self.state.lock();
                 if !message.body.is_empty() {
                     state.came += message.body.len() as u64;
                     state.came_at = self.shared.now();
                 }
-                state.queue.admit(ask, message.body, self.shape.chunk)?;
+                state.queue.admit(request, message.body, self.shape.chunk)?;
                 if state.came > state.told {
                     self.wake.notify_one();
                 }
@@ -341,13 +341,13 @@ impl Connection {
             drop(state);
             let connection = self.clone();
             let kind = unit.kind(front);
-            self.pool.submit(self.key, kind, move |tools| {
-                connection.work(unit, front, tools)
+            self.pool.submit(self.key, kind, move |scratch| {
+                connection.work(unit, front, scratch)
             });
         }
     }
 
-    fn work(self: &Arc<Self>, unit: Unit, front: bool, tools: &mut Tools) {
+    fn work(self: &Arc<Self>, unit: Unit, front: bool, scratch: &mut WorkerScratch) {
         let (closed, queued) = {
             let state = self.state.lock();
             (state.closed, state.out.has_background())
@@ -365,7 +365,7 @@ impl Connection {
                 // Who waits for the link has time to pack.
                 pack: far || (queued && !front),
             };
-            client.work(unit, tools)
+            client.work(unit, scratch)
         });
         if let Some(made) = &made {
             self.counters.made(effect, made);
@@ -376,8 +376,7 @@ impl Connection {
             state.queue.changed();
         }
         // Also when nobody hears of it any more: the next epoch's parts would wait for the copy.
-        let committed =
-            matches!(&made, Some(made) if matches!(made.head, Answer::Committed { .. }));
+        let committed = matches!(&made, Some(made) if matches!(made.head, Reply::Committed { .. }));
         if let Some(made) = made.filter(|_| !state.closed) {
             let hurried = !front && state.queue.is_hurried(made.head.id());
             if hurried {
@@ -386,8 +385,8 @@ impl Connection {
             let front = front || hurried;
             let bytes = made.bytes();
             state.queue.made(bytes, front);
-            if !state.queue.is_owed(made.head.id()) {
-                state.queue.left(bytes, front, made.head.id(), made.answers);
+            if !state.queue.is_pending(made.head.id()) {
+                state.queue.left(bytes, front, made.head.id(), made.replies);
             } else {
                 state.out.push(made, front);
             }
@@ -420,7 +419,7 @@ impl Connection {
                 // What is short is gathered; nothing is chosen before what is long has left for the kernel.
                 let long = length > SMALL as u64 * 4;
                 let mut sending = pin!(async {
-                    writer.send_vectored(kind::ANSWER, &parts).await?;
+                    writer.send_vectored(kind::REPLY, &parts).await?;
                     match long {
                         true => writer.flush().await,
                         false => Ok(()),
@@ -460,7 +459,7 @@ impl Connection {
         let mut flow = self.shared.flow.lock();
         if state.came > state.told {
             state.told = state.came;
-            let head = encode_message(&Answer::Arrived {
+            let head = encode_message(&Reply::Arrived {
                 bytes: state.came,
                 at: u64::try_from(state.came_at.as_micros()).unwrap_or(u64::MAX),
             });
@@ -471,7 +470,7 @@ impl Connection {
         let (mut made, front) = state.out.pop(|made| flow.allows(made.bytes()))?;
         let bytes = made.bytes();
         let nothing_waits = state.out.is_empty();
-        if let Answer::Chunks { echo, last, .. } = &mut made.head {
+        if let Reply::Chunks { echo, last, .. } = &mut made.head {
             *echo = flow.echo(self.number);
             *last = nothing_waits;
         }
@@ -479,7 +478,7 @@ impl Connection {
         let length = head.len() as u64 + made.body.len() as u64;
         flow.sent(self.number, length, self.shared.now());
         self.counters.left(length);
-        state.queue.left(bytes, front, made.head.id(), made.answers);
+        state.queue.left(bytes, front, made.head.id(), made.replies);
         Some((head, made.body))
     }
 }

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use serde::{Deserialize, Serialize};
 
 use super::unit::Effect;
-use super::work::Made;
-use crate::protocol::{Answer, Ask};
+use super::work::ReadyReply;
+use crate::protocol::{Reply, Request};
 
 /// Why connections are refused and requests fail, each with its word.
 const CODES: [(Code, &str); 14] = [
@@ -46,13 +46,13 @@ pub struct Counters {
 
 /// What a site says of the mounts that it serves. Counts are since the site began.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Counted {
+pub struct MountCounts {
     /// Mounts that are connected and may write.
     pub writers: u64,
     /// Mounts that are connected and only read.
     pub readers: u64,
     /// Connections of all mounts.
-    pub lanes: u64,
+    pub connections: u64,
     /// Images that are open for mounts.
     pub images: u64,
     /// Reads of chunks that somebody waited for, as they were asked.
@@ -93,31 +93,31 @@ impl Counters {
     }
 
     /// A request was taken.
-    pub fn asked(&self, ask: &Ask) {
-        let counter = match ask {
-            Ask::Read {
+    pub fn asked(&self, request: &Request) {
+        let counter = match request {
+            Request::Read {
                 background: true, ..
             } => &self.reads_background,
-            Ask::Read { .. } => &self.reads_waited,
+            Request::Read { .. } => &self.reads_waited,
             _ => return,
         };
         counter.fetch_add(1, Relaxed);
     }
 
     /// A unit of work was done.
-    pub fn made(&self, effect: Effect, made: &Made) {
+    pub fn made(&self, effect: Effect, made: &ReadyReply) {
         match &made.head {
-            Answer::Error { refusal, .. } => {
+            Reply::Error { refusal, .. } => {
                 count(&self.failed, refusal);
                 return;
             }
-            Answer::Chunks { count, zeros, .. } => {
+            Reply::Chunks { count, zeros, .. } => {
                 let zero: u64 = zeros.iter().map(|byte| u64::from(byte.count_ones())).sum();
                 self.chunks_zero.fetch_add(zero, Relaxed);
                 self.chunks
                     .fetch_add(u64::from(*count).saturating_sub(zero), Relaxed);
             }
-            Answer::Committed { .. } => drop(self.epochs.fetch_add(1, Relaxed)),
+            Reply::Committed { .. } => drop(self.epochs.fetch_add(1, Relaxed)),
             _ => {}
         }
         self.bytes_read.fetch_add(effect.read, Relaxed);
@@ -135,13 +135,13 @@ impl Counters {
     }
 
     /// As they are now.
-    pub fn now(&self) -> Counted {
+    pub fn now(&self) -> MountCounts {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let by_reason = |counters: &[AtomicU64; CODES.len()]| {
             let words = CODES.iter().map(|(_, word)| word.to_string());
             words.zip(counters.iter().map(get)).collect()
         };
-        Counted {
+        MountCounts {
             reads_waited: get(&self.reads_waited),
             reads_background: get(&self.reads_background),
             chunks: get(&self.chunks),
@@ -154,7 +154,7 @@ impl Counters {
             link_out: get(&self.link_out),
             refused: by_reason(&self.refused),
             failed: by_reason(&self.failed),
-            ..Counted::default()
+            ..MountCounts::default()
         }
     }
 }

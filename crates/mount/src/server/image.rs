@@ -14,7 +14,7 @@ use drover_store::lease::{Access, Holder, Identity, LeaseTable, MountId, Who};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::overlays::{finish_discarding, refuse};
-use super::settler::{Runs, Settler};
+use super::settler::{RunningGuard, Settler};
 use crate::MountError;
 use crate::protocol::{MAX_RUNS, refusal_of};
 
@@ -469,7 +469,7 @@ impl Image {
         }
         let image = Arc::clone(self);
         let settle = move || {
-            let runs = Runs(&image.settler);
+            let runs = RunningGuard(&image.settler);
             while runs.0.next() {
                 image.settle();
             }

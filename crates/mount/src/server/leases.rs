@@ -28,7 +28,7 @@ impl Server {
     /// The writers' leases of all images that were ever mounted, and who is connected. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::State`] when the site's state cannot be read.
+    /// [`MountError::StateFile`] when the site's state cannot be read.
     pub fn leases(&self) -> Result<Vec<Leased>, MountError> {
         let directory = self.config.state.join("overlays");
         let mut names = std::collections::BTreeSet::new();
@@ -68,7 +68,7 @@ impl Server {
     /// Who has an image mounted, or may still write it; none when nobody does. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::Refused`] when the lease is damaged, [`MountError::State`] when it cannot be read.
+    /// [`MountError::Refused`] when the lease is damaged, [`MountError::StateFile`] when it cannot be read.
     pub fn leased(&self, name: &ImageName) -> Result<Option<Leased>, MountError> {
         let holder = lease_on_disk(&self.config.state, name)?;
         let leased = Leased {
@@ -94,8 +94,8 @@ impl Server {
     /// [`MountError::Refused`]: a disk that does not take it.
     pub fn replace_damaged_lease(&self, name: &ImageName) -> Result<bool, MountError> {
         // Nobody opens it meanwhile.
-        let door = self.door(name);
-        let _opening = door.lock();
+        let image_lock = self.image_lock(name);
+        let _opening = image_lock.lock();
         let directory = self.config.state.join("overlays").join(name.as_str());
         let open = self.state.lock().open.get(name).cloned();
         let Some(image) = open else {
@@ -121,8 +121,8 @@ impl Server {
         let (server, name) = (self.clone(), name.clone());
         let broken = blocking(move || {
             // Nobody opens it meanwhile.
-            let door = server.door(&name);
-            let _opening = door.lock();
+            let image_lock = server.image_lock(&name);
+            let _opening = image_lock.lock();
             let open = server.state.lock().open.get(&name).cloned();
             let holder = match &open {
                 Some(image) => image.break_lease(),
@@ -165,7 +165,7 @@ impl Server {
 /// Who may write an image, by what is written down in a site's state (see [`Config::state`]): also when no server runs.
 ///
 /// # Errors
-/// [`MountError::Refused`] when it is damaged, [`MountError::State`] when it cannot be read.
+/// [`MountError::Refused`] when it is damaged, [`MountError::StateFile`] when it cannot be read.
 pub fn lease_on_disk(state: &Path, name: &ImageName) -> Result<Option<Holder>, MountError> {
     let directory = state.join("overlays").join(name.as_str());
     match LeaseTable::open(name.clone(), directory.clone()) {

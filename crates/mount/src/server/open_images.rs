@@ -25,8 +25,8 @@ impl Server {
         }
         let (server, name) = (self.clone(), name.clone());
         blocking(move || {
-            let door = server.door(&name);
-            let _closing = door.lock();
+            let image_lock = server.image_lock(&name);
+            let _closing = image_lock.lock();
             let now = server.config.images.digest(&name)?;
             let mut state = server.state.lock();
             let former = match state.open.get(&name) {
@@ -48,15 +48,15 @@ impl Server {
     }
 
     /// What is held while an image is opened or closed.
-    pub(super) fn door(&self, name: &ImageName) -> Arc<Mutex<()>> {
-        let mut doors = self.doors.lock();
-        if let Some(door) = doors.get(name).and_then(Weak::upgrade) {
-            return door;
+    pub(super) fn image_lock(&self, name: &ImageName) -> Arc<Mutex<()>> {
+        let mut image_locks = self.image_locks.lock();
+        if let Some(image_lock) = image_locks.get(name).and_then(Weak::upgrade) {
+            return image_lock;
         }
-        doors.retain(|_, door| door.strong_count() > 0);
-        let door = Arc::default();
-        doors.insert(name.clone(), Arc::downgrade(&door));
-        door
+        image_locks.retain(|_, image_lock| image_lock.strong_count() > 0);
+        let image_lock = Arc::default();
+        image_locks.insert(name.clone(), Arc::downgrade(&image_lock));
+        image_lock
     }
 
     /// The image, opened if no mount has it open.
@@ -71,12 +71,12 @@ impl Server {
     /// The image, opened if it is not. Blocks on the disk.
     pub(super) fn open_image(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
         // One at a time: an overlay has one owner.
-        let door = self.door(name);
-        let _opening = door.lock();
+        let image_lock = self.image_lock(name);
+        let _opening = image_lock.lock();
         self.open_image_now(name)
     }
 
-    /// The same for who holds its door.
+    /// The same for who holds its image_lock.
     pub(super) fn open_image_now(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
         if let Some(image) = self.state.lock().open.get(name) {
             return Ok(image.clone());
@@ -126,8 +126,8 @@ impl Server {
 
     /// Closes an image if nobody has come for it. Whoever comes now waits, and opens it anew.
     pub(super) fn close_idle(&self, name: &ImageName, now: Duration) {
-        let door = self.door(name);
-        let _closing = door.lock();
+        let image_lock = self.image_lock(name);
+        let _closing = image_lock.lock();
         let image = {
             let mut state = self.state.lock();
             // Whoever has it got it under this lock, so nobody else can come by one that only we have.

@@ -17,7 +17,7 @@ pub use schedule::Kind;
 use schedule::{Limits, Running, Schedule};
 
 /// What a thread of the pool works with.
-pub struct Tools {
+pub struct WorkerScratch {
     /// Packs answers.
     pub packer: Packer,
     /// Unpacks requests' bodies.
@@ -26,8 +26,8 @@ pub struct Tools {
     pub buffer: Vec<u8>,
 }
 
-impl Tools {
-    /// Tools for one thread.
+impl WorkerScratch {
+    /// WorkerScratch for one thread.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             packer: Packer::new()?,
@@ -37,30 +37,30 @@ impl Tools {
     }
 }
 
-type Job = Box<dyn FnOnce(&mut Tools) + Send>;
+type Job = Box<dyn FnOnce(&mut WorkerScratch) + Send>;
 
 /// Threads that read and threads that change. How many jobs wait is bounded by those who submit: a connection has a limited
 /// number of units under way.
 pub struct Pool {
-    shared: Arc<Shared>,
+    shared: Arc<PoolShared>,
     threads: Vec<JoinHandle<()>>,
 }
 
-struct Shared {
-    state: Mutex<State>,
+struct PoolShared {
+    state: Mutex<PoolState>,
     reads: Condvar,
     changes: Condvar,
 }
 
-struct State {
-    schedule: Schedule<Who, Job>,
+struct PoolState {
+    schedule: Schedule<JobOwner, Job>,
     closed: bool,
 }
 
 /// Whose a job is.
-pub type Who = (PeerKey, MountId);
+pub type JobOwner = (PeerKey, MountId);
 
-type Next = fn(&mut Schedule<Who, Job>) -> Option<(Running<Who>, Job)>;
+type Next = fn(&mut Schedule<JobOwner, Job>) -> Option<(Running<JobOwner>, Job)>;
 
 impl Pool {
     /// A pool of threads as [`Limits::new`] says.
@@ -69,8 +69,8 @@ impl Pool {
     /// What the system reports when it cannot start them.
     pub fn new(threads: usize) -> io::Result<Self> {
         let limits = Limits::new(threads);
-        let shared = Arc::new(Shared {
-            state: Mutex::new(State {
+        let shared = Arc::new(PoolShared {
+            state: Mutex::new(PoolState {
                 schedule: Schedule::new(limits),
                 closed: false,
             }),
@@ -92,17 +92,22 @@ impl Pool {
 
     fn start(&mut self, name: String, reads: bool) -> io::Result<()> {
         let shared = self.shared.clone();
-        let mut tools = Tools::new()?;
+        let mut scratch = WorkerScratch::new()?;
         let thread = std::thread::Builder::new().name(name);
         self.threads.push(thread.spawn(move || match reads {
-            true => shared.work(&mut tools, &shared.reads, Schedule::next_read),
-            false => shared.work(&mut tools, &shared.changes, Schedule::next_change),
+            true => shared.work(&mut scratch, &shared.reads, Schedule::next_read),
+            false => shared.work(&mut scratch, &shared.changes, Schedule::next_change),
         })?);
         Ok(())
     }
 
     /// Has a job of a mount done.
-    pub fn submit(&self, who: Who, kind: Kind, job: impl FnOnce(&mut Tools) + Send + 'static) {
+    pub fn submit(
+        &self,
+        who: JobOwner,
+        kind: Kind,
+        job: impl FnOnce(&mut WorkerScratch) + Send + 'static,
+    ) {
         let mut state = self.shared.state.lock();
         state.schedule.put(who, kind, Box::new(job));
         drop(state);
@@ -125,7 +130,7 @@ impl Drop for Pool {
     }
 }
 
-impl Shared {
+impl PoolShared {
     fn more(&self, kind: Kind) -> &Condvar {
         match kind {
             Kind::Front | Kind::Back => &self.reads,
@@ -133,7 +138,7 @@ impl Shared {
         }
     }
 
-    fn work(&self, tools: &mut Tools, more: &Condvar, next: Next) {
+    fn work(&self, scratch: &mut WorkerScratch, more: &Condvar, next: Next) {
         let mut state = self.state.lock();
         loop {
             if let Some((running, job)) = next(&mut state.schedule) {
@@ -144,7 +149,7 @@ impl Shared {
                     self.changes.notify_one();
                 }
                 drop(state);
-                job(tools);
+                job(scratch);
                 state = self.state.lock();
                 state.schedule.done(running);
                 // Whoever was woken and found that this one was in the way.

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use drover_net::{Code, Refusal};
 
 use super::unit::{Effect, Unit, changes};
-use crate::protocol::{Ask, MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT};
+use crate::protocol::{MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT, Request};
 
 /// Background units of a connection that are being worked on or wait for the link, at most.
 const BACK_UNITS: usize = 8;
@@ -32,7 +32,7 @@ pub struct Queue {
     back: VecDeque<Entry>,
     /// Those for which somebody waits that change something.
     changes: VecDeque<Entry>,
-    owed: HashMap<u64, Owed>,
+    pending: HashMap<u64, PendingRequest>,
     body_bytes: usize,
     front_units: usize,
     back_units: usize,
@@ -46,16 +46,16 @@ pub struct Queue {
 
 /// What a request still gets.
 #[derive(Debug)]
-struct Owed {
+struct PendingRequest {
     /// Answers: chunks of a read, else one.
-    answers: u32,
+    replies: u32,
     /// It was a background read, and somebody waits for it now.
     hurried: bool,
 }
 
 #[derive(Debug)]
 struct Entry {
-    ask: Ask,
+    request: Request,
     body: Bytes,
     /// Of a read: what is left of it.
     next: u64,
@@ -67,23 +67,25 @@ impl Queue {
     ///
     /// # Errors
     /// [`Code::Protocol`] for one that is too large, or one too many: a mount that keeps to the rules makes none.
-    pub fn admit(&mut self, ask: Ask, body: Bytes, chunk: u32) -> Result<(), Refusal> {
+    pub fn admit(&mut self, request: Request, body: Bytes, chunk: u32) -> Result<(), Refusal> {
         let bad = |text: &str| Err(Refusal::new(Code::Protocol, text));
-        let Some(id) = ask.id() else {
+        let Some(id) = request.id() else {
             return Ok(());
         };
-        if self.owed.len() >= MAX_ASKED || self.body_bytes + body.len() > MAX_ASKED_BYTES {
+        if self.pending.len() >= MAX_ASKED || self.body_bytes + body.len() > MAX_ASKED_BYTES {
             return bad("more requests at once than a connection may have");
         }
-        if id == 0 || self.owed.contains_key(&id) {
+        if id == 0 || self.pending.contains_key(&id) {
             return bad("a request with a number that is in use");
         }
-        if !body.is_empty() && !matches!(ask, Ask::Write { .. } | Ask::DirectWrite { .. }) {
+        if !body.is_empty()
+            && !matches!(request, Request::Write { .. } | Request::DirectWrite { .. })
+        {
             return bad("bytes where none belong");
         }
         let (mut next, mut left, mut background) = (0, 0, false);
-        match &ask {
-            Ask::Read {
+        match &request {
+            Request::Read {
                 first,
                 count,
                 background: b,
@@ -94,31 +96,31 @@ impl Queue {
                 }
                 (next, left, background) = (*first, *count, *b);
             }
-            Ask::DirectRead { length, .. } if *length > MAX_DIRECT => {
+            Request::DirectRead { length, .. } if *length > MAX_DIRECT => {
                 return bad("a direct read of more than is allowed");
             }
-            Ask::Write { length, .. } | Ask::DirectWrite { length, .. }
+            Request::Write { length, .. } | Request::DirectWrite { length, .. }
                 if *length > MAX_DIRECT || body.len() > *length as usize =>
             {
                 return bad("a write of more than is allowed");
             }
             _ => {}
         }
-        let owed = Owed {
-            answers: left.max(1),
+        let pending = PendingRequest {
+            replies: left.max(1),
             hurried: false,
         };
-        self.owed.insert(id, owed);
+        self.pending.insert(id, pending);
         self.body_bytes += body.len();
         let entry = Entry {
-            ask,
+            request,
             body,
             next,
             left,
         };
         if background {
             self.back.push_back(entry);
-        } else if changes(&entry.ask) {
+        } else if changes(&entry.request) {
             self.changes.push_back(entry);
         } else {
             self.front.push_back(entry);
@@ -129,10 +131,10 @@ impl Queue {
     /// Somebody waits for a background read now. What of it is being worked on or waits for the link is for
     /// [`Queue::promote`].
     pub fn hurry(&mut self, id: u64) {
-        if let Some(owed) = self.owed.get_mut(&id) {
-            owed.hurried = true;
+        if let Some(pending) = self.pending.get_mut(&id) {
+            pending.hurried = true;
         }
-        let at = self.back.iter().position(|e| e.ask.id() == Some(id));
+        let at = self.back.iter().position(|e| e.request.id() == Some(id));
         if let Some(entry) = at.and_then(|at| self.back.remove(at)) {
             self.front.push_back(entry);
         }
@@ -180,7 +182,7 @@ impl Queue {
 
     fn cut(queue: &mut VecDeque<Entry>, unit: u64, chunk: u32) -> Option<Unit> {
         let entry = queue.front_mut()?;
-        if let Ask::Read { id, .. } = entry.ask {
+        if let Request::Read { id, .. } = entry.request {
             let most = (unit.min(u64::from(MAX_UNIT)) / u64::from(chunk)).max(1) as u32;
             let count = most.min(entry.left);
             let first = entry.next;
@@ -192,12 +194,12 @@ impl Queue {
             return Some(Unit::Read { id, first, count });
         }
         let entry = queue.pop_front()?;
-        Some(Unit::Other(entry.ask, entry.body))
+        Some(Unit::Other(entry.request, entry.body))
     }
 
     /// Whether somebody waits for what was a background read.
     pub fn is_hurried(&self, id: u64) -> bool {
-        self.owed.get(&id).is_some_and(|owed| owed.hurried)
+        self.pending.get(&id).is_some_and(|pending| pending.hurried)
     }
 
     /// A background unit, of which so many bytes wait for the link, counts as waited for from now on.
@@ -241,28 +243,28 @@ impl Queue {
     }
 
     /// Whether a request still gets answers: not after an error.
-    pub fn is_owed(&self, id: u64) -> bool {
-        self.owed.contains_key(&id)
+    pub fn is_pending(&self, id: u64) -> bool {
+        self.pending.contains_key(&id)
     }
 
     /// An answer to `id` of so many bytes has left for the link, or was dropped. It was worth `answers` of those that
-    /// are owed, all of them if it was an error.
-    pub fn left(&mut self, bytes: u64, front: bool, id: u64, answers: Option<u32>) {
+    /// are pending, all of them if it was an error.
+    pub fn left(&mut self, bytes: u64, front: bool, id: u64, replies: Option<u32>) {
         *self.ready(front) -= bytes;
         if front {
             self.front_units -= 1;
         } else {
             self.back_units -= 1;
         }
-        let Some(owed) = self.owed.get_mut(&id) else {
+        let Some(pending) = self.pending.get_mut(&id) else {
             return;
         };
-        owed.answers = answers.map_or(0, |answers| owed.answers.saturating_sub(answers));
-        if owed.answers == 0 {
-            self.owed.remove(&id);
-            if answers.is_none() {
-                self.front.retain(|e| e.ask.id() != Some(id));
-                self.back.retain(|e| e.ask.id() != Some(id));
+        pending.replies = replies.map_or(0, |replies| pending.replies.saturating_sub(replies));
+        if pending.replies == 0 {
+            self.pending.remove(&id);
+            if replies.is_none() {
+                self.front.retain(|e| e.request.id() != Some(id));
+                self.back.retain(|e| e.request.id() != Some(id));
             }
         }
     }
@@ -275,8 +277,8 @@ mod tests {
 
     const CHUNK: u32 = 4 << 20;
 
-    fn read(id: u64, background: bool) -> Ask {
-        Ask::Read {
+    fn read(id: u64, background: bool) -> Request {
+        Request::Read {
             id,
             first: id,
             count: 1,
@@ -324,12 +326,12 @@ mod tests {
     fn reads_do_not_stand_behind_changes_of_their_connection() {
         let mut queue = Queue::default();
         for id in 1..=100 {
-            let ask = Ask::DirectTrim {
+            let request = Request::DirectTrim {
                 id,
                 offset: 0,
                 length: 1,
             };
-            queue.admit(ask, Bytes::new(), CHUNK).unwrap();
+            queue.admit(request, Bytes::new(), CHUNK).unwrap();
         }
         for _ in 0..CHANGE_UNITS {
             let (unit, front) = queue.take(CHUNK, 1 << 20).unwrap();
@@ -353,13 +355,13 @@ mod tests {
         let chunk = 64 << 10;
         let mut queue = Queue::default();
         for id in 1..=3 {
-            let ask = Ask::Read {
+            let request = Request::Read {
                 id,
                 first: 16 * id,
                 count: 16,
                 background: true,
             };
-            queue.admit(ask, Bytes::new(), chunk).unwrap();
+            queue.admit(request, Bytes::new(), chunk).unwrap();
         }
         queue.hurry(3);
         queue.hurry(77);
@@ -377,7 +379,7 @@ mod tests {
         );
         queue.made(100, true);
         queue.left(100, true, 3, None);
-        assert!(!queue.is_owed(3), "an error is all that it gets");
+        assert!(!queue.is_pending(3), "an error is all that it gets");
         let (unit, front) = queue.take(chunk, 64 << 10).unwrap();
         assert!(
             !front
@@ -392,7 +394,7 @@ mod tests {
         );
         queue.made(50, false);
         queue.left(50, false, 1, Some(1));
-        assert!(queue.is_owed(1), "fifteen chunks are to come");
+        assert!(queue.is_pending(1), "fifteen chunks are to come");
         let again = queue.admit(read(1, true), Bytes::new(), chunk);
         assert_eq!(again.unwrap_err().code, Code::Protocol);
     }

@@ -6,7 +6,7 @@ use tokio::sync::Notify;
 /// Who copies an image's epochs, and whether there is one to copy.
 #[derive(Default)]
 pub struct Settler {
-    state: Mutex<State>,
+    state: Mutex<SettlerState>,
     /// The thread has ended.
     ended: Notify,
     /// Held by whoever waits for the end.
@@ -14,7 +14,7 @@ pub struct Settler {
 }
 
 #[derive(Default)]
-struct State {
+struct SettlerState {
     wanted: bool,
     runs: bool,
 }
@@ -65,9 +65,9 @@ impl Settler {
 }
 
 /// A thread that panics does not count as running for ever.
-pub struct Runs<'a>(pub &'a Settler);
+pub struct RunningGuard<'a>(pub &'a Settler);
 
-impl Drop for Runs<'_> {
+impl Drop for RunningGuard<'_> {
     fn drop(&mut self) {
         match std::thread::panicking() {
             true => self.0.ended(),
@@ -97,7 +97,7 @@ mod tests {
         assert!(settler.begin(), "it has ended");
         std::thread::scope(|scope| {
             let copies = scope.spawn(|| {
-                let _runs = Runs(&settler);
+                let _runs = RunningGuard(&settler);
                 panic!("a copy that panics");
             });
             assert!(copies.join().is_err());

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 
 use super::pool::Kind;
-use crate::protocol::Ask;
+use crate::protocol::Request;
 
 /// A piece of work, small enough that what is more urgent need not wait long for it.
 #[derive(Debug, PartialEq, Eq)]
@@ -18,25 +18,26 @@ pub enum Unit {
         count: u32,
     },
     /// Anything else, whole.
-    Other(Ask, Bytes),
+    Other(Request, Bytes),
 }
 
 impl Unit {
     /// Whether it changes something, or makes changes durable.
     pub fn changes(&self) -> bool {
-        matches!(self, Unit::Other(ask, _) if changes(ask))
+        matches!(self, Unit::Other(request, _) if changes(request))
     }
 
     /// What it is for the pool, given whether somebody waits for it.
     pub fn kind(&self, front: bool) -> Kind {
         match self {
-            Unit::Other(Ask::Commit { .. } | Ask::Close { .. } | Ask::DirectFlush { .. }, _) => {
-                Kind::Sync
-            }
-            Unit::Other(Ask::DirectWrite { offset, length, .. }, _) => {
+            Unit::Other(
+                Request::Commit { .. } | Request::Close { .. } | Request::DirectFlush { .. },
+                _,
+            ) => Kind::Sync,
+            Unit::Other(Request::DirectWrite { offset, length, .. }, _) => {
                 Kind::Write(*offset, offset.saturating_add(u64::from(*length)))
             }
-            Unit::Other(ask, _) if changes(ask) => Kind::Change,
+            Unit::Other(request, _) if changes(request) => Kind::Change,
             _ if front => Kind::Front,
             _ => Kind::Back,
         }
@@ -44,14 +45,14 @@ impl Unit {
 }
 
 /// Whether a request changes something, or makes changes durable.
-pub fn changes(ask: &Ask) -> bool {
+pub fn changes(request: &Request) -> bool {
     !matches!(
-        ask,
-        Ask::Read { .. }
-            | Ask::Presence { .. }
-            | Ask::Digests { .. }
-            | Ask::DirectRead { .. }
-            | Ask::DirectExtents { .. }
+        request,
+        Request::Read { .. }
+            | Request::Presence { .. }
+            | Request::Digests { .. }
+            | Request::DirectRead { .. }
+            | Request::DirectExtents { .. }
     )
 }
 
@@ -70,8 +71,8 @@ impl Effect {
         let (mut read, mut written) = (0, 0);
         match unit {
             Unit::Read { count, .. } => read = u64::from(*count) * u64::from(chunk),
-            Unit::Other(Ask::DirectRead { length, .. }, _) => read = u64::from(*length),
-            Unit::Other(Ask::Write { length, .. } | Ask::DirectWrite { length, .. }, _) => {
+            Unit::Other(Request::DirectRead { length, .. }, _) => read = u64::from(*length),
+            Unit::Other(Request::Write { length, .. } | Request::DirectWrite { length, .. }, _) => {
                 written = u64::from(*length);
             }
             Unit::Other(..) => {}

@@ -7,30 +7,30 @@ use drover_net::{Code, PeerKey, Refusal};
 use drover_store::lease::{Access, MountId};
 
 use super::image::Image;
-use super::pool::Tools;
+use super::pool::WorkerScratch;
 use super::unit::Unit;
-use crate::protocol::{Answer, Ask, Coding, MAX_DIGESTS, MAX_RUNS, refusal_of};
+use crate::protocol::{Coding, MAX_DIGESTS, MAX_RUNS, Reply, Request, refusal_of};
 
 /// Extents looked at for one answer about presence.
 const MAX_LOOKS: usize = 4096;
 
 /// An answer that waits for the link.
 #[derive(Debug)]
-pub struct Made {
-    /// Its head, in which [`Answer::Chunks`]' echo is yet to be filled in.
-    pub head: Answer,
+pub struct ReadyReply {
+    /// Its head, in which [`Reply::Chunks`]' echo is yet to be filled in.
+    pub head: Reply,
     /// Its body.
     pub body: Bytes,
-    /// Answers that it is worth, of those that the request is owed; none ends the request.
-    pub answers: Option<u32>,
+    /// Answers that it is worth, of those that the request is pending; none ends the request.
+    pub replies: Option<u32>,
 }
 
-impl Made {
-    fn head(head: Answer) -> Self {
+impl ReadyReply {
+    fn head(head: Reply) -> Self {
         Self {
             head,
             body: Bytes::new(),
-            answers: None,
+            replies: None,
         }
     }
 
@@ -58,15 +58,15 @@ pub struct Client<'a> {
 
 impl Client<'_> {
     /// Does a unit.
-    pub fn work(&self, unit: Unit, tools: &mut Tools) -> Made {
+    pub fn work(&self, unit: Unit, scratch: &mut WorkerScratch) -> ReadyReply {
         let (id, result) = match unit {
-            Unit::Read { id, first, count } => (id, self.chunks(id, first, count, tools)),
-            Unit::Other(ask, body) => {
-                let id = ask.id().unwrap_or(0);
-                (id, self.other(id, ask, &body, tools))
+            Unit::Read { id, first, count } => (id, self.chunks(id, first, count, scratch)),
+            Unit::Other(request, body) => {
+                let id = request.id().unwrap_or(0);
+                (id, self.other(id, request, &body, scratch))
             }
         };
-        result.unwrap_or_else(|refusal| Made::head(Answer::Error { id, refusal }))
+        result.unwrap_or_else(|refusal| ReadyReply::head(Reply::Error { id, refusal }))
     }
 
     fn device(&self) -> &dyn BlockDevice {
@@ -87,18 +87,24 @@ impl Client<'_> {
         Ok((first * chunk, (end * chunk).min(self.shape.size)))
     }
 
-    fn chunks(&self, id: u64, first: u64, count: u32, tools: &mut Tools) -> Result<Made, Refusal> {
+    fn chunks(
+        &self,
+        id: u64,
+        first: u64,
+        count: u32,
+        scratch: &mut WorkerScratch,
+    ) -> Result<ReadyReply, Refusal> {
         let (start, end) = self.range(first, count)?;
         let length = (end - start) as usize;
-        tools.buffer.resize(length, 0);
+        scratch.buffer.resize(length, 0);
         self.device()
-            .read(start, &mut tools.buffer)
+            .read(start, &mut scratch.buffer)
             .map_err(refusal_of)?;
         let chunk = self.shape.chunk as usize;
         let mut zeros = vec![0u8; (count as usize).div_ceil(8)];
         let mut digests = Vec::new();
         let mut data = 0;
-        for (n, bytes) in tools.buffer.chunks(chunk).enumerate() {
+        for (n, bytes) in scratch.buffer.chunks(chunk).enumerate() {
             if is_zero(bytes) {
                 zeros[n / 8] |= 1 << (n % 8);
             } else {
@@ -108,14 +114,14 @@ impl Client<'_> {
         }
         let mut body = digests;
         body.reserve_exact(data);
-        for (n, bytes) in tools.buffer.chunks(chunk).enumerate() {
+        for (n, bytes) in scratch.buffer.chunks(chunk).enumerate() {
             if zeros[n / 8] >> (n % 8) & 1 == 0 {
                 body.extend_from_slice(bytes);
             }
         }
-        let (coding, body) = self.pack(body, tools);
-        Ok(Made {
-            head: Answer::Chunks {
+        let (coding, body) = self.pack(body, scratch);
+        Ok(ReadyReply {
+            head: Reply::Chunks {
                 id,
                 first,
                 count,
@@ -125,13 +131,13 @@ impl Client<'_> {
                 last: false,
             },
             body,
-            answers: Some(count),
+            replies: Some(count),
         })
     }
 
-    fn pack(&self, body: Vec<u8>, tools: &mut Tools) -> (Coding, Bytes) {
+    fn pack(&self, body: Vec<u8>, scratch: &mut WorkerScratch) -> (Coding, Bytes) {
         if self.pack {
-            let (coding, packed) = tools.packer.pack(&body);
+            let (coding, packed) = scratch.packer.pack(&body);
             if coding != Coding::Plain {
                 return (coding, Bytes::copy_from_slice(packed));
             }
@@ -139,34 +145,40 @@ impl Client<'_> {
         (Coding::Plain, body.into())
     }
 
-    fn other(&self, id: u64, ask: Ask, body: &Bytes, tools: &mut Tools) -> Result<Made, Refusal> {
-        let head = match ask {
-            Ask::Presence { first, count, .. } => self.presence(id, first, count)?,
-            Ask::Digests { first, count, .. } => self.digests(id, first, count, tools)?,
-            Ask::DirectRead { offset, length, .. } => {
+    fn other(
+        &self,
+        id: u64,
+        request: Request,
+        body: &Bytes,
+        scratch: &mut WorkerScratch,
+    ) -> Result<ReadyReply, Refusal> {
+        let head = match request {
+            Request::Presence { first, count, .. } => self.presence(id, first, count)?,
+            Request::Digests { first, count, .. } => self.digests(id, first, count, scratch)?,
+            Request::DirectRead { offset, length, .. } => {
                 drover_core::check_range(offset, u64::from(length), self.shape.size)
                     .map_err(refusal_of)?;
                 let mut bytes = vec![0; length as usize];
                 self.device().read(offset, &mut bytes).map_err(refusal_of)?;
-                let (coding, body) = self.pack(bytes, tools);
-                let head = Answer::Bytes { id, coding };
-                return Ok(Made {
+                let (coding, body) = self.pack(bytes, scratch);
+                let head = Reply::Bytes { id, coding };
+                return Ok(ReadyReply {
                     body,
-                    ..Made::head(head)
+                    ..ReadyReply::head(head)
                 });
             }
-            Ask::DirectExtents { offset, length, .. } => {
+            Request::DirectExtents { offset, length, .. } => {
                 let found = self.device().extents(offset, length).map_err(refusal_of)?;
                 let runs = found.iter().take(MAX_RUNS).map(extent_code);
-                Answer::Extents {
+                Reply::Extents {
                     id,
                     runs: runs.collect(),
                 }
             }
-            Ask::Staged { epoch, from, .. } => {
+            Request::Staged { epoch, from, .. } => {
                 self.image.check_lease(self.key.0, self.key.1)?;
                 let (epoch, runs, end) = self.image.staged(epoch, from);
-                Answer::Staged {
+                Reply::Staged {
                     id,
                     epoch,
                     runs,
@@ -174,45 +186,53 @@ impl Client<'_> {
                 }
             }
             _ => {
-                self.change(&ask, body, tools)?;
-                match ask {
-                    Ask::Commit { epoch, .. } => Answer::Committed { id, epoch },
-                    _ => Answer::Done { id },
+                self.change(&request, body, scratch)?;
+                match request {
+                    Request::Commit { epoch, .. } => Reply::Committed { id, epoch },
+                    _ => Reply::Done { id },
                 }
             }
         };
-        Ok(Made::head(head))
+        Ok(ReadyReply::head(head))
     }
 
     /// What changes the device, for the holder of its lease only.
-    fn change(&self, ask: &Ask, body: &[u8], tools: &mut Tools) -> Result<(), Refusal> {
-        if let Ask::Close { .. } = ask {
+    fn change(
+        &self,
+        request: &Request,
+        body: &[u8],
+        scratch: &mut WorkerScratch,
+    ) -> Result<(), Refusal> {
+        if let Request::Close { .. } = request {
             return self.image.close(self.key.0, self.key.1, self.link);
         }
         if self.access == Access::ReadOnly {
-            if matches!(ask, Ask::DirectFlush { .. }) {
+            if matches!(request, Request::DirectFlush { .. }) {
                 return Ok(());
             }
             return Err(refusal_of(DeviceError::ReadOnly));
         }
         let (peer, mount) = self.key;
-        if let Ask::Commit { epoch, covers, .. } = *ask {
+        if let Request::Commit { epoch, covers, .. } = *request {
             return self.image.commit(epoch, covers, peer, mount);
         }
         self.image.check_lease(peer, mount)?;
         let mut unpacked = |coding: Coding, length: u32| {
-            tools
+            scratch
                 .unpacker
                 .unpack(coding, body, length as usize)
                 .map_err(|e| Refusal::new(Code::Protocol, format!("a write: {e}")))
         };
         let device = self.device();
-        if let Ask::DirectWrite { .. } | Ask::DirectZero { .. } | Ask::DirectTrim { .. } = ask {
+        if let Request::DirectWrite { .. }
+        | Request::DirectZero { .. }
+        | Request::DirectTrim { .. } = request
+        {
             // Whoever writes so has given up what it staged.
             self.image.abandon()?;
         }
-        match *ask {
-            Ask::Write {
+        match *request {
+            Request::Write {
                 epoch,
                 offset,
                 length,
@@ -222,13 +242,13 @@ impl Client<'_> {
                 let bytes = Bytes::from(unpacked(coding, length)?);
                 self.image.stage(epoch, &[Change::Write(offset, bytes)])
             }
-            Ask::Zero {
+            Request::Zero {
                 epoch,
                 offset,
                 length,
                 ..
             } => self.image.stage(epoch, &[Change::Zero(offset, length)]),
-            Ask::DirectWrite {
+            Request::DirectWrite {
                 offset,
                 length,
                 coding,
@@ -236,7 +256,7 @@ impl Client<'_> {
             } => device
                 .write(offset, &unpacked(coding, length)?)
                 .map_err(refusal_of),
-            Ask::DirectZero {
+            Request::DirectZero {
                 offset,
                 length,
                 keep_allocated,
@@ -251,16 +271,16 @@ impl Client<'_> {
                     .write_zeroes(offset, length, zeroes)
                     .map_err(refusal_of)
             }
-            Ask::DirectTrim { offset, length, .. } => {
+            Request::DirectTrim { offset, length, .. } => {
                 device.trim(offset, length).map_err(refusal_of)
             }
-            Ask::DirectFlush { .. } => device.flush().map_err(refusal_of),
+            Request::DirectFlush { .. } => device.flush().map_err(refusal_of),
             _ => Err(Refusal::new(Code::Protocol, "a request out of place")),
         }
     }
 
     /// Chunks that the device's extents call zero as a whole; what they call data may be zero too.
-    fn presence(&self, id: u64, first: u64, count: u32) -> Result<Answer, Refusal> {
+    fn presence(&self, id: u64, first: u64, count: u32) -> Result<Reply, Refusal> {
         let (start, end) = self.range(first, count)?;
         let chunk = u64::from(self.shape.chunk);
         let mut runs: Vec<(u64, u32)> = Vec::new();
@@ -306,7 +326,7 @@ impl Client<'_> {
             settled.max(first + 1)
         };
         runs.retain(|run| run.0 < end_chunk);
-        Ok(Answer::Presence {
+        Ok(Reply::Presence {
             id,
             runs,
             end: end_chunk,
@@ -318,25 +338,25 @@ impl Client<'_> {
         id: u64,
         first: u64,
         count: u32,
-        tools: &mut Tools,
-    ) -> Result<Answer, Refusal> {
+        scratch: &mut WorkerScratch,
+    ) -> Result<Reply, Refusal> {
         let (start, end) = self.range(first, count.min(MAX_DIGESTS))?;
         // As much as a read may take, so that a large chunk does not make this a long job.
         let chunk = u64::from(self.shape.chunk);
         let most = (u64::from(crate::protocol::MAX_READ) / chunk).max(1) * chunk;
         let length = (end - start).min(most) as usize;
-        tools.buffer.resize(length, 0);
+        scratch.buffer.resize(length, 0);
         self.device()
-            .read(start, &mut tools.buffer)
+            .read(start, &mut scratch.buffer)
             .map_err(refusal_of)?;
-        let digests = tools.buffer.chunks(chunk as usize).map(|bytes| {
+        let digests = scratch.buffer.chunks(chunk as usize).map(|bytes| {
             if is_zero(bytes) {
                 Digest::default()
             } else {
                 Digest(*blake3::hash(bytes).as_bytes())
             }
         });
-        Ok(Answer::Digests {
+        Ok(Reply::Digests {
             id,
             digests: digests.collect(),
         })

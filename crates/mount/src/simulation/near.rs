@@ -3,7 +3,7 @@
 use drover_device::remote::Chunks;
 use drover_net::group;
 
-use crate::client::scheduler::ChunksAnswer;
+use crate::client::scheduler::ChunksReply;
 
 /// What the mount writes to.
 #[derive(Clone, Copy, Debug)]
@@ -28,8 +28,8 @@ impl Default for Disk {
 
 pub struct Near {
     disk: Disk,
-    came: group::Queue<ChunksAnswer>,
-    storing: Option<ChunksAnswer>,
+    came: group::Queue<ChunksReply>,
+    storing: Option<ChunksReply>,
 }
 
 impl Near {
@@ -41,14 +41,14 @@ impl Near {
         }
     }
 
-    pub fn queue(&mut self, answer: ChunksAnswer, background: bool) {
-        self.came.push(answer, !background);
+    pub fn queue(&mut self, reply: ChunksReply, background: bool) {
+        self.came.push(reply, !background);
     }
 
     /// Somebody waits for a run.
     pub fn hurry(&mut self, run: Chunks) {
-        let has_some = |answer: &ChunksAnswer| {
-            answer.first < run.end() && run.first < answer.first + u64::from(answer.count)
+        let has_some = |reply: &ChunksReply| {
+            reply.first < run.end() && run.first < reply.first + u64::from(reply.count)
         };
         self.came.hurry(has_some, |_| {});
     }
@@ -58,9 +58,9 @@ impl Near {
         if self.storing.is_some() {
             return None;
         }
-        let (answer, _) = self.came.pop(|_| true)?;
-        let bytes = f64::from(answer.count) * f64::from(chunk);
-        self.storing = Some(answer);
+        let (reply, _) = self.came.pop(|_| true)?;
+        let bytes = f64::from(reply.count) * f64::from(chunk);
+        self.storing = Some(reply);
         let done = now + bytes / self.disk.rate;
         // A pause comes at the end of each period.
         let into = done % self.disk.every;
@@ -71,7 +71,7 @@ impl Near {
         })
     }
 
-    pub fn stored(&mut self) -> ChunksAnswer {
+    pub fn stored(&mut self) -> ChunksReply {
         self.storing.take().expect("something was stored")
     }
 }

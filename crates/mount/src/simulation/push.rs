@@ -6,7 +6,7 @@ use bytes::Bytes;
 
 use super::{ASK, Event, PUSH, World};
 use crate::client::scheduler::Job;
-use crate::protocol::{Ask, Coding, MAX_DIRECT};
+use crate::protocol::{Coding, MAX_DIRECT, Request};
 use crate::server::unit::{Effect, Unit};
 
 /// Bytes that the device has under way with the client at least.
@@ -32,7 +32,7 @@ impl World {
         while self.pushing.asked < writes.bytes && self.pushing.asked - self.pushing.done < most {
             let part = self.scheduler.push_part();
             self.pushing.asked += part as u64;
-            let ask = Ask::Write {
+            let request = Request::Write {
                 id: 0,
                 epoch: 1 << 32,
                 offset: 0,
@@ -40,18 +40,18 @@ impl World {
                 coding: Coding::Plain,
             };
             let job = Job {
-                ask,
+                request,
                 body: Bytes::from_static(&BODY[..part]),
                 deadline: Duration::MAX,
                 again: false,
                 to: (),
             };
-            assert!(self.scheduler.ask(job).is_ok(), "no room for a request");
+            assert!(self.scheduler.enqueue(job).is_ok(), "no room for a request");
         }
     }
 
     /// A part reaches the site.
-    pub(super) fn pushed(&mut self, ask: Ask, body: Bytes) {
+    pub(super) fn pushed(&mut self, request: Request, body: Bytes) {
         let takes = self.set.writes.map_or(0.0, |writes| writes.takes);
         let chunk = self.set.chunk;
         self.pushing.came += body.len() as u64;
@@ -61,13 +61,16 @@ impl World {
         let at = self.cross(1, PUSH, TOLD);
         self.at(at, Event::Told(link, came, clock));
         let queue = &mut self.connections[PUSH].queue;
-        assert!(queue.admit(ask, body, chunk).is_ok(), "a part is refused");
+        assert!(
+            queue.admit(request, body, chunk).is_ok(),
+            "a part is refused"
+        );
         while let Some((unit, front)) = self.connections[PUSH].queue.take(chunk, 1) {
             let weight = Effect::of(&unit, chunk).weight();
-            let Unit::Other(ask, _) = unit else {
+            let Unit::Other(request, _) = unit else {
                 panic!("only parts go there");
             };
-            let id = ask.id().expect("an id");
+            let id = request.id().expect("an id");
             let queue = &mut self.connections[PUSH].queue;
             queue.worked(weight, front);
             queue.changed();

@@ -9,7 +9,7 @@ use drover_device::remote::{Change, Chunks, Epoch, Link, Remote};
 use drover_mount::client::{Client, Options};
 use drover_store::lease::Access;
 
-use crate::keeper::Keeper;
+use crate::local_stub::LocalStub;
 use crate::util::{Near, Site, content, memory, name, runtime};
 
 const CHUNK: usize = 64 << 10;
@@ -29,7 +29,7 @@ fn quiet(client: &Client) {
         assert!(Instant::now() < limit, "it does not come");
         std::thread::sleep(Duration::from_millis(2));
     }
-    // From the link to where it is kept.
+    // From the link to where it is received.
     std::thread::sleep(Duration::from_millis(50));
 }
 
@@ -49,16 +49,16 @@ fn chunks_that_are_wanted_first_come_with_the_open_and_wait_to_be_asked_for() {
     assert_eq!(client.traffic().rate as u64, 0);
     near.down.store(true, Ordering::Relaxed);
     near.cut();
-    let keeper = Keeper::attach(&client, false);
-    keeper.wait("the link's end", |kept| {
-        matches!(kept.links.last(), Some(Link::Down(_)))
+    let local = LocalStub::attach(&client, false);
+    local.wait("the link's end", |received| {
+        matches!(received.links.last(), Some(Link::Down(_)))
     });
     // Nobody gets what he has not asked for.
-    assert!(keeper.kept.lock().chunks.is_empty());
+    assert!(local.received.lock().chunks.is_empty());
     for index in [0, 3, 9] {
         let at = index as usize * CHUNK;
         assert_eq!(
-            keeper.get(&client, index).unwrap(),
+            local.get(&client, index).unwrap(),
             &bytes[at..at + CHUNK],
             "chunk {index}, without a link"
         );
@@ -68,10 +68,10 @@ fn chunks_that_are_wanted_first_come_with_the_open_and_wait_to_be_asked_for() {
         count: 1,
     });
     std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(keeper.kept.lock().chunks.len(), 3, "that one waits");
+    assert_eq!(local.received.lock().chunks.len(), 3, "that one waits");
     near.down.store(false, Ordering::Relaxed);
     assert_eq!(
-        keeper.get(&client, 15).unwrap(),
+        local.get(&client, 15).unwrap(),
         &bytes[15 * CHUNK..16 * CHUNK]
     );
 }
@@ -89,10 +89,10 @@ fn a_pull_takes_what_came_with_the_open_and_everything_comes_once() {
             .block_on(Client::open(runtime.handle(), near, options))
             .unwrap();
         std::thread::sleep(Duration::from_millis(pause));
-        let keeper = Keeper::attach(&client, true);
-        keeper.wait_all();
-        keeper.all_is(&bytes);
-        assert_eq!(keeper.kept.lock().twice, 0);
+        let local = LocalStub::attach(&client, true);
+        local.wait_all();
+        local.all_is(&bytes);
+        assert_eq!(local.received.lock().twice, 0);
         assert_eq!(client.traffic().in_flight, 0);
     }
 }
@@ -123,12 +123,12 @@ fn what_is_asked_for_while_it_is_being_verified_is_handed_out() {
             std::thread::yield_now();
         }
         let pulls = round % 2 == 0;
-        let keeper = Keeper::attach(&client, pulls);
+        let local = LocalStub::attach(&client, pulls);
         match pulls {
-            true => keeper.wait_all(),
-            false => drop(keeper.get(&client, 0).unwrap()),
+            true => local.wait_all(),
+            false => drop(local.get(&client, 0).unwrap()),
         }
-        assert!(keeper.kept.lock().chunks[&0] == bytes[..LONG], "{round}");
+        assert!(local.received.lock().chunks[&0] == bytes[..LONG], "{round}");
     }
 }
 
@@ -148,7 +148,7 @@ fn what_was_read_before_a_push_is_not_handed_out_after_it() {
         .unwrap();
     quiet(&client);
     let client = Arc::new(client);
-    let keeper = Keeper::attach(client.as_ref(), false);
+    let local = LocalStub::attach(client.as_ref(), false);
     let new = Bytes::from(vec![9; CHUNK]);
     let epoch = Epoch(1 << 32);
     let (say, hear) = std::sync::mpsc::channel();
@@ -159,9 +159,9 @@ fn what_was_read_before_a_push_is_not_handed_out_after_it() {
     let covers = CHUNK as u64;
     client.commit(epoch, covers, Box::new(move |r| say.send(r).unwrap()));
     hear.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
-    assert_eq!(keeper.get(client.as_ref(), 0).unwrap(), new);
+    assert_eq!(local.get(client.as_ref(), 0).unwrap(), new);
     assert_eq!(
-        keeper.get(client.as_ref(), 1).unwrap(),
+        local.get(client.as_ref(), 1).unwrap(),
         &bytes[CHUNK..2 * CHUNK]
     );
 }

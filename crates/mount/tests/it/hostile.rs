@@ -12,21 +12,21 @@ use drover_device::remote::{Epoch, Link, Remote};
 use drover_mount::client::{Client, Connecting, Connector, Options};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{
-    Answer, Ask, Coding, ConnectionKind, MAX_MOUNT_FRAME, Open, Opened, decode_message,
+    Coding, ConnectionKind, MAX_MOUNT_FRAME, Open, Opened, Reply, Request, decode_message,
     encode_message, kind,
 };
-use drover_net::service::{Call, Request, reply_in};
+use drover_net::service::{self, IncomingCall, reply_in};
 use drover_net::{Code, Connection, Frame, FrameReader, FrameWriter, NetError, Refusal};
 use drover_store::lease::{Access, Identity, MountId};
 use tokio::sync::watch;
 
-use crate::keeper::Keeper;
+use crate::local_stub::LocalStub;
 use crate::util::{Near, Site, content, memory, name, runtime};
 
 const CHUNK: u32 = 65_536;
 
 /// What a liar answers to a request: frames of a kind, a head and a body.
-type Lie = dyn Fn(&Ask) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync;
+type Lie = dyn Fn(&Request) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync;
 
 /// A site that says what it is told to.
 struct Liar {
@@ -36,13 +36,15 @@ struct Liar {
 }
 
 impl Liar {
-    fn new(lie: impl Fn(&Ask) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static) -> Arc<Self> {
+    fn new(
+        lie: impl Fn(&Request) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
+    ) -> Arc<Self> {
         Self::opening(|_| honest(), lie)
     }
 
     fn opening(
         opened: impl Fn(u64) -> Opened + Send + Sync + 'static,
-        lie: impl Fn(&Ask) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
+        lie: impl Fn(&Request) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
     ) -> Arc<Self> {
         Arc::new(Self {
             opened: Box::new(opened),
@@ -75,10 +77,10 @@ impl Connector for Liar {
             let (here, there) = Connection::pair().expect("a pair");
             tokio::spawn(async move {
                 let stop = watch::channel(false).1;
-                let mut call = Call::take(there, stop).await.expect("a call");
+                let mut call = IncomingCall::receive(there, stop).await.expect("a call");
                 // The mount may be gone already.
                 let _ = call.accept::<Open>(&opened).await;
-                let Call {
+                let IncomingCall {
                     mut reader,
                     mut writer,
                     ..
@@ -86,7 +88,7 @@ impl Connector for Liar {
                 writer.set_max_frame(64 << 20);
                 let _ = writer.flush().await;
                 while let Ok(Some(frame)) = reader.next().await {
-                    let Ok(message) = decode_message::<Ask>(&frame.payload) else {
+                    let Ok(message) = decode_message::<Request>(&frame.payload) else {
                         return;
                     };
                     if message.head.id().is_none() {
@@ -113,14 +115,19 @@ fn options() -> Options {
     }
 }
 
-fn chunks(ask: &Ask, zeros: Vec<u8>, coding: Coding, body: Vec<u8>) -> (u8, Vec<u8>, Vec<u8>) {
-    let Ask::Read {
+fn chunks(
+    request: &Request,
+    zeros: Vec<u8>,
+    coding: Coding,
+    body: Vec<u8>,
+) -> (u8, Vec<u8>, Vec<u8>) {
+    let Request::Read {
         id, first, count, ..
-    } = *ask
+    } = *request
     else {
-        panic!("{ask:?}");
+        panic!("{request:?}");
     };
-    let head = Answer::Chunks {
+    let head = Reply::Chunks {
         id,
         first,
         count,
@@ -129,45 +136,45 @@ fn chunks(ask: &Ask, zeros: Vec<u8>, coding: Coding, body: Vec<u8>) -> (u8, Vec<
         echo: 0,
         last: true,
     };
-    (kind::ANSWER, encode_message(&head), body)
+    (kind::REPLY, encode_message(&head), body)
 }
 
 /// The error that a chunk gets from a site that lies so, and how often it was asked for the chunk.
 fn lied_to(
-    lie: impl Fn(&Ask) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
+    lie: impl Fn(&Request) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
 ) -> (DeviceError, u64) {
     let runtime = runtime();
     let _inside = runtime.enter();
     let asked = Arc::new(AtomicU64::new(0));
     let counter = asked.clone();
-    let liar = Liar::new(move |ask| {
-        if !matches!(ask, Ask::Read { .. }) {
+    let liar = Liar::new(move |request| {
+        if !matches!(request, Request::Read { .. }) {
             return Vec::new();
         }
         counter.fetch_add(1, Ordering::Relaxed);
-        lie(ask)
+        lie(request)
     });
     let client = runtime
         .block_on(Client::open(runtime.handle(), liar, options()))
         .unwrap();
-    let keeper = Keeper::attach(&client, false);
+    let local = LocalStub::attach(&client, false);
     let began = Instant::now();
-    let error = keeper.get(&client, 3).unwrap_err();
+    let error = local.get(&client, 3).unwrap_err();
     assert!(
         began.elapsed() < Duration::from_secs(60),
         "{:?}",
         began.elapsed()
     );
-    assert!(keeper.kept.lock().chunks.is_empty());
+    assert!(local.received.lock().chunks.is_empty());
     (error, asked.load(Ordering::Relaxed))
 }
 
 #[test]
 fn a_wrong_digest_is_asked_for_once_more_and_then_an_error() {
-    let (error, asked) = lied_to(|ask| {
+    let (error, asked) = lied_to(|request| {
         let mut body = vec![9; 32];
         body.extend(vec![5; CHUNK as usize]);
-        vec![chunks(ask, vec![0], Coding::Plain, body)]
+        vec![chunks(request, vec![0], Coding::Plain, body)]
     });
     assert!(matches!(error, DeviceError::Corrupt(_)), "{error}");
     assert!(error.to_string().contains("chunk 3 of web"), "{error}");
@@ -177,12 +184,13 @@ fn a_wrong_digest_is_asked_for_once_more_and_then_an_error() {
 #[test]
 fn bombs_and_bodies_of_other_lengths_are_errors() {
     let bomb = zstd::bulk::compress(&vec![0; 64 << 20], 19).unwrap();
-    let (error, asked) = lied_to(move |ask| vec![chunks(ask, vec![0], Coding::Zstd, bomb.clone())]);
+    let (error, asked) =
+        lied_to(move |request| vec![chunks(request, vec![0], Coding::Zstd, bomb.clone())]);
     assert!(matches!(error, DeviceError::Corrupt(_)), "{error}");
     assert_eq!(asked, 2);
     for length in [0, 31, 32 + CHUNK as usize - 1] {
         let (error, _) =
-            lied_to(move |ask| vec![chunks(ask, vec![0], Coding::Plain, vec![0; length])]);
+            lied_to(move |request| vec![chunks(request, vec![0], Coding::Plain, vec![0; length])]);
         assert!(
             matches!(error, DeviceError::Corrupt(_)),
             "{length}: {error}"
@@ -192,34 +200,34 @@ fn bombs_and_bodies_of_other_lengths_are_errors() {
 
 #[test]
 fn answers_that_break_the_protocol_cost_the_link_and_not_more() {
-    let zero = |ask: &Ask| chunks(ask, vec![1], Coding::Plain, vec![]);
-    let answer = |head: Answer| (kind::ANSWER, encode_message(&head), vec![]);
+    let zero = |request: &Request| chunks(request, vec![1], Coding::Plain, vec![]);
+    let reply = |head: Reply| (kind::REPLY, encode_message(&head), vec![]);
     let lies: Vec<Box<Lie>> = vec![
         // An unknown kind, rubbish, a frame that is too long.
         Box::new(|_| vec![(0x11, vec![1, 2, 3], vec![])]),
-        Box::new(|_| vec![(kind::ANSWER, vec![255; 40], vec![])]),
-        Box::new(|_| vec![(kind::ANSWER, vec![0; MAX_MOUNT_FRAME + 1], vec![])]),
+        Box::new(|_| vec![(kind::REPLY, vec![255; 40], vec![])]),
+        Box::new(|_| vec![(kind::REPLY, vec![0; MAX_MOUNT_FRAME + 1], vec![])]),
         // Longer than what it brings: it would wait to be verified.
-        Box::new(|ask| {
+        Box::new(|request| {
             let body = vec![0; 32 + CHUNK as usize + 1];
-            vec![chunks(ask, vec![0], Coding::Zstd, body)]
+            vec![chunks(request, vec![0], Coding::Zstd, body)]
         }),
-        Box::new(|ask| vec![chunks(ask, vec![1], Coding::Plain, vec![0])]),
+        Box::new(|request| vec![chunks(request, vec![1], Coding::Plain, vec![0])]),
         // To nothing that was asked; another run; no zero map; a run at the end of all numbers.
-        Box::new(move |_| vec![answer(Answer::Done { id: 77 })]),
-        Box::new(move |ask| {
-            let (kind, head, body) = zero(ask);
-            let mut message = decode_message::<Answer>(&Bytes::from(head)).unwrap().head;
-            if let Answer::Chunks { first, .. } = &mut message {
+        Box::new(move |_| vec![reply(Reply::Done { id: 77 })]),
+        Box::new(move |request| {
+            let (kind, head, body) = zero(request);
+            let mut message = decode_message::<Reply>(&Bytes::from(head)).unwrap().head;
+            if let Reply::Chunks { first, .. } = &mut message {
                 *first = 4;
             }
             vec![(kind, encode_message(&message), body)]
         }),
-        Box::new(move |ask| vec![chunks(ask, vec![], Coding::Plain, vec![])]),
-        Box::new(move |ask| {
-            let (kind, _, body) = zero(ask);
-            let head = Answer::Chunks {
-                id: ask.id().unwrap(),
+        Box::new(move |request| vec![chunks(request, vec![], Coding::Plain, vec![])]),
+        Box::new(move |request| {
+            let (kind, _, body) = zero(request);
+            let head = Reply::Chunks {
+                id: request.id().unwrap(),
                 first: u64::MAX,
                 count: u32::MAX,
                 zeros: vec![1],
@@ -233,7 +241,7 @@ fn answers_that_break_the_protocol_cost_the_link_and_not_more() {
         Box::new(|_| vec![]),
     ];
     for (which, lie) in lies.into_iter().enumerate() {
-        let (error, _) = lied_to(move |ask| lie(ask));
+        let (error, _) = lied_to(move |request| lie(request));
         assert!(
             matches!(error, DeviceError::Unavailable(_)),
             "{which}: {error}"
@@ -244,8 +252,8 @@ fn answers_that_break_the_protocol_cost_the_link_and_not_more() {
 /// What a request of another kind than a read gets from a site that answers so.
 fn answered<T>(
     access: Access,
-    lie: impl Fn(&Ask) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
-    ask: impl FnOnce(&Client, std::sync::mpsc::Sender<Result<T, DeviceError>>),
+    lie: impl Fn(&Request) -> Vec<(u8, Vec<u8>, Vec<u8>)> + Send + Sync + 'static,
+    request: impl FnOnce(&Client, std::sync::mpsc::Sender<Result<T, DeviceError>>),
 ) -> Result<T, DeviceError> {
     let runtime = runtime();
     let _inside = runtime.enter();
@@ -264,9 +272,9 @@ fn answered<T>(
     let client = runtime
         .block_on(Client::open(runtime.handle(), liar, options))
         .unwrap();
-    let _keeper = Keeper::attach(&client, writes);
+    let _local = LocalStub::attach(&client, writes);
     let (say, hear) = std::sync::mpsc::channel();
-    ask(&client, say);
+    request(&client, say);
     hear.recv_timeout(Duration::from_secs(60))
         .expect("an answer")
 }
@@ -278,15 +286,15 @@ fn of_what_a_site_says_is_zero_no_more_is_kept_than_was_asked_for() {
     // Every other chunk, of as many chunks as there are: whoever believes it all keeps half a million runs.
     let runs = answered(
         Access::ReadOnly,
-        move |ask| {
-            let Ask::Presence { id, first, .. } = *ask else {
+        move |request| {
+            let Request::Presence { id, first, .. } = *request else {
                 return Vec::new();
             };
             seen.fetch_add(1, Ordering::Relaxed);
             let runs = (0..2048).map(|n| (first + 2 * n, 1)).collect();
             let end = first + 4096;
-            let head = Answer::Presence { id, runs, end };
-            vec![(kind::ANSWER, encode_message(&head), vec![])]
+            let head = Reply::Presence { id, runs, end };
+            vec![(kind::REPLY, encode_message(&head), vec![])]
         },
         |client, say| {
             let asked = drover_device::remote::Chunks {
@@ -303,18 +311,18 @@ fn of_what_a_site_says_is_zero_no_more_is_kept_than_was_asked_for() {
 
 #[test]
 fn an_answer_that_brings_more_than_was_asked_for_is_refused() {
-    let fat = |ask: &Ask| {
-        let id = ask.id().unwrap();
-        let head = match ask {
-            Ask::Presence { count, .. } => Answer::Presence {
+    let fat = |request: &Request| {
+        let id = request.id().unwrap();
+        let head = match request {
+            Request::Presence { count, .. } => Reply::Presence {
                 id,
                 runs: vec![],
                 end: u64::from(*count),
             },
-            Ask::Commit { epoch, .. } => Answer::Committed { id, epoch: *epoch },
-            _ => Answer::Done { id },
+            Request::Commit { epoch, .. } => Reply::Committed { id, epoch: *epoch },
+            _ => Reply::Done { id },
         };
-        vec![(kind::ANSWER, encode_message(&head), vec![0; 4 << 20])]
+        vec![(kind::REPLY, encode_message(&head), vec![0; 4 << 20])]
     };
     let asked = drover_device::remote::Chunks { first: 0, count: 9 };
     let error = answered(Access::ReadOnly, fat, |client, say| {
@@ -331,11 +339,11 @@ fn an_answer_that_brings_more_than_was_asked_for_is_refused() {
     let error = answered(Access::ReadWrite, fat, commit);
     assert!(matches!(error, Err(DeviceError::Corrupt(_))), "{error:?}");
     // Nor does another epoch count than the one that was to.
-    let later = |ask: &Ask| {
-        let id = ask.id().unwrap();
+    let later = |request: &Request| {
+        let id = request.id().unwrap();
         let epoch = u64::MAX;
-        let head = Answer::Committed { id, epoch };
-        vec![(kind::ANSWER, encode_message(&head), vec![])]
+        let head = Reply::Committed { id, epoch };
+        vec![(kind::REPLY, encode_message(&head), vec![])]
     };
     let error = answered(Access::ReadWrite, later, commit);
     assert!(matches!(error, Err(DeviceError::Corrupt(_))), "{error:?}");
@@ -343,16 +351,16 @@ fn an_answer_that_brings_more_than_was_asked_for_is_refused() {
 
 #[test]
 fn a_long_text_of_a_site_is_cut() {
-    let (error, _) = lied_to(|ask| {
+    let (error, _) = lied_to(|request| {
         let refusal = Refusal {
             code: Code::NoSpace,
             message: "full\n".repeat(8000),
             retry: false,
         };
-        let id = ask.id().unwrap();
+        let id = request.id().unwrap();
         vec![(
-            kind::ANSWER,
-            encode_message(&Answer::Error { id, refusal }),
+            kind::REPLY,
+            encode_message(&Reply::Error { id, refusal }),
             vec![],
         )]
     });
@@ -362,13 +370,13 @@ fn a_long_text_of_a_site_is_cut() {
 
 #[test]
 fn an_error_of_the_site_is_the_error_of_the_request() {
-    let (error, asked) = lied_to(|ask| {
+    let (error, asked) = lied_to(|request| {
         let refusal = Refusal::new(Code::Corrupt, "web.qcow2: cluster 7 is damaged");
-        let head = Answer::Error {
-            id: ask.id().unwrap(),
+        let head = Reply::Error {
+            id: request.id().unwrap(),
             refusal,
         };
-        vec![(kind::ANSWER, encode_message(&head), vec![])]
+        vec![(kind::REPLY, encode_message(&head), vec![])]
     });
     assert_eq!(
         error.to_string(),
@@ -410,11 +418,11 @@ fn sizes_that_lie_are_refused_and_sizes_that_change_end_the_mount() {
         let client = runtime
             .block_on(Client::open(runtime.handle(), liar, options()))
             .unwrap();
-        let keeper = Keeper::attach(&client, false);
-        let error = keeper.get(&client, 0).unwrap_err().to_string();
+        let local = LocalStub::attach(&client, false);
+        let error = local.get(&client, 0).unwrap_err().to_string();
         assert!(error.contains("mount it anew"), "{error}");
-        keeper.wait("gone", |kept| {
-            matches!(kept.links.last(), Some(Link::Gone(_)))
+        local.wait("gone", |received| {
+            matches!(received.links.last(), Some(Link::Gone(_)))
         });
     }
 }
@@ -423,20 +431,20 @@ fn sizes_that_lie_are_refused_and_sizes_that_change_end_the_mount() {
 fn a_direct_read_takes_no_answer_of_another_kind() {
     let runtime = runtime();
     let _inside = runtime.enter();
-    let liar = Liar::new(|ask| {
-        let id = ask.id().unwrap();
-        let head = match ask {
-            Ask::DirectRead { .. } => Answer::Bytes {
+    let liar = Liar::new(|request| {
+        let id = request.id().unwrap();
+        let head = match request {
+            Request::DirectRead { .. } => Reply::Bytes {
                 id,
                 coding: Coding::Plain,
             },
-            Ask::DirectExtents { .. } => Answer::Extents {
+            Request::DirectExtents { .. } => Reply::Extents {
                 id,
                 runs: vec![(u64::MAX, 0), (5, 1)],
             },
-            _ => Answer::Committed { id, epoch: 1 },
+            _ => Reply::Committed { id, epoch: 1 },
         };
-        vec![(kind::ANSWER, encode_message(&head), vec![7; 99])]
+        vec![(kind::REPLY, encode_message(&head), vec![7; 99])]
     });
     let client = runtime
         .block_on(Client::open(runtime.handle(), liar, options()))

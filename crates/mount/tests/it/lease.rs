@@ -13,7 +13,7 @@ use drover_mount::server::{Server, lease_on_disk};
 use drover_net::Code;
 use drover_store::lease::Access;
 
-use crate::keeper::Keeper;
+use crate::local_stub::LocalStub;
 use crate::util::{Near, Site, content, memory, name, runtime};
 
 const SIZE: usize = 1 << 20;
@@ -74,16 +74,16 @@ impl World {
     fn is_shown(&self) {
         let _inside = self.runtime.enter();
         let client = self.open(Access::ReadOnly).unwrap();
-        let keeper = Keeper::attach(&client, true);
-        keeper.wait_all();
-        keeper.all_is(&self.model);
+        let local = LocalStub::attach(&client, true);
+        local.wait_all();
+        local.all_is(&self.model);
         wait(|done| client.close(done));
     }
 }
 
-fn wait(ask: impl FnOnce(Box<dyn FnOnce(Result<(), DeviceError>) + Send>)) {
+fn wait(request: impl FnOnce(Box<dyn FnOnce(Result<(), DeviceError>) + Send>)) {
     let (say, hear) = std::sync::mpsc::channel();
-    ask(Box::new(move |result| say.send(result).unwrap()));
+    request(Box::new(move |result| say.send(result).unwrap()));
     let limit = std::time::Duration::from_secs(60);
     hear.recv_timeout(limit).expect("an answer").unwrap();
 }
@@ -125,7 +125,7 @@ fn a_damaged_one_is_refused_with_the_way_out_and_hides_nothing() {
     std::fs::create_dir(&lease).unwrap();
     let unread = on_disk();
     assert!(
-        matches!(unread, Err(MountError::State { .. })),
+        matches!(unread, Err(MountError::StateFile { .. })),
         "{unread:?}"
     );
     std::fs::remove_dir(&lease).unwrap();

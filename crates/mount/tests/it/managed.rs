@@ -12,7 +12,7 @@ use drover_device::remote::{Change, Chunks, Epoch, Link, Remote};
 use drover_mount::client::{Client, Options};
 use drover_store::lease::{Access, MountId};
 
-use crate::keeper::Keeper;
+use crate::local_stub::LocalStub;
 use crate::util::{Near, Shelf, Site, content, memory, name, runtime, serve};
 
 fn open(runtime: &tokio::runtime::Runtime, near: &Arc<Near>, options: Options) -> Client {
@@ -30,9 +30,9 @@ fn writer() -> Options {
 }
 
 /// Asks for a thing and waits for the answer.
-fn wait(ask: impl FnOnce(drover_device::remote::Done)) -> Result<(), DeviceError> {
+fn wait(request: impl FnOnce(drover_device::remote::Done)) -> Result<(), DeviceError> {
     let (say, hear) = mpsc::channel();
-    ask(Box::new(move |result| say.send(result).unwrap()));
+    request(Box::new(move |result| say.send(result).unwrap()));
     hear.recv_timeout(Duration::from_secs(60))
         .expect("an answer")
 }
@@ -46,19 +46,23 @@ fn everything_is_pulled_and_what_is_waited_for_comes_meanwhile() {
     let near = Near::new(site.server.clone());
     for chunk in [4096, 65_536, 4 << 20] {
         let client = open(&runtime, &near, Options { chunk, ..reader() });
-        let keeper = Keeper::attach(&client, true);
+        let local = LocalStub::attach(&client, true);
         let mut random = fastrand::Rng::with_seed(u64::from(chunk));
         for _ in 0..20 {
-            let index = random.u64(0..keeper.shape.chunks());
-            let got = keeper.get(&client, index).unwrap();
+            let index = random.u64(0..local.shape.chunks());
+            let got = local.get(&client, index).unwrap();
             let at = (index * u64::from(chunk)) as usize;
             assert!(got == bytes[at..at + got.len()]);
         }
-        keeper.wait_all();
-        keeper.all_is(&bytes);
-        let kept = keeper.kept.lock();
-        assert!(kept.twice <= 20, "{} chunks came twice", kept.twice);
-        assert!(matches!(kept.links[..], [Link::Up(1)]), "{:?}", kept.links);
+        local.wait_all();
+        local.all_is(&bytes);
+        let received = local.received.lock();
+        assert!(received.twice <= 20, "{} chunks came twice", received.twice);
+        assert!(
+            matches!(received.links[..], [Link::Up(1)]),
+            "{:?}",
+            received.links
+        );
         let limit = Instant::now() + Duration::from_secs(60);
         while client.traffic().in_flight > 0 && Instant::now() < limit {
             std::thread::sleep(Duration::from_millis(5));
@@ -81,21 +85,22 @@ fn a_link_that_is_cut_again_and_again_only_takes_longer() {
     let site = Site::with("web", memory(&bytes));
     let near = Near::new(site.server.clone());
     let client = open(&runtime, &near, reader());
-    let keeper = Keeper::attach(&client, true);
+    let local = LocalStub::attach(&client, true);
     for cut in 1..4u64 {
         let enough = 100 * cut as usize;
-        keeper.wait("some chunks", |kept| kept.chunks.len() >= enough);
+        local.wait("some chunks", |received| received.chunks.len() >= enough);
         near.cut();
-        keeper.wait("the cut", |kept| {
-            kept.links
+        local.wait("the cut", |received| {
+            received
+                .links
                 .iter()
                 .any(|l| matches!(l, Link::Up(n) if *n > cut))
-                || kept.chunks.len() == 611
+                || received.chunks.len() == 611
         });
     }
-    keeper.wait_all();
-    keeper.all_is(&bytes);
-    assert!(keeper.kept.lock().failed.is_empty());
+    local.wait_all();
+    local.all_is(&bytes);
+    assert!(local.received.lock().failed.is_empty());
 }
 
 #[test]
@@ -114,22 +119,24 @@ fn reads_wait_for_the_link_but_not_for_ever() {
             ..reader()
         },
     );
-    let keeper = Keeper::attach(&client, false);
-    keeper.get(&client, 1).unwrap();
+    let local = LocalStub::attach(&client, false);
+    local.get(&client, 1).unwrap();
     near.down.store(true, Ordering::Relaxed);
     near.cut();
-    keeper.wait("down", |kept| {
-        matches!(kept.links.last(), Some(Link::Down(_)))
+    local.wait("down", |received| {
+        matches!(received.links.last(), Some(Link::Down(_)))
     });
     let began = Instant::now();
-    let error = keeper.get(&client, 2).unwrap_err();
+    let error = local.get(&client, 2).unwrap_err();
     assert!(matches!(error, DeviceError::Unavailable(_)), "{error}");
     assert!(began.elapsed() >= give_up);
     near.down.store(false, Ordering::Relaxed);
-    keeper.wait("up", |kept| matches!(kept.links.last(), Some(Link::Up(2))));
-    keeper.get(&client, 2).unwrap();
+    local.wait("up", |received| {
+        matches!(received.links.last(), Some(Link::Up(2)))
+    });
+    local.get(&client, 2).unwrap();
     wait(|done| client.close(done)).unwrap();
-    assert!(matches!(keeper.get(&client, 3), Err(DeviceError::Closed)));
+    assert!(matches!(local.get(&client, 3), Err(DeviceError::Closed)));
 }
 
 #[test]
@@ -143,7 +150,7 @@ fn what_is_absent_is_known_before_it_is_asked_for() {
     let site = Site::with("web", Arc::new(device));
     let near = Near::new(site.server.clone());
     let client = open(&runtime, &near, reader());
-    let _keeper = Keeper::attach(&client, false);
+    let _local = LocalStub::attach(&client, false);
     let (say, hear) = mpsc::channel();
     let all = Chunks {
         first: 0,
@@ -165,7 +172,7 @@ fn an_epoch_counts_as_a_whole_and_over_cuts() {
     let mount = MountId::random();
     let client = open(&runtime, &near, Options { mount, ..writer() });
     assert_eq!(client.committed(), Epoch(0));
-    let keeper = Keeper::attach(&client, false);
+    let local = LocalStub::attach(&client, false);
     let epoch = |n: u64| {
         let data = Bytes::from(content(489 * 4096, 100 + n));
         let changes = vec![
@@ -178,7 +185,9 @@ fn an_epoch_counts_as_a_whole_and_over_cuts() {
     let (_, changes) = epoch(7);
     wait(|done| client.push(Epoch(1), changes, done)).unwrap();
     near.cut();
-    keeper.wait("up", |kept| matches!(kept.links.last(), Some(Link::Up(2))));
+    local.wait("up", |received| {
+        matches!(received.links.last(), Some(Link::Up(2)))
+    });
     assert_eq!(client.committed(), Epoch(0));
     for n in 1..4 {
         let (data, changes) = epoch(n);
@@ -199,9 +208,9 @@ fn an_epoch_counts_as_a_whole_and_over_cuts() {
     let identity = |client: &Client| client.identity();
     let client = open(&runtime, &near, Options { mount, ..writer() });
     assert_eq!((identity(&client).epoch, identity(&client).edition), (3, 1));
-    let keeper = Keeper::attach(&client, true);
-    keeper.wait_all();
-    keeper.all_is(&bytes);
+    let local = LocalStub::attach(&client, true);
+    local.wait_all();
+    local.all_is(&bytes);
     wait(|done| client.close(done)).unwrap();
 }
 
@@ -225,12 +234,12 @@ fn what_was_written_over_a_replaced_image_is_set_aside_and_not_shown() {
     drop(site.server);
     let near = Near::again(serve(shelf, &state), near.peer.clone());
     let client = open(&runtime, &near, writer());
-    let keeper = Keeper::attach(&client, true);
-    keeper.wait_all();
-    keeper.all_is(&bytes);
+    let local = LocalStub::attach(&client, true);
+    local.wait_all();
+    local.all_is(&bytes);
     wait(|done| client.close(done)).unwrap();
-    let kept = std::fs::read_dir(state.join("overlays")).unwrap();
-    let names: Vec<_> = kept.map(|e| e.unwrap().file_name()).collect();
+    let received = std::fs::read_dir(state.join("overlays")).unwrap();
+    let names: Vec<_> = received.map(|e| e.unwrap().file_name()).collect();
     assert_eq!(names.len(), 2, "{names:?}");
 }
 
@@ -243,7 +252,7 @@ fn two_writers_are_one_too_many() {
     let other = Near::new(site.server.clone());
     let note = "disk of a guest".to_owned();
     let client = open(&runtime, &near, Options { note, ..writer() });
-    let keeper = Keeper::attach(&client, false);
+    let local = LocalStub::attach(&client, false);
     let refused = |options| {
         let opened = Client::open(runtime.handle(), other.clone(), options);
         runtime.block_on(opened).err().expect("refused").to_string()
@@ -263,8 +272,8 @@ fn two_writers_are_one_too_many() {
     let web = name("web");
     let broken = site.server.break_lease(&web);
     assert!(runtime.block_on(broken).unwrap().is_some());
-    keeper.wait("gone", |kept| {
-        matches!(kept.links.last(), Some(Link::Gone(_)))
+    local.wait("gone", |received| {
+        matches!(received.links.last(), Some(Link::Gone(_)))
     });
     let error = wait(|done| client.commit(Epoch(1), 4096, done)).unwrap_err();
     assert!(
@@ -288,15 +297,15 @@ fn a_mount_whose_image_was_replaced_ends() {
     let site = Site::with("web", memory(&content(500_000, 8)));
     let near = Near::new(site.server.clone());
     let client = open(&runtime, &near, reader());
-    let keeper = Keeper::attach(&client, false);
-    keeper.get(&client, 0).unwrap();
+    let local = LocalStub::attach(&client, false);
+    local.get(&client, 0).unwrap();
     let other = Site::with("web", memory(&content(600_000, 8)));
     near.now(other.server.clone());
     near.cut();
-    keeper.wait("gone", |kept| {
-        matches!(kept.links.last(), Some(Link::Gone(_)))
+    local.wait("gone", |received| {
+        matches!(received.links.last(), Some(Link::Gone(_)))
     });
-    let error = keeper.get(&client, 1).unwrap_err().to_string();
+    let error = local.get(&client, 1).unwrap_err().to_string();
     assert!(error.contains("another image at the site now"), "{error}");
 }
 

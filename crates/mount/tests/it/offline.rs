@@ -12,7 +12,7 @@ use drover_mount::protocol::Opened;
 use drover_mount::server::Base;
 use drover_store::lease::{Access, MountId};
 
-use crate::keeper::Keeper;
+use crate::local_stub::LocalStub;
 use crate::util::{Near, Shelf, Site, content, memory, name, runtime, serve};
 
 fn options(mount: MountId, known: Option<Opened>) -> Options {
@@ -50,10 +50,10 @@ fn it_begins_without_a_link_and_goes_on_when_there_is_one() {
     assert!(!client.was_reached());
     assert_eq!(client.shape(), known.shape());
     assert!(matches!(client.link(), Link::Down(_)));
-    let keeper = Keeper::attach(&client, true);
+    let local = LocalStub::attach(&client, true);
     near.down.store(false, Ordering::Relaxed);
-    keeper.wait_all();
-    keeper.all_is(&bytes);
+    local.wait_all();
+    local.all_is(&bytes);
     assert_eq!(client.committed().0, 0);
 }
 
@@ -76,7 +76,7 @@ fn another_image_ends_it_when_the_link_comes() {
     let client = runtime
         .block_on(Client::open(runtime.handle(), near.clone(), again))
         .unwrap();
-    let keeper = Keeper::attach(&client, false);
+    let local = LocalStub::attach(&client, false);
     let shelf = Shelf::default();
     let device: Arc<dyn BlockDevice> = memory(&content(1_000_000, 13));
     let digest = Digest([8; 32]);
@@ -84,8 +84,8 @@ fn another_image_ends_it_when_the_link_comes() {
     let elsewhere = tempfile::tempdir().unwrap();
     near.now(serve(Arc::new(shelf), elsewhere.path()));
     near.down.store(false, Ordering::Relaxed);
-    keeper.wait("the end", |kept| {
-        matches!(kept.links.last(), Some(Link::Gone(_)))
+    local.wait("the end", |received| {
+        matches!(received.links.last(), Some(Link::Gone(_)))
     });
     let Link::Gone(error) = client.link() else {
         panic!("it is there");

@@ -15,7 +15,7 @@ use drover_mount::client::{Client, Options};
 use drover_storage::FakeDirectory;
 use drover_store::lease::{Access, MountId};
 
-use crate::keeper::Keeper;
+use crate::local_stub::LocalStub;
 use crate::util::{Near, Site, content, memory, name, runtime};
 
 pub const PATIENCE: Duration = Duration::from_secs(90);
@@ -35,10 +35,10 @@ pub fn open(runtime: &tokio::runtime::Runtime, near: &Arc<Near>, options: Option
 
 /// Asks for a thing and waits for the answer.
 pub fn wait<T: Send + 'static>(
-    ask: impl FnOnce(Box<dyn FnOnce(Result<T, DeviceError>) + Send>),
+    request: impl FnOnce(Box<dyn FnOnce(Result<T, DeviceError>) + Send>),
 ) -> Result<T, DeviceError> {
     let (say, hear) = std::sync::mpsc::channel();
-    ask(Box::new(move |result| say.send(result).unwrap()));
+    request(Box::new(move |result| say.send(result).unwrap()));
     hear.recv_timeout(PATIENCE).expect("an answer")
 }
 
@@ -111,7 +111,7 @@ fn what_a_site_answered_stays_staged_over_a_cut_and_over_a_restart() {
     let near = Near::new(site.server.clone());
     let mount = MountId::random();
     let client = open(&runtime, &near, writer(mount));
-    let keeper = Keeper::attach(client.as_ref(), false);
+    let local = LocalStub::attach(client.as_ref(), false);
     let epoch = Epoch(0).after(5);
     let change = |offset: usize, length: usize, model: &mut Vec<u8>| {
         fastrand::Rng::with_seed(offset as u64).fill(&mut model[offset..offset + length]);
@@ -126,9 +126,9 @@ fn what_a_site_answered_stays_staged_over_a_cut_and_over_a_restart() {
     let changes = change(1 << 20, 2 << 20, &mut model);
     wait(|done| client.push(epoch, changes, done)).unwrap();
     near.cut();
-    keeper.wait(
+    local.wait(
         "up",
-        |kept| matches!(kept.links.last(), Some(Link::Up(n)) if *n >= 2),
+        |received| matches!(received.links.last(), Some(Link::Up(n)) if *n >= 2),
     );
     let runs = vec![(1 << 20, 2 << 20)];
     assert_eq!(staged(&client, epoch), Staged { epoch, runs, end });
@@ -138,8 +138,8 @@ fn what_a_site_answered_stays_staged_over_a_cut_and_over_a_restart() {
     // The site's program starts anew.
     near.down.store(true, Ordering::Relaxed);
     near.cut();
-    keeper.wait("down", |kept| {
-        matches!(kept.links.last(), Some(Link::Down(_)))
+    local.wait("down", |received| {
+        matches!(received.links.last(), Some(Link::Down(_)))
     });
     drop(client);
     site.restart();
@@ -158,9 +158,9 @@ fn what_a_site_answered_stays_staged_over_a_cut_and_over_a_restart() {
     wait(|done| client.push(epoch, changes, done)).unwrap();
     let covers = (2 << 20) + 8192 + 4096;
     wait(|done| client.commit(epoch, covers, done)).unwrap();
-    let keeper = Keeper::attach(client.as_ref(), true);
-    keeper.wait_all();
-    keeper.all_is(&model);
+    let local = LocalStub::attach(client.as_ref(), true);
+    local.wait_all();
+    local.all_is(&model);
     assert_eq!(staged(&client, epoch).epoch, Epoch(0));
 }
 
@@ -198,7 +198,7 @@ fn an_epoch_of_which_some_is_missing_is_not_committed_and_can_be_completed() {
     let near = Near::new(site.server.clone());
     let mount = MountId::random();
     let client = open(&runtime, &near, writer(mount));
-    let keeper = Keeper::attach(client.as_ref(), false);
+    let local = LocalStub::attach(client.as_ref(), false);
     let epoch = Epoch(0).after(9);
     let changes = vec![Change::Zero(4096, 4096)];
     wait(|done| client.push(epoch, changes, done)).unwrap();
@@ -206,9 +206,9 @@ fn an_epoch_of_which_some_is_missing_is_not_committed_and_can_be_completed() {
     assert!(refused.is_transient(), "{refused}");
     assert!(refused.to_string().contains("4096 are staged"), "{refused}");
     // The link is made anew, so that the site says what counts and what is staged.
-    keeper.wait(
+    local.wait(
         "up",
-        |kept| matches!(kept.links.last(), Some(Link::Up(n)) if *n >= 2),
+        |received| matches!(received.links.last(), Some(Link::Up(n)) if *n >= 2),
     );
     assert_eq!(client.committed(), Epoch(0));
     let staged: Staged = wait(|done| client.staged(epoch, 0, done)).unwrap();
@@ -219,7 +219,7 @@ fn an_epoch_of_which_some_is_missing_is_not_committed_and_can_be_completed() {
     model[4096..8192].fill(0);
     model[1 << 20..(1 << 20) + 8192].fill(0);
     for (index, chunk) in (0..).zip(model.chunks(CHUNK)) {
-        assert!(keeper.get(client.as_ref(), index).unwrap() == chunk);
+        assert!(local.get(client.as_ref(), index).unwrap() == chunk);
     }
 }
 
@@ -322,9 +322,9 @@ fn much_is_written_while_the_site_cannot_be_reached() {
     let broken = site.server.break_lease(&image);
     runtime.block_on(broken).unwrap();
     let reader = open(&runtime, &near, Options::new(name("web"), Access::ReadOnly));
-    let keeper = Keeper::attach(reader.as_ref(), true);
-    keeper.wait_all();
-    keeper.all_is(&model);
+    let local = LocalStub::attach(reader.as_ref(), true);
+    local.wait_all();
+    local.all_is(&model);
 }
 
 /// Writes, cuts and restarts of the site from a seed: the site is at all times at a state that the device had.

@@ -7,12 +7,12 @@ use drover_device::backend::ImageDevice;
 use drover_device::remote::Remote;
 use drover_mount::client::{Client, Connecting, Connector, Options};
 use drover_mount::server::Server;
-use drover_net::service::Call;
+use drover_net::service::IncomingCall;
 use drover_net::{ConnectOptions, Identity, Listener, Peer, PeerKey, Rights, connect};
 use drover_store::lease::Access;
 use tokio::sync::watch;
 
-use crate::keeper::Keeper;
+use crate::local_stub::LocalStub;
 use crate::util::{Site, content, name, runtime};
 
 /// Connects over TLS.
@@ -42,7 +42,9 @@ async fn listen(listener: Listener, server: Arc<Server>) {
                 rights: Rights::PEER,
             };
             let (_go, stop) = watch::channel(false);
-            let call = Call::take(connection, stop).await.expect("a call");
+            let call = IncomingCall::receive(connection, stop)
+                .await
+                .expect("a call");
             let _ = server.serve_connection(peer, call).await;
         });
     }
@@ -84,10 +86,10 @@ fn an_image_that_qemu_made_is_read_whole_over_tls() {
     let client = runtime
         .block_on(Client::open(runtime.handle(), tls, options))
         .unwrap();
-    let keeper = Keeper::attach(&client, true);
-    keeper.wait_all();
+    let local = LocalStub::attach(&client, true);
+    local.wait_all();
     let size = client.shape().size as usize;
     let mut expected = bytes;
     expected.resize(size, 0);
-    keeper.all_is(&expected);
+    local.all_is(&expected);
 }

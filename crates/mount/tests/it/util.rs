@@ -9,7 +9,7 @@ use drover_core::{BlockDevice, Digest, ImageName};
 use drover_device::backend::MemoryDevice;
 use drover_mount::client::{ConnectError, Connecting, Connector};
 use drover_mount::server::{Base, Config, Images, Server};
-use drover_net::service::Call;
+use drover_net::service::IncomingCall;
 use drover_net::{Code, Connection, Identity, Peer, Refusal, Rights};
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -62,12 +62,12 @@ pub struct Site {
 }
 
 impl Site {
-    /// A site with one image. Call within a runtime.
+    /// A site with one image. IncomingCall within a runtime.
     pub fn with(text: &str, device: Arc<dyn BlockDevice>) -> Self {
         Self::of(Shelf::with(text, device))
     }
 
-    /// A site with such images. Call within a runtime.
+    /// A site with such images. IncomingCall within a runtime.
     pub fn of(images: Arc<dyn Images>) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         Self {
@@ -178,7 +178,7 @@ impl Connector for Near {
             let stop = self.stop.lock().subscribe();
             let peer = self.peer.clone();
             tokio::spawn(async move {
-                let call = Call::take(there, stop).await?;
+                let call = IncomingCall::receive(there, stop).await?;
                 server.serve_connection(peer, call).await
             });
             Ok(here)

@@ -7,7 +7,7 @@ use super::window::MAX_WINDOW;
 
 /// Bytes that a peer has and has not told of, at most, on all connections together: so little under way does not count, or
 /// the link would stand still for what nobody is told.
-pub const MAX_UNTOLD: u64 = 16 << 10;
+pub const MAX_UNREPORTED: u64 = 16 << 10;
 
 /// Bytes that may be under way until the peer has said how many.
 const FIRST_WINDOW: u64 = 64 << 10;
@@ -95,7 +95,7 @@ impl Flow {
 
     /// Whether a background answer of so many bytes may leave now.
     pub fn allows(&self, bytes: u64) -> bool {
-        self.under_way < MAX_UNTOLD || self.under_way.saturating_add(bytes) <= self.window
+        self.under_way < MAX_UNREPORTED || self.under_way.saturating_add(bytes) <= self.window
     }
 
     /// What a connection's credit last said.

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::clocks::Clocks;
-use super::window::{Mark, Seen, Window};
+use super::window::{Mark, SampleContext, Window};
 
 /// Bytes of bodies that are under way at most, whatever the window.
 const MAX_UNDER_WAY: u64 = 16 << 20;
@@ -159,7 +159,7 @@ impl Sending {
             let Some((_, sent)) = on.under_way.pop_front() else {
                 break;
             };
-            let mut seen = Seen {
+            let mut seen = SampleContext {
                 limited: sent.last,
                 other: Duration::ZERO,
             };

@@ -37,7 +37,7 @@ const REST: Duration = Duration::from_secs(6);
 
 /// What can be seen at one moment; counts and times are from the beginning of the session.
 #[derive(Debug, Clone, Copy)]
-pub struct Look {
+pub struct TrialSample {
     /// When.
     pub at: Instant,
     /// Bytes on the wire.
@@ -54,11 +54,11 @@ pub struct Look {
 
 /// Judges whether the connections wait for their sockets, and whether the last trial helped.
 #[derive(Debug)]
-pub struct Trials {
+pub struct ConnectionTrials {
     most: u16,
     working: u16,
     /// Where the interval that is being judged began; none while connections get under way.
-    last: Option<Look>,
+    last: Option<TrialSample>,
     trial: Option<Trial>,
     /// The last trial helped.
     helped: bool,
@@ -75,11 +75,11 @@ struct Trial {
     rate: f64,
 }
 
-impl Trials {
+impl ConnectionTrials {
     /// One lane works; there may be `most`.
     #[must_use]
     pub fn new(most: u16) -> Self {
-        Trials {
+        ConnectionTrials {
             most,
             working: 1,
             last: None,
@@ -107,8 +107,8 @@ impl Trials {
         }
     }
 
-    /// Takes a look; true when [`Trials::working`] has changed.
-    pub fn look(&mut self, now: &Look) -> bool {
+    /// Takes a look; true when [`ConnectionTrials::working`] has changed.
+    pub fn observe(&mut self, now: &TrialSample) -> bool {
         let Some(last) = self.last.replace(*now) else {
             return false;
         };
@@ -138,7 +138,7 @@ impl Trials {
         self.change((self.working * 2).min(self.most))
     }
 
-    fn may_try(&self, now: &Look, rate: f64) -> bool {
+    fn may_try(&self, now: &TrialSample, rate: f64) -> bool {
         if self.working >= self.most || self.rest_until.is_some_and(|until| now.at < until) {
             return false;
         }
@@ -171,7 +171,7 @@ mod tests {
         round_trip_ms: u64,
         bytes: f64,
     ) -> (u16, u16, f64) {
-        let (mut trials, start) = (Trials::new(8), Instant::now());
+        let (mut trials, start) = (ConnectionTrials::new(8), Instant::now());
         let mut random = fastrand::Rng::with_seed(7);
         let round_trip = Duration::from_millis(round_trip_ms);
         let (mut at, mut sent, mut most) = (Duration::ZERO, 0.0, 1);
@@ -180,7 +180,7 @@ mod tests {
             at += pause;
             let rate = rate_of(trials.working()) * (1.0 + noise * (2.0 * random.f64() - 1.0));
             sent += rate * pause.as_secs_f64();
-            trials.look(&Look {
+            trials.observe(&TrialSample {
                 at: start + at,
                 sent: sent as u64,
                 busy: at / 4,
@@ -230,14 +230,14 @@ mod tests {
 
     #[test]
     fn a_trial_that_showed_nothing_is_repeated_ever_more_rarely() {
-        let mut trials = Trials::new(8);
+        let mut trials = ConnectionTrials::new(8);
         let start = Instant::now();
         let mut begun = Vec::new();
         let mut at = Duration::ZERO;
         while at < Duration::from_secs(120) {
             at += trials.pause(40_000_000);
             let before = trials.working();
-            trials.look(&Look {
+            trials.observe(&TrialSample {
                 at: start + at,
                 sent: (at.as_secs_f64() * 12e6) as u64,
                 busy: Duration::ZERO,
@@ -256,10 +256,10 @@ mod tests {
 
     #[test]
     fn connections_that_are_busy_need_no_company() {
-        let (mut trials, start) = (Trials::new(8), Instant::now());
+        let (mut trials, start) = (ConnectionTrials::new(8), Instant::now());
         for second in 1..20u32 {
             let at = Duration::from_secs(second.into());
-            let look = Look {
+            let look = TrialSample {
                 at: start + at,
                 sent: u64::from(second) * 10_000_000,
                 busy: at,
@@ -267,7 +267,7 @@ mod tests {
                 left: 100.0,
                 round_trip: Duration::from_millis(40),
             };
-            assert!(!trials.look(&look));
+            assert!(!trials.observe(&look));
         }
         assert_eq!(trials.working(), 1);
     }

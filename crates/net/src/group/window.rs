@@ -173,7 +173,7 @@ impl Mark {
 
 /// What is known of an answer beside its length.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Seen {
+pub struct SampleContext {
     /// It was all that there was to send.
     pub limited: bool,
     /// How much of its round trip was a queue of the other direction.
@@ -340,8 +340,15 @@ impl Window {
     }
 
     /// An answer of so many bytes that was sent with the permission of `mark` has arrived on a connection (and was counted).
-    pub fn sample(&mut self, now: Duration, mark: Mark, connection: usize, bytes: u64, seen: Seen) {
-        let Seen { limited, other } = seen;
+    pub fn sample(
+        &mut self,
+        now: Duration,
+        mark: Mark,
+        connection: usize,
+        bytes: u64,
+        seen: SampleContext,
+    ) {
+        let SampleContext { limited, other } = seen;
         let took = now.saturating_sub(mark.at).max(Duration::from_micros(1));
         let own = took.saturating_sub(other).max(Duration::from_micros(1));
         // What is known of the other queue only about would make the least round trip too short, and that for seconds.

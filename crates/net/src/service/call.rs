@@ -3,11 +3,11 @@
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use super::{Request, encode_call, kind, last_word};
+use super::{Request, encode_call, final_reply, kind};
 use crate::frame::corrupt;
 use crate::{
-    Connection, Frame, FrameReader, FrameWriter, NetError, Role, decode, encode, greet, hear_hello,
-    say_hello,
+    Connection, Frame, FrameReader, FrameWriter, NetError, Role, decode, encode, greet, read_hello,
+    send_hello,
 };
 
 /// How long the other end may be silent in the middle of answering.
@@ -17,12 +17,12 @@ const SILENCE: Duration = Duration::from_secs(120);
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Says hello and calls, without waiting for anything: what follows may go in the same flight. Not flushed;
-/// [`hear_reply`] must follow.
+/// [`read_reply`] must follow.
 ///
 /// # Errors
 /// That the connection broke.
 pub async fn open<R: Request>(writer: &mut FrameWriter, request: &R) -> Result<(), NetError> {
-    say_hello(writer, Role::Client).await?;
+    send_hello(writer, Role::Client).await?;
     writer.send(kind::CALL, &encode_call(request)).await
 }
 
@@ -31,22 +31,22 @@ pub async fn open<R: Request>(writer: &mut FrameWriter, request: &R) -> Result<(
 /// # Errors
 /// [`NetError::Refused`], or what is wrong with it; `peer` names the other end.
 pub fn reply_in<R: Request>(frame: &Frame, peer: &str) -> Result<R::Reply, NetError> {
-    last_word::<R>(frame).unwrap_or_else(|| Err(corrupt(peer, "a kind that is no reply")))
+    final_reply::<R>(frame).unwrap_or_else(|| Err(corrupt(peer, "a kind that is no reply")))
 }
 
 /// The hello, and the reply to a call that [`open`] sent.
 ///
 /// # Errors
-/// As [`hear_hello`] and [`reply_in`].
-pub async fn hear_reply<R: Request>(reader: &mut FrameReader) -> Result<R::Reply, NetError> {
-    hear_hello(reader, Role::Client).await?;
+/// As [`read_hello`] and [`reply_in`].
+pub async fn read_reply<R: Request>(reader: &mut FrameReader) -> Result<R::Reply, NetError> {
+    read_hello(reader, Role::Client).await?;
     let frame = next(reader).await?;
     reply_in::<R>(&frame, reader.peer_text())
 }
 
 /// What the other end says.
 #[derive(Debug)]
-pub enum Said<R: Request> {
+pub enum CallEvent<R: Request> {
     /// How far it is.
     Progress(R::Progress),
     /// The answer; nothing follows.
@@ -55,24 +55,24 @@ pub enum Said<R: Request> {
 
 /// A call that was made.
 #[derive(Debug)]
-pub struct Calling<R> {
+pub struct OutgoingCall<R> {
     reader: FrameReader,
     writer: FrameWriter,
     request: PhantomData<fn(R)>,
 }
 
-impl<R: Request> Calling<R> {
+impl<R: Request> OutgoingCall<R> {
     /// Greets and calls.
     ///
     /// # Errors
     /// As [`greet`], or that the connection broke.
-    pub async fn begin(connection: Connection, request: &R) -> Result<Self, NetError> {
+    pub async fn start(connection: Connection, request: &R) -> Result<Self, NetError> {
         let (mut reader, mut writer) = connection.split();
         greet(&mut reader, &mut writer, Role::Client).await?;
         reader.set_idle_timeout(Some(SILENCE));
         writer.send(kind::CALL, &encode_call(request)).await?;
         writer.flush().await?;
-        Ok(Calling {
+        Ok(OutgoingCall {
             reader,
             writer,
             request: PhantomData,
@@ -83,7 +83,7 @@ impl<R: Request> Calling<R> {
     ///
     /// # Errors
     /// That the connection broke.
-    pub async fn tell(&mut self, progress: &R::Progress) -> Result<(), NetError> {
+    pub async fn report(&mut self, progress: &R::Progress) -> Result<(), NetError> {
         self.writer.send(kind::PROGRESS, &encode(progress)).await?;
         self.writer.flush().await
     }
@@ -92,12 +92,15 @@ impl<R: Request> Calling<R> {
     ///
     /// # Errors
     /// [`NetError::Refused`], or that the other end broke off or the protocol.
-    pub async fn next(&mut self) -> Result<Said<R>, NetError> {
+    pub async fn next(&mut self) -> Result<CallEvent<R>, NetError> {
         let frame = next(&mut self.reader).await?;
         if frame.kind == kind::PROGRESS {
-            return Ok(Said::Progress(decode(&frame.payload)?));
+            return Ok(CallEvent::Progress(decode(&frame.payload)?));
         }
-        Ok(Said::Reply(reply_in::<R>(&frame, self.reader.peer_text())?))
+        Ok(CallEvent::Reply(reply_in::<R>(
+            &frame,
+            self.reader.peer_text(),
+        )?))
     }
 
     /// Hangs up.
@@ -123,11 +126,11 @@ pub async fn call<R: Request>(
     request: &R,
     mut progress: impl FnMut(R::Progress),
 ) -> Result<R::Reply, NetError> {
-    let mut calling = Calling::begin(connection, request).await?;
+    let mut calling = OutgoingCall::start(connection, request).await?;
     loop {
         match calling.next().await? {
-            Said::Progress(said) => progress(said),
-            Said::Reply(reply) => {
+            CallEvent::Progress(said) => progress(said),
+            CallEvent::Reply(reply) => {
                 calling.close().await;
                 return Ok(reply);
             }

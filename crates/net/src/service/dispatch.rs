@@ -22,12 +22,12 @@ use crate::{
 };
 
 /// What answers a request.
-pub trait Answer<R: Request>: Send + Sync + 'static {
+pub trait Handler<R: Request>: Send + Sync + 'static {
     /// Answers it.
     ///
     /// # Errors
     /// A refusal, which the caller gets.
-    fn answer(
+    fn handle(
         &self,
         peer: &Peer,
         request: R,
@@ -35,12 +35,12 @@ pub trait Answer<R: Request>: Send + Sync + 'static {
     ) -> impl Future<Output = Result<R::Reply, Refusal>> + Send;
 
     /// Called when the reply has been sent, or cannot be.
-    fn answered(&self) {}
+    fn reply_sent(&self) {}
 }
 
 /// The same no to everybody.
-impl<R: Request> Answer<R> for Refusal {
-    async fn answer(&self, _: &Peer, _: R, _: &mut Exchange<'_, R>) -> Result<R::Reply, Refusal> {
+impl<R: Request> Handler<R> for Refusal {
+    async fn handle(&self, _: &Peer, _: R, _: &mut Exchange<'_, R>) -> Result<R::Reply, Refusal> {
         Err(self.clone())
     }
 }
@@ -69,12 +69,12 @@ pub trait Service: Send + Sync + 'static {
     fn right(&self) -> Right;
 
     /// Serves one caller, to the end of the connection.
-    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_>;
+    fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_>;
 }
 
 /// A call that came in: a connection, and what it is for.
 #[derive(Debug)]
-pub struct Call {
+pub struct IncomingCall {
     /// The service's id; there need not be one of that id.
     pub service: String,
     /// The request's bytes.
@@ -87,29 +87,29 @@ pub struct Call {
     pub stop: watch::Receiver<bool>,
 }
 
-impl Call {
+impl IncomingCall {
     /// Greets a caller and hears what it wants.
     ///
     /// # Errors
-    /// As [`greet`] and [`Call::hear`].
-    pub async fn take(
+    /// As [`greet`] and [`IncomingCall::receive_after_hello`].
+    pub async fn receive(
         connection: Connection,
         stop: watch::Receiver<bool>,
-    ) -> Result<Call, NetError> {
+    ) -> Result<IncomingCall, NetError> {
         let (mut reader, mut writer) = connection.split();
         greet(&mut reader, &mut writer, Role::Server).await?;
-        Call::hear(reader, writer, stop).await
+        IncomingCall::receive_after_hello(reader, writer, stop).await
     }
 
     /// Hears what a caller wants who was greeted.
     ///
     /// # Errors
     /// When it takes longer than ten seconds, says something else, or hangs up.
-    pub async fn hear(
+    pub async fn receive_after_hello(
         mut reader: FrameReader,
         writer: FrameWriter,
         stop: watch::Receiver<bool>,
-    ) -> Result<Call, NetError> {
+    ) -> Result<IncomingCall, NetError> {
         reader.set_max_frame(reader.max_frame().min(MAX_CALL));
         let frame = match timeout(CALL_LIMIT, next(&mut reader)).await {
             Ok(frame) => frame?,
@@ -125,7 +125,7 @@ impl Call {
             return Err(corrupt(reader.peer_text(), "a kind that is no request"));
         }
         let (service, request) = decode_call(&frame.payload)?;
-        Ok(Call {
+        Ok(IncomingCall {
             service: service.to_owned(),
             request: frame.payload.slice_ref(request),
             reader,
@@ -171,7 +171,7 @@ impl Call {
 /// What may be said between a request and its reply.
 #[derive(Debug)]
 pub struct Exchange<'a, R> {
-    call: &'a mut Call,
+    call: &'a mut IncomingCall,
     request: PhantomData<fn(R)>,
 }
 
@@ -186,7 +186,7 @@ impl<R: Request> Exchange<'_, R> {
     ///
     /// # Errors
     /// That the connection broke.
-    pub async fn tell(&mut self, progress: &R::Progress) -> Result<(), NetError> {
+    pub async fn report(&mut self, progress: &R::Progress) -> Result<(), NetError> {
         let writer = &mut self.call.writer;
         writer.send(kind::PROGRESS, &encode(progress)).await?;
         writer.flush().await
@@ -196,7 +196,7 @@ impl<R: Request> Exchange<'_, R> {
     ///
     /// # Errors
     /// That the caller has gone, or broke the protocol.
-    pub async fn hear(&mut self) -> Result<R::Progress, NetError> {
+    pub async fn next_progress(&mut self) -> Result<R::Progress, NetError> {
         let frame = next(&mut self.call.reader).await?;
         if frame.kind != kind::PROGRESS {
             let peer = self.call.reader.peer_text();
@@ -207,9 +207,9 @@ impl<R: Request> Exchange<'_, R> {
 }
 
 /// A service that gives one answer to a request.
-struct Answering<R, H>(H, PhantomData<fn(R)>);
+struct HandlerService<R, H>(H, PhantomData<fn(R)>);
 
-impl<R: Request, H: Answer<R>> Service for Answering<R, H> {
+impl<R: Request, H: Handler<R>> Service for HandlerService<R, H> {
     fn id(&self) -> &'static str {
         R::SERVICE
     }
@@ -218,18 +218,18 @@ impl<R: Request, H: Answer<R>> Service for Answering<R, H> {
         R::RIGHT
     }
 
-    fn serve(&self, peer: Peer, mut call: Call) -> ServiceFuture<'_> {
+    fn serve(&self, peer: Peer, mut call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move {
             let request = call.request()?;
             let mut exchange = Exchange {
                 call: &mut call,
                 request: PhantomData,
             };
-            let sent = match self.0.answer(&peer, request, &mut exchange).await {
+            let sent = match self.0.handle(&peer, request, &mut exchange).await {
                 Ok(reply) => call.end(kind::REPLY, &reply).await,
                 Err(refusal) => call.refuse(&refusal).await,
             };
-            self.0.answered();
+            self.0.reply_sent();
             Ok(sent?)
         })
     }
@@ -257,8 +257,8 @@ impl Services {
     }
 
     /// Offers to answer a request.
-    pub fn answer<R: Request>(&mut self, answer: impl Answer<R>) {
-        self.add(Answering(answer, PhantomData));
+    pub fn handle<R: Request>(&mut self, handler: impl Handler<R>) {
+        self.add(HandlerService(handler, PhantomData));
     }
 
     /// Whether somebody with these rights may use the service of that id.
@@ -272,7 +272,7 @@ impl Services {
     ///
     /// # Errors
     /// What ended the conversation before its time.
-    pub async fn serve(&self, peer: Peer, call: Call) -> Result<(), BoxError> {
+    pub async fn serve(&self, peer: Peer, call: IncomingCall) -> Result<(), BoxError> {
         let Some(service) = self.by_id.get(call.service.as_str()) else {
             return Ok(call.refuse(&self.unknown).await?);
         };

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use drover_net::service::{
-    Answer, Calling, Exchange, MAX_ID, Peer, Request, Said, Services, call, decode_call,
-    encode_call, hear_reply, kind, open, reply_in,
+    CallEvent, Exchange, Handler, MAX_ID, OutgoingCall, Peer, Request, Services, call, decode_call,
+    encode_call, kind, open, read_reply, reply_in,
 };
-use drover_net::service::{Call, Service, ServiceFuture};
+use drover_net::service::{IncomingCall, Service, ServiceFuture};
 use drover_net::{
     Code, Connection, FrameReader, FrameWriter, Identity, NetError, Refusal, Right, Rights, Role,
     encode, greet,
@@ -34,8 +34,8 @@ drover_net::request!(Shout: "test.shout", Manage, () => String);
 
 struct Counter;
 
-impl Answer<Count> for Counter {
-    async fn answer(
+impl Handler<Count> for Counter {
+    async fn handle(
         &self,
         peer: &Peer,
         request: Count,
@@ -45,8 +45,8 @@ impl Answer<Count> for Counter {
             return Err(Refusal::new(Code::Denied, "not that one"));
         }
         for at in (0..request.0).rev() {
-            exchange.tell(&at).await?;
-            if exchange.hear().await? > at {
+            exchange.report(&at).await?;
+            if exchange.next_progress().await? > at {
                 return Ok("left off".into());
             }
         }
@@ -76,7 +76,7 @@ impl Service for Echo {
         OpenEcho::RIGHT
     }
 
-    fn serve(&self, _: Peer, mut call: Call) -> ServiceFuture<'_> {
+    fn serve(&self, _: Peer, mut call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move {
             let OpenEcho = call.request()?;
             call.accept::<OpenEcho>(&7).await?;
@@ -95,8 +95,8 @@ fn served(rights: Rights) -> (Connection, JoinHandle<Result<(), String>>) {
     let (here, there) = Connection::pair().unwrap();
     let served = tokio::spawn(async move {
         let mut services = Services::new(Refusal::new(Code::Unsupported, "nothing of the sort"));
-        services.answer::<Count>(Counter);
-        services.answer::<Shout>(Refusal::new(Code::Busy, "hoarse"));
+        services.handle::<Count>(Counter);
+        services.handle::<Shout>(Refusal::new(Code::Busy, "hoarse"));
         services.add(Echo);
         let peer = Peer {
             key: Identity::generate().key(),
@@ -104,7 +104,9 @@ fn served(rights: Rights) -> (Connection, JoinHandle<Result<(), String>>) {
             rights,
         };
         let (_go, stop) = watch::channel(false);
-        let call = Call::take(there, stop).await.map_err(|e| e.to_string())?;
+        let call = IncomingCall::receive(there, stop)
+            .await
+            .map_err(|e| e.to_string())?;
         services.serve(peer, call).await.map_err(|e| e.to_string())
     });
     (here, served)
@@ -127,25 +129,28 @@ fn refusal<T: std::fmt::Debug>(result: Result<T, NetError>) -> Refusal {
 #[tokio::test]
 async fn both_ends_say_how_far_they_are() {
     let (here, served) = served(Rights::PEER);
-    let mut counting = Calling::begin(here, &Count(3)).await.unwrap();
+    let mut counting = OutgoingCall::start(here, &Count(3)).await.unwrap();
     let mut heard = Vec::new();
     let reply = loop {
         match counting.next().await.unwrap() {
-            Said::Progress(at) => {
+            CallEvent::Progress(at) => {
                 heard.push(at);
-                counting.tell(&0).await.unwrap();
+                counting.report(&0).await.unwrap();
             }
-            Said::Reply(reply) => break reply,
+            CallEvent::Reply(reply) => break reply,
         }
     };
     counting.close().await;
     assert_eq!((heard, reply.as_str()), (vec![2, 1, 0], "lyon counted"));
     served.await.unwrap().unwrap();
     let (here, _) = self::served(Rights::PEER);
-    let mut counting = Calling::begin(here, &Count(9)).await.unwrap();
-    assert!(matches!(counting.next().await.unwrap(), Said::Progress(8)));
-    counting.tell(&100).await.unwrap();
-    assert!(matches!(counting.next().await.unwrap(), Said::Reply(r) if r == "left off"));
+    let mut counting = OutgoingCall::start(here, &Count(9)).await.unwrap();
+    assert!(matches!(
+        counting.next().await.unwrap(),
+        CallEvent::Progress(8)
+    ));
+    counting.report(&100).await.unwrap();
+    assert!(matches!(counting.next().await.unwrap(), CallEvent::Reply(r) if r == "left off"));
 }
 
 #[tokio::test]
@@ -179,7 +184,7 @@ async fn a_conversation_follows_a_reply_and_may_begin_in_the_same_flight() {
     open(&mut writer, &OpenEcho).await.unwrap();
     writer.send(0x42, b"early").await.unwrap();
     writer.finish().await.unwrap();
-    assert_eq!(hear_reply::<OpenEcho>(&mut reader).await.unwrap(), 7);
+    assert_eq!(read_reply::<OpenEcho>(&mut reader).await.unwrap(), 7);
     let frame = reader.next().await.unwrap().unwrap();
     assert_eq!((frame.kind, &frame.payload[..]), (0x42, &b"early"[..]));
     assert!(reply_in::<OpenEcho>(&frame, "it").is_err());

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_core::ImageName;
-use drover_net::service::{Call, Peer, Request, Service, ServiceFuture};
+use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
 use drover_net::{Code, Frame, KeepAlive, PeerKey, Refusal, Right, decode, encode};
 use parking_lot::RwLock;
 use tokio::sync::{mpsc, watch};
@@ -151,7 +151,7 @@ impl Service for Sessions {
         OpenSession::RIGHT
     }
 
-    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
+    fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move { Ok(self.0.session(peer, call).await?) })
     }
 }
@@ -168,13 +168,17 @@ impl Service for SessionLanes {
         JoinSession::RIGHT
     }
 
-    fn serve(&self, peer: Peer, call: Call) -> ServiceFuture<'_> {
+    fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
         Box::pin(async move { Ok(self.0.lane(peer, call).await?) })
     }
 }
 
 impl Site {
-    async fn session(self: &Arc<Self>, peer: Peer, mut call: Call) -> Result<(), TeleportError> {
+    async fn session(
+        self: &Arc<Self>,
+        peer: Peer,
+        mut call: IncomingCall,
+    ) -> Result<(), TeleportError> {
         let request: OpenSession = call.request()?;
         call.reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut call.reader, &mut call.writer);
@@ -195,7 +199,7 @@ impl Site {
         };
         let _registered = registered;
         call.accept::<OpenSession>(&()).await?;
-        let Call {
+        let IncomingCall {
             reader,
             writer,
             stop,
@@ -265,7 +269,11 @@ impl Site {
         tokio::time::timeout(LANE_PATIENCE, found).await.ok()
     }
 
-    async fn lane(self: &Arc<Self>, peer: Peer, mut call: Call) -> Result<(), TeleportError> {
+    async fn lane(
+        self: &Arc<Self>,
+        peer: Peer,
+        mut call: IncomingCall,
+    ) -> Result<(), TeleportError> {
         let JoinSession { session } = call.request()?;
         let shared = self.find_session(session).await;
         let shared = shared.filter(|s| {
@@ -279,7 +287,7 @@ impl Site {
         call.reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut call.reader, &mut call.writer);
         call.accept::<JoinSession>(&()).await?;
-        let Call {
+        let IncomingCall {
             mut reader, writer, ..
         } = call;
         let (out, _) = write_frames(writer);

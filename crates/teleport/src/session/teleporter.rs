@@ -1,7 +1,7 @@
 //! A lone teleporter: the same events and answers as in a site, over a connection.
 
 use drover_index::Probe;
-use drover_net::service::{self, Call, hear_reply};
+use drover_net::service::{self, IncomingCall, read_reply};
 use drover_net::{ConnectOptions, Frame, KeepAlive, NetError, connect_any};
 
 use super::{read_frames, write_frames};
@@ -29,7 +29,7 @@ pub async fn connect(remote: &RemoteTeleporter) -> Result<RemoteLink, TeleportEr
         NetError::Refused(r) => TeleportError::Remote(format!("the teleporter refused: {r}")),
         e => e.into(),
     };
-    let reply = hear_reply::<BeginMatching>(&mut reader).await;
+    let reply = read_reply::<BeginMatching>(&mut reader).await;
     reply.map_err(refused)?;
     reader.set_max_frame(MAX_SESSION_FRAME);
     let (to, _) = write_frames(writer);
@@ -46,7 +46,7 @@ pub async fn connect(remote: &RemoteTeleporter) -> Result<RemoteLink, TeleportEr
 /// # Errors
 /// When the connection breaks or the destination breaks the rules.
 pub async fn serve_teleporter(
-    mut call: Call,
+    mut call: IncomingCall,
     teleporter: LocalTeleporter,
 ) -> Result<(), TeleportError> {
     call.reader.set_max_frame(MAX_SESSION_FRAME);

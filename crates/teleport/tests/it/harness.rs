@@ -8,7 +8,7 @@ use std::time::Duration;
 use drover_core::ImageName;
 use drover_image::Conversion;
 use drover_index::ImageId;
-use drover_net::service::{Call, Peer, Services};
+use drover_net::service::{IncomingCall, Peer, Services};
 use drover_net::{Code, Identity, Listener, Refusal, Rights};
 use drover_store::{Catalog, CatalogError, ImageRecord};
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
@@ -150,7 +150,7 @@ async fn accept(listener: Listener, site: Arc<Site>, stop: watch::Receiver<bool>
                 name: "here".into(),
                 rights: Rights::PEER,
             };
-            let call = Call::take(connection, stop).await?;
+            let call = IncomingCall::receive(connection, stop).await?;
             services.serve(peer, call).await
         });
     }

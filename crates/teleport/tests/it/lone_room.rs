@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use drover_index::SEGMENT_SLOTS;
-use drover_net::service::Call;
+use drover_net::service::IncomingCall;
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
 use drover_teleport::matching::{LocalTeleporter, decode_event, encode_answer, handle};
 use drover_teleport::protocol::kind;
@@ -94,9 +94,12 @@ impl Mortal {
         })
     }
 
-    async fn serve(self: Arc<Self>, mut call: Call) -> Result<(), drover_teleport::TeleportError> {
+    async fn serve(
+        self: Arc<Self>,
+        mut call: IncomingCall,
+    ) -> Result<(), drover_teleport::TeleportError> {
         call.accept::<BeginMatching>(&()).await?;
-        let Call {
+        let IncomingCall {
             mut reader,
             mut writer,
             ..

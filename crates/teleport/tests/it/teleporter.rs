@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
-use drover_net::service::{Call, Request};
+use drover_net::service::{IncomingCall, Request};
 use drover_net::{Frame, Identity, Listener};
 use drover_teleport::matching::{LocalTeleporter, decode_event, encode_answer, encode_event};
 use drover_teleport::progress::SendEvent;
@@ -52,7 +52,7 @@ async fn link(to: String) -> Link {
 /// Listens as a teleporter would and hands over the connections of sites.
 pub async fn listen<F, Fut>(serve: F) -> (Identity, String)
 where
-    F: Fn(Call) -> Fut + Send + Sync + 'static,
+    F: Fn(IncomingCall) -> Fut + Send + Sync + 'static,
     Fut: Future<Output = ()> + Send + 'static,
 {
     let identity = Identity::generate();
@@ -68,7 +68,7 @@ where
                     return;
                 };
                 let stop = watch::channel(false).1;
-                let Ok(call) = Call::take(connection, stop).await else {
+                let Ok(call) = IncomingCall::receive(connection, stop).await else {
                     return;
                 };
                 assert_eq!(call.service, BeginMatching::SERVICE);
@@ -288,10 +288,14 @@ async fn whatever_a_teleporter_answers_the_images_are_right() {
     }
 }
 
-async fn mad_teleporter(mut call: Call, seed: u64, rubbish: bool) -> Result<(), TeleportError> {
+async fn mad_teleporter(
+    mut call: IncomingCall,
+    seed: u64,
+    rubbish: bool,
+) -> Result<(), TeleportError> {
     let mut rng = fastrand::Rng::with_seed(seed);
     call.accept::<BeginMatching>(&()).await?;
-    let Call {
+    let IncomingCall {
         mut reader,
         mut writer,
         ..

@@ -33,7 +33,7 @@ const YOUNG: f64 = 1.6;
 
 /// See the module.
 #[derive(Debug)]
-pub struct Ahead {
+pub struct ReadAhead {
     share: f64,
     boost: f64,
     /// Background requests in the order in which they were sent, with some that were answered.
@@ -43,7 +43,7 @@ pub struct Ahead {
     short: Duration,
 }
 
-impl Ahead {
+impl ReadAhead {
     /// Nothing is known.
     pub fn new() -> Self {
         Self {

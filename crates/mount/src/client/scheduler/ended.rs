@@ -8,14 +8,14 @@ use drover_device::remote::Chunks;
 
 use super::job::Job;
 use super::runs::{bytes, missing};
-use super::{Asked, EndedJob, Scheduler};
-use crate::protocol::Ask;
+use super::{EndedJob, InFlight, Scheduler};
+use crate::protocol::Request;
 
 impl<T> Scheduler<T> {
     /// Takes back the reads of exactly this run: what comes of them is dropped.
     pub fn forget(&mut self, run: Chunks) {
         let is_it = |job: &Job<T>| job.chunks() == Some(run);
-        let asked = self.asked.iter().filter(|(_, asked)| is_it(&asked.job));
+        let asked = self.in_flight.iter().filter(|(_, asked)| is_it(&asked.job));
         let ids: Vec<u64> = asked.map(|(id, _)| *id).collect();
         for id in ids {
             if let Some(asked) = self.remove(id) {
@@ -36,7 +36,7 @@ impl<T> Scheduler<T> {
     }
 
     /// A job that is not under way any more, and the runs of a read that have not come.
-    pub(super) fn give_up(&mut self, asked: Asked<T>) -> EndedJob<T> {
+    pub(super) fn give_up(&mut self, asked: InFlight<T>) -> EndedJob<T> {
         let runs = asked.missing();
         let bytes = bytes(self.shape, asked.left);
         *self.counter(asked.job.is_background()) -= bytes;
@@ -50,12 +50,12 @@ impl<T> Scheduler<T> {
     {
         self.group.close();
         self.plan.link_down();
-        let mut ids: Vec<u64> = self.asked.keys().copied().collect();
+        let mut ids: Vec<u64> = self.in_flight.keys().copied().collect();
         // In the order in which they were asked, before what was never sent.
         ids.sort_unstable_by(|a, b| b.cmp(a));
         let mut lost = Vec::new();
         for id in ids {
-            let Some(asked) = self.asked.remove(&id) else {
+            let Some(asked) = self.in_flight.remove(&id) else {
                 continue;
             };
             if !asked.job.survives() {
@@ -68,11 +68,11 @@ impl<T> Scheduler<T> {
                 &mut self.front
             };
             let runs = asked.missing();
-            match asked.job.ask {
-                Ask::Read { background, .. } => {
+            match asked.job.request {
+                Request::Read { background, .. } => {
                     for run in runs.into_iter().rev() {
                         queue.push_front(Job {
-                            ask: Ask::Read {
+                            request: Request::Read {
                                 id: 0,
                                 first: run.first,
                                 count: run.count,
@@ -100,7 +100,7 @@ impl<T> Scheduler<T> {
         let late = |deadline: Duration| deadline <= now;
         let mut out = Vec::new();
         let ids: Vec<u64> = self
-            .asked
+            .in_flight
             .iter()
             .filter(|(_, asked)| late(asked.job.deadline))
             .map(|(id, _)| *id)
@@ -129,9 +129,9 @@ impl<T> Scheduler<T> {
 
     /// A part of an epoch was answered: those behind it on a slow link are given up at `deadline` at the earliest.
     pub fn pushed(&mut self, deadline: Duration) {
-        let asked = self.asked.values_mut().map(|asked| &mut asked.job);
+        let asked = self.in_flight.values_mut().map(|asked| &mut asked.job);
         for job in asked.chain(&mut self.front) {
-            if matches!(job.ask, Ask::Write { .. } | Ask::Zero { .. }) {
+            if matches!(job.request, Request::Write { .. } | Request::Zero { .. }) {
                 job.deadline = job.deadline.max(deadline);
             }
         }
@@ -152,7 +152,7 @@ impl<T> Scheduler<T> {
     }
 }
 
-impl<T> Asked<T> {
+impl<T> InFlight<T> {
     /// Runs of a read that have not come.
     fn missing(&self) -> Vec<Chunks> {
         self.job

@@ -6,13 +6,13 @@ use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 
 use super::runs::bytes;
-use crate::protocol::{Ask, ConnectionKind};
+use crate::protocol::{ConnectionKind, Request};
 
 /// A request, and whom to tell.
 #[derive(Debug)]
 pub struct Job<T> {
     /// What is asked; its id is filled in when it is sent.
-    pub ask: Ask,
+    pub request: Request,
     /// What goes with it.
     pub body: Bytes,
     /// When it is given up.
@@ -27,8 +27,8 @@ impl<T> Job<T> {
     /// Whether nobody waits for it.
     pub fn is_background(&self) -> bool {
         matches!(
-            self.ask,
-            Ask::Read {
+            self.request,
+            Request::Read {
                 background: true,
                 ..
             }
@@ -38,37 +38,39 @@ impl<T> Job<T> {
     /// Whether it can be asked again on another link: it changes nothing, or the same again, and the answer means the same.
     pub fn survives(&self) -> bool {
         !matches!(
-            self.ask,
-            Ask::Write { .. }
-                | Ask::Zero { .. }
-                | Ask::Commit { .. }
-                | Ask::Close { .. }
-                | Ask::Staged { .. }
+            self.request,
+            Request::Write { .. }
+                | Request::Zero { .. }
+                | Request::Commit { .. }
+                | Request::Close { .. }
+                | Request::Staged { .. }
         )
     }
 
     /// The chunks of a read.
     pub fn chunks(&self) -> Option<Chunks> {
-        match self.ask {
-            Ask::Read { first, count, .. } => Some(Chunks { first, count }),
+        match self.request {
+            Request::Read { first, count, .. } => Some(Chunks { first, count }),
             _ => None,
         }
     }
 
     /// The kind of connection that it is for.
     pub fn connection(&self) -> ConnectionKind {
-        match self.ask {
-            Ask::Write { .. } | Ask::Zero { .. } | Ask::DirectWrite { .. } => ConnectionKind::Push,
-            Ask::Read { .. } | Ask::DirectRead { .. } => ConnectionKind::Back,
+        match self.request {
+            Request::Write { .. } | Request::Zero { .. } | Request::DirectWrite { .. } => {
+                ConnectionKind::Push
+            }
+            Request::Read { .. } | Request::DirectRead { .. } => ConnectionKind::Back,
             _ => ConnectionKind::Front,
         }
     }
 
     /// What it weighs on its connection, in bytes.
     pub fn weight(&self, shape: Shape) -> u64 {
-        match self.ask {
-            Ask::Read { count, .. } => bytes(shape, count),
-            Ask::DirectRead { length, .. } => u64::from(length),
+        match self.request {
+            Request::Read { count, .. } => bytes(shape, count),
+            Request::DirectRead { length, .. } => u64::from(length),
             _ => self.body.len() as u64,
         }
     }
@@ -76,7 +78,7 @@ impl<T> Job<T> {
 
 /// What an answer with chunks says about itself.
 #[derive(Clone, Copy, Debug)]
-pub struct ChunksAnswer {
+pub struct ChunksReply {
     /// Of the request.
     pub id: u64,
     /// The first chunk.
@@ -92,10 +94,10 @@ pub struct ChunksAnswer {
 }
 
 /// The same request with another number.
-pub fn with_id(ask: &Ask, new: u64) -> Ask {
-    let mut ask = ask.clone();
-    if let Some(id) = ask.id_mut() {
+pub fn with_id(request: &Request, new: u64) -> Request {
+    let mut request = request.clone();
+    if let Some(id) = request.id_mut() {
         *id = new;
     }
-    ask
+    request
 }

@@ -2,7 +2,7 @@ use super::*;
 
 fn background(first: u64, count: u32) -> Job<()> {
     Job {
-        ask: Ask::Read {
+        request: Request::Read {
             id: 0,
             first,
             count,
@@ -29,24 +29,24 @@ fn what_was_hurried_along_with_a_neighbour_is_not_asked_for_again() {
     let mut scheduler = Scheduler::new(shape, None);
     scheduler.connection_up(0, ConnectionKind::Front);
     // Sent.
-    scheduler.ask(background(0, 8)).unwrap();
+    scheduler.enqueue(background(0, 8)).unwrap();
     assert!(scheduler.select(Duration::ZERO).is_some());
-    let (asks, missing) = scheduler.hurry(run(2, 1), limit);
-    assert_eq!((asks.len(), missing), (1, vec![]));
-    let (asks, missing) = scheduler.hurry(run(3, 7), limit);
-    assert_eq!((asks.len(), missing), (0, vec![run(8, 2)]));
+    let (requests, missing) = scheduler.hurry(run(2, 1), limit);
+    assert_eq!((requests.len(), missing), (1, vec![]));
+    let (requests, missing) = scheduler.hurry(run(3, 7), limit);
+    assert_eq!((requests.len(), missing), (0, vec![run(8, 2)]));
     // Not sent yet.
-    scheduler.ask(background(100, 8)).unwrap();
-    let (asks, missing) = scheduler.hurry(run(100, 1), limit);
-    assert_eq!((asks.len(), missing), (0, vec![]));
-    let (asks, missing) = scheduler.hurry(run(101, 1), limit);
-    assert_eq!((asks.len(), missing), (0, vec![]));
+    scheduler.enqueue(background(100, 8)).unwrap();
+    let (requests, missing) = scheduler.hurry(run(100, 1), limit);
+    assert_eq!((requests.len(), missing), (0, vec![]));
+    let (requests, missing) = scheduler.hurry(run(101, 1), limit);
+    assert_eq!((requests.len(), missing), (0, vec![]));
     assert_eq!(scheduler.in_flight(), 16 * 65_536);
 }
 
 fn part(deadline: u64, body: usize) -> Job<()> {
     Job {
-        ask: Ask::Write {
+        request: Request::Write {
             id: 0,
             epoch: 1 << 32,
             offset: 0,
@@ -71,42 +71,42 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
     scheduler.connection_up(0, ConnectionKind::Front);
     scheduler.connection_up(1, ConnectionKind::Push);
     // Two parts under way, one that waits for room on its connection, zeros behind them, and others' requests.
-    scheduler.ask(part(10, 16 << 10)).unwrap();
-    scheduler.ask(part(10, 16 << 10)).unwrap();
-    scheduler.ask(part(10, 16 << 10)).unwrap();
-    scheduler.ask(part(90, 0)).unwrap();
-    let zero = Ask::Zero {
+    scheduler.enqueue(part(10, 16 << 10)).unwrap();
+    scheduler.enqueue(part(10, 16 << 10)).unwrap();
+    scheduler.enqueue(part(10, 16 << 10)).unwrap();
+    scheduler.enqueue(part(90, 0)).unwrap();
+    let zero = Request::Zero {
         id: 0,
         epoch: 1 << 32,
         offset: 0,
         length: 1 << 20,
     };
     scheduler
-        .ask(Job {
-            ask: zero,
+        .enqueue(Job {
+            request: zero,
             ..part(10, 0)
         })
         .unwrap();
-    let commit = Ask::Commit {
+    let commit = Request::Commit {
         id: 0,
         epoch: 2 << 32,
         covers: 1 << 20,
     };
     scheduler
-        .ask(Job {
-            ask: commit,
+        .enqueue(Job {
+            request: commit,
             ..part(10, 0)
         })
         .unwrap();
-    scheduler.ask(background(0, 4)).unwrap();
+    scheduler.enqueue(background(0, 4)).unwrap();
     let mut sent = Vec::new();
-    while let Some((connection, ask, _)) = scheduler.select(at(0)) {
-        sent.push((connection, ask));
+    while let Some((connection, request, _)) = scheduler.select(at(0)) {
+        sent.push((connection, request));
     }
     let first = sent
         .iter()
-        .find_map(|(connection, ask)| {
-            matches!(ask, Ask::Write { .. }).then(|| (*connection, ask.id().unwrap()))
+        .find_map(|(connection, request)| {
+            matches!(request, Request::Write { .. }).then(|| (*connection, request.id().unwrap()))
         })
         .unwrap();
     let waits = |scheduler: &Scheduler<()>| {
@@ -122,13 +122,13 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
 
     // What is no part of an epoch waits no longer for that.
     let (late, stalled) = scheduler.expire(at(10));
-    let mut kinds: Vec<_> = late.iter().map(|(job, _)| kind(&job.ask)).collect();
+    let mut kinds: Vec<_> = late.iter().map(|(job, _)| kind(&job.request)).collect();
     kinds.sort_unstable();
     assert_eq!((kinds, stalled), (vec!["commit", "read"], true));
     assert!(scheduler.expire(at(39)).0.is_empty());
     // The parts do, sent or not; what had longer keeps it.
     let (late, _) = scheduler.expire(at(40));
-    let mut kinds: Vec<_> = late.iter().map(|(job, _)| kind(&job.ask)).collect();
+    let mut kinds: Vec<_> = late.iter().map(|(job, _)| kind(&job.request)).collect();
     kinds.sort_unstable();
     assert_eq!(kinds, ["write", "write", "zero"]);
     scheduler.pushed(at(41));
@@ -150,7 +150,7 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
     scheduler.connection_up(0, ConnectionKind::Front);
     scheduler.connection_up(1, ConnectionKind::Push);
     for _ in 0..4 {
-        scheduler.ask(part(10, 32 << 10)).unwrap();
+        scheduler.enqueue(part(10, 32 << 10)).unwrap();
     }
     // One fills the way, and reads do not wait for the others.
     assert!(
@@ -159,8 +159,8 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
             .is_some_and(|(connection, _, _)| connection == 1)
     );
     scheduler
-        .ask(Job {
-            ask: Ask::Presence {
+        .enqueue(Job {
+            request: Request::Presence {
                 id: 0,
                 first: 0,
                 count: 1,
@@ -175,23 +175,23 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
     );
     assert!(scheduler.select(ms(0)).is_none());
     scheduler.arrived(1, 32 << 10, 0, ms(10)).unwrap();
-    let (_, ask, _) = scheduler.select(ms(10)).expect("it has arrived");
+    let (_, request, _) = scheduler.select(ms(10)).expect("it has arrived");
     // What is told again, or less of it, changes nothing; what was not sent is a lie.
     scheduler.arrived(1, 1 << 10, 0, ms(10)).unwrap();
     let lie = scheduler.arrived(1, (64 << 10) + 1, 0, ms(10));
     assert_eq!(lie.unwrap_err().code, Code::Protocol);
     // An answer says that all up to it arrived.
-    scheduler.end(1, ask.id().unwrap(), ms(20)).unwrap();
+    scheduler.end(1, request.id().unwrap(), ms(20)).unwrap();
     assert!(scheduler.select(ms(20)).is_some());
     assert!(scheduler.link_down().len() == 3, "nothing of them survives");
 }
 
-fn kind(ask: &Ask) -> &'static str {
-    match ask {
-        Ask::Write { .. } => "write",
-        Ask::Zero { .. } => "zero",
-        Ask::Commit { .. } => "commit",
-        Ask::Read { .. } => "read",
+fn kind(request: &Request) -> &'static str {
+    match request {
+        Request::Write { .. } => "write",
+        Request::Zero { .. } => "zero",
+        Request::Commit { .. } => "commit",
+        Request::Read { .. } => "read",
         _ => "other",
     }
 }
@@ -208,20 +208,20 @@ fn what_the_disk_is_behind_with_is_bounded_by_what_is_asked_for() {
     let mut came = Vec::new();
     // Whatever is asked for comes at once, and the disk takes nothing.
     while scheduler.room().is_some() {
-        scheduler.ask(background(next, 1)).unwrap();
+        scheduler.enqueue(background(next, 1)).unwrap();
         next += 1;
-        let (connection, ask, _) = scheduler
+        let (connection, request, _) = scheduler
             .select(Duration::ZERO)
             .expect("room on the connection");
-        let answer = ChunksAnswer {
-            id: ask.id().unwrap(),
+        let reply = ChunksReply {
+            id: request.id().unwrap(),
             first: next - 1,
             count: 1,
             wire: 65_600,
             echo: 0,
             last: true,
         };
-        let taken = scheduler.chunks(connection, &answer, Duration::from_millis(1));
+        let taken = scheduler.chunks(connection, &reply, Duration::from_millis(1));
         assert_eq!(taken.unwrap(), Some(Taken { again: false }));
         came.push(run(next - 1, 1));
     }

@@ -15,8 +15,8 @@ impl Rude {
         tokio::spawn(async move {
             let (reader, writer) = there.split();
             let (_go, stop) = watch::channel(false);
-            let call = Call {
-                service: Open::SERVICE.into(),
+            let call = IncomingCall {
+                service: <Open as service::Request>::SERVICE.into(),
                 request: open.into(),
                 reader,
                 writer,
@@ -30,9 +30,12 @@ impl Rude {
         Self { reader, writer }
     }
 
-    async fn ask(&mut self, ask: &Ask, body: &[u8]) {
-        let head = encode_message(ask);
-        let sent = self.writer.send_vectored(kind::ASK, &[&head, body]).await;
+    async fn send_request(&mut self, request: &Request, body: &[u8]) {
+        let head = encode_message(request);
+        let sent = self
+            .writer
+            .send_vectored(kind::REQUEST, &[&head, body])
+            .await;
         sent.unwrap();
         self.writer.flush().await.unwrap();
     }
@@ -44,7 +47,7 @@ impl Rude {
     }
 
     /// The next answer, but for what only says that a body arrived.
-    async fn hear(&mut self) -> Option<Answer> {
+    async fn hear(&mut self) -> Option<Reply> {
         let limit = Duration::from_secs(60);
         loop {
             let frame: Option<Frame> = tokio::time::timeout(limit, self.reader.next())
@@ -53,11 +56,11 @@ impl Rude {
                 .ok()?;
             let frame = frame?;
             if let Err(NetError::Refused(refusal)) = reply_in::<Open>(&frame, "the site") {
-                return Some(Answer::Error { id: 0, refusal });
+                return Some(Reply::Error { id: 0, refusal });
             }
-            match decode_message::<Answer>(&frame.payload).unwrap().head {
-                Answer::Arrived { .. } => {}
-                answer => return Some(answer),
+            match decode_message::<Reply>(&frame.payload).unwrap().head {
+                Reply::Arrived { .. } => {}
+                reply => return Some(reply),
             }
         }
     }
@@ -66,7 +69,7 @@ impl Rude {
     async fn end(&mut self) -> Refusal {
         loop {
             match self.hear().await.expect("a last word") {
-                Answer::Error { id: 0, refusal } => {
+                Reply::Error { id: 0, refusal } => {
                     assert_eq!(self.hear().await, None);
                     return refusal;
                 }
@@ -90,8 +93,8 @@ fn opening(mount: MountId, access: Access) -> Vec<u8> {
     drover_net::encode(&open)
 }
 
-fn read(id: u64, first: u64, count: u32) -> Ask {
-    Ask::Read {
+fn read(id: u64, first: u64, count: u32) -> Request {
+    Request::Read {
         id,
         first,
         count,
@@ -105,13 +108,13 @@ fn a_site_ends_the_connection_of_a_mount_that_asks_too_much() {
     let _inside = runtime.enter();
     let site = Site::with("web", memory(&content(3_000_000, 9)));
     let near = Near::new(site.server.clone());
-    let write = |length| Ask::DirectWrite {
+    let write = |length| Request::DirectWrite {
         id: 1,
         offset: 0,
         length,
         coding: Coding::Plain,
     };
-    let cases: Vec<(Ask, Vec<u8>)> = vec![
+    let cases: Vec<(Request, Vec<u8>)> = vec![
         (read(1, 0, 0), vec![]),
         (read(1, 0, u32::MAX), vec![]),
         (read(1, 0, 17), vec![]),
@@ -120,7 +123,7 @@ fn a_site_ends_the_connection_of_a_mount_that_asks_too_much() {
         (write(u32::MAX), vec![]),
         (write(10), vec![0; 11]),
         (
-            Ask::DirectRead {
+            Request::DirectRead {
                 id: 1,
                 offset: 0,
                 length: u32::MAX,
@@ -129,16 +132,16 @@ fn a_site_ends_the_connection_of_a_mount_that_asks_too_much() {
         ),
     ];
     runtime.block_on(async {
-        for (ask, body) in cases {
+        for (request, body) in cases {
             let open = opening(MountId::random(), Access::ReadOnly);
             let mut rude = Rude::open(&site, &near, open);
             rude.opened().await;
-            rude.ask(&ask, &body).await;
+            rude.send_request(&request, &body).await;
             let refusal = rude.end().await;
-            assert_eq!(refusal.code, Code::Protocol, "{ask:?}: {refusal}");
+            assert_eq!(refusal.code, Code::Protocol, "{request:?}: {refusal}");
         }
         // Rubbish, and a frame of another kind.
-        for (kind, payload) in [(kind::ASK, vec![9; 50]), (kind::ANSWER, vec![])] {
+        for (kind, payload) in [(kind::REQUEST, vec![9; 50]), (kind::REPLY, vec![])] {
             let open = opening(MountId::random(), Access::ReadOnly);
             let mut rude = Rude::open(&site, &near, open);
             rude.opened().await;
@@ -163,7 +166,7 @@ fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
         (read(1, 46, 1), Code::OutOfRange),
         (read(1, u64::MAX, 2), Code::OutOfRange),
         (
-            Ask::Presence {
+            Request::Presence {
                 id: 1,
                 first: u64::MAX,
                 count: u32::MAX,
@@ -171,7 +174,7 @@ fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
             Code::OutOfRange,
         ),
         (
-            Ask::Digests {
+            Request::Digests {
                 id: 1,
                 first: 0,
                 count: 0,
@@ -179,7 +182,7 @@ fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
             Code::OutOfRange,
         ),
         (
-            Ask::DirectRead {
+            Request::DirectRead {
                 id: 1,
                 offset: u64::MAX,
                 length: 1 << 20,
@@ -187,7 +190,7 @@ fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
             Code::OutOfRange,
         ),
         (
-            Ask::Commit {
+            Request::Commit {
                 id: 1,
                 epoch: 1,
                 covers: 0,
@@ -195,7 +198,7 @@ fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
             Code::ReadOnly,
         ),
         (
-            Ask::Zero {
+            Request::Zero {
                 id: 1,
                 epoch: u64::MAX,
                 offset: 0,
@@ -208,27 +211,29 @@ fn what_is_outside_or_not_allowed_is_the_requests_own_error() {
         let open = opening(MountId::random(), Access::ReadOnly);
         let mut rude = Rude::open(&site, &near, open);
         rude.opened().await;
-        for (ask, code) in cases {
-            rude.ask(&ask, &[]).await;
+        for (request, code) in cases {
+            rude.send_request(&request, &[]).await;
             match rude.hear().await {
-                Some(Answer::Error { id: 1, refusal }) => assert_eq!(refusal.code, code, "{ask:?}"),
-                other => panic!("{ask:?}: {other:?}"),
+                Some(Reply::Error { id: 1, refusal }) => {
+                    assert_eq!(refusal.code, code, "{request:?}")
+                }
+                other => panic!("{request:?}: {other:?}"),
             }
         }
         // The connection still works; credits that lie do it no harm.
-        rude.ask(
-            &Ask::Credit {
+        rude.send_request(
+            &Request::Credit {
                 received: u64::MAX,
                 window: u64::MAX,
             },
             &[],
         )
         .await;
-        rude.ask(&Ask::Hurry { id: 12_345 }, &[]).await;
-        rude.ask(&read(2, 45, 1), &[]).await;
+        rude.send_request(&Request::Hurry { id: 12_345 }, &[]).await;
+        rude.send_request(&read(2, 45, 1), &[]).await;
         assert!(matches!(
             rude.hear().await,
-            Some(Answer::Chunks { first: 45, .. })
+            Some(Reply::Chunks { first: 45, .. })
         ));
     });
 }
@@ -249,14 +254,14 @@ fn another_sites_mount_is_not_taken_over_by_its_number() {
         let mut rude = Rude::open(&site, &thief, opening(mount, Access::ReadWrite));
         assert_eq!(rude.end().await.code, Code::Held);
         // A body that is not what it says; an epoch that counts already.
-        let write = |epoch, coding| Ask::Write {
+        let write = |epoch, coding| Request::Write {
             id: 5,
             epoch,
             offset: 0,
             length: 4096,
             coding,
         };
-        for (ask, code) in [
+        for (request, code) in [
             (write(1, Coding::Zstd), Code::Protocol),
             (write(1, Coding::Plain), Code::Protocol),
             (write(0, Coding::Plain), Code::OutOfOrder),
@@ -266,10 +271,12 @@ fn another_sites_mount_is_not_taken_over_by_its_number() {
             } else {
                 vec![1; 99]
             };
-            owner.ask(&ask, &body).await;
+            owner.send_request(&request, &body).await;
             match owner.hear().await {
-                Some(Answer::Error { id: 5, refusal }) => assert_eq!(refusal.code, code, "{ask:?}"),
-                other => panic!("{ask:?}: {other:?}"),
+                Some(Reply::Error { id: 5, refusal }) => {
+                    assert_eq!(refusal.code, code, "{request:?}")
+                }
+                other => panic!("{request:?}: {other:?}"),
             }
         }
     });
@@ -282,7 +289,7 @@ fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
     let site = Site::with("web", memory(&content(3_000_000, 9)));
     let near = Near::new(site.server.clone());
     let epoch = 1 << 32;
-    let write = |id| Ask::Write {
+    let write = |id| Request::Write {
         id,
         epoch,
         offset: 0,
@@ -293,17 +300,17 @@ fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
         let open = opening(MountId::random(), Access::ReadWrite);
         let mut rude = Rude::open(&site, &near, open);
         rude.opened().await;
-        rude.ask(&write(1), &[7; 4096]).await;
-        assert_eq!(rude.hear().await, Some(Answer::Done { id: 1 }));
-        rude.ask(&Ask::Close { id: 2 }, &[]).await;
-        assert_eq!(rude.hear().await, Some(Answer::Done { id: 2 }));
+        rude.send_request(&write(1), &[7; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Reply::Done { id: 1 }));
+        rude.send_request(&Request::Close { id: 2 }, &[]).await;
+        assert_eq!(rude.hear().await, Some(Reply::Done { id: 2 }));
         let left = std::fs::read_dir(site.directory.path().join("overlays/web")).unwrap();
         let redo = left
             .flatten()
             .filter(|file| file.file_name().to_string_lossy().starts_with("epoch-"));
         assert_eq!(redo.count(), 0, "what was staged went with the lease");
         // The connection is there yet, its lease is not.
-        let direct = Ask::DirectWrite {
+        let direct = Request::DirectWrite {
             id: 5,
             offset: 0,
             length: 4096,
@@ -312,7 +319,7 @@ fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
         let late = [
             (write(3), vec![7; 4096]),
             (
-                Ask::Commit {
+                Request::Commit {
                     id: 4,
                     epoch,
                     covers: 4096,
@@ -321,13 +328,13 @@ fn a_mount_that_gave_its_lease_back_commits_nothing_more() {
             ),
             (direct, vec![7; 4096]),
         ];
-        for (ask, body) in late {
-            rude.ask(&ask, &body).await;
-            let answer = rude.hear().await;
+        for (request, body) in late {
+            rude.send_request(&request, &body).await;
+            let reply = rude.hear().await;
             assert!(
-                matches!(&answer, Some(Answer::Error { id, refusal })
-                    if Some(*id) == ask.id() && refusal.code == Code::Lost),
-                "{ask:?}: {answer:?}"
+                matches!(&reply, Some(Reply::Error { id, refusal })
+                    if Some(*id) == request.id() && refusal.code == Code::Lost),
+                "{request:?}: {reply:?}"
             );
         }
     });
@@ -342,60 +349,60 @@ fn half_an_epoch_that_was_begun_again_is_not_committed() {
     let site = Site::with("web", memory(&before));
     let near = Near::new(site.server.clone());
     let epoch = 5 << 32;
-    let write = |id, offset| Ask::Write {
+    let write = |id, offset| Request::Write {
         id,
         epoch,
         offset,
         length: 4096,
         coding: Coding::Plain,
     };
-    let commit = |id, covers| Ask::Commit { id, epoch, covers };
+    let commit = |id, covers| Request::Commit { id, epoch, covers };
     runtime.block_on(async {
         let open = opening(MountId::random(), Access::ReadWrite);
         let mut rude = Rude::open(&site, &near, open);
         rude.opened().await;
-        rude.ask(&write(1, 0), &[7; 4096]).await;
-        assert_eq!(rude.hear().await, Some(Answer::Done { id: 1 }));
+        rude.send_request(&write(1, 0), &[7; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Reply::Done { id: 1 }));
         // A plain change: it drops what is staged.
         let (offset, length) = (1 << 20, 0);
-        let trim = Ask::DirectTrim {
+        let trim = Request::DirectTrim {
             id: 2,
             offset,
             length,
         };
-        rude.ask(&trim, &[]).await;
-        assert_eq!(rude.hear().await, Some(Answer::Done { id: 2 }));
-        rude.ask(&write(3, 8192), &[8; 4096]).await;
-        assert_eq!(rude.hear().await, Some(Answer::Done { id: 3 }));
+        rude.send_request(&trim, &[]).await;
+        assert_eq!(rude.hear().await, Some(Reply::Done { id: 2 }));
+        rude.send_request(&write(3, 8192), &[8; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Reply::Done { id: 3 }));
         for (id, covers) in [(4, 8192), (5, 0)] {
-            rude.ask(&commit(id, covers), &[]).await;
-            let answer = rude.hear().await;
+            rude.send_request(&commit(id, covers), &[]).await;
+            let reply = rude.hear().await;
             assert!(
-                matches!(&answer, Some(Answer::Error { id: of, refusal })
+                matches!(&reply, Some(Reply::Error { id: of, refusal })
                     if *of == id && refusal.code == Code::OutOfOrder),
-                "{answer:?}"
+                "{reply:?}"
             );
         }
         // What is staged is there yet, and the rest can follow.
-        let staged = Ask::Staged {
+        let staged = Request::Staged {
             id: 6,
             epoch,
             from: 0,
         };
-        rude.ask(&staged, &[]).await;
-        let answer = Answer::Staged {
+        rude.send_request(&staged, &[]).await;
+        let reply = Reply::Staged {
             id: 6,
             epoch,
             runs: vec![(8192, 4096)],
             end: before.len() as u64,
         };
-        assert_eq!(rude.hear().await, Some(answer));
-        rude.ask(&write(7, 0), &[7; 4096]).await;
-        assert_eq!(rude.hear().await, Some(Answer::Done { id: 7 }));
+        assert_eq!(rude.hear().await, Some(reply));
+        rude.send_request(&write(7, 0), &[7; 4096]).await;
+        assert_eq!(rude.hear().await, Some(Reply::Done { id: 7 }));
         // The second is one whose answer was lost.
         for id in [8, 9] {
-            rude.ask(&commit(id, 8192), &[]).await;
-            assert_eq!(rude.hear().await, Some(Answer::Committed { id, epoch }));
+            rude.send_request(&commit(id, 8192), &[]).await;
+            assert_eq!(rude.hear().await, Some(Reply::Committed { id, epoch }));
         }
     });
 }

@@ -70,7 +70,7 @@ fn run(rate: &dyn Fn(f64) -> f64, trip: f64, seconds: f64, noise: f64, settle: f
                 mark,
                 0,
                 FRAME as u64,
-                Seen::default(),
+                SampleContext::default(),
             );
             if now > settle {
                 got += FRAME;
@@ -206,7 +206,13 @@ fn it_follows_a_path_that_becomes_longer() {
         at += trip;
         let size = window.size().min((GIGABIT * trip) as u64);
         window.arrived(size);
-        window.sample(Duration::from_secs_f64(at), mark, 0, 0, Seen::default());
+        window.sample(
+            Duration::from_secs_f64(at),
+            mark,
+            0,
+            0,
+            SampleContext::default(),
+        );
     }
     assert!(
         window.size() as f64 >= 0.9 * GIGABIT * 0.04,
@@ -219,9 +225,9 @@ fn it_follows_a_path_that_becomes_longer() {
 fn little_to_send_says_nothing_about_the_link() {
     let mut window = Window::receiving(None, FRAME as u64);
     let ms = Duration::from_millis;
-    let little = Seen {
+    let little = SampleContext {
         limited: true,
-        ..Seen::default()
+        ..SampleContext::default()
     };
     for n in 0..100 {
         let mark = window.mark(ms(n * 10));
@@ -243,7 +249,7 @@ fn a_fixed_number_is_kept() {
             mark,
             0,
             100_000,
-            Seen::default(),
+            SampleContext::default(),
         );
     }
     assert_eq!(window.size(), 1 << 20);

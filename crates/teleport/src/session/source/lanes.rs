@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_image::Outgoing;
-use drover_net::group::{Look, Trials};
-use drover_net::service::{self, hear_reply};
+use drover_net::group::{ConnectionTrials, TrialSample};
+use drover_net::service::{self, read_reply};
 use drover_net::{ConnectOptions, Frame, FrameReader, KeepAlive, connect_any};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -55,9 +55,9 @@ struct Plan {
 
 impl Plan {
     /// What the lanes have done so far, for the trials.
-    fn look(&self) -> Look {
+    fn look(&self) -> TrialSample {
         let spent = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
-        Look {
+        TrialSample {
             at: Instant::now(),
             sent: self.wire.sent(),
             busy: spent(&self.times.busy_ns),
@@ -163,7 +163,7 @@ async fn open_lanes(
 ) {
     let fixed = plan.options.lanes.map(|n| n.clamp(1, MAX_LANES));
     let limited = plan.options.limit.is_some();
-    let mut trials = Trials::new(if limited { 1 } else { MAX_OWN_LANES });
+    let mut trials = ConnectionTrials::new(if limited { 1 } else { MAX_OWN_LANES });
     let mut batches = Some(batches);
     let mut lanes = Vec::new();
     loop {
@@ -197,7 +197,7 @@ async fn open_lanes(
             if stopped.is_ok() {
                 break;
             }
-            changed = trials.look(&plan.look());
+            changed = trials.observe(&plan.look());
         }
         if !changed {
             break;
@@ -261,7 +261,7 @@ async fn open(
     let answered = number > 0;
     if answered {
         writer.flush().await?;
-        hear_reply::<JoinSession>(&mut reader).await?;
+        read_reply::<JoinSession>(&mut reader).await?;
     }
     KeepAlive::default().apply(&mut reader, &mut writer);
     let (to, from) = socket_queue();
@@ -315,7 +315,7 @@ async fn listen(
     answered: bool,
     receiver_busy: &AtomicU64,
 ) -> TeleportError {
-    if !answered && let Err(e) = hear_reply::<JoinSession>(reader).await {
+    if !answered && let Err(e) = read_reply::<JoinSession>(reader).await {
         return e.into();
     }
     loop {

@@ -9,21 +9,21 @@ use drover_device::remote::{Chunks, Epoch, PresenceDone, Staged};
 use drover_net::{Code, Frame, Refusal};
 
 use super::backlog::ChunksTask;
-use super::inner::{Inner, Reply};
+use super::inner::{Inner, ReplyTo};
 use super::presence::Pages;
-use super::scheduler::{ChunksAnswer, Job};
-use crate::protocol::{Answer, Ask, MAX_RUNS, decode_message, device_error, kind, pieces};
+use super::scheduler::{ChunksReply, Job};
+use crate::protocol::{MAX_RUNS, Reply, Request, decode_message, device_error, kind, pieces};
 
 impl Inner {
     /// Does with a frame what it asks for.
     pub fn take(self: &Arc<Self>, connection: usize, frame: Frame) -> Result<(), Refusal> {
-        if frame.kind != kind::ANSWER {
+        if frame.kind != kind::REPLY {
             return Err(Refusal::new(Code::Protocol, "a frame that is no answer"));
         }
         let wire = frame.payload.len() as u64;
-        let message = decode_message::<Answer>(&frame.payload)?;
+        let message = decode_message::<Reply>(&frame.payload)?;
         let now = self.now();
-        if let Answer::Chunks {
+        if let Reply::Chunks {
             id,
             first,
             count,
@@ -33,7 +33,7 @@ impl Inner {
             last,
         } = message.head
         {
-            let about = ChunksAnswer {
+            let about = ChunksReply {
                 id,
                 first,
                 count,
@@ -83,14 +83,14 @@ impl Inner {
             let mut state = self.state.lock();
             state.scheduler.received(connection, wire);
             state.credit(now);
-            if let Answer::Arrived { bytes, at } = message.head {
+            if let Reply::Arrived { bytes, at } = message.head {
                 state.scheduler.arrived(connection, bytes, at, now)?;
                 drop(state);
                 self.issue();
                 return Ok(());
             }
         }
-        if let Answer::Error { id: 0, refusal } = message.head {
+        if let Reply::Error { id: 0, refusal } = message.head {
             if !refusal.retry {
                 // Said about the connection: nothing of the mount will be served any more.
                 let error = device_error(refusal.tidy(), 0, 0, self.opened.size);
@@ -103,7 +103,7 @@ impl Inner {
             let mut state = self.state.lock();
             let ended = state.scheduler.end(connection, message.head.id(), now)?;
             if let Some((job, _)) = &ended
-                && matches!(job.ask, Ask::Write { .. } | Ask::Zero { .. })
+                && matches!(job.request, Request::Write { .. } | Request::Zero { .. })
             {
                 state.scheduler.pushed(now + self.options.give_up);
             }
@@ -116,36 +116,36 @@ impl Inner {
         Ok(())
     }
 
-    fn answered(self: &Arc<Self>, job: Job<Reply>, runs: &[Chunks], head: Answer, body: Bytes) {
-        if body.len() > most_body(&job.ask) {
+    fn answered(self: &Arc<Self>, job: Job<ReplyTo>, runs: &[Chunks], head: Reply, body: Bytes) {
+        if body.len() > most_body(&job.request) {
             let text = "the site gave a longer answer than was asked for";
             self.fail(job, runs, &DeviceError::Corrupt(text.into()));
             return;
         }
-        if let Answer::Error { refusal, .. } = head {
+        if let Reply::Error { refusal, .. } = head {
             // Its text as short as if this side had written it.
             let refusal = refusal.tidy();
-            let (offset, length) = range(&job.ask, self.opened.chunk);
+            let (offset, length) = range(&job.request, self.opened.chunk);
             let error = device_error(refusal, offset, length, self.opened.size);
             self.fail(job, runs, &error);
             return;
         }
         let fits = match (&job.to, &head) {
-            (Reply::Direct(_), _) => true,
-            (Reply::Presence(..), Answer::Presence { .. }) => true,
-            (Reply::Staged(_), Answer::Staged { runs, end, .. }) => {
+            (ReplyTo::Direct(_), _) => true,
+            (ReplyTo::Presence(..), Reply::Presence { .. }) => true,
+            (ReplyTo::Staged(_), Reply::Staged { runs, end, .. }) => {
                 are_runs(runs, *end, self.opened.size)
             }
-            (Reply::Done(_), Answer::Committed { epoch, .. }) if matches!(job.ask, Ask::Commit { epoch: asked, .. } if asked == *epoch) =>
+            (ReplyTo::Done(_), Reply::Committed { epoch, .. }) if matches!(job.request, Request::Commit { epoch: asked, .. } if asked == *epoch) =>
             {
                 self.committed.fetch_max(*epoch, Ordering::AcqRel);
                 true
             }
-            (Reply::Done(_), Answer::Done { .. }) => {
-                if matches!(job.ask, Ask::Close { .. }) {
+            (ReplyTo::Done(_), Reply::Done { .. }) => {
+                if matches!(job.request, Request::Close { .. }) {
                     self.released.store(true, Ordering::Release);
                 }
-                !matches!(job.ask, Ask::Commit { .. })
+                !matches!(job.request, Request::Commit { .. })
             }
             _ => false,
         };
@@ -155,13 +155,13 @@ impl Inner {
             return;
         }
         match (job.to, head) {
-            (Reply::Direct(say), head) => {
+            (ReplyTo::Direct(say), head) => {
                 let _ = say.send(Ok((head, body)));
             }
-            (Reply::Done(done), _) => self.completions.call(move || done(Ok(()))),
+            (ReplyTo::Done(done), _) => self.completions.call(move || done(Ok(()))),
             (
-                Reply::Staged(done),
-                Answer::Staged {
+                ReplyTo::Staged(done),
+                Reply::Staged {
                     epoch, runs, end, ..
                 },
             ) => {
@@ -172,7 +172,7 @@ impl Inner {
                 };
                 self.completions.call(move || done(Ok(staged)));
             }
-            (Reply::Presence(done, pages), Answer::Presence { runs, end, .. }) => {
+            (ReplyTo::Presence(done, pages), Reply::Presence { runs, end, .. }) => {
                 self.presence_page(done, pages, &runs, end);
             }
             _ => {}
@@ -191,19 +191,19 @@ impl Inner {
             self.completions.call(move || done(Ok(pages.found())));
             return;
         };
-        let ask = Ask::Presence {
+        let request = Request::Presence {
             id: 0,
             first: rest.first,
             count: rest.count,
         };
-        self.ask(ask, Bytes::new(), Reply::Presence(done, pages));
+        self.send_request(request, Bytes::new(), ReplyTo::Presence(done, pages));
     }
 }
 
-/// The longest body that the answer to a request may have: packed it is shorter. ([`Ask::Read`] is looked at apart.)
-fn most_body(ask: &Ask) -> usize {
-    match ask {
-        Ask::DirectRead { length, .. } => *length as usize,
+/// The longest body that the answer to a request may have: packed it is shorter. ([`Request::Read`] is looked at apart.)
+fn most_body(request: &Request) -> usize {
+    match request {
+        Request::DirectRead { length, .. } => *length as usize,
         _ => 0,
     }
 }
@@ -221,19 +221,19 @@ fn are_runs(runs: &[(u64, u64)], end: u64, size: u64) -> bool {
 }
 
 /// The bytes that a request is about.
-fn range(ask: &Ask, chunk: u32) -> (u64, u64) {
-    match *ask {
-        Ask::Read { first, count, .. } => (
+fn range(request: &Request, chunk: u32) -> (u64, u64) {
+    match *request {
+        Request::Read { first, count, .. } => (
             first.saturating_mul(u64::from(chunk)),
             u64::from(count) * u64::from(chunk),
         ),
-        Ask::Write { offset, length, .. }
-        | Ask::DirectRead { offset, length, .. }
-        | Ask::DirectWrite { offset, length, .. } => (offset, u64::from(length)),
-        Ask::Zero { offset, length, .. }
-        | Ask::DirectZero { offset, length, .. }
-        | Ask::DirectTrim { offset, length, .. }
-        | Ask::DirectExtents { offset, length, .. } => (offset, length),
+        Request::Write { offset, length, .. }
+        | Request::DirectRead { offset, length, .. }
+        | Request::DirectWrite { offset, length, .. } => (offset, u64::from(length)),
+        Request::Zero { offset, length, .. }
+        | Request::DirectZero { offset, length, .. }
+        | Request::DirectTrim { offset, length, .. }
+        | Request::DirectExtents { offset, length, .. } => (offset, length),
         _ => (0, 0),
     }
 }

@@ -9,7 +9,7 @@ use drover_device::remote::{Chunks, Content, Fetched, Link, Local, Remote, Shape
 use parking_lot::{Condvar, Mutex};
 
 #[derive(Default)]
-pub struct Kept {
+pub struct Received {
     pub chunks: HashMap<u64, Vec<u8>>,
     pub failed: HashMap<u64, DeviceError>,
     /// Chunks that came a second time.
@@ -21,55 +21,55 @@ pub struct Kept {
     pulling: bool,
 }
 
-pub struct Keeper {
+pub struct LocalStub {
     pub shape: Shape,
-    pub kept: Mutex<Kept>,
+    pub received: Mutex<Received>,
     change: Condvar,
 }
 
-impl Keeper {
+impl LocalStub {
     pub fn attach(remote: &dyn Remote, pulling: bool) -> Arc<Self> {
-        let keeper = Arc::new(Self {
+        let local = Arc::new(Self {
             shape: remote.shape(),
-            kept: Mutex::new(Kept {
+            received: Mutex::new(Received {
                 pulling,
-                ..Kept::default()
+                ..Received::default()
             }),
             change: Condvar::new(),
         });
-        let weak: std::sync::Weak<Self> = Arc::downgrade(&keeper);
+        let weak: std::sync::Weak<Self> = Arc::downgrade(&local);
         remote.attach(weak);
-        keeper
+        local
     }
 
     /// Waits until `enough` or panics.
-    pub fn wait(&self, what: &str, enough: impl Fn(&Kept) -> bool) {
+    pub fn wait(&self, what: &str, enough: impl Fn(&Received) -> bool) {
         let limit = Instant::now() + Duration::from_secs(60);
-        let mut kept = self.kept.lock();
-        while !enough(&kept) {
-            let late = self.change.wait_until(&mut kept, limit).timed_out();
+        let mut received = self.received.lock();
+        while !enough(&received) {
+            let late = self.change.wait_until(&mut received, limit).timed_out();
             assert!(
                 !late,
                 "{what}: {} of {} chunks, {} failed, links {:?}",
-                kept.chunks.len(),
+                received.chunks.len(),
                 self.shape.chunks(),
-                kept.failed.len(),
-                kept.links
+                received.failed.len(),
+                received.links
             );
         }
     }
 
     pub fn wait_all(&self) {
         let all = self.shape.chunks() as usize;
-        self.wait("all chunks", |kept| kept.chunks.len() == all);
+        self.wait("all chunks", |received| received.chunks.len() == all);
     }
 
     /// Asks for a chunk and waits for it.
     pub fn get(&self, remote: &dyn Remote, index: u64) -> Result<Vec<u8>, DeviceError> {
         {
-            let mut kept = self.kept.lock();
-            kept.failed.remove(&index);
-            if let Some(bytes) = kept.chunks.get(&index) {
+            let mut received = self.received.lock();
+            received.failed.remove(&index);
+            if let Some(bytes) = received.chunks.get(&index) {
                 return Ok(bytes.clone());
             }
         }
@@ -77,22 +77,23 @@ impl Keeper {
             first: index,
             count: 1,
         });
-        self.wait("a chunk", |kept| {
-            kept.chunks.contains_key(&index) || kept.failed.contains_key(&index)
+        self.wait("a chunk", |received| {
+            received.chunks.contains_key(&index) || received.failed.contains_key(&index)
         });
-        let kept = self.kept.lock();
-        match kept.failed.get(&index) {
+        let received = self.received.lock();
+        match received.failed.get(&index) {
             Some(error) => Err(error.clone()),
-            None => Ok(kept.chunks[&index].clone()),
+            None => Ok(received.chunks[&index].clone()),
         }
     }
 
     pub fn all_is(&self, bytes: &[u8]) {
-        let kept = self.kept.lock();
+        let received = self.received.lock();
         let chunk = self.shape.chunk as usize;
         for (index, expected) in bytes.chunks(chunk).enumerate() {
             assert!(
-                kept.chunks
+                received
+                    .chunks
                     .get(&(index as u64))
                     .is_some_and(|b| b == expected),
                 "chunk {index}"
@@ -101,9 +102,9 @@ impl Keeper {
     }
 }
 
-impl Local for Keeper {
+impl Local for LocalStub {
     fn arrived(&self, chunks: Vec<Fetched>) {
-        let mut kept = self.kept.lock();
+        let mut received = self.received.lock();
         for chunk in chunks {
             let length = self.shape.length(chunk.index) as usize;
             let bytes = match chunk.content {
@@ -114,51 +115,51 @@ impl Local for Keeper {
                 }
             };
             assert_eq!(bytes.len(), length);
-            kept.under_way.remove(&chunk.index);
-            if kept.chunks.insert(chunk.index, bytes).is_some() {
-                kept.twice += 1;
+            received.under_way.remove(&chunk.index);
+            if received.chunks.insert(chunk.index, bytes).is_some() {
+                received.twice += 1;
             }
         }
-        drop(kept);
+        drop(received);
         self.change.notify_all();
     }
 
     fn failed(&self, chunks: Chunks, error: DeviceError) {
-        let mut kept = self.kept.lock();
+        let mut received = self.received.lock();
         for index in chunks.first..chunks.end() {
-            kept.under_way.remove(&index);
-            kept.failed.insert(index, error.clone());
+            received.under_way.remove(&index);
+            received.failed.insert(index, error.clone());
         }
-        drop(kept);
+        drop(received);
         self.change.notify_all();
     }
 
     fn next(&self, most: u64) -> Option<Chunks> {
-        let mut kept = self.kept.lock();
-        if !kept.pulling {
+        let mut received = self.received.lock();
+        if !received.pulling {
             return None;
         }
-        let wanted = |kept: &Kept, index: u64| {
-            !kept.chunks.contains_key(&index) && !kept.under_way.contains(&index)
+        let wanted = |received: &Received, index: u64| {
+            !received.chunks.contains_key(&index) && !received.under_way.contains(&index)
         };
-        while kept.cursor < self.shape.chunks() && !wanted(&kept, kept.cursor) {
-            kept.cursor += 1;
+        while received.cursor < self.shape.chunks() && !wanted(&received, received.cursor) {
+            received.cursor += 1;
         }
-        let first = kept.cursor;
+        let first = received.cursor;
         let mut count = 0;
         while first + u64::from(count) < self.shape.chunks()
-            && wanted(&kept, first + u64::from(count))
+            && wanted(&received, first + u64::from(count))
             && (count == 0 || u64::from(count + 1) * u64::from(self.shape.chunk) <= most)
         {
-            kept.under_way.insert(first + u64::from(count));
+            received.under_way.insert(first + u64::from(count));
             count += 1;
         }
-        kept.cursor += u64::from(count);
+        received.cursor += u64::from(count);
         (count > 0).then_some(Chunks { first, count })
     }
 
     fn link(&self, link: Link) {
-        self.kept.lock().links.push(link);
+        self.received.lock().links.push(link);
         self.change.notify_all();
     }
 }
