@@ -20,11 +20,5 @@ pub(crate) use reader::Reader;
 #[error("malformed {0}")]
 pub struct Malformed(pub &'static str);
 
-impl From<Malformed> for crate::TeleportError {
-    fn from(m: Malformed) -> Self {
-        crate::TeleportError::Protocol(m.to_string())
-    }
-}
-
 #[cfg(test)]
 mod tests;

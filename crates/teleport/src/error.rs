@@ -83,6 +83,12 @@ pub enum TeleportError {
     Stopped,
 }
 
+impl From<crate::codec::Malformed> for TeleportError {
+    fn from(m: crate::codec::Malformed) -> Self {
+        TeleportError::Protocol(m.to_string())
+    }
+}
+
 impl From<crate::teleporter::Failure> for TeleportError {
     fn from(failure: crate::teleporter::Failure) -> Self {
         match failure {

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::Arc;
 
 use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, Digest, is_zero};
@@ -413,6 +414,19 @@ impl OrderedDigest {
     #[must_use]
     pub fn finish(self, layout: &Layout) -> Digest {
         self.digest.finish(layout)
+    }
+}
+
+/// Removes a directory with what is in it, or a file. That it cannot is only logged.
+pub(crate) fn remove_dir(path: &Path) {
+    let removed = match path.is_dir() {
+        true => std::fs::remove_dir_all(path),
+        false => std::fs::remove_file(path),
+    };
+    if let Err(e) = removed
+        && e.kind() != std::io::ErrorKind::NotFound
+    {
+        tracing::warn!(path = %path.display(), error = %e, "cannot remove");
     }
 }
 

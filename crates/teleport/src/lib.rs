@@ -15,6 +15,7 @@ pub mod compress;
 pub mod destination;
 mod error;
 mod files;
+mod frames;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod log;
@@ -33,5 +34,5 @@ pub mod transfers;
 pub mod walk;
 
 pub use error::TeleportError;
-pub use matching::RemoteTeleporter;
-pub use site::{Holder, Site, SiteConfig, SiteStatus, TransferStatus, open_teleporter};
+pub use matching::{RemoteTeleporter, open_teleporter};
+pub use site::{Holder, Site, SiteConfig, SiteStatus, TransferStatus};

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
 use drover_net::{Code, Refusal, Right};
+use drover_teleport::matching::serve_teleporter;
 use drover_teleport::services::BeginMatching;
-use drover_teleport::session::serve_teleporter;
 
 use super::matchers::{InUse, Matchers};
 use super::server::Server;

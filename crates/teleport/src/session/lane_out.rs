@@ -14,6 +14,7 @@ use tokio::sync::{Notify, mpsc};
 use crate::TeleportError;
 use crate::codec::{LiteralHeader, Runs};
 use crate::compress::{Effort, MAX_WINDOW_LOG, Pace, Packer, Passed};
+use crate::frames::frame_bytes;
 use crate::progress::Counters;
 use crate::protocol::{FRAME_BLOCKS, kind};
 use crate::stages::{Lap, SourceStages, Stage};
@@ -268,7 +269,7 @@ impl LaneOut {
             Counters::add(&self.counters.sent_blocks, runs.count());
             Counters::add(
                 &self.counters.data_bytes,
-                super::frame_bytes(header.len() + packed.len()),
+                frame_bytes(header.len() + packed.len()),
             );
             let (busy, bytes) = (start.elapsed(), packed.len());
             lap.busy(&stages.compress);
@@ -374,7 +375,7 @@ async fn send_timed(
     stage: &Stage,
 ) -> Result<(), TeleportError> {
     stage.at_socket(writer.send_vectored(kind, parts)).await?;
-    stage.add_bytes(super::frame_bytes(parts.iter().map(|p| p.len()).sum()));
+    stage.add_bytes(frame_bytes(parts.iter().map(|p| p.len()).sum()));
     Ok(())
 }
 

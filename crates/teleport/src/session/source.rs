@@ -20,9 +20,10 @@ use tokio::task::JoinHandle;
 
 use self::lanes::{Lanes, Wait};
 use self::tally::Tally;
-use super::{OnEvent, SendItem, SendOptions, frame_bytes, read_frames_after, write_frames};
+use super::{OnEvent, SendItem, SendOptions};
 use crate::TeleportError;
 use crate::codec::Need;
+use crate::frames::{CLOSE_LIMIT, frame_bytes, read_frames_after, write_frames};
 use crate::progress::{Counters, ImageReport, SendEvent, Stages, WireTotals};
 use crate::protocol::{
     BATCH_BLOCKS, Delivered, End, Estimate, GiveUp, LAYOUT_PART_BYTES, MAX_SESSION_FRAME, Offer,
@@ -35,9 +36,6 @@ use crate::walk::{Walk, check_unchanged, read_image};
 
 /// Batches between the walk and the socket.
 const WALK_QUEUE: usize = 4;
-
-/// How long the end of a session may take.
-const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long the destination may take to say why it ended a lane.
 const WHY_LIMIT: Duration = Duration::from_secs(2);
@@ -223,7 +221,12 @@ impl Sender {
         self.open = false;
         let images = (self.items.len() - self.done) as u32;
         let session = random_id();
-        let lanes = Lanes::start(self, session);
+        let lanes = Lanes::start(
+            session,
+            self.options.clone(),
+            self.counters.clone(),
+            self.wire.clone(),
+        );
         // The first image is opened and read while the connections are made.
         let first = self.begin();
         let (frames, writer) = match self.dial(OpenSession { images, session }).await {

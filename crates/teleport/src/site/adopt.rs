@@ -12,7 +12,8 @@ use drover_storage::sync_parent;
 use drover_store::naming::Named;
 use drover_store::{BlockMap, ImageMap, ImageRecord, StoreError};
 
-use super::{Site, unix_now};
+use super::Site;
+use super::arrived::unix_now;
 use crate::TeleportError;
 use crate::teleporter::{Event, ImageEvent};
 use crate::walk::Walk;
@@ -192,6 +193,88 @@ impl Site {
                 Err(e)
             }
         }
+    }
+
+    /// Lets an image file of this machine serve as a source of blocks, where it is. Blocks the
+    /// thread.
+    ///
+    /// # Errors
+    /// When the file cannot be read as an image, changes while it is read, or its name is taken.
+    pub fn index_image(
+        &self,
+        path: &Path,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<ImageRecord, TeleportError> {
+        let path = path
+            .canonicalize()
+            .map_err(TeleportError::file("find", path))?;
+        let name = path
+            .file_name()
+            .and_then(|n| n.to_str())
+            .unwrap_or_default();
+        let name = ImageName::new(name).map_err(|e| TeleportError::Remote(e.to_string()))?;
+        if let Some(old) = self.images.by_name(&name)
+            && old.path != path
+        {
+            let there = old.path.display();
+            return Err(TeleportError::Remote(format!(
+                "{}: an image of that name is at {there}; rename one of them",
+                path.display()
+            )));
+        }
+        let outgoing = open_for_sending(&path, Conversion::AsIs)?;
+        let mut progress = |done, total| {
+            progress(done, total);
+            Ok(())
+        };
+        let (id, blocks, digest) = self.read_in(&outgoing, &mut progress, |digest| {
+            // As it was, it may be indexed again; as another it would take the place of one that somebody needs.
+            match self.images.by_name(&name) {
+                Some(old) if old.digest != digest => self.check_held(&name),
+                _ => Ok(()),
+            }
+        })?;
+        // A file under the site's own directory is the site's; any other stays its owner's.
+        let external = path.parent() != self.config.images_dir.canonicalize().ok().as_deref();
+        let record = ImageRecord {
+            id,
+            name,
+            // As it was opened, and still was when all of it had been read.
+            stamp: outgoing.stamps.first().map(|(_, stamp)| *stamp),
+            path,
+            format: outgoing.format.as_str().into(),
+            size_bytes: outgoing.layout.file_len(),
+            data_bytes: outgoing.layout.covered_bytes(),
+            virtual_bytes: outgoing.virtual_size,
+            digest,
+            added_unix: unix_now(),
+            from: String::new(),
+            external,
+        };
+        let map = ImageMap {
+            layout: Arc::new(outgoing.layout),
+            blocks: Arc::new(blocks),
+        };
+        let entered = map
+            .save(&record, &self.images.map_path(id))
+            .and_then(|()| self.images.put(&record));
+        self.indexing.lock().remove(&id);
+        let old = match entered {
+            Ok(old) => old,
+            Err(e) => {
+                self.tell(id, ImageEvent::Forget);
+                return Err(e.into());
+            }
+        };
+        if let Some(old) = old {
+            self.sequences.drop_image(old.id);
+            self.tell(old.id, ImageEvent::Forget);
+            // What the old one had in the caches was not entered for this one.
+            self.tell(id, ImageEvent::Reindex);
+            self.images_went.store(true, Ordering::Relaxed);
+            self.wake_copier();
+        }
+        Ok(record)
     }
 }
 

@@ -7,8 +7,10 @@ use std::time::SystemTime;
 
 use drover_index::ImageId;
 
-use super::{Arrived, Site, remove_dir};
+use super::Site;
+use super::arrived::Arrived;
 use crate::TeleportError;
+use crate::files::remove_dir;
 use crate::log::is_closed;
 use crate::partials::MAX_STOPPED;
 use crate::transfer::{Leftover, inspect, opening_of, reopen_closed, transfer_key};

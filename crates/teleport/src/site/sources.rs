@@ -6,8 +6,9 @@ use std::path::Path;
 use drover_index::{ImageId, Origin, Plan, SequenceStore};
 use drover_store::sequences::{From, Reach};
 
-use super::{Site, remove_dir};
+use super::Site;
 use crate::destination::{ReuseJob, Run};
+use crate::files::remove_dir;
 use crate::teleporter::ImageEvent;
 
 impl Site {

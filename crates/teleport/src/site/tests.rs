@@ -2,13 +2,14 @@
 
 use std::collections::HashMap;
 
-use drover_store::CatalogError;
 use drover_store::sequences::From;
+use drover_store::{BlockMap, CatalogError};
 
 use super::*;
 use crate::files;
+use crate::log::RecordKind;
 use crate::transfer::tests::{Sample, sample};
-use crate::transfer::transfer_key;
+use crate::transfer::{Closing, transfer_key};
 
 fn key(sample: &Sample) -> String {
     transfer_key(&sample.opening.peer, &sample.opening.offer.name)

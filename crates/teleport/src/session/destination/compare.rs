@@ -11,14 +11,15 @@ use drover_net::{decode, encode};
 use drover_store::{BlockMap, ImageRecord, OpenImage};
 use tokio::sync::watch;
 
+use super::control::{Frames, Session, stopped, wait_true};
 use super::prepare::taken_over;
-use super::{Frames, Session, SessionShared, stopped};
 use crate::TeleportError;
 use crate::codec::{Batch, Runs, proofs_of};
 use crate::destination::Event;
-use crate::files::{copy_spans, digest_in_place, spans_of};
+use crate::files::{copy_spans, digest_in_place, remove_dir, spans_of};
 use crate::protocol::{Accept, BATCH_BLOCKS, Delivered, End, GiveUp, Matched, Offer, kind};
-use crate::site::{Site, remove_dir};
+use crate::session::SessionShared;
+use crate::site::Site;
 use crate::stages::{DestinationStages, Lap};
 use crate::transfer::{Hold, Opening, Transfer, transfer_key};
 
@@ -71,8 +72,8 @@ impl Session {
             let mut lap = Lap::start();
             let frame = tokio::select! {
                 frame = frames.next() => frame?,
-                _ = super::wait_true(self.stop.clone()) => return Err(TeleportError::Stopped),
-                _ = super::wait_true(newer.clone()) => return Err(taken_over()),
+                _ = wait_true(self.stop.clone()) => return Err(TeleportError::Stopped),
+                _ = wait_true(newer.clone()) => return Err(taken_over()),
             };
             lap.wait(&self.shared.stages.check);
             let event = match frame.kind {

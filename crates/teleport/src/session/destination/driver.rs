@@ -15,6 +15,7 @@ use drover_store::DataBits;
 use drover_store::sequences::From;
 use tokio::sync::mpsc;
 
+use super::event::DriverEvent;
 use super::prepare::Prepared;
 use super::reuse::{self, Job, Work};
 use super::waits;
@@ -38,34 +39,6 @@ const SYNC_EVERY_AT_END: Duration = Duration::from_millis(100);
 
 /// Threads that copy and verify.
 const REUSE_THREADS: usize = 2;
-
-/// What a driver is told.
-pub enum DriverEvent {
-    /// For the state machine.
-    Machine(Event),
-    /// The teleporter's answer for a batch.
-    Plan {
-        /// The batch.
-        index: u64,
-        /// The answer.
-        plan: Plan,
-        /// Where that says the blocks are, looked up.
-        runs: Vec<Run>,
-    },
-    /// Which data blocks of a batch (by order among them) are in the partial file already.
-    Compared {
-        /// The batch.
-        index: u64,
-        /// Which.
-        blocks: DataBits,
-    },
-    /// A worker cannot go on.
-    Failed(TeleportError),
-    /// The source gives the image up.
-    GiveUp(GiveUp),
-    /// The session ends; the transfer is to be resumed later.
-    Stop,
-}
 
 /// Runs one image to its end: `Some` when it was delivered, `None` when the source gave it up.
 pub fn drive(

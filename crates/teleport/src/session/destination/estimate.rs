@@ -5,7 +5,7 @@ use std::sync::Arc;
 use drover_index::Probe;
 use drover_net::{Code, decode, encode};
 
-use super::{Frames, Session, stopped};
+use super::control::{Frames, Session, stopped};
 use crate::TeleportError;
 use crate::codec::{Batch, Need, Runs};
 use crate::matching::{Link, LocalTeleporter, Matching, wrong_answer};

@@ -9,7 +9,7 @@ use drover_core::BLOCK_SIZE_U64;
 use drover_index::{ImageId, Origin, Plan, PlanRun, Via};
 use tokio::sync::mpsc;
 
-use super::driver::DriverEvent;
+use super::event::DriverEvent;
 use crate::codec::Batch;
 use crate::destination::Run;
 use crate::matching::Link;

@@ -13,17 +13,17 @@ use drover_store::{DataBits, layout_limits};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::{mpsc, watch};
 
-use super::SessionShared;
-use super::driver::DriverEvent;
+use super::event::DriverEvent;
 use super::matching::MatchThread;
 use crate::TeleportError;
 use crate::codec::Batch;
 use crate::destination::Destination;
-use crate::files::OrderedDigest;
+use crate::files::{OrderedDigest, remove_dir};
 use crate::partials::Transit;
 use crate::protocol::Offer;
+use crate::session::SessionShared;
 use crate::session::lane_in::{Incoming, OpenBatch};
-use crate::site::{Site, remove_dir};
+use crate::site::Site;
 use crate::stages::Lap;
 use crate::transfer::{Hold, Opening, Restored, Taken, Transfer, opening_of, transfer_key};
 

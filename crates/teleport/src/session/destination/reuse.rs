@@ -8,7 +8,7 @@ use drover_core::{BLOCK_SIZE_U64, Digest};
 use drover_store::DataBits;
 use drover_store::sequences::{From, Sequences};
 
-use super::driver::DriverEvent;
+use super::event::DriverEvent;
 use crate::TeleportError;
 use crate::codec::Batch;
 use crate::destination::{Event, ReuseJob};

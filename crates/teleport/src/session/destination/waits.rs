@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use drover_store::sequences::{From, Reach};
 
-use super::driver::DriverEvent;
+use super::event::DriverEvent;
 use super::reuse::{Job, Work};
 use crate::destination::{Event, ReuseJob, Run};
 use crate::session::lane_in::Incoming;

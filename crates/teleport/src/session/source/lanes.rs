@@ -12,13 +12,14 @@ use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
-use super::{SendOptions, Sender};
 use crate::TeleportError;
 use crate::codec::Runs;
 use crate::compress::Pace;
+use crate::frames::CLOSE_LIMIT;
 use crate::progress::{Counters, WireTotals};
 use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, kind};
 use crate::services::JoinSession;
+use crate::session::SendOptions;
 use crate::session::lane_out::{LaneOut, LaneTimes, NeedQueue, socket_queue, write_lane};
 
 /// Lanes that are opened without being told to.
@@ -70,15 +71,20 @@ impl Plan {
 
 impl Lanes {
     /// Opens the first lane, and more when they help.
-    pub fn start(sender: &Sender, session: [u8; 16]) -> Self {
+    pub fn start(
+        session: [u8; 16],
+        options: SendOptions,
+        counters: Arc<Counters>,
+        wire: Arc<WireTotals>,
+    ) -> Self {
         let needs = Arc::new(NeedQueue::default());
         let (failures, failure) = mpsc::channel(1);
         let plan = Plan {
-            options: sender.options.clone(),
+            options,
             session,
             needs: needs.clone(),
-            counters: sender.counters.clone(),
-            wire: sender.wire.clone(),
+            counters,
+            wire,
             failures,
             times: Arc::default(),
         };
@@ -212,7 +218,7 @@ async fn open_lanes(
                 let _ = lane.ended.await;
             }
         };
-        let _ = tokio::time::timeout(super::CLOSE_LIMIT, ended).await;
+        let _ = tokio::time::timeout(CLOSE_LIMIT, ended).await;
     }
 }
 

@@ -1,8 +1,12 @@
 //! A site that stops is heard while an image is only looked at.
 
+use std::time::Duration;
+
 use drover_net::PeerKey;
+use tokio::sync::watch;
 
 use super::*;
+use crate::session::SessionShared;
 use crate::site::tests::Home;
 use crate::transfer::tests::{Sample, sample};
 
@@ -26,16 +30,7 @@ async fn ends() -> Ends {
     let (to, first_lane) = mpsc::channel(1);
     let (out, told) = mpsc::channel(64);
     let (stop, stopped) = watch::channel(false);
-    let shared = SessionShared {
-        peer: PeerKey([3; 32]),
-        peer_name: "lyon".into(),
-        number: 1,
-        current: RwLock::new(None),
-        lanes: AtomicU64::new(0),
-        progress: RwLock::new(None),
-        stages: Arc::default(),
-        frames: to,
-    };
+    let shared = SessionShared::new(PeerKey([3; 32]), "lyon".into(), 1, to);
     Ends {
         session: Session {
             site,

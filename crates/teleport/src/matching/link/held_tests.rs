@@ -12,6 +12,8 @@ use drover_storage::{Access, Directory, FakeDirectory, File, HostDirectory, Lock
 use drover_store::DataBits;
 
 use super::*;
+use crate::codec::Batch;
+use crate::protocol::BATCH_BLOCKS;
 
 /// Where syncs wait while it is shut: one is met on the way in, and let go on the way out.
 struct Gate {

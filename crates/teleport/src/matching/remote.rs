@@ -2,16 +2,26 @@
 
 use drover_index::Probe;
 use drover_net::service::{self, IncomingCall, read_reply};
-use drover_net::{ConnectOptions, Frame, KeepAlive, NetError, connect_any};
+use drover_net::{ConnectOptions, Frame, Identity, KeepAlive, NetError, PeerKey, connect_any};
 
-use super::{read_frames, write_frames};
+use super::link::{LocalTeleporter, RemoteLink, handle};
+use super::wire::{decode_event, encode_answer};
 use crate::TeleportError;
-use crate::matching::{
-    LocalTeleporter, RemoteLink, RemoteTeleporter, decode_event, encode_answer, handle,
-};
+use crate::frames::{read_frames, write_frames};
 use crate::protocol::{MAX_SESSION_FRAME, kind};
 use crate::services::BeginMatching;
 use crate::teleporter::{Answer, Event, ImageEvent};
+
+/// A teleporter on a third machine.
+#[derive(Debug, Clone)]
+pub struct RemoteTeleporter {
+    /// This site's identity.
+    pub identity: Identity,
+    /// The teleporter's key.
+    pub key: PeerKey,
+    /// Where it listens.
+    pub addresses: Vec<String>,
+}
 
 /// Connects a site to its teleporter.
 ///

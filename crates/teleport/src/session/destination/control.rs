@@ -1,0 +1,107 @@
+//! The control connection of a session: what the source says there, and what it is told.
+
+use std::sync::Arc;
+
+use drover_core::ImageName;
+use drover_net::{Code, Frame, Refusal, encode};
+use tokio::sync::{mpsc, watch};
+
+use crate::TeleportError;
+use crate::protocol::kind;
+use crate::session::SessionShared;
+use crate::site::Site;
+
+/// What the source says: on the control connection, and about the present image on the first lane.
+pub struct Frames {
+    pub control: mpsc::Receiver<Result<Frame, TeleportError>>,
+    /// A source does not wait for an image to be accepted before it sends the first batches: they
+    /// may be here before the offer is.
+    pub first_lane: mpsc::Receiver<Frame>,
+    /// The source, for people.
+    pub peer: String,
+}
+
+impl Frames {
+    /// The next frame about an image, from either connection; each keeps its order. Cancel safe.
+    pub async fn next(&mut self) -> Result<Frame, TeleportError> {
+        tokio::select! {
+            frame = self.control.recv() => said(frame, &self.peer),
+            Some(frame) = self.first_lane.recv() => Ok(frame),
+        }
+    }
+
+    /// The next frame of the control connection. Cancel safe.
+    pub async fn next_control(&mut self) -> Result<Frame, TeleportError> {
+        said(self.control.recv().await, &self.peer)
+    }
+}
+
+/// A source says goodbye before it goes.
+fn said(frame: Option<Result<Frame, TeleportError>>, peer: &str) -> Result<Frame, TeleportError> {
+    frame.unwrap_or_else(|| {
+        let peer = peer.to_owned();
+        Err(drover_net::NetError::Truncated { peer }.into())
+    })
+}
+
+/// A session's control connection.
+pub struct Session {
+    pub site: Arc<Site>,
+    pub shared: Arc<SessionShared>,
+    pub out: mpsc::Sender<Frame>,
+    pub stop: watch::Receiver<bool>,
+}
+
+impl Session {
+    pub async fn send(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
+        let frame = Frame {
+            kind,
+            payload: payload.into(),
+        };
+        self.out
+            .send(frame)
+            .await
+            .map_err(|_| TeleportError::Remote("the source is gone".into()))
+    }
+
+    pub async fn refuse(
+        &self,
+        name: &ImageName,
+        error: &TeleportError,
+    ) -> Result<(), TeleportError> {
+        let message = match error {
+            TeleportError::File { .. } | TeleportError::Store(_)
+                if error.refusal() == Some(Code::NoSpace) =>
+            {
+                format!(
+                    "{name}: the destination ran out of space; make room there and send it again: it goes on where it was"
+                )
+            }
+            _ => error.to_string(),
+        };
+        let refusal = Refusal::new(error.refusal().unwrap_or(Code::Failed), message);
+        self.send(kind::REFUSE, encode(&refusal)).await
+    }
+
+    /// Does something that leaves nothing behind, until it is done or the site stops.
+    pub async fn unless_stopped<T>(
+        &self,
+        work: impl Future<Output = Result<T, TeleportError>>,
+    ) -> Result<T, TeleportError> {
+        tokio::select! {
+            biased;
+            () = wait_true(self.stop.clone()) => Err(TeleportError::Stopped),
+            done = work => done,
+        }
+    }
+}
+
+pub fn stopped() -> TeleportError {
+    TeleportError::Remote("the site stopped".into())
+}
+
+pub async fn wait_true(mut flag: watch::Receiver<bool>) {
+    if flag.wait_for(|s| *s).await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}

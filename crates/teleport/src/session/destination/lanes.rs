@@ -1,0 +1,191 @@
+//! The lanes of a session at the destination.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
+use drover_net::{Code, Frame, KeepAlive, Refusal, Right};
+use tokio::sync::mpsc;
+
+use super::event::DriverEvent;
+use crate::TeleportError;
+use crate::codec::Literal;
+use crate::frames::{frame_bytes, write_frames};
+use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, kind};
+use crate::services::JoinSession;
+use crate::session::SessionShared;
+use crate::session::lane_in::LaneIn;
+use crate::site::Site;
+use crate::stages::Lap;
+
+/// Literal frames of a lane that wait to be unpacked.
+const LANE_QUEUE: usize = 2;
+
+/// How long a lane waits for its session, which was dialled at the same time.
+const LANE_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How often a lane says how busy it is.
+const BUSY_EVERY: Duration = Duration::from_millis(100);
+
+/// Takes what comes on the further connections of sessions ([`JoinSession`]).
+pub struct SessionLanes(pub Arc<Site>);
+
+impl Service for SessionLanes {
+    fn id(&self) -> &'static str {
+        JoinSession::SERVICE
+    }
+
+    fn right(&self) -> Right {
+        JoinSession::RIGHT
+    }
+
+    fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
+        Box::pin(async move { Ok(self.0.lane(peer, call).await?) })
+    }
+}
+
+impl Site {
+    /// The session of that number; a lane may come before its session.
+    async fn find_session(&self, session: [u8; 16]) -> Option<Arc<SessionShared>> {
+        let found = async {
+            loop {
+                let opened = self.session_opened.notified();
+                tokio::pin!(opened);
+                opened.as_mut().enable();
+                if let Some(found) = self.sessions.lock().get(&session).cloned() {
+                    return found;
+                }
+                opened.await;
+            }
+        };
+        tokio::time::timeout(LANE_PATIENCE, found).await.ok()
+    }
+
+    async fn lane(
+        self: &Arc<Self>,
+        peer: Peer,
+        mut call: IncomingCall,
+    ) -> Result<(), TeleportError> {
+        let JoinSession { session } = call.request()?;
+        let shared = self.find_session(session).await;
+        let shared = shared.filter(|s| {
+            s.is_of(&peer.key) && s.lanes.load(Ordering::Relaxed) < u64::from(MAX_LANES)
+        });
+        let Some(shared) = shared else {
+            let refusal = Refusal::new(Code::Denied, "no such session");
+            return Ok(call.refuse(&refusal).await?);
+        };
+        shared.lanes.fetch_add(1, Ordering::Relaxed);
+        call.reader.set_max_frame(MAX_SESSION_FRAME);
+        KeepAlive::default().apply(&mut call.reader, &mut call.writer);
+        call.accept::<JoinSession>(&()).await?;
+        let IncomingCall {
+            mut reader, writer, ..
+        } = call;
+        let (out, _) = write_frames(writer);
+        let (to, from) = mpsc::channel(LANE_QUEUE);
+        let worker = shared.clone();
+        let worker = tokio::task::spawn_blocking(move || unpack_lane(from, &worker, &out));
+        let stage = &shared.stages.receive;
+        let result = loop {
+            let next = stage.at_socket(reader.next()).await;
+            let mut lap = Lap::start();
+            if let Ok(Some(frame)) = &next {
+                stage.add_bytes(frame_bytes(frame.payload.len()));
+            }
+            match next {
+                Ok(Some(frame)) if matches!(frame.kind, kind::BATCH | kind::END) => {
+                    let _ = shared.frames.send(frame).await;
+                }
+                Ok(Some(frame)) => {
+                    if to.send(frame).await.is_err() {
+                        break Ok(());
+                    }
+                }
+                Ok(None) => break Ok(()),
+                Err(e) => break Err(e.into()),
+            }
+            lap.wait(stage);
+        };
+        drop(to);
+        let _ = worker.await;
+        shared.lanes.fetch_sub(1, Ordering::Relaxed);
+        result
+    }
+}
+
+/// Unpacks what a lane brings until it ends or fails; a failure fails the image.
+fn unpack_lane(
+    mut frames: mpsc::Receiver<Frame>,
+    shared: &SessionShared,
+    out: &mpsc::Sender<Frame>,
+) {
+    let mut lane = LaneIn::default();
+    let mut busy = BusyShare::default();
+    let mut lap = Lap::start();
+    while let Some(frame) = busy.idle(|| frames.blocking_recv()) {
+        lap.wait(&shared.stages.unpack);
+        if let Some(share) = busy.report() {
+            let payload = share.to_le_bytes().to_vec().into();
+            // Only a hint: never waited for.
+            let _ = out.try_send(Frame {
+                kind: kind::BUSY,
+                payload,
+            });
+        }
+        let current = shared.current.read().clone();
+        let Some(image) = current else { continue };
+        let taken = match Literal::decode(&frame.payload) {
+            // What was on its way when an image failed is of no use any more, but the lane's
+            // stream goes on with it: it ends here and the source opens another.
+            Ok(literal) if frame.kind == kind::LITERAL && literal.header.slot == image.slot => {
+                lane.take(&literal, &image)
+            }
+            Ok(_) => Err(TeleportError::Protocol(
+                "a lane brought something else than literals of the image".into(),
+            )),
+            Err(e) => Err(e.into()),
+        };
+        if let Err(e) = taken {
+            let _ = image.events.blocking_send(DriverEvent::Failed(e));
+            return;
+        }
+        lap.skip();
+    }
+}
+
+/// Which share of its time a lane has something to do.
+struct BusyShare {
+    since: Instant,
+    idle: Duration,
+}
+
+impl Default for BusyShare {
+    fn default() -> Self {
+        BusyShare {
+            since: Instant::now(),
+            idle: Duration::ZERO,
+        }
+    }
+}
+
+impl BusyShare {
+    fn idle<T>(&mut self, wait: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let out = wait();
+        self.idle += start.elapsed();
+        out
+    }
+
+    /// In thousandths, now and then.
+    fn report(&mut self) -> Option<u16> {
+        let all = self.since.elapsed();
+        if all < BUSY_EVERY {
+            return None;
+        }
+        let share = 1.0 - self.idle.as_secs_f64() / all.as_secs_f64();
+        *self = BusyShare::default();
+        Some((share * 1000.0) as u16)
+    }
+}

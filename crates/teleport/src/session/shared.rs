@@ -1,0 +1,70 @@
+//! What the connections of one session share at the destination.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use drover_net::{Frame, PeerKey};
+use parking_lot::RwLock;
+use tokio::sync::mpsc;
+
+use super::lane_in::Incoming;
+use crate::site::TransferStatus;
+use crate::stages::DestinationStages;
+
+/// What the connections of one session share.
+pub struct SessionShared {
+    pub peer: PeerKey,
+    pub peer_name: String,
+    /// Says which of two sessions is the newer.
+    pub number: u64,
+    pub current: RwLock<Option<Arc<Incoming>>>,
+    pub lanes: AtomicU64,
+    pub progress: RwLock<Option<Progress>>,
+    /// What the stages do, for the image it is at.
+    pub stages: Arc<DestinationStages>,
+    /// Where those frames of the first lane go that are no literals.
+    pub frames: mpsc::Sender<Frame>,
+}
+
+/// The transfer that a session is at.
+#[derive(Debug, Clone)]
+pub struct Progress {
+    pub name: String,
+    pub total_blocks: u64,
+    pub done_blocks: Arc<AtomicU64>,
+}
+
+impl SessionShared {
+    /// A session that has just been opened.
+    pub fn new(peer: PeerKey, peer_name: String, number: u64, frames: mpsc::Sender<Frame>) -> Self {
+        SessionShared {
+            peer,
+            peer_name,
+            number,
+            current: RwLock::default(),
+            lanes: AtomicU64::new(0),
+            progress: RwLock::default(),
+            stages: Arc::default(),
+            frames,
+        }
+    }
+
+    /// Whether it is a session of this peer.
+    pub fn is_of(&self, peer: &PeerKey) -> bool {
+        self.peer == *peer
+    }
+
+    /// The transfer it is at.
+    pub fn status(&self) -> Option<TransferStatus> {
+        let progress = self.progress.read().clone()?;
+        Some(TransferStatus {
+            name: progress.name,
+            peer: self.peer_name.clone(),
+            done_blocks: progress
+                .done_blocks
+                .load(Ordering::Relaxed)
+                .min(progress.total_blocks),
+            total_blocks: progress.total_blocks,
+        })
+    }
+}

@@ -1,0 +1,190 @@
+//! A file that is whole gets its name, and the catalog gets the image.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use drover_core::ImageName;
+use drover_image::{Layout, Stamp};
+use drover_index::ImageId;
+use drover_store::naming::{self, Named};
+use drover_store::{BlockMap, ImageMap, ImageRecord};
+
+use super::Site;
+use crate::TeleportError;
+use crate::files::remove_dir;
+use crate::log::RecordKind;
+use crate::teleporter::ImageEvent;
+use crate::transfer::{Closing, Leftover, Opening};
+
+/// A file that is whole and synced.
+pub(crate) struct Arrived {
+    pub(crate) dir: PathBuf,
+    pub(crate) opening: Opening,
+    pub(crate) layout: Arc<Layout>,
+    pub(crate) blocks: Arc<BlockMap>,
+    pub(crate) closing: Closing,
+}
+
+impl Arrived {
+    /// Its file, until that gets its name.
+    pub(crate) fn part(&self) -> PathBuf {
+        self.dir.join("image.part")
+    }
+
+    /// What a directory holds, if its file was whole.
+    pub(crate) fn of(left: Leftover) -> Result<Self, Box<Leftover>> {
+        let Some(closing) = left.closing else {
+            return Err(Box::new(left));
+        };
+        let mut blocks = BlockMap::default();
+        left.data.iter().for_each(|d| blocks.push(d));
+        Ok(Arrived {
+            dir: left.dir,
+            opening: left.opening,
+            layout: left.layout,
+            blocks: Arc::new(blocks),
+            closing,
+        })
+    }
+
+    /// Logs that the file is whole; from here on a crash cannot lose it.
+    pub(crate) fn log(&self, log: &mut crate::log::Log) -> Result<(), TeleportError> {
+        log.append(RecordKind::Closing, &drover_net::encode(&self.closing))?;
+        log.sync()
+    }
+}
+
+impl Site {
+    /// Gives a whole file its name and enters it. Every step can be repeated; where it cannot be entered, what had the
+    /// name has it again. `false` when the file has gone meanwhile.
+    pub(crate) fn settle(&self, arrived: &Arrived) -> Result<bool, TeleportError> {
+        let offer = &arrived.opening.offer;
+        let target = self.config.images_dir.join(offer.name.as_str());
+        let part = arrived.part();
+        let id = ImageId(arrived.opening.image);
+        let old = self.images.by_name(&offer.name);
+        let mut named = None;
+        if part.exists() {
+            let all_known = arrived.blocks.walk_blocks() == arrived.layout.walk_blocks();
+            if all_known && !self.images.map_path(id).exists() {
+                self.save_map(arrived)?;
+            }
+            if let Some(old) = &old {
+                self.copy_sequences_of(old.id);
+            }
+            named = Some(Named::new(&part, &target, false)?);
+        } else if !self.images.map_path(id).exists() || !self.is_in_place(arrived, old.as_ref()) {
+            self.discard(&arrived.dir, id);
+            let _ = std::fs::remove_file(self.images.map_path(id));
+            return Ok(false);
+        }
+        let record = ImageRecord {
+            id,
+            name: offer.name.clone(),
+            stamp: Stamp::of_path(&target).ok(),
+            path: target,
+            format: offer.format.clone(),
+            size_bytes: offer.file_bytes,
+            data_bytes: arrived.layout.covered_bytes(),
+            virtual_bytes: offer.virtual_bytes,
+            digest: arrived.closing.digest,
+            added_unix: arrived.closing.added_unix,
+            from: arrived.opening.peer_name.clone(),
+            external: false,
+        };
+        let old = self.enter(&record, named)?;
+        self.partials.remove(id);
+        remove_dir(&arrived.dir);
+        if let Some(old) = old {
+            self.sequences.drop_image(old.id);
+            self.tell(old.id, ImageEvent::Forget);
+            self.tell(id, ImageEvent::Reindex);
+            self.images_went.store(true, Ordering::Relaxed);
+        }
+        self.wake_copier();
+        Ok(true)
+    }
+
+    /// Enters an image whose file has just got its name, or had it already. When that fails, what had the name before
+    /// gets it back.
+    pub(super) fn enter(
+        &self,
+        record: &ImageRecord,
+        named: Option<Named>,
+    ) -> Result<Option<ImageRecord>, TeleportError> {
+        match self.images.put(record) {
+            Ok(old) => {
+                if let Some(named) = named {
+                    named.entered();
+                }
+                Ok(old)
+            }
+            Err(e) => {
+                if let Some(named) = named.filter(|_| !self.is_entered(record)) {
+                    named.undo();
+                }
+                Err(e.into())
+            }
+        }
+    }
+
+    /// Whether the catalog took an image in although it said that it failed.
+    fn is_entered(&self, record: &ImageRecord) -> bool {
+        let now = self.catalog.by_name(&record.name);
+        now.is_ok_and(|now| now.is_some_and(|now| now.id == record.id))
+    }
+
+    /// A site that stopped while it undid a naming has left the new file under both names: what had the name before
+    /// gets it back, since nothing may be written to the other then.
+    ///
+    /// # Errors
+    /// When it cannot be renamed.
+    pub fn finish_undoing(&self, dir: &Path, name: &ImageName) -> Result<(), TeleportError> {
+        let (part, target) = (dir.join("image.part"), self.image_path(name));
+        Ok(naming::finish_undoing(&part, &target)?)
+    }
+
+    /// Whether the file of that name is the one that arrived. Another image may have taken the name before
+    /// the catalog took this one.
+    fn is_in_place(&self, arrived: &Arrived, entered: Option<&ImageRecord>) -> bool {
+        let target = self.image_path(&arrived.opening.offer.name);
+        let size = std::fs::metadata(&target).map_or(0, |about| about.len());
+        let digest = || crate::walk::digest_file(&target, &mut |_, _| {});
+        target.exists()
+            && (entered.is_some_and(|e| e.id.0 == arrived.opening.image)
+                || (size == arrived.opening.offer.file_bytes
+                    && digest().is_ok_and(|found| found == arrived.closing.digest)))
+    }
+
+    /// What will be remembered of a file that is whole and synced, before it gets its name.
+    pub(crate) fn save_map(&self, arrived: &Arrived) -> Result<(), TeleportError> {
+        let offer = &arrived.opening.offer;
+        let id = ImageId(arrived.opening.image);
+        let record = ImageRecord {
+            id,
+            name: offer.name.clone(),
+            path: self.config.images_dir.join(offer.name.as_str()),
+            format: offer.format.clone(),
+            size_bytes: offer.file_bytes,
+            data_bytes: arrived.layout.covered_bytes(),
+            virtual_bytes: offer.virtual_bytes,
+            digest: arrived.closing.digest,
+            stamp: None,
+            added_unix: arrived.closing.added_unix,
+            from: arrived.opening.peer_name.clone(),
+            external: false,
+        };
+        let map = ImageMap {
+            layout: arrived.layout.clone(),
+            blocks: arrived.blocks.clone(),
+        };
+        Ok(map.save(&record, &self.images.map_path(id))?)
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn unix_now() -> i64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |d| i64::try_from(d.as_secs()).unwrap_or(i64::MAX))
+}

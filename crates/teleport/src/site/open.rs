@@ -1,0 +1,144 @@
+//! How a site opens: what an earlier run left is put right, then the background threads start.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use drover_index::ImageId;
+use drover_store::sequences::Sequences;
+use drover_store::{BlockMap, Catalog, Images};
+use parking_lot::{Mutex, RwLock};
+
+use super::{Holder, Site, SiteConfig, Totals, catch_up, recover, shared};
+use crate::TeleportError;
+use crate::matching::{Matching, handle, open_teleporter};
+use crate::teleporter::{Event, ImageEvent};
+
+impl Site {
+    /// Opens a site of whose images nobody needs one as it is. What had to be repaired is said, a line each.
+    ///
+    /// # Errors
+    /// When a directory, the catalog or the matcher's files cannot be used.
+    pub fn open(
+        config: SiteConfig,
+        catalog: Arc<dyn Catalog>,
+    ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
+        Self::open_with(config, catalog, None)
+    }
+
+    /// The same, but `holder` is asked before an image is replaced or removed, from the start: a delivery that was cut
+    /// off, or failed at its last step, is finished when the site opens.
+    ///
+    /// # Errors
+    /// As [`Site::open`].
+    pub fn open_held_by(
+        config: SiteConfig,
+        catalog: Arc<dyn Catalog>,
+        holder: Arc<Holder>,
+    ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
+        Self::open_with(config, catalog, Some(holder))
+    }
+
+    fn open_with(
+        config: SiteConfig,
+        catalog: Arc<dyn Catalog>,
+        holder: Option<Arc<Holder>>,
+    ) -> Result<(Arc<Self>, Vec<String>), TeleportError> {
+        let mut repairs = Vec::new();
+        for dir in [&config.images_dir, &config.work_dir, &config.state_dir] {
+            std::fs::create_dir_all(dir).map_err(TeleportError::file("create", dir))?;
+        }
+        let recover::Found { whole, stopped } =
+            recover::transfers_found(&config.work_dir.join("transfers"), &mut repairs)?;
+        let awaited = whole.iter().map(|a| ImageId(a.opening.image)).collect();
+        let maps = config.state_dir.join("maps");
+        let images = Images::open(catalog.clone(), maps, &awaited, &mut repairs)?;
+        let sequences = Sequences::open(&config.work_dir, config.sequence_data_bytes)?;
+        let matching = match &config.teleporter {
+            Some(remote) => Matching::Remote(remote.clone()),
+            None => Matching::Local(open_teleporter(
+                &config.state_dir.join("index"),
+                config.sequence_data_bytes,
+                &mut repairs,
+            )?),
+        };
+        let (wake, wakes) = crossbeam_channel::bounded(1);
+        let (catch_up_wakes, lacks) = crossbeam_channel::bounded(1);
+        let site = Arc::new(Site {
+            config,
+            catalog,
+            images,
+            partials: Arc::default(),
+            sequences,
+            matching,
+            matched: Arc::default(),
+            active: Arc::default(),
+            sessions: Mutex::default(),
+            session_opened: tokio::sync::Notify::new(),
+            totals: Totals::default(),
+            closing: AtomicBool::new(false),
+            copier: Mutex::new(None),
+            copier_wakes: wake,
+            catch_up_wakes,
+            behind: AtomicBool::new(true),
+            indexing: Mutex::default(),
+            images_went: AtomicBool::new(true),
+            trimmings: Mutex::new(0),
+            holds: RwLock::new(holder),
+        });
+        for (image, part, left) in stopped {
+            let mut blocks = BlockMap::default();
+            left.data.iter().for_each(|d| blocks.push(d));
+            site.partials.add_stopped(image, &part, left.layout, blocks);
+        }
+        site.recover(whole, &mut repairs);
+        site.forget_strays();
+        site.name_the_lost(&mut repairs);
+        let copier = shared::start_copier(&site, wakes);
+        *site.copier.lock() = copier.ok();
+        site.wake_copier();
+        // Without it nothing is lost but what the matcher would have found.
+        if let Err(e) = catch_up::start(&site, lacks) {
+            tracing::warn!(error = %e, "no thread to tell the matcher what it lacks");
+        }
+        Ok((site, repairs))
+    }
+
+    /// Hash files of images that are neither here nor on their way are of no use.
+    fn forget_strays(&self) {
+        let Matching::Local(teleporter) = &self.matching else {
+            return;
+        };
+        let strays: Vec<ImageId> = teleporter
+            .lock()
+            .images()
+            .into_iter()
+            .filter(|i| !self.images.knows(*i) && !self.partials.knows(*i))
+            .collect();
+        for image in strays {
+            let _ = handle(teleporter, Event::Image(image, ImageEvent::Forget));
+        }
+    }
+
+    /// Says which images' blocks can no longer be found or read for reuse, and the way out.
+    fn name_the_lost(&self, repairs: &mut Vec<String>) {
+        let Matching::Local(teleporter) = &self.matching else {
+            return;
+        };
+        let found: HashSet<ImageId> = teleporter.lock().images().into_iter().collect();
+        for image in self.images.list() {
+            if !self.images.map_path(image.id).exists() {
+                repairs.push(format!(
+                    "{}: its map is lost, so its blocks are not reused; `drover index {}` makes it again",
+                    image.name,
+                    image.path.display()
+                ));
+            } else if !found.contains(&image.id) {
+                repairs.push(format!(
+                    "{}: its hash file is lost; it is made again from the image, until then its blocks are not reused",
+                    image.name
+                ));
+            }
+        }
+    }
+}
