@@ -1,5 +1,5 @@
-//! A lane from an untrusted source: frame after frame is decoded and unpacked by the one stream
-//! of the lane. The other half of the inputs is packed as a source would, and must come back.
+//! A connection from an untrusted source: frame after frame is decoded and unpacked by the one stream
+//! of the connection. The other half of the inputs is packed as a source would, and must come back.
 
 #![no_main]
 
@@ -9,7 +9,7 @@ use drover_teleport::compress::{Effort, Packer, Unpacker};
 use drover_teleport::protocol::FRAME_BLOCKS;
 use libfuzzer_sys::fuzz_target;
 
-fn lane(mut data: &[u8]) {
+fn stream(mut data: &[u8]) {
     let mut unpacker = Unpacker::default();
     let mut blocks = Vec::new();
     while let Some((length, rest)) = data.split_first_chunk::<2>() {
@@ -29,7 +29,7 @@ fn lane(mut data: &[u8]) {
             .unpack(literal.header.packing, literal.packed, &mut blocks)
             .is_err()
         {
-            return; // The lane ends at its first error.
+            return; // The connection ends at its first error.
         }
     }
 }
@@ -64,6 +64,6 @@ fn there_and_back(data: &[u8]) {
 
 fuzz_target!(|data: &[u8]| match data.split_first() {
     Some((0, rest)) => there_and_back(rest),
-    Some((_, rest)) => lane(rest),
+    Some((_, rest)) => stream(rest),
     None => {}
 });

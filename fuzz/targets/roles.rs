@@ -124,7 +124,7 @@ fn destination(input: &mut Input<'_>) {
                 let failed = blocks.filter(|i| i % every == 0 && every < 250).collect();
                 Event::Reused { job, failed }
             }
-            // As a lane lets them through: data blocks of batches that are not complete.
+            // As a data connection lets them through: data blocks of batches that are not complete.
             5 if !open.is_empty() => {
                 let batch = &open[input.byte() as usize % open.len()];
                 let (from, n) = (input.byte(), input.number());
@@ -229,7 +229,6 @@ fn the_source(input: &mut Input<'_>) {
                 zero_blocks: 0,
                 resumed_blocks: 0,
                 matched: Matched::default(),
-                plan_bytes: 0,
                 stages: Box::default(),
             }),
         };

@@ -48,7 +48,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         addresses: peer.addresses,
         limit,
         dry_run: args.dry_run,
-        lanes: args.connections,
+        connections: args.connections,
         compress: args.compress.0,
         give_up_after: args.give_up_after,
     };

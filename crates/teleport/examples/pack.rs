@@ -1,5 +1,5 @@
 //! How small and how fast the literals of an image become at each effort: the blocks of the last
-//! image that the ones before do not have, packed as one lane would. Times are processor time, so
+//! image that the ones before do not have, packed as one connection would. Times are processor time, so
 //! that what else the machine does changes little.
 //!
 //! `cargo run --release -p drover-teleport --example pack -- FIRST.raw SECOND.raw`

@@ -1,7 +1,7 @@
-//! Compression of literals: a lane's stream, and the level that suits its link.
+//! Compression of literals: a connection's stream, and the level that suits its link.
 //!
-//! A lane is one zstd stream that is flushed at every frame, so that a frame can refer to what the
-//! lane carried before it: blocks that belong together are rarely in one frame only. How hard to
+//! A connection is one zstd stream that is flushed at every frame, so that a frame can refer to what the
+//! connection carried before it: blocks that belong together are rarely in one frame only. How hard to
 //! compress, [`Pace`] says.
 
 use std::fmt;
@@ -20,7 +20,7 @@ pub use pace::{Pace, Passed};
 /// The highest zstd level that can be asked for: those above take longer than any link.
 pub const MAX_LEVEL: u8 = 15;
 
-/// What a lane does to a frame.
+/// What a connection does to a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effort {
     /// Nothing.
@@ -50,7 +50,7 @@ const WORTHWHILE: usize = 248;
 /// Bytes of a frame that are looked at to see whether it shrinks at all.
 const PROBE_BYTES: usize = 32 << 10;
 
-/// The sending end of a lane.
+/// The sending end of a connection.
 pub struct Packer {
     stream: Option<(i32, Encoder<'static>)>,
     window_log: u32,
@@ -143,7 +143,7 @@ fn shrinks(blocks: &[u8]) -> io::Result<bool> {
     Ok(packed.len() < PROBE_BYTES / 256 * WORTHWHILE)
 }
 
-/// The receiving end of a lane.
+/// The receiving end of a connection.
 #[derive(Default)]
 pub struct Unpacker {
     stream: Option<Decoder<'static>>,

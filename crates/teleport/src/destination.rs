@@ -89,7 +89,7 @@ pub enum Event {
 /// What the driver must do.
 #[derive(Debug)]
 pub enum Action {
-    /// Log the batch, make its digests known to the lanes, and have it matched.
+    /// Log the batch, make its digests known to the data connections, and have it matched.
     Match(Arc<Batch>),
     /// Copy and verify.
     Reuse(ReuseJob),

@@ -32,20 +32,24 @@ pub enum RecordKind {
     Layout,
     /// A batch with its plan.
     Batch,
-    /// Not written by this version.
-    Plan,
     /// The file is whole and synced and is about to get its name (postcard of `Closing`).
     Closing,
 }
 
 impl RecordKind {
     fn number(self) -> u8 {
-        self as u8 + 1
+        match self {
+            RecordKind::Opening => 1,
+            RecordKind::Layout => 2,
+            RecordKind::Batch => 3,
+            // 4 was a plan; a log that has one ends there.
+            RecordKind::Closing => 5,
+        }
     }
 
     fn from_number(n: u8) -> Option<Self> {
         use RecordKind::*;
-        [Opening, Layout, Batch, Plan, Closing]
+        [Opening, Layout, Batch, Closing]
             .into_iter()
             .find(|k| k.number() == n)
     }
@@ -271,7 +275,7 @@ mod tests {
             (RecordKind::Opening, b"who".to_vec()),
             (RecordKind::Layout, vec![]),
             (RecordKind::Batch, vec![7; 300]),
-            (RecordKind::Plan, vec![9; 40]),
+            (RecordKind::Batch, vec![9; 40]),
         ];
         let mut log = Log::create(path, &disk()).unwrap();
         for (k, p) in &records {
@@ -317,6 +321,31 @@ mod tests {
             let again = read(&path).unwrap();
             assert_eq!(again.len(), kept.len() + 1);
             assert_eq!(again.last().unwrap().1, b"end");
+        }
+    }
+
+    #[test]
+    fn a_record_of_an_unknown_kind_ends_the_log_and_it_goes_on_before_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let records = sample(&path);
+        let before = std::fs::metadata(&path).unwrap().len();
+        for kind in [4u8, 6] {
+            let payload = b"a plan, as early versions wrote";
+            let mut bytes = std::fs::read(&path).unwrap();
+            bytes.extend((payload.len() as u32).to_le_bytes());
+            bytes.extend([kind, 0, 0, 0]);
+            bytes.extend(checksum(kind, payload).to_le_bytes());
+            bytes.extend(payload);
+            std::fs::write(&path, &bytes).unwrap();
+            let mut log = Log::reopen(&path, bytes.len() as u64, &disk()).unwrap();
+            log.append(RecordKind::Closing, b"end").unwrap();
+            assert!(!is_closed(&path));
+            let mut reader = LogReader::open(&path).unwrap().unwrap();
+            let kept: Vec<_> = reader.by_ref().map(|r| (r.kind, r.payload)).collect();
+            assert_eq!((kept, reader.valid_bytes()), (records.clone(), before));
+            Log::reopen(&path, before, &disk()).unwrap();
+            assert_eq!(std::fs::metadata(&path).unwrap().len(), before);
         }
     }
 

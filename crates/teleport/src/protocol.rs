@@ -15,7 +15,7 @@
 //!
 //! # Course of a session
 //! A session is a call of [`OpenSession`](crate::services::OpenSession); further connections join it
-//! with [`JoinSession`](crate::services::JoinSession) and carry literals. The first lane also carries BATCH and END, ahead of the literals: on a connection of
+//! with [`JoinSession`](crate::services::JoinSession) and carry literals. The first data connection also carries BATCH and END, ahead of the literals: on a connection of
 //! their own they would compete with the blocks for the link. The source says hello, makes its request, offers the first image and
 //! sends its first batches in one flight.
 //! Then, for one image after the other, on the control connection:
@@ -24,11 +24,11 @@
 //! source                                destination
 //! OFFER Offer, LAYOUT*              ->
 //!                                   <-  ACCEPT Accept | REFUSE Refusal
-//! BATCH (on the first lane)         ->
+//! BATCH (on the first data connection)         ->
 //!                                   <-  NEED runs of blocks to send      } in any order,
 //!                                   <-  ACK batch complete               } pipelined
-//! LITERAL (on the lanes)            ->
-//! END digest of the image (1st lane) ->
+//! LITERAL (on the data connections)            ->
+//! END digest of the image (1st data connection) ->
 //!                                   <-  DELIVERED Delivered | REFUSE Refusal
 //! GOODBYE after the last            ->
 //! ```
@@ -65,8 +65,8 @@ pub const MAX_SESSION_FRAME: usize = 2 << 20;
 /// Images in one session at most.
 pub const MAX_SESSION_IMAGES: u32 = 10_000;
 
-/// Lanes in one session at most.
-pub const MAX_LANES: u16 = 8;
+/// Data connections in one session at most.
+pub const MAX_DATA_CONNECTIONS: u16 = 8;
 
 /// Frame kinds, beside those of a [call](drover_net::service::kind).
 pub mod kind {
@@ -94,7 +94,7 @@ pub mod kind {
     pub const ACK: u8 = 0x23;
     /// A [`super::Delivered`].
     pub const DELIVERED: u8 = 0x24;
-    /// On a lane: which share of its time the destination was busy with it, in thousandths (two
+    /// On a data connection: which share of its time the destination was busy with it, in thousandths (two
     /// bytes, little-endian).
     pub const BUSY: u8 = 0x26;
     /// What `--dry-run` found (a [`super::Estimate`]).
@@ -192,8 +192,6 @@ pub struct Delivered {
     pub resumed_blocks: u64,
     /// Through which caches.
     pub matched: Matched,
-    /// Bytes of plan that went to a lone teleporter and back, else zero.
-    pub plan_bytes: u64,
     /// Where the time went there.
     pub stages: Box<DestinationTimes>,
 }

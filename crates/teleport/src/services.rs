@@ -12,7 +12,7 @@ use crate::transfers::Unfinished;
 pub struct OpenSession {
     /// How many images will be offered.
     pub images: u32,
-    /// The session's number: the source chooses it at random, so that lanes need not wait for an answer to name it.
+    /// The session's number: the source chooses it at random, so that data connections need not wait for an answer to name it.
     pub session: [u8; 16],
 }
 request!(OpenSession: "session.open", Send, () => ());

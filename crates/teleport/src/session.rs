@@ -2,8 +2,8 @@
 //! for sockets, bounded queues between them.
 
 mod destination;
-mod lane_in;
-mod lane_out;
+mod literals_in;
+mod literals_out;
 mod options;
 mod shared;
 mod source;
@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use crate::TeleportError;
 use crate::progress::{Counters, ImageReport, SendEvent, WireTotals};
 
-pub use destination::{SessionLanes, Sessions};
+pub use destination::{DataConnections, Sessions};
 pub use options::{OnEvent, SendItem, SendOptions};
 pub(crate) use shared::SessionShared;
 

@@ -16,7 +16,7 @@ const MAX_ASKS_PER_BLOCK: u64 = 4;
 /// at once would push the first blocks off the link.
 pub const FIRST_WINDOW: u64 = 8;
 
-/// Batches that each acknowledgement allows beyond that: quickly enough that the lanes still have
+/// Batches that each acknowledgement allows beyond that: quickly enough that the data connections still have
 /// blocks to send while the digests of a part that matches altogether go by.
 const WINDOW_STEP: u64 = 8;
 
@@ -50,7 +50,7 @@ pub enum Action {
     WalkTo(u64),
     /// Send a batch frame.
     Batch(Vec<u8>),
-    /// Have the lanes send these blocks.
+    /// Have the data connections send these blocks.
     Literals(Runs),
     /// Send END.
     End(Digest),

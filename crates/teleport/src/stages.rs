@@ -176,11 +176,11 @@ stages! {
     scan,
     /// The walk digests the blocks that are not zero, and the file.
     digest,
-    /// The lanes read blocks that the destination has asked for.
+    /// The data connections read blocks that the destination has asked for.
     fetch,
-    /// The lanes compress them.
+    /// The data connections compress them.
     compress,
-    /// The lanes encrypt and write to their sockets: literals, and batches on the first.
+    /// The data connections encrypt and write to their sockets: literals, and batches on the first.
     send,
 }
 
@@ -189,7 +189,7 @@ stages! {
     DestinationStages,
     /// The times of the stages at the destination.
     DestinationTimes:
-    /// The lanes read from their sockets and decrypt.
+    /// The data connections read from their sockets and decrypt.
     receive,
     /// Literals are unpacked.
     unpack,

@@ -11,7 +11,7 @@ use drover_net::PeerKey;
 /// Connections at once, in all.
 pub const MAX_CONNECTIONS: usize = 1024;
 
-/// Connections at once of one peer: several sessions, each with its lanes.
+/// Connections at once of one peer: several sessions, each with its data connections.
 pub const MAX_PER_PEER: usize = 256;
 
 /// Connections at once from one address that have not shown a trusted key.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use drover_mount::server::Connections;
 use drover_net::service::Services;
 use drover_net::{Code, Refusal};
-use drover_teleport::session::{SessionLanes, Sessions};
+use drover_teleport::session::{DataConnections, Sessions};
 
 use super::matching::Matching;
 use super::server::{Common, Duty, OfSite, Server};
@@ -54,7 +54,7 @@ fn for_site(services: &mut Services, site: &OfSite) {
     services.handle::<of_teleport::BeginMatching>(Refusal::new(Code::Denied, text));
     let sessions = Sessions(Arc::clone(&site.site));
     services.add(Counted(Arc::clone(&site.server), sessions));
-    services.add(SessionLanes(Arc::clone(&site.site)));
+    services.add(DataConnections(Arc::clone(&site.site)));
     services.add(Connections(Arc::clone(&site.devices)));
     services.handle::<of_teleport::ListImages>(site.clone());
     services.handle::<of_teleport::VerifyImage>(site.clone());

@@ -76,7 +76,7 @@ struct Trial {
 }
 
 impl ConnectionTrials {
-    /// One lane works; there may be `most`.
+    /// One data connection works; there may be `most`.
     #[must_use]
     pub fn new(most: u16) -> Self {
         ConnectionTrials {

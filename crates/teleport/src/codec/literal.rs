@@ -12,9 +12,9 @@ pub enum Packing {
     Plain,
     /// One LZ4 block.
     Lz4,
-    /// A piece of the lane's zstd stream, which begins anew with this frame.
+    /// A piece of the connection's zstd stream, which begins anew with this frame.
     ZstdNew,
-    /// A piece of the lane's zstd stream, which goes on.
+    /// A piece of the connection's zstd stream, which goes on.
     ZstdMore,
 }
 

@@ -1,4 +1,4 @@
-//! How hard to compress: a model of a lane's pipeline, learned by use.
+//! How hard to compress: a model of a connection's pipeline, learned by use.
 //!
 //! Blocks are read and packed by one thread, go over the link, and are unpacked by another. The slowest
 //! of the three sets the pace, so the best effort is the one at which the slowest is fastest:
@@ -34,7 +34,7 @@ const COSTS: [f64; N] = [
 /// What packing leaves of the same data.
 const SHARES: [f64; N] = [1.0, 0.471, 0.352, 0.334, 0.3115, 0.296, 0.288, 0.285];
 
-/// Where a lane begins on a link of unknown rate.
+/// Where a connection begins on a link of unknown rate.
 const FAR: usize = 3;
 
 /// A link within a building is rarely slow, and on one machine both ends want the same cores.

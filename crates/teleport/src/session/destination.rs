@@ -2,11 +2,11 @@
 
 mod compare;
 mod control;
+mod data;
 mod driver;
 mod estimate;
 mod event;
 mod images;
-mod lanes;
 mod matching;
 mod prepare;
 mod reuse;
@@ -26,8 +26,8 @@ use crate::protocol::{MAX_SESSION_FRAME, MAX_SESSION_IMAGES};
 use crate::services::OpenSession;
 use crate::site::Site;
 
+pub use data::DataConnections;
 pub use event::DriverEvent;
-pub use lanes::SessionLanes;
 
 /// Takes a session out of the site's list when it ends.
 struct Registered {
@@ -68,7 +68,7 @@ impl Site {
         let request: OpenSession = call.request()?;
         call.reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut call.reader, &mut call.writer);
-        let (to, first_lane) = mpsc::channel(FRAME_QUEUE);
+        let (to, first_data) = mpsc::channel(FRAME_QUEUE);
         let number = self.active.number();
         let shared = Arc::new(SessionShared::new(peer.key, peer.name, number, to));
         let Some(registered) = self.register(shared.clone(), request) else {
@@ -86,7 +86,7 @@ impl Site {
         let mut frames = Frames {
             peer: reader.peer_text().to_owned(),
             control: read_frames(reader),
-            first_lane,
+            first_data,
         };
         let (out, written) = write_frames(writer);
         let mut session = Session {

@@ -38,7 +38,7 @@ pub struct SendOptions {
     /// Only find out what would cross the link.
     pub dry_run: bool,
     /// Connections for literals: a fixed number, or as many as help.
-    pub lanes: Option<u16>,
+    pub connections: Option<u16>,
     /// How hard literals are compressed; by itself as suits the link and the machines.
     pub compress: Option<Effort>,
     /// How long to go on reconnecting without any progress.

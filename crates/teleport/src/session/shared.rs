@@ -7,7 +7,7 @@ use drover_net::{Frame, PeerKey};
 use parking_lot::RwLock;
 use tokio::sync::mpsc;
 
-use super::lane_in::Incoming;
+use super::literals_in::Incoming;
 use crate::site::TransferStatus;
 use crate::stages::DestinationStages;
 
@@ -18,11 +18,11 @@ pub struct SessionShared {
     /// Says which of two sessions is the newer.
     pub number: u64,
     pub current: RwLock<Option<Arc<Incoming>>>,
-    pub lanes: AtomicU64,
+    pub connections: AtomicU64,
     pub progress: RwLock<Option<Progress>>,
     /// What the stages do, for the image it is at.
     pub stages: Arc<DestinationStages>,
-    /// Where those frames of the first lane go that are no literals.
+    /// Where those frames of the first data connection go that are no literals.
     pub frames: mpsc::Sender<Frame>,
 }
 
@@ -42,7 +42,7 @@ impl SessionShared {
             peer_name,
             number,
             current: RwLock::default(),
-            lanes: AtomicU64::new(0),
+            connections: AtomicU64::new(0),
             progress: RwLock::default(),
             stages: Arc::default(),
             frames,

@@ -2,7 +2,7 @@
 //! what the destination asks for.
 
 mod estimate;
-mod lanes;
+mod pool;
 mod tally;
 
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use drover_net::{
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
-use self::lanes::{Lanes, Wait};
+use self::pool::{DataPool, Wait};
 use self::tally::Tally;
 use super::{OnEvent, SendItem, SendOptions};
 use crate::TeleportError;
@@ -37,7 +37,7 @@ use crate::walk::{Walk, check_unchanged, read_image};
 /// Batches between the walk and the socket.
 const WALK_QUEUE: usize = 4;
 
-/// How long the destination may take to say why it ended a lane.
+/// How long the destination may take to say why it ended a data connection.
 const WHY_LIMIT: Duration = Duration::from_secs(2);
 
 /// Sends a list of images over as many sessions as it takes.
@@ -105,8 +105,8 @@ impl Control {
         Ok(frame)
     }
 
-    /// Why the session broke: a destination that gives an image up ends the lanes too, and a lane
-    /// may be the first to show it. What it has to say is not lost with the lane.
+    /// Why the session broke: a destination that gives an image up ends the data connections too, and a data connection
+    /// may be the first to show it. What it has to say is not lost with the data connection.
     async fn why(&mut self, broke: TeleportError) -> TeleportError {
         let refused = async {
             loop {
@@ -221,7 +221,7 @@ impl Sender {
         self.open = false;
         let images = (self.items.len() - self.done) as u32;
         let session = random_id();
-        let lanes = Lanes::start(
+        let pool = DataPool::start(
             session,
             self.options.clone(),
             self.counters.clone(),
@@ -232,7 +232,7 @@ impl Sender {
         let (frames, writer) = match self.dial(OpenSession { images, session }).await {
             Ok(dialled) => dialled,
             Err(e) => {
-                lanes.close(Wait::ForPeer).await;
+                pool.close(Wait::ForPeer).await;
                 return Err(e);
             }
         };
@@ -245,14 +245,14 @@ impl Sender {
             written,
             open: false,
         };
-        let mut result = self.images(first, &mut control, &lanes).await;
+        let mut result = self.images(first, &mut control, &pool).await;
         let mut wait = Wait::ForPeer;
         if result.is_ok() {
             result = control.send(kind::GOODBYE, Vec::new()).await;
             // Everything was acknowledged: nobody has to wait until the other side hangs up.
             wait = Wait::ForSocket;
         }
-        lanes.close(wait).await;
+        pool.close(wait).await;
         self.open = control.open;
         let Control {
             frames,
@@ -317,12 +317,12 @@ impl Sender {
         &mut self,
         mut begun: Option<JoinHandle<Result<Begun, TeleportError>>>,
         control: &mut Control,
-        lanes: &Lanes,
+        pool: &DataPool,
     ) -> Result<(), TeleportError> {
         while let Some(next) = begun.take() {
             let next = next.await.map_err(|_| broken())??;
             let image = next.image.clone();
-            let result = self.image(next, control, lanes).await;
+            let result = self.image(next, control, pool).await;
             if let Err(e) = result {
                 // Whatever went wrong, that the image changed is what the user must hear.
                 let changed = tokio::task::spawn_blocking(move || check_unchanged(&image)).await;
@@ -344,16 +344,14 @@ impl Sender {
         &mut self,
         begun: Begun,
         control: &mut Control,
-        lanes: &Lanes,
+        pool: &DataPool,
     ) -> Result<(), TeleportError> {
         let item = self.items[self.done].clone();
         let image = begun.image.clone();
         let offer = self.offer(&item, &image, control).await?;
-        lanes.set_image(offer.slot, image.clone());
+        pool.set_image(offer.slot, image.clone());
         let mut machine = Source::new(offer.walk_blocks);
-        let end = self
-            .drive(&mut machine, &offer, begun, control, lanes)
-            .await;
+        let end = self.drive(&mut machine, &offer, begun, control, pool).await;
         let end = match end {
             Err(e) if e.retryable() => Err(control.why(e).await),
             end => end,
@@ -383,7 +381,7 @@ impl Sender {
                 }
                 self.report(&item, &image, delivered);
             }
-            Outcome::Estimated(estimate) => self.estimated(&item, &image, estimate, lanes).await?,
+            Outcome::Estimated(estimate) => self.estimated(&item, &image, estimate, pool).await?,
         }
         Ok(())
     }
@@ -433,7 +431,7 @@ impl Sender {
         offer: &Offer,
         begun: Begun,
         control: &mut Control,
-        lanes: &Lanes,
+        pool: &DataPool,
     ) -> Result<Outcome, TeleportError> {
         let Begun {
             image,
@@ -459,9 +457,9 @@ impl Sender {
                     Action::Literals(runs) => {
                         Counters::add(&self.counters.needed_blocks, runs.count());
                         if !offer.dry_run {
-                            lanes.need(&runs);
+                            pool.need(&runs);
                         } else {
-                            lanes.sample(&runs);
+                            pool.sample(&runs);
                         }
                     }
                     Action::End(digest) => {
@@ -481,7 +479,7 @@ impl Sender {
             let event = tokio::select! {
                 biased;
                 _ = stop.wait_for(|s| *s) => return Err(TeleportError::Stopped),
-                failed = lanes.failed() => return Err(failed),
+                failed = pool.failed() => return Err(failed),
                 frame = control.next() => {
                     match self.event_of(frame?)? {
                         Heard::Event(Event::Accepted(accept)) => {
@@ -501,7 +499,7 @@ impl Sender {
                 }
                 // Nothing more is walked while a frame waits for the socket: that is the
                 // backpressure of a slow link.
-                room = lanes.first.reserve(), if !outgoing.is_empty() => {
+                room = pool.first.reserve(), if !outgoing.is_empty() => {
                     if let (Ok(room), Some(frame)) = (room, outgoing.pop_front()) {
                         room.send(frame);
                     } else {
@@ -510,7 +508,7 @@ impl Sender {
                     continue;
                 }
                 next = async {
-                    lanes.room().await;
+                    pool.room().await;
                     walked.recv().await
                 }, if walking && outgoing.is_empty() => match next {
                     Some(Ok(Walked::Batch { index, data, frame })) => {
@@ -595,9 +593,9 @@ impl Sender {
         item: &SendItem,
         image: &Arc<Outgoing>,
         estimate: Estimate,
-        lanes: &Lanes,
+        pool: &DataPool,
     ) -> Result<(), TeleportError> {
-        let (image, stop, blocks) = (image.clone(), self.stop.clone(), lanes.sampled());
+        let (image, stop, blocks) = (image.clone(), self.stop.clone(), pool.sampled());
         let total = estimate.sent_blocks;
         let sampled = tokio::task::spawn_blocking(move || {
             let read = |block, out: &mut [u8]| read_image(&image, block, out).is_ok();

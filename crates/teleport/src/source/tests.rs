@@ -40,7 +40,6 @@ fn delivered(digest: Digest) -> Event {
         zero_blocks: 0,
         resumed_blocks: 0,
         matched: Matched::default(),
-        plan_bytes: 0,
         stages: Box::default(),
     })
 }

@@ -12,7 +12,7 @@ use drover_net::service::{IncomingCall, Peer, Services};
 use drover_net::{Code, Identity, Listener, Refusal, Rights};
 use drover_store::{Catalog, CatalogError, ImageRecord};
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
-use drover_teleport::session::{SendItem, SendOptions, SessionLanes, Sessions, send};
+use drover_teleport::session::{DataConnections, SendItem, SendOptions, Sessions, send};
 use drover_teleport::{Site, SiteConfig, TeleportError};
 use tokio::sync::watch;
 
@@ -136,7 +136,7 @@ impl TestSite {
 async fn accept(listener: Listener, site: Arc<Site>, stop: watch::Receiver<bool>) {
     let mut services = Services::new(Refusal::new(Code::Unsupported, "no such service"));
     services.add(Sessions(site.clone()));
-    services.add(SessionLanes(site));
+    services.add(DataConnections(site));
     let services = Arc::new(services);
     loop {
         let Ok(pending) = listener.accept().await else {
@@ -182,7 +182,7 @@ impl Client {
             addresses: vec![address.into()],
             limit: None,
             dry_run: false,
-            lanes: None,
+            connections: None,
             compress: None,
             give_up_after: Duration::from_secs(120),
         }

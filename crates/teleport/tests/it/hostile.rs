@@ -131,9 +131,9 @@ async fn literals_that_are_not_what_was_announced_are_refused() {
     let heads = vec![drover_core::Head::No; 4];
     let batch = drover_teleport::codec::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);
     raw.say(kind::BATCH, &batch.encode()).await;
-    let mut lane = Raw::dial(&there, &identity, JoinSession { session }).await;
+    let mut joined = Raw::dial(&there, &identity, JoinSession { session }).await;
     assert_eq!(
-        lane.reader.next().await.unwrap().unwrap().kind,
+        joined.reader.next().await.unwrap().unwrap().kind,
         service::kind::REPLY
     );
     assert_eq!(raw.reader.next().await.unwrap().unwrap().kind, kind::NEED);
@@ -144,7 +144,7 @@ async fn literals_that_are_not_what_was_announced_are_refused() {
     };
     let mut frame = header.encode();
     frame.extend([1; 4096 * 4]);
-    lane.say(kind::LITERAL, &frame).await;
+    joined.say(kind::LITERAL, &frame).await;
     let heard = raw.listen().await;
     let refused = heard
         .iter()
@@ -159,7 +159,7 @@ async fn literals_that_are_not_what_was_announced_are_refused() {
     assert!(!there.image("lie.raw").exists());
 }
 
-/// The first lane and the control connection are two: a batch may overtake its offer.
+/// The first data connection and the control connection are two: a batch may overtake its offer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn batches_may_come_before_their_offer() {
     let dir = tempfile::tempdir().unwrap();
@@ -167,16 +167,16 @@ async fn batches_may_come_before_their_offer() {
     let identity = Identity::generate();
     let layout = flat(4096 * 4);
     let (mut raw, session) = Raw::session(&there, &identity).await;
-    let mut lane = Raw::dial(&there, &identity, JoinSession { session }).await;
+    let mut joined = Raw::dial(&there, &identity, JoinSession { session }).await;
     assert_eq!(
-        lane.reader.next().await.unwrap().unwrap().kind,
+        joined.reader.next().await.unwrap().unwrap().kind,
         service::kind::REPLY
     );
     let mut data = drover_store::DataBits::new(4);
     (0..4).for_each(|i| data.set(i));
     let heads = vec![drover_core::Head::No; 4];
     let batch = drover_teleport::codec::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);
-    lane.say(kind::BATCH, &batch.encode()).await;
+    joined.say(kind::BATCH, &batch.encode()).await;
     tokio::time::sleep(Duration::from_millis(100)).await;
     raw.offer(&offer("late.raw", &layout), &layout.encode())
         .await;
@@ -185,12 +185,12 @@ async fn batches_may_come_before_their_offer() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lane_of_another_peer_is_refused() {
+async fn a_data_connection_of_another_peer_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let there = TestSite::start(&dir.path().join("there")).await;
     let (_raw, session) = Raw::session(&there, &Identity::generate()).await;
-    let mut lane = Raw::dial(&there, &Identity::generate(), JoinSession { session }).await;
-    let reply = lane.reader.next().await.unwrap().unwrap();
+    let mut joined = Raw::dial(&there, &Identity::generate(), JoinSession { session }).await;
+    let reply = joined.reader.next().await.unwrap().unwrap();
     let refused = reply_in::<JoinSession>(&reply, "there");
     assert!(
         matches!(&refused, Err(NetError::Refused(r)) if r.code == Code::Denied),

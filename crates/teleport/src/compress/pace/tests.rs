@@ -1,4 +1,4 @@
-//! The controller against a model of a lane, from seeds: never much slower than the best of the
+//! The controller against a model of a connection, from seeds: never much slower than the best of the
 //! efforts that it chooses from.
 
 use super::*;
@@ -6,7 +6,7 @@ use super::*;
 /// Bytes of a frame's blocks.
 const FRAME: f64 = (1 << 20) as f64;
 
-/// What a lane is put up with.
+/// What a connection is put up with.
 #[derive(Debug, Clone)]
 struct World {
     /// Bytes a second, and of it from when on another rate.

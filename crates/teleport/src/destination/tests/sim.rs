@@ -452,7 +452,6 @@ impl World {
                     zero_blocks: 0,
                     resumed_blocks: 0,
                     matched: Matched::default(),
-                    plan_bytes: 0,
                     stages: Box::default(),
                 };
                 let event = source::Event::Delivered(delivered);
@@ -620,7 +619,7 @@ impl World {
         self.disk.unsynced.entry(block).or_insert(before);
     }
 
-    /// A lane's frame arrives and is checked as a lane does.
+    /// A data connection's frame arrives and is checked as a data connection does.
     fn literal_arrives(&mut self) {
         let at = self.rng.usize(0..self.session.literals.len());
         let runs = self.session.literals.swap_remove(at);
@@ -660,7 +659,7 @@ impl Session {
     }
 }
 
-/// Blocks as the frames of several lanes.
+/// Blocks as the frames of several data connections.
 fn split(rng: &mut Rng, runs: &Runs, out: &mut Vec<Runs>) {
     let mut frames = vec![Runs::default(); rng.usize(1..4)];
     let longest = [1, 20, 256][rng.usize(0..3)];

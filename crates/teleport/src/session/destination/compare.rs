@@ -281,7 +281,6 @@ impl Comparison {
                 in_place: matched_blocks,
                 ..Matched::default()
             },
-            plan_bytes: 0,
             stages: Box::new(self.stages.times()),
         })
     }

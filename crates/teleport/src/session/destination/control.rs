@@ -11,12 +11,12 @@ use crate::protocol::kind;
 use crate::session::SessionShared;
 use crate::site::Site;
 
-/// What the source says: on the control connection, and about the present image on the first lane.
+/// What the source says: on the control connection, and about the present image on the first data connection.
 pub struct Frames {
     pub control: mpsc::Receiver<Result<Frame, TeleportError>>,
     /// A source does not wait for an image to be accepted before it sends the first batches: they
     /// may be here before the offer is.
-    pub first_lane: mpsc::Receiver<Frame>,
+    pub first_data: mpsc::Receiver<Frame>,
     /// The source, for people.
     pub peer: String,
 }
@@ -26,7 +26,7 @@ impl Frames {
     pub async fn next(&mut self) -> Result<Frame, TeleportError> {
         tokio::select! {
             frame = self.control.recv() => said(frame, &self.peer),
-            Some(frame) = self.first_lane.recv() => Ok(frame),
+            Some(frame) = self.first_data.recv() => Ok(frame),
         }
     }
 

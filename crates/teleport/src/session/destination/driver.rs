@@ -23,7 +23,7 @@ use crate::TeleportError;
 use crate::codec::{Batch, proofs_of};
 use crate::destination::{Action, Event, ReuseJob, Run};
 use crate::protocol::{Delivered, GiveUp, kind};
-use crate::session::lane_in::OpenBatch;
+use crate::session::literals_in::OpenBatch;
 use crate::site::{Arrived, Site, unix_now};
 use crate::stages::{DestinationStages, Lap};
 use crate::transfer::{Closing, clear_zeros};
@@ -522,7 +522,6 @@ fn deliver(
         zero_blocks: counts.zero_blocks,
         resumed_blocks: counts.resumed_blocks,
         matched: counts.matched,
-        plan_bytes: 0,
         stages: Box::new(stages.times()),
     })
 }

@@ -137,7 +137,7 @@ impl Session {
         match ended? {
             Ok(Some(delivered)) => self.send(kind::DELIVERED, encode(&delivered)).await,
             Ok(None) => Ok(()),
-            // The lanes may still carry blocks of it: a new session starts clean.
+            // The data connections may still carry blocks of it: a new session starts clean.
             Err(e) => Err(e),
         }
     }

@@ -22,7 +22,7 @@ use crate::files::{OrderedDigest, remove_dir};
 use crate::partials::Transit;
 use crate::protocol::Offer;
 use crate::session::SessionShared;
-use crate::session::lane_in::{Incoming, OpenBatch};
+use crate::session::literals_in::{Incoming, OpenBatch};
 use crate::site::Site;
 use crate::stages::Lap;
 use crate::transfer::{Hold, Opening, Restored, Taken, Transfer, opening_of, transfer_key};

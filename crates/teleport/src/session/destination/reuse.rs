@@ -13,7 +13,7 @@ use crate::TeleportError;
 use crate::codec::Batch;
 use crate::destination::{Event, ReuseJob};
 use crate::files::{copy_spans, digest_in_place, has_data, spans_of};
-use crate::session::lane_in::Incoming;
+use crate::session::literals_in::Incoming;
 use crate::site::Site;
 use crate::stages::Lap;
 use crate::transfer::clear_zeros;

@@ -12,7 +12,7 @@ use drover_store::sequences::{From, Reach};
 use super::event::DriverEvent;
 use super::reuse::{Job, Work};
 use crate::destination::{Event, ReuseJob, Run};
-use crate::session::lane_in::Incoming;
+use crate::session::literals_in::Incoming;
 use crate::site::Site;
 
 /// How long a run waits at most.

@@ -27,7 +27,7 @@ async fn ends() -> Ends {
         .await
         .unwrap();
     let (source, control) = mpsc::channel(64);
-    let (to, first_lane) = mpsc::channel(1);
+    let (to, first_data) = mpsc::channel(1);
     let (out, told) = mpsc::channel(64);
     let (stop, stopped) = watch::channel(false);
     let shared = SessionShared::new(PeerKey([3; 32]), "lyon".into(), 1, to);
@@ -40,7 +40,7 @@ async fn ends() -> Ends {
         },
         frames: Frames {
             control,
-            first_lane,
+            first_data,
             peer: "lyon".into(),
         },
         source,

@@ -1,4 +1,4 @@
-//! The lanes of a session at the destination.
+//! The data connections of a session at the destination.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,26 +12,26 @@ use super::event::DriverEvent;
 use crate::TeleportError;
 use crate::codec::Literal;
 use crate::frames::{frame_bytes, write_frames};
-use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, kind};
+use crate::protocol::{MAX_DATA_CONNECTIONS, MAX_SESSION_FRAME, kind};
 use crate::services::JoinSession;
 use crate::session::SessionShared;
-use crate::session::lane_in::LaneIn;
+use crate::session::literals_in::LiteralReceiver;
 use crate::site::Site;
 use crate::stages::Lap;
 
-/// Literal frames of a lane that wait to be unpacked.
-const LANE_QUEUE: usize = 2;
+/// Literal frames of a data connection that wait to be unpacked.
+const LITERAL_QUEUE: usize = 2;
 
-/// How long a lane waits for its session, which was dialled at the same time.
-const LANE_PATIENCE: Duration = Duration::from_secs(10);
+/// How long a data connection waits for its session, which was dialled at the same time.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often a lane says how busy it is.
+/// How often a data connection says how busy it is.
 const BUSY_EVERY: Duration = Duration::from_millis(100);
 
 /// Takes what comes on the further connections of sessions ([`JoinSession`]).
-pub struct SessionLanes(pub Arc<Site>);
+pub struct DataConnections(pub Arc<Site>);
 
-impl Service for SessionLanes {
+impl Service for DataConnections {
     fn id(&self) -> &'static str {
         JoinSession::SERVICE
     }
@@ -41,12 +41,12 @@ impl Service for SessionLanes {
     }
 
     fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_> {
-        Box::pin(async move { Ok(self.0.lane(peer, call).await?) })
+        Box::pin(async move { Ok(self.0.data_connection(peer, call).await?) })
     }
 }
 
 impl Site {
-    /// The session of that number; a lane may come before its session.
+    /// The session of that number; a data connection may come before its session.
     async fn find_session(&self, session: [u8; 16]) -> Option<Arc<SessionShared>> {
         let found = async {
             loop {
@@ -59,10 +59,10 @@ impl Site {
                 opened.await;
             }
         };
-        tokio::time::timeout(LANE_PATIENCE, found).await.ok()
+        tokio::time::timeout(JOIN_TIMEOUT, found).await.ok()
     }
 
-    async fn lane(
+    async fn data_connection(
         self: &Arc<Self>,
         peer: Peer,
         mut call: IncomingCall,
@@ -70,13 +70,14 @@ impl Site {
         let JoinSession { session } = call.request()?;
         let shared = self.find_session(session).await;
         let shared = shared.filter(|s| {
-            s.is_of(&peer.key) && s.lanes.load(Ordering::Relaxed) < u64::from(MAX_LANES)
+            s.is_of(&peer.key)
+                && s.connections.load(Ordering::Relaxed) < u64::from(MAX_DATA_CONNECTIONS)
         });
         let Some(shared) = shared else {
             let refusal = Refusal::new(Code::Denied, "no such session");
             return Ok(call.refuse(&refusal).await?);
         };
-        shared.lanes.fetch_add(1, Ordering::Relaxed);
+        shared.connections.fetch_add(1, Ordering::Relaxed);
         call.reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut call.reader, &mut call.writer);
         call.accept::<JoinSession>(&()).await?;
@@ -84,9 +85,9 @@ impl Site {
             mut reader, writer, ..
         } = call;
         let (out, _) = write_frames(writer);
-        let (to, from) = mpsc::channel(LANE_QUEUE);
+        let (to, from) = mpsc::channel(LITERAL_QUEUE);
         let worker = shared.clone();
-        let worker = tokio::task::spawn_blocking(move || unpack_lane(from, &worker, &out));
+        let worker = tokio::task::spawn_blocking(move || unpack_literals(from, &worker, &out));
         let stage = &shared.stages.receive;
         let result = loop {
             let next = stage.at_socket(reader.next()).await;
@@ -110,18 +111,18 @@ impl Site {
         };
         drop(to);
         let _ = worker.await;
-        shared.lanes.fetch_sub(1, Ordering::Relaxed);
+        shared.connections.fetch_sub(1, Ordering::Relaxed);
         result
     }
 }
 
-/// Unpacks what a lane brings until it ends or fails; a failure fails the image.
-fn unpack_lane(
+/// Unpacks what a data connection brings until it ends or fails; a failure fails the image.
+fn unpack_literals(
     mut frames: mpsc::Receiver<Frame>,
     shared: &SessionShared,
     out: &mpsc::Sender<Frame>,
 ) {
-    let mut lane = LaneIn::default();
+    let mut receiver = LiteralReceiver::default();
     let mut busy = BusyShare::default();
     let mut lap = Lap::start();
     while let Some(frame) = busy.idle(|| frames.blocking_recv()) {
@@ -137,13 +138,13 @@ fn unpack_lane(
         let current = shared.current.read().clone();
         let Some(image) = current else { continue };
         let taken = match Literal::decode(&frame.payload) {
-            // What was on its way when an image failed is of no use any more, but the lane's
+            // What was on its way when an image failed is of no use any more, but the data connection's
             // stream goes on with it: it ends here and the source opens another.
             Ok(literal) if frame.kind == kind::LITERAL && literal.header.slot == image.slot => {
-                lane.take(&literal, &image)
+                receiver.take(&literal, &image)
             }
             Ok(_) => Err(TeleportError::Protocol(
-                "a lane brought something else than literals of the image".into(),
+                "a data connection brought something other than literals of the image".into(),
             )),
             Err(e) => Err(e.into()),
         };
@@ -155,7 +156,7 @@ fn unpack_lane(
     }
 }
 
-/// Which share of its time a lane has something to do.
+/// Which share of its time a data connection has something to do.
 struct BusyShare {
     since: Instant,
     idle: Duration,

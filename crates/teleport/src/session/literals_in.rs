@@ -1,4 +1,4 @@
-//! A lane at the destination: literals are unpacked, verified against the digests that were
+//! A data connection at the destination: literals are unpacked, verified against the digests that were
 //! announced, and written where they belong.
 
 use std::collections::HashMap;
@@ -20,7 +20,7 @@ use crate::protocol::BATCH_BLOCKS;
 use crate::stages::{DestinationStages, Lap};
 use drover_storage::SyncedFile;
 
-/// The image that lanes are writing, as far as they must know it.
+/// The image that data connections are writing, as far as they must know it.
 pub struct Incoming {
     /// Its place in the session.
     pub slot: u32,
@@ -55,15 +55,15 @@ impl OpenBatch {
     }
 }
 
-/// Buffers of a lane.
+/// Buffers of a data connection.
 #[derive(Default)]
-pub struct LaneIn {
+pub struct LiteralReceiver {
     unpacker: Unpacker,
     blocks: Vec<u8>,
     digests: Vec<Digest>,
 }
 
-impl LaneIn {
+impl LiteralReceiver {
     /// Handles one literal frame.
     ///
     /// # Errors

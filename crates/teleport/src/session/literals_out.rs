@@ -1,4 +1,4 @@
-//! A lane at the source: blocks that were asked for are read, compressed and sent.
+//! A data connection at the source: blocks that were asked for are read, compressed and sent.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,10 +20,10 @@ use crate::protocol::{FRAME_BLOCKS, kind};
 use crate::stages::{Lap, SourceStages, Stage};
 use crate::walk::read_image;
 
-/// Frames between a lane's thread and its socket.
+/// Frames between a data connection's thread and its socket.
 const SOCKET_QUEUE: usize = 1;
 
-/// What the lanes have to send, in the order it was asked for. Bounded by the window: only blocks
+/// What the data connections have to send, in the order it was asked for. Bounded by the window: only blocks
 /// of batches that are not complete are asked for.
 #[derive(Default)]
 pub struct NeedQueue {
@@ -32,13 +32,13 @@ pub struct NeedQueue {
     less: Notify,
 }
 
-/// Blocks that may always wait for the lanes before no more digests are sent.
+/// Blocks that may always wait for the data connections before no more digests are sent.
 const MIN_BACKLOG: u64 = 1 << 16;
 
-/// So many seconds' worth of blocks may wait for the lanes.
+/// So many seconds' worth of blocks may wait for the data connections.
 const BACKLOG_SECONDS: u64 = 10;
 
-/// How often the lanes' pace is measured.
+/// How often the data connections' pace is measured.
 const PACE_EVERY: Duration = Duration::from_millis(250);
 
 #[derive(Default)]
@@ -46,14 +46,14 @@ struct NeedState {
     image: Option<(u32, Arc<Outgoing>)>,
     runs: VecDeque<(u64, u64)>,
     closed: bool,
-    /// Lanes from this number on rest.
-    lanes: Option<u16>,
+    /// Data connections from this number on rest.
+    working: Option<u16>,
     /// Blocks in `runs`.
     backlog: u64,
     pace: BlockPace,
 }
 
-/// Blocks that the lanes take in a second.
+/// Blocks that the data connections take in a second.
 struct BlockPace {
     since: Instant,
     taken: u64,
@@ -86,7 +86,7 @@ impl BlockPace {
 }
 
 impl NeedState {
-    /// Whether the lanes have enough to do for a while. Digests that are sent earlier than that
+    /// Whether the data connections have enough to do for a while. Digests that are sent earlier than that
     /// only push the blocks off the link.
     fn is_full(&self) -> bool {
         self.backlog > (BACKLOG_SECONDS * self.pace.per_second).max(MIN_BACKLOG)
@@ -110,7 +110,7 @@ impl NeedQueue {
         self.more.notify_all();
     }
 
-    /// Waits until the lanes could do with more. Cancel safe.
+    /// Waits until the data connections could do with more. Cancel safe.
     pub async fn room(&self) {
         loop {
             let less = self.less.notified();
@@ -123,7 +123,7 @@ impl NeedQueue {
         }
     }
 
-    /// Seconds that what is there will take at the lanes' pace; infinite while that is unknown.
+    /// Seconds that what is there will take at the data connections' pace; infinite while that is unknown.
     pub fn seconds_left(&self) -> f64 {
         let state = self.state.lock();
         match (state.backlog, state.pace.per_second) {
@@ -133,14 +133,14 @@ impl NeedQueue {
         }
     }
 
-    /// Lets only the first so many lanes work: what one lane carries compresses better than what
+    /// Lets only the first so many data connections work: what one data connection carries compresses better than what
     /// several do.
-    pub fn only(&self, lanes: u16) {
-        self.state.lock().lanes = Some(lanes);
+    pub fn only(&self, working: u16) {
+        self.state.lock().working = Some(working);
         self.more.notify_all();
     }
 
-    /// The lanes end. What they had still to send is for an image that is done or given up.
+    /// The data connections end. What they had still to send is for an image that is done or given up.
     pub fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
@@ -148,13 +148,13 @@ impl NeedQueue {
         self.more.notify_all();
     }
 
-    /// Blocks for one frame of a lane; waits for some. Ascending, as a frame wants them.
-    fn take(&self, lane: u16) -> Option<(u32, Arc<Outgoing>, Runs)> {
+    /// Blocks for one frame of a data connection; waits for some. Ascending, as a frame wants them.
+    fn take(&self, number: u16) -> Option<(u32, Arc<Outgoing>, Runs)> {
         let mut state = self.state.lock();
         loop {
             if let Some((slot, image)) = state.image.clone()
                 && !state.runs.is_empty()
-                && state.lanes.is_none_or(|lanes| lane < lanes)
+                && state.working.is_none_or(|working| number < working)
             {
                 let runs = next_frame(&mut state.runs);
                 let was_full = state.is_full();
@@ -192,25 +192,25 @@ fn next_frame(queue: &mut VecDeque<(u64, u64)>) -> Runs {
     out
 }
 
-/// How a lane's time was spent, to judge whether another lane would help.
+/// How a data connection's time was spent, to judge whether another data connection would help.
 #[derive(Debug, Default)]
-pub struct LaneTimes {
+pub struct PoolTimes {
     /// Nanoseconds spent reading and compressing.
     pub busy_ns: AtomicU64,
     /// Nanoseconds spent waiting for the socket.
     pub waited_ns: AtomicU64,
-    /// The first lane's round-trip time in nanoseconds.
+    /// The first data connection's round-trip time in nanoseconds.
     pub round_trip_ns: AtomicU64,
 }
 
-/// What a lane's thread needs.
-pub struct LaneOut {
+/// What a data connection's thread needs.
+pub struct LiteralSender {
     /// What to send.
     pub needs: Arc<NeedQueue>,
     /// The image's counters.
     pub counters: Arc<Counters>,
     /// Where the time goes.
-    pub times: Arc<LaneTimes>,
+    pub times: Arc<PoolTimes>,
     /// Its number in the session.
     pub number: u16,
     /// How hard to compress: how it begins.
@@ -225,7 +225,7 @@ pub struct Packed {
     packed: Vec<u8>,
 }
 
-impl LaneOut {
+impl LiteralSender {
     /// Reads, compresses and hands over until the needs end or the socket is gone. Blocks the
     /// thread.
     ///
@@ -252,7 +252,7 @@ impl LaneOut {
             stages.fetch.add_bytes(at as u64);
             if effort != Some(self.pace.effort()) {
                 effort = Some(self.pace.effort());
-                tracing::debug!(lane = self.number, effort = %self.pace.effort(), "compression");
+                tracing::debug!(connection = self.number, effort = %self.pace.effort(), "compression");
             }
             let mut packed = Vec::with_capacity(at / 2);
             let on_core = time_on_core();
@@ -312,13 +312,13 @@ fn time_on_core() -> Duration {
     time.try_into().unwrap_or_default()
 }
 
-/// Sends a lane's frames until there are no more, then ends the connection. What comes from
+/// Sends a data connection's frames until there are no more, then ends the connection. What comes from
 /// `first` goes ahead of literals: digests share the connection, and so its place on the link,
 /// with the blocks. The time goes to `send`.
 ///
 /// # Errors
 /// When the connection breaks.
-pub async fn write_lane(
+pub async fn write_data(
     mut writer: FrameWriter,
     mut literals: mpsc::Receiver<Packed>,
     mut first: mpsc::Receiver<Frame>,
@@ -362,7 +362,7 @@ pub async fn write_lane(
     Ok(writer.finish().await?)
 }
 
-/// What a lane's socket is to carry next.
+/// What a data connection's socket is to carry next.
 enum Next {
     First(Frame),
     Literal(Packed),
@@ -379,7 +379,7 @@ async fn send_timed(
     Ok(())
 }
 
-/// The channel between a lane's thread and its socket.
+/// The channel between a data connection's thread and its socket.
 #[must_use]
 pub fn socket_queue() -> (mpsc::Sender<Packed>, mpsc::Receiver<Packed>) {
     mpsc::channel(SOCKET_QUEUE)

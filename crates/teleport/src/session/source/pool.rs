@@ -1,4 +1,4 @@
-//! The lanes of a session at the source: opened as they are of use.
+//! The pool of data connections of a session at the source: as many as are asked for, or as many as help.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,32 +17,29 @@ use crate::codec::Runs;
 use crate::compress::Pace;
 use crate::frames::CLOSE_LIMIT;
 use crate::progress::{Counters, WireTotals};
-use crate::protocol::{MAX_LANES, MAX_SESSION_FRAME, kind};
+use crate::protocol::{MAX_DATA_CONNECTIONS, MAX_SESSION_FRAME, kind};
 use crate::services::JoinSession;
 use crate::session::SendOptions;
-use crate::session::lane_out::{LaneOut, LaneTimes, NeedQueue, socket_queue, write_lane};
+use crate::session::literals_out::{LiteralSender, NeedQueue, PoolTimes, socket_queue, write_data};
 
-/// Lanes that are opened without being told to.
-const MAX_OWN_LANES: u16 = MAX_LANES;
-
-/// Batches between the walk and the first lane.
+/// Batches between the walk and the first data connection.
 const BATCH_QUEUE: usize = 4;
 
 /// Blocks of a dry run that are kept to sample how they compress.
 const MAX_SAMPLE_BLOCKS: usize = 1 << 16;
 
 /// See the module.
-pub struct Lanes {
+pub struct DataPool {
     needs: Arc<NeedQueue>,
     sample: Mutex<Vec<u64>>,
     failure: tokio::sync::Mutex<mpsc::Receiver<TeleportError>>,
     opener: JoinHandle<()>,
     stop: watch::Sender<Option<Wait>>,
-    /// Frames that go over the first lane, ahead of its literals.
+    /// Frames that go over the first data connection, ahead of its literals.
     pub first: mpsc::Sender<Frame>,
 }
 
-/// What a lane is opened with.
+/// What a data connection is opened with.
 #[derive(Clone)]
 struct Plan {
     options: SendOptions,
@@ -51,11 +48,11 @@ struct Plan {
     counters: Arc<Counters>,
     wire: Arc<WireTotals>,
     failures: mpsc::Sender<TeleportError>,
-    times: Arc<LaneTimes>,
+    times: Arc<PoolTimes>,
 }
 
 impl Plan {
-    /// What the lanes have done so far, for the trials.
+    /// What the data connections have done so far, for the trials.
     fn look(&self) -> TrialSample {
         let spent = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
         TrialSample {
@@ -69,8 +66,8 @@ impl Plan {
     }
 }
 
-impl Lanes {
-    /// Opens the first lane, and more when they help.
+impl DataPool {
+    /// Opens the first data connection, and more when they help.
     pub fn start(
         session: [u8; 16],
         options: SendOptions,
@@ -90,8 +87,8 @@ impl Lanes {
         };
         let (stop, stopped) = watch::channel(None);
         let (first, batches) = mpsc::channel(BATCH_QUEUE);
-        let opener = tokio::spawn(open_lanes(plan, batches, stopped));
-        Lanes {
+        let opener = tokio::spawn(open_connections(plan, batches, stopped));
+        DataPool {
             needs,
             sample: Mutex::default(),
             failure: tokio::sync::Mutex::new(failure),
@@ -129,7 +126,7 @@ impl Lanes {
         self.sample.lock().clone()
     }
 
-    /// Waits until a lane fails.
+    /// Waits until a data connection fails.
     pub async fn failed(&self) -> TeleportError {
         match self.failure.lock().await.recv().await {
             Some(error) => error,
@@ -137,7 +134,7 @@ impl Lanes {
         }
     }
 
-    /// Ends the lanes.
+    /// Ends the data connections.
     pub async fn close(mut self, wait: Wait) {
         self.needs.close();
         self.stop.send_replace(Some(wait));
@@ -145,14 +142,14 @@ impl Lanes {
     }
 }
 
-impl Drop for Lanes {
+impl Drop for DataPool {
     /// A send that is given up by dropping it must not leave threads behind that wait for needs.
     fn drop(&mut self) {
         self.needs.close();
     }
 }
 
-/// What the end of the lanes waits for.
+/// What the end of the data connections waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
     /// The other side has read everything and hangs up, too.
@@ -161,38 +158,41 @@ pub enum Wait {
     ForSocket,
 }
 
-/// Opens lanes: as many as were asked for, else one and then what trials say.
-async fn open_lanes(
+/// Opens data connections: as many as were asked for, else one and then what trials say.
+async fn open_connections(
     plan: Plan,
     batches: mpsc::Receiver<Frame>,
     mut stop: watch::Receiver<Option<Wait>>,
 ) {
-    let fixed = plan.options.lanes.map(|n| n.clamp(1, MAX_LANES));
+    let fixed = plan
+        .options
+        .connections
+        .map(|n| n.clamp(1, MAX_DATA_CONNECTIONS));
     let limited = plan.options.limit.is_some();
-    let mut trials = ConnectionTrials::new(if limited { 1 } else { MAX_OWN_LANES });
+    let mut trials = ConnectionTrials::new(if limited { 1 } else { MAX_DATA_CONNECTIONS });
     let mut batches = Some(batches);
-    let mut lanes = Vec::new();
+    let mut connections = Vec::new();
     loop {
         let wanted = usize::from(fixed.unwrap_or(trials.working()));
-        while lanes.len() < wanted && stop.borrow().is_none() {
+        while connections.len() < wanted && stop.borrow().is_none() {
             let opened = tokio::select! {
-                opened = open(&plan, lanes.len() as u16, &mut batches) => opened,
+                opened = open(&plan, connections.len() as u16, &mut batches) => opened,
                 _ = stop.wait_for(Option::is_some) => break,
             };
             match opened {
-                Ok(lane) => lanes.push(lane),
-                Err(e) if lanes.is_empty() => {
+                Ok(opened) => connections.push(opened),
+                Err(e) if connections.is_empty() => {
                     let _ = plan.failures.send(e).await;
                     break;
                 }
                 Err(e) => {
-                    tracing::debug!(error = %e, "no further lane");
+                    tracing::debug!(error = %e, "no further data connection");
                     break;
                 }
             }
         }
-        // Without the lanes that were wanted there is nothing to trials.
-        if fixed.is_some() || limited || lanes.len() < wanted {
+        // Without the connections that were wanted there is nothing to try.
+        if fixed.is_some() || limited || connections.len() < wanted {
             break;
         }
         plan.needs.only(trials.working());
@@ -208,34 +208,34 @@ async fn open_lanes(
         if !changed {
             break;
         }
-        tracing::debug!(lanes = trials.working(), "the lanes that work");
+        tracing::debug!(connections = trials.working(), "data connections in use");
     }
     let wait = stop.wait_for(Option::is_some).await.map_or(None, |w| *w);
-    for lane in lanes {
+    for connection in connections {
         let ended = async {
-            let _ = lane.written.await;
+            let _ = connection.written.await;
             if wait != Some(Wait::ForSocket) {
-                let _ = lane.ended.await;
+                let _ = connection.ended.await;
             }
         };
         let _ = tokio::time::timeout(CLOSE_LIMIT, ended).await;
     }
 }
 
-/// A lane at work.
-struct Lane {
+/// A data connection at work.
+struct DataConnection {
     /// Heard when everything was handed to the socket.
     written: oneshot::Receiver<()>,
     /// Ends when the other side has hung up, too.
     ended: JoinHandle<()>,
 }
 
-/// Opens one lane and sets its threads to work.
+/// Opens one data connection and sets its threads to work.
 async fn open(
     plan: &Plan,
     number: u16,
     batches: &mut Option<mpsc::Receiver<Frame>>,
-) -> Result<Lane, TeleportError> {
+) -> Result<DataConnection, TeleportError> {
     let SendOptions {
         identity,
         peer,
@@ -262,7 +262,7 @@ async fn open(
     reader.set_max_frame(MAX_SESSION_FRAME);
     let session = plan.session;
     service::open(&mut writer, &JoinSession { session }).await?;
-    // The session stands and falls with its first lane, so what that one is to carry does not wait
+    // The session stands and falls with its first data connection, so what that one is to carry does not wait
     // for the answer.
     let answered = number > 0;
     if answered {
@@ -280,7 +280,7 @@ async fn open(
             limit.as_ref().map(|limit| limit.bytes_per_second()),
         ),
     };
-    let lane = LaneOut {
+    let sender = LiteralSender {
         needs: plan.needs.clone(),
         counters: plan.counters.clone(),
         times: plan.times.clone(),
@@ -292,14 +292,14 @@ async fn open(
     let failures = plan.failures.clone();
     let thread_failures = failures.clone();
     tokio::task::spawn_blocking(move || {
-        if let Err(e) = lane.run(&to) {
+        if let Err(e) = sender.run(&to) {
             let _ = thread_failures.blocking_send(e);
         }
     });
-    tracing::debug!(number, "lane open");
+    tracing::debug!(number, "data connection open");
     let (tell, written) = oneshot::channel();
     let ended = tokio::spawn(async move {
-        let written = write_lane(writer, from, first, &counters.stages);
+        let written = write_data(writer, from, first, &counters.stages);
         let result = tokio::select! {
             result = written => result,
             error = listen(&mut reader, answered, &receiver_busy) => Err(error),
@@ -311,10 +311,10 @@ async fn open(
         // Reading to the end lets the peer take what was written last.
         while let Ok(Some(_)) = reader.next().await {}
     });
-    Ok(Lane { written, ended })
+    Ok(DataConnection { written, ended })
 }
 
-/// Hears how busy the destination is until the lane breaks. The destination only ends a lane after
+/// Hears how busy the destination is until the data connection breaks. The destination only ends a data connection after
 /// it has refused the image on the control connection, which says why: no error of its own.
 async fn listen(
     reader: &mut FrameReader,
