@@ -1,4 +1,4 @@
-//! Everything a site counts, under the names by which Prometheus knows it. No other file has metric names.
+//! The metrics of a site and of mounts, in Prometheus's text format. All metric names are in this file.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,47 +17,47 @@ use prometheus_client::registry::Registry;
 use crate::mounts::{self, DiskStatus, State};
 use crate::status::Status;
 
-/// What the program itself counts.
+/// Counters of a site's process.
 #[derive(Debug, Default)]
 pub struct Metrics {
-    /// Connections that were taken.
+    /// Connections accepted.
     pub connections: AtomicU64,
-    /// Connections that are open.
+    /// Open connections.
     pub connections_open: AtomicI64,
-    /// Connections turned away because there were too many.
+    /// Connections rejected by a limit.
     pub rejected_limit: AtomicU64,
     /// Connections whose handshake or hello failed.
     pub rejected_handshake: AtomicU64,
-    /// Requests of keys that are not trusted.
+    /// Requests rejected because the key is not trusted.
     pub rejected_trust: AtomicU64,
-    /// Peers that were paired.
+    /// Peers paired.
     pub pairings: AtomicU64,
-    /// Tickets that were refused.
+    /// Tickets refused.
     pub tickets_refused: AtomicU64,
-    /// Sessions that ended well.
+    /// Sessions that succeeded.
     pub sessions_done: AtomicU64,
-    /// Sessions that failed or were cut.
+    /// Sessions that failed or were interrupted.
     pub sessions_failed: AtomicU64,
-    /// Sessions that are open.
+    /// Open sessions.
     pub sessions_open: AtomicI64,
-    /// Bytes that left on closed connections, encryption counted.
+    /// Bytes sent on closed connections, including encryption.
     pub wire_sent: AtomicU64,
-    /// Bytes that came in on closed connections, encryption counted.
+    /// Bytes received on closed connections, including encryption.
     pub wire_received: AtomicU64,
-    /// Images whose digest was right when it was checked.
+    /// Images whose digest matched when verified.
     pub verified_good: AtomicU64,
-    /// Images whose digest was wrong.
+    /// Images whose digest did not match.
     pub verified_bad: AtomicU64,
 }
 
 impl Metrics {
-    /// The metrics in Prometheus's text format (OpenMetrics), with those of `now`.
+    /// These counters and the metrics of `now`, in OpenMetrics text format.
     pub fn render(self: &Arc<Self>, now: Status) -> String {
         page(Site(Arc::clone(self), now))
     }
 }
 
-/// What is mounted here, in the same format.
+/// The metrics of mounts, in the same format.
 pub fn of_mounts(mounts: Vec<mounts::Status>) -> String {
     page(Mounts(mounts))
 }
@@ -98,7 +98,7 @@ impl Collector for Mounts {
     }
 }
 
-/// What metrics are written to.
+/// Writes metrics.
 struct Page<'a>(DescriptorEncoder<'a>);
 
 impl Page<'_> {
@@ -116,7 +116,7 @@ impl Page<'_> {
         self.one(name, help, ConstCounter::new(value))
     }
 
-    /// A metric for each of some sets of labels.
+    /// One sample for each set of label values.
     fn each<const N: usize, M: EncodeMetric + TypedMetric>(
         &mut self,
         name: &str,
@@ -133,7 +133,7 @@ impl Page<'_> {
         Ok(())
     }
 
-    /// Counts by the values of one label.
+    /// Counters that differ in the value of one label.
     fn counters(
         &mut self,
         name: &str,
@@ -152,22 +152,27 @@ impl Page<'_> {
 fn program(page: &mut Page<'_>, m: &Metrics, now: &Status) -> fmt::Result {
     let c = |v: &AtomicU64| v.load(Relaxed);
     let version = [([now.version.clone()], ConstGauge::new(1))];
-    page.each("build_info", "The program.", ["version"], version)?;
-    let help = "When the site became ready, since 1970.";
+    page.each(
+        "build_info",
+        "Version of the running drover.",
+        ["version"],
+        version,
+    )?;
+    let help = "Start time of the site, in seconds since the Unix epoch.";
     page.gauge("start_time_seconds", help, now.started_unix)?;
-    let help = "Memory of the process.";
+    let help = "Resident memory of the process in bytes.";
     page.gauge("resident_memory_bytes", help, resident_bytes())?;
     page.gauge("images", "Images in the catalog.", now.images)?;
-    page.gauge("peers", "Peers that are trusted.", now.peers)?;
-    page.counter("connections", "Connections taken.", c(&m.connections))?;
+    page.gauge("peers", "Paired peers.", now.peers)?;
+    page.counter("connections", "Connections accepted.", c(&m.connections))?;
     page.gauge(
         "connections_open",
-        "Connections open.",
+        "Open connections.",
         now.connections_open,
     )?;
     page.counters(
         "connections_rejected",
-        "Connections turned away.",
+        "Connections rejected, by reason.",
         "reason",
         &[
             ("limit", c(&m.rejected_limit)),
@@ -176,96 +181,97 @@ fn program(page: &mut Page<'_>, m: &Metrics, now: &Status) -> fmt::Result {
         ],
     )?;
     page.counter("pairings", "Peers paired.", c(&m.pairings))?;
-    let help = "Tickets that were used, too old or unknown.";
+    let help = "Pairing tickets refused as used, expired or unknown.";
     page.counter("tickets_refused", help, c(&m.tickets_refused))?;
     page.counters(
         "sessions",
-        "Sessions that ended.",
+        "Transfer sessions ended, by result.",
         "result",
         &[
             ("done", c(&m.sessions_done)),
             ("failed", c(&m.sessions_failed)),
         ],
     )?;
-    page.gauge("sessions_open", "Sessions open.", now.sessions_open)?;
+    page.gauge(
+        "sessions_open",
+        "Open transfer sessions.",
+        now.sessions_open,
+    )?;
     page.counters(
         "wire_bytes",
-        "Bytes of closed connections, encryption counted.",
+        "Bytes on closed connections, including encryption, by direction.",
         "direction",
         &[("sent", c(&m.wire_sent)), ("received", c(&m.wire_received))],
     )?;
     page.counters(
-        "verified",
-        "Images checked against their digest.",
+        "images_verified",
+        "Images checked against their digest, by result.",
         "result",
         &[("good", c(&m.verified_good)), ("bad", c(&m.verified_bad))],
     )
 }
 
-/// Images of this site that other sites have mounted.
+/// Images of this site that are mounted elsewhere.
 fn served(page: &mut Page<'_>, now: &MountCounts, leases: Option<usize>) -> fmt::Result {
     page.each(
         "served_mounts",
-        "Mounts of this site's images that are connected.",
+        "Connected mounts of this site's images, by access.",
         ["access"],
         [("write", now.writers), ("read", now.readers)]
             .map(|(access, n)| ([access.to_string()], ConstGauge::new(n))),
     )?;
-    page.gauge(
-        "served_lanes",
-        "Connections of these mounts.",
-        now.connections,
-    )?;
-    let help = "Images that are open for mounts.";
+    let help = "Open connections of these mounts.";
+    page.gauge("served_connections", help, now.connections)?;
+    let help = "Images open for mounts.";
     page.gauge("served_images", help, now.images)?;
-    let help = "Writers' leases, of mounts that are connected or not.";
+    let help = "Write leases, including those of disconnected mounts.";
     match leases {
         Some(leases) => page.gauge("served_leases", help, leases)?,
         None => page.gauge("served_leases", help, f64::NAN)?,
     }
     page.counters(
         "served_reads",
-        "Reads of chunks by mounts.",
+        "Chunk reads requested by mounts, by priority.",
         "kind",
         &[
-            ("waited", now.reads_waited),
+            ("foreground", now.reads_waited),
             ("background", now.reads_background),
         ],
     )?;
     page.counters(
         "served_chunks",
-        "Chunks that mounts read.",
+        "Chunks read by mounts, by content.",
         "kind",
         &[("data", now.chunks), ("zero", now.chunks_zero)],
     )?;
     page.counters(
         "served_bytes",
-        "Bytes of images that mounts read, zeros included, and wrote.",
+        "Bytes of images read (zeros included) and written by mounts.",
         "direction",
         &[("read", now.bytes_read), ("written", now.bytes_written)],
     )?;
     page.counters(
         "served_link_bytes",
-        "Bytes of mounts' messages, packed.",
+        "Compressed message bytes exchanged with mounts, by direction.",
         "direction",
         &[("sent", now.link_out), ("received", now.link_in)],
     )?;
-    let help = "Sets of writes that were made to count.";
+    let help = "Epochs of writes committed.";
     page.counter("served_epochs", help, now.epochs)?;
     page.counter(
         "served_leases_broken",
-        "Leases that were broken.",
+        "Write leases broken by the owner of the site.",
         now.broken,
     )?;
     let reasons = [
         (
             "served_refused",
-            "Connections of mounts that were refused.",
+            "Mount connections refused, by reason.",
             &now.refused,
         ),
         (
             "served_errors",
-            "Requests of mounts that failed.",
+            "Mount requests that failed, by reason.",
             &now.failed,
         ),
     ];
@@ -276,14 +282,14 @@ fn served(page: &mut Page<'_>, now: &MountCounts, leases: Option<usize>) -> fmt:
     Ok(())
 }
 
-/// What a disk of a mount is asked for.
-type Ask<T> = fn(&DiskStatus) -> T;
+/// Reads one value from the status of a disk.
+type Read<T> = fn(&DiskStatus) -> T;
 
-/// Images of other sites that are mounted here.
+/// Mounts of this home.
 fn mounted(page: &mut Page<'_>, mounts: &[mounts::Status]) -> fmt::Result {
     page.each(
         "mount_up",
-        "Whether a mount of this home can be used.",
+        "Whether the mount is usable (0 or 1).",
         ["mount"],
         mounts.iter().map(|m| {
             let up = i64::from(m.state == State::Up);
@@ -293,97 +299,173 @@ fn mounted(page: &mut Page<'_>, mounts: &[mounts::Status]) -> fmt::Result {
     const LABELS: [&str; 3] = ["mount", "image", "mode"];
     let is_kept = |m: &mounts::Status| matches!(m.state, State::Up | State::Ending);
     let disks = |kept: bool| {
-        // Of one that nobody keeps no more is known than what is to be pushed.
+        // Of a mount without a daemon only what is to be pushed is known.
         let mounts = mounts.iter().filter(move |m| !kept || is_kept(m));
         mounts.flat_map(|m| {
             let labels = move |d: &DiskStatus| [m.name.clone(), d.image.clone(), d.mode.clone()];
             m.disks.iter().map(move |d| (labels(d), d))
         })
     };
-    let gauges: [(&str, &str, Ask<u64>); 6] = [
-        ("size_bytes", "Size of the disk.", |d| d.size),
-        ("local_bytes", "Bytes that are here.", |d| d.local),
+    let gauges: [(&str, &str, Read<u64>); 6] = [
+        ("size_bytes", "Size of the disk in bytes.", |d| d.size),
+        ("local_bytes", "Bytes cached locally.", |d| d.local),
         (
             "dirty_bytes",
-            "Bytes written here that the other site does not have.",
+            "Bytes written locally and not yet pushed.",
             |d| d.dirty,
         ),
-        ("in_flight_bytes", "Bytes under way.", |d| d.in_flight),
-        ("link_up", "Whether the other site can be reached.", |d| {
-            u64::from(d.link == "up")
+        ("in_flight_bytes", "Bytes in flight on the link.", |d| {
+            d.in_flight
         }),
-        ("epochs", "Sets of writes that the other site has.", |d| {
-            d.epoch
-        }),
+        (
+            "link_up",
+            "Whether the link to the other site is up (0 or 1).",
+            |d| u64::from(d.link == "up"),
+        ),
+        (
+            "epochs",
+            "Last epoch of writes committed at the other site.",
+            |d| d.epoch,
+        ),
     ];
-    for (name, help, ask) in gauges {
-        let samples = disks(name != "dirty_bytes").map(|(l, d)| (l, ConstGauge::new(ask(d))));
+    for (name, help, read) in gauges {
+        let samples = disks(name != "dirty_bytes").map(|(l, d)| (l, ConstGauge::new(read(d))));
         page.each(&format!("mount_{name}"), help, LABELS, samples)?;
     }
-    let counters: [(&str, &str, Ask<u64>); 2] = [
-        ("received_bytes", "Bytes that arrived on the link.", |d| {
+    let counters: [(&str, &str, Read<u64>); 2] = [
+        ("received_bytes", "Bytes received on the link.", |d| {
             d.received
         }),
-        ("sent_bytes", "Bytes that left on the link.", |d| d.sent),
+        ("sent_bytes", "Bytes sent on the link.", |d| d.sent),
     ];
-    for (name, help, ask) in counters {
-        let samples = disks(true).map(|(l, d)| (l, ConstCounter::new(ask(d))));
+    for (name, help, read) in counters {
+        let samples = disks(true).map(|(l, d)| (l, ConstCounter::new(read(d))));
         page.each(&format!("mount_{name}"), help, LABELS, samples)?;
     }
-    let measured: [(&str, &str, Ask<Option<f64>>); 2] = [
+    let measured: [(&str, &str, Read<Option<f64>>); 2] = [
         (
             "rate_bytes_per_second",
-            "Bytes arriving in a second.",
+            "Current receive rate in bytes per second.",
             |d| Some(d.rate),
         ),
         (
-            "seconds_left",
+            "remaining_seconds",
             "Estimated seconds until fully cached at the current rate.",
             |d| d.seconds_left,
         ),
     ];
-    for (name, help, ask) in measured {
-        let known = disks(true).filter_map(|(l, d)| Some((l, ConstGauge::new(ask(d)?))));
+    for (name, help, read) in measured {
+        let known = disks(true).filter_map(|(l, d)| Some((l, ConstGauge::new(read(d)?))));
         page.each(&format!("mount_{name}"), help, LABELS, known)?;
     }
     Ok(())
 }
 
-/// What the teleport layer says of itself.
+/// Transfers and the matcher.
 fn transfers(page: &mut Page<'_>, site: &SiteStatus) -> fmt::Result {
-    let numbers = [
-        ("images", site.images),
-        ("sessions", site.sessions),
-        ("delivered_images", site.delivered_images),
-        ("matched_blocks", site.matched_blocks),
-        ("sent_blocks", site.sent_blocks),
-        ("pending_sequences", site.pending_sequences),
-        ("catching_up", u64::from(site.catching_up)),
+    let counters = [
+        (
+            "images_delivered",
+            "Images delivered to this site.",
+            site.delivered_images,
+        ),
+        (
+            "blocks_matched",
+            "Blocks reused from images or the sequence cache.",
+            site.matched_blocks,
+        ),
+        (
+            "blocks_received",
+            "Blocks received over the link.",
+            site.sent_blocks,
+        ),
     ];
-    let matcher = site.matcher.iter();
-    let matcher = matcher.map(|(name, n)| (format!("matcher_{}", word(name)), *n));
-    for (name, n) in numbers
-        .map(|(k, n)| (k.to_string(), n))
-        .into_iter()
-        .chain(matcher)
-    {
-        page.gauge(&format!("site_{name}"), "See `drover status --json`.", n)?;
+    for (name, help, n) in counters {
+        page.counter(name, help, n)?;
     }
-    Ok(())
+    let help = "Sequences waiting to be copied to the sequence cache.";
+    page.gauge("sequences_pending", help, site.pending_sequences)?;
+    let help = "Whether the matcher does not know all images yet (0 or 1).";
+    page.gauge("matcher_catching_up", help, u64::from(site.catching_up))?;
+    matcher(page, &site.matcher)
 }
 
-/// Text as the value of a label; the library does not escape it.
+/// The matcher's counts by name, as [`SiteStatus::matcher`] has them.
+fn matcher(page: &mut Page<'_>, counts: &[(String, u64)]) -> fmt::Result {
+    if counts.is_empty() {
+        return Ok(());
+    }
+    let of = |key: &str| counts.iter().find(|(k, _)| k == key).map_or(0, |(_, n)| *n);
+    let caches = |what: &str| {
+        let n = |cache: &str| ([cache.to_string()], of(&format!("{cache}_{what}")));
+        ["c0", "c1", "c2"].map(n)
+    };
+    for (what, help) in [
+        ("capacity", "Slots of the matcher's caches."),
+        ("entries", "Slots in use in the matcher's caches."),
+    ] {
+        let samples = caches(what).map(|(cache, n)| (cache, ConstGauge::new(n)));
+        page.each(&format!("matcher_cache_{what}"), help, ["cache"], samples)?;
+    }
+    for (what, help) in [
+        ("lookups", "Digests looked up in the matcher's caches."),
+        ("hits", "Lookups that found a verified match."),
+        (
+            "false_matches",
+            "Lookups whose fingerprint matched another digest.",
+        ),
+        ("evictions", "Entries evicted from the matcher's caches."),
+    ] {
+        let samples = caches(what).map(|(cache, n)| (cache, ConstCounter::new(n)));
+        page.each(&format!("matcher_cache_{what}"), help, ["cache"], samples)?;
+    }
+    let help = "Blocks in matched runs, by how the run was found.";
+    let via = ["c0", "c1", "c2", "anchor", "aligned", "repeat"];
+    let via = via.map(|by| (by, of(&format!("via_{by}"))));
+    page.counters("matcher_run_blocks", help, "via", &via)?;
+    for (key, name, help) in [
+        (
+            "blocks",
+            "matcher_blocks",
+            "Blocks looked up by the matcher.",
+        ),
+        ("heads", "matcher_heads", "Heads among them."),
+        ("matched", "matcher_blocks_matched", "Blocks matched."),
+        (
+            "backward",
+            "matcher_backward_blocks",
+            "Blocks added to runs by backward extension.",
+        ),
+        ("runs", "matcher_runs", "Runs matched."),
+        (
+            "pages_read",
+            "matcher_pages_read",
+            "Hash pages read from storage.",
+        ),
+        (
+            "bytes_read",
+            "matcher_read_bytes",
+            "Bytes read from storage by the matcher.",
+        ),
+        (
+            "bytes_written",
+            "matcher_written_bytes",
+            "Bytes written to storage by the matcher.",
+        ),
+    ] {
+        page.counter(name, help, of(key))?;
+    }
+    let help = "Memory of the matcher in bytes.";
+    page.gauge("matcher_memory_bytes", help, of("memory"))
+}
+
+/// Escapes the value of a label, which the library does not.
 fn label(text: &str) -> String {
     let text = text.replace('\\', "\\\\").replace('"', "\\\"");
     text.replace('\n', "\\n")
 }
 
-/// A name as a part of a metric's.
-fn word(key: &str) -> String {
-    key.replace(|c: char| !c.is_ascii_alphanumeric(), "_")
-}
-
-/// Memory of this process that is in RAM; zero when the system does not say.
+/// Resident memory of this process; zero when the system does not report it.
 fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status
@@ -399,175 +481,4 @@ fn resident_bytes() -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn mount(name: &str, state: State) -> mounts::Status {
-        mounts::Status {
-            name: name.into(),
-            place: String::new(),
-            devices: Vec::new(),
-            process: 0,
-            since_unix: 0,
-            state,
-            disks: vec![DiskStatus {
-                image: "far:web".into(),
-                mode: "managed".into(),
-                size: 20,
-                local: 10,
-                dirty: 5,
-                ..DiskStatus::default()
-            }],
-        }
-    }
-
-    /// Every name before there was a library that writes them, but for those of the matcher's counts.
-    const NAMES: [&str; 46] = [
-        "drover_build_info",
-        "drover_start_time_seconds",
-        "drover_resident_memory_bytes",
-        "drover_images",
-        "drover_peers",
-        "drover_connections_total",
-        "drover_connections_open",
-        "drover_connections_rejected_total",
-        "drover_pairings_total",
-        "drover_tickets_refused_total",
-        "drover_sessions_total",
-        "drover_sessions_open",
-        "drover_wire_bytes_total",
-        "drover_verified_total",
-        "drover_served_mounts",
-        "drover_served_lanes",
-        "drover_served_images",
-        "drover_served_leases",
-        "drover_served_reads_total",
-        "drover_served_chunks_total",
-        "drover_served_bytes_total",
-        "drover_served_link_bytes_total",
-        "drover_served_epochs_total",
-        "drover_served_leases_broken_total",
-        "drover_served_refused_total",
-        "drover_served_errors_total",
-        "drover_mount_up",
-        "drover_mount_size_bytes",
-        "drover_mount_local_bytes",
-        "drover_mount_dirty_bytes",
-        "drover_mount_in_flight_bytes",
-        "drover_mount_rate_bytes_per_second",
-        "drover_mount_seconds_left",
-        "drover_mount_link_up",
-        "drover_mount_received_bytes_total",
-        "drover_mount_sent_bytes_total",
-        "drover_mount_epochs",
-        "drover_site_images",
-        "drover_site_sessions",
-        "drover_site_delivered_images",
-        "drover_site_matched_blocks",
-        "drover_site_sent_blocks",
-        "drover_site_pending_sequences",
-        "drover_site_catching_up",
-        "drover_site_matcher_c1_hits",
-        "drover_site_matcher_pages",
-    ];
-
-    fn status() -> Status {
-        let mut up = mount("a\"b", State::Up);
-        up.disks[0].seconds_left = Some(2.5);
-        Status {
-            running: true,
-            duty: "site".into(),
-            name: "y".into(),
-            key: "k".into(),
-            home: "/h".into(),
-            version: "0.1.0".into(),
-            process: 7,
-            addresses: Vec::new(),
-            started_unix: 5,
-            uptime_seconds: 0,
-            images: 2,
-            peers: 1,
-            connections_open: 0,
-            sessions_open: 0,
-            site: Some(SiteStatus {
-                catching_up: true,
-                matcher: vec![("c1 hits".into(), 4), ("pages".into(), 9)],
-                ..SiteStatus::default()
-            }),
-            served: Some(MountCounts {
-                writers: 1,
-                readers: 2,
-                reads_background: 7,
-                refused: vec![("leased".into(), 3)],
-                failed: vec![("io".into(), 0)],
-                ..MountCounts::default()
-            }),
-            leases: Some(4),
-            mounts: vec![up, mount("dead", State::Dead)],
-        }
-    }
-
-    #[test]
-    fn the_names_are_those_that_dashboards_know() {
-        let text = Arc::new(Metrics::default()).render(status());
-        let mut found: Vec<_> = text
-            .lines()
-            .filter(|l| !l.starts_with('#'))
-            .filter_map(|l| l.split(['{', ' ']).next())
-            .collect();
-        found.dedup();
-        found.sort_unstable();
-        let mut names = NAMES;
-        names.sort_unstable();
-        assert_eq!(found, names);
-    }
-
-    #[test]
-    fn the_text_is_what_prometheus_reads() {
-        let metrics = Arc::new(Metrics::default());
-        metrics.connections.store(3, Relaxed);
-        metrics.rejected_trust.store(1, Relaxed);
-        let text = metrics.render(status());
-        for line in [
-            "drover_build_info{version=\"0.1.0\"} 1",
-            "drover_connections_total 3",
-            "drover_connections_rejected_total{reason=\"trust\"} 1",
-            "drover_images 2",
-            "drover_site_catching_up 1",
-            "drover_site_matcher_c1_hits 4",
-            "# TYPE drover_sessions counter",
-            "drover_served_mounts{access=\"read\"} 2",
-            "drover_served_reads_total{kind=\"background\"} 7",
-            "drover_served_refused_total{reason=\"leased\"} 3",
-            "drover_served_leases 4",
-            "drover_mount_up{mount=\"a\\\"b\"} 1",
-            "drover_mount_up{mount=\"dead\"} 0",
-            "drover_mount_local_bytes{mount=\"a\\\"b\",image=\"far:web\",mode=\"managed\"} 10",
-            "drover_mount_seconds_left{mount=\"a\\\"b\",image=\"far:web\",mode=\"managed\"} 2.5",
-            "drover_mount_dirty_bytes{mount=\"dead\",image=\"far:web\",mode=\"managed\"} 5",
-        ] {
-            assert!(text.lines().any(|l| l == line), "{line}\n{text}");
-        }
-        let has = |start: &str| text.lines().any(|l| l.starts_with(start));
-        assert!(
-            !has("drover_mount_seconds_left{mount=\"dead\""),
-            "it is not known"
-        );
-        assert!(
-            !has("drover_mount_local_bytes{mount=\"dead\""),
-            "nor is this"
-        );
-        for line in text.lines().filter(|l| !l.starts_with('#')) {
-            let (name, value) = line.rsplit_once(' ').unwrap();
-            assert!(
-                name.starts_with("drover_") && value.parse::<f64>().is_ok(),
-                "{line}"
-            );
-        }
-        let resident = text
-            .lines()
-            .find_map(|l| l.strip_prefix("drover_resident_memory_bytes "))
-            .unwrap();
-        assert!(resident.parse::<f64>().unwrap() > 1e6);
-    }
-}
+mod tests;

@@ -142,7 +142,7 @@ fn log(verbose: u8, serves: bool) {
     let filter = std::env::var("DROVER_LOG")
         .ok()
         .and_then(|f| EnvFilter::try_new(f).ok())
-        .unwrap_or_else(|| EnvFilter::new(format!("warn,drover={level},drover_agent={level},drover_teleport={level},drover_net={level},drover_index={level},drover_image={level},drover_mount={level},drover_device={level},drover_frontend={level}")));
+        .unwrap_or_else(|| EnvFilter::new(format!("warn,drover={level}")));
     let stderr = std::io::IsTerminal::is_terminal(&std::io::stderr());
     tracing_subscriber::fmt()
         .with_env_filter(filter)

@@ -13,7 +13,7 @@ use crate::NetError;
 use crate::connection::Connection;
 use crate::error::plain;
 
-/// A Unix socket on which a site takes local calls. Only the owner may connect (mode 0600); the
+/// A Unix socket on which a process takes local calls. Only the owner may connect (mode 0600); the
 /// file goes away with the listener.
 #[derive(Debug)]
 pub struct LocalListener {
@@ -44,7 +44,7 @@ impl LocalListener {
                 return Err(io::Error::other("there is a file that is not a socket"));
             }
             Ok(_) if std::os::unix::net::UnixStream::connect(path).is_ok() => {
-                return Err(io::Error::other("a running site is listening there"));
+                return Err(io::Error::other("another process is listening there"));
             }
             _ => {}
         }
@@ -112,7 +112,7 @@ impl Drop for LocalListener {
     }
 }
 
-/// Connects to the site that listens on the Unix socket `path`.
+/// Connects to the process that listens on the Unix socket `path`.
 ///
 /// # Errors
 /// [`NetError::Local`] when none does.
@@ -121,13 +121,13 @@ pub async fn connect_unix(path: impl AsRef<Path>) -> Result<Connection, NetError
     match UnixStream::connect(path).await {
         Ok(stream) => Ok(Connection::from_unix(
             stream,
-            format!("the site at {}", path.display()),
+            format!("the process at {}", path.display()),
         )),
         Err(e) => Err(NetError::Local {
             path: path.to_owned(),
             reason: match e.kind() {
                 io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
-                    "no site is running here".into()
+                    "no process is listening there".into()
                 }
                 _ => explain(&e),
             },

@@ -27,7 +27,7 @@ pub use envelope::{Envelope, EnvelopeError};
 #[cfg(feature = "testing")]
 pub use fake::{FakeDirectory, Operation};
 pub use host::HostDirectory;
-pub use replace::{atomic_replace, replace, sync_parent};
+pub use replace::{atomic_replace, remove_leftovers, replace, sync_parent};
 
 /// A flat directory of files. A name is one path component; any other is refused as `InvalidInput`.
 pub trait Directory: Send + Sync {

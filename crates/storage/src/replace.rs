@@ -1,7 +1,11 @@
 //! Putting a small file in the place of another as a whole.
 
+use std::fs;
 use std::io;
 use std::path::Path;
+
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 
 use crate::{Directory, HostDirectory};
 
@@ -21,7 +25,24 @@ pub fn atomic_replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     replace(&HostDirectory::open(parent(path))?, &temporary, name, bytes)
 }
 
-/// The same in a [`Directory`], with a name of the caller's for the bytes until they have theirs. What a crash leaves
+/// Removes temporary files that crashed processes left in [`atomic_replace`] of `path`. Those of running processes stay.
+/// Errors are ignored: such a file only takes space.
+pub fn remove_leftovers(path: &Path) {
+    let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+        return;
+    };
+    let prefix = format!(".{name}.");
+    for entry in fs::read_dir(parent(path)).into_iter().flatten().flatten() {
+        let left = entry.file_name();
+        let process = left.to_str().and_then(|left| left.strip_prefix(&prefix));
+        let process = process.and_then(|p| Pid::from_raw(p.parse().ok()?));
+        if process.is_some_and(|p| test_kill_process(p) == Err(Errno::SRCH)) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// [`atomic_replace`] in a [`Directory`], with a name of the caller's for the bytes until they have theirs. What a crash leaves
 /// under that name is emptied by the next replacement.
 ///
 /// # Errors
@@ -63,7 +84,6 @@ fn parent(path: &Path) -> &Path {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
@@ -81,6 +101,28 @@ mod tests {
         assert_eq!(mode & 0o777, 0o600);
         assert!(atomic_replace(&tmp.path().join(".."), b"x").is_err());
         assert!(atomic_replace(&tmp.path().join("no/f"), b"x").is_err());
+    }
+
+    #[test]
+    fn leftovers_of_crashed_processes_are_removed_and_no_other_files() {
+        let tmp = tempfile::tempdir().unwrap();
+        let mut dead = std::process::Command::new("true").spawn().unwrap();
+        dead.wait().unwrap();
+        let keep = [
+            "f".to_string(),
+            format!(".f.{}", std::process::id()),
+            format!(".g.{}", dead.id()),
+            ".f.old".into(),
+            ".f.0".into(),
+        ];
+        let gone = format!(".f.{}", dead.id());
+        for name in keep.iter().chain([&gone]) {
+            fs::write(tmp.path().join(name), "x").unwrap();
+        }
+        remove_leftovers(&tmp.path().join("f"));
+        assert!(!tmp.path().join(gone).exists());
+        assert!(keep.iter().all(|name| tmp.path().join(name).exists()));
+        remove_leftovers(&tmp.path().join("no/f"));
     }
 
     #[test]

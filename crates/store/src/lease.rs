@@ -122,6 +122,7 @@ impl LeaseTable {
     /// # Errors
     /// A file that cannot be read or is damaged.
     pub fn open(image: ImageName, directory: PathBuf) -> Result<Self, Refusal> {
+        file::remove_leftovers(&directory);
         let record = match file::load(&directory)? {
             Some(record) => record,
             None if has_overlay(&directory) => Record::unknown(),

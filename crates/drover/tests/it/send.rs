@@ -30,7 +30,7 @@ fn done(lines: &[Value]) -> &Vec<Value> {
 #[test]
 fn an_image_arrives_byte_for_byte_and_again_for_almost_nothing() {
     let world = World::new();
-    let _far = world.pair();
+    let far = world.pair();
     let path = world.image("a.img", 1, 2500);
     let lines = world
         .run("near", &["send", "a.img", "far", "--json"])
@@ -54,6 +54,18 @@ fn an_image_arrives_byte_for_byte_and_again_for_almost_nothing() {
     );
     assert!(image["wire_sent_bytes"].as_u64().unwrap() > 2500 * 4096);
     same(&world.delivered("far", "a.img"), &path);
+    // The site's log has the session, and what came in it.
+    until("the session's end is logged", || {
+        far.log().contains("session ended")
+    });
+    let log = far.log();
+    assert!(
+        log.contains("session opened peer=\"near\" images=1"),
+        "{log}"
+    );
+    let bytes = log.split("session ended peer=\"near\" images=1 bytes=");
+    let bytes = bytes.last().unwrap().split(' ').next().unwrap();
+    assert!(bytes.parse::<u64>().unwrap() > 2500 * 4000, "{log}");
     let digest = world
         .run("near", &["digest", "a.img", "--json"])
         .ok()

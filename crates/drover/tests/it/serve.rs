@@ -106,7 +106,7 @@ fn work_that_a_running_site_must_do_goes_through_its_socket() {
     world.run("far", &["verify", "b.img"]).fails(3, &["b.img"]);
     let metrics = world.run("far", &["status", "--metrics"]).ok().out;
     assert!(
-        metrics.contains("drover_verified_total{result=\"good\"} 1"),
+        metrics.contains("drover_images_verified_total{result=\"good\"} 1"),
         "{metrics}"
     );
     world.run("far", &["rm", "a.img", "--yes"]).ok();

@@ -9,7 +9,10 @@ async fn a_local_call() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("site.sock");
     let e = connect_unix(&path).await.unwrap_err();
-    assert!(e.to_string().ends_with("no site is running here"), "{e}");
+    assert!(
+        e.to_string().ends_with("no process is listening there"),
+        "{e}"
+    );
 
     let listener = LocalListener::bind(&path).unwrap();
     let meta = std::fs::metadata(&path).unwrap();
@@ -42,7 +45,10 @@ async fn a_dead_socket_is_replaced_and_nothing_else() {
     assert!(path.exists());
     let first = LocalListener::bind(&path).unwrap();
     let e = LocalListener::bind(&path).unwrap_err();
-    assert!(e.to_string().contains("a running site is listening"), "{e}");
+    assert!(
+        e.to_string().contains("another process is listening"),
+        "{e}"
+    );
     let (there, here) = tokio::join!(first.accept(), connect_unix(&path));
     there.unwrap();
     here.unwrap();

@@ -86,6 +86,11 @@ pub fn parse(bytes: &[u8]) -> Result<Record, String> {
     .map_err(|e| e.to_string())
 }
 
+/// Removes temporary files of processes that crashed while they wrote the lease.
+pub fn remove_leftovers(directory: &Path) {
+    drover_storage::remove_leftovers(&directory.join(FILE_NAME));
+}
+
 /// Moves a file that cannot be used out of the way; it is not destroyed.
 pub fn set_aside(directory: &Path) -> io::Result<()> {
     fs::rename(

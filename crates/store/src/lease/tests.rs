@@ -260,3 +260,18 @@ fn a_lease_of_the_first_version_is_read() {
     assert_eq!((record.edition, &record.holder), (4, &Some(holder.clone())));
     assert_eq!(record.last, Some(holder));
 }
+
+#[test]
+fn what_a_crashed_process_left_is_removed_when_the_table_is_opened() {
+    let place = Place::new();
+    let mut leases = place.leases();
+    leases
+        .enter(&who(1), Access::ReadWrite, at(0), &|_| false)
+        .unwrap();
+    let mut dead = std::process::Command::new("true").spawn().unwrap();
+    dead.wait().unwrap();
+    let left = place.0.path().join(format!("web/.lease.{}", dead.id()));
+    std::fs::write(&left, "half a lease").unwrap();
+    assert_eq!(place.leases().holder(), leases.holder());
+    assert!(!left.exists());
+}

@@ -66,6 +66,7 @@ impl Site {
         mut call: IncomingCall,
     ) -> Result<(), TeleportError> {
         let request: OpenSession = call.request()?;
+        let (images, began) = (request.images, Instant::now());
         call.reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut call.reader, &mut call.writer);
         let (to, first_data) = mpsc::channel(FRAME_QUEUE);
@@ -77,6 +78,8 @@ impl Site {
         };
         let _registered = registered;
         call.accept::<OpenSession>(&()).await?;
+        tracing::info!(peer = shared.peer_name, images, "session opened");
+        let opened = Arc::clone(&shared);
         let IncomingCall {
             reader,
             writer,
@@ -103,6 +106,15 @@ impl Site {
             while let Some(Ok(_)) = frames.control.recv().await {}
         })
         .await;
+        let bytes = opened.stages.receive.time().bytes;
+        let seconds = began.elapsed().as_secs_f64();
+        tracing::info!(
+            peer = opened.peer_name,
+            images,
+            bytes,
+            seconds,
+            "session ended"
+        );
         result
     }
 

@@ -29,7 +29,7 @@ fn both_ends_count_what_mounts_do() {
     for sample in [
         "drover_served_mounts{access=\"write\"}",
         "drover_served_leases",
-        "drover_served_reads_total{kind=\"waited\"}",
+        "drover_served_reads_total{kind=\"foreground\"}",
         "drover_served_bytes_total{direction=\"written\"}",
         "drover_served_refused_total{reason=\"leased\"}",
     ] {
@@ -67,8 +67,8 @@ fn both_ends_count_what_mounts_do() {
     assert_eq!(value(&after, "drover_served_mounts{access=\"read\"}"), 1.0);
     assert_eq!(value(&after, "drover_served_images"), 2.0);
     assert_eq!(value(&after, "drover_served_leases"), 1.0);
-    at_least("drover_served_lanes", 4.0);
-    at_least("drover_served_reads_total{kind=\"waited\"}", 1.0);
+    at_least("drover_served_connections", 4.0);
+    at_least("drover_served_reads_total{kind=\"foreground\"}", 1.0);
     at_least("drover_served_reads_total{kind=\"background\"}", 1.0);
     // Each has 2 MiB and 300 kB of noise.
     at_least("drover_served_chunks_total{kind=\"data\"}", 70.0);
@@ -95,7 +95,7 @@ fn both_ends_count_what_mounts_do() {
         ("local_bytes", "local"),
         ("dirty_bytes", "dirty"),
         ("in_flight_bytes", "in_flight"),
-        ("seconds_left", "seconds_left"),
+        ("remaining_seconds", "seconds_left"),
         ("epochs", "epoch"),
     ] {
         let shown = value(&here, &format!("drover_mount_{metric}{labels}"));
@@ -106,7 +106,7 @@ fn both_ends_count_what_mounts_do() {
     m.unmount(&read_only, &[]).ok();
     m.unmount(&disk, &[]).ok();
     let ended = served();
-    assert_eq!(value(&ended, "drover_served_lanes"), 0.0);
+    assert_eq!(value(&ended, "drover_served_connections"), 0.0);
     assert_eq!(value(&ended, "drover_served_leases"), 0.0);
 }
 
