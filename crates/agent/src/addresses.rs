@@ -24,7 +24,9 @@ pub fn of_listener(listen: SocketAddr, advertise: &[String]) -> Result<Vec<Strin
         return Ok(vec![listen.to_string()]);
     }
     let host: Vec<IpAddr> = if_addrs::get_if_addrs()
-        .map_err(|e| format!("cannot list this host's addresses: {e}; say --advertise ADDR"))?
+        .map_err(|e| {
+            format!("cannot list this host's addresses: {e}; name the addresses to advertise")
+        })?
         .into_iter()
         .map(|i| i.ip())
         .collect();

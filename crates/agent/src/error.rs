@@ -51,6 +51,9 @@ pub enum Error {
         /// For a person.
         message: String,
     },
+    /// What another process refused, or what this one refuses for a reason that callers tell apart by its code.
+    #[error("{}", .0.message)]
+    Refused(Refusal),
     /// What was being done, and why it failed.
     #[error(fmt = doing)]
     Doing {
@@ -167,12 +170,21 @@ impl Error {
 
     /// What a peer's refusal means here: a decision, or a failure.
     pub fn of_peer(peer: &str, refusal: &Refusal) -> Error {
-        let kind = match refusal.code.is_decision() {
-            true => Kind::Refused,
-            false => Kind::Failed,
-        };
         let message = format!("{}: {}", clean(peer), clean(&refusal.message));
-        Error::of_kind(kind, message)
+        Error::coded(refusal.code, message)
+    }
+
+    /// A failure that callers tell apart by its code.
+    pub fn coded(code: Code, message: impl Into<String>) -> Error {
+        Error::Refused(Refusal::new(code, message.into()))
+    }
+
+    /// The code of a refusal among the causes.
+    pub fn code(&self) -> Option<Code> {
+        chain(self).find_map(|cause| match cause.downcast_ref() {
+            Some(Error::Refused(refusal)) => Some(refusal.code),
+            _ => None,
+        })
     }
 
     /// This, with what was being done.
@@ -196,19 +208,18 @@ impl Error {
 
 /// What whoever asked is told of a failure, whatever it was.
 pub(crate) fn failed(e: impl Into<Error>) -> Refusal {
-    Refusal::new(Code::Failed, one_line(&e.into()))
+    let e = e.into();
+    let code = e.code().filter(|code| !code.is_decision());
+    Refusal::new(code.unwrap_or(Code::Failed), one_line(&e))
 }
 
 /// What whoever asked is told of an error: that it failed, or was refused.
 pub(crate) fn refusal_of(e: Error) -> Refusal {
-    let code = match e.kind() {
-        Kind::Refused => e
-            .cause()
-            .and_then(TeleportError::refusal)
-            .unwrap_or(Code::Denied),
-        _ => Code::Failed,
-    };
-    Refusal::new(code, one_line(&e))
+    if e.kind() != Kind::Refused {
+        return failed(e);
+    }
+    let code = e.cause().and_then(TeleportError::refusal).or(e.code());
+    Refusal::new(code.unwrap_or(Code::Denied), one_line(&e))
 }
 
 /// Says of what went wrong what was being done.
@@ -277,6 +288,9 @@ pub fn kind_of(error: &(dyn StdError + 'static)) -> Kind {
     let kind = chain(error).find_map(|cause| {
         if let Some(Error::Said { kind, .. }) = cause.downcast_ref() {
             return Some(*kind);
+        }
+        if let Some(Error::Refused(refusal)) = cause.downcast_ref() {
+            return Some(refused(refusal.code.is_decision()));
         }
         if let Some(e) = cause.downcast_ref::<TeleportError>() {
             return Some(refused(e.refusal().is_some()));

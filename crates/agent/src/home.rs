@@ -41,7 +41,7 @@ pub struct HomeLock(
 );
 
 impl Home {
-    /// Where the home is: `chosen` (`--home` or `$DROVER_HOME`), else `/var/lib/drover` for root,
+    /// The directory of the home: `chosen`, else `/var/lib/drover` for root,
     /// else `drover` in the XDG data directory.
     ///
     /// # Errors
@@ -50,7 +50,7 @@ impl Home {
         let dir = match chosen {
             Some(dir) if dir.as_os_str().is_empty() => {
                 return Err(crate::error::Error::usage(
-                    "the home directory's path is empty; unset DROVER_HOME or give --home DIR",
+                    "the home directory's path is empty; unset DROVER_HOME or set it to a directory",
                 ));
             }
             Some(dir) => dir.to_path_buf(),
@@ -59,7 +59,7 @@ impl Home {
                 std::env::var_os("XDG_DATA_HOME").map(PathBuf::from),
                 std::env::var_os("HOME").map(PathBuf::from),
             )
-            .context("neither DROVER_HOME nor HOME is set; say --home DIR")?
+            .context("neither DROVER_HOME nor HOME is set; set DROVER_HOME to a directory")?
             .join("drover"),
         };
         std::path::absolute(&dir).with_context(|| format!("cannot find {}", dir.display()))

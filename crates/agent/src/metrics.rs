@@ -234,7 +234,7 @@ fn served(page: &mut Page<'_>, now: &MountCounts, leases: Option<usize>) -> fmt:
         "Chunk reads requested by mounts, by priority.",
         "kind",
         &[
-            ("foreground", now.reads_waited),
+            ("on_demand", now.reads_waited),
             ("background", now.reads_background),
         ],
     )?;

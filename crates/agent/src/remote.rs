@@ -29,7 +29,7 @@ impl Call {
     pub async fn peer(identity: &Identity, peer: &Peer) -> Result<Call> {
         if peer.addresses.is_empty() {
             bail!(
-                "{0} is paired but has told no address to call; make a ticket there and `drover pair TICKET --name {0}`",
+                "{0} is paired but has no known address; make a ticket there and use it here with `drover pair`",
                 peer.name
             );
         }
@@ -154,5 +154,5 @@ pub fn find_peer(catalog: &SiteCatalog, name: &str) -> Result<Peer> {
         [] => "none is paired yet".to_string(),
         some => format!("paired are: {}", some.join(", ")),
     };
-    bail!("no peer is called {name:?} ({known}); `drover pair TICKET --name NAME` adds one")
+    bail!("no peer is called {name:?} ({known}); `drover pair TICKET` adds one")
 }

@@ -9,12 +9,13 @@ use drover_agent::mounts::Writer;
 use drover_agent::site;
 use drover_agent::text::{bytes, clean, moment};
 use drover_core::ImageName;
+use drover_net::Code;
 use drover_store::{Catalog, SiteCatalog};
 use serde_json::json;
 
 use crate::bar::Bar;
 use crate::cli::{ChangesAction, ChangesArgs, DropArgs, MergeArgs};
-use crate::failure::{no_image, usage};
+use crate::failure::{self, no_image, usage};
 use crate::{out, prompt};
 
 /// `drover changes`.
@@ -197,7 +198,10 @@ async fn merge_changes(home: &Home, args: MergeArgs) -> Result<()> {
     let shown = bar.clone();
     let merged = changes::ask_to_merge(home, order, move |done, total| shown.at(done, total)).await;
     bar.clear();
-    let merged = merged?;
+    let merged = merged.map_err(|e| {
+        let options = "`--as NAME`, with `--as NAME --to raw` or `--as NAME --to qcow2` in that format, creates one";
+        failure::hint(e, Code::ReadOnly, options)
+    })?;
     if args.json {
         return out::json(&merged);
     }

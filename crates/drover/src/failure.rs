@@ -1,6 +1,7 @@
 //! Errors of the command line itself.
 
-use drover_agent::error::Error;
+use drover_agent::error::{Error, one_line};
+use drover_net::Code;
 
 /// A usage error: exit code 2.
 pub fn usage(message: impl Into<String>) -> anyhow::Error {
@@ -10,6 +11,14 @@ pub fn usage(message: impl Into<String>) -> anyhow::Error {
 /// A refusal, or something that does not exist: exit code 3.
 pub fn refused(message: impl Into<String>) -> anyhow::Error {
     Error::refused(message).into()
+}
+
+/// Adds the option that helps to an error with this code.
+pub fn hint(e: Error, code: Code, hint: &str) -> anyhow::Error {
+    match e.code() == Some(code) {
+        true => Error::of_kind(e.kind(), format!("{}; {hint}", one_line(&e))).into(),
+        false => e.into(),
+    }
 }
 
 /// This site has no image of that name.

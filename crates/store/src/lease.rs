@@ -268,7 +268,7 @@ impl LeaseTable {
         if let Some((_, reader)) = self.readers.iter().find(|(key, _)| **key != own) {
             let left = match reader.left {
                 Some(_) => "; it is not connected and will be forgotten within a minute",
-                None => "; unmount it there, or mount it with --read-only here",
+                None => "; unmount it there, or mount it read-only here",
             };
             let text = format!(
                 "{} was mounted for reading {} by {}{left}",
@@ -402,8 +402,8 @@ impl LeaseTable {
 /// What a mount is told whose lease was broken.
 pub fn broken(image: &str) -> String {
     format!(
-        "the right to write {image} was taken away at its site (`drover mounts break`); what was not pushed stays in \
-         this mount's cache until `drover unmount --discard`, after which the image can be mounted anew"
+        "the write lease of {image} was broken at its site (`drover mounts break`); what was not pushed stays in this \
+         mount's cache until it is discarded; then the image can be mounted again"
     )
 }
 

@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use drover_core::ImageName;
 use drover_image::{Format, VirtualDisk};
 use drover_mount::server::{Claim, changes_of};
+use drover_net::Code;
 use drover_store::ImageRecord;
 use drover_store::lease::{MERGE_NOTE, MountId};
 use drover_teleport::TeleportError;
@@ -163,8 +164,8 @@ fn check(here: &Here, order: &Order, record: &ImageRecord) -> Result<Target> {
         _ => None,
     };
     let Some(to) = order.to.or(own) else {
-        return Err(refused(format!(
-            "{name} is a {} image, which drover does not write; `--as NAME --to raw` or `--to qcow2` makes a new image",
+        return Err(not_in_place(format!(
+            "{name} is a {} image, which drover cannot write; merge it into a new raw or qcow2 image",
             record.format
         )));
     };
@@ -177,25 +178,25 @@ fn check(here: &Here, order: &Order, record: &ImageRecord) -> Result<Target> {
         return Ok(to);
     }
     if own != Some(to) {
-        return Err(refused(format!(
-            "{name} is a {} image; to convert it, `--as NAME` makes a new image",
+        return Err(not_in_place(format!(
+            "{name} is a {} image; to convert it, merge it into a new image",
             record.format
         )));
     }
     if record.external {
-        return Err(refused(format!(
-            "{name} was indexed where it is, and drover never changes {}; `--as NAME` makes a new image",
+        return Err(not_in_place(format!(
+            "{name} was indexed in place, and drover never changes {}; merge it into a new image",
             record.path.display()
         )));
     }
     if to == Target::Qcow2 && has_snapshots(&record.path)? {
-        return Err(refused(format!(
-            "{name} has internal snapshots, which the merged image would lack; `--as NAME` makes a new image and leaves this one"
+        return Err(not_in_place(format!(
+            "{name} has internal snapshots, which the merged image would lack; merge it into a new image"
         )));
     }
     if let Some(other) = backed_by(here, record) {
-        return Err(refused(format!(
-            "{name} is the backing file of {other}, which would change with it; `--as NAME` makes a new image"
+        return Err(not_in_place(format!(
+            "{name} is the backing file of {other}, which would change with it; merge it into a new image"
         )));
     }
     Ok(to)
@@ -359,8 +360,8 @@ impl Making<'_> {
         if prepared.format != format_of(self.to).as_str() {
             // A guest that writes another format's header into its raw disk would have it taken for that.
             self.here.site.forget_prepared(&prepared);
-            return Err(refused(format!(
-                "{}: what the guest wrote begins like a {} image, so that a raw file of it would be taken for one; `--as NAME --to qcow2` makes a new image",
+            return Err(not_in_place(format!(
+                "{}: the guest's data begins like a {} image, so a raw file of it would be mistaken for one; merge it into a new qcow2 image",
                 self.order.name, prepared.format
             )));
         }
@@ -406,7 +407,7 @@ impl Making<'_> {
         match done {
             Some(done) => done,
             None => Err(refused(format!(
-                "the right to write {} was taken away meanwhile (`drover mounts break`); it is as it was",
+                "the lease of {} was broken meanwhile (`drover mounts break`); the image is unchanged",
                 self.order.name
             ))),
         }
@@ -429,6 +430,11 @@ fn format_of(to: Target) -> Format {
         Target::Raw => Format::Raw,
         Target::Qcow2 => Format::Qcow2,
     }
+}
+
+/// The image cannot be merged in place, but into a new one.
+fn not_in_place(text: String) -> Error {
+    Error::coded(Code::ReadOnly, text)
 }
 
 fn refused(text: String) -> Error {

@@ -52,7 +52,7 @@ impl Home {
     }
 
     /// Makes the reserve, or makes it whole again as far as there is room, unless somebody clears up with it. A directory that is not a home yet, such as
-    /// one that `--home` names by mistake, gets none.
+    /// one named by mistake, gets none.
     ///
     /// # Errors
     /// When the file cannot be written; a full disk is none.

@@ -17,7 +17,7 @@ use super::left::Left;
 use super::record::{Kept, Place, Record, boot};
 use super::start::Ready;
 use super::status::{State, Status};
-use crate::error::{Context, Error, Kind, Result, bail, failed, one_line};
+use crate::error::{Context, Error, Result, bail, failed, one_line};
 use crate::home::Home;
 use crate::notice::notice;
 use crate::signals::{Stop, told};
@@ -239,7 +239,7 @@ impl Daemon {
         while self.ending.swap(true, Ordering::SeqCst) {
             if !how.offline && !how.discard {
                 let left = self.disks.iter().map(Disk::dirty).sum();
-                return Err(Error::msg(ending_already(left)));
+                return Err(ending_already(left));
             }
             if began.elapsed() > OVERTAKE_LIMIT {
                 bail!("it is ending already");
@@ -306,10 +306,10 @@ impl Daemon {
         });
         for (pushed, disk) in pushed.into_iter().zip(&self.disks) {
             if let Err(e) = pushed {
-                return Err(Error::of_kind(
-                    Kind::Failed,
+                return Err(Error::coded(
+                    Code::Unavailable,
                     format!(
-                        "{} not at the other site yet after {:.0} s ({}); nothing is lost: unmount it again later, or with --offline (leaves it for the next mount here) or --discard (throws it away)",
+                        "{} not pushed after {:.0} s ({}); nothing is lost: unmount it again later",
                         bytes(disk.dirty()),
                         started.elapsed().as_secs_f64(),
                         one_line(&e)
@@ -449,14 +449,14 @@ fn say(ready: &Ready) -> Result<()> {
     Ok(())
 }
 
-/// What the second of two is told who end a mount, with so many bytes to push.
-fn ending_already(left: u64) -> String {
+/// The error of a second unmount while the first has so many bytes to push.
+fn ending_already(left: u64) -> Error {
     match left {
-        // Its users, or the site's goodbye, are waited for.
-        0 => "it is ending already".into(),
-        left => format!(
-            "it is ending already: {} are being pushed; --offline or --discard does not wait for that",
-            bytes(left)
+        // It waits for users of the mount, or for the site to close its connections.
+        0 => Error::msg("it is ending already"),
+        left => Error::coded(
+            Code::Unavailable,
+            format!("it is ending already: {} are being pushed", bytes(left)),
         ),
     }
 }

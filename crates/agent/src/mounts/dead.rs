@@ -5,13 +5,15 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use drover_net::Code;
+
 use super::control::{Progress, StopHow};
 use super::disk::Disk;
 use super::left::{Keeps, Left, Untold};
 use super::leftovers;
 use super::record::{Place, Record};
 use super::target::Prefetch;
-use crate::error::{Context, Kind, Result, bail};
+use crate::error::{Context, Error, Kind, Result, bail, one_line};
 use crate::home::Home;
 use crate::text::bytes;
 
@@ -78,12 +80,14 @@ pub async fn end(
                 there.extend(tokio::task::spawn_blocking(finished).await??);
             }
             Err(e) if ours > 0 => {
-                return Err(e).with_context(|| {
+                return Err(Error::coded(
+                    Code::Unavailable,
                     format!(
-                        "{} of {image} are not at the other site yet; nothing is lost: try again later (--offline clears all but the cache, --discard throws them away)",
-                        bytes(ours)
-                    )
-                });
+                        "{} of {image} not pushed ({}); nothing is lost: unmount it again later",
+                        bytes(ours),
+                        one_line(&e)
+                    ),
+                ));
             }
             Err(e) => {
                 tracing::debug!("{image}: {e:#}");

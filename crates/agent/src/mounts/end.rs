@@ -66,7 +66,7 @@ pub async fn end(
     };
     let left = control::ask(&place.socket(), &how, control::ANSWER_LIMIT, said).await;
     let left = left.map_err(|e| match e {
-        Error::Net(NetError::Refused(refusal)) => Error::msg(refusal.message),
+        Error::Net(NetError::Refused(refusal)) => Error::Refused(refusal),
         e => unanswered(e, place, record),
     })?;
     // It holds the mount's lock until it is gone; whoever mounts there next is not to be told that it is there.

@@ -1,4 +1,4 @@
-//! What a mount leaves when it has ended: here, and at sites that could not be told.
+//! What a mount leaves behind when it ends: its cache here, and leases at sites that could not be notified.
 
 use std::fmt;
 
@@ -6,17 +6,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::text::clean;
 
-/// What is left; nothing of it when all ended well.
+/// What is left; empty after a complete unmount.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Left {
-    /// Of what is here, for a person.
+    /// What is left here, as text for the user.
     pub here: String,
-    /// What other sites keep for the mount.
+    /// Leases that other sites still hold for the mount.
     pub there: Vec<Untold>,
 }
 
 impl Left {
-    /// That, and no site keeps anything.
+    /// Only something here.
     pub fn here(here: String) -> Left {
         Left {
             here,
@@ -24,7 +24,7 @@ impl Left {
         }
     }
 
-    /// All of it, a line each.
+    /// One line for each.
     pub fn lines(&self) -> Vec<String> {
         let here = Some(self.here.clone()).filter(|here| !here.is_empty());
         here.into_iter()
@@ -33,26 +33,26 @@ impl Left {
     }
 }
 
-/// A site that was not told that the mount has ended, and so keeps its image for it.
+/// A site that could not be notified that the mount ended, and may still hold a lease for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Untold {
-    /// What the site is called here; none for this one.
+    /// The peer's name; none for this site.
     pub site: Option<String>,
     /// The image's name there.
     pub image: String,
-    /// What it keeps.
+    /// The lease it holds.
     pub keeps: Keeps,
 }
 
-/// What a site keeps for a mount of which it does not know that it has ended.
+/// The lease that a site holds for a mount that ended without notice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Keeps {
-    /// The right to write, until it is broken.
+    /// The write lease, until it is broken.
     Write,
-    /// Writers out, for a short time.
+    /// A read lease, which expires soon and keeps writers out until then.
     Read,
-    /// It refused the mount before that: perhaps nothing.
+    /// It had refused the mount before: perhaps none.
     Unknown,
 }
 
@@ -63,16 +63,16 @@ impl fmt::Display for Untold {
         match self.keeps {
             Keeps::Write => write!(
                 f,
-                "{site} could not be told, and keeps the right to write {image} for this mount; it does not lapse: `drover mounts break {image}` at {site} ends it"
+                "could not notify {site}; it still holds the write lease of {image}, which does not expire: `drover mounts break {image}` at {site} ends it"
             ),
-            // The site finds a dead link after half a minute, and a reader has a minute to come back.
+            // The site detects a dead connection after half a minute, and a reader has a minute to reconnect.
             Keeps::Read => write!(
                 f,
-                "{site} could not be told, and lets nobody write {image} for two minutes at most"
+                "could not notify {site}; {image} cannot be written there for up to two minutes"
             ),
             Keeps::Unknown => write!(
                 f,
-                "{site} had ended the link; `drover mounts leases` there says whether it keeps {image} for this mount"
+                "{site} had closed the connection; `drover mounts leases` there shows whether this mount still holds a lease of {image}"
             ),
         }
     }

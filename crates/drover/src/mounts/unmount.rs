@@ -6,11 +6,12 @@ use anyhow::Result;
 use drover_agent::home::Home;
 use drover_agent::mounts::{self, ANSWER_LIMIT, Record, State, Status, StopHow};
 use drover_agent::text::bytes;
+use drover_net::Code;
 use serde_json::json;
 
 use crate::bar::Bar;
 use crate::cli::UnmountArgs;
-use crate::{out, prompt};
+use crate::{failure, out, prompt};
 
 /// `drover unmount`.
 ///
@@ -42,7 +43,11 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
     let progress = Arc::new(move |done, total| shown.at(done, total));
     let left = mounts::end(home, &mount, how, progress).await;
     bar.clear();
-    let left = left?;
+    let left = left.map_err(|e| {
+        let options =
+            "--offline leaves it in the cache for the next mount here, --discard throws it away";
+        failure::hint(e, Code::Unavailable, options)
+    })?;
     if args.json {
         return out::json(&json!({
             "event": "unmounted", "name": record.name,

@@ -279,7 +279,7 @@ fn two_writers_are_one_too_many() {
     assert!(
         error
             .to_string()
-            .contains("the right to write web was taken away"),
+            .contains("the write lease of web was broken"),
         "{error}"
     );
     let client = open(&runtime, &other, writer());

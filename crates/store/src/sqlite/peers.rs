@@ -61,7 +61,7 @@ impl SiteCatalog {
         self.change("storing a peer", |tx, seal| {
             if Peer::get(tx, &peer.name)?.is_some_and(|p| p.key != peer.key) {
                 return Err(RowError::Conflict(format!(
-                    "another site is called {0} here already; choose another --name, or `drover peers forget {0}` first",
+                    "another site is called {0} here already; choose another name, or `drover peers forget {0}` first",
                     peer.name
                 )));
             }

@@ -66,7 +66,7 @@ impl Site {
         mut call: IncomingCall,
     ) -> Result<(), TeleportError> {
         let request: OpenSession = call.request()?;
-        let (images, began) = (request.images, Instant::now());
+        let (images, began) = (request.images, std::time::Instant::now());
         call.reader.set_max_frame(MAX_SESSION_FRAME);
         KeepAlive::default().apply(&mut call.reader, &mut call.writer);
         let (to, first_data) = mpsc::channel(FRAME_QUEUE);

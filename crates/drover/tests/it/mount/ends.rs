@@ -131,7 +131,7 @@ fn a_site_that_cannot_be_told_keeps_the_right_to_write_and_the_way_out_is_named(
             ran.err.contains(thrown)
                 && lines
                     .last()
-                    .is_some_and(|l| l.contains("far could not be told")
+                    .is_some_and(|l| l.contains("could not notify far")
                         && l.contains("`drover mounts break web.raw` at far")),
             "{ran:?}"
         );
@@ -168,7 +168,7 @@ fn a_site_that_cannot_be_told_keeps_the_right_to_write_and_the_way_out_is_named(
             ran.json()[0]["left"]
                 .as_str()
                 .unwrap()
-                .contains("far could not be told"),
+                .contains("could not notify far"),
             "{ran:?}"
         );
         m.proxy.heal();

@@ -29,7 +29,7 @@ fn both_ends_count_what_mounts_do() {
     for sample in [
         "drover_served_mounts{access=\"write\"}",
         "drover_served_leases",
-        "drover_served_reads_total{kind=\"foreground\"}",
+        "drover_served_reads_total{kind=\"on_demand\"}",
         "drover_served_bytes_total{direction=\"written\"}",
         "drover_served_refused_total{reason=\"leased\"}",
     ] {
@@ -68,7 +68,7 @@ fn both_ends_count_what_mounts_do() {
     assert_eq!(value(&after, "drover_served_images"), 2.0);
     assert_eq!(value(&after, "drover_served_leases"), 1.0);
     at_least("drover_served_connections", 4.0);
-    at_least("drover_served_reads_total{kind=\"foreground\"}", 1.0);
+    at_least("drover_served_reads_total{kind=\"on_demand\"}", 1.0);
     at_least("drover_served_reads_total{kind=\"background\"}", 1.0);
     // Each has 2 MiB and 300 kB of noise.
     at_least("drover_served_chunks_total{kind=\"data\"}", 70.0);

@@ -139,7 +139,7 @@ fn what_was_written_offline_to_an_image_that_was_replaced_is_refused_with_the_wa
     assert_eq!(leases(&m), 0, "it keeps others from the new image");
     assert_eq!(m.disk()["dirty"], 4096, "it is still here");
     let ran = m.unmount(Path::new(&name), &["--discard", "-y"]).ok();
-    assert!(!ran.err.contains("could not be told"), "{ran:?}");
+    assert!(!ran.err.contains("could not notify"), "{ran:?}");
     let disk = m.mount("web.raw", "disk", &[]);
     assert!(fs::read(&disk).unwrap() == new, "stale bytes");
     m.unmount(&disk, &[]).ok();
@@ -162,7 +162,7 @@ fn a_mount_whose_image_was_replaced_says_so_and_holds_nothing() {
         until("the mount has heard of it", || {
             let link = m.disk()["link"].as_str().unwrap().to_owned();
             link.contains("is another image at the site now; unmount it and mount it anew")
-                || link.contains("was taken away")
+                || link.contains("was broken")
         });
         until("nothing is held", || leases(&m) == 0);
         m.unmount(&disk, &["--discard", "-y"]).ok();
