@@ -13,11 +13,10 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
-use crate::experiments::Lab;
+use crate::setup::Lab;
 
 pub use document::{DocumentArgs, make_document};
 pub use process::{CaseArgs, run_case};
-pub use rows::replace;
 pub use run::{BenchArgs, EXIT_CODES, bench};
 
 /// One kind of measurement.

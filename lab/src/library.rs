@@ -5,6 +5,7 @@
 
 mod aged;
 mod build;
+mod cache;
 mod debian;
 mod filesystem;
 mod small;
@@ -13,19 +14,11 @@ mod table;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
-use clap::{Args, ValueEnum};
+use clap::Args;
 
-use build::Manifest;
+use cache::Manifest;
+pub use table::Set;
 use table::{Fs, Recipe, Spec, Table};
-
-/// Which images.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Set {
-    /// Two small related images from the host's own files and an aged one, without root or a network.
-    Small,
-    /// Every Debian system of the library, in all its forms.
-    Full,
-}
 
 /// `lab library`.
 #[derive(Args)]

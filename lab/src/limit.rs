@@ -190,7 +190,7 @@ pub fn kept(file: &Path, with: &[PathBuf], images: &[PathBuf]) -> Result<Vec<Lim
         .map(|path| known.add(path))
         .collect::<Result<Vec<_>>>()?;
     all.insert(key, limits.clone());
-    crate::bench::replace(file, &serde_json::to_vec(&all)?)?;
+    crate::files::replace(file, &serde_json::to_vec(&all)?)?;
     Ok(limits)
 }
 

@@ -17,7 +17,7 @@ use tun_rs::{DeviceBuilder, SyncDevice};
 
 use crate::shell;
 use namespaces::Namespaces;
-pub use namespaces::{Unavailable, available};
+pub use namespaces::{Side, Unavailable};
 use pump::Shared;
 use queue::{Counters, Queue, Shape};
 
@@ -26,34 +26,6 @@ const EXIT_UNAVAILABLE: u8 = 4;
 /// Pieces that wait in the kernel while the link's thread sleeps.
 const DEVICE_QUEUE: &str = "4000";
 const MTU: u64 = 1500;
-
-/// One end of a link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
-    /// 10.77.0.1
-    A,
-    /// 10.77.0.2
-    B,
-}
-
-impl Side {
-    const BOTH: [Self; 2] = [Self::A, Self::B];
-
-    /// The address of this end on the link.
-    pub fn address(self) -> &'static str {
-        match self {
-            Self::A => "10.77.0.1",
-            Self::B => "10.77.0.2",
-        }
-    }
-
-    fn letter(self) -> char {
-        match self {
-            Self::A => 'a',
-            Self::B => 'b',
-        }
-    }
-}
 
 /// What a link is like.
 #[derive(Args, Clone, Debug, PartialEq)]
@@ -191,6 +163,24 @@ impl Drop for Link {
             let _ = thread.join();
         }
     }
+}
+
+/// Whether a link can be made here.
+///
+/// # Errors
+/// The reason, in one line.
+pub fn available() -> Result<(), String> {
+    let name = format!("lab-probe-{}", fastrand::u32(..));
+    let probe = Link::up(&Options {
+        name,
+        ..Options::default()
+    });
+    probe
+        .map(drop)
+        .map_err(|error| match error.downcast_ref::<Unavailable>() {
+            Some(Unavailable(why)) => why.clone(),
+            None => format!("{error:#}"),
+        })
 }
 
 /// A TUN device in a side's namespace, addressed and up.

@@ -6,12 +6,13 @@
 
 mod bench;
 mod experiments;
+mod files;
 mod library;
 mod limit;
 mod link;
 mod plot;
 mod rivals;
-mod same;
+mod setup;
 mod shell;
 mod site;
 mod watch;

@@ -11,6 +11,7 @@ use clap::Args;
 use super::rows::{self, Record, Rows};
 use super::{Experiment, Row, Verdict};
 use crate::experiments::{NOT_MEASURED, lines, mover::key};
+use crate::files::replace;
 use crate::plot::{self, Plot};
 use crate::rivals;
 
@@ -56,10 +57,10 @@ pub fn make_document(experiments: &[Experiment], args: &DocumentArgs) -> Result<
         }
     }
     for (name, plot) in &plots {
-        rows::replace(&dir.join(format!("{name}.svg")), plot::svg(plot).as_bytes())?;
+        replace(&dir.join(format!("{name}.svg")), plot::svg(plot).as_bytes())?;
     }
     let text = render(experiments, &good, &strange, &plots, &stem);
-    rows::replace(&args.document, text.as_bytes())?;
+    replace(&args.document, text.as_bytes())?;
     eprintln!("made {}", args.document.display());
     Ok(())
 }

@@ -18,7 +18,8 @@ use clap::Args;
 use rustix::process::{Pid, Signal, getpgrp, kill_process, kill_process_group};
 
 use super::{Case, Experiment, Row, Verdict};
-use crate::experiments::{Common, Lab};
+use crate::files::replace;
+use crate::setup::{Common, Lab};
 
 /// No case takes so long that does not hang.
 const PATIENCE: Duration = Duration::from_secs(4 * 3600);
@@ -159,7 +160,7 @@ pub fn run_case(experiments: &[Experiment], args: &CaseArgs) -> Result<()> {
     let outcome = catch_unwind(AssertUnwindSafe(|| (experiment.run)(&lab, &case)));
     let outcome =
         outcome.unwrap_or_else(|panic| Err(anyhow!("the lab panicked: {}", words(&*panic))));
-    super::rows::replace(
+    replace(
         &args.answer,
         &serde_json::to_vec(&judged(experiment, &case, outcome))?,
     )

@@ -1,7 +1,6 @@
 //! Results that are kept: a file with a line of JSON for each case, so that a run can go on where another ended.
 
-use std::fs::{self, File};
-use std::io::Write;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -9,6 +8,7 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use super::{Row, Verdict};
+use crate::files::replace;
 use crate::shell;
 
 /// What was measured of a case.
@@ -92,24 +92,6 @@ impl Rows {
         }
         replace(&self.file, text.as_bytes())
     }
-}
-
-/// Writes a file in one step, its directory too.
-///
-/// # Errors
-/// When it cannot be written.
-pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    let part = path.with_extension("part");
-    let write = || {
-        if let Some(dir) = path.parent() {
-            fs::create_dir_all(dir)?;
-        }
-        let mut file = File::create(&part)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&part, path)
-    };
-    write().with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Whether a build's name is that of a commit.

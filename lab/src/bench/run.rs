@@ -14,8 +14,8 @@ use super::document::{self, table};
 use super::process;
 use super::rows::{self, Record, Rows};
 use super::{Case, Experiment, Need, Row, Verdict};
-use crate::experiments::{Common, Lab};
 use crate::library::{self, Set};
+use crate::setup::{Common, Lab};
 use crate::{link, watch};
 
 /// As shells call it when a program ends by SIGINT.

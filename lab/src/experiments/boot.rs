@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use super::Lab;
 use super::client::connect;
 use super::guest::{Disk, Guest, Kernel, PROGRAMS};
 use super::lines::{Line, Net, line};
 use super::shows::{By, Far, NAME, Shown};
 use crate::bench::{Case, Column, Experiment, Figure, Need, Row, Verdict};
+use crate::setup::Lab;
 use crate::shell;
 
 const MIB: f64 = (1u64 << 20) as f64;

@@ -7,9 +7,9 @@ use anyhow::{Context, Result};
 
 use super::lines::{self, Line, Net, line};
 use super::mover::key;
-use super::{Lab, file_name, must_be_same};
 use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
-use crate::same::identical;
+use crate::files::identical;
+use crate::setup::{Lab, file_name, must_be_same};
 use crate::site::{Sender, Site};
 
 const TIMES_BEST: &str = "times_best";

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::Lab;
 use crate::bench::{Case, Column, Experiment, Row, Verdict};
+use crate::setup::Lab;
 use crate::shell;
 use crate::site::terminate;
 

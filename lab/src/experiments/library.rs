@@ -5,13 +5,13 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 
-use super::Lab;
 use super::lines::{self, FAST, Line, Net, REFERENCE};
 use super::mover::{self, Alike, By, Carried, Mover, key};
 use crate::bench::{Case, Column, Experiment, Row, Verdict};
 use crate::library::{self, Set};
 use crate::limit::Limit;
 use crate::link;
+use crate::setup::Lab;
 
 /// The row about all images.
 const ALL: &str = "all";

@@ -4,11 +4,11 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use super::Lab;
 use super::lines::{self, Line, Net, REFERENCE};
 use super::pull::Iperf;
 use crate::bench::{Case, Column, Experiment, Figure, Need, Row, Verdict};
 use crate::link::{Link, Side};
+use crate::setup::Lab;
 use crate::shell;
 
 pub const EXPERIMENT: Experiment = Experiment {

@@ -14,8 +14,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use super::client::{Client, connect};
 use super::lines::{Line, Net, line};
 use super::shows::{By, Far, Near};
-use super::{Lab, Work};
 use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
+use crate::setup::{Lab, Work};
 use crate::watch;
 
 const MIB: f64 = (1u64 << 20) as f64;

@@ -8,11 +8,11 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::lines::{Line, Net};
-use super::{Lab, file_name};
 use crate::bench::{Case, Need, Row, Verdict};
+use crate::files::identical;
 use crate::limit::{self, Limit};
 use crate::rivals::{Carrier, Rival};
-use crate::same::identical;
+use crate::setup::{Lab, file_name};
 use crate::site::{Sender, Site};
 use crate::watch::Cost;
 

@@ -12,10 +12,10 @@ use super::client::connect;
 use super::lines::{Line, Net, line};
 use super::mount::{disk, make_disk, real_name};
 use super::shows::{By, Far, Shown};
-use super::{Lab, Work};
 use crate::bench::{Case, Column, Experiment, Figure, Need, Row, Verdict};
+use crate::files::identical;
 use crate::link::{Link, Side};
-use crate::same::identical;
+use crate::setup::{Lab, Work};
 use crate::{shell, watch};
 
 /// Bytes of noise, and how long plain TCP sends: about what the real disk puts on the link.

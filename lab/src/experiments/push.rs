@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
 
-use super::Lab;
 use super::client::connect;
 use super::lines::{Line, Net, line};
 use super::model::{Differs, Model};
 use super::shows::{NAME, Shown};
 use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
+use crate::setup::Lab;
 use crate::shell;
 use crate::site::{Sender, Site};
 use crate::watch::Watch;

@@ -5,9 +5,9 @@ use std::process::Command;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::Lab;
 use super::frontends::example;
 use crate::bench::{Case, Column, Experiment, Row, Verdict};
+use crate::setup::Lab;
 use crate::shell;
 
 pub const EXPERIMENT: Experiment = Experiment {

@@ -7,9 +7,9 @@ use anyhow::{Context, Result, bail};
 
 use super::lines::{self, FAST, Line, Net, REFERENCE, line};
 use super::mover::{self, key};
-use super::{Lab, file_name, must_be_same};
 use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
-use crate::same::identical;
+use crate::files::identical;
+use crate::setup::{Lab, file_name, must_be_same};
 use crate::site::{Sender, Sending, Site};
 
 /// How long the link is cut, or the site is away.

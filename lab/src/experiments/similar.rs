@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use super::Lab;
 use super::lines::{self, FAST, Line, Net, REFERENCE};
 use super::mover::{self, Alike, By, Carried, Mover, key};
 use crate::bench::{Case, Column, Experiment, Row, Verdict};
 use crate::link;
+use crate::setup::Lab;
 
 /// The rivals that can use what the far end has.
 const WITH_BASIS: &[&str] = &["rsync-delta", "casync", "desync", "restic", "borg"];

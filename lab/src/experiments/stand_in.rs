@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use super::{Common, Lab};
+use crate::setup::{Common, Lab};
 
 const SCRIPT: &str = r#"#!/bin/sh
 set -e

@@ -1,10 +1,12 @@
 //! Experiments against a stand-in for drover: bad news becomes rows, and figures are of what they say.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use super::mover::{self, Alike, key};
 use super::*;
 use crate::bench::{Case, Row, Verdict};
+use crate::setup::{Common, Lab};
 
 /// The case of an experiment whose id has this in it, measured with a stand-in that does some damage.
 fn run(experiment: &Experiment, id: &str, damage: &str) -> Vec<Row> {

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use super::lines::{self, Net};
-use super::{Lab, file_name, must_be_same};
 use crate::bench::{Case, Column, Experiment, Need, Row, Verdict};
+use crate::files::identical;
 use crate::rivals::{self, Carrier, Mode, Rsync};
-use crate::same::identical;
+use crate::setup::{Lab, file_name, must_be_same};
 use crate::shell;
 use crate::site::{Sender, Sent, Site, Stage};
 use crate::watch::cpu_of_children;

@@ -15,7 +15,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, Result};
 use fastrand::Rng;
 
-use super::build::{Built, Cache, remove_tree};
+use super::cache::{Built, Cache, remove_tree};
 use super::table::{Recipe, Spec};
 use super::{debian, filesystem};
 use crate::shell;

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use super::build::{Built, Cache, remove_tree};
+use super::cache::{Built, Cache, remove_tree};
 use super::filesystem;
 use super::table::{Fs, Recipe, Spec};
 use crate::shell;

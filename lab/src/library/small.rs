@@ -4,20 +4,10 @@ use std::fs::{self, File, FileTimes};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use serde::Deserialize;
 
-use super::build::{Built, Cache, remove_tree};
+use super::cache::{Built, Cache, remove_tree};
 use super::filesystem;
-
-/// Which of the two.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Selection {
-    /// Seven eighths of the files.
-    One,
-    /// Another seven eighths; a few of the common ones have grown.
-    Two,
-}
+use super::table::Selection;
 
 const ROOTS: &[&str] = &["/usr/bin", "/usr/sbin", "/usr/share", "/usr/lib"];
 /// No single file dominates, and the image stays small.

@@ -5,10 +5,27 @@ use std::fmt;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use super::Set;
-use super::small::Selection;
+/// Which images.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Set {
+    /// Two small related images from the host's own files and an aged one, without root or a network.
+    Small,
+    /// Every Debian system of the library, in all its forms.
+    Full,
+}
+
+/// Which of the two selections of the host's files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Selection {
+    /// Seven eighths of the files.
+    One,
+    /// Another seven eighths; a few of the common ones have grown.
+    Two,
+}
 
 /// All that can be built.
 #[derive(Debug)]

@@ -4,8 +4,9 @@ use std::fs;
 use std::process::Command;
 use std::time::SystemTime;
 
-use super::build::Cache;
-use super::small::{Selection, fate};
+use super::cache::Cache;
+use super::small::fate;
+use super::table::Selection;
 use super::*;
 use crate::shell;
 

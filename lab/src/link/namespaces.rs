@@ -11,11 +11,38 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::fs::{FlockOperation, flock};
 
-use super::Side;
 use crate::shell;
 
 /// How long to wait for another link of the same name to be gone.
 const LOCK_WAIT: Duration = Duration::from_secs(10);
+
+/// One end of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// 10.77.0.1
+    A,
+    /// 10.77.0.2
+    B,
+}
+
+impl Side {
+    pub(super) const BOTH: [Self; 2] = [Self::A, Self::B];
+
+    /// The address of this end on the link.
+    pub fn address(self) -> &'static str {
+        match self {
+            Self::A => "10.77.0.1",
+            Self::B => "10.77.0.2",
+        }
+    }
+
+    pub(super) fn letter(self) -> char {
+        match self {
+            Self::A => 'a',
+            Self::B => 'b',
+        }
+    }
+}
 
 /// Two namespaces named `PREFIX-a` and `PREFIX-b`; gone when this is dropped or its process dies.
 pub struct Namespaces {
@@ -168,24 +195,6 @@ impl std::error::Error for Unavailable {}
 /// Capabilities by their bit in `CapEff` (capabilities(7)).
 const CAP_NET_ADMIN: (u32, &str) = (12, "CAP_NET_ADMIN");
 const CAP_SYS_ADMIN: (u32, &str) = (21, "CAP_SYS_ADMIN");
-
-/// Whether a link can be made here.
-///
-/// # Errors
-/// The reason, in one line.
-pub fn available() -> Result<(), String> {
-    let name = format!("lab-probe-{}", fastrand::u32(..));
-    let probe = super::Link::up(&super::Options {
-        name,
-        ..super::Options::default()
-    });
-    probe
-        .map(drop)
-        .map_err(|error| match error.downcast_ref::<Unavailable>() {
-            Some(Unavailable(why)) => why.clone(),
-            None => format!("{error:#}"),
-        })
-}
 
 /// What must be there before a namespace can be made.
 fn rights() -> Result<(), Unavailable> {

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
+use super::carrier::{Carrier, Rival};
 use super::ends::{Ends, Limit};
 use super::process::{Deadline, Running};
 use super::tool;
-use super::{Carrier, Rival};
 use crate::site::Where;
 
 /// Borg over what would be its ssh connection.

@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use anyhow::Result;
 
+use super::carrier::{Carrier, Rival};
 use super::ends::{Ends, Limit};
 use super::process::Running;
 use super::tool;
-use super::{Carrier, Rival};
 use crate::site::Where;
 
 /// desync, if somebody has put it into PATH: Debian has no package of it.

@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use anyhow::Result;
 
+use super::carrier::{Carrier, Rival};
 use super::ends::{Ends, Limit};
 use super::tool;
-use super::{Carrier, Rival};
 use crate::site::Where;
 
 /// Pushed by `qemu-img convert` to a `qemu-nbd` at the far end that serves a file of holes.

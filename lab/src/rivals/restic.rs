@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 
+use super::carrier::{Carrier, Rival};
 use super::ends::{Ends, Limit};
 use super::process::{Deadline, Running};
 use super::tool;
-use super::{Carrier, Rival};
 use crate::shell;
 use crate::site::Where;
 

@@ -8,10 +8,10 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
 
+use super::carrier::{Carrier, Rival};
 use super::ends::{Ends, Limit};
 use super::process::Running;
 use super::tool;
-use super::{Carrier, Rival};
 use crate::site::Where;
 
 /// The daemon's module.

@@ -2,13 +2,15 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::ends::Limit;
 use super::zstd::Zstd;
 use super::*;
+use crate::files::identical;
 use crate::link;
-use crate::same::identical;
+use crate::site::Where;
 
 /// Two related images with holes, a few MB each.
 struct Images {

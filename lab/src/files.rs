@@ -1,6 +1,7 @@
-//! Whether a delivered file is its original. Like `cmp`, but holes on both sides are skipped: images are mostly holes.
+//! Files: whether a delivered one is its original, and writing one in one step.
 
-use std::fs::File;
+use std::fs::{self, File};
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -10,7 +11,7 @@ use rustix::fs::SeekFrom;
 /// Bytes compared at a time.
 const STEP: u64 = 1 << 20;
 
-/// True when the two files hold the same bytes.
+/// True when the two files hold the same bytes. Like `cmp`, but holes on both sides are skipped: images are mostly holes.
 ///
 /// # Errors
 /// When one cannot be read.
@@ -45,6 +46,24 @@ fn next_data(file: &File, at: u64, size: u64) -> Result<u64> {
         Err(rustix::io::Errno::NXIO) => Ok(size),
         Err(error) => Err(error.into()),
     }
+}
+
+/// Writes a file in one step, its directory too.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    let part = path.with_extension("part");
+    let write = || {
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir)?;
+        }
+        let mut file = File::create(&part)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&part, path)
+    };
+    write().with_context(|| format!("cannot write {}", path.display()))
 }
 
 #[cfg(test)]
