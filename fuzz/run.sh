@@ -1,41 +1,39 @@
 #!/bin/bash
 # Usage: fuzz/run.sh SECONDS [TARGET...]
-# Builds every fuzz target with coverage instrumentation on stable Rust and runs each for
-# SECONDS. Fails at the first crash and leaves the input in fuzz/artifacts/TARGET/.
+# Builds the fuzz targets with coverage instrumentation on stable Rust and runs each for SECONDS, as many at a time as
+# there are processors. Fails when one crashes and leaves the input in fuzz/artifacts/TARGET/.
 set -euo pipefail
 cd "$(dirname "$0")"
 
-seconds=${1:?usage: run.sh SECONDS [TARGET...]}
+export FUZZ_SECONDS=${1:?usage: run.sh SECONDS [TARGET...]}
 shift
-targets=("$@")
-if [ ${#targets[@]} -eq 0 ]; then
-    for file in targets/*.rs; do targets+=("$(basename "$file" .rs)"); done
-fi
+if [ $# -eq 0 ]; then mapfile -t targets < <(sed -n 's/^mod \(.*\);/\1/p' src/main.rs); else targets=("$@"); fi
 
-# Given with --target below, so that build scripts and macros stay uninstrumented.
-export RUSTFLAGS="--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
--Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
--Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1"
-export CARGO_TARGET_DIR=$PWD/target
-host=$(rustc -vV | sed -n 's/^host: //p')
-cargo build --release --quiet --target "$host" --bins
+target=$(cargo metadata --format-version 1 --no-deps --manifest-path ../Cargo.toml |
+    python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
+RUSTC_WRAPPER=$PWD/rustc-wrapper CARGO_TARGET_DIR=$target cargo build --quiet
+export FUZZ_PROGRAM=$target/debug/drover-fuzz
 
 ./seeds.sh
-for name in "${targets[@]}"; do
+
+# one TARGET: runs it, and shows what came of it in one piece.
+one() {
+    local name=$1 seeds=() log
     mkdir -p "corpus/$name" "artifacts/$name"
-    echo "== $name: $seconds s"
-    seeds=()
     if [ -d "corpus/seeds/$name" ]; then seeds=("corpus/seeds/$name"); fi
     log=$(mktemp)
-    if ! "target/$host/release/$name" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=1024 \
+    if FUZZ_TARGET=$name "$FUZZ_PROGRAM" -max_total_time="$FUZZ_SECONDS" -timeout=10 -rss_limit_mb=1024 \
         -max_len=400000 -use_value_profile=1 -print_final_stats=1 \
         -artifact_prefix="artifacts/$name/" "corpus/$name" "${seeds[@]}" >"$log" 2>&1; then
+        echo "== $name: $(sed -n 's/^stat::number_of_executed_units: *//p' "$log") inputs," \
+            "$(grep -o 'cov: [0-9]*' "$log" | tail -n 1)"
+        rm -f "$log"
+    else
         tail -n 40 "$log"
         rm -f "$log"
         echo "== $name: FAILED"
-        exit 1
+        return 1
     fi
-    sed -n 's/^stat:://p' "$log" | head -n 2
-    grep -o 'cov: [0-9]*' "$log" | tail -n 1
-    rm -f "$log"
-done
+}
+export -f one
+printf '%s\n' "${targets[@]}" | xargs -P "$(nproc)" -I{} bash -c 'one {}'

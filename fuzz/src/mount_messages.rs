@@ -2,17 +2,14 @@
 //! unpacked to the length that was announced, or refused; the pieces of an answer lie in it; of what it says is zero no
 //! more is kept than was asked for.
 
-#![no_main]
-
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 use drover_mount::protocol::{
     Reply, Request, MAX_BODY, Open, Opened, check_shape, decode_message, encode_message, pieces,
 };
 use drover_net::{decode, encode};
-use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let Some((&which, bytes)) = data.split_first() else {
         return;
     };
@@ -64,7 +61,7 @@ fuzz_target!(|data: &[u8]| {
             chunks(first, count, zeros);
         }
     }
-});
+}
 
 /// The same page again and again, as an answer about a part of the device and about all of it.
 fn presence(runs: &[(u64, u32)], end: u64) {

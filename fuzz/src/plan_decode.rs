@@ -1,13 +1,10 @@
 //! A plan from a teleporter on another machine: covers its batch exactly, and is what it encodes to.
 
-#![no_main]
-
 use drover_teleport::codec::{decode_plan, encode_plan};
 use drover_teleport::matching::{decode_answer, encode_answer};
 use drover_teleport::protocol::BATCH_BLOCKS;
-use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let [a, b, bytes @ ..] = data else { return };
     let blocks = u64::from(u16::from_le_bytes([*a, *b])) % (BATCH_BLOCKS + 1);
     if let Ok(plan) = decode_plan(bytes, blocks) {
@@ -20,4 +17,4 @@ fuzz_target!(|data: &[u8]| {
     if let Ok(answer) = decode_answer(bytes, blocks) {
         assert_eq!(decode_answer(&encode_answer(&answer), blocks), Ok(answer));
     }
-});
+}

@@ -1,11 +1,8 @@
 //! Zero maps and head bits from a peer: read or refused, and what is read is written the same.
 
-#![no_main]
-
 use drover_index::{ZeroMap, pack_heads, unpack_heads};
-use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let Some((&count, bytes)) = data.split_first() else {
         return;
     };
@@ -17,4 +14,4 @@ fuzz_target!(|data: &[u8]| {
     if let Ok(heads) = unpack_heads(bytes, max) {
         assert_eq!(pack_heads(&heads), bytes);
     }
-});
+}

@@ -1,13 +1,10 @@
 //! A damaged or forged log of a transfer, looked at and resumed; and the digest of a file by a
 //! layout and batches that a hostile source made up.
 
-#![no_main]
-
 use std::sync::LazyLock;
 
 use drover_image::{Layout, LayoutLimits, layout::seal_for_fuzzing};
 use drover_teleport::fuzzing;
-use libfuzzer_sys::fuzz_target;
 
 /// In memory, where it can be.
 static DIR: LazyLock<std::path::PathBuf> = LazyLock::new(|| {
@@ -32,7 +29,7 @@ fn records(mut data: &[u8]) -> Vec<(u8, &[u8])> {
     out
 }
 
-fn run(data: &[u8]) {
+fn recorded(data: &[u8]) {
     match data {
         [0, rest @ ..] => fuzzing::transfer(&DIR, None, &records(rest)),
         [1, length, rest @ ..] if !rest.is_empty() => {
@@ -57,7 +54,7 @@ fn run(data: &[u8]) {
     }
 }
 
-fuzz_target!(|data: &[u8]| {
-    run(data);
+pub fn run(data: &[u8]) {
+    recorded(data);
     let _ = std::fs::remove_dir_all(&*DIR);
-});
+}

@@ -1,14 +1,11 @@
 //! An overlay whose log of states, or whose redo file, is damaged or forged: opened, read, and used further.
 
-#![no_main]
-
 use std::sync::Arc;
 
 use drover_core::{BlockDevice, Digest};
 use drover_device::backend::MemoryDevice;
 use drover_device::backend::overlay::{Identity, Options, Overlay, OverlayError};
 use drover_storage::FakeDirectory;
-use libfuzzer_sys::fuzz_target;
 
 const SIZE: u64 = 20 * 4096 + 100;
 
@@ -27,7 +24,7 @@ fn open(directory: &FakeDirectory) -> Result<Overlay, OverlayError> {
     )
 }
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let Some((which, bytes)) = data.split_first() else {
         return;
     };
@@ -52,4 +49,4 @@ fuzz_target!(|data: &[u8]| {
     let mut again = vec![0; SIZE as usize];
     overlay.read(0, &mut again).expect("a read");
     assert!(again == found, "it did not stay");
-});
+}

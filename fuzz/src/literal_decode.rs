@@ -1,13 +1,10 @@
 //! A connection from an untrusted source: frame after frame is decoded and unpacked by the one stream
 //! of the connection. The other half of the inputs is packed as a source would, and must come back.
 
-#![no_main]
-
 use drover_core::BLOCK_SIZE;
 use drover_teleport::codec::{Literal, LiteralHeader};
 use drover_teleport::compress::{Effort, Packer, Unpacker};
 use drover_teleport::protocol::FRAME_BLOCKS;
-use libfuzzer_sys::fuzz_target;
 
 fn stream(mut data: &[u8]) {
     let mut unpacker = Unpacker::default();
@@ -62,8 +59,10 @@ fn there_and_back(data: &[u8]) {
     }
 }
 
-fuzz_target!(|data: &[u8]| match data.split_first() {
-    Some((0, rest)) => there_and_back(rest),
-    Some((_, rest)) => stream(rest),
-    None => {}
-});
+pub fn run(data: &[u8]) {
+    match data.split_first() {
+        Some((0, rest)) => there_and_back(rest),
+        Some((_, rest)) => stream(rest),
+        None => {}
+    }
+}

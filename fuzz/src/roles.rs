@@ -1,8 +1,6 @@
 //! The state machines against peers that say anything in any order: they refuse, or they go on
 //! and keep their own promises.
 
-#![no_main]
-
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -14,7 +12,6 @@ use drover_teleport::codec::{Batch, Need, Runs};
 use drover_teleport::destination::{Action, Destination, Event, ReuseJob, Run};
 use drover_teleport::protocol::{Accept, BATCH_BLOCKS, Delivered, Matched};
 use drover_teleport::source::{self, Source};
-use libfuzzer_sys::fuzz_target;
 
 /// Numbers from the input; zeros when it is used up.
 struct Input<'a>(&'a [u8]);
@@ -256,8 +253,10 @@ fn the_source(input: &mut Input<'_>) {
     }
 }
 
-fuzz_target!(|data: &[u8]| match data.split_first() {
-    Some((0, rest)) => the_source(&mut Input(rest)),
-    Some((_, rest)) => destination(&mut Input(rest)),
-    None => {}
-});
+pub fn run(data: &[u8]) {
+    match data.split_first() {
+        Some((0, rest)) => the_source(&mut Input(rest)),
+        Some((_, rest)) => destination(&mut Input(rest)),
+        None => {}
+    }
+}

@@ -2,13 +2,10 @@
 //! rules, and it opens again. Checksums always hold in a fuzzing build, so that what they protect
 //! is reached.
 
-#![no_main]
-
 use drover_core::{Digest, Head};
 use drover_index::testing::Destination;
 use drover_index::{ImageId, Matcher, MatcherConfig};
 use drover_storage::{Directory, FakeDirectory};
-use libfuzzer_sys::fuzz_target;
 
 fn config() -> MatcherConfig {
     MatcherConfig {
@@ -47,7 +44,7 @@ fn send(m: &mut Matcher, d: &mut Destination, id: u64, blocks: std::ops::Range<u
     m.finish(cursor).expect("storage does not fail");
 }
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let [file, low, high, bytes @ ..] = data else {
         return;
     };
@@ -77,4 +74,4 @@ fuzz_target!(|data: &[u8]| {
     m.persist().expect("storage does not fail");
     drop(m);
     Matcher::open(storage, config()).expect("opens again");
-});
+}

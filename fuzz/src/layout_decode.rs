@@ -1,12 +1,9 @@
 //! A layout from an untrusted peer. The checksum and the compression would keep a fuzzer out,
 //! so half of the inputs are bodies that are sealed here as a peer would.
 
-#![no_main]
-
 use drover_image::{Layout, LayoutLimits, layout::seal_for_fuzzing};
-use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let limits = LayoutLimits {
         max_ranges: 1000,
         ..LayoutLimits::default()
@@ -34,4 +31,4 @@ fuzz_target!(|data: &[u8]| {
                 .is_none_or(|f| f + piece.len <= layout.file_len())
         );
     }
-});
+}

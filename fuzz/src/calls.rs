@@ -1,13 +1,10 @@
 //! The first frame of a connection and the refusal that may answer it: any bytes are one or are refused, and stay within
 //! their limits.
 
-#![no_main]
-
 use drover_net::service::{MAX_ID, decode_call};
 use drover_net::{Refusal, decode, encode};
-use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     if let Ok((id, request)) = decode_call(data) {
         assert!((1..=MAX_ID).contains(&id.len()) && id.is_ascii());
         assert_eq!(1 + id.len() + request.len(), data.len());
@@ -18,4 +15,4 @@ fuzz_target!(|data: &[u8]| {
         assert!(tidy.message.len() <= Refusal::MAX_BYTES);
         assert!(!tidy.message.contains(char::is_control));
     }
-});
+}

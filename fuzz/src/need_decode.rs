@@ -1,12 +1,9 @@
 //! What an untrusted destination asks for: ascending runs that are apart, of a batch at most.
 
-#![no_main]
-
 use drover_teleport::codec::Need;
 use drover_teleport::protocol::BATCH_BLOCKS;
-use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let Ok(need) = Need::decode(data) else { return };
     assert!(need.runs.count() <= BATCH_BLOCKS);
     let runs: Vec<_> = need.runs.iter().collect();
@@ -14,4 +11,4 @@ fuzz_target!(|data: &[u8]| {
     assert!(runs.iter().all(|r| r.1 > 0 && r.0 + r.1 <= 1 << 32));
     assert_eq!(need.runs.blocks().count() as u64, need.runs.count());
     assert_eq!(Need::decode(&need.encode()).as_ref(), Ok(&need));
-});
+}

@@ -1,12 +1,9 @@
 //! A damaged or forged chunk log: replayed, and used further.
 
-#![no_main]
-
 use std::sync::Arc;
 
 use drover_storage::FakeDirectory;
 use drover_storage::chunk_log::{ChunkLog, Record};
-use libfuzzer_sys::fuzz_target;
 
 fn replay(directory: &FakeDirectory) -> Option<(ChunkLog, Vec<Record>)> {
     let opened = ChunkLog::open(Arc::new(directory.clone()), "log").ok()?;
@@ -18,7 +15,7 @@ fn replay(directory: &FakeDirectory) -> Option<(ChunkLog, Vec<Record>)> {
     Some((opened.replay(each).ok()?, found))
 }
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let directory = FakeDirectory::default();
     directory.put("log", data);
     let Some((mut log, mut found)) = replay(&directory) else {
@@ -33,4 +30,4 @@ fuzz_target!(|data: &[u8]| {
     found.push(record);
     let (_, again) = replay(&directory).expect("a log that was opened once");
     assert_eq!(again, found);
-});
+}

@@ -1,13 +1,10 @@
 //! A peer's stream of frames, hello first: read to its end or refused, never more than the limit
 //! in memory. Half of the inputs are frames whose headers are made right here.
 
-#![no_main]
-
 use std::io::Write;
 use std::sync::LazyLock;
 
 use drover_net::{Connection, Role, greet};
-use libfuzzer_sys::fuzz_target;
 
 static RUNTIME: LazyLock<tokio::runtime::Runtime> = LazyLock::new(|| {
     let mut builder = tokio::runtime::Builder::new_current_thread();
@@ -32,7 +29,7 @@ fn framed(mut data: &[u8]) -> Vec<u8> {
     out
 }
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let Some((&mode, data)) = data.split_first() else {
         return;
     };
@@ -57,4 +54,4 @@ fuzz_target!(|data: &[u8]| {
             assert!(frame.payload.len() <= 1 << 16 && frame.kind < 0xf0);
         }
     });
-});
+}

@@ -1,20 +1,17 @@
 //! A damaged or forged device in a directory: opened, read, written and opened again.
 
-#![no_main]
-
 use std::sync::Arc;
 
 use drover_core::BlockDevice;
 use drover_device::backend::{DirectoryDevice, DirectoryOptions};
 use drover_storage::FakeDirectory;
-use libfuzzer_sys::fuzz_target;
 
 fn open(directory: &FakeDirectory) -> Option<DirectoryDevice> {
     DirectoryDevice::open(Arc::new(directory.clone()), DirectoryOptions::default()).ok()
 }
 
 // The header, and what the first chunk's file holds.
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let (header, chunk) = data.split_at(data.len().min(28));
     let directory = FakeDirectory::default();
     directory.put("header", header);
@@ -38,4 +35,4 @@ fuzz_target!(|data: &[u8]| {
     let mut back = vec![0; tail.len()];
     device.read(last, &mut back).unwrap();
     assert_eq!(back, tail);
-});
+}

@@ -1,8 +1,6 @@
 //! Every control message and the ticket: any bytes decode to something that encodes to itself,
 //! or are refused.
 
-#![no_main]
-
 use drover_net::{Ticket, decode, encode};
 use drover_teleport::protocol::{Accept, Delivered, End, Estimate, GiveUp, Offer};
 use drover_teleport::services::{
@@ -10,7 +8,6 @@ use drover_teleport::services::{
     Verified, VerifyImage,
 };
 use drover_teleport::transfers::Unfinished;
-use libfuzzer_sys::fuzz_target;
 use serde::{Serialize, de::DeserializeOwned};
 
 fn check<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes: &[u8]) {
@@ -19,7 +16,7 @@ fn check<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes: &
     }
 }
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let Some((&which, bytes)) = data.split_first() else {
         return;
     };
@@ -59,4 +56,4 @@ fuzz_target!(|data: &[u8]| {
             }
         }
     }
-});
+}

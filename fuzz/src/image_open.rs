@@ -1,14 +1,11 @@
 //! Any bytes as an image: what is accepted has a layout that covers the file once, and a disk
 //! that can be read. The corpus has seeds of every format; the first bytes choose the parser.
 
-#![no_main]
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use drover_core::{ReadAt, is_zero};
 use drover_image::{Layout, LayoutLimits, VirtualDisk, parse};
-use libfuzzer_sys::fuzz_target;
 
 const SECTOR: usize = 512;
 
@@ -83,7 +80,7 @@ impl ReadAt for Content {
     }
 }
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let Some(content) = Content::new(data) else {
         return;
     };
@@ -116,4 +113,4 @@ fuzz_target!(|data: &[u8]| {
         }
         assert!(at <= disk.len());
     }
-});
+}

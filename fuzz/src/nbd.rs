@@ -1,13 +1,10 @@
 //! What an NBD client says: options in any order, then requests. Replies are well formed and no longer than what was
 //! asked for warrants; a request that passes the check is one that a device can be given.
 
-#![no_main]
-
 use drover_core::Capabilities;
 use drover_frontend::nbd::Facts;
 use drover_frontend::nbd::fuzzing::{Negotiation, Offer, Security, Session, Step, check};
 use drover_frontend::nbd::wire::{self, OptionHeader, Request, command, flag, reply};
-use libfuzzer_sys::fuzz_target;
 
 /// Names, alignments, and whether they are read-only.
 const EXPORTS: [(&str, u32, bool); 3] = [("", 1, false), ("a", 512, false), ("b", 4096, true)];
@@ -86,7 +83,7 @@ fn requests(offers: &[Offer], session: Session, mut data: &[u8]) {
     }
 }
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let [security, flags, data @ ..] = data else {
         return;
     };
@@ -128,4 +125,4 @@ fuzz_target!(|data: &[u8]| {
             }
         }
     }
-});
+}

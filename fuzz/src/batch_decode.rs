@@ -1,12 +1,9 @@
 //! A batch from an untrusted source. What is decoded is whole, and is what it encodes to. Half
 //! of the inputs are only the front of a batch, and get digests and proofs of the right length.
 
-#![no_main]
-
 use drover_core::Digest;
 use drover_teleport::codec::{Batch, PROOF_BLOCKS};
 use drover_teleport::protocol::BATCH_BLOCKS;
-use libfuzzer_sys::fuzz_target;
 
 fn check(bytes: &[u8]) -> bool {
     let Ok(batch) = Batch::decode(bytes) else {
@@ -22,7 +19,7 @@ fn check(bytes: &[u8]) -> bool {
     true
 }
 
-fuzz_target!(|data: &[u8]| {
+pub fn run(data: &[u8]) {
     let Some((&mode, bytes)) = data.split_first() else {
         return;
     };
@@ -38,4 +35,4 @@ fuzz_target!(|data: &[u8]| {
             return;
         }
     }
-});
+}
