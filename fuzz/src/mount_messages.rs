@@ -5,7 +5,7 @@
 use bytes::Bytes;
 use drover_device::remote::{Chunks, Shape};
 use drover_mount::protocol::{
-    Reply, Request, MAX_BODY, Open, Opened, check_shape, decode_message, encode_message, pieces,
+    MAX_BODY, Open, Opened, Reply, Request, check_shape, decode_message, encode_message, pieces,
 };
 use drover_net::{decode, encode};
 
