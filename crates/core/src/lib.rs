@@ -2,6 +2,17 @@
 //! and the traits [`ReadAt`] and [`BlockDevice`].
 //!
 //! No I/O, no async runtime and no unsafe code live here; a trait that describes I/O may.
+//!
+//! ```
+//! use drover_core::{BLOCK_SIZE_U64, DeviceError, ImageName, blocks_for, check_range};
+//!
+//! // A name is one path component that needs no quoting.
+//! assert!(ImageName::new("debian-12.qcow2").is_ok());
+//! assert!(ImageName::new("../passwd").is_err());
+//! assert_eq!(blocks_for(BLOCK_SIZE_U64 + 1), 2);
+//! let outside = check_range(60, 10, 64);
+//! assert!(matches!(outside, Err(DeviceError::OutOfRange { size: 64, .. })));
+//! ```
 
 mod device;
 mod digest;

@@ -2,6 +2,7 @@
 
 use drover_agent::error::{Error, one_line};
 use drover_net::Code;
+use drover_teleport::TeleportError;
 
 /// A usage error: exit code 2.
 pub fn usage(message: impl Into<String>) -> anyhow::Error {
@@ -24,4 +25,16 @@ pub fn hint(e: Error, code: Code, hint: &str) -> anyhow::Error {
 /// This site has no image of that name.
 pub fn no_image(name: &drover_core::ImageName) -> anyhow::Error {
     Error::no_image(name).into()
+}
+
+/// Sending failed. Where the file could be sent without its format being understood, the line ends with how.
+pub fn of_sending(error: impl Into<TeleportError>) -> anyhow::Error {
+    let error = error.into();
+    match &error {
+        TeleportError::Image(image) if image.opaque_helps() => {
+            let line = one_line(&error);
+            Error::msg(format!("{line}; --opaque sends the file as it is")).into()
+        }
+        _ => error.into(),
+    }
 }

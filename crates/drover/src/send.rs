@@ -16,6 +16,7 @@ use drover_teleport::progress::{Counters, WireTotals};
 use drover_teleport::session::{self, SendOptions};
 
 use crate::cli::SendArgs;
+use crate::failure;
 use show::Show;
 
 /// How often the progress is sampled.
@@ -78,7 +79,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         Ok(reports) => show.done(&reports),
         Err(e) => {
             show.failed();
-            Err(e.into())
+            Err(failure::of_sending(e))
         }
     }
 }

@@ -17,7 +17,7 @@ pub enum ImageError {
         source: io::Error,
     },
     /// The container contradicts itself, ends early or points where it must not.
-    #[error("damaged {format} image: {field}: {detail} (--opaque sends it as it is)")]
+    #[error("damaged {format} image: {field}: {detail}")]
     Damaged {
         /// What the file claims to be.
         format: Format,
@@ -27,7 +27,7 @@ pub enum ImageError {
         detail: String,
     },
     /// A feature that this program does not read.
-    #[error("this {format} image {detail} (--opaque sends it as it is)")]
+    #[error("this {format} image {detail}")]
     Unsupported {
         /// What the file is.
         format: Format,
@@ -92,7 +92,7 @@ impl ImageError {
         }
     }
 
-    /// Whether sending the file opaquely would avoid the error.
+    /// Whether the file can be sent all the same as [`Conversion::Opaque`](crate::Conversion::Opaque), bytes without a format.
     #[must_use]
     pub fn opaque_helps(&self) -> bool {
         match self {

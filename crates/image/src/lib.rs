@@ -8,6 +8,24 @@
 //! Parsers are total: sizes are checked before they are allocated, every loop is bounded by the
 //! file's size or a constant in [`limits`], arithmetic is checked, and tables are read a page
 //! at a time. No unsafe code, no async, no writing and no network live here.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use drover_core::ReadAt;
+//! use drover_image::{Format, VirtualDisk, parse};
+//!
+//! # fn main() -> Result<(), drover_image::ImageError> {
+//! // Anything that can be read by position is a file.
+//! let file = Arc::new(vec![0x55; 1 << 20]);
+//! let parsed = parse(file.clone())?;
+//! assert_eq!((parsed.format, parsed.virtual_size), (Format::Raw, 1 << 20));
+//! assert!(parsed.backing.is_none());
+//! let disk = VirtualDisk::from_content(file)?;
+//! assert_eq!(disk.len(), 1 << 20);
+//! # Ok(())
+//! # }
+//! ```
 
 mod container;
 mod disk;

@@ -3,6 +3,30 @@
 //!
 //! Pure and synchronous. The only I/O goes through [`drover_storage::Directory`]; no sockets, no clocks,
 //! no threads, and never a block's data on the matcher's side.
+//!
+//! ```
+//! use drover_core::Head;
+//! use drover_index::{ImageId, Matcher, MatcherConfig, Origin, digest_block};
+//! use drover_storage::FakeDirectory;
+//!
+//! # fn main() -> Result<(), drover_index::IndexError> {
+//! let (mut matcher, _) = Matcher::open(FakeDirectory::default(), MatcherConfig::default())?;
+//! // A file of three blocks, the first of which looks like a start of a file.
+//! let digests = [1, 2, 3].map(|byte| digest_block(&[byte; 4096]));
+//! let heads = [Head::Strong, Head::No, Head::No];
+//!
+//! let mut first = matcher.begin(ImageId(1))?;
+//! let plan = matcher.batch(&mut first, &digests, &heads)?;
+//! assert!(plan.runs.iter().all(|run| run.origin == Origin::Literal));
+//! matcher.finish(first)?;
+//!
+//! // Another image with the same file: nothing of it need be sent.
+//! let mut second = matcher.begin(ImageId(2))?;
+//! let plan = matcher.batch(&mut second, &digests, &heads)?;
+//! assert!(plan.runs.iter().all(|run| run.origin != Origin::Literal));
+//! # Ok(())
+//! # }
+//! ```
 
 mod convert;
 mod cuckoo;

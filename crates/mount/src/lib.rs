@@ -1,6 +1,67 @@
 //! Remote devices: the protocol that serves a device to another site, the client that is one, and direct and managed
 //! mounts put together from `device` and `net`.
 //!
+//! - [`server`]: a site's side. It serves images as devices and keeps what mounts write beside them.
+//! - [`client`]: the side of a mount. [`client::Client`] is the far side of a managed device (with a cache, see
+//!   `drover_device::synced`); [`direct::RemoteDevice`] makes a device without a cache of it.
+//! - [`protocol`]: the messages between the two.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use drover_core::{BlockDevice, Digest, ImageName};
+//! use drover_device::backend::MemoryDevice;
+//! use drover_mount::client::{Client, Connecting, Connector, Options};
+//! use drover_mount::direct::RemoteDevice;
+//! use drover_mount::server::{Base, Config, Images, Server};
+//! use drover_net::service::IncomingCall;
+//! use drover_net::{Connection, Identity, Peer, Refusal, Rights};
+//! use drover_store::lease::Access;
+//!
+//! /// A site with one image, in memory.
+//! struct OneImage;
+//!
+//! impl Images for OneImage {
+//!     fn open(&self, _: &ImageName) -> Result<Base, Refusal> {
+//!         let device = Arc::new(MemoryDevice::from_bytes(&[7; 1 << 20]));
+//!         Ok(Base { device, digest: Digest([7; 32]) })
+//!     }
+//! }
+//!
+//! /// Connects to a server of this process; a real one uses `drover_net::connect`.
+//! struct Local(Arc<Server>, Peer);
+//!
+//! impl Connector for Local {
+//!     fn connect(&self) -> Connecting<'_> {
+//!         let (here, there) = Connection::pair().expect("a pair of sockets");
+//!         let (server, peer) = (self.0.clone(), self.1.clone());
+//!         tokio::spawn(async move {
+//!             let (_stop, stopped) = tokio::sync::watch::channel(false);
+//!             let call = IncomingCall::receive(there, stopped).await?;
+//!             server.serve_connection(peer, call).await
+//!         });
+//!         Box::pin(async { Ok(here) })
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let runtime = tokio::runtime::Runtime::new()?;
+//! let _inside = runtime.enter();
+//! let state = tempfile::tempdir()?;
+//! let server = Server::new(Config { images: Arc::new(OneImage), state: state.path().into(), threads: 2 })?;
+//! let options = Options::new(ImageName::new("web")?, Access::ReadOnly);
+//! let peer = Peer { key: Identity::generate().key(), name: "nantes".into(), rights: Rights::PEER };
+//! let connector = Arc::new(Local(server, peer));
+//! let client = runtime.block_on(Client::open(runtime.handle(), connector, options))?;
+//! let device = RemoteDevice::new(Arc::new(client));
+//! let mut bytes = [0; 16];
+//! device.read(4096, &mut bytes)?;
+//! assert_eq!(bytes, [7; 16]);
+//! device.close()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! What must not live here: how a device is shown to a kernel or a program (`frontend`), and what a person types
 //! (`drover`).
 

@@ -122,7 +122,7 @@ struct Mount {
 }
 
 impl Server {
-    /// A server. IncomingCall within a runtime.
+    /// A server. Call within a runtime.
     ///
     /// # Errors
     /// [`MountError::System`] when its threads cannot be started.

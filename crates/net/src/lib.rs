@@ -13,6 +13,51 @@
 //! anything else is [`NetError::Truncated`]. A socket that is dropped with unread bytes in it is
 //! reset by the kernel, and a reset throws away what the peer has not read yet. So a side that
 //! is done uses [`close`], and what matters is acknowledged by a message of its own.
+//!
+//! # Example
+//!
+//! A service that answers a request, and a call of it. Over a network both ends are authenticated first: [`Listener`]
+//! and [`connect()`] take the place of [`Connection::pair`].
+//!
+//! ```
+//! use drover_net::service::{Exchange, Handler, IncomingCall, Peer, Services, call};
+//! use drover_net::{Code, Connection, Identity, Refusal, Rights, request};
+//! use serde::{Deserialize, Serialize};
+//!
+//! #[derive(Serialize, Deserialize)]
+//! struct Echo(String);
+//! request!(Echo: "test.echo", List, () => String);
+//!
+//! struct EchoHandler;
+//!
+//! impl Handler<Echo> for EchoHandler {
+//!     async fn handle(
+//!         &self,
+//!         peer: &Peer,
+//!         request: Echo,
+//!         _: &mut Exchange<'_, Echo>,
+//!     ) -> Result<String, Refusal> {
+//!         Ok(format!("{} to {}", request.0, peer.name))
+//!     }
+//! }
+//!
+//! # #[tokio::main]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let mut services = Services::new(Refusal::new(Code::Unsupported, "no such service"));
+//! services.handle::<Echo>(EchoHandler);
+//!
+//! let (here, there) = Connection::pair()?;
+//! let (_stop, stopped) = tokio::sync::watch::channel(false);
+//! tokio::spawn(async move {
+//!     let call = IncomingCall::receive(there, stopped).await?;
+//!     let peer = Peer { key: Identity::generate().key(), name: "lyon".into(), rights: Rights::PEER };
+//!     services.serve(peer, call).await
+//! });
+//! let reply = call(here, &Echo("hello".into()), |()| {}).await?;
+//! assert_eq!(reply, "hello to lyon");
+//! # Ok(())
+//! # }
+//! ```
 
 mod backoff;
 mod connect;

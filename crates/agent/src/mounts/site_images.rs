@@ -21,7 +21,7 @@ use crate::{remote, site};
 /// Threads that read, hash and compress for mounts.
 const THREADS: usize = 4;
 
-/// What serves this site's images to mounts. IncomingCall within a runtime.
+/// What serves this site's images to mounts. Call within a runtime.
 ///
 /// # Errors
 /// When its threads cannot be started.

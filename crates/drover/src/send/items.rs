@@ -10,7 +10,7 @@ use drover_image::{Conversion, open_for_sending};
 use drover_teleport::session::SendItem;
 
 use crate::cli::{Format, SendArgs};
-use crate::failure::usage;
+use crate::failure::{of_sending, usage};
 
 /// The images that the command line names.
 ///
@@ -66,7 +66,7 @@ pub fn with_companions(items: Vec<SendItem>) -> Result<Vec<SendItem>> {
     let mut out: Vec<SendItem> = Vec::new();
     for item in items {
         // Opened again when it is sent; here only for its companion files.
-        let outgoing = open_for_sending(&item.path, item.conversion)?;
+        let outgoing = open_for_sending(&item.path, item.conversion).map_err(of_sending)?;
         for path in outgoing.companions {
             let name = name_of(&path).map_err(|e| {
                 usage(format!(

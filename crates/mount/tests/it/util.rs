@@ -62,12 +62,12 @@ pub struct Site {
 }
 
 impl Site {
-    /// A site with one image. IncomingCall within a runtime.
+    /// A site with one image. Call within a runtime.
     pub fn with(text: &str, device: Arc<dyn BlockDevice>) -> Self {
         Self::of(Shelf::with(text, device))
     }
 
-    /// A site with such images. IncomingCall within a runtime.
+    /// A site with such images. Call within a runtime.
     pub fn of(images: Arc<dyn Images>) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         Self {
