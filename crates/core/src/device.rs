@@ -8,7 +8,7 @@ use crate::Extent;
 
 /// A block device: reads, writes and what goes with them, from many threads at once.
 ///
-/// Calls block until they are done; whoever wants many under way calls from many threads (see
+/// Calls block until they are done; for many requests in flight, call from many threads (see
 /// [`BlockDevice::cost`] for when that is worth it). Ranges are in bytes and need no alignment unless
 /// [`Capabilities::alignment`] says so.
 ///
@@ -47,7 +47,7 @@ pub trait BlockDevice: Send + Sync {
     /// writing.
     fn write_zeroes(&self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), DeviceError>;
 
-    /// Tells that a range is no longer needed. What it reads as afterwards is the device's choice, but the same
+    /// Declares a range unused. What it reads as afterwards is the device's choice, but the same
     /// each time.
     ///
     /// # Errors
@@ -67,7 +67,7 @@ pub trait BlockDevice: Send + Sync {
     /// [`DeviceError`].
     fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError>;
 
-    /// Tells that a range will be read soon. A device that can fetch ahead does; returns without waiting for it.
+    /// Announces that a range will be read soon. A device that can fetch ahead does; returns without waiting for it.
     ///
     /// # Errors
     /// [`DeviceError`].

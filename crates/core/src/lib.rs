@@ -1,4 +1,4 @@
-//! The words every other crate speaks: units, [`Digest`], [`Extent`], [`ImageName`], head kinds
+//! The types that all crates share: units, [`Digest`], [`Extent`], [`ImageName`], head kinds
 //! and the traits [`ReadAt`] and [`BlockDevice`].
 //!
 //! No I/O, no async runtime and no unsafe code live here; a trait that describes I/O may.

@@ -12,7 +12,7 @@ use rustix::fs::{OFlags, SeekFrom as RawSeek, seek};
 use crate::ImageError;
 use crate::limits::MAX_FILE_EXTENTS;
 
-/// What tells that a file has been replaced or written to.
+/// What shows whether a file has been replaced or written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
     /// The device that holds the file.

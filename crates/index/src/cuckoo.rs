@@ -66,9 +66,9 @@ impl Bucket {
 
 /// How many guests each bucket has: four bits a bucket.
 #[derive(Default)]
-struct DisplacedCounts(Vec<u8>);
+struct GuestCounts(Vec<u8>);
 
-impl DisplacedCounts {
+impl GuestCounts {
     fn get(&self, bucket: u32) -> usize {
         let byte = self.0[bucket as usize / 2];
         usize::from(byte >> (4 * (bucket % 2)) & 0xf)
@@ -133,7 +133,7 @@ pub(crate) struct CuckooLru {
     fingerprint_bits: u32,
     /// What a fingerprint is xored into a bucket as.
     alternate: Vec<u32>,
-    guests: DisplacedCounts,
+    guests: GuestCounts,
     len: usize,
 }
 
@@ -150,7 +150,7 @@ impl CuckooLru {
         let buckets = parts * (mask as usize + 1);
         CuckooLru {
             buckets: vec![Bucket::default(); buckets],
-            guests: DisplacedCounts(vec![0; buckets.div_ceil(2)]),
+            guests: GuestCounts(vec![0; buckets.div_ceil(2)]),
             parts: parts as u32,
             mask,
             fingerprint_bits,

@@ -1,13 +1,10 @@
-//! What can go wrong.
+//! Errors of the matcher.
 
 use std::io;
 
 use crate::matcher::ImageId;
 
-/// What the storage said.
-pub type BoxedCause = io::Error;
-
-/// Shorthand.
+/// A result with this crate's error.
 pub type Result<T, E = IndexError> = std::result::Result<T, E>;
 
 /// Why the matcher could not do what was asked.
@@ -24,7 +21,7 @@ pub enum IndexError {
         file: String,
         /// What the storage said.
         #[source]
-        cause: BoxedCause,
+        cause: io::Error,
     },
     /// The configuration cannot work.
     #[error("index configuration: {0}")]

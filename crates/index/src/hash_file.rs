@@ -11,7 +11,7 @@ use drover_storage::{Access, Directory, File, open_if_exists, remove_if_exists};
 use crate::head::{head_from_bits, pack_heads};
 use crate::page::{Bits, PAGE_BYTES, PER_PAGE, Page, crc, is_sealed, seal};
 
-/// A sync that can be made later, without whoever it was got from.
+/// A sync that can be run later, without the lock of the matcher.
 pub type DeferredSync = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
 const MAGIC: [u8; 8] = *b"DRVRHSH1";

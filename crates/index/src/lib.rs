@@ -43,7 +43,7 @@ pub mod testing;
 mod zero;
 
 pub use digest::{ImageDigest, ZERO_BLOCK, digest_block, digest_blocks, image_digest};
-pub use error::{BoxedCause, IndexError, Result};
+pub use error::{IndexError, Result};
 pub use hash_file::DeferredSync;
 pub use head::{HeadBitsError, is_strong_head, pack_heads, unpack_heads};
 pub use matcher::{

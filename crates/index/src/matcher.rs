@@ -53,7 +53,7 @@ pub struct Cursor {
     walk: Walk,
 }
 
-/// How far a [`Matcher::probe`] is in an image.
+/// The position of a [`Matcher::probe`] in an image.
 #[derive(Debug, Default)]
 pub struct Probe {
     walk: Walk,

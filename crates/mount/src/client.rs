@@ -1,4 +1,5 @@
-//! The mount's side: an image of another site as the far side of a managed device, or as a device of its own.
+//! The mount's side of the protocol: [`Client`] connects to the site, keeps the link up and schedules requests. It is the
+//! [`Remote`] of a managed device (one with a cache); [`crate::direct`] makes a device without a cache of it.
 
 mod backlog;
 mod completion;
@@ -41,7 +42,7 @@ use presence::Pages;
 use scheduler::{Job, Scheduler};
 use verify::Workers;
 
-/// How often is looked for requests that have waited too long.
+/// How often requests are checked for their deadline.
 const EXPIRE_EVERY: Duration = Duration::from_millis(250);
 
 /// An image of another site.
@@ -123,7 +124,7 @@ impl Client {
         self.inner.opened.identity
     }
 
-    /// Whether the expected state is the one that was found: the cache is good.
+    /// Whether the image is in the expected state, so that the cache is valid.
     #[must_use]
     pub fn fresh(&self) -> bool {
         self.inner.opened.fresh
@@ -159,7 +160,7 @@ impl Client {
         self.inner.pack(body)
     }
 
-    /// Asks and waits for the answer; for threads that may block.
+    /// Sends a request and returns its reply to wait for; for threads that may block.
     pub(crate) fn direct(&self, request: Request, body: Bytes) -> PendingReply {
         let (say, hear) = std::sync::mpsc::sync_channel(1);
         self.inner.send_request(request, body, ReplyTo::Direct(say));
@@ -170,14 +171,14 @@ impl Client {
     }
 }
 
-/// An answer to come.
+/// A reply that has not come yet.
 pub(crate) struct PendingReply {
     hear: std::sync::mpsc::Receiver<Result<(Reply, Bytes), DeviceError>>,
     limit: Duration,
 }
 
 impl PendingReply {
-    /// The answer.
+    /// Waits for the reply.
     pub(crate) fn wait(self) -> Result<(Reply, Bytes), DeviceError> {
         self.hear
             .recv_timeout(self.limit)
@@ -191,7 +192,7 @@ impl Drop for Client {
     }
 }
 
-/// Fails what has waited too long.
+/// Fails requests whose deadline has passed.
 async fn expire_requests(inner: Weak<Inner>) {
     loop {
         tokio::time::sleep(EXPIRE_EVERY).await;
@@ -204,7 +205,7 @@ async fn expire_requests(inner: Weak<Inner>) {
         let now = inner.now();
         let (late, stalled) = inner.state.lock().scheduler.expire(now);
         if stalled {
-            // The connection lives, or the reader would have noticed, but no answer comes.
+            // The connection lives, or the reader would have noticed, but no reply comes.
             inner.cut_link();
         }
         for (job, runs) in late {
@@ -214,7 +215,7 @@ async fn expire_requests(inner: Weak<Inner>) {
     }
 }
 
-/// Sends what had to wait for its time.
+/// Sends requests that were held back to keep to a rate.
 async fn pace(inner: Weak<Inner>, paced: Arc<Notify>) {
     loop {
         paced.notified().await;
@@ -403,7 +404,7 @@ impl Remote for Client {
             return;
         }
         let told = self.inner.clone();
-        // Whatever the answer: the site knows, or cannot be told.
+        // Whatever the reply: the site knows, or cannot be told.
         let done: Done = Box::new(move |result| {
             told.end(DeviceError::Closed);
             let completions = told.completions.clone();

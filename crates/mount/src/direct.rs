@@ -1,4 +1,4 @@
-//! A direct mount: every request goes to the site, and returns when it has answered.
+//! A direct mount: every request goes to the site, and returns with the reply.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::protocol::{Coding, MAX_DIRECT, Reply, Request};
 const SPARE_UNPACKERS: usize = 8;
 
 /// An image of another site as a device, without a cache: for a network that is near. Reads and writes may have any
-/// offset; what they cut through is put together at the site (r3map §1.6.6). Many threads may have requests under way.
+/// offset; what they cut through is put together at the site (r3map §1.6.6). Many threads may have requests in flight.
 pub struct RemoteDevice {
     client: Arc<Client>,
     size: u64,
@@ -68,7 +68,7 @@ fn done(waiting: PendingReply) -> Result<(), DeviceError> {
 }
 
 fn strange() -> DeviceError {
-    DeviceError::Corrupt("the site gave another kind of answer".into())
+    DeviceError::Corrupt("the site sent the wrong kind of reply".into())
 }
 
 /// The parts of a range that one request each may cover.
@@ -116,7 +116,7 @@ impl BlockDevice for RemoteDevice {
             };
             let bytes = unpacker
                 .unpack(coding, &body, into.len())
-                .map_err(|e| DeviceError::Corrupt(format!("an answer of the site: {e}")))?;
+                .map_err(|e| DeviceError::Corrupt(format!("a reply of the site: {e}")))?;
             into.copy_from_slice(&bytes);
             let mut spare = self.spare.lock();
             if spare.len() < SPARE_UNPACKERS {

@@ -1,4 +1,4 @@
-//! What can go wrong with a mount.
+//! Errors of mounts.
 
 use std::path::Path;
 
@@ -10,29 +10,29 @@ pub enum MountError {
     /// The connection failed.
     #[error(transparent)]
     Net(#[from] NetError),
-    /// The site refused: the image, the lease, or what was asked.
+    /// The site refused the mount, the lease or a request.
     #[error("{0}")]
     Refused(Refusal),
-    /// There is no connection, and trying again cannot help.
+    /// No connection can be made, and a retry cannot help: a wrong key, or a site that does not speak the protocol.
     #[error("{0}")]
     CannotConnect(String),
     /// The other side broke the protocol.
     #[error("{peer} broke the protocol of mounts: {what}")]
     Protocol {
-        /// Who.
+        /// The other end.
         peer: String,
-        /// How.
+        /// What it did.
         what: String,
     },
-    /// The site cannot be reached, or not soon enough.
+    /// The site could not be reached in time; a retry may help.
     #[error("{0}")]
     Unreachable(String),
     /// A file of the site's state cannot be used.
     #[error("{path}: {reason}", path = path.display())]
     StateFile {
-        /// Which.
+        /// The file.
         path: std::path::PathBuf,
-        /// Why not.
+        /// What is wrong with it.
         reason: String,
     },
     /// This machine lacks threads or memory.

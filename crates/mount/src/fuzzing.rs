@@ -1,4 +1,4 @@
-//! Doors for the fuzzers into what is private. Only built by them.
+//! What the fuzz targets need of private modules. Compiled for them only.
 
 use drover_device::remote::Chunks;
 
@@ -14,7 +14,7 @@ pub fn unpack(coding: Coding, body: &[u8], length: usize) {
     }
 }
 
-/// Any pages as an answer to the question which chunks of `asked` are zero.
+/// Any pages as a reply to the question which chunks of `asked` are zero.
 pub fn presence(asked: Chunks, pages: &[(Vec<(u64, u32)>, u64)]) {
     let mut found = Pages::of(asked);
     for (runs, end) in pages {

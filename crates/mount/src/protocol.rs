@@ -1,15 +1,15 @@
-//! What a mount's two ends say to each other.
+//! The protocol between a mount and the site that has its image.
 //!
 //! # Participants
 //! The **site** has an image and serves it as a device. The **mount** reads it, and writes it if it holds the image's
 //! lease.
 //!
 //! # Goals
-//! - A read that somebody waits for costs one round trip and little more, also while the rest of the device is pulled
-//!   beside it and fills the link.
+//! - A foreground read (one that a program waits for) takes little more than one round trip, even while the rest of the
+//!   device is pulled in the background and fills the link.
 //! - The pull fills the link without building a queue in it.
-//! - No chunk is used whose bytes do not have the digest that the site claims.
-//! - The site is at all times in a state that the mounted device really had: writes count by whole epochs.
+//! - A chunk is used only if its bytes have the digest that the site sent.
+//! - The site's copy is always a state that the mounted device really had: writes take effect by whole epochs.
 //! - What has arrived of an epoch is not sent again after a cut, or after a restart of the site: the mount asks
 //!   ([`Request::Staged`]) and sends the rest.
 //! - Either side, and the link, may go at any time; nothing that was acknowledged is lost.
@@ -21,14 +21,14 @@
 //! # Course of a mount
 //! A mount is several connections to the site, each a call with an [`Open`] that names the same mount.
 //! The site replies to each with [`Opened`], or refuses it. From then on the mount
-//! asks ([`Request`]) and the site answers ([`Reply`]) in any order, matched by id; a request and all of its answer stay
-//! on one connection. Requests may follow the open without waiting for its answer: a mount whose cache is empty asks so for the
+//! asks ([`Request`]) and the site answers ([`Reply`]) in any order, matched by id; a request and all of its reply stay
+//! on one connection. Requests may follow the open without waiting for its reply: a mount whose cache is empty asks so for the
 //! chunks that it needs first.
 //!
-//! Background answers obey a **credit** in bytes of the link, for the mount as a whole: the mount says on each connection how
-//! many bytes arrived on it and how many may be under way in all ([`Request::Credit`]). So what is under way is exactly
+//! Background replies obey a **credit** in bytes of the link, for the mount as a whole: the mount says on each connection how
+//! many bytes arrived on it and how many may be in flight in all ([`Request::Credit`]). So what is in flight is exactly
 //! what the mount's [`Window`](drover_net::group::Window) allows, however well the chunks compress, and
-//! everything else that was asked for waits at the site, where a waited-for read overtakes it.
+//! everything else that was asked for waits at the site, where a foreground read overtakes it.
 //!
 //! The bytes are in `docs/format/mount-wire.md`.
 
@@ -73,7 +73,7 @@ pub const MAX_MOUNT_FRAME: usize = 2 + MAX_HEAD + MAX_BODY;
 /// Bytes of chunks in one request at most; one chunk is always allowed.
 pub const MAX_READ: u32 = 1 << 20;
 
-/// Bytes of chunks in one frame of an answer at most; one chunk is always allowed.
+/// Bytes of chunks in one frame of a reply at most; one chunk is always allowed.
 pub const MAX_UNIT: u32 = 256 << 10;
 
 /// Bytes that one direct read or write covers at most.
@@ -88,16 +88,16 @@ pub const MAX_DIGESTS: u32 = 1024;
 /// Connections of a mount at most.
 pub const MAX_CONNECTIONS: usize = 9;
 
-/// Requests of a connection without an answer at most.
+/// Requests of a connection without a reply at most.
 pub const MAX_ASKED: usize = 4096;
 
-/// Bytes of requests' bodies of a connection without an answer at most.
+/// Bytes of requests' bodies of a connection without a reply at most.
 pub const MAX_ASKED_BYTES: usize = 32 << 20;
 
 /// The longest name or note of a mount, in bytes.
 pub const MAX_NAME: usize = 200;
 
-/// How often a connection says that it is there, and how long silence is borne.
+/// How often an idle connection pings, and after how long a silence it is given up.
 pub const KEEP_ALIVE: KeepAlive = KeepAlive {
     ping_every: Duration::from_secs(5),
     dead_after: Duration::from_secs(30),
@@ -106,9 +106,9 @@ pub const KEEP_ALIVE: KeepAlive = KeepAlive {
 
 /// Frame kinds.
 pub mod kind {
-    /// An [`Request`](super::Request) and its body.
+    /// A [`Request`](super::Request) and its body.
     pub const REQUEST: u8 = 0x60;
-    /// An [`Reply`](super::Reply) and its body.
+    /// A [`Reply`](super::Reply) and its body.
     pub const REPLY: u8 = 0x61;
 }
 
@@ -117,7 +117,7 @@ pub mod kind {
 pub enum ConnectionKind {
     /// Control, presence, and reads of either sort.
     Front,
-    /// Reads: background ones, and waited-for ones when it is the least busy.
+    /// Reads: background ones, and foreground ones when it is the least busy.
     Back,
     /// Writes.
     Push,
@@ -135,7 +135,7 @@ pub struct Open {
     pub link: u64,
     /// Which image.
     pub image: ImageName,
-    /// To do what.
+    /// For reading, or for writing too.
     pub access: Access,
     /// The chunk, in bytes: a power of two from [`MIN_CHUNK`] to [`MAX_CHUNK`].
     pub chunk: u32,
@@ -199,7 +199,7 @@ pub fn check_shape(shape: Shape) -> Result<(), String> {
     Ok(())
 }
 
-/// What a connection's mount got.
+/// The site's reply to [`Open`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Opened {
     /// Bytes of the device.
@@ -236,7 +236,7 @@ pub enum Coding {
     Zstd,
 }
 
-/// What a mount asks. Every id is new on its connection; but for [`Request::Credit`] and [`Request::Hurry`] each is answered.
+/// A request of a mount. Every id is new on its connection; but for [`Request::Credit`] and [`Request::Hurry`] each is answered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// Whole chunks, answered by [`Reply::Chunks`] until all are there.
@@ -247,19 +247,19 @@ pub enum Request {
         first: u64,
         /// How many; [`MAX_READ`] bytes at most, or one.
         count: u32,
-        /// Nobody waits for them.
+        /// Whether it is a background read, that no program waits for.
         background: bool,
     },
-    /// Somebody waits for a background read after all.
+    /// A background read becomes a foreground one.
     Hurry {
         /// Of that read.
         id: u64,
     },
-    /// What has arrived, and what may be under way.
+    /// Flow control: what has arrived, and how much may be in flight.
     Credit {
-        /// Payload bytes of all answers that arrived on this connection, since it was opened.
+        /// Payload bytes of all replies that arrived on this connection, since it was opened.
         received: u64,
-        /// Bytes that may be under way on all connections of this mount before a background answer is held back.
+        /// Bytes that may be in flight on all connections of this mount before a background reply is held back.
         window: u64,
     },
     /// Which chunks of a run hold zeros only; answered by [`Reply::Presence`].
@@ -284,7 +284,7 @@ pub enum Request {
     Write {
         /// Of the request.
         id: u64,
-        /// Which epoch: above the last that counts, the same for all parts.
+        /// The epoch: greater than the last committed one, and the same for all parts.
         epoch: u64,
         /// Where, in bytes.
         offset: u64,
@@ -304,7 +304,7 @@ pub enum Request {
         /// How many bytes.
         length: u64,
     },
-    /// Makes the epoch count, after all its parts were answered. Answered by [`Reply::Committed`]; when other than `covers`
+    /// Commits the epoch, after all its parts were acknowledged. Answered by [`Reply::Committed`]; when other than `covers`
     /// bytes are staged, by [`Code::OutOfOrder`], and they stay staged.
     Commit {
         /// Of the request.
@@ -356,7 +356,7 @@ pub enum Request {
         /// How many bytes.
         length: u64,
     },
-    /// Makes the direct writes that were answered durable; answered by [`Reply::Done`].
+    /// Makes the direct writes that were acknowledged durable; answered by [`Reply::Done`].
     DirectFlush {
         /// Of the request.
         id: u64,
@@ -387,7 +387,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// The request's id; none for what gets no answer.
+    /// The request's id; none for what gets no reply.
     #[must_use]
     pub fn id(&self) -> Option<u64> {
         // The kinds that have an id are named once, below.
@@ -416,7 +416,7 @@ impl Request {
     }
 }
 
-/// What the site answers.
+/// A reply of the site.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
     /// Some of the chunks that were asked for, each once, in any order. The body is packed as `coding` says; unpacked it holds the digests of
@@ -467,19 +467,19 @@ pub enum Reply {
         /// Runs `(length, kind)`: 0 data, 1 zero, 2 hole.
         runs: Vec<(u64, u8)>,
     },
-    /// It is done.
+    /// The request was carried out.
     Done {
         /// Of the request.
         id: u64,
     },
-    /// The epoch counts.
+    /// The epoch is committed.
     Committed {
         /// Of the request.
         id: u64,
         /// Which.
         epoch: u64,
     },
-    /// It cannot be done.
+    /// The request failed.
     Error {
         /// Of the request; 0 is the connection as a whole, which ends with it.
         id: u64,
@@ -490,26 +490,26 @@ pub enum Reply {
     Staged {
         /// Of the request.
         id: u64,
-        /// The epoch that is staged; 0 when there is none. Of another than the one that was asked about nothing more is
-        /// told.
+        /// The epoch that is staged; 0 when there is none. Nothing else is
+        /// reported unless it is the epoch that was asked about.
         epoch: u64,
         /// Runs `(offset, length)` in bytes, in order, apart; [`MAX_RUNS`] at most.
         runs: Vec<(u64, u64)>,
-        /// Up to which byte of the device that is all.
+        /// The runs are complete up to this byte of the device.
         end: u64,
     },
-    /// What has arrived, whatever became of it: so the mount sees how long the link takes, and not the site's disk.
+    /// What has arrived, whether or not it has been carried out: so the mount measures the link and not the site's disk.
     Arrived {
         /// Bytes of the bodies of all requests that arrived on this connection, since it was opened.
         bytes: u64,
-        /// When the last of them did, in microseconds of a clock of the site: of what time the round trip took it is known
-        /// then which direction it was.
+        /// When the last of them did, in microseconds of a clock of the site: it tells in which direction the round trip
+        /// lost its time.
         at: u64,
     },
 }
 
 impl Reply {
-    /// The id of the request that this is an answer to; 0 for none.
+    /// The id of the request that this is a reply to; 0 for none.
     #[must_use]
     pub fn id(&self) -> u64 {
         match *self {

@@ -1,4 +1,6 @@
-//! A site's side: images served as devices to mounts.
+//! The site's side: serves images as devices to mounts. [`Server`] admits connections; each runs as
+//! `connection::Connection`, whose requests wait in `queue`, are carried out by the threads of `pool` and answered in the
+//! order that `net::group` allows.
 
 mod blocking;
 mod changes;
@@ -51,16 +53,16 @@ pub const MAX_SITE_CONNECTIONS: usize = 512;
 /// Mounts of one peer at most.
 pub const MAX_PEER_MOUNTS: usize = 64;
 
-/// Bytes of all mounts' requests that wait or are being done, at most; then their connections are not read on.
+/// Bytes of all mounts' requests that wait or are being carried out, at most; beyond it their connections are not read.
 const MAX_SITE_BODIES: usize = 256 << 20;
 
 /// How long a connection waits for its mount's front connection.
 const FRONT_WAIT: Duration = Duration::from_secs(10);
 
-/// How long a refused connection's last word may take.
+/// How long sending a refusal may take.
 const LAST_WORD: Duration = Duration::from_secs(5);
 
-/// What a server is made of.
+/// Configuration of a server.
 pub struct Config {
     /// Where images come from.
     pub images: Arc<dyn Images>,
@@ -80,12 +82,12 @@ pub struct Server {
     /// Room for requests' bodies, in bytes.
     bodies: Arc<Semaphore>,
     next_connection: AtomicU64,
-    /// Held while an image is opened, closed, or its lease broken, each by threads that may block: one for each image
-    /// that somebody is at. Before its leases, which is before `state`; no disk is waited for under that.
+    /// A lock for each image, held by threads that may block while it is opened, closed or its lease broken. Lock order:
+    /// this, the image's leases, `state`. No disk is waited for under `state`.
     image_locks: Mutex<HashMap<ImageName, Weak<Mutex<()>>>>,
-    /// Images are about to be closed that somebody still had.
+    /// A task is about to close images that were in use a moment ago.
     tidying: AtomicBool,
-    /// Told when a front connection was let in.
+    /// Notified when a front connection was admitted.
     joined: tokio::sync::Notify,
     state: Mutex<ServerState>,
 }
@@ -97,12 +99,12 @@ struct ServerState {
     mounts: HashMap<(PeerKey, MountId), Mount>,
 }
 
-/// A connection that was let in.
+/// A connection that was admitted.
 struct Joined {
     connection: Arc<Connection>,
     /// Connections that must have ended before it may do anything.
     earlier: Vec<Arc<Connection>>,
-    /// The state that its mount is told, and whether it is the expected one.
+    /// The state that its mount gets, and whether it is the expected one.
     told: (Identity, bool),
 }
 
@@ -110,9 +112,9 @@ struct Joined {
 struct Mount {
     image: Arc<Image>,
     peer_name: String,
-    /// The newest link whose front connection has been let in.
+    /// The newest link whose front connection has been admitted.
     link: u64,
-    /// What that one was told.
+    /// The state that it got, and whether that was the expected one.
     identity: Identity,
     fresh: bool,
     shared: Arc<LinkShared>,
@@ -144,8 +146,8 @@ impl Server {
     /// Serves a connection that `peer` called for, until it ends.
     ///
     /// # Errors
-    /// [`MountError`]: refused, a protocol that was not kept to, or a link that broke. The peer has been told, where
-    /// it can be.
+    /// [`MountError`]: refused, a protocol that was not kept to, or a link that broke. The peer is notified if the
+    /// connection allows.
     pub async fn serve_connection(
         self: &Arc<Self>,
         peer: Peer,
@@ -194,7 +196,7 @@ impl Server {
         result
     }
 
-    /// Closes the image of a connection that has ended when nobody is at it any more.
+    /// Closes the image of a connection that has ended, once it is unused.
     async fn close_after(self: &Arc<Self>, connection: Arc<Connection>) {
         if connection.access == Access::ReadWrite {
             connection.image.settled().await;
@@ -308,7 +310,7 @@ impl Server {
             .map_err(|_| no_front())
     }
 
-    /// A new connection. `admitted` is what a front connection was told.
+    /// A new connection. `admitted` is the state that a front connection got.
     fn join(
         &self,
         peer: &Peer,
@@ -348,7 +350,7 @@ impl Server {
             return Err(no_front());
         }
         if open.link < mount.link {
-            let text = "this mount has connected anew meanwhile";
+            let text = "this mount has reconnected in the meantime";
             return Err(Refusal::new(Code::Unavailable, text));
         }
         let first = open.link > mount.link;

@@ -16,12 +16,14 @@ use crate::server::unit::Unit;
 
 mod near;
 mod push;
+mod scenario;
 #[cfg(test)]
 mod tests;
 mod writes;
 
-use near::{Disk, Near};
-use writes::{Pushing, Writes};
+use near::Near;
+use scenario::{Scenario, shares};
+use writes::Pushing;
 
 /// Front, two back connections and, where something is pushed, one for that.
 const CONNECTIONS: usize = 4;
@@ -33,71 +35,6 @@ const ASK: u64 = 40;
 /// What a site has ready on a connection at most: both halves of its queue, each over its limit by a unit.
 const MAX_READY: u64 = 2 * ((4 << 20) + (MAX_UNIT as u64) * 2);
 
-#[derive(Clone, Copy)]
-struct Setting {
-    /// Bytes a second, each way.
-    rate: f64,
-    round_trip: f64,
-    chunk: u32,
-    chunks: u64,
-    /// Whether the link is cut now and then, and some chunks come with a wrong digest.
-    faults: bool,
-    /// Reads that somebody waits for, a second.
-    reads: f64,
-    /// Seconds that a machine takes at most until it does something about what came.
-    turn: f64,
-    /// Bytes under way, where they are not found out.
-    window: Option<u64>,
-    /// What the mount writes to.
-    disk: Disk,
-    /// How much of the image is left on the link.
-    left: Left,
-    /// What is pushed; then nothing is pulled in the background unless it says so.
-    writes: Option<Writes>,
-}
-
-/// How much is left of an image when it is packed.
-#[derive(Clone, Copy)]
-enum Left {
-    All,
-    /// This share of each chunk.
-    Share(f32),
-    /// Nothing of so many chunks, all of the rest.
-    After(u64),
-    /// Runs of up to 12 MiB of what is between zeros and noise.
-    Mixed,
-}
-
-impl Setting {
-    /// Nobody reads, nothing fails, the disk is no part of it.
-    fn pull(mbit: f64, round_trip: f64, chunk: u32, seconds: f64) -> Self {
-        let rate = mbit * 1e6 / 8.0;
-        Self {
-            rate,
-            round_trip,
-            chunk,
-            chunks: (rate * seconds) as u64 / u64::from(chunk),
-            faults: false,
-            reads: 0.0,
-            turn: 0.0,
-            window: None,
-            disk: Disk::default(),
-            left: Left::All,
-            writes: None,
-        }
-    }
-
-    /// Connections that are opened.
-    fn connections(&self) -> usize {
-        CONNECTIONS - usize::from(self.writes.is_none())
-    }
-
-    /// Bytes a second up and down.
-    fn rates(&self) -> [f64; 2] {
-        [self.writes.map_or(self.rate, |writes| writes.up), self.rate]
-    }
-}
-
 enum Event {
     /// An ask reaches the site on a link.
     Asked(u64, usize, Request),
@@ -108,13 +45,13 @@ enum Event {
     /// The site has written the part of this id, and the mount is told.
     Written(u64, u64),
     Done(u64, u64),
-    /// An answer reaches the mount on a link.
+    /// A reply reaches the mount on a link.
     Answered(u64, usize, ChunksReply),
     /// The mount may send what it had to wait with.
     Paced,
     /// What the mount's disk was given is on it.
     Stored,
-    /// Somebody wants a chunk.
+    /// A program reads a chunk.
     Wanted,
     Cut,
     Up,
@@ -137,31 +74,8 @@ impl SiteConnection {
     }
 }
 
-/// How much of each chunk is left on the link.
-fn shares(set: &Setting, random: &mut fastrand::Rng) -> Vec<f32> {
-    let chunks = set.chunks as usize;
-    let mut shares = Vec::new();
-    match set.left {
-        Left::All => shares.resize(chunks, 1.0),
-        Left::Share(share) => shares.resize(chunks, share),
-        Left::After(zeros) => {
-            shares.resize(zeros as usize, 0.0);
-            shares.resize(chunks, 1.0);
-        }
-        Left::Mixed => {
-            while shares.len() < chunks {
-                let share = [0.0, 0.05, 0.2, 0.4, 0.7, 1.0][random.usize(0..6)];
-                let run = random.u64(64 << 10..12 << 20) / u64::from(set.chunk);
-                shares.extend(std::iter::repeat_n(share, run.max(1) as usize));
-            }
-            shares.truncate(chunks);
-        }
-    }
-    shares
-}
-
 struct World {
-    set: Setting,
+    set: Scenario,
     random: fastrand::Rng,
     now: f64,
     order: u64,
@@ -195,7 +109,7 @@ struct World {
 }
 
 impl World {
-    fn new(set: Setting, seed: u64) -> Self {
+    fn new(set: Scenario, seed: u64) -> Self {
         let shape = Shape {
             size: set.chunks * u64::from(set.chunk),
             chunk: set.chunk,
@@ -244,7 +158,7 @@ impl World {
         self.what.insert(self.order, event);
     }
 
-    /// Bytes of an answer on the link.
+    /// Bytes of a reply on the link.
     fn wire(&self, first: u64, count: u32) -> u64 {
         let end = first + u64::from(count);
         let shares = &self.shares[first as usize..end as usize];
@@ -489,7 +403,7 @@ impl World {
                 );
             }
         }
-        // Whoever wakes first takes the credit.
+        // The first to wake takes the credit.
         let connections = self.connections.len();
         let first = self.random.usize(0..connections);
         for n in 0..connections {

@@ -178,7 +178,7 @@ async fn resolve(address: &str, options: &ConnectOptions) -> Result<Vec<SocketAd
 
 /// Why one address did not lead to a connection.
 enum Failure {
-    /// It does not answer, in words for a list.
+    /// It does not answer; the text is one entry of a list.
     Unreachable(String),
     /// It answers and something else is wrong.
     Final(NetError),
@@ -321,7 +321,7 @@ impl Failures {
         }
     }
 
-    /// The failure that says most: somebody else answered, something answered, nobody did.
+    /// The failure that says most: another site answered, something answered, nothing did.
     fn into_error(self, addresses: &[&str], options: &ConnectOptions) -> NetError {
         if let Some(e) = self.wrong {
             return e;

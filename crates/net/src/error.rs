@@ -1,4 +1,4 @@
-//! What can go wrong between two sites, said in one line.
+//! Errors of connections, each one line that names the peer or the file.
 
 use std::io;
 use std::net::SocketAddr;
@@ -13,7 +13,7 @@ pub enum NetError {
     /// The address is not `HOST:PORT` or its name has no address.
     #[error("cannot find {peer}: {reason}")]
     Resolve {
-        /// Whom we looked for.
+        /// The peer that was looked for.
         peer: String,
         /// What the resolver said.
         reason: String,
@@ -21,18 +21,18 @@ pub enum NetError {
     /// No address of the peer took the connection.
     #[error("cannot reach {peer}: {reason}")]
     Unreachable {
-        /// Whom we tried.
+        /// The peer that was tried.
         peer: String,
         /// Why not; each address where there are several.
         reason: String,
     },
-    /// Somebody else's key.
+    /// The peer proved another key than the pinned one.
     #[error(
         "{peer} is not the site that was paired: it has the key {found}, expected {expected}; \
          if the site was made anew, pair with it again"
     )]
     WrongPeer {
-        /// Whom we tried.
+        /// The peer that was tried.
         peer: String,
         /// The pinned key.
         expected: PeerKey,
@@ -168,7 +168,7 @@ pub enum NetError {
         /// What the decoder said.
         reason: String,
     },
-    /// The other end says no.
+    /// The other end refused the request.
     #[error(transparent)]
     Refused(Refusal),
 }
@@ -189,7 +189,7 @@ impl NetError {
         )
     }
 
-    /// Whether the answer is no: a key that is not the expected one, or none at all; or what the other end decided.
+    /// Whether it is a refusal: a wrong key or none at all, or a decision of the other end.
     #[must_use]
     pub fn refused(&self) -> bool {
         match self {

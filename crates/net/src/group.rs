@@ -1,19 +1,19 @@
-//! Several connections to one peer, used as one link: which of them a message goes on, and how much may be under way.
+//! Groups of connections: several connections to one peer used as one link, with flow control and two priorities.
 //!
 //! # Participants
 //! The side that **asks** opens the connections ([`Group`]); the side that **answers** counts what leaves on each ([`Flow`]).
 //!
 //! # Goals
-//! - What somebody waits for costs a round trip and little more, also while background answers fill the link.
-//! - Background answers fill the link without a queue in it: the asking side gives credit in bytes of the link for all
-//!   connections together, the answering side sends no background answer beyond that, and what waits there can be
+//! - A foreground request takes little more than one round trip, even while background replies fill the link.
+//! - Background replies fill the link without a queue in it: the asking side gives credit in bytes of the link for all
+//!   connections together, the answering side sends no background reply beyond that, and what waits there can be
 //!   overtaken.
 //! - The same for what the asking side sends itself, which stands before its own requests.
 //!
 //! # Non-goals
-//! What is asked for and what an answer means; making connections ([`crate::connect_any`], [`crate::Backoff`]).
+//! What is asked for and what a reply means; making connections ([`crate::connect_any`], [`crate::Backoff`]).
 //!
-//! Nothing here does I/O or looks at a clock: times are told, and what is returned is to be sent. Why it is so is in
+//! Nothing here does I/O or reads a clock: the caller passes times in, and sends what is returned. The reasons are in
 //! `docs/decisions/0013-background-flow-by-credit.md`, where it ends in `0027-groups-of-connections.md`.
 
 use std::collections::VecDeque;
@@ -37,12 +37,12 @@ pub use window::{MAX_WINDOW, Mark, SampleContext, Window};
 
 use sending::Bodies;
 
-/// With a window of less than so many answers, each of which takes the link longer than this, background requests go on one
+/// With a window of less than so many replies, each of which takes the link longer than this, background requests go on one
 /// connection.
 const NARROW: u64 = 16;
 const NARROW_SECONDS: f64 = 0.001;
 
-/// Marks of credits that no answer has shown yet, at most; the oldest are forgotten.
+/// Marks of credits that no reply has shown yet, at most; the oldest are forgotten.
 const MAX_MARKS: usize = 4096;
 
 /// What a group may have.
@@ -50,25 +50,25 @@ const MAX_MARKS: usize = 4096;
 pub struct Limits {
     /// Connections.
     pub connections: usize,
-    /// Requests without an answer on each.
+    /// Requests without a reply on each.
     pub requests: usize,
 }
 
-/// What the answering side is told about a connection.
+/// Flow control for the answering side of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credit {
-    /// Bytes of all answers that arrived on it since it was opened.
+    /// Bytes of all replies that arrived on it since it was opened.
     pub received: u64,
-    /// Bytes that may be under way on all connections before a background answer is held back.
+    /// Bytes that may be in flight on all connections before a background reply is held back.
     pub window: u64,
 }
 
-/// What an answer says about the link.
+/// What a reply shows of the link.
 #[derive(Clone, Copy, Debug)]
 pub struct ReplySample {
     /// Its bytes on the link.
     pub bytes: u64,
-    /// What the answering side had been told to have arrived on the connection when it left.
+    /// What the last credit on its connection said had arrived, when it left.
     pub echo: u64,
     /// Nothing else waited to leave.
     pub last: bool,
@@ -83,20 +83,20 @@ struct Connection<R> {
     weight: u64,
     requests: usize,
     bodies: Bodies,
-    /// Bytes that came on it, and how many of them the peer was told of.
+    /// Bytes that came on it, and how many of them were reported in credits.
     received: u64,
     reported: u64,
     /// Credits given, each with what was known then.
     marks: VecDeque<(u64, Mark)>,
 }
 
-/// The connections to a peer that is asked, each with a role `R` that says what it may carry. Connections have small numbers,
-/// chosen by whoever opens them; what is said about one that is not open is ignored.
+/// The requesting side of a group: connections to a peer, each with a role `R` that says what it may carry. The caller numbers
+/// them from 0; calls about a connection that is not open are ignored.
 #[derive(Debug)]
 pub struct Group<R> {
     connections: Vec<Option<Connection<R>>>,
     limits: Limits,
-    /// Bytes of the shortest background answer before it is packed.
+    /// Bytes of the shortest background reply before it is packed.
     answer: u64,
     window: Window,
     sending: Sending,
@@ -104,7 +104,7 @@ pub struct Group<R> {
 
 impl<R: Copy> Group<R> {
     /// One without connections. The window in bytes of the link is found out when none is given; `answer` is the length of a
-    /// background answer, in bytes, at least.
+    /// background reply, in bytes, at least.
     #[must_use]
     pub fn new(window: Option<u64>, answer: u64, limits: Limits) -> Self {
         Self {
@@ -116,19 +116,19 @@ impl<R: Copy> Group<R> {
         }
     }
 
-    /// How much of what is received in the background may be under way.
+    /// How much of what is received in the background may be in flight.
     #[must_use]
     pub fn window(&self) -> &Window {
         &self.window
     }
 
-    /// How much of what is sent may be under way.
+    /// How much of what is sent may be in flight.
     #[must_use]
     pub fn sending(&self) -> &Sending {
         &self.sending
     }
 
-    /// A connection is open. Returned is what the peer is told before anything came.
+    /// A connection is open. Returns the first credit to send on it.
     pub fn open(&mut self, number: usize, role: R) -> Credit {
         if self.connections.len() <= number {
             self.connections.resize_with(number + 1, || None);
@@ -160,7 +160,7 @@ impl<R: Copy> Group<R> {
         self.connections.iter().flatten().map(|open| open.role)
     }
 
-    /// The connection for a request: the one that has least to do of those whose role fits. One for a background answer goes on
+    /// The connection for a request: the one that has least to do of those whose role fits. One for a background reply goes on
     /// the one that brought most so far when the link is narrow: one connection paces itself by what it is acknowledged;
     /// several overflow a short queue with their bursts.
     pub fn choose(&self, background: bool, fits: impl Fn(R) -> bool) -> Option<usize> {
@@ -241,7 +241,7 @@ impl<R: Copy> Group<R> {
         }
     }
 
-    /// Bytes of an answer came on a connection.
+    /// Bytes of a reply came on a connection.
     pub fn received(&mut self, number: usize, bytes: u64) {
         self.window.arrived(bytes);
         if let Some(Some(open)) = self.connections.get_mut(number) {
@@ -249,8 +249,8 @@ impl<R: Copy> Group<R> {
         }
     }
 
-    /// What to tell the peer about the connections of which there is enough to tell. All of them are looked at: a smaller
-    /// window makes less be enough.
+    /// The credits to send: for each connection on which enough has arrived since the last one. All are checked, because a
+    /// smaller window lowers what is enough.
     pub fn credits(&mut self, now: Duration) -> Vec<(usize, Credit)> {
         let window = self.window.size();
         let most = MAX_UNREPORTED / self.limits.connections as u64;
@@ -273,7 +273,7 @@ impl<R: Copy> Group<R> {
         credits
     }
 
-    /// An answer came on a connection that left by credit, and was counted.
+    /// A reply came on a connection that left by credit, and was counted.
     pub fn sample(&mut self, number: usize, answer: ReplySample, now: Duration) {
         let Some(Some(open)) = self.connections.get_mut(number) else {
             return;
@@ -283,7 +283,7 @@ impl<R: Copy> Group<R> {
             open.marks.pop_front();
         }
         let credit = open.marks.front().filter(shown).map(|(_, mark)| *mark);
-        // An answer leaves when it is asked for and there is credit, whichever is later.
+        // A reply leaves when it is asked for and there is credit, whichever is later.
         let mark = match (credit, answer.asked) {
             (Some(a), Some(b)) if a.at() > b.at() => a,
             (a, b) => match b.or(a) {

@@ -19,7 +19,7 @@ const MAGIC: [u8; 8] = *b"drover\r\n";
 /// A program's name and version are short.
 const MAX_SOFTWARE: usize = 64;
 
-/// Which end of the connection a side is. The two must differ, so that nobody is made to talk to
+/// Which end of the connection a side is. The two must differ, so that no side is made to talk to
 /// an echo of themselves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Role {
@@ -39,7 +39,7 @@ struct Hello {
     software: String,
 }
 
-/// What came of the greeting.
+/// The outcome of the hellos.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Greeting {
     /// The newest protocol that both ends speak.
@@ -48,7 +48,7 @@ pub struct Greeting {
     pub software: String,
 }
 
-/// Says hello and hears the peer's, within [`GREET_TIMEOUT`]. Both ends speak at once.
+/// Sends a hello and reads the peer's, within [`GREET_TIMEOUT`]. Both ends send at once.
 ///
 /// # Errors
 /// [`NetError::Hello`] when the other end is not a drover, [`NetError::Version`] when the two
@@ -71,7 +71,7 @@ pub async fn send_hello(writer: &mut FrameWriter, role: Role) -> Result<(), NetE
     writer.send_hello(&encode(&our_hello(role))).await
 }
 
-/// The second half: hears the peer's hello, within [`GREET_TIMEOUT`].
+/// The second half: reads the peer's hello, within [`GREET_TIMEOUT`].
 ///
 /// # Errors
 /// As [`greet`].

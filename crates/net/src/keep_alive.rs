@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::{FrameReader, FrameWriter};
 
-/// How often an idle side says that it is there, and how long silence is borne.
+/// How often an idle side pings, and after how long a silence the connection is given up.
 ///
 /// TCP notices a dead peer late or never. So each side sends an empty ping while it has nothing
 /// to say ([`FrameWriter::ping_when_idle`], or [`FrameWriter::ping`] from a loop of its own) and

@@ -118,7 +118,7 @@ fn passes(e: &io::Error) -> bool {
     )
 }
 
-/// A client that has connected and said nothing yet.
+/// A client that has connected and sent nothing yet.
 #[derive(Debug)]
 pub struct Pending {
     tcp: TcpStream,

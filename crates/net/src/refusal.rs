@@ -1,8 +1,8 @@
-//! A no: of what kind, why, and whether asking again can help.
+//! Refusals: a code, a message for a person, and whether a retry can help.
 
 use serde::{Deserialize, Serialize};
 
-/// Of what kind a refusal is. The order is that of the wire.
+/// The code of a refusal. The order is that of the wire format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Code {
     /// The other end broke the protocol.
@@ -15,34 +15,34 @@ pub enum Code {
     Denied,
     /// There is nothing of that name.
     NotFound,
-    /// Somebody else has it.
+    /// Another holder has it.
     Held,
-    /// What the other end held is not its any more.
+    /// The caller no longer holds what it did (a lease).
     Lost,
-    /// Outside of what there is.
+    /// Outside the device or file.
     OutOfRange,
-    /// It takes no changes.
+    /// Read-only.
     ReadOnly,
-    /// It cannot be done here.
+    /// Not supported here.
     Unsupported,
     /// A disk or a quota is full.
     NoSpace,
-    /// Not now.
+    /// Not possible at the moment.
     Unavailable,
     /// What is stored is damaged.
     Corrupt,
     /// A disk reports an error.
     Io,
-    /// Something has to happen first.
+    /// Another request must come first.
     OutOfOrder,
     /// Too many at once.
     Busy,
-    /// It was tried and did not work.
+    /// It was tried and failed.
     Failed,
 }
 
 impl Code {
-    /// Whether it is a decision, which stands until somebody changes something, and not a failure.
+    /// Whether it is a decision, which stands until something is changed, and not a failure.
     #[must_use]
     pub fn is_decision(self) -> bool {
         use Code::*;
@@ -52,7 +52,7 @@ impl Code {
         )
     }
 
-    /// Whether asking again later can help, as far as the kind tells.
+    /// Whether a retry can help, judged by the code alone.
     fn may_pass(self) -> bool {
         matches!(
             self,
@@ -61,15 +61,15 @@ impl Code {
     }
 }
 
-/// Why not, as one site tells another.
+/// A refusal, as one site sends it to another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Refusal {
-    /// Of what kind.
+    /// The code.
     pub code: Code,
     /// One line for a person, at most [`Refusal::MAX_BYTES`].
     pub message: String,
-    /// Whether asking again later can help.
+    /// Whether a later retry can help.
     pub retry: bool,
 }
 
@@ -77,7 +77,7 @@ impl Refusal {
     /// The longest message, in bytes.
     pub const MAX_BYTES: usize = 1000;
 
-    /// A refusal. Its message is made one line and cut to [`Refusal::MAX_BYTES`]; the code says whether asking again can help.
+    /// A refusal. Its message is made one line and cut to [`Refusal::MAX_BYTES`]; the code says whether a retry can help.
     #[must_use]
     pub fn new(code: Code, message: impl Into<String>) -> Self {
         let retry = code.may_pass();

@@ -1,6 +1,6 @@
-//! What whoever calls may do.
+//! What a caller may do.
 
-/// What a service asks of whoever calls it.
+/// The right that a service requires of its callers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Right {
     /// Show a ticket: also one whose key is not known.
@@ -9,7 +9,7 @@ pub enum Right {
     List,
     /// Send images.
     Send,
-    /// Have what is left of a transfer removed; whoever may not manage the site, only their own.
+    /// Have what is left of a transfer removed; without [`Right::Manage`] only the caller's own.
     Cancel,
     /// Use images as devices.
     Mount,
@@ -24,7 +24,7 @@ pub enum Right {
 pub struct Rights(u16);
 
 impl Rights {
-    /// Of a key that nobody knows.
+    /// Of an unknown key.
     pub const STRANGER: Rights = Rights::of(&[Right::Pair]);
 
     /// Of a paired site.

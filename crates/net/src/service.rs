@@ -1,12 +1,12 @@
-//! Services: what a process does for whoever connects to it.
+//! Services and calls: typed requests between processes.
 //!
 //! A connection is for one call. Its first frame after the hello names a service and carries the request. The service
-//! answers with one reply or one [`Refusal`]; before that either end may say how far it is. A request may also open a
-//! longer conversation: what follows its reply is the service's own affair.
+//! answers with one reply or one [`Refusal`]; before that either end may send progress. A request may also open a
+//! longer conversation: the service defines what follows its reply.
 //!
 //! A [`Request`] is a type that names its service, the right it needs, and what may come back. [`call()`] makes a call and
-//! waits; [`open`] sends it with whatever else shall go in the same flight. On the other side whoever offers something
-//! implements [`Handler`] for the request, or [`Service`] for what goes on after the reply, and [`Services`] dispatches.
+//! waits; [`open`] sends it without waiting, so that more can follow in the same flight. The other side
+//! implements [`Handler`] for the request, or [`Service`] for a conversation, and dispatches by [`Services`].
 //! The bytes are in `docs/format/services.md`.
 
 mod call;
@@ -26,7 +26,7 @@ pub mod kind {
     pub const CALL: u8 = 0x01;
     /// The answer.
     pub const REPLY: u8 = 0x02;
-    /// How far either end is.
+    /// Progress of either end.
     pub const PROGRESS: u8 = 0x03;
     /// A [`Refusal`](crate::Refusal) instead of an answer.
     pub const REFUSED: u8 = 0x04;
@@ -44,11 +44,11 @@ impl<T: Serialize + DeserializeOwned + Send + 'static> Message for T {}
 pub trait Request: Message + Sync {
     /// The id of the service that takes it: lower-case words joined by dots, at most [`MAX_ID`] bytes.
     const SERVICE: &'static str;
-    /// What whoever asks must be allowed to do.
+    /// The right that the caller must have.
     const RIGHT: Right;
-    /// What either end may say before the reply; `()` for nothing.
+    /// What either end may send before the reply; `()` for nothing.
     type Progress: Message + Sync;
-    /// What it is answered with.
+    /// The reply.
     type Reply: Message + Sync;
 }
 
@@ -65,12 +65,12 @@ macro_rules! request {
     };
 }
 
-/// Whoever calls.
+/// The caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// The key that it proved to have; on a Unix socket the site's own.
     pub key: crate::PeerKey,
-    /// What people call it.
+    /// Its name, for messages.
     pub name: String,
     /// What it may do.
     pub rights: Rights,

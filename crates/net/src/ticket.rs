@@ -1,4 +1,4 @@
-//! One word that carries all a person must hand over to pair two sites.
+//! Tickets: one word of text with all that is needed to pair two sites.
 
 use std::fmt;
 use std::str::FromStr;
@@ -24,7 +24,7 @@ pub struct Ticket {
     pub secret: [u8; 16],
 }
 
-/// Why a word is not a ticket.
+/// Why a text is not a ticket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TicketError {
     /// It does not start with `drover1`.
@@ -71,7 +71,7 @@ impl Ticket {
     }
 }
 
-/// Sixteen bytes that nobody can guess, from the kernel.
+/// Sixteen unpredictable bytes from the kernel.
 ///
 /// # Panics
 /// When the system gives no randomness.

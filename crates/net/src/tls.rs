@@ -124,7 +124,7 @@ pub(crate) fn client_config(
     Ok((Arc::new(config), found))
 }
 
-/// rustls wants a server's name; nobody looks at it, and it is not sent.
+/// rustls wants a server's name; it is not checked, and not sent.
 pub(crate) fn server_name() -> ServerName<'static> {
     ServerName::try_from("drover").expect("a valid name")
 }

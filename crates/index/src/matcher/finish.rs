@@ -1,4 +1,4 @@
-//! The end of an image, in steps: whoever shares a matcher need not hold it while the disk syncs.
+//! Finishing an image in steps, so that a matcher behind a lock need not be locked while the disk syncs.
 
 use std::sync::Arc;
 

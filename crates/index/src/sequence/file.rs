@@ -41,7 +41,7 @@ pub(crate) struct SequenceFile {
     holds: Vec<bool>,
     occupied: u32,
     limit: u32,
-    /// The segment being filled, and how far it is.
+    /// The segment being filled, and its fill level.
     tail: Option<(u32, usize)>,
     /// The next segment to be used again when there is no room.
     hand: u32,

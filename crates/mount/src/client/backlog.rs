@@ -1,6 +1,6 @@
-//! Background answers that came and wait to be verified. The link is read on meanwhile: were it not, what waits here would
-//! look like a queue in the link, and what somebody waits for would stand behind it. How much there can be is bounded by what
-//! the scheduler asks for: it counts what is here.
+//! Background replies that wait to be verified. The connection is read on meanwhile; otherwise they would look like a
+//! queue in the link, with foreground replies behind it. The scheduler bounds the backlog: it counts what is here as
+//! requested.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::protocol::Coding;
 
-/// An answer with chunks, as it came.
+/// A reply with chunks, as it came.
 pub struct ChunksTask {
     /// The first.
     pub first: u64,
@@ -36,7 +36,7 @@ struct Backlog {
 #[derive(Default)]
 struct BacklogState {
     tasks: VecDeque<ChunksTask>,
-    /// Nobody adds to it any more.
+    /// All adders are gone.
     closed: bool,
 }
 
@@ -54,13 +54,13 @@ impl Adder {
         Taker(self.0.clone())
     }
 
-    /// Adds an answer.
+    /// Adds a reply.
     pub fn add(&self, task: ChunksTask) {
         self.0.state.lock().tasks.push_back(task);
         self.0.more.notify_one();
     }
 
-    /// Somebody waits for a run: takes out those that have some of it.
+    /// Takes out the replies that have chunks of this run, for which a program waits now.
     pub fn hurry(&self, run: Chunks) -> Vec<ChunksTask> {
         let mut state = self.0.state.lock();
         let has_some = |task: &ChunksTask| {
@@ -84,7 +84,7 @@ impl Drop for Adder {
 }
 
 impl Taker {
-    /// Waits for the next; none once nobody adds any more.
+    /// Waits for the next; `None` once all adders are gone.
     pub fn next(&self) -> Option<ChunksTask> {
         let mut state = self.0.state.lock();
         loop {
@@ -132,7 +132,7 @@ mod tests {
         let hurried = adder.hurry(Chunks { first: 7, count: 1 });
         assert_eq!(hurried.iter().map(|t| t.first).collect::<Vec<_>>(), [4]);
         assert_eq!(taker.next().map(|t| t.first), Some(0));
-        // What was added is still handled when nobody adds any more.
+        // What was added before is still handled.
         drop(adder);
         assert_eq!(taker.next().map(|t| t.first), Some(8));
         assert!(taker.next().is_none());

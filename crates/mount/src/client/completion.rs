@@ -1,4 +1,4 @@
-//! What came and whom to tell: handed over by the tasks of the link, which may not block, to threads that may.
+//! The completion queue: tasks of the link, which must not block, hand results to threads that may.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc as sync};
@@ -9,11 +9,11 @@ use parking_lot::Mutex;
 
 use super::backlog::{Adder, ChunksTask, Taker};
 
-/// What the near side is to be told, or somebody called back with.
+/// One completion.
 pub enum Task {
     /// Chunks came.
     Chunks(ChunksTask),
-    /// They will not come.
+    /// Chunks failed.
     Failed(Chunks, DeviceError),
     /// The link's state changed.
     Link(Link),
@@ -21,7 +21,7 @@ pub enum Task {
     Call(Box<dyn FnOnce() + Send>),
 }
 
-/// The way to the threads that tell the near side.
+/// The sending end of the queue to the threads that call the local side.
 #[derive(Clone)]
 pub struct CompletionQueue {
     /// As long as what the scheduler admits, like the other.
@@ -30,7 +30,7 @@ pub struct CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// A queue, and its other ends: what somebody waits for, and background chunks.
+    /// A queue, and its receiving ends: one for foreground work and one for background chunks.
     pub fn new() -> (Self, sync::Receiver<Task>, Taker) {
         let (say, front) = sync::channel();
         let hand = Adder::default();
@@ -50,7 +50,7 @@ impl CompletionQueue {
         }
     }
 
-    /// Somebody waits for chunks of which some may have been handed over.
+    /// Moves chunks of this run, which may be in the background queue, to the front.
     pub fn hurry(&self, run: Chunks) {
         for task in self.back.hurry(run) {
             self.say(Task::Chunks(task));
@@ -73,12 +73,12 @@ impl CompletionQueue {
     }
 
     fn say(&self, task: Task) {
-        // The threads end with the last teller, so somebody hears.
+        // The threads end with the last sender, so a receiver is there.
         let _ = self.front.send(task);
     }
 }
 
-/// Whom to tell when each of `count` parts is done: makes one for each, and `done` is told once.
+/// Makes a callback for each of `count` parts; `done` is called once, when all of them were.
 pub fn all(count: usize, done: Done) -> impl FnMut() -> Done {
     struct All {
         left: AtomicUsize,

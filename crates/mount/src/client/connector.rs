@@ -1,4 +1,4 @@
-//! How a mount comes to its connections.
+//! The trait by which a mount gets connections to its site.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -59,7 +59,7 @@ impl From<NetError> for ConnectError {
 
 /// Makes connections to the site.
 pub trait Connector: Send + Sync {
-    /// Connects. Nothing is said on it yet.
+    /// Connects. Nothing has been sent on it yet.
     fn connect(&self) -> Connecting<'_>;
 }
 

@@ -11,23 +11,23 @@ pub const MAX_EARLY: usize = 8;
 /// ...and their bytes; one is always allowed.
 pub const MAX_EARLY_BYTES: u64 = 512 << 10;
 
-/// EarlyChunks chunks that the near side has not asked for: those that came, and none for those that are under way.
+/// Chunks that the local side has not asked for: those that came, and none for those that are in flight.
 #[derive(Debug, Default)]
 pub struct EarlyChunks(HashMap<u64, Option<Fetched>>);
 
-/// What there is of a run that the near side asks for.
+/// The state of a run that the local side wants.
 #[derive(Debug, Default)]
 pub struct Claimed {
     /// Chunks that are here.
     pub here: Vec<Fetched>,
-    /// Runs that are under way.
+    /// Runs that are in flight.
     pub coming: Vec<Chunks>,
     /// The rest.
     pub missing: Vec<Chunks>,
 }
 
 impl EarlyChunks {
-    /// These chunks are under way.
+    /// These chunks are in flight.
     pub fn new(chunks: impl IntoIterator<Item = u64>) -> Self {
         Self(chunks.into_iter().map(|index| (index, None)).collect())
     }
@@ -73,8 +73,8 @@ impl EarlyChunks {
             .retain(|index, _| !(run.first..run.end()).contains(index));
     }
 
-    /// The device is about to change, and what nobody has asked for may become old. Returned are the chunks that are
-    /// under way.
+    /// The device is about to change, so chunks that were not claimed may become stale. Returned are the chunks that are
+    /// in flight.
     pub fn drop_all(&mut self) -> Vec<Chunks> {
         let under_way = self.0.drain().filter(|(_, kept)| kept.is_none());
         under_way.map(|(index, _)| one(index)).collect()

@@ -1,4 +1,4 @@
-//! What the parts of a client share: the link's state, the requests, and whom to tell.
+//! What the parts of a client share: options, the link's state, the request scheduler and the completion queue.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, OnceLock, Weak};
@@ -23,23 +23,23 @@ use crate::protocol::{Coding, MAX_READ, Opened, Reply, Request};
 /// How long closing may wait for the site's word.
 pub const CLOSE_WAIT: Duration = Duration::from_secs(5);
 
-/// Whom an answer is for.
+/// Who gets the reply to a request.
 #[derive(Default)]
 pub enum ReplyTo {
     /// The [`Local`]: chunks.
     #[default]
     Chunks,
-    /// Whoever wanted to know which chunks are zero, with what was found so far.
+    /// A query for chunks of zeros, with what was found so far.
     Presence(PresenceDone, Pages),
-    /// Whoever wanted something done.
+    /// A change: done or failed.
     Done(Done),
-    /// Whoever wanted to know what is staged.
+    /// A query for what is staged.
     Staged(StagedDone),
-    /// A thread that waits.
+    /// A blocked thread.
     Direct(std::sync::mpsc::SyncSender<Result<(Reply, Bytes), DeviceError>>),
 }
 
-/// What a client is.
+/// A client's shared state.
 pub struct Inner {
     pub options: Options,
     pub opened: Opened,
@@ -47,7 +47,7 @@ pub struct Inner {
     pub reached: bool,
     pub started: Instant,
     pub state: Mutex<ClientState>,
-    /// The last epoch that the site said counts.
+    /// The last epoch that the site has confirmed as committed.
     pub committed: AtomicU64,
     pub local: OnceLock<Weak<dyn Local>>,
     /// Taken alone.
@@ -59,21 +59,21 @@ pub struct Inner {
     /// Wrong digests that came.
     pub wrong: AtomicU64,
     pub closing: AtomicBool,
-    /// The site has said that it knows of the end.
+    /// The site has confirmed that the mount has ended.
     pub released: AtomicBool,
     pub stop: watch::Sender<bool>,
     /// Cuts the link of this number, as [`ClientState::ups`] counts: something waited too long.
     pub cut: watch::Sender<u64>,
-    /// Whether the near side is told nothing more that it did not ask for since. Held while it is told.
+    /// Set when the local side wants no more unrequested notifications. Held while it is notified.
     pub silent: RwLock<bool>,
     pub packer: Mutex<Packer>,
-    /// A thread has been told to ask for more background work.
+    /// A thread is about to request more background work.
     pub pumping: AtomicBool,
     /// Something that could be sent has to wait for its time.
     pub paced: Arc<Notify>,
 }
 
-/// What changes together.
+/// The state behind the client's lock.
 pub struct ClientState {
     pub scheduler: Scheduler<ReplyTo>,
     /// Ways to the writers of the connections.
@@ -105,12 +105,12 @@ impl Inner {
         self.started.elapsed()
     }
 
-    /// Why a request was not answered in time.
+    /// The error of a request that got no reply in time.
     pub fn timeout_error(&self, request: &Request) -> DeviceError {
         let text = match &self.state.lock().link {
             Link::Up(_) => {
                 let limit = self.options.limit(request);
-                format!("the site gave no answer within {limit:?}")
+                format!("the site did not reply within {limit:?}")
             }
             Link::Down(why) => why.clone(),
             Link::Gone(error) => return error.clone(),
@@ -131,7 +131,7 @@ impl Inner {
         self.issue();
     }
 
-    /// Schedules a request, or fails it at once when there is no use.
+    /// Schedules a request, or fails it at once when the link cannot take it.
     pub fn put(&self, job: Job<ReplyTo>) {
         let mut state = self.state.lock();
         let refused = match &state.link {
@@ -169,7 +169,7 @@ impl Inner {
         }
     }
 
-    /// The same, and asks for background work while there is room for it.
+    /// Sends what may be sent, and requests background work while there is room for it.
     pub fn pump(&self) {
         self.issue();
         let Some(local) = self.local.get().and_then(Weak::upgrade) else {
@@ -196,7 +196,7 @@ impl Inner {
         }
     }
 
-    /// The near side asks for a run: it is handed what is here already.
+    /// The local side wants a run: it gets at once what has come early.
     pub fn claim(&self, run: Chunks, local: &Arc<dyn Local>) -> Claimed {
         let mut claimed = self.early.lock().claim(run);
         if !claimed.here.is_empty() {
@@ -214,7 +214,7 @@ impl Inner {
         }
     }
 
-    /// Tells that a request failed.
+    /// Reports that a request failed.
     pub fn fail(&self, job: Job<ReplyTo>, runs: &[Chunks], error: &DeviceError) {
         if matches!(job.request, Request::Commit { .. }) && error.is_transient() {
             // Whether it counts is only told when a link comes up, and that is what the near side waits for.
@@ -244,14 +244,14 @@ impl Inner {
         }
     }
 
-    /// Tells the near side, if there is one yet, what the link's state is.
+    /// Notifies the local side, if there is one yet, of the link's state.
     pub fn notify_link(&self, state: &ClientState) {
         if self.local.get().is_some() {
             self.completions.link(state.link.clone());
         }
     }
 
-    /// No more requests are answered.
+    /// Ends the client: every request fails with this error.
     pub fn end(&self, error: DeviceError) {
         let all = {
             let mut state = self.state.lock();
@@ -284,7 +284,7 @@ impl Inner {
 }
 
 impl ClientState {
-    /// Tells the site what has arrived.
+    /// Sends credit: what has arrived, and how much may be in flight.
     pub fn credit(&mut self, now: Duration) {
         for (connection, credit) in self.scheduler.credits(now) {
             self.send(connection, credit.into(), Bytes::new());

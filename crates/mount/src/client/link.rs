@@ -1,4 +1,4 @@
-//! The link to the site: kept up, watched, made again.
+//! The link to the site: a task keeps it up, notices when it breaks, and reconnects.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,11 +25,11 @@ use crate::protocol::{
 
 /// Why a link ended.
 enum LinkEnd {
-    /// Nobody wants it any more.
+    /// The client was closed.
     Stopped,
-    /// It may come back.
+    /// It broke; reconnecting may help.
     Lost(String),
-    /// It will not.
+    /// It ended for good.
     Gone(DeviceError),
 }
 
@@ -252,7 +252,7 @@ impl Inner {
         running.spawn(async move { inner.run_connection(connection, requests).await });
     }
 
-    /// Writes down what was asked with the open. What lies outside the device is answered with an error that nobody hears.
+    /// Records the reads that were sent with the open. The site answers those outside the device with an error, which is ignored.
     fn note_early_reads(&self, state: &mut ClientState, connection: usize, asked: Vec<Request>) {
         let deadline = self.now() + self.options.give_up;
         let mut early = Vec::new();

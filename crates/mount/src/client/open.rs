@@ -61,7 +61,7 @@ pub fn next_link(before: u64) -> u64 {
     u64::try_from(micros).unwrap_or(0).max(before + 1)
 }
 
-/// Whether what the site said can be used.
+/// Checks the site's reply to the open.
 pub fn check(opened: &Opened, options: &Options) -> Result<(), String> {
     check_shape(opened.shape())?;
     match opened.chunk == options.chunk {

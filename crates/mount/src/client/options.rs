@@ -1,4 +1,4 @@
-//! How to mount: what, for what, and for how long it is waited.
+//! The options of a mount: image, access, connections, timeouts.
 
 use std::time::Duration;
 
@@ -11,19 +11,19 @@ use crate::protocol::{ConnectionKind, DEFAULT_CHUNK, MAX_CONNECTIONS, Opened, Re
 /// How long a request may take before it fails, also while the link is down.
 pub const GIVE_UP: Duration = Duration::from_secs(30);
 
-/// How long the site may take to make an epoch count: it syncs all of it, after it has copied the one before. That it is
-/// there meanwhile is said by its pings.
+/// How long the site may take to commit an epoch: it syncs all of it, after it has copied the previous one. Its pings show
+/// meanwhile that it is alive.
 pub const COMMIT_LIMIT: Duration = Duration::from_secs(3600);
 
-/// How long the site is waited for at the start.
+/// How long the first connection may take.
 pub const FIRST_CONTACT: Duration = Duration::from_secs(20);
 
-/// How to mount.
+/// Options of a mount.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Which image of the site.
+    /// The image, by its name at the site.
     pub image: ImageName,
-    /// To do what.
+    /// Read-only, or with the right to write.
     pub access: Access,
     /// The chunk, in bytes (see [`chunk_is_allowed`](crate::protocol::chunk_is_allowed)).
     pub chunk: u32,
@@ -33,21 +33,21 @@ pub struct Options {
     pub expected: Option<Identity>,
     /// Who mounts, for people at the site.
     pub note: String,
-    /// Connections for background reads beside the one for waited-for ones, at most 7.
+    /// Connections for background reads beside the one for foreground ones, at most 7.
     pub back_connections: usize,
-    /// Background bytes under way; found out when not given.
+    /// Background bytes in flight; found out when not given.
     pub window: Option<u64>,
     /// How long a request may take before it fails.
     pub give_up: Duration,
     /// How long a commit may take before the link is made anew, to learn what became of it; no less than other requests.
     pub commit_limit: Duration,
-    /// How long the site is waited for at the start.
+    /// How long the first connection may take.
     pub first_contact: Duration,
     /// Chunks to ask for in the same flight as the first open, the most urgent first, so that they are here a round trip
     /// sooner: at most 8, and 512 KiB of them; kept until they are asked for, or something is pushed. For a mount
     /// whose cache is empty.
     pub wanted: Vec<u64>,
-    /// What the site said when it was mounted before: with it the mount also begins without a link.
+    /// The site's reply of an earlier mount: with it, the mount can start while the site is not reachable.
     pub known: Option<Opened>,
 }
 
@@ -72,7 +72,7 @@ impl Options {
         }
     }
 
-    /// How long this may take before it fails.
+    /// The timeout of a request.
     pub(super) fn limit(&self, request: &Request) -> Duration {
         match request {
             Request::Commit { .. } => self.commit_limit.max(self.give_up),

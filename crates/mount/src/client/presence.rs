@@ -5,7 +5,7 @@ use drover_device::remote::Chunks;
 /// Runs that are kept of one question, at most: 1 MiB of them. What more is zero is found out when it is read.
 pub const MAX_FOUND: usize = 1 << 16;
 
-/// Pages of an answer at most: one that keeps to the rules fits, one that crawls ends.
+/// Pages of a reply at most: one that keeps to the rules fits, one that crawls ends.
 pub const MAX_PAGES: u32 = 1 << 10;
 
 /// What was found so far.

@@ -1,4 +1,4 @@
-//! What an answer of the site means, and whom it is for.
+//! Replies of the site: checked, and passed to those who made the requests.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,10 +15,10 @@ use super::scheduler::{ChunksReply, Job};
 use crate::protocol::{MAX_RUNS, Reply, Request, decode_message, device_error, kind, pieces};
 
 impl Inner {
-    /// Does with a frame what it asks for.
+    /// Handles a frame.
     pub fn take(self: &Arc<Self>, connection: usize, frame: Frame) -> Result<(), Refusal> {
         if frame.kind != kind::REPLY {
-            return Err(Refusal::new(Code::Protocol, "a frame that is no answer"));
+            return Err(Refusal::new(Code::Protocol, "a frame that is not a reply"));
         }
         let wire = frame.payload.len() as u64;
         let message = decode_message::<Reply>(&frame.payload)?;
@@ -118,7 +118,7 @@ impl Inner {
 
     fn answered(self: &Arc<Self>, job: Job<ReplyTo>, runs: &[Chunks], head: Reply, body: Bytes) {
         if body.len() > most_body(&job.request) {
-            let text = "the site gave a longer answer than was asked for";
+            let text = "the site sent a longer reply than was requested";
             self.fail(job, runs, &DeviceError::Corrupt(text.into()));
             return;
         }
@@ -150,7 +150,7 @@ impl Inner {
             _ => false,
         };
         if !fits {
-            let error = DeviceError::Corrupt("the site gave another kind of answer".into());
+            let error = DeviceError::Corrupt("the site sent the wrong kind of reply".into());
             self.fail(job, runs, &error);
             return;
         }
@@ -200,7 +200,7 @@ impl Inner {
     }
 }
 
-/// The longest body that the answer to a request may have: packed it is shorter. ([`Request::Read`] is looked at apart.)
+/// The longest body that the reply to a request may have: packed it is shorter. ([`Request::Read`] is looked at apart.)
 fn most_body(request: &Request) -> usize {
     match request {
         Request::DirectRead { length, .. } => *length as usize,
@@ -208,7 +208,7 @@ fn most_body(request: &Request) -> usize {
     }
 }
 
-/// Whether runs of an answer are what they should be: in order, apart, up to `end`, inside the device.
+/// Whether runs of a reply are what they should be: in order, apart, up to `end`, inside the device.
 fn are_runs(runs: &[(u64, u64)], end: u64, size: u64) -> bool {
     let mut at = 0;
     runs.len() <= MAX_RUNS

@@ -1,5 +1,5 @@
-//! What a mount has asked and not been answered, and what it asks next. No I/O and no clock: the driver tells it
-//! times and does what it says.
+//! The request scheduler of a mount: which request goes next, on which connection, and which are in flight. No I/O and
+//! no clock: the driver passes times in and sends what it returns.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -41,7 +41,7 @@ const REQUEST_SECONDS: f64 = 0.001;
 /// A request that ended, and the runs of a read that have not come.
 pub type EndedJob<T> = (Job<T>, Vec<Chunks>);
 
-/// Chunks of an answer, as far as the scheduler knows them.
+/// Chunks of a reply, as far as the scheduler knows them.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Taken {
     /// They have brought a wrong digest before.
@@ -61,7 +61,7 @@ struct InFlight<T> {
     pushed: Option<u64>,
 }
 
-/// The requests of a mount.
+/// The request scheduler of a mount.
 #[derive(Debug)]
 pub struct Scheduler<T> {
     shape: Shape,
@@ -72,7 +72,7 @@ pub struct Scheduler<T> {
     group: Group<ConnectionKind>,
     /// Bytes of chunks that background requests have outstanding, sent or not.
     ahead: u64,
-    /// Bytes of chunks that waited-for requests have outstanding.
+    /// Bytes of chunks that foreground requests have outstanding.
     waited: u64,
     /// How much of that there should be.
     plan: ReadAhead,
@@ -86,7 +86,7 @@ pub struct Scheduler<T> {
 }
 
 impl<T> Scheduler<T> {
-    /// One that has been asked nothing, about a device; `window` in bytes of the link, or found out.
+    /// A scheduler without requests, for a device of this shape; `window` in bytes of the link, or found out.
     pub fn new(shape: Shape, window: Option<u64>) -> Self {
         let limits = Limits {
             connections: MAX_CONNECTIONS,
@@ -113,7 +113,7 @@ impl<T> Scheduler<T> {
         self.group.window()
     }
 
-    /// Bytes of what is pushed that may be under way.
+    /// Bytes of what is pushed that may be in flight.
     pub fn push_window(&self) -> u64 {
         self.group.sending().window()
     }
@@ -161,8 +161,8 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// Somebody waits for chunks. Those that are asked for in the background already are hurried, which is told as
-    /// `(connection, ask)`; returned with them are the runs that are not asked for at all, however many others wait.
+    /// Turns background reads of these chunks into foreground ones. Returned are the [`Request::Hurry`] to send, each with its
+    /// connection, and the runs that no request covers yet.
     pub fn hurry(
         &mut self,
         chunks: Chunks,
@@ -173,7 +173,7 @@ impl<T> Scheduler<T> {
         for (run, _) in &self.verifying {
             cut_out(&mut missing, Some(*run), |_| true);
         }
-        // What somebody waits for already comes as it is, with the neighbours that were hurried along.
+        // Foreground requests stay as they are, with the neighbours that were hurried along.
         if self.waited > 0 {
             for job in &self.front {
                 cut_out(&mut missing, job.chunks(), |_| true);
@@ -298,7 +298,7 @@ impl<T> Scheduler<T> {
         self.next_id = self.next_id.max(id + 1);
     }
 
-    /// Writes down what has been sent; none for a connection that is not up.
+    /// Records what has been sent; `None` for a connection that is not up.
     fn sent(&mut self, connection: usize, id: u64, job: Job<T>, mark: Option<Mark>) -> Option<()> {
         self.used(id);
         if !self.group.request(connection, job.weight(self.shape)) {
@@ -350,7 +350,7 @@ impl<T> Scheduler<T> {
         })
     }
 
-    /// Bytes of an answer came on a connection.
+    /// Bytes of a reply came on a connection.
     pub fn received(&mut self, connection: usize, bytes: u64) {
         self.group.received(connection, bytes);
     }
@@ -370,12 +370,12 @@ impl<T> Scheduler<T> {
         arrived.map_err(not_sent)
     }
 
-    /// What to tell the site about what came.
+    /// The credits to send.
     pub fn credits(&mut self, now: Duration) -> Vec<(usize, Credit)> {
         self.group.credits(now)
     }
 
-    /// Whether nobody waits for the request `id`.
+    /// Whether the request `id` is a background one.
     pub fn is_background(&self, id: u64) -> bool {
         self.in_flight
             .get(&id)
@@ -458,21 +458,21 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// An answer to nothing: to what was given up, or made up.
+    /// A reply without a request: to one that was given up, or an invented id.
     fn stray<R>(&self, id: u64) -> Result<Option<R>, Refusal> {
         if id == 0 || id >= self.next_id {
             return Err(Refusal::new(
                 Code::Protocol,
-                "an answer to nothing that was asked",
+                "a reply to a request that was not sent",
             ));
         }
         Ok(None)
     }
 
-    /// The request that an answer ends, with what of a read has come; none for one that was given up.
+    /// The request that a reply ends, with what of a read has come; none for one that was given up.
     ///
     /// # Errors
-    /// [`Code::Protocol`] for an answer to nothing.
+    /// [`Code::Protocol`] for a reply to nothing.
     pub fn end(
         &mut self,
         connection: usize,
@@ -483,7 +483,7 @@ impl<T> Scheduler<T> {
             None => self.stray(id),
             Some(asked) if asked.connection != connection => Err(Refusal::new(
                 Code::Protocol,
-                "an answer on another connection",
+                "a reply on another connection",
             )),
             Some(asked) => {
                 if let Some(bytes) = asked.pushed {

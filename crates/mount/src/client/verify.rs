@@ -1,4 +1,5 @@
-//! The threads that verify what came and tell the near side: they may block on its disk, the runtime's may not.
+//! The threads that verify chunks and hand them to the local side. They may block on its disk; threads of the runtime must
+//! not.
 
 use std::io;
 use std::sync::{Arc, Weak, mpsc as sync};
@@ -44,7 +45,7 @@ impl Workers {
         self.completions.clone()
     }
 
-    /// Starts them; they end when nobody can hand them anything any more.
+    /// Starts them; they end when the last sender of the completion queue is dropped.
     pub fn run(self, inner: &Arc<Inner>) -> io::Result<()> {
         let mut unpackers = self.unpackers.into_iter();
         let front = self.front;
@@ -145,7 +146,7 @@ impl Inner {
                 }
             }
             Err(why) => {
-                warn!(image = %self.options.image, first = task.first, why, "an answer that cannot be unpacked");
+                warn!(image = %self.options.image, first = task.first, why, "cannot unpack a reply");
                 wrong.extend(task.first..task.first + u64::from(task.count));
             }
         }
@@ -178,7 +179,7 @@ impl Inner {
         let image = &self.options.image;
         if task.again {
             let text = format!(
-                "chunk {index} of {} does not have the digest that the site claims; verify the image there",
+                "chunk {index} of {} does not have the digest that the site sent; verify the image there",
                 image.as_str()
             );
             self.completions.failed(run, DeviceError::Corrupt(text));
@@ -186,7 +187,7 @@ impl Inner {
         }
         warn!(%image, chunk = index, "a chunk with the wrong digest; asking for it once more");
         self.put(Job {
-            // Whoever wants it meanwhile does not ask again.
+            // A read of it meanwhile joins this request.
             request: read(run, false),
             body: Bytes::new(),
             deadline: self.now() + self.options.give_up,

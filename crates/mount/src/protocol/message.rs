@@ -11,10 +11,10 @@ use serde::de::DeserializeOwned;
 
 use super::{MAX_BODY, MAX_HEAD, MAX_UNIT};
 
-/// A head and what belongs to it.
+/// A head and its body.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message<T> {
-    /// What is said.
+    /// The request or reply.
     pub head: T,
     /// Its bytes; empty for most.
     pub body: Bytes,
@@ -53,7 +53,7 @@ pub fn decode_message<T: DeserializeOwned>(payload: &Bytes) -> Result<Message<T>
     })
 }
 
-/// A chunk inside the unpacked body of an answer.
+/// A chunk inside the unpacked body of a reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Which chunk.
@@ -62,7 +62,7 @@ pub struct Piece {
     pub data: Option<(Range<usize>, Range<usize>)>,
 }
 
-/// Where the chunks of an answer are in its body, and how long that must be once unpacked. `zeros` says which
+/// Where the chunks of a reply are in its body, and how long that must be once unpacked. `zeros` says which
 /// hold zeros only.
 ///
 /// # Errors

@@ -3,7 +3,7 @@
 use drover_core::DeviceError;
 use drover_net::{Code, Refusal};
 
-/// The error that a request gets at the mount.
+/// A refusal as the error that the mount's request fails with.
 #[must_use]
 pub fn device_error(refusal: Refusal, offset: u64, length: u64, size: u64) -> DeviceError {
     let message = refusal.message;
@@ -22,7 +22,7 @@ pub fn device_error(refusal: Refusal, offset: u64, length: u64, size: u64) -> De
     }
 }
 
-/// What the other side is told of an error of a device.
+/// A device's error as a refusal.
 #[must_use]
 pub fn refusal_of(error: DeviceError) -> Refusal {
     let code = match &error {

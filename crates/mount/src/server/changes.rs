@@ -157,9 +157,9 @@ impl Server {
     /// none when there was nothing. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::Refused`]: somebody has it mounted or may write it; or a disk that fails.
+    /// [`MountError::Refused`]: it is mounted or leased; or a disk fails.
     pub fn drop_changes(&self, name: &ImageName) -> Result<Option<u64>, MountError> {
-        // Nobody opens it meanwhile.
+        // Keeps it from being opened meanwhile.
         let image_lock = self.image_lock(name);
         let _opening = image_lock.lock();
         self.let_go(name)?;
@@ -200,12 +200,12 @@ impl Server {
         self.config.state.join("overlays").join(name.as_str())
     }
 
-    /// Discards an overlay that nobody has open.
+    /// Discards an overlay that is not open.
     fn discard(&self, name: &ImageName, leases: &mut LeaseTable) -> Result<(), MountError> {
         discard(&self.overlay_of(name), leases).map_err(MountError::Refused)
     }
 
-    /// Closes an image that is open for nobody any more, or says who has it. Held by the caller: its image_lock.
+    /// Closes an image that is open but unused, or says who uses it. The caller holds its [`Self::image_lock`].
     fn let_go(&self, name: &ImageName) -> Result<(), MountError> {
         let mut since = None;
         loop {
@@ -232,7 +232,7 @@ impl Server {
             });
             let closed = {
                 let mut state = self.state.lock();
-                // This one, and the server's: whoever has it got it under this lock.
+                // This one, and the server's: references are handed out under this lock only.
                 let ours = Arc::strong_count(&image) == 2;
                 ours.then(|| state.open.remove(name)).flatten()
             };
@@ -248,7 +248,7 @@ impl Server {
         }
     }
 
-    /// A look at an image as mounts see it, which keeps nobody out. Blocks on the disk.
+    /// A view of an image as mounts see it; does not keep mounts out. Blocks on the disk.
     ///
     /// # Errors
     /// [`MountError::Refused`]: it cannot be opened.
@@ -261,7 +261,7 @@ impl Server {
     /// that a crash has left. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::Refused`]: somebody has it mounted or may write it, or it cannot be opened.
+    /// [`MountError::Refused`]: it is mounted or leased, or cannot be opened.
     pub fn claim(
         self: &Arc<Self>,
         name: &ImageName,
@@ -311,7 +311,7 @@ impl Server {
     /// False when it is not that claim any more that keeps mounts away; then nothing is done. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::Refused`]: a disk that fails, or somebody still uses the image; the claim is then still there.
+    /// [`MountError::Refused`]: a disk fails, or the image is still in use; the claim is then still there.
     pub fn end_claim(
         &self,
         name: &ImageName,
@@ -340,8 +340,7 @@ impl Server {
         Ok(true)
     }
 
-    /// Does `what` while a claim that is written down keeps mounts away and nobody can take it away; none when it does not
-    /// any more. Blocks on the disk.
+    /// Does `what` while the claim holds and cannot be broken; `None` when it does not hold any more. Blocks on the disk.
     ///
     /// # Errors
     /// [`MountError::Refused`]: the lease cannot be read.
@@ -351,7 +350,7 @@ impl Server {
         key: (PeerKey, MountId),
         what: impl FnOnce() -> T,
     ) -> Result<Option<T>, MountError> {
-        // Nobody opens it or breaks the lease meanwhile.
+        // Keeps it from being opened and the lease from being broken meanwhile.
         let image_lock = self.image_lock(name);
         let _opening = image_lock.lock();
         let open = self.state.lock().open.get(name).cloned();
@@ -363,7 +362,7 @@ impl Server {
         Ok(leases.is_held_by(key.0, key.1).then(what))
     }
 
-    /// Closes an image that a claim keeps mounts away from: whoever still has it is being refused.
+    /// Closes an image that a claim keeps mounts away from: mounts that still use it are being refused.
     fn close_claimed(&self, name: &ImageName) -> Result<(), MountError> {
         let open = self.state.lock().open.get(name).cloned();
         if let Some(image) = open {
@@ -453,7 +452,7 @@ impl Claim {
         &self.view
     }
 
-    /// Does `what` while nobody can take the claim away; none when somebody has.
+    /// Does `what` while the claim cannot be broken; `None` when it has been.
     pub fn while_held<T>(&self, what: impl FnOnce() -> T) -> Option<T> {
         self.view.image.while_held(self.key.0, self.key.1, what)
     }

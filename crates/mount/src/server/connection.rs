@@ -1,4 +1,4 @@
-//! A connection at the site: requests in, answers out.
+//! A connection at the site: a task reads requests, one writes replies, threads of the pool do the work between.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -24,10 +24,10 @@ use crate::protocol::{
     ConnectionKind, KEEP_ALIVE, MAX_UNIT, Reply, Request, decode_message, encode_message, kind,
 };
 
-/// A background answer is this part of the window, so that a connection has several under way.
+/// A background reply is this part of the window, so that a connection has several in flight.
 const UNITS_OF_WINDOW: u64 = 16;
 
-/// The shortest background answer, in bytes of the device; a chunk if that is longer.
+/// The shortest background reply, in bytes of the device; a chunk if that is longer.
 const MIN_UNIT: u64 = 16 << 10;
 
 /// A site this far away is worth the time that packing takes.
@@ -36,10 +36,10 @@ const FAR: Duration = Duration::from_millis(2);
 /// Requests that are no longer need not wait for room.
 const SMALL: usize = 4 << 10;
 
-/// How long the kernel may take to accept an answer before its bytes do not count as being on their way.
+/// How long the kernel may take to accept a reply before its bytes do not count as being on their way.
 const KERNEL_WAIT: Duration = Duration::from_millis(3);
 
-/// How long a connection's last word may wait for the link.
+/// How long the error that ends a connection may wait for the link.
 const LAST_WORD: Duration = Duration::from_millis(100);
 
 /// A request's bytes, and the room that they take.
@@ -56,9 +56,9 @@ impl AsRef<[u8]> for PayloadWithRoom {
 
 /// What the connections of a link share.
 pub struct LinkShared {
-    /// What is under way. Locked after a connection's state, never before.
+    /// What is in flight. Locked after a connection's `state`, never before.
     flow: Mutex<Flow>,
-    /// Wakes the writers of all connections: there is room for background answers.
+    /// Wakes the writers of all connections: there is room for background replies.
     room: Notify,
     started: tokio::time::Instant,
     /// What must have happened before any connection of the link may do anything.
@@ -94,7 +94,7 @@ pub struct Connection {
     pub link: u64,
     /// What it may do.
     pub access: Access,
-    /// What it is about.
+    /// Its image.
     pub image: Arc<Image>,
     /// Size and chunk.
     pub shape: Shape,
@@ -114,7 +114,7 @@ pub struct Connection {
 #[derive(Default)]
 struct ConnectionState {
     queue: Queue,
-    /// Answers that wait for the link.
+    /// Replies that wait for the link.
     out: group::Queue<ReadyReply>,
     /// Bytes of requests' bodies that came, and of how many of them the mount was told.
     came: u64,
@@ -127,7 +127,7 @@ struct ConnectionState {
 }
 
 impl ConnectionState {
-    /// Somebody waits for a background read: also what of it has no credit yet leaves at once.
+    /// Turns a background read into a foreground one: its replies leave at once, without credit.
     fn hurry(&mut self, id: u64) {
         self.queue.hurry(id);
         let queue = &mut self.queue;
@@ -156,16 +156,16 @@ pub struct Parts {
     pub shape: Shape,
     /// See [`Connection`].
     pub shared: Arc<LinkShared>,
-    /// Who does the work.
+    /// The threads.
     pub pool: Arc<Pool>,
-    /// Who counts it.
+    /// The site's counters.
     pub counters: Arc<Counters>,
     /// Room for requests' bodies, of the whole site.
     pub bodies: Arc<Semaphore>,
 }
 
 impl Connection {
-    /// A connection that has been asked nothing.
+    /// A connection without requests.
     pub fn new(parts: Parts) -> Arc<Self> {
         Arc::new(Self {
             number: parts.number,
@@ -212,7 +212,7 @@ impl Connection {
         result
     }
 
-    /// Tells the mount why, and ends the connection soon after.
+    /// Sends a refusal as the last reply, and ends the connection soon after.
     pub async fn end(&self, refusal: Refusal) {
         self.send_final_error(refusal);
         self.state.lock().closed = true;
@@ -280,7 +280,7 @@ impl Connection {
         }
     }
 
-    /// Says that the connection ends and why, before all else.
+    /// Queues the error that ends the connection before all other replies.
     fn send_final_error(&self, refusal: Refusal) {
         let made = ReadyReply {
             head: Reply::Error { id: 0, refusal },
@@ -375,7 +375,7 @@ impl Connection {
         if changes {
             state.queue.changed();
         }
-        // Also when nobody hears of it any more: the next epoch's parts would wait for the copy.
+        // Even when the mount has gone: the next epoch's parts would wait for the copy.
         let committed = matches!(&made, Some(made) if matches!(made.head, Reply::Committed { .. }));
         if let Some(made) = made.filter(|_| !state.closed) {
             let hurried = !front && state.queue.is_hurried(made.head.id());

@@ -1,4 +1,4 @@
-//! What a site counts of the mounts that it serves.
+//! Counters of a site's mounts, for its status and metrics.
 
 use drover_net::{Code, Refusal};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -9,7 +9,7 @@ use super::unit::Effect;
 use super::work::ReadyReply;
 use crate::protocol::{Reply, Request};
 
-/// Why connections are refused and requests fail, each with its word.
+/// Reasons for refusals and failures, with their metric labels.
 const CODES: [(Code, &str); 14] = [
     (Code::Protocol, "protocol"),
     (Code::Version, "version"),
@@ -27,7 +27,7 @@ const CODES: [(Code, &str); 14] = [
     (Code::Busy, "busy"),
 ];
 
-/// Counts as they grow.
+/// The live counters.
 #[derive(Debug, Default)]
 pub struct Counters {
     reads_waited: AtomicU64,
@@ -44,7 +44,7 @@ pub struct Counters {
     failed: [AtomicU64; CODES.len()],
 }
 
-/// What a site says of the mounts that it serves. Counts are since the site began.
+/// A snapshot of the counters of a site's mounts, since the site started.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountCounts {
     /// Mounts that are connected and may write.
@@ -55,9 +55,9 @@ pub struct MountCounts {
     pub connections: u64,
     /// Images that are open for mounts.
     pub images: u64,
-    /// Reads of chunks that somebody waited for, as they were asked.
+    /// Foreground reads of chunks.
     pub reads_waited: u64,
-    /// Reads of chunks that nobody waited for, as they were asked.
+    /// Background reads of chunks.
     pub reads_background: u64,
     /// Chunks that were read and held data.
     pub chunks: u64,
@@ -67,7 +67,7 @@ pub struct MountCounts {
     pub bytes_read: u64,
     /// Bytes of devices that were written, zeros not.
     pub bytes_written: u64,
-    /// Epochs that were made to count.
+    /// Epochs that were committed.
     pub epochs: u64,
     /// Leases that were broken.
     pub broken: u64,

@@ -47,7 +47,7 @@ pub trait Images: Send + Sync {
     }
 }
 
-/// An image that nobody has written.
+/// An image as delivered.
 #[derive(Clone)]
 pub struct Base {
     /// Its bytes.
@@ -56,7 +56,7 @@ pub struct Base {
     pub digest: Digest,
 }
 
-/// An image that mounts read, and one of them perhaps writes.
+/// An image that is open for mounts: any number of readers, and at most one writer.
 pub struct Image {
     name: ImageName,
     images: Arc<dyn Images>,
@@ -67,7 +67,7 @@ pub struct Image {
     overlay: OnceLock<Overlay>,
     /// Held over a disk's sync, so only locked by threads that may block.
     leases: Mutex<LeaseTable>,
-    /// Which edition's writer staged what is staged. Taken inside the leases.
+    /// The edition whose writer staged the epoch in progress. Locked inside the leases.
     staged_by: Mutex<u64>,
     settler: Settler,
 }
@@ -102,7 +102,7 @@ impl Image {
             overlay: OnceLock::new(),
             settler: Settler::default(),
         };
-        // Whoever once had the writer's lease may have written.
+        // Any past holder of the writer's lease may have written.
         if !image.leases.lock().was_written() {
             return Ok(image);
         }
@@ -143,7 +143,7 @@ impl Image {
         })?;
         tracing::warn!(
             image = %self.name,
-            "what mounts wrote over an earlier image of this name is kept in {}; remove it when nobody needs it",
+            "what mounts wrote over an earlier image of this name is kept in {}; remove it when it is not needed",
             aside.display()
         );
         Ok(())
@@ -179,10 +179,10 @@ impl Image {
         Ok(self.overlay.get_or_init(|| opened))
     }
 
-    /// Lets a mount in. What it gets: the state, and whether that is the expected one.
+    /// Admits a mount. Returns the image's state, and whether that is the expected one.
     ///
     /// # Errors
-    /// Somebody is in its way, or a disk fails.
+    /// [`Code::Held`]: another mount has the lease; or a disk fails.
     pub fn enter(
         &self,
         who: &Who,
@@ -218,10 +218,10 @@ impl Image {
         })
     }
 
-    /// Gives the lease to the site itself, if nobody has it and nobody reads.
+    /// Gives the lease to the site itself, if no mount has or reads the image.
     ///
     /// # Errors
-    /// Somebody is in its way, or a disk fails.
+    /// [`Code::Held`]: another mount has the lease; or a disk fails.
     pub fn claim(
         &self,
         who: &Who,
@@ -233,10 +233,10 @@ impl Image {
         self.abandon()
     }
 
-    /// Refuses when somebody writes it or reads it.
+    /// Refuses when a mount writes or reads it.
     ///
     /// # Errors
-    /// Who that is.
+    /// [`Code::Held`], naming that mount.
     pub fn check_free(&self, now: Duration) -> Result<(), MountError> {
         let mut leases = self.leases_soon().map_err(MountError::Refused)?;
         let free = leases.check_free(now, &|_| false);
@@ -265,7 +265,7 @@ impl Image {
         overlay.map_or_else(Vec::new, |overlay| overlay.changes_in(range))
     }
 
-    /// Whether nobody would miss it if it were opened anew.
+    /// Whether it can be closed: no lease of a reader runs, nothing is staged.
     pub fn is_idle(&self, now: Duration) -> bool {
         self.leases
             .try_lock()
@@ -329,7 +329,7 @@ impl Image {
         &self.name
     }
 
-    /// The digest of the image that nobody has written.
+    /// The digest of the image as delivered.
     pub fn digest(&self) -> Digest {
         self.base.digest
     }
@@ -342,12 +342,12 @@ impl Image {
         }
     }
 
-    /// The last epoch that counts.
+    /// The last committed epoch.
     pub fn committed(&self) -> u64 {
         self.overlay.get().map_or(0, |device| device.committed().0)
     }
 
-    /// Keeps a part of the next epoch.
+    /// Stages a part of the next epoch.
     ///
     /// # Errors
     /// Another epoch than the next, or a disk that fails.
@@ -356,8 +356,8 @@ impl Image {
         staged.map_err(refuse)
     }
 
-    /// Makes the next epoch of a mount count, if it covers so many bytes; [`Image::settle_aside`] is to follow. One that
-    /// counts already is not an error: its answer may have been lost.
+    /// Commits the next epoch of a mount, if it covers this many bytes; [`Image::settle_aside`] is to follow. One that
+    /// counts already is not an error: its reply may have been lost.
     ///
     /// # Errors
     /// The mount's lease has ended, another epoch than the next or not all of it, or a disk that fails.
@@ -376,7 +376,7 @@ impl Image {
             // error is met again by the seal.
             let _ = overlay.settle();
         }
-        // Held over the commit: whoever gets the lease next is told of an epoch that no late commit follows.
+        // Held over the commit: the next holder of the lease gets an epoch that no late commit follows.
         let leases = self.leases.lock();
         self.lease_of(&leases, peer, mount)?;
         if epoch == self.committed() && epoch > 0 {
@@ -393,7 +393,7 @@ impl Image {
         Ok(())
     }
 
-    /// Copies the epoch that was committed last into its place; nobody need wait for it. When it fails it is tried again
+    /// Copies the epoch that was committed last into its place; its reply need not wait for that. When it fails it is tried again
     /// before the next change.
     pub fn settle(&self) {
         if let Some(Err(error)) = self.overlay.get().map(Overlay::settle) {
@@ -437,7 +437,7 @@ impl Image {
         }
     }
 
-    /// Forgets what a writer staged whose lease was broken, if nobody has it since: of an epoch that the next one has begun
+    /// Forgets what a writer staged whose lease was broken, if no other has it since: of an epoch that the next one has begun
     /// to stage, what comes later would count without what was forgotten.
     ///
     /// # Errors
@@ -461,7 +461,7 @@ impl Image {
         Ok(device)
     }
 
-    /// Copies what was committed into its place, on a thread of its own: the answer is on its way already, and a thread of
+    /// Copies what was committed into its place, on a thread of its own: the reply is on its way already, and a thread of
     /// the pool would be kept from the mount's next epoch. There is one such thread of an image at most.
     pub fn settle_aside(self: &Arc<Self>) {
         if !self.settler.begin() {
@@ -482,7 +482,7 @@ impl Image {
         }
     }
 
-    /// Waits until no thread copies what was committed; at once when somebody else does so already. Cancel safe.
+    /// Waits until no thread copies what was committed; returns at once when another caller waits already. Cancel safe.
     pub async fn settled(&self) {
         self.settler.wait().await;
     }

@@ -1,4 +1,4 @@
-//! Who may write which image: listed, mended, taken away.
+//! Writers' leases: listed, replaced when damaged, broken.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub struct Leased {
     pub holder: Option<Holder>,
     /// Mounts that are connected, by what their sites are called.
     pub connected: Vec<String>,
-    /// Why it cannot be said who may write it.
+    /// Why the lease cannot be read.
     pub problem: Option<String>,
 }
 
@@ -65,7 +65,7 @@ impl Server {
         Ok(out)
     }
 
-    /// Who has an image mounted, or may still write it; none when nobody does. Blocks on the disk.
+    /// The mounts of an image and the holder of its lease; `None` when there are neither. Blocks on the disk.
     ///
     /// # Errors
     /// [`MountError::Refused`] when the lease is damaged, [`MountError::StateFile`] when it cannot be read.
@@ -87,13 +87,13 @@ impl Server {
         here.map(|m| m.peer_name.clone()).collect()
     }
 
-    /// Puts a new lease in the place of one whose file is damaged, which is kept beside it: then nobody may write the
-    /// image until a mount asks. Says whether there was one. Blocks on the disk.
+    /// Puts a new lease in the place of one whose file is damaged, which is kept beside it: no mount has the
+    /// lease then, and the next one gets it. Says whether there was one. Blocks on the disk.
     ///
     /// # Errors
     /// [`MountError::Refused`]: a disk that does not take it.
     pub fn replace_damaged_lease(&self, name: &ImageName) -> Result<bool, MountError> {
-        // Nobody opens it meanwhile.
+        // Keeps it from being opened meanwhile.
         let image_lock = self.image_lock(name);
         let _opening = image_lock.lock();
         let directory = self.config.state.join("overlays").join(name.as_str());
@@ -109,8 +109,8 @@ impl Server {
         Ok(is_damaged)
     }
 
-    /// Takes the writer's lease of an image away from whoever has it; none when nobody does. What that mount has not
-    /// written back stays in its cache; it is told.
+    /// Breaks the writer's lease of an image; `None` when there is none. The mount that held it is notified; what it has not
+    /// written back stays in its cache.
     ///
     /// # Errors
     /// [`MountError::Refused`]: no such image, or a disk that does not take it.
@@ -120,13 +120,13 @@ impl Server {
     ) -> Result<Option<Holder>, MountError> {
         let (server, name) = (self.clone(), name.clone());
         let broken = blocking(move || {
-            // Nobody opens it meanwhile.
+            // Keeps it from being opened meanwhile.
             let image_lock = server.image_lock(&name);
             let _opening = image_lock.lock();
             let open = server.state.lock().open.get(&name).cloned();
             let holder = match &open {
                 Some(image) => image.break_lease(),
-                // It need not be one that can be opened: that may be why nobody can use the lease.
+                // It need not be possible to open it: that may be why the lease is stuck.
                 None => {
                     let directory = server.config.state.join("overlays").join(name.as_str());
                     LeaseTable::open(name, directory)?.break_lease()
@@ -152,7 +152,7 @@ impl Server {
             let refusal = Refusal::new(Code::Lost, lease::broken(connection.image.name().as_str()));
             connection.end(refusal).await;
         }
-        // One that nobody has open forgets what was staged when it is opened for the next writer.
+        // An image that is not open forgets what was staged when it is opened for the next writer.
         if let Some(image) = image {
             blocking(move || image.abandon_unheld())
                 .await

@@ -12,7 +12,7 @@ use super::Server;
 use super::blocking::blocking;
 use super::image::Image;
 
-/// How often is looked for images of which somebody lets go soon, and for how many times.
+/// How often, and how many times, images that are still in use are checked again before closing.
 const CLOSE_PAUSE: Duration = Duration::from_millis(50);
 const CLOSE_TRIES: u32 = 100;
 
@@ -31,7 +31,7 @@ impl Server {
             let mut state = server.state.lock();
             let former = match state.open.get(&name) {
                 Some(image) if image.digest() != now => {
-                    // As when it is idle: an overlay has one owner, so it is not opened again beside whoever still has it.
+                    // As when it is idle: an overlay has one owner, so it is not opened again while it is in use.
                     if Arc::strong_count(image) > 1 {
                         let text = format!("{name} was replaced, and a mount still has the former");
                         return Err(Refusal::new(Code::Unavailable, text));
@@ -47,7 +47,7 @@ impl Server {
         .await
     }
 
-    /// What is held while an image is opened or closed.
+    /// The lock that is held while an image is opened or closed.
     pub(super) fn image_lock(&self, name: &ImageName) -> Arc<Mutex<()>> {
         let mut image_locks = self.image_locks.lock();
         if let Some(image_lock) = image_locks.get(name).and_then(Weak::upgrade) {
@@ -76,7 +76,7 @@ impl Server {
         self.open_image_now(name)
     }
 
-    /// The same for who holds its image_lock.
+    /// The same for a caller that holds [`Self::image_lock`].
     pub(super) fn open_image_now(&self, name: &ImageName) -> Result<Arc<Image>, Refusal> {
         if let Some(image) = self.state.lock().open.get(name) {
             return Ok(image.clone());
@@ -87,8 +87,8 @@ impl Server {
         Ok(image)
     }
 
-    /// Closes images that nobody has mounted any more, and waits for that of one of them: each may take as long as its disk
-    /// does.
+    /// Closes images that are no longer mounted, and waits until the `awaited` one is closed. Each may take as long as its
+    /// disk does.
     pub(super) async fn tidy(self: &Arc<Self>, awaited: Option<ImageName>) {
         let now = self.started.elapsed();
         let (idle, more) = self.idle(now);
@@ -106,8 +106,8 @@ impl Server {
         }
     }
 
-    /// Images that can be closed, and whether there are more that nobody has mounted: a thread that has done the last
-    /// thing for a mount lets go of its image a little later.
+    /// Images that can be closed, and whether more are unused but for a thread that is finishing work for an
+    /// ended mount.
     pub(super) fn idle(&self, now: Duration) -> (Vec<ImageName>, bool) {
         let state = self.state.lock();
         let is_mounted = |image: &Arc<Image>| {
@@ -124,13 +124,13 @@ impl Server {
         (idle, more)
     }
 
-    /// Closes an image if nobody has come for it. Whoever comes now waits, and opens it anew.
+    /// Closes an image if it is still unused. A mount that comes now waits and opens it anew.
     pub(super) fn close_idle(&self, name: &ImageName, now: Duration) {
         let image_lock = self.image_lock(name);
         let _closing = image_lock.lock();
         let image = {
             let mut state = self.state.lock();
-            // Whoever has it got it under this lock, so nobody else can come by one that only we have.
+            // References are handed out under this lock only, so the count cannot grow meanwhile.
             match state.open.get(name) {
                 Some(image) if is_free(image, now) => state.open.remove(name),
                 _ => None,
@@ -140,7 +140,7 @@ impl Server {
     }
 }
 
-/// Closes images of which somebody lets go soon.
+/// Closes images that become unused soon.
 async fn tidy_on(server: Weak<Server>) {
     for _ in 0..CLOSE_TRIES {
         tokio::time::sleep(CLOSE_PAUSE).await;
@@ -164,7 +164,7 @@ async fn tidy_on(server: Weak<Server>) {
     }
 }
 
-/// Whether only the server has an image, and nobody is expected back.
+/// Whether only the server refers to an image, and no mount is expected to reconnect.
 fn is_free(image: &Arc<Image>, now: Duration) -> bool {
     Arc::strong_count(image) == 1 && image.is_idle(now)
 }

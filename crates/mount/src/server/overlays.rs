@@ -1,4 +1,4 @@
-//! What a mount is told of an overlay, and throwing one away.
+//! Errors of overlays as refusals, and discarding an overlay.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use drover_storage::HostDirectory;
 use crate::protocol::refusal_of;
 use drover_store::lease::LeaseTable;
 
-/// What a mount is told of an error of an overlay.
+/// An error of an overlay as a refusal.
 pub fn refuse(e: OverlayError) -> Refusal {
     refusal_of(e.into())
 }
@@ -23,7 +23,7 @@ pub fn discard(path: &Path, leases: &mut LeaseTable) -> Result<(), Refusal> {
     finish_discarding(&directory, leases)
 }
 
-/// Goes on where a crash left a [`discard`].
+/// Completes a [`discard`] that a crash interrupted.
 pub fn finish_discarding(
     directory: &HostDirectory,
     leases: &mut LeaseTable,

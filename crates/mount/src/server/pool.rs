@@ -16,9 +16,9 @@ pub use schedule::Kind;
 
 use schedule::{Limits, Running, Schedule};
 
-/// What a thread of the pool works with.
+/// What a thread of the pool keeps between jobs.
 pub struct WorkerScratch {
-    /// Packs answers.
+    /// Packs replies.
     pub packer: Packer,
     /// Unpacks requests' bodies.
     pub unpacker: Unpacker,
@@ -27,7 +27,7 @@ pub struct WorkerScratch {
 }
 
 impl WorkerScratch {
-    /// WorkerScratch for one thread.
+    /// For one thread.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             packer: Packer::new()?,
@@ -40,7 +40,7 @@ impl WorkerScratch {
 type Job = Box<dyn FnOnce(&mut WorkerScratch) + Send>;
 
 /// Threads that read and threads that change. How many jobs wait is bounded by those who submit: a connection has a limited
-/// number of units under way.
+/// number of units in flight.
 pub struct Pool {
     shared: Arc<PoolShared>,
     threads: Vec<JoinHandle<()>>,
@@ -101,7 +101,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Has a job of a mount done.
+    /// Queues a job of a mount.
     pub fn submit(
         &self,
         who: JobOwner,
@@ -152,7 +152,7 @@ impl PoolShared {
                 job(scratch);
                 state = self.state.lock();
                 state.schedule.done(running);
-                // Whoever was woken and found that this one was in the way.
+                // Wakes a thread that found this job in its way.
                 more.notify_one();
             } else if state.closed {
                 return;

@@ -1,4 +1,4 @@
-//! What a connection was asked and has not been answered, and in which order it is worked on.
+//! The requests of a connection at the site, and the order in which they are carried out.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -11,18 +11,18 @@ use crate::protocol::{MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT
 /// Background units of a connection that are being worked on or wait for the link, at most.
 const BACK_UNITS: usize = 8;
 
-/// Waited-for units of a connection that are being worked on or wait for the link, at most.
+/// Foreground units of a connection that are being worked on or wait for the link, at most.
 const FRONT_UNITS: usize = 64;
 
 /// Those among them that change something, at most: reads of the connection do not stand behind more.
 const CHANGE_UNITS: usize = 8;
 
-/// Bytes of answers of a connection that wait for the link before no more are made: as much again for those that somebody waits
-/// for, so that background answers without credit do not hold them up.
+/// Bytes of replies of a connection that wait for the link before no more are made: as much again for foreground
+/// ones, so that background replies without credit do not hold them up.
 const MAX_READY: u64 = 4 << 20;
 
-/// Bytes that are being read for answers of a connection before no more work is given out: as much again for those that somebody
-/// waits for.
+/// Bytes that are being read for replies of a connection before no more work is given out: as much again for
+/// foreground ones.
 const MAX_WORKING: u64 = 8 << 20;
 
 /// A connection's requests.
@@ -30,7 +30,7 @@ const MAX_WORKING: u64 = 8 << 20;
 pub struct Queue {
     front: VecDeque<Entry>,
     back: VecDeque<Entry>,
-    /// Those for which somebody waits that change something.
+    /// Changes; they count as foreground.
     changes: VecDeque<Entry>,
     pending: HashMap<u64, PendingRequest>,
     body_bytes: usize,
@@ -44,12 +44,12 @@ pub struct Queue {
     back_working: u64,
 }
 
-/// What a request still gets.
+/// A request that is not fully answered.
 #[derive(Debug)]
 struct PendingRequest {
     /// Answers: chunks of a read, else one.
     replies: u32,
-    /// It was a background read, and somebody waits for it now.
+    /// A background read that has become a foreground one.
     hurried: bool,
 }
 
@@ -81,7 +81,7 @@ impl Queue {
         if !body.is_empty()
             && !matches!(request, Request::Write { .. } | Request::DirectWrite { .. })
         {
-            return bad("bytes where none belong");
+            return bad("a body on a request that takes none");
         }
         let (mut next, mut left, mut background) = (0, 0, false);
         match &request {
@@ -128,7 +128,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Somebody waits for a background read now. What of it is being worked on or waits for the link is for
+    /// Turns a background read into a foreground one. For its parts that are in work or wait for the link, see
     /// [`Queue::promote`].
     pub fn hurry(&mut self, id: u64) {
         if let Some(pending) = self.pending.get_mut(&id) {
@@ -140,7 +140,7 @@ impl Queue {
         }
     }
 
-    /// The next piece of work and whether somebody waits for it. Background pieces are about `unit` bytes long.
+    /// The next piece of work and whether it is a foreground one. Background pieces are about `unit` bytes long.
     pub fn take(&mut self, chunk: u32, unit: u64) -> Option<(Unit, bool)> {
         if self.front_units < FRONT_UNITS
             && self.front_ready < MAX_READY
@@ -152,7 +152,7 @@ impl Queue {
             self.forget(&unit);
             return Some((unit, true));
         }
-        // Their answers are short.
+        // Their replies are short.
         if self.front_units < FRONT_UNITS
             && self.change_units < CHANGE_UNITS
             && let Some(unit) = Self::cut(&mut self.changes, u64::from(MAX_UNIT), chunk)
@@ -197,7 +197,7 @@ impl Queue {
         Some(Unit::Other(entry.request, entry.body))
     }
 
-    /// Whether somebody waits for what was a background read.
+    /// Whether this background read has become a foreground one.
     pub fn is_hurried(&self, id: u64) -> bool {
         self.pending.get(&id).is_some_and(|pending| pending.hurried)
     }
@@ -210,7 +210,7 @@ impl Queue {
         self.front_ready += bytes;
     }
 
-    /// A unit that was taken as so urgent is not being worked on any more; its answer weighs so much at most.
+    /// A unit that was taken as so urgent is not being worked on any more; its reply weighs so much at most.
     pub fn worked(&mut self, weight: u64, front: bool) {
         match front {
             true => self.front_working -= weight,
@@ -223,7 +223,7 @@ impl Queue {
         self.change_units -= 1;
     }
 
-    /// A unit has been worked on; its answer of so many bytes waits for the link.
+    /// A unit has been worked on; its reply of so many bytes waits for the link.
     pub fn made(&mut self, bytes: u64, front: bool) {
         *self.ready(front) += bytes;
     }
@@ -236,7 +236,7 @@ impl Queue {
         }
     }
 
-    /// An answer to nothing waits for the link: that the connection ends.
+    /// A reply to nothing waits for the link: that the connection ends.
     pub fn made_unasked(&mut self, bytes: u64) {
         self.front_units += 1;
         self.front_ready += bytes;
@@ -247,7 +247,7 @@ impl Queue {
         self.pending.contains_key(&id)
     }
 
-    /// An answer to `id` of so many bytes has left for the link, or was dropped. It was worth `answers` of those that
+    /// A reply to `id` of so many bytes has left for the link, or was dropped. It was worth `answers` of those that
     /// are pending, all of them if it was an error.
     pub fn left(&mut self, bytes: u64, front: bool, id: u64, replies: Option<u32>) {
         *self.ready(front) -= bytes;

@@ -1,15 +1,15 @@
-//! The one thread of an image that copies what was committed into its place.
+//! The thread of an image that copies committed epochs into place; at most one runs.
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-/// Who copies an image's epochs, and whether there is one to copy.
+/// Whether that thread runs, and whether there is an epoch to copy.
 #[derive(Default)]
 pub struct Settler {
     state: Mutex<SettlerState>,
     /// The thread has ended.
     ended: Notify,
-    /// Held by whoever waits for the end.
+    /// Held while waiting for the end.
     waits: tokio::sync::Mutex<()>,
 }
 
@@ -20,7 +20,7 @@ struct SettlerState {
 }
 
 impl Settler {
-    /// An epoch counts that was not copied.
+    /// An epoch was committed and is to be copied.
     pub fn wanted(&self) {
         self.state.lock().wanted = true;
     }
@@ -47,7 +47,7 @@ impl Settler {
         self.ended.notify_waiters();
     }
 
-    /// Waits until no thread runs; at once when somebody else does so already. Cancel safe.
+    /// Waits until no thread runs; returns at once when another caller waits already. Cancel safe.
     pub async fn wait(&self) {
         let Ok(_only) = self.waits.try_lock() else {
             return;

@@ -27,7 +27,7 @@ impl Unit {
         matches!(self, Unit::Other(request, _) if changes(request))
     }
 
-    /// What it is for the pool, given whether somebody waits for it.
+    /// Its kind for the pool's schedule; `front` for a foreground request.
     pub fn kind(&self, front: bool) -> Kind {
         match self {
             Unit::Other(
@@ -80,7 +80,7 @@ impl Effect {
         Self { read, written }
     }
 
-    /// Bytes that its answer takes until it has left, about.
+    /// Bytes that its reply takes until it has left, about.
     pub fn weight(self) -> u64 {
         self.read
     }

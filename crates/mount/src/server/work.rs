@@ -1,4 +1,4 @@
-//! What is done for a request, on a thread of the pool.
+//! Carries out a request, on a thread of the pool.
 
 use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest, Extent, ExtentKind, Zeroes, is_zero};
@@ -11,17 +11,17 @@ use super::pool::WorkerScratch;
 use super::unit::Unit;
 use crate::protocol::{Coding, MAX_DIGESTS, MAX_RUNS, Reply, Request, refusal_of};
 
-/// Extents looked at for one answer about presence.
+/// Extents looked at for one reply about presence.
 const MAX_LOOKS: usize = 4096;
 
-/// An answer that waits for the link.
+/// A reply that waits for the link.
 #[derive(Debug)]
 pub struct ReadyReply {
     /// Its head, in which [`Reply::Chunks`]' echo is yet to be filled in.
     pub head: Reply,
     /// Its body.
     pub body: Bytes,
-    /// Answers that it is worth, of those that the request is pending; none ends the request.
+    /// How many of the request's replies it stands for; `None` ends the request.
     pub replies: Option<u32>,
 }
 
@@ -40,7 +40,7 @@ impl ReadyReply {
     }
 }
 
-/// For whom work is done.
+/// The mount that a unit of work is for.
 pub struct Client<'a> {
     /// Which image it reads.
     pub image: &'a Image,
@@ -52,12 +52,12 @@ pub struct Client<'a> {
     pub shape: Shape,
     /// What it may do.
     pub access: Access,
-    /// Whether packing an answer helps to have it there sooner.
+    /// Whether packing a reply helps to have it there sooner.
     pub pack: bool,
 }
 
 impl Client<'_> {
-    /// Does a unit.
+    /// Carries out a unit.
     pub fn work(&self, unit: Unit, scratch: &mut WorkerScratch) -> ReadyReply {
         let (id, result) = match unit {
             Unit::Read { id, first, count } => (id, self.chunks(id, first, count, scratch)),
@@ -228,7 +228,7 @@ impl Client<'_> {
         | Request::DirectZero { .. }
         | Request::DirectTrim { .. } = request
         {
-            // Whoever writes so has given up what it staged.
+            // A mount that writes directly has given up what it staged.
             self.image.abandon()?;
         }
         match *request {
@@ -275,7 +275,10 @@ impl Client<'_> {
                 device.trim(offset, length).map_err(refusal_of)
             }
             Request::DirectFlush { .. } => device.flush().map_err(refusal_of),
-            _ => Err(Refusal::new(Code::Protocol, "a request out of place")),
+            _ => Err(Refusal::new(
+                Code::Protocol,
+                "a request that has no place here",
+            )),
         }
     }
 

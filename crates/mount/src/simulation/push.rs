@@ -9,10 +9,10 @@ use crate::client::scheduler::Job;
 use crate::protocol::{Coding, MAX_DIRECT, Request};
 use crate::server::unit::{Effect, Unit};
 
-/// Bytes that the device has under way with the client at least.
+/// Bytes that the device has in flight with the client at least.
 const UNDER_WAY: u64 = 8 << 20;
 
-/// Bytes of an answer that a part came, or was written.
+/// Bytes of a reply that a part came, or was written.
 const TOLD: u64 = 40;
 const DONE: u64 = 60;
 

@@ -1,5 +1,8 @@
 //! What pulls and reads get of a link.
 
+use super::near::Disk;
+use super::scenario::Compressed;
+use super::writes::Writes;
 use super::*;
 
 #[test]
@@ -7,7 +10,7 @@ fn whatever_happens_to_the_link_every_chunk_comes_exactly_once() {
     for seed in 0..300 {
         let mut random = fastrand::Rng::with_seed(seed);
         let chunk = 4096 << random.u32(0..7);
-        let set = Setting {
+        let set = Scenario {
             rate: 2.5e6 * f64::from(1 << random.u32(0..6)),
             round_trip: random.f64() * 0.04,
             chunk,
@@ -21,7 +24,7 @@ fn whatever_happens_to_the_link_every_chunk_comes_exactly_once() {
                 every: 0.1,
                 pause: random.f64() * 0.05,
             },
-            left: [Left::All, Left::Mixed][random.usize(0..2)],
+            left: [Compressed::All, Compressed::Mixed][random.usize(0..2)],
             writes: None,
         };
         let ran = std::panic::catch_unwind(|| {
@@ -44,20 +47,20 @@ fn a_pull_fills_the_link_and_reads_overtake_it() {
             let rate = mbit * 1e6 / 8.0;
             let chunk = 16 << 10;
             let seconds = if mbit < 50.0 { 16.0 } else { 4.0 };
-            let set = Setting {
+            let set = Scenario {
                 // A small part of the link, also of the slowest.
                 reads: match mbit {
                     ..50.0 => 25.0,
                     ..200.0 => 60.0,
                     _ => 240.0,
                 },
-                ..Setting::pull(mbit, trip, chunk, seconds)
+                ..Scenario::pull(mbit, trip, chunk, seconds)
             };
             let seed = (n * 10 + m) as u64;
             let mut world = World::new(set, seed);
             world.run();
             let (used, p99, full) = (world.used(1.0), world.p99(1.0), world.full_at());
-            // Its own chunk, and what has to be under way for a slow link not to stand still.
+            // Its own chunk, and what has to be in flight for a slow link not to stand still.
             // Where a few frames are much (20 Mbit/s) the window is found late and coarsely: held to what it is.
             let slow = mbit < 50.0;
             let under_way = if slow { 256e3 } else { 48e3 };
@@ -83,10 +86,10 @@ fn a_near_site_is_not_slower_for_whole_chunks_and_busy_machines() {
     let mut failed = Vec::new();
     for turn in [0.0, 0.0003, 0.001] {
         for trip in [0.0002, 0.001, 0.002, 0.005, 0.04] {
-            let set = Setting {
+            let set = Scenario {
                 reads: 60.0,
                 turn,
-                ..Setting::pull(1000.0, trip, 64 << 10, 4.0)
+                ..Scenario::pull(1000.0, trip, 64 << 10, 4.0)
             };
             let mut world = World::new(set, 5);
             world.run();
@@ -117,15 +120,15 @@ fn a_disk_that_pauses_costs_a_pull_the_pauses_and_not_more() {
             // Short ones, as of other programs' writes, and long ones, as of a disk that writes back much at once.
             for (every, pause) in [(0.1, 0.03), (0.5, 0.1), (1.5, 0.6)] {
                 let share = 0.4f32;
-                let set = Setting {
+                let set = Scenario {
                     disk: Disk {
                         // Half as much again as the link brings.
                         rate: 1.5 / f64::from(share) * mbit * 1e6 / 8.0,
                         every,
                         pause,
                     },
-                    left: Left::Share(share),
-                    ..Setting::pull(mbit, trip, 64 << 10, 9.0)
+                    left: Compressed::Share(share),
+                    ..Scenario::pull(mbit, trip, 64 << 10, 9.0)
                 };
                 let mut world = World::new(set, 9);
                 world.run();
@@ -160,9 +163,9 @@ fn a_pull_fills_the_link_when_the_data_shrinks_now_more_now_less() {
         };
         for trip in [0.002, 0.01, 0.04, 0.1] {
             for seed in seeds.clone() {
-                let set = Setting {
-                    left: Left::Mixed,
-                    ..Setting::pull(mbit, trip, 64 << 10, seconds)
+                let set = Scenario {
+                    left: Compressed::Mixed,
+                    ..Scenario::pull(mbit, trip, 64 << 10, seconds)
                 };
                 let mut world = World::new(set, seed);
                 world.run();
@@ -190,13 +193,13 @@ fn a_pull_does_not_stand_still_for_what_the_site_was_not_told() {
         let chunk = 1 << random.u32(20..23);
         let window = random.u64(u64::from(chunk) / 2..=u64::from(chunk));
         let zeros = random.u64(300..1700);
-        let set = Setting {
+        let set = Scenario {
             chunks: zeros + 10,
             window: Some(window),
-            left: Left::After(zeros),
+            left: Compressed::After(zeros),
             // Nobody waits for anything, which would carry word of the rest.
             reads: 0.0,
-            ..Setting::pull(100.0, 0.04, chunk, 0.0)
+            ..Scenario::pull(100.0, 0.04, chunk, 0.0)
         };
         let mut world = World::new(set, seed);
         world.run();
@@ -205,19 +208,19 @@ fn a_pull_does_not_stand_still_for_what_the_site_was_not_told() {
     }
 }
 
-/// What a waited-for read may find before it of a push: what finds the rate, and on a slow link some parts.
+/// What a foreground read may find before it of a push: what finds the rate, and on a slow link some parts.
 const PUSH_QUEUE: f64 = 0.005;
 const PUSH_PARTS: f64 = 3.0;
 
 /// Says whether a push, and what is pulled beside it, used so much of their directions while both went on, and those who
 /// read beside them waited no longer than they may.
-fn push_beside_reads(set: Setting, writes: Writes, least: f64) -> bool {
+fn push_beside_reads(set: Scenario, writes: Writes, least: f64) -> bool {
     let mut world = World::new(set, 11);
     world.run();
     let (used, p99) = (world.pushing.used(&writes, 2.0), world.p99(2.0));
     let pull_used = if writes.pulls { world.used(2.0) } else { 1.0 };
     let part = world.scheduler.push_part() as f64;
-    // Its chunk, and what stands before its request; before its answer stands what is pulled.
+    // Its chunk, and what stands before its request; before its reply stands what is pulled.
     let own = 2.0 * f64::from(set.chunk) / set.rate;
     let pulled = if writes.pulls { 0.005 } else { 0.0 };
     let limit = set.round_trip + own + pulled + PUSH_QUEUE + PUSH_PARTS * part / writes.up;
@@ -251,11 +254,11 @@ fn a_read_waits_for_little_of_a_push_and_the_push_fills_the_link() {
                     takes,
                     pulls: false,
                 };
-                let set = Setting {
+                let set = Scenario {
                     chunks: 1 << 18,
                     reads: 40.0,
                     writes: Some(writes),
-                    ..Setting::pull(100.0_f64.max(mbit), trip, 16 << 10, 0.0)
+                    ..Scenario::pull(100.0_f64.max(mbit), trip, 16 << 10, 0.0)
                 };
                 if !push_beside_reads(set, writes, 0.9) {
                     failed.push((mbit, trip, takes));
@@ -285,10 +288,10 @@ fn a_push_beside_a_pull_goes_on_and_a_read_waits_for_little_of_them() {
                 takes: 0.002,
                 pulls: true,
             };
-            let set = Setting {
+            let set = Scenario {
                 reads: 20.0,
                 writes: Some(writes),
-                ..Setting::pull(down, trip, chunk << 10, 12.0)
+                ..Scenario::pull(down, trip, chunk << 10, 12.0)
             };
             if !push_beside_reads(set, writes, least) {
                 failed.push((up, down, chunk, trip));
@@ -298,14 +301,14 @@ fn a_push_beside_a_pull_goes_on_and_a_read_waits_for_little_of_them() {
     assert!(failed.is_empty(), "{failed:?}");
 }
 
-/// What the p99 of a waited-for read beside a full pull is made of (decision 0013): the round trip, its own chunk, and the queue
-/// that its answer finds.
+/// What the p99 of a foreground read beside a full pull is made of (decision 0013): the round trip, its own chunk, and the queue
+/// that its reply finds.
 #[test]
 fn a_read_beside_a_full_pull_waits_for_its_chunk_and_a_short_queue() {
     let (mbit, trip, chunk) = (400.0, 0.04, 64 << 10);
-    let set = Setting {
+    let set = Scenario {
         reads: 100.0,
-        ..Setting::pull(mbit, trip, chunk, 60.0)
+        ..Scenario::pull(mbit, trip, chunk, 60.0)
     };
     let mut world = World::new(set, 1);
     world.run();

@@ -15,7 +15,7 @@ use crate::stream::Stream;
 /// Read at least this much at a time, so that many small frames cost few reads.
 const READ_AHEAD: usize = 16 << 10;
 
-/// Payloads up to this are copied: a few bytes that somebody keeps must not keep a whole buffer.
+/// Payloads up to this are copied: a few bytes that a caller keeps must not keep a whole buffer alive.
 const TINY: usize = 1 << 10;
 
 /// How long the socket's end may lag behind the end frame.

@@ -89,7 +89,7 @@ impl FrameWriter {
         self.write_frame(HELLO, &[payload]).await
     }
 
-    /// Sends an empty frame that tells the peer that we are here, and flushes. Cancel safe.
+    /// Sends an empty frame, to show the peer that this end is alive, and flushes. Cancel safe.
     ///
     /// # Errors
     /// As [`FrameWriter::send`].

@@ -1,15 +1,15 @@
-//! How many bytes of answers are on their way to a peer that gives credit for them.
+//! How many bytes of replies are on their way to a peer that gives credit for them.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use super::window::MAX_WINDOW;
 
-/// Bytes that a peer has and has not told of, at most, on all connections together: so little under way does not count, or
-/// the link would stand still for what nobody is told.
+/// Bytes that a peer may have received without reporting them, at most, on all connections together. So little in flight is not
+/// counted, or the link would stand still for bytes that are never reported.
 pub const MAX_UNREPORTED: u64 = 16 << 10;
 
-/// Bytes that may be under way until the peer has said how many.
+/// Bytes that may be in flight until the peer has said how many.
 const FIRST_WINDOW: u64 = 64 << 10;
 
 /// What left on each connection to a peer and what of it arrived, by the peer's own account.
@@ -17,7 +17,7 @@ const FIRST_WINDOW: u64 = 64 << 10;
 pub struct Flow {
     connections: HashMap<u64, Connection>,
     window: u64,
-    /// Of all connections; kept so that nobody has to add.
+    /// The sum over all connections.
     under_way: u64,
     round_trip: Option<Duration>,
 }
@@ -81,7 +81,7 @@ impl Flow {
         }
     }
 
-    /// The least time that an answer and the word of its arrival took, once one did.
+    /// The least time that a reply and the word of its arrival took, once one did.
     pub fn round_trip(&self) -> Option<Duration> {
         self.round_trip
     }
@@ -93,7 +93,7 @@ impl Flow {
         }
     }
 
-    /// Whether a background answer of so many bytes may leave now.
+    /// Whether a background reply of so many bytes may leave now.
     pub fn allows(&self, bytes: u64) -> bool {
         self.under_way < MAX_UNREPORTED || self.under_way.saturating_add(bytes) <= self.window
     }
@@ -105,7 +105,7 @@ impl Flow {
             .map_or(0, |on| on.received)
     }
 
-    /// Bytes that may be under way.
+    /// Bytes that may be in flight.
     pub fn window(&self) -> u64 {
         self.window
     }

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-/// What somebody waits for goes first, in the order in which it came; what nobody does may have to wait for something else.
+/// Two queues: foreground entries go first, in order; background ones may have to wait for credit.
 #[derive(Debug)]
 pub struct Queue<T> {
     urgent: VecDeque<T>,
@@ -32,7 +32,7 @@ impl<T> Queue<T> {
         self.urgent.push_front(item);
     }
 
-    /// Somebody waits for those for which `wanted` holds: they become urgent, each told to `moved`.
+    /// Moves background entries for which `wanted` holds to the foreground, and calls `moved` for each.
     pub fn hurry(&mut self, wanted: impl Fn(&T) -> bool, mut moved: impl FnMut(&T)) {
         if !self.background.iter().any(&wanted) {
             return;
@@ -62,7 +62,7 @@ impl<T> Queue<T> {
         self.urgent.is_empty() && self.background.is_empty()
     }
 
-    /// Whether something waits that nobody waits for.
+    /// Whether a background entry waits.
     #[must_use]
     pub fn has_background(&self) -> bool {
         !self.background.is_empty()

@@ -1,4 +1,4 @@
-//! How much of what is sent may be under way. It shares the way to the peer with the requests of those who wait: what is
+//! How much of what is sent may be in flight. It shares the way to the peer with the requests of those who wait: what is
 //! sent before there is room in the link stands before these, in the network's queues, where nothing overtakes it.
 //!
 //! What counts is what has not arrived, and not what was not answered: the peer's disk is no part of the link.
@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::clocks::Clocks;
 use super::window::{Mark, SampleContext, Window};
 
-/// Bytes of bodies that are under way at most, whatever the window.
+/// Bytes of bodies that are in flight at most, whatever the window.
 const MAX_UNDER_WAY: u64 = 16 << 20;
 
 /// Bytes of bodies that the peer has not answered, at most.
@@ -84,7 +84,7 @@ impl Sending {
         }
     }
 
-    /// Bytes that may be under way.
+    /// Bytes that may be in flight.
     pub fn window(&self) -> u64 {
         self.window.size().min(MAX_UNDER_WAY)
     }

@@ -1,4 +1,4 @@
-//! Would more connections help? It is told the time and what the connections did.
+//! How many connections are worth having, found out by trying more. No clock: the caller passes samples in.
 //!
 //! One connection does not fill a long and fast link, whose window ends before the link does, nor
 //! one that loses packets. Any other link it does fill, and then what another connection carries is only
@@ -18,7 +18,7 @@ const JUDGE_EVERY: Duration = Duration::from_millis(1500);
 const START_UP_ROUND_TRIPS: u32 = 8;
 const START_UP: [Duration; 2] = [Duration::from_millis(500), Duration::from_millis(1000)];
 
-/// A connection with so many bytes under way may be at the end of its window (Linux ends at 3 to
+/// A connection with so many bytes in flight may be at the end of its window (Linux ends at 3 to
 /// 6 MB by default).
 const LONG_WINDOW_BYTES: f64 = 1e6;
 
@@ -35,7 +35,7 @@ const HELPS: f64 = 1.25;
 /// How long there is no trial after one that showed nothing; each such one doubles it.
 const REST: Duration = Duration::from_secs(6);
 
-/// What can be seen at one moment; counts and times are from the beginning of the session.
+/// A sample of a group's connections; counts and times are from the beginning of the session.
 #[derive(Debug, Clone, Copy)]
 pub struct TrialSample {
     /// When.
@@ -52,12 +52,12 @@ pub struct TrialSample {
     pub round_trip: Duration,
 }
 
-/// Judges whether the connections wait for their sockets, and whether the last trial helped.
+/// Decides how many connections to use.
 #[derive(Debug)]
 pub struct ConnectionTrials {
     most: u16,
     working: u16,
-    /// Where the interval that is being judged began; none while connections get under way.
+    /// Where the interval that is being judged began; none while connections get in flight.
     last: Option<TrialSample>,
     trial: Option<Trial>,
     /// The last trial helped.
@@ -76,7 +76,7 @@ struct Trial {
 }
 
 impl ConnectionTrials {
-    /// One data connection works; there may be `most`.
+    /// Begins with one connection; there may be `most`.
     #[must_use]
     pub fn new(most: u16) -> Self {
         ConnectionTrials {
@@ -96,7 +96,7 @@ impl ConnectionTrials {
         self.working
     }
 
-    /// How long until the next look.
+    /// How long until the next sample.
     #[must_use]
     pub fn pause(&self, round_trip_ns: u64) -> Duration {
         match self.last {
@@ -107,7 +107,7 @@ impl ConnectionTrials {
         }
     }
 
-    /// Takes a look; true when [`ConnectionTrials::working`] has changed.
+    /// Takes a sample; true when [`ConnectionTrials::working`] has changed.
     pub fn observe(&mut self, now: &TrialSample) -> bool {
         let Some(last) = self.last.replace(*now) else {
             return false;
@@ -152,7 +152,7 @@ impl ConnectionTrials {
 
     fn change(&mut self, working: u16) -> bool {
         self.working = working;
-        // What they make while they get under way is not what they can.
+        // What they make while they get in flight is not what they can.
         self.last = None;
         true
     }

@@ -1,4 +1,4 @@
-//! How many bytes may be under way, so that the link is full and no queue stands in it.
+//! The flow-control window: how many bytes may be in flight so that the link is full and no queue builds up in it.
 //!
 //! The paper set its number of concurrent pulls by hand, to between 4,096 and 16,384 (r3map §1.5). Here it sizes itself to
 //! bandwidth x round trip, from what is seen of both, in the manner of BBR and Copa: the rate is the
@@ -10,7 +10,7 @@
 //!
 //! At the start it grows by what arrives, ahead of TCP's slow start, which fills the link on its own terms.
 //!
-//! Pure: it is told times.
+//! No clock: the caller passes times in.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -26,14 +26,14 @@ struct Direction {
     least: u64,
     /// The slack is no less than this and no more.
     slack: (Duration, Duration),
-    /// How much longer than the slack and two answers its queue may be.
+    /// How much longer than the slack and two replies its queue may be.
     beyond: Duration,
     /// The other direction's queue is known of each sample, and not only what it was lately.
     exact: bool,
 }
 
-/// It begins a little ahead of what TCP sends in its first round trip on two connections, and has a few frames under way at least.
-/// Two busy machines need a millisecond to take turns; two are what a waited-for read may be made to wait.
+/// It begins a little ahead of what TCP sends in its first round trip on two connections, and has a few frames in flight at least.
+/// Two busy machines need a millisecond to take turns; two are what a foreground read may be made to wait.
 const RECEIVING: Direction = Direction {
     first: 64 << 10,
     least: 48 << 10,
@@ -42,7 +42,7 @@ const RECEIVING: Direction = Direction {
     exact: false,
 };
 
-/// It may be on a much slower link: one of the shortest parts is under way at least. Word of what arrived stands behind what
+/// It may be on a much slower link: one of the shortest parts is in flight at least. Word of what arrived stands behind what
 /// is received, a little more now and less then, so it has more slack.
 const SENDING: Direction = Direction {
     first: 32 << 10,
@@ -66,14 +66,14 @@ const RATE_ROUNDS: usize = 8;
 const SLACK_PART: u32 = 20;
 
 /// The window is worth at least this time of the rate. Where a round trip is much shorter, bursts of whole chunks overflow
-/// a queue of one round trip whatever the window is; the losses cost the more the less is under way beside them, and a
+/// a queue of one round trip whatever the window is; the losses cost the more the less is in flight beside them, and a
 /// window of less than two chunks cannot see that it should grow.
 const MIN_COVER: Duration = Duration::from_millis(3);
 
 /// A round that brings less than this much more than the best before does not count as growth.
 const GROWTH: f64 = 1.25;
 
-/// See [`Window::extra`]: it is at most this part of the window, or one answer, and found in so many steps.
+/// See [`Window::extra`]: it is at most this part of the window, or one reply, and found in so many steps.
 const MAX_EXTRA: f64 = 0.03;
 const EXTRA_STEPS: u64 = 4;
 
@@ -97,14 +97,14 @@ const DEGRADED_FRACTION: f64 = 0.75;
 const FLAT_LOOKS: u32 = 2;
 const MIN_LOOK: Duration = Duration::from_millis(8);
 
-/// Answers in a row that were late by more than [`START_QUEUE`] and a quarter of the round trip: the start is over, before
+/// Replies in a row that were late by more than [`START_QUEUE`] and a quarter of the round trip: the start is over, before
 /// the queue overflows.
 const LATE_ANSWERS: u32 = 6;
 
 /// See [`LATE_ANSWERS`].
 const START_QUEUE: Duration = Duration::from_millis(6);
 
-/// A connection's answers in a row that were late, and when the last answer came.
+/// A connection's replies in a row that were late, and when the last answer came.
 #[derive(Clone, Copy, Debug)]
 struct Late {
     connection: usize,
@@ -171,7 +171,7 @@ impl Mark {
     }
 }
 
-/// What is known of an answer beside its length.
+/// What is known of a reply beside its length.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SampleContext {
     /// It was all that there was to send.
@@ -192,30 +192,30 @@ pub struct Window {
     phase: Phase,
     /// The highest rate of each of the last rounds, in bytes a second.
     rates: VecDeque<f64>,
-    /// The longest answer of each of the last rounds: an answer leaves when all of it may be under way.
+    /// The longest reply of each of the last rounds: a reply leaves when all of it may be in flight.
     answers: VecDeque<u64>,
-    /// The least round trip lately, with the bytes of its answer.
+    /// The least round trip lately, with the bytes of its reply.
     trips: RecentMin<(Duration, u64)>,
     /// When the window was last small enough for the queue to be empty.
     drained_at: Duration,
     round: Round,
     /// Rounds in a row whose queue was longer than the slack explains.
     queued_rounds: u32,
-    /// The connections that brought answers lately.
+    /// The connections that brought replies lately.
     connections: Vec<Late>,
     ramp: Ramp,
     /// Rounds in a row that were faster than all before them, without a queue.
     grown_rounds: u32,
     /// The highest rate of the last seconds; it is forgotten slowly.
     peak: f64,
-    /// Bytes that are added to the window because the slack alone left no queue: words of arrivals and whole answers take a
-    /// part of the window that the link does not see. With less than two answers under way the rate would never be seen to
+    /// Bytes that are added to the window because the slack alone left no queue: words of arrivals and whole replies take a
+    /// part of the window that the link does not see. With less than two replies in flight the rate would never be seen to
     /// be higher.
     extra: u64,
-    /// The least answer.
+    /// The shortest reply.
     answer: u64,
     /// What the other direction's queue added at least to the round trips of the last round: it is no queue of this one,
-    /// and what is under way meanwhile has to be more.
+    /// and what is in flight meanwhile has to be more.
     other: Duration,
 }
 
@@ -236,7 +236,7 @@ struct Round {
     until: u64,
     rate: f64,
     trip: Option<(Duration, u64)>,
-    /// The longest answer.
+    /// The longest reply.
     answer: u64,
     /// The other direction's queue at the least.
     other: Option<Duration>,
@@ -258,7 +258,7 @@ impl Round {
 }
 
 impl Window {
-    /// A window that finds its size, or has a fixed one, for answers of `answer` bytes and more.
+    /// A window that finds its size, or has a fixed one, for replies of `answer` bytes and more.
     #[must_use]
     pub fn receiving(fixed: Option<u64>, answer: u64) -> Self {
         let fixed = fixed.map(|bytes| bytes.clamp(RECEIVING.least, MAX_WINDOW));
@@ -295,7 +295,7 @@ impl Window {
         }
     }
 
-    /// Bytes that may be under way.
+    /// Bytes that may be in flight.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.fixed.unwrap_or(self.size)
@@ -339,7 +339,7 @@ impl Window {
         }
     }
 
-    /// An answer of so many bytes that was sent with the permission of `mark` has arrived on a connection (and was counted).
+    /// A reply of so many bytes that was sent with the permission of `mark` has arrived on a connection (and was counted).
     pub fn sample(
         &mut self,
         now: Duration,
@@ -391,7 +391,7 @@ impl Window {
         }
     }
 
-    /// How much longer the link takes for an answer than for that of the least round trip: where long ones follow short ones
+    /// How much longer the link takes for a reply than for that of the least round trip: where long ones follow short ones
     /// that is not to be taken for a queue.
     fn longer(&self, bytes: u64) -> Duration {
         let least = self.trips.get().map_or(0, |(_, bytes)| bytes);
@@ -410,7 +410,7 @@ impl Window {
         self.resize();
     }
 
-    /// Notes whether an answer was late. Whether those of all connections are now: a queue in the link delays every connection, while TCP
+    /// Notes whether a reply was late. Whether those of all connections are now: a queue in the link delays every connection, while TCP
     /// may be at its beginning on one and far ahead on another.
     fn all_late(&mut self, now: Duration, connection: usize, late: bool) -> bool {
         let lately = now.saturating_sub(2 * self.round_trip().unwrap_or_default());
@@ -502,7 +502,7 @@ impl Window {
                 }
             }
         }
-        // On a slow link one answer takes longer than the slack, and to wait for one is no queue.
+        // On a slow link one reply takes longer than the slack, and to wait for one is no queue.
         let one = self.answer as f64 / self.rate().max(1.0);
         let queue_of_one = self.slack().max(Duration::from_secs_f64(one.min(1.0)));
         let most = ((self.size as f64 * MAX_EXTRA) as u64).max(self.answer);
@@ -550,7 +550,7 @@ impl Window {
             0
         };
         let longest = self.answers.iter().copied().max().unwrap_or(0);
-        // An answer leaves when all of it may be under way. The round trip has what the shortest takes of that.
+        // A reply leaves when all of it may be in flight. The round trip has what the shortest takes of that.
         let least = self.trips.get().map_or(0, |(_, bytes)| bytes);
         let more = longest.saturating_sub(least);
         self.size =

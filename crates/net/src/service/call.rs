@@ -1,4 +1,4 @@
-//! The side that asks.
+//! The caller's side.
 
 use std::marker::PhantomData;
 use std::time::Duration;
@@ -16,7 +16,7 @@ const SILENCE: Duration = Duration::from_secs(120);
 /// How long hanging up may take.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Says hello and calls, without waiting for anything: what follows may go in the same flight. Not flushed;
+/// Sends the hello and the call, without waiting: what follows may go in the same flight. Not flushed;
 /// [`read_reply`] must follow.
 ///
 /// # Errors
@@ -26,7 +26,7 @@ pub async fn open<R: Request>(writer: &mut FrameWriter, request: &R) -> Result<(
     writer.send(kind::CALL, &encode_call(request)).await
 }
 
-/// The reply to a call of which nothing else was heard yet.
+/// The reply in the first frame after a call.
 ///
 /// # Errors
 /// [`NetError::Refused`], or what is wrong with it; `peer` names the other end.
@@ -44,10 +44,10 @@ pub async fn read_reply<R: Request>(reader: &mut FrameReader) -> Result<R::Reply
     reply_in::<R>(&frame, reader.peer_text())
 }
 
-/// What the other end says.
+/// What comes back on a call.
 #[derive(Debug)]
 pub enum CallEvent<R: Request> {
-    /// How far it is.
+    /// Progress of the other end.
     Progress(R::Progress),
     /// The answer; nothing follows.
     Reply(R::Reply),
@@ -62,7 +62,7 @@ pub struct OutgoingCall<R> {
 }
 
 impl<R: Request> OutgoingCall<R> {
-    /// Greets and calls.
+    /// Exchanges hellos and sends the call.
     ///
     /// # Errors
     /// As [`greet`], or that the connection broke.
@@ -79,7 +79,7 @@ impl<R: Request> OutgoingCall<R> {
         })
     }
 
-    /// Says how far this end is.
+    /// Sends progress.
     ///
     /// # Errors
     /// That the connection broke.
@@ -105,7 +105,7 @@ impl<R: Request> OutgoingCall<R> {
 
     /// Hangs up.
     pub async fn close(self) {
-        // Whatever was to be heard was heard.
+        // The reply has come.
         let _ = crate::close(self.reader, self.writer, CLOSE_LIMIT).await;
     }
 }
@@ -117,7 +117,7 @@ pub(super) async fn next(reader: &mut FrameReader) -> Result<Frame, NetError> {
     })
 }
 
-/// Calls and waits for the reply; `progress` hears what is said before.
+/// Calls and waits for the reply; `progress` gets what comes before it.
 ///
 /// # Errors
 /// [`NetError::Refused`], as [`greet`], or that the connection broke.

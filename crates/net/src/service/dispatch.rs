@@ -1,4 +1,4 @@
-//! The side that is asked.
+//! The side that serves calls.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -21,9 +21,9 @@ use crate::{
     encode, greet,
 };
 
-/// What answers a request.
+/// Handles a request.
 pub trait Handler<R: Request>: Send + Sync + 'static {
-    /// Answers it.
+    /// Returns the reply.
     ///
     /// # Errors
     /// A refusal, which the caller gets.
@@ -38,14 +38,14 @@ pub trait Handler<R: Request>: Send + Sync + 'static {
     fn reply_sent(&self) {}
 }
 
-/// The same no to everybody.
+/// Refuses every call.
 impl<R: Request> Handler<R> for Refusal {
     async fn handle(&self, _: &Peer, _: R, _: &mut Exchange<'_, R>) -> Result<R::Reply, Refusal> {
         Err(self.clone())
     }
 }
 
-/// How long a caller may take to say what it wants.
+/// How long a caller may take to send its request.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 
 /// The largest request, in bytes; a service may take more in what follows.
@@ -54,18 +54,18 @@ const MAX_CALL: usize = 64 << 10;
 /// How long a caller may take to hang up after its answer.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
-/// Whatever ended a conversation, for the log.
+/// The error that ended a call, for the log.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
 /// What [`Service::serve`] returns.
 pub type ServiceFuture<'a> = Pin<Box<dyn Future<Output = Result<(), BoxError>> + Send + 'a>>;
 
-/// Something that a process does for whoever calls.
+/// A service of a process.
 pub trait Service: Send + Sync + 'static {
     /// Its id; see [`Request::SERVICE`].
     fn id(&self) -> &'static str;
 
-    /// What whoever calls must be allowed to do.
+    /// The right that a caller must have.
     fn right(&self) -> Right;
 
     /// Serves one caller, to the end of the connection.
@@ -88,7 +88,7 @@ pub struct IncomingCall {
 }
 
 impl IncomingCall {
-    /// Greets a caller and hears what it wants.
+    /// Exchanges hellos with a caller and reads its request.
     ///
     /// # Errors
     /// As [`greet`] and [`IncomingCall::receive_after_hello`].
@@ -101,10 +101,10 @@ impl IncomingCall {
         IncomingCall::receive_after_hello(reader, writer, stop).await
     }
 
-    /// Hears what a caller wants who was greeted.
+    /// Reads the request of a caller after the hellos.
     ///
     /// # Errors
-    /// When it takes longer than ten seconds, says something else, or hangs up.
+    /// When it takes longer than ten seconds, sends something else, or hangs up.
     pub async fn receive_after_hello(
         mut reader: FrameReader,
         writer: FrameWriter,
@@ -150,7 +150,7 @@ impl IncomingCall {
         self.writer.send(kind::REPLY, &encode(reply)).await
     }
 
-    /// Says no and hangs up.
+    /// Refuses the call and hangs up.
     ///
     /// # Errors
     /// That the connection broke.
@@ -158,7 +158,7 @@ impl IncomingCall {
         self.end(kind::REFUSED, refusal).await
     }
 
-    /// Says the last word and hangs up.
+    /// Sends the last frame of the call and hangs up.
     async fn end(mut self, kind: u8, message: &impl Serialize) -> Result<(), NetError> {
         self.writer.send(kind, &encode(message)).await?;
         self.writer.flush().await?;
@@ -168,7 +168,7 @@ impl IncomingCall {
     }
 }
 
-/// What may be said between a request and its reply.
+/// The exchange of progress between a request and its reply.
 #[derive(Debug)]
 pub struct Exchange<'a, R> {
     call: &'a mut IncomingCall,
@@ -182,7 +182,7 @@ impl<R: Request> Exchange<'_, R> {
         self.call.stop.clone()
     }
 
-    /// Says how far this end is.
+    /// Sends progress.
     ///
     /// # Errors
     /// That the connection broke.
@@ -192,7 +192,7 @@ impl<R: Request> Exchange<'_, R> {
         writer.flush().await
     }
 
-    /// What the caller says next. Cancel safe.
+    /// The caller's next progress message. Cancel safe.
     ///
     /// # Errors
     /// That the caller has gone, or broke the protocol.
@@ -242,7 +242,7 @@ pub struct Services {
 }
 
 impl Services {
-    /// None yet. `unknown` is what is said to whoever asks for another than there is.
+    /// No services yet. `unknown` is the refusal of calls for a service that is not there.
     #[must_use]
     pub fn new(unknown: Refusal) -> Self {
         Services {
@@ -251,24 +251,24 @@ impl Services {
         }
     }
 
-    /// Offers a service, in the place of one of that id that there is.
+    /// Adds a service; it replaces one of the same id.
     pub fn add(&mut self, service: impl Service) {
         self.by_id.insert(service.id(), Arc::new(service));
     }
 
-    /// Offers to answer a request.
+    /// Adds a handler of a request.
     pub fn handle<R: Request>(&mut self, handler: impl Handler<R>) {
         self.add(HandlerService(handler, PhantomData));
     }
 
-    /// Whether somebody with these rights may use the service of that id.
+    /// Whether a caller with these rights may use the service of that id.
     #[must_use]
     pub fn allow(&self, rights: Rights, id: &str) -> bool {
         let service = self.by_id.get(id);
         service.is_some_and(|service| rights.has(service.right()))
     }
 
-    /// Serves one call to its end. Whoever asks for what there is not, or what they may not, is refused.
+    /// Serves one call to its end. A call for an unknown service, or without the right, is refused.
     ///
     /// # Errors
     /// What ended the conversation before its time.

@@ -1,4 +1,4 @@
-//! Requests that end without an answer: taken back, too late, or lost with the link.
+//! Requests that end without a reply: taken back, too late, or lost with the link.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -35,7 +35,7 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// A job that is not under way any more, and the runs of a read that have not come.
+    /// A job that is not in flight any more, and the runs of a read that have not come.
     pub(super) fn give_up(&mut self, asked: InFlight<T>) -> EndedJob<T> {
         let runs = asked.missing();
         let bytes = bytes(self.shape, asked.left);

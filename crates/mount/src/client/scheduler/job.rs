@@ -1,4 +1,4 @@
-//! A request, and what the scheduler sees of its answers.
+//! A request, and what the scheduler needs to know of its replies.
 
 use std::time::Duration;
 
@@ -8,23 +8,23 @@ use drover_device::remote::{Chunks, Shape};
 use super::runs::bytes;
 use crate::protocol::{ConnectionKind, Request};
 
-/// A request, and whom to tell.
+/// A request, and who gets its reply.
 #[derive(Debug)]
 pub struct Job<T> {
-    /// What is asked; its id is filled in when it is sent.
+    /// The request; its id is filled in when it is sent.
     pub request: Request,
-    /// What goes with it.
+    /// Its body.
     pub body: Bytes,
-    /// When it is given up.
+    /// When it fails for lack of a reply.
     pub deadline: Duration,
     /// It has brought a wrong digest before.
     pub again: bool,
-    /// Whom to tell.
+    /// Who gets the reply.
     pub to: T,
 }
 
 impl<T> Job<T> {
-    /// Whether nobody waits for it.
+    /// Whether it is a background read.
     pub fn is_background(&self) -> bool {
         matches!(
             self.request,
@@ -35,7 +35,7 @@ impl<T> Job<T> {
         )
     }
 
-    /// Whether it can be asked again on another link: it changes nothing, or the same again, and the answer means the same.
+    /// Whether it can be asked again on another link: it changes nothing, or the same again, and the reply means the same.
     pub fn survives(&self) -> bool {
         !matches!(
             self.request,
@@ -76,7 +76,7 @@ impl<T> Job<T> {
     }
 }
 
-/// What an answer with chunks says about itself.
+/// What a reply with chunks says about itself.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunksReply {
     /// Of the request.
@@ -87,7 +87,7 @@ pub struct ChunksReply {
     pub count: u32,
     /// Payload bytes that it took on the link.
     pub wire: u64,
-    /// What the site had been told to have arrived.
+    /// What the last credit said had arrived.
     pub echo: u64,
     /// Nothing else waited to leave.
     pub last: bool,

@@ -70,7 +70,7 @@ fn an_answered_part_of_an_epoch_gives_those_behind_it_time_and_nothing_else() {
     let mut scheduler = Scheduler::new(shape, None);
     scheduler.connection_up(0, ConnectionKind::Front);
     scheduler.connection_up(1, ConnectionKind::Push);
-    // Two parts under way, one that waits for room on its connection, zeros behind them, and others' requests.
+    // Two parts in flight, one that waits for room on its connection, zeros behind them, and others' requests.
     scheduler.enqueue(part(10, 16 << 10)).unwrap();
     scheduler.enqueue(part(10, 16 << 10)).unwrap();
     scheduler.enqueue(part(10, 16 << 10)).unwrap();
@@ -180,7 +180,7 @@ fn a_part_leaves_when_those_before_it_have_arrived_whatever_the_site_does_with_t
     scheduler.arrived(1, 1 << 10, 0, ms(10)).unwrap();
     let lie = scheduler.arrived(1, (64 << 10) + 1, 0, ms(10));
     assert_eq!(lie.unwrap_err().code, Code::Protocol);
-    // An answer says that all up to it arrived.
+    // A reply says that all up to it arrived.
     scheduler.end(1, request.id().unwrap(), ms(20)).unwrap();
     assert!(scheduler.select(ms(20)).is_some());
     assert!(scheduler.link_down().len() == 3, "nothing of them survives");

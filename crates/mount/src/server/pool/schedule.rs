@@ -8,12 +8,12 @@ use std::hash::Hash;
 
 use drover_net::group::Turns;
 
-/// What a job does.
+/// The kind of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Reads, and somebody waits for it.
+    /// A foreground read.
     Front,
-    /// Reads, and nobody does.
+    /// A background read.
     Back,
     /// Changes what is read later.
     Change,
@@ -35,7 +35,7 @@ impl Kind {
     }
 }
 
-/// How many threads there are, and what they may be at.
+/// How many threads there are, and how many may do what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Threads that read.
