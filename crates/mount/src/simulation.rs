@@ -22,11 +22,10 @@ mod tests;
 mod writes;
 
 use near::Near;
-use scenario::{Scenario, shares};
+use scenario::{CONNECTIONS, Scenario, shares};
 use writes::Pushing;
 
-/// Front, two back connections and, where something is pushed, one for that.
-const CONNECTIONS: usize = 4;
+/// The connection for what is pushed.
 const PUSH: usize = 3;
 
 /// Bytes of a request or a credit on the link.

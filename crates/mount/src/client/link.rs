@@ -162,7 +162,7 @@ async fn serve(inner: &Arc<Inner>, up: LiveLink) -> LinkEnd {
                 };
             }
             _ = cut.wait_for(|cut| *cut >= ups) => {
-                return LinkEnd::Lost("the site gave no answer".into());
+                return LinkEnd::Lost("the site did not reply".into());
             }
             _ = stop.wait_for(|stop| *stop) => return LinkEnd::Stopped,
         }

@@ -1,8 +1,10 @@
 //! Scenarios of the simulation.
 
-use super::CONNECTIONS;
 use super::near::Disk;
 use super::writes::Writes;
+
+/// Front, two back connections and, where something is pushed, one for that.
+pub(super) const CONNECTIONS: usize = 4;
 
 /// What is simulated: a link, a device, who reads and writes.
 #[derive(Clone, Copy)]
