@@ -96,7 +96,7 @@ fn as_is(path: &Path) -> Result<Outgoing, ImageError> {
     let mut notes = std::mem::take(&mut container.notes);
     if let Some(backing) = &container.backing {
         notes.push(format!(
-            "its backing file {:?} is not sent with it (--to raw or --to qcow2 sends the whole disk)",
+            "its backing file {:?} is not sent with it; a conversion to raw or qcow2 would send the whole disk",
             backing.name
         ));
     }

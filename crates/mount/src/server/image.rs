@@ -182,7 +182,7 @@ impl Image {
     /// Admits a mount. Returns the image's state, and whether that is the expected one.
     ///
     /// # Errors
-    /// [`Code::Held`]: another mount has the lease; or a disk fails.
+    /// The lease table's refusal ([`Code::Held`], [`Code::Lost`], [`Code::Busy`]), or a disk that fails.
     pub fn enter(
         &self,
         who: &Who,
@@ -211,7 +211,7 @@ impl Image {
     fn leases_soon(&self) -> Result<MutexGuard<'_, LeaseTable>, Refusal> {
         self.leases.try_lock_for(LEASE_WAIT).ok_or_else(|| {
             let text = format!(
-                "{} is busy: a commit is under way, which the disk takes long for; try again",
+                "{} is busy: a commit is under way on a slow disk; try again",
                 self.name
             );
             Refusal::new(Code::Unavailable, text)
@@ -265,7 +265,7 @@ impl Image {
         overlay.map_or_else(Vec::new, |overlay| overlay.changes_in(range))
     }
 
-    /// Whether it can be closed: no lease of a reader runs, nothing is staged.
+    /// Whether no reader has it or is expected back, so that it can be closed; not while its leases are locked.
     pub fn is_idle(&self, now: Duration) -> bool {
         self.leases
             .try_lock()
