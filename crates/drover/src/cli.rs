@@ -219,7 +219,9 @@ pub struct PairArgs {
 /// The delivered file is byte for byte the local one unless --to converts it. An existing image of the same name is
 /// replaced atomically at the end. An interrupted transfer resumes when the same command is run again.
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    override_usage = "drover send [OPTIONS] <IMAGE>... <PEER>",
+    after_help = "\
 Examples:
   drover send web.qcow2 lyon
   drover send web.qcow2 lyon --as web-2026.qcow2
@@ -228,14 +230,13 @@ Examples:
   drover send big.vhdx lyon --dry-run
   drover send old.vmdk lyon --to qcow2 --as old.qcow2
 
-Rates are in bytes per second: 20M is 20,000,000, 20MiB is 20,971,520.")]
+Rates are in bytes per second: 20M is 20,000,000, 20MiB is 20,971,520."
+)]
 pub struct SendArgs {
-    /// Image files to send
-    #[arg(required = true, num_args = 1.., value_name = "IMAGE", value_hint = ValueHint::FilePath)]
-    pub images: Vec<PathBuf>,
-    /// Name of the peer
-    #[arg(required = true, value_name = "PEER")]
-    pub peer: String,
+    /// Image files to send, then the name of the peer
+    // One list, so that options may stand before the peer.
+    #[arg(required = true, num_args = 1.., value_names = ["IMAGE", "PEER"], value_hint = ValueHint::FilePath)]
+    pub images_and_peer: Vec<PathBuf>,
     /// Name of the image at the peer; for a single image [default: its file name]
     #[arg(long = "as", value_name = "NAME", value_parser = image_name)]
     pub rename: Option<ImageName>,
@@ -463,7 +464,7 @@ mod tests {
             assert!(Cli::try_parse_from(args).is_err(), "{bad:?}");
         }
         assert!(Cli::try_parse_from(["drover", "send", "x.img", "lyon", "--as", "y.img"]).is_ok());
-        assert!(Cli::try_parse_from(["drover", "send", "x.img"]).is_err());
+        assert!(Cli::try_parse_from(["drover", "send", "x.img", "--as", "y", "lyon"]).is_ok());
         assert!(
             Cli::try_parse_from(["drover", "send", "x", "l", "--to", "raw", "--opaque"]).is_err()
         );

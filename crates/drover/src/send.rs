@@ -27,8 +27,7 @@ const SAMPLE_EVERY: Duration = Duration::from_millis(100);
 /// # Errors
 /// Usage errors of the names; else errors from the image, the link or the peer.
 pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
-    let items = items::from_args(&args)?;
-    let peer_name = args.peer;
+    let (peer_name, items) = items::from_args(&args)?;
     let catalog = site::open_catalog(home)?;
     let peer = find_peer(&catalog, &peer_name)?;
     if peer.addresses.is_empty() {

@@ -45,10 +45,10 @@ fn text_of(status: &Status) -> String {
             clean(&status.version),
             status.process
         ),
-        format!("key        {}", clean(&status.key)),
-        format!("home       {}", clean(&status.home)),
-        format!("addresses  {}", clean(&status.addresses.join(", "))),
-        format!("since      {} UTC", moment(status.started_unix)),
+        format!("key          {}", clean(&status.key)),
+        format!("directory    {}", clean(&status.home)),
+        format!("addresses    {}", clean(&status.addresses.join(", "))),
+        format!("started      {} UTC", moment(status.started_unix)),
         format!(
             "images {}, peers {}, connections {}, sessions {}",
             status.images, status.peers, status.connections_open, status.sessions_open
@@ -65,7 +65,9 @@ fn text_of(status: &Status) -> String {
     ] {
         lines.push(format!("{what}: {n}"));
     }
-    lines.push(format!("catching up: {}", site.catching_up));
+    if site.catching_up {
+        lines.push("the matcher is catching up with the images of this site".into());
+    }
     if !site.transfers.is_empty() {
         let rows = site.transfers.iter().map(|t| {
             let (done, total) = (t.done_blocks.to_string(), t.total_blocks.to_string());

@@ -12,20 +12,28 @@ use drover_teleport::session::SendItem;
 use crate::cli::{Format, SendArgs};
 use crate::failure::{of_sending, usage};
 
-/// The images that the command line names.
+/// The peer and the images that the command line names.
 ///
 /// # Errors
 /// Usage, when a name is invalid or given twice, or `--as` names several images.
-pub fn from_args(args: &SendArgs) -> Result<Vec<SendItem>> {
-    if args.rename.is_some() && args.images.len() > 1 {
+pub fn from_args(args: &SendArgs) -> Result<(String, Vec<SendItem>)> {
+    let Some((peer, images @ [_, ..])) = args.images_and_peer.split_last() else {
+        return Err(usage(
+            "name at least one image, and then the peer to send to",
+        ));
+    };
+    let peer = peer
+        .to_str()
+        .ok_or_else(|| usage("the name of the peer is not UTF-8"))?;
+    if args.rename.is_some() && images.len() > 1 {
         return Err(usage(
             "--as renames a single image; send the images one by one to rename them",
         ));
     }
-    if args.peer.contains('/') {
+    if peer.contains('/') {
         return Err(usage(format!(
             "{:?} is not the name of a peer; the last argument must be the peer to send to",
-            clean(&args.peer)
+            clean(peer)
         )));
     }
     let conversion = match args.to {
@@ -35,11 +43,10 @@ pub fn from_args(args: &SendArgs) -> Result<Vec<SendItem>> {
         None => Conversion::AsIs,
     };
     let mut items = Vec::new();
-    for path in &args.images {
+    for path in images {
         let name = match &args.rename {
             Some(name) => name.clone(),
-            None => name_of(path)
-                .map_err(|e| usage(format!("{e}; choose another name with --as NAME")))?,
+            None => name_of(path).map_err(usage)?,
         };
         items.push(SendItem {
             path: path.clone(),
@@ -54,7 +61,7 @@ pub fn from_args(args: &SendArgs) -> Result<Vec<SendItem>> {
             twice.name
         )));
     }
-    Ok(items)
+    Ok((peer.to_owned(), items))
 }
 
 /// Adds the other files that an image consists of, each before the image that needs it.
@@ -103,11 +110,11 @@ fn name_of(path: &Path) -> Result<ImageName, String> {
     let shown = clean(&path.display().to_string());
     let name = path
         .file_name()
-        .ok_or_else(|| format!("{shown} is not a file"))?;
-    let name = name
-        .to_str()
-        .ok_or_else(|| format!("{shown}: the file name is not UTF-8"))?;
-    ImageName::new(name).map_err(|e| e.to_string())
+        .ok_or_else(|| format!("{shown} is a directory, not an image"))?;
+    let name = name.to_str().ok_or_else(|| {
+        format!("{shown}: the file name is not UTF-8; choose another name with --as")
+    })?;
+    ImageName::new(name).map_err(|e| format!("{e}; choose another name with --as"))
 }
 
 fn same_file(a: &Path, b: &Path) -> Result<bool> {
@@ -135,13 +142,13 @@ mod tests {
 
     #[test]
     fn the_last_word_is_the_peer() {
-        let args_of = args(&["a/web.qcow2", "db.raw", "lyon"]);
-        assert_eq!(args_of.peer, "lyon");
-        let items = from_args(&args_of).unwrap();
+        let (peer, items) = from_args(&args(&["a/web.qcow2", "db.raw", "lyon"])).unwrap();
+        assert_eq!(peer, "lyon");
         let names: Vec<&str> = items.iter().map(|i| i.name.as_str()).collect();
         assert_eq!(names, ["web.qcow2", "db.raw"]);
         assert!(items.iter().all(|i| i.conversion == Conversion::AsIs));
-        let items = from_args(&args(&["web.qcow2", "lyon", "--as", "x", "--to", "raw"])).unwrap();
+        let (_, items) =
+            from_args(&args(&["web.qcow2", "lyon", "--as", "x", "--to", "raw"])).unwrap();
         assert_eq!(
             (items[0].name.as_str(), items[0].conversion),
             ("x", Conversion::Raw)
@@ -157,6 +164,7 @@ mod tests {
             &["bad\nname", "lyon"],
             &["..", "lyon"],
             &["x.img", "./y.img"],
+            &["x.img"],
         ] {
             let e = from_args(&args(bad)).unwrap_err();
             assert_eq!(kind_of(e.as_ref()), Kind::Usage, "{bad:?}: {e}");

@@ -196,7 +196,7 @@ impl Show {
                 drop(progress);
                 self.print(line, || {
                     format!(
-                        "{name}: would transfer about {}; {} of its data are at {} already, {} are not",
+                        "{name}: about {} to transfer; {} of its data are at {} already, {} are not",
                         bytes(wire_bytes),
                         bytes(estimate.matched_blocks * BLOCK_SIZE_U64),
                         self.peer,
@@ -281,7 +281,7 @@ impl Show {
 
     fn show(&self, sample: &Sample) {
         let percent = sample.done * 100 / sample.total.max(1);
-        let left = sample.left.map_or_else(|| "-".into(), short);
+        let left = sample.left.map_or_else(|| "unknown time".into(), short);
         let matched = sample.matched_share.map_or_else(
             || "-".into(),
             |s| format!("{} ({:.0}%)", bytes(sample.matched), s * 100.0),
@@ -298,7 +298,7 @@ impl Show {
                 bar.set_position(sample.done);
                 bar.set_prefix(clean(&sample.name));
                 bar.set_message(format!(
-                    "{}/{}, wire {} at {}/s, matched {matched}, {left} left",
+                    "{}/{}, sent {} at {}/s, matched {matched}, {left} left",
                     bytes(sample.done),
                     bytes(sample.total),
                     bytes(sample.sent),
@@ -306,7 +306,7 @@ impl Show {
                 ));
             }
             Mode::Lines => out::note(&format!(
-                "{}: {percent}% of {}, wire {} at {}/s, matched {matched}, {left} left",
+                "{}: {percent}% of {}, sent {} at {}/s, matched {matched}, {left} left",
                 clean(&sample.name),
                 bytes(sample.total),
                 bytes(sample.sent),
@@ -339,7 +339,7 @@ impl Show {
                 .map(|r| r.wire_sent_bytes + r.wire_received_bytes)
                 .sum();
             out::note(&format!(
-                "{}, {} on the wire",
+                "{}, {} transferred",
                 count(reports.len(), "image"),
                 bytes(wire)
             ));
@@ -445,7 +445,15 @@ fn summary(reports: &[ImageReport]) -> String {
         })
         .collect();
     out::table(
-        &["image", "size", "data", "wire", "matched", "time", "digest"],
+        &[
+            "image",
+            "size",
+            "data",
+            "transferred",
+            "matched",
+            "time",
+            "digest",
+        ],
         rows,
         &[1, 2, 3, 4, 5],
     )
