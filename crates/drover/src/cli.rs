@@ -26,7 +26,10 @@ pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
 pub use values::Format;
 use values::image_name;
 
-/// Copy disk images of virtual machines between sites, sending only the blocks the other side lacks, or use them remotely.
+/// Copy disk images of virtual machines between sites, sending only the blocks that the other side lacks, or mount them remotely.
+///
+/// A site is a directory with images and an identity, and the process that serves it (`drover serve`). Sites that have paired are
+/// peers; commands refer to a peer by its local name, such as lyon below.
 #[derive(Debug, Parser)]
 #[command(
     name = "drover",
@@ -41,10 +44,12 @@ Examples:
   drover mount lyon:web.qcow2 /mnt/web  use a remote disk without copying it first
 
 Units:
-  Sizes      bytes; K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB powers of 1000
-  Rates      bytes per second; K, M, G, T and KB, MB, GB, TB are powers of 1000, KiB and so on powers of 1024
-  Durations  90s, 10m, 1h30m
-  Sizes are printed in KiB, MiB, GiB, TiB; config.toml is read by the same rules.
+  sizes      in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024,
+             KB, MB, GB, TB are powers of 1000
+  rates      in bytes per second: K, M, G, T and KB, MB, GB, TB are powers of 1000,
+             KiB, MiB, GiB, TiB are powers of 1024
+  durations  such as 90s, 10m or 1h 30m
+  config.toml is read by the same rules. Sizes and rates are printed in KiB, MiB, GiB, TiB.
 
 Exit codes:
   0  done
@@ -53,12 +58,12 @@ Exit codes:
   3  refused (trust, space, policy, lease), or no such image or transfer"
 )]
 pub struct Cli {
-    /// Site directory [default: /var/lib/drover for root, else ~/.local/share/drover]
-    #[arg(long, global = true, env = "DROVER_HOME", value_name = "DIR", value_hint = ValueHint::DirPath)]
+    /// Site directory [default: /var/lib/drover for root, else drover in the XDG data directory, ~/.local/share]
+    #[arg(long, global = true, help_heading = "Global options", env = "DROVER_HOME", value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub home: Option<PathBuf>,
 
-    /// Log more to stderr: -v events, -vv debug, -vvv trace; DROVER_LOG=FILTER selects by module
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    /// Log more to stderr: -v events, -vv debug, -vvv trace; DROVER_LOG selects modules, as in drover_net=debug
+    #[arg(short, long, global = true, help_heading = "Global options", action = clap::ArgAction::Count)]
     pub verbose: u8,
 
     #[command(subcommand)]
@@ -255,7 +260,7 @@ pub struct SendArgs {
     /// Print one JSON object per line: progress events, then the result
     #[arg(long)]
     pub json: bool,
-    /// Keep trying to reconnect for this long without progress, then fail
+    /// Time without progress after which a lost connection is given up
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "10m")]
     pub give_up_after: Duration,
     /// Number of data connections, 1 to 8 [default: chosen to fill the link]

@@ -44,7 +44,7 @@ Examples:
     Drop(DropArgs),
 }
 
-/// Merge the changes into the image, or into a new image
+/// Merge the changes to an image into it, or into a new image
 ///
 /// Without --as, the image is replaced: it gets a new digest, and the received version is gone. Only raw and qcow2 images that are
 /// stored at this site can be replaced; for other formats and for indexed images, use --as. The merged image is written beside
@@ -79,7 +79,7 @@ pub struct MergeArgs {
     pub json: bool,
 }
 
-/// Drop the changes; the image is again as it was received
+/// Drop the changes to an image, which is then as it was received
 ///
 /// Cannot be undone. Refused while the image is mounted or a mount still holds its write lease. Succeeds if there is nothing to drop.
 #[derive(Debug, Args)]

@@ -246,7 +246,7 @@ pub struct UnmountArgs {
     pub json: bool,
 }
 
-/// List mounts and their sync progress, or manage write leases
+/// List mounts and their sync progress, or list and revoke leases
 ///
 /// Mounts are images of other sites used here. Leases are held by mounts, anywhere, of images stored at this site: one
 /// writer, or any number of readers.
@@ -285,7 +285,7 @@ Examples:
         #[arg(long)]
         json: bool,
     },
-    /// Revoke the write lease of an image; data that its holder has not pushed cannot be pushed any more
+    /// Revoke the write lease of an image; its holder can no longer push
     #[command(after_help = "\
 Examples:
   drover mounts leases                     who holds it, and whether it is connected
