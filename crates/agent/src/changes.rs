@@ -196,12 +196,9 @@ impl Told {
     /// For who looks at the image itself: that there is more.
     pub fn beside(&self) -> String {
         match &self.problem {
-            Some(problem) => format!(
-                "what mounts wrote over it cannot be read: {}",
-                clean(problem)
-            ),
+            Some(problem) => format!("its changes cannot be read: {}", clean(problem)),
             None => format!(
-                "mounts wrote {} over it, which is no part of the image's file (`drover changes`)",
+                "it has changes by mounts, {}, which are not in the file; see `drover changes`",
                 bytes(self.changed_bytes)
             ),
         }

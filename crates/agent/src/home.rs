@@ -50,7 +50,7 @@ impl Home {
         let dir = match chosen {
             Some(dir) if dir.as_os_str().is_empty() => {
                 return Err(crate::error::Error::usage(
-                    "the home directory's path is empty; unset DROVER_HOME or set it to a directory",
+                    "the path of the site directory is empty; unset DROVER_HOME or set it to a directory",
                 ));
             }
             Some(dir) => dir.to_path_buf(),
@@ -97,7 +97,7 @@ impl Home {
     pub fn existing(dir: PathBuf) -> Result<Home> {
         if !dir.is_dir() {
             bail!(
-                "{} does not exist; `drover init`, `drover serve` or `drover pair` makes it, and DROVER_HOME chooses another",
+                "the site directory {} does not exist; create it with `drover init`, or set DROVER_HOME to another one",
                 dir.display()
             );
         }
@@ -186,7 +186,7 @@ impl Home {
                 // Whoever only looks at the lock has it for a moment.
                 Err(TryLockError::WouldBlock) if tries < LOCK_TRIES => tries += 1,
                 Err(TryLockError::WouldBlock) => bail!(
-                    "{} is in use by another drover process{}; stop it, or choose another home with DROVER_HOME",
+                    "{} is in use by another drover process{}; stop it, or set DROVER_HOME to another site directory",
                     self.dir.display(),
                     holder(&mut file)
                 ),

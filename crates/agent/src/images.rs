@@ -49,7 +49,7 @@ pub fn removal(home: &Home, r: &ImageRecord) -> String {
 pub fn written(home: &Home, r: &ImageRecord) -> Option<(String, PathBuf)> {
     let changes = changes::of_image(home, &r.name)?;
     let text = format!(
-        "; what mounts wrote to it ({}) stays in {}, for the same image by that name (`drover changes drop {}` drops it)",
+        "; its changes ({}) stay in {}, and apply again to the same image under that name (`drover changes drop {}` drops them)",
         bytes(changes.changed_bytes),
         changes.directory,
         r.name

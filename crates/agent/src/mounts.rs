@@ -84,7 +84,7 @@ pub async fn begin(
             other => other.place(),
         };
         bail!(
-            "{what} is there already, called {}; `drover unmount {what}` ends it",
+            "{what} is already in use by mount {}; `drover unmount {what}` ends it",
             place.name(),
         );
     };

@@ -73,7 +73,7 @@ impl Own {
         match tokio::task::spawn_blocking(move || site.close()).await? {
             Err(e) if e.is_full() => {
                 crate::notice::notice(&format!(
-                    "the caches of the matcher could not be saved and are made anew at the next start: {}",
+                    "cannot save the caches of the matcher, which will be rebuilt at the next start: {}",
                     crate::text::clean(&e.to_string())
                 ));
                 Ok(())

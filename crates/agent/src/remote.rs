@@ -51,7 +51,7 @@ impl Call {
         match home.used_by()? {
             None => Ok(None),
             Some(holder) => bail!(
-                "another drover process{holder} is at work in {} and takes no calls; try again when it is done",
+                "another drover process{holder} is using {} and accepts no requests; try again when it is done",
                 home.dir().display()
             ),
         }
@@ -151,8 +151,8 @@ pub fn find_peer(catalog: &SiteCatalog, name: &str) -> Result<Peer> {
     }
     let known: Vec<String> = catalog.peers()?.into_iter().map(|p| p.name).collect();
     let known = match known.as_slice() {
-        [] => "none is paired yet".to_string(),
-        some => format!("paired are: {}", some.join(", ")),
+        [] => "there are no peers".to_string(),
+        some => format!("peers: {}", some.join(", ")),
     };
     bail!("no peer is called {name:?} ({known}); `drover pair TICKET` adds one")
 }

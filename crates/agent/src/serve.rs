@@ -267,7 +267,7 @@ async fn expire_transfers(server: Arc<Server>) {
                 tracing::info!(
                     image = t.name,
                     peer = t.peer,
-                    "removed what was left of a transfer: nothing came for too long"
+                    "removed an unfinished transfer: nothing was received for too long"
                 );
             }),
             Ok(Err(e)) => tracing::warn!("{}", clean(&e.to_string())),

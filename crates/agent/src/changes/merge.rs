@@ -110,11 +110,11 @@ pub fn merge(
         return Ok(merged);
     };
     if let Some(problem) = changes.problem {
-        bail!("what mounts wrote over {name} cannot be read: {problem}");
+        bail!("the changes to {name} cannot be read: {problem}");
     }
     if changes.base != Some(record.digest) {
         return Err(refused(format!(
-            "{name}: what lies in {} was written over an earlier image of that name; `drover changes drop {name}` drops it",
+            "{name}: the changes in {} are of an earlier image of that name; `drover changes drop {name}` drops them",
             changes.directory.display()
         )));
     }
@@ -172,7 +172,7 @@ fn check(here: &Here, order: &Order, record: &ImageRecord) -> Result<Target> {
     if let Some(rename) = &order.rename {
         if here.site.by_name(rename).is_some() {
             return Err(refused(format!(
-                "there is an image called {rename} already; choose another name"
+                "an image called {rename} exists already; choose another name"
             )));
         }
         return Ok(to);
@@ -279,7 +279,7 @@ impl Making<'_> {
             Err(e) if self.order.rename.is_some() => return Err(e.into()),
             Err(e) => {
                 return Err(Error::from(e).context(format!(
-                    "{} has its new content, but what mounts wrote could not be dropped yet; run the command again",
+                    "{} is merged, but its old changes could not be dropped yet; run the command again",
                     self.order.name
                 )));
             }
@@ -290,7 +290,7 @@ impl Making<'_> {
 
     fn stopped(&self) -> Result<()> {
         match self.stop.load(Ordering::Relaxed) {
-            true => bail!("stopped; {} is as it was", self.order.name),
+            true => bail!("stopped; {} is unchanged", self.order.name),
             false => Ok(()),
         }
     }
@@ -361,7 +361,7 @@ impl Making<'_> {
             // A guest that writes another format's header into its raw disk would have it taken for that.
             self.here.site.forget_prepared(&prepared);
             return Err(not_in_place(format!(
-                "{}: the guest's data begins like a {} image, so a raw file of it would be mistaken for one; merge it into a new qcow2 image",
+                "{}: the guest's data begins like a {} image, so a raw file would be mistaken for one; merge it into a new qcow2 image",
                 self.order.name, prepared.format
             )));
         }
@@ -392,7 +392,7 @@ impl Making<'_> {
             let now = self.here.site.by_name(&self.order.name);
             if now.map(|now| now.id) != Some(self.record.id) {
                 return Err(refused(format!(
-                    "{} was replaced or removed meanwhile; nothing was merged",
+                    "{} was replaced or removed during the merge; nothing was merged",
                     self.order.name
                 )));
             }
@@ -407,7 +407,7 @@ impl Making<'_> {
         match done {
             Some(done) => done,
             None => Err(refused(format!(
-                "the lease of {} was broken meanwhile (`drover mounts break`); the image is unchanged",
+                "the lease of {} was broken during the merge (`drover mounts break`); the image is unchanged",
                 self.order.name
             ))),
         }
@@ -417,7 +417,7 @@ impl Making<'_> {
 fn check_room(name: &ImageName, merged: &Merged) -> Result<()> {
     match merged.free_bytes {
         Some(free) if free < merged.room_bytes => Err(refused(format!(
-            "{name}: the merged image takes {} beside the old one until it is complete, and {} are free; make room, or `drover send` it elsewhere first",
+            "{name}: the merged image needs {} beside the old one, and {} are free; free some space, or `drover send` the image to another site first",
             bytes(merged.room_bytes),
             bytes(free)
         ))),

@@ -31,7 +31,7 @@ pub fn recover(here: &Here, stop: &AtomicBool) -> Vec<String> {
         };
         match finish(here, &turn, &name, stop) {
             Ok(true) => said.push(format!(
-                "{name}: the merge of what mounts wrote was interrupted; finished now"
+                "{name}: the interrupted merge of its changes is finished now"
             )),
             Ok(false) => {}
             Err(e) if was_stopped(&e) => {
@@ -142,7 +142,7 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Res
         if file.is_some() || prepared.digest == decided.old {
             // The image is as it was, with what mounts wrote over it.
             tracing::error!(
-                "{name}: the file of an interrupted merge is lost; the merge is forgotten"
+                "{name}: the file of an interrupted merge is lost; the merge is abandoned"
             );
             return Ok(false);
         }

@@ -91,7 +91,7 @@ pub async fn keep(
     });
     let mut services = Services::new(Refusal::new(
         Code::Unsupported,
-        "the process of a mount does nothing of that name",
+        "the mount daemon does not support this request",
     ));
     services.handle::<GetStatus>(Asked(Arc::clone(&daemon)));
     services.handle::<StopHow>(Asked(Arc::clone(&daemon)));
@@ -124,7 +124,7 @@ async fn open_disks(home: &Home, place: &Place, record: &Record) -> Result<Vec<D
             Ok(disk) => disks.push(disk),
             Err(e) => {
                 close_quietly(&disks, place);
-                return Err(e).with_context(|| format!("cannot show {image}"));
+                return Err(e).with_context(|| format!("cannot mount {image}"));
             }
         }
     }
@@ -225,7 +225,7 @@ impl Daemon {
                 }
             }
             work.join()
-                .unwrap_or_else(|_| bail!("ending it panicked; its log says more"))
+                .unwrap_or_else(|_| bail!("the unmount panicked; see the log of the mount daemon"))
         });
         if result.is_err() {
             self.ending.store(false, Ordering::SeqCst);
@@ -242,7 +242,7 @@ impl Daemon {
                 return Err(ending_already(left));
             }
             if began.elapsed() > OVERTAKE_LIMIT {
-                bail!("it is ending already");
+                bail!("it is already being unmounted");
             }
             self.overtaken.store(true, Ordering::Release);
             std::thread::sleep(Duration::from_millis(5));
@@ -327,7 +327,7 @@ impl Daemon {
         if left > 0 && !how.discard {
             self.note_unmounted();
             return Left::here(format!(
-                "{} not pushed; mounting it there again pushes it",
+                "{} not pushed; the next mount there pushes it",
                 bytes(left)
             ));
         }
@@ -338,7 +338,7 @@ impl Daemon {
         let there = self.disks.iter().filter_map(Disk::untold).collect();
         let mut said = Vec::new();
         if left > 0 {
-            said.push(format!("{} thrown away", bytes(left)));
+            said.push(format!("{} discarded", bytes(left)));
         }
         if how.keep_cache {
             self.note_unmounted();
@@ -432,7 +432,7 @@ async fn keep_written(
         bail!("no mount is called {name}");
     };
     let Some(kept) = place.keep()? else {
-        bail!("{name} is kept by another process");
+        bail!("{name} is served by another process");
     };
     keep(home, place, kept, record, ready).await
 }
@@ -453,10 +453,13 @@ fn say(ready: &Ready) -> Result<()> {
 fn ending_already(left: u64) -> Error {
     match left {
         // It waits for users of the mount, or for the site to close its connections.
-        0 => Error::msg("it is ending already"),
+        0 => Error::msg("it is already being unmounted"),
         left => Error::coded(
             Code::Unavailable,
-            format!("it is ending already: {} are being pushed", bytes(left)),
+            format!(
+                "it is already being unmounted: {} are being pushed",
+                bytes(left)
+            ),
         ),
     }
 }

@@ -32,7 +32,7 @@ pub async fn end(
     progress: Progress,
 ) -> Result<Left> {
     let Some(_kept) = place.keep()? else {
-        bail!("{} is kept by a process again; try again", record.name);
+        bail!("{} is served by a process again; try again", record.name);
     };
     leftovers::clear(record)?;
     let images = record.images.len();
@@ -40,7 +40,7 @@ pub async fn end(
         note_unmounted(place, record)?;
         return Ok(Left::here(match place.dirty(images)? {
             0 => "the cache stays".into(),
-            n => format!("{} not pushed; mounting it there again pushes it", bytes(n)),
+            n => format!("{} not pushed; the next mount there pushes it", bytes(n)),
         }));
     }
     // A cache that cannot be read may hold anything: only whoever throws it away may remove it.
@@ -107,7 +107,7 @@ pub async fn end(
     }
     let mut said = Vec::new();
     if how.discard && dirty > 0 {
-        said.push(format!("{} thrown away", bytes(dirty)));
+        said.push(format!("{} discarded", bytes(dirty)));
     }
     if how.keep_cache {
         note_unmounted(place, written_down)?;
@@ -117,7 +117,7 @@ pub async fn end(
             // Looked at again: what is removed is removed for good.
             let left = place.dirty(images)?;
             if left > 0 {
-                bail!("{} are still not at the other site; try again", bytes(left));
+                bail!("{} have still not been pushed; try again", bytes(left));
             }
         }
         place.remove()?;

@@ -99,7 +99,7 @@ pub fn check(home: &Home, images: &[Target], how: &How) -> Result<()> {
         && !directory.is_dir()
     {
         bail!(
-            "there is no directory {} for --record to write into",
+            "the directory of --record, {}, does not exist",
             directory.display()
         );
     }
@@ -217,7 +217,7 @@ impl Disk {
         let client = Client::open(&Handle::current(), connector, options).await;
         let client = client.map_err(|e| match (unopened(e, image), &unread) {
             (e, Some(unread)) if left.is_some() => {
-                e.context(format!("nothing can be mounted from memory ({unread:#})"))
+                e.context(format!("cannot mount offline ({unread:#})"))
             }
             (e, _) => e,
         });
@@ -368,7 +368,7 @@ impl Disk {
         if self.closed.load(Ordering::Acquire) {
             return match self.dirty() {
                 0 => Ok(()),
-                n => bail!("{} cannot be pushed any more by this process", bytes(n)),
+                n => bail!("{} can no longer be pushed by this process", bytes(n)),
             };
         }
         match &self.kind {
@@ -404,7 +404,7 @@ impl Disk {
                     return Ok(());
                 }
                 Ok(done) => return Ok(done?),
-                Err(RecvTimeoutError::Disconnected) => bail!("pushing ended without a word"),
+                Err(RecvTimeoutError::Disconnected) => bail!("the push ended without a result"),
                 Err(RecvTimeoutError::Timeout) => {}
             }
             let now = (self.dirty(), self.sent());
@@ -422,12 +422,12 @@ impl Disk {
                 bail!("another unmount has overtaken this one");
             }
             if moved.elapsed() > PATIENCE {
-                bail!("nothing moved for {} s{link}", PATIENCE.as_secs());
+                bail!("no progress for {} s{link}", PATIENCE.as_secs());
             }
             if let Some(limit) = limit
                 && began.elapsed() > limit
             {
-                bail!("not done within {} s{link}", limit.as_secs());
+                bail!("not complete within {} s{link}", limit.as_secs());
             }
         }
     }
@@ -497,14 +497,14 @@ fn forget_former(place: &Place, index: usize, dirty: u64, why: Option<&Error>) -
     if dirty > 0 {
         let why = why.map(|e| format!(" ({e:#})")).unwrap_or_default();
         bail!(
-            "{} was written by a former version of drover and holds {} that were not pushed, and nothing says of which image{why}; push them with that version, or `drover unmount {} --discard` throws them away",
+            "{} was written by an earlier version of drover and has {} that were not pushed, of an unknown image{why}; push them with that version, or discard them with `drover unmount {} --discard`",
             cache.display(),
             bytes(dirty),
             place.name()
         );
     }
     tracing::info!(
-        "{}: the cache is of a former version and begins anew",
+        "{}: the cache was written by an earlier version and is replaced by an empty one",
         place.name()
     );
     place.remove_cache(index)
@@ -515,14 +515,14 @@ fn begin_anew(place: &Place, index: usize, dirty: u64) -> Result<()> {
     let cache = place.cache(index);
     if dirty > 0 {
         bail!(
-            "the image was replaced at the other site, or --chunk is another than before, and {} of {} that were not pushed belong to the former; `drover unmount {} --discard` throws them away",
+            "the image was replaced at the other site, or --chunk has changed, and {} of {} that were not pushed belong to the old image; `drover unmount {} --discard` discards them",
             bytes(dirty),
             cache.display(),
             place.name()
         );
     }
     tracing::info!(
-        "{}: the cache is of another image and begins anew",
+        "{}: the cache is of another image and is replaced by an empty one",
         place.name()
     );
     place.remove_cache(index)
@@ -537,7 +537,7 @@ fn unopened(error: MountError, image: &Target) -> Error {
                 None => ("this site", "drover images".into()),
             };
             let text = format!(
-                "{site} has no image called {}; `{list}` lists what it has",
+                "{site} has no image called {}; `{list}` lists its images",
                 image.image
             );
             MountError::Refused(Refusal::new(Code::NotFound, text)).into()
@@ -545,7 +545,7 @@ fn unopened(error: MountError, image: &Target) -> Error {
         MountError::Unreachable(why) => {
             let site = image.peer.as_deref().unwrap_or("this site");
             msg!(
-                "{} cannot be had from {site} now ({why}); see that `drover serve` runs there and can read it, and try again",
+                "cannot open {} at {site} ({why}); check that `drover serve` is running there and can read the image, then try again",
                 image.image
             )
         }

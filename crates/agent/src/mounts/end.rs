@@ -35,11 +35,11 @@ pub fn find(home: &Home, what: &str) -> Result<Written> {
     match meant.len() {
         1 => Ok(meant.remove(0)),
         0 => bail!(
-            "{} is no mount of drover's; `drover mounts` lists them",
+            "no mount at {}; `drover mounts` lists all mounts",
             clean(what)
         ),
         _ => bail!(
-            "{} is more than one mount; take a name from `drover mounts`",
+            "{} matches several mounts; use a name from `drover mounts`",
             clean(what)
         ),
     }
@@ -80,7 +80,7 @@ pub async fn end(
 /// The mount daemon did not answer.
 fn unanswered(e: Error, place: &Place, record: &Record) -> Error {
     e.context(format!(
-        "{} cannot be ended; see {}; `kill` lets its process ({}) end in order, also one of an older drover; if it does not go on, `kill -9` it and unmount it again: nothing that was flushed is lost",
+        "cannot unmount {}: its process does not respond; see {}; `kill {}` ends the process cleanly; if that fails, use `kill -9` and unmount again: flushed data is not lost",
         place.name(),
         place.log().display(),
         record.process

@@ -151,7 +151,7 @@ impl Shown {
                 };
                 if open > 0 {
                     let e = msg!(
-                        "{open} NBD connections are open; end the clients, or --lazy cuts them off"
+                        "{open} NBD connections are open; stop the clients, or disconnect them with --lazy"
                     );
                     return Err(unended(Shown::Nbd { server, listening }, e));
                 }
@@ -200,7 +200,7 @@ fn how(lazy: bool) -> Detach {
 fn only(disks: &[Disk]) -> Result<&Disk> {
     match disks {
         [disk] => Ok(disk),
-        _ => bail!("one image at a time can be shown so"),
+        _ => bail!("only one image can be mounted this way"),
     }
 }
 

@@ -14,14 +14,14 @@ pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) ->
     let leased = match leased {
         Ok(leased) => leased?,
         // Somebody may have it.
-        Err(e) => return Some(format!("who may write it cannot be read: {e}")),
+        Err(e) => return Some(format!("its lease cannot be read: {e}")),
     };
     match (&leased.holder, leased.connected.first()) {
         (Some(holder), _) if holder.note == MERGE_NOTE => Some(format!(
-            "what mounts wrote over it is being made part of it; try again when that is done, or end it by `drover mounts break {name}`"
+            "its changes are being merged; try again when that is done, or end the merge with `drover mounts break {name}`"
         )),
         (Some(holder), _) => Some(format!(
-            "{} of {} may write it; unmount it there, or `drover mounts break {name}` at the site that has it",
+            "{} of {} holds its write lease; unmount it there, or run `drover mounts break {name}` at the site that has the image",
             clean(&holder.note),
             clean(&holder.peer_name)
         )),

@@ -35,7 +35,7 @@ pub fn choose(wanted: Option<Driver>, device: Option<&Path>) -> Result<Driver> {
     let named = device.map(driver_of).transpose()?;
     match (wanted, named) {
         (Some(wanted), Some(named)) if wanted != named => Err(Error::usage(
-            "--device is one of the other driver; leave --as out",
+            "--device is a device of the other driver; omit --as",
         )),
         (Some(driver), _) | (None, Some(driver)) => Ok(driver),
         (None, None) => {
@@ -64,7 +64,7 @@ fn driver_of(device: &Path) -> Result<Driver> {
         Ok(Driver::Ublk)
     } else {
         Err(Error::usage(format!(
-            "{name} is no device of ublk or NBD: say /dev/ublkbN or /dev/nbdN"
+            "{name} is not a ublk or NBD device: use /dev/ublkbN or /dev/nbdN"
         )))
     }
 }
@@ -164,7 +164,7 @@ pub fn clear(record: &Record, driver: Driver) -> Result<()> {
     for path in found(&identifier(record), driver)? {
         if let Some(point) = kernel_nbd::mounted_from(&path).first() {
             bail!(
-                "{} of before the crash is still mounted at {}: unmount that first (umount {})",
+                "{}, from before the crash, is still mounted at {}: unmount it first (umount {})",
                 path.display(),
                 point.display(),
                 point.display()
@@ -221,9 +221,7 @@ impl Guard {
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .spawn()
-            .with_context(|| {
-                format!("cannot start the process that guards {}", device.display())
-            })?;
+            .with_context(|| format!("cannot start the guard process of {}", device.display()))?;
         let pipe = process.stdin.take();
         Ok(Guard { process, pipe })
     }

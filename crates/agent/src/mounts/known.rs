@@ -36,7 +36,7 @@ pub fn read(path: &Path) -> Result<Option<Opened>> {
         bytes.map(|bytes| -> Result<_> { Ok(decode(FORMAT.open(&bytes).map_err(Error::msg)?)?) });
     opened.transpose().with_context(|| {
         format!(
-            "{} cannot be used; mount while the other site can be reached to have it written anew",
+            "{} cannot be used; mount while the other site is reachable, which recreates it",
             path.display()
         )
     })

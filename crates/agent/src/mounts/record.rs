@@ -314,13 +314,13 @@ impl Place {
         };
         let record: Record = serde_json::from_slice(&text).with_context(|| {
             format!(
-                "{} is damaged; move that file away and mount again at the same place, which takes up the cache beside it (`drover mounts break` at the other site ends the lease of the mount that was lost)",
+                "{} is damaged; move the file away and mount again at the same place, which reuses the cache beside it (`drover mounts break` at the other site ends the lease of the mount that was lost)",
                 path.display()
             )
         })?;
         if !(IMAGES_VERSION..=VERSION).contains(&record.version) {
             bail!(
-                "{} is of version {}, and this drover knows {VERSION}: use the drover that wrote it",
+                "{} has version {}, this drover supports version {VERSION}: use the drover that wrote it",
                 path.display(),
                 record.version
             );

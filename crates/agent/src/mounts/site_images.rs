@@ -55,7 +55,7 @@ impl SiteImages {
             // Its digest is that of other bytes: mounts would take what they kept of those for this.
             let path = record.path.display();
             let text = format!(
-                "{name}: its file {path} was changed after it had been indexed; `drover index {path}` at {} takes it as it is now",
+                "{name}: its file {path} was changed after it had been indexed; run `drover index {path}` at {} again",
                 self.site
             );
             return Err(Refusal::new(Code::Corrupt, text));
@@ -127,7 +127,7 @@ impl OwnConnector {
             return Ok(OwnConnector::Running(home.socket()));
         }
         if home.used_by()?.is_some() {
-            bail!("a site is just starting in this home; try again");
+            bail!("a site is starting in this directory; try again");
         }
         let catalog = Arc::new(site::open_catalog(home)?);
         Ok(OwnConnector::Inside {

@@ -52,7 +52,7 @@ pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
     if line.is_empty() {
         let status = child.wait().context("cannot wait for it")?;
         bail!(
-            "the mount daemon ended ({status}); {} has what it said",
+            "the mount daemon exited ({status}); see its log {}",
             place.log().display()
         );
     }

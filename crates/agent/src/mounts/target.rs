@@ -70,9 +70,8 @@ impl FromStr for Target {
             }
             None => (None, text),
         };
-        ImageName::new(image).map_err(|e| {
-            format!("{e}; an image is PEER:NAME or NAME, a local disk file:PATH or dir:PATH")
-        })?;
+        ImageName::new(image)
+            .map_err(|e| format!("{e}; expected PEER:IMAGE, IMAGE, file:PATH or dir:PATH"))?;
         Ok(Target {
             peer,
             image: image.to_owned(),
@@ -126,7 +125,7 @@ impl Listen {
         address
             .parse()
             .map(Listen::Tcp)
-            .map_err(|_| "say unix:PATH or ADDRESS:PORT, as in 127.0.0.1:10809".into())
+            .map_err(|_| "expected unix:PATH or ADDRESS:PORT, such as 127.0.0.1:10809".into())
     }
 
     /// Whether only this machine can reach it.

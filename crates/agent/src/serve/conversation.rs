@@ -94,7 +94,7 @@ async fn talk(
     let Some(_place) = server.admission.trust(key) else {
         server.metrics.rejected_limit.fetch_add(1, Relaxed);
         let text = format!(
-            "{} has too many connections of yours open; wait for some to end",
+            "too many connections from your site to {} are open; wait until some are closed",
             server.name
         );
         return Ok(call.refuse(&Refusal::new(Code::Denied, text)).await?);

@@ -37,7 +37,7 @@ impl Handler<Pair> for Common {
             PairOutcome::Paired(as_name) => {
                 server.metrics.pairings.fetch_add(1, Relaxed);
                 let key = peer.key;
-                notice(&format!("paired with {as_name}, whose key is {key}"));
+                notice(&format!("paired with {as_name}, key {key}"));
                 return Ok(server.name.clone());
             }
             PairOutcome::UnknownTicket => "this ticket is not one of this site's",
@@ -46,7 +46,7 @@ impl Handler<Pair> for Common {
         };
         server.metrics.tickets_refused.fetch_add(1, Relaxed);
         tracing::warn!(peer = peer.key.short(), "refused to pair: {why}");
-        let text = format!("{why}; make another with `drover ticket`");
+        let text = format!("{why}; print another with `drover ticket`");
         Err(Refusal::new(Code::Untrusted, text))
     }
 }

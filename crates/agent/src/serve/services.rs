@@ -16,9 +16,9 @@ pub fn of(server: &Arc<Server>) -> Services {
     let (unknown, what) = match server.duty {
         Duty::Site(..) => (
             Code::Unsupported,
-            "does nothing of that name; it may be of an earlier version",
+            "does not support this request; it may run an earlier version of drover",
         ),
-        Duty::Teleporter(_) => (Code::Denied, "is a teleporter and holds no images"),
+        Duty::Teleporter(_) => (Code::Denied, "is a teleporter and has no images"),
     };
     let mut services = Services::new(Refusal::new(unknown, format!("{} {what}", server.name)));
     for_all(&mut services, server);
@@ -48,7 +48,7 @@ fn for_all(services: &mut Services, server: &Arc<Server>) {
 fn for_site(services: &mut Services, site: &OfSite) {
     use drover_teleport::services as of_teleport;
     let text = format!(
-        "{} is a site and no teleporter; run `drover teleporter` there",
+        "{} is a site, not a teleporter; run `drover teleporter` there",
         site.server.name
     );
     services.handle::<of_teleport::BeginMatching>(Refusal::new(Code::Denied, text));

@@ -51,7 +51,7 @@ impl Handler<RemoveTransfer> for OfSite {
         tracing::info!(
             image = transfer.name,
             peer = transfer.peer,
-            "removed what was left of a transfer"
+            "removed an unfinished transfer"
         );
         Ok(())
     }

@@ -45,7 +45,7 @@ pub async fn unmount(home: &Home, args: UnmountArgs) -> Result<()> {
     bar.clear();
     let left = left.map_err(|e| {
         let options =
-            "--offline leaves it in the cache for the next mount here, --discard throws it away";
+            "--offline keeps the data in the cache for the next mount there, --discard discards it";
         failure::hint(e, Code::Unavailable, options)
     })?;
     if args.json {

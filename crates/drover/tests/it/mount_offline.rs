@@ -172,7 +172,7 @@ fn a_mount_that_never_was_needs_the_site_and_leaves_nothing() {
     assert!(near.run(&["mounts", "--json"]).ok().json().is_empty());
     far.stop();
     near.run(&["mount", "far:web.img", "disk"])
-        .fails(1, &["web.img cannot be had from far", "drover serve"]);
+        .fails(1, &["cannot open web.img at far", "drover serve"]);
     assert!(near.run(&["mounts", "--json"]).ok().json().is_empty());
 }
 

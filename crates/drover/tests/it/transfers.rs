@@ -124,7 +124,7 @@ fn a_site_removes_what_nothing_comes_to() {
     let far = world.serve("far", &[]);
     until("it expires", || dirs().count() == 0);
     until("it is said", || {
-        far.log().contains("nothing came for too long")
+        far.log().contains("nothing was received for too long")
     });
 }
 

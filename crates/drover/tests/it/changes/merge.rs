@@ -312,7 +312,7 @@ fn who_has_it_mounted_or_too_little_room_is_in_the_way() {
     let config = m.world.path("far/config.toml");
     let before = fs::read(&config).unwrap_or_default();
     fs::write(&config, "reserve = \"9000TiB\"\n").unwrap();
-    merge(&m, &[]).fails(3, &["web.img", "make room"]);
+    merge(&m, &[]).fails(3, &["web.img", "free some space"]);
     fs::write(&config, before).unwrap();
     is_tidy(&m);
     m.start_site();

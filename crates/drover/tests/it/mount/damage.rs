@@ -64,7 +64,7 @@ fn without_what_was_known_nothing_is_mounted_from_memory_and_nothing_is_lost() {
     m.proxy.cut();
     m.near(&["mount", "far:web.raw", text(&disk)]).fails(
         1,
-        &["known", "damaged", "while the other site can be reached"],
+        &["known", "damaged", "while the other site is reachable"],
     );
     assert_eq!(m.disk()["dirty"], 4096, "it is still here");
     m.proxy.heal();

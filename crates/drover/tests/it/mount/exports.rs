@@ -154,7 +154,7 @@ fn several_images_by_tcp_and_a_foreground_that_ends_by_signal() {
         tried("nbdinfo", &[&format!("nbd://{address}/three")]).code,
         Some(0)
     );
-    m.near(&args).fails(1, &["is there already"]);
+    m.near(&args).fails(1, &["already in use"]);
     crate::world::signal(child.id(), "TERM");
     assert_eq!(crate::world::wait(&mut child), Some(0));
     assert_eq!(m.list().len(), 0);

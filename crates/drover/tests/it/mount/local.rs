@@ -102,7 +102,7 @@ fn a_file_is_served_and_written_in_place() {
     a.export("file:symlink.raw", "t", &["--read-only"])
         .fails(3, &["is mounted already", "drover unmount"]);
     a.export("file:link.raw", "t", &[]).fails(3, &["is in use"]);
-    a.export(&target, "s", &[]).fails(1, &["is there already"]);
+    a.export(&target, "s", &[]).fails(1, &["already in use"]);
 
     drop(client);
     a.kill_daemon();

@@ -28,8 +28,8 @@ fn removing_an_image_says_what_mounts_wrote_to_it_and_leaves_that() {
     let words = |out: &str, verb: &str| {
         assert!(
             out.contains(verb)
-                && out.contains("what mounts wrote to it (")
-                && out.contains(" KiB) stays in")
+                && out.contains("its changes (")
+                && out.contains(" KiB) stay in")
                 && out.contains(text(&overlay)),
             "{out}"
         );
@@ -45,11 +45,11 @@ fn removing_an_image_says_what_mounts_wrote_to_it_and_leaves_that() {
     let path = m.world.path("web.raw");
     m.world.run("far", &rm).fails(
         3,
-        &["web.raw", "may write it", "`drover mounts break web.raw`"],
+        &["web.raw", "write lease", "`drover mounts break web.raw`"],
     );
     m.start_site();
     until("the link is back", || m.disk()["link"] == "up");
-    m.world.run("far", &rm).fails(3, &["may write it"]);
+    m.world.run("far", &rm).fails(3, &["write lease"]);
     m.unmount(&disk, &[]).ok();
 
     let would = m.world.run("far", &["rm", "web.raw", "--dry-run"]).ok();
@@ -94,7 +94,7 @@ fn a_file_that_was_changed_in_place_is_not_shown_and_every_way_out_is_open() {
     let index = ["index", text(&path)];
     m.world
         .run("far", &index)
-        .fails(3, &["may write it", "`drover mounts break web.raw`"]);
+        .fails(3, &["write lease", "`drover mounts break web.raw`"]);
     m.world.run("far", &BREAK).ok();
     m.world.run("far", &index).ok();
     m.unmount(&disk, &["--discard", "-y"]).ok();
@@ -192,7 +192,7 @@ fn an_image_that_a_mount_began_to_write_is_not_replaced_by_what_was_on_its_way()
     write(&disk, 4096, &[7; 4096]);
     assert_eq!(wait(&mut sending), Some(3));
     m.near(&send("new.img"))
-        .fails(3, &["x.img", "may write it", "drover mounts break"]);
+        .fails(3, &["x.img", "write lease", "drover mounts break"]);
     m.unmount(&disk, &[]).ok();
     let mut bytes = fs::read(&old).unwrap();
     bytes[4096..8192].fill(7);
