@@ -1,6 +1,6 @@
 #!/bin/bash
 # Makes small inputs that targets should start from. Needs qemu-img for images;
-# without it the fuzzer starts from nothing and says so.
+# without it the image target starts without seeds and prints a note.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -69,7 +69,7 @@ if ! command -v qemu-img >/dev/null || ! command -v qemu-io >/dev/null; then
     exit 0
 fi
 
-# sectors FILE: the sectors that are not zero, each with its number, and the byte that says so.
+# sectors FILE: the sectors that are not zero, each with its number, then the byte that marks this form.
 sectors() {
     perl -e 'local $/; open F, "<:raw", $ARGV[0]; $_ = <F>; binmode STDOUT;
         for my $i (0 .. length() / 512 - 1) {

@@ -128,7 +128,7 @@ pub struct Row {
     pub labels: BTreeMap<String, String>,
     /// What was measured, by key.
     pub figures: BTreeMap<String, Figure>,
-    /// How it went.
+    /// Whether it was measured, and if not, why.
     #[serde(flatten)]
     pub verdict: Verdict,
 }
@@ -219,7 +219,7 @@ impl Figure {
     }
 }
 
-/// How the measurement behind a row went.
+/// The outcome of a measurement.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "verdict", content = "why", rename_all = "snake_case")]
 pub enum Verdict {

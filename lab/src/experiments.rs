@@ -1,5 +1,5 @@
 //! The experiments: each drives the real `drover` and its rivals, compares every result file with its
-//! original, and hands out rows.
+//! original, and returns rows.
 
 mod boot;
 mod client;

@@ -15,7 +15,7 @@ mod zstd;
 pub use carrier::{Carrier, Rival};
 pub use rsync::{Mode, Rsync};
 
-/// The version that a program tells by `--version`.
+/// The version that a program prints with `--version`.
 ///
 /// # Errors
 /// The reason why it cannot be used, in words.

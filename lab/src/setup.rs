@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::files::identical;
 
-/// How long a case of a killed run may take to end: more than it gives itself, since the machine may be busy.
+/// How long to wait for a case of a killed run to end: longer than its own limit, since the machine may be busy.
 const LEFTOVER: Duration = Duration::from_secs(60);
 
 /// What every experiment takes.

@@ -60,7 +60,7 @@ impl Watch {
     }
 
     /// From now on the greatest resident set counts anew, which is the present one at least (`proc(5)`, `clear_refs`).
-    /// Where the kernel cannot, it goes on counting from the start.
+    /// Where the kernel cannot do this, the peak is that since the start.
     pub fn forget_peak(&self) {
         let _ = fs::write(format!("/proc/{}/clear_refs", self.pid), "5");
     }
@@ -85,7 +85,7 @@ pub fn cpu_of_children() -> f64 {
     ticks(&stat, [13, 14]).unwrap_or_default()
 }
 
-/// The machine's load average of the last minute, where the kernel tells.
+/// The machine's load average of the last minute, where the kernel reports it.
 pub fn load() -> Option<f64> {
     let said = fs::read_to_string("/proc/loadavg").ok()?;
     said.split_whitespace().next()?.parse().ok()

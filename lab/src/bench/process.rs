@@ -1,4 +1,4 @@
-//! A case runs in a process of its own: whatever it does, the run goes on.
+//! Each case runs in a process of its own, so that a crash or a hang does not end the run.
 //!
 //! The process leads a group of its own, which what it starts is in. It ends itself and its group when its standard
 //! input ends: on Ctrl-C, past its deadline, and when the run is gone (`kill -9`).
@@ -169,7 +169,7 @@ pub fn run_case(experiments: &[Experiment], args: &CaseArgs) -> Result<()> {
 fn words(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or(panic.downcast_ref::<&str>().copied())
-        .unwrap_or("without a word")
+        .unwrap_or("no message")
 }
 
 /// The rows of a case, or one that says why there are none. A good row without a required figure, or with one that is no

@@ -199,10 +199,12 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
         kept.keep(record).context("the result is lost")?;
     }
     if left_out > 0 {
-        eprintln!("{left_out} case(s) were left out for want of time: the same command goes on");
+        eprintln!(
+            "{left_out} case(s) skipped: time limit reached; run the same command again to continue"
+        );
     }
     if interrupted.load(Ordering::Relaxed) {
-        eprintln!("interrupted: what was done is kept; the same command goes on");
+        eprintln!("interrupted: finished cases are kept; run the same command again to continue");
         return Ok(ExitCode::from(INTERRUPTED));
     }
     Ok(ExitCode::from(codes.into_iter().min().unwrap_or(0)))
@@ -232,7 +234,7 @@ fn like(pattern: &[u8], text: &[u8]) -> bool {
     }
 }
 
-/// What the exit code says of a row. A case of drover may measure rivals by its side, in turn: `by` tells.
+/// What the exit code says of a row. A case of drover may also measure rivals: label `by` names who was measured.
 fn code(case: &Case, row: &Row) -> Option<u8> {
     let by = row.label("by");
     let own =

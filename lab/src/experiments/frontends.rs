@@ -234,7 +234,7 @@ pub fn parse(printed: &[u8], writes: bool) -> Result<[f64; 4]> {
             .as_f64()
             .filter(|n| *n > 0.0)
             .map(|n| n / unit)
-            .context("fio tells of no request")
+            .context("fio reports no request")
     };
     Ok([
         of(&side["iops"], 1.0)?,

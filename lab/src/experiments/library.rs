@@ -73,7 +73,7 @@ fn plan(lab: &Lab) -> Vec<(Case, Option<Line>, By)> {
         (by.case(id, what, rank, line), line, by)
     };
     if lab.small {
-        // A machine without namespaces still has something to say about drover.
+        // Without namespaces drover is measured over loopback.
         let line = link::available().is_ok().then_some(FAST);
         let own = [By::Limit, By::Drover].map(|by| case(line, by, 0));
         let rivals = By::rivals(SMALL_RIVALS).map(|by| case(Some(FAST), by, 1));
@@ -117,7 +117,7 @@ fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
     send_all(lab, (line, by), &images, &limits, &row)
 }
 
-/// Sends everything. An image that fails has a row that says so, and the others go on.
+/// Sends everything. An image that fails gets a row with the error; the others are still sent.
 fn send_all(
     lab: &Lab,
     (line, by): (Option<Line>, By),

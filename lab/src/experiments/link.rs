@@ -106,7 +106,7 @@ fn tcp(link: &Link, way: &[&str]) -> Result<f64> {
         };
         let said: serde_json::Value = serde_json::from_slice(&output.stdout)?;
         let rate = said["end"]["sum_received"]["bits_per_second"].as_f64();
-        return Ok(rate.context("iperf3 tells no rate")? / 1e6);
+        return Ok(rate.context("iperf3 reports no rate")? / 1e6);
     }
     bail!("iperf3 does not answer")
 }

@@ -263,7 +263,7 @@ impl Carried {
         Some(bytes as f64)
     }
 
-    /// Several images as one; what one of them did not tell is not told of all.
+    /// Several images as one; a figure that one of them lacks is missing in the sum.
     pub fn total(all: &[Self]) -> Self {
         let sum = |cost: fn(&Self) -> Option<Cost>| {
             all.iter().map(cost).try_fold(Cost::default(), |sum, cost| {

@@ -405,7 +405,7 @@ enum Can {
     Ended,
 }
 
-/// What flows, told by who cuts and heals to who watches.
+/// Whether the link is up, shared by the thread that cuts it and the one that watches.
 struct Flow(Mutex<Can>);
 
 impl Flow {

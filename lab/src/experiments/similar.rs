@@ -94,7 +94,7 @@ fn plan(lab: &Lab) -> Vec<Job> {
         }
     };
     if lab.small {
-        // A machine without namespaces still has something to say about drover.
+        // Without namespaces drover is measured over loopback.
         let line = link::available().is_ok().then_some(FAST);
         let own = [By::Limit, By::Drover].map(|by| job(line, by, SMALL, 0));
         let rivals = By::rivals(SMALL_RIVALS).map(|by| job(Some(FAST), by, SMALL, 1));

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::filesystem;
 use crate::shell;
 
-/// What is written beside an image: what it is, from what it was made, so that it can be made again and told from another.
+/// What is written beside an image: what it is, from what it was made, so that it can be rebuilt and identified.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// The image's name.

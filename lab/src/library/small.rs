@@ -26,7 +26,8 @@ pub fn make(cache: &Cache, name: &str, selection: Selection, out: &Path) -> Resu
         let mut files = Vec::new();
         walk(Path::new(root), budget, &mut 0, &mut files);
         for path in files {
-            let (Some(change), Ok(mut content)) = (fate(&path, selection), fs::read(&path)) else {
+            let (Some(change), Ok(mut content)) = (selected(&path, selection), fs::read(&path))
+            else {
                 continue;
             };
             let to = tree.join(path.strip_prefix("/").unwrap_or(&path));
@@ -68,7 +69,7 @@ fn walk(dir: &Path, budget: u64, taken: &mut u64, out: &mut Vec<PathBuf>) {
 }
 
 /// Whether a file is in a selection, and if it is, whether it is changed there.
-pub fn fate(path: &Path, selection: Selection) -> Option<bool> {
+pub fn selected(path: &Path, selection: Selection) -> Option<bool> {
     let hash = blake3::hash(path.as_os_str().as_encoded_bytes());
     let (part, change) = (
         hash.as_bytes()[0] % 8,

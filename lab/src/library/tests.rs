@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::SystemTime;
 
 use super::cache::Cache;
-use super::small::fate;
+use super::small::selected;
 use super::table::Selection;
 use super::*;
 use crate::shell;
@@ -219,7 +219,7 @@ fn selections_share_most_files_and_each_lacks_some() {
         .map(|n| format!("/usr/bin/tool{n}").into())
         .collect();
     let count = |test: &dyn Fn(&Path) -> bool| paths.iter().filter(|p| test(p)).count();
-    let has = |p: &Path, selection| fate(p, selection).is_some();
+    let has = |p: &Path, selection| selected(p, selection).is_some();
     let both = count(&|p| has(p, Selection::One) && has(p, Selection::Two));
     let only_one = count(&|p| has(p, Selection::One) && !has(p, Selection::Two));
     assert!(

@@ -1,4 +1,4 @@
-//! The two namespaces at the ends of the link, and the janitor that removes them even after a kill -9.
+//! The two namespaces at the ends of the link, and the cleanup process that removes them even after a kill -9.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -47,7 +47,7 @@ impl Side {
 /// Two namespaces named `PREFIX-a` and `PREFIX-b`; gone when this is dropped or its process dies.
 pub struct Namespaces {
     prefix: String,
-    janitor: Child,
+    cleanup: Child,
 }
 
 /// One run must not learn from the one before, and no neighbour discovery is to be counted.
@@ -58,7 +58,7 @@ echo 1 > ipv4/tcp_no_metrics_save
 /// Reads until its standard input ends, which the kernel sees to when the lab dies, and then ends what
 /// still runs in the two namespaces (only what was started there is there) and removes them, and last the lock file
 /// `$0`, whose lock it still holds.
-const JANITOR: &str = r#"
+const CLEANUP: &str = r#"
 cat >/dev/null
 for signal in TERM KILL; do
   for ns in "$@"; do
@@ -88,11 +88,11 @@ impl Namespaces {
             bail!("{prefix:?} is no name for a link: letters, digits and dashes, at most 32");
         }
         let lock = lock(prefix)?;
-        // The janitor shares the lock by its open file: nobody makes these names while it still removes them.
-        let janitor = Command::new("sh")
+        // The cleanup process shares the lock by its open file: nobody can create these names while it still removes them.
+        let cleanup = Command::new("sh")
             .args([
                 "-c",
-                JANITOR,
+                CLEANUP,
                 &lock_path(prefix).to_string_lossy(),
                 &format!("{prefix}-a"),
                 &format!("{prefix}-b"),
@@ -101,13 +101,13 @@ impl Namespaces {
             .stdout(lock)
             .stderr(Stdio::null())
             .current_dir("/")
-            // A Ctrl-C at the terminal is for the lab, not for its janitor.
+            // A Ctrl-C at the terminal is for the lab, not for its cleanup process.
             .process_group(0)
             .spawn()
-            .context("cannot start the janitor")?;
+            .context("cannot start the cleanup process")?;
         let this = Self {
             prefix: prefix.to_owned(),
-            janitor,
+            cleanup,
         };
         for side in Side::BOTH {
             let name = this.name(side);
@@ -144,8 +144,8 @@ impl Namespaces {
 
 impl Drop for Namespaces {
     fn drop(&mut self) {
-        drop(self.janitor.stdin.take());
-        let _ = self.janitor.wait();
+        drop(self.cleanup.stdin.take());
+        let _ = self.cleanup.wait();
     }
 }
 
@@ -160,7 +160,7 @@ fn lock(prefix: &str) -> Result<File> {
         let file =
             File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
         if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
-            // A janitor may have removed it between the two steps, and another be there by now.
+            // A cleanup process may have removed it between the two steps, and a new one be there by now.
             let there = std::fs::metadata(&path).map(|there| there.ino()).ok();
             if there == Some(file.metadata()?.ino()) {
                 return Ok(file);

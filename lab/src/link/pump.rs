@@ -30,7 +30,7 @@ pub struct Shared {
     pub counters: [Mutex<Counters>; 2],
 }
 
-/// Moves packets until told to stop.
+/// Moves packets until it is stopped.
 pub fn run(
     from: &SyncDevice,
     to: &SyncDevice,

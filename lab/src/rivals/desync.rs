@@ -47,8 +47,8 @@ impl Rival for Desync {
     fn version(&self) -> Result<String, String> {
         tool::needs(&[self.program])?;
         // Old ones do not tell.
-        let told = tool::version(self.program, &["--version"]);
-        Ok(told.unwrap_or_else(|_| "of unknown version".to_owned()))
+        let version = tool::version(self.program, &["--version"]);
+        Ok(version.unwrap_or_else(|_| "of unknown version".to_owned()))
     }
 
     fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>> {

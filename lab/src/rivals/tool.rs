@@ -21,7 +21,7 @@ static SAID: Mutex<BTreeMap<String, Result<String, String>>> = Mutex::new(BTreeM
 /// The reason why it cannot be used, in words.
 pub fn version(program: &str, args: &[&str]) -> Result<String, String> {
     let said = ask(program, args)?;
-    version_in(&said).ok_or_else(|| format!("{program} {} tells no version", args.join(" ")))
+    version_in(&said).ok_or_else(|| format!("{program} {} prints no version", args.join(" ")))
 }
 
 /// What `program args` prints.
