@@ -10,10 +10,6 @@ use std::sync::Weak;
 use bytes::Bytes;
 use drover_core::{DeviceError, Digest};
 
-mod local;
-
-pub use local::{Committer, Direct, LocalRemote};
-
 /// What a device is cut into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {

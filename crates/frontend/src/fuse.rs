@@ -163,12 +163,6 @@ impl FileMount {
         &self.path
     }
 
-    /// Where it is mounted.
-    #[must_use]
-    pub fn mount_point(&self) -> &Path {
-        &self.at
-    }
-
     /// Unmounts it if nobody uses it; when it returns, nothing of the mount reaches the device any more. A process that
     /// has it open gets two seconds to close it; a loop device that is attached to it is refused at once.
     ///

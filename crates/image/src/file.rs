@@ -115,12 +115,6 @@ impl ImageFile {
         self.stamp
     }
 
-    /// The open file.
-    #[must_use]
-    pub fn as_file(&self) -> &File {
-        &self.file
-    }
-
     /// The runs of the file that are not holes, in order, their edges rounded outward to blocks.
     /// A file system that knows no holes has one run. After [`MAX_FILE_EXTENTS`] runs the rest
     /// of the file counts as one.

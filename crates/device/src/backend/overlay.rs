@@ -171,12 +171,6 @@ impl Overlay {
         ((states.count() + more) * BLOCK_SIZE_U64).min(self.size)
     }
 
-    /// Whether every block is the base's.
-    #[must_use]
-    pub fn is_unchanged(&self) -> bool {
-        self.changed() == 0
-    }
-
     /// Of what image this is an overlay, as it was said when it was made.
     #[must_use]
     pub fn identity(&self) -> &Identity {

@@ -9,7 +9,8 @@ use drover_core::{BlockDevice, Capabilities, Cost, Digest, Extent, Zeroes};
 
 use super::*;
 use crate::backend::MemoryDevice;
-use crate::remote::{Change, Chunks, Committer, Epoch, Local, LocalRemote, Shape, Staged};
+use crate::remote::{Change, Chunks, Epoch, Local, Shape, Staged};
+use crate::testing::{Committer, LocalRemote};
 use drover_storage::{Directory, FakeDirectory, Operation};
 
 mod crash;

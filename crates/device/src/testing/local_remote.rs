@@ -1,5 +1,5 @@
-//! A far side that is near: any device, read and written by a few threads. For slow local devices, for programs, and
-//! for tests, which lay stages beneath it that delay, fail and cut.
+//! A far side in the same process: any device, read and written by a few threads. Tests put stages beneath it that
+//! delay, fail and cut.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest, ExtentKind, Zeroes};
 use parking_lot::{Condvar, Mutex};
 
-use super::{
+use crate::remote::{
     Change, Chunks, Content, Done, Epoch, Fetched, Link, Local, PresenceDone, Remote, Shape,
     Staged, StagedDone, Traffic,
 };
