@@ -1,4 +1,4 @@
-//! Where a device's bytes live.
+//! Backends: devices that store bytes themselves.
 
 mod directory;
 mod file;

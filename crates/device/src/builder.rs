@@ -1,4 +1,4 @@
-//! The only place where stages are ordered: every disk that the program opens is stacked here.
+//! The builder: every disk that the program opens is put together here, so stages are ordered in one place.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,14 +8,14 @@ use drover_core::BlockDevice;
 use crate::stage::{Chunked, LockHandle, Lockable, TrackHandle, Tracked};
 use crate::synced::{PullHandle, PushHandle, Synced, SyncedError, SyncedOptions};
 
-/// Why a stack cannot be built.
+/// Why a stack could not be built.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    /// A chunk or a granularity is not one.
-    #[error("{0} bytes are no {1}: it must be a power of two")]
+    /// A chunk size or a granularity is not a power of two.
+    #[error("a {1} of {0} bytes: it must be a power of two")]
     NoPowerOfTwo(u32, &'static str),
     /// The device below demands more than chunks would give it.
-    #[error("a chunk of {chunk} bytes is smaller than the {alignment} that the device demands")]
+    #[error("a chunk of {chunk} bytes is smaller than the alignment of the device, {alignment}")]
     ChunkTooSmall {
         /// Bytes of a chunk, as it was asked for.
         chunk: u32,
@@ -32,12 +32,12 @@ enum Bottom {
     Managed(Box<SyncedOptions>),
 }
 
-/// What a stack is to be, said in any order. [`Stack::build`] stacks it, from the front end down, as lockable, tracked,
-/// chunked, and the device below them:
+/// Options of a stack, given in any order. [`Stack::build`] stacks the stages, from the front end down, as lockable,
+/// tracked, chunked, and the device below them:
 ///
-/// - A lock holds back what a front end asks, and drains all that is below.
-/// - What is tracked is what the front end changed, not the chunks that were rewritten for it.
-/// - Any offset and length becomes whole chunks before anything demands them.
+/// - A lock holds back requests of the front end and drains everything below.
+/// - Tracked are the ranges that the front end changed, not whole chunks rewritten for them.
+/// - Any offset and length becomes whole chunks before a stage below demands that.
 ///
 /// ```
 /// use drover_device::backend::MemoryDevice;
@@ -59,7 +59,7 @@ pub struct Stack {
     chunked: Option<u32>,
 }
 
-/// A stack and what steers its parts, each where it was asked for.
+/// A stack and the handles of its stages, each if it was asked for.
 pub struct Built {
     /// The top.
     pub device: Arc<dyn BlockDevice>,
@@ -71,13 +71,13 @@ pub struct Built {
     pub managed: Option<Managed>,
 }
 
-/// What steers a managed device.
+/// The handles of a managed device.
 pub struct Managed {
     /// The device itself, for its progress and to close it: dropping a stack stops it like a process that was killed.
     pub synced: Arc<Synced>,
-    /// What is pulled.
+    /// Controls pulling.
     pub pull: PullHandle,
-    /// What is pushed.
+    /// Controls pushing.
     pub push: PushHandle,
 }
 
@@ -106,8 +106,8 @@ impl Stack {
 
     /// Can be locked; see [`Lockable::new`].
     #[must_use]
-    pub fn lockable(mut self, patience: Duration) -> Self {
-        self.lockable = Some(patience);
+    pub fn lockable(mut self, timeout: Duration) -> Self {
+        self.lockable = Some(timeout);
         self
     }
 
@@ -151,8 +151,8 @@ impl Stack {
             device = Arc::new(stage);
             handle
         });
-        let lock = self.lockable.map(|patience| {
-            let (stage, handle) = Lockable::new(Arc::clone(&device), patience);
+        let lock = self.lockable.map(|timeout| {
+            let (stage, handle) = Lockable::new(Arc::clone(&device), timeout);
             device = Arc::new(stage);
             handle
         });

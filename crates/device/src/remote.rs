@@ -1,9 +1,9 @@
-//! The far side of a managed device, as the stages `Synced`, `Puller` and `Pusher` see it.
+//! The remote side of a managed device, as [`Synced`](crate::synced::Synced) sees it.
 //!
-//! A [`BlockDevice`](drover_core::BlockDevice) answers one request at a time for whoever asked it. A far side must do
-//! more: have many requests under way without a thread each, tell those that somebody waits for from background ones,
-//! take a set of writes that counts as a whole or not at all, and come back after its link was lost. So what asks and
-//! what answers are two traits that call each other: [`Remote`] is asked, [`Local`] is told.
+//! A [`BlockDevice`](drover_core::BlockDevice) blocks its caller until a request is done. A remote must do more: keep
+//! many requests in flight without a thread for each, serve waiting readers before background work, apply a set of
+//! writes as a whole or not at all, and recover after its link was lost. So there are two traits that call each other:
+//! requests go to [`Remote`], completions and news of the link to [`Local`].
 
 use std::sync::Weak;
 

@@ -1,4 +1,4 @@
-//! Devices that wrap a device.
+//! Stages: devices that wrap another device.
 
 mod chunked;
 mod gated;
@@ -10,8 +10,8 @@ pub use gated::{Entry, Gate, Gated, Operation, Request};
 pub use lockable::{Latch, LockGuard, LockHandle, Lockable, UnderWay};
 pub use tracked::{Dirty, TrackHandle, Tracked};
 
-/// The most patience that a stage has: nothing waits without an end, and a deadline must be a time that there is.
-pub(crate) const MAX_PATIENCE: std::time::Duration = std::time::Duration::from_secs(24 * 60 * 60);
+/// The most timeout that a stage has: nothing waits without an end, and a deadline must be a time that there is.
+pub(crate) const MAX_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(24 * 60 * 60);
 
 #[cfg(test)]
 mod tests;

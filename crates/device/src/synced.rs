@@ -1,5 +1,5 @@
 //! The managed device (r3map §1.3.5.3, §1.4.5.3 to §1.4.5.7): a persistent local cache in front of a [`Remote`], filled
-//! in the background and on demand, written to at once and pushed back in epochs.
+//! in the background and on demand. Writes go to the cache and are pushed back in epochs.
 //!
 //! Locks, in the order in which they are taken; none is held while the far side is waited for:
 //! 1. the barrier: shared by every change, exclusive for the instant of a freeze;
@@ -38,7 +38,7 @@ mod table;
 mod wait;
 mod write;
 
-pub use cache::Left;
+pub use cache::CacheContents;
 pub use error::SyncedError;
 pub use handles::{Progress, PullHandle, PushHandle, Pushing};
 pub use options::{Hooks, Sync, SyncedOptions};
@@ -50,7 +50,7 @@ use pull::Pull;
 use push::Push;
 use save::Saver;
 use shared::Shared;
-use state::{Geometry, State, States};
+use state::{ChunkState, Geometry, States};
 use table::Table;
 use wait::Waits;
 
@@ -72,7 +72,7 @@ impl Synced {
     pub fn open(options: SyncedOptions) -> Result<Arc<Self>, SyncedError> {
         let remote = options.remote;
         let geometry = Geometry::new(remote.shape())?;
-        let of = cache::Of {
+        let of = cache::CacheOf {
             identity: &options.identity,
             image: options.image,
             former: options.former,
@@ -83,9 +83,12 @@ impl Synced {
         let mut log = found.log;
         let link = remote.link();
         if matches!(link, Link::Up(_)) {
-            let dirty = log
-                .chunks()
-                .any(|c| matches!(c.1, State::Dirty | State::Partial | State::Erased));
+            let dirty = log.chunks().any(|c| {
+                matches!(
+                    c.1,
+                    ChunkState::Dirty | ChunkState::Partial | ChunkState::Erased
+                )
+            });
             let fresh = log.chunks().next().is_none();
             let theirs = remote.committed();
             let known = log.knows(theirs);
@@ -93,7 +96,7 @@ impl Synced {
                 return Err(SyncedError::Conflict);
             }
             if !known && !fresh {
-                tracing::info!("the image was changed elsewhere: the cache begins anew");
+                tracing::info!("the image was changed at the remote side: the cache is discarded");
                 log.forget()?;
             }
             log.agree(theirs)?;
@@ -102,18 +105,18 @@ impl Synced {
         for (index, state, mask) in log.chunks() {
             let _stripe = states.write(index);
             match state {
-                State::Clean | State::Unverified if found.unclean => {
+                ChunkState::Clean | ChunkState::Unverified if found.unclean => {
                     unverified += 1;
-                    states.set(index, State::Unverified);
+                    states.set(index, ChunkState::Unverified);
                     continue;
                 }
                 // What was written after the last flush may be there or not, in subchunks that the map does not name
                 // as well: all of it goes to the far side, so that both agree.
-                State::Dirty | State::Erased if found.unclean => {
+                ChunkState::Dirty | ChunkState::Erased if found.unclean => {
                     table.wrote(geometry, index, geometry.all(index));
                 }
-                State::Dirty | State::Erased => table.wrote(geometry, index, mask),
-                State::Partial => {
+                ChunkState::Dirty | ChunkState::Erased => table.wrote(geometry, index, mask),
+                ChunkState::Partial => {
                     table.wrote(geometry, index, mask);
                     table.present.insert(index, mask);
                 }
@@ -150,7 +153,7 @@ impl Synced {
                 .map(|size| (size / geometry.chunk()).max(least)),
             push_interval: options.push_interval,
             high_water: options.high_water,
-            give_up_after: options.give_up_after.min(MAX_PATIENCE),
+            give_up_after: options.give_up_after.min(MAX_TIMEOUT),
             hooks: options.hooks,
             recorder: options.record_order.then(|| order::Recorder::new(geometry)),
             unverified: AtomicU64::new(unverified),
@@ -253,7 +256,7 @@ fn spawn(
 }
 
 /// The longest wait for the far side: so long that nobody sees the end, and short enough to be added to any time.
-const MAX_PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
+const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,4 @@
-//! What may be under way at once.
+//! Limits on requests in flight, by count and by bytes.
 
 use std::sync::Arc;
 

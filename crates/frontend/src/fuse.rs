@@ -41,7 +41,7 @@ pub(crate) use error::listed;
 pub use error::{FuseError, User};
 pub use options::{MAX_THREADS, Options};
 
-use crate::patience::{PATIENCE, patiently_for, within};
+use crate::retry::{RETRY_LIMIT, retry_for, within};
 use mount::{How, Outcome};
 use mounts::Mounted;
 
@@ -185,14 +185,14 @@ impl FileMount {
     /// # Errors
     /// As for [`FileMount::unmount`].
     pub fn unmount_within(&mut self, deadline: Duration) -> Result<(), FuseError> {
-        self.unmount_with(PATIENCE, deadline)
+        self.unmount_with(RETRY_LIMIT, deadline)
     }
 
-    fn unmount_with(&mut self, patience: Duration, deadline: Duration) -> Result<(), FuseError> {
+    fn unmount_with(&mut self, timeout: Duration, deadline: Duration) -> Result<(), FuseError> {
         let Some(mounted) = self.current() else {
             return Ok(());
         };
-        match self.unmount_idle(&mounted, patience, deadline) {
+        match self.unmount_idle(&mounted, timeout, deadline) {
             Outcome::Answered(Ok(())) => {}
             Outcome::Answered(Err(error)) if is_busy(&error) => {
                 return Err(FuseError::Busy {
@@ -214,14 +214,13 @@ impl FileMount {
     }
 
     /// Unmounts it if nobody uses it, and tries again where somebody does who may be gone in a moment.
-    fn unmount_idle(&self, mounted: &Mounted, patience: Duration, deadline: Duration) -> Outcome {
+    fn unmount_idle(&self, mounted: &Mounted, timeout: Duration, deadline: Duration) -> Outcome {
         let attempt = || match mount::unmount(&self.at, How::Idle, deadline) {
             Outcome::Answered(Err(error)) if is_busy(&error) => Err(error),
             outcome => Ok(outcome),
         };
         let may_pass = |_: &io::Error| !mounts::carries_devices(mounted);
-        patiently_for(patience, attempt, may_pass)
-            .unwrap_or_else(|error| Outcome::Answered(Err(error)))
+        retry_for(timeout, attempt, may_pass).unwrap_or_else(|error| Outcome::Answered(Err(error)))
     }
 
     /// Takes it out of sight at once. Who has it open goes on until he closes it, as long as this process lives.

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 pub use crate::fuse::mounts::mounted_from;
 use crate::loopdev::users_of;
-use crate::patience::{may_pass, patiently};
+use crate::retry::{may_pass, retry};
 
 /// How long a driver may take to configure, start or stop a device.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
@@ -101,7 +101,7 @@ pub(crate) fn settle(path: &Path) -> Result<(), Error> {
         let mut options = std::fs::File::options();
         options.read(true).custom_flags(exclusive);
         let may_pass = |error: &io::Error| is_busy(error) && may_pass(&users_of(&own));
-        patiently(|| options.open(&own), may_pass)?.sync_all()
+        retry(|| options.open(&own), may_pass)?.sync_all()
     })
     .map_err(|error| Error::kernel("start a thread for", path, error))?;
     match settled {

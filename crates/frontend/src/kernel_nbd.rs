@@ -100,9 +100,9 @@ impl Attached {
     }
 
     /// Waits for somebody else's detaching to come to its end.
-    fn wait_free(&self, patience: Duration) {
+    fn wait_free(&self, timeout: Duration) {
         let is_free = || index_of(&self.path).is_ok_and(|index| self.owner != owner(index));
-        kernel::wait_until(patience, is_free);
+        kernel::wait_until(timeout, is_free);
     }
 
     /// Leaves the device attached: the sockets are the kernel's now. Of use where another process goes on serving
@@ -328,9 +328,9 @@ pub fn is_attached(path: &Path) -> Result<bool, Error> {
     Ok(connected == Some(1))
 }
 
-/// A device that is attached, by whomever.
+/// An attached NBD device, of any process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct AttachedDevice {
     /// The node, `/dev/nbdN`.
     pub path: PathBuf,
     /// What [`Options::identifier`] was.
@@ -340,12 +340,12 @@ pub struct Found {
 /// The attached devices, in order: what a process that comes back after a crash has left behind, to be taken over by
 /// [`reconnect_local`] or removed by [`detach_path`].
 #[must_use]
-pub fn list() -> Vec<Found> {
+pub fn list() -> Vec<AttachedDevice> {
     list_below(Path::new("/sys/block"))
 }
 
-fn list_below(block: &Path) -> Vec<Found> {
-    let mut found: Vec<(u32, Found)> = fs::read_dir(block)
+fn list_below(block: &Path) -> Vec<AttachedDevice> {
+    let mut found: Vec<(u32, AttachedDevice)> = fs::read_dir(block)
         .into_iter()
         .flatten()
         .filter_map(|entry| {
@@ -360,7 +360,7 @@ fn list_below(block: &Path) -> Vec<Found> {
                 return None;
             }
             let identifier = fs::read_to_string(entry.path().join("backend")).ok();
-            let found = Found {
+            let found = AttachedDevice {
                 path: format!("/dev/nbd{index}").into(),
                 identifier: identifier.map(|text| text.trim_end_matches('\n').to_owned()),
             };

@@ -1,8 +1,33 @@
-//! What a kernel, a hypervisor or a program sees of a [`BlockDevice`](drover_core::BlockDevice): an NBD server, a
-//! file by FUSE (and a loop device on it), kernel NBD and ublk devices, and memory whose pages come from a device.
+//! Front ends: they serve a [`BlockDevice`](drover_core::BlockDevice) to kernels, hypervisors and programs, as an NBD
+//! export, as a file by FUSE (with a loop device on it), as a kernel NBD or ublk device, or as memory whose pages come
+//! from the device.
 //!
-//! All unsafe code of the project lives here, each block with its reason. What must not live here: anything that
-//! knows where a device's bytes come from.
+//! All unsafe code of the project lives here, each block with its reason. Nothing here knows where a device's bytes come
+//! from.
+//!
+//! A device in memory as an NBD export on a Unix socket:
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use drover_device::backend::MemoryDevice;
+//! use drover_frontend::nbd::{Export, Server, ServerOptions};
+//!
+//! let directory = tempfile::tempdir()?;
+//! let socket = directory.path().join("disk.sock");
+//! let export = Export {
+//!     name: "disk".into(),
+//!     description: "a device in memory".into(),
+//!     read_only: false,
+//!     device: Arc::new(MemoryDevice::new(1 << 20)),
+//! };
+//! let server = Server::new(vec![export], ServerOptions::default())?;
+//! let listening = server.listen_unix(&socket)?;
+//! // Now: qemu-img info nbd+unix:///disk?socket=...
+//! assert!(socket.exists());
+//! listening.stop();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod budget;
 pub mod fuse;
@@ -10,9 +35,9 @@ mod kernel;
 pub mod kernel_nbd;
 pub mod loopdev;
 pub mod nbd;
-mod patience;
 mod pool;
 pub mod region;
+mod retry;
 pub mod ublk;
 
 /// The page for programmers: its code is compiled and run.

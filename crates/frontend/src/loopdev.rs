@@ -21,7 +21,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::patience::{PATIENCE, patiently, within};
+use crate::retry::{RETRY_LIMIT, retry, within};
 pub use backing::find_by_backing;
 use backing::{backing_of, node};
 pub use error::LoopError;
@@ -95,7 +95,7 @@ impl LoopDevice {
     /// # Errors
     /// [`LoopError::Busy`] or [`LoopError::Unflushed`], and it stays; [`LoopError::Hung`] after [`DEADLINE`].
     pub fn detach(&mut self) -> Result<(), LoopError> {
-        self.detach_within(PATIENCE)
+        self.detach_within(RETRY_LIMIT)
     }
 
     /// The same, but nobody gets time to close it.
@@ -106,11 +106,11 @@ impl LoopDevice {
         self.detach_within(Duration::ZERO)
     }
 
-    fn detach_within(&mut self, patience: Duration) -> Result<(), LoopError> {
+    fn detach_within(&mut self, timeout: Duration) -> Result<(), LoopError> {
         let Some(holder) = &self.holder else {
             return Ok(());
         };
-        holder.detach(&self.path, patience)?;
+        holder.detach(&self.path, timeout)?;
         self.holder = None;
         wait_until_gone(&self.path)
     }
@@ -149,7 +149,7 @@ pub fn detach_path(device: &Path) -> Result<(), LoopError> {
     }
     let path = device.to_owned();
     let done = within(DEADLINE, move || {
-        let exclusive = patiently(|| claim(&path), LoopError::may_pass)?;
+        let exclusive = retry(|| claim(&path), LoopError::may_pass)?;
         if let Err(error) = rustix::fs::fsync(&exclusive) {
             tracing::warn!(device = %path.display(), %error, "bytes are given up that cannot be written back");
         }

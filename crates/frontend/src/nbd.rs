@@ -4,12 +4,12 @@
 //! - Fixed newstyle negotiation with several exports, `INFO`, `GO`, `LIST` and TLS; structured replies with holes,
 //!   `base:allocation`, flush, FUA, trim, zeroes with `NO_HOLE` and `FAST_ZERO`, cache, several connections to one
 //!   export.
-//! - A connection has one thread that reads requests. It answers by itself what waits for nothing; the rest goes to
-//!   threads that come and go with the work (`pool`). So does a long write that waits for nothing, when the client has
-//!   sent more already: one thread copies it to the device while the other receives what follows. Whoever has a reply
-//!   ready sends everybody's (`outbox`).
-//! - Everything that a client can make grow has a limit: connections, options, requests and bytes under way, the
-//!   time of the handshake, the time in which it must take what it asked for.
+//! - Each connection has one thread that receives requests. It serves requests that need not wait itself and hands the
+//!   others to a pool of threads that grows and shrinks with the work (`pool`). A long write goes to the pool too when
+//!   the client has sent more already: one thread copies it to the device while the other receives what follows.
+//!   A thread that completes a request sends all replies that are ready (`outbox`).
+//! - Everything that a client can make grow has a limit: connections, options, requests and bytes in flight, the
+//!   time of the handshake, the time in which it must receive its replies.
 //!
 //! What must not live here: sockets to anything but NBD clients, and what a device is made of.
 //!

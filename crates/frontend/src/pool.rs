@@ -1,4 +1,4 @@
-//! Threads for requests that wait, of every front end: for a disk, for a network, for room in a cache.
+//! The thread pool of front ends, for requests that may wait: for a disk, a network, or room in a cache.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -70,7 +70,7 @@ impl<J: Send + 'static> Pool<J> {
         let theirs = Arc::clone(shared);
         let thread = std::thread::Builder::new().name(shared.name.into());
         if let Err(error) = thread.spawn(move || theirs.serve()) {
-            tracing::warn!(%error, "{}: no more threads", shared.name);
+            tracing::warn!(%error, "{}: cannot start another thread", shared.name);
             let mut state = shared.state.lock();
             state.threads -= 1;
             if state.threads == 0 {

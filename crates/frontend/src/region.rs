@@ -46,7 +46,7 @@
 //!   a push copies words, each old or new, and catches what is written later with the next push.
 //!
 //! Through a slice or a pointer, an absent page is a wait. When the device fails, it is tried again if that can
-//! help, up to [`Options::patience`]; then the touch is a `SIGBUS` (a system call that was handed the address
+//! help, up to [`Options::timeout`]; then the touch is a `SIGBUS` (a system call that was handed the address
 //! returns `EFAULT`), and each later one too, until [`Region::prefault`], `read_at` or `write_at` brings the page in
 //! after all. A kernel without `UFFDIO_POISON` (before 6.6) lets it wait until the device answers or the region is
 //! closed. A touch after [`Region::close`] is a `SIGSEGV` or `EFAULT`.
@@ -261,7 +261,7 @@ impl Region {
     ///
     /// # Errors
     /// What the device says; [`DeviceError::Unavailable`] when another's read of the same page takes longer than
-    /// [`Options::patience`]; [`DeviceError::Closed`].
+    /// [`Options::timeout`]; [`DeviceError::Closed`].
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         self.shared.read_at(offset, buffer)
     }
@@ -280,7 +280,7 @@ impl Region {
     /// As [`Region::read_at`].
     pub fn prefault(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
         let range = self.range(offset, length)?;
-        let deadline = Instant::now() + self.shared.patience;
+        let deadline = Instant::now() + self.shared.timeout;
         self.shared.ensure(self.shared.units(&range), deadline)
     }
 
@@ -316,7 +316,7 @@ impl Region {
     ///
     /// # Errors
     /// What the device says; [`DeviceError::ReadOnly`], [`DeviceError::Closed`]; [`DeviceError::Unavailable`] when
-    /// another push is under way for longer than [`Options::patience`].
+    /// another push is under way for longer than [`Options::timeout`].
     pub fn push(&self) -> Result<Pushed, DeviceError> {
         self.shared.push()
     }
@@ -388,7 +388,9 @@ impl Drop for Region {
                 true => drop(thread.join()),
                 // It keeps the addresses taken until the device lets it go.
                 false => {
-                    tracing::warn!("a thread of a region waits for its device and is left behind")
+                    tracing::warn!(
+                        "a thread of a region still waits for its device and is abandoned"
+                    )
                 }
             }
         }

@@ -1,5 +1,5 @@
-//! A durable value for each chunk of a device: a [chunk log](crate::chunk_log), and what it says in memory, from which it
-//! is written anew when it has grown long.
+//! A durable value for each chunk of a device: a [chunk log](crate::chunk_log) and its contents in memory, from which the
+//! log is rewritten when it has grown long.
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
@@ -301,6 +301,57 @@ mod tests {
                 );
             }
         }
+    }
+
+    /// A disk that lies about syncs can take back what it acknowledged. What is then found is refused, or is what the map
+    /// held at some moment: no chunk has a value that it never had.
+    #[test]
+    fn under_syncs_that_lie_no_value_is_made_up() {
+        let (mut older, mut refused) = (0, 0);
+        for seed in 0..300 {
+            let mut rng = Rng::with_seed(seed);
+            let fake = FakeDirectory::new(512, seed);
+            let log = ChunkLog::create(Arc::new(fake.clone()), "map", b"header").unwrap();
+            let mut map = ChunkMap::new(log, b"header".to_vec(), 100);
+            let mut held = vec![[0; 100]];
+            let lies_from = rng.u32(1..20);
+            for generation in 1..rng.u32(20..60) {
+                if generation == lies_from {
+                    fake.let_syncs_lie();
+                }
+                let run = rng.u64(0..50)..rng.u64(50..=100);
+                let values = run.clone().map(|index| (index, Generation(generation)));
+                map.save(values, true, &[]).unwrap();
+                let mut now = held[held.len() - 1];
+                now[run.start as usize..run.end as usize].fill(generation);
+                held.push(now);
+                if rng.u8(0..20) == 0 {
+                    map.rewrite(&[]).unwrap();
+                }
+            }
+            let opened = ChunkLog::open(Arc::new(fake.after_crash(seed)), "map");
+            let found = opened.and_then(|opened| {
+                ChunkMap::<Generation>::replay(opened, b"header".to_vec(), 100, |_| Ok(()))
+            });
+            match found {
+                Ok(map) => {
+                    let found: Vec<u32> = (0..100).map(|i| map.get(i).unwrap().0).collect();
+                    let moment = held.iter().rposition(|then| then[..] == found);
+                    let moment = moment.unwrap_or_else(|| panic!("seed {seed}: {found:?}"));
+                    assert!(
+                        moment + 1 >= lies_from as usize,
+                        "seed {seed}: before the lie"
+                    );
+                    older += u32::from(moment + 1 < held.len());
+                }
+                Err(error) => {
+                    let read = !matches!(error, ChunkLogError::Io { .. });
+                    assert!(read, "seed {seed}: {error}");
+                    refused += 1;
+                }
+            }
+        }
+        assert!(older > 0 && refused > 0, "{older} older, {refused} refused");
     }
 
     #[test]

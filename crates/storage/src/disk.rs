@@ -1,5 +1,5 @@
-//! What a large file that many write at once asks of its disk beside reading and writing: that what was written is there
-//! after a crash, and to be shown what is really there.
+//! Syncing large files that several threads write at once, and dropping them from the page cache; with a trait, so that
+//! tests can simulate lost writes.
 
 use std::fs::File;
 use std::io;

@@ -23,10 +23,10 @@ pub struct Envelope {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EnvelopeError {
     /// It is something else, cut short, or too long.
-    #[error("it is not what it should be")]
+    #[error("it is a file of another kind")]
     Foreign,
     /// It is of another version.
-    #[error("it is of another version")]
+    #[error("its version is not known to this program")]
     Version,
     /// Its hash is not that of its bytes.
     #[error("it is damaged")]

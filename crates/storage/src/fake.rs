@@ -1,6 +1,8 @@
-//! A directory in memory whose power can fail: it keeps what is there and what would still be there.
+//! A directory in memory with simulated power failures: it keeps the current contents and the durable ones.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+mod inode;
+
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -8,6 +10,7 @@ use std::sync::{Arc, Weak};
 use fastrand::Rng;
 use parking_lot::Mutex;
 
+use self::inode::Inode;
 use super::{Access, Directory, File, Lock, check_name};
 
 /// A directory in memory with a live and a durable image of every file and of the names.
@@ -20,7 +23,7 @@ use super::{Access, Directory, File, Lock, check_name};
 /// - names are as they were after one of the changes since the directory was last synced.
 ///
 /// A [`File::sync`] that is made to fail behaves as Linux does: what was written before it is lost or not, by the
-/// seed, can still be read, and no later sync brings it back.
+/// seed, can still be read, and no later sync brings it back. Syncs may also lie, see [`FakeDirectory::let_syncs_lie`].
 #[derive(Clone)]
 pub struct FakeDirectory {
     state: Arc<Mutex<State>>,
@@ -68,36 +71,9 @@ struct State {
     off: bool,
     capacity: Option<u64>,
     faults: Option<Faults>,
+    /// Syncs succeed and make nothing durable.
+    syncs_lie: bool,
     rng: Rng,
-}
-
-/// The sectors of a file that hold anything but zeros, and its length.
-#[derive(Clone, Default)]
-struct Image {
-    sectors: BTreeMap<u64, Arc<[u8]>>,
-    length: u64,
-}
-
-/// What a sector held from a change on; no bytes are zeros.
-struct Version {
-    change: u64,
-    bytes: Option<Arc<[u8]>>,
-}
-
-#[derive(Default)]
-struct Inode {
-    /// The name it had last, for faults.
-    name: String,
-    live: Image,
-    durable: Image,
-    /// Contents that a sector had since the last sync, oldest first.
-    history: BTreeMap<u64, Vec<Version>>,
-    lengths: Vec<u64>,
-    changes: u64,
-    /// Bytes on bad sectors.
-    unreadable: Option<Range<u64>>,
-    /// Sectors that are reserved without holding anything.
-    reserved: BTreeSet<u64>,
 }
 
 fn power_is_off() -> io::Error {
@@ -129,6 +105,7 @@ impl FakeDirectory {
                 off: false,
                 capacity: None,
                 faults: None,
+                syncs_lie: false,
                 rng: Rng::with_seed(seed),
             })),
         }
@@ -178,6 +155,12 @@ impl FakeDirectory {
         self.state.lock().faults = None;
     }
 
+    /// From now on, syncs of files and of the directory succeed and make nothing durable, as those of a disk that
+    /// acknowledges a flush and keeps its write cache. Only a power failure shows it.
+    pub fn let_syncs_lie(&self) {
+        self.state.lock().syncs_lie = true;
+    }
+
     /// The directory as it may be found when the power comes back; `seed` chooses. Open files and locks are gone.
     #[must_use]
     pub fn after_crash(&self, seed: u64) -> Self {
@@ -192,13 +175,7 @@ impl FakeDirectory {
         let mut files = HashMap::new();
         for (name, id) in names {
             let image = state.files[id].after_crash(&mut rng, keep, state.sector);
-            let inode = Inode {
-                name: name.clone(),
-                live: image.clone(),
-                durable: image,
-                ..Inode::default()
-            };
-            files.insert(*id, inode);
+            files.insert(*id, Inode::durable(name, image));
         }
         let after = Self::new(state.sector as u32, rng.u64(..));
         {
@@ -220,13 +197,7 @@ impl FakeDirectory {
             let mut new = after.state.lock();
             for (name, id) in &state.names {
                 let live = state.files[id].live.clone();
-                let inode = Inode {
-                    name: name.clone(),
-                    durable: live.clone(),
-                    live,
-                    ..Inode::default()
-                };
-                new.files.insert(*id, inode);
+                new.files.insert(*id, Inode::durable(name, live));
             }
             new.names = state.names.clone();
             new.durable_names = state.names.clone();
@@ -269,148 +240,14 @@ impl FakeDirectory {
         let id = state.next_id;
         state.next_id += 1;
         let sector = state.sector;
-        let mut inode = Inode {
-            name: name.to_owned(),
-            ..Inode::default()
-        };
+        let mut inode = Inode::default();
         inode.write(0, bytes, sector);
-        inode.durable = inode.live.clone();
-        inode.history.clear();
-        inode.lengths.clear();
-        state.files.insert(id, inode);
+        state.files.insert(id, Inode::durable(name, inode.live));
         state.names.insert(name.to_owned(), id);
         state.durable_names.insert(name.to_owned(), id);
         for step in &mut state.name_steps {
             step.insert(name.to_owned(), id);
         }
-    }
-}
-
-impl Image {
-    fn read(&self, buffer: &mut [u8], offset: u64, sector: u64) {
-        buffer.fill(0);
-        let end = offset + buffer.len() as u64;
-        for (index, bytes) in self.sectors.range(offset / sector..end.div_ceil(sector)) {
-            let start = index * sector;
-            let (from, to) = (start.max(offset), (start + sector).min(end));
-            buffer[(from - offset) as usize..(to - offset) as usize]
-                .copy_from_slice(&bytes[(from - start) as usize..(to - start) as usize]);
-        }
-    }
-
-    /// No file system shows what is behind the end once the file grows again.
-    fn drop_beyond_end(&mut self, sector: u64) {
-        drop(self.sectors.split_off(&self.length.div_ceil(sector)));
-        let within = (self.length % sector) as usize;
-        if let Some(bytes) = self.sectors.get_mut(&(self.length / sector)) {
-            let mut cut = bytes.to_vec();
-            cut[within..].fill(0);
-            *bytes = cut.into();
-        }
-    }
-
-    fn set(&mut self, index: u64, content: Option<Arc<[u8]>>) {
-        match content {
-            Some(bytes) => drop(self.sectors.insert(index, bytes)),
-            None => drop(self.sectors.remove(&index)),
-        }
-    }
-}
-
-impl Inode {
-    fn after_crash(&self, rng: &mut Rng, keep: f64, sector: u64) -> Image {
-        let mut image = self.durable.clone();
-        // Each sector for itself; or the sectors before and behind some place as they were at two moments, which
-        // finds what was long overwritten but whole.
-        let by_sector = rng.bool();
-        let last = self.history.last_key_value().map_or(0, |(index, _)| *index);
-        let place = rng.u64(0..=last + 1);
-        let moments = [rng.u64(0..=self.changes), rng.u64(0..=self.changes)];
-        for (index, versions) in &self.history {
-            let count = match by_sector {
-                true if rng.f64() >= keep => 0,
-                // Mostly the last that was written.
-                true if rng.bool() => versions.len(),
-                true => rng.usize(1..=versions.len()),
-                false => {
-                    let moment = moments[usize::from(*index < place)];
-                    versions.partition_point(|v| v.change <= moment)
-                }
-            };
-            if let Some(version) = count.checked_sub(1) {
-                image.set(*index, versions[version].bytes.clone());
-            }
-        }
-        if !self.lengths.is_empty() && rng.f64() < keep.max(0.2) {
-            image.length = self.lengths[rng.usize(0..self.lengths.len())];
-        }
-        image.drop_beyond_end(sector);
-        image
-    }
-
-    /// Gives a sector new content. `None` is zeros.
-    fn put(&mut self, index: u64, content: Option<Arc<[u8]>>) {
-        self.history.entry(index).or_default().push(Version {
-            change: self.changes,
-            bytes: content.clone(),
-        });
-        self.live.set(index, content);
-    }
-
-    fn write(&mut self, offset: u64, data: &[u8], sector: u64) {
-        let end = offset + data.len() as u64;
-        for index in offset / sector..end.div_ceil(sector) {
-            let start = index * sector;
-            let mut bytes = match self.live.sectors.get(&index) {
-                Some(bytes) => bytes.to_vec(),
-                None => vec![0; sector as usize],
-            };
-            let (from, to) = (start.max(offset), (start + sector).min(end));
-            bytes[(from - start) as usize..(to - start) as usize]
-                .copy_from_slice(&data[(from - offset) as usize..(to - offset) as usize]);
-            self.reserved.remove(&index);
-            self.put(index, Some(bytes.into()));
-        }
-        if end > self.live.length && !data.is_empty() {
-            self.live.length = end;
-            self.lengths.push(end);
-        }
-    }
-
-    /// Makes a range zero, inside sectors too; looks only at sectors that hold something.
-    fn clear(&mut self, offset: u64, end: u64, sector: u64) {
-        let range = offset / sector..end.div_ceil(sector);
-        let there: Vec<u64> = self
-            .live
-            .sectors
-            .range(range.clone())
-            .map(|s| *s.0)
-            .collect();
-        for index in there {
-            let start = index * sector;
-            if start >= offset && start + sector <= end {
-                self.put(index, None);
-            } else if let Some(bytes) = self.live.sectors.get(&index) {
-                let mut bytes = bytes.to_vec();
-                let (from, to) = (start.max(offset), (start + sector).min(end));
-                bytes[(from - start) as usize..(to - start) as usize].fill(0);
-                self.put(index, Some(bytes.into()));
-            }
-        }
-        let whole = offset.div_ceil(sector)..end / sector;
-        self.reserved.retain(|index| !whole.contains(index));
-    }
-
-    /// Makes durable what was not; what a failed sync lost was taken for clean and is not written again.
-    fn sync_pending(&mut self) {
-        for (index, mut versions) in std::mem::take(&mut self.history) {
-            self.durable
-                .set(index, versions.pop().and_then(|v| v.bytes));
-        }
-        if let Some(length) = self.lengths.pop() {
-            self.durable.length = length;
-        }
-        self.lengths.clear();
     }
 }
 
@@ -477,11 +314,7 @@ impl Directory for FakeDirectory {
             None => {
                 let id = state.next_id;
                 state.next_id += 1;
-                let inode = Inode {
-                    name: name.to_owned(),
-                    ..Inode::default()
-                };
-                state.files.insert(id, inode);
+                state.files.insert(id, Inode::named(name));
                 state.names.insert(name.to_owned(), id);
                 state.names_changed();
                 id
@@ -550,8 +383,10 @@ impl Directory for FakeDirectory {
         if state.step(Operation::SyncDirectory, "")? {
             return Err(power_is_off());
         }
-        state.durable_names = state.names.clone();
-        state.name_steps.clear();
+        if !state.syncs_lie {
+            state.durable_names = state.names.clone();
+            state.name_steps.clear();
+        }
         Ok(())
     }
 
@@ -696,12 +531,9 @@ impl File for FakeFile {
         let name = state.files[&self.id].name.clone();
         let cut = match state.step(Operation::Sync, &name) {
             Err(error) if !state.off => {
-                // The kernel takes the pages for clean now, wherever they are.
                 let (mut rng, sector) = (state.rng.fork(), state.sector);
                 if let Some(inode) = state.files.get_mut(&self.id) {
-                    inode.durable = inode.after_crash(&mut rng, 0.5, sector);
-                    inode.history.clear();
-                    inode.lengths.clear();
+                    inode.fail_sync(&mut rng, sector);
                 }
                 return Err(error);
             }
@@ -710,7 +542,9 @@ impl File for FakeFile {
         if cut {
             return Err(power_is_off());
         }
-        if let Some(inode) = state.files.get_mut(&self.id) {
+        if !state.syncs_lie
+            && let Some(inode) = state.files.get_mut(&self.id)
+        {
             inode.sync_pending();
         }
         Ok(())

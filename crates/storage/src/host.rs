@@ -1,4 +1,4 @@
-//! Files of the host.
+//! The implementation on the file systems of the host.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -1,13 +1,35 @@
-//! Files of drover's own: one trait for a flat directory of them, its host, and a fake that loses power.
+//! Storage of drover's own state files: one trait for a flat directory of files ([`Directory`], [`File`]), its
+//! implementation on the host, and a fake for tests that simulates power failures.
 //!
-//! Beside them: files that keep their first error ([`SyncedFile`]); how a small file is replaced as a whole
-//! ([`atomic_replace`]) and says whether it is whole ([`Envelope`]); how records are appended ([`record_log`]), and on that
-//! a map of runs to states ([`chunk_log`]) and a value for each chunk ([`chunk_map`]).
+//! Built on it: files that remember their first sync error ([`SyncedFile`]), atomic replacement of a small file
+//! ([`atomic_replace`]) with a checksum ([`Envelope`]), append-only logs of records ([`record_log`]), and on those a map
+//! of runs to states ([`chunk_log`]) and a durable value per chunk ([`chunk_map`]).
 //!
-//! What a format means belongs to the crate that owns it; images that users bring are not read through this.
+//! The meaning of a format belongs to the crate that owns it. Images of users are not read through this crate.
 //!
-//! The traits are small so that a fake can stand in that forgets what was not synced: what is written is durable only
-//! after [`File::sync`] (bytes and length) and [`Directory::sync`] (names that were made, renamed or removed).
+//! The traits are small so that the fake can forget what was not synced: data is durable only after [`File::sync`]
+//! (bytes and length) and [`Directory::sync`] (names that were created, renamed or removed).
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use drover_storage::chunk_log::{ChunkLog, Record};
+//! use drover_storage::HostDirectory;
+//!
+//! let temporary = tempfile::tempdir()?;
+//! let directory = Arc::new(HostDirectory::open(temporary.path())?);
+//! let mut log = ChunkLog::create(directory.clone(), "map", b"owner's header")?;
+//! log.append(&[Record { first: 7, count: 3, state: 1, mask: 0 }])?;
+//! log.sync()?;
+//!
+//! let mut records = Vec::new();
+//! ChunkLog::open(directory, "map")?.replay(|record| {
+//!     records.push(record);
+//!     Ok(())
+//! })?;
+//! assert_eq!((records[0].first, records[0].count), (7, 3));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 use std::io;
 

@@ -1,8 +1,7 @@
-//! A file that records are appended to, whatever their framing is: how one is written so that a crash leaves whole ones,
-//! and how they are read back.
+//! An append-only file of records: appending so that a crash leaves only whole records, and reading them back.
 //!
-//! What a record looks like, and whether one is whole, is its owner's: a checksum in each tells a torn one, and replay
-//! ends there. Nothing may then stand behind a torn record that could be taken for one, which is what this module sees to.
+//! Framing is the owner's: each record has a checksum that detects a torn one, and replay ends there. This module makes
+//! sure that nothing follows a torn record that could be mistaken for one.
 
 use std::io;
 use std::sync::Arc;

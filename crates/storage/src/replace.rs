@@ -1,4 +1,4 @@
-//! Putting a small file in the place of another as a whole.
+//! Atomic replacement of small files.
 
 use std::fs;
 use std::io;

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use drover_device::synced::Left;
+use drover_device::synced::CacheContents;
 use drover_storage::{Directory, HostDirectory, atomic_replace};
 use serde::{Deserialize, Serialize};
 
@@ -280,7 +280,7 @@ impl Place {
     ///
     /// # Errors
     /// When it cannot be read.
-    pub fn left(&self, image: usize) -> Result<Option<Left>> {
+    pub fn left(&self, image: usize) -> Result<Option<CacheContents>> {
         let cache = self.cache(image);
         if !cache.exists() {
             return Ok(None);
@@ -288,7 +288,7 @@ impl Place {
         let directory = HostDirectory::open(&cache)
             .with_context(|| format!("cannot open {}", cache.display()))?;
         let directory: Arc<dyn Directory> = Arc::new(directory);
-        Ok(Left::look(&directory)?)
+        Ok(CacheContents::read(&directory)?)
     }
 
     /// Where the mount daemon listens.

@@ -1,4 +1,4 @@
-//! A device in a directory: one file a chunk.
+//! A device stored in a directory, one file per chunk.
 
 mod files;
 mod header;

@@ -1,4 +1,4 @@
-//! A device in a file or a block device of the host.
+//! A device stored in a file or a block device of the host.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, FileTypeExt};
@@ -38,7 +38,7 @@ impl FileDevice {
         let regular = metadata.is_file();
         if !regular && !metadata.file_type().is_block_device() {
             return Err(DeviceError::Unsupported(
-                "live in what is neither a file nor a block device".into(),
+                "be stored in anything but a regular file or a block device".into(),
             ));
         }
         let size = match regular {

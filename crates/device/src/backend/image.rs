@@ -1,4 +1,4 @@
-//! A disk image as a device, to be read.
+//! A disk image (raw, qcow2, ...) as a read-only device.
 
 use std::io;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! A device in memory. What was never written takes no room.
+//! A device in memory. Ranges that were never written take no memory.
 
 use drover_core::{
     BlockDevice, Capabilities, Cost, DeviceError, Extent, ExtentKind, Zeroes, check_range,

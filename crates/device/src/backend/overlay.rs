@@ -1,22 +1,21 @@
-//! A copy-on-write device: changes go into a directory, the base stays as it is.
+//! A copy-on-write device: writes go to files in a directory, the base image is never changed.
 //!
-//! Each block of 4096 bytes is in the base, here (in a sparse file, at the block's own offset), or nowhere (zeros).
-//! Which it is is kept in memory and, durably, in a [chunk log](drover_storage::chunk_log). Files, and what a crash leaves at
-//! each moment: `docs/format/overlay.md`.
+//! Each block of 4096 bytes is read from the base, from the overlay's data (a sparse file, at the block's own offset),
+//! or is zero. This block map is kept in memory and, durably, in a [chunk log](drover_storage::chunk_log). Files, and
+//! what a crash leaves at each moment: `docs/format/overlay.md`.
 //!
-//! It can be changed in two ways. As any [`BlockDevice`]: a flush makes what was written durable, and what was not
-//! flushed may be lost by sectors. And by epochs ([`Overlay::stage`], [`Overlay::commit`]), which a far side's
-//! write-back uses: an epoch counts as a whole or not at all, for readers and for crashes.
+//! There are two ways to write. As any [`BlockDevice`]: a flush makes earlier writes durable; without one, any of
+//! their sectors may be lost. And by epochs ([`Overlay::stage`], [`Overlay::commit`]), used by a remote cache's
+//! write-back: an epoch is applied as a whole or not at all, for readers and after crashes.
 //!
-//! **Readers and a commit.** A commit first seals the epoch in its redo file, then switches: from one moment on every
-//! read looks into the sealed redo before it looks at the states. Only then is the epoch copied into the data, which
-//! no reader sees, since each block that is written there is still read from the redo. When data and states are
-//! durable it switches back. The lock is held for the switches only; a request holds it while it reads the overlay's
-//! own files (the base does not change), so each request sees all of an epoch or nothing. When the copying fails,
-//! for example because the disk is full, the epoch counts all the same and reads go on from the redo; what would
-//! change the device fails until the copying succeeds.
+//! **Reads during a commit.** A commit first seals the epoch in its redo file, then atomically makes reads look into
+//! the sealed redo before the block map. Only then is the epoch copied into the data; no reader sees that, since each
+//! block being copied is still read from the redo. When data and block map are durable, reads switch back. The lock is
+//! held only for the switches and by a request while it reads the overlay's own files (the base does not change), so
+//! each request sees all of an epoch or none of it. If copying fails, for example because the disk is full, the epoch
+//! is committed all the same and reads continue from the redo; writes fail until the copying succeeds.
 //!
-//! The next epoch may be staged meanwhile; it is sealed when the copying is over.
+//! The next epoch may be staged meanwhile; it is sealed once the copying has finished.
 //!
 //! **Locks**, in the order in which they may be held together: `staging`, `settling`, `plain`, `saving`, `ranges`,
 //! `sealed`, `states`. The base is read under `plain` and `ranges` when part of a block is written, so it should be local.
@@ -48,7 +47,7 @@ pub use error::OverlayError;
 
 use ranges::Ranges;
 use redo::Redo;
-use states::{State, States};
+use states::{BlockState, States};
 
 /// The largest device, in bytes: what bounds the states that are in memory.
 pub const MAX_SIZE: u64 = 64 << 40;
@@ -163,7 +162,7 @@ impl Overlay {
         let sealed = self.sealed.read();
         let states = self.states.read();
         let count = |blocks: std::ops::Range<u64>| {
-            let runs = states.runs(blocks).filter(|run| run.1 == State::Base);
+            let runs = states.runs(blocks).filter(|run| run.1 == BlockState::Base);
             runs.map(|run| run.0.end - run.0.start).sum::<u64>()
         };
         let pieces = sealed.iter().flat_map(|redo| redo.all());

@@ -1,4 +1,4 @@
-//! Any offset and any length, onto a device that takes only whole chunks.
+//! A stage that takes any offset and length, over a device that takes only whole chunks.
 
 use drover_core::{
     BlockDevice, Capabilities, Cost, DeviceError, Extent, ExtentKind, Zeroes, check_range, is_zero,

@@ -1,4 +1,4 @@
-//! What the stages share that let a request through unchanged, or late, or not at all.
+//! The common part of stages that pass requests on unchanged, delay them or refuse them.
 
 use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes, check_range};
 

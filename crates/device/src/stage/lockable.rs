@@ -1,4 +1,4 @@
-//! Stops a device without stopping who uses it.
+//! A stage that can be locked: requests wait while it is, and those in flight are drained first.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, Cost, DeviceError};
 use parking_lot::{Condvar, Mutex};
 
-use super::MAX_PATIENCE;
+use super::MAX_TIMEOUT;
 use super::gated::{Entry, Gate, Gated, Operation, Request};
 
 /// A device that can be locked: then no request is under way and none begins until it is unlocked.
@@ -14,10 +14,10 @@ pub type Lockable<D> = Gated<D, Latch>;
 
 impl<D: BlockDevice> Lockable<D> {
     /// An unlocked device, and the handle that locks it. A request that is held back fails as
-    /// [`DeviceError::Unavailable`] after `patience`, of at most a day; [`LockHandle::lock`] has the same.
-    pub fn new(inner: D, patience: Duration) -> (Self, LockHandle) {
+    /// [`DeviceError::Unavailable`] after `timeout`, of at most a day; [`LockHandle::lock`] has the same.
+    pub fn new(inner: D, timeout: Duration) -> (Self, LockHandle) {
         let shared = Arc::new(Shared {
-            patience: patience.min(MAX_PATIENCE),
+            timeout: timeout.min(MAX_TIMEOUT),
             state: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -36,7 +36,7 @@ pub struct Latch {
 
 #[derive(Debug)]
 struct Shared {
-    patience: Duration,
+    timeout: Duration,
     state: Mutex<State>,
     /// Told when somebody may go on: at an unlock, a close, and when a locked device has drained.
     changed: Condvar,
@@ -68,13 +68,13 @@ pub struct LockGuard {
 
 impl LockHandle {
     /// Locks the device: holds new requests back, and returns when all that were under way are answered. Waits for at
-    /// most the patience that the device was made with. Does not flush.
+    /// most the timeout that the device was made with. Does not flush.
     ///
     /// # Errors
     /// [`DeviceError::Unavailable`] when that takes too long, or somebody else holds the lock for so long; the device
     /// is then as if this had not been called. [`DeviceError::Closed`].
     pub fn lock(&self) -> Result<LockGuard, DeviceError> {
-        self.lock_until(Instant::now() + self.shared.patience)
+        self.lock_until(Instant::now() + self.shared.timeout)
     }
 
     /// As [`LockHandle::lock`], until `deadline`.
@@ -87,7 +87,7 @@ impl LockHandle {
         while state.locked && !state.closed {
             if shared.changed.wait_until(&mut state, deadline).timed_out() && state.locked {
                 return Err(DeviceError::Unavailable(
-                    "the device has been locked by somebody else for too long".into(),
+                    "another holder has kept the device locked for too long".into(),
                 ));
             }
         }
@@ -106,7 +106,7 @@ impl LockHandle {
                 drop(state);
                 drop(guard);
                 return Err(DeviceError::Unavailable(format!(
-                    "{count} requests are still under way"
+                    "{count} requests are still in flight"
                 )));
             }
         }
@@ -185,7 +185,7 @@ impl Gate for Latch {
                 // Nobody waits for advice.
                 return Ok(Entry::Ignore);
             }
-            let deadline = Instant::now() + shared.patience;
+            let deadline = Instant::now() + shared.timeout;
             state.held += 1;
             let mut late = false;
             while state.locked && !state.closed && !late {
@@ -195,7 +195,7 @@ impl Gate for Latch {
             if state.locked && !state.closed {
                 return Err(DeviceError::Unavailable(format!(
                     "the device has been locked for {:?}",
-                    shared.patience
+                    shared.timeout
                 )));
             }
         }

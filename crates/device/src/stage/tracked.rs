@@ -1,4 +1,4 @@
-//! Knows what was changed.
+//! A stage that records which ranges were written.
 
 use std::collections::HashMap;
 use std::ops::Range;

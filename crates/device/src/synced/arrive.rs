@@ -1,11 +1,11 @@
-//! What comes from the far side: chunks into the cache, news to those who wait.
+//! Chunks that arrive: they are stored in the cache, and requests that wait for them are woken.
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use drover_core::{DeviceError, Digest};
 
 use super::shared::Shared;
-use super::state::State;
+use super::state::ChunkState;
 use super::wait::{Outcome, Waiting};
 use crate::remote::{Chunks, Content, Fetched};
 
@@ -53,9 +53,7 @@ impl Shared {
     fn take_one(&self, index: u64, content: Content) -> (Taken, Waiting, Outcome) {
         if matches!(&content, Content::Data(bytes, _) if bytes.len() as u64 != self.geometry.length(index))
         {
-            let error = DeviceError::Corrupt(format!(
-                "chunk {index} came with another length than it has"
-            ));
+            let error = DeviceError::Corrupt(format!("chunk {index} arrived with a wrong length"));
             let waiting = self.waits.take(index);
             return (Taken::Refused, waiting, Outcome::Failed(error));
         }
@@ -63,7 +61,7 @@ impl Shared {
         // Nobody writes to a chunk that is handed out between the look and the taking down.
         if let Err(error) = room
             && let _stripe = self.states.read(index)
-            && self.states.get(index) == State::Absent
+            && self.states.get(index) == ChunkState::Absent
         {
             let waiting = self.waits.take(index);
             return (Taken::Refused, waiting, Outcome::Handed(content, error));
@@ -86,7 +84,7 @@ impl Shared {
                 }
                 let _stripe = self.states.read(index);
                 let outcome = match self.states.get(index) {
-                    State::Absent => Outcome::Handed(content, error),
+                    ChunkState::Absent => Outcome::Handed(content, error),
                     // Without what was written to it here, it must not be used.
                     _ => Outcome::Failed(error),
                 };
@@ -114,16 +112,16 @@ impl Shared {
             return Ok(None);
         }
         match (self.states.get(index), content) {
-            (State::Absent, Content::Zero) => {
-                self.become_clean(index, State::Zero, None);
+            (ChunkState::Absent, Content::Zero) => {
+                self.become_clean(index, ChunkState::Zero, None);
                 Ok(Some(Content::Zero))
             }
-            (State::Absent, Content::Data(bytes, digest)) => {
+            (ChunkState::Absent, Content::Data(bytes, digest)) => {
                 self.cache.write(self.geometry.start(index), bytes)?;
-                self.become_clean(index, State::Clean, Some(*digest));
+                self.become_clean(index, ChunkState::Clean, Some(*digest));
                 Ok(Some(content.clone()))
             }
-            (State::Partial, _) => {
+            (ChunkState::Partial, _) => {
                 self.fill_up(index, content)?;
                 // What was written here before is part of it, and may be newer than what came.
                 let bytes = self.cache.chunk(index)?;
@@ -135,7 +133,7 @@ impl Shared {
     }
 
     /// The stripe's write lock is held.
-    pub(super) fn become_clean(&self, index: u64, state: State, digest: Option<Digest>) {
+    pub(super) fn become_clean(&self, index: u64, state: ChunkState, digest: Option<Digest>) {
         let mut table = self.table.lock();
         table.present.remove(&index);
         table.settled(index, digest);
@@ -160,7 +158,7 @@ impl Shared {
         if table.unpushed(index) != 0 {
             table.unlogged.remove(&index);
             table.unlogged_dirty.insert(index);
-            self.states.set(index, State::Dirty);
+            self.states.set(index, ChunkState::Dirty);
             return Ok(());
         }
         table.guarded.insert(index);
@@ -169,7 +167,7 @@ impl Shared {
         let bytes = self.cache.chunk(index)?;
         self.become_clean(
             index,
-            State::Clean,
+            ChunkState::Clean,
             Some(Digest(blake3::hash(&bytes).into())),
         );
         Ok(())
@@ -201,19 +199,19 @@ impl Shared {
 
     /// A partial chunk with nothing left to push is as good as absent once no fetch of it is under way.
     pub(super) fn settle_partial(&self, index: u64) {
-        if self.states.get(index) != State::Partial {
+        if self.states.get(index) != ChunkState::Partial {
             return;
         }
         let _stripe = self.states.write(index);
         let mut table = self.table.lock();
-        if self.states.get(index) == State::Partial
+        if self.states.get(index) == ChunkState::Partial
             && !self.states.in_flight(index)
             && table.unpushed(index) == 0
         {
             table.present.remove(&index);
             table.guarded.insert(index);
             table.settled(index, None);
-            self.states.set(index, State::Absent);
+            self.states.set(index, ChunkState::Absent);
             drop(table);
             self.spoil_presence(index);
         }

@@ -1,5 +1,5 @@
-//! The files of a cache: the bytes, a digest for each chunk, and the map that says what of them is true. Layout and the
-//! argument for crashes: `docs/format/mount-cache.md`.
+//! The files of a cache: the bytes, a digest for each chunk, and the map of chunk states. Layout and
+//! behaviour after crashes: `docs/format/mount-cache.md`.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use drover_core::{DeviceError, Digest};
 use parking_lot::Mutex;
 
 use super::SyncedError;
-use super::state::{Geometry, Mask, State};
+use super::state::{ChunkState, Geometry, Mask};
 use crate::remote::{Epoch, Shape};
 use drover_storage::chunk_log::{ChunkLog, ChunkLogError, Opened, Record};
 use drover_storage::chunk_map::{ChunkMap, ChunkValue, FIRST_NOTE};
@@ -40,10 +40,10 @@ pub struct Cache {
     lock: Mutex<Option<Box<dyn Send + Sync>>>,
 }
 
-/// What the map says when a cache is opened.
-pub struct Found {
+/// The map of a cache that was opened.
+pub struct OpenedMap {
     pub log: Log,
-    /// It was not closed as it should have been.
+    /// The cache was not closed cleanly.
     pub unclean: bool,
 }
 
@@ -60,9 +60,9 @@ fn io(
     }
 }
 
-/// Of what a cache is.
+/// Which device a cache belongs to.
 #[derive(Clone, Copy)]
-pub struct Of<'a> {
+pub struct CacheOf<'a> {
     /// What the device is called.
     pub identity: &'a [u8],
     /// The image's digest.
@@ -71,7 +71,7 @@ pub struct Of<'a> {
     pub former: Option<Digest>,
 }
 
-fn header(geometry: Geometry, of: Of<'_>) -> Vec<u8> {
+fn header(geometry: Geometry, of: CacheOf<'_>) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend_from_slice(&VERSION.to_le_bytes());
     bytes.extend_from_slice(&geometry.shape.chunk.to_le_bytes());
@@ -86,8 +86,8 @@ impl Cache {
     pub fn open(
         directory: Arc<dyn Directory>,
         geometry: Geometry,
-        of: Of<'_>,
-    ) -> Result<(Self, Found), SyncedError> {
+        of: CacheOf<'_>,
+    ) -> Result<(Self, OpenedMap), SyncedError> {
         let lock = exclusive(directory.as_ref())?;
         let ours = header(geometry, of);
         match ChunkLog::open(Arc::clone(&directory), MAP) {
@@ -115,7 +115,7 @@ impl Cache {
                     // What a killed process wrote may be in memory only, and the map counts on it.
                     cache.sync()?;
                 }
-                Ok((cache, Found { log, unclean }))
+                Ok((cache, OpenedMap { log, unclean }))
             }
             Err(error) if error.is_missing() => Self::create(directory, geometry, ours, lock),
             Err(error) => Err(error.into()),
@@ -127,7 +127,7 @@ impl Cache {
         geometry: Geometry,
         ours: Vec<u8>,
         lock: Box<dyn Send + Sync>,
-    ) -> Result<(Self, Found), SyncedError> {
+    ) -> Result<(Self, OpenedMap), SyncedError> {
         let file = |name: &str, length: u64| {
             let make = || {
                 let file = directory.create(name)?;
@@ -147,7 +147,7 @@ impl Cache {
         };
         // The map comes last: it is what makes the directory a cache.
         let log = ChunkLog::create(directory, MAP, &ours)?;
-        let found = Found {
+        let found = OpenedMap {
             log: Log {
                 map: ChunkMap::new(log, ours, chunks),
                 geometry,
@@ -244,9 +244,9 @@ impl Cache {
     }
 }
 
-/// What a cache that nobody has open holds.
+/// What a cache that is not open holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Left {
+pub struct CacheContents {
     /// The device that it is a cache of.
     pub shape: Shape,
     /// Bytes that were written and are not known to be at the far side; whole subchunks.
@@ -255,12 +255,12 @@ pub struct Left {
     pub image: Option<Digest>,
 }
 
-impl Left {
+impl CacheContents {
     /// Reads the map of the cache in `directory`; none when there is no cache.
     ///
     /// # Errors
     /// [`SyncedError`]: in use, or not a map that can be read.
-    pub fn look(directory: &Arc<dyn Directory>) -> Result<Option<Self>, SyncedError> {
+    pub fn read(directory: &Arc<dyn Directory>) -> Result<Option<Self>, SyncedError> {
         let opened = match ChunkLog::open(Arc::clone(directory), MAP) {
             Ok(opened) => opened,
             Err(error) if error.is_missing() => return Ok(None),
@@ -334,7 +334,7 @@ fn check_header(
     directory: &dyn Directory,
     found: &[u8],
     ours: &[u8],
-    of: Of<'_>,
+    of: CacheOf<'_>,
 ) -> Result<bool, SyncedError> {
     let file = directory.describe(MAP);
     match version_of(found) {
@@ -352,7 +352,7 @@ fn check_header(
 
 /// What the map says of a chunk: its state, and the subchunks meant.
 #[derive(Clone, Copy)]
-struct Chunk(State, Mask);
+struct Chunk(ChunkState, Mask);
 
 impl ChunkValue for Chunk {
     fn parts(self) -> (u8, u64) {
@@ -360,7 +360,7 @@ impl ChunkValue for Chunk {
     }
 
     fn from_parts(state: u8, mask: u64) -> Option<Self> {
-        Some(Self(State::from_byte(state)?, mask))
+        Some(Self(ChunkState::from_byte(state)?, mask))
     }
 }
 
@@ -406,7 +406,7 @@ impl Log {
     }
 
     /// For every chunk that is not absent: its state, and the subchunks meant.
-    pub fn chunks(&self) -> impl Iterator<Item = (u64, State, Mask)> {
+    pub fn chunks(&self) -> impl Iterator<Item = (u64, ChunkState, Mask)> {
         let there = self.map.iter();
         // A file may name subchunks that the last chunk does not have.
         there.map(|(index, chunk)| (index, chunk.0, chunk.1 & self.geometry.all(index)))
@@ -427,7 +427,7 @@ impl Log {
     /// them behind.
     pub fn save(
         &mut self,
-        chunks: &[(u64, State, Mask)],
+        chunks: &[(u64, ChunkState, Mask)],
         durably: bool,
     ) -> Result<(), DeviceError> {
         let chunks = chunks

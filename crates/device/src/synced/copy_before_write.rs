@@ -1,5 +1,5 @@
-//! What subchunks held when an epoch was frozen, if they were overwritten before the far side had them: in memory up to a
-//! limit, then in a sparse file without a name, each subchunk at its own offset. So memory does not grow with what is kept.
+//! The copy-before-write store: the former bytes of subchunks that are overwritten while an epoch with them is being
+//! pushed. In memory up to a limit, then in an unnamed sparse file, each subchunk at its own offset.
 
 use std::collections::HashMap;
 

@@ -5,7 +5,7 @@ use drover_core::{
 };
 
 use super::shared::Shared;
-use super::state::State;
+use super::state::ChunkState;
 use super::{Synced, write};
 
 impl BlockDevice for Synced {
@@ -82,7 +82,7 @@ impl BlockDevice for Synced {
         // In a cache of limited size only what is dirty is sure to have its room when the write comes to it.
         let limited = self.shared.cache_limit.is_some();
         let ready = |index| match self.shared.states.get(index) {
-            State::Dirty => true,
+            ChunkState::Dirty => true,
             state => state.whole() && !limited,
         };
         let mut touched = self.shared.geometry.touched(offset, end - offset);
@@ -102,7 +102,7 @@ impl Shared {
         for index in self.geometry.touched(offset, length).take(MOST) {
             let within = self.geometry.within(index, offset, length);
             let kind = match self.states.get(index) {
-                State::Zero | State::Erased => ExtentKind::Zero,
+                ChunkState::Zero | ChunkState::Erased => ExtentKind::Zero,
                 _ => ExtentKind::Data,
             };
             let bytes = within.end - within.start;

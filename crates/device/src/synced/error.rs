@@ -38,7 +38,7 @@ pub enum SyncedError {
     },
     /// Both sides have changes.
     #[error(
-        "the image was changed elsewhere since this cache was last in step with it, and the cache holds changes that \
+        "the image was changed elsewhere since this cache was last in sync with it, and the cache holds changes that \
          were not pushed; copy what you need from one of them, then remove the cache"
     )]
     Conflict,

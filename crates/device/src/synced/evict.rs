@@ -1,4 +1,4 @@
-//! Room in a cache of limited size: clean chunks go, those unused longest first (CLOCK); dirty ones never do.
+//! Eviction from a cache of limited size: clean chunks, least recently used first (CLOCK); never dirty ones.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use drover_core::DeviceError;
 
 use super::shared::Shared;
-use super::state::State;
+use super::state::ChunkState;
 
 /// How long a writer waits at a time for the pusher to make chunks clean.
 const WAIT: Duration = Duration::from_millis(50);
 
 /// How long it waits for one that is being refused.
-const PATIENCE: Duration = Duration::from_millis(300);
+const RETRY_LIMIT: Duration = Duration::from_millis(300);
 
 /// Chunks that are evicted when the cache's disk is full.
 pub(super) const AT_ONCE: u64 = 16;
@@ -28,9 +28,7 @@ pub(super) enum Sparing {
 }
 
 fn full(what: &str) -> DeviceError {
-    DeviceError::NoSpace(format!(
-        "the cache is full of {what}; mount with a larger --cache-size"
-    ))
+    DeviceError::NoSpace(format!("the cache is full of {what}; use a larger cache"))
 }
 
 impl Shared {
@@ -87,7 +85,7 @@ impl Shared {
                 Err(error) => return Err(error),
             }
             let deadline = *deadline.get_or_insert_with(|| Instant::now() + self.give_up_after);
-            self.wait_for_room(deadline, began.elapsed() >= PATIENCE)?;
+            self.wait_for_room(deadline, began.elapsed() >= RETRY_LIMIT)?;
         }
     }
 
@@ -170,11 +168,11 @@ impl Shared {
         if !can {
             return false;
         }
-        if state == State::Unverified {
+        if state == ChunkState::Unverified {
             self.unverified.fetch_sub(1, Ordering::AcqRel);
         }
         table.settled(index, None);
-        self.states.set(index, State::Absent);
+        self.states.set(index, ChunkState::Absent);
         drop(table);
         self.spoil_presence(index);
         // Should it fail, the space is not given back, which the next write of it makes good.

@@ -1,4 +1,4 @@
-//! What steers a managed device beside its reads and writes.
+//! Handles that control a managed device: pulling, pushing, progress.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -11,7 +11,7 @@ use super::order::Order;
 use super::shared::Shared;
 use crate::remote::{Chunks, Epoch, Link, Traffic};
 
-/// How far a managed device is.
+/// Progress and status of a managed device.
 #[derive(Clone, Debug)]
 pub struct Progress {
     /// Chunks in all.
@@ -39,7 +39,7 @@ pub struct Progress {
     pub trouble: Option<DeviceError>,
 }
 
-/// How the epoch under way is.
+/// Progress of the epoch that is being pushed.
 #[derive(Clone, Debug, Default)]
 pub struct Pushing {
     /// Its bytes; 0 when there is none.

@@ -1,4 +1,4 @@
-//! How a managed device is set up.
+//! Options of a managed device.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -65,7 +65,7 @@ pub struct SyncedOptions {
 
 impl SyncedOptions {
     /// The usual ones: flushes go to the far side, everything is pulled, a push every 5 s or 256 MiB, ten minutes of
-    /// patience.
+    /// timeout.
     #[must_use]
     pub fn new(directory: Arc<dyn Directory>, remote: Arc<dyn Remote>, identity: &[u8]) -> Self {
         Self {

@@ -1,4 +1,4 @@
-//! In which order chunks are pulled, and the file that says so.
+//! The order in which chunks are pulled, and the file format of a recorded order.
 
 use std::ops::Range;
 

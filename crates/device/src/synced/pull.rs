@@ -1,5 +1,5 @@
-//! What is fetched before anybody asks (r3map §1.4.5.3): ahead of readers that read in order, then in the given order.
-//! How much is under way at once is the [`Remote`](crate::remote::Remote)'s business, which asks for the next run when
+//! Background fetching (r3map §1.4.5.3): read-ahead for sequential readers, then the given order.
+//! How much is in flight at once is the [`Remote`](crate::remote::Remote)'s business, which asks for the next run when
 //! it has room.
 
 use std::collections::VecDeque;
@@ -10,7 +10,7 @@ use drover_core::DeviceError;
 
 use super::order::Order;
 use super::shared::Shared;
-use super::state::State;
+use super::state::ChunkState;
 use crate::remote::Chunks;
 
 mod plan;
@@ -354,8 +354,8 @@ impl Shared {
             return end;
         }
         for index in index..last {
-            if self.states.get(index) == State::Absent && !self.states.in_flight(index) {
-                self.become_clean(index, State::Zero, None);
+            if self.states.get(index) == ChunkState::Absent && !self.states.in_flight(index) {
+                self.become_clean(index, ChunkState::Zero, None);
             }
         }
         last

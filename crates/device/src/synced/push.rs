@@ -1,9 +1,9 @@
-//! Epochs (r3map §1.4.5.4, made consistent): the dirty set is frozen at an instant, sent while writers go on, and
-//! counts at the far side only once all of it is there. So the far side is at all times a state the device really had.
+//! Pushing epochs (r3map §1.4.5.4, made consistent): the dirty set is frozen at an instant, sent while writers continue,
+//! and committed at the remote side as a whole. So the remote is at all times in a state that the device really had.
 //!
-//! An epoch that is interrupted stays frozen and goes on where it stood: the far side says what of it is staged there, and
-//! only the rest is sent. One that the far side refuses, or of which nothing is there yet when the link goes, is given up:
-//! what it held is dirty again and part of the next one.
+//! An interrupted epoch stays frozen and is resumed: the remote reports what of it is staged, and only the rest is
+//! sent. An epoch that is refused, or of which nothing is staged when the link is lost, is given up: its chunks are
+//! dirty again and part of the next epoch.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::options::Sync;
 use super::shared::Shared;
-use super::state::State;
+use super::state::ChunkState;
 use crate::remote::{Change, Epoch, Link};
 
 mod read;
@@ -321,7 +321,7 @@ impl Shared {
         if !self.copy_before.lock().takes_room() {
             return false;
         }
-        tracing::info!("a push is begun anew, for the room that it takes on the cache's disk");
+        tracing::info!("a push is restarted, to free the space it takes on the cache's disk");
         self.table.lock().thaw(self.geometry);
         self.copy_before.lock().clear();
         true
@@ -419,7 +419,7 @@ impl Shared {
             if staged.is_ok_and(|page| page.epoch == epoch) {
                 return Err(error);
             }
-            tracing::info!(%error, "a commit is asked for again");
+            tracing::info!(%error, "a commit is sent again");
         }
     }
 
@@ -479,21 +479,21 @@ impl Shared {
             table.guarded.insert(index);
         }
         match state {
-            State::Erased => self.become_clean(index, State::Zero, None),
-            State::Dirty => match self.cache.chunk(index) {
+            ChunkState::Erased => self.become_clean(index, ChunkState::Zero, None),
+            ChunkState::Dirty => match self.cache.chunk(index) {
                 Ok(bytes) => {
                     let digest = Digest(blake3::hash(&bytes).into());
-                    self.become_clean(index, State::Clean, Some(digest));
+                    self.become_clean(index, ChunkState::Clean, Some(digest));
                 }
                 Err(error) => {
                     // What cannot be read can be fetched: the far side has it now.
                     tracing::warn!(index, %error, "a chunk of the cache cannot be read");
-                    self.become_clean(index, State::Absent, None);
+                    self.become_clean(index, ChunkState::Absent, None);
                     self.spoil_presence(index);
                 }
             },
-            State::Partial if !self.states.in_flight(index) => {
-                self.become_clean(index, State::Absent, None);
+            ChunkState::Partial if !self.states.in_flight(index) => {
+                self.become_clean(index, ChunkState::Absent, None);
                 self.spoil_presence(index);
                 self.pull_again(crate::remote::Chunks {
                     first: index,
@@ -514,7 +514,7 @@ impl Shared {
         }
         let transient = error.is_transient();
         match transient {
-            true => tracing::info!(%error, "a push is begun anew"),
+            true => tracing::info!(%error, "a push is restarted"),
             false => tracing::warn!(%error, "a push was refused"),
         }
         self.over(Err(error));
@@ -531,7 +531,7 @@ impl Shared {
             state.requested = false;
             state.failed(&error);
             if !transient {
-                tracing::warn!(%error, "a push was refused, and goes on later");
+                tracing::warn!(%error, "a push was refused and is retried later");
                 // Nobody's bytes get through.
                 let upto = state.wanted;
                 state.refuse(upto, error);

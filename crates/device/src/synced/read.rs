@@ -1,11 +1,11 @@
-//! Reads: of what is here with one lock and one `pread` for a run, else after what is missing has come.
+//! Reads: local chunks take one lock and one `pread` per run; others are fetched first.
 
 use std::time::Instant;
 
 use drover_core::{DeviceError, check_range};
 
 use super::shared::Shared;
-use super::state::State;
+use super::state::ChunkState;
 use super::wait::{Outcome, Ticket};
 use crate::remote::{Chunks, Content};
 
@@ -22,7 +22,7 @@ impl Handed {
 }
 
 /// What a request finds.
-enum Found {
+enum ReadStep {
     Done,
     /// These are only at the far side.
     Missing(Vec<u64>),
@@ -62,9 +62,9 @@ impl Shared {
         let mut handed = Handed::default();
         loop {
             match self.try_read(offset, buffer, &handed)? {
-                Found::Done => return Ok(()),
-                Found::Unverified(chunks) => self.verify(&chunks)?,
-                Found::Missing(chunks) => {
+                ReadStep::Done => return Ok(()),
+                ReadStep::Unverified(chunks) => self.verify(&chunks)?,
+                ReadStep::Missing(chunks) => {
                     let deadline =
                         *deadline.get_or_insert_with(|| Instant::now() + self.give_up_after);
                     for (index, outcome) in self.await_chunks(&chunks, deadline)? {
@@ -85,25 +85,25 @@ impl Shared {
         offset: u64,
         buffer: &mut [u8],
         handed: &Handed,
-    ) -> Result<Found, DeviceError> {
+    ) -> Result<ReadStep, DeviceError> {
         let length = buffer.len() as u64;
         let touched = self.geometry.touched(offset, length);
         let _stripe = self.states.read(touched.start);
         let (mut missing, mut unverified) = (Vec::new(), Vec::new());
         for index in touched.clone() {
             match self.states.get(index) {
-                State::Clean | State::Zero | State::Erased | State::Dirty => {}
-                State::Unverified => unverified.push(index),
-                State::Partial if self.has(index, offset, length) => {}
+                ChunkState::Clean | ChunkState::Zero | ChunkState::Erased | ChunkState::Dirty => {}
+                ChunkState::Unverified => unverified.push(index),
+                ChunkState::Partial if self.has(index, offset, length) => {}
                 _ if handed.get(index).is_some() => {}
-                State::Absent | State::Partial => missing.push(index),
+                ChunkState::Absent | ChunkState::Partial => missing.push(index),
             }
         }
         if !missing.is_empty() {
-            return Ok(Found::Missing(missing));
+            return Ok(ReadStep::Missing(missing));
         }
         if !unverified.is_empty() {
-            return Ok(Found::Unverified(unverified));
+            return Ok(ReadStep::Unverified(unverified));
         }
         // Neighbours in the file are read at once.
         let mut run: Option<(u64, u64)> = None;
@@ -116,9 +116,9 @@ impl Shared {
             }
             let state = self.states.get(index);
             let plain = match state {
-                State::Zero | State::Erased => Some(&Content::Zero),
-                State::Absent => handed.get(index),
-                State::Partial if !self.has(index, offset, length) => handed.get(index),
+                ChunkState::Zero | ChunkState::Erased => Some(&Content::Zero),
+                ChunkState::Absent => handed.get(index),
+                ChunkState::Partial if !self.has(index, offset, length) => handed.get(index),
                 _ => None,
             };
             match plain {
@@ -134,14 +134,14 @@ impl Shared {
                             );
                         }
                     }
-                    if state == State::Partial {
+                    if state == ChunkState::Partial {
                         self.read_present(index, &within, part)?;
                     }
                 }
             }
         }
         self.read_run(offset, buffer, run)?;
-        Ok(Found::Done)
+        Ok(ReadStep::Done)
     }
 
     fn read_run(
@@ -249,7 +249,7 @@ impl Shared {
 
     fn too_late(&self, index: u64) -> DeviceError {
         DeviceError::Unavailable(format!(
-            "chunk {index} has not come within {} s{}",
+            "chunk {index} did not arrive within {} s{}",
             self.give_up_after.as_secs(),
             self.why_down()
         ))
@@ -277,7 +277,7 @@ impl Shared {
     pub(super) fn verify(&self, chunks: &[u64]) -> Result<(), DeviceError> {
         for index in chunks {
             let _stripe = self.states.write(*index);
-            if self.states.get(*index) != State::Unverified {
+            if self.states.get(*index) != ChunkState::Unverified {
                 continue;
             }
             let digest = self.cache.digest(*index)?;
@@ -285,11 +285,11 @@ impl Shared {
             let mut table = self.table.lock();
             match *blake3::hash(&bytes).as_bytes() == digest.0 {
                 // The map calls it clean already.
-                true => self.states.set(*index, State::Clean),
+                true => self.states.set(*index, ChunkState::Clean),
                 false => {
                     tracing::debug!(index, "a chunk of the cache is not what it was");
                     table.settled(*index, None);
-                    self.states.set(*index, State::Absent);
+                    self.states.set(*index, ChunkState::Absent);
                 }
             }
             self.unverified

@@ -1,7 +1,7 @@
-//! Making the cache durable: bytes and digests first, then the map that says so. Callers at the same time share one run.
+//! Making the cache durable: first bytes and digests, then the map of chunk states. Concurrent callers share one run.
 //!
-//! What was pulled is written down long before it is durable: that costs two small writes, a killed process then leaves all
-//! of it behind, and after a power loss the digests tell what was not there yet.
+//! Pulled chunks are entered in the map long before they are durable: that costs two small writes, so that nothing is
+//! lost when the process is killed; after a power loss the digests tell which chunks are not whole.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use drover_core::{DeviceError, Digest};
 
 use super::shared::Shared;
-use super::state::{Mask, State};
+use super::state::{ChunkState, Mask};
 
 mod turn;
 
@@ -25,7 +25,7 @@ const REST: Duration = Duration::from_millis(1);
 
 /// What a run writes down.
 struct Batch {
-    chunks: Vec<(u64, State, Mask)>,
+    chunks: Vec<(u64, ChunkState, Mask)>,
     digests: Vec<(u64, Option<Digest>)>,
 }
 
@@ -227,7 +227,8 @@ impl Shared {
         if self.unverified.load(Ordering::Acquire) == 0 {
             return None;
         }
-        let found = (*next..self.states.count()).find(|i| self.states.get(*i) == State::Unverified);
+        let found =
+            (*next..self.states.count()).find(|i| self.states.get(*i) == ChunkState::Unverified);
         *next = found.map_or(0, |index| index + 1);
         found
     }

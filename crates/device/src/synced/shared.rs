@@ -1,4 +1,4 @@
-//! What all threads of a managed device share.
+//! The state that all threads of a managed device share.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -98,11 +98,11 @@ impl Shared {
             return Err(error);
         }
         // The far side has everything, and what the map says is as after a crash: chunks are compared before they are used.
-        tracing::warn!(%error, "the cache was not closed as it should be; all that was written is at the far side");
+        tracing::warn!(%error, "the cache was not closed cleanly; everything that was written is at the remote side");
         if self.saver.is_dirty() {
             // It would be pushed again, perhaps over what others wrote since.
             if let Err(error) = self.cache.forget() {
-                tracing::warn!(%error, "the cache cannot be taken away");
+                tracing::warn!(%error, "the cache cannot be removed");
             }
         }
         Ok(())

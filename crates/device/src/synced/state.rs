@@ -1,4 +1,4 @@
-//! What is known of each chunk: one byte each, so 16 MiB for a TiB in chunks of 64 KiB.
+//! The state of each chunk: one byte per chunk, so 16 MiB for a TiB in chunks of 64 KiB.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -21,7 +21,7 @@ const LOCKS: usize = 256;
 /// Where the bytes of a chunk are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum State {
+pub enum ChunkState {
     /// Only at the far side.
     Absent = 0,
     /// Here, and the same at the far side.
@@ -47,7 +47,7 @@ const USED: u8 = 0x40;
 const AHEAD: u8 = 0x20;
 const STATE: u8 = 0x07;
 
-impl State {
+impl ChunkState {
     /// What a byte of the map means, if anything.
     pub fn from_byte(byte: u8) -> Option<Self> {
         (byte <= Self::Erased as u8).then(|| Self::of(byte))
@@ -113,7 +113,7 @@ impl Geometry {
         }
         if shape.chunks() > MAX_CHUNKS {
             return Err(DeviceError::Unsupported(
-                "have more than 2^28 chunks: mount with a larger --chunk".into(),
+                "have more than 2^28 chunks: use a larger chunk".into(),
             ));
         }
         Ok(Self {
@@ -288,15 +288,15 @@ impl States {
         &self.states[index as usize]
     }
 
-    pub fn get(&self, index: u64) -> State {
-        State::of(self.byte(index).load(Ordering::Acquire))
+    pub fn get(&self, index: u64) -> ChunkState {
+        ChunkState::of(self.byte(index).load(Ordering::Acquire))
     }
 
     /// The caller holds the stripe's write lock.
-    pub fn set(&self, index: u64, new: State) {
+    pub fn set(&self, index: u64, new: ChunkState) {
         let byte = self.byte(index);
         // What came ahead of a reader is still not used.
-        let kept = |old: u8| match new == State::Clean && old & IN_FLIGHT != 0 {
+        let kept = |old: u8| match new == ChunkState::Clean && old & IN_FLIGHT != 0 {
             true => old & (IN_FLIGHT | AHEAD),
             false => old & IN_FLIGHT,
         };
@@ -305,7 +305,7 @@ impl States {
                 Some(kept(old) | USED | new as u8)
             })
             .unwrap_or_default();
-        let old = State::of(before);
+        let old = ChunkState::of(before);
         count(&self.stored, old.stored(), new.stored());
         count(&self.local, old.whole(), new.whole());
         count(&self.spare, old.spare(), new.spare());
@@ -353,7 +353,7 @@ impl States {
             return false;
         }
         self.asked.fetch_add(1, Ordering::Relaxed);
-        if State::of(old).whole() {
+        if ChunkState::of(old).whole() {
             self.answered(index);
             return false;
         }
@@ -363,7 +363,7 @@ impl States {
     /// Whether the chunk would have to be asked for.
     pub fn wanted(&self, index: u64) -> bool {
         let byte = self.byte(index).load(Ordering::Acquire);
-        byte & IN_FLIGHT == 0 && !State::of(byte).whole()
+        byte & IN_FLIGHT == 0 && !ChunkState::of(byte).whole()
     }
 
     pub fn in_flight(&self, index: u64) -> bool {
@@ -513,11 +513,11 @@ mod tests {
         );
         assert!(states.answered(3));
         assert!(!states.answered(3));
-        states.set(3, State::Clean);
+        states.set(3, ChunkState::Clean);
         assert!(!states.ask(3));
         assert!(!states.in_flight(3));
         assert_eq!((states.stored(), states.local()), (1, 1));
-        states.set(3, State::Zero);
+        states.set(3, ChunkState::Zero);
         assert_eq!((states.stored(), states.local()), (0, 1));
     }
 }

@@ -1,10 +1,10 @@
-//! What is dirty, what of it an epoch under way has frozen, and what the map on disk does not know yet.
+//! The dirty table: which chunks are dirty, which are frozen in the epoch in flight, and which are not in the map on disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use drover_core::Digest;
 
-use super::state::{Geometry, Mask, State};
+use super::state::{ChunkState, Geometry, Mask};
 
 /// Subchunks of a chunk that belong to the epoch under way.
 #[derive(Clone, Copy, Debug, Default)]
@@ -142,10 +142,10 @@ impl Table {
     }
 
     /// What the map says of a chunk in `state`.
-    pub fn mask(&self, index: u64, state: State) -> Mask {
+    pub fn mask(&self, index: u64, state: ChunkState) -> Mask {
         match state {
-            State::Dirty | State::Erased => self.unpushed(index),
-            State::Partial => self.present.get(&index).copied().unwrap_or(0),
+            ChunkState::Dirty | ChunkState::Erased => self.unpushed(index),
+            ChunkState::Partial => self.present.get(&index).copied().unwrap_or(0),
             _ => 0,
         }
     }

@@ -7,7 +7,7 @@ use drover_core::DeviceError;
 
 use super::evict::{AT_ONCE, Sparing};
 use super::shared::Shared;
-use super::state::{Mask, State};
+use super::state::{ChunkState, Mask};
 use super::wait::Outcome;
 
 /// What is written.
@@ -45,7 +45,7 @@ impl Shared {
     /// `waits`: zeros wait until there is room to remember them.
     fn write_parts(&self, offset: u64, source: Source<'_>, waits: bool) -> Result<(), DeviceError> {
         let mut deadline = None;
-        let mut patience = None;
+        let mut timeout = None;
         for (at, take) in self.parts(offset, source.length()) {
             let part = match source {
                 Source::Data(data) => {
@@ -53,7 +53,7 @@ impl Shared {
                 }
                 Source::Zeros(_) => {
                     if waits {
-                        self.reserve_zeros(at, take, &mut patience)?;
+                        self.reserve_zeros(at, take, &mut timeout)?;
                     }
                     Source::Zeros(take)
                 }
@@ -107,7 +107,7 @@ impl Shared {
         &self,
         offset: u64,
         length: u64,
-        patience: &mut Option<Instant>,
+        timeout: &mut Option<Instant>,
     ) -> Result<(), DeviceError> {
         let mut touched = self.geometry.touched(offset, length);
         if touched.all(|index| self.states.get(index).zero()) {
@@ -118,7 +118,7 @@ impl Shared {
             if dirty < MAX_ZEROED {
                 return Ok(());
             }
-            let deadline = *patience.get_or_insert_with(|| Instant::now() + self.give_up_after);
+            let deadline = *timeout.get_or_insert_with(|| Instant::now() + self.give_up_after);
             match self.wait_for_room(deadline, false) {
                 Err(DeviceError::NoSpace(_)) if dirty < MAX_ZEROED_LATE => return Ok(()),
                 result => result?,
@@ -203,10 +203,10 @@ impl Shared {
             self.geometry.cover(index, &within),
         );
         match self.states.get(index) {
-            State::Clean | State::Zero | State::Erased | State::Dirty => false,
-            State::Absent => touch != cover,
-            State::Unverified => cover != self.geometry.all(index),
-            State::Partial => {
+            ChunkState::Clean | ChunkState::Zero | ChunkState::Erased | ChunkState::Dirty => false,
+            ChunkState::Absent => touch != cover,
+            ChunkState::Unverified => cover != self.geometry.all(index),
+            ChunkState::Partial => {
                 let table = self.table.lock();
                 let present = table.present.get(&index).copied().unwrap_or(0);
                 touch & !cover & !present != 0
@@ -249,32 +249,32 @@ impl Shared {
             let next = match (&written, source) {
                 // Any part of it may have been written: what is here is still true, and differs from the far side.
                 (Err(_), _) => match state {
-                    State::Clean | State::Dirty => Some((State::Dirty, touch)),
-                    State::Partial => {
+                    ChunkState::Clean | ChunkState::Dirty => Some((ChunkState::Dirty, touch)),
+                    ChunkState::Partial => {
                         let present = table.present.get(&index).copied().unwrap_or(0);
-                        Some((State::Partial, touch & present))
+                        Some((ChunkState::Partial, touch & present))
                     }
                     // Nobody looks at the file for these, or only after comparing the digest.
                     _ => None,
                 },
-                (Ok(()), Source::Zeros(_)) if whole => Some((State::Erased, all)),
+                (Ok(()), Source::Zeros(_)) if whole => Some((ChunkState::Erased, all)),
                 (Ok(()), _) => match state {
-                    State::Absent | State::Partial => {
+                    ChunkState::Absent | ChunkState::Partial => {
                         let present = table.present.entry(index).or_default();
                         *present |= touch;
                         match *present == all {
-                            true => Some((State::Dirty, touch)),
-                            false => Some((State::Partial, touch)),
+                            true => Some((ChunkState::Dirty, touch)),
+                            false => Some((ChunkState::Partial, touch)),
                         }
                     }
-                    _ => Some((State::Dirty, touch)),
+                    _ => Some((ChunkState::Dirty, touch)),
                 },
             };
             let Some((next, mask)) = next else { continue };
-            if state == State::Unverified {
+            if state == ChunkState::Unverified {
                 self.unverified.fetch_sub(1, Ordering::AcqRel);
             }
-            if next != State::Partial {
+            if next != ChunkState::Partial {
                 table.present.remove(&index);
             }
             table.wrote(self.geometry, index, mask);

@@ -1,4 +1,4 @@
-//! Stages that stand for a link or a bad disk, for tests: they delay, fail, cut, and make demands.
+//! Stages that simulate a slow link or a bad disk, for tests: delays, errors, outages, rate limits.
 
 mod cut;
 mod delay;

@@ -1,4 +1,4 @@
-//! A device that writes down what it is asked.
+//! A device that records its requests.
 
 use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes};
 use parking_lot::Mutex;

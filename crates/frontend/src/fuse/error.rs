@@ -1,4 +1,4 @@
-//! What goes wrong, and who is in the way.
+//! Errors of file mounts, and the processes that keep one busy.
 
 use std::fmt;
 use std::io;

@@ -1,4 +1,4 @@
-//! What is mounted, and by whom it is used: read from `/proc` and `/sys`, without asking the file system itself, which
+//! The mount table and the users of a mount, read from `/proc` and `/sys`, without asking the file system itself, which
 //! may hang.
 
 use std::ffi::OsString;

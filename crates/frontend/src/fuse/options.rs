@@ -1,4 +1,4 @@
-//! How a device is shown as a file.
+//! Options of a file mount.
 
 /// As many threads of either kind as can be asked for.
 pub const MAX_THREADS: usize = 1024;

@@ -1,4 +1,4 @@
-//! The file system of one file: requests of the kernel as requests to the device.
+//! The file system of one file: translates requests of the kernel into requests to the device.
 
 use std::ffi::OsStr;
 use std::io;

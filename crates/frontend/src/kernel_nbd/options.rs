@@ -1,4 +1,4 @@
-//! What the kernel's NBD client is told.
+//! Options of the kernel's NBD client.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -235,7 +235,7 @@ fn the_first_free_device_has_no_size_and_no_reader() {
 
     add("nbd12", "8\n", true);
     fs::write(block.path().join("nbd12/backend"), "web\n").unwrap();
-    let found = |index, identifier: Option<&str>| Found {
+    let found = |index, identifier: Option<&str>| AttachedDevice {
         path: format!("/dev/nbd{index}").into(),
         identifier: identifier.map(str::to_owned),
     };

@@ -1,4 +1,4 @@
-//! Which loop device has which file behind it, as `/sys/block` says.
+//! The backing file of each loop device, from `/sys/block`.
 
 use std::ffi::OsString;
 use std::io;

@@ -1,11 +1,11 @@
-//! What can go wrong with a loop device.
+//! Errors of loop devices.
 
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::fuse::{User, listed};
-use crate::patience::may_pass;
+use crate::retry::may_pass;
 
 /// Why a loop device could not be attached or detached.
 #[derive(Debug, thiserror::Error)]

@@ -13,7 +13,7 @@ use super::error::LoopError;
 use super::options::{DEADLINE, Options};
 use super::sys;
 use super::users::{claim, users_of};
-use crate::patience::patiently_for;
+use crate::retry::retry_for;
 
 /// Loop devices that are tried while others take what was free.
 const TRIES: u32 = 64;
@@ -33,7 +33,7 @@ pub(super) struct Attached {
     pub(super) direct_io: bool,
 }
 
-/// To detach, with so much patience for who has it open: the answer goes there.
+/// To detach, with so much timeout for who has it open: the answer goes there.
 struct Order(Duration, Sender<Result<(), LoopError>>);
 
 impl Holder {
@@ -66,9 +66,9 @@ impl Holder {
     }
 
     /// Writes back and detaches, or says why not and keeps the device.
-    pub(super) fn detach(&self, device: &Path, patience: Duration) -> Result<(), LoopError> {
+    pub(super) fn detach(&self, device: &Path, timeout: Duration) -> Result<(), LoopError> {
         let (answer, answered) = mpsc::channel();
-        if self.orders.send(Order(patience, answer)).is_err() {
+        if self.orders.send(Order(timeout, answer)).is_err() {
             return Ok(());
         }
         answered
@@ -142,8 +142,8 @@ fn is_passing(error: &io::Error) -> bool {
 }
 
 fn hold(device: File, path: &Path, orders: &Receiver<Order>) {
-    while let Ok(Order(patience, answer)) = orders.recv() {
-        match settle(path, patience) {
+    while let Ok(Order(timeout, answer)) = orders.recv() {
+        match settle(path, timeout) {
             Ok(exclusive) => {
                 // Marks it, also where a kernel has lost the AUTOCLEAR; closing both does it.
                 let cleared = sys::clear(&device).map_err(|source| LoopError::Detach {
@@ -161,8 +161,8 @@ fn hold(device: File, path: &Path, orders: &Receiver<Order>) {
 
 /// Sees that nobody uses the device and that its file has all its bytes; keeps others from mounting it. A process that
 /// has it open gets a moment to close it.
-fn settle(path: &Path, patience: Duration) -> Result<File, LoopError> {
-    let exclusive = patiently_for(patience, || unused(path), LoopError::may_pass)?;
+fn settle(path: &Path, timeout: Duration) -> Result<File, LoopError> {
+    let exclusive = retry_for(timeout, || unused(path), LoopError::may_pass)?;
     rustix::fs::fsync(&exclusive).map_err(|error| LoopError::Unflushed {
         device: path.to_owned(),
         source: error.into(),

@@ -1,4 +1,4 @@
-//! How a file becomes a block device.
+//! Options of a loop device.
 
 use std::time::Duration;
 

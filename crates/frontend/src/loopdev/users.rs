@@ -1,4 +1,4 @@
-//! Who uses a block device, and keeping others from it.
+//! The users of a block device, and exclusive use of one.
 
 use std::path::{Path, PathBuf};
 

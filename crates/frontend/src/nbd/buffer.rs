@@ -1,4 +1,4 @@
-//! Buffers that are used again: a fresh one costs a page fault every 4 KiB.
+//! A pool of buffers: a fresh one costs a page fault every 4 KiB.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;

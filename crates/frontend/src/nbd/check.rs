@@ -1,4 +1,4 @@
-//! What a client is told about an export, and what a request must be to reach its device.
+//! The properties of an export that clients see, and validation of requests against them.
 
 use drover_core::Capabilities;
 

@@ -1,4 +1,4 @@
-//! One client: the handshake, then requests until it leaves.
+//! One client connection: the handshake, then requests until the client disconnects.
 
 use std::io::{self, IoSlice};
 use std::sync::Arc;
@@ -46,7 +46,7 @@ const MAX_REFUSED: u32 = 64 << 20;
 /// Threads for requests that wait for a local disk; none of them waits for a network.
 const DISK_THREADS: usize = 8;
 
-/// Why a connection ended other than by the client's wish.
+/// Why a connection ended, other than by a disconnect request.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Ended {
     #[error(transparent)]

@@ -1,4 +1,4 @@
-//! What a server has done, for metrics.
+//! Counters of a server, for metrics.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -25,7 +25,7 @@ pub struct Counts {
     pub open: u64,
     /// Connections that were turned away because there were too many.
     pub refused: u64,
-    /// Connections that ended before requests began, other than by the client's own wish.
+    /// Connections that ended before requests began, other than by the client's own request.
     pub failed_handshakes: u64,
     /// Requests.
     pub requests: u64,

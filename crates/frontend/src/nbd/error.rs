@@ -1,4 +1,4 @@
-//! Why nothing is served.
+//! Errors of setting up a server.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

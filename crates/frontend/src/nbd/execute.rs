@@ -1,4 +1,4 @@
-//! A request that passed the check, done on its device, and the reply to it.
+//! Executing a validated request on its device, and its reply.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What a client sends, taken off its connection with few calls.
+//! Buffered receiving of what a client sends, with few system calls.
 
 use std::io;
 use std::sync::Arc;

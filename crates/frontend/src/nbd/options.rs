@@ -1,4 +1,4 @@
-//! What is served, and how.
+//! Exports and options of a server.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What is under way on a connection, within limits, and its replies on their way out.
+//! The requests in flight on a connection, within limits, and its queue of replies.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;

@@ -1,4 +1,4 @@
-//! Listening, the connections that are open, and the end of them.
+//! The server: listeners, open connections, and shutdown.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
@@ -326,7 +326,7 @@ impl Server {
         self.stop_those(|_| true, self.shared.served.options.drain)
     }
 
-    fn stop_those(&self, which: impl Fn(&Control) -> bool, patience: Duration) -> usize {
+    fn stop_those(&self, which: impl Fn(&Control) -> bool, timeout: Duration) -> usize {
         let chosen: Vec<_> = {
             let connections = self.shared.connections.lock();
             let all = connections.values();
@@ -335,7 +335,7 @@ impl Server {
         for control in &chosen {
             control.stop();
         }
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         let late: Vec<_> = chosen.iter().filter(|c| !c.wait(deadline)).collect();
         for control in &late {
             control.socket.cut();
@@ -381,15 +381,15 @@ impl Connection {
         !*self.control.done.lock()
     }
 
-    /// Waits for its end; false: it still goes on after `patience`.
-    pub fn wait(&self, patience: Duration) -> bool {
-        self.control.wait(Instant::now() + patience)
+    /// Waits for its end; false: it still goes on after `timeout`.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        self.control.wait(Instant::now() + timeout)
     }
 
-    /// Ends it: what is under way is done and answered, within `patience`; then it is cut off. False: it was.
-    pub fn stop(&self, patience: Duration) -> bool {
+    /// Ends it: what is under way is done and answered, within `timeout`; then it is cut off. False: it was.
+    pub fn stop(&self, timeout: Duration) -> bool {
         self.control.stop();
-        if self.control.wait(Instant::now() + patience) {
+        if self.control.wait(Instant::now() + timeout) {
             return true;
         }
         self.control.socket.cut();
@@ -463,7 +463,7 @@ impl Listening {
         self.stop_within(self.server.shared.served.options.drain)
     }
 
-    fn stop_within(&self, patience: Duration) -> usize {
+    fn stop_within(&self, timeout: Duration) -> usize {
         let Some((thread, file)) = self.rest.lock().take() else {
             return 0;
         };
@@ -475,7 +475,7 @@ impl Listening {
             tracing::error!("nbd: the listener panicked");
         }
         let id = self.id;
-        self.server.stop_those(|c| c.listener == id, patience)
+        self.server.stop_those(|c| c.listener == id, timeout)
     }
 }
 

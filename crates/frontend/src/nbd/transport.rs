@@ -1,4 +1,4 @@
-//! A connection's bytes, plain or in TLS.
+//! The byte stream of a connection, plain or TLS.
 
 use std::io::{self, IoSlice};
 use std::sync::Arc;

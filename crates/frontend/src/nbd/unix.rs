@@ -1,4 +1,4 @@
-//! A unix socket's file: whose it is, and when it may go.
+//! The file of a unix socket: ownership, and when it may be removed.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,7 +13,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::error::NbdError;
 
 /// How long another server may take to bind in the same directory.
-const PATIENCE: Duration = Duration::from_secs(2);
+const RETRY_LIMIT: Duration = Duration::from_secs(2);
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 128;
 
@@ -92,7 +92,7 @@ fn listen(socket: &OwnedFd, path: &Path, mode: u32) -> rustix::io::Result<Socket
 }
 
 fn lock(directory: &std::fs::File) -> io::Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + RETRY_LIMIT;
     loop {
         match rustix::fs::flock(directory, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(()),

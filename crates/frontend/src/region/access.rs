@@ -1,4 +1,4 @@
-//! Reading and writing what is in memory, and the end of it. Bytes are touched only under the lock of their stripe, with
+//! Reads and writes of a region's memory, and closing it. Bytes are touched only under the lock of their stripe, with
 //! the region open and the units present: no fault, no signal.
 #![allow(unsafe_code)] // Memory is copied by address.
 
@@ -16,7 +16,7 @@ const STEP: usize = 1 << 20;
 impl Shared {
     pub(super) fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         let range = self.inside(offset, buffer.len())?;
-        let deadline = Instant::now() + self.patience;
+        let deadline = Instant::now() + self.timeout;
         for step in steps(range.clone(), self.step()) {
             self.ensure(self.units(&step), deadline)?;
             for piece in self.pieces(step) {
@@ -42,7 +42,7 @@ impl Shared {
         if !self.writable {
             return Err(DeviceError::ReadOnly);
         }
-        let deadline = Instant::now() + self.patience;
+        let deadline = Instant::now() + self.timeout;
         for piece in self.pieces(range.clone()) {
             let from = &data[piece.start - range.start..piece.end - range.start];
             loop {
@@ -82,7 +82,7 @@ impl Shared {
         range: Range<usize>,
         buffer: &mut [u8],
     ) -> Result<(), DeviceError> {
-        let deadline = Instant::now() + self.patience;
+        let deadline = Instant::now() + self.timeout;
         for piece in self.pieces(range.clone()) {
             let into = &mut buffer[piece.start - range.start..piece.end - range.start];
             loop {

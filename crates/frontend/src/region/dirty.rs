@@ -1,4 +1,4 @@
-//! Which pages were written, for two readers: the mark of the program, and the push.
+//! Which pages were written: since the program's mark, and since the last push.
 
 use std::ops::Range;
 

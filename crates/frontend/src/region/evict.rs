@@ -1,4 +1,4 @@
-//! Taking out of memory what the device has too.
+//! Eviction of clean pages from memory.
 //!
 //! A page may be written through a pointer at any moment, and the kernel has no call that drops a page only if it was
 //! not. But it can move one: in one step it is absent here and whole elsewhere. So a clean page is copied, found to be
@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use super::dirty::Dirty;
 use super::scratch::Scratch;
 use super::shared::Shared;
-use super::table::State;
+use super::table::PageState;
 
 /// How often is said that a page cannot be put back, and the longest pause between two attempts.
 const SAY_EVERY: Duration = Duration::from_secs(10);
@@ -39,7 +39,10 @@ impl Shared {
         let mut evicted = 0;
         for piece in self.pieces(self.bytes(&units)) {
             let units = self.units(&piece);
-            if !units.clone().any(|u| self.table.state(u) == State::Present) {
+            if !units
+                .clone()
+                .any(|u| self.table.state(u) == PageState::Present)
+            {
                 continue;
             }
             let _stripe = self.stripe(piece.start).write();
@@ -81,7 +84,7 @@ impl Shared {
     ) -> Result<u64, DeviceError> {
         let copied: Vec<usize> = self
             .units(piece)
-            .filter(|unit| self.table.state(*unit) == State::Present)
+            .filter(|unit| self.table.state(*unit) == PageState::Present)
             .filter(|unit| self.is_clean(dirty, *unit))
             .collect();
         for unit in &copied {
@@ -113,7 +116,7 @@ impl Shared {
             } else {
                 // Written in between, or not to be moved. What was moved comes back as written.
                 self.put_back(scratch, bytes.start);
-                self.settle(unit..unit + 1, State::Present);
+                self.settle(unit..unit + 1, PageState::Present);
             }
             // SAFETY: what was there is the device's, or back in its place.
             unsafe { scratch.aside.discard(0, scratch.aside.length()) }
@@ -151,7 +154,7 @@ impl Shared {
     /// until it has, and who touches the page waits.
     fn put_back(&self, scratch: &mut Scratch, start: usize) {
         let mut done = 0;
-        let mut patience = Patience::default();
+        let mut backoff = Backoff::default();
         while done < scratch.now.len() {
             let result = match self.move_back(scratch, start, done) {
                 Ok(count) => Ok(count),
@@ -163,7 +166,7 @@ impl Shared {
                 Ok(count) => done += count,
                 // Nobody but us fills pages: it came with an earlier call.
                 Err(Errno::EXIST) => done += self.page,
-                Err(error) => patience.wait(start + done, error),
+                Err(error) => backoff.wait(start + done, error),
             }
         }
         self.wake_bytes(start..start + done);
@@ -198,7 +201,7 @@ impl Shared {
 
     /// A busy unit is absent from now on. Returns its bytes.
     fn gone(&self, unit: usize) -> u64 {
-        self.settle(unit..unit + 1, State::Absent);
+        self.settle(unit..unit + 1, PageState::Absent);
         self.counts.resident.fetch_sub(1, Ordering::Relaxed);
         self.bytes(&(unit..unit + 1)).len() as u64
     }
@@ -252,12 +255,12 @@ impl Shared {
 
 /// Waits between attempts to put a page back, and says now and then that it does.
 #[derive(Default)]
-struct Patience {
+struct Backoff {
     pause: Duration,
     said: Option<Instant>,
 }
 
-impl Patience {
+impl Backoff {
     fn wait(&mut self, offset: usize, error: Errno) {
         if self.said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
             self.said = Some(Instant::now());

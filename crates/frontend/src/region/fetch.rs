@@ -1,4 +1,4 @@
-//! How units come into memory: claimed, read in runs, filled in; holes without a read.
+//! Fetching units into memory: claimed, read in runs, filled in; holes without a read.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,7 +10,7 @@ use drover_core::{DeviceError, ExtentKind};
 use rustix::io::Errno;
 
 use super::shared::Shared;
-use super::table::{Content, State};
+use super::table::{Content, PageState};
 
 /// The longest single read of the device, in bytes.
 const MAX_READ: usize = 4 << 20;
@@ -35,7 +35,7 @@ impl Claim<'_> {
         // Counted first: once they are present, an eviction may take them from the count.
         let resident = &self.shared.counts.resident;
         resident.fetch_add(count, Ordering::Relaxed);
-        self.shared.settle(units.clone(), State::Present);
+        self.shared.settle(units.clone(), PageState::Present);
         self.shared.note_arrival(units);
         self.units.start = end;
     }
@@ -46,7 +46,7 @@ impl Drop for Claim<'_> {
         if self.units.is_empty() {
             return;
         }
-        self.shared.settle(self.units.clone(), State::Absent);
+        self.shared.settle(self.units.clone(), PageState::Absent);
         // Whoever touched one of them was told nothing, as it was busy.
         match self.patient.filter(|unit| self.units.contains(unit)) {
             Some(unit) => {
@@ -110,14 +110,14 @@ impl Shared {
                 return Err(DeviceError::Closed);
             }
             match self.table.state(at) {
-                State::Present => at += 1,
-                State::Busy => self.wait(at, deadline)?,
-                State::Failed => {
+                PageState::Present => at += 1,
+                PageState::Busy => self.wait(at, deadline)?,
+                PageState::Failed => {
                     if self.unpoison(at)? {
                         self.fetch(at..at + 1, None)?;
                     }
                 }
-                State::Absent => {
+                PageState::Absent => {
                     let window = self.streams.lock().fault(at);
                     let claimed = self.table.claim(at, window.now.max(units.end - at));
                     let end = claimed.end.min(units.end);

@@ -1,4 +1,4 @@
-//! What was written, asked of the kernel.
+//! Collecting written pages from the kernel.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use drover_core::DeviceError;
 
 use super::dirty::Dirty;
 use super::shared::Shared;
-use super::table::State;
+use super::table::PageState;
 
 impl Shared {
     /// Takes from the kernel what was written in `range` (bytes) since it was asked before.
@@ -35,7 +35,7 @@ impl Shared {
         let units = self.units(&(pages.start * self.page..pages.end * self.page));
         for unit in units {
             // What was poisoned looks like written.
-            if self.table.state(unit) == State::Failed {
+            if self.table.state(unit) == PageState::Failed {
                 continue;
             }
             let bytes = self.bytes(&(unit..unit + 1));

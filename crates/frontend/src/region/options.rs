@@ -1,4 +1,4 @@
-//! How a region works, why there is none, and what happened in it.
+//! Options, errors and counters of a region.
 
 use std::time::Duration;
 
@@ -23,20 +23,20 @@ pub struct Options {
     pub populate: bool,
     /// How long a failing device is tried again for somebody who waits, and how long a call waits for what others
     /// have under way.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// Bytes in memory beyond which what came first is taken out again; only for a region that is not writable.
     pub limit: Option<usize>,
 }
 
 impl Default for Options {
-    /// Read-only, with prefetch of up to 1 MiB, 30 s of patience.
+    /// Read-only, with prefetch of up to 1 MiB, 30 s of timeout.
     fn default() -> Self {
         Self {
             threads: 0,
             prefetch: 1 << 20,
             writable: false,
             populate: false,
-            patience: Duration::from_secs(30),
+            timeout: Duration::from_secs(30),
             limit: None,
         }
     }

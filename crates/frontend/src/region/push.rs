@@ -1,4 +1,4 @@
-//! Writing what was written back to the device.
+//! Writing dirty pages back to the device.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -135,9 +135,9 @@ impl Shared {
         if !self.writable {
             return Err(DeviceError::ReadOnly);
         }
-        self.pushing.try_lock_for(self.patience).ok_or_else(|| {
-            let patience = self.patience;
-            DeviceError::Unavailable(format!("another push has been under way for {patience:?}"))
+        self.pushing.try_lock_for(self.timeout).ok_or_else(|| {
+            let timeout = self.timeout;
+            DeviceError::Unavailable(format!("another push has been under way for {timeout:?}"))
         })
     }
 

@@ -1,4 +1,4 @@
-//! Faults that the device failed, and when they are tried again.
+//! Faults whose read failed, and when they are retried.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};

@@ -1,4 +1,4 @@
-//! Memory beside a region, for what is taken out of it while others write.
+//! Scratch memory for pages that are moved out of a region while others write.
 
 use rustix::io::Errno;
 

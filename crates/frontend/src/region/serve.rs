@@ -1,7 +1,7 @@
-//! The threads of a region: those that serve faults, and those that bring in the rest meanwhile.
+//! The threads of a region: those that serve faults, and those that prefetch the rest.
 //!
-//! Of the threads that serve faults one polls and reads a fault, hands the post of the leader over and serves it
-//! itself: no hop between threads on the way of a fault, and no herd awoken by each.
+//! Threads that serve faults follow the leader/followers pattern: one polls, reads a fault, makes another thread the
+//! leader and serves the fault itself. So a fault is not handed between threads, and does not wake all of them.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use super::retries::backoff;
 use super::shared::Shared;
-use super::table::State;
+use super::table::PageState;
 use super::uffd::Fault;
 
 /// What is brought in by one read without a fault, in bytes.
@@ -74,20 +74,20 @@ impl Shared {
     fn serve_fault(&self, unit: usize) {
         match self.table.state(unit) {
             // Whoever is at it wakes this fault's thread too.
-            State::Busy => {
+            PageState::Busy => {
                 self.counts.shared.fetch_add(1, Ordering::Relaxed);
                 return;
             }
-            State::Failed => return self.wake(unit..unit + 1),
-            State::Present => return self.found_present(unit),
-            State::Absent => {}
+            PageState::Failed => return self.wake(unit..unit + 1),
+            PageState::Present => return self.found_present(unit),
+            PageState::Absent => {}
         }
         let window = self.streams.lock().fault(unit);
         let claimed = self.table.claim(unit, window.now);
         if claimed.is_empty() {
             self.counts.shared.fetch_add(1, Ordering::Relaxed);
             // Whoever was faster may be done: then it must fault again, or is served.
-            if self.table.state(unit) != State::Busy {
+            if self.table.state(unit) != PageState::Busy {
                 self.wake(unit..unit + 1);
             }
             return;
@@ -99,14 +99,14 @@ impl Shared {
             self.announce(end..end + 2 * window.ahead);
         }
         let mut result = self.fetch(claimed, Some(unit));
-        if result.is_err() && !alone && self.table.state(unit) == State::Absent {
+        if result.is_err() && !alone && self.table.state(unit) == PageState::Absent {
             // A neighbour's failure is not this page's.
             let again = self.table.claim(unit, 1);
             result = self.fetch(again, Some(unit));
         }
         self.demand.fetch_sub(1, Ordering::SeqCst);
         match result {
-            Err(error) if self.table.state(unit) != State::Present => self.failed(unit, &error),
+            Err(error) if self.table.state(unit) != PageState::Present => self.failed(unit, &error),
             result => {
                 self.retries.lock().forget(unit);
                 if result.is_ok() && window.ahead > 0 && end < self.table.len() {
@@ -145,7 +145,7 @@ impl Shared {
         }
         let now = Instant::now();
         let (since, attempts) = self.retries.lock().failed(unit, now);
-        let worth_it = error.is_transient() && now.duration_since(since) < self.patience;
+        let worth_it = error.is_transient() && now.duration_since(since) < self.timeout;
         let offset = unit * self.unit;
         if self.uffd.support.poison && !worth_it {
             tracing::error!(
@@ -182,12 +182,12 @@ impl Shared {
                 Err(Errno::EXIST) => at += self.page,
                 Err(error) => {
                     self.counts.failed.fetch_sub(1, Ordering::Relaxed);
-                    self.settle(unit..unit + 1, State::Absent);
+                    self.settle(unit..unit + 1, PageState::Absent);
                     return Err(error);
                 }
             }
         }
-        self.settle(unit..unit + 1, State::Failed);
+        self.settle(unit..unit + 1, PageState::Failed);
         self.wake(unit..unit + 1);
         Ok(())
     }
@@ -218,7 +218,7 @@ impl Shared {
                     let now = Instant::now();
                     let (since, attempts) = failing.get_or_insert((now, 0));
                     *attempts += 1;
-                    if !error.is_transient() || now.duration_since(*since) > self.patience {
+                    if !error.is_transient() || now.duration_since(*since) > self.timeout {
                         let offset = first * self.unit;
                         tracing::warn!("a region is not populated at {offset}: {error}");
                         break;

@@ -1,4 +1,4 @@
-//! What the threads of a region share, and the locks between them.
+//! The state that the threads of a region share, and their lock order.
 //!
 //! Lock order: `pushing`, `evicting`, a stripe, `dirty`, `scratch`; the others (`streams`, `buffers`, `retries`, `order`) are
 //! taken last and alone. Only `pushing` is held while the device works; who waits for it does so with a deadline.
@@ -20,7 +20,7 @@ use super::pagemap::Pagemap;
 use super::retries::Retries;
 use super::scratch::Scratch;
 use super::stream::Streams;
-use super::table::{State, Table};
+use super::table::{PageState, Table};
 use super::uffd::Uffd;
 
 /// Locks over the content: pieces of the region that are this many apart share one.
@@ -38,7 +38,7 @@ pub(super) struct Shared {
     /// Bytes that come and go together: a page, or the device's alignment if that is more.
     pub(super) unit: usize,
     pub(super) writable: bool,
-    pub(super) patience: Duration,
+    pub(super) timeout: Duration,
     /// Bytes that may be in memory.
     pub(super) limit: Option<usize>,
     pub(super) memory: Memory,
@@ -114,7 +114,7 @@ impl Shared {
             page: parts.page,
             unit: parts.unit,
             writable: options.writable,
-            patience: options.patience,
+            timeout: options.timeout,
             limit: options.limit,
             memory: parts.memory,
             uffd: parts.uffd,
@@ -183,11 +183,11 @@ impl Shared {
     }
 
     pub(super) fn all_present(&self, mut units: Range<usize>) -> bool {
-        units.all(|unit| self.table.state(unit) == State::Present)
+        units.all(|unit| self.table.state(unit) == PageState::Present)
     }
 
     /// Ends what a claim began, and tells who waits for it in [`Shared::wait`].
-    pub(super) fn settle(&self, units: Range<usize>, state: State) {
+    pub(super) fn settle(&self, units: Range<usize>, state: PageState) {
         self.table.settle(units, state);
         if self.waiting.load(Ordering::SeqCst) > 0 {
             drop(self.settling.lock());
@@ -203,7 +203,7 @@ impl Shared {
             if self.is_closed() {
                 break Err(DeviceError::Closed);
             }
-            if self.table.state(unit) != State::Busy {
+            if self.table.state(unit) != PageState::Busy {
                 break Ok(());
             }
             if self.settled.wait_until(&mut settling, deadline).timed_out() {
@@ -211,7 +211,7 @@ impl Shared {
                     "the device has not given {} bytes at {} for {:?}",
                     self.unit,
                     unit * self.unit,
-                    self.patience
+                    self.timeout
                 )));
             }
         };

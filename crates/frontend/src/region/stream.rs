@@ -1,4 +1,4 @@
-//! Who reads on: how far beyond a fault it pays to fetch.
+//! Detection of sequential access: how far to read ahead of a fault.
 
 /// Readers that are followed at a time; more make the oldest be forgotten.
 const STREAMS: usize = 16;

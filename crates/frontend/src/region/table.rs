@@ -27,7 +27,7 @@ const DATA: u8 = 0b1000;
 
 /// Where a unit is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum PageState {
     /// Not in memory; a touch faults.
     Absent,
     /// Somebody is at it.
@@ -63,12 +63,12 @@ impl Table {
         self.0.len()
     }
 
-    pub(super) fn state(&self, unit: usize) -> State {
+    pub(super) fn state(&self, unit: usize) -> PageState {
         match self.0[unit].load(Ordering::SeqCst) & STATE {
-            ABSENT => State::Absent,
-            BUSY => State::Busy,
-            PRESENT => State::Present,
-            _ => State::Failed,
+            ABSENT => PageState::Absent,
+            BUSY => PageState::Busy,
+            PRESENT => PageState::Present,
+            _ => PageState::Failed,
         }
     }
 
@@ -113,12 +113,12 @@ impl Table {
     }
 
     /// Makes busy units something else. Only who claimed them may.
-    pub(super) fn settle(&self, units: Range<usize>, state: State) {
+    pub(super) fn settle(&self, units: Range<usize>, state: PageState) {
         let state = match state {
-            State::Absent => ABSENT,
-            State::Busy => BUSY,
-            State::Present => PRESENT,
-            State::Failed => FAILED,
+            PageState::Absent => ABSENT,
+            PageState::Busy => BUSY,
+            PageState::Present => PRESENT,
+            PageState::Failed => FAILED,
         };
         for unit in units {
             let settled = self.turn(unit, BUSY, state);
@@ -150,12 +150,12 @@ mod tests {
         assert_eq!(table.claim(2, 3), 2..2);
         assert_eq!(table.claim(0, 9), 0..2);
         assert_eq!(table.claim(5, usize::MAX), 5..10);
-        assert_eq!(table.state(7), State::Busy);
-        table.settle(5..10, State::Present);
+        assert_eq!(table.state(7), PageState::Busy);
+        table.settle(5..10, PageState::Present);
         assert!(table.claim_present(7));
         assert!(!table.claim_present(7));
         assert!(!table.claim_failed(7));
-        table.settle(7..8, State::Failed);
+        table.settle(7..8, PageState::Failed);
         assert!(table.claim_failed(7));
     }
 
@@ -172,7 +172,7 @@ mod tests {
         assert_eq!(table.content(1), Content::Zero);
         table.has_data(1);
         assert_eq!(table.content(1), Content::Data);
-        assert_eq!(table.state(1), State::Busy);
+        assert_eq!(table.state(1), PageState::Busy);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What the driver is told: by the caller, and by what the device can do.
+//! Parameters for the driver: from the caller, and from the capabilities of the device.
 
 use std::path::PathBuf;
 use std::thread;

@@ -1,4 +1,4 @@
-//! What queues hand to threads, and how they are told what became of it.
+//! Worker threads for requests that may wait, and their completion back to the queue.
 // prctl has no safe wrapper.
 #![allow(unsafe_code)]
 

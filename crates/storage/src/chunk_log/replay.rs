@@ -1,4 +1,4 @@
-//! Reading a log that a crash, or worse, has been at.
+//! Reading a log back, after a crash or damage.
 
 use std::io;
 use std::sync::Arc;

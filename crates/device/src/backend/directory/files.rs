@@ -1,4 +1,4 @@
-//! The chunks' files: which there are, a bounded number of them open, and what of them is not durable.
+//! The files of the chunks: which exist, a bounded cache of open ones, and which are not durable yet.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;

@@ -1,4 +1,4 @@
-//! The file that says what device a directory is.
+//! The header file of a directory device: its size and chunk size, with a checksum.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use drover_core::DeviceError;
 use crate::remote::Shape;
 use drover_storage::{Access, Directory, Lock, read_exact_at, replace};
 
-/// The most chunks of a device, so that what is kept in memory has a bound: a larger device wants larger chunks.
+/// The most chunks of a device, which bounds the memory it takes. A larger device needs larger chunks.
 pub const MAX_CHUNKS: u64 = 1 << 22;
 
 pub(super) const NAME: &str = "header";
@@ -37,7 +37,7 @@ pub(super) fn lock(
         .lock(LOCK, kind)
         .map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => DeviceError::Unavailable(format!(
-                "{}: somebody else has the device open",
+                "{}: another process has the device open",
                 directory.describe(LOCK)
             )),
             _ => at(directory, LOCK, &error),
@@ -92,7 +92,7 @@ fn decode(bytes: &[u8; LENGTH]) -> Result<Shape, &'static str> {
 pub(super) fn check_new(directory: &dyn Directory, shape: Shape) -> Result<(), DeviceError> {
     if !is_possible(shape) {
         return Err(DeviceError::Unsupported(
-            "have chunks that are no power of two, under 4096 bytes, or more than 4194304 of them"
+            "have this shape: a chunk is a power of two of at least 4096 bytes, and there are at most 4194304 chunks"
                 .into(),
         ));
     }

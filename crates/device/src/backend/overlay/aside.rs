@@ -1,4 +1,4 @@
-//! Overlays that nobody has open: what is in one, and discarding one.
+//! Operations on an overlay that is not open: inspecting it and discarding it.
 
 use std::io;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use drover_core::BLOCK_SIZE_U64;
 
 use super::logged::Logged;
 use super::redo::{Redo, epoch_of};
-use super::states::State;
+use super::states::BlockState;
 use super::{DATA, Identity, LOCK, OverlayError, STATES};
 use drover_storage::chunk_log::{ChunkLog, ChunkLogError};
 use drover_storage::{Access, Directory, Lock};
@@ -62,9 +62,12 @@ fn waiting(directory: &dyn Directory, logged: &Logged, identity: &Identity) -> u
         };
         for (run, _) in states
             .runs(0..identity.size.div_ceil(BLOCK_SIZE_U64))
-            .filter(|run| run.1 != State::Base)
+            .filter(|run| run.1 != BlockState::Base)
         {
-            let base = logged.states.runs(run).filter(|run| run.1 == State::Base);
+            let base = logged
+                .states
+                .runs(run)
+                .filter(|run| run.1 == BlockState::Base);
             blocks += base.map(|run| run.0.end - run.0.start).sum::<u64>();
         }
     }

@@ -10,7 +10,7 @@ use drover_core::{
 use parking_lot::RwLockReadGuard;
 
 use super::redo::Redo;
-use super::states::State;
+use super::states::BlockState;
 use super::{DATA, LONGEST, Overlay, OverlayError};
 use drover_storage::read_exact_at;
 
@@ -72,9 +72,9 @@ impl Overlay {
         let by_state = |blocks: Range<u64>, add: &mut dyn FnMut(Range<u64>, Place)| {
             for (run, state) in states.runs(blocks) {
                 let place = match state {
-                    State::Base => Place::Base,
-                    State::Here => Place::Data,
-                    State::Zero => Place::Zero,
+                    BlockState::Base => Place::Base,
+                    BlockState::Here => Place::Data,
+                    BlockState::Zero => Place::Zero,
                 };
                 add(run, place);
             }
@@ -208,13 +208,13 @@ impl Overlay {
         let (start, length) = self.bytes_of(block..block + 1);
         let mut whole = [0; BLOCK_SIZE];
         let whole = &mut whole[..length as usize];
-        if self.states.read().get(block) == State::Base {
+        if self.states.read().get(block) == BlockState::Base {
             self.read_base(start, whole)?;
         }
         let within = (offset - start) as usize;
         whole[within..within + data.len()].copy_from_slice(data);
         self.write_data(whole, start)?;
-        self.states.write().set(block..block + 1, State::Here);
+        self.states.write().set(block..block + 1, BlockState::Here);
         Ok(())
     }
 
@@ -227,7 +227,7 @@ impl Overlay {
             let here = {
                 let states = self.states.read();
                 let first = states.runs(blocks.clone()).next();
-                first.filter(|run| run.1 == State::Here)
+                first.filter(|run| run.1 == BlockState::Here)
             };
             // As far as it can be written in place, or as it is.
             let (take, fresh) = match here {
@@ -254,7 +254,7 @@ impl Overlay {
             };
             self.write_data(&rest[..take as usize], at)?;
             if let Some(whole) = fresh {
-                self.states.write().set(whole, State::Here);
+                self.states.write().set(whole, BlockState::Here);
             }
             at += take;
             rest = &rest[take as usize..];
@@ -264,7 +264,7 @@ impl Overlay {
 
     /// Writes zeros inside blocks; one that is zero already stays where it is: nowhere.
     fn zero_part(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
-        if length == 0 || self.states.read().get(offset / BLOCK_SIZE_U64) == State::Zero {
+        if length == 0 || self.states.read().get(offset / BLOCK_SIZE_U64) == BlockState::Zero {
             return Ok(());
         }
         self.write_taken(offset, &ZEROS[..length as usize])
@@ -273,8 +273,8 @@ impl Overlay {
     /// Makes whole blocks zero. In this order, so that nobody reads what is being given back.
     fn zero_blocks(&self, blocks: Range<u64>) {
         let here: Vec<_> = self.states.read().runs(blocks.clone()).collect();
-        self.states.write().set(blocks, State::Zero);
-        for (run, _) in here.into_iter().filter(|run| run.1 == State::Here) {
+        self.states.write().set(blocks, BlockState::Zero);
+        for (run, _) in here.into_iter().filter(|run| run.1 == BlockState::Here) {
             let (offset, length) = self.bytes_of(run);
             if let Err(error) = self.data.punch_hole(offset, length) {
                 // It is only about room: nobody reads them.
@@ -300,7 +300,7 @@ impl Overlay {
             }
             result => result.map_err(self.io("take room in", DATA))?,
         }
-        self.states.write().set(blocks, State::Here);
+        self.states.write().set(blocks, BlockState::Here);
         Ok(())
     }
 

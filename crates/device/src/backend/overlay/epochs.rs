@@ -1,4 +1,4 @@
-//! Epochs: collected in a redo file, sealed, copied.
+//! Epochs: staged in a redo file, sealed at a commit, then copied into the data.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use drover_core::{BLOCK_SIZE_U64, DeviceError};
 
 use super::redo::{Redo, SLAB, SealError, is_whole};
-use super::states::State;
+use super::states::BlockState;
 use super::{DATA, Overlay, OverlayError, Settling, Staging};
 use crate::remote::{Change, Epoch};
 use drover_storage::read_exact_at;
@@ -171,7 +171,7 @@ impl Overlay {
     pub fn commit(&self, epoch: Epoch) -> Result<(), OverlayError> {
         self.seal_staged(epoch, None)?;
         if let Err(error) = self.settle() {
-            tracing::warn!(%error, epoch = epoch.0, "an epoch waits to be copied into its overlay");
+            tracing::warn!(%error, epoch = epoch.0, "a committed epoch is not copied into its overlay yet");
         }
         Ok(())
     }
@@ -250,7 +250,7 @@ impl Overlay {
     fn reserve(&self, redo: &Redo) -> Result<(), OverlayError> {
         for (blocks, _) in redo.all().filter(|piece| piece.1.is_some()) {
             let runs: Vec<_> = self.states.read().runs(blocks).collect();
-            for (run, _) in runs.into_iter().filter(|run| run.1 != State::Here) {
+            for (run, _) in runs.into_iter().filter(|run| run.1 != BlockState::Here) {
                 let (offset, length) = self.bytes_of(run.clone());
                 match self.data.allocate(offset, length) {
                     Ok(()) => {}
@@ -270,7 +270,7 @@ impl Overlay {
     fn give_back(&self, redo: &Redo, upto: u64) {
         for (blocks, _) in redo.pieces(0..upto).filter(|piece| piece.1.is_some()) {
             let runs: Vec<_> = self.states.read().runs(blocks).collect();
-            for (run, _) in runs.into_iter().filter(|run| run.1 != State::Here) {
+            for (run, _) in runs.into_iter().filter(|run| run.1 != BlockState::Here) {
                 let (offset, length) = self.bytes_of(run);
                 // Best effort: what stays is used when the blocks are written.
                 let _ = self.data.punch_hole(offset, length);
@@ -343,8 +343,8 @@ impl Overlay {
         let rewrite = log.is_some_and(|log| log.wants_rewrite() || log.is_broken());
         for (nth, (blocks, place)) in redo.all().enumerate() {
             let state = match place {
-                Some(_) => State::Here,
-                None => State::Zero,
+                Some(_) => BlockState::Here,
+                None => BlockState::Zero,
             };
             // No reader looks at these states while there is a sealed redo.
             self.states.write().set(blocks, state);
@@ -384,7 +384,7 @@ impl Overlay {
     /// Gives the room of blocks back that are here and are not needed any more.
     pub(super) fn punch(&self, blocks: std::ops::Range<u64>) {
         let runs: Vec<_> = self.states.read().runs(blocks).collect();
-        for run in runs.into_iter().filter(|run| run.1 == State::Here) {
+        for run in runs.into_iter().filter(|run| run.1 == BlockState::Here) {
             let (offset, length) = self.bytes_of(run.0);
             if let Err(error) = self.data.punch_hole(offset, length) {
                 // It is only about room: nobody reads them.

@@ -9,13 +9,15 @@ use drover_storage::chunk_log::ChunkLogError;
 #[derive(Debug, thiserror::Error)]
 pub enum OverlayError {
     /// Another process, or another part of this one, has it open.
-    #[error("the overlay {directory} is in use; wait until its other user is done, or end it")]
+    #[error(
+        "the overlay {directory} is in use by another process; wait until it has finished, or end it"
+    )]
     Busy {
         /// Its directory.
         directory: String,
     },
     /// It was to be opened for reading only, and is not there.
-    #[error("there is no overlay in {directory}: the image is as it was; read the image itself")]
+    #[error("there is no overlay in {directory}: the image has no changes; read the image itself")]
     Missing {
         /// Its directory.
         directory: String,
@@ -68,7 +70,7 @@ pub enum OverlayError {
     #[error(transparent)]
     Log(#[from] ChunkLogError),
     /// An epoch out of turn.
-    #[error("epoch {} cannot be taken: {} counts already, or is being staged", asked.0, committed.0)]
+    #[error("epoch {} is refused: epoch {} is committed already, or is being staged", asked.0, committed.0)]
     WrongEpoch {
         /// What was asked for.
         asked: Epoch,
@@ -76,11 +78,11 @@ pub enum OverlayError {
         committed: Epoch,
     },
     /// An epoch was to be committed of which nothing is here.
-    #[error("nothing was staged for epoch {}: send it whole again", .0.0)]
+    #[error("nothing is staged for epoch {}: send all of it again", .0.0)]
     NothingStaged(Epoch),
     /// An epoch was to be committed of which other is here than was said.
     #[error(
-        "epoch {} was to be committed with {asked} bytes of the disk, and {staged} are staged: that is not what was sent",
+        "epoch {} has {staged} bytes staged, but the commit names {asked}: send what is missing",
         epoch.0
     )]
     NotWhole {

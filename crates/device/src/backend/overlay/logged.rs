@@ -1,10 +1,10 @@
-//! What the log of an overlay says.
+//! Reading the block map from the log of an overlay.
 
 use drover_core::BLOCK_SIZE_U64;
 use drover_storage::chunk_log::Record;
 
 use super::saving::{EPOCH, PLAIN, SETTLED};
-use super::states::{State, States};
+use super::states::{BlockState, States};
 
 /// Further than anybody counts, and far from where numbers wrap.
 const MAX_EPOCH: u64 = 1 << 62;
@@ -26,7 +26,7 @@ impl Logged {
             PLAIN => self.marked = true,
             SETTLED => self.marked = false,
             number => {
-                let state = State::from_number(number)
+                let state = BlockState::from_number(number)
                     .ok_or_else(|| format!("a block in state {number}"))?;
                 let end = record.first.checked_add(u64::from(record.count));
                 let end = end

@@ -1,4 +1,4 @@
-//! Opening an overlay, also one that a crash has left.
+//! Opening an overlay, with recovery after a crash.
 
 use std::io;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use drover_core::{BlockDevice, Digest};
 use parking_lot::{Mutex, RwLock};
 
 use super::logged::Logged;
-use super::redo::{Found, Of, Redo, epoch_of};
+use super::redo::{OpenedRedo, Redo, RedoOf, epoch_of};
 use super::{
     DATA, Identity, LOCK, MAX_NAME, MAX_SIZE, Options, Overlay, OverlayError, Ranges, STATES,
     Saving, Settling, Staging,
@@ -145,7 +145,7 @@ impl Overlay {
                 false => Access::Write,
             };
             match Redo::open(self.directory.as_ref(), epoch, self.redo_of(), access)? {
-                Found::Sealed(redo) => {
+                OpenedRedo::Sealed(redo) => {
                     // An epoch is copied before another can be sealed.
                     if sealed_epoch > committed {
                         return Err(OverlayError::Damaged {
@@ -157,14 +157,14 @@ impl Overlay {
                     *self.sealed.write() = Some(Arc::new(redo));
                     self.unsettled.store(true, Ordering::Release);
                 }
-                Found::Staged(redo) => {
+                OpenedRedo::Staged(redo) => {
                     let earlier = match &staged {
                         Some(other) if other.epoch > epoch => Some(redo),
                         _ => staged.replace(redo),
                     };
                     useless.extend(earlier.map(|redo| redo.name));
                 }
-                Found::Nothing => useless.push(name),
+                OpenedRedo::Nothing => useless.push(name),
             }
         }
         if let Some(redo) = staged.take_if(|redo| redo.epoch <= sealed_epoch) {
@@ -185,8 +185,8 @@ impl Overlay {
         Ok(())
     }
 
-    pub(super) fn redo_of(&self) -> Of<'_> {
-        Of {
+    pub(super) fn redo_of(&self) -> RedoOf<'_> {
+        RedoOf {
             base: &self.identity.base,
             size: self.size,
             boot: self.options.boot,
@@ -201,7 +201,7 @@ impl Overlay {
             && let Err(error) = self.settle()
         {
             // It counts, and is read from where it is.
-            tracing::warn!(%error, "an epoch waits to be copied into its overlay");
+            tracing::warn!(%error, "a committed epoch is not copied into its overlay yet");
         }
         match self.unsettled.load(Ordering::Acquire) {
             true => Ok(()),

@@ -1,4 +1,4 @@
-//! Who is changing which blocks.
+//! Locks on ranges of blocks.
 
 use std::ops::Range;
 

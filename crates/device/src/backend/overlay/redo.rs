@@ -1,5 +1,5 @@
-//! An epoch on its way: a sparse file with its blocks at their own offsets, and behind them a log of what came, which
-//! counts once it is sealed. What is kept in memory is two bits a block.
+//! The redo file of an epoch: a sparse file with the epoch's blocks at their own offsets, followed by a log of the
+//! changes, which is valid once it is sealed. In memory it takes two bits per block.
 
 use std::io;
 use std::ops::Range;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use drover_core::{BLOCK_SIZE_U64, Digest};
 
 use super::OverlayError;
-use super::states::{State, States};
+use super::states::{BlockState, States};
 use crate::remote::{Change, Epoch};
 use drover_storage::record_log::RecordLog;
 use drover_storage::{Access, Directory, File, read_exact_at, remove_if_exists};
@@ -38,7 +38,7 @@ pub(super) type Boot = [u8; 16];
 
 /// Whose redo file it is.
 #[derive(Clone, Copy)]
-pub(super) struct Of<'a> {
+pub(super) struct RedoOf<'a> {
     pub base: &'a Digest,
     /// Bytes of the device.
     pub size: u64,
@@ -69,7 +69,7 @@ pub(super) enum SealError {
 }
 
 /// What a redo file of an earlier run turned out to be.
-pub(super) enum Found {
+pub(super) enum OpenedRedo {
     /// All there.
     Sealed(Redo),
     /// It does not count; what is there of it is what was taken.
@@ -179,7 +179,7 @@ impl Redo {
     pub fn create(
         directory: &dyn Directory,
         epoch: Epoch,
-        of: Of<'_>,
+        of: RedoOf<'_>,
     ) -> Result<Self, OverlayError> {
         let name = name_of(epoch);
         let said = directory.describe(&name);
@@ -275,9 +275,9 @@ impl Redo {
             let state = match change {
                 Change::Write(_, data) => {
                     self.here += data.len() as u64;
-                    State::Here
+                    BlockState::Here
                 }
-                Change::Zero(..) => State::Zero,
+                Change::Zero(..) => BlockState::Zero,
             };
             let blocks = blocks_of(change.offset(), change.covers());
             self.states.load(blocks, state);
@@ -304,7 +304,7 @@ impl Redo {
             let runs = self
                 .states
                 .runs(blocks_of(change.offset(), change.covers()));
-            for (run, _) in runs.filter(|run| run.1 == State::Here) {
+            for (run, _) in runs.filter(|run| run.1 == BlockState::Here) {
                 let offset = run.start * BLOCK_SIZE_U64;
                 let head = Head {
                     kind: KIND_FORGET,
@@ -322,7 +322,7 @@ impl Redo {
             for run in forgotten {
                 let bytes = (run.end - run.start) * BLOCK_SIZE_U64;
                 self.here = self.here.saturating_sub(bytes);
-                self.states.load(run, State::Base);
+                self.states.load(run, BlockState::Base);
             }
         }
         Ok(())
@@ -358,12 +358,12 @@ impl Redo {
         self.states
             .runs(blocks)
             .filter_map(|(run, state)| match state {
-                State::Base => None,
-                State::Here => {
+                BlockState::Base => None,
+                BlockState::Here => {
                     let place = run.start * BLOCK_SIZE_U64;
                     Some((run, Some(place)))
                 }
-                State::Zero => Some((run, None)),
+                BlockState::Zero => Some((run, None)),
             })
     }
 
@@ -381,9 +381,9 @@ impl Redo {
     pub fn open(
         directory: &dyn Directory,
         epoch: Epoch,
-        of: Of<'_>,
+        of: RedoOf<'_>,
         access: Access,
-    ) -> Result<Found, OverlayError> {
+    ) -> Result<OpenedRedo, OverlayError> {
         let name = name_of(epoch);
         let said = directory.describe(&name);
         let read = OverlayError::io("read", &said);
@@ -392,7 +392,7 @@ impl Redo {
         let mut redo = Self::without_changes(epoch, file, name, of.size);
         let parsed = redo.parse(of, length).map_err(&read)?;
         if matches!(parsed, Parsed::Sealed) {
-            return Ok(Found::Sealed(redo));
+            return Ok(OpenedRedo::Sealed(redo));
         }
         if redo.ends_with_seal(length).map_err(&read)? {
             if redo.is_of_version_1().map_err(&read)? {
@@ -410,9 +410,9 @@ impl Redo {
                 redo.file
                     .set_len(redo.log.end())
                     .map_err(OverlayError::io("cut", &said))?;
-                Ok(Found::Staged(redo))
+                Ok(OpenedRedo::Staged(redo))
             }
-            _ => Ok(Found::Nothing),
+            _ => Ok(OpenedRedo::Nothing),
         }
     }
 
@@ -443,11 +443,11 @@ impl Redo {
             let mut end = redo.log.end() + RECORD as u64;
             let state = match head.kind {
                 KIND_SEAL => return Ok(Some(redo.states)),
-                KIND_ZERO if fine => State::Zero,
-                KIND_FORGET if fine => State::Base,
+                KIND_ZERO if fine => BlockState::Zero,
+                KIND_FORGET if fine => BlockState::Base,
                 KIND_DATA if fine => {
                     end += (blocks.end - blocks.start) * SUM as u64;
-                    State::Here
+                    BlockState::Here
                 }
                 _ => return Ok(None),
             };
@@ -478,7 +478,7 @@ impl Redo {
     }
 
     /// Reads the log up to its seal, or as far as it goes.
-    fn parse(&mut self, of: Of<'_>, length: u64) -> io::Result<Parsed> {
+    fn parse(&mut self, of: RedoOf<'_>, length: u64) -> io::Result<Parsed> {
         let start = log_of(of.size);
         let mut found = [0; HEADER];
         if length < self.log.end() {
@@ -506,16 +506,16 @@ impl Redo {
                 }
                 KIND_ZERO | KIND_FORGET if fine => {
                     let state = match head.kind {
-                        KIND_ZERO => State::Zero,
-                        _ => State::Base,
+                        KIND_ZERO => BlockState::Zero,
+                        _ => BlockState::Base,
                     };
                     self.states.load(blocks.clone(), state);
-                    lost.load(blocks, State::Base);
+                    lost.load(blocks, BlockState::Base);
                     self.log.pass(sums);
                 }
                 KIND_DATA if fine && self.sums_fit(&head, length)? => {
-                    self.states.load(blocks.clone(), State::Here);
-                    lost.load(blocks.clone(), State::Base);
+                    self.states.load(blocks.clone(), BlockState::Here);
+                    lost.load(blocks.clone(), BlockState::Base);
                     self.log
                         .pass(sums + (blocks.end - blocks.start) * SUM as u64);
                     if !known {
@@ -527,8 +527,8 @@ impl Redo {
             self.records += 1;
         };
         let all = 0..of.size.div_ceil(BLOCK_SIZE_U64);
-        for (run, _) in lost.runs(all).filter(|run| run.1 != State::Base) {
-            self.states.load(run, State::Base);
+        for (run, _) in lost.runs(all).filter(|run| run.1 != BlockState::Base) {
+            self.states.load(run, BlockState::Base);
         }
         let here = self.all().filter(|piece| piece.1.is_some());
         let blocks: u64 = here.map(|piece| piece.0.end - piece.0.start).sum();
@@ -583,7 +583,7 @@ impl Redo {
             let data = slab.chunks(BLOCK_SIZE_U64 as usize);
             for (block, (bytes, sum)) in (first..).zip(data.zip(expected.chunks(SUM))) {
                 if crc(bytes).to_le_bytes() != sum && !cfg!(fuzzing) {
-                    lost.load(block..block + 1, State::Here);
+                    lost.load(block..block + 1, BlockState::Here);
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! What makes changes durable: data first, then the log that says where they are.
+//! Making writes durable: first the data, then the log of the block map.
 
 use std::sync::atomic::Ordering;
 

@@ -1,4 +1,4 @@
-//! Where each block of the device is: two bits a block, in pages that exist only where something is not the base's.
+//! The block map in memory: two bits per block, in pages that exist only where some block is not the base's.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,7 +12,7 @@ const PER_WORD: u64 = 32;
 /// Where a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum State {
+pub(super) enum BlockState {
     /// In the base.
     Base = 0,
     /// In the overlay's data.
@@ -21,7 +21,7 @@ pub(super) enum State {
     Zero = 2,
 }
 
-impl State {
+impl BlockState {
     fn of(bits: u64) -> Self {
         match bits & 3 {
             1 => Self::Here,
@@ -39,7 +39,7 @@ impl State {
 }
 
 /// Blocks of one state.
-pub(super) type Run = (Range<u64>, State);
+pub(super) type Run = (Range<u64>, BlockState);
 
 /// The states of all blocks, and which of them were changed since they were last taken.
 #[derive(Default)]
@@ -54,21 +54,21 @@ pub(super) struct States {
 
 enum Page {
     /// Every block.
-    All(State),
+    All(BlockState),
     Each(Box<[u64; (PAGE / PER_WORD) as usize]>),
 }
 
 impl Page {
-    fn get(&self, within: u64) -> State {
+    fn get(&self, within: u64) -> BlockState {
         match self {
             Self::All(state) => *state,
             Self::Each(words) => {
-                State::of(words[(within / PER_WORD) as usize] >> (within % PER_WORD * 2))
+                BlockState::of(words[(within / PER_WORD) as usize] >> (within % PER_WORD * 2))
             }
         }
     }
 
-    fn set(&mut self, within: u64, state: State) {
+    fn set(&mut self, within: u64, state: BlockState) {
         if let Self::All(all) = self {
             let word = u64::MAX / 3 * (*all as u64);
             *self = Self::Each(Box::new([word; (PAGE / PER_WORD) as usize]));
@@ -107,9 +107,9 @@ impl States {
     }
 
     /// The state of a block.
-    pub fn get(&self, block: u64) -> State {
+    pub fn get(&self, block: u64) -> BlockState {
         let page = self.pages.get(&(block / PAGE));
-        page.map_or(State::Base, |page| page.get(block % PAGE))
+        page.map_or(BlockState::Base, |page| page.get(block % PAGE))
     }
 
     /// Where the run of `block`'s state ends, at most at `end`.
@@ -144,20 +144,23 @@ impl States {
     }
 
     /// Sets states as they are on disk: nothing has changed.
-    pub fn load(&mut self, blocks: Range<u64>, state: State) {
+    pub fn load(&mut self, blocks: Range<u64>, state: BlockState) {
         let mut at = blocks.start;
         while at < blocks.end {
             let number = at / PAGE;
             let end = blocks.end.min((number + 1) * PAGE);
-            let there = self.runs(at..end).filter(|run| run.1 != State::Base);
+            let there = self.runs(at..end).filter(|run| run.1 != BlockState::Base);
             self.count -= there.map(|run| run.0.end - run.0.start).sum::<u64>();
-            if state != State::Base {
+            if state != BlockState::Base {
                 self.count += end - at;
             }
             if end - at == PAGE {
                 self.pages.insert(number, Page::All(state));
             } else {
-                let page = self.pages.entry(number).or_insert(Page::All(State::Base));
+                let page = self
+                    .pages
+                    .entry(number)
+                    .or_insert(Page::All(BlockState::Base));
                 if !matches!(page, Page::All(all) if *all == state) {
                     (at..end).for_each(|block| page.set(block % PAGE, state));
                 }
@@ -167,7 +170,7 @@ impl States {
     }
 
     /// Sets states, and remembers which of them are news.
-    pub fn set(&mut self, blocks: Range<u64>, state: State) {
+    pub fn set(&mut self, blocks: Range<u64>, state: BlockState) {
         let news: Vec<_> = self
             .runs(blocks)
             .filter(|run| run.1 != state)
@@ -207,7 +210,7 @@ impl States {
         self.pages
             .keys()
             .flat_map(move |page| self.runs(page * PAGE..end(*page)))
-            .filter(|run| run.1 != State::Base)
+            .filter(|run| run.1 != BlockState::Base)
             .flat_map(records_of)
     }
 }
@@ -235,7 +238,7 @@ mod tests {
             let mut rng = fastrand::Rng::with_seed(seed);
             let blocks = PAGE * 3 + 100;
             let mut states = States::default();
-            let mut model = vec![State::Base; blocks as usize];
+            let mut model = vec![BlockState::Base; blocks as usize];
             let mut logged = model.clone();
             for _ in 0..60 {
                 let start = match rng.bool() {
@@ -244,14 +247,15 @@ mod tests {
                 };
                 let most = [3, 100, PAGE, blocks][rng.usize(0..4)];
                 let end = (start + rng.u64(0..=most)).min(blocks);
-                let state = [State::Base, State::Here, State::Zero][rng.usize(0..3)];
+                let state = [BlockState::Base, BlockState::Here, BlockState::Zero][rng.usize(0..3)];
                 states.set(start..end, state);
                 model[start as usize..end as usize].fill(state);
                 if rng.u8(0..5) == 0 {
                     for record in states.take_changed() {
                         let range =
                             record.first as usize..(record.first as usize + record.count as usize);
-                        let state = State::from_number(record.state).unwrap_or(State::Base);
+                        let state =
+                            BlockState::from_number(record.state).unwrap_or(BlockState::Base);
                         logged[range].fill(state);
                     }
                     assert!(logged == model, "seed {seed}: what changed");
@@ -273,11 +277,11 @@ mod tests {
                 }
                 assert_eq!(at, to.max(from), "seed {seed}");
             }
-            let count = model.iter().filter(|s| **s != State::Base).count() as u64;
+            let count = model.iter().filter(|s| **s != BlockState::Base).count() as u64;
             assert_eq!(states.count(), count, "seed {seed}");
             let mut again = States::default();
             for record in states.snapshot() {
-                let state = State::from_number(record.state).expect("no base in a snapshot");
+                let state = BlockState::from_number(record.state).expect("no base in a snapshot");
                 again.load(record.first..record.first + u64::from(record.count), state);
             }
             assert!(
@@ -290,9 +294,9 @@ mod tests {
     #[test]
     fn what_is_marked_again_is_taken_again() {
         let mut states = States::default();
-        states.set(10..20, State::Here);
-        states.set(20..25, State::Zero);
-        states.set(12..14, State::Here);
+        states.set(10..20, BlockState::Here);
+        states.set(20..25, BlockState::Zero);
+        states.set(12..14, BlockState::Here);
         let records = states.take_changed();
         assert_eq!(records.len(), 2, "{records:?}");
         assert!(states.take_changed().is_empty());
@@ -310,7 +314,7 @@ mod tests {
     fn a_trimmed_device_takes_little_memory() {
         let mut states = States::default();
         let blocks = 1 << 34;
-        states.set(0..blocks, State::Zero);
+        states.set(0..blocks, BlockState::Zero);
         assert!(states.pages.values().all(|p| matches!(p, Page::All(_))));
         assert_eq!(states.take_changed().len(), 5, "runs of at most u32::MAX");
         assert_eq!(states.count(), blocks);

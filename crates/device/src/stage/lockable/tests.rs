@@ -17,9 +17,9 @@ fn until(what: impl Fn() -> bool) {
 }
 
 /// A device whose requests hang when told to, under a lock.
-fn hanging(patience: Duration) -> (Arc<Lockable<Cut<MemoryDevice>>>, LockHandle, CutHandle) {
-    let (below, cut) = Cut::new(MemoryDevice::new(8192), patience);
-    let (device, lock) = Lockable::new(below, patience);
+fn hanging(timeout: Duration) -> (Arc<Lockable<Cut<MemoryDevice>>>, LockHandle, CutHandle) {
+    let (below, cut) = Cut::new(MemoryDevice::new(8192), timeout);
+    let (device, lock) = Lockable::new(below, timeout);
     (Arc::new(device), lock, cut)
 }
 
@@ -97,7 +97,7 @@ fn what_is_held_back_gives_up_in_time() {
 }
 
 #[test]
-fn more_patience_than_there_is_time_is_a_day() {
+fn a_timeout_longer_than_there_is_time_is_a_day() {
     let (device, lock, cut) = hanging(Duration::MAX);
     std::thread::scope(|scope| {
         let guard = lock.lock().unwrap();

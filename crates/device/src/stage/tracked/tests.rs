@@ -48,8 +48,8 @@ fn what_changed_since_the_mark_is_told_and_no_more() {
 
 #[test]
 fn a_write_under_way_at_the_mark_is_before_it_and_after_it() {
-    let patience = Duration::from_secs(60);
-    let (below, cut) = Cut::new(MemoryDevice::new(1 << 20), patience);
+    let timeout = Duration::from_secs(60);
+    let (below, cut) = Cut::new(MemoryDevice::new(1 << 20), timeout);
     let (device, track) = Tracked::new(below, 4096);
     device.write(0, &[1; 512]).unwrap();
     cut.cut(CutHow::Hang);
@@ -57,7 +57,7 @@ fn a_write_under_way_at_the_mark_is_before_it_and_after_it() {
         let write = scope.spawn(|| device.write(8192, &[1; 512]));
         let start = Instant::now();
         while cut.hanging() != 1 {
-            assert!(start.elapsed() < patience);
+            assert!(start.elapsed() < timeout);
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(runs(&track.take()), [0..4096, 8192..12_288]);

@@ -1,4 +1,4 @@
-//! What the puller and readers tell each other.
+//! State that the puller shares with readers.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};

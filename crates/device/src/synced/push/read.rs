@@ -1,4 +1,4 @@
-//! Reading what an epoch froze, as changes of a good size.
+//! Reading the chunks of a frozen epoch, as changes of a suitable size.
 
 use std::ops::Range;
 

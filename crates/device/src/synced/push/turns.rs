@@ -1,4 +1,4 @@
-//! What the pusher, flushes and writers tell each other.
+//! State that the pusher shares with flushes and writers.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Whose turn it is to write the map.
+//! Serializes writers of the map.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -93,7 +93,7 @@ impl Saver {
                 Ok(())
             }
             false => Err(DeviceError::Corrupt(
-                "the image was changed elsewhere while the link was down; unmount, and mount anew"
+                "the image was changed elsewhere while the link was down; unmount it and mount it again"
                     .into(),
             )),
         }

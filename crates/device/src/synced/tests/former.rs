@@ -53,9 +53,9 @@ fn make_former(directory: &FakeDirectory) {
     log.rewrite(&header, records).unwrap();
 }
 
-fn left(directory: &FakeDirectory) -> Left {
+fn left(directory: &FakeDirectory) -> CacheContents {
     let shared: Arc<dyn Directory> = Arc::new(directory.clone());
-    Left::look(&shared).unwrap().unwrap()
+    CacheContents::read(&shared).unwrap().unwrap()
 }
 
 #[test]

@@ -47,7 +47,8 @@ fn a_device_closes_on_a_full_disk_when_all_was_pushed() {
         device.close(true).unwrap();
         directory.set_capacity(None);
         directory.set_faults(|_, _| None);
-        let left = Left::look(&(Arc::new(directory.clone()) as Arc<dyn Directory>)).unwrap();
+        let left =
+            CacheContents::read(&(Arc::new(directory.clone()) as Arc<dyn Directory>)).unwrap();
         assert_eq!(left.map_or(0, |left| left.dirty), 0);
         // Somebody else writes meanwhile: nothing of here may stand in the way, or be taken for what is there.
         far.device.write(at(50), &[9; 4096]).unwrap();

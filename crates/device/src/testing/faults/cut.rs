@@ -1,4 +1,4 @@
-//! Takes a device away, and gives it back.
+//! Makes a device unavailable, and available again.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,19 +6,19 @@ use std::time::{Duration, Instant};
 use drover_core::{BlockDevice, Cost, DeviceError};
 use parking_lot::{Condvar, Mutex};
 
-use crate::stage::MAX_PATIENCE;
+use crate::stage::MAX_TIMEOUT;
 use crate::stage::{Entry, Gate, Gated, Operation, Request};
 
 /// A device whose link can be cut.
 pub type Cut<D> = Gated<D, Wire>;
 
 impl<D: BlockDevice> Cut<D> {
-    /// A link that holds, and the handle that cuts it. A request that hangs gives up after `patience`,
+    /// A link that holds, and the handle that cuts it. A request that hangs gives up after `timeout`,
     /// or a day if that is longer.
-    pub fn new(inner: D, patience: Duration) -> (Self, CutHandle) {
+    pub fn new(inner: D, timeout: Duration) -> (Self, CutHandle) {
         let wire = Wire {
             shared: Arc::default(),
-            patience: patience.min(MAX_PATIENCE),
+            timeout: timeout.min(MAX_TIMEOUT),
         };
         let handle = CutHandle {
             shared: Arc::clone(&wire.shared),
@@ -31,7 +31,7 @@ impl<D: BlockDevice> Cut<D> {
 #[derive(Debug)]
 pub struct Wire {
     shared: Arc<Shared>,
-    patience: Duration,
+    timeout: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -52,7 +52,7 @@ struct State {
 pub enum CutHow {
     /// They fail at once.
     Fail,
-    /// They hang until the link is healed or their patience ends.
+    /// They hang until the link is healed or their timeout ends.
     Hang,
 }
 
@@ -91,7 +91,7 @@ impl CutHandle {
 
 impl Wire {
     fn cross(&self, may_hang: bool) -> Result<(), DeviceError> {
-        let deadline = Instant::now() + self.patience;
+        let deadline = Instant::now() + self.timeout;
         let mut state = self.shared.state.lock();
         loop {
             match state.cut {
@@ -103,7 +103,7 @@ impl Wire {
                     if late.timed_out() && state.cut.is_some() {
                         return Err(DeviceError::Unavailable(format!(
                             "the link has been cut for {:?}",
-                            self.patience
+                            self.timeout
                         )));
                     }
                 }

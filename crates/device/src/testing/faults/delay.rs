@@ -1,4 +1,4 @@
-//! Makes a device slow: a round trip for each request.
+//! Adds a round trip to each request.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Makes a device fail, on purpose and on schedule.
+//! Injects errors on a schedule.
 
 use std::ops::Range;
 use std::sync::Arc;

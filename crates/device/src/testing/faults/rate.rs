@@ -1,4 +1,4 @@
-//! Makes a device narrow: so many bytes a second for all requests together.
+//! Limits the bytes per second of all requests together.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Refuses what is not aligned or too long, before it reaches a device that would not notice.
+//! Refuses requests that are not aligned or too long.
 
 use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes, check_range};
 

@@ -370,9 +370,9 @@ fn a_touch_waits_for_a_device_that_is_away() {
     let device = Arc::new(Probe::of(&bytes));
     let away = DeviceError::Unavailable("the link is down".into());
     *device.bad.lock() = Some((0..u64::MAX, away));
-    let patient = |patience| {
+    let patient = |timeout| {
         let options = Options {
-            patience,
+            timeout,
             ..Options::default()
         };
         region(&device, options)
@@ -392,12 +392,12 @@ fn a_touch_waits_for_a_device_that_is_away() {
     // But not for ever.
     let away = DeviceError::Unavailable("the link is down".into());
     *device.bad.lock() = Some((0..u64::MAX, away));
-    let patience = Duration::from_millis(400);
-    let gives_up = patient(patience);
+    let timeout = Duration::from_millis(400);
+    let gives_up = patient(timeout);
     let began = Instant::now();
     assert!(At(gives_up.as_ptr()).hand_over(100 * PAGE).is_err());
     let waited = began.elapsed();
-    assert!(waited >= patience, "{waited:?}");
+    assert!(waited >= timeout, "{waited:?}");
 }
 
 #[test]

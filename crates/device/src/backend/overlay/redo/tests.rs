@@ -4,8 +4,8 @@ use fastrand::Rng;
 use super::*;
 use drover_storage::FakeDirectory;
 
-fn of(base: &Digest, size: u64) -> Of<'_> {
-    Of {
+fn of(base: &Digest, size: u64) -> RedoOf<'_> {
+    RedoOf {
         base,
         size,
         boot: [0; 16],
@@ -57,7 +57,7 @@ fn later_changes_win() {
         check(&redo);
         assert!(redo.seal().is_ok());
         let size = blocks * BLOCK_SIZE_U64;
-        let Found::Sealed(again) =
+        let OpenedRedo::Sealed(again) =
             Redo::open(&fake, Epoch(5), of(&base, size), Access::Write).unwrap()
         else {
             panic!("seed {seed}: sealed and not found");

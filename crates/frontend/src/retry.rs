@@ -1,33 +1,33 @@
-//! Trying again where somebody is in the way for a moment: a child of any program has its parent's files between fork
-//! and exec, udev and blkid probe devices, and the kernel closes some files a little later than it says.
+//! Retries while something is busy for a moment: a child process has its parent's files open between fork and exec, udev
+//! and blkid probe devices, and the kernel closes some files asynchronously.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::fuse::User;
 
-/// How long what is in use, but only by processes or by nobody who can be seen, is tried again before it is refused.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
-/// After the first try; doubled from try to try.
+/// How long a busy file or device is retried, if only processes or no visible users have it open.
+pub(crate) const RETRY_LIMIT: Duration = Duration::from_secs(2);
+/// The pause after the first attempt; doubled after each.
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
-/// Between two tries at most: each may look through all processes.
+/// The longest pause between two attempts: each may look through all processes.
 const MAX_PAUSE: Duration = Duration::from_millis(100);
 
-/// Tries until it succeeds, fails with an error that is not `passing`, or has been tried for [`PATIENCE`].
-pub(crate) fn patiently<T, E>(
+/// Retries until it succeeds, fails with an error that is not `passing`, or [`RETRY_LIMIT`] is over.
+pub(crate) fn retry<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     passing: impl Fn(&E) -> bool,
 ) -> Result<T, E> {
-    patiently_for(PATIENCE, attempt, passing)
+    retry_for(RETRY_LIMIT, attempt, passing)
 }
 
-/// The same with a time of one's own; without any it tries once.
-pub(crate) fn patiently_for<T, E>(
-    patience: Duration,
+/// The same with another limit; with zero there is one attempt.
+pub(crate) fn retry_for<T, E>(
+    timeout: Duration,
     mut attempt: impl FnMut() -> Result<T, E>,
     passing: impl Fn(&E) -> bool,
 ) -> Result<T, E> {
-    let end = Instant::now() + patience;
+    let end = Instant::now() + timeout;
     let mut pause = FIRST_PAUSE;
     loop {
         // Looked at before the try, so that one comes after the time is over, however slow the machine is.
@@ -73,16 +73,16 @@ mod tests {
             tries += 1;
             if tries == 3 { Ok(tries) } else { Err(tries) }
         };
-        assert_eq!(patiently(&mut third, |_| true), Ok(3));
+        assert_eq!(retry(&mut third, |_| true), Ok(3));
         let mut tries = 0;
         let mut never = || -> Result<(), u32> {
             tries += 1;
             Err(tries)
         };
-        assert_eq!(patiently(&mut never, |_| false), Err(1));
-        let error = patiently(&mut never, |_| true).unwrap_err();
+        assert_eq!(retry(&mut never, |_| false), Err(1));
+        let error = retry(&mut never, |_| true).unwrap_err();
         assert!(error > 3, "tried {error} times");
-        let once = patiently_for(Duration::ZERO, &mut never, |_| true);
+        let once = retry_for(Duration::ZERO, &mut never, |_| true);
         assert_eq!(once, Err(error + 1), "who does not wait tries once");
     }
 
