@@ -98,7 +98,10 @@ pub(super) fn check_new(directory: &dyn Directory, shape: Shape) -> Result<(), D
     }
     let names = directory.list().map_err(|e| at(directory, NAME, &e))?;
     if let Some(name) = names.iter().find(|name| ![NEW, LOCK].contains(&&***name)) {
-        let exists = io::Error::new(io::ErrorKind::AlreadyExists, "the directory is not empty");
+        let exists = io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "the directory is not empty, or is a device already",
+        );
         return Err(at(directory, name, &exists));
     }
     Ok(())
