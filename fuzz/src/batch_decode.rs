@@ -2,7 +2,7 @@
 //! of the inputs are only the front of a batch, and get digests and proofs of the right length.
 
 use drover_core::Digest;
-use drover_teleport::codec::{Batch, PROOF_BLOCKS};
+use drover_teleport::testing::{Batch, PROOF_BLOCKS};
 use drover_teleport::protocol::BATCH_BLOCKS;
 
 fn check(bytes: &[u8]) -> bool {

@@ -7,7 +7,7 @@ use drover_teleport::services::{
     ImageInfo, IndexImage, JoinSession, OpenSession, Progress, RemoveImage, RemoveTransfer,
     Verified, VerifyImage,
 };
-use drover_teleport::transfers::Unfinished;
+use drover_teleport::Unfinished;
 use serde::{Serialize, de::DeserializeOwned};
 
 fn check<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes: &[u8]) {

@@ -1,6 +1,6 @@
 //! What an untrusted site asks of a lone teleporter, up to the teleporter's answer.
 
-use drover_teleport::matching::{decode_event, encode_event};
+use drover_teleport::testing::{decode_event, encode_event};
 
 pub fn run(data: &[u8]) {
     let Ok(event) = decode_event(data) else {

@@ -1,6 +1,6 @@
 //! What an untrusted destination asks for: ascending runs that are apart, of a batch at most.
 
-use drover_teleport::codec::Need;
+use drover_teleport::testing::Need;
 use drover_teleport::protocol::BATCH_BLOCKS;
 
 pub fn run(data: &[u8]) {

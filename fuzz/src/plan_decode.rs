@@ -1,7 +1,7 @@
 //! A plan from a teleporter on another machine: covers its batch exactly, and is what it encodes to.
 
-use drover_teleport::codec::{decode_plan, encode_plan};
-use drover_teleport::matching::{decode_answer, encode_answer};
+use drover_teleport::testing::{decode_plan, encode_plan};
+use drover_teleport::testing::{decode_answer, encode_answer};
 use drover_teleport::protocol::BATCH_BLOCKS;
 
 pub fn run(data: &[u8]) {

@@ -8,10 +8,10 @@ use drover_core::{Digest, Head};
 use drover_index::{ImageId, Via};
 use drover_store::DataBits;
 use drover_store::sequences::From;
-use drover_teleport::codec::{Batch, Need, Runs};
-use drover_teleport::destination::{Action, Destination, Event, ReuseJob, Run};
+use drover_teleport::testing::{Batch, Need, Runs};
+use drover_teleport::testing::destination::{Action, Destination, Event, ReuseJob, Run};
 use drover_teleport::protocol::{Accept, BATCH_BLOCKS, Delivered, Matched};
-use drover_teleport::source::{self, Source};
+use drover_teleport::testing::source::{self, Source};
 
 /// Numbers from the input; zeros when it is used up.
 struct Input<'a>(&'a [u8]);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytesize::ByteSize;
-use drover_teleport::compress::{Effort, MAX_LEVEL};
+use drover_teleport::{Effort, MAX_LEVEL};
 
 /// Makes text from elsewhere fit for a terminal: control characters and the marks that reorder
 /// or hide text are escaped.

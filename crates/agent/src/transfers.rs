@@ -5,7 +5,7 @@ use std::sync::Arc;
 use drover_net::PeerKey;
 use drover_store::SiteCatalog;
 use drover_teleport::services::{ListTransfers, RemoveTransfer};
-use drover_teleport::transfers::{TransferState, Unfinished, unfinished};
+use drover_teleport::{TransferState, Unfinished, unfinished};
 
 use crate::error::{Context, Result};
 use crate::home::{CleanUp, Home};

@@ -13,8 +13,8 @@ use drover_agent::text::{bytes, clean, moment};
 use drover_agent::{mounts, site};
 use drover_core::{Digest, ImageName};
 use drover_store::{Catalog, SiteCatalog};
+use drover_teleport::digest_file;
 use drover_teleport::services::{IndexImage, Progress, VerifyImage};
-use drover_teleport::walk::digest_file;
 use serde_json::json;
 
 use crate::bar::Bar;

@@ -12,8 +12,8 @@ use drover_agent::remote::find_peer;
 use drover_agent::signals::Stop;
 use drover_agent::site;
 use drover_net::RateLimit;
+use drover_teleport::SendOptions;
 use drover_teleport::progress::{Counters, WireTotals};
-use drover_teleport::session::{self, SendOptions};
 
 use crate::cli::SendArgs;
 use crate::failure;
@@ -65,7 +65,7 @@ pub async fn send(home: &Home, args: SendArgs) -> Result<()> {
         let show = Arc::clone(&show);
         Arc::new(move |event| show.event(event))
     };
-    let sending = session::send(items, options, events, counters, wire, stop.watch());
+    let sending = drover_teleport::send(items, options, events, counters, wire, stop.watch());
     tokio::pin!(sending);
     let mut samples = tokio::time::interval(SAMPLE_EVERY);
     let sent = loop {

@@ -4,7 +4,7 @@ use anyhow::Result;
 use drover_agent::home::Home;
 use drover_agent::text::{bytes, clean, moment};
 use drover_agent::transfers;
-use drover_teleport::transfers::{TransferState, Unfinished};
+use drover_teleport::{TransferState, Unfinished};
 use serde_json::{Value, json};
 
 use crate::cli::{TransfersAction, TransfersArgs, TransfersRmArgs};

@@ -9,11 +9,11 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use drover_core::{BLOCK_SIZE, Digest, Head};
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 use drover_store::DataBits;
-use drover_teleport::codec::{
+use drover_teleport::protocol::{BATCH_BLOCKS, FRAME_BLOCKS};
+use drover_teleport::testing::{
     Batch, Literal, LiteralHeader, Packing, decode_plan, encode_plan, proofs_of,
 };
-use drover_teleport::compress::{MAX_WINDOW_LOG, Pace, Packer, Unpacker};
-use drover_teleport::protocol::{BATCH_BLOCKS, FRAME_BLOCKS};
+use drover_teleport::testing::{MAX_WINDOW_LOG, Pace, Packer, Unpacker};
 
 fn digests(rng: &mut fastrand::Rng) -> Vec<Digest> {
     let mut digests = vec![Digest::default(); BATCH_BLOCKS as usize];

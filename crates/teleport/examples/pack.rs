@@ -8,9 +8,9 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use drover_image::{Conversion, open_for_sending};
-use drover_teleport::compress::{MAX_WINDOW_LOG, Pace, Packer};
 use drover_teleport::protocol::{BATCH_BLOCKS, FRAME_BLOCKS};
-use drover_teleport::walk::{Walk, read_image};
+use drover_teleport::testing::{MAX_WINDOW_LOG, Pace, Packer};
+use drover_teleport::testing::{Walk, read_image};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut seen = HashSet::new();

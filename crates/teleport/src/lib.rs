@@ -1,38 +1,122 @@
 //! Sending disk images between sites: the three roles as state machines, and the sessions that
 //! drive them.
 //!
-//! - [`protocol`]: what the roles say to each other, and its limits; [`services`]: what a site can be asked.
-//! - [`Source`](source::Source), [`Destination`](destination::Destination) and
-//!   [`Teleporter`](teleporter::Teleporter): protocol logic without I/O and without a clock.
-//! - [`send`](session::send()) drives a source; [`Site`] is where images arrive and holds what the
-//!   destinations of all its sessions share.
+//! - [`send`] sends images; [`Site`] is where they arrive, by its services [`Sessions`] and [`DataConnections`].
+//! - [`open_teleporter`] and [`serve_teleporter`]: a teleporter that matches for other sites.
+//! - [`protocol`]: the messages of a session, and its limits; [`services`]: the other requests that a site answers;
+//!   [`progress`]: events and figures of a running send.
+//!
+//! Source, destination and teleporter are protocol logic without I/O and without a clock (`source`, `destination`,
+//! `teleporter`); the modules under `session` drive them with threads and sockets.
 //!
 //! What must not live here: sockets and TLS (`net`), the parsing of image formats (`image`), the
 //! matcher's data structures (`index`), and anything about a command line.
+//!
+//! An image is sent to a site over the loopback interface:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::time::Duration;
+//!
+//! use drover_core::ImageName;
+//! use drover_image::Conversion;
+//! use drover_net::service::{IncomingCall, Peer, Services};
+//! use drover_net::{Code, Identity, Listener, Refusal, Rights};
+//! use drover_store::SiteCatalog;
+//! use drover_teleport::{DataConnections, SendItem, SendOptions, Sessions, Site, SiteConfig, send};
+//!
+//! # #[tokio::main]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // A site, and what it serves.
+//! let home = tempfile::tempdir()?;
+//! let (catalog, _) = SiteCatalog::open(home.path())?;
+//! let config = SiteConfig {
+//!     images_dir: home.path().join("images"),
+//!     work_dir: home.path().join("work"),
+//!     state_dir: home.path().join("state"),
+//!     teleporter: None,
+//!     reserve_bytes: 0,
+//!     max_sessions: 8,
+//!     sequence_data_bytes: 64 << 20,
+//!     disk: Arc::new(drover_storage::HostDisk),
+//! };
+//! let (site, _) = Site::open(config, Arc::new(catalog))?;
+//! let mut services = Services::new(Refusal::new(Code::Unsupported, "no such service"));
+//! services.add(Sessions(site.clone()));
+//! services.add(DataConnections(site.clone()));
+//! let services = Arc::new(services);
+//! let there = Identity::generate();
+//! let listener = Listener::bind("127.0.0.1:0".parse()?, &there).await?;
+//! let address = listener.local_addr().to_string();
+//! let (_stop, stopped) = tokio::sync::watch::channel(false);
+//! let site_stops = stopped.clone();
+//! tokio::spawn(async move {
+//!     while let Ok(pending) = listener.accept().await {
+//!         let (services, stop) = (services.clone(), site_stops.clone());
+//!         tokio::spawn(async move {
+//!             let connection = pending.handshake().await?;
+//!             let key = connection.peer().expect("a peer of TLS has a key");
+//!             let peer = Peer { key, name: "lyon".into(), rights: Rights::PEER };
+//!             services.serve(peer, IncomingCall::receive(connection, stop).await?).await
+//!         });
+//!     }
+//! });
+//!
+//! // An image, and where it goes.
+//! let path = home.path().join("disk.raw");
+//! std::fs::write(&path, vec![7; 1 << 20])?;
+//! let item = SendItem { path, name: ImageName::new("disk.raw")?, conversion: Conversion::AsIs };
+//! let options = SendOptions {
+//!     identity: Identity::generate(),
+//!     peer: there.key(),
+//!     peer_name: "paris".into(),
+//!     addresses: vec![address],
+//!     limit: None,
+//!     dry_run: false,
+//!     connections: None,
+//!     compress: None,
+//!     give_up_after: Duration::from_secs(10),
+//! };
+//! let on_event = Arc::new(|event| println!("{event:?}"));
+//! let reports = send(vec![item], options, on_event, Arc::default(), Arc::default(), stopped).await?;
+//! // Its 256 blocks are alike: one crosses the link.
+//! assert_eq!((reports[0].sent_blocks, reports[0].matched_blocks), (1, 255));
+//! assert_eq!(site.list()[0].digest, reports[0].digest);
+//! # Ok(())
+//! # }
+//! ```
 
-pub mod codec;
-pub mod compress;
-pub mod destination;
+mod codec;
+mod compress;
+mod destination;
 mod error;
 mod files;
 mod frames;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod log;
-pub mod matching;
+mod matching;
 mod partials;
 pub mod progress;
 pub mod protocol;
 pub mod services;
-pub mod session;
+mod session;
 mod site;
-pub mod source;
-pub mod stages;
-pub mod teleporter;
+mod source;
+mod stages;
+mod teleporter;
+#[cfg(any(fuzzing, feature = "testing"))]
+pub mod testing;
 mod transfer;
-pub mod transfers;
-pub mod walk;
+mod transfers;
+mod walk;
 
+pub use compress::{Effort, MAX_LEVEL};
 pub use error::TeleportError;
-pub use matching::{RemoteTeleporter, open_teleporter};
+pub use matching::{LocalTeleporter, RemoteTeleporter, open_teleporter, serve_teleporter};
+pub use session::{DataConnections, OnEvent, SendItem, SendOptions, Sessions, send};
 pub use site::{Holder, Site, SiteConfig, SiteStatus, TransferStatus};
+pub use stages::StageTime;
+pub use teleporter::Teleporter;
+pub use transfers::{TransferState, Unfinished, unfinished};
+pub use walk::digest_file;

@@ -17,8 +17,11 @@ use crate::TeleportError;
 use crate::teleporter::{Answer, Event, Teleporter};
 
 pub(crate) use link::wrong_answer;
-pub use link::{Link, LocalTeleporter, RemoteLink, handle};
-pub use remote::{RemoteTeleporter, connect, serve_teleporter};
+pub use link::{Link, LocalTeleporter, handle};
+#[cfg(any(fuzzing, feature = "testing"))]
+pub use remote::connect;
+pub use remote::{RemoteTeleporter, serve_teleporter};
+#[cfg(any(fuzzing, feature = "testing"))]
 pub use wire::{decode_answer, decode_event, encode_answer, encode_event};
 
 /// Where a site's matching happens.

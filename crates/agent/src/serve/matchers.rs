@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use drover_net::PeerKey;
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
-use drover_teleport::matching::LocalTeleporter;
+use drover_teleport::LocalTeleporter;
 use drover_teleport::open_teleporter;
 use tokio::sync::Mutex;
 

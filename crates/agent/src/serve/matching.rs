@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use drover_net::service::{IncomingCall, Peer, Request, Service, ServiceFuture};
 use drover_net::{Code, Refusal, Right};
-use drover_teleport::matching::serve_teleporter;
+use drover_teleport::serve_teleporter;
 use drover_teleport::services::BeginMatching;
 
 use super::matchers::{InUse, Matchers};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use drover_mount::server::Connections;
 use drover_net::service::Services;
 use drover_net::{Code, Refusal};
-use drover_teleport::session::{DataConnections, Sessions};
+use drover_teleport::{DataConnections, Sessions};
 
 use super::matching::Matching;
 use super::server::{Common, Duty, OfSite, Server};

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use drover_agent::text::clean;
 use drover_core::ImageName;
 use drover_image::{Conversion, open_for_sending};
-use drover_teleport::session::SendItem;
+use drover_teleport::SendItem;
 
 use crate::cli::{Format, SendArgs};
 use crate::failure::{of_sending, usage};

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use drover_agent::text::{bytes, clean, count};
 use drover_core::BLOCK_SIZE_U64;
+use drover_teleport::StageTime;
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
 use drover_teleport::protocol::BATCH_BLOCKS;
-use drover_teleport::stages::StageTime;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 

@@ -176,6 +176,7 @@ impl Default for Pace {
     }
 }
 
+#[cfg(any(fuzzing, feature = "testing"))]
 impl Pace {
     /// How many efforts auto chooses from.
     pub const STEPS: usize = N;
@@ -185,7 +186,9 @@ impl Pace {
     pub fn step(step: usize) -> Self {
         Self::fixed(EFFORTS[step.min(N - 1)])
     }
+}
 
+impl Pace {
     /// At an effort that stays.
     #[must_use]
     pub fn fixed(effort: Effort) -> Self {

@@ -322,6 +322,7 @@ impl Site {
     }
 
     /// Bytes that the sequence data takes at most, by the matcher's count of segments; none with a lone teleporter.
+    #[cfg(any(fuzzing, feature = "testing"))]
     #[must_use]
     pub fn sequence_data_used(&self) -> Option<u64> {
         match &self.matching {

@@ -12,7 +12,7 @@ use drover_net::service::{IncomingCall, Peer, Services};
 use drover_net::{Code, Identity, Listener, Refusal, Rights};
 use drover_store::{Catalog, CatalogError, ImageRecord};
 use drover_teleport::progress::{Counters, ImageReport, SendEvent, WireTotals};
-use drover_teleport::session::{DataConnections, SendItem, SendOptions, Sessions, send};
+use drover_teleport::{DataConnections, SendItem, SendOptions, Sessions, send};
 use drover_teleport::{Site, SiteConfig, TeleportError};
 use tokio::sync::watch;
 

@@ -129,7 +129,7 @@ async fn literals_that_are_not_what_was_announced_are_refused() {
     let mut data = drover_store::DataBits::new(4);
     (0..4).for_each(|i| data.set(i));
     let heads = vec![drover_core::Head::No; 4];
-    let batch = drover_teleport::codec::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);
+    let batch = drover_teleport::testing::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);
     raw.say(kind::BATCH, &batch.encode()).await;
     let mut joined = Raw::dial(&there, &identity, JoinSession { session }).await;
     assert_eq!(
@@ -137,9 +137,9 @@ async fn literals_that_are_not_what_was_announced_are_refused() {
         service::kind::REPLY
     );
     assert_eq!(raw.reader.next().await.unwrap().unwrap().kind, kind::NEED);
-    let header = drover_teleport::codec::LiteralHeader {
+    let header = drover_teleport::testing::LiteralHeader {
         slot: 0,
-        packing: drover_teleport::codec::Packing::Plain,
+        packing: drover_teleport::testing::Packing::Plain,
         runs: (0..4).collect(),
     };
     let mut frame = header.encode();
@@ -175,7 +175,7 @@ async fn batches_may_come_before_their_offer() {
     let mut data = drover_store::DataBits::new(4);
     (0..4).for_each(|i| data.set(i));
     let heads = vec![drover_core::Head::No; 4];
-    let batch = drover_teleport::codec::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);
+    let batch = drover_teleport::testing::Batch::new(0, data, heads, &[Digest([7; 32]); 4]);
     joined.say(kind::BATCH, &batch.encode()).await;
     tokio::time::sleep(Duration::from_millis(100)).await;
     raw.offer(&offer("late.raw", &layout), &layout.encode())

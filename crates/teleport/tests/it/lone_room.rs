@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use drover_index::SEGMENT_SLOTS;
 use drover_net::service::IncomingCall;
 use drover_store::sequences::SEQUENCE_DATA_BYTES;
-use drover_teleport::matching::{LocalTeleporter, decode_event, encode_answer, handle};
+use drover_teleport::LocalTeleporter;
 use drover_teleport::protocol::kind;
 use drover_teleport::services::BeginMatching;
-use drover_teleport::teleporter::Answer;
+use drover_teleport::testing::teleporter::Answer;
+use drover_teleport::testing::{decode_event, encode_answer, handle};
 use drover_teleport::{SiteConfig, open_teleporter};
 
 use crate::harness::*;

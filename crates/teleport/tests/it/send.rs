@@ -50,7 +50,7 @@ fn stages_add_up(r: &drover_teleport::progress::ImageReport) {
     assert_eq!(there.copy.bytes, blocks(r.matched_blocks), "{r:?}");
     assert!(source.send.bytes > 0 && there.receive.bytes > 0);
     assert!(there.log.busy_ns > 0 && there.sync.busy_ns > 0 && there.deliver.busy_ns > 0);
-    let of_one = |stages: &[drover_teleport::stages::StageTime]| {
+    let of_one = |stages: &[drover_teleport::StageTime]| {
         let ns = stages.iter().map(|s| s.busy_ns + s.wait_ns + s.socket_ns);
         ns.sum::<u64>() as f64 / 1e9
     };
@@ -226,7 +226,7 @@ async fn a_dry_run_says_what_would_cross_and_changes_nothing() {
     client.send(&[&a], &there).await.unwrap();
     let mut found = Vec::new();
     for _ in 0..2 {
-        let dry = drover_teleport::session::SendOptions {
+        let dry = drover_teleport::SendOptions {
             dry_run: true,
             ..client.options(&there, &there.address)
         };

@@ -8,12 +8,14 @@ use std::time::Duration;
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 use drover_net::service::{IncomingCall, Request};
 use drover_net::{Frame, Identity, Listener};
-use drover_teleport::matching::{LocalTeleporter, decode_event, encode_answer, encode_event};
-use drover_teleport::matching::{connect, serve_teleporter};
+use drover_teleport::LocalTeleporter;
 use drover_teleport::progress::SendEvent;
 use drover_teleport::protocol::kind;
+use drover_teleport::serve_teleporter;
 use drover_teleport::services::BeginMatching;
-use drover_teleport::teleporter::{Answer, Event, ImageEvent};
+use drover_teleport::testing::connect;
+use drover_teleport::testing::teleporter::{Answer, Event, ImageEvent};
+use drover_teleport::testing::{decode_event, encode_answer, encode_event};
 use drover_teleport::{RemoteTeleporter, SiteConfig, TeleportError, open_teleporter};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -433,7 +435,7 @@ async fn a_dry_run_asks_the_lone_teleporter() {
     let client = Client::new();
     client.send(&[&a], &there).await.unwrap();
     let dry = async |path: &Path| {
-        let options = drover_teleport::session::SendOptions {
+        let options = drover_teleport::SendOptions {
             dry_run: true,
             ..client.options(&there, &there.address)
         };

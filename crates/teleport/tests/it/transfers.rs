@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use drover_net::Identity;
 use drover_teleport::TeleportError;
 use drover_teleport::progress::Counters;
-use drover_teleport::transfers::{TransferState, Unfinished};
+use drover_teleport::{TransferState, Unfinished};
 
 use crate::harness::*;
 
