@@ -15,7 +15,7 @@ pub use need::{Need, Runs};
 pub use plan::{decode_plan, encode_plan};
 pub(crate) use reader::Reader;
 
-/// A frame is not what its kind says.
+/// The payload of a frame is not valid for its kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("malformed {0}")]
 pub struct Malformed(pub &'static str);

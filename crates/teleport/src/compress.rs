@@ -178,7 +178,7 @@ impl Unpacker {
                 let decoder = self
                     .stream
                     .as_mut()
-                    .ok_or_else(|| wrong("no stream to go on with"))?;
+                    .ok_or_else(|| wrong("it continues a stream that was not begun"))?;
                 unpack_stream(decoder, packed, out).map_err(|e| wrong(&e.to_string()))?;
             }
         }

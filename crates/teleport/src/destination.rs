@@ -261,7 +261,7 @@ impl Destination {
         self.open.len()
     }
 
-    /// Takes an event in; what must be done comes out behind `actions`.
+    /// Handles an event; appends what must be done to `actions`.
     ///
     /// # Errors
     /// When the source broke the rules: the session must end.
@@ -297,7 +297,7 @@ impl Destination {
     fn check_next(&self, batch: &Batch) -> Result<(), Violation> {
         if batch.index != self.next || self.next >= self.batches {
             return Err(Violation(format!(
-                "batch {} came, not {}",
+                "received batch {}, expected {}",
                 batch.index, self.next
             )));
         }
@@ -524,7 +524,7 @@ impl Destination {
             // A worker may be about to put something else there.
             if !open.asked.get(i as u64) {
                 return Err(Violation(format!(
-                    "block {walk} came, which was not asked for"
+                    "received block {walk}, which was not requested"
                 )));
             }
             if open.missing.get(i as u64) {
@@ -569,7 +569,7 @@ impl Destination {
             .collect();
         if suspects.is_empty() {
             return Err(Violation(format!(
-                "batch {index}: the data is not what its proof says"
+                "batch {index}: the data does not match its proof"
             )));
         }
         for &i in &suspects {

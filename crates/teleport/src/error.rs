@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use drover_net::{Code, NetError, Refusal};
 use drover_store::StoreError;
 
-/// Whether the system says that there is no room.
+/// Whether the error means that the disk is full.
 fn is_full(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -128,7 +128,7 @@ impl TeleportError {
         move |error| TeleportError::File { doing, path, error }
     }
 
-    /// What it says of an image behind its name, which it may begin with itself.
+    /// The error as text to stand behind the image's name, without that name at its start.
     #[must_use]
     pub fn of_image(&self, name: &str) -> String {
         let text = self.to_string();

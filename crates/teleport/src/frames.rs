@@ -19,7 +19,7 @@ pub fn read_frames(reader: FrameReader) -> mpsc::Receiver<Result<Frame, Teleport
     read_frames_after(reader, None)
 }
 
-/// The same, when the peer's hello has to be heard before.
+/// The same, but the peer's hello comes first.
 pub fn read_frames_after(
     mut reader: FrameReader,
     hello: Option<Role>,

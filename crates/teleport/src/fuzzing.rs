@@ -1,4 +1,4 @@
-//! Doors for the fuzzers into what is private. Only built by them; checksums do not stop them.
+//! Entry points of the fuzzers into private parts. Only built by them; checksums do not stop them.
 
 use std::fs::File;
 use std::path::Path;

@@ -289,7 +289,7 @@ impl std::ops::Deref for Transit {
 
 impl Drop for Transit {
     fn drop(&mut self) {
-        tracing::trace!(image = self.image.0, "no longer in transit");
+        tracing::trace!(image = self.image.0, "transfer ended");
         self.partial.state.write().file = None;
         self.all.trim();
     }

@@ -1,4 +1,4 @@
-//! What source, destination and teleporter say to each other.
+//! The messages between source, destination and teleporter.
 //!
 //! # Participants
 //! The **source** has the image. The **destination** is the site it goes to. The **teleporter**
@@ -177,7 +177,7 @@ pub struct Matched {
     pub invalid: u64,
 }
 
-/// The image has its name.
+/// The image is delivered: verified, and there under its name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Delivered {
     /// The digest of the file there.

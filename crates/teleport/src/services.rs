@@ -1,5 +1,5 @@
-//! What a site can be asked about its images and transfers, and what opens a session. (Who says what then is in
-//! [`protocol`](crate::protocol).)
+//! The requests that a site answers: about its images and transfers, and those that open a session. (The messages of
+//! a session are in [`protocol`](crate::protocol).)
 
 use drover_core::{Digest, ImageName};
 use drover_net::request;
@@ -72,7 +72,7 @@ pub struct RemoveTransfer {
 }
 request!(RemoveTransfer: "transfer.remove", Cancel, () => ());
 
-/// How far a long request is.
+/// Progress of a long request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     /// Bytes done.

@@ -84,18 +84,18 @@ pub struct Site {
     copier: Mutex<Option<std::thread::JoinHandle<()>>>,
     copier_wakes: crossbeam_channel::Sender<()>,
     catch_up_wakes: crossbeam_channel::Sender<()>,
-    /// The matcher lacks something, as far as is known.
+    /// The matcher may not know every image.
     behind: AtomicBool,
-    /// Images that the matcher is told of before they are entered.
+    /// Images whose digests are being sent to the matcher, before the catalog has them.
     indexing: Mutex<HashSet<ImageId>>,
-    /// An image went since sequence data was last brought down to what the others are worth.
+    /// An image was removed since sequence data was last trimmed.
     images_went: AtomicBool,
     /// How many trimmings have begun; held for each step of one.
     trimmings: Mutex<u64>,
     holds: RwLock<Option<Arc<Holder>>>,
 }
 
-/// Says of an image who needs it as it is, as in `web is mounted by lyon`; none when nobody does.
+/// Returns why an image must stay as it is, as in `web is mounted by lyon`; `None` when it may be replaced or removed.
 pub type Holder = dyn Fn(&ImageName) -> Option<String> + Send + Sync;
 
 impl Site {
@@ -108,8 +108,8 @@ impl Site {
     /// most: whatever it says of the image is looked up and verified.
     fn tell(&self, image: ImageId, what: ImageEvent) {
         if let Err(e) = self.matching.tell(Event::Image(image, what)) {
-            tracing::warn!(image = image.0, ?what, error = %e, "cannot tell the teleporter");
-            self.matcher_lacks();
+            tracing::warn!(image = image.0, ?what, error = %e, "cannot notify the teleporter");
+            self.matcher_is_behind();
         }
     }
 

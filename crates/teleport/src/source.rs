@@ -120,7 +120,7 @@ impl Source {
         (done * BATCH_BLOCKS).min(self.walk_blocks)
     }
 
-    /// Takes an event in; what must be done comes out behind `actions`.
+    /// Handles an event; appends what must be done to `actions`.
     ///
     /// # Errors
     /// When the destination broke the rules: the session must end.
@@ -144,7 +144,7 @@ impl Source {
             }
             Event::Need(_) | Event::Ack(_) | Event::Delivered(_) if self.resume.is_none() => {
                 return Err(Violation(
-                    "the destination speaks of an image that it has not accepted".into(),
+                    "the destination refers to an image that it has not accepted".into(),
                 ));
             }
             Event::WalkEnded(digest) => {
@@ -174,13 +174,13 @@ impl Source {
         let end = need.runs.iter().last().map_or(0, |(f, n)| f + n);
         if end > self.known_blocks() {
             return Err(Violation(format!(
-                "the destination asks for block {end}, not sent yet"
+                "the destination requested block {end}, which was not announced yet"
             )));
         }
         self.asked_blocks += need.runs.count();
         if self.asked_blocks > self.walk_blocks.saturating_mul(MAX_ASKS_PER_BLOCK) {
             return Err(Violation(
-                "the destination asks for the same blocks again and again".into(),
+                "the destination requested the same blocks too often".into(),
             ));
         }
         actions.push(Action::Literals(need.runs));
@@ -212,12 +212,12 @@ impl Source {
     ) -> Result<(), Violation> {
         if self.done || self.digest.is_none() || self.oldest_unacked != self.batches() {
             return Err(Violation(
-                "the destination claims to have an image it cannot have".into(),
+                "the destination reported delivery of an image that is not complete".into(),
             ));
         }
         if self.digest != Some(delivered.digest) {
             return Err(Violation(
-                "the destination delivered another digest than was sent".into(),
+                "the destination delivered an image with another digest".into(),
             ));
         }
         self.done = true;

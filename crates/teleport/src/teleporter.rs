@@ -17,7 +17,7 @@ use crate::codec::Batch;
 /// Images that may be in transit to one destination at once.
 const MAX_CURSORS: usize = 256;
 
-/// What the destination tells its teleporter.
+/// A request of a destination to its teleporter.
 #[derive(Debug)]
 pub enum Event {
     /// About an image.
@@ -72,7 +72,7 @@ pub enum ImageEvent {
     Reindex,
 }
 
-/// What the teleporter says.
+/// The reply of a teleporter to an event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
     /// To [`Event::Match`].

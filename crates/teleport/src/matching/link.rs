@@ -128,7 +128,7 @@ impl Link {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let why = "the teleporter takes too long to answer";
+                let why = "the teleporter took too long to reply";
                 return Err(TeleportError::Remote(why.into()));
             }
             std::thread::park_timeout(left);
@@ -155,7 +155,7 @@ impl RemoteLink {
         let blocks = self.waiting.pop_front().unwrap_or(0);
         if frame.kind != kind::PLAN {
             return Err(TeleportError::Protocol(
-                "the teleporter sent no plan".into(),
+                "expected a reply of the teleporter".into(),
             ));
         }
         decode_answer(&frame.payload, blocks)?.map_err(TeleportError::Remote)
@@ -164,11 +164,11 @@ impl RemoteLink {
 
 /// The teleporter answers something else than it was asked.
 pub(crate) fn wrong_answer() -> TeleportError {
-    TeleportError::Protocol("the teleporter gave a wrong answer".into())
+    TeleportError::Protocol("the teleporter sent a reply of the wrong kind".into())
 }
 
 fn gone() -> TeleportError {
-    TeleportError::Remote("the teleporter is gone".into())
+    TeleportError::Remote("the connection to the teleporter was lost".into())
 }
 
 /// Has the teleporter here handle an event. Nobody else waits while the disk syncs for it.
@@ -281,6 +281,6 @@ mod tests {
         assert_eq!(link.collect_within(long).unwrap(), Answer::Done);
         answering.join().unwrap();
         let gone = link.collect_within(long).unwrap_err();
-        assert!(gone.to_string().contains("gone"), "{gone}");
+        assert!(gone.to_string().contains("was lost"), "{gone}");
     }
 }

@@ -75,9 +75,7 @@ pub async fn serve_teleporter(
         let event = match decode_event(&frame.payload) {
             Ok(event) if frame.kind == kind::MATCH => event,
             _ => {
-                break Err(TeleportError::Protocol(
-                    "a frame that is no match request".into(),
-                ));
+                break Err(TeleportError::Protocol("expected a match request".into()));
             }
         };
         if let Event::Image(image, what) = event {

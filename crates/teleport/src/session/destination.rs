@@ -73,7 +73,7 @@ impl Site {
         let number = self.active.number();
         let shared = Arc::new(SessionShared::new(peer.key, peer.name, number, to));
         let Some(registered) = self.register(shared.clone(), request) else {
-            let text = "the site has all the sessions it can take; try again later";
+            let text = "the site has reached its session limit; try again later";
             return Ok(call.refuse(&Refusal::new(Code::Busy, text)).await?);
         };
         let _registered = registered;

@@ -113,8 +113,9 @@ fn note_digests(
     let mut blocks = blocks.zip(digests).peekable();
     while let Some((first, _)) = blocks.peek() {
         let index = first / BATCH_BLOCKS;
-        let wrong =
-            |b: u64| TeleportError::Protocol(format!("block {b} came, which was not asked for"));
+        let wrong = |b: u64| {
+            TeleportError::Protocol(format!("received block {b}, which was not requested"))
+        };
         let entry = open.get(&index).ok_or_else(|| wrong(*first))?;
         let (batch, mut full) = (&entry.batch, entry.full.lock());
         let (mut rank, mut last) = (0usize, None);

@@ -124,7 +124,7 @@ impl Control {
     }
 }
 
-/// The control connection ended without a word.
+/// The control connection broke.
 fn broken() -> TeleportError {
     TeleportError::Net(drover_net::NetError::Truncated {
         peer: "the destination".into(),
@@ -163,8 +163,7 @@ impl Sender {
         self.progress
     }
 
-    /// Whether the destination was ever reached: one that never was is not waited for. One that was, and could not say
-    /// a word before the link broke, is.
+    /// Whether a connection was ever made. Only then is a broken one retried.
     pub fn was_connected(&self) -> bool {
         self.connected
     }

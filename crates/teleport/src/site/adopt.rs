@@ -18,7 +18,7 @@ use crate::TeleportError;
 use crate::teleporter::{Event, ImageEvent};
 use crate::walk::Walk;
 
-/// Told how far a reading is, in blocks of so many; an error ends it.
+/// Called with the progress of reading an image: blocks read, blocks in all. An error ends the reading.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> Result<(), TeleportError> + 'a;
 
 impl Site {

@@ -1,12 +1,11 @@
-//! What the matcher lacks of what is here, it is told in the background: a lone teleporter that was
-//! away or has lost its files, hash files of this site that were lost, images whose matching failed,
-//! and what unfinished transfers had brought before a crash. And what is gone, it forgets.
+//! Keeps the matcher up to date in the background: it is sent the digests of images that it does not have (a lone
+//! teleporter that was unreachable or lost its files, hash files of this site that were lost, images whose matching
+//! failed, the blocks of unfinished transfers from before a crash), and forgets images that were removed.
 //!
-//! Looked at soon after the start, after whatever failed, and with a lone teleporter every ten
-//! minutes. An image that was told stays told: after a failure the next look goes on with the rest, and only with the
-//! image that it was at from its start.
+//! A pass runs soon after the start, after a failure, and with a lone teleporter every ten minutes. Images that were
+//! sent are not sent again: after a failure the next pass continues with the image that failed, from its start.
 //!
-//! Transfers go first: before each batch it waits until none of theirs does, at most [`GIVE_WAY`].
+//! Transfers have priority: before each batch it waits until no batch of theirs waits, at most [`GIVE_WAY`].
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -29,10 +28,10 @@ use crate::protocol::BATCH_BLOCKS;
 use crate::teleporter::{Event, ImageEvent};
 use crate::transfer::{ANYBODY, OLDEST, each_batch, opening_of};
 
-/// When the first look is.
+/// Delay of the first pass.
 const AFTER_START: Duration = Duration::from_secs(2);
 
-/// How often what a lone teleporter has is compared.
+/// Interval of passes with a lone teleporter.
 const EVERY: Duration = Duration::from_secs(600);
 
 /// The images that the matcher finds blocks in: to tell it of older ones would only have them read.
@@ -41,10 +40,10 @@ const LATEST: usize = 32;
 /// How long a batch of an image here gives way at most to batches of transfers that wait to be matched.
 const GIVE_WAY: Duration = Duration::from_secs(1);
 
-/// How long after a failure the next look is; doubled with each up to [`EVERY`].
+/// Delay of the next pass after a failure; doubled with each failure, up to [`EVERY`].
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
 
-/// Starts the thread that looks. It ends with the site.
+/// Starts the thread that runs the passes. It ends with the site.
 pub(super) fn start(site: &Arc<Site>, wakes: Receiver<()>) -> std::io::Result<JoinHandle<()>> {
     let weak = Arc::downgrade(site);
     let runtime = tokio::runtime::Handle::try_current();
@@ -74,7 +73,7 @@ pub(super) fn start(site: &Arc<Site>, wakes: Receiver<()>) -> std::io::Result<Jo
                     EVERY
                 }
                 Err(e) => {
-                    tracing::debug!(error = %e, "the matcher cannot be told what it lacks");
+                    tracing::debug!(error = %e, "cannot bring the matcher up to date");
                     failed = (failed * 2).min(EVERY);
                     failed
                 }
@@ -88,12 +87,12 @@ pub(super) fn start(site: &Arc<Site>, wakes: Receiver<()>) -> std::io::Result<Jo
 
 impl Site {
     /// Something that the matcher should know it does not.
-    pub(crate) fn matcher_lacks(&self) {
+    pub(crate) fn matcher_is_behind(&self) {
         self.behind.store(true, Ordering::Relaxed);
         let _ = self.catch_up_wakes.try_send(());
     }
 
-    /// Tells the matcher what it lacks and what is gone. Images that cannot be read as they were delivered are `unfit`.
+    /// One pass: brings the matcher up to date. Images that cannot be read as they were delivered are added to `unfit`.
     fn catch_up(&self, unfit: &mut HashSet<ImageId>) -> Result<(), TeleportError> {
         // First: what is delivered after this the matcher has been told by then.
         let mut lacking = self.images.list();
@@ -125,13 +124,13 @@ impl Site {
         tracing::info!(
             images = lacking.len(),
             unfinished = partials.len(),
-            "telling the matcher what it lacks"
+            "bringing the matcher up to date"
         );
         for (image, dir) in partials {
-            self.tell_partial(&mut link, image, &dir)?;
+            self.send_partial(&mut link, image, &dir)?;
         }
         for record in lacking {
-            if !self.tell_image(&mut link, record.id, &record.path, GIVE_WAY)? {
+            if !self.send_image(&mut link, record.id, &record.path, GIVE_WAY)? {
                 unfit.insert(record.id);
             }
         }
@@ -152,7 +151,7 @@ impl Site {
     }
 
     /// What a stopped transfer has brought, as its log says. Whoever resumes it goes first.
-    fn tell_partial(
+    fn send_partial(
         &self,
         link: &mut Link,
         image: ImageId,
@@ -169,13 +168,13 @@ impl Site {
             return Ok(());
         }
         let stopped = || *hold.stop.borrow() || self.closing.load(Ordering::Relaxed);
-        self.told(link, image, |link| {
+        self.record_image(link, image, |link| {
             let mut whole = true;
             each_batch(dir, |batch| {
                 self.matched.give_way(GIVE_WAY);
                 whole = !stopped();
                 if whole && !batch.digests.is_empty() {
-                    say(link, Event::Record(image, Arc::new(batch)))?;
+                    request(link, Event::Record(image, Arc::new(batch)))?;
                 }
                 Ok(whole)
             })?;
@@ -184,7 +183,7 @@ impl Site {
     }
 
     /// The digests of an image here, from its file. `false` when that is not what was delivered.
-    pub(super) fn tell_image(
+    pub(super) fn send_image(
         &self,
         link: &mut Link,
         image: ImageId,
@@ -196,7 +195,7 @@ impl Site {
             return Ok(false);
         };
         let mut fit = true;
-        self.told(link, image, |link| {
+        self.record_image(link, image, |link| {
             let mut scanner = Scanner::new();
             for index in 0..source.map.blocks.batches() {
                 self.matched.give_way(give_way);
@@ -205,7 +204,7 @@ impl Site {
                 }
                 match read_batch(&source, &file, &mut scanner, index) {
                     Ok(Some(batch)) if batch.digests.is_empty() => {}
-                    Ok(Some(batch)) => say(link, Event::Record(image, Arc::new(batch)))?,
+                    Ok(Some(batch)) => request(link, Event::Record(image, Arc::new(batch)))?,
                     other => {
                         let why = other.err().map(|e| e.to_string());
                         let why = why.unwrap_or_else(|| "it is not what was delivered".into());
@@ -221,30 +220,30 @@ impl Site {
     }
 
     /// Begins an image, has `batches` told, and ends it: given up unless they say that it is whole.
-    fn told(
+    fn record_image(
         &self,
         link: &mut Link,
         image: ImageId,
         batches: impl FnOnce(&mut Link) -> Result<bool, TeleportError>,
     ) -> Result<(), TeleportError> {
-        say(link, Event::Image(image, ImageEvent::Begin))?;
+        request(link, Event::Image(image, ImageEvent::Begin))?;
         let ended = batches(link).and_then(|whole| match whole {
-            true => say(link, Event::Image(image, ImageEvent::Finish)),
-            false => say(link, Event::Image(image, ImageEvent::Abort)),
+            true => request(link, Event::Image(image, ImageEvent::Finish)),
+            false => request(link, Event::Image(image, ImageEvent::Abort)),
         });
         if ended.is_err() {
-            let _ = say(link, Event::Image(image, ImageEvent::Abort));
+            let _ = request(link, Event::Image(image, ImageEvent::Abort));
         }
         ended?;
         // It may have gone meanwhile, and been forgotten before it was whole.
         if !self.images.knows(image) && !self.partials.knows(image) {
-            say(link, Event::Image(image, ImageEvent::Forget))?;
+            request(link, Event::Image(image, ImageEvent::Forget))?;
         }
         Ok(())
     }
 }
 
-fn say(link: &mut Link, event: Event) -> Result<(), TeleportError> {
+fn request(link: &mut Link, event: Event) -> Result<(), TeleportError> {
     link.submit(event)?;
     link.collect().map(drop)
 }

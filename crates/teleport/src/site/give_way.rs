@@ -1,4 +1,4 @@
-//! What is done in the background gives way to transfers whose batches wait to be matched.
+//! Background work gives way to transfers whose batches wait to be matched.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! How a site opens: what an earlier run left is put right, then the background threads start.
+//! Opening a site: recovery of what an earlier run left, then the start of the background threads.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::matching::{Matching, handle, open_teleporter};
 use crate::teleporter::{Event, ImageEvent};
 
 impl Site {
-    /// Opens a site of whose images nobody needs one as it is. What had to be repaired is said, a line each.
+    /// Opens a site none of whose images is held by anybody. Returns what had to be repaired, a line each.
     ///
     /// # Errors
     /// When a directory, the catalog or the matcher's files cannot be used.
@@ -92,20 +92,20 @@ impl Site {
             site.partials.add_stopped(image, &part, left.layout, blocks);
         }
         site.recover(whole, &mut repairs);
-        site.forget_strays();
-        site.name_the_lost(&mut repairs);
+        site.remove_stray_hash_files();
+        site.report_lost_indexes(&mut repairs);
         let copier = shared::start_copier(&site, wakes);
         *site.copier.lock() = copier.ok();
         site.wake_copier();
         // Without it nothing is lost but what the matcher would have found.
         if let Err(e) = catch_up::start(&site, lacks) {
-            tracing::warn!(error = %e, "no thread to tell the matcher what it lacks");
+            tracing::warn!(error = %e, "cannot start the thread that keeps the matcher up to date");
         }
         Ok((site, repairs))
     }
 
-    /// Hash files of images that are neither here nor on their way are of no use.
-    fn forget_strays(&self) {
+    /// Removes the hash files of images that are neither here nor in transit.
+    fn remove_stray_hash_files(&self) {
         let Matching::Local(teleporter) = &self.matching else {
             return;
         };
@@ -120,8 +120,8 @@ impl Site {
         }
     }
 
-    /// Says which images' blocks can no longer be found or read for reuse, and the way out.
-    fn name_the_lost(&self, repairs: &mut Vec<String>) {
+    /// Reports the images whose blocks can no longer be found or read for reuse, and the way out.
+    fn report_lost_indexes(&self, repairs: &mut Vec<String>) {
         let Matching::Local(teleporter) = &self.matching else {
             return;
         };

@@ -114,7 +114,7 @@ pub(super) fn start_copier(
                 failed += u32::from(copied == Copied::Later);
             }
             if failed > 0 && !said {
-                tracing::warn!("sequences could not be copied now; they are tried again");
+                tracing::warn!("sequences could not be copied; will retry");
             }
             said = failed > 0;
             let mut trim = None;
@@ -205,7 +205,7 @@ impl Site {
             Some(trim) => self.trimmed(trim).map(|freed| freed.is_some()),
         };
         more.unwrap_or_else(|e| {
-            tracing::debug!(error = %e, "sequence data gives nothing back now");
+            tracing::debug!(error = %e, "sequence data cannot be trimmed now");
             self.images_went.store(true, Ordering::Relaxed);
             false
         })
@@ -215,7 +215,7 @@ impl Site {
     fn begin_due(&self, trim: &mut Option<Trimming>) -> Result<bool, TeleportError> {
         let lone = matches!(self.matching, Matching::Remote(_));
         if lone && (self.behind.load(Ordering::Relaxed) || Handle::try_current().is_err()) {
-            let why = "the teleporter is yet to be told what is here";
+            let why = "the teleporter does not know all images of this site yet";
             return Err(TeleportError::Remote(why.into()));
         }
         let (budget, have) = (self.sequence_budget(), self.sequences.segments());
@@ -231,7 +231,9 @@ impl Site {
         let turn = self.trimmings.lock();
         match *turn == trim.turn {
             true => self.free_next(trim),
-            false => Err(TeleportError::Remote("an image needs room".into())),
+            false => Err(TeleportError::Remote(
+                "another trimming began, to make space for an image".into(),
+            )),
         }
     }
 
@@ -241,7 +243,7 @@ impl Site {
     fn plans_taken(&self, trim: &Trimming) -> Result<(), TeleportError> {
         match trim.link {
             Link::Remote(_) if !self.matched.settled(SETTLE) => Err(TeleportError::Remote(
-                "plans for transfers take long to come".into(),
+                "timed out waiting for plans in flight".into(),
             )),
             _ => Ok(()),
         }
@@ -271,8 +273,10 @@ impl Site {
         };
         match self.give_up_sequences(before, wanted) {
             Ok(0) => {}
-            Ok(freed) => tracing::info!(freed, "sequence data gave room back for an image"),
-            Err(e) => tracing::warn!(error = %e, "sequence data gave no room back for an image"),
+            Ok(freed) => tracing::info!(freed, "freed sequence data to make space for an image"),
+            Err(e) => {
+                tracing::warn!(error = %e, "cannot free sequence data to make space for an image")
+            }
         }
     }
 
@@ -280,8 +284,9 @@ impl Site {
     fn give_up_sequences(&self, before: u64, wanted: u64) -> Result<u64, TeleportError> {
         let link = self.matching.link()?;
         let turn = self.trimmings.try_lock_for(TURN);
-        let mut turn =
-            turn.ok_or_else(|| TeleportError::Remote("the teleporter takes long".into()))?;
+        let mut turn = turn.ok_or_else(|| {
+            TeleportError::Remote("timed out waiting for another trimming of sequence data".into())
+        })?;
         let (mut trim, used) = begin_trimming(link, &mut turn, u32::MAX, 0)?;
         // A lone teleporter may be anybody's.
         let mut keep = u64::from(used).min(segments_of(self.config.sequence_data_bytes));

@@ -705,7 +705,7 @@ fn what_the_matcher_lacks_gives_way_to_transfers() {
         let telling = threads.spawn(|| {
             let mut link = site.matching.link().unwrap();
             let an_hour = std::time::Duration::from_secs(3600);
-            let told = site.tell_image(&mut link, id, &path, an_hour);
+            let told = site.send_image(&mut link, id, &path, an_hour);
             (told.unwrap(), let_go.load(Ordering::SeqCst))
         });
         until("it gives way", &|| site.matched.giving_way() == 1);
@@ -718,6 +718,6 @@ fn what_the_matcher_lacks_gives_way_to_transfers() {
     // And it gets on when they never stop waiting.
     let _waiting = site.matched.waiting();
     let mut link = site.matching.link().unwrap();
-    let told = site.tell_image(&mut link, id, &path, std::time::Duration::ZERO);
+    let told = site.send_image(&mut link, id, &path, std::time::Duration::ZERO);
     assert!(told.unwrap());
 }

@@ -88,13 +88,13 @@ impl Site {
         };
         let Some(_claim) = claim else {
             return Err(refused(format!(
-                "{} is being sent by {} just now; stop that first",
+                "{} is being sent by {}; stop that transfer first",
                 transfer.name, transfer.peer
             )));
         };
         if transfer.state == TransferState::Whole {
             return Err(refused(format!(
-                "{} from {} is whole and gets its name when the site is started again",
+                "{} from {} is complete and is delivered when the site starts next",
                 transfer.name, transfer.peer
             )));
         }

@@ -6,7 +6,7 @@ use super::*;
 /// Bytes of a frame's blocks.
 const FRAME: f64 = (1 << 20) as f64;
 
-/// What a connection is put up with.
+/// Bounds that the controller must keep.
 #[derive(Debug, Clone)]
 struct World {
     /// Bytes a second, and of it from when on another rate.

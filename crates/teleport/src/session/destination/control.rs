@@ -1,4 +1,4 @@
-//! The control connection of a session: what the source says there, and what it is told.
+//! The control connection of a session at the destination: frames from the source, and replies.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::protocol::kind;
 use crate::session::SessionShared;
 use crate::site::Site;
 
-/// What the source says: on the control connection, and about the present image on the first data connection.
+/// Frames from the source: of the control connection, and those about the present image of the first data connection.
 pub struct Frames {
     pub control: mpsc::Receiver<Result<Frame, TeleportError>>,
     /// A source does not wait for an image to be accepted before it sends the first batches: they
@@ -36,7 +36,7 @@ impl Frames {
     }
 }
 
-/// A source says goodbye before it goes.
+/// A source ends a session by GOODBYE; a connection that ends without it broke.
 fn said(frame: Option<Result<Frame, TeleportError>>, peer: &str) -> Result<Frame, TeleportError> {
     frame.unwrap_or_else(|| {
         let peer = peer.to_owned();
@@ -61,7 +61,7 @@ impl Session {
         self.out
             .send(frame)
             .await
-            .map_err(|_| TeleportError::Remote("the source is gone".into()))
+            .map_err(|_| TeleportError::Remote("the connection to the source was lost".into()))
     }
 
     pub async fn refuse(
@@ -74,7 +74,7 @@ impl Session {
                 if error.refusal() == Some(Code::NoSpace) =>
             {
                 format!(
-                    "{name}: the destination ran out of space; make room there and send it again: it goes on where it was"
+                    "{name}: the destination ran out of space; free some there and send it again; the transfer resumes"
                 )
             }
             _ => error.to_string(),

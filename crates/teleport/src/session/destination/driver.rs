@@ -272,7 +272,7 @@ impl Driver<'_> {
         }
     }
 
-    /// Feeds the machine and does what it says.
+    /// Hands an event to the state machine and carries out its actions.
     fn step(&mut self, event: Event) -> Result<(), TeleportError> {
         let mut actions = Vec::new();
         self.prepared.machine.handle(event, &mut actions)?;
@@ -335,7 +335,7 @@ impl Driver<'_> {
         self.lap.busy(stage);
         let sent = self.out.blocking_send(frame);
         self.lap.wait(stage);
-        sent.map_err(|_| TeleportError::Remote("the source is gone".into()))
+        sent.map_err(|_| TeleportError::Remote("the connection to the source was lost".into()))
     }
 
     fn arrived(&mut self, batch: Arc<Batch>) -> Result<(), TeleportError> {
@@ -445,7 +445,7 @@ impl Driver<'_> {
     }
 }
 
-/// Every block is verified in its place: prove the file, make it durable, give it its name.
+/// Every block is verified in place: verifies the whole file, makes it durable, and renames it to its name.
 fn deliver(
     site: &Arc<Site>,
     mut prepared: Prepared,
@@ -501,7 +501,7 @@ fn deliver(
     drop(transfer);
     site.settle(&arrived)?;
     if !noted {
-        site.matcher_lacks();
+        site.matcher_is_behind();
     }
     drop(transit);
     tracing::debug!("delivered");

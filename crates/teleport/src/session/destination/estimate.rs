@@ -12,7 +12,7 @@ use crate::matching::{Link, LocalTeleporter, Matching, wrong_answer};
 use crate::protocol::{Accept, End, Estimate, Offer, kind};
 use crate::teleporter::{Answer, Event};
 
-/// Who says which blocks would be matched.
+/// Where to ask which blocks would be matched.
 enum Prober {
     Local(LocalTeleporter, Probe),
     /// A lone teleporter.

@@ -1,4 +1,4 @@
-//! What the driver of an image is told.
+//! Events for the driver of an image.
 
 use drover_index::Plan;
 use drover_store::DataBits;
@@ -7,7 +7,7 @@ use crate::TeleportError;
 use crate::destination::{Event, Run};
 use crate::protocol::GiveUp;
 
-/// What a driver is told.
+/// An event for the driver of an image.
 pub enum DriverEvent {
     /// For the state machine.
     Machine(Event),

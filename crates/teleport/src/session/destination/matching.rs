@@ -125,8 +125,8 @@ fn open(site: &Site, image: ImageId) -> Option<Link> {
         Ok(link)
     });
     let failed = |e: &crate::TeleportError| {
-        tracing::warn!(error = %e, "no teleporter: sending without matching");
-        site.matcher_lacks();
+        tracing::warn!(error = %e, "cannot reach the teleporter; blocks are not matched");
+        site.matcher_is_behind();
     };
     link.inspect_err(failed).ok()
 }
@@ -248,11 +248,11 @@ impl Matcher {
 
     /// The teleporter is gone: everything that waits, and all that comes, is literal.
     fn fail(&mut self, error: &crate::TeleportError) {
-        tracing::warn!(%error, "the teleporter failed: going on without matching");
+        tracing::warn!(%error, "the teleporter failed; the rest is not matched");
         if let Some(link) = self.link.take() {
             link.give_up(self.image);
         }
-        self.site.matcher_lacks();
+        self.site.matcher_is_behind();
         self.looked_up = None;
         while let Some(waiting) = self.waiting.pop_front() {
             if let Some(Asked { batch, base, .. }) = waiting {

@@ -28,7 +28,7 @@ use crate::stages::Lap;
 use crate::transfer::{Hold, Opening, Restored, Taken, Transfer, opening_of, transfer_key};
 
 /// How long the session that had the transfer before may take to let it go.
-const TAKEOVER_PATIENCE: Duration = Duration::from_secs(20);
+const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A transfer that is ready to go.
 pub struct Prepared {
@@ -87,7 +87,7 @@ fn places_of(batch: &Batch, nth: &DataBits) -> DataBits {
     out
 }
 
-/// What a session says that has to make way.
+/// The error of a session whose transfer a newer session took over.
 pub fn taken_over() -> TeleportError {
     TeleportError::Remote("a newer session took the transfer over".into())
 }
@@ -114,11 +114,14 @@ pub fn prepare(
     let key = transfer_key(peer, &offer.name);
     let hold = site
         .active
-        .take(&offer.name, &key, *number, TAKEOVER_PATIENCE)
+        .take(&offer.name, &key, *number, TAKEOVER_TIMEOUT)
         .map_err(|taken| match taken {
             Taken::ByAnother => TeleportError::refused(
                 Code::Denied,
-                format!("{}: another transfer to that name is going on", offer.name),
+                format!(
+                    "{}: another transfer to that name is in progress",
+                    offer.name
+                ),
             ),
             Taken::ByNewer => taken_over(),
             // The source comes back.

@@ -18,7 +18,7 @@ use crate::site::Site;
 use crate::stages::Lap;
 use crate::transfer::clear_zeros;
 
-/// What a worker is told to do.
+/// A job for a worker.
 pub enum Work {
     /// Copy into place and verify.
     Reuse(Job),
@@ -197,7 +197,7 @@ fn copy(
     };
     match result {
         Err(e) if e.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error()) => {
-            tracing::warn!(error = %e, "a source of blocks cannot be read");
+            tracing::warn!(error = %e, "cannot read an image to reuse its blocks");
             Ok(())
         }
         other => other,

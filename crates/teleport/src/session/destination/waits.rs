@@ -16,10 +16,10 @@ use crate::session::literals_in::Incoming;
 use crate::site::Site;
 
 /// How long a run waits at most.
-const PATIENCE: Duration = Duration::from_secs(10);
+const MAX_WAIT: Duration = Duration::from_secs(10);
 
 /// How long it waits at least, for others that have been slow.
-const MIN_PATIENCE: Duration = Duration::from_secs(1);
+const MIN_WAIT: Duration = Duration::from_secs(1);
 
 /// How often it is looked whether the blocks have come.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -60,7 +60,7 @@ impl Waits {
     fn new() -> Self {
         Waits {
             waiting: Vec::new(),
-            patience: PATIENCE,
+            patience: MAX_WAIT,
         }
     }
 
@@ -88,9 +88,9 @@ impl Waits {
         self.waiting = still;
         // Whom it does not pay to wait for is waited for less.
         if late {
-            self.patience = (self.patience / 2).max(MIN_PATIENCE);
+            self.patience = (self.patience / 2).max(MIN_WAIT);
         } else if !looked.ready.is_empty() {
-            self.patience = (self.patience * 2).min(PATIENCE);
+            self.patience = (self.patience * 2).min(MAX_WAIT);
         }
         looked
     }
@@ -226,7 +226,7 @@ mod tests {
                     }
                 }
                 let (mut waits, patience) =
-                    (std::mem::replace(&mut all[i].waits, Waits::new()), PATIENCE);
+                    (std::mem::replace(&mut all[i].waits, Waits::new()), MAX_WAIT);
                 let looked = waits.look(now, |run| {
                     let (of, block) = wanted(run);
                     match (all[of].here.contains(&block), all[of].live) {
@@ -275,20 +275,20 @@ mod tests {
         };
         waits.add(job(1, 0), start);
         assert_eq!(
-            look(&mut waits, PATIENCE - LOOK_EVERY, Reach::Coming),
+            look(&mut waits, MAX_WAIT - LOOK_EVERY, Reach::Coming),
             (0, 0)
         );
-        assert_eq!(look(&mut waits, PATIENCE, Reach::Coming), (0, 1));
+        assert_eq!(look(&mut waits, MAX_WAIT, Reach::Coming), (0, 1));
         for _ in 0..10 {
             waits.add(job(1, 0), start);
-            look(&mut waits, PATIENCE, Reach::Coming);
+            look(&mut waits, MAX_WAIT, Reach::Coming);
         }
-        assert_eq!(waits.patience, MIN_PATIENCE);
+        assert_eq!(waits.patience, MIN_WAIT);
         for _ in 0..10 {
             waits.add(job(1, 0), start);
             assert_eq!(look(&mut waits, Duration::ZERO, Reach::Here), (1, 0));
         }
-        assert_eq!(waits.patience, PATIENCE);
+        assert_eq!(waits.patience, MAX_WAIT);
         waits.add(job(1, 0), start);
         assert_eq!(look(&mut waits, Duration::ZERO, Reach::Gone), (0, 1));
     }

@@ -149,7 +149,7 @@ impl Drop for DataPool {
     }
 }
 
-/// What the end of the data connections waits for.
+/// What closing the data connections waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
     /// The other side has read everything and hangs up, too.
@@ -158,7 +158,7 @@ pub enum Wait {
     ForSocket,
 }
 
-/// Opens data connections: as many as were asked for, else one and then what trials say.
+/// Opens data connections: as many as were asked for, else one, then as many as trials find worth while.
 async fn open_connections(
     plan: Plan,
     batches: mpsc::Receiver<Frame>,
@@ -262,8 +262,7 @@ async fn open(
     reader.set_max_frame(MAX_SESSION_FRAME);
     let session = plan.session;
     service::open(&mut writer, &JoinSession { session }).await?;
-    // The session stands and falls with its first data connection, so what that one is to carry does not wait
-    // for the answer.
+    // Without its first data connection the session fails anyway, so what that one carries does not wait for the reply.
     let answered = number > 0;
     if answered {
         writer.flush().await?;
@@ -314,7 +313,7 @@ async fn open(
     Ok(DataConnection { written, ended })
 }
 
-/// Hears how busy the destination is until the data connection breaks. The destination only ends a data connection after
+/// Reads the reports of how busy the destination is until the data connection breaks. The destination only ends a data connection after
 /// it has refused the image on the control connection, which says why: no error of its own.
 async fn listen(
     reader: &mut FrameReader,
