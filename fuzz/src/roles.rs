@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use drover_core::{Digest, Head};
+use drover_core::{CompactIndex, Digest, Head};
 use drover_index::{ImageId, Via};
 use drover_store::DataBits;
 use drover_store::sequences::From;
@@ -162,7 +162,7 @@ fn destination(input: &mut Input<'_>) {
                         assert!(run.from != From::Literal && run.count > 0);
                         assert!((start + run.count) as usize <= job.batch.digests.len());
                         if let From::Own { first } = run.from {
-                            let own = machine.map().walk_runs(first, u64::from(run.count));
+                            let own = machine.map().walk_runs(CompactIndex(first), u64::from(run.count));
                             assert!(own.is_some(), "blocks that have not come");
                         }
                     }

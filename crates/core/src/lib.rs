@@ -29,5 +29,7 @@ pub use extent::{Extent, ExtentKind};
 pub use head::Head;
 pub use name::{ImageName, NameError};
 pub use read_at::ReadAt;
-pub use units::{BLOCK_SIZE, BLOCK_SIZE_U64, BlockIndex, blocks_for, is_zero, trailing_zeros};
+pub use units::{
+    BLOCK_SIZE, BLOCK_SIZE_U64, BlockIndex, CompactIndex, blocks_for, is_zero, trailing_zeros,
+};
 pub use varint::{put_varint, take_varint};

@@ -1,26 +1,28 @@
 //! Sizes and positions, and the two looks at a block's bytes that everybody needs.
 
-use serde::{Deserialize, Serialize};
-
 /// Bytes in a block. Everything that is hashed, matched and reused is a block.
 pub const BLOCK_SIZE: usize = 4096;
 
 /// [`BLOCK_SIZE`] for arithmetic on offsets.
 pub const BLOCK_SIZE_U64: u64 = BLOCK_SIZE as u64;
 
-/// The position of a block, counted in blocks from zero.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
-)]
+/// The position of a block in an image's walk, counted in blocks from zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[repr(transparent)]
 pub struct BlockIndex(pub u64);
 
 impl BlockIndex {
-    /// The offset of the block's first byte.
+    /// The offset of the block's first byte, in bytes of the walk.
     #[must_use]
     pub fn byte_offset(self) -> u64 {
         self.0 * BLOCK_SIZE_U64
     }
 }
+
+/// The number of a data block among the data blocks of an image's walk: zero blocks are not counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[repr(transparent)]
+pub struct CompactIndex(pub u64);
 
 /// How many blocks hold `bytes` bytes; the last may be partly filled.
 #[must_use]

@@ -4,7 +4,7 @@
 //! turns such an index into a block of the walk. It grows batch by batch, takes 16 bytes for a
 //! batch that is all data or all zero and 272 for a mixed one, and is kept beside every image.
 
-use drover_core::{put_varint, take_varint};
+use drover_core::{BlockIndex, CompactIndex, put_varint, take_varint};
 
 /// Blocks in an entry of a [`BlockMap`]: a batch (8 MiB of the walk).
 pub const ENTRY_BLOCKS: u64 = 2048;
@@ -205,9 +205,10 @@ impl BlockMap {
         Some(out)
     }
 
-    /// The data block with compact index `compact`, as a block of the walk.
+    /// Where the data block of that number is in the walk; `None` when there are not so many.
     #[must_use]
-    pub fn walk_of(&self, compact: u64) -> Option<u64> {
+    pub fn walk_of(&self, compact: CompactIndex) -> Option<BlockIndex> {
+        let compact = compact.0;
         if compact >= self.data_blocks {
             return None;
         }
@@ -217,7 +218,7 @@ impl BlockMap {
         let start = at as u64 * ENTRY_BLOCKS;
         match &e.bits {
             Bits::Zero => None,
-            Bits::Data => Some(start + rank),
+            Bits::Data => Some(BlockIndex(start + rank)),
             Bits::Mixed(words) => {
                 for (w, &bits) in words.iter().enumerate() {
                     let ones = u64::from(bits.count_ones());
@@ -226,7 +227,8 @@ impl BlockMap {
                         for _ in 0..rank {
                             bits &= bits - 1;
                         }
-                        return Some(start + w as u64 * 64 + u64::from(bits.trailing_zeros()));
+                        let bit = w as u64 * 64 + u64::from(bits.trailing_zeros());
+                        return Some(BlockIndex(start + bit));
                     }
                     rank -= ones;
                 }
@@ -238,24 +240,24 @@ impl BlockMap {
     /// The walk blocks of `count` data blocks from compact index `first`, as runs `(block, count)`;
     /// `None` when there are not so many.
     #[must_use]
-    pub fn walk_runs(&self, first: u64, count: u64) -> Option<Vec<(u64, u64)>> {
-        let mut out: Vec<(u64, u64)> = Vec::new();
+    pub fn walk_runs(&self, first: CompactIndex, count: u64) -> Option<Vec<(BlockIndex, u64)>> {
+        let mut out: Vec<(BlockIndex, u64)> = Vec::new();
         let mut left = count;
         let mut compact = first;
         while left > 0 {
             let block = self.walk_of(compact)?;
             // As long a stretch as one look can show: to the end of a batch that is all data, else
             // one block.
-            let e = &self.entries[(block / ENTRY_BLOCKS) as usize];
+            let e = &self.entries[(block.0 / ENTRY_BLOCKS) as usize];
             let stretch = match e.bits {
-                Bits::Data => (u64::from(e.blocks) - block % ENTRY_BLOCKS).min(left),
+                Bits::Data => (u64::from(e.blocks) - block.0 % ENTRY_BLOCKS).min(left),
                 _ => 1,
             };
             match out.last_mut() {
-                Some((b, n)) if *b + *n == block => *n += stretch,
+                Some((b, n)) if b.0 + *n == block.0 => *n += stretch,
                 _ => out.push((block, stretch)),
             }
-            compact += stretch;
+            compact.0 += stretch;
             left -= stretch;
         }
         Some(out)
@@ -341,11 +343,11 @@ mod tests {
             }
             prop_assert_eq!(map.data_blocks(), plain.len() as u64);
             for (c, &w) in plain.iter().enumerate().step_by(37) {
-                prop_assert_eq!(map.walk_of(c as u64), Some(w));
+                prop_assert_eq!(map.walk_of(CompactIndex(c as u64)), Some(BlockIndex(w)));
             }
-            prop_assert_eq!(map.walk_of(plain.len() as u64), None);
-            let runs = map.walk_runs(0, plain.len() as u64).unwrap();
-            let flat: Vec<u64> = runs.iter().flat_map(|&(b, n)| b..b + n).collect();
+            prop_assert_eq!(map.walk_of(CompactIndex(plain.len() as u64)), None);
+            let runs = map.walk_runs(CompactIndex(0), plain.len() as u64).unwrap();
+            let flat: Vec<u64> = runs.iter().flat_map(|&(b, n)| b.0..b.0 + n).collect();
             prop_assert_eq!(flat, plain);
         }
     }

@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use drover_core::Digest;
+use drover_core::{CompactIndex, Digest};
 use drover_index::Via;
 use drover_store::sequences::From;
 use drover_store::{BlockMap, DataBits};
@@ -415,12 +415,12 @@ impl Destination {
         let mut ready = 0u32;
         let mut blocker = None;
         while ready < run.count {
-            let Some(walk) = self.map.walk_of(first + u64::from(ready)) else {
+            let Some(walk) = self.map.walk_of(CompactIndex(first + u64::from(ready))) else {
                 break;
             };
-            let holder = walk / BATCH_BLOCKS;
+            let holder = walk.0 / BATCH_BLOCKS;
             if let Some(open) = self.open.get(&holder)
-                && let Ok(i) = open.places.binary_search(&((walk % BATCH_BLOCKS) as u16))
+                && let Ok(i) = open.places.binary_search(&((walk.0 % BATCH_BLOCKS) as u16))
                 && open.missing.get(i as u64)
             {
                 blocker = Some(holder);
@@ -518,7 +518,7 @@ impl Destination {
             let Some(open) = self.open.get_mut(&index) else {
                 continue;
             };
-            let Ok(i) = open.places.binary_search(&((walk % BATCH_BLOCKS) as u16)) else {
+            let Ok(i) = open.places.binary_search(&((walk.0 % BATCH_BLOCKS) as u16)) else {
                 continue;
             };
             // A worker may be about to put something else there.

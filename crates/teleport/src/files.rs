@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, Digest, is_zero};
+use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, BlockIndex, Digest, is_zero};
 use drover_image::{Layout, Order};
 use drover_index::{ImageDigest, digest_blocks};
 
@@ -22,9 +22,14 @@ const SLAB: usize = 1 << 20;
 /// # Errors
 /// What writing reports; `InvalidData` when padding is not zero: those bytes are not in the file,
 /// so the block could never be read back as it was sent.
-pub fn write_walk(file: &File, layout: &Layout, first_block: u64, bytes: &[u8]) -> io::Result<()> {
+pub fn write_walk(
+    file: &File,
+    layout: &Layout,
+    first_block: BlockIndex,
+    bytes: &[u8],
+) -> io::Result<()> {
     let mut done = 0;
-    for piece in layout.pieces(first_block * BLOCK_SIZE_U64, bytes.len() as u64) {
+    for piece in layout.pieces(first_block.byte_offset(), bytes.len() as u64) {
         let part = &bytes[done..done + piece.len as usize];
         match piece.file {
             Some(at) => file.write_all_at(part, at)?,
@@ -46,10 +51,10 @@ pub type Spans = Vec<(Option<u64>, u64)>;
 
 /// Where the blocks of `runs` are in their file.
 #[must_use]
-pub fn spans_of(layout: &Layout, runs: &[(u64, u64)]) -> Spans {
+pub fn spans_of(layout: &Layout, runs: &[(BlockIndex, u64)]) -> Spans {
     let mut out: Spans = Vec::new();
     for &(first, blocks) in runs {
-        for piece in layout.pieces(first * BLOCK_SIZE_U64, blocks * BLOCK_SIZE_U64) {
+        for piece in layout.pieces(first.byte_offset(), blocks * BLOCK_SIZE_U64) {
             match (out.last_mut(), piece.file) {
                 (Some((Some(at), len)), Some(next)) if *at + *len == next => *len += piece.len,
                 _ => out.push((piece.file, piece.len)),
@@ -153,18 +158,18 @@ fn copy_through_memory(
 pub fn digest_in_place(
     file: &File,
     layout: &Layout,
-    runs: &[(u64, u64)],
+    runs: &[(BlockIndex, u64)],
     out: &mut Vec<Digest>,
 ) -> io::Result<()> {
     let blocks: u64 = runs.iter().map(|r| r.1).sum();
     let mut buf = vec![0u8; SLAB.min(blocks as usize * BLOCK_SIZE)];
     let mut filled = 0usize;
-    for &(first, blocks) in runs {
+    for &(BlockIndex(first), blocks) in runs {
         let mut block = first;
         while block < first + blocks {
             let n = ((first + blocks - block) as usize).min((buf.len() - filled) / BLOCK_SIZE);
             let part = &mut buf[filled..filled + n * BLOCK_SIZE];
-            read_walk_lenient(file, layout, block, part)?;
+            read_walk_lenient(file, layout, BlockIndex(block), part)?;
             filled += n * BLOCK_SIZE;
             block += n as u64;
             if filled == buf.len() {
@@ -181,11 +186,11 @@ pub fn digest_in_place(
 fn read_walk_lenient(
     file: &File,
     layout: &Layout,
-    first_block: u64,
+    first_block: BlockIndex,
     buf: &mut [u8],
 ) -> io::Result<()> {
     let mut done = 0;
-    for piece in layout.pieces(first_block * BLOCK_SIZE_U64, buf.len() as u64) {
+    for piece in layout.pieces(first_block.byte_offset(), buf.len() as u64) {
         let part = &mut buf[done..done + piece.len as usize];
         done += part.len();
         let got = match piece.file {

@@ -10,6 +10,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use drover_core::{BlockIndex, CompactIndex};
 use drover_image::Layout;
 use drover_index::ImageId;
 use drover_store::sequences::Reach;
@@ -48,12 +49,12 @@ pub struct Readable {
     /// How it is walked.
     pub layout: Arc<Layout>,
     /// The blocks, as runs `(block, count)` of the walk.
-    pub runs: Vec<(u64, u64)>,
+    pub runs: Vec<(BlockIndex, u64)>,
 }
 
 impl State {
-    fn missing_of(&self, runs: &[(u64, u64)]) -> u64 {
-        let walk = runs.iter().flat_map(|&(block, n)| block..block + n);
+    fn missing_of(&self, runs: &[(BlockIndex, u64)]) -> u64 {
+        let walk = runs.iter().flat_map(|&(block, n)| block.0..block.0 + n);
         walk.filter(|w| self.is_missing(*w)).count() as u64
     }
 
@@ -93,7 +94,7 @@ impl Partial {
     /// Whether data blocks can be read: those of a transfer that has stopped can when any of them is there.
     fn reach(&self, first: u64, count: u64) -> Reach {
         let state = self.state.read();
-        let Some(runs) = state.blocks.walk_runs(first, count) else {
+        let Some(runs) = state.blocks.walk_runs(CompactIndex(first), count) else {
             return Reach::Gone;
         };
         match (state.missing_of(&runs), &state.file) {
@@ -111,10 +112,10 @@ impl Partial {
         if state.file.is_some() || state.missing.is_empty() {
             return count;
         }
-        let Some(runs) = state.blocks.walk_runs(first, count) else {
+        let Some(runs) = state.blocks.walk_runs(CompactIndex(first), count) else {
             return count;
         };
-        let mut walk = runs.iter().flat_map(|&(block, n)| block..block + n);
+        let mut walk = runs.iter().flat_map(|&(block, n)| block.0..block.0 + n);
         let missing = walk.next().is_some_and(|b| state.is_missing(b));
         1 + walk.take_while(|b| state.is_missing(*b) == missing).count() as u64
     }
@@ -126,8 +127,8 @@ impl Partial {
         if state.file.is_some() {
             return;
         }
-        for (block, _) in blocks
-            .filter_map(|i| Some(state.blocks.walk_runs(i, 1)?[0]))
+        for BlockIndex(block) in blocks
+            .filter_map(|i| state.blocks.walk_of(CompactIndex(i)))
             .collect::<Vec<_>>()
         {
             let of_batch = state.missing.entry(block / BATCH_BLOCKS);
@@ -140,7 +141,7 @@ impl Partial {
 
     fn read(&self, first: u64, count: u64) -> Option<Readable> {
         let state = self.state.read();
-        let runs = state.blocks.walk_runs(first, count)?;
+        let runs = state.blocks.walk_runs(CompactIndex(first), count)?;
         let file = match &state.file {
             Some(file) => file.clone(),
             None => Arc::new(File::open(&self.path).ok()?),

@@ -356,7 +356,7 @@ pub fn opening_of(dir: &Path) -> Option<Opening> {
 pub fn clear_zeros(part: &File, layout: &Layout, batch: &Batch) -> std::io::Result<()> {
     let zeros = (0..batch.data.blocks()).filter(|i| !batch.data.get(*i));
     let runs: Runs = zeros.map(|i| batch.first_block() + i).collect();
-    let runs: Vec<_> = runs.iter().collect();
+    let runs = runs.to_vec();
     let spans = files::spans_of(layout, &runs);
     files::clear(
         part,
@@ -396,7 +396,7 @@ fn missing_blocks(
     batch: &Batch,
 ) -> std::io::Result<(DataBits, Vec<Digest>)> {
     let runs: Runs = batch.data.iter().map(|i| batch.first_block() + i).collect();
-    let runs: Vec<_> = runs.iter().collect();
+    let runs = runs.to_vec();
     let mut full = Vec::with_capacity(batch.digests.len());
     files::digest_in_place(part, layout, &runs, &mut full)?;
     let mut missing = DataBits::new(full.len() as u64);

@@ -1,6 +1,6 @@
 //! Runs of blocks, and `NEED`: the runs of a batch that the source must send.
 
-use drover_core::put_varint;
+use drover_core::{BlockIndex, put_varint};
 
 use super::{Malformed, Reader};
 use crate::protocol::BATCH_BLOCKS;
@@ -30,6 +30,14 @@ impl Runs {
     /// The runs.
     pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.0.iter().copied()
+    }
+
+    /// The runs as pairs of block and count.
+    #[must_use]
+    pub fn to_vec(&self) -> Vec<(BlockIndex, u64)> {
+        self.iter()
+            .map(|(first, n)| (BlockIndex(first), n))
+            .collect()
     }
 
     /// Every block.

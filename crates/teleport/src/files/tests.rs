@@ -165,7 +165,7 @@ proptest! {
         while at < layout.walk_blocks() {
             let n = rng.u64(1..=layout.walk_blocks() - at);
             if rng.bool() {
-                runs.push((at, n));
+                runs.push((BlockIndex(at), n));
                 let range = at as usize * BLOCK_SIZE..(at + n) as usize * BLOCK_SIZE;
                 expected.extend(plain[range].chunks(BLOCK_SIZE).map(digest_block));
             }
@@ -187,7 +187,7 @@ proptest! {
         while at < layout.walk_blocks() {
             let n = rng.u64(1..=layout.walk_blocks() - at);
             let range = at as usize * BLOCK_SIZE..(at + n) as usize * BLOCK_SIZE;
-            write_walk(&file, &layout, at, &plain[range]).unwrap();
+            write_walk(&file, &layout, BlockIndex(at), &plain[range]).unwrap();
             at += n;
         }
         prop_assert!(bytes_of(&file) == bytes);
@@ -198,7 +198,7 @@ proptest! {
             let start = block as usize * BLOCK_SIZE;
             let mut bad = plain[start..start + BLOCK_SIZE].to_vec();
             bad[(piece.walk % BLOCK_SIZE_U64) as usize] = 1;
-            let e = write_walk(&file, &layout, block, &bad).unwrap_err();
+            let e = write_walk(&file, &layout, BlockIndex(block), &bad).unwrap_err();
             prop_assert_eq!(e.kind(), io::ErrorKind::InvalidData);
         }
         prop_assert!(bytes_of(&file) == bytes);
@@ -216,7 +216,7 @@ proptest! {
             if blocks == 0 { break; }
             let first = rng.u64(0..blocks);
             let n = rng.u64(1..=blocks - first);
-            runs.push((first, n));
+            runs.push((BlockIndex(first), n));
             expected.extend_from_slice(&plain[first as usize * BLOCK_SIZE..][..n as usize * BLOCK_SIZE]);
         }
         let mut found = Vec::new();

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use drover_core::{BLOCK_SIZE, Digest};
+use drover_core::{BLOCK_SIZE, BlockIndex, Digest};
 use drover_image::Layout;
 use drover_index::digest_blocks;
 use parking_lot::{Mutex, RwLock};
@@ -86,8 +86,13 @@ impl LiteralReceiver {
         let mut at = 0;
         for (first, count) in runs.iter() {
             let end = at + count as usize * BLOCK_SIZE;
-            files::write_walk(&image.part, &image.layout, first, &self.blocks[at..end])
-                .map_err(TeleportError::file("write", &image.part_path))?;
+            files::write_walk(
+                &image.part,
+                &image.layout,
+                BlockIndex(first),
+                &self.blocks[at..end],
+            )
+            .map_err(TeleportError::file("write", &image.part_path))?;
             at = end;
         }
         lap.busy(&stages.write);

@@ -467,7 +467,11 @@ fn a_sequence_for_which_there_was_no_room_is_copied_when_there_is() {
     let whole = site.images.open_image(image).unwrap();
     let (mut block, mut copied) = ([0; 4096], [0; 4096]);
     for i in 0..4 {
-        let runs = whole.map.blocks.walk_runs(i, 1).unwrap();
+        let runs = whole
+            .map
+            .blocks
+            .walk_runs(drover_core::CompactIndex(i), 1)
+            .unwrap();
         let at = files::spans_of(&whole.map.layout, &runs)[0].0.unwrap();
         whole.file.read_exact_at(&mut block, at).unwrap();
         let slot = Sequences::offset(store.first + i);

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
-use drover_core::{Digest, Head};
+use drover_core::{CompactIndex, Digest, Head};
 use drover_index::{ImageId, Via};
 use fastrand::Rng;
 
@@ -398,7 +398,8 @@ impl World {
                     }
                     if let From::Own { first } = run.from {
                         for c in first..first + u64::from(run.count) {
-                            let from = s.destination.map().walk_of(c).expect("a block that came");
+                            let from = s.destination.map().walk_of(CompactIndex(c));
+                            let from = from.expect("a block that came").0;
                             // Or it was, until its proof came out wrong: the proof here will too.
                             let was = s.verified[from as usize] || self.disproved > 0;
                             assert!(was, "{from} is not verified");
@@ -586,7 +587,7 @@ impl World {
                 let content = match run.from {
                     From::Own { first } => {
                         let map = self.session.destination.map();
-                        let walk = map.walk_of(first + u64::from(n)).unwrap();
+                        let walk = map.walk_of(CompactIndex(first + u64::from(n))).unwrap().0;
                         Some(self.disk.part[walk as usize])
                     }
                     From::Image { image, first } => self.other(image.0, first + u64::from(n)),

@@ -230,7 +230,7 @@ impl Comparison {
             return Ok(false);
         }
         let runs: Runs = batch.data.iter().map(|i| batch.first_block() + i).collect();
-        let runs: Vec<_> = runs.iter().collect();
+        let runs = runs.to_vec();
         let mut full = Vec::with_capacity(batch.digests.len());
         digest_in_place(&self.base.file, &self.base.map.layout, &runs, &mut full)
             .map_err(TeleportError::file("read", &self.record.path))?;
@@ -299,7 +299,7 @@ impl Comparison {
                 continue;
             };
             let runs: Runs = data.iter().map(|i| index * BATCH_BLOCKS + i).collect();
-            let runs: Vec<_> = runs.iter().collect();
+            let runs = runs.to_vec();
             let spans = spans_of(&self.base.map.layout, &runs);
             copy_spans(&self.base.file, &spans, &self.transfer.part, &spans)
                 .map_err(TeleportError::file("write", self.transfer.part_path()))?;

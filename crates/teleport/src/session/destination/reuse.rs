@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use drover_core::{BLOCK_SIZE_U64, Digest};
+use drover_core::{BLOCK_SIZE_U64, BlockIndex, CompactIndex, Digest};
 use drover_store::DataBits;
 use drover_store::sequences::{From, Sequences};
 
@@ -31,7 +31,7 @@ pub struct Job {
     /// What is to be reused.
     pub job: ReuseJob,
     /// For each run out of the image itself: where in its walk.
-    pub own: Vec<Vec<(u64, u64)>>,
+    pub own: Vec<Vec<(BlockIndex, u64)>>,
 }
 
 /// Works until there is no more to do; once `stop` is set, what waits is left.
@@ -107,7 +107,7 @@ fn carry_out(
     lap: &mut Lap,
 ) -> Result<Vec<u32>, TeleportError> {
     let batch = &job.job.batch;
-    let mut targets: Vec<(u64, u64)> = Vec::new();
+    let mut targets = Vec::new();
     let mut nth: Vec<u32> = Vec::new();
     let places = places(batch);
     for ((start, run), own) in job.job.runs.iter().zip(&job.own) {
@@ -147,13 +147,13 @@ fn places(batch: &Batch) -> Vec<u64> {
     batch.data.iter().collect()
 }
 
-fn runs_of(batch: &Batch, places: &[u64]) -> Vec<(u64, u64)> {
-    let mut out: Vec<(u64, u64)> = Vec::new();
+fn runs_of(batch: &Batch, places: &[u64]) -> Vec<(BlockIndex, u64)> {
+    let mut out: Vec<(BlockIndex, u64)> = Vec::new();
     for place in places {
         let block = batch.first_block() + place;
         match out.last_mut() {
-            Some((first, n)) if *first + *n == block => *n += 1,
-            _ => out.push((block, 1)),
+            Some((first, n)) if first.0 + *n == block => *n += 1,
+            _ => out.push((BlockIndex(block), 1)),
         }
     }
     out
@@ -165,8 +165,8 @@ fn copy(
     image: &Incoming,
     from: From,
     count: u64,
-    own: &[(u64, u64)],
-    target: &[(u64, u64)],
+    own: &[(BlockIndex, u64)],
+    target: &[(BlockIndex, u64)],
 ) -> std::io::Result<()> {
     let to = spans_of(&image.layout, target);
     let result = match from {
@@ -179,7 +179,7 @@ fn copy(
             copy_spans(site.sequences.data(), &source, &image.part, &to)
         }
         From::Image { image: id, first } => match site.images.open_image(id) {
-            Some(source) => match source.map.blocks.walk_runs(first, count) {
+            Some(source) => match source.map.blocks.walk_runs(CompactIndex(first), count) {
                 Some(runs) => {
                     let from = spans_of(&source.map.layout, &runs);
                     copy_spans(&source.file, &from, &image.part, &to)
