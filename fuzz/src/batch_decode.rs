@@ -2,8 +2,8 @@
 //! of the inputs are only the front of a batch, and get digests and proofs of the right length.
 
 use drover_core::Digest;
-use drover_teleport::testing::{Batch, PROOF_BLOCKS};
 use drover_teleport::protocol::BATCH_BLOCKS;
+use drover_teleport::testing::{Batch, PROOF_BLOCKS};
 
 fn check(bytes: &[u8]) -> bool {
     let Ok(batch) = Batch::decode(bytes) else {

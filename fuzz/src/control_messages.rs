@@ -2,12 +2,12 @@
 //! or are refused.
 
 use drover_net::{Ticket, decode, encode};
+use drover_teleport::Unfinished;
 use drover_teleport::protocol::{Accept, Delivered, End, Estimate, GiveUp, Offer};
 use drover_teleport::services::{
     ImageInfo, IndexImage, JoinSession, OpenSession, Progress, RemoveImage, RemoveTransfer,
     Verified, VerifyImage,
 };
-use drover_teleport::Unfinished;
 use serde::{Serialize, de::DeserializeOwned};
 
 fn check<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes: &[u8]) {

@@ -2,10 +2,10 @@
 //! of the connection. The other half of the inputs is packed as a source would, and must come back.
 
 use drover_core::BLOCK_SIZE;
-use drover_teleport::testing::{Literal, LiteralHeader};
 use drover_teleport::Effort;
-use drover_teleport::testing::{Packer, Unpacker};
 use drover_teleport::protocol::FRAME_BLOCKS;
+use drover_teleport::testing::{Literal, LiteralHeader};
+use drover_teleport::testing::{Packer, Unpacker};
 
 fn stream(mut data: &[u8]) {
     let mut unpacker = Unpacker::default();

@@ -1,7 +1,7 @@
 //! What an untrusted destination asks for: ascending runs that are apart, of a batch at most.
 
-use drover_teleport::testing::Need;
 use drover_teleport::protocol::BATCH_BLOCKS;
+use drover_teleport::testing::Need;
 
 pub fn run(data: &[u8]) {
     let Ok(need) = Need::decode(data) else { return };

@@ -1,8 +1,8 @@
 //! A plan from a teleporter on another machine: covers its batch exactly, and is what it encodes to.
 
-use drover_teleport::testing::{decode_plan, encode_plan};
-use drover_teleport::testing::{decode_answer, encode_answer};
 use drover_teleport::protocol::BATCH_BLOCKS;
+use drover_teleport::testing::{decode_answer, encode_answer};
+use drover_teleport::testing::{decode_plan, encode_plan};
 
 pub fn run(data: &[u8]) {
     let [a, b, bytes @ ..] = data else { return };

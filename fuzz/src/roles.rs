@@ -8,10 +8,10 @@ use drover_core::{CompactIndex, Digest, Head};
 use drover_index::{ImageId, Via};
 use drover_store::DataBits;
 use drover_store::sequences::From;
-use drover_teleport::testing::{Batch, Need, Runs};
-use drover_teleport::testing::destination::{Action, Destination, Event, ReuseJob, Run};
 use drover_teleport::protocol::{Accept, BATCH_BLOCKS, Delivered, Matched};
+use drover_teleport::testing::destination::{Action, Destination, Event, ReuseJob, Run};
 use drover_teleport::testing::source::{self, Source};
+use drover_teleport::testing::{Batch, Need, Runs};
 
 /// Numbers from the input; zeros when it is used up.
 struct Input<'a>(&'a [u8]);
@@ -162,7 +162,9 @@ fn destination(input: &mut Input<'_>) {
                         assert!(run.from != From::Literal && run.count > 0);
                         assert!((start + run.count) as usize <= job.batch.digests.len());
                         if let From::Own { first } = run.from {
-                            let own = machine.map().walk_runs(CompactIndex(first), u64::from(run.count));
+                            let own = machine
+                                .map()
+                                .walk_runs(CompactIndex(first), u64::from(run.count));
                             assert!(own.is_some(), "blocks that have not come");
                         }
                     }
