@@ -518,7 +518,7 @@ impl Destination {
             let Some(open) = self.open.get_mut(&index) else {
                 continue;
             };
-            let Ok(i) = open.places.binary_search(&((walk.0 % BATCH_BLOCKS) as u16)) else {
+            let Ok(i) = open.places.binary_search(&((walk % BATCH_BLOCKS) as u16)) else {
                 continue;
             };
             // A worker may be about to put something else there.

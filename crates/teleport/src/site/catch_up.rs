@@ -103,14 +103,14 @@ impl Site {
             // One that is being indexed is entered before that has ended.
             let indexing = self.indexing.lock().contains(&image);
             if !indexing && !self.images.knows(image) && !self.partials.knows(image) {
-                say(&mut link, Event::Image(image, ImageEvent::Forget))?;
+                request(&mut link, Event::Image(image, ImageEvent::Forget))?;
                 forgotten = true;
             }
         }
         if forgotten {
             // Of what the others had, the caches may have kept nothing.
             for &image in have.iter().filter(|i| self.images.knows(**i)) {
-                let _ = say(&mut link, Event::Image(image, ImageEvent::Reindex));
+                let _ = request(&mut link, Event::Image(image, ImageEvent::Reindex));
             }
         }
         // In the order they came, for the matcher keeps the latest.
