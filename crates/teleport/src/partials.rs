@@ -326,13 +326,19 @@ mod tests {
         assert_eq!(all.reach(image, 0, 50), Reach::Here);
         assert_eq!(all.reach(image, 49, 2), Reach::Coming);
         assert_eq!(all.reach(image, 99, 2), Reach::Gone);
-        assert_eq!(all.read(image, 10, 20).unwrap().runs, [(110, 20)]);
+        assert_eq!(
+            all.read(image, 10, 20).unwrap().runs,
+            [(BlockIndex(110), 20)]
+        );
         assert!(all.is_live(image));
         drop(transit);
         assert!(!all.is_live(image) && all.knows(image));
         assert_eq!(all.reach(image, 49, 2), Reach::Here);
         assert_eq!(all.reach(image, 50, 2), Reach::Gone);
-        assert_eq!(all.read(image, 10, 20).unwrap().runs, [(110, 20)]);
+        assert_eq!(
+            all.read(image, 10, 20).unwrap().runs,
+            [(BlockIndex(110), 20)]
+        );
         all.remove(image);
         assert_eq!(all.reach(image, 0, 1), Reach::Gone);
     }
