@@ -14,7 +14,7 @@
 //!
 //! An image is sent to a site over the loopback interface:
 //!
-//! ```
+//! ```no_run
 //! use std::sync::Arc;
 //! use std::time::Duration;
 //!
