@@ -17,9 +17,9 @@ use std::time::Duration;
 use drover_net::Identity;
 use drover_store::space::Places;
 
-use crate::error::{Context, Result, bail};
+use crate::error::{Context, Error, Result, bail};
 
-pub use config::Config;
+pub use config::{Chosen, Config};
 pub use reserve::{CleanUp, LOOK_EVERY};
 
 /// How often and how long a lock that is held is tried again.
@@ -49,7 +49,7 @@ impl Home {
     pub fn locate(chosen: Option<&Path>) -> Result<PathBuf> {
         let dir = match chosen {
             Some(dir) if dir.as_os_str().is_empty() => {
-                return Err(crate::error::Error::usage(
+                return Err(Error::usage(
                     "the path of the site directory is empty; unset DROVER_HOME or set it to a directory",
                 ));
             }
@@ -82,12 +82,29 @@ impl Home {
         Ok(home)
     }
 
-    /// Makes the bare directory, for who wants to write its configuration first.
+    /// Creates the home in `dir`, with its configuration and identity, as far as they are missing. Whether the
+    /// site is new.
     ///
     /// # Errors
-    /// When it cannot be made.
-    pub fn make_bare(dir: &Path) -> Result<()> {
-        make_dir(dir)
+    /// When it cannot be created; a usage error when `chosen` would change a configuration that exists.
+    pub fn init(dir: PathBuf, chosen: &Chosen) -> Result<(Home, bool)> {
+        let path = dir.join("config.toml");
+        let fresh = !dir.join("identity.key").exists();
+        if path.exists() && chosen.is_any() {
+            return Err(Error::usage(format!(
+                "{} exists already: edit it to change the settings",
+                path.display()
+            )));
+        }
+        if !path.exists() {
+            // First, since it decides where images go.
+            make_dir(&dir)?;
+            drover_storage::atomic_replace(&path, Config::template(chosen)?.as_bytes())
+                .with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        let home = Home::create(dir)?;
+        home.identity()?;
+        Ok((home, fresh))
     }
 
     /// Opens the home in `dir`.
@@ -256,7 +273,7 @@ fn data_dir(xdg: Option<PathBuf>, home: Option<PathBuf>) -> Option<PathBuf> {
 }
 
 /// Makes a directory that only this user can look into, and its parents.
-fn make_dir(dir: &Path) -> Result<()> {
+pub(crate) fn make_dir(dir: &Path) -> Result<()> {
     if dir.is_dir() {
         return Ok(());
     }

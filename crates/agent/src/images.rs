@@ -1,23 +1,26 @@
-//! Images that are somewhere already: this site's, and those of peers.
+//! Images of this site and of peers: listed, verified, indexed, removed.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use drover_core::ImageName;
-use drover_store::{ImageRecord, SiteCatalog};
-use drover_teleport::services::{ImageInfo, ListImages, RemoveImage};
+use drover_store::{Catalog, ImageRecord, SiteCatalog};
+use drover_teleport::services::{
+    ImageInfo, IndexImage, ListImages, Progress, RemoveImage, Verified, VerifyImage,
+};
 
 use crate::changes;
-use crate::error::{Context, Result};
+use crate::error::{Context, Error, Result};
 use crate::home::Home;
 use crate::own::Own;
 use crate::remote::{Call, find_peer};
+use crate::site;
 use crate::text::bytes;
 
-/// Images that a peer may list.
+/// Most images that a peer may list.
 const MAX_LISTED: usize = 1_000_000;
 
-/// A record as others see it.
+/// A catalog record as peers see it.
 pub fn info(r: ImageRecord) -> ImageInfo {
     ImageInfo {
         name: r.name.to_string(),
@@ -31,7 +34,7 @@ pub fn info(r: ImageRecord) -> ImageInfo {
     }
 }
 
-/// What a removal did, for a person.
+/// A line that says what a removal did.
 pub fn removal(home: &Home, r: &ImageRecord) -> String {
     let done = if r.external {
         format!(
@@ -45,7 +48,7 @@ pub fn removal(home: &Home, r: &ImageRecord) -> String {
     done + &written(home, r).map_or_else(String::new, |(text, _)| text)
 }
 
-/// What mounts wrote over an image, which its removal leaves: for a person, and where. None when that is nothing.
+/// The changes that mounts made to an image, which its removal leaves: a text for the user, and their directory.
 pub fn written(home: &Home, r: &ImageRecord) -> Option<(String, PathBuf)> {
     let changes = changes::of_image(home, &r.name)?;
     let text = format!(
@@ -57,7 +60,7 @@ pub fn written(home: &Home, r: &ImageRecord) -> Option<(String, PathBuf)> {
     Some((text, changes.directory.into()))
 }
 
-/// Bytes that mounts wrote over an image of this site.
+/// Bytes of an image of this site that mounts changed.
 pub fn changed_bytes(home: &Home, image: &ImageInfo) -> u64 {
     let name = ImageName::new(&image.name).ok();
     let changes = name.and_then(|name| changes::of_image(home, &name));
@@ -91,4 +94,107 @@ pub async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -
     }
     let site = Own::open(home, catalog).await?;
     site.run(move |site| site.remove(&name).map(drop)).await
+}
+
+/// Reads an image and compares its digest, here or at a peer. `progress` is called with bytes done and bytes in all.
+///
+/// # Errors
+/// When there is no such image, the site cannot be asked, or the image cannot be read.
+pub async fn verify(
+    home: &Home,
+    name: &ImageName,
+    peer: Option<&str>,
+    mut progress: impl FnMut(u64, u64) + Send + 'static,
+) -> Result<Verified> {
+    let catalog = Arc::new(site::open_catalog(home)?);
+    let name = name.clone();
+    let call = match peer {
+        Some(peer) => Some(Call::peer(&home.identity()?, &find_peer(&catalog, peer)?).await?),
+        None => Call::local(home).await?,
+    };
+    if let Some(call) = call {
+        if peer.is_none() && catalog.by_name(&name)?.is_none() {
+            return Err(Error::no_image(&name));
+        }
+        let progress = |p: Progress| progress(p.done, p.total);
+        return call.ask(&VerifyImage { name }, progress).await;
+    }
+    let own = Own::open(home, &catalog).await?;
+    let verified = own.run(move |site| site.verify(&name, &mut progress));
+    let (expected, found) = verified.await?;
+    Ok(Verified { expected, found })
+}
+
+/// Indexes image files where they are: by the running site, or by this process when none runs.
+pub struct Indexer {
+    home: Home,
+    catalog: Arc<SiteCatalog>,
+    /// Opened for the first file when no site runs, and kept for the next.
+    own: Option<Own>,
+}
+
+impl Indexer {
+    /// For files of this machine.
+    ///
+    /// # Errors
+    /// When the catalog cannot be opened.
+    pub fn new(home: &Home) -> Result<Indexer> {
+        Ok(Indexer {
+            home: home.clone(),
+            catalog: Arc::new(site::open_catalog(home)?),
+            own: None,
+        })
+    }
+
+    /// Indexes the file at the absolute path `path`. `progress` is called with bytes done and bytes in all.
+    ///
+    /// # Errors
+    /// When the site cannot be asked or refuses, or the file is no image or cannot be read.
+    pub async fn index(
+        &mut self,
+        path: &Path,
+        mut progress: impl FnMut(u64, u64) + Send + 'static,
+    ) -> Result<ImageRecord> {
+        let call = match self.own {
+            Some(_) => None,
+            None => Call::local(&self.home).await?,
+        };
+        let name = match call {
+            Some(call) => {
+                let text = path.to_str().with_context(|| {
+                    format!(
+                        "cannot index {}: its path is not UTF-8, which the running site needs",
+                        path.display()
+                    )
+                })?;
+                let request = IndexImage { path: text.into() };
+                let progress = |p: Progress| progress(p.done, p.total);
+                call.ask(&request, progress).await?
+            }
+            None => {
+                let own = match self.own.take() {
+                    Some(own) => own,
+                    None => Own::open(&self.home, &self.catalog).await?,
+                };
+                let file = path.to_owned();
+                let job = own.keep(move |site| site.index_image(&file, &mut progress));
+                let (own, record) = job.await?;
+                self.own = Some(own);
+                record.name
+            }
+        };
+        let record = self.catalog.by_name(&name)?;
+        record.with_context(|| format!("{} was removed again while it was indexed", path.display()))
+    }
+
+    /// Closes what was opened for the files.
+    ///
+    /// # Errors
+    /// When the site's files cannot be saved.
+    pub async fn close(self) -> Result<()> {
+        match self.own {
+            Some(own) => own.close().await,
+            None => Ok(()),
+        }
+    }
 }

@@ -31,6 +31,7 @@ pub mod metrics;
 pub mod mounts;
 mod notice;
 pub mod own;
+pub mod pairing;
 pub mod remote;
 pub mod serve;
 pub mod signals;

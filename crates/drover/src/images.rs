@@ -4,17 +4,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use drover_agent::changes;
 use drover_agent::home::{CleanUp, Home};
-use drover_agent::images::{changed_bytes, info, list_of_peer, removal, remove, written};
-use drover_agent::own::Own;
-use drover_agent::remote::{Call, find_peer};
+use drover_agent::images::{Indexer, changed_bytes, info, list_of_peer, removal, remove, written};
 use drover_agent::text::{bytes, clean, moment};
-use drover_agent::{mounts, site};
-use drover_core::{Digest, ImageName};
-use drover_store::{Catalog, SiteCatalog};
+use drover_agent::{changes, images, mounts, site};
+use drover_core::Digest;
+use drover_store::{Catalog, ImageRecord};
 use drover_teleport::digest_file;
-use drover_teleport::services::{IndexImage, Progress, VerifyImage};
+use drover_teleport::services::Verified;
 use serde_json::json;
 
 use crate::bar::Bar;
@@ -105,31 +102,12 @@ pub async fn images(home: &Home, args: ImagesArgs) -> Result<()> {
 /// # Errors
 /// When it differs from the recorded digest, or cannot be read.
 pub async fn verify(home: &Home, args: VerifyArgs) -> Result<()> {
-    let catalog = Arc::new(site::open_catalog(home)?);
     let bar = Bar::new(args.name.as_str(), args.json);
-    let call = match &args.peer {
-        Some(peer) => Some(Call::peer(&home.identity()?, &find_peer(&catalog, peer)?).await?),
-        None => Call::local(home).await?,
-    };
-    if args.peer.is_none() && call.is_some() {
-        let record = catalog.by_name(&args.name)?;
-        record.ok_or_else(|| no_image(&args.name))?;
-    }
-    let (expected, found) = match call {
-        Some(call) => {
-            let name = args.name.clone();
-            let progress = |p: Progress| bar.at(p.done, p.total);
-            let verified = call.ask(&VerifyImage { name }, progress).await?;
-            (verified.expected, verified.found)
-        }
-        None => {
-            let (site, name) = (Own::open(home, &catalog).await?, args.name.clone());
-            let bar = bar.clone();
-            site.run(move |site| site.verify(&name, &mut |done, total| bar.at(done, total)))
-                .await?
-        }
-    };
+    let shown = bar.clone();
+    let progress = move |done, total| shown.at(done, total);
+    let verified = images::verify(home, &args.name, args.peer.as_deref(), progress).await;
     bar.clear();
+    let Verified { expected, found } = verified?;
     let changes = match args.peer {
         None => changes::of_image(home, &args.name).filter(|c| c.is_over(&expected)),
         Some(_) => None,
@@ -240,58 +218,22 @@ pub async fn index(home: &Home, args: IndexArgs) -> Result<()> {
     if files.is_empty() {
         return Err(usage("no files to index: the directories are empty"));
     }
-    let catalog = Arc::new(site::open_catalog(home)?);
-    let mut own: Option<Own> = None;
+    let mut indexer = Indexer::new(home)?;
     for path in files {
         let bar = Bar::new(
             &path.file_name().unwrap_or_default().to_string_lossy(),
             args.json,
         );
-        let call = if own.is_some() {
-            None
-        } else {
-            Call::local(home).await?
-        };
-        let name = match call {
-            Some(call) => {
-                let text = path.to_str().with_context(|| {
-                    format!(
-                        "cannot index {}: its path is not UTF-8, which the running site needs",
-                        path.display()
-                    )
-                })?;
-                let path = text.to_owned();
-                let progress = |p: Progress| bar.at(p.done, p.total);
-                call.ask(&IndexImage { path }, progress).await?
-            }
-            None => {
-                let site = match own.take() {
-                    Some(site) => site,
-                    None => Own::open(home, &catalog).await?,
-                };
-                let (job_bar, path) = (bar.clone(), path.clone());
-                let (site, record) = site
-                    .keep(move |site| {
-                        site.index_image(&path, &mut |done, total| job_bar.at(done, total))
-                    })
-                    .await?;
-                own = Some(site);
-                record.name
-            }
-        };
+        let shown = bar.clone();
+        let progress = move |done, total| shown.at(done, total);
+        let record = indexer.index(&path, progress).await?;
         bar.clear();
-        report_indexed(&catalog, &name, &path, args.json)?;
+        report_indexed(&record, &path, args.json)?;
     }
-    if let Some(site) = own {
-        site.close().await?;
-    }
-    Ok(())
+    Ok(indexer.close().await?)
 }
 
-fn report_indexed(catalog: &SiteCatalog, name: &ImageName, path: &Path, json: bool) -> Result<()> {
-    let record = catalog.by_name(name)?;
-    let record = record
-        .with_context(|| format!("{} was removed again while it was indexed", path.display()))?;
+fn report_indexed(record: &ImageRecord, path: &Path, json: bool) -> Result<()> {
     if json {
         return out::json(&json!({
             "name": record.name.as_str(), "path": record.path, "format": record.format,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer};
 
-use crate::error::{Context, Result, bail, msg};
+use crate::error::{Context, Error, Result, bail, msg};
 use crate::text;
 
 /// The longest configuration that is read.
@@ -52,9 +52,61 @@ pub struct Config {
     keep_unfinished: Option<Age>,
 }
 
+/// Settings that are chosen when a home is created.
+#[derive(Debug, Clone, Default)]
+pub struct Chosen {
+    /// [`Config::name`].
+    pub name: Option<String>,
+    /// [`Config::listen`].
+    pub listen: Option<SocketAddr>,
+    /// [`Config::images`]; relative to the working directory.
+    pub images: Option<PathBuf>,
+}
+
+impl Chosen {
+    /// Whether anything was chosen.
+    pub fn is_any(&self) -> bool {
+        self.name.is_some() || self.listen.is_some() || self.images.is_some()
+    }
+}
+
 impl Config {
-    /// What `init` writes: every setting, commented out.
-    pub const TEMPLATE: &str = include_str!("config.template.toml");
+    /// Every setting, commented out.
+    const TEMPLATE: &str = include_str!("config.template.toml");
+
+    /// The content of a new `config.toml`: every setting, commented out unless chosen.
+    ///
+    /// # Errors
+    /// When the directory of the images is not UTF-8.
+    pub fn template(chosen: &Chosen) -> Result<String> {
+        let images = chosen
+            .images
+            .as_ref()
+            .map(std::path::absolute)
+            .transpose()?;
+        let images = images.map(|path| path.to_str().map(str::to_owned).ok_or(path));
+        let images = images.transpose().map_err(|path| {
+            let path = path.display();
+            Error::usage(format!("{path}: the path of the images must be UTF-8"))
+        })?;
+        let chosen = [
+            ("name", chosen.name.clone()),
+            ("listen", chosen.listen.map(|listen| listen.to_string())),
+            ("images", images),
+        ];
+        let mut text = String::new();
+        for line in Self::TEMPLATE.lines() {
+            let value = chosen.iter().find_map(|(key, value)| {
+                let is_it = line.starts_with(&format!("#{key} = "));
+                Some((key, value.clone().filter(|_| is_it)?))
+            });
+            text += &match value {
+                Some((key, value)) => format!("{key} = {}\n", toml::Value::String(value)),
+                None => format!("{line}\n"),
+            };
+        }
+        Ok(text)
+    }
 
     /// Reads the file at `path`; a file that is not there says nothing.
     ///
@@ -192,5 +244,19 @@ mod tests {
     fn no_file_is_the_default() {
         let config = Config::load(Path::new("/nonexistent/config.toml")).unwrap();
         assert_eq!(config.listen().port(), 7377);
+    }
+
+    #[test]
+    fn the_template_enables_what_was_chosen() {
+        let chosen = Chosen {
+            name: Some("lyon".into()),
+            images: Some("/srv/\"odd\"".into()),
+            listen: Some("127.0.0.1:9".parse().unwrap()),
+        };
+        let config = load(&Config::template(&chosen).unwrap()).unwrap();
+        assert_eq!(config.name.as_deref(), Some("lyon"));
+        assert_eq!(config.images, Some("/srv/\"odd\"".into()));
+        assert_eq!(config.listen().port(), 9);
+        assert!(config.limit.is_none());
     }
 }

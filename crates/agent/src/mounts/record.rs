@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use super::target::{Listen, Prefetch, Target};
 use crate::error::{Context, Error, Result, bail};
-use crate::home::Home;
+use crate::home::{Home, make_dir};
 
 /// How long one who only looks whether a mount is kept may hold its lock.
 const LOOK_LIMIT: Duration = Duration::from_millis(200);
@@ -343,7 +343,7 @@ impl Place {
     /// # Errors
     /// When the directory cannot be made or locked.
     pub fn keep(&self) -> Result<Option<Kept>> {
-        Home::make_bare(&self.dir)?;
+        make_dir(&self.dir)?;
         let path = self.lock();
         let file = File::options()
             .create(true)

@@ -1,0 +1,114 @@
+//! Pairing as this site does it: a ticket for others, and the use of another site's.
+
+use std::time::Duration;
+
+use drover_net::{ConnectOptions, PeerKey, Ticket, TicketError, connect_any};
+use drover_store::{Peer, peer_name};
+
+use crate::addresses;
+use crate::error::{Error, Result};
+use crate::home::{CleanUp, Home};
+use crate::remote::Call;
+use crate::serve::Pair;
+use crate::site;
+use crate::text::now_unix;
+
+/// A ticket that was just made.
+#[derive(Debug)]
+pub struct NewTicket {
+    /// The ticket.
+    pub ticket: Ticket,
+    /// When it expires, seconds since 1970.
+    pub expires_unix: i64,
+    /// Whether a site runs here that can accept it.
+    pub site_runs: bool,
+}
+
+/// Makes a ticket that can be used once within `lifetime`. It names the addresses of `advertise`, or else the known ones.
+///
+/// # Errors
+/// When the catalog cannot be written, or no address is known.
+pub fn new_ticket(home: &Home, advertise: &[String], lifetime: Duration) -> Result<NewTicket> {
+    let identity = home.identity()?;
+    let mut room = CleanUp::of(home);
+    let catalog = room.run(|| site::open_catalog(home))?;
+    let addresses = addresses::for_ticket(home, &catalog, advertise)?;
+    let ticket = Ticket::new(identity.key(), addresses);
+    let now = now_unix();
+    room.run(|| Ok(catalog.add_ticket(&ticket.secret, now, lifetime)?))?;
+    let seconds = i64::try_from(lifetime.as_secs()).unwrap_or(i64::MAX);
+    Ok(NewTicket {
+        ticket,
+        expires_unix: now.saturating_add(seconds),
+        site_runs: home.used_by()?.is_some(),
+    })
+}
+
+/// A site that was just paired.
+#[derive(Debug)]
+pub struct Paired {
+    /// Its name here.
+    pub name: String,
+    /// Its key.
+    pub key: PeerKey,
+    /// The name it gives itself: text of a stranger.
+    pub calls_itself: String,
+}
+
+/// Pairs with the site that made the ticket, under `name` or the name that it gives itself.
+///
+/// # Errors
+/// When the ticket is damaged (usage error) or refused, or its site cannot be reached.
+pub async fn pair(home: &Home, ticket: &str, name: Option<String>) -> Result<Paired> {
+    let ticket = ticket.trim().parse();
+    let ticket: Ticket = ticket.map_err(|e: TicketError| Error::usage(e.to_string()))?;
+    let identity = home.identity()?;
+    if ticket.key == identity.key() {
+        let text = "the ticket is from this site; use it at the other site";
+        return Err(Error::usage(text));
+    }
+    if ticket.addresses.is_empty() {
+        let text =
+            "the ticket has no address; make another at its site, with an address to advertise";
+        return Err(Error::usage(text));
+    }
+    let catalog = site::open_catalog(home)?;
+    // Check the name before the ticket is used up.
+    if let Some(name) = &name
+        && catalog.peer(name)?.is_some_and(|p| p.key != ticket.key)
+    {
+        return Err(Error::usage(format!(
+            "another peer is called {name}; choose another name, or run `drover peers forget {name}` first"
+        )));
+    }
+    let shown = name.as_deref().unwrap_or("the site of the ticket");
+    let options = ConnectOptions::named(shown);
+    let connection = connect_any(&ticket.addresses, &identity, &ticket.key, &options).await?;
+    let request = Pair {
+        secret: ticket.secret,
+        name: home.name(),
+        addresses: addresses::saved(&catalog)?,
+    };
+    let call = Call::on(connection, shown);
+    let calls_itself = call.ask(&request, |()| {}).await?;
+    let name = match name {
+        Some(name) => name,
+        None => {
+            let known = catalog.peers()?;
+            let taken = |n: &str| known.iter().any(|p| p.name == n && p.key != ticket.key);
+            peer_name::unique(&peer_name::from_untrusted(&calls_itself), taken)
+        }
+    };
+    home.try_keep_reserve();
+    catalog.put_peer(&Peer {
+        name: name.clone(),
+        key: ticket.key,
+        addresses: ticket.addresses,
+        paired_unix: now_unix(),
+    })?;
+    Ok(Paired {
+        name,
+        key: ticket.key,
+        calls_itself,
+    })
+}
