@@ -17,7 +17,7 @@ pub mod destination {
 
 /// The state machine of a source.
 pub mod source {
-    pub use crate::source::{Action, Event, Source};
+    pub use crate::source::{Action, Event, FIRST_WINDOW, Source};
 }
 
 /// What a teleporter is told and answers.
