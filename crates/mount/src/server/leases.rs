@@ -162,7 +162,7 @@ impl Server {
     }
 }
 
-/// Who may write an image, by what is written down in a site's state (see [`Config::state`]): also when no server runs.
+/// Who may write an image, by what is written down in a site's state (see [`super::Config::state`]): also when no server runs.
 ///
 /// # Errors
 /// [`MountError::Refused`] when it is damaged, [`MountError::StateFile`] when it cannot be read.
