@@ -26,7 +26,7 @@ pub use transfers::{TransfersAction, TransfersArgs, TransfersRmArgs};
 pub use values::Format;
 use values::image_name;
 
-/// Copy disk images of virtual machines between sites, sending only the blocks that the other side lacks, or mount them remotely.
+/// Copy disk images of virtual machines between sites, sending only the blocks that the other side lacks, or use images of another site without copying them.
 ///
 /// A site is a directory with images and an identity, and the process that serves it (`drover serve`). Sites that have paired are
 /// peers; commands refer to a peer by its local name, such as lyon below.
@@ -46,23 +46,24 @@ Examples:
 Units:
   sizes      in bytes: K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024,
              KB, MB, GB, TB are powers of 1000
-  rates      in bytes per second: K, M, G, T and KB, MB, GB, TB are powers of 1000,
+  rates      in bytes (not bits) per second: K, M, G, T and KB, MB, GB, TB are powers of 1000,
              KiB, MiB, GiB, TiB are powers of 1024
-  durations  such as 90s, 10m or 1h 30m
+  durations  such as 90s, 10m or 1h30m; in config.toml also days, such as 7d
   config.toml is read by the same rules. Sizes and rates are printed in KiB, MiB, GiB, TiB.
 
 Exit codes:
   0  done
   1  failed
   2  usage error
-  3  refused (trust, space, policy, lease), or no such image or transfer"
+  3  refused by a site (not trusted, no space, name or size not accepted, image in use),
+     or no such image or transfer"
 )]
 pub struct Cli {
-    /// Site directory [default: /var/lib/drover for root, else drover in the XDG data directory, ~/.local/share]
+    /// Site directory [default: /var/lib/drover for root, else $XDG_DATA_HOME/drover (~/.local/share/drover)]
     #[arg(long, global = true, help_heading = "Global options", env = "DROVER_HOME", value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub home: Option<PathBuf>,
 
-    /// Log more to stderr: -v events, -vv debug, -vvv trace; DROVER_LOG selects modules, as in drover_net=debug
+    /// Log more to stderr: -v info, -vv debug, -vvv trace [default: warnings; serve and teleporter: info]; DROVER_LOG selects modules, as in drover_net=debug
     #[arg(short, long, global = true, help_heading = "Global options", action = clap::ArgAction::Count)]
     pub verbose: u8,
 
@@ -116,7 +117,7 @@ pub enum Command {
     },
 }
 
-/// Create a site directory: identity, catalog and a commented config.toml
+/// Create a site directory: key pair, catalog of images and peers, and a commented config.toml
 ///
 /// Optional: serve, teleporter, pair, ticket and index create the directory if it does not exist.
 #[derive(Debug, Args)]
@@ -125,7 +126,7 @@ Examples:
   drover init
   drover init --name lyon --images /srv/images --listen 0.0.0.0:7377")]
 pub struct InitArgs {
-    /// Name that this site gives itself when it pairs [default: the host name]
+    /// Name proposed to peers when pairing [default: the host name]
     #[arg(long, value_parser = peer_name::check)]
     pub name: Option<String>,
     /// Directory for received images [default: images in the site directory]
@@ -145,10 +146,10 @@ pub struct ListenArgs {
     /// Address to listen on; port 0 picks a free port [default: config.toml, else 0.0.0.0:7377]
     #[arg(long, value_name = "ADDR:PORT")]
     pub listen: Option<SocketAddr>,
-    /// Address to put into tickets instead of the local ones, as behind NAT; repeatable
+    /// Address to put into tickets instead of the local ones, for example behind NAT; repeatable
     #[arg(long, value_name = "HOST[:PORT]")]
     pub advertise: Vec<String>,
-    /// Address on which to serve Prometheus metrics by HTTP at /metrics [default: config.toml, else none]
+    /// Address on which to serve Prometheus metrics over HTTP at /metrics [default: config.toml, else none]
     #[arg(long, value_name = "ADDR:PORT")]
     pub metrics_listen: Option<SocketAddr>,
 }
@@ -168,10 +169,10 @@ pub struct ServeArgs {
     pub listen: ListenArgs,
 }
 
-/// Run a teleporter: find matching blocks on behalf of other sites
+/// Run a teleporter, a host that finds matching blocks for other sites
 ///
-/// A teleporter keeps block digests, never image data. A site uses it when its config.toml says `teleporter = "NAME"`,
-/// NAME being a paired peer.
+/// It keeps block digests, never image data, in a site directory of its own. A site uses it when its config.toml says
+/// `teleporter = "NAME"`, NAME being a paired peer.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -183,7 +184,7 @@ pub struct TeleporterArgs {
     pub listen: ListenArgs,
 }
 
-/// Print a ticket with which one other site can pair with this one
+/// Print a one-time ticket for another site to pair with this one
 ///
 /// Works whether or not the site is running. Treat a ticket like a password: the first site to use it is trusted.
 #[derive(Debug, Args)]
@@ -192,7 +193,7 @@ Examples:
   drover ticket
   drover ticket --expires 10m --advertise lyon.example.net:7377")]
 pub struct TicketArgs {
-    /// Validity of the ticket
+    /// Time until the ticket expires
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "24h")]
     pub expires: Duration,
     /// Address to put into the ticket instead of those the site listens on; repeatable
@@ -204,6 +205,9 @@ pub struct TicketArgs {
 }
 
 /// Pair with another site: each side trusts the other's key
+///
+/// A peer may list and verify all images, send images (also replacing one of the same name), mount any image, also for
+/// writing, and remove its own unfinished transfers.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -211,7 +215,7 @@ Examples:
 pub struct PairArgs {
     /// Ticket printed by `drover serve` or `drover ticket` at the other site
     pub ticket: String,
-    /// Local name for the peer [default: the name it gives itself]
+    /// Local name for the peer [default: the name it proposes]
     #[arg(long, value_parser = peer_name::check)]
     pub name: Option<String>,
     /// Print one JSON object
@@ -221,7 +225,7 @@ pub struct PairArgs {
 
 /// Send images to a peer
 ///
-/// The delivered file is byte for byte the local one unless --to converts it. An existing image of the same name is
+/// An image is a file or a block device. The delivered file is byte for byte the local one unless --to converts it. An existing image of the same name is
 /// replaced atomically at the end. An interrupted transfer resumes when the same command is run again.
 #[derive(Debug, Args)]
 #[command(
@@ -230,8 +234,8 @@ pub struct PairArgs {
 Examples:
   drover send web.qcow2 lyon
   drover send web.qcow2 lyon --as web-2026.qcow2
-  drover send *.vmdk lyon --limit 20M
-  drover send *.vmdk lyon --compress 9
+  drover send web.qcow2 db.qcow2 lyon --limit 20M
+  drover send web.qcow2 lyon --compress 9
   drover send big.vhdx lyon --dry-run
   drover send old.vmdk lyon --to qcow2 --as old.qcow2
 
@@ -251,7 +255,7 @@ pub struct SendArgs {
     /// Convert the image to another format [default: send the file as it is]
     #[arg(long, value_enum, value_name = "FORMAT", conflicts_with = "opaque")]
     pub to: Option<Format>,
-    /// Do not interpret the image format; send the file's bytes in order
+    /// Send the bytes of the file in order, without interpreting the format; for a damaged or unknown format
     #[arg(long)]
     pub opaque: bool,
     /// Estimate the bytes to transfer without sending data
@@ -260,21 +264,23 @@ pub struct SendArgs {
     /// Print one JSON object per line: progress events, then the result
     #[arg(long)]
     pub json: bool,
-    /// Time without progress after which a lost connection is given up
+    /// How long to retry a lost connection without progress before failing; the first connection is not retried
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "10m")]
     pub give_up_after: Duration,
-    /// Number of data connections, 1 to 8 [default: chosen to fill the link]
+    /// Number of TCP connections for block data, 1 to 8 [default: chosen to fill the link]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=8))]
     pub connections: Option<u16>,
     /// Compression: auto, none, lz4, or a zstd level from 1 to 15
     ///
-    /// auto adapts to the link and to the free CPU time of both hosts. A fixed level is for measurements, or to leave CPU
-    /// time to others (none, lz4 or 1).
+    /// auto uses none, lz4 or a zstd level up to 12, whichever is fastest on the link with the free CPU time of both hosts.
+    /// Choose none, lz4 or 1 to save CPU time.
     #[arg(long, value_name = "LEVEL", value_parser = text::parse_compress, default_value = "auto")]
     pub compress: text::Compress,
 }
 
 /// List the images of this site or of a peer
+///
+/// SIZE is the length of the file. Digests are shortened to 12 digits; --json prints them in full.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -290,7 +296,8 @@ pub struct ImagesArgs {
 
 /// Use existing local image files as a source of blocks
 ///
-/// Blocks of indexed files are not sent to this site again. The files stay where they are; drover never modifies or deletes them.
+/// Blocks of indexed files are not sent to this site again. The files stay where they are; drover never modifies or deletes
+/// them. If the site is running, it reads the files, so its user needs permission to read them.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -384,12 +391,20 @@ pub struct PeersArgs {
 #[derive(Debug, Subcommand)]
 pub enum PeersAction {
     /// List peers
+    #[command(after_help = "\
+Examples:
+  drover peers list
+  drover peers list --json")]
     List {
         /// Print one JSON object per line
         #[arg(long)]
         json: bool,
     },
     /// Stop trusting a peer, until it pairs again
+    #[command(after_help = "\
+Examples:
+  drover peers forget lyon
+  drover peers forget lyon --yes      in a script")]
     Forget {
         /// Name of the peer
         #[arg(value_name = "PEER")]
@@ -401,6 +416,8 @@ pub enum PeersAction {
 }
 
 /// Print the digest of image files, as shown by `send` and `images`
+///
+/// The digest is computed from the BLAKE3 digests of the blocks, so b3sum prints another value.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

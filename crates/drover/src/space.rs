@@ -17,10 +17,13 @@ fn words(kind: Kind) -> (&'static str, &'static str) {
         Kind::Changes => ("changes to images", "drover changes drop"),
         Kind::Transfers => ("unfinished transfers", "drover transfers rm, or send again"),
         Kind::MountCaches => ("mount caches", "drover unmount"),
-        Kind::SequenceData => ("sequence data", "lower sequence-data in config.toml"),
+        Kind::SequenceData => ("sequence cache", "lower sequence-data in config.toml"),
         Kind::Index => ("index", "removed with the images"),
-        Kind::Reserve => ("reserve", "not to be freed: used when the disk is full"),
-        Kind::Other => ("other", "not to be freed: catalog, config, keys"),
+        Kind::Reserve => (
+            "emergency space",
+            "cannot be freed: used when the disk is full",
+        ),
+        Kind::Other => ("other", "cannot be freed: catalog, config, keys"),
     }
 }
 

@@ -44,7 +44,7 @@ Examples:
     Drop(DropArgs),
 }
 
-/// Merge the changes to an image into it, or into a new image
+/// Merge the changes of an image into it, or into a new image
 ///
 /// Without --as, the image is replaced: it gets a new digest, and the received version is gone. Only raw and qcow2 images that are
 /// stored at this site can be replaced; for other formats and for indexed images, use --as. The merged image is written beside
@@ -65,7 +65,7 @@ pub struct MergeArgs {
     /// Write a new image of this name; keep the old one and its changes
     #[arg(long = "as", value_name = "NAME", value_parser = image_name)]
     pub rename: Option<ImageName>,
-    /// Format of the new image [default: the format of the old one]
+    /// Format of the new image [default: that of the old one, which must be raw or qcow2]
     #[arg(long, value_enum, value_name = "FORMAT", requires = "rename")]
     pub to: Option<Format>,
     /// Drop the changes of the old image once the new image is complete
@@ -79,7 +79,7 @@ pub struct MergeArgs {
     pub json: bool,
 }
 
-/// Drop the changes to an image, which is then as it was received
+/// Drop the changes of an image: it is then as it was received
 ///
 /// Cannot be undone. Refused while the image is mounted or a mount still holds its write lease. Succeeds if there is nothing to drop.
 #[derive(Debug, Args)]
@@ -88,12 +88,12 @@ Examples:
   drover changes drop web.qcow2
   drover changes drop web.qcow2 --dry-run
   drover changes drop web.qcow2 --yes      in a script
-  drover changes drop web.qcow2 --earlier  changes to images of that name that were since replaced")]
+  drover changes drop web.qcow2 --earlier  changes of replaced images of that name")]
 pub struct DropArgs {
     /// Name of the image
     #[arg(value_name = "IMAGE", value_parser = image_name)]
     pub name: ImageName,
-    /// Drop the changes to earlier images of that name, set aside when the image was replaced
+    /// Drop the changes of earlier images of that name, which have been replaced
     #[arg(long)]
     pub earlier: bool,
     /// Do not ask for confirmation

@@ -10,12 +10,13 @@ use drover_core::ImageName;
 
 use super::values::image_name;
 
-/// Mount an image of another site as a local disk
+/// Mount a disk image, usually of another site, as a local disk
 ///
 /// PATH becomes a file with the contents of the disk: raw, whatever the image format. With --device, a block device is attached to it
-/// and its path is printed. The disk can be used at once: reads are fetched on demand, the rest follows in the background
-/// and is cached in the site directory. Writes go to the cache, which survives a crash, and are pushed to the other site in order, so
-/// that the image there is always a state the disk was in.
+/// and its path is printed. The disk can be used at once: data is fetched when it is read, and the rest in the background, into a cache
+/// in the site directory. Writes go to the cache and are pushed to the other site in the background; flushed writes survive a crash of
+/// this host. The other site stores them beside the image, whose file is not modified (see `drover changes`); later mounts see a state
+/// that the disk had here at one moment, perhaps a few seconds old.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -30,7 +31,7 @@ pub struct MountArgs {
     /// Disk to mount: PEER:IMAGE or an IMAGE of this site; file:PATH or dir:PATH on this host
     #[arg(value_name = "DISK")]
     pub image: Target,
-    /// File to mount on, created if it does not exist; in a directory, a file of the image's name
+    /// File to mount on, created if it does not exist; if it is a directory, a file in it named after the image
     #[arg(value_hint = ValueHint::AnyPath)]
     pub path: PathBuf,
     /// Also attach a loop device, and print its path (needs root)
@@ -44,8 +45,8 @@ pub struct MountArgs {
 
 /// Export images over NBD, to QEMU, qemu-img, nbdcopy, nbdfuse or the kernel
 ///
-/// Runs until SIGTERM or Ctrl-C, or in the background with --background. Each image is an NBD export of its name; a single
-/// image is also the default export.
+/// Unlike mount and attach, runs in the foreground until SIGTERM or Ctrl-C, unless --background is given. Each image is exported
+/// under its own name; a single image is also the default export.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -65,8 +66,8 @@ pub struct ExportArgs {
     /// Address to listen on: unix:PATH or ADDRESS:PORT
     #[arg(long, value_name = "ADDRESS", value_parser = Listen::parse)]
     pub nbd: Listen,
-    /// Directory with server-cert.pem, server-key.pem and, to require client certificates, ca-cert.pem; all three are
-    /// required unless the address is a Unix socket or a loopback address
+    /// Directory with server-cert.pem and server-key.pem, and ca-cert.pem to accept only clients whose certificate it
+    /// signed; all three are required unless --nbd is a Unix socket or a loopback address
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub tls_certificates: Option<PathBuf>,
     /// Return as soon as clients can connect, and keep running in the background
@@ -132,10 +133,10 @@ impl From<DriverChoice> for Option<Driver> {
 /// The options of a mount; the same for `mount`, `export` and `attach`.
 #[derive(Debug, Args)]
 pub struct OptionArgs {
-    /// Reject writes; allows any number of readers at once
+    /// Reject writes; any number of read-only mounts can use an image at once, but not while another mount writes to it
     #[arg(long)]
     pub read_only: bool,
-    /// Do not cache: send every read and write to the other site (for fast, near networks)
+    /// Do not cache: send every read and write to the other site (for fast, low-latency networks)
     #[arg(long, conflicts_with_all = ["sync", "cache_size", "prefetch", "record", "push_interval", "window"])]
     pub direct: bool,
     /// What a flush waits for
@@ -144,7 +145,7 @@ pub struct OptionArgs {
     /// Size of a chunk, the unit of fetching: a power of two from 4K to 4M
     #[arg(long, value_name = "SIZE", value_parser = chunk, default_value = "64K")]
     pub chunk: u32,
-    /// Maximum size of the cache; at least 16 chunks are kept [default: the whole image]
+    /// Maximum size of the cache, at least 16 chunks (1 MiB by default); a smaller value is raised [default: the whole image]
     #[arg(long, value_name = "SIZE", value_parser = cache_size)]
     pub cache_size: Option<u64>,
     /// What to fetch in the background: none, sequential, or the order in FILE, written by --record
@@ -156,14 +157,14 @@ pub struct OptionArgs {
     /// Interval between pushes of written data; 0s pushes continuously
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "5s")]
     pub push_interval: Duration,
-    /// Maximum bytes in flight in the background, from 48K to 256M (values outside are clamped) [default: adapts to the
-    /// link]
+    /// Maximum amount of background data in flight, 48K to 256M; a value outside is raised or lowered to fit [default:
+    /// adapts to the link]
     #[arg(long, value_name = "SIZE", value_parser = window)]
     pub window: Option<u64>,
-    /// Time after which a read or write that needs the other site fails while the link is down
+    /// How long a read or write that needs the other site waits, while the link is down, before it fails
     #[arg(long, value_name = "DURATION", value_parser = text::parse_duration, default_value = "10m")]
     pub give_up_after: Duration,
-    /// Size of a new dir:PATH disk, created if it does not exist; --chunk is then the size of its files
+    /// Create the dir:PATH disk with this size if it does not exist, in files of --chunk bytes
     #[arg(long, value_name = "SIZE", value_parser = text::parse_size)]
     pub size: Option<u64>,
 }
@@ -209,9 +210,10 @@ pub struct DaemonArgs {
     pub json: bool,
 }
 
-/// End a mount, an export or an attached device
+/// Unmount a disk, stop an export, or detach a device
 ///
-/// Pushes all written data to the other site first. Refused while the disk is in use.
+/// Pushes all written data to the other site first; fails after 30 s without progress, and nothing is lost. Refused while the
+/// disk is in use.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -220,25 +222,25 @@ Examples:
   drover unmount web.qcow2-1f3a9c02 --keep-cache
   drover unmount /mnt/web --offline        other site unreachable: push at the next mount")]
 pub struct UnmountArgs {
-    /// Path, device or socket of the mount, or its name as shown by `drover mounts`
+    /// Path, device, socket or address of the mount, or its name as shown by `drover mounts`
     #[arg(value_name = "MOUNT", value_hint = ValueHint::AnyPath)]
     pub what: String,
-    /// Do not push; keep the cache and the write lease, and push when the image is mounted there again
+    /// Do not push: keep the cache and the write lease, and push at the next mount at the same path, device or socket
     #[arg(long, conflicts_with = "discard")]
     pub offline: bool,
     /// Discard written data that has not been pushed
     #[arg(long)]
     pub discard: bool,
-    /// Push, but keep the cache, so that the next mount there need not fetch the same data again
+    /// Push, then keep the cache for the next mount at the same path, device or socket
     #[arg(long, conflicts_with = "discard")]
     pub keep_cache: bool,
-    /// Detach the mount from the file system even if it is in use
+    /// Unmount even if it is in use; programs that have it open get I/O errors
     #[arg(long)]
     pub lazy: bool,
     /// Do not ask for confirmation
     #[arg(short, long)]
     pub yes: bool,
-    /// Show what would happen
+    /// Show what would be pushed or lost
     #[arg(long)]
     pub dry_run: bool,
     /// Print one JSON object
@@ -246,10 +248,12 @@ pub struct UnmountArgs {
     pub json: bool,
 }
 
-/// List mounts and their sync progress, or list and revoke leases
+/// List mounts and how much of each is cached and pushed, or list and revoke leases
 ///
-/// Mounts are images of other sites used here. Leases are held by mounts, anywhere, of images stored at this site: one
-/// writer, or any number of readers.
+/// A mount is a disk in use on this host, by mount, export or attach. MODE is managed (with a cache), direct, own (an image of this
+/// site), file or directory. STATE is up, ending, dead (its process was killed: mount it again), unmounted (the cache is kept), not
+/// responding, or damaged. A lease is the right of a mount, on any host, to use an image of this site: one write
+/// lease, or any number of read leases.
 #[derive(Debug, Args)]
 #[command(
     args_conflicts_with_subcommands = true,
@@ -285,7 +289,7 @@ Examples:
         #[arg(long)]
         json: bool,
     },
-    /// Revoke the write lease of an image; its holder can no longer push
+    /// Revoke the write lease of an image of this site; data that its holder has not pushed is lost
     #[command(after_help = "\
 Examples:
   drover mounts leases                     who holds it, and whether it is connected

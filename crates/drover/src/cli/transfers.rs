@@ -5,7 +5,8 @@ use clap::{Args, Subcommand};
 /// List unfinished transfers to this site or to a peer, or remove them
 ///
 /// An interrupted transfer resumes when the same image is sent again under the same name. The receiving site removes a
-/// transfer that received nothing for a week (`keep-unfinished` in config.toml). A transfer whose log is damaged is listed by its key.
+/// transfer that received nothing for a week (`keep-unfinished` in config.toml). If the record of a
+/// transfer is damaged, its name is unknown, and it is listed by its key of 32 hexadecimal digits (`--json` shows all keys).
 #[derive(Debug, Args)]
 #[command(
     args_conflicts_with_subcommands = true,
