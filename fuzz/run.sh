@@ -8,6 +8,11 @@ cd "$(dirname "$0")"
 export FUZZ_SECONDS=${1:?usage: run.sh SECONDS [TARGET...]}
 shift
 if [ $# -eq 0 ]; then mapfile -t targets < <(sed -n 's/^mod \(.*\);/\1/p' src/main.rs); else targets=("$@"); fi
+# What has a table entry is what is run.
+if [ $# -eq 0 ] && [ ${#targets[@]} -ne "$(grep -cE '^    \("[a-z_]+", ' src/main.rs)" ]; then
+    echo "$0: the modules and TARGETS in src/main.rs differ" >&2
+    exit 1
+fi
 
 target=$(cargo metadata --format-version 1 --no-deps --manifest-path ../Cargo.toml |
     python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')

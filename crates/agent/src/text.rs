@@ -63,7 +63,7 @@ fn quantity(text: &str, bare: u64) -> Option<u64> {
             let base: u64 = match unit.split_off(1).as_str() {
                 "" => bare,
                 "B" => 1000,
-                "IB" => 1024,
+                "I" | "IB" => 1024,
                 _ => return None,
             };
             base.pow(power as u32 + 1)
@@ -192,7 +192,7 @@ mod tests {
         assert_eq!(parse_size("0"), Ok(0));
         assert_eq!(parse_size("18446744073709551615"), Ok(u64::MAX));
         let bad = [
-            "", "K", ".", ".5G", "1.", "-1M", "+1M", "1.2.3", "M20", "20Mb/h", "20Mi", "1 0",
+            "", "K", ".", ".5G", "1.", "-1M", "+1M", "1.2.3", "M20", "20Mb/h", "20Mx", "1 0",
             "16E", "fast", "1K K", "\u{661}K",
         ];
         for bad in bad {

@@ -36,8 +36,10 @@ pub fn refusal_of(error: DeviceError) -> Refusal {
         DeviceError::Io(_) => Code::Io,
     };
     let message = match error {
-        // The other side says what it is about.
-        DeviceError::NoSpace(what) => what,
+        // The mount adds what the code stands for.
+        DeviceError::NoSpace(what)
+        | DeviceError::Corrupt(what)
+        | DeviceError::Unavailable(what) => what,
         DeviceError::Unsupported(what) => what.into_owned(),
         error => error.to_string(),
     };

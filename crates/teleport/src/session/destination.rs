@@ -113,6 +113,7 @@ impl Site {
             images,
             bytes,
             seconds,
+            error = result.as_ref().err().map(tracing::field::display),
             "session ended"
         );
         result

@@ -460,5 +460,5 @@ async fn a_dry_run_asks_the_lone_teleporter() {
     );
     link.up.send_replace(false);
     let error = dry(&b).await.unwrap_err().to_string();
-    assert!(error.contains("without --dry-run"), "{error}");
+    assert!(error.contains("without an estimate"), "{error}");
 }

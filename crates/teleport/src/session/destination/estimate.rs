@@ -56,7 +56,7 @@ impl Session {
             Ok(prober) => prober,
             Err(e) => {
                 let message = format!(
-                    "{}: nobody there can say what would be sent: {e}; try again later, or send without --dry-run",
+                    "{}: cannot estimate what would be sent: {e}; try again later, or send it without an estimate",
                     offer.name
                 );
                 let refusal = TeleportError::refused(Code::Denied, message);

@@ -261,7 +261,7 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
         return Err(TeleportError::refused(
             Code::Denied,
             format!(
-                "{}: an image indexed in place there ({}) has that name; send it --as another name, or `drover rm` it there",
+                "{}: an image indexed in place there ({}) has that name; send it under another name, or remove that image there",
                 offer.name,
                 external.path.display()
             ),
