@@ -69,7 +69,7 @@ fn best_first(mut host: Vec<IpAddr>, only_v4: bool) -> Vec<IpAddr> {
 fn with_port(text: &str, port: u16) -> Result<String, String> {
     let bad = || {
         format!(
-            "{:?} is not an address such as lyon.example.net:7377",
+            "{:?} is not an address: use HOST or HOST:PORT, such as lyon.example.net:7377",
             crate::text::clean(text)
         )
     };

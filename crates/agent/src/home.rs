@@ -114,7 +114,7 @@ impl Home {
     pub fn existing(dir: PathBuf) -> Result<Home> {
         if !dir.is_dir() {
             bail!(
-                "the site directory {} does not exist; create it with `drover init`, or set DROVER_HOME to another one",
+                "the site directory {} does not exist: create it with `drover init`, or set DROVER_HOME to another one",
                 dir.display()
             );
         }
@@ -281,7 +281,7 @@ pub(crate) fn make_dir(dir: &Path) -> Result<()> {
         .recursive(true)
         .mode(0o700)
         .create(dir)
-        .with_context(|| format!("cannot make {}", dir.display()))
+        .with_context(|| format!("cannot create {}", dir.display()))
 }
 
 #[cfg(test)]

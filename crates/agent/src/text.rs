@@ -110,7 +110,12 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     text.parse::<jiff::SignedDuration>()
         .ok()
         .and_then(|d| Duration::try_from(d).ok())
-        .ok_or_else(|| format!("{:?} is not a duration such as 90s, 10m or 1h", clean(text)))
+        .ok_or_else(|| {
+            format!(
+                "{:?} is not a duration: use a number with s, m or h, such as 90s or 1h30m",
+                clean(text)
+            )
+        })
 }
 
 /// Reads an age such as `7d` or `36h`, of whole days or as [`parse_duration`] reads it.
@@ -122,8 +127,12 @@ pub fn parse_age(text: &str) -> Result<Duration, String> {
     let seconds = days.and_then(|n| n.checked_mul(24 * 3600));
     match seconds {
         Some(seconds) => Ok(Duration::from_secs(seconds)),
-        None => parse_duration(text)
-            .map_err(|_| format!("{:?} is not an age such as 36h or 7d", clean(text))),
+        None => parse_duration(text).map_err(|_| {
+            format!(
+                "{:?} is not a duration: use a number with s, m, h or d, such as 36h or 7d",
+                clean(text)
+            )
+        }),
     }
 }
 

@@ -32,7 +32,11 @@ pub fn init(dir: PathBuf, args: InitArgs) -> Result<()> {
             "home": home.dir(), "key": key.to_string(), "name": home.name(), "new": fresh,
         }));
     }
-    let what = if fresh { "created" } else { "is already" };
+    let what = if fresh {
+        "created"
+    } else {
+        "already initialized as"
+    };
     out::line(&format!(
         "{}: {what} site {}, key {key}",
         home.dir().display(),
@@ -113,7 +117,7 @@ pub fn peers(home: &Home, args: PeersArgs) -> Result<()> {
                 bail!("{name} was removed by another command");
             }
             return out::line(&format!(
-                "removed peer {name}; it cannot connect until it pairs again"
+                "{name} is no longer trusted: it cannot connect until it pairs again"
             ));
         }
     };

@@ -288,7 +288,7 @@ pub(crate) fn handshake_failure(peer: String, e: io::Error) -> NetError {
     }
     NetError::Io {
         peer,
-        doing: "making it secure",
+        doing: "setting up TLS",
         source: e,
     }
 }

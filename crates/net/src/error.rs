@@ -92,7 +92,7 @@ pub enum NetError {
         source: io::Error,
     },
     /// The stream ended without a proper end.
-    #[error("connection with {peer} was cut")]
+    #[error("connection with {peer} was closed unexpectedly")]
     Truncated {
         /// The other end.
         peer: String,

@@ -402,8 +402,8 @@ impl LeaseTable {
 /// What a mount is told whose lease was broken.
 pub fn broken(image: &str) -> String {
     format!(
-        "the write lease of {image} was broken at its site (`drover mounts break`); what was not pushed stays in this \
-         mount's cache until it is discarded; then the image can be mounted again"
+        "the write lease of {image} was revoked at its site (`drover mounts break`): data that was not pushed stays in this \
+         mount's cache; discard it to mount the image again"
     )
 }
 
@@ -416,10 +416,10 @@ fn held(image: &str, holder: &Holder) -> String {
         );
     }
     format!(
-        "{image} was mounted for writing {} by {}, and has one writer at a time; unmount it there, or, if it will not \
-         come back, `drover mounts break {image}` at the site that has the image",
-        ago(unix_now().saturating_sub(holder.since_unix)),
+        "{} holds the write lease of {image}, taken {}: unmount it there, or, if that mount is lost, revoke the lease with \
+         `drover mounts break {image}` at the site that has the image",
         describe(&holder.peer_name, &holder.note),
+        ago(unix_now().saturating_sub(holder.since_unix)),
     )
 }
 

@@ -12,20 +12,20 @@ const RESERVED: [&str; 2] = ["file", "dir"];
 /// A line for a person.
 pub fn check(name: &str) -> Result<String, String> {
     if name.is_empty() {
-        return Err("a peer's name cannot be empty".into());
+        return Err("the name of a site cannot be empty".into());
     }
     if name.len() > MAX_BYTES {
-        return Err(format!("a peer's name has at most {MAX_BYTES} bytes"));
+        return Err(format!("the name of a site has at most {MAX_BYTES} bytes"));
     }
     let good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     if !name.chars().all(good) || !name.starts_with(|c: char| c.is_ascii_alphanumeric()) {
         return Err(
-            "a peer's name is a letter or digit, then letters, digits, '.', '-' and '_'".into(),
+            "the name of a site must start with a letter or digit and contain only letters, digits, '.', '-' and '_'".into(),
         );
     }
     if RESERVED.contains(&name) {
         return Err(format!(
-            "no peer can be called {name}: {name}:PATH is a disk of this machine"
+            "no site can be called {name}: {name}:PATH is a disk of this host"
         ));
     }
     Ok(name.into())

@@ -407,7 +407,7 @@ impl Making<'_> {
         match done {
             Some(done) => done,
             None => Err(refused(format!(
-                "the lease of {} was broken during the merge (`drover mounts break`); the image is unchanged",
+                "the lease of {} was revoked during the merge (`drover mounts break`): the image is unchanged, merge again",
                 self.order.name
             ))),
         }

@@ -84,7 +84,7 @@ impl Turn {
         let made = fs::create_dir_all(&self.0)
             .and_then(|()| sync_parent(&self.0))
             .and_then(|()| self.0.parent().map_or(Ok(()), sync_parent));
-        made.with_context(|| format!("cannot make {}", self.0.display()))
+        made.with_context(|| format!("cannot create {}", self.0.display()))
     }
 
     /// Removes what the merge left.

@@ -63,12 +63,12 @@ impl fmt::Display for Untold {
         match self.keeps {
             Keeps::Write => write!(
                 f,
-                "could not notify {site}; it still holds the write lease of {image}, which does not expire: `drover mounts break {image}` at {site} ends it"
+                "could not notify {site}: there, this mount still holds the write lease of {image}; revoke it with `drover mounts break {image}` at {site}"
             ),
             // The site detects a dead connection after half a minute, and a reader has a minute to reconnect.
             Keeps::Read => write!(
                 f,
-                "could not notify {site}; {image} cannot be written there for up to two minutes"
+                "could not notify {site}: {image} cannot be written there for up to two minutes"
             ),
             Keeps::Unknown => write!(
                 f,

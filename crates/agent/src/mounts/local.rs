@@ -51,7 +51,7 @@ pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) ->
         }
         (_, Some(size)) if size == 0 || size % SECTOR != 0 => {
             return Err(Error::usage(format!(
-                "--size {size}: a disk's size is a multiple of {SECTOR} bytes, and not 0"
+                "--size {size}: must be a multiple of {SECTOR} bytes greater than 0"
             )));
         }
         _ => {}

@@ -86,7 +86,7 @@ async fn talk(
         server.metrics.rejected_trust.fetch_add(1, Relaxed);
         tracing::warn!(peer = key.short(), "refused a key that is not trusted");
         let text = format!(
-            "{} does not trust your key; get a ticket there (`drover ticket`) and `drover pair` with it",
+            "{} does not trust your key: get a ticket there with `drover ticket`, then run `drover pair TICKET` here",
             server.name
         );
         return Ok(call.refuse(&Refusal::new(Code::Untrusted, text)).await?);

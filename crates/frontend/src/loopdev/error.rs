@@ -31,7 +31,7 @@ pub enum LoopError {
         file: PathBuf,
     },
     /// It is in use.
-    #[error("{} is in use by {}: end that first", device.display(), listed(users))]
+    #[error("{} is in use by {}: end these programs first", device.display(), listed(users))]
     Busy {
         /// The device.
         device: PathBuf,

@@ -143,7 +143,7 @@ impl Image {
         })?;
         tracing::warn!(
             image = %self.name,
-            "what mounts wrote over an earlier image of this name is kept in {}; remove it when it is not needed",
+            "the changes of an earlier image of this name are kept in {}; `drover changes` lists them, and can drop them",
             aside.display()
         );
         Ok(())

@@ -260,7 +260,7 @@ fn two_writers_are_one_too_many() {
     for text in [refused(writer()), refused(reader())] {
         assert!(
             text.starts_with(
-                "web was mounted for writing a moment ago by nantes (disk of a guest), "
+                "nantes (disk of a guest) holds the write lease of web, taken a moment ago: "
             ),
             "{text}"
         );
@@ -279,7 +279,7 @@ fn two_writers_are_one_too_many() {
     assert!(
         error
             .to_string()
-            .contains("the write lease of web was broken"),
+            .contains("the write lease of web was revoked"),
         "{error}"
     );
     let client = open(&runtime, &other, writer());

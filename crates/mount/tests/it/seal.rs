@@ -352,7 +352,7 @@ fn another_mount_is_answered_while_a_commit_waits() {
         let other = Client::open(runtime.handle(), Near::new(site.server.clone()), other);
         let why = runtime.block_on(other).err().expect("it is leased");
         let expected = match waits_for_the_copy {
-            true => "has one writer at a time",
+            true => "holds the write lease of web",
             false => "a commit is under way",
         };
         let why = why.to_string();

@@ -78,7 +78,7 @@ fn one_writes_or_many_read() {
         let e = leases
             .enter(&who(4), access, at(400), &|_| false)
             .unwrap_err();
-        let words = "web was mounted for writing a moment ago by site3 (disk of a guest), ";
+        let words = "site3 (disk of a guest) holds the write lease of web, taken a moment ago: ";
         assert!(e.message.starts_with(words), "{e}");
         assert!(e.message.contains("`drover mounts break web`"), "{e}");
     }
