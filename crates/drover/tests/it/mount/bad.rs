@@ -44,8 +44,8 @@ fn options_of_nothing_are_refused_or_say_what_they_mean() {
     let help = world.run("near", &["mount", "--help"]).ok().out;
     let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
     for says in [
-        "at least 16 chunks are kept",
-        "from 48K to 256M (values outside are clamped)",
+        "at least 16 chunks (1 MiB by default)",
+        "48K to 256M; a value outside is raised or lowered",
         "0s pushes continuously",
     ] {
         assert!(help.contains(says), "{says}: {help}");
