@@ -232,7 +232,7 @@ fn what_is_no_local_disk_is_refused_with_a_way_out() {
         .fails(2, &["--size"]);
     for name in ["file", "dir"] {
         let ran = a.run(&["pair", "drover1xx", "--name", name]).code(2);
-        assert!(ran.err.contains("disk of this machine"), "{}", ran.err);
+        assert!(ran.err.contains("disk of this host"), "{}", ran.err);
     }
     assert_eq!(a.run(&["mounts", "--json"]).ok().json().len(), 0);
 }
