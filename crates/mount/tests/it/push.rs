@@ -204,7 +204,10 @@ fn an_epoch_of_which_some_is_missing_is_not_committed_and_can_be_completed() {
     wait(|done| client.push(epoch, changes, done)).unwrap();
     let refused = wait(|done| client.commit(epoch, 3 * 4096, done)).unwrap_err();
     assert!(refused.is_transient(), "{refused}");
-    assert!(refused.to_string().contains("4096 are staged"), "{refused}");
+    assert!(
+        refused.to_string().contains("has 4096 bytes staged"),
+        "{refused}"
+    );
     // The link is made anew, so that the site says what counts and what is staged.
     local.wait(
         "up",
