@@ -43,7 +43,7 @@ struct Daemon {
     overtaken: AtomicBool,
     /// Told when it has ended and whoever asked for that knows.
     ended: Mutex<Option<oneshot::Sender<()>>>,
-    /// It has ended by a question.
+    /// It has ended, by a question or with writes that may be lost.
     done: AtomicBool,
 }
 
@@ -204,7 +204,8 @@ impl Daemon {
     }
 
     /// Ends the mount as `how` says; what is left is returned. After an error it can be ended again: a front end that
-    /// is in use stays, one that is gone stays gone, and what was written is here or at the other site.
+    /// is in use stays, one that is gone stays gone, and what was written is here or at the other site. Only an error
+    /// of a local disk's last flush ends it all the same: trying again would not bring the writes back.
     ///
     /// `tell` hears all the time how it is, however long a step is silent.
     fn end(
@@ -227,7 +228,7 @@ impl Daemon {
             work.join()
                 .unwrap_or_else(|_| bail!("the unmount panicked; see the log of the mount daemon"))
         });
-        if result.is_err() {
+        if result.is_err() && !self.done.load(Ordering::SeqCst) {
             self.ending.store(false, Ordering::SeqCst);
         }
         result
@@ -262,9 +263,18 @@ impl Daemon {
             }
             self.forget_devices();
         }
+        // A local disk has no cache to keep or to discard.
+        let how = match self.disks.iter().all(Disk::is_local) {
+            true => StopHow {
+                lazy: how.lazy,
+                ..StopHow::default()
+            },
+            false => how,
+        };
         if !how.offline && !how.discard {
             self.push_all(limit)?;
         }
+        let flushed: Vec<_> = self.disks.iter().map(Disk::flush_local).collect();
         let left: u64 = self.disks.iter().map(Disk::dirty).sum();
         // What the other site has and nobody keeps here need not be saved here, on a disk that is full say.
         let keeps = left > 0 || how.keep_cache || how.offline;
@@ -278,7 +288,15 @@ impl Daemon {
                 tracing::warn!("{}: {e:#}", self.place.name());
             }
         }
-        Ok(self.clear_away(how, left))
+        let left = self.clear_away(how, left);
+        let lost: Vec<_> = flushed.iter().filter_map(|f| f.as_ref().err()).collect();
+        if lost.is_empty() {
+            return Ok(left);
+        }
+        self.done.store(true, Ordering::SeqCst);
+        let lost = lost.into_iter().map(|e| one_line(e)).chain(left.lines());
+        let lost = lost.collect::<Vec<_>>().join("; ");
+        bail!("{} is unmounted, but {lost}", self.place.name())
     }
 
     /// The devices are gone, and their names may soon be somebody else's: nobody may clear them away later.
@@ -382,6 +400,7 @@ impl Daemon {
         };
         let outcome = match self.end(lazy, Some(SIGNAL_PUSH_LIMIT), &mut quiet) {
             Ok(left) => Ok(left),
+            Err(e) if self.done.load(Ordering::SeqCst) => Err(e),
             Err(e) => {
                 tracing::warn!("{}", one_line(&e));
                 let offline = StopHow {

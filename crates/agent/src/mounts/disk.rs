@@ -65,8 +65,8 @@ pub struct Disk {
 }
 
 enum Kind {
-    /// A file or directory of this machine, which no site knows.
-    Local,
+    /// A file or directory of this machine, which no site knows; locked until it is closed.
+    Local(local::Lock),
     /// Everything goes to the other site, or to this one for its own images.
     Direct(Arc<Client>),
     /// A cache is in front of the other site.
@@ -154,8 +154,8 @@ impl Disk {
         if let Some(disk) = &image.local {
             let (home, disk, how) = (home.clone(), disk.clone(), how.clone());
             let open = move || local::open(&home, &disk, &how);
-            let device = tokio::task::spawn_blocking(open).await??;
-            return Ok(Disk::new(image, mode, device, Kind::Local));
+            let (device, lock) = tokio::task::spawn_blocking(open).await??;
+            return Ok(Disk::new(image, mode, device, Kind::Local(lock)));
         }
         let (connector, site): (Arc<dyn Connector>, _) = match &image.peer {
             None => (Arc::new(OwnConnector::new(home).await?), Vec::new()),
@@ -290,7 +290,7 @@ impl Disk {
             ..DiskStatus::default()
         };
         match &self.kind {
-            Kind::Local => {
+            Kind::Local(_) => {
                 status.local = status.size;
                 status.link = "up".into();
             }
@@ -318,7 +318,7 @@ impl Disk {
     /// Bytes that the other site does not have.
     pub fn dirty(&self) -> u64 {
         match &self.kind {
-            Kind::Local | Kind::Direct(_) => 0,
+            Kind::Local(_) | Kind::Direct(_) => 0,
             Kind::Managed { managed, .. } => managed.push.pending(),
         }
     }
@@ -326,7 +326,7 @@ impl Disk {
     /// The link to the site that has the image; none for a local disk.
     fn client(&self) -> Option<&Client> {
         match &self.kind {
-            Kind::Local => None,
+            Kind::Local(_) => None,
             Kind::Direct(client) | Kind::Managed { client, .. } => Some(client),
         }
     }
@@ -334,7 +334,7 @@ impl Disk {
     /// The set of writes that is on its way to the other site.
     fn pushing(&self) -> Option<Pushing> {
         match &self.kind {
-            Kind::Local | Kind::Direct(_) => None,
+            Kind::Local(_) | Kind::Direct(_) => None,
             Kind::Managed { managed, .. } => Some(managed.synced.progress().pushing),
         }
     }
@@ -372,7 +372,9 @@ impl Disk {
             };
         }
         match &self.kind {
-            Kind::Local | Kind::Direct(_) => Ok(self.device.flush()?),
+            // See `Disk::flush_local`.
+            Kind::Local(_) => Ok(()),
+            Kind::Direct(_) => Ok(self.device.flush()?),
             Kind::Managed { .. } if self.device.capabilities().read_only => Ok(()),
             Kind::Managed {
                 managed, client, ..
@@ -384,6 +386,25 @@ impl Disk {
                     .spawn(move || say.send(pusher.sync()))?;
                 self.wait_for_push(client, &hear, limit, give_up)
             }
+        }
+    }
+
+    /// Whether it is a file or directory of this machine.
+    pub fn is_local(&self) -> bool {
+        matches!(self.kind, Kind::Local(_))
+    }
+
+    /// Makes what was written to a file or directory of this machine durable.
+    ///
+    /// # Errors
+    /// When writes may be lost. It cannot be tried again: the kernel may have dropped them.
+    pub fn flush_local(&self) -> Result<()> {
+        match &self.kind {
+            Kind::Local(_) if !self.closed.load(Ordering::Acquire) => self
+                .device
+                .flush()
+                .with_context(|| format!("{}: the last writes may be lost", self.target)),
+            _ => Ok(()),
         }
     }
 
@@ -440,7 +461,7 @@ impl Disk {
     pub fn close(&self) -> Result<()> {
         if self.closed.swap(true, Ordering::AcqRel) {
             return match &self.kind {
-                Kind::Local | Kind::Direct(_) => Ok(()),
+                Kind::Local(_) | Kind::Direct(_) => Ok(()),
                 Kind::Managed { managed, .. } => Ok(managed.synced.close(false)?),
             };
         }
@@ -449,7 +470,7 @@ impl Disk {
             self.gone.store(true, Ordering::Release);
         }
         match &self.kind {
-            Kind::Local => {}
+            Kind::Local(lock) => lock.release(),
             Kind::Direct(client) => close_client(client),
             Kind::Managed {
                 managed, record, ..

@@ -1,16 +1,18 @@
 //! Files and directories of this machine as disks. Reads and writes go straight to them: there is no overlay, no cache
 //! and no lease; a lock keeps a second mount out.
 
-use std::fs::{File, TryLockError};
+use std::fs::{File, Metadata, TryLockError};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use drover_core::{BlockDevice, DeviceError};
 use drover_device::backend::{DirectoryDevice, DirectoryOptions, FileDevice, MAX_CHUNKS};
 use drover_device::builder::Stack;
 use drover_device::remote::Shape;
+use drover_image::VirtualDisk;
 use drover_storage::HostDirectory;
 use drover_store::Catalog;
 
@@ -25,6 +27,9 @@ const SECTOR: u64 = 512;
 
 /// The largest chunk of a directory, in bytes.
 const MAX_CHUNK: u64 = 4 << 20;
+
+/// How long a disk that is locked is tried again: a mount that ends, or udev that probes a device, is soon done.
+const LOCK_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Refuses, before anything is made, options that mean nothing here and files that are the site's.
 ///
@@ -54,9 +59,20 @@ pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) ->
                 "--size {size}: must be a multiple of {SECTOR} bytes greater than 0"
             )));
         }
+        (LocalDisk::Dir(_), Some(_)) if how.read_only => {
+            return Err(Error::usage(format!(
+                "--size cannot be used with --read-only: it creates {disk}"
+            )));
+        }
         _ => {}
     }
     let path = real(disk.path());
+    // It would be created, and lead elsewhere then.
+    if path.components().any(|part| part == Component::ParentDir) {
+        return Err(Error::usage(format!(
+            "{disk}: `..` cannot follow a directory that does not exist"
+        )));
+    }
     for own in [home.dir(), &home.images_dir()] {
         if path.starts_with(real(own)) {
             return Err(Error::refused(format!(
@@ -68,17 +84,30 @@ pub fn check(home: &Home, catalog: &dyn Catalog, disk: &LocalDisk, how: &How) ->
     let Ok(ours) = path.metadata() else {
         return Ok(());
     };
+    if how.read_only || !ours.is_file() {
+        return Ok(());
+    }
     for image in catalog.images()? {
-        let same =
-            |theirs: std::fs::Metadata| (theirs.dev(), theirs.ino()) == (ours.dev(), ours.ino());
-        if !how.read_only && image.path.metadata().is_ok_and(same) {
+        if is_read_by(&ours, &image.path) {
             return Err(Error::refused(format!(
-                "{disk} is the file of this site's image {0}, which writes would damage; `drover mount {0}` keeps them beside it, --read-only makes none",
+                "{disk} is a file of this site's image {0}, which writes would damage; `drover mount {0}` keeps them beside it, --read-only makes none",
                 image.name
             )));
         }
     }
     Ok(())
+}
+
+/// Whether a file is that of an image, or one that the image is read through: a backing file, or one with its data.
+fn is_read_by(file: &Metadata, image: &Path) -> bool {
+    let same = |path: &Path| {
+        let theirs = path.metadata();
+        theirs.is_ok_and(|theirs| (theirs.dev(), theirs.ino()) == (file.dev(), file.ino()))
+    };
+    // One that cannot be opened is read by nobody.
+    same(image)
+        || VirtualDisk::open(image)
+            .is_ok_and(|disk| disk.stamps().iter().any(|(path, _)| same(path)))
 }
 
 /// The path without links, as far as it exists.
@@ -94,19 +123,64 @@ fn real(path: &Path) -> PathBuf {
     existing.unwrap_or_else(|| path.to_owned())
 }
 
-/// Opens the disk, which stays locked as long as the device is used.
-///
-/// # Errors
-/// When it does not exist, is of another kind or size, or is mounted already.
-pub fn open(home: &Home, disk: &LocalDisk, how: &How) -> Result<Arc<dyn BlockDevice>> {
-    let stack = match disk {
-        LocalDisk::File(path) => Stack::over(open_file(home, disk, path, how.read_only)?),
-        LocalDisk::Dir(path) => Stack::over(open_directory(home, disk, path, how)?),
-    };
-    Ok(stack.build()?.device)
+/// What keeps other mounts from a disk.
+pub enum Lock {
+    /// The lock of the open file, which its device shares.
+    File(File),
+    /// The directory's.
+    Directory(Arc<DirectoryDevice>),
 }
 
-fn open_file(home: &Home, disk: &LocalDisk, path: &Path, read_only: bool) -> Result<FileDevice> {
+impl Lock {
+    /// Lets others open the disk. To be called after the last request.
+    pub fn release(&self) {
+        match self {
+            Lock::File(file) => {
+                if let Err(e) = file.unlock() {
+                    tracing::warn!("cannot unlock a disk: {e}");
+                }
+            }
+            Lock::Directory(device) => device.unlock(),
+        }
+    }
+}
+
+/// Opens the disk, which is locked until the lock is released or both are dropped.
+///
+/// # Errors
+/// When it does not exist, is of another kind or shape, or is mounted already.
+pub fn open(home: &Home, disk: &LocalDisk, how: &How) -> Result<(Arc<dyn BlockDevice>, Lock)> {
+    let (stack, lock) = match disk {
+        LocalDisk::File(path) => {
+            let file = open_file(home, disk, path, how.read_only)?;
+            let lock = Lock::File(file.try_clone()?);
+            (Stack::over(FileDevice::new(file, how.read_only)?), lock)
+        }
+        LocalDisk::Dir(path) => {
+            let device = Arc::new(open_directory(home, disk, path, how)?);
+            (Stack::over(device.clone()), Lock::Directory(device))
+        }
+    };
+    Ok((stack.build()?.device, lock))
+}
+
+/// Tries until it works, fails otherwise than by a lock that another process has, or [`LOCK_PATIENCE`] is over.
+fn patiently<T, E>(
+    mut attempt: impl FnMut() -> Result<T, E>,
+    is_locked: impl Fn(&E) -> bool,
+) -> Result<T, E> {
+    let began = Instant::now();
+    loop {
+        match attempt() {
+            Err(e) if is_locked(&e) && began.elapsed() < LOCK_PATIENCE => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            result => return result,
+        }
+    }
+}
+
+fn open_file(home: &Home, disk: &LocalDisk, path: &Path, read_only: bool) -> Result<File> {
     let kind = match path.metadata() {
         Ok(metadata) => metadata.file_type(),
         Err(e) if e.kind() == io::ErrorKind::NotFound => bail!(
@@ -138,12 +212,12 @@ fn open_file(home: &Home, disk: &LocalDisk, path: &Path, read_only: bool) -> Res
         .custom_flags(exclusive)
         .open(path)
         .with_context(|| format!("cannot open {}", path.display()))?;
-    let locked = match read_only {
+    let lock = || match read_only {
         true => file.try_lock_shared(),
         false => file.try_lock(),
     };
-    match locked {
-        Ok(()) => Ok(FileDevice::new(file, read_only)?),
+    match patiently(lock, |e| matches!(e, TryLockError::WouldBlock)) {
+        Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(in_use(home, disk)),
         Err(TryLockError::Error(e)) => {
             Err(e).with_context(|| format!("cannot lock {}", path.display()))
@@ -177,26 +251,51 @@ fn open_directory(
     };
     let is_absent =
         |e: &DeviceError| matches!(e, DeviceError::Io(e) if e.kind() == io::ErrorKind::NotFound);
-    let opened = match (DirectoryDevice::open(directory.clone(), options), how.size) {
+    let is_locked = |e: &DeviceError| matches!(e, DeviceError::Unavailable(_));
+    let open = || DirectoryDevice::open(directory.clone(), options);
+    let opened = match (patiently(open, is_locked), how.size) {
         (Err(e), Some(size)) if is_absent(&e) => {
             let shape = shape(size, how.chunk)?;
+            check_empty(path)?;
             DirectoryDevice::create(directory, shape, options)
         }
         (Err(e), None) if is_absent(&e) => return Err(nothing_at(path)),
         (opened, _) => opened,
     };
     let device = match opened {
-        Err(DeviceError::Unavailable(_)) => return Err(in_use(home, disk)),
+        Err(e) if is_locked(&e) => return Err(in_use(home, disk)),
         opened => opened?,
     };
+    let chunk = device.shape().chunk;
     match how.size {
         Some(size) if size != device.size() => bail!(
             "{} has {} bytes, not {size}; leave --size out to use it as it is",
             path.display(),
             device.size()
         ),
+        Some(_) if how.chunk != chunk => bail!(
+            "{} has chunks of {}K, not {}K; leave --size out to use it as it is",
+            path.display(),
+            chunk >> 10,
+            how.chunk >> 10
+        ),
         _ => Ok(device),
     }
+}
+
+/// Refuses a directory that has directories, as those of a user or a program have: no disk is made among them. Its files
+/// are looked at when the disk is created.
+fn check_empty(path: &Path) -> Result<()> {
+    for entry in path.read_dir()? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() && entry.file_name() != "lost+found" {
+            bail!(
+                "{}: the directory is not empty; --size creates a disk in an empty or new one",
+                entry.path().display()
+            );
+        }
+    }
+    Ok(())
 }
 
 fn nothing_at(path: &Path) -> Error {

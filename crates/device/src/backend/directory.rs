@@ -58,8 +58,8 @@ pub struct DirectoryDevice {
     chunks: [RwLock<()>; LOCKS],
     /// A flush that finds another one at work waits for it: the names which that one is syncing are not durable yet.
     flushing: Mutex<()>,
-    /// Keeps others out.
-    _lock: Box<dyn Send + Sync>,
+    /// Keeps others out until it is released.
+    lock: Mutex<Option<Box<dyn Send + Sync>>>,
 }
 
 /// A range's share of one chunk.
@@ -122,7 +122,7 @@ impl DirectoryDevice {
             files,
             chunks: std::array::from_fn(|_| RwLock::new(())),
             flushing: Mutex::new(()),
-            _lock: lock,
+            lock: Mutex::new(Some(lock)),
         })
     }
 
@@ -142,6 +142,11 @@ impl DirectoryDevice {
     #[must_use]
     pub fn open_files(&self) -> usize {
         self.files.open_count()
+    }
+
+    /// Lets others open the device. To be called after the last request: another process may write from now on.
+    pub fn unlock(&self) {
+        *self.lock.lock() = None;
     }
 
     fn parts(&self, offset: u64, length: u64) -> impl Iterator<Item = Part> {

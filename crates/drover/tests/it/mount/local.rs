@@ -149,6 +149,8 @@ fn a_directory_is_created_once_and_taken_up_again() {
 
     a.export("dir:disk", "s", &["--size", "32MiB"])
         .fails(1, &["67108864 bytes, not 33554432", "--size"]);
+    a.export("dir:disk", "s", &["--size", "64MiB"])
+        .fails(1, &["chunks of 256K, not 64K", "--size"]);
     // The same, and without a size; its chunk is what it was made with.
     for options in [&size[..], &[]] {
         a.export("dir:disk", "s", options).ok();
@@ -204,6 +206,28 @@ fn what_is_no_local_disk_is_refused_with_a_way_out() {
         1,
         &["full/note", "not empty"],
     );
+    fs::create_dir_all(a.path("parent/child")).unwrap();
+    refused(
+        "dir:parent",
+        &["--size", "1MiB"],
+        1,
+        &["parent/child", "not empty"],
+    );
+    assert_eq!(names(&a.path("parent")), ["child"], "it is left as it was");
+    refused(
+        "dir:new",
+        &["--size", "1MiB", "--read-only"],
+        2,
+        &["--size", "--read-only"],
+    );
+    // Once `new` were there it would be in the site's own directory.
+    refused(
+        "dir:new/../alone/images/x",
+        &["--size", "1MiB"],
+        2,
+        &["`..`"],
+    );
+    assert!(!a.path("new").exists());
     refused("dir:new", &["--size", "1000"], 2, &["multiple of 512"]);
     refused("dir:new", &["--size", "1TiB"], 2, &["--chunk 256K"]);
     assert_eq!(names(&a.path("full")), ["note"], "it is left as it was");
@@ -235,6 +259,58 @@ fn what_is_no_local_disk_is_refused_with_a_way_out() {
         assert!(ran.err.contains("disk of this host"), "{}", ran.err);
     }
     assert_eq!(a.run(&["mounts", "--json"]).ok().json().len(), 0);
+}
+
+#[test]
+fn a_file_that_an_image_is_read_through_is_not_written() {
+    let a = Alone::new();
+    a.raw("base.raw", 1 << 20);
+    let flat = a.raw("web-flat.vmdk", 1 << 20).len() / 512;
+    let descriptor = format!(
+        "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\ncreateType=\"monolithicFlat\"\nRW {flat} FLAT \"web-flat.vmdk\" 0\n"
+    );
+    fs::write(a.path("web.vmdk"), descriptor).unwrap();
+    a.run(&["index", text(&a.path("web.vmdk"))]).ok();
+    a.export("file:web-flat.vmdk", "s", &[])
+        .fails(3, &["image web.vmdk", "--read-only"]);
+    a.export("file:web-flat.vmdk", "s", &["--read-only"]).ok();
+    a.export("file:base.raw", "t", &[]).ok();
+    a.run(&["unmount", "s"]).ok();
+    a.run(&["unmount", "t"]).ok();
+}
+
+#[test]
+fn the_lock_is_gone_with_the_unmount() {
+    let a = Alone::new();
+    let file = a.path("disk.raw");
+    a.raw("disk.raw", 1 << 20);
+    let lock = |path: &Path| File::open(path).unwrap().try_lock();
+    for how in [&[][..], &["--offline"], &["--keep-cache"]] {
+        a.export("file:disk.raw", "s", &[]).ok();
+        a.export("dir:disk", "t", &["--size", "1MiB"]).ok();
+        assert!(lock(&file).is_err());
+        a.run(&[&["unmount", "s"], how].concat()).ok();
+        lock(&file).unwrap();
+        a.run(&[&["unmount", "t"], how].concat()).ok();
+        lock(&a.path("disk/lock")).unwrap();
+        assert_eq!(a.run(&["mounts", "--json"]).ok().json().len(), 0);
+    }
+}
+
+#[test]
+fn a_lock_that_is_soon_released_is_waited_for() {
+    let a = Alone::new();
+    a.raw("disk.raw", 1 << 20);
+    let held = File::open(a.path("disk.raw")).unwrap();
+    held.lock().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(std::time::Duration::from_millis(400));
+            drop(held);
+        });
+        a.export("file:disk.raw", "s", &[]).ok();
+    });
+    a.run(&["unmount", "s"]).ok();
 }
 
 #[test]
