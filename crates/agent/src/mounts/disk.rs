@@ -275,6 +275,12 @@ impl Disk {
         }
     }
 
+    /// A local disk over any device, locked by a file.
+    #[cfg(test)]
+    pub fn local(image: &Target, device: Arc<dyn BlockDevice>, lock: std::fs::File) -> Disk {
+        Disk::new(image, "file", device, Kind::Local(local::Lock::File(lock)))
+    }
+
     /// The device to show.
     pub fn device(&self) -> Arc<dyn BlockDevice> {
         Arc::clone(&self.device)
