@@ -1,5 +1,5 @@
-//! The binary frames: batches, plans, needs and literals (`docs/format/wire.md`). Decoders are
-//! total: they check every length before they allocate, and refuse what an encoder would not write.
+//! The binary frames: batches, plans, needs and literals (`docs/format/wire.md`). Decoders are total: they check
+//! every length before allocating, and reject anything that an encoder would not write.
 
 mod batch;
 mod literal;

@@ -1,8 +1,7 @@
-//! Compression of literals: a connection's stream, and the level that suits its link.
+//! Compression of literals: the stream of each connection, and a level that suits its link.
 //!
-//! A connection is one zstd stream that is flushed at every frame, so that a frame can refer to what the
-//! connection carried before it: blocks that belong together are rarely in one frame only. How hard to
-//! compress, [`Pace`] says.
+//! Each connection is one zstd stream that is flushed at every frame, so that a frame can refer to earlier data of
+//! the connection: related blocks rarely fall into a single frame. [`Pace`] chooses the level.
 
 use std::fmt;
 use std::io;
@@ -17,13 +16,13 @@ mod pace;
 
 pub use pace::{Pace, Passed};
 
-/// The highest zstd level that can be asked for: those above take longer than any link.
+/// The highest zstd level that can be requested: higher ones are slower than any link.
 pub const MAX_LEVEL: u8 = 15;
 
-/// What a connection does to a frame.
+/// How a connection compresses a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effort {
-    /// Nothing.
+    /// No compression.
     None,
     /// LZ4.
     Lz4,
@@ -41,13 +40,13 @@ impl fmt::Display for Effort {
     }
 }
 
-/// The largest window a stream may use, as a power of two: what the receiver sets aside for it.
+/// The largest window that a stream may use, as a power of two: the memory that the receiver allocates for it.
 pub const MAX_WINDOW_LOG: u32 = 24;
 
-/// A frame that keeps more than this share (in 256ths) is sent as it is.
+/// A frame that shrinks to more than this fraction (in 256ths) is sent uncompressed.
 const WORTHWHILE: usize = 248;
 
-/// Bytes of a frame that are looked at to see whether it shrinks at all.
+/// Bytes of a frame that are sampled to test whether it is compressible.
 const PROBE_BYTES: usize = 32 << 10;
 
 /// The sending end of a connection.
@@ -66,10 +65,10 @@ impl Packer {
         }
     }
 
-    /// Packs one frame's blocks behind what is in `out`.
+    /// Compresses one frame's blocks and appends them to `out`.
     ///
     /// # Errors
-    /// When zstd cannot set up a stream (memory).
+    /// When zstd cannot allocate a stream.
     pub fn pack(
         &mut self,
         blocks: &[u8],
@@ -129,8 +128,8 @@ impl Packer {
     }
 }
 
-/// Whether a sample of the frame shrinks. What does not (media, archives, encrypted data) would
-/// cost time and push useful history out of the stream.
+/// Whether a sample of the frame is compressible. Incompressible data (media, archives, encrypted data) would cost
+/// time and push useful history out of the window.
 fn shrinks(blocks: &[u8]) -> io::Result<bool> {
     if blocks.len() < PROBE_BYTES {
         return Ok(true);
@@ -150,11 +149,10 @@ pub struct Unpacker {
 }
 
 impl Unpacker {
-    /// Unpacks one frame into `out`, which must be as long as its blocks: not a byte more or less
-    /// may come out.
+    /// Decompresses one frame into `out`, which must be exactly as long as its blocks.
     ///
     /// # Errors
-    /// `InvalidData` when something else comes out.
+    /// `InvalidData` when the frame is corrupt or has another length.
     pub fn unpack(&mut self, packing: Packing, packed: &[u8], out: &mut [u8]) -> io::Result<()> {
         debug_assert!(out.len() <= FRAME_BLOCKS * BLOCK_SIZE);
         let wrong =
@@ -205,7 +203,7 @@ fn unpack_stream(decoder: &mut Decoder<'_>, packed: &[u8], out: &mut [u8]) -> io
             }));
         }
     }
-    // A flush may have left bytes inside the decoder: then there was more than was announced.
+    // A flush may have left bytes inside the decoder: then the frame was longer than announced.
     let mut extra = [0u8; 1];
     let mut output = OutBuffer::around(&mut extra[..]);
     decoder.run(&mut InBuffer::around(&[]), &mut output)?;
@@ -220,7 +218,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Blocks that shrink, blocks that do not, and repeats of earlier ones.
+    /// Compressible blocks, incompressible ones, and repeats of earlier ones.
     fn frames(seed: u64) -> Vec<Vec<u8>> {
         let mut rng = fastrand::Rng::with_seed(seed);
         let words: Vec<Vec<u8>> = (0..50)

@@ -1,11 +1,11 @@
-//! The destination's side of one image, without I/O: what has arrived, what is asked for, what
-//! may be reused now and what must wait, and when the image is whole.
+//! The destination's side of one image, without I/O: which blocks have arrived, which to request, which can be reused
+//! now and which must wait, and when the image is complete.
 //!
-//! The driver feeds it [`Event`]s in the order they happen and carries out the [`Action`]s in the
-//! order they come. A batch goes through: arrived (logged, then matched), planned (logged, then
-//! reuse starts and the rest is asked for), complete (every block verified in its place).
+//! The driver passes it [`Event`]s in the order in which they happen and carries out the [`Action`]s in the order
+//! given. A batch goes through these states: arrived (logged, then matched), planned (logged, then reuse starts and
+//! the rest is requested), complete (every block verified in place).
 //!
-//! Reuse that the image makes of its own blocks waits until those are verified.
+//! Reuse of the image's own blocks waits until those are verified.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,61 +21,59 @@ use crate::protocol::{BATCH_BLOCKS, Matched, WINDOW_BATCHES};
 #[cfg(test)]
 mod tests;
 
-/// A run of a plan after the look-up.
+/// A run of a plan with its location resolved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// Data blocks.
+    /// Number of data blocks.
     pub count: u32,
-    /// From where.
+    /// Where to read them.
     pub from: From,
-    /// How it was matched, for the counts.
+    /// How they were matched, for the statistics.
     pub via: Via,
 }
 
-/// Data blocks to be copied into place and then verified where they are.
+/// Data blocks to be copied into place and then verified there.
 #[derive(Debug, Clone)]
 pub struct ReuseJob {
     /// The batch they belong to.
     pub batch: Arc<Batch>,
-    /// Which of its data blocks (by order among them), and from where. `From::Own` only with
-    /// blocks that are verified; never `From::Literal`.
+    /// First data block of each run (by order among the batch's data blocks), and its origin. `From::Own` only with
+    /// verified blocks; never `From::Literal`.
     pub runs: Vec<(u32, Run)>,
 }
 
-/// What has happened.
+/// Input events.
 #[derive(Debug)]
 pub enum Event {
     /// The source sent a batch.
     Batch(Arc<Batch>),
-    /// These data blocks of a batch (by order among them) are in place already. Comes before its
-    /// plan, if at all.
+    /// These data blocks of a batch (by order among them) are in place already. Comes before its plan, if at all.
     Kept {
-        /// The batch's number.
+        /// Index of the batch.
         index: u64,
-        /// Which.
+        /// The blocks.
         blocks: DataBits,
     },
-    /// The matcher's answer for a batch, looked up.
+    /// The matcher's answer for a batch, resolved.
     Planned {
-        /// The batch's number.
+        /// Index of the batch.
         index: u64,
-        /// Covers its data blocks in order.
+        /// Covers the batch's data blocks in order.
         runs: Vec<Run>,
     },
-    /// A reuse job has ended: of its blocks, these (by order among the batch's data blocks) were
-    /// not what they had to be. The others are in place.
+    /// A reuse job has ended. Its blocks in `failed` (by order among the batch's data blocks) failed verification;
+    /// the others are in place.
     Reused {
         /// The job.
         job: ReuseJob,
         /// Ascending.
         failed: Vec<u32>,
     },
-    /// What a reuse job needs is not there, and is waited for no longer.
+    /// The blocks for a reuse job are not coming, or waiting for them timed out.
     NotComing(ReuseJob),
     /// Literal blocks were verified and written.
     Written(Runs),
-    /// The answer to [`Action::Prove`]: the groups of
-    /// [`PROOF_BLOCKS`] data blocks whose proof is wrong.
+    /// The answer to [`Action::Prove`]: the groups of [`PROOF_BLOCKS`] data blocks whose proof is wrong.
     Proved {
         /// The batch.
         index: u64,
@@ -89,22 +87,21 @@ pub enum Event {
 /// What the driver must do.
 #[derive(Debug)]
 pub enum Action {
-    /// Log the batch, make its digests known to the data connections, and have it matched.
+    /// Log the batch, make its digests available to the data connections, and have it matched.
     Match(Arc<Batch>),
-    /// Copy and verify.
+    /// Copy and verify blocks.
     Reuse(ReuseJob),
-    /// Ask the source for blocks.
+    /// Request blocks from the source.
     Need(Need),
-    /// Every block of the batch is in place by its short digest: check the proofs, and report by
-    /// [`Event::Proved`].
+    /// Every block of the batch is in place by its short digest: check the proofs, and answer with [`Event::Proved`].
     Prove(u64),
-    /// Tell the source that the batch is complete, and forget its digests.
+    /// Acknowledge the batch to the source as complete, and drop its digests.
     Complete(u64),
     /// Every block is in place: compare digests and deliver.
     Finish(Digest),
 }
 
-/// The source broke the rules.
+/// The source violated the protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Violation(pub String);
@@ -115,7 +112,7 @@ impl std::convert::From<Violation> for crate::TeleportError {
     }
 }
 
-/// A batch that is not complete.
+/// An incomplete batch.
 #[derive(Debug)]
 struct Open {
     batch: Arc<Batch>,
@@ -123,12 +120,12 @@ struct Open {
     places: Vec<u16>,
     /// Data blocks, by order among them, that are not yet verified in place.
     missing: DataBits,
-    /// Which of those the source has been asked for.
+    /// Which of those were requested from the source.
     asked: DataBits,
-    /// Which an earlier session had brought.
+    /// Those that an earlier session received.
     resumed: DataBits,
     planned: bool,
-    /// Own-reuse of any batch that waits for blocks of this one.
+    /// Own-reuse runs of any batch that wait for blocks of this one.
     waiting: Vec<(Arc<Batch>, u32, Run)>,
 }
 
@@ -150,15 +147,15 @@ impl Open {
     }
 }
 
-/// One image on its way in.
+/// An incoming image.
 #[derive(Debug)]
 pub struct Destination {
     walk_blocks: u64,
-    /// Batches of the walk.
+    /// Number of batches in the walk.
     batches: u64,
     next: u64,
-    /// Batches that earlier sessions brought. A source that could not know of them sends them
-    /// again, as far as it goes before it hears.
+    /// Number of batches received by earlier sessions. A source that could not know of them resends batches until it
+    /// receives the resume position.
     restored: u64,
     map: BlockMap,
     open: BTreeMap<u64, Open>,
@@ -167,23 +164,23 @@ pub struct Destination {
     counts: Counts,
 }
 
-/// How the image's blocks came so far.
+/// Where the image's blocks have come from so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counts {
-    /// Reused.
+    /// Reused blocks.
     pub matched_blocks: u64,
-    /// Crossed the link.
+    /// Blocks that crossed the link.
     pub sent_blocks: u64,
-    /// Zero.
+    /// Zero blocks.
     pub zero_blocks: u64,
-    /// Brought by an earlier session.
+    /// Blocks received by an earlier session.
     pub resumed_blocks: u64,
-    /// Through which caches.
+    /// Reused blocks by cache.
     pub matched: Matched,
 }
 
 impl Counts {
-    /// Blocks that are in place, however they came.
+    /// Blocks in place, from any origin.
     #[must_use]
     pub fn in_place(&self) -> u64 {
         self.matched_blocks + self.sent_blocks + self.zero_blocks + self.resumed_blocks
@@ -191,7 +188,7 @@ impl Counts {
 }
 
 impl Destination {
-    /// For an image of `walk_blocks` blocks of which nothing is there.
+    /// For an image of `walk_blocks` blocks, none of them present.
     #[must_use]
     pub fn new(walk_blocks: u64) -> Self {
         Destination {
@@ -207,12 +204,11 @@ impl Destination {
         }
     }
 
-    /// Takes a batch from the log of an earlier session, in order, with the data blocks (by order
-    /// among them) that are not in place. It must be planned again by a [`Event::Planned`] if there
-    /// are any.
+    /// Restores a batch from the log of an earlier session, in order, with the data blocks (by order among them) that
+    /// are not in place. If there are any, an [`Event::Planned`] must follow for them.
     ///
     /// # Errors
-    /// When it is not the next batch, or not of the right size.
+    /// When it is not the next batch, or has the wrong size.
     pub fn restore(&mut self, batch: Arc<Batch>, missing: DataBits) -> Result<(), Violation> {
         self.check_next(&batch)?;
         let present = batch.digests.len() as u64 - missing.count();
@@ -230,41 +226,41 @@ impl Destination {
         Ok(())
     }
 
-    /// What was restored came from comparing, not from an earlier session: it counts as matched.
+    /// Counts the restored blocks as matched: they came from a comparison, not from an earlier session.
     pub fn restored_was_compared(&mut self) {
         let blocks = std::mem::take(&mut self.counts.resumed_blocks);
         self.counts.matched_blocks += blocks;
         self.counts.matched.in_place += blocks;
     }
 
-    /// The batch the source must send next.
+    /// Index of the batch that the source must send next.
     #[must_use]
     pub fn next_batch(&self) -> u64 {
         self.next
     }
 
-    /// Which blocks hold data, as far as batches have arrived.
+    /// Which blocks hold data, for the batches that have arrived.
     #[must_use]
     pub fn map(&self) -> &BlockMap {
         &self.map
     }
 
-    /// How the blocks came.
+    /// Block counts by origin.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// Batches that have arrived and are not complete.
+    /// Number of batches that have arrived and are incomplete.
     #[must_use]
     pub fn open_batches(&self) -> usize {
         self.open.len()
     }
 
-    /// Handles an event; appends what must be done to `actions`.
+    /// Handles an event; appends the resulting actions to `actions`.
     ///
     /// # Errors
-    /// When the source broke the rules: the session must end.
+    /// When the source violated the protocol: the session must end.
     pub fn handle(&mut self, event: Event, actions: &mut Vec<Action>) -> Result<(), Violation> {
         match event {
             Event::Batch(batch) => self.on_batch(batch, actions)?,
@@ -323,7 +319,7 @@ impl Destination {
             return Ok(());
         }
         self.check_next(&batch)?;
-        // The source counts its window from the resume; what was restored comes on top.
+        // The source counts its window from the resume point; restored batches come on top.
         if self.open.len() as u64 >= 2 * WINDOW_BATCHES || self.end.is_some() {
             return Err(Violation(format!(
                 "batch {} is beyond the window",
@@ -341,7 +337,8 @@ impl Destination {
         Ok(())
     }
 
-    /// They are proved once the batch is planned: what a wrong proof has asked for must not be reused.
+    /// Checked against the proofs only once the batch is planned: blocks re-requested after a wrong proof must not be
+    /// reused.
     fn on_kept(&mut self, index: u64, blocks: &DataBits) {
         let Some(open) = self.open.get_mut(&index).filter(|o| !o.planned) else {
             return;
@@ -380,7 +377,7 @@ impl Destination {
         let mut own = Vec::new();
         let mut at = 0u32;
         for run in runs {
-            // After a resume, parts of a run may be there already: what is missing is cut out.
+            // After a resume, parts of a run may be in place; only the missing parts are reused.
             for (start, count) in missing_stretches(&self.open[&index].missing, at, run.count) {
                 let piece = Run {
                     count,
@@ -402,12 +399,12 @@ impl Destination {
         for (start, run) in own {
             self.reuse_own(&batch, start, run, actions);
         }
-        // All of it may have been kept, and others may wait for what was.
+        // All of it may have been in place, and other runs may wait for it.
         self.progressed(index, actions);
         Ok(())
     }
 
-    /// Starts a run of own-reuse, or leaves it with the first batch whose blocks it must wait for.
+    /// Starts a run of own-reuse, or queues it with the first batch that it must wait for.
     fn reuse_own(&mut self, batch: &Arc<Batch>, start: u32, run: Run, actions: &mut Vec<Action>) {
         let From::Own { first } = run.from else {
             return;
@@ -450,7 +447,7 @@ impl Destination {
             ..run
         };
         let here = start + ready;
-        // A block that would wait for itself or a later one can never be: ask for it.
+        // A block that waits for itself or a later one would wait forever: request it.
         let compact = self.map.data_before(batch.index) + u64::from(here);
         let earlier = first + u64::from(ready) < compact;
         match blocker
@@ -521,7 +518,7 @@ impl Destination {
             let Ok(i) = open.places.binary_search(&((walk % BATCH_BLOCKS) as u16)) else {
                 continue;
             };
-            // A worker may be about to put something else there.
+            // A worker may be about to write other data there.
             if !open.asked.get(i as u64) {
                 return Err(Violation(format!(
                     "received block {walk}, which was not requested"
@@ -541,8 +538,8 @@ impl Destination {
         Ok(())
     }
 
-    /// Two blocks can have the same short digest, if only because somebody made them so. A group
-    /// whose proof is wrong is asked for from the source, whatever was reused.
+    /// Two blocks can have the same short digest, in particular if crafted. A group whose proof is wrong is requested
+    /// from the source, including reused blocks.
     fn on_proved(
         &mut self,
         index: u64,
@@ -584,8 +581,8 @@ impl Destination {
         Ok(())
     }
 
-    /// Blocks of the batch have come into place: let go what waited for them, and the batch itself
-    /// when it is complete.
+    /// Called when blocks of the batch are in place: releases runs that waited for them, and the batch itself when it
+    /// is complete.
     fn progressed(&mut self, index: u64, actions: &mut Vec<Action>) {
         let Some(open) = self.open.get_mut(&index) else {
             return;
@@ -600,7 +597,7 @@ impl Destination {
     }
 }
 
-/// The same origin `by` blocks on.
+/// The same origin, advanced by `by` blocks.
 fn advanced(from: From, by: u32) -> From {
     let by = u64::from(by);
     match from {
@@ -614,7 +611,7 @@ fn advanced(from: From, by: u32) -> From {
     }
 }
 
-/// The stretches `(start, count)` of `[at, at + count)` that are still missing.
+/// The runs `(start, count)` within `[at, at + count)` that are still missing.
 fn missing_stretches(missing: &DataBits, at: u32, count: u32) -> Vec<(u32, u32)> {
     let mut out: Vec<(u32, u32)> = Vec::new();
     for i in (at..at + count).filter(|&i| missing.get(u64::from(i))) {

@@ -1,4 +1,4 @@
-//! What can go wrong in a teleport, and whether trying again can help.
+//! Errors of a teleport, and whether a retry can help.
 
 use std::io;
 use std::path::PathBuf;
@@ -29,56 +29,56 @@ pub enum TeleportError {
     /// A file operation failed.
     #[error("cannot {doing} {}: {error}", path.display())]
     File {
-        /// What was being done, as in "cannot *read* x".
+        /// The operation, as in "cannot *read* x".
         doing: &'static str,
-        /// To which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The operating system's error.
         error: io::Error,
     },
     /// The image changed while it was being sent.
     #[error("{} changed while it was being sent; stop what writes to it (or send a snapshot of it) and send it again", .0.display())]
     SourceChanged(PathBuf),
-    /// A block came that is not the one that was announced.
+    /// A received block does not match its announced digest.
     #[error("block {0} is not what was announced: the image changed")]
     NotAnnounced(u64),
-    /// The peer said something that the protocol does not allow.
+    /// The peer violated the protocol.
     #[error("the peer broke the protocol: {0}")]
     Protocol(String),
-    /// The peer, or this site, will not do it; or the peer could not.
+    /// The peer or this site refuses the request, or the peer cannot fulfill it.
     #[error("{0}")]
     Refused(Refusal),
-    /// The other side failed.
+    /// The peer failed.
     #[error("{0}")]
     Remote(String),
-    /// What the site has cannot be used.
+    /// The site's stored state cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// What was assembled is not what was sent.
+    /// The assembled file is not the one that was sent.
     #[error(
         "{name}: the assembled file's digest {found} is not the source's {expected}; nothing was delivered"
     )]
     WrongDigest {
         /// The image.
         name: String,
-        /// What the source sent.
+        /// The digest announced by the source.
         expected: drover_core::Digest,
-        /// What is there.
+        /// The digest of the assembled file.
         found: drover_core::Digest,
     },
     /// Some of several images were not delivered.
     #[error("{failed} of {of} images were not delivered; {name}: {}", first.of_image(name))]
     Images {
-        /// How many.
+        /// Number of failed images.
         failed: usize,
-        /// Of how many.
+        /// Total number of images.
         of: usize,
-        /// The first of them.
+        /// Name of the first failed image.
         name: String,
-        /// What was wrong with it.
+        /// Its error.
         first: Box<TeleportError>,
     },
-    /// Stopped on request; what is durable stays for a resume.
+    /// Stopped on request; durable data is kept for a resume.
     #[error("stopped; the transfer can be resumed by sending again")]
     Stopped,
 }
@@ -117,7 +117,7 @@ impl From<TeleportError> for Refusal {
 }
 
 impl TeleportError {
-    /// A refusal.
+    /// Creates a refusal.
     pub(crate) fn refused(code: Code, message: impl Into<String>) -> Self {
         TeleportError::Refused(Refusal::new(code, message))
     }
@@ -128,7 +128,7 @@ impl TeleportError {
         move |error| TeleportError::File { doing, path, error }
     }
 
-    /// The error as text to stand behind the image's name, without that name at its start.
+    /// The error as text to follow the image's name, without repeating that name.
     #[must_use]
     pub fn of_image(&self, name: &str) -> String {
         let text = self.to_string();
@@ -136,7 +136,7 @@ impl TeleportError {
         rest.map_or(text.clone(), str::to_owned)
     }
 
-    /// Whether connecting again and resuming can help.
+    /// Whether reconnecting and resuming can help.
     #[must_use]
     pub fn retryable(&self) -> bool {
         match self {
@@ -156,7 +156,7 @@ impl TeleportError {
         }
     }
 
-    /// Whether this is a refusal and no failure, and of what kind.
+    /// The code if this is a refusal rather than a failure.
     #[must_use]
     pub fn refusal(&self) -> Option<Code> {
         match self {

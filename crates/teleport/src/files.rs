@@ -1,5 +1,5 @@
-//! Blocks of a walk in files: reading and writing them in place, copying them between files
-//! without moving bytes where the file system can, and the digest of a whole file.
+//! Blocks of a walk in files: reading and writing them in place, copying them between files (sharing extents where
+//! the file system can), and the digest of a whole file.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,14 +14,14 @@ use drover_index::{ImageDigest, digest_blocks};
 
 use crate::codec::Batch;
 
-/// Bytes that are read, digested or copied in one go.
+/// Bytes read, digested or copied at a time.
 const SLAB: usize = 1 << 20;
 
 /// Writes whole blocks of the walk into the file. Padding must be zero and is not written.
 ///
 /// # Errors
-/// What writing reports; `InvalidData` when padding is not zero: those bytes are not in the file,
-/// so the block could never be read back as it was sent.
+/// I/O errors; `InvalidData` when padding is not zero: those bytes have no place in the file, so the block could not
+/// be read back as it was sent.
 pub fn write_walk(
     file: &File,
     layout: &Layout,
@@ -46,10 +46,10 @@ pub fn write_walk(
     Ok(())
 }
 
-/// Bytes of a file, in some order: `(offset, length)`; `None` reads as zeros.
+/// Byte ranges of a file in any order: `(offset, length)`; `None` reads as zeros.
 pub type Spans = Vec<(Option<u64>, u64)>;
 
-/// Where the blocks of `runs` are in their file.
+/// Byte ranges of the blocks of `runs` in their file.
 #[must_use]
 pub fn spans_of(layout: &Layout, runs: &[(BlockIndex, u64)]) -> Spans {
     let mut out: Spans = Vec::new();
@@ -64,15 +64,14 @@ pub fn spans_of(layout: &Layout, runs: &[(BlockIndex, u64)]) -> Spans {
     out
 }
 
-/// Copies `from` to `to` span by span. What has no place in the target is left out, and what has
-/// no source is left as it is (a hole): the caller verifies the target, so neither can pass for
-/// data.
+/// Copies `from` to `to` span by span. Parts without a place in the target are skipped, and parts without a source
+/// leave the target unchanged (a hole): the caller verifies the target, so neither can be mistaken for data.
 ///
-/// `copy_file_range` is what shares extents: the kernel first tries to remap them (the operation
-/// behind `FICLONERANGE`) on file systems that can (xfs, btrfs), and copies where it cannot.
+/// `copy_file_range` can share extents: on file systems that support it (xfs, btrfs), the kernel first tries to remap
+/// them (the operation behind `FICLONERANGE`); elsewhere it copies.
 ///
 /// # Errors
-/// What the system reports, for example a full disk. A source that has become shorter is no error.
+/// I/O errors, for example a full disk. A source that has become shorter is no error.
 pub fn copy_spans(
     source: &File,
     from: &[(Option<u64>, u64)],
@@ -113,7 +112,7 @@ fn copy_range(
             Ok(0) => return Ok(()),
             Ok(n) => len -= n as u64,
             Err(rustix::io::Errno::INTR) => {}
-            // Two file systems, or one that cannot: through memory.
+            // Different file systems, or one without support: copy through memory.
             Err(
                 rustix::io::Errno::XDEV
                 | rustix::io::Errno::OPNOTSUPP
@@ -150,11 +149,11 @@ fn copy_through_memory(
     Ok(())
 }
 
-/// Digests the blocks of `runs` where they are in the file, in order, behind what is in `out`.
-/// What lies beyond the end of the file counts as zeros.
+/// Digests the blocks of `runs` in place, in order, and appends the digests to `out`. Anything beyond the end of the
+/// file counts as zeros.
 ///
 /// # Errors
-/// What reading reports.
+/// I/O errors.
 pub fn digest_in_place(
     file: &File,
     layout: &Layout,
@@ -182,7 +181,7 @@ pub fn digest_in_place(
     Ok(())
 }
 
-/// Reads blocks of the walk; what the file does not have (any more) reads as zeros.
+/// Reads blocks of the walk; parts beyond the end of the file read as zeros.
 fn read_walk_lenient(
     file: &File,
     layout: &Layout,
@@ -203,10 +202,10 @@ fn read_walk_lenient(
     Ok(())
 }
 
-/// Whether the file has data in any of the spans, as far as its file system says.
+/// Whether the file has data in any of the spans, according to its file system.
 ///
 /// # Errors
-/// What seeking reports.
+/// I/O errors.
 pub fn has_data(file: &File, spans: &[(Option<u64>, u64)]) -> io::Result<bool> {
     for (start, len) in spans.iter().filter_map(|(at, len)| Some(((*at)?, len))) {
         match next_data(file, start)? {
@@ -218,10 +217,10 @@ pub fn has_data(file: &File, spans: &[(Option<u64>, u64)]) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Makes these bytes of the file read as zeros; what does already is only looked at.
+/// Makes these bytes of the file read as zeros; bytes that already do are not written.
 ///
 /// # Errors
-/// What the system reports.
+/// I/O errors.
 pub fn clear(file: &File, spans: impl IntoIterator<Item = (u64, u64)>) -> io::Result<()> {
     let mut slab = Vec::new();
     for (start, len) in spans {
@@ -242,18 +241,18 @@ pub fn clear(file: &File, spans: impl IntoIterator<Item = (u64, u64)>) -> io::Re
     Ok(())
 }
 
-/// The next byte from `at` that is no hole.
+/// The first byte at or after `at` that is not in a hole.
 fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
     match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(at)) {
         Ok(data) => Ok(Some(data)),
         Err(rustix::io::Errno::NXIO) => Ok(None),
-        // A file system that does not know its holes.
+        // A file system that does not report holes.
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP) => Ok(Some(at)),
         Err(e) => Err(e.into()),
     }
 }
 
-/// The next byte from `at` that is a hole, or beyond the file.
+/// The first byte at or after `at` that is in a hole or past the end.
 fn next_hole(file: &File, at: u64) -> io::Result<u64> {
     match rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(at)) {
         Ok(hole) => Ok(hole),
@@ -264,7 +263,7 @@ fn next_hole(file: &File, at: u64) -> io::Result<u64> {
     }
 }
 
-/// Zeros `part.len()` bytes at `at`; `part` is used for them where no hole can be made.
+/// Zeros `part.len()` bytes at `at`; writes `part`, filled with zeros, where holes cannot be punched.
 fn punch(file: &File, at: u64, part: &mut [u8]) -> io::Result<()> {
     use rustix::fs::FallocateFlags;
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -291,7 +290,7 @@ fn read_some(file: &File, buf: &mut [u8], at: u64) -> io::Result<usize> {
     Ok(got)
 }
 
-/// The parts `(offset, length)` of the file that the layout does not cover: holes.
+/// The ranges `(offset, length)` of the file that the layout does not cover: holes.
 #[must_use]
 pub fn uncovered(layout: &Layout) -> Vec<(u64, u64)> {
     let mut covered: Vec<_> = layout.ranges().iter().map(|r| r.file_span()).collect();
@@ -310,8 +309,8 @@ pub fn uncovered(layout: &Layout) -> Vec<(u64, u64)> {
     out
 }
 
-/// Whether walking the layout meets the file's own 4096-byte blocks in file order, so that the
-/// digest of the file follows from the digests of the walk.
+/// Whether walking the layout visits the file's own 4096-byte blocks in file order, so that the file's digest can be
+/// computed from the digests of the walk.
 #[must_use]
 pub fn walks_in_file_order(layout: &Layout) -> bool {
     let mut end = 0;
@@ -326,7 +325,7 @@ pub fn walks_in_file_order(layout: &Layout) -> bool {
     })
 }
 
-/// The digest of a file, from the batches of a walk in file order.
+/// Computes the digest of a file from the batches of a walk in file order.
 #[derive(Clone)]
 pub struct FileOrderDigest {
     digest: ImageDigest,
@@ -335,7 +334,7 @@ pub struct FileOrderDigest {
 }
 
 impl FileOrderDigest {
-    /// At the start of a file that [`walks_in_file_order`].
+    /// Starts at the beginning of a file for which [`walks_in_file_order`] holds.
     #[must_use]
     pub fn new(layout: &Layout) -> Self {
         FileOrderDigest {
@@ -344,7 +343,7 @@ impl FileOrderDigest {
         }
     }
 
-    /// Takes the next batch, with the full digests of its data blocks.
+    /// Adds the next batch, with the full digests of its data blocks.
     pub fn batch(&mut self, layout: &Layout, batch: &Batch, full: &[Digest]) {
         let mut digests = full;
         let mut nth = 0;
@@ -378,7 +377,7 @@ impl FileOrderDigest {
         self.next = block;
     }
 
-    /// The digest, once every batch has been taken.
+    /// The digest, after the last batch.
     #[must_use]
     pub fn finish(mut self, layout: &Layout) -> Digest {
         self.zeros_to(drover_core::blocks_for(layout.file_len()));
@@ -386,16 +385,16 @@ impl FileOrderDigest {
     }
 }
 
-/// Batches become complete in any order; the digest of the file wants them in theirs.
+/// Reorders batches, which complete in any order, for the digest of the file.
 pub struct OrderedDigest {
     digest: FileOrderDigest,
     next: u64,
-    /// Complete batches that wait for an earlier one; bounded by the window.
+    /// Complete batches waiting for an earlier one; bounded by the window.
     waiting: BTreeMap<u64, (Arc<Batch>, Vec<Digest>)>,
 }
 
 impl OrderedDigest {
-    /// At the start of a file; `None` unless it [`walks_in_file_order`].
+    /// Starts at the beginning of a file; `None` unless [`walks_in_file_order`] holds.
     #[must_use]
     pub fn new(layout: &Layout) -> Option<Self> {
         let digest = walks_in_file_order(layout).then(|| FileOrderDigest::new(layout))?;
@@ -406,7 +405,7 @@ impl OrderedDigest {
         })
     }
 
-    /// Takes a complete batch with the full digests of its data blocks.
+    /// Adds a complete batch with the full digests of its data blocks.
     pub fn batch(&mut self, layout: &Layout, batch: Arc<Batch>, full: Vec<Digest>) {
         self.waiting.insert(batch.index, (batch, full));
         while let Some((batch, full)) = self.waiting.remove(&self.next) {
@@ -415,14 +414,14 @@ impl OrderedDigest {
         }
     }
 
-    /// The digest, once every batch has been taken.
+    /// The digest, after the last batch.
     #[must_use]
     pub fn finish(self, layout: &Layout) -> Digest {
         self.digest.finish(layout)
     }
 }
 
-/// Removes a directory with what is in it, or a file. That it cannot is only logged.
+/// Removes a directory with its contents, or a file. A failure is only logged.
 pub(crate) fn remove_dir(path: &Path) {
     let removed = match path.is_dir() {
         true => std::fs::remove_dir_all(path),

@@ -1,4 +1,4 @@
-//! Frames between a socket and what handles them.
+//! Tasks that move frames between a socket and the code that handles them.
 
 use std::time::Duration;
 
@@ -7,19 +7,19 @@ use tokio::sync::mpsc;
 
 use crate::TeleportError;
 
-/// Frames between a socket and what handles them.
+/// Frames queued between a socket and their handler.
 pub const FRAME_QUEUE: usize = 16;
 
-/// How long an orderly end of a connection may take.
+/// Timeout for the orderly shutdown of a connection.
 pub const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Frames from a connection, read by a task of their own so that waiting for them can be given up
-/// without losing part of one. The channel ends after `Ok(None)`-like ends of the stream.
+/// Reads a connection's frames in a separate task, so that waiting for one can be canceled without losing part of it.
+/// The channel closes at the end of the stream.
 pub fn read_frames(reader: FrameReader) -> mpsc::Receiver<Result<Frame, TeleportError>> {
     read_frames_after(reader, None)
 }
 
-/// The same, but the peer's hello comes first.
+/// Like [`read_frames`], but first reads the peer's hello.
 pub fn read_frames_after(
     mut reader: FrameReader,
     hello: Option<Role>,
@@ -39,8 +39,8 @@ pub fn read_frames_after(
                 Err(e) => Err(e.into()),
             };
             let last = next.is_err();
-            // The receiver may go first: what still comes is then of no interest, but reading on
-            // keeps the socket from being reset under what we wrote last.
+            // The receiver may be gone. Keep reading and discarding, so that the socket is not reset before the peer
+            // has our last writes.
             let _ = to.send(next).await;
             if last {
                 return;
@@ -50,7 +50,7 @@ pub fn read_frames_after(
     from
 }
 
-/// Writes frames to a connection until the channel is closed, then ends it in order.
+/// Writes frames to a connection until the channel is closed, then shuts it down in order.
 pub fn write_frames(
     mut writer: FrameWriter,
 ) -> (
@@ -84,7 +84,7 @@ pub fn write_frames(
     (to, task)
 }
 
-/// The bytes a frame takes before encryption.
+/// The size of a frame before encryption, in bytes.
 pub fn frame_bytes(payload: usize) -> u64 {
     (drover_net::HEADER_LEN + payload) as u64
 }

@@ -1,4 +1,4 @@
-//! Entry points of the fuzzers into private parts. Only built by them; checksums do not stop them.
+//! Entry points into private parts for the fuzzers. Only built for them; checksums are not enforced.
 
 use std::fs::File;
 use std::path::Path;
@@ -16,8 +16,8 @@ use crate::log::{Log, RecordKind};
 use crate::protocol::{BATCH_BLOCKS, Offer};
 use crate::transfer::{Opening, Transfer, inspect};
 
-/// Any records as the log of a transfer in `dir`, behind a good front if there is a layout for
-/// one: looked at, and resumed.
+/// Inspects and resumes arbitrary records as the log of a transfer in `dir`, after a valid front if there is a layout
+/// for one.
 pub fn transfer(dir: &Path, front: Option<&Layout>, records: &[(u8, &[u8])]) {
     let _ = std::fs::remove_dir_all(dir);
     std::fs::create_dir(dir).expect("a directory");
@@ -41,7 +41,7 @@ pub fn transfer(dir: &Path, front: Option<&Layout>, records: &[(u8, &[u8])]) {
     let Ok(Some(left)) = inspect(dir) else {
         return;
     };
-    // As the site checks an offer before it looks for its transfer.
+    // The checks that a site applies to an offer before it looks for its transfer.
     let offer = &left.opening.offer;
     if offer.walk_blocks != left.layout.walk_blocks()
         || offer.file_bytes != left.layout.file_len()
@@ -83,7 +83,7 @@ fn opening(layout: &Layout) -> Opening {
     }
 }
 
-/// The digest of a file by a walk of any layout, with any blocks claimed to hold data.
+/// Computes the file digest by a walk of any layout, with any blocks claimed to hold data.
 pub fn file_digest(layout: &Layout, mut is_data: impl FnMut(u64) -> bool) {
     let blocks = layout.walk_blocks();
     let Some(mut digest) = OrderedDigest::new(layout) else {

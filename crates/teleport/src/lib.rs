@@ -1,10 +1,10 @@
 //! Sending disk images between sites: the three roles as state machines, and the sessions that
 //! drive them.
 //!
-//! - [`send`] sends images; [`Site`] is where they arrive, by its services [`Sessions`] and [`DataConnections`].
+//! - [`send`] sends images; a [`Site`] receives them with its services [`Sessions`] and [`DataConnections`].
 //! - [`open_teleporter`] and [`serve_teleporter`]: a teleporter that matches for other sites.
-//! - [`protocol`]: the messages of a session, and its limits; [`services`]: the other requests that a site answers;
-//!   [`progress`]: events and figures of a running send.
+//! - [`protocol`]: the messages and limits of a session; [`services`]: the other requests that a site answers;
+//!   [`progress`]: events and counters of a running send.
 //!
 //! Source, destination and teleporter are protocol logic without I/O and without a clock (`source`, `destination`,
 //! `teleporter`); the modules under `session` drive them with threads and sockets.
@@ -12,7 +12,7 @@
 //! What must not live here: sockets and TLS (`net`), the parsing of image formats (`image`), the
 //! matcher's data structures (`index`), and anything about a command line.
 //!
-//! An image is sent to a site over the loopback interface:
+//! Sending an image to a site over the loopback interface:
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -28,7 +28,7 @@
 //!
 //! # #[tokio::main]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! // A site, and what it serves.
+//! // A site and its services.
 //! let home = tempfile::tempdir()?;
 //! let (catalog, _) = SiteCatalog::open(home.path())?;
 //! let config = SiteConfig {
@@ -63,7 +63,7 @@
 //!     }
 //! });
 //!
-//! // An image, and where it goes.
+//! // An image and its destination.
 //! let path = home.path().join("disk.raw");
 //! std::fs::write(&path, vec![7; 1 << 20])?;
 //! let item = SendItem { path, name: ImageName::new("disk.raw")?, conversion: Conversion::AsIs };
@@ -80,7 +80,7 @@
 //! };
 //! let on_event = Arc::new(|event: SendEvent| println!("{event:?}"));
 //! let reports = send(vec![item], options, on_event, Arc::default(), Arc::default(), stopped).await?;
-//! // Its 256 blocks are alike: they do not all cross the link.
+//! // Its 256 blocks are identical: they do not all cross the link.
 //! assert_eq!(reports[0].sent_blocks + reports[0].matched_blocks, 256);
 //! assert!(reports[0].wire_sent_bytes < 1 << 20);
 //! assert_eq!(site.list()[0].digest, reports[0].digest);

@@ -1,9 +1,8 @@
-//! The transfer log: everything that must survive a crash for a transfer to go on.
+//! The transfer log: all state that must survive a crash for a transfer to resume.
 //!
-//! One file a transfer, append only: the offer and its layout, then each batch with its plan, in the
-//! order of the walk; at the very end what is needed to give the file its name. The
-//! blocks themselves are in the partial file; a resume digests them again, so the log never claims
-//! that a block is there (`docs/format/transfer-log.md`).
+//! One append-only file per transfer: the offer and its layout, then each batch with its plan, in walk order; finally
+//! the data needed to give the file its name. The blocks themselves are in the partial file; a resume digests them
+//! again, so the log never claims that a block is present (`docs/format/transfer-log.md`).
 
 use std::fs::File;
 use std::io;
@@ -20,19 +19,19 @@ const VERSION: u32 = 1;
 const HEADER_BYTES: u64 = 16;
 const RECORD_HEADER: usize = 12;
 
-/// The largest record: a layout at its limit, with room for what stands around it.
+/// The largest record: a layout at its limit, plus overhead.
 const MAX_RECORD: usize = drover_store::MAX_LAYOUT_BYTES as usize + (1 << 16);
 
-/// What a record holds.
+/// Type of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordKind {
-    /// Who sends what (postcard of `Opening`).
+    /// The sender and the offer (postcard of `Opening`).
     Opening,
     /// The encoded layout.
     Layout,
     /// A batch with its plan.
     Batch,
-    /// The file is whole and synced and is about to get its name (postcard of `Closing`).
+    /// The file is complete and synced and is about to be renamed (postcard of `Closing`).
     Closing,
 }
 
@@ -42,7 +41,7 @@ impl RecordKind {
             RecordKind::Opening => 1,
             RecordKind::Layout => 2,
             RecordKind::Batch => 3,
-            // 4 was a plan; a log that has one ends there.
+            // 4 was a plan; reading stops at such a record.
             RecordKind::Closing => 5,
         }
     }
@@ -55,14 +54,14 @@ impl RecordKind {
     }
 }
 
-/// A record read back.
+/// A record that was read.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Record {
-    /// What it holds.
+    /// Its type.
     pub kind: RecordKind,
     /// Its bytes.
     pub payload: Vec<u8>,
-    /// Where it ends in the file.
+    /// End of the record in the file, in bytes.
     pub end: u64,
 }
 
@@ -82,10 +81,10 @@ pub struct Log {
 }
 
 impl Log {
-    /// Makes a new, empty log.
+    /// Creates an empty log.
     ///
     /// # Errors
-    /// When the file cannot be made.
+    /// When the file cannot be created.
     pub fn create(path: &Path, disk: &Arc<dyn Disk>) -> Result<Self, TeleportError> {
         let failed = |e| TeleportError::file("create", path)(e);
         let file = File::create(path).map_err(failed)?;
@@ -97,10 +96,10 @@ impl Log {
         Ok(log)
     }
 
-    /// Opens a log to go on behind `keep` bytes; what follows is cut off.
+    /// Opens a log for appending after `keep` bytes; anything beyond is truncated.
     ///
     /// # Errors
-    /// When the file cannot be opened or cut.
+    /// When the file cannot be opened or truncated.
     pub fn reopen(path: &Path, keep: u64, disk: &Arc<dyn Disk>) -> Result<Self, TeleportError> {
         let failed = |e| TeleportError::file("reopen", path)(e);
         let file = File::options().write(true).open(path).map_err(failed)?;
@@ -119,8 +118,8 @@ impl Log {
     /// Appends a record. Durable only after a sync.
     ///
     /// # Errors
-    /// When it cannot be written; the log is then cut back to where it was, so that a later record
-    /// does not stand behind a torn one.
+    /// When it cannot be written; the log is then truncated to its previous length, so that no later record follows a
+    /// torn one.
     pub fn append(&mut self, kind: RecordKind, payload: &[u8]) -> Result<(), TeleportError> {
         let mut record = Vec::with_capacity(RECORD_HEADER + payload.len());
         record.extend_from_slice(&(payload.len() as u32).to_le_bytes());
@@ -131,10 +130,10 @@ impl Log {
         appended.map_err(TeleportError::file("append to", &self.path))
     }
 
-    /// Makes everything appended durable.
+    /// Syncs all appended records.
     ///
     /// # Errors
-    /// What the system reports.
+    /// I/O errors.
     pub fn sync(&self) -> Result<(), TeleportError> {
         self.file
             .sync_data()
@@ -147,26 +146,26 @@ impl Log {
         self.file.clone()
     }
 
-    /// Cuts off what is behind the first `keep` bytes.
+    /// Truncates the log to `keep` bytes.
     ///
     /// # Errors
-    /// What the system reports.
+    /// I/O errors.
     pub fn cut(&mut self, keep: u64) -> Result<(), TeleportError> {
         let cut = self.log.cut(keep);
         cut.map_err(TeleportError::file("cut", &self.path))
     }
 
-    /// Gives the file another name, in place of the file that has it.
+    /// Renames the file, replacing any file of that name.
     ///
     /// # Errors
-    /// What the system reports.
+    /// I/O errors.
     pub fn rename(&mut self, to: &Path) -> Result<(), TeleportError> {
         std::fs::rename(&self.path, to).map_err(TeleportError::file("rename to", to))?;
         self.path = to.into();
         Ok(())
     }
 
-    /// Where its last record ends.
+    /// End of the last record in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.log.end()
@@ -179,14 +178,14 @@ impl Log {
     }
 }
 
-/// Reads a log from the front; ends at the first record that is torn or damaged.
+/// Reads a log from the beginning; stops at the first torn or damaged record.
 pub struct LogReader {
     window: Window,
     at: u64,
 }
 
 impl LogReader {
-    /// Opens a log. `None` when it has no valid header: nothing in it can be used.
+    /// Opens a log. `None` when it has no valid header and is unusable.
     ///
     /// # Errors
     /// When the file cannot be read.
@@ -209,7 +208,7 @@ impl LogReader {
         }))
     }
 
-    /// Where the last good record ends.
+    /// End of the last valid record in bytes.
     #[must_use]
     pub fn valid_bytes(&self) -> u64 {
         self.at
@@ -233,7 +232,7 @@ impl Iterator for LogReader {
         if payload.len() < length {
             return None;
         }
-        // Fuzzers are to get past the checksum.
+        // Let fuzzers past the checksum.
         if head[8..] != checksum(head[4], &payload).to_le_bytes() && !cfg!(fuzzing) {
             return None;
         }
@@ -242,8 +241,7 @@ impl Iterator for LogReader {
     }
 }
 
-/// Whether a log ends in a closing record. Looks at the heads of records only; whoever acts on it
-/// reads the log.
+/// Whether a log ends in a closing record. Examines only record headers; callers that act on it read the log.
 #[must_use]
 pub fn is_closed(path: &Path) -> bool {
     use std::os::unix::fs::FileExt;

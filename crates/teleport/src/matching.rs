@@ -24,17 +24,17 @@ pub use remote::{RemoteTeleporter, serve_teleporter};
 #[cfg(any(fuzzing, feature = "testing"))]
 pub use wire::{decode_answer, decode_event, encode_answer, encode_event};
 
-/// Where a site's matching happens.
+/// Location of a site's teleporter.
 #[derive(Debug, Clone)]
 pub enum Matching {
-    /// Here.
+    /// In this process.
     Local(LocalTeleporter),
     /// On another machine.
     Remote(RemoteTeleporter),
 }
 
 impl Matching {
-    /// What the matcher has done, when it is here.
+    /// The matcher's statistics, if it is local.
     #[must_use]
     pub fn stats(&self) -> Option<MatcherStats> {
         match self {
@@ -43,7 +43,7 @@ impl Matching {
         }
     }
 
-    /// Tells the teleporter one thing and waits. For the rare events outside a transfer.
+    /// Sends the teleporter one event and waits for the answer. For rare events outside a transfer.
     ///
     /// # Errors
     /// When the teleporter fails or cannot be reached.
@@ -53,7 +53,7 @@ impl Matching {
         link.collect()
     }
 
-    /// The images that the teleporter has whole hash files of.
+    /// The images for which the teleporter has complete hash files.
     ///
     /// # Errors
     /// When the teleporter fails or cannot be reached.
@@ -64,8 +64,8 @@ impl Matching {
         }
     }
 
-    /// A link for one transfer. Blocks until it is connected; call it from a blocking thread of a
-    /// tokio runtime.
+    /// Opens a link for one transfer. Blocks until it is connected; call it from a blocking thread of a tokio
+    /// runtime.
     ///
     /// # Errors
     /// When the teleporter cannot be reached.
@@ -80,7 +80,7 @@ impl Matching {
     }
 }
 
-/// Opens the matcher in `dir`, for so many bytes of sequence data.
+/// Opens the matcher in `dir`, with a sequence cache of the given size in bytes.
 ///
 /// # Errors
 /// When its files cannot be used.

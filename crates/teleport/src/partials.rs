@@ -1,9 +1,8 @@
-//! Images in transit as sources of blocks: what of an image is in its partial file already can be
-//! had like that of any other, while it comes and after it has stopped.
+//! Images in transit as sources of blocks: data already in a partial file can be reused like that of any other image,
+//! while the transfer runs and after it has stopped.
 //!
-//! What is verified in its place is known while a transfer goes on. After a restart it is a guess,
-//! from the log: a block that is not there after all is found wrong by its digest, and sent, and
-//! is not looked for there again.
+//! While a transfer runs, the blocks in place are known exactly. After a restart they are inferred from the log: a
+//! block that is missing after all fails verification, is requested, and is not looked up there again.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -21,7 +20,7 @@ use crate::TeleportError;
 use crate::codec::Batch;
 use crate::protocol::BATCH_BLOCKS;
 
-/// Transfers that have stopped and serve as sources; beyond this the oldest images do not.
+/// Limit on stopped transfers that serve as sources; beyond it the oldest are dropped.
 pub(crate) const MAX_STOPPED: usize = 256;
 
 /// An image in transit.
@@ -34,10 +33,10 @@ pub struct Partial {
 
 #[derive(Debug)]
 struct State {
-    /// The partial file while the transfer goes on.
+    /// The partial file, while the transfer runs.
     file: Option<Arc<File>>,
     blocks: BlockMap,
-    /// Of batches that are not complete: the blocks (by place in the batch) that are not in place.
+    /// Blocks not yet in place (by position in the batch), for each incomplete batch.
     missing: HashMap<u64, DataBits>,
 }
 
@@ -46,9 +45,9 @@ struct State {
 pub struct Readable {
     /// The partial file.
     pub file: Arc<File>,
-    /// How it is walked.
+    /// How the file is laid out for the walk.
     pub layout: Arc<Layout>,
-    /// The blocks, as runs `(block, count)` of the walk.
+    /// The blocks, as runs `(block, count)` in walk order.
     pub runs: Vec<(BlockIndex, u64)>,
 }
 
@@ -65,7 +64,7 @@ impl State {
 }
 
 impl Partial {
-    /// A batch has come whose blocks are not there yet.
+    /// A batch has been announced; its blocks are not in place yet.
     pub fn arrived(&self, batch: &Batch) {
         let mut state = self.state.write();
         state.blocks.push(&batch.data);
@@ -74,7 +73,7 @@ impl Partial {
         }
     }
 
-    /// Blocks of the walk are in place.
+    /// Marks blocks of the walk as in place.
     pub fn written(&self, blocks: impl Iterator<Item = u64>) {
         let mut state = self.state.write();
         for block in blocks {
@@ -86,12 +85,12 @@ impl Partial {
         }
     }
 
-    /// All blocks of a batch are in place.
+    /// Marks all blocks of a batch as in place.
     pub fn complete(&self, index: u64) {
         self.state.write().missing.remove(&index);
     }
 
-    /// Whether data blocks can be read: those of a transfer that has stopped can when any of them is there.
+    /// Whether data blocks can be read; for a stopped transfer, whether any of them is present.
     fn reach(&self, first: u64, count: u64) -> Reach {
         let state = self.state.read();
         let Some(runs) = state.blocks.walk_runs(CompactIndex(first), count) else {
@@ -105,8 +104,8 @@ impl Partial {
         }
     }
 
-    /// How many data blocks from `first` on, at most `count`, can all be read or all not, as far as is known of a
-    /// transfer that has stopped; all of one that goes on.
+    /// Length of the run from `first`, at most `count`, in which all data blocks are readable or none is, as far as
+    /// is known of a stopped transfer; `count` for a running one.
     fn alike(&self, first: u64, count: u64) -> u64 {
         let state = self.state.read();
         if state.file.is_some() || state.missing.is_empty() {
@@ -120,8 +119,8 @@ impl Partial {
         1 + walk.take_while(|b| state.is_missing(*b) == missing).count() as u64
     }
 
-    /// Data blocks were not what they were thought to be: they are not there. Of a transfer that goes on it is known
-    /// which are.
+    /// Marks data blocks that failed verification as missing. A running transfer knows exactly which it has, so this
+    /// applies only to stopped ones.
     fn refute(&self, blocks: impl Iterator<Item = u64>) {
         let mut state = self.state.write();
         if state.file.is_some() {
@@ -154,15 +153,14 @@ impl Partial {
     }
 }
 
-/// The images in transit of a site.
+/// All images in transit of a site.
 #[derive(Debug, Default)]
 pub struct Partials {
     all: RwLock<HashMap<ImageId, Arc<Partial>>>,
 }
 
 impl Partials {
-    /// The transfer of an image goes on: what its batches so far hold, and which of their blocks are
-    /// not in place.
+    /// Registers a running transfer of an image: the blocks of its batches so far, and those of them not in place.
     ///
     /// # Errors
     /// When the partial file cannot be opened.
@@ -192,7 +190,7 @@ impl Partials {
         })
     }
 
-    /// A transfer that has stopped before the site was started.
+    /// Adds a transfer that stopped before the site was started.
     pub fn add_stopped(&self, image: ImageId, path: &Path, layout: Arc<Layout>, blocks: BlockMap) {
         let partial = Partial {
             path: path.into(),
@@ -207,7 +205,7 @@ impl Partials {
         self.trim();
     }
 
-    /// Too many that have stopped: the oldest images go.
+    /// Drops the oldest stopped transfers beyond the limit.
     fn trim(&self) {
         let mut all = self.all.write();
         let mut stopped: Vec<ImageId> = all
@@ -223,18 +221,18 @@ impl Partials {
         }
     }
 
-    /// The image is whole, or its partial file goes.
+    /// Removes an image that is complete, or whose partial file is being deleted.
     pub fn remove(&self, image: ImageId) {
         self.all.write().remove(&image);
     }
 
-    /// Whether there is such an image in transit, stopped or not.
+    /// Whether the image is in transit, stopped or running.
     #[must_use]
     pub fn knows(&self, image: ImageId) -> bool {
         self.all.read().contains_key(&image)
     }
 
-    /// Whether the image is on its way right now.
+    /// Whether a transfer of the image is running.
     #[must_use]
     pub fn is_live(&self, image: ImageId) -> bool {
         let all = self.all.read();
@@ -242,21 +240,22 @@ impl Partials {
             .is_some_and(|p| p.state.read().file.is_some())
     }
 
-    /// Whether `count` data blocks of an image from compact index `first` can be read.
+    /// Whether `count` data blocks of an image, from compact index `first` on, can be read.
     #[must_use]
     pub fn reach(&self, image: ImageId, first: u64, count: u64) -> Reach {
         let partial = self.all.read().get(&image).cloned();
         partial.map_or(Reach::Gone, |p| p.reach(first, count))
     }
 
-    /// How many of `count` data blocks of an image from `first` on are like the first: there or not.
+    /// How many of `count` data blocks of an image from `first` on are in the same state as the first: present or
+    /// missing.
     #[must_use]
     pub fn alike(&self, image: ImageId, first: u64, count: u64) -> u64 {
         let partial = self.all.read().get(&image).cloned();
         partial.map_or(count, |p| p.alike(first, count))
     }
 
-    /// Data blocks of a transfer that has stopped were taken to be there, and are not.
+    /// Marks data blocks of a stopped transfer, assumed present, as missing.
     pub fn refute(&self, image: ImageId, blocks: impl Iterator<Item = u64>) {
         let partial = self.all.read().get(&image).cloned();
         if let Some(partial) = partial {
@@ -264,7 +263,7 @@ impl Partials {
         }
     }
 
-    /// Where those blocks are, whether they are in place or not.
+    /// Where those blocks are in the file, whether in place or not.
     #[must_use]
     pub fn read(&self, image: ImageId, first: u64, count: u64) -> Option<Readable> {
         let partial = self.all.read().get(&image).cloned()?;
@@ -272,7 +271,7 @@ impl Partials {
     }
 }
 
-/// A transfer that goes on; it has stopped when this is dropped.
+/// A running transfer; it counts as stopped when this is dropped.
 #[derive(Debug)]
 pub struct Transit {
     all: Arc<Partials>,

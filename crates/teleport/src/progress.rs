@@ -1,4 +1,4 @@
-//! What a bar, `--json` and metrics read while images are sent.
+//! Progress of a send, as read by the progress bar, `--json` and metrics.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,20 +9,20 @@ use serde::Serialize;
 use crate::protocol::Matched;
 use crate::stages::{DestinationTimes, SourceStages, SourceTimes};
 
-/// Bytes on the wire by kind, before encryption, with frame headers.
+/// Bytes on the wire by kind, before encryption, including frame headers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct WireByKind {
     /// Literal blocks, compressed.
     pub data: u64,
     /// Batches: digests, zero maps, heads.
     pub digests: u64,
-    /// What comes back: needs and acknowledgements.
+    /// Replies: needs and acknowledgements.
     pub plan: u64,
     /// Offers and layouts.
     pub header: u64,
 }
 
-/// How an image was sent.
+/// Report of an image that was sent.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ImageReport {
     /// Its name at the destination.
@@ -34,9 +34,9 @@ pub struct ImageReport {
     pub size_bytes: u64,
     /// Bytes of it that are not holes.
     pub data_bytes: u64,
-    /// Bytes that left this machine's sockets.
+    /// Bytes sent by this machine's sockets.
     pub wire_sent_bytes: u64,
-    /// Bytes that came in.
+    /// Bytes received.
     pub wire_received_bytes: u64,
     /// Blocks reused at the destination.
     pub matched_blocks: u64,
@@ -44,38 +44,38 @@ pub struct ImageReport {
     pub sent_blocks: u64,
     /// Blocks of zeros.
     pub zero_blocks: u64,
-    /// Blocks that an earlier session had brought.
+    /// Blocks that an earlier session had sent.
     pub resumed_blocks: u64,
-    /// Through which caches blocks were matched.
+    /// Matched blocks by cache.
     pub matched: Matched,
-    /// The wire by kind.
+    /// Bytes on the wire by kind.
     pub wire: WireByKind,
-    /// From the offer to the delivery.
+    /// Seconds from the offer to the delivery.
     pub seconds: f64,
-    /// Where the time went, since the last time that the image was offered.
+    /// Time per stage since the image was last offered.
     pub stages: Stages,
 }
 
-/// Where the time went at both ends.
+/// Time per stage at both ends.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Stages {
-    /// Here.
+    /// At the source.
     pub source: SourceTimes,
-    /// There, as the destination says.
+    /// At the destination, as it reports.
     pub destination: Box<DestinationTimes>,
 }
 
-/// Something happened in a send.
+/// An event during a send.
 #[derive(Debug, Clone, PartialEq)]
 pub enum SendEvent {
-    /// Something the user should know about an image.
+    /// A message for the user about an image.
     Note {
         /// The image's file.
         path: PathBuf,
-        /// What.
+        /// The message.
         text: String,
     },
-    /// An image's transfer begins (again).
+    /// An image's transfer starts or restarts.
     Started {
         /// Its name at the destination.
         name: String,
@@ -83,50 +83,50 @@ pub enum SendEvent {
         walk_blocks: u64,
         /// The file's length in bytes.
         size_bytes: u64,
-        /// Bytes of the file that are not holes, as its file system sees them just now.
+        /// Bytes of the file that are not holes, according to its file system at this moment.
         data_bytes: u64,
-        /// Blocks that an earlier session brought.
+        /// Blocks that an earlier session sent.
         resumed_blocks: u64,
     },
-    /// The link broke; the next try comes after the delay.
+    /// The connection broke; the next attempt follows after a delay.
     Reconnecting {
-        /// Why.
+        /// The error.
         error: String,
-        /// Milliseconds until then.
+        /// The delay in milliseconds.
         delay_ms: u64,
     },
     /// An image was delivered.
     Delivered(Box<ImageReport>),
-    /// An image was not delivered; the others are sent all the same.
+    /// An image was not delivered; the others are still sent.
     Failed {
         /// Its name at the destination.
         name: String,
-        /// Why.
+        /// The error.
         error: String,
     },
-    /// A dry run found this.
+    /// Result of a dry run.
     Estimated {
         /// The image's name.
         name: String,
-        /// Blocks that would be reused, would be sent, are zero.
+        /// Blocks that would be reused, that would be sent, and that are zero.
         estimate: crate::protocol::Estimate,
-        /// Bytes that would cross the link, about: sampled compression, digests included.
+        /// Estimated bytes on the wire, from sampled compression and including digests.
         wire_bytes: u64,
     },
 }
 
-/// Counters of the image being sent; read at any time.
+/// Counters of the image being sent; can be read at any time.
 #[derive(Debug, Default)]
 pub struct Counters {
     /// Blocks of the walk that have been read and hashed.
     pub walked_blocks: AtomicU64,
-    /// Blocks that are complete at the destination, in whole batches.
+    /// Blocks complete at the destination, in whole batches.
     pub done_blocks: AtomicU64,
-    /// Blocks that the destination asked for.
+    /// Blocks that the destination requested.
     pub needed_blocks: AtomicU64,
-    /// Of batches that are complete at the destination: blocks that are not zero.
+    /// Nonzero blocks of batches that are complete at the destination.
     pub answered_blocks: AtomicU64,
-    /// Those of them that it did not ask for.
+    /// Those of them that it did not request.
     pub matched_blocks: AtomicU64,
     /// Blocks that were sent.
     pub sent_blocks: AtomicU64,
@@ -140,7 +140,7 @@ pub struct Counters {
     pub plan_bytes: AtomicU64,
     /// Bytes of offers and layouts.
     pub header_bytes: AtomicU64,
-    /// What the stages do.
+    /// Time per stage.
     pub stages: SourceStages,
 }
 
@@ -155,7 +155,7 @@ impl Counters {
         counter.load(Ordering::Relaxed)
     }
 
-    /// All back to zero, for the next image or the next try.
+    /// Resets all counters, for the next image or attempt.
     pub fn reset(&self) {
         let Counters {
             walked_blocks,
@@ -189,7 +189,7 @@ impl Counters {
         }
     }
 
-    /// The wire by kind so far.
+    /// Bytes on the wire by kind so far.
     #[must_use]
     pub fn wire(&self) -> WireByKind {
         WireByKind {
@@ -205,14 +205,14 @@ fn as_text<S: serde::Serializer>(digest: &Digest, out: S) -> Result<S::Ok, S::Er
     out.collect_str(digest)
 }
 
-/// Bytes on all sockets of a send, encryption included, over every reconnect.
+/// Bytes on all sockets of a send, including encryption and all reconnects.
 #[derive(Debug, Default)]
 pub struct WireTotals {
     connections: parking_lot::Mutex<Vec<std::sync::Arc<drover_net::WireCounters>>>,
 }
 
 impl WireTotals {
-    /// Counts a connection in, from its first byte.
+    /// Adds a connection's counters; they count from its first byte.
     pub fn add(&self, connection: std::sync::Arc<drover_net::WireCounters>) {
         self.connections.lock().push(connection);
     }

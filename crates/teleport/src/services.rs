@@ -7,64 +7,65 @@ use serde::{Deserialize, Serialize};
 
 use crate::transfers::Unfinished;
 
-/// Open a session to send images.
+/// Opens a session to send images.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenSession {
-    /// How many images will be offered.
+    /// Number of images to be offered.
     pub images: u32,
-    /// The session's number: the source chooses it at random, so that data connections need not wait for an answer to name it.
+    /// The session's ID, chosen at random by the source so that data connections can use it without waiting for the
+    /// reply.
     pub session: [u8; 16],
 }
 request!(OpenSession: "session.open", Send, () => ());
 
-/// Carry literals for a session.
+/// Joins a session with a connection that carries literals.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JoinSession {
-    /// Its number, from [`OpenSession`].
+    /// The ID from [`OpenSession`].
     pub session: [u8; 16],
 }
 request!(JoinSession: "session.join", Send, () => ());
 
-/// Serve as this destination's teleporter.
+/// Has the callee serve as this destination's teleporter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BeginMatching;
 request!(BeginMatching: "matching.begin", Match, () => ());
 
-/// List the images, some at a time.
+/// Lists the images, in pages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ListImages;
 request!(ListImages: "image.list", List, Vec<ImageInfo> => ());
 
-/// Check an image against its digest.
+/// Checks an image against its digest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VerifyImage {
-    /// Which.
+    /// Name of the image.
     pub name: ImageName,
 }
 request!(VerifyImage: "image.verify", List, Progress => Verified);
 
-/// Make an image file of the site's machine a source of blocks.
+/// Indexes an image file on the site's machine so that its blocks can be reused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IndexImage {
-    /// Its path, absolute.
+    /// Its absolute path.
     pub path: String,
 }
 request!(IndexImage: "image.index", Manage, Progress => ImageName);
 
-/// Remove an image.
+/// Removes an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoveImage {
-    /// Which.
+    /// Name of the image.
     pub name: ImageName,
 }
 request!(RemoveImage: "image.remove", Manage, () => ());
 
-/// List the transfers that are not finished, some at a time.
+/// Lists the unfinished transfers, in pages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ListTransfers;
 request!(ListTransfers: "transfer.list", List, Vec<Unfinished> => ());
 
-/// Remove what is left of a transfer; a peer may remove its own.
+/// Removes a stopped transfer and its data; a peer may remove its own.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoveTransfer {
     /// Its key.
@@ -77,16 +78,16 @@ request!(RemoveTransfer: "transfer.remove", Cancel, () => ());
 pub struct Progress {
     /// Bytes done.
     pub done: u64,
-    /// Bytes in all.
+    /// Total bytes.
     pub total: u64,
 }
 
-/// What a check found.
+/// Result of a verification.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verified {
-    /// The digest the catalog has.
+    /// The digest in the catalog.
     pub expected: Digest,
-    /// The digest the file has.
+    /// The digest of the file.
     pub found: Digest,
 }
 

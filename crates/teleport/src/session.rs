@@ -1,5 +1,5 @@
-//! The sessions that drive the roles over real connections: threads for disk and CPU work, tasks
-//! for sockets, bounded queues between them.
+//! The sessions that drive the roles over real connections: threads for disk and CPU work, tasks for sockets, bounded
+//! queues between them.
 
 mod destination;
 mod literals_in;
@@ -21,14 +21,14 @@ pub use destination::{DataConnections, Sessions};
 pub use options::{OnEvent, SendItem, SendOptions};
 pub(crate) use shared::SessionShared;
 
-/// Sends images, one after the other in one session; reconnects and resumes when the link breaks.
-/// Must run on a tokio runtime. `counters` are those of the image being sent; `wire` counts the
-/// sockets. Setting `stop` ends it in a state that can be resumed.
+/// Sends images one after the other in one session; reconnects and resumes when the connection breaks. Must run on a
+/// tokio runtime. `counters` are those of the image being sent; `wire` counts bytes on the sockets. Setting `stop`
+/// ends the send in a resumable state.
 ///
-/// An image that is refused or cannot be read does not keep the others back.
+/// An image that is refused or cannot be read does not stop the others.
 ///
 /// # Errors
-/// The first thing that went wrong and cannot be helped by reconnecting.
+/// The first error that reconnecting cannot fix.
 pub async fn send(
     items: Vec<SendItem>,
     options: SendOptions,
@@ -61,7 +61,7 @@ pub async fn send(
             if sender.is_over() {
                 return sender.into_reports();
             }
-            // The next session begins clean.
+            // The image is skipped; the next session starts with a fresh timeout and backoff.
             progress_at = std::time::Instant::now();
             backoff.reset();
             continue;

@@ -1,5 +1,4 @@
-//! A site: the images that are here, the matcher, the sequence cache, and the transfers on their
-//! way in. Sessions share one [`Site`].
+//! The receiving site: its images, matcher, sequence cache and incoming transfers. All sessions share one [`Site`].
 
 mod adopt;
 mod arrived;
@@ -36,29 +35,29 @@ pub(crate) use arrived::{Arrived, unix_now};
 pub(crate) use give_way::{Matched, Waiting};
 pub use status::{SiteStatus, TransferStatus};
 
-/// Where a site keeps what, and its limits.
+/// Directories and limits of a site.
 #[derive(Debug, Clone)]
 pub struct SiteConfig {
     /// Delivered images.
     pub images_dir: PathBuf,
-    /// Transfers and the sequence cache's data; on the file system of `images_dir`, so that
-    /// files can be renamed and extents shared.
+    /// Partial files of transfers and the sequence cache's data. Must be on the same file system as `images_dir`, so
+    /// that files can be renamed and extents shared (reflinked).
     pub work_dir: PathBuf,
     /// Hash files, caches and maps.
     pub state_dir: PathBuf,
-    /// A teleporter on another machine, instead of the one inside.
+    /// A teleporter on another machine; `None` runs one in this process.
     pub teleporter: Option<RemoteTeleporter>,
-    /// Bytes of the file system that are to stay free.
+    /// Bytes of the file system to keep free.
     pub reserve_bytes: u64,
-    /// Sessions at once.
+    /// Maximum number of concurrent sessions.
     pub max_sessions: usize,
-    /// Bytes that the sequence cache's data may take; less than a segment of 1.3 MiB counts as one.
+    /// Size limit of the sequence cache's data in bytes; at least one segment (1.3 MiB) is used.
     pub sequence_data_bytes: u64,
-    /// The disk of `work_dir`.
+    /// The disk that holds `work_dir`.
     pub disk: Arc<dyn Disk>,
 }
 
-/// Counts since the site started.
+/// Counters since the site started.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     pub(crate) delivered: AtomicU64,
@@ -66,7 +65,7 @@ pub(crate) struct Totals {
     pub(crate) sent_blocks: AtomicU64,
 }
 
-/// A site. See the module.
+/// A site; see the module documentation.
 pub struct Site {
     pub(crate) config: SiteConfig,
     pub(crate) catalog: Arc<dyn Catalog>,
@@ -74,7 +73,7 @@ pub struct Site {
     pub(crate) partials: Arc<Partials>,
     pub(crate) sequences: Sequences,
     pub(crate) matching: Matching,
-    /// What of the transfers waits for it.
+    /// Batches of transfers that wait to be matched; background work yields to them.
     pub(crate) matched: Arc<Matched>,
     pub(crate) active: Arc<Active>,
     pub(crate) sessions: Mutex<HashMap<[u8; 16], Arc<SessionShared>>>,
@@ -84,18 +83,19 @@ pub struct Site {
     copier: Mutex<Option<std::thread::JoinHandle<()>>>,
     copier_wakes: crossbeam_channel::Sender<()>,
     catch_up_wakes: crossbeam_channel::Sender<()>,
-    /// The matcher may not know every image.
+    /// Whether the matcher may lack some images.
     behind: AtomicBool,
-    /// Images whose digests are being sent to the matcher, before the catalog has them.
+    /// Images whose digests are being sent to the matcher and that are not in the catalog yet.
     indexing: Mutex<HashSet<ImageId>>,
-    /// An image was removed since sequence data was last trimmed.
+    /// Whether an image was removed since sequence data was last trimmed.
     images_went: AtomicBool,
-    /// How many trimmings have begun; held for each step of one.
+    /// Number of trims begun so far; locked during each step of a trim.
     trimmings: Mutex<u64>,
     holds: RwLock<Option<Arc<Holder>>>,
 }
 
-/// Returns why an image must stay as it is, as in `web is mounted by lyon`; `None` when it may be replaced or removed.
+/// Returns why an image must not change, for example `web is mounted by lyon`; `None` when it may be replaced or
+/// removed.
 pub type Holder = dyn Fn(&ImageName) -> Option<String> + Send + Sync;
 
 impl Site {
@@ -104,8 +104,8 @@ impl Site {
         self.config.work_dir.join("transfers").join(key)
     }
 
-    /// Tells the teleporter what has happened already. That it cannot be told costs matches at
-    /// most: whatever it says of the image is looked up and verified.
+    /// Sends the teleporter an event about an image that has already taken effect. A failure only costs matches:
+    /// every match with that image is looked up and verified before it is used.
     fn tell(&self, image: ImageId, what: ImageEvent) {
         if let Err(e) = self.matching.tell(Event::Image(image, what)) {
             tracing::warn!(image = image.0, ?what, error = %e, "cannot notify the teleporter");
@@ -117,12 +117,12 @@ impl Site {
         let _ = self.copier_wakes.try_send(());
     }
 
-    /// Whether the file system of the images has so much room beyond the reserve.
+    /// Whether the images' file system has `bytes` free beyond the reserve.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
         self.free_bytes().is_none_or(|free| bytes <= free)
     }
 
-    /// Bytes that may be used; `None` when the system does not say.
+    /// Free bytes beyond the reserve; `None` when the operating system does not report it.
     pub fn free_bytes(&self) -> Option<u64> {
         Some(
             self.available_bytes()?
@@ -130,13 +130,14 @@ impl Site {
         )
     }
 
-    /// The same with the reserve.
+    /// Free bytes including the reserve.
     fn available_bytes(&self) -> Option<u64> {
         let fs = rustix::fs::statvfs(&self.config.images_dir).ok()?;
         Some(fs.f_bavail.saturating_mul(fs.f_frsize))
     }
 
-    /// Digests an image again: what the catalog has, what the file has. Blocks the thread.
+    /// Digests an image again and returns two digests: the catalog's, and that of the file as it is now. Blocks the
+    /// thread.
     ///
     /// # Errors
     /// When there is no such image or its file cannot be read.
@@ -150,19 +151,19 @@ impl Site {
         Ok((record.digest, found))
     }
 
-    /// Asks `holder` from now on before an image is replaced or removed, instead of whoever was asked before.
+    /// Installs `holder`, which is called before an image is replaced or removed. Replaces the previous one.
     pub fn hold_by(&self, holder: Arc<Holder>) {
         *self.holds.write() = Some(holder);
     }
 
-    /// Why an image must stay as it is; none when it may be replaced or removed.
+    /// Why an image must not change; `None` when it may be replaced or removed.
     fn why_held(&self, name: &ImageName) -> Option<String> {
-        // Whoever is asked may take its time.
+        // Clone it first: the callback may be slow, and the lock must not be held meanwhile.
         let holder = self.holds.read().clone();
         holder.and_then(|holder| holder(name))
     }
 
-    /// Refuses what would change an image that somebody needs as it is.
+    /// Fails if the image is held and must not be changed.
     pub(crate) fn check_held(&self, name: &ImageName) -> Result<(), TeleportError> {
         match self.why_held(name) {
             Some(why) => {
@@ -182,8 +183,8 @@ impl Site {
         })
     }
 
-    /// Removes an image, and its file unless it was indexed in place. Sequences that other images
-    /// share with it are kept.
+    /// Removes an image, and its file unless it was indexed in place. Sequences that it shares with other images are
+    /// kept.
     ///
     /// # Errors
     /// When there is no such image, it is held, or its file cannot be removed.
@@ -207,13 +208,13 @@ impl Site {
         Ok(record)
     }
 
-    /// All images, by name.
+    /// All images, sorted by name.
     #[must_use]
     pub fn list(&self) -> Vec<ImageRecord> {
         self.images.list()
     }
 
-    /// What the site is doing.
+    /// Current activity of the site.
     #[must_use]
     pub fn status(&self) -> SiteStatus {
         let sessions = self.sessions.lock();
@@ -234,10 +235,10 @@ impl Site {
         }
     }
 
-    /// Writes everything down that makes the next start quick. IncomingCall it when no session is left.
+    /// Saves the state that makes the next start fast. Call it when no session is open.
     ///
     /// # Errors
-    /// When a file cannot be written; nothing that was delivered is at risk.
+    /// When a file cannot be written; delivered images are not at risk.
     pub fn close(&self) -> Result<(), TeleportError> {
         self.trim_sequences();
         self.closing.store(true, Ordering::Relaxed);

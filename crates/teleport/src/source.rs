@@ -1,4 +1,4 @@
-//! The source's side of one image, without I/O: how far to walk, what to send, when it is over.
+//! The source's side of one image, without I/O: how far to walk, what to send, when it is done.
 
 use drover_core::Digest;
 
@@ -8,34 +8,34 @@ use crate::protocol::{Accept, BATCH_BLOCKS, Delivered, WINDOW_BATCHES};
 #[cfg(test)]
 mod tests;
 
-/// How often a destination may ask for a block on average. Asking again for a block that did not
-/// arrive as it should is legitimate; asking for ever is not.
+/// Limit on requests per block, on average. Requesting again a block that did not arrive intact is legitimate;
+/// requesting without end is not.
 const MAX_ASKS_PER_BLOCK: u64 = 4;
 
-/// Batches that are sent before any is acknowledged, and before the image is accepted. All digests
-/// at once would push the first blocks off the link.
+/// Batches sent before the first acknowledgement, and before the image is accepted. Sending all digests at once would
+/// delay the first blocks.
 pub const FIRST_WINDOW: u64 = 8;
 
-/// Batches that each acknowledgement allows beyond that: quickly enough that the data connections still have
-/// blocks to send while the digests of a part that matches altogether go by.
+/// Batches by which each acknowledgement extends the window: enough that the data connections still have blocks to
+/// send while the digests of a fully matching part are sent.
 const WINDOW_STEP: u64 = 8;
 
-/// What has happened.
+/// Input events.
 #[derive(Debug)]
 pub enum Event {
-    /// The destination takes the image.
+    /// The destination accepts the image.
     Accepted(Accept),
-    /// A batch of the walk has been read and hashed; batches come in order, from zero, up to
-    /// [`FIRST_WINDOW`] of them before the image is accepted.
+    /// A batch of the walk has been read and hashed; batches come in order, from zero, up to [`FIRST_WINDOW`] of them
+    /// before the image is accepted.
     Walked {
-        /// Its number.
+        /// Index of the batch.
         index: u64,
         /// The encoded batch.
         frame: Vec<u8>,
     },
     /// The whole image has been read.
     WalkEnded(Digest),
-    /// The destination asks for blocks.
+    /// The destination requests blocks.
     Need(Need),
     /// A batch is complete at the destination.
     Ack(u64),
@@ -46,7 +46,7 @@ pub enum Event {
 /// What the driver must do.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action {
-    /// The walk may go on up to this batch (exclusive).
+    /// Continue the walk up to this batch (exclusive).
     WalkTo(u64),
     /// Send a batch frame.
     Batch(Vec<u8>),
@@ -54,11 +54,11 @@ pub enum Action {
     Literals(Runs),
     /// Send END.
     End(Digest),
-    /// The destination has it.
+    /// The image was delivered.
     Done(Delivered),
 }
 
-/// The destination broke the rules.
+/// The destination violated the protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Violation(pub String);
@@ -69,16 +69,16 @@ impl From<Violation> for crate::TeleportError {
     }
 }
 
-/// One image on its way out.
+/// An outgoing image.
 #[derive(Debug)]
 pub struct Source {
     walk_blocks: u64,
     resume: Option<u64>,
     walked: u64,
-    /// Batches from `resume` on that were acknowledged, beyond the first that was not.
+    /// Acknowledged batches from `resume` on, beyond the first unacknowledged one.
     acked: std::collections::BTreeSet<u64>,
     oldest_unacked: u64,
-    /// Batches before `resume` that are not complete at the destination.
+    /// Number of batches before `resume` that are incomplete at the destination.
     open: u64,
     asked_blocks: u64,
     digest: Option<Digest>,
@@ -106,13 +106,13 @@ impl Source {
         self.walk_blocks.div_ceil(BATCH_BLOCKS)
     }
 
-    /// Whether the destination takes the image.
+    /// Whether the destination has accepted the image.
     #[must_use]
     pub fn is_accepted(&self) -> bool {
         self.resume.is_some()
     }
 
-    /// Blocks of the walk that are in batches known to be complete at the destination.
+    /// Blocks of the walk in batches known to be complete at the destination.
     #[must_use]
     pub fn done_blocks(&self) -> u64 {
         let done = self.oldest_unacked + self.acked.len() as u64;
@@ -120,10 +120,10 @@ impl Source {
         (done * BATCH_BLOCKS).min(self.walk_blocks)
     }
 
-    /// Handles an event; appends what must be done to `actions`.
+    /// Handles an event; appends the resulting actions to `actions`.
     ///
     /// # Errors
-    /// When the destination broke the rules: the session must end.
+    /// When the destination violated the protocol: the session must end.
     pub fn handle(&mut self, event: Event, actions: &mut Vec<Action>) -> Result<(), Violation> {
         match event {
             Event::Accepted(accept) => {
@@ -164,7 +164,7 @@ impl Source {
         Action::WalkTo((self.oldest_unacked + window).min(self.batches()))
     }
 
-    /// Batches that the destination has: those it resumed with, and those walked and sent.
+    /// Blocks in batches that the destination has: those it resumed with, and those walked and sent.
     fn known_blocks(&self) -> u64 {
         let batches = self.walked.max(self.resume.unwrap_or(0));
         (batches * BATCH_BLOCKS).min(self.walk_blocks)

@@ -1,13 +1,11 @@
-//! Where the time of a transfer goes: what each stage of the pipeline was doing, at both ends.
+//! Time per stage of a transfer's pipeline, at both ends.
 //!
-//! A stage is a piece of work that some thread or task repeats: reading a batch, digesting it,
-//! writing a frame to its socket. Its time is *busy* while it works (a disk that is waited for is
-//! work), *waiting* while its queue is empty or the next one is full, and *at the socket* while the
-//! peer has sent nothing yet or takes nothing. A thread that goes through several stages waits for
-//! input in its first and for room in its last. Several threads of one stage add up.
+//! A stage is work that some thread or task repeats: reading a batch, digesting it, writing a frame to its socket.
+//! Its time is *busy* while it works (including waits for a disk), *waiting* while its input queue is empty or its
+//! output queue is full, and *at the socket* while the peer sends nothing or accepts nothing. A thread with several
+//! stages counts waits for input in its first and waits for output in its last. Several threads of one stage add up.
 //!
-//! One look at the clock for each megabyte or frame, never for each block. The role's state machines
-//! know nothing of it.
+//! The clock is read once per megabyte or frame, never per block. The roles' state machines are not involved.
 
 use std::pin::pin;
 use std::sync::LazyLock;
@@ -16,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-/// What stages' beginnings are counted from.
+/// Origin of the stages' timestamps.
 static EPOCH: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// A stage that is being timed.
@@ -26,12 +24,12 @@ pub struct Stage {
     wait_ns: AtomicU64,
     socket_ns: AtomicU64,
     bytes: AtomicU64,
-    /// Nanoseconds since [`EPOCH`]: time before it belongs to another image.
+    /// Nanoseconds since [`EPOCH`]: earlier time belongs to another image.
     since: AtomicU64,
 }
 
 impl Stage {
-    /// All back to zero: the next image begins.
+    /// Resets it for the next image.
     pub fn reset(&self) {
         let now = EPOCH.elapsed().as_nanos() as u64;
         self.since.store(now, Relaxed);
@@ -40,7 +38,7 @@ impl Stage {
         }
     }
 
-    /// Counts bytes that have gone through.
+    /// Adds bytes that passed the stage.
     pub fn add_bytes(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Relaxed);
     }
@@ -56,8 +54,8 @@ impl Stage {
         }
     }
 
-    /// Drives a future that reads from or writes to a socket: busy while it is polled (encryption,
-    /// checksums, copies to and from the kernel), at the socket in between.
+    /// Drives a future that reads from or writes to a socket: busy while it is polled (encryption, checksums, copies
+    /// to and from the kernel), at the socket in between.
     pub async fn at_socket<F: Future>(&self, future: F) -> F::Output {
         let mut future = pin!(future);
         let mut lap = Lap::start();
@@ -71,33 +69,33 @@ impl Stage {
     }
 }
 
-/// A thread's stopwatch: each time it is read, the time since it was last read goes to a stage.
+/// A thread's stopwatch: each reading adds the time since the previous one to a stage.
 #[derive(Debug)]
 pub struct Lap(Instant);
 
 impl Lap {
-    /// From now on.
+    /// Starts it.
     #[must_use]
     pub fn start() -> Self {
         Lap(Instant::now())
     }
 
-    /// What was done since is of no stage.
+    /// Discards the time since the last reading.
     pub fn skip(&mut self) {
         self.0 = Instant::now();
     }
 
-    /// Worked at this since.
+    /// Adds the time since the last reading as work.
     pub fn busy(&mut self, stage: &Stage) {
         self.charge(stage, &stage.busy_ns);
     }
 
-    /// Waited for a queue since.
+    /// Adds the time since the last reading as waiting for a queue.
     pub fn wait(&mut self, stage: &Stage) {
         self.charge(stage, &stage.wait_ns);
     }
 
-    /// Waited for the peer since.
+    /// Adds the time since the last reading as waiting for the peer.
     pub fn socket(&mut self, stage: &Stage) {
         self.charge(stage, &stage.socket_ns);
     }
@@ -111,16 +109,16 @@ impl Lap {
     }
 }
 
-/// What a stage did while one image was transferred.
+/// Times of a stage during one image's transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct StageTime {
-    /// Nanoseconds of work; waiting for a disk counts as work.
+    /// Nanoseconds of work, including waits for a disk.
     pub busy_ns: u64,
-    /// Nanoseconds of waiting for the stage before or behind it.
+    /// Nanoseconds of waiting for an adjacent stage.
     pub wait_ns: u64,
     /// Nanoseconds of waiting for the peer, where the stage has a socket.
     pub socket_ns: u64,
-    /// Bytes that went through: of the image, or on the wire where the stage has a socket.
+    /// Bytes that passed: of the image, or on the wire if the stage has a socket.
     pub bytes: u64,
 }
 
@@ -137,12 +135,12 @@ macro_rules! stages {
         }
 
         impl $live {
-            /// All back to zero: the next image begins.
+            /// Resets them for the next image.
             pub fn reset(&self) {
                 $(self.$name.reset();)*
             }
 
-            /// The times so far. A wait that has not ended is not in them.
+            /// The times so far, without waits still in progress.
             #[must_use]
             pub fn times(&self) -> $times {
                 $times { $($name: self.$name.time(),)* }
@@ -156,7 +154,7 @@ macro_rules! stages {
         }
 
         impl $times {
-            /// Every stage with its name, in the order in which data goes through.
+            /// Every stage with its name, in the order of the data flow.
             #[must_use]
             pub fn named(&self) -> Vec<(&'static str, StageTime)> {
                 vec![$((stringify!($name), self.$name),)*]
@@ -166,7 +164,7 @@ macro_rules! stages {
 }
 
 stages! {
-    /// The stages at the source, while they work.
+    /// The running stages at the source.
     SourceStages,
     /// The times of the stages at the source.
     SourceTimes:
@@ -176,7 +174,7 @@ stages! {
     scan,
     /// The walk digests the blocks that are not zero, and the file.
     digest,
-    /// The data connections read blocks that the destination has asked for.
+    /// The data connections read requested blocks.
     fetch,
     /// The data connections compress them.
     compress,
@@ -185,31 +183,31 @@ stages! {
 }
 
 stages! {
-    /// The stages at the destination, while they work.
+    /// The running stages at the destination.
     DestinationStages,
     /// The times of the stages at the destination.
     DestinationTimes:
     /// The data connections read from their sockets and decrypt.
     receive,
-    /// Literals are unpacked.
+    /// Literals are decompressed.
     unpack,
-    /// Literals are digested and compared with what was announced.
+    /// Literals are digested and compared with the announced digests.
     verify,
     /// Literals are written to the partial file.
     write,
     /// The teleporter matches batches.
     matching,
-    /// Blocks that are here are copied into the partial file.
+    /// Local blocks are copied into the partial file.
     copy,
-    /// Blocks that are here are read where they are, and digested.
+    /// Local blocks are read in place and digested.
     check,
-    /// The transfer's one driver: the state machine, the proofs of batches, the digest of the file.
+    /// The transfer's single driver: the state machine, the proofs of batches, the digest of the file.
     drive,
     /// Batches and plans are written to the transfer's log.
     log,
-    /// The partial file and the log are synced, now and then and at the end.
+    /// The partial file and the log are synced, periodically and at the end.
     sync,
-    /// The file is digested where that could not be done on the way, entered, and gets its name.
+    /// The file is digested if that could not be done during the transfer, added to the catalog, and renamed.
     deliver,
 }
 

@@ -1,8 +1,8 @@
-//! The teleporter: matches the digests of the images on their way to one destination. It holds
-//! the caches and hash files and never sees a block.
+//! The teleporter: matches the digests of images in transit to one destination. It holds the caches and hash files
+//! and never sees block data.
 //!
-//! Events in, one answer out. In a destination's site it is called directly; alone on a third
-//! machine a session carries the same events and answers.
+//! Each event gets one answer. In a destination's site it is called directly; on a third machine a session carries
+//! the same events and answers.
 
 use std::collections::HashMap;
 
@@ -14,38 +14,38 @@ use serde::{Deserialize, Serialize};
 
 use crate::codec::Batch;
 
-/// Images that may be in transit to one destination at once.
+/// Maximum number of images in transit to one destination at once.
 const MAX_CURSORS: usize = 256;
 
 /// A request of a destination to its teleporter.
 #[derive(Debug)]
 pub enum Event {
-    /// About an image.
+    /// A change in the state of an image.
     Image(ImageId, ImageEvent),
-    /// Match a batch of an image in transit, and remember it.
+    /// Match a batch of an image in transit, and record it.
     Match(ImageId, std::sync::Arc<Batch>),
-    /// Remember a batch without matching it: the destination has its blocks.
+    /// Record a batch without matching it: the destination has its blocks.
     Record(ImageId, std::sync::Arc<Batch>),
-    /// Say which whole images there are hash files of.
+    /// List the complete images that have hash files.
     List,
-    /// Say which data blocks of a batch would be matched now; nothing is remembered. The batches of
-    /// an image come in order, from number 0 on, and one image at a time.
+    /// Report which data blocks of a batch would be matched now; nothing is recorded. The batches of an image come in
+    /// order, from number 0 on, and one image at a time.
     Probe(std::sync::Arc<Batch>),
-    /// Begin to bring the sequence cache down to `keep` segments; of the first `have` those that hold nothing are freed
-    /// again. Ends the trimming before, if one is under way.
+    /// Begin to trim the sequence cache to `keep` segments; empty ones among the first `have` are freed again.
+    /// Cancels any trim in progress.
     BeginTrim {
-        /// Segments that stay.
+        /// Number of segments to keep.
         keep: u32,
-        /// Segments of the destination's data file.
+        /// Number of segments in the destination's data file.
         have: u32,
     },
-    /// Go on with the trimming. What the last answer freed has been given back, and the plans that were under way when it
-    /// came have been taken over.
+    /// Continue the trim. Confirms that the data of the segments in the last answer was freed, and that the plans in
+    /// flight at that time were applied.
     Trim,
 }
 
 impl Event {
-    /// The data blocks that it is about.
+    /// Number of data blocks that the event covers.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         match self {
@@ -57,18 +57,18 @@ impl Event {
     }
 }
 
-/// What happens to an image.
+/// Events in the life of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ImageEvent {
-    /// It is on its way.
+    /// Its transfer starts.
     Begin,
-    /// It has been delivered, or its transfer has stopped: what came of it is a source of blocks.
+    /// It has been delivered, or its transfer has stopped: the blocks received can be reused.
     Finish,
-    /// It will not come.
+    /// Its transfer was aborted.
     Abort,
-    /// Its file is gone.
+    /// Its file was removed.
     Forget,
-    /// Another image is gone: put this one's heads into the caches again.
+    /// Another image was removed: enter this one's heads into the caches again.
     Reindex,
 }
 
@@ -79,21 +79,21 @@ pub enum Answer {
     Plan(Plan),
     /// To [`Event::List`].
     Images(Vec<ImageId>),
-    /// To [`Event::Probe`]: for each data block whether it would be matched.
+    /// To [`Event::Probe`]: whether each data block would be matched.
     Known(Vec<bool>),
-    /// To [`Event::BeginTrim`]: how many segments hold something.
+    /// To [`Event::BeginTrim`]: how many segments are in use.
     Holding(u32),
-    /// To [`Event::Trim`], while there is more to do: these segments, perhaps none, hold nothing now, and nothing is stored
-    /// there before the next.
+    /// To [`Event::Trim`], while there is more to do: these segments, possibly none, are now empty, and nothing is
+    /// stored in them before the next request.
     Freed(Vec<u32>),
     /// To everything else, and to [`Event::Trim`] when there is no more to do.
     Done,
 }
 
-/// What cannot be done.
+/// Why an event failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// The destination broke the rules.
+    /// The destination violated the protocol.
     #[error("{0}")]
     Violation(&'static str),
     /// The matcher's files failed.
@@ -117,7 +117,7 @@ impl std::fmt::Debug for Teleporter {
 }
 
 impl Teleporter {
-    /// Around a matcher.
+    /// Wraps a matcher.
     #[must_use]
     pub fn new(matcher: Matcher) -> Self {
         Teleporter {
@@ -127,26 +127,26 @@ impl Teleporter {
         }
     }
 
-    /// What the matcher has done so far.
+    /// The matcher's statistics so far.
     #[must_use]
     pub fn stats(&self) -> MatcherStats {
         self.matcher.stats()
     }
 
-    /// Images the matcher has hash files of.
+    /// Images that have hash files.
     #[must_use]
     pub fn images(&self) -> Vec<ImageId> {
         self.matcher.images().into_iter().map(|i| i.image).collect()
     }
 
-    /// Those of them that have ended: each is whole, or its transfer has stopped.
+    /// Those of them that have ended: each is complete, or its transfer has stopped.
     #[must_use]
     pub fn whole_images(&self) -> Vec<ImageId> {
         let all = self.matcher.images().into_iter();
         all.filter(|i| i.complete).map(|i| i.image).collect()
     }
 
-    /// What was found damaged since the last call, a line each.
+    /// Damage found since the last call, one line each.
     pub fn take_repairs(&mut self) -> Vec<String> {
         self.matcher
             .take_repairs()
@@ -155,7 +155,7 @@ impl Teleporter {
             .collect()
     }
 
-    /// Writes the caches down so that the next start need not rebuild them.
+    /// Saves the caches so that the next start need not rebuild them.
     ///
     /// # Errors
     /// When the files cannot be written.
@@ -163,13 +163,13 @@ impl Teleporter {
         Ok(self.matcher.persist()?)
     }
 
-    /// Segments of the sequence cache that hold something.
+    /// Segments of the sequence cache in use.
     #[must_use]
     pub fn sequence_segments(&self) -> u32 {
         self.matcher.sequence_segments()
     }
 
-    /// One step of the trimming that is under way; the end, when none is.
+    /// One step of the trim in progress; reports the end when there is none.
     pub fn trim(&mut self) -> Trimmed {
         let trimming = self.trimming.as_mut();
         let step = trimming.map_or(Trimmed::Done, |t| self.matcher.trim(t));
@@ -179,8 +179,8 @@ impl Teleporter {
         step
     }
 
-    /// Which data blocks of the batch would be matched now; nothing is remembered. `probe` goes
-    /// from batch to batch of one image.
+    /// Which data blocks of the batch would be matched now; nothing is recorded. `probe` keeps the position between
+    /// the batches of one image.
     ///
     /// # Errors
     /// When the files cannot be read.
@@ -188,8 +188,8 @@ impl Teleporter {
         Ok(self.matcher.probe(probe, &batch.digests, &batch.heads)?)
     }
 
-    /// The first step of [`ImageEvent::Finish`], which has three, as [`Matcher::begin_finish`] says: so that others need not
-    /// wait while the disk syncs.
+    /// The first of the three steps of [`ImageEvent::Finish`], described at [`Matcher::begin_finish`]. They are
+    /// separate so that others need not wait during disk syncs.
     ///
     /// # Errors
     /// As [`handle`](Self::handle).
@@ -199,7 +199,7 @@ impl Teleporter {
         Ok(self.matcher.begin_finish(cursor)?)
     }
 
-    /// The second, once what the first wrote is synced.
+    /// The second step, once the output of the first is synced.
     ///
     /// # Errors
     /// As [`handle`](Self::handle).
@@ -207,7 +207,7 @@ impl Teleporter {
         Ok(self.matcher.mark_complete(finishing)?)
     }
 
-    /// The last, once that is synced.
+    /// The last step, once the second is synced.
     ///
     /// # Errors
     /// As [`handle`](Self::handle).
@@ -215,7 +215,7 @@ impl Teleporter {
         Ok(self.matcher.end_finish(finishing)?)
     }
 
-    /// [`ImageEvent::Forget`], durable once what is returned has run.
+    /// [`ImageEvent::Forget`], durable once the returned sync has run.
     ///
     /// # Errors
     /// As [`handle`](Self::handle).
@@ -223,23 +223,23 @@ impl Teleporter {
         Ok(self.matcher.begin_forget(image)?)
     }
 
-    /// [`ImageEvent::Abort`]: its room is given back once what is returned is dropped, which may take long.
+    /// [`ImageEvent::Abort`]: its disk space is freed when the returned value is dropped, which may take long.
     pub fn begin_abort(&mut self, image: ImageId) -> Option<DeferredSync> {
         let cursor = self.cursors.remove(&image)?;
         self.matcher.begin_abort(cursor)
     }
 
-    /// Takes an event in.
+    /// Handles an event.
     ///
     /// # Errors
-    /// [`Failure::Violation`] when the event makes no sense now, else what the matcher reports.
+    /// [`Failure::Violation`] when the event is invalid in the current state, else the matcher's error.
     pub fn handle(&mut self, event: Event) -> Result<Answer, Failure> {
         match event {
             Event::Image(image, ImageEvent::Begin) => {
                 if self.cursors.len() >= MAX_CURSORS {
                     return Err(Failure::Violation("too many images in transit"));
                 }
-                // It may be on its way, or at its end still, while the disk syncs for a connection that is gone.
+                // It may still be in transit, or being finished (syncing) for a connection that is gone.
                 self.cursors.remove(&image);
                 self.matcher.begin_forget(image)?;
                 let cursor = self.matcher.begin(image)?;

@@ -1,4 +1,4 @@
-//! The parts behind sites and sessions, for tests, benchmarks and fuzzers.
+//! Internals of sites and sessions, for tests, benchmarks and fuzzers.
 
 pub use crate::codec::{
     Batch, Literal, LiteralHeader, Need, PROOF_BLOCKS, Packing, Runs, decode_plan, encode_plan,
@@ -20,7 +20,7 @@ pub mod source {
     pub use crate::source::{Action, Event, FIRST_WINDOW, Source};
 }
 
-/// What a teleporter is told and answers.
+/// Events and answers of a teleporter.
 pub mod teleporter {
     pub use crate::teleporter::{Answer, Event, ImageEvent};
 }

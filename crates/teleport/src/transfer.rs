@@ -1,5 +1,5 @@
-//! A transfer at the destination: its directory with the log and the partial file, how it is found
-//! again after a crash, and how the finished file gets its name.
+//! A transfer at the destination: its directory with the log and the partial file, recovery after a crash, and
+//! renaming the finished file.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,34 +20,34 @@ use crate::files;
 use crate::log::{Log, LogReader, RecordKind};
 use crate::protocol::{Offer, WINDOW_BATCHES};
 
-/// Says that the last sync of a transfer that waits to be resumed succeeded. Never synced itself: it
-/// is about what memory holds of the other files, and goes with it when the machine does.
+/// Marker file: the last sync of a stopped transfer succeeded. Never synced itself: it describes the page cache's
+/// state of the other files, and vanishes with it in a machine crash.
 const RESTED: &str = "rested";
 
 /// The log's first record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Opening {
-    /// Who sends.
+    /// The sender's key.
     pub peer: PeerKey,
-    /// What this site calls them.
+    /// This site's name for the sender.
     pub peer_name: String,
-    /// What they offered.
+    /// The offer.
     pub offer: Offer,
-    /// The number that the image will have.
+    /// The image ID to be assigned.
     pub image: u64,
 }
 
-/// The log's last record: the file is whole.
+/// The log's last record: the file is complete.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Closing {
     /// Its digest.
     pub digest: Digest,
-    /// When it was finished, seconds since 1970.
+    /// When it was completed, in seconds since 1970.
     pub added_unix: i64,
 }
 
-/// Names a transfer: who sends, and what it will be called. Whether it is still the same file is
-/// found out from what is in it.
+/// Derives a transfer's key from the sender and the image's name. Whether it is still the same file is determined
+/// from its contents.
 #[must_use]
 pub fn transfer_key(peer: &PeerKey, name: &ImageName) -> String {
     let mut h = blake3::Hasher::new_derive_key("drover 2026-11 transfer key");
@@ -56,15 +56,15 @@ pub fn transfer_key(peer: &PeerKey, name: &ImageName) -> String {
     h.finalize().to_hex().as_str()[..32].to_owned()
 }
 
-/// A batch that the log has, and what of it is not in the partial file.
+/// A logged batch, and which of its blocks the partial file lacks.
 pub struct Restored {
     /// The batch.
     pub batch: Arc<Batch>,
-    /// Data blocks, by order among them, that are missing.
+    /// Missing data blocks, by order among the batch's data blocks.
     pub missing: DataBits,
-    /// Its plan; only kept while blocks are missing.
+    /// Its plan; kept only while blocks are missing.
     pub plan: Option<Plan>,
-    /// The digests of its data blocks as they are in the partial file.
+    /// The digests of its data blocks as found in the partial file.
     pub full: Vec<Digest>,
 }
 
@@ -76,18 +76,17 @@ pub struct Transfer {
     pub log: Log,
     /// The partial file, read and write.
     pub part: Arc<SyncedFile>,
-    /// How it is walked.
+    /// How the file is laid out for the walk.
     pub layout: Arc<Layout>,
-    /// What was offered, by whom.
+    /// The offer and its sender.
     pub opening: Opening,
-    /// Whether the partial file may hold blocks that the log says nothing of: every batch is to be
-    /// compared with it.
+    /// Whether the partial file may hold blocks that the log does not mention: every batch must be compared with it.
     pub compare: bool,
-    /// Where the first batch's record begins in the log.
+    /// Offset of the first batch's record in the log.
     front: u64,
-    /// The batch that the log wants next.
+    /// Index of the next batch to append to the log.
     next: u64,
-    /// Records of batches behind it.
+    /// Encoded records of later batches.
     held: BTreeMap<u64, Vec<u8>>,
 }
 
@@ -98,16 +97,16 @@ impl Transfer {
         self.dir.join("image.part")
     }
 
-    /// The number that the image will have.
+    /// The image ID to be assigned.
     #[must_use]
     pub fn image(&self) -> ImageId {
         ImageId(self.opening.image)
     }
 
-    /// Starts a transfer in `dir`, which must not exist. Durable when it returns.
+    /// Starts a transfer in `dir`, which must not exist. Durable on return.
     ///
     /// # Errors
-    /// When the files cannot be made.
+    /// When the files cannot be created.
     pub fn create(
         dir: &Path,
         opening: Opening,
@@ -142,8 +141,8 @@ impl Transfer {
         })
     }
 
-    /// Puts a transfer in the place of another one, whose partial file it goes on with: every batch
-    /// is compared with what is there. Durable when it returns; a crash leaves the one or the other.
+    /// Replaces a transfer with a new one that continues its partial file: every batch is compared with its contents.
+    /// Durable on return; a crash leaves either the old or the new one.
     ///
     /// # Errors
     /// When there is no partial file, or the files cannot be written.
@@ -180,12 +179,11 @@ impl Transfer {
         })
     }
 
-    /// Finds a transfer of `layout` in `dir` again. Every batch of its log is digested again in the partial
-    /// file and handed to `restored`; the log is cut behind the last batch that was taken.
-    /// `None` when there is nothing that can be used.
+    /// Resumes a transfer of `layout` in `dir`. Every logged batch is digested again in the partial file and passed
+    /// to `restored`; the log is truncated after the last batch that was accepted. `None` when nothing is usable.
     ///
     /// # Errors
-    /// When the files cannot be read, or what `restored` reports.
+    /// When the files cannot be read, or `restored` returns an error.
     pub fn resume(
         dir: &Path,
         offer: &Offer,
@@ -267,10 +265,10 @@ impl Transfer {
         }))
     }
 
-    /// Makes what has arrived durable, for the transfer is resumed later.
+    /// Syncs the received data for a later resume.
     ///
     /// # Errors
-    /// When something is lost: whoever resumes must not believe what memory remembers.
+    /// When data was lost: a resume must not trust the page cache.
     pub fn rest(&self) -> Result<(), TeleportError> {
         self.part
             .sync_data()
@@ -279,30 +277,30 @@ impl Transfer {
         self.mark_rested()
     }
 
-    /// Says that memory has nothing of the transfer that the disk is known to have lost.
+    /// Records that the page cache holds no data of the transfer that the disk is known to have lost.
     ///
     /// # Errors
-    /// When that cannot be written down.
+    /// When that cannot be written.
     pub fn mark_rested(&self) -> Result<(), TeleportError> {
         let mark = self.dir.join(RESTED);
         File::create(&mark).map_err(TeleportError::file("create", &mark))?;
         Ok(())
     }
 
-    /// The batches of the log do not describe the image any more: whoever resumes compares what is
-    /// in the partial file with what is offered then.
+    /// Marks the logged batches as no longer describing the image: a resume compares the partial file with what is
+    /// offered then.
     ///
     /// # Errors
-    /// When the log cannot be cut.
+    /// When the log cannot be truncated.
     pub fn distrust(&mut self) -> Result<(), TeleportError> {
         self.held.clear();
         self.next = 0;
         self.log.cut(self.front)
     }
 
-    /// Logs a batch with its plan. What is done about it comes after. Batches are logged in the
-    /// order of the walk: one that is early (zeros need no plan) waits for those before it. A
-    /// source runs [`WINDOW_BATCHES`] ahead at most, so there are never many.
+    /// Logs a batch with its plan, before it is acted on. Batches are logged in walk order: one that is early (zeros
+    /// need no plan) waits for those before it. A source runs at most [`WINDOW_BATCHES`] ahead, which bounds their
+    /// number.
     ///
     /// # Errors
     /// When the log cannot be written.
@@ -321,7 +319,7 @@ impl Transfer {
     }
 }
 
-/// Has the file read from its disk from now on: memory may show what the disk has lost.
+/// Drops the file from the page cache, which may show data that the disk has lost.
 fn read_from_disk(disk: &Arc<dyn Disk>, path: &Path) -> Result<(), TeleportError> {
     let failed = |e| TeleportError::file("read", path)(e);
     match File::options().read(true).write(true).open(path) {
@@ -331,7 +329,7 @@ fn read_from_disk(disk: &Arc<dyn Disk>, path: &Path) -> Result<(), TeleportError
     }
 }
 
-/// A new log with its front, durable but for its name.
+/// Creates a log with its front, durable except for its name.
 fn new_log(
     path: &Path,
     opening: &Opening,
@@ -352,7 +350,7 @@ pub fn opening_of(dir: &Path) -> Option<Opening> {
     drover_net::decode(&opening.payload).ok()
 }
 
-/// What is zero in a batch must be zero in the partial file, whatever was there before.
+/// Zeroes a batch's zero blocks in the partial file, whatever it held before.
 pub fn clear_zeros(part: &File, layout: &Layout, batch: &Batch) -> std::io::Result<()> {
     let zeros = (0..batch.data.blocks()).filter(|i| !batch.data.get(*i));
     let runs: Runs = zeros.map(|i| batch.first_block() + i).collect();
@@ -388,8 +386,8 @@ fn decode_batch_record(bytes: &[u8]) -> Option<(Batch, Plan)> {
     Some((batch, plan))
 }
 
-/// The data blocks of a batch (by order among them) that the file does not have as they should be,
-/// and the digests of what it has.
+/// The data blocks of a batch (by order among them) whose contents in the file are wrong, and the digests of what it
+/// contains.
 fn missing_blocks(
     part: &File,
     layout: &Layout,
@@ -406,7 +404,7 @@ fn missing_blocks(
         let end = full.len().min(start + PROOF_BLOCKS);
         let wrong = (start..end).filter(|&i| full[i].short() != batch.digests[i]);
         wrong.for_each(|i| missing.set(i as u64));
-        // All short digests are right and the proof is not: none of them can be trusted.
+        // All short digests match but the proof does not: none of them can be trusted.
         if *claimed != found && !(start..end).any(|i| missing.get(i as u64)) {
             (start..end).for_each(|i| missing.set(i as u64));
         }
@@ -414,21 +412,21 @@ fn missing_blocks(
     Ok((missing, full))
 }
 
-/// What a directory under `transfers/` holds, as far as its log says.
+/// Contents of a directory under `transfers/`, according to its log.
 pub struct Leftover {
     /// The directory.
     pub dir: PathBuf,
-    /// What was offered.
+    /// The offer.
     pub opening: Opening,
-    /// How the file is walked.
+    /// How the file is laid out for the walk.
     pub layout: Arc<Layout>,
-    /// Which blocks of its batches hold data, as far as they were logged.
+    /// Which blocks hold data, for the logged batches.
     pub data: Vec<DataBits>,
-    /// Set when the file was whole and may not have got its name.
+    /// Set when the file is complete; it may not have its final name yet.
     pub closing: Option<Closing>,
 }
 
-/// Looks at a transfer directory after a restart; `None` when its log says nothing.
+/// Inspects a transfer directory after a restart; `None` when its log is unusable.
 ///
 /// # Errors
 /// When the log cannot be read.
@@ -464,10 +462,10 @@ pub fn inspect(dir: &Path) -> Result<Option<Leftover>, TeleportError> {
     Ok(Some(left))
 }
 
-/// Takes the closing off the log in `dir`: the transfer is one that has stopped, with all blocks in place.
+/// Removes the closing record from the log in `dir`: this makes it a stopped transfer with all blocks in place.
 ///
 /// # Errors
-/// When the log cannot be read or cut.
+/// When the log cannot be read or truncated.
 pub fn reopen_closed(dir: &Path, disk: &Arc<dyn Disk>) -> Result<(), TeleportError> {
     let path = dir.join("log");
     let Some(reader) = open_if_there(&path)? else {
@@ -480,10 +478,10 @@ pub fn reopen_closed(dir: &Path, disk: &Arc<dyn Disk>) -> Result<(), TeleportErr
     }
 }
 
-/// Reads the batches that a transfer's log has, until `each` says no.
+/// Reads the batches of a transfer's log until `each` returns `false`.
 ///
 /// # Errors
-/// When the log cannot be read, or what `each` reports.
+/// When the log cannot be read, or `each` returns an error.
 pub fn each_batch(
     dir: &Path,
     mut each: impl FnMut(Batch) -> Result<bool, TeleportError>,
@@ -510,14 +508,14 @@ pub fn each_batch(
     Ok(())
 }
 
-/// The key of a holder who makes way for any transfer.
+/// The key of a holder that yields to any transfer.
 pub const ANYBODY: &str = "";
 
-/// Which names have a transfer going on, so that two never write the same one.
+/// The names with a transfer in progress, so that no two write the same one.
 #[derive(Debug, Default)]
 pub struct Active {
     names: parking_lot::Mutex<Names>,
-    /// Numbers those who ask, so that an older session never stops a newer one.
+    /// Numbers the sessions, so that an older one never stops a newer one.
     asked: std::sync::atomic::AtomicU64,
     freed: parking_lot::Condvar,
 }
@@ -536,18 +534,18 @@ struct Holder {
     stop: tokio::sync::watch::Sender<bool>,
 }
 
-/// Why a name cannot be had.
+/// Why a name cannot be taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Taken {
-    /// Another transfer has it.
+    /// Another transfer holds it.
     ByAnother,
-    /// A newer session of the same transfer has it.
+    /// A newer session of the same transfer holds it.
     ByNewer,
-    /// An older session of the same transfer has not let go of it yet: ask again later.
+    /// An older session of the same transfer has not released it yet: retry later.
     Still,
 }
 
-/// Holds a name until it is dropped.
+/// Holds a name until dropped.
 pub struct Hold {
     active: Arc<Active>,
     name: ImageName,
@@ -555,11 +553,11 @@ pub struct Hold {
     pub stop: tokio::sync::watch::Receiver<bool>,
 }
 
-/// The number of a holder who makes way for any session.
+/// The number of a holder that yields to any session.
 pub const OLDEST: u64 = 0;
 
 impl Active {
-    /// A number for a session, higher than those of all before it.
+    /// A session number higher than all before it.
     pub fn number(&self) -> u64 {
         let before = self
             .asked
@@ -567,12 +565,12 @@ impl Active {
         before + 1
     }
 
-    /// Takes `name` for the transfer `key` and the session `number`. An older session that holds it
-    /// for the same transfer (whose link was cut, most likely), or somebody who holds it for
-    /// [`ANYBODY`], is told to stop and waited for, at most `patience`.
+    /// Takes `name` for the transfer `key` and the session `number`. If an older session of the same transfer holds
+    /// it (whose connection probably broke), or a holder with the key [`ANYBODY`], it is asked to stop and waited
+    /// for, at most for `patience`.
     ///
     /// # Errors
-    /// When somebody else has it.
+    /// When the name is held by another.
     pub fn take(
         self: &Arc<Self>,
         name: &ImageName,
@@ -611,20 +609,20 @@ impl Active {
     }
 }
 
-/// A transfer that nobody can take up, until this is dropped.
+/// Prevents a transfer from being resumed until dropped.
 pub struct Claim {
     active: Arc<Active>,
     key: String,
 }
 
 impl Active {
-    /// Whether a transfer of that key is going on.
+    /// Whether a transfer with that key is in progress.
     #[must_use]
     pub fn has(&self, key: &str) -> bool {
         self.names.lock().held.values().any(|h| h.key == key)
     }
 
-    /// Keeps everybody from taking up the transfer `key`; `None` while it is going on or is claimed.
+    /// Claims the transfer `key` so that it cannot be resumed; `None` while it is in progress or claimed.
     pub fn claim(self: &Arc<Self>, key: &str) -> Option<Claim> {
         let mut names = self.names.lock();
         let free = !names.held.values().any(|h| h.key == key) && names.going.insert(key.into());

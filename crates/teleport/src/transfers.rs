@@ -1,4 +1,4 @@
-//! Transfers that were begun and are not finished, as they are on disk.
+//! Unfinished transfers, as stored on disk.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -11,50 +11,50 @@ use crate::TeleportError;
 use crate::log::is_closed;
 use crate::transfer::opening_of;
 
-/// What the directory of a transfer is called while it is being removed.
+/// Name of a transfer's directory while it is being removed.
 pub(crate) const REMOVED: &str = "removed";
 
-/// Who sends what cannot be read.
+/// Sender shown for a transfer whose log cannot be read.
 const UNKNOWN: &str = "unknown";
 
-/// In what state a transfer is.
+/// State of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TransferState {
-    /// It waits for the source to send again.
+    /// Waiting for the source to resume it.
     Stopped,
-    /// Its source is sending.
+    /// Being sent.
     UnderWay,
-    /// The file is whole and gets its name when the site is started next.
+    /// The file is complete and gets its name at the next start of the site.
     Whole,
-    /// Its log cannot be read: who sends what is not known. It is removed when the site is started next.
+    /// The log cannot be read, so the sender is unknown. It is removed at the next start of the site.
     Damaged,
 }
 
-/// A transfer that is not finished.
+/// An unfinished transfer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unfinished {
-    /// What names it, whatever else has the same name.
+    /// Unique key of the transfer.
     pub key: String,
-    /// What the image will be called; of a damaged one its key.
+    /// Name of the image to be delivered; for a damaged transfer, its key.
     pub name: String,
-    /// Who sends it, as the site calls them; `unknown` of a damaged one.
+    /// The site's name for the sender; `unknown` for a damaged transfer.
     pub peer: String,
-    /// Their key; all zeros of a damaged one.
+    /// The sender's public key; all zeros for a damaged transfer.
     pub sender: PeerKey,
-    /// In what state it is.
+    /// Its state.
     pub state: TransferState,
-    /// Bytes that have arrived, or were found at the site.
+    /// Bytes that were received or found at the site.
     pub done_bytes: u64,
-    /// Bytes of the image that are not holes.
+    /// Size of the image in bytes without holes.
     pub total_bytes: u64,
-    /// Bytes of disk that it takes.
+    /// Disk space used, in bytes.
     pub room_bytes: u64,
-    /// When something arrived last, in seconds since 1970.
+    /// When data last arrived, in seconds since 1970.
     pub touched_unix: i64,
 }
 
-/// What is in a work directory, the last touched first. Reads the front of each log, no more.
+/// The transfers in a work directory, most recently active first. Reads only the beginning of each log.
 ///
 /// # Errors
 /// When the directory cannot be listed.
@@ -71,7 +71,7 @@ pub fn unfinished(work_dir: &Path) -> Result<Vec<Unfinished>, TeleportError> {
     Ok(all)
 }
 
-/// What a directory holds; `None` when it is no transfer, or is going.
+/// Describes the transfer in a directory; `None` when there is none, or it is being removed.
 pub(crate) fn look(dir: &Path) -> Option<Unfinished> {
     let key = dir.file_name()?.to_str().filter(|_| !is_removed(dir))?;
     let log = dir.join("log");
@@ -98,7 +98,7 @@ pub(crate) fn look(dir: &Path) -> Option<Unfinished> {
     })
 }
 
-/// A directory of that key whose log says nothing; `None` when it is not one that a site made, or is gone.
+/// Describes a transfer whose log cannot be read; `None` when the site did not create the directory, or it is gone.
 fn look_at_damaged(dir: &Path, key: &str) -> Option<Unfinished> {
     let of_dir = std::fs::symlink_metadata(dir).ok()?;
     if !of_dir.is_dir() || !is_key(key) {
@@ -121,12 +121,12 @@ fn look_at_damaged(dir: &Path, key: &str) -> Option<Unfinished> {
     })
 }
 
-/// Whether that can be the key of a transfer. It comes from a caller, and names no file but its own.
+/// Whether this can be the key of a transfer. It comes from a caller, so it must not name any other file.
 pub(crate) fn is_key(key: &str) -> bool {
     !key.is_empty() && key.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// Whether a directory under `transfers/` is only left to be removed.
+/// Whether a directory under `transfers/` is already marked as removed.
 pub(crate) fn is_removed(dir: &Path) -> bool {
     dir.extension().is_some_and(|e| e == REMOVED)
 }

@@ -1,4 +1,4 @@
-//! Walking an image: batch after batch of zero map, heads and digests, and the digest of the file.
+//! Walking an image: its batches of zero map, heads and digests, and the digest of the file.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use crate::files::{FileOrderDigest, walks_in_file_order};
 use crate::protocol::BATCH_BLOCKS;
 use crate::stages::{Lap, SourceStages};
 
-/// Blocks that are read, scanned and digested in one go: few enough to stay in a core's cache.
+/// Blocks read, scanned and digested at a time: few enough to stay in a core's cache.
 const SLAB_BLOCKS: u64 = 256;
 
 /// Reads an image in the order of its layout.
@@ -22,12 +22,12 @@ pub struct Walk<'a> {
     scanner: Scanner,
     next: u64,
     buffer: Vec<u8>,
-    /// Kept when the walk meets the file's blocks in order; else the file is read once more.
+    /// Computed during the walk if that visits the file's blocks in order; else the file is read once more.
     digest: Option<FileOrderDigest>,
 }
 
 impl<'a> Walk<'a> {
-    /// At the start of an image.
+    /// Starts at the beginning of an image.
     #[must_use]
     pub fn new(image: &'a Outgoing) -> Self {
         let in_order = walks_in_file_order(&image.layout);
@@ -49,7 +49,7 @@ impl<'a> Walk<'a> {
         self.next_timed(&SourceStages::default(), &mut Lap::start())
     }
 
-    /// The same; `lap` shares the time out among the stages of the walk.
+    /// Like [`Walk::next_batch`]; `lap` attributes the time to the stages of the walk.
     ///
     /// # Errors
     /// As [`Walk::next_batch`].
@@ -113,7 +113,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Moves the data blocks to the front, so that they are digested without gaps.
+/// Moves the data blocks to the front, so that they can be digested contiguously.
 fn pack_data<'b>(buffer: &'b mut [u8], data: &DataBits) -> &'b [u8] {
     let count = data.count() as usize;
     if count as u64 != data.blocks() {
@@ -125,7 +125,7 @@ fn pack_data<'b>(buffer: &'b mut [u8], data: &DataBits) -> &'b [u8] {
     &buffer[..count * BLOCK_SIZE]
 }
 
-/// What of the file no range covers: holes.
+/// The parts of the file that no range covers: holes.
 fn holes(layout: &drover_image::Layout) -> Vec<Extent> {
     let mut spans: Vec<_> = layout.ranges().iter().map(|r| r.file_span()).collect();
     spans.sort_by_key(|s| s.start);
@@ -150,7 +150,7 @@ fn holes(layout: &drover_image::Layout) -> Vec<Extent> {
 /// Reads blocks of an image's walk.
 ///
 /// # Errors
-/// When the image cannot be read; that it has become shorter means that it changed.
+/// When the image cannot be read; if it has become shorter, it changed.
 pub fn read_image(image: &Outgoing, first_block: u64, buf: &mut [u8]) -> Result<(), TeleportError> {
     image
         .layout
@@ -177,7 +177,7 @@ pub fn image_path(image: &Outgoing) -> std::path::PathBuf {
 /// Checks that none of the image's files changed since it was opened.
 ///
 /// # Errors
-/// [`TeleportError::SourceChanged`] names the one that did.
+/// [`TeleportError::SourceChanged`] with the file that changed.
 pub fn check_unchanged(image: &Outgoing) -> Result<(), TeleportError> {
     for (path, stamp) in &image.stamps {
         let same = Stamp::of_path(path).is_ok_and(|now| now == *stamp);
@@ -188,7 +188,7 @@ pub fn check_unchanged(image: &Outgoing) -> Result<(), TeleportError> {
     Ok(())
 }
 
-/// Digests a file, skipping its holes; says how many bytes of how many it has looked at.
+/// Digests a file, skipping its holes; reports bytes processed and total bytes.
 ///
 /// # Errors
 /// When it cannot be read.
@@ -238,7 +238,7 @@ mod tests {
 
     use super::*;
 
-    /// Heads, zeros and digests do not depend on how many blocks are read in one go.
+    /// Heads, zeros and digests do not depend on the read size.
     #[test]
     fn a_batch_is_what_its_blocks_are_wherever_reads_end() {
         let blocks = BATCH_BLOCKS + SLAB_BLOCKS + 7;

@@ -1,9 +1,9 @@
-//! `BATCH`: which blocks of 8 MiB of walk hold data, which of those are heads, their short digests
-//! to find them by, and proofs of their full ones.
+//! `BATCH`: which blocks of 8 MiB of the walk hold data, which of those are heads, their short digests for matching,
+//! and proofs of their full digests.
 //!
-//! Digests are most of what crosses the link for an image that is known already, so only 12 bytes
-//! of each are sent. The receiver digests every block it puts in place anyway: one proof for each
-//! [`PROOF_BLOCKS`] of them, over the full digests, shows that all are what they must be.
+//! Digests are most of what crosses the link for a known image, so only 12 bytes of each are sent. The receiver
+//! digests every block in place anyway: one proof for each [`PROOF_BLOCKS`] of them, over the full digests, shows
+//! that all are correct.
 
 use drover_core::{Digest, Head, put_varint};
 use drover_store::DataBits;
@@ -11,11 +11,11 @@ use drover_store::DataBits;
 use super::{Malformed, Reader};
 use crate::protocol::BATCH_BLOCKS;
 
-/// Data blocks that share a proof.
+/// Number of data blocks that share a proof.
 pub const PROOF_BLOCKS: usize = 64;
 
-/// The proofs of data blocks with these (full) digests: for each [`PROOF_BLOCKS`] of them the
-/// BLAKE3 of their digests, one behind the other.
+/// The proofs of data blocks with these full digests: for each [`PROOF_BLOCKS`] of them, the BLAKE3 of their
+/// concatenated digests.
 #[must_use]
 pub fn proofs_of(digests: &[Digest]) -> Vec<Digest> {
     let proof = |group: &[Digest]| {
@@ -31,11 +31,11 @@ pub fn proofs_of(digests: &[Digest]) -> Vec<Digest> {
 /// One batch of an image's walk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// Its number: it holds the blocks from `index * BATCH_BLOCKS`.
+    /// Its index: it holds the blocks from `index * BATCH_BLOCKS`.
     pub index: u64,
     /// Which of its blocks hold data.
     pub data: DataBits,
-    /// What each data block looks like, in order.
+    /// Whether each data block is a head, in order.
     pub heads: Vec<Head>,
     /// The short digest of each data block, in order.
     pub digests: Vec<Digest>,
@@ -44,7 +44,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// A batch of data blocks with these full digests.
+    /// Creates a batch of data blocks with these full digests.
     #[must_use]
     pub fn new(index: u64, data: DataBits, heads: Vec<Head>, full: &[Digest]) -> Self {
         debug_assert_eq!(data.count(), full.len() as u64);
@@ -58,13 +58,13 @@ impl Batch {
         }
     }
 
-    /// The first block of the walk in it.
+    /// The first block of the walk in this batch.
     #[must_use]
     pub fn first_block(&self) -> u64 {
         self.index * BATCH_BLOCKS
     }
 
-    /// Its bytes on the wire and in the log.
+    /// Encodes it for the wire and the log.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.digests.len() * (Digest::SHORT_LEN + 2) + 64);
@@ -94,7 +94,7 @@ impl Batch {
         out
     }
 
-    /// Reads one.
+    /// Decodes a batch.
     ///
     /// # Errors
     /// When the bytes are not exactly one batch.

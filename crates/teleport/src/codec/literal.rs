@@ -1,45 +1,45 @@
-//! `LITERAL`: blocks as data, compressed together.
+//! `LITERAL`: the contents of blocks, compressed together.
 
 use drover_core::put_varint;
 
 use super::{Malformed, Reader, Runs};
 use crate::protocol::FRAME_BLOCKS;
 
-/// How a literal frame's blocks are packed.
+/// How a literal frame's blocks are compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
-    /// As they are.
+    /// Uncompressed.
     Plain,
     /// One LZ4 block.
     Lz4,
-    /// A piece of the connection's zstd stream, which begins anew with this frame.
+    /// A part of the connection's zstd stream, which restarts with this frame.
     ZstdNew,
-    /// A piece of the connection's zstd stream, which goes on.
+    /// A part of the connection's zstd stream, continued.
     ZstdMore,
 }
 
-/// What stands before the packed blocks.
+/// The header in front of the compressed blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LiteralHeader {
-    /// The image's place in the session.
+    /// The image's number in the session.
     pub slot: u32,
-    /// How the blocks are packed.
+    /// How the blocks are compressed.
     pub packing: Packing,
-    /// Which blocks; at least one, at most [`FRAME_BLOCKS`].
+    /// The blocks: at least one, at most [`FRAME_BLOCKS`].
     pub runs: Runs,
 }
 
 /// A literal frame, borrowed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Literal<'a> {
-    /// What stands before.
+    /// Its header.
     pub header: LiteralHeader,
-    /// The packed blocks.
+    /// The compressed blocks.
     pub packed: &'a [u8],
 }
 
 impl LiteralHeader {
-    /// The bytes that go before the packed blocks.
+    /// Encodes the header.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(16);
@@ -56,7 +56,7 @@ impl LiteralHeader {
 }
 
 impl<'a> Literal<'a> {
-    /// Reads one.
+    /// Decodes a frame.
     ///
     /// # Errors
     /// When the header is not one that an encoder would write.

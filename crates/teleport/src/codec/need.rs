@@ -10,10 +10,10 @@ use crate::protocol::BATCH_BLOCKS;
 pub struct Runs(Vec<(u64, u64)>);
 
 impl Runs {
-    /// Adds blocks behind the last; joins runs that touch.
+    /// Appends blocks after the last run; merges adjacent runs.
     ///
     /// # Panics
-    /// In debug builds, if `first` is not behind the last block.
+    /// In debug builds, if `first` is not past the last block.
     pub fn push(&mut self, first: u64, blocks: u64) {
         if blocks == 0 {
             return;
@@ -45,7 +45,7 @@ impl Runs {
         self.0.iter().flat_map(|&(f, n)| f..f + n)
     }
 
-    /// How many blocks.
+    /// Number of blocks.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.0.iter().map(|r| r.1).sum()
@@ -67,7 +67,7 @@ impl Runs {
         }
     }
 
-    /// At most `max_blocks` blocks, none at or beyond 2^32.
+    /// Decodes at most `max_blocks` blocks, none at or beyond 2^32.
     pub(super) fn get(r: &mut Reader<'_>, max_blocks: u64) -> Result<Self, Malformed> {
         let n = r.at_most(max_blocks)?;
         let mut runs = Runs(Vec::with_capacity(n as usize));
@@ -106,7 +106,7 @@ pub struct Need {
 }
 
 impl Need {
-    /// Its bytes on the wire.
+    /// Encodes it for the wire.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
@@ -114,7 +114,7 @@ impl Need {
         out
     }
 
-    /// Reads one.
+    /// Decodes a need.
     ///
     /// # Errors
     /// When the bytes are not exactly one need.

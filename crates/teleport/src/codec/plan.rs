@@ -1,4 +1,4 @@
-//! A plan as bytes: in the destination's log, and from a lone teleporter.
+//! Encoding of a plan: in the destination's log, and from a remote teleporter.
 
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};
 
@@ -7,7 +7,7 @@ use drover_core::put_varint;
 use super::{Malformed, Reader};
 use crate::protocol::BATCH_BLOCKS;
 
-/// The ways a run can have been found, by their number on the wire.
+/// The ways in which a run can be matched, by their number on the wire.
 const VIAS: [Via; 7] = [
     Via::Literal,
     Via::C0,
@@ -18,7 +18,7 @@ const VIAS: [Via; 7] = [
     Via::Repeat,
 ];
 
-/// Writes a plan.
+/// Encodes a plan.
 #[must_use]
 pub fn encode_plan(plan: &Plan) -> Vec<u8> {
     let mut out = Vec::with_capacity(plan.runs.len() * 6 + 8);
@@ -48,10 +48,10 @@ pub fn encode_plan(plan: &Plan) -> Vec<u8> {
     out
 }
 
-/// Reads a plan for `blocks` data blocks.
+/// Decodes a plan for `blocks` data blocks.
 ///
 /// # Errors
-/// When the bytes are not exactly one plan for so many.
+/// When the bytes are not exactly one plan for that many blocks.
 pub fn decode_plan(bytes: &[u8], blocks: u64) -> Result<Plan, Malformed> {
     let mut r = Reader::new(bytes, "plan");
     let n = r.at_most(BATCH_BLOCKS)?;

@@ -1,4 +1,4 @@
-//! A reader that never runs over.
+//! A reader with bounds checks.
 
 use drover_core::take_varint;
 
@@ -36,7 +36,7 @@ impl<'a> Reader<'a> {
         take_varint(&mut self.rest).ok_or(self.malformed())
     }
 
-    /// A number that may not be over `max`.
+    /// Reads a number of at most `max`.
     pub fn at_most(&mut self, max: u64) -> Result<u64, Malformed> {
         let n = self.varint()?;
         if n > max {

@@ -1,4 +1,4 @@
-//! The bytes that `docs/format/wire.md` shows.
+//! The example bytes in `docs/format/wire.md`.
 
 use drover_core::{Digest, Head};
 use drover_index::{ImageId, Origin, Plan, PlanRun, SequenceStore, Via};

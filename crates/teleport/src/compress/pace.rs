@@ -1,17 +1,16 @@
-//! How hard to compress: a model of a connection's pipeline, learned by use.
+//! Chooses the compression level: a model of a connection's pipeline, fitted at run time.
 //!
-//! Blocks are read and packed by one thread, go over the link, and are unpacked by another. The slowest
-//! of the three sets the pace, so the best effort is the one at which the slowest is fastest:
-//! `min(1 / (read + pack), link / share, receiver)` in bytes of blocks a second, `share` what packing
-//! leaves of them. What the present effort costs and leaves is measured; the others follow from what
-//! is known of them beforehand, corrected whenever one is changed for another. The link's rate shows
-//! while frames wait for it.
+//! One thread reads and compresses blocks, they cross the link, and another thread decompresses them. The slowest of
+//! the three stages limits throughput, so the best level is the one that maximizes it: `min(1 / (read + pack), link /
+//! share, receiver)` in bytes of blocks per second, where `share` is the compressed fraction. Cost and share of the
+//! current level are measured; those of the other levels follow from built-in figures, corrected after each change of
+//! level. The link's rate is measured while frames wait for it.
 
 use std::time::Duration;
 
 use super::Effort;
 
-/// What auto chooses from, from the fastest.
+/// The levels that automatic selection chooses from, fastest first.
 pub(super) const EFFORTS: [Effort; N] = [
     Effort::None,
     Effort::Lz4,
@@ -25,83 +24,84 @@ pub(super) const EFFORTS: [Effort; N] = [
 
 const N: usize = 8;
 
-/// Seconds that packing a byte costs, as measured (`examples/pack.rs`): a Debian system, and what a
-/// second one with compilers adds. From zstd 3 on with a long window.
+/// Built-in seconds per byte of compression at each level, as measured (`examples/pack.rs`) with a Debian system and
+/// the additional data of a second one with compilers. From zstd 3 on with a long window.
 const COSTS: [f64; N] = [
     0.06e-9, 1.29e-9, 1.74e-9, 2.09e-9, 3.93e-9, 9.25e-9, 17.7e-9, 37.0e-9,
 ];
 
-/// What packing leaves of the same data.
+/// Compressed fraction of the same data.
 const SHARES: [f64; N] = [1.0, 0.471, 0.352, 0.334, 0.3115, 0.296, 0.288, 0.285];
 
-/// Where a connection begins on a link of unknown rate.
+/// Initial level on a link of unknown rate.
 const FAR: usize = 3;
 
-/// A link within a building is rarely slow, and on one machine both ends want the same cores.
+/// Links with a shorter round trip start uncompressed: a link within a building is rarely slow, and on one machine
+/// both ends compete for the same cores.
 const NEAR_ROUND_TRIP: Duration = Duration::from_micros(1500);
 
-/// A look at the pipeline takes at least so long and so many frames.
+/// Minimum duration of a measurement in seconds; a minimum number of frames applies too.
 const LOOK_TIME: f64 = 0.15;
 const LOOK_FRAMES: u32 = 4;
 
-/// A link is full when frames wait for it this share of the time.
+/// The link counts as saturated when frames wait for it for this fraction of the time.
 const FULL: f64 = 0.08;
 
-/// Frames also wait while those who pass them on wait for a core: so many times as long as packing did, where
-/// both ends may be on the same cores, and where they are apart.
+/// Frames also wait while the threads that forward them wait for a core. That time is estimated as a multiple of the
+/// time for which compression waited for a core: where both ends may share the cores, and where they are apart.
 const CROWD: f64 = 2.0;
 const FAR_CROWD: f64 = 0.5;
 
-/// A receiver that is busy this share of the time is what frames wait for.
+/// A receiver that is busy for this fraction of the time counts as the bottleneck.
 const RECEIVER_FULL: f64 = 0.85;
 
-/// How many times faster than it is used the link may be while nothing waits for it.
+/// Assumed ratio of the link's rate to its current use while nothing waits for it.
 const UNKNOWN: f64 = 4.0;
 
-/// How much faster a link that was full once may have become, a look.
+/// Growth per measurement of the assumed rate of a link that was saturated before.
 const DRIFT: f64 = 1.02;
 
-/// What remains, after a look without compression, of what was learned of its cost.
+/// Decay, per measurement without compression, of the learned corrections of its cost.
 const FORGET: f64 = 0.96;
 
-/// How much of what a change of effort shows is believed: the data changes, too.
+/// Weight of what a change of level shows: the data changes too.
 const TRUST: f64 = 0.3;
 
-/// What unpacking, digesting and writing a byte costs against digesting and writing it.
+/// Receiver's cost per byte with decompression, relative to digesting and writing alone.
 const UNPACKING: f64 = 1.6;
 
-/// What another effort must promise to be worth a change.
+/// Predicted speedup required to change the level.
 const GAIN: f64 = 1.04;
 
-/// The same for the first compression at all on a link faster than most disks, or for so many looks
-/// in a row: its other end may be on the same cores, and a moment's wait there is not a full link.
+/// Speedup required to enable compression on a link faster than most disks; a smaller one must be predicted this many
+/// times in a row. The peer may share the cores, and a brief wait there does not mean a saturated link.
 const FAST_GAIN: f64 = 1.4;
 const FAST: f64 = 250e6;
 const PATIENCE: u32 = 10;
 
-/// Packing does not get all of a thread's time.
+/// Fraction of a thread's time that compression gets.
 const SPARE: f64 = 0.94;
 
-/// One frame's way through the pipeline.
+/// Times of one frame in the pipeline.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Passed {
-    /// Waiting for blocks to be asked for.
+    /// Waiting for blocks to be requested.
     pub idle: Duration,
     /// Reading them.
     pub read: Duration,
-    /// Packing them.
+    /// Compressing them.
     pub pack: Duration,
-    /// Of that, without a core: others had it.
+    /// Part of `pack` spent waiting for a core.
     pub stolen: Duration,
     /// Waiting for the link.
     pub waited: Duration,
     /// Bytes of blocks.
     pub bytes: usize,
-    /// Bytes they were packed to.
+    /// Compressed bytes.
     pub packed: usize,
 }
 
-/// Sums since the last look.
+/// Sums since the last measurement.
 #[derive(Debug, Clone, Copy, Default)]
 struct Look {
     frames: u32,
@@ -131,28 +131,28 @@ impl Look {
     }
 }
 
-/// Chooses how hard to compress, from where the time goes. Pure: it is told times.
+/// Chooses the compression level from where time is spent. Pure: the caller passes times in.
 #[derive(Debug)]
 pub struct Pace {
     fixed: Option<Effort>,
     step: usize,
     look: Look,
-    /// What packing a byte costs and leaves, by effort; only how these compare counts.
+    /// Cost per byte and compressed fraction at each level; only their ratios matter.
     costs: [f64; N],
     shares: [f64; N],
-    /// This machine and this data against those: times the cost, and times what is saved.
+    /// This machine and data relative to those figures: factors for the cost and for the savings.
     slow: f64,
     saved: f64,
-    /// Bytes a second on the wire, once frames have waited for it, and as it is used.
+    /// Link rate in bytes per second, once frames have waited for it, and its current use.
     link: Option<f64>,
     used: f64,
-    /// What it may carry.
+    /// Rate limit of the link.
     limit: f64,
     /// [`CROWD`] or [`FAR_CROWD`].
     crowd: f64,
-    /// Looks in a row that promised a gain.
+    /// Consecutive measurements that predicted a speedup.
     promised: u32,
-    /// Cost and saving of the look before, at another effort.
+    /// Level, cost and savings of the previous measurement, if at another level.
     before: Option<(usize, f64, f64)>,
 }
 
@@ -178,10 +178,10 @@ impl Default for Pace {
 
 #[cfg(any(fuzzing, feature = "testing"))]
 impl Pace {
-    /// How many efforts auto chooses from.
+    /// Number of automatic levels.
     pub const STEPS: usize = N;
 
-    /// At one of auto's efforts by number, from the fastest; for measurements.
+    /// Fixed at one of the automatic levels by number, fastest first; for benchmarks.
     #[must_use]
     pub fn step(step: usize) -> Self {
         Self::fixed(EFFORTS[step.min(N - 1)])
@@ -189,7 +189,7 @@ impl Pace {
 }
 
 impl Pace {
-    /// At an effort that stays.
+    /// Fixed at a level.
     #[must_use]
     pub fn fixed(effort: Effort) -> Self {
         Pace {
@@ -198,8 +198,7 @@ impl Pace {
         }
     }
 
-    /// Where to begin on a connection with this round-trip time, that may carry so many bytes a
-    /// second.
+    /// Initial state for a connection with this round-trip time and an optional rate limit in bytes per second.
     #[must_use]
     pub fn of_link(round_trip: Duration, limit: Option<u64>) -> Self {
         let mut pace = Self::default();
@@ -220,13 +219,13 @@ impl Pace {
         pace
     }
 
-    /// The present effort.
+    /// The current level.
     #[must_use]
     pub fn effort(&self) -> Effort {
         self.fixed.unwrap_or(EFFORTS[self.step])
     }
 
-    /// Tells of a frame, and which share of its time the receiver was last known to be busy.
+    /// Records a frame, and the fraction of time for which the receiver was last known to be busy.
     pub fn note(&mut self, frame: &Passed, receiver_busy: f64) {
         self.look.add(frame);
         let seconds = self.look.seconds();
@@ -272,21 +271,21 @@ impl Pace {
         }
     }
 
-    /// What the present effort costs and leaves, and with it what others would.
+    /// Updates cost and share of the current level, and with them those of the other levels.
     fn learn(&mut self, look: &Look) {
         let (cost, saving) = (look.pack / look.bytes, 1.0 - look.packed / look.bytes);
         if self.step == 0 {
-            // What was dear then may have become cheap: nothing here would show it.
+            // Without compression its cost cannot be measured, so let old estimates decay.
             self.slow = self.slow.min(1.0 + FORGET * (self.slow - 1.0));
             self.saved = self.saved.max(1.0 + FORGET * (self.saved - 1.0));
             return;
         }
         let step = self.step;
-        // The machine and the data are what they were a moment ago: what differs is the effort.
+        // Machine and data are assumed unchanged since the last measurement: the difference is due to the level.
         if let Some((from, cost_before, saving_before)) = self.before.filter(|b| b.0 > 0) {
             let blend = |known: f64, seen: f64| known * (seen / known).clamp(0.4, 2.5).powf(TRUST);
             let seen = blend(self.costs[step], self.costs[from] * cost / cost_before);
-            // More effort is never less work.
+            // A higher level never costs less.
             let least = 1.1 * self.costs[step - 1];
             let most = self.costs.get(step + 1).map_or(f64::INFINITY, |c| c / 1.1);
             self.costs[step] = seen.min(most).max(least);
@@ -318,12 +317,12 @@ impl Pace {
         self.used = used;
     }
 
-    /// What packing at an effort leaves.
+    /// Predicted compressed fraction at a level.
     fn share(&self, step: usize) -> f64 {
         (1.0 - self.saved * (1.0 - self.shares[step])).clamp(0.01, 1.0)
     }
 
-    /// Bytes of blocks a second at an effort.
+    /// Predicted bytes of blocks per second at a level.
     fn rate(&self, step: usize, ends: &Ends) -> f64 {
         let pack = SPARE / (ends.read + self.slow * self.costs[step]).max(1e-12);
         let link = self.link.unwrap_or(UNKNOWN * self.used) / self.share(step);
@@ -331,7 +330,7 @@ impl Pace {
         pack.min(link).min(ends.supply).min(receiver)
     }
 
-    /// The least effort of those that are best.
+    /// The lowest of the best levels.
     fn best(&self, ends: &Ends) -> usize {
         let mut best = 0;
         for step in 1..N {
@@ -343,16 +342,16 @@ impl Pace {
     }
 }
 
-/// What is before and after packing and the link.
+/// The stages before and after compression and the link.
 struct Ends {
-    /// Seconds that reading a byte takes.
+    /// Seconds per byte of reading.
     read: f64,
-    /// Bytes a second that are asked for, and that the receiver takes when they are not packed.
+    /// Bytes per second that are requested, and that the receiver handles uncompressed.
     supply: f64,
     receiver: f64,
 }
 
-/// What a byte costs the receiver: it is digested and written, and perhaps unpacked before.
+/// Receiver's relative cost per byte at a level: it digests and writes, and possibly decompresses first.
 fn effort_of_unpacking(step: usize) -> f64 {
     if step == 0 { 1.0 } else { UNPACKING }
 }

@@ -1,4 +1,4 @@
-//! Simulations of whole transfers, and what a destination does not put up with.
+//! Simulations of whole transfers, and protocol violations that a destination must reject.
 
 mod sim;
 
@@ -6,7 +6,7 @@ use sim::{World, batch_of, digest_of, random_image};
 
 use super::*;
 
-/// Says which seed failed.
+/// Reports the failed seed.
 struct Seed(u64);
 
 impl Drop for Seed {
@@ -17,7 +17,7 @@ impl Drop for Seed {
     }
 }
 
-/// `DROVER_SIM_SEED` runs one seed, `DROVER_SIM_SEEDS` so many of them.
+/// `DROVER_SIM_SEED` runs one seed, `DROVER_SIM_SEEDS` the given number of seeds.
 fn seeds() -> std::ops::Range<u64> {
     let var = |name| std::env::var(name).ok().and_then(|v| v.parse::<u64>().ok());
     match var("DROVER_SIM_SEED") {
@@ -41,7 +41,7 @@ fn every_transfer_ends_with_the_image_whatever_happens_on_the_way() {
         );
         let m = c.matched;
         let found = m.c0 + m.c1 + m.c2 + m.anchor + m.aligned + m.repeat;
-        // What was found and then disproved is counted as both found and invalid.
+        // A match that was disproved counts as both found and invalid.
         assert!(found >= c.matched_blocks, "{c:?}");
         assert!(found == c.matched_blocks || world.disproved > 0, "{c:?}");
         assert!(c.sent_blocks <= world.asked);
@@ -89,7 +89,7 @@ fn batches_out_of_order_twice_or_of_the_wrong_size_are_violations() {
     handle(&mut d, batch(&image, 2)).unwrap();
     let longer = [&image[..], &[7; 5]].concat();
     assert!(handle(&mut d, batch(&longer, 3)).is_err());
-    // The last batch must be as short as the image is.
+    // The last batch must be as short as the image requires.
     let mut d = Destination::new(100);
     assert!(handle(&mut d, batch(&image, 0)).is_err());
     assert!(handle(&mut d, batch(&image[..99], 0)).is_err());
@@ -167,8 +167,8 @@ fn a_plan_that_does_not_cover_its_batch_is_a_violation() {
     }
 }
 
-/// A worker may be copying to a block that nobody asked the source for: what comes unasked could
-/// be overwritten after it was verified.
+/// A worker may be copying to a block that was not requested: data for it from the source could be overwritten after
+/// it was verified.
 #[test]
 fn blocks_that_were_not_asked_for_are_a_violation() {
     let image = [1, 2, 3, 4];
@@ -217,7 +217,7 @@ fn reuse_of_the_own_blocks_waits_until_they_are_verified() {
     };
     let actions = handle(&mut d, reused).unwrap();
     assert!(matches!(&actions[..], [Action::Reuse(j)] if j.runs[0].0 == 6));
-    // One that is not what it should be is asked for.
+    // A block that fails verification is requested.
     let reused = Event::Reused {
         job: first.clone(),
         failed: vec![4],
@@ -268,7 +268,7 @@ fn a_group_whose_proof_is_wrong_is_asked_for_and_then_believed_no_more() {
     };
     let actions = handle(&mut d, reused).unwrap();
     assert!(matches!(actions[..], [Action::Prove(0)]), "{actions:?}");
-    // What came from the source is not asked for again, and the last group is short.
+    // Blocks from the source are not requested again, and the last group is short.
     let proved = |wrong: &[u32]| Event::Proved {
         index: 0,
         wrong: wrong.to_vec(),
@@ -303,7 +303,7 @@ fn batches_that_were_restored_may_come_again() {
         assert!(handle(&mut d, batch(&image, index)).unwrap().is_empty());
     }
     assert!(!handle(&mut d, batch(&image, 2)).unwrap().is_empty());
-    // One that came in this session may not.
+    // A batch received in this session must not be sent again.
     assert!(handle(&mut d, batch(&image, 2)).is_err());
 }
 
@@ -322,7 +322,7 @@ fn what_is_restored_must_be_the_next_batch() {
     missing.set(0);
     d.restore(one.clone(), missing).unwrap();
     assert_eq!(d.open_batches(), 1);
-    // Only what is missing is asked for.
+    // Only missing blocks are requested.
     let plan = planned(1, &[(one.digests.len() as u32, From::Literal)]);
     let actions = handle(&mut d, plan).unwrap();
     assert!(matches!(&actions[..], [Action::Need(n)] if n.runs.count() == 1));

@@ -1,4 +1,4 @@
-//! Against plain models: memory instead of files, one byte after the other.
+//! Compared with plain models: memory instead of files, byte by byte.
 
 mod sharing;
 
@@ -13,7 +13,7 @@ use super::*;
 use crate::protocol::BATCH_BLOCKS;
 use crate::walk::Walk;
 
-/// A file's bytes, some of its blocks zeros, and a layout of it as a container might have.
+/// Contents of a file, with some zero blocks, and a layout such as a container might have.
 fn any_file(rng: &mut Rng) -> (Vec<u8>, Layout) {
     let grain = [512u32, 4096, 4096, 16384][rng.usize(0..4)];
     let slots = rng.usize(1..60);
@@ -27,7 +27,7 @@ fn any_file(rng: &mut Rng) -> (Vec<u8>, Layout) {
     let (mut ranges, mut walk) = (Vec::<GrainRange>::new(), 0u64);
     let mut rest = &order[..];
     while let Some((&first, _)) = rest.split_first() {
-        // As far as the slots follow each other in one direction.
+        // As long as the slots are consecutive in one direction.
         let run = |step: i64| {
             let follows = |(i, s): (usize, &u64)| *s as i64 == first as i64 + step * i as i64;
             rest.iter()
@@ -70,7 +70,7 @@ fn any_file(rng: &mut Rng) -> (Vec<u8>, Layout) {
     (bytes, layout)
 }
 
-/// The walk, byte for byte.
+/// The walk, byte by byte.
 fn plain_walk(bytes: &[u8], layout: &Layout) -> Vec<u8> {
     let mut out = vec![0; layout.walk_blocks() as usize * BLOCK_SIZE];
     for r in layout.ranges() {
@@ -101,7 +101,7 @@ fn bytes_of(file: &File) -> Vec<u8> {
     out
 }
 
-/// Walks the file and returns its digest by the walk, and by its batches in another order.
+/// Walks the file and returns its digest from the walk, and from its batches in another order.
 fn walked_digests(rng: &mut Rng, bytes: Vec<u8>, layout: &Layout) -> (Digest, Option<Digest>) {
     let image = Outgoing {
         content: Arc::new(bytes.clone()),
@@ -154,7 +154,7 @@ proptest! {
         let (mut bytes, layout) = any_file(&mut rng);
         let file = file_of(&bytes);
         if cut {
-            // The file has become shorter: what is gone counts as zeros.
+            // The file has become shorter: missing data counts as zeros.
             let at = rng.usize(0..bytes.len());
             file.set_len(at as u64).unwrap();
             bytes[at..].fill(0);
@@ -191,7 +191,7 @@ proptest! {
             at += n;
         }
         prop_assert!(bytes_of(&file) == bytes);
-        // One byte in padding and the block is refused.
+        // A single nonzero byte in padding must be rejected.
         let padding = layout.pieces(0, u64::MAX).filter(|p| p.file.is_none());
         for piece in padding.take(20) {
             let block = piece.walk / BLOCK_SIZE_U64;
@@ -235,7 +235,7 @@ proptest! {
     }
 }
 
-/// Spans that do not overlap, within `len` bytes, of `total` bytes in all.
+/// Disjoint spans within `len` bytes, of `total` bytes altogether.
 fn any_spans(rng: &mut Rng, len: u64, total: u64) -> Spans {
     let mut parts: Vec<(u64, u64)> = Vec::new();
     let (mut at, mut left) = (0, total);
@@ -265,7 +265,7 @@ fn copies_like_the_model(rng: &mut Rng, target: File) {
     rng.fill(&mut to_bytes);
     target.write_all_at(&to_bytes, 0).unwrap();
     let source = file_of(&from_bytes);
-    // The source may be shorter than was thought.
+    // The source may be shorter than expected.
     let thought = from_bytes.len() as u64 + rng.u64(0..5000);
     let from = any_spans(rng, thought, 40_000);
     let to = any_spans(rng, to_bytes.len() as u64, 40_000);
@@ -285,7 +285,7 @@ fn copies_like_the_model(rng: &mut Rng, target: File) {
     assert!(bytes_of(&source) == from_bytes);
 }
 
-/// Between two file systems the bytes go through memory.
+/// Between two file systems the bytes are copied through memory.
 #[test]
 fn copies_between_file_systems_agree_with_the_model() {
     use std::os::unix::fs::MetadataExt;

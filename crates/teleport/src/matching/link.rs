@@ -1,4 +1,4 @@
-//! Events to a teleporter and its answers, in order: handled here, or sent over a connection.
+//! Sends events to a teleporter and receives its answers in order, in this process or over a connection.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,32 +16,32 @@ use crate::TeleportError;
 use crate::protocol::kind;
 use crate::teleporter::{Answer, Event, Failure, ImageEvent, Teleporter};
 
-/// Steps of a trimming that are answered together as long as they look at images.
+/// Maximum number of trim steps answered together while they only examine images.
 const LOOKS: usize = 64;
 
 /// The teleporter inside a site.
 pub type LocalTeleporter = Arc<Mutex<Teleporter>>;
 
-/// A way to submit events and collect the answers in the same order.
+/// Submits events and collects their answers in the same order.
 pub enum Link {
-    /// Answers at once.
+    /// Answers immediately.
     Local(LocalTeleporter, VecDeque<Answer>),
-    /// Answers a round trip later.
+    /// Answers after a round trip.
     Remote(RemoteLink),
 }
 
-/// Frames to and from a lone teleporter, and how many blocks each awaited answer is for.
+/// A connection to a remote teleporter, with the number of data blocks that each pending answer covers.
 pub struct RemoteLink {
-    /// Frames to send.
+    /// Outgoing frames.
     pub to: mpsc::Sender<Frame>,
-    /// Frames that came.
+    /// Incoming frames.
     pub from: mpsc::Receiver<Result<Frame, TeleportError>>,
-    /// Data blocks of each event that has no answer yet.
+    /// Data blocks of each event whose answer is pending.
     pub waiting: VecDeque<u64>,
 }
 
 impl Link {
-    /// How many events may be submitted before their answers are collected.
+    /// Maximum number of events in flight.
     #[must_use]
     pub fn depth(&self) -> usize {
         match self {
@@ -50,7 +50,7 @@ impl Link {
         }
     }
 
-    /// Hands an event over.
+    /// Submits an event.
     ///
     /// # Errors
     /// When the teleporter fails or is gone.
@@ -58,8 +58,7 @@ impl Link {
         self.submit_then(event, |_| {})
     }
 
-    /// Hands an event over. A teleporter in this process has `then` called with the answer before
-    /// it handles any other event.
+    /// Submits an event. A teleporter in this process calls `then` with the answer before it handles any other event.
     ///
     /// # Errors
     /// When the teleporter fails or is gone.
@@ -84,20 +83,19 @@ impl Link {
         Ok(())
     }
 
-    /// Ends, and gives up an image that was begun on it: one that nobody goes on with would keep its
-    /// place at the teleporter.
+    /// Closes the link and aborts the image begun on it, which would otherwise keep its slot at the teleporter.
     pub fn give_up(self, image: ImageId) {
         match self {
             Link::Local(teleporter, _) => {
                 // It cannot fail; and if it did, there would be nothing else to do.
                 let _ = handle(&teleporter, Event::Image(image, ImageEvent::Abort));
             }
-            // A lone teleporter gives up what was begun on a connection when that ends.
+            // A remote teleporter aborts unfinished images when their connection ends.
             Link::Remote(_) => {}
         }
     }
 
-    /// Waits for the answer to the oldest event without one.
+    /// Waits for the answer to the oldest pending event.
     ///
     /// # Errors
     /// When the teleporter fails or is gone.
@@ -111,10 +109,10 @@ impl Link {
         }
     }
 
-    /// The same, for so long at most; then the link is of no more use.
+    /// Like [`collect`](Self::collect), with a timeout; after a timeout the link must not be used again.
     ///
     /// # Errors
-    /// When the teleporter fails, is gone, or takes longer.
+    /// When the teleporter fails, is gone, or the timeout expires.
     pub(crate) fn collect_within(&mut self, at_most: Duration) -> Result<Answer, TeleportError> {
         let Link::Remote(link) = self else {
             return self.collect();
@@ -146,7 +144,7 @@ impl Wake for Unpark {
 }
 
 impl RemoteLink {
-    /// The answer to the oldest event without one, as it came; none when nothing comes any more.
+    /// Decodes the answer to the oldest pending event; `None` when the connection has ended.
     fn answered(
         &mut self,
         frame: Option<Result<Frame, TeleportError>>,
@@ -162,7 +160,7 @@ impl RemoteLink {
     }
 }
 
-/// The teleporter answers something else than it was asked.
+/// The teleporter sent an answer of the wrong type.
 pub(crate) fn wrong_answer() -> TeleportError {
     TeleportError::Protocol("the teleporter sent a reply of the wrong kind".into())
 }
@@ -171,10 +169,10 @@ fn gone() -> TeleportError {
     TeleportError::Remote("the connection to the teleporter was lost".into())
 }
 
-/// Has the teleporter here handle an event. Nobody else waits while the disk syncs for it.
+/// Handles an event at the local teleporter. Its lock is not held during disk syncs, so others do not wait for them.
 ///
 /// # Errors
-/// What it reports.
+/// Those of the teleporter.
 pub fn handle(teleporter: &Mutex<Teleporter>, event: Event) -> Result<Answer, TeleportError> {
     handle_then(teleporter, event, |_| {})
 }
@@ -195,13 +193,13 @@ fn handle_then(
         }
         Event::Image(image, ImageEvent::Forget) => {
             if let Some(sync) = held(teleporter, |t| t.begin_forget(image))? {
-                // What comes back with the power is forgotten when the site opens.
+                // If the sync fails, a file that reappears after a power loss is discarded when the site opens.
                 let _ = sync();
             }
             Answer::Done
         }
         Event::Image(image, ImageEvent::Abort) => {
-            // Dropped here, not while it is held.
+            // Dropped here, outside the lock, because it may take long.
             drop(held(teleporter, |t| Ok(t.begin_abort(image)))?);
             Answer::Done
         }
@@ -218,8 +216,8 @@ fn handle_then(
     Ok(answer)
 }
 
-/// The next steps of a trimming that look at images, between which others are matched, or one of those behind them, before
-/// each of which the destination must be asked.
+/// Runs either several trim steps that only examine images, releasing the lock between them so that others can match,
+/// or one step that frees segments, before each of which the destination must be asked.
 fn trim_then(teleporter: &Mutex<Teleporter>, then: impl FnOnce(&Answer)) -> Answer {
     for _ in 0..LOOKS {
         let mut teleporter = teleporter.lock();
@@ -237,7 +235,7 @@ fn trim_then(teleporter: &Mutex<Teleporter>, then: impl FnOnce(&Answer)) -> Answ
     Answer::Freed(Vec::new())
 }
 
-/// Does something with the teleporter, alone.
+/// Calls a function with exclusive access to the teleporter.
 fn held<T>(
     teleporter: &Mutex<Teleporter>,
     what: impl FnOnce(&mut Teleporter) -> Result<T, Failure>,

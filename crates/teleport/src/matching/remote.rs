@@ -1,4 +1,4 @@
-//! A lone teleporter: the same events and answers as in a site, over a connection.
+//! A remote teleporter: the same events and answers as in a site, over a connection.
 
 use drover_index::Probe;
 use drover_net::service::{self, IncomingCall, read_reply};
@@ -12,14 +12,14 @@ use crate::protocol::{MAX_SESSION_FRAME, kind};
 use crate::services::BeginMatching;
 use crate::teleporter::{Answer, Event, ImageEvent};
 
-/// A teleporter on a third machine.
+/// A teleporter on another machine.
 #[derive(Debug, Clone)]
 pub struct RemoteTeleporter {
     /// This site's identity.
     pub identity: Identity,
     /// The teleporter's key.
     pub key: PeerKey,
-    /// Where it listens.
+    /// Its addresses.
     pub addresses: Vec<String>,
 }
 
@@ -50,11 +50,11 @@ pub async fn connect(remote: &RemoteTeleporter) -> Result<RemoteLink, TeleportEr
     })
 }
 
-/// Serves one connection of a destination that called [`BeginMatching`]. Images in transit on it are
-/// given up when it ends.
+/// Serves one connection of a destination that called [`BeginMatching`]. When it ends, images still in transit on it
+/// are aborted.
 ///
 /// # Errors
-/// When the connection breaks or the destination breaks the rules.
+/// When the connection breaks or the destination violates the protocol.
 pub async fn serve_teleporter(
     mut call: IncomingCall,
     teleporter: LocalTeleporter,

@@ -9,10 +9,10 @@ use crate::codec::{Batch, Malformed, Reader, decode_plan, encode_plan};
 use crate::protocol::BATCH_BLOCKS;
 use crate::teleporter::{Answer, Event, ImageEvent};
 
-/// Images that a teleporter lists at most; a frame has room for more.
+/// Maximum number of images in a teleporter's list; a frame has space for more.
 const MAX_LISTED: u64 = 100_000;
 
-/// An event as the payload of a MATCH frame.
+/// Encodes an event as the payload of a MATCH frame.
 #[must_use]
 pub fn encode_event(event: &Event) -> Vec<u8> {
     let none = &ImageId(0);
@@ -41,10 +41,10 @@ pub fn encode_event(event: &Event) -> Vec<u8> {
     out
 }
 
-/// Reads the payload of a MATCH frame.
+/// Decodes the payload of a MATCH frame.
 ///
 /// # Errors
-/// When it is not an event.
+/// When it is not a valid event.
 pub fn decode_event(bytes: &[u8]) -> Result<Event, Malformed> {
     let mut r = Reader::new(bytes, "match request");
     let tag = r.byte()?;
@@ -70,13 +70,13 @@ pub fn decode_event(bytes: &[u8]) -> Result<Event, Malformed> {
     Ok(Event::Image(image, event))
 }
 
-/// A number of segments, or of one.
+/// A count of segments, or a segment's index.
 fn segments(r: &mut Reader<'_>) -> Result<u32, Malformed> {
     let n = r.varint()?;
     u32::try_from(n).map_err(|_| r.malformed())
 }
 
-/// An answer, or why there is none, as the payload of a PLAN frame.
+/// Encodes an answer, or the error message instead of one, as the payload of a PLAN frame.
 #[must_use]
 pub fn encode_answer(answer: &Result<Answer, String>) -> Vec<u8> {
     match answer {
@@ -113,10 +113,10 @@ pub fn encode_answer(answer: &Result<Answer, String>) -> Vec<u8> {
     }
 }
 
-/// Reads the payload of a PLAN frame for an event of so many data blocks.
+/// Decodes the payload of a PLAN frame for an event of `blocks` data blocks.
 ///
 /// # Errors
-/// When it is not an answer.
+/// When it is not a valid answer.
 pub fn decode_answer(bytes: &[u8], blocks: u64) -> Result<Result<Answer, String>, Malformed> {
     debug_assert!(blocks <= BATCH_BLOCKS);
     let mut r = Reader::new(bytes, "plan");

@@ -1,4 +1,4 @@
-//! A session at the destination: it is registered, and its images are taken.
+//! Sessions at the destination: registration, and receiving their images.
 
 mod compare;
 mod control;
@@ -29,7 +29,7 @@ use crate::site::Site;
 pub use data::DataConnections;
 pub use event::DriverEvent;
 
-/// Takes a session out of the site's list when it ends.
+/// Removes a session from the site's list when it ends.
 struct Registered {
     site: Arc<Site>,
     id: [u8; 16],
@@ -41,8 +41,8 @@ impl Drop for Registered {
     }
 }
 
-/// Takes the images of a session ([`OpenSession`]), until the source ends it or the site stops. When the
-/// connection breaks or the source breaks the protocol, what was being transferred can be resumed.
+/// Receives the images of a session ([`OpenSession`]) until the source ends it or the site stops. When the connection
+/// breaks or the source violates the protocol, the current transfer can be resumed.
 pub struct Sessions(pub Arc<Site>);
 
 impl Service for Sessions {
@@ -100,7 +100,7 @@ impl Site {
         };
         let result = session.run(&mut frames).await;
         drop(session);
-        // What was said last must arrive before the socket goes.
+        // The last reply must arrive before the socket is closed.
         let _ = tokio::time::timeout(CLOSE_LIMIT, async {
             let _ = written.await;
             while let Some(Ok(_)) = frames.control.recv().await {}

@@ -1,5 +1,5 @@
-//! A data connection at the destination: literals are unpacked, verified against the digests that were
-//! announced, and written where they belong.
+//! A data connection at the destination: literals are decompressed, verified against the announced digests, and
+//! written in place.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,26 +20,25 @@ use crate::protocol::BATCH_BLOCKS;
 use crate::stages::{DestinationStages, Lap};
 use drover_storage::SyncedFile;
 
-/// The image that data connections are writing, as far as they must know it.
+/// The image that data connections are writing, as far as they need to know it.
 pub struct Incoming {
-    /// Its place in the session.
+    /// Its number in the session.
     pub slot: u32,
-    /// How it is walked.
+    /// How the file is laid out for the walk.
     pub layout: Arc<Layout>,
     /// The partial file.
     pub part: Arc<SyncedFile>,
     /// Its path, for messages.
     pub part_path: std::path::PathBuf,
-    /// Batches that are not complete.
+    /// Incomplete batches.
     pub open: RwLock<HashMap<u64, Arc<OpenBatch>>>,
-    /// To the driver.
+    /// Events for the driver.
     pub events: mpsc::Sender<DriverEvent>,
-    /// What the stages do.
+    /// Time spent in each stage.
     pub stages: Arc<DestinationStages>,
 }
 
-/// A batch that is not complete, and the full digests of its data blocks as far as they are in
-/// place.
+/// An incomplete batch, and the full digests of its data blocks that are in place.
 pub struct OpenBatch {
     /// The batch.
     pub batch: Arc<Batch>,
@@ -48,14 +47,14 @@ pub struct OpenBatch {
 }
 
 impl OpenBatch {
-    /// None of its blocks is in place.
+    /// A batch none of whose blocks is in place.
     pub fn new(batch: Arc<Batch>) -> Self {
         let full = Mutex::new(vec![Digest::default(); batch.digests.len()]);
         OpenBatch { batch, full }
     }
 }
 
-/// Buffers of a data connection.
+/// Receiver with the buffers of one data connection.
 #[derive(Default)]
 pub struct LiteralReceiver {
     unpacker: Unpacker,
@@ -67,8 +66,8 @@ impl LiteralReceiver {
     /// Handles one literal frame.
     ///
     /// # Errors
-    /// When the frame breaks the protocol, a block does not have its digest (the image changed at
-    /// the source), or the file cannot be written.
+    /// When the frame violates the protocol, a block does not match its digest (the image changed at the source), or
+    /// the file cannot be written.
     pub fn take(&mut self, literal: &Literal<'_>, image: &Incoming) -> Result<(), TeleportError> {
         let runs = &literal.header.runs;
         let (stages, mut lap) = (&*image.stages, Lap::start());
@@ -107,8 +106,7 @@ impl LiteralReceiver {
     }
 }
 
-/// Notes the digests of blocks that came; returns one that does not have the digest that was
-/// announced.
+/// Records the digests of received blocks; returns a block whose digest is not the announced one, if any.
 fn note_digests(
     image: &Incoming,
     blocks: impl Iterator<Item = u64>,

@@ -1,4 +1,4 @@
-//! A data connection at the source: blocks that were asked for are read, compressed and sent.
+//! A data connection at the source: requested blocks are read, compressed and sent.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,11 +20,11 @@ use crate::protocol::{FRAME_BLOCKS, kind};
 use crate::stages::{Lap, SourceStages, Stage};
 use crate::walk::read_image;
 
-/// Frames between a data connection's thread and its socket.
+/// Frames queued between a data connection's thread and its socket.
 const SOCKET_QUEUE: usize = 1;
 
-/// What the data connections have to send, in the order it was asked for. Bounded by the window: only blocks
-/// of batches that are not complete are asked for.
+/// Blocks to be sent by the data connections, in the order in which they were requested. Bounded by the window: only
+/// blocks of incomplete batches are requested.
 #[derive(Default)]
 pub struct NeedQueue {
     state: Mutex<NeedState>,
@@ -32,13 +32,13 @@ pub struct NeedQueue {
     less: Notify,
 }
 
-/// Blocks that may always wait for the data connections before no more digests are sent.
+/// Backlog, in blocks, that never stops digests from being sent.
 const MIN_BACKLOG: u64 = 1 << 16;
 
-/// So many seconds' worth of blocks may wait for the data connections.
+/// Limit of the backlog in seconds at the current pace.
 const BACKLOG_SECONDS: u64 = 10;
 
-/// How often the data connections' pace is measured.
+/// Interval at which the data connections' pace is measured.
 const PACE_EVERY: Duration = Duration::from_millis(250);
 
 #[derive(Default)]
@@ -46,14 +46,14 @@ struct NeedState {
     image: Option<(u32, Arc<Outgoing>)>,
     runs: VecDeque<(u64, u64)>,
     closed: bool,
-    /// Data connections from this number on rest.
+    /// Data connections with this number or higher are idle.
     working: Option<u16>,
-    /// Blocks in `runs`.
+    /// Number of blocks in `runs`.
     backlog: u64,
     pace: BlockPace,
 }
 
-/// Blocks that the data connections take in a second.
+/// Measures how many blocks per second the data connections take.
 struct BlockPace {
     since: Instant,
     taken: u64,
@@ -86,15 +86,15 @@ impl BlockPace {
 }
 
 impl NeedState {
-    /// Whether the data connections have enough to do for a while. Digests that are sent earlier than that
-    /// only push the blocks off the link.
+    /// Whether the data connections have enough backlog. Sending digests sooner would only displace the blocks on the
+    /// link.
     fn is_full(&self) -> bool {
         self.backlog > (BACKLOG_SECONDS * self.pace.per_second).max(MIN_BACKLOG)
     }
 }
 
 impl NeedQueue {
-    /// The image that needs are about from now on.
+    /// Sets the image that requests refer to from now on.
     pub fn set_image(&self, slot: u32, image: Arc<Outgoing>) {
         let mut state = self.state.lock();
         state.image = Some((slot, image));
@@ -102,7 +102,7 @@ impl NeedQueue {
         state.backlog = 0;
     }
 
-    /// Adds blocks.
+    /// Adds blocks to the backlog.
     pub fn add(&self, runs: &Runs) {
         let mut state = self.state.lock();
         state.runs.extend(runs.iter());
@@ -110,7 +110,7 @@ impl NeedQueue {
         self.more.notify_all();
     }
 
-    /// Waits until the data connections could do with more. Cancel safe.
+    /// Waits until the backlog has room. Cancel safe.
     pub async fn room(&self) {
         loop {
             let less = self.less.notified();
@@ -123,7 +123,7 @@ impl NeedQueue {
         }
     }
 
-    /// Seconds that what is there will take at the data connections' pace; infinite while that is unknown.
+    /// Estimated seconds to send the backlog at the current pace; infinite while the pace is unknown.
     pub fn seconds_left(&self) -> f64 {
         let state = self.state.lock();
         match (state.backlog, state.pace.per_second) {
@@ -133,14 +133,13 @@ impl NeedQueue {
         }
     }
 
-    /// Lets only the first so many data connections work: what one data connection carries compresses better than what
-    /// several do.
+    /// Uses only the first `working` data connections: a single stream compresses better than several.
     pub fn only(&self, working: u16) {
         self.state.lock().working = Some(working);
         self.more.notify_all();
     }
 
-    /// The data connections end. What they had still to send is for an image that is done or given up.
+    /// Ends the data connections. Blocks still queued belong to an image that is complete or given up.
     pub fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
@@ -148,7 +147,8 @@ impl NeedQueue {
         self.more.notify_all();
     }
 
-    /// Blocks for one frame of a data connection; waits for some. Ascending, as a frame wants them.
+    /// Takes the blocks of one frame for a data connection, in ascending order as frames require; waits for some if
+    /// there are none.
     fn take(&self, number: u16) -> Option<(u32, Arc<Outgoing>, Runs)> {
         let mut state = self.state.lock();
         loop {
@@ -199,35 +199,34 @@ pub struct PoolTimes {
     pub busy_ns: AtomicU64,
     /// Nanoseconds spent waiting for the socket.
     pub waited_ns: AtomicU64,
-    /// The first data connection's round-trip time in nanoseconds.
+    /// Round-trip time of the first data connection in nanoseconds.
     pub round_trip_ns: AtomicU64,
 }
 
-/// What a data connection's thread needs.
+/// State of a data connection's thread.
 pub struct LiteralSender {
-    /// What to send.
+    /// The queue of blocks to send.
     pub needs: Arc<NeedQueue>,
     /// The image's counters.
     pub counters: Arc<Counters>,
-    /// Where the time goes.
+    /// Time counters.
     pub times: Arc<PoolTimes>,
     /// Its number in the session.
     pub number: u16,
-    /// How hard to compress: how it begins.
+    /// Compression controller, with its initial level.
     pub pace: Pace,
-    /// Which share of its time the destination is busy with it, in thousandths, as it last said.
+    /// Fraction of time the destination is busy with this connection, in thousandths, as last reported.
     pub receiver_busy: Arc<AtomicU64>,
 }
 
-/// A literal frame on its way to the socket.
+/// An encoded literal frame for the socket.
 pub struct Packed {
     header: Vec<u8>,
     packed: Vec<u8>,
 }
 
 impl LiteralSender {
-    /// Reads, compresses and hands over until the needs end or the socket is gone. Blocks the
-    /// thread.
+    /// Reads, compresses and sends until the queue is closed or the socket is gone. Blocks the thread.
     ///
     /// # Errors
     /// When the image cannot be read.
@@ -306,15 +305,15 @@ impl LiteralSender {
     }
 }
 
-/// What this thread has had of the cores.
+/// CPU time that this thread has used.
 fn time_on_core() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     time.try_into().unwrap_or_default()
 }
 
-/// Sends a data connection's frames until there are no more, then ends the connection. What comes from
-/// `first` goes ahead of literals: digests share the connection, and so its place on the link,
-/// with the blocks. The time goes to `send`.
+/// Sends a data connection's frames until there are no more, then closes the connection. Frames from `first` have
+/// priority over literals: digests share the connection, and so its share of the link, with the blocks. The time is
+/// added to `send`.
 ///
 /// # Errors
 /// When the connection breaks.
@@ -362,7 +361,7 @@ pub async fn write_data(
     Ok(writer.finish().await?)
 }
 
-/// What a data connection's socket is to carry next.
+/// What a data connection's socket sends next.
 enum Next {
     First(Frame),
     Literal(Packed),
@@ -379,7 +378,7 @@ async fn send_timed(
     Ok(())
 }
 
-/// The channel between a data connection's thread and its socket.
+/// Creates the channel between a data connection's thread and its socket.
 #[must_use]
 pub fn socket_queue() -> (mpsc::Sender<Packed>, mpsc::Receiver<Packed>) {
     mpsc::channel(SOCKET_QUEUE)

@@ -1,4 +1,4 @@
-//! What to send, where to and how.
+//! Options of a send: what to send, where to, and how.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,36 +14,36 @@ use crate::progress::SendEvent;
 /// One image to send.
 #[derive(Debug, Clone)]
 pub struct SendItem {
-    /// Its file here.
+    /// Path of the local file.
     pub path: PathBuf,
-    /// Its name there.
+    /// Name at the destination.
     pub name: ImageName,
-    /// In which form.
+    /// Format conversion.
     pub conversion: Conversion,
 }
 
-/// Where to and how.
+/// Destination and options of a send.
 #[derive(Debug, Clone)]
 pub struct SendOptions {
-    /// Who sends.
+    /// Identity of the sender.
     pub identity: Identity,
-    /// To whom.
+    /// Key of the receiving site.
     pub peer: PeerKey,
-    /// What the user calls them.
+    /// The user's name for the peer.
     pub peer_name: String,
-    /// Where they listen; tried in order.
+    /// The peer's addresses; tried in order.
     pub addresses: Vec<String>,
-    /// At most so fast, all connections together.
+    /// Rate limit over all connections together.
     pub limit: Option<Arc<RateLimit>>,
-    /// Only find out what would cross the link.
+    /// Only estimate what would cross the link.
     pub dry_run: bool,
-    /// Connections for literals: a fixed number, or as many as help.
+    /// Number of connections for literals; `None` adapts it.
     pub connections: Option<u16>,
-    /// How hard literals are compressed; by itself as suits the link and the machines.
+    /// Compression of literals; `None` adapts it to the link and the machines.
     pub compress: Option<Effort>,
-    /// How long to go on reconnecting without any progress.
+    /// How long to keep reconnecting without progress.
     pub give_up_after: Duration,
 }
 
-/// Told of what happens during a send.
+/// Callback for events during a send.
 pub type OnEvent = Arc<dyn Fn(SendEvent) + Send + Sync>;

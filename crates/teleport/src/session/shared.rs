@@ -1,4 +1,4 @@
-//! What the connections of one session share at the destination.
+//! State shared by the connections of one session at the destination.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,22 +11,22 @@ use super::literals_in::Incoming;
 use crate::site::TransferStatus;
 use crate::stages::DestinationStages;
 
-/// What the connections of one session share.
+/// State shared by the connections of one session.
 pub struct SessionShared {
     pub peer: PeerKey,
     pub peer_name: String,
-    /// Says which of two sessions is the newer.
+    /// Tells which of two sessions is newer.
     pub number: u64,
     pub current: RwLock<Option<Arc<Incoming>>>,
     pub connections: AtomicU64,
     pub progress: RwLock<Option<Progress>>,
-    /// What the stages do, for the image it is at.
+    /// Time spent in each stage, for the current image.
     pub stages: Arc<DestinationStages>,
-    /// Where those frames of the first data connection go that are no literals.
+    /// Receives the frames of the first data connection that are not literals.
     pub frames: mpsc::Sender<Frame>,
 }
 
-/// The transfer that a session is at.
+/// The current transfer of a session.
 #[derive(Debug, Clone)]
 pub struct Progress {
     pub name: String,
@@ -35,7 +35,7 @@ pub struct Progress {
 }
 
 impl SessionShared {
-    /// A session that has just been opened.
+    /// State of a newly opened session.
     pub fn new(peer: PeerKey, peer_name: String, number: u64, frames: mpsc::Sender<Frame>) -> Self {
         SessionShared {
             peer,
@@ -49,12 +49,12 @@ impl SessionShared {
         }
     }
 
-    /// Whether it is a session of this peer.
+    /// Whether this session belongs to `peer`.
     pub fn is_of(&self, peer: &PeerKey) -> bool {
         self.peer == *peer
     }
 
-    /// The transfer it is at.
+    /// Status of the current transfer.
     pub fn status(&self) -> Option<TransferStatus> {
         let progress = self.progress.read().clone()?;
         Some(TransferStatus {

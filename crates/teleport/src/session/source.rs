@@ -1,5 +1,5 @@
-//! A session at the source: connects, offers one image after the other, walks them and answers
-//! what the destination asks for.
+//! A session at the source: connects, offers one image after the other, walks them and answers the destination's
+//! requests.
 
 mod estimate;
 mod pool;
@@ -34,13 +34,13 @@ use crate::source::{Action, Event, FIRST_WINDOW, Source};
 use crate::stages::Lap;
 use crate::walk::{Walk, check_unchanged, read_image};
 
-/// Batches between the walk and the socket.
+/// Batches queued between the walk and the socket.
 const WALK_QUEUE: usize = 4;
 
-/// How long the destination may take to say why it ended a data connection.
+/// How long to wait for the destination's reason after it ended a data connection.
 const WHY_LIMIT: Duration = Duration::from_secs(2);
 
-/// Sends a list of images over as many sessions as it takes.
+/// Sends a list of images over as many sessions as necessary.
 pub struct Sender {
     items: Vec<SendItem>,
     options: SendOptions,
@@ -49,32 +49,32 @@ pub struct Sender {
     wire: Arc<WireTotals>,
     stop: watch::Receiver<bool>,
     reports: Vec<ImageReport>,
-    /// Images that are done, or were given up.
+    /// Number of images delivered or given up.
     done: usize,
-    /// Those that were given up, and why.
+    /// Images given up, and why.
     failed: Vec<(String, TeleportError)>,
-    /// Whether the present session was opened by the destination.
+    /// Whether the destination has accepted the current session.
     open: bool,
-    /// When the image being sent was first offered, and the wire then.
+    /// When the image being sent was first offered, and the wire counters at that time.
     started: Option<(Instant, u64, u64)>,
     connected: bool,
-    /// Grows whenever blocks become complete: what makes a reconnect worth while.
+    /// Increases when blocks become complete: reconnecting is worthwhile only while it does.
     progress: u64,
 }
 
-/// An image that is being read already, as far as the window allows.
+/// An image whose reading has started, up to the limit of the window.
 struct Begun {
     image: Arc<Outgoing>,
     walk_to: watch::Sender<u64>,
     walked: mpsc::Receiver<Result<Walked, TeleportError>>,
 }
 
-/// The connection that control frames go over.
+/// The connection that carries control frames.
 struct Control {
     frames: Frames,
     out: mpsc::Sender<Frame>,
     written: JoinHandle<Result<(), TeleportError>>,
-    /// Whether the destination has opened the session.
+    /// Whether the destination has accepted the session.
     open: bool,
 }
 
@@ -89,8 +89,7 @@ impl Control {
         self.out.send(frame).await.map_err(|_| broken())
     }
 
-    /// The next frame; a refusal is an error. The first frame of all answers the request. Cancel
-    /// safe.
+    /// Receives the next frame; a refusal is an error. The first frame answers the request. Cancel safe.
     async fn next(&mut self) -> Result<Frame, TeleportError> {
         let mut frame = self.frames.recv().await.ok_or_else(broken)??;
         if !self.open {
@@ -105,8 +104,8 @@ impl Control {
         Ok(frame)
     }
 
-    /// Why the session broke: a destination that gives an image up ends the data connections too, and a data connection
-    /// may be the first to show it. What it has to say is not lost with the data connection.
+    /// Finds why the session broke. A destination that fails an image also closes the data connections, and one of
+    /// them may show the failure first; this waits for the reason on the control connection.
     async fn why(&mut self, broke: TeleportError) -> TeleportError {
         let refused = async {
             loop {
@@ -124,7 +123,7 @@ impl Control {
     }
 }
 
-/// The control connection broke.
+/// The error for a broken control connection.
 fn broken() -> TeleportError {
     TeleportError::Net(drover_net::NetError::Truncated {
         peer: "the destination".into(),
@@ -132,7 +131,7 @@ fn broken() -> TeleportError {
 }
 
 impl Sender {
-    /// Nothing is connected yet.
+    /// Creates a sender that is not connected yet.
     pub fn new(
         items: Vec<SendItem>,
         options: SendOptions,
@@ -158,17 +157,17 @@ impl Sender {
         }
     }
 
-    /// Grows while something gets done.
+    /// A counter that increases with progress.
     pub fn progress(&self) -> u64 {
         self.progress
     }
 
-    /// Whether a connection was ever made. Only then is a broken one retried.
+    /// Whether a connection was ever established; only then are broken ones retried.
     pub fn was_connected(&self) -> bool {
         self.connected
     }
 
-    /// Whether the error is about the image that was being sent, and there are others.
+    /// Whether the error concerns only the current image and there are more images.
     pub fn skips(&self, error: &TeleportError) -> bool {
         let of_image = match error {
             TeleportError::Refused(r) => self.open && r.code != Code::Untrusted,
@@ -181,7 +180,7 @@ impl Sender {
         of_image && self.items.len() > 1 && !self.is_over()
     }
 
-    /// Gives up the image that was being sent.
+    /// Gives up the current image.
     pub fn skip(&mut self, error: TeleportError) {
         let name = self.items[self.done].name.to_string();
         (self.on_event)(SendEvent::Failed {
@@ -198,7 +197,7 @@ impl Sender {
         self.done >= self.items.len()
     }
 
-    /// What was delivered.
+    /// Reports of the delivered images.
     ///
     /// # Errors
     /// When some images were given up.
@@ -215,7 +214,7 @@ impl Sender {
         }
     }
 
-    /// One session: connects and sends what is not done yet.
+    /// Runs one session: connects and sends the remaining images.
     pub async fn run(&mut self) -> Result<(), TeleportError> {
         self.open = false;
         let images = (self.items.len() - self.done) as u32;
@@ -236,8 +235,8 @@ impl Sender {
             }
         };
         let (out, written) = write_frames(writer);
-        // The first offer goes out with the request: what the destination says to both is heard
-        // when there is an answer to wait for.
+        // The first offer is sent right after the request; the replies to both are read once the source waits for
+        // one.
         let mut control = Control {
             frames,
             out,
@@ -248,7 +247,7 @@ impl Sender {
         let mut wait = Wait::ForPeer;
         if result.is_ok() {
             result = control.send(kind::GOODBYE, Vec::new()).await;
-            // Everything was acknowledged: nobody has to wait until the other side hangs up.
+            // Everything was acknowledged: no need to wait for the peer to close.
             wait = Wait::ForSocket;
         }
         pool.close(wait).await;
@@ -265,7 +264,7 @@ impl Sender {
         result
     }
 
-    /// A new connection whose first request is `request`; nothing has been heard yet.
+    /// Opens a connection with `request` as the first request; nothing has been received yet.
     async fn dial(&mut self, request: OpenSession) -> Result<(Frames, FrameWriter), TeleportError> {
         let SendOptions {
             identity,
@@ -288,10 +287,10 @@ impl Sender {
         Ok((frames, writer))
     }
 
-    /// Opens the image that is next, if there is one, and begins to read it.
+    /// Opens the next image, if any, and starts to read it.
     fn begin(&self) -> Option<JoinHandle<Result<Begun, TeleportError>>> {
         let item = self.items.get(self.done)?.clone();
-        // A destination that took it before has batches of it, which need not be sent again.
+        // A destination that accepted it earlier already has some batches, which need not be sent again.
         let ahead = match self.started {
             None => FIRST_WINDOW,
             Some(_) => 0,
@@ -323,7 +322,7 @@ impl Sender {
             let image = next.image.clone();
             let result = self.image(next, control, pool).await;
             if let Err(e) = result {
-                // Whatever went wrong, that the image changed is what the user must hear.
+                // Whatever the error, a change of the image is what to report to the user.
                 let changed = tokio::task::spawn_blocking(move || check_unchanged(&image)).await;
                 return Err(match changed {
                     Ok(Err(changed)) if !matches!(e, TeleportError::Stopped) => changed,
@@ -338,7 +337,7 @@ impl Sender {
         Ok(())
     }
 
-    /// Offers one image and drives it to its end.
+    /// Offers one image and drives it to completion.
     async fn image(
         &mut self,
         begun: Begun,
@@ -357,7 +356,7 @@ impl Sender {
         };
         if let Err(e) = &end
             && !matches!(e, TeleportError::Net(_))
-            // A destination that refuses the offer knows.
+            // A destination that refused the offer already knows.
             && (machine.is_accepted() || !matches!(e, TeleportError::Refused(_) | TeleportError::Remote(_)))
         {
             let discard = matches!(e, TeleportError::SourceChanged(_));
@@ -496,8 +495,7 @@ impl Sender {
                         Heard::Estimate(estimate) => return Ok(Outcome::Estimated(estimate)),
                     }
                 }
-                // Nothing more is walked while a frame waits for the socket: that is the
-                // backpressure of a slow link.
+                // The walk pauses while a frame waits for the socket: this is the backpressure of a slow link.
                 room = pool.first.reserve(), if !outgoing.is_empty() => {
                     if let (Ok(room), Some(frame)) = (room, outgoing.pop_front()) {
                         room.send(frame);
@@ -516,7 +514,7 @@ impl Sender {
                     }
                     Some(Ok(Walked::End(digest))) => Event::WalkEnded(digest),
                     Some(Err(e)) => return Err(e),
-                    // The walk is over; only the destination speaks now.
+                    // The walk is complete; only frames from the destination remain.
                     None => {
                         walking = false;
                         continue;
@@ -614,7 +612,7 @@ impl Sender {
     }
 }
 
-/// How an image ended.
+/// How the transfer of an image ended.
 enum Outcome {
     Delivered(Delivered),
     Estimated(Estimate),
@@ -625,18 +623,18 @@ enum Heard {
     Estimate(Estimate),
 }
 
-/// What the walk hands over.
+/// Output of the walk.
 enum Walked {
     Batch {
         index: u64,
-        /// Blocks that are not zero.
+        /// Number of nonzero blocks.
         data: u64,
         frame: Vec<u8>,
     },
     End(Digest),
 }
 
-/// Walks the image as far as the window allows, again and again. Blocks the thread.
+/// Walks the image as far as the window allows, repeatedly as it grows. Blocks the thread.
 fn walk(
     image: &Outgoing,
     limit: &watch::Receiver<u64>,
@@ -682,7 +680,7 @@ fn walk(
     let _ = batches.blocking_send(digest.map(Walked::End));
 }
 
-/// Changes whenever the image's files do, by whatever name they are opened.
+/// A stamp of the image's files that changes when they change, independent of the path used to open them.
 fn stamp_of(image: &Outgoing) -> Digest {
     let mut h = blake3::Hasher::new_derive_key("drover 2026 source stamp");
     for (_, s) in &image.stamps {

@@ -1,4 +1,4 @@
-//! Image files that are made at the site itself: read in, and given a name.
+//! Images that are created at the site itself: reading them in, naming them, and indexing files in place.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,34 +18,34 @@ use crate::TeleportError;
 use crate::teleporter::{Event, ImageEvent};
 use crate::walk::Walk;
 
-/// Called with the progress of reading an image: blocks read, blocks in all. An error ends the reading.
+/// Progress callback while an image is read: blocks read, total blocks. An error cancels the read.
 pub type Progress<'a> = dyn FnMut(u64, u64) -> Result<(), TeleportError> + 'a;
 
 impl Site {
-    /// Where the site's own image of that name is.
+    /// Path of the site's own image file of that name.
     #[must_use]
     pub fn image_path(&self, name: &ImageName) -> PathBuf {
         self.config.images_dir.join(name.as_str())
     }
 
-    /// Where images are put together, on the file system of the images.
+    /// Directory in which images are assembled, on the images' file system.
     #[must_use]
     pub fn work_dir(&self) -> &Path {
         &self.config.work_dir
     }
 
-    /// The image of that name.
+    /// Catalog record of the image of that name.
     #[must_use]
     pub fn by_name(&self, name: &ImageName) -> Option<ImageRecord> {
         self.images.by_name(name)
     }
 
-    /// Reads a whole, synced image file, which is to be called `name` and has come from the peer `from` (empty: from
-    /// nobody): the matcher knows its blocks then, its map is saved. [`Site::adopt`] or [`Site::forget_prepared`]
-    /// follows; after a crash before, nothing is left of it. Blocks the thread.
+    /// Reads a whole, synced image file that will be called `name` and came from the peer `from` (empty: from no
+    /// peer). Indexes its blocks in the matcher and saves its map. [`Site::adopt`] or [`Site::forget_prepared`] must
+    /// follow; a crash before that leaves nothing behind. Blocks the thread.
     ///
     /// # Errors
-    /// When it cannot be read as an image, or `progress` ends it.
+    /// When the file cannot be read as an image, or `progress` returns an error.
     pub fn prepare(
         &self,
         file: &Path,
@@ -81,12 +81,13 @@ impl Site {
         Ok(record)
     }
 
-    /// Gives a prepared file its name and enters it in the catalog: in place of the image of that name, or, when
-    /// `fresh`, if there is none. Without `file` it has its name already. Whether the image may be replaced is for the
-    /// caller to know.
+    /// Gives a prepared file its name and adds it to the catalog, replacing the image of that name; with `fresh`,
+    /// only if there is none. Without `file` the file is already in place. The caller must check that the image may
+    /// be replaced.
     ///
     /// # Errors
-    /// When the name is taken, or the file or the catalog fails: then `file` is where it was, and what had the name has it.
+    /// When the name is taken, or the file or the catalog fails: then `file` is back at its path and the previous
+    /// image keeps the name.
     pub fn adopt(
         &self,
         file: Option<&Path>,
@@ -132,16 +133,16 @@ impl Site {
         Ok(record)
     }
 
-    /// Forgets what [`Site::prepare`] did; the file is the caller's.
+    /// Undoes [`Site::prepare`]; the file stays with the caller.
     pub fn forget_prepared(&self, record: &ImageRecord) {
         self.tell(record.id, ImageEvent::Forget);
         self.indexing.lock().remove(&record.id);
-        // A map that nothing needs is removed when the site starts, too.
+        // If this fails, the stray map is removed at the next start.
         let _ = std::fs::remove_file(self.images.map_path(record.id));
     }
 
-    /// Tells the matcher all blocks of an image. Its number, which blocks hold data, and its digest, which `accept` may
-    /// refuse.
+    /// Sends all blocks of an image to the matcher. Returns the image's ID, its map of data blocks and its digest,
+    /// which `accept` may reject.
     pub(super) fn read_in(
         &self,
         outgoing: &Outgoing,
@@ -195,8 +196,7 @@ impl Site {
         }
     }
 
-    /// Lets an image file of this machine serve as a source of blocks, where it is. Blocks the
-    /// thread.
+    /// Indexes an image file of this machine in place, so that its blocks can be reused. Blocks the thread.
     ///
     /// # Errors
     /// When the file cannot be read as an image, changes while it is read, or its name is taken.
@@ -228,18 +228,18 @@ impl Site {
             Ok(())
         };
         let (id, blocks, digest) = self.read_in(&outgoing, &mut progress, |digest| {
-            // As it was, it may be indexed again; as another it would take the place of one that somebody needs.
+            // Unchanged content may be indexed again; different content would replace an image that is in use.
             match self.images.by_name(&name) {
                 Some(old) if old.digest != digest => self.check_held(&name),
                 _ => Ok(()),
             }
         })?;
-        // A file under the site's own directory is the site's; any other stays its owner's.
+        // A file in the site's own directory belongs to the site; any other stays its owner's.
         let external = path.parent() != self.config.images_dir.canonicalize().ok().as_deref();
         let record = ImageRecord {
             id,
             name,
-            // As it was opened, and still was when all of it had been read.
+            // The stamp from when it was opened; it was still the same after the last read.
             stamp: outgoing.stamps.first().map(|(_, stamp)| *stamp),
             path,
             format: outgoing.format.as_str().into(),
@@ -269,7 +269,7 @@ impl Site {
         if let Some(old) = old {
             self.sequences.drop_image(old.id);
             self.tell(old.id, ImageEvent::Forget);
-            // What the old one had in the caches was not entered for this one.
+            // The caches' entries of the old image do not refer to the new one: enter its blocks again.
             self.tell(id, ImageEvent::Reindex);
             self.images_went.store(true, Ordering::Relaxed);
             self.wake_copier();

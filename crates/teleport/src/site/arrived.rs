@@ -1,4 +1,4 @@
-//! A file that is whole gets its name, and the catalog gets the image.
+//! Delivery: a complete file gets its name, and the image is added to the catalog.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::log::RecordKind;
 use crate::teleporter::ImageEvent;
 use crate::transfer::{Closing, Leftover, Opening};
 
-/// A file that is whole and synced.
+/// A complete and synced file.
 pub(crate) struct Arrived {
     pub(crate) dir: PathBuf,
     pub(crate) opening: Opening,
@@ -27,12 +27,12 @@ pub(crate) struct Arrived {
 }
 
 impl Arrived {
-    /// Its file, until that gets its name.
+    /// Path of the partial file, until it is renamed.
     pub(crate) fn part(&self) -> PathBuf {
         self.dir.join("image.part")
     }
 
-    /// What a directory holds, if its file was whole.
+    /// The complete file that a transfer directory holds, or the directory's contents if it is not complete.
     pub(crate) fn of(left: Leftover) -> Result<Self, Box<Leftover>> {
         let Some(closing) = left.closing else {
             return Err(Box::new(left));
@@ -48,7 +48,7 @@ impl Arrived {
         })
     }
 
-    /// Logs that the file is whole; from here on a crash cannot lose it.
+    /// Logs that the file is complete; from here on it survives a crash.
     pub(crate) fn log(&self, log: &mut crate::log::Log) -> Result<(), TeleportError> {
         log.append(RecordKind::Closing, &drover_net::encode(&self.closing))?;
         log.sync()
@@ -56,8 +56,8 @@ impl Arrived {
 }
 
 impl Site {
-    /// Gives a whole file its name and enters it. Every step can be repeated; where it cannot be entered, what had the
-    /// name has it again. `false` when the file has gone meanwhile.
+    /// Renames a complete file to its final name and adds it to the catalog. Every step is idempotent. If the catalog
+    /// fails, the previous image gets the name back. Returns `false` when the file no longer exists.
     pub(crate) fn settle(&self, arrived: &Arrived) -> Result<bool, TeleportError> {
         let offer = &arrived.opening.offer;
         let target = self.config.images_dir.join(offer.name.as_str());
@@ -106,8 +106,8 @@ impl Site {
         Ok(true)
     }
 
-    /// Enters an image whose file has just got its name, or had it already. When that fails, what had the name before
-    /// gets it back.
+    /// Adds an image to the catalog whose file has just been renamed, or was in place already. On failure the
+    /// previous file gets its name back.
     pub(super) fn enter(
         &self,
         record: &ImageRecord,
@@ -129,14 +129,14 @@ impl Site {
         }
     }
 
-    /// Whether the catalog took an image in although it said that it failed.
+    /// Whether the catalog contains the image although adding it reported an error.
     fn is_entered(&self, record: &ImageRecord) -> bool {
         let now = self.catalog.by_name(&record.name);
         now.is_ok_and(|now| now.is_some_and(|now| now.id == record.id))
     }
 
-    /// A site that stopped while it undid a naming has left the new file under both names: what had the name before
-    /// gets it back, since nothing may be written to the other then.
+    /// Completes the rollback of a rename. A site that stopped during the rollback leaves the new file under both
+    /// names; the previous file gets its name back, because neither link may be written to while both exist.
     ///
     /// # Errors
     /// When it cannot be renamed.
@@ -145,8 +145,8 @@ impl Site {
         Ok(naming::finish_undoing(&part, &target)?)
     }
 
-    /// Whether the file of that name is the one that arrived. Another image may have taken the name before
-    /// the catalog took this one.
+    /// Whether the file of that name is the one that arrived. Another image may have taken the name before this one
+    /// was added to the catalog.
     fn is_in_place(&self, arrived: &Arrived, entered: Option<&ImageRecord>) -> bool {
         let target = self.image_path(&arrived.opening.offer.name);
         let size = std::fs::metadata(&target).map_or(0, |about| about.len());
@@ -157,7 +157,7 @@ impl Site {
                     && digest().is_ok_and(|found| found == arrived.closing.digest)))
     }
 
-    /// What will be remembered of a file that is whole and synced, before it gets its name.
+    /// Saves the map of a complete, synced file before it gets its name.
     pub(crate) fn save_map(&self, arrived: &Arrived) -> Result<(), TeleportError> {
         let offer = &arrived.opening.offer;
         let id = ImageId(arrived.opening.image);

@@ -1,11 +1,12 @@
-//! Keeps the matcher up to date in the background: it is sent the digests of images that it does not have (a lone
-//! teleporter that was unreachable or lost its files, hash files of this site that were lost, images whose matching
-//! failed, the blocks of unfinished transfers from before a crash), and forgets images that were removed.
+//! Keeps the matcher up to date in the background. Sends it the digests of images that it lacks (a remote teleporter
+//! was unreachable or lost its files, hash files of this site were lost, the matching of an image failed, a crash
+//! interrupted transfers) and has it forget removed images.
 //!
-//! A pass runs soon after the start, after a failure, and with a lone teleporter every ten minutes. Images that were
-//! sent are not sent again: after a failure the next pass continues with the image that failed, from its start.
+//! A pass runs soon after the start, after a failure, and every ten minutes with a remote teleporter. Images already
+//! sent are skipped: after a failure the next pass restarts with the image that failed.
 //!
-//! Transfers have priority: before each batch it waits until no batch of theirs waits, at most [`GIVE_WAY`].
+//! Transfers have priority: before each batch, this thread waits up to [`GIVE_WAY`] until none of their batches is
+//! pending.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -28,22 +29,23 @@ use crate::protocol::BATCH_BLOCKS;
 use crate::teleporter::{Event, ImageEvent};
 use crate::transfer::{ANYBODY, OLDEST, each_batch, opening_of};
 
-/// Delay of the first pass.
+/// Delay before the first pass.
 const AFTER_START: Duration = Duration::from_secs(2);
 
-/// Interval of passes with a lone teleporter.
+/// Interval between passes with a remote teleporter.
 const EVERY: Duration = Duration::from_secs(600);
 
-/// The images that the matcher finds blocks in: to tell it of older ones would only have them read.
+/// Only this many of the latest images are sent: the matcher finds blocks in no more, so reading older ones would be
+/// wasted.
 const LATEST: usize = 32;
 
-/// How long a batch of an image here gives way at most to batches of transfers that wait to be matched.
+/// Longest delay of one batch in favor of transfers' batches that wait to be matched.
 const GIVE_WAY: Duration = Duration::from_secs(1);
 
-/// Delay of the next pass after a failure; doubled with each failure, up to [`EVERY`].
+/// Delay before the next pass after a failure; doubles with each failure, up to [`EVERY`].
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
 
-/// Starts the thread that runs the passes. It ends with the site.
+/// Starts the thread that runs the passes. It exits with the site.
 pub(super) fn start(site: &Arc<Site>, wakes: Receiver<()>) -> std::io::Result<JoinHandle<()>> {
     let weak = Arc::downgrade(site);
     let runtime = tokio::runtime::Handle::try_current();
@@ -56,7 +58,7 @@ pub(super) fn start(site: &Arc<Site>, wakes: Receiver<()>) -> std::io::Result<Jo
         loop {
             match wakes.recv_timeout(wait) {
                 Err(RecvTimeoutError::Disconnected) => return,
-                // What failed a moment ago may do so again.
+                // Do not retry at once what has just failed.
                 Ok(()) => std::thread::sleep(AFTER_FAILURE.min(wait)),
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -67,7 +69,8 @@ pub(super) fn start(site: &Arc<Site>, wakes: Receiver<()>) -> std::io::Result<Jo
             wait = match site.catch_up(&mut unfit) {
                 Ok(()) => {
                     site.behind.store(false, Ordering::Relaxed);
-                    // What a lone teleporter's cache is worth is told by the images that it knows.
+                    // A remote teleporter judges what its cache is worth by the images that it knows, so trim after
+                    // it knows them.
                     site.wake_copier();
                     failed = AFTER_FAILURE;
                     EVERY
@@ -86,21 +89,21 @@ pub(super) fn start(site: &Arc<Site>, wakes: Receiver<()>) -> std::io::Result<Jo
 }
 
 impl Site {
-    /// Something that the matcher should know it does not.
+    /// Notes that the matcher lacks something, and wakes the thread.
     pub(crate) fn matcher_is_behind(&self) {
         self.behind.store(true, Ordering::Relaxed);
         let _ = self.catch_up_wakes.try_send(());
     }
 
-    /// One pass: brings the matcher up to date. Images that cannot be read as they were delivered are added to `unfit`.
+    /// Runs one pass. Images whose files no longer match what was delivered are added to `unfit`.
     fn catch_up(&self, unfit: &mut HashSet<ImageId>) -> Result<(), TeleportError> {
-        // First: what is delivered after this the matcher has been told by then.
+        // List first: images delivered later have already been sent to the matcher.
         let mut lacking = self.images.list();
         let have: HashSet<ImageId> = self.matching.images()?.into_iter().collect();
         let mut link = self.matching.link()?;
         let mut forgotten = false;
         for &image in &have {
-            // One that is being indexed is entered before that has ended.
+            // An image that is being indexed is known to the matcher before it is in the catalog.
             let indexing = self.indexing.lock().contains(&image);
             if !indexing && !self.images.knows(image) && !self.partials.knows(image) {
                 request(&mut link, Event::Image(image, ImageEvent::Forget))?;
@@ -108,12 +111,12 @@ impl Site {
             }
         }
         if forgotten {
-            // Of what the others had, the caches may have kept nothing.
+            // The caches may have dropped entries of the remaining images in favor of the forgotten ones.
             for &image in have.iter().filter(|i| self.images.knows(**i)) {
                 let _ = request(&mut link, Event::Image(image, ImageEvent::Reindex));
             }
         }
-        // In the order they came, for the matcher keeps the latest.
+        // Oldest first, because the matcher keeps the latest.
         lacking.sort_by_key(|r| (r.added_unix, r.id));
         lacking.drain(..lacking.len().saturating_sub(LATEST));
         lacking.retain(|r| !have.contains(&r.id) && !unfit.contains(&r.id));
@@ -137,7 +140,7 @@ impl Site {
         Ok(())
     }
 
-    /// Stopped transfers that the matcher does not have, and their directories.
+    /// Stopped transfers that the matcher lacks, with their directories.
     fn stopped_without(&self, have: &HashSet<ImageId>) -> Vec<(ImageId, std::path::PathBuf)> {
         let Ok(entries) = std::fs::read_dir(self.config.work_dir.join("transfers")) else {
             return Vec::new();
@@ -150,7 +153,7 @@ impl Site {
             .collect()
     }
 
-    /// What a stopped transfer has brought, as its log says. Whoever resumes it goes first.
+    /// Sends the digests of a stopped transfer's blocks, from its log. Yields to a session that resumes it.
     fn send_partial(
         &self,
         link: &mut Link,
@@ -182,7 +185,8 @@ impl Site {
         })
     }
 
-    /// The digests of an image here, from its file. `false` when that is not what was delivered.
+    /// Sends the digests of a local image, read from its file. Returns `false` when the file is not what was
+    /// delivered.
     pub(super) fn send_image(
         &self,
         link: &mut Link,
@@ -219,7 +223,8 @@ impl Site {
         Ok(fit)
     }
 
-    /// Begins an image, has `batches` told, and ends it: given up unless they say that it is whole.
+    /// Begins an image at the matcher, lets `batches` send its digests, and ends it; aborts it unless `batches`
+    /// returns `true`.
     fn record_image(
         &self,
         link: &mut Link,
@@ -235,7 +240,7 @@ impl Site {
             let _ = request(link, Event::Image(image, ImageEvent::Abort));
         }
         ended?;
-        // It may have gone meanwhile, and been forgotten before it was whole.
+        // The image may have been removed, and its forget event sent, while it was still incomplete.
         if !self.images.knows(image) && !self.partials.knows(image) {
             request(link, Event::Image(image, ImageEvent::Forget))?;
         }
@@ -248,7 +253,7 @@ fn request(link: &mut Link, event: Event) -> Result<(), TeleportError> {
     link.collect().map(drop)
 }
 
-/// A batch of an image here; none when other blocks than before hold data.
+/// Reads a batch of a local image; `None` when its data blocks are not those recorded.
 fn read_batch(
     image: &OpenImage,
     file: &ImageFile,

@@ -1,11 +1,11 @@
-//! Background work gives way to transfers whose batches wait to be matched.
+//! Background work yields to transfers whose batches wait to be matched.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// The batches of transfers that wait to be matched.
+/// Tracks the batches of transfers that wait to be matched.
 #[derive(Debug, Default)]
 pub(crate) struct Matched {
     state: Mutex<State>,
@@ -14,20 +14,20 @@ pub(crate) struct Matched {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Those that began to wait in even turns, and in odd ones.
+    /// Batches that are waiting, by the parity of the turn in which they began to wait.
     waiting: [usize; 2],
-    /// The turn, even or odd.
+    /// Parity of the current turn.
     turn: usize,
-    /// Who gives way to them right now.
+    /// Number of threads that are yielding.
     giving_way: usize,
 }
 
-/// A batch waits until this is dropped.
+/// A batch counts as waiting until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Waiting(Arc<Matched>, usize);
 
 impl Matched {
-    /// A batch waits from now on.
+    /// Registers a waiting batch.
     pub(crate) fn waiting(self: &Arc<Self>) -> Waiting {
         let mut state = self.state.lock();
         let turn = state.turn;
@@ -35,13 +35,13 @@ impl Matched {
         Waiting(self.clone(), turn)
     }
 
-    /// Returns once none of the batches waits that wait now, whatever comes meanwhile; `false` when that is not so after
+    /// Waits until every batch that is waiting now has been matched, ignoring later ones; returns `false` after
     /// `at_most`.
     pub(crate) fn settled(&self, at_most: Duration) -> bool {
         let until = Instant::now() + at_most;
         let mut state = self.state.lock();
         let (ends, begins) = (state.turn, 1 - state.turn);
-        // Those that an earlier call did not wait for to the end.
+        // First those left over from an earlier call that timed out.
         if !self.none_waits(&mut state, begins, until) {
             return false;
         }
@@ -55,7 +55,7 @@ impl Matched {
         !waited.timed_out()
     }
 
-    /// Returns when no batch waits, or after `at_most`: who gives way gets on, however busy the site is.
+    /// Returns when no batch is waiting, or after `at_most`, so that background work makes progress on a busy site.
     pub(crate) fn give_way(&self, at_most: Duration) {
         let mut state = self.state.lock();
         state.giving_way += 1;
@@ -64,7 +64,7 @@ impl Matched {
         state.giving_way -= 1;
     }
 
-    /// How many give way right now.
+    /// Number of threads that are yielding.
     #[cfg(test)]
     pub(crate) fn giving_way(&self) -> usize {
         self.state.lock().giving_way

@@ -1,4 +1,4 @@
-//! Opening a site: recovery of what an earlier run left, then the start of the background threads.
+//! Opens a site: recovers what an earlier run left, then starts the background threads.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::matching::{Matching, handle, open_teleporter};
 use crate::teleporter::{Event, ImageEvent};
 
 impl Site {
-    /// Opens a site none of whose images is held by anybody. Returns what had to be repaired, a line each.
+    /// Opens a site without a holder. Returns what was repaired, one line each.
     ///
     /// # Errors
     /// When a directory, the catalog or the matcher's files cannot be used.
@@ -26,8 +26,8 @@ impl Site {
         Self::open_with(config, catalog, None)
     }
 
-    /// The same, but `holder` is asked before an image is replaced or removed, from the start: a delivery that was cut
-    /// off, or failed at its last step, is finished when the site opens.
+    /// Like [`Site::open`], but calls `holder` before an image is replaced or removed. It is needed from the start,
+    /// because opening the site finishes deliveries that were interrupted or failed at their last step.
     ///
     /// # Errors
     /// As [`Site::open`].
@@ -97,14 +97,14 @@ impl Site {
         let copier = shared::start_copier(&site, wakes);
         *site.copier.lock() = copier.ok();
         site.wake_copier();
-        // Without it nothing is lost but what the matcher would have found.
+        // Without this thread only possible matches are lost.
         if let Err(e) = catch_up::start(&site, lacks) {
             tracing::warn!(error = %e, "cannot start the thread that keeps the matcher up to date");
         }
         Ok((site, repairs))
     }
 
-    /// Removes the hash files of images that are neither here nor in transit.
+    /// Removes hash files of images that are neither in the catalog nor in transit.
     fn remove_stray_hash_files(&self) {
         let Matching::Local(teleporter) = &self.matching else {
             return;
@@ -120,7 +120,7 @@ impl Site {
         }
     }
 
-    /// Reports the images whose blocks can no longer be found or read for reuse, and the way out.
+    /// Reports images whose blocks can no longer be matched or read for reuse, and how to fix it.
     fn report_lost_indexes(&self, repairs: &mut Vec<String>) {
         let Matching::Local(teleporter) = &self.matching else {
             return;

@@ -1,5 +1,4 @@
-//! What an earlier run of a site left of its transfers: those whose files are whole get their names, the others wait to
-//! be resumed.
+//! Recovery of an earlier run's transfers: complete files get their names, the others wait to be resumed.
 
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
@@ -17,10 +16,11 @@ use crate::transfer::{Leftover, inspect, opening_of, reopen_closed, transfer_key
 use crate::transfers::is_removed;
 
 impl Site {
-    /// Gives files their names that were whole when the site stopped, unless that would replace what came later or what
-    /// somebody needs as it is.
+    /// Gives files that were complete when the site stopped their names, unless that would replace a newer image or
+    /// one that is held.
     pub(super) fn recover(&self, mut whole: Vec<Arrived>, repairs: &mut Vec<String>) {
-        // What has its name already is entered before anything else takes that; then the newest comes last.
+        // Files that already have their names first, before another takes the name; then oldest to newest, so that
+        // the newest wins.
         whole.sort_by_key(|a| (a.part().exists(), a.closing.added_unix, a.opening.image));
         for arrived in whole {
             let name = &arrived.opening.offer.name;
@@ -57,14 +57,14 @@ impl Site {
         }
     }
 
-    /// Whether an image that came later has the name. Of two of the same second the one that was begun later counts.
+    /// Whether a newer image has the name. Of two delivered in the same second, the one begun later is newer.
     fn is_outdated(&self, arrived: &Arrived) -> bool {
         let mine = (arrived.closing.added_unix, arrived.opening.image);
         let entered = self.images.by_name(&arrived.opening.offer.name);
         entered.is_some_and(|e| (e.added_unix, e.id.0) > mine)
     }
 
-    /// Makes a whole file one of a transfer that has stopped: it can be sent again, removed, and expires.
+    /// Turns a complete file into a stopped transfer: it can be resumed or removed, and it expires.
     fn give_up_name(&self, arrived: &Arrived) -> Result<String, TeleportError> {
         let name = &arrived.opening.offer.name;
         tracing::warn!(image = %name, from = arrived.opening.peer_name, "a newer image has its name; it is not delivered");
@@ -87,8 +87,8 @@ impl Site {
     }
 }
 
-/// The transfers of an earlier run: those that were whole, and the newest of those that can be resumed; those whose
-/// log says nothing are thrown away.
+/// Scans the transfers of an earlier run: the complete ones, and the newest of the resumable ones. Deletes those
+/// whose log is unreadable.
 pub(super) fn transfers_found(
     dir: &Path,
     repairs: &mut Vec<String>,
@@ -112,7 +112,7 @@ pub(super) fn transfers_found(
         let written = std::fs::metadata(&log).and_then(|about| about.modified());
         waiting.push((written.unwrap_or(SystemTime::UNIX_EPOCH), path));
     }
-    // Only so many serve as sources, and the maps of all the others need not be in memory for that.
+    // Only a limited number serve as sources; the maps of the others need not be in memory.
     waiting.sort_by_key(|(written, _)| Reverse(*written));
     let mut stopped = Vec::new();
     for (_, path) in waiting {
@@ -135,16 +135,15 @@ pub(super) fn transfers_found(
     Ok(Found { whole, stopped })
 }
 
-/// The transfers of an earlier run.
+/// Transfers found from an earlier run.
 pub(super) struct Found {
-    /// Their files were whole.
+    /// Transfers whose files are complete.
     pub(super) whole: Vec<Arrived>,
-    /// They can be resumed, and serve as sources: the image, its partial file, what the log says.
+    /// Resumable transfers, which serve as sources: image ID, partial file, contents of the log.
     pub(super) stopped: Vec<(ImageId, PathBuf, Leftover)>,
 }
 
-/// A transfer of an earlier version has another name for its directory: it gets the one that it is
-/// looked for by, unless that is taken.
+/// Renames the directory of a transfer made by an earlier version to its current name, unless that exists.
 fn adopt(transfers: &Path, path: &Path, opening: &crate::transfer::Opening) -> PathBuf {
     let wanted = transfers.join(transfer_key(&opening.peer, &opening.offer.name));
     if wanted == path || wanted.exists() {

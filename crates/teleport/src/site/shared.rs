@@ -1,4 +1,4 @@
-//! The sequence data of a site: copied in the background, and given back when the images that it serves go.
+//! The sequence data of a site: copied in the background, and freed when the images that use it are removed.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,46 +17,46 @@ use crate::files;
 use crate::matching::{Link, Matching, wrong_answer};
 use crate::teleporter::{Answer, Event};
 
-/// When copies that failed are tried again, if nothing else wakes the copier.
+/// Retry interval of failed copies, if nothing wakes the copier earlier.
 const TRY_AGAIN: Duration = Duration::from_secs(30);
 
-/// Copies that may fail before the rest waits with them.
+/// Failed copies after which the rest of the round is postponed.
 const MAX_FAILED: u32 = 16;
 
-/// What is given back before it is asked whether that helps.
+/// Bytes freed before checking whether freeing gains any space.
 const TRIAL: u64 = 256 << 20;
 
-/// What of its limit the sequence data may take however small the images are.
+/// The sequence data may always take `1 / MIN_PART` of its limit, however small the images are.
 const MIN_PART: u64 = 128;
 
-/// How long a trimming waits for plans that are under way.
+/// Longest wait of a trim for plans in flight.
 const SETTLE: Duration = Duration::from_secs(10);
 
-/// How long a trimming waits for an answer: each is to a little work.
+/// Timeout of one answer during a trim; each is for a small amount of work.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// How long an image that needs room waits for a step of a trimming, or for another image that needs some.
+/// Longest wait, of an image that needs space, for a trim step or for another image that also needs space.
 const TURN: Duration = Duration::from_secs(10);
 
-/// Steps of a trimming: more than any takes, whatever a lone teleporter says.
+/// Limit on the steps of a trim: more than any takes, so that a remote teleporter cannot prolong it.
 const MAX_STEPS: u32 = 1 << 13;
 
-/// Passes over all images in which an image that needs room has segments freed.
+/// Maximum number of passes over all images in which segments are freed to make room for one.
 const PASSES: u32 = 8;
 
-/// How many segments it asks for at least in the first one; in each one after that, twice as many.
+/// Segments requested at least in the first pass; doubles with each pass.
 const MIN_ASKED: u64 = 32;
 
-/// A trimming of the sequence cache that is under way.
+/// A trim of the sequence cache in progress.
 struct Trimming {
     link: Link,
-    /// Which it is, of all since the site opened.
+    /// Number of this trim, counted since the site opened.
     turn: u64,
     steps: u32,
 }
 
 impl Trimming {
-    /// Begins on its link: how many segments hold something.
+    /// Begins a trim on this link; returns how many segments are in use.
     fn begin(&mut self, keep: u32, have: u32) -> Result<u32, TeleportError> {
         self.link.submit(Event::BeginTrim { keep, have })?;
         match self.link.collect_within(ANSWER)? {
@@ -66,7 +66,7 @@ impl Trimming {
     }
 }
 
-/// Begins a trimming, and says how many segments hold something. One that is under way ends.
+/// Begins a trim and returns how many segments are in use. Cancels any trim in progress.
 fn begin_trimming(
     link: Link,
     turn: &mut u64,
@@ -83,7 +83,7 @@ fn begin_trimming(
     Ok((trim, holding))
 }
 
-/// Starts the thread that copies what is pending, and trims. It ends with the site.
+/// Starts the thread that copies pending sequences and trims. It exits with the site.
 pub(super) fn start_copier(
     site: &Arc<Site>,
     wakes: Receiver<()>,
@@ -132,7 +132,7 @@ pub(super) fn start_copier(
 }
 
 impl Site {
-    /// Copies the first pending sequence from slot `at` on that can be copied; none when there is none.
+    /// Copies the first pending sequence at or after slot `at` that can be copied; `None` when there is none.
     pub(super) fn copy_next(&self, at: &mut u64) -> Option<Copied> {
         let whole = |i| self.images.knows(i);
         let live = |i| self.partials.is_live(i);
@@ -141,7 +141,7 @@ impl Site {
         Some(self.copy_sequence(copy))
     }
 
-    /// Copies what is pending from an image that is about to go.
+    /// Copies pending sequences from an image that is about to be removed.
     pub(super) fn copy_sequences_of(&self, image: ImageId) {
         let mut at = 0;
         while let Some(copy) = self.sequences.next_copy(at, |i| i == image, |_| false) {
@@ -178,8 +178,8 @@ impl Site {
         })
     }
 
-    /// What the sequence data may take, in segments: its limit, and no more than the images that are here, or a small
-    /// part of the limit where those are smaller.
+    /// Size limit of the sequence data in segments: the configured limit or the total size of the images, whichever
+    /// is less, but at least a small fraction of the configured limit.
     fn sequence_budget(&self) -> u32 {
         let limit = self.config.sequence_data_bytes;
         let images: u64 = self.images.list().iter().map(|i| i.data_bytes).sum();
@@ -187,8 +187,8 @@ impl Site {
         u32::try_from(segments_of(bytes)).unwrap_or(u32::MAX)
     }
 
-    /// Gives sequence data back, all that is too much, as far as the matcher is here. The copier may have been at it when
-    /// the site began to close.
+    /// Frees all excess sequence data, if the matcher is local. The copier may have been interrupted in this when the
+    /// site began to close.
     pub(super) fn trim_sequences(&self) {
         if matches!(self.matching, Matching::Local(_)) {
             self.images_went.store(true, Ordering::Relaxed);
@@ -197,8 +197,8 @@ impl Site {
         }
     }
 
-    /// One step of that, begun after an image went; `false` when there is nothing more to do now. Transfers go on between
-    /// steps. What fails is begun anew when the copier is next woken.
+    /// One step of a trim, which starts after an image was removed; returns `false` when there is nothing more to do
+    /// now. Transfers continue between steps. After a failure, a new trim starts when the copier is next woken.
     fn trim_step(&self, trim: &mut Option<Trimming>) -> bool {
         if trim.is_none() && !self.images_went.swap(false, Ordering::Relaxed) {
             return false;
@@ -214,7 +214,8 @@ impl Site {
         })
     }
 
-    /// Begins a trimming down to the budget. A lone teleporter must know the images first: by them it tells what is used.
+    /// Begins a trim down to the budget. A remote teleporter must know all images first: it derives from them which
+    /// segments are used.
     fn begin_due(&self, trim: &mut Option<Trimming>) -> Result<bool, TeleportError> {
         let lone = matches!(self.matching, Matching::Remote(_));
         if lone && (self.behind.load(Ordering::Relaxed) || Handle::try_current().is_err()) {
@@ -228,7 +229,7 @@ impl Site {
         Ok(true)
     }
 
-    /// Goes on with a trimming, unless another has begun: how many segments that freed, none at its end.
+    /// Continues a trim unless another has begun; returns how many segments were freed, `None` at the end.
     fn trimmed(&self, trim: &mut Trimming) -> Result<Option<u64>, TeleportError> {
         self.plans_taken(trim)?;
         let turn = self.trimmings.lock();
@@ -240,9 +241,9 @@ impl Site {
         }
     }
 
-    /// Waits until the plans that are under way have been taken over: what they store may be in segments that are freed
-    /// next. What they only read there is found wrong when it is digested, and asked for. A matcher that is here gives out no
-    /// plan before the one before is taken over.
+    /// Waits until the plans in flight have been applied: their stores may go to segments that are freed next. Blocks
+    /// that they only read from there fail verification and are requested. A local matcher issues no plan before the
+    /// previous one is applied, so there is nothing to wait for.
     fn plans_taken(&self, trim: &Trimming) -> Result<(), TeleportError> {
         match trim.link {
             Link::Remote(_) if !self.matched.settled(SETTLE) => Err(TeleportError::Remote(
@@ -252,13 +253,13 @@ impl Site {
         }
     }
 
-    /// Has the matcher free the next segments, and gives them back.
+    /// Has the matcher free the next segments, then frees their data.
     fn free_next(&self, trim: &mut Trimming) -> Result<Option<u64>, TeleportError> {
         trim.steps += 1;
         trim.link.submit(Event::Trim)?;
         match trim.link.collect_within(ANSWER)? {
             Answer::Freed(segments) => {
-                // The matcher does not fill them anew before it is asked again.
+                // The matcher does not reuse them before the next request.
                 self.sequences.free(&segments);
                 Ok((trim.steps < MAX_STEPS).then_some(segments.len() as u64))
             }
@@ -267,8 +268,8 @@ impl Site {
         }
     }
 
-    /// Gives sequence data back until so many bytes can be used. It stays when all of it would not be enough, and
-    /// where that does not help: on file systems where it shares its room with the images.
+    /// Frees sequence data until `bytes` are available. Frees nothing when even all of it would not be enough, and
+    /// stops where it does not help: on file systems where the data shares extents with the images.
     pub(crate) fn make_room(&self, bytes: u64) {
         let wanted = bytes.saturating_add(self.config.reserve_bytes);
         let Some(before) = self.available_bytes().filter(|b| *b < wanted) else {
@@ -283,7 +284,8 @@ impl Site {
         }
     }
 
-    /// Gives sequence data back so that `wanted` bytes can be used in place of `before`; how many it gave.
+    /// Frees sequence data so that `wanted` bytes are available instead of `before`; returns how many bytes were
+    /// freed.
     fn give_up_sequences(&self, before: u64, wanted: u64) -> Result<u64, TeleportError> {
         let link = self.matching.link()?;
         let turn = self.trimmings.try_lock_for(TURN);
@@ -291,10 +293,10 @@ impl Site {
             TeleportError::Remote("timed out waiting for another trimming of sequence data".into())
         })?;
         let (mut trim, used) = begin_trimming(link, &mut turn, u32::MAX, 0)?;
-        // A lone teleporter may be anybody's.
+        // Do not trust the count of a remote teleporter: cap it at the configured size.
         let mut keep = u64::from(used).min(segments_of(self.config.sequence_data_bytes));
         let (mut freed, mut gained, mut asked) = (0, 0, MIN_ASKED);
-        // A segment may hold less than it could: then more of them are asked for.
+        // A segment may be partly empty, so each pass asks for more segments.
         for _ in 0..PASSES {
             if before + gained >= wanted || (freed >= TRIAL && gained < freed / 4) {
                 break;
@@ -317,7 +319,7 @@ impl Site {
                 let now = self.available_bytes().unwrap_or(0);
                 gained = now.saturating_sub(before);
                 if before + gained >= wanted || (freed >= TRIAL && gained < freed / 4) {
-                    // Nothing is held back any more.
+                    // End the trim: from now on the matcher may use all segments again.
                     trim.begin(u32::MAX, 0)?;
                     break;
                 }
@@ -329,7 +331,7 @@ impl Site {
         Ok(freed)
     }
 
-    /// Bytes that the sequence data takes at most, by the matcher's count of segments; none with a lone teleporter.
+    /// Upper bound on the bytes of sequence data, by the matcher's segment count; `None` with a remote teleporter.
     #[cfg(any(fuzzing, feature = "testing"))]
     #[must_use]
     pub fn sequence_data_used(&self) -> Option<u64> {

@@ -1,5 +1,5 @@
-//! Where a site has the blocks that a plan names: in whole images, in those in transit, in the
-//! sequence cache; and what happens to that when a transfer is given up.
+//! Locates the blocks that a plan names: in complete images, in images in transit, in the sequence cache. Also
+//! updates this when a transfer is given up.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use crate::files::remove_dir;
 use crate::teleporter::ImageEvent;
 
 impl Site {
-    /// Whether `count` data blocks of an image from compact index `first` can be read.
+    /// Whether `count` data blocks of an image, from compact index `first` on, can be read.
     pub(crate) fn reach(&self, image: ImageId, first: u64, count: u64) -> Reach {
         match self.images.knows(image) {
             true => Reach::Here,
@@ -20,7 +20,7 @@ impl Site {
         }
     }
 
-    /// Where the blocks that a plan for an image in transit names are to be read now.
+    /// Where to read the blocks that a plan for an image in transit names, as of now.
     pub(crate) fn resolve(&self, own: ImageId, plan: &Plan) -> Vec<Run> {
         let mut out = Vec::with_capacity(plan.runs.len());
         for run in &plan.runs {
@@ -62,8 +62,8 @@ impl Site {
         out
     }
 
-    /// Where slots of the sequence cache are to be read. What is pending and only partly in one place is looked up
-    /// part by part: the rest may be in another.
+    /// Where to read slots of the sequence cache. A pending sequence that is only partly available in one place is
+    /// looked up piece by piece, as the rest may be elsewhere.
     fn in_sequence(&self, first: u64, count: u32, own: ImageId) -> Vec<(u32, From)> {
         let (mut out, mut asked) = (Vec::new(), vec![(first, count)]);
         while let Some((first, count)) = asked.pop() {
@@ -89,7 +89,8 @@ impl Site {
         out
     }
 
-    /// Blocks of a job were wrong: where they were taken from a transfer that has stopped, they are not looked for again.
+    /// Handles blocks of a job that failed verification: if they came from a stopped transfer, they are not looked up
+    /// there again.
     pub(crate) fn refute(&self, job: &ReuseJob, failed: &[u32]) {
         for (start, run) in &job.runs {
             if let From::Image { image, first } = run.from {
@@ -103,8 +104,8 @@ impl Site {
         }
     }
 
-    /// Takes over what a plan stores, for the batch of `own` whose first data block is `base`. A
-    /// store may overwrite what the plan's runs name: look them up before.
+    /// Applies the stores of a plan, for the batch of `own` whose first data block is `base`. A store may overwrite
+    /// slots that the plan's runs name, so resolve those first.
     pub(crate) fn take_stores(&self, own: ImageId, base: u64, plan: &Plan) {
         for store in &plan.stores {
             self.sequences
@@ -112,13 +113,13 @@ impl Site {
         }
     }
 
-    /// Gives a transfer up for good: what it has brought is no source of blocks any more.
+    /// Discards a transfer; its blocks are no longer available for reuse.
     pub(crate) fn discard(&self, dir: &Path, image: ImageId) {
         self.forget_partial(image);
         remove_dir(dir);
     }
 
-    /// What a transfer has brought is no source of blocks any more.
+    /// Removes a transfer's blocks from the sources for reuse.
     pub(crate) fn forget_partial(&self, image: ImageId) {
         self.partials.remove(image);
         self.sequences.drop_image(image);
@@ -126,7 +127,7 @@ impl Site {
     }
 }
 
-/// Where the blocks of a store were when they were matched, if that is another image.
+/// Where a store's blocks were when they were matched, if that is in another image.
 fn found_at(own: ImageId, base: u64, plan: &Plan, store: &SequenceStore) -> Option<(ImageId, u64)> {
     let mut left = store.from.checked_sub(base)?;
     for run in &plan.runs {

@@ -1,28 +1,28 @@
-//! What a site is doing, for people and for metrics.
+//! Status of a site, for the user and for metrics.
 
 use drover_index::MatcherStats;
 use serde::{Deserialize, Serialize};
 
-/// What a site is doing.
+/// Status of a site.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct SiteStatus {
-    /// Transfers on their way in.
+    /// Incoming transfers in progress.
     pub transfers: Vec<TransferStatus>,
-    /// Images here.
+    /// Images in the catalog.
     pub images: u64,
-    /// Sessions open.
+    /// Open sessions.
     pub sessions: u64,
     /// Images delivered since the site started.
     pub delivered_images: u64,
     /// Blocks reused since the site started.
     pub matched_blocks: u64,
-    /// Blocks that came over the link since the site started.
+    /// Blocks received over the link since the site started.
     pub sent_blocks: u64,
     /// Sequences that wait to be copied.
     pub pending_sequences: u64,
-    /// The matcher is being told what it lacks of what is here, or will be when it can be reached.
+    /// Whether the matcher lacks images; they are being sent, or will be when it can be reached.
     pub catching_up: bool,
-    /// The matcher's counts by name, when it is here.
+    /// The matcher's counters by name; empty with a remote teleporter.
     pub matcher: Vec<(String, u64)>,
 }
 
@@ -31,15 +31,15 @@ pub struct SiteStatus {
 pub struct TransferStatus {
     /// The image's name.
     pub name: String,
-    /// Who sends it.
+    /// Who is sending it.
     pub peer: String,
-    /// Blocks that are complete.
+    /// Completed blocks.
     pub done_blocks: u64,
-    /// Blocks in all.
+    /// Total blocks.
     pub total_blocks: u64,
 }
 
-/// The matcher's counts by name.
+/// The matcher's counters by name.
 pub(super) fn matcher_counts(s: &MatcherStats) -> Vec<(String, u64)> {
     let caches = [("c0", &s.c0), ("c1", &s.c1), ("c2", &s.c2)];
     let mut out: Vec<(String, u64)> = caches

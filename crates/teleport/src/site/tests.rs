@@ -1,4 +1,4 @@
-//! A site that stopped anywhere in a delivery finds its way when it opens again.
+//! A site that stopped at any point of a delivery recovers when it opens again.
 
 use std::collections::HashMap;
 
@@ -69,7 +69,7 @@ impl Home {
     fn open_with(&self, reserve_bytes: u64) -> (Arc<Site>, Vec<String>) {
         let (site, mut repairs) =
             Site::open(self.config(reserve_bytes), self.catalog.clone()).unwrap();
-        // What arrives here was not matched, so it has no hash files.
+        // Images delivered here were not matched, so they have no hash files.
         repairs.retain(|r| !r.contains("its hash file"));
         (site, repairs)
     }
@@ -87,7 +87,7 @@ impl Home {
         }
     }
 
-    /// Brings a transfer to the point where its file is whole and `until` is the next step.
+    /// Brings a transfer to the point where its file is complete and `until` is the next step.
     fn arrive(&self, sample: &Sample, until: Until) {
         let (site, _) = self.open();
         let dir = site.transfer_dir(&key(sample));
@@ -129,11 +129,11 @@ impl Home {
 /// The step of a delivery before which the site stops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Until {
-    /// The map is written; the log does not say yet that the file is whole.
+    /// The map is written; the log does not have the closing record yet.
     Closing,
     Rename,
     Catalog,
-    /// Of the transfer's directory.
+    /// Removal of the transfer's directory.
     Removal,
 }
 
@@ -148,7 +148,7 @@ fn check_delivered(home: &Home, site: &Site, sample: &Sample, about: &str) {
     );
     let (expected, found) = site.verify(name, &mut |_, _| {}).unwrap();
     assert_eq!((expected, found), (sample.digest, sample.digest), "{about}");
-    // It serves as a source of blocks.
+    // Its blocks can be reused.
     let image = site.images.open_image(record.id).expect(about);
     let blocks: u64 = sample.batches.iter().map(|b| b.data.count()).sum();
     assert_eq!(image.map.blocks.data_blocks(), blocks, "{about}");
@@ -187,7 +187,7 @@ fn a_delivery_cut_off_at_any_step_is_finished_when_the_site_opens() {
     }
 }
 
-/// Its rename failed while the site went on, and another image took the name before the site was started again.
+/// The rename failed while the site kept running, and another image took the name before the next start.
 #[test]
 fn what_took_the_name_since_is_not_replaced_at_the_start() {
     let home = Home::new();
@@ -208,7 +208,7 @@ fn what_took_the_name_since_is_not_replaced_at_the_start() {
         assert!(std::fs::read(&record.path).unwrap() == new.bytes);
         assert_eq!(repairs.len(), 1 - start, "{repairs:?}");
         assert!(repairs.iter().all(|r| r.contains("newer image")));
-        // It can be resumed and removed, and serves as a source meanwhile.
+        // It can be resumed and removed, and its blocks can be reused meanwhile.
         assert!(site.partials.knows(ImageId(1)));
         assert!(!site.images.map_path(ImageId(1)).exists());
         let listed = site.unfinished().unwrap();
@@ -224,7 +224,7 @@ fn an_image_that_is_held_is_not_replaced_at_the_start() {
     home.arrive(&old, Until::Removal);
     drop(home.open());
     let new = sample("a.raw", 2, 2_500_001);
-    // `arrive` opens the site before the transfer is there.
+    // `arrive` opens the site before the transfer exists.
     home.arrive(&new, Until::Rename);
     let held: Arc<Holder> = Arc::new(|name| Some(format!("{name} is mounted by lyon")));
     for _ in 0..2 {
@@ -245,7 +245,7 @@ fn an_image_that_is_held_is_not_replaced_at_the_start() {
     check_delivered(&home, &site, &new, "held no more");
 }
 
-/// Wherever the site stops while it puts back what had the name: what is called so is what the catalog says.
+/// Wherever the site stops while it restores the previous file: the named file matches the catalog.
 #[test]
 fn a_catalog_that_fails_leaves_the_image_before_whatever_was_cut_off() {
     for cut in ["nothing", "keeping", "undoing"] {
@@ -285,7 +285,7 @@ fn a_catalog_that_fails_leaves_the_image_before_whatever_was_cut_off() {
     }
 }
 
-/// A file that is made here gets a name that the catalog does not take: it is where it was, and so is the other.
+/// If the catalog rejects a locally created file, that file and the previous one are back where they were.
 #[test]
 fn a_file_that_cannot_be_adopted_is_where_it_was() {
     let home = Home::new();
@@ -312,7 +312,7 @@ fn a_file_that_cannot_be_adopted_is_where_it_was() {
         site.adopt(Some(&file), &prepared, fresh).unwrap();
         let of_new = site.verify(&name, &mut |_, _| {}).unwrap();
         assert_eq!(of_new, (new.digest, new.digest));
-        // Back to the old one for the next.
+        // Restore the old image for the next case.
         if !fresh {
             std::fs::write(&file, &old.bytes).unwrap();
             let again = site.prepare(&file, &name, "", &mut |_, _| Ok(())).unwrap();
@@ -388,7 +388,7 @@ fn transfers_without_a_usable_log_are_removed_and_so_is_one_without_its_file() {
         .unwrap()
         .map(|e| e.unwrap().file_name())
         .collect();
-    // Under the name that it is looked for by.
+    // Under its current name.
     assert_eq!(left, [key(&resumable).as_str()]);
 }
 
@@ -403,7 +403,7 @@ fn a_catalog_that_was_lost_is_rebuilt_from_the_maps() {
     check_delivered(&home, &site, &sample, "rebuilt");
     assert_eq!(repairs, ["a.raw: put back into the catalog from its map"]);
     drop(site);
-    // A damaged map is no source of anything.
+    // An image with a damaged map is no source of blocks.
     let map = home.path("state/maps/2.map");
     let mut bytes = std::fs::read(&map).unwrap();
     bytes[100] ^= 1;
@@ -416,7 +416,7 @@ fn a_catalog_that_was_lost_is_rebuilt_from_the_maps() {
     assert!(site.images.list().is_empty(), "{repairs:?}");
 }
 
-/// A slot of which the matcher knows: what it does not know of is given back.
+/// A slot known to the matcher: unknown ones are freed.
 fn stored_slot(site: &Site) -> u64 {
     let mut data = drover_store::DataBits::new(300);
     (0..300).for_each(|i| data.set(i));
@@ -481,7 +481,7 @@ fn a_sequence_for_which_there_was_no_room_is_copied_when_there_is() {
     }
 }
 
-/// A file that is whole waits for its name: it does not expire, and nobody removes it.
+/// A complete file waiting for its name does not expire and cannot be removed.
 #[test]
 fn a_whole_file_that_awaits_its_name_does_not_expire() {
     let home = Home::new();
@@ -510,7 +510,7 @@ fn a_whole_file_that_awaits_its_name_does_not_expire() {
     assert_eq!(none.unwrap(), []);
     assert!(site.remove_transfer(&key(&sample)).is_err());
     assert!(dir.join("image.part").exists());
-    // What a removal that was cut off has left goes when the site opens.
+    // The remains of an interrupted removal are deleted when the site opens.
     std::fs::rename(&dir, dir.with_extension("removed")).unwrap();
     assert_eq!(site.unfinished().unwrap(), []);
     drop(site);
@@ -518,7 +518,8 @@ fn a_whole_file_that_awaits_its_name_does_not_expire() {
     assert!(!dir.with_extension("removed").exists());
 }
 
-/// Its log was damaged while the site went on: it is seen, and its room can be had back without a restart.
+/// The log was damaged while the site was running: the transfer is listed, and its space can be freed without a
+/// restart.
 #[test]
 fn a_transfer_whose_log_is_damaged_is_listed_removed_and_expires() {
     use crate::transfers::TransferState;
@@ -550,7 +551,7 @@ fn a_transfer_whose_log_is_damaged_is_listed_removed_and_expires() {
             about.room_bytes > 0 && about.touched_unix > 1_000_000_000,
             "{about:?}"
         );
-        // Not while it begins.
+        // Not while it is starting.
         let name = ImageName::new("a.raw").unwrap();
         let hold = site
             .active
@@ -580,7 +581,7 @@ fn a_transfer_whose_log_is_damaged_is_listed_removed_and_expires() {
     assert!(!site.transfer_dir(&old).exists());
 }
 
-/// Of too many transfers those to which something came last serve as sources; the others are kept all the same.
+/// Of too many transfers, the most recently active ones serve as sources; the others are still kept.
 #[test]
 fn the_newest_transfers_that_stopped_are_sources_after_a_start() {
     use crate::partials::MAX_STOPPED;
@@ -594,7 +595,7 @@ fn the_newest_transfers_that_stopped_are_sources_after_a_start() {
         let dir = home.path("work/transfers").join(key(&sample));
         drop(sample.arrived(&dir));
         let log = std::fs::File::options().write(true).open(dir.join("log"));
-        // The later its number was given, the longer ago something came.
+        // The higher its number, the longer ago it was active.
         let written = std::time::UNIX_EPOCH + std::time::Duration::from_secs(100_000 - image);
         log.unwrap().set_modified(written).unwrap();
     }
@@ -605,8 +606,8 @@ fn the_newest_transfers_that_stopped_are_sources_after_a_start() {
     assert!(sources.eq(1..=MAX_STOPPED as u64));
 }
 
-/// What a stopped transfer has is a guess. A block of it that was wrong is looked for elsewhere from then on: with who
-/// is bringing it, or at the source.
+/// The blocks of a stopped transfer are a guess. A block that was wrong is looked up elsewhere from then on: in a
+/// transfer that is receiving it, or at the source.
 #[test]
 fn a_guess_that_was_wrong_is_not_made_again() {
     use crate::codec::Batch;
@@ -624,7 +625,7 @@ fn a_guess_that_was_wrong_is_not_made_again() {
     let layout = sample.layout.clone();
     site.partials
         .add_stopped(stopped, &part, layout.clone(), blocks);
-    // Another transfer has matched the same, and brings it.
+    // Another transfer has matched the same blocks, and is receiving them.
     let transit = site
         .partials
         .begin(coming, &part, layout, BlockMap::default(), HashMap::new())
@@ -678,14 +679,14 @@ fn a_guess_that_was_wrong_is_not_made_again() {
         found(),
         [&expected[..], &[front, (3, From::Literal), back]].concat()
     );
-    // When it is resumed, what is there is known.
+    // Once it is resumed, the blocks in place are known.
     drop(transit);
     site.partials.remove(coming);
     let literal = [front, (3, From::Literal), back];
     assert_eq!(found(), [literal, literal].concat());
 }
 
-/// What the matcher lacks it is told when no transfer waits for it.
+/// The matcher is sent what it lacks only when no transfer waits for it.
 #[test]
 fn what_the_matcher_lacks_gives_way_to_transfers() {
     let until = |what: &str, holds: &dyn Fn() -> bool| {
@@ -701,7 +702,7 @@ fn what_the_matcher_lacks_gives_way_to_transfers() {
     let path = home.path("a.raw");
     std::fs::write(&path, &sample.bytes).unwrap();
     let id = site.index_image(&path, &mut |_, _| {}).unwrap().id;
-    // The site looks by itself, too.
+    // The site runs a pass by itself, too.
     until("it has looked", &|| !site.status().catching_up);
     let let_go = AtomicBool::new(false);
     let waiting = site.matched.waiting();
@@ -719,7 +720,7 @@ fn what_the_matcher_lacks_gives_way_to_transfers() {
         assert_eq!(telling.join().unwrap(), (true, true));
     });
     assert!(site.matching.images().unwrap().contains(&id));
-    // And it gets on when they never stop waiting.
+    // And it makes progress even if they never stop waiting.
     let _waiting = site.matched.waiting();
     let mut link = site.matching.link().unwrap();
     let told = site.send_image(&mut link, id, &path, std::time::Duration::ZERO);

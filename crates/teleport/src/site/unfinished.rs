@@ -1,4 +1,4 @@
-//! The unfinished transfers of a site: listed, removed, expired.
+//! Unfinished transfers of a site: list, remove, expire.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -16,13 +16,13 @@ use crate::transfer::{inspect, opening_of};
 use crate::transfers::{REMOVED, TransferState, Unfinished, is_key, look, unfinished};
 
 impl Site {
-    /// The transfers that are not finished, the last touched first.
+    /// The unfinished transfers, most recently active first.
     ///
     /// # Errors
     /// When their directory cannot be listed.
     pub fn unfinished(&self) -> Result<Vec<Unfinished>, TeleportError> {
         let mut all = unfinished(&self.config.work_dir)?;
-        // One that begins just now has no log yet.
+        // A transfer that is just starting has no log yet.
         all.retain(|t| t.state != TransferState::Damaged || !self.active.has(&t.key));
         for transfer in &mut all {
             if !self.active.has(&transfer.key) {
@@ -43,16 +43,16 @@ impl Site {
         Some(status.done_blocks)
     }
 
-    /// Removes what is left of a transfer that has stopped. Blocks the thread.
+    /// Removes a stopped transfer and its data. Blocks the thread.
     ///
     /// # Errors
-    /// When there is none of that key, or it is under way or whole.
+    /// When there is no transfer with that key, or it is in progress or complete.
     pub fn remove_transfer(&self, key: &str) -> Result<Unfinished, TeleportError> {
         self.remove_if(key, |_| true)?
             .ok_or_else(|| none_of_key(key))
     }
 
-    /// Removes the transfers to which nothing has come for so long; returns them.
+    /// Removes the transfers that have received nothing for `after`; returns them.
     ///
     /// # Errors
     /// When their directory cannot be listed.
@@ -62,7 +62,7 @@ impl Site {
         let expired = |t: &Unfinished| t.touched_unix < oldest;
         let mut out = Vec::new();
         for transfer in self.unfinished()?.into_iter().filter(expired) {
-            // One that is resumed just now, or is whole, stays.
+            // Transfers that have just been resumed, or are complete, stay.
             match self.remove_if(&transfer.key, expired) {
                 Ok(removed) => out.extend(removed),
                 Err(e) => tracing::debug!(image = transfer.name, error = %e, "does not expire"),
@@ -71,7 +71,7 @@ impl Site {
         Ok(out)
     }
 
-    /// Removes a transfer if it still is as it must be, now that nobody can take it up.
+    /// Removes a transfer if, once it is locked against resumption, it is still in the required state.
     fn remove_if(
         &self,
         key: &str,
@@ -106,14 +106,14 @@ impl Site {
         if let Some(image) = image {
             self.forget_partial(image);
         }
-        // Nobody finds it any more: a source that comes back begins anew, beside this.
+        // The renamed directory is no longer found: a source that returns starts over in a new one.
         drop(_claim);
         remove_dir(&gone);
         Ok(Some(transfer))
     }
 
-    /// A whole file that has its name already, but could not be entered in the catalog, is entered now:
-    /// else the file would be there under what the catalog says of the one before it.
+    /// Adds a complete file that already has its name, but whose catalog update failed, to the catalog. Otherwise the
+    /// catalog would describe the previous file of that name.
     pub(crate) fn settle_renamed(&self, dir: &Path, name: &ImageName) -> Result<(), TeleportError> {
         self.finish_undoing(dir, name)?;
         if dir.join("image.part").exists() || !is_closed(&dir.join("log")) {
@@ -125,7 +125,7 @@ impl Site {
         }
     }
 
-    /// Takes the directory of a transfer out of the way in one step.
+    /// Renames the directory of a transfer out of the way, atomically.
     fn set_aside(&self, dir: &Path) -> Result<PathBuf, TeleportError> {
         let gone = dir.with_extension(REMOVED);
         remove_dir(&gone);

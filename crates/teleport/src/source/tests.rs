@@ -1,5 +1,5 @@
-//! What a source does when it is told things, and what it does not put up with. Whole transfers
-//! are simulated in `destination/tests.rs`.
+//! Events that a source handles, and protocol violations that it must reject. Whole transfers are simulated in
+//! `destination/tests.rs`.
 
 use super::*;
 use crate::protocol::Matched;
@@ -44,7 +44,7 @@ fn delivered(digest: Digest) -> Event {
     })
 }
 
-/// Accepted at `resume`, with `batches` walked.
+/// A source accepted at `resume`, with `batches` walked.
 fn started(resume: u64, batches: u64) -> Source {
     let mut s = Source::new(BLOCKS);
     handle(&mut s, accept(resume)).unwrap();
@@ -83,7 +83,7 @@ fn the_window_moves_with_the_oldest_batch_that_is_not_complete() {
     let start = handle(&mut s, accept(0)).unwrap();
     assert_eq!(start, [Action::WalkTo(FIRST_WINDOW)]);
     (0..FIRST_WINDOW).for_each(|i| drop(handle(&mut s, walked(i)).unwrap()));
-    // Every acknowledgement opens the window; only the oldest moves it.
+    // Every acknowledgement extends the window; only the oldest moves it.
     let opened = FIRST_WINDOW + WINDOW_STEP;
     assert_eq!(
         handle(&mut s, Event::Ack(2)).unwrap(),
@@ -100,7 +100,7 @@ fn the_window_moves_with_the_oldest_batch_that_is_not_complete() {
         [Action::WalkTo(3 + opened)]
     );
     assert_eq!(s.done_blocks(), 3 * BATCH_BLOCKS);
-    // It ends at its limit.
+    // The window has a limit.
     (FIRST_WINDOW..WINDOW_BATCHES).for_each(|i| drop(handle(&mut s, walked(i)).unwrap()));
     (3..WINDOW_BATCHES - 1).for_each(|i| drop(handle(&mut s, Event::Ack(i)).unwrap()));
     let last = handle(&mut s, Event::Ack(WINDOW_BATCHES - 1)).unwrap();
@@ -110,12 +110,12 @@ fn the_window_moves_with_the_oldest_batch_that_is_not_complete() {
 #[test]
 fn a_resume_sends_no_batch_again_but_any_block() {
     let mut s = started(2, 0);
-    // The destination may ask at once for what an earlier session left missing.
+    // The destination may immediately request blocks that an earlier session left missing.
     handle(&mut s, need(0..7)).unwrap();
     assert_eq!(handle(&mut s, walked(0)).unwrap(), []);
     assert_eq!(handle(&mut s, walked(1)).unwrap(), []);
     assert_eq!(handle(&mut s, walked(2)).unwrap(), [Action::Batch(vec![2])]);
-    // A batch of before that becomes complete moves nothing.
+    // An earlier batch that becomes complete moves nothing.
     assert_eq!(handle(&mut s, Event::Ack(0)).unwrap(), []);
     handle(&mut s, Event::WalkEnded(WHOLE)).unwrap();
     assert!(handle(&mut s, delivered(WHOLE)).is_err());
@@ -131,13 +131,13 @@ fn the_first_batches_do_not_wait_to_be_accepted() {
         assert_eq!(actions, [Action::Batch(vec![i as u8])]);
     }
     assert!(!s.is_accepted());
-    // What the destination has already, it has twice; the rest is not sent again.
+    // Batches that the destination already had were sent twice; the rest are not sent again.
     let to = handle(&mut s, accept(1)).unwrap();
     assert_eq!(to, [Action::WalkTo(BATCHES)]);
     assert!(s.is_accepted());
     handle(&mut s, Event::Ack(1)).unwrap();
     assert_eq!(handle(&mut s, walked(2)).unwrap(), [Action::Batch(vec![2])]);
-    // Nor is anything said of it before.
+    // The destination must not refer to a batch before it accepts the image.
     for event in [need(0..1), Event::Ack(0), delivered(WHOLE)] {
         let mut s = Source::new(BLOCKS);
         handle(&mut s, walked(0)).unwrap();

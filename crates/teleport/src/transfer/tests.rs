@@ -1,4 +1,4 @@
-//! Logs cut anywhere, partial files that lost writes, and what a resume makes of them.
+//! Logs truncated anywhere, partial files that lost writes, and resuming from them.
 
 use std::os::unix::fs::FileExt;
 
@@ -11,7 +11,7 @@ use super::*;
 use crate::protocol::BATCH_BLOCKS;
 use crate::walk::Walk;
 
-/// A raw image and what a destination would be told of it.
+/// A raw image and the messages that a destination would receive for it.
 pub(crate) struct Sample {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) bytes: Vec<u8>,
@@ -101,7 +101,7 @@ impl Sample {
         .unwrap()
     }
 
-    /// A transfer in which everything has arrived.
+    /// A transfer whose data has all arrived.
     pub(crate) fn arrived(&self, dir: &Path) -> Transfer {
         let mut transfer = self.create(dir);
         for batch in &self.batches {
@@ -129,7 +129,7 @@ impl Sample {
     }
 }
 
-/// Where the log's records end.
+/// Offsets at which the log's records end.
 fn boundaries(log: &Path) -> Vec<u64> {
     LogReader::open(log)
         .unwrap()
@@ -154,7 +154,7 @@ fn a_log_cut_anywhere_and_a_part_that_lost_writes_are_resumed_as_far_as_they_go(
     }
     for cut in cuts {
         std::fs::write(&log, &whole[..cut as usize]).unwrap();
-        // What the power took from the partial file: holes, and blocks half written.
+        // Data lost in a power failure: holes, and partly written blocks.
         let part = File::options()
             .write(true)
             .open(dir.join("image.part"))
@@ -192,7 +192,7 @@ fn a_log_cut_anywhere_and_a_part_that_lost_writes_are_resumed_as_far_as_they_go(
         }
         lost.retain(|b| *b < restored.len() as u64 * BATCH_BLOCKS);
         assert_eq!(found, lost, "cut at {cut}");
-        // It goes on behind the cut.
+        // It continues after the truncation.
         for batch in &sample.batches[restored.len()..] {
             transfer.log_batch(batch, &literal(batch)).unwrap();
         }
@@ -201,7 +201,7 @@ fn a_log_cut_anywhere_and_a_part_that_lost_writes_are_resumed_as_far_as_they_go(
     }
 }
 
-/// Batches of zeros need no plan, and must not overtake the log of those that wait for theirs.
+/// Batches of zeros need no plan, and must not be logged before earlier ones that wait for theirs.
 #[test]
 fn batches_are_logged_in_the_order_of_the_walk() {
     let sample = sample("a.raw", 3, 34 << 20);
@@ -259,7 +259,7 @@ fn only_the_same_offer_resumes() {
         },
     ];
     assert!(changed.iter().all(|o| !resumes(o)));
-    // Nor one of another layout that claims to be the same.
+    // Nor a log with another layout that claims to be the same.
     let other = Layout::in_file_order(100_000, &[0..4096, 8192..12288]);
     let resumed = Transfer::resume(&dir, offer, &other, &disk(), |_, _| Ok(()));
     assert!(resumed.unwrap().is_none());
@@ -306,7 +306,7 @@ fn a_name_is_held_by_one_transfer_and_handed_over_to_a_newer_session_of_it() {
         .take(&name, "one", active.number(), patience)
         .unwrap();
     assert!(active.take(&name, "two", active.number(), patience).err() == Some(Taken::ByAnother));
-    // The holder does not let go in time: told to stop, but not overrun.
+    // The holder does not release it in time: it is asked to stop, but not overridden.
     assert!(active.take(&name, "one", active.number(), patience).err() == Some(Taken::Still));
     assert!(*first.stop.borrow());
     let waiting = {
@@ -323,7 +323,7 @@ fn a_name_is_held_by_one_transfer_and_handed_over_to_a_newer_session_of_it() {
     assert!(active.take(&name, "two", active.number(), patience).is_ok());
 }
 
-/// Two sessions wait for one that does not let go: the newer gets it, whoever wakes first.
+/// Two sessions wait for one that does not release the name: the newer gets it, whichever wakes first.
 #[test]
 fn an_older_session_that_waits_does_not_stop_a_newer_one() {
     let active = Arc::new(Active::default());
@@ -345,7 +345,7 @@ fn an_older_session_that_waits_does_not_stop_a_newer_one() {
         };
         let (older, newer) = (wait(), wait());
         drop(first);
-        // The older may have had it for a while, and lets go as soon as it is told.
+        // The older one may have held it for a while, and releases it as soon as it is asked.
         if let Ok(hold) = older.join().unwrap() {
             drop(hold);
         }
@@ -373,7 +373,7 @@ fn a_session_that_began_earlier_does_not_stop_a_newer_one_when_it_asks_later() {
     assert!(!*hold.stop.borrow());
 }
 
-/// Who resumes waits until a removal has ended, and a removal never begins under somebody's hands.
+/// A resume waits until a removal has ended, and a removal never begins while the transfer is in use.
 #[test]
 fn what_is_being_removed_is_taken_up_afterwards() {
     let active = Arc::new(Active::default());
@@ -383,7 +383,7 @@ fn what_is_being_removed_is_taken_up_afterwards() {
         .take(&name, "one", active.number(), patience)
         .unwrap();
     assert!(active.has("one") && active.claim("one").is_none());
-    // Another peer's, for the same name.
+    // Another peer's transfer for the same name.
     let claim = active.claim("two").unwrap();
     assert!(active.claim("two").is_none());
     drop((hold, claim));

@@ -1,35 +1,35 @@
-//! The controller against a model of a connection, from seeds: never much slower than the best of the
-//! efforts that it chooses from.
+//! Tests the controller against a model of a connection, from seeds: it must never be much slower than the best of
+//! the levels that it chooses from.
 
 use super::*;
 
 /// Bytes of a frame's blocks.
 const FRAME: f64 = (1 << 20) as f64;
 
-/// Bounds that the controller must keep.
+/// Simulated limits of the pipeline.
 #[derive(Debug, Clone)]
 struct World {
-    /// Bytes a second, and of it from when on another rate.
+    /// Link rate in bytes per second, and when it changes to another rate.
     link: f64,
     changes: Option<(f64, f64)>,
     limit: Option<u64>,
     round_trip: Duration,
-    /// Bytes that the socket takes at once.
+    /// Size of the socket's buffer in bytes.
     socket: f64,
-    /// Seconds a byte: reading, and unpacking with all that follows, plain and packed.
+    /// Seconds per byte: reading, and decompression with all later work, for uncompressed and compressed data.
     read: f64,
     unpack: [f64; 2],
-    /// What an effort costs here against what is known beforehand.
+    /// Cost of each level here relative to the built-in figures.
     costs: [f64; N],
-    /// Something else takes a core: packing takes so many times as long, from when to when; on one machine
-    /// unpacking does, too.
+    /// Another process takes a core: factor by which compression slows down, and from when to when; on one machine
+    /// decompression slows down too.
     taken: (f64, f64, f64),
-    /// Both ends are on this machine: packing slows the receiver down.
+    /// Both ends are on this machine: factor by which compression slows the receiver down.
     shared: f64,
     frames: Vec<Frame>,
 }
 
-/// What a frame's blocks are like.
+/// Properties of a frame's blocks.
 #[derive(Debug, Clone, Copy)]
 struct Frame {
     cost: f64,
@@ -41,7 +41,7 @@ fn world(seed: u64) -> World {
     let mut rng = fastrand::Rng::with_seed(seed);
     let between = |rng: &mut fastrand::Rng, a: f64, b: f64| a * (b / a).powf(rng.f64());
     let near = rng.u8(..5) == 0;
-    // A limit between two ends on one machine, too.
+    // Both ends on one machine with a rate limit is a case too.
     let limited = rng.u8(..3) == 0;
     let mbit = [20.0, 100.0, 400.0, 1000.0][rng.usize(..4)];
     let mut link = mbit * 1e6 / 8.0 * 0.95;
@@ -55,7 +55,7 @@ fn world(seed: u64) -> World {
     }
     let machine = between(&mut rng, 0.6, 1.8);
     let costs = std::array::from_fn(|_| machine * between(&mut rng, 0.8, 1.25));
-    // As much as takes some seconds, in stretches of one kind of data.
+    // Enough for some seconds, in runs of one kind of data.
     let seconds = between(&mut rng, 3.0, 40.0);
     let count = (seconds * link * 2.5 / FRAME).clamp(200.0, 6000.0) as usize;
     let mut frames = Vec::with_capacity(count);
@@ -103,14 +103,14 @@ fn world(seed: u64) -> World {
 }
 
 impl World {
-    /// How many times as long as with cores of its own a thread takes.
+    /// Slowdown of a thread that shares its core.
     fn crowd(&self, at: f64) -> f64 {
         let (from, to, times) = self.taken;
         if at >= from && at < to { times } else { 1.0 }
     }
 }
 
-/// Packs at one instant of a world.
+/// Compresses a frame at some time in a world.
 fn pack(world: &World, frame: &Frame, step: usize, at: f64) -> (f64, f64) {
     let times = world.crowd(at);
     let cost = COSTS[step] * world.costs[step] * frame.cost * frame.noise * times * FRAME;
@@ -120,7 +120,7 @@ fn pack(world: &World, frame: &Frame, step: usize, at: f64) -> (f64, f64) {
 
 /// Seconds until everything has arrived.
 fn run(world: &World, mut pace: Pace) -> f64 {
-    // When frame `i` was packed, taken by the kernel, off the link, unpacked.
+    // When frame `i` was compressed, accepted by the kernel, off the link, and decompressed.
     let n = world.frames.len();
     let (mut taken, mut sent, mut done) = (vec![0.0; n], vec![0.0f64; n], vec![0.0f64; n]);
     let mut bytes = vec![0.0; n];
@@ -136,14 +136,14 @@ fn run(world: &World, mut pace: Pace) -> f64 {
         let handed = f64::max(ready, before);
         all += packed;
         bytes[i] = all;
-        // The kernel takes what leaves no more than the socket's room unsent.
+        // The kernel accepts a frame once the unsent data fits the socket's buffer.
         while oldest < i && bytes[oldest] < all - world.socket {
             oldest += 1;
         }
         let room = if oldest > 0 { sent[oldest - 1] } else { 0.0 };
         taken[i] = handed.max(room);
         let start = if i > 0 { sent[i - 1] } else { 0.0 };
-        // The receiver takes no more when three frames wait.
+        // The receiver accepts no more while three frames are queued.
         let start = start
             .max(taken[i])
             .max(if i > 3 { done[i - 4] } else { 0.0 });
@@ -190,7 +190,7 @@ fn worst_of(seeds: std::ops::Range<u64>) -> Vec<(f64, u64, f64, f64, usize)> {
             let fixed = (0..N).map(|step| (run(&world, Pace::step(step)), step));
             let (best, step) = fixed.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
             let auto = run(&world, Pace::of_link(world.round_trip, world.limit));
-            // What the first half second teaches is not held against it, nor what a socket hides.
+            // Allow for the first half second of learning, and for data hidden in the socket's buffer.
             let hidden = 0.5 + 0.25 * world.socket / world.link;
             (auto / (1.1 * best + hidden), seed, auto, best, step)
         })
@@ -199,7 +199,7 @@ fn worst_of(seeds: std::ops::Range<u64>) -> Vec<(f64, u64, f64, f64, usize)> {
     all
 }
 
-/// How many seeds in a thousand may be worse than that, and how much.
+/// How many seeds per thousand may exceed that, and the worst score permitted.
 fn check(seeds: std::ops::Range<u64>, exceptions: usize, worst: f64) {
     let all = worst_of(seeds);
     let mean = all.iter().map(|a| a.2 / a.3).sum::<f64>() / all.len() as f64;
@@ -268,7 +268,7 @@ fn waits_for_want_of_a_core_are_not_mistaken_for_a_slow_link() {
     for _ in 0..500 {
         let step = EFFORTS.iter().position(|e| *e == pace.effort()).unwrap();
         let packing = COSTS[step] * FRAME;
-        // Half of its time packing has no core, nor have those who pass frames on.
+        // Compression, like the threads that forward frames, waits for a core half of the time.
         let waits = Passed {
             read: Duration::from_micros(100),
             pack: Duration::from_secs_f64(2.0 * packing),
@@ -286,8 +286,8 @@ fn waits_for_want_of_a_core_are_not_mistaken_for_a_slow_link() {
 #[test]
 fn a_far_link_is_full_though_packing_waits_for_a_core() {
     let mut pace = Pace::of_link(Duration::from_millis(10), None);
-    // A link of 118 MB/s, and packing has a core four sevenths of its time: what LZ4 leaves takes the link longer than zstd 1
-    // takes the core.
+    // A link of 118 MB/s, and compression has a core for four sevenths of the time: LZ4's output occupies the link
+    // for longer than zstd 1 occupies the core.
     let mut weak = 0;
     for _ in 0..500 {
         let step = EFFORTS.iter().position(|e| *e == pace.effort()).unwrap();

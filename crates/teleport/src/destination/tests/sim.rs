@@ -1,6 +1,5 @@
-//! A source, a destination and everything between them in one thread, driven by a seed: a network
-//! that delays and reorders, a matcher that is wrong at times, a disk that loses unsynced writes,
-//! and a power that fails.
+//! A source, a destination and everything between them in one thread, driven by a seed: a network that delays and
+//! reorders, a matcher that is sometimes wrong, a disk that loses unsynced writes, and power failures.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -14,13 +13,13 @@ use crate::codec::{Need, PROOF_BLOCKS, proofs_of};
 use crate::protocol::{Accept, Delivered};
 use crate::source::{self, Source};
 
-/// The digest that stands for the digest of the whole image.
+/// Stands for the digest of the whole image.
 pub const WHOLE: Digest = Digest([0xee; 32]);
 
-/// What makes a block another one with the same short digest.
+/// Turns a block's content into another with the same short digest.
 const TWIN: u64 = 1 << 63;
 
-/// A block's content is a number; zero is a block of zeros.
+/// A block's content is a number; zero is a zero block.
 pub fn digest_of(content: u64) -> Digest {
     let mut d = [0x5a; 32];
     d[..8].copy_from_slice(&(content & !TWIN).to_le_bytes());
@@ -41,7 +40,7 @@ pub fn batch_of(image: &[u64], index: u64) -> Batch {
     Batch::new(index, data, vec![Head::No; digests.len()], &digests)
 }
 
-/// Blocks with stretches of zeros, of new data, and of what came before.
+/// Blocks with runs of zeros, of new data, and of repeated data.
 pub fn random_image(rng: &mut Rng, blocks: usize) -> Vec<u64> {
     let mut out: Vec<u64> = Vec::with_capacity(blocks);
     let style = rng.u8(0..4);
@@ -65,7 +64,7 @@ pub fn random_image(rng: &mut Rng, blocks: usize) -> Vec<u64> {
     out
 }
 
-/// What a plan says, before the look-up: kept in the log.
+/// A plan before it is resolved, as kept in the log.
 #[derive(Clone)]
 struct Record {
     batch: Arc<Batch>,
@@ -75,7 +74,7 @@ struct Record {
 /// What survives a crash.
 struct Disk {
     part: Vec<u64>,
-    /// Blocks written since the last sync, with what they held then.
+    /// Blocks written since the last sync, with their previous contents.
     unsynced: HashMap<u64, u64>,
     log: Vec<Record>,
     synced_records: usize,
@@ -91,22 +90,22 @@ pub struct World {
     compact: Vec<u64>,
     disk: Disk,
     crashes_left: u32,
-    /// Answers come in the order of the questions.
+    /// Answers come in the order of the requests.
     ordered_plans: bool,
     wrong: f64,
-    /// How often another transfer does not bring in time what it was to bring.
+    /// Probability that another transfer does not deliver its blocks in time.
     never_comes: f64,
     session: Session,
-    /// Blocks asked for, over all sessions.
+    /// Blocks requested, over all sessions.
     pub asked: u64,
     pub counts: Counts,
     pub sessions: u32,
     pub invalid: u64,
-    /// Groups whose proof was wrong although their short digests were right.
+    /// Groups whose proof was wrong although their short digests matched.
     pub disproved: u64,
 }
 
-/// What a crash takes.
+/// State lost in a crash.
 struct Session {
     source: Source,
     destination: Destination,
@@ -118,7 +117,7 @@ struct Session {
     literals: Vec<Runs>,
     questions: Vec<Arc<Batch>>,
     jobs: Vec<ReuseJob>,
-    /// Plans whose batch is logged once those before it are.
+    /// Plans whose batches are logged after earlier ones.
     unlogged: BTreeMap<u64, Record>,
     open: HashMap<u64, Arc<Batch>>,
     verified: Vec<bool>,
@@ -139,14 +138,14 @@ impl World {
         };
         let mut image = random_image(&mut rng, blocks);
         if blocks > 90 * BATCH_BLOCKS as usize {
-            // A long one has little data, so that it does not take long.
+            // A long image has little data, so that the test stays fast.
             let keep = rng.usize(20..60);
             (0..blocks)
                 .filter(|i| i / 40 % keep != 0)
                 .for_each(|i| image[i] = 0);
         }
         let compact: Vec<u64> = image.iter().copied().filter(|&c| c != 0).collect();
-        // What another transfer left there, as far as it was data: zeros are made at once.
+        // Data left by another transfer: zeros are written at once.
         let left = [0, 5, 10][rng.usize(0..3)];
         let part = image.iter().map(|&c| match rng.u8(0..10) {
             n if c == 0 || n >= left => 0,
@@ -251,7 +250,7 @@ impl World {
         }
     }
 
-    /// A new session: what the log and the partial file still have is taken up.
+    /// Starts a new session, resuming from the log and the partial file.
     fn start(&mut self) {
         self.sessions += 1;
         self.session = Session::new(self.image.len());
@@ -302,7 +301,7 @@ impl World {
         let accepted = source::Event::Accepted(accept);
         match self.rng.bool() {
             true => self.source(accepted),
-            // The source goes ahead without knowing.
+            // The source sends ahead without knowing.
             false => {
                 self.session.walk_to = source::FIRST_WINDOW;
                 self.session.to_source.push_back(accepted);
@@ -317,7 +316,7 @@ impl World {
         digest_of(self.disk.part[block as usize]).short() == short
     }
 
-    /// The groups of a batch's data blocks that have another proof than it says.
+    /// The groups of a batch's data blocks whose proofs do not match.
     fn wrong_groups(&self, batch: &Batch) -> Vec<u32> {
         let digest = |i: u64| digest_of(self.disk.part[(batch.first_block() + i) as usize]);
         let found = proofs_of(&batch.data.iter().map(digest).collect::<Vec<_>>());
@@ -325,7 +324,7 @@ impl World {
         pairs.filter(|((a, b), _)| a != b).map(|(_, g)| g).collect()
     }
 
-    /// The power fails: of what was not synced, some is there, some is not, and some is rubbish.
+    /// A power failure: of unsynced data, some is present, some is lost, and some is garbage.
     fn crash(&mut self) {
         for (block, before) in self.disk.unsynced.drain() {
             match self.rng.u8(0..4) {
@@ -400,7 +399,7 @@ impl World {
                         for c in first..first + u64::from(run.count) {
                             let from = s.destination.map().walk_of(CompactIndex(c));
                             let from = from.expect("a block that came").0;
-                            // Or it was, until its proof came out wrong: the proof here will too.
+                            // Or it was until its proof failed: the proof here will fail too.
                             let was = s.verified[from as usize] || self.disproved > 0;
                             assert!(was, "{from} is not verified");
                         }
@@ -461,7 +460,7 @@ impl World {
         }
     }
 
-    /// Logs a batch behind those before it.
+    /// Logs a batch after those before it.
     fn log(&mut self, batch: Arc<Batch>, runs: Vec<Run>) {
         let unlogged = &mut self.session.unlogged;
         unlogged.insert(batch.index, Record { batch, runs });
@@ -470,7 +469,7 @@ impl World {
         }
     }
 
-    /// The matcher answers one question.
+    /// The matcher answers one request.
     fn answer(&mut self) {
         let at = match self.ordered_plans {
             true => 0,
@@ -486,7 +485,7 @@ impl World {
         self.destination(Event::Planned { index, runs });
     }
 
-    /// The batch is compared with what is in the partial file.
+    /// Compares a batch with the partial file.
     fn compare(&mut self, batch: &Batch) {
         let mut blocks = DataBits::new(batch.digests.len() as u64);
         for (i, place) in batch.data.iter().enumerate() {
@@ -512,7 +511,7 @@ impl World {
                 0..2 => (count, From::Literal),
                 2..4 => (count, self.elsewhere(at, count)),
                 4..7 => self.own(at, count),
-                // Anything at all: itself, a later block, one that does not exist.
+                // Anything at all: itself, a later block, or a nonexistent one.
                 _ => {
                     let first = self.rng.u64(0..2 * self.compact.len() as u64 + 5);
                     (count, From::Own { first })
@@ -532,7 +531,7 @@ impl World {
         out
     }
 
-    /// Another image, or the sequence cache, has these blocks; or says so.
+    /// Another image, or the sequence cache, has these blocks or claims to.
     fn elsewhere(&mut self, at: usize, count: usize) -> From {
         let (which, is_image) = (self.rng.u64(0..6), self.rng.bool());
         let other = self.disk.others.entry(which).or_default();
@@ -556,7 +555,7 @@ impl World {
         }
     }
 
-    /// An earlier stretch of the image that is the same, if a short search finds one.
+    /// An earlier, equal run of the image, if a short search finds one.
     fn own(&mut self, at: usize, count: usize) -> (usize, From) {
         let start = self.rng.usize(0..=at);
         let found = (start..at.min(start + 500)).find(|&i| self.compact[i] == self.compact[at]);
@@ -572,7 +571,7 @@ impl World {
         (n, From::Own { first })
     }
 
-    /// A reuse worker carries out a job: copies, then checks.
+    /// A reuse worker handles a job: copies, then verifies.
     fn carry_out(&mut self) {
         let at = self.rng.usize(0..self.session.jobs.len());
         let job = self.session.jobs.swap_remove(at);
@@ -620,7 +619,7 @@ impl World {
         self.disk.unsynced.entry(block).or_insert(before);
     }
 
-    /// A data connection's frame arrives and is checked as a data connection does.
+    /// A data connection's frame arrives and is verified as in a real data connection.
     fn literal_arrives(&mut self) {
         let at = self.rng.usize(0..self.session.literals.len());
         let runs = self.session.literals.swap_remove(at);
@@ -660,7 +659,7 @@ impl Session {
     }
 }
 
-/// Blocks as the frames of several data connections.
+/// Splits blocks into the frames of several data connections.
 fn split(rng: &mut Rng, runs: &Runs, out: &mut Vec<Runs>) {
     let mut frames = vec![Runs::default(); rng.usize(1..4)];
     let longest = [1, 20, 256][rng.usize(0..3)];

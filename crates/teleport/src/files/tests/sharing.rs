@@ -1,4 +1,4 @@
-//! That reuse takes no space where the file system shares extents, on real ones in a loop device.
+//! Reuse takes no space on file systems that share extents; tested on real ones in a loop device.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,7 +17,7 @@ impl Drop for Mounted {
     }
 }
 
-/// Runs a command; what it said when it failed, or that it is not there.
+/// Runs a command; returns its error output if it failed, or that it does not exist.
 fn run(program: &str, args: &[&Path]) -> Result<(), String> {
     let out = Command::new(program).args(args).output();
     let out = out.map_err(|e| format!("{program}: {e}"))?;
@@ -48,7 +48,7 @@ fn used_bytes(at: &Path) -> u64 {
     (fs.f_blocks - fs.f_bfree) * fs.f_frsize
 }
 
-/// Copies most of a file in pieces, as a plan would, and returns by how much the file system grew.
+/// Copies most of a file in pieces, as a plan would, and returns by how much the used space grew.
 fn growth(at: &Path, shift: u64) -> u64 {
     const BYTES: usize = 64 << 20;
     let mut rng = Rng::with_seed(4);

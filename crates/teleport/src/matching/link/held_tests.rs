@@ -1,4 +1,4 @@
-//! A disk that takes its time with one transfer does not hold up the matching of the others.
+//! A slow disk in one transfer must not block the matching of others.
 
 use std::io;
 use std::sync::Barrier;
@@ -15,7 +15,7 @@ use super::*;
 use crate::codec::Batch;
 use crate::protocol::BATCH_BLOCKS;
 
-/// Where syncs wait while it is shut: one is met on the way in, and let go on the way out.
+/// Blocks syncs while it is shut: one barrier on entry, and one on release.
 struct Gate {
     shut: AtomicBool,
     met: Barrier,
@@ -89,7 +89,7 @@ impl File for SlowFile {
     }
 }
 
-/// Who closes the last handle of a removed file waits until the file system has freed its room.
+/// Closing the last handle of a removed file blocks until the file system has freed its space.
 impl Drop for SlowFile {
     fn drop(&mut self) {
         self.1.pass();
@@ -109,7 +109,7 @@ fn slow(dir: &std::path::Path) -> (Slow, Arc<Gate>) {
     (Arc::new(Mutex::new(Teleporter::new(matcher))), gate)
 }
 
-/// A batch of which image `content` says.
+/// A batch whose content depends on `content`.
 fn batch(content: u8) -> Arc<Batch> {
     let mut data = DataBits::new(BATCH_BLOCKS);
     (0..300).for_each(|i| data.set(i));
@@ -125,7 +125,7 @@ fn batch(content: u8) -> Arc<Batch> {
 
 const FIRST: ImageId = ImageId(1);
 
-/// At each of its syncs `held` is kept waiting, and an image of content `known` is matched.
+/// Handles `held`, and during each of its syncs matches an image of content `known`.
 fn others_go_on_during(held: Event, syncs: usize, known: u8) {
     let dir = tempfile::tempdir().unwrap();
     let (teleporter, gate) = slow(dir.path());
@@ -154,7 +154,7 @@ fn others_go_on_during(held: Event, syncs: usize, known: u8) {
                 let _ = to.send(answer.unwrap());
             });
             let answer = from.recv_timeout(Duration::from_secs(60));
-            // Let everybody go before anything is said.
+            // Release the waiting sync before any assertion.
             let more = answer.is_ok() && sync + 1 < syncs;
             gate.shut.store(more, Ordering::SeqCst);
             gate.let_go.wait();
@@ -186,13 +186,13 @@ fn others_are_matched_while_what_was_given_up_is_removed() {
     others_go_on_during(Event::Image(FIRST, ImageEvent::Abort), 2, 1);
 }
 
-/// It is forgotten while the disk syncs: then it is not there, and the next with its number is.
+/// Forgetting an image while it is being synced removes it, and its ID can be used again.
 #[test]
 fn an_image_that_is_forgotten_while_it_is_synced_is_not_there() {
     what_gives_way_while_it_is_synced(&[ImageEvent::Forget, ImageEvent::Begin]);
 }
 
-/// Who was at its end has lost the connection, and begins it anew on another.
+/// An image being finished lost its connection and is begun again on another.
 #[test]
 fn an_image_that_is_begun_anew_while_it_is_synced_has_begun() {
     what_gives_way_while_it_is_synced(&[ImageEvent::Begin]);
@@ -232,7 +232,8 @@ fn what_gives_way_while_it_is_synced(events: &'static [ImageEvent]) {
     );
 }
 
-/// What is emptied was chosen an answer earlier: in between the destination takes the plans over that may store there.
+/// The segments are chosen one answer before they are emptied: in between, the destination applies the plans that may
+/// store into them.
 #[test]
 fn a_trimming_says_nothing_before_it_empties_anything() {
     let storage = FakeDirectory::default();

@@ -1,6 +1,6 @@
-//! Sending an image again: while every batch is what the image of that name already has in the
-//! same place, nothing is copied and nothing written but the log. At the first difference the
-//! transfer goes on like any other, with what was compared brought over at once.
+//! Resending an image that the site already has: as long as every batch equals the data at the same position in the
+//! image of that name, nothing is copied, and only the log is written. At the first difference, the data compared so
+//! far is copied at once and the transfer continues normally.
 
 use std::sync::Arc;
 
@@ -23,19 +23,19 @@ use crate::site::Site;
 use crate::stages::{DestinationStages, Lap};
 use crate::transfer::{Hold, Opening, Transfer, transfer_key};
 
-/// What came of comparing.
+/// Result of a comparison.
 pub enum Compared {
     /// There is nothing to compare with; the offer has not been answered.
     Not,
-    /// The image is here already.
+    /// The site already has the image.
     Same(Box<Delivered>),
     /// The source gave up.
     GivenUp,
-    /// This is the first event that belongs to a real transfer; what was before is in its log.
+    /// The first event that belongs to a real transfer; everything before is in the transfer's log.
     Differs(Event),
 }
 
-/// The image that is compared with, and the transfer that begins if it differs.
+/// A comparison with an image, and the transfer that starts if they differ.
 struct Comparison {
     record: ImageRecord,
     base: Arc<OpenImage>,
@@ -47,8 +47,8 @@ struct Comparison {
 }
 
 impl Session {
-    /// Compares what is offered with the image of that name, if there is one of the same layout
-    /// and no transfer to resume.
+    /// Compares the offered image with the image of that name, if there is one with the same layout and no transfer
+    /// to resume.
     pub(super) async fn compare(
         &self,
         offer: &Offer,
@@ -152,8 +152,8 @@ fn begin(
         return Ok(None);
     };
     let same = *base.map.layout == layout && layout.walk_blocks() == offer.walk_blocks;
-    // Only its data is compared: that its zeros are still zeros follows from the stamp that it had
-    // when it was digested.
+    // Only data blocks are compared: the zeros are unchanged because the file still has the stamp from when it was
+    // digested.
     let stamp = Stamp::of(&base.file)
         .ok()
         .filter(|s| record.stamp == Some(*s) && Stamp::of_path(&record.path).ok() == Some(*s));
@@ -197,7 +197,7 @@ fn begin(
 }
 
 impl Comparison {
-    /// Whether all is the same up to and with this event.
+    /// Whether everything up to and including this event is identical.
     fn step(&mut self, event: &Event) -> Result<bool, TeleportError> {
         match event {
             Event::Batch(batch) => {
@@ -223,7 +223,7 @@ impl Comparison {
         }
     }
 
-    /// Whether the image here has the batch in the same place.
+    /// Whether the local image has the batch at the same position.
     fn has(&self, batch: &Batch) -> Result<bool, TeleportError> {
         let next = batch.index == self.blocks.batches();
         if !next || self.base.map.blocks.batch(batch.index).as_ref() != Some(&batch.data) {
@@ -234,7 +234,7 @@ impl Comparison {
         let mut full = Vec::with_capacity(batch.digests.len());
         digest_in_place(&self.base.file, &self.base.map.layout, &runs, &mut full)
             .map_err(TeleportError::file("read", &self.record.path))?;
-        // The proofs are over all of every digest; the short ones follow from them.
+        // The proofs cover the full digests, which imply the short ones.
         Ok(proofs_of(&full) == batch.proofs)
     }
 
@@ -259,7 +259,7 @@ impl Comparison {
         }
     }
 
-    /// Everything is the same: the image stays as it is.
+    /// Everything is identical: keeps the image unchanged.
     fn keep(self, site: &Site) -> Result<Delivered, TeleportError> {
         let mut lap = Lap::start();
         remove_dir(&self.transfer.dir);
@@ -285,10 +285,10 @@ impl Comparison {
         })
     }
 
-    /// Copies what was the same into the partial file, where resuming verifies it again.
+    /// Copies the identical data into the partial file, where resuming verifies it again.
     fn bring_over(self, stop: &watch::Receiver<bool>) -> Result<(), TeleportError> {
         for index in 0..self.blocks.batches() {
-            // What is not brought over is found missing by whoever resumes.
+            // Whatever is not copied is found missing when the transfer is resumed.
             if *self.hold.stop.borrow() {
                 return Err(taken_over());
             }
@@ -304,7 +304,7 @@ impl Comparison {
             copy_spans(&self.base.file, &spans, &self.transfer.part, &spans)
                 .map_err(TeleportError::file("write", self.transfer.part_path()))?;
         }
-        // What was copied just now need not come from the disk to be verified.
+        // Data copied just now may be verified from the page cache; it need not come from the disk.
         self.transfer.mark_rested()
     }
 }

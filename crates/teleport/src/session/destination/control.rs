@@ -11,18 +11,18 @@ use crate::protocol::kind;
 use crate::session::SessionShared;
 use crate::site::Site;
 
-/// Frames from the source: of the control connection, and those about the present image of the first data connection.
+/// Frames from the source: those of the control connection, and those of the first data connection about the current
+/// image.
 pub struct Frames {
     pub control: mpsc::Receiver<Result<Frame, TeleportError>>,
-    /// A source does not wait for an image to be accepted before it sends the first batches: they
-    /// may be here before the offer is.
+    /// A source sends the first batches before its image is accepted, so they may arrive before the offer.
     pub first_data: mpsc::Receiver<Frame>,
-    /// The source, for people.
+    /// The source's name, for messages.
     pub peer: String,
 }
 
 impl Frames {
-    /// The next frame about an image, from either connection; each keeps its order. Cancel safe.
+    /// The next frame about an image from either connection; order is kept within each. Cancel safe.
     pub async fn next(&mut self) -> Result<Frame, TeleportError> {
         tokio::select! {
             frame = self.control.recv() => said(frame, &self.peer),
@@ -36,7 +36,7 @@ impl Frames {
     }
 }
 
-/// A source ends a session by GOODBYE; a connection that ends without it broke.
+/// Checks for the end of the connection: a source ends a session with GOODBYE, so an end without it is an error.
 fn said(frame: Option<Result<Frame, TeleportError>>, peer: &str) -> Result<Frame, TeleportError> {
     frame.unwrap_or_else(|| {
         let peer = peer.to_owned();
@@ -83,7 +83,7 @@ impl Session {
         self.send(kind::REFUSE, encode(&refusal)).await
     }
 
-    /// Does something that leaves nothing behind, until it is done or the site stops.
+    /// Runs an operation without side effects until it completes or the site stops.
     pub async fn unless_stopped<T>(
         &self,
         work: impl Future<Output = Result<T, TeleportError>>,

@@ -19,16 +19,16 @@ use crate::session::literals_in::LiteralReceiver;
 use crate::site::Site;
 use crate::stages::Lap;
 
-/// Literal frames of a data connection that wait to be unpacked.
+/// Received literal frames of a data connection that are queued for decompression.
 const LITERAL_QUEUE: usize = 2;
 
-/// How long a data connection waits for its session, which was dialled at the same time.
+/// How long a data connection waits for its session, which was dialed at the same time.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often a data connection says how busy it is.
+/// Interval at which a data connection reports how busy it is.
 const BUSY_EVERY: Duration = Duration::from_millis(100);
 
-/// Takes what comes on the further connections of sessions ([`JoinSession`]).
+/// Receives the additional connections of sessions ([`JoinSession`]).
 pub struct DataConnections(pub Arc<Site>);
 
 impl Service for DataConnections {
@@ -46,7 +46,7 @@ impl Service for DataConnections {
 }
 
 impl Site {
-    /// The session of that number; a data connection may come before its session.
+    /// Finds the session with that ID; a data connection may arrive before its session.
     async fn find_session(&self, session: [u8; 16]) -> Option<Arc<SessionShared>> {
         let found = async {
             loop {
@@ -116,7 +116,7 @@ impl Site {
     }
 }
 
-/// Unpacks what a data connection brings until it ends or fails; a failure fails the image.
+/// Decompresses a data connection's frames until it ends or fails; a failure fails the image.
 fn unpack_literals(
     mut frames: mpsc::Receiver<Frame>,
     shared: &SessionShared,
@@ -129,7 +129,7 @@ fn unpack_literals(
         lap.wait(&shared.stages.unpack);
         if let Some(share) = busy.report() {
             let payload = share.to_le_bytes().to_vec().into();
-            // Only a hint: never waited for.
+            // Only a hint: dropped if the queue is full.
             let _ = out.try_send(Frame {
                 kind: kind::BUSY,
                 payload,
@@ -138,8 +138,8 @@ fn unpack_literals(
         let current = shared.current.read().clone();
         let Some(image) = current else { continue };
         let taken = match Literal::decode(&frame.payload) {
-            // What was on its way when an image failed is of no use any more, but the data connection's
-            // stream goes on with it: it ends here and the source opens another.
+            // Literals still in flight when their image failed are useless, but the stream's compression history
+            // includes them. So the connection ends here, and the source opens another.
             Ok(literal) if frame.kind == kind::LITERAL && literal.header.slot == image.slot => {
                 receiver.take(&literal, &image)
             }
@@ -156,7 +156,7 @@ fn unpack_literals(
     }
 }
 
-/// Which share of its time a data connection has something to do.
+/// Measures the fraction of time for which a data connection is busy.
 struct BusyShare {
     since: Instant,
     idle: Duration,
@@ -179,7 +179,7 @@ impl BusyShare {
         out
     }
 
-    /// In thousandths, now and then.
+    /// The fraction in thousandths, at intervals.
     fn report(&mut self) -> Option<u16> {
         let all = self.since.elapsed();
         if all < BUSY_EVERY {

@@ -1,5 +1,5 @@
-//! Drives one image's [`Destination`](crate::destination::Destination): events from the sockets
-//! and workers in, logging, matching, reuse and answers out, and at the end the delivery.
+//! Drives one image's [`Destination`](crate::destination::Destination): events from sockets and workers in; logging,
+//! matching, reuse and replies out; delivery at the end.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -30,14 +30,14 @@ use crate::transfer::{Closing, clear_zeros};
 use crate::walk::digest_file;
 use drover_storage::SyncedFile;
 
-/// How often what has arrived is made durable.
+/// Interval at which received data is synced.
 const SYNC_EVERY: Duration = Duration::from_secs(2);
 
-/// The same once the source has read the whole image: little must be left to sync when the last
-/// block comes, for the source waits for that.
+/// The same interval once the source has read the whole image: little must be left to sync after the last block,
+/// because the source waits for that.
 const SYNC_EVERY_AT_END: Duration = Duration::from_millis(100);
 
-/// Threads that copy and verify.
+/// Threads that copy and verify blocks.
 const REUSE_THREADS: usize = 2;
 
 /// Runs one image to its end: `Some` when it was delivered, `None` when the source gave it up.
@@ -58,7 +58,7 @@ pub fn drive(
         lap: Lap::start(),
     };
     let result = driver.run(&mut events);
-    // Workers may be about to report to us: let them.
+    // Unblocks workers that are sending an event.
     events.close();
     let Driver {
         prepared, workers, ..
@@ -98,18 +98,18 @@ enum Ended {
 /// The threads beside the driver.
 struct Workers {
     jobs: Sender<Work>,
-    /// For what another transfer is bringing.
+    /// Jobs whose blocks another transfer is receiving.
     waits: Sender<ReuseJob>,
-    /// A message means that the end is near; the end of the channel, the end.
+    /// A message switches to the shorter sync interval; closing the channel ends the thread.
     sync: Sender<()>,
     threads: Vec<std::thread::JoinHandle<()>>,
-    /// What waits in `jobs` is not wanted any more.
+    /// Set to drop the jobs still queued in `jobs`.
     stop: Arc<AtomicBool>,
 }
 
 impl Workers {
     fn start(site: &Arc<Site>, prepared: &Prepared) -> Result<Self, TeleportError> {
-        // Bounded by the window: every job belongs to a batch that is not complete.
+        // Bounded by the window: every job belongs to an incomplete batch.
         let (jobs, queue) = unbounded();
         let (waits, waiting) = unbounded();
         let (sync, ending) = bounded(1);
@@ -168,8 +168,8 @@ impl Workers {
     }
 }
 
-/// Makes what has arrived durable every now and then, so that little is lost with the power. A
-/// failure ends the transfer: what is lost is not said again.
+/// Syncs received data periodically, so that little is lost in a power failure. A sync error fails the transfer: the
+/// kernel does not report the loss a second time.
 fn sync_now_and_then(
     files: &[(Arc<SyncedFile>, PathBuf)],
     stages: &DestinationStages,
@@ -197,13 +197,13 @@ struct Driver<'a> {
     prepared: Prepared,
     workers: Workers,
     out: &'a mpsc::Sender<Frame>,
-    /// Batches that are being matched and compared; what came first waits for the other.
+    /// Batches that are being matched and compared; the first result waits here for the other.
     comparing: HashMap<u64, Half>,
     finish: Option<Digest>,
     lap: Lap,
 }
 
-/// What is known of a batch that is matched and compared at the same time.
+/// The first result for a batch that is matched and compared concurrently.
 enum Half {
     Nothing,
     Plan(Plan, Vec<Run>),
@@ -251,7 +251,7 @@ impl Driver<'_> {
         }
     }
 
-    /// What others may know of it before the machine does.
+    /// Updates what other transfers can see before the state machine handles the event.
     fn note(&self, event: &Event) {
         match event {
             Event::Written(runs) => self.prepared.transit.written(runs.blocks()),
@@ -272,7 +272,7 @@ impl Driver<'_> {
         }
     }
 
-    /// Hands an event to the state machine and carries out its actions.
+    /// Passes an event to the state machine and carries out its actions.
     fn step(&mut self, event: Event) -> Result<(), TeleportError> {
         let mut actions = Vec::new();
         self.prepared.machine.handle(event, &mut actions)?;
@@ -296,7 +296,7 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// The groups of a batch's data blocks whose digests do not have the proof that was sent.
+    /// The groups of a batch's data blocks whose digests do not match the proof that was sent.
     fn wrong_proofs(&self, index: u64) -> Vec<u32> {
         let Some(open) = self.prepared.incoming.open.read().get(&index).cloned() else {
             return Vec::new();
@@ -368,7 +368,7 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Logs a plan with its batch, then acts on it, but for the blocks that are in place.
+    /// Logs a plan with its batch, then acts on it, skipping blocks already in place.
     fn planned(
         &mut self,
         index: u64,
@@ -417,7 +417,7 @@ impl Driver<'_> {
         let _ = self.workers.jobs.send(Work::Reuse(Job { job, own }));
     }
 
-    /// Slots of the sequence cache whose data is wrong get the blocks that the source now sends
+    /// Marks slots of the sequence cache with wrong data to be filled with the blocks that the source now sends
     /// (teleportation §2.16).
     fn heal(&self, job: &ReuseJob, failed: &[u32]) {
         let own = self.prepared.transfer.image();
@@ -445,7 +445,7 @@ impl Driver<'_> {
     }
 }
 
-/// Every block is verified in place: verifies the whole file, makes it durable, and renames it to its name.
+/// Every block is verified in place: verifies the whole file, syncs it, and renames it to its final name.
 fn deliver(
     site: &Arc<Site>,
     mut prepared: Prepared,
@@ -467,7 +467,7 @@ fn deliver(
     };
     let name = transfer.opening.offer.name.to_string();
     if found != expected {
-        // Nothing in it can be trusted: the next try starts anew.
+        // Nothing in it can be trusted: the next attempt starts over.
         prepared.discard(site);
         return Err(TeleportError::WrongDigest {
             name,
@@ -475,7 +475,7 @@ fn deliver(
             found,
         });
     }
-    // Somebody may have begun to write the image that this would replace: it was asked before, and may be long ago.
+    // Check again: the image to be replaced may have been put in use since the first check, possibly long ago.
     site.check_held(&transfer.opening.offer.name)?;
     let Prepared {
         mut transfer,

@@ -1,4 +1,4 @@
-//! A dry run: the same batches, but nothing is written and nothing remembered.
+//! A dry run: the same batches, but nothing is written or recorded.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::matching::{Link, LocalTeleporter, Matching, wrong_answer};
 use crate::protocol::{Accept, End, Estimate, Offer, kind};
 use crate::teleporter::{Answer, Event};
 
-/// Where to ask which blocks would be matched.
+/// Where to query which blocks would be matched.
 enum Prober {
     Local(LocalTeleporter, Probe),
-    /// A lone teleporter.
+    /// A remote teleporter.
     Remote(Link),
 }
 
@@ -27,7 +27,7 @@ impl Prober {
         }
     }
 
-    /// For each data block of the image's next batch.
+    /// Whether each data block of the image's next batch would be matched.
     fn known(&mut self, batch: Arc<Batch>) -> Result<Vec<bool>, TeleportError> {
         match self {
             Prober::Local(teleporter, probe) => Ok(teleporter.lock().probe(probe, &batch)?),
@@ -43,8 +43,8 @@ impl Prober {
 }
 
 impl Session {
-    /// Answers the batches of a dry run. The needs that go back are what the source would have to
-    /// send; it does not.
+    /// Answers the batches of a dry run. The needs in the reply are the blocks that the source would have to send; it
+    /// does not send them.
     pub(super) async fn estimate(
         &self,
         offer: Offer,

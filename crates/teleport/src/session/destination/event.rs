@@ -17,20 +17,20 @@ pub enum DriverEvent {
         index: u64,
         /// The answer.
         plan: Plan,
-        /// Where that says the blocks are, looked up.
+        /// Where the plan's blocks are, resolved.
         runs: Vec<Run>,
     },
-    /// Which data blocks of a batch (by order among them) are in the partial file already.
+    /// Result of comparing a batch with the partial file.
     Compared {
         /// The batch.
         index: u64,
-        /// Which.
+        /// Data blocks already in place, by order among the batch's data blocks.
         blocks: DataBits,
     },
-    /// A worker cannot go on.
+    /// A worker failed.
     Failed(TeleportError),
-    /// The source gives the image up.
+    /// The source gave the image up.
     GiveUp(GiveUp),
-    /// The session ends; the transfer is to be resumed later.
+    /// The session ends; the transfer can be resumed later.
     Stop,
 }

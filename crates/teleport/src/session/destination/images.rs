@@ -1,4 +1,4 @@
-//! The images of a session, one after the other: offered, prepared, driven to the end.
+//! The images of a session, one after the other: offered, prepared, driven to completion.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::destination::Event;
 use crate::protocol::{Accept, End, GiveUp, LAYOUT_PART_BYTES, Offer, kind};
 use crate::session::shared::Progress;
 
-/// Events between the sockets and a driver.
+/// Events queued between the sockets and a driver.
 const EVENT_QUEUE: usize = 256;
 
 impl Session {
@@ -32,14 +32,15 @@ impl Session {
                     let name = offer.name.clone();
                     if let Err(e) = self.image(offer, frames).await {
                         tracing::warn!(peer = self.shared.peer_name, error = %e, "image failed");
-                        // After a stop the source is to come back, and finds out by itself.
+                        // No refusal after a stop or a network error: the source should reconnect, and notices by
+                        // itself.
                         if !matches!(e, TeleportError::Stopped | TeleportError::Net(_)) {
                             self.refuse(&name, &e).await?;
                         }
                         return Err(e);
                     }
                 }
-                // It gave up before it heard that it was refused.
+                // The source gave up before it received the refusal.
                 kind::GIVE_UP => return Ok(()),
                 other => {
                     return Err(TeleportError::Protocol(format!(
@@ -50,8 +51,8 @@ impl Session {
         }
     }
 
-    /// One image, from its offer to its end. An error ends the session; an image that is refused
-    /// or fails does not.
+    /// Handles one image from its offer to its end. An error ends the session; an image that is refused or fails does
+    /// not.
     async fn image(&mut self, offer: Offer, frames: &mut Frames) -> Result<(), TeleportError> {
         self.shared.stages.reset();
         let layout = self.unless_stopped(receive_layout(&offer, frames)).await?;
@@ -66,8 +67,8 @@ impl Session {
         }
     }
 
-    /// Transfers an image. `begun` is the first batch that a comparison found to differ: the
-    /// offer has been accepted then, and everything before is in the transfer's log.
+    /// Transfers an image. `begun` is the first batch that a comparison found to differ: in that case the offer has
+    /// been accepted, and everything before it is in the transfer's log.
     async fn transfer(
         &mut self,
         offer: Offer,
@@ -97,7 +98,7 @@ impl Session {
             done_blocks: prepared.done_blocks.clone(),
         });
         if let Err(e) = self.accept(begun, &mut prepared, &events).await {
-            // Its threads are waited for.
+            // Dropping it waits for its threads.
             let _ = tokio::task::spawn_blocking(move || drop(prepared)).await;
             return Err(e);
         }
@@ -137,14 +138,14 @@ impl Session {
         match ended? {
             Ok(Some(delivered)) => self.send(kind::DELIVERED, encode(&delivered)).await,
             Ok(None) => Ok(()),
-            // The data connections may still carry blocks of it: a new session starts clean.
+            // The data connections may still carry its blocks: a new session starts clean.
             Err(e) => Err(e),
         }
     }
 }
 
 impl Session {
-    /// Accepts an image that is prepared, or goes on from a comparison with `begun`.
+    /// Accepts a prepared image, or continues from a comparison with `begun`.
     async fn accept(
         &self,
         begun: Option<Event>,
@@ -159,7 +160,7 @@ impl Session {
         match begun {
             None => self.send(kind::ACCEPT, encode(&accept)).await?,
             Some(Event::Batch(batch)) if batch.index != accept.resume_batch => {
-                // What was compared has changed since. The transfer is there to be resumed.
+                // The compared data has changed since. The transfer can be resumed.
                 return Err(TeleportError::Stopped);
             }
             Some(event) => {
@@ -171,7 +172,7 @@ impl Session {
     }
 }
 
-/// The layout that follows an offer.
+/// Receives the layout that follows an offer.
 async fn receive_layout(offer: &Offer, frames: &mut Frames) -> Result<Vec<u8>, TeleportError> {
     if offer.layout_bytes > drover_store::MAX_LAYOUT_BYTES {
         return Err(TeleportError::Protocol(
@@ -196,7 +197,7 @@ async fn receive_layout(offer: &Offer, frames: &mut Frames) -> Result<Vec<u8>, T
     Ok(layout)
 }
 
-/// Hands a frame of the source to the driver.
+/// Passes a frame from the source to the driver.
 async fn forward(
     frame: Result<Frame, TeleportError>,
     events: &mpsc::Sender<DriverEvent>,
@@ -212,7 +213,7 @@ async fn forward(
             )));
         }
     };
-    // A driver that has ended says so by its result.
+    // A driver that has ended reports through its result.
     let _ = events.send(event).await;
     Ok(())
 }

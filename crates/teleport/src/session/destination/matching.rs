@@ -1,5 +1,5 @@
-//! The thread between a transfer and its teleporter. When the teleporter fails, the transfer goes
-//! on without matching.
+//! The thread between a transfer and its teleporter. When the teleporter fails, the transfer continues without
+//! matching.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -21,14 +21,14 @@ use crate::teleporter::{Answer, Event, ImageEvent};
 enum Job {
     Match(Arc<Batch>, Waiting),
     Record(Arc<Batch>),
-    /// The image is whole (`Finish`), or will never come (`Abort`).
+    /// The image is complete (`Finish`), or is aborted (`Abort`).
     End(ImageEvent),
-    /// It will come later, or never.
+    /// The transfer stops; it may be resumed later.
     Stop,
 }
 
-/// A running matcher thread. When it is dropped, the transfer stops: what has come of the image
-/// stays a source of blocks.
+/// A running matcher thread. Dropping it stops the transfer's matching: the blocks received so far remain available
+/// for reuse.
 pub struct MatchThread {
     jobs: Option<Sender<Job>>,
     matched: Arc<Matched>,
@@ -39,7 +39,7 @@ impl MatchThread {
     /// Starts it for an image; plans go to `events`.
     ///
     /// # Errors
-    /// When the system has no thread for it.
+    /// When the system cannot create the thread.
     pub fn start(
         site: &Arc<Site>,
         image: ImageId,
@@ -85,19 +85,18 @@ impl MatchThread {
         self.submit(Job::Match(batch, self.matched.waiting()));
     }
 
-    /// Has a batch remembered.
+    /// Has a batch recorded without matching.
     pub fn record(&self, batch: Arc<Batch>) {
         self.submit(Job::Record(batch));
     }
 
-    /// The image is whole: waits until the teleporter has noted it, or returns `false` when it has
-    /// not.
+    /// The image is complete: waits for the teleporter to record that; returns `false` if it has not.
     #[must_use]
     pub fn finish(mut self) -> bool {
         self.end(Job::End(ImageEvent::Finish))
     }
 
-    /// The image will never come: nothing of it is kept.
+    /// Aborts the image: nothing of it is kept.
     pub fn abort(mut self) {
         self.end(Job::End(ImageEvent::Abort));
     }
@@ -131,7 +130,7 @@ fn open(site: &Site, image: ImageId) -> Option<Link> {
     link.inspect_err(failed).ok()
 }
 
-/// A batch that is being matched, and the compact index of its first block.
+/// A batch whose match is pending, and the compact index of its first block.
 struct Asked {
     batch: Arc<Batch>,
     base: u64,
@@ -141,13 +140,13 @@ struct Asked {
 struct Matcher {
     site: Arc<Site>,
     image: ImageId,
-    /// `None` when it has failed.
+    /// `None` after a failure.
     link: Option<Link>,
-    /// Events that were submitted and have no answer: the batch, if it is to be planned.
+    /// Submitted events with pending answers: the batch if a plan is expected.
     waiting: std::collections::VecDeque<Option<Asked>>,
     /// Data blocks submitted so far.
     blocks: u64,
-    /// A plan that was looked up as soon as it was made.
+    /// The runs of a plan that was resolved as soon as it was made.
     looked_up: Option<Vec<Run>>,
     events: mpsc::Sender<DriverEvent>,
     stages: Arc<DestinationStages>,
@@ -155,7 +154,7 @@ struct Matcher {
 }
 
 impl Matcher {
-    /// Whether the teleporter has noted how it ended.
+    /// Returns whether the teleporter has recorded the end of the image.
     fn run(mut self, queue: &Receiver<Job>) -> bool {
         loop {
             let depth = self.link.as_ref().map_or(1, Link::depth);
@@ -175,7 +174,7 @@ impl Matcher {
                     self.submit(event, None);
                 }
                 Ok(Job::End(how)) => return self.end(how),
-                // What has come is a source of blocks; nothing would only take the room of another.
+                // Keep received blocks for reuse; an image without any would only take up another's slot.
                 Ok(Job::Stop) if self.blocks > 0 => return self.end(ImageEvent::Finish),
                 Ok(Job::Stop) => return self.end(ImageEvent::Abort),
                 Err(TryRecvError::Empty) => self.collect(),
@@ -214,7 +213,7 @@ impl Matcher {
         if let Some(Err(e)) = submitted {
             self.fail(&e);
         }
-        // A teleporter in this process has done its work by now.
+        // A local teleporter has finished its work by now.
         self.lap.busy(&self.stages.matching);
         self.stages.matching.add_bytes(blocks * BLOCK_SIZE_U64);
     }
@@ -246,7 +245,7 @@ impl Matcher {
         let _ = self.events.blocking_send(event);
     }
 
-    /// The teleporter is gone: everything that waits, and all that comes, is literal.
+    /// The teleporter is gone: all pending and further blocks become literals.
     fn fail(&mut self, error: &crate::TeleportError) {
         tracing::warn!(%error, "the teleporter failed; the rest is not matched");
         if let Some(link) = self.link.take() {
@@ -264,7 +263,7 @@ impl Matcher {
     }
 }
 
-/// Looks a plan's runs up, then takes over what it stores, before another transfer is told of it.
+/// Resolves a plan's runs, then applies its stores, before another transfer gets a plan that refers to them.
 fn take(site: &Site, image: ImageId, base: u64, plan: &Plan) -> Vec<Run> {
     let runs = site.resolve(image, plan);
     site.take_stores(image, base, plan);

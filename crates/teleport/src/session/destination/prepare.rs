@@ -1,4 +1,4 @@
-//! Before an image is accepted: is it allowed, is there room, was it here before.
+//! Checks before an image is accepted: permission, free space, and a transfer to resume.
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -27,34 +27,34 @@ use crate::site::Site;
 use crate::stages::Lap;
 use crate::transfer::{Hold, Opening, Restored, Taken, Transfer, opening_of, transfer_key};
 
-/// How long the session that had the transfer before may take to let it go.
+/// How long the session that had the transfer may take to release it.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A transfer that is ready to go.
+/// A transfer that is ready to start.
 pub struct Prepared {
     pub transfer: Transfer,
     pub machine: Destination,
     pub incoming: Arc<Incoming>,
     pub matcher: MatchThread,
-    /// What other transfers can have of it.
+    /// Makes its blocks available to other transfers.
     pub transit: Transit,
-    /// Follows the file's digest, where the walk allows it.
+    /// Running digest of the file, where the walk order allows it.
     pub digest: Option<OrderedDigest>,
-    /// Batches that were restored with blocks missing, and their plans.
+    /// Restored batches with missing blocks, and their plans.
     pub replan: Vec<(u64, Plan)>,
     pub done_blocks: Arc<AtomicU64>,
-    /// Goes last: whoever takes the transfer over must find nothing under way, at the teleporter
-    /// least of all.
+    /// Dropped last: a session that takes the transfer over must find no work in progress, in particular at the
+    /// teleporter.
     pub hold: Hold,
 }
 
 impl Prepared {
-    /// The image's name.
+    /// Name of the image.
     pub fn name(&self) -> String {
         self.transfer.opening.offer.name.to_string()
     }
 
-    /// Gives the transfer up for good.
+    /// Discards the transfer and its data.
     pub fn discard(self, site: &Site) {
         let (dir, image) = (self.transfer.dir.clone(), self.transfer.image());
         self.matcher.abort();
@@ -63,8 +63,8 @@ impl Prepared {
         drop(self.hold);
     }
 
-    /// What was announced is not true any more: the partial file stays, to be compared with what is
-    /// offered next, but it is no source of blocks for others, and the log is not believed.
+    /// Marks the announced digests as invalid: the partial file is kept for comparison with the next offer, but its
+    /// blocks are not offered for reuse, and the log is not trusted.
     pub fn distrust(self, site: &Site) -> Result<(), TeleportError> {
         let mut transfer = self.transfer;
         self.matcher.abort();
@@ -77,7 +77,7 @@ impl Prepared {
     }
 }
 
-/// The walk positions in the batch of those of its data blocks.
+/// Walk positions, within the batch, of the given data blocks.
 fn places_of(batch: &Batch, nth: &DataBits) -> DataBits {
     let mut out = DataBits::new(batch.data.blocks());
     let places = batch.data.iter().enumerate();
@@ -87,12 +87,12 @@ fn places_of(batch: &Batch, nth: &DataBits) -> DataBits {
     out
 }
 
-/// The error of a session whose transfer a newer session took over.
+/// The error of a session whose transfer was taken over by a newer session.
 pub fn taken_over() -> TeleportError {
     TeleportError::Remote("a newer session took the transfer over".into())
 }
 
-/// Checks an offer and opens its transfer, the one of an earlier session if there is one.
+/// Checks an offer and opens its transfer, resuming that of an earlier session if there is one.
 pub fn prepare(
     site: &Arc<Site>,
     shared: &SessionShared,
@@ -124,7 +124,7 @@ pub fn prepare(
                 ),
             ),
             Taken::ByNewer => taken_over(),
-            // The source comes back.
+            // Retryable: the source reconnects.
             Taken::Still => TeleportError::Stopped,
         })?;
     let dir = site.transfer_dir(&key);
@@ -271,7 +271,7 @@ fn check(site: &Site, offer: &Offer, layout: &Layout) -> Result<(), TeleportErro
 }
 
 fn check_room(site: &Site, offer: &Offer, bytes: u64) -> Result<(), TeleportError> {
-    // What is kept for later gives way to what comes now.
+    // Cached data gives way to the incoming image.
     site.make_room(bytes);
     match site.free_bytes() {
         Some(free) if free < bytes => Err(TeleportError::refused(

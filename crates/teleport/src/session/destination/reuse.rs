@@ -1,5 +1,5 @@
-//! Reuse: blocks are copied into place and then digested where they are (teleportation §2.16), so
-//! that nothing that changes meanwhile can slip in.
+//! Reuse: blocks are copied into place and then digested there (teleportation §2.16), so that a concurrent change of
+//! the source cannot go unnoticed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,19 +22,19 @@ use crate::transfer::clear_zeros;
 pub enum Work {
     /// Copy into place and verify.
     Reuse(Job),
-    /// Look which blocks of a batch another transfer, or an earlier session, has left in place.
+    /// Find the blocks of a batch that another transfer or an earlier session left in place.
     Compare(Arc<Batch>),
 }
 
-/// A job with what only the driver knows.
+/// A job with details that only the driver knows.
 pub struct Job {
-    /// What is to be reused.
+    /// The blocks to reuse.
     pub job: ReuseJob,
-    /// For each run out of the image itself: where in its walk.
+    /// For each run from the image itself: its blocks in the walk.
     pub own: Vec<Vec<(BlockIndex, u64)>>,
 }
 
-/// Works until there is no more to do; once `stop` is set, what waits is left.
+/// Handles jobs until the queue is closed; once `stop` is set, jobs still queued are dropped.
 pub fn work(
     site: &Site,
     image: &Incoming,
@@ -66,7 +66,7 @@ pub fn work(
     }
 }
 
-/// Makes the batch's zeros zero in the partial file, and finds which of its data blocks are there.
+/// Zeroes the batch's zero blocks in the partial file, and finds which of its data blocks are in place.
 fn compare(image: &Incoming, batch: &Batch, lap: &mut Lap) -> Result<DataBits, TeleportError> {
     let (part, layout) = (&image.part, &image.layout);
     clear_zeros(part, layout, batch).map_err(TeleportError::file("write", &image.part_path))?;
@@ -99,7 +99,7 @@ fn compare(image: &Incoming, batch: &Batch, lap: &mut Lap) -> Result<DataBits, T
     Ok(blocks)
 }
 
-/// Copies and verifies; returns which data blocks of the batch are not as they must be.
+/// Copies and verifies; returns the batch's data blocks that failed verification.
 fn carry_out(
     site: &Site,
     image: &Incoming,
@@ -142,7 +142,7 @@ fn carry_out(
     Ok(wrong)
 }
 
-/// Where in the batch its data blocks are.
+/// Positions of the data blocks within the batch.
 fn places(batch: &Batch) -> Vec<u64> {
     batch.data.iter().collect()
 }
@@ -159,7 +159,7 @@ fn runs_of(batch: &Batch, places: &[u64]) -> Vec<(BlockIndex, u64)> {
     out
 }
 
-/// Copies one run. A source that is gone or cannot be read is no error: verification tells.
+/// Copies one run. A source that is gone or unreadable is no error: verification detects it.
 fn copy(
     site: &Site,
     image: &Incoming,

@@ -1,8 +1,8 @@
-//! Blocks that another transfer is bringing right now: a run that needs them waits for them, for a
-//! while, before they are asked for. So similar images that come at once cross the link once.
+//! Delays runs whose blocks another transfer is receiving: a run waits for them up to a timeout before they are
+//! requested from the source. This way the common blocks of similar images sent at once cross the link once.
 //!
-//! Nobody waits for ever, and two transfers that wait for each other ask in the end. Blocks are
-//! awaited one run at a time, and a run only needs blocks that were matched before it was.
+//! Waits are bounded, so two transfers that wait for each other request the blocks in the end. Each run waits by
+//! itself, and only for blocks that were matched before it was.
 
 use std::time::{Duration, Instant};
 
@@ -15,16 +15,16 @@ use crate::destination::{Event, ReuseJob, Run};
 use crate::session::literals_in::Incoming;
 use crate::site::Site;
 
-/// How long a run waits at most.
+/// Longest wait of a run.
 const MAX_WAIT: Duration = Duration::from_secs(10);
 
-/// How long it waits at least, for others that have been slow.
+/// Shortest wait of a run, after waits for other transfers have timed out.
 const MIN_WAIT: Duration = Duration::from_secs(1);
 
-/// How often it is looked whether the blocks have come.
+/// Polling interval.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// Whether the blocks of a run are still on their way.
+/// Whether blocks of a run are still in transit.
 pub fn must_wait(site: &Site, run: &Run) -> bool {
     reach(site, run) == Reach::Coming
 }
@@ -41,18 +41,18 @@ struct Wait {
     since: Instant,
 }
 
-/// The runs that wait, without threads and clock.
+/// The waiting runs; no threads and no clock.
 struct Waits {
     waiting: Vec<Wait>,
     patience: Duration,
 }
 
-/// What has come of some that waited.
+/// Runs that stopped waiting.
 #[derive(Default)]
 struct Looked {
-    /// Their blocks are there.
+    /// Their blocks are available.
     ready: Vec<ReuseJob>,
-    /// Theirs do not come, or not in time.
+    /// Their blocks are not coming, or did not come in time.
     given_up: Vec<ReuseJob>,
 }
 
@@ -68,14 +68,14 @@ impl Waits {
         self.waiting.push(Wait { job, since: now });
     }
 
-    /// Lets go whose blocks have come, and who has waited long enough.
+    /// Releases runs whose blocks are available, and those that have timed out.
     fn look(&mut self, now: Instant, reach: impl Fn(&Run) -> Reach) -> Looked {
         let mut looked = Looked::default();
         let mut late = false;
         let mut still = Vec::with_capacity(self.waiting.len());
         for wait in self.waiting.drain(..) {
             let reached = wait.job.runs.iter().map(|(_, run)| reach(run));
-            // A job is a run of its own.
+            // Each job holds a single run.
             match reached.fold(Reach::Here, worst) {
                 Reach::Here => looked.ready.push(wait.job),
                 Reach::Coming if now.duration_since(wait.since) < self.patience => still.push(wait),
@@ -86,7 +86,7 @@ impl Waits {
             }
         }
         self.waiting = still;
-        // Whom it does not pay to wait for is waited for less.
+        // Adapt the timeout: halve it after a wait that timed out.
         if late {
             self.patience = (self.patience / 2).max(MIN_WAIT);
         } else if !looked.ready.is_empty() {
@@ -104,8 +104,8 @@ fn worst(a: Reach, b: Reach) -> Reach {
     }
 }
 
-/// Holds back what comes on `queue`, each job a run of its own, until it can go on to `jobs` or
-/// must be asked for. Ends with the queue.
+/// Delays jobs from `queue`, each of a single run, until they can go to `jobs` or must be requested. Returns when the
+/// queue is closed.
 pub fn work(site: &Site, image: &Incoming, queue: &Receiver<ReuseJob>, jobs: &Sender<Work>) {
     let mut waits = Waits::new();
     let mut looked = Instant::now();
@@ -170,11 +170,11 @@ mod tests {
         }
     }
 
-    /// A transfer of blocks that all images have: who matches a block first has it sent, the others
-    /// wait for him. Links are quick, slow, or end.
+    /// A simulated transfer of blocks that all images have: the first to match a block requests it, the others wait
+    /// for that one. Links are fast or slow, or break.
     struct Transfer {
         waits: Waits,
-        /// Blocks that its source was asked for, oldest first.
+        /// Blocks requested from its source, oldest first.
         asked: std::collections::VecDeque<u64>,
         here: HashSet<u64>,
         matched: u64,
@@ -256,7 +256,7 @@ mod tests {
                 }
             }
         }
-        // Where nobody ends and nobody is slow, every block crosses once.
+        // If no link breaks or is slow, every block crosses once.
         let quick = all.iter().all(|t| t.live && t.blocks_a_second >= 100);
         assert!(!quick || sent == blocks, "seed {seed}: {sent} of {blocks}");
     }

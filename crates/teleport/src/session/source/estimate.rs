@@ -1,14 +1,14 @@
-//! How many bytes literals would take on the wire, from a sample of them.
+//! Estimates the wire size of literals in bytes from a sample.
 
 use drover_core::BLOCK_SIZE;
 
 use crate::protocol::FRAME_BLOCKS;
 
-/// Frames that are compressed to find out.
+/// Number of frames compressed for the estimate.
 const SAMPLE_FRAMES: usize = 16;
 
-/// About how many bytes `total` blocks take, of which `blocks` is a sample in order. `read` reads a block, if it can be;
-/// none once `stopped` says so. Blocks the thread.
+/// Estimated wire size in bytes of `total` blocks, of which `blocks` is an ordered sample. `read` reads a block if
+/// possible; `None` once `stopped` returns true. Blocks the thread.
 pub fn literal_bytes(
     blocks: &[u64],
     total: u64,

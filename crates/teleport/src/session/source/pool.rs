@@ -1,4 +1,5 @@
-//! The pool of data connections of a session at the source: as many as are asked for, or as many as help.
+//! The pool of data connections of a session at the source: a fixed number, or adapted by measuring whether more
+//! help.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,13 +23,13 @@ use crate::services::JoinSession;
 use crate::session::SendOptions;
 use crate::session::literals_out::{LiteralSender, NeedQueue, PoolTimes, socket_queue, write_data};
 
-/// Batches between the walk and the first data connection.
+/// Batches queued between the walk and the first data connection.
 const BATCH_QUEUE: usize = 4;
 
-/// Blocks of a dry run that are kept to sample how they compress.
+/// Blocks of a dry run that are kept as a sample for estimating compression.
 const MAX_SAMPLE_BLOCKS: usize = 1 << 16;
 
-/// See the module.
+/// See the module documentation.
 pub struct DataPool {
     needs: Arc<NeedQueue>,
     sample: Mutex<Vec<u64>>,
@@ -39,7 +40,7 @@ pub struct DataPool {
     pub first: mpsc::Sender<Frame>,
 }
 
-/// What a data connection is opened with.
+/// Parameters for opening a data connection.
 #[derive(Clone)]
 struct Plan {
     options: SendOptions,
@@ -52,7 +53,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// What the data connections have done so far, for the trials.
+    /// A snapshot of the data connections' counters, for the trials.
     fn look(&self) -> TrialSample {
         let spent = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
         TrialSample {
@@ -67,7 +68,7 @@ impl Plan {
 }
 
 impl DataPool {
-    /// Opens the first data connection, and more when they help.
+    /// Opens the first data connection, and more if they help.
     pub fn start(
         session: [u8; 16],
         options: SendOptions,
@@ -98,30 +99,30 @@ impl DataPool {
         }
     }
 
-    /// The image that needs are about from now on.
+    /// Sets the image that requests refer to from now on.
     pub fn set_image(&self, slot: u32, image: Arc<Outgoing>) {
         self.sample.lock().clear();
         self.needs.set_image(slot, image);
     }
 
-    /// Has blocks sent.
+    /// Queues blocks to be sent.
     pub fn need(&self, runs: &Runs) {
         self.needs.add(runs);
     }
 
-    /// Waits until there is little enough left to send. Cancel safe.
+    /// Waits until the backlog has room. Cancel safe.
     pub async fn room(&self) {
         self.needs.room().await;
     }
 
-    /// Remembers some of the blocks that a dry run would send.
+    /// Samples blocks that a dry run would send.
     pub fn sample(&self, runs: &Runs) {
         let mut sample = self.sample.lock();
         let room = MAX_SAMPLE_BLOCKS.saturating_sub(sample.len());
         sample.extend(runs.blocks().take(room));
     }
 
-    /// Those blocks.
+    /// The sampled blocks.
     pub fn sampled(&self) -> Vec<u64> {
         self.sample.lock().clone()
     }
@@ -134,7 +135,7 @@ impl DataPool {
         }
     }
 
-    /// Ends the data connections.
+    /// Closes the data connections.
     pub async fn close(mut self, wait: Wait) {
         self.needs.close();
         self.stop.send_replace(Some(wait));
@@ -143,7 +144,7 @@ impl DataPool {
 }
 
 impl Drop for DataPool {
-    /// A send that is given up by dropping it must not leave threads behind that wait for needs.
+    /// Dropping the pool to cancel a send must not leave threads waiting for blocks.
     fn drop(&mut self) {
         self.needs.close();
     }
@@ -152,13 +153,13 @@ impl Drop for DataPool {
 /// What closing the data connections waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
-    /// The other side has read everything and hangs up, too.
+    /// The peer has read everything and closed its side.
     ForPeer,
-    /// Everything was handed to the sockets.
+    /// Everything was written to the sockets.
     ForSocket,
 }
 
-/// Opens data connections: as many as were asked for, else one, then as many as trials find worth while.
+/// Opens data connections: the requested number, otherwise one, then as many as trials show to help.
 async fn open_connections(
     plan: Plan,
     batches: mpsc::Receiver<Frame>,
@@ -191,7 +192,7 @@ async fn open_connections(
                 }
             }
         }
-        // Without the connections that were wanted there is nothing to try.
+        // If the connections could not be opened, there is nothing to try.
         if fixed.is_some() || limited || connections.len() < wanted {
             break;
         }
@@ -222,15 +223,15 @@ async fn open_connections(
     }
 }
 
-/// A data connection at work.
+/// A running data connection.
 struct DataConnection {
-    /// Heard when everything was handed to the socket.
+    /// Completes when everything was written to the socket.
     written: oneshot::Receiver<()>,
-    /// Ends when the other side has hung up, too.
+    /// Completes when the peer has closed its side too.
     ended: JoinHandle<()>,
 }
 
-/// Opens one data connection and sets its threads to work.
+/// Opens one data connection and starts its threads.
 async fn open(
     plan: &Plan,
     number: u16,
@@ -248,7 +249,7 @@ async fn open(
     let connection =
         connect_any(addresses, identity, peer, &ConnectOptions::named(peer_name)).await?;
     plan.wire.add(connection.wire());
-    // A limit makes a slow link of any.
+    // A rate limit makes any link slow, so treat it like a distant one.
     let round_trip = match (limit, connection.round_trip()) {
         (None, Some(time)) => time,
         _ => Duration::MAX,
@@ -262,7 +263,7 @@ async fn open(
     reader.set_max_frame(MAX_SESSION_FRAME);
     let session = plan.session;
     service::open(&mut writer, &JoinSession { session }).await?;
-    // Without its first data connection the session fails anyway, so what that one carries does not wait for the reply.
+    // The session fails anyway without its first data connection, so that one starts before the reply arrives.
     let answered = number > 0;
     if answered {
         writer.flush().await?;
@@ -307,14 +308,14 @@ async fn open(
             let _ = failures.try_send(e);
         }
         let _ = tell.send(());
-        // Reading to the end lets the peer take what was written last.
+        // Read to the end, so that the peer can receive the last frames.
         while let Ok(Some(_)) = reader.next().await {}
     });
     Ok(DataConnection { written, ended })
 }
 
-/// Reads the reports of how busy the destination is until the data connection breaks. The destination only ends a data connection after
-/// it has refused the image on the control connection, which says why: no error of its own.
+/// Reads the destination's busy reports until the data connection breaks. That is no error of its own: the
+/// destination ends a data connection only after refusing the image on the control connection, with the reason.
 async fn listen(
     reader: &mut FrameReader,
     answered: bool,

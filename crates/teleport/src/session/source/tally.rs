@@ -1,5 +1,5 @@
-//! How many blocks the destination had: of each batch, those it has not asked for by the time that
-//! the batch is complete.
+//! Counts the blocks that the destination had: those of each batch that it has not requested by the time the batch is
+//! complete.
 
 use std::collections::BTreeMap;
 
@@ -7,24 +7,24 @@ use crate::progress::Counters;
 use crate::protocol::BATCH_BLOCKS;
 use crate::source::Event;
 
-/// Batches that are under way. The window bounds them.
+/// Batches in flight; bounded by the window.
 #[derive(Debug, Default)]
 pub struct Tally {
-    /// Those before it came in an earlier session.
+    /// Batches below this one were sent in an earlier session.
     from: u64,
-    /// Of each batch: blocks that are not zero, and blocks that were asked for.
+    /// For each batch: nonzero blocks, and requested blocks.
     open: BTreeMap<u64, (u64, u64)>,
 }
 
 impl Tally {
-    /// A batch was read that has so many blocks that are not zero.
+    /// A batch with `data` nonzero blocks was read.
     pub fn walked(&mut self, index: u64, data: u64) {
         if index >= self.from {
             self.open.insert(index, (data, 0));
         }
     }
 
-    /// The destination said something.
+    /// Handles an event from the destination.
     pub fn heard(&mut self, event: &Event, counters: &Counters) {
         match event {
             Event::Accepted(accept) => {
@@ -72,12 +72,12 @@ mod tests {
             open_batches: 1,
         };
         hear(&mut tally, Event::Accepted(accept));
-        // Over the end of a batch, and of one that came earlier.
+        // Crosses the end of a batch, and includes an earlier batch.
         let runs: Runs = [5, 2 * BATCH_BLOCKS - 1, 2 * BATCH_BLOCKS]
             .into_iter()
             .collect();
         hear(&mut tally, Event::Need(Need { runs }));
-        // What is read but not answered is neither.
+        // Blocks that were read but not answered count as neither.
         assert_eq!(found(), (0, 0));
         hear(&mut tally, Event::Ack(0));
         hear(&mut tally, Event::Ack(2));

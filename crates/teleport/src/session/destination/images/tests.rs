@@ -1,4 +1,4 @@
-//! A site that stops is heard while an image is only looked at.
+//! A site can be stopped while an image is only being compared or estimated.
 
 use std::time::Duration;
 
@@ -13,9 +13,9 @@ use crate::transfer::tests::{Sample, sample};
 struct Ends {
     session: Session,
     frames: Frames,
-    /// What the source says.
+    /// Frames from the source.
     source: mpsc::Sender<Result<Frame, TeleportError>>,
-    /// What it is told.
+    /// Frames sent to the source.
     told: mpsc::Receiver<Frame>,
     stop: watch::Sender<bool>,
     _home: Home,
@@ -62,7 +62,7 @@ fn frame(kind: u8, payload: Vec<u8>) -> Result<Frame, TeleportError> {
     Ok(Frame { kind, payload })
 }
 
-/// Ends an image that was stopped: how many of the frames that were sent it has read.
+/// Waits for a stopped image to end; returns how many of the sent frames it has read.
 async fn ended(
     image: impl Future<Output = (Result<(), TeleportError>, Frames)>,
     sent: usize,
