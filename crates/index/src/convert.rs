@@ -1,8 +1,8 @@
-//! Brings what version 1 wrote to this version, at open: hash files and the sequence cache, which had 128
-//! digests of 32 bytes to a page (`docs/format/hash-files.md`).
+//! Converts files of version 1 at open: hash files and the sequence cache, which had 128 digests of 32 bytes to a
+//! page (`docs/format/hash-files.md`).
 //!
-//! The new files are written whole under names of their own and then renamed, the one with the header last. What
-//! a crash leaves is begun again or, once the new header is there, finished.
+//! The new files are written completely under temporary names and then renamed, the one with the header last. After a
+//! crash the conversion starts over or, if the new header exists, is completed.
 
 use std::io;
 use std::sync::Arc;
@@ -17,21 +17,21 @@ use crate::matcher::{ImageId, OpenReport, Repair};
 use crate::page::{PER_PAGE, Page, crc};
 use crate::sequence::{self, on_disk, record_offset};
 
-/// New files until they have their names.
+/// Temporary names of new files.
 const HASH: &str = "convert.hash";
 const SIDE: &str = "convert.side";
 
-/// Of version 1: digests of a page, and bytes of a page and of a record in both side files.
+/// Version 1: digests per page, and bytes of a page and of a record in both side files.
 const OLD_PER_PAGE: usize = 128;
 const OLD_PAGE: usize = OLD_PER_PAGE * Digest::LEN;
 const OLD_IMAGE_RECORD: usize = 40;
 const OLD_SEQUENCE_RECORD: usize = 64;
 const OLD_HEADER: u64 = 64;
 
-/// Old pages read at once.
+/// Old pages read at a time.
 const AT_ONCE: u64 = 64;
 
-/// Converts what is there of version 1.
+/// Converts all files of version 1.
 pub(crate) fn convert(storage: &dyn Directory, report: &mut OpenReport) -> Result<()> {
     settle(storage).map_err(IndexError::io("renaming", SIDE))?;
     let all = storage.list().map_err(IndexError::io("listing", "."))?;
@@ -41,7 +41,7 @@ pub(crate) fn convert(storage: &dyn Directory, report: &mut OpenReport) -> Resul
         let Some(mut old) = old else { continue };
         match image(storage, &mut old, report) {
             Ok(()) => report.converted = true,
-            // It can be indexed again, which needs less room than both.
+            // The image can be indexed again, which needs less space than both files together.
             Err(e) if is_full(&e) => {
                 report.repaired(Repair::NoRoomToConvert(names(id).0));
                 drop_new(storage)?;
@@ -68,7 +68,7 @@ pub(crate) fn convert(storage: &dyn Directory, report: &mut OpenReport) -> Resul
     settle(storage).map_err(IndexError::io("removing", HASH))
 }
 
-/// What was begun takes room, and must not become the files of what is indexed again.
+/// Removes partial conversions: they take up space and must not become the files of images indexed again.
 fn drop_new(storage: &dyn Directory) -> Result<()> {
     [SIDE, HASH]
         .into_iter()
@@ -83,7 +83,7 @@ fn is_full(e: &io::Error) -> bool {
     )
 }
 
-/// Gives new files that are whole their names, and removes such as are not.
+/// Renames new files that are complete, and removes the others.
 fn settle(storage: &dyn Directory) -> io::Result<()> {
     let side = open(storage, SIDE)?;
     let to = match &side {
@@ -102,7 +102,7 @@ fn settle(storage: &dyn Directory) -> io::Result<()> {
     storage.sync()
 }
 
-/// The names that new files are to have, once the header says that they are whole.
+/// The final names of new files, if the header says that they are complete.
 fn whole(side: &dyn File) -> io::Result<Option<(String, String)>> {
     let Some(b) = hash_file::Header::bytes_of(side)? else {
         return Ok(None);
@@ -116,7 +116,8 @@ fn sequence_names() -> (String, String) {
     (sequence::HASH.into(), sequence::SIDE.into())
 }
 
-/// Reads units of `each` bytes. What is not there are zeros; what cannot be read fits no checksum.
+/// Reads units of `each` bytes. Anything past the end reads as zeros; unreadable units become data that fails every
+/// checksum.
 fn read_units(file: &dyn File, buf: &mut [u8], offset: u64, each: usize) {
     match file.read_at(buf, offset) {
         Ok(n) => buf[n..].fill(0),
@@ -135,7 +136,7 @@ fn u32_at(b: &[u8], i: usize) -> u32 {
     u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]])
 }
 
-/// An old page's digests.
+/// Digests of an old page.
 fn digests_of(page: &[u8]) -> impl Iterator<Item = Digest> {
     let (digests, _) = page.as_chunks::<{ Digest::LEN }>();
     digests.iter().map(|d| Digest(*d).short())
@@ -165,7 +166,7 @@ impl OldImage {
     }
 }
 
-/// The head bits of an old page, if both fit their checksums.
+/// The head bits of an old page, if both checksums match.
 fn old_heads(no: u64, record: &[u8], page: &[u8]) -> Option<Vec<Head>> {
     let (body, sum) = record.split_at(OLD_IMAGE_RECORD - 4);
     let mut summed = [0; 8 + OLD_IMAGE_RECORD - 4];
@@ -208,7 +209,7 @@ fn image(storage: &dyn Directory, old: &mut OldImage, report: &mut OpenReport) -
                     let digests: Vec<Digest> = digests_of(page).take(count).collect();
                     new.append(&digests, &heads[..count]);
                 }
-                // What follows keeps its place; no block has such a digest.
+                // Later blocks keep their positions; no block has such a digest.
                 None => {
                     let image = ImageId(h.image);
                     report.repaired(Repair::ImagePage(image, no));
@@ -250,7 +251,7 @@ struct OldBits {
     strong: u128,
 }
 
-/// What an old segment's record says, if it and the page fit their checksums.
+/// Decodes an old segment's record, if the checksums of record and page match.
 fn old_bits(no: u32, r: &[u8], page: &[u8]) -> Option<OldBits> {
     // A hole in the file.
     if r.iter().all(|b| *b == 0) {
@@ -324,7 +325,7 @@ fn sequences(
     settle(storage)
 }
 
-/// The new files as they grow. Every slot keeps its number, for that is where its block lies.
+/// The new files as they are written. Every slot keeps its number, because that is the position of its block's data.
 struct NewSequences {
     side: Arc<dyn File>,
     hash: Arc<dyn File>,
@@ -339,7 +340,7 @@ impl NewSequences {
             let at = (self.slot % PER_PAGE as u64) as usize;
             if bits.used >> i & 1 == 1 {
                 self.page.set(at, &digest);
-                // One that lies in two segments now is two.
+                // A sequence that now spans two segments becomes two.
                 if bits.start >> i & 1 == 1 || at == 0 {
                     self.page.start.set(at);
                 }
@@ -355,7 +356,7 @@ impl NewSequences {
         Ok(())
     }
 
-    /// Writes the page that the next slot is in; an empty one is a hole.
+    /// Writes the page of the next slot; an empty page becomes a hole.
     fn write(&mut self) -> io::Result<()> {
         if !self.page.used.is_empty() {
             let no = self.slot / PER_PAGE as u64;

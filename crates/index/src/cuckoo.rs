@@ -1,42 +1,40 @@
-//! A cache of 4-byte entries: cuckoo hashing with 4-entry buckets and LRU inside the bucket
-//! (teleportation §2.7 to §2.9).
+//! A cache of 4-byte entries: cuckoo hashing with 4-entry buckets and LRU inside the bucket (teleportation §2.7 to
+//! §2.9).
 //!
-//! An entry keeps a fingerprint of its digest, not the digest, so its other bucket is found from
-//! the bucket it is in and the fingerprint: `i2 = i1 ^ hash(fingerprint)` (§2.12). Xor needs a
-//! power of two, a memory budget seldom is one: a cache is several equal *parts* of a power of two
-//! of buckets each, chosen by digest bits of their own. Xor only touches the low bits, so an entry
-//! never leaves its part.
+//! An entry keeps a fingerprint of its digest, not the digest, so its other bucket is computed from its current
+//! bucket and the fingerprint: `i2 = i1 ^ hash(fingerprint)` (§2.12). Xor requires a power of two, but a memory
+//! budget rarely is one. So a cache consists of several equal *parts* with a power of two of buckets each; other
+//! digest bits select the part. Xor only changes the low bits, so an entry never leaves its part.
 //!
-//! Inside a bucket the first slot is the most recently used one and free slots are at the end.
-//! Entries that were only put there because there was room ("guests") stay below all others, and
-//! whatever needs a slot takes a guest's. How many of a bucket's entries are guests is kept in
-//! four bits beside it, 1/32 of the cache's memory.
+//! Inside a bucket the first slot is the most recently used one and free slots are at the end. Low-priority entries
+//! that were only admitted to free slots ("guests") stay below all others ("regulars") and are evicted first. The
+//! number of guests in each bucket is kept in four bits outside it, 1/32 of the cache's memory.
 
 use drover_core::Digest;
 
-/// Entries in a bucket.
+/// Entries per bucket.
 pub(crate) const SLOTS: usize = 4;
 
 const BUCKET_BYTES: usize = SLOTS * 4;
 
-/// Buckets that [`CuckooLru::save`] and [`CuckooLru::load`] move at once.
+/// Buckets that [`CuckooLru::save`] and [`CuckooLru::load`] transfer at a time.
 const SAVED_AT_ONCE: usize = 4096;
 
-/// The most parts a budget is divided into.
+/// Maximum number of parts.
 const MAX_PARTS: usize = 64;
 
-/// How far an insertion moves entries while there is room somewhere. Measured: 93 % full before
-/// the first eviction.
+/// Maximum number of moves per insertion while the cache is not full. Measured: 93 % occupancy before the first
+/// eviction.
 const KICKS: usize = 256;
 
-/// A cache counts as full when less than one slot in this many is free.
+/// A cache counts as full when fewer than one in this many slots is free.
 const FULL_SHARE: usize = 32;
 
-/// Moves in a full cache: the entry that falls out of a bucket takes the place of the last one in
-/// its other bucket.
+/// Maximum number of moves in a full cache: the entry that falls out of a bucket replaces the last one in its other
+/// bucket.
 const KICKS_WHEN_FULL: usize = 1;
 
-/// A quarter of a cache line, and never across two.
+/// A quarter of a cache line, aligned so that it never spans two.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 #[repr(align(16))]
 struct Bucket([u32; SLOTS]);
@@ -50,7 +48,7 @@ impl Bucket {
         self.0[SLOTS - 1] != 0
     }
 
-    /// Puts `entry` at `at` and moves the rest down; what falls off the end is lost.
+    /// Inserts `entry` at `at` and shifts the rest down; the last entry is dropped.
     fn put(&mut self, at: usize, entry: u32) {
         self.0.copy_within(at..SLOTS - 1, at + 1);
         self.0[at] = entry;
@@ -64,7 +62,7 @@ impl Bucket {
     }
 }
 
-/// How many guests each bucket has: four bits a bucket.
+/// Number of guests in each bucket: four bits per bucket.
 #[derive(Default)]
 struct GuestCounts(Vec<u8>);
 
@@ -90,19 +88,19 @@ pub(crate) struct Key {
     pub fingerprint: u32,
 }
 
-/// An entry that was found by its fingerprint, or pushed out.
+/// An entry found by its fingerprint, or evicted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct CacheEntry {
-    /// A bucket it belongs to.
+    /// One of its two buckets.
     pub bucket: u32,
     /// Its fingerprint.
     pub fingerprint: u32,
-    /// What the entry says: file and address.
+    /// Its payload: file and address.
     pub payload: u32,
 }
 
 impl CacheEntry {
-    /// The key that leads to it.
+    /// The key of this entry.
     pub(crate) fn key(self) -> Key {
         Key {
             bucket: self.bucket,
@@ -111,7 +109,7 @@ impl CacheEntry {
     }
 }
 
-/// At most eight entries with the fingerprint of a key.
+/// Up to eight entries with the fingerprint of a key.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Candidates {
     found: [CacheEntry; 2 * SLOTS],
@@ -128,23 +126,23 @@ impl Candidates {
 pub(crate) struct CuckooLru {
     buckets: Vec<Bucket>,
     parts: u32,
-    /// Buckets of a part, less one.
+    /// Buckets per part, minus one.
     mask: u32,
     fingerprint_bits: u32,
-    /// What a fingerprint is xored into a bucket as.
+    /// For each fingerprint, the value xored into a bucket's index.
     alternate: Vec<u32>,
     guests: GuestCounts,
     len: usize,
 }
 
 impl CuckooLru {
-    /// A cache that uses `bytes` as fully as parts of at most `max_part_bytes` can.
+    /// Creates a cache that uses as much of `bytes` as parts of at most `max_part_bytes` allow.
     pub(crate) fn new(bytes: usize, max_part_bytes: usize, fingerprint_bits: u8) -> Self {
         let (parts, part_bytes) = divide(bytes, max_part_bytes);
         let mask = (part_bytes / BUCKET_BYTES - 1) as u32;
         let fingerprint_bits = u32::from(fingerprint_bits);
         let alternate = (0..1u64 << fingerprint_bits)
-            // Odd, so that the two buckets always differ when there are two.
+            // Odd, so that the two buckets always differ when there are at least two.
             .map(|f| (mix(f) as u32 | 1) & mask)
             .collect();
         let buckets = parts * (mask as usize + 1);
@@ -159,32 +157,32 @@ impl CuckooLru {
         }
     }
 
-    /// Slots.
+    /// Total number of slots.
     pub(crate) fn capacity(&self) -> usize {
         self.buckets.len() * SLOTS
     }
 
-    /// Slots in use.
+    /// Number of slots in use.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Memory of the slots.
+    /// Memory of the slots in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.buckets.len() * BUCKET_BYTES
     }
 
-    /// Memory beside the slots.
+    /// Memory outside the slots in bytes.
     pub(crate) fn extra_bytes(&self) -> usize {
         self.guests.0.len() + self.alternate.len() * 4
     }
 
-    /// Memory of one part.
+    /// Memory of one part in bytes.
     pub(crate) fn part_bytes(&self) -> usize {
         (self.mask as usize + 1) * BUCKET_BYTES
     }
 
-    /// Where `digest` belongs.
+    /// The key of `digest`.
     #[inline]
     pub(crate) fn key(&self, digest: &Digest) -> Key {
         let p = digest.prefix();
@@ -195,7 +193,7 @@ impl CuckooLru {
         }
     }
 
-    /// The part of `digest` that entries keep.
+    /// The fingerprint of `digest`.
     #[inline]
     pub(crate) fn fingerprint(&self, digest: &Digest) -> u32 {
         // 1 ..= 2^bits - 1: an entry must never be zero.
@@ -203,11 +201,11 @@ impl CuckooLru {
         1 + (((digest.prefix() >> 48) as u32 * most) >> 16)
     }
 
-    /// Where an entry of another cache belongs in this one when its digest is not at hand. The
-    /// other cache's parts must not be smaller than this one's.
+    /// The key in this cache for an entry of another cache, without its digest. The other cache's parts must not be
+    /// smaller than this one's.
     ///
-    /// The part cannot come from digest bits then; it is taken from the pair of buckets and the
-    /// fingerprint, which the other cache's entry tells whichever of its buckets it is in.
+    /// The part cannot be selected by digest bits then; it is derived from the pair of buckets and the fingerprint,
+    /// which are known from either of the entry's buckets.
     #[inline]
     pub(crate) fn adopted_key(&self, foreign: Key) -> Key {
         let a = foreign.bucket & self.mask;
@@ -225,7 +223,7 @@ impl CuckooLru {
         bucket ^ self.alternate[fingerprint as usize]
     }
 
-    /// Whether entries with these keys are in the same buckets with the same fingerprint.
+    /// Whether entries with these keys have the same buckets and fingerprint.
     pub(crate) fn same_entry(&self, a: Key, b: Key) -> bool {
         a.fingerprint == b.fingerprint
             && (a.bucket == b.bucket || self.other(a.bucket, a.fingerprint) == b.bucket)
@@ -248,8 +246,9 @@ impl CuckooLru {
         (entry >> bits, entry & ((1 << bits) - 1))
     }
 
-    /// Touches the buckets of a digest. Done for several digests in a row, what is done with them
-    /// next need not wait for memory one by one. The answer means nothing, but must be used.
+    /// Prefetches the buckets of a digest. When done for several digests in a row, later operations on them need not
+    /// wait for memory one by one. The result is meaningless, but must be used so that the loads are not optimized
+    /// away.
     #[inline]
     pub(crate) fn touch_buckets(&self, digest: &Digest) -> u32 {
         let key = self.key(digest);
@@ -257,7 +256,7 @@ impl CuckooLru {
         self.buckets[key.bucket as usize].0[0] ^ self.buckets[other as usize].0[0]
     }
 
-    /// Whether an entry with the key's fingerprint is in one of its buckets.
+    /// Whether one of the key's buckets has an entry with its fingerprint.
     #[inline]
     pub(crate) fn may_contain(&self, key: Key) -> bool {
         let bits = self.payload_bits();
@@ -313,12 +312,12 @@ impl CuckooLru {
             })
     }
 
-    /// Whether exactly this entry is there.
+    /// Whether exactly this entry is present.
     pub(crate) fn contains(&self, key: Key, payload: u32) -> bool {
         self.position(key, payload).is_some()
     }
 
-    /// Takes the entry out of its slot; `guests` stays true.
+    /// Removes the entry from its slot and updates `guests`.
     fn take(&mut self, bucket: u32, at: usize) -> u32 {
         let b = &mut self.buckets[bucket as usize];
         let guests = self.guests.get(bucket);
@@ -328,7 +327,7 @@ impl CuckooLru {
         b.remove(at)
     }
 
-    /// Moves an entry to the top of its bucket, if it is there. A guest becomes a regular.
+    /// Moves an entry, if present, to the top of its bucket. A guest becomes a regular.
     pub(crate) fn touch(&mut self, key: Key, payload: u32) {
         if let Some((bucket, at)) = self.position(key, payload) {
             let entry = self.take(bucket, at);
@@ -336,7 +335,7 @@ impl CuckooLru {
         }
     }
 
-    /// Removes an entry; whether it was there.
+    /// Removes an entry; returns whether it was present.
     pub(crate) fn remove(&mut self, key: Key, payload: u32) -> bool {
         let Some((bucket, at)) = self.position(key, payload) else {
             return false;
@@ -346,8 +345,8 @@ impl CuckooLru {
         true
     }
 
-    /// Inserts an entry at the top of its bucket, or moves it there. Another entry may be pushed
-    /// out of the cache; it comes back with one of the buckets it belonged to.
+    /// Inserts an entry at the top of its bucket, or moves it there. If that evicts another entry, returns it with
+    /// one of its buckets.
     pub(crate) fn insert(&mut self, key: Key, payload: u32) -> Option<CacheEntry> {
         if self.contains(key, payload) {
             self.touch(key, payload);
@@ -381,15 +380,14 @@ impl CuckooLru {
         }
     }
 
-    /// Puts an entry below the other regulars of a bucket that has room.
+    /// Inserts an entry below the other regulars of a bucket with a free slot.
     fn put_below(&mut self, bucket: u32, entry: u32) {
         let b = &mut self.buckets[bucket as usize];
         b.put(b.used() - self.guests.get(bucket), entry);
     }
 
-    /// Finds a place for an entry that fell out of `from`: a free slot, a guest's, or that of
-    /// another entry that moves on in turn. It is put below the regulars, for it was the least
-    /// recently used where it comes from.
+    /// Finds a place for an entry that fell out of `from`: a free slot, a guest's, or that of another entry, which is
+    /// moved in turn. It goes below the regulars, because it was the least recently used in its old bucket.
     fn move_on(&mut self, from: u32, entry: u32) -> Option<CacheEntry> {
         let room = self.capacity() - self.len;
         let kicks = if room * FULL_SHARE > self.capacity() {
@@ -407,7 +405,7 @@ impl CuckooLru {
                 return None;
             }
             let guest = self.guests.get(to) > 0;
-            // Always the last one would walk in circles; the very last step is an eviction.
+            // Always taking the last slot would loop; the final step is an eviction.
             let slot = if guest || left == 0 {
                 SLOTS - 1
             } else {
@@ -423,7 +421,7 @@ impl CuckooLru {
         Some(self.found(from, entry))
     }
 
-    /// Inserts an entry as a guest, if one of its buckets has room. Whether it is there now.
+    /// Inserts an entry as a guest if one of its buckets has a free slot; returns whether it is present now.
     pub(crate) fn insert_in_room(&mut self, key: Key, payload: u32) -> bool {
         if self.contains(key, payload) {
             return true;
@@ -442,7 +440,7 @@ impl CuckooLru {
         false
     }
 
-    /// Removes every entry whose payload `keep` refuses.
+    /// Removes every entry for whose payload `keep` returns `false`.
     pub(crate) fn retain(&mut self, mut keep: impl FnMut(u32) -> bool) {
         let payload_mask = (1u32 << self.payload_bits()) - 1;
         for bucket in 0..self.buckets.len() as u32 {
@@ -466,14 +464,14 @@ impl CuckooLru {
         }
     }
 
-    /// Removes everything.
+    /// Removes all entries.
     pub(crate) fn clear(&mut self) {
         self.buckets.fill(Bucket::default());
         self.guests.0.fill(0);
         self.len = 0;
     }
 
-    /// Hands all slots, and then how many guests each bucket has, to `sink` in pieces.
+    /// Passes all slots, then the guest counts of all buckets, to `sink` in pieces.
     pub(crate) fn save<E>(&self, mut sink: impl FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
         let mut bytes = Vec::with_capacity(SAVED_AT_ONCE * BUCKET_BYTES);
         for buckets in self.buckets.chunks(SAVED_AT_ONCE) {
@@ -486,8 +484,8 @@ impl CuckooLru {
         sink(&self.guests.0)
     }
 
-    /// Takes what [`save`](Self::save) of a cache of the same shape made from `source`, which
-    /// fills buffers. Any bytes make a cache that works: what makes no sense is dropped.
+    /// Loads data that [`save`](Self::save) wrote for a cache of the same shape; `source` fills buffers. Arbitrary
+    /// bytes result in a valid cache: inconsistent entries are dropped.
     pub(crate) fn load<E>(
         &mut self,
         mut source: impl FnMut(&mut [u8]) -> Result<(), E>,
@@ -515,8 +513,8 @@ impl CuckooLru {
     }
 }
 
-/// Parts and bytes of a part: the largest power of two that leaves nothing of `bytes` unused, or
-/// next to nothing when only very small ones would.
+/// Number of parts and bytes per part: the largest power of two that wastes nothing of `bytes`, or almost nothing
+/// when only tiny parts would fit exactly.
 fn divide(bytes: usize, max_part_bytes: usize) -> (usize, usize) {
     let bytes = bytes.max(BUCKET_BYTES);
     let mut part = prev_power_of_two(bytes.min(max_part_bytes.max(BUCKET_BYTES)));

@@ -7,10 +7,10 @@ use std::sync::LazyLock;
 
 use drover_core::{BLOCK_SIZE, BLOCK_SIZE_U64, Digest, Extent, ExtentKind, ReadAt, blocks_for};
 
-/// What [`ImageDigest`] starts with, so that it can never equal a block's digest by construction.
+/// Prefix of the input of [`ImageDigest`], so that it cannot equal a block's digest by construction.
 const IMAGE_DOMAIN: &[u8] = b"drover image digest v1\0";
 
-/// Zero-block digests that are hashed in one go: 128 KiB.
+/// Zero-block digests hashed at a time: 128 KiB.
 const ZERO_SLAB: usize = 4096;
 
 /// The digest of a block of zeros.
@@ -28,8 +28,8 @@ pub fn digest_block(block: &[u8]) -> Digest {
     Digest(*blake3::hash(block).as_bytes())
 }
 
-/// Appends the BLAKE3-256 of every block in `bytes` to `out`, equal to [`digest_block`] of each
-/// but twice as fast: sixteen blocks go through the vector units together.
+/// Appends the BLAKE3-256 of every block in `bytes` to `out`; the same as [`digest_block`] of each, but twice as
+/// fast: sixteen blocks share the vector units.
 ///
 /// # Panics
 /// When `bytes` is not a whole number of blocks.
@@ -42,10 +42,10 @@ pub fn digest_blocks(bytes: &[u8], out: &mut Vec<Digest>) {
     }
 }
 
-/// The digest of a whole file: over its length and the digests of its blocks in file order, the
-/// last one padded with zeros.
+/// The digest of a whole file: over its length and the digests of its blocks in file order, the last block padded
+/// with zeros.
 ///
-/// Feed it every block once, in order, then call [`finish`](Self::finish).
+/// Pass it every block once, in order, then call [`finish`](Self::finish).
 #[derive(Debug, Clone)]
 pub struct ImageDigest {
     hasher: blake3::Hasher,
@@ -65,10 +65,10 @@ impl ImageDigest {
         }
     }
 
-    /// The next blocks' digests.
+    /// Adds the digests of the next blocks.
     ///
     /// # Panics
-    /// When the file has fewer blocks than that.
+    /// When the file has fewer blocks.
     pub fn blocks(&mut self, digests: &[Digest]) {
         self.take(digests.len() as u64);
         let mut bytes = [0u8; 64 * Digest::LEN];
@@ -80,10 +80,10 @@ impl ImageDigest {
         }
     }
 
-    /// The next `n` blocks, all zeros.
+    /// Adds `n` zero blocks.
     ///
     /// # Panics
-    /// When the file has fewer blocks than that.
+    /// When the file has fewer blocks.
     pub fn zero_blocks(&mut self, n: u64) {
         self.take(n);
         let mut left = n;
@@ -95,7 +95,7 @@ impl ImageDigest {
         }
     }
 
-    /// Blocks of the file that have not been given yet.
+    /// Number of blocks not added yet.
     #[must_use]
     pub fn missing(&self) -> u64 {
         self.left
@@ -119,12 +119,12 @@ impl ImageDigest {
     }
 }
 
-/// The digest of the whole file behind `reader`. `extents` says what need not be read: sorted
-/// extents of the file, of which only `Zero` and `Hole` matter; what none covers is read. They
-/// are trusted: a wrong one gives a wrong digest.
+/// The digest of the whole file behind `reader`. `extents` lists parts that need not be read: sorted extents of the
+/// file, of which only `Zero` and `Hole` matter; anything not covered is read. They are trusted: a wrong extent gives
+/// a wrong digest.
 ///
 /// # Errors
-/// What reading reports.
+/// Read errors.
 pub fn image_digest(
     reader: &dyn ReadAt,
     extents: impl IntoIterator<Item = Extent>,
@@ -138,8 +138,8 @@ pub fn image_digest(
         if e.kind == ExtentKind::Data {
             continue;
         }
-        // Only blocks wholly inside the extent are skipped; one that runs to the end of the file
-        // covers the padding too.
+        // Only blocks entirely inside the extent are skipped; an extent up to the end of the file covers the padding
+        // too.
         let first = blocks_for(e.offset).clamp(at, total);
         let end = if e.end() >= len {
             total

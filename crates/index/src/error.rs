@@ -7,35 +7,35 @@ use crate::matcher::ImageId;
 /// A result with this crate's error.
 pub type Result<T, E = IndexError> = std::result::Result<T, E>;
 
-/// Why the matcher could not do what was asked.
+/// Why a matcher operation failed.
 ///
-/// Damaged files are never an error: what they held is dropped and [reported](crate::Repair).
+/// Damaged files are never an error: their contents are dropped and [reported](crate::Repair).
 #[derive(Debug, thiserror::Error)]
 pub enum IndexError {
     /// The storage failed.
     #[error("{doing} {file}: {cause}")]
     Io {
-        /// What was being done.
+        /// The operation.
         doing: &'static str,
-        /// To which file of the index.
+        /// The file of the index.
         file: String,
-        /// What the storage said.
+        /// The storage's error.
         #[source]
         cause: io::Error,
     },
-    /// The configuration cannot work.
+    /// The configuration is invalid.
     #[error("index configuration: {0}")]
     Config(String),
-    /// The image has a transfer open already.
+    /// The image already has an open transfer.
     #[error("image {} is already being indexed", .0.0)]
     Busy(ImageId),
-    /// The index knows no such image.
+    /// The index does not contain the image.
     #[error("image {} is not in the index", .0.0)]
     Unknown(ImageId),
-    /// As many images are open as a cache entry's file bits can tell apart.
+    /// The maximum number of images is open: a cache entry's file bits can distinguish no more.
     #[error("{0} images are being indexed at once, which is the limit")]
     TooManyOpen(usize),
-    /// The caller broke a rule of the interface.
+    /// The caller violated the interface's contract.
     #[error("bad batch: {0}")]
     BadBatch(&'static str),
 }
@@ -49,7 +49,7 @@ impl IndexError {
         move |cause| IndexError::Io { doing, file, cause }
     }
 
-    /// Whether the same call can succeed later without anything else being changed here.
+    /// Whether the same call can succeed later without any other change.
     #[must_use]
     pub fn retry_can_help(&self) -> bool {
         match self {

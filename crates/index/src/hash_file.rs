@@ -1,6 +1,5 @@
-//! Hash files: the digests of an image in walk order, 340 to a page with the page's checksum, and
-//! beside them a side file with each digest's head bits (teleportation §2.5, §2.11;
-//! `docs/format/hash-files.md`).
+//! Hash files: the digests of an image in walk order, 340 to a page with the page's checksum, and a side file with
+//! each digest's head bits (teleportation §2.5, §2.11; `docs/format/hash-files.md`).
 
 use std::io;
 use std::sync::Arc;
@@ -11,7 +10,7 @@ use drover_storage::{Access, Directory, File, open_if_exists, remove_if_exists};
 use crate::head::{head_from_bits, pack_heads};
 use crate::page::{Bits, PAGE_BYTES, PER_PAGE, Page, crc, is_sealed, seal};
 
-/// A sync that can be run later, without the lock of the matcher.
+/// A sync that can be run later, without holding the matcher's lock.
 pub type DeferredSync = Box<dyn FnOnce() -> io::Result<()> + Send>;
 
 const MAGIC: [u8; 8] = *b"DRVRHSH1";
@@ -19,14 +18,14 @@ const VERSION: u32 = 2;
 pub(crate) const HEADER: u64 = 64;
 const COMPLETE: u32 = 1;
 
-/// Head bits of a page.
+/// Bytes of the head bits of a page.
 const HEAD_BYTES: usize = PER_PAGE.div_ceil(4);
-/// Head bits, and the record's checksum.
+/// Bytes of a record: head bits and the record's checksum.
 const RECORD: usize = HEAD_BYTES.next_multiple_of(4) + 4;
-/// Records read at once.
+/// Records read at a time.
 const GROUP: usize = 64;
 
-/// The two files of an image.
+/// Names of an image's two files.
 pub(crate) fn names(image: u64) -> (String, String) {
     (
         format!("img-{image:016x}.hash"),
@@ -34,21 +33,21 @@ pub(crate) fn names(image: u64) -> (String, String) {
     )
 }
 
-/// Removes an image's files for good.
+/// Removes an image's files durably.
 pub(crate) fn remove_files(storage: &dyn Directory, image: u64) -> std::io::Result<()> {
     unlink_files(storage, image)?;
     storage.sync()
 }
 
-/// The same, but only for good once names are synced.
+/// Removes an image's files; durable once the directory is synced.
 pub(crate) fn unlink_files(storage: &dyn Directory, image: u64) -> std::io::Result<()> {
     let (hash, side) = names(image);
-    // The side file first: without it the hash file means nothing.
+    // The side file first: without it the hash file is invalid.
     remove_if_exists(storage, &side)?;
     remove_if_exists(storage, &hash)
 }
 
-/// The image one of whose files this is.
+/// The image that a file with this name belongs to.
 pub(crate) fn any_file_of(name: &str) -> Option<u64> {
     image_of(name.strip_suffix(".side").or(name.strip_suffix(".hash"))?)
 }
@@ -59,15 +58,15 @@ fn image_of(stem: &str) -> Option<u64> {
     (format!("{id:016x}") == hex).then_some(id)
 }
 
-/// What a side file says about its image.
+/// Header of a side file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
     pub image: u64,
-    /// Which use of the index this file was written in; later ones have larger numbers.
+    /// Serial number of the file; later files of the index have larger ones.
     pub serial: u64,
     /// Digests in the hash file.
     pub blocks: u64,
-    /// Whether that is all there will ever be.
+    /// Whether the hash file is complete.
     pub complete: bool,
 }
 
@@ -86,12 +85,12 @@ impl Header {
         b
     }
 
-    /// The header, if the bytes are one of this version.
+    /// Decodes a header of the current version.
     pub(crate) fn from_bytes(b: &[u8; HEADER as usize]) -> Option<Self> {
         Self::of_version(VERSION, b)
     }
 
-    /// The header, if the bytes are one of that version.
+    /// Decodes a header of the given version.
     pub(crate) fn of_version(version: u32, b: &[u8; HEADER as usize]) -> Option<Self> {
         let u32_at = |i: usize| u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
         let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
@@ -108,19 +107,19 @@ impl Header {
         })
     }
 
-    /// Reads the bytes where `file` has its header, if it has so many.
+    /// Reads the header's bytes from `file`, if it is long enough.
     pub(crate) fn bytes_of(file: &dyn File) -> io::Result<Option<[u8; HEADER as usize]>> {
         let mut b = [0; HEADER as usize];
         let n = file.read_at(&mut b, 0)?;
         Ok((n == b.len()).then_some(b))
     }
 
-    /// Reads the header at the start of `file`.
+    /// Reads and decodes the header of `file`.
     pub(crate) fn read(file: &dyn File) -> io::Result<Option<Self>> {
         Ok(Self::bytes_of(file)?.and_then(|b| Self::from_bytes(&b)))
     }
 
-    /// Whether files of such sizes hold all digests, so many to a page.
+    /// Whether files of these sizes can hold all digests, `per_page` to a page.
     pub(crate) fn fits(&self, per_page: usize, record: usize, hash: u64, side: u64) -> bool {
         let pages = self.blocks.div_ceil(per_page as u64);
         let fits = |size: u64, each: usize, extra: u64| {
@@ -133,7 +132,7 @@ impl Header {
     }
 }
 
-/// A page is not what was written, or cannot be read at all.
+/// A page is damaged or unreadable.
 #[derive(Debug)]
 pub(crate) struct Damaged;
 
@@ -143,7 +142,7 @@ impl From<io::Error> for Damaged {
     }
 }
 
-/// Bytes moved since the counters were last taken.
+/// Bytes transferred since the counters were last reset.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Traffic {
     pub read: u64,
@@ -155,23 +154,23 @@ pub(crate) struct HashFile {
     header: Header,
     hash: Arc<dyn File>,
     side: Arc<dyn File>,
-    /// Pages on disk.
+    /// Full pages on disk.
     pages: u64,
-    /// Digests after those pages, and their heads.
+    /// Digests after those pages, with their heads.
     tail: Vec<Digest>,
     tail_heads: Vec<Head>,
-    /// The records that were read last, and their number by groups.
+    /// The group of records read last, with its number.
     group: Option<(u64, Vec<u8>)>,
     pub traffic: Traffic,
 }
 
 impl HashFile {
-    /// Starts the files of an image; older ones are emptied.
+    /// Creates the files of an image; existing ones are truncated.
     pub(crate) fn create(storage: &dyn Directory, image: u64, serial: u64) -> io::Result<Self> {
         Self::create_as(storage, names(image), image, serial)
     }
 
-    /// The same, under other names.
+    /// Like [`create`](Self::create), with other names.
     pub(crate) fn create_as(
         storage: &dyn Directory,
         (hash, side): (String, String),
@@ -184,14 +183,14 @@ impl HashFile {
             blocks: 0,
             complete: false,
         };
-        // The side file first: without a header, a hash file means nothing.
+        // The side file first: without a header, a hash file is invalid.
         let side: Arc<dyn File> = storage.create(&side)?.into();
         side.write_at(&header.to_bytes(), 0)?;
         let hash = storage.create(&hash)?.into();
         Ok(Self::with(header, hash, side, 0))
     }
 
-    /// Opens the complete files of an image. `None` when they are not that, or cut short.
+    /// Opens the complete files of an image. `None` when they are incomplete or truncated.
     pub(crate) fn open(storage: &dyn Directory, image: u64) -> io::Result<Option<Self>> {
         let (hash, side) = names(image);
         let (Some(hash), Some(side)) = (open(storage, &hash)?, open(storage, &side)?) else {
@@ -223,32 +222,32 @@ impl HashFile {
         self.header
     }
 
-    /// Digests, those in memory included.
+    /// Number of digests, including those in memory.
     pub(crate) fn blocks(&self) -> u64 {
         self.header.blocks
     }
 
-    /// Memory.
+    /// Memory in bytes.
     pub(crate) fn bytes(&self) -> usize {
         let group = self.group.as_ref().map_or(0, |(_, b)| b.capacity());
         self.tail.capacity() * (Digest::LEN + 1) + group
     }
 
-    /// Adds digests in memory; [`flush`](Self::flush) writes them.
+    /// Appends digests in memory; [`flush`](Self::flush) writes them.
     pub(crate) fn append(&mut self, digests: &[Digest], heads: &[Head]) {
         self.tail.extend_from_slice(digests);
         self.tail_heads.extend_from_slice(heads);
         self.header.blocks += digests.len() as u64;
     }
 
-    /// Takes back the last `n` digests, which must not have been flushed.
+    /// Removes the last `n` digests, which must not have been flushed.
     pub(crate) fn take_back(&mut self, n: usize) {
         self.tail.truncate(self.tail.len() - n);
         self.tail_heads.truncate(self.tail.len());
         self.header.blocks -= n as u64;
     }
 
-    /// Writes the pages that are full.
+    /// Writes all full pages.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         let full = self.tail.len() / PER_PAGE * PER_PAGE;
         self.write_tail(full)?;
@@ -258,7 +257,7 @@ impl HashFile {
         Ok(())
     }
 
-    /// Writes the tail's first `n` digests as pages, the last one padded.
+    /// Writes the tail's first `n` digests as pages, padding the last one.
     fn write_tail(&mut self, n: usize) -> io::Result<()> {
         if n == 0 {
             return Ok(());
@@ -280,14 +279,14 @@ impl HashFile {
         Ok(())
     }
 
-    /// Writes everything. [`mark_complete`](Self::mark_complete) follows once it is durable.
+    /// Writes everything. Sync it, then call [`mark_complete`](Self::mark_complete).
     pub(crate) fn write_out(&mut self) -> io::Result<[DeferredSync; 2]> {
         self.flush()?;
         self.write_tail(self.tail.len())?;
         Ok([deferred_sync(&self.hash), deferred_sync(&self.side)])
     }
 
-    /// Says in the header that everything is there.
+    /// Marks the file as complete in the header.
     pub(crate) fn mark_complete(&mut self) -> io::Result<DeferredSync> {
         let header = Header {
             complete: true,
@@ -303,14 +302,14 @@ impl HashFile {
         Ok(sync)
     }
 
-    /// Both, in order.
+    /// Both steps, in order, with their syncs.
     pub(crate) fn finish(&mut self) -> io::Result<()> {
         let syncs = self.write_out()?;
         syncs.into_iter().try_for_each(|sync| sync())?;
         self.mark_complete()?()
     }
 
-    /// The page, from memory if that is where it is. `None` beyond the end.
+    /// Returns a page, from memory if it is there. `None` past the end.
     pub(crate) fn page(&mut self, no: u64) -> Result<Option<Page>, Damaged> {
         let from = no.saturating_mul(PER_PAGE as u64);
         if from >= self.header.blocks {
@@ -334,12 +333,12 @@ impl HashFile {
         )))
     }
 
-    /// Whether the page is on disk and stays as it is.
+    /// Whether the page is on disk and immutable.
     pub(crate) fn is_settled(&self, no: u64) -> bool {
         no < self.pages
     }
 
-    /// The heads of a page that is on disk.
+    /// The heads of a page on disk.
     pub(crate) fn heads(&mut self, no: u64) -> Result<Vec<Head>, Damaged> {
         let bits = self.record(no)?;
         let left = self.header.blocks.saturating_sub(no * PER_PAGE as u64);
@@ -348,7 +347,7 @@ impl HashFile {
             .collect()
     }
 
-    /// A page's head bits.
+    /// The head bits of a page.
     fn record(&mut self, no: u64) -> Result<[u8; HEAD_BYTES], Damaged> {
         let group = no / GROUP as u64;
         let from = no as usize % GROUP * RECORD;
@@ -357,7 +356,7 @@ impl HashFile {
             let mut bytes = vec![0; GROUP * RECORD];
             let offset = HEADER + group * (GROUP * RECORD) as u64;
             let n = self.side.read_at(&mut bytes, offset)?;
-            // Of a file that still grows, only what is there now is remembered.
+            // While the file grows, cache only the records that exist now.
             bytes.truncate(n / RECORD * RECORD);
             self.traffic.read += n as u64;
             self.group = Some((group, bytes));
@@ -388,7 +387,7 @@ fn record(no: u64, heads: &[Head]) -> [u8; RECORD] {
     r
 }
 
-/// The page's number is part of the checksum: a record in the wrong place is none.
+/// The page's number is part of the checksum, so that a misplaced record is invalid.
 fn record_crc(no: u64, body: &[u8]) -> u32 {
     let mut b = [0; 8 + RECORD - 4];
     b[..8].copy_from_slice(&no.to_le_bytes());
@@ -396,7 +395,7 @@ fn record_crc(no: u64, body: &[u8]) -> u32 {
     crc(&b)
 }
 
-/// Opens a file for reading and writing. `None` for one that does not exist.
+/// Opens a file for reading and writing. `None` if it does not exist.
 pub(crate) fn open(storage: &dyn Directory, name: &str) -> io::Result<Option<Arc<dyn File>>> {
     Ok(open_if_exists(storage, name, Access::Write)?.map(Arc::from))
 }

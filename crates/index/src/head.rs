@@ -1,5 +1,5 @@
-//! Whether a block starts a file, by its magic number (teleportation §2.3), and head kinds as
-//! bits on the wire and on disk.
+//! Detects blocks that start a file by their magic number (teleportation §2.3), and encodes head kinds as bits on the
+//! wire and on disk.
 
 mod magic;
 
@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use drover_core::Head;
 
-/// Which pairs of first bytes any prefix in the table begins with; most blocks end here.
+/// The pairs of first bytes of all prefixes in the table; most blocks are rejected here.
 static FIRST_TWO: LazyLock<Vec<u64>> = LazyLock::new(|| {
     let mut bits = vec![0u64; 65536 / 64];
     for p in magic::PREFIXES {
@@ -17,9 +17,9 @@ static FIRST_TWO: LazyLock<Vec<u64>> = LazyLock::new(|| {
     bits
 });
 
-/// Whether the block begins with a known file type's magic number.
+/// Whether the block begins with the magic number of a known file type.
 ///
-/// Some types keep theirs a little further in (`ustar` at 257, `ftyp` at 4).
+/// Some types have theirs at an offset (`ustar` at 257, `ftyp` at 4).
 #[must_use]
 pub fn is_strong_head(block: &[u8]) -> bool {
     let Some(&two) = block.first_chunk::<2>() else {
@@ -41,7 +41,7 @@ fn has_known_prefix(block: &[u8], two: [u8; 2]) -> bool {
         .any(|p| block.starts_with(p))
 }
 
-/// Two bits a block, four blocks a byte, first block in the low bits: 0 no head, 1 weak, 2 strong.
+/// Encodes two bits per block, four blocks per byte, first block in the low bits: 0 no head, 1 weak, 2 strong.
 #[must_use]
 pub fn pack_heads(heads: &[Head]) -> Vec<u8> {
     heads
@@ -58,16 +58,16 @@ pub fn pack_heads(heads: &[Head]) -> Vec<u8> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("head bits: {bytes} bytes are not {count} heads")]
 pub struct HeadBitsError {
-    /// Bytes given.
+    /// Number of bytes given.
     pub bytes: usize,
-    /// Heads expected in them.
+    /// Number of heads expected in them.
     pub count: usize,
 }
 
-/// Reads what [`pack_heads`] made.
+/// Decodes the output of [`pack_heads`].
 ///
 /// # Errors
-/// [`HeadBitsError`] when the length is wrong, a pair of bits means nothing, or padding is set.
+/// [`HeadBitsError`] when the length is wrong, a pair of bits is invalid, or padding is not zero.
 pub fn unpack_heads(bytes: &[u8], count: usize) -> Result<Vec<Head>, HeadBitsError> {
     let err = HeadBitsError {
         bytes: bytes.len(),

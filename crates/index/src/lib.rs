@@ -11,7 +11,7 @@
 //!
 //! # fn main() -> Result<(), drover_index::IndexError> {
 //! let (mut matcher, _) = Matcher::open(FakeDirectory::default(), MatcherConfig::default())?;
-//! // A file of three blocks, the first of which looks like a start of a file.
+//! // A file of three blocks, the first of which looks like the start of a file.
 //! let digests = [1, 2, 3].map(|byte| digest_block(&[byte; 4096]));
 //! let heads = [Head::Strong, Head::No, Head::No];
 //!
@@ -20,7 +20,7 @@
 //! assert!(plan.runs.iter().all(|run| run.origin == Origin::Literal));
 //! matcher.finish(first)?;
 //!
-//! // Another image with the same file: nothing of it need be sent.
+//! // Another image with the same file: none of its blocks need to be sent.
 //! let mut second = matcher.begin(ImageId(2))?;
 //! let plan = matcher.batch(&mut second, &digests, &heads)?;
 //! assert!(plan.runs.iter().all(|run| run.origin != Origin::Literal));
@@ -54,5 +54,5 @@ pub use matcher::{
 pub use scan::{Scan, Scanner};
 pub use zero::{ZeroMap, ZeroMapError};
 
-/// Slots of a segment of the sequence cache: no sequence lies in two.
+/// Slots in a segment of the sequence cache: no sequence spans two segments.
 pub const SEGMENT_SLOTS: u64 = page::PER_PAGE as u64;

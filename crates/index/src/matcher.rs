@@ -1,9 +1,8 @@
-//! The matcher: which blocks of an image does the destination have already?
+//! The matcher: finds the blocks of an image that the destination already has.
 //!
-//! It knows the hash files of the images at the destination, C0 and C1 that point into the most
-//! recent ones, and the sequence cache with C2. It is asked batch by batch and answers with a
-//! [`Plan`]. Memory is bounded by its configuration; what is on disk is described in
-//! `docs/format/hash-files.md` and `docs/format/sequence-cache.md`.
+//! It holds the hash files of the images at the destination, C0 and C1 that point into the most recent ones, and the
+//! sequence cache with C2. Each call takes a batch and returns a [`Plan`]. Memory is bounded by its configuration;
+//! the on-disk formats are described in `docs/format/hash-files.md` and `docs/format/sequence-cache.md`.
 
 mod config;
 mod finish;
@@ -37,13 +36,13 @@ use crate::sequence::SequenceCache;
 use pass::{Outcome, Pass, Purpose, Walk};
 use repeats::Repeats;
 
-/// Blocks a call of [`Matcher::batch`] takes at most.
+/// Maximum number of blocks per call of [`Matcher::batch`].
 const MAX_BATCH: usize = 4096;
 
-/// Pages that indexing an image again reads at once.
+/// Pages read at a time when an image is indexed again.
 const REINDEX_PAGES: u64 = 6;
 
-/// An image being matched or recorded. Made by [`Matcher::begin`].
+/// An image being matched or recorded, from [`Matcher::begin`].
 #[derive(Debug)]
 pub struct Cursor {
     image: ImageId,
@@ -59,11 +58,11 @@ pub struct Probe {
     walk: Walk,
 }
 
-/// A slot that no image has.
+/// A slot number that no image has.
 const NO_SLOT: u8 = u8::MAX;
 
 impl Cursor {
-    /// Which image.
+    /// The image.
     #[must_use]
     pub fn image(&self) -> ImageId {
         self.image
@@ -84,31 +83,31 @@ pub struct Matcher {
     sequences: SequenceCache,
     shared: MatcherContext,
     repeats: Repeats,
-    /// Complete images that C0 and C1 cannot name.
+    /// Complete images that have no slot in C0 and C1.
     older: BTreeMap<ImageId, Header>,
     next_serial: u64,
-    /// Bytes moved by files that are closed.
+    /// Bytes read and written by files that are closed.
     closed_traffic: (u64, u64),
 }
 
 impl Matcher {
-    /// Starts the hash file of `image`; what an interrupted transfer of it left goes.
+    /// Starts the hash file of `image`; the remains of an interrupted transfer are deleted.
     ///
     /// # Errors
-    /// [`IndexError::Busy`], [`IndexError::TooManyOpen`], or what the storage reports.
+    /// [`IndexError::Busy`], [`IndexError::TooManyOpen`], or storage errors.
     pub fn begin(&mut self, image: ImageId) -> Result<Cursor> {
         if let Some(slot) = self.recent.slot_of(image)
             && self.recent.slot(slot).is_some_and(|s| s.open)
         {
             return Err(IndexError::Busy(image));
         }
-        // Its files are made anew at once, so their removal need not be durable.
+        // Its files are recreated at once, so their removal need not be durable.
         self.begin_forget(image)?;
         let can_go = |s: &Option<Slot>| s.as_ref().is_none_or(|s| !s.open);
         if !self.recent.slots.iter().any(can_go) {
             return Err(IndexError::TooManyOpen(self.recent.slots.len()));
         }
-        // First what can fail: an image that cannot begin takes no other's place.
+        // Fallible operations first, so that an image that cannot begin does not take another's slot.
         let serial = self.next_serial;
         let file = HashFile::create(self.storage.as_ref(), image.0, serial)
             .map_err(IndexError::io("creating", names(image.0).0))?;
@@ -128,7 +127,7 @@ impl Matcher {
         })
     }
 
-    /// A slot for another image; the oldest complete one makes room.
+    /// A slot for another image; takes that of the oldest complete one if necessary.
     fn free_slot(&mut self) -> Result<u8> {
         if let Some(free) = self.recent.slots.iter().position(Option::is_none) {
             return Ok(free as u8);
@@ -152,7 +151,7 @@ impl Matcher {
         Some(gone)
     }
 
-    /// Adds blocks without asking: to the hash file, and to the caches what they do not have.
+    /// Records blocks without matching: in the hash file, and in the caches if they lack them.
     ///
     /// # Errors
     /// As [`batch`](Self::batch).
@@ -168,12 +167,12 @@ impl Matcher {
         Ok(())
     }
 
-    /// Matches the next blocks of an image, none of them zero: `heads[i]` belongs to
-    /// `digests[i]`. At most 4096 blocks a call.
+    /// Matches the next blocks of an image, none of them zero: `heads[i]` belongs to `digests[i]`. At most 4096
+    /// blocks per call.
     ///
     /// # Errors
-    /// [`IndexError::BadBatch`], or what the storage reports; then nothing of the batch was
-    /// recorded, and the same call may be made again or the cursor [aborted](Self::abort).
+    /// [`IndexError::BadBatch`], or storage errors; then nothing of the batch was recorded, and the call can be
+    /// retried or the cursor [aborted](Self::abort).
     pub fn batch(
         &mut self,
         cursor: &mut Cursor,
@@ -187,12 +186,12 @@ impl Matcher {
         })
     }
 
-    /// Which of an image's next blocks [`batch`](Self::batch) would match, in the images that are
-    /// here and in the batch itself. Nothing is remembered or promoted. `probe` carries on from the
-    /// image's batch before.
+    /// Reports which of an image's next blocks [`batch`](Self::batch) would match, in the images that are present and
+    /// in the batch itself. Nothing is recorded or promoted. `probe` keeps the position from the image's previous
+    /// batch.
     ///
     /// # Errors
-    /// [`IndexError::BadBatch`] when there are more than 4096 blocks, or not as many heads.
+    /// [`IndexError::BadBatch`] when there are more than 4096 blocks, or the number of heads differs.
     pub fn probe(
         &mut self,
         probe: &mut Probe,
@@ -219,7 +218,7 @@ impl Matcher {
             warmed: 0,
         };
         let (known, walk) = pass.probe(&mut self.repeats);
-        // What the batch repeats of itself has no place in the next one.
+        // A run of repeats within this batch cannot continue in the next one.
         probe.walk = walk.without(NO_SLOT);
         Ok(known)
     }
@@ -244,7 +243,7 @@ impl Matcher {
             .filter(|s| s.file.header().serial == cursor.serial)
             .ok_or(IndexError::BadBatch("the cursor's image was forgotten"))?;
         let digests = &short(digests);
-        // First what can fail.
+        // Fallible operations first.
         slot.file.append(digests, heads);
         if let Err(e) = slot.file.flush() {
             slot.file.take_back(digests.len());
@@ -272,16 +271,16 @@ impl Matcher {
         Ok(outcome)
     }
 
-    /// The transfer was given up: what was recorded of the image goes.
+    /// Aborts a transfer: deletes everything recorded of the image.
     pub fn abort(&mut self, cursor: Cursor) {
         drop(self.begin_abort(cursor));
     }
 
-    /// The image was deleted or replaced at the destination: nothing is matched with it any more,
-    /// and its hash file goes. An image that is not in the index is no error.
+    /// Removes an image that was deleted or replaced at the destination: it is no longer matched with, and its hash
+    /// file is deleted. An image that is not in the index is no error.
     ///
     /// # Errors
-    /// What the storage reports; nothing is matched with the image even then.
+    /// Storage errors; the image is no longer matched with even then.
     pub fn forget(&mut self, image: ImageId) -> Result<()> {
         match self.begin_forget(image)? {
             Some(sync) => sync().map_err(IndexError::io("removing", names(image.0).0)),
@@ -289,12 +288,11 @@ impl Matcher {
         }
     }
 
-    /// Enters into C0 and C1 what they do not have of an image, for example after another image
-    /// with the same blocks was forgotten. An image that is not recent any more becomes so if
-    /// there is room for it.
+    /// Enters an image's blocks into C0 and C1 where they are missing, for example after another image with the same
+    /// blocks was forgotten. An image without a slot gets one if there is a free one.
     ///
     /// # Errors
-    /// [`IndexError::Unknown`], [`IndexError::Busy`], or what the storage reports.
+    /// [`IndexError::Unknown`], [`IndexError::Busy`], or storage errors.
     pub fn reindex(&mut self, image: ImageId) -> Result<()> {
         let slot = match self.recent.slot_of(image) {
             Some(slot) if self.recent.slot(slot).is_some_and(|s| s.open) => {
@@ -344,7 +342,7 @@ impl Matcher {
                         let image = s.image;
                         self.shared.damaged(Repair::ImagePage(image, no));
                         no += 1;
-                        // What follows is a batch of its own, for its blocks must be neighbours.
+                        // The rest becomes a separate batch, because the blocks of a batch must be contiguous.
                         break;
                     }
                 };
@@ -376,7 +374,7 @@ impl Matcher {
     /// Saves the caches, so that the next [`open`](Self::open) need not rebuild them.
     ///
     /// # Errors
-    /// What the storage reports; the snapshot before stays.
+    /// Storage errors; the previous snapshot is kept.
     pub fn persist(&mut self) -> Result<()> {
         self.sequences
             .flush(&mut self.shared)
@@ -406,7 +404,7 @@ impl Matcher {
             .map_err(IndexError::io("writing", "the sequence cache"))
     }
 
-    /// Every image that the index has hash files of.
+    /// All images with hash files in the index.
     #[must_use]
     pub fn images(&self) -> Vec<ImageInfo> {
         let recent = self.recent.slots.iter().flatten().map(|s| ImageInfo {
@@ -460,13 +458,13 @@ impl Matcher {
         s
     }
 
-    /// What was found damaged, or could not be written, since the last call.
+    /// Damage found and failed writes since the last call.
     pub fn take_repairs(&mut self) -> Vec<Repair> {
         self.shared.take_repairs()
     }
 }
 
-/// What blocks are found by (`docs/format/digests.md`).
+/// The short digests used for matching (`docs/format/digests.md`).
 fn short(digests: &[Digest]) -> Vec<Digest> {
     digests.iter().map(Digest::short).collect()
 }

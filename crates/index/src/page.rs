@@ -1,5 +1,4 @@
-//! A hash page: 340 digests, the unit of disk reads (teleportation §2.5, §2.11), and the bounded
-//! cache of pages.
+//! A hash page: 340 digests, the unit of disk reads (teleportation §2.5, §2.11), and the bounded cache of pages.
 
 mod bits;
 
@@ -13,17 +12,17 @@ use drover_core::Digest;
 /// Bytes of a page on disk.
 pub(crate) const PAGE_BYTES: usize = 4096;
 
-/// Where a page's own checksum is, if it has one.
+/// Offset of a page's own checksum, if it has one.
 const SEAL: usize = PAGE_BYTES - 4;
 
-/// Tags in memory: whole vectors of them.
+/// Number of tags in memory: a whole number of vectors.
 const TAGS: usize = PER_PAGE.next_multiple_of(TAGS_AT_ONCE);
 const TAGS_AT_ONCE: usize = 16;
 
 const _: () = assert!(PER_PAGE * Digest::SHORT_LEN <= SEAL);
 
-/// Checksum of everything the index writes: CRC-32C. A fuzzer could not get past it, so in its
-/// builds every checksum holds.
+/// The checksum of everything the index writes: CRC-32C. A fuzzer could not get past it, so in fuzzing builds every
+/// checksum matches.
 pub(crate) fn crc(bytes: &[u8]) -> u32 {
     if cfg!(fuzzing) {
         return 0;
@@ -31,7 +30,7 @@ pub(crate) fn crc(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// The checksum of a page that has it in itself. Its number counts: a page in the wrong place is none.
+/// The checksum stored inside a page. It covers the page's number, so that a misplaced page is invalid.
 fn seal_of(bytes: &[u8; PAGE_BYTES], no: u64) -> [u8; 4] {
     let mut b = [0; 8 + SEAL];
     b[..8].copy_from_slice(&no.to_le_bytes());
@@ -39,30 +38,30 @@ fn seal_of(bytes: &[u8; PAGE_BYTES], no: u64) -> [u8; 4] {
     crc(&b).to_le_bytes()
 }
 
-/// Puts the page's checksum into its last bytes.
+/// Writes the page's checksum into its last bytes.
 pub(crate) fn seal(bytes: &mut [u8; PAGE_BYTES], no: u64) {
     let sum = seal_of(bytes, no);
     bytes[SEAL..].copy_from_slice(&sum);
 }
 
-/// Whether that is there and right.
+/// Whether the page's checksum is valid.
 pub(crate) fn is_sealed(bytes: &[u8; PAGE_BYTES], no: u64) -> bool {
     bytes[SEAL..] == seal_of(bytes, no)
 }
 
-/// One page in memory. Digests are the first 12 bytes of such, in two parts.
+/// A page in memory. Digests are the first 12 bytes of full ones, in two parts.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Page {
-    /// The last four bytes of each digest, side by side, so that a page is searched in a few vector
-    /// steps; what `used` does not name means nothing.
+    /// The last four bytes of each digest, contiguous so that a page is searched in a few vector steps; only slots in
+    /// `used` are meaningful.
     tags: [u32; TAGS],
-    /// The first eight.
+    /// The first eight bytes of each digest.
     prefixes: [u64; PER_PAGE],
-    /// A bit for each digest that is one.
+    /// Slots that hold a digest.
     pub used: Bits,
-    /// A bit for each slot that starts a sequence. Only in the sequence cache.
+    /// Slots that start a sequence. Only in the sequence cache.
     pub start: Bits,
-    /// A bit for each strong head. Only in the sequence cache.
+    /// Slots that are strong heads. Only in the sequence cache.
     pub strong: Bits,
 }
 
@@ -71,7 +70,7 @@ fn tag(d: &Digest) -> u32 {
 }
 
 impl Page {
-    /// A page without digests.
+    /// An empty page.
     pub(crate) fn empty() -> Self {
         Page {
             tags: [0; TAGS],
@@ -93,7 +92,7 @@ impl Page {
         page
     }
 
-    /// A page from disk whose digests `used` names.
+    /// Decodes a page from disk; `used` gives the slots that hold digests.
     pub(crate) fn from_bytes(bytes: &[u8; PAGE_BYTES], used: Bits) -> Self {
         let mut page = Page::empty();
         let (digests, _) = bytes.as_chunks::<{ Digest::SHORT_LEN }>();
@@ -107,7 +106,7 @@ impl Page {
         page
     }
 
-    /// The page as it is on disk, without a checksum.
+    /// Encodes the page for the disk, without a checksum.
     pub(crate) fn to_bytes(&self) -> [u8; PAGE_BYTES] {
         let mut bytes = [0; PAGE_BYTES];
         let (slots, _) = bytes.as_chunks_mut::<{ Digest::SHORT_LEN }>();
@@ -163,7 +162,7 @@ impl Page {
         None
     }
 
-    /// Whether any digest is such; slots that mean nothing may be asked about as well.
+    /// Whether `is` holds for any digest; it may also be called for unused slots.
     #[inline]
     pub(crate) fn any(&self, is: impl Fn(&Digest) -> bool) -> bool {
         (0..PER_PAGE).any(|i| is(&self.at(i)))
@@ -175,7 +174,7 @@ impl Page {
     }
 }
 
-/// Which page: a file's number and the page's number in it.
+/// Identifies a page: the number of its file, and its number in the file.
 pub(crate) type PageKey = (u32, u32);
 
 /// The most recently read pages, a bounded number of them (second-chance eviction).
@@ -218,7 +217,7 @@ impl PageCache {
             self.slots[at as usize].page = page;
             return;
         }
-        // A page earns its second chance by being asked for again.
+        // A page gets its second chance by being requested again.
         let slot = Slot {
             key,
             page,
@@ -238,7 +237,7 @@ impl PageCache {
         self.hand = (self.hand + 1) % self.limit;
     }
 
-    /// Drops the page, or all pages of the file when no page is given.
+    /// Removes the page, or all pages of the file if none is given.
     pub(crate) fn forget(&mut self, file: u32, page: Option<u32>) {
         let gone = |key: u64| match page {
             Some(p) => key == pack((file, p)),
@@ -260,13 +259,13 @@ impl PageCache {
         self.hand = 0;
     }
 
-    /// Memory of the pages.
+    /// Memory of the pages in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.slots.len() * (size_of::<Page>() + size_of::<Slot>() + 32)
     }
 }
 
-/// Hashes the one number that a page's key is.
+/// Hashes a page's key, which is a single number.
 #[derive(Default)]
 pub(crate) struct Mix(u64);
 

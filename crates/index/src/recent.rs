@@ -19,18 +19,18 @@ pub(crate) use numbers::{Numbers, Region};
 pub(crate) struct Slot {
     pub image: ImageId,
     pub file: HashFile,
-    /// A cursor is open on it.
+    /// Whether a cursor is open on it.
     pub open: bool,
 }
 
-/// C0, C1, and the images that their entries can name.
+/// C0, C1, and the images that their entries can refer to.
 pub(crate) struct Recent {
     pub c0: CuckooLru,
     pub c1: CuckooLru,
     pub c0_stats: CacheStats,
     pub c1_stats: CacheStats,
     pub slots: Vec<Option<Slot>>,
-    /// What entries call the slots' pages.
+    /// Numbers of the slots' pages in entries.
     pub numbers: Numbers,
     anchors: AnchorPolicy,
 }
@@ -46,13 +46,13 @@ pub(crate) struct RecentHit {
     payload: u32,
 }
 
-/// Which caches a block is looked up in.
+/// In which caches a block is looked up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Lookup {
     pub strong: bool,
-    /// Any head.
+    /// It is a head of either kind.
     pub head: bool,
-    /// The block after a match ended.
+    /// It is the block after the end of a match.
     pub boundary: bool,
 }
 
@@ -60,7 +60,7 @@ impl Recent {
     pub(crate) fn new(config: &MatcherConfig) -> Self {
         let layout = config.recent_layout;
         let c1 = CuckooLru::new(config.c1_bytes, usize::MAX, layout.fingerprint_bits);
-        // What leaves C1 goes to C0 without its digest: C0's parts must not be larger than C1's.
+        // Entries evicted from C1 enter C0 without their digests, so C0's parts must not be larger than C1's.
         let c0 = CuckooLru::new(config.c0_bytes, c1.part_bytes(), layout.fingerprint_bits);
         Recent {
             c0,
@@ -89,7 +89,7 @@ impl Recent {
         self.slots.get_mut(usize::from(slot))?.as_mut()
     }
 
-    /// Removes an image and every entry that names it.
+    /// Removes an image and all entries that refer to it.
     pub(crate) fn release(&mut self, slot: u8, shared: &mut MatcherContext) -> Option<Slot> {
         let gone = self.slots.get_mut(usize::from(slot))?.take()?;
         self.sweep(slot);
@@ -97,7 +97,7 @@ impl Recent {
         Some(gone)
     }
 
-    /// Removes every entry that names a slot.
+    /// Removes all entries that refer to a slot.
     pub(crate) fn sweep(&mut self, slot: u8) {
         let numbers = &self.numbers;
         let keep = |payload: u32| numbers.page(payload).is_some_and(|(s, _)| s != slot);
@@ -106,8 +106,8 @@ impl Recent {
         self.numbers.take_back(slot);
     }
 
-    /// What an entry for a block of a slot says. Blocks beyond what entries can address are not
-    /// remembered.
+    /// The payload of an entry for a block of a slot. Blocks beyond the range that entries can address are not
+    /// entered.
     fn payload(&mut self, slot: u8, index: u64, digest: &Digest) -> Option<u32> {
         let page = index / PER_PAGE as u64;
         let number = match self.numbers.find(slot, page) {
@@ -117,7 +117,7 @@ impl Recent {
         Some(self.numbers.payload(number, digest))
     }
 
-    /// A new number for a page. Entries give up bits of their digests when numbers need them.
+    /// Assigns a number to a page. If numbers grow by a bit, entries lose a bit of their digests.
     fn number(&mut self, slot: u8, page: u64) -> Option<u32> {
         let before = self.numbers.used_bits();
         let given = self.numbers.give(slot, page);
@@ -129,8 +129,8 @@ impl Recent {
         given.then(|| self.numbers.find(slot, page)).flatten()
     }
 
-    /// A page of a recent image. `None` when there is none such; one that is damaged or cannot be
-    /// read is reported and is empty from then on.
+    /// A page of a recent image. `None` past its end; a page that is damaged or unreadable is reported and treated as
+    /// empty from then on.
     pub(crate) fn page(
         &mut self,
         slot: u8,
@@ -174,7 +174,7 @@ impl Recent {
             return Some(hit);
         }
         self.c0_stats.lookups += 1;
-        // What C1 pushed out is where its digest would not be looked for.
+        // Entries evicted from C1 are not at the place in C0 that their digest gives.
         if ask.strong || ask.boundary {
             let adopted = self.c0.adopted_key(key1);
             if self.c0.may_contain(adopted)
@@ -201,7 +201,7 @@ impl Recent {
         }
     }
 
-    /// Reads the pages that entries with the fingerprint point to.
+    /// Reads the pages to which entries with the fingerprint point.
     fn verify(
         &mut self,
         via: Via,
@@ -232,7 +232,7 @@ impl Recent {
                 });
             }
             self.cache(via).1.false_matches += 1;
-            // An entry that nothing in its page explains is stale (or was damaged).
+            // An entry that matches no digest of its page is stale or damaged.
             if !self.explains(via, &page, key) {
                 self.cache(via).0.remove(key, found.payload);
             }
@@ -256,12 +256,12 @@ impl Recent {
         })
     }
 
-    /// The entry was used.
+    /// Marks the entry as used.
     pub(crate) fn touch(&mut self, hit: &RecentHit) {
         self.cache(hit.via).0.touch(hit.key, hit.payload);
     }
 
-    /// A strong head, or the block at which a match ended, to C1; what that pushes out, to C0.
+    /// Inserts a strong head, or the block at which a match ended, into C1; an entry evicted by it moves to C0.
     pub(crate) fn insert_c1(&mut self, digest: &Digest, slot: u8, index: u64) {
         let Some(payload) = self.payload(slot, index, digest) else {
             return;
@@ -275,7 +275,7 @@ impl Recent {
         self.c0_stats.evictions += u64::from(out.is_some());
     }
 
-    /// A weak head to C0.
+    /// Inserts a weak head into C0.
     pub(crate) fn insert_c0(&mut self, digest: &Digest, slot: u8, index: u64) {
         if let Some(payload) = self.payload(slot, index, digest) {
             let out = self.c0.insert(self.c0.key(digest), payload);
@@ -283,7 +283,7 @@ impl Recent {
         }
     }
 
-    /// How full C0 is, in percent of what it may be with anchors; 100 when there are none.
+    /// How full C0 is, in percent of its limit for anchors; 100 when anchors are disabled.
     fn filled_for_anchors(&self) -> usize {
         match self.anchors {
             AnchorPolicy::Off => 100,
@@ -299,9 +299,9 @@ impl Recent {
         self.filled_for_anchors() < 100
     }
 
-    /// A block that is no head, to C0 if there is room for such; whether it was admitted.
+    /// Inserts a block that is no head into C0 if there is space for anchors; returns whether it was admitted.
     ///
-    /// The fuller C0 is, the fewer: which ones, their digests say.
+    /// The fuller C0 is, the fewer are admitted, selected by their digests.
     pub(crate) fn insert_anchor(&mut self, digest: &Digest, slot: u8, index: u64) -> bool {
         let shift = match self.filled_for_anchors() {
             0..70 => 0,
@@ -317,7 +317,7 @@ impl Recent {
     }
 }
 
-/// One in `2^shift` digests (at most one in 2^16).
+/// Selects one in `2^shift` digests (at most one in 2^16).
 pub(crate) fn sampled(digest: &Digest, shift: u8) -> bool {
     let bits = u16::from_le_bytes([digest.0[8], digest.0[9]]);
     bits.trailing_zeros() >= u32::from(shift)

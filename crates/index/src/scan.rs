@@ -1,20 +1,19 @@
-//! The first look at a batch of blocks: what is zero, and where files seem to begin
-//! (teleportation §2.2, §2.3).
+//! Scans a batch of blocks for zero blocks and probable file starts (teleportation §2.2, §2.3).
 
 use drover_core::{BLOCK_SIZE, Head, is_zero};
 
 use crate::head::is_strong_head;
 use crate::zero::ZeroMap;
 
-/// Zero bytes at its end that make a block look like a file's tail (teleportation §3.3).
+/// Zero bytes at the end of a block that make it look like a file's tail (teleportation §3.3).
 const TAIL_ZEROS: usize = 5;
 
-/// What a batch of blocks looks like.
+/// Result of scanning a batch of blocks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Scan {
-    /// One bit a block: whether it is all zeros.
+    /// One bit per block: whether it is all zeros.
     pub zero: ZeroMap,
-    /// One for each block that is not zero, in order.
+    /// One per nonzero block, in order.
     pub heads: Vec<Head>,
 }
 
@@ -59,7 +58,7 @@ impl Scanner {
         scan
     }
 
-    /// Blocks that are known to be zero were passed over without being read.
+    /// Notes that blocks known to be zero were skipped without being read.
     pub fn skip_zeros(&mut self) {
         self.after_tail = false;
     }
@@ -70,7 +69,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Blocks that exercise every rule: zero, plain, tail, nearly a tail, strong, strong and tail.
+    /// Blocks for every rule: zero, plain, tail, nearly a tail, strong, strong and tail.
     fn block(kind: u8) -> Vec<u8> {
         let mut b = match kind {
             0 => return vec![0; BLOCK_SIZE],
@@ -82,7 +81,7 @@ mod tests {
         b
     }
 
-    /// The rules over a whole image at once.
+    /// Applies the rules to a whole image at once.
     fn plain(blocks: &[Vec<u8>]) -> (Vec<bool>, Vec<Head>) {
         let zero: Vec<bool> = blocks.iter().map(|b| b.iter().all(|&x| x == 0)).collect();
         let mut heads = Vec::new();

@@ -1,8 +1,7 @@
-//! The sequence cache: every sequence ever matched for this destination, in a hash file of its own,
-//! and C2, which finds them (teleportation §2.14, §2.15; `docs/format/sequence-cache.md`).
+//! The sequence cache: every sequence ever matched for this destination, in a hash file of its own, and C2, which
+//! finds them (teleportation §2.14, §2.15; `docs/format/sequence-cache.md`).
 //!
-//! The data file that goes with it is at the destination; what is written where is told in
-//! [`SequenceStore`]s.
+//! The corresponding data file is at the destination; [`SequenceStore`]s tell it what to write where.
 
 mod file;
 mod gaps;
@@ -21,19 +20,19 @@ use crate::page::{PER_PAGE, Page};
 pub(crate) use file::{HASH, Header, SIDE, SequenceFile, on_disk, record_offset};
 pub(crate) use trim::Uses;
 
-/// The number of the sequence cache's hash file in the page cache.
+/// File number of the sequence cache's hash file in the page cache.
 pub(crate) const FILE: u32 = u32::MAX;
 
-/// Weak heads inside sequences are only entered into C2 while it is emptier than this (percent).
+/// Weak heads inside sequences are entered into C2 only while it is less full than this (percent).
 const GUEST_PERCENT: usize = 50;
 
-/// From here on sequences are stored without what is there already (percent of C2).
+/// From this occupancy of C2 on (percent), sequences are stored without the parts already present.
 const FILLING_PERCENT: usize = 75;
 
-/// A long sequence is found by each of its blocks whose place is a multiple of this, head or not.
+/// A long sequence has an entry for each of its blocks at a multiple of this position, head or not.
 const FOUND_BY: usize = 128;
 
-/// C2 and what it points into.
+/// C2 and the hash file it points into.
 pub(crate) struct SequenceCache {
     pub c2: CuckooLru,
     pub file: SequenceFile,
@@ -70,14 +69,13 @@ impl SequenceCache {
         })
     }
 
-    /// A segment's page if it need not be read.
+    /// A segment's page, if it is in memory.
     fn in_memory(&mut self, no: u32, shared: &mut MatcherContext) -> Option<Arc<Page>> {
         let changed = self.file.in_memory(no);
         changed.or_else(|| shared.pages.get((FILE, no)))
     }
 
-    /// A segment's page; one that is damaged or cannot be read is dropped and reported, and is
-    /// empty from then on.
+    /// A segment's page; one that is damaged or unreadable is dropped and reported, and is empty from then on.
     pub(crate) fn page(&mut self, no: u32, shared: &mut MatcherContext) -> Arc<Page> {
         if let Some(page) = self.file.in_memory(no) {
             return page;
@@ -110,12 +108,12 @@ impl SequenceCache {
         hit
     }
 
-    /// Whether an entry of C2 has the digest's fingerprint. No page is read.
+    /// Whether C2 has an entry with the digest's fingerprint. No page is read.
     pub(crate) fn may_have(&self, digest: &Digest) -> bool {
         self.c2.may_contain(self.c2.key(digest))
     }
 
-    /// Whether so much of C2 or of the file is in use that what is stored should be new.
+    /// Whether C2 or the file is so full that only new parts of sequences should be stored.
     pub(crate) fn is_filling(&self) -> bool {
         self.c2.len() * 100 >= self.c2.capacity() * FILLING_PERCENT || self.file.is_filling()
     }
@@ -145,7 +143,7 @@ impl SequenceCache {
         (None, false_matches)
     }
 
-    /// Whether the page holds a digest that the entry can be of.
+    /// Whether the page holds a digest that can belong to the entry.
     fn explains(&self, page: &Page, entry: CacheEntry) -> bool {
         page.any(|d| {
             self.c2.fingerprint(d) == entry.fingerprint
@@ -153,10 +151,10 @@ impl SequenceCache {
         })
     }
 
-    /// Stores a sequence that was just matched, in pieces that stay inside segments. `from` is the
-    /// compact index of its first block in the image being delivered, `hit` the block that was
-    /// looked up. Pieces are found again by their first block and every 128th from there, strong heads,
-    /// the hit, and while there is plenty of room weak heads.
+    /// Stores a sequence that was just matched, in pieces that each fit a segment. `from` is the compact index of its
+    /// first block in the image being delivered, `hit` the block that was looked up. Entries are made for each
+    /// piece's first block and every 128th from there, for strong heads and the hit, and, while C2 has plenty of
+    /// space, for weak heads.
     pub(crate) fn store(
         &mut self,
         digests: &[Digest],
@@ -218,8 +216,8 @@ impl SequenceCache {
         }
     }
 
-    /// After an entry was pushed out of C2: a sequence that no other entry leads to goes as well
-    /// (§2.14), if that takes no read. Else its place is used again with its segment's.
+    /// Handles an eviction from C2: a sequence without any other entry is evicted as well (§2.14), if that needs no
+    /// page read. Otherwise its space is reused with its segment.
     fn pushed_out(&mut self, entry: Option<CacheEntry>, shared: &mut MatcherContext) {
         let Some(entry) = entry else { return };
         self.stats.evictions += 1;
@@ -242,7 +240,7 @@ impl SequenceCache {
         }
     }
 
-    /// Evicts everything in a segment that is to be used again.
+    /// Evicts everything in a segment that is about to be reused.
     fn recycle(&mut self, no: u32, shared: &mut MatcherContext) {
         let page = self.page(no, shared);
         self.evicted += u64::from(page.start.count());
@@ -253,11 +251,11 @@ impl SequenceCache {
         self.file.empty(no);
     }
 
-    /// Fills C2 from the hash file: what leads to a sequence is its first block and every 128th from
-    /// there, and strong heads.
+    /// Rebuilds C2 from the hash file: entries for each sequence's first block, every 128th from there, and strong
+    /// heads.
     ///
     /// # Errors
-    /// What writing repairs reports.
+    /// Storage errors while repairs are written.
     pub(crate) fn rebuild(&mut self, shared: &mut MatcherContext) -> io::Result<()> {
         self.c2.clear();
         for no in 0..self.file.segments() {
@@ -280,7 +278,7 @@ impl SequenceCache {
         self.flush(shared)
     }
 
-    /// Writes what changed; when that fails, forgets it.
+    /// Writes changes; discards them if that fails.
     pub(crate) fn flush_or_forget(&mut self, shared: &mut MatcherContext) -> bool {
         if self.flush(shared).is_ok() {
             return true;
@@ -295,14 +293,14 @@ impl SequenceCache {
         false
     }
 
-    /// Writes what changed.
+    /// Writes changes.
     pub(crate) fn flush(&mut self, shared: &mut MatcherContext) -> io::Result<()> {
         self.file
             .flush(|no, page| shared.pages.put((FILE, no), page))
     }
 }
 
-/// The sequence that `slot` belongs to: from its start bit to the next one or a free slot.
+/// The sequence that contains `slot`: from its start bit to the next one or a free slot.
 fn sequence_around(page: &Page, slot: usize) -> (usize, usize) {
     let belongs = |i: usize| page.used.get(i);
     let starts = |i: usize| page.start.get(i);

@@ -1,5 +1,5 @@
-//! Doubles for tests: a destination that carries out plans, and an exact deduplicator to compare the matcher with. And a
-//! cache by itself, for benches, and a page as it is on disk.
+//! Test doubles: a destination that applies plans, and an exact deduplicator as a reference for the matcher. Also a
+//! single cache and an on-disk page for benchmarks.
 
 mod cache;
 mod destination;
@@ -13,7 +13,7 @@ pub use cache::Cache;
 pub use destination::{Applied, Destination};
 pub use exact::ExactDedup;
 
-/// A page of an image's hash file as it is on disk, of at most [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS) digests.
+/// An on-disk page of an image's hash file, of at most [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS) digests.
 #[must_use]
 pub fn hash_page(no: u64, digests: &[Digest]) -> [u8; PAGE_BYTES] {
     let mut bytes = Page::of(digests).to_bytes();

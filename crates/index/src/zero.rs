@@ -1,6 +1,6 @@
-//! Which blocks are zero, as bits that compress well (teleportation §2.2).
+//! A bitmap of zero blocks in a form that compresses well (teleportation §2.2).
 
-/// A bit for each block of a batch: set when the block is all zeros.
+/// A bit per block of a batch: set when the block is all zeros.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ZeroMap {
     words: Vec<u64>,
@@ -10,15 +10,15 @@ pub struct ZeroMap {
 /// The bytes are not a zero map of the expected length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ZeroMapError {
-    /// The bytes end too early, go on too long or hold a number that has no meaning.
+    /// The bytes are truncated, have trailing data or contain an invalid number.
     #[error("a zero map is malformed")]
     Malformed,
     /// More blocks than the reader allows.
     #[error("a zero map of {len} blocks is longer than the {max} allowed")]
     TooLong {
-        /// Blocks the map claims.
+        /// Number of blocks that the map claims.
         len: u64,
-        /// Blocks allowed.
+        /// Maximum number of blocks.
         max: usize,
     },
 }
@@ -27,13 +27,13 @@ const RAW: u8 = 0;
 const RUNS: u8 = 1;
 
 impl ZeroMap {
-    /// Blocks in the map.
+    /// Number of blocks in the map.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the map is of no blocks at all.
+    /// Whether the map has no blocks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -48,7 +48,7 @@ impl ZeroMap {
         self.len += 1;
     }
 
-    /// Appends `count` blocks that are alike.
+    /// Appends `count` blocks of the same kind.
     pub fn push_run(&mut self, zero: bool, count: usize) {
         let end = self.len + count;
         self.words.resize(end.div_ceil(64), 0);
@@ -66,7 +66,7 @@ impl ZeroMap {
         i < self.len && self.words[i / 64] >> (i % 64) & 1 == 1
     }
 
-    /// How many blocks are zero.
+    /// Number of zero blocks.
     #[must_use]
     pub fn count_zero(&self) -> usize {
         self.words.iter().map(|w| w.count_ones() as usize).sum()
@@ -77,7 +77,7 @@ impl ZeroMap {
         (0..self.len).map(|i| self.get(i))
     }
 
-    /// The blocks as runs `(zero, count)`, no two neighbours alike.
+    /// The blocks as maximal runs `(zero, count)`.
     pub fn runs(&self) -> impl Iterator<Item = (bool, usize)> + '_ {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -90,7 +90,7 @@ impl ZeroMap {
         })
     }
 
-    /// The first block from `at` on that is not `zero`.
+    /// The first block at or after `at` that is not `zero`.
     fn next_unlike(&self, mut at: usize, zero: bool) -> usize {
         while at < self.len {
             let word = self.words[at / 64];
@@ -103,13 +103,13 @@ impl ZeroMap {
         self.len
     }
 
-    /// The map as bytes: run lengths or plain bits, whichever is shorter.
+    /// Encodes the map as run lengths or plain bits, whichever is shorter.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut runs = vec![RUNS];
         put_varint(&mut runs, self.len as u64);
         let raw_len = self.len.div_ceil(8);
-        // Runs alternate and begin with one that is not zero, so only lengths are written.
+        // Runs alternate and begin with a nonzero one, so only lengths are written.
         let mut expect = false;
         for (zero, count) in self.runs() {
             if zero != expect {
@@ -135,7 +135,7 @@ impl ZeroMap {
         raw
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) made, of at most `max` blocks.
+    /// Decodes the output of [`to_bytes`](Self::to_bytes), of at most `max` blocks.
     ///
     /// # Errors
     /// [`ZeroMapError`]; nothing is allocated for a map that is too long.
@@ -171,7 +171,7 @@ impl ZeroMap {
                 let mut zero = false;
                 while map.len < len {
                     let count = take_varint(&mut rest)?;
-                    // Only the very first run may be empty, else a map could be all empty runs.
+                    // Only the very first run may be empty, else a map could consist of empty runs.
                     let left = (len - map.len) as u64;
                     if count > left || (count == 0 && (zero || map.len > 0)) {
                         return Err(ZeroMapError::Malformed);

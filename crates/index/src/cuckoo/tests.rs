@@ -46,8 +46,8 @@ fn load(c: &mut CuckooLru, mut bytes: &[u8]) {
     c.load(source).unwrap();
 }
 
-/// What a reader of the cache may rely on, over random operations: nothing is found that was not
-/// inserted or was removed; nothing inserted is missing unless it was handed back as pushed out.
+/// The cache's guarantees over random operations: nothing is found that was not inserted or was removed; nothing
+/// inserted is missing unless it was returned as evicted.
 #[derive(Debug, Clone)]
 enum Op {
     Insert(u64),
@@ -75,7 +75,7 @@ proptest! {
     #[test]
     fn agrees_with_a_plain_map(ops in proptest::collection::vec(op(), 0..3000)) {
         let mut cache = small();
-        // Entry -> digest number, where an entry is what a cache can tell apart.
+        // Entry -> digest number, where entries are identified as far as a cache can distinguish them.
         let ident = |c: &CuckooLru, f: CacheEntry| {
             let other = c.other(f.bucket, f.fingerprint);
             (f.bucket.min(other), f.fingerprint, f.payload)
@@ -168,7 +168,7 @@ fn load_factor_before_the_first_eviction() {
         let load = c.len() as f64 / c.capacity() as f64;
         eprintln!("load factor before the first eviction: {load:.4}");
         assert!(load > 0.93, "{load}");
-        // It goes on filling up after that.
+        // It keeps filling up after that.
         for n in n..n + c.capacity() as u64 {
             c.insert(c.key(&digest(n)), n as u32 & 0xff_ffff);
         }
@@ -194,8 +194,7 @@ fn false_matches_in_a_full_cache() {
     assert!((0.025..0.035).contains(&rate), "{rate}");
 }
 
-/// How much worse than true LRU the cache is at keeping what is used: a skewed load on a cache
-/// that holds a quarter of what is asked for.
+/// Compares evictions with true LRU: a skewed load on a cache that holds a quarter of the working set.
 #[test]
 fn eviction_is_close_to_lru() {
     let mut c = CuckooLru::new(48 << 10, usize::MAX, 8);
@@ -212,7 +211,7 @@ fn eviction_is_close_to_lru() {
             ours += 1;
             c.touch(key, n as u32);
         } else if let Some(out) = c.insert(key, n as u32) {
-            // The entry pushed out was used longer ago than half of all entries.
+            // The evicted entry was used less recently than half of all entries.
             let mut ages: Vec<u64> = Vec::new();
             if t % 50 == 0 {
                 ages.extend(lru.values().copied());

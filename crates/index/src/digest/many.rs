@@ -1,15 +1,14 @@
-//! Several blocks hashed side by side. `blake3` fills its vector lanes from one input, and a block
-//! has only four chunks; sixteen blocks' chunks at once fill every lane there is.
+//! Hashes several blocks in parallel. `blake3` fills its vector lanes from one input, and a block has only four
+//! chunks; the chunks of sixteen blocks together fill every lane.
 //!
-//! The `platform` module is hidden in `blake3` and may change in any release: the version is
-//! pinned, a test compares with `blake3::hash`, and [`digest_group`] falls back to it where the
-//! vector unit is narrow.
+//! The `platform` module is hidden in `blake3` and may change in any release: the version is pinned, a test compares
+//! with `blake3::hash`, and [`digest_group`] falls back to that where the vector unit is narrow.
 
 use blake3::IncrementCounter;
 use blake3::platform::Platform;
 use drover_core::{BLOCK_SIZE, Digest};
 
-/// Blocks hashed together.
+/// Maximum number of blocks hashed together.
 pub(super) const LANES: usize = 16;
 
 const CHUNK: usize = 1024;
@@ -35,13 +34,13 @@ const IV: [u32; 8] = [
 /// Appends the digests of one to [`LANES`] blocks.
 pub(super) fn digest_group(blocks: &[[u8; BLOCK_SIZE]], out: &mut Vec<Digest>) {
     let platform = Platform::detect();
-    // A lone block, or no more lanes than one block's own chunks fill: nothing to gain.
+    // A single block, or no more lanes than the chunks of one block fill: no gain.
     if blocks.len() < 2 || platform.simd_degree() <= CHUNKS {
         out.extend(blocks.iter().map(|b| Digest(*blake3::hash(b).as_bytes())));
         return;
     }
     let n = blocks.len();
-    // Chaining values with the four of a block side by side, so that two of them are a parent.
+    // Chaining values, the four of a block side by side, so that two of them form a parent.
     let mut cvs = [[0u8; CHUNKS * CV]; LANES];
     let mut column = [0u8; LANES * CV];
     let chunks = |c: usize| {
@@ -84,7 +83,7 @@ pub(super) fn digest_group(blocks: &[[u8; BLOCK_SIZE]], out: &mut Vec<Digest>) {
     );
 }
 
-/// Hashes the `pair`th two chaining values of each lane into one.
+/// Hashes chaining values number `pair`, two per lane, into one.
 fn join<const N: usize>(
     platform: &Platform,
     cvs: &[[u8; N]; LANES],

@@ -51,7 +51,7 @@ proptest! {
         prop_assert_eq!(out, plain(&bytes));
     }
 
-    /// However the zeros are told, an image's digest is the same.
+    /// An image's digest does not depend on how zeros are passed.
     #[test]
     fn zeros_given_as_runs_or_as_digests(runs in proptest::collection::vec((any::<bool>(), 1usize..6000), 0..6), tail in 1usize..4096) {
         let blocks: usize = runs.iter().map(|r| r.1).sum();
@@ -67,7 +67,7 @@ proptest! {
     }
 }
 
-/// The definition of an image's digest, written down plainly.
+/// A plain reference implementation of an image's digest.
 fn reference(file: &[u8]) -> Digest {
     let mut all = b"drover image digest v1\0".to_vec();
     all.extend((file.len() as u64).to_le_bytes());

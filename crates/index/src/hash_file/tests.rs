@@ -42,7 +42,7 @@ proptest! {
         for b in batches {
             let digests: Vec<Digest> = (n..n + b).map(digest).collect();
             let heads: Vec<Head> = (n..n + b).map(head).collect();
-            // A batch that is taken back leaves nothing.
+            // A batch that is taken back leaves no trace.
             file.append(&digests, &heads);
             file.take_back(digests.len());
             file.append(&digests, &heads);
@@ -90,7 +90,7 @@ fn a_damaged_byte_anywhere_is_noticed() {
             assert!(damaged, "{name} byte {at}");
             storage.edit(name, |b| b[at] ^= 0x10);
         }
-        // Cut short.
+        // Truncated.
         let whole = storage
             .edit(name, |b| std::mem::replace(b, b[..len - 1].to_vec()))
             .unwrap();

@@ -1,28 +1,28 @@
-//! How a matcher is set up.
+//! Configuration of a matcher.
 
 use crate::error::{IndexError, Result};
 
-/// How a 32-bit cache entry is divided (teleportation §2.13). The three widths make at most 32.
+/// How a 32-bit cache entry is divided (teleportation §2.13). The sum of the three widths is at most 32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
-    /// Bits of the block's digest that an entry keeps: 4 to 16.
+    /// Bits of the digest's fingerprint: 4 to 16.
     pub fingerprint_bits: u8,
-    /// Bits that tell the most recent images apart: at most 8. None in C2.
+    /// Bits that distinguish the most recent images: at most 8. Zero in C2.
     pub file_bits: u8,
-    /// Bits of the hash page's number inside its file.
+    /// Bits of the hash page's number within its file.
     pub address_bits: u8,
 }
 
 impl Layout {
-    /// C0 and C1: 32 images of up to 2^19 pages (680 GiB of data that is not zero).
+    /// C0 and C1: 32 images of up to 2^19 pages (680 GiB of nonzero data).
     pub const RECENT: Layout = Layout {
         fingerprint_bits: 8,
         file_bits: 5,
         address_bits: 19,
     };
 
-    /// C2: one file of up to 2^17 pages (170 GiB). The rest of an entry is fingerprint: each false
-    /// hit is a page read for nothing.
+    /// C2: one file of up to 2^17 pages (170 GiB). The remaining bits are fingerprint: each false hit costs a page
+    /// read.
     pub const SEQUENCES: Layout = Layout {
         fingerprint_bits: 15,
         file_bits: 0,
@@ -45,18 +45,18 @@ impl Layout {
     }
 }
 
-/// What beyond heads is put into C0 and looked up.
+/// Which blocks other than heads are entered into C0 and looked up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnchorPolicy {
     /// Heads only, as in the paper.
     Off,
-    /// While C0 has room, blocks that are no heads too, into empty slots only.
+    /// While C0 has free slots, blocks that are not heads too, without evicting anything.
     FreeSlots {
-        /// No more of them once C0 is this full, in percent. Admission thins out on the way there.
+        /// None are admitted once C0 is this full, in percent. Admission decreases on the way there.
         stop_percent: u8,
-        /// After this many blocks without a match only some are looked up ...
+        /// After this many blocks without a match, only a sample is looked up ...
         cold_after: u32,
-        /// ... namely one in `2^cold_shift`; backward extension finds the start of a match.
+        /// ... one in `2^cold_shift`; backward extension finds the start of a match.
         cold_shift: u8,
     },
 }
@@ -64,28 +64,28 @@ pub enum AnchorPolicy {
 /// Sizes and policies of a matcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MatcherConfig {
-    /// Memory of C0: weak heads, and what leaves C1.
+    /// Memory of C0 in bytes: weak heads, and entries evicted from C1.
     pub c0_bytes: usize,
-    /// Memory of C1: strong heads.
+    /// Memory of C1 in bytes: strong heads.
     pub c1_bytes: usize,
-    /// Memory of C2: sequences.
+    /// Memory of C2 in bytes: sequences.
     pub c2_bytes: usize,
-    /// Entries of C0 and C1.
+    /// Entry layout of C0 and C1.
     pub recent_layout: Layout,
-    /// Entries of C2.
+    /// Entry layout of C2.
     pub sequence_layout: Layout,
-    /// What beyond heads is remembered.
+    /// Which blocks other than heads are entered.
     pub anchors: AnchorPolicy,
     /// Extend matches backwards over the batch's unmatched blocks.
     pub backward: bool,
-    /// Keep looking into the page in memory after a mismatch.
+    /// Keep searching the page in memory after a mismatch.
     pub aligned: bool,
-    /// The shortest match that is copied to the sequence cache, in blocks; `u32::MAX` for none.
+    /// The shortest match that is copied to the sequence cache, in blocks; `u32::MAX` disables copying.
     pub min_sequence: u32,
-    /// The most hash pages in the sequence cache; each stands for 1.3 MiB of its data file.
-    /// Beyond it the oldest segment is reused.
+    /// Maximum number of hash pages in the sequence cache; each covers 1.3 MiB of its data file. Beyond it the oldest
+    /// segment is reused.
     pub sequence_limit: u32,
-    /// Hash pages kept in memory: about 4.3 KiB each.
+    /// Hash pages cached in memory: about 4.3 KiB each.
     pub cached_pages: usize,
 }
 

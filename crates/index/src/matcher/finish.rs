@@ -1,4 +1,4 @@
-//! Finishing an image in steps, so that a matcher behind a lock need not be locked while the disk syncs.
+//! Finishing an image in steps, so that the lock of a shared matcher need not be held during disk syncs.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::hash_file::DeferredSync;
 use crate::hash_file::unlink_files;
 use crate::recent::Slot;
 
-/// An image that is being finished. Made by [`Matcher::begin_finish`].
+/// An image that is being finished, from [`Matcher::begin_finish`].
 #[must_use = "the image is not finished"]
 pub struct Finishing {
     cursor: Cursor,
@@ -18,8 +18,8 @@ pub struct Finishing {
 }
 
 impl Finishing {
-    /// Makes durable what the step before has written. Needs no matcher, and may take long. A failure is reported by
-    /// the next step.
+    /// Syncs the output of the previous step. Needs no access to the matcher, and may take long. The next step
+    /// returns any error.
     pub fn sync(&mut self) {
         for sync in self.syncs.drain(..) {
             if self.failed.is_none() {
@@ -29,7 +29,7 @@ impl Finishing {
     }
 
     fn check(&mut self) -> Result<()> {
-        // A step that was left out is made up for.
+        // In case the caller skipped the sync.
         self.sync();
         match self.failed.take() {
             Some(e) => Err(finishing(self.cursor.image)(e)),
@@ -43,10 +43,10 @@ fn finishing(image: ImageId) -> impl FnOnce(std::io::Error) -> IndexError {
 }
 
 impl Matcher {
-    /// The image is complete: its hash file is made durable.
+    /// Completes the image and makes its hash file durable.
     ///
     /// # Errors
-    /// What the storage reports; then the image is not in the index.
+    /// Storage errors; then the image is not in the index.
     pub fn finish(&mut self, cursor: Cursor) -> Result<()> {
         let mut finishing = self.begin_finish(cursor)?;
         finishing.sync();
@@ -55,8 +55,9 @@ impl Matcher {
         self.end_finish(finishing)
     }
 
-    /// The same in steps, the first: writes what is still in memory. [`Finishing::sync`], [`mark_complete`](Self::mark_complete),
-    /// [`Finishing::sync`] and [`end_finish`](Self::end_finish) follow. Others may use the matcher between them.
+    /// The first step of [`finish`](Self::finish): writes what is still in memory. [`Finishing::sync`],
+    /// [`mark_complete`](Self::mark_complete), [`Finishing::sync`] and [`end_finish`](Self::end_finish) must follow.
+    /// The matcher may be used in between.
     ///
     /// # Errors
     /// As [`finish`](Self::finish).
@@ -76,7 +77,7 @@ impl Matcher {
         }
     }
 
-    /// The second step: says in the hash file that it is whole.
+    /// The second step: marks the hash file as complete.
     ///
     /// # Errors
     /// As [`finish`](Self::finish).
@@ -107,26 +108,27 @@ impl Matcher {
         let synced = ending.check();
         let (image, serial) = (ending.cursor.image, ending.cursor.serial);
         let slot = self.recent.slot_of(image).and_then(|s| self.recent.slot(s));
-        // Meanwhile it may have been forgotten and begun anew.
+        // The image may have been forgotten and begun again in the meantime.
         if synced.is_err() && slot.is_some_and(|s| s.file.header().serial == serial) {
             let _ = self.forget(image);
         }
         synced
     }
 
-    /// As [`abort`](Self::abort), but the file system frees the room when what is returned is dropped, which needs no matcher.
+    /// Like [`abort`](Self::abort), but the disk space is freed when the returned value is dropped, which needs no
+    /// access to the matcher.
     pub fn begin_abort(&mut self, cursor: Cursor) -> Option<DeferredSync> {
-        // Files that cannot be removed now are incomplete, and go when the index is next opened.
+        // Files that cannot be removed now are incomplete, and are deleted when the index is next opened.
         self.begin_forget(cursor.image).ok().flatten()
     }
 
-    /// Makes names durable.
+    /// Syncs the directory.
     fn names_sync(&self) -> DeferredSync {
         let storage = Arc::clone(&self.storage);
         Box::new(move || storage.sync())
     }
 
-    /// Where an image that is still open is.
+    /// The slot of an image that is still open.
     fn open_slot(&mut self, cursor: &Cursor) -> Result<&mut Slot> {
         self.recent
             .slot_mut(cursor.slot)
@@ -135,8 +137,9 @@ impl Matcher {
             .ok_or(IndexError::BadBatch("the cursor's image was forgotten"))
     }
 
-    /// As [`forget`](Self::forget), but that its files are gone is only durable after what is returned has run. It needs no matcher,
-    /// and holds the hash file open: the file system frees its room when it is run or dropped.
+    /// Like [`forget`](Self::forget), but the removal is durable only after the returned sync has run. The sync needs
+    /// no access to the matcher and holds the hash file open: its disk space is freed when the sync is run or
+    /// dropped.
     ///
     /// # Errors
     /// As [`forget`](Self::forget).

@@ -1,4 +1,4 @@
-//! Opening an index, in whatever state it was left.
+//! Opens an index after a clean shutdown or a crash.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -16,13 +16,13 @@ use crate::recent::{Recent, Slot};
 use crate::sequence::SequenceCache;
 
 impl Matcher {
-    /// Opens the index in `storage`, which is empty or holds one.
+    /// Opens the index in `storage`, or creates one if it is empty.
     ///
-    /// Whatever a crash left, it opens: the caches come from their snapshot where that is valid,
-    /// else from the hash files; what is damaged is dropped and reported.
+    /// Recovers from any crash: the caches are loaded from their snapshot if that is valid, else rebuilt from the
+    /// hash files; damaged data is dropped and reported.
     ///
     /// # Errors
-    /// [`IndexError::Config`], or what the storage reports.
+    /// [`IndexError::Config`], or storage errors.
     pub fn open(
         storage: impl Directory + 'static,
         config: MatcherConfig,
@@ -94,7 +94,7 @@ fn open(storage: Arc<dyn Directory>, config: MatcherConfig) -> Result<(Matcher, 
     Ok((matcher, report))
 }
 
-/// The complete images; what is left of others is removed.
+/// Finds the complete images and removes the files of others.
 fn find_images(
     storage: &dyn Directory,
     report: &mut OpenReport,
@@ -130,7 +130,7 @@ fn inspect(storage: &dyn Directory, id: u64) -> io::Result<HashFileState> {
     let Some(side) = hash_file::open(storage, &names(id).1)? else {
         return Ok(HashFileState::Interrupted);
     };
-    // Files that were only just being created have no header.
+    // Files that were just being created have no header.
     let header = Header::bytes_of(side.as_ref())?.filter(|b| b.iter().any(|b| *b != 0));
     let any_version = |b| Header::from_bytes(b).or_else(|| Header::of_version(1, b));
     Ok(match header.as_ref().map(any_version) {
@@ -141,9 +141,8 @@ fn inspect(storage: &dyn Directory, id: u64) -> io::Result<HashFileState> {
 }
 
 impl Matcher {
-    /// Gives images their slots: those that the snapshot knows the ones they had, the most recent
-    /// of the others what is left. Answers which slots' entries are missing or incomplete, oldest
-    /// image first.
+    /// Assigns slots to images: those in the snapshot keep theirs, and the most recent of the others get the free
+    /// ones. Returns the slots whose entries are missing or incomplete, oldest image first.
     fn seat(
         &mut self,
         headers: &BTreeMap<ImageId, Header>,

@@ -1,10 +1,9 @@
-//! One batch through the matcher: find runs, then remember what was not found and promote what was.
+//! Matches one batch: finds runs, then enters unmatched blocks and promotes matched ones.
 //!
-//! Blocks are looked at in order. A run in progress is extended along its hash file; where it ends,
-//! the page in memory is searched, then the batch itself, then the caches (C1, C0, C2). A hit is
-//! extended forwards, and backwards over blocks of the batch that are still unmatched. Entries are
-//! made and sequences stored only when the whole batch is decided, so no run points at a sequence
-//! that the same plan stores (teleportation §2.6, §2.10, §2.15).
+//! Blocks are processed in order. The current run is extended along its hash file; where it ends, the page in memory
+//! is searched, then the batch itself, then the caches (C1, C0, C2). A hit is extended forwards, and backwards over
+//! unmatched blocks of the batch. Entries are inserted and sequences stored only after the whole batch is matched, so
+//! that no run refers to a sequence that the same plan stores (teleportation §2.6, §2.10, §2.15).
 
 use std::hint::black_box;
 use std::ops::Range;
@@ -18,13 +17,13 @@ use crate::page::{PER_PAGE, Page};
 use crate::recent::{Lookup, Recent, sampled};
 use crate::sequence::SequenceCache;
 
-/// After a match ended, the page in memory is searched for this many blocks.
+/// Number of blocks after the end of a match for which the page in memory is searched.
 const ALIGNED_BLOCKS: usize = 64;
 
-/// Blocks after a match's end that count as its boundary: they are looked up, heads or not.
+/// Blocks after a match's end that count as its boundary: they are looked up whether or not they are heads.
 const BOUNDARY_BLOCKS: u32 = 1;
 
-/// Blocks whose cache buckets are touched ahead of their turn.
+/// Blocks whose cache buckets are prefetched.
 const AHEAD: usize = 32;
 
 /// Where a run's blocks are.
@@ -34,17 +33,17 @@ pub(crate) enum Source {
     Sequence,
 }
 
-/// What one batch leaves for the next one of the same image.
+/// State carried from one batch of an image to the next.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Walk {
-    /// Where the run in progress goes on.
+    /// Where the current run continues.
     resume: Option<(Source, u64, Via)>,
     /// Blocks since the last match.
     cold: u32,
 }
 
 impl Walk {
-    /// The same, but for a run in progress in that slot.
+    /// The same without a current run in that slot.
     pub(crate) fn without(self, slot: u8) -> Self {
         let resume = self
             .resume
@@ -53,12 +52,12 @@ impl Walk {
     }
 }
 
-/// What is done with what is found.
+/// What a pass does with its matches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// Plan a transfer: promote.
+    /// Plan a transfer: promote matches.
     Plan,
-    /// Only remember what is not there yet.
+    /// Only record blocks that are not in the caches.
     Record,
 }
 
@@ -71,7 +70,7 @@ struct Run {
     /// Compact index or slot of the first block.
     at: u64,
     via: Via,
-    /// The block that was looked up.
+    /// The block whose lookup found the run.
     hit: usize,
 }
 
@@ -81,7 +80,7 @@ impl Run {
     }
 }
 
-/// What was found for one block.
+/// A match for one block.
 struct Hit {
     source: Source,
     at: u64,
@@ -89,32 +88,32 @@ struct Hit {
     page: Option<Arc<Page>>,
 }
 
-/// One batch.
+/// The pass over one batch.
 pub(crate) struct Pass<'a> {
     pub config: &'a MatcherConfig,
     pub recent: &'a mut Recent,
     pub sequences: &'a mut SequenceCache,
     pub shared: &'a mut MatcherContext,
     pub purpose: Purpose,
-    /// The image that the batch is of.
+    /// The slot of the batch's image.
     pub own: u8,
     /// Compact index of the batch's first block.
     pub base: u64,
     pub digests: &'a [Digest],
     pub heads: &'a [Head],
     pub walk: Walk,
-    /// Up to which block the caches' buckets were touched.
+    /// Cache buckets are prefetched up to this block.
     pub warmed: usize,
 }
 
-/// The page that was read last.
+/// The page read last.
 #[derive(Default)]
 struct LastPage {
     of: Option<(Source, u64)>,
     page: Option<Arc<Page>>,
 }
 
-/// What a batch came to.
+/// Result of a batch.
 pub(crate) struct Outcome {
     pub runs: Vec<PlanRun>,
     pub stores: Vec<SequenceStore>,
@@ -122,7 +121,7 @@ pub(crate) struct Outcome {
 }
 
 impl Pass<'_> {
-    /// Does it all.
+    /// Runs the whole pass.
     pub(crate) fn run(mut self, repeats: &mut Repeats) -> Outcome {
         let mut held = LastPage::default();
         let mut mismatches = Vec::new();
@@ -143,7 +142,7 @@ impl Pass<'_> {
         }
     }
 
-    /// Only which blocks would be matched; nothing is remembered or promoted.
+    /// Only reports which blocks would be matched; nothing is recorded or promoted.
     pub(crate) fn probe(mut self, repeats: &mut Repeats) -> (Vec<bool>, Walk) {
         let mut known = vec![false; self.digests.len()];
         let runs = self.find_runs(
@@ -169,7 +168,7 @@ impl Pass<'_> {
         repeats.clear(n);
         let mut runs: Vec<Run> = Vec::new();
         let mut expected = self.walk.resume.take();
-        // Block `i` lines up with position `i + lead` of the page in memory.
+        // Block `i` corresponds to position `i + lead` of the page in memory.
         let mut lead = 0u64;
         let mut i = 0;
         while i < n {
@@ -202,7 +201,7 @@ impl Pass<'_> {
             if i == n {
                 self.walk.resume = Some((run.source, next, run.via));
             } else if stopped_at_itself {
-                // Blocks that repeat: from the start again, twice as many.
+                // Repeating blocks: continue from the first occurrence, doubling the length each time.
                 expected = Some((run.source, run.at, run.via));
             } else {
                 mismatches.push((run.source, next, i));
@@ -212,7 +211,7 @@ impl Pass<'_> {
         runs
     }
 
-    /// The digest at a position, through the page in memory.
+    /// The digest at a position; `held` is the page in memory.
     fn at(&mut self, source: Source, at: u64, held: &mut LastPage) -> Option<Digest> {
         let no = at / PER_PAGE as u64;
         if source == Source::Image(self.own)
@@ -234,12 +233,12 @@ impl Pass<'_> {
         page.get((at % PER_PAGE as u64) as usize)
     }
 
-    /// Whether block `i` may be taken from there: from its own image only if it comes earlier.
+    /// Whether block `i` may be taken from there: from its own image only if the position is earlier.
     fn allowed(&self, source: Source, at: u64, i: usize) -> bool {
         source != Source::Image(self.own) || at < self.base + i as u64
     }
 
-    /// The run in progress.
+    /// Extends the current run.
     fn go_on(
         &mut self,
         expected: Option<(Source, u64, Via)>,
@@ -256,8 +255,8 @@ impl Pass<'_> {
         })
     }
 
-    /// The page in memory after a match ended: where the block would be if only some blocks
-    /// differ, then anywhere.
+    /// Searches the page in memory after a match ended: first where the block would be if only some blocks differ,
+    /// then anywhere.
     fn aligned(&mut self, runs: &[Run], i: usize, lead: u64, held: &LastPage) -> Option<Hit> {
         let last = runs.last()?;
         if !self.config.aligned || i - last.end() > ALIGNED_BLOCKS {
@@ -282,7 +281,7 @@ impl Pass<'_> {
         })
     }
 
-    /// An earlier block of the batch; if that one was matched, where it was.
+    /// Finds an earlier block of the batch with the same digest; if that was matched, its source.
     fn repeated(&mut self, repeats: &Repeats, runs: &[Run], i: usize) -> Option<Hit> {
         let j = repeats.find(self.digests, i)?;
         let run = runs
@@ -300,7 +299,7 @@ impl Pass<'_> {
         })
     }
 
-    /// The caches, for blocks that are worth it.
+    /// Looks a block up in the caches if that is worthwhile.
     fn look_up(&mut self, i: usize, known: &mut Vec<usize>) -> Option<Hit> {
         let digest = &self.digests[i];
         let head = self.heads[i];
@@ -315,8 +314,8 @@ impl Pass<'_> {
         if i >= self.warmed {
             self.warm_from(i);
         }
-        // Images first: a match goes on there for as long as the images agree, in the sequence cache
-        // only to the end of a piece, and each piece is a page to read.
+        // Images first: a match continues there as long as the images agree, but in the sequence cache only to the
+        // end of a piece, and each piece costs a page read.
         if let Some(hit) = self.recent.lookup(digest, ask, self.shared) {
             let source = Source::Image(hit.slot);
             if self.allowed(source, hit.index, i) {
@@ -341,8 +340,8 @@ impl Pass<'_> {
         })
     }
 
-    /// Touches the buckets of the next blocks that will be looked up: few after a match, for the
-    /// next one is likely near.
+    /// Prefetches the buckets of the next blocks to be looked up: few after a match, because the next lookup is
+    /// probably nearby.
     fn warm_from(&mut self, i: usize) {
         self.warmed = self
             .digests
@@ -372,12 +371,12 @@ impl Pass<'_> {
         else {
             return false;
         };
-        // When heads have taken all of C0, hardly any anchor is left to be found.
+        // When heads occupy all of C0, few anchors remain to be found.
         let shift = cold_shift + 2 * u8::from(!self.recent.has_room_for_anchors());
         self.walk.cold < cold_after || sampled(digest, shift)
     }
 
-    /// A run from a hit: forwards, then backwards as far as `floor`.
+    /// Extends a hit into a run: forwards, then backwards down to `floor`.
     fn extend(&mut self, hit: &Hit, i: usize, floor: usize, held: &mut LastPage) -> Run {
         let Hit {
             source, at, via, ..
@@ -387,8 +386,8 @@ impl Pass<'_> {
         let mut len = 1;
         while i + len < self.digests.len() {
             let next = at + len as u64;
-            // A run from the image itself lies before its own first block; a sequence stays in its
-            // segment, for what follows there is another one.
+            // A run from the image itself must end before its own first block; one from a sequence must stay in its
+            // segment, because what follows belongs to another sequence.
             let wall = (own && next >= own_start)
                 || (source == Source::Sequence && next.is_multiple_of(PER_PAGE as u64));
             if wall || self.at(source, next, held) != Some(self.digests[i + len]) {
@@ -420,12 +419,12 @@ impl Pass<'_> {
             run.len += 1;
         }
         self.shared.stats.backward += (i - run.start) as u64;
-        // The page that matters next is the one where the run ended.
+        // Keep the page where the run ended: it is needed next.
         (held.of, held.page) = forward;
         run
     }
 
-    /// Enters into C0 and C1 what was not found, and the blocks at which matches ended.
+    /// Enters unmatched blocks, and the blocks at which matches ended, into C0 and C1.
     fn remember(&mut self, runs: &[Run], mismatches: &[(Source, u64, usize)], known: &[usize]) {
         let mut matched = runs.iter().peekable();
         let mut ends = mismatches.iter().map(|m| m.2).peekable();
@@ -460,22 +459,22 @@ impl Pass<'_> {
         if self.purpose == Purpose::Record {
             return;
         }
-        // The other side of each mismatch.
+        // The block at the mismatch in the other image.
         for &(source, at, _) in mismatches {
             let Source::Image(slot) = source else {
                 continue;
             };
             let mut held = LastPage::default();
-            // Read already, so in memory or the page cache.
+            // It was read before, so it is in memory or the page cache.
             if let Some(digest) = self.at(source, at, &mut held) {
                 self.recent.insert_c1(&digest, slot, at);
             }
         }
     }
 
-    /// Copies a run that came from an image to the sequence cache: whole, for every piece is a page
-    /// to read later; without what is there already when that is most of it, or when there is not
-    /// much room left. What is there only C2 is asked, no page is read for it.
+    /// Copies a run from an image to the sequence cache: entirely, because every piece costs a page read later;
+    /// without the parts already there if those are most of it, or if space is scarce. Only C2 is consulted for this;
+    /// no page is read.
     fn promote(&mut self, run: &Run, stores: &mut Vec<SequenceStore>) {
         let short = (run.len as u64) < u64::from(self.config.min_sequence);
         if run.source == Source::Sequence || run.via == Via::Repeat || short {
@@ -492,8 +491,8 @@ impl Pass<'_> {
         }
     }
 
-    /// The stretches of a run that the sequence cache seems not to have: they begin at blocks that
-    /// would lead to them if it had, and C2 has no such entries.
+    /// The parts of a run that the sequence cache probably lacks: they begin at blocks that would have entries in C2
+    /// otherwise.
     fn unknown_to_sequences(&self, run: &Run) -> Vec<Range<usize>> {
         let mut new: Vec<Range<usize>> = Vec::new();
         let mut known = false;
@@ -502,7 +501,7 @@ impl Pass<'_> {
             let leads = i == run.start || i == run.hit || head == Head::Strong;
             if leads || head == Head::Weak {
                 let there = self.sequences.may_have(&self.digests[i]);
-                // Not every sequence is found by its weak heads.
+                // Not every weak head of a sequence has an entry.
                 known = there || (known && !leads);
             }
             match new.last_mut() {
@@ -547,7 +546,7 @@ impl Pass<'_> {
                         image: s.image,
                         first: run.at,
                     },
-                    // Nobody removes images during a batch.
+                    // Images are not removed during a batch.
                     None => Origin::Literal,
                 },
             };

@@ -1,12 +1,12 @@
-//! What the matcher answers.
+//! The matcher's results.
 
 use serde::{Deserialize, Serialize};
 
-/// An image, as the site numbers it: given once, never reused.
+/// The site's ID of an image: assigned once, never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ImageId(pub u64);
 
-/// How a batch can be put together at the destination.
+/// How the destination can assemble a batch.
 ///
 /// Apply the runs first, then the stores: a store may overwrite slots that a run of the same plan reads.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,14 +17,14 @@ pub struct Plan {
     pub stores: Vec<SequenceStore>,
 }
 
-/// Neighbouring blocks with one origin.
+/// Consecutive blocks with one origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanRun {
     /// Blocks in the run; at least one.
     pub count: u32,
     /// Where they are.
     pub origin: Origin,
-    /// How they were found.
+    /// How they were matched.
     pub via: Via,
 }
 
@@ -33,12 +33,12 @@ pub struct PlanRun {
 pub enum Origin {
     /// From the source.
     Literal,
-    /// From an image at the destination, perhaps the one being delivered; then the whole run lies
-    /// before the first block of this run.
+    /// From an image at the destination, possibly the one being delivered; then the whole origin range lies before
+    /// the first block of this run.
     Image {
         /// The image.
         image: ImageId,
-        /// Compact index of the first block: only blocks that are not zero count, in walk order.
+        /// Compact index of the first block, which counts only nonzero blocks, in walk order.
         first: u64,
     },
     /// From the sequence data file.
@@ -48,12 +48,12 @@ pub enum Origin {
     },
 }
 
-/// What found a run's first match. (Backward extension may have moved the run's start.)
+/// How a run's first match was found. (Backward extension may have moved the run's start.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Via {
     /// Nothing: the blocks are literal.
     Literal,
-    /// A weak head in C0, or a strong one that C1 pushed out.
+    /// A weak head in C0, or a strong one evicted from C1.
     C0,
     /// A strong head, or the block after a sequence, in C1.
     C1,
@@ -61,19 +61,19 @@ pub enum Via {
     C2,
     /// A block in C0 that is no head.
     Anchor,
-    /// The page in memory, after the match before it ended.
+    /// The page in memory, after the previous match ended.
     Aligned,
     /// An earlier block of the same batch.
     Repeat,
 }
 
-/// "Copy these blocks of the image being delivered to the sequence data file."
+/// Copy these blocks of the image being delivered to the sequence data file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SequenceStore {
     /// First slot in the sequence data file. The slots share one [segment](crate::SEGMENT_SLOTS).
     pub first: u64,
     /// Compact index of the first block in the image being delivered.
     pub from: u64,
-    /// Blocks; at least one.
+    /// Number of blocks; at least one.
     pub count: u32,
 }

@@ -1,17 +1,17 @@
-//! Where in the batch a digest was seen before.
+//! Finds digests that occurred earlier in the batch.
 
 use drover_core::Digest;
 
-/// A small open-addressed table of the batch's blocks, kept from batch to batch for its memory.
+/// A small open-addressed hash table of the batch's blocks, reused across batches to save allocations.
 #[derive(Default)]
 pub(crate) struct Repeats {
-    /// Block number plus one; zero is free. At least half are free.
+    /// Block number plus one; zero is free. At least half of the table is free.
     table: Vec<u16>,
     mask: usize,
 }
 
 impl Repeats {
-    /// Empties the table for a batch of `n` blocks.
+    /// Clears the table for a batch of `n` blocks.
     pub(crate) fn clear(&mut self, n: usize) {
         let size = (2 * n).next_power_of_two().max(16);
         self.table.clear();
@@ -23,7 +23,7 @@ impl Repeats {
         (digest.prefix() >> 20) as usize & self.mask
     }
 
-    /// Adds block `i`, unless its digest is there.
+    /// Inserts block `i`, unless its digest is present.
     pub(crate) fn insert(&mut self, digests: &[Digest], i: usize) {
         let mut at = self.home(&digests[i]);
         while let Some(j) = self.table[at].checked_sub(1) {
@@ -35,7 +35,7 @@ impl Repeats {
         self.table[at] = i as u16 + 1;
     }
 
-    /// The block that has the digest of block `i`.
+    /// The block inserted with the digest of block `i`.
     pub(crate) fn find(&self, digests: &[Digest], i: usize) -> Option<usize> {
         let mut at = self.home(&digests[i]);
         loop {

@@ -1,4 +1,4 @@
-//! What every part of a matcher reads and counts with.
+//! State shared by all parts of a matcher: storage reads and counters.
 
 use super::stats::MAX_REPAIRS;
 use super::{MatcherStats, Repair};
@@ -19,7 +19,7 @@ impl MatcherContext {
         }
     }
 
-    /// A page was found damaged.
+    /// Records a damaged page.
     pub(crate) fn damaged(&mut self, what: Repair) {
         self.stats.corrupt_pages += 1;
         self.report(what);

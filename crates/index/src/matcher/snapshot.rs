@@ -1,5 +1,5 @@
-//! The snapshot of the caches (`docs/format/hash-files.md`): written whole beside the old one,
-//! then renamed over it. It only saves time: everything in it can be rebuilt.
+//! The snapshot of the caches (`docs/format/hash-files.md`): written to a temporary file, then renamed over the old
+//! one. It only saves time: everything in it can be rebuilt.
 
 use std::io;
 
@@ -20,10 +20,10 @@ const HEADER: usize = 8 + 4 + 4 + 3 * 8 + 8;
 /// Present, image, serial, blocks.
 const SLOT: usize = 4 * 8;
 const SUM: usize = 8;
-/// More than any layout can have.
+/// More than any layout allows.
 const MAX_REGIONS: u32 = 1 << 20;
 
-/// What an entry's file number stands for.
+/// The image that an entry's file number refers to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SavedSlot {
     pub image: ImageId,
@@ -31,21 +31,21 @@ pub(crate) struct SavedSlot {
     pub blocks: u64,
 }
 
-/// What is beside the caches.
+/// Snapshot contents other than the caches.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Saved {
     pub epoch: u64,
     pub slots: Vec<Option<SavedSlot>>,
-    /// What C0 and C1 call the slots' pages.
+    /// Bits used by the page numbers of C0 and C1.
     pub used_bits: u8,
     pub regions: Vec<Option<Region>>,
 }
 
-/// How loading went.
+/// Result of loading.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Loaded {
     Yes(Saved),
-    /// There is none, or it is of another configuration.
+    /// There is none, or it has another configuration.
     None,
     Damaged,
 }
@@ -62,7 +62,7 @@ fn header(config: &MatcherConfig, caches: &[&CuckooLru; 3], epoch: u64) -> [u8; 
         s.file_bits,
     ]);
     for (to, c) in h[16..40].chunks_exact_mut(8).zip(caches) {
-        // Size and division: an entry's place depends on both.
+        // Size and division into parts: an entry's place depends on both.
         let shape = (c.bytes() as u64) << 16 | (c.bytes() / c.part_bytes()) as u64;
         to.copy_from_slice(&shape.to_le_bytes());
     }
@@ -70,7 +70,7 @@ fn header(config: &MatcherConfig, caches: &[&CuckooLru; 3], epoch: u64) -> [u8; 
     h
 }
 
-/// Writes a snapshot and makes it durable.
+/// Writes a snapshot and syncs it.
 pub(crate) fn write(
     storage: &dyn Directory,
     config: &MatcherConfig,
@@ -79,7 +79,7 @@ pub(crate) fn write(
 ) -> io::Result<u64> {
     let written = write_anew(storage, config, caches, saved);
     if written.is_err() {
-        // Half a snapshot only takes room.
+        // A partial snapshot only takes up space.
         let _ = storage.remove(TEMPORARY);
     }
     written
@@ -126,8 +126,7 @@ fn write_anew(
     Ok(at + SUM as u64)
 }
 
-/// Loads a snapshot into caches of the configured shape. Unless the answer is `Yes` they are
-/// empty after it.
+/// Loads a snapshot into caches of the configured shape. Unless the result is `Yes`, they are empty afterwards.
 pub(crate) fn load(
     storage: &dyn Directory,
     config: &MatcherConfig,

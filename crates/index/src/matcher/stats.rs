@@ -1,11 +1,11 @@
-//! What the matcher reports about itself.
+//! Statistics and repairs of a matcher.
 
 use crate::matcher::ImageId;
 
-/// Repairs remembered between two calls of `take_repairs`.
+/// Maximum number of repairs kept between two calls of `take_repairs`.
 pub(crate) const MAX_REPAIRS: usize = 1000;
 
-/// Of one cache. Counters are since the matcher was opened.
+/// Statistics of one cache. Counters start when the matcher is opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CacheStats {
     /// Slots.
@@ -16,30 +16,30 @@ pub struct CacheStats {
     pub bytes: u64,
     /// Digests looked up.
     pub lookups: u64,
-    /// Of those, found and verified against a hash page.
+    /// Lookups that were found and verified against a hash page.
     pub hits: u64,
-    /// Fingerprints that matched where the page did not hold the digest.
+    /// Fingerprint matches where the page did not contain the digest.
     pub false_matches: u64,
-    /// Entries pushed out.
+    /// Evicted entries.
     pub evictions: u64,
 }
 
-/// Of the whole matcher. Counters are since it was opened.
+/// Statistics of the whole matcher. Counters start when it is opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MatcherStats {
-    /// Weak heads, and what leaves C1.
+    /// C0: weak heads, and entries evicted from C1.
     pub c0: CacheStats,
-    /// Strong heads.
+    /// C1: strong heads.
     pub c1: CacheStats,
-    /// Sequences.
+    /// C2: sequences.
     pub c2: CacheStats,
-    /// Blocks that were asked about.
+    /// Blocks submitted for matching.
     pub blocks: u64,
-    /// Of those, heads.
+    /// Heads among them.
     pub heads: u64,
-    /// Of those, strong heads.
+    /// Strong heads among them.
     pub strong_heads: u64,
-    /// Blocks that were matched, in all.
+    /// Matched blocks in total.
     pub matched: u64,
     /// Blocks in runs found through C0.
     pub via_c0: u64,
@@ -53,11 +53,11 @@ pub struct MatcherStats {
     pub via_aligned: u64,
     /// Blocks in runs found in the same batch.
     pub via_repeat: u64,
-    /// Blocks that backward extension added to runs; they count in `via_*` as well.
+    /// Blocks that backward extension added to runs; included in `via_*`.
     pub backward: u64,
-    /// Runs that were matched.
+    /// Matched runs.
     pub runs: u64,
-    /// Anchors that were admitted to C0.
+    /// Anchors admitted to C0.
     pub anchors_admitted: u64,
     /// Sequences written to the sequence cache.
     pub sequences_stored: u64,
@@ -69,49 +69,49 @@ pub struct MatcherStats {
     pub pages_read: u64,
     /// Hash pages found in the page cache.
     pub page_hits: u64,
-    /// Bytes read from storage, side files included.
+    /// Bytes read from storage, including side files.
     pub bytes_read: u64,
-    /// Bytes written to storage, side files included.
+    /// Bytes written to storage, including side files.
     pub bytes_written: u64,
-    /// Pages whose checksum did not hold.
+    /// Pages with a wrong checksum.
     pub corrupt_pages: u64,
-    /// Bytes of memory: caches, cached pages and tables of the sequence cache.
+    /// Memory in bytes: caches, cached pages and tables of the sequence cache.
     pub memory: u64,
 }
 
-/// An image that the index has hash files of.
+/// An image with hash files in the index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageInfo {
-    /// Which one.
+    /// The image.
     pub image: ImageId,
-    /// Blocks that are not zero.
+    /// Number of nonzero blocks.
     pub blocks: u64,
     /// Whether its hash file is complete.
     pub complete: bool,
-    /// Whether it is one of the recent images that C0 and C1 can point into.
+    /// Whether it is one of the recent images to which C0 and C1 can point.
     pub recent: bool,
 }
 
-/// Something damaged that was dropped. Nothing but matches is lost by it.
+/// Damaged data that was dropped. The only loss is possible matches.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Repair {
-    /// The snapshot of the caches did not fit its checksum: they were rebuilt from the hash files.
+    /// The snapshot of the caches had a wrong checksum: they were rebuilt from the hash files.
     Snapshot,
     /// An image's hash file has no valid header or the wrong length: it was removed.
     /// The image can be indexed again.
     Image(ImageId),
-    /// A page of an image's hash file does not fit its checksum: its blocks cannot be matched.
+    /// A page of an image's hash file has a wrong checksum: its blocks cannot be matched.
     ImagePage(ImageId, u64),
     /// The sequence cache has no valid header: it was emptied.
     Sequences,
-    /// A segment of the sequence cache does not fit its checksum: its sequences were dropped.
+    /// A segment of the sequence cache has a wrong checksum: its sequences were dropped.
     SequencePage(u64),
-    /// C2 was rebuilt from the sequence cache, because the index was not closed in order.
+    /// C2 was rebuilt from the sequence cache, because the index was not shut down cleanly.
     SequencesRebuilt,
     /// New sequences could not be written (a full disk): they were dropped.
     SequencesNotWritten,
-    /// A file of an earlier version could not be converted for want of room: it was removed.
-    /// An image can be indexed again.
+    /// A file of an earlier version could not be converted for lack of space: it was removed. The image can be
+    /// indexed again.
     NoRoomToConvert(String),
 }
 
@@ -145,20 +145,20 @@ impl std::fmt::Display for Repair {
     }
 }
 
-/// What [`Matcher::open`](crate::Matcher::open) found.
+/// Report of [`Matcher::open`](crate::Matcher::open).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OpenReport {
     /// Images with complete hash files.
     pub images: Vec<ImageInfo>,
-    /// Images whose hash files were left unfinished; those files are gone now.
+    /// Images with incomplete hash files, which were deleted.
     pub interrupted: Vec<ImageId>,
-    /// Images that were inserted into the caches again from their hash files.
+    /// Images that were entered into the caches again from their hash files.
     pub reindexed: Vec<ImageId>,
     /// Whether a snapshot of the caches was loaded.
     pub from_snapshot: bool,
     /// Whether files of an earlier version were converted to this one.
     pub converted: bool,
-    /// What was damaged: the first thousand.
+    /// Repairs made: the first thousand.
     pub repairs: Vec<Repair>,
 }
 

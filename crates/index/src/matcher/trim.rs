@@ -1,8 +1,8 @@
-//! Giving room of the sequence cache back, in steps that each take little time.
+//! Trimming the sequence cache to free disk space, in short steps.
 //!
-//! Nothing new is stored in a segment from the step before the one that frees it until the step after: the destination
-//! may take plans over in another order than they were made. Before a step it takes over those that are under way, so
-//! that none of them stores anything in what the step frees; after it, it gives the room back.
+//! Between the step before the one that frees a segment and the step after it, nothing is stored in that segment: the
+//! destination may apply plans in another order than they were made. Before a step it applies the plans in flight, so
+//! that none of them stores into segments freed by the step; after the step it frees their data.
 
 use drover_core::Digest;
 
@@ -11,66 +11,67 @@ use crate::hash_file::HashFile;
 use crate::page::PER_PAGE;
 use crate::sequence::Uses;
 
-/// Pages of hash files that one trimming looks at, in all: the digests of 170 GiB. Of larger sites a sample, evenly spread.
+/// Maximum number of hash file pages examined by one trim: the digests of 170 GiB. Larger sites are sampled evenly.
 const MAX_PAGES: u64 = 1 << 17;
 
-/// Pages in a step, which lie side by side: a disk with arms reads them at once.
+/// Pages per step; they are contiguous, so that a hard disk reads them in one go.
 const PAGES_A_STEP: u64 = 32;
 
-/// Segments that a step empties.
+/// Segments emptied per step.
 const EMPTIED_A_STEP: usize = 32;
 
-/// Segments that a step frees at most: those that it empties, and those that were empty.
+/// Maximum number of segments freed per step: those it empties, and those already empty.
 pub const MAX_FREED: usize = 1024;
 
-/// A trimming that is under way. Made by [`Matcher::begin_trim`]; its end is certain, whatever the site's size. At most one
-/// is under way: the next one ends it.
+/// A trim in progress, from [`Matcher::begin_trim`]. It always terminates, whatever the site's size. At most one is
+/// in progress: starting another cancels it.
 #[derive(Debug)]
 pub struct Trim {
     keep: u32,
     have: u32,
     uses: Uses,
-    /// Images still to be looked at and their pages, the next one last; and the next page there, perhaps beyond it.
+    /// Images still to be examined and their page counts, the next one last; and the next page there, possibly beyond
+    /// its end.
     images: Vec<(ImageId, u64)>,
     page: u64,
-    /// Of so many pages one is looked at.
+    /// One in this many pages is examined.
     stride: u64,
-    /// Segments by use, the least used last; once all was looked at.
+    /// Segments by use, the least used last; set once everything was examined.
     order: Option<Vec<u32>>,
-    /// Those that were empty then, the first one last.
+    /// Segments that were already empty, the first one last.
     empty: Vec<u32>,
-    /// What the next step frees, held back.
+    /// Segments that the next step frees; stores to them are blocked.
     chosen: Vec<u32>,
-    /// What the last step freed, still held back.
+    /// Segments that the last step freed; stores to them are still blocked.
     freed: Vec<u32>,
 }
 
-/// What a step of trimming did.
+/// Result of a trim step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Trimmed {
-    /// It looked at images; there is more to do, and the destination need not be asked before.
+    /// It examined images; there is more to do, without asking the destination first.
     Looked,
-    /// These segments of [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS), perhaps none, are empty now, and nothing is stored there
-    /// until the next step; there may be more to do.
+    /// These segments of [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS), possibly none, are now empty, and nothing is stored
+    /// in them until the next step; there may be more to do.
     Freed(Vec<u32>),
-    /// All done, or it cannot be done now. Nothing is held back any more.
+    /// Done, or it cannot be done now. All segments can be stored to again.
     Done,
 }
 
 impl Matcher {
-    /// Segments of the sequence cache that hold something: [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS) each, used or not.
+    /// Segments of the sequence cache in use: [`SEGMENT_SLOTS`](crate::SEGMENT_SLOTS) each, used or not.
     #[must_use]
     pub fn sequence_segments(&self) -> u32 {
         self.sequences.file.occupied()
     }
 
-    /// Begins to bring the sequence cache down to `keep` segments. Of the first `have` the empty ones are freed again: the
-    /// destination may not have heard of it. Whatever the trimming before held back is not held back any more.
+    /// Begins to trim the sequence cache to `keep` segments. Empty ones among the first `have` are freed again, in
+    /// case the destination missed an earlier answer. Cancels any previous trim and unblocks its segments.
     pub fn begin_trim(&mut self, keep: u32, have: u32) -> Trim {
         self.begin_trim_within(keep, have, MAX_PAGES)
     }
 
-    /// The same, looking at so many pages at most, or a step more.
+    /// Like [`begin_trim`](Self::begin_trim), but examines at most `max_pages` pages, or a step more.
     fn begin_trim_within(&mut self, keep: u32, have: u32, max_pages: u64) -> Trim {
         self.sequences.file.release_all();
         let mut images = Vec::new();
@@ -93,13 +94,13 @@ impl Matcher {
         }
     }
 
-    /// One step: looks at some of the images' digests, later frees some of the segments that these use least. What the step
-    /// before freed the destination has given back.
+    /// Runs one step: first examines some of the images' digests, later frees some of the segments that they use
+    /// least. The destination has freed the data of the segments in the previous answer.
     pub fn trim(&mut self, trim: &mut Trim) -> Trimmed {
         self.sequences.file.release(&trim.freed);
         trim.freed.clear();
         if trim.order.is_none() {
-            // What is skipped reaches over images.
+            // The stride may skip over whole images.
             while let Some(&(_, pages)) = trim.images.last()
                 && trim.page >= pages
             {
@@ -133,7 +134,7 @@ impl Matcher {
         Trimmed::Freed(freed)
     }
 
-    /// Chooses what the next step frees: what is empty already, and some of what is too much.
+    /// Chooses the segments that the next step frees: those already empty, and some of the excess.
     fn choose(&mut self, trim: &mut Trim) {
         let over = self.sequence_segments().saturating_sub(trim.keep) as usize;
         let mut to_empty = over.min(EMPTIED_A_STEP);
@@ -141,7 +142,7 @@ impl Matcher {
         while trim.chosen.len() < MAX_FREED
             && let Some(no) = trim.empty.pop()
         {
-            // What was filled since then is what came last.
+            // Segments filled since then hold the latest sequences, so keep those.
             if file.is_empty(no) {
                 file.hold(no);
                 trim.chosen.push(no);
@@ -163,12 +164,12 @@ impl Matcher {
         }
     }
 
-    /// Looks at the next pages of an image, and goes on behind those that it skips for them.
+    /// Examines the next pages of an image, then advances by the stride.
     fn look(&mut self, image: ImageId, pages: u64, trim: &mut Trim) {
         let run = trim.page..pages.min(trim.page + PAGES_A_STEP);
         trim.page += (run.end - run.start) * trim.stride;
         let mut digests: Vec<Digest> = Vec::new();
-        // What cannot be read, or went meanwhile, uses nothing.
+        // Pages that are unreadable, or were removed meanwhile, count as using nothing.
         let mut read = |file: &mut HashFile| {
             for no in run.clone() {
                 if let Ok(Some(page)) = file.page(no) {
@@ -213,7 +214,7 @@ mod tests {
         m.finish(cursor).unwrap();
     }
 
-    /// Sequences are stored without what is there already only while room is scarce.
+    /// Only while space is scarce are sequences stored without the parts already present.
     #[test]
     fn what_was_given_back_is_room_again() {
         let config = MatcherConfig {
@@ -231,7 +232,8 @@ mod tests {
         assert!(!m.sequences.is_filling());
     }
 
-    /// More are empty than one step frees; what is filled before their turn comes stays, and all others are named.
+    /// More segments are empty than one step frees; those filled before their turn are kept, and all others are
+    /// reported.
     #[test]
     fn what_is_filled_while_it_waits_for_its_turn_stays() {
         let (mut m, _) = Matcher::open(FakeDirectory::default(), MatcherConfig::default()).unwrap();
@@ -261,7 +263,8 @@ mod tests {
         assert_eq!(m.sequence_segments() as usize, filled.len());
     }
 
-    /// A large site is looked at in a sample, which is enough to tell what is used from what is not; images may go meanwhile.
+    /// A large site is sampled, which suffices to tell used segments from unused ones; images may be removed
+    /// meanwhile.
     #[test]
     fn a_sample_ends_soon_and_tells_what_is_used() {
         let (mut m, _) = Matcher::open(FakeDirectory::default(), MatcherConfig::default()).unwrap();
@@ -286,12 +289,12 @@ mod tests {
                 Trimmed::Done => break,
             }
         }
-        // 32 pages for each step that looks, and 32 segments for each other, which are read to be emptied.
+        // 32 pages per examining step, and 32 segments per freeing step, which are read to be emptied.
         assert!(steps < 20 + old as usize / 30, "{steps}");
         let pages = (m.stats().bytes_read - read) / 4096;
         assert!(pages < 500 + 2 * u64::from(old), "{pages} pages");
         assert_eq!(freed.len(), old as usize);
-        // What was of the images that went, but for what lies at the seam.
+        // Freed segments belong to removed images, except at the boundary.
         let wrong = freed.iter().filter(|no| **no > old + 2).count();
         assert!(wrong * 50 < freed.len(), "{wrong} of {}", freed.len());
     }

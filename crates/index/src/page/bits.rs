@@ -1,19 +1,19 @@
-//! A bit for each slot of a page.
+//! A bitmap of the slots of a page.
 
-/// Digests in a page, as many as there is room for beside a checksum.
+/// Digests per page: as many as fit beside a checksum.
 pub(crate) const PER_PAGE: usize = 340;
 
 const WORDS: usize = PER_PAGE.div_ceil(64);
 
-/// Bits of a page's slots. There are none beyond the last slot.
+/// A bit per slot of a page. Bits beyond the last slot are never set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Bits([u64; WORDS]);
 
 impl Bits {
-    /// Bytes on disk.
+    /// Size on disk in bytes.
     pub(crate) const BYTES: usize = WORDS * 8;
 
-    /// The bits of slots `from..to`.
+    /// Sets the bits of slots `from..to`.
     pub(crate) fn range(from: usize, to: usize) -> Self {
         debug_assert!(to <= PER_PAGE);
         let mut bits = Bits::default();
@@ -43,13 +43,13 @@ impl Bits {
         self.0.iter_mut().zip(gone.0).for_each(|(a, b)| *a &= !b);
     }
 
-    /// Those that either has.
+    /// The union of both.
     pub(crate) fn or(mut self, other: Self) -> Self {
         self.0.iter_mut().zip(other.0).for_each(|(a, b)| *a |= b);
         self
     }
 
-    /// Whether it has all that `other` has.
+    /// Whether it includes all bits of `other`.
     pub(crate) fn covers(&self, other: &Self) -> bool {
         self.0.iter().zip(other.0).all(|(a, b)| b & !a == 0)
     }
@@ -99,7 +99,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Against a plain table.
+        /// Compared with a plain table.
         #[test]
         fn bits_are_those_of_a_plain_table(
             set in proptest::collection::vec(0..PER_PAGE, 0..60),

@@ -1,32 +1,32 @@
-//! Numbers for the hash pages of the recent images, dense from zero, so that entries of C0 and C1
-//! have bits left that say more of their digest: each false hit is a page read for nothing.
+//! Numbers of the recent images' hash pages, dense from zero, so that entries of C0 and C1 have spare bits for more
+//! of their digest: each false hit costs a page read.
 //!
-//! Numbers are given in regions of neighbouring pages of one image, the lowest free one first. The
-//! entry's bits above the highest number given so far hold bits of the digest.
+//! Numbers are assigned in regions of consecutive pages of one image, the lowest free region first. The bits of an
+//! entry above the highest number assigned so far hold digest bits.
 
 use drover_core::Digest;
 
-/// Pages of a region, as a power of two: 1.3 GiB of data.
+/// Pages per region, as a power of two: 1.3 GiB of data.
 const REGION_BITS: u8 = 10;
 
-/// What a region's pages are of.
+/// The image pages that a region covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Region {
     pub slot: u8,
-    /// Which of the image's regions.
+    /// Index of the region within the image.
     pub part: u32,
 }
 
-/// Which numbers are whose.
+/// The assignment of numbers to images.
 #[derive(Debug)]
 pub(crate) struct Numbers {
     regions: Vec<Option<Region>>,
     /// The regions of each slot, in order.
     of_slot: Vec<Vec<u32>>,
-    /// Pages an image may have, and pages of a region, as powers of two.
+    /// Maximum pages per image, and pages per region, as powers of two.
     address_bits: u8,
     region_bits: u8,
-    /// Bits of an entry beside its fingerprint, and how many of them hold numbers.
+    /// Bits of an entry besides its fingerprint, and how many of them hold numbers.
     bits: u8,
     used_bits: u8,
 }
@@ -56,8 +56,8 @@ impl Numbers {
         Some(region << self.region_bits | page as u32 & low(self.region_bits))
     }
 
-    /// Gives the image's pages numbers, up to this one. `false` when there are none left for it.
-    /// Afterwards [`used_bits`](Self::used_bits) may be more.
+    /// Assigns numbers to the image's pages up to this one. `false` when none are left.
+    /// [`used_bits`](Self::used_bits) may increase.
     pub(crate) fn give(&mut self, slot: u8, page: u64) -> bool {
         if page >> self.address_bits != 0 {
             return false;
@@ -79,13 +79,13 @@ impl Numbers {
         true
     }
 
-    /// Bits that the numbers given need.
+    /// Bits needed for the numbers assigned.
     fn needed_bits(&self) -> u8 {
         let regions = self.regions.len().max(1).next_power_of_two();
         self.region_bits + regions.ilog2() as u8
     }
 
-    /// Takes an image's numbers back; no entry may have one of them any more.
+    /// Releases an image's numbers; no entry may contain them any more.
     pub(crate) fn take_back(&mut self, slot: u8) {
         let Some(parts) = self.of_slot.get_mut(usize::from(slot)) else {
             return;
@@ -98,13 +98,13 @@ impl Numbers {
         }
     }
 
-    /// What an entry says beside its fingerprint: the page's number, and above it bits of the digest.
+    /// An entry without its fingerprint: the page's number, and above it digest bits.
     #[inline]
     pub(crate) fn payload(&self, number: u32, digest: &Digest) -> u32 {
         number | self.check(digest)
     }
 
-    /// Whether an entry's bits above the number are the digest's.
+    /// Whether an entry's bits above the number match the digest.
     #[inline]
     pub(crate) fn agrees(&self, payload: u32, digest: &Digest) -> bool {
         payload & !low(self.used_bits) == self.check(digest)
@@ -112,12 +112,12 @@ impl Numbers {
 
     #[inline]
     fn check(&self, digest: &Digest) -> u32 {
-        // Bytes that neither a fingerprint nor a bucket nor the choice of anchors is made of.
+        // Bytes not used for the fingerprint, the bucket or the choice of anchors.
         let of_digest = u32::from(u16::from_le_bytes([digest.0[10], digest.0[11]])) << 16;
         (of_digest >> (32 - self.bits)) & !low(self.used_bits)
     }
 
-    /// The image and the page that an entry names.
+    /// The image and the page that an entry refers to.
     #[inline]
     pub(crate) fn page(&self, payload: u32) -> Option<(u8, u64)> {
         let number = payload & low(self.used_bits);
@@ -129,17 +129,17 @@ impl Numbers {
         ))
     }
 
-    /// How many of an entry's low bits hold a number; the others hold bits of its digest.
+    /// How many of an entry's low bits hold a number; the others hold digest bits.
     pub(crate) fn used_bits(&self) -> u8 {
         self.used_bits
     }
 
-    /// Which numbers are whose, to be saved.
+    /// The assignment of regions, to be saved.
     pub(crate) fn regions(&self) -> &[Option<Region>] {
         &self.regions
     }
 
-    /// Takes what was saved. `false`, and nothing is taken, when it makes no sense.
+    /// Restores a saved assignment. Returns `false`, with nothing restored, when it is inconsistent.
     pub(crate) fn restore(&mut self, used_bits: u8, regions: &[Option<Region>]) -> bool {
         let mut of_slot: Vec<Vec<(u32, u32)>> = vec![Vec::new(); self.of_slot.len()];
         for (number, region) in regions.iter().enumerate() {
@@ -186,7 +186,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is given and taken back, a number leads to the page that it was given for.
+        /// After any sequence of assignments and releases, a number leads to the page that it was assigned to.
         #[test]
         fn a_number_is_of_one_page(ops in proptest::collection::vec((0u8..4, 0u64..40_000, any::<u16>(), 0u8..6), 0..80)) {
             let mut numbers = Numbers::new(2, 15);

@@ -20,33 +20,33 @@ pub(crate) const HEADER: usize = 64;
 const RECORD: usize = 3 * Bits::BYTES + 16;
 const CLEAN: u32 = 1;
 
-/// Changed segments that are held in memory before they should be written.
+/// Number of changed segments in memory from which on they should be written.
 const BUSY: usize = 256;
 
-/// Where a new piece of a sequence goes.
+/// Where to store a new piece of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
     pub segment: u32,
     pub offset: usize,
-    /// What the segment holds has to be evicted first.
+    /// The segment's contents must be evicted first.
     pub recycled: bool,
 }
 
 pub(crate) struct SequenceFile {
     hash: Arc<dyn File>,
     side: Arc<dyn File>,
-    /// Segments in use or used before.
+    /// Segments in use or previously used.
     segments: u32,
-    /// Which of them hold something, and how many do.
+    /// Which of them are not empty, and their number.
     holds: Vec<bool>,
     occupied: u32,
     limit: u32,
     /// The segment being filled, and its fill level.
     tail: Option<(u32, usize)>,
-    /// The next segment to be used again when there is no room.
+    /// The segment to be reused next when there is no free space.
     hand: u32,
     gaps: Gaps,
-    /// Segments where nothing new goes for now; no gap lies in one.
+    /// Segments to which stores are blocked; they contain no gaps.
     held: BTreeSet<u32>,
     /// Changed segments that are not written yet.
     changed: BTreeMap<u32, Arc<Page>>,
@@ -60,7 +60,7 @@ fn slot(segment: u32, offset: usize) -> u64 {
 }
 
 impl SequenceFile {
-    /// Opens the files, or starts new ones. A record that is damaged is an empty segment.
+    /// Opens the files, or creates them. A damaged record counts as an empty segment.
     pub(crate) fn open(
         storage: &dyn Directory,
         limit: u32,
@@ -78,7 +78,7 @@ impl SequenceFile {
                 file.hand = if hand < file.segments { hand } else { 0 };
                 return Ok(file);
             }
-            // A side file that never got its header is one that was being created.
+            // A side file without a header was just being created.
             if b != [0; HEADER] {
                 repairs.push(Repair::Sequences);
             }
@@ -109,14 +109,14 @@ impl SequenceFile {
         }
     }
 
-    /// Reads all records: what is free, and what is damaged.
+    /// Reads all records; finds free slots and damage.
     fn scan(&mut self, repairs: &mut Vec<Repair>) -> io::Result<()> {
         let size = self.side.len()?.saturating_sub(HEADER as u64);
         let records = size.div_ceil(RECORD as u64);
         let on_disk = records.min(u64::from(self.limit)) as u32;
         self.segments = on_disk;
         if records > u64::from(on_disk) {
-            // The limit was lowered. What is beyond it must not come back when it is raised.
+            // The limit was lowered. Segments beyond it must not reappear when it is raised.
             self.side.set_len(record_offset(on_disk))?;
             let bytes = u64::from(on_disk) * PAGE_BYTES as u64;
             if self.hash.len()? > bytes {
@@ -160,7 +160,7 @@ impl SequenceFile {
         }
     }
 
-    /// Which use of the index the clean files are of.
+    /// The epoch of the index to which the clean files belong.
     pub(crate) fn clean_epoch(&self) -> Option<u64> {
         self.clean.then_some(self.epoch)
     }
@@ -173,17 +173,17 @@ impl SequenceFile {
         self.segments
     }
 
-    /// Segments that there may be.
+    /// Maximum number of segments.
     pub(crate) fn limit(&self) -> u32 {
         self.limit
     }
 
-    /// Segments that hold something.
+    /// Number of segments that are not empty.
     pub(crate) fn occupied(&self) -> u32 {
         self.occupied
     }
 
-    /// Whether a segment holds nothing.
+    /// Whether a segment is empty.
     pub(crate) fn is_empty(&self, no: u32) -> bool {
         !self.holds.get(no as usize).is_some_and(|h| *h)
     }
@@ -197,22 +197,22 @@ impl SequenceFile {
         self.occupied = self.occupied + u32::from(holds) - u32::from(before);
     }
 
-    /// Memory.
+    /// Memory in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.holds.len() + self.gaps.len() * 48 + self.changed.len() * size_of::<Page>()
     }
 
-    /// Whether so much has changed that it should be written.
+    /// Whether enough has changed that it should be written.
     pub(crate) fn is_busy(&self) -> bool {
         self.changed.len() >= BUSY
     }
 
-    /// Whether most of what may be used is in use.
+    /// Whether most of the permitted space is in use.
     pub(crate) fn is_filling(&self) -> bool {
         self.occupied >= self.limit - self.limit / 4
     }
 
-    /// A segment that was changed and not written yet, or has never been written.
+    /// A segment that was changed and not written yet, or was never written.
     pub(crate) fn in_memory(&self, no: u32) -> Option<Arc<Page>> {
         if no >= self.segments {
             return Some(Arc::new(Page::empty()));
@@ -244,9 +244,9 @@ impl SequenceFile {
         Ok(page)
     }
 
-    /// Finds room for `n` digests, at most a segment, and reserves it: a gap of exactly that size,
-    /// the rest of the segment being filled, a new segment; at the limit any gap that is large
-    /// enough, and at last the segment that was filled longest ago. None when all that is left is held back.
+    /// Allocates space for `n` digests, at most a segment: a gap of exactly that size, the rest of the segment being
+    /// filled, or a new segment; at the limit, any gap that is large enough, finally the segment that was filled
+    /// longest ago. `None` when stores to all remaining ones are blocked.
     pub(crate) fn place(&mut self, n: usize) -> Option<Place> {
         let at = |s: u64| Place {
             segment: (s / PER_PAGE as u64) as u32,
@@ -268,7 +268,7 @@ impl SequenceFile {
             None if self.segments < self.limit && !self.held.contains(&self.segments) => {
                 let new = self.segments;
                 self.segments += 1;
-                // There is nothing on disk to be read yet.
+                // It is not on disk yet.
                 self.change(new, Arc::new(Page::empty()));
                 Some(new)
             }
@@ -295,15 +295,14 @@ impl SequenceFile {
         None
     }
 
-    /// Nothing new goes to this segment from now on, which may be one that there is not yet. What it holds is found as
-    /// before.
+    /// Blocks stores to this segment, which may not exist yet. Its contents can still be found.
     pub(crate) fn hold(&mut self, no: u32) {
         self.forget_room(no);
         self.held.insert(no);
     }
 
-    /// These segments are not held back any more. The room in those that are not empty is found again when the index is
-    /// next opened.
+    /// Unblocks these segments. The free space in those that are not empty is found again when the index is next
+    /// opened.
     pub(crate) fn release(&mut self, segments: &[u32]) {
         for &no in segments {
             if self.held.remove(&no) && no < self.segments && self.is_empty(no) {
@@ -312,13 +311,13 @@ impl SequenceFile {
         }
     }
 
-    /// No segment is held back any more.
+    /// Unblocks all segments.
     pub(crate) fn release_all(&mut self) {
         let held: Vec<u32> = self.held.iter().copied().collect();
         self.release(&held);
     }
 
-    /// Nothing more is placed into what is free of this segment.
+    /// Excludes this segment's free space from allocation.
     fn forget_room(&mut self, no: u32) {
         self.gaps.remove_segment(no);
         if self.tail.is_some_and(|(t, _)| t == no) {
@@ -326,20 +325,20 @@ impl SequenceFile {
         }
     }
 
-    /// So many slots are free from here on.
+    /// Adds `n` free slots from here on.
     fn add_gap(&mut self, no: u32, from: usize, n: usize) {
         if !self.held.contains(&no) {
             self.gaps.add(slot(no, from), n);
         }
     }
 
-    /// The first `n` slots of a segment are taken that was [emptied](Self::empty) just now.
+    /// Allocates the first `n` slots of a segment that was just [emptied](Self::empty).
     pub(crate) fn reserve(&mut self, segment: u32, n: usize) {
         self.forget_room(segment);
         self.begin_segment(segment, n);
     }
 
-    /// The first `n` slots of a free segment are taken. A full one leaves the tail where it is.
+    /// Allocates the first `n` slots of a free segment. The tail does not change if that fills it.
     fn begin_segment(&mut self, segment: u32, n: usize) {
         if n == PER_PAGE {
             return;
@@ -351,7 +350,7 @@ impl SequenceFile {
         }
     }
 
-    /// The segment has new content, to be written with the next [`flush`](Self::flush).
+    /// Sets a segment's new contents, to be written by the next [`flush`](Self::flush).
     pub(crate) fn change(&mut self, no: u32, page: Arc<Page>) {
         self.note(no, !page.used.is_empty());
         self.changed.insert(no, page);
@@ -379,7 +378,7 @@ impl SequenceFile {
         self.add_gap(no, from, n);
     }
 
-    /// Writes changed segments and hands each to `written`. After an error they stay changed.
+    /// Writes changed segments and passes each to `written`. After an error they stay marked as changed.
     pub(crate) fn flush(&mut self, mut written: impl FnMut(u32, Arc<Page>)) -> io::Result<()> {
         if self.changed.is_empty() {
             return Ok(());
@@ -389,7 +388,7 @@ impl SequenceFile {
             self.write_header()?;
             self.side.sync()?;
         }
-        // Neighbouring segments go out together.
+        // Adjacent segments are written together.
         let mut runs: Vec<(u32, Vec<u8>, Vec<u8>)> = Vec::new();
         for (&no, page) in &self.changed {
             let (bytes, record) = on_disk(no, page);
@@ -413,18 +412,18 @@ impl SequenceFile {
         Ok(())
     }
 
-    /// Gives up writing what changed, and says what that was.
+    /// Discards unwritten changes and returns them.
     pub(crate) fn abandon(&mut self) -> BTreeMap<u32, Arc<Page>> {
         std::mem::take(&mut self.changed)
     }
 
-    /// Makes what was written durable.
+    /// Syncs written data.
     pub(crate) fn sync(&mut self) -> io::Result<()> {
         self.hash.sync()?;
         self.side.sync()
     }
 
-    /// After a snapshot of C2 with this epoch: until the next change the two belong together.
+    /// Call after a snapshot of C2 with this epoch: until the next change the two match.
     pub(crate) fn mark_clean(&mut self, epoch: u64) -> io::Result<()> {
         self.epoch = epoch;
         self.clean = true;
@@ -445,7 +444,7 @@ impl SequenceFile {
     }
 }
 
-/// What the side file says about all segments.
+/// Header of the side file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
     pub epoch: u64,
@@ -467,12 +466,12 @@ impl Header {
         b
     }
 
-    /// The header, if the bytes are one of this version.
+    /// Decodes a header of the current version.
     pub(crate) fn from_bytes(b: &[u8; HEADER]) -> Option<Self> {
         Self::of_version(VERSION, b)
     }
 
-    /// The header, if the bytes are one of that version.
+    /// Decodes a header of the given version.
     pub(crate) fn of_version(version: u32, b: &[u8; HEADER]) -> Option<Self> {
         let u32_at = |i: usize| u32::from_le_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
         let flags = u32_at(12);
@@ -488,7 +487,7 @@ impl Header {
     }
 }
 
-/// A segment's page and record as they are written.
+/// Encodes a segment's page and record for the disk.
 pub(crate) fn on_disk(no: u32, page: &Page) -> ([u8; PAGE_BYTES], [u8; RECORD]) {
     let bytes = page.to_bytes();
     let record = Record {
@@ -500,12 +499,12 @@ pub(crate) fn on_disk(no: u32, page: &Page) -> ([u8; PAGE_BYTES], [u8; RECORD]) 
     (bytes, record.to_bytes(no))
 }
 
-/// Where a segment's record is in the side file.
+/// Offset of a segment's record in the side file.
 pub(crate) fn record_offset(no: u32) -> u64 {
     HEADER as u64 + u64::from(no) * RECORD as u64
 }
 
-/// What the side file says about a segment.
+/// A segment's record in the side file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Record {
     start: Bits,
@@ -540,7 +539,7 @@ impl Record {
             strong: Bits::from_bytes(&masks[2])?,
             page_crc: u32_at(0),
         };
-        // A record of zeros is one that was never written: a hole in the file.
+        // A record of zeros was never written: a hole in the file.
         if r == &[0; RECORD] {
             return Some(record);
         }

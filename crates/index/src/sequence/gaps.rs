@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::page::PER_PAGE;
 
-/// Gaps remembered at most; what is dropped is found again when the index is next opened.
+/// Maximum number of gaps tracked; dropped ones are found again when the index is next opened.
 const LIMIT: usize = 1 << 17;
 
-/// One list of gaps a size. Neighbours inside a segment are one gap.
+/// One list of gaps per size. Adjacent free slots inside a segment form one gap.
 pub(crate) struct Gaps {
     by_slot: BTreeMap<u64, u16>,
     by_size: Vec<BTreeSet<u64>>,
@@ -23,7 +23,7 @@ impl Default for Gaps {
 }
 
 impl Gaps {
-    /// Adds a gap that lies inside one segment and in no other gap.
+    /// Adds a gap that lies inside one segment and does not overlap another gap.
     pub(crate) fn add(&mut self, slot: u64, size: usize) {
         let segment = slot / PER_PAGE as u64;
         let (mut from, mut to) = (slot, slot + size as u64);
@@ -70,7 +70,7 @@ impl Gaps {
         Some(slot)
     }
 
-    /// Forgets the gaps of a segment.
+    /// Removes the gaps of a segment.
     pub(crate) fn remove_segment(&mut self, segment: u32) {
         let from = u64::from(segment) * PER_PAGE as u64;
         let inside: Vec<(u64, u16)> = self
@@ -94,7 +94,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Against a plain array of free slots.
+        /// Compared with a plain array of free slots.
         #[test]
         fn no_slot_is_given_twice_and_none_is_lost(ops in proptest::collection::vec((0u8..4, 1usize..=PER_PAGE, any::<u32>()), 0..300)) {
             const SEGMENTS: usize = 4;
@@ -103,7 +103,7 @@ mod tests {
             for (what, size, pick) in ops {
                 match what {
                     0 | 1 => {
-                        // Free a run of taken slots inside a segment.
+                        // Free a run of allocated slots inside a segment.
                         let from = pick as usize % free.len();
                         let end = (from / PER_PAGE + 1) * PER_PAGE;
                         let n = free[from..end.min(from + size)].iter().take_while(|f| !**f).count();

@@ -20,7 +20,7 @@ fn config(c2_bytes: usize, sequence_limit: u32) -> MatcherConfig {
     }
 }
 
-/// A sequence cache and, slot by slot, what a destination would have in its data file.
+/// A sequence cache and, slot by slot, the data file of its destination.
 struct World {
     storage: FakeDirectory,
     config: MatcherConfig,
@@ -44,7 +44,7 @@ impl World {
         }
     }
 
-    /// Stores blocks `from..to`, of which every seventh is a strong head.
+    /// Stores blocks `from..to`, every seventh of which is a strong head.
     fn store(&mut self, from: u64, to: u64) -> Vec<SequenceStore> {
         let digests: Vec<Digest> = (from..to).map(digest).collect();
         let heads: Vec<Head> = (from..to)
@@ -78,7 +78,7 @@ impl World {
         Some(hit.slot)
     }
 
-    /// Every slot that the hash file calls used holds what the data file does.
+    /// Checks that every slot marked as used in the hash file matches the data file.
     fn check(&mut self) -> usize {
         let mut used = 0;
         for no in 0..self.cache.file.segments() {
@@ -117,8 +117,8 @@ proptest! {
         let mut next = 0;
         for (i, len) in lengths.iter().enumerate() {
             let stores = w.store(next, next + len);
-            // The newest one is found, unless its own strong heads pushed it out of a tiny C2,
-            // or its own later pieces took the place of the first.
+            // The newest one is found, unless its own strong heads evicted its entries from a tiny C2, or its own
+            // later pieces took the place of the first.
             let last = stores.last().expect("stored").from;
             if !small_c2 {
                 prop_assert!(w.lookup(last).is_some());
@@ -136,7 +136,7 @@ proptest! {
         prop_assert!(used <= limit as usize * PER_PAGE);
         w.reopen();
         let again = w.check();
-        // Filling a tiny C2 pushes entries out, and that evicts.
+        // Filling a tiny C2 evicts entries, and with them sequences.
         prop_assert!(if small_c2 { again <= used } else { again == used }, "{} of {}", again, used);
     }
 }
@@ -172,7 +172,7 @@ fn what_c2_pushes_out_is_evicted_with_its_last_entry() {
         w.store(i * 100, i * 100 + 10);
     }
     assert!(w.cache.evicted > 0);
-    // Every sequence that is left is reachable, every one that is not is gone.
+    // Every remaining sequence is reachable; every unreachable one was evicted.
     let mut left = 0;
     for no in 0..w.cache.file.segments() {
         let page = w.cache.page(no, &mut w.shared);
@@ -188,7 +188,7 @@ fn what_c2_pushes_out_is_evicted_with_its_last_entry() {
         }
     }
     assert_eq!(left + w.cache.evicted, w.cache.stored);
-    // What was evicted made room: the file holds little more than what is left.
+    // Evictions freed space: the file holds little more than the remaining sequences.
     let used = w.check() as u64;
     assert_eq!(used, left * 10);
     assert!(u64::from(w.cache.file.segments()) * SEGMENT < used * 3 / 2 + 2 * SEGMENT);
@@ -230,7 +230,7 @@ fn start_bits_bound_a_sequence() {
     assert_eq!(sequence_around(&page, 127), (8, PER_PAGE));
 }
 
-/// What was told of a sequence that was stored.
+/// Where a stored sequence is found.
 fn found_at(w: &mut World, n: u64) -> Option<u32> {
     Some((w.lookup(n)? / SEGMENT) as u32)
 }
@@ -250,7 +250,7 @@ fn trimming_frees_what_is_used_least_first_and_of_equals_the_oldest() {
     order.reverse();
     assert_eq!(order, [0, 2, 3, 5, 4, 1]);
     assert!(w.cache.free(&order[..3], &mut w.shared));
-    // What holds nothing goes before all else, as far as the destination's file reaches.
+    // Empty segments come first, up to the size of the destination's file.
     assert_eq!(w.cache.by_use(&uses), [1, 4, 5]);
     assert_eq!(w.cache.empty(8), [7, 6, 3, 2, 0]);
     assert_eq!(w.cache.file.occupied(), 3);
@@ -258,7 +258,7 @@ fn trimming_frees_what_is_used_least_first_and_of_equals_the_oldest() {
         let gone = [0, 2, 3].contains(&i);
         assert_eq!(found_at(&mut w, i * 1000).is_none(), gone, "sequence {i}");
     }
-    // What was freed is used again before the file grows, and a restart finds the same.
+    // Freed segments are reused before the file grows, also after a restart.
     w.reopen();
     assert_eq!(w.cache.file.occupied(), 3);
     assert_eq!(w.store(9000, 9000 + SEGMENT)[0].first, 0);
@@ -273,14 +273,14 @@ fn nothing_new_goes_to_what_is_held_back() {
         w.store(i * 1000, i * 1000 + SEGMENT - 10);
     }
     assert_eq!(w.store(5000, 5010)[0].first / SEGMENT, 0);
-    // The rest of a segment, all of one, one that there is not yet, and one whose turn it would be.
+    // The rest of a segment, a whole one, one that does not exist yet, and the one to be reused next.
     w.cache.file.hold(1);
     assert!(w.cache.free(&[1], &mut w.shared));
     w.cache.file.hold(3);
     w.cache.file.hold(0);
     assert_eq!(w.store(6000, 6010)[0].first / SEGMENT, 2);
     assert_eq!(found_at(&mut w, 0), Some(0));
-    // None is left.
+    // No segment is left.
     w.cache.file.hold(2);
     let mut stores = Vec::new();
     let (cache, shared) = (&mut w.cache, &mut w.shared);
@@ -325,7 +325,7 @@ fn trimming_to_a_lower_limit_is_for_good() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
-    /// What trimming frees is what a plain table says, and what it leaves is found as before.
+    /// What trimming frees agrees with a plain table, and the remaining sequences are found as before.
     #[test]
     fn trimming_at_any_moment_leaves_what_is_left_whole(
         lengths in proptest::collection::vec(1u64..800, 1..40),

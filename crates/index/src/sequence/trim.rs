@@ -1,19 +1,19 @@
-//! Giving segments back: those that the fewest blocks of the site's images are found in go first.
+//! Chooses and frees segments for a trim: first those in which the fewest blocks of the site's images are found.
 
 use drover_core::Digest;
 
 use super::SequenceCache;
 use crate::matcher::MatcherContext;
 
-/// How often each segment was found by the blocks that were looked at.
+/// How many of the examined blocks were found in each segment.
 #[derive(Debug, Default)]
 pub(crate) struct Uses {
     found: Vec<u32>,
 }
 
 impl SequenceCache {
-    /// Counts the segments that `digest` leads to. Nothing is read, and no entry moves: a false match counts as well, for
-    /// every segment as likely.
+    /// Counts the segments for which C2 has entries of `digest`. Reads no page and moves no entry; false matches
+    /// count too, equally likely for every segment.
     pub(crate) fn count_uses(&self, digest: &Digest, uses: &mut Uses) {
         let key = self.c2.key(digest);
         if !self.c2.may_contain(key) {
@@ -28,7 +28,7 @@ impl SequenceCache {
         }
     }
 
-    /// The segments that hold something, those that are used least last; of equals the one that was filled first.
+    /// The segments that are not empty, least used last; of equals, the one filled first is last.
     pub(crate) fn by_use(&self, uses: &Uses) -> Vec<u32> {
         let mut all: Vec<u32> = (0..self.file.segments())
             .filter(|no| !self.file.is_empty(*no))
@@ -38,13 +38,13 @@ impl SequenceCache {
         all
     }
 
-    /// Those of the first `have` segments that hold nothing, the first one last.
+    /// The empty segments among the first `have`, the first one last.
     pub(crate) fn empty(&self, have: u32) -> Vec<u32> {
         let all = (0..self.file.limit().min(have)).rev();
         all.filter(|no| self.file.is_empty(*no)).collect()
     }
 
-    /// Evicts what is in these segments and writes that down; `false` when it could not be written.
+    /// Evicts the contents of these segments and writes that; `false` when it could not be written.
     pub(crate) fn free(&mut self, segments: &[u32], shared: &mut MatcherContext) -> bool {
         for &no in segments {
             if !self.file.is_empty(no) {

@@ -1,31 +1,31 @@
-//! One cache by itself, for benches.
+//! A single cache, for benchmarks.
 
 use drover_core::Digest;
 
 use crate::cuckoo::CuckooLru;
 
-/// A cuckoo-LRU cache of 4-byte entries with fingerprints of eight bits, as C2 is one.
+/// A cuckoo-LRU cache of 4-byte entries with fingerprints of eight bits, like C2.
 pub struct Cache(CuckooLru);
 
 impl Cache {
-    /// One that takes `bytes` of memory.
+    /// Creates a cache of `bytes` bytes.
     #[must_use]
     pub fn new(bytes: usize) -> Self {
         Cache(CuckooLru::new(bytes, usize::MAX, 8))
     }
 
-    /// Slots, and how many are in use.
+    /// Total slots and slots in use.
     #[must_use]
     pub fn fill(&self) -> (usize, usize) {
         (self.0.capacity(), self.0.len())
     }
 
-    /// Enters a digest at a page (below 2^24); whether another entry had to go.
+    /// Inserts a digest with a page (below 2^24); returns whether another entry was evicted.
     pub fn insert(&mut self, digest: &Digest, page: u32) -> bool {
         self.0.insert(self.0.key(digest), page).is_some()
     }
 
-    /// The pages that the digest may be in, and how many there are.
+    /// The pages that may contain the digest, and their number.
     #[must_use]
     pub fn look_up(&self, digest: &Digest) -> ([u32; 8], usize) {
         let mut pages = [0; 8];

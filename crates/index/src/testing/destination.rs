@@ -1,4 +1,4 @@
-//! A destination that carries out plans, with digests in place of blocks.
+//! A destination that applies plans, with digests in place of blocks.
 
 use std::collections::HashMap;
 
@@ -7,39 +7,38 @@ use drover_core::Digest;
 use crate::SEGMENT_SLOTS;
 use crate::matcher::{ImageId, Origin, Plan};
 
-/// What a destination would hold: for each image and for the sequence data file, the digests of
-/// its blocks.
+/// Contents of a destination: for each image and for the sequence data file, the digests of its blocks.
 #[derive(Debug, Clone, Default)]
 pub struct Destination {
     images: HashMap<ImageId, Vec<Digest>>,
     sequences: HashMap<u64, Digest>,
 }
 
-/// What a plan came to.
+/// Result of applying a plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Applied {
     /// Blocks from the source.
     pub literal: u64,
-    /// Blocks that were reused and are what they should be.
+    /// Reused blocks that are correct.
     pub reused: u64,
-    /// Blocks that were to be reused and are not (any more) what they should be: a real
-    /// destination asks the source for them.
+    /// Reused blocks that are wrong, for example because they changed: a real destination requests them from the
+    /// source.
     pub refetched: u64,
 }
 
 impl Destination {
-    /// Empty.
+    /// An empty destination.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Starts an image anew.
+    /// Starts an image, discarding any earlier one.
     pub fn begin(&mut self, image: ImageId) {
         self.images.insert(image, Vec::new());
     }
 
-    /// An image that is deleted.
+    /// Deletes an image.
     pub fn delete(&mut self, image: ImageId) {
         self.images.remove(&image);
     }
@@ -50,10 +49,10 @@ impl Destination {
         self.images.get(&image).map_or(&[], Vec::as_slice)
     }
 
-    /// Carries out a plan for the next blocks of `image`, which should become `digests`.
+    /// Applies a plan for the next blocks of `image`, which should become `digests`.
     ///
     /// # Errors
-    /// A text when the plan breaks a rule of [`Plan`].
+    /// A message when the plan violates the contract of [`Plan`].
     pub fn apply(
         &mut self,
         image: ImageId,
