@@ -1,4 +1,4 @@
-//! The addresses by which others reach this site, for tickets.
+//! The addresses under which others reach this site; they go into tickets.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -8,11 +8,11 @@ use drover_store::SiteCatalog;
 use crate::error::Error;
 use crate::home::Home;
 
-/// The setting that holds the addresses of the last `serve`, one a line.
+/// Catalog setting with the addresses of the last `serve`, one per line.
 const SETTING: &str = "addresses";
 
-/// The addresses for tickets of a site that listens on `listen`: what it was told to advertise,
-/// else where it listens, else, when that is every interface, the host's own addresses.
+/// The addresses to put into tickets for a site that listens on `listen`: those to advertise if any are given, else the
+/// listen address, or all addresses of the host when that is the wildcard address.
 pub fn of_listener(listen: SocketAddr, advertise: &[String]) -> Result<Vec<String>, String> {
     if !advertise.is_empty() {
         return advertise
@@ -36,7 +36,7 @@ pub fn of_listener(listen: SocketAddr, advertise: &[String]) -> Result<Vec<Strin
         .collect())
 }
 
-/// Addresses that others may reach, likeliest first, loopback last; at most as many as fit in a ticket.
+/// Reachable addresses, most likely to work first, loopback last; at most as many as fit in a ticket.
 fn best_first(mut host: Vec<IpAddr>, only_v4: bool) -> Vec<IpAddr> {
     // A link-local IPv6 address means nothing without the interface it belongs to.
     host.retain(|ip| match ip {
@@ -65,7 +65,7 @@ fn best_first(mut host: Vec<IpAddr>, only_v4: bool) -> Vec<IpAddr> {
     host
 }
 
-/// `HOST` or `HOST:PORT` as `HOST:PORT`.
+/// Completes `HOST` or `HOST:PORT` to `HOST:PORT`.
 fn with_port(text: &str, port: u16) -> Result<String, String> {
     let bad = || {
         format!(
@@ -98,7 +98,7 @@ fn with_port(text: &str, port: u16) -> Result<String, String> {
     Ok(format!("{host}:{port}"))
 }
 
-/// Remembers where the site listens, for `drover ticket`.
+/// Saves the addresses of this site for `drover ticket`.
 pub fn save(catalog: &SiteCatalog, addresses: &[String]) -> Result<(), drover_store::CatalogError> {
     let text = addresses.join("\n");
     if catalog.setting(SETTING)?.as_deref() == Some(&text) {
@@ -107,7 +107,7 @@ pub fn save(catalog: &SiteCatalog, addresses: &[String]) -> Result<(), drover_st
     catalog.set_setting(SETTING, &text)
 }
 
-/// Where the site of this home listened last; none when it never did.
+/// The addresses saved by the last `serve`; empty if the site never ran.
 pub fn saved(catalog: &SiteCatalog) -> Result<Vec<String>, drover_store::CatalogError> {
     Ok(catalog
         .setting(SETTING)?
@@ -117,7 +117,8 @@ pub fn saved(catalog: &SiteCatalog) -> Result<Vec<String>, drover_store::Catalog
         .collect())
 }
 
-/// The addresses for a ticket made beside the site: those given, the last known, or the configured.
+/// The addresses for a ticket made outside the serving process: those given, else the saved ones, else the configured
+/// ones.
 pub fn for_ticket(
     home: &Home,
     catalog: &SiteCatalog,

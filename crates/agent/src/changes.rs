@@ -1,6 +1,7 @@
-//! What mounts wrote over this site's images.
+//! Changes: the data that mounts wrote over this site's images, kept separately from the image files.
 //!
-//! - [`mod@merge`]: what makes it part of an image; [`part`]: the new file; [`decided`], [`mod@recover`]: after a crash.
+//! - [`mod@merge`]: merges changes into an image, or into a new one; [`part`]: writes the new file.
+//! - [`decided`]: the durable commit record of a merge; [`mod@recover`]: crash recovery.
 
 mod decided;
 mod merge;
@@ -33,28 +34,28 @@ pub use part::Target;
 pub use recover::{recover, recover_own};
 pub use turn::Here;
 
-/// What mounts wrote over an image, as it is told.
+/// The changes that mounts made to one image, as reported to users.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Told {
-    /// The image.
+    /// The image's name.
     pub image: String,
-    /// Bytes of the disk that are not the image's any more.
+    /// Bytes of the disk that differ from the image.
     pub changed_bytes: u64,
-    /// Bytes that it takes.
+    /// Bytes that the changes occupy on disk.
     pub room_bytes: u64,
-    /// When it was last written, seconds since 1970.
+    /// Time of the last write, seconds since 1970.
     pub written_unix: Option<i64>,
-    /// Who wrote last.
+    /// The last writer.
     pub by: Option<Writer>,
-    /// Who may write now.
+    /// The current holder of the write lease.
     pub held_by: Option<Writer>,
-    /// Of an image that was replaced since.
+    /// Whether the changes belong to an earlier image of this name, which has been replaced.
     pub earlier: bool,
-    /// The digest of the image that it was written over.
+    /// The digest of the base image.
     pub base: Option<String>,
-    /// Where it is.
+    /// The directory with the changes.
     pub directory: String,
-    /// Why it cannot be read.
+    /// Why the changes cannot be read.
     pub problem: Option<String>,
 }
 
@@ -75,44 +76,44 @@ impl From<Changes> for Told {
     }
 }
 
-/// What was dropped.
+/// The result of dropping changes.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Dropped {
-    /// The image.
+    /// The image's name.
     pub image: String,
-    /// Whether there was anything.
+    /// Whether there were any changes to drop.
     pub dropped: bool,
-    /// Bytes of the disk that were not the image's.
+    /// Bytes of the disk that differed from the image.
     pub changed_bytes: u64,
-    /// Bytes that it took.
+    /// Bytes that the changes occupied on disk.
     pub room_bytes: u64,
-    /// Of images that were replaced since.
+    /// Whether they belonged to earlier, replaced images.
     pub earlier: bool,
 }
 
-/// What mounts wrote over an image; none when that is nothing.
+/// The changes that mounts made to an image; `None` when there are none.
 pub fn of_image(home: &Home, name: &ImageName) -> Option<Told> {
     changes_of(&home.mounted_dir(), name).map(Told::from)
 }
 
-/// What mounts wrote over all images?
+/// Request: list the changes of all images.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ListChanges;
 request!(ListChanges: "change.list", Manage, () => Vec<Told>);
 
-/// Drop what mounts wrote over an image.
+/// Request: drop the changes of an image.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DropChanges {
-    /// Which.
+    /// The image.
     pub name: ImageName,
-    /// Over earlier images of that name, which were replaced since.
+    /// Drop the changes of earlier, replaced images of that name instead.
     pub earlier: bool,
 }
 request!(DropChanges: "change.drop", Manage, () => Dropped);
 
 request!(Order: "change.merge", Manage, Progress => Merged);
 
-/// What mounts wrote over all images.
+/// The changes of all images, read from disk.
 ///
 /// # Errors
 /// When the site's state cannot be read.
@@ -121,10 +122,10 @@ pub fn on_disk(home: &Home) -> Result<Vec<Told>> {
     Ok(all.into_iter().map(Told::from).collect())
 }
 
-/// Drops changes; what they were. Blocks on the disk.
+/// Drops the changes of an image and reports what was dropped. Blocks on disk I/O.
 ///
 /// # Errors
-/// When somebody has the image mounted, or its files cannot be changed.
+/// When the image is mounted, or its files cannot be modified.
 pub fn drop_at(home: &Home, server: &Server, name: &ImageName, earlier: bool) -> Result<Dropped> {
     let room = room_of(home, name, earlier)?;
     let (dropped, changed_bytes) = if earlier {
@@ -150,10 +151,10 @@ fn room_of(home: &Home, name: &ImageName, earlier: bool) -> Result<u64> {
     Ok(these.map(|c| c.room).sum())
 }
 
-/// What mounts wrote, by the running site or by what is written down.
+/// The changes of all images, from the running site or, when none runs, from disk.
 ///
 /// # Errors
-/// When the site does not answer, or its state cannot be read.
+/// When the site does not reply, or its state cannot be read.
 pub async fn told(home: &Home) -> Result<Vec<Told>> {
     match Call::local(home).await? {
         Some(call) => call.ask(&ListChanges, |()| {}).await,
@@ -161,7 +162,7 @@ pub async fn told(home: &Home) -> Result<Vec<Told>> {
     }
 }
 
-/// Has the running site drop changes, or drops them when none runs.
+/// Drops changes through the running site, or in this process when none runs.
 ///
 /// # Errors
 /// As [`drop_at`].
@@ -175,7 +176,7 @@ pub async fn ask_to_drop(
         let name = name.clone();
         return call.ask(&DropChanges { name, earlier }, |()| {}).await;
     }
-    // No site may begin to serve it meanwhile; what a merge left that was interrupted is dealt with first.
+    // Keeps a site from starting to serve the image meanwhile; recovers interrupted merges first.
     let own = Own::open(home, catalog).await?;
     let server = mounts::site_server(home, catalog)?;
     let (of, name) = (home.clone(), name.clone());
@@ -186,14 +187,13 @@ pub async fn ask_to_drop(
 }
 
 impl Told {
-    /// Whether it was written over the image of this digest, as far as that is known, and not over one that had its name
-    /// before.
+    /// Whether the base is known to be the image with this digest, rather than an earlier image of the same name.
     pub fn is_over(&self, digest: &Digest) -> bool {
         let of_another = |base: &String| *base != digest.to_string();
         !self.base.as_ref().is_some_and(of_another)
     }
 
-    /// For who looks at the image itself: that there is more.
+    /// A note for users who read the image itself: that there are also changes.
     pub fn beside(&self) -> String {
         match &self.problem {
             Some(problem) => format!("its changes cannot be read: {}", clean(problem)),
@@ -205,7 +205,7 @@ impl Told {
     }
 }
 
-/// Has the running site merge, or merges when none runs. `progress` hears bytes done of bytes in all.
+/// Merges through the running site, or in this process when none runs. `progress` receives bytes done and the total.
 ///
 /// # Errors
 /// As [`merge()`].

@@ -1,4 +1,4 @@
-//! What can go wrong, whether it was a refusal, and the one line that a person reads.
+//! The crate's error type, its classification, and how it is shown as one line.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -15,22 +15,22 @@ use drover_teleport::TeleportError;
 
 use crate::text::clean;
 
-/// What an agent's function returns.
+/// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What kind of failure it was. The numbers are the exit codes of `drover`.
+/// Classification of failures. The numbers are the exit codes of `drover`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// It did not work; it may when it is tried again.
+    /// It failed; a retry may succeed.
     Failed = 1,
-    /// What was asked for makes no sense.
+    /// The request makes no sense.
     Usage = 2,
-    /// A peer or this site will not do it: trust, space or policy; or it has no image of that name.
+    /// Refused by a peer or this site: trust, space or policy, or there is no image of that name.
     Refused = 3,
 }
 
 impl Kind {
-    /// The meaning of another drover process's exit code.
+    /// The kind for an exit code of another drover process.
     pub fn of_code(code: u8) -> Kind {
         match code {
             2 => Kind::Usage,
@@ -40,65 +40,65 @@ impl Kind {
     }
 }
 
-/// Why an agent's function failed. Displayed with `#`, what was being done comes with its cause.
+/// Why an operation failed. The `{:#}` format includes the chain of causes.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What this crate itself found.
+    /// A failure detected by this crate itself.
     #[error("{message}")]
     Said {
-        /// Of what kind it is.
+        /// Its kind.
         kind: Kind,
-        /// For a person.
+        /// Message for the user.
         message: String,
     },
-    /// What another process refused, or what this one refuses for a reason that callers tell apart by its code.
+    /// A refusal of another process, or one of this process that callers distinguish by its code.
     #[error("{}", .0.message)]
     Refused(Refusal),
-    /// What was being done, and why it failed.
+    /// A failure with its context.
     #[error(fmt = doing)]
     Doing {
-        /// What.
+        /// What was being done.
         what: String,
-        /// Why.
+        /// The cause.
         source: Box<Error>,
     },
-    /// Whoever was to hear that it is ready went away.
+    /// The receiver of the readiness notice went away.
     #[error("nobody hears that it is ready")]
     Unheard,
-    /// The system.
+    /// System I/O error.
     #[error("{0}")]
     Io(#[from] std::io::Error),
-    /// A record, or what another process says.
+    /// Invalid JSON in a record or in a message of another process.
     #[error("{0}")]
     Json(#[from] serde_json::Error),
     /// A task that panicked.
     #[error("{0}")]
     Task(#[from] tokio::task::JoinError),
-    /// An answer that took too long.
+    /// A timeout.
     #[error("{0}")]
     Late(#[from] tokio::time::error::Elapsed),
-    /// The end of this process.
+    /// This process is shutting down.
     #[error("{0}")]
     Closed(#[from] tokio::sync::AcquireError),
-    /// A name.
+    /// An invalid name.
     #[error("{0}")]
     Name(#[from] NameError),
-    /// A device.
+    /// A block device.
     #[error("{0}")]
     Device(#[from] DeviceError),
     /// A cache.
     #[error("{0}")]
     Synced(#[from] SyncedError),
-    /// The stack of a disk.
+    /// Building the device stack of a disk.
     #[error("{0}")]
     Stack(#[from] BuildError),
-    /// An order to fetch in.
+    /// An invalid prefetch order.
     #[error("{0}")]
     Order(#[from] OrderError),
     /// An image.
     #[error("{0}")]
     Image(#[from] ImageError),
-    /// A file that is a disk.
+    /// A FUSE file.
     #[error("{0}")]
     Fuse(#[from] fuse::FuseError),
     /// A loop device.
@@ -113,10 +113,10 @@ pub enum Error {
     /// A connection.
     #[error("{0}")]
     Net(#[from] NetError),
-    /// A mount, or what serves it.
+    /// A mount, or its server.
     #[error("{0}")]
     Mount(#[from] MountError),
-    /// A transfer, or the site.
+    /// A transfer, or the site's state.
     #[error("{0}")]
     Teleport(#[from] TeleportError),
     /// The catalog.
@@ -138,22 +138,22 @@ impl From<rustix::io::Errno> for Error {
 }
 
 impl Error {
-    /// It did not work, for this reason.
+    /// A plain failure with this message.
     pub fn msg(message: impl fmt::Display) -> Error {
         Error::of_kind(Kind::Failed, message.to_string())
     }
 
-    /// What was asked for makes no sense.
+    /// A usage error.
     pub fn usage(message: impl Into<String>) -> Error {
         Error::of_kind(Kind::Usage, message)
     }
 
-    /// This site will not do it.
+    /// A refusal by this site.
     pub fn refused(message: impl Into<String>) -> Error {
         Error::of_kind(Kind::Refused, message)
     }
 
-    /// A failure whose kind was decided elsewhere.
+    /// An error with a given kind.
     pub fn of_kind(kind: Kind, message: impl Into<String>) -> Error {
         Error::Said {
             kind,
@@ -161,25 +161,25 @@ impl Error {
         }
     }
 
-    /// This site has no image of that name: refused, as when a peer has none.
+    /// This site has no image of that name: [`Kind::Refused`], as when a peer has none.
     pub fn no_image(name: &ImageName) -> Error {
         Error::refused(format!(
             "this site has no image called {name}; `drover images` lists them"
         ))
     }
 
-    /// What a peer's refusal means here: a decision, or a failure.
+    /// Maps a peer's refusal to an error of this process: a refusal or a failure.
     pub fn of_peer(peer: &str, refusal: &Refusal) -> Error {
         let message = format!("{}: {}", clean(peer), clean(&refusal.message));
         Error::coded(refusal.code, message)
     }
 
-    /// A failure that callers tell apart by its code.
+    /// A failure that callers distinguish by its code.
     pub fn coded(code: Code, message: impl Into<String>) -> Error {
         Error::Refused(Refusal::new(code, message.into()))
     }
 
-    /// The code of a refusal among the causes.
+    /// The code of the refusal in the chain of causes.
     pub fn code(&self) -> Option<Code> {
         chain(self).find_map(|cause| match cause.downcast_ref() {
             Some(Error::Refused(refusal)) => Some(refusal.code),
@@ -187,7 +187,7 @@ impl Error {
         })
     }
 
-    /// This, with what was being done.
+    /// Adds what was being done.
     pub fn context(self, what: impl fmt::Display) -> Error {
         Error::Doing {
             what: what.to_string(),
@@ -195,25 +195,25 @@ impl Error {
         }
     }
 
-    /// Of what kind it is.
+    /// Its kind.
     pub fn kind(&self) -> Kind {
         kind_of(self)
     }
 
-    /// The first of the causes that is of this type.
+    /// The first cause of this type.
     pub fn cause<T: StdError + 'static>(&self) -> Option<&T> {
         chain(self).find_map(|cause| cause.downcast_ref())
     }
 }
 
-/// What whoever asked is told of a failure, whatever it was.
+/// The refusal to send to a caller for a failure of any type.
 pub(crate) fn failed(e: impl Into<Error>) -> Refusal {
     let e = e.into();
     let code = e.code().filter(|code| !code.is_decision());
     Refusal::new(code.unwrap_or(Code::Failed), one_line(&e))
 }
 
-/// What whoever asked is told of an error: that it failed, or was refused.
+/// The refusal to send to a caller for an error: failed or refused.
 pub(crate) fn refusal_of(e: Error) -> Refusal {
     if e.kind() != Kind::Refused {
         return failed(e);
@@ -222,12 +222,12 @@ pub(crate) fn refusal_of(e: Error) -> Refusal {
     Refusal::new(code.unwrap_or(Code::Denied), one_line(&e))
 }
 
-/// Says of what went wrong what was being done.
+/// Adds to an error what was being done.
 pub(crate) trait Context<T> {
-    /// With `what`.
+    /// Adds `what`.
     fn context(self, what: impl fmt::Display) -> Result<T>;
 
-    /// With what `what` says, which is asked only when it failed.
+    /// Adds the result of `what`, which is called only on failure.
     fn with_context<D: fmt::Display>(self, what: impl FnOnce() -> D) -> Result<T>;
 }
 
@@ -251,7 +251,7 @@ impl<T> Context<T> for Option<T> {
     }
 }
 
-/// Fails with a message.
+/// Returns an error with a formatted message.
 macro_rules! bail {
     ($($message:tt)*) => {
         return Err($crate::error::Error::msg(format!($($message)*)))
@@ -259,7 +259,7 @@ macro_rules! bail {
 }
 pub(crate) use bail;
 
-/// An error that says a message.
+/// An error with a formatted message.
 macro_rules! msg {
     ($($message:tt)*) => {
         $crate::error::Error::msg(format!($($message)*))
@@ -272,14 +272,14 @@ pub(crate) fn chain<'a>(
     error: &'a (dyn StdError + 'static),
 ) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
     let causes = std::iter::successors(Some(error), |e| (*e).source());
-    // A boxed source is seen as its box.
+    // A boxed source appears as its box: unwrap it.
     causes.map(|e| match e.downcast_ref::<Box<Error>>() {
         Some(inner) => &**inner as &(dyn StdError + 'static),
         None => e,
     })
 }
 
-/// The kind of any error: the first cause that has one decides.
+/// The kind of any error: that of the first cause that has one.
 pub fn kind_of(error: &(dyn StdError + 'static)) -> Kind {
     let refused = |refused| match refused {
         true => Kind::Refused,
@@ -308,9 +308,9 @@ pub fn kind_of(error: &(dyn StdError + 'static)) -> Kind {
     kind.unwrap_or(Kind::Failed)
 }
 
-/// The error and its causes in one line that cannot disturb a terminal.
+/// The error and its causes on one line, safe to print to a terminal.
 pub fn one_line(error: &(dyn StdError + 'static)) -> String {
-    // Several of the errors name their cause themselves; do not say it twice.
+    // Some errors already include their cause; do not repeat it.
     let mut line = String::new();
     for cause in chain(error) {
         let text = cause.to_string();
@@ -324,7 +324,7 @@ pub fn one_line(error: &(dyn StdError + 'static)) -> String {
     clean(&line)
 }
 
-/// Whether a cause is named in the line already, perhaps without its capital and its number.
+/// Whether the line already contains the cause, perhaps without its initial capital or OS error number.
 fn says(line: &str, cause: &str) -> bool {
     let words = cause.split(" (os error ").next().unwrap_or(cause);
     line.to_lowercase().contains(&words.to_lowercase())

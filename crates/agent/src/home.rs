@@ -1,4 +1,4 @@
-//! The directory that holds everything a site is: its identity, catalog, images and caches.
+//! A site's home directory, which holds all of its state: identity, catalog, images and caches.
 //!
 //! ```text
 //! identity.key   config.toml   catalog.db   catalog.bak   site.sock   lock   reserve
@@ -22,19 +22,19 @@ use crate::error::{Context, Error, Result, bail};
 pub use config::{Chosen, Config};
 pub use reserve::{CleanUp, LOOK_EVERY};
 
-/// How often and how long a lock that is held is tried again.
+/// Retries of a lock that is held, and the pause between them.
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(50);
 
-/// A site's home directory and what its `config.toml` says.
+/// A site's home directory and its configuration.
 #[derive(Debug, Clone)]
 pub struct Home {
     dir: PathBuf,
-    /// What `config.toml` says, or its defaults.
+    /// The settings of `config.toml`, or the defaults.
     pub config: Config,
 }
 
-/// Held by the one process that may change images and caches in this home.
+/// Exclusive lock of the home: only its holder may change images and caches.
 #[derive(Debug)]
 pub struct HomeLock(
     #[expect(dead_code, reason = "the lock lasts as long as the file is open")] File,
@@ -45,7 +45,7 @@ impl Home {
     /// else `drover` in the XDG data directory.
     ///
     /// # Errors
-    /// When none of these is set.
+    /// When none of these can be determined.
     pub fn locate(chosen: Option<&Path>) -> Result<PathBuf> {
         let dir = match chosen {
             Some(dir) if dir.as_os_str().is_empty() => {
@@ -65,10 +65,10 @@ impl Home {
         std::path::absolute(&dir).with_context(|| format!("cannot find {}", dir.display()))
     }
 
-    /// Opens the home in `dir`; makes it, private to this user, when there is none.
+    /// Opens the home in `dir`, creating it, private to this user, if there is none.
     ///
     /// # Errors
-    /// When it cannot be made, or its configuration cannot be read.
+    /// When it cannot be created, or its configuration cannot be read.
     pub fn create(dir: PathBuf) -> Result<Home> {
         make_dir(&dir)?;
         for sub in ["work", "index"] {
@@ -82,7 +82,7 @@ impl Home {
         Ok(home)
     }
 
-    /// Creates the home in `dir`, with its configuration and identity, as far as they are missing. Whether the
+    /// Creates the home in `dir` with its configuration and identity, as far as they are missing. Returns whether the
     /// site is new.
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl Home {
             )));
         }
         if !path.exists() {
-            // First, since it decides where images go.
+            // First, because it determines where images go.
             make_dir(&dir)?;
             drover_storage::atomic_replace(&path, Config::template(chosen)?.as_bytes())
                 .with_context(|| format!("cannot write {}", path.display()))?;
@@ -126,7 +126,7 @@ impl Home {
         &self.dir
     }
 
-    /// Where delivered images go.
+    /// Directory for delivered images.
     pub fn images_dir(&self) -> PathBuf {
         match &self.config.images {
             Some(dir) => self.dir.join(dir),
@@ -134,12 +134,12 @@ impl Home {
         }
     }
 
-    /// What mounts have written to this site's images, and who may.
+    /// Directory with the changes that mounts made to this site's images, and their leases.
     pub fn mounted_dir(&self) -> PathBuf {
         self.dir.join("mounted")
     }
 
-    /// Where images are put together, on the file system of [`Home::images_dir`] so that a rename delivers.
+    /// Directory where images are assembled, on the file system of [`Home::images_dir`] so that a rename delivers them.
     pub fn work_dir(&self) -> PathBuf {
         match &self.config.images {
             Some(_) => self.images_dir().join(".drover-work"),
@@ -147,12 +147,12 @@ impl Home {
         }
     }
 
-    /// Where the matcher keeps its files.
+    /// Directory with the matcher's files.
     pub fn index_dir(&self) -> PathBuf {
         self.dir.join("index")
     }
 
-    /// Where the site keeps what.
+    /// The directories of the site.
     pub fn places(&self) -> Places {
         Places {
             home: self.dir.clone(),
@@ -165,20 +165,20 @@ impl Home {
         }
     }
 
-    /// The running site's socket.
+    /// The control socket of the running site.
     pub fn socket(&self) -> PathBuf {
         self.dir.join("site.sock")
     }
 
-    /// The identity of this home, made on first use.
+    /// The identity of this home, created on first use.
     ///
     /// # Errors
-    /// When it cannot be read or made. It is never replaced.
+    /// When it cannot be read or created. It is never replaced.
     pub fn identity(&self) -> Result<Identity> {
         Ok(Identity::load_or_create(self.dir.join("identity.key"))?)
     }
 
-    /// What this site calls itself to others: the configured name, else the host's.
+    /// The name this site gives itself to others: the configured name, else the host name.
     pub fn name(&self) -> String {
         let name = self.config.name.clone().unwrap_or_else(|| {
             rustix::system::uname()
@@ -189,10 +189,10 @@ impl Home {
         drover_store::peer_name::from_untrusted(&name)
     }
 
-    /// Takes the home for this process.
+    /// Locks the home for this process.
     ///
     /// # Errors
-    /// When another process has it, named by its number.
+    /// When another process holds the lock; the message has its PID.
     pub fn lock(&self) -> Result<HomeLock> {
         let cannot = || format!("cannot lock {}", self.lock_path().display());
         let mut file = self.open_lock()?;
@@ -200,7 +200,7 @@ impl Home {
         loop {
             match file.try_lock() {
                 Ok(()) => break,
-                // Whoever only looks at the lock has it for a moment.
+                // A process that only checks the lock holds it for a moment.
                 Err(TryLockError::WouldBlock) if tries < LOCK_TRIES => tries += 1,
                 Err(TryLockError::WouldBlock) => bail!(
                     "{} is in use by another drover process{}; stop it, or set DROVER_HOME to another site directory",
@@ -211,13 +211,13 @@ impl Home {
             }
             std::thread::sleep(LOCK_PAUSE);
         }
-        // Only tells people who holds it; the lock itself is what counts.
+        // The PID only informs users; the lock itself is what counts.
         file.set_len(0).with_context(cannot)?;
         write!(file, "{}", std::process::id()).with_context(cannot)?;
         Ok(HomeLock(file))
     }
 
-    /// Which process has the home, such as ` (process 17)`; `None` when none has.
+    /// The process that holds the lock, such as ` (process 17)`; `None` when none does.
     ///
     /// # Errors
     /// When the lock file cannot be used at all.
@@ -249,7 +249,7 @@ impl Home {
     }
 }
 
-/// How the lock file names its holder.
+/// Reads the holder from the lock file.
 fn holder(file: &mut File) -> String {
     let mut text = String::new();
     let read = file
@@ -272,7 +272,7 @@ fn data_dir(xdg: Option<PathBuf>, home: Option<PathBuf>) -> Option<PathBuf> {
     })
 }
 
-/// Makes a directory that only this user can look into, and its parents.
+/// Creates a directory that only this user can access, and its parents.
 pub(crate) fn make_dir(dir: &Path) -> Result<()> {
     if dir.is_dir() {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Images of this site and of peers: listed, verified, indexed, removed.
+//! Images of this site and of peers: listing, verifying, indexing, removing.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use crate::remote::{Call, find_peer};
 use crate::site;
 use crate::text::bytes;
 
-/// Most images that a peer may list.
+/// Upper bound on the images that a peer may list.
 const MAX_LISTED: usize = 1_000_000;
 
-/// A catalog record as peers see it.
+/// Converts a catalog record to the form that peers see.
 pub fn info(r: ImageRecord) -> ImageInfo {
     ImageInfo {
         name: r.name.to_string(),
@@ -34,7 +34,7 @@ pub fn info(r: ImageRecord) -> ImageInfo {
     }
 }
 
-/// A line that says what a removal did.
+/// A line that reports what a removal did.
 pub fn removal(home: &Home, r: &ImageRecord) -> String {
     let done = if r.external {
         format!(
@@ -48,7 +48,7 @@ pub fn removal(home: &Home, r: &ImageRecord) -> String {
     done + &written(home, r).map_or_else(String::new, |(text, _)| text)
 }
 
-/// The changes that mounts made to an image, which its removal leaves: a text for the user, and their directory.
+/// The changes that mounts made to an image, which survive its removal: a text for the user, and their directory.
 pub fn written(home: &Home, r: &ImageRecord) -> Option<(String, PathBuf)> {
     let changes = changes::of_image(home, &r.name)?;
     let text = format!(
@@ -68,10 +68,10 @@ pub fn changed_bytes(home: &Home, image: &ImageInfo) -> u64 {
     changes.map_or(0, |c| c.changed_bytes)
 }
 
-/// The images of a peer.
+/// Lists the images of a peer.
 ///
 /// # Errors
-/// When it cannot be asked.
+/// When the request fails.
 pub async fn list_of_peer(
     home: &Home,
     catalog: &SiteCatalog,
@@ -83,7 +83,8 @@ pub async fn list_of_peer(
     list.with_context(|| format!("{name} lists more than {MAX_LISTED} images"))
 }
 
-/// Removes an image by the running site, or by this process when none runs. What was half done is done by the next call.
+/// Removes an image through the running site, or in this process when none runs. Idempotent: a call after an incomplete
+/// removal completes it.
 ///
 /// # Errors
 /// When the site refuses, or the image cannot be removed.
@@ -96,10 +97,10 @@ pub async fn remove(home: &Home, catalog: &Arc<SiteCatalog>, name: &ImageName) -
     site.run(move |site| site.remove(&name).map(drop)).await
 }
 
-/// Reads an image and compares its digest, here or at a peer. `progress` is called with bytes done and bytes in all.
+/// Reads an image and compares its digest, here or at a peer. `progress` is called with bytes done and the total.
 ///
 /// # Errors
-/// When there is no such image, the site cannot be asked, or the image cannot be read.
+/// When there is no such image, the site cannot be reached, or the image cannot be read.
 pub async fn verify(
     home: &Home,
     name: &ImageName,
@@ -125,16 +126,16 @@ pub async fn verify(
     Ok(Verified { expected, found })
 }
 
-/// Indexes image files where they are: by the running site, or by this process when none runs.
+/// Indexes image files in place: through the running site, or in this process when none runs.
 pub struct Indexer {
     home: Home,
     catalog: Arc<SiteCatalog>,
-    /// Opened for the first file when no site runs, and kept for the next.
+    /// Opened for the first file when no site runs, and reused for the next.
     own: Option<Own>,
 }
 
 impl Indexer {
-    /// For files of this machine.
+    /// Creates an indexer for files of this machine.
     ///
     /// # Errors
     /// When the catalog cannot be opened.
@@ -146,10 +147,10 @@ impl Indexer {
         })
     }
 
-    /// Indexes the file at the absolute path `path`. `progress` is called with bytes done and bytes in all.
+    /// Indexes the file at the absolute path `path`. `progress` is called with bytes done and the total.
     ///
     /// # Errors
-    /// When the site cannot be asked or refuses, or the file is no image or cannot be read.
+    /// When the site cannot be reached or refuses, or the file is no image or cannot be read.
     pub async fn index(
         &mut self,
         path: &Path,
@@ -187,7 +188,7 @@ impl Indexer {
         record.with_context(|| format!("{} was removed again while it was indexed", path.display()))
     }
 
-    /// Closes what was opened for the files.
+    /// Closes the site, if this process opened one.
     ///
     /// # Errors
     /// When the site's files cannot be saved.

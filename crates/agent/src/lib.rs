@@ -1,9 +1,10 @@
-//! A site's process and the processes of mounts: services put together, records, control, one typed status.
+//! The processes of a site: the serving process, mount daemons, and what commands do without a running site. Combines
+//! the services of the lower crates and adds configuration, mount records, control sockets and status.
 //!
-//! - [`home`]: a site's directory and its configuration; [`site`], [`own`]: the site in it, opened.
-//! - [`serve`]: the process that others connect to; [`remote`]: asking it, or a peer.
-//! - [`mounts`]: records and processes of mounts; [`changes`]: what mounts wrote over this site's images.
-//! - [`status`]: how a site is; [`metrics`]: that as Prometheus reads it, and every metric's name.
+//! - [`home`]: a site's directory and its configuration; [`site`], [`own`]: opening the site in it.
+//! - [`serve`]: the process that others connect to; [`remote`]: requests to it, or to a peer.
+//! - [`mounts`]: records and processes of mounts; [`changes`]: data that mounts wrote over this site's images.
+//! - [`status`]: a site's status; [`metrics`]: the same for Prometheus, with every metric's name.
 //!
 //! ```
 //! use drover_agent::home::Home;
@@ -20,7 +21,7 @@
 //! # }
 //! ```
 //!
-//! What must not live here: what a person types and sees (`drover`), protocols and formats (the crates below).
+//! What must not live here: the command line and its output (`drover`), protocols and formats (the crates below).
 
 pub mod addresses;
 pub mod changes;

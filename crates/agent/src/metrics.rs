@@ -299,7 +299,7 @@ fn mounted(page: &mut Page<'_>, mounts: &[mounts::Status]) -> fmt::Result {
     const LABELS: [&str; 3] = ["mount", "image", "mode"];
     let is_kept = |m: &mounts::Status| matches!(m.state, State::Up | State::Ending);
     let disks = |kept: bool| {
-        // Of a mount without a daemon only what is to be pushed is known.
+        // For a mount without a daemon, only the bytes still to push are known.
         let mounts = mounts.iter().filter(move |m| !kept || is_kept(m));
         mounts.flat_map(|m| {
             let labels = move |d: &DiskStatus| [m.name.clone(), d.image.clone(), d.mode.clone()];

@@ -1,12 +1,15 @@
-//! Images of other sites as disks of this one.
+//! Mounts: images of other sites, or of this one, as local disks.
 //!
-//! - [`target`]: what a mount is of.
-//! - [`record`]: what is written down of a mount, so that a crash leaves nothing unknown.
-//! - [`start`]: starting the mount daemon; [`daemon`]: that process.
-//! - [`disk`]: from an image's name to a device; [`local`]: from a path to one; [`front`]: from a device to what a person uses.
-//! - [`kernel`]: block devices of the kernel, and what guards them.
-//! - [`control`], [`status`]: asking that process; [`end`]: ending it, and [`dead`] when it is gone.
-//! - [`left`]: what is left of it then; [`known`]: what lets a mount begin while the other site cannot be reached.
+//! - [`target`]: the target of a mount.
+//! - [`record`]: the durable record of a mount, for recovery after a crash.
+//! - [`start`]: starts the mount daemon; [`daemon`]: the daemon itself.
+//! - [`disk`]: opens an image as a device; [`local`]: opens a local path as one; [`front`]: exposes a device as a file,
+//!   by NBD or as a kernel block device.
+//! - [`kernel`]: kernel block devices, and the process that guards them.
+//! - [`control`], [`status`]: requests to the daemon; [`end`]: unmounting, and [`dead`] the same when the daemon is
+//!   gone.
+//! - [`left`]: what an unmount leaves behind; [`known`]: metadata that lets a mount start while the other site is
+//!   unreachable.
 
 mod connector;
 mod control;
@@ -48,25 +51,25 @@ pub use site_images::{own, site_server};
 pub use status::{DiskStatus, State, Status};
 pub use target::{Listen, LocalDisk, Prefetch, Target};
 
-/// How long the process of a mount may take to say how it is.
+/// Timeout for a status reply of a mount daemon.
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
-/// Processes of mounts that are asked at the same time, at most.
+/// Upper bound on concurrent status requests to mount daemons.
 const ASKED_AT_ONCE: usize = 32;
 
-/// The process that opens a mount's disks and shows them.
+/// The process that opens a mount's disks and serves them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Process {
-    /// This one, until a signal or an unmount ends it.
+    /// This process, until a signal or an unmount ends it.
     This,
-    /// A mount daemon, so verbose.
+    /// A mount daemon, with this log verbosity.
     Daemon(u8),
 }
 
-/// Writes a mount down and has it kept. `ready` hears its name, and a path or an address a line, when it is there.
+/// Records a mount and starts it. When it is up, `ready` receives its name, and one path or address per line.
 ///
 /// # Errors
-/// What stands in the way of the mount.
+/// Why the mount cannot be made.
 pub async fn begin(
     home: &Home,
     images: Vec<Target>,
@@ -118,7 +121,7 @@ pub async fn begin(
     done
 }
 
-/// How every mount of a home is; of one whose process does not answer within `limit`, that.
+/// The status of every mount of a home; a daemon that does not reply within `limit` is reported as such.
 ///
 /// # Errors
 /// When the home cannot be read.
@@ -133,14 +136,14 @@ pub async fn all(home: &Home, limit: Duration) -> Result<Vec<Status>> {
             found.extend(status.await.ok());
         }
     }
-    // What cannot be said of one hides none.
+    // A damaged record must not hide the other mounts.
     for (place, why) in &damaged {
         found.push(damaged_status(place, why, limit).await);
     }
     Ok(found)
 }
 
-/// How a mount is whose record cannot be used: what its process says, or what its caches hold.
+/// The status of a mount with an unusable record: from its daemon, or else from its caches.
 async fn damaged_status(place: &Place, why: &Error, limit: Duration) -> Status {
     let kept = place.is_kept();
     let socket = place.socket();
@@ -152,7 +155,7 @@ async fn damaged_status(place: &Place, why: &Error, limit: Duration) -> Status {
     on_disk(move || damaged(&place, kept, &link)).await
 }
 
-/// The same of one whose process says nothing, by what its caches hold.
+/// The same without a reply from the daemon, from the caches alone.
 fn damaged(place: &Place, kept: bool, link: &str) -> Status {
     let caches = (0..).take_while(|index| *index == 0 || place.cache(*index).exists());
     let dirty = |index| match kept {
@@ -177,7 +180,7 @@ fn damaged(place: &Place, kept: bool, link: &str) -> Status {
     }
 }
 
-/// How a mount is: what its process says within `limit`, or what is written down when that is gone.
+/// The status of a mount: from its daemon, within `limit`, or from the record when the daemon is gone.
 pub async fn status_of(place: &Place, record: &Record, limit: Duration) -> Status {
     let kept = place.is_kept();
     let socket = place.socket();
@@ -189,14 +192,14 @@ pub async fn status_of(place: &Place, record: &Record, limit: Duration) -> Statu
     on_disk(move || written_down(&place, &record, kept)).await
 }
 
-/// How a mount is whose process says nothing, by what is written down and what its caches hold.
+/// The status of a mount whose daemon does not reply, from its record and its caches.
 fn written_down(place: &Place, record: &Record, kept: bool) -> Status {
     let link = match (kept, record.unmounted) {
         (true, _) => "its process does not answer",
         (false, true) => "its cache is kept for the next mount there",
         (false, false) => "its process is gone",
     };
-    // What its caches hold, as far as that can be read now. Not under a process that is just opening them.
+    // The content of its caches, if readable now. Not while a daemon may be opening them.
     let dirty = |index| match kept {
         true => None,
         false => Some(place.left(index).ok()??.dirty),
@@ -228,7 +231,7 @@ fn written_down(place: &Place, record: &Record, kept: bool) -> Status {
     }
 }
 
-/// Does what reads a disk where it holds up no task.
+/// Runs blocking disk reads off the runtime's workers.
 async fn on_disk<T: Send + 'static>(read: impl FnOnce() -> T + Send + 'static) -> T {
     match tokio::task::spawn_blocking(read).await {
         Ok(read) => read,

@@ -1,8 +1,8 @@
-//! What whoever reads the process's stderr is to hear though nothing failed.
+//! Notices on stderr, for events that the user should see although nothing failed.
 
 use std::io::Write;
 
-/// Says it; a stderr that is gone is no reason to stop.
+/// Prints a notice; a closed stderr is ignored.
 pub(crate) fn notice(text: &str) {
     let _ = writeln!(std::io::stderr().lock(), "drover: {text}");
 }

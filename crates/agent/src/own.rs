@@ -1,4 +1,4 @@
-//! A site for one command: what a running site would do, done by the command itself when none runs.
+//! Opens the site within a command, which does the running site's work when none runs.
 
 use std::sync::Arc;
 
@@ -16,10 +16,10 @@ pub struct Own {
 }
 
 impl Own {
-    /// Takes the home and opens its site.
+    /// Locks the home and opens its site.
     ///
     /// # Errors
-    /// When another process has the home, or its files cannot be used.
+    /// When another process holds the home, or its files cannot be used.
     pub async fn open(home: &Home, catalog: &Arc<SiteCatalog>) -> Result<Own> {
         let lock = home.lock()?;
         let site = site::open(home, catalog, &home.identity()?).await?;
@@ -33,10 +33,10 @@ impl Own {
         &self.site
     }
 
-    /// Does `job` and closes the site.
+    /// Runs `job` and closes the site.
     ///
     /// # Errors
-    /// What the job reports.
+    /// The job's error.
     pub async fn run<T: Send + 'static>(
         self,
         job: impl FnOnce(&Arc<Site>) -> Result<T, TeleportError> + Send + 'static,
@@ -46,10 +46,10 @@ impl Own {
         Ok(out)
     }
 
-    /// Does `job` and keeps the site open; closes it when the job fails.
+    /// Runs `job` and keeps the site open; closes it when the job fails.
     ///
     /// # Errors
-    /// What the job reports.
+    /// The job's error.
     pub async fn keep<T: Send + 'static>(
         self,
         job: impl FnOnce(&Arc<Site>) -> Result<T, TeleportError> + Send + 'static,
@@ -64,10 +64,11 @@ impl Own {
         }
     }
 
-    /// Closes the site and lets go of the home.
+    /// Closes the site and unlocks the home.
     ///
     /// # Errors
-    /// When its files cannot be saved. That the disk is full only makes the next start slower, and is said.
+    /// When its files cannot be saved. A full disk is not an error: it only slows down the next start, and a notice
+    /// says so.
     pub async fn close(self) -> Result<()> {
         let site = Arc::clone(&self.site);
         match tokio::task::spawn_blocking(move || site.close()).await? {

@@ -1,4 +1,4 @@
-//! Pairing as this site does it: a ticket for others, and the use of another site's.
+//! Pairing with other sites: making a ticket, and redeeming another site's.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::serve::Pair;
 use crate::site;
 use crate::text::now_unix;
 
-/// A ticket that was just made.
+/// A new ticket.
 #[derive(Debug)]
 pub struct NewTicket {
     /// The ticket.
@@ -24,7 +24,7 @@ pub struct NewTicket {
     pub site_runs: bool,
 }
 
-/// Makes a ticket that can be used once within `lifetime`. It names the addresses of `advertise`, or else the known ones.
+/// Makes a single-use ticket, valid for `lifetime`. It contains the addresses in `advertise`, or else the known ones.
 ///
 /// # Errors
 /// When the catalog cannot be written, or no address is known.
@@ -44,14 +44,14 @@ pub fn new_ticket(home: &Home, advertise: &[String], lifetime: Duration) -> Resu
     })
 }
 
-/// A site that was just paired.
+/// A newly paired site.
 #[derive(Debug)]
 pub struct Paired {
     /// Its name here.
     pub name: String,
     /// Its key.
     pub key: PeerKey,
-    /// The name it gives itself: text of a stranger.
+    /// The name it gives itself: untrusted text.
     pub calls_itself: String,
 }
 
@@ -73,7 +73,7 @@ pub async fn pair(home: &Home, ticket: &str, name: Option<String>) -> Result<Pai
         return Err(Error::usage(text));
     }
     let catalog = site::open_catalog(home)?;
-    // Check the name before the ticket is used up.
+    // Check the name before the ticket is spent.
     if let Some(name) = &name
         && catalog.peer(name)?.is_some_and(|p| p.key != ticket.key)
     {

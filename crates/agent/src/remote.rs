@@ -1,4 +1,4 @@
-//! Asking a site something: a peer over the network, or the running site of this home over its socket.
+//! Requests to a site: to a peer over the network, or to the running site of this home over its socket.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 use crate::error::{Context, Error, Result, bail};
 use crate::home::Home;
 
-/// Longest path that fits into a Unix socket's address, with room for a temporary suffix.
+/// Longest path that fits into a Unix socket address, with room for a temporary suffix.
 const MAX_SOCKET_PATH: usize = 90;
 
 /// A connection to a site, for one request.
@@ -25,7 +25,7 @@ impl Call {
     /// Connects to a peer.
     ///
     /// # Errors
-    /// When it cannot be reached or is not who it was.
+    /// When it cannot be reached or has another identity than the pinned one.
     pub async fn peer(identity: &Identity, peer: &Peer) -> Result<Call> {
         if peer.addresses.is_empty() {
             bail!(
@@ -41,13 +41,13 @@ impl Call {
     /// Connects to the running site of this home; `None` when none runs.
     ///
     /// # Errors
-    /// When one runs but takes no calls.
+    /// When one runs but accepts no connections.
     pub async fn local(home: &Home) -> Result<Option<Call>> {
         let socket = SocketPath::of(&home.socket())?;
         if let Ok(connection) = connect_unix(socket.path()).await {
             return Ok(Some(Call::on(connection, "the running site")));
         }
-        // The lock tells a site that does not answer from one that is not there.
+        // The lock distinguishes a site that does not reply from one that is not running.
         match home.used_by()? {
             None => Ok(None),
             Some(holder) => bail!(
@@ -57,7 +57,7 @@ impl Call {
         }
     }
 
-    /// Calls on a connection made elsewhere; `who` is at the other end.
+    /// Uses a connection made elsewhere; `who` names the other end in messages.
     pub fn on(connection: Connection, who: &str) -> Call {
         Call {
             connection,
@@ -65,10 +65,10 @@ impl Call {
         }
     }
 
-    /// Asks and waits for the reply; `progress` hears how far it is.
+    /// Sends a request and waits for the reply; `progress` receives progress messages.
     ///
     /// # Errors
-    /// When the site is not a drover site, refuses, breaks off, or says something else.
+    /// When the other end is not a drover site, refuses, closes the connection, or sends an invalid reply.
     pub async fn ask<R: Request>(
         self,
         request: &R,
@@ -81,7 +81,7 @@ impl Call {
         })
     }
 
-    /// What is listed, some at a time; `None` when it is more than `max`.
+    /// Collects a list that arrives in parts; `None` when it has more than `max` items.
     ///
     /// # Errors
     /// As [`Call::ask`].
@@ -95,7 +95,7 @@ impl Call {
             true => too_much.notify_one(),
             false => list.extend(some),
         };
-        // Whoever never stops is not listened to for ever.
+        // Bounds the time that a peer can keep sending.
         tokio::select! {
             biased;
             () = too_much.notified() => return Ok(None),
@@ -105,16 +105,17 @@ impl Call {
     }
 }
 
-/// A socket's path in a form that fits into a socket's address.
+/// A socket's path in a form that fits into a socket address.
 ///
-/// Paths there end at 107 bytes; a home may lie deeper, so then its directory is named by a handle.
+/// Such paths are limited to 107 bytes, and a home may have a longer one; its directory is then addressed by an open
+/// file descriptor.
 pub struct SocketPath {
     path: PathBuf,
     _dir: Option<File>,
 }
 
 impl SocketPath {
-    /// The usable form of `path`.
+    /// Shortens `path` if necessary.
     ///
     /// # Errors
     /// When its directory cannot be opened.
@@ -135,7 +136,7 @@ impl SocketPath {
         })
     }
 
-    /// The path to use while this lives.
+    /// The path to use, valid while this lives.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -144,7 +145,7 @@ impl SocketPath {
 /// The peer of that name.
 ///
 /// # Errors
-/// When there is none; says which there are.
+/// When there is none; lists the known peers.
 pub fn find_peer(catalog: &SiteCatalog, name: &str) -> Result<Peer> {
     if let Some(peer) = catalog.peer(name)? {
         return Ok(peer);

@@ -1,12 +1,12 @@
-//! A site, or a lone teleporter: the process that others connect to.
+//! The serving process: a site, or a standalone teleporter, that others connect to.
 //!
-//! - [`admission`]: how many may be here at once.
-//! - [`conversation`]: one connection, from its first byte to its last.
-//! - [`server`]: what all conversations share; [`services`]: what is done for whoever calls, put together of [`changes`], [`images`], [`leases`], [`matching`],
-//!   [`pairing`], [`sessions`], [`status`] and [`transfers`].
-//! - [`jobs`]: long work for a caller, with progress.
-//! - [`matchers`]: what a lone teleporter keeps for each site.
-//! - [`http`]: metrics by HTTP.
+//! - [`admission`]: connection limits.
+//! - [`conversation`]: handles one connection, from handshake to close.
+//! - [`server`]: state shared by all connections; [`services`]: the table of services, which are [`changes`],
+//!   [`images`], [`leases`], [`matching`], [`pairing`], [`sessions`], [`status`] and [`transfers`].
+//! - [`jobs`]: long-running requests, with progress.
+//! - [`matchers`]: the per-site state of a standalone teleporter.
+//! - [`http`]: the metrics endpoint.
 
 mod admission;
 mod changes;
@@ -51,45 +51,45 @@ use server::{Duty, Server};
 pub use pairing::Pair;
 pub use status::{GetMetrics, GetStatus};
 
-/// How long sessions may take to leave things resumable when the site stops.
+/// How long sessions may take to save resumable state when the site stops.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
-/// How often a site looks for transfers to which nothing comes any more.
+/// Interval of the check for abandoned transfers.
 const EXPIRE_EVERY: Duration = Duration::from_secs(3600);
 
-/// Long jobs (verify, index) at once.
+/// Upper bound on concurrent long jobs (verify, index).
 const MAX_JOBS: usize = 2;
 
-/// Where a site listens; what is not said is as the configuration says.
+/// Listen addresses; unset ones come from the configuration.
 #[derive(Debug, Clone, Default)]
 pub struct Listen {
-    /// Where peers connect.
+    /// For peers.
     pub listen: Option<SocketAddr>,
-    /// The addresses for tickets.
+    /// Addresses to put into tickets.
     pub advertise: Vec<String>,
-    /// Where metrics can be fetched by HTTP.
+    /// For metrics over HTTP.
     pub metrics_listen: Option<SocketAddr>,
 }
 
-/// A site that takes connections.
+/// A site that accepts connections.
 #[derive(Debug)]
 pub struct Ready {
     /// `site` or `teleporter`.
     pub duty: &'static str,
-    /// What it calls itself.
+    /// The name it gives itself.
     pub name: String,
     /// Its key.
     pub key: PeerKey,
-    /// Where it listens.
+    /// The address it listens on.
     pub listening: SocketAddr,
-    /// A fresh ticket to pair with it.
+    /// A new ticket to pair with it.
     pub ticket: Ticket,
 }
 
-/// Runs a site until it is told to stop. `ready` hears once that it takes connections.
+/// Runs a site until a signal stops it. `ready` is called once, when it accepts connections.
 ///
 /// # Errors
-/// When it cannot start; once it runs, errors of single conversations go to the log.
+/// When it cannot start; after that, errors of single connections only go to the log.
 pub async fn serve(home: Home, args: Listen, ready: impl FnOnce(&Ready)) -> Result<()> {
     let lock = home.lock()?;
     let (catalog, identity) = prepare(&home)?;
@@ -102,7 +102,7 @@ pub async fn serve(home: Home, args: Listen, ready: impl FnOnce(&Ready)) -> Resu
     run(home, lock, args, identity, catalog, duty, ready).await
 }
 
-/// Finishes merges of changes that a crash interrupted, beside all else: mounts are kept away from their images meanwhile.
+/// Finishes merges of changes that a crash interrupted, in the background: their images cannot be mounted meanwhile.
 fn recover_merges(
     home: &Home,
     identity: &Identity,
@@ -125,14 +125,14 @@ fn recover_merges(
     Recovery { stop, thread }
 }
 
-/// The thread that finishes merges. It ends with the site, at a place from which the next start goes on.
+/// The thread that finishes merges. It is cancelled when the site stops; the next start continues.
 struct Recovery {
     stop: Arc<AtomicBool>,
     thread: tokio::task::JoinHandle<()>,
 }
 
 impl Recovery {
-    /// Waits until it does nothing more.
+    /// Cancels the thread and waits for it to end.
     async fn end(mut self) {
         self.stop.store(true, Relaxed);
         if tokio::time::timeout(STOP_LIMIT, &mut self.thread)
@@ -150,7 +150,7 @@ impl Drop for Recovery {
     }
 }
 
-/// Keeps images from being replaced or removed while somebody has them mounted, or may still push to them.
+/// Prevents images from being replaced or removed while they are mounted, or a mount can still push to them.
 fn hold_leased(site: &Arc<Site>, devices: &Arc<drover_mount::server::Server>, home: &Home) {
     let (devices, state) = (Arc::downgrade(devices), home.mounted_dir());
     site.hold_by(Arc::new(move |name| {
@@ -163,7 +163,7 @@ fn hold_leased(site: &Arc<Site>, devices: &Arc<drover_mount::server::Server>, ho
     }));
 }
 
-/// Runs a lone teleporter until it is told to stop.
+/// Runs a standalone teleporter until a signal stops it.
 ///
 /// # Errors
 /// As [`serve`].
@@ -176,7 +176,7 @@ pub async fn teleporter(home: Home, args: Listen, ready: impl FnOnce(&Ready)) ->
 }
 
 fn prepare(home: &Home) -> Result<(Arc<SiteCatalog>, Identity)> {
-    // A site must be able to start to be told to clear up.
+    // A site must be able to start on a full disk, to take cleanup requests.
     let catalog = CleanUp::of(home).run(|| site::open_catalog(home))?;
     Ok((Arc::new(catalog), home.identity()?))
 }
@@ -232,7 +232,7 @@ async fn run(
     finish(&server, talks, recovery).await
 }
 
-/// Makes the reserve, and makes it whole again when there is room again.
+/// Maintains the reserve: creates it, and refills it when there is space again.
 async fn keep_reserve(server: Arc<Server>) {
     let mut stop = server.stop.clone();
     let mut looks = tokio::time::interval(LOOK_EVERY);
@@ -242,12 +242,12 @@ async fn keep_reserve(server: Arc<Server>) {
             _ = looks.tick() => {}
         }
         let home = server.home.clone();
-        // A panic in there was logged; the next look comes.
+        // A panic in there was logged; continue with the next round.
         let _ = tokio::task::spawn_blocking(move || home.try_keep_reserve()).await;
     }
 }
 
-/// Removes what is left of transfers to which nothing comes any more.
+/// Removes abandoned transfers.
 async fn expire_transfers(server: Arc<Server>) {
     let (Duty::Site(site, _), Some(after)) = (&server.duty, server.home.config.keep_unfinished())
     else {
@@ -271,13 +271,13 @@ async fn expire_transfers(server: Arc<Server>) {
                 );
             }),
             Ok(Err(e)) => tracing::warn!("{}", clean(&e.to_string())),
-            // A panic in there was logged; the next look comes.
+            // A panic in there was logged; continue with the next round.
             Err(_) => {}
         }
     }
 }
 
-/// Takes as many file descriptors as the system allows: connections and images both need them.
+/// Raises the file descriptor limit to the maximum: connections and images both need descriptors.
 fn raise_file_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
@@ -292,7 +292,7 @@ fn raise_file_limit() {
     }
 }
 
-/// Says that the site is ready.
+/// Announces that the site is ready.
 fn announce(server: &Server, listening: SocketAddr, ready: impl FnOnce(&Ready)) -> Result<()> {
     let ticket = Ticket::new(server.identity.key(), server.addresses.iter().cloned());
     server
@@ -310,7 +310,7 @@ fn announce(server: &Server, listening: SocketAddr, ready: impl FnOnce(&Ready)) 
     Ok(())
 }
 
-/// Takes connections until the site is to stop; returns the conversations that are still going on.
+/// Accepts connections until the site stops; returns the connections that are still open.
 async fn accept(
     server: &Arc<Server>,
     listener: &Listener,
@@ -340,7 +340,7 @@ async fn accept(
                 let (server, services) = (Arc::clone(server), Arc::clone(&services));
                 talks.spawn(conversation::with_owner(server, services, caller?));
             }
-            // Ended conversations are let go of as they end.
+            // Reap finished connections.
             Some(ended) = talks.join_next() => {
                 if let Err(e) = ended && e.is_panic() {
                     tracing::error!("a conversation panicked; the site goes on");
@@ -350,7 +350,7 @@ async fn accept(
     }
 }
 
-/// Lets sessions leave their transfers resumable, then closes the site.
+/// Lets sessions save resumable state, then closes the site.
 async fn finish(
     server: &Arc<Server>,
     mut talks: JoinSet<()>,
@@ -385,7 +385,7 @@ async fn finish(
     Ok(())
 }
 
-/// Tells systemd, when it is there to be told.
+/// Notifies systemd, if it started this process.
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(e) = sd_notify::notify(state) {
         tracing::debug!("sd_notify: {e}");

@@ -1,4 +1,4 @@
-//! SIGTERM and Ctrl-C: end in good order, and at once when asked twice.
+//! SIGTERM and Ctrl-C: the first signal asks for a clean shutdown, the second exits at once.
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -10,10 +10,10 @@ use crate::error::{Context, Result};
 pub struct Stop(watch::Receiver<bool>);
 
 impl Stop {
-    /// Listens for the signals from now on.
+    /// Installs the signal handlers.
     ///
     /// # Errors
-    /// When the system does not allow it.
+    /// When the system refuses.
     pub fn on_signals() -> Result<Stop> {
         let mut term = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
         let mut int = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
@@ -37,14 +37,14 @@ impl Stop {
         Ok(Stop(receive))
     }
 
-    /// For whoever has to stop.
+    /// A receiver for tasks that have to stop.
     pub fn watch(&self) -> watch::Receiver<bool> {
         self.0.clone()
     }
 }
 
-/// Waits until it is time to stop.
+/// Waits until the process is to stop.
 pub async fn told(stop: &mut watch::Receiver<bool>) {
-    // An error means that nobody can tell any more: the process is ending.
+    // An error means that the sender is gone: the process is ending.
     let _ = stop.wait_for(|&s| s).await;
 }

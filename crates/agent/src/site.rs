@@ -1,5 +1,5 @@
-//! The site of a home: the teleport layer set up with what the home says. Everything that depends
-//! on how a site is opened is here.
+//! Opens the site of a home: configures the teleport layer from the home's settings. All other code that depends on how
+//! a site is opened belongs here, too.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use crate::home::Home;
 use crate::remote::find_peer;
 use crate::text::clean;
 
-/// Space left free on the images' file system when the configuration says nothing.
+/// Default space to keep free on the images' file system.
 const RESERVE_BYTES: u64 = 256 << 20;
 
-/// Sessions at once when the configuration says nothing.
+/// Default limit on concurrent sessions.
 const MAX_SESSIONS: usize = 16;
 
-/// Opens the catalog of a home, and says what had to be repaired.
+/// Opens the catalog of a home, and reports repairs.
 ///
 /// # Errors
 /// When it cannot be used.
@@ -29,7 +29,7 @@ pub fn open_catalog(home: &Home) -> Result<SiteCatalog> {
     Ok(catalog)
 }
 
-/// Opens the catalog of a home for a command that only looks: also when the disk is too full to open it otherwise.
+/// Opens the catalog of a home for a read-only command; works even if the disk is too full to open it normally.
 ///
 /// # Errors
 /// When it cannot be read.
@@ -43,7 +43,7 @@ pub fn look_at_catalog(home: &Home) -> Result<SiteCatalog> {
     }
 }
 
-/// Opens the site of a home that this process has locked, and says what had to be repaired.
+/// Opens the site of a home whose lock this process holds, and reports repairs.
 ///
 /// # Errors
 /// When its files cannot be used, or the configured teleporter is not a peer.
@@ -74,7 +74,7 @@ pub async fn open(
         disk: Arc::new(drover_storage::HostDisk),
     };
     let catalog = Arc::clone(catalog) as Arc<dyn Catalog>;
-    // Who may write an image is written down; nobody is connected yet.
+    // No mount is connected yet, so the lease file decides.
     let state = home.mounted_dir();
     let holder: Arc<Holder> = Arc::new(move |name| {
         crate::mounts::why_held(name, crate::mounts::leased_on_disk(&state, name))
@@ -85,7 +85,7 @@ pub async fn open(
     Ok(site)
 }
 
-/// Tells people what had to be repaired.
+/// Reports repairs to the user.
 pub fn tell(repairs: &[String]) {
     for repair in repairs {
         crate::notice::notice(&format!("repaired: {}", clean(repair)));

@@ -1,4 +1,4 @@
-//! How a site is. `drover status --json` prints it as it is; its table and the metrics are made of it.
+//! The status of a site. `drover status --json` prints it as is; the table and the metrics are derived from it.
 
 use drover_mount::server::MountCounts;
 use drover_teleport::SiteStatus;
@@ -6,43 +6,43 @@ use serde::{Deserialize, Serialize};
 
 use crate::mounts;
 
-/// How a running site is. Moments are seconds since 1970.
+/// The status of a running site. Times are seconds since 1970.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Status {
-    /// That one runs.
+    /// Whether a site runs: always true.
     pub running: bool,
     /// `site` or `teleporter`.
     pub duty: String,
-    /// What it calls itself.
+    /// The name it gives itself.
     pub name: String,
     /// Its key.
     pub key: String,
-    /// Its directory.
+    /// Its home directory.
     pub home: String,
     /// The program's version.
     pub version: String,
-    /// Its process.
+    /// Its PID.
     pub process: u32,
-    /// The addresses that its tickets name.
+    /// The addresses in its tickets.
     pub addresses: Vec<String>,
-    /// Since when it is ready.
+    /// When it became ready.
     pub started_unix: i64,
-    /// How long that is.
+    /// Seconds since then.
     pub uptime_seconds: i64,
     /// Images in the catalog.
     pub images: usize,
     /// Peers in the catalog.
     pub peers: usize,
-    /// Connections that are open.
+    /// Open connections.
     pub connections_open: i64,
-    /// Sessions that are open.
+    /// Open sessions.
     pub sessions_open: i64,
-    /// What the teleport layer says of itself; none for a teleporter.
+    /// Status of the teleport layer; `None` for a teleporter.
     pub site: Option<SiteStatus>,
-    /// What is served to mounts of other sites; none for a teleporter.
+    /// Counts of what is served to mounts of other sites; `None` for a teleporter.
     pub served: Option<MountCounts>,
-    /// Writers' leases, where they can be read.
+    /// Number of write leases; `None` when they cannot be read.
     pub leases: Option<usize>,
-    /// What is mounted here, by processes of their own.
+    /// Mounts of this home, each served by its own process.
     pub mounts: Vec<mounts::Status>,
 }

@@ -1,12 +1,11 @@
-//! Text in and out: what comes from others made harmless, and quantities read and written.
+//! Text input and output: sanitizing untrusted text, parsing and formatting quantities.
 
 use std::time::Duration;
 
 use bytesize::ByteSize;
 use drover_teleport::{Effort, MAX_LEVEL};
 
-/// Makes text from elsewhere fit for a terminal: control characters and the marks that reorder
-/// or hide text are escaped.
+/// Sanitizes untrusted text for a terminal: escapes control characters, and the marks that reorder or hide text.
 pub fn clean(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -24,7 +23,7 @@ pub fn clean(text: &str) -> String {
 /// and the like; `KB` and the like are decimal. Letter case does not matter; a fraction of a byte is dropped.
 ///
 /// # Errors
-/// A line for a person when it is not a size, or more than 2^64 - 1 bytes.
+/// A message for the user when it is not a size, or more than 2^64 - 1 bytes.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     quantity(text, 1024).ok_or_else(|| {
         format!(
@@ -38,7 +37,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 /// rates are; `KiB` and the like are binary.
 ///
 /// # Errors
-/// A line for a person when it is not a rate, or below 1000 bytes per second.
+/// A message for the user when it is not a rate, or below 1000 bytes per second.
 pub fn parse_rate(text: &str) -> Result<u64, String> {
     match quantity(text.strip_suffix("/s").unwrap_or(text), 1000) {
         Some(n) if n >= 1000 => Ok(n),
@@ -76,14 +75,14 @@ fn quantity(text: &str, bare: u64) -> Option<u64> {
     u64::try_from(whole + parts / 10u128.pow(places)).ok()
 }
 
-/// How hard to compress: as suits the link, or always the same.
+/// Compression effort: adapted to the link when `None`, else fixed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Compress(pub Option<Effort>);
 
-/// Reads `auto`, `none`, `lz4`, or a level of zstd.
+/// Parses `auto`, `none`, `lz4`, or a level of zstd.
 ///
 /// # Errors
-/// A line for a person.
+/// A message for the user.
 pub fn parse_compress(text: &str) -> Result<Compress, String> {
     let effort = match text {
         "auto" => return Ok(Compress(None)),
@@ -102,10 +101,10 @@ pub fn parse_compress(text: &str) -> Result<Compress, String> {
     Ok(Compress(Some(effort)))
 }
 
-/// Reads a duration such as `90s`, `10m` or `1h 30m`.
+/// Parses a duration such as `90s`, `10m` or `1h 30m`.
 ///
 /// # Errors
-/// A line for a person.
+/// A message for the user.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     text.parse::<jiff::SignedDuration>()
         .ok()
@@ -118,10 +117,10 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         })
 }
 
-/// Reads an age such as `7d` or `36h`, of whole days or as [`parse_duration`] reads it.
+/// Parses an age such as `7d` or `36h`: whole days, or anything [`parse_duration`] accepts.
 ///
 /// # Errors
-/// A line for a person.
+/// A message for the user.
 pub fn parse_age(text: &str) -> Result<Duration, String> {
     let days = text.strip_suffix('d').and_then(|n| n.parse::<u64>().ok());
     let seconds = days.and_then(|n| n.checked_mul(24 * 3600));
@@ -136,12 +135,12 @@ pub fn parse_age(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Bytes for a person, in binary units: `1.5 GiB`.
+/// Formats a number of bytes in binary units: `1.5 GiB`.
 pub fn bytes(n: u64) -> String {
     ByteSize(n).display().iec().to_string()
 }
 
-/// A moment, in seconds since 1970, for a person: UTC, to the minute.
+/// Formats a time, given in seconds since 1970: UTC, to the minute.
 pub fn moment(unix: i64) -> String {
     match jiff::Timestamp::from_second(unix) {
         Ok(t) => t.strftime("%Y-%m-%d %H:%M").to_string(),
@@ -149,7 +148,7 @@ pub fn moment(unix: i64) -> String {
     }
 }
 
-/// Seconds since 1970 now.
+/// The current time in seconds since 1970.
 pub fn now_unix() -> i64 {
     jiff::Timestamp::now().as_second()
 }

@@ -1,4 +1,4 @@
-//! Images on their way that have not arrived, here and at peers.
+//! Unfinished transfers, here and at peers.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use crate::own::Own;
 use crate::remote::{Call, find_peer};
 use crate::site;
 
-/// Transfers that a site may list.
+/// Upper bound on the transfers that a site may list.
 const MAX_LISTED: usize = 1_000_000;
 
-/// A site that is asked: a peer, or this one.
+/// Connects to a peer, or to the running site of this home.
 async fn call(home: &Home, peer: Option<&str>) -> Result<Option<Call>> {
     match peer {
         None => Call::local(home).await,
@@ -30,7 +30,7 @@ async fn call(home: &Home, peer: Option<&str>) -> Result<Option<Call>> {
 /// The unfinished transfers of this site, or of a peer.
 ///
 /// # Errors
-/// When the site cannot be asked.
+/// When the site cannot be reached.
 pub async fn listed(home: &Home, peer: Option<&str>) -> Result<Vec<Unfinished>> {
     let Some(call) = call(home, peer).await? else {
         let work = home.work_dir();
@@ -40,10 +40,10 @@ pub async fn listed(home: &Home, peer: Option<&str>) -> Result<Vec<Unfinished>> 
     list.with_context(|| format!("more than {MAX_LISTED} unfinished transfers are listed"))
 }
 
-/// Removes what is left of a transfer, here or at a peer.
+/// Removes an unfinished transfer, here or at a peer.
 ///
 /// # Errors
-/// When the site cannot be asked, or refuses.
+/// When the site cannot be reached, or refuses.
 pub async fn remove(home: &Home, at: Option<&str>, transfer: &Unfinished) -> Result<()> {
     let key = transfer.key.clone();
     if let Some(call) = call(home, at).await? {
@@ -58,14 +58,14 @@ async fn remove_here(home: &Home, key: &str, damaged: bool) -> Result<()> {
     let catalog: Arc<SiteCatalog> = Arc::new(site::open_catalog(home)?);
     let (site, key) = (Own::open(home, &catalog).await?, key.to_owned());
     site.run(move |site| match site.remove_transfer(&key) {
-        // Opening the site has removed it.
+        // Opening the site has already removed it.
         Err(e) if damaged && e.refusal().is_some() => Ok(()),
         removed => removed.map(drop),
     })
     .await
 }
 
-/// Whether a peer may remove a transfer: one that it sends itself.
+/// Whether a peer may remove a transfer: only if it is the sender.
 pub fn is_of(list: &[Unfinished], key: &str, peer: &PeerKey) -> bool {
     list.iter().any(|t| t.key == key && t.sender == *peer)
 }

@@ -1,4 +1,4 @@
-//! What was decided of a merge, so that a crash leaves it to be finished. Layout: `docs/format/merge.md`.
+//! The durable commit record of a merge, from which recovery finishes it after a crash. Layout: `docs/format/merge.md`.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use drover_storage::Envelope;
 
 use crate::error::{Context, Error, Result};
 
-/// Its name, in the directory of the merge.
+/// File name in the directory of the merge.
 pub const NAME: &str = "merge";
 
 const FORMAT: Envelope = Envelope {
@@ -19,14 +19,14 @@ const FORMAT: Envelope = Envelope {
     max_bytes: 4096,
 };
 
-/// A merge in place whose file is whole.
+/// The commit record of an in-place merge whose new file is complete.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Decided {
-    /// Of which image.
+    /// The merged image.
     pub image: ImageName,
-    /// By what the site's lease is known.
+    /// The mount identifier under which the site holds the lease.
     pub mount: [u8; 16],
-    /// The digest of the image that was written over.
+    /// The digest of the image being replaced.
     pub old: Digest,
     /// The digest of the new file.
     pub new: Digest,
@@ -35,7 +35,7 @@ pub struct Decided {
 }
 
 impl Decided {
-    /// Writes it down, durably.
+    /// Writes the record durably.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -45,7 +45,7 @@ impl Decided {
         written.with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// What was written down; none when nothing was.
+    /// Reads the record; `None` when there is none.
     ///
     /// # Errors
     /// When it cannot be read, is damaged or of another version.

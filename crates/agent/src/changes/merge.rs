@@ -1,14 +1,15 @@
-//! `changes merge`: what mounts wrote becomes part of the image, or a new one.
+//! `changes merge`: merges the data that mounts wrote into the image, or into a new one.
 //!
-//! The image's file is never written in place: the disk as mounts see it is written to a new file beside, synced and read
-//! back. Meanwhile the site itself has the image's lease, so that nobody writes it, and what mounts wrote stays. Then
+//! The image's file is never written in place: the disk as mounts see it is written to a new file next to it, synced
+//! and read back. Meanwhile the site itself holds the image's write lease, so that nobody else writes; the changes
+//! stay. Then
 //!
-//! 1. what was decided is made durable (`merge`, see [`super::decided`]),
-//! 2. the file gets the image's name, and the catalog its digest,
-//! 3. what mounts wrote is dropped, and the lease given back.
+//! 1. the commit record is made durable (`merge`, see [`super::decided`]),
+//! 2. the new file is renamed to the image's name, and its digest goes into the catalog,
+//! 3. the changes are dropped, and the lease is released.
 //!
-//! Until 2 readers see what was written over the old file, from then on the new one: the same bytes. A crash before 1
-//! leaves the image as it was, one behind it is finished by [`super::recover()`].
+//! Readers see the old file with its changes before step 2 and the new file afterwards: the same bytes. A crash before
+//! step 1 leaves the image as it was; after a later crash, [`super::recover()`] finishes the merge.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -31,53 +32,53 @@ use crate::error::{Context, Error, Result, bail};
 use crate::mounts;
 use crate::text::bytes;
 
-/// What is to be merged.
+/// A merge request.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Order {
-    /// The image.
+    /// The image to merge.
     pub name: ImageName,
-    /// The name of a new image; in place without.
+    /// Name of the new image; `None` merges in place.
     pub rename: Option<ImageName>,
-    /// The format of a new image.
+    /// Format of the new image.
     pub to: Option<Target>,
-    /// Drop what was merged into a new image.
+    /// Drop the changes after merging them into a new image.
     pub drop: bool,
-    /// Only say what would happen.
+    /// Only report what would happen.
     pub dry_run: bool,
 }
 
-/// What was merged, or would be.
+/// The result of a merge or of a dry run.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Merged {
-    /// The image that was written over.
+    /// The image that was mounted.
     pub image: String,
-    /// The image that has it now.
+    /// The image that holds the merged data.
     #[serde(rename = "as")]
     pub target: String,
-    /// Whether it was done: not when there was nothing, or nothing was to be done.
+    /// Whether a merge took place: false when there were no changes, and for a dry run.
     pub merged: bool,
     /// Bytes of the disk that mounts changed.
     pub changed_bytes: u64,
-    /// Its format.
+    /// Format of the target.
     pub format: String,
     /// The file's length.
     pub size_bytes: u64,
-    /// Room that it needs, when its file system cannot share extents.
+    /// Space needed when the file system cannot share extents.
     pub room_bytes: u64,
-    /// Room that there is.
+    /// Free space.
     pub free_bytes: Option<u64>,
     /// The new digest.
     pub digest: Option<String>,
-    /// Whether what mounts wrote was dropped.
+    /// Whether the changes were dropped.
     pub dropped: bool,
-    /// Who is in the way now; of a dry run.
+    /// Who holds the image at the moment; only set by a dry run.
     pub held: Option<String>,
 }
 
-/// Merges. `progress` hears bytes done of bytes in all; `stop` ends it, without harm. Blocks the thread.
+/// Merges. `progress` receives bytes done and the total; setting `stop` cancels safely. Blocks the thread.
 ///
 /// # Errors
-/// What stands in the way; nothing was changed then, unless the error says otherwise.
+/// Why the merge failed; unless the error says otherwise, nothing was changed.
 pub fn merge(
     here: &Here,
     order: &Order,
@@ -155,7 +156,7 @@ fn sizes(here: &Here, part: &Part, merged: &mut Merged) {
     merged.free_bytes = here.site.free_bytes();
 }
 
-/// The format that is written, when the merge is one that can be done.
+/// Checks that the merge is possible; returns the format to write.
 fn check(here: &Here, order: &Order, record: &ImageRecord) -> Result<Target> {
     let name = &order.name;
     let own = match record.format.as_str() {
@@ -211,13 +212,13 @@ fn has_snapshots(path: &Path) -> Result<bool> {
     Ok(u32::from_be_bytes(count) > 0)
 }
 
-/// An image of this site that is read through this one's file.
+/// An image of this site that uses this one's file as its backing file.
 fn backed_by(here: &Here, record: &ImageRecord) -> Option<ImageName> {
     let file = |path: &Path| fs::metadata(path).map(|m| (m.dev(), m.ino())).ok();
     let ours = file(&record.path)?;
     let others = here.site.list().into_iter().filter(|o| o.id != record.id);
     let mut backed = others.filter(|o| o.format != "raw").filter(|other| {
-        // One that cannot be opened is read by nobody.
+        // An image that cannot be opened has no readers.
         VirtualDisk::open(&other.path).is_ok_and(|disk| {
             let mut files = disk.stamps().iter();
             files.any(|(path, _)| file(path) == Some(ours))
@@ -226,7 +227,7 @@ fn backed_by(here: &Here, record: &ImageRecord) -> Option<ImageName> {
     backed.next().map(|other| other.name)
 }
 
-/// A merge on its way.
+/// A merge in progress.
 struct Making<'a> {
     here: &'a Here,
     order: &'a Order,
@@ -255,7 +256,7 @@ impl Making<'_> {
         let adopted = self.adopt(&claim, mount, &path, &prepared, merged);
         match adopted {
             Ok(()) => {}
-            // It has been decided: what is left is done when it is tried again.
+            // The merge is already committed: a retry finishes it.
             Err(e) if self.turn.dir().join(super::decided::NAME).exists() => {
                 claim.leave();
                 return Err(e.context(format!(
@@ -333,7 +334,7 @@ impl Making<'_> {
             .with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// Reads the new file, which gives its digest and tells the matcher its blocks.
+    /// Reads the new file back, which computes its digest and gives its blocks to the matcher.
     fn read_back(
         &self,
         path: &Path,
@@ -358,7 +359,7 @@ impl Making<'_> {
             other => other?,
         };
         if prepared.format != format_of(self.to).as_str() {
-            // A guest that writes another format's header into its raw disk would have it taken for that.
+            // A guest may have written another format's header to its raw disk, which would then be misdetected.
             self.here.site.forget_prepared(&prepared);
             return Err(not_in_place(format!(
                 "{}: the guest's data begins like a {} image, so a raw file would be mistaken for one; merge it into a new qcow2 image",
@@ -369,7 +370,7 @@ impl Making<'_> {
         Ok(prepared)
     }
 
-    /// Decides, and gives the file its name.
+    /// Commits the merge and renames the file to the image's name.
     fn adopt(
         &self,
         claim: &Claim,
@@ -388,7 +389,7 @@ impl Making<'_> {
             from: prepared.from.clone(),
         };
         let done = claim.while_held(|| -> Result<()> {
-            // One that was on its way to the name may have come before the lease was taken.
+            // A delivery of this name that was in flight may have finished before the lease was taken.
             let now = self.here.site.by_name(&self.order.name);
             if now.map(|now| now.id) != Some(self.record.id) {
                 return Err(refused(format!(
@@ -432,7 +433,7 @@ fn format_of(to: Target) -> Format {
     }
 }
 
-/// The image cannot be merged in place, but into a new one.
+/// Error: the image can only be merged into a new one, not in place.
 fn not_in_place(text: String) -> Error {
     Error::coded(Code::ReadOnly, text)
 }

@@ -1,4 +1,4 @@
-//! The new file of a merge: the disk as mounts see it, raw or as qcow2.
+//! Writes the new file of a merge: the disk as mounts see it, raw or as qcow2.
 
 use std::fs::File;
 use std::ops::Range;
@@ -13,19 +13,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Context, Result};
 
-/// How much of the disk is looked at in one go.
+/// How much of the disk is mapped at a time.
 const WINDOW: u64 = 1 << 30;
 
-/// What is read and written in one go.
+/// Copy buffer size.
 const SLAB: usize = 1 << 20;
 
-/// Zeros of this length are left out.
+/// Zero runs of this length are left as holes.
 const GRAIN: usize = BLOCK_SIZE;
 
-/// A qcow2 file has this much of the disk or nothing.
+/// qcow2 cluster size: each cluster is either allocated or absent.
 const CLUSTER: u64 = 64 << 10;
 
-/// Runs of data that are told apart; everything after the last is one run.
+/// Upper bound on data runs that are tracked; everything after the last is one run.
 const MAX_RUNS: usize = 1 << 20;
 
 /// A format that drover writes.
@@ -37,19 +37,19 @@ pub enum Target {
     Qcow2,
 }
 
-/// Told how far the work is; an error ends it.
+/// Progress callback, with the bytes done; an error cancels the work.
 pub type Told<'a> = dyn FnMut(u64) -> Result<()> + 'a;
 
-/// What is to be written.
+/// The content of the new file.
 pub struct Part {
     view: View,
     data: Vec<Range<u64>>,
-    /// The qcow2 file that is made up of it.
+    /// The layout as a qcow2 file, when that is the format.
     qcow2: Option<Arc<dyn ReadAt>>,
 }
 
 impl Part {
-    /// Works out what a file of that format will hold.
+    /// Computes what a file of that format will contain.
     ///
     /// # Errors
     /// When the disk cannot be read, or is too large for the format.
@@ -65,7 +65,7 @@ impl Part {
         Ok(Part { view, data, qcow2 })
     }
 
-    /// Bytes that the file takes at most, when it shares nothing with another.
+    /// Upper bound on the space the file takes when it shares no extents.
     pub fn room(&self) -> u64 {
         match &self.qcow2 {
             Some(content) => content.len(),
@@ -73,15 +73,15 @@ impl Part {
         }
     }
 
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     pub fn len(&self) -> u64 {
         self.qcow2.as_ref().map_or(self.view.len(), |c| c.len())
     }
 
-    /// Writes it. `told` hears how many bytes of the file it has come to.
+    /// Writes the file. `told` receives the position reached in the file.
     ///
     /// # Errors
-    /// When the disk cannot be read or the file not written, or `told` ends it.
+    /// When the disk cannot be read, the file cannot be written, or `told` cancels.
     pub fn write(&self, file: &File, path: &Path, told: &mut Told<'_>) -> Result<()> {
         file.set_len(self.len())
             .with_context(|| format!("cannot write {}", path.display()))?;
@@ -96,8 +96,8 @@ impl Part {
         told(self.len())
     }
 
-    /// Makes the file of the raw file `base` by sharing its extents, and of what was written over it: this takes room for
-    /// that only. False when the file system cannot.
+    /// Writes the file as a reflink of the raw file `base` plus the changes, so that only the changes take space. False
+    /// when the file system cannot share extents.
     ///
     /// # Errors
     /// As [`Part::write`].
@@ -149,7 +149,7 @@ fn punch(file: &File, bytes: &Range<u64>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Copies a range, but for long zeros: where they go there is a hole.
+/// Copies a range, leaving holes for long zero runs.
 fn copy(
     from: &dyn ReadAt,
     range: Range<u64>,
@@ -160,7 +160,7 @@ fn copy(
     copy_some(from, range, file, path, told, &|bytes| !is_zero(bytes))
 }
 
-/// Copies a range, zeros too.
+/// Copies a range including zeros.
 fn copy_all(
     from: &dyn ReadAt,
     range: Range<u64>,
@@ -205,7 +205,7 @@ fn copy_some(
     Ok(())
 }
 
-/// Where the disk has data, in runs of whole grains.
+/// The data runs of the disk, in whole grains.
 fn data_of(view: &View, grain: u64) -> Result<Vec<Range<u64>>> {
     let end = view.len();
     let mut runs: Vec<Range<u64>> = Vec::new();
@@ -229,7 +229,7 @@ fn data_of(view: &View, grain: u64) -> Result<Vec<Range<u64>>> {
             break;
         }
         let next = extents.last().map_or(end, drover_core::Extent::end);
-        // A device that says nothing of a range has data there.
+        // A range that the device does not describe counts as data.
         if next <= at {
             runs.push(at..end);
             break;

@@ -1,4 +1,4 @@
-//! Merges that a crash interrupted: finished, or forgotten.
+//! Crash recovery of merges: committed ones are finished, others are rolled back.
 
 use std::fs;
 use std::sync::Arc;
@@ -17,9 +17,9 @@ use crate::home::Home;
 use crate::notice::notice;
 use crate::text::clean;
 
-/// Finishes or forgets every merge that an earlier process left. What was done is said, a line each. `stop` ends it
-/// without harm: what is left is for the next time. The caller has the home. Blocks the thread: a file may have to be read
-/// again.
+/// Finishes or rolls back every merge that an earlier process left behind. Returns one line per merge handled. `stop`
+/// cancels safely; the rest is left for the next time. The caller must hold the home's lock. Blocks the thread: a file
+/// may have to be read again.
 pub fn recover(here: &Here, stop: &AtomicBool) -> Vec<String> {
     let mut said = Vec::new();
     for name in names(here) {
@@ -46,10 +46,10 @@ pub fn recover(here: &Here, stop: &AtomicBool) -> Vec<String> {
     said
 }
 
-/// Finishes merges that a crash interrupted, in a home that this process has.
+/// Recovers interrupted merges in a home whose lock this process holds.
 ///
 /// # Errors
-/// When mounts cannot be asked.
+/// When mounts cannot be queried.
 pub async fn recover_own(home: &Home, catalog: &Arc<SiteCatalog>, site: &Arc<Site>) -> Result<()> {
     let merges = fs::read_dir(site.work_dir().join("merges"));
     if merges.map_or(true, |mut merges| merges.next().is_none()) {
@@ -63,13 +63,13 @@ pub async fn recover_own(home: &Home, catalog: &Arc<SiteCatalog>, site: &Arc<Sit
     Ok(())
 }
 
-/// Whether it ended because it was to, and not for a reason of its own.
+/// Whether the error came from cancellation rather than a failure.
 fn was_stopped(error: &Error) -> bool {
     let mut causes = chain(error).filter_map(|cause| cause.downcast_ref());
     causes.any(|cause| matches!(cause, TeleportError::Stopped))
 }
 
-/// Images that a merge may have been interrupted of.
+/// Images that may have an interrupted merge.
 fn names(here: &Here) -> Vec<ImageName> {
     let mut names = Vec::new();
     for entry in fs::read_dir(here.merges()).into_iter().flatten().flatten() {
@@ -80,17 +80,17 @@ fn names(here: &Here) -> Vec<ImageName> {
     names
 }
 
-/// Finishes the merge of an image that was decided, or forgets one that was not. Whether there was one to finish.
+/// Finishes the merge of an image if it was committed, else rolls it back. Returns whether there was one to finish.
 ///
 /// # Errors
-/// When that cannot be done now, or is stopped; it can be tried again.
+/// When that is not possible now, or is cancelled; it can be retried.
 pub fn finish(here: &Here, turn: &Turn, name: &ImageName, stop: &AtomicBool) -> Result<bool> {
     let decided = Decided::read(turn.dir())?;
     let finished = match &decided {
         Some(decided) => settle(here, turn, decided, stop)?,
         None => false,
     };
-    // A claim of a process that is gone; while this one's lives, nobody else has the turn.
+    // A lease of a process that is gone; while this one is alive, nobody else can take the turn.
     let leased = here.server.leased(name)?.and_then(|l| l.holder);
     if let Some(holder) = leased
         && holder.peer == here.key.0
@@ -104,7 +104,7 @@ pub fn finish(here: &Here, turn: &Turn, name: &ImageName, stop: &AtomicBool) -> 
     Ok(finished)
 }
 
-/// Gives the new file its name, if it has not got it. Whether the image is now what was decided.
+/// Renames the new file to the image's name if that has not happened. Returns whether the image is now the merged one.
 fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Result<bool> {
     let name = &decided.image;
     let Some(record) = here.site.by_name(name) else {
@@ -114,7 +114,7 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Res
         return Ok(true);
     }
     if record.digest != decided.old || record.external {
-        // Another image came.
+        // Another image has taken the name.
         return Ok(false);
     }
     here.site.finish_undoing(turn.dir(), name)?;
@@ -124,7 +124,7 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Res
     let held = here.server.leased(name)?.and_then(|l| l.holder);
     let held = held.is_some_and(|h| (PeerKey(h.peer), h.mount) == key);
     if file.is_some() && !held {
-        // The lease was broken: somebody may have written since.
+        // The lease was broken: another mount may have written since.
         return Ok(false);
     }
     let from = file.unwrap_or(&record.path);
@@ -140,7 +140,7 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Res
     if prepared.digest != decided.new {
         here.site.forget_prepared(&prepared);
         if file.is_some() || prepared.digest == decided.old {
-            // The image is as it was, with what mounts wrote over it.
+            // The image stays as it was, with its changes.
             tracing::error!(
                 "{name}: the file of an interrupted merge is lost; the merge is abandoned"
             );
@@ -155,7 +155,7 @@ fn settle(here: &Here, turn: &Turn, decided: &Decided, stop: &AtomicBool) -> Res
         here.site.adopt(None, &prepared, false)?;
         return Ok(true);
     };
-    // Reading it may have taken long: somebody may have broken the lease meanwhile, and written.
+    // Reading may have taken long: the lease may have been broken meanwhile, and the image written.
     let adopt = || here.site.adopt(Some(path), &prepared, false);
     match here.server.while_claimed(name, key, adopt)? {
         Some(adopted) => adopted.map(|_| true).map_err(Into::into),

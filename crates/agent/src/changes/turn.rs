@@ -1,4 +1,4 @@
-//! What a merge works on, and whose turn it is: an image is merged by one thread at a time.
+//! The context of a merge, and the lock that lets only one thread merge an image at a time.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,24 +18,24 @@ use crate::error::{Context, Result};
 use crate::home::Home;
 use crate::mounts;
 
-/// The file that is being written.
+/// File name of the new file while it is written.
 pub const PART: &str = "image.part";
 
-/// What a merge works on.
+/// The context of merges.
 #[derive(Clone)]
 pub struct Here {
-    /// The images.
+    /// The site with the images.
     pub site: Arc<Site>,
-    /// The mounts.
+    /// The server of mounts.
     pub server: Arc<Server>,
-    /// Where leases and what mounts wrote are.
+    /// Directory with leases and changes.
     pub state: PathBuf,
     /// This site's key.
     pub key: PeerKey,
 }
 
 impl Here {
-    /// The site of this home, which this process has.
+    /// For the site of this home, whose lock this process holds.
     ///
     /// # Errors
     /// When the home's key cannot be read, or mounts cannot be served.
@@ -48,7 +48,7 @@ impl Here {
         })
     }
 
-    /// Where the merges of this site are put together.
+    /// Directory for the working files of merges.
     pub fn merges(&self) -> PathBuf {
         self.site.work_dir().join("merges")
     }
@@ -58,28 +58,28 @@ impl Here {
     }
 }
 
-/// Images that are being merged by this process, by their directories.
+/// Directories of the images that this process is merging.
 static BUSY: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-/// While it lives, nobody else in this process merges the image, or finishes a merge of it.
+/// Per-image lock: while it is held, no other thread of this process merges the image or recovers a merge of it.
 pub struct Turn(PathBuf);
 
 impl Turn {
-    /// The turn of an image; none when somebody has it.
+    /// Locks an image; `None` when it is already locked.
     pub fn take(here: &Here, name: &ImageName) -> Option<Turn> {
         let dir = here.dir(name);
         BUSY.lock().insert(dir.clone()).then_some(Turn(dir))
     }
 
-    /// Where the merge is put together.
+    /// Working directory of the merge.
     pub fn dir(&self) -> &Path {
         &self.0
     }
 
-    /// Makes the directory, durably: a lease that a crash leaves is found by it.
+    /// Creates the directory durably: recovery finds the lease that a crash leaves by it.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// When it cannot be created.
     pub fn make(&self) -> Result<()> {
         let made = fs::create_dir_all(&self.0)
             .and_then(|()| sync_parent(&self.0))
@@ -87,7 +87,7 @@ impl Turn {
         made.with_context(|| format!("cannot create {}", self.0.display()))
     }
 
-    /// Removes what the merge left.
+    /// Removes the working files of the merge.
     pub fn tidy(&self) {
         if let Err(e) = fs::remove_dir_all(&self.0)
             && e.kind() != std::io::ErrorKind::NotFound
@@ -103,14 +103,14 @@ impl Drop for Turn {
     }
 }
 
-/// Where a test may have the process die, as if it were killed: `DROVER_TEST_CRASH` names the place.
+/// Crash point for tests: the process dies as if killed when `DROVER_TEST_CRASH` names this place.
 pub fn crash(place: &str) {
     if cfg!(debug_assertions) && std::env::var_os("DROVER_TEST_CRASH").is_some_and(|p| p == place) {
         std::process::abort();
     }
 }
 
-/// Where a test may have a job wait until it is to stop: `DROVER_TEST_HOLD` names the place.
+/// Wait point for tests: waits for `stop` when `DROVER_TEST_HOLD` names this place.
 pub fn hold(place: &str, stop: &AtomicBool) {
     if cfg!(debug_assertions) && std::env::var_os("DROVER_TEST_HOLD").is_some_and(|p| p == place) {
         tracing::info!("held at {place}");

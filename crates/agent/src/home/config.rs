@@ -1,4 +1,4 @@
-//! `config.toml`: everything in it is optional.
+//! The configuration file `config.toml`, in which every setting is optional.
 
 use std::io::Read;
 use std::net::SocketAddr;
@@ -10,49 +10,49 @@ use serde::{Deserialize, Deserializer};
 use crate::error::{Context, Error, Result, bail, msg};
 use crate::text;
 
-/// The longest configuration that is read.
+/// Upper bound on the size of the configuration file.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Where a site listens when nothing else is said.
+/// Default listen address.
 pub const DEFAULT_LISTEN: &str = "0.0.0.0:7377";
 
-/// How long a transfer that was stopped is kept when nothing else is said.
+/// Default for how long unfinished transfers are kept.
 const KEEP_UNFINISHED: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// What `config.toml` may say.
+/// The settings of `config.toml`.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Config {
-    /// What this site calls itself to others; the host's name when absent.
+    /// The name this site gives itself to others; the host name by default.
     pub name: Option<String>,
-    /// Where `serve` listens.
+    /// Listen address of `serve`.
     pub listen: Option<SocketAddr>,
-    /// The addresses that tickets name, when others reach this site by other ones than it sees.
+    /// Addresses to put into tickets, when they differ from those the host has itself (NAT).
     #[serde(default)]
     pub advertise: Vec<String>,
-    /// Where delivered images go; relative to the home.
+    /// Directory for delivered images; relative to the home.
     pub images: Option<PathBuf>,
-    /// The most bytes a second that `send` puts on the wire, as in `"20M"`.
+    /// Upper bound on the bytes per second that `send` puts on the wire, as in `"20M"`.
     #[serde(default, deserialize_with = "rate")]
     pub limit: Option<u64>,
-    /// The peer that matches for this site in place of its own matcher.
+    /// The peer used as teleporter instead of this site's own matcher.
     pub teleporter: Option<String>,
-    /// Where Prometheus can fetch metrics by HTTP.
+    /// Listen address for Prometheus scrapes over HTTP.
     pub metrics_listen: Option<SocketAddr>,
-    /// Space to leave free on the images' file system, as in `"1GiB"`.
+    /// Space to keep free on the images' file system, as in `"1GiB"`.
     #[serde(default, deserialize_with = "size")]
     pub reserve: Option<u64>,
-    /// The most that the data of the sequence cache may take, as in `"128GiB"`.
+    /// Upper bound on the data of the sequence cache, as in `"128GiB"`.
     #[serde(default, deserialize_with = "size")]
     pub sequence_data: Option<u64>,
-    /// How many peers may send at once.
+    /// Upper bound on concurrent incoming sessions.
     pub max_sessions: Option<usize>,
-    /// How long a transfer that was stopped is kept, as in `"7d"`, or `"forever"`.
+    /// How long unfinished transfers are kept, as in `"7d"`, or `"forever"`.
     #[serde(default, deserialize_with = "age")]
     keep_unfinished: Option<Age>,
 }
 
-/// Settings that are chosen when a home is created.
+/// Settings given when a home is created.
 #[derive(Debug, Clone, Default)]
 pub struct Chosen {
     /// [`Config::name`].
@@ -64,7 +64,7 @@ pub struct Chosen {
 }
 
 impl Chosen {
-    /// Whether anything was chosen.
+    /// Whether any setting was given.
     pub fn is_any(&self) -> bool {
         self.name.is_some() || self.listen.is_some() || self.images.is_some()
     }
@@ -74,10 +74,10 @@ impl Config {
     /// Every setting, commented out.
     const TEMPLATE: &str = include_str!("config.template.toml");
 
-    /// The content of a new `config.toml`: every setting, commented out unless chosen.
+    /// The content of a new `config.toml`: every setting, commented out unless given.
     ///
     /// # Errors
-    /// When the directory of the images is not UTF-8.
+    /// When the image directory is not UTF-8.
     pub fn template(chosen: &Chosen) -> Result<String> {
         let images = chosen
             .images
@@ -108,10 +108,10 @@ impl Config {
         Ok(text)
     }
 
-    /// Reads the file at `path`; a file that is not there says nothing.
+    /// Reads the file at `path`; a missing file means defaults.
     ///
     /// # Errors
-    /// When it cannot be read or understood, with the line.
+    /// When it cannot be read or parsed; names the line.
     pub fn load(path: &Path) -> Result<Config> {
         let cannot = || format!("cannot read {}", path.display());
         let file = match std::fs::File::open(path) {
@@ -134,7 +134,7 @@ impl Config {
         })
     }
 
-    /// How long a transfer that was stopped is kept; `None` is for ever.
+    /// How long unfinished transfers are kept; `None` means for ever.
     pub fn keep_unfinished(&self) -> Option<Duration> {
         match self.keep_unfinished {
             None => Some(KEEP_UNFINISHED),
@@ -143,7 +143,7 @@ impl Config {
         }
     }
 
-    /// Where to listen.
+    /// The listen address.
     pub fn listen(&self) -> SocketAddr {
         self.listen
             .unwrap_or_else(|| DEFAULT_LISTEN.parse().expect("the default is an address"))
@@ -157,7 +157,7 @@ fn rate<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
         .map_err(serde::de::Error::custom)
 }
 
-/// How old something may get.
+/// A retention period.
 #[derive(Debug, Clone, Copy)]
 enum Age {
     At(Duration),
@@ -197,7 +197,7 @@ mod tests {
         assert_eq!(config.listen().to_string(), DEFAULT_LISTEN);
         assert!(config.name.is_none() && config.limit.is_none());
         assert_eq!(config.keep_unfinished(), Some(KEEP_UNFINISHED));
-        // Each commented setting must be one that exists.
+        // Each setting that is commented out must exist.
         let live: String = Config::TEMPLATE
             .lines()
             .map(|l| match l.strip_prefix('#') {

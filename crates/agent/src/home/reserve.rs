@@ -1,12 +1,12 @@
-//! Room that is kept back, so that a full disk never blocks its own cleanup.
+//! Reserved disk space, so that a full disk never blocks its own cleanup.
 //!
-//! A home has a file of [`BYTES`] that holds nothing, `reserve`. Whatever makes room or takes a right away (`rm`,
-//! `mounts break`, `peers forget`, and for its own sake `ticket`) needs a little room first: for the catalog's log, a
-//! lease's new file. Such a command does its work inside a [`CleanUp`]; when that fails on a full disk, the reserve is
-//! given up in two steps, the work is tried again after each, and the reserve is made anew at the end, of what there
-//! is then. A running site does the same for what it is asked to clear up, and looks after the file every
-//! [`LOOK_EVERY`]. While anybody has given some of it up, in whatever process, nobody makes it whole: a lock on the file
-//! says so. Commands that only look never touch it.
+//! Each home has a file `reserve` of [`BYTES`] without content. Commands that free space or revoke a right (`rm`,
+//! `mounts break`, `peers forget`, and also `ticket`) need a little space first: for the catalog's write-ahead log or a
+//! new lease file. Such a command works inside a [`CleanUp`]; when it fails because the disk is full, the reserve is
+//! released in two steps, the work is retried after each, and the reserve is refilled at the end from what is then
+//! free. A running site does the same for cleanup requests, and checks the file every [`LOOK_EVERY`]. While any process
+//! has part of the reserve released, nobody refills it: a lock on the file prevents that. Read-only commands never
+//! touch it.
 //!
 //! How a command uses it:
 //!
@@ -14,7 +14,7 @@
 //! let mut room = CleanUp::of(home);                   // before the catalog: dropped last
 //! let catalog = room.run(|| site::open_catalog(home))?;
 //! ...ask the user...
-//! room.run_async(|| async { /* what can be done twice */ }).await?;
+//! room.run_async(|| async { /* must be idempotent */ }).await?;
 //! ```
 
 use std::fs::{File, OpenOptions};
@@ -33,29 +33,29 @@ use rustix::rand::GetRandomFlags;
 use super::Home;
 use crate::error::{Error, Result, chain};
 
-/// The file's size: room for the catalog's log and its spare copy, and for what else is written beside them.
+/// Size of the reserve: room for the catalog's log and its spare copy, and whatever else is written next to them.
 pub const BYTES: u64 = 8 << 20;
 
-/// How often a running site looks whether the reserve is whole.
+/// How often a running site checks that the reserve is full.
 pub const LOOK_EVERY: Duration = Duration::from_secs(10);
 
-/// What is taken at once.
+/// Allocation step.
 const STEP: u64 = 256 << 10;
 
-/// A file system with less room than this is full.
+/// A file system with less free space than this counts as full.
 const FULL: u64 = 1 << 20;
 
 impl Home {
-    /// Where the reserve is.
+    /// Path of the reserve.
     pub fn reserve_path(&self) -> PathBuf {
         self.dir.join("reserve")
     }
 
-    /// Makes the reserve, or makes it whole again as far as there is room, unless somebody clears up with it. A directory that is not a home yet, such as
-    /// one named by mistake, gets none.
+    /// Creates the reserve, or refills it as far as there is space, unless a cleanup has part of it released. A
+    /// directory that is not a home yet, such as one named by mistake, gets none.
     ///
     /// # Errors
-    /// When the file cannot be written; a full disk is none.
+    /// When the file cannot be written; a full disk is not an error.
     pub fn keep_reserve(&self) -> io::Result<()> {
         if !self.dir.join("identity.key").is_file() {
             return Ok(());
@@ -78,7 +78,7 @@ impl Home {
             file.and_then(
                 |file| match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                     Err(Errno::WOULDBLOCK) => Ok(()),
-                    // Where there are no locks it is kept all the same.
+                    // Without lock support, keep it anyway.
                     _ => fill(&file),
                 },
             );
@@ -88,7 +88,7 @@ impl Home {
         }
     }
 
-    /// [`keep_reserve`](Self::keep_reserve) for whom it is not the purpose: what goes wrong is only logged.
+    /// [`keep_reserve`](Self::keep_reserve), but errors are only logged.
     pub fn try_keep_reserve(&self) {
         if let Err(e) = self.keep_reserve() {
             let path = self.reserve_path();
@@ -96,24 +96,23 @@ impl Home {
         }
     }
 
-    /// Keeps everybody from making the reserve whole for as long as the file is open; none where there is no reserve, or
-    /// no locks.
+    /// Prevents refilling for as long as the returned file is open; `None` without a reserve or without lock support.
     fn hold_reserve(&self) -> Option<File> {
         let file = File::open(self.reserve_path()).ok()?;
-        // Waits for who is filling it just now.
+        // Waits for a process that is refilling it.
         flock(&file, FlockOperation::LockShared).ok()?;
         Some(file)
     }
 
-    /// Gives up half of the reserve, or all of it.
+    /// Releases half of the reserve, or all of it.
     fn release_reserve(&self, all: bool) -> io::Result<()> {
         let file = OpenOptions::new().write(true).open(self.reserve_path())?;
         file.set_len(if all { 0 } else { BYTES / 2 })?;
-        // Some file systems give the blocks to others only now.
+        // Some file systems free the blocks only on sync.
         file.sync_all()
     }
 
-    /// Whether the home's file system has no room left to work with.
+    /// Whether the home's file system is full.
     pub fn is_full(&self) -> bool {
         let Ok(fs) = statvfs(&self.dir) else {
             return false;
@@ -126,7 +125,7 @@ impl Home {
     }
 }
 
-/// Allocates what is missing of the reserve, until the disk is full.
+/// Allocates the missing part of the reserve, until the disk is full.
 fn fill(file: &File) -> io::Result<()> {
     for at in (0..BYTES).step_by(STEP as usize) {
         if let Err(e) = allocate(file, at) {
@@ -140,7 +139,7 @@ fn fill(file: &File) -> io::Result<()> {
 fn allocate(file: &File, at: u64) -> io::Result<()> {
     match fallocate(file, FallocateFlags::empty(), at, STEP) {
         Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
-            // Bytes that no file system can make smaller.
+            // Incompressible bytes.
             let mut noise = vec![0; STEP as usize];
             rustix::rand::getrandom(&mut noise, GetRandomFlags::empty())?;
             file.write_all_at(&noise, at)
@@ -156,7 +155,7 @@ fn is_full_kind(e: &io::Error) -> bool {
     )
 }
 
-/// Whether an error says that a disk is full.
+/// Whether an error means that a disk is full.
 fn says_full(error: &Error) -> bool {
     chain(error).any(|cause| {
         if let Some(e) = cause.downcast_ref::<io::Error>() {
@@ -171,17 +170,17 @@ fn says_full(error: &Error) -> bool {
     })
 }
 
-/// Work that clears up, and may use the [reserve](self) for it.
+/// Cleanup work that may use the [reserve](self).
 pub struct CleanUp {
     home: Home,
-    /// Steps of the reserve that were given up: none, half, all.
+    /// Steps of the reserve released so far: none, half, all.
     steps: u8,
-    /// Once some was: keeps others from making it whole.
+    /// Set once some is released: prevents refilling.
     held: Option<File>,
 }
 
 impl CleanUp {
-    /// Begins in a home; nothing is given up yet.
+    /// Starts in a home; nothing is released yet.
     pub fn of(home: &Home) -> CleanUp {
         CleanUp {
             home: home.clone(),
@@ -190,10 +189,10 @@ impl CleanUp {
         }
     }
 
-    /// Does `job`, and again with more room when it failed for a full disk.
+    /// Runs `job`, and retries with more space when it failed because the disk is full.
     ///
     /// # Errors
-    /// What the job reports, at last with all of the reserve given up.
+    /// The job's error, in the end with all of the reserve released.
     pub fn run<T>(&mut self, mut job: impl FnMut() -> Result<T>) -> Result<T> {
         loop {
             match job() {
@@ -203,7 +202,7 @@ impl CleanUp {
         }
     }
 
-    /// The same for a job that waits.
+    /// The same for an async job.
     ///
     /// # Errors
     /// As [`run`](Self::run).
@@ -219,7 +218,7 @@ impl CleanUp {
         }
     }
 
-    /// Whether `error` came of a full disk and there is more room now.
+    /// Whether `error` means a full disk and more space has been released.
     fn makes_room(&mut self, error: &Error) -> bool {
         if self.steps >= 2 || !(says_full(error) || self.home.is_full()) {
             return false;
@@ -240,7 +239,7 @@ impl CleanUp {
 
 impl Drop for CleanUp {
     fn drop(&mut self) {
-        // Whoever still clears up makes it whole in the end.
+        // If another cleanup is still running, it refills the reserve when it ends.
         self.held = None;
         self.home.try_keep_reserve();
     }
@@ -304,7 +303,7 @@ mod tests {
     fn it_is_not_made_whole_while_somebody_clears_up_with_it() {
         let (_tmp, home) = home(true);
         home.keep_reserve().unwrap();
-        // As the running site does, in the midst of the work of others.
+        // Like the running site, in the middle of other work.
         let look = || {
             home.keep_reserve().unwrap();
             size(&home)

@@ -19,7 +19,7 @@ fn mount(name: &str, state: State) -> mounts::Status {
     }
 }
 
-/// Every name: dashboards depend on them.
+/// Every metric name: dashboards depend on them.
 const NAMES: [&str; 58] = [
     "drover_build_info",
     "drover_start_time_seconds",

@@ -4,14 +4,14 @@ use drover_mount::client::{ConnectError, Connecting, Connector};
 use drover_net::{ConnectOptions, Identity, connect_any};
 use drover_store::Peer;
 
-/// Makes a mount's connections to a peer.
+/// Opens a mount's connections to a peer.
 pub struct PeerConnector {
     identity: Identity,
     peer: Peer,
 }
 
 impl PeerConnector {
-    /// Connections of this site to `peer`.
+    /// A connector from this site to `peer`.
     pub fn new(identity: Identity, peer: Peer) -> PeerConnector {
         PeerConnector { identity, peer }
     }
@@ -28,7 +28,7 @@ impl Connector for PeerConnector {
             } = &self.peer;
             let options = ConnectOptions::named(name);
             let connection = connect_any(addresses, &self.identity, key, &options).await;
-            // A site that is down or restarts comes back; one that is another does not become the right one.
+            // A site that is down or restarting comes back, so retry; a wrong identity does not become the right one.
             connection.map_err(|e| ConnectError {
                 fatal: e.refused(),
                 ..ConnectError::lost(e.to_string())

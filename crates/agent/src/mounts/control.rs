@@ -1,4 +1,4 @@
-//! Talking to the mount daemon, over the mount's own socket.
+//! Requests to the mount daemon, over the mount's control socket.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,47 +18,47 @@ use crate::remote::SocketPath;
 /// Called with bytes pushed and bytes to push in all.
 pub type Progress = Arc<dyn Fn(u64, u64) + Send + Sync>;
 
-/// How long a caller may take nothing of an answer.
+/// Timeout for a caller that does not read its reply.
 const STALL_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long an answer may take to begin, and each part of it to follow.
+/// Timeout for the start of a reply, and for each further part.
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
-/// Callers at once.
+/// Upper bound on concurrent callers.
 const MAX_CALLERS: usize = 32;
 
-/// How is the mount?
+/// Request: the status of the mount.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct GetStatus;
 request!(GetStatus: "mount.status", Manage, () => Status);
 
-/// How a mount ends. It says how it is meanwhile, and what is left at the end.
+/// Request: end the mount. Progress carries its status, the reply what is left behind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StopHow {
-    /// Do not push what was written.
+    /// Do not push dirty data.
     pub offline: bool,
-    /// Throw away what was not pushed.
+    /// Discard dirty data.
     pub discard: bool,
-    /// Leave the cache.
+    /// Keep the cache.
     pub keep_cache: bool,
-    /// Take it out of the tree even while it is used.
+    /// Detach it from the directory tree even while it is in use (lazy unmount).
     pub lazy: bool,
 }
 request!(StopHow: "mount.end", Manage, Status => Left);
 
-/// Listens on `path` until the process ends, and serves whoever calls as `peer`.
+/// Listens on `path` until the process ends, and serves every caller as `peer`.
 ///
 /// # Errors
-/// When the socket cannot be made.
+/// When the socket cannot be created.
 pub fn listen(path: &Path, peer: Peer, services: Services) -> Result<()> {
     let short = SocketPath::of(path)?;
     let listener = LocalListener::bind(short.path())?;
     let services = Arc::new(services);
     let places = Arc::new(Semaphore::new(MAX_CALLERS));
     tokio::spawn(async move {
-        // It is what the listener's path leads through.
+        // The path of the listener goes through its directory handle.
         let _short = short;
-        // Never set: an answer is given to its end.
+        // Never set: replies are always completed.
         let (_go, stop) = watch::channel(false);
         while let Ok(connection) = listener.accept().await {
             let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
@@ -81,11 +81,11 @@ pub fn listen(path: &Path, peer: Peer, services: Services) -> Result<()> {
     Ok(())
 }
 
-/// Asks the process that listens on `path`, which may be silent for `limit`; `progress` hears what is said before the
-/// reply.
+/// Sends a request to the process that listens on `path`, with the timeout `limit` between messages; `progress`
+/// receives what precedes the reply.
 ///
 /// # Errors
-/// When nobody listens there, the answer breaks off, or it is no.
+/// When nobody listens there, the reply is cut off, or the request is refused.
 pub async fn ask<R: Request>(
     path: &Path,
     request: &R,
@@ -167,7 +167,7 @@ mod tests {
         let mut rude = tokio::net::UnixStream::connect(&path).await.unwrap();
         rude.write_all(b"hello\nis nobody there?\n").await.unwrap();
         let mut rest = Vec::new();
-        // Reset, or at its end; the hello of the process is all that comes.
+        // A reset or end of file; nothing but the daemon's hello arrives.
         let _ = rude.read_to_end(&mut rest).await;
         assert!(rest.len() < 100, "{rest:?}");
     }

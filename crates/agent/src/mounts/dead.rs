@@ -1,5 +1,5 @@
-//! Ending a mount whose process is gone: what it left in the system is cleared, what it wrote is pushed, the right to
-//! write goes back, and only then is its directory removed.
+//! Unmounting when the mount daemon is gone: its leftovers in the system are removed, dirty data is pushed, the write
+//! lease is released, and only then is the mount's directory removed.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -17,13 +17,13 @@ use crate::error::{Context, Error, Kind, Result, bail, one_line};
 use crate::home::Home;
 use crate::text::bytes;
 
-/// How often is looked.
+/// Polling interval.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Ends it; what is left.
+/// Ends the mount; returns what is left behind.
 ///
 /// # Errors
-/// When that cannot be done now; then it is as it was, but for leftovers in the system.
+/// When that is not possible now; the mount stays as it was, except for leftovers in the system.
 pub async fn end(
     home: &Home,
     place: &Place,
@@ -43,7 +43,7 @@ pub async fn end(
             n => format!("{} not pushed; the next mount there pushes it", bytes(n)),
         }));
     }
-    // A cache that cannot be read may hold anything: only whoever throws it away may remove it.
+    // A cache that cannot be read may hold dirty data: only an explicit discard may remove it.
     let dirty = match place.dirty(images) {
         Err(e) if how.discard => {
             tracing::warn!("{e:#}");
@@ -51,7 +51,7 @@ pub async fn end(
         }
         other => other?,
     };
-    // Only to push and to give the right to write back: nothing is fetched.
+    // Opened only to push and to release the write lease: nothing is prefetched.
     let written_down = record;
     let mut record = record.clone();
     record.how.prefetch = Prefetch::None;
@@ -59,12 +59,12 @@ pub async fn end(
     let mut there = Vec::new();
     for (index, image) in record.images.iter().enumerate() {
         if image.local.is_some() {
-            // What was written to it is in it, and its lock went with the process.
+            // A local disk already holds its writes, and its lock went with the process.
             continue;
         }
         let ours = match how.discard {
             true => {
-                // First: it may be of an image that is no more, and then stand in the way of telling the site.
+                // Removed first: its image may no longer exist, in which case notifying the site fails.
                 if let Err(e) = place.remove_cache(index) {
                     tracing::warn!("{e:#}");
                 }
@@ -91,7 +91,7 @@ pub async fn end(
             }
             Err(e) => {
                 tracing::debug!("{image}: {e:#}");
-                // A reader that died has been forgotten long since, or soon is.
+                // The lease of a dead reader has expired or soon will.
                 if !record.how.read_only {
                     there.push(Untold {
                         site: image.peer.clone(),
@@ -114,7 +114,7 @@ pub async fn end(
         said.push("the cache stays".into());
     } else {
         if !how.discard {
-            // Looked at again: what is removed is removed for good.
+            // Checked again, because removal is final.
             let left = place.dirty(images)?;
             if left > 0 {
                 bail!("{} have still not been pushed; try again", bytes(left));
@@ -128,7 +128,7 @@ pub async fn end(
     })
 }
 
-/// Writes down that it was ended in good order.
+/// Records that the mount was ended cleanly.
 fn note_unmounted(place: &Place, record: &Record) -> Result<()> {
     place.write(&Record {
         unmounted: true,
@@ -137,7 +137,7 @@ fn note_unmounted(place: &Place, record: &Record) -> Result<()> {
     })
 }
 
-/// Pushes what is left of a disk, and closes it.
+/// Pushes the dirty data of a disk, and closes it.
 fn finish(disk: &Disk, discard: bool, progress: &Progress) -> Result<()> {
     if discard {
         disk.discard();

@@ -1,4 +1,4 @@
-//! Showing disks: as a file, by NBD, or as a kernel's block device.
+//! Front ends of a mount: exposes disks as a file, over NBD, or as a kernel block device.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,12 +14,12 @@ use super::record::{Driver, Front, Record};
 use super::target::{Listen, Target};
 use crate::error::{Error, Result, bail, msg};
 
-/// How long an unmount waits for connections that are about to end.
+/// How long an unmount waits for connections that are closing.
 const CLOSING: Duration = Duration::from_secs(2);
 
-/// A front end that is there.
+/// A running front end.
 pub enum Shown {
-    /// A file, and the loop device on it. The device goes first.
+    /// A file, and the loop device on it. The device is removed first.
     File {
         /// The loop device.
         device: Option<loopdev::LoopDevice>,
@@ -33,17 +33,17 @@ pub enum Shown {
         /// Its socket.
         listening: nbd::Listening,
     },
-    /// A device of the kernel's NBD client.
+    /// A device of the kernel's NBD client, `/dev/nbdN`.
     KernelNbd(KernelNbd),
     /// A ublk device.
     KernelUblk(ublk::Attached),
 }
 
 impl Shown {
-    /// Shows the disks as the record says.
+    /// Starts the front end that the record asks for.
     ///
     /// # Errors
-    /// What stands in the way; nothing is left of it then.
+    /// Why it cannot be started; nothing is left of it then.
     pub fn make(record: &Record, disks: &[Disk]) -> Result<Shown> {
         match &record.front {
             Front::File { path, device } => file(record, path, *device, only(disks)?),
@@ -67,7 +67,7 @@ impl Shown {
         }
     }
 
-    /// Devices that were made.
+    /// The block devices it created.
     pub fn devices(&self) -> Vec<PathBuf> {
         match self {
             Shown::File { device, .. } => device.iter().map(|d| d.path().to_owned()).collect(),
@@ -77,7 +77,7 @@ impl Shown {
         }
     }
 
-    /// What a person wants to hear of it: a path or an address a line, the most useful first.
+    /// Its paths or addresses, one per line, the most useful first.
     pub fn lines(&self, record: &Record) -> Vec<String> {
         match self {
             Shown::File { device, mount } => match device {
@@ -98,10 +98,10 @@ impl Shown {
         }
     }
 
-    /// Takes it away; when it is in use, what is left of it comes back with the reason.
+    /// Shuts it down; when it is in use, returns what remains along with the reason.
     ///
     /// # Errors
-    /// Who uses it.
+    /// The users of the front end.
     pub fn end(self, lazy: bool) -> Result<(), Box<Unended>> {
         match self {
             Shown::File {
@@ -116,12 +116,12 @@ impl Shown {
                     if !lazy {
                         return Err(unended(Shown::File { device, mount }, e));
                     }
-                    // It goes with its last user.
+                    // The kernel removes it with its last user.
                     tracing::warn!("{e}");
                 }
                 drop(device.take());
                 let ended = if lazy {
-                    // Whoever has it open must not read from a disk that is closed under it: errors, not silence.
+                    // Readers that have it open must get I/O errors rather than hang on a closed disk.
                     match mount.unmount_at_once() {
                         Err(fuse::FuseError::Busy { .. }) => mount.abort(),
                         other => other,
@@ -171,7 +171,7 @@ impl Shown {
     }
 }
 
-/// How many connections are open, when they had a moment to end: a client that has ended may be counted still.
+/// Open connections, after a grace period: a client that just ended may still be counted.
 fn still_open(server: &nbd::Server) -> u64 {
     let end = Instant::now() + CLOSING;
     loop {
@@ -183,7 +183,7 @@ fn still_open(server: &nbd::Server) -> u64 {
     }
 }
 
-/// What is left of a front end that could not be taken away, and why.
+/// A front end, or part of one, that could not be shut down, and why.
 pub type Unended = (Shown, Error);
 
 fn unended(shown: Shown, why: impl Into<Error>) -> Box<Unended> {
@@ -261,7 +261,7 @@ fn serve(listen: &Listen, tls: Option<&Path>, disks: &[Disk], record: &Record) -
         }
     };
     let options = nbd::ServerOptions {
-        // Whoever may open the socket file is this user; the file says so.
+        // Access is controlled by the permissions of the socket file.
         plain_unix: true,
         tls,
         ..nbd::ServerOptions::default()

@@ -1,4 +1,4 @@
-//! Whether an image may be replaced or removed: not while a mount reads it or may still write it.
+//! Whether an image may be replaced or removed: not while a mount reads it or can still write to it.
 
 use std::path::Path;
 
@@ -9,11 +9,11 @@ use drover_store::lease::MERGE_NOTE;
 
 use crate::text::clean;
 
-/// Why an image may not be replaced or removed now; none when it may.
+/// Why an image may not be replaced or removed now; `None` when it may.
 pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) -> Option<String> {
     let leased = match leased {
         Ok(leased) => leased?,
-        // Somebody may have it.
+        // Treat an unreadable lease as held.
         Err(e) => return Some(format!("its lease cannot be read: {e}")),
     };
     match (&leased.holder, leased.connected.first()) {
@@ -33,7 +33,7 @@ pub fn why_held(name: &ImageName, leased: Result<Option<Leased>, MountError>) ->
     }
 }
 
-/// Who may still push to an image, by what is written down: also while no site serves it.
+/// The holder of an image's write lease according to the lease file; works without a running site.
 pub fn leased_on_disk(state: &Path, name: &ImageName) -> Result<Option<Leased>, MountError> {
     let holder = lease_on_disk(state, name)?;
     Ok(Some(Leased {

@@ -1,10 +1,11 @@
-//! The kernel's two block devices in user space: which of them, how it is attached, and what becomes of it when the
-//! process that serves it dies.
+//! Kernel block devices served from user space: choosing the driver, attaching, and cleanup when the serving process
+//! dies.
 //!
-//! A ublk device goes with its process. A device of the NBD client stays, and requests that it had sent wait until
-//! their time is up, which is long: see [`request_timeout`]. So a [`Guard`], a process of its own, detaches it when the
-//! daemon is gone, and whoever uses it sees errors at once. Nobody takes such a device over: what was acknowledged
-//! and not flushed may have gone with the process, and a file system must not go on as if it had not.
+//! A ublk device disappears with its process. A device of the NBD client stays, and requests in flight block until
+//! their timeout, which is long: see [`request_timeout`]. So a [`Guard`], a separate process, detaches the device when
+//! the daemon is gone, and its users get I/O errors at once. The device is never reconnected to a new server: writes
+//! that were acknowledged but not flushed may be lost with the process, and a file system must not continue as if they
+//! were not.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -21,16 +22,16 @@ use crate::error::{Context, Error, Result, bail};
 /// Connections between the kernel's NBD client and the server in this process.
 const CONNECTIONS: usize = 2;
 
-/// What a request may take beyond its waiting for the link.
+/// Part of a request's timeout beyond the time it may wait for the link.
 const MARGIN: Duration = Duration::from_secs(60);
 
-/// The longest that the kernel's counter of ticks is asked to hold.
+/// Upper bound on the timeout: it must fit in the kernel's tick counter.
 const MAX_TIMEOUT: Duration = Duration::from_secs(1_000_000);
 
-/// Decides by which driver to attach: the one that is wanted, or that of `device`, or the first that the kernel has.
+/// Chooses the driver: the requested one, else that of `device`, else the first that the kernel has.
 ///
 /// # Errors
-/// When a device of the other driver is asked for, or the kernel has neither.
+/// When a device of another driver is requested, or the kernel has neither.
 pub fn choose(wanted: Option<Driver>, device: Option<&Path>) -> Result<Driver> {
     let named = device.map(driver_of).transpose()?;
     match (wanted, named) {
@@ -69,14 +70,14 @@ fn driver_of(device: &Path) -> Result<Driver> {
     }
 }
 
-/// By which a device is known as this mount's, also after a crash, and by a person who looks into sysfs.
+/// Identifies a device as this mount's, also after a crash, and to a person who looks into sysfs.
 fn identifier(record: &Record) -> String {
     let id: String = record.id.iter().map(|b| format!("{b:02x}")).collect();
     format!("drover {} {id}", record.name)
 }
 
-/// How long the kernel waits for an answer before it gives the connection up. Every request is answered before that,
-/// with an error at worst: one that writes a part of a chunk waits for the link to read the rest, and for room.
+/// The kernel's request timeout, after which it drops the connection. Every request gets a reply before that, at worst
+/// an error; a write of part of a chunk waits for the link, to fetch the rest of the chunk, and for cache space.
 fn request_timeout(give_up_after: Duration) -> Duration {
     give_up_after
         .saturating_mul(2)
@@ -84,7 +85,7 @@ fn request_timeout(give_up_after: Duration) -> Duration {
         .min(MAX_TIMEOUT)
 }
 
-/// A device of the kernel's NBD client. Its parts go in their order.
+/// A device of the kernel's NBD client. The fields are dropped in their order.
 pub struct KernelNbd {
     local: kernel_nbd::Local,
     server: nbd::Server,
@@ -92,10 +93,10 @@ pub struct KernelNbd {
 }
 
 impl KernelNbd {
-    /// Attaches `device`, to the number that the record says.
+    /// Attaches `wanted`, or any free device, under the identifier of the record's mount.
     ///
     /// # Errors
-    /// What stands in the way; nothing stays attached then.
+    /// Why it cannot be attached; nothing stays attached then.
     pub fn attach(record: &Record, wanted: Option<PathBuf>, export: nbd::Export) -> Result<Self> {
         let name = export.name.clone();
         let server = nbd::Server::new(vec![export], nbd::ServerOptions::default())?;
@@ -104,7 +105,7 @@ impl KernelNbd {
             kernel_nbd::Options {
                 device: wanted,
                 timeout: Some(request_timeout(record.how.give_up_after)),
-                // Nobody will reconnect it: see above.
+                // Nothing will reconnect it: see the module's documentation.
                 dead_conn_timeout: None,
                 identifier: Some(identifier.clone()),
                 ..options
@@ -118,7 +119,7 @@ impl KernelNbd {
         })
     }
 
-    /// The node.
+    /// The device node.
     pub fn path(&self) -> &Path {
         self.local.path()
     }
@@ -135,10 +136,10 @@ impl KernelNbd {
     }
 }
 
-/// Makes a ublk device.
+/// Creates a ublk device.
 ///
 /// # Errors
-/// What stands in the way; nothing stays attached then.
+/// Why it cannot be attached; nothing stays attached then.
 pub fn attach_ublk(
     record: &Record,
     wanted: Option<PathBuf>,
@@ -155,11 +156,11 @@ pub fn attach_ublk(
     Ok(ublk::attach(device, &options)?)
 }
 
-/// Takes away what the dead process of a mount left attached. Only what is its own: the numbers that it had may be
-/// another's by now.
+/// Detaches what the dead process of a mount left attached, after checking that it is this mount's: the device numbers
+/// may have been reused.
 ///
 /// # Errors
-/// That it is still mounted: the kernel frees it with its last user. What the kernel says.
+/// When the device is still mounted (the kernel frees it with its last user), or for a kernel error.
 pub fn clear(record: &Record, driver: Driver) -> Result<()> {
     for path in found(&identifier(record), driver)? {
         if let Some(point) = kernel_nbd::mounted_from(&path).first() {
@@ -197,7 +198,7 @@ fn detach(path: &Path, driver: Driver) -> Result<()> {
     })
 }
 
-/// Somebody else may have been faster.
+/// Ignores that another process has detached it already.
 fn gone(detached: Result<(), kernel_nbd::Error>) -> Result<()> {
     match detached {
         Ok(()) | Err(kernel_nbd::Error::NotAttached { .. }) => Ok(()),
@@ -205,7 +206,8 @@ fn gone(detached: Result<(), kernel_nbd::Error>) -> Result<()> {
     }
 }
 
-/// The other end of a pipe: a process that detaches an NBD device when this one ends without having dismissed it.
+/// Handle of the guard process, which detaches an NBD device when this process ends without dismissing it. It holds one
+/// end of a pipe to the guard.
 struct Guard {
     process: Child,
     pipe: Option<ChildStdin>,
@@ -226,10 +228,10 @@ impl Guard {
         Ok(Guard { process, pipe })
     }
 
-    /// The device is gone: there is nothing left to guard.
+    /// Ends the guard, because the device is detached.
     fn dismiss(&mut self) {
         drop(self.pipe.take());
-        // It finds nothing of its name, and ends.
+        // The guard finds no device of this mount, and exits.
         if let Err(e) = self.process.wait() {
             tracing::warn!("the guard of a device: {e}");
         }
@@ -244,12 +246,12 @@ impl Drop for Guard {
     }
 }
 
-/// `drover guard`: waits until the process that started it has ended, then detaches what that left attached.
+/// `drover guard`: waits until the process that started it has ended, then detaches the device that it left attached.
 ///
 /// # Errors
 /// When the device cannot be detached.
 pub fn guard(identifier: &str) -> Result<()> {
-    // A terminal's Ctrl-C is for the mount daemon, which ends in good order.
+    // Ctrl-C in a terminal is for the mount daemon, which shuts down cleanly.
     rustix::process::setsid().ok();
     std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())
         .context("cannot wait for the process that keeps the device")?;
@@ -259,8 +261,8 @@ pub fn guard(identifier: &str) -> Result<()> {
     Ok(())
 }
 
-/// Lets this process, and all threads and processes that it starts from now on, allocate memory without waiting for
-/// the write-back of pages that only it can take: those of the disk it serves. Not allowed for all who may mount.
+/// Lets this process and all threads and processes it starts from now on allocate memory without waiting for write-back
+/// of the disk that it serves, which would deadlock. Needs a privilege that not every user has.
 pub fn survive_write_back() {
     if let Err(e) = rustix::process::configure_io_flusher_behavior(true) {
         tracing::debug!("not an I/O flusher ({e}): for devices of the kernel, root is needed");

@@ -1,5 +1,5 @@
-//! What the other site said of an image, kept beside the cache so that the mount can begin while that site cannot be
-//! reached. Layout: `docs/format/mount-known.md`.
+//! Image metadata from the other site, kept next to the cache so that a mount can start while that site is unreachable.
+//! Layout: `docs/format/mount-known.md`.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ const FORMAT: Envelope = Envelope {
     max_bytes: 4096,
 };
 
-/// Writes it down, durably.
+/// Writes it durably.
 ///
 /// # Errors
 /// When the file cannot be written.
@@ -25,7 +25,7 @@ pub fn write(path: &Path, opened: &Opened) -> Result<()> {
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// What was written down; none when nothing was.
+/// Reads it; `None` when there is none.
 ///
 /// # Errors
 /// When it cannot be read, is damaged or of another version.

@@ -1,4 +1,4 @@
-//! Who holds this site's images.
+//! Leases of this site's images.
 
 use std::sync::Arc;
 
@@ -14,40 +14,40 @@ use crate::home::Home;
 use crate::remote::Call;
 use crate::site;
 
-/// An image that is mounted or leased, as it is told.
+/// An image that is mounted or leased, as reported to users.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Held {
-    /// The image.
+    /// The image's name.
     pub image: String,
-    /// Who may write it.
+    /// The holder of the write lease.
     pub writer: Option<Writer>,
-    /// Mounts that are connected now.
+    /// Mounts that are connected.
     pub connected: Vec<String>,
-    /// Why it cannot be said who may write it.
+    /// Why the lease cannot be read.
     pub problem: Option<String>,
 }
 
-/// A mount that may write, or wrote.
+/// A mount that holds, or held, a write lease.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Writer {
-    /// The peer whose mount it is.
+    /// The peer that mounts the image.
     pub peer: String,
-    /// What the mount says of itself.
+    /// The mount's description of itself.
     pub note: String,
-    /// Its number.
+    /// The mount's identifier.
     pub mount: String,
-    /// Since when, seconds since 1970.
+    /// When the lease was taken, seconds since 1970.
     pub since_unix: u64,
 }
 
-/// What a broken lease was.
+/// The lease that was broken.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Broken {
-    /// The image.
+    /// The image's name.
     pub image: String,
-    /// Who might write it.
+    /// The former holder.
     pub writer: Option<Writer>,
-    /// The lease was damaged, and another is in its place.
+    /// The lease file was damaged, and was replaced.
     pub damaged: bool,
 }
 
@@ -62,15 +62,15 @@ impl From<Holder> for Writer {
     }
 }
 
-/// Who holds this site's images?
+/// Request: list the leases of this site's images.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ListLeases;
 request!(ListLeases: "lease.list", Manage, () => Vec<Held>);
 
-/// Take the right to write an image from whoever has it.
+/// Request: break the write lease of an image.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct BreakLease {
-    /// Which.
+    /// The image.
     pub name: ImageName,
 }
 request!(BreakLease: "lease.break", Manage, () => Broken);
@@ -89,7 +89,7 @@ pub fn leases_of(server: &Server) -> Result<Vec<Held>> {
     Ok(held.collect())
 }
 
-/// Breaks a lease; what it was.
+/// Breaks the write lease of an image; returns what it was.
 ///
 /// # Errors
 /// When the site's state cannot be changed.
@@ -105,10 +105,10 @@ pub async fn break_at(server: &Arc<Server>, name: &ImageName) -> Result<Broken> 
     })
 }
 
-/// Who holds images of this site.
+/// The leases of this site's images, from the running site or, when none runs, from disk.
 ///
 /// # Errors
-/// When the site does not answer, or its state cannot be read.
+/// When the site does not reply, or its state cannot be read.
 pub async fn held(home: &Home) -> Result<Vec<Held>> {
     if let Some(call) = Call::local(home).await? {
         return call.ask(&ListLeases, |()| {}).await;
@@ -117,10 +117,10 @@ pub async fn held(home: &Home) -> Result<Vec<Held>> {
     leases_of(super::site_server(home, &catalog)?.as_ref())
 }
 
-/// Takes the right to write an image from whoever has it.
+/// Breaks the write lease of an image, through the running site or, when none runs, in this process.
 ///
 /// # Errors
-/// When the site does not answer, or its state cannot be changed.
+/// When the site does not reply, or its state cannot be changed.
 pub async fn break_lease(home: &Home, name: &ImageName) -> Result<Broken> {
     if let Some(call) = Call::local(home).await? {
         let name = name.clone();
@@ -130,7 +130,7 @@ pub async fn break_lease(home: &Home, name: &ImageName) -> Result<Broken> {
     break_at(&super::site_server(home, &catalog)?, name).await
 }
 
-/// Whether there is an image of that name, or a lease of one that is gone.
+/// Whether there is an image of that name, or a lease of a former one.
 ///
 /// # Errors
 /// When the catalog cannot be read.
@@ -139,7 +139,7 @@ pub fn is_known(home: &Home, name: &ImageName) -> Result<bool> {
     if image?.is_some() {
         return Ok(true);
     }
-    // One that cannot be read is one.
+    // A lease that cannot be read counts as one.
     Ok(!matches!(
         lease_on_disk(&home.mounted_dir(), name),
         Ok(None)

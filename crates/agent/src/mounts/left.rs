@@ -1,4 +1,4 @@
-//! What a mount leaves behind when it ends: its cache here, and leases at sites that could not be notified.
+//! What an unmount leaves behind: a cache here, and leases at sites that could not be notified.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ pub struct Left {
 }
 
 impl Left {
-    /// Only something here.
+    /// Something left here, nothing at other sites.
     pub fn here(here: String) -> Left {
         Left {
             here,
@@ -24,7 +24,7 @@ impl Left {
         }
     }
 
-    /// One line for each.
+    /// One line per item.
     pub fn lines(&self) -> Vec<String> {
         let here = Some(self.here.clone()).filter(|here| !here.is_empty());
         here.into_iter()
@@ -52,7 +52,7 @@ pub enum Keeps {
     Write,
     /// A read lease, which expires soon and keeps writers out until then.
     Read,
-    /// It had refused the mount before: perhaps none.
+    /// The site had refused the mount before, so perhaps it holds none.
     Unknown,
 }
 

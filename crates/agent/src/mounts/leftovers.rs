@@ -1,4 +1,4 @@
-//! What a mount daemon that died left in the system: a stale file, loop devices, kernel devices.
+//! Cleanup of what a dead mount daemon left in the system: a stale FUSE mount, loop devices, kernel devices.
 
 use drover_frontend::{fuse, loopdev};
 
@@ -6,15 +6,15 @@ use super::kernel;
 use super::record::{Front, Record, boot};
 use crate::error::{Context, Result};
 
-/// Removes it.
+/// Removes all of it.
 ///
 /// # Errors
-/// When it is still used.
+/// When something is still in use.
 pub fn clear(record: &Record) -> Result<()> {
     if let Front::Kernel { driver, .. } = &record.front {
         return kernel::clear(record, *driver);
     }
-    // Devices of an earlier start of the machine are gone, and their names may be somebody else's.
+    // Devices from before a reboot are gone, and their names may have been reused.
     let devices = match record.boot == boot() {
         true => record.devices.as_slice(),
         false => &[],

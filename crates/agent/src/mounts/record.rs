@@ -1,11 +1,10 @@
-//! What is remembered of a mount while it is there, and after a crash: one directory for each, in the home.
-//!
+//! The durable record of a mount, from before it starts until it is unmounted: one directory per mount, in the home.
 //! ```text
-//! mounts/NAME/record.json   what it shows, where, how, and the mount daemon
-//! mounts/NAME/control.sock  that process's ear
-//! mounts/NAME/log           what it had to say
-//! mounts/NAME/known         what the other site said of the image
-//! mounts/NAME/cache/        chunks that are here, and what was not pushed yet
+//! mounts/NAME/record.json   targets, front end, options, and the mount daemon's PID
+//! mounts/NAME/control.sock  the daemon's control socket
+//! mounts/NAME/log           the daemon's log
+//! mounts/NAME/known         image metadata from the other site
+//! mounts/NAME/cache/        cached chunks, and dirty data
 //! ```
 
 use std::fs::{self, File, TryLockError};
@@ -22,22 +21,22 @@ use super::target::{Listen, Prefetch, Target};
 use crate::error::{Context, Error, Result, bail};
 use crate::home::{Home, make_dir};
 
-/// How long one who only looks whether a mount is kept may hold its lock.
+/// How long a process that only checks the lock of a mount may hold it.
 const LOOK_LIMIT: Duration = Duration::from_millis(200);
 
-/// The version of `record.json` that knows local disks.
+/// The version of `record.json` with local disks.
 const VERSION: u32 = 2;
 
-/// The version of a record of images alone, which older programs read.
+/// The version of records with images only, which older programs can read.
 const IMAGES_VERSION: u32 = 1;
 
-/// How a disk is shown.
+/// The front end of a mount.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Front {
-    /// A file, by FUSE; with a loop device on it when asked for.
+    /// A FUSE file, with a loop device on it if requested.
     File {
-        /// Where.
+        /// Its path.
         path: PathBuf,
         /// Whether a loop device is wanted.
         device: bool,
@@ -51,15 +50,15 @@ pub enum Front {
     },
     /// A kernel block device.
     Kernel {
-        /// By which driver.
+        /// The driver.
         driver: Driver,
-        /// Which, when that was asked for.
+        /// The device, if a particular one was requested.
         device: Option<PathBuf>,
     },
 }
 
 impl Front {
-    /// Where a person looks for it.
+    /// Its path, address or device, for users.
     pub fn place(&self) -> String {
         match self {
             Front::File { path, .. } => path.display().to_string(),
@@ -71,8 +70,8 @@ impl Front {
         }
     }
 
-    /// What a mount is told from others of the same images by. By which driver does not matter: after a crash the other
-    /// one finds the cache, too.
+    /// Part of the mount's name that separates mounts of the same images. Independent of the kernel driver: after a
+    /// crash the other driver finds the cache, too.
     fn key(&self) -> String {
         match self {
             Front::Kernel { device: None, .. } => "a kernel device".into(),
@@ -91,89 +90,89 @@ pub enum Driver {
     Ublk,
 }
 
-/// What a flush waits for.
+/// What a flush guarantees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SyncMode {
-    /// The cache on this machine's disk.
+    /// Data is on this machine's disk, in the cache.
     Local,
-    /// The other site's disk.
+    /// Data is on the other site's disk.
     Remote,
 }
 
-/// How an image is read and written; the same for every front end.
+/// Options of a mount; the same for every front end.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct How {
-    /// No writes are taken.
+    /// Writes are refused.
     pub read_only: bool,
-    /// Nothing is kept here.
+    /// No local cache.
     pub direct: bool,
-    /// What a flush waits for.
+    /// What a flush guarantees.
     pub sync: SyncMode,
-    /// The unit of fetching, in bytes.
+    /// Chunk size, in bytes.
     pub chunk: u32,
-    /// The most bytes of the image to keep here; all of it without.
+    /// Upper bound on cached bytes; `None` caches the whole image.
     pub cache_size: Option<u64>,
-    /// What is fetched before anybody asks.
+    /// What to prefetch.
     pub prefetch: Prefetch,
-    /// Where the order in which chunks were first read is written at the end.
+    /// File to write the access order to at the end, for [`Prefetch::File`].
     pub record: Option<PathBuf>,
-    /// How often what was written goes back.
+    /// Interval of background pushes.
     pub push_interval: Duration,
-    /// Bytes under way at once in the background; what the link takes without.
+    /// Upper bound on background bytes in flight; `None` adapts it to the link.
     pub window: Option<u64>,
-    /// How long a request waits for the link.
+    /// How long a request waits for the link before it fails.
     pub give_up_after: Duration,
-    /// Bytes of a local disk that is created when it does not exist.
+    /// Size in bytes of a local disk to create when it does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
 }
 
-/// A mount, as it is written down before it is there.
+/// A mount's record, written before the mount starts.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Record {
-    /// The version of this form.
+    /// Format version.
     pub version: u32,
     /// Its name in `drover mounts`.
     pub name: String,
-    /// What is shown.
+    /// Its targets.
     pub images: Vec<Target>,
-    /// How it is shown.
+    /// Its front end.
     pub front: Front,
-    /// How it is read and written.
+    /// Its options.
     pub how: How,
-    /// Its number at other sites, whose lease it holds.
+    /// Identifier at other sites, under which it holds its leases.
     pub id: [u8; 16],
-    /// Devices that the front end made (`/dev/loop0`), once it is there.
+    /// Devices that the front end created (`/dev/loop0`), once it is up.
     #[serde(default)]
     pub devices: Vec<PathBuf>,
-    /// The process that keeps it, last time.
+    /// PID of the last daemon.
     #[serde(default)]
     pub process: u32,
-    /// Since when, seconds since 1970.
+    /// Start time, seconds since 1970.
     #[serde(default)]
     pub since_unix: i64,
-    /// The start of this machine in which the devices were made: after another one their names are somebody else's.
+    /// Boot ID under which the devices were created: after a reboot their names may have been reused.
     #[serde(default)]
     pub boot: String,
-    /// It was ended in good order, and its cache kept.
+    /// It was ended cleanly, and its cache kept.
     #[serde(default)]
     pub unmounted: bool,
 }
 
-/// The directory of one mount. Whoever keeps the mount holds its lock.
+/// The directory of one mount. The process that serves the mount holds its lock.
 #[derive(Debug, Clone)]
 pub struct Place {
     dir: PathBuf,
 }
 
-/// A mount as it was written down.
+/// A mount and its record.
 pub type Written = (Place, Record);
 
-/// A mount whose record cannot be used, and why.
+/// A mount whose record is unusable, and why.
 pub type Damaged = (Place, Error);
 
-/// Held by the mount daemon.
+/// The lock of a mount, held by its daemon.
 #[derive(Debug)]
 pub struct Kept(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
 
@@ -183,8 +182,8 @@ impl Place {
         home.dir().join("mounts")
     }
 
-    /// The place of a mount of these images at this front end: the same each time, so that a mount that died finds its
-    /// cache again.
+    /// The place of a mount of these images at this front end. Deterministic, so that a mount that died finds its cache
+    /// again.
     pub fn of(home: &Home, images: &[Target], front: &Front, read_only: bool) -> Place {
         let mut hasher = blake3::Hasher::new();
         for image in images {
@@ -201,7 +200,7 @@ impl Place {
         }
     }
 
-    /// Every mount of a home that was written down, by name.
+    /// Every mount of a home with a usable record, by name.
     ///
     /// # Errors
     /// When the directory cannot be read.
@@ -213,7 +212,7 @@ impl Place {
         Ok(found)
     }
 
-    /// The same, and those whose record cannot be used, with the reason.
+    /// The same, and those with an unusable record, with the reason.
     ///
     /// # Errors
     /// When the directory cannot be read.
@@ -248,7 +247,7 @@ impl Place {
         name.to_string_lossy().into_owned()
     }
 
-    /// The cache of the image with that number in the record.
+    /// The cache directory of the image at this index of the record.
     pub fn cache(&self, image: usize) -> PathBuf {
         match image {
             0 => self.dir.join("cache"),
@@ -256,7 +255,7 @@ impl Place {
         }
     }
 
-    /// What the other site said of the image with that number.
+    /// The metadata file of the image at this index.
     pub fn known(&self, image: usize) -> PathBuf {
         match image {
             0 => self.dir.join("known"),
@@ -264,7 +263,7 @@ impl Place {
         }
     }
 
-    /// Bytes in the mount's caches that were not pushed, as far as is written down. For mounts that nobody keeps.
+    /// Dirty bytes in the mount's caches, as far as they are recorded on disk. Only for mounts without a daemon.
     ///
     /// # Errors
     /// When a cache cannot be read.
@@ -276,7 +275,7 @@ impl Place {
         Ok(sum)
     }
 
-    /// What the cache of the image with that number holds; none when there is none.
+    /// The content of the cache of the image at this index; `None` when there is none.
     ///
     /// # Errors
     /// When it cannot be read.
@@ -291,20 +290,20 @@ impl Place {
         Ok(CacheContents::read(&directory)?)
     }
 
-    /// Where the mount daemon listens.
+    /// The daemon's control socket.
     pub fn socket(&self) -> PathBuf {
         self.dir.join("control.sock")
     }
 
-    /// What that process says.
+    /// The daemon's log.
     pub fn log(&self) -> PathBuf {
         self.dir.join("log")
     }
 
-    /// What is written down.
+    /// Reads the record; `None` when there is none.
     ///
     /// # Errors
-    /// When it cannot be read or is of another version.
+    /// When it cannot be read or has another version.
     pub fn read(&self) -> Result<Option<Record>> {
         let path = self.dir.join("record.json");
         let text = match fs::read(&path) {
@@ -328,7 +327,7 @@ impl Place {
         Ok(Some(record))
     }
 
-    /// Writes it down, durably.
+    /// Writes the record durably.
     ///
     /// # Errors
     /// When the directory cannot be written.
@@ -338,10 +337,10 @@ impl Place {
         atomic_replace(&path, &text).with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// Makes the directory and takes its lock; none when a living process keeps the mount.
+    /// Creates the directory and takes its lock; `None` when a living process holds it.
     ///
     /// # Errors
-    /// When the directory cannot be made or locked.
+    /// When the directory cannot be created or locked.
     pub fn keep(&self) -> Result<Option<Kept>> {
         make_dir(&self.dir)?;
         let path = self.lock();
@@ -355,7 +354,7 @@ impl Place {
         loop {
             match file.try_lock() {
                 Ok(()) => return Ok(Some(Kept(file))),
-                // Somebody may only be looking.
+                // The holder may only be checking the lock.
                 Err(TryLockError::WouldBlock) if began.elapsed() < LOOK_LIMIT => {
                     std::thread::sleep(Duration::from_millis(10));
                 }
@@ -367,7 +366,7 @@ impl Place {
         }
     }
 
-    /// Whether a living process keeps it. Makes nothing.
+    /// Whether a living process holds the lock. Creates nothing.
     pub fn is_kept(&self) -> bool {
         File::open(self.lock())
             .is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
@@ -377,7 +376,7 @@ impl Place {
         self.dir.join("lock")
     }
 
-    /// Takes the directory away, with what is in the cache.
+    /// Removes the directory, including the cache.
     ///
     /// # Errors
     /// When it cannot be removed.
@@ -385,7 +384,7 @@ impl Place {
         remove_dir(&self.dir)
     }
 
-    /// Takes the cache of the image with that number away.
+    /// Removes the cache of the image at this index.
     ///
     /// # Errors
     /// When it cannot be removed.
@@ -403,14 +402,14 @@ fn remove_dir(dir: &Path) -> Result<()> {
     }
 }
 
-/// Which start of this machine it is; empty when it does not say.
+/// The machine's boot ID; empty when unknown.
 pub fn boot() -> String {
     let text = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     text.trim().to_owned()
 }
 
 impl Record {
-    /// A mount that is about to be, with the number it had when it was there before.
+    /// A record for a mount that is about to start; keeps the identifier of an earlier one.
     pub fn new(
         place: &Place,
         images: Vec<Target>,
@@ -432,12 +431,12 @@ impl Record {
             process: 0,
             since_unix: 0,
             boot: String::new(),
-            // Until it is there again.
+            // Cleared once it is up again.
             unmounted: before.is_some_and(|b| b.unmounted),
         }
     }
 
-    /// Whether a person means this mount by `what`: its name, path, device or socket, or what was printed for it.
+    /// Whether `what` names this mount: by name, path, device or socket, or by what was printed for it.
     pub fn is_meant_by(&self, what: &str) -> bool {
         if self.name == what || self.front.place() == what {
             return true;
@@ -448,7 +447,7 @@ impl Record {
         let same = |p: &Path| p == path;
         self.devices.iter().any(|d| same(d))
             || match &self.front {
-                // A directory has a file of the image's name in it.
+                // When the path is a directory, it has a file with the image's name in it.
                 Front::File { path, .. } => {
                     same(path) || self.images.iter().any(|i| same(&path.join(&i.image)))
                 }

@@ -1,4 +1,4 @@
-//! This site's images as devices: for mounts of other sites, and for this site's own exports.
+//! This site's images as devices: served to mounts of other sites, and of this site.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::{remote, site};
 /// Threads that read, hash and compress for mounts.
 const THREADS: usize = 4;
 
-/// What serves this site's images to mounts. Call within a runtime.
+/// The server of this site's images for mounts. Call within a runtime.
 ///
 /// # Errors
 /// When its threads cannot be started.
@@ -47,12 +47,12 @@ impl SiteImages {
         let record = self.catalog.by_name(name);
         let record = record.map_err(|e| Refusal::new(Code::Unavailable, e.to_string()))?;
         let record = record.ok_or_else(|| {
-            // Who asked knows by which name this site's images are listed there.
+            // The caller knows this site's images by the names listed here.
             let text = format!("{} has no image called {name}", self.site);
             Refusal::new(Code::NotFound, text)
         })?;
         if was_changed(&record) {
-            // Its digest is that of other bytes: mounts would take what they kept of those for this.
+            // The digest no longer matches the file: mounts would reuse cached chunks of other bytes.
             let path = record.path.display();
             let text = format!(
                 "{name}: its file {path} was changed after it had been indexed; run `drover index {path}` at {} again",
@@ -81,7 +81,7 @@ impl Images for SiteImages {
     }
 }
 
-/// Whether an image's file is not what its digest was taken of. (Its place and its owner may have changed.)
+/// Whether an image's file changed since its digest was computed. (Its path and owner may have changed.)
 fn was_changed(record: &ImageRecord) -> bool {
     let (Some(then), Ok(now)) = (record.stamp, Stamp::of_path(&record.path)) else {
         return false;
@@ -89,10 +89,10 @@ fn was_changed(record: &ImageRecord) -> bool {
     (then.size, then.mtime_ns) != (now.size, now.mtime_ns)
 }
 
-/// What this site is called at its own leases.
+/// The name of this site in its own leases.
 const OWN_NAME: &str = "the site itself";
 
-/// Who mounts this site's images on this site.
+/// The peer that stands for mounts of this site's images on this site.
 pub fn own(key: PeerKey) -> Peer {
     Peer {
         key,
@@ -101,27 +101,27 @@ pub fn own(key: PeerKey) -> Peer {
     }
 }
 
-/// Connections to this site's own images, through the same leases as those of peers: to the running site, or within
-/// this process when none runs at the start.
+/// Connections to this site's own images, under the same leases as those of peers: to the running site, or within this
+/// process when none runs at the start.
 pub enum OwnConnector {
-    /// A site runs. It may be restarted, and is waited for then.
+    /// A running site. If it restarts, connections wait for it.
     Running(PathBuf),
-    /// None does: this process serves the image to itself.
+    /// No running site: this process serves the image to itself.
     Inside {
-        /// What serves.
+        /// The server.
         server: Arc<Server>,
-        /// Who asks.
+        /// The identity of the caller.
         peer: Peer,
-        /// Never set; dropped, it would end the lanes.
+        /// Never set; dropping it would close the connections.
         stop: watch::Sender<bool>,
     },
 }
 
 impl OwnConnector {
-    /// Connections within this home.
+    /// Creates a connector within this home.
     ///
     /// # Errors
-    /// When another program is at work in it that takes no calls.
+    /// When another program holds the home and accepts no connections.
     pub async fn new(home: &Home) -> Result<OwnConnector> {
         if remote::Call::local(home).await?.is_some() {
             return Ok(OwnConnector::Running(home.socket()));

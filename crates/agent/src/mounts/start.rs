@@ -1,4 +1,4 @@
-//! Starting the mount daemon, and hearing from it that the mount is there.
+//! Starts the mount daemon, and waits for its readiness message.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -10,20 +10,20 @@ use super::record::Place;
 use crate::error::{Context, Error, Kind, Result, bail};
 use crate::home::Home;
 
-/// What the process says once, on its stdout, when the mount is there or will not be.
+/// The one message that the daemon writes to stdout: the mount is up, or it failed.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ready {
-    /// It is there; what a person wants to see of it, one line each.
+    /// The mount is up; its paths or addresses, one per line.
     There(Vec<String>),
-    /// It will not be, with the exit code.
+    /// It failed, with the exit code and message.
     Failed(u8, String),
 }
 
-/// Starts `drover mount-daemon` for a mount that is written down, and waits until it is there.
+/// Starts `drover mount-daemon` for a recorded mount, and waits until the mount is up.
 ///
 /// # Errors
-/// What the process could not do; that it ended without a word.
+/// The daemon's error, or that it exited without a message.
 pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
     let log = File::options()
         .create(true)
@@ -59,7 +59,7 @@ pub fn start(home: &Home, place: &Place, verbose: u8) -> Result<Vec<String>> {
     match serde_json::from_str(&line).context("the mount daemon made no sense")? {
         Ready::There(lines) => Ok(lines),
         Ready::Failed(code, message) => {
-            // It ends by itself: nothing of it is to be left when we say that it failed.
+            // It exits by itself: nothing of it may be left when we report the failure.
             let _ = child.wait();
             Err(Error::of_kind(Kind::of_code(code), message))
         }

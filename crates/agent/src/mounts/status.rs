@@ -1,90 +1,90 @@
-//! How a mount is, for people, scripts and metrics.
+//! The status of a mount, for people, scripts and metrics.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// How a mount is.
+/// The status of a mount.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Status {
     /// Its name.
     pub name: String,
-    /// Where it is.
+    /// Its path, address or device.
     pub place: String,
-    /// Devices that belong to it.
+    /// Its block devices.
     pub devices: Vec<PathBuf>,
-    /// The process that keeps it; 0 when none does.
+    /// PID of its daemon; 0 when there is none.
     pub process: u32,
-    /// Since when, seconds since 1970.
+    /// Start time, seconds since 1970.
     pub since_unix: i64,
-    /// What it is doing.
+    /// Its state.
     pub state: State,
     /// Its disks.
     pub disks: Vec<DiskStatus>,
 }
 
-/// What a mount is doing.
+/// The state of a mount.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// It can be used.
+    /// It is in service.
     #[default]
     Up,
-    /// It is ending.
+    /// It is being unmounted.
     Ending,
-    /// Its process is gone; mounting there again takes it up, unmounting clears it away.
+    /// Its daemon is gone; mounting again at the same place resumes it, unmounting removes it.
     Dead,
-    /// It was ended and its cache kept; the same can be done.
+    /// It was unmounted and its cache kept; as for a dead one, mounting resumes it and unmounting removes it.
     Unmounted,
-    /// Its process is there and does not answer.
+    /// Its daemon is running but does not reply.
     Silent,
-    /// What is written down of it cannot be used; its cache is there.
+    /// Its record is unusable; its cache is there.
     Damaged,
 }
 
-/// How one disk is.
+/// The status of one disk.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct DiskStatus {
-    /// What it shows.
+    /// Its target.
     pub image: String,
     /// `direct`, `managed` or `own`.
     pub mode: String,
-    /// Takes no writes.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// Bytes of the disk.
+    /// Size in bytes.
     pub size: u64,
-    /// Chunks' bytes that are here, zeros included.
+    /// Cached bytes, in whole chunks, zeros included.
     pub local: u64,
-    /// Bytes written here that the other site does not have.
+    /// Dirty bytes, which the other site does not have.
     pub dirty: u64,
-    /// Chunks' bytes under way.
+    /// Bytes of chunks being fetched.
     pub in_flight: u64,
-    /// Bytes that arrived on the link.
+    /// Bytes received on the link.
     pub received: u64,
-    /// Bytes that left on the link.
+    /// Bytes sent on the link.
     pub sent: u64,
-    /// Chunks' bytes arriving in a second.
+    /// Fetch rate, in chunk bytes per second.
     pub rate: f64,
-    /// Seconds until all is here, as it goes now.
+    /// Estimated seconds until the disk is complete.
     pub seconds_left: Option<f64>,
-    /// The last state of the disk that the other site has.
+    /// The last epoch committed at the other site.
     pub epoch: u64,
-    /// `up`, or why the other site cannot be reached.
+    /// `up`, or why the other site is unreachable.
     pub link: String,
-    /// Bytes of the push that is under way.
+    /// Bytes of the push in progress.
     pub pushing: u64,
-    /// Those of them that have arrived: they are not sent again.
+    /// Bytes of it that have arrived: they are not sent again.
     pub pushed: u64,
-    /// How often pushes failed since one succeeded.
+    /// Consecutive failed pushes.
     pub push_failures: u64,
-    /// Why the last of them did.
+    /// The error of the last failed push.
     pub push_error: Option<String>,
-    /// What went wrong in the background, for a person.
+    /// A background error, for users.
     pub trouble: Option<String>,
 }
 
 impl DiskStatus {
-    /// How much is here, in hundredths of the disk.
+    /// Percentage of the disk that is cached.
     pub fn percent(&self) -> u64 {
         match self.size {
             0 => 100,

@@ -1,4 +1,4 @@
-//! What mounts are of: an image somewhere, a place to listen, an order to fetch in.
+//! Parts of a mount request: targets, listen addresses, prefetch orders.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -9,19 +9,20 @@ use std::str::FromStr;
 use drover_core::ImageName;
 use serde::{Deserialize, Serialize};
 
-/// An image of a peer (`PEER:NAME`) or of this site (`NAME`), or a disk that no site knows (`file:PATH`, `dir:PATH`).
+/// An image of a peer (`PEER:NAME`) or of this site (`NAME`), or a local disk outside any site (`file:PATH`,
+/// `dir:PATH`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
-    /// The peer; none for this site.
+    /// The peer; `None` for this site.
     pub peer: Option<String>,
-    /// The image; of a local disk, the last component of its path.
+    /// The image's name; for a local disk, the last component of its path.
     pub image: String,
-    /// Where the bytes are, when it is no image of a site.
+    /// The local disk, when it is no image of a site.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<LocalDisk>,
 }
 
-/// A disk of this machine that is served as it is: without an overlay, a cache or a lease. The path is absolute.
+/// A disk of this machine that is served directly: without an overlay, a cache or a lease. The path is absolute.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LocalDisk {
@@ -39,7 +40,7 @@ impl LocalDisk {
         }
     }
 
-    /// What it is called in the status of a mount.
+    /// Its mode in the status of a mount.
     pub fn mode(&self) -> &'static str {
         match self {
             LocalDisk::File(_) => "file",
@@ -80,7 +81,7 @@ impl FromStr for Target {
     }
 }
 
-/// A target on this machine, its path made absolute: the mount daemon runs in another directory.
+/// A local target with an absolute path: the mount daemon runs in another directory.
 fn local(kind: fn(PathBuf) -> LocalDisk, path: &str) -> Result<Target, String> {
     let path = std::path::absolute(path).map_err(|e| format!("{path:?} is not a path: {e}"))?;
     let name = path.file_name().and_then(|name| name.to_str());
@@ -115,7 +116,7 @@ impl Listen {
     /// Reads `unix:PATH` or `ADDRESS:PORT`.
     ///
     /// # Errors
-    /// A line for a person.
+    /// A message for the user.
     pub fn parse(text: &str) -> Result<Self, String> {
         if let Some(path) = text.strip_prefix("unix:") {
             let path = std::path::absolute(path).map_err(|e| format!("unix: {e}"))?;
@@ -128,7 +129,7 @@ impl Listen {
             .map_err(|_| "expected unix:PATH or ADDRESS:PORT, such as 127.0.0.1:10809".into())
     }
 
-    /// Whether only this machine can reach it.
+    /// Whether it is reachable from this machine only.
     pub fn is_local(&self) -> bool {
         match self {
             Listen::Unix(_) => true,
@@ -136,7 +137,7 @@ impl Listen {
         }
     }
 
-    /// The address that NBD clients take, for an export's name; on a port with `tls` or without.
+    /// The NBD URI of an export; for TCP, with `tls` or without.
     pub fn uri(&self, export: &str, tls: bool) -> String {
         let export = escaped(export.as_bytes());
         match self {
@@ -150,7 +151,7 @@ impl Listen {
     }
 }
 
-/// A name or a path as a part of a URI.
+/// Percent-encodes a name or a path for a URI.
 fn escaped(bytes: &[u8]) -> String {
     let mut uri = String::new();
     for byte in bytes {
@@ -173,14 +174,14 @@ impl fmt::Display for Listen {
     }
 }
 
-/// What is fetched before anybody asks.
+/// What to prefetch in the background.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Prefetch {
     /// Nothing.
     None,
     /// Everything, in order.
     Sequential,
-    /// What an earlier run recorded, in its order, then everything.
+    /// Chunks in the order an earlier run recorded, then the rest.
     File(PathBuf),
 }
 
@@ -188,7 +189,7 @@ impl Prefetch {
     /// Reads `none`, `sequential` or a path.
     ///
     /// # Errors
-    /// A line for a person.
+    /// A message for the user.
     pub fn parse(text: &str) -> Result<Self, String> {
         Ok(match text {
             "none" => Prefetch::None,

@@ -1,4 +1,4 @@
-//! How many may be here at once: in all, by peer, and by address while nobody knows who they are.
+//! Connection limits: in total, per peer, and per address before authentication.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -8,19 +8,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use drover_net::PeerKey;
 
-/// Connections at once, in all.
+/// Upper bound on connections, in total.
 pub const MAX_CONNECTIONS: usize = 1024;
 
-/// Connections at once of one peer: several sessions, each with its data connections.
+/// Upper bound on connections per peer: several sessions, each with its data connections.
 pub const MAX_PER_PEER: usize = 256;
 
-/// Connections at once from one address that have not shown a trusted key.
+/// Upper bound on connections per address that have not authenticated with a trusted key.
 pub const MAX_STRANGERS_PER_ADDRESS: usize = 16;
 
-/// Connections at once that have not shown a trusted key.
+/// Upper bound on connections that have not authenticated with a trusted key.
 pub const MAX_STRANGERS: usize = 128;
 
-/// Counts who is here.
+/// Counts connections.
 #[derive(Debug, Clone, Default)]
 pub struct Admission {
     all: Counter<()>,
@@ -29,27 +29,27 @@ pub struct Admission {
     by_peer: Counter<PeerKey>,
 }
 
-/// A place for a connection, until it is dropped.
+/// A connection's share of the total limit, until it is dropped.
 #[derive(Debug)]
 pub struct Place {
     _all: Held<()>,
 }
 
-/// A place for one who has not shown a trusted key.
+/// A connection's share of the limits for unauthenticated connections.
 #[derive(Debug)]
 pub struct StrangerPlace {
     _strangers: Held<()>,
     _address: Held<IpAddr>,
 }
 
-/// A place for a trusted peer.
+/// A connection's share of its peer's limit.
 #[derive(Debug)]
 pub struct PeerPlace(#[expect(dead_code, reason = "held until it is dropped")] Held<PeerKey>);
 
 impl Admission {
-    /// Room for one more connection, from a stranger as yet.
+    /// Admits a new connection, unauthenticated as yet; `None` when a limit is reached.
     pub fn enter(&self, address: IpAddr) -> Option<(Place, StrangerPlace)> {
-        // An IPv6 host has a whole /64 to call from.
+        // An IPv6 host can use a whole /64, so count by that.
         let address = match address.to_canonical() {
             IpAddr::V6(v6) => {
                 let s = v6.segments();
@@ -69,7 +69,7 @@ impl Admission {
         ))
     }
 
-    /// Room for one more connection of this peer.
+    /// Admits a connection of this peer; `None` when the peer's limit is reached.
     pub fn trust(&self, peer: PeerKey) -> Option<PeerPlace> {
         self.by_peer.take(peer, MAX_PER_PEER).map(PeerPlace)
     }
@@ -163,7 +163,7 @@ mod tests {
             .filter_map(|i| admission.enter(IpAddr::from([10, 0, 1, i])))
             .collect();
         assert_eq!(strangers.len(), MAX_STRANGERS);
-        // Once trusted, a connection keeps its place but is no stranger any more.
+        // Once trusted, a connection still counts in total but not as unauthenticated.
         let places: Vec<_> = strangers.into_iter().map(|(place, _)| place).collect();
         assert!(admission.enter(IpAddr::from([10, 0, 2, 1])).is_some());
         drop(places);

@@ -1,4 +1,4 @@
-//! What mounts wrote over this site's images: listed, dropped, merged.
+//! Services for the changes that mounts made to this site's images: list, drop, merge.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -42,7 +42,7 @@ impl Handler<DropChanges> for OfSite {
     }
 }
 
-/// Ends a job when nobody waits for it any more.
+/// Cancels a job when its caller goes away.
 struct StopWhenDropped(Arc<AtomicBool>);
 
 impl Drop for StopWhenDropped {
@@ -52,7 +52,7 @@ impl Drop for StopWhenDropped {
 }
 
 impl Handler<Order> for OfSite {
-    /// A caller that goes away, or a site that stops, ends it without harm.
+    /// A caller that disconnects, or a site that stops, cancels the merge safely.
     async fn handle(
         &self,
         _: &Peer,

@@ -1,4 +1,4 @@
-//! One connection, from its first byte to its last: who is it, and what does it want?
+//! Handles one connection: handshake, authorization, and its one request.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -14,10 +14,10 @@ use super::sessions::Open;
 use crate::error::{Error, Result, one_line};
 use crate::signals::told;
 
-/// How long a peer may take nothing of an answer.
+/// Timeout for a peer that does not read its reply.
 const STALL_LIMIT: Duration = Duration::from_secs(60);
 
-/// Talks with a peer; whatever goes wrong ends the conversation, and is logged.
+/// Serves a peer's connection; errors close it and are logged.
 pub async fn with_peer(
     server: Arc<Server>,
     services: Arc<Services>,
@@ -104,7 +104,7 @@ async fn talk(
     serve(peer, call).await
 }
 
-/// Greets, and hears what is wanted.
+/// Exchanges hellos and reads the request.
 async fn hear(server: &Server, connection: Connection) -> Result<IncomingCall> {
     let (mut reader, mut writer) = connection.split();
     writer.set_stall_timeout(Some(STALL_LIMIT));
@@ -115,7 +115,7 @@ async fn hear(server: &Server, connection: Connection) -> Result<IncomingCall> {
     Ok(IncomingCall::receive_after_hello(reader, writer, server.stop.clone()).await?)
 }
 
-/// Talks with a caller on this machine: whoever may open the home's socket may ask for all that is not for peers.
+/// Serves a local connection: access to the home's socket permits every request that is not for peers only.
 pub async fn with_owner(server: Arc<Server>, services: Arc<Services>, connection: Connection) {
     let peer = crate::mounts::own(server.identity.key());
     let served = async {

@@ -1,4 +1,4 @@
-//! A port where Prometheus fetches metrics: HTTP/1.1, one path, one answer a connection.
+//! The metrics endpoint for Prometheus: HTTP/1.1, one path, one response per connection.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,29 +19,29 @@ use tokio::time::timeout;
 use super::server::Server;
 use crate::error::{Context, Result, one_line};
 
-/// The longest request head that is read.
+/// Upper bound on the size of a request head.
 const MAX_HEAD: usize = 8 << 10;
 
-/// How long a request and its answer may take.
+/// Timeout for a request and its response.
 const TIME_LIMIT: Duration = Duration::from_secs(5);
 
-/// Requests at once; more wait.
+/// Upper bound on concurrent requests; more wait.
 const MAX_AT_ONCE: usize = 8;
 
-/// How long to wait when no connection can be taken, as when file descriptors have run out.
+/// Pause after a failed accept, as when file descriptors have run out.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// What `prometheus_client` writes.
+/// The format that `prometheus_client` writes.
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Listens for scrapes.
+/// Binds the endpoint.
 pub async fn bind(address: SocketAddr) -> Result<TcpListener> {
     TcpListener::bind(address)
         .await
         .with_context(|| format!("cannot listen on {address} for metrics"))
 }
 
-/// Answers scrapes until it is dropped.
+/// Serves scrapes until dropped.
 pub async fn run(listener: TcpListener, server: Arc<Server>) {
     let app = Router::new()
         .route("/metrics", get(metrics))
@@ -57,7 +57,7 @@ pub async fn run(listener: TcpListener, server: Arc<Server>) {
             Ok((stream, _)) => {
                 let answer = http1::Builder::new()
                     .keep_alive(false)
-                    // Whoever has asked may say that it asks nothing more.
+                    // Clients may shut down their sending side after the request.
                     .half_close(true)
                     .header_read_timeout(None)
                     .max_buf_size(MAX_HEAD)

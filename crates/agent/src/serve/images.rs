@@ -1,4 +1,4 @@
-//! Images: listed, verified, indexed, removed.
+//! Services for images: list, verify, index, remove.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::server::OfSite;
 use crate::error::{failed, refusal_of};
 use crate::home::CleanUp;
 
-/// Images said at once.
+/// Images per message of a list.
 const IMAGES_AT_ONCE: usize = 256;
 
 impl Handler<ListImages> for OfSite {
@@ -39,7 +39,7 @@ impl Handler<ListImages> for OfSite {
 }
 
 impl OfSite {
-    /// The image of that name, which there must be.
+    /// The record of the image of that name; refuses when there is none.
     async fn record(&self, name: &ImageName) -> Result<ImageRecord, Refusal> {
         let (catalog, wanted) = (Arc::clone(&self.server.catalog), name.clone());
         let record = tokio::task::spawn_blocking(move || catalog.by_name(&wanted)).await;

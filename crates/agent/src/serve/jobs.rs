@@ -1,4 +1,4 @@
-//! Long work that a caller waits for: off the runtime's workers, a few at once, with progress.
+//! Long-running requests: run on threads of their own, a few at a time, with progress reports.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -11,13 +11,13 @@ use super::server::Server;
 use crate::error::{Result, bail};
 use crate::signals::told;
 
-/// How often the caller hears how far it is; also what keeps the connection alive.
+/// Interval of progress reports, which also keep the connection alive.
 const REPORT_EVERY: Duration = Duration::from_millis(250);
 
-/// Runs `job` on a thread of its own when there is room, telling the caller how far it is.
+/// Runs `job` on its own thread once a permit is free, and reports its progress to the caller.
 ///
 /// # Errors
-/// When the caller has gone or the site stops; the job is let go of then.
+/// When the caller disconnects or the site stops; the job is abandoned then.
 pub async fn run<R: Request<Progress = Progress>, T: Send + 'static>(
     server: &Arc<Server>,
     exchange: &mut Exchange<'_, R>,

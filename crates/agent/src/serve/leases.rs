@@ -1,4 +1,4 @@
-//! Leases of this site's images: listed, and broken.
+//! Services for leases of this site's images: list, break.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The matchers of a lone teleporter: one for each site, since a site is one trust domain.
+//! The matchers of a standalone teleporter: one per site, since a site is one trust domain.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -12,10 +12,10 @@ use tokio::sync::Mutex;
 
 use crate::error::{Error, Result, bail, msg};
 
-/// Matchers in memory at once; each has its caches.
+/// Upper bound on open matchers; each has its caches in memory.
 const MAX_OPEN: usize = 8;
 
-/// Opens matchers when their site connects and closes them when it leaves.
+/// Opens a matcher when its site connects and closes it after the last disconnect.
 pub struct Matchers {
     dir: PathBuf,
     open: Mutex<HashMap<PeerKey, Opened>>,
@@ -26,7 +26,7 @@ struct Opened {
     users: usize,
 }
 
-/// The matcher of one site, in use.
+/// A reference to the matcher of one site.
 pub struct InUse {
     all: Arc<Matchers>,
     key: PeerKey,
@@ -45,7 +45,7 @@ impl Matchers {
     /// The matcher of the site with this key.
     ///
     /// # Errors
-    /// When too many sites use this teleporter at once, or its files cannot be used.
+    /// When too many sites use this teleporter at once, or the matcher's files cannot be used.
     pub async fn of(self: &Arc<Self>, key: PeerKey) -> Result<InUse> {
         let mut open = self.open.lock().await;
         let matcher = match open.get_mut(&key) {
@@ -90,7 +90,7 @@ impl InUse {
         Arc::clone(&self.matcher)
     }
 
-    /// Ends the use; the last user's end saves the matcher and frees its memory.
+    /// Releases the reference; releasing the last one saves the matcher and frees its memory.
     ///
     /// # Errors
     /// When it cannot be saved.
@@ -102,7 +102,7 @@ impl InUse {
                 return Ok(());
             }
         }
-        // Nobody may open it again before it is saved: the map stays locked.
+        // Keep the map locked, so that nobody reopens the matcher before it is saved.
         let matcher = Arc::clone(&self.matcher);
         let saved = tokio::task::spawn_blocking(move || matcher.lock().persist()).await?;
         open.remove(&self.key);

@@ -1,4 +1,4 @@
-//! What a lone teleporter does for a site.
+//! The matching service of a standalone teleporter.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use super::sessions::counted;
 use crate::error::{Result, one_line};
 use crate::signals::told;
 
-/// Matches for sites, each with a matcher of its own.
+/// Matches for sites, with a separate matcher per site.
 pub struct Matching(pub Arc<Server>, pub Arc<Matchers>);
 
 impl Service for Matching {

@@ -1,4 +1,4 @@
-//! Becoming a peer.
+//! The pairing service: accepts a site that holds a ticket as a peer.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -13,14 +13,14 @@ use crate::error::{Result, failed};
 use crate::notice::notice;
 use crate::text::now_unix;
 
-/// Trust me: I hold a ticket. Answered by what the site calls itself.
+/// Request: pair by ticket. The reply has the name that this site gives itself.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Pair {
     /// The ticket's secret.
     pub secret: [u8; 16],
-    /// What the asking site calls itself.
+    /// The name that the requesting site gives itself.
     pub name: String,
-    /// Where the asking site listens, if it does.
+    /// The listen addresses of the requesting site, if any.
     pub addresses: Vec<String>,
 }
 request!(Pair: "site.pair", Pair, () => String);
@@ -51,14 +51,14 @@ impl Handler<Pair> for Common {
     }
 }
 
-/// Uses a ticket.
+/// Redeems a ticket.
 async fn used(server: &Arc<Server>, key: PeerKey, request: Pair) -> Result<PairOutcome> {
     let Pair {
         secret,
         name,
         mut addresses,
     } = request;
-    // Nothing but host and port, and not more of them than a ticket has.
+    // Only well-formed host and port pairs, and at most as many as a ticket has.
     addresses.retain(|a| {
         a.len() <= Ticket::MAX_ADDRESS_BYTES
             && a.contains(':')

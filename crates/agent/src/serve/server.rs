@@ -1,4 +1,4 @@
-//! What every conversation of a site's process shares.
+//! State shared by all connections of a serving process.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -19,14 +19,14 @@ use crate::mounts;
 use crate::status::Status;
 use crate::text::{clean, now_unix};
 
-/// How long the process of a mount may take to say how it is for the metrics.
+/// Timeout for a mount daemon's status when collecting metrics.
 const MOUNT_LIMIT: Duration = Duration::from_secs(1);
 
-/// What this process does for its peers.
+/// The role of this process.
 pub enum Duty {
-    /// Takes images, and shows them to mounts.
+    /// A site: receives images, and serves them to mounts.
     Site(Arc<Site>, Arc<DeviceServer>),
-    /// Matches for other sites.
+    /// A standalone teleporter: matches for other sites.
     Teleporter(Arc<Matchers>),
 }
 
@@ -40,36 +40,36 @@ impl Duty {
     }
 }
 
-/// What every conversation of this process shares.
+/// State shared by all connections of this process.
 pub struct Server {
-    /// Its directory.
+    /// Its home.
     pub home: Home,
-    /// What it calls itself.
+    /// The name it gives itself.
     pub name: String,
     /// Its key.
     pub identity: Identity,
     /// Images and peers.
     pub catalog: Arc<SiteCatalog>,
-    /// What it does for peers.
+    /// Its role.
     pub duty: Duty,
     /// Counters since the start.
     pub metrics: Arc<Metrics>,
-    /// How many may be connected.
+    /// Connection limits.
     pub admission: Admission,
     /// Permits for long jobs.
     pub jobs: Arc<Semaphore>,
-    /// The addresses that its tickets name.
+    /// The addresses to put into its tickets.
     pub addresses: Vec<String>,
-    /// Since when it is ready, seconds since 1970.
+    /// When it became ready, seconds since 1970.
     pub started_unix: i64,
     /// True once it is to stop.
     pub stop: watch::Receiver<bool>,
 }
 
-/// Answers what every process of a home is asked.
+/// Handles the requests common to sites and teleporters.
 pub struct Common(pub Arc<Server>);
 
-/// Answers what a site is asked.
+/// Handles the requests to a site.
 #[derive(Clone)]
 pub struct OfSite {
     pub server: Arc<Server>,
@@ -78,12 +78,12 @@ pub struct OfSite {
 }
 
 impl Server {
-    /// The metrics as Prometheus reads them.
+    /// The metrics in Prometheus's text format.
     pub async fn metrics_text(self: &Arc<Self>) -> Result<String> {
         Ok(self.metrics.render(self.status().await?))
     }
 
-    /// How this process is.
+    /// The status of this process.
     pub async fn status(self: &Arc<Self>) -> Result<Status> {
         let server = Arc::clone(self);
         let mounts = mounts::all(&self.home, MOUNT_LIMIT).await?;
@@ -94,7 +94,7 @@ impl Server {
         let (site, served, leases) = match &self.duty {
             Duty::Site(site, devices) => {
                 let held = |l: &&Leased| l.holder.is_some();
-                // A lease that cannot be read is no reason to say nothing of all else.
+                // An unreadable lease must not hide the rest of the status.
                 let leases = devices.leases().inspect_err(|e| tracing::warn!("{e}"));
                 let leases = leases.ok().map(|all| all.iter().filter(held).count());
                 (Some(site.status()), Some(devices.counted()), leases)
@@ -124,7 +124,7 @@ impl Server {
     }
 }
 
-/// A peer's own words for the log.
+/// Quotes text from a peer for the log.
 pub fn quoted(text: &str) -> String {
     clean(text).chars().take(200).collect()
 }

@@ -1,4 +1,4 @@
-//! What this process does for whoever calls, put together.
+//! The table of services that this process registers.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Sessions, counted.
+//! Session counters.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
@@ -10,7 +10,7 @@ use drover_net::service::{BoxError, IncomingCall, Peer, Service, ServiceFuture};
 use super::server::Server;
 use crate::error::{Context, Error};
 
-/// A service whose callers are counted as sessions.
+/// Wraps a service so that its calls are counted as sessions.
 pub struct Counted<S>(pub Arc<Server>, pub S);
 
 impl<S: Service> Service for Counted<S> {
@@ -28,7 +28,7 @@ impl<S: Service> Service for Counted<S> {
     }
 }
 
-/// Counts a session while it lasts, and how it ended.
+/// Counts a session while it is open, and its outcome.
 pub async fn counted(
     server: &Server,
     what: String,
@@ -46,11 +46,11 @@ pub async fn counted(
     Ok(ended.map_err(Error::msg).context(what)?)
 }
 
-/// Counts something while it lasts.
+/// Guard that keeps a gauge incremented while it lives.
 pub struct Open<'a>(&'a AtomicI64);
 
 impl<'a> Open<'a> {
-    /// One more.
+    /// Increments the gauge.
     pub fn count(gauge: &'a AtomicI64) -> Self {
         gauge.fetch_add(1, Relaxed);
         Open(gauge)

@@ -1,4 +1,4 @@
-//! How this process is, for its own user.
+//! Services for the status and metrics of this process, for its own user.
 
 use drover_net::service::{Exchange, Handler, Peer};
 use drover_net::{Refusal, request};
@@ -8,12 +8,12 @@ use super::server::Common;
 use crate::error::failed;
 use crate::status::Status;
 
-/// What is this process doing?
+/// Request: the status of this process.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct GetStatus;
 request!(GetStatus: "site.status", Manage, () => Status);
 
-/// Its metrics, in Prometheus's text format.
+/// Request: its metrics, in Prometheus's text format.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct GetMetrics;
 request!(GetMetrics: "site.metrics", Manage, () => String);

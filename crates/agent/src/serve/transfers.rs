@@ -1,4 +1,4 @@
-//! Transfers that are not finished: listed, and removed.
+//! Services for unfinished transfers: list, remove.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::server::OfSite;
 use crate::error::{Error, failed, refusal_of};
 use crate::home::CleanUp;
 
-/// Transfers said at once.
+/// Transfers per message of a list.
 const TRANSFERS_AT_ONCE: usize = 256;
 
 impl Handler<ListTransfers> for OfSite {
