@@ -1,17 +1,17 @@
-//! Which blocks of a walk hold data, and where the n-th of them is.
+//! Block maps: which blocks of an image's walk hold data, and the position of the n-th data block.
 //!
-//! Hash files and plans count only blocks that are not zero ("compact" indices). A [`BlockMap`]
-//! turns such an index into a block of the walk. It grows batch by batch, takes 16 bytes for a
-//! batch that is all data or all zero and 272 for a mixed one, and is kept beside every image.
+//! Hash files and plans count only nonzero blocks ("compact" indices). A [`BlockMap`] translates a compact index to a
+//! block of the walk. It is built batch by batch and stored with every image; a batch takes 16 bytes when it is all
+//! data or all zero, and 272 when mixed.
 
 use drover_core::{BlockIndex, CompactIndex, put_varint, take_varint};
 
-/// Blocks in an entry of a [`BlockMap`]: a batch (8 MiB of the walk).
+/// Blocks per entry of a [`BlockMap`]: one batch (8 MiB of the walk).
 pub const ENTRY_BLOCKS: u64 = 2048;
 
 const WORDS: usize = (ENTRY_BLOCKS / 64) as usize;
 
-/// Which blocks of one batch hold data.
+/// The blocks of one batch that hold data, as a bitmap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataBits {
     blocks: u16,
@@ -19,10 +19,10 @@ pub struct DataBits {
 }
 
 impl DataBits {
-    /// No data in any of `blocks` blocks.
+    /// An empty bitmap for `blocks` blocks.
     ///
     /// # Panics
-    /// If `blocks` is more than a batch has.
+    /// If `blocks` exceeds a batch.
     #[must_use]
     pub fn new(blocks: u64) -> Self {
         assert!(blocks <= ENTRY_BLOCKS);
@@ -32,13 +32,13 @@ impl DataBits {
         }
     }
 
-    /// How many blocks the batch has.
+    /// Number of blocks in the batch.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         u64::from(self.blocks)
     }
 
-    /// How many of them hold data.
+    /// Number of data blocks.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.words.iter().map(|w| u64::from(w.count_ones())).sum()
@@ -50,7 +50,7 @@ impl DataBits {
         i < self.blocks() && self.words[(i / 64) as usize] >> (i % 64) & 1 == 1
     }
 
-    /// Data blocks before block `i`.
+    /// Number of data blocks before block `i`.
     #[must_use]
     pub fn rank(&self, i: u64) -> u64 {
         let (word, bit) = ((i / 64) as usize, i % 64);
@@ -61,18 +61,18 @@ impl DataBits {
         whole + u64::from((self.words[word] & ((1 << bit) - 1)).count_ones())
     }
 
-    /// Says that block `i` holds data.
+    /// Marks block `i` as data.
     pub fn set(&mut self, i: u64) {
         debug_assert!(i < self.blocks());
         self.words[(i / 64) as usize] |= 1 << (i % 64);
     }
 
-    /// Takes it back.
+    /// Marks block `i` as zero.
     pub fn clear(&mut self, i: u64) {
         self.words[(i / 64) as usize] &= !(1 << (i % 64));
     }
 
-    /// The data blocks, ascending.
+    /// The data blocks, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u64> + '_ {
         self.words.iter().enumerate().flat_map(|(w, &bits)| {
             let mut bits = bits;
@@ -87,7 +87,7 @@ impl DataBits {
         })
     }
 
-    /// Lengths of alternating runs, beginning with data (perhaps of length zero).
+    /// Run-length encoding: lengths of alternating runs, starting with data (possibly of length zero).
     #[must_use]
     pub fn runs(&self) -> Vec<u64> {
         let mut out = Vec::new();
@@ -105,7 +105,7 @@ impl DataBits {
         out
     }
 
-    /// The other way round; `None` unless the runs make up exactly `blocks` blocks.
+    /// Inverse of [`runs`](Self::runs); `None` unless the runs add up to exactly `blocks` blocks.
     #[must_use]
     pub fn from_runs(blocks: u64, runs: &[u64]) -> Option<Self> {
         if blocks > ENTRY_BLOCKS {
@@ -139,7 +139,7 @@ struct Entry {
     bits: Bits,
 }
 
-/// Which blocks of a walk hold data. See the module.
+/// Which blocks of a walk hold data. See the module's documentation.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockMap {
     entries: Vec<Entry>,
@@ -148,7 +148,7 @@ pub struct BlockMap {
 }
 
 impl BlockMap {
-    /// Adds the next batch. All but the last have [`ENTRY_BLOCKS`] blocks.
+    /// Appends a batch. All but the last have [`ENTRY_BLOCKS`] blocks.
     pub fn push(&mut self, bits: &DataBits) {
         let count = bits.count();
         let kind = match count {
@@ -165,25 +165,25 @@ impl BlockMap {
         self.walk_blocks += bits.blocks();
     }
 
-    /// Data blocks in all.
+    /// Total number of data blocks.
     #[must_use]
     pub fn data_blocks(&self) -> u64 {
         self.data_blocks
     }
 
-    /// Blocks in all.
+    /// Total number of blocks.
     #[must_use]
     pub fn walk_blocks(&self) -> u64 {
         self.walk_blocks
     }
 
-    /// Batches so far.
+    /// Number of batches.
     #[must_use]
     pub fn batches(&self) -> u64 {
         self.entries.len() as u64
     }
 
-    /// Data blocks before the batch; all of them when there is no such batch yet.
+    /// Number of data blocks before the batch; of all data blocks when there is no such batch yet.
     #[must_use]
     pub fn data_before(&self, batch: u64) -> u64 {
         let entry = usize::try_from(batch)
@@ -192,7 +192,7 @@ impl BlockMap {
         entry.map_or(self.data_blocks, |e| e.before)
     }
 
-    /// The batch's data bits, if there is such a batch.
+    /// The batch's bitmap, if there is such a batch.
     #[must_use]
     pub fn batch(&self, batch: u64) -> Option<DataBits> {
         let e = self.entries.get(usize::try_from(batch).ok()?)?;
@@ -205,7 +205,7 @@ impl BlockMap {
         Some(out)
     }
 
-    /// Where the data block of that number is in the walk; `None` when there are not so many.
+    /// The position in the walk of the data block with this compact index; `None` when out of range.
     #[must_use]
     pub fn walk_of(&self, compact: CompactIndex) -> Option<BlockIndex> {
         let compact = compact.0;
@@ -237,8 +237,8 @@ impl BlockMap {
         }
     }
 
-    /// The walk blocks of `count` data blocks from compact index `first`, as runs `(block, count)`;
-    /// `None` when there are not so many.
+    /// The walk blocks of `count` data blocks from compact index `first`, as runs `(block, count)`; `None` when out of
+    /// range.
     #[must_use]
     pub fn walk_runs(&self, first: CompactIndex, count: u64) -> Option<Vec<(BlockIndex, u64)>> {
         let mut out: Vec<(BlockIndex, u64)> = Vec::new();
@@ -246,8 +246,7 @@ impl BlockMap {
         let mut compact = first;
         while left > 0 {
             let block = self.walk_of(compact)?;
-            // As long a stretch as one look can show: to the end of a batch that is all data, else
-            // one block.
+            // The longest run known from one lookup: to the end of a batch that is all data, else one block.
             let e = &self.entries[(block.0 / ENTRY_BLOCKS) as usize];
             let stretch = match e.bits {
                 Bits::Data => (u64::from(e.blocks) - block.0 % ENTRY_BLOCKS).min(left),
@@ -263,7 +262,7 @@ impl BlockMap {
         Some(out)
     }
 
-    /// Bytes of memory it takes, about.
+    /// Approximate memory use in bytes.
     #[must_use]
     pub fn memory_bytes(&self) -> usize {
         let mixed = self
@@ -276,7 +275,7 @@ impl BlockMap {
 }
 
 impl BlockMap {
-    /// Its bytes in a map file, uncompressed: the number of blocks, and the runs of each batch.
+    /// Encodes it for a map file, uncompressed: the number of blocks, and the runs of each batch.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
         put_varint(&mut out, self.walk_blocks());
@@ -288,7 +287,7 @@ impl BlockMap {
         out
     }
 
-    /// The other way round; `None` for anything else than such bytes.
+    /// Inverse of [`encode`](Self::encode); `None` for invalid input.
     pub(crate) fn decode(mut bytes: &[u8]) -> Option<BlockMap> {
         let mut left = take_varint(&mut bytes).filter(|&n| n <= 1 << 32)?;
         let mut out = BlockMap::default();

@@ -1,4 +1,4 @@
-//! What a site remembers about its images, whatever database keeps it.
+//! The catalog interface: a site's database of images, independent of the database engine.
 
 use std::path::PathBuf;
 
@@ -11,27 +11,27 @@ use crate::catalog_error::CatalogError;
 /// An image of a site.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageRecord {
-    /// Its number at this site, never reused.
+    /// Its ID at this site, never reused.
     pub id: ImageId,
     /// Its name at this site.
     pub name: ImageName,
-    /// Where its file is (absolute).
+    /// The absolute path of its file.
     pub path: PathBuf,
-    /// Container format, as `image` names it.
+    /// Container format, as named by the `image` crate.
     pub format: String,
     /// The file's length in bytes.
     pub size_bytes: u64,
-    /// Bytes of it that are not holes.
+    /// Bytes of the file that are not holes.
     pub data_bytes: u64,
-    /// The size the guest sees, in bytes.
+    /// Virtual disk size in bytes.
     pub virtual_bytes: u64,
     /// The digest of the file.
     pub digest: Digest,
-    /// The file as it was when the digest was taken; `None` when it was rebuilt after a loss.
+    /// File metadata from when the digest was computed; `None` when the record was rebuilt after a loss.
     pub stamp: Option<Stamp>,
     /// When it was delivered or indexed, seconds since 1970.
     pub added_unix: i64,
-    /// The peer it came from; empty when it was indexed here.
+    /// The peer that sent it; empty when it was indexed here.
     pub from: String,
     /// Whether it was indexed in place: drover never deletes or replaces such a file.
     pub external: bool,
@@ -39,10 +39,10 @@ pub struct ImageRecord {
 
 /// The catalog of a site. Calls are short transactions, safe from any thread.
 pub trait Catalog: Send + Sync {
-    /// A number that no image of this site has had.
+    /// Allocates an ID that no image of this site has had.
     ///
     /// # Errors
-    /// What the database reports. The same holds for every method here.
+    /// Database errors; the same for every method here.
     fn new_image_id(&self) -> Result<ImageId, CatalogError>;
 
     /// All images.
@@ -57,14 +57,13 @@ pub trait Catalog: Send + Sync {
     /// As above.
     fn by_name(&self, name: &ImageName) -> Result<Option<ImageRecord>, CatalogError>;
 
-    /// Puts `record` in, in place of any image of the same name, which it returns. One transaction,
-    /// durable when it returns.
+    /// Inserts `record`, replacing and returning any image of the same name. One transaction, durable on return.
     ///
     /// # Errors
     /// As above.
     fn put(&self, record: &ImageRecord) -> Result<Option<ImageRecord>, CatalogError>;
 
-    /// Takes the image of that name out and returns it.
+    /// Removes and returns the image of that name.
     ///
     /// # Errors
     /// As above.

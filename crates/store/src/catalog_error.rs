@@ -1,4 +1,4 @@
-//! What can go wrong with the catalog.
+//! Errors of the catalog.
 
 use std::io;
 use std::path::PathBuf;
@@ -9,50 +9,50 @@ pub(crate) type Result<T, E = CatalogError> = std::result::Result<T, E>;
 /// Why the catalog could not be used.
 #[derive(Debug)]
 pub enum CatalogError {
-    /// The database says no.
+    /// An SQLite error.
     Sql {
         /// What was being done.
         doing: &'static str,
         /// The database file.
         path: PathBuf,
-        /// What SQLite said.
+        /// SQLite's error.
         error: rusqlite::Error,
     },
-    /// Bytes are not what was written.
+    /// The content is corrupt.
     Damaged {
         /// The database file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// What is corrupt.
         what: String,
     },
-    /// Made by a newer drover.
+    /// Written by a newer version of drover.
     Newer {
         /// The database file.
         path: PathBuf,
-        /// Its schema.
+        /// Its schema version.
         found: i64,
     },
     /// A file beside the database cannot be used.
     File {
         /// What was being done.
         doing: &'static str,
-        /// To which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
     },
-    /// What was asked for does not go; a line for a person.
+    /// The request conflicts with the catalog's content; a message for the user.
     Conflict(String),
 }
 
 impl CatalogError {
-    /// Adds what was being done to which file.
+    /// Adds the action and the file to an I/O error.
     pub fn file(doing: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |error| CatalogError::File { doing, path, error }
     }
 
-    /// Whether SQLite says that the disk is full.
+    /// Whether SQLite reports a full disk.
     pub fn is_full(&self) -> bool {
         let CatalogError::Sql { error, .. } = self else {
             return false;

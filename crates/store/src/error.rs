@@ -1,4 +1,4 @@
-//! What can go wrong with what a site has.
+//! Errors of this crate.
 
 use std::io;
 use std::path::PathBuf;
@@ -13,9 +13,9 @@ pub enum StoreError {
     File {
         /// What was being done, as in "cannot *read* x".
         doing: &'static str,
-        /// To which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
     },
     /// The catalog failed.

@@ -1,10 +1,10 @@
-//! Doors for the fuzzers into what is private. Only built by them; checksums do not stop them.
+//! Entry points for fuzzers into private code. Only built for fuzzing, without checksum verification.
 
 use drover_image::Layout;
 
 use crate::imagemap;
 
-/// Any bytes as a map file: what is accepted is read back as it is written.
+/// Parses a map file; what is accepted must round-trip.
 pub fn image_map(bytes: &[u8]) {
     if let Some((record, map)) = imagemap::parse(bytes) {
         assert_eq!(map.blocks.walk_blocks(), map.layout.walk_blocks());
@@ -13,7 +13,7 @@ pub fn image_map(bytes: &[u8]) {
     }
 }
 
-/// Any bytes as the block map inside a map file.
+/// Parses the block map inside a map file.
 pub fn block_map(layout: &Layout, bytes: &[u8]) {
     let parts = [
         drover_net::encode(&imagemap::about_for_fuzzing()),
@@ -30,7 +30,7 @@ pub fn block_map(layout: &Layout, bytes: &[u8]) {
     image_map(&file);
 }
 
-/// Any bytes as the records of the journal of what is pending in the sequence cache.
+/// Parses the journal records of pending stores in the sequence cache.
 pub fn pending_journal(bytes: &[u8]) {
     crate::sequences::replay_for_fuzzing(bytes);
 }

@@ -1,5 +1,5 @@
-//! The map of an image: its layout and which blocks hold data, kept in a file beside the catalog
-//! with enough about the image that the catalog can be rebuilt from it (`docs/format/image-map.md`).
+//! The map of an image: its layout and its block map, in a file next to the catalog, with enough metadata to rebuild
+//! the catalog's record (`docs/format/image-map.md`).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,19 +13,19 @@ use crate::StoreError;
 use crate::blockmap::BlockMap;
 use crate::catalog::ImageRecord;
 
-/// The largest encoded layout: of a file, and of what a peer announces.
+/// Upper bound on an encoded layout, from a file or from a peer.
 pub const MAX_LAYOUT_BYTES: u64 = 64 << 20;
 
-/// The largest image, in bytes of the file: what 32-bit block numbers reach.
+/// Upper bound on an image file, in bytes: the range of 32-bit block numbers.
 pub const MAX_IMAGE_BYTES: u64 = 16 << 40;
 
 const MAGIC: &[u8; 8] = b"DRVRMAP\0";
 const VERSION: u32 = 1;
 
-/// The largest map file that is read: a layout at its limit and a map of a full-size image.
+/// Upper bound on a map file: a layout at its limit and the block map of a full-size image.
 const MAX_MAP_BYTES: u64 = MAX_LAYOUT_BYTES + (256 << 20);
 
-/// What the catalog would need if it were lost.
+/// Metadata to rebuild the catalog's record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct About {
     id: u64,
@@ -40,32 +40,32 @@ struct About {
     external: bool,
 }
 
-/// An image's layout and data blocks.
+/// An image's layout and block map.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ImageMap {
-    /// How the file is walked.
+    /// The order in which the file is walked.
     pub layout: Arc<Layout>,
     /// Which blocks of the walk hold data.
     pub blocks: Arc<BlockMap>,
 }
 
 impl ImageMap {
-    /// Bytes of memory it takes, about.
+    /// Approximate memory use in bytes.
     #[must_use]
     pub fn memory_bytes(&self) -> usize {
         std::mem::size_of_val(self.layout.ranges()) + self.blocks.memory_bytes()
     }
 
-    /// Writes the map of `record` to `path`: as a whole, and durably.
+    /// Writes the map of `record` to `path`, atomically and durably.
     ///
     /// # Errors
-    /// When any of that fails.
+    /// When the file cannot be written.
     pub fn save(&self, record: &ImageRecord, path: &Path) -> Result<(), StoreError> {
         drover_storage::atomic_replace(path, &self.encode(record))
             .map_err(StoreError::file("write", path))
     }
 
-    /// The bytes of the map of `record`.
+    /// Encodes the map of `record`.
     pub(crate) fn encode(&self, record: &ImageRecord) -> Vec<u8> {
         let about = About {
             id: record.id.0,
@@ -94,7 +94,7 @@ impl ImageMap {
         body
     }
 
-    /// Reads a map and what it says about its image. `None` when it is damaged.
+    /// Reads a map and its metadata. `None` when it is damaged.
     ///
     /// # Errors
     /// When the file cannot be read.
@@ -107,11 +107,11 @@ impl ImageMap {
     }
 }
 
-/// Reads the bytes of a map; `None` when they are damaged.
+/// Parses a map; `None` when it is damaged.
 pub(crate) fn parse(bytes: &[u8]) -> Option<(ImageRecord, ImageMap)> {
     let (body, sum) = bytes.split_last_chunk::<4>()?;
     let good = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, body) as u32;
-    // Fuzzers are to get past the checksum.
+    // Fuzzers must get past the checksum.
     if sum != &good.to_le_bytes() && !cfg!(fuzzing) {
         return None;
     }
@@ -174,7 +174,7 @@ fn part(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)
 }
 
-/// What a layout from a peer or a file may be.
+/// Limits on a layout from a peer or a file.
 #[must_use]
 pub fn layout_limits() -> LayoutLimits {
     LayoutLimits {

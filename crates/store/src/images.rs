@@ -1,5 +1,5 @@
-//! The images of a site as sources of blocks: found by number, opened with their maps, the maps
-//! kept in memory within a budget.
+//! The images of a site as sources of blocks: looked up by ID, opened with their maps, and cached within a memory
+//! budget.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -14,33 +14,32 @@ use crate::StoreError;
 use crate::catalog::{Catalog, ImageRecord};
 use crate::imagemap::ImageMap;
 
-/// Memory for the maps of images that are being read from.
+/// Memory budget for the maps of open images.
 const MAP_BUDGET_BYTES: usize = 48 << 20;
 
-/// An image open as a source of blocks. Stays readable while it is held, whatever happens to its
-/// name.
+/// An image open for reading blocks. It stays readable while it is held, even if it is renamed or removed.
 #[derive(Debug)]
 pub struct OpenImage {
     /// Its file, read-only.
     pub file: File,
-    /// How it is walked and which blocks hold data.
+    /// Its layout and block map.
     pub map: ImageMap,
 }
 
-/// See the module.
+/// The images of a site. See the module's documentation.
 pub struct Images {
     catalog: Arc<dyn Catalog>,
     maps_dir: PathBuf,
     records: RwLock<HashMap<ImageId, ImageRecord>>,
     /// Most recently used last.
     open: Mutex<Vec<(ImageId, Arc<OpenImage>)>>,
-    /// Images whose maps were found missing or damaged.
+    /// Images whose maps are missing or damaged.
     lost: Mutex<HashSet<ImageId>>,
 }
 
 impl Images {
-    /// Reads the catalog. Images that have a map but no entry are put back, but for those that are
-    /// `awaited`: about to be entered anyway. What was repaired is said in `repairs`.
+    /// Reads the catalog. Images with a map but no record are restored, except those in `awaited`, which are about to
+    /// be entered anyway. Repairs are appended to `repairs`.
     ///
     /// # Errors
     /// When the catalog or the directory of maps cannot be read.
@@ -64,8 +63,7 @@ impl Images {
         Ok(images)
     }
 
-    /// Puts images back into the catalog whose maps are there but whose entries were lost, and
-    /// removes maps that nothing needs.
+    /// Restores images whose maps exist but whose records were lost, and removes orphaned maps.
     fn reconcile(
         &self,
         awaited: &HashSet<ImageId>,
@@ -111,13 +109,13 @@ impl Images {
         Ok(())
     }
 
-    /// The file of an image's map.
+    /// The path of an image's map.
     #[must_use]
     pub fn map_path(&self, id: ImageId) -> PathBuf {
         self.maps_dir.join(format!("{}.map", id.0))
     }
 
-    /// Whether there is such an image.
+    /// Whether an image with this ID exists.
     #[must_use]
     pub fn knows(&self, id: ImageId) -> bool {
         self.records.read().contains_key(&id)
@@ -141,8 +139,8 @@ impl Images {
             .cloned()
     }
 
-    /// Opens an image to read blocks from; `None` when it is gone or its map is damaged (its
-    /// blocks are then asked for like any that are missing).
+    /// Opens an image to read blocks from; `None` when it is gone or its map is damaged (its blocks then count as
+    /// missing, and are requested).
     #[must_use]
     pub fn open_image(&self, id: ImageId) -> Option<Arc<OpenImage>> {
         let mut open = self.open.lock();
@@ -174,7 +172,7 @@ impl Images {
         Some(image)
     }
 
-    /// Enters an image whose map is saved; returns the one whose name it takes.
+    /// Inserts an image whose map is saved; returns the one it replaces.
     ///
     /// # Errors
     /// When the catalog fails.
@@ -188,7 +186,7 @@ impl Images {
         Ok(old)
     }
 
-    /// Takes an image out of the catalog.
+    /// Removes an image from the catalog.
     ///
     /// # Errors
     /// When the catalog fails.

@@ -1,7 +1,8 @@
-//! Who may write an image: one mount, or none; and who reads it meanwhile.
+//! Leases of images: at most one writer, or any number of readers.
 //!
-//! A writer's lease outlives its link, the mount's program and the site's: what it has changed and not yet sent would be lost with it.
-//! It ends when the mount is closed, or when the site's owner breaks it. Readers only last as long as they are there.
+//! A write lease survives a lost connection and restarts of the mount and of the site, because dirty data that is not
+//! yet pushed would be lost with it. It ends when the mount is closed, or when the site's owner breaks it. Read leases
+//! last only while the reader is connected.
 
 mod file;
 mod record;
@@ -17,39 +18,39 @@ use drover_core::{Digest, ImageName};
 use drover_net::{Code, Peer, PeerKey, Refusal};
 use serde::{Deserialize, Serialize};
 
-/// What a mount wants to do.
+/// The access that a mount requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Access {
     /// Read; shared with other readers.
     ReadOnly,
-    /// Read and write; alone.
+    /// Read and write; exclusive.
     ReadWrite,
 }
 
-/// Which state of which image a device is. A cache belongs to one.
+/// Identifies the state of an image's device. A cache is valid for one such state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// The image's digest.
     pub digest: Digest,
-    /// Grows with each writer that is not the one before.
+    /// Incremented with each change of writer.
     pub edition: u64,
-    /// The last epoch that counts.
+    /// The last committed epoch.
     pub epoch: u64,
 }
 
-/// How long a reader that has lost its link keeps writers out.
+/// How long a disconnected reader keeps writers out.
 pub const READER_GRACE: Duration = Duration::from_secs(60);
 
-/// What the lease says while the site itself has it, to merge what mounts wrote.
+/// Note in the lease while the site itself holds it, to merge changes.
 pub const MERGE_NOTE: &str = "drover changes merge";
 
-/// Broken leases that are remembered, so that their holders learn of it.
+/// Upper bound on remembered broken leases; their holders learn of it when they return.
 const MAX_BROKEN: usize = 16;
 
-/// Closed mounts that are remembered.
+/// Upper bound on remembered closed mounts.
 const MAX_CLOSED: usize = 64;
 
-/// Readers of an image at most.
+/// Upper bound on readers of an image.
 const MAX_READERS: usize = 256;
 
 impl Holder {
@@ -59,7 +60,7 @@ impl Holder {
 }
 
 impl Record {
-    /// Of an image that was written when that is all that is known: beyond all editions that there were.
+    /// State for an image that was written but has no other record: an edition beyond all earlier ones.
     fn unknown() -> Self {
         Self {
             edition: unix_now(),
@@ -68,21 +69,21 @@ impl Record {
     }
 }
 
-/// Whether mounts have written over the image, whatever its lease says.
+/// Whether mounts have written over the image, regardless of its lease.
 fn has_overlay(directory: &Path) -> bool {
     directory.join("states").exists()
 }
 
-/// A mount that comes.
+/// A mount that requests access.
 #[derive(Clone, Debug)]
 pub struct Who {
-    /// From which site.
+    /// Its site.
     pub peer: Peer,
-    /// Which mount.
+    /// Its identifier.
     pub mount: MountId,
-    /// Which of its links.
+    /// The number of its link.
     pub link: u64,
-    /// What it says about itself.
+    /// Its description of itself.
     pub note: String,
 }
 
@@ -106,21 +107,21 @@ struct Reader {
     left: Option<Duration>,
 }
 
-/// The leases of one image. Changes are on disk when a call returns.
+/// The leases of one image. Changes are durable when a call returns.
 pub struct LeaseTable {
     image: ImageName,
     directory: PathBuf,
     record: Record,
     readers: HashMap<(PeerKey, MountId), Reader>,
-    /// Mounts that were closed lately, and on which link: a connection of it that comes late does not open them again.
+    /// Recently closed mounts, with their last link: a late connection of that link does not reopen them.
     closed: VecDeque<(PeerKey, MountId, u64)>,
 }
 
 impl LeaseTable {
-    /// The leases as they are on disk in `directory`, which need not exist.
+    /// Loads the leases stored in `directory`, which need not exist.
     ///
     /// # Errors
-    /// A file that cannot be read or is damaged.
+    /// A file that is unreadable or damaged.
     pub fn open(image: ImageName, directory: PathBuf) -> Result<Self, Refusal> {
         file::remove_leftovers(&directory);
         let record = match file::load(&directory)? {
@@ -137,11 +138,11 @@ impl LeaseTable {
         })
     }
 
-    /// Puts a new file in the place of one that cannot be used: nobody has the lease then. Whoever had it is told that the
-    /// image was written by another meanwhile. False when the file can be used, or is not there.
+    /// Replaces an unusable lease file with one without a holder. The former holder will find that another mount has
+    /// written the image meanwhile. False when the file is usable or missing.
     ///
     /// # Errors
-    /// A disk that does not take it.
+    /// When the file cannot be written.
     pub fn replace_damaged(directory: &Path) -> Result<bool, Refusal> {
         match file::load(directory) {
             Err(refusal) if refusal.code == Code::Corrupt => {}
@@ -155,31 +156,31 @@ impl LeaseTable {
         Ok(true)
     }
 
-    /// Writes the file anew, which something else has damaged.
+    /// Rewrites the file, after something else has damaged it.
     ///
     /// # Errors
-    /// A disk that does not take it.
+    /// When the file cannot be written.
     pub fn store_again(&mut self) -> Result<(), Refusal> {
         self.keep(self.record.clone())
     }
 
-    /// The writer's lease, if there is one.
+    /// The holder of the write lease, if any.
     pub fn holder(&self) -> Option<&Holder> {
         self.record.holder.as_ref()
     }
 
-    /// Who had the writer's lease last, as far as that is known.
+    /// The last holder of the write lease, if known.
     pub fn last_writer(&self) -> Option<&Holder> {
         self.record.last.as_ref()
     }
 
-    /// Whether a mount has the writer's lease.
+    /// Whether a mount holds the write lease.
     pub fn is_held_by(&self, peer: PeerKey, mount: MountId) -> bool {
         self.holder()
             .is_some_and(|holder| (holder.peer, holder.mount) == (peer.0, mount))
     }
 
-    /// Whether a mount has ever had the writer's lease.
+    /// Whether a mount has ever held the write lease.
     pub fn was_written(&self) -> bool {
         self.record.edition > 0
     }
@@ -189,7 +190,7 @@ impl LeaseTable {
         self.record.edition
     }
 
-    /// Which edition it is, and whether `expected` is the state that is there but for what this mount wrote itself.
+    /// The edition, and whether `expected` matches the current state, apart from this mount's own writes.
     pub fn edition(&self, who: &Who, expected: Option<Identity>, now: Identity) -> (u64, bool) {
         let own = self.record.last_writer == Some((who.peer.key.0, who.mount));
         let edition = self.record.edition;
@@ -200,11 +201,11 @@ impl LeaseTable {
         (edition, fresh)
     }
 
-    /// Lets a mount in, or says in one line who is in its way. `now` is a time of a clock that does not jump;
-    /// `connected` says whether a mount has connections.
+    /// Admits a mount, or reports in one line who prevents it. `now` is monotonic; `connected` tells whether a mount
+    /// has connections.
     ///
     /// # Errors
-    /// [`Code::Held`], [`Code::Lost`], or a disk that does not take the lease.
+    /// [`Code::Held`], [`Code::Lost`], or the lease cannot be written.
     pub fn enter(
         &mut self,
         who: &Who,
@@ -235,14 +236,14 @@ impl LeaseTable {
         }
     }
 
-    /// Forgets readers that are gone for long.
+    /// Drops readers whose grace period is over.
     fn forget_readers(&mut self, now: Duration, connected: &dyn Fn(&(PeerKey, MountId)) -> bool) {
         self.readers.retain(|key, reader| {
             reader.left.is_none_or(|left| now < left + READER_GRACE) || connected(key)
         });
     }
 
-    /// Whether nobody would miss it if it were opened anew.
+    /// Whether it can be dropped from memory and reopened without a loss.
     pub fn is_idle(&mut self, now: Duration) -> bool {
         self.forget_readers(now, &|_| false);
         self.readers.is_empty()
@@ -289,11 +290,11 @@ impl LeaseTable {
         Ok(())
     }
 
-    /// Gives the writer's lease to the site itself, which changes nothing by it: mounts are kept out, and who wrote last is
-    /// still known.
+    /// Gives the write lease to the site itself, for a merge: mounts are kept out, and the record of the last writer is
+    /// kept.
     ///
     /// # Errors
-    /// [`Code::Held`]: somebody writes or reads it; or a disk that does not take the lease.
+    /// [`Code::Held`]: a mount writes or reads the image; or the lease cannot be written.
     pub fn claim(
         &mut self,
         who: &Who,
@@ -306,10 +307,10 @@ impl LeaseTable {
         self.keep(record)
     }
 
-    /// Refuses when somebody writes the image or reads it.
+    /// Fails when a mount writes or reads the image.
     ///
     /// # Errors
-    /// [`Code::Held`], with who that is.
+    /// [`Code::Held`], naming the mount.
     pub fn check_free(
         &mut self,
         now: Duration,
@@ -335,10 +336,10 @@ impl LeaseTable {
         Err(Refusal::new(Code::Held, text))
     }
 
-    /// What was written is gone: whoever remembers it is not to take the image for what it was.
+    /// Starts a new edition after changes were discarded, so that caches of the old state are not taken as valid.
     ///
     /// # Errors
-    /// A disk that does not take it.
+    /// When the file cannot be written.
     pub fn renew(&mut self) -> Result<(), Refusal> {
         if !self.was_written() {
             return Ok(());
@@ -349,17 +350,17 @@ impl LeaseTable {
         self.keep(record)
     }
 
-    /// A mount's last connection has ended.
+    /// Records that a mount's last connection has ended.
     pub fn left(&mut self, peer: PeerKey, mount: MountId, now: Duration) {
         if let Some(reader) = self.readers.get_mut(&(peer, mount)) {
             reader.left = Some(now);
         }
     }
 
-    /// A mount gives back what it has.
+    /// Releases a mount's lease.
     ///
     /// # Errors
-    /// A disk that does not take it; the lease is then still there.
+    /// When the file cannot be written; the lease then remains.
     pub fn close(&mut self, peer: PeerKey, mount: MountId, link: u64) -> Result<(), Refusal> {
         self.closed.push_back((peer, mount, link));
         if self.closed.len() > MAX_CLOSED {
@@ -375,10 +376,10 @@ impl LeaseTable {
         })
     }
 
-    /// The site's owner takes the lease away; the holder that had it.
+    /// Breaks the write lease on behalf of the site's owner; returns its holder.
     ///
     /// # Errors
-    /// A disk that does not take it; the lease is then still there.
+    /// When the file cannot be written; the lease then remains.
     pub fn break_lease(&mut self) -> Result<Option<Holder>, Refusal> {
         let mut record = self.record.clone();
         let Some(holder) = record.holder.take() else {
@@ -399,7 +400,7 @@ impl LeaseTable {
     }
 }
 
-/// What a mount is told whose lease was broken.
+/// The message for a mount whose lease was broken.
 pub fn broken(image: &str) -> String {
     format!(
         "the write lease of {image} was revoked at its site (`drover mounts break`): data that was not pushed stays in this \
@@ -433,7 +434,7 @@ fn describe(name: &str, note: &str) -> String {
 
 fn ago(seconds: u64) -> String {
     match seconds {
-        // Clocks jump: nobody is to read of a lease of 0 s.
+        // Clocks jump: do not report a lease of 0 s.
         0..120 => "a moment ago".to_owned(),
         120..7200 => format!("{} min ago", seconds / 60),
         7200..172_800 => format!("{} h ago", seconds / 3600),

@@ -1,13 +1,13 @@
-//! What a site has: the catalog of its images and peers and the names they go by, the map of each image, the data of the
-//! sequence cache, and who may write an image,
-//! and what room all that takes (decision `0026`).
+//! The persistent state of a site: the catalog of its images and peers, the map of each image, the data of the sequence
+//! cache, and the leases of images; and a report of the disk space they take (decision `0026`).
 //!
-//! - [`Catalog`]: what is remembered of images, whatever database keeps it; [`SiteCatalog`] is the one on SQLite.
-//! - [`Images`]: the images as sources of blocks, with an [`ImageMap`] each; [`sequences`]: blocks that images have shared.
-//! - [`naming`]: how a whole file gets its name; [`lease`]: who may write an image; [`space`]: what takes room.
+//! - [`Catalog`]: the interface of the image database; [`SiteCatalog`] implements it on SQLite.
+//! - [`Images`]: the images as sources of blocks, with an [`ImageMap`] each; [`sequences`]: blocks shared between
+//!   images.
+//! - [`naming`]: renames a complete file into place; [`lease`]: who may write an image; [`space`]: disk usage.
 //!
-//! What must not live here: how an image gets from one site to another (`teleport`), how a device is served (`mount`), and anything
-//! about a command line.
+//! What must not live here: how an image gets from one site to another (`teleport`), how a device is served (`mount`),
+//! and anything about a command line.
 //!
 //! ```
 //! use drover_store::{Catalog, SiteCatalog};
@@ -16,7 +16,7 @@
 //! let home = tempfile::tempdir()?;
 //! let (catalog, repairs) = SiteCatalog::open(home.path())?;
 //! assert!(repairs.is_empty() && catalog.images()?.is_empty());
-//! // A number is never given out twice, whatever becomes of its image.
+//! An ID is never reused, even if its image is removed.
 //! assert_ne!(catalog.new_image_id()?, catalog.new_image_id()?);
 //! # Ok(())
 //! # }

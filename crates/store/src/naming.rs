@@ -1,5 +1,5 @@
-//! How a whole file gets its name: what had the name is kept until the catalog has taken the new image in, and gets
-//! it back when that fails. So nobody finds a file under what the catalog says of another one.
+//! Renames a complete file into place. The file it replaces is kept until the catalog has the new image, and is
+//! restored if that fails. So a path never holds a file other than the one its catalog record describes.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -10,31 +10,31 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 
 use crate::StoreError;
 
-/// What keeps the replaced file, beside the new one.
+/// File name under which the replaced file is kept, next to the new one.
 const REPLACED: &str = "replaced";
 
-/// A file that has got its name, but is not entered yet.
+/// A file that has been renamed, but is not in the catalog yet.
 pub struct Named {
     part: PathBuf,
     target: PathBuf,
     before: Before,
 }
 
-/// What had the name before.
+/// The file that had the name before.
 enum Before {
     Nothing,
-    /// It is here meanwhile.
+    /// It is kept under this path.
     Kept(PathBuf),
-    /// It could not be kept: the file system knows no second names.
+    /// It could not be kept: the file system has no hard links.
     Gone,
 }
 
 impl Named {
-    /// Gives `part` the name `target`: only if nothing has it when `fresh`, else in place of what does. Durable when it
-    /// returns; when it fails all is as it was.
+    /// Renames `part` to `target`: with `fresh` only if the name is free, else replacing the existing file. Durable on
+    /// return; on failure nothing has changed.
     ///
     /// # Errors
-    /// When the name is taken, or the system reports something else.
+    /// When the name is taken, or for a system error.
     pub fn new(part: &Path, target: &Path, fresh: bool) -> Result<Self, StoreError> {
         let failed = StoreError::file("rename to", target);
         let named = || {
@@ -61,7 +61,7 @@ impl Named {
         Ok(named)
     }
 
-    /// The image is entered: what it replaced goes.
+    /// The image is in the catalog: removes the replaced file.
     pub fn entered(self) {
         if let Before::Kept(replaced) = self.before
             && let Err(e) = std::fs::remove_file(&replaced)
@@ -70,10 +70,10 @@ impl Named {
         }
     }
 
-    /// The image was not entered: what had the name gets it back, and the new file is where it was.
+    /// The image did not get into the catalog: restores the replaced file, and moves the new one back.
     pub fn undo(self) {
         let undone = match &self.before {
-            // Durable before the other is: no crash may leave the new file without a name.
+            // Durable before the other step: no crash may leave the new file without a name.
             Before::Kept(replaced) => std::fs::hard_link(&self.target, &self.part)
                 .and_then(|()| sync_parent(&self.part))
                 .and_then(|()| std::fs::rename(replaced, &self.target)),
@@ -86,8 +86,8 @@ impl Named {
     }
 }
 
-/// What stopped while it undid a naming has left the new file under both names: what had the name before gets it back,
-/// since nothing may be written to the other then.
+/// Completes an undo that was interrupted, which left the new file under both names: restores the replaced file,
+/// because writing to either name would change both.
 ///
 /// # Errors
 /// When it cannot be renamed.
@@ -103,7 +103,7 @@ fn put_back(part: &Path, target: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Keeps what is called `target` under another name too.
+/// Keeps the file `target` under another name, too.
 fn keep(target: &Path, aside: PathBuf) -> io::Result<Before> {
     match std::fs::remove_file(&aside) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),

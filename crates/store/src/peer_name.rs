@@ -1,15 +1,15 @@
-//! The names by which a site knows its peers.
+//! Validation of the names by which a site knows its peers.
 
-/// The longest peer name, in bytes.
+/// Maximum length of a peer name, in bytes.
 pub const MAX_BYTES: usize = 63;
 
-/// Prefixes of targets on the command line that are no peers: `file:PATH`, `dir:PATH`.
+/// Prefixes of command-line targets that cannot be peer names: `file:PATH`, `dir:PATH`.
 const RESERVED: [&str; 2] = ["file", "dir"];
 
-/// Checks a name that a person chose: a letter or digit, then letters, digits, `.`, `-` and `_`; not a reserved one.
+/// Validates a user's choice of name: a letter or digit, then letters, digits, `.`, `-` and `_`; not a reserved one.
 ///
 /// # Errors
-/// A line for a person.
+/// A message for the user.
 pub fn check(name: &str) -> Result<String, String> {
     if name.is_empty() {
         return Err("the name of a site cannot be empty".into());
@@ -31,7 +31,7 @@ pub fn check(name: &str) -> Result<String, String> {
     Ok(name.into())
 }
 
-/// Makes a name of what another machine calls itself.
+/// Derives a valid name from the one that another machine gives itself.
 pub fn from_untrusted(text: &str) -> String {
     let name: String = text
         .chars()
@@ -48,7 +48,7 @@ pub fn from_untrusted(text: &str) -> String {
     if name.is_empty() { "peer".into() } else { name }
 }
 
-/// `wanted`, or `wanted-2` and so on when that is reserved or `taken`.
+/// `wanted`, or `wanted-2` and so on if it is reserved or `taken`.
 pub fn unique(wanted: &str, taken: impl Fn(&str) -> bool) -> String {
     let taken = |name: &str| RESERVED.contains(&name) || taken(name);
     if !taken(wanted) {

@@ -1,13 +1,12 @@
-//! The data file of the sequence cache (teleportation §2.14): blocks that images have shared, kept
-//! so that they can be reused when the images they were found in change or go.
+//! The data file of the sequence cache (teleportation §2.14): blocks shared between images, kept so that they can be
+//! reused after the images they were found in change or are removed.
 //!
-//! What is found is written down at once but copied later, in the background: until then a slot is
-//! "pending", and its blocks are read from the image on whose way they were found, or from where
-//! they were found, which is here already. So an image that never comes whole takes nothing away.
-//! Nothing here needs to be durable to be correct, because every reused block is digested again; a
-//! lost slot costs its bytes on the wire once. See `docs/format/sequence-cache.md`.
+//! A new sequence is recorded at once but copied later, in the background. Until then its slots are "pending", and its
+//! blocks are read from the incoming image it was found in, or from the older image that it matched. So an incoming
+//! image that is never completed loses nothing. Correctness does not depend on durability, because every reused block
+//! is hashed again; a lost slot costs one retransmission. See `docs/format/sequence-cache.md`.
 //!
-//! - [`table`]: what is pending; [`journal`]: the same on disk.
+//! - [`table`]: the pending stores; [`journal`]: the same on disk.
 
 mod journal;
 mod table;
@@ -24,35 +23,35 @@ use crate::StoreError;
 use journal::Journal;
 use table::{Change, Pending, Table};
 
-/// Slots in a segment, which is what the matcher frees.
+/// Slots per segment, the unit in which the matcher frees space.
 pub use drover_index::SEGMENT_SLOTS;
 
-/// Bytes of a segment.
+/// Bytes per segment.
 pub const SEGMENT_BYTES: u64 = SEGMENT_SLOTS * BLOCK_SIZE_U64;
 
-/// Bytes of sequence data when nothing else is said: all that the matcher can number.
+/// Default limit on sequence data, in bytes: the range of the matcher's slot numbers.
 pub const SEQUENCE_DATA_BYTES: u64 = 128 << 30;
 
-/// Where reused blocks are read from, once the site has looked up what a plan names.
+/// The source of reused blocks, resolved from a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum From {
-    /// Must be sent.
+    /// None: must be sent.
     Literal,
     /// Another image of the site.
     Image {
-        /// Which.
+        /// The image.
         image: ImageId,
-        /// The first block's compact index in it.
+        /// The compact index of the first block.
         first: u64,
     },
-    /// This image, earlier.
+    /// An earlier part of the same image.
     Own {
-        /// The first block's compact index.
+        /// The compact index of the first block.
         first: u64,
     },
     /// The sequence cache's data file.
     Sequence {
-        /// The first block's slot.
+        /// The slot of the first block.
         first: u64,
     },
 }
@@ -60,26 +59,26 @@ pub enum From {
 /// Whether blocks of an image can be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reach {
-    /// Now.
+    /// They can.
     Here,
-    /// They are on their way.
+    /// They are being transferred.
     Coming,
-    /// No.
+    /// They never can.
     Gone,
 }
 
-/// The data file and what is pending.
+/// The data file and the pending stores.
 #[derive(Debug)]
 pub struct Sequences {
     data: File,
-    /// Slots that the file may have.
+    /// Upper bound on the file's slots.
     limit: u64,
     pending: Mutex<Kept>,
-    /// Held while slots are written, and while they are given back.
+    /// Held while slots are written or freed.
     writing: Mutex<()>,
 }
 
-/// What is pending, in memory and on disk.
+/// The pending stores, in memory and on disk.
 #[derive(Debug)]
 struct Kept {
     table: Table,
@@ -93,35 +92,35 @@ impl Kept {
     }
 }
 
-/// A copy that is to be made.
+/// A copy to be made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Copy {
     /// The first slot.
     pub first: u64,
-    /// Slots.
+    /// Number of slots.
     pub count: u32,
     /// The image that has the blocks.
     pub image: ImageId,
-    /// The first one's compact index there.
+    /// The compact index of its first block there.
     pub from: u64,
-    /// What was pending when it was begun.
+    /// The pending store when the copy began.
     of: Pending,
 }
 
-/// How a copy ended.
+/// The outcome of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Copied {
-    /// The slots have their blocks.
+    /// The slots hold their blocks.
     Made,
-    /// The blocks cannot be had from there, now or later.
+    /// The image will never have the blocks.
     Never,
-    /// Not now: it stays pending.
+    /// Not possible now: the store stays pending.
     Later,
 }
 
 impl Sequences {
-    /// Opens or makes the data file in `dir`, with what was pending when the site last ran. The file is cut to
-    /// `limit` bytes.
+    /// Opens or creates the data file in `dir`, with the stores that were pending when the site last ran. The file is
+    /// truncated to `limit` bytes.
     ///
     /// # Errors
     /// When the file cannot be opened.
@@ -162,11 +161,11 @@ impl Sequences {
         &self.data
     }
 
-    /// Slots `store` get their blocks from `image`, or from where they were `found`. Whatever was
-    /// pending for them is over.
+    /// Slots `store` get their blocks from `image`, or from where they were `found`. Replaces any pending store of
+    /// these slots.
     pub fn add(&self, image: ImageId, store: SequenceStore, found: Option<(ImageId, u64)>) {
         let count = u64::from(store.count);
-        // A lone teleporter may have a higher limit or other segments, and be anybody's.
+        // A standalone teleporter may use a higher limit or another segment size, and is not trusted.
         let inside = store.first < self.limit && count <= self.limit - store.first;
         if !(1..=SEGMENT_SLOTS).contains(&count) || !inside {
             return;
@@ -180,8 +179,8 @@ impl Sequences {
         self.pending.lock().apply(Change::Put(store.first, entry));
     }
 
-    /// Where the blocks of `count` slots from `first` are to be read from now, for an image `own`
-    /// that is on its way in; `reach` tells whether so many blocks of another image can be read.
+    /// Where to read the blocks of `count` slots from `first` at present, for an incoming image `own`; `reach` tells
+    /// whether a range of another image can be read.
     pub fn resolve(
         &self,
         first: u64,
@@ -212,9 +211,8 @@ impl Sequences {
         out
     }
 
-    /// The first pending store from slot `at` on that can be copied: `whole` says which images are
-    /// whole, `live` which are on their way in. What an image that is neither would bring is taken
-    /// from where it was found.
+    /// The first pending store at or after slot `at` that can be copied: `whole` tells which images are complete,
+    /// `live` which are incoming. Blocks of an image that is neither are copied from where they were found.
     pub fn next_copy(
         &self,
         at: u64,
@@ -240,8 +238,9 @@ impl Sequences {
         })
     }
 
-    /// Makes a copy by `write`, alone and only while it is still wanted. What was copied, or never can be, is no longer
-    /// pending; what failed stays so, and is read from where it is until it is tried again.
+    /// Makes a copy by calling `write`, exclusively and only if the store is still pending. A store that was copied, or
+    /// never can be, is no longer pending; after a transient failure it stays so, and its blocks are read from their
+    /// source.
     pub fn copy(&self, copy: Copy, write: impl FnOnce() -> Copied) -> Copied {
         let _writing = self.writing.lock();
         if self.pending.lock().table.at(copy.first) != Some(copy.of) {
@@ -257,7 +256,7 @@ impl Sequences {
         copied
     }
 
-    /// Segments that may have something here, in the file or pending.
+    /// Number of segments that may have data, in the file or pending.
     pub fn segments(&self) -> u32 {
         let size = self.data.metadata().map_or(0, |about| about.len());
         let pending = self.pending.lock().table.end().div_ceil(SEGMENT_SLOTS);
@@ -265,10 +264,10 @@ impl Sequences {
         segments.min(self.limit / SEGMENT_SLOTS) as u32
     }
 
-    /// The matcher has freed these segments: nothing is pending for them any more, and the file system gets their room
-    /// back. Waits for a copy that is being written.
+    /// Frees segments on behalf of the matcher: drops their pending stores, and punches holes in the file. Waits for a
+    /// copy in progress.
     pub fn free(&self, segments: &[u32]) {
-        // A lone teleporter may be anybody's.
+        // A standalone teleporter is not trusted.
         let inside = |no: &u32| (u64::from(*no) + 1) * SEGMENT_SLOTS <= self.limit;
         let segments: Vec<u32> = segments.iter().copied().filter(inside).collect();
         for &no in &segments {
@@ -284,15 +283,15 @@ impl Sequences {
             let length = run.len() as u64 * SEGMENT_BYTES;
             let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             if let Err(e) = fallocate(&self.data, how, at, length) {
-                // Their room is used again by the sequences to come.
+                // Later sequences reuse their space.
                 tracing::debug!("cannot give sequence data back: {e}");
                 return;
             }
         }
     }
 
-    /// An image is gone, or will never come: what is pending from it is read from where it was
-    /// found, and what has no such place is given up.
+    /// An image was removed, or will never be completed: its pending stores are read from where they were found, or
+    /// dropped if there is no such place.
     pub fn drop_image(&self, image: ImageId) {
         let mut pending = self.pending.lock();
         let about = |p: Pending| p.image == image.0 || p.found.is_some_and(|(i, _)| i == image.0);
@@ -301,13 +300,13 @@ impl Sequences {
         }
     }
 
-    /// Stores that are pending.
+    /// Number of pending stores.
     #[must_use]
     pub fn pending(&self) -> usize {
         self.pending.lock().table.len()
     }
 
-    /// Makes durable what is pending, and writes it anew when it could not be written before.
+    /// Makes the pending stores durable; rewrites the journal if an earlier write failed.
     pub fn settle(&self) {
         let mut pending = self.pending.lock();
         let Kept { table, journal } = &mut *pending;
@@ -321,14 +320,13 @@ impl Sequences {
     }
 }
 
-/// Whole segments in so many bytes: at least one, and no more than the matcher can number.
+/// Converts bytes to whole segments: at least one, and no more than the matcher can number.
 #[must_use]
 pub fn segments_of(bytes: u64) -> u64 {
     (bytes / SEGMENT_BYTES).clamp(1, 1 << 17)
 }
 
-/// The best place that pending blocks can be read from: what is verified in its place already, then
-/// what is here, then what is coming.
+/// The best source of pending blocks: data already verified at its place, then other local data, then incoming data.
 fn readable(p: &Pending, own: ImageId, reach: &impl Fn(ImageId, u64, u64) -> Reach) -> From {
     let brought = (ImageId(p.image), p.from);
     let found = p.found.map(|(i, at)| (ImageId(i), at));
@@ -346,14 +344,14 @@ fn readable(p: &Pending, own: ImageId, reach: &impl Fn(ImageId, u64, u64) -> Rea
     let (first, second) = (ask(brought), found.map_or(Reach::Gone, ask));
     match (first, second, found) {
         (Reach::Here, ..) => from(brought),
-        // What an image in transit takes from another one is there earlier.
+        // An incoming image has the blocks that it reuses from another one earlier.
         (_, Reach::Here | Reach::Coming, Some(found)) => from(found),
         (Reach::Coming, ..) => from(brought),
         _ => From::Literal,
     }
 }
 
-/// Any bytes as the records of a journal.
+/// Parses journal records, for fuzzing.
 #[cfg(fuzzing)]
 pub fn replay_for_fuzzing(records: &[u8]) {
     let mut table = Table::default();

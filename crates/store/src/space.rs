@@ -1,4 +1,4 @@
-//! What takes room at a site, file by file and each once, and what is free where it lies.
+//! Disk usage of a site by kind of file, each file counted once, and free space of the file systems involved.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, Metadata};
@@ -11,25 +11,25 @@ use serde::Serialize;
 use crate::StoreError;
 use crate::catalog::Catalog;
 
-/// What a file is for. The order is that of the table.
+/// What a file is used for, in the order of display.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
-    /// Images that the site keeps.
+    /// Delivered images.
     Images,
-    /// What mounts wrote over them.
+    /// Changes that mounts made to images.
     Changes,
-    /// Transfers that have not arrived.
+    /// Unfinished transfers.
     Transfers,
-    /// Caches of mounts, and their records.
+    /// Caches and records of mounts.
     MountCaches,
     /// The data of the sequence cache.
     SequenceData,
     /// The matcher's files.
     Index,
-    /// Room kept for a full disk.
+    /// Space reserved for cleanup on a full disk.
     Reserve,
-    /// Catalog, settings, keys.
+    /// Catalog, configuration, keys.
     Other,
 }
 
@@ -46,14 +46,14 @@ impl Kind {
     ];
 }
 
-/// What some files take.
+/// The space taken by a set of files.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Room {
-    /// How many.
+    /// Number of files.
     pub files: u64,
-    /// Bytes that they say they hold.
+    /// Apparent size in bytes.
     pub size_bytes: u64,
-    /// Bytes of the disk.
+    /// Allocated bytes.
     pub disk_bytes: u64,
 }
 
@@ -65,57 +65,57 @@ impl Room {
     }
 }
 
-/// A file system that holds some of it.
+/// A file system with files of the site.
 #[derive(Debug, Serialize)]
 pub struct FileSystem {
-    /// What of the site is there.
+    /// What it holds.
     pub holds: Vec<&'static str>,
-    /// The first of them.
+    /// The first path on it.
     pub path: PathBuf,
-    /// Its size.
+    /// Its size in bytes.
     pub size_bytes: u64,
-    /// What is free.
+    /// Free bytes.
     pub free_bytes: u64,
-    /// Without what only root may use.
+    /// Free bytes, without those reserved for root.
     pub available_bytes: u64,
 }
 
-/// Everything that `space` tells.
+/// The report of `space`.
 #[derive(Debug, Serialize)]
 pub struct Space {
     /// The site's directory.
     pub home: PathBuf,
-    /// What takes room, by kind.
+    /// Space taken, by kind.
     pub items: Vec<Item>,
-    /// Of all items.
+    /// Sum of all items.
     pub total: Room,
-    /// Images that were indexed where they are: their files are not drover's, and not in the total.
+    /// Images indexed in place: their files are not drover's, and are not in the total.
     pub indexed: Room,
-    /// Where it lies.
+    /// The file systems involved.
     pub file_systems: Vec<FileSystem>,
-    /// The most that sequence data may take.
+    /// The limit on sequence data.
     pub sequence_data_limit_bytes: u64,
-    /// Files and directories that could not be looked at.
+    /// Files and directories that could not be examined.
     pub unreadable: Vec<String>,
 }
 
-/// What files of one kind take.
+/// The space taken by files of one kind.
 #[derive(Debug, Serialize)]
 pub struct Item {
-    /// What they are for.
+    /// The kind.
     pub kind: Kind,
-    /// Where they are.
+    /// Their directory or file.
     pub path: PathBuf,
     #[serde(flatten)]
-    /// What they take.
+    /// The space.
     pub room: Room,
 }
 
 impl Space {
-    /// Looks at all that a site keeps. `sequence_data_limit_bytes` is told as it is.
+    /// Examines all files of a site. `sequence_data_limit_bytes` is copied to the report.
     ///
     /// # Errors
-    /// When the catalog cannot be read, or a file system is silent.
+    /// When the catalog cannot be read, or a file system cannot be queried.
     pub fn look(
         places: Places,
         catalog: &dyn Catalog,
@@ -143,7 +143,7 @@ impl Space {
         }
         let mut elsewhere = Room::default();
         for image in &indexed {
-            // One that is gone takes nothing.
+            // A file that is gone takes no space.
             if let Ok(about) = fs::metadata(&image.path) {
                 elsewhere.add(&about);
             }
@@ -174,22 +174,22 @@ impl Space {
     }
 }
 
-/// Where a site keeps what.
+/// The directories of a site.
 #[derive(Debug, Clone)]
 pub struct Places {
-    /// Its directory.
+    /// The home.
     pub home: PathBuf,
     /// Delivered images.
     pub images: PathBuf,
-    /// What mounts wrote over them.
+    /// Changes that mounts made to images.
     pub overlays: PathBuf,
     /// Transfers and the data of the sequence cache.
     pub work: PathBuf,
-    /// Mounts of this machine.
+    /// Mounts of this home.
     pub mounts: PathBuf,
     /// The matcher's files.
     pub index: PathBuf,
-    /// Room kept for a full disk.
+    /// The reserve for cleanup on a full disk.
     pub reserve: PathBuf,
 }
 
@@ -230,7 +230,7 @@ impl Places {
     }
 }
 
-/// Counts files, those with several names once.
+/// Counts files, hard-linked ones once.
 struct Walk {
     places: Places,
     /// The files of images.
@@ -255,7 +255,7 @@ impl Walk {
                 match entry.and_then(|entry| Ok((entry.path(), entry.file_type()?))) {
                     Ok((path, kind)) if kind.is_dir() => dirs.push(path),
                     Ok((path, kind)) if kind.is_file() => self.file(&path),
-                    // Links and sockets take nothing worth telling.
+                    // Symbolic links and sockets take negligible space.
                     Ok(_) => {}
                     Err(e) => self.cannot(&dir, &e),
                 }
@@ -276,7 +276,7 @@ impl Walk {
         }
     }
 
-    /// What went meanwhile takes nothing; all else is told.
+    /// Records an unreadable path, unless it has been deleted meanwhile.
     fn cannot(&mut self, path: &Path, error: &io::Error) {
         if error.kind() != io::ErrorKind::NotFound {
             self.unreadable.push(format!("{}: {error}", path.display()));
@@ -284,7 +284,7 @@ impl Walk {
     }
 }
 
-/// The file systems of the home, the images and what is beside them, each once.
+/// The file systems of the home, the images and the other directories, each once.
 fn file_systems(at: &Places) -> Result<Vec<FileSystem>, StoreError> {
     let mut found: Vec<(u64, FileSystem)> = Vec::new();
     let places = [

@@ -1,10 +1,9 @@
-//! What a site remembers: peers, tickets, images, settings. An SQLite database used by several
-//! processes at once; `docs/format/catalog.md` describes its bytes and what a crash leaves.
+//! The catalog on SQLite: peers, tickets, images and settings, shared by several processes at once;
+//! `docs/format/catalog.md` describes the file format and what a crash leaves.
 //!
-//! Damage is noticed, never passed on: every row carries a checksum, the `seal` row the sum of all
-//! of them, and a spare copy (`catalog.bak`) is written after every change. A catalog that is
-//! found damaged when it is opened is put together again from the spare, or else from its own
-//! good rows, and the repair is reported.
+//! Corruption is detected rather than passed on: every row has a checksum, the `seal` row has the sum of all of them,
+//! and a spare copy (`catalog.bak`) is written after every change. A catalog found damaged on opening is rebuilt from
+//! the spare, or else from its own intact rows, and the repair is reported.
 
 mod check;
 mod images;
@@ -32,31 +31,31 @@ use repair::Users;
 use rows::{Row, Setting};
 use seal::Seal;
 
-/// How long a ticket is good when nothing else is said.
+/// Default lifetime of a ticket.
 pub const TICKET_LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
-/// The catalog of a home. Safe from any thread and beside other processes.
+/// The catalog of a home. Usable from any thread, and by several processes at once.
 pub struct SiteCatalog {
     path: PathBuf,
     connection: Mutex<Connection>,
-    /// Says to others that the database file must not be replaced now.
+    /// Lock that prevents others from replacing the database file.
     _users: Users,
 }
 
 impl SiteCatalog {
-    /// Opens the catalog of the home in `dir`, making or repairing it when needed. The texts say
-    /// what was repaired, for a person.
+    /// Opens the catalog of the home in `dir`, creating or repairing it if needed. The strings describe repairs, for
+    /// the user.
     ///
     /// # Errors
-    /// When it cannot be used: no permission, no space, made by a newer drover, or damaged while
-    /// another process uses it.
+    /// When it cannot be used: no permission, no space, written by a newer drover, or damaged while another process
+    /// uses it.
     pub fn open(dir: &Path) -> Result<(SiteCatalog, Vec<String>)> {
         let path = dir.join("catalog.db");
-        // One process at a time decides what state the files are in.
+        // One process at a time examines and repairs the files.
         let mutex = spare::lock(dir)?;
         let (users, repairs) = repair::ensure_sound(&path)?;
         let connection = schema::open_for_use(&path)?;
-        // The catalog itself is sound: a disk that is full for the second line must not close the first.
+        // The catalog itself is sound: failure to write the spare, on a full disk, must not prevent opening it.
         if let Err(e) = spare::ensure(&connection, &path, &mutex) {
             tracing::warn!("{e}");
         }
@@ -71,8 +70,8 @@ impl SiteCatalog {
         ))
     }
 
-    /// Opens the catalog of the home in `dir` for reading only, on a disk too full for what SQLite keeps beside a
-    /// database that is in use. `None` when that is not all that can be known of it: others may have changed it.
+    /// Opens the catalog of the home in `dir` read-only, when the disk is too full for the files that SQLite needs next
+    /// to an open database. `None` when its log is not empty: the database file alone is then out of date.
     ///
     /// # Errors
     /// When it cannot be read.
@@ -91,7 +90,7 @@ impl SiteCatalog {
         }))
     }
 
-    /// A value that was stored under `key`.
+    /// The value stored under `key`.
     ///
     /// # Errors
     /// When the database cannot be read.
@@ -118,7 +117,7 @@ impl SiteCatalog {
         })
     }
 
-    /// Runs `f` in one transaction, durable when this returns, and brings the spare copy up to date.
+    /// Runs `f` in a transaction, durable on return, and updates the spare copy.
     fn change<T>(
         &self,
         doing: &'static str,
@@ -134,7 +133,7 @@ impl SiteCatalog {
         if seal.changed() {
             seal.store(&tx).map_err(error)?;
             tx.commit().map_err(|e| error(e.into()))?;
-            // The change itself is durable already; the spare is the second line.
+            // The change itself is already durable; the spare is only a backup.
             if let Err(e) = spare::write(&connection, &self.path) {
                 tracing::warn!("{e}");
             }
@@ -151,7 +150,7 @@ impl SiteCatalog {
     }
 
     fn connection(&self) -> MutexGuard<'_, Connection> {
-        // A panic inside a transaction rolled it back; the connection is sound.
+        // A panic inside a transaction rolled it back; the connection is still usable.
         self.connection
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

@@ -8,16 +8,16 @@ use drover_net::{Code, Refusal, decode, encode};
 
 use super::record::{Holder, MountId, Record};
 
-/// Its name in the directory of the image's overlay.
+/// File name, in the directory of the image's overlay.
 pub const FILE_NAME: &str = "lease";
 
-/// What it begins with: the format and its version.
+/// Magic: the format and its version.
 const MAGIC: [u8; 12] = *b"DRVRLSE\0\x02\0\0\0";
 
-/// The version before, which is read and written anew with the next change.
+/// The previous version: readable, and upgraded with the next change.
 const MAGIC_1: [u8; 12] = *b"DRVRLSE\0\x01\0\0\0";
 
-/// What version 1 has: all but who wrote last by name.
+/// The record of version 1, which lacks the name of the last writer.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct RecordV1 {
     edition: u64,
@@ -38,10 +38,10 @@ impl From<RecordV1> for Record {
     }
 }
 
-/// The longest that is read.
+/// Upper bound on the file size.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// What is in the file of a directory; none where there is no file.
+/// Loads the record of a directory; `None` without a file.
 pub fn load(directory: &Path) -> Result<Option<Record>, Refusal> {
     let path = directory.join(FILE_NAME);
     let wrong = |code, why: &str| {
@@ -91,7 +91,7 @@ pub fn remove_leftovers(directory: &Path) {
     drover_storage::remove_leftovers(&directory.join(FILE_NAME));
 }
 
-/// Moves a file that cannot be used out of the way; it is not destroyed.
+/// Moves an unusable file out of the way, without deleting it.
 pub fn set_aside(directory: &Path) -> io::Result<()> {
     fs::rename(
         directory.join(FILE_NAME),
@@ -99,7 +99,7 @@ pub fn set_aside(directory: &Path) -> io::Result<()> {
     )
 }
 
-/// Puts a record into the file as a whole: what is there after a crash is the one before or this one.
+/// Replaces the record atomically: after a crash, the file has the old one or the new one.
 pub fn store(directory: &Path, record: &Record) -> Result<(), Refusal> {
     let path = directory.join(FILE_NAME);
     let body = encode(record);

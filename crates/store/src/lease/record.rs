@@ -1,13 +1,13 @@
-//! What is written down of a lease.
+//! The durable record of a lease.
 
 use serde::{Deserialize, Serialize};
 
-/// Which mount: random, chosen by it, kept as long as its cache is.
+/// Identifies a mount: random, chosen by the mount, and kept as long as its cache.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct MountId(pub [u8; 16]);
 
 impl MountId {
-    /// A new one.
+    /// A new random identifier.
     #[must_use]
     pub fn random() -> Self {
         Self(drover_net::random_id())
@@ -26,31 +26,31 @@ impl std::fmt::Debug for MountId {
     }
 }
 
-/// A writer's lease, as the site keeps it.
+/// The holder of a write lease, as the site records it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// The site that has it.
+    /// The key of the holder's site.
     pub peer: [u8; 32],
-    /// What people call that site.
+    /// The name of that site.
     pub peer_name: String,
-    /// Which of its mounts.
+    /// The mount.
     pub mount: MountId,
-    /// Since when, in seconds since 1970.
+    /// When the lease was taken, in seconds since 1970.
     pub since_unix: u64,
-    /// What the mount says about itself.
+    /// The mount's description of itself.
     pub note: String,
 }
 
-/// What is kept on disk.
+/// The content of the lease file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// Grows with each writer that is not the one before.
+    /// Incremented with each change of writer.
     pub(super) edition: u64,
     /// The last writer.
     pub(super) last_writer: Option<([u8; 32], MountId)>,
     pub(super) holder: Option<Holder>,
-    /// Mounts whose lease was broken, the newest last.
+    /// Mounts whose lease was broken, newest last.
     pub(super) broken: Vec<([u8; 32], MountId)>,
-    /// Who had the lease last, for people; none when that was in an earlier version or the changes were discarded.
+    /// The last holder, for display; `None` when recorded by an earlier version or after changes were discarded.
     pub(super) last: Option<Holder>,
 }

@@ -91,7 +91,7 @@ fn a_writer_that_is_gone_keeps_its_lease_until_it_is_closed() {
         .leases()
         .enter(&who(1), Access::ReadWrite, at(0), &|_| false)
         .unwrap();
-    // The site starts anew.
+    // The site restarts.
     let mut leases = place.leases();
     assert!(
         leases
@@ -101,7 +101,7 @@ fn a_writer_that_is_gone_keeps_its_lease_until_it_is_closed() {
     leases
         .enter(&who(1), Access::ReadWrite, at(9999), &|_| false)
         .unwrap();
-    // Another mount of the same site is another mount.
+    // Another mount of the same site counts as different.
     let other = Who {
         mount: MountId([9; 16]),
         ..who(1)
@@ -153,15 +153,15 @@ fn a_cache_is_good_until_somebody_else_writes() {
     leases
         .enter(&writer, Access::ReadWrite, at(0), &|_| false)
         .unwrap();
-    // Its own cache of before the lease is not told from another's.
+    // Its own cache from before the lease cannot be told from another's.
     assert_eq!(state(&leases, &writer, 0, 0, 0), (1, false));
-    // Epochs of its own do not make its cache stale, and the site must not have lost any.
+    // Its own epochs do not make its cache stale, as long as the site has lost none.
     assert_eq!(state(&leases, &writer, 1, 4, 5), (1, true));
     assert_eq!(state(&leases, &writer, 1, 6, 5), (1, false));
     leases
         .close(writer.peer.key, writer.mount, writer.link)
         .unwrap();
-    // A lane of the closed link that was still being opened.
+    // A connection of the closed link that was still being established.
     let late = leases.enter(&writer, Access::ReadWrite, at(9), &|_| false);
     assert_eq!(late.unwrap_err().code, Code::Unavailable);
     let writer = Who { link: 2, ..writer };
@@ -235,7 +235,7 @@ fn the_site_claims_what_nobody_has_and_the_next_edition_is_another() {
         assert!(e.code == Code::Held, "{e}");
         assert!(e.message.contains("is being made part of it"), "{e}");
     }
-    // The claim has changed nothing.
+    // The claim changed nothing.
     assert_eq!(state(&leases, &writer, 1, 5, 5), (1, true));
     leases.renew().unwrap();
     leases.close(site.peer.key, site.mount, 0).unwrap();

@@ -1,8 +1,8 @@
-//! `sequences.pending`: the journal of what is pending (`docs/format/sequence-cache.md`).
+//! `sequences.pending`: the journal of pending stores (`docs/format/sequence-cache.md`).
 //!
-//! It is a hint, as all of the sequence cache is. So nothing waits for it to be durable, and a disk that does not take
-//! it costs bytes on the wire after a crash: then the file is emptied, which takes no room and says less, but nothing
-//! that is no longer so.
+//! Like all of the sequence cache it is a hint, so nothing waits for it to be durable. If it cannot be written, the
+//! file is truncated: an empty journal needs no space and is incomplete, but never stale. After a crash, lost entries
+//! only cost retransmissions.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,30 +14,30 @@ use drover_index::{ImageId, SEGMENT_SLOTS};
 use super::table::{Change, Pending, Table};
 
 const MAGIC: [u8; 8] = *b"DRVRPEND";
-/// Versions 1 and 2 were one packed table, written at close, without the magic. Version 3 had 128 slots at most in a
-/// record, else it is the same, and is read and written anew.
+/// Versions 1 and 2 were one packed table, written at close, without the magic. Version 3 allowed at most 128 slots per
+/// record and is otherwise the same; it can be read, and is rewritten.
 const VERSION: u32 = 4;
 const HEADER: usize = 16;
 const RECORD: usize = 56;
 
-/// Records beyond those that are needed before the file is written anew.
+/// Superfluous records allowed before the file is rewritten.
 const SLACK: u64 = 1 << 14;
 
-/// More than it can grow to.
+/// Beyond its maximum size.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// The open file.
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
-    /// None after it could not be written.
+    /// `None` after a failed write.
     file: Option<File>,
     records: u64,
     unsynced: bool,
 }
 
 impl Journal {
-    /// Opens the journal at `path`, and what is pending by it.
+    /// Opens the journal at `path`, and replays the pending stores.
     pub fn open(path: &Path) -> (Self, Table) {
         let mut table = Table::default();
         let mut journal = Journal {
@@ -46,7 +46,7 @@ impl Journal {
             records: 0,
             unsynced: false,
         };
-        // One that cannot be read says nothing.
+        // An unreadable journal counts as empty.
         let bytes = read(path).unwrap_or_default();
         let current = checked_header(&bytes, VERSION);
         let Some(records) = current else {
@@ -66,7 +66,7 @@ impl Journal {
         (journal, table)
     }
 
-    /// Writes a change down that `table` has been told already.
+    /// Appends a change that has been applied to `table`.
     pub fn append(&mut self, change: Change, table: &Table) {
         if self.records > 2 * table.len() as u64 + SLACK {
             return self.rewrite(table);
@@ -82,7 +82,7 @@ impl Journal {
         }
     }
 
-    /// Writes the file anew when an earlier write failed; else makes what was appended durable.
+    /// Rewrites the file if an earlier write failed; else syncs what was appended.
     pub fn settle(&mut self, table: &Table) {
         let Some(file) = &self.file else {
             return self.rewrite(table);
@@ -94,7 +94,7 @@ impl Journal {
         }
     }
 
-    /// Writes the file anew, with what is needed only.
+    /// Rewrites the file with only the records that are needed.
     pub fn rewrite(&mut self, table: &Table) {
         let mut bytes = Vec::with_capacity(HEADER + table.len() * RECORD);
         bytes.extend_from_slice(&header(VERSION));
@@ -126,13 +126,13 @@ impl Journal {
         }
     }
 
-    /// As when a write fails.
+    /// Simulates a failed write.
     #[cfg(test)]
     pub fn fail(&mut self) {
         self.give_up(&io::ErrorKind::StorageFull.into());
     }
 
-    /// What is in the file would soon be untrue.
+    /// Truncates the file, which would soon be stale.
     fn give_up(&mut self, error: &io::Error) {
         let path = self.path.display();
         tracing::debug!("{path}: {error}; it is written anew when there is room");
@@ -146,13 +146,13 @@ impl Journal {
     }
 }
 
-/// Applies the records, and answers how many count: a crash may leave half a one, and nothing after it does.
+/// Applies the records, and returns how many were valid: a crash may leave a torn record, which ends the journal.
 pub fn replay(records: &[u8], table: &mut Table) -> u64 {
     let changes = records.chunks_exact(RECORD).map_while(decode);
     changes.map(|change| table.apply(change)).count() as u64
 }
 
-/// A file of no more than a journal can need.
+/// Reads a file, up to the maximum size of a journal.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let read = File::open(path)?
@@ -177,13 +177,13 @@ fn header(version: u32) -> [u8; HEADER] {
     h
 }
 
-/// What follows a header of that version.
+/// The records after a header of that version.
 fn checked_header(bytes: &[u8], version: u32) -> Option<&[u8]> {
     let (h, records) = bytes.split_first_chunk::<HEADER>()?;
     (*h == header(version)).then_some(records)
 }
 
-/// Slots of the largest file there can be.
+/// Number of slots in the largest possible file.
 const MAX_SLOTS: u64 = 1 << (63 - drover_core::BLOCK_SIZE.trailing_zeros());
 
 const PUT: u8 = 1;
@@ -224,7 +224,7 @@ fn decode(r: &[u8]) -> Option<Change> {
     let mut word = || words.next();
     let (first, image, from, other, at) = (word()?, word()?, word()?, word()?, word()?);
     let found = (r[1] & FOUND != 0).then_some((other, at));
-    // Not more slots than a segment's, and in a file: no sum or product of these can overflow.
+    // At most the slots of a segment, within a file: sums and products of these cannot overflow.
     let inside = |count: u32| (1..=SEGMENT_SLOTS).contains(&u64::from(count)) && first < MAX_SLOTS;
     match r[0] {
         PUT if inside(count) => Some(Change::Put(
@@ -266,7 +266,7 @@ mod tests {
         }
     }
 
-    /// Such a record has a good checksum only if somebody made it: it ends the journal, and nothing overflows.
+    /// Such a record has a valid checksum only if forged: it ends the journal, and nothing overflows.
     #[test]
     fn slots_beyond_any_file_are_not_taken() {
         let pending = Pending {

@@ -1,38 +1,38 @@
-//! What is pending, slot by slot: plain data, without files.
+//! The table of pending stores, by slot: plain data, without files.
 
 use std::collections::BTreeMap;
 
 use drover_index::{ImageId, SEGMENT_SLOTS};
 
-/// A change of what is pending.
+/// A change to the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// The slots from `first` on are pending so.
+    /// The slots from `first` on are pending.
     Put(u64, Pending),
-    /// So many slots from the first on are pending no more.
+    /// This many slots from the first on are no longer pending.
     Clear(u64, u32),
-    /// An image is gone, or will never come.
+    /// An image was removed, or will never be completed.
     Drop(ImageId),
 }
 
-/// Stores that may be pending; beyond this the oldest slots are given up.
+/// Upper bound on pending stores; beyond it the oldest are dropped.
 const MAX_PENDING: usize = 1 << 18;
 
-/// Slots whose blocks are still only in images.
+/// A pending store: slots whose blocks are still only in images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pending {
-    /// Slots.
+    /// Number of slots.
     pub count: u32,
-    /// The image on whose way they were found.
+    /// The incoming image in which they were found.
     pub image: u64,
-    /// The first one's compact index there.
+    /// The compact index of the first block in it.
     pub from: u64,
-    /// Where they were when they were found: another image, and the first one's compact index.
+    /// Where else the blocks were when they were found: another image, and the first block's compact index in it.
     pub found: Option<(u64, u64)>,
 }
 
 impl Pending {
-    /// The places of `count` blocks that are `skip` blocks on.
+    /// The sources of `count` blocks, after skipping `skip` blocks.
     pub fn part(self, skip: u64, count: u64) -> Self {
         Pending {
             count: count as u32,
@@ -43,22 +43,22 @@ impl Pending {
     }
 }
 
-/// What is pending, by the first slot.
+/// The pending stores, keyed by their first slot.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Table(BTreeMap<u64, Pending>);
 
 impl Table {
-    /// Stores that are pending.
+    /// Number of pending stores.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// All of them, by their first slot.
+    /// All stores, by their first slot.
     pub fn iter(&self) -> impl Iterator<Item = (u64, Pending)> + '_ {
         self.0.iter().map(|(&first, p)| (first, *p))
     }
 
-    /// Those that begin at `at` or later.
+    /// The stores that begin at `at` or later.
     pub fn iter_from(&self, at: u64) -> impl Iterator<Item = (u64, Pending)> + '_ {
         self.0.range(at..).map(|(&first, p)| (first, *p))
     }
@@ -68,24 +68,24 @@ impl Table {
         self.covering(first).is_some() || self.0.range(first..end).next().is_some()
     }
 
-    /// The slot behind the last that is pending.
+    /// The slot after the last pending one.
     pub fn end(&self) -> u64 {
         let last = self.0.last_key_value();
         last.map_or(0, |(first, p)| first + u64::from(p.count))
     }
 
-    /// What begins at exactly this slot.
+    /// The store that begins at exactly this slot.
     pub fn at(&self, first: u64) -> Option<Pending> {
         self.0.get(&first).copied()
     }
 
-    /// What a slot is part of.
+    /// The store that contains this slot.
     pub fn covering(&self, slot: u64) -> Option<(u64, Pending)> {
         let (&first, p) = self.0.range(..=slot).next_back()?;
         (first + u64::from(p.count) > slot).then_some((first, *p))
     }
 
-    /// The same changes in the same order make the same table.
+    /// Applies a change. Deterministic: the same sequence of changes yields the same table.
     pub fn apply(&mut self, change: Change) {
         match change {
             Change::Put(first, p) => {
@@ -100,14 +100,14 @@ impl Table {
         }
     }
 
-    /// Cuts the slots out of whatever is pending.
+    /// Removes the slots from all pending stores.
     fn clear(&mut self, first: u64, count: u32) {
         let end = first + u64::from(count);
         let touched: Vec<u64> = self
             .0
             .range(..end)
             .rev()
-            // None is longer than a segment, so nothing starts further back than that.
+            // No store is longer than a segment, so none that overlaps starts further back.
             .take_while(|(s, _)| **s + SEGMENT_SLOTS > first)
             .filter(|(s, p)| **s + u64::from(p.count) > first)
             .map(|(s, _)| *s)
@@ -126,7 +126,7 @@ impl Table {
         }
     }
 
-    /// What is pending from the image is read from where it was found, and given up when it has no such place.
+    /// Redirects stores from the image to where they were found; drops those without such a place.
     fn drop_image(&mut self, image: u64) {
         self.0.retain(|_, p| {
             let found = p.found.take_if(|(i, _)| *i == image || p.image == image);
@@ -141,7 +141,7 @@ impl Table {
         });
     }
 
-    /// Gives up what lies at or beyond a slot.
+    /// Drops everything at or beyond a slot.
     pub fn cut(&mut self, end: u64) {
         if let Some((first, p)) = self.covering(end)
             && first < end
@@ -154,7 +154,7 @@ impl Table {
 
 #[cfg(any(test, fuzzing))]
 impl Table {
-    /// No slot is pending twice, and nothing is longer than a segment.
+    /// Checks that no slot is pending twice, and no store is longer than a segment.
     pub fn check(&self) {
         let mut end = 0;
         for (first, p) in self.iter() {

@@ -19,7 +19,7 @@ fn any_copy(s: &Sequences) -> Option<Copy> {
 
 const COMING: ImageId = ImageId(3);
 
-/// What is here: image 2; what comes: image 3; no other.
+/// Complete: image 2; incoming: image 3; no others.
 fn reach(image: ImageId, _: u64, _: u64) -> Reach {
     match image {
         ImageId(2) => Reach::Here,
@@ -35,7 +35,7 @@ fn place(image: u64, first: u64) -> From {
     }
 }
 
-/// The rules, one after the other.
+/// The rules, in order.
 fn expected(brought: (u64, u64), found: Option<(u64, u64)>) -> From {
     let (a, b) = (Some(brought), found);
     let is = |c: Option<(u64, u64)>, image| c.filter(|(i, _)| *i == image);
@@ -45,7 +45,7 @@ fn expected(brought: (u64, u64), found: Option<(u64, u64)>) -> From {
 }
 
 proptest! {
-    /// Against a plain table of where every slot's block is.
+    /// Compares with a plain table of the source of every slot.
     #[test]
     fn slots_are_found_where_they_were_last_put(
         adds in prop::collection::vec((0u64..6, 0u64..SEGMENT_SLOTS, 1u32..60, 1u64..5, 0u64..1000, prop::option::of((1u64..5, 0u64..1000))), 0..60),
@@ -100,7 +100,7 @@ proptest! {
     }
 }
 
-/// What an image that does not come any more would have brought is copied from where it is.
+/// Blocks of an image that will not be completed are copied from where they were found.
 #[test]
 fn what_is_copied_is_whole() {
     let dir = tempfile::tempdir().unwrap();
@@ -113,7 +113,7 @@ fn what_is_copied_is_whole() {
     assert_eq!((copy.image, copy.from, copy.count), (ImageId(2), 90, 7));
     let copy = s.next_copy(0, |_| true, |_| true).unwrap();
     assert_eq!((copy.image, copy.from), (COMING, 10));
-    // Given other blocks meanwhile.
+    // Reassigned meanwhile.
     s.add(COMING, SequenceStore { from: 11, ..store }, None);
     assert_eq!(s.copy(copy, || Copied::Made), Copied::Never);
     assert_eq!(s.pending(), 1);
@@ -140,13 +140,13 @@ fn a_copy_that_failed_stays_pending_and_is_tried_again() {
         s.resolve(5, 7, OWN, reach),
         [(7, From::Sequence { first: 5 })]
     );
-    // What can never be had is not waited for.
+    // Blocks that will never exist are not waited for.
     s.add(ImageId(2), store(5, 10, 7), None);
     s.copy(any_copy(&s).unwrap(), || Copied::Never);
     assert_eq!(s.pending(), 0);
 }
 
-/// What was pending once must not be copied over what came after it.
+/// A store that was pending once must not be copied over a later one.
 #[test]
 fn a_crash_brings_nothing_back_that_was_copied() {
     let dir = tempfile::tempdir().unwrap();
@@ -182,7 +182,7 @@ fn a_journal_that_is_cut_anywhere_or_damaged_says_what_is_before() {
         let records = cut.saturating_sub(16) / 56;
         let s = open(dir.path());
         assert_eq!(s.pending(), counts[records], "cut at {cut}");
-        // And it goes on from there.
+        // Journaling continues from there.
         s.add(ImageId(2), store(1000, 0, 1), None);
         drop(s);
         assert_eq!(open(dir.path()).pending(), counts[records] + 1);
@@ -194,7 +194,7 @@ fn a_journal_that_is_cut_anywhere_or_damaged_says_what_is_before() {
         let records = at.saturating_sub(16) / 56;
         assert_eq!(open(dir.path()).pending(), counts[records], "{at} changed");
     }
-    // The packed table of before.
+    // The packed table of an old version.
     std::fs::write(&path, [1, 0, 5, 5, 5, 5]).unwrap();
     assert_eq!(open(dir.path()).pending(), 0);
 }
@@ -261,7 +261,7 @@ fn what_is_freed_goes_back_to_the_file_system() {
     }
 }
 
-/// Neither half a copy in what was given back, nor room that nobody knows of.
+/// Freed segments contain no partial copy and occupy no untracked space.
 #[test]
 fn slots_that_are_being_copied_are_freed_after_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -285,13 +285,13 @@ fn slots_that_are_being_copied_are_freed_after_it() {
     assert!(found.iter().all(|b| *b == 0));
 }
 
-/// A disk that takes nothing: all goes on, and once there is room all of it is written down.
+/// With the disk full everything continues, and once there is space the journal is complete again.
 #[test]
 fn a_journal_that_cannot_be_written_is_written_later() {
     let dir = tempfile::tempdir().unwrap();
     let s = open(dir.path());
     s.add(ImageId(2), store(0, 0, 9), None);
-    // A directory in the place of the new file, and the old one gone.
+    // A directory with the name of the new file, and the old one gone.
     let blocked = dir.path().join("sequences.pending.new");
     std::fs::create_dir_all(blocked.join("x")).unwrap();
     s.pending.lock().journal.fail();
@@ -306,13 +306,13 @@ fn a_journal_that_cannot_be_written_is_written_later() {
     assert_eq!(open(dir.path()).pending(), 3);
 }
 
-/// What happens to the sequence data.
+/// A step of the random test.
 #[derive(Debug, Clone)]
 enum Step {
     Add(u64, u32, u64, u64, Option<(u64, u64)>),
     Drop(u64),
     Free(u32),
-    /// The copy that comes first from a slot on, and how it ends.
+    /// The first possible copy from a slot on, and its outcome.
     Copy(u64, Copied),
     Crash,
     Settle,
@@ -352,7 +352,7 @@ fn any_step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// Against a plain table of slots: whatever happens, and whenever the process dies, what is pending is what it was.
+    /// Compares with a plain table of slots: after any steps and a crash at any time, the pending stores are the same.
     #[test]
     fn a_crash_at_any_moment_keeps_what_is_pending(steps in prop::collection::vec(any_step(), 0..80)) {
         type Place = Option<((u64, u64), Option<(u64, u64)>)>;

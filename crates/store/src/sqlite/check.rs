@@ -1,4 +1,4 @@
-//! Is a database file what was written?
+//! Integrity check of a database file.
 
 use std::fs::File;
 use std::io::Read;
@@ -12,26 +12,26 @@ use super::seal::Seal;
 use crate::catalog::ImageRecord;
 use crate::catalog_error::{CatalogError, Result};
 
-/// What a look at a database file found.
+/// The result of an integrity check.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Found {
-    /// There is none, or one without any content.
+    /// There is no file, or an empty one.
     Nothing,
-    /// All of it is as it was written.
+    /// It is intact.
     Good {
         /// Its revision.
         revision: i64,
     },
-    /// It is not what was written.
+    /// It is damaged.
     Damaged(String),
-    /// Made by a newer drover.
+    /// Written by a newer drover.
     Newer(i64),
 }
 
-/// Looks at the whole database.
+/// Checks the whole database.
 ///
 /// # Errors
-/// When it cannot be looked at for another reason than damage: no permission, no memory.
+/// When it cannot be checked for a reason other than damage: no permission, no memory.
 pub fn examine(path: &Path) -> Result<Found> {
     match header(path).map_err(CatalogError::file("read", path))? {
         Header::None => return Ok(Found::Nothing),
@@ -45,7 +45,7 @@ pub fn examine(path: &Path) -> Result<Found> {
     let examined = schema::open_to_look(path)
         .map_err(RowError::from)
         .and_then(|c| {
-            // One transaction, so that all of it is of one moment whatever others do meanwhile.
+            // A single transaction, for a consistent snapshot despite other writers.
             let moment = c.unchecked_transaction()?;
             contents(&moment)
         });
@@ -57,7 +57,7 @@ pub fn examine(path: &Path) -> Result<Found> {
             path: path.into(),
             error,
         }),
-        // Whatever else a database that this program wrote cannot say.
+        // Any other error that an intact database cannot cause.
         Err(RowError::Sql(error)) => Ok(Found::Damaged(error.to_string())),
         Err(RowError::Conflict(what)) => Ok(Found::Damaged(what)),
     }
@@ -69,7 +69,7 @@ enum Header {
     Good,
 }
 
-/// SQLite takes some damage to these bytes for a file that it must not write, so look first.
+/// SQLite reports some damage to the header as a read-only file, so check these bytes first.
 fn header(path: &Path) -> std::io::Result<Header> {
     let mut head = [0u8; 100];
     let mut file = match File::open(path) {
@@ -91,13 +91,13 @@ fn header(path: &Path) -> std::io::Result<Header> {
     Ok(if good { Header::Good } else { Header::Bad })
 }
 
-/// Looks at everything inside.
+/// Checks the tables and rows.
 fn contents(c: &Connection) -> Result<Found, RowError> {
     let version: i64 = c.pragma_query_value(None, "user_version", |r| r.get(0))?;
     let application: i64 = c.pragma_query_value(None, "application_id", |r| r.get(0))?;
     let described = schema::described(c)?;
     if version == 0 && application == 0 && described.is_empty() {
-        // A first opening that was interrupted before it made the tables.
+        // The first open was interrupted before it created the tables.
         return Ok(Found::Nothing);
     }
     let damaged = |what: &str| RowError::Damaged(what.into());
@@ -143,13 +143,13 @@ fn integrity(c: &Connection) -> Result<(), RowError> {
     if first == "ok" {
         return Ok(());
     }
-    // SQLite's report has several lines; the last is the finding.
+    // SQLite's report has several lines; the last has the finding.
     Err(RowError::Damaged(
         first.lines().last().unwrap_or_default().to_string(),
     ))
 }
 
-/// Whether SQLite could not work for a reason outside of the file's bytes.
+/// Whether SQLite failed for a reason outside of the file's content.
 fn means_trouble(e: &rusqlite::Error) -> bool {
     use ErrorCode as C;
     matches!(

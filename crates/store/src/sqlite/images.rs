@@ -1,4 +1,4 @@
-//! The images of a site.
+//! Images in the SQLite catalog.
 
 use drover_core::ImageName;
 use drover_index::ImageId;

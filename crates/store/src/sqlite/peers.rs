@@ -1,4 +1,4 @@
-//! Whom this site trusts, and the tickets by which it begins to.
+//! Trusted peers in the SQLite catalog, and the tickets for pairing.
 
 use std::time::Duration;
 
@@ -12,19 +12,19 @@ use super::seal::Seal;
 use crate::catalog_error::Result;
 use crate::peer_name;
 
-/// Tickets kept at most; the oldest go first.
+/// Upper bound on stored tickets; the oldest are dropped.
 const MAX_TICKETS: usize = 1000;
 
-/// What became of a request to pair.
+/// The outcome of a pairing request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PairOutcome {
-    /// The key is trusted now, under this name.
+    /// The key is now trusted, under this name.
     Paired(String),
-    /// The secret is of no ticket that this site gave out.
+    /// The secret belongs to no ticket of this site.
     UnknownTicket,
     /// Another key used the ticket.
     UsedTicket,
-    /// The ticket is too old.
+    /// The ticket has expired.
     ExpiredTicket,
 }
 
@@ -53,7 +53,7 @@ impl SiteCatalog {
         self.read("finding a peer", |c| by_key(c, key))
     }
 
-    /// Stores a peer that was chosen here: a known key gets the new name and addresses.
+    /// Stores a peer under a name chosen here; a known key gets the new name and addresses.
     ///
     /// # Errors
     /// [`CatalogError::Conflict`] when another key has the name.
@@ -69,7 +69,7 @@ impl SiteCatalog {
         })
     }
 
-    /// Ends the trust in the peer of this name.
+    /// Revokes the trust in the peer of this name, and returns it.
     ///
     /// # Errors
     /// When the database cannot be written.
@@ -77,15 +77,15 @@ impl SiteCatalog {
         self.change("forgetting a peer", |tx, seal| seal.take(tx, name))
     }
 
-    /// Remembers a ticket so that it can be used once within `lifetime`.
+    /// Stores a ticket that can be used once within `lifetime`.
     ///
     /// # Errors
     /// When the database cannot be written.
     pub fn add_ticket(&self, secret: &[u8; 16], now_unix: i64, lifetime: Duration) -> Result<()> {
         let lifetime = i64::try_from(lifetime.as_secs()).unwrap_or(i64::MAX);
         self.change("storing a ticket", |tx, seal| {
-            // Tickets that nobody can use any more make room; they are known a week longer so that
-            // using one gets a good answer.
+            // Drop tickets that can no longer be used; they are kept for another week so that an attempt to use one
+            // gets a specific error.
             let mut tickets = TicketRow::all(tx)?;
             tickets.sort_by_key(|t| t.created_unix);
             let too_many = (tickets.len() + 1).saturating_sub(MAX_TICKETS);
@@ -107,8 +107,8 @@ impl SiteCatalog {
         })
     }
 
-    /// Uses a ticket: from now on `key` is trusted, under `wanted` or the next free name like it.
-    /// The same key may use the same ticket again, so that a lost answer can be asked for again.
+    /// Redeems a ticket: from now on `key` is trusted, under `wanted` or a free variant of that name. The same key may
+    /// redeem the same ticket again, so that a request can be retried when its reply was lost.
     ///
     /// # Errors
     /// When the database cannot be written.
@@ -168,7 +168,7 @@ fn by_key(c: &rusqlite::Connection, key: &PeerKey) -> Result<Option<Peer>, RowEr
     Peer::find(c, "key", &Value::Text(key.to_string()))
 }
 
-/// Puts a peer in, in place of whatever the same key had.
+/// Inserts a peer, replacing any with the same key.
 fn replace(tx: &Transaction<'_>, seal: &mut Seal, peer: &Peer) -> Result<(), RowError> {
     if let Some(old) = by_key(tx, &peer.key)? {
         seal.take::<Peer>(tx, &old.name)?;
@@ -185,7 +185,7 @@ fn free_name(tx: &Transaction<'_>, wanted: &str) -> Result<String, RowError> {
     }))
 }
 
-/// What is kept of a ticket's secret.
+/// The hash of a ticket's secret, which is what is stored.
 fn hidden(secret: &[u8; 16]) -> String {
     blake3::derive_key("drover 2026 ticket secret", secret)
         .iter()

@@ -1,4 +1,4 @@
-//! Files that are nobody else's business.
+//! Files private to this user.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::catalog_error::{CatalogError, Result};
 
-/// Opens a file, made private to this user when it is not there.
+/// Opens a file; creates it, private to this user, if it does not exist.
 pub fn open_private(path: &Path) -> Result<File> {
     OpenOptions::new()
         .read(true)

@@ -1,4 +1,4 @@
-//! Puts a damaged catalog together again.
+//! Rebuilds a damaged catalog.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -13,14 +13,14 @@ use super::{private, schema, spare};
 use crate::catalog::ImageRecord;
 use crate::catalog_error::{CatalogError, Result};
 
-/// Says that this process has the database open: shared by users, exclusive for who replaces it.
+/// Lock that shows that this process has the database open: shared for users, exclusive for replacing the file.
 pub struct Users(#[expect(dead_code, reason = "the lock lasts as long as the file is open")] File);
 
 impl Users {
-    /// Says that this process has the database at `path` open.
+    /// Registers this process as a user of the database at `path`.
     ///
     /// # Errors
-    /// When the lock cannot be had.
+    /// When the lock cannot be taken.
     pub fn join(path: &Path) -> Result<Users> {
         let users_path = path.with_extension("users");
         let users = private::open_private(&users_path)?;
@@ -30,10 +30,10 @@ impl Users {
     }
 }
 
-/// Looks at the catalog and its spare, and repairs what must be. The caller holds the spare lock.
+/// Checks the catalog and its spare, and repairs the catalog if necessary. The caller holds the spare lock.
 ///
-/// Which of the two counts: a sound catalog, unless the spare is newer (then the catalog's log
-/// lost changes); else the spare; else the rows of either whose checksums are right.
+/// Order of preference: an intact catalog, unless the spare is newer (then the catalog's log lost changes); else the
+/// spare; else the rows of either that have valid checksums.
 pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
     let spare_path = spare::path_of(path);
     let users_path = path.with_extension("users");
@@ -44,7 +44,7 @@ pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
         Err(fs::TryLockError::WouldBlock) => false,
         Err(fs::TryLockError::Error(e)) => return Err(locked(e)),
     };
-    // The spare first: a change in between can only make the catalog the newer one.
+    // The spare first: a change in between can only make the catalog the newer of the two.
     let spare = examine(&spare_path)?;
     let catalog = examine(path)?;
     let newer = |found| {
@@ -88,7 +88,7 @@ pub fn ensure_sound(path: &Path) -> Result<(Users, Vec<String>)> {
     Ok((Users(users), repairs))
 }
 
-/// Replaces the catalog, keeps the damaged one beside it, and says what was done.
+/// Replaces the catalog, keeping the damaged file next to it, and describes the repair.
 fn repair(path: &Path, what: &str, spare_is_good: bool) -> Result<String> {
     let spare_path = spare::path_of(path);
     let fresh = path.with_extension("new");
@@ -111,7 +111,7 @@ fn repair(path: &Path, what: &str, spare_is_good: bool) -> Result<String> {
     File::open(&fresh)
         .and_then(|f| f.sync_all())
         .map_err(io("sync"))?;
-    // The old log must be gone before the new file has the name: SQLite would replay it.
+    // Delete the old log before renaming the new file into place: SQLite would replay it.
     let aside = path.with_extension("damaged");
     match fs::rename(path, &aside) {
         Ok(()) => {}
@@ -125,8 +125,8 @@ fn repair(path: &Path, what: &str, spare_is_good: bool) -> Result<String> {
     Ok(report)
 }
 
-/// Makes a new database at `to` of the good rows of the first of `from` that has any; tickets
-/// are left out, so that none is good twice. Returns how many peers and images there are.
+/// Creates a database at `to` from the intact rows of the first of `from` that has any; tickets are omitted, so that
+/// none can be used twice. Returns the number of peers and images.
 fn salvage(from: &[&Path], to: &Path) -> Result<(usize, usize)> {
     let mut settings = Vec::new();
     let mut peers: Vec<Peer> = Vec::new();
@@ -176,7 +176,7 @@ fn write(
     for image in images {
         seal.put(&tx, image)?;
     }
-    // The counter may be lost: start well beyond every number that is known.
+    // The counter may be lost: start well beyond every known ID.
     let counted = settings
         .iter()
         .find(|s| s.key == NEXT_ID)
@@ -197,7 +197,7 @@ fn write(
     )?;
     seal.store(&tx)?;
     tx.commit()?;
-    // One file, so that a rename moves all of it.
+    // A single file, so that one rename moves everything.
     connection.pragma_update(None, "journal_mode", "delete")?;
     connection.close().map_err(|(_, e)| e.into())
 }

@@ -1,4 +1,4 @@
-//! Rows and their checksums.
+//! Table rows and their checksums.
 
 use std::path::{Path, PathBuf};
 
@@ -12,25 +12,25 @@ use rusqlite::{Connection, OptionalExtension};
 use crate::catalog::ImageRecord;
 use crate::catalog_error::CatalogError;
 
-/// The setting that holds the next image's number.
+/// The setting with the next image ID.
 pub const NEXT_ID: &str = "next image id";
 
-/// How far the counter jumps when it may have been lost.
+/// Increment of the counter when it may have been lost.
 pub const ID_GAP_AFTER_LOSS: u64 = 1 << 20;
 
-/// What can be wrong with a row.
+/// Errors of a row.
 #[derive(Debug)]
 pub enum RowError {
-    /// SQLite said so.
+    /// An SQLite error.
     Sql(rusqlite::Error),
-    /// The row is not what was written.
+    /// The row is corrupt.
     Damaged(String),
-    /// The change does not go; a line for a person.
+    /// The change conflicts with existing rows; a message for the user.
     Conflict(String),
 }
 
 impl RowError {
-    /// The error with what was being done to which database.
+    /// Adds what was being done, and the database.
     pub fn at(self, doing: &'static str, path: &Path) -> CatalogError {
         let path = path.to_path_buf();
         match self {
@@ -51,17 +51,17 @@ impl From<rusqlite::Error> for RowError {
     }
 }
 
-/// A table's row: its columns as values, the first of them the key.
+/// A row of a table, as column values; the first column is the key.
 pub trait Row: Sized {
-    /// The table.
+    /// The table's name.
     const TABLE: &'static str;
-    /// The columns, but for `sum`.
+    /// The columns except `sum`.
     const COLUMNS: &'static [&'static str];
 
     /// The values of [`Row::COLUMNS`], in order.
     fn values(&self) -> Vec<Value>;
 
-    /// The row of these values; `None` when they cannot be one.
+    /// Builds a row from these values; `None` if they are invalid.
     fn of(values: &[Value]) -> Option<Self>;
 
     /// The row's checksum.
@@ -87,12 +87,12 @@ pub trait Row: Sized {
         Self::find(c, Self::COLUMNS[0], &Value::Text(key.into()))
     }
 
-    /// Every row, by key. Stops at the first that is damaged.
+    /// All rows, by key. Stops at the first damaged one.
     fn all(c: &Connection) -> Result<Vec<Self>, RowError> {
         Self::each(c)?.into_iter().collect()
     }
 
-    /// Every row that the database yields, by key, each good or not.
+    /// All rows that the database yields, by key, each intact or damaged.
     fn each(c: &Connection) -> Result<Vec<Result<Self, RowError>>, RowError> {
         let sql = format!(
             "SELECT {}, sum FROM {} ORDER BY {}",
@@ -116,7 +116,7 @@ pub trait Row: Sized {
     }
 }
 
-/// Reads a row and proves it.
+/// Reads a row and verifies its checksum.
 fn read<R: Row>(row: &rusqlite::Row<'_>) -> Result<R, RowError> {
     let n = R::COLUMNS.len();
     let values = (0..n)
@@ -157,12 +157,12 @@ pub fn checksum(table: &str, values: &[Value]) -> i64 {
     )
 }
 
-/// Something that is remembered by name.
+/// A named setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Setting {
     /// Its name.
     pub key: String,
-    /// What it is.
+    /// Its value.
     pub value: String,
 }
 
@@ -186,16 +186,16 @@ impl Row for Setting {
     }
 }
 
-/// A site that this one trusts, and that trusts it.
+/// A peer: a site that this one trusts, and that trusts it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// What it is called here.
+    /// Its name here.
     pub name: String,
-    /// Its key: who it is.
+    /// Its public key, which identifies it.
     pub key: PeerKey,
-    /// Where it listens, `HOST:PORT`; none when it only calls.
+    /// Its listen addresses, `HOST:PORT`; empty when it does not listen.
     pub addresses: Vec<String>,
-    /// Since when, in seconds since 1970.
+    /// When it was paired, in seconds since 1970.
     pub paired_unix: i64,
 }
 
@@ -225,16 +225,16 @@ impl Row for Peer {
     }
 }
 
-/// A ticket that was given out.
+/// A ticket made by this site.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TicketRow {
-    /// The BLAKE3 of its secret, in hexadecimal digits: the secret itself is not kept.
+    /// The BLAKE3 hash of its secret, in hexadecimal: the secret itself is not stored.
     pub secret: String,
-    /// When it was made, in seconds since 1970.
+    /// When it was created, in seconds since 1970.
     pub created_unix: i64,
-    /// When it stops being good.
+    /// When it expires.
     pub expires_unix: i64,
-    /// The key that used it; empty when none did.
+    /// The key that redeemed it; empty if none did.
     pub used_by: String,
 }
 
@@ -374,7 +374,7 @@ fn integer(value: &Value) -> Option<i64> {
     }
 }
 
-/// Whether this error, met while working, is about the file's bytes.
+/// Whether this error, met during use, means that the file's content is damaged.
 fn means_damage(e: &rusqlite::Error) -> bool {
     matches!(
         e.sqlite_error_code(),

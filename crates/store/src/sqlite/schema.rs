@@ -1,4 +1,4 @@
-//! The tables, their versions, and how connections are set up.
+//! The schema, its migrations, and the setup of connections.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -11,13 +11,13 @@ use rusqlite::{Connection, OpenFlags, TransactionBehavior};
 use super::seal::Seal;
 use crate::catalog_error::{CatalogError, Result};
 
-/// How long a statement waits for another process.
+/// How long a statement waits for another process's lock.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// `drov`: marks the file as a drover catalog.
+/// `drov`: identifies the file as a drover catalog.
 pub const APPLICATION_ID: i64 = 0x6472_6f76;
 
-/// Step `n` brings schema `n` to `n + 1`. Never change one that was released; `seal` stays as it is.
+/// Migration `n` takes schema `n` to `n + 1`. Never change a released one; the `seal` table never changes.
 const MIGRATIONS: &[&str] = &["
     CREATE TABLE seal (
         id INTEGER PRIMARY KEY CHECK (id = 1),
@@ -63,10 +63,10 @@ const MIGRATIONS: &[&str] = &["
     );
 "];
 
-/// The schema this program writes.
+/// The current schema version.
 pub const VERSION: i64 = MIGRATIONS.len() as i64;
 
-/// Opens the database for reading and writing, makes its tables or brings them up to date.
+/// Opens the database for reading and writing; creates its tables or migrates them.
 pub fn open_for_use(path: &Path) -> Result<Connection> {
     let doing = "opening the catalog";
     let sql = |error| CatalogError::Sql {
@@ -74,11 +74,11 @@ pub fn open_for_use(path: &Path) -> Result<Connection> {
         path: path.to_path_buf(),
         error,
     };
-    // Made private first: SQLite gives its other files the mode of this one.
+    // Create it private first: SQLite gives its other files the same mode.
     super::private::open_private(path)?;
     let mut connection = Connection::open(path).map_err(sql)?;
     set_up(&connection).map_err(sql)?;
-    // WAL lets readers go on beside a writer; FULL makes a commit durable before it returns.
+    // WAL lets readers continue during a write; FULL makes a commit durable before it returns.
     connection
         .pragma_update(None, "journal_mode", "wal")
         .map_err(sql)?;
@@ -89,14 +89,14 @@ pub fn open_for_use(path: &Path) -> Result<Connection> {
     Ok(connection)
 }
 
-/// Opens a database only to look at it.
+/// Opens a database read-only.
 pub fn open_to_look(path: &Path) -> rusqlite::Result<Connection> {
     let connection = Connection::open_with_flags(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
     set_up(&connection)?;
     Ok(connection)
 }
 
-/// Opens a database that nobody changes, without any file beside it.
+/// Opens a database that no process changes, without creating files next to it.
 pub fn open_as_it_is(path: &Path) -> Result<Connection> {
     let mut uri = b"file:".to_vec();
     for &byte in path.as_os_str().as_bytes() {
@@ -116,7 +116,7 @@ pub fn open_as_it_is(path: &Path) -> Result<Connection> {
     })
 }
 
-/// What every connection gets: patience, and distrust of the file.
+/// Settings of every connection: the busy timeout, and protection against a malicious file.
 fn set_up(connection: &Connection) -> rusqlite::Result<()> {
     connection.busy_timeout(BUSY_TIMEOUT)?;
     connection.pragma_update(None, "trusted_schema", false)?;
@@ -126,7 +126,7 @@ fn set_up(connection: &Connection) -> rusqlite::Result<()> {
     Ok(())
 }
 
-/// Runs the steps that are missing, all or none of them.
+/// Runs the missing migrations in one transaction.
 fn migrate(connection: &mut Connection) -> rusqlite::Result<()> {
     let version: i64 = connection.pragma_query_value(None, "user_version", |r| r.get(0))?;
     if version >= VERSION {
@@ -146,7 +146,7 @@ fn migrate(connection: &mut Connection) -> rusqlite::Result<()> {
     tx.commit()
 }
 
-/// The tables and indices as the database describes them.
+/// The definitions of tables and indices in the database.
 pub fn described(connection: &Connection) -> rusqlite::Result<Vec<(String, String, String)>> {
     connection
         .prepare("SELECT type, name, coalesce(sql, '') FROM sqlite_schema ORDER BY type, name")?
@@ -154,7 +154,7 @@ pub fn described(connection: &Connection) -> rusqlite::Result<Vec<(String, Strin
         .collect()
 }
 
-/// What [`described`] is for schema `version`.
+/// The expected result of [`described`] for schema `version`.
 pub fn expected(version: i64) -> rusqlite::Result<Vec<(String, String, String)>> {
     let connection = Connection::open_in_memory()?;
     for step in MIGRATIONS

@@ -1,22 +1,22 @@
-//! The seal of the catalog, and changes that keep it true.
+//! The seal of the catalog, and changes that maintain it.
 
 use rusqlite::types::Value;
 use rusqlite::{Connection, Transaction};
 
 use super::rows::{Row, RowError, checksum};
 
-/// The one row that stands for all others: how many there are and the sum of their checksums.
+/// The row that covers all others: their number and the sum of their checksums.
 ///
-/// A row that vanishes or comes back shows here, even where SQLite sees nothing wrong.
+/// It detects a row that vanishes or reappears, even where SQLite finds nothing wrong.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seal {
-    /// The schema, as in `user_version`.
+    /// The schema version, as in `user_version`.
     pub schema: i64,
-    /// Goes up with every change: which of two copies is the newer.
+    /// Incremented with every change: tells which of two copies is newer.
     pub revision: i64,
-    /// Rows in all tables.
+    /// Number of rows in all tables.
     pub rows: i64,
-    /// Their checksums, added up.
+    /// Sum of their checksums.
     pub content: i64,
     changed: bool,
 }
@@ -28,7 +28,7 @@ impl Seal {
             .to_vec()
     }
 
-    /// A seal of no rows.
+    /// The seal of an empty database.
     pub fn blank() -> Seal {
         Seal {
             schema: 0,
@@ -39,13 +39,13 @@ impl Seal {
         }
     }
 
-    /// Writes the seal of a new or migrated database, keeping what it says about rows.
+    /// Writes the seal of a new or migrated database, keeping its counts.
     pub fn first(tx: &Transaction<'_>, schema: i64) -> rusqlite::Result<()> {
         let old = Seal::load(tx).unwrap_or_else(|_| Seal::blank());
         Seal { schema, ..old }.write(tx)
     }
 
-    /// Reads and proves the seal.
+    /// Reads and verifies the seal.
     pub fn load(c: &Connection) -> Result<Seal, RowError> {
         let (schema, revision, rows, content, sum) = c
             .prepare_cached("SELECT schema, revision, rows, content, sum FROM seal WHERE id = 1")?
@@ -71,12 +71,12 @@ impl Seal {
         Ok(seal)
     }
 
-    /// Whether rows were written since it was read.
+    /// Whether rows have changed since it was read.
     pub fn changed(&self) -> bool {
         self.changed
     }
 
-    /// Counts the change and writes the seal.
+    /// Increments the revision and writes the seal.
     pub fn store(&mut self, tx: &Transaction<'_>) -> Result<(), RowError> {
         self.revision += 1;
         Ok(self.write(tx)?)
@@ -90,14 +90,14 @@ impl Seal {
         Ok(())
     }
 
-    /// Counts a row.
+    /// Adds a row.
     pub fn add(&mut self, sum: i64) {
         self.rows += 1;
         self.content = self.content.wrapping_add(sum);
         self.changed = true;
     }
 
-    /// Puts a row in, in place of the one with the same key, which it returns.
+    /// Inserts a row, replacing and returning the one with the same key.
     pub fn put<R: Row>(&mut self, tx: &Transaction<'_>, row: &R) -> Result<Option<R>, RowError> {
         let values = row.values();
         let old = match &values[0] {
@@ -120,7 +120,7 @@ impl Seal {
         Ok(old)
     }
 
-    /// Takes the row with this key out.
+    /// Removes and returns the row with this key.
     pub fn take<R: Row>(&mut self, tx: &Transaction<'_>, key: &str) -> Result<Option<R>, RowError> {
         let Some(old) = R::get(tx, key)? else {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! `catalog.bak`: a copy of the catalog as it was after the last change.
+//! `catalog.bak`: a spare copy of the catalog as of the last change.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -13,12 +13,12 @@ use super::private::open_private;
 use super::seal::Seal;
 use crate::catalog_error::{CatalogError, Result};
 
-/// Held while the files beside the database are looked at or replaced; other processes wait.
+/// Held while the files next to the database are examined or replaced; other processes wait.
 pub struct SpareLock(
     #[expect(dead_code, reason = "the lock lasts as long as the file is open")] File,
 );
 
-/// Waits for the lock of the catalog in `dir`.
+/// Takes the lock of the catalog in `dir`, waiting if necessary.
 pub fn lock(dir: &Path) -> Result<SpareLock> {
     let path = dir.join("catalog.lock");
     let file = open_private(&path)?;
@@ -26,7 +26,7 @@ pub fn lock(dir: &Path) -> Result<SpareLock> {
     Ok(SpareLock(file))
 }
 
-/// Where the spare of the catalog at `path` is.
+/// The path of the spare of the catalog at `path`.
 pub fn path_of(path: &Path) -> PathBuf {
     path.with_extension("bak")
 }
@@ -37,7 +37,7 @@ pub fn write(connection: &Connection, path: &Path) -> Result<()> {
     copy(connection, path, &lock)
 }
 
-/// Writes the spare unless it is of the same revision and sound.
+/// Writes the spare unless it is intact and of the same revision.
 pub fn ensure(connection: &Connection, path: &Path, lock: &SpareLock) -> Result<()> {
     let seal = Seal::load(connection).map_err(|e| e.at("reading the seal", path))?;
     if examine(&path_of(path))?
@@ -50,7 +50,7 @@ pub fn ensure(connection: &Connection, path: &Path, lock: &SpareLock) -> Result<
     copy(connection, path, lock)
 }
 
-/// Copies the catalog as it is now; the old spare stays until the new one is durable.
+/// Copies the current catalog; the old spare stays until the new one is durable.
 fn copy(connection: &Connection, path: &Path, _lock: &SpareLock) -> Result<()> {
     let spare = path_of(path);
     let temporary = path.with_extension("bak.tmp");
@@ -67,12 +67,12 @@ fn copy(connection: &Connection, path: &Path, _lock: &SpareLock) -> Result<()> {
         let backup = Backup::new(connection, &mut to)?;
         backup.run_to_completion(256, Duration::from_millis(5), None)?;
         drop(backup);
-        // A copy is one file, without a log beside it.
+        // A copy is a single file, without a log.
         to.pragma_update(None, "journal_mode", "delete")?;
         to.close().map_err(|(_, e)| e)
     };
     if let Err(e) = fill() {
-        // Half a copy only takes room.
+        // A partial copy only wastes space.
         let _ = remove_with_log(&temporary);
         return Err(sql(e));
     }
@@ -88,7 +88,7 @@ fn copy(connection: &Connection, path: &Path, _lock: &SpareLock) -> Result<()> {
     sync_parent(&spare).map_err(io)
 }
 
-/// Removes a database file and the log files that SQLite keeps beside it.
+/// Removes a database file and its log files.
 pub fn remove_with_log(path: &Path) -> Result<()> {
     for suffix in ["-wal", "-shm", "-journal", ""] {
         let mut name = path.as_os_str().to_owned();

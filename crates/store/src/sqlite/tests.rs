@@ -1,4 +1,4 @@
-//! The catalog as its users see it, and under damage.
+//! Tests of the catalog in normal use, and with damaged files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -54,7 +54,7 @@ fn image(name: &str, id: u64) -> ImageRecord {
     }
 }
 
-/// A catalog with a bit of everything.
+/// A catalog with some of everything.
 fn filled(dir: &Path) -> (Vec<Peer>, Vec<ImageRecord>) {
     let catalog = open(dir);
     let peers = vec![peer("lyon", 1), peer("nice", 2)];
@@ -141,11 +141,11 @@ fn a_ticket_is_good_once() {
     assert!(catalog.peers().unwrap().is_empty());
     assert_eq!(pair(1, key, 1001), PairOutcome::Paired("web".into()));
     assert_eq!(pair(1, other, 1002), PairOutcome::UsedTicket);
-    // Whose answer was lost may ask again.
+    // A retry after a lost reply succeeds.
     assert_eq!(pair(1, key, 1003), PairOutcome::Paired("web".into()));
     assert_eq!(pair(2, other, 1004), PairOutcome::Paired("web-2".into()));
     assert_eq!(catalog.peers().unwrap().len(), 2);
-    // But not once the trust has ended.
+    // But not once the trust has been revoked.
     catalog.forget_peer("web").unwrap().unwrap();
     assert_eq!(pair(1, key, 1005), PairOutcome::UsedTicket);
     assert_eq!(catalog.peer_by_key(&key).unwrap(), None);
@@ -319,7 +319,7 @@ fn a_catalog_of_a_newer_drover_is_left_alone() {
 fn changes_that_a_damaged_log_lost_come_back_from_the_spare() {
     let tmp = TempDir::new().unwrap();
     let (_, mut images) = filled(tmp.path());
-    // A copy of the files of a process that was killed: its last change is only in the log.
+    // A copy of the files of a killed process: its last change is only in the log.
     let killed = TempDir::new().unwrap();
     {
         let catalog = open(tmp.path());
@@ -340,8 +340,8 @@ fn changes_that_a_damaged_log_lost_come_back_from_the_spare() {
     assert_eq!(catalog.images().unwrap(), images);
 }
 
-/// The contract under damage, whatever bytes it hits: no panic, and either everything is there
-/// or a repair is reported; peers and images that are there are as they were written.
+/// The contract under damage, whatever bytes it hits: no panic, and either everything is there or a repair is reported;
+/// peers and images that are there are unaltered.
 fn survives(dir: &Path, peers: &[Peer], images: &[ImageRecord], what: &str) {
     match SiteCatalog::open(dir) {
         Ok((catalog, repairs)) => {
@@ -363,7 +363,7 @@ fn survives(dir: &Path, peers: &[Peer], images: &[ImageRecord], what: &str) {
     }
 }
 
-/// Copies the catalog's files into a new directory after changing one of them.
+/// Copies the catalog's files to a new directory, modifying one of them.
 fn damaged(from: &Path, file: &str, change: impl FnOnce(&mut Vec<u8>)) -> TempDir {
     let tmp = TempDir::new().unwrap();
     for name in ["catalog.db", "catalog.bak"] {
@@ -441,7 +441,7 @@ fn truncation_and_lost_pages_are_repaired() {
         });
         survives(copy.path(), &peers, &images, &format!("page {page} zeroed"));
     }
-    // Two pages swapped: every byte is still there, in the wrong place.
+    // Two pages swapped: all bytes are still there, in the wrong place.
     for page in 1..pages - 1 {
         let copy = damaged(tmp.path(), "catalog.db", |b| {
             let (a, z) = b.split_at_mut((page + 1) * 4096);
