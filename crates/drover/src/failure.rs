@@ -27,7 +27,7 @@ pub fn no_image(name: &drover_core::ImageName) -> anyhow::Error {
     Error::no_image(name).into()
 }
 
-/// Sending failed. Where the file could be sent without its format being understood, the line ends with how.
+/// A failure to send. If the file could be sent without interpreting its format, the message ends with that hint.
 pub fn of_sending(error: impl Into<TeleportError>) -> anyhow::Error {
     let error = error.into();
     match &error {

@@ -1,7 +1,7 @@
 //! `drover`: the command line.
 //!
-//! This crate holds what people and scripts type and see: arguments, tables, progress bars, exit codes. What a site or a
-//! mount does belongs to `agent`; how images are read, matched and sent, to the crates below it.
+//! This crate has the user interface: arguments, tables, progress bars, exit codes. The work of sites and mounts is
+//! done in `agent`; images are read, matched and sent by the crates below it.
 
 mod bar;
 mod changes;
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     );
     log(cli.verbose, serves);
     if serves_kernel(&cli.command) {
-        // Before any thread is started: threads inherit it.
+        // Before any thread starts: threads inherit it.
         drover_agent::mounts::survive_write_back();
     }
     if matches!(
@@ -55,13 +55,13 @@ fn main() -> ExitCode {
     let json = matches!(&cli.command, Command::Send(args) if args.json);
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
-        // As other tools at the head of a pipe do.
+        // A closed pipe is not an error, as in other tools.
         Err(e) if out::is_reader_gone(&e) => ExitCode::SUCCESS,
         Err(e) => {
             let code = kind_of(e.as_ref()) as u8;
             if json {
                 let last = serde_json::json!({"event": "error", "code": code, "message": one_line(e.as_ref())});
-                // The reader may have gone away.
+                // The reader may be gone.
                 let _ = out::json(&last);
             }
             out::note(&format!("drover: {}", one_line(e.as_ref())));
@@ -70,7 +70,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether this process itself serves disks that the kernel may write back to.
+/// Whether this process itself serves disks that the kernel writes back dirty pages to.
 fn serves_kernel(command: &Command) -> bool {
     match command {
         Command::MountDaemon { .. } => true,
@@ -126,12 +126,12 @@ where
         .build()
         .context("cannot start the async runtime")?;
     let out = runtime.block_on(command);
-    // Do not wait for blocking jobs that nobody awaits any more.
+    // Do not wait for abandoned blocking jobs.
     runtime.shutdown_background();
     Ok(out?)
 }
 
-/// Sets up logging to stderr: warnings, events too in a server, more with `-v`.
+/// Sets up logging to stderr: warnings by default, info in a server, more with `-v`.
 fn log(verbose: u8, serves: bool) {
     let level = match verbose + u8::from(serves) {
         0 => "warn",
@@ -149,7 +149,7 @@ fn log(verbose: u8, serves: bool) {
         .with_writer(std::io::stderr)
         .with_ansi(stderr)
         .with_target(false)
-        // Its own complaints would panic when stderr is gone.
+        // Its own error messages would panic when stderr is closed.
         .log_internal_errors(false)
         .init();
 }

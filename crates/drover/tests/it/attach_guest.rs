@@ -1,5 +1,5 @@
-//! `drover attach` in a machine whose kernel has nbd and ublk, with the sites at both ends: `attach_guest.sh` runs
-//! there and says how each step went.
+//! `drover attach` in a virtual machine whose kernel has nbd and ublk, with the sites at both ends. `attach_guest.sh`
+//! runs in it and reports each step.
 
 use std::path::Path;
 use std::process::Command;
@@ -7,7 +7,7 @@ use std::process::Command;
 #[path = "../../../../lab/guest/guest.rs"]
 mod guest;
 
-/// Steps that must be among those that went well: none is left out by a script that ends early.
+/// Steps that must be among the successful ones, so that a script that ends early is noticed.
 const STEPS: [&str; 25] = [
     "ublk before nbd",
     "every thread is an I/O flusher",
@@ -41,7 +41,7 @@ const STEPS: [&str; 25] = [
             cargo test -p drover --test it -- --ignored attach_in_a_guest"]
 fn attach_in_a_guest_by_nbd_and_by_ublk() {
     let test = "attach_in_a_guest_by_nbd_and_by_ublk";
-    // Without its debug information it fits the machine's memory.
+    // Stripped of debug information to fit the machine's memory.
     let lean = tempfile::tempdir().unwrap();
     let program = lean.path().join("drover");
     let stripped = Command::new("strip")

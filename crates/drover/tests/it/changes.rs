@@ -1,4 +1,4 @@
-//! `drover changes`: what mounts wrote over images, listed, dropped and merged.
+//! Tests of `drover changes`: list, drop and merge.
 
 mod merge;
 mod shared;
@@ -12,12 +12,12 @@ use crate::mount::ends::write;
 use crate::mount::{Mounts, can_mount, text};
 use crate::world::until;
 
-/// What the far site says of its changes.
+/// The changes reported by the far site.
 fn changes(m: &Mounts) -> Vec<Value> {
     m.world.run("far", &["changes", "--json"]).ok().json()
 }
 
-/// Unmounts; another test's child may have a copy of a file's handle for a moment.
+/// Unmounts; a child process of another test may briefly hold a copy of a file descriptor.
 fn unmounted(m: &Mounts, disk: &Path) {
     until("it is unmounted", || m.unmount(disk, &[]).code == Some(0));
 }
@@ -51,7 +51,7 @@ fn changes_are_listed_and_dropped_with_and_without_a_site() {
         write(&disk, 8192, &[7; 5000]);
         m.pushed();
         until("it is listed", || !changes(&m).is_empty());
-        // Who has it is in the way.
+        // While the lease is held, dropping is refused.
         let held = &changes(&m)[0];
         assert!(held["held_by"]["note"].as_str().unwrap().contains(&name));
         far(&m, &["changes", "drop", "web.raw", "-y"]).fails(3, &["web.raw"]);
@@ -129,7 +129,7 @@ fn a_cache_of_what_was_dropped_is_not_taken_for_the_image() {
     m.world
         .run("far", &["changes", "drop", "web.raw", "-y"])
         .ok();
-    // Somebody else's first edition and epoch must not look like that of the cache.
+    // The first edition and epoch of another mount must not match those of the cache.
     let disk = m.mount("web.raw", "other", &[]);
     write(&disk, 1 << 20, &[8; 4096]);
     unmounted(&m, &disk);
@@ -149,7 +149,7 @@ fn what_was_written_over_an_earlier_image_is_listed_and_dropped() {
     m.raw("web.raw", 84);
     written(&m, "web.raw", &[(0, &[5; 4096])]);
     let new = m.raw("web.raw", 85);
-    // Until the new one is mounted it lies where that's changes will be; they are not its own.
+    // Until the new image is mounted, the old changes are in the directory its own would use; they do not belong to it.
     let images = m.world.run("far", &["images", "--json"]).ok().json();
     assert_eq!(images[0]["changed_bytes"], 0);
     let verified = m.world.run("far", &["verify", "web.raw"]).ok();
@@ -169,7 +169,7 @@ fn what_was_written_over_an_earlier_image_is_listed_and_dropped() {
     m.world.run("far", &earlier).ok();
     assert!(changes(&m).is_empty());
 
-    // And of one that is gone.
+    // Also for an image that was removed.
     written(&m, "web.raw", &[(0, &[5; 4096])]);
     let gone = m.world.run("far", &["rm", "web.raw", "-y"]).ok();
     assert!(gone.out.contains("drover changes drop web.raw"), "{gone:?}");

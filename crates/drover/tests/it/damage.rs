@@ -1,4 +1,4 @@
-//! Files of the home that were damaged: a repair that is reported, or one clear line.
+//! Damaged files in the home: each is either repaired, with a report, or refused with one clear line.
 
 use std::fs;
 use std::process::Stdio;

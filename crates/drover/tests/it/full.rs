@@ -1,4 +1,4 @@
-//! A home whose file system is full to the last byte: what clears up works all the same.
+//! A home on a completely full file system: cleanup commands must still work.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -9,17 +9,17 @@ use std::process::Command;
 use crate::mount::{can_mount, clear_all, text};
 use crate::world::{Ran, World, until};
 
-/// What the reserve is when it is whole.
+/// The full size of the reserve.
 const RESERVE: u64 = 8 << 20;
 
-/// A world whose home `far` is on a small file system of its own, taken away at the end.
+/// A world whose home `far` is on its own small file system, unmounted at the end.
 struct Small {
     world: World,
     home: PathBuf,
 }
 
 impl Small {
-    /// None, said aloud, where no file system can be mounted.
+    /// `None`, with a message, where no file system can be mounted.
     fn new(test: &str) -> Option<Small> {
         if !can_mount(test) {
             return None;
@@ -40,7 +40,7 @@ impl Small {
         Some(Small { world, home })
     }
 
-    /// Leaves no byte free.
+    /// Fills the file system completely.
     fn fill(&self) {
         let junk = File::options()
             .create(true)
@@ -63,8 +63,8 @@ impl Small {
         about.map_or(0, |about| about.len().min(about.blocks() * 512))
     }
 
-    /// Writes into one of the home's own images through a mount until nothing fits any more, and leaves the mount's
-    /// right to write behind.
+    /// Writes to one of the home's own images through a mount until the disk is full, and leaves the mount's write
+    /// lease behind.
     fn filled_by_a_mount(&self, image: &str) {
         let path = self.world.path("disk");
         self.run(&["mount", image, text(&path)]).ok();
@@ -96,7 +96,7 @@ impl Drop for Small {
     }
 }
 
-/// An image with room to be written into, outside of the small file system.
+/// An image with space to write to, outside of the small file system.
 fn large(world: &World, name: &str) -> PathBuf {
     let path = world.image(name, 5, 10);
     File::options()
@@ -115,7 +115,7 @@ fn indexed(small: &Small, names: &[&str]) {
     }
 }
 
-/// Each of them on a disk that is full anew.
+/// Runs each cleanup command on a disk that has been filled again.
 fn clears_up(small: &Small, way: &str) {
     let told = |args: &[&str]| {
         small.fill();
@@ -229,14 +229,14 @@ fn looking_on_a_full_disk_takes_nothing_of_the_reserve() {
         small.run(args).ok();
         assert_eq!(small.reserve(), RESERVE, "{args:?}");
     }
-    // What the reserve is for.
+    // The purpose of the reserve.
     fs::remove_file(small.home.join("reserve")).unwrap();
     small.fill();
     small.run(&["ticket", "--advertise", "127.0.0.1:1"]).code(1);
     small.run(&["images"]).ok();
 }
 
-/// What is kept for later gives way to an image that comes now.
+/// Sequence data is evicted to make space for an incoming image.
 #[test]
 fn sequence_data_makes_room_for_an_image() {
     let Some(small) = Small::new("sequence_data_makes_room_for_an_image") else {
@@ -249,7 +249,7 @@ fn sequence_data_makes_room_for_an_image() {
         .world
         .run("near", &["pair", &site.ticket, "--name", "far"])
         .ok();
-    // Of 96 MiB: two images of 20 that are alike, 20 of what they share, and the reserve.
+    // Of 96 MiB: two similar images of 20 MiB, 20 MiB of shared sequences, and the reserve.
     small.world.image("a.img", 1, 5000);
     let near = |args: &[&str]| small.world.run("near", args);
     near(&["send", "a.img", "far"]).ok();
@@ -261,7 +261,7 @@ fn sequence_data_makes_room_for_an_image() {
         item.unwrap()["disk_bytes"].as_u64().unwrap()
     };
     until("what they share is copied", || sequences() > 19 << 20);
-    // More than all of it could not give: it stays.
+    // Evicting all of it would not be enough: it stays.
     small.world.image("huge.img", 2, 20_000);
     near(&["send", "huge.img", "far"]).fails(3, &["huge.img", "needs"]);
     assert!(sequences() > 19 << 20);

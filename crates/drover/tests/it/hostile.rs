@@ -1,4 +1,4 @@
-//! Clients that are no drover: keys nobody trusts, frames nobody sends.
+//! Hostile clients: untrusted keys and malformed frames.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use drover_teleport::services::{
 
 use crate::world::{Site, World};
 
-/// A client that can say anything.
+/// A client that can send arbitrary frames.
 struct Client {
     identity: Identity,
     ticket: Ticket,
@@ -63,7 +63,7 @@ impl Client {
         .await
     }
 
-    /// How the payload of a call is refused.
+    /// The refusal in reply to a call.
     async fn refused(&self, call: &[u8]) -> Refusal {
         let (mut reader, mut writer) = self.greeted().await;
         writer.send(kind::CALL, call).await.unwrap();
@@ -82,7 +82,7 @@ fn run<T>(test: impl Future<Output = T>) -> T {
         .block_on(test)
 }
 
-/// Calls with which services are told apart, and whether only the machine itself may make them.
+/// One call per service, and whether it is for local callers only.
 fn every_call() -> Vec<(Vec<u8>, bool)> {
     let name = ImageName::new("a.img").unwrap();
     let session = [0; 16];
@@ -171,7 +171,7 @@ fn frames_that_nobody_sends_end_only_their_own_connection() {
     let site = world.serve("far", &[]);
     run(async {
         let client = Client::new(&site);
-        // Too large from one who is not trusted.
+        // Too large for an untrusted sender.
         let (mut reader, mut writer) = client.greeted().await;
         let _ = writer.send(kind::CALL, &vec![0u8; 1 << 20]).await;
         let _ = writer.flush().await;
@@ -179,7 +179,7 @@ fn frames_that_nobody_sends_end_only_their_own_connection() {
             !matches!(reader.next().await, Ok(Some(_))),
             "answered a frame that is too large"
         );
-        // Of a kind that begins nothing; and rubbish in a kind that does.
+        // A frame kind that cannot start a call; and garbage in one that can.
         for (frame, payload) in [
             (drover_teleport::protocol::kind::LITERAL, vec![1, 2, 3]),
             (kind::CALL, vec![0xff; 64]),
@@ -193,7 +193,7 @@ fn frames_that_nobody_sends_end_only_their_own_connection() {
                 "answered rubbish"
             );
         }
-        // A protocol that is older than any.
+        // A protocol version older than any.
         let (mut reader, mut writer) = client.connect().await.split();
         let e = greet_as(
             &mut reader,
@@ -205,7 +205,7 @@ fn frames_that_nobody_sends_end_only_their_own_connection() {
         .await
         .unwrap_err();
         assert!(e.to_string().contains("upgrade"), "{e}");
-        // Nothing at all, and gone.
+        // Disconnect without a byte.
         drop(client.connect().await);
         let goes_on = client.pair("web", vec![]).await;
         assert!(goes_on.is_ok(), "{goes_on:?}");

@@ -1,4 +1,4 @@
-//! The real binary, driven as people and scripts drive it.
+//! Integration tests that run the real binary as people and scripts do.
 
 mod attach_guest;
 mod basics;

@@ -1,14 +1,14 @@
-//! An image that is not there: every command says so with the same exit code.
+//! A missing image: every command fails with the same exit code.
 
 use crate::world::{Ran, World};
 
-/// One line that names the image, and the code for it.
+/// Expects one line that names the image, and the right exit code.
 #[track_caller]
 fn missing(ran: Ran) {
     ran.fails(3, &["nope.img"]);
 }
 
-/// What asks this home for an image of its own.
+/// Commands that need an image of this home.
 const OWN: &[&[&str]] = &[
     &["rm", "nope.img", "--yes"],
     &["rm", "nope.img", "--dry-run"],
@@ -56,7 +56,7 @@ fn a_missing_image_has_one_exit_code_at_a_peer() {
     ] {
         missing(world.run("near", args));
     }
-    // Without root or a driver it is told that first.
+    // Without root or a driver, that error comes first.
     let ran = world.run("near", &["attach", "far:nope.img"]);
     if ran.err.contains("nope.img") {
         missing(ran);

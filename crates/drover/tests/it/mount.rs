@@ -1,4 +1,4 @@
-//! Images of another site as disks of this one, through the real binary and with real clients.
+//! Tests of mounts: images of another site as local disks, with the real binary and real clients.
 
 mod bad;
 mod blockdev;
@@ -26,8 +26,8 @@ use serde_json::Value;
 use crate::world::{Ran, Site, World, own_address, signal, until};
 use proxy::Proxy;
 
-/// A far site, a near home that is paired with it, and the link between them. What is mounted in any home goes when
-/// this is dropped, also in a panic.
+/// A far site, a near home that is paired with it, and the link between them. Dropping it ends all mounts of all homes,
+/// also after a panic.
 pub struct Mounts {
     pub site: Option<Site>,
     listen: String,
@@ -49,7 +49,7 @@ impl Mounts {
         mounts
     }
 
-    /// Runs the far site, anew when it ran before.
+    /// Starts or restarts the far site.
     pub fn start_site(&mut self) {
         let advertise = self.proxy.address().to_string();
         let args = ["serve", "--listen", &self.listen, "--advertise", &advertise];
@@ -70,7 +70,7 @@ impl Mounts {
             .ok();
     }
 
-    /// A raw image at the far site: noise with holes in it.
+    /// Creates a raw image at the far site: random data with holes.
     pub fn raw(&self, name: &str, seed: u64) -> Vec<u8> {
         let mut bytes = vec![0; 4 << 20];
         let mut rng = fastrand::Rng::with_seed(seed);
@@ -81,7 +81,7 @@ impl Mounts {
         bytes
     }
 
-    /// The same as qcow2.
+    /// The same in qcow2 format.
     pub fn qcow2(&self, name: &str, seed: u64) -> Vec<u8> {
         let bytes = self.raw("before.raw", seed);
         let (from, to) = (self.world.path("before.raw"), self.world.path(name));
@@ -93,7 +93,7 @@ impl Mounts {
         bytes
     }
 
-    /// An image of nothing.
+    /// Creates an empty image.
     pub fn empty(&self, name: &str, size: u64) {
         let file = File::create(self.world.path(name)).unwrap();
         file.set_len(size).unwrap();
@@ -137,26 +137,26 @@ impl Mounts {
         self.near(&args)
     }
 
-    /// The near home's mounts.
+    /// Lists the near home's mounts.
     pub fn list(&self) -> Vec<Value> {
         self.near(&["mounts", "--json"]).ok().json()
     }
 
-    /// The only disk of the only mount.
+    /// The status of the only disk of the only mount.
     pub fn disk(&self) -> Value {
         let mounts = self.list();
         assert_eq!(mounts.len(), 1, "{mounts:?}");
         mounts[0]["disks"][0].clone()
     }
 
-    /// Kills the daemon of the only mount, and waits until it is seen to be dead.
+    /// Kills the daemon of the only mount, and waits until it is reported dead.
     pub fn kill_daemon(&self) {
         let process = self.list()[0]["process"].as_u64().unwrap();
         signal(u32::try_from(process).unwrap(), "KILL");
         until("the mount is dead", || self.list()[0]["state"] == "dead");
     }
 
-    /// Waits until all of the only mount is here.
+    /// Waits until the only mount is fully cached.
     pub fn pulled(&self) {
         until("all is here", || {
             let disk = self.disk();
@@ -164,12 +164,12 @@ impl Mounts {
         });
     }
 
-    /// Waits until the far side has everything of the only mount.
+    /// Waits until the only mount has no dirty data.
     pub fn pushed(&self) {
         until("all is there", || self.disk()["dirty"] == 0);
     }
 
-    /// What the far side has of an image now, read by a home of its own without the proxy's whims.
+    /// The current content of an image at the far site, read by another home that bypasses the proxy.
     pub fn far_bytes(&self, image: &str) -> Vec<u8> {
         let path = self.mount(image, "see-far", &["--read-only", "--direct"]);
         let bytes = fs::read(&path).unwrap();
@@ -180,7 +180,7 @@ impl Mounts {
 
 impl Drop for Mounts {
     fn drop(&mut self) {
-        // Nothing may hang below: a dead daemon's file answers with errors.
+        // Nothing below may hang: the file of a dead daemon must return errors.
         self.proxy.cut();
         for home in ["near", "other"] {
             clear_all(&self.world.path(home).join("mounts"));
@@ -188,7 +188,7 @@ impl Drop for Mounts {
     }
 }
 
-/// Ends, by force, every mount that is written down in a home's directory of them.
+/// Forcibly ends every mount recorded in a home's mount directory.
 pub fn clear_all(mounts: &Path) {
     let Ok(entries) = fs::read_dir(mounts) else {
         return;
@@ -203,7 +203,7 @@ pub fn clear_all(mounts: &Path) {
     }
 }
 
-/// Ends what a record speaks of, by force.
+/// Forcibly ends the mount of a record.
 fn clear(record: &Value) {
     let quietly = |program: &str, args: &[&str]| {
         let _ = Command::new(program).args(args).output();
@@ -228,7 +228,7 @@ pub fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// Runs a tool, which must do its work.
+/// Runs a tool, and panics if it fails.
 #[track_caller]
 pub fn tool(program: &str, args: &[&str]) -> String {
     let ran = tried(program, args);
@@ -236,7 +236,7 @@ pub fn tool(program: &str, args: &[&str]) -> String {
     ran.out
 }
 
-/// Runs a tool, for at most five minutes.
+/// Runs a tool, with a timeout of five minutes.
 #[track_caller]
 pub fn tried(program: &str, args: &[&str]) -> Ran {
     let out = Command::new("timeout")
@@ -252,7 +252,7 @@ pub fn tried(program: &str, args: &[&str]) -> Ran {
     }
 }
 
-/// Whether these programs are here; says which is not.
+/// Whether these programs are installed; prints which is not.
 pub fn has(test: &str, programs: &[&str]) -> bool {
     programs.iter().all(|program| {
         let path = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin";
@@ -266,7 +266,7 @@ pub fn has(test: &str, programs: &[&str]) -> bool {
     })
 }
 
-/// Whether files can be mounted here; says why not.
+/// Whether FUSE files can be mounted here; prints why not.
 pub fn can_mount(test: &str) -> bool {
     if !rustix::process::geteuid().is_root() {
         eprintln!("SKIP {test}: only root may mount");

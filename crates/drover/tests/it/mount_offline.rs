@@ -1,4 +1,4 @@
-//! Mounts whose process or site is gone: nothing that was written is lost, and one writer rules.
+//! Mounts whose daemon or site is gone: no written data is lost, and there is only one writer.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -8,10 +8,10 @@ use serde_json::Value;
 
 use crate::world::{Ran, Site, World, signal, until};
 
-/// Blocks of noise in the image.
+/// Blocks of random data in the image.
 const BLOCKS: usize = 64;
 
-/// A mount of a test; its process is ended when the test is, also by a panic.
+/// The mounts of a test; their daemons end with the test, also after a panic.
 struct Mounts<'a> {
     world: &'a World,
     home: &'a str,
@@ -22,14 +22,14 @@ impl Mounts<'_> {
         self.world.run(self.home, args)
     }
 
-    /// What `drover mounts --json` says of the only mount.
+    /// The status of the only mount.
     fn only(&self) -> Value {
         let rows = self.run(&["mounts", "--json"]).ok().json();
         assert_eq!(rows.len(), 1, "{rows:?}");
         rows.into_iter().next().unwrap()
     }
 
-    /// Kills the daemon of the only mount, and waits until it is seen as dead.
+    /// Kills the daemon of the only mount, and waits until it is reported dead.
     fn kill(&self) -> Value {
         let process = self.only()["process"].as_u64().unwrap();
         assert!(process > 1);
@@ -63,7 +63,7 @@ fn can_mount() -> bool {
     can
 }
 
-/// A world with a site `far` that has the image `web.img`, and a home `near` that knows it.
+/// A world with a site `far` that has the image `web.img`, and a home `near` that is paired with it.
 fn world() -> (World, Site, Vec<u8>) {
     let world = World::new();
     let path = world.image("web.img", 7, BLOCKS);
@@ -105,12 +105,12 @@ fn a_dead_mount_is_pushed_before_it_is_removed() {
     assert!(fs::read(&disk).unwrap() == content);
     write(&disk, 0xa5, 3);
     content[3 * 4096..4 * 4096].fill(0xa5);
-    // What was pulled is written down every 5 s; the kernel reads ahead of the test, and would wait for the site.
+    // The cache map is saved every 5 s; the kernel reads ahead of the test, and would wait for the site.
     std::thread::sleep(std::time::Duration::from_secs(7));
     let dead = near.kill();
     assert_eq!(dead["disks"][0]["dirty"], 4096, "{dead}");
 
-    // Without the site it stays as it is: nothing may be removed.
+    // Without the site it must stay: nothing may be removed.
     let (code, _) = far.stop();
     assert_eq!(code, Some(0));
     let name = dead["name"].as_str().unwrap();
@@ -121,11 +121,11 @@ fn a_dead_mount_is_pushed_before_it_is_removed() {
     assert!(kept.err.contains("not pushed"), "{kept:?}");
     assert_eq!(near.only()["disks"][0]["dirty"], 4096);
 
-    // The mount begins without the site, and what is here is here.
+    // The mount starts without the site, and cached data can be read.
     near.run(&mount).ok();
-    // After a kill it is not known what else of the chunk was written: all of it goes.
+    // After a kill it is unknown which parts of the chunk were written: all of it is dirty.
     assert_eq!(near.only()["disks"][0]["dirty"], 65536);
-    // (What was only pulled shortly before the kill was not written down yet, and would wait for the site.)
+    // (Chunks fetched shortly before the kill are not in the saved map, and would wait for the site.)
     let mut here = vec![0; 65536];
     File::open(&disk)
         .unwrap()
@@ -136,7 +136,7 @@ fn a_dead_mount_is_pushed_before_it_is_removed() {
     content[9 * 4096..10 * 4096].fill(0x5a);
     near.kill();
 
-    // With the site there again it goes there, and the right to write goes back.
+    // With the site back, the data is pushed and the lease released.
     let _far = world.process("far", &["serve", "--listen", &address(&world)]);
     assert_eq!(leases(&world).len(), 1);
     near.run(&["unmount", name]).ok();
@@ -148,7 +148,7 @@ fn a_dead_mount_is_pushed_before_it_is_removed() {
     near.run(&["unmount", "disk"]).ok();
 }
 
-/// Where `far` listened the first time: it comes back there.
+/// The first listen address of `far`, where it comes back.
 fn address(world: &World) -> String {
     let peers = world.run("near", &["peers", "--json"]).ok().json();
     let addresses = peers[0]["addresses"].as_array().unwrap();
@@ -202,7 +202,7 @@ fn own_images_obey_the_same_leases() {
         .fails(3, &["web.img"]);
     own.run(&["unmount", "own"]).ok();
     assert!(leases(&world).is_empty());
-    // A peer writes: this site may not.
+    // A peer holds the write lease: this site must be refused.
     near.run(&["mount", "far:web.img", "disk"]).ok();
     assert!(fs::read(&disk).unwrap()[5 * 4096] == 1);
     own.run(&["mount", "web.img", "own"]).fails(3, &["web.img"]);

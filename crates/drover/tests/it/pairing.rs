@@ -1,4 +1,4 @@
-//! Who trusts whom.
+//! Pairing, tickets and trust.
 
 use crate::world::World;
 
@@ -18,7 +18,7 @@ fn pairing_is_mutual_and_a_ticket_is_good_once() {
     let back = world.run("far", &["peers", "--json"]).ok().json();
     let name = back[0]["name"].as_str().unwrap().to_string();
     assert!(!back[0]["addresses"].as_array().unwrap().is_empty());
-    // Each may now ask the other.
+    // Each can now query the other.
     world.run("near", &["images", "lyon"]).ok();
     world.run("far", &["images", &name]).ok();
 
@@ -30,7 +30,7 @@ fn pairing_is_mutual_and_a_ticket_is_good_once() {
         "",
         "a refused pairing leaves no peer"
     );
-    // The one whom it was for may use it again: its first answer may have been lost.
+    // The peer that redeemed it may do so again: its first reply may have been lost.
     world
         .run("near", &["pair", &far.ticket, "--name", "lyon"])
         .ok();
@@ -92,7 +92,7 @@ fn a_key_that_is_not_trusted_may_do_nothing() {
         (Some("error"), Some(3))
     );
     assert!(!world.path("far/images/a.img").exists());
-    // The used ticket does not bring the trust back; a new one does.
+    // The used ticket does not restore trust; a new one does.
     world
         .run("near", &["pair", &far.ticket, "--name", "far"])
         .fails(3, &["used already"]);
@@ -130,7 +130,7 @@ fn names_are_unique_on_both_sides() {
     world
         .run("near", &["pair", &far.ticket, "--name", "lyon"])
         .ok();
-    // A name that is taken is found out before the ticket is spent.
+    // A name collision is detected before the ticket is spent.
     world
         .run("near", &["pair", &other.ticket, "--name", "lyon"])
         .fails(2, &["lyon", "peers forget"]);

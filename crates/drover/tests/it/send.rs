@@ -1,4 +1,4 @@
-//! Sending: what arrives, and what scripts are told.
+//! Sending images: delivery, and the JSON output for scripts.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::world::{World, same, signal, until, wait};
 
-/// What every image of a `done` line must have.
+/// Required fields of every image in a `done` line.
 const FIELDS: &[&str] = &[
     "name",
     "digest",
@@ -54,7 +54,7 @@ fn an_image_arrives_byte_for_byte_and_again_for_almost_nothing() {
     );
     assert!(image["wire_sent_bytes"].as_u64().unwrap() > 2500 * 4096);
     same(&world.delivered("far", "a.img"), &path);
-    // The site's log has the session, and what came in it.
+    // The site's log has the session and its statistics.
     until("the session's end is logged", || {
         far.log().contains("session ended")
     });
@@ -207,7 +207,7 @@ fn conversions_and_opaque_sending() {
     };
     qemu(&["convert", "-f", "raw", "-O", "qcow2", "a.raw", "a.qcow2"]);
     world.run("near", &["send", "a.raw", "far"]).ok();
-    // The same disk in another container: the blocks are there already, the file is this file.
+    // The same disk in another container: its blocks are already there, and the file is delivered exactly.
     let lines = world
         .run("near", &["send", "a.qcow2", "far", "--json"])
         .ok()
@@ -245,7 +245,7 @@ fn conversions_and_opaque_sending() {
         )
         .ok();
     same(&world.delivered("far", "o.qcow2"), &world.path("a.qcow2"));
-    // An image of several files arrives whole.
+    // An image of several files arrives complete.
     qemu(&[
         "convert",
         "-f",
@@ -376,7 +376,7 @@ fn a_lone_teleporter_matches_for_a_site() {
         matcher.log()
     );
     same(&world.delivered("far", "b.img"), &world.path("a.img"));
-    // It holds no images, and no other duty is to be had of it.
+    // It holds no images, and refuses all other requests.
     world
         .run("far", &["images", "matcher"])
         .fails(3, &["teleporter"]);
@@ -441,7 +441,7 @@ fn an_image_that_changes_while_it_is_sent_is_not_delivered() {
 fn a_damaged_container_is_refused_with_a_way_out() {
     let world = World::new();
     let _far = world.pair();
-    // A qcow2 whose table of clusters lies beyond the end of the file.
+    // A qcow2 file whose cluster table lies beyond the end of the file.
     let mut bytes = vec![0u8; 65536];
     bytes[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
     bytes[20..24].copy_from_slice(&16u32.to_be_bytes());
@@ -503,7 +503,7 @@ fn the_total_is_the_size_of_the_file_and_what_matched_is_counted() {
     let _far = world.pair();
     let path = world.image("a.img", 31, 2100);
     world.run("near", &["send", "a.img", "far"]).ok();
-    // The same, and as much again that is new; then a hole.
+    // The same data, and as much new data; then a hole.
     let mut bytes = fs::read(&path).unwrap();
     bytes.truncate(2100 * 4096);
     let mut more = vec![0; 2400 * 4096];
@@ -525,7 +525,7 @@ fn the_total_is_the_size_of_the_file_and_what_matched_is_counted() {
     for line in progress {
         assert_eq!(line["total_bytes"], size);
         assert!(number(&line["done_bytes"]) <= size, "{line}");
-        // Of complete batches: never more than there is, and nothing of what is still unanswered.
+        // Counts complete batches only: never more than there is, and nothing that awaits a reply.
         assert!(number(&line["matched_bytes"]) <= 2100 * 4096, "{line}");
     }
 }
@@ -571,7 +571,7 @@ fn one_image_that_is_refused_does_not_keep_the_others_back() {
         .run("near", &["send", "a.img", "b.img", "c.img", "far2"])
         .code(3);
     assert!(ran.err.contains("b.img: not delivered: "), "{ran:#?}");
-    // Nor is its name said twice.
+    // The name is not repeated.
     assert!(!ran.err.contains("b.img: b.img"), "{ran:#?}");
     assert!(
         ran.err

@@ -1,4 +1,4 @@
-//! The running site: its socket, its metrics, and what strangers can do to it.
+//! The running site: its socket, its metrics, and limits on strangers.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -34,7 +34,7 @@ fn status_says_what_runs_and_when_nothing_does() {
         std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777,
         0o600
     );
-    // One process owns a home.
+    // Only one process can own a home.
     world
         .run("far", &["serve", "--listen", "127.0.0.1:0"])
         .fails(1, &["in use by another drover process"]);
@@ -78,7 +78,7 @@ fn metrics_are_on_the_socket_and_on_a_port_that_was_asked_for() {
     for bad in ["GET\r\n\r\n", "GET /metrics SSH-2.0\r\n\r\n"] {
         assert!(http(port, bad).starts_with("HTTP/1.1 400"), "{bad:?}");
     }
-    // As `nc -N` asks: it says nothing more, and waits for the answer.
+    // Like `nc -N`: shuts down its sending side, and waits for the response.
     let mut stream = TcpStream::connect(port).unwrap();
     stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
     stream.shutdown(std::net::Shutdown::Write).unwrap();
@@ -134,14 +134,14 @@ fn strangers_cannot_keep_peers_out() {
     let world = World::new();
     let site = world.pair();
     let address = address_of(&world, "far");
-    // More silent connections than one address may have, and some that talk rubbish.
+    // More silent connections than one address may have, and some that send garbage.
     let mut strangers: Vec<TcpStream> = (0..40)
         .map(|_| TcpStream::connect(address).unwrap())
         .collect();
     for (i, s) in strangers.iter_mut().enumerate().filter(|(i, _)| i % 2 == 0) {
         let _ = s.write_all(&[i as u8; 10_000]);
     }
-    // They hold their places for seconds only; a peer that asks again gets in.
+    // They are dropped after seconds; a peer that retries gets in.
     until("the peer gets in", || {
         world.run("near", &["images", "far"]).code == Some(0)
     });
@@ -151,7 +151,7 @@ fn strangers_cannot_keep_peers_out() {
         .find_map(|l| l.strip_prefix("drover_connections_rejected_total{reason=\"limit\"} "));
     assert!(rejected.unwrap().parse::<u64>().unwrap() > 0, "{metrics}");
     assert!(!site.log().contains("panicked"), "{}", site.log());
-    // Nor do they keep the site from ending.
+    // Nor do they delay the shutdown.
     let _more: Vec<TcpStream> = (0..5)
         .map(|_| TcpStream::connect(address).unwrap())
         .collect();

@@ -1,4 +1,4 @@
-//! What takes room at a home.
+//! Tests of `drover space`.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::world::{World, until};
 
-/// Size and room of every file below a directory.
+/// Number, size and allocated space of the files below a directory.
 fn below(dir: &Path) -> (u64, u64, u64) {
     let mut sum = (0, 0, 0);
     for entry in fs::read_dir(dir).unwrap() {
@@ -51,7 +51,7 @@ fn every_file_of_a_home_is_counted_once_and_as_what_it_takes() {
     world.run("far", &["index", other.to_str().unwrap()]).ok();
     let running = space(&world, "far");
     site.stop();
-    // What a mount, a transfer and the cache leave, as far as room goes.
+    // Files that a mount, a transfer and the cache leave, as far as space is concerned.
     let far = world.path("far");
     let leave = |path: &str, bytes: usize| {
         let path = far.join(path);
@@ -85,11 +85,11 @@ fn every_file_of_a_home_is_counted_once_and_as_what_it_takes() {
         assert!(size >= least && size < least + (64 << 20), "{kind}: {size}");
     }
     assert_eq!(item(&stopped, "mount_caches")["size_bytes"], 60_000);
-    // Nothing is left out, and nothing counted twice. (The catalog has files beside it while it is looked at.)
-    // A file system may allocate what was written a moment later.
+    // Everything is counted, exactly once. (The catalog has log files next to it while it is open.) A file system may
+    // allocate blocks some time after a write.
     let mut again = Value::Null;
     until("what is told is what is there", || {
-        // A file in many pieces takes a block more than it holds.
+        // A fragmented file takes a block more than its content.
         let reserve = far.join("reserve").metadata().unwrap();
         let mut sum = (1, reserve.len(), reserve.blocks() * 512);
         for dir in ["images", "work", "index", "mounted", "mounts"] {

@@ -1,4 +1,4 @@
-//! Transfers that were stopped: listed here and at a peer, removed, and expired by a site.
+//! Interrupted transfers: listed here and at a peer, removed, and expired by the site.
 
 use std::process::Stdio;
 
@@ -11,7 +11,7 @@ fn list(world: &World, home: &str, args: &[&str]) -> Vec<Value> {
     world.run(home, &args).ok().json()
 }
 
-/// Sends some of an image of 40 MiB and stops.
+/// Sends part of an image of 40 MiB and stops.
 fn stopped(world: &World, name: &str, seed: u64) {
     world.image(name, seed, 10_240);
     let mut child = world
@@ -76,7 +76,7 @@ fn what_was_stopped_is_listed_and_removed_here_and_at_a_peer() {
         (&gone[0]["name"], &gone[0]["removed"]),
         (&"a.img".into(), &true.into())
     );
-    // Another's cannot be removed from afar.
+    // Transfers of another site cannot be removed remotely.
     let ticket = world.run("far", &["ticket"]).ok().out;
     world
         .run("other", &["pair", ticket.trim(), "--name", "far"])
@@ -89,7 +89,7 @@ fn what_was_stopped_is_listed_and_removed_here_and_at_a_peer() {
     rm("far", &[&key, "--yes"]).ok();
     assert!(list(&world, "far", &[]).is_empty(), "{}", far.log());
 
-    // The same without a site that runs.
+    // The same without a running site.
     stopped(&world, "c.img", 3);
     drop(far);
     assert_eq!(list(&world, "far", &[])[0]["name"], "c.img");
@@ -128,7 +128,7 @@ fn a_site_removes_what_nothing_comes_to() {
     });
 }
 
-/// Its log is damaged: it has no name but its key, with a site that runs and without one.
+/// A transfer with a damaged log is known only by its key, with and without a running site.
 #[test]
 fn what_is_damaged_is_listed_and_removed_by_its_key() {
     let world = World::new();

@@ -1,4 +1,4 @@
-//! Homes, running sites and commands for tests.
+//! Test helpers: homes, running sites and commands.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// How long anything may take before a test gives up.
+/// Upper bound on any wait, after which a test fails.
 pub const PATIENCE: Duration = Duration::from_secs(180);
 
 /// A directory with homes and images.
@@ -70,7 +70,7 @@ impl World {
         self.process_with(home, args, &[])
     }
 
-    /// The same with variables of its environment.
+    /// The same with environment variables.
     pub fn process_with(&self, home: &str, args: &[&str], variables: &[(&str, &str)]) -> Site {
         let log = self.path(&format!("{home}.log"));
         let file = File::options()
@@ -109,7 +109,7 @@ impl World {
         site
     }
 
-    /// An image of `blocks` blocks of noise that `seed` chooses, with a hole after them.
+    /// Creates an image of `blocks` blocks of pseudorandom data from `seed`, with a hole after them.
     pub fn image(&self, name: &str, seed: u64, blocks: usize) -> PathBuf {
         let path = self.path(name);
         let mut bytes = vec![0u8; blocks * 4096];
@@ -124,14 +124,14 @@ impl World {
         path
     }
 
-    /// The file that a home has under its images.
+    /// The content of a home's delivered image.
     pub fn delivered(&self, home: &str, name: &str) -> Vec<u8> {
         let path = self.path(home).join("images").join(name);
         fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
     }
 }
 
-/// A process that serves; killed when the test ends.
+/// A serving process; killed when the test ends.
 pub struct Site {
     child: Child,
     pub ticket: String,
@@ -140,7 +140,7 @@ pub struct Site {
 }
 
 impl Site {
-    /// Asks it to end and waits; returns its exit code and what else it printed on stdout.
+    /// Asks it to stop and waits; returns its exit code and the rest of its stdout.
     pub fn stop(mut self) -> (Option<i32>, String) {
         self.signal("TERM");
         let code = self.wait();
@@ -178,7 +178,7 @@ pub fn signal(process: u32, name: &str) {
     assert!(status.success());
 }
 
-/// Waits for a process, but not for ever.
+/// Waits for a process, with a timeout.
 pub fn wait(child: &mut Child) -> Option<i32> {
     let start = Instant::now();
     loop {
@@ -190,7 +190,7 @@ pub fn wait(child: &mut Child) -> Option<i32> {
     }
 }
 
-/// Waits until something is so.
+/// Waits until a condition holds.
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     loop {
@@ -199,13 +199,13 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
             return;
         }
         assert!(start.elapsed() < PATIENCE, "never happened: {what}");
-        // A look may be a process or two: on a busy machine they must not keep from happening what they look for.
+        // A check may start processes: on a busy machine they must not delay what they wait for.
         std::thread::sleep(look.elapsed().max(Duration::from_millis(10)));
     }
 }
 
-/// An address for a process to listen on, now or later: of this test alone. A free port of 127.0.0.1 may be another
-/// program's by then, also for a connection that it makes.
+/// An address for a process to listen on, now or later, used by this test only. A free port of 127.0.0.1 might be taken
+/// by then, even as the source port of a connection.
 pub fn own_address() -> SocketAddr {
     let host = Ipv4Addr::from((127 << 24) | fastrand::u32(1 << 16..(1 << 24) - 1));
     let listener = TcpListener::bind((host, 0)).unwrap();
@@ -233,7 +233,7 @@ impl Ran {
         self
     }
 
-    /// It failed with this code and one line on stderr that has these words, and no stdout.
+    /// Expects this exit code, one line on stderr with these words, and an empty stdout.
     #[track_caller]
     pub fn fails(self, code: i32, words: &[&str]) -> Ran {
         let ran = self.code(code);
@@ -249,7 +249,7 @@ impl Ran {
         ran
     }
 
-    /// The JSON objects on its stdout, one a line.
+    /// The JSON objects on its stdout, one per line.
     #[track_caller]
     pub fn json(&self) -> Vec<Value> {
         self.out

@@ -1,4 +1,4 @@
-//! What mounts wrote becomes part of the image, or a new one: whatever comes in between, the bytes are the same.
+//! Tests of merging changes in place and into a new image: the bytes are right, whatever interrupts the merge.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -11,7 +11,7 @@ use crate::mount::ends::write;
 use crate::mount::{Mounts, can_mount, has, text, tool};
 use crate::world::{Ran, until};
 
-/// Where a merge may be interrupted.
+/// Crash points of a merge.
 const PLACES: [&str; 6] = [
     "claimed", "written", "prepared", "decided", "adopted", "ended",
 ];
@@ -24,14 +24,14 @@ fn merge(m: &Mounts, args: &[&str]) -> Ran {
     far(m, &[&["changes", "merge", "web.img"], args].concat())
 }
 
-/// An image that the far site got from the near one.
+/// An image sent from the near site to the far one.
 fn sent(m: &Mounts, seed: u64) -> Vec<u8> {
     let path = m.world.image("web.img", seed, 900);
     m.near(&["send", text(&path), "far"]).ok();
     fs::read(path).unwrap()
 }
 
-/// Writes over `web.img` of the far site, and over its bytes.
+/// Writes to `web.img` of the far site through a mount, and to its expected bytes.
 fn written(m: &Mounts, bytes: &mut [u8], seed: u64) {
     let mut rng = fastrand::Rng::with_seed(seed);
     let disk = m.mount("web.img", "disk", &[]);
@@ -57,7 +57,7 @@ fn file(m: &Mounts, name: &str) -> PathBuf {
     m.world.path("far/images").join(name)
 }
 
-/// The image is whole, and its file is what the catalog says.
+/// The image verifies, and its file matches the catalog.
 fn is_good(m: &Mounts, name: &str) {
     far(m, &["verify", name]).ok();
     let path = file(m, name);
@@ -65,7 +65,7 @@ fn is_good(m: &Mounts, name: &str) {
     assert_eq!(image(m, name)["digest"], digest[0]["digest"]);
 }
 
-/// Waits until nobody has a lease, and nothing lies about.
+/// Waits until no lease is held and no working files are left.
 fn is_tidy(m: &Mounts) {
     until("no merge is left", || {
         let leases = far(m, &["mounts", "leases", "--json"]).ok().json();
@@ -116,7 +116,7 @@ fn changes_become_part_of_a_raw_image_with_and_without_a_site() {
             m.start_site();
         }
         assert!(m.far_bytes("web.img") == bytes);
-        // The matcher knows it: nothing of it is sent again.
+        // The matcher has its blocks: none is sent again.
         let new = m.world.path("new.img");
         fs::write(&new, &bytes).unwrap();
         let name = format!("copy-{running}.img");
@@ -141,7 +141,7 @@ fn a_cache_of_the_old_image_is_not_taken_for_the_merged_one() {
         m.unmount(&disk, &["--keep-cache"]).code == Some(0)
     });
     merge(&m, &[]).ok();
-    // Somebody else's first edition and epoch over the new image.
+    // The first edition and epoch of another mount, over the new image.
     let other = m.mount("web.img", "other", &[]);
     write(&other, 1 << 20, &[8; 4096]);
     bytes[1 << 20..][..4096].fill(8);
@@ -229,7 +229,7 @@ fn a_qcow2_image_is_written_anew() {
     );
     assert!(fs::read(back).unwrap() == bytes);
 
-    // One with internal snapshots would lose them.
+    // Internal snapshots would be lost.
     tool("qemu-img", &["snapshot", "-c", "before", text(&path)]);
     m.near(&["send", text(&path), "far"]).ok();
     let mut bytes = fs::read(&raw).unwrap();
@@ -269,7 +269,7 @@ fn a_new_image_is_made_and_the_old_one_keeps_its_changes() {
     is_good(&m, "two.img");
     assert!(m.far_bytes("web.img") == old && m.far_bytes("two.img") == bytes);
 
-    // What drover does not write, and what is not its own.
+    // A format drover cannot write, and a file it does not own.
     let (raw, vmdk) = (m.world.path("web.img"), m.world.path("old.vmdk"));
     tool(
         "qemu-img",
@@ -380,7 +380,7 @@ fn the_backing_file_of_another_image_stays_what_it_is() {
     assert!(fs::read(file(&m, "web.img")).unwrap() == bytes);
 }
 
-/// Runs a merge that dies at a place, while no site runs.
+/// Runs a merge that dies at a crash point, while no site runs.
 fn dies(m: &Mounts, place: &str, args: &[&str]) {
     let args = [&["changes", "merge", "web.img"], args].concat();
     let mut command = m.world.drover("far", &args);
@@ -402,14 +402,14 @@ fn a_merge_that_dies_anywhere_is_finished_or_never_was() {
         dies(&m, place, &[]);
         let decided = nth >= 3;
         if nth % 2 == 0 {
-            // The site finishes it, in the background.
+            // The site finishes it in the background.
             m.start_site();
             until("the image can be mounted", || {
                 let leases = far(&m, &["mounts", "leases", "--json"]).ok().json();
                 leases.iter().all(|l| l["writer"].is_null())
             });
         } else {
-            // So does the command, when it is run again.
+            // So does running the command again.
             merge(&m, &[]).ok();
             assert!(changes(&m).is_empty(), "{place}");
             m.start_site();
@@ -439,7 +439,7 @@ fn a_crash_between_the_new_name_and_the_catalog_is_finished() {
     dies(&m, "decided", &[]);
     let part = m.world.path("far/work/merges/web.img/image.part");
     fs::rename(part, file(&m, "web.img")).unwrap();
-    // Finishing dies too.
+    // Recovery crashes too.
     let mut again = m.world.drover("far", &["verify", "web.img"]);
     again.env("DROVER_TEST_CRASH", "recovered");
     assert!(!again.output().unwrap().status.success());
@@ -514,7 +514,7 @@ fn what_was_written_after_a_broken_claim_is_not_lost() {
     written(&m, &mut bytes, 113);
     m.kill_site();
     dies(&m, "decided", &[]);
-    // As if the one who broke it and wrote came before the site could finish: this home's own mount needs none.
+    // As if another mount had broken the lease and written before recovery: a local mount needs no running site.
     far(&m, &["mounts", "break", "web.img", "-y"]).ok();
     let path = m.world.path("own");
     far(&m, &["mount", "web.img", text(&path)]).ok();
@@ -586,7 +586,7 @@ fn a_merge_that_is_stopped_leaves_the_image_as_it_was() {
         }
         is_tidy(&m);
         is_good(&m, "web.img");
-        // It may have been quicker than the signal, and a site quicker than to notice.
+        // It may have finished before the signal, or the site may not have noticed it yet.
         if !running {
             assert_eq!(changes(&m).is_empty(), code == Some(0), "{code:?}");
         }

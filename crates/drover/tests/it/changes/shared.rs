@@ -1,4 +1,4 @@
-//! A merge where the file system shares extents: room for the changes is enough.
+//! A merge on a file system with reflinks needs space only for the changes.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use crate::mount::ends::write;
 use crate::mount::{can_mount, clear_all, has, text};
 use crate::world::{World, same, until};
 
-/// A world whose home `far` is on an xfs of its own.
+/// A world whose home `far` is on its own xfs.
 struct Xfs {
     world: World,
     home: PathBuf,

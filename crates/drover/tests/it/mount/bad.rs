@@ -1,4 +1,4 @@
-//! What cannot be mounted, and caches that are not what they were.
+//! Mounts that must fail, and caches that are damaged or belong to another image.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -19,7 +19,7 @@ fn strangers_and_unknown_names_get_one_line() {
     m.near(&["mount", "far:../x", "d"]).code(2);
     m.near(&["mount", "web.raw", "d", "--direct"]).code(2);
     m.near(&["unmount", "d"]).fails(1, &["d", "drover mounts"]);
-    // Trusted no more.
+    // No longer trusted.
     let peers = m.world.run("far", &["peers", "--json"]).ok().json();
     let name = peers[0]["name"].as_str().unwrap();
     m.world.run("far", &["peers", "forget", name, "-y"]).ok();
@@ -94,11 +94,11 @@ fn a_cache_of_another_image_and_a_torn_one_are_not_believed() {
         let name = m.list()[0]["name"].as_str().unwrap().to_owned();
         m.unmount(&disk, &["--keep-cache"]).ok();
         caches.push((name.clone(), m.world.path("near/mounts").join(name)));
-        // Out of the way of the next one's list.
+        // Moved aside so that the next listing does not include it.
         let (_, dir) = &caches[caches.len() - 1];
         fs::rename(dir, m.world.path(image_file(image)).with_extension("kept")).unwrap();
     }
-    // Each has the other's cache.
+    // Swaps the two caches.
     let kept = |image: &str| m.world.path(image_file(image)).with_extension("kept");
     for ((_, dir), image) in caches.iter().zip(["one.raw", "two.raw"]) {
         fs::rename(kept(image), dir).unwrap();
@@ -109,11 +109,11 @@ fn a_cache_of_another_image_and_a_torn_one_are_not_believed() {
     fs::rename(&b, &a).unwrap();
     fs::rename(&aside, &b).unwrap();
     let path = m.world.path(image_file("one.raw"));
-    // Nothing is to be pushed: it begins anew.
+    // Nothing is dirty, so the cache starts over.
     let disk = m.mount("one.raw", image_file("one.raw"), &[]);
     assert!(fs::read(&disk).unwrap() == one, "the other's bytes");
     m.unmount(&disk, &["--keep-cache"]).ok();
-    // Torn in the middle it is either not taken or read right.
+    // A torn cache is either rejected or read correctly.
     for entry in fs::read_dir(&a).unwrap().map(Result::unwrap) {
         if entry.file_name() == "data" {
             continue;

@@ -1,4 +1,4 @@
-//! File systems on the loop device, and SQLite on one of them through cuts of the link.
+//! File systems on the loop device, and SQLite on one of them while the link is cut repeatedly.
 
 use std::fs;
 use std::io::Write;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::{Mounts, can_mount, has, text, tool, tried};
 use crate::world::until;
 
-/// A file system that is mounted; taken away at the end.
+/// A mounted file system; unmounted at the end.
 struct Tree<'a>(&'a Path);
 
 impl<'a> Tree<'a> {
@@ -60,7 +60,7 @@ fn file_system(kind: &str, size: u64, check: &[&str]) {
     until("nothing uses the device", || {
         m.unmount(&device, &[]).code == Some(0)
     });
-    // Its number may be another's by now.
+    // The device number may have been reused.
     let backing = Path::new("/sys/block")
         .join(device.file_name().unwrap())
         .join("loop/backing_file");

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// What a request may take before the test fails.
+/// Request timeout, after which the test fails.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// An NBD connection in its transmission phase.

@@ -14,14 +14,14 @@ fn after_a_kill_the_cache_is_taken_up() {
     let mut bytes = m.raw("web.raw", 41);
     let disk = m.mount("web.raw", "disk", &["--push-interval", "1h"]);
     m.pulled();
-    // What was pulled is written down every five seconds.
+    // The cache map is saved every five seconds.
     std::thread::sleep(std::time::Duration::from_millis(5500));
     write(&disk, 100_000, &[4; 100_000]);
     bytes[100_000..][..100_000].fill(4);
     m.kill_daemon();
     let shown = m.near(&["mounts"]).ok().out;
     assert!(shown.contains("dead"), "{shown}");
-    // The far side has nothing of it yet, and keeps the place for it.
+    // The far site does not have the data yet, and keeps the lease.
     let before = m.proxy.to_near();
     let disk = m.mount("web.raw", "disk", &[]);
     assert!(fs::read(&disk).unwrap() == bytes, "a flushed write is lost");

@@ -1,5 +1,5 @@
-//! What a mount and a site remember is damaged: no bytes of one image are taken for those of another, nothing that was
-//! written is hidden, and each refusal says the way out.
+//! Damaged state of mounts and sites: bytes of one image are never served for another, written data is never hidden,
+//! and each error names the way out.
 
 use std::fs;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ fn place(m: &Mounts) -> PathBuf {
     found.remove(0)
 }
 
-/// Damages a file in a way: another version, or a byte that is another.
+/// Damages a file: sets another version, or flips a byte.
 fn damage(path: &PathBuf, version: bool) {
     let mut bytes = fs::read(path).unwrap();
     let at = match version {
@@ -27,7 +27,7 @@ fn damage(path: &PathBuf, version: bool) {
     fs::write(path, bytes).unwrap();
 }
 
-/// The cache says itself of which image it is.
+/// The cache itself identifies its image.
 #[test]
 fn a_cache_is_not_used_for_another_image_whatever_else_is_damaged() {
     if !can_mount("a_cache_is_not_used_for_another_image_whatever_else_is_damaged") {
@@ -40,7 +40,7 @@ fn a_cache_is_not_used_for_another_image_whatever_else_is_damaged() {
         m.pulled();
         m.kill_daemon();
         damage(&place(&m).join("known"), version);
-        // An image of the same name and size that was never written.
+        // An image of the same name and size that was never written to.
         let new = m.raw("web.raw", 82);
         let disk = m.mount("web.raw", "disk", &["--read-only"]);
         assert!(fs::read(&disk).unwrap() == new, "stale bytes");
@@ -97,7 +97,7 @@ fn a_mount_whose_record_is_damaged_is_listed_with_the_way_out() {
     for word in ["damaged", "4.0 KiB to push", "record.json"] {
         assert!(shown.contains(word), "{word}: {shown}");
     }
-    // At the same place nothing else is mounted over it.
+    // No other image can be mounted over it at the same place.
     m.near(&["mount", "far:web.raw", text(&disk)])
         .fails(1, &["record.json", "damaged"]);
     fs::write(place.join("record.json"), good).unwrap();
@@ -131,7 +131,7 @@ fn a_damaged_lease_hides_nothing_and_is_replaced_by_a_break() {
     let ran = m.world.run("far", &broken).ok();
     assert!(ran.err.contains("damaged lease"), "{ran:?}");
     assert!(m.far_bytes("web.raw") == bytes);
-    // Nor does a file that is gone hide it.
+    // A deleted file does not hide it either.
     m.kill_site();
     fs::remove_file(&lease).unwrap();
     m.start_site();

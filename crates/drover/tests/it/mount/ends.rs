@@ -90,7 +90,7 @@ fn discard_forgets_what_was_not_pushed() {
     let would = m.unmount(&disk, &["--discard", "--dry-run", "--json"]).ok();
     assert_eq!(would.json()[0]["disposition"], "discarded");
     assert_eq!(would.json()[0]["dirty"], 65536);
-    // Nobody can be asked here.
+    // The prompt cannot be answered here.
     assert_ne!(m.unmount(&disk, &["--discard"]).code, Some(0));
     m.proxy.heal();
     until("the link is back", || m.disk()["link"] == "up");
@@ -136,7 +136,7 @@ fn a_site_that_cannot_be_told_keeps_the_right_to_write_and_the_way_out_is_named(
             "{ran:?}"
         );
         m.proxy.heal();
-        // Which is what the next one is told, too, and what helps.
+        // The next mount gets the same message, with the way out.
         let refused = m.world.run("other", &again);
         refused.fails(3, &["`drover mounts break web.raw`", "a moment ago"]);
         m.world
@@ -151,7 +151,7 @@ fn a_site_that_cannot_be_told_keeps_the_right_to_write_and_the_way_out_is_named(
             m.near(&["unmount", name, "--discard", "-y"]).ok();
         }
     }
-    // A dead one, for scripts; readers only keep writers out, and not for long.
+    // A dead mount, for scripts; readers only keep writers out, for a short time.
     for (options, keeps) in [(&[][..], "write"), (&["--read-only"], "read")] {
         let disk = m.mount("web.raw", "disk", options);
         m.proxy.cut();
@@ -224,7 +224,7 @@ fn a_kept_cache_fetches_nothing_twice_unless_the_image_changed() {
     assert!(came < 200_000, "{came} bytes came a second time");
     m.unmount(&disk, &["--keep-cache"]).ok();
 
-    // Somebody else writes meanwhile.
+    // Another mount writes meanwhile.
     let other = m.mount("web.raw", "other", &[]);
     write(&other, 70_000, &[9; 9000]);
     bytes[70_000..][..9000].fill(9);

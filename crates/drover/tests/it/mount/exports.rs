@@ -1,4 +1,4 @@
-//! NBD exports and their real clients.
+//! NBD exports with real clients.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -65,7 +65,7 @@ fn nbd_tools_read_and_write_an_export() {
         fs::read(&out).unwrap() == bytes,
         "qemu-img reads another image"
     );
-    // All of it anew.
+    // Rewrite all of it.
     bytes.reverse();
     fs::write(&out, &bytes).unwrap();
     tool("nbdcopy", &["--flush", text(&out), &uri]);
@@ -174,7 +174,7 @@ fn beyond_this_machine_only_with_certificates() {
     }
     let dir = m.world.path("pki");
     fs::create_dir(&dir).unwrap();
-    // Where the certificate is for.
+    // Find a free port on the address that the certificate is for.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     drop(listener);
@@ -222,7 +222,7 @@ fn beyond_this_machine_only_with_certificates() {
         text(&dir),
     ])
     .ok();
-    // On this machine a server's certificate is enough; others are asked for theirs.
+    // On a loopback address the server's certificate is enough; otherwise clients need one too.
     m.near(&[
         "export",
         "far:web.raw",
@@ -287,7 +287,7 @@ fn a_client_that_is_about_to_end_is_waited_for() {
     let m = Mounts::new();
     m.raw("web.raw", 60);
     let socket = m.export("web.raw", &["--read-only"]);
-    // On a busy machine its moment may be over before this test sees that the unmount waits: then once more.
+    // On a busy machine the state may be over before this test observes it: retry.
     until("an unmount waited", || {
         let nbd = Client::connect(&socket, "web.raw");
         std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! An image as a file.
+//! Images mounted as files.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -47,7 +47,7 @@ fn a_raw_image_is_read_and_written_and_there_for_the_next() {
         m.far_bytes("web.raw") == bytes,
         "what was written is not there"
     );
-    // What came is still what was delivered.
+    // The delivered image is unchanged.
     m.world.run("far", &["verify", "web.raw"]).ok();
 }
 
@@ -83,7 +83,7 @@ fn a_qcow2_image_is_shown_raw_and_only_its_data_crosses_the_link() {
     assert!(fs::read(&disk).unwrap() == bytes, "another image");
     m.pulled();
     let came = m.proxy.to_near() - before;
-    // On a busy machine a few chunks come twice; all 4 MiB never do.
+    // On a busy machine a few chunks are fetched twice, but never all 4 MiB.
     assert!(came < 3_400_000, "{came} bytes for 2.4 MB of data");
     assert!(File::options().write(true).open(&disk).is_err());
     assert_eq!(m.disk()["read_only"], true);
@@ -122,7 +122,7 @@ fn sync_remote_flushes_are_at_the_far_side() {
     }
     let mut m = Mounts::new();
     let mut bytes = m.raw("web.raw", 4);
-    // No push would come by itself.
+    // Without a push in the background.
     let disk = m.mount(
         "web.raw",
         "disk",
@@ -133,7 +133,7 @@ fn sync_remote_flushes_are_at_the_far_side() {
     file.sync_all().unwrap();
     bytes[8192..][..4096].fill(5);
     assert_eq!(m.disk()["dirty"], 0);
-    // Neither side lives on.
+    // Kill both ends.
     drop(file);
     m.kill_site();
     m.kill_daemon();
@@ -154,7 +154,7 @@ fn prefetch_none_fetches_what_is_read_and_a_recorded_order_is_fetched_first() {
     let m = Mounts::new();
     let bytes = m.raw("web.raw", 5);
     let order = m.world.path("order");
-    // From where the command runs, whatever its process does later.
+    // Relative to the directory of the command, not of the daemon.
     let options = ["--prefetch", "none", "--read-only", "--record", "order"];
     let disk = m.mount("web.raw", "disk", &options);
     std::thread::sleep(std::time::Duration::from_millis(300));
@@ -183,7 +183,7 @@ fn prefetch_none_fetches_what_is_read_and_a_recorded_order_is_fetched_first() {
     assert!(fs::read(&disk).unwrap() == bytes);
     m.unmount(&disk, &[]).ok();
 
-    // An order that is none.
+    // An invalid order file.
     fs::write(&order, "rubbish\n").unwrap();
     let path = m.world.path("disk");
     let mut args = vec!["mount", "far:web.raw", text(&path)];
@@ -208,7 +208,7 @@ fn a_mount_that_fails_at_the_last_step_holds_nothing() {
     m.near(&[&args[..], &["--record", "none/order"]].concat())
         .fails(1, &["--record", "none"]);
     assert_eq!(m.list().len(), 0);
-    // Another mount may write at once.
+    // Another mount can write at once.
     let disk = m.mount("web.raw", "other", &[]);
     m.unmount(&disk, &[]).ok();
 }

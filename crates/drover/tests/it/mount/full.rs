@@ -10,12 +10,12 @@ use crate::world::until;
 
 const ENOSPC: i32 = 28;
 
-/// A small file system, taken away at the end.
+/// A small file system, unmounted at the end.
 struct Small(std::path::PathBuf);
 
 impl Drop for Small {
     fn drop(&mut self) {
-        // What is written down here goes with it: a daemon would not be found afterwards.
+        // Mount records on it disappear with it: a daemon could not be found afterwards.
         clear_all(&self.0);
         let _ = Command::new("umount").arg("-l").arg(&self.0).output();
     }
@@ -50,7 +50,7 @@ fn a_full_cache_disk_fails_writes_and_reads_go_on() {
     read(&mut nbd);
     let trouble = m.disk()["trouble"].to_string();
     assert!(trouble.contains("disk is full"), "not said: {trouble}");
-    // The link is away: nothing can be pushed to make room.
+    // With the link down, nothing can be pushed to free space.
     let mut wrote = 0;
     m.proxy.cut();
     let error = loop {
@@ -71,8 +71,8 @@ fn a_full_cache_disk_fails_writes_and_reads_go_on() {
     until("the far side has what was written", || {
         m.disk()["dirty"] == 0
     });
-    // Every write that succeeded wrote what was there, and the far side has it.
-    // Not one byte fits any more: what nobody needs here need not be saved.
+    // Every write that succeeded is intact at the far site. With the disk completely full, metadata that is no longer
+    // needed must not have to be saved.
     let junk = fs::File::create(_small.0.join("junk")).unwrap();
     while (&junk).write(&[1; 512]).is_ok_and(|n| n > 0) {}
     m.near(&["unmount", text(&socket)]).ok();

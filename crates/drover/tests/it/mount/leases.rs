@@ -1,4 +1,4 @@
-//! Who may write.
+//! Write and read leases.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -53,7 +53,7 @@ fn one_writer_and_the_second_is_told_who_has_it() {
             .contains(&name)
     );
 
-    // The image stays what it is meanwhile.
+    // The image itself is unchanged meanwhile.
     m.world
         .run("far", &["rm", "web.raw", "-y"])
         .fails(3, &["web.raw", &name]);
@@ -125,7 +125,7 @@ fn a_broken_lease_ends_the_old_writer_and_lets_the_next_write() {
         ran.err.contains("revoked the write lease of web.raw"),
         "{ran:?}"
     );
-    // Nobody has it now, and a program is told so too.
+    // The lease is free now; breaking it again says so.
     assert!(broken(&[]).err.contains("nobody held the write lease"));
     let told = broken(&["--json"]).json();
     assert_eq!(told.len(), 1);
@@ -148,7 +148,7 @@ fn a_broken_lease_ends_the_old_writer_and_lets_the_next_write() {
         "{shown}"
     );
     drop(file);
-    // It cannot push, and says how to end.
+    // It cannot push, and the error names the way out.
     m.unmount(&disk, &[]).fails(1, &["--"]);
     m.unmount(&disk, &["--discard", "-y"]).ok();
     assert_eq!(m.list().len(), 0);

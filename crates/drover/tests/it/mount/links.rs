@@ -25,12 +25,12 @@ fn without_a_link_what_is_here_goes_on_and_what_is_not_waits() {
     assert!(nbd.read(0, 65536).unwrap() == bytes[..65536]);
     nbd.write(1000, &[1; 3000]).unwrap();
     bytes[1000..4000].fill(1);
-    // A whole chunk needs no fetch.
+    // Writing a whole chunk needs no fetch.
     nbd.write(10 * 65536, &[2; 65536]).unwrap();
     bytes[10 * 65536..][..65536].fill(2);
     let start = Instant::now();
     nbd.flush().unwrap();
-    // Not by giving up, which takes ten minutes.
+    // Well before the request timeout of ten minutes.
     assert!(start.elapsed() < Duration::from_secs(120));
     assert!(nbd.read(0, 65536).unwrap() == bytes[..65536]);
     assert!(m.disk()["dirty"].as_u64().unwrap() > 0);
@@ -99,8 +99,8 @@ fn a_site_restarts_under_a_mount() {
         &["--prefetch", "none", "--push-interval", "200ms"],
     );
     let file = File::options().read(true).write(true).open(&disk).unwrap();
-    // From memory that is there: the kernel sends what it has of a constant that is still to be read from the
-    // program's file, and of a block written in part the rest is fetched.
+    // From resident memory: for a constant that is still to be paged in from the program's file, the kernel may split
+    // the write, and a partly written block needs a fetch.
     let (ones, twos) = (vec![1; 8192], vec![2; 8192]);
     file.write_all_at(&ones, 0).unwrap();
     file.sync_all().unwrap();

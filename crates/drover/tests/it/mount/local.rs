@@ -1,4 +1,4 @@
-//! Files and directories of this machine as disks: `file:PATH`, `dir:PATH`.
+//! Local files and directories as disks: `file:PATH`, `dir:PATH`.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use super::client::Client;
 use super::{can_mount, clear_all, text};
 use crate::world::{Ran, World, signal, until};
 
-/// A home that no site is paired with.
+/// A home without peers.
 struct Alone(World);
 
 impl Alone {
@@ -27,7 +27,7 @@ impl Alone {
         self.0.path(name)
     }
 
-    /// Exports a target in the background, on the socket of that name.
+    /// Exports a target in the background, on the socket of this name.
     fn export(&self, target: &str, socket: &str, options: &[&str]) -> Ran {
         let listen = format!("unix:{}", self.path(socket).display());
         let mut args = vec!["export", target, "--nbd", &listen, "--background"];
@@ -66,7 +66,7 @@ fn a_file_is_served_and_written_in_place() {
     let a = Alone::new();
     let mut bytes = a.raw("disk.raw", 1 << 20);
     let (file, socket) = (a.path("disk.raw"), a.path("s"));
-    // Relative to where the command runs, not to where its daemon does.
+    // Relative to the directory of the command, not of the daemon.
     a.export("file:disk.raw", "s", &[]).ok();
     let mut client = Client::connect(&socket, "disk.raw");
     assert_eq!(client.size, 1 << 20);
@@ -93,7 +93,7 @@ fn a_file_is_served_and_written_in_place() {
     );
     a.run(&["mounts", "--metrics"]).ok();
 
-    // A second one is refused, also by another name, and told who has it.
+    // A second writer is refused, also by another name, and told who holds the disk.
     let name = mount["name"].as_str().unwrap();
     fs::hard_link(&file, a.path("link.raw")).unwrap();
     std::os::unix::fs::symlink(&file, a.path("symlink.raw")).unwrap();
@@ -106,13 +106,13 @@ fn a_file_is_served_and_written_in_place() {
 
     drop(client);
     a.kill_daemon();
-    // What was acknowledged is in the file, and nothing holds it.
+    // Acknowledged writes are in the file, and the lock is free.
     assert!(fs::read(&file).unwrap() == bytes);
     a.export("file:disk.raw", "s", &["--read-only"]).ok();
     let mut client = Client::connect(&socket, "");
     assert!(client.read(0, 1 << 20).unwrap() == bytes);
     assert_eq!(client.write(0, &[1]).unwrap_err().raw_os_error(), Some(1));
-    // Readers share it.
+    // Readers can share it.
     a.export(&target, "t", &["--read-only"]).ok();
     a.export(&target, "u", &[])
         .fails(3, &["is mounted already"]);
@@ -120,7 +120,7 @@ fn a_file_is_served_and_written_in_place() {
     a.run(&["unmount", "s"]).ok();
     a.run(&["unmount", "t"]).ok();
     let kept = fs::read_dir(a.path("alone/mounts")).unwrap().count();
-    // That of the killed writer, which nobody took up: its daemon served another access.
+    // The record of the killed writer, which no mount resumed: the later ones were read-only.
     assert_eq!(kept, 1);
     fs::remove_file(&file).unwrap();
     a.run(&["unmount", "s"]).ok();
@@ -151,7 +151,7 @@ fn a_directory_is_created_once_and_taken_up_again() {
         .fails(1, &["67108864 bytes, not 33554432", "--size"]);
     a.export("dir:disk", "s", &["--size", "64MiB"])
         .fails(1, &["chunks of 256K, not 64K", "--size"]);
-    // The same, and without a size; its chunk is what it was made with.
+    // The same target, also without a size; its chunk size is that of its creation.
     for options in [&size[..], &[]] {
         a.export("dir:disk", "s", options).ok();
         let mut client = Client::connect(&socket, "disk");
@@ -231,7 +231,7 @@ fn what_is_no_local_disk_is_refused_with_a_way_out() {
     refused("dir:new", &["--size", "1000"], 2, &["multiple of 512"]);
     refused("dir:new", &["--size", "1TiB"], 2, &["--chunk 256K"]);
     assert_eq!(names(&a.path("full")), ["note"], "it is left as it was");
-    // What is the site's own.
+    // Files that belong to the site itself.
     fs::create_dir_all(a.path("alone/images")).unwrap();
     fs::copy(a.path("disk.raw"), a.path("alone/images/web.raw")).unwrap();
     refused(

@@ -1,4 +1,4 @@
-//! What an operator sees of mounts, at both ends.
+//! Metrics and status of mounts, at both ends.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -70,7 +70,7 @@ fn both_ends_count_what_mounts_do() {
     at_least("drover_served_connections", 4.0);
     at_least("drover_served_reads_total{kind=\"on_demand\"}", 1.0);
     at_least("drover_served_reads_total{kind=\"background\"}", 1.0);
-    // Each has 2 MiB and 300 kB of noise.
+    // Each image has 2 MiB and 300 kB of random data.
     at_least("drover_served_chunks_total{kind=\"data\"}", 70.0);
     at_least("drover_served_bytes_total{direction=\"read\"}", 4.5e6);
     at_least("drover_served_bytes_total{direction=\"written\"}", 65536.0);
@@ -82,7 +82,7 @@ fn both_ends_count_what_mounts_do() {
     at_least("drover_served_refused_total{reason=\"leased\"}", 1.0);
     at_least("drover_served_refused_total{reason=\"no_image\"}", 1.0);
 
-    // The other end: progress, for scripts and for Prometheus.
+    // The mounting end: progress, for scripts and for Prometheus.
     let here = m.near(&["mounts", "--metrics"]).ok().out;
     let rows = m.list();
     let row = rows.iter().find(|row| row["place"] == text(&disk)).unwrap();
@@ -117,7 +117,7 @@ fn a_daemon_that_is_stopped_is_told_from_one_that_is_dead() {
     }
     let m = Mounts::new();
     m.raw("web.raw", 93);
-    // An export: of a file that nobody answers for the kernel makes whoever looks at it wait.
+    // An export: looking at a FUSE file without a running daemon would block in the kernel.
     m.export("web.raw", &[]);
     let process = m.list()[0]["process"].as_u64().unwrap();
     let process = u32::try_from(process).unwrap();

@@ -1,4 +1,4 @@
-//! A TCP link between sites that can be cut, stalled, slowed and healed.
+//! A TCP proxy as the link between sites; it can be cut, stalled, slowed and healed.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -7,16 +7,16 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-/// Pieces under way in one direction of one connection.
+/// Queue length in pieces, per direction and connection.
 const QUEUE: usize = 256;
 
-/// What the link does.
+/// State of the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     Forward,
-    /// Connections end, new ones too, at once.
+    /// Existing and new connections are closed at once.
     Cut,
-    /// Connections are accepted and nothing is ever said on them.
+    /// Connections are accepted but carry no data.
     Stall,
 }
 
@@ -35,7 +35,7 @@ struct Shared {
     to_far: AtomicU64,
 }
 
-/// The link. It ends with all its connections when it is dropped.
+/// The proxy. Dropping it closes all its connections.
 pub struct Proxy {
     address: SocketAddr,
     shared: Arc<Shared>,
@@ -73,7 +73,7 @@ impl Proxy {
         self.address
     }
 
-    /// Where connections go from now on.
+    /// Sets the target of new connections.
     pub fn lead_to(&self, target: SocketAddr) {
         self.shared.state.lock().unwrap().target = Some(target);
     }
@@ -87,22 +87,22 @@ impl Proxy {
         self.set(Mode::Stall);
     }
 
-    /// Forwards again. Connections that were stalled go on.
+    /// Forwards again. Stalled connections continue.
     pub fn heal(&self) {
         self.set(Mode::Forward);
     }
 
-    /// How long each byte takes in one direction.
+    /// Sets the one-way latency.
     pub fn delay(&self, delay: Duration) {
         self.shared.state.lock().unwrap().delay = delay;
     }
 
-    /// Bytes that went to the near side.
+    /// Bytes forwarded to the near side.
     pub fn to_near(&self) -> u64 {
         self.shared.to_near.load(Ordering::Relaxed)
     }
 
-    /// Bytes that went to the far side.
+    /// Bytes forwarded to the far side.
     pub fn to_far(&self) -> u64 {
         self.shared.to_far.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! Reads, writes, flushes, cuts and killed daemons, as a seed says, against a plain model.
+//! Random reads, writes, flushes, link cuts and daemon kills from a seed, compared with a model.
 
 use std::path::Path;
 
@@ -9,12 +9,12 @@ use crate::world::until;
 const STEPS: usize = 300;
 const ENOSPC: i32 = 28;
 
-/// The disk as it must be: `now` while the daemon lives; after a kill each block is what some state since the last
-/// flush had in it.
+/// The expected disk content: `now` while the daemon lives; after a kill, each block has one of its contents since the
+/// last flush.
 struct Model {
     now: Vec<u8>,
     flushed: Vec<u8>,
-    /// Writes since the flush: where, and what the range was filled with.
+    /// Writes since the last flush: offset and data.
     since: Vec<(usize, Vec<u8>)>,
 }
 
@@ -29,7 +29,7 @@ impl Model {
         self.since.clear();
     }
 
-    /// Takes what is there after a kill for the truth, if it may be.
+    /// Accepts the content after a kill if it is one of those allowed.
     fn crash(&mut self, there: &[u8]) {
         for (at, byte) in there.iter().enumerate() {
             if *byte == self.flushed[at] {
@@ -41,7 +41,7 @@ impl Model {
             assert!(is_of_a_write, "byte {at} is {byte}, which it never was");
         }
         self.now.copy_from_slice(there);
-        // What was read after the crash has been shown: but only a flush makes it last.
+        // Content read after the crash has been observed, but only a flush makes it durable.
         self.since.push((0, there.to_vec()));
     }
 }
@@ -55,7 +55,7 @@ fn check(client: &mut Client, model: &Model, rng: &mut fastrand::Rng) {
     );
 }
 
-/// Writes; a small cache that is full of what a cut link keeps from being pushed has no space for a while.
+/// Retries a write: while the link is cut, a small cache full of dirty chunks has no space for some time.
 fn through(mut write: impl FnMut() -> std::io::Result<()>) {
     until("there is space", || match write() {
         Ok(()) => true,

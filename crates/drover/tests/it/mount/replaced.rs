@@ -1,5 +1,5 @@
-//! Images that are removed, replaced or changed while mounts have them, or had: nothing is lost without a word, and no
-//! bytes of one are taken for those of another.
+//! Images removed, replaced or modified while they are or were mounted: no data is lost silently, and bytes of one
+//! image are never served for another.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -11,7 +11,7 @@ use crate::world::{same, until, wait};
 
 const BREAK: [&str; 4] = ["mounts", "break", "web.raw", "-y"];
 
-/// Who may write, by the far site's word.
+/// Number of write leases according to the far site.
 fn leases(m: &Mounts) -> usize {
     let list = m.world.run("far", &["mounts", "leases", "--json"]);
     list.ok().json().len()
@@ -38,7 +38,7 @@ fn removing_an_image_says_what_mounts_wrote_to_it_and_leaves_that() {
     write(&disk, 8192, &[7; 4096]);
     bytes[8192..][..4096].fill(7);
 
-    // Also while no site runs, what somebody may still push to stays.
+    // Also while no site runs, an image with pending pushes must stay.
     m.pushed();
     m.kill_site();
     let rm = ["rm", "web.raw", "-y"];
@@ -61,7 +61,7 @@ fn removing_an_image_says_what_mounts_wrote_to_it_and_leaves_that() {
         &m.world.run("far", &rm).ok().out,
         "removed web.raw from the catalog",
     );
-    // The same image comes back with it.
+    // Indexing the same image again restores it.
     m.world.run("far", &["index", text(&path)]).ok();
     assert!(m.far_bytes("web.raw") == bytes);
 }
@@ -90,7 +90,7 @@ fn a_file_that_was_changed_in_place_is_not_shown_and_every_way_out_is_open() {
     });
     m.unmount(&disk, &[])
         .fails(1, &["4.0 KiB", "drover index", "--offline", "--discard"]);
-    // It may not be taken as it is now while somebody may push to what it was.
+    // It must not be indexed in its present state while a mount may push to the earlier one.
     let index = ["index", text(&path)];
     m.world
         .run("far", &index)
@@ -101,7 +101,7 @@ fn a_file_that_was_changed_in_place_is_not_shown_and_every_way_out_is_open() {
     let disk = m.mount("web.raw", "disk", &[]);
     assert!(fs::read(&disk).unwrap() == new);
     m.unmount(&disk, &[]).ok();
-    // One whose file is another, or has another size, is not shown at all.
+    // A file that was replaced or resized is not served at all.
     File::options()
         .write(true)
         .open(&path)
@@ -112,7 +112,7 @@ fn a_file_that_was_changed_in_place_is_not_shown_and_every_way_out_is_open() {
     assert_eq!(leases(&m), 0);
 }
 
-/// Puts another image in the place of `web.raw`, with the site's consent.
+/// Replaces `web.raw` with another image, with the site's consent.
 fn replace(m: &Mounts, seed: u64) -> Vec<u8> {
     m.world.run("far", &BREAK).ok();
     m.raw("web.raw", seed)
@@ -197,7 +197,7 @@ fn an_image_that_a_mount_began_to_write_is_not_replaced_by_what_was_on_its_way()
     let mut bytes = fs::read(&old).unwrap();
     bytes[4096..8192].fill(7);
     assert!(m.far_bytes("x.img") == bytes);
-    // Nobody writes it any more; what had come is not sent again.
+    // The lease is free now; blocks that had arrived are not sent again.
     let sent = m.near(&["send", "new.img", "far", "--as", "x.img", "--json"]);
     let sent = sent.ok().json();
     let image = &sent.last().unwrap()["images"][0];
