@@ -1,4 +1,4 @@
-//! One file taken apart: which format, its map, and the layout that follows from it.
+//! A single container file, parsed: its format, its mapping, and the layout that follows from it.
 
 use std::ops::Range;
 
@@ -7,53 +7,53 @@ use crate::limits::{MAX_RANGES, MAX_TABLES, MAX_VIRTUAL_SIZE};
 use crate::mapping::{Flat, Mapping, Target};
 use crate::{Format, ImageError, Layout};
 
-/// The file that shows through where a disk has nothing of its own.
+/// The backing file of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Backing {
-    /// As the image has it.
+    /// As stored in the image.
     pub(crate) name: String,
-    /// The format that the image says it has, if it says one that is read here.
+    /// The format that the image declares for it, if supported here.
     pub(crate) format: Option<Format>,
-    /// One that is not.
+    /// The declared format, if not supported.
     pub(crate) foreign: Option<String>,
 }
 
-/// One extent of a disk that is made of several files.
+/// One extent of a disk that consists of several files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Part {
-    /// Bytes of the disk.
+    /// Length in bytes of the disk.
     pub(crate) len: u64,
     pub(crate) source: PartSource,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum PartSource {
-    /// A container of its own.
+    /// A container file.
     Sparse(String),
-    /// Plain bytes from an offset of a file.
+    /// Raw bytes from an offset in a file.
     Flat(String, u64),
-    /// Nothing.
+    /// Zeros.
     Zero,
 }
 
-/// What the container is made of.
+/// The content of a container.
 pub(crate) enum Body {
-    /// A map that refers to the container itself (file 0), or to `data_file` (file 1).
+    /// A mapping to the container itself (file 0), or to `data_file` (file 1).
     Mapped(Box<dyn Mapping>),
     /// A list of other files.
     Parts(Vec<Part>),
 }
 
-/// One file of an image, taken apart. Nothing but its headers has been read.
+/// One file of an image, parsed. Only its headers have been read.
 pub(crate) struct Container {
     pub(crate) format: Format,
     pub(crate) body: Body,
     pub(crate) backing: Option<Backing>,
-    /// The external file that has the data of a qcow2 image.
+    /// The external data file of a qcow2 image.
     pub(crate) data_file: Option<String>,
-    /// What a person should know.
+    /// Notes for the user.
     pub(crate) notes: Vec<String>,
-    /// Why the guest's bytes cannot be had.
+    /// Why the guest's data cannot be read.
     pub(crate) sealed: Option<String>,
 }
 
@@ -69,7 +69,7 @@ impl Container {
         }
     }
 
-    /// A file as a raw disk, whatever its content.
+    /// Treats a file as a raw disk, whatever its content.
     pub(crate) fn raw(len: u64) -> Self {
         Container::mapped(
             Format::Raw,
@@ -81,7 +81,7 @@ impl Container {
         )
     }
 
-    /// Bytes in the disk that the guest sees.
+    /// The virtual disk size in bytes.
     pub(crate) fn virtual_size(&self) -> u64 {
         match &self.body {
             Body::Mapped(m) => m.virtual_size(),
@@ -89,7 +89,7 @@ impl Container {
         }
     }
 
-    /// The names of the files without which this one is not the image.
+    /// The names of other files that the image needs.
     pub(crate) fn companions(&self) -> Vec<&str> {
         let mut names: Vec<&str> = self.data_file.as_deref().into_iter().collect();
         if let Body::Parts(parts) = &self.body {
@@ -101,7 +101,7 @@ impl Container {
         names
     }
 
-    /// Checks every table, and that the guest's bytes can be had.
+    /// Checks every table, and that the guest's data can be read.
     pub(crate) fn check(
         &mut self,
         file_len: u64,
@@ -116,15 +116,15 @@ impl Container {
                 self.virtual_size()
             )));
         }
-        // The notes of a layout are about sending the file itself.
+        // The notes of a layout concern sending the file itself.
         let notes = self.notes.len();
         self.layout(file_len, present)?;
         self.notes.truncate(notes);
         Ok(())
     }
 
-    /// The file's layout in guest order. Reads every table once and checks all of them.
-    /// What makes the guest's order useless or too costly leads to file order and a note.
+    /// The file's layout in guest order. Reads and checks every table once. Falls back to file order, with a note,
+    /// where guest order would be useless or too costly.
     pub(crate) fn layout(
         &mut self,
         file_len: u64,

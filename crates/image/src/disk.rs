@@ -1,4 +1,4 @@
-//! The guest's view: a disk put together from all the files that make it up.
+//! The guest's view: a disk assembled from all files of an image.
 
 mod chain;
 mod medium;
@@ -15,47 +15,47 @@ use crate::limits::GRAIN_CACHE_BYTES;
 use crate::mapping::{Mapping, Packed, Target};
 use crate::{Format, ImageError, Stamp};
 
-/// How far the names that an image carries are followed.
+/// How far file names in an image are followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Trust {
     /// Only to files in the image's own directory and below it.
     #[default]
     Beside,
-    /// Backing files may be anywhere on this machine, as QEMU has it. For images whose maker
-    /// may read every file that the user may.
+    /// Backing files may be anywhere on this machine, as in QEMU. For images whose author may read every file that the
+    /// user may.
     Anywhere,
 }
 
-/// ChainLink file that has bytes of the disk.
+/// A file with data of the disk.
 struct Medium {
     content: Arc<dyn ReadAt>,
-    /// Its runs that are not holes, sorted and apart.
+    /// Its data runs (no holes), sorted and disjoint.
     present: Vec<Range<u64>>,
 }
 
-/// ChainLink image of a backing chain.
+/// An image of a backing chain.
 struct Layer {
     mapping: Box<dyn Mapping>,
     files: Vec<Medium>,
 }
 
-/// A disk as its guest sees it, whatever files make it up: backing files, external data files,
-/// extents. Reads as zeros where none of them has anything.
+/// A disk as its guest sees it, assembled from its files: backing files, external data files, extents. Unallocated
+/// ranges read as zeros.
 pub struct VirtualDisk {
-    /// The image itself first, then what is behind it.
+    /// The image itself first, then its backing files in order.
     layers: Vec<Layer>,
     size: u64,
     format: Format,
     notes: Vec<String>,
     stamps: Vec<(PathBuf, Stamp)>,
-    /// Decompressed grains, the latest used first.
+    /// Decompressed grains, most recently used first.
     grains: Mutex<Vec<Unpacked>>,
 }
 
 /// A decompressed grain of a layer.
 type Unpacked = (usize, Packed, Arc<[u8]>);
 
-/// Where guest bytes are, all layers considered.
+/// The location of guest bytes, with all layers considered.
 #[derive(Clone, Copy)]
 enum Place {
     Data {
@@ -83,33 +83,33 @@ impl VirtualDisk {
         }
     }
 
-    /// The format of the image itself (not of what is behind it).
+    /// The format of the image itself (not of its backing files).
     #[must_use]
     pub fn format(&self) -> Format {
         self.format
     }
 
-    /// What a person should know about the files.
+    /// Notes for the user about the files.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Every file that was opened, and its stamp then.
+    /// Every opened file, and its stamp at that time.
     #[must_use]
     pub fn stamps(&self) -> &[(PathBuf, Stamp)] {
         &self.stamps
     }
 
-    /// The disk from start to end as extents, neighbours of one kind joined. What is a hole of
-    /// the file behind it counts as zero.
+    /// The whole disk as extents, with adjacent ones of the same kind merged. Holes of the underlying file count as
+    /// zero.
     #[must_use]
     pub fn extents(&self) -> Extents<'_> {
         self.extents_in(0..self.size)
     }
 
-    /// As [`VirtualDisk::extents`], for a part of the disk: looks up nothing outside it. The first and the last extent
-    /// are cut off at its ends; what of it is beyond the disk does not exist.
+    /// As [`VirtualDisk::extents`], for a part of the disk only. The first and the last extent are clipped to the
+    /// range; the part of the range beyond the disk is ignored.
     #[must_use]
     pub fn extents_in(&self, range: Range<u64>) -> Extents<'_> {
         Extents {
@@ -123,7 +123,7 @@ impl VirtualDisk {
     fn resolve(&self, guest: u64) -> Result<(u64, Place), ImageError> {
         let mut len = self.size - guest;
         for (layer, l) in self.layers.iter().enumerate() {
-            // What a shorter file behind the image does not reach is zero.
+            // Beyond the end of a shorter backing file the disk is zero.
             let Some(left) = l
                 .mapping
                 .virtual_size()
@@ -194,7 +194,7 @@ impl VirtualDisk {
             Place::Packed { layer, packed } => {
                 let bytes = self.unpacked(layer, packed)?;
                 let from = usize::try_from(guest - packed.guest).unwrap_or(usize::MAX);
-                // A last grain may hold no more than the disk needs of it.
+                // The last grain may hold no more than the disk needs.
                 let have = bytes.get(from..).unwrap_or_default();
                 let n = have.len().min(buf.len());
                 buf[..n].copy_from_slice(&have[..n]);

@@ -1,71 +1,71 @@
-//! Errors of images.
+//! Errors of this crate.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::Format;
 
-/// Why an image cannot be read, or not in the way that was asked for.
+/// Why an image cannot be read, or not in the requested form.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// The system could not do it.
+    /// An I/O error.
     #[error("cannot {doing}: {source}")]
     Io {
-        /// What was being done, to complete "cannot ...".
+        /// The operation, to complete "cannot ...".
         doing: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The container contradicts itself, ends early or points where it must not.
+    /// The container is inconsistent, truncated, or has invalid offsets.
     #[error("damaged {format} image: {field}: {detail}")]
     Damaged {
-        /// What the file claims to be.
+        /// The format that the file claims to have.
         format: Format,
-        /// Which of its fields or tables is wrong.
+        /// The invalid field or table.
         field: &'static str,
         /// What is wrong with it.
         detail: String,
     },
-    /// A feature that this program does not read.
+    /// An unsupported feature.
     #[error("this {format} image {detail}")]
     Unsupported {
-        /// What the file is.
+        /// The file's format.
         format: Format,
         /// Completes "this image ...".
         detail: String,
     },
-    /// The guest's view of the image cannot be had, so it cannot be converted.
+    /// The guest's data cannot be read, so the image cannot be converted.
     #[error("cannot convert this image: {0}")]
     Unconvertible(String),
-    /// A name inside the image leads out of the image's directory.
+    /// A file name in the image points outside the image's directory.
     #[error(
         "the image names the file {name:?}, which is not inside its own directory; it is not followed"
     )]
     OutsideDirectory {
-        /// The name as the image has it.
+        /// The name as stored in the image.
         name: String,
     },
-    /// An image is, through its backing files, its own backing file.
+    /// The backing chain has a cycle.
     #[error("the backing files form a loop")]
     BackingLoop,
-    /// A chain of backing files longer than [`crate::limits::MAX_CHAIN_DEPTH`].
+    /// The backing chain is longer than [`crate::limits::MAX_CHAIN_DEPTH`].
     #[error("the chain of backing files is longer than {0}")]
     ChainTooLong(usize),
     /// Not a regular file or block device.
     #[error("not a regular file or a block device")]
     NotAFile,
-    /// The trouble is with this file.
+    /// An error in this file.
     #[error("{}: {source}", path.display())]
     In {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error.
         source: Box<ImageError>,
     },
 }
 
 impl ImageError {
-    /// Names the file that the error is about, unless it is named already.
+    /// Adds the file that the error is about, unless it has one already.
     #[must_use]
     pub fn in_file(self, path: &Path) -> Self {
         match self {
@@ -77,7 +77,7 @@ impl ImageError {
         }
     }
 
-    /// Whether the same call may succeed later with nothing changed in the image.
+    /// Whether the same call may succeed later without a change to the image.
     #[must_use]
     pub fn can_retry(&self) -> bool {
         match self {
@@ -92,7 +92,7 @@ impl ImageError {
         }
     }
 
-    /// Whether the file can be sent all the same as [`Conversion::Opaque`](crate::Conversion::Opaque), bytes without a format.
+    /// Whether the file can still be sent as [`Conversion::Opaque`](crate::Conversion::Opaque), without its format.
     #[must_use]
     pub fn opaque_helps(&self) -> bool {
         match self {

@@ -1,4 +1,4 @@
-//! Files as they lie on disk: opening, holes, and whether one has changed.
+//! Files on disk: opening, hole detection, and change detection.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
@@ -12,18 +12,18 @@ use rustix::fs::{OFlags, SeekFrom as RawSeek, seek};
 use crate::ImageError;
 use crate::limits::MAX_FILE_EXTENTS;
 
-/// What shows whether a file has been replaced or written to.
+/// File metadata that reveals whether a file was replaced or modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
-    /// The device that holds the file.
+    /// Device number.
     pub device: u64,
-    /// The file's number there.
+    /// Inode number.
     pub inode: u64,
     /// Its size in bytes.
     pub size: u64,
-    /// When its bytes changed, in nanoseconds since 1970.
+    /// Last modification of the content, in nanoseconds since 1970.
     pub mtime_ns: i128,
-    /// When its bytes or attributes changed, in nanoseconds since 1970.
+    /// Last change of content or attributes, in nanoseconds since 1970.
     pub ctime_ns: i128,
 }
 
@@ -74,8 +74,7 @@ pub struct ImageFile {
 }
 
 impl ImageFile {
-    /// Opens `path` read-only. Never blocks on a FIFO: what is neither a regular file nor a
-    /// block device is refused.
+    /// Opens `path` read-only. Only regular files and block devices are accepted; never blocks on a FIFO.
     ///
     /// # Errors
     /// [`ImageError`] naming the path.
@@ -109,18 +108,17 @@ impl ImageFile {
         &self.path
     }
 
-    /// The file's stamp when it was opened.
+    /// The file's stamp at the time it was opened.
     #[must_use]
     pub fn stamp(&self) -> Stamp {
         self.stamp
     }
 
-    /// The runs of the file that are not holes, in order, their edges rounded outward to blocks.
-    /// A file system that knows no holes has one run. After [`MAX_FILE_EXTENTS`] runs the rest
-    /// of the file counts as one.
+    /// The data runs (no holes) of the file, in order, rounded outward to blocks. One run if the file system does not
+    /// support holes. After [`MAX_FILE_EXTENTS`] runs the rest of the file counts as one.
     ///
     /// # Errors
-    /// What seeking reports.
+    /// Errors of `lseek`.
     pub fn data_extents(&self) -> Result<Vec<Range<u64>>, ImageError> {
         self.find_extents()
             .map_err(|e| ImageError::io("look for holes", e).in_file(&self.path))
@@ -134,7 +132,7 @@ impl ImageFile {
             let start = match seek(&self.file, RawSeek::Data(at)) {
                 Ok(p) => p,
                 Err(rustix::io::Errno::NXIO) => break,
-                // No hole information here: everything is data.
+                // No hole detection here: everything is data.
                 Err(rustix::io::Errno::INVAL | rustix::io::Errno::OPNOTSUPP) => at,
                 Err(e) => return Err(e.into()),
             };
@@ -156,7 +154,7 @@ impl ImageFile {
     }
 }
 
-/// Appends `run` with its edges moved out to blocks, joined to the last where they touch.
+/// Appends `run`, rounded outward to blocks and merged with the last run if they touch.
 pub(crate) fn push_rounded(runs: &mut Vec<Range<u64>>, run: Range<u64>, len: u64) {
     let start = run.start - run.start % BLOCK_SIZE_U64;
     let end = run
@@ -176,7 +174,7 @@ impl ReadAt for ImageFile {
     }
 
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        // The length is the one at opening: a file that grows meanwhile does not show it.
+        // The length is that of opening: growth of the file is ignored.
         let left = self.stamp.size.saturating_sub(offset);
         let want = usize::try_from(left).unwrap_or(usize::MAX).min(buf.len());
         if want == 0 {

@@ -1,4 +1,4 @@
-//! Which format a file has, told by its content.
+//! Image formats, detected from the content.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,17 +6,17 @@ use std::str::FromStr;
 /// A disk image format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Format {
-    /// The disk's bytes and nothing else.
+    /// The disk's bytes without any metadata.
     Raw,
     /// QEMU copy-on-write, versions 2 and 3.
     Qcow2,
-    /// VMware: sparse files, and descriptors of several files.
+    /// VMware: sparse files, and descriptors with several extents.
     Vmdk,
-    /// Hyper-V, the newer.
+    /// Hyper-V, the newer format.
     Vhdx,
     /// VirtualBox.
     Vdi,
-    /// Virtual PC and Hyper-V, the older ("vpc" in QEMU).
+    /// Virtual PC and Hyper-V, the older format ("vpc" in QEMU).
     Vhd,
 }
 
@@ -41,7 +41,7 @@ impl fmt::Display for Format {
     }
 }
 
-/// The text names no format.
+/// The text is no format name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a disk image format (raw, qcow2, vmdk, vhdx, vdi, vhd)")]
 pub struct ParseFormatError(String);

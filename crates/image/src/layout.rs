@@ -1,20 +1,19 @@
 //! The walk: a permutation of a file's bytes into a stream of blocks.
 //!
-//! A [`Layout`] says in which order the bytes of one image file are walked so that guest data
-//! appears in guest-logical order, aligned as on the virtual disk (teleportation §2.2), whatever
-//! the container. It is kept as a sorted list of grain ranges (teleportation §2.17), each
-//! sequential or reverse-sequential in the file, and looked up by binary search.
+//! A [`Layout`] is the order in which the bytes of one image file are walked, such that guest data comes in
+//! guest-logical order, aligned as on the virtual disk (teleportation §2.2), whatever the container format. It is
+//! stored as a sorted list of grain ranges (teleportation §2.17), each sequential or reverse-sequential in the file,
+//! and searched by bisection.
 //!
-//! - Data ranges come first, in guest order. Unallocated guest space takes no room in the walk.
-//!   A run that continues in the guest block where the run before it ended stays in that block;
-//!   any other run starts in a new one. Either way its bytes stand at their guest offset modulo
-//!   4096. What this leaves out (under 8192 bytes at a time) is padding that reads as zeros.
-//! - Metadata ranges follow, in file order, aligned in the same way to their file offset. They
-//!   are everything else the file holds: headers, tables, leaked clusters, gaps, footers, and
-//!   data whose guest order would not help because it is compressed.
-//! - Every byte of the file that is not in a hole of the file is covered exactly once.
-//! - An opaque layout (encrypted or wholly compressed containers, or on request) is the file in
-//!   file order, as [`RangeKind::Data`], like that of a raw image.
+//! - Data ranges come first, in guest order. Unallocated guest space takes no space in the walk. A run that continues
+//!   in the guest block where the previous one ended stays in that block; any other run starts a new block. Either way,
+//!   bytes keep their guest offset modulo 4096. Gaps (each under 8192 bytes) are padding that reads as zeros.
+//! - Metadata ranges follow, in file order, aligned in the same way to their file offset. They contain everything else
+//!   in the file: headers, tables, leaked clusters, gaps, footers, and compressed data, for which guest order would not
+//!   help.
+//! - Every byte outside of the file's holes is covered exactly once.
+//! - An opaque layout (for encrypted or fully compressed containers, or on request) is the file in file order, as
+//!   [`RangeKind::Data`], like that of a raw image.
 
 mod builder;
 mod codec;
@@ -31,25 +30,25 @@ pub use codec::LayoutLimits;
 #[cfg(fuzzing)]
 pub use codec::seal as seal_for_fuzzing;
 
-/// The direction in which a range's grains lie in the file.
+/// The direction of a range's grains in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Order {
-    /// Each grain follows the one before it.
+    /// Ascending.
     Forward,
-    /// Each grain precedes the one before it.
+    /// Descending.
     Reverse,
 }
 
-/// What a range's bytes are.
+/// The content of a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RangeKind {
-    /// The guest's bytes in the guest's order (or the file's, where the layout is opaque).
+    /// Guest data in guest order (in file order, if the layout is opaque).
     Data,
-    /// The container's own bytes, and compressed data.
+    /// Container metadata, and compressed data.
     Metadata,
 }
 
-/// `count` grains of `grain` bytes that are walked in a row.
+/// `count` consecutive grains of `grain` bytes.
 ///
 /// Grain *i* covers walk bytes `[walk + i*grain, +grain)` and file bytes that start at
 /// `file + i*grain` ([`Order::Forward`]) or `file - i*grain` ([`Order::Reverse`]).
@@ -59,17 +58,17 @@ pub struct GrainRange {
     pub walk: u64,
     /// Where its first grain starts in the file, in bytes.
     pub file: u64,
-    /// Bytes in a grain.
+    /// Bytes per grain.
     pub grain: u32,
-    /// How many grains.
+    /// Number of grains.
     pub count: u64,
-    /// Which way they lie.
+    /// Their direction.
     pub order: Order,
-    /// What they hold.
+    /// Their content.
     pub kind: RangeKind,
 }
 
-/// The grain by which a forward run is counted: `native` where it divides, else less.
+/// The grain size for a forward run: `native` if it divides the length, else smaller.
 fn forward_grain(len: u64, native: u32) -> u32 {
     [native, 4096, 512]
         .into_iter()
@@ -78,20 +77,20 @@ fn forward_grain(len: u64, native: u32) -> u32 {
 }
 
 impl GrainRange {
-    /// Bytes in the range.
+    /// Length of the range in bytes.
     #[must_use]
     #[allow(clippy::len_without_is_empty, reason = "a range is never empty")]
     pub fn len(&self) -> u64 {
         u64::from(self.grain) * self.count
     }
 
-    /// The walk offset after the range.
+    /// The end of the range in the walk.
     #[must_use]
     pub fn walk_end(&self) -> u64 {
         self.walk + self.len()
     }
 
-    /// The file bytes it covers: one run, whatever the order.
+    /// The file bytes it covers, which are contiguous in either direction.
     #[must_use]
     pub fn file_span(&self) -> Range<u64> {
         match self.order {
@@ -104,39 +103,39 @@ impl GrainRange {
     }
 }
 
-/// A run of the walk that is one run of the file, or padding.
+/// A contiguous run in both walk and file, or padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// Where it starts in the walk.
+    /// Its offset in the walk.
     pub walk: u64,
     /// Its length in bytes, never zero.
     pub len: u64,
-    /// Where it starts in the file; `None` for padding, which reads as zeros.
+    /// Its offset in the file; `None` for padding, which reads as zeros.
     pub file: Option<u64>,
 }
 
-/// Why a list of ranges is not a layout.
+/// Why a list of ranges is not a valid layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
-    /// Not something that [`Layout::encode`] wrote, or cut short.
+    /// Not written by [`Layout::encode`], or truncated.
     #[error("a layout that is malformed at {0}")]
     Malformed(&'static str),
-    /// Written by a later version.
+    /// Written by a newer version.
     #[error("a layout of the unknown version {0}")]
     Version(u8),
-    /// The bytes changed on their way.
+    /// The checksum does not match.
     #[error("a layout whose checksum does not match")]
     Checksum,
-    /// Larger than the limits allow.
+    /// Larger than a limit.
     #[error("a layout beyond the limit on {0}")]
     TooLarge(&'static str),
-    /// A range leaves the file.
+    /// A range lies outside of the file.
     #[error("a layout with a range outside its file")]
     OutsideFile,
-    /// Two ranges share bytes of the file.
+    /// Two ranges overlap in the file.
     #[error("a layout that covers bytes of its file twice")]
     Overlap,
-    /// The ranges do not follow each other in the walk as they must.
+    /// The ranges are not in a valid order in the walk.
     #[error("a layout whose walk is out of order")]
     Order,
 }
@@ -151,12 +150,12 @@ pub struct Layout {
     metadata_bytes: u64,
 }
 
-/// The largest gap between two ranges: the rest of one block and the start of another.
+/// Upper bound on the gap between two ranges: the rest of one block and the start of another.
 const MAX_GAP: u64 = 2 * BLOCK_SIZE_U64 - 1;
 
 impl Layout {
-    /// The file in file order, without its holes. `present` are the runs that are not holes,
-    /// sorted and apart (see `ImageFile::data_extents`).
+    /// The file in file order, without its holes. `present` are the data runs, sorted and disjoint (see
+    /// `ImageFile::data_extents`).
     #[must_use]
     pub fn in_file_order(file_len: u64, present: &[Range<u64>]) -> Layout {
         let mut walk = 0u64;
@@ -188,10 +187,10 @@ impl Layout {
         }
     }
 
-    /// Checks `ranges` against every promise of the module's documentation.
+    /// Validates `ranges` against every invariant in the module's documentation.
     ///
     /// # Errors
-    /// [`LayoutError`] when one is broken.
+    /// [`LayoutError`] when one is violated.
     pub fn new(
         file_len: u64,
         table_grain: u32,
@@ -224,7 +223,7 @@ impl Layout {
                 Some(gap) if gap <= MAX_GAP => {}
                 _ => return Err(LayoutError::Order),
             }
-            // The last block is padded, so the walk's end is rounded up by others.
+            // The last block is padded, and callers round the end of the walk up.
             walk_end = r
                 .walk
                 .checked_add(len)
@@ -235,7 +234,7 @@ impl Layout {
                 RangeKind::Data => data_bytes += len,
                 RangeKind::Metadata => metadata_bytes += len,
             }
-            // Both sums are of bytes of the file; more than it has means that some count twice.
+            // Both sums count bytes of the file; more than it has means that some are covered twice.
             if data_bytes
                 .checked_add(metadata_bytes)
                 .is_none_or(|sum| sum > file_len)
@@ -258,43 +257,43 @@ impl Layout {
         })
     }
 
-    /// Bytes in the file, holes included.
+    /// Length of the file in bytes, holes included.
     #[must_use]
     pub fn file_len(&self) -> u64 {
         self.file_len
     }
 
-    /// Blocks in the walk.
+    /// Length of the walk in blocks.
     #[must_use]
     pub fn walk_blocks(&self) -> u64 {
         blocks_for(self.ranges.last().map_or(0, GrainRange::walk_end))
     }
 
-    /// The ranges, sorted by their place in the walk.
+    /// The ranges, sorted by walk offset.
     #[must_use]
     pub fn ranges(&self) -> &[GrainRange] {
         &self.ranges
     }
 
-    /// File bytes that the walk covers as data.
+    /// File bytes covered as data.
     #[must_use]
     pub fn data_bytes(&self) -> u64 {
         self.data_bytes
     }
 
-    /// File bytes that the walk covers as metadata.
+    /// File bytes covered as metadata.
     #[must_use]
     pub fn metadata_bytes(&self) -> u64 {
         self.metadata_bytes
     }
 
-    /// File bytes that the walk covers; all others are holes.
+    /// File bytes covered; all others are holes.
     #[must_use]
     pub fn covered_bytes(&self) -> u64 {
         self.data_bytes + self.metadata_bytes
     }
 
-    /// Whether the walk is the file itself, byte for byte (the last block padded).
+    /// Whether the walk equals the file, byte for byte (with the last block padded).
     #[must_use]
     pub fn is_identity(&self) -> bool {
         match self.ranges.as_slice() {
@@ -308,8 +307,8 @@ impl Layout {
         }
     }
 
-    /// The pieces of walk bytes `[walk_offset, walk_offset + len)`, in order and without gaps.
-    /// Ends early at the end of the walk's last block.
+    /// The pieces of walk bytes `[walk_offset, walk_offset + len)`, in order and without gaps. Ends early at the end of
+    /// the walk's last block.
     #[must_use]
     pub fn pieces(&self, walk_offset: u64, len: u64) -> Pieces<'_> {
         let end = walk_offset
@@ -323,10 +322,10 @@ impl Layout {
         }
     }
 
-    /// Fills `buf` with walk bytes from `walk_offset`; what lies beyond the walk is zero.
+    /// Reads walk bytes from `walk_offset` into `buf`; bytes beyond the walk are zero.
     ///
     /// # Errors
-    /// What reading `content` reports, `UnexpectedEof` when it has become shorter.
+    /// Errors from reading `content`; `UnexpectedEof` if it has become shorter.
     pub fn read(&self, content: &dyn ReadAt, walk_offset: u64, buf: &mut [u8]) -> io::Result<()> {
         let mut done = 0usize;
         for piece in self.pieces(walk_offset, buf.len() as u64) {
@@ -343,8 +342,7 @@ impl Layout {
         Ok(())
     }
 
-    /// How many times smaller the encoded ranges are than a table of 8 bytes for each grain in
-    /// use (teleportation §2.17).
+    /// Ratio of a table of 8 bytes per used grain to the encoded size of the ranges (teleportation §2.17).
     #[must_use]
     pub fn compression_ratio(&self) -> f64 {
         let table = self.data_bytes.div_ceil(u64::from(self.table_grain)) * 8;

@@ -1,13 +1,12 @@
-//! Disk image formats: raw, qcow2, vmdk, vhdx, vdi and vhd, read by content and never trusted.
+//! Disk image formats: raw, qcow2, vmdk, vhdx, vdi and vhd, detected by content and treated as untrusted.
 //!
-//! Two views of an image live here. [`Layout`] is the order in which a *file*'s bytes are
-//! walked so that guest data comes in guest order whatever the container; [`VirtualDisk`] is
-//! what the *guest* sees of all the files together. [`open_for_sending`] puts them together for
-//! a sender.
+//! There are two views of an image. [`Layout`] is the order in which a *file*'s bytes are walked, so that guest data
+//! comes in guest order whatever the container; [`VirtualDisk`] is the disk that the *guest* sees, assembled from all
+//! files. [`open_for_sending`] combines them for a sender.
 //!
-//! Parsers are total: sizes are checked before they are allocated, every loop is bounded by the
-//! file's size or a constant in [`limits`], arithmetic is checked, and tables are read a page
-//! at a time. No unsafe code, no async, no writing and no network live here.
+//! Parsers are total: sizes are checked before allocation, every loop is bounded by the file's size or a constant in
+//! [`limits`], arithmetic is checked, and tables are read a page at a time. What must not live here: unsafe code,
+//! async, writing, networking.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -16,7 +15,7 @@
 //! use drover_image::{Format, VirtualDisk, parse};
 //!
 //! # fn main() -> Result<(), drover_image::ImageError> {
-//! // Anything that can be read by position is a file.
+//! Anything that implements `ReadAt` can be parsed.
 //! let file = Arc::new(vec![0x55; 1 << 20]);
 //! let parsed = parse(file.clone())?;
 //! assert_eq!((parsed.format, parsed.virtual_size), (Format::Raw, 1 << 20));

@@ -1,19 +1,19 @@
-//! What every format comes down to: guest offsets mapped to file offsets.
+//! The interface of all formats: the mapping from guest offsets to file offsets.
 
 use std::ops::Range;
 
 use crate::ImageError;
 
-/// Where some guest bytes are.
+/// The location of guest bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Target {
-    /// In a file of the image (0 is the container itself), as they are.
+    /// Stored uncompressed in a file of the image (0 is the container itself).
     Data { file: usize, offset: u64 },
     /// In a compressed grain.
     Packed(Packed),
-    /// Nowhere: they read as zeros.
+    /// Not stored: reads as zeros.
     Zero,
-    /// Nowhere in this image: what is behind it shows, zeros if nothing is.
+    /// Not in this image: reads from the backing file, or as zeros without one.
     Unallocated,
 }
 
@@ -22,25 +22,25 @@ pub(crate) enum Target {
 pub(crate) struct Packed {
     /// The file of the image that has it.
     pub(crate) file: usize,
-    /// Where its bytes start there.
+    /// Offset of the compressed data.
     pub(crate) offset: u64,
-    /// How many compressed bytes there may be.
+    /// Upper bound on the length of the compressed data.
     pub(crate) len: u64,
     /// The first guest byte of the grain.
     pub(crate) guest: u64,
 }
 
-/// A run of guest bytes that are all of one kind and, if data, contiguous in one file.
+/// A run of guest bytes of one kind, contiguous in one file if data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
-    /// Never zero. May reach past the end of the disk.
+    /// Never zero. May extend past the end of the disk.
     pub(crate) len: u64,
     pub(crate) target: Target,
 }
 
 impl Run {
-    /// The run that starts `within` bytes into a grain, of the grains that `targets` give from
-    /// there on: as long as they are alike, or contiguous data. A compressed grain stays alone.
+    /// The run that starts `within` bytes into a grain, with `targets` giving that grain and the following ones:
+    /// extends over grains of the same kind, or contiguous data. A compressed grain is a run of its own.
     pub(crate) fn joined(
         within: u64,
         grain: u64,
@@ -76,28 +76,28 @@ impl Run {
     }
 }
 
-/// A span of a container's own tables, and what it is.
+/// A span of a container's own tables, and its name.
 pub(crate) type TableSpan = (Range<u64>, &'static str);
 
-/// One container's map, read from its tables as it is asked for.
+/// The mapping of one container, which reads its tables on demand.
 pub(crate) trait Mapping: Send + Sync {
-    /// Bytes in the disk that the guest sees.
+    /// The virtual disk size in bytes.
     fn virtual_size(&self) -> u64;
 
-    /// The container's unit of allocation in bytes.
+    /// The allocation unit in bytes.
     fn grain(&self) -> u32;
 
     /// The run that starts at `guest`, which is below the virtual size.
     fn lookup(&self, guest: u64) -> Result<Run, ImageError>;
 
-    /// Hands each span of the container's own tables to `sink`, and checks on the way that the
-    /// tables form a tree. A walk by `lookup` is bounded by the file's size only after this.
+    /// Passes each span of the container's own tables to `sink`, and checks that the tables form a tree. Only after
+    /// this is a walk by `lookup` bounded by the file's size.
     fn tables(
         &self,
         sink: &mut dyn FnMut(TableSpan) -> Result<(), ImageError>,
     ) -> Result<(), ImageError>;
 
-    /// The guest bytes of a compressed grain that `lookup` returned.
+    /// Decompresses a grain that `lookup` returned.
     fn unpack(&self, packed: Packed) -> Result<Vec<u8>, ImageError> {
         let _ = packed;
         Err(ImageError::Unconvertible(
@@ -106,10 +106,10 @@ pub(crate) trait Mapping: Send + Sync {
     }
 }
 
-/// The disk is the file: raw images, and flat extents of others.
+/// The identity mapping: raw images, and flat extents of others.
 pub(crate) struct Flat {
     pub(crate) size: u64,
-    /// Where the disk starts in the file.
+    /// The offset of the disk in the file.
     pub(crate) offset: u64,
     pub(crate) file: usize,
 }

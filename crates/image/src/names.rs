@@ -1,13 +1,13 @@
-//! Names that an image carries of other files, and which of them are followed.
+//! File names stored in an image, and which of them are followed.
 
 use std::path::{Component, Path, PathBuf};
 
 use crate::ImageError;
 
-/// Resolves `name`, as found in the image at `image`, to a path beside or below it.
+/// Resolves `name`, as stored in the image at `image`, to a path in the image's directory or below it.
 ///
-/// The name is the image's word and not the user's, so it must not lead anywhere else: no `..`,
-/// no absolute path outside, no protocol. Symbolic links are the user's own and are followed.
+/// The name comes from the image and not from the user, so it must not point anywhere else: no `..`, no absolute path
+/// outside, no protocol. Symbolic links were made by the user and are followed.
 pub(crate) fn beside(image: &Path, name: &str) -> Result<PathBuf, ImageError> {
     let refuse = || ImageError::OutsideDirectory { name: name.into() };
     let dir = match image.parent() {
@@ -30,16 +30,16 @@ pub(crate) fn beside(image: &Path, name: &str) -> Result<PathBuf, ImageError> {
     Ok(dir.join(relative))
 }
 
-/// Resolves `name` wherever it leads, as QEMU would.
+/// Resolves `name` without restrictions, as QEMU would.
 pub(crate) fn anywhere(image: &Path, name: &str) -> Result<PathBuf, ImageError> {
     let path =
         local_path(name).ok_or_else(|| ImageError::OutsideDirectory { name: name.into() })?;
     Ok(image.parent().unwrap_or(Path::new("")).join(path))
 }
 
-/// The path in a file name that may carry a protocol; `None` when it is not a plain file.
+/// The path in a file name that may have a protocol prefix; `None` when it is not a plain file.
 fn local_path(name: &str) -> Option<&Path> {
-    // Nobody names a file so who does not want to break a log or a terminal.
+    // Control characters in a file name can only be meant to corrupt a log or a terminal.
     if name.is_empty() || name.chars().any(char::is_control) {
         return None;
     }

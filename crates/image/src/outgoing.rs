@@ -1,4 +1,4 @@
-//! What leaves: an image as it is, or converted.
+//! Images to be sent, either unchanged or converted.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -14,35 +14,35 @@ use crate::probe::probe;
 use crate::qcow2::Created;
 use crate::{Format, ImageError, ImageFile, Layout, Stamp, VirtualDisk, names};
 
-/// In which form an image is sent.
+/// The form in which an image is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Conversion {
-    /// The file byte for byte, walked in the guest's order.
+    /// The file byte for byte, walked in guest order.
     #[default]
     AsIs,
-    /// The file byte for byte, walked in its own order: nothing in it is interpreted.
+    /// The file byte for byte, walked in file order, without parsing it.
     Opaque,
-    /// The guest's disk as a raw image.
+    /// Convert to a raw image.
     Raw,
-    /// The guest's disk as a qcow2 image without backing file.
+    /// Convert to a qcow2 image without a backing file.
     Qcow2,
 }
 
 /// An image ready to be sent.
 pub struct Outgoing {
-    /// The bytes of the file that the destination will have.
+    /// The file that the destination will have.
     pub content: Arc<dyn ReadAt>,
-    /// The order in which they are walked.
+    /// The order in which it is walked.
     pub layout: Layout,
     /// The format of `content`.
     pub format: Format,
-    /// Bytes in the disk that the guest sees; for opaque sending the file's own length.
+    /// The virtual disk size in bytes; the file's length if sent as opaque.
     pub virtual_size: u64,
-    /// What a person should know.
+    /// Notes for the user.
     pub notes: Vec<String>,
-    /// Files without which this one is not the image, to be sent too, each as it is.
+    /// Other files that the image needs, which are sent unchanged.
     pub companions: Vec<PathBuf>,
-    /// The files that `content` reads, each with its stamp when it was opened.
+    /// The files that `content` reads, each with its stamp at the time of opening.
     pub stamps: Vec<(PathBuf, Stamp)>,
 }
 
@@ -59,8 +59,8 @@ impl std::fmt::Debug for Outgoing {
     }
 }
 
-/// Opens the image at `path` to send it in the form that `conversion` says. Backing files are
-/// followed only beside it; [`open_for_sending_with`] can be told otherwise.
+/// Opens the image at `path` to send it in the form `conversion`. Follows backing files only in its directory; see
+/// [`open_for_sending_with`] for the alternative.
 ///
 /// # Errors
 /// [`ImageError`] naming the file and what is wrong with it.
@@ -68,7 +68,7 @@ pub fn open_for_sending(path: &Path, conversion: Conversion) -> Result<Outgoing,
     open_for_sending_with(path, conversion, Trust::Beside)
 }
 
-/// Like [`open_for_sending`], following backing files as far as `trust` says.
+/// Like [`open_for_sending`], following backing files as far as `trust` permits.
 ///
 /// # Errors
 /// [`ImageError`] naming the file and what is wrong with it.
@@ -132,7 +132,7 @@ fn opaque(path: &Path) -> Result<Outgoing, ImageError> {
     })
 }
 
-/// The disk that a conversion reads, and where it has data.
+/// The disk that a conversion reads, and its data runs.
 fn disk_and_data(path: &Path, trust: Trust) -> Result<(VirtualDisk, Vec<Range<u64>>), ImageError> {
     let disk = VirtualDisk::open_with(path, trust)?;
     check_convertible(disk.len())?;
@@ -143,7 +143,7 @@ fn disk_and_data(path: &Path, trust: Trust) -> Result<(VirtualDisk, Vec<Range<u6
             continue;
         }
         if data.len() >= MAX_FILE_EXTENTS {
-            // From here on holes are not told apart: they are read, and are zeros.
+            // From here on holes are not tracked: they are read as zeros.
             push_rounded(&mut data, extent.offset..disk.len(), disk.len());
             break;
         }
@@ -165,8 +165,8 @@ fn raw(path: &Path, trust: Trust) -> Result<Outgoing, ImageError> {
     })
 }
 
-/// The bytes of a qcow2 image without backing file that holds `disk`, whose data is in the runs of `data` (sorted and
-/// apart). They are made up as they are read.
+/// A qcow2 file without a backing file that holds `disk`, whose data is in the runs `data` (sorted and disjoint).
+/// Generated on the fly as it is read.
 ///
 /// # Errors
 /// [`ImageError::Unconvertible`] for a disk beyond [`MAX_VIRTUAL_SIZE`].

@@ -1,4 +1,4 @@
-//! Taking one file apart without opening any other.
+//! Parses one file without opening any other.
 
 use std::sync::Arc;
 
@@ -7,27 +7,27 @@ use drover_core::ReadAt;
 use crate::container::Container;
 use crate::{Format, ImageError, Layout};
 
-/// What one file says, whatever holds its bytes.
+/// The content of a single image file.
 #[derive(Debug)]
 pub struct Parsed {
-    /// Told by the content.
+    /// Detected from the content.
     pub format: Format,
-    /// Bytes in the disk that the guest sees.
+    /// The virtual disk size in bytes.
     pub virtual_size: u64,
-    /// The walk of the file, taken to have no holes.
+    /// The walk of the file, assumed to have no holes.
     pub layout: Layout,
-    /// What a person should know.
+    /// Notes for the user.
     pub notes: Vec<String>,
-    /// The name of the file behind this one, as the image has it: not checked.
+    /// The name of the backing file, as stored in the image, unchecked.
     pub backing: Option<String>,
-    /// The names of the files that belong to the image, as the image has them: not checked.
+    /// The names of other files of the image, as stored in the image, unchecked.
     pub companions: Vec<String>,
 }
 
-/// Takes `file` apart and checks every table that its layout depends on. Opens nothing else.
+/// Parses `file` and checks every table that its layout depends on. Opens no other file.
 ///
 /// # Errors
-/// [`ImageError`] when the file is damaged, unreadable or needs what is not understood.
+/// [`ImageError`] when the file is damaged, unreadable or needs an unsupported feature.
 pub fn parse(file: Arc<dyn ReadAt>) -> Result<Parsed, ImageError> {
     let len = file.len();
     let whole = 0..len;

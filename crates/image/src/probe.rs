@@ -1,4 +1,4 @@
-//! Which format a file has, by its content, and the file taken apart accordingly.
+//! Format detection from a file's content, and dispatch to the parsers.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::container::Container;
 use crate::{Format, ImageError, qcow2, vdi, vhd, vhdx, vmdk};
 
 impl Container {
-    /// Takes `file` apart by its content.
+    /// Parses `file` in its detected format.
     pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Self, ImageError> {
         let Probe {
             format,
@@ -38,17 +38,17 @@ impl Container {
     }
 }
 
-/// What a file's content says it is.
+/// The result of format detection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Probe {
     pub(crate) format: Format,
-    /// A container that is not read here and is therefore taken as raw: its name.
+    /// Name of an unsupported container format, which is treated as raw.
     pub(crate) foreign: Option<&'static str>,
-    /// A raw disk that is one encrypted volume.
+    /// The raw disk is an encrypted LUKS volume.
     pub(crate) luks: bool,
 }
 
-/// Looks at the first sectors of `file`, and at the last for a fixed vhd.
+/// Examines the first sectors of `file`, and the last for a fixed vhd.
 pub(crate) fn probe(file: &dyn ReadAt) -> Result<Probe, ImageError> {
     let mut start = [0u8; 512];
     let len = file.len();

@@ -1,8 +1,7 @@
 //! QEMU's qcow2, versions 2 and 3: two levels of tables from guest clusters to file clusters.
 //!
-//! Read: any cluster size, zero clusters, subclusters (extended L2), external data files,
-//! clusters compressed by deflate or zstd, backing names. Internal snapshots need no more than
-//! being left alone: what only they own is metadata of the file.
+//! Supported: any cluster size, zero clusters, subclusters (extended L2), external data files, deflate and zstd
+//! compression, backing files. Internal snapshots are not interpreted: clusters that only they use count as metadata.
 
 mod create;
 mod header;
@@ -24,7 +23,7 @@ use crate::{Format, ImageError};
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
-/// In a standard L2 entry of version 3.
+/// Flag in a standard L2 entry of version 3.
 const READS_AS_ZEROS: u64 = 1;
 const SUBCLUSTERS: u64 = 32;
 
@@ -33,14 +32,14 @@ struct Qcow2 {
     header: Header,
 }
 
-/// Takes apart a file that begins with qcow2's magic number.
+/// Parses a file with qcow2's magic number.
 pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
     let file = Reader::new(Arc::clone(file), Format::Qcow2);
     let header = Header::read(&file)?;
     let backing = header.backing_name.clone().map(|name| {
         let said = header.backing_format.as_deref();
         let format = match said {
-            // What QEMU reads a raw disk through.
+            // QEMU's protocol drivers for raw disks.
             Some("file" | "host_device") => Some(Format::Raw),
             other => other.and_then(|f| f.parse().ok()),
         };
@@ -74,7 +73,7 @@ pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
     })
 }
 
-/// What an L2 entry says of a run of guest bytes.
+/// A decoded L2 entry.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Entry {
     Normal(u64),
@@ -88,12 +87,12 @@ impl Qcow2 {
         self.file.damaged(field, detail)
     }
 
-    /// Which file has the clusters.
+    /// The file number of the data clusters.
     fn data_file(&self) -> usize {
         usize::from(self.header.external_data)
     }
 
-    /// The table that an L1 entry points to; zero for none.
+    /// The L2 table of an L1 entry; zero for none.
     fn l2_offset(&self, entry: u64) -> Result<u64, ImageError> {
         let offset = entry & OFFSET_MASK;
         if !offset.is_multiple_of(self.header.cluster_size()) {
@@ -124,7 +123,7 @@ impl Qcow2 {
         Ok(offset)
     }
 
-    /// A standard entry, or the first word of an extended one without its zero bits.
+    /// Decodes a standard entry, or the first word of an extended one without its zero bits.
     fn entry(&self, word: u64) -> Result<Entry, ImageError> {
         if word & COMPRESSED != 0 {
             if self.header.external_data {
@@ -139,7 +138,7 @@ impl Qcow2 {
             return Ok(Entry::Zero);
         }
         let offset = word & OFFSET_MASK;
-        // In an external data file the first cluster is as good as any.
+        // In an external data file, offset 0 is valid.
         if offset == 0 && !(self.header.external_data && word & COPIED != 0) {
             return Ok(Entry::Unallocated);
         }
@@ -168,7 +167,7 @@ impl Qcow2 {
         })
     }
 
-    /// The run of subclusters at `guest` inside its cluster.
+    /// The run of subclusters at `guest` within its cluster.
     fn subclusters(&self, word: u64, bitmap: u64, guest: u64) -> Result<Run, ImageError> {
         let cluster = self.header.cluster_size();
         let within = guest % cluster;
@@ -275,7 +274,7 @@ impl Mapping for Qcow2 {
         let h = &self.header;
         let cluster = h.cluster_size();
         sink((0..cluster, "header"))?;
-        // Disks of no size have no L1 table, but may have an offset for one.
+        // Disks of size zero have no L1 table, but may have an offset for one.
         if h.l1_entries > 0 {
             sink((h.l1_offset..h.l1_offset + h.l1_entries * 8, "L1 table"))?;
         }
@@ -329,11 +328,11 @@ impl Mapping for Qcow2 {
     }
 }
 
-/// Fills `out` from raw deflate; what follows the stream in `input` is ignored.
+/// Inflates raw deflate data into `out`; trailing bytes in `input` are ignored.
 fn inflate(input: &[u8], out: &mut [u8]) -> bool {
     let mut state = Decompress::new(false);
     let status = state.decompress(input, out, FlushDecompress::Finish);
-    // A full output is enough: the end mark may not have been read yet.
+    // A full output is enough: the end marker may not have been read yet.
     matches!(
         status,
         Ok(Status::StreamEnd | Status::Ok | Status::BufError)

@@ -7,15 +7,15 @@ use drover_core::ReadAt;
 use crate::limits::{CACHED_PAGES, PAGE_BYTES};
 use crate::{Format, ImageError};
 
-/// A container file whose tables are read a page at a time and never held as a whole.
+/// A container file whose tables are read a page at a time and never loaded completely.
 pub(crate) struct Reader {
     file: Arc<dyn ReadAt>,
     format: Format,
-    /// The pages used last, the latest first.
+    /// Cached pages, most recently used first.
     pages: Mutex<Vec<(u64, Arc<[u8]>)>>,
 }
 
-/// Bytes of a table from some offset to the end of their cached page.
+/// Bytes of a table, from some offset to the end of their cached page.
 pub(crate) struct Slice {
     page: Arc<[u8]>,
     start: usize,
@@ -67,7 +67,7 @@ impl Reader {
         ))
     }
 
-    /// Fills `buf` from `offset`, without the cache.
+    /// Reads into `buf`, bypassing the cache.
     pub(crate) fn read(
         &self,
         offset: u64,
@@ -80,8 +80,8 @@ impl Reader {
             .map_err(|e| ImageError::io(format!("read the image's {field}"), e))
     }
 
-    /// The bytes from `offset` to the end of its page: at least `least`, if `offset` is a
-    /// multiple of `least` and `least` a power of two.
+    /// The bytes from `offset` to the end of its page: at least `least`, if `least` is a power of two and divides
+    /// `offset`.
     pub(crate) fn slice(
         &self,
         offset: u64,
@@ -130,7 +130,7 @@ impl Reader {
     }
 }
 
-/// Fixed-size numbers out of a slice that is known to be long enough.
+/// Fixed-size integers from a slice that is known to be long enough.
 macro_rules! number {
     ($name:ident, $type:ty, $from:ident) => {
         pub(crate) fn $name(bytes: &[u8], at: usize) -> $type {

@@ -1,4 +1,4 @@
-//! VirtualBox's vdi: one table from blocks of the disk to blocks of the file.
+//! VirtualBox's vdi: a single table from disk blocks to file blocks.
 
 use std::sync::Arc;
 
@@ -18,13 +18,13 @@ struct Vdi {
     file: Reader,
     size: u64,
     block: u64,
-    /// Where the table starts; it lies in the file.
+    /// Offset of the table, checked to lie in the file.
     map: u64,
     blocks: u64,
     data: u64,
 }
 
-/// Takes apart a file that has vdi's signature.
+/// Parses a file with vdi's signature.
 pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
     let file = Reader::new(Arc::clone(file), Format::Vdi);
     let mut raw = [0u8; HEADER as usize];

@@ -14,14 +14,13 @@ const FOOTER: usize = 512;
 const DYNAMIC_HEADER: usize = 1024;
 const SECTOR: u64 = 512;
 const UNALLOCATED: u32 = u32::MAX;
-/// What the geometry cannot express is told by the size field (65535 x 16 x 255 sectors).
+/// Larger sizes than the geometry can express are in the size field (65535 x 16 x 255 sectors).
 const MAX_GEOMETRY_SECTORS: u64 = 65_535 * 16 * 255;
-/// Programs whose images have the size that the size field says; for all others it is the
-/// geometry that counts, as in QEMU.
+/// Creators whose images have the size in the size field; for all others the geometry counts, as in QEMU.
 const SIZE_FIELD_COUNTS: [&[u8; 4]; 5] = [b"win ", b"qem2", b"d2v ", b"tap\0", b"CTXS"];
 
-/// Whether the last sector is the footer of a fixed disk, checksum included: a raw disk that
-/// merely ends with the cookie stays raw.
+/// Whether the last sector is the footer of a fixed disk, including a valid checksum: a raw disk that merely ends with
+/// the cookie stays raw.
 pub(crate) fn has_fixed_footer(file: &dyn ReadAt) -> Result<bool, ImageError> {
     let Some(at) = file.len().checked_sub(FOOTER as u64) else {
         return Ok(false);
@@ -32,18 +31,18 @@ pub(crate) fn has_fixed_footer(file: &dyn ReadAt) -> Result<bool, ImageError> {
     Ok(footer.starts_with(b"conectix") && checksum_matches(&footer, 64))
 }
 
-/// The ones' complement of the sum of all bytes but the checksum's own four.
+/// The ones' complement of the sum of all bytes except the checksum itself.
 fn checksum_matches(bytes: &[u8], at: usize) -> bool {
     let sum = bytes
         .iter()
         .enumerate()
         .filter(|(i, _)| !(at..at + 4).contains(i))
         .fold(0u32, |sum, (_, &b)| sum.wrapping_add(u32::from(b)));
-    // A fuzzer would never get past it.
+    // Fuzzers would never get past it.
     !sum == be32(bytes, at) || cfg!(fuzzing)
 }
 
-/// Takes apart a file with a vhd footer at its end or, if dynamic, at its start.
+/// Parses a file with a vhd footer at its end or, if dynamic, at its start.
 pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
     let file = Reader::new(Arc::clone(file), Format::Vhd);
     let mut footer = [0u8; FOOTER];
@@ -53,7 +52,7 @@ pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
             return Err(file.damaged("header", "its checksum does not match"));
         }
     } else {
-        // Probing found a footer with a good checksum there.
+        // Probing found a footer with a valid checksum there.
         let at = file.len() - FOOTER as u64;
         file.read(at, &mut footer, "footer")?;
     }
@@ -117,7 +116,7 @@ fn dynamic(file: Reader, size: u64, header: u64) -> Result<Container, ImageError
         header,
         table,
         entries,
-        // One bit a sector, in whole sectors.
+        // One bit per sector, in whole sectors.
         bitmap: (block / SECTOR).div_ceil(8).next_multiple_of(SECTOR),
         file,
     };
@@ -129,11 +128,11 @@ struct Dynamic {
     size: u64,
     block: u64,
     header: u64,
-    /// Where the table starts; it lies in the file.
+    /// Offset of the table, checked to lie in the file.
     table: u64,
     entries: u64,
-    /// Bytes in front of each block that say which of its sectors were written. Without a
-    /// parent those that were not are zeros in the file too.
+    /// Size of the bitmap in front of each block that tells which of its sectors were written. Without a parent,
+    /// unwritten sectors are zeros in the file, too.
     bitmap: u64,
 }
 

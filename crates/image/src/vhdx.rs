@@ -1,5 +1,5 @@
-//! Hyper-V's vhdx: fixed and dynamic. An image whose log was not replayed is refused, since its
-//! tables are not what they should be; differences to other images are refused too.
+//! Hyper-V's vhdx: fixed and dynamic. Images with a log still to be replayed are refused, since their tables are not up
+//! to date; differencing images are refused, too.
 
 use std::sync::Arc;
 
@@ -18,10 +18,10 @@ const HEADERS: [u64; 2] = [64 * KIB, 128 * KIB];
 const REGION_TABLES: [u64; 2] = [192 * KIB, 256 * KIB];
 const REGION_TABLE_BYTES: usize = 64 << 10;
 const MAX_ENTRIES: usize = 2047;
-/// Log entries start at multiples of this.
+/// Alignment of log entries.
 const LOG_STEP: u64 = 4 * KIB;
 
-/// GUIDs as they lie in the file.
+/// GUIDs in the file's byte order.
 type Guid = [u8; 16];
 const REGION_BAT: Guid = guid(0x2dc2_7766, 0xf623, 0x4200, 0x9d64_115e_9bfd_4a08);
 const REGION_METADATA: Guid = guid(0x8b7c_a206, 0x4790, 0x4b9a, 0xb8fe_575f_050f_886e);
@@ -49,7 +49,7 @@ struct Vhdx {
     file: Reader,
     size: u64,
     block: u64,
-    /// Payload entries between two entries for sector bitmaps.
+    /// Payload entries between two sector bitmap entries.
     chunk: u64,
     bat: Region,
     metadata: Region,
@@ -62,14 +62,14 @@ struct Region {
     len: u64,
 }
 
-/// What the metadata region says of the disk.
+/// The disk's parameters from the metadata region.
 struct DiskMetadata {
     size: u64,
     block: u64,
     sector: u64,
 }
 
-/// Takes apart a file that begins with vhdx's signature.
+/// Parses a file with vhdx's signature.
 pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
     let file = Reader::new(Arc::clone(file), Format::Vhdx);
     let header = current_header(&file)?;
@@ -82,7 +82,7 @@ pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
     let facts = facts(&file, metadata)?;
     let chunk = (1u64 << 23) * facts.sector / facts.block;
     let payloads = facts.size.div_ceil(facts.block);
-    // One entry for a sector bitmap after each chunk but the last.
+    // One sector bitmap entry after each chunk but the last.
     let entries = payloads + payloads.saturating_sub(1) / chunk;
     if entries.checked_mul(8).is_none_or(|bytes| bytes > bat.len) {
         return Err(file.damaged(
@@ -107,17 +107,17 @@ pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
     ))
 }
 
-/// CRC-32C of `bytes` with the four at offset 4, the checksum itself, taken as zero.
+/// CRC-32C of `bytes`, with the checksum field (4 bytes at offset 4) taken as zero.
 fn checksum_matches(bytes: &mut [u8]) -> bool {
     let stored = le32(bytes, 4);
     bytes[4..8].fill(0);
     let actual = checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32;
     bytes[4..8].copy_from_slice(&stored.to_le_bytes());
-    // A fuzzer would never get past it.
+    // Fuzzers would never get past it.
     stored == actual || cfg!(fuzzing)
 }
 
-/// The newer of the two headers, of those that are whole.
+/// The newer of the valid headers.
 fn current_header(file: &Reader) -> Result<Vec<u8>, ImageError> {
     let mut best: Option<(u64, Vec<u8>)> = None;
     for at in HEADERS {
@@ -140,7 +140,7 @@ fn current_header(file: &Reader) -> Result<Vec<u8>, ImageError> {
     Ok(header)
 }
 
-/// A log that is named and has an entry of that name was not replayed.
+/// Refuses a log that still has to be replayed: the header names it, and it has an entry of that name.
 fn refuse_pending_log(file: &Reader, header: &[u8], log: Region) -> Result<(), ImageError> {
     let name = &header[48..64];
     if log.len == 0 {
@@ -320,7 +320,7 @@ impl Mapping for Vhdx {
         let within = guest % self.block;
         let at = self.bat.offset + (index + index / self.chunk) * 8;
         let slice = self.file.slice(at, 8, "block table")?;
-        // Up to the next entry for a sector bitmap.
+        // Up to the next sector bitmap entry.
         let most = (self.chunk - index % self.chunk).min(self.size.div_ceil(self.block) - index);
         let entries = slice.bytes().chunks_exact(8).take(most as usize);
         Run::joined(within, self.block, entries.map(|e| self.target(le64(e, 0))))

@@ -1,4 +1,4 @@
-//! VMware's vmdk: sparse files with their descriptor inside or beside, and flat extents.
+//! VMware's vmdk: sparse files with their descriptor embedded or separate, and flat extents.
 
 mod descriptor;
 mod sparse;
@@ -15,7 +15,7 @@ use crate::{Format, ImageError};
 use descriptor::Descriptor;
 use sparse::Sparse;
 
-/// Takes apart a sparse extent or a text descriptor.
+/// Parses a sparse extent or a text descriptor.
 pub(crate) fn open(file: &Arc<dyn ReadAt>) -> Result<Container, ImageError> {
     let reader = Reader::new(Arc::clone(file), Format::Vmdk);
     let mut magic = [0u8; 64];
@@ -72,7 +72,7 @@ fn parent(text: &Descriptor, container: &mut Container) {
     }
 }
 
-/// Whether a vmdk text descriptor begins here.
+/// Whether a vmdk text descriptor starts here.
 pub(crate) fn is_descriptor(start: &[u8]) -> bool {
     const FIRST_LINE: &[u8] = b"# Disk DescriptorFile";
     start

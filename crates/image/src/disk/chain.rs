@@ -1,4 +1,4 @@
-//! Opening an image with everything behind it.
+//! Opens an image with its backing chain.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,26 +12,26 @@ use crate::limits::MAX_CHAIN_DEPTH;
 use crate::{Format, ImageError, ImageFile, names};
 
 impl VirtualDisk {
-    /// Opens the image at `path`, with backing files beside it ([`Trust::Beside`]).
+    /// Opens the image at `path`, following backing files in its directory only ([`Trust::Beside`]).
     ///
     /// # Errors
-    /// [`ImageError`] naming the file that is damaged, unreadable or not to be followed.
+    /// [`ImageError`] naming the file that is damaged, unreadable or outside that directory.
     pub fn open(path: &Path) -> Result<Self, ImageError> {
         Self::open_with(path, Trust::Beside)
     }
 
-    /// Opens the image at `path`, following backing files as far as `trust` says.
+    /// Opens the image at `path`, following backing files as far as `trust` permits.
     ///
     /// # Errors
-    /// [`ImageError`] naming the file that is damaged, unreadable or not to be followed.
+    /// [`ImageError`] naming the file that is damaged, unreadable or not permitted.
     pub fn open_with(path: &Path, trust: Trust) -> Result<Self, ImageError> {
         chain(path, trust)
     }
 
-    /// The disk in a single file that needs no other.
+    /// A disk in a single, self-contained file.
     ///
     /// # Errors
-    /// [`ImageError`] when the file is damaged, or is not a whole disk by itself.
+    /// When the file is damaged, or needs other files.
     pub fn from_content(content: Arc<dyn ReadAt>) -> Result<Self, ImageError> {
         single(content)
     }
@@ -105,7 +105,7 @@ struct ChainLink {
     backing: Option<Backing>,
 }
 
-/// ChainLink image of the chain, without what is behind it.
+/// One image of the chain, without its backing file.
 fn layer(
     file: ImageFile,
     expected: Option<Format>,
@@ -116,7 +116,7 @@ fn layer(
     found.stamps.push((path.clone(), file.stamp()));
     let content: Arc<dyn ReadAt> = Arc::new(file);
     let mut container = match expected {
-        // A guest could write another format's magic number into a raw disk.
+        // Do not probe: a guest could write another format's magic number to a raw disk.
         Some(Format::Raw) => Container::raw(content.len()),
         _ => Container::open(&content)?,
     };

@@ -1,4 +1,4 @@
-//! ChainLink file of a disk, opened.
+//! Opens a file of a disk.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -6,14 +6,14 @@ use std::sync::Arc;
 use super::Medium;
 use crate::{ImageError, ImageFile, Stamp};
 
-/// What opening gathers on its way down the chain.
+/// The files opened so far along the chain.
 #[derive(Default)]
 pub(super) struct OpenedFiles {
     pub(super) notes: Vec<String>,
     pub(super) stamps: Vec<(PathBuf, Stamp)>,
 }
 
-/// A file that is plain bytes to the image that names it.
+/// A file that its image uses as raw bytes.
 pub(super) fn medium(path: &Path, found: &mut OpenedFiles) -> Result<Medium, ImageError> {
     let file = ImageFile::open(path)?;
     let present = file.data_extents()?;

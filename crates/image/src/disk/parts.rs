@@ -1,4 +1,4 @@
-//! A disk made of several files in a row, as vmdk descriptors have it.
+//! A disk that consists of several files, one after the other, as in vmdk descriptors.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ struct Piece {
     len: u64,
     /// `None` reads as zeros.
     mapping: Option<Box<dyn Mapping>>,
-    /// What is added to the piece's own file numbers.
+    /// Added to the file numbers of this piece.
     file: usize,
 }
 
@@ -23,7 +23,7 @@ struct Row {
     size: u64,
 }
 
-/// Opens every part, each beside the descriptor at `path`, and makes one map of them.
+/// Opens every part, relative to the descriptor at `path`, and combines them into one mapping.
 pub(super) fn join(
     path: &Path,
     parts: Vec<Part>,
@@ -139,7 +139,7 @@ impl Mapping for Row {
         &self,
         _: &mut dyn FnMut(TableSpan) -> Result<(), ImageError>,
     ) -> Result<(), ImageError> {
-        // Each part was checked when it was opened.
+        // Each part was checked when opened.
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! Making a layout from runs that a parser finds, in bounded memory.
+//! Builds a layout from the runs that a parser finds, in bounded memory.
 
 use std::ops::Range;
 
@@ -6,18 +6,18 @@ use drover_core::BLOCK_SIZE_U64;
 
 use super::{GrainRange, Layout, LayoutError, Order, RangeKind, forward_grain};
 
-/// Why the runs make no layout.
+/// Why the runs do not form a layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BuildError {
-    /// More ranges than were allowed.
+    /// Too many ranges.
     TooManyRanges,
-    /// Two guest runs lie on the same file bytes, of which this is the first.
+    /// Two guest runs overlap in the file, first at this byte.
     Overlap(u64),
-    /// A guest run lies, from this byte on, over a table of this name.
+    /// A guest run overlaps, from this byte on, a table of this name.
     OverTable(u64, &'static str),
 }
 
-/// A range that may still grow.
+/// A range under construction.
 #[derive(Debug, Clone, Copy)]
 struct Draft {
     walk: u64,
@@ -26,22 +26,21 @@ struct Draft {
     len: u64,
     /// The length of each chunk of a reverse range; zero for a forward one.
     step: u64,
-    /// One chunk so far: may still become reverse.
+    /// Has one chunk so far: the direction is still open.
     single: bool,
     kind: RangeKind,
 }
 
-/// Takes guest runs in guest order, leaves out the file's holes, and adds everything else in
-/// the file as metadata.
+/// Takes guest runs in guest order, omits the file's holes, and adds the rest of the file as metadata.
 pub(crate) struct LayoutBuilder<'a> {
     file_len: u64,
-    /// What is not a hole of the file: sorted and apart.
+    /// The data runs of the file (no holes), sorted and disjoint.
     present: &'a [Range<u64>],
     table_grain: u32,
     max_ranges: usize,
     drafts: Vec<Draft>,
     walk_end: u64,
-    /// Where the last run ended, as a guest offset (or file offset for metadata).
+    /// The end of the last run, as a guest offset (for metadata, a file offset).
     key_end: Option<u64>,
 }
 
@@ -63,8 +62,8 @@ impl<'a> LayoutBuilder<'a> {
         }
     }
 
-    /// Adds guest bytes `[guest, guest+len)` that lie at `file`; what lies beyond the end of
-    /// the file or in a hole of it is left out. Runs MUST come in guest order.
+    /// Adds guest bytes `[guest, guest+len)` stored at `file`, omitting what lies in a hole or beyond the end of the
+    /// file. Runs MUST come in guest order.
     pub(crate) fn data(&mut self, guest: u64, file: u64, len: u64) -> Result<(), BuildError> {
         let end = file.saturating_add(len).min(self.file_len);
         let first = self.present.partition_point(|r| r.end <= file);
@@ -111,8 +110,8 @@ impl<'a> LayoutBuilder<'a> {
         Ok(())
     }
 
-    /// Adds what no guest run covered, in file order, and closes the layout. `tables` are the
-    /// spans that no guest run may touch, sorted and apart.
+    /// Adds the bytes that no guest run covered, in file order, and finishes the layout. `tables` are the spans that no
+    /// guest run may overlap, sorted and disjoint.
     pub(crate) fn finish(
         mut self,
         tables: &[(u64, u64, &'static str)],
@@ -132,7 +131,7 @@ impl<'a> LayoutBuilder<'a> {
         let mut spans = spans.into_iter().peekable();
         for run in self.present {
             let (mut at, end) = (run.start, run.end.min(self.file_len));
-            // Data never leaves the present runs, so each span is in exactly one of them.
+            // Data is always within present runs, so each span is in exactly one of them.
             while let Some((from, to)) = spans.next_if(|s| s.0 < end) {
                 self.push(at, at, from - at, RangeKind::Metadata)?;
                 at = to;
@@ -143,14 +142,14 @@ impl<'a> LayoutBuilder<'a> {
         let ranges: Vec<GrainRange> = self.drafts.into_iter().map(|d| d.close(grain)).collect();
         Layout::new(self.file_len, grain, ranges).map_err(|e| match e {
             LayoutError::Overlap => BuildError::Overlap(0),
-            // Everything else is ruled out above; a walk past 2^64 has too many ranges first.
+            // Everything else is excluded above; a walk past 2^64 has too many ranges first.
             _ => BuildError::TooManyRanges,
         })
     }
 }
 
 impl Draft {
-    /// Takes the chunk that follows in the walk, if it lies right after or right before.
+    /// Appends the next chunk of the walk, if it is adjacent in the file on either side.
     fn join(&mut self, file: u64, len: u64) -> bool {
         if self.step == 0 && file == self.file + self.len {
             self.len += len;

@@ -1,4 +1,4 @@
-//! A layout as bytes: what the source sends and the destination keeps (`docs/format/layout.md`).
+//! Encoding of layouts: sent by the source and stored by the destination (`docs/format/layout.md`).
 
 use std::io::Read;
 
@@ -13,7 +13,7 @@ const VERSION: u8 = 1;
 /// Magic, version, CRC-32C of everything after it.
 const HEADER: usize = 9;
 const ZSTD_LEVEL: i32 = 3;
-/// Wide enough for what [`Layout::encode`] writes, and all that a decoder will allocate for.
+/// Window size: enough for [`Layout::encode`]; decoders allocate no more.
 const WINDOW_LOG: u32 = 22;
 
 const REVERSE: u8 = 1;
@@ -26,14 +26,14 @@ const IN_GRAINS: u8 = 8;
 const GAP: u8 = 16;
 const ALL_FLAGS: u8 = 31;
 
-/// What a decoder accepts from a peer.
+/// Limits of a decoder, for input from peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayoutLimits {
-    /// Bytes of the encoded layout.
+    /// Length of the encoded layout in bytes.
     pub max_encoded: usize,
-    /// Ranges in it.
+    /// Number of ranges.
     pub max_ranges: usize,
-    /// Bytes of the file that it describes.
+    /// Length of the described file in bytes.
     pub max_file_len: u64,
 }
 
@@ -59,7 +59,7 @@ fn unzigzag(v: u64) -> i64 {
     (v >> 1) as i64 ^ -((v & 1) as i64)
 }
 
-/// The file offset right after the last grain that a range walks, from which the next is counted.
+/// The file offset after the last grain of a range, to which the next range's offset is relative.
 fn file_after(r: &GrainRange) -> u64 {
     match r.order {
         Order::Forward => r.file_span().end,
@@ -68,8 +68,7 @@ fn file_after(r: &GrainRange) -> u64 {
 }
 
 impl Layout {
-    /// The layout as bytes: differences as varints, in columns, through zstd; with a version
-    /// and a checksum.
+    /// Encodes the layout: deltas as varints, column by column, compressed by zstd, with a version and a checksum.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         seal(&self.body())
@@ -118,11 +117,11 @@ impl Layout {
         body
     }
 
-    /// The layout that `bytes` encode. `bytes` may come from anybody: what is returned keeps
-    /// every promise of a layout, and no more memory was used than `limits` imply.
+    /// Decodes a layout. The input is untrusted: the result satisfies every invariant of a layout, and memory use is
+    /// bounded by `limits`.
     ///
     /// # Errors
-    /// [`LayoutError`] when it is not a layout, or one beyond `limits`.
+    /// [`LayoutError`] when the input is invalid, or beyond `limits`.
     pub fn decode(bytes: &[u8], limits: LayoutLimits) -> Result<Layout, LayoutError> {
         if bytes.len() > limits.max_encoded {
             return Err(LayoutError::TooLarge("encoded bytes"));
@@ -140,7 +139,7 @@ impl Layout {
             return Err(LayoutError::Checksum);
         }
         let body_len = take(&mut packed, "the body's length")?;
-        // A range takes at most 1 + 10 + 10 + 5 + 10 bytes, what stands before them at most 60.
+        // A range takes at most 1 + 10 + 10 + 5 + 10 bytes, the preceding fields at most 60.
         let most = (limits.max_ranges as u64).saturating_mul(36) + 60;
         if body_len > most {
             return Err(LayoutError::TooLarge("ranges"));
@@ -223,7 +222,7 @@ fn decode_ranges(
                 RangeKind::Data
             },
         };
-        // Only what the next range is counted from; Layout::new checks the rest.
+        // Only used as the base of the next range; `Layout::new` checks the rest.
         let len = u64::from(grain)
             .checked_mul(count)
             .ok_or(LayoutError::OutsideFile)?;
@@ -243,7 +242,7 @@ fn decode_ranges(
     Ok(ranges)
 }
 
-/// Compresses a body and puts the header in front.
+/// Compresses a body and prepends the header.
 #[must_use]
 pub fn seal(body: &[u8]) -> Vec<u8> {
     let mut packed = Vec::new();
@@ -262,7 +261,7 @@ fn crc(bytes: &[u8]) -> u32 {
 }
 
 fn compress(body: &[u8]) -> Vec<u8> {
-    // Compression into memory has nothing to fail on but memory itself.
+    // Compression in memory can only fail for lack of memory.
     zstd::bulk::Compressor::new(ZSTD_LEVEL)
         .and_then(|mut c| {
             c.window_log(WINDOW_LOG)?;
@@ -276,7 +275,7 @@ fn decompress(packed: &[u8], body_len: u64) -> Result<Vec<u8>, LayoutError> {
     let mut decoder = zstd::stream::read::Decoder::with_buffer(packed).map_err(|_| BAD)?;
     decoder.window_log_max(WINDOW_LOG).map_err(|_| BAD)?;
     let mut body = Vec::new();
-    // Grows with what is really there, never by what is claimed.
+    // Grows with the actual output, never by a claimed size.
     decoder
         .take(body_len + 1)
         .read_to_end(&mut body)

@@ -7,7 +7,7 @@ use super::*;
 
 const BLOCK: u64 = BLOCK_SIZE_U64;
 
-/// The plain model: for each byte of the walk, the file byte that it is, or padding.
+/// The reference model: the file byte for each byte of the walk, or padding.
 fn flat(layout: &Layout) -> Vec<Option<u64>> {
     let mut walk = Vec::new();
     for r in layout.ranges() {
@@ -38,7 +38,7 @@ fn from_pieces(layout: &Layout, walk: u64, len: u64) -> Vec<Option<u64>> {
     out
 }
 
-/// A file: its holes, and which clusters of it belong to which guest clusters.
+/// A test file: its holes, and its mapping from guest clusters to file clusters.
 #[derive(Debug, Clone)]
 struct Plan {
     file_len: u64,
@@ -120,7 +120,7 @@ impl Plan {
         b.finish(&[]).unwrap()
     }
 
-    /// File byte -> guest byte.
+    /// Maps a file byte to its guest byte.
     fn guest_of(&self, file: u64) -> Option<u64> {
         let within = file.checked_sub(self.skew)?;
         let f = (within / self.cluster) as usize;
@@ -135,7 +135,7 @@ proptest! {
         let layout = p.build();
         let walk = flat(&layout);
         prop_assert_eq!(walk.len() as u64, layout.walk_blocks() * BLOCK);
-        // Every byte outside holes exactly once, no byte of a hole.
+        // Every byte outside of holes exactly once, and none in a hole.
         let mut seen: Vec<u64> = walk.iter().flatten().copied().collect();
         let data = layout.data_bytes() as usize;
         let (of_data, of_meta) = seen.split_at(data);
@@ -146,7 +146,7 @@ proptest! {
         seen.sort_unstable();
         let expected: Vec<u64> = p.present().into_iter().flatten().collect();
         prop_assert_eq!(seen, expected);
-        // Aligned, and a block of the walk has bytes of one guest block only.
+        // Aligned, and each block of the walk has bytes of one guest block only.
         for (block, bytes) in walk.chunks(BLOCK as usize).enumerate() {
             let mut of = None;
             for (i, f) in bytes.iter().enumerate() {
@@ -182,7 +182,7 @@ proptest! {
         p in plan(),
         edits in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
     ) {
-        // Edits behind the checksum, as a peer that knows the format could make them.
+        // Modified content with a valid checksum, as a malicious peer could make it.
         let mut body = p.build().body();
         for (at, byte) in edits {
             let at = at.index(body.len());
@@ -313,7 +313,7 @@ fn a_decoder_stays_within_its_limits() {
             Err(LayoutError::TooLarge(_))
         ));
     }
-    // A bomb: megabytes of zeros that claim to be ranges.
+    // A decompression bomb: megabytes of zeros that claim to be ranges.
     let bomb = codec::seal(&vec![0; 30 << 20]);
     assert!(bomb.len() < 10_000);
     assert!(Layout::decode(&bomb, limits).is_err());

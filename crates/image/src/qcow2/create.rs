@@ -1,8 +1,8 @@
-//! A qcow2 image made up on the fly: version 3, clusters of 64 KiB, one reference each.
+//! Generates a qcow2 file on the fly: version 3, clusters of 64 KiB, reference counts of one.
 //!
-//! The file is: header, refcount table, refcount blocks, L1 table, L2 tables (only those in
-//! use), then the clusters that have data, in guest order. Every byte follows from the disk's
-//! size and the list of its data, so nothing but that list is kept.
+//! The file has the header, refcount table, refcount blocks, L1 table, L2 tables (only those in use), then the data
+//! clusters in guest order. All bytes are derived from the disk's size and the list of its data runs, so only that list
+//! is kept.
 
 use std::io;
 use std::ops::Range;
@@ -16,31 +16,31 @@ use crate::{ImageError, Layout};
 const SECTOR: u64 = 512;
 const CLUSTER_BITS: u32 = 16;
 const CLUSTER: u64 = 1 << CLUSTER_BITS;
-/// Entries of eight bytes in a cluster.
+/// 8-byte entries per cluster.
 const ENTRIES: u64 = CLUSTER / 8;
-/// Reference counts of 16 bits in a cluster.
+/// 16-bit reference counts per cluster.
 const COUNTS: u64 = CLUSTER / 2;
 const HEADER_BYTES: usize = 104;
 const COPIED: u64 = 1 << 63;
 
-/// Clusters of the guest's disk that are in the file, in a row.
+/// A run of guest clusters that are in the file.
 #[derive(Debug, Clone, Copy)]
 struct Stretch {
-    /// The first, counted on the disk.
+    /// The first cluster's index on the disk.
     guest: u64,
-    /// The first, counted in the file's data.
+    /// The first cluster's index in the file's data.
     rank: u64,
     count: u64,
 }
 
-/// The bytes of a qcow2 file that holds a disk's data.
+/// A generated qcow2 file with a disk's data.
 pub(crate) struct Created<D> {
     disk: D,
     stretches: Vec<Stretch>,
-    /// The L1 indices whose L2 table exists, sorted.
+    /// The L1 indices with an L2 table, sorted.
     tables: Vec<u64>,
     l1_entries: u64,
-    /// Where each part starts, in clusters; the header is the first cluster.
+    /// The start of each part, in clusters; the header is the first cluster.
     refcount_blocks: u64,
     l1: u64,
     l2: u64,
@@ -49,7 +49,7 @@ pub(crate) struct Created<D> {
 }
 
 impl<D: ReadAt> Created<D> {
-    /// The image of `disk`, whose data is in the runs of `data` (sorted and apart).
+    /// The image of `disk`, whose data is in the runs `data` (sorted and disjoint).
     pub(crate) fn new(disk: D, data: &[Range<u64>]) -> Self {
         let mut stretches: Vec<Stretch> = Vec::new();
         let mut tables: Vec<u64> = Vec::new();
@@ -82,11 +82,11 @@ impl<D: ReadAt> Created<D> {
             let first = tables.last().map_or(0, |t| t + 1).max(guest / ENTRIES);
             tables.extend(first..=(end - 1) / ENTRIES);
         }
-        // One at least: without, the table's cluster would belong to nobody.
+        // At least one: otherwise the table's cluster would have no owner.
         let l1_entries = disk.len().div_ceil(CLUSTER * ENTRIES).max(1);
         let l1_clusters = (l1_entries * 8).div_ceil(CLUSTER);
         let others = 1 + l1_clusters + tables.len() as u64 + clusters;
-        // Refcounts count their own clusters too: grow both until they suffice.
+        // Refcount blocks also count themselves and the table: grow both until they suffice.
         let (mut table, mut blocks) = (1, 1);
         loop {
             let needed = (others + table + blocks).div_ceil(COUNTS);
@@ -113,7 +113,7 @@ impl<D: ReadAt> Created<D> {
         }
     }
 
-    /// The layout: the data as it stands, then everything in front of it.
+    /// The layout: the data clusters, then everything before them as metadata.
     pub(crate) fn layout(&self) -> Result<Layout, ImageError> {
         let len = self.len();
         let whole = 0..len;
@@ -142,7 +142,7 @@ impl<D: ReadAt> Created<D> {
         put(0, b"QFI\xfb");
         put(4, &3u32.to_be_bytes());
         put(20, &CLUSTER_BITS.to_be_bytes());
-        // In whole sectors: others drop what is left of the last one.
+        // In whole sectors: other programs drop a partial last one.
         let disk_bytes = self.disk.len().next_multiple_of(SECTOR);
         put(24, &disk_bytes.to_be_bytes());
         // At most 2^15 entries: a disk is no larger than MAX_VIRTUAL_SIZE.
@@ -155,7 +155,7 @@ impl<D: ReadAt> Created<D> {
         h
     }
 
-    /// The file cluster that has guest cluster `guest`, if one does.
+    /// The file cluster of guest cluster `guest`, if allocated.
     fn cluster_of(&self, guest: u64) -> Option<u64> {
         let i = self
             .stretches
@@ -164,14 +164,14 @@ impl<D: ReadAt> Created<D> {
         Some(self.data + s.rank + (guest - s.guest))
     }
 
-    /// The eight bytes at entry `index` of the part that starts at cluster `part`.
+    /// The 8-byte entry at `index` of the part that starts at cluster `part`.
     fn entry(&self, part: u64, index: u64) -> u64 {
         if part == 1 {
             let block = self.refcount_blocks + index;
             return if block < self.l1 { block * CLUSTER } else { 0 };
         }
         if part == self.refcount_blocks {
-            // Four counts of 16 bits, each one where the file has a cluster.
+            // Four 16-bit counts, each one where the file has a cluster.
             let first = index * 4;
             return (0..4).fold(0, |word, i| word << 16 | u64::from(first + i < self.end));
         }
@@ -186,7 +186,7 @@ impl<D: ReadAt> Created<D> {
             .map_or(0, |c| COPIED | (c * CLUSTER))
     }
 
-    /// Fills `buf`, which lies in the tables.
+    /// Reads a range of the tables.
     fn read_tables(&self, buf: &mut [u8], offset: u64) {
         let header = self.header();
         let mut at = offset;
@@ -217,7 +217,7 @@ impl<D: ReadAt> Created<D> {
         }
     }
 
-    /// Reads from data cluster `at - self.data`; returns how much of `buf` it filled.
+    /// Reads from the data clusters; returns the number of bytes read.
     fn read_data(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
         let rank = offset / CLUSTER - self.data;
         let i = self.stretches.partition_point(|s| s.rank + s.count <= rank);

@@ -25,14 +25,14 @@ pub(super) enum Compression {
     Zstd,
 }
 
-/// What the header says, checked as far as it can be without reading tables.
+/// The header, validated as far as possible without reading tables.
 #[derive(Debug, Clone)]
 pub(super) struct Header {
     pub(super) version: u32,
     /// 9 to 21.
     pub(super) cluster_bits: u32,
     pub(super) size: u64,
-    /// The L1 table lies in the file and covers `size`.
+    /// Checked: the L1 table lies in the file and covers `size`.
     pub(super) l1_offset: u64,
     pub(super) l1_entries: u64,
     pub(super) refcount_offset: u64,
@@ -54,12 +54,12 @@ impl Header {
         1 << self.cluster_bits
     }
 
-    /// Bytes in an L2 entry.
+    /// Bytes per L2 entry.
     pub(super) fn l2_entry_bytes(&self) -> usize {
         if self.extended_l2 { 16 } else { 8 }
     }
 
-    /// The logarithm of the entries in an L2 table.
+    /// Base-2 logarithm of the entries per L2 table.
     pub(super) fn l2_bits(&self) -> u32 {
         self.cluster_bits - if self.extended_l2 { 4 } else { 3 }
     }
@@ -273,7 +273,7 @@ pub(super) fn snapshot_tables(
         let texts = u64::from(be16(&entry, 12)) + u64::from(be16(&entry, 14));
         let extra = u64::from(be32(&entry, 36));
         at += (40 + extra + texts).next_multiple_of(8);
-        // The last entry's padding may be all that is missing.
+        // Only the last entry's padding may be missing.
         if at > file.len().next_multiple_of(8) {
             return Err(file.damaged(FIELD, "an entry reaches past the end of the file"));
         }

@@ -1,4 +1,4 @@
-//! The text that describes a vmdk disk.
+//! The text descriptor of a vmdk disk.
 
 use crate::ImageError;
 use crate::container::{Part, PartSource};

@@ -1,4 +1,4 @@
-//! Hosted sparse extents: a grain directory of grain tables; grains plain or compressed.
+//! Hosted sparse extents: a grain directory of grain tables, with plain or compressed grains.
 
 use std::io::Read;
 
@@ -14,7 +14,7 @@ const REDUNDANT: u32 = 1 << 1;
 const ZERO_GRAINS: u32 = 1 << 2;
 const COMPRESSED: u32 = 1 << 16;
 const MARKERS: u32 = 1 << 17;
-/// The directory's place is in a footer, since the file was written in one go.
+/// The directory's offset is in a footer, because the file was written sequentially.
 const AT_END: u64 = u64::MAX;
 /// As in QEMU.
 const MAX_TABLE_ENTRIES: u64 = 512;
@@ -26,7 +26,7 @@ pub(super) struct Sparse {
     size: u64,
     grain: u64,
     table_entries: u64,
-    /// Bytes; the directory lies in the file.
+    /// Offset in bytes, checked to lie in the file.
     directory: u64,
     redundant: u64,
     descriptor: (u64, u64),
@@ -117,7 +117,7 @@ impl Sparse {
         }
     }
 
-    /// Bytes of the disk that one grain table maps.
+    /// Bytes of the disk mapped by one grain table.
     fn covers(&self) -> u64 {
         self.table_entries * self.grain
     }
@@ -135,7 +135,7 @@ impl Sparse {
         .filter(|d| d.0 != 0)
     }
 
-    /// What a table entry says; entries that follow on each other make one run.
+    /// Decodes a table entry; contiguous entries form one run.
     fn target(&self, entry: u32, guest: u64) -> Result<Target, ImageError> {
         let offset = u64::from(entry) * SECTOR;
         match entry {
@@ -151,7 +151,7 @@ impl Sparse {
             _ if self.flags & COMPRESSED != 0 => Ok(Target::Packed(Packed {
                 file: 0,
                 offset,
-                // How many there are is in front of them: read when they are.
+                // The actual length precedes the data and is read with it.
                 len: self.grain,
                 guest: guest - guest % self.grain,
             })),
@@ -202,7 +202,7 @@ impl Mapping for Sparse {
             sink((self.file.len() - 2 * SECTOR..self.file.len(), "footer"))?;
         }
         if let (1.., 1..) = self.descriptor {
-            // Both were multiplied before, when the descriptor was read.
+            // Both products were computed when the descriptor was read.
             let (at, len) = (self.descriptor.0 * SECTOR, self.descriptor.1 * SECTOR);
             sink((at..at + len, "descriptor"))?;
         }
@@ -228,7 +228,7 @@ impl Mapping for Sparse {
             let mut marker = [0u8; 12];
             self.file.read(start, &mut marker, FIELD)?;
             (start, len) = (start + 12, u64::from(le32(&marker, 8)));
-            // Deflate never grows what does not shrink by more than a few bytes.
+            // Deflate expands incompressible data by a few bytes at most.
             if len > self.grain * 2 {
                 return Err(self.file.damaged(
                     FIELD,
