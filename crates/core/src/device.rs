@@ -1,4 +1,4 @@
-//! The one trait at which all parts meet: a disk, or a memory region, as bytes by position.
+//! The block device interface that all parts share: a disk or memory region, addressed by byte offset.
 
 use std::borrow::Cow;
 use std::io;
@@ -6,109 +6,106 @@ use std::sync::Arc;
 
 use crate::Extent;
 
-/// A block device: reads, writes and what goes with them, from many threads at once.
+/// A block device, usable from many threads at once.
 ///
-/// Calls block until they are done; for many requests in flight, call from many threads (see
-/// [`BlockDevice::cost`] for when that is worth it). Ranges are in bytes and need no alignment unless
-/// [`Capabilities::alignment`] says so.
+/// Calls block until done; to have many requests in flight, call from many threads (see [`BlockDevice::cost`] for when
+/// that is worthwhile). Ranges are in bytes and need no alignment unless [`Capabilities::alignment`] says so.
 ///
 /// Implementations MUST
-/// - refuse a range that leaves the device with [`DeviceError::OutOfRange`] and change nothing;
+/// - refuse a range outside of the device with [`DeviceError::OutOfRange`], without any effect;
 /// - let a read that starts after a write has returned see that write;
-/// - make a range that a failed write touched hold, byte by byte, either the old or the new data;
-/// - return from [`BlockDevice::flush`] only when every write that had returned before it began is where the
-///   device promises it to be;
-/// - implement every method themselves: there are no defaults, so that no stage loses a capability by accident.
+/// - after a failed write, have each byte of its range either old or new;
+/// - return from [`BlockDevice::flush`] only when every write that had returned before it began is where the device
+///   promises it to be;
+/// - implement every method: there are no defaults, so that no stage loses a capability by accident.
 ///
-/// Administration (pulling, locking, closing) is not here: builders hand out typed handles for it.
+/// Administration (pulling, locking, closing) is not part of it: builders return typed handles for that.
 pub trait BlockDevice: Send + Sync {
-    /// Bytes in all. Does not change.
+    /// Size in bytes. Constant.
     fn size(&self) -> u64;
 
-    /// What it can do. Does not change.
+    /// Its capabilities. Constant.
     fn capabilities(&self) -> Capabilities;
 
-    /// Fills `buffer` from `offset`.
+    /// Reads from `offset` into `buffer`.
     ///
     /// # Errors
-    /// [`DeviceError`]; `buffer` then holds nothing of meaning.
+    /// [`DeviceError`]; the content of `buffer` is then unspecified.
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError>;
 
     /// Writes `data` at `offset`.
     ///
     /// # Errors
-    /// [`DeviceError`], [`DeviceError::ReadOnly`] for a device that takes no writes.
+    /// [`DeviceError`]; [`DeviceError::ReadOnly`] for a read-only device.
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError>;
 
-    /// Makes a range read as zeros; whether it stays allocated is for `zeroes` to say.
+    /// Makes a range read as zeros; `zeroes` says whether it stays allocated.
     ///
     /// # Errors
-    /// [`DeviceError`]; [`DeviceError::Unsupported`] when `zeroes` asks for speed and it would be no faster than
-    /// writing.
+    /// [`DeviceError`]; [`DeviceError::Unsupported`] when `zeroes` asks for a fast path and there is none.
     fn write_zeroes(&self, offset: u64, length: u64, zeroes: Zeroes) -> Result<(), DeviceError>;
 
-    /// Declares a range unused. What it reads as afterwards is the device's choice, but the same
-    /// each time.
+    /// Declares a range unused. Its content is then unspecified, but stable.
     ///
     /// # Errors
     /// [`DeviceError`].
     fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError>;
 
-    /// Returns when every write before it is where the device promises it to be.
+    /// Returns when every earlier write is where the device promises it to be.
     ///
     /// # Errors
-    /// [`DeviceError`]; then it is not known what of it got there.
+    /// [`DeviceError`]; it is then unknown which writes were flushed.
     fn flush(&self) -> Result<(), DeviceError>;
 
-    /// What a range holds: runs in order without gaps or overlaps, from `offset` on, at least one, ending at or
-    /// before `offset + length`. May stop early; may call data what is zero, never the reverse.
+    /// The allocation status of a range: contiguous runs from `offset` on, at least one, ending at or before `offset +
+    /// length`. May stop early; may report zeros as data, never the reverse.
     ///
     /// # Errors
     /// [`DeviceError`].
     fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError>;
 
-    /// Announces that a range will be read soon. A device that can fetch ahead does; returns without waiting for it.
+    /// Announces that a range will be read soon. A device that can prefetch does; returns without waiting.
     ///
     /// # Errors
     /// [`DeviceError`].
     fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError>;
 
-    /// What a read of the range would wait for, at this moment: a hint.
+    /// What a read of the range would wait for at this moment: a hint.
     fn cost(&self, offset: u64, length: u64) -> Cost;
 
-    /// What a write, zeroes or a trim of the range may have to wait for, room that only a network can make included: a
-    /// hint. Never less than what it says of a range whose neighbours it has to read.
+    /// What a write, zeroing or trim of the range may have to wait for, including eviction that needs a network: a
+    /// hint. Never less than the cost of a read that a partial write needs.
     fn write_cost(&self, offset: u64, length: u64) -> Cost;
 }
 
-/// What a device can do.
+/// The capabilities of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Takes no writes, zeroes or trims.
+    /// Refuses writes, zeroing and trims.
     pub read_only: bool,
     /// [`BlockDevice::write_zeroes`] can be faster than writing zeros.
     pub fast_zeroes: bool,
-    /// [`BlockDevice::trim`] gives space back.
+    /// [`BlockDevice::trim`] frees space.
     pub trim: bool,
-    /// [`BlockDevice::flush`] makes writes survive a crash or a power loss; without it, it only orders them.
+    /// [`BlockDevice::flush`] makes writes survive a crash or a power loss; otherwise it only orders them.
     pub durable: bool,
-    /// [`BlockDevice::extents`] knows holes and zeros.
+    /// [`BlockDevice::extents`] reports holes and zeros.
     pub extents: bool,
-    /// Every offset and length must be a multiple of this (a power of two; 1: any), but for the length of a range that
-    /// ends with the device.
+    /// Every offset and length must be a multiple of this (a power of two; 1 for none), except the length of a range
+    /// that ends at the end of the device.
     pub alignment: u32,
-    /// The unit in which requests cost least (a power of two).
+    /// The most efficient request size (a power of two).
     pub preferred: u32,
-    /// The longest read or write that it takes.
+    /// Upper bound on the length of a read or write.
     pub longest: u32,
 }
 
-/// How a range is zeroed.
+/// Options of zeroing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Zeroes {
-    /// The space stays allocated: no hole.
+    /// Keep the space allocated: no hole.
     pub keep_allocated: bool,
-    /// Only if it is faster than writing zeros; else [`DeviceError::Unsupported`], at once.
+    /// Only if faster than writing zeros; otherwise fail with [`DeviceError::Unsupported`] at once.
     pub only_fast: bool,
 }
 
@@ -123,45 +120,45 @@ pub enum Cost {
     Network,
 }
 
-/// Why a device did not do what it was asked.
+/// Why a request failed.
 #[derive(Debug, Clone)]
 pub enum DeviceError {
-    /// The range is not inside the device.
+    /// The range is not within the device.
     OutOfRange {
-        /// Where it begins.
+        /// Its offset.
         offset: u64,
-        /// How long it is.
+        /// Its length.
         length: u64,
-        /// What there is.
+        /// The size of the device.
         size: u64,
     },
-    /// The range is not aligned or longer than [`Capabilities::longest`].
+    /// The range is unaligned, or longer than [`Capabilities::longest`].
     Unaligned {
-        /// Where it begins.
+        /// Its offset.
         offset: u64,
-        /// How long it is.
+        /// Its length.
         length: u64,
-        /// What [`Capabilities::alignment`] asks for.
+        /// The required [`Capabilities::alignment`].
         alignment: u32,
     },
-    /// The device takes no writes.
+    /// The device is read-only.
     ReadOnly,
-    /// The device cannot do this, or not in the way asked for.
+    /// The operation, or the requested variant, is not supported.
     Unsupported(Cow<'static, str>),
-    /// No room: a disk, a cache or a limit is full.
+    /// No space: a disk, a cache or a limit is full.
     NoSpace(String),
-    /// What it needs cannot be reached now; a retry may succeed.
+    /// Temporarily unreachable; a retry may succeed.
     Unavailable(String),
-    /// The bytes are not what they must be; they are not handed out.
+    /// The data is corrupt, and is not returned.
     Corrupt(String),
     /// The device has been closed.
     Closed,
-    /// The medium reports an error.
+    /// I/O error of the medium.
     Io(Arc<io::Error>),
 }
 
 impl DeviceError {
-    /// Whether the same request may succeed later without anybody's doing.
+    /// Whether the same request may succeed later without intervention.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self {
@@ -226,7 +223,7 @@ impl From<io::Error> for DeviceError {
     }
 }
 
-/// Checks that a range lies inside a device of `size` bytes.
+/// Checks that a range lies within a device of `size` bytes.
 ///
 /// # Errors
 /// [`DeviceError::OutOfRange`].

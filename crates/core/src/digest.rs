@@ -1,12 +1,11 @@
-//! A block's identity.
+//! Digests, which identify blocks.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A 256-bit BLAKE3. Of a block when nothing else is said; what else it can be of is in
-/// `docs/format/digests.md`.
+/// A 256-bit BLAKE3 hash, of a block unless stated otherwise; see `docs/format/digests.md` for other uses.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct Digest(pub [u8; 32]);
 
@@ -17,8 +16,8 @@ impl Digest {
     /// Bytes of a [short](Digest::short) digest.
     pub const SHORT_LEN: usize = 12;
 
-    /// The digest with all but its first [`Digest::SHORT_LEN`] bytes zero: enough to find a block
-    /// by, not to prove it (`docs/format/digests.md`).
+    /// The digest with all but its first [`Digest::SHORT_LEN`] bytes zeroed: sufficient to find a block, not to verify
+    /// it (`docs/format/digests.md`).
     #[must_use]
     pub fn short(&self) -> Self {
         let mut out = [0; Self::LEN];
@@ -26,7 +25,7 @@ impl Digest {
         Digest(out)
     }
 
-    /// The first eight bytes as a number: uniformly distributed, so good for choosing a bucket.
+    /// The first eight bytes as an integer: uniformly distributed, so suitable for choosing a bucket.
     #[must_use]
     pub fn prefix(&self) -> u64 {
         let d = &self.0;

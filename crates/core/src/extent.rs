@@ -1,26 +1,26 @@
-//! Runs of bytes and what they hold.
+//! Extents: runs of bytes with their allocation status.
 
 use serde::{Deserialize, Serialize};
 
-/// What a run of bytes holds.
+/// The allocation status of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ExtentKind {
-    /// Bytes that must be read.
+    /// Data that has to be read.
     Data,
     /// Known to read as zeros.
     Zero,
-    /// Not allocated; reads as zeros, or as the backing image where there is one.
+    /// Not allocated; reads as zeros, or from the backing image if there is one.
     Hole,
 }
 
-/// A run `offset, length, kind` (bytes).
+/// A run of bytes of one kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Extent {
-    /// Where the run starts.
+    /// Offset in bytes.
     pub offset: u64,
-    /// How long it is.
+    /// Length in bytes.
     pub length: u64,
-    /// What it holds.
+    /// Its allocation status.
     pub kind: ExtentKind,
 }
 

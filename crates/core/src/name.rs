@@ -1,42 +1,42 @@
-//! Names that may become file names.
+//! Image names, which are also file names.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The name of an image at a site: also its file name there, so it can never leave its directory.
+/// The name of an image at a site, also used as its file name there; it cannot point outside of its directory.
 ///
-/// One to 200 bytes of UTF-8 without `/`, NUL or other control characters, not starting with a
-/// dot. (200 leaves room for the suffixes of files that stand beside it under a limit of 255.)
+/// One to 200 bytes of UTF-8 without `/`, NUL or other control characters, not starting with a dot. (200 leaves room
+/// for the suffixes of related files under the limit of 255.)
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ImageName(String);
 
-/// Why a text cannot name an image.
+/// Why a text is not a valid image name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NameError {
-    /// No text at all.
+    /// It is empty.
     #[error("an image name cannot be empty")]
     Empty,
-    /// More than [`ImageName::MAX_BYTES`].
+    /// It is longer than [`ImageName::MAX_BYTES`].
     #[error("an image name of {0} bytes is too long (at most {max})", max = ImageName::MAX_BYTES)]
     TooLong(usize),
-    /// Hidden files, `.` and `..` are not images.
+    /// It starts with a dot: a hidden file, `.` or `..`.
     #[error("an image name cannot start with a dot: {0:?}")]
     Dot(String),
-    /// A separator or a control character.
+    /// It has a separator or a control character.
     #[error("an image name cannot contain {0:?}")]
     Character(char),
 }
 
 impl ImageName {
-    /// The longest name, in bytes.
+    /// Maximum length in bytes.
     pub const MAX_BYTES: usize = 200;
 
     /// Checks `name`.
     ///
     /// # Errors
-    /// [`NameError`] when it cannot name an image.
+    /// [`NameError`] when it is invalid.
     pub fn new(name: impl Into<String>) -> Result<Self, NameError> {
         let name = name.into();
         if name.is_empty() {

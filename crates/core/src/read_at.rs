@@ -1,23 +1,23 @@
-//! Bytes that can be read by position.
+//! Positioned reads.
 
 use std::io;
 use std::sync::Arc;
 
-/// A source of bytes with a length, read by position and shared between threads.
+/// A byte source of known length, read by offset and shared between threads.
 ///
-/// `read_at` MUST behave like `pread`: it returns how many bytes it put at the start of `buf`,
-/// zero only at or beyond the end (or for an empty `buf`).
+/// `read_at` MUST behave like `pread`: it returns the number of bytes read into the start of `buf`, zero only at or
+/// beyond the end (or for an empty `buf`).
 pub trait ReadAt: Send + Sync {
-    /// Bytes in all.
+    /// Length in bytes.
     fn len(&self) -> u64;
 
     /// Reads at most `buf.len()` bytes from `offset`.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// I/O errors of the medium.
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize>;
 
-    /// Whether there are no bytes at all.
+    /// Whether the length is zero.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -25,7 +25,7 @@ pub trait ReadAt: Send + Sync {
     /// Fills `buf` from `offset`.
     ///
     /// # Errors
-    /// `UnexpectedEof` when the bytes end before `buf` is full; else what `read_at` reports.
+    /// `UnexpectedEof` when the end is reached before `buf` is full; else any error of `read_at`.
     fn read_exact_at(&self, mut buf: &mut [u8], mut offset: u64) -> io::Result<()> {
         while !buf.is_empty() {
             match self.read_at(buf, offset) {

@@ -1,39 +1,39 @@
-//! Sizes and positions, and the two looks at a block's bytes that everybody needs.
+//! Sizes and positions of blocks, and checks of their bytes for zeros.
 
-/// Bytes in a block. Everything that is hashed, matched and reused is a block.
+/// Block size in bytes. Hashing, matching and reuse all work on blocks.
 pub const BLOCK_SIZE: usize = 4096;
 
 /// [`BLOCK_SIZE`] for arithmetic on offsets.
 pub const BLOCK_SIZE_U64: u64 = BLOCK_SIZE as u64;
 
-/// The position of a block in an image's walk, counted in blocks from zero.
+/// The position of a block in an image's walk, in blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[repr(transparent)]
 pub struct BlockIndex(pub u64);
 
 impl BlockIndex {
-    /// The offset of the block's first byte, in bytes of the walk.
+    /// The byte offset of the block in the walk.
     #[must_use]
     pub fn byte_offset(self) -> u64 {
         self.0 * BLOCK_SIZE_U64
     }
 }
 
-/// The number of a data block among the data blocks of an image's walk: zero blocks are not counted.
+/// The index of a data block among the data blocks of an image's walk, which excludes zero blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[repr(transparent)]
 pub struct CompactIndex(pub u64);
 
-/// How many blocks hold `bytes` bytes; the last may be partly filled.
+/// Number of blocks that hold `bytes` bytes; the last may be partial.
 #[must_use]
 pub fn blocks_for(bytes: u64) -> u64 {
     bytes.div_ceil(BLOCK_SIZE_U64)
 }
 
-/// Whether every byte is zero. An empty slice is.
+/// Whether all bytes are zero. True for an empty slice.
 #[must_use]
 pub fn is_zero(bytes: &[u8]) -> bool {
-    // Most blocks that are not zero show it at once; the rest is compared in wide words.
+    // Most nonzero blocks differ early; the rest is compared in wide words.
     let (head, rest) = bytes.split_at(bytes.len().min(16));
     if head.iter().any(|&b| b != 0) {
         return false;
@@ -48,7 +48,7 @@ pub fn is_zero(bytes: &[u8]) -> bool {
     }) && wide.remainder().iter().all(|&b| b == 0)
 }
 
-/// How many zero bytes `bytes` ends with.
+/// The number of zero bytes at the end of `bytes`.
 #[must_use]
 pub fn trailing_zeros(bytes: &[u8]) -> usize {
     bytes.iter().rev().take_while(|&&b| b == 0).count()

@@ -1,6 +1,6 @@
-//! LEB128 numbers.
+//! LEB128 integers.
 
-/// Appends `n`, seven bits a byte, the lowest first.
+/// Appends `n`, seven bits per byte, lowest first.
 pub fn put_varint(out: &mut Vec<u8>, mut n: u64) {
     while n >= 0x80 {
         out.push(n as u8 | 0x80);
@@ -9,7 +9,7 @@ pub fn put_varint(out: &mut Vec<u8>, mut n: u64) {
     out.push(n as u8);
 }
 
-/// Takes a number from the front of `input`; `None` when it does not end, or is beyond 64 bits.
+/// Reads an integer from the front of `input`; `None` when it is truncated or exceeds 64 bits.
 pub fn take_varint(input: &mut &[u8]) -> Option<u64> {
     let mut n = 0u64;
     for shift in (0..64).step_by(7) {
