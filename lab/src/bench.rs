@@ -1,7 +1,7 @@
-//! What all experiments share: cases, rows, figures, and the words in which a row says that something went wrong.
+//! The framework of all experiments: cases, result rows, figures, and verdicts.
 //!
-//! An [`Experiment`] lists its [`Case`]s; each case yields [`Row`]s; rows are kept as JSON, a line a case, in one file that
-//! belongs to the repository, and `docs/benchmarks.md` is made of it.
+//! An [`Experiment`] lists its [`Case`]s; each case yields [`Row`]s. Rows are stored as JSON, one line per case, in a
+//! file in the repository, from which `docs/benchmarks.md` is generated.
 
 mod document;
 mod process;
@@ -23,15 +23,15 @@ pub use run::{BenchArgs, EXIT_CODES, bench};
 pub struct Experiment {
     /// Its name on the command line: lower case, no spaces.
     pub name: &'static str,
-    /// Its heading.
+    /// Title in the document.
     pub title: &'static str,
-    /// What is measured, how, and against what, in a paragraph or two of Markdown.
+    /// What is measured, how, and compared with what: one or two paragraphs of Markdown.
     pub text: &'static str,
     /// The columns of its table, in order.
     pub columns: &'static [Column],
-    /// Everything that it can measure here, most important first. Cheap: nothing is measured yet.
+    /// All cases that this machine might run, most important first. Cheap: measures nothing.
     pub cases: fn(&Lab) -> Result<Vec<Case>>,
-    /// Measures one case. A rival that fails is a row with a [`Verdict`], not an error.
+    /// Measures one case. Failure of a rival is a row with a [`Verdict`], not an error.
     pub run: fn(&Lab, &Case) -> Result<Vec<Row>>,
 }
 
@@ -40,26 +40,26 @@ pub struct Experiment {
 pub struct Column {
     /// Its key in [`Row::labels`] or [`Row::figures`].
     pub key: &'static str,
-    /// Its heading, with the unit.
+    /// Heading, with the unit.
     pub head: &'static str,
-    /// Digits after the point; none for words.
+    /// Decimal places; `None` for text.
     pub decimals: Option<usize>,
-    /// A good row without it is a failed one.
+    /// Whether a good row must have it; without it, the row counts as failed.
     pub required: bool,
 }
 
 impl Column {
-    /// A column of words.
+    /// A text column.
     pub const fn label(key: &'static str, head: &'static str) -> Self {
         Self::new(key, head, None, false)
     }
 
-    /// A column of numbers that every good row has.
+    /// A numeric column that every good row has.
     pub const fn figure(key: &'static str, head: &'static str, decimals: usize) -> Self {
         Self::new(key, head, Some(decimals), true)
     }
 
-    /// A column of numbers that some rows have.
+    /// A numeric column that some rows have.
     pub const fn optional(key: &'static str, head: &'static str, decimals: usize) -> Self {
         Self::new(key, head, Some(decimals), false)
     }
@@ -79,23 +79,23 @@ impl Column {
     }
 }
 
-/// One thing to measure.
+/// A unit of measurement.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// Unique in its experiment: `100mbit-40ms-drover`.
+    /// Unique within its experiment: `100mbit-40ms-drover`.
     pub id: String,
-    /// In words.
+    /// Description.
     pub what: String,
-    /// 0 for what every run should have; greater ones are for runs that have the time.
+    /// Priority: 0 for cases of every run; higher ranks are for longer runs.
     pub rank: u8,
-    /// The rival, by name and version, whose result it is; none for drover's.
+    /// Name and version of the rival measured; `None` for drover.
     pub rival: Option<String>,
-    /// What the machine must have for it.
+    /// What the case requires of the machine.
     pub needs: &'static [Need],
 }
 
 impl Case {
-    /// A case of drover's.
+    /// A case that measures drover.
     pub fn new(
         id: impl Into<String>,
         what: impl Into<String>,
@@ -112,29 +112,29 @@ impl Case {
     }
 }
 
-/// What a machine may lack.
+/// Something that a machine may lack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Need {
-    /// The WAN link: root, namespaces, TUN devices, `ip`.
+    /// The WAN link: root, network namespaces, TUN devices, `ip`.
     Link,
     /// The image library.
     Library,
 }
 
-/// What was measured of one subject in one setting.
+/// The results for one subject in one setting.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// What the row is about, by key.
-    pub labels: BTreeMap<String, String>,
     /// What was measured, by key.
+    pub labels: BTreeMap<String, String>,
+    /// The results, by key.
     pub figures: BTreeMap<String, Figure>,
-    /// Whether it was measured, and if not, why.
+    /// Whether the measurement succeeded, and if not, why.
     #[serde(flatten)]
     pub verdict: Verdict,
 }
 
 impl Row {
-    /// A row without figures yet.
+    /// A row without figures.
     pub fn new<'a>(labels: impl IntoIterator<Item = (&'a str, String)>) -> Self {
         let labels = labels
             .into_iter()
@@ -145,19 +145,19 @@ impl Row {
         }
     }
 
-    /// The same with a verdict.
+    /// Sets the verdict.
     #[must_use]
     pub fn but(mut self, verdict: Verdict) -> Self {
         self.verdict = verdict;
         self
     }
 
-    /// Sets a figure that was measured once.
+    /// Sets a figure with a single measurement.
     pub fn set(&mut self, key: &str, value: f64) {
         self.set_all(key, &[value]);
     }
 
-    /// Sets a figure that was measured several times; leaves it out when there is no value.
+    /// Sets a figure with several measurements; none are omitted.
     pub fn set_all(&mut self, key: &str, values: &[f64]) {
         if let Some(figure) = Figure::of(values) {
             self.figures.insert(key.to_owned(), figure);
@@ -169,27 +169,27 @@ impl Row {
         self.figures.get(key).map(|figure| figure.median)
     }
 
-    /// A label, empty where the row has none of that key.
+    /// A label; empty if the row does not have it.
     pub fn label(&self, key: &str) -> &str {
         self.labels.get(key).map_or("", String::as_str)
     }
 }
 
-/// A figure and its spread.
+/// A figure with its spread.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Figure {
-    /// The least.
+    /// Minimum.
     pub min: f64,
-    /// The middle one, or the mean of the two in the middle.
+    /// Median: the middle value, or the mean of the two middle values.
     pub median: f64,
-    /// The greatest.
+    /// Maximum.
     pub max: f64,
-    /// How often it was measured.
+    /// Number of measurements.
     pub runs: usize,
 }
 
 impl Figure {
-    /// Of some values; `None` without one.
+    /// Summarizes values; `None` if there are none.
     pub fn of(values: &[f64]) -> Option<Self> {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -204,7 +204,7 @@ impl Figure {
         })
     }
 
-    /// `1.18 (1.13 to 1.34)` where it was measured repeatedly, else the figure alone.
+    /// `1.18 (1.13 to 1.34)` for repeated measurements, else the value alone.
     pub fn show(&self, decimals: usize) -> String {
         let Self {
             min,
@@ -223,19 +223,19 @@ impl Figure {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "verdict", content = "why", rename_all = "snake_case")]
 pub enum Verdict {
-    /// Measured; every delivered file is its original.
+    /// Succeeded; every delivered file equals its original.
     #[default]
     Good,
-    /// Not measured: what it needs is not here.
+    /// Not measured, because a requirement is missing.
     Skipped(String),
-    /// It did not come to its end.
+    /// Did not complete.
     Failed(String),
-    /// It came to its end and a delivered file is not its original.
+    /// Completed, but a delivered file differs from its original.
     Wrong(String),
 }
 
 impl Verdict {
-    /// A failure, by its error: one line, not a page.
+    /// A failure with the error in one line.
     pub fn failed(error: &anyhow::Error) -> Self {
         Self::Failed(
             format!("{error:#}")
@@ -246,7 +246,7 @@ impl Verdict {
         )
     }
 
-    /// What is to be said about a row that is not good.
+    /// The text to show for a row that is not good.
     pub fn words(&self) -> Option<String> {
         match self {
             Self::Good => None,

@@ -1,5 +1,5 @@
-//! The experiments: each drives the real `drover` and its rivals, compares every result file with its
-//! original, and returns rows.
+//! The experiments: each runs the real `drover` and its rivals, compares every delivered file with its original, and
+//! returns rows.
 
 mod boot;
 mod client;
@@ -38,7 +38,7 @@ pub const ALL: &[Experiment] = &[
     link::EXPERIMENT,
 ];
 
-/// What of an experiment nobody has measured yet, for the end of the document.
+/// What no experiment measures yet, for the end of the document.
 pub const NOT_MEASURED: &[(&str, &str)] = &[
     (
         "library",

@@ -1,4 +1,4 @@
-//! Files: whether a delivered one is its original, and writing one in one step.
+//! Files: comparing a delivered one with its original, and atomic replacement.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -8,10 +8,10 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use rustix::fs::SeekFrom;
 
-/// Bytes compared at a time.
+/// Buffer size of comparisons.
 const STEP: u64 = 1 << 20;
 
-/// True when the two files hold the same bytes. Like `cmp`, but holes on both sides are skipped: images are mostly holes.
+/// Whether two files are equal. Like `cmp`, but skips ranges that are holes in both: images are mostly holes.
 ///
 /// # Errors
 /// When one cannot be read.
@@ -26,7 +26,7 @@ pub fn identical(one: &Path, two: &Path) -> Result<bool> {
     let (mut left, mut right) = (vec![0; STEP as usize], vec![0; STEP as usize]);
     let mut at = 0;
     while at < size {
-        // Where both are holes both read as zeros.
+        // Skip common holes: both read as zeros.
         at = next_data(&a, at, size)?.min(next_data(&b, at, size)?);
         let take = (size - at).min(STEP) as usize;
         a.read_exact_at(&mut left[..take], at)?;
@@ -39,7 +39,7 @@ pub fn identical(one: &Path, two: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// The first offset from `at` on that is not in a hole, `size` when there is none.
+/// The first offset at or after `at` that is not in a hole; `size` when there is none.
 fn next_data(file: &File, at: u64, size: u64) -> Result<u64> {
     match rustix::fs::seek(file, SeekFrom::Data(at)) {
         Ok(offset) => Ok(offset.min(size)),
@@ -48,7 +48,7 @@ fn next_data(file: &File, at: u64, size: u64) -> Result<u64> {
     }
 }
 
-/// Writes a file in one step, its directory too.
+/// Replaces a file atomically, creating its directory if needed.
 ///
 /// # Errors
 /// When it cannot be written.
@@ -89,7 +89,7 @@ mod tests {
         make("e", size, &[]);
         make("f", size + 1, &[(5 << 20, 1)]);
         let same = |name: &str| identical(&path("a"), &path(name)).unwrap();
-        // Written zeros are the same as a hole.
+        // Written zeros equal a hole.
         assert!(same("a") && same("b"));
         assert!(!same("c") && !same("d") && !same("e") && !same("f"));
         assert!(identical(&path("a"), &path("none")).is_err());

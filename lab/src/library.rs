@@ -1,7 +1,7 @@
-//! The image library: real systems as disk images, built once and kept in a cache.
+//! The image library: real systems as disk images, built once and cached.
 //!
-//! What there is stands in a table (`lab/library.toml`). The full set is made of Debian's packages; the small set is
-//! made of the host's own files and needs neither root nor a network. Experiments ask [`images`] what there is.
+//! The images are defined in a table (`lab/library.toml`). The full set is made from Debian packages; the small set is
+//! made from the host's own files and needs neither root nor a network. Experiments use [`images`] to find them.
 
 mod aged;
 mod build;
@@ -43,10 +43,10 @@ pub struct LibraryArgs {
     check: bool,
 }
 
-/// Builds what is missing of a set, or says what there is.
+/// Builds the missing images of a set, or lists or checks them.
 ///
 /// # Errors
-/// When an image could not be built, after the others; or is not what its manifest says.
+/// When an image could not be built (the others are), or does not match its manifest.
 pub fn run(args: &LibraryArgs) -> Result<()> {
     let table = Table::load(args.table.as_deref())?;
     let specs = table.images(args.set);
@@ -89,19 +89,19 @@ pub fn run(args: &LibraryArgs) -> Result<()> {
 
 /// An image of the library, built or not.
 pub struct Entry {
-    /// Where its file is, or will be.
+    /// The path of its file.
     pub path: PathBuf,
-    /// Whether it is one of those that experiments send in order: systems as they were installed, with their updates,
-    /// raw, on ext4; or the host's files.
+    /// Whether it belongs to the images that experiments send in order: systems as installed, with their updates, raw,
+    /// on ext4; or the host's files.
     pub in_order: bool,
-    /// Whether its file is there.
+    /// Whether its file exists.
     pub built: bool,
 }
 
-/// The images of a set in the cache `dir`, built or not, in the order of the lab's own table.
+/// The images of a set in the cache `dir`, built or not, in the order of the built-in table.
 ///
 /// # Errors
-/// When the table makes no sense.
+/// When the table is invalid.
 pub fn images(dir: &Path, set: Set) -> Result<Vec<Entry>> {
     let table = Table::load(None)?;
     let entry = |spec: &Spec| {

@@ -1,8 +1,8 @@
-//! The limit: what a deduplicator with unbounded memory and a good compressor would send.
+//! The limit: the bytes sent by a deduplicator with unbounded memory and a good compressor.
 //!
-//! The bytes of an image's non-zero 4 KiB blocks that are nowhere in the images before it, nor earlier in
-//! itself, through `zstd -3 --long=27`. Nothing that sends whole blocks does much better, so it is what
-//! drover's bytes on the wire are compared with.
+//! It is the size, after `zstd -3 --long=27`, of an image's nonzero 4 KiB blocks that occur neither in earlier images
+//! nor earlier in the image itself. A method that sends whole blocks can hardly do better, so drover's bytes on the
+//! wire are compared with it.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -16,32 +16,32 @@ use rustix::fs::SeekFrom;
 use serde::{Deserialize, Serialize};
 use zstd::stream::Encoder;
 
-/// Level and window of the limit's compressor: `zstd -3 --long=27`.
+/// Compression level of the limit: `zstd -3 --long=27`.
 const LEVEL: i32 = 3;
 const WINDOW_LOG: u32 = 27;
-/// Bytes read at a time.
+/// Read size.
 const READ: usize = 1 << 20;
 
-/// What the limit says about one image.
+/// The limit for one image.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Limit {
     /// The image's file name.
     pub name: String,
     /// Its size, holes included.
     pub size_bytes: u64,
-    /// Non-zero blocks.
+    /// Nonzero blocks.
     pub data_blocks: u64,
-    /// Of them: found in an earlier image.
+    /// Blocks found in an earlier image.
     pub matched_blocks: u64,
-    /// Of them: first seen earlier in this image.
+    /// Blocks found earlier in this image.
     pub repeated_blocks: u64,
-    /// Of them: new.
+    /// New blocks.
     pub unique_blocks: u64,
-    /// The new ones, compressed: the limit.
+    /// The limit: size of the new blocks, compressed.
     pub limit_bytes: u64,
 }
 
-/// Every block seen so far, by the first half of its digest (a false match is not to be expected below 2^60 blocks).
+/// The set of blocks seen so far, by the first half of their digests (false matches are unlikely below 2^60 blocks).
 #[derive(Default)]
 pub struct Known {
     earlier: HashSet<u128>,
@@ -49,7 +49,7 @@ pub struct Known {
 }
 
 impl Known {
-    /// Takes an image in and says what sending it would cost at least.
+    /// Adds an image, and returns the limit for sending it.
     ///
     /// # Errors
     /// When the image cannot be read.
@@ -90,7 +90,7 @@ impl Known {
         Ok(limit)
     }
 
-    /// Takes an image in that the destination has already: what it would have cost is not asked.
+    /// Adds an image that the destination already has, without computing its limit.
     ///
     /// # Errors
     /// When the image cannot be read.
@@ -100,7 +100,7 @@ impl Known {
     }
 }
 
-/// Its non-zero blocks, each by the first half of its digest.
+/// Its nonzero blocks, by the first half of their digests.
 ///
 /// # Errors
 /// When the image cannot be read.
@@ -116,7 +116,7 @@ pub fn digests(path: &Path) -> Result<HashSet<u128>> {
     Ok(digests)
 }
 
-/// Prints the limit of each image in order; `with` are images that the destination has already.
+/// Prints the limit of each image in order; `with` are images that the destination already has.
 pub fn print(images: &[PathBuf], with: &[PathBuf], json: bool) -> Result<()> {
     let mut known = Known::default();
     for path in with {
@@ -153,8 +153,8 @@ pub fn print(images: &[PathBuf], with: &[PathBuf], json: bool) -> Result<()> {
     Ok(())
 }
 
-/// The limits of `images` in this order at a destination that has `with`, kept in `file`, since they take a minute for the library. An
-/// image that has changed is read again.
+/// The limits of `images` in this order, for a destination that has `with`. Cached in `file`, because computing them
+/// takes a minute for the library. Recomputed when an image has changed.
 ///
 /// # Errors
 /// When an image cannot be read.
@@ -198,7 +198,7 @@ pub fn kept(file: &Path, with: &[PathBuf], images: &[PathBuf]) -> Result<Vec<Lim
 }
 
 impl Limit {
-    /// Several limits as one.
+    /// The sum of several limits.
     pub fn total(limits: &[Self]) -> Self {
         let sum = |of: fn(&Self) -> u64| limits.iter().map(of).sum();
         Self {
@@ -213,7 +213,7 @@ impl Limit {
     }
 }
 
-/// Counts what it is given and keeps nothing.
+/// A writer that counts bytes and discards them.
 struct Count(u64);
 
 impl Write for Count {
@@ -227,31 +227,31 @@ impl Write for Count {
     }
 }
 
-/// `zstd -3 --long=27`, which only counts what comes out.
+/// `zstd -3 --long=27` that only counts its output.
 ///
 /// # Errors
-/// When the compressor cannot be made.
+/// When the compressor cannot be created.
 fn compressor() -> io::Result<Encoder<'static, Count>> {
     let mut encoder = Encoder::new(Count(0), LEVEL)?;
     encoder.window_log(WINDOW_LOG)?;
     encoder.long_distance_matching(true)?;
-    // As the command does without `--single-thread`; it saves up to 11 % on these images.
+    // Like the command without `--single-thread`; it saves up to 11 % on these images.
     encoder.multithread(1)?;
     Ok(encoder)
 }
 
-/// What stands for a block: the first half of its digest.
+/// The key of a block: the first half of its digest.
 fn key_of(block: &[u8]) -> u128 {
     let mut half = [0; 16];
     half.copy_from_slice(&blake3::hash(block).as_bytes()[..16]);
     u128::from_le_bytes(half)
 }
 
-/// Calls `f` for every aligned piece of `piece` bytes (a power of two, at most 1 MiB) that is not zero, skipping holes; the last
-/// one may be short.
+/// Calls `f` for every aligned, nonzero piece of `piece` bytes (a power of two, at most 1 MiB), skipping holes; the
+/// last one may be short.
 ///
 /// # Errors
-/// What reading reports, or `f`.
+/// Read errors, or those of `f`.
 fn each_piece(
     file: &File,
     size: u64,
@@ -326,7 +326,7 @@ mod tests {
         let second = known.add(&two).unwrap();
         assert_eq!((second.data_blocks, second.unique_blocks), (4, 1));
         assert_eq!((second.matched_blocks, second.repeated_blocks), (2, 1));
-        // Random bytes do not compress: the limit is the blocks and little more.
+        // Random bytes do not compress: the limit is slightly above the size of the blocks.
         assert!(
             (8192..8500).contains(&first.limit_bytes),
             "{}",

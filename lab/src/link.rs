@@ -1,5 +1,5 @@
-//! A WAN link in user space: two network namespaces with a round-trip time, a rate, loss and a queue between them, that can be
-//! cut and healed. It needs root and TUN devices.
+//! A WAN emulator in user space: two network namespaces joined by a link with a round-trip time, a rate, loss and a
+//! queue, which can be cut and healed. Needs root and TUN devices.
 
 mod namespaces;
 mod pump;
@@ -21,9 +21,9 @@ pub use namespaces::{Side, Unavailable};
 use pump::Shared;
 use queue::{Counters, Queue, Shape};
 
-/// Exit code of `lab link` when there can be no link here.
+/// Exit code of `lab link` when this machine does not support links.
 const EXIT_UNAVAILABLE: u8 = 4;
-/// Pieces that wait in the kernel while the link's thread sleeps.
+/// Length of the kernel's queue, for packets that arrive while the link's thread sleeps.
 const DEVICE_QUEUE: &str = "4000";
 const MTU: u64 = 1500;
 
@@ -62,7 +62,8 @@ impl Default for Options {
 }
 
 impl Options {
-    /// What happens to packets. The queue before the bottleneck holds one round trip's worth, at least 64 KiB.
+    /// The parameters of one direction. The queue before the bottleneck holds one bandwidth-delay product, at least 64
+    /// KiB.
     fn shape(&self) -> Shape {
         let rate = (self.rate_mbit.max(0.0) * 125_000.0) as u64;
         Shape {
@@ -73,8 +74,8 @@ impl Options {
         }
     }
 
-    /// The largest piece that the kernel hands over whole: half a millisecond's worth, so that a slow link sees
-    /// packets and a fast one costs little. A lossy link loses packets one by one.
+    /// Upper bound on the size of segments that the kernel passes unsplit (GSO): half a millisecond's worth, so that a
+    /// slow link handles packets and a fast one has little overhead. A lossy link handles single packets.
     fn piece_bytes(&self) -> u64 {
         match self.shape() {
             Shape { loss, .. } if loss > 0.0 => MTU,
@@ -84,7 +85,7 @@ impl Options {
     }
 }
 
-/// What passed a link, each way.
+/// The traffic of a link, per direction.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Traffic {
     /// From `a` to `b`.
@@ -93,7 +94,7 @@ pub struct Traffic {
     pub b_to_a: Counters,
 }
 
-/// A link that is up until it is dropped.
+/// A running link; shut down when dropped.
 pub struct Link {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -101,10 +102,10 @@ pub struct Link {
 }
 
 impl Link {
-    /// Makes the namespaces with a device in each, and starts to move packets.
+    /// Creates the namespaces with a device in each, and starts forwarding.
     ///
     /// # Errors
-    /// [`Unavailable`] where there can be no link: no root, no namespaces, no TUN devices, a name in use.
+    /// [`Unavailable`] where links are not supported: no root, no namespaces, no TUN devices, or the name is in use.
     pub fn up(options: &Options) -> Result<Self> {
         namespaces::tun()?;
         let namespaces = Namespaces::make(&options.name)?;
@@ -131,17 +132,17 @@ impl Link {
         self.namespaces.command(side, program)
     }
 
-    /// Nothing passes any more; what is under way is lost.
+    /// Cuts the link; packets in flight are lost.
     pub fn cut(&self) {
         self.shared.cut.store(true, Ordering::Relaxed);
     }
 
-    /// Packets pass again.
+    /// Heals the link.
     pub fn heal(&self) {
         self.shared.cut.store(false, Ordering::Relaxed);
     }
 
-    /// What has passed so far.
+    /// The traffic so far.
     pub fn traffic(&self) -> Traffic {
         let of = |way: usize| {
             self.shared.counters[way]
@@ -165,7 +166,7 @@ impl Drop for Link {
     }
 }
 
-/// Whether a link can be made here.
+/// Whether links are supported here.
 ///
 /// # Errors
 /// The reason, in one line.
@@ -183,7 +184,7 @@ pub fn available() -> Result<(), String> {
         })
 }
 
-/// A TUN device in a side's namespace, addressed and up.
+/// Creates a TUN device in a side's namespace, with an address and up.
 fn device(namespaces: &Namespaces, side: Side, options: &Options) -> Result<SyncDevice> {
     let name = format!("lab{:x}{}", fastrand::u32(..), side.letter());
     let device = DeviceBuilder::new()
@@ -207,7 +208,7 @@ fn device(namespaces: &Namespaces, side: Side, options: &Options) -> Result<Sync
     ip(&format!("link set wan0 mtu {MTU} addrgenmode none"))?;
     ip(&format!("addr add {address} dev wan0"))?;
     ip("link set wan0 up")?;
-    // Whatever the host prefers.
+    // Independent of the host's settings.
     ip(&format!(
         "route replace 10.77.0.0/24 dev wan0 src {} congctl cubic",
         side.address()
@@ -229,10 +230,10 @@ pub struct LinkArgs {
     near: Vec<String>,
 }
 
-/// Brings a link up, runs what is asked over it, and takes it down.
+/// Sets up a link, runs commands over it, and shuts it down.
 ///
 /// # Errors
-/// When the link cannot be made or a command not be started. Where there can be no link the exit code is 4.
+/// When the link cannot be created or a command cannot be started. Exit code 4 means that links are not supported.
 pub fn run(args: &LinkArgs) -> Result<ExitCode> {
     let link = match Link::up(&args.options) {
         Err(error) if error.is::<Unavailable>() => {

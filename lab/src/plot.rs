@@ -1,11 +1,11 @@
-//! Plots as SVG: bars, one a name, and lines.
+//! SVG plots: bar charts and line charts.
 
 use std::fmt::Write as _;
 
-/// A picture.
+/// A plot.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plot {
-    /// What it shows.
+    /// Its title.
     pub title: String,
     x: String,
     y: String,
@@ -19,7 +19,7 @@ enum Kind {
 }
 
 impl Plot {
-    /// A bar a name, along `unit`.
+    /// A bar chart with one bar per name, in units of `unit`.
     pub fn bars(title: impl Into<String>, unit: &str, bars: Vec<(String, f64)>) -> Self {
         Self {
             title: title.into(),
@@ -29,7 +29,7 @@ impl Plot {
         }
     }
 
-    /// Lines through points, in the order of x.
+    /// A line chart of points sorted by x.
     pub fn lines(
         title: impl Into<String>,
         x: &str,
@@ -44,7 +44,7 @@ impl Plot {
         }
     }
 
-    /// Whether there is nothing to see in it.
+    /// Whether there is nothing to plot.
     pub fn is_empty(&self) -> bool {
         match &self.kind {
             Kind::Bars(bars) => bars.is_empty(),
@@ -57,11 +57,11 @@ const WIDTH: f64 = 900.0;
 const LEFT: f64 = 190.0;
 const RIGHT: f64 = 70.0;
 const TOP: f64 = 50.0;
-/// Of a bar with what is around it.
+/// Height of a bar, including spacing.
 const BAR: f64 = 30.0;
-/// Of the area of lines.
+/// Height of the area of a line chart.
 const HEIGHT: f64 = 330.0;
-/// Told apart by people who do not see all colours, too (Okabe and Ito).
+/// A colour-blind-safe palette (Okabe and Ito).
 const COLOURS: [&str; 7] = [
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555",
 ];
@@ -165,7 +165,7 @@ fn draw_lines(body: &mut String, plot: &Plot, lines: &[(String, Vec<(f64, f64)>)
     bottom + 64.0 + 20.0 * lines.len() as f64
 }
 
-/// The least of 1, 2, 2.5, 5 times a power of ten that is not less.
+/// The smallest number that is at least `most` and is 1, 2, 2.5 or 5 times a power of ten.
 fn nice(most: f64) -> f64 {
     let power = 10f64.powf(most.log10().floor());
     let step = [1.0, 2.0, 2.5, 5.0, 10.0]
@@ -174,7 +174,7 @@ fn nice(most: f64) -> f64 {
     step.unwrap_or(10.0) * power
 }
 
-/// Three digits, or all before the point.
+/// Three significant digits, or all digits before the decimal point.
 fn number(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 || v == v.trunc() => format!("{value:.0}"),

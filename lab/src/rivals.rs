@@ -1,4 +1,4 @@
-//! What else carries an image from here to there. Each with its own best settings, behind one trait.
+//! Rivals: other tools that transfer images, each with its best settings, behind one trait.
 
 mod borg;
 mod carrier;
@@ -18,7 +18,7 @@ pub use rsync::{Mode, Rsync};
 /// The version that a program prints with `--version`.
 ///
 /// # Errors
-/// The reason why it cannot be used, in words.
+/// Why it cannot be used.
 pub fn tool_version(program: &str) -> Result<String, String> {
     tool::version(program, &["--version"])
 }

@@ -1,4 +1,4 @@
-//! What every experiment works with: the binary, the image library, working directories.
+//! The environment of experiments: the binary, the image library, working directories.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::files::identical;
 
-/// How long to wait for a case of a killed run to end: longer than its own limit, since the machine may be busy.
+/// Timeout for a case of a killed run to exit: longer than its own limit, since the machine may be busy.
 const LEFTOVER: Duration = Duration::from_secs(60);
 
 /// What every experiment takes.
@@ -29,18 +29,18 @@ pub struct Common {
     pub json: bool,
 }
 
-/// What experiments work with: where things are, how often to measure, and which images.
+/// The environment of experiments: paths, repetitions, and the set of images.
 pub struct Lab {
-    /// Where things are.
+    /// Paths and output format.
     pub common: Common,
-    /// How often a figure that varies is measured.
+    /// Number of repetitions for figures that vary.
     pub repeat: usize,
-    /// The small set instead of the library, for the smoke run: seconds, not minutes.
+    /// Use the small set instead of the library, for a smoke run of seconds rather than minutes.
     pub small: bool,
 }
 
 impl Lab {
-    /// The binary to measure, by an absolute path.
+    /// The absolute path of the binary to measure.
     ///
     /// # Errors
     /// When it is not built.
@@ -50,10 +50,10 @@ impl Lab {
         drover.canonicalize().with_context(build)
     }
 
-    /// An empty directory for a run, removed with the guard. It is locked, so that [`Self::sweep`] leaves it alone.
+    /// Creates an empty directory for a run, removed when dropped. It is locked, so that [`Self::sweep`] skips it.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// When it cannot be created.
     pub fn work(&self, experiment: &str) -> Result<Work> {
         let name = format!("work-{experiment}-{}", std::process::id());
         let dir = self.common.out.join(name);
@@ -68,11 +68,11 @@ impl Lab {
         make().with_context(|| format!("cannot make {}", dir.display()))
     }
 
-    /// Removes the working directories that killed runs left. A case whose run was killed may still be cleaning up: its
-    /// directory is locked until it has ended, and it is waited for, since it would distort what is measured meanwhile.
+    /// Removes the working directories of killed runs. A case of such a run may still be cleaning up: it holds the lock
+    /// of its directory and is waited for, because it would distort measurements.
     ///
     /// # Errors
-    /// When such a case does not end.
+    /// When such a case does not exit.
     pub fn sweep(&self) -> Result<()> {
         let deadline = Instant::now() + LEFTOVER;
         for entry in std::fs::read_dir(&self.common.out)?.flatten() {
@@ -80,7 +80,7 @@ impl Lab {
                 continue;
             }
             let path = entry.path();
-            // It may go while it is looked at.
+            // It may disappear meanwhile.
             let Ok(lock) = File::open(&path) else {
                 continue;
             };
@@ -95,7 +95,7 @@ impl Lab {
         Ok(())
     }
 
-    /// An image of the library (or of the small set) by its name.
+    /// The path of an image of the library (or of the small set).
     ///
     /// # Errors
     /// When it is not built.
@@ -106,20 +106,20 @@ impl Lab {
         found.with_context(|| format!("no image {name} in the library: lab library"))
     }
 
-    /// The one or the other, by the set.
+    /// Selects a value by the set of images.
     pub fn either<T>(&self, full: T, small: T) -> T {
         if self.small { small } else { full }
     }
 }
 
-/// A directory that goes away.
+/// A temporary directory.
 pub struct Work {
     path: PathBuf,
     _lock: File,
 }
 
 impl Work {
-    /// A path inside.
+    /// A path inside it.
     pub fn join(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
@@ -133,7 +133,7 @@ impl Drop for Work {
     }
 }
 
-/// The name under which an image is delivered.
+/// The file name of an image, under which it is delivered.
 pub fn file_name(image: &Path) -> String {
     image
         .file_name()
@@ -142,7 +142,7 @@ pub fn file_name(image: &Path) -> String {
         .into_owned()
 }
 
-/// Fails when a file is not another's copy.
+/// Fails when a file differs from the original.
 pub fn must_be_same(image: &Path, copy: &Path) -> Result<()> {
     if !copy.is_file() || !identical(image, copy)? {
         bail!("the delivered file is not its original");

@@ -1,13 +1,13 @@
-//! Running other programs: errors that carry what the program said.
+//! Runs other programs; errors include their output.
 
 use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-/// Runs a program to its end and returns what it printed.
+/// Runs a program and returns its output.
 ///
 /// # Errors
-/// When it cannot be started or does not exit with 0; the last lines of its standard error are in the error.
+/// When it cannot be started or its exit code is not 0; includes the last lines of its stderr.
 pub fn run(command: &mut Command) -> Result<Output> {
     let shown = show(command);
     let output = command
@@ -20,7 +20,7 @@ pub fn run(command: &mut Command) -> Result<Output> {
     Ok(output)
 }
 
-/// True when a program of that name is found in `PATH`.
+/// Whether a program is found in `PATH`.
 pub fn have(program: &str) -> bool {
     std::env::var_os("PATH")
         .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))

@@ -1,4 +1,4 @@
-//! The real `drover` binary, driven as a script would: a site that serves, and a sender that is paired with it.
+//! The real `drover` binary, run as a script would: a serving site, and a sender that is paired with it.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -16,20 +16,20 @@ use crate::link::{Link, Side};
 use crate::shell;
 use crate::watch::{Cost, Watch};
 
-/// How long a site may take until it prints its ticket.
+/// Timeout for a site to print its ticket.
 const READY: Duration = Duration::from_secs(20);
-/// How long a site may take to end after SIGTERM.
+/// Timeout for a site to exit after SIGTERM.
 const END: Duration = Duration::from_secs(15);
-/// How long pairing may take.
+/// Timeout of pairing.
 const PAIR: Duration = Duration::from_secs(60);
-/// How long a send may take when nobody knows better.
+/// Default timeout of a send.
 const SEND: Duration = Duration::from_secs(1800);
-/// How often a process that must end is looked at.
+/// Polling interval for the exit of a process.
 const LOOK: Duration = Duration::from_millis(5);
-/// What senders call the site.
+/// The senders' name for the site.
 const PEER: &str = "far";
 
-/// Where the two ends are.
+/// Where the two ends run.
 #[derive(Clone, Copy)]
 pub enum Where<'a> {
     /// Both on this host.
@@ -39,17 +39,17 @@ pub enum Where<'a> {
 }
 
 impl Where<'_> {
-    /// A command at the sending end.
+    /// A command that runs at the sending end.
     pub fn near(&self, program: &Path) -> Command {
         self.at(Side::A, program)
     }
 
-    /// A command at the receiving end.
+    /// A command that runs at the receiving end.
     pub fn far(&self, program: &Path) -> Command {
         self.at(Side::B, program)
     }
 
-    /// The address at which the receiving end listens.
+    /// The listen address of the receiving end.
     pub fn far_address(&self) -> &'static str {
         match self {
             Self::Loopback => "127.0.0.1",
@@ -65,7 +65,7 @@ impl Where<'_> {
     }
 }
 
-/// A site that serves until it is dropped.
+/// A running site; killed when dropped.
 pub struct Site {
     home: PathBuf,
     child: Child,
@@ -74,15 +74,15 @@ pub struct Site {
 }
 
 impl Site {
-    /// Starts `drover serve` with a home of its own and waits for its ticket.
+    /// Starts `drover serve` with its own home and waits for its ticket.
     ///
     /// # Errors
-    /// When it cannot be started, ends, or prints no ticket in time; what it said is in the error.
+    /// When it cannot be started, exits, or prints no ticket in time; includes its output.
     pub fn start(drover: &Path, home: &Path, place: Where<'_>) -> Result<Self> {
         Self::start_on(drover, home, place, 0)
     }
 
-    /// The same on a port of one's choice, so that it can come back where it was; 0 is any that is free.
+    /// The same on a given port, so that it can restart at the same address; 0 for any free port.
     ///
     /// # Errors
     /// As [`Site::start`].
@@ -106,7 +106,7 @@ impl Site {
         let watch = Watch::start(child.id());
         let stdout = child.stdout.take().context("no stdout")?;
         let (send, lines) = mpsc::channel();
-        // The reader goes on to the end, so that the site never waits for its output to be read.
+        // Read until the end, so that the site never blocks on its output.
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                 let _ = send.send(line);
@@ -132,22 +132,22 @@ impl Site {
         }
     }
 
-    /// Where a delivered image is.
+    /// The path of a delivered image.
     pub fn image(&self, name: &str) -> PathBuf {
         self.home.join("images").join(name)
     }
 
-    /// What the site has cost so far.
+    /// The cost of the site so far.
     pub fn cost(&self) -> Cost {
         self.watch.cost()
     }
 
-    /// From now on the greatest resident set counts anew.
+    /// Resets the peak memory.
     pub fn forget_peak(&self) {
         self.watch.forget_peak();
     }
 
-    /// Ends the site as a power cut would: SIGKILL.
+    /// Kills the site by SIGKILL, like a crash.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -164,7 +164,7 @@ impl Drop for Site {
     }
 }
 
-/// Ends a process by SIGTERM, or, when it has not ended in time, by SIGKILL.
+/// Ends a process by SIGTERM or, if it does not exit in time, by SIGKILL.
 pub fn terminate(child: &mut Child, patience: Duration) {
     if matches!(child.try_wait(), Ok(Some(_))) {
         return;
@@ -178,7 +178,7 @@ pub fn terminate(child: &mut Child, patience: Duration) {
     }
 }
 
-/// What `drover send --json` says at its end about one image.
+/// The result for one image in the last line of `drover send --json`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sent {
     /// The image's name at the destination.
@@ -191,9 +191,9 @@ pub struct Sent {
     /// Bytes of it that are not zero.
     #[serde(default)]
     pub data_bytes: u64,
-    /// Bytes that went to the site.
+    /// Bytes sent to the site.
     pub wire_sent_bytes: u64,
-    /// Bytes that came from the site.
+    /// Bytes received from the site.
     pub wire_received_bytes: u64,
     /// Blocks found at the destination.
     #[serde(default)]
@@ -204,46 +204,46 @@ pub struct Sent {
     /// Zero blocks.
     #[serde(default)]
     pub zero_blocks: u64,
-    /// Duration by drover's own clock.
+    /// Duration according to drover.
     #[serde(default)]
     pub seconds: f64,
-    /// Where the time went: `source` and `destination`, each by stage.
+    /// Time spent per stage, for `source` and `destination`.
     #[serde(default)]
     pub stages: BTreeMap<String, BTreeMap<String, Stage>>,
 }
 
-/// What a stage of drover's pipeline did; threads of one stage add up.
+/// Statistics of a stage of drover's pipeline, summed over its threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stage {
-    /// Seconds of work, disk included.
+    /// Seconds of work, including disk I/O.
     pub busy_seconds: f64,
-    /// Seconds of waiting for the stage before or behind it.
+    /// Seconds of waiting for the previous or the next stage.
     pub wait_seconds: f64,
     /// Seconds of waiting for the other end.
     pub socket_seconds: f64,
-    /// Bytes that went through.
+    /// Bytes processed.
     pub bytes: u64,
 }
 
 impl Sent {
-    /// Bytes on the wire, both ways.
+    /// Bytes on the wire, in both directions.
     pub fn wire_bytes(&self) -> u64 {
         self.wire_sent_bytes + self.wire_received_bytes
     }
 }
 
-/// How a `drover send` went.
+/// The result of a `drover send`.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// The images, in the order in which they were named.
+    /// The images, in the order given.
     pub images: Vec<Sent>,
-    /// From start to exit, by the lab's clock.
+    /// From start to exit, measured by the lab.
     pub seconds: f64,
-    /// What the sender cost.
+    /// Cost of the sender.
     pub cost: Cost,
 }
 
-/// A sender with a home of its own, paired with a site.
+/// A sender with its own home, paired with a site.
 pub struct Sender<'a> {
     drover: PathBuf,
     home: PathBuf,
@@ -279,7 +279,7 @@ impl<'a> Sender<'a> {
         })
     }
 
-    /// Sends one image under the name of its file, within half an hour.
+    /// Sends one image under its file name, with a timeout of half an hour.
     ///
     /// # Errors
     /// As [`Sending::finish`].
@@ -287,7 +287,7 @@ impl<'a> Sender<'a> {
         self.begin(image, options)?.finish(SEND)
     }
 
-    /// Starts to send one image under the name of its file.
+    /// Starts sending one image under its file name.
     ///
     /// # Errors
     /// When there is no such image, or drover cannot be started.
@@ -331,26 +331,26 @@ impl<'a> Sender<'a> {
     }
 }
 
-/// A `drover send` under way; killed when it is dropped unfinished.
+/// A running `drover send`; killed when dropped before it is finished.
 pub struct Sending {
     image: PathBuf,
     said: PathBuf,
     started: Instant,
     child: Child,
     watch: Watch,
-    /// All of its output, when that has ended.
+    /// Receives all of its output, after it has ended.
     output: mpsc::Receiver<String>,
 }
 
 impl Sending {
-    /// Waits until it has ended, `deadline` from its start on at most.
+    /// Waits for its end, at most until `deadline` after its start.
     ///
     /// # Errors
-    /// When drover fails, takes longer, or its last line is not what scripts rely on.
+    /// When drover fails, is too slow, or its last line is not in the documented form.
     pub fn finish(mut self, deadline: Duration) -> Result<Outcome> {
         let shown = format!("drover send {}", self.image.display());
         let left = deadline.saturating_sub(self.started.elapsed());
-        // The end of its output is noticed at once; looking whether it runs would cost up to a look's time.
+        // The end of the output is noticed at once, whereas polling for the exit takes up to an interval.
         let output = self.output.recv_timeout(left).ok();
         let left = deadline.saturating_sub(self.started.elapsed());
         let status = end_within(&mut self.child, left).with_context(|| shown.clone())?;
@@ -366,12 +366,12 @@ impl Sending {
         })
     }
 
-    /// True while it runs.
+    /// Whether it is running.
     pub fn runs(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Ends it as a power cut would: SIGKILL.
+    /// Kills it by SIGKILL, like a crash.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -389,10 +389,10 @@ impl Drop for Sending {
     }
 }
 
-/// Waits for a process; kills it when it has not ended in time.
+/// Waits for a process; kills it at the timeout.
 ///
 /// # Errors
-/// When it had to be killed.
+/// When it was killed.
 pub fn end_within(child: &mut Child, time: Duration) -> Result<ExitStatus> {
     let started = Instant::now();
     loop {
@@ -412,7 +412,7 @@ fn last_words(file: &Path) -> String {
     shell::tail(&fs::read(file).unwrap_or_default())
 }
 
-/// The images of the last line, which says that all is done.
+/// Parses the images of the last line, which reports completion.
 fn parse_done(output: &str) -> Result<Vec<Sent>> {
     #[derive(Deserialize)]
     struct Done {

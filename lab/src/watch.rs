@@ -1,4 +1,4 @@
-//! What a running process costs: peak memory and processor time, read from `/proc` until it is gone.
+//! The cost of a running process: peak memory and CPU time, sampled from `/proc` until it exits.
 
 use std::fs;
 use std::sync::Arc;
@@ -9,21 +9,21 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-/// How often a process is looked at. Its peak is kept by the kernel, so only growth in its last moments is missed.
+/// Sampling interval. The kernel keeps the peak, so only growth in the last moments is missed.
 const EVERY: Duration = Duration::from_millis(20);
-/// Ticks of processor time a second, as `/proc` counts them on every Linux.
+/// Clock ticks per second in `/proc`, on every Linux.
 const TICKS: f64 = 100.0;
 
-/// What a process has cost so far.
+/// The cost of a process so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Cost {
-    /// Greatest resident set (VmHWM), in bytes.
+    /// Peak resident set size (VmHWM), in bytes.
     pub peak_rss_bytes: u64,
-    /// Processor time, user and system, in seconds.
+    /// CPU time, user and system, in seconds.
     pub cpu_seconds: f64,
 }
 
-/// Watches one process.
+/// Samples one process.
 pub struct Watch {
     pid: u32,
     cost: Arc<Mutex<Cost>>,
@@ -32,7 +32,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Watches process `pid` until it is gone or this is dropped.
+    /// Samples process `pid` until it exits or this is dropped.
     pub fn start(pid: u32) -> Self {
         let cost = Arc::new(Mutex::new(Cost::default()));
         let stop = Arc::new(AtomicBool::new(false));
@@ -54,13 +54,13 @@ impl Watch {
         }
     }
 
-    /// The cost as of the last look.
+    /// The cost as of the last sample.
     pub fn cost(&self) -> Cost {
         self.cost.lock().map(|c| *c).unwrap_or_default()
     }
 
-    /// From now on the greatest resident set counts anew, which is the present one at least (`proc(5)`, `clear_refs`).
-    /// Where the kernel cannot do this, the peak is that since the start.
+    /// Resets the peak resident set size to the present one (`proc(5)`, `clear_refs`). Where the kernel does not
+    /// support this, the peak remains that since the start.
     pub fn forget_peak(&self) {
         let _ = fs::write(format!("/proc/{}/clear_refs", self.pid), "5");
     }
@@ -79,19 +79,19 @@ impl Drop for Watch {
     }
 }
 
-/// Processor time of all children of this process that have ended and been waited for, and of theirs.
+/// CPU time of all descendants that have exited and been waited for.
 pub fn cpu_of_children() -> f64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     ticks(&stat, [13, 14]).unwrap_or_default()
 }
 
-/// The machine's load average of the last minute, where the kernel reports it.
+/// The machine's load average over the last minute, if available.
 pub fn load() -> Option<f64> {
     let said = fs::read_to_string("/proc/loadavg").ok()?;
     said.split_whitespace().next()?.parse().ok()
 }
 
-/// This machine in words: its processor, cores, memory and kernel.
+/// A description of this machine: CPU, cores, memory and kernel.
 pub fn machine() -> String {
     let field = |file: &str, name: &str| {
         let text = fs::read_to_string(file).ok()?;
@@ -101,7 +101,7 @@ pub fn machine() -> String {
     let processor = field("/proc/cpuinfo", "model name").unwrap_or_else(|| "unknown".to_owned());
     let kib =
         field("/proc/meminfo", "MemTotal").and_then(|m| m.split(' ').next()?.parse::<u64>().ok());
-    // Rounded: the kernel keeps a different part of it to itself at every start.
+    // Rounded: the kernel reserves a varying part at each boot.
     let gib = (kib.unwrap_or(0) + (1 << 19)) >> 20;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
@@ -111,15 +111,15 @@ pub fn machine() -> String {
     )
 }
 
-/// Processor time of the whole machine, in ticks of all cores: what was used, and all that there was. Waiting for a disk
-/// is not use.
+/// CPU time of the whole machine, in ticks summed over all cores: used, and total. Waiting for I/O does not count as
+/// used.
 pub fn cores() -> Option<(u64, u64)> {
     cores_of(&fs::read_to_string("/proc/stat").ok()?)
 }
 
 fn cores_of(stat: &str) -> Option<(u64, u64)> {
     let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
-    // user nice system idle iowait irq softirq steal; guests are in the first two, too.
+    // user nice system idle iowait irq softirq steal; guest time is included in the first two.
     let of: Vec<u64> = line
         .split_whitespace()
         .take(8)
@@ -129,7 +129,7 @@ fn cores_of(stat: &str) -> Option<(u64, u64)> {
     Some((all - of.get(3)? - of.get(4)?, all))
 }
 
-/// The cost of a process, unless it is gone or a zombie.
+/// The cost of a process, unless it has exited or is a zombie.
 fn look(pid: u32) -> Option<Cost> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -139,7 +139,7 @@ fn look(pid: u32) -> Option<Cost> {
     })
 }
 
-/// The greatest resident set (VmHWM) in a `/proc/PID/status`, in bytes.
+/// The peak resident set size (VmHWM) from a `/proc/PID/status`, in bytes.
 fn peak_of(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
     Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
@@ -151,7 +151,7 @@ fn cpu_of(stat: &str) -> Option<f64> {
 
 /// The sum of two fields of `/proc/PID/stat`, in seconds.
 fn ticks(stat: &str, fields: [usize; 2]) -> Option<f64> {
-    // The name in brackets may hold anything, brackets too: fields are counted after the last one.
+    // The name in brackets may contain anything, even brackets: fields are counted after the last one.
     let all: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let of = |field: usize| all.get(field)?.parse::<u64>().ok();
     Some((of(fields[0])? + of(fields[1])?) as f64 / TICKS)

@@ -1,4 +1,4 @@
-//! `docs/benchmarks.md`, made from the file of rows alone: the answer first, then every table, then what was not measured.
+//! Generates `docs/benchmarks.md` from the stored rows: a summary, then every table, then what was not measured.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -15,9 +15,9 @@ use crate::files::replace;
 use crate::plot::{self, Plot};
 use crate::rivals;
 
-/// The file of rows, unless another is named.
+/// The default file of rows.
 pub const ROWS: &str = "docs/benchmarks/rows.jsonl";
-/// A table with more rows is folded away.
+/// Longer tables are collapsed.
 const FOLDED: usize = 12;
 
 /// What the document is made of, and where it goes.
@@ -31,7 +31,7 @@ pub struct DocumentArgs {
     rows: PathBuf,
 }
 
-/// Makes the document. Rows of a build that is not in the repository are not in it.
+/// Generates the document. Omits rows of builds that are not in the repository.
 ///
 /// # Errors
 /// When the rows cannot be read, or a file cannot be written.
@@ -92,7 +92,7 @@ another program, another version of a rival or on another machine.
 
 ";
 
-/// The document. `strange` are records of builds that are not in the repository.
+/// Renders the document. `strange` are records of builds that are not in the repository.
 pub fn render(
     experiments: &[Experiment],
     records: &[Record],
@@ -161,7 +161,7 @@ pub fn render(
     text
 }
 
-/// The whole library over the reference link, by everybody.
+/// The results for the whole library over the reference link, for all subjects.
 fn whole_library(records: &[Record]) -> Vec<(&Record, &Row)> {
     let rows = records
         .iter()
@@ -243,7 +243,7 @@ fn origins(text: &mut String, records: &[Record]) {
     text.push_str("\nFigures with a spread are `median (least to greatest)` of repeated measurements; those without were measured once.\n\n");
 }
 
-/// The other tools, with the versions that were measured.
+/// Lists the rivals with the versions measured.
 fn compared(text: &mut String, records: &[Record]) {
     text.push_str("## The other tools\n\n| tool | version | how it is called |\n|---|---|---|\n");
     for rival in rivals::ALL {
@@ -267,7 +267,7 @@ fn compared(text: &mut String, records: &[Record]) {
     text.push('\n');
 }
 
-/// A table in Markdown. Columns that no row has are left out; a last one says what went wrong, where something did.
+/// A table in Markdown. Omits empty columns; a last column has errors, if any.
 pub fn table(experiment: &Experiment, records: &[&Record]) -> String {
     let rows: Vec<(&Record, &Row)> = records
         .iter()
@@ -322,7 +322,7 @@ pub fn table(experiment: &Experiment, records: &[&Record]) -> String {
     text
 }
 
-/// Text for a cell: one line, without paths of the machine on which it was written.
+/// Escapes text for a cell: one line, without local paths.
 fn cell(text: &str) -> String {
     let own = |word: &str| match word
         .strip_prefix('/')
@@ -335,7 +335,7 @@ fn cell(text: &str) -> String {
     words.join(" ").replace('|', "\\|")
 }
 
-/// Bytes and time of the library, and reading a far disk.
+/// The plots: bytes and time for the library, and reads from a remote disk.
 fn plots(records: &[Record]) -> Vec<(&'static str, Plot)> {
     let link = lines::REFERENCE.describe();
     let bars = |title: String, unit: &str, figure: &str| {

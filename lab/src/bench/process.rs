@@ -1,7 +1,7 @@
-//! Each case runs in a process of its own, so that a crash or a hang does not end the run.
+//! Runs each case in its own process, so that a crash or a hang does not end the run.
 //!
-//! The process leads a group of its own, which what it starts is in. It ends itself and its group when its standard
-//! input ends: on Ctrl-C, past its deadline, and when the run is gone (`kill -9`).
+//! The process leads a process group, which includes everything it starts. It ends itself and the group when its stdin
+//! is closed: on Ctrl-C, at its deadline, and when the run is killed (`kill -9`).
 
 use std::any::Any;
 use std::fs;
@@ -21,14 +21,14 @@ use super::{Case, Experiment, Row, Verdict};
 use crate::files::replace;
 use crate::setup::{Common, Lab};
 
-/// No case takes so long that does not hang.
+/// Deadline: a case that takes longer hangs.
 const PATIENCE: Duration = Duration::from_secs(4 * 3600);
-/// How long a case may take to clean up after itself.
+/// Time for a case to clean up.
 const CLEAN_UP: Duration = Duration::from_secs(5);
-/// How often a case is looked at.
+/// Polling interval.
 const EVERY: Duration = Duration::from_millis(50);
 
-/// Measures a case by `lab case`; whatever happens, there are rows, but when `interrupted` gets true.
+/// Measures a case by `lab case`. Always returns rows, unless `interrupted` becomes true.
 pub fn measure(
     lab: &Lab,
     experiment: &Experiment,
@@ -70,7 +70,7 @@ fn in_a_process(
         .arg("--out")
         .arg(out)
         .args(lab.small.then_some("--small"));
-    // Standard output is for what the run itself has to say.
+    // The run's own stdout is for its results.
     let mut child = command
         .stdin(Stdio::piped())
         .stdout(std::io::stderr())
@@ -99,7 +99,7 @@ fn in_a_process(
     }
 }
 
-/// Lets a case end itself and what it started, and ends what does not.
+/// Lets a case end itself and its children, and kills what remains.
 fn end(child: &mut Child) -> Result<()> {
     drop(child.stdin.take());
     let deadline = Instant::now() + 2 * CLEAN_UP;
@@ -111,7 +111,7 @@ fn end(child: &mut Child) -> Result<()> {
     Ok(())
 }
 
-/// Kills what is left of a case, so that nothing outlives it, and waits until it is gone: the kernel takes its time.
+/// Kills the rest of a case's group, and waits until it is gone, which takes the kernel a moment.
 fn end_group(group: Pid) {
     let _ = kill_process_group(group, Signal::KILL);
     let deadline = Instant::now() + 2 * CLEAN_UP;
@@ -143,7 +143,7 @@ pub struct CaseArgs {
 /// Measures one case and writes its rows.
 ///
 /// # Errors
-/// When there is no such case, or the rows cannot be written. A case that fails is a row.
+/// When there is no such case, or the rows cannot be written. A case that fails yields a row.
 pub fn run_case(experiments: &[Experiment], args: &CaseArgs) -> Result<()> {
     end_with_stdin()?;
     let lab = Lab {
@@ -172,8 +172,8 @@ fn words(panic: &(dyn Any + Send)) -> &str {
         .unwrap_or("no message")
 }
 
-/// The rows of a case, or one that says why there are none. A good row without a required figure, or with one that is no
-/// number, is a failed one.
+/// Validates the rows of a case; an error becomes a failed row. A good row also fails when a required figure is missing
+/// or not finite.
 pub fn judged(experiment: &Experiment, case: &Case, outcome: Result<Vec<Row>>) -> Vec<Row> {
     let mut rows = match outcome {
         Ok(rows) if rows.is_empty() => return vec![failed(experiment, case, &anyhow!("no rows"))],
@@ -181,7 +181,7 @@ pub fn judged(experiment: &Experiment, case: &Case, outcome: Result<Vec<Row>>) -
         Err(error) => return vec![failed(experiment, case, &error)],
     };
     for row in &mut rows {
-        // JSON has no word for what is not finite.
+        // JSON cannot represent values that are not finite.
         row.figures
             .retain(|_, figure| (figure.min + figure.median + figure.max).is_finite());
         let columns = experiment.columns.iter().filter(|column| column.required);
@@ -196,7 +196,7 @@ pub fn judged(experiment: &Experiment, case: &Case, outcome: Result<Vec<Row>>) -
     rows
 }
 
-/// A row of nothing but a name and why it failed.
+/// A failed row.
 fn failed(experiment: &Experiment, case: &Case, error: &anyhow::Error) -> Row {
     let first = experiment
         .columns
@@ -205,8 +205,8 @@ fn failed(experiment: &Experiment, case: &Case, error: &anyhow::Error) -> Row {
     Row::new([(first, case.id.clone())]).but(Verdict::failed(error))
 }
 
-/// Ends this process' group when standard input ends; first all others in it, so that the case itself gets errors and
-/// can clean up.
+/// Ends this process group when stdin is closed; all other processes first, so that the case itself gets errors and can
+/// clean up.
 fn end_with_stdin() -> Result<()> {
     let group = getpgrp();
     if group != rustix::process::getpid() {
@@ -229,14 +229,14 @@ fn end_with_stdin() -> Result<()> {
     Ok(())
 }
 
-/// The running processes of a group but for its leader. Zombies have ended; their parent has not asked yet.
+/// The running processes of a group except its leader. Zombies count as ended.
 fn others_of(group: Pid) -> Vec<Pid> {
     let group = group.as_raw_nonzero().get();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let runs_in = |pid: i32| -> Option<i32> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // After the name in brackets, which may hold anything: state, parent, group.
+        // The process name in brackets may contain anything; after it come state, parent, group.
         let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
         let state = fields.next()?;
         (state != "Z").then(|| fields.nth(1)?.parse().ok())?

@@ -1,4 +1,4 @@
-//! Results that are kept: a file with a line of JSON for each case, so that a run can go on where another ended.
+//! Stored results: a file with one line of JSON per case, so that a later run can continue.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,23 +11,23 @@ use super::{Row, Verdict};
 use crate::files::replace;
 use crate::shell;
 
-/// What was measured of a case.
+/// The result of a case.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// The experiment's name.
     pub experiment: String,
     /// The case's id.
     pub case: String,
-    /// The day, in UTC: `2026-03-01`.
+    /// The UTC date: `2026-03-01`.
     pub measured: String,
     /// The commit that drover and the lab were built from.
     pub build: String,
-    /// Of drover's program, or the rival's name and version: as long as it is the same, the result holds.
+    /// Hash of drover's program, or the rival's name and version: the result is valid while this stays the same.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub subject: String,
-    /// The machine, in words.
+    /// Description of the machine.
     pub machine: String,
-    /// Its load average before the case; none where that was not noted.
+    /// Its load average before the case, if recorded.
     pub load: Option<f64>,
     /// The rows.
     pub rows: Vec<Row>,
@@ -40,18 +40,18 @@ impl Record {
     }
 }
 
-/// The file.
+/// The file of stored results.
 pub struct Rows {
     file: PathBuf,
-    /// Its lines, in their order.
+    /// Its records, in order.
     pub all: Vec<Record>,
 }
 
 impl Rows {
-    /// Reads it; one that is not there is empty.
+    /// Reads the file; a missing one is empty.
     ///
     /// # Errors
-    /// When it is torn or not ours.
+    /// When it is truncated or has another format.
     pub fn read(file: &Path) -> Result<Self> {
         let text = match fs::read_to_string(file) {
             Ok(text) => text,
@@ -68,14 +68,14 @@ impl Rows {
         })
     }
 
-    /// What is kept of a case.
+    /// The stored record of a case.
     pub fn of(&self, experiment: &str, case: &str) -> Option<&Record> {
         self.all
             .iter()
             .find(|r| r.experiment == experiment && r.case == case)
     }
 
-    /// Keeps a record in the place of what there was of its case. A crash leaves the old file or the new one.
+    /// Stores a record, replacing that of the same case. Atomic: a crash leaves the old file or the new one.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -94,12 +94,12 @@ impl Rows {
     }
 }
 
-/// Whether a build's name is that of a commit.
+/// Whether a build is named by a commit.
 pub fn is_commit(build: &str) -> bool {
     build.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// The commit of the checkout; `-dirty` where something but documents differs from it.
+/// The commit of the checkout, with `-dirty` if anything but documents differs from it.
 pub fn commit() -> String {
     let git = |args: &[&str]| {
         let output = shell::run(Command::new("git").args(args)).ok()?;
@@ -122,7 +122,7 @@ pub fn commit() -> String {
     }
 }
 
-/// Whether a build can be made again from this repository.
+/// Whether a build can be reproduced from this repository.
 pub fn is_in_repository(build: &str) -> bool {
     let object = format!("{build}^{{commit}}");
     shell::run(Command::new("git").args(["cat-file", "-e", &object])).is_ok()

@@ -1,4 +1,4 @@
-//! `lab bench`: one case after the other as long as the time lasts.
+//! `lab bench`: runs cases one after the other, until the time is used up.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,10 +18,10 @@ use crate::library::{self, Set};
 use crate::setup::{Common, Lab};
 use crate::{link, watch};
 
-/// As shells call it when a program ends by SIGINT.
+/// Exit code after SIGINT, by shell convention.
 const INTERRUPTED: u8 = 130;
 
-/// For `--help`.
+/// Shown by `--help`.
 pub const EXIT_CODES: &str = "\
 Exit codes (of several, the lowest but 0):
   0    every row is good; rivals that are not installed were skipped
@@ -63,7 +63,7 @@ pub struct BenchArgs {
     common: Common,
 }
 
-/// Keeps other runs out: they would distort the figures, and lose each other's rows.
+/// Locks out other runs, which would distort the measurements and overwrite rows.
 fn alone(out: &Path) -> Result<File> {
     std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
     let path = out.join("lock");
@@ -74,10 +74,10 @@ fn alone(out: &Path) -> Result<File> {
     }
 }
 
-/// Measures, keeps every result as soon as it is there, and shows.
+/// Measures, stores each result at once, and prints them.
 ///
 /// # Errors
-/// When it cannot even begin. What fails later is in rows and in the exit code.
+/// When it cannot start. Later failures are in rows and in the exit code.
 pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
     let lab = Lab {
         common: args.common.clone(),
@@ -87,7 +87,7 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
     let file = match &args.rows {
         Some(file) => file.clone(),
         None if args.small => args.common.out.join("rows-small.jsonl"),
-        // Rows of a build that nobody else can have do not take the place of others.
+        // Rows of a build that cannot be reproduced do not replace others.
         None if !rows::is_commit(&rows::commit()) => args.common.out.join("rows-dirty.jsonl"),
         None => PathBuf::from(document::ROWS),
     };
@@ -125,7 +125,7 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    // Without a build there is nothing to measure. What a killed run left goes now.
+    // Without a build there is nothing to measure. Remove what a killed run left.
     let drover = format!("drover {}", digest_of(&lab.binary()?)?);
     lab.sweep()?;
     let interrupted = Arc::new(AtomicBool::new(false));
@@ -211,7 +211,7 @@ pub fn bench(experiments: &[Experiment], args: &BenchArgs) -> Result<ExitCode> {
 }
 
 impl BenchArgs {
-    /// Whether an experiment, or a case of it, was asked for.
+    /// Whether an experiment, or one of its cases, was requested.
     fn asks(&self, experiment: &str, case: &str) -> bool {
         let fits = |only: &String| {
             let (e, c) = only.split_once('/').unwrap_or((only, "*"));
@@ -222,7 +222,7 @@ impl BenchArgs {
     }
 }
 
-/// Whether `text` is as `pattern` says: `*` is any text, `?` any byte.
+/// Whether `text` matches `pattern`: `*` is any text, `?` any byte.
 fn like(pattern: &[u8], text: &[u8]) -> bool {
     match (pattern.split_first(), text.split_first()) {
         (None, None) => true,
@@ -234,7 +234,7 @@ fn like(pattern: &[u8], text: &[u8]) -> bool {
     }
 }
 
-/// What the exit code says of a row. A case of drover may also measure rivals: label `by` names who was measured.
+/// The exit code for a row. A case of drover may include rivals: the label `by` names the subject.
 fn code(case: &Case, row: &Row) -> Option<u8> {
     let by = row.label("by");
     let own =
@@ -242,13 +242,13 @@ fn code(case: &Case, row: &Row) -> Option<u8> {
     let rival = case.rival.is_some() || !own;
     match row.verdict {
         Verdict::Good => None,
-        // A rival that is not installed is nothing that a run must have.
+        // A missing rival is not a failure.
         Verdict::Skipped(_) => (!rival).then_some(4),
         Verdict::Failed(_) | Verdict::Wrong(_) => Some(if rival { 3 } else { 1 }),
     }
 }
 
-/// What this machine lacks, found out by trying it.
+/// What is missing on this machine, determined by trying it.
 fn lacks(lab: &Lab, need: Need) -> Option<String> {
     match need {
         Need::Link => link::available()

@@ -1,4 +1,4 @@
-//! What becomes of rows: judged, kept, and shown.
+//! Tests of rows: validation, storage and display.
 
 use anyhow::anyhow;
 

@@ -1,5 +1,4 @@
-//! A machine that boots while its disk is still elsewhere: how much later it is there than with the disk beside it, and
-//! what it took over the link.
+//! Boots a virtual machine from a remote disk: the delay compared with a local disk, and the traffic on the link.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -20,9 +19,9 @@ use crate::shell;
 const MIB: f64 = (1u64 << 20) as f64;
 /// The image: bookworm with nginx and php.
 const IMAGE: &str = "bookworm-web";
-/// Where ext4 counts how often it was mounted for writing, from the start of the disk.
+/// Offset of ext4's mount counter from the start of the disk.
 const MOUNT_COUNT: u64 = 1024 + 52;
-/// How long the parts of a boot may take.
+/// Timeouts of the parts of a boot.
 const LOGIN: Duration = Duration::from_secs(300);
 const SHUT_DOWN: Duration = Duration::from_secs(120);
 const PUSH: Duration = Duration::from_secs(120);
@@ -55,23 +54,23 @@ Boots follow one another on one machine, which runs the guest and both ends.",
         Column::figure("data_mib", "data of the image, MiB", 0),
     ],
     cases: |lab| {
-        // One case for all: what a boot takes depends on the hour, and all are held against the local one.
+        // A single case: boot times vary over the day, and all are compared with the local one.
         let what = format!("boots over {}, by everybody", LINE.describe());
         let case = Case::new(LINE.slug(), what, 0, &[Need::Link, Need::Library]);
-        // The small set has nothing that boots.
+        // The small set has no bootable image.
         Ok(lab.either(vec![case], Vec::new()))
     },
     run: |lab, _| measure(lab, ALL),
 };
 
-/// Who shows the disk to the machine: its name, and by whom over the link.
+/// How the machine gets its disk: a name, and the server of the remote disk, if remote.
 pub type Way = (&'static str, Option<By>);
 
 pub const ALL: &[Way] = &[
     ("local, qemu-nbd", None),
     ("local, nbdkit", None),
     MANAGED,
-    // By the order that the one before recorded.
+    // In the order that the previous boot recorded.
     (ORDERED, Some(By::Managed)),
     (NO_PREFETCH, Some(By::Managed)),
     ("drover, direct", Some(By::Direct)),
@@ -95,25 +94,25 @@ fn missing((name, by): Way) -> Option<String> {
         .or_else(|| by?.missing())
 }
 
-/// What a boot took.
+/// The results of a boot.
 struct Booted {
     login: f64,
-    /// Bytes to the far side and from it, over a link.
+    /// Bytes to and from the far side, over a link.
     crossed: Option<(u64, u64)>,
     disk: Disk,
 }
 
-/// What all boots have in common.
+/// The setup shared by all boots.
 struct Bench<'a> {
     net: &'a Net,
     drover: PathBuf,
     work: PathBuf,
-    /// A copy of the image, which is never written.
+    /// A copy of the image, never written to.
     image: PathBuf,
     kernel: Kernel,
 }
 
-/// Boots each of `ways` as often as the lab says, in turn, and makes a row of each.
+/// Boots each of `ways` in turn, as often as configured, and makes one row for each.
 pub fn measure(lab: &Lab, ways: &[Way]) -> Result<Vec<Row>> {
     let guard = lab.work("boot")?;
     let work = guard.join("");
@@ -258,7 +257,7 @@ impl Bench<'_> {
         Ok(booted)
     }
 
-    /// Boots and shuts down; the machine has ended when this returns, whatever happened.
+    /// Boots and shuts down; the machine has ended on return, also after a failure.
     fn until_login(
         &self,
         shown: &mut Shown,
@@ -282,7 +281,7 @@ impl Bench<'_> {
         })
     }
 
-    /// Fails when a disk is not one that a machine has used and left in good order.
+    /// Fails unless the disk has been used by a machine and unmounted cleanly.
     fn must_be_clean(&self, disk: &Path) -> Result<()> {
         if mounts(disk)? <= mounts(&self.image)? {
             bail!("it was never mounted for writing");
@@ -296,7 +295,7 @@ impl Bench<'_> {
     }
 }
 
-/// How often an ext4 was mounted for writing since it was last looked through.
+/// The mount counter of an ext4 file system.
 fn mounts(disk: &Path) -> Result<u16> {
     let mut count = [0; 2];
     File::open(disk)?.read_exact_at(&mut count, MOUNT_COUNT)?;

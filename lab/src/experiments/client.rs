@@ -1,4 +1,4 @@
-//! A plain NBD client, the same for everybody who is measured: one connection, requests in order, replies as they come.
+//! A plain NBD client, the same for all subjects: one connection, requests in order.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 
 use super::shows::{NAME, Shown};
 
-/// How long a disk may take to be there, and a request to be answered.
+/// Timeout for a disk to appear, and for a reply.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
@@ -25,7 +25,7 @@ const READ: u16 = 0;
 const WRITE: u16 = 1;
 const FLUSH: u16 = 3;
 
-/// A connection to an export.
+/// A connection to an NBD export.
 pub struct Nbd {
     stream: UnixStream,
     size: u64,
@@ -33,7 +33,7 @@ pub struct Nbd {
 }
 
 impl Nbd {
-    /// Connects as soon as somebody listens on `socket` to the export `name`.
+    /// Connects to the export `name`, as soon as a server listens on `socket`.
     fn connect(socket: &Path, name: &str) -> Result<Self> {
         let started = Instant::now();
         let stream = loop {
@@ -63,7 +63,7 @@ impl Nbd {
         if &hello[..8] != b"NBDMAGIC" {
             bail!("no NBD server");
         }
-        // Fixed newstyle, no zeroes.
+        // Client flags: fixed newstyle, no zeroes.
         self.stream.write_all(&3u32.to_be_bytes())?;
         let mut go = Vec::new();
         go.extend((name.len() as u32).to_be_bytes());
@@ -146,18 +146,18 @@ impl Nbd {
             .with_context(|| format!("writing {} bytes at {offset}", data.len()))
     }
 
-    /// Returns when what was written is where the server promises.
+    /// Flushes: returns when earlier writes are durable, as far as the server promises.
     fn flush(&mut self) -> Result<()> {
         let cookie = self.request(FLUSH, 0, 0)?;
         self.reply(cookie).context("a flush")
     }
 }
 
-/// A disk as its user sees it: an export, or a file.
+/// A disk from its user's view: an export, or a file.
 pub enum Client {
-    /// By NBD.
+    /// An NBD export.
     Nbd(Nbd),
-    /// By the system's calls, and its size.
+    /// A file and its size.
     File(File, u64),
 }
 
@@ -167,7 +167,7 @@ impl Client {
         let started = Instant::now();
         let around = path.parent().unwrap_or(path);
         loop {
-            // Until it is mounted there is nothing, or a file of the file system around it.
+            // Before the mount there is no file, or one of the surrounding file system.
             let device = std::fs::metadata(around).map(|meta| meta.dev()).ok();
             match std::fs::metadata(path) {
                 Ok(meta) if device.is_some_and(|device| device != meta.dev()) => {
@@ -180,7 +180,7 @@ impl Client {
         }
     }
 
-    /// Bytes of the disk.
+    /// Size of the disk in bytes.
     pub fn size(&self) -> u64 {
         match self {
             Self::Nbd(nbd) => nbd.size,
@@ -204,7 +204,7 @@ impl Client {
         }
     }
 
-    /// Returns when what was written is where the server promises.
+    /// Flushes: returns when earlier writes are durable, as far as the server promises.
     pub fn flush(&mut self) -> Result<()> {
         match self {
             Self::Nbd(nbd) => nbd.flush(),
@@ -213,12 +213,12 @@ impl Client {
     }
 }
 
-/// A client of what is shown, as soon as it can be read.
+/// Connects to a served disk as soon as it can be read.
 pub fn connect(shown: &mut Shown) -> Result<Client> {
     let connected = match shown.file() {
         Some(file) => Client::open(file),
         None => Nbd::connect(shown.socket(), NAME).map(Client::Nbd),
     };
-    // Its own words say more, where it has some.
+    // The server's own error message, if any, says more.
     connected.or_else(|e| shown.check().and(Err(e)))
 }

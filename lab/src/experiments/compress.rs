@@ -1,4 +1,5 @@
-//! How hard to compress: drover's own choice against each level that stays, over links, with limits, with one core taken.
+//! Compression levels: drover's adaptive choice compared with each fixed level, over links, with rate limits, and with
+//! one core busy.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +16,7 @@ use crate::site::{Sender, Site};
 const TIMES_BEST: &str = "times_best";
 const AUTO: &str = "auto";
 const LEVELS: &[&str] = &[AUTO, "none", "lz4", "1", "2", "3", "6", "9"];
-/// Where a link is so slow that none of the others can be the best, and all of them take minutes.
+/// For slow links, where the other levels cannot win and would take minutes.
 const SLOW_LEVELS: &[&str] = &[AUTO, "3", "6", "9", "12"];
 const SMALL_LEVELS: &[&str] = &[AUTO, "none", "1"];
 
@@ -37,12 +38,12 @@ auto should not be above 1.1.",
     run,
 };
 
-/// Over what, and beside what.
+/// The link, and competing load.
 #[derive(Clone, Copy)]
 struct Setting {
     line: Option<Line>,
     limit: Option<&'static str>,
-    /// Something else takes a core.
+    /// Whether another process occupies a core.
     taken: bool,
 }
 
@@ -93,14 +94,14 @@ fn settings(lab: &Lab) -> Vec<(Case, Setting)> {
         .collect()
 }
 
-/// A row for each level; those that fail say why, and the others go on.
+/// One row per level; a failed one has its error, and the others still run.
 fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
     let setting = settings(lab)
         .into_iter()
         .find(|(known, _)| known.id == case.id);
     let (_, setting) = setting.context("no such case")?;
     let image = lab.image(lab.either("bookworm-plain", "small-two"))?;
-    // Into the page cache, so that the first level does not read it from a disk.
+    // Read it into the page cache, so that the first level does not read from disk.
     identical(&image, &image)?;
     let levels = match setting.line {
         _ if lab.small => SMALL_LEVELS,
@@ -155,7 +156,7 @@ fn measure(lab: &Lab, setting: &Setting, image: &Path, level: &str) -> Row {
     row
 }
 
-/// Sends the image to an empty site: seconds, and bytes on the wire.
+/// Sends the image to an empty site; returns seconds, and bytes on the wire.
 fn send(lab: &Lab, setting: &Setting, image: &Path, level: &str, run: u64) -> Result<(f64, u64)> {
     let (drover, work) = (lab.binary()?, lab.work("compress")?);
     let net = Net::like(setting.line, run)?;

@@ -1,4 +1,5 @@
-//! What a front end costs: a device in memory through each, by fio, beside `nbdkit memory` and a file in memory.
+//! Front end overhead: a memory device through each front end, measured with fio and compared with `nbdkit memory` and
+//! a file in memory.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,15 +15,15 @@ use crate::setup::Lab;
 use crate::shell;
 use crate::site::terminate;
 
-/// Bytes of the disk in MiB.
+/// Size of the disk in MiB.
 const SIZE_MIB: u32 = 256;
-/// Rounds over everything, at most: each takes 40 runs.
+/// Upper bound on rounds over everything: each takes 40 runs.
 const ROUNDS: usize = 2;
-/// How long one fio may take, in seconds, before it is ended.
+/// Timeout of one fio run, in seconds.
 const PATIENCE_S: &str = "60";
-/// How long a server may take until it serves, and until it has ended.
+/// Timeout for a server to become ready, and to exit.
 const READY: Duration = Duration::from_secs(20);
-/// Where files are memory.
+/// A tmpfs.
 const TMPFS: &str = "/dev/shm";
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -54,7 +55,7 @@ requests are served one after the other whatever the depth. `nbdkit memory` is b
     run,
 };
 
-/// Who has the disk: names in rows, the program, and what of the machine it needs.
+/// The subjects: names in rows, the program, and its requirements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum By {
     Tmpfs,
@@ -92,7 +93,7 @@ impl By {
     }
 }
 
-/// A request, as fio calls the order and the size: in words, whether it writes, and how many are under way.
+/// Jobs as arguments of fio: description, whether it writes, and the number of requests in flight.
 const JOBS: [(&str, &str, &str); 4] = [
     ("4 KiB read", "randread", "4k"),
     ("4 KiB write", "randwrite", "4k"),
@@ -100,7 +101,7 @@ const JOBS: [(&str, &str, &str); 4] = [
     ("1 MiB write", "write", "1M"),
 ];
 const DEPTHS: [&str; 2] = ["1", "32"];
-/// Figures of a run, in the order of [`parse`].
+/// The figures of a run, in the order of [`parse`].
 const FIGURES: [&str; 4] = ["iops", "mib_s", "p50_us", "p99_us"];
 
 fn run(lab: &Lab, _case: &Case) -> Result<Vec<Row>> {
@@ -166,7 +167,7 @@ fn run(lab: &Lab, _case: &Case) -> Result<Vec<Row>> {
             let other = servers
                 .iter()
                 .position(|server| server.by == than && by != than);
-            // Of the same round, so that what else the machine does touches both.
+            // Compare within a round, so that other load on the machine affects both.
             let pairs = other
                 .and_then(|other| ran.get(&(job, depth, other)))
                 .into_iter()
@@ -182,10 +183,10 @@ fn run(lab: &Lab, _case: &Case) -> Result<Vec<Row>> {
     Ok(ran.iter().map(row).chain(bad).collect())
 }
 
-/// An example of the front ends, built beside the drover that is measured.
+/// Path of an example program of the front ends, built next to the drover under test.
 ///
 /// # Errors
-/// When it is not built; says how to.
+/// When it is not built; says how to build it.
 pub fn example(lab: &Lab, name: &str) -> Result<PathBuf> {
     let file = lab.binary()?.with_file_name("examples").join(name);
     if !file.is_file() {
@@ -214,14 +215,14 @@ fn fio(server: &Server) -> Command {
             .args(["--ioengine=libaio", "--direct=1"])
             .arg(format!("--filename={at}")),
     };
-    // What verifying leaves, and the loop device's lock, are left there.
+    // fio leaves its verification state and the loop device's lock file there.
     command.current_dir(&server.dir);
     command
 }
 
-/// Requests and MiB a second, and two percentiles of the wait in microseconds.
+/// IOPS, MiB per second, and two latency percentiles in microseconds.
 pub fn parse(printed: &[u8], writes: bool) -> Result<[f64; 4]> {
-    // Warnings may stand before it.
+    // Warnings may precede it.
     let at = printed
         .iter()
         .position(|&b| b == b'{')
@@ -244,16 +245,16 @@ pub fn parse(printed: &[u8], writes: bool) -> Result<[f64; 4]> {
     ])
 }
 
-/// One that serves until it is dropped.
+/// A running server; killed when dropped.
 struct Server {
     by: By,
     child: Option<Child>,
     dir: PathBuf,
-    /// The file or device, or the socket.
+    /// Its file, device, or socket.
     at: PathBuf,
 }
 
-/// Starts it, writes its disk whole and verifies that.
+/// Starts a server, writes its whole disk and verifies it.
 fn start(lab: &Lab, by: By, dir: &Path) -> Result<Server> {
     std::fs::create_dir_all(dir.join("disk"))?;
     let (socket, size) = (dir.join("disk.sock"), format!("{SIZE_MIB}M"));
@@ -298,7 +299,7 @@ fn start(lab: &Lab, by: By, dir: &Path) -> Result<Server> {
             .stdout(File::create(&out)?)
             .stderr(File::create(&said)?);
         server.child = Some(command.spawn().with_context(|| by.name())?);
-        // The front ends of files print where they are: the file, and then the loop device.
+        // File front ends print their paths: the file, and then the loop device.
         let lines = match by {
             By::Fuse => 1,
             By::Loop => 2,
@@ -343,7 +344,7 @@ impl Drop for Server {
             let _ = std::fs::remove_file(&self.at);
         }
         if let Some(child) = &mut self.child {
-            // The examples unmount at the end of their input.
+            // The examples unmount when their stdin is closed.
             drop(child.stdin.take());
             if self.by == By::Nbdkit {
                 terminate(child, READY);

@@ -1,4 +1,4 @@
-//! A machine without KVM whose disk is an NBD export: its kernel, its console, and the keys that end it.
+//! A virtual machine without KVM whose disk is an NBD export: its kernel, console, and shutdown.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,24 +13,24 @@ use serde_json::{Value, json};
 use crate::shell;
 use crate::site::end_within;
 
-/// How long QEMU may take to answer.
+/// Timeout for a reply from QEMU.
 const ANSWER: Duration = Duration::from_secs(20);
-/// What is kept of the console's end, for whoever wants to know why.
+/// How much of the end of the console output is kept for diagnosis.
 const KEEP: usize = 4 << 10;
-/// What a getty asks.
+/// The prompt of a getty.
 const PROMPT: &[u8] = b"login: ";
 
-/// The programs without which nothing boots.
+/// Programs needed to boot.
 pub const PROGRAMS: &[&str] = &["qemu-system-x86_64", "debugfs", "e2fsck", "nbdcopy"];
 
-/// A kernel and its initial file system, which the boot loader would read.
+/// A kernel and its initial RAM disk, which QEMU loads instead of a boot loader.
 pub struct Kernel {
     kernel: PathBuf,
     initrd: PathBuf,
 }
 
 impl Kernel {
-    /// Takes them out of an image that is one ext4 file system, by its links in the root; the image is only read.
+    /// Extracts them from an image with an ext4 file system, by the links in its root; the image is only read.
     pub fn of(image: &Path, dir: &Path) -> Result<Self> {
         let kernel = take_out(image, "vmlinuz", dir)?;
         let initrd = take_out(image, "initrd.img", dir)?;
@@ -41,7 +41,7 @@ impl Kernel {
 fn take_out(image: &Path, link: &str, dir: &Path) -> Result<PathBuf> {
     let debugfs =
         |request: String| shell::run(Command::new("debugfs").arg("-R").arg(request).arg(image));
-    // It follows no links by itself.
+    // debugfs does not follow links by itself.
     let said = debugfs(format!("stat /{link}"))?.stdout;
     let name = destination(&String::from_utf8_lossy(&said))
         .with_context(|| format!("{} has no link /{link}", image.display()))?;
@@ -53,25 +53,25 @@ fn take_out(image: &Path, link: &str, dir: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Where a link leads, as debugfs says it.
+/// The target of a link in debugfs's output.
 fn destination(stat: &str) -> Option<String> {
     let (_, after) = stat.split_once("link dest: \"")?;
     let name = after.split_once('"')?.0.trim_start_matches('/');
     (!name.is_empty()).then(|| name.to_owned())
 }
 
-/// What a guest has done to its disk.
+/// The disk I/O of a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Disk {
-    /// Requests.
+    /// Number of read requests.
     pub reads: f64,
-    /// Bytes.
+    /// Bytes read.
     pub read: f64,
-    /// Bytes.
+    /// Bytes written.
     pub written: f64,
 }
 
-/// A machine that runs; killed when it is dropped.
+/// A running machine; killed when dropped.
 pub struct Guest {
     child: Child,
     console: Receiver<Vec<u8>>,
@@ -87,7 +87,7 @@ impl Guest {
         let mut child = Command::new("qemu-system-x86_64")
             .args(["-accel", "tcg,thread=multi", "-smp", "2", "-m", "1024"])
             .args(["-display", "none", "-serial", "stdio", "-monitor", "none"])
-            // The three keys that end it ask for a restart.
+            // Ctrl-Alt-Delete requests a reboot.
             .arg("-no-reboot")
             .arg("-qmp")
             .arg(format!("unix:{},server=on,wait=off", control.display()))
@@ -123,7 +123,7 @@ impl Guest {
         }
     }
 
-    /// Waits until somebody could log in.
+    /// Waits for the login prompt.
     pub fn login(&mut self, patience: Duration) -> Result<()> {
         let deadline = Instant::now() + patience;
         loop {
@@ -145,7 +145,7 @@ impl Guest {
         }
     }
 
-    /// What it has read and written so far.
+    /// Its disk I/O so far.
     pub fn disk(&mut self) -> Result<Disk> {
         let answer = ask(&mut self.control, &json!({"execute": "query-blockstats"}))?;
         let devices = answer.as_array().context("no list of disks")?;
@@ -162,7 +162,7 @@ impl Guest {
         })
     }
 
-    /// Presses Ctrl-Alt-Delete, at which init ends everything in good order, and waits for the end.
+    /// Presses Ctrl-Alt-Delete, which makes init shut down cleanly, and waits until QEMU exits.
     pub fn shut_down(mut self, patience: Duration) -> Result<()> {
         let keys = ["ctrl", "alt", "delete"].map(|key| json!({"type": "qcode", "data": key}));
         ask(
@@ -190,7 +190,7 @@ impl Drop for Guest {
     }
 }
 
-/// Hands out what is read, so that the machine never waits for its console.
+/// Reads continuously, so that the machine never blocks on its console.
 fn read_along(mut from: impl Read + Send + 'static) -> Receiver<Vec<u8>> {
     let (send, receive) = mpsc::channel();
     std::thread::spawn(move || {
@@ -224,7 +224,7 @@ fn connect(control: &Path, child: &mut Child) -> Result<BufReader<UnixStream>> {
     Ok(control)
 }
 
-/// Asks QEMU; events that come first are left out.
+/// Sends a QMP command and returns the reply; skips events.
 fn ask(control: &mut BufReader<UnixStream>, question: &Value) -> Result<Value> {
     let mut line = question.to_string();
     line.push('\n');

@@ -1,5 +1,5 @@
-//! The library sent in order to an empty site: bytes and time of drover, of its rivals, and of the limit
-//! (`teleportation` §3.5 and §3.9, figures 15 and 16; `vmflock` §4.2 and §4.4).
+//! Sends the library in order to an empty site: bytes and time of drover, its rivals, and the limit (`teleportation`
+//! §3.5 and §3.9, figures 15 and 16; `vmflock` §4.2 and §4.4).
 
 use std::path::PathBuf;
 
@@ -13,11 +13,11 @@ use crate::limit::Limit;
 use crate::link;
 use crate::setup::Lab;
 
-/// The row about all images.
+/// The row for all images together.
 const ALL: &str = "all";
-/// Who is measured beside drover on the small set: what every machine has.
+/// Rivals measured on the small set: those that every machine has.
 const SMALL_RIVALS: &[&str] = &["zstd", "rsync-delta"];
-/// Rivals that take longer than the others: not for every run.
+/// Slow rivals, which are not part of every run.
 const SLOW_RIVALS: [&str; 4] = ["rsync-whole", "qemu-nbd", "restic", "casync"];
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -52,7 +52,7 @@ delta sends the zeros, too.",
     run,
 };
 
-/// The images in the order in which they are sent.
+/// The images in sending order.
 fn in_order(lab: &Lab) -> Result<Vec<PathBuf>> {
     let all = library::images(&lab.common.dir, lab.either(Set::Full, Set::Small))?;
     let fits = all
@@ -73,7 +73,7 @@ fn plan(lab: &Lab) -> Vec<(Case, Option<Line>, By)> {
         (by.case(id, what, rank, line), line, by)
     };
     if lab.small {
-        // Without namespaces drover is measured over loopback.
+        // Without network namespaces, drover is measured over loopback.
         let line = link::available().is_ok().then_some(FAST);
         let own = [By::Limit, By::Drover].map(|by| case(line, by, 0));
         let rivals = By::rivals(SMALL_RIVALS).map(|by| case(Some(FAST), by, 1));
@@ -117,7 +117,7 @@ fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
     send_all(lab, (line, by), &images, &limits, &row)
 }
 
-/// Sends everything. An image that fails gets a row with the error; the others are still sent.
+/// Sends all images. One that fails gets a row with the error; the others are still sent.
 fn send_all(
     lab: &Lab,
     (line, by): (Option<Line>, By),

@@ -1,27 +1,27 @@
-//! The lines of the matrix and the network of a run: a link that is like one of them, or none.
+//! The network conditions of the experiments, and the network of a run: an emulated link, or none.
 
 use anyhow::Result;
 
 use crate::link::{Link, Options};
 use crate::site::Where;
 
-/// What a link of the matrix is like.
+/// The conditions of a link.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Line {
-    /// Megabits a second.
+    /// Rate in Mbit/s.
     pub rate_mbit: f64,
-    /// Round-trip time.
+    /// Round-trip time in milliseconds.
     pub rtt_ms: f64,
-    /// Packets lost, in percent.
+    /// Packet loss, in percent.
     pub loss_percent: f64,
 }
 
-/// The line that everything is measured on; the others are beside it.
+/// The reference line, on which everything is measured; others are only used in addition.
 pub const REFERENCE: Line = line(100.0, 40.0, 0.0);
-/// The line of the smoke run: fast enough for a machine to be the slower part.
+/// The line of the smoke run: fast enough that the machine may be the bottleneck.
 pub const FAST: Line = line(1000.0, 5.0, 0.0);
 
-/// Megabits a second, milliseconds, percent.
+/// A line from Mbit/s, milliseconds and percent.
 pub const fn line(rate_mbit: f64, rtt_ms: f64, loss_percent: f64) -> Line {
     Line {
         rate_mbit,
@@ -30,7 +30,7 @@ pub const fn line(rate_mbit: f64, rtt_ms: f64, loss_percent: f64) -> Line {
     }
 }
 
-/// Every line of the matrix, the reference first.
+/// All lines, the reference first.
 pub fn matrix() -> Vec<Line> {
     let mut lines = Vec::new();
     for loss in [0.0, 0.1] {
@@ -42,7 +42,7 @@ pub fn matrix() -> Vec<Line> {
 }
 
 impl Line {
-    /// In words: `100 Mbit/s, 40 ms, 0.1 % loss`.
+    /// Description: `100 Mbit/s, 40 ms, 0.1 % loss`.
     pub fn describe(&self) -> String {
         let mut words = format!("{} Mbit/s, {} ms", self.rate_mbit, self.rtt_ms);
         if self.loss_percent > 0.0 {
@@ -51,7 +51,7 @@ impl Line {
         words
     }
 
-    /// For identifiers: `100mbit-40ms-loss0.1`.
+    /// Identifier: `100mbit-40ms-loss0.1`.
     pub fn slug(&self) -> String {
         let mut slug = format!("{}mbit-{}ms", self.rate_mbit, self.rtt_ms);
         if self.loss_percent > 0.0 {
@@ -60,30 +60,30 @@ impl Line {
         slug
     }
 
-    /// Bytes a second.
+    /// Rate in bytes per second.
     pub fn rate(&self) -> f64 {
         self.rate_mbit * 125_000.0
     }
 }
 
-/// In words, where there may be no line.
+/// Description, also without a line.
 pub fn describe(line: Option<Line>) -> String {
     line.map_or_else(|| "loopback".to_owned(), |line| line.describe())
 }
 
-/// For identifiers, where there may be no line.
+/// Identifier, also without a line.
 pub fn slug(line: Option<Line>) -> String {
     line.map_or_else(|| "loopback".to_owned(), |line| line.slug())
 }
 
-/// The network of a run: a link or none.
+/// The network of a run: a link, or loopback.
 pub struct Net(Option<Link>);
 
 impl Net {
-    /// A link like `line`; `seed` decides which packets are lost. No line is loopback.
+    /// Sets up a link with the conditions of `line`; `seed` determines packet loss. Without a line, loopback.
     ///
     /// # Errors
-    /// When this machine cannot have one.
+    /// When this machine does not support links.
     pub fn like(line: Option<Line>, seed: u64) -> Result<Self> {
         let up = |line: Line| {
             Link::up(&Options {
@@ -97,7 +97,7 @@ impl Net {
         Ok(Self(line.map(up).transpose()?))
     }
 
-    /// Where the two ends are.
+    /// Where the two ends run.
     pub fn place(&self) -> Where<'_> {
         self.0.as_ref().map_or(Where::Loopback, Where::Over)
     }
@@ -107,14 +107,14 @@ impl Net {
         self.0.as_ref()
     }
 
-    /// IP bytes that have crossed the link from the near end, and from the far one; none without a link. What its full
-    /// queue dropped never was on the wire; what was sent again was.
+    /// IP bytes that have crossed the link from the near end, and from the far one; `None` without a link. Excludes
+    /// packets dropped from the full queue, includes retransmissions.
     pub fn bytes(&self) -> Option<(u64, u64)> {
         let traffic = self.0.as_ref()?.traffic();
         Some((traffic.a_to_b.bytes_out, traffic.b_to_a.bytes_out))
     }
 
-    /// What has crossed since [`Net::bytes`] said `before`.
+    /// IP bytes that have crossed since an earlier result of [`Net::bytes`].
     pub fn since(&self, before: Option<(u64, u64)>) -> Option<(u64, u64)> {
         let (now, before) = self.bytes().zip(before)?;
         Some((now.0 - before.0, now.1 - before.1))

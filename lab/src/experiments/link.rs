@@ -1,4 +1,4 @@
-//! The link: whether it is what it claims to be, by programs that know nothing of it.
+//! Verifies the emulated link with independent programs.
 
 use std::process::Command;
 
@@ -73,7 +73,7 @@ fn run(_lab: &Lab, case: &Case) -> Result<Vec<Row>> {
     Ok(vec![row])
 }
 
-/// Round trips, in ms.
+/// Round-trip times in ms.
 fn ping(link: &Link) -> Result<Vec<f64>> {
     let mut ping: Command = link.command(Side::A, "ping");
     let said = shell::run(ping.args(["-n", "-c", "20", "-i", "0.05", Side::B.address()]))?.stdout;
@@ -82,7 +82,7 @@ fn ping(link: &Link) -> Result<Vec<f64>> {
     Ok(said.lines().filter_map(time).collect())
 }
 
-/// What 16 connections get, in Mbit/s, once they run full.
+/// Throughput of 16 connections in steady state, in Mbit/s.
 fn tcp(link: &Link, way: &[&str]) -> Result<f64> {
     let _server = Iperf::start(link, Side::B, &["-s", "-1"])?;
     for _ in 0..20 {

@@ -1,4 +1,4 @@
-//! What is written, in which order, and which state of it a disk is at.
+//! A model of a disk under a known sequence of writes, which identifies the state a disk is in.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,16 +9,16 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-/// What most writes are: less than what a freeze takes as one.
+/// Size of most writes: less than a freeze takes as one.
 pub const UNIT: u64 = 1 << 20;
-/// What the others are.
+/// Size of the others.
 pub const BLOCK: u64 = 4096;
-/// Regions of which one block is written again and again.
+/// Number of regions in which a single block is rewritten repeatedly.
 const REGIONS: u64 = 32;
-/// Scatters the units: a prime, so that each comes once.
+/// Spreads the units: a prime, so that each occurs once.
 const STEP: u64 = 1009;
 
-/// A disk is at no state that it should be at.
+/// The disk is in none of the expected states.
 #[derive(Debug)]
 pub struct Differs(pub String);
 
@@ -30,17 +30,17 @@ impl fmt::Display for Differs {
 
 impl std::error::Error for Differs {}
 
-/// All writes, numbered from 1.
+/// The sequence of writes, numbered from 1.
 pub struct Model {
     units: u64,
-    /// Where each is, and how long.
+    /// Offset and length of each write.
     writes: Vec<(u64, u64)>,
-    /// Of each position its length, and which writes went there.
+    /// For each position, its length and the numbers of the writes to it.
     places: BTreeMap<u64, (u64, Vec<u64>)>,
 }
 
 impl Model {
-    /// A disk of so many units that are filled, in an order that is none of offsets.
+    /// A disk of this many units, all of which are filled, in scattered order.
     pub fn new(units: u64) -> Self {
         let unit = |i: u64| (i * STEP % units * UNIT, UNIT);
         let mut writes = Vec::new();
@@ -65,27 +65,27 @@ impl Model {
         }
     }
 
-    /// Bytes of the disk.
+    /// Size of the disk in bytes.
     pub fn size(&self) -> u64 {
         (self.units + REGIONS) * UNIT
     }
 
-    /// How many writes there are.
+    /// Number of writes.
     pub fn count(&self) -> u64 {
         self.writes.len() as u64
     }
 
-    /// Bytes of all of them.
+    /// Total bytes of all writes.
     pub fn bytes(&self) -> u64 {
         self.writes.iter().map(|(_, length)| length).sum()
     }
 
-    /// Bytes of the disk that are written, once or more often.
+    /// Bytes of the disk that are written at least once.
     pub fn dirty(&self) -> u64 {
         self.places.values().map(|(length, _)| length).sum()
     }
 
-    /// A write: where, and noise that begins with its number.
+    /// A write: its offset, and random data that begins with its number.
     pub fn write(&self, number: u64) -> (u64, Vec<u8>) {
         let (at, length) = self.writes[number as usize - 1];
         let mut data = vec![0; length as usize];
@@ -93,10 +93,10 @@ impl Model {
         (at, data)
     }
 
-    /// After which writes, of the first `upto`, a disk is what this one is, which was zeros before them.
+    /// The range of numbers in `0..=upto` such that the disk, initially zero, equals the state after that many writes.
     ///
     /// # Errors
-    /// [`Differs`] when there is no such state.
+    /// [`Differs`] when there is none.
     pub fn state_of(&self, disk: &Path, upto: u64) -> Result<RangeInclusive<u64>> {
         let file = File::open(disk).with_context(|| format!("no disk {}", disk.display()))?;
         let (mut from, mut to) = (0, upto);
@@ -142,7 +142,7 @@ fn fill(number: u64, data: &mut [u8]) {
 mod tests {
     use super::*;
 
-    /// What a disk is after some writes, and perhaps others.
+    /// Creates the disk after the given writes.
     fn after(model: &Model, numbers: impl IntoIterator<Item = u64>, path: &Path) {
         let file = File::create(path).unwrap();
         file.set_len(model.size()).unwrap();
@@ -163,9 +163,9 @@ mod tests {
             after(&model, 1..=upto, &path);
             assert_eq!(model.state_of(&path, all).unwrap(), upto..=upto);
         }
-        // A write that was not made yet.
+        // A write that has not been made yet.
         assert!(model.state_of(&path, all - 1).is_err());
-        // One too many, one too few, and one that is torn.
+        // One too many, one too few, and a torn one.
         after(&model, (1..=20).chain([22]), &path);
         let error = model.state_of(&path, all).unwrap_err();
         assert!(error.is::<Differs>(), "{error:#}");

@@ -1,5 +1,5 @@
-//! Disks that are elsewhere: how soon they can be read, how fast, and what a read costs beside all else; by drover and by
-//! what else there is, with the same client over the same link.
+//! Remote disks: time to the first read, throughput, and latency under load, for drover and its rivals with the same
+//! client over the same link.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,21 +19,21 @@ use crate::setup::{Lab, Work};
 use crate::watch;
 
 const MIB: f64 = (1u64 << 20) as f64;
-/// Bytes of the disk: noise, so that nothing is gained by compressing.
+/// Size of the disk: random data, so that compression gains nothing.
 const SIZE: u64 = 512 << 20;
 const SMALL_SIZE: u64 = 32 << 20;
-/// Starts of a run for the first block, one of them with all that follows.
+/// Number of starts to measure the first block; one of them continues with the sequential read.
 const FIRSTS: usize = 3;
-/// A request of the sequential reader: what a kernel asks for when it reads ahead.
+/// Request size of the sequential reader: that of kernel readahead.
 const REQUEST: usize = 128 << 10;
-/// The longest that one sequential read, or random reads, and writes go on.
+/// Time limit of one sequential read, of the random reads, and of the writes.
 const READ_FOR: Duration = Duration::from_secs(6);
 const WRITE_FOR: Duration = Duration::from_secs(4);
-/// The pause between two random reads.
+/// Pause between two random reads.
 const PAUSE: Duration = Duration::from_millis(5);
-/// What a read takes at least, in ms, that had to wait for the link: what is here already takes a tenth of it.
+/// Latency in ms from which a read counts as having waited for the link: cached reads take a tenth of it.
 const WAITED_MS: f64 = 1.0;
-/// What is written at most, and how many times a small write is flushed.
+/// Upper bound on bytes written, and the number of small writes that are flushed.
 const WRITTEN: u64 = 64 << 20;
 const FLUSHES: usize = 20;
 
@@ -78,10 +78,10 @@ pull runs full (the others are of its start, too), with all that were here alrea
     run,
 };
 
-/// What a case measures: the line, who shows, and whether it is a disk with files on it, and not noise.
+/// What a case measures: the line, the server, and whether the disk has real files rather than random data.
 type Setting = (Line, By, bool);
 
-/// Megabits a second and round trips on which disks are shown, those that every run should have first.
+/// Rates in Mbit/s and round-trip times, in order of priority.
 const LINES: [(f64, f64); 9] = [
     (1000.0, 40.0),
     (1000.0, 0.0),
@@ -97,7 +97,7 @@ const LINES: [(f64, f64); 9] = [
 fn settings() -> Vec<(Setting, u8)> {
     let mut all = Vec::new();
     for (number, (rate, rtt)) in LINES.into_iter().enumerate() {
-        // The file is beside NBD once; on other lines it differs by the same.
+        // The file is compared with NBD once; on other lines the difference is the same.
         let rank = |by| u8::from(number > 2 || (by == By::File && number > 0));
         all.extend(By::ALL.map(|by| ((line(rate, rtt, 0.0), by, false), rank(by))));
     }
@@ -166,7 +166,7 @@ fn measure(lab: &Lab, (line, by, real): Setting, row: &mut Row) -> Result<()> {
     let image = disk(lab, &work, real)?;
     let net = Net::like(Some(line), 1)?;
     let far = Far::start(&net, &lab.binary()?, &work.join("far"), &image, by)?;
-    // Content that fits through the line: its rate without headers.
+    // Upper bound on throughput: the line's rate without headers.
     let cap = line.rate() * 1448.0 / 1500.0 / MIB;
     let mut figures: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
     let mut add = |key, value: Option<f64>| figures.entry(key).or_default().extend(value);
@@ -192,7 +192,7 @@ fn measure(lab: &Lab, (line, by, real): Setting, row: &mut Row) -> Result<()> {
         let late = random.iter().filter(|(at, _)| *at >= end / 3.0);
         steady.extend(late.map(|(_, took)| *took));
     }
-    // Of all runs together, since there are few of a hundred in one.
+    // Over all runs together, since a single one has too few values for a percentile.
     add("cap_mib_s", Some(cap));
     add("random_reads", Some(waits.len() as f64));
     add("random_p99_ms", percentile(&mut waits, 99));
@@ -200,7 +200,7 @@ fn measure(lab: &Lab, (line, by, real): Setting, row: &mut Row) -> Result<()> {
     let waited = steady.iter().filter(|took| **took >= WAITED_MS).count();
     add("random_steady_waited", Some(waited as f64));
     add("random_steady_p99_ms", percentile(&mut steady, 99));
-    // Last, since they change the far disk.
+    // Last, since writes change the remote disk.
     for _ in 0..if by.is_drover() { lab.repeat.max(1) } else { 0 } {
         let [rate, flushed_rate, flush_ms] = write(&far.near(by)?)?;
         add("write_mib_s", Some(rate));
@@ -214,7 +214,7 @@ fn measure(lab: &Lab, (line, by, real): Setting, row: &mut Row) -> Result<()> {
     Ok(())
 }
 
-/// The disk of a case: noise, or a real one, or what is like one where the library is not.
+/// The disk of a case: random data, or a real disk, or a synthetic one without the library.
 pub fn disk(lab: &Lab, work: &Work, real: bool) -> Result<PathBuf> {
     if real && let Ok(image) = lab.image(real_name(lab)) {
         return Ok(image);
@@ -224,12 +224,13 @@ pub fn disk(lab: &Lab, work: &Work, real: bool) -> Result<PathBuf> {
     Ok(image)
 }
 
-/// The real disk, by its name in the library.
+/// The name of the real disk in the library.
 pub fn real_name(lab: &Lab) -> &'static str {
     lab.either("bookworm-plain", "small-one")
 }
 
-/// A file of `size` bytes, the same each time: noise, or a quarter each of noise, zeroes and twice what repeats.
+/// Creates a deterministic file of `size` bytes: random data, or one quarter random data, one quarter zeros and half
+/// repetitive data.
 pub fn make_disk(path: &Path, size: u64, noise_only: bool) -> Result<()> {
     let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
     let mut noise = blake3::Hasher::new().update(b"noise").finalize_xof();
@@ -254,15 +255,15 @@ pub fn make_disk(path: &Path, size: u64, noise_only: bool) -> Result<()> {
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// How reading in order went.
+/// Results of a sequential read.
 struct InOrder {
     /// From the command to the first block.
     first_ms: f64,
-    /// From the first block on, and over the last two thirds of that time.
+    /// From the first block on, and over the last two thirds of the time.
     mib_s: f64,
     steady_mib_s: f64,
     read_mib: f64,
-    /// IP bytes that came over the link meanwhile, and what drover says it received, in MiB.
+    /// IP bytes received over the link meanwhile, and what drover reports as received, in MiB.
     link_mib: Option<f64>,
     received_mib: Option<f64>,
 }
@@ -276,7 +277,7 @@ fn first(near: &Near<'_>, image: &Path) -> Result<f64> {
     Ok(started.elapsed().as_secs_f64() * 1e3)
 }
 
-/// Reads from the start until the end or the time is over.
+/// Reads sequentially from the start until the end of the disk or the time limit.
 fn read_in_order(net: &Net, near: &Near<'_>, image: &Path) -> Result<InOrder> {
     let mut original = File::open(image)?;
     let (mut expected, mut buffer) = (vec![0; REQUEST], vec![0; REQUEST]);
@@ -312,14 +313,14 @@ fn read_in_order(net: &Net, near: &Near<'_>, image: &Path) -> Result<InOrder> {
     })
 }
 
-/// MiB a second over the last two thirds of the time; each of `progress` is when, and how many bytes by then.
+/// MiB per second over the last two thirds of the time; `progress` has times and bytes read by then.
 pub fn steady_rate(progress: &[(f64, u64)]) -> Option<f64> {
     let &(end, all) = progress.last()?;
     let &(from, before) = progress.iter().find(|(when, _)| *when >= end / 3.0)?;
     (end > from).then(|| (all - before) as f64 / MIB / (end - from))
 }
 
-/// When single reads began and what they took, in ms, while somebody else reads in order.
+/// Start times and latencies of random reads, in ms, during a sequential read.
 fn read_at_random(near: &Near<'_>, image: &Path) -> Result<Vec<(f64, f64)>> {
     let original = File::open(image)?;
     let mut shown = near.start()?;
@@ -338,7 +339,7 @@ fn read_at_random(near: &Near<'_>, image: &Path) -> Result<Vec<(f64, f64)>> {
             }
             Ok(())
         });
-        // Into the middle of things.
+        // Skip the start of the sequential read.
         std::thread::sleep(Duration::from_millis(100));
         let mut random = fastrand::Rng::with_seed(7);
         let (started, mut waits) = (Instant::now(), Vec::new());
@@ -349,7 +350,7 @@ fn read_at_random(near: &Near<'_>, image: &Path) -> Result<Vec<(f64, f64)>> {
                 Ok(wait) => waits.push((at, wait)),
                 Err(error) => break Err(error),
             }
-            // What comes after the other's end is not beside it.
+            // Reads after the end of the sequential read do not count.
             if started.elapsed() > READ_FOR || reader.is_finished() {
                 break Ok(waits);
             }
@@ -365,7 +366,7 @@ fn read_at_random(near: &Near<'_>, image: &Path) -> Result<Vec<(f64, f64)>> {
     Ok(waits)
 }
 
-/// Milliseconds for one block, which is compared.
+/// Latency in ms of reading one block, which is verified.
 fn compared_wait(client: &mut Client, original: &File, at: u64) -> Result<f64> {
     let (mut block, mut expected) = ([0; 4096], [0; 4096]);
     let started = Instant::now();
@@ -378,7 +379,8 @@ fn compared_wait(client: &mut Client, original: &File, at: u64) -> Result<f64> {
     Ok(wait)
 }
 
-/// MiB a second that were taken, the same with the flush at the end, and the median wait in ms for a flush of one block.
+/// Write throughput in MiB per second, the same including the final flush, and the median latency in ms of flushing one
+/// block.
 fn write(near: &Near<'_>) -> Result<[f64; 3]> {
     let mut shown = near.start()?;
     let mut client = connect(&mut shown)?;
@@ -412,7 +414,7 @@ fn write(near: &Near<'_>) -> Result<[f64; 3]> {
     ])
 }
 
-/// The value below which so many in a hundred are; sorts them.
+/// A percentile; sorts the values.
 pub fn percentile(values: &mut [f64], percent: usize) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let at = (values.len() * percent / 100).min(values.len().saturating_sub(1));

@@ -1,5 +1,4 @@
-//! Who carries an image from here to there, drover or a rival, and what it cost: what the experiments over a link
-//! have in common.
+//! Transfers of an image by drover or a rival, with their cost: shared by the experiments over a link.
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -16,36 +15,36 @@ use crate::setup::{Lab, file_name};
 use crate::site::{Sender, Site};
 use crate::watch::Cost;
 
-/// Names of figures.
+/// Keys of figures.
 pub mod key {
-    /// Bytes of the image that are not zero blocks, in MB.
+    /// Bytes of the image in nonzero blocks, in MB.
     pub const DATA: &str = "data_mb";
-    /// IP bytes on the link both ways, in MB; over loopback, the tool's own count.
+    /// IP bytes on the link, both directions, in MB; over loopback, the tool's own count.
     pub const BYTES: &str = "link_mb";
-    /// Bytes both ways by drover's own count, in MB.
+    /// Bytes in both directions by drover's own count, in MB.
     pub const WIRE: &str = "wire_mb";
-    /// Bytes over those of the limit.
+    /// Ratio of bytes to those of the limit.
     pub const OVER_LIMIT: &str = "over_limit";
     /// From start to exit.
     pub const SECONDS: &str = "seconds";
-    /// Seconds over those that the bytes of the busier direction need at the link's rate.
+    /// Ratio of seconds to the time that the bytes of the busier direction need at the link's rate.
     pub const OVER_IDEAL: &str = "over_ideal";
-    /// Percent of the data's bytes that did not cross the link.
+    /// Percentage of the data that did not cross the link.
     pub const TELEPORTED: &str = "teleported_percent";
-    /// Times as fast as the data's bytes would cross the link.
+    /// Speedup over sending all data at the link's rate.
     pub const TIMES_COPY: &str = "times_copy";
     /// Peak memory of the sender, and of the receiving site so far.
     pub const SENDER_MIB: &str = "sender_mib";
     pub const SITE_MIB: &str = "site_mib";
-    /// Processor time of the sender, and of the receiving site.
+    /// CPU time of the sender, and of the receiving site.
     pub const SENDER_CPU: &str = "sender_cpu_s";
     pub const SITE_CPU: &str = "site_cpu_s";
 }
 
-/// Who carries.
+/// The subject of a measurement.
 #[derive(Clone, Copy)]
 pub enum By {
-    /// Nobody: the limit.
+    /// The theoretical limit.
     Limit,
     /// The drover under test.
     Drover,
@@ -54,7 +53,7 @@ pub enum By {
 }
 
 impl By {
-    /// Every rival of these names, or all without any, in the order of the document.
+    /// The rivals of these names, or all if empty, in the order of the document.
     pub fn rivals(names: &'static [&'static str]) -> impl Iterator<Item = Self> {
         let all = crate::rivals::ALL.iter().map(|rival| Self::Rival(*rival));
         all.filter(move |by| names.is_empty() || names.contains(&by.name()))
@@ -69,7 +68,7 @@ impl By {
         }
     }
 
-    /// Why it cannot carry here, in words.
+    /// Why it cannot be used here.
     pub fn missing(&self) -> Option<String> {
         match self {
             Self::Rival(rival) => rival.version().err(),
@@ -77,7 +76,7 @@ impl By {
         }
     }
 
-    /// A case of its own.
+    /// A case that measures it alone.
     pub fn case(&self, id: String, what: String, rank: u8, line: Option<Line>) -> Case {
         let needs: &[Need] = match (self, line) {
             (Self::Limit, _) | (_, None) => &[Need::Library],
@@ -98,7 +97,7 @@ impl By {
     }
 }
 
-/// Somebody who is set up at both ends.
+/// A subject that is set up at both ends.
 pub enum Mover<'a> {
     /// A site and a sender paired with it.
     Drover(Site, Sender<'a>),
@@ -106,28 +105,28 @@ pub enum Mover<'a> {
     Rival(Box<dyn Carrier + 'a>),
 }
 
-/// What carrying one image cost.
+/// The cost of transferring one image.
 #[derive(Clone, Debug)]
 pub struct Carried {
     /// From start to exit.
     pub seconds: f64,
-    /// IP bytes on the link from the near end and from the far one; none over loopback.
+    /// IP bytes on the link from the near end and from the far one; `None` over loopback.
     pub link: Option<(u64, u64)>,
-    /// Bytes both ways by the tool's own count.
+    /// Bytes in both directions by the tool's own count.
     pub wire: Option<u64>,
-    /// What the sender cost.
+    /// Cost of the sender.
     pub sender: Option<Cost>,
-    /// What the site cost: its peak so far, and processor time of this image.
+    /// Cost of the site: its peak memory so far, and the CPU time of this image.
     pub site: Option<Cost>,
-    /// Whether the delivered file is the original.
+    /// Whether the delivered file equals the original.
     pub same: bool,
 }
 
 impl<'a> Mover<'a> {
-    /// Sets both ends up below `dir`; what was carried with the same `dir` before is there.
+    /// Sets up both ends below `dir`, which may contain images from an earlier run with the same `dir`.
     ///
     /// # Errors
-    /// When an end does not come up.
+    /// When an end does not start.
     pub fn start(by: By, drover: &Path, net: &'a Net, dir: &Path) -> Result<Self> {
         std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
         let place = net.place();
@@ -139,13 +138,13 @@ impl<'a> Mover<'a> {
         Ok(Self::Drover(site, sender))
     }
 
-    /// Carries `image`, and compares what arrived with it. Everyone reads the image from memory, and nobody pays for what
-    /// another wrote.
+    /// Transfers `image`, and compares the delivered file. The image is in the page cache, and dirty pages of earlier
+    /// transfers are flushed first, so that all subjects start equal.
     ///
     /// # Errors
-    /// When it does not come to its end.
+    /// When the transfer does not complete.
     pub fn carry(&mut self, net: &Net, image: &Path, basis: Option<&Path>) -> Result<Carried> {
-        // A library of symbolic links is one, too; rsync would not follow them.
+        // The library may consist of symbolic links, which rsync would not follow.
         let image = &image
             .canonicalize()
             .with_context(|| format!("no image {}", image.display()))?;
@@ -184,7 +183,7 @@ impl<'a> Mover<'a> {
     }
 }
 
-/// How long drover may take for an image: far more than it should, so that only what hangs is ended.
+/// Timeout of drover for an image: generous, so that only a hang is killed.
 ///
 /// # Errors
 /// When there is no such image.
@@ -194,7 +193,7 @@ pub fn deadline(image: &Path) -> Result<Duration> {
     ))
 }
 
-/// A row of what was carried, once or repeatedly. What varies is shown with its spread, what follows from it is not.
+/// Makes a row from one or several transfers. Measured values have a spread, derived ones do not.
 pub fn fill(mut row: Row, carried: &[Carried], limit: &Limit, line: Option<Line>) -> Row {
     let data = limit.data_blocks as f64 * 4096.0;
     let all = |of: &dyn Fn(&Carried) -> Option<f64>| -> Vec<f64> {
@@ -226,7 +225,8 @@ pub fn fill(mut row: Row, carried: &[Carried], limit: &Limit, line: Option<Line>
     compared(row, data, limit, line)
 }
 
-/// A row of the limit: its bytes, and the time that they need at the line's rate. The frame around nothing is not counted.
+/// Makes a row for the limit: its bytes, and the time they need at the line's rate. Excludes compression framing of an
+/// empty stream.
 pub fn fill_limit(mut row: Row, limit: &Limit, line: Option<Line>) -> Row {
     let bytes = if limit.unique_blocks == 0 {
         0.0
@@ -234,12 +234,12 @@ pub fn fill_limit(mut row: Row, limit: &Limit, line: Option<Line>) -> Row {
         limit.limit_bytes as f64
     };
     row.set(key::BYTES, bytes / 1e6);
-    // Without a line nothing is known of its time but that it is not less than this.
+    // Without a line, the only known lower bound on its time is zero.
     row.set(key::SECONDS, line.map_or(0.0, |line| bytes / line.rate()));
     compared(row, limit.data_blocks as f64 * 4096.0, limit, line)
 }
 
-/// Sets what follows from a row's bytes and seconds. Nothing is a multiple of a limit of nothing.
+/// Sets the figures derived from a row's bytes and seconds. Ratios to a limit of zero are omitted.
 fn compared(mut row: Row, data: f64, limit: &Limit, line: Option<Line>) -> Row {
     row.set(key::DATA, data / 1e6);
     if let Some(bytes) = row.value(key::BYTES).map(|mb| mb * 1e6) {
@@ -257,13 +257,13 @@ fn compared(mut row: Row, data: f64, limit: &Limit, line: Option<Line>) -> Row {
 }
 
 impl Carried {
-    /// Bytes that crossed: on the link, or, without one, by the tool's own count.
+    /// Bytes transferred: on the link or, without one, by the tool's own count.
     pub fn bytes(&self) -> Option<f64> {
         let bytes = self.link.map(|(near, far)| near + far).or(self.wire)?;
         Some(bytes as f64)
     }
 
-    /// Several images as one; a figure that one of them lacks is missing in the sum.
+    /// The sum over several images; a figure missing for one of them is missing in the sum.
     pub fn total(all: &[Self]) -> Self {
         let sum = |cost: fn(&Self) -> Option<Cost>| {
             all.iter().map(cost).try_fold(Cost::default(), |sum, cost| {
@@ -287,19 +287,19 @@ impl Carried {
     }
 }
 
-/// What an image is called in rows: its file's name without `.raw`.
+/// The label of an image in rows: its file name without `.raw`.
 pub fn label(image: &Path) -> String {
     let name = file_name(image);
     name.strip_suffix(".raw").unwrap_or(&name).to_owned()
 }
 
-/// Which images are alike; each is read once.
+/// Cache of the blocks of images, for similarity; each image is read once.
 #[derive(Default)]
 pub struct Alike(HashMap<PathBuf, HashSet<u128>>);
 
 impl Alike {
-    /// The one of `candidates` that shares the most blocks with `image`, the earliest of equals; none when none
-    /// shares any.
+    /// The one of `candidates` that shares the most blocks with `image`, the first of equals; `None` when none shares
+    /// any.
     ///
     /// # Errors
     /// When an image cannot be read.
@@ -325,7 +325,7 @@ impl Alike {
     }
 }
 
-/// The limits of `images` in this order at a destination that has `with`.
+/// The limits of `images` in this order, for a destination that has `with`.
 ///
 /// # Errors
 /// When an image cannot be read.

@@ -1,4 +1,4 @@
-//! A pull with nothing else reading: whether it fills the link also where the data shrinks on the way.
+//! A background pull without other reads: whether it saturates the link, also when the data is compressed.
 
 use std::fs::File;
 use std::io::Read;
@@ -18,18 +18,18 @@ use crate::link::{Link, Side};
 use crate::setup::{Lab, Work};
 use crate::{shell, watch};
 
-/// Bytes of noise, and how long plain TCP sends: about what the real disk puts on the link.
+/// Bytes of random data, and seconds of the plain TCP transfer: each about the traffic of the real disk.
 const NOISE: u64 = 250 << 20;
 const SMALL_NOISE: u64 = 32 << 20;
 const TCP_SECONDS: &str = "8";
-/// How often the counters are read, and what must have crossed meanwhile to count: words of a mount that has all are less.
+/// Polling interval of the counters, and the bytes per interval above which data is flowing: an idle mount sends less.
 const EVERY: Duration = Duration::from_millis(20);
 const STEP_BYTES: u64 = 40_000;
-/// With so long a pause the bytes have stopped.
+/// The transfer has ended after such a pause.
 const QUIET: Duration = Duration::from_secs(1);
-/// Within which all must be here.
+/// Timeout for a complete pull.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// A request when all is compared.
+/// Request size of the final comparison.
 const REQUEST: usize = 1 << 20;
 const LINE: Line = line(400.0, 40.0, 0.0);
 
@@ -58,13 +58,13 @@ image, outside the time. The three take turns.",
     run,
 };
 
-/// A row for each; what fails says why, and the others go on.
+/// One row for each; a failed one has its error, and the others still run.
 fn run(lab: &Lab, _case: &Case) -> Result<Vec<Row>> {
     let work = lab.work("pull")?;
     let noise = work.join("noise.raw");
     make_disk(&noise, lab.either(NOISE, SMALL_NOISE), true)?;
     let real = disk(lab, &work, true)?;
-    // Into the page cache, so that the first run does not wait for a disk.
+    // Read it into the page cache, so that the first run does not wait for a disk.
     identical(&real, &real)?;
     let net = Net::like(Some(LINE), 1)?;
     let real_name = lab
@@ -118,7 +118,7 @@ fn run(lab: &Lab, _case: &Case) -> Result<Vec<Row>> {
     Ok(rows.into())
 }
 
-/// What crossed the link until the bytes stopped.
+/// The traffic of a pull.
 #[derive(Debug, PartialEq)]
 pub struct Pulled {
     pub seconds: f64,
@@ -126,7 +126,7 @@ pub struct Pulled {
     pub cores_percent: f64,
 }
 
-/// The counters at some time: when, bytes from the far end, and processor time that was used, and all.
+/// Counter values: time, bytes from the far end, and used and total CPU time.
 pub type Sample = (f64, u64, (u64, u64));
 
 impl Pulled {
@@ -134,7 +134,7 @@ impl Pulled {
         self.bytes as f64 * 8e-6 / self.seconds
     }
 
-    /// From the first sample to the last one before which a step's bytes had come.
+    /// Evaluates the samples from the first to the last one with data flowing.
     pub fn of(samples: &[Sample]) -> Option<Self> {
         let first = samples.first()?;
         let last = samples
@@ -149,7 +149,8 @@ impl Pulled {
     }
 }
 
-/// Reads the counters until nothing has crossed for a while and `over` says so, too. What `start` starts is on the clock.
+/// Samples the counters until no data has flowed for a while and `over` confirms the end. The time of `start` is
+/// included.
 fn count<T>(
     net: &Net,
     start: impl FnOnce() -> Result<T>,
@@ -176,7 +177,7 @@ fn count<T>(
             if over(&mut it)? {
                 break;
             }
-            // Asking takes time of its own, so not at every look.
+            // The query takes time itself, so not on every sample.
             moved = Instant::now();
         }
         if started.elapsed() > PATIENCE {
@@ -189,7 +190,7 @@ fn count<T>(
     ))
 }
 
-/// `iperf3` at one end of a link; killed when it is dropped.
+/// `iperf3` at one end of a link; killed when dropped.
 pub struct Iperf(Child);
 
 impl Iperf {
@@ -215,11 +216,11 @@ impl Drop for Iperf {
     }
 }
 
-/// One connection from the far end.
+/// A single TCP connection from the far end.
 fn tcp(net: &Net) -> Result<Pulled> {
     let link = net.link().context("there is no link")?;
     let _server = Iperf::start(link, Side::B, &["-s", "-1"])?;
-    // It listens by then, and the client need not knock twice.
+    // The server listens by then, so the client connects at the first attempt.
     std::thread::sleep(QUIET);
     let client = || {
         Iperf::start(
@@ -232,10 +233,10 @@ fn tcp(net: &Net) -> Result<Pulled> {
     Ok(pulled)
 }
 
-/// A pull of a whole image, which is compared afterwards.
+/// Pulls a whole image, and verifies it afterwards.
 fn pull(lab: &Lab, net: &Net, work: &Work, image: &Path) -> Result<Pulled> {
     let dir = work.join("ends");
-    // What a run that failed left.
+    // Left over from a failed run.
     let _ = std::fs::remove_dir_all(&dir);
     let far = Far::start(net, &lab.binary()?, &dir, image, By::Managed)?;
     let near = far
@@ -247,7 +248,7 @@ fn pull(lab: &Lab, net: &Net, work: &Work, image: &Path) -> Result<Pulled> {
     Ok(pulled)
 }
 
-/// Fails unless the device has the bytes of the image.
+/// Fails unless the device equals the image.
 fn compare(shown: &mut Shown, image: &Path) -> Result<()> {
     let mut original = File::open(image)?;
     let size = original.metadata()?.len();

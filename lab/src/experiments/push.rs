@@ -1,5 +1,5 @@
-//! Much that was written into a mount, brought back over a slow link that is cut, to a site that is killed: how long it
-//! takes, what is sent twice, and whether the site is at all times at a state that the disk really had.
+//! Pushes much dirty data of a mount over a slow link that is cut repeatedly, to a site that is killed: duration,
+//! retransmissions, and whether the site is always in a state that the disk really had.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -21,28 +21,28 @@ use crate::site::{Sender, Site};
 use crate::watch::Watch;
 
 const MIB: f64 = (1u64 << 20) as f64;
-/// Units of the disk that are filled with noise: 3 GiB, or little.
+/// Units of the disk that are filled with random data: 3 GiB in a full run.
 pub const UNITS: u64 = 3072;
 pub const SMALL_UNITS: u64 = 96;
-/// Flushes, and how many of the rounds between them are written while the link is cut.
+/// Number of flushes, and of the rounds between them that are written while the link is cut.
 const ROUNDS: u64 = 12;
 const OFFLINE: u64 = 3;
-/// Cuts that the connections may well live through.
+/// Duration of cuts that connections may survive.
 const SHORT: Duration = Duration::from_secs(3);
-/// How long the mount may take to notice anything, and to bring all of it back.
+/// Timeouts for the mount to notice an event, and to push everything.
 const NOTICED: Duration = Duration::from_secs(180);
 const BACK: Duration = Duration::from_secs(1800);
 const LOOK: Duration = Duration::from_millis(200);
-/// Seconds that an unmount and a merge may take.
+/// Timeout in seconds of an unmount and a merge.
 const LIMIT: &str = "900";
-/// Where the site is, so that it can come back there: the far end's namespace is its own.
+/// Fixed port of the site, so that it can restart at the same address: the far end has its own network namespace.
 const PORT: u16 = 7377;
-/// What may cross the link for a byte that was written: 3.6 % are headers (1500 for 1448), up to 3.2 % were written over
-/// and may be part of two epochs, and the rest is what was on its way at a cut.
+/// Upper bound on bytes on the link per byte written: 3.6 % are headers (1500 for 1448), up to 3.2 % were overwritten
+/// and may be part of two epochs, and the rest was in flight at a cut.
 const MAX_TIMES: f64 = 1.15;
-/// What the mount and the site may take of memory, in MiB, however much is dirty.
+/// Upper bound on the memory of the mount and of the site, in MiB, independent of dirty data.
 const MAX_MIB: f64 = 512.0;
-/// How often the link is looked at, and what of it is less than a flow of data.
+/// Sampling interval of the link, and the bytes per interval below which no data is flowing.
 const EVERY: Duration = Duration::from_millis(500);
 const LITTLE: u64 = 16 << 10;
 const LINE: Line = line(100.0, 10.0, 0.0);
@@ -130,7 +130,7 @@ fn measure(lab: &Lab, row: &mut Row) -> Result<()> {
     Ok(())
 }
 
-/// Both ends: a site that can be killed and comes back where it was, and a mount of its one image.
+/// Both ends: a site that can be killed and restarted, and a mount of its only image.
 struct Run<'a> {
     net: &'a Net,
     drover: PathBuf,
@@ -143,7 +143,7 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// A site with an empty image, and a home that is paired with it.
+    /// Starts a site with an empty image, and a home that is paired with it.
     fn start(
         lab: &Lab,
         net: &'a Net,
@@ -203,7 +203,7 @@ impl<'a> Run<'a> {
             written / MIB / started.elapsed().as_secs_f64(),
         );
         self.say("written with the link");
-        // Until this share of what is dirty has been sent; no longer than there is something to send.
+        // Waits until this share of the dirty data has been sent, or there is nothing left to send.
         let wait_for = |share: f64| {
             let bytes = (share * self.model.dirty() as f64) as u64;
             self.until("bytes flow", BACK, |disk| {
@@ -257,7 +257,8 @@ impl<'a> Run<'a> {
         eprintln!("  {:6.1} s: {what}", self.started.elapsed().as_secs_f64());
     }
 
-    /// Cuts the link, does something, and heals it after a short time or when the mount has noticed that the site is gone.
+    /// Cuts the link, runs `meanwhile`, and heals the link after a short time or when the mount reports that the site
+    /// is unreachable.
     fn cut(&self, shortly: bool, meanwhile: impl FnOnce() -> Result<()>) -> Result<Duration> {
         let link = self.net.link().context("no link to cut")?;
         let cut = Instant::now();
@@ -275,8 +276,8 @@ impl<'a> Run<'a> {
         Ok(cut.elapsed())
     }
 
-    /// Kills the site once an epoch counts, looks at what it has, and starts it again: its peak memory, the last write that
-    /// it had, and how long it was away.
+    /// Kills the site after a commit, determines the state it has, and restarts it; returns its peak memory, the last
+    /// write it has, and the downtime.
     fn kill(&self) -> Result<(u64, u64, Duration)> {
         self.until("an epoch counts", BACK, |disk| disk["epoch"] != 0)?;
         if self.disk()?["dirty"] == 0 {
@@ -289,7 +290,7 @@ impl<'a> Run<'a> {
         site.kill()?;
         self.say("the site is killed");
         self.until_it_fails()?;
-        // Another has the right to write the image; the copy does not run.
+        // Another mount holds the write lease; the copy of the home is not running.
         let copy = self.dir.join("copy");
         let mut cp = Command::new("cp");
         cp.args(["-a", "--sparse=always", "--reflink=auto"])
@@ -311,7 +312,7 @@ impl<'a> Run<'a> {
         Ok((peak, state, gone.elapsed()))
     }
 
-    /// Waits until the mount says of itself that pushes fail, why, and that there is no link.
+    /// Waits until the mount reports failed pushes, their error, and that the link is down.
     fn until_it_fails(&self) -> Result<()> {
         self.until(
             "the mount says that pushes fail, and why",
@@ -341,7 +342,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A mount of the site's image.
+    /// Mounts the site's image.
     fn mount(&self) -> Result<Shown> {
         let (socket, said) = (self.dir.join("near.sock"), self.dir.join("near.log"));
         let mut export = self.net.place().near(&self.drover);
@@ -364,14 +365,14 @@ impl<'a> Run<'a> {
         ))
     }
 
-    /// How the mount says that its disk is.
+    /// The status of the mount's disk.
     fn disk(&self) -> Result<Value> {
         let said = shell::run(self.near("mounts").arg("--json"))?.stdout;
         let mount: Value = serde_json::from_slice(&said).context("drover mounts --json")?;
         Ok(mount["disks"][0].clone())
     }
 
-    /// What a home at the far end makes of its image with what was written over it.
+    /// Merges the image and its changes in a home at the far end.
     fn merged(&self, home: &str) -> Result<PathBuf> {
         self.far(home, &["changes", "merge", NAME, "--as", "whole.raw"])?;
         Ok(self.dir.join(home).join("images/whole.raw"))
@@ -393,19 +394,19 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Whether bytes can flow over the link.
+/// Whether data should be flowing over the link.
 #[derive(Clone, Copy)]
 enum Can {
-    /// There is no link, or no site, or nothing to send.
+    /// No: the link or the site is down, or there is nothing to send.
     Not,
-    /// Since then, and nothing has flowed yet.
+    /// Yes, since then, but none has flowed yet.
     Since(Instant),
-    /// They did last then.
+    /// Yes, and last seen flowing then.
     Flows(Instant),
     Ended,
 }
 
-/// Whether the link is up, shared by the thread that cuts it and the one that watches.
+/// The state of the link, shared by the thread that cuts it and the one that samples it.
 struct Flow(Mutex<Can>);
 
 impl Flow {
@@ -413,7 +414,8 @@ impl Flow {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = can;
     }
 
-    /// Watches until the end: the longest time without a flow while there could be one, and the longest until it began again.
+    /// Samples until the end; returns the longest time without data while the link was up, and the longest time to
+    /// resume after a cut.
     fn watch(&self, net: &Net) -> Result<(Duration, Duration)> {
         let mut longest = (Duration::ZERO, Duration::ZERO);
         let sent = || anyhow::Ok(net.bytes().context("no link")?.0);
@@ -429,7 +431,7 @@ impl Flow {
                 Can::Flows(then) => longest.0 = longest.0.max((now - then).saturating_sub(EVERY)),
                 _ => {}
             }
-            // The first bytes of all need no link that came back.
+            // The first data of all is not a resumption.
             if flows && !(began && matches!(*can, Can::Not)) {
                 *can = Can::Flows(now);
                 began = true;

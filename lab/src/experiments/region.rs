@@ -1,4 +1,4 @@
-//! What a memory region costs whose pages come from a device: a fault, reading on, tracking writes.
+//! Cost of a memory region that is backed by a device: page faults, readahead, write tracking.
 
 use std::process::Command;
 
@@ -33,7 +33,7 @@ is read is compared. Tracking is by asynchronous write protection and PAGEMAP_SC
     run,
 };
 
-/// A figure as the example prints it.
+/// A figure in the example program's output.
 #[derive(Deserialize)]
 struct Printed {
     name: String,
@@ -41,7 +41,7 @@ struct Printed {
     unit: String,
 }
 
-/// A row a figure, in the order of the first run; its values over all runs.
+/// One row per figure, in the order of the first run, with the values of all runs.
 fn run(lab: &Lab, _case: &Case) -> Result<Vec<Row>> {
     let program = match example(lab, "region_cost") {
         Ok(program) => program,

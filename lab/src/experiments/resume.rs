@@ -1,4 +1,4 @@
-//! What an interruption costs: a link that is cut for a while, a sender or a site that is killed half way.
+//! Cost of an interruption: the link is cut for a while, or the sender or the site is killed halfway.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -12,11 +12,11 @@ use crate::files::identical;
 use crate::setup::{Lab, file_name, must_be_same};
 use crate::site::{Sender, Sending, Site};
 
-/// How long the link is cut, or the site is away.
+/// Duration of a cut, or of the site's downtime.
 const AWAY: Duration = Duration::from_secs(3);
-/// How often a transfer is looked at for its half.
+/// Polling interval for the halfway point.
 const LOOK: Duration = Duration::from_millis(5);
-/// Where a site is that has to come back to the same place: the far end's namespace is its own.
+/// Fixed port, so that the site can restart at the same address: the far end has its own network namespace.
 const PORT: u16 = 7377;
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -41,15 +41,15 @@ away. The image that arrives in the end is compared with its original.",
     run,
 };
 
-/// What happens half way.
+/// The events that happen halfway.
 const NOTHING: &str = "nothing";
 const CUT: &str = "link cut for 3 s";
 const KILL_SENDER: &str = "sender killed, sent again";
 const KILL_SITE: &str = "site killed, back after 3 s";
 
-/// The reference; what is fast; and what is slow, far and lossy.
+/// The lines: the reference, a fast one, and a slow, lossy one with a long round-trip time.
 fn lines(lab: &Lab) -> Vec<Line> {
-    // Slow enough for the small set, too, that there is a half to wait for.
+    // Slow enough that the small set has a halfway point, too.
     lab.either(
         vec![REFERENCE, FAST, line(20.0, 150.0, 0.1)],
         vec![REFERENCE],
@@ -66,7 +66,7 @@ fn case(line: Line) -> Case {
     )
 }
 
-/// All events; those that fail say why, and the others go on.
+/// Runs all events; a failed one has its error, and the others still run.
 fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
     let line = lines(lab).into_iter().find(|line| line.slug() == case.id);
     let line = line.context("no such case")?;
@@ -101,7 +101,8 @@ fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Sends the image; when `half` bytes have gone towards the site, the event happens. Bytes there and back, and seconds.
+/// Sends the image; when `half` bytes have been sent, the event happens. Returns bytes to and from the site, and
+/// seconds.
 fn send(
     lab: &Lab,
     net: &Net,
@@ -150,7 +151,7 @@ fn send(
     Ok((near, far, seconds))
 }
 
-/// Waits until so many bytes have gone towards the site.
+/// Waits until this many bytes have been sent.
 fn wait_for(
     sending: &mut Sending,
     bytes: u64,

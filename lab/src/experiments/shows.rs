@@ -1,4 +1,4 @@
-//! Everybody who shows a far image on a local NBD socket: drover in its two ways, and what else there is.
+//! Servers of a remote image on a local NBD socket or as a file: drover in its modes, and its rivals.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -12,13 +12,13 @@ use super::lines::Net;
 use crate::site::{Sender, Site, end_within, terminate};
 use crate::{rivals, shell};
 
-/// The export's name, which is the image's at the far site.
+/// The name of the export, and of the image at the far site.
 pub const NAME: &str = "disk.raw";
 
-/// How long a process may take to end by itself.
+/// Timeout for a process to exit by itself.
 const END: Duration = Duration::from_secs(20);
 
-/// Who shows the image.
+/// The server of the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
     /// `drover export`.
@@ -36,7 +36,7 @@ pub enum By {
 }
 
 impl By {
-    /// Everybody, in the order of the document.
+    /// All of them, in the order of the document.
     pub const ALL: [Self; 6] = [
         Self::Managed,
         Self::File,
@@ -46,7 +46,7 @@ impl By {
         Self::Nbdkit,
     ];
 
-    /// In a row.
+    /// The name in rows.
     pub fn name(self) -> &'static str {
         match self {
             By::Managed => "drover, managed",
@@ -58,7 +58,7 @@ impl By {
         }
     }
 
-    /// In a case's name.
+    /// The name in identifiers of cases.
     pub fn slug(self) -> &'static str {
         match self {
             By::Managed => "managed",
@@ -75,7 +75,7 @@ impl By {
         !matches!(self, By::Qsd | By::Nbdkit)
     }
 
-    /// What is missing on this machine for it.
+    /// What it requires and this machine lacks.
     pub fn missing(self) -> Option<String> {
         let programs: &[&str] = match self {
             By::Qsd => &["qemu-storage-daemon", "qemu-nbd", "qemu-img"],
@@ -86,7 +86,7 @@ impl By {
         Some(format!("{lacks} is not installed"))
     }
 
-    /// The rival's name and version, for what is kept of it.
+    /// The rival's name and version, for the stored results.
     pub fn version(self) -> Option<String> {
         let program = match self {
             By::Qsd => "qemu-storage-daemon",
@@ -98,7 +98,7 @@ impl By {
     }
 }
 
-/// The far end: the image where everybody can fetch it.
+/// The far end, which serves the image to the near end.
 pub struct Far<'a> {
     net: &'a Net,
     drover: PathBuf,
@@ -109,7 +109,7 @@ pub struct Far<'a> {
 }
 
 impl<'a> Far<'a> {
-    /// A far end that serves `image` to `by`, in `dir`.
+    /// Starts a far end that serves `image` to `by`, in `dir`.
     pub fn start(net: &'a Net, drover: &Path, dir: &Path, image: &Path, by: By) -> Result<Self> {
         std::fs::create_dir_all(dir)?;
         let mut far = Self {
@@ -149,14 +149,14 @@ impl<'a> Far<'a> {
         Ok(far)
     }
 
-    /// Makes ready what is not part of showing: pairing, an empty overlay.
+    /// Prepares the near end, which is not timed: pairing, an empty overlay.
     pub fn near(&self, by: By) -> Result<Near<'_>> {
         let socket = self.dir.join("near.sock");
         let _ = std::fs::remove_file(&socket);
         if let Some(site) = &self.site {
             let home = self.dir.join("near");
             let _ = std::fs::remove_dir_all(&home);
-            // A ticket is good for once: every new home is a copy of the one that was paired.
+            // A ticket can be used only once: each new home is a copy of the one that was paired.
             let paired = self.dir.join("paired");
             if !paired.exists() {
                 Sender::pair(&self.drover, &paired, self.net.place(), site)?;
@@ -194,10 +194,10 @@ impl Drop for Far<'_> {
 
 const PORT: &str = "10809";
 
-/// The file that a mount makes.
+/// File name of a mount.
 const FILE: &str = "mounted.raw";
 
-/// The near end, about to show the image.
+/// The near end, ready to serve the image.
 pub struct Near<'a> {
     far: &'a Far<'a>,
     by: By,
@@ -206,14 +206,14 @@ pub struct Near<'a> {
 }
 
 impl Near<'_> {
-    /// With more options of `drover export`.
+    /// Adds options of `drover export`.
     #[must_use]
     pub fn with(mut self, options: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
         self.options.extend(options.into_iter().map(Into::into));
         self
     }
 
-    /// Ends it in good order within `patience`: drover brings back what was written.
+    /// Shuts down cleanly within `patience`: drover pushes its dirty data.
     pub fn end(&self, mut shown: Shown, patience: Duration) -> Result<()> {
         if self.by.is_drover() {
             let mut unmount = self.far.net.place().near(&self.far.drover);
@@ -238,7 +238,7 @@ impl Near<'_> {
         Ok(())
     }
 
-    /// Starts it: the clock of whoever measures starts before this.
+    /// Starts the server. Callers start timing before this.
     pub fn start(&self) -> Result<Shown> {
         let mut command = self.command();
         let said = self.far.dir.join("near.log");
@@ -250,7 +250,7 @@ impl Near<'_> {
             .with_context(|| self.by.name())?;
         let mut shown = Shown::new(child, self.socket.clone(), said);
         if self.by == By::File {
-            // `ip netns exec` gives what it starts a tree of mounts of its own.
+            // `ip netns exec` runs the command in its own mount namespace.
             let root = format!("/proc/{}/root", shown.child.id());
             let file = self.far.dir.join(FILE);
             shown.file = Some(PathBuf::from(format!("{root}{}", file.display())));
@@ -258,21 +258,21 @@ impl Near<'_> {
         Ok(shown)
     }
 
-    /// Bytes of content that drover's mount says it has received; none of others, and none when it does not say.
+    /// Bytes of content that drover's mount reports as received; `None` for others, or without a reply.
     pub fn received(&self) -> Option<u64> {
         self.status()?["received"].as_u64()
     }
 
-    /// Whether drover's mount says that all of the disk is here.
+    /// Whether drover's mount reports that the whole disk is cached.
     pub fn is_whole(&self) -> bool {
-        // Its size is not known before the far site has said it.
+        // Its size is unknown until the far site has replied.
         self.status().is_some_and(|disk| {
             let size = disk["size"].as_u64().filter(|size| *size > 0);
             size.is_some_and(|size| disk["local"].as_u64() >= Some(size))
         })
     }
 
-    /// What drover says of the disk.
+    /// The status of the disk according to drover.
     fn status(&self) -> Option<Value> {
         if !self.by.is_drover() {
             return None;
@@ -330,7 +330,8 @@ impl Near<'_> {
         }
         let mut command = place.near(Path::new("qemu-storage-daemon"));
         let overlay = self.far.dir.join("overlay.qcow2");
-        // All on its main thread: with one of its own for the export, 7.2 ends itself when a client hangs up.
+        // Everything on its main thread: with an I/O thread for the export, version 7.2 aborts when a client
+        // disconnects.
         command
             .arg("--blockdev")
             .arg(format!(
@@ -352,7 +353,7 @@ impl Near<'_> {
     }
 }
 
-/// Somebody who shows the image; ended when it is dropped.
+/// A running server of the image; killed when dropped.
 pub struct Shown {
     child: Child,
     socket: PathBuf,
@@ -361,7 +362,7 @@ pub struct Shown {
 }
 
 impl Shown {
-    /// A process that shows something at `socket` and complains in `said`.
+    /// A process that serves at `socket` and writes its messages to `said`.
     pub fn new(child: Child, socket: PathBuf, said: PathBuf) -> Self {
         Self {
             child,
@@ -371,22 +372,22 @@ impl Shown {
         }
     }
 
-    /// The file that is the disk, where it is one.
+    /// The file of the disk, for a mount.
     pub fn file(&self) -> Option<&Path> {
         self.file.as_deref()
     }
 
-    /// Its process.
+    /// Its PID.
     pub fn process(&self) -> u32 {
         self.child.id()
     }
 
-    /// Where it listens.
+    /// Its socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Fails with its own words when it has ended.
+    /// Fails with its own error message if it has exited.
     pub fn check(&mut self) -> Result<()> {
         match self.child.try_wait()? {
             None => Ok(()),

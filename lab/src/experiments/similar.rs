@@ -1,4 +1,4 @@
-//! One image to a site that has something like it: similar systems, the image itself, what it was some months ago, the
+//! Sends an image to a site that has a similar one: a similar system, the same image, an earlier state of it, or the
 //! same system in another container or on another file system (`vmflock` §4.4; `teleportation` §3.5).
 
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::bench::{Case, Column, Experiment, Row, Verdict};
 use crate::link;
 use crate::setup::Lab;
 
-/// The rivals that can use what the far end has.
+/// Rivals that can use data already at the far end.
 const WITH_BASIS: &[&str] = &["rsync-delta", "casync", "desync", "restic", "borg"];
 const SMALL_RIVALS: &[&str] = &["rsync-delta"];
 
@@ -45,10 +45,10 @@ every 4 KiB block that the site has.",
     run,
 };
 
-/// A name, the image that is sent, and what the site has.
+/// A name, the image to send, and the images that the site has.
 type Scenario = (&'static str, &'static str, &'static [&'static str]);
 
-/// The first is measured over every line.
+/// The first one is measured over every line.
 const FULL: &[Scenario] = &[
     (
         "similar",
@@ -94,7 +94,7 @@ fn plan(lab: &Lab) -> Vec<Job> {
         }
     };
     if lab.small {
-        // Without namespaces drover is measured over loopback.
+        // Without network namespaces, drover is measured over loopback.
         let line = link::available().is_ok().then_some(FAST);
         let own = [By::Limit, By::Drover].map(|by| job(line, by, SMALL, 0));
         let rivals = By::rivals(SMALL_RIVALS).map(|by| job(Some(FAST), by, SMALL, 1));
@@ -126,7 +126,7 @@ fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
         .collect())
 }
 
-/// The row of a scenario, whatever happens.
+/// The row of a scenario, whether it succeeds or fails.
 fn measure(lab: &Lab, job: &Job, (slug, image, with): &Scenario) -> Row {
     let row = Row::new([
         ("scenario", (*slug).to_owned()),
@@ -152,7 +152,7 @@ fn measure(lab: &Lab, job: &Job, (slug, image, with): &Scenario) -> Row {
     };
     let measured = || -> Result<Row> {
         let limit = mover::limits(lab, &with, std::slice::from_ref(&image))?.remove(0);
-        // Rivals, who take longer, once.
+        // Rivals are slow, so they run once.
         let runs = match job.by {
             By::Limit => return Ok(mover::fill_limit(row.clone(), &limit, job.line)),
             By::Drover => lab.repeat.max(1),
@@ -166,7 +166,7 @@ fn measure(lab: &Lab, job: &Job, (slug, image, with): &Scenario) -> Row {
     measured().unwrap_or_else(|error| row.clone().but(Verdict::failed(&error)))
 }
 
-/// Prepares a site over loopback, where that takes no time, and then sends the image to it over the line.
+/// Prepares a site over loopback, which is fast, and then sends the image to it over the line.
 fn once(lab: &Lab, job: &Job, with: &[PathBuf], image: &Path, run: u64) -> Result<Carried> {
     let (drover, work) = (lab.binary()?, lab.work("similar")?);
     let ends = work.join(job.by.name());

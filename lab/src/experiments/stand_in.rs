@@ -1,5 +1,5 @@
-//! A stand-in for drover, for the experiments' own tests: a shell script that keeps the promises that scripts rely
-//! on, and, if asked, breaks one.
+//! A fake drover for the tests of experiments: a shell script with the interface that experiments rely on and, on
+//! request, one fault.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -24,8 +24,8 @@ send)
 esac
 "#;
 
-/// A lab that measures the stand-in, with `dir/out` for results and two related images of the small set in `dir/cache`;
-/// `damage` is what the stand-in does after it has delivered a file.
+/// A lab that measures the fake, with results in `dir/out` and two related images of the small set in `dir/cache`;
+/// `damage` is what the fake does after it has delivered a file.
 pub fn lab(dir: &Path, damage: &str) -> Lab {
     let (drover, images) = (dir.join("drover"), dir.join("cache/images"));
     fs::write(&drover, SCRIPT.replace("DAMAGE", damage)).unwrap();

@@ -1,4 +1,4 @@
-//! Experiments against a stand-in for drover: bad news becomes rows, and figures are of what they say.
+//! Tests of the experiments with a fake drover: failures become rows, and figures are correct.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -8,14 +8,14 @@ use super::*;
 use crate::bench::{Case, Row, Verdict};
 use crate::setup::{Common, Lab};
 
-/// The case of an experiment whose id has this in it, measured with a stand-in that does some damage.
+/// Runs the first case whose identifier contains `id`, with a fake that does some damage.
 fn run(experiment: &Experiment, id: &str, damage: &str) -> Vec<Row> {
     let dir = tempfile::tempdir().unwrap();
     let lab = stand_in::lab(dir.path(), damage);
     let cases = (experiment.cases)(&lab).unwrap();
     let case = cases.into_iter().find(|case| case.id.contains(id)).unwrap();
     let rows = (experiment.run)(&lab, &case).unwrap();
-    // Nothing stays of the sites.
+    // Nothing is left of the sites.
     let left = std::fs::read_dir(dir.path().join("out")).unwrap().flatten();
     let left: Vec<_> = left.filter(|e| e.file_name() != "limits.json").collect();
     assert!(left.is_empty(), "{left:?}");
@@ -182,7 +182,7 @@ fn a_pull_ends_when_the_bytes_stop() {
         (0.0, 1_000, (50, 100)),
         (1.0, 2_000, (60, 120)),
         (2.0, 5_001_000, (110, 220)),
-        // A mount that has all still says that it is there.
+        // A mount that is complete still sends keepalives.
         (3.0, 5_002_000, (110, 420)),
     ];
     let pulled = pull::Pulled::of(&samples).unwrap();

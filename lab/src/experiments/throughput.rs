@@ -1,5 +1,5 @@
-//! Throughput where the link is no limit, and where the time goes: one image over loopback, and over a link in user
-//! space without a rate. Repetitions are alternated, so that what the machine does meanwhile hits all alike.
+//! Throughput without a link limit, and the time spent in each stage: one image over loopback, and over an emulated
+//! link without a rate. Tools take turns, so that other load on the machine affects all of them alike.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,11 +22,11 @@ use crate::watch::cpu_of_children;
 const MIB: f64 = (1u64 << 20) as f64;
 const LOOPBACK: &str = "loopback";
 const LINK: &str = "link";
-/// How long one send may take.
+/// Timeout of a send.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// What a daemon's own children need to be gone, so that their time is known.
+/// Time for a daemon's children to exit, so that their CPU time is known.
 const REST: Duration = Duration::from_millis(100);
-/// Stages in the order in which data goes through them.
+/// Stages in the order of the data flow.
 const SOURCE: &[&str] = &["read", "scan", "digest", "fetch", "compress", "send"];
 const DESTINATION: &[&str] = &[
     "receive", "unpack", "verify", "write", "matching", "copy", "check", "drive", "log", "sync",
@@ -80,7 +80,7 @@ what is above 100 % is more than one thread. *Waiting* is for the stage before o
     run,
 };
 
-/// Who carries; drover twice to one site.
+/// The tools; drover sends twice to the same site.
 const TOOLS: &[&[&str]] = &[
     &["drover, first", "drover, again"],
     &["drover, similar"],
@@ -91,19 +91,19 @@ const TOOLS: &[&[&str]] = &[
     &["dd conv=fsync"],
 ];
 
-/// One carrying.
+/// The cost of a transfer.
 #[derive(Clone, Debug, Default)]
 pub struct Carried {
     seconds: f64,
-    /// Processor time of both ends.
+    /// CPU time of both ends.
     cpu_seconds: f64,
-    /// Peak memory of the sender and of the site, where they were watched.
+    /// Peak memory of the sender and of the site, if observed.
     peaks: Option<(u64, u64)>,
-    /// What drover said of it.
+    /// Drover's own report.
     sent: Option<Sent>,
 }
 
-/// What is carried, by what, and where.
+/// The images, the tools, and the network.
 struct Job {
     drover: PathBuf,
     image: PathBuf,
@@ -123,16 +123,16 @@ fn run(lab: &Lab, case: &Case) -> Result<Vec<Row>> {
         dir: work.join("round"),
         net: Net::like(linked.then(|| lines::line(0.0, 0.0, 0.0)), 1)?,
     };
-    // Once for nothing: everyone reads the images from memory.
+    // A warm-up: every tool reads the images from the page cache.
     for path in [&job.image, &job.similar] {
         identical(path, path)?;
     }
-    // Over a link copying alone makes no sense.
+    // A plain copy cannot cross a link.
     let tools = &TOOLS[..if linked { TOOLS.len() - 2 } else { TOOLS.len() }];
     let mut done: BTreeMap<&str, Result<Vec<Carried>, Verdict>> = BTreeMap::new();
     for round in 0..lab.repeat.max(1) {
         for turn in 0..tools.len() {
-            // Another first in each round: what one leaves to the disk is not always paid by the same.
+            // Rotate the order in each round: dirty pages of one tool slow down the next.
             let names = tools[(round + turn) % tools.len()];
             if names
                 .iter()
@@ -182,7 +182,7 @@ fn labelled(place: &str, by: &str, stage: String) -> Row {
     ])
 }
 
-/// A row of it all, and one for each stage that said something.
+/// A row for the whole, and one for each stage that was reported.
 fn rows(place: &str, name: &str, carried: &[Carried], (data_mb, size_mb): (f64, f64)) -> Vec<Row> {
     let mut row = labelled(place, name, String::new());
     let mut set = |key: &str, of: &dyn Fn(&Carried) -> Option<f64>| {
@@ -222,7 +222,7 @@ fn rows(place: &str, name: &str, carried: &[Carried], (data_mb, size_mb): (f64, 
 }
 
 impl Job {
-    /// Carries the image once, or twice.
+    /// Transfers the image once, or twice.
     fn carry(&self, tool: &str) -> Result<Vec<Carried>> {
         let place = self.net.place();
         match tool {
@@ -280,7 +280,7 @@ impl Job {
         let before = cpu_of_children();
         let mut carrier = start()?;
         let seconds = carrier.carry(&self.image, None)?;
-        // Before it ends: what it has at the far end goes with it.
+        // Before it is shut down, which removes the far end's files.
         must_be_same(&self.image, &carrier.delivered(&self.image))?;
         std::thread::sleep(REST);
         drop(carrier);

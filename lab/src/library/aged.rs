@@ -1,8 +1,9 @@
-//! What time does to a machine: packages are upgraded and added, files are rewritten, edited, moved and deleted, logs
-//! grow, a database runs.
+//! Ages an image: packages are upgraded and added, files are rewritten, edited, moved and deleted, logs grow, a
+//! database runs.
 //!
-//! A copy of an image is mounted and lives on: what does not change stays where it is, what is written goes where the
-//! file system finds room. An image of the host's files (the small set) is aged as a tree instead, without root. All choices grow from a seed.
+//! A copy of an image is mounted and modified in place: unchanged data stays where it is, and the file system allocates
+//! new data where it finds space. An image of the host's files (the small set) is aged as a directory tree instead,
+//! without root. All choices are derived from a seed.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, FileTimes};
@@ -20,22 +21,22 @@ use super::table::{Recipe, Spec};
 use super::{debian, filesystem};
 use crate::shell;
 
-/// From what all that is random about ageing grows.
+/// Seed of all random choices.
 const SEED: u64 = 0x0061_6765;
 const LOG_BYTES: usize = 48 << 20;
-/// How long after its installation a machine is "aged".
+/// Time between the installation and the aged state.
 const AGE: Duration = Duration::from_secs(120 * 86_400);
-/// How often the database and the logs take turns.
+/// Number of rounds in which the database and the logs grow alternately.
 const ROUNDS: usize = 2;
-/// Packages that an administrator adds in the first week.
+/// Packages that an administrator installs in the first week.
 const ADDED: &str = "vim tmux htop curl rsync";
-/// Rows that a round of the database inserts; half as many are then updated and a quarter deleted, over all rounds' rows.
+/// Rows inserted per database round; half as many are then updated and a quarter deleted, among the rows of all rounds.
 const ROWS: usize = 12_000;
 
-/// Ages a copy of the raw image `base`, which is an image of `root`'s machine.
+/// Ages a copy of the raw image `base`, an image of the machine of `root`.
 ///
 /// # Errors
-/// Without root (but for the host's files), when packages cannot be fetched, when the disk is full.
+/// Without root (except for the host's files), when packages cannot be fetched, or when the disk is full.
 pub fn make(cache: &Cache, spec: &Spec, root: &Spec, base: &Path, out: &Path) -> Result<Built> {
     let time = filesystem::time_of(&root.name) + AGE;
     let mut rng = Rng::with_seed(SEED);
@@ -76,7 +77,8 @@ pub fn make(cache: &Cache, spec: &Spec, root: &Spec, base: &Path, out: &Path) ->
     })
 }
 
-/// Turns the suite's updates on, upgrades all there is by the machine's own apt, and adds some tools. No service starts: nobody would stop it.
+/// Enables the suite's updates, upgrades all packages with the machine's own apt, and installs some tools. Prevents
+/// services from starting, since nothing would stop them.
 fn upgrade(root: &Path, debs: &Path, suite: &str) -> Result<String> {
     let sources = debian::sources_for(suite, true)?;
     let stanzas = root.join("etc/apt/sources.list.d");
@@ -106,7 +108,8 @@ fn upgrade(root: &Path, debs: &Path, suite: &str) -> Result<String> {
     ))
 }
 
-/// Changes some of the files below /usr/share, /usr/lib and /etc, chosen by their names; says how many.
+/// Modifies some of the files below /usr/share, /usr/lib and /etc, selected by a hash of their names; returns a
+/// summary.
 ///
 /// # Errors
 /// When the disk is full.
@@ -131,7 +134,7 @@ pub fn churn(root: &Path, time: SystemTime) -> Result<String> {
                 rewrite(&path, time)?;
                 rewritten += 1;
             }
-            // Comments where they do no harm.
+            // Append comments where they are harmless.
             4..40 if relative.starts_with("etc") && is_text => {
                 let mut file = File::options().append(true).open(&path)?;
                 writeln!(file, "# edited by an administrator")?;
@@ -154,12 +157,12 @@ pub fn churn(root: &Path, time: SystemTime) -> Result<String> {
     ))
 }
 
-/// An editor's or an upgrade's way to write: a new file with the old content, elsewhere on the disk.
+/// Rewrites a file like an editor or an upgrade: a new file with the same content, elsewhere on the disk.
 fn rewrite(path: &Path, time: SystemTime) -> Result<()> {
     let meta = path.metadata()?;
     let aside = path.with_extension("drover-lab");
     fs::copy(path, &aside).with_context(|| format!("cannot rewrite {}", path.display()))?;
-    // The mode goes after the owner, whose change clears bits of it.
+    // Set the mode after the owner: chown clears some mode bits.
     std::os::unix::fs::chown(&aside, Some(meta.uid()), Some(meta.gid()))?;
     fs::set_permissions(&aside, meta.permissions())?;
     stamp(&File::open(&aside)?, time)?;
@@ -185,7 +188,7 @@ fn regular_files(dir: &Path, out: &mut Vec<PathBuf>) {
     }
 }
 
-/// Appends to the logs, `bytes` in all.
+/// Appends `bytes` in total to the logs.
 fn grow_logs(dir: &Path, bytes: usize, time: SystemTime, rng: &mut Rng) -> Result<()> {
     fs::create_dir_all(dir)?;
     for (name, share) in [("syslog", 6), ("auth.log", 3), ("kern.log", 1)] {
@@ -255,8 +258,8 @@ const POSTGRES: &str = r#"
     pg_ctlcluster --skip-systemctl-redirect "$version" main stop -m fast >&2
 "#;
 
-/// Starts the machine's own database in it, loads it with seeded SQL and stops it cleanly; says what was done, nothing where
-/// the machine has no database.
+/// Starts the machine's own database in it, loads it with seeded SQL and stops it cleanly; returns a summary, or `None`
+/// without a database.
 fn run_database(root: &Path, debs: &Path, round: usize) -> Result<Option<String>> {
     let (server, script) = match (
         root.join("usr/sbin/mariadbd").exists(),
@@ -278,7 +281,7 @@ fn run_database(root: &Path, debs: &Path, round: usize) -> Result<Option<String>
     )))
 }
 
-/// A round's statements, the same for every server and every run.
+/// The SQL of a round, the same for every server and every run.
 pub fn sql(round: usize) -> Result<String> {
     const WORDS: [&str; 10] = [
         "ship",

@@ -1,4 +1,4 @@
-//! Building images, one after another: base, recipe, manifest, name.
+//! Builds images one after another: base image, recipe, manifest, rename.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -14,10 +14,10 @@ use super::table::{Recipe, Spec, Table};
 use super::{aged, debian, filesystem, small};
 use crate::shell;
 
-/// Builds what is missing of some images, which are in the order of the table; a failing one does not stop the others.
+/// Builds the missing ones of some images, in table order; a failure does not stop the others.
 ///
 /// # Errors
-/// After the others when one could not be built.
+/// After the others, when one could not be built.
 pub fn all(table: &Table, chosen: &[&Spec], dir: &Path) -> Result<()> {
     let cache = Cache::open(dir)?;
     let mut failed = Vec::new();
@@ -52,7 +52,7 @@ pub fn all(table: &Table, chosen: &[&Spec], dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A finished image gets its name in one step, its manifest before it.
+/// Builds an image. It is renamed into place atomically, after its manifest.
 fn build_one(table: &Table, spec: &Spec, cache: &Cache, path: &Path) -> Result<()> {
     let part = path.with_file_name(format!("{}.part", spec.file_name()));
     let base = spec
@@ -60,7 +60,7 @@ fn build_one(table: &Table, spec: &Spec, cache: &Cache, path: &Path) -> Result<(
         .base()
         .map(|of| base_of(cache, of))
         .transpose()?;
-    // A machine is installed once, in whatever form its disk is kept.
+    // A machine is installed only once, whatever the formats of its disk.
     let root = table.root(spec);
     let built = match (&spec.recipe, &base) {
         (Recipe::Debian { .. }, _) => debian::make(cache, spec, &part)?,
@@ -118,7 +118,7 @@ fn build_one(table: &Table, spec: &Spec, cache: &Cache, path: &Path) -> Result<(
     Ok(fs::rename(part, path)?)
 }
 
-/// What an image is made from: it must be there, and be what its manifest says.
+/// The base of an image, which must exist and match its manifest.
 fn base_of(cache: &Cache, of: &str) -> Result<(PathBuf, Manifest)> {
     let path = cache.dir.join("images").join(format!("{of}.raw"));
     let manifest = Manifest::read(&cache.dir, of)?.filter(|_| path.exists());
@@ -133,7 +133,7 @@ fn base_of(cache: &Cache, of: &str) -> Result<(PathBuf, Manifest)> {
     Ok((path, manifest))
 }
 
-/// The BLAKE3 of a file. Holes are hashed as zeros without being read.
+/// The BLAKE3 hash of a file. Holes are hashed as zeros without reading them.
 ///
 /// # Errors
 /// When it cannot be read.

@@ -1,4 +1,4 @@
-//! The cache: where images, their manifests and downloaded packages are, locked for building.
+//! The cache of images, manifests and downloaded packages, locked during builds.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -11,35 +11,35 @@ use serde::{Deserialize, Serialize};
 use super::filesystem;
 use crate::shell;
 
-/// What is written beside an image: what it is, from what it was made, so that it can be rebuilt and identified.
+/// The description stored with an image: what it is and how it was made, to identify and rebuild it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// The image's name.
     pub name: String,
-    /// What it was made of, as its line of the table says it in words.
+    /// Its recipe, as described by its line of the table.
     pub recipe: String,
-    /// The size that the file has, and what it takes on disk.
+    /// The file's length, and its allocated size.
     pub size_bytes: u64,
     pub allocated_bytes: u64,
-    /// The BLAKE3 of the file.
+    /// The BLAKE3 hash of the file.
     #[serde(default)]
     pub digest: String,
-    /// How the files came onto the file system.
+    /// How the files were written to the file system.
     #[serde(default)]
     pub written_by: String,
-    /// What was done to it, with numbers, and what could not be done and why.
+    /// What was done to it, with numbers, and what failed and why.
     #[serde(default)]
     pub notes: Vec<String>,
-    /// `package version`, sorted; empty where it was not made of packages.
+    /// `package version`, sorted; empty if it was not made from packages.
     #[serde(default)]
     pub packages: Vec<String>,
 }
 
 impl Manifest {
-    /// Reads that of an image in the cache `dir`; `None` where there is none.
+    /// Reads the manifest of an image in the cache `dir`; `None` if there is none.
     ///
     /// # Errors
-    /// When it is no manifest.
+    /// When it is not a valid manifest.
     pub fn read(dir: &Path, name: &str) -> Result<Option<Self>> {
         let path = dir.join("images").join(format!("{name}.json"));
         match fs::read(&path) {
@@ -52,33 +52,33 @@ impl Manifest {
     }
 }
 
-/// What a recipe says of what it has made.
+/// The result of a recipe.
 #[derive(Default)]
 pub struct Built {
     /// `package version`, sorted.
     pub packages: Vec<String>,
-    /// By which means.
+    /// How the files were written.
     pub written_by: String,
-    /// What was not as it should be, and what was done.
+    /// Deviations, and what was done.
     pub notes: Vec<String>,
 }
 
-/// The parts of a cache, locked for building.
+/// The directories of a cache, locked for building.
 pub struct Cache {
     /// The cache itself; finished images and manifests are in `images`.
     pub dir: PathBuf,
-    /// Trees that are being built, and mount points. Not in the cache: they have `/proc` mounted while packages are
-    /// installed, and tools that walk a checkout (cargo is one) would stumble over it.
+    /// Trees under construction, and mount points. Outside of the cache, because `/proc` is mounted in them while
+    /// packages are installed, which would confuse tools that walk a checkout (such as cargo).
     pub work: PathBuf,
-    /// Held open: its lock keeps two builds out of the same cache.
+    /// Held open: its lock prevents concurrent builds in the same cache.
     _lock: File,
 }
 
 impl Cache {
-    /// Opens (and makes) the cache under `dir`, locks it for building, and removes what a killed build left.
+    /// Opens (or creates) the cache under `dir`, locks it for building, and removes what a killed build left.
     ///
     /// # Errors
-    /// When it cannot be made, another build has it, or what is left cannot be removed.
+    /// When it cannot be created, another build holds the lock, or leftovers cannot be removed.
     pub fn open(dir: &Path) -> Result<Self> {
         fs::create_dir_all(dir.join("images"))
             .with_context(|| format!("cannot make {}", dir.display()))?;
@@ -100,7 +100,7 @@ impl Cache {
         Ok(cache)
     }
 
-    /// Removes all that is unfinished: the lock is held, so it is nobody's.
+    /// Removes everything unfinished; safe, because this process holds the lock.
     ///
     /// # Errors
     /// When it cannot be removed.
@@ -115,10 +115,10 @@ impl Cache {
         Ok(fs::create_dir_all(&self.work)?)
     }
 
-    /// Downloaded packages of a suite.
+    /// Directory for downloaded packages of a suite.
     ///
     /// # Errors
-    /// When the directory cannot be made.
+    /// When it cannot be created.
     pub fn packages(&self, suite: &str) -> Result<PathBuf> {
         let debs = self.dir.join("packages").join(suite);
         fs::create_dir_all(debs.join("partial"))?;
@@ -128,12 +128,12 @@ impl Cache {
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        // Empty when all went well.
+        // Empty after a successful build.
         let _ = fs::remove_dir(&self.work);
     }
 }
 
-/// Removes a tree, if it is there; what a subordinate user of ours owns, too.
+/// Removes a tree if it exists, including files of subordinate users.
 ///
 /// # Errors
 /// When it cannot be removed.

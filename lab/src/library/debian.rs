@@ -1,4 +1,4 @@
-//! Debian systems with mmdebstrap, from the mirror that the host itself uses.
+//! Builds Debian systems with mmdebstrap, from the mirror that the host uses.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,13 +11,14 @@ use super::filesystem;
 use super::table::{Fs, Recipe, Spec};
 use crate::shell;
 
-/// What every machine of the library has: it boots and can be reached.
+/// Packages of every machine in the library, which make it bootable and reachable.
 const PLAIN: [&str; 3] = ["linux-image-amd64", "systemd-sysv", "openssh-server"];
 
-/// Builds a system and writes it to `out`, as root by loop mount; without root (ext4 only) mmdebstrap makes the file system.
+/// Builds a system and writes it to `out`: as root by loop mount; without root (ext4 only) mmdebstrap creates the file
+/// system.
 ///
 /// # Errors
-/// What is missing, or what mmdebstrap said.
+/// What is missing, or the error of mmdebstrap.
 pub fn make(cache: &Cache, spec: &Spec, out: &Path) -> Result<Built> {
     let Recipe::Debian {
         suite,
@@ -33,7 +34,7 @@ pub fn make(cache: &Cache, spec: &Spec, out: &Path) -> Result<Built> {
     let tree = cache.work.join(&spec.name);
     let mut notes = Vec::new();
     let mut installed_by = install(cache, spec, suite, packages, *updates, &tree);
-    // A suite that has left support has lost its update suites on the mirror.
+    // When a suite reaches end of life, its update suites disappear from the mirror.
     if *updates
         && installed_by
             .as_ref()
@@ -57,7 +58,7 @@ pub fn make(cache: &Cache, spec: &Spec, out: &Path) -> Result<Built> {
     })
 }
 
-/// Installs a system into `tree`. Downloads are kept between builds; what is installed still comes from apt's own choice.
+/// Installs a system into `tree`. Downloads are cached between builds; apt still chooses the versions.
 fn install(
     cache: &Cache,
     spec: &Spec,
@@ -83,7 +84,7 @@ fn install(
     let mut command = contained("mmdebstrap");
     command
         .args(["--mode=root", "--format=directory", "--variant=important"])
-        // A tree that is half built is thrown away, so nothing in it needs to be on disk yet.
+        // An incomplete tree is discarded, so nothing in it needs to be durable.
         .args(["--dpkgopt=force-unsafe-io", "--customize-hook=rm -f \"$1/etc/dpkg/dpkg.cfg.d/99mmdebstrap\""])
         .args(["--skip=essential/unlink", "--skip=download/empty"])
         .arg(format!("--setup-hook=mkdir -p \"$1{archives}\"; cp '{debs}'/*.deb \"$1{archives}/\" 2>/dev/null || true"))
@@ -97,8 +98,8 @@ fn install(
     shell::run(&mut command).map(drop)
 }
 
-/// A command with process and mount namespaces of its own, so that nothing of it stays: no daemon, no `/proc` in a tree. It
-/// ends with the lab.
+/// A command with its own PID and mount namespaces, so that it leaves nothing behind: no daemon, no `/proc` in a tree.
+/// It is killed when the lab exits.
 fn contained(program: &str) -> Command {
     let mut command = Command::new("setpriv");
     command.args([
@@ -114,11 +115,12 @@ fn contained(program: &str) -> Command {
     command
 }
 
-/// Runs a script inside a system's tree, as root: with `/proc`, an empty `/run`, the host's resolver, and downloads kept in
-/// `debs`. Mounted in a namespace of its own: the image sees none of it, and daemons end with it. What it printed is returned.
+/// Runs a script inside a system's tree, as root: with `/proc`, an empty `/run`, the host's resolver, and downloads
+/// cached in `debs`. It runs in its own namespaces: mounts do not affect the image, and daemons end with it. Returns
+/// its output.
 ///
 /// # Errors
-/// When the script fails; what it said is in the error.
+/// When the script fails; includes its output.
 pub fn inside(root: &Path, debs: &Path, script: &str) -> Result<String> {
     const ENTER: &str = r#"
         root=$1 debs=$2
@@ -146,7 +148,7 @@ pub fn inside(root: &Path, debs: &Path, script: &str) -> Result<String> {
         .to_owned())
 }
 
-/// The line that mounts a machine's root.
+/// The fstab entry of a machine's root.
 pub fn fstab(name: &str, fs: Fs) -> String {
     let (options, pass) = if fs == Fs::Ext4 {
         ("errors=remount-ro", 1)
@@ -159,7 +161,7 @@ pub fn fstab(name: &str, fs: Fs) -> String {
     )
 }
 
-/// The packages of a tree, `name version`, sorted.
+/// The packages installed in a tree, `name version`, sorted.
 ///
 /// # Errors
 /// When it has no packages.
@@ -180,10 +182,10 @@ pub fn installed(tree: &Path) -> Result<Vec<String>> {
     Ok(list)
 }
 
-/// The host's own apt sources, turned to another suite.
+/// The host's own apt sources, changed to another suite.
 ///
 /// # Errors
-/// When the host is no Debian.
+/// When the host is not Debian.
 pub fn sources_for(suite: &str, updates: bool) -> Result<String> {
     let release = fs::read_to_string("/etc/os-release")?;
     let host = release
@@ -211,7 +213,7 @@ pub fn sources_for(suite: &str, updates: bool) -> Result<String> {
     Ok(turn(&text, host, suite, updates))
 }
 
-/// Replaces the host's suite by another in a sources file of either style.
+/// Replaces the host's suite with another in a sources file of either style.
 pub fn turn(text: &str, host: &str, suite: &str, updates: bool) -> String {
     if !text.contains("URIs:") {
         let plain = |line: &str| line.split_whitespace().any(|word| word == host);

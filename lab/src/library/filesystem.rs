@@ -1,8 +1,9 @@
-//! A directory tree as a file system in an image: by loop mount, or (ext4 only) by `mke2fs -d` without any rights.
+//! Writes a directory tree to an image with a file system: by loop mount, or (ext4 only) by `mke2fs -d` without
+//! privileges.
 //!
-//! By loop mount the kernel lays the files out as it does on a machine that is being installed: package by
-//! package in the order in which they were unpacked, then what their scripts made. There is no partition table: the
-//! file system starts at the image's first byte. Identities and times follow from the image's name.
+//! With a loop mount, the kernel lays out the files as on a machine during installation: package by package in the
+//! order in which they were unpacked, then the files created by their scripts. There is no partition table: the file
+//! system starts at the image's first byte. UUIDs and timestamps are derived from the image's name.
 
 use std::collections::HashMap;
 use std::fs;
@@ -16,19 +17,19 @@ use anyhow::{Context, Result, bail};
 use super::table::{Fs, Spec};
 use crate::shell;
 
-/// No image is "made" before this time (2026-01-01).
+/// The earliest creation time of an image (2026-01-01).
 pub const EPOCH: u64 = 1_767_225_600;
 
-/// When an image is "made": a time in the half year after [`EPOCH`] that its name determines. A rebuild then differs
-/// only where the files do; and two machines differ as real ones do, that are never installed in the same second (with one time
-/// for all, even their initial RAM disks would be equal).
+/// The creation time of an image: a time in the half year after [`EPOCH`] derived from its name. Thus a rebuild only
+/// differs where the files do, and different machines have different times, as real ones do (with the same time, even
+/// their initial RAM disks would be equal).
 pub fn time_of(name: &str) -> SystemTime {
     let hash = blake3::hash(format!("drover lab time {name}").as_bytes());
     let number = u32::from_le_bytes(hash.as_bytes()[..4].try_into().unwrap_or_default());
     SystemTime::UNIX_EPOCH + Duration::from_secs(EPOCH + u64::from(number) % (180 * 86_400))
 }
 
-/// The same in seconds since 1970, for programs.
+/// The same in seconds since 1970, for other programs.
 pub fn seconds_of(name: &str) -> String {
     let since = time_of(name)
         .duration_since(SystemTime::UNIX_EPOCH)
@@ -36,7 +37,7 @@ pub fn seconds_of(name: &str) -> String {
     since.as_secs().to_string()
 }
 
-/// A UUID that a name and a purpose determine.
+/// A UUID derived from a name and a purpose.
 pub fn uuid_of(name: &str, purpose: &str) -> String {
     let hex = blake3::hash(format!("drover lab {purpose} {name}").as_bytes()).to_hex();
     let parts = [
@@ -57,7 +58,7 @@ pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// The size of a disk for a tree: room for half as much again, in whole GiB, at least 2, like a small machine's.
+/// The disk size for a tree: half as much again, rounded up to whole GiB, at least 2, like a small machine's.
 fn size_for(tree: &Path) -> Result<u64> {
     let used = shell::run(Command::new("du").args(["-s", "-B1", "-x"]).arg(tree))?.stdout;
     let used = String::from_utf8_lossy(&used)
@@ -68,7 +69,7 @@ fn size_for(tree: &Path) -> Result<u64> {
     Ok((used + used / 2).div_ceil(1 << 30).max(2) << 30)
 }
 
-/// Makes a file system in a sparse file, an empty one or (ext4 only) one of a tree.
+/// Creates a file system in a sparse file: an empty one, or (ext4 only) with a tree.
 fn make(out: &Path, name: &str, fs: Fs, size: u64, tree: Option<&Path>) -> Result<()> {
     let id = uuid_of(name, "file system");
     let label = |most: usize| name[..name.len().min(most)].to_owned();
@@ -120,7 +121,7 @@ fn make(out: &Path, name: &str, fs: Fs, size: u64, tree: Option<&Path>) -> Resul
     shell::run(command.arg(out)).map(drop)
 }
 
-/// Writes a tree into a sparse ext4 image without any rights; returns how, for the manifest.
+/// Writes a tree to a sparse ext4 image without privileges; returns the method, for the manifest.
 ///
 /// # Errors
 /// When `mke2fs` is not there or fails.
@@ -129,11 +130,12 @@ pub fn mke2fs(tree: &Path, out: &Path, name: &str) -> Result<String> {
     Ok("mke2fs -d".to_owned())
 }
 
-/// Writes a tree into a sparse image by loop mount; `log` is dpkg's of the installation. Returns how, for the manifest. All that a
-/// file has is copied, holes and links included; `fstab` is the line that `/etc/fstab` must have where the tree's own does not fit.
+/// Writes a tree to a sparse image by loop mount; `log` is dpkg's log of the installation. Returns the method, for the
+/// manifest. Copies all attributes of files, including holes and hard links; `fstab` replaces the root entry of
+/// `/etc/fstab` if the tree's own does not fit.
 ///
 /// # Errors
-/// Without root, loop devices or the tools for the file system.
+/// Without root, loop devices or the file system's tools.
 pub fn write(
     tree: &Path,
     out: &Path,
@@ -168,13 +170,13 @@ pub fn write(
     Ok("loop mount, tar in the order of installation".to_owned())
 }
 
-/// All paths of a tree, each ended by a zero byte: files of packages in the order of installation, then the rest.
+/// All paths of a tree, NUL-terminated: files of packages in the order of installation, then the rest.
 pub fn ordered(tree: &Path, log: Option<&Path>) -> Result<Vec<u8>> {
     let mut all = Vec::new();
     walk(tree, tree, &mut all)?;
     let rank = ranks(tree, log);
     let last = rank.len() + 1;
-    // Directories first, or a file's directory would be made without its owner and mode.
+    // Directories first: otherwise a file's directory would be created without its owner and mode.
     all.sort_by_cached_key(|(path, is_dir)| {
         let at = rank.get(path).copied().unwrap_or(last);
         (if *is_dir { 0 } else { at }, path.clone())
@@ -195,7 +197,7 @@ fn walk(tree: &Path, dir: &Path, out: &mut Vec<(PathBuf, bool)>) -> Result<()> {
     Ok(())
 }
 
-/// For each file that a package owns: when it was unpacked. Packages that the log does not name came first.
+/// The rank of each file that a package owns, by unpacking order. Packages missing from the log come first.
 fn ranks(tree: &Path, log: Option<&Path>) -> HashMap<PathBuf, usize> {
     let log = log
         .and_then(|log| fs::read_to_string(log).ok())
@@ -240,7 +242,7 @@ fn ranks(tree: &Path, log: Option<&Path>) -> HashMap<PathBuf, usize> {
     rank
 }
 
-/// Packages say `/bin/x` where the tree has `/usr/bin/x`.
+/// Maps a package's path `/bin/x` to `/usr/bin/x` in a merged-usr tree.
 fn real(tree: &Path, path: &Path) -> PathBuf {
     let mut parts = path.components();
     let target = parts
@@ -252,9 +254,9 @@ fn real(tree: &Path, path: &Path) -> PathBuf {
     }
 }
 
-/// An image that is mounted.
+/// A mounted image.
 pub struct Mounted {
-    /// Where.
+    /// The mount point.
     pub at: PathBuf,
 }
 
@@ -262,14 +264,14 @@ impl Mounted {
     /// Mounts an image at a new directory.
     ///
     /// # Errors
-    /// When it cannot be: no root, no loop device, a file system that the kernel lacks.
+    /// When it cannot be mounted: no root, no loop device, a file system that the kernel lacks.
     pub fn new(image: &Path, at: PathBuf, fs: Fs, read_only: bool) -> Result<Self> {
         fs::create_dir_all(&at)?;
         let options = match (read_only, fs) {
             (true, Fs::Ext4) => "ro,loop,noload",
             (true, Fs::Xfs) => "ro,loop,norecovery,nouuid",
             (true, Fs::Btrfs) => "ro,loop",
-            // Inode tables are not zeroed in the background: how far that comes depends on time.
+            // Disable background zeroing of inode tables, whose progress depends on timing.
             (false, Fs::Ext4) => "loop,noatime,noinit_itable",
             (false, Fs::Xfs) => "loop,noatime,nouuid",
             (false, Fs::Btrfs) => "loop,noatime",
@@ -284,10 +286,10 @@ impl Mounted {
         Ok(Self { at })
     }
 
-    /// Unmounts it: all that was written is in the image.
+    /// Unmounts it: everything written is then in the image.
     ///
     /// # Errors
-    /// When something holds it.
+    /// When it is busy.
     pub fn close(self) -> Result<()> {
         shell::run(Command::new("umount").arg(&self.at)).map(drop)
     }
@@ -295,12 +297,12 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // After a failure; what cannot be unmounted the next build tries again.
+        // After a failure; the next build retries what cannot be unmounted.
         let _ = unmount_below(&self.at);
     }
 }
 
-/// Unmounts all that is mounted below a directory.
+/// Unmounts everything below a directory.
 ///
 /// # Errors
 /// When something cannot be unmounted.

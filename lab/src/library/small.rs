@@ -1,4 +1,4 @@
-//! Two small related images from the host's own files: for a smoke run without a network.
+//! Builds two small related images from the host's own files, for a smoke run without a network.
 
 use std::fs::{self, File, FileTimes};
 use std::path::{Path, PathBuf};
@@ -10,11 +10,11 @@ use super::filesystem;
 use super::table::Selection;
 
 const ROOTS: &[&str] = &["/usr/bin", "/usr/sbin", "/usr/share", "/usr/lib"];
-/// No single file dominates, and the image stays small.
+/// Upper bound on a file's size, so that no single file dominates and the image stays small.
 const MAX_FILE: u64 = 8 << 20;
 const MAX_TOTAL: u64 = 160 << 20;
 
-/// Copies the selection into a tree and makes an image of it.
+/// Copies the selection to a tree and makes an image of it.
 ///
 /// # Errors
 /// When the disk is full or `mke2fs` fails.
@@ -47,7 +47,7 @@ pub fn make(cache: &Cache, name: &str, selection: Selection, out: &Path) -> Resu
     })
 }
 
-/// Regular files below `dir` in a fixed order, until they hold `budget` bytes.
+/// Collects regular files below `dir` in a fixed order, up to `budget` bytes.
 fn walk(dir: &Path, budget: u64, taken: &mut u64, out: &mut Vec<PathBuf>) {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let mut paths: Vec<PathBuf> = entries.map(|e| e.path()).collect();
@@ -68,7 +68,7 @@ fn walk(dir: &Path, budget: u64, taken: &mut u64, out: &mut Vec<PathBuf>) {
     }
 }
 
-/// Whether a file is in a selection, and if it is, whether it is changed there.
+/// Whether a file is part of a selection, and if so, whether it is modified there.
 pub fn selected(path: &Path, selection: Selection) -> Option<bool> {
     let hash = blake3::hash(path.as_os_str().as_encoded_bytes());
     let (part, change) = (

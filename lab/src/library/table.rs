@@ -1,4 +1,4 @@
-//! The table of the library (`lab/library.toml`): what images there are and what each is made of.
+//! The table of the library (`lab/library.toml`): its images and their recipes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,17 +17,17 @@ pub enum Set {
     Full,
 }
 
-/// Which of the two selections of the host's files.
+/// A selection of the host's files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Selection {
     /// Seven eighths of the files.
     One,
-    /// Another seven eighths; a few of the common ones have grown.
+    /// Another seven eighths; a few of the common files have grown.
     Two,
 }
 
-/// All that can be built.
+/// All images that can be built.
 #[derive(Debug)]
 pub struct Table {
     full: Vec<Spec>,
@@ -37,46 +37,46 @@ pub struct Table {
 /// One image of the library.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Spec {
-    /// Its name. A raw image is `images/NAME.raw`; one in another format has it in its name: `images/NAME`.
+    /// Its name. The file is `images/NAME.raw`, or `images/NAME` for other formats, whose name has the extension.
     pub name: String,
-    /// What it is made of.
+    /// How it is made.
     pub recipe: Recipe,
-    /// What it has on it.
+    /// Its file system.
     pub fs: Fs,
 }
 
-/// What an image is made of.
+/// How an image is made.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Recipe {
-    /// Debian's packages.
+    /// From Debian packages.
     Debian {
         /// `bookworm`, `trixie`, `bullseye`.
         suite: String,
-        /// Packages on top of the plain system.
+        /// Packages in addition to the plain system.
         packages: Vec<String>,
-        /// Whether the suite's updates and security updates are in it.
+        /// Whether the suite's updates and security updates are installed.
         updates: bool,
     },
-    /// A selection of the host's files.
+    /// From a selection of the host's files.
     Host(Selection),
-    /// The files of an image on another file system.
+    /// From the files of another image, on another file system.
     SameTree(String),
-    /// An image after some months of use.
+    /// From another image, after some months of use.
     Aged(String),
-    /// An image in another format.
+    /// From another image, in another format.
     Converted(String),
 }
 
-/// File systems of images.
+/// The file system of an image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fs {
-    /// Linux' most common.
+    /// Linux's most common.
     #[default]
     Ext4,
     /// Extents in allocation groups.
     Xfs,
-    /// Copy on write; small files lie inside its trees.
+    /// Copy-on-write; small files are stored inline in its trees.
     Btrfs,
 }
 
@@ -111,15 +111,15 @@ struct Lines {
     images: Vec<Line>,
     #[serde(default)]
     small: Vec<Line>,
-    /// Packages beyond a bootable minimum, by the name of the set.
+    /// Named sets of packages beyond a bootable minimum.
     sets: BTreeMap<String, Vec<String>>,
 }
 
 impl Table {
-    /// Reads a table, or the one that the lab came with.
+    /// Loads a table, by default the built-in one.
     ///
     /// # Errors
-    /// When it cannot be read, or a line makes no sense.
+    /// When it cannot be read, or a line is invalid.
     pub fn load(file: Option<&Path>) -> Result<Self> {
         let text = match file {
             None => include_str!("../../library.toml").to_owned(),
@@ -145,12 +145,12 @@ impl Table {
         }
     }
 
-    /// An image of either set.
+    /// Finds an image of either set.
     pub fn find(&self, name: &str) -> Option<&Spec> {
         self.full.iter().chain(&self.small).find(|s| s.name == name)
     }
 
-    /// The image at the root of what an image is made from: itself, if it is made of packages or files.
+    /// The root of an image's chain of bases: itself, if it is made from packages or files.
     pub fn root<'a>(&'a self, spec: &'a Spec) -> &'a Spec {
         match spec.recipe.base().and_then(|of| self.find(of)) {
             Some(base) => self.root(base),
@@ -159,7 +159,7 @@ impl Table {
     }
 }
 
-/// What is made from another comes after it, wherever its line is, and lies on the same file system unless it says so.
+/// Orders images after the ones they are made from, and lets them inherit the file system unless they name one.
 fn resolve(mut lines: Vec<Line>, sets: &BTreeMap<String, Vec<String>>) -> Result<Vec<Spec>> {
     let mut specs: Vec<Spec> = Vec::new();
     let all = lines.len();
@@ -236,7 +236,7 @@ impl Line {
 }
 
 impl Spec {
-    /// `raw`, or what its name ends with.
+    /// `raw`, or the extension of its name.
     pub fn format(&self) -> &str {
         self.name.rsplit_once('.').map_or("raw", |(_, end)| end)
     }
@@ -249,7 +249,7 @@ impl Spec {
         }
     }
 
-    /// What it is made of, for people and for the comparison with a manifest.
+    /// Its recipe as text, for display and for comparison with a manifest.
     pub fn describe(&self) -> String {
         let on = if self.fs == Fs::Ext4 {
             String::new()
@@ -279,7 +279,7 @@ impl Spec {
 }
 
 impl Recipe {
-    /// The image that must be there first.
+    /// The image it is made from, which must exist first.
     pub fn base(&self) -> Option<&str> {
         match self {
             Self::SameTree(of) | Self::Aged(of) | Self::Converted(of) => Some(of),

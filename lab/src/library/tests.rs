@@ -1,4 +1,4 @@
-//! The table, the recipes that need no mirror, and what a killed build leaves.
+//! Tests of the table, the recipes that need no mirror, and cleanup after a killed build.
 
 use std::fs;
 use std::process::Command;
@@ -278,7 +278,7 @@ fn what_a_killed_build_left_is_gone_and_an_image_that_changed_is_found() {
     drop(cache);
     drop(Cache::open(dir.path()).unwrap());
     assert!(!work.exists() && !half.exists() && image.exists());
-    // Holes hash as the zeros that they are.
+    // Holes hash as zeros.
     let plain = blake3::hash(&vec![0; 5 << 20]).to_hex().to_string();
     assert_eq!(build::digest_of(&image).unwrap(), plain);
     let manifest = Manifest {

@@ -13,7 +13,7 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::shell;
 
-/// How long to wait for another link of the same name to be gone.
+/// Timeout for another link of the same name to shut down.
 const LOCK_WAIT: Duration = Duration::from_secs(10);
 
 /// One end of a link.
@@ -44,20 +44,21 @@ impl Side {
     }
 }
 
-/// Two namespaces named `PREFIX-a` and `PREFIX-b`; gone when this is dropped or its process dies.
+/// Two namespaces `PREFIX-a` and `PREFIX-b`; removed when this is dropped or its process dies.
 pub struct Namespaces {
     prefix: String,
     cleanup: Child,
 }
 
-/// One run must not learn from the one before, and no neighbour discovery is to be counted.
+/// Disables the caching of TCP metrics, which would affect later runs, and IPv6, whose neighbour discovery would be
+/// counted.
 const SYSCTL: &str = "cd /proc/sys/net
 echo 1 > ipv4/tcp_no_metrics_save
 [ ! -e ipv6/conf/all/disable_ipv6 ] || echo 1 > ipv6/conf/all/disable_ipv6";
 
-/// Reads until its standard input ends, which the kernel sees to when the lab dies, and then ends what
-/// still runs in the two namespaces (only what was started there is there) and removes them, and last the lock file
-/// `$0`, whose lock it still holds.
+/// The cleanup process. It reads until its stdin is closed, which happens at the latest when the lab dies, then kills
+/// all processes in the two namespaces (only those that the lab started), removes the namespaces, and finally the lock
+/// file `$0`, whose lock it still holds.
 const CLEANUP: &str = r#"
 cat >/dev/null
 for signal in TERM KILL; do
@@ -77,7 +78,7 @@ exit 0
 "#;
 
 impl Namespaces {
-    /// Makes the namespaces, removing what a run before left.
+    /// Creates the namespaces, after removing those of an earlier run.
     ///
     /// # Errors
     /// Without root or `ip`, or when another link of this name is up.
@@ -88,7 +89,7 @@ impl Namespaces {
             bail!("{prefix:?} is no name for a link: letters, digits and dashes, at most 32");
         }
         let lock = lock(prefix)?;
-        // The cleanup process shares the lock by its open file: nobody can create these names while it still removes them.
+        // The cleanup process inherits the locked file: nobody can create these names until it has removed them.
         let cleanup = Command::new("sh")
             .args([
                 "-c",
@@ -101,7 +102,7 @@ impl Namespaces {
             .stdout(lock)
             .stderr(Stdio::null())
             .current_dir("/")
-            // A Ctrl-C at the terminal is for the lab, not for its cleanup process.
+            // Ctrl-C in a terminal is for the lab, not for its cleanup process.
             .process_group(0)
             .spawn()
             .context("cannot start the cleanup process")?;
@@ -160,7 +161,8 @@ fn lock(prefix: &str) -> Result<File> {
         let file =
             File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
         if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
-            // A cleanup process may have removed it between the two steps, and a new one be there by now.
+            // A cleanup process may have removed the file between the two steps, and another process may have created a
+            // new one.
             let there = std::fs::metadata(&path).map(|there| there.ino()).ok();
             if there == Some(file.metadata()?.ino()) {
                 return Ok(file);
@@ -177,9 +179,9 @@ fn lock(prefix: &str) -> Result<File> {
     }
 }
 
-/// The machine cannot have the link that was asked for; the reason is one line for a person.
+/// This machine does not support the requested link; the reason is one line for the user.
 ///
-/// It is in the chain of the error, so that whoever drives links can tell "not here" from "went wrong":
+/// It is in the error's chain of causes, so that callers can distinguish "not supported" from "failed":
 /// `error.downcast_ref::<Unavailable>()`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unavailable(pub String);
@@ -196,7 +198,7 @@ impl std::error::Error for Unavailable {}
 const CAP_NET_ADMIN: (u32, &str) = (12, "CAP_NET_ADMIN");
 const CAP_SYS_ADMIN: (u32, &str) = (21, "CAP_SYS_ADMIN");
 
-/// What must be there before a namespace can be made.
+/// Checks the privileges needed to create a namespace.
 fn rights() -> Result<(), Unavailable> {
     if !rustix::process::geteuid().is_root() {
         return Err(Unavailable(
@@ -225,7 +227,7 @@ fn missing_capability(status: &str) -> Option<&'static str> {
         .map(|(_, name)| name)
 }
 
-/// What must be there before a TUN device can be made.
+/// Checks the requirements for a TUN device.
 pub fn tun() -> Result<(), Unavailable> {
     const TUN: &str = "/dev/net/tun";
     let opened = File::options().read(true).write(true).open(TUN);
@@ -247,7 +249,7 @@ mod tests {
     fn a_missing_capability_is_named() {
         let status = |caps: &str| format!("Name:\tlab\nCapPrm:\t0\nCapEff:\t{caps}\n");
         assert_eq!(missing_capability(&status("000001ffffffffff")), None);
-        // What a container gets by default.
+        // The default of containers.
         assert_eq!(
             missing_capability(&status("00000000a80425fb")),
             Some("CAP_NET_ADMIN")

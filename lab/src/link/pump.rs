@@ -1,4 +1,5 @@
-//! The thread that moves packets in one direction: reads from one device, lets the queue decide, writes to the other.
+//! The thread that forwards packets in one direction: it reads from one device, passes them through the queue model,
+//! and writes to the other.
 
 use std::io::ErrorKind;
 use std::process::{Command, Stdio};
@@ -12,25 +13,25 @@ use tun_rs::{SyncDevice, VIRTIO_NET_HDR_LEN, VirtioNetHdr};
 
 use super::queue::{Counters, Queue, Size};
 
-/// While packets are under way the thread wakes this often at most: batches cost less than packets.
+/// Minimum interval between wakeups while packets are in flight: batches cost less than single packets.
 const TICK: Duration = Duration::from_micros(200);
-/// How long an idle thread sleeps before it looks whether it shall stop.
+/// Interval at which an idle thread checks the stop flag.
 const IDLE: Duration = Duration::from_millis(50);
-/// Packets read in one go before those that are due are written.
+/// Upper bound on packets read before due ones are written.
 const BATCH: usize = 128;
 
-/// What the threads of a link share.
+/// State shared by the threads of a link.
 #[derive(Default)]
 pub struct Shared {
-    /// The threads end.
+    /// Ends the threads.
     pub stop: AtomicBool,
-    /// Nothing passes.
+    /// The link is cut.
     pub cut: AtomicBool,
-    /// What each direction has counted, `a` to `b` first.
+    /// Counters per direction, `a` to `b` first.
     pub counters: [Mutex<Counters>; 2],
 }
 
-/// Moves packets until it is stopped.
+/// Forwards packets until stopped.
 pub fn run(
     from: &SyncDevice,
     to: &SyncDevice,
@@ -41,7 +42,7 @@ pub fn run(
     hurry();
     let epoch = Instant::now();
     let now = || epoch.elapsed().as_nanos() as u64;
-    // A line shorter than some ticks is timed more finely; one without delay is not batched at all.
+    // A line with a short delay is timed more finely; one without delay is not batched at all.
     let tick = TICK.min(queue.delay() / 10);
     let mut buffer = vec![0; MAX_READ];
     let mut was_cut = false;
@@ -66,7 +67,7 @@ pub fn run(
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                // The device is down for a moment, or gone: then the stop flag comes.
+                // The device is down for a moment, or gone; in the latter case the stop flag follows.
                 Err(_) => {
                     std::thread::sleep(Duration::from_millis(5));
                     break;
@@ -74,7 +75,7 @@ pub fn run(
             }
         }
         while let Some(packet) = queue.take(now()) {
-            // A device that takes nothing drops, as a network card would.
+            // A device whose buffer is full drops packets, as a network card would.
             let _ = to.send(&packet);
         }
         if let Ok(mut counters) = shared.counters[direction].lock() {
@@ -94,8 +95,8 @@ pub fn run(
     }
 }
 
-/// What is measured competes for the same cores, and a real link does not wait for them. Among the kernel's automatic
-/// groups a nice value counts for little, so the thread runs in real time where that can be had.
+/// Requests real-time scheduling: the measured programs compete for the same cores, and a real link does not wait for
+/// them. A nice value has little effect across the kernel's automatic task groups.
 fn hurry() {
     let _ = rustix::process::setpriority_process(None, -15);
     let thread = rustix::thread::gettid().as_raw_nonzero().to_string();
@@ -113,16 +114,16 @@ fn wait_readable(device: &SyncDevice, timeout: Duration) {
         tv_nsec: i64::from(timeout.subsec_nanos()),
     };
     let mut fds = [PollFd::new(device, PollFlags::IN)];
-    // A failed or interrupted wait is a short one.
+    // A failed or interrupted wait is just shorter.
     let _ = poll(&mut fds, Some(&timeout));
 }
 
-/// Greatest read from a TUN device: header and packet.
+/// Upper bound on a read from a TUN device: header and packet.
 const MAX_READ: usize = VIRTIO_NET_HDR_LEN + 65_536;
 
-/// The size on the wire of what was read from a device; `None` for what is no packet. The kernel hands over TCP segments of up to
-/// 64 KiB that a network card would cut. The link forwards them whole, header included, and the far kernel takes them so;
-/// that saves most of the work and needs no checksum.
+/// The size on the wire of data read from a device; `None` if it is not a packet. The kernel passes TCP segments of up
+/// to 64 KiB that a network card would split (GSO). The link forwards them unsplit, with their header, and the
+/// receiving kernel accepts them; that saves most of the work and needs no checksums.
 pub fn wire_size(read: &[u8]) -> Option<Size> {
     let header = VirtioNetHdr::decode(read).ok()?;
     let packet = &read[VIRTIO_NET_HDR_LEN..];
@@ -138,7 +139,7 @@ pub fn wire_size(read: &[u8]) -> Option<Size> {
     }
     let start = usize::from(header.csum_start);
     let transport = match header.gso_type & 0x7f {
-        // TCP over either IP: the length of its header is in its 13th byte.
+        // TCP over IPv4 or IPv6: the length of its header is in its 13th byte.
         1 | 4 => usize::from(packet.get(start + 12)? >> 4) * 4,
         _ => 8,
     };

@@ -1,35 +1,35 @@
-//! One direction of the link as a model without sockets and without a clock: a bottleneck that
-//! serialises packets at a rate, a queue before it that drops from the tail, a line that delays and loses.
+//! A model of one direction of the link, without sockets and without a clock: a bottleneck that serialises packets at a
+//! rate, a drop-tail queue before it, and a line with delay and loss.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// What a direction of the link does to packets. Times are in nanoseconds.
+/// Parameters of one direction. Times are in nanoseconds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shape {
-    /// Bytes a second through the bottleneck, IP headers included; 0 for no bottleneck.
+    /// Rate of the bottleneck in bytes per second, IP headers included; 0 for no bottleneck.
     pub rate: u64,
-    /// Time on the line, one way.
+    /// One-way delay of the line.
     pub delay_ns: u64,
-    /// Probability of the loss of a packet on the line, 0 to 1.
+    /// Packet loss probability on the line, 0 to 1.
     pub loss: f64,
-    /// Bytes that may wait for the bottleneck.
+    /// Size of the bottleneck's queue in bytes.
     pub queue_bytes: u64,
 }
 
-/// Bytes that may be on the way at all, whatever the shape says: the lab's memory is bounded.
+/// Upper bound on bytes in flight, whatever the parameters, to bound the lab's memory.
 const MAX_IN_FLIGHT_BYTES: u64 = 512 << 20;
 
-/// What became of packets; `bytes` count IP packets whole.
+/// Packet counters; bytes include IP headers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Packets that came to the link.
+    /// Packets received.
     pub packets_in: u64,
-    /// Bytes that came to the link.
+    /// Bytes received.
     pub bytes_in: u64,
-    /// Packets that the link delivered.
+    /// Packets delivered.
     pub packets_out: u64,
-    /// Bytes that the link delivered.
+    /// Bytes delivered.
     pub bytes_out: u64,
     /// Packets lost on the line.
     pub lost: u64,
@@ -39,12 +39,12 @@ pub struct Counters {
     pub cut: u64,
 }
 
-/// How much of the wire a packet takes: one that the kernel hands over in one piece may be several there.
+/// The size of a packet on the wire; one that the kernel passes unsplit may count as several.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
-    /// Bytes, with the headers of every packet.
+    /// Bytes, including the headers of every packet.
     pub bytes: u64,
-    /// Packets.
+    /// Number of packets.
     pub packets: u64,
 }
 
@@ -54,11 +54,11 @@ struct InFlight<P> {
     packet: P,
 }
 
-/// Packets on their way in one direction.
+/// The packets in flight in one direction.
 pub struct Queue<P> {
     shape: Shape,
     rng: fastrand::Rng,
-    /// When the bottleneck has sent all that waits for it.
+    /// When the bottleneck will have sent all queued packets.
     free_ns: u64,
     in_flight: VecDeque<InFlight<P>>,
     in_flight_bytes: u64,
@@ -66,7 +66,7 @@ pub struct Queue<P> {
 }
 
 impl<P> Queue<P> {
-    /// An idle direction; the seed fixes the losses.
+    /// An idle direction; the seed determines the losses.
     pub fn new(shape: Shape, seed: u64) -> Self {
         Self {
             shape,
@@ -78,7 +78,7 @@ impl<P> Queue<P> {
         }
     }
 
-    /// A packet comes to the link at `now_ns`.
+    /// Accepts or drops a packet at `now_ns`.
     pub fn offer(&mut self, now_ns: u64, size: Size, packet: P) {
         self.counters.packets_in += size.packets;
         self.counters.bytes_in += size.bytes;
@@ -89,7 +89,7 @@ impl<P> Queue<P> {
             self.counters.overflowed += size.packets;
             return;
         }
-        // A packet that is lost on the line has taken its time at the bottleneck.
+        // A packet that is lost on the line has still used the bottleneck.
         self.free_ns = start + to_ns(size.bytes, self.shape.rate);
         if self.shape.loss > 0.0 && self.rng.f64() < self.shape.loss {
             self.counters.lost += size.packets;
@@ -103,12 +103,12 @@ impl<P> Queue<P> {
         });
     }
 
-    /// Time on the line, one way.
+    /// One-way delay of the line.
     pub fn delay(&self) -> Duration {
         Duration::from_nanos(self.shape.delay_ns)
     }
 
-    /// When the next packet arrives, if any is on its way.
+    /// Arrival time of the next packet, if any is in flight.
     pub fn next_due_ns(&self) -> Option<u64> {
         self.in_flight.front().map(|p| p.due_ns)
     }
@@ -125,14 +125,14 @@ impl<P> Queue<P> {
         Some(arrived.packet)
     }
 
-    /// A packet comes to a link that is cut.
+    /// Counts a packet that was dropped because the link is cut.
     pub fn refuse(&mut self, size: Size) {
         self.counters.packets_in += size.packets;
         self.counters.bytes_in += size.bytes;
         self.counters.cut += size.packets;
     }
 
-    /// The link is cut: what is on its way is gone.
+    /// Drops all packets in flight, because the link is cut.
     pub fn cut(&mut self) {
         self.counters.cut += self
             .in_flight
@@ -143,7 +143,7 @@ impl<P> Queue<P> {
         self.free_ns = 0;
     }
 
-    /// What became of the packets so far.
+    /// The counters so far.
     pub fn counters(&self) -> Counters {
         self.counters
     }

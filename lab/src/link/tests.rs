@@ -1,4 +1,4 @@
-//! The link as the kernel sees it; skipped where namespaces cannot be made.
+//! Tests of the link with real namespaces; skipped where these are not available.
 
 use super::*;
 use crate::shell;
@@ -12,7 +12,7 @@ fn options(name: &str) -> Options {
     }
 }
 
-/// A link, or the reason why this machine cannot have one.
+/// Sets up a link; prints the reason if links are not supported.
 fn up(options: &Options, test: &str) -> Option<Link> {
     match Link::up(options) {
         Ok(link) => Some(link),
@@ -69,7 +69,7 @@ fn namespaces_are_gone_with_the_link() {
     };
     let at = std::path::Path::new("/run/netns/labtest-gone-a");
     assert!(at.exists());
-    // What still runs inside ends with it.
+    // Processes inside are killed with it.
     let mut sleeper = link.command(Side::B, "sleep").arg("600").spawn().unwrap();
     drop(link);
     assert!(!at.exists());
@@ -104,7 +104,7 @@ fn a_probe_leaves_nothing() {
         let names = entries.map(|e| e.file_name().to_string_lossy().into_owned());
         names.filter(|name| name.starts_with(start)).count()
     };
-    // Of this probe; others may be at work.
+    // Only of this probe; others may be running.
     assert!(left("/run/netns", "labtest-probe") == 0);
     assert!(left("/tmp", "drover-lab-link-labtest-probe") == 0);
 }

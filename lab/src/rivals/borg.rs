@@ -1,4 +1,4 @@
-//! Borg as a carrier: a backup here into a repository at the far end, extracted there.
+//! Borg: a backup to a repository at the far end, extracted there.
 
 use std::ffi::OsString;
 use std::fs;
@@ -14,18 +14,18 @@ use super::process::{Deadline, Running};
 use super::tool;
 use crate::site::Where;
 
-/// Borg over what would be its ssh connection.
+/// Borg over a TCP connection in place of ssh.
 ///
-/// Compression by zstd at its own level. BLAKE2 keys: borg's fastest encryption, so that it does what restic and drover do.
-/// Borg has one thread. Its finer chunks, of 64 KiB on average, carry the first image with a tenth more bytes than its default
-/// of 2 MiB, or than the fixed blocks that it has for disks, and one like it with half as many.
+/// Compression is zstd at its default level. Encryption uses BLAKE2 keys, borg's fastest mode, since restic and drover
+/// encrypt, too. Borg is single-threaded. Chunks of 64 KiB on average need a tenth more bytes for the first image than
+/// borg's default of 2 MiB, or than its fixed blocks for disks, and half as many for a similar image.
 pub struct Borg {
     pub(super) program: &'static str,
     pub(super) limit: Limit,
 }
 
 impl Borg {
-    /// As above.
+    /// The best settings, as described above.
     pub const BEST: Self = Self {
         program: "borg",
         limit: Limit::USUAL,
@@ -78,7 +78,7 @@ impl Rival for Borg {
             &format!("exec {} serve", self.program),
         )?;
         let (server, port) = ends.serve("borg serve", "./serve", &environment(&ends.far_dir()))?;
-        // It is called with a host and a command, which the far end knows already.
+        // Borg passes a host and a command, which the far end ignores.
         let shell = ends.script(
             ends.near_dir().join("rsh"),
             &format!("exec {}", ends.pipe(port)),
@@ -103,7 +103,7 @@ struct Repository<'a> {
     _server: Running,
 }
 
-/// A borg whose state is below `home`, and that asks nothing.
+/// A borg command with its state below `home` that never prompts.
 fn borg(mut command: Command, home: &Path) -> Command {
     command.envs(environment(home));
     command
@@ -125,7 +125,7 @@ impl Carrier for Repository<'_> {
         let delivered = self.delivered(&image);
         let _ = fs::remove_file(&delivered);
         self.carried += 1;
-        // The repository may have been started in before, at another place.
+        // The repository may have been created by an earlier run, at another path.
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;
         let archive = format!("{}-{}", now.as_nanos(), self.carried);
         let mut create = borg(self.ends.near(self.program), &self.ends.near_dir());

@@ -1,4 +1,4 @@
-//! What a tool must be able to do to be measured.
+//! The traits of rivals.
 
 use std::path::{Path, PathBuf};
 
@@ -6,36 +6,36 @@ use anyhow::Result;
 
 use crate::site::Where;
 
-/// A tool that can carry images from one machine to another, with its best settings.
+/// A tool that can transfer images between machines, with its best settings.
 pub trait Rival: Sync {
-    /// A short name, fit for a file name: `rsync-delta`.
+    /// A short name, usable as a file name: `rsync-delta`.
     fn name(&self) -> &'static str;
 
-    /// How it is called, for the document: the commands with their options.
+    /// The commands with their options, for the document.
     fn settings(&self) -> String;
 
-    /// Its version, or what is missing here.
+    /// Its version.
     ///
     /// # Errors
-    /// The reason why it is skipped, in words.
+    /// What is missing here, so that it is skipped.
     fn version(&self) -> Result<String, String>;
 
-    /// Sets up both ends, everything of the far one below `dir`. Not timed.
+    /// Sets up both ends, with all files of the far one below `dir`. Not timed.
     ///
     /// # Errors
-    /// When an end does not come up.
+    /// When an end does not start.
     fn start<'a>(&self, place: Where<'a>, dir: &Path) -> Result<Box<dyn Carrier + 'a>>;
 }
 
-/// A rival that is set up at both ends. What it has carried stays at the far end and may serve later images.
+/// A rival that is set up at both ends. Images it has transferred stay at the far end and may help with later ones.
 pub trait Carrier {
-    /// Carries `image` to the far end; returns the seconds from the command until the whole file is there and the
-    /// tool has said so. `basis` is the most similar of the images that the far end has, for tools that take one.
+    /// Transfers `image` to the far end; returns the seconds from the command until the whole file is there and the
+    /// tool has exited. `basis` is the most similar image at the far end, for tools that need it named.
     ///
     /// # Errors
-    /// When a command fails; what it said is in the error.
+    /// When a command fails; includes its output.
     fn carry(&mut self, image: &Path, basis: Option<&Path>) -> Result<f64>;
 
-    /// Where the image is after [`Carrier::carry`].
+    /// The path of the image after [`Carrier::carry`].
     fn delivered(&self, image: &Path) -> PathBuf;
 }

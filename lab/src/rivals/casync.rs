@@ -1,4 +1,4 @@
-//! casync: an index of chunks here, chunks that the far store lacks, a file of both there.
+//! casync: makes a chunk index, sends the chunks that the far store lacks, and assembles the file there.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,19 +12,19 @@ use super::process::Running;
 use super::tool;
 use crate::site::Where;
 
-/// casync that pushes by its own protocol, over what would be its ssh connection.
+/// casync pushing with its own protocol, over a TCP connection in place of ssh.
 ///
-/// The far end asks for the chunks of the index that its store lacks, many at a time. The natural other way, the far end
-/// extracting over HTTP, waits a round trip for each chunk. SHA-256, which processors know, is faster than casync's own choice.
-/// Chunks are of 64 KiB on average and compressed by zstd, as casync does on its own; smaller ones save bytes and lose more
-/// time to their files. It has one thread.
+/// The far end requests the missing chunks of the index, many at a time. The alternative, extraction over HTTP by the
+/// far end, needs a round trip per chunk. SHA-256 is faster than casync's default where the CPU accelerates it. Chunks
+/// are 64 KiB on average and compressed by zstd, as by default; smaller ones save bytes but lose more time to their
+/// files. casync is single-threaded.
 pub struct Casync {
     pub(super) program: &'static str,
     pub(super) limit: Limit,
 }
 
 impl Casync {
-    /// As above.
+    /// The best settings, as described above.
     pub const BEST: Self = Self {
         program: "casync",
         limit: Limit::USUAL,
@@ -56,7 +56,7 @@ impl Rival for Casync {
         let push = format!("exec {} push - - {INDEX} {STORE}", self.program);
         ends.script(ends.far_dir().join("push"), &push)?;
         let (server, port) = ends.serve("casync push", "./push", &[])?;
-        // It is called with a host and a command, which the far end knows already.
+        // casync passes a host and a command, which the far end ignores.
         let shell = ends.script(
             ends.near_dir().join("ssh"),
             &format!("exec {}", ends.pipe(port)),

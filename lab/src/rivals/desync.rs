@@ -1,4 +1,5 @@
-//! desync, casync anew in Go: chunks and their index here, served over HTTP; a file of them and of its own there.
+//! desync, a reimplementation of casync in Go: chunks and their index are served over HTTP, and assembled at the far
+//! end.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,17 +13,17 @@ use super::process::Running;
 use super::tool;
 use crate::site::Where;
 
-/// desync, if somebody has put it into PATH: Debian has no package of it.
+/// desync, if it is in `PATH`: Debian has no package of it.
 ///
-/// The far end pulls, since it knows what it has: chunks of earlier images are in its cache. Each request waits a round trip,
-/// so 64 are under way. Chunks of 64 KiB on average, compressed by zstd, are desync's and casync's own choice.
+/// The far end pulls, because it knows which chunks it has: its cache has those of earlier images. Each request takes a
+/// round trip, so 64 are in flight. Chunks of 64 KiB on average, compressed by zstd, are the default.
 pub struct Desync {
     pub(super) program: &'static str,
     pub(super) limit: Limit,
 }
 
 impl Desync {
-    /// As above.
+    /// The best settings, as described above.
     pub const BEST: Self = Self {
         program: "desync",
         limit: Limit::USUAL,
@@ -46,7 +47,7 @@ impl Rival for Desync {
 
     fn version(&self) -> Result<String, String> {
         tool::needs(&[self.program])?;
-        // Old ones do not tell.
+        // Old versions do not report it.
         let version = tool::version(self.program, &["--version"]);
         Ok(version.unwrap_or_else(|_| "of unknown version".to_owned()))
     }

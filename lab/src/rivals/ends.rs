@@ -1,4 +1,4 @@
-//! The two ends between which a rival carries: its commands, its directories, its deadline.
+//! The two ends of a rival's transfer: commands, directories, deadline.
 
 use std::ffi::OsString;
 use std::fs;
@@ -14,20 +14,20 @@ use super::process::{Deadline, Running};
 use crate::link::Side;
 use crate::site::Where;
 
-/// How often a daemon is started when another program was faster to take its port.
+/// Attempts to start a daemon when another program takes its port first.
 const TRIES: usize = 3;
 
-/// How long carrying an image may take: far longer than it should, so that only what hangs is ended.
+/// The time limit for transferring an image: generous, so that only a hang is killed.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
-    /// For the smallest.
+    /// The minimum, for a small image.
     pub floor: Duration,
-    /// More for each so many bytes of its size, a second.
+    /// Plus a second for each so many bytes of the image.
     pub bytes_per_second: u64,
 }
 
 impl Limit {
-    /// Copies the slowest link of the matrix, 20 Mbit/s, in twice the time it needs for every byte, zeros too.
+    /// Twice the time that the slowest link, 20 Mbit/s, needs for every byte, zeros included.
     pub const USUAL: Self = Self {
         floor: Duration::from_secs(180),
         bytes_per_second: 1 << 20,
@@ -46,10 +46,10 @@ pub struct Ends<'a> {
 }
 
 impl<'a> Ends<'a> {
-    /// Makes their directories below `dir`.
+    /// Creates their directories below `dir`.
     ///
     /// # Errors
-    /// When they cannot be made.
+    /// When they cannot be created.
     pub fn new(place: Where<'a>, dir: &Path, limit: Limit) -> Result<Self> {
         for part in ["near", "far", "said", "images"] {
             let part = dir.join(part);
@@ -62,32 +62,32 @@ impl<'a> Ends<'a> {
         })
     }
 
-    /// The near end's own files, beside the images.
+    /// Directory for the near end's own files, except the images.
     pub fn near_dir(&self) -> PathBuf {
         self.dir.join("near")
     }
 
-    /// The far end's own files.
+    /// Directory for the far end's own files.
     pub fn far_dir(&self) -> PathBuf {
         self.dir.join("far")
     }
 
-    /// The far end's images.
+    /// Directory for the far end's images.
     pub fn images(&self) -> PathBuf {
         self.dir.join("images")
     }
 
-    /// Where an image is delivered.
+    /// The path under which an image is delivered.
     pub fn delivered(&self, image: &Path) -> PathBuf {
         self.images().join(image.file_name().unwrap_or_default())
     }
 
-    /// The address of the far end.
+    /// The far end's address.
     pub fn far_address(&self) -> &'static str {
         self.place.far_address()
     }
 
-    /// The address of the near end.
+    /// The near end's address.
     pub fn near_address(&self) -> &'static str {
         match self.place {
             Where::Loopback => "127.0.0.1",
@@ -95,17 +95,17 @@ impl<'a> Ends<'a> {
         }
     }
 
-    /// A command at the near end.
+    /// A command that runs at the near end.
     pub fn near(&self, program: &str) -> Command {
         self.place.near(Path::new(program))
     }
 
-    /// A command at the far end.
+    /// A command that runs at the far end.
     pub fn far(&self, program: &str) -> Command {
         self.place.far(Path::new(program))
     }
 
-    /// When carrying `image` must be done that starts now.
+    /// The deadline for transferring `image`, starting now.
     ///
     /// # Errors
     /// When there is no such file.
@@ -116,10 +116,10 @@ impl<'a> Ends<'a> {
         Ok(Deadline::after(self.limit.of(size)))
     }
 
-    /// Runs a command to its end.
+    /// Runs a command and waits for it.
     ///
     /// # Errors
-    /// When it fails or is killed at the deadline; what it said is in the error.
+    /// When it fails or is killed at the deadline; includes its output.
     pub fn run(&self, what: &str, command: &mut Command, deadline: Deadline) -> Result<()> {
         self.begin(what, command)?.finish(deadline)
     }
@@ -132,11 +132,11 @@ impl<'a> Ends<'a> {
         Running::start(what, command, &self.said(what))
     }
 
-    /// Starts a daemon at an end, by a command that `make` makes for a port that is free; returns it with its port
-    /// once it listens.
+    /// Starts a daemon at an end, with the command that `make` returns for a free port; returns the process and its
+    /// port once it listens.
     ///
     /// # Errors
-    /// When it does not come up.
+    /// When it does not start.
     pub fn listen(
         &self,
         what: &str,
@@ -155,8 +155,8 @@ impl<'a> Ends<'a> {
         }
     }
 
-    /// Waits until a file at the far end is on its disk. What tools do that have no option for it, so that all end
-    /// in the same state. It crosses no link: a shell at the far end would do it after the tool.
+    /// Syncs a file at the far end to disk, for tools without an option for it, so that all of them end in the same
+    /// state. Uses no network: a shell at the far end would do it after the tool.
     ///
     /// # Errors
     /// When it fails or is killed at the deadline.
@@ -164,7 +164,7 @@ impl<'a> Ends<'a> {
         self.run("sync", self.far("sync").arg(file), deadline)
     }
 
-    /// Writes a script that tools can call.
+    /// Writes an executable script.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -174,11 +174,11 @@ impl<'a> Ends<'a> {
         Ok(path)
     }
 
-    /// A TCP server at the far end: for each connection it becomes `program`, which has the socket as its standard
-    /// input and output and the far end's directory as its own. socat is gone by then, so it costs nothing.
+    /// Starts a TCP server at the far end that runs `program` for each connection, with the socket as stdin and stdout,
+    /// and the far end's directory as its working directory. socat execs it, so it adds no overhead.
     ///
     /// # Errors
-    /// When it does not come up.
+    /// When it does not start.
     pub fn serve(
         &self,
         what: &str,
@@ -197,8 +197,8 @@ impl<'a> Ends<'a> {
         })
     }
 
-    /// A command for the near end that is a pipe to [`Ends::serve`]. What has closed one way may take long to answer
-    /// the other.
+    /// A command for the near end that is a pipe to [`Ends::serve`]. It allows for a long delay between the end of
+    /// input and the end of output.
     pub fn pipe(&self, port: u16) -> String {
         format!(
             "socat -b 262144 -t 86400 - TCP:{}:{port}",

@@ -11,18 +11,18 @@ use super::ends::{Ends, Limit};
 use super::tool;
 use crate::site::Where;
 
-/// Pushed by `qemu-img convert` to a `qemu-nbd` at the far end that serves a file of holes.
+/// `qemu-img convert`, pushing to a `qemu-nbd` at the far end that serves a sparse file.
 ///
-/// The near end knows the zeros (`-S 4k`, `--target-is-zero`), so only data crosses; sixteen requests are under way, in any
-/// order (`-m 16 -W`), which is as many as qemu has on an NBD connection, and it has but one connection. The far end's writes
-/// go to the page cache, and the flush at the end to the disk. NBD does not compress.
+/// The near end skips zeros (`-S 4k`, `--target-is-zero`), so only data is sent; sixteen requests are in flight, in any
+/// order (`-m 16 -W`), the maximum for qemu's single NBD connection. The far end writes to the page cache, and the
+/// final flush goes to disk. NBD has no compression.
 pub struct QemuNbd {
     pub(super) program: &'static str,
     pub(super) limit: Limit,
 }
 
 impl QemuNbd {
-    /// As above.
+    /// The best settings, as described above.
     pub const BEST: Self = Self {
         program: "qemu-img",
         limit: Limit::USUAL,
@@ -92,7 +92,7 @@ impl Carrier for Nbd<'_> {
         let delivered = self.delivered(image);
         let _ = fs::remove_file(&delivered);
         let started = Instant::now();
-        // A server serves one file, so it is part of carrying that file.
+        // A server serves one file, so starting it is part of the transfer.
         File::create(&delivered)?.set_len(fs::metadata(image)?.len())?;
         let address = self.ends.far_address();
         let (_server, port) = self.ends.listen("qemu-nbd", |port| {

@@ -1,6 +1,7 @@
-//! Programs that are ended in time, with everything that they started.
+//! Processes with a deadline, killed together with their descendants.
 //!
-//! They stay in the lab's process group, so that what ends the lab ends them: Ctrl-C at a terminal, the runner of cases.
+//! They stay in the lab's process group, so that whatever ends the lab ends them: Ctrl-C in a terminal, or the case
+//! runner.
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
@@ -13,14 +14,14 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::shell;
 
-/// How often a program is looked at.
+/// Polling interval.
 const EVERY: Duration = Duration::from_millis(2);
-/// What of a program's words is read when it failed.
+/// How much of a failed program's output is read.
 const SAID_BYTES: u64 = 16 << 10;
-/// How long a daemon may take until it listens.
+/// Timeout for a daemon to listen.
 const READY: Duration = Duration::from_secs(20);
 
-/// When something must have come to its end, and how long that is from its start.
+/// A deadline, and the duration from its start.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     at: Instant,
@@ -28,7 +29,7 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// From now.
+    /// A deadline from now.
     pub fn after(after: Duration) -> Self {
         Self {
             at: Instant::now() + after,
@@ -37,7 +38,7 @@ impl Deadline {
     }
 }
 
-/// A program that runs; when this is dropped it is ended with everything it started.
+/// A running process; killed with its descendants when dropped.
 pub struct Running {
     what: String,
     child: Child,
@@ -46,7 +47,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Starts a program that reads nothing; what it says goes to the file `said`.
+    /// Starts a program without stdin; its output goes to the file `said`.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -66,10 +67,10 @@ impl Running {
         })
     }
 
-    /// Waits for its end; it is killed when the deadline passes.
+    /// Waits for it to exit; kills it at the deadline.
     ///
     /// # Errors
-    /// When it is killed or does not exit with 0; what it said is in the error.
+    /// When it is killed or its exit code is not 0; includes its output.
     pub fn finish(mut self, deadline: Deadline) -> Result<()> {
         loop {
             if let Some(status) = self.status()? {
@@ -90,17 +91,17 @@ impl Running {
         }
     }
 
-    /// Waits until it listens on a TCP port, without a packet to it.
+    /// Waits until it listens on a TCP port, without connecting to it.
     ///
     /// # Errors
-    /// When it ends or does not listen in time.
+    /// When it exits or does not listen in time.
     pub fn listens(&mut self, port: u16) -> Result<()> {
         let deadline = Instant::now() + READY;
         while Instant::now() < deadline {
             if let Some(status) = self.status()? {
                 bail!("{}: {status}: {}", self.what, self.words());
             }
-            // Of its own network namespace, which it enters before it becomes the program.
+            // In its own network namespace, which it enters before it execs the program.
             if ["tcp", "tcp6"].iter().any(|table| {
                 let path = format!("/proc/{}/net/{table}", self.child.id());
                 is_listening(&fs::read_to_string(path).unwrap_or_default(), port)
@@ -112,7 +113,7 @@ impl Running {
         bail!("{}: does not listen: {}", self.what, self.words())
     }
 
-    /// The last lines of what it said, on one line.
+    /// The last lines of its output, on one line.
     pub fn words(&self) -> String {
         match tail(&self.said) {
             Ok(words) if !words.is_empty() => words,
@@ -145,7 +146,7 @@ fn tail(said: &Path) -> Result<String> {
     Ok(shell::tail(&bytes))
 }
 
-/// Kills a process and its descendants. They are stopped first, so that none starts another meanwhile.
+/// Kills a process and its descendants. All are stopped first, so that none forks meanwhile.
 fn kill_tree(root: u32) {
     let mut tree = Vec::new();
     loop {
@@ -187,12 +188,12 @@ fn with_descendants(root: u32) -> Vec<u32> {
 
 fn parent_of(pid: u32) -> Option<u32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // After the name in brackets, which may hold anything: state, parent.
+    // The process name in brackets may contain anything; after it come state, parent.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     fields.nth(1)?.parse().ok()
 }
 
-/// Whether a table as `/proc/net/tcp` has a socket that listens on `port`.
+/// Whether a table in the format of `/proc/net/tcp` has a socket that listens on `port`.
 fn is_listening(table: &str, port: u16) -> bool {
     const LISTEN: &str = "0A";
     table.lines().skip(1).any(|line| {
@@ -237,7 +238,7 @@ mod tests {
         let said = fs::read_to_string(dir.path().join("said")).unwrap();
         let pids: Vec<u32> = said.lines().map(|line| line.parse().unwrap()).collect();
         assert_eq!(pids.len(), 2);
-        // A killed orphan stays in the table until its new parent has looked.
+        // A killed orphan remains a zombie until its new parent reaps it.
         let deadline = Instant::now() + Duration::from_secs(2);
         let alive = |pid: &u32| {
             fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))

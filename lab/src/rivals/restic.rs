@@ -1,4 +1,4 @@
-//! restic as a carrier: a backup here into a repository at the far end, restored there.
+//! restic: a backup to a repository at the far end, restored there.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -15,25 +15,25 @@ use super::tool;
 use crate::shell;
 use crate::site::Where;
 
-/// restic to a `rest-server` where there is one, else to an SFTP server.
+/// restic with a `rest-server` if available, else with an SFTP server.
 ///
-/// Repository version 2, whose chunks are compressed by zstd. Sixteen requests at a time, since each waits for a round trip.
-/// Encryption cannot be turned off. A restic before 0.15 restores zeros by writing them, which takes longer than all else;
-/// there, `dump` into a sparse file is five times as fast.
+/// Repository version 2, whose chunks are compressed by zstd. Sixteen requests in flight, since each takes a round
+/// trip. Encryption cannot be disabled. Versions before 0.15 restore zeros by writing them, which takes longer than
+/// everything else; with these, `dump` to a sparse file is five times as fast.
 pub struct Restic {
     pub(super) program: &'static str,
     pub(super) limit: Limit,
 }
 
 impl Restic {
-    /// As above.
+    /// The best settings, as described above.
     pub const BEST: Self = Self {
         program: "restic",
         limit: Limit::USUAL,
     };
 }
 
-/// Where systems keep the SFTP server.
+/// Usual paths of the SFTP server.
 const SFTP: &[&str] = &[
     "/usr/lib/openssh/sftp-server",
     "/usr/libexec/openssh/sftp-server",
@@ -131,13 +131,13 @@ struct Repository<'a> {
     program: &'static str,
     ends: Ends<'a>,
     repository: PathBuf,
-    /// What the near end calls the repository, and options for it.
+    /// The repository's location from the near end, with options.
     remote: Vec<String>,
     sparse: bool,
     _server: Running,
 }
 
-/// A restic whose state is below `home`.
+/// A restic command with its state below `home`.
 fn restic(mut command: Command, home: &Path) -> Command {
     command
         .env("RESTIC_PASSWORD", PASSWORD)
@@ -159,7 +159,7 @@ impl Carrier for Repository<'_> {
         for option in &self.remote[1..] {
             backup.args(["-o", option]);
         }
-        // Without its directories in the snapshot.
+        // Store the file without its directories in the snapshot.
         backup
             .arg(name)
             .current_dir(image.parent().context("no directory")?);

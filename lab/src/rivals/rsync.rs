@@ -1,6 +1,6 @@
-//! rsync to a daemon at the far end, as an expert would call it for images of disks.
+//! rsync to a daemon at the far end, with settings that suit disk images.
 //!
-//! One process at each end does all the work: rsync has no threads but zstd's and no second connection.
+//! One process at each end does all the work: rsync has no threads except zstd's, and a single connection.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,17 +16,17 @@ use crate::site::Where;
 
 /// The daemon's module.
 const MODULE: &str = "lab";
-/// Where the daemon finds the basis under the name of the image to come.
+/// Where the daemon finds the basis, under the name of the incoming image.
 const BASIS: &str = ".basis";
-// `--block-size=8192`, the bytes of a match, are two blocks of most file systems: between images of the library, 4 KiB saves 1 to 3 MB of data more and
-// costs 2 MB of checksums more, which the far end sends before anything else moves; rsync's own choice, 46 KiB for
-// 2 GiB, costs up to twice the bytes.
-/// How rsync is used.
+// `--block-size=8192`, two blocks of most file systems: between images of the library, 4 KiB saves 1 to 3 MB of data
+// but costs 2 MB of checksums, which the far end sends before any data moves; rsync's default, 46 KiB for 2 GiB, needs
+// up to twice the bytes.
+/// rsync's mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// `--whole-file`: nothing but copying.
+    /// `--whole-file`: plain copying.
     Whole,
-    /// The same, on disk when it says that it is done.
+    /// The same, synced to disk.
     WholeSynced,
     /// The delta algorithm against the basis, compressed by zstd.
     Delta,
@@ -35,9 +35,9 @@ pub enum Mode {
 }
 
 impl Mode {
-    // All but the first: `--sparse`, because what writes an image's zeros to a disk waits for it, and `--fsync`, because
-    // a carrier has not delivered what a power cut takes. Compression is by zstd at its own level; stronger ones save
-    // a few percent, and cost more than the link from 100 Mbit/s on.
+    // All but the first: `--sparse`, because otherwise the far end waits for writing an image's zeros to disk, and
+    // `--fsync`, because delivered data must survive a power cut. zstd uses its default level; higher ones save a few
+    // percent, but take longer than the link from 100 Mbit/s on.
     fn options(self) -> &'static [&'static str] {
         match self {
             Self::Whole => &["--whole-file"],
@@ -63,7 +63,7 @@ impl Mode {
     }
 }
 
-/// rsync with the settings of one rival.
+/// rsync with the settings of a rival.
 pub struct Tuned {
     name: &'static str,
     mode: Mode,
@@ -72,11 +72,11 @@ pub struct Tuned {
 }
 
 impl Tuned {
-    /// Nothing but copying.
+    /// Plain copying.
     pub const WHOLE: Self = Self::new("rsync-whole", Mode::WholeSynced);
     /// The delta algorithm.
     pub const DELTA: Self = Self::new("rsync-delta", Mode::Delta);
-    /// Compression alone.
+    /// Only compression.
     pub const ZSTD: Self = Self::new("rsync-zstd", Mode::Compressed);
 
     const fn new(name: &'static str, mode: Mode) -> Self {
@@ -88,7 +88,7 @@ impl Tuned {
         }
     }
 
-    /// The same by another program and with another limit.
+    /// The same with another program and another limit.
     #[cfg(test)]
     pub fn with(self, program: &'static str, limit: Limit) -> Self {
         Self {
@@ -140,12 +140,12 @@ pub struct Rsync<'a> {
     program: &'static str,
     ends: Ends<'a>,
     port: u16,
-    /// zstd's, where rsync can tell it and there is something to compress.
+    /// Number of zstd threads, if rsync supports the option and compresses.
     threads: usize,
     _daemon: Running,
 }
 
-/// Cores for zstd; rsync has the option since 3.3.
+/// Number of cores, for zstd; rsync has the option since 3.3.
 fn threads(mode: Mode, program: &str) -> usize {
     let compresses = mode.options().contains(&"-z");
     let can =
@@ -160,7 +160,7 @@ impl<'a> Rsync<'a> {
     /// Starts a daemon that stores below `dir`.
     ///
     /// # Errors
-    /// When rsync is absent or its daemon does not come up.
+    /// When rsync is missing or its daemon does not start.
     pub fn start(mode: Mode, dir: &Path, place: Where<'a>) -> Result<Self> {
         tool::needs(&["rsync"]).map_err(|missing| anyhow!(missing))?;
         Self::with(mode, "rsync", Ends::new(place, dir, Limit::USUAL)?)
@@ -168,7 +168,7 @@ impl<'a> Rsync<'a> {
 
     fn with(mode: Mode, program: &'static str, ends: Ends<'a>) -> Result<Self> {
         let config = ends.far_dir().join("rsyncd.conf");
-        // Without a change of user the daemon works in a test without root, too.
+        // Without changing its user, the daemon also works in a test without root.
         let ids = if rustix::process::geteuid().is_root() {
             "uid = 0\ngid = 0\n"
         } else {
@@ -201,7 +201,7 @@ impl<'a> Rsync<'a> {
         })
     }
 
-    /// Links the basis to where the daemon looks for a similar file: the delta algorithm goes by name.
+    /// Links the basis to where the daemon looks for a similar file, which is found by name.
     fn offer(&self, image: &Path, basis: &Path) -> Result<PathBuf> {
         let link = self
             .ends
@@ -227,7 +227,7 @@ impl Carrier for Rsync<'_> {
         }
         let link = match basis {
             Some(basis) if self.mode == Mode::Delta => {
-                // A file of equal size and time would be taken for the image itself.
+                // Otherwise a file of equal size and time would be taken for the image itself.
                 command.args(["--ignore-times", &format!("--compare-dest={BASIS}")]);
                 Some(self.offer(image, basis)?)
             }

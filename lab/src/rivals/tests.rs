@@ -1,4 +1,4 @@
-//! Every rival that is installed carries small images, and what goes wrong is told as what it is.
+//! Tests of every installed rival with small images, and of error reporting.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -19,7 +19,7 @@ struct Images {
 
 impl Images {
     const SIZE: u64 = 24 << 20;
-    /// Bytes of each that cannot be compressed.
+    /// Incompressible bytes in each image.
     const RANDOM: u64 = 3 << 20;
 
     fn new() -> Self {
@@ -28,7 +28,7 @@ impl Images {
         };
         let mut rng = fastrand::Rng::with_seed(1);
         let content: Vec<u8> = (0..Self::RANDOM).map(|_| rng.u8(..)).collect();
-        // Half of it is as text is: it can be compressed.
+        // Half of it is compressible, like text.
         let text: Vec<u8> = content.iter().map(|byte| b'a' + byte % 4).collect();
         for (name, shift, fresh) in [("one.raw", 0, 1), ("two.raw", 5 << 20, 2)] {
             let file = File::create(images.path(name)).unwrap();
@@ -46,7 +46,7 @@ impl Images {
     }
 }
 
-/// Carries the first and then the second, for which the first may serve, and compares what arrived.
+/// Transfers the first image and then the second, with the first as its basis, and compares the results.
 fn carry_all(rival: &dyn Rival, images: &Images) {
     let (one, two) = (images.path("one.raw"), images.path("two.raw"));
     let dir = images.path(rival.name());
@@ -65,7 +65,7 @@ fn carry_all(rival: &dyn Rival, images: &Images) {
     assert!(identical(&one, &carrier.delivered(&one)).unwrap());
 }
 
-/// Programs whose arguments or directory name `dir`.
+/// Processes whose arguments or working directory contain `dir`.
 fn programs_at(dir: &Path) -> Vec<String> {
     let dir = dir.canonicalize().unwrap();
     let processes = fs::read_dir("/proc").unwrap().flatten();
@@ -79,7 +79,7 @@ fn programs_at(dir: &Path) -> Vec<String> {
     told.collect()
 }
 
-/// What was killed, and what served a connection that has ended, is gone in a moment.
+/// Expects that killed processes, and servers of closed connections, disappear in a moment.
 fn none_left_at(dir: &Path) {
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
@@ -139,19 +139,19 @@ fn what_every_rival_carries_crosses_the_link() {
             .carry(&one, None)
             .unwrap_or_else(|error| panic!("{name}: {error:#}"));
         assert!(identical(&one, &carrier.delivered(&one)).unwrap(), "{name}");
-        // Nothing makes these bytes less: who has sent less has not sent them over the link.
+        // These bytes are incompressible: if fewer were counted, they did not cross the link.
         let bytes = crossed() - before;
         assert!(bytes >= Images::RANDOM, "{name}: {bytes} bytes crossed");
         assert!(bytes < 2 * Images::SIZE, "{name}: {bytes} bytes crossed");
     }
 }
 
-/// A program of the test's own, to be taken for a tool.
+/// A script of the test that replaces a tool.
 fn fake(images: &Images, name: &str, script: &str) -> &'static str {
     let path = images.path(name);
     fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    // As long as a rival, which is a constant elsewhere.
+    // Leaked, because program names are constants elsewhere.
     String::leak(path.to_str().unwrap().to_owned())
 }
 
@@ -183,7 +183,7 @@ fn a_tool_that_crashes_is_told_with_its_own_words() {
     let there = format!("if [ $1 = -d ]; then {crash}; else cat \"$7\"; fi");
     let error = fail(&zstd(fake(&images, "there", &there)), &images);
     assert!(error.contains("the far end: out of luck"), "{error}");
-    // One that does not even come up.
+    // A daemon that does not start at all.
     let down = rsync::Tuned::WHOLE.with(fake(&images, "down", crash), Limit::USUAL);
     let error = fail(&down, &images);
     assert!(

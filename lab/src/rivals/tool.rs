@@ -1,4 +1,4 @@
-//! What a rival's program is on this machine.
+//! Detection of the rivals' programs on this machine.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,25 +9,25 @@ use std::time::Duration;
 use super::process::{Deadline, Running};
 use crate::shell;
 
-/// How long a program may take to tell its version.
+/// Timeout of a version query.
 const ANSWER: Duration = Duration::from_secs(20);
 
-/// What programs said, by their arguments: experiments ask often, and some programs take their time.
+/// Cached output of programs, by their arguments: experiments query often, and some programs are slow.
 static SAID: Mutex<BTreeMap<String, Result<String, String>>> = Mutex::new(BTreeMap::new());
 
-/// The first word of what `program args` prints that looks like a version.
+/// The first word in the output of `program args` that looks like a version.
 ///
 /// # Errors
-/// The reason why it cannot be used, in words.
+/// Why it cannot be used.
 pub fn version(program: &str, args: &[&str]) -> Result<String, String> {
     let said = ask(program, args)?;
     version_in(&said).ok_or_else(|| format!("{program} {} prints no version", args.join(" ")))
 }
 
-/// What `program args` prints.
+/// The output of `program args`.
 ///
 /// # Errors
-/// The reason why it cannot be used, in words.
+/// Why it cannot be used.
 pub fn ask(program: &str, args: &[&str]) -> Result<String, String> {
     needs(&[program])?;
     let key = format!("{program} {}", args.join(" "));
@@ -56,10 +56,10 @@ fn ask_now(what: &str, program: &str, args: &[&str]) -> Result<String, String> {
     answer
 }
 
-/// That all these programs are there.
+/// Checks that all these programs are installed.
 ///
 /// # Errors
-/// The first that is not.
+/// The first missing one.
 pub fn needs(programs: &[&str]) -> Result<(), String> {
     match programs.iter().find(|program| !shell::have(program)) {
         Some(missing) if Path::new(missing).is_absolute() => Err(format!("there is no {missing}")),

@@ -1,4 +1,4 @@
-//! zstd through a socket: the least that anybody would do.
+//! zstd through a socket: the simplest reasonable transfer.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,22 +14,23 @@ use crate::site::Where;
 
 /// `zstd -3 --long=27 -T0` to `zstd -d` at the far end.
 ///
-/// Level and window are those of the lab's limit; all cores compress. Stronger levels gain a few percent and fall behind
-/// a link of 100 Mbit/s on two cores; `--adapt` would choose them at 20 Mbit/s and make the bytes depend on the load.
+/// Level and window are those of the lab's limit; all cores compress. Higher levels gain a few percent and cannot keep
+/// up with a link of 100 Mbit/s on two cores; `--adapt` would use them at 20 Mbit/s and make the size depend on the
+/// load.
 pub struct Zstd {
     pub(super) program: &'static str,
     pub(super) limit: Limit,
 }
 
 impl Zstd {
-    /// As above.
+    /// The best settings, as described above.
     pub const BEST: Self = Self {
         program: "zstd",
         limit: Limit::USUAL,
     };
 }
 
-// The near end: a name in a line, the stream, and one word back when the file is on the far disk.
+// The near end: a line with the name, the stream, and a reply of one word when the file is on the far disk.
 const SEND: &str = r#"
 set -o pipefail
 answer=$({ printf '%s\n' "$3" && "$1" -3 --long=27 -T0 -q -c -- "$2"; } | $4) || { echo "$answer"; exit 1; }

@@ -1,4 +1,4 @@
-//! The model of one direction, packet by packet.
+//! Tests of the queue model, packet by packet.
 
 use super::*;
 
@@ -9,7 +9,7 @@ const PACKET: Size = Size {
 };
 
 fn shape() -> Shape {
-    // 12 Mbit/s: a packet a millisecond.
+    // 12 Mbit/s: one packet per millisecond.
     Shape {
         rate: 1_500_000,
         delay_ns: 20 * MS,
