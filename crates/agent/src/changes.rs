@@ -1,7 +1,7 @@
 //! Changes: the data that mounts wrote over this site's images, kept separately from the image files.
 //!
-//! - [`mod@merge`]: merges changes into an image, or into a new one; [`part`]: writes the new file.
-//! - [`decided`]: the durable commit record of a merge; [`mod@recover`]: crash recovery.
+//! - `merge`: merges changes into an image, or into a new one; `part`: writes the new file.
+//! - `decided`: the durable commit record of a merge; `recover`: crash recovery.
 
 mod decided;
 mod merge;

@@ -1,14 +1,14 @@
 //! Mounts: images of other sites, or of this one, as local disks.
 //!
-//! - [`target`]: the target of a mount.
-//! - [`record`]: the durable record of a mount, for recovery after a crash.
-//! - [`start`]: starts the mount daemon; [`daemon`]: the daemon itself.
-//! - [`disk`]: opens an image as a device; [`local`]: opens a local path as one; [`front`]: exposes a device as a file,
+//! - `target`: the target of a mount.
+//! - `record`: the durable record of a mount, for recovery after a crash.
+//! - `start`: starts the mount daemon; `daemon`: the daemon itself.
+//! - `disk`: opens an image as a device; `local`: opens a local path as one; `front`: exposes a device as a file,
 //!   by NBD or as a kernel block device.
-//! - [`kernel`]: kernel block devices, and the process that guards them.
-//! - [`control`], [`status`]: requests to the daemon; [`end`]: unmounting, and [`dead`] the same when the daemon is
+//! - `kernel`: kernel block devices, and the process that guards them.
+//! - `control`, `status`: requests to the daemon; [`end`]: unmounting, and `dead` the same when the daemon is
 //!   gone.
-//! - [`left`]: what an unmount leaves behind; [`known`]: metadata that lets a mount start while the other site is
+//! - `left`: what an unmount leaves behind; `known`: metadata that lets a mount start while the other site is
 //!   unreachable.
 
 mod connector;

@@ -1,12 +1,12 @@
 //! The serving process: a site, or a standalone teleporter, that others connect to.
 //!
-//! - [`admission`]: connection limits.
-//! - [`conversation`]: handles one connection, from handshake to close.
-//! - [`server`]: state shared by all connections; [`services`]: the table of services, which are [`changes`],
-//!   [`images`], [`leases`], [`matching`], [`pairing`], [`sessions`], [`status`] and [`transfers`].
-//! - [`jobs`]: long-running requests, with progress.
-//! - [`matchers`]: the per-site state of a standalone teleporter.
-//! - [`http`]: the metrics endpoint.
+//! - `admission`: connection limits.
+//! - `conversation`: handles one connection, from handshake to close.
+//! - `server`: state shared by all connections; `services`: the table of services, which are `changes`,
+//!   `images`, `leases`, `matching`, `pairing`, `sessions`, `status` and `transfers`.
+//! - `jobs`: long-running requests, with progress.
+//! - `matchers`: the per-site state of a standalone teleporter.
+//! - `http`: the metrics endpoint.
 
 mod admission;
 mod changes;

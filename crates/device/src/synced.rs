@@ -1,4 +1,4 @@
-//! The managed device (r3map §1.3.5.3, §1.4.5.3 to §1.4.5.7): a persistent local cache in front of a [`Remote`], filled
+//! The managed device (r3map §1.3.5.3, §1.4.5.3 to §1.4.5.7): a persistent local cache in front of a `Remote`, filled
 //! in the background and on demand. Writes go to the cache and are pushed back in epochs.
 //!
 //! Locks, in the order in which they are taken; none is held while the far side is waited for:

@@ -15,7 +15,7 @@
 //! use drover_image::{Format, VirtualDisk, parse};
 //!
 //! # fn main() -> Result<(), drover_image::ImageError> {
-//! Anything that implements `ReadAt` can be parsed.
+//! // Anything that implements `ReadAt` can be parsed.
 //! let file = Arc::new(vec![0x55; 1 << 20]);
 //! let parsed = parse(file.clone())?;
 //! assert_eq!((parsed.format, parsed.virtual_size), (Format::Raw, 1 << 20));

@@ -6,7 +6,7 @@
 //! image that is never completed loses nothing. Correctness does not depend on durability, because every reused block
 //! is hashed again; a lost slot costs one retransmission. See `docs/format/sequence-cache.md`.
 //!
-//! - [`table`]: the pending stores; [`journal`]: the same on disk.
+//! - `table`: the pending stores; `journal`: the same on disk.
 
 mod journal;
 mod table;

@@ -232,7 +232,7 @@ impl Teleporter {
     /// Handles an event.
     ///
     /// # Errors
-    /// [`Failure::Violation`] when the event is invalid in the current state, else the matcher's error.
+    /// A violation when the event is invalid in the current state, else the matcher's error.
     pub fn handle(&mut self, event: Event) -> Result<Answer, Failure> {
         match event {
             Event::Image(image, ImageEvent::Begin) => {

@@ -170,7 +170,7 @@ fn says_full(error: &Error) -> bool {
     })
 }
 
-/// Cleanup work that may use the [reserve](self).
+/// Cleanup work that may use the reserve.
 pub struct CleanUp {
     home: Home,
     /// Steps of the reserve released so far: none, half, all.

@@ -421,7 +421,7 @@ impl Daemon {
 /// `drover mount-daemon`: keeps a mount that is written down, for the process that started this one.
 ///
 /// # Errors
-/// As [`keep()`]; it has been told on stdout as well.
+/// As `keep()`; it has been told on stdout as well.
 pub async fn run_daemon(home: &Home, name: &str) -> Result<()> {
     // A session of its own: what happens to the terminal it came from is no affair of the mount's.
     rustix::process::setsid().ok();

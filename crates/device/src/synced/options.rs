@@ -22,7 +22,7 @@ pub enum Sync {
 /// What to call when something happens (r3map §1.4.5.7). From threads of the device, with no lock held.
 #[derive(Clone, Default)]
 pub struct Hooks {
-    /// Before dirty data is frozen for a push that [`PushHandle::sync`] or [`Synced::close`] asks for: the place to flush
+    /// Before dirty data is frozen for a push that `PushHandle::sync` or `Synced::close` asks for: the place to flush
     /// what lies above. Not before the device's own pushes, which take a state as it was at some flush.
     pub before_sync: Option<Arc<dyn Fn() + Send + std::marker::Sync>>,
     /// Before the device closes, while it still takes requests.
@@ -59,7 +59,7 @@ pub struct SyncedOptions {
     pub give_up_after: Duration,
     /// What to call.
     pub hooks: Hooks,
-    /// Remember in which order chunks are first used ([`PullHandle::recorded`]).
+    /// Remember in which order chunks are first used (`PullHandle::recorded`).
     pub record_order: bool,
 }
 

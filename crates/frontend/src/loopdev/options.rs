@@ -11,7 +11,7 @@ pub struct Options {
     /// No writes.
     pub read_only: bool,
     /// Past the page cache of the backing file. Where the file cannot do that, the kernel goes through it: see
-    /// [`LoopDevice::has_direct_io`].
+    /// `LoopDevice::has_direct_io`.
     pub direct_io: bool,
     /// Bytes in a logical block: 512 or 4096.
     pub block_size: u32,

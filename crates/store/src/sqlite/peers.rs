@@ -56,7 +56,7 @@ impl SiteCatalog {
     /// Stores a peer under a name chosen here; a known key gets the new name and addresses.
     ///
     /// # Errors
-    /// [`CatalogError::Conflict`] when another key has the name.
+    /// `CatalogError::Conflict` when another key has the name.
     pub fn put_peer(&self, peer: &Peer) -> Result<()> {
         self.change("storing a peer", |tx, seal| {
             if Peer::get(tx, &peer.name)?.is_some_and(|p| p.key != peer.key) {
