@@ -1,4 +1,5 @@
-//! The builder: every disk that the program opens is put together here, so stages are ordered in one place.
+//! The builder: every disk that the program opens is assembled here, so that the order of stages is defined in one
+//! place.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,12 +15,12 @@ pub enum BuildError {
     /// A chunk size or a granularity is not a power of two.
     #[error("a {1} of {0} bytes: it must be a power of two")]
     NoPowerOfTwo(u32, &'static str),
-    /// The device below demands more than chunks would give it.
+    /// The device below requires a larger alignment than the chunk size.
     #[error("a chunk of {chunk} bytes is smaller than the alignment of the device, {alignment}")]
     ChunkTooSmall {
-        /// Bytes of a chunk, as it was asked for.
+        /// The requested chunk size in bytes.
         chunk: u32,
-        /// Bytes that the device's offsets and lengths must be multiples of.
+        /// Alignment in bytes required by the device.
         alignment: u32,
     },
     /// The managed device cannot be opened.
@@ -32,12 +33,12 @@ enum Bottom {
     Managed(Box<SyncedOptions>),
 }
 
-/// Options of a stack, given in any order. [`Stack::build`] stacks the stages, from the front end down, as lockable,
+/// Options of a stack, set in any order. [`Stack::build`] stacks the stages, from the front end down: lockable,
 /// tracked, chunked, and the device below them:
 ///
 /// - A lock holds back requests of the front end and drains everything below.
-/// - Tracked are the ranges that the front end changed, not whole chunks rewritten for them.
-/// - Any offset and length becomes whole chunks before a stage below demands that.
+/// - Tracking sees the ranges that the front end changed, not the whole chunks rewritten for them.
+/// - Arbitrary ranges become whole chunks above the stages that need them.
 ///
 /// ```
 /// use drover_device::backend::MemoryDevice;
@@ -59,21 +60,22 @@ pub struct Stack {
     chunked: Option<u32>,
 }
 
-/// A stack and the handles of its stages, each if it was asked for.
+/// A stack and the handles of the stages that were requested.
 pub struct Built {
-    /// The top.
+    /// The top of the stack.
     pub device: Arc<dyn BlockDevice>,
-    /// Of [`Stack::lockable`].
+    /// Handle of [`Stack::lockable`].
     pub lock: Option<LockHandle>,
-    /// Of [`Stack::tracked`].
+    /// Handle of [`Stack::tracked`].
     pub track: Option<TrackHandle>,
-    /// Of [`Stack::managed`].
+    /// Handles of [`Stack::managed`].
     pub managed: Option<Managed>,
 }
 
 /// The handles of a managed device.
 pub struct Managed {
-    /// The device itself, for its progress and to close it: dropping a stack stops it like a process that was killed.
+    /// The device itself, for its progress and to close it: dropping the stack without a close is like killing the
+    /// process.
     pub synced: Arc<Synced>,
     /// Controls pulling.
     pub pull: PullHandle,
@@ -88,8 +90,9 @@ impl Stack {
         Self::on(Bottom::Backend(Arc::new(backend)))
     }
 
-    /// A stack over a managed device, whose far side and cache `options` name. Opened, and beginning to pull, when the
-    /// stack is built. It takes any range without fetching chunks for it, so [`Stack::chunked`] adds nothing to it.
+    /// A stack over a managed device, with the remote and cache named in `options`. It is opened, and starts pulling,
+    /// when the stack is built. It accepts any range without fetching chunks for it, so [`Stack::chunked`] adds nothing
+    /// to it.
     #[must_use]
     pub fn managed(options: SyncedOptions) -> Self {
         Self::on(Bottom::Managed(Box::new(options)))
@@ -104,31 +107,31 @@ impl Stack {
         }
     }
 
-    /// Can be locked; see [`Lockable::new`].
+    /// Adds locking; see [`Lockable::new`].
     #[must_use]
     pub fn lockable(mut self, timeout: Duration) -> Self {
         self.lockable = Some(timeout);
         self
     }
 
-    /// Knows what was changed; see [`Tracked::new`].
+    /// Adds change tracking; see [`Tracked::new`].
     #[must_use]
     pub fn tracked(mut self, granularity: u32) -> Self {
         self.tracked = Some(granularity);
         self
     }
 
-    /// Takes any offset and length; see [`Chunked::new`].
+    /// Accepts any offset and length; see [`Chunked::new`].
     #[must_use]
     pub fn chunked(mut self, chunk: u32) -> Self {
         self.chunked = Some(chunk);
         self
     }
 
-    /// Stacks what was asked for.
+    /// Builds the stack.
     ///
     /// # Errors
-    /// [`BuildError`], before anything is opened or begun, unless it is [`BuildError::Managed`].
+    /// [`BuildError`]; except for [`BuildError::Managed`], before anything is opened or started.
     pub fn build(self) -> Result<Built, BuildError> {
         self.check()?;
         let (mut device, managed): (Arc<dyn BlockDevice>, _) = match self.bottom {

@@ -1,9 +1,8 @@
-//! The block-device stack: backends that store bytes, stages that wrap a device, the managed device (a cache in front of
-//! a remote one), and the builder that puts them together.
+//! The block-device stack: backends that store bytes, stages that wrap a device, the managed device (a cache in front
+//! of a remote one), and the builder that puts them together.
 //!
-//! Nothing here knows of networks or of what serves a device: a remote device is a
-//! [`BlockDevice`](drover_core::BlockDevice) or a [`Remote`](remote::Remote) of another crate, and a front end serves the
-//! top of a stack.
+//! Nothing here depends on networks or on front ends: a remote device is a [`BlockDevice`](drover_core::BlockDevice) or
+//! a [`Remote`](remote::Remote) of another crate, and a front end serves the top of a stack.
 //!
 //! A file as a device whose changes are tracked:
 //!

@@ -1,32 +1,32 @@
 //! The remote side of a managed device, as [`Synced`](crate::synced::Synced) sees it.
 //!
-//! A [`BlockDevice`](drover_core::BlockDevice) blocks its caller until a request is done. A remote must do more: keep
+//! A [`BlockDevice`](drover_core::BlockDevice) blocks its caller until a request completes. A remote must do more: keep
 //! many requests in flight without a thread for each, serve waiting readers before background work, apply a set of
-//! writes as a whole or not at all, and recover after its link was lost. So there are two traits that call each other:
-//! requests go to [`Remote`], completions and news of the link to [`Local`].
+//! writes atomically, and recover after its link was lost. So there are two traits that call each other: requests go to
+//! [`Remote`], completions and link changes to [`Local`].
 
 use std::sync::Weak;
 
 use bytes::Bytes;
 use drover_core::{DeviceError, Digest};
 
-/// What a device is cut into.
+/// The geometry of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Bytes of the device.
+    /// Size of the device in bytes.
     pub size: u64,
-    /// Bytes of a chunk, a power of two of at least 4096; the device's last chunk may be shorter.
+    /// Chunk size in bytes, a power of two of at least 4096; the device's last chunk may be shorter.
     pub chunk: u32,
 }
 
 impl Shape {
-    /// How many chunks there are.
+    /// Number of chunks.
     #[must_use]
     pub fn chunks(self) -> u64 {
         self.size.div_ceil(u64::from(self.chunk))
     }
 
-    /// Bytes of chunk `index`: less than [`Shape::chunk`] for a last one that the device cuts short.
+    /// Length of chunk `index` in bytes: less than [`Shape::chunk`] for a short last chunk.
     #[must_use]
     pub fn length(self, index: u64) -> u32 {
         let start = index.saturating_mul(u64::from(self.chunk));
@@ -38,14 +38,14 @@ impl Shape {
 /// A run of chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunks {
-    /// The first.
+    /// The first chunk.
     pub first: u64,
-    /// How many; at least one.
+    /// Number of chunks; at least one.
     pub count: u32,
 }
 
 impl Chunks {
-    /// The one after the last.
+    /// The index after the last chunk.
     #[must_use]
     pub fn end(self) -> u64 {
         self.first + u64::from(self.count)
@@ -55,32 +55,32 @@ impl Chunks {
 /// A whole chunk that arrived and was verified.
 #[derive(Clone, Debug)]
 pub struct Fetched {
-    /// Which.
+    /// Its index.
     pub index: u64,
-    /// What it holds.
+    /// Its contents.
     pub content: Content,
 }
 
-/// What a chunk holds.
+/// The contents of a chunk.
 #[derive(Clone, Debug)]
 pub enum Content {
-    /// Zeros only.
+    /// All zeros.
     Zero,
-    /// These bytes, as many as [`Shape::length`] says, and their digest (256-bit BLAKE3), which was compared.
+    /// These bytes, as many as [`Shape::length`] says, and their digest (256-bit BLAKE3), which was verified.
     Data(Bytes, Digest),
 }
 
-/// A change that is part of an epoch. Offsets and lengths are multiples of 4096, but for the device's end.
+/// A change that is part of an epoch. Offsets and lengths are multiples of 4096, except at the device's end.
 #[derive(Clone, Debug)]
 pub enum Change {
-    /// These bytes at that offset.
+    /// Bytes to write at an offset.
     Write(u64, Bytes),
     /// Zeros, `(offset, length)`.
     Zero(u64, u64),
 }
 
 impl Change {
-    /// Where it begins.
+    /// Offset in bytes.
     #[must_use]
     pub fn offset(&self) -> u64 {
         match self {
@@ -98,10 +98,10 @@ impl Change {
     }
 }
 
-/// The number of a set of writes that reaches the far side as a whole or not at all. The far side's first state is
-/// epoch 0; each one that is pushed or committed is greater than the last that was committed, but not by one: whoever
-/// writes chooses it with [`Epoch::after`], the high half counting, the low half random. So a writer that crashed
-/// between asking for a commit and its answer knows its own commit again, and never takes another's for it.
+/// The number of a set of writes that reaches the remote atomically. The remote's initial state is epoch 0; each epoch
+/// pushed or committed is greater than the last committed one, but not by one: the writer chooses it with
+/// [`Epoch::after`], the high half a counter, the low half random. So a writer that crashed between a commit request
+/// and its reply recognises its own commit, and never mistakes another's for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Epoch(pub u64);
 
@@ -122,126 +122,127 @@ impl Epoch {
 /// Whether the far side can be reached.
 #[derive(Clone, Debug)]
 pub enum Link {
-    /// It can. Numbered from 1: the number grows by one each time the link comes back.
+    /// Up. Numbered from 1, incremented each time the link is re-established.
     Up(u64),
-    /// It cannot now; tried again without anybody's doing. The reason is for people.
+    /// Down for now; reconnection is automatic. The reason is for display.
     Down(String),
-    /// It will not come back: refused, replaced, lease lost. The error that every request gets from now on.
+    /// Permanently down: refused, replaced, lease lost. All requests fail with this error from now on.
     Gone(DeviceError),
 }
 
-/// Told when a request is done. Runs on a thread that may block, but not for long: others wait behind it.
+/// Completion callback. Runs on a thread that may block, but only briefly: other completions queue behind it.
 pub type Done = Box<dyn FnOnce(Result<(), DeviceError>) + Send>;
 
-/// What the far side has staged of an epoch, from some byte of the device on.
+/// What the remote has staged of an epoch, from some byte of the device on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Staged {
-    /// The epoch that is staged there, which need not be the one that was asked about; 0 when there is none.
+    /// The epoch that is staged, which may differ from the requested one; 0 when there is none.
     pub epoch: Epoch,
-    /// Runs `(offset, length)` of what is staged, in order; none of another epoch than the one that was asked about.
+    /// Staged runs `(offset, length)`, in order; none if another epoch is staged than the requested one.
     pub runs: Vec<(u64, u64)>,
-    /// Where to go on asking; at the end of the device, or behind it, there is no more.
+    /// Offset at which to continue; at or beyond the end of the device the answer is complete.
     pub end: u64,
 }
 
-/// Told what is staged.
+/// Completion of [`Remote::staged`].
 pub type StagedDone = Box<dyn FnOnce(Result<Staged, DeviceError>) + Send>;
 
-/// Told which of some chunks are known to hold zeros only.
+/// Completion of [`Remote::presence`]: the chunks known to be zero.
 pub type PresenceDone = Box<dyn FnOnce(Result<Vec<Chunks>, DeviceError>) + Send>;
 
-/// The far side. No call blocks; answers come as calls, from threads of the far side's own that may block on a disk.
+/// The remote side. No call blocks; results arrive as callbacks, from threads of the remote that may block on a disk.
 ///
 /// Implementations MUST
-/// - answer every request once: with what was asked for, or with an error after a limit of time; what was asked while
-///   the link is down waits for it that long;
-/// - put a [`Remote::fetch`] before all background work, on both sides;
-/// - hand out no chunk whose bytes do not have the digest the far side claims: that is [`DeviceError::Corrupt`];
-/// - answer a fetch or a presence that is asked after a commit was answered from that epoch or a later one, and tell
-///   nothing more of chunks that have failed until they are asked for again;
-/// - ask [`Local::next`] for background work only while the link has room for it, so that what is under way is about
-///   bandwidth x round trip, and ask again after [`Remote::kick`].
+/// - complete every request exactly once: with its result, or with an error after a timeout; requests made while the
+///   link is down wait for that long;
+/// - prioritise a [`Remote::fetch`] over all background work, on both sides;
+/// - never deliver a chunk whose bytes do not match the digest claimed by the remote: that is [`DeviceError::Corrupt`];
+/// - answer a fetch or presence query that follows the reply to a commit from that epoch or a later one, and deliver
+///   nothing more for failed chunks until they are requested again;
+/// - call [`Local::next`] for background work only while the link has capacity, so that about bandwidth x round trip is
+///   in flight, and again after [`Remote::kick`].
 pub trait Remote: Send + Sync {
-    /// Size and chunk. Does not change, also when the link comes back.
+    /// Device and chunk size. Constant, also across reconnections.
     fn shape(&self) -> Shape;
 
-    /// Whether it takes no changes.
+    /// Whether it refuses changes.
     fn read_only(&self) -> bool;
 
-    /// Says whom to tell; called once, before anything is asked.
+    /// Registers the receiver of callbacks; called once, before any request.
     fn attach(&self, local: Weak<dyn Local>);
 
-    /// Asks for chunks that somebody waits for. They come by [`Local::arrived`], in any order and grouping, or
-    /// [`Local::failed`]. Chunks that are under way as background work are hurried and come once; when they were
-    /// handed out by [`Local::next`] only just now they may come twice.
+    /// Demand fetch: requests chunks that a reader waits for. They are delivered by [`Local::arrived`], in any order
+    /// and grouping, or [`Local::failed`]. Chunks already in flight as background work are promoted and delivered once;
+    /// those handed out by [`Local::next`] only just now may be delivered twice.
     fn fetch(&self, chunks: Chunks);
 
-    /// Says that [`Local::next`] may have something, after it had nothing.
+    /// Announces that [`Local::next`] may return work after it returned none.
     fn kick(&self);
 
-    /// Asks which chunks of a run are known to hold zeros only, to be answered before background work.
+    /// Queries which chunks of a run are known to be zero; answered before background work.
     fn presence(&self, chunks: Chunks, done: PresenceDone);
 
-    /// Sends part of an epoch. It counts only once the epoch is committed. What was answered stays staged over a loss of the
-    /// link, until an epoch of a higher number is pushed; what was not answered fails as [`DeviceError::Unavailable`].
+    /// Sends part of an epoch. It takes effect only when the epoch is committed. Acknowledged parts stay staged across
+    /// a loss of the link, until an epoch with a higher number is pushed; unacknowledged ones fail with
+    /// [`DeviceError::Unavailable`].
     fn push(&self, epoch: Epoch, changes: Vec<Change>, done: Done);
 
-    /// Asks what is staged of an epoch, from byte `from` of the device on. Fails as [`DeviceError::Unavailable`] when the
-    /// link is lost.
+    /// Queries what is staged of an epoch, from byte `from` of the device on. Fails with [`DeviceError::Unavailable`]
+    /// when the link is lost.
     fn staged(&self, epoch: Epoch, from: u64, done: StagedDone);
 
-    /// Makes an epoch count, durably and as a whole, after all its parts were answered. Epochs are committed in order;
-    /// what was pushed of an epoch that a later one overtakes is dropped. `covers` is how many bytes of the device its
-    /// parts cover: when other than so many are staged, none counts, what is staged stays, and it fails as
-    /// [`DeviceError::Unavailable`]. That means otherwise that the link was lost; [`Remote::committed`] tells after the
-    /// next [`Link::Up`] whether it counts.
+    /// Commits an epoch durably and atomically, after all its parts were acknowledged. Epochs are committed in order;
+    /// whatever was pushed of an epoch overtaken by a later one is dropped. `covers` is the number of device bytes that
+    /// its parts cover: if a different number is staged, nothing is committed, the staged parts stay, and it fails with
+    /// [`DeviceError::Unavailable`]. Otherwise that error means that the link was lost; [`Remote::committed`] tells the
+    /// outcome after the next [`Link::Up`].
     fn commit(&self, epoch: Epoch, covers: u64, done: Done);
 
-    /// The last epoch that counts at the far side, as of when the link last came up or a commit was answered.
+    /// The last epoch committed at the remote, as of the last link establishment or commit reply.
     fn committed(&self) -> Epoch;
 
-    /// Whether the far side can be reached at this moment; changes are told by [`Local::link`].
+    /// The current state of the link; changes are reported by [`Local::link`].
     fn link(&self) -> Link;
 
-    /// What is under way and how fast, for people.
+    /// Bytes in flight and rates, for display.
     fn traffic(&self) -> Traffic;
 
-    /// Gives the lease back and closes the link; requests under way fail as [`DeviceError::Closed`]. `done` is told
-    /// when the far side knows, or cannot be told.
+    /// Returns the lease and closes the link; requests in flight fail with [`DeviceError::Closed`]. `done` is called
+    /// when the remote has confirmed, or cannot be reached.
     fn close(&self, done: Done);
 }
 
-/// How much moves.
+/// Transfer statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Traffic {
-    /// Chunks' bytes that were asked for and have not arrived.
+    /// Requested chunk bytes that have not arrived.
     pub in_flight: u64,
-    /// Background bytes that may be under way at once, as it is set now.
+    /// Current limit of background bytes in flight.
     pub window: u64,
-    /// Bytes of changes that may be under way at once to the far side, as it is set now.
+    /// Current limit of pushed bytes in flight.
     pub push_window: u64,
-    /// Bytes that arrived on the link in all, compressed.
+    /// Total bytes received on the link, compressed.
     pub received: u64,
-    /// Bytes that left on the link in all, compressed.
+    /// Total bytes sent on the link, compressed.
     pub sent: u64,
-    /// The least round trip seen, in seconds; 0 while unknown.
+    /// Minimum round-trip time observed, in seconds; 0 while unknown.
     pub round_trip: f64,
-    /// Chunks' bytes arriving in a second, lately.
+    /// Recent rate of arriving chunk bytes, per second.
     pub rate: f64,
 }
 
-/// The near side, told by a [`Remote`].
+/// The local side: callbacks from a [`Remote`].
 pub trait Local: Send + Sync {
-    /// Chunks that were asked for are here.
+    /// Requested chunks have arrived.
     fn arrived(&self, chunks: Vec<Fetched>);
 
-    /// Chunks that were asked for will not come.
+    /// A fetch of chunks has failed.
     fn failed(&self, chunks: Chunks, error: DeviceError);
 
-    /// The next run to fetch in the background, of at most `most` bytes (but at least one chunk); none when there is
-    /// nothing to do now. It counts as asked for. Called often: must not block.
+    /// The next run to fetch in the background, at most `most` bytes (but at least one chunk); none when there is
+    /// nothing to do now. It counts as in flight. Called often: must not block.
     fn next(&self, most: u64) -> Option<Chunks>;
 
-    /// The link came up, went down, or is gone. Told in that order: the last is how it is.
+    /// The link's state changed. Reported in order: the last report is the current state.
     fn link(&self, link: Link);
 }

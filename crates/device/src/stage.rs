@@ -10,7 +10,7 @@ pub use gated::{Entry, Gate, Gated, Operation, Request};
 pub use lockable::{Latch, LockGuard, LockHandle, Lockable, UnderWay};
 pub use tracked::{Dirty, TrackHandle, Tracked};
 
-/// The most timeout that a stage has: nothing waits without an end, and a deadline must be a time that there is.
+/// The maximum timeout of a stage: every wait ends, and a deadline never overflows.
 pub(crate) const MAX_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(24 * 60 * 60);
 
 #[cfg(test)]

@@ -1,13 +1,13 @@
 //! The managed device (r3map §1.3.5.3, §1.4.5.3 to §1.4.5.7): a persistent local cache in front of a `Remote`, filled
 //! in the background and on demand. Writes go to the cache and are pushed back in epochs.
 //!
-//! Locks, in the order in which they are taken; none is held while the far side is waited for:
+//! Lock order; none is held while waiting for the remote:
 //! 1. the barrier: shared by every change, exclusive for the instant of a freeze;
 //! 2. the stripes' locks (`state.rs`): shared by reads, exclusive for changes of a chunk's bytes or state;
 //! 3. the table (`table.rs`), then the copy-before-write store.
 //!
-//! The pusher's and the saver's locks are taken with none of these held, the table's too, and only the table's inside them. The puller's
-//! and the waiters' come last: nothing is taken inside them.
+//! The pusher's and the saver's locks are taken with none of these held; inside them only the table's may be taken. The
+//! puller's and the waiters' locks are innermost: nothing is taken inside them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -54,21 +54,20 @@ use state::{ChunkState, Geometry, States};
 use table::Table;
 use wait::Waits;
 
-/// A managed device. Dropped without [`Synced::close`], it stops like a process that was killed: what was flushed is
-/// kept.
+/// A managed device. Dropping it without [`Synced::close`] is like killing the process: flushed data is kept.
 pub struct Synced {
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// A close has done all that it does. Held by who closes, also while the far side is told ([`FAREWELL`]): only another
-    /// close waits for it.
+    /// Whether a close has completed. Held by the closing thread, also while it notifies the remote ([`FAREWELL`]):
+    /// only another close waits for it.
     is_written_down: Mutex<bool>,
 }
 
 impl Synced {
-    /// Opens the cache, or makes it, and begins to pull.
+    /// Opens or creates the cache, and starts pulling.
     ///
     /// # Errors
-    /// [`SyncedError`]; each says the way out.
+    /// [`SyncedError`]; each variant names the way out.
     pub fn open(options: SyncedOptions) -> Result<Arc<Self>, SyncedError> {
         let remote = options.remote;
         let geometry = Geometry::new(remote.shape())?;
@@ -110,8 +109,8 @@ impl Synced {
                     states.set(index, ChunkState::Unverified);
                     continue;
                 }
-                // What was written after the last flush may be there or not, in subchunks that the map does not name
-                // as well: all of it goes to the far side, so that both agree.
+                // Writes after the last flush may or may not have survived, also in subchunks that the map does not
+                // name: the whole chunk is pushed, so that both sides agree.
                 ChunkState::Dirty | ChunkState::Erased if found.unclean => {
                     table.wrote(geometry, index, geometry.all(index));
                 }
@@ -125,7 +124,7 @@ impl Synced {
             states.set(index, state);
         }
         if !found.unclean {
-            // The map knows all this.
+            // The map records all of this.
             table.unlogged_dirty.clear();
         }
         log.begin()?;
@@ -175,28 +174,28 @@ impl Synced {
         }))
     }
 
-    /// To steer what is pulled.
+    /// The handle that controls pulling.
     #[must_use]
     pub fn puller(&self) -> PullHandle {
         PullHandle::new(Arc::clone(&self.shared))
     }
 
-    /// To steer what is pushed.
+    /// The handle that controls pushing.
     #[must_use]
     pub fn pusher(&self) -> PushHandle {
         PushHandle::new(Arc::clone(&self.shared))
     }
 
-    /// How far things are.
+    /// Progress and status.
     #[must_use]
     pub fn progress(&self) -> Progress {
         self.shared.progress()
     }
 
-    /// Closes the device: with `sync` all that is dirty is pushed first (and the device stays open when that fails),
-    /// without it the cache keeps what is dirty for the next time. Then the far side is told, unless something is kept for it. Requests get
-    /// [`DeviceError::Closed`] from then on. Closed again, a device whose cache could not be written down tries that once
-    /// more; until it succeeds the cache stays locked, as long as the device is there.
+    /// Closes the device: with `sync` all dirty data is pushed first (if that fails the device stays open), without it
+    /// the cache keeps the dirty data for the next open. Then the remote is notified, unless unpushed data remains.
+    /// Later requests fail with [`DeviceError::Closed`]. If the cache could not be saved, closing again retries that
+    /// once; until it succeeds the cache stays locked for the lifetime of the device.
     ///
     /// # Errors
     /// Of the last push, or of the cache's disk.
@@ -215,11 +214,11 @@ impl Synced {
             return Ok(());
         }
         self.join();
-        // Changes that were under way are done, and none begins: the map is about to say what is here.
+        // Changes in flight have finished and no new ones begin: the map is about to become final.
         drop(self.shared.barrier.write());
         self.shared.states.drain();
-        // What still comes from there is not taken any more. Whoever still has something to push stays the one who may
-        // write: the far side is not told then.
+        // Replies still in flight are dropped. A device with unpushed data keeps the right to write: the remote is not
+        // notified then.
         if self.shared.unpushed_bytes() == 0 {
             self.shared.close_remote();
         }
@@ -255,7 +254,7 @@ fn spawn(
     Ok(thread.spawn(move || work(&shared))?)
 }
 
-/// The longest wait for the far side: so long that nobody sees the end, and short enough to be added to any time.
+/// Maximum timeout: effectively infinite, yet safe to add to any instant.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 #[cfg(test)]

@@ -16,7 +16,7 @@
 //! let home = tempfile::tempdir()?;
 //! let (catalog, repairs) = SiteCatalog::open(home.path())?;
 //! assert!(repairs.is_empty() && catalog.images()?.is_empty());
-//! An ID is never reused, even if its image is removed.
+//! // An ID is never reused, even if its image is removed.
 //! assert_ne!(catalog.new_image_id()?, catalog.new_image_id()?);
 //! # Ok(())
 //! # }

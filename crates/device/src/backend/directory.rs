@@ -15,21 +15,21 @@ pub use self::header::MAX_CHUNKS;
 use crate::remote::Shape;
 use drover_storage::{Access, Directory, File, Lock};
 
-/// Locks that chunks share by their number.
+/// Locks, shared by chunks modulo this number.
 const LOCKS: usize = 256;
 
-/// The most runs that one question for extents is answered with.
+/// Maximum runs in one reply to an extents request.
 const MAX_RUNS: usize = 1 << 16;
 
-/// Zeros that are written where space must stay allocated.
+/// Zeros to write where space must stay allocated.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// How a [`DirectoryDevice`] is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct DirectoryOptions {
-    /// Takes no writes; others may read at the same time.
+    /// Refuses writes; others may read at the same time.
     pub read_only: bool,
-    /// Chunk files that are open at once, at most; those that requests are at work on may come on top.
+    /// Maximum chunk files kept open; files in use by requests may exceed it.
     pub most_open: usize,
 }
 
@@ -42,52 +42,51 @@ impl Default for DirectoryOptions {
     }
 }
 
-/// A device with a file for each chunk (r3map §1.4.8): requests for different chunks do not meet. A chunk without a
-/// file is zeros. The format and what a crash leaves: `docs/format/directory-device.md`.
+/// A device with one file per chunk (r3map §1.4.8): requests for different chunks do not contend. A chunk without a
+/// file is zeros. The format and the states after a crash: `docs/format/directory-device.md`.
 ///
-/// Once a file could not be made durable no flush succeeds any more: nobody knows what was lost.
+/// Once a sync of a file has failed, all later flushes fail: it is unknown what was lost.
 ///
-/// Locks, in the order in which they are taken: `flushing`; one of `chunks`; the table of open files, which is not held
-/// over I/O but the opening of a file.
+/// Lock order: `flushing`; one of `chunks`; the table of open files, which is held during no I/O except opening a file.
 pub struct DirectoryDevice {
     directory: Arc<dyn Directory>,
     shape: Shape,
     read_only: bool,
     files: Files,
-    /// Shared by who uses a chunk's file, alone for who makes or removes it.
+    /// Held shared to use a chunk's file, exclusively to create or remove it.
     chunks: [RwLock<()>; LOCKS],
-    /// A flush that finds another one at work waits for it: the names which that one is syncing are not durable yet.
+    /// A flush waits for one in progress: the names which that one is syncing are not durable yet.
     flushing: Mutex<()>,
     /// Keeps others out until it is released.
     lock: Mutex<Option<Box<dyn Send + Sync>>>,
 }
 
-/// A range's share of one chunk.
+/// The part of a range that lies in one chunk.
 struct Part {
     index: u64,
-    /// Inside the chunk.
+    /// Offset in the chunk.
     at: u64,
     length: u64,
-    /// Inside the request.
+    /// Range in the request's buffer.
     within: std::ops::Range<usize>,
-    /// All of the chunk.
+    /// Whether it covers the whole chunk.
     whole: bool,
 }
 
 impl DirectoryDevice {
-    /// Makes a device of zeros in a directory that has none, and opens it.
+    /// Creates a device of zeros in a directory that has none, and opens it.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] for a shape with more than [`MAX_CHUNKS`] or a chunk that is no power of two of at
-    /// least 4096; [`DeviceError::Io`] of kind `AlreadyExists` when the directory has a device or chunks;
-    /// what the medium reports. After a crash, or an error of the last step, there is a whole device or none; when
-    /// there is none this can be called again.
+    /// [`DeviceError::Unsupported`] for a shape with more than [`MAX_CHUNKS`] or a chunk size that is not a power of
+    /// two of at least 4096; [`DeviceError::Io`] of kind `AlreadyExists` when the directory has a device or chunks;
+    /// errors of the medium. After a crash, or an error in the last step, there is a complete device or none; if none,
+    /// the call can be repeated.
     pub fn create(
         directory: Arc<dyn Directory>,
         shape: Shape,
         options: DirectoryOptions,
     ) -> Result<Self, DeviceError> {
-        // Before the lock, so that a directory of something else is left as it is.
+        // Before locking, so that a directory of something else is left untouched.
         header::check_new(directory.as_ref(), shape)?;
         let lock = header::lock(directory.as_ref(), Lock::Exclusive)?;
         header::create(directory.as_ref(), shape)?;
@@ -98,8 +97,8 @@ impl DirectoryDevice {
     /// Opens the device in a directory.
     ///
     /// # Errors
-    /// [`DeviceError::Corrupt`] when the header is damaged or a chunk is none of its device;
-    /// [`DeviceError::Unavailable`] when somebody else has it open; what the medium reports.
+    /// [`DeviceError::Corrupt`] when the header is damaged or a chunk does not belong to the device;
+    /// [`DeviceError::Unavailable`] when it is open elsewhere; errors of the medium.
     pub fn open(
         directory: Arc<dyn Directory>,
         options: DirectoryOptions,
@@ -126,7 +125,7 @@ impl DirectoryDevice {
         })
     }
 
-    /// Size and chunk.
+    /// Device and chunk size.
     #[must_use]
     pub fn shape(&self) -> Shape {
         self.shape
@@ -138,7 +137,7 @@ impl DirectoryDevice {
         self.files.count()
     }
 
-    /// Chunk files that are open now.
+    /// Chunk files currently open.
     #[must_use]
     pub fn open_files(&self) -> usize {
         self.files.open_count()
@@ -179,7 +178,8 @@ impl DirectoryDevice {
         check_range(offset, length, self.shape.size)
     }
 
-    /// Lets `change` at the file of a chunk, which is made when `make` says so; without one there is nothing to change.
+    /// Calls `change` with the file of a chunk, which is created if `make` says so; without a file there is nothing to
+    /// change.
     fn with_file(
         &self,
         index: u64,
@@ -203,7 +203,7 @@ impl DirectoryDevice {
         self.files.change(index, change)
     }
 
-    /// Makes a part of a chunk zeros, with no space where it can.
+    /// Zeros part of a chunk, deallocating it where possible.
     fn clear(&self, part: &Part) -> Result<(), DeviceError> {
         if !part.whole {
             return self.with_file(part.index, false, |file| {
@@ -330,7 +330,7 @@ impl BlockDevice for DirectoryDevice {
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
-        // The kernel reads ahead inside a file; opening files ahead would only push others out.
+        // The kernel reads ahead within a file; opening files ahead would only evict others from the table.
         check_range(offset, length, self.shape.size)
     }
 

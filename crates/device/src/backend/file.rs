@@ -10,10 +10,10 @@ use parking_lot::Mutex;
 use rustix::fs::{Advice, FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 
-/// The most runs that one question for extents is answered with.
+/// Maximum runs in one reply to an extents request.
 const MAX_RUNS: usize = 1 << 16;
 
-/// Zeros that are written where a file cannot be told to hold some.
+/// Zeros to write where the file system cannot zero a range.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// A file as a device. The kernel's page cache is its cache; holes stay holes.
@@ -21,18 +21,18 @@ pub struct FileDevice {
     file: File,
     size: u64,
     read_only: bool,
-    /// A block device has no holes that `SEEK_DATA` would know.
+    /// Block devices do not support `SEEK_DATA`.
     regular: bool,
-    /// The kernel tells of lost writes once, to one of those who sync: all later flushes, and those that wait meanwhile,
-    /// fail with it as well.
+    /// The kernel reports lost writes once, to one caller of sync: all later flushes, and concurrent ones, fail with
+    /// the same error.
     lost: Mutex<Option<DeviceError>>,
 }
 
 impl FileDevice {
-    /// The device that is `file`, at the size that the file has now.
+    /// A device over `file`, with the file's current size.
     ///
     /// # Errors
-    /// When its size cannot be read; when it is neither a regular file nor a block device.
+    /// If its size cannot be read, or it is neither a regular file nor a block device.
     pub fn new(file: File, read_only: bool) -> Result<Self, DeviceError> {
         let metadata = file.metadata()?;
         let regular = metadata.is_file();
@@ -43,7 +43,7 @@ impl FileDevice {
         }
         let size = match regular {
             true => metadata.len(),
-            // A block device has its size at its end.
+            // The size of a block device is its end offset.
             false => rustix::fs::seek(&file, SeekFrom::End(0)).map_err(std::io::Error::from)?,
         };
         Ok(Self {
@@ -62,7 +62,7 @@ impl FileDevice {
         check_range(offset, length, self.size)
     }
 
-    /// `true` when the file system did it, `false` when it cannot.
+    /// `true` if the file system did it, `false` if it is not supported.
     fn allocate(
         &self,
         flags: FallocateFlags,
@@ -78,7 +78,7 @@ impl FileDevice {
         }
     }
 
-    /// One at a time: of two at once the kernel would tell only one that writes were lost.
+    /// One at a time: of two concurrent syncs the kernel reports lost writes to only one.
     fn sync_with(&self, sync: impl FnOnce() -> std::io::Result<()>) -> Result<(), DeviceError> {
         let mut lost = self.lost.lock();
         if let Some(error) = &*lost {
@@ -124,7 +124,7 @@ impl BlockDevice for FileDevice {
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         check_range(offset, buffer.len() as u64, self.size)?;
         self.file.read_exact_at(buffer, offset).map_err(|error| {
-            // Somebody has cut the file short since it was opened.
+            // The file was truncated after it was opened.
             match error.kind() {
                 std::io::ErrorKind::UnexpectedEof => {
                     DeviceError::Corrupt("the file is shorter than when it was opened".into())
@@ -162,7 +162,7 @@ impl BlockDevice for FileDevice {
     fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
         self.change(offset, length)?;
         if length > 0 {
-            // Where it cannot be done the old bytes stay, which a trim allows.
+            // If unsupported, the old bytes stay, which a trim allows.
             self.punch(offset, length)?;
         }
         Ok(())
@@ -213,7 +213,7 @@ impl BlockDevice for FileDevice {
     fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
         check_range(offset, length, self.size)?;
         let length = std::num::NonZeroU64::new(length);
-        // Advice: a file system that does not take it is not an error.
+        // A hint: a file system that ignores it is not an error.
         let _ = rustix::fs::fadvise(&self.file, offset, length, Advice::WillNeed);
         Ok(())
     }
@@ -274,7 +274,7 @@ mod tests {
         device.flush().unwrap();
         let failed = device.sync_with(|| Err(std::io::Error::other("lost")));
         assert!(matches!(failed, Err(DeviceError::Io(_))), "{failed:?}");
-        // The kernel would say that all is well.
+        // The kernel reports success here.
         assert!(device.file.sync_data().is_ok());
         assert!(matches!(device.flush(), Err(DeviceError::Io(_))));
     }

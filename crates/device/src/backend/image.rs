@@ -9,16 +9,15 @@ use drover_core::{
 };
 use drover_image::{ImageError, VirtualDisk};
 
-/// The most runs that one question for extents is answered with.
+/// Maximum runs in one reply to an extents request.
 const MAX_RUNS: usize = 1 << 16;
 
-/// The longest range that one question for extents looks at, so that no question takes long.
+/// Longest range that one extents request examines, so that each is quick.
 const MAX_EXTENTS: u64 = 4 << 30;
 
-/// What the guest of a disk image sees, whatever files make it up, read-only.
+/// The guest's view of a disk image, in however many files, read-only.
 ///
-/// Nobody may change the files meanwhile. What is damaged or was cut short is [`DeviceError::Corrupt`] for those
-/// requests that meet it.
+/// The files must not change meanwhile. Damage or truncation fails the affected requests with [`DeviceError::Corrupt`].
 pub struct ImageDevice {
     disk: VirtualDisk,
     /// For messages.
@@ -26,7 +25,7 @@ pub struct ImageDevice {
 }
 
 impl ImageDevice {
-    /// The device that is `disk`.
+    /// A device over `disk`.
     #[must_use]
     pub fn new(disk: VirtualDisk) -> Self {
         let name = disk

@@ -5,17 +5,17 @@ use drover_core::{
 };
 use parking_lot::RwLock;
 
-/// Bytes that are allocated and locked together.
+/// Bytes allocated and locked together.
 const PIECE: u64 = 64 << 10;
 
-/// A sparse device in memory, locked piece by piece: readers and writers of different pieces do not meet.
+/// A sparse device in memory, locked per piece: accesses to different pieces do not contend.
 pub struct MemoryDevice {
     size: u64,
     pieces: Vec<RwLock<Option<Box<[u8]>>>>,
 }
 
 impl MemoryDevice {
-    /// A device of `size` zero bytes. Allocates 24 bytes for every 64 KiB, the rest as it is written.
+    /// A device of `size` zero bytes. Allocates 24 bytes per 64 KiB up front, the rest on write.
     #[must_use]
     pub fn new(size: u64) -> Self {
         let count = usize::try_from(size.div_ceil(PIECE)).unwrap_or(usize::MAX);
@@ -24,7 +24,7 @@ impl MemoryDevice {
         Self { size, pieces }
     }
 
-    /// A device that holds `bytes`.
+    /// A device with the contents `bytes`.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let device = Self::new(bytes.len() as u64);
@@ -36,7 +36,7 @@ impl MemoryDevice {
         device
     }
 
-    /// Bytes that are allocated.
+    /// Bytes allocated.
     #[must_use]
     pub fn allocated(&self) -> u64 {
         let count = self.pieces.iter().filter(|p| p.read().is_some()).count();
@@ -57,12 +57,12 @@ impl MemoryDevice {
     }
 }
 
-/// A range's share of one piece.
+/// The part of a range that lies in one piece.
 struct Part {
     index: usize,
-    /// Inside the piece.
+    /// Range in the piece.
     range: std::ops::Range<usize>,
-    /// Inside the request.
+    /// Range in the request's buffer.
     within: std::ops::Range<usize>,
 }
 

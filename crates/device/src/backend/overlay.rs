@@ -18,7 +18,8 @@
 //! The next epoch may be staged meanwhile; it is sealed once the copying has finished.
 //!
 //! **Locks**, in the order in which they may be held together: `staging`, `settling`, `plain`, `saving`, `ranges`,
-//! `sealed`, `states`. The base is read under `plain` and `ranges` when part of a block is written, so it should be local.
+//! `sealed`, `states`. The base is read under `plain` and `ranges` when part of a block is written, so it should be
+//! local.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -49,7 +50,7 @@ use ranges::Ranges;
 use redo::Redo;
 use states::{BlockState, States};
 
-/// The largest device, in bytes: what bounds the states that are in memory.
+/// The largest device, in bytes: bounds the block map in memory.
 pub const MAX_SIZE: u64 = 64 << 40;
 /// The longest read or write, in bytes.
 const LONGEST: u32 = 64 << 20;
@@ -60,26 +61,26 @@ const DATA: &str = "data";
 const STATES: &str = "states";
 const LOCK: &str = "lock";
 
-/// Of what image an overlay is.
+/// The image an overlay belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// The digest of the image: the same bytes have the same.
+    /// The digest of the image's contents.
     pub base: Digest,
-    /// Bytes of the device.
+    /// Size of the device in bytes.
     pub size: u64,
-    /// What people call it; for messages, and kept as it was when the overlay was made. At most 1024 bytes count.
+    /// A display name for messages, kept as it was when the overlay was created. Truncated to 1024 bytes.
     pub name: String,
 }
 
 /// How an overlay is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Nothing is changed, not even to tidy up; others may have it open in the same way.
+    /// Nothing is changed, not even by recovery; others may have it open read-only too.
     pub read_only: bool,
-    /// Bytes that a staged epoch may have on disk.
+    /// Limit of the bytes on disk for a staged epoch.
     pub stage_limit: u64,
-    /// Which run of the machine this is: what was staged in the same one need not be compared with its checksums when the
-    /// overlay is opened again. Zeros: not known.
+    /// Identifies the current boot of the machine: data staged in the same boot need not be verified against checksums
+    /// when the overlay is reopened. Zeros: unknown.
     pub boot: [u8; 16],
 }
 
@@ -93,7 +94,7 @@ impl Default for Options {
     }
 }
 
-/// A copy-on-write device over a base that is only read. Dropping it flushes it, as far as that can be done.
+/// A copy-on-write device over a read-only base. Dropping it flushes it, best effort.
 pub struct Overlay {
     base: Arc<dyn BlockDevice>,
     directory: Arc<dyn Directory>,
@@ -102,61 +103,60 @@ pub struct Overlay {
     identity: Identity,
     options: Options,
 
-    /// The epoch that is being collected.
+    /// The epoch being staged.
     staging: Mutex<Staging>,
-    /// Held while one that counts is copied.
+    /// Held while a committed epoch is copied.
     settling: Mutex<Settling>,
-    /// Shared by every plain change while it lasts; exclusive while an epoch is copied or the log rewritten.
+    /// Held shared by every plain change; exclusively while an epoch is copied or the log rewritten.
     plain: RwLock<()>,
     saving: Mutex<Saving>,
     ranges: Ranges,
-    /// The epoch that counts but is not copied yet; reads look here first.
+    /// The committed epoch that is not copied yet; reads consult it first.
     sealed: RwLock<Option<Arc<Redo>>>,
     states: RwLock<States>,
 
-    /// The last epoch that counts.
+    /// The last committed epoch.
     committed: AtomicU64,
     /// An epoch is being staged: plain changes are refused.
     staged: AtomicBool,
-    /// `sealed` holds one: plain changes wait.
+    /// `sealed` is occupied: plain changes wait.
     unsettled: AtomicBool,
     /// A plain change has returned since the last flush began.
     unflushed: AtomicBool,
-    /// The log says that plain changes may have been made.
+    /// The log records that plain changes may have been made.
     marked: AtomicBool,
     /// Why nothing can be made durable any more.
     broken: RwLock<Option<String>>,
-    /// Held as long as the overlay is.
+    /// The directory lock, held for the overlay's lifetime.
     _lock: Box<dyn Send + Sync>,
 }
 
 #[derive(Default)]
 struct Staging {
-    /// Not sealed; always of an epoch after the last that counts.
+    /// Not sealed; its epoch is always after the last committed one.
     redo: Option<Redo>,
 }
 
 #[derive(Default)]
 struct Settling {
-    /// When copying failed last, and why: plain changes do not try it more often than [`epochs::RETRY`].
+    /// When copying last failed, and why: plain changes retry it no more often than every [`epochs::RETRY`].
     failed: Option<(Instant, DeviceError)>,
 }
 
 struct Saving {
-    /// None when the overlay is open for reading only.
+    /// None when the overlay is open read-only.
     log: Option<ChunkLog>,
 }
 
 impl Overlay {
-    /// The last epoch that counts. It also grows by one with a flush of plain changes, and when an overlay is opened
-    /// again that plain changes were made to and not flushed: whoever remembers an epoch and finds it again knows that
-    /// the device is what it was.
+    /// The last committed epoch. It also grows by one with each flush of plain changes, and on reopening after plain
+    /// changes that were not flushed: an unchanged epoch means unchanged contents.
     #[must_use]
     pub fn committed(&self) -> Epoch {
         Epoch(self.committed.load(Ordering::Acquire))
     }
 
-    /// Bytes of the device that are not the base's any more: here, or zeroed.
+    /// Bytes that differ from the base: written here, or zeroed.
     #[must_use]
     pub fn changed(&self) -> u64 {
         let sealed = self.sealed.read();
@@ -170,7 +170,7 @@ impl Overlay {
         ((states.count() + more) * BLOCK_SIZE_U64).min(self.size)
     }
 
-    /// Of what image this is an overlay, as it was said when it was made.
+    /// The identity of the base image, as given at creation.
     #[must_use]
     pub fn identity(&self) -> &Identity {
         &self.identity
@@ -204,7 +204,7 @@ impl Drop for Overlay {
         if self.writable().is_err() {
             return;
         }
-        // Nobody asked for it, so nobody is told: what was not flushed may be lost.
+        // There is no caller to report to: unflushed changes may be lost.
         if let Err(error) = self.save().and_then(|()| self.unmark()) {
             tracing::warn!(%error, "an overlay was not closed cleanly");
         }

@@ -1,36 +1,36 @@
-//! A stage that takes any offset and length, over a device that takes only whole chunks.
+//! A stage that accepts any offset and length, over a device that accepts only whole chunks.
 
 use drover_core::{
     BlockDevice, Capabilities, Cost, DeviceError, Extent, ExtentKind, Zeroes, check_range, is_zero,
 };
 use parking_lot::{RwLock, RwLockReadGuard};
 
-/// Locks that chunks share by their number.
+/// Locks, shared by chunks modulo this number.
 const LOCKS: usize = 64;
 
-/// A read that covers no more than this is one request for all the chunks that it touches, and a copy; a longer one
-/// reads its whole chunks in place and only its edges by copy.
+/// Reads up to this size are one request for all touched chunks, and a copy; longer ones read whole chunks in place and
+/// copy only the edges.
 const COPIED: u64 = 256 << 10;
 
-/// Takes any offset and length and asks only for whole chunks below (r3map §1.4.5.2, the `ArbitraryReadWriterAt`).
-/// The last chunk is as short as the device has it.
+/// Accepts any offset and length and issues only whole-chunk requests below (r3map §1.4.5.2, the
+/// `ArbitraryReadWriterAt`). The last chunk is as short as the device makes it.
 ///
-/// Whole chunks pass straight through, many in one request. What covers a part of a chunk is read, changed and written
-/// back under that chunk's lock, so that two writes to different parts of one chunk are both kept. A trim passes only
-/// whole chunks on and zeroes the rest.
+/// Whole chunks pass straight through, many per request. Partial chunks are read, modified and written back under the
+/// chunk's lock, so that concurrent writes to different parts of one chunk are both kept. A trim forwards only whole
+/// chunks and zeroes the rest.
 ///
-/// Locks: a request holds either one lock alone, to change part of a chunk, or several shared ones, taken in the
-/// order of their index, to write whole chunks. They are held while the device below works: that is what they are for.
+/// Locks: a request holds either one lock exclusively, to modify part of a chunk, or several shared ones, taken in
+/// index order, to write whole chunks. They are deliberately held during I/O of the device below.
 pub struct Chunked<D> {
     inner: D,
     chunk: u64,
-    /// The most bytes in a request below: whole chunks, or less than one if the device takes no whole one.
+    /// Maximum bytes of a request below: whole chunks, or less than one if the device's limit is smaller.
     step: u64,
     read_only: bool,
     locks: [RwLock<()>; LOCKS],
 }
 
-/// A range cut at chunks: a part of a chunk, whole chunks, a part of a chunk; each may be empty.
+/// A range split at chunk boundaries: a partial chunk, whole chunks, a partial chunk; each may be empty.
 struct Cut {
     head: (u64, u64),
     whole: (u64, u64),
@@ -38,10 +38,10 @@ struct Cut {
 }
 
 impl<D: BlockDevice> Chunked<D> {
-    /// Cuts requests at multiples of `chunk` bytes.
+    /// Splits requests at multiples of `chunk` bytes.
     ///
     /// # Panics
-    /// When `chunk` is no power of two, or less than the alignment that `inner` demands.
+    /// If `chunk` is not a power of two, or smaller than the alignment of `inner`.
     pub fn new(inner: D, chunk: u32) -> Self {
         let below = inner.capabilities();
         assert!(chunk.is_power_of_two(), "a chunk is a power of two");
@@ -63,7 +63,7 @@ impl<D: BlockDevice> Chunked<D> {
     }
 
     fn change(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
-        // Before a chunk is read to be changed.
+        // Checked before a chunk is read for modification.
         if self.read_only {
             return Err(DeviceError::ReadOnly);
         }
@@ -80,7 +80,7 @@ impl<D: BlockDevice> Chunked<D> {
         at / self.chunk * self.chunk
     }
 
-    /// The chunks that a range inside the device touches.
+    /// The chunks touched by a range inside the device.
     fn cover(&self, offset: u64, length: u64) -> (u64, u64) {
         let from = self.down(offset);
         match length {
@@ -89,7 +89,7 @@ impl<D: BlockDevice> Chunked<D> {
         }
     }
 
-    /// Cuts a range inside the device. A short last chunk that is covered to its end is whole.
+    /// Splits a range inside the device. A short last chunk that is covered to its end counts as whole.
     fn cut(&self, offset: u64, length: u64) -> Cut {
         let end = offset + length;
         let first = self.up(offset);
@@ -115,7 +115,7 @@ impl<D: BlockDevice> Chunked<D> {
         (at / self.chunk % LOCKS as u64) as usize
     }
 
-    /// Keeps everybody from changing parts of the chunks of a range of whole ones.
+    /// Locks a range of whole chunks against partial modifications.
     fn keep(&self, (offset, length): (u64, u64)) -> Vec<RwLockReadGuard<'_, ()>> {
         if length == 0 {
             return Vec::new();
@@ -146,7 +146,7 @@ impl<D: BlockDevice> Chunked<D> {
         Ok(())
     }
 
-    /// Reads a range by way of a copy of all the chunks that it touches.
+    /// Reads a range through a buffer holding all the chunks it touches.
     fn read_copied(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         if buffer.is_empty() {
             return Ok(());
@@ -159,7 +159,8 @@ impl<D: BlockDevice> Chunked<D> {
         Ok(())
     }
 
-    /// Reads the chunk of a range inside one, lets `change` at the range, and writes the chunk back if that says so.
+    /// Reads the chunk that contains a range, applies `change` to the range, and writes the chunk back if that returns
+    /// true.
     fn modify(
         &self,
         (offset, length): (u64, u64),
@@ -179,7 +180,7 @@ impl<D: BlockDevice> Chunked<D> {
         }
     }
 
-    /// Zeroes a part of a chunk. Where there are zeros already nothing is written, unless it must stay `allocated`.
+    /// Zeroes part of a chunk. Nothing is written where it is zero already, unless it must stay `allocated`.
     fn zero_part(&self, part: (u64, u64), allocated: bool) -> Result<(), DeviceError> {
         self.modify(part, |bytes| {
             let needed = allocated || !is_zero(bytes);
@@ -284,7 +285,7 @@ impl<D: BlockDevice> BlockDevice for Chunked<D> {
             run.length > 0
         });
         if runs.is_empty() {
-            // It told of what is before the range only.
+            // The device reported only extents before the range.
             runs.push(Extent {
                 offset,
                 length: self.up(offset + 1).min(end) - offset,
@@ -317,7 +318,7 @@ impl<D: BlockDevice> BlockDevice for Chunked<D> {
                 let write = self.inner.write_cost(from, covered);
                 match (from, covered) == (offset, length) {
                     true => write,
-                    // What it covers in part is read first.
+                    // Partially covered chunks are read first.
                     false => write.max(self.inner.cost(from, covered)),
                 }
             }

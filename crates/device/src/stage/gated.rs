@@ -1,8 +1,8 @@
-//! The common part of stages that pass requests on unchanged, delay them or refuse them.
+//! The common part of stages that pass requests on unchanged, delay or refuse them.
 
 use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes, check_range};
 
-/// What a request asks for.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// [`BlockDevice::read`].
@@ -22,7 +22,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Every one, in the order of the trait.
+    /// All of them, in the order of the trait.
     pub const ALL: [Self; 7] = [
         Self::Read,
         Self::Write,
@@ -33,26 +33,26 @@ impl Operation {
         Self::Prefetch,
     ];
 
-    /// Whether it may change what the device holds.
+    /// Whether it may change the device's contents.
     #[must_use]
     pub fn changes(self) -> bool {
         matches!(self, Self::Write | Self::WriteZeroes | Self::Trim)
     }
 }
 
-/// A request at a [`Gate`]. Its range is inside the device; a flush has none.
+/// A request at a [`Gate`]. Its range is inside the device; a flush has an empty one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What it asks for.
+    /// The kind of request.
     pub operation: Operation,
-    /// Where it begins.
+    /// Offset in bytes.
     pub offset: u64,
-    /// How many bytes of the device it is about.
+    /// Length in bytes of the device range.
     pub length: u64,
 }
 
 impl Request {
-    /// Bytes that it carries one way or the other: none for zeros and trims, however long.
+    /// Bytes of payload in either direction: none for zeros and trims, however long.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         match self.operation {
@@ -64,44 +64,44 @@ impl Request {
 
 /// Decides when and whether requests pass.
 pub trait Gate: Send + Sync {
-    /// What a request that passed holds until it is answered; dropped also when the device panics.
+    /// Held by a passed request until it completes; dropped also when the device panics.
     type Pass<'a>
     where
         Self: 'a;
 
-    /// Called before the device is asked, for a range that is inside it. May wait, but not without end.
+    /// Called before the request is passed to the device, for a range inside it. May wait, but not indefinitely.
     ///
     /// # Errors
-    /// What the request fails with instead of being passed on.
+    /// The error that the request fails with instead of being passed on.
     fn enter(&self, request: &Request) -> Result<Entry<Self::Pass<'_>>, DeviceError>;
 
-    /// Called after the device has done it. May wait, but not without end.
+    /// Called after the device has completed it. May wait, but not indefinitely.
     ///
     /// # Errors
-    /// What the request fails with although it was done.
+    /// The error that the request fails with although it was executed.
     fn leave(&self, pass: Self::Pass<'_>) -> Result<(), DeviceError>;
 
-    /// What a request waits for, given what the device says.
+    /// The cost of a request, given the device's own.
     fn cost(&self, inner: Cost) -> Cost;
 }
 
-/// What a [`Gate`] does with a request that does not fail.
+/// A [`Gate`]'s decision on a request that does not fail.
 #[derive(Debug)]
 pub enum Entry<P> {
-    /// Passes it on.
+    /// Pass it on.
     Pass(P),
-    /// Answers as if done. Only for [`Operation::Prefetch`], which is advice.
+    /// Reply as if done. Only for [`Operation::Prefetch`], which is a hint.
     Ignore,
 }
 
-/// A device behind a gate. Passes every request on with the arguments it has, and every capability.
+/// A device behind a gate. Forwards every request with unchanged arguments, and every capability.
 pub struct Gated<D, G> {
     inner: D,
     gate: G,
 }
 
 impl<D: BlockDevice, G: Gate> Gated<D, G> {
-    /// Puts `gate` before `inner`.
+    /// Puts `gate` in front of `inner`.
     pub fn with_gate(inner: D, gate: G) -> Self {
         Self { inner, gate }
     }
@@ -123,7 +123,7 @@ impl<D: BlockDevice, G: Gate> Gated<D, G> {
         length: u64,
         ask: impl FnOnce(&D) -> Result<T, DeviceError>,
     ) -> Result<Option<T>, DeviceError> {
-        // Nobody waits for what is refused anyway.
+        // A request that is refused anyway does not wait at the gate.
         check_range(offset, length, self.inner.size())?;
         let request = Request {
             operation,
@@ -140,7 +140,7 @@ impl<D: BlockDevice, G: Gate> Gated<D, G> {
         }
     }
 
-    /// For what no gate may ignore.
+    /// For operations that no gate may ignore.
     fn must<T>(
         &self,
         operation: Operation,

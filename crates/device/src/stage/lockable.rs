@@ -1,4 +1,4 @@
-//! A stage that can be locked: requests wait while it is, and those in flight are drained first.
+//! A stage that can be locked: in-flight requests are drained, and new ones wait until the unlock.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,12 +9,12 @@ use parking_lot::{Condvar, Mutex};
 use super::MAX_TIMEOUT;
 use super::gated::{Entry, Gate, Gated, Operation, Request};
 
-/// A device that can be locked: then no request is under way and none begins until it is unlocked.
+/// A device that can be locked: while locked, no request is in flight and none starts.
 pub type Lockable<D> = Gated<D, Latch>;
 
 impl<D: BlockDevice> Lockable<D> {
-    /// An unlocked device, and the handle that locks it. A request that is held back fails as
-    /// [`DeviceError::Unavailable`] after `timeout`, of at most a day; [`LockHandle::lock`] has the same.
+    /// Returns an unlocked device and the handle that locks it. A request held back longer than `timeout` (at most a
+    /// day) fails with [`DeviceError::Unavailable`]; [`LockHandle::lock`] has the same timeout.
     pub fn new(inner: D, timeout: Duration) -> (Self, LockHandle) {
         let shared = Arc::new(Shared {
             timeout: timeout.min(MAX_TIMEOUT),
@@ -38,17 +38,17 @@ pub struct Latch {
 struct Shared {
     timeout: Duration,
     state: Mutex<State>,
-    /// Told when somebody may go on: at an unlock, a close, and when a locked device has drained.
+    /// Notified at an unlock, a close, and when a locked device has drained.
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Requests that are under way.
+    /// Requests in flight.
     in_flight: usize,
-    /// Requests that are held back.
+    /// Requests held back.
     held: usize,
-    /// Somebody holds the lock, or waits for what is in flight to get it.
+    /// The lock is held, or its owner is waiting for requests in flight.
     locked: bool,
     closed: bool,
 }
@@ -67,17 +67,17 @@ pub struct LockGuard {
 }
 
 impl LockHandle {
-    /// Locks the device: holds new requests back, and returns when all that were under way are answered. Waits for at
-    /// most the timeout that the device was made with. Does not flush.
+    /// Locks the device: holds new requests back, and returns when all requests in flight have completed. Waits at most
+    /// the timeout given at creation. Does not flush.
     ///
     /// # Errors
-    /// [`DeviceError::Unavailable`] when that takes too long, or somebody else holds the lock for so long; the device
-    /// is then as if this had not been called. [`DeviceError::Closed`].
+    /// [`DeviceError::Unavailable`] on timeout, also while another owner holds the lock; the device is then unlocked by
+    /// this call. [`DeviceError::Closed`].
     pub fn lock(&self) -> Result<LockGuard, DeviceError> {
         self.lock_until(Instant::now() + self.shared.timeout)
     }
 
-    /// As [`LockHandle::lock`], until `deadline`.
+    /// As [`LockHandle::lock`], with an explicit `deadline`.
     ///
     /// # Errors
     /// As [`LockHandle::lock`].
@@ -95,7 +95,7 @@ impl LockHandle {
             return Err(DeviceError::Closed);
         }
         state.locked = true;
-        // From here on, whatever way this ends, the guard unlocks; it must not hold the state then.
+        // From here on the guard unlocks on every path; the state must not be locked when it drops.
         let guard = LockGuard {
             shared: Arc::clone(shared),
         };
@@ -119,8 +119,8 @@ impl LockHandle {
         Ok(guard)
     }
 
-    /// Closes the device for good: new requests and those that are held back fail as [`DeviceError::Closed`]. Does not
-    /// wait for what is under way; [`LockGuard::close`] has nothing under way.
+    /// Closes the device permanently: new and held-back requests fail with [`DeviceError::Closed`]. Does not wait for
+    /// requests in flight; with [`LockGuard::close`] there are none.
     pub fn close(&self) {
         self.shared.close();
     }
@@ -131,7 +131,7 @@ impl LockHandle {
         self.shared.state.lock().closed
     }
 
-    /// Requests that are under way, and requests that are held back.
+    /// Numbers of requests in flight and held back.
     #[must_use]
     pub fn requests(&self) -> (usize, usize) {
         let state = self.shared.state.lock();
@@ -140,7 +140,7 @@ impl LockHandle {
 }
 
 impl LockGuard {
-    /// Closes the locked device for good: no request gets in between.
+    /// Closes the locked device permanently: no request gets in between.
     pub fn close(self) {
         self.shared.close();
     }
@@ -160,7 +160,7 @@ impl Shared {
     }
 }
 
-/// One request under way.
+/// One request in flight.
 #[derive(Debug)]
 pub struct UnderWay<'a>(&'a Shared);
 
@@ -182,7 +182,7 @@ impl Gate for Latch {
         let mut state = shared.state.lock();
         if state.locked && !state.closed {
             if request.operation == Operation::Prefetch {
-                // Nobody waits for advice.
+                // A hint is dropped rather than delayed.
                 return Ok(Entry::Ignore);
             }
             let deadline = Instant::now() + shared.timeout;

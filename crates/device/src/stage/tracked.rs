@@ -8,15 +8,14 @@ use drover_core::{BlockDevice, Capabilities, Cost, DeviceError, Extent, Zeroes, 
 use parking_lot::Mutex;
 use roaring::RoaringBitmap;
 
-/// The most blocks that a device is tracked in; a set of them takes at most 32 MiB. A larger device is tracked in
-/// larger blocks.
+/// Maximum number of tracked blocks; a set of them takes at most 32 MiB. Larger devices are tracked in larger blocks.
 const MAX_BLOCKS: u64 = 1 << 28;
 
-/// A device that keeps the set of blocks that may have changed since a mark.
+/// A device that records the set of blocks that may have changed since a mark.
 ///
-/// A change that returned before the mark is not in the set; one that began after it is; one that was under way at the
-/// mark is, too, and also in what [`TrackHandle::take`] took at that moment. Changes that failed count: they may have
-/// done a part of their work.
+/// Relative to a mark: changes that completed before it are not in the set; those that began after it are; those in
+/// flight at the mark are in it, and also in what [`TrackHandle::take`] returned at that moment. Failed changes count:
+/// they may have been partly executed.
 pub struct Tracked<D> {
     inner: D,
     shared: Arc<Shared>,
@@ -24,7 +23,7 @@ pub struct Tracked<D> {
 
 struct Shared {
     size: u64,
-    /// Bytes, a power of two.
+    /// Block size in bytes, a power of two.
     block: u64,
     state: Mutex<State>,
 }
@@ -32,12 +31,12 @@ struct Shared {
 #[derive(Default)]
 struct State {
     dirty: RoaringBitmap,
-    /// The blocks of changes that are under way: one for each thread that makes one.
+    /// The blocks of changes in flight: one entry per thread making one.
     under_way: HashMap<u64, Range<u64>>,
     next: u64,
 }
 
-/// Marks a [`Tracked`] and tells what changed since.
+/// Sets marks on a [`Tracked`] and reports what changed since.
 #[derive(Clone)]
 pub struct TrackHandle {
     shared: Arc<Shared>,
@@ -52,7 +51,7 @@ pub struct Dirty {
 }
 
 impl Dirty {
-    /// The runs of changed bytes, in order and apart, cut off at the device's end.
+    /// The runs of changed bytes, in order and disjoint, clipped to the device.
     pub fn runs(&self) -> impl Iterator<Item = Range<u64>> {
         let mut blocks = self.blocks.iter().map(u64::from).peekable();
         std::iter::from_fn(move || {
@@ -65,7 +64,7 @@ impl Dirty {
         })
     }
 
-    /// Bytes in all runs.
+    /// Total bytes of all runs.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         match self.blocks.max() {
@@ -83,7 +82,7 @@ impl Dirty {
         self.blocks.is_empty()
     }
 
-    /// Whether the byte at `offset` is in a run.
+    /// Whether a run contains the byte at `offset`.
     #[must_use]
     pub fn contains(&self, offset: u64) -> bool {
         u32::try_from(offset / self.block).is_ok_and(|block| self.blocks.contains(block))
@@ -91,19 +90,19 @@ impl Dirty {
 }
 
 impl TrackHandle {
-    /// Forgets all changes that have returned.
+    /// Sets a mark: drops all changes that have completed.
     pub fn mark(&self) {
         drop(self.take());
     }
 
-    /// What changed since the mark; before the first one, since the device was made.
+    /// What changed since the mark; without one, since the device was created.
     #[must_use]
     pub fn dirty_since_mark(&self) -> Dirty {
         let blocks = self.shared.state.lock().dirty.clone();
         self.shared.dirty(blocks)
     }
 
-    /// What changed since the mark, and a mark, in one step: no change is lost between them.
+    /// What changed since the mark, and a new mark, atomically: no change is lost in between.
     #[must_use = "what is not used is lost"]
     pub fn take(&self) -> Dirty {
         let mut state = self.shared.state.lock();
@@ -115,10 +114,10 @@ impl TrackHandle {
         self.shared.dirty(taken)
     }
 
-    /// Adds what was taken again, for who could not deal with it.
+    /// Merges a taken set back, for a caller that could not process it.
     ///
     /// # Panics
-    /// When `dirty` is of a device of another shape.
+    /// If `dirty` comes from a device with another shape.
     pub fn put_back(&self, dirty: Dirty) {
         assert!(
             (dirty.size, dirty.block) == (self.shared.size, self.shared.block),
@@ -127,7 +126,7 @@ impl TrackHandle {
         self.shared.state.lock().dirty |= dirty.blocks;
     }
 
-    /// Bytes in a block.
+    /// Block size in bytes.
     #[must_use]
     pub fn granularity(&self) -> u64 {
         self.shared.block
@@ -143,13 +142,13 @@ impl std::fmt::Debug for TrackHandle {
     }
 }
 
-/// The block in which a device is tracked.
+/// The block size with which a device is tracked.
 fn block_for(size: u64, granularity: u32) -> u64 {
     let least = size.div_ceil(MAX_BLOCKS).next_power_of_two();
     u64::from(granularity).max(least)
 }
 
-/// As the bitmap counts; there are no more than [`MAX_BLOCKS`].
+/// In the bitmap's index type; there are at most [`MAX_BLOCKS`].
 fn narrow(blocks: &Range<u64>) -> Range<u32> {
     let narrow = |block| u32::try_from(block).unwrap_or(u32::MAX);
     narrow(blocks.start)..narrow(blocks.end)
@@ -165,7 +164,7 @@ impl Shared {
     }
 }
 
-/// A change under way; it has returned when this is dropped, also by a panic.
+/// A change in flight; completes on drop, also on a panic.
 struct UnderWay<'a> {
     shared: &'a Shared,
     id: u64,
@@ -178,11 +177,11 @@ impl Drop for UnderWay<'_> {
 }
 
 impl<D: BlockDevice> Tracked<D> {
-    /// Tracks from now on, in blocks of `granularity` bytes, or of more where a device is so large that they were more
-    /// than 2^28; the handle knows.
+    /// Starts tracking, in blocks of `granularity` bytes, or larger ones if the device would have more than 2^28; the
+    /// handle knows the size.
     ///
     /// # Panics
-    /// When `granularity` is no power of two.
+    /// If `granularity` is not a power of two.
     pub fn new(inner: D, granularity: u32) -> (Self, TrackHandle) {
         assert!(
             granularity.is_power_of_two(),

@@ -1,4 +1,4 @@
-//! Chunks that arrive: they are stored in the cache, and requests that wait for them are woken.
+//! Arriving chunks: they are stored in the cache, and the requests waiting for them are woken.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -9,13 +9,13 @@ use super::state::ChunkState;
 use super::wait::{Outcome, Waiting};
 use crate::remote::{Chunks, Content, Fetched};
 
-/// What became of a chunk that arrived.
+/// What happened to a chunk that arrived.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Taken {
     Stored,
-    /// What is here already is newer.
+    /// The local contents are newer.
     Newer,
-    /// There is no room for it, or it is not what it should be.
+    /// There is no room for it, or its contents are invalid.
     Refused,
 }
 
@@ -26,7 +26,7 @@ impl Shared {
         }
         let mut pulled = 0;
         for Fetched { index, content } in chunks {
-            // What nobody asked for may be older than what is here.
+            // Chunks that were not requested may be older than the local ones.
             if index >= self.states.count() || !self.states.in_flight(index) {
                 continue;
             }
@@ -48,8 +48,8 @@ impl Shared {
         }
     }
 
-    /// Puts a chunk where it belongs. Says who waits for it, and what they are to be told: they are taken down while the
-    /// chunk counts as asked for and so is not evicted, hence none of them comes after a write that is not in it.
+    /// Stores a chunk. Returns its waiters and their outcome: they are collected while the chunk counts as in flight
+    /// and so cannot be evicted, hence none of them joined after a write that the outcome lacks.
     fn take_one(&self, index: u64, content: Content) -> (Taken, Waiting, Outcome) {
         if matches!(&content, Content::Data(bytes, _) if bytes.len() as u64 != self.geometry.length(index))
         {
@@ -58,7 +58,7 @@ impl Shared {
             return (Taken::Refused, waiting, Outcome::Failed(error));
         }
         let room = self.make_room(index);
-        // Nobody writes to a chunk that is handed out between the look and the taking down.
+        // Nobody writes to a chunk that is handed out between this check and collecting the waiters.
         if let Err(error) = room
             && let _stripe = self.states.read(index)
             && self.states.get(index) == ChunkState::Absent
@@ -66,7 +66,7 @@ impl Shared {
             let waiting = self.waits.take(index);
             return (Taken::Refused, waiting, Outcome::Handed(content, error));
         }
-        // If there was no room, it has been written to meanwhile, and has its own.
+        // If there was no room, it has been written to meanwhile and occupies its own space.
         match self.store(index, &content) {
             Ok(held) => {
                 if matches!(held, Some(Content::Data(..))) {
@@ -85,7 +85,7 @@ impl Shared {
                 let _stripe = self.states.read(index);
                 let outcome = match self.states.get(index) {
                     ChunkState::Absent => Outcome::Handed(content, error),
-                    // Without what was written to it here, it must not be used.
+                    // Without the local writes it must not be used.
                     _ => Outcome::Failed(error),
                 };
                 (Taken::Refused, self.waits.take(index), outcome)
@@ -93,7 +93,7 @@ impl Shared {
         }
     }
 
-    /// Room for a chunk that arrives: what somebody waits for may push out what nobody uses, the rest may not.
+    /// Makes room for an arriving chunk: one with waiters may evict unused chunks, others may not.
     fn make_room(&self, index: u64) -> Result<(), DeviceError> {
         match self.waits.any(index) {
             _ if self.states.get(index).stored() => Ok(()),
@@ -104,10 +104,11 @@ impl Shared {
         }
     }
 
-    /// Puts a chunk in its place, and says what it holds there; none when there was something newer.
+    /// Stores a chunk and returns its final contents; none when the local ones are newer.
     fn store(&self, index: u64, content: &Content) -> Result<Option<Content>, DeviceError> {
         let _stripe = self.states.write(index);
-        // It may come twice: the second may be older than what is here, and after a close the files are another's.
+        // It may arrive twice, the second time older than the local contents; after a close the files may belong to
+        // another process.
         if self.is_closed() || !self.states.in_flight(index) {
             return Ok(None);
         }
@@ -123,7 +124,7 @@ impl Shared {
             }
             (ChunkState::Partial, _) => {
                 self.fill_up(index, content)?;
-                // What was written here before is part of it, and may be newer than what came.
+                // The local writes are part of it, and may be newer than what arrived.
                 let bytes = self.cache.chunk(index)?;
                 let digest = Digest(blake3::hash(&bytes).into());
                 Ok(Some(Content::Data(bytes.into(), digest)))
@@ -132,7 +133,7 @@ impl Shared {
         }
     }
 
-    /// The stripe's write lock is held.
+    /// The caller holds the stripe's write lock.
     pub(super) fn become_clean(&self, index: u64, state: ChunkState, digest: Option<Digest>) {
         let mut table = self.table.lock();
         table.present.remove(&index);
@@ -140,7 +141,7 @@ impl Shared {
         self.states.set(index, state);
     }
 
-    /// Adds to a partial chunk what it does not have.
+    /// Adds the missing subchunks to a partial chunk.
     fn fill_up(&self, index: u64, content: &Content) -> Result<(), DeviceError> {
         let here = self.table.lock().present.get(&index).copied().unwrap_or(0);
         let start = self.geometry.start(index);
@@ -163,7 +164,7 @@ impl Shared {
         }
         table.guarded.insert(index);
         drop(table);
-        // All that was written here is at the far side already.
+        // All local writes are at the remote already.
         let bytes = self.cache.chunk(index)?;
         self.become_clean(
             index,
@@ -197,7 +198,7 @@ impl Shared {
         }
     }
 
-    /// A partial chunk with nothing left to push is as good as absent once no fetch of it is under way.
+    /// A partial chunk with nothing left to push becomes absent once no fetch of it is in flight.
     pub(super) fn settle_partial(&self, index: u64) {
         if self.states.get(index) != ChunkState::Partial {
             return;

@@ -21,17 +21,17 @@ const BEFORE_WRITE: &str = "before-write";
 const MAGIC: &[u8; 8] = b"DRVRMNT\0";
 const VERSION: u32 = 2;
 const HEADER: usize = 88;
-/// Of version 1, which did not say of which image it is.
+/// Version 1, which does not record the image.
 const FORMER: u32 = 1;
 const FORMER_HEADER: usize = 56;
 
-/// Records that are not about chunks: `first` is an epoch.
+/// Records that are not about chunks: `first` holds an epoch.
 const COMMITTED: u8 = 64;
 const INTENT: u8 = 65;
 const OPENED: u8 = 66;
 const CLOSED: u8 = 67;
 
-/// The bytes of chunks, and their digests. Any thread at any time; `state.rs` says who may touch which chunk.
+/// The chunks' bytes and digests. Usable from any thread; `state.rs` defines who may access which chunk.
 pub struct Cache {
     pub geometry: Geometry,
     directory: Arc<dyn Directory>,
@@ -40,7 +40,7 @@ pub struct Cache {
     lock: Mutex<Option<Box<dyn Send + Sync>>>,
 }
 
-/// The map of a cache that was opened.
+/// The map of an opened cache.
 pub struct OpenedMap {
     pub log: Log,
     /// The cache was not closed cleanly.
@@ -60,14 +60,14 @@ fn io(
     }
 }
 
-/// Which device a cache belongs to.
+/// The device that a cache belongs to.
 #[derive(Clone, Copy)]
 pub struct CacheOf<'a> {
-    /// What the device is called.
+    /// The device's identity.
     pub identity: &'a [u8],
     /// The image's digest.
     pub image: Digest,
-    /// The digest that a cache of version 1 is known to be of.
+    /// The digest that a version 1 cache is known to belong to.
     pub former: Option<Digest>,
 }
 
@@ -82,7 +82,7 @@ fn header(geometry: Geometry, of: CacheOf<'_>) -> Vec<u8> {
 }
 
 impl Cache {
-    /// Opens the cache in a directory, or makes an empty one where there is none.
+    /// Opens the cache in a directory, or creates an empty one.
     pub fn open(
         directory: Arc<dyn Directory>,
         geometry: Geometry,
@@ -112,7 +112,7 @@ impl Cache {
                     lock: Mutex::new(Some(lock)),
                 };
                 if unclean {
-                    // What a killed process wrote may be in memory only, and the map counts on it.
+                    // The page cache may hold writes of a killed process that the map relies on.
                     cache.sync()?;
                 }
                 Ok((cache, OpenedMap { log, unclean }))
@@ -160,7 +160,7 @@ impl Cache {
         Ok((cache, found))
     }
 
-    /// Fills `buffer` from the device's `offset`.
+    /// Reads at `offset` of the device.
     pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         read_exact_at(self.data.as_ref(), buffer, offset).map_err(|error| match error.kind() {
             std::io::ErrorKind::UnexpectedEof => DeviceError::Corrupt(format!(
@@ -175,7 +175,7 @@ impl Cache {
         Ok(self.data.write_at(data, offset)?)
     }
 
-    /// Zeros, without room where the file system can.
+    /// Zeros a range, deallocating it where the file system can.
     pub fn punch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
         Ok(self.data.punch_hole(offset, length)?)
     }
@@ -197,7 +197,7 @@ impl Cache {
         Ok(digest)
     }
 
-    /// Writes digests of chunks, which are in order.
+    /// Writes digests of chunks, in ascending order.
     pub fn write_digests(&self, digests: &[(u64, Digest)]) -> Result<(), DeviceError> {
         for run in digests.chunk_by(|a, b| a.0 + 1 == b.0) {
             let bytes: Vec<u8> = run.iter().flat_map(|(_, digest)| digest.0).collect();
@@ -221,12 +221,12 @@ impl Cache {
         self.digests.sync().map_err(io(directory, "sync", DIGESTS))
     }
 
-    /// Lets somebody else open it; nothing may be changed here from then on.
+    /// Releases the lock; nothing may be changed through this value afterwards.
     pub fn unlock(&self) {
         *self.lock.lock() = None;
     }
 
-    /// Takes the cache away, of which nothing is needed any more. Needs no room on its disk.
+    /// Deletes a cache that is no longer needed. Needs no disk space.
     pub fn forget(&self) -> std::io::Result<()> {
         // The map is what makes it a cache.
         self.directory.remove(MAP)?;
@@ -235,7 +235,7 @@ impl Cache {
         self.directory.remove(DIGESTS)
     }
 
-    /// A sparse file without a name, as long as the device, for what an epoch must remember.
+    /// An unnamed sparse file, as long as the device, for the copy-before-write store.
     pub fn copy_before(&self) -> Result<Box<dyn File>, DeviceError> {
         let file = self.directory.create(BEFORE_WRITE)?;
         self.directory.remove(BEFORE_WRITE)?;
@@ -244,14 +244,14 @@ impl Cache {
     }
 }
 
-/// What a cache that is not open holds.
+/// The contents of a cache that is not open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheContents {
-    /// The device that it is a cache of.
+    /// Shape of the cached device.
     pub shape: Shape,
-    /// Bytes that were written and are not known to be at the far side; whole subchunks.
+    /// Written bytes not known to be at the remote, in whole subchunks.
     pub dirty: u64,
-    /// The digest of the image; none in a cache of version 1, which does not say.
+    /// Digest of the image; none in a version 1 cache, which does not record it.
     pub image: Option<Digest>,
 }
 
@@ -259,7 +259,7 @@ impl CacheContents {
     /// Reads the map of the cache in `directory`; none when there is no cache.
     ///
     /// # Errors
-    /// [`SyncedError`]: in use, or not a map that can be read.
+    /// [`SyncedError`]: the cache is in use, or its map cannot be read.
     pub fn read(directory: &Arc<dyn Directory>) -> Result<Option<Self>, SyncedError> {
         let opened = match ChunkLog::open(Arc::clone(directory), MAP) {
             Ok(opened) => opened,
@@ -316,7 +316,7 @@ fn exclusive(directory: &dyn Directory) -> Result<Box<dyn Send + Sync>, SyncedEr
         })
 }
 
-/// Which version a header is of, if it is one.
+/// The version of a header, if it is one.
 fn version_of(header: &[u8]) -> Option<u32> {
     let is_magic = header.len() >= 12 && header[..8] == *MAGIC;
     let number = header.get(8..12)?.iter().rev();
@@ -329,7 +329,7 @@ fn version_of(header: &[u8]) -> Option<u32> {
     (is_magic && header.len() == length).then_some(version)
 }
 
-/// Whether it is of version 1, and may be taken over.
+/// Whether it is a version 1 header that may be adopted.
 fn check_header(
     directory: &dyn Directory,
     found: &[u8],
@@ -350,7 +350,7 @@ fn check_header(
     }
 }
 
-/// What the map says of a chunk: its state, and the subchunks meant.
+/// A map entry: the chunk's state, and the subchunks it applies to.
 #[derive(Clone, Copy)]
 struct Chunk(ChunkState, Mask);
 
@@ -364,15 +364,15 @@ impl ChunkValue for Chunk {
     }
 }
 
-/// The map on disk, and how it stands with the far side.
+/// The map on disk, and the epoch it agrees with.
 pub struct Log {
     map: ChunkMap<Chunk>,
     geometry: Geometry,
-    /// The far side's epoch that the clean chunks agree with; none before the far side was first reached.
+    /// The remote's epoch that the clean chunks agree with; none before the remote was first reached.
     pub committed: Option<Epoch>,
-    /// The epoch that a commit was asked for, since.
+    /// The epoch whose commit has been requested since.
     pub intent: Option<Epoch>,
-    /// The file may not say yet what `committed` says.
+    /// The file may not record `committed` yet.
     unsaid: bool,
 }
 
@@ -405,14 +405,14 @@ impl Log {
         Ok((log, !closed))
     }
 
-    /// For every chunk that is not absent: its state, and the subchunks meant.
+    /// Every chunk that is not absent: its state, and the subchunks it applies to.
     pub fn chunks(&self) -> impl Iterator<Item = (u64, ChunkState, Mask)> {
         let there = self.map.iter();
         // A file may name subchunks that the last chunk does not have.
         there.map(|(index, chunk)| (index, chunk.0, chunk.1 & self.geometry.all(index)))
     }
 
-    /// What the file says beside the chunks.
+    /// The records that are not about chunks.
     fn notes(&self) -> Vec<Record> {
         let committed = self.committed.map(|epoch| mark(COMMITTED, epoch));
         let intent = self.intent.map(|epoch| mark(INTENT, epoch));
@@ -423,8 +423,7 @@ impl Log {
             .collect()
     }
 
-    /// Writes down states: durably, when what they count on is durable already, else so that a killed process leaves
-    /// them behind.
+    /// Records states: durably if the data they depend on is durable, else only so that they survive a killed process.
     pub fn save(
         &mut self,
         chunks: &[(u64, ChunkState, Mask)],
@@ -444,14 +443,14 @@ impl Log {
         self.map.rewrite(&self.notes())
     }
 
-    /// Before the first change after an open: from now on a stop without [`Log::close`] is noticed.
+    /// Called before the first change after an open: from now on a stop without [`Log::close`] is detected.
     pub fn begin(&mut self) -> Result<(), DeviceError> {
         Ok(self.append(&[mark(OPENED, Epoch(0))])?)
     }
 
-    /// Before a commit is asked for: should the answer be lost, the epoch is known to be ours.
+    /// Called before a commit is requested: if the reply is lost, the epoch is recognised as ours.
     pub fn intend(&mut self, epoch: Epoch) -> Result<(), DeviceError> {
-        // In one go: with the intent alone, the epoch before would be nobody's.
+        // In one write: with the intent alone, the previous epoch would not be recognised.
         let said = self.committed.filter(|_| self.unsaid);
         let said = said.map(|epoch| mark(COMMITTED, epoch));
         let mut records: Vec<_> = said.into_iter().collect();
@@ -462,7 +461,7 @@ impl Log {
         Ok(())
     }
 
-    /// The far side is at this epoch, and what is clean here agrees with it. After an error that is still so: it is said
+    /// The remote is at this epoch, and the clean chunks agree with it. That holds after an error too: it is recorded
     /// with the next intent.
     pub fn agree(&mut self, epoch: Epoch) -> Result<(), DeviceError> {
         (self.committed, self.intent) = (Some(epoch), None);
@@ -472,29 +471,29 @@ impl Log {
         Ok(())
     }
 
-    /// Whether what is clean here agrees with the far side at this epoch.
+    /// Whether the clean chunks agree with the remote at this epoch.
     pub fn knows(&self, epoch: Epoch) -> bool {
         self.committed.is_none_or(|committed| committed == epoch) || self.intent == Some(epoch)
     }
 
-    /// Every chunk is absent again.
+    /// Makes every chunk absent again.
     pub fn forget(&mut self) -> Result<(), DeviceError> {
         Ok(self.map.clear(&self.notes())?)
     }
 
-    /// Whether the file says that a chunk must be pushed.
+    /// Whether the file records that a chunk must be pushed.
     pub fn needs_push(&self, index: u64) -> bool {
         self.map
             .get(index)
             .is_some_and(|chunk| chunk.0.needs_push())
     }
 
-    /// Whether the file says that anything must be pushed.
+    /// Whether the file records that anything must be pushed.
     pub fn is_dirty(&self) -> bool {
         self.map.iter().any(|(_, chunk)| chunk.0.needs_push())
     }
 
-    /// All is saved, nothing will change.
+    /// Everything is saved and nothing will change.
     pub fn close(&mut self) -> Result<(), DeviceError> {
         Ok(self.append(&[mark(CLOSED, Epoch(0))])?)
     }

@@ -1,5 +1,5 @@
-//! The copy-before-write store: the former bytes of subchunks that are overwritten while an epoch with them is being
-//! pushed. In memory up to a limit, then in an unnamed sparse file, each subchunk at its own offset.
+//! The copy-before-write store: the old bytes of subchunks overwritten while an epoch containing them is being pushed.
+//! In memory up to a limit, then in an unnamed sparse file, each subchunk at its own offset.
 
 use std::collections::HashMap;
 
@@ -8,28 +8,28 @@ use drover_core::DeviceError;
 use super::cache::Cache;
 use drover_storage::{File, read_exact_at};
 
-/// Bytes kept in memory.
+/// Limit of the bytes kept in memory.
 const IN_MEMORY: u64 = 32 << 20;
 
-/// By a subchunk's offset in the device; each is kept once at most. Emptied when the epoch is over.
+/// Keyed by a subchunk's offset in the device; each is kept at most once. Cleared when the epoch ends.
 #[derive(Default)]
 pub struct CopyBeforeWrite {
     kept: HashMap<u64, Vec<u8>>,
     bytes: u64,
     file: Option<Box<dyn File>>,
-    /// Bytes in the file, at most.
+    /// Upper bound of the bytes in the file.
     filed: u64,
 }
 
 impl CopyBeforeWrite {
-    /// Keeps the bytes of a subchunk; none are zeros.
+    /// Keeps the bytes of a subchunk; none means zeros.
     pub fn keep(
         &mut self,
         offset: u64,
         bytes: Option<Vec<u8>>,
         cache: &Cache,
     ) -> Result<(), DeviceError> {
-        // Zeros are what the file has where nothing was written.
+        // Holes in the file read as zeros.
         let Some(bytes) = bytes else { return Ok(()) };
         let length = bytes.len() as u64;
         if self.bytes + length <= IN_MEMORY {
@@ -41,7 +41,7 @@ impl CopyBeforeWrite {
             Some(file) => file,
             None => self.file.insert(cache.copy_before()?),
         };
-        // Also one that fails may take some.
+        // Counted before the result: a failed write may take space too.
         self.filed += length;
         Ok(file.write_at(&bytes, offset)?)
     }
@@ -61,7 +61,7 @@ impl CopyBeforeWrite {
         Ok(())
     }
 
-    /// Whether it takes room on the disk.
+    /// Whether it occupies disk space.
     pub fn takes_room(&self) -> bool {
         self.filed > 0
     }

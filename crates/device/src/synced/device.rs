@@ -79,7 +79,7 @@ impl BlockDevice for Synced {
     fn write_cost(&self, offset: u64, length: u64) -> Cost {
         let end = offset.saturating_add(length).min(self.size());
         let offset = offset.min(end);
-        // In a cache of limited size only what is dirty is sure to have its room when the write comes to it.
+        // With a cache limit, only a write to a dirty chunk is certain to have room.
         let limited = self.shared.cache_limit.is_some();
         let ready = |index| match self.shared.states.get(index) {
             ChunkState::Dirty => true,
@@ -95,7 +95,7 @@ impl BlockDevice for Synced {
 }
 
 impl Shared {
-    /// Extents by state; a reply covers at most as many chunks as bounds its size.
+    /// Extents by state; the number of chunks covered is limited to bound the reply.
     fn extents(&self, offset: u64, length: u64) -> Vec<Extent> {
         const MOST: usize = 1 << 16;
         let mut runs: Vec<Extent> = Vec::new();
@@ -116,7 +116,7 @@ impl Shared {
             }
         }
         if runs.is_empty() {
-            // Nobody asks about nothing, but an answer is due.
+            // An empty range still gets a reply.
             runs.push(Extent {
                 offset,
                 length,

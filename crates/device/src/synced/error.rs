@@ -7,19 +7,19 @@ use drover_storage::chunk_log::ChunkLogError;
 /// Why a managed device cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum SyncedError {
-    /// The directory caches something else.
+    /// The directory is a cache of something else.
     #[error(
         "{file} belongs to a cache of another image, or of another size or chunk; name another cache directory, or \
          remove this one"
     )]
     OtherImage {
-        /// The map.
+        /// The map file.
         file: String,
     },
     /// The directory holds some other log.
     #[error("{file} is not the map of a mount's cache; name another cache directory")]
     NotACache {
-        /// The map.
+        /// The map file.
         file: String,
     },
     /// Written by another version of drover.
@@ -27,13 +27,13 @@ pub enum SyncedError {
         "{file} is the map of a cache of another version of drover; use that one to push what it holds, or remove the cache"
     )]
     Version {
-        /// The map.
+        /// The map file.
         file: String,
     },
-    /// Somebody else has it open.
+    /// Another process has it open.
     #[error("{directory} is locked: another mount uses this cache; unmount it first")]
     InUse {
-        /// The lock.
+        /// The lock file.
         directory: String,
     },
     /// Both sides have changes.
@@ -42,20 +42,20 @@ pub enum SyncedError {
          were not pushed; copy what you need from one of them, then remove the cache"
     )]
     Conflict,
-    /// The map cannot be used.
+    /// The map is unusable.
     #[error(transparent)]
     Map(#[from] ChunkLogError),
-    /// A file of the cache cannot be used.
+    /// A file of the cache is unusable.
     #[error("cannot {doing} {file}: {source}")]
     Io {
-        /// What was being done.
+        /// The operation.
         doing: &'static str,
         /// The file.
         file: String,
-        /// What was reported.
+        /// The cause.
         source: io::Error,
     },
-    /// The far side, or the device itself.
+    /// An error of the remote or of the device itself.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }

@@ -9,21 +9,21 @@ use drover_core::DeviceError;
 use super::shared::Shared;
 use super::state::ChunkState;
 
-/// How long a writer waits at a time for the pusher to make chunks clean.
+/// How long a writer waits at a time for the pusher to clean chunks.
 const WAIT: Duration = Duration::from_millis(50);
 
-/// How long it waits for one that is being refused.
+/// How long it waits while pushes are being refused.
 const RETRY_LIMIT: Duration = Duration::from_millis(300);
 
-/// Chunks that are evicted when the cache's disk is full.
+/// Chunks evicted at once when the cache's disk is full.
 pub(super) const AT_ONCE: u64 = 16;
 
-/// What an eviction leaves alone beside what is dirty.
+/// What an eviction spares besides dirty chunks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sparing {
     /// Nothing else.
     Nothing,
-    /// What came ahead of a reader who has not used it.
+    /// Read-ahead that has not been used yet.
     Ahead,
 }
 
@@ -32,13 +32,13 @@ fn full(what: &str) -> DeviceError {
 }
 
 impl Shared {
-    /// Whether `more` chunks would not find room without eviction.
+    /// Whether `more` chunks would need an eviction.
     pub(super) fn is_full(&self, more: u64) -> bool {
         self.cache_limit
             .is_some_and(|limit| self.states.stored() + more > limit)
     }
 
-    /// Makes room without waiting for the far side.
+    /// Makes room without waiting for the remote.
     pub(super) fn evict_for(&self, chunks: u64, keep: &Range<u64>) -> Result<(), DeviceError> {
         let Some(limit) = self.cache_limit else {
             return Ok(());
@@ -48,7 +48,7 @@ impl Shared {
             if over == 0 || self.evict(over, keep, Sparing::Nothing) >= over {
                 return Ok(());
             }
-            // Chunks that were pushed a moment ago can go once the map calls them clean.
+            // Chunks pushed just now become evictable once the map records them as clean.
             if self.table.lock().guarded.is_empty() {
                 break;
             }
@@ -57,7 +57,7 @@ impl Shared {
         Err(full("what was not pushed yet"))
     }
 
-    /// Makes room for a chunk that comes ahead of a reader: of what no reader is to come for.
+    /// Makes room for a read-ahead chunk, sparing unused read-ahead.
     pub(super) fn evict_for_ahead(&self, index: u64) -> Result<(), DeviceError> {
         let limit = self.cache_limit.unwrap_or(u64::MAX);
         let over = (self.states.stored() + 1).saturating_sub(limit);
@@ -67,7 +67,7 @@ impl Shared {
         }
     }
 
-    /// Makes room for a write; waits for the pusher, and for the link that it needs, when all that is left is dirty.
+    /// Makes room for a write; waits for the pusher, and for the link it needs, when only dirty chunks are left.
     pub(super) fn reserve(
         &self,
         chunks: u64,
@@ -89,8 +89,7 @@ impl Shared {
         }
     }
 
-    /// Has dirty chunks made clean, for a request that cannot go on otherwise.
-    /// `long`: it has been waited for before.
+    /// Gets dirty chunks cleaned for a request that is blocked on them. `long`: the request has waited before.
     pub(super) fn wait_for_room(&self, deadline: Instant, long: bool) -> Result<(), DeviceError> {
         self.alive()?;
         if let Some(why) = self.push.trouble().filter(|_| long) {
@@ -106,7 +105,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Does something that needs room on the cache's disk; when there is none, again with what clean chunks took.
+    /// Runs an operation that needs space on the cache's disk; if there is none, evicts clean chunks and retries once.
     pub(super) fn with_room<T>(
         &self,
         work: impl Fn() -> Result<T, DeviceError>,
@@ -119,11 +118,11 @@ impl Shared {
         }
     }
 
-    /// Lets up to `count` clean chunks go, but none of `keep`, and says how many went.
+    /// Evicts up to `count` clean chunks, none of them in `keep`; returns how many.
     pub(super) fn evict(&self, count: u64, keep: &Range<u64>, sparing: Sparing) -> u64 {
         let chunks = self.states.count();
         let mut gone = 0;
-        // Twice around: the first time may only find marks to clear. What no reader has come for goes last.
+        // Two rounds: the first may only clear reference bits. Unused read-ahead is evicted last.
         let rounds = match sparing {
             Sparing::Ahead => 2,
             Sparing::Nothing => 3,
@@ -148,8 +147,7 @@ impl Shared {
         gone
     }
 
-    /// Gives some of the disk back that clean chunks take, while the device closes: nobody else is at them any more, and the
-    /// map is written after this.
+    /// Frees disk space of clean chunks during a close: nothing else accesses them, and the map is written afterwards.
     pub(super) fn evict_at_close(&self) -> bool {
         let spare = (0..self.states.count()).filter(|i| self.states.get(*i).spare());
         let gone = spare.filter(|i| self.evict_chunk(*i, true));
@@ -160,7 +158,7 @@ impl Shared {
         let _stripe = self.states.write(index);
         let state = self.states.get(index);
         let mut table = self.table.lock();
-        // After a close the map says what is here, and nobody would correct it.
+        // After a close the map is final and would not be corrected.
         let can = (closing || !self.is_closed())
             && state.spare()
             && !self.states.in_flight(index)
@@ -175,7 +173,7 @@ impl Shared {
         self.states.set(index, ChunkState::Absent);
         drop(table);
         self.spoil_presence(index);
-        // Should it fail, the space is not given back, which the next write of it makes good.
+        // If this fails the space stays allocated until the chunk is written again.
         if let Err(error) = self
             .cache
             .punch(self.geometry.start(index), self.geometry.length(index))

@@ -1,4 +1,4 @@
-//! Handles that control a managed device: pulling, pushing, progress.
+//! Control handles of a managed device: pulling, pushing, progress.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -14,47 +14,47 @@ use crate::remote::{Chunks, Epoch, Link, Traffic};
 /// Progress and status of a managed device.
 #[derive(Clone, Debug)]
 pub struct Progress {
-    /// Chunks in all.
+    /// Total number of chunks.
     pub chunks: u64,
-    /// Chunks that need no fetch: those here, and those known to be zero.
+    /// Chunks that need no fetch: those in the cache and those known to be zero.
     pub local: u64,
-    /// Bytes of chunks that take room in the cache.
+    /// Bytes of chunks that occupy space in the cache.
     pub stored_bytes: u64,
-    /// Bytes that were written and are not at the far side.
+    /// Bytes written locally and not yet committed at the remote.
     pub dirty_bytes: u64,
-    /// What moves.
+    /// Transfer rates and totals of the remote.
     pub traffic: Traffic,
-    /// Until all chunks are local, at the present rate; none while nothing moves or when nothing is pulled.
+    /// Estimated time until all chunks are local, at the current rate; none while nothing is transferred or pulled.
     pub seconds_left: Option<f64>,
-    /// Whether the far side can be reached.
+    /// Whether the remote is reachable.
     pub link: Link,
-    /// The last epoch that counts at the far side.
+    /// The last epoch committed at the remote.
     pub epoch: Epoch,
-    /// Where a flush puts things.
+    /// Where a flush makes data durable.
     pub sync: Sync,
-    /// What is being pushed.
+    /// The epoch being pushed.
     pub pushing: Pushing,
-    /// Why dirty bytes do not get to the far side, if it refuses them, why the device stands still, or that what came last
-    /// did not fit on the cache's disk.
+    /// Why dirty bytes do not reach the remote (a refusal), why the device has stopped, or that the last arrivals did
+    /// not fit on the cache's disk.
     pub trouble: Option<DeviceError>,
 }
 
 /// Progress of the epoch that is being pushed.
 #[derive(Clone, Debug, Default)]
 pub struct Pushing {
-    /// Its bytes; 0 when there is none.
+    /// Size of the epoch in bytes; 0 when there is none.
     pub bytes: u64,
-    /// Those of them that the far side has staged: they are not sent again.
+    /// Bytes of it that the remote has staged already; they are not sent again.
     pub staged: u64,
-    /// How often pushes failed since one succeeded.
+    /// Failed pushes since the last success.
     pub failures: u64,
-    /// Why the last of them did.
+    /// Error of the last failed push.
     pub why: Option<DeviceError>,
 }
 
 impl Shared {
     fn pushing(&self) -> Pushing {
-        // One after the other: the pusher takes the table's lock inside its own.
+        // Not nested: the pusher takes the table's lock inside its own.
         let (failures, why) = self.push.failures();
         let table = self.table.lock();
         Pushing {
@@ -77,7 +77,7 @@ impl Shared {
     }
 
     pub(super) fn progress(&self) -> Progress {
-        // Let go of before the pusher's lock is taken, inside which the pusher takes this one.
+        // Released before the pusher's lock is taken: the pusher takes this one inside its own.
         let link = self.link.lock().clone();
         let (chunks, local) = (self.states.count(), self.states.local());
         let traffic = self.remote.traffic();
@@ -102,7 +102,7 @@ impl Shared {
     }
 }
 
-/// Steers what is pulled in the background.
+/// Controls background pulling.
 #[derive(Clone)]
 pub struct PullHandle {
     shared: Arc<Shared>,
@@ -113,30 +113,31 @@ impl PullHandle {
         Self { shared }
     }
 
-    /// Pulls nothing but what is asked for, until [`PullHandle::resume`]. What is under way still comes.
+    /// Stops background pulling until [`PullHandle::resume`]. Fetches in flight still complete; demand fetches
+    /// continue.
     pub fn pause(&self) {
         self.shared.set_paused(true);
     }
 
-    /// Goes on after [`PullHandle::pause`].
+    /// Resumes after [`PullHandle::pause`].
     pub fn resume(&self) {
         self.shared.set_paused(false);
     }
 
-    /// Pulls in another order from now on.
+    /// Changes the pull order.
     pub fn set_order(&self, order: &Order) {
         self.shared.set_order(order);
     }
 
-    /// Waits until every chunk is local, for at most `time`; false when some are not.
+    /// Waits up to `time` until every chunk is local; returns false if some are not.
     ///
     /// # Errors
-    /// When the device closes or stands still.
+    /// When the device closes or has failed.
     pub fn wait(&self, time: Duration) -> Result<bool, DeviceError> {
         self.shared.wait_local(time)
     }
 
-    /// In which order chunks were first read, if that is recorded.
+    /// The order of first access of chunks, if it is recorded.
     #[must_use]
     pub fn recorded(&self) -> Option<Vec<Chunks>> {
         self.shared
@@ -145,7 +146,7 @@ impl PullHandle {
             .map(super::order::Recorder::runs)
     }
 
-    /// The same as a file for [`Order::parse`].
+    /// The recorded order as file contents for [`Order::parse`].
     #[must_use]
     pub fn recorded_text(&self) -> Option<String> {
         let runs = self.recorded()?;
@@ -153,7 +154,7 @@ impl PullHandle {
     }
 }
 
-/// Steers what is pushed.
+/// Controls pushing.
 #[derive(Clone)]
 pub struct PushHandle {
     shared: Arc<Shared>,
@@ -164,16 +165,16 @@ impl PushHandle {
         Self { shared }
     }
 
-    /// Pushes all that was written before the call, and waits until the far side has it, durably.
+    /// Pushes everything written before the call and waits until it is durable at the remote.
     ///
     /// # Errors
-    /// [`DeviceError::Unavailable`] when it is not there in time; nothing is lost then. What the far side refuses.
+    /// [`DeviceError::Unavailable`] on timeout; nothing is lost then. Otherwise the remote's refusal.
     pub fn sync(&self) -> Result<(), DeviceError> {
         self.shared.alive()?;
         self.shared.push_all()
     }
 
-    /// Bytes that are not at the far side.
+    /// Bytes not yet committed at the remote.
     #[must_use]
     pub fn pending(&self) -> u64 {
         self.shared.unpushed_bytes()

@@ -9,63 +9,63 @@ use drover_storage::Directory;
 use super::order::Order;
 use crate::remote::Remote;
 
-/// Where a flush puts what was written before it.
+/// Where a flush makes earlier writes durable.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sync {
-    /// At the far side, durably: a flush takes a round trip, and waits while the link is down.
+    /// At the remote: a flush costs a round trip, and blocks while the link is down.
     #[default]
     Remote,
-    /// In the local cache, durably; it reaches the far side a little later.
+    /// In the local cache; the data is pushed to the remote asynchronously.
     Local,
 }
 
-/// What to call when something happens (r3map §1.4.5.7). From threads of the device, with no lock held.
+/// Event callbacks (r3map §1.4.5.7). Called on threads of the device, with no lock held.
 #[derive(Clone, Default)]
 pub struct Hooks {
-    /// Before dirty data is frozen for a push that `PushHandle::sync` or `Synced::close` asks for: the place to flush
-    /// what lies above. Not before the device's own pushes, which take a state as it was at some flush.
+    /// Before dirty data is frozen for a push requested by [`PushHandle::sync`] or [`Synced::close`]: the place to
+    /// flush the layers above. Not called for the device's own pushes, which capture the state as of some flush.
     pub before_sync: Option<Arc<dyn Fn() + Send + std::marker::Sync>>,
-    /// Before the device closes, while it still takes requests.
+    /// Before the device closes, while it still serves requests.
     pub before_close: Option<Arc<dyn Fn() + Send + std::marker::Sync>>,
-    /// A chunk has become local: its index.
+    /// A chunk has become local; the argument is its index.
     pub chunk_is_local: Option<Arc<dyn Fn(u64) + Send + std::marker::Sync>>,
 }
 
-/// How a managed device is set up.
+/// Options of a managed device.
 pub struct SyncedOptions {
-    /// Where the cache lives; made when it is empty. One device at a time.
+    /// The cache directory; the cache is created if the directory is empty. At most one device at a time may use it.
     pub directory: Arc<dyn Directory>,
-    /// The far side.
+    /// The remote.
     pub remote: Arc<dyn Remote>,
-    /// What names the far side's image; a cache of another identity is refused.
+    /// Identifies the remote image; a cache with another identity is refused.
     pub identity: Vec<u8>,
-    /// The image's digest, from the far side; a cache of another is refused, also one of the same name and size.
+    /// The image's digest, from the remote; a cache of another digest is refused, even with the same name and size.
     pub image: Digest,
-    /// The digest that a cache of version 1, which does not say it itself, is known to be of: with it such a cache is taken
-    /// over, without it refused.
+    /// The image digest that a version 1 cache, which does not record one, is known to belong to: such a cache is
+    /// adopted if this is set, refused otherwise.
     pub former: Option<Digest>,
-    /// Where a flush puts things.
+    /// Where a flush makes data durable.
     pub sync: Sync,
-    /// Most bytes of chunks that the cache keeps, at least 16 chunks; none: no limit.
+    /// Limit of the chunk bytes kept in the cache, at least 16 chunks; none: unlimited.
     pub cache_size: Option<u64>,
     /// What is pulled in the background, and in which order.
     pub prefetch: Order,
-    /// How often dirty data is pushed.
+    /// Interval between pushes of dirty data.
     pub push_interval: Duration,
-    /// Dirty bytes at which a push begins at once.
+    /// Dirty bytes that trigger a push at once.
     pub high_water: u64,
-    /// How long a request that needs the far side waits for it: a read of what is not here, a flush to there, a write that
-    /// finds the cache full of what was not pushed yet.
+    /// Timeout of a request that needs the remote: a read of a missing chunk, a flush to the remote, a write that finds
+    /// the cache full of unpushed data.
     pub give_up_after: Duration,
-    /// What to call.
+    /// Event callbacks.
     pub hooks: Hooks,
-    /// Remember in which order chunks are first used (`PullHandle::recorded`).
+    /// Record the order in which chunks are first used ([`PullHandle::recorded`]).
     pub record_order: bool,
 }
 
 impl SyncedOptions {
-    /// The usual ones: flushes go to the far side, everything is pulled, a push every 5 s or 256 MiB, ten minutes of
-    /// timeout.
+    /// The defaults: flushes go to the remote, everything is pulled, a push every 5 s or 256 MiB, a timeout of ten
+    /// minutes.
     #[must_use]
     pub fn new(directory: Arc<dyn Directory>, remote: Arc<dyn Remote>, identity: &[u8]) -> Self {
         Self {

@@ -10,39 +10,40 @@ use crate::remote::{Chunks, Shape};
 /// What is pulled in the background.
 #[derive(Clone, Debug, Default)]
 pub enum Order {
-    /// Nothing but what readers ask for, and what lies ahead of one that reads in order.
+    /// Nothing but demand fetches and read-ahead for sequential readers.
     None,
-    /// The places that are read first whatever is on the disk (its ends, where partition tables are), then all of it.
+    /// First the places that are read early on any disk (both ends, where partition tables are), then the rest in
+    /// order.
     #[default]
     Sequential,
     /// These first, then as [`Order::Sequential`].
     List(Vec<Chunks>),
 }
 
-/// The first line of an order's file.
+/// The first line of an order file.
 const TITLE: &str = "drover order 1";
-/// Runs of an order at most.
+/// Maximum number of runs in an order.
 pub const MAX_RUNS: usize = 1 << 20;
-/// Bytes of an order's file at most.
+/// Maximum size of an order file in bytes.
 const MAX_TEXT: usize = 64 << 20;
 
-/// Why a text is no order.
+/// Why a text cannot be parsed as an order.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OrderError {
-    /// It does not begin as one.
+    /// The title line is missing.
     #[error("it does not begin with `{TITLE}`: not a recorded order")]
     Title,
-    /// A line is no run.
+    /// A line is not a run.
     #[error("line {0} is not an offset and a length in bytes")]
     Line(usize),
-    /// It is too long.
+    /// Too many runs.
     #[error("it has more than {MAX_RUNS} runs")]
     TooLong,
 }
 
 impl Order {
-    /// Reads an order's file: a title, then `offset length` in bytes on each line, so that it fits any size of chunk.
-    /// What lies outside the device is left out: the image may have been another then.
+    /// Parses an order file: a title, then `offset length` in bytes on each line, so that it applies to any chunk size.
+    /// Runs outside the device are dropped: the image may have changed since.
     ///
     /// # Errors
     /// [`OrderError`].
@@ -73,7 +74,7 @@ impl Order {
         Ok(Self::List(runs))
     }
 
-    /// The file of an order.
+    /// The order as file contents.
     #[must_use]
     pub fn format(runs: &[Chunks], shape: Shape) -> String {
         let mut text = format!("{TITLE}\n");
@@ -88,7 +89,7 @@ impl Order {
         text
     }
 
-    /// The runs that come before the rest, in this order.
+    /// The runs pulled before the rest, in this order.
     pub(super) fn first(&self, shape: Shape) -> Vec<Chunks> {
         let mut runs: Vec<Chunks> = match self {
             Self::None => return Vec::new(),
@@ -102,7 +103,7 @@ impl Order {
                 list.iter().filter(inside).map(cut).collect()
             }
         };
-        // Partition tables and their copy at the end, boot records, super blocks of ext4, xfs and btrfs in a first
+        // Partition tables and their backup at the end, boot records, superblocks of ext4, xfs and btrfs in a first
         // partition at 1 MiB.
         let places = [
             (0, 1 << 20),
@@ -115,7 +116,7 @@ impl Order {
     }
 }
 
-/// The chunks that a range of bytes touches.
+/// The chunks that a byte range touches.
 fn run(shape: Shape, offset: u64, length: u64) -> Option<Chunks> {
     let end = offset.saturating_add(length).min(shape.size);
     if offset >= end {
@@ -129,7 +130,7 @@ fn run(shape: Shape, offset: u64, length: u64) -> Option<Chunks> {
     })
 }
 
-/// Remembers in which order chunks are first used.
+/// Records the order in which chunks are first used.
 pub struct Recorder {
     seen: Mutex<(Vec<u64>, Vec<Chunks>)>,
 }

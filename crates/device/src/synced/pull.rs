@@ -1,6 +1,5 @@
-//! Background fetching (r3map §1.4.5.3): read-ahead for sequential readers, then the given order.
-//! How much is in flight at once is the [`Remote`](crate::remote::Remote)'s business, which asks for the next run when
-//! it has room.
+//! Background fetching (r3map §1.4.5.3): read-ahead for sequential readers, then the configured order. The
+//! [`Remote`](crate::remote::Remote) controls how much is in flight: it asks for the next run when it has capacity.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -18,21 +17,21 @@ mod plan;
 pub use plan::Pull;
 use plan::{Follow, PIECE, Piece, Pulling};
 
-/// Pieces asked for and not answered.
+/// Presence queries in flight.
 const PIECES_UNDER_WAY: usize = 2;
-/// Runs ahead of readers, and runs to be fetched again, that are remembered.
+/// Maximum length of the read-ahead list and of the retry list, in runs.
 const MAX_RUNS: usize = 256;
-/// Readers in order that are followed.
+/// Sequential readers tracked at a time.
 const READERS: usize = 8;
-/// A reader in order may leave out this much.
+/// Largest forward gap, in bytes, that still counts as sequential.
 const GAP: u64 = 256 << 10;
-/// Bytes ahead of a reader: at first, and at most (or twice what the link has under way).
+/// Read-ahead window in bytes: initial, and maximum (or twice the link's window).
 const AHEAD: u64 = 1 << 20;
 const MAX_AHEAD: u64 = 8 << 20;
-/// The part of a cache of limited size that may hold what came ahead of readers, and the part that one reader may have of it.
+/// In a cache of limited size: the fraction (1/n) available to read-ahead, and to one reader.
 const AHEAD_PART: u64 = 2;
 const READER_PART: u64 = 4;
-/// What came ahead of a reader and was not read for so long will not be.
+/// Read-ahead chunks unused for this long are no longer protected.
 const STALE: Duration = Duration::from_secs(10);
 
 impl Shared {
@@ -51,7 +50,7 @@ impl Shared {
         if pull.paused || !pull.background {
             return None;
         }
-        // Nothing is pushed out for these.
+        // Background pulling evicts nothing.
         let room = self.cache_limit.map_or(u64::MAX, |limit| {
             limit.saturating_sub(self.states.stored() + self.states.asked())
         });
@@ -66,7 +65,7 @@ impl Shared {
             .or_else(|| self.next_of(&mut pull.again, most))
     }
 
-    /// The next run ahead of the reader that has least before it, then of what is said to be read soon.
+    /// The next read-ahead run: of the reader with the least data ahead of it, then of the hinted ranges.
     fn next_ahead(&self, pull: &mut Pulling, most: u64, guarded: u64) -> Option<Chunks> {
         let wanting = |f: &Follow| f.asked.max(f.next) < f.ahead;
         if pull.ahead.is_empty() && !pull.readers.iter().any(wanting) {
@@ -102,8 +101,8 @@ impl Shared {
         Some(run)
     }
 
-    /// Chunks that may be asked for ahead of readers now. In a cache of limited size they find room beside what must stay
-    /// (what is dirty, and what readers have not come to), and what was used gives way.
+    /// Number of chunks that may be requested as read-ahead now. In a cache of limited size they must fit beside what
+    /// cannot be evicted (dirty chunks, and read-ahead not yet used); used chunks are evicted for them.
     fn room_ahead(&self, pull: &mut Pulling, guarded: u64) -> u64 {
         let Some(limit) = self.cache_limit else {
             return u64::MAX;
@@ -122,7 +121,7 @@ impl Shared {
         room.min((limit / AHEAD_PART).saturating_sub(ahead))
     }
 
-    /// The next run of a list that still has to be fetched; what is done is dropped.
+    /// The next run of a list that still needs fetching; finished entries are dropped.
     fn next_of(&self, list: &mut VecDeque<Chunks>, most: u64) -> Option<Chunks> {
         while let Some(front) = list.front_mut() {
             let Some(run) = self.claim(front.first, front.end(), most) else {
@@ -143,7 +142,7 @@ impl Shared {
         None
     }
 
-    /// The next run of the rest, as far as it is known which chunks are zero.
+    /// The next run in sequential order, as far as zero chunks are known.
     fn in_order(&self, pull: &mut Pulling, most: u64) -> Option<Chunks> {
         let known = pull
             .pieces
@@ -160,7 +159,7 @@ impl Shared {
         run
     }
 
-    /// Claims the first chunks of a range that nobody has, as many in a row as there are.
+    /// Claims the first unclaimed chunks of a range, as many consecutive ones as possible.
     fn claim(&self, first: u64, end: u64, most: u64) -> Option<Chunks> {
         let mut from = first;
         loop {
@@ -173,12 +172,12 @@ impl Shared {
                     count: count as u32,
                 });
             }
-            // Somebody was faster.
+            // Another thread claimed it first.
             from = wanted.start + 1;
         }
     }
 
-    /// A run must be pulled although the puller has passed it.
+    /// Schedules a run to be pulled again after the puller has passed it.
     pub(super) fn pull_again(&self, chunks: Chunks) {
         let mut pull = self.pull.state.lock();
         match pull.again.len() < MAX_RUNS {
@@ -187,7 +186,7 @@ impl Shared {
         }
     }
 
-    /// Something will be read soon.
+    /// Hint: this range will be read soon.
     pub(super) fn read_ahead(&self, offset: u64, length: u64) {
         let touched = self.geometry.touched(offset, length);
         let Some(run) = self.states.run(touched.start, touched.end) else {
@@ -207,7 +206,7 @@ impl Shared {
         self.remote.kick();
     }
 
-    /// Follows readers that read in order.
+    /// Detects and tracks sequential readers.
     pub(super) fn notice_reader(&self, offset: u64, length: u64) {
         if self.states.local() == self.states.count() {
             return;
@@ -231,7 +230,7 @@ impl Shared {
                         .saturating_add(reader.window)
                         .min(self.geometry.shape.size);
                     let from = reader.ahead.max(end);
-                    // Not for every few bytes.
+                    // Extend only by a worthwhile amount.
                     let worth = reader.hits >= 2
                         && target > from
                         && (target - from >= reader.window / 4
@@ -264,7 +263,7 @@ impl Shared {
         }
     }
 
-    /// Asks which chunks of the next pieces are zero.
+    /// Queries which chunks of the next pieces are zero.
     pub(super) fn ask_presence(&self) {
         let mut asked = Vec::new();
         {
@@ -299,7 +298,7 @@ impl Shared {
         }
     }
 
-    /// What failed although the link stands is asked for again by nobody else.
+    /// Restarts requests that failed although the link is up; nothing else would retry them.
     pub(super) fn pull_on(&self) {
         if self.is_up() {
             self.ask_presence();
@@ -326,18 +325,18 @@ impl Shared {
             let mut pull = self.pull.state.lock();
             pull.pieces[number as usize] = match again {
                 true => Piece::Unknown,
-                // Without an answer, or with one that came too late, chunks are fetched to be found zero.
+                // Without an answer, or with an outdated one, zero chunks are simply fetched.
                 false => Piece::Known,
             };
         }
-        // After a failure the next link asks again.
+        // After a transient failure the query is repeated on the next link.
         if !again {
             self.ask_presence();
             self.remote.kick();
         }
     }
 
-    /// Notes as zero the absent chunks of a run that one lock guards; the one after the last.
+    /// Marks as zero the absent chunks of a run under one stripe lock; returns the index after the last.
     fn zeros(&self, number: u64, index: u64, end: u64) -> u64 {
         let (at, take) = self
             .geometry
@@ -349,7 +348,7 @@ impl Shared {
             .unwrap_or_default();
         let last = self.geometry.touched(at, take).end.min(end).max(index + 1);
         let _stripe = self.states.write(index);
-        // Looked at under the lock, as what spoils it is done.
+        // Checked under the lock under which spoiling happens.
         if self.pull.state.lock().pieces[number as usize] != Piece::Asked {
             return end;
         }
@@ -361,7 +360,7 @@ impl Shared {
         last
     }
 
-    /// A chunk became absent that may not be at the far side what it was: an answer on its way could be wrong.
+    /// A chunk became absent whose contents at the remote may have changed: a presence answer in flight could be wrong.
     pub(super) fn spoil_presence(&self, index: u64) {
         let mut pull = self.pull.state.lock();
         let piece = &mut pull.pieces[(index / PIECE) as usize];
@@ -385,7 +384,7 @@ impl Shared {
         self.remote.kick();
     }
 
-    /// Waits until every chunk is local; false at the end of the time.
+    /// Waits until every chunk is local; false on timeout.
     pub(super) fn wait_local(&self, time: Duration) -> Result<bool, DeviceError> {
         let deadline = Instant::now() + time;
         let mut pull = self.pull.state.lock();
@@ -398,7 +397,7 @@ impl Shared {
             if now >= deadline {
                 return Ok(false);
             }
-            // Zeros that are learned of do not wake anybody.
+            // Learning of zero chunks wakes nobody, hence the polling.
             let next = deadline.min(now + Duration::from_millis(100));
             self.pull.changed.wait_until(&mut pull, next);
         }

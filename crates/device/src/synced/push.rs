@@ -1,5 +1,5 @@
-//! Pushing epochs (r3map §1.4.5.4, made consistent): the dirty set is frozen at an instant, sent while writers continue,
-//! and committed at the remote side as a whole. So the remote is at all times in a state that the device really had.
+//! Pushing epochs (r3map §1.4.5.4, made consistent): the dirty set is frozen at an instant, sent while writers
+//! continue, and committed at the remote atomically. So the remote always holds a state that the device really had.
 //!
 //! An interrupted epoch stays frozen and is resumed: the remote reports what of it is staged, and only the rest is
 //! sent. An epoch that is refused, or of which nothing is staged when the link is lost, is given up: its chunks are
@@ -23,25 +23,26 @@ use read::{GIVEN_UP, Reader};
 use turns::Phase;
 pub use turns::Push;
 
-/// Bytes of changes under way when the far side can do with less: twice its window are, so that it has the next at hand.
+/// Minimum limit of pushed bytes in flight. The limit is twice the remote's window, so that its next requests are
+/// always queued.
 const UNDER_WAY: u64 = 8 << 20;
-/// And at most.
+/// Maximum of that limit.
 const MAX_UNDER_WAY: u64 = 64 << 20;
-/// How long the thread sleeps at most: it looks at the clock then.
+/// Longest sleep of the pusher's thread between two checks of the clock.
 const TICK: Duration = Duration::from_millis(250);
-/// How long after a commit that failed on a link that stands it is asked for again.
+/// Delay before a commit is retried that failed while the link stayed up.
 const COMMIT_AGAIN: Duration = Duration::from_secs(1);
 
-/// What is to become of an epoch that could not be pushed.
+/// What happens to an epoch whose push failed.
 enum Failed {
-    /// It goes on later.
+    /// It is resumed later.
     Later(DeviceError),
-    /// What it held becomes part of another.
+    /// It is abandoned; its contents go into a new epoch.
     Anew(DeviceError),
 }
 
 impl Failed {
-    /// After an answer of the far side: it keeps what it has when the link goes, or when it has no room for more.
+    /// For an error of the remote: it keeps what is staged when the link is lost or its disk is full.
     fn there(error: DeviceError) -> Self {
         match error.is_transient() || matches!(error, DeviceError::NoSpace(_)) {
             true => Self::Later(error),
@@ -50,7 +51,7 @@ impl Failed {
     }
 }
 
-/// Parts of an epoch that were sent and not answered.
+/// Parts of an epoch that are in flight.
 #[derive(Default)]
 struct Flight {
     bytes: Mutex<(u64, Option<DeviceError>)>,
@@ -58,7 +59,7 @@ struct Flight {
 }
 
 impl Shared {
-    /// Bytes that are not at the far side.
+    /// Bytes not committed at the remote.
     pub(super) fn unpushed_bytes(&self) -> u64 {
         let table = self.table.lock();
         table.dirty_bytes + table.frozen_bytes
@@ -81,7 +82,7 @@ impl Shared {
         }
     }
 
-    /// Everything that was written before the call, to the far side; what lies above is asked for it first.
+    /// Pushes everything written before the call to the remote, after asking the layers above to flush.
     pub(super) fn push_all(&self) -> Result<(), DeviceError> {
         if let Some(hook) = &self.hooks.before_sync {
             hook();
@@ -99,7 +100,7 @@ impl Shared {
             (true, Phase::Idle) => return Ok(()),
             (true, Phase::Frozen) => {
                 if state.refused.as_ref().is_some_and(|r| r.0 >= state.covered) {
-                    // It is tried once more for who asks now.
+                    // Retried once for the new caller.
                     state.wanted += 1;
                     state.covered = state.wanted;
                 }
@@ -145,7 +146,7 @@ impl Shared {
             && (state.last_freeze.elapsed() >= interval || dirty >= self.high_water)
     }
 
-    /// Takes what is dirty at this instant into an epoch, unless one is under way. There is one when this returns.
+    /// Freezes the dirty set into an epoch, unless one is frozen. There is one on return.
     fn freeze(&self) {
         let mut state = self.push.state.lock();
         while state.phase == Phase::Freezing {
@@ -155,8 +156,8 @@ impl Shared {
             return;
         }
         state.phase = Phase::Freezing;
-        // A write that returned before one of these tickets was taken has let go of the barrier. The epoch has one of
-        // its own, for those who come while it is under way and have nothing to add.
+        // Any write that returned before one of these tickets was taken has released the barrier. The epoch gets a
+        // ticket of its own, for callers that arrive while it is in flight and have nothing to add.
         state.wanted += 1;
         let covered = state.wanted;
         drop(state);
@@ -180,7 +181,7 @@ impl Shared {
             if !self.wait_for_work() {
                 let frozen = self.push.state.lock().phase == Phase::Frozen;
                 if frozen && !self.is_up() && self.table.lock().there_bytes == 0 {
-                    // Nothing is lost, and writers must not keep old bytes for as long as the link is down.
+                    // Nothing is lost, and writers must not preserve old bytes for as long as the link is down.
                     self.give_up(DeviceError::Unavailable("the link is down".into()));
                 }
                 continue;
@@ -194,7 +195,7 @@ impl Shared {
         }
     }
 
-    /// Whether there is something to push now; returns after a while in any case.
+    /// Whether there is something to push now; returns within a tick in any case.
     fn wait_for_work(&self) -> bool {
         let gone = self.alive().is_err();
         let due = !gone && self.is_due(self.push_interval * 2);
@@ -212,7 +213,7 @@ impl Shared {
         false
     }
 
-    /// Sends what the far side does not have of the frozen set, and has it committed.
+    /// Sends the parts of the frozen set that the remote lacks, and commits it.
     fn push_frozen(&self) -> Result<(), Failed> {
         let generation = self.push.state.lock().generation;
         let given_up = || Failed::Anew(DeviceError::Unavailable(GIVEN_UP.into()));
@@ -223,7 +224,7 @@ impl Shared {
             }
             if table.frozen.is_empty() {
                 drop(table);
-                // Asked for although nothing was dirty.
+                // Requested although nothing was dirty.
                 self.over(Ok(()));
                 return Ok(());
             }
@@ -235,7 +236,8 @@ impl Shared {
         };
         let epoch = self.epoch_to_push(link)?;
         std::thread::scope(|scope| {
-            // Nothing may count over there that a crash here would forget: the map must call it dirty, before the commit.
+            // The remote must not commit what a crash here would forget: the map must record it as dirty before the
+            // commit.
             let save = || {
                 self.save(false)?;
                 self.with_room(|| self.saver.intend(epoch))
@@ -263,8 +265,8 @@ impl Shared {
         Ok(())
     }
 
-    /// The number of the epoch under way. One that was begun before goes on with what the far side has of it. A new one is
-    /// above all others, also those that were given up: the far side may still have one of them staged.
+    /// The number of the current epoch. A resumed epoch keeps its number and what the remote has staged of it. A new
+    /// number is above all earlier ones, including abandoned epochs: the remote may still have one of them staged.
     fn epoch_to_push(&self, link: u64) -> Result<Epoch, Failed> {
         let (epoch, asked_on) = {
             let state = self.push.state.lock();
@@ -285,10 +287,10 @@ impl Shared {
         Ok(state.last)
     }
 
-    /// Asks which epoch is staged at the far side, and of the one under way what: that need not be sent.
+    /// Asks the remote which epoch is staged, and which parts of the current one: those need not be sent.
     fn ask_staged(&self, epoch: Option<Epoch>) -> Result<Epoch, Failed> {
         let size = self.geometry.shape.size;
-        // Of no epoch there is nothing to be told but which one is staged.
+        // Without a current epoch, only the number of the staged one matters.
         let mut from = epoch.map_or(size, |_| 0);
         loop {
             let ask = |done| self.remote.staged(epoch.unwrap_or_default(), from, done);
@@ -315,7 +317,7 @@ impl Shared {
         }
     }
 
-    /// Gives up the epoch under way when what writers keep for it takes room on a full disk: whether it did.
+    /// Abandons the current epoch if its preserved bytes occupy space on a full disk; returns whether it did.
     pub(super) fn forsake(&self) -> bool {
         let _barrier = self.barrier.write();
         if !self.copy_before.lock().takes_room() {
@@ -366,13 +368,13 @@ impl Shared {
             self.remote.push(epoch, changes, done);
         };
         if result.is_err() {
-            // Nothing of it may still be on its way when it goes on, or another begins.
+            // None of it may be in flight when it is resumed or another epoch begins.
             let _ = self.land(&flight, 0);
         }
         result
     }
 
-    /// Waits until at most `most` bytes are unanswered.
+    /// Waits until at most `most` bytes are in flight.
     fn land(&self, flight: &Flight, most: u64) -> Result<(), DeviceError> {
         let mut state = flight.bytes.lock();
         while state.0 > most {
@@ -387,9 +389,9 @@ impl Shared {
         }
     }
 
-    /// Has an epoch counted. When the answer is lost with the link, the far side says what became of it once it is
-    /// back; when it is lost otherwise, the commit is asked for again, which changes nothing if it counts. One that is
-    /// still staged does not: the far side has not all of it.
+    /// Commits an epoch. If the reply is lost with the link, the remote's committed epoch tells the outcome once it is
+    /// back; if it is lost otherwise, the commit is repeated, which is idempotent. If the epoch is still staged then,
+    /// the commit failed: the remote lacks part of it.
     fn commit(&self, epoch: Epoch, covers: u64, link: u64) -> Result<(), DeviceError> {
         let size = self.geometry.shape.size;
         loop {
@@ -445,7 +447,7 @@ impl Shared {
         }
     }
 
-    /// The epoch counts: what was not written again since is clean.
+    /// The epoch is committed: chunks not written again since are clean.
     fn finish(&self, epoch: Epoch) {
         let first = || self.table.lock().frozen.keys().next().copied();
         while let Some(index) = first() {
@@ -456,9 +458,9 @@ impl Shared {
             let mut table = self.table.lock();
             (table.frozen_bytes, table.there_bytes) = (0, 0);
         }
-        // If this is lost, the intent still says that the epoch is ours.
+        // If this record is lost, the intent still identifies the epoch as ours.
         let result = self.with_room(|| self.saver.agree(epoch));
-        // That it need not be pushed again can be written down early.
+        // That it need not be pushed again may be entered in the map early.
         self.saver.pulled(1);
         self.over(Ok(()));
         if let Err(error) = result {
@@ -466,7 +468,7 @@ impl Shared {
         }
     }
 
-    /// Takes one chunk out of the epoch that is over.
+    /// Removes one chunk from the committed epoch.
     fn settle(&self, index: u64) {
         let _stripe = self.states.write(index);
         let state = self.states.get(index);
@@ -486,7 +488,7 @@ impl Shared {
                     self.become_clean(index, ChunkState::Clean, Some(digest));
                 }
                 Err(error) => {
-                    // What cannot be read can be fetched: the far side has it now.
+                    // An unreadable chunk can be fetched: the remote has it now.
                     tracing::warn!(index, %error, "a chunk of the cache cannot be read");
                     self.become_clean(index, ChunkState::Absent, None);
                     self.spoil_presence(index);
@@ -504,10 +506,10 @@ impl Shared {
         }
     }
 
-    /// The epoch does not count: what it held is dirty as before.
+    /// Abandons the epoch: its contents are dirty again.
     fn give_up(&self, error: DeviceError) {
         {
-            // No writer is between looking whether to keep something and keeping it.
+            // No writer may be between deciding to preserve bytes and doing so.
             let _barrier = self.barrier.write();
             self.table.lock().thaw(self.geometry);
             self.copy_before.lock().clear();
@@ -523,7 +525,7 @@ impl Shared {
         }
     }
 
-    /// The epoch stays frozen, and goes on when that may help.
+    /// Keeps the epoch frozen, to be resumed later.
     fn put_off(&self, error: DeviceError) {
         let transient = error.is_transient();
         {
@@ -532,7 +534,7 @@ impl Shared {
             state.failed(&error);
             if !transient {
                 tracing::warn!(%error, "a push was refused and is retried later");
-                // Nobody's bytes get through.
+                // The refusal concerns every waiter.
                 let upto = state.wanted;
                 state.refuse(upto, error);
             }
@@ -558,7 +560,7 @@ impl Shared {
                 state.unreported = None;
                 (state.failures, state.why) = (0, None);
             }
-            // Who waits goes on waiting: it is tried again.
+            // Waiters keep waiting: it is retried.
             Err(error) if error.is_transient() => {}
             Err(error) => {
                 let upto = state.covered;
@@ -566,19 +568,19 @@ impl Shared {
             }
         }
         if state.failures > 0 {
-            // What the far side has staged is asked for before the next.
+            // Ask again what the remote has staged before the next attempt.
             state.asked_on = 0;
         }
         self.push.changed.notify_all();
     }
 
-    /// The last epoch that was begun here, or the one the far side is at.
+    /// The epoch the remote has committed.
     pub(super) fn epoch(&self) -> Epoch {
         self.remote.committed()
     }
 }
 
-/// What a change weighs while it is under way.
+/// The bytes a change counts for while in flight.
 fn weight(change: &Change) -> u64 {
     match change {
         Change::Write(_, bytes) => bytes.len() as u64 + 64,
@@ -588,7 +590,7 @@ fn weight(change: &Change) -> u64 {
 
 fn random() -> u32 {
     let mut bytes = [0; 4];
-    // Without randomness it is still told from the epochs of others, most likely.
+    // Without randomness the number still most likely differs from the epochs of others.
     let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     u32::from_le_bytes(bytes)
 }

@@ -9,7 +9,8 @@ use super::state::ChunkState;
 use super::wait::{Outcome, Ticket};
 use crate::remote::{Chunks, Content};
 
-/// Chunks that came for a request: in a small cache they may be gone again before it looks, or found no room.
+/// Chunks fetched for this request, kept because in a small cache they may be evicted before the retry, or may not have
+/// fitted at all.
 #[derive(Default)]
 pub(super) struct Handed {
     chunks: Vec<(u64, Content)>,
@@ -21,12 +22,12 @@ impl Handed {
     }
 }
 
-/// What a request finds.
+/// Outcome of one attempt to read.
 enum ReadStep {
     Done,
-    /// These are only at the far side.
+    /// These chunks are only at the remote.
     Missing(Vec<u64>),
-    /// These must be compared with their digests.
+    /// These chunks must be compared with their digests.
     Unverified(Vec<u64>),
 }
 
@@ -79,7 +80,7 @@ impl Shared {
         }
     }
 
-    /// Reads a range under one lock, if all of it is here.
+    /// Reads a range under one lock, if all of it is local.
     fn try_read(
         &self,
         offset: u64,
@@ -105,7 +106,7 @@ impl Shared {
         if !unverified.is_empty() {
             return Ok(ReadStep::Unverified(unverified));
         }
-        // Neighbours in the file are read at once.
+        // Adjacent chunks in the file are read in one call.
         let mut run: Option<(u64, u64)> = None;
         for index in touched {
             let within = self.geometry.within(index, offset, length);
@@ -158,7 +159,7 @@ impl Shared {
         }
     }
 
-    /// Whether a partial chunk has all that a range wants of it.
+    /// Whether a partial chunk holds everything the range needs.
     fn has(&self, index: u64, offset: u64, length: u64) -> bool {
         let within = self.geometry.within(index, offset, length);
         let wanted = self.geometry.touch(&within);
@@ -166,7 +167,7 @@ impl Shared {
         wanted & !table.present.get(&index).copied().unwrap_or(0) == 0
     }
 
-    /// Puts what a partial chunk has here over what came for the rest.
+    /// Overlays the local subchunks of a partial chunk on the fetched contents.
     fn read_present(
         &self,
         index: u64,
@@ -185,14 +186,14 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits until chunks have come, asking for those that nobody has asked for. Takes no lock while it waits.
+    /// Waits until chunks have arrived, requesting those that are not in flight. Holds no lock while waiting.
     pub(super) fn await_chunks(
         &self,
         chunks: &[u64],
         deadline: Instant,
     ) -> Result<Vec<(u64, Outcome)>, DeviceError> {
         let tickets: Vec<Ticket> = chunks.iter().map(|i| self.waits.join(*i)).collect();
-        // Looked at after joining: whoever stops the device tells those who have joined.
+        // Checked after joining: stopping the device wakes only those who have joined.
         if let Err(error) = self.alive() {
             tickets.into_iter().for_each(|t| self.waits.leave(t));
             return Err(error);
@@ -205,7 +206,7 @@ impl Shared {
                 self.waits.leave(ticket);
                 continue;
             }
-            // What is under way in the background is asked for as well, which hurries it.
+            // A chunk in flight in the background is requested again, which raises its priority.
             if self.waits.demand(index) {
                 match asked.last_mut() {
                     Some(run) if run.end() == index => run.count += 1,
@@ -224,7 +225,7 @@ impl Shared {
         let mut failure = None;
         for ticket in coming {
             let index = ticket.index;
-            // All are waited for, or left: a count that stays behind would never go.
+            // Every ticket is waited on or left: a leaked count would never drop to zero.
             let end = match failure {
                 None => deadline,
                 Some(_) => Instant::now(),
@@ -255,7 +256,7 @@ impl Shared {
         ))
     }
 
-    /// The end of a sentence about something that did not happen.
+    /// A suffix for error messages that says why the link is down.
     pub(super) fn why_down(&self) -> String {
         match &*self.link.lock() {
             crate::remote::Link::Down(why) => format!(": the link is down ({why})"),
@@ -263,7 +264,7 @@ impl Shared {
         }
     }
 
-    /// A short while, or until the link changes: before a request is tried again.
+    /// Waits briefly, or until the link changes, before a request is retried.
     pub(super) fn pause_for_link(&self) {
         let mut link = self.link.lock();
         if !self.is_closed() {
@@ -272,8 +273,8 @@ impl Shared {
         }
     }
 
-    /// Compares chunks with their digests, after a cache was not closed: what does not match is fetched again. Only
-    /// writes that were never flushed can be lost so.
+    /// Compares chunks with their digests after an unclean shutdown; mismatches are fetched again. Only writes that
+    /// were never flushed can be lost this way.
     pub(super) fn verify(&self, chunks: &[u64]) -> Result<(), DeviceError> {
         for index in chunks {
             let _stripe = self.states.write(*index);
@@ -284,7 +285,7 @@ impl Shared {
             let bytes = self.cache.chunk(*index)?;
             let mut table = self.table.lock();
             match *blake3::hash(&bytes).as_bytes() == digest.0 {
-                // The map calls it clean already.
+                // The map records it as clean already.
                 true => self.states.set(*index, ChunkState::Clean),
                 false => {
                     tracing::debug!(index, "a chunk of the cache is not what it was");

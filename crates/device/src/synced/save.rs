@@ -1,7 +1,7 @@
 //! Making the cache durable: first bytes and digests, then the map of chunk states. Concurrent callers share one run.
 //!
-//! Pulled chunks are entered in the map long before they are durable: that costs two small writes, so that nothing is
-//! lost when the process is killed; after a power loss the digests tell which chunks are not whole.
+//! Pulled chunks are entered in the map long before they are durable: that costs two small writes and preserves them
+//! when the process is killed; after a power loss the digests reveal incomplete chunks.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -16,21 +16,21 @@ mod turn;
 pub use turn::Saver;
 use turn::{Depth, PULLED, PULLED_EARLY};
 
-/// How often pulled chunks are made durable.
+/// Interval at which pulled chunks are made durable.
 const EVERY: Duration = Duration::from_secs(5);
-/// How often pulled chunks are written down, for a killed process to leave them behind.
+/// Interval at which pulled chunks are entered in the map, so that they survive a killed process.
 const EARLY: Duration = Duration::from_millis(250);
-/// How long the thread rests between two chunks that it compares with their digests after a crash.
+/// Pause between two chunks that the background thread verifies after a crash.
 const REST: Duration = Duration::from_millis(1);
 
-/// What a run writes down.
+/// What one run saves.
 struct Batch {
     chunks: Vec<(u64, ChunkState, Mask)>,
     digests: Vec<(u64, Option<Digest>)>,
 }
 
 impl Shared {
-    /// Makes durable what was written, and with `all` what was pulled, before the call.
+    /// Makes everything written before the call durable; with `all`, pulled chunks too.
     pub(super) fn save(&self, all: bool) -> Result<(), DeviceError> {
         let saver = &self.saver;
         let mut turn = saver.turn.lock();
@@ -65,7 +65,7 @@ impl Shared {
         self.save(true)
     }
 
-    /// Writes down what was pulled, unless more than that is being done.
+    /// Enters pulled chunks in the map, unless a fuller save is running.
     fn save_early(&self) -> Result<(), DeviceError> {
         let saver = &self.saver;
         {
@@ -116,7 +116,7 @@ impl Shared {
         result
     }
 
-    /// Takes what the map does not know, as it is at this moment: its bytes are in the file, not yet durable.
+    /// Collects the changes the map lacks, as of this moment: their bytes are in the file, not yet durable.
     fn batch(&self, depth: Depth) -> Batch {
         let mut table = self.table.lock();
         let dirty = match depth {
@@ -150,7 +150,7 @@ impl Shared {
             .iter()
             .filter_map(|(index, digest)| Some((*index, (*digest)?)))
             .collect();
-        // A full disk here loses nothing and can pass.
+        // A full disk here loses nothing and may be temporary.
         self.cache.write_digests(&digests)?;
         if depth == Depth::Early {
             return self.saver.log.lock().save(&batch.chunks, false);
@@ -171,7 +171,7 @@ impl Shared {
         self.saver.log.lock().save(&batch.chunks, true)
     }
 
-    /// The saver's thread: writes down what was pulled, and after a crash compares what is there with its digests.
+    /// The saver's thread: saves pulled chunks, and after a crash verifies chunks against their digests.
     pub(super) fn keep_saved(&self) {
         let mut next = 0;
         let mut last = std::time::Instant::now();
@@ -207,7 +207,7 @@ impl Shared {
                 self.pull_on();
                 if let Err(error) = self.save(true) {
                     tracing::warn!(%error, "pulled chunks are not saved");
-                    // Not again at once.
+                    // Do not retry immediately.
                     self.saver.pulled.store(0, Ordering::Relaxed);
                 }
             }

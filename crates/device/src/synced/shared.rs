@@ -1,4 +1,4 @@
-//! The state that all threads of a managed device share.
+//! The state shared by all threads of a managed device.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -19,7 +19,7 @@ use super::table::Table;
 use super::wait::Waits;
 use crate::remote::{Chunks, Link, Local, Remote, Shape};
 
-/// What all threads of a device share.
+/// The state shared by all threads of a device.
 pub(crate) struct Shared {
     pub(super) myself: Weak<Shared>,
     pub(super) geometry: Geometry,
@@ -36,11 +36,11 @@ pub(crate) struct Shared {
     pub(super) read_only: bool,
     pub(super) link: Mutex<Link>,
     pub(super) link_changed: Condvar,
-    /// Whether the far side has told of its link. Held while the link is looked at or noted, so that what was seen before
-    /// is not noted after what was told since; with no other lock held.
+    /// Whether the remote has reported its link state. Held while the link is queried or recorded, so that an older
+    /// observation does not overwrite a newer report; no other lock is held.
     pub(super) link_told: Mutex<bool>,
     pub(super) sync: Sync,
-    /// Chunks.
+    /// In chunks.
     pub(super) cache_limit: Option<u64>,
     pub(super) push_interval: Duration,
     pub(super) high_water: u64,
@@ -49,17 +49,17 @@ pub(crate) struct Shared {
     pub(super) recorder: Option<order::Recorder>,
     pub(super) unverified: AtomicU64,
     pub(super) closed: AtomicBool,
-    /// Why the device does nothing any more.
+    /// Why the device has stopped.
     pub(super) failed: Mutex<Option<DeviceError>>,
     pub(super) hand: AtomicU64,
-    /// What came last did not fit on the cache's disk.
+    /// The last arrivals did not fit on the cache's disk.
     pub(super) no_room: AtomicBool,
 }
 
-/// How long a close waits for the far side to be told.
+/// How long a close waits to notify the remote.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// How often a close on a full disk tries to write the map down, with more room each time.
+/// How often a close on a full disk tries to write the map, evicting more each time.
 const CLOSE_TRIES: u32 = 4;
 
 impl Shared {
@@ -76,13 +76,13 @@ impl Shared {
         self.pull.wake();
     }
 
-    /// The last thing before the cache is let go of.
+    /// The final save, before the cache is unlocked.
     pub(super) fn write_all_down(&self) -> Result<(), DeviceError> {
         let mut tries = 0;
         let result = loop {
             tries += 1;
             let result = self.save_all().and_then(|()| {
-                // Chunks that were never compared since a crash are to be compared the next time.
+                // Chunks not verified since a crash must be verified by the next open.
                 match self.unverified.load(Ordering::Acquire) {
                     0 => self.saver.close(),
                     _ => Ok(()),
@@ -97,10 +97,10 @@ impl Shared {
         if self.unpushed_bytes() > 0 {
             return Err(error);
         }
-        // The far side has everything, and what the map says is as after a crash: chunks are compared before they are used.
+        // The remote has everything, and the map is as after a crash: chunks are verified before use.
         tracing::warn!(%error, "the cache was not closed cleanly; everything that was written is at the remote side");
         if self.saver.is_dirty() {
-            // It would be pushed again, perhaps over what others wrote since.
+            // It would be pushed again, perhaps over later writes of others.
             if let Err(error) = self.cache.forget() {
                 tracing::warn!(%error, "the cache cannot be removed");
             }
@@ -116,7 +116,7 @@ impl Shared {
         let _ = told.recv_timeout(FAREWELL);
     }
 
-    /// The device can go on.
+    /// Fails if the device has stopped.
     pub(super) fn alive(&self) -> Result<(), DeviceError> {
         if self.is_closed() {
             return Err(DeviceError::Closed);
@@ -146,7 +146,7 @@ impl Shared {
         }
     }
 
-    /// What changed before the far side knew whom to tell was not told.
+    /// Link changes before the remote knew our callback were not reported.
     pub(super) fn look_at_link(&self) {
         let told = self.link_told.lock();
         if !*told {
@@ -154,13 +154,13 @@ impl Shared {
         }
     }
 
-    /// The link has changed.
+    /// Records a change of the link.
     pub(super) fn note_link(&self, link: Link) {
         let up = matches!(link, Link::Up(_));
         if let Link::Gone(error) = &link {
             self.fail(error.clone());
         }
-        // Before anybody pushes by the new link.
+        // Before anything is pushed over the new link.
         if up && let Err(error) = self.saver.meet(self.remote.as_ref()) {
             self.fail(error);
         }
@@ -173,7 +173,7 @@ impl Shared {
         }
     }
 
-    /// Nothing that needs the far side goes on; what is here could be stale.
+    /// Stops all operations that need the remote; the cached data could be stale.
     pub(super) fn fail(&self, error: DeviceError) {
         match error {
             DeviceError::Closed => tracing::debug!("a managed device is closed"),

@@ -8,52 +8,51 @@ use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::remote::{Chunks, Shape};
 
-/// Most chunks of one device: their states take that many bytes of memory.
+/// Maximum chunks of one device: their states take that many bytes of memory.
 pub const MAX_CHUNKS: u64 = 1 << 28;
 
-/// Bytes of neighbouring chunks that one lock guards (or one chunk, where that is longer), so that most requests take
-/// one lock.
+/// Bytes of adjacent chunks guarded by one lock (or one chunk, if that is longer), so that most requests take one lock.
 const STRIPE: u64 = 4 << 20;
 
-/// How many locks there are.
+/// Number of locks.
 const LOCKS: usize = 256;
 
 /// Where the bytes of a chunk are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ChunkState {
-    /// Only at the far side.
+    /// Only at the remote.
     Absent = 0,
-    /// Here, and the same at the far side.
+    /// Cached, and the same at the remote.
     Clean = 1,
-    /// Here, as far as the map of a cache that was not closed can tell: its digest is compared before it is used.
+    /// Cached according to the map of a cache that was not closed cleanly: its digest is checked before use.
     Unverified = 2,
-    /// Zeros only, also at the far side; takes no room.
+    /// All zeros, also at the remote; occupies no space.
     Zero = 3,
-    /// Here, and some of it not yet at the far side.
+    /// Cached, with changes not yet at the remote.
     Dirty = 4,
-    /// Some subchunks are here, the rest only at the far side.
+    /// Some subchunks are cached, the rest only at the remote.
     Partial = 5,
-    /// Zeros only, which the far side does not know yet; takes no room.
+    /// All zeros, not yet at the remote; occupies no space.
     Erased = 6,
 }
 
-/// Set while the far side has been asked for the chunk and has not answered.
+/// Set while a fetch of the chunk is in flight.
 const IN_FLIGHT: u8 = 0x80;
-/// Set when the chunk is used, cleared when the hand of the clock passes.
+/// The CLOCK reference bit: set on use, cleared when the hand passes.
 const USED: u8 = 0x40;
-/// Set when the chunk is asked for ahead of a reader, cleared when it is used (or nobody came): only in a cache of limited
+/// Set when the chunk is requested as read-ahead, cleared when it is used (or expires): only in a cache of limited
 /// size.
 const AHEAD: u8 = 0x20;
 const STATE: u8 = 0x07;
 
 impl ChunkState {
-    /// What a byte of the map means, if anything.
+    /// The state that a byte of the map encodes, if valid.
     pub fn from_byte(byte: u8) -> Option<Self> {
         (byte <= Self::Erased as u8).then(|| Self::of(byte))
     }
 
-    /// What the low bits of a byte mean; unknown ones claim nothing.
+    /// The state in the low bits of a byte; invalid ones count as absent.
     pub fn of(byte: u8) -> Self {
         match byte & STATE {
             1 => Self::Clean,
@@ -66,7 +65,7 @@ impl ChunkState {
         }
     }
 
-    /// Takes room in the cache's file.
+    /// Occupies space in the cache's file.
     pub fn stored(self) -> bool {
         !matches!(self, Self::Absent | Self::Zero | Self::Erased)
     }
@@ -76,31 +75,31 @@ impl ChunkState {
         matches!(self, Self::Zero | Self::Erased)
     }
 
-    /// Holds what the far side may not have.
+    /// Holds data that the remote may lack.
     pub fn needs_push(self) -> bool {
         matches!(self, Self::Dirty | Self::Partial | Self::Erased)
     }
 
-    /// Here, and the same at the far side: may be let go.
+    /// Cached, and the same at the remote: may be evicted.
     pub fn spare(self) -> bool {
         matches!(self, Self::Clean | Self::Unverified)
     }
 
-    /// Whole and as good as it can be: never fetched.
+    /// Complete: never needs a fetch.
     pub fn whole(self) -> bool {
         !matches!(self, Self::Absent | Self::Partial)
     }
 }
 
-/// Sizes: of the device, of its chunks, and of the 64 or fewer subchunks of a chunk by which changes are told.
+/// Sizes: of the device, its chunks, and the up to 64 subchunks of a chunk, the granularity of change tracking.
 #[derive(Clone, Copy, Debug)]
 pub struct Geometry {
     pub shape: Shape,
-    /// A power of two: a 64th of a chunk, but at least 4096 bytes, what the far side takes.
+    /// A power of two: a 64th of a chunk, but at least 4096 bytes, the remote's alignment.
     pub subchunk: u64,
 }
 
-/// A bit for each subchunk of a chunk.
+/// One bit per subchunk of a chunk.
 pub type Mask = u64;
 
 impl Geometry {
@@ -130,7 +129,7 @@ impl Geometry {
         index * self.chunk()
     }
 
-    /// Bytes of a chunk; the last may be shorter.
+    /// Length of a chunk in bytes; the last may be shorter.
     pub fn length(self, index: u64) -> u64 {
         u64::from(self.shape.length(index))
     }
@@ -147,7 +146,7 @@ impl Geometry {
         }
     }
 
-    /// The part of a range that lies in chunk `index`, as a range inside the chunk.
+    /// The part of a range that lies in chunk `index`, relative to the chunk.
     pub fn within(self, index: u64, offset: u64, length: u64) -> Range<u64> {
         let start = self.start(index);
         let from = offset.max(start) - start;
@@ -160,7 +159,7 @@ impl Geometry {
         low(self.length(index).div_ceil(self.subchunk))
     }
 
-    /// Subchunks that a range inside a chunk touches.
+    /// Subchunks touched by a range inside a chunk.
     pub fn touch(self, range: &Range<u64>) -> Mask {
         match range.is_empty() {
             true => 0,
@@ -168,7 +167,7 @@ impl Geometry {
         }
     }
 
-    /// Subchunks that a range inside chunk `index` covers whole.
+    /// Subchunks completely covered by a range inside chunk `index`.
     pub fn cover(self, index: u64, range: &Range<u64>) -> Mask {
         let end = match range.end == self.length(index) {
             true => range.end.div_ceil(self.subchunk),
@@ -177,7 +176,7 @@ impl Geometry {
         low(end) & !low(range.start.div_ceil(self.subchunk))
     }
 
-    /// Bytes of the device that subchunks of chunk `index` hold.
+    /// Bytes of the device in the given subchunks of chunk `index`.
     pub fn bytes(self, index: u64, mask: Mask) -> u64 {
         let all = self.all(index);
         let mut bytes = u64::from((mask & all).count_ones()) * self.subchunk;
@@ -188,7 +187,7 @@ impl Geometry {
         bytes
     }
 
-    /// The runs of subchunks in `mask`, as ranges inside chunk `index`.
+    /// The runs of subchunks in `mask`, as ranges relative to chunk `index`.
     pub fn runs(self, index: u64, mask: Mask) -> impl Iterator<Item = Range<u64>> {
         let length = self.length(index);
         let mut left = mask;
@@ -204,12 +203,12 @@ impl Geometry {
         })
     }
 
-    /// Cuts a range where the locks change.
+    /// Splits a range at lock boundaries.
     pub fn pieces(self, offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
         self.small_pieces(offset, length, u64::MAX)
     }
 
-    /// The same, into pieces that touch at most `most` chunks (at least one).
+    /// The same, in pieces that touch at most `most` chunks (at least one).
     pub fn small_pieces(
         self,
         offset: u64,
@@ -244,20 +243,20 @@ fn low(count: u64) -> Mask {
 /// The states of all chunks, and the locks that guard their bytes.
 ///
 /// A state changes only under the write lock of the chunk's stripe (and the table's, see `table.rs`); the flags change
-/// at any time. Whoever holds the read lock may rely on the bytes of what is local.
+/// at any time. A holder of the read lock may rely on the bytes of local chunks.
 pub struct States {
     geometry: Geometry,
     states: Vec<AtomicU8>,
     stripes: Vec<RwLock<()>>,
-    /// Chunks that take room.
+    /// Chunks that occupy space.
     stored: AtomicU64,
     /// Chunks that need no fetch: all but absent and partial ones.
     local: AtomicU64,
-    /// Chunks that take room and may be let go.
+    /// Chunks that occupy space and may be evicted.
     spare: AtomicU64,
-    /// Chunks that are here or coming ahead of a reader.
+    /// Unused read-ahead chunks, cached or in flight.
     ahead: AtomicU64,
-    /// Chunks that the far side was asked for.
+    /// Chunks in flight.
     asked: AtomicU64,
 }
 
@@ -295,7 +294,7 @@ impl States {
     /// The caller holds the stripe's write lock.
     pub fn set(&self, index: u64, new: ChunkState) {
         let byte = self.byte(index);
-        // What came ahead of a reader is still not used.
+        // Arriving read-ahead is still unused.
         let kept = |old: u8| match new == ChunkState::Clean && old & IN_FLIGHT != 0 {
             true => old & (IN_FLIGHT | AHEAD),
             false => old & IN_FLIGHT,
@@ -312,7 +311,7 @@ impl States {
         count(&self.ahead, before & AHEAD != 0, kept(before) & AHEAD != 0);
     }
 
-    /// Says that the chunk was used: whether it had come ahead of a reader and was not used before.
+    /// Marks the chunk as used; true if it was unused read-ahead.
     pub fn mark(&self, index: u64) -> bool {
         let byte = self.byte(index);
         let old = byte.load(Ordering::Relaxed);
@@ -322,30 +321,30 @@ impl States {
         old & AHEAD != 0 && self.not_ahead(index)
     }
 
-    /// Says that the chunk is asked for ahead of a reader.
+    /// Marks the chunk as requested for read-ahead.
     pub fn set_ahead(&self, index: u64) {
         let old = self.byte(index).fetch_or(AHEAD, Ordering::AcqRel);
         count(&self.ahead, old & AHEAD != 0, true);
     }
 
-    /// Whether the chunk is here or coming ahead of a reader, and was not used yet.
+    /// Whether the chunk is unused read-ahead, cached or in flight.
     pub fn is_ahead(&self, index: u64) -> bool {
         self.byte(index).load(Ordering::Acquire) & AHEAD != 0
     }
 
-    /// The reader has come, or will not come: false when it was not ahead of one.
+    /// Clears the read-ahead mark (used or expired); false if it was not set.
     pub fn not_ahead(&self, index: u64) -> bool {
         let old = self.byte(index).fetch_and(!AHEAD, Ordering::AcqRel);
         count(&self.ahead, old & AHEAD != 0, false);
         old & AHEAD != 0
     }
 
-    /// Passes the hand of the clock over a chunk: whether it had been used since the last time.
+    /// Passes the CLOCK hand over a chunk: whether it was used since the last pass.
     pub fn pass(&self, index: u64) -> bool {
         self.byte(index).fetch_and(!USED, Ordering::Relaxed) & USED != 0
     }
 
-    /// Claims the right to ask for a chunk; false when it is already asked for or needs no fetch.
+    /// Claims the right to fetch a chunk; false when it is in flight or needs no fetch.
     pub fn ask(&self, index: u64) -> bool {
         let byte = self.byte(index);
         let old = byte.fetch_or(IN_FLIGHT, Ordering::AcqRel);
@@ -360,7 +359,7 @@ impl States {
         true
     }
 
-    /// Whether the chunk would have to be asked for.
+    /// Whether the chunk needs a fetch that is not in flight.
     pub fn wanted(&self, index: u64) -> bool {
         let byte = self.byte(index).load(Ordering::Acquire);
         byte & IN_FLIGHT == 0 && !ChunkState::of(byte).whole()
@@ -370,7 +369,7 @@ impl States {
         self.byte(index).load(Ordering::Acquire) & IN_FLIGHT != 0
     }
 
-    /// The far side has answered; false when it was not asked.
+    /// The fetch was answered; false when none was in flight.
     pub fn answered(&self, index: u64) -> bool {
         let old = self.byte(index).fetch_and(!IN_FLIGHT, Ordering::AcqRel);
         count(&self.asked, old & IN_FLIGHT != 0, false);
@@ -410,14 +409,14 @@ impl States {
         self.stripe(index).write()
     }
 
-    /// Waits until whoever holds a lock now has let go of it.
+    /// Waits until the current holders of all locks have released them.
     pub fn drain(&self) {
         for stripe in &self.stripes {
             drop(stripe.write());
         }
     }
 
-    /// The run of chunks from `first` on, before `end`, that would have to be asked for.
+    /// The first run of chunks in `first..end` that need a fetch.
     pub fn run(&self, first: u64, end: u64) -> Option<Chunks> {
         let from = (first..end).find(|i| self.wanted(*i))?;
         let to = (from..end).find(|i| !self.wanted(*i)).unwrap_or(end);

@@ -1,4 +1,5 @@
-//! The dirty table: which chunks are dirty, which are frozen in the epoch in flight, and which are not in the map on disk.
+//! The dirty table: which chunks are dirty, which are frozen in the epoch in flight, and which are not in the map on
+//! disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,44 +7,44 @@ use drover_core::Digest;
 
 use super::state::{ChunkState, Geometry, Mask};
 
-/// Subchunks of a chunk that belong to the epoch under way.
+/// Subchunks of a chunk that belong to the current epoch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Frozen {
     pub mask: Mask,
-    /// Overwritten since: what they held at the freeze is in the copy_before.
+    /// Overwritten since the freeze: their frozen contents are in the copy-before-write store.
     pub kept: Mask,
-    /// Staged at the far side: may be overwritten.
+    /// Staged at the remote: may be overwritten without a copy.
     pub there: Mask,
-    /// What the far side says that it has staged, while it is being asked.
+    /// Reported as staged by the remote, while its report is being read.
     seen: Mask,
 }
 
-/// Guarded by one mutex, which is taken after a stripe's lock and held for no I/O. Grows with what is dirty: about 40
-/// bytes a dirty chunk.
+/// Guarded by one mutex, which is taken after a stripe's lock and never held during I/O. About 40 bytes per dirty
+/// chunk.
 #[derive(Default)]
 pub struct Table {
     /// Subchunks written since the last freeze.
     pub dirty: BTreeMap<u64, Mask>,
-    /// Subchunks of the epoch under way.
+    /// Subchunks of the current epoch.
     pub frozen: BTreeMap<u64, Frozen>,
-    /// Subchunks that partial chunks have here.
+    /// Cached subchunks of partial chunks.
     pub present: BTreeMap<u64, Mask>,
     /// Chunks with bytes that the next flush must make durable.
     pub unlogged_dirty: BTreeSet<u64>,
-    /// Other chunks whose state the map does not know yet, with the digest if they are clean.
+    /// Other chunks whose state the map lacks, with the digest if they are clean.
     pub unlogged: BTreeMap<u64, Option<Digest>>,
-    /// Settled chunks that the map still calls dirty: were they evicted now, a crash would push zeros.
+    /// Settled chunks that the map still records as dirty: if they were evicted now, a crash would push zeros.
     pub guarded: BTreeSet<u64>,
     pub dirty_bytes: u64,
     pub frozen_bytes: u64,
-    /// Bytes of the epoch under way that are staged at the far side.
+    /// Bytes of the current epoch staged at the remote.
     pub there_bytes: u64,
-    /// Grows when an epoch begins and when one is given up.
+    /// Incremented when an epoch begins and when one is abandoned.
     pub generation: u64,
 }
 
 impl Table {
-    /// A write touched these subchunks. None: it failed where nothing is here that it could have changed.
+    /// A write touched these subchunks. An empty mask: it failed where no cached data could have changed.
     pub fn wrote(&mut self, geometry: Geometry, index: u64, mask: Mask) {
         if mask == 0 {
             return;
@@ -61,7 +62,7 @@ impl Table {
         self.unlogged.insert(index, digest);
     }
 
-    /// Takes all that is dirty into an epoch; the one before must be over.
+    /// Moves everything dirty into an epoch; the previous one must be over.
     pub fn freeze(&mut self) {
         let frozen = std::mem::take(&mut self.dirty)
             .into_iter()
@@ -78,7 +79,7 @@ impl Table {
         self.generation += 1;
     }
 
-    /// Gives up the epoch under way: what it held is dirty again.
+    /// Abandons the current epoch: its contents are dirty again.
     pub fn thaw(&mut self, geometry: Geometry) {
         for (index, frozen) in std::mem::take(&mut self.frozen) {
             let entry = self.dirty.entry(index).or_default();
@@ -89,7 +90,7 @@ impl Table {
         self.generation += 1;
     }
 
-    /// A run of the epoch of that generation has been staged.
+    /// A run of the epoch with that generation has been staged.
     pub fn staged(&mut self, geometry: Geometry, generation: u64, offset: u64, length: u64) {
         if self.generation != generation {
             return;
@@ -103,7 +104,7 @@ impl Table {
         }
     }
 
-    /// The far side says that it has staged a run of the epoch under way.
+    /// The remote reports a run of the current epoch as staged.
     pub fn see(&mut self, geometry: Geometry, offset: u64, length: u64) {
         let touched = geometry.touched(offset, length);
         for (index, frozen) in self.frozen.range_mut(touched) {
@@ -112,7 +113,7 @@ impl Table {
         }
     }
 
-    /// It has said all: what it has not is to be sent again. False when that cannot be, because some of what it had was
+    /// The report is complete: what it lacks must be sent again. False when that is impossible, because some of it was
     /// overwritten since.
     pub fn believe(&mut self, geometry: Geometry) -> bool {
         self.there_bytes = 0;
@@ -128,20 +129,20 @@ impl Table {
         true
     }
 
-    /// Subchunks that are not at the far side.
+    /// Subchunks not at the remote.
     pub fn unpushed(&self, index: u64) -> Mask {
         let dirty = self.dirty.get(&index).copied().unwrap_or(0);
         dirty | self.frozen.get(&index).map_or(0, |f| f.mask)
     }
 
-    /// Subchunks of a write that must be kept before they are overwritten.
+    /// Subchunks that must be copied before a write overwrites them.
     pub fn to_keep(&self, index: u64, touched: Mask) -> Mask {
         self.frozen
             .get(&index)
             .map_or(0, |f| f.mask & touched & !f.kept & !f.there)
     }
 
-    /// What the map says of a chunk in `state`.
+    /// The mask that the map records for a chunk in `state`.
     pub fn mask(&self, index: u64, state: ChunkState) -> Mask {
         match state {
             ChunkState::Dirty | ChunkState::Erased => self.unpushed(index),

@@ -1,4 +1,4 @@
-//! Requests that wait for chunks to arrive: all that want a chunk share one fetch.
+//! Requests waiting for chunks: all requests for a chunk share one fetch.
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -14,28 +14,29 @@ const SHARDS: usize = 32;
 /// How a fetch ended.
 #[derive(Clone, Debug)]
 pub enum Outcome {
-    /// The chunk is here, or was; with what it held then, unless it had been written to whole.
+    /// The chunk was stored (and may be evicted by now); with its contents at that time, unless it had been overwritten
+    /// completely.
     Here(Option<Content>),
-    /// The chunk came, but there was no room for it: a reader can use it once.
+    /// The chunk arrived but did not fit in the cache: a reader can use the contents once.
     Handed(Content, DeviceError),
-    /// It will not come.
+    /// The fetch failed.
     Failed(DeviceError),
 }
 
-/// What one fetch brought, for all who waited for that one. Whoever joins later gets an answer of its own: this one
-/// may be older than what has been written since.
+/// The result of one fetch, shared by those who waited for that fetch. Later waiters get a new one: this result may be
+/// older than subsequent writes.
 type Answer = Arc<OnceLock<Outcome>>;
 
-/// Those who wait for one fetch.
+/// The waiters of one fetch.
 #[derive(Default)]
 pub struct Waiting {
     waiters: u32,
-    /// Asked for because of them.
+    /// Requested on behalf of a waiter, not only in the background.
     demanded: bool,
     answer: Answer,
 }
 
-/// Says that somebody waits, until it is given to [`Waits::wait`] or [`Waits::leave`].
+/// A registered waiter; must be passed to [`Waits::wait`] or [`Waits::leave`].
 #[must_use]
 pub struct Ticket {
     pub index: u64,
@@ -48,7 +49,7 @@ struct Shard {
     changed: Condvar,
 }
 
-/// By chunk: who waits. Bounded by the requests that front ends have under way.
+/// Waiters by chunk. Bounded by the front ends' requests in flight.
 pub struct Waits {
     shards: Vec<Shard>,
 }
@@ -64,7 +65,8 @@ impl Waits {
         &self.shards[index as usize % SHARDS]
     }
 
-    /// Says that the caller will wait; before it looks whether the chunk is in flight, so that no answer is missed.
+    /// Registers the caller as a waiter; call before checking whether the chunk is in flight, so that no answer is
+    /// missed.
     pub fn join(&self, index: u64) -> Ticket {
         let mut waiting = self.shard(index).waiting.lock();
         let entry = waiting.entry(index).or_default();
@@ -75,7 +77,7 @@ impl Waits {
         }
     }
 
-    /// Says that the chunk is asked for because somebody waits: true for the first, who must ask.
+    /// Marks the chunk as demanded; true for the first caller, who must send the request.
     pub fn demand(&self, index: u64) -> bool {
         let mut waiting = self.shard(index).waiting.lock();
         match waiting.get_mut(&index) {
@@ -84,12 +86,12 @@ impl Waits {
         }
     }
 
-    /// Waits no more.
+    /// Unregisters a waiter.
     pub fn leave(&self, ticket: Ticket) {
         leave(&mut self.shard(ticket.index).waiting.lock(), &ticket);
     }
 
-    /// Waits for the answer. None at the deadline.
+    /// Waits for the result. None on timeout.
     pub fn wait(&self, ticket: Ticket, deadline: Instant) -> Option<Outcome> {
         let shard = self.shard(ticket.index);
         let mut waiting = shard.waiting.lock();
@@ -104,24 +106,24 @@ impl Waits {
         }
     }
 
-    /// Whether somebody waits.
+    /// Whether the chunk has waiters.
     pub fn any(&self, index: u64) -> bool {
         self.shard(index).waiting.lock().contains_key(&index)
     }
 
-    /// Whether somebody waits for a chunk that was only asked for in the background.
+    /// Whether a chunk that was requested only in the background has waiters.
     pub fn must_demand(&self, index: u64) -> bool {
         let waiting = self.shard(index).waiting.lock();
         waiting.get(&index).is_some_and(|w| !w.demanded)
     }
 
-    /// Takes down who waits by now; they are owed a [`Waits::tell_those`].
+    /// Takes the current waiters of a chunk; they must be answered with [`Waits::tell_those`].
     pub fn take(&self, index: u64) -> Waiting {
         let taken = self.shard(index).waiting.lock().remove(&index);
         taken.unwrap_or_default()
     }
 
-    /// Tells those who were taken down; whoever began to wait since looks again.
+    /// Answers the waiters that were taken; those who joined later check again.
     pub fn tell_those(&self, index: u64, those: Waiting, outcome: Outcome) {
         let shard = self.shard(index);
         let mut waiting = shard.waiting.lock();
@@ -135,17 +137,17 @@ impl Waits {
         }
     }
 
-    /// Tells those who wait.
+    /// Answers the current waiters of a chunk.
     pub fn tell(&self, index: u64, outcome: Outcome) {
         let shard = self.shard(index);
         if let Some(waiting) = shard.waiting.lock().remove(&index) {
-            // Whoever sets it takes the entry out first.
+            // Set once: whoever sets it has removed the entry first.
             let _ = waiting.answer.set(outcome);
             shard.changed.notify_all();
         }
     }
 
-    /// Tells all who wait, for whatever chunk.
+    /// Fails all waiters of all chunks.
     pub fn tell_all(&self, error: &DeviceError) {
         for shard in &self.shards {
             for (_, waiting) in shard.waiting.lock().drain() {
@@ -160,7 +162,7 @@ fn leave(waiting: &mut HashMap<u64, Waiting>, ticket: &Ticket) {
     let Some(entry) = waiting.get_mut(&ticket.index) else {
         return;
     };
-    // After an answer the entry, if there is one, is that of others.
+    // After an answer the entry, if there is one, belongs to later waiters.
     if !Arc::ptr_eq(&entry.answer, &ticket.answer) {
         return;
     }
@@ -180,7 +182,7 @@ mod tests {
         let first = waits.join(7);
         assert!(waits.demand(7) && !waits.demand(7));
         waits.tell(7, Outcome::Here(Some(Content::Zero)));
-        // The first has not looked yet; the chunk may have been written, pushed and evicted since.
+        // The first waiter has not looked yet; the chunk may have been written, pushed and evicted since.
         let second = waits.join(7);
         assert!(waits.must_demand(7), "nothing was asked for the second");
         assert!(waits.wait(second, Instant::now()).is_none());

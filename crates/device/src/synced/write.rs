@@ -1,4 +1,4 @@
-//! Writes, zeros and trims. A write that covers whole subchunks needs nothing from the far side.
+//! Writes, zeros and trims. A write that covers whole subchunks needs nothing from the remote.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -10,11 +10,11 @@ use super::shared::Shared;
 use super::state::{ChunkState, Mask};
 use super::wait::Outcome;
 
-/// What is written.
+/// The data of a write.
 #[derive(Clone, Copy)]
 pub(super) enum Source<'a> {
     Data(&'a [u8]),
-    /// So many zeros.
+    /// This many zeros.
     Zeros(u64),
 }
 
@@ -27,14 +27,14 @@ impl Source<'_> {
     }
 }
 
-/// How often a write is tried again that did not find room.
+/// Retries of a write that found no space.
 const TRIES: u32 = 4;
-/// How often what is missing is fetched before the pusher is asked for room.
+/// Fetch rounds for the missing parts before the pusher is asked to make room.
 const ROUNDS: u32 = 3;
-/// Dirty chunks (about 100 bytes of memory each while they are pushed) at which a trim is not done any more, and zeros
-/// wait: those of a whole large device would take memory by the size of the device.
+/// Dirty chunks (about 100 bytes of memory each during a push) above which a trim is skipped and zeroing waits: zeroing
+/// a whole large device would take memory proportional to its size.
 pub(super) const MAX_ZEROED: usize = 1 << 18;
-/// Dirty chunks at which zeros fail that have waited in vain.
+/// Dirty chunks above which zeroing fails after its wait timed out.
 pub(super) const MAX_ZEROED_LATE: usize = 4 * MAX_ZEROED;
 
 impl Shared {
@@ -42,7 +42,7 @@ impl Shared {
         self.write_parts(offset, source, true)
     }
 
-    /// `waits`: zeros wait until there is room to remember them.
+    /// `waits`: zeroing waits until there is room to record it.
     fn write_parts(&self, offset: u64, source: Source<'_>, waits: bool) -> Result<(), DeviceError> {
         let mut deadline = None;
         let mut timeout = None;
@@ -66,8 +66,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Cuts a range where the locks change, and smaller where it would not find room in the cache. What is not cut is
-    /// seen whole or not at all by a freeze.
+    /// Splits a range at lock boundaries, and further where a piece would not fit in the cache. A freeze sees each
+    /// piece entirely or not at all.
     fn parts(&self, offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
         let geometry = self.geometry;
         let fits = self.cache_limit.map_or(u64::MAX, |limit| limit / 2);
@@ -81,7 +81,7 @@ impl Shared {
         })
     }
 
-    /// Zeros the whole subchunks of a range; the rest stays.
+    /// Zeros the whole subchunks of a range; partial ones are left unchanged.
     pub(super) fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
         let size = self.geometry.shape.size;
         let subchunk = self.geometry.subchunk;
@@ -90,7 +90,7 @@ impl Shared {
             end if end == size => end,
             end => end / subchunk * subchunk,
         };
-        // Piece by piece, as long as there is room to remember it: a trim need not be done.
+        // Piece by piece, while there is room to record it: a trim is optional.
         for (at, take) in self.geometry.pieces(from, to.saturating_sub(from)) {
             if self.table.lock().dirty.len() >= MAX_ZEROED {
                 self.push.request();
@@ -101,8 +101,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Zeros take no room in the cache, so nothing else bounds how much of a device can be dirty with them: they wait for
-    /// the pusher. When it does not get on for as long as a request waits, they are done all the same, up to another limit.
+    /// Zeros occupy no space in the cache, so nothing else bounds the number of chunks dirtied by them: they wait for
+    /// the pusher. If it makes no progress within the request timeout, they proceed up to a second, higher limit.
     fn reserve_zeros(
         &self,
         offset: u64,
@@ -133,11 +133,12 @@ impl Shared {
         deadline: &mut Option<Instant>,
     ) -> Result<(), DeviceError> {
         let mut tries = 0;
-        // How often all that was missing came.
+        // Number of completed fetch rounds.
         let mut round = 0;
         loop {
             if round >= ROUNDS {
-                // In a small cache what was fetched may be evicted again before it is used: more must become clean.
+                // In a small cache fetched chunks may be evicted again before they are used: the pusher must clean more
+                // chunks.
                 let deadline = *deadline.get_or_insert_with(|| Instant::now() + self.give_up_after);
                 self.wait_for_room(deadline, round > ROUNDS + 6)?;
             }
@@ -151,7 +152,7 @@ impl Shared {
                 self.reserve(new.count() as u64, &touched, deadline)?;
             }
             let barrier = self.barrier.read();
-            // A close waits for those who are past this.
+            // A close waits for the requests past this check.
             self.alive()?;
             let stripe = self.states.write(touched.start);
             let missing: Vec<u64> = touched
@@ -184,7 +185,7 @@ impl Shared {
             round += u32::from(came.len() == missing.len());
             for (_, outcome) in came {
                 if let Outcome::Handed(_, error) = outcome {
-                    // In a cache of limited size there will be room; on a full disk, or one that fails, there may never be.
+                    // A cache of limited size will get room; a full or failing disk may not.
                     let is_full = matches!(error, DeviceError::NoSpace(_));
                     tries += u32::from(self.cache_limit.is_none() || !is_full);
                     if tries > TRIES {
@@ -195,7 +196,7 @@ impl Shared {
         }
     }
 
-    /// Whether a write must know more of a chunk than is here (or sure).
+    /// Whether a write needs contents of the chunk that are missing or unverified.
     fn needs_rest(&self, index: u64, offset: u64, source: Source<'_>) -> bool {
         let within = self.geometry.within(index, offset, source.length());
         let (touch, cover) = (

@@ -12,21 +12,21 @@ use super::{DATA, Identity, LOCK, OverlayError, STATES};
 use drover_storage::chunk_log::{ChunkLog, ChunkLogError};
 use drover_storage::{Access, Directory, Lock};
 
-/// What is left of a log of states once its overlay is discarded, until all else is removed.
+/// The name of a discarded overlay's block map log, kept until everything else is removed.
 const DISCARDED: &str = "discarded";
-/// A log of states that was being rewritten.
+/// A block map log that was being rewritten.
 const STATES_NEW: &str = "states.new";
 
-/// What is in an overlay, by its log.
+/// The contents of an overlay, according to its log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Summary {
-    /// Of what image it is.
+    /// The image it belongs to.
     pub identity: Identity,
-    /// Bytes that are not the image's any more. An epoch that counts and is not copied yet is among them.
+    /// Bytes that differ from the image, including a committed epoch that is not copied yet.
     pub changed: u64,
 }
 
-/// What is in the overlay of a directory, also while somebody has it open: it may be changing. None where there is no
+/// Summarizes the overlay in a directory, even while it is open elsewhere and may be changing. None if there is no
 /// overlay.
 ///
 /// # Errors
@@ -49,8 +49,8 @@ pub fn summary(directory: &Arc<dyn Directory>) -> Result<Option<Summary>, Overla
     }))
 }
 
-/// Blocks that only an epoch changed which counts and is not copied yet. Whoever has the overlay open may just copy it:
-/// then they may be counted in the log already, or by the next look.
+/// Blocks changed only by a committed epoch that is not copied yet. A process that has the overlay open may be copying
+/// it right now: then the log may count them already, or will at the next call.
 fn waiting(directory: &dyn Directory, logged: &Logged, identity: &Identity) -> u64 {
     let names = directory.list().unwrap_or_default();
     let epochs = names.iter().filter_map(|name| epoch_of(name));
@@ -74,8 +74,8 @@ fn waiting(directory: &dyn Directory, logged: &Logged, identity: &Identity) -> u
     blocks
 }
 
-/// Discards the overlay of a directory: from one moment on there is none, also after a crash, and then its room is
-/// given back. [`was_discarded`] says so until [`forget_discarded`]. Needs no room. False when there was none.
+/// Discards the overlay in a directory: atomically there is none, also after a crash, and then its space is freed.
+/// [`was_discarded`] reports it until [`forget_discarded`] is called. Needs no disk space. False when there was none.
 ///
 /// # Errors
 /// [`OverlayError::Busy`]; [`OverlayError::Io`].
@@ -95,7 +95,7 @@ pub fn discard(directory: &dyn Directory) -> Result<bool, OverlayError> {
     Ok(there)
 }
 
-/// Whether an overlay was discarded that [`forget_discarded`] was not called for.
+/// Whether an overlay was discarded and [`forget_discarded`] has not been called yet.
 ///
 /// # Errors
 /// [`OverlayError::Io`].
@@ -103,7 +103,7 @@ pub fn was_discarded(directory: &dyn Directory) -> Result<bool, OverlayError> {
     has_note(directory)
 }
 
-/// Ends what [`discard`] began: nothing is left of the overlay.
+/// Completes [`discard`]: removes everything left of the overlay.
 ///
 /// # Errors
 /// [`OverlayError::Busy`]; [`OverlayError::Io`].
@@ -112,7 +112,7 @@ pub fn forget_discarded(directory: &dyn Directory) -> Result<(), OverlayError> {
     forget(directory)
 }
 
-/// The same for who has the lock. An overlay may be made once this returns.
+/// The same for a caller that holds the lock. An overlay may be created once this returns.
 pub(super) fn forget(directory: &dyn Directory) -> Result<(), OverlayError> {
     if !has_note(directory)? {
         return Ok(());
@@ -141,7 +141,8 @@ fn has_note(directory: &dyn Directory) -> Result<bool, OverlayError> {
     }
 }
 
-/// Removes all but the note. The epochs go for good before an overlay can be made that might take them for its own.
+/// Removes all but the discard marker. Epoch files must be gone durably before a new overlay could mistake them for its
+/// own.
 fn sweep(directory: &dyn Directory) -> Result<(), OverlayError> {
     let names = directory
         .list()

@@ -1,4 +1,4 @@
-//! The overlay as a device.
+//! The overlay as a [`drover_core::BlockDevice`].
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -14,23 +14,23 @@ use super::states::BlockState;
 use super::{DATA, LONGEST, Overlay, OverlayError};
 use drover_storage::read_exact_at;
 
-/// Zeros that are written where they must take room.
+/// Zeros to write where space must stay allocated.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
-/// Extents of one answer: more is for the next.
+/// Maximum extents of one reply; the caller asks again for the rest.
 const MAX_EXTENTS: usize = 4096;
 
-/// Where bytes are.
+/// Where bytes are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Base,
     Zero,
     Data,
-    /// At this offset of the sealed redo.
+    /// At this offset of the sealed redo file.
     Redo(u64),
 }
 
-/// Bytes of a request that are in one place.
+/// Bytes of a request stored in one place.
 struct Part {
     offset: u64,
     length: u64,
@@ -42,11 +42,11 @@ fn blocks_of(offset: u64, length: u64) -> Range<u64> {
 }
 
 impl Overlay {
-    /// Where the bytes of a range are, in order, neighbours joined.
+    /// Where the bytes of a range are stored, in order, with adjacent parts joined.
     fn plan(&self, offset: u64, length: u64, sealed: Option<&Redo>) -> Vec<Part> {
         let end = offset + length;
         let mut parts: Vec<Part> = Vec::new();
-        // Adds blocks, cut to the range; `place` is that of the first one's first byte.
+        // Adds blocks, clipped to the range; `place` is that of the first block's first byte.
         let mut add = |blocks: Range<u64>, place: Place| {
             let start = blocks.start * BLOCK_SIZE_U64;
             let from = start.max(offset);
@@ -90,8 +90,8 @@ impl Overlay {
         parts
     }
 
-    /// What of a range is not the base's, in order: bytes, and whether they are zeros. The epoch that counts is in it,
-    /// also when it is not copied yet.
+    /// The parts of a range that differ from the base, in order: bytes, and whether they are zeros. Includes a
+    /// committed epoch that is not copied yet.
     #[must_use]
     pub fn changes_in(&self, range: Range<u64>) -> Vec<(Range<u64>, bool)> {
         let end = range.end.min(self.size);
@@ -112,7 +112,7 @@ impl Overlay {
     fn read_range(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         let mut from_base = Vec::new();
         {
-            // Held while the overlay's own files are read: a commit switches before or behind this request.
+            // Held while the overlay's own files are read: a commit switches before or after this request.
             let sealed = self.sealed.read();
             for part in self.plan(offset, buffer.len() as u64, sealed.as_deref()) {
                 let from = (part.offset - offset) as usize;
@@ -130,7 +130,7 @@ impl Overlay {
                 }
             }
         }
-        // The base does not change.
+        // The base never changes, so it is read without the lock.
         for part in from_base {
             let from = (part.offset - offset) as usize;
             let bytes = &mut buffer[from..from + part.length as usize];
@@ -163,7 +163,7 @@ impl Overlay {
             .map_err(self.io("write", DATA))
     }
 
-    /// Checks a change, and enters: no epoch waits to be copied, and none will be while the guard lives.
+    /// Checks a change and enters the plain section: no epoch waits to be copied, and none will while the guard lives.
     fn enter(&self, offset: u64, length: u64) -> Result<RwLockReadGuard<'_, ()>, DeviceError> {
         self.writable()?;
         check_range(offset, length, self.size)?;
@@ -183,7 +183,7 @@ impl Overlay {
         }
     }
 
-    /// Runs a plain change; also one that fails may have changed something.
+    /// Runs a plain change; one that fails may still have changed something.
     fn change(
         &self,
         offset: u64,
@@ -202,7 +202,7 @@ impl Overlay {
         result
     }
 
-    /// Writes inside one block that is not here yet: all of it.
+    /// Writes part of a block that is not in the overlay yet, by writing all of it.
     fn write_into_new(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
         let block = offset / BLOCK_SIZE_U64;
         let (start, length) = self.bytes_of(block..block + 1);
@@ -218,7 +218,7 @@ impl Overlay {
         Ok(())
     }
 
-    /// Writes where the caller has the blocks.
+    /// Writes to blocks whose range lock the caller holds.
     fn write_taken(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
         let mut at = offset;
         let mut rest = data;
@@ -229,7 +229,7 @@ impl Overlay {
                 let first = states.runs(blocks.clone()).next();
                 first.filter(|run| run.1 == BlockState::Here)
             };
-            // As far as it can be written in place, or as it is.
+            // The next part: either existing blocks, written in place, or new ones.
             let (take, fresh) = match here {
                 Some((run, _)) => ((run.end * BLOCK_SIZE_U64 - at).min(rest.len() as u64), None),
                 None => {
@@ -262,7 +262,7 @@ impl Overlay {
         Ok(())
     }
 
-    /// Writes zeros inside blocks; one that is zero already stays where it is: nowhere.
+    /// Writes zeros inside blocks; a block that is zero already stays unallocated.
     fn zero_part(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
         if length == 0 || self.states.read().get(offset / BLOCK_SIZE_U64) == BlockState::Zero {
             return Ok(());
@@ -270,20 +270,20 @@ impl Overlay {
         self.write_taken(offset, &ZEROS[..length as usize])
     }
 
-    /// Makes whole blocks zero. In this order, so that nobody reads what is being given back.
+    /// Makes whole blocks zero. The map is changed first, so that nobody reads a range being deallocated.
     fn zero_blocks(&self, blocks: Range<u64>) {
         let here: Vec<_> = self.states.read().runs(blocks.clone()).collect();
         self.states.write().set(blocks, BlockState::Zero);
         for (run, _) in here.into_iter().filter(|run| run.1 == BlockState::Here) {
             let (offset, length) = self.bytes_of(run);
             if let Err(error) = self.data.punch_hole(offset, length) {
-                // It is only about room: nobody reads them.
+                // Only space is lost: nobody reads these blocks.
                 tracing::debug!(%error, "cannot give room back");
             }
         }
     }
 
-    /// Makes whole blocks zero that keep their room, or get some.
+    /// Makes whole blocks zero while keeping or allocating their space.
     fn zero_here(&self, blocks: Range<u64>) -> Result<(), DeviceError> {
         let (offset, length) = self.bytes_of(blocks.clone());
         self.data
@@ -366,7 +366,7 @@ impl BlockDevice for Overlay {
             let end = offset + length;
             let whole = self.whole_blocks(offset, length);
             if whole.is_empty() {
-                // Inside one block, or across the edge of two.
+                // Inside one block, or across the boundary of two.
                 let edge = (whole.start * BLOCK_SIZE_U64).clamp(offset, end);
                 self.zero_part(offset, edge - offset)?;
                 return self.zero_part(edge, end - edge);
@@ -386,7 +386,7 @@ impl BlockDevice for Overlay {
 
     fn trim(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
         self.change(offset, length, || {
-            // The edges stay as they are: nothing is gained there.
+            // Partial blocks at the edges stay as they are: trimming them frees nothing.
             let whole = self.whole_blocks(offset, length);
             if !whole.is_empty() {
                 self.zero_blocks(whole);
@@ -438,7 +438,7 @@ impl BlockDevice for Overlay {
             }
         }
         if extents.is_empty() {
-            // A range of no length.
+            // An empty range.
             extents.push(Extent {
                 offset,
                 length,
@@ -471,7 +471,7 @@ impl BlockDevice for Overlay {
     }
 
     fn write_cost(&self, offset: u64, length: u64) -> Cost {
-        // The edges of what is written may be the base's.
+        // A partial write may need the base's contents.
         self.cost(offset, length).max(Cost::Disk)
     }
 }

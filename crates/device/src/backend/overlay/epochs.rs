@@ -12,30 +12,30 @@ use super::{DATA, Overlay, OverlayError, Settling, Staging};
 use crate::remote::{Change, Epoch};
 use drover_storage::read_exact_at;
 
-/// How long plain changes are refused after copying an epoch has failed, before it is tried again.
+/// After copying an epoch has failed: how long plain changes are refused before a retry.
 pub(super) const RETRY: Duration = Duration::from_millis(500);
 
-/// Bytes that the log of an epoch may have, beside those for each block of the device: who keeps to the rules sends no block
+/// Log size allowed for an epoch beyond the share of each block of the device: a well-behaved sender sends no block
 /// more than a few times.
 const MIN_LOG: u64 = 1 << 20;
 const LOG_OF_A_BLOCK: u64 = 128;
 
-/// Runs whose states are written down at once.
+/// Runs whose states are logged at once.
 const RUNS_AT_ONCE: usize = 1 << 16;
 
-/// How many epochs may be chosen and given up before one is committed.
+/// Maximum number of epochs that may be begun and abandoned between two commits.
 const MAX_SKIPPED: u64 = 1 << 20;
 
 impl Overlay {
-    /// Collects changes that count once `epoch` is committed, and are not seen before. Later ones win. A later epoch takes
-    /// the place of this one. After a crash those stay staged that had come to the disk ([`Overlay::staged_runs`]). Until the epoch is committed or abandoned, plain changes are refused as [`DeviceError::Unavailable`]; those
-    /// that were not flushed are flushed now, which makes the next epoch another one.
+    /// Stages changes that take effect when `epoch` is committed and are invisible before. Later changes win. A later
+    /// epoch replaces the staged one. After a crash, whatever had reached the disk is still staged
+    /// ([`Overlay::staged_runs`]). Until the epoch is committed or abandoned, plain changes are refused with
+    /// [`DeviceError::Unavailable`]; unflushed ones are flushed now, which increments the committed epoch.
     ///
     /// # Errors
-    /// [`OverlayError::WrongEpoch`] unless `epoch` is after the last that counts, or when a later one is being staged;
-    /// [`OverlayError::BadChange`]; no room:
-    /// [`OverlayError::TooLarge`], [`OverlayError::Io`]. Of the blocks that `changes` cover none need be staged then; the
-    /// others are as they were.
+    /// [`OverlayError::WrongEpoch`] unless `epoch` is after the last committed one, or when a later one is being
+    /// staged; [`OverlayError::BadChange`]; no space: [`OverlayError::TooLarge`], [`OverlayError::Io`]. The blocks
+    /// covered by `changes` may or may not be staged then; other blocks are unaffected.
     pub fn stage(&self, epoch: Epoch, changes: &[Change]) -> Result<(), OverlayError> {
         self.writable()?;
         for change in changes {
@@ -57,12 +57,12 @@ impl Overlay {
                     committed: staged,
                 });
             }
-            // Whoever stages has given that one up.
+            // The sender has abandoned the earlier epoch.
             Some(staged) if staged < epoch => self.drop_staged(&mut staging)?,
             _ => {}
         }
         if staging.redo.is_none() {
-            // Beside one that is being copied, but not when that cannot be done.
+            // Allowed while another epoch is being copied, but not if copying has failed.
             if let Some(mut settling) = self.settling.try_lock() {
                 self.settle_now(&mut settling)?;
             }
@@ -81,17 +81,17 @@ impl Overlay {
         }
         let taken = redo.append(changes).map_err(self.io("write", &redo.name));
         if redo.is_broken() {
-            // The error that matters is the first.
+            // The first error is the one to report.
             let _ = self.drop_staged(&mut staging);
         }
         taken
     }
 
-    /// Begins an epoch. From here on plain changes are refused: a flush, or a crash, of theirs would count as the epoch
-    /// that is being staged.
+    /// Begins an epoch. From here on plain changes are refused: a flush or crash of theirs would consume the number of
+    /// the epoch being staged.
     fn begin(&self, epoch: Epoch) -> Result<Redo, OverlayError> {
         let beside = {
-            // While one waits to be copied there are no plain changes, nor were there since it was staged.
+            // While an epoch waits to be copied there are no plain changes, nor were there since it was staged.
             let sealed = self.sealed.read();
             if sealed.is_some() {
                 self.staged.store(true, Ordering::Release);
@@ -99,7 +99,7 @@ impl Overlay {
             sealed.is_some()
         };
         if !beside {
-            // Waits for those under way.
+            // Waits for plain changes in flight.
             let _plain = self.plain.write();
             self.staged.store(true, Ordering::Release);
         }
@@ -120,7 +120,7 @@ impl Overlay {
 
     fn check_next(&self, asked: Epoch) -> Result<(), OverlayError> {
         let committed = self.committed();
-        // Not so far that the numbers run out.
+        // Bounds the jump, so that numbers never run out.
         let near = asked.count() <= committed.count() + MAX_SKIPPED;
         match asked > committed && near {
             true => Ok(()),
@@ -128,20 +128,20 @@ impl Overlay {
         }
     }
 
-    /// Bytes that are staged, for limits and for people.
+    /// Bytes staged, for limits and reporting.
     #[must_use]
     pub fn staged(&self) -> u64 {
         self.staging.lock().redo.as_ref().map_or(0, Redo::bytes)
     }
 
-    /// The epoch that is being staged.
+    /// The epoch being staged.
     #[must_use]
     pub fn staged_epoch(&self) -> Option<Epoch> {
         self.staging.lock().redo.as_ref().map(|redo| redo.epoch)
     }
 
-    /// What is staged of an epoch, from byte `from` of the device on: at most `most` runs `(offset, length)`, in order, and
-    /// where to go on; the end of the device when that was all.
+    /// What is staged of an epoch, from byte `from` of the device on: at most `most` runs `(offset, length)`, in order,
+    /// and the offset to continue at; the device size when complete.
     #[must_use]
     pub fn staged_runs(&self, epoch: Epoch, from: u64, most: usize) -> (Vec<(u64, u64)>, u64) {
         let staging = self.staging.lock();
@@ -162,9 +162,9 @@ impl Overlay {
         (runs, self.size)
     }
 
-    /// Makes what was staged for an epoch count, for readers and for crashes at once, durably. Does nothing when the
-    /// epoch counts already. The same as [`Overlay::seal`] of whatever is staged and then [`Overlay::settle`], whose
-    /// failure is none of the commit's: it is tried again before the next change.
+    /// Commits a staged epoch: atomically for readers and crashes, and durably. Does nothing if the epoch is committed
+    /// already. The same as [`Overlay::seal`] of everything staged and then [`Overlay::settle`], whose failure does not
+    /// fail the commit: it is retried before the next change.
     ///
     /// # Errors
     /// As [`Overlay::seal`].
@@ -176,15 +176,15 @@ impl Overlay {
         Ok(())
     }
 
-    /// Makes what was staged for an epoch count, and leaves copying it to [`Overlay::settle`]: whoever waits for the
-    /// commit can be answered in between. `covers` is how many bytes of the device it should change: an epoch that was
-    /// dropped meanwhile and begun again under its number is not all there.
+    /// Commits a staged epoch and leaves copying it to [`Overlay::settle`], so that the reply to the commit need not
+    /// wait for the copy. `covers` is the number of device bytes it should change: it detects an epoch that was dropped
+    /// and begun again under the same number, hence is incomplete.
     ///
     /// # Errors
     /// [`OverlayError::WrongEpoch`]; [`OverlayError::NothingStaged`], also after [`Overlay::abandon`] or a crash;
-    /// [`OverlayError::NotWhole`]: it has not what it should, and stays staged;
-    /// [`OverlayError::Io`]: no room for the copy, the epoch does not count and stays staged; or a sync failed, it must be
-    /// staged whole again. [`OverlayError::Broken`]: it is not known whether it counts until the overlay is opened again.
+    /// [`OverlayError::NotWhole`]: incomplete, and stays staged; [`OverlayError::Io`]: no space for the copy, the epoch
+    /// is not committed and stays staged; or a sync failed and it must be staged again entirely.
+    /// [`OverlayError::Broken`]: whether it is committed is unknown until the overlay is reopened.
     pub fn seal(&self, epoch: Epoch, covers: u64) -> Result<(), OverlayError> {
         self.seal_staged(epoch, Some(covers))
     }
@@ -193,10 +193,10 @@ impl Overlay {
         self.writable()?;
         let mut staging = self.staging.lock();
         if epoch > self.committed() {
-            // The one before must be in its place.
+            // The previous epoch must be copied first.
             self.settle_now(&mut self.settling.lock())?;
         }
-        // What is staged is always the next epoch to count.
+        // A staged epoch is always later than the last committed one.
         let Some(mut redo) = staging.redo.take_if(|redo| redo.epoch == epoch) else {
             return match epoch <= self.committed() {
                 true => Ok(()),
@@ -228,7 +228,7 @@ impl Overlay {
             }
             Err(_) => {
                 staging.redo = Some(redo);
-                // The error that matters is the first.
+                // The first error is the one to report.
                 let _ = self.drop_staged(&mut staging);
             }
         }
@@ -246,7 +246,7 @@ impl Overlay {
         }
     }
 
-    /// Takes the room for the copy, so that a full disk is found before the epoch counts.
+    /// Allocates space for the copy, so that a full disk is detected before the epoch is committed.
     fn reserve(&self, redo: &Redo) -> Result<(), OverlayError> {
         for (blocks, _) in redo.all().filter(|piece| piece.1.is_some()) {
             let runs: Vec<_> = self.states.read().runs(blocks).collect();
@@ -254,7 +254,7 @@ impl Overlay {
                 let (offset, length) = self.bytes_of(run.clone());
                 match self.data.allocate(offset, length) {
                     Ok(()) => {}
-                    // Then it is found later, and the copy waits for room.
+                    // Then it is detected later, and the copy waits for space.
                     Err(error) if error.kind() == std::io::ErrorKind::Unsupported => return Ok(()),
                     Err(error) => {
                         self.give_back(redo, run.end);
@@ -266,29 +266,29 @@ impl Overlay {
         Ok(())
     }
 
-    /// Gives back the room that was taken for an epoch, up to a block.
+    /// Frees the space that was allocated for an epoch, up to a block.
     fn give_back(&self, redo: &Redo, upto: u64) {
         for (blocks, _) in redo.pieces(0..upto).filter(|piece| piece.1.is_some()) {
             let runs: Vec<_> = self.states.read().runs(blocks).collect();
             for (run, _) in runs.into_iter().filter(|run| run.1 != BlockState::Here) {
                 let (offset, length) = self.bytes_of(run);
-                // Best effort: what stays is used when the blocks are written.
+                // Best effort: leftover space is used when the blocks are written.
                 let _ = self.data.punch_hole(offset, length);
             }
         }
     }
 
-    /// Copies the epoch that counts into its place, durably, and removes its redo file. Does nothing when there is
-    /// none. Changes wait, readers do not.
+    /// Copies the committed epoch into the data, durably, and removes its redo file. Does nothing when there is none.
+    /// Changes wait, readers do not.
     ///
     /// # Errors
-    /// [`OverlayError`]: it counts all the same and is read from the redo file; nothing can be changed until this has
-    /// succeeded, here or when the overlay is opened again.
+    /// [`OverlayError`]: the epoch stays committed and is read from the redo file; nothing can be changed until this
+    /// has succeeded, here or when the overlay is reopened.
     pub fn settle(&self) -> Result<(), OverlayError> {
         self.settle_now(&mut self.settling.lock())
     }
 
-    /// [`Overlay::settle`], but soon after a failure the same error at once.
+    /// [`Overlay::settle`], except that shortly after a failure the same error is returned at once.
     pub(super) fn settle_for_a_change(&self) -> Result<(), DeviceError> {
         let mut settling = self.settling.lock();
         if let Some((when, error)) = &settling.failed
@@ -307,7 +307,7 @@ impl Overlay {
         match &result {
             Ok(()) => {
                 settling.failed = None;
-                // Best effort: a redo of an epoch that is in the log is removed when the overlay is opened.
+                // Best effort: the redo file of an epoch that the log contains is removed on the next open.
                 if let Err(error) = self.directory.remove(&redo.name) {
                     tracing::warn!(%error, file = redo.name, "cannot remove a redo file");
                 }
@@ -346,10 +346,11 @@ impl Overlay {
                 Some(_) => BlockState::Here,
                 None => BlockState::Zero,
             };
-            // No reader looks at these states while there is a sealed redo.
+            // No reader consults these states while there is a sealed redo.
             self.states.write().set(blocks, state);
             if !rewrite && nth % RUNS_AT_ONCE == RUNS_AT_ONCE - 1 {
-                // What is written down early counts only once the epoch does: until then there is the redo.
+                // States logged early take effect only with the epoch's record: until then the redo file is
+                // authoritative.
                 self.log_states(&mut saving)?;
             }
         }
@@ -381,22 +382,22 @@ impl Overlay {
         Ok(())
     }
 
-    /// Gives the room of blocks back that are here and are not needed any more.
+    /// Deallocates blocks of the data that are not needed any more.
     pub(super) fn punch(&self, blocks: std::ops::Range<u64>) {
         let runs: Vec<_> = self.states.read().runs(blocks).collect();
         for run in runs.into_iter().filter(|run| run.1 == BlockState::Here) {
             let (offset, length) = self.bytes_of(run.0);
             if let Err(error) = self.data.punch_hole(offset, length) {
-                // It is only about room: nobody reads them.
+                // Only space is lost: nobody reads these blocks.
                 tracing::debug!(%error, "cannot give room back");
             }
         }
     }
 
-    /// Drops what is staged. What is sealed stays.
+    /// Drops the staged epoch. A sealed one is kept.
     ///
     /// # Errors
-    /// [`OverlayError::Io`] when the file cannot be removed; it is dropped all the same.
+    /// [`OverlayError::Io`] when the file cannot be removed; the epoch is dropped all the same.
     pub fn abandon(&self) -> Result<(), OverlayError> {
         self.drop_staged(&mut self.staging.lock())
     }
@@ -413,7 +414,7 @@ impl Overlay {
         }
     }
 
-    /// Where blocks are in the data; the device's last one may be short.
+    /// The byte range of blocks in the data; the device's last block may be short.
     pub(super) fn bytes_of(&self, blocks: std::ops::Range<u64>) -> (u64, u64) {
         let offset = blocks.start * BLOCK_SIZE_U64;
         let end = (blocks.end * BLOCK_SIZE_U64).min(self.size);

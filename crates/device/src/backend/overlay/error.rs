@@ -5,7 +5,7 @@ use drover_core::{DeviceError, Digest};
 use crate::remote::Epoch;
 use drover_storage::chunk_log::ChunkLogError;
 
-/// Why an overlay could not be opened or changed. Each names the file or the image, and the way out.
+/// Why an overlay could not be opened or changed. Each variant names the file or the image, and the way out.
 #[derive(Debug, thiserror::Error)]
 pub enum OverlayError {
     /// Another process, or another part of this one, has it open.
@@ -13,33 +13,33 @@ pub enum OverlayError {
         "the overlay {directory} is in use by another process; wait until it has finished, or end it"
     )]
     Busy {
-        /// Its directory.
+        /// Directory of the overlay.
         directory: String,
     },
-    /// It was to be opened for reading only, and is not there.
+    /// A read-only open of an overlay that does not exist.
     #[error("there is no overlay in {directory}: the image has no changes; read the image itself")]
     Missing {
-        /// Its directory.
+        /// Directory of the overlay.
         directory: String,
     },
-    /// It was made for another image.
+    /// It was created for another image.
     #[error(
         "{directory} is an overlay of {found} (digest {found_digest}), not of {wanted} (digest {wanted_digest}); open \
          it with its own image, or give this one another directory"
     )]
     AnotherBase {
-        /// Its directory.
+        /// Directory of the overlay.
         directory: String,
-        /// The image that it was made for.
+        /// The image that it was created for.
         found: String,
-        /// The beginning of that image's digest.
+        /// Prefix of that image's digest.
         found_digest: String,
         /// The image that was given.
         wanted: String,
-        /// The beginning of that image's digest.
+        /// Prefix of that image's digest.
         wanted_digest: String,
     },
-    /// The image that was given is not what its identity says, or cannot be a base.
+    /// The given image does not match its identity, or cannot be a base.
     #[error("{name} cannot be the base of an overlay: {why}")]
     UnfitBase {
         /// The image.
@@ -47,7 +47,7 @@ pub enum OverlayError {
         /// Why.
         why: String,
     },
-    /// A file of the overlay is not what it was.
+    /// A file of the overlay is damaged.
     #[error(
         "{file} is damaged ({what}); restore it, or remove the overlay's directory to go back to the image"
     )]
@@ -57,7 +57,7 @@ pub enum OverlayError {
         /// What is wrong with it.
         what: &'static str,
     },
-    /// An epoch that a former version of drover made count and did not copy.
+    /// A committed but not copied epoch of an earlier version of drover.
     #[error(
         "{file} is a committed epoch of drover before mounts of version 2: let that version open the image once (mount it), \
          then upgrade; or remove the file to lose what it holds"
@@ -66,21 +66,21 @@ pub enum OverlayError {
         /// The file.
         file: String,
     },
-    /// The log of states could not be read or written.
+    /// The block map's log could not be read or written.
     #[error(transparent)]
     Log(#[from] ChunkLogError),
-    /// An epoch out of turn.
+    /// An epoch out of order.
     #[error("epoch {} is refused: epoch {} is committed already, or is being staged", asked.0, committed.0)]
     WrongEpoch {
-        /// What was asked for.
+        /// The epoch of the request.
         asked: Epoch,
-        /// The last that counts.
+        /// The last committed epoch.
         committed: Epoch,
     },
-    /// An epoch was to be committed of which nothing is here.
+    /// A commit of an epoch of which nothing is staged.
     #[error("nothing is staged for epoch {}: send all of it again", .0.0)]
     NothingStaged(Epoch),
-    /// An epoch was to be committed of which other is here than was said.
+    /// A commit of an epoch whose staged size differs from the expected one.
     #[error(
         "epoch {} has {staged} bytes staged, but the commit names {asked}: send what is missing",
         epoch.0
@@ -90,30 +90,30 @@ pub enum OverlayError {
         epoch: Epoch,
         /// Bytes of the device that it should cover.
         asked: u64,
-        /// Those that it does.
+        /// Bytes that it covers.
         staged: u64,
     },
-    /// An epoch is larger than it may be.
+    /// An epoch exceeds the size limit.
     #[error("epoch {} is larger than {limit} bytes; commit smaller epochs", epoch.0)]
     TooLarge {
         /// The epoch.
         epoch: Epoch,
-        /// The bytes that one may have.
+        /// The limit in bytes.
         limit: u64,
     },
-    /// A change that is not of whole blocks inside the device.
+    /// A change that does not consist of whole blocks inside the device.
     #[error(
         "a change of {length} bytes at {offset} is not of whole blocks inside a device of {size} bytes"
     )]
     BadChange {
-        /// Where it begins.
+        /// Its offset.
         offset: u64,
-        /// How long it is.
+        /// Its length.
         length: u64,
-        /// What there is.
+        /// Size of the device.
         size: u64,
     },
-    /// It was opened for reading only.
+    /// The overlay was opened read-only.
     #[error("the overlay is open for reading only")]
     ReadOnly,
     /// An earlier sync failed.
@@ -121,22 +121,22 @@ pub enum OverlayError {
         "the overlay {directory} could not be made durable earlier ({why}); open it again once its disk is in order"
     )]
     Broken {
-        /// Its directory.
+        /// Directory of the overlay.
         directory: String,
-        /// What was reported then.
+        /// The error of that sync.
         why: String,
     },
-    /// The base reports an error.
+    /// An error of the base.
     #[error("{0}")]
     Base(DeviceError),
-    /// The file system reports an error.
+    /// An error of the file system.
     #[error("cannot {doing} {file}: {source}")]
     Io {
-        /// What was being done.
+        /// The operation.
         doing: &'static str,
         /// The file.
         file: String,
-        /// What was reported.
+        /// The cause.
         source: io::Error,
     },
 }
@@ -166,7 +166,7 @@ impl OverlayError {
     }
 }
 
-/// Enough of a digest for a person to tell two apart.
+/// A prefix of a digest, long enough to tell two apart.
 fn beginning(digest: &Digest) -> String {
     let mut hex = digest.to_string();
     hex.truncate(16);

@@ -6,15 +6,15 @@ use drover_storage::chunk_log::Record;
 use super::saving::{EPOCH, PLAIN, SETTLED};
 use super::states::{BlockState, States};
 
-/// Further than anybody counts, and far from where numbers wrap.
+/// Beyond any real epoch, and far from overflow.
 const MAX_EPOCH: u64 = 1 << 62;
 
-/// What the log says.
+/// The contents of the log.
 #[derive(Default)]
 pub(super) struct Logged {
     pub(super) states: States,
     pub(super) epoch: u64,
-    /// Plain changes may have been made that no flush covered.
+    /// There may be plain changes that no flush covered.
     pub(super) marked: bool,
 }
 

@@ -17,11 +17,11 @@ use drover_storage::chunk_log::{ChunkLog, ChunkLogError};
 use drover_storage::{Access, Directory, Lock};
 
 impl Overlay {
-    /// Opens the overlay in `directory`, or makes one when there is none. An epoch that was sealed counts, and is
-    /// copied now if it can be; of one that was staged and not sealed what is there of it stays staged.
+    /// Opens the overlay in `directory`, or creates one. A sealed epoch is committed, and is copied now if possible;
+    /// what survives of a staged one stays staged.
     ///
     /// # Errors
-    /// [`OverlayError`]; nothing was changed then, but that what is damaged beyond a torn tail stays as it is.
+    /// [`OverlayError`]. Nothing was changed then; files damaged beyond a torn tail are left as they are.
     pub fn open(
         directory: Arc<dyn Directory>,
         base: Arc<dyn BlockDevice>,
@@ -42,7 +42,7 @@ impl Overlay {
                 _ => OverlayError::io("lock", &directory.describe(LOCK))(error),
             })?;
         if !options.read_only {
-            // Epochs of one that was discarded must not become this one's.
+            // Epochs of a discarded overlay must not be adopted by this one.
             super::aside::forget(directory.as_ref())?;
         }
         let opened = match ChunkLog::open(Arc::clone(&directory), STATES) {
@@ -121,7 +121,7 @@ impl Overlay {
         Ok(overlay)
     }
 
-    /// Takes up the redo file that counts and the one that is staged, if they are there; removes the others.
+    /// Loads the sealed and the staged redo file, if they exist; removes the others.
     fn find_redo(&self) -> Result<(), OverlayError> {
         let names = self
             .directory
@@ -136,7 +136,7 @@ impl Overlay {
                 continue;
             };
             if epoch <= committed {
-                // One that counted and was copied.
+                // Committed and copied already.
                 useless.push(name);
                 continue;
             }
@@ -193,14 +193,14 @@ impl Overlay {
         }
     }
 
-    /// Does what the last run could not.
+    /// Completes what the last run left unfinished.
     fn go_on(&self, marked: bool) -> Result<(), OverlayError> {
-        // What was not flushed may be there or not, so this is not the state of the last epoch.
+        // Unflushed changes may or may not have survived, so the contents are not those of the last epoch.
         self.unflushed.store(marked, Ordering::Release);
         if self.unsettled.load(Ordering::Acquire)
             && let Err(error) = self.settle()
         {
-            // It counts, and is read from where it is.
+            // It is committed, and is read from the redo file.
             tracing::warn!(%error, "a committed epoch is not copied into its overlay yet");
         }
         match self.unsettled.load(Ordering::Acquire) {
@@ -210,7 +210,7 @@ impl Overlay {
     }
 }
 
-/// The identity, if the base is what it says and can be one.
+/// The identity, if the base matches it and is suitable.
 fn fit(base: &dyn BlockDevice, mut identity: Identity) -> Result<Identity, OverlayError> {
     let unfit = |why: String| OverlayError::UnfitBase {
         name: identity.name.clone(),
@@ -238,7 +238,7 @@ fn fit(base: &dyn BlockDevice, mut identity: Identity) -> Result<Identity, Overl
 }
 
 impl Identity {
-    /// The caller's header of the log.
+    /// The header that the log stores for its caller.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = self.base.0.to_vec();
         bytes.extend_from_slice(&self.size.to_le_bytes());
@@ -257,7 +257,7 @@ impl Identity {
     }
 }
 
-/// Makes the files. The log comes last: without it there is no overlay.
+/// Creates the files. The log comes last: without it there is no overlay.
 fn create(directory: &Arc<dyn Directory>, identity: &Identity) -> Result<ChunkLog, OverlayError> {
     let failed = OverlayError::io("create", &directory.describe(DATA));
     let data = directory.create(DATA).map_err(&failed)?;
@@ -271,7 +271,7 @@ fn create(directory: &Arc<dyn Directory>, identity: &Identity) -> Result<ChunkLo
     )?)
 }
 
-/// The identity that the overlay was made with, if it is of the same image.
+/// The identity recorded at creation, if it is of the same image.
 fn same(
     directory: &dyn Directory,
     header: &[u8],

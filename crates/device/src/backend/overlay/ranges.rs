@@ -4,21 +4,21 @@ use std::ops::Range;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Ranges of blocks that are taken; as many as there are threads that change something.
+/// Locked ranges of blocks; as many as there are threads making changes.
 #[derive(Default)]
 pub(super) struct Ranges {
     taken: Mutex<Vec<Range<u64>>>,
     freed: Condvar,
 }
 
-/// A range that is taken until this is dropped.
+/// A locked range, released on drop.
 pub(super) struct Taken<'a> {
     ranges: &'a Ranges,
     blocks: Range<u64>,
 }
 
 impl Ranges {
-    /// Waits until nobody else has any of the blocks. Who holds one must not take another.
+    /// Waits until none of the blocks are locked, and locks them. A thread must not hold two ranges.
     pub fn take(&self, blocks: Range<u64>) -> Taken<'_> {
         let mut taken = self.taken.lock();
         let meets = |other: &Range<u64>| other.start < blocks.end && blocks.start < other.end;

@@ -18,11 +18,11 @@ const VERSION: u32 = 2;
 const HEADER: usize = 80;
 const RECORD: usize = 32;
 const PREFIX: &str = "epoch-";
-/// Bytes of a redo file that are read or written in one go.
+/// Bytes of a redo file read or written at once.
 pub(super) const SLAB: usize = 1 << 20;
-/// Bytes after which what came is made durable: so that a commit finds little to sync.
+/// Bytes after which staged data is synced, so that little is left to sync at the commit.
 const SYNC_EVERY: u64 = 64 << 20;
-/// Bytes of a checksum, of which there is one for each block of data.
+/// Bytes of a checksum; there is one per block of data.
 const SUM: usize = 4;
 
 const KIND_DATA: u32 = 1;
@@ -30,55 +30,55 @@ const KIND_ZERO: u32 = 2;
 const KIND_SEAL: u32 = 3;
 const KIND_FORGET: u32 = 4;
 
-/// Blocks, and where in the file their bytes begin; zeros without.
+/// Blocks, and the file offset of their bytes; none for zeros.
 pub(super) type Piece = (Range<u64>, Option<u64>);
 
-/// The run of the machine in which something was written; zeros when that is not known.
+/// The boot of the machine in which something was written; zeros if unknown.
 pub(super) type Boot = [u8; 16];
 
-/// Whose redo file it is.
+/// The overlay a redo file belongs to.
 #[derive(Clone, Copy)]
 pub(super) struct RedoOf<'a> {
     pub base: &'a Digest,
-    /// Bytes of the device.
+    /// Size of the device in bytes.
     pub size: u64,
     pub boot: Boot,
 }
 
-/// Changes of one epoch, in a file, and which blocks they are.
+/// The changes of one epoch, in a file, and the blocks they cover.
 pub(super) struct Redo {
     pub epoch: Epoch,
     pub file: Arc<dyn File>,
     pub name: String,
     size: u64,
-    /// What is here, or zero; what is the base's is no part of the epoch.
+    /// Blocks present or zero; `Base` means not part of the epoch.
     states: States,
     log: RecordLog,
     records: u64,
-    /// Bytes of blocks that are here, about.
+    /// Approximate bytes of the present blocks.
     here: u64,
     unsynced: u64,
 }
 
 /// Why an epoch could not be sealed.
 pub(super) enum SealError {
-    /// It does not count.
+    /// It is not sealed.
     Not(io::Error),
-    /// It is not known whether it would count after a crash.
+    /// Whether the seal would survive a crash is unknown.
     Unknown(io::Error),
 }
 
-/// What a redo file of an earlier run turned out to be.
+/// The result of opening a redo file of an earlier run.
 pub(super) enum OpenedRedo {
-    /// All there.
+    /// Sealed and complete.
     Sealed(Redo),
-    /// It does not count; what is there of it is what was taken.
+    /// Not sealed; the surviving part stays staged.
     Staged(Redo),
-    /// Nothing of it can be used, and it never counted.
+    /// Unusable, and never committed.
     Nothing,
 }
 
-/// The epoch of a redo file by that name.
+/// The epoch of a redo file with this name.
 pub(super) fn epoch_of(name: &str) -> Option<Epoch> {
     let number: u64 = name.strip_prefix(PREFIX)?.parse().ok()?;
     (name_of(Epoch(number)) == name).then_some(Epoch(number))
@@ -92,10 +92,10 @@ fn crc(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// What a record of the log begins with.
+/// The head of a log record.
 struct Head {
     kind: u32,
-    /// Of the checksums that follow.
+    /// Checksum of the block checksums that follow.
     sums_crc: u32,
     offset: u64,
     length: u64,
@@ -140,12 +140,12 @@ fn header(epoch: Epoch, base: &Digest, boot: Boot) -> [u8; HEADER] {
     bytes
 }
 
-/// Where the log begins: behind the last block.
+/// Offset of the log: after the last block.
 fn log_of(size: u64) -> u64 {
     size.next_multiple_of(BLOCK_SIZE_U64)
 }
 
-/// The blocks of a range of whole blocks; the device's last one may be short.
+/// The blocks of a block-aligned range; the device's last one may be short.
 fn blocks_of(offset: u64, length: u64) -> Range<u64> {
     offset / BLOCK_SIZE_U64..(offset + length).div_ceil(BLOCK_SIZE_U64)
 }
@@ -175,7 +175,7 @@ impl Redo {
         }
     }
 
-    /// Makes the file, its name durable.
+    /// Creates the file and makes its name durable.
     pub fn create(
         directory: &dyn Directory,
         epoch: Epoch,
@@ -192,7 +192,7 @@ impl Redo {
         Ok(Self::without_changes(epoch, file, name, of.size))
     }
 
-    /// Bytes that a set of changes takes here at most.
+    /// Upper bound of the bytes that a set of changes takes.
     pub fn bytes_of(changes: &[Change]) -> u64 {
         let bytes = |change: &Change| match change {
             Change::Write(_, data) => {
@@ -204,7 +204,7 @@ impl Redo {
         changes.iter().map(bytes).sum()
     }
 
-    /// Bytes that the changes so far take here, about.
+    /// Approximate bytes that the changes so far take.
     pub fn bytes(&self) -> u64 {
         self.here + self.log_bytes()
     }
@@ -226,17 +226,17 @@ impl Redo {
         self.log.end() - log_of(self.size) - HEADER as u64
     }
 
-    /// Whether what was taken may be lost.
+    /// Whether appended changes may be lost.
     pub fn is_broken(&self) -> bool {
         self.log.is_broken()
     }
 
-    /// Takes changes, which were checked. After an error only some of them are there, and blocks that they cover may be
-    /// no part of the epoch any more.
+    /// Appends changes, which the caller has checked. After an error only some of them are present, and blocks that
+    /// they cover may no longer be part of the epoch.
     pub fn append(&mut self, changes: &[Change]) -> io::Result<()> {
         let mut rest = changes;
         while !rest.is_empty() {
-            // Checksums of blocks that are written twice would not fit.
+            // The checksums of blocks written twice would not match.
             let overlaps = |nth: &usize| {
                 let blocks = blocks_of(rest[*nth].offset(), rest[*nth].covers());
                 rest[..*nth].iter().any(|other| touches(other, &blocks))
@@ -248,7 +248,7 @@ impl Redo {
         Ok(())
     }
 
-    /// Takes changes of which no two touch the same blocks.
+    /// Appends changes that do not overlap.
     fn append_apart(&mut self, changes: &[Change]) -> io::Result<()> {
         self.forget(changes)?;
         let mut log = Vec::new();
@@ -295,7 +295,7 @@ impl Redo {
         Ok(())
     }
 
-    /// Blocks that hold bytes already and are about to hold others are no part of the epoch until they do.
+    /// Removes from the epoch the blocks with data that is about to be overwritten, until the new data is complete.
     fn forget(&mut self, changes: &[Change]) -> io::Result<()> {
         let mut log = Vec::new();
         let mut records = 0;
@@ -328,8 +328,8 @@ impl Redo {
         Ok(())
     }
 
-    /// Makes the changes count, durably. They were all durable before the seal was written: a seal never stands behind
-    /// changes that a crash has lost.
+    /// Seals the changes, durably. They are all durable before the seal is written: a seal never follows changes that a
+    /// crash has lost.
     ///
     /// # Errors
     /// [`SealError`].
@@ -346,14 +346,14 @@ impl Redo {
         let Err(error) = sealed.and_then(|()| self.log.sync()) else {
             return Ok(());
         };
-        // Taken back, and that durably.
+        // The seal is removed, durably.
         match self.log.cut(end) {
             Ok(()) => Err(SealError::Not(error)),
             Err(_) => Err(SealError::Unknown(error)),
         }
     }
 
-    /// The pieces that touch a range of blocks, cut to it, in order.
+    /// The pieces that intersect a range of blocks, clipped to it, in order.
     pub fn pieces(&self, blocks: Range<u64>) -> impl Iterator<Item = Piece> + '_ {
         self.states
             .runs(blocks)
@@ -372,11 +372,11 @@ impl Redo {
         self.pieces(0..self.size.div_ceil(BLOCK_SIZE_U64))
     }
 
-    /// Looks at a redo file that an earlier run left. One that does not count is compared with its checksums, unless this
-    /// run of the machine wrote it.
+    /// Opens a redo file of an earlier run. An unsealed one is verified against its checksums, unless it was written in
+    /// this boot of the machine.
     ///
     /// # Errors
-    /// [`OverlayError::Damaged`] when it was sealed and is not whole any more; [`OverlayError::OldRedo`];
+    /// [`OverlayError::Damaged`] when it was sealed and is incomplete now; [`OverlayError::OldRedo`];
     /// [`OverlayError::Io`].
     pub fn open(
         directory: &dyn Directory,
@@ -406,7 +406,7 @@ impl Redo {
         }
         match (parsed, access) {
             (Parsed::Staged(_), Access::Write) => {
-                // Nothing that was torn may stand behind what comes.
+                // No torn record may precede new ones.
                 redo.file
                     .set_len(redo.log.end())
                     .map_err(OverlayError::io("cut", &said))?;
@@ -416,7 +416,7 @@ impl Redo {
         }
     }
 
-    /// What a sealed redo file covers, by its log alone; none when it is not sealed, or not whole. Changes nothing.
+    /// What a sealed redo file covers, from its log alone; none when it is not sealed, or incomplete. Changes nothing.
     pub fn skim(
         directory: &dyn Directory,
         epoch: Epoch,
@@ -470,14 +470,14 @@ impl Redo {
         Ok(head.is_some_and(|head| head.kind == KIND_SEAL && head.length == at))
     }
 
-    /// A file of version 1 has its header where there is the first block now.
+    /// A version 1 file has its header where the first block is now.
     fn is_of_version_1(&self) -> io::Result<bool> {
         let mut bytes = [0; 12];
         self.file.read_at(&mut bytes, 0)?;
         Ok(bytes[..8] == MAGIC && bytes[8..] == 1u32.to_le_bytes())
     }
 
-    /// Reads the log up to its seal, or as far as it goes.
+    /// Parses the log up to its seal, or as far as it is valid.
     fn parse(&mut self, of: RedoOf<'_>, length: u64) -> io::Result<Parsed> {
         let start = log_of(of.size);
         let mut found = [0; HEADER];
@@ -491,7 +491,7 @@ impl Redo {
             return Ok(Parsed::Not("its header"));
         }
         let known = boot == of.boot && boot != [0; 16] && !self.ends_with_seal(length)?;
-        // Blocks whose bytes are not those that came.
+        // Blocks whose checksums do not match.
         let mut lost = States::default();
         let result = loop {
             let Some(head) = self.head(length)? else {
@@ -539,7 +539,7 @@ impl Redo {
         })
     }
 
-    /// The record at the end of what was read.
+    /// The record at the current end of the log.
     fn head(&self, length: u64) -> io::Result<Option<Head>> {
         let mut bytes = [0; RECORD];
         if length - self.log.end() < RECORD as u64 {
@@ -549,7 +549,7 @@ impl Redo {
         Ok(Head::decode(&bytes))
     }
 
-    /// Whether the checksums of a record are there and are what they were.
+    /// Whether the checksums of a record are present and intact.
     fn sums_fit(&self, head: &Head, length: u64) -> io::Result<bool> {
         let mut left = head.length.div_ceil(BLOCK_SIZE_U64) * SUM as u64;
         let mut at = self.log.end() + RECORD as u64;
@@ -568,7 +568,7 @@ impl Redo {
         Ok(sum.finalize() as u32 == head.sums_crc || cfg!(fuzzing))
     }
 
-    /// Compares blocks with their checksums, which are at `sums`.
+    /// Verifies blocks against their checksums, which are at `sums`.
     fn compare(&self, mut sums: u64, blocks: Range<u64>, lost: &mut States) -> io::Result<()> {
         let at_once = SLAB as u64 / BLOCK_SIZE_U64;
         let (mut slab, mut expected) = (Vec::new(), Vec::new());
@@ -591,7 +591,7 @@ impl Redo {
     }
 }
 
-/// What a log turned out to be, and what is at its end.
+/// The state of a parsed log.
 enum Parsed {
     Sealed,
     Staged(&'static str),

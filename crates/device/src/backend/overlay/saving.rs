@@ -6,14 +6,14 @@ use super::{DATA, Overlay, OverlayError, Saving};
 use crate::remote::Epoch;
 use drover_storage::chunk_log::Record;
 
-/// Records that are about no block: the epoch that counts is `first`.
+/// Records that are not about blocks: `first` holds the committed epoch.
 pub(super) const EPOCH: u8 = 16;
-/// Plain changes may be made from here on.
+/// Plain changes may follow.
 pub(super) const PLAIN: u8 = 17;
 /// All plain changes so far are durable.
 pub(super) const SETTLED: u8 = 18;
 
-/// A record about no block.
+/// A record that is not about blocks.
 fn note(state: u8, first: u64) -> Record {
     Record {
         first,
@@ -24,7 +24,7 @@ fn note(state: u8, first: u64) -> Record {
 }
 
 impl Overlay {
-    /// Flushes plain changes; the epoch grows by one if there were any.
+    /// Flushes plain changes; increments the epoch if there were any.
     pub(super) fn save(&self) -> Result<(), OverlayError> {
         loop {
             let mut saving = self.saving.lock();
@@ -32,7 +32,7 @@ impl Overlay {
                 return Ok(());
             }
             if self.unsettled.load(Ordering::Acquire) {
-                // The log would otherwise name a later epoch than that of a redo which is still needed.
+                // Otherwise the log would name a later epoch than a redo file that is still needed.
                 drop(saving);
                 self.settle()?;
                 continue;
@@ -42,7 +42,7 @@ impl Overlay {
                 return self.save_as(&mut saving, false);
             }
             drop(saving);
-            // The snapshot is of the states as they are, so nothing may change while the data is made durable.
+            // The snapshot holds the current states, so nothing may change while the data is made durable.
             let _plain = self.plain.write();
             let mut saving = self.saving.lock();
             if !self.unsettled.load(Ordering::Acquire) {
@@ -64,8 +64,8 @@ impl Overlay {
         result
     }
 
-    /// Makes the data durable, and then the states of all blocks that changed, with `epoch`. With `rewrite`
-    /// nobody may be changing anything.
+    /// Makes the data durable, then the states of all changed blocks, with `epoch`. With `rewrite` nobody may be making
+    /// changes.
     pub(super) fn log_changes(
         &self,
         saving: &mut Saving,
@@ -73,7 +73,7 @@ impl Overlay {
         rewrite: bool,
     ) -> Result<(), OverlayError> {
         self.writable()?;
-        // Taken before the data is made durable: what changes from here on is for the next time.
+        // Taken before the data is synced: later changes belong to the next run.
         let mut records = self.states.write().take_changed();
         let result = self.log_records(saving, &mut records, epoch, rewrite);
         if result.is_err() {
@@ -107,7 +107,7 @@ impl Overlay {
         Ok(log.sync()?)
     }
 
-    /// Writes down the states of blocks that changed and whose data is durable, without making that durable.
+    /// Logs the states of changed blocks whose data is durable, without making the log durable.
     pub(super) fn log_states(&self, saving: &mut Saving) -> Result<(), OverlayError> {
         let records = self.states.write().take_changed();
         let log = saving.log.as_mut().ok_or(OverlayError::ReadOnly)?;
@@ -121,7 +121,7 @@ impl Overlay {
         Ok(result?)
     }
 
-    /// Makes the data durable. When that fails it is not known what is, and never will be.
+    /// Syncs the data. After a failure it is unknown what is durable, permanently.
     pub(super) fn sync_data(&self) -> Result<(), OverlayError> {
         self.data.sync().map_err(|error| {
             *self.broken.write() = Some(error.to_string());
@@ -129,8 +129,8 @@ impl Overlay {
         })
     }
 
-    /// Notes durably, before the first plain change, that there may be some: a crash may then leave any part of them,
-    /// so that the next opening counts one epoch more.
+    /// Records durably, before the first plain change, that there may be some: a crash may preserve any part of them,
+    /// so the next open increments the epoch.
     pub(super) fn mark(&self) -> Result<(), OverlayError> {
         if self.marked.load(Ordering::Acquire) {
             return Ok(());
@@ -146,7 +146,7 @@ impl Overlay {
         Ok(())
     }
 
-    /// Takes the note back, if there is nothing that a crash could lose. Nobody may be changing anything.
+    /// Removes that record, if a crash could lose nothing. Nobody may be making changes.
     pub(super) fn unmark(&self) -> Result<(), OverlayError> {
         if !self.marked.load(Ordering::Acquire) || self.unflushed.load(Ordering::Acquire) {
             return Ok(());

@@ -1,15 +1,15 @@
-//! The block map in memory: two bits per block, in pages that exist only where some block is not the base's.
+//! The block map in memory: two bits per block, in pages allocated only where some block differs from the base.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use drover_storage::chunk_log::Record;
 
-/// Blocks of a page: 64 MiB of the device.
+/// Blocks per page: 64 MiB of the device.
 const PAGE: u64 = 16_384;
 const PER_WORD: u64 = 32;
 
-/// Where a block is.
+/// Where a block is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum BlockState {
@@ -30,7 +30,7 @@ impl BlockState {
         }
     }
 
-    /// The state of that number, unless it is the base's.
+    /// The state with that number, other than `Base`.
     pub fn from_number(number: u8) -> Option<Self> {
         [Self::Here, Self::Zero]
             .into_iter()
@@ -38,17 +38,17 @@ impl BlockState {
     }
 }
 
-/// Blocks of one state.
+/// A run of blocks in one state.
 pub(super) type Run = (Range<u64>, BlockState);
 
-/// The states of all blocks, and which of them were changed since they were last taken.
+/// The states of all blocks, and which of them have changed since they were last taken.
 #[derive(Default)]
 pub(super) struct States {
-    /// What is not there is the base's.
+    /// A missing page means the base.
     pages: BTreeMap<u64, Page>,
-    /// Blocks that were changed: runs, by their start. Grows with what is not flushed.
+    /// Changed blocks: run ends by run start. Grows with unflushed changes.
     changed: BTreeMap<u64, u64>,
-    /// Blocks that are not the base's.
+    /// Blocks that differ from the base.
     count: u64,
 }
 
@@ -80,7 +80,7 @@ impl Page {
         }
     }
 
-    /// Where the run of `within`'s state ends.
+    /// End of the run that contains `within`.
     fn run_end(&self, within: u64) -> u64 {
         let Self::Each(words) = self else {
             return PAGE;
@@ -101,7 +101,7 @@ impl Page {
 }
 
 impl States {
-    /// Blocks that are not the base's.
+    /// Blocks that differ from the base.
     pub fn count(&self) -> u64 {
         self.count
     }
@@ -112,7 +112,7 @@ impl States {
         page.map_or(BlockState::Base, |page| page.get(block % PAGE))
     }
 
-    /// Where the run of `block`'s state ends, at most at `end`.
+    /// End of the run that contains `block`, at most `end`.
     fn run_end(&self, block: u64, end: u64) -> u64 {
         let state = self.get(block);
         let mut at = block;
@@ -120,7 +120,7 @@ impl States {
             let start = at / PAGE * PAGE;
             at = match self.pages.get(&(at / PAGE)) {
                 Some(page) => start + page.run_end(at - start),
-                // Up to the next page that exists.
+                // Up to the next existing page.
                 None => match self.pages.range(at / PAGE..).next() {
                     Some((next, _)) => next * PAGE,
                     None => end,
@@ -130,7 +130,7 @@ impl States {
         at.min(end)
     }
 
-    /// The runs of a range, in order; neighbours differ.
+    /// The runs of a range, in order; adjacent runs differ in state.
     pub fn runs(&self, blocks: Range<u64>) -> impl Iterator<Item = Run> + '_ {
         let mut at = blocks.start;
         std::iter::from_fn(move || {
@@ -143,7 +143,7 @@ impl States {
         })
     }
 
-    /// Sets states as they are on disk: nothing has changed.
+    /// Sets states as read from disk, without marking them changed.
     pub fn load(&mut self, blocks: Range<u64>, state: BlockState) {
         let mut at = blocks.start;
         while at < blocks.end {
@@ -169,7 +169,7 @@ impl States {
         }
     }
 
-    /// Sets states, and remembers which of them are news.
+    /// Sets states and marks them changed.
     pub fn set(&mut self, blocks: Range<u64>, state: BlockState) {
         let news: Vec<_> = self
             .runs(blocks)
@@ -182,7 +182,7 @@ impl States {
         }
     }
 
-    /// Remembers that a run has changed.
+    /// Marks a run changed.
     pub fn mark(&mut self, run: Range<u64>) {
         let (mut start, mut end) = (run.start, run.end);
         while let Some((&from, &to)) = self.changed.range(..=end).next_back()
@@ -194,7 +194,7 @@ impl States {
         self.changed.insert(start, end);
     }
 
-    /// What has changed, with the states that there are now, and forgets it.
+    /// Takes the changed runs, with their current states.
     pub fn take_changed(&mut self) -> Vec<Record> {
         let changed = std::mem::take(&mut self.changed);
         let mut records = Vec::new();
@@ -204,7 +204,7 @@ impl States {
         records
     }
 
-    /// All that is not the base's.
+    /// Everything that differs from the base.
     pub fn snapshot(&self) -> impl Iterator<Item = Record> + '_ {
         let end = |page: u64| (page + 1) * PAGE;
         self.pages
@@ -215,7 +215,7 @@ impl States {
     }
 }
 
-/// A run as records, each of as many blocks as fit.
+/// Splits a run into records of the largest possible count.
 fn records_of((blocks, state): Run) -> impl Iterator<Item = Record> {
     const MOST: u64 = u32::MAX as u64;
     (blocks.start..blocks.end)

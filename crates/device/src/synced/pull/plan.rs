@@ -10,15 +10,15 @@ use super::super::order::Order;
 use super::super::state::Geometry;
 use crate::remote::Chunks;
 
-/// Chunks whose zeros are asked for at once.
+/// Chunks per presence query.
 pub(super) const PIECE: u64 = 1 << 16;
 
-/// What is known of the zeros of a piece.
+/// What is known about the zero chunks of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Piece {
     Unknown,
     Asked,
-    /// Asked, but the answer may be older than what the far side holds now.
+    /// Queried, but the answer may predate the remote's current contents.
     Spoiled,
     Known,
 }
@@ -26,9 +26,9 @@ pub(super) enum Piece {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Follow {
     pub(super) next: u64,
-    /// Up to here it is to be read ahead of...
+    /// End of the range to read ahead...
     pub(super) ahead: u64,
-    /// ...and up to here it was asked for.
+    /// ...and end of the part already requested.
     pub(super) asked: u64,
     pub(super) window: u64,
     pub(super) hits: u32,
@@ -40,13 +40,13 @@ pub(super) struct Pulling {
     pub(super) background: bool,
     pub(super) ahead: VecDeque<Chunks>,
     pub(super) first: VecDeque<Chunks>,
-    /// The sequential part has come so far.
+    /// Position of the sequential pull.
     pub(super) cursor: u64,
     pub(super) again: VecDeque<Chunks>,
     pub(super) pieces: Vec<Piece>,
     pub(super) readers: Vec<Follow>,
     pub(super) uses: u64,
-    /// In a cache of limited size: what was asked for ahead of readers, and when; longer than it by what was read since.
+    /// In a cache of limited size: chunks requested as read-ahead, and when; includes some that were read since.
     pub(super) before_readers: VecDeque<(u64, Instant)>,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Pulling {
 pub struct Pull {
     pub(super) state: Mutex<Pulling>,
     pub(super) changed: Condvar,
-    /// There was no room to read ahead; there is now.
+    /// Set when read-ahead found no room; cleared once there is some.
     pub(super) wants_room: AtomicBool,
     pub(super) has_room: AtomicBool,
 }
@@ -82,14 +82,14 @@ impl Pull {
         }
     }
 
-    /// Something that came ahead of a reader was used: it may give way now.
+    /// A read-ahead chunk was used and may be evicted now.
     pub fn made_room(&self) {
         if self.wants_room.swap(false, Ordering::AcqRel) {
             self.has_room.store(true, Ordering::Release);
         }
     }
 
-    /// Whether to say that there is room to read ahead again, once.
+    /// Whether to announce that read-ahead has room again; true once.
     pub fn has_room(&self) -> bool {
         self.has_room.load(Ordering::Relaxed) && self.has_room.swap(false, Ordering::AcqRel)
     }

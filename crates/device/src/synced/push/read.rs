@@ -9,23 +9,23 @@ use super::super::shared::Shared;
 use super::super::state::Mask;
 use crate::remote::Change;
 
-/// Bytes of one change, and of one request.
+/// Maximum bytes of one change, and of one request.
 const MOST: usize = 1 << 20;
-/// Changes of one request.
+/// Maximum changes in one request.
 const MAX_CHANGES: usize = 1024;
 
-/// Why an epoch ended before it was sent.
+/// Why an epoch ended before it was sent completely.
 pub const GIVEN_UP: &str = "the epoch was given up for the room that it took";
 
 pub struct Reader<'a> {
     shared: &'a Shared,
-    /// Of the epoch.
+    /// Generation of the epoch.
     generation: u64,
-    /// The chunk to look at next.
+    /// The next chunk to visit.
     at: u64,
-    /// Neighbouring bytes that may still grow.
+    /// Adjacent bytes that may still grow.
     run: Option<(u64, Vec<u8>)>,
-    /// Neighbouring zeros that may still grow: offset and length.
+    /// Adjacent zeros that may still grow: offset and length.
     zeros: Option<(u64, u64)>,
     ready: Vec<Change>,
     bytes: usize,
@@ -44,7 +44,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The next chunk of which the far side does not have everything, and what is missing.
+    /// The next chunk not fully staged at the remote, with its missing subchunks.
     fn missing(&mut self) -> Option<(u64, Mask)> {
         let table = self.shared.table.lock();
         let mut rest = table.frozen.range(self.at..);
@@ -53,7 +53,7 @@ impl<'a> Reader<'a> {
         Some((*index, frozen.mask & !frozen.there))
     }
 
-    /// The next request's changes; none when all were handed out.
+    /// The changes of the next request; none at the end.
     pub fn next(&mut self) -> Result<Option<Vec<Change>>, DeviceError> {
         while self.bytes < MOST && self.ready.len() < MAX_CHANGES {
             match self.missing() {
@@ -100,7 +100,7 @@ impl<'a> Reader<'a> {
             }
         }
         if shared.table.lock().generation != self.generation {
-            // Writers keep nothing for it any more.
+            // Writers no longer preserve old bytes for this epoch.
             return Err(DeviceError::Unavailable(GIVEN_UP.into()));
         }
         for run in geometry.runs(index, mask) {

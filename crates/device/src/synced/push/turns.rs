@@ -7,7 +7,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::remote::Epoch;
 
-/// How long after a refused push the next one is tried without anybody asking.
+/// Delay after a refused push before the next automatic attempt.
 const AFTER_REFUSAL: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,37 +15,37 @@ pub(super) enum Phase {
     #[default]
     Idle,
     Freezing,
-    /// An epoch waits for the pusher, or is on its way.
+    /// An epoch is frozen: waiting for the pusher, or being sent.
     Frozen,
 }
 
 pub(super) struct Turns {
     pub(super) phase: Phase,
-    /// Tickets: who wants all that was written before pushed takes one; an epoch covers those taken before its freeze.
+    /// Tickets: a caller that wants all earlier writes pushed takes one; an epoch covers those taken before its freeze.
     pub(super) wanted: u64,
     pub(super) covered: u64,
     pub(super) done: u64,
     pub(super) refused: Option<(u64, DeviceError)>,
-    /// Of a push that nobody waited for: the next flush reports it.
+    /// Error of a push that nobody waited for; the next flush reports it.
     pub(super) unreported: Option<DeviceError>,
     pub(super) last_freeze: Instant,
     pub(super) not_before: Option<Instant>,
-    /// Somebody needs room.
+    /// A request needs room in the cache.
     pub(super) requested: bool,
-    /// The number of the last epoch that was begun.
+    /// The last epoch that was begun.
     pub(super) last: Epoch,
-    /// The number of the epoch under way, once its first part was about to be sent.
+    /// The current epoch, assigned just before its first part is sent.
     pub(super) epoch: Option<Epoch>,
-    /// That of the table when it was frozen.
+    /// The table's generation at the freeze.
     pub(super) generation: u64,
-    /// The link on which the far side said last what it has staged.
+    /// The link on which the remote last reported what it has staged.
     pub(super) asked_on: u64,
-    /// How often pushes failed since one succeeded, and why the last did.
+    /// Failed pushes since the last success, and the last error.
     pub(super) failures: u64,
     pub(super) why: Option<DeviceError>,
 }
 
-/// What the pusher, flushes and writers tell each other.
+/// Coordination of the pusher, flushes and writers.
 pub struct Push {
     pub(super) state: Mutex<Turns>,
     pub(super) changed: Condvar,
@@ -80,7 +80,7 @@ impl Push {
         self.changed.notify_all();
     }
 
-    /// Asks for a push at once.
+    /// Requests an immediate push.
     pub fn request(&self) {
         self.state.lock().requested = true;
         self.changed.notify_all();
@@ -91,13 +91,13 @@ impl Push {
         self.changed.wait_for(&mut state, time);
     }
 
-    /// How often pushes failed since one succeeded, and why the last did.
+    /// Failed pushes since the last success, and the last error.
     pub fn failures(&self) -> (u64, Option<DeviceError>) {
         let state = self.state.lock();
         (state.failures, state.why.clone())
     }
 
-    /// Why the last push was refused, if it was and none has succeeded since.
+    /// Why the last push was refused, if none has succeeded since.
     pub fn trouble(&self) -> Option<DeviceError> {
         self.state.lock().refused.clone().map(|r| r.1)
     }
@@ -109,7 +109,7 @@ impl Turns {
         self.why = Some(error.clone());
     }
 
-    /// Those who took a ticket up to this one are told.
+    /// Fails the tickets up to this one.
     pub(super) fn refuse(&mut self, upto: u64, error: DeviceError) {
         self.refused = Some((upto, error.clone()));
         self.unreported = Some(error);

@@ -8,9 +8,9 @@ use parking_lot::{Condvar, Mutex};
 use super::super::cache::Log;
 use crate::remote::{Epoch, Remote};
 
-/// Pulled bytes after which they are made durable at once.
+/// Pulled bytes that trigger making them durable at once.
 pub(super) const PULLED: u64 = 256 << 20;
-/// Pulled bytes after which they are written down at once.
+/// Pulled bytes that trigger entering them in the map at once.
 pub(super) const PULLED_EARLY: u64 = 8 << 20;
 
 #[derive(Default)]
@@ -18,9 +18,9 @@ pub(super) struct Turn {
     pub(super) started: u64,
     pub(super) finished: u64,
     pub(super) running: bool,
-    /// The next run takes pulled chunks along.
+    /// The next run includes pulled chunks.
     pub(super) all: bool,
-    /// Pulled chunks were written down that are not durable.
+    /// Some pulled chunks are in the map but not durable.
     pub(super) early: bool,
     pub(super) error: Option<DeviceError>,
 }
@@ -28,11 +28,11 @@ pub(super) struct Turn {
 /// What a run does.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Depth {
-    /// Writes down what was pulled.
+    /// Enters pulled chunks in the map, without making them durable.
     Early,
-    /// Makes what was written durable.
+    /// Makes written data durable.
     Written,
-    /// And what was pulled, of which some was perhaps written down early.
+    /// Also pulled data, some of which may have been saved early.
     All { early: bool },
 }
 
@@ -40,10 +40,10 @@ pub struct Saver {
     pub(super) log: Mutex<Log>,
     pub(super) turn: Mutex<Turn>,
     pub(super) changed: Condvar,
-    /// Bytes pulled that are not durable, and those of them that are not written down.
+    /// Pulled bytes that are not durable, and those of them not in the map.
     pub(super) pulled: AtomicU64,
     pub(super) fresh: AtomicU64,
-    /// A sync of the data failed: what it covered may be gone although it can be read.
+    /// A sync of the data failed: what it covered may be lost although it can still be read.
     pub(super) broken: Mutex<Option<DeviceError>>,
 }
 
@@ -59,7 +59,7 @@ impl Saver {
         }
     }
 
-    /// Counts bytes that were pulled.
+    /// Counts pulled bytes.
     pub fn pulled(&self, bytes: u64) {
         if bytes == 0 {
             return;
@@ -77,13 +77,13 @@ impl Saver {
         self.changed.notify_all();
     }
 
-    /// Compares the far side's epoch with the one that the cache agrees with.
+    /// Compares the remote's committed epoch with the one the cache agrees with.
     pub fn meet(&self, remote: &dyn Remote) -> Result<(), DeviceError> {
         let mut log = self.log.lock();
-        // Asked under the lock: the pusher may be writing down a commit.
+        // Queried under the lock: the pusher may be recording a commit.
         let theirs = remote.committed();
         match log.knows(theirs) {
-            // A commit whose answer was lost: it must not be asked for an epoch of ours once there is a later one.
+            // A commit whose reply was lost: record it now, since after a later epoch it would not be recognised.
             true => {
                 if log.committed != Some(theirs)
                     && let Err(error) = log.agree(theirs)
@@ -111,7 +111,7 @@ impl Saver {
         self.log.lock().close()
     }
 
-    /// Whether the map says that something must be pushed.
+    /// Whether the map records anything to push.
     pub fn is_dirty(&self) -> bool {
         self.log.lock().is_dirty()
     }
