@@ -1,8 +1,8 @@
 //! A map of runs of units to their states that survives crashes: an append-only, checksummed log.
 //!
-//! What a unit and a state are is the caller's. The log keeps records in order and hands them out again in order; what
-//! it holds after a crash is what it held at some moment after the last [`ChunkLog::sync`] that returned. Layout and
-//! argument: `docs/format/chunk-log.md`.
+//! The meaning of units and states is the caller's. The log keeps records in order and replays them in order; after a
+//! crash it holds its contents as of some moment after the last [`ChunkLog::sync`] that returned. Layout and argument:
+//! `docs/format/chunk-log.md`.
 
 use std::sync::Arc;
 
@@ -19,30 +19,30 @@ pub use replay::Opened;
 
 use format::{FRAME_RECORDS, RECORD_BYTES, frame, header_bytes, temporary};
 
-/// A log shorter than this is never worth rewriting.
+/// Logs shorter than this are never rewritten.
 const REWRITE_BYTES: u64 = 1 << 20;
-/// A log is worth rewriting when it is this many times as long as its last snapshot.
+/// A log is due for a rewrite when it is this many times as long as its last snapshot.
 const REWRITE_TIMES: u64 = 4;
 
-/// A log that is open for appending. Only one may be, which is for the caller to see to (see [`Directory::lock`]).
+/// A log open for appending. The caller must ensure that it is the only one (see [`Directory::lock`]).
 pub struct ChunkLog {
     directory: Arc<dyn Directory>,
     name: String,
     log: RecordLog,
     /// The number of the last frame.
     sequence: u64,
-    /// The number of the last frame that is known to be on disk.
+    /// The last frame known to be on disk.
     durable: u64,
-    /// Encoded records that are in no frame yet; fewer than a frame's.
+    /// Encoded records not in a frame yet; less than one frame.
     pending: Vec<u8>,
-    /// Where the snapshot that the file began with ends.
+    /// End offset of the snapshot at the beginning of the file.
     snapshot: u64,
-    /// The name may still lead to an older file after a crash.
+    /// After a crash the name may still refer to an older file.
     name_pending: bool,
 }
 
 impl ChunkLog {
-    /// Makes an empty log, durable when this returns, in place of any that is there. `header` is handed out again by
+    /// Creates an empty log, durable on return, replacing any existing one. `header` is returned again by
     /// [`Opened::header`].
     ///
     /// # Errors
@@ -57,12 +57,11 @@ impl ChunkLog {
         Ok(log)
     }
 
-    /// Appends records, behind all earlier ones. They may be lost until [`ChunkLog::sync`] has returned; a crash before
-    /// leaves some first part of what was appended since.
+    /// Appends records. They may be lost until [`ChunkLog::sync`] has returned; a crash before that preserves some
+    /// prefix of them.
     ///
     /// # Errors
-    /// [`ChunkLogError::Io`]: then none of `records` was appended, and the log is as it was.
-    /// [`ChunkLogError::Broken`].
+    /// [`ChunkLogError::Io`]: none of `records` was appended and the log is unchanged. [`ChunkLogError::Broken`].
     pub fn append(&mut self, records: &[Record]) -> Result<(), ChunkLogError> {
         self.check()?;
         let full = FRAME_RECORDS * RECORD_BYTES;
@@ -90,8 +89,8 @@ impl ChunkLog {
     /// Makes everything appended durable.
     ///
     /// # Errors
-    /// [`ChunkLogError::Io`]; when the disk was full nothing is lost and it can be tried again, see
-    /// [`ChunkLog::is_broken`] for the rest. [`ChunkLogError::Broken`].
+    /// [`ChunkLogError::Io`]; if the disk was full nothing is lost and the call can be retried, otherwise see
+    /// [`ChunkLog::is_broken`]. [`ChunkLogError::Broken`].
     pub fn sync(&mut self) -> Result<(), ChunkLogError> {
         self.hand_over()?;
         self.sync_file()?;
@@ -101,8 +100,8 @@ impl ChunkLog {
         }
     }
 
-    /// Hands everything appended to the file system, without making it durable: a killed process loses none of it, a
-    /// power loss may.
+    /// Writes everything appended to the file, without making it durable: it survives a killed process, but not a power
+    /// loss.
     ///
     /// # Errors
     /// As [`ChunkLog::sync`].
@@ -114,31 +113,31 @@ impl ChunkLog {
         }
     }
 
-    /// Whether the log is so much longer than its snapshot was that [`ChunkLog::rewrite`] is worth it.
+    /// Whether the log has grown enough since its snapshot that [`ChunkLog::rewrite`] is due.
     #[must_use]
     pub fn wants_rewrite(&self) -> bool {
         self.bytes() > REWRITE_BYTES && self.bytes() > self.snapshot * REWRITE_TIMES
     }
 
-    /// Whether it is not known what the file holds, because a sync failed. Only [`ChunkLog::rewrite`], or opening the
-    /// log again, makes it usable.
+    /// Whether the contents of the file are unknown because a sync failed. Only [`ChunkLog::rewrite`], or reopening the
+    /// log, makes it usable again.
     #[must_use]
     pub fn is_broken(&self) -> bool {
         self.log.is_broken()
     }
 
-    /// Bytes of the log, with what is not written yet.
+    /// Size of the log in bytes, including what is not written yet.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.log.end() + self.pending.len() as u64
     }
 
-    /// Begins the log anew with a header and `snapshot`, which takes the place of all that was appended so far. In one
-    /// step, also for a crash, and durable when this returns. Takes the room of the old and the new log for a moment.
+    /// Restarts the log with a header and `snapshot`, replacing everything appended so far. Atomic, also in a crash,
+    /// and durable on return. Needs space for the old and the new log at the same time.
     ///
     /// # Errors
-    /// [`ChunkLogError::HeaderTooLong`]; [`ChunkLogError::Io`]: then the old log goes on, or, when only the name could
-    /// not be made durable, the new one, and [`ChunkLog::sync`] tries that again.
+    /// [`ChunkLogError::HeaderTooLong`]; [`ChunkLogError::Io`]: the old log remains in use, or, if only the new name
+    /// could not be made durable, the new one, and [`ChunkLog::sync`] retries that.
     pub fn rewrite(
         &mut self,
         header: &[u8],
@@ -147,14 +146,14 @@ impl ChunkLog {
         let directory = Arc::clone(&self.directory);
         let mut new = Self::begin(directory, &self.name, header, snapshot.into_iter())?;
         let result = new.adopt_name();
-        // Without the new name the old file is still what a crash leaves.
+        // Until the new name is durable, a crash still leaves the old file.
         if result.is_ok() || new.name_pending {
             *self = new;
         }
         result
     }
 
-    /// Writes a log under its temporary name and makes its bytes durable.
+    /// Writes a log under its temporary name and makes its contents durable.
     fn begin(
         directory: Arc<dyn Directory>,
         name: &str,
@@ -186,7 +185,7 @@ impl ChunkLog {
         match result {
             Ok(()) => Ok(log),
             Err(error) => {
-                // Best effort: the next rewrite empties it.
+                // Best effort: the next rewrite truncates it.
                 let _ = log.directory.remove(&new_name);
                 Err(error)
             }
@@ -232,12 +231,12 @@ impl ChunkLog {
         Ok(())
     }
 
-    /// Writes what is pending as a frame.
+    /// Writes the pending records as a frame.
     fn write_frame(&mut self) -> Result<(), ChunkLogError> {
         let frame = frame(self.sequence + 1, self.durable, &self.pending);
         if let Err(error) = self.log.append(&frame) {
             if !self.log.is_broken() {
-                // What is left was made durable when the rest was cut off.
+                // The remainder was made durable when the tail was cut.
                 self.durable = self.sequence;
             }
             return Err(self.io("append to")(error));

@@ -1,25 +1,24 @@
-//! A durable value for each chunk of a device: a [chunk log](crate::chunk_log) and its contents in memory, from which the
-//! log is rewritten when it has grown long.
+//! A durable value for each chunk of a device: a [chunk log](crate::chunk_log) and its contents in memory, from which
+//! the log is rewritten when it has grown long.
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 
 use crate::chunk_log::{ChunkLog, ChunkLogError, Opened, Record};
 
-/// Records in a state from this one on are notes: about no chunk, and their owner's.
+/// Records with this state or above are notes: not about chunks, and interpreted by their owner.
 pub const FIRST_NOTE: u8 = 64;
 
-/// What a [`ChunkMap`] keeps of a chunk.
+/// The value that a [`ChunkMap`] keeps per chunk.
 pub trait ChunkValue: Copy {
-    /// Its bytes in a record: a state below [`FIRST_NOTE`], and what else there is to say. Both are 0 for a chunk that
-    /// nothing was said of.
+    /// Its encoding in a record: a state below [`FIRST_NOTE`], and a mask. Both are 0 for a chunk without a value.
     fn parts(self) -> (u8, u64);
 
-    /// The value with these parts, if there is one.
+    /// Decodes a value, if valid.
     fn from_parts(state: u8, mask: u64) -> Option<Self>;
 }
 
-/// The values of all chunks. Takes a byte of memory a chunk, and more for each whose mask is not 0.
+/// The values of all chunks. Takes a byte of memory per chunk, and more for each with a mask other than 0.
 pub struct ChunkMap<V> {
     log: ChunkLog,
     header: Vec<u8>,
@@ -29,7 +28,7 @@ pub struct ChunkMap<V> {
 }
 
 impl<V: ChunkValue> ChunkMap<V> {
-    /// Around a log that was just made with this header, for so many chunks.
+    /// Wraps a log just created with this header, for this many chunks.
     #[must_use]
     pub fn new(log: ChunkLog, header: Vec<u8>, chunks: u64) -> Self {
         Self {
@@ -41,12 +40,12 @@ impl<V: ChunkValue> ChunkMap<V> {
         }
     }
 
-    /// Reads a log to its end; `each` sees every record, the notes among them. `header` takes the place of the log's own
-    /// when it is next written anew.
+    /// Replays a log; `each` sees every record, including the notes. `header` replaces the log's own at the next
+    /// rewrite.
     ///
     /// # Errors
-    /// As [`Opened::replay`]; [`ChunkLogError::Corrupt`] for a chunk or a value that cannot be, and where `each` says why a
-    /// record cannot.
+    /// As [`Opened::replay`]; [`ChunkLogError::Corrupt`] for an invalid chunk or value, and where `each` rejects a
+    /// record with a reason.
     pub fn replay(
         opened: Opened,
         header: Vec<u8>,
@@ -81,14 +80,14 @@ impl<V: ChunkValue> ChunkMap<V> {
         })
     }
 
-    /// The value of a chunk, as the file says.
+    /// The value of a chunk, as recorded in the file.
     #[must_use]
     pub fn get(&self, index: u64) -> Option<V> {
         let mask = self.masks.get(&index).copied().unwrap_or(0);
         V::from_parts(*self.states.get(index as usize)?, mask)
     }
 
-    /// The chunks that something was said of, in order.
+    /// The chunks with a value, in order.
     pub fn iter(&self) -> impl Iterator<Item = (u64, V)> {
         let mut masks = self.masks.iter().peekable();
         let there = (0u64..).zip(&self.states).filter(|chunk| *chunk.1 != 0);
@@ -102,11 +101,11 @@ impl<V: ChunkValue> ChunkMap<V> {
         })
     }
 
-    /// Writes values down: durably, or so that a killed process leaves them behind. Those that the file has already cost
-    /// nothing. `notes` are what the file says beside, for when it is written anew.
+    /// Records values: durably, or so that they survive a killed process. Values the file has already cost nothing.
+    /// `notes` are all current notes, in case the file is rewritten.
     ///
     /// # Errors
-    /// [`ChunkLogError`]; then the map is as it was.
+    /// [`ChunkLogError`]; the map is unchanged then.
     pub fn save(
         &mut self,
         values: impl Iterator<Item = (u64, V)> + Clone,
@@ -135,8 +134,7 @@ impl<V: ChunkValue> ChunkMap<V> {
         }
     }
 
-    /// Appends records, durably; such as are about chunks are not taken into the map. A log that is broken is written
-    /// anew first.
+    /// Appends records durably, without applying those about chunks to the map. A broken log is rewritten first.
     ///
     /// # Errors
     /// [`ChunkLogError`].
@@ -148,10 +146,10 @@ impl<V: ChunkValue> ChunkMap<V> {
         self.log.sync()
     }
 
-    /// Nothing is said of any chunk from now on, durably.
+    /// Clears the values of all chunks, durably.
     ///
     /// # Errors
-    /// [`ChunkLogError`]; then the map is as it was.
+    /// [`ChunkLogError`]; the map is unchanged then.
     pub fn clear(&mut self, notes: &[Record]) -> Result<(), ChunkLogError> {
         let count = u32::try_from(self.states.len()).unwrap_or(u32::MAX);
         let nothing = Record {
@@ -164,7 +162,7 @@ impl<V: ChunkValue> ChunkMap<V> {
         Ok(())
     }
 
-    /// Writes the file anew: the notes, and what is said of the chunks.
+    /// Rewrites the file: the notes, and the values of the chunks.
     ///
     /// # Errors
     /// As [`ChunkLog::rewrite`].
@@ -189,7 +187,7 @@ fn set(states: &mut [u8], masks: &mut BTreeMap<u64, u64>, index: u64, (state, ma
     };
 }
 
-/// Adds a chunk's record, or lets the last one run on.
+/// Adds a chunk's record, or extends the last one.
 fn push(records: &mut Vec<Record>, index: u64, (state, mask): (u8, u64)) {
     match records.last_mut() {
         Some(last)
@@ -217,7 +215,7 @@ mod tests {
     use super::*;
     use crate::FakeDirectory;
 
-    /// A generation, as a machine's chunks will have one.
+    /// A generation, as chunks of a migrated machine have.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     struct Generation(u32);
 
@@ -249,7 +247,7 @@ mod tests {
         (map.unwrap(), notes)
     }
 
-    /// Whatever is lost, each chunk has a value that it was given, at least as new as the last that was made durable.
+    /// Whatever is lost, each chunk has a value that it was given, at least as new as the last durable one.
     #[test]
     fn what_was_saved_durably_is_there_after_a_crash() {
         for seed in 0..300 {
@@ -303,8 +301,8 @@ mod tests {
         }
     }
 
-    /// A disk that lies about syncs can take back what it acknowledged. What is then found is refused, or is what the map
-    /// held at some moment: no chunk has a value that it never had.
+    /// A disk with fake syncs can lose what it acknowledged. The result is refused, or is what the map held at some
+    /// moment: no chunk has a value that it never had.
     #[test]
     fn under_syncs_that_lie_no_value_is_made_up() {
         let (mut older, mut refused) = (0, 0);

@@ -6,28 +6,28 @@ use std::io;
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
-/// A disk. There is one in the product, [`HostDisk`]; tests have others, which lose writes.
+/// A disk. The product uses [`HostDisk`]; tests have others, which lose writes.
 pub trait Disk: std::fmt::Debug + Send + Sync {
-    /// Returns when the bytes of `file` are durable. A loss may be reported once and never again.
+    /// Returns when the contents of `file` are durable. A loss may be reported only once.
     ///
     /// # Errors
-    /// When bytes that were written since the last call are lost, or may be.
+    /// If bytes written since the last call are lost, or may be.
     fn sync_data(&self, file: &File) -> io::Result<()>;
 
-    /// The same for all that is known of the file.
+    /// The same, including all metadata of the file.
     ///
     /// # Errors
     /// As [`sync_data`](Self::sync_data).
     fn sync_all(&self, file: &File) -> io::Result<()>;
 
-    /// What is read from `file` from now on is what the disk has, not what memory remembers.
+    /// Drops `file` from the page cache: later reads come from the disk.
     ///
     /// # Errors
-    /// When that cannot be had.
+    /// If that is not possible.
     fn forget(&self, file: &File) -> io::Result<()>;
 }
 
-/// The disks of this machine.
+/// The disks of the host.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct HostDisk;
 
@@ -41,15 +41,14 @@ impl Disk for HostDisk {
     }
 
     fn forget(&self, file: &File) -> io::Result<()> {
-        // Only clean pages go. Those that could not be written are clean after the error was told.
+        // Only clean pages are dropped. Pages whose write-back failed are clean once the error was reported.
         let _ = file.sync_data();
         rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?;
         Ok(())
     }
 }
 
-/// A file that keeps the first error of a sync: the system tells of a loss once for each open
-/// file, and the next sync of it succeeds.
+/// A file that keeps the first sync error: the kernel reports a loss once per open file, and the next sync succeeds.
 #[derive(Debug)]
 pub struct SyncedFile {
     file: File,
@@ -58,7 +57,7 @@ pub struct SyncedFile {
 }
 
 impl SyncedFile {
-    /// Nothing of `file` is known to be lost.
+    /// Wraps `file`, of which no loss is known.
     pub fn new(file: File, disk: Arc<dyn Disk>) -> Self {
         SyncedFile {
             file,
@@ -67,15 +66,15 @@ impl SyncedFile {
         }
     }
 
-    /// Makes its bytes durable.
+    /// Makes its contents durable.
     ///
     /// # Errors
-    /// When this or an earlier sync was told of a loss.
+    /// If this or an earlier sync reported a loss.
     pub fn sync_data(&self) -> io::Result<()> {
         self.keep(self.disk.sync_data(&self.file))
     }
 
-    /// Makes all of it durable.
+    /// Makes contents and metadata durable.
     ///
     /// # Errors
     /// As [`sync_data`](Self::sync_data).

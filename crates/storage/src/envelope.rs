@@ -1,4 +1,4 @@
-//! A small state file that says what it is and whether it is whole: magic, version, body, BLAKE3 of all that.
+//! A small state file with identification and integrity check: magic, version, body, BLAKE3 of all that.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -8,36 +8,36 @@ use crate::atomic_replace;
 
 const HASH: usize = 32;
 
-/// A kind of such files. Numbers are little-endian.
+/// The format of such a file. Numbers are little-endian.
 #[derive(Clone, Copy, Debug)]
 pub struct Envelope {
-    /// What the file begins with.
+    /// The magic number at the beginning.
     pub magic: [u8; 8],
-    /// What follows it, in 4 bytes.
+    /// The version, in the next 4 bytes.
     pub version: u32,
-    /// A longer file is none.
+    /// Maximum length of the file in bytes.
     pub max_bytes: u64,
 }
 
 /// Why a file cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EnvelopeError {
-    /// It is something else, cut short, or too long.
+    /// Another format, truncated, or too long.
     #[error("it is a file of another kind")]
     Foreign,
-    /// It is of another version.
+    /// Another version.
     #[error("its version is not known to this program")]
     Version,
-    /// Its hash is not that of its bytes.
+    /// The hash does not match.
     #[error("it is damaged")]
     Damaged,
 }
 
 impl Envelope {
-    /// Puts a file with that body in place of what is at `path`, as [`atomic_replace`] does.
+    /// Writes a file with that body, replacing what is at `path`, as [`atomic_replace`] does.
     ///
     /// # Errors
-    /// What the system reports.
+    /// Errors of the system.
     pub fn write(&self, path: &Path, body: &[u8]) -> io::Result<()> {
         let mut bytes = [&self.magic, &self.version.to_le_bytes()[..], body].concat();
         let hash = blake3::hash(&bytes);
@@ -45,10 +45,10 @@ impl Envelope {
         atomic_replace(path, &bytes)
     }
 
-    /// The bytes of a file, not many more than it may have; none where there is none.
+    /// Reads a file, up to slightly more than the limit; none if it does not exist.
     ///
     /// # Errors
-    /// What the system reports.
+    /// Errors of the system.
     pub fn read(&self, path: &Path) -> io::Result<Option<Vec<u8>>> {
         let mut bytes = Vec::new();
         let limit = self.max_bytes + 1;
@@ -59,7 +59,7 @@ impl Envelope {
         }
     }
 
-    /// The body of a file with these bytes.
+    /// Checks a file's bytes and returns its body.
     ///
     /// # Errors
     /// [`EnvelopeError`].

@@ -15,24 +15,24 @@ use super::{Access, Directory, File, Lock, check_name};
 
 /// A directory in memory with a live and a durable image of every file and of the names.
 ///
-/// Clones share the files. Every call that changes something is a step, counted by [`FakeDirectory::steps`].
-/// [`FakeDirectory::cut_power_at`] lets the power fail in one of them: from then on every call fails, and
-/// [`FakeDirectory::after_crash`] gives the directory as it may be found then. Of what was not synced
-/// - each sector holds one of the contents it had since its file was last synced, whatever the sectors beside it hold;
+/// Clones share the files. Every modifying call is a step, counted by [`FakeDirectory::steps`].
+/// [`FakeDirectory::cut_power_at`] makes the power fail in one of them: from then on every call fails, and
+/// [`FakeDirectory::after_crash`] returns a possible state of the directory afterwards. For what was not synced:
+/// - each sector holds one of the contents it had since its file was last synced, independently of its neighbours;
 /// - a file has one of the lengths it had since then;
-/// - names are as they were after one of the changes since the directory was last synced.
+/// - the names are as after one of the changes since the directory was last synced.
 ///
-/// A [`File::sync`] that is made to fail behaves as Linux does: what was written before it is lost or not, by the
-/// seed, can still be read, and no later sync brings it back. Syncs may also lie, see [`FakeDirectory::let_syncs_lie`].
+/// A [`File::sync`] that is made to fail behaves as on Linux: earlier writes are lost or not, by the seed, can still be
+/// read, and no later sync restores them. Syncs can also be made to lie, see [`FakeDirectory::let_syncs_lie`].
 #[derive(Clone)]
 pub struct FakeDirectory {
     state: Arc<Mutex<State>>,
 }
 
-/// A step, as [`FakeDirectory::set_faults`] sees it.
+/// A step, as passed to [`FakeDirectory::set_faults`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
-    /// [`Directory::create`], also when it only empties.
+    /// [`Directory::create`], also when it only truncates.
     Create,
     /// [`Directory::rename`].
     Rename,
@@ -50,7 +50,7 @@ pub enum Operation {
     Allocate,
     /// [`File::sync`].
     Sync,
-    /// [`File::read_at`]: no step, but it can be made to fail.
+    /// [`File::read_at`]: not a step, but it can be made to fail.
     Read,
 }
 
@@ -62,7 +62,7 @@ struct State {
     durable_names: BTreeMap<String, u64>,
     /// The names after each change since the directory was last synced.
     name_steps: Vec<BTreeMap<String, u64>>,
-    /// By name: who shares a lock; one for an exclusive lock.
+    /// Lock holders by name; one for an exclusive lock.
     locks: HashMap<String, Vec<(Weak<()>, Lock)>>,
     next_id: u64,
     sector: u64,
@@ -71,7 +71,7 @@ struct State {
     off: bool,
     capacity: Option<u64>,
     faults: Option<Faults>,
-    /// Syncs succeed and make nothing durable.
+    /// Syncs succeed without making anything durable.
     syncs_lie: bool,
     rng: Rng,
 }
@@ -87,7 +87,7 @@ impl Default for FakeDirectory {
 }
 
 impl FakeDirectory {
-    /// An empty directory of a disk that writes `sector` bytes at once or not at all (512 or 4096). `seed` is for what
+    /// An empty directory on a disk that writes sectors of `sector` bytes atomically (512 or 4096). `seed` decides what
     /// a failed sync loses.
     #[must_use]
     pub fn new(sector: u32, seed: u64) -> Self {
@@ -111,14 +111,14 @@ impl FakeDirectory {
         }
     }
 
-    /// How many steps there were.
+    /// Number of steps so far.
     #[must_use]
     pub fn steps(&self) -> u64 {
         self.state.lock().steps
     }
 
-    /// Lets the power fail in step `n`, counted from zero as [`FakeDirectory::steps`] counts. What that step writes
-    /// counts as not synced.
+    /// Makes the power fail in step `n`, counted from zero as by [`FakeDirectory::steps`]. That step's writes count as
+    /// not synced.
     pub fn cut_power_at(&self, n: u64) {
         self.state.lock().cut_at = Some(n);
     }
@@ -129,20 +129,20 @@ impl FakeDirectory {
         self.state.lock().off
     }
 
-    /// Limits the bytes of all sectors that are held or reserved; beyond, writes fail with `StorageFull` and leave
-    /// their first sectors written.
+    /// Limits the bytes of all sectors that are written or reserved; beyond it, writes fail with `StorageFull` after
+    /// writing the sectors that fit.
     pub fn set_capacity(&self, bytes: Option<u64>) {
         self.state.lock().capacity = bytes;
     }
 
-    /// Bytes of all sectors that are held or reserved.
+    /// Bytes of all sectors that are written or reserved.
     #[must_use]
     pub fn used(&self) -> u64 {
         self.state.lock().used()
     }
 
-    /// Lets calls fail: `faults` is asked before each, with the file's name (none for the directory). Replaces what
-    /// was set before.
+    /// Injects failures: `faults` is called before each step, with the file's name (none for the directory). Replaces
+    /// the previous setting.
     pub fn set_faults(
         &self,
         faults: impl FnMut(Operation, &str) -> Option<io::ErrorKind> + Send + 'static,
@@ -150,23 +150,24 @@ impl FakeDirectory {
         self.state.lock().faults = Some(Box::new(faults));
     }
 
-    /// No call fails any more by [`FakeDirectory::set_faults`].
+    /// Ends the failures injected by [`FakeDirectory::set_faults`].
     pub fn clear_faults(&self) {
         self.state.lock().faults = None;
     }
 
-    /// From now on, syncs of files and of the directory succeed and make nothing durable, as those of a disk that
-    /// acknowledges a flush and keeps its write cache. Only a power failure shows it.
+    /// From now on, syncs of files and of the directory succeed without making anything durable, like a disk that
+    /// acknowledges a flush and keeps its write cache. Only a power failure reveals it.
     pub fn let_syncs_lie(&self) {
         self.state.lock().syncs_lie = true;
     }
 
-    /// The directory as it may be found when the power comes back; `seed` chooses. Open files and locks are gone.
+    /// A state of the directory that may be found after the power failure, chosen by `seed`. Open files and locks are
+    /// gone.
     #[must_use]
     pub fn after_crash(&self, seed: u64) -> Self {
         let mut rng = Rng::with_seed(seed);
         let state = self.state.lock();
-        // Much lost, little lost, or anything between: a plain coin for each sector would only find the last.
+        // From losing everything to losing nothing: a fair coin per sector would only find mixtures.
         let keep = [0.0, 0.1, 0.5, 0.9, 1.0][rng.usize(0..5)];
         let names = match rng.usize(0..=state.name_steps.len()) {
             0 => &state.durable_names,
@@ -188,7 +189,7 @@ impl FakeDirectory {
         after
     }
 
-    /// A copy of the directory as it is, everything synced: as after a process was killed. Locks are gone.
+    /// A copy of the directory with everything synced: the state after a killed process. Locks are gone.
     #[must_use]
     pub fn after_kill(&self) -> Self {
         let state = self.state.lock();
@@ -206,7 +207,7 @@ impl FakeDirectory {
         after
     }
 
-    /// The bytes of a file, for a look.
+    /// The contents of a file, for inspection.
     #[must_use]
     pub fn bytes(&self, name: &str) -> Option<Vec<u8>> {
         let state = self.state.lock();
@@ -216,7 +217,7 @@ impl FakeDirectory {
         Some(bytes)
     }
 
-    /// Gives a file the bytes that `with` leaves, as [`FakeDirectory::put`] does. None where there is no such file.
+    /// Modifies the contents of a file, as [`FakeDirectory::put`] does. None if there is no such file.
     pub fn edit<R>(&self, name: &str, with: impl FnOnce(&mut Vec<u8>) -> R) -> Option<R> {
         let mut bytes = self.bytes(name)?;
         let result = with(&mut bytes);
@@ -224,8 +225,8 @@ impl FakeDirectory {
         Some(result)
     }
 
-    /// Lets reads that touch a range of a file fail, until the file is put or made anew; another that takes its name is
-    /// read well.
+    /// Makes reads that touch a range of a file fail, until the file is put or created again; another file renamed to
+    /// its name is unaffected.
     pub fn set_unreadable(&self, name: &str, range: Range<u64>) {
         let mut state = self.state.lock();
         let id = state.names.get(name).copied();
@@ -234,7 +235,7 @@ impl FakeDirectory {
         }
     }
 
-    /// Puts a file there as if it had always been, durable at once: to damage one, or to forge one.
+    /// Places a file, durable at once, to damage or forge one.
     pub fn put(&self, name: &str, bytes: &[u8]) {
         let mut state = self.state.lock();
         let id = state.next_id;
@@ -266,7 +267,7 @@ impl State {
         }
     }
 
-    /// Before each step: `true` when it is the one in which the power fails.
+    /// Before each step: `true` if the power fails in it.
     fn step(&mut self, operation: Operation, name: &str) -> io::Result<bool> {
         self.powered()?;
         self.off = self.cut_at == Some(self.steps);
@@ -285,7 +286,7 @@ impl State {
         count as u64 * self.sector
     }
 
-    /// How many more sectors may be taken.
+    /// How many more sectors may be allocated.
     fn room(&self) -> u64 {
         match self.capacity {
             Some(capacity) => capacity.saturating_sub(self.used()) / self.sector,
@@ -417,7 +418,7 @@ struct FakeFile {
 }
 
 impl FakeFile {
-    /// Runs a step on the file; `f` gets how many sectors may be taken.
+    /// Runs a step on the file; `f` receives how many sectors may be allocated.
     fn step(
         &self,
         operation: Operation,

@@ -1,4 +1,4 @@
-//! The implementation on the file systems of the host.
+//! The implementation on the host's file systems.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,22 +10,22 @@ use rustix::io::{Errno, retry_on_intr};
 
 use super::{Access, Directory, File, Lock, check_name};
 
-/// Zeros that are written where a file cannot be told to hold some.
+/// Zeros to write where the file system cannot zero a range.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
-/// A directory of the host, held open: moving it does not matter to who uses it.
+/// A directory of the host, held open: it can be renamed while in use.
 #[derive(Debug)]
 pub struct HostDirectory {
     fd: OwnedFd,
-    /// Where it was when it was opened, for messages.
+    /// Its path when it was opened, for messages.
     path: PathBuf,
 }
 
 impl HostDirectory {
-    /// Opens a directory that exists.
+    /// Opens an existing directory.
     ///
     /// # Errors
-    /// What the file system reports.
+    /// Errors of the file system.
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let fd = rustix::fs::open(path, flags, Mode::empty())?;
@@ -35,10 +35,10 @@ impl HostDirectory {
         })
     }
 
-    /// Opens a directory, made (durably, with those above it that are missing) when it is not there.
+    /// Opens a directory; creates it (durably, with missing parents) if necessary.
     ///
     /// # Errors
-    /// What the file system reports.
+    /// Errors of the file system.
     pub fn open_or_create(path: &Path) -> io::Result<Self> {
         match Self::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -56,7 +56,7 @@ impl HostDirectory {
         Self::open(path)
     }
 
-    /// Where it was when it was opened.
+    /// Its path when it was opened.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -64,7 +64,7 @@ impl HostDirectory {
 
     fn open_file(&self, name: &str, flags: OFlags) -> io::Result<std::fs::File> {
         check_name(name)?;
-        // A link could lead anywhere.
+        // Symbolic links are not followed: they could lead anywhere.
         let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let fd = retry_on_intr(|| rustix::fs::openat(&self.fd, name, flags, Mode::from(0o600)))?;
         Ok(fd.into())
@@ -103,7 +103,7 @@ impl Directory for HostDirectory {
             if entry.file_type() == FileType::Directory {
                 continue;
             }
-            // A name that is not UTF-8 is none of ours.
+            // Names that are not UTF-8 are not drover's.
             if let Ok(name) = entry.file_name().to_str() {
                 names.push(name.to_owned());
             }
@@ -118,7 +118,7 @@ impl Directory for HostDirectory {
     fn lock(&self, name: &str, lock: Lock) -> io::Result<Box<dyn Send + Sync>> {
         let make = || self.open_file(name, OFlags::RDWR | OFlags::CREATE);
         let file = match lock {
-            // Who only reads may not be allowed to write, or the file system may be read-only.
+            // A reader may lack write permission, or the file system may be read-only.
             Lock::Shared => match self.open_file(name, OFlags::RDONLY) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => make()?,
                 opened => opened?,

@@ -2,13 +2,13 @@
 //! implementation on the host, and a fake for tests that simulates power failures.
 //!
 //! Built on it: files that remember their first sync error ([`SyncedFile`]), atomic replacement of a small file
-//! ([`atomic_replace`]) with a checksum ([`Envelope`]), append-only logs of records ([`record_log`]), and on those a map
-//! of runs to states ([`chunk_log`]) and a durable value per chunk ([`chunk_map`]).
+//! ([`atomic_replace`]) with a checksum ([`Envelope`]), append-only logs of records ([`record_log`]), and on those a
+//! map of runs to states ([`chunk_log`]) and a durable value per chunk ([`chunk_map`]).
 //!
 //! The meaning of a format belongs to the crate that owns it. Images of users are not read through this crate.
 //!
-//! The traits are small so that the fake can forget what was not synced: data is durable only after [`File::sync`]
-//! (bytes and length) and [`Directory::sync`] (names that were created, renamed or removed).
+//! The traits are small so that the fake can lose unsynced data: data is durable only after [`File::sync`] (contents
+//! and length) and [`Directory::sync`] (names created, renamed or removed).
 //!
 //! ```
 //! use std::sync::Arc;
@@ -51,133 +51,133 @@ pub use fake::{FakeDirectory, Operation};
 pub use host::HostDirectory;
 pub use replace::{atomic_replace, remove_leftovers, replace, sync_parent};
 
-/// A flat directory of files. A name is one path component; any other is refused as `InvalidInput`.
+/// A flat directory of files. A name is one path component; any other is refused with `InvalidInput`.
 pub trait Directory: Send + Sync {
-    /// Makes a file, or empties the one there is; for reading and writing.
+    /// Creates or truncates a file, open for reading and writing.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     fn create(&self, name: &str) -> io::Result<Box<dyn File>>;
 
-    /// Opens a file that exists.
+    /// Opens an existing file.
     ///
     /// # Errors
-    /// `NotFound` when there is none; else what the medium reports.
+    /// `NotFound` if there is none; else errors of the medium.
     fn open(&self, name: &str, access: Access) -> io::Result<Box<dyn File>>;
 
-    /// Renames a file over `to` in one step.
+    /// Renames a file over `to` atomically.
     ///
     /// # Errors
-    /// `NotFound` when there is no `from`; else what the medium reports.
+    /// `NotFound` if `from` does not exist; else errors of the medium.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
 
-    /// Removes a file. Who has it open can go on with it.
+    /// Removes a file. It stays usable through open handles.
     ///
     /// # Errors
-    /// `NotFound` when there is none; else what the medium reports.
+    /// `NotFound` if there is none; else errors of the medium.
     fn remove(&self, name: &str) -> io::Result<()>;
 
     /// The names of all files, in any order.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     fn list(&self) -> io::Result<Vec<String>>;
 
     /// Makes names durable.
     ///
     /// # Errors
-    /// What the medium reports; then it is not known which are.
+    /// Errors of the medium; it is unknown then which names are durable.
     fn sync(&self) -> io::Result<()>;
 
-    /// Takes the lock that is the file `name`, made when it is not there, without waiting. Held until the returned
-    /// value is dropped or the process ends. A shared lock of a file that is there takes no right to write.
+    /// Locks the file `name`, created if necessary, without waiting. Held until the returned value is dropped or the
+    /// process ends. A shared lock on an existing file needs no write permission.
     ///
     /// # Errors
-    /// `WouldBlock` when somebody else holds it; else what the medium reports.
+    /// `WouldBlock` if the lock is held elsewhere; else errors of the medium.
     fn lock(&self, name: &str, lock: Lock) -> io::Result<Box<dyn Send + Sync>>;
 
-    /// How a person finds the file, or the directory if the name is empty: for messages only.
+    /// The path of a file, or of the directory if the name is empty: for messages only.
     fn describe(&self, name: &str) -> String;
 }
 
-/// What a file is opened for.
+/// Access mode of an open file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Only reading.
+    /// Read only.
     Read,
-    /// Reading and writing.
+    /// Read and write.
     Write,
 }
 
-/// Who else may hold a lock.
+/// The kind of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lock {
-    /// Others that share it.
+    /// Shared with other holders of shared locks.
     Shared,
-    /// Nobody.
+    /// Exclusive.
     Exclusive,
 }
 
-/// An open file of a [`Directory`], for many threads at once. It stays usable when its name is removed.
+/// An open file of a [`Directory`], usable from many threads at once. It stays usable when its name is removed.
 pub trait File: Send + Sync {
-    /// Reads like `pread`, but fewer bytes than asked for only at the end of the file.
+    /// Reads like `pread`; returns fewer bytes than requested only at the end of the file.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
 
-    /// Writes all of `data`; the file grows when it must. Who appends knows where the file ends.
+    /// Writes all of `data`, growing the file if necessary. Appending is up to the caller, who tracks the end.
     ///
     /// # Errors
-    /// What the medium reports; then any part of `data` may have been written.
+    /// Errors of the medium; any part of `data` may have been written then.
     fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()>;
 
-    /// Bytes in the file.
+    /// Length of the file in bytes.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     fn len(&self) -> io::Result<u64>;
 
-    /// Whether the file has no bytes.
+    /// Whether the file is empty.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     fn is_empty(&self) -> io::Result<bool> {
         Ok(self.len()? == 0)
     }
 
-    /// Cuts the file, or lets it grow by a hole.
+    /// Truncates the file, or extends it with a hole.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     fn set_len(&self, length: u64) -> io::Result<()>;
 
-    /// Makes a range read as zeros and gives its space back where the medium can; the length stays. Always done: where
-    /// there are no holes zeros are written.
+    /// Makes a range read as zeros and deallocates it where the medium can; the length is unchanged. Never unsupported:
+    /// without holes, zeros are written.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     fn punch_hole(&self, offset: u64, length: u64) -> io::Result<()>;
 
-    /// Makes sure that there is room for a range, so that a later write to it does not find the disk full. What the
-    /// range reads as and the length stay.
+    /// Allocates space for a range, so that a later write to it does not find the disk full. Contents and length are
+    /// unchanged.
     ///
     /// # Errors
-    /// `StorageFull`; `Unsupported` where the medium cannot promise; else what it reports.
+    /// `StorageFull`; `Unsupported` where the medium cannot guarantee it; else errors of the medium.
     fn allocate(&self, offset: u64, length: u64) -> io::Result<()>;
 
-    /// Makes bytes and length durable, not the name. After an error what was written since the last success may be
-    /// lost although it can still be read, and a later success says nothing about it.
+    /// Makes contents and length durable, not the name. After an error, data written since the last success may be lost
+    /// although it can still be read, and a later success does not cover it.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     fn sync(&self) -> io::Result<()>;
 }
 
-/// Fills `buffer`, which must be inside the file.
+/// Fills `buffer` from a range that must lie inside the file.
 ///
 /// # Errors
-/// `UnexpectedEof` when the file ends before; else what the medium reports.
+/// `UnexpectedEof` if the file is shorter; else errors of the medium.
 pub fn read_exact_at(file: &dyn File, buffer: &mut [u8], offset: u64) -> io::Result<()> {
     match file.read_at(buffer, offset)? == buffer.len() {
         true => Ok(()),
@@ -185,10 +185,10 @@ pub fn read_exact_at(file: &dyn File, buffer: &mut [u8], offset: u64) -> io::Res
     }
 }
 
-/// Opens a file; none where there is none.
+/// Opens a file; none if it does not exist.
 ///
 /// # Errors
-/// What the medium reports.
+/// Errors of the medium.
 pub fn open_if_exists(
     directory: &dyn Directory,
     name: &str,
@@ -200,10 +200,10 @@ pub fn open_if_exists(
     }
 }
 
-/// Removes a file; one that is not there is no error.
+/// Removes a file; a missing one is not an error.
 ///
 /// # Errors
-/// What the medium reports.
+/// Errors of the medium.
 pub fn remove_if_exists(directory: &dyn Directory, name: &str) -> io::Result<()> {
     match directory.remove(name) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -211,7 +211,7 @@ pub fn remove_if_exists(directory: &dyn Directory, name: &str) -> io::Result<()>
     }
 }
 
-/// A name must not leave its directory.
+/// A name must not escape its directory.
 fn check_name(name: &str) -> io::Result<()> {
     let fine = !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\0']);
     match fine {

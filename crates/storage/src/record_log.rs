@@ -1,26 +1,26 @@
-//! An append-only file of records: appending so that a crash leaves only whole records, and reading them back.
+//! An append-only file of records: appending such that a crash leaves only whole records, and reading them back.
 //!
-//! Framing is the owner's: each record has a checksum that detects a torn one, and replay ends there. This module makes
-//! sure that nothing follows a torn record that could be mistaken for one.
+//! Framing is the owner's: each record has a checksum that detects a torn one, and replay ends there. This module
+//! ensures that nothing that could be mistaken for a record follows a torn one.
 
 use std::io;
 use std::sync::Arc;
 
 use crate::File;
 
-/// The end of a log. One owner appends to a file.
+/// The tail of a log. One owner appends to a file.
 pub struct RecordLog {
     file: Arc<dyn File>,
-    /// Where the last record ends.
+    /// End offset of the last record.
     end: u64,
-    /// How much is known to be on disk.
+    /// Offset up to which the file is known to be on disk.
     durable: u64,
-    /// What is behind `durable` may be lost, or what is behind `end` may come back.
+    /// Bytes after `durable` may be lost, or bytes after `end` may reappear.
     broken: bool,
 }
 
 impl RecordLog {
-    /// Goes on at `end`, behind which there is nothing.
+    /// Continues at `end`, which is the end of the file.
     #[must_use]
     pub fn new(file: Arc<dyn File>, end: u64) -> Self {
         Self {
@@ -31,10 +31,10 @@ impl RecordLog {
         }
     }
 
-    /// Goes on at `end`, where the last whole record ends; what is behind it is cut off.
+    /// Continues at `end`, where the last whole record ends; the rest is cut off.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     pub fn reopen(file: Arc<dyn File>, end: u64) -> io::Result<Self> {
         if file.len()? > end {
             file.set_len(end)?;
@@ -42,20 +42,20 @@ impl RecordLog {
         Ok(Self::new(file, end))
     }
 
-    /// Passes a record that is there and ends at `end`: for who reads what it then goes on with.
+    /// Advances past an existing record that ends at `end`: for replaying before appending.
     pub fn pass(&mut self, end: u64) {
         self.end = end;
     }
 
-    /// Appends a record, or several. They may be lost until [`RecordLog::sync`] has returned.
+    /// Appends one or more records. They may be lost until [`RecordLog::sync`] has returned.
     ///
     /// # Errors
-    /// What the medium reports: then nothing was appended, and what was written of it is taken back. An earlier failure
-    /// after which that is not known.
+    /// Errors of the medium: nothing was appended, and a partial write is undone. Also an earlier failure that left the
+    /// contents unknown.
     pub fn append(&mut self, record: &[u8]) -> io::Result<()> {
         self.check()?;
         if let Err(error) = self.file.write_at(record, self.end) {
-            // It says whether it is broken.
+            // The log itself remembers whether the cut failed.
             let _ = self.cut(self.end);
             return Err(error);
         }
@@ -66,8 +66,7 @@ impl RecordLog {
     /// Makes everything appended durable.
     ///
     /// # Errors
-    /// What the medium reports, and from then on: what was appended since the last success may be lost, and no later
-    /// sync says otherwise.
+    /// Errors of the medium, permanently: data appended since the last success may be lost, and no later sync can tell.
     pub fn sync(&mut self) -> io::Result<()> {
         self.check()?;
         let synced = self.file.sync();
@@ -78,11 +77,11 @@ impl RecordLog {
         synced
     }
 
-    /// Cuts the log at `end`, durably: a record that was taken back must not come back behind one that is written in its
-    /// place. Mends a log of which all that is left was durable.
+    /// Truncates the log to `end`, durably: a removed record must not reappear after one written in its place. Repairs
+    /// a broken log if all that remains was durable.
     ///
     /// # Errors
-    /// What the medium reports; then the log is broken.
+    /// Errors of the medium; the log is broken then.
     pub fn cut(&mut self, end: u64) -> io::Result<()> {
         let cut = self.file.set_len(end).and_then(|()| self.file.sync());
         self.end = end;
@@ -93,13 +92,13 @@ impl RecordLog {
         cut
     }
 
-    /// Where the last record ends.
+    /// End offset of the last record.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.end
     }
 
-    /// Whether it is not known what the file holds.
+    /// Whether the contents of the file are unknown.
     #[must_use]
     pub fn is_broken(&self) -> bool {
         self.broken
@@ -123,7 +122,7 @@ impl std::fmt::Debug for RecordLog {
     }
 }
 
-/// Part of a file in memory, for who reads it from front to back.
+/// Part of a file in memory, for reading it from front to back.
 pub struct Window {
     file: Box<dyn File>,
     length: u64,
@@ -132,13 +131,13 @@ pub struct Window {
 }
 
 impl Window {
-    /// Bytes that are read in one go.
+    /// Bytes per read.
     pub const BYTES: usize = 256 << 10;
 
-    /// Of a file as long as it is now.
+    /// For a file of its current length.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     pub fn new(file: Box<dyn File>) -> io::Result<Self> {
         Ok(Self {
             length: file.len()?,
@@ -148,16 +147,16 @@ impl Window {
         })
     }
 
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     #[must_use]
     pub fn length(&self) -> u64 {
         self.length
     }
 
-    /// `length` bytes at `offset`, fewer at the end of the file. Memory is taken for what is there only.
+    /// `length` bytes at `offset`, fewer at the end of the file. Allocates memory only for what exists.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Errors of the medium.
     pub fn at(&mut self, offset: u64, length: usize) -> io::Result<&[u8]> {
         let wanted = (self.length.saturating_sub(offset)).min(length as u64) as usize;
         let inside =

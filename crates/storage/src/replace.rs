@@ -9,13 +9,13 @@ use rustix::process::{Pid, test_kill_process};
 
 use crate::{Directory, HostDirectory};
 
-/// Puts `bytes` into the file at `path`, in place of what is there: after a crash it holds the old bytes or the new ones.
-/// Durable when this returns. The file is private to this user; one that is made has no right from the one it replaces.
+/// Atomically replaces the file at `path` with `bytes`: after a crash it holds the old bytes or the new ones. Durable
+/// on return. The file is private to this user; permissions of a replaced file are not kept.
 ///
-/// The bytes are written to `.NAME.PID` beside it first, so processes do not disturb each other. Threads take turns.
+/// The bytes are first written to `.NAME.PID` beside it, so processes do not interfere. Threads are serialized.
 ///
 /// # Errors
-/// `InvalidInput` when the path has no name, or none in UTF-8; else what the system reports.
+/// `InvalidInput` when the path has no name, or one that is not UTF-8; else errors of the system.
 pub fn atomic_replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
         let text = format!("{} is no name of a file", path.display());
@@ -25,8 +25,8 @@ pub fn atomic_replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     replace(&HostDirectory::open(parent(path))?, &temporary, name, bytes)
 }
 
-/// Removes temporary files that crashed processes left in [`atomic_replace`] of `path`. Those of running processes stay.
-/// Errors are ignored: such a file only takes space.
+/// Removes temporary files that crashed processes left in [`atomic_replace`] of `path`. Those of running processes are
+/// kept. Errors are ignored: a leftover only takes space.
 pub fn remove_leftovers(path: &Path) {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
         return;
@@ -42,11 +42,11 @@ pub fn remove_leftovers(path: &Path) {
     }
 }
 
-/// [`atomic_replace`] in a [`Directory`], with a name of the caller's for the bytes until they have theirs. What a crash leaves
-/// under that name is emptied by the next replacement.
+/// [`atomic_replace`] in a [`Directory`], with a temporary name chosen by the caller. A crash may leave a file of that
+/// name; the next replacement truncates it.
 ///
 /// # Errors
-/// What the medium reports. The file is then as it was, or, when only the name could not be made durable, the new one.
+/// Errors of the medium. The file is then unchanged, or, if only the name could not be made durable, the new one.
 pub fn replace(
     directory: &dyn Directory,
     temporary: &str,
@@ -60,17 +60,17 @@ pub fn replace(
         directory.rename(temporary, name)
     };
     if let Err(error) = write() {
-        // It only takes room.
+        // Best effort: a leftover only takes space.
         let _ = directory.remove(temporary);
         return Err(error);
     }
     directory.sync()
 }
 
-/// Makes durable the names in the directory that `path` is in.
+/// Makes the names in the parent directory of `path` durable.
 ///
 /// # Errors
-/// What the system reports.
+/// Errors of the system.
 pub fn sync_parent(path: &Path) -> io::Result<()> {
     HostDirectory::open(parent(path))?.sync()
 }

@@ -2,16 +2,16 @@ use std::io;
 
 use drover_core::DeviceError;
 
-/// Why a log could not be read or written. Each names the file and the way out.
+/// Why a log could not be read or written. Each variant names the file and the way out.
 #[derive(Debug, thiserror::Error)]
 pub enum ChunkLogError {
-    /// The file is something else.
+    /// The file is not a chunk log.
     #[error("{file} is not a chunk log; move it away, or name the directory that was meant")]
     NotALog {
         /// The file.
         file: String,
     },
-    /// The file is of another version of the format.
+    /// The file has another version of the format.
     #[error(
         "{file} is a chunk log of version {found}, this drover reads {ours}; use the drover that wrote it"
     )]
@@ -20,10 +20,10 @@ pub enum ChunkLogError {
         file: String,
         /// Its version.
         found: u32,
-        /// What can be read.
+        /// The supported version.
         ours: u32,
     },
-    /// Bytes that were durable are not what they were: no torn tail, which is cut off without an error.
+    /// Durable bytes have changed: not a torn tail, which is cut off without an error.
     #[error(
         "{file} is damaged at byte {offset} ({what}) although all of it was on disk; restore the file, or remove it \
          with the data that it describes"
@@ -31,33 +31,33 @@ pub enum ChunkLogError {
     Corrupt {
         /// The file.
         file: String,
-        /// Where.
+        /// Offset of the damage.
         offset: u64,
         /// What is wrong there.
         what: String,
     },
-    /// The caller's header does not fit.
+    /// The caller's header is too long.
     #[error("a header of {length} bytes does not fit into {file}")]
     HeaderTooLong {
         /// The file.
         file: String,
-        /// Bytes of the header.
+        /// Length of the header in bytes.
         length: usize,
     },
-    /// An earlier sync failed, so that it is not known what the file holds.
+    /// An earlier sync failed, so the contents of the file are unknown.
     #[error("{file} could not be made durable earlier; open it again once its disk is in order")]
     Broken {
         /// The file.
         file: String,
     },
-    /// The file system reports an error.
+    /// An error of the file system.
     #[error("cannot {doing} {file}: {source}")]
     Io {
-        /// What was being done.
+        /// The operation.
         doing: &'static str,
         /// The file.
         file: String,
-        /// What was reported.
+        /// The cause.
         source: io::Error,
     },
 }
@@ -72,7 +72,7 @@ impl ChunkLogError {
         }
     }
 
-    /// Whether there is no such file.
+    /// Whether the file does not exist.
     #[must_use]
     pub fn is_missing(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)

@@ -1,31 +1,31 @@
-//! Bytes of the file: numbers are little-endian, checksums CRC-32C.
+//! The file format: numbers are little-endian, checksums CRC-32C.
 
-/// The longest header of a caller, in bytes.
+/// Maximum length of a caller's header, in bytes.
 pub const MAX_HEADER: usize = 4096;
 
 pub(super) const MAGIC: [u8; 8] = *b"DRVRCLG\0";
 pub(super) const VERSION: u32 = 1;
 /// Bytes before the caller's header.
 pub(super) const FIXED_HEADER: usize = 24;
-/// Everything begins at a multiple of this.
+/// Alignment of everything in the file.
 pub(super) const ALIGN: usize = 8;
 
 const FRAME_MAGIC: [u8; 4] = *b"CLfr";
 pub(super) const FRAME_HEADER: usize = 32;
 pub(super) const RECORD_BYTES: usize = 24;
-/// Records of a frame at most.
+/// Maximum records in a frame.
 pub(super) const FRAME_RECORDS: usize = 2048;
 
-/// A run of units, the state they are in, and what else the caller says of them.
+/// A run of units, their state, and a mask for the caller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Record {
     /// The first unit.
     pub first: u64,
-    /// How many.
+    /// Number of units.
     pub count: u32,
     /// Their state.
     pub state: u8,
-    /// More about them, for example which parts of a unit are meant.
+    /// Further information, for example the parts of a unit concerned.
     pub mask: u64,
 }
 
@@ -63,17 +63,17 @@ pub(super) fn crc(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// Whether `bytes` have that checksum. A fuzzer need not guess it.
+/// Whether `bytes` have that checksum. Always true when fuzzing, so that the fuzzer need not guess it.
 pub(super) fn has_crc(bytes: &[u8], stored: u32) -> bool {
     stored == crc(bytes) || cfg!(fuzzing)
 }
 
-/// Bytes of a file's header with a caller's header of `length` bytes.
+/// Length of a file's header with a caller's header of `length` bytes.
 pub(super) fn header_length(length: usize) -> usize {
     (FIXED_HEADER + length + 4).next_multiple_of(ALIGN)
 }
 
-/// A file's header. `snapshot`: where the snapshot ends.
+/// Encodes a file's header. `snapshot`: end offset of the snapshot.
 pub(super) fn header_bytes(header: &[u8], snapshot: u64) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(header_length(header.len()));
     bytes.extend_from_slice(&MAGIC);
@@ -91,7 +91,7 @@ pub(super) fn header_bytes(header: &[u8], snapshot: u64) -> Vec<u8> {
 pub(super) struct FrameHeader {
     /// Counted from one.
     pub sequence: u64,
-    /// The last frame that was known to be on disk when this one was written.
+    /// The last frame known to be on disk when this one was written.
     pub durable: u64,
     /// Bytes of records.
     pub length: usize,
@@ -114,7 +114,7 @@ impl FrameHeader {
     }
 }
 
-/// A whole frame of encoded records.
+/// Encodes a frame of records.
 pub(super) fn frame(sequence: u64, durable: u64, records: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(FRAME_HEADER + records.len());
     bytes.extend_from_slice(&FRAME_MAGIC);
@@ -132,7 +132,7 @@ pub(super) fn records(bytes: &[u8]) -> impl Iterator<Item = Record> + '_ {
     bytes.as_chunks().0.iter().map(Record::decode)
 }
 
-/// Where a log is written before it takes its name.
+/// The temporary name under which a log is written before it is renamed.
 pub(super) fn temporary(name: &str) -> String {
     format!("{name}.new")
 }

@@ -11,7 +11,7 @@ use super::{ChunkLog, ChunkLogError, Record};
 use crate::record_log::{RecordLog, Window};
 use crate::{Access, Directory, remove_if_exists};
 
-/// Bytes of a log that are in memory while it is read; more than a frame.
+/// Bytes of a log kept in memory while reading; more than a frame.
 const WINDOW: usize = Window::BYTES;
 
 /// A log whose header was read.
@@ -24,7 +24,7 @@ pub struct Opened {
 }
 
 impl ChunkLog {
-    /// Opens a log that exists and reads its header; [`Opened::replay`] goes on.
+    /// Opens an existing log and reads its header; continue with [`Opened::replay`].
     ///
     /// # Errors
     /// [`ChunkLogError::Io`] (see [`ChunkLogError::is_missing`]); [`ChunkLogError::NotALog`],
@@ -88,17 +88,17 @@ impl Opened {
         })
     }
 
-    /// What [`ChunkLog::create`] or the last [`ChunkLog::rewrite`] was given.
+    /// The header given to [`ChunkLog::create`] or the last [`ChunkLog::rewrite`].
     #[must_use]
     pub fn header(&self) -> &[u8] {
         &self.header
     }
 
-    /// Hands out every record in order and opens the log for appending. A torn tail is cut off; everything handed out
-    /// is durable when this returns. Needs memory for one frame, however long the log is.
+    /// Calls `each` with every record in order and opens the log for appending. A torn tail is cut off; all records
+    /// replayed are durable on return. Needs memory for one frame, however long the log is.
     ///
     /// # Errors
-    /// [`ChunkLogError::Corrupt`] where the file is damaged, or where `each` says why a record cannot be;
+    /// [`ChunkLogError::Corrupt`] where the file is damaged, or where `each` rejects a record with a reason;
     /// [`ChunkLogError::Io`].
     pub fn replay(
         mut self,
@@ -120,9 +120,9 @@ impl Opened {
             );
         }
         let mut log = RecordLog::reopen(file.into(), end).map_err(io("cut"))?;
-        // What a process left behind that was killed may be in memory only.
+        // Writes of a killed process may only be in the page cache.
         log.sync().map_err(io("sync"))?;
-        // A rewrite that a crash interrupted.
+        // Left by a rewrite that a crash interrupted.
         if let Err(error) = remove_if_exists(self.directory.as_ref(), &temporary(&self.name)) {
             tracing::warn!(file = said, %error, "cannot remove an unfinished rewrite");
         }
@@ -138,7 +138,7 @@ impl Opened {
         })
     }
 
-    /// Hands out every record in order and changes nothing.
+    /// Calls `each` with every record in order and changes nothing.
     ///
     /// # Errors
     /// As [`Opened::replay`].
@@ -149,7 +149,7 @@ impl Opened {
         self.walk(each).map(drop)
     }
 
-    /// Where the last good frame ends, and its number.
+    /// End offset and number of the last valid frame.
     fn walk(
         &mut self,
         mut each: impl FnMut(Record) -> Result<(), String>,
@@ -190,7 +190,7 @@ impl Opened {
 struct Frames(Window);
 
 impl Frames {
-    /// The records of the frame at `offset`, if it is there, whole, and number `sequence`.
+    /// The records of the frame at `offset`, if it is complete, valid and has number `sequence`.
     fn frame(&mut self, offset: u64, sequence: u64) -> io::Result<Option<&[u8]>> {
         let Some(header) = FrameHeader::parse(self.0.at(offset, FRAME_HEADER)?) else {
             return Ok(None);
@@ -202,7 +202,7 @@ impl Frames {
         Ok(fine.then_some(payload))
     }
 
-    /// Where a frame behind `offset` says that frame `sequence` was on disk when it was written.
+    /// Offset of a later frame that proves that frame `sequence` was on disk when it was written.
     fn proof(&mut self, offset: u64, sequence: u64) -> io::Result<Option<u64>> {
         let mut at = offset;
         while at < self.0.length() {
@@ -218,7 +218,7 @@ impl Frames {
             if bytes.is_empty() {
                 break;
             }
-            // A header may lie across the end of the window.
+            // A frame header may span the end of the window.
             let step = bytes.len().saturating_sub(FRAME_HEADER) / ALIGN * ALIGN;
             at += step.max(ALIGN) as u64;
         }

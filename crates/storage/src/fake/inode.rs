@@ -1,4 +1,4 @@
-//! A file of the fake: the image that is read, the durable one, and what lies between them.
+//! A file of the fake: the live image, the durable one, and the history between them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -6,44 +6,44 @@ use std::sync::Arc;
 
 use fastrand::Rng;
 
-/// The sectors of a file that hold anything but zeros, and its length.
+/// The nonzero sectors of a file, and its length.
 #[derive(Clone, Default)]
 pub struct Image {
     pub sectors: BTreeMap<u64, Arc<[u8]>>,
     pub length: u64,
 }
 
-/// What a sector held from a change on; no bytes are zeros.
+/// The contents of a sector after a change; no bytes means zeros.
 struct Version {
     change: u64,
     bytes: Option<Arc<[u8]>>,
 }
 
-/// By sector, the contents it had since the last sync, oldest first.
+/// By sector, its contents since the last sync, oldest first.
 type History = BTreeMap<u64, Vec<Version>>;
 
-/// A file: what is read from it now, and what a power failure may leave of it.
+/// A file: its current contents, and what a power failure may leave of it.
 #[derive(Default)]
 pub struct Inode {
-    /// The name it had last, for faults.
+    /// Its last name, for fault injection.
     pub name: String,
-    /// What is read.
+    /// The current contents.
     pub live: Image,
-    /// What was synced.
+    /// The synced contents.
     pub durable: Image,
     history: History,
-    /// Lengths that it had since the last sync.
+    /// Its lengths since the last sync.
     pub lengths: Vec<u64>,
-    /// Changes in all.
+    /// Total number of changes.
     pub changes: u64,
-    /// Bytes on bad sectors.
+    /// The range on bad sectors.
     pub unreadable: Option<Range<u64>>,
-    /// Sectors that are reserved without holding anything.
+    /// Sectors that are reserved but not written.
     pub reserved: BTreeSet<u64>,
 }
 
 impl Image {
-    /// Fills `buffer`, which may reach behind the end.
+    /// Fills `buffer`, which may extend beyond the end of the file.
     pub fn read(&self, buffer: &mut [u8], offset: u64, sector: u64) {
         buffer.fill(0);
         let end = offset + buffer.len() as u64;
@@ -55,7 +55,7 @@ impl Image {
         }
     }
 
-    /// No file system shows what is behind the end once the file grows again.
+    /// Bytes beyond the end must not reappear when the file grows again.
     fn drop_beyond_end(&mut self, sector: u64) {
         drop(self.sectors.split_off(&self.length.div_ceil(sector)));
         let within = (self.length % sector) as usize;
@@ -83,7 +83,7 @@ impl Inode {
         }
     }
 
-    /// A file that holds `image`, all of it durable.
+    /// A file with the contents `image`, all durable.
     pub fn durable(name: &str, image: Image) -> Self {
         Self {
             live: image.clone(),
@@ -92,11 +92,11 @@ impl Inode {
         }
     }
 
-    /// What a power failure leaves of it: about `keep` of the sectors that were not synced.
+    /// The contents after a power failure: about `keep` of the unsynced sectors survive.
     pub fn after_crash(&self, rng: &mut Rng, keep: f64, sector: u64) -> Image {
         let mut image = self.durable.clone();
-        // Each sector for itself; or the sectors before and behind some place as they were at two moments, which
-        // finds what was long overwritten but whole.
+        // Either independently per sector; or the sectors before and after some place as of two moments, which exposes
+        // data that was overwritten long ago but is intact.
         let by_sector = rng.bool();
         let last = self.history.last_key_value().map_or(0, |(index, _)| *index);
         let place = rng.u64(0..=last + 1);
@@ -104,7 +104,7 @@ impl Inode {
         for (index, versions) in &self.history {
             let count = match by_sector {
                 true if rng.f64() >= keep => 0,
-                // Mostly the last that was written.
+                // Mostly the latest version.
                 true if rng.bool() => versions.len(),
                 true => rng.usize(1..=versions.len()),
                 false => {
@@ -123,7 +123,7 @@ impl Inode {
         image
     }
 
-    /// Gives a sector new content. `None` is zeros.
+    /// Sets a sector's contents. `None` is zeros.
     fn put(&mut self, index: u64, content: Option<Arc<[u8]>>) {
         self.history.entry(index).or_default().push(Version {
             change: self.changes,
@@ -132,7 +132,7 @@ impl Inode {
         self.live.set(index, content);
     }
 
-    /// Writes bytes; the file grows when it must.
+    /// Writes bytes, growing the file if necessary.
     pub fn write(&mut self, offset: u64, data: &[u8], sector: u64) {
         let end = offset + data.len() as u64;
         for index in offset / sector..end.div_ceil(sector) {
@@ -153,7 +153,7 @@ impl Inode {
         }
     }
 
-    /// Makes a range zero, inside sectors too; looks only at sectors that hold something.
+    /// Zeros a range, partial sectors too; visits only nonzero sectors.
     pub fn clear(&mut self, offset: u64, end: u64, sector: u64) {
         let range = offset / sector..end.div_ceil(sector);
         let there: Vec<u64> = self
@@ -177,15 +177,15 @@ impl Inode {
         self.reserved.retain(|index| !whole.contains(index));
     }
 
-    /// What was not synced is lost or kept, by `rng`, and counts as synced: Linux takes pages for clean whose write-back
-    /// failed.
+    /// Unsynced data is lost or kept, by `rng`, and counts as synced: Linux marks pages clean after a failed
+    /// write-back.
     pub fn fail_sync(&mut self, rng: &mut Rng, sector: u64) {
         self.durable = self.after_crash(rng, 0.5, sector);
         self.history.clear();
         self.lengths.clear();
     }
 
-    /// Makes durable what was not; what a failed sync lost was taken for clean and is not written again.
+    /// Makes unsynced data durable; what a failed sync lost counts as clean and is not written again.
     pub fn sync_pending(&mut self) {
         for (index, mut versions) in std::mem::take(&mut self.history) {
             self.durable
