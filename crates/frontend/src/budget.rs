@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Changes that wait for a network beside the requests that may be under way; only their bytes count with those of the rest.
+/// Maximum changes parked while waiting for a network, in addition to the requests in flight; only their bytes count
+/// against the common limit.
 const MAX_PARKED: usize = 4096;
 
-/// How many requests, and how many bytes of theirs, may be under way: from the moment a request is taken off a
-/// connection, or from the kernel, until its reply is on its way.
+/// Limits the number and the bytes of requests in flight: from the moment a request is taken from a connection or the
+/// kernel until its reply is being sent.
 pub(crate) struct Budget {
     used: Mutex<Used>,
     freed: Condvar,
@@ -34,7 +35,7 @@ impl Budget {
     }
 
     fn take(self: &Arc<Self>, used: &mut Used, bytes: usize) -> Option<Permit> {
-        // One alone always fits, however long.
+        // A single request always fits, however long.
         let fits = used.requests < self.requests && used.bytes + bytes <= self.bytes;
         if used.requests + used.parked > 0 && !fits {
             return None;
@@ -48,13 +49,13 @@ impl Budget {
         })
     }
 
-    /// Room for a request, if there is some.
+    /// Admits a request if there is room.
     pub(crate) fn try_admit(self: &Arc<Self>, bytes: usize) -> Option<Permit> {
         self.take(&mut self.used.lock(), bytes)
     }
 
-    /// Waits for room. Every permit goes back when its request is answered or dropped, so this ends when the device
-    /// answers, or fails, one request.
+    /// Waits for room. Every permit is returned when its request is answered or dropped, so this ends when the device
+    /// completes or fails one request.
     pub(crate) fn admit(self: &Arc<Self>, bytes: usize) -> Permit {
         let mut used = self.used.lock();
         loop {
@@ -65,7 +66,7 @@ impl Budget {
         }
     }
 
-    /// Waits until nothing is under way.
+    /// Waits until nothing is in flight.
     pub(crate) fn drain(&self) {
         let mut used = self.used.lock();
         while used.requests + used.parked > 0 {
@@ -74,7 +75,7 @@ impl Budget {
     }
 }
 
-/// Room for one request.
+/// Permission for one request in flight.
 pub(crate) struct Permit {
     budget: Arc<Budget>,
     bytes: usize,
@@ -82,7 +83,8 @@ pub(crate) struct Permit {
 }
 
 impl Permit {
-    /// The request may wait for long: it does not count among the others any more, so that those behind it are read on.
+    /// Marks the request as possibly waiting for long: it stops counting against the number in flight, so that later
+    /// requests are still read.
     pub(crate) fn park(&mut self) {
         let mut used = self.budget.used.lock();
         if !self.parked && used.parked < MAX_PARKED {

@@ -1,26 +1,26 @@
-//! A device as one file, by FUSE: what a program can open, map, copy from and put a loop device on (r3map §1.4.3).
+//! A device as one file, by FUSE: programs can open, map and copy it, or put a loop device on it (r3map §1.4.3).
 //!
 //! **Where.** The mount point may be a regular file, which then *is* the disk, or a directory, which then holds one
 //! file. `fuser` serves; the mounting is done here, as the library reports errors of an unmount too coarsely and
 //! unmounts by path without looking at what is mounted there.
 //!
 //! **Caching.** By default the file bypasses the kernel's page cache (`FOPEN_DIRECT_IO`): a read sees what the device
-//! holds at that moment, whoever wrote it; a write has reached the device when it returns, and its error is its own;
-//! a loop device with direct I/O does not keep bytes twice. Mappings go through the page cache and are kept
-//! coherent by the kernel: it writes dirty pages back before, and drops pages after, direct requests to their range.
-//! [`Options::page_cache`] turns the page cache and its read-ahead on, for a device that nobody else writes; `O_DIRECT` still
-//! bypasses it. The write-back cache stays off in both: with it, written bytes wait in the kernel, a `flush`
-//! that another front end of the device is asked for would not cover them, and errors surface long after the write.
+//! holds at that moment, whoever wrote it; a write has reached the device when it returns, and its error is its own; a
+//! loop device with direct I/O does not keep bytes twice. Mappings go through the page cache and are kept coherent by
+//! the kernel: it writes dirty pages back before, and drops pages after, direct requests to their range.
+//! [`Options::page_cache`] turns the page cache and its read-ahead on, for a device that nobody else writes; `O_DIRECT`
+//! still bypasses it. The write-back cache stays off in both: with it, written bytes wait in the kernel, a `flush` that
+//! another front end of the device is asked for would not cover them, and errors surface long after the write.
 //!
 //! **Threads.** [`Options::threads`] threads take requests from the kernel and serve those that need not wait for a
 //! network; reads that do ([`Cost::Network`](drover_core::Cost)) go to at most [`Options::waiting_threads`] others, and
-//! to as many again flushes and writes that may have to wait, so that a lost link blocks only who reads what is not here,
-//! and a cache without room only who writes.
-//! The library reads and writes the connection with plain copies; it has no splice and no io_uring, and passes through only to files.
+//! flushes and writes that may have to wait to as many again, so that a lost link blocks only readers of missing data,
+//! and a full cache only writers. The library reads and writes the connection with plain copies; it has no splice and
+//! no io_uring, and supports passthrough only to files.
 //!
-//! **Ends.** Nothing here waits without a deadline: an unmount that the kernel does not answer, because a
-//! device hangs, is cut short by aborting the connection. After a crash of this process the mount answers
-//! `ENOTCONN`; [`FileMount::is_stale`] tells, [`FileMount::clear_stale`] tidies up, from any process.
+//! **Ends.** Nothing here waits without a deadline: an unmount that the kernel does not complete, because a device
+//! hangs, is cut short by aborting the connection. After a crash of this process the mount returns `ENOTCONN`;
+//! [`FileMount::is_stale`] detects this, [`FileMount::clear_stale`] cleans up, from any process.
 
 mod error;
 mod mount;
@@ -47,28 +47,29 @@ use mounts::Mounted;
 
 /// How long [`FileMount::unmount`] waits for the kernel, which waits for the device.
 pub const UNMOUNT_DEADLINE: Duration = Duration::from_secs(30);
-/// How long a drop, an abort or a look at a mount waits for the kernel.
+/// How long a drop, an abort or a mount table query waits for the kernel.
 const SHORT: Duration = Duration::from_secs(5);
 
-/// What the kernel reads ahead with [`Options::page_cache`], in KiB; it would be 128, a single request over a long way.
+/// The kernel's read-ahead with [`Options::page_cache`], in KiB; the default of 128 is a single request on a long path.
 const READ_AHEAD_KB: u32 = 4096;
 
-/// A device that is mounted as a file. Dropped, it is unmounted lazily: who has it open goes on until he closes it.
+/// A device mounted as a file. When dropped, it is unmounted lazily: programs that have it open can continue until they
+/// close it.
 pub struct FileMount {
     at: PathBuf,
     path: PathBuf,
-    /// What the mount table says of it; [`None`] once it is unmounted.
+    /// Its entry in the mount table; [`None`] once it is unmounted.
     mounted: Option<Mounted>,
-    /// The mount point was made for it.
+    /// The mount point was created for it.
     made: bool,
-    /// Ends when the last thread that serves has ended.
+    /// Closed when the last serving thread has ended.
     served: mpsc::Receiver<()>,
 }
 
 impl FileMount {
-    /// Shows `device` as a file: `at` itself if that is a file or does not exist, `at/NAME` if it is a directory.
+    /// Mounts `device` as a file: `at` itself if that is a file or does not exist, `at/NAME` if it is a directory.
     ///
-    /// A file that does not exist is made, and removed again when it is unmounted.
+    /// A missing file is created, and removed again on unmount.
     ///
     /// # Errors
     /// [`FuseError`].
@@ -123,14 +124,14 @@ impl FileMount {
         let mut config = fuser::Config::default();
         config.n_threads = Some(options.threads.clamp(1, MAX_THREADS));
         config.clone_fd = true;
-        // The kernel lets in whom the mount options say.
+        // Access control is the kernel's, by the mount options.
         let session = fuser::Session::from_fd(disk, connection, fuser::SessionACL::All, config)
             .map_err(failed)?;
         std::thread::Builder::new()
             .name("fuse-session".into())
             .spawn(move || {
                 let _ends = ends;
-                // Memory that we ask for must not be freed by writing to a disk that we serve. (Threads inherit it.)
+                // Our memory allocations must not wait for write-back to a disk that we serve. (Threads inherit this.)
                 let _ = rustix::process::configure_io_flusher_behavior(true);
                 if let Err(error) = session.run() {
                     tracing::warn!(%error, "a file mount ended with an error");
@@ -157,22 +158,22 @@ impl FileMount {
         }
     }
 
-    /// The file that is the disk.
+    /// The path of the file that is the disk.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Unmounts it if nobody uses it; when it returns, nothing of the mount reaches the device any more. A process that
-    /// has it open gets two seconds to close it; a loop device that is attached to it is refused at once.
+    /// Unmounts if it is not in use; on return, nothing reaches the device through the mount any more. A process that
+    /// has it open gets two seconds to close it; with an attached loop device the call fails at once.
     ///
     /// # Errors
-    /// [`FuseError::Busy`], and it stays mounted; [`FuseError::CutOff`] when the device hangs for [`UNMOUNT_DEADLINE`].
+    /// [`FuseError::Busy`], it stays mounted; [`FuseError::CutOff`] when the device hangs for [`UNMOUNT_DEADLINE`].
     pub fn unmount(&mut self) -> Result<(), FuseError> {
         self.unmount_within(UNMOUNT_DEADLINE)
     }
 
-    /// The same, but nobody gets time to close it.
+    /// The same, without waiting for processes to close it.
     ///
     /// # Errors
     /// As for [`FileMount::unmount`].
@@ -180,7 +181,7 @@ impl FileMount {
         self.unmount_with(Duration::ZERO, UNMOUNT_DEADLINE)
     }
 
-    /// As [`FileMount::unmount`], with a deadline of one's own.
+    /// As [`FileMount::unmount`], with an explicit deadline.
     ///
     /// # Errors
     /// As for [`FileMount::unmount`].
@@ -213,7 +214,7 @@ impl FileMount {
         }
     }
 
-    /// Unmounts it if nobody uses it, and tries again where somebody does who may be gone in a moment.
+    /// Unmounts if it is not in use, and retries while the users may be gone soon.
     fn unmount_idle(&self, mounted: &Mounted, timeout: Duration, deadline: Duration) -> Outcome {
         let attempt = || match mount::unmount(&self.at, How::Idle, deadline) {
             Outcome::Answered(Err(error)) if is_busy(&error) => Err(error),
@@ -223,7 +224,8 @@ impl FileMount {
         retry_for(timeout, attempt, may_pass).unwrap_or_else(|error| Outcome::Answered(Err(error)))
     }
 
-    /// Takes it out of sight at once. Who has it open goes on until he closes it, as long as this process lives.
+    /// Detaches the mount at once. Programs that have it open can continue until they close it, as long as this process
+    /// lives.
     ///
     /// # Errors
     /// [`FuseError::Unmount`].
@@ -241,7 +243,7 @@ impl FileMount {
         }
     }
 
-    /// Unmounts it whoever uses it, and though the device hangs: requests under way fail, and all that come.
+    /// Unmounts even if it is in use and the device hangs: requests in flight and later ones fail.
     ///
     /// # Errors
     /// [`FuseError::Unmount`].
@@ -249,7 +251,7 @@ impl FileMount {
         let Some(mounted) = self.current() else {
             return Ok(());
         };
-        // By number first: a user may do that to his own mounts, unmounting by force is for root.
+        // By connection number first: users may abort their own mounts, but a forced unmount needs root.
         let _ = mount::abort(mounted.minor);
         match mount::unmount(&self.at, How::Abort, SHORT) {
             Outcome::Answered(Ok(())) => {
@@ -264,7 +266,7 @@ impl FileMount {
         }
     }
 
-    /// The kernel waits for the device: ends that.
+    /// The kernel waits for the device: aborts the connection.
     fn cut_off(&mut self, mounted: &Mounted, waited: Duration) -> Result<(), FuseError> {
         mount::abort(mounted.minor).map_err(|error| FuseError::unmounting(&self.at, error))?;
         if self.current().is_some() {
@@ -277,7 +279,7 @@ impl FileMount {
         })
     }
 
-    /// The mount, if it still is the one that is there: another that took its place is not ours to unmount.
+    /// The mount, if it is still in place: another one that has replaced it is not ours to unmount.
     fn current(&mut self) -> Option<Mounted> {
         let ours = self.mounted.clone()?;
         match mounts::mounted_at(&self.at) {
@@ -296,7 +298,7 @@ impl FileMount {
         }
     }
 
-    /// Whether a FUSE mount is at `at` whose server is gone (or whose connection was cut).
+    /// Whether there is a FUSE mount at `at` whose server is gone (or whose connection was aborted).
     #[must_use]
     pub fn is_stale(at: &Path) -> bool {
         absolute(at).is_ok_and(|at| {
@@ -305,14 +307,14 @@ impl FileMount {
         })
     }
 
-    /// Takes mounts whose server is gone away from `at`, and the file that was made to be mounted on. Does nothing
-    /// where there is none. Loop devices on it are to be detached before: see
+    /// Removes stale mounts from `at`, and the placeholder file that was created as the mount point. Does nothing if
+    /// there are none. Loop devices on it must be detached first: see
     /// [`loopdev::find_by_backing`](crate::loopdev::find_by_backing).
     ///
     /// # Errors
-    /// [`FuseError::Unmount`]; [`FuseError::Mounted`] for a mount that is alive.
+    /// [`FuseError::Unmount`]; [`FuseError::Mounted`] for a live mount.
     pub fn clear_stale(at: &Path) -> Result<(), FuseError> {
-        /// One over the other, each left by a crash.
+        /// Stacked mounts, each left by a crash.
         const DEPTH: usize = 16;
         let at = absolute(at).map_err(|error| FuseError::unmounting(at, error))?;
         for _ in 0..DEPTH {
@@ -375,13 +377,13 @@ fn check(device: &dyn BlockDevice, options: &Options) -> Result<(), FuseError> {
     }
 }
 
-/// The path without symbolic links on the way, as the mount table has it; the last part is not looked at, as it may
-/// be a mount that hangs.
+/// The path with symbolic links resolved, as in the mount table; the last component is not accessed, as it may be a
+/// mount that hangs.
 fn absolute(at: &Path) -> io::Result<PathBuf> {
     let at = std::path::absolute(at)?;
     if let (Some(parent), Some(name)) = (at.parent(), at.file_name()) {
         let plain = parent.canonicalize()?.join(name);
-        // Nothing hangs at a link's own.
+        // Reading the link itself cannot hang.
         return match std::fs::read_link(&plain) {
             Ok(_) => plain.canonicalize(),
             Err(_) => Ok(plain),
@@ -390,10 +392,10 @@ fn absolute(at: &Path) -> io::Result<PathBuf> {
     Ok(at)
 }
 
-/// Whether nobody answers behind a FUSE mount.
+/// Whether the server of a FUSE mount is gone.
 fn is_dead(at: &Path) -> bool {
     let at = at.to_owned();
-    // What the kernel remembers is no sign of life.
+    // The kernel's cached attributes are no sign of life.
     let asked = rustix::fs::AtFlags::STATX_FORCE_SYNC | rustix::fs::AtFlags::SYMLINK_NOFOLLOW;
     let answer = within(SHORT, move || {
         rustix::fs::statx(rustix::fs::CWD, &at, asked, rustix::fs::StatxFlags::SIZE).map(drop)
@@ -425,7 +427,7 @@ mod tests {
         mount::abort(mounted.minor).unwrap();
         assert!(FileMount::is_stale(&at));
         assert!(mount::abort(u32::MAX).is_err());
-        // Cut off, it can still be unmounted, and the file that was made for it goes.
+        // After an abort it can still be unmounted, and the placeholder file is removed.
         let result = mount.cut_off(&mounted, SHORT);
         assert!(
             matches!(result, Err(FuseError::CutOff { .. })),

@@ -2,8 +2,8 @@
 //! export, as a file by FUSE (with a loop device on it), as a kernel NBD or ublk device, or as memory whose pages come
 //! from the device.
 //!
-//! All unsafe code of the project lives here, each block with its reason. Nothing here knows where a device's bytes come
-//! from.
+//! All unsafe code of the project lives here, each block with its justification. Nothing here depends on where a
+//! device's bytes come from.
 //!
 //! A device in memory as an NBD export on a Unix socket:
 //!
@@ -40,7 +40,7 @@ pub mod region;
 mod retry;
 pub mod ublk;
 
-/// The page for programmers: its code is compiled and run.
+/// The programmers' guide, whose code is compiled and run as doctests.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/tasks/embed-a-device.md")]
 struct EmbedADevice;

@@ -1,21 +1,21 @@
-//! An NBD server: block devices for QEMU, `nbdcopy`, the kernel and whoever else speaks the NBD protocol (r3map
-//! §1.4.4.2; the NBD project's `doc/proto.md`).
+//! An NBD server: block devices for QEMU, `nbdcopy`, the kernel and other clients of the NBD protocol (r3map §1.4.4.2;
+//! the NBD project's `doc/proto.md`).
 //!
 //! - Fixed newstyle negotiation with several exports, `INFO`, `GO`, `LIST` and TLS; structured replies with holes,
 //!   `base:allocation`, flush, FUA, trim, zeroes with `NO_HOLE` and `FAST_ZERO`, cache, several connections to one
 //!   export.
 //! - Each connection has one thread that receives requests. It serves requests that need not wait itself and hands the
-//!   others to a pool of threads that grows and shrinks with the work (`pool`). A long write goes to the pool too when
-//!   the client has sent more already: one thread copies it to the device while the other receives what follows.
-//!   A thread that completes a request sends all replies that are ready (`outbox`).
-//! - Everything that a client can make grow has a limit: connections, options, requests and bytes in flight, the
-//!   time of the handshake, the time in which it must receive its replies.
+//!   others to a pool of threads that grows and shrinks with the load (`pool`). A long write also goes to the pool if
+//!   the client has sent more already: one thread copies it to the device while the other receives. A thread that
+//!   completes a request sends all replies that are ready (`outbox`).
+//! - Everything that a client can make grow has a limit: connections, options, requests and bytes in flight, the time
+//!   of the handshake, the time in which it must receive its replies.
 //!
-//! What must not live here: sockets to anything but NBD clients, and what a device is made of.
+//! Not in this module: sockets other than those of NBD clients, and where a device's bytes come from.
 //!
-//! Locks: the list of connections, a connection's budget, pool, outbox and threads. None is held while another is taken,
-//! nor over a device or a socket. Only TLS nests: the sender's, or the receiver's, buffer before the TLS state; those
-//! buffers are held over the socket, each by the one thread that sends or receives.
+//! Locks: the list of connections, a connection's budget, pool, outbox and threads. None is held while another is
+//! taken, nor during device or socket I/O. Only TLS nests: the send or receive buffer before the TLS state; those
+//! buffers are held during socket I/O, each by the one thread that sends or receives.
 
 mod buffer;
 mod check;

@@ -1,4 +1,4 @@
-//! The thread pool of front ends, for requests that may wait: for a disk, a network, or room in a cache.
+//! The thread pool of front ends, for requests that may block: on a disk, a network, or room in a cache.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// How long a thread without work stays, with its stack and what it keeps (a new one costs some 30 microseconds).
+/// How long an idle thread is kept, with its stack and state (starting one costs some 30 microseconds).
 const LINGER: Duration = Duration::from_secs(5);
 
-/// What a thread does with each job; it may keep something between them.
+/// Called for each job of a thread; it may keep state between jobs.
 type Worker<J> = Box<dyn FnMut(J)>;
 
-/// A queue and the threads that serve it: they come when work does, up to a limit, and go when there is none. How much
-/// waits is limited by whoever submits. Dropped, it takes no more jobs; those it has are still done.
+/// A queue and the threads that serve it: started on demand up to a limit, and ended when idle. The submitter must
+/// bound the queue's length. Once dropped, it takes no more jobs; queued ones are still executed.
 pub(crate) struct Pool<J: Send + 'static>(Arc<Shared<J>>);
 
 struct Shared<J> {
@@ -33,7 +33,7 @@ struct State<J> {
 }
 
 impl<J: Send + 'static> Pool<J> {
-    /// At most `limit` threads (at least one), each of which begins by making its `worker`.
+    /// At most `limit` threads (at least one), each of which starts by creating its `worker`.
     pub(crate) fn new<W: FnMut(J) + 'static>(
         name: &'static str,
         limit: usize,
@@ -53,7 +53,7 @@ impl<J: Send + 'static> Pool<J> {
         }))
     }
 
-    /// Has a job done, soon, by some thread; where not a single one can be started, by this one.
+    /// Queues a job; executes it on this thread if not a single one can be started.
     pub(crate) fn submit(&self, job: J) {
         let shared = &self.0;
         let mut state = shared.state.lock();
@@ -108,7 +108,7 @@ impl<J> Shared<J> {
 
     fn empty(&self, state: &mut MutexGuard<'_, State<J>>, worker: &mut Worker<J>) {
         while let Some(job) = state.queue.pop_front() {
-            // Whoever asked for a job that panics is told so by what the job drops; the thread goes on.
+            // A panicking job informs its submitter through what it drops; the thread continues.
             MutexGuard::unlocked(state, || {
                 drop(catch_unwind(AssertUnwindSafe(|| worker(job))));
             });

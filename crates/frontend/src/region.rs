@@ -1,13 +1,13 @@
 //! Memory whose pages come from a device: for programs that want bytes, not blocks.
 //!
-//! A [`Region`] is a range of addresses. Who touches a page that is absent waits while it is read from the
-//! [`BlockDevice`]; several threads serve such faults at the same time, neighbours are fetched along where somebody
-//! reads on, and what the device knows to be zeros costs neither a read nor memory. Writes are tracked by the kernel
-//! without a stop, so that they can be pushed back: [`Region::push`], [`Region::dirty_since_mark`].
+//! A [`Region`] is an address range. A thread that touches an absent page waits while it is read from the
+//! [`BlockDevice`]; several threads serve such faults concurrently, sequential faults fetch neighbouring pages too, and
+//! ranges that the device knows to be zeros cost neither a read nor memory. The kernel tracks writes without a fault,
+//! so that they can be pushed back: [`Region::push`], [`Region::dirty_since_mark`].
 //!
-//! The paper (r3map §1.3.1, §1.4.1, §1.6.1) serves one fault after the other and holds tracking of writes and
-//! background pulls to be impossible with userfaultfd; Linux has since learned both (asynchronous write protection
-//! and `PAGEMAP_SCAN`, Linux 6.7).
+//! The paper (r3map §1.3.1, §1.4.1, §1.6.1) serves one fault at a time and considers write tracking and background
+//! pulls impossible with userfaultfd; Linux has since gained both (asynchronous write protection and `PAGEMAP_SCAN`,
+//! Linux 6.7).
 //!
 //! ```
 //! use std::sync::Arc;
@@ -38,23 +38,23 @@
 //!
 //! # Three ways to the bytes
 //!
-//! - [`Region::read_at`] and [`Region::write_at`] copy. They bring absent pages in themselves, so the device's errors
-//!   are theirs, and exclude each other piece by piece (64 KiB): safe from any number of threads.
+//! - [`Region::read_at`] and [`Region::write_at`] copy. They bring absent pages in themselves, so they return the
+//!   device's errors, and exclude each other per piece (64 KiB): safe from any number of threads.
 //! - [`Region::hold`] borrows the whole region as slices. While it is held, nothing is evicted, pushed or copied.
-//! - [`Region::as_ptr`] is for those who write and track at the same time. Such writers must not write where
-//!   `read_at` or `write_at` is at work, and while a push may run should write whole aligned words (atomically):
-//!   a push copies words, each old or new, and catches what is written later with the next push.
+//! - [`Region::as_ptr`] is for programs that write while tracking or pushing. Such writers must not write to ranges in
+//!   use by `read_at` or `write_at`, and during a push should write whole aligned words (atomically): a push copies
+//!   words, each old or new, and the next push picks up later writes.
 //!
-//! Through a slice or a pointer, an absent page is a wait. When the device fails, it is tried again if that can
-//! help, up to [`Options::timeout`]; then the touch is a `SIGBUS` (a system call that was handed the address
-//! returns `EFAULT`), and each later one too, until [`Region::prefault`], `read_at` or `write_at` brings the page in
-//! after all. A kernel without `UFFDIO_POISON` (before 6.6) lets it wait until the device answers or the region is
-//! closed. A touch after [`Region::close`] is a `SIGSEGV` or `EFAULT`.
+//! Through a slice or a pointer, touching an absent page blocks. When the device fails, the read is retried if that may
+//! help, up to [`Options::timeout`]; then the touch raises `SIGBUS` (a system call given the address returns `EFAULT`),
+//! and so does each later one, until [`Region::prefault`], `read_at` or `write_at` brings the page in. On a kernel
+//! without `UFFDIO_POISON` (before 6.6) the touch blocks until the device answers or the region is closed. A touch
+//! after [`Region::close`] raises `SIGSEGV` or returns `EFAULT`.
 //!
 //! # What it relies on
 //!
-//! The device belongs to the region: what others write to it is not seen, or seen only here and there. The device
-//! must not touch the region's memory to do its work. A child process does not inherit the memory.
+//! The region must be the device's only user: writes of others are not seen, or only in places. The device must not
+//! touch the region's memory to do its work. A child process does not inherit the memory.
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -93,11 +93,11 @@ use scratch::Scratch;
 use shared::{Parts, Shared};
 use uffd::Uffd;
 
-/// The largest alignment of a device: bytes that come and go together.
+/// The largest supported alignment of a device, which is the unit of fetching and eviction.
 const MAX_UNIT: usize = 4 << 20;
-/// The most threads that populate.
+/// Maximum number of threads that populate.
 const POPULATORS: usize = 4;
-/// How long a region that goes away waits for its threads; one that the device keeps longer ends by itself.
+/// How long dropping a region waits for its threads; one that the device blocks longer ends later by itself.
 const STOP: Duration = Duration::from_secs(5);
 
 /// Memory whose pages come from a device. See the [module](self).
@@ -106,10 +106,10 @@ pub struct Region {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// What the kernel offers to regions.
+/// What the kernel supports for regions.
 ///
 /// # Errors
-/// [`RegionError`]: nothing.
+/// [`RegionError`]: the kernel supports no regions.
 pub fn support() -> Result<Support, RegionError> {
     Ok(Uffd::open()?.support)
 }
@@ -214,67 +214,66 @@ impl Region {
         Ok(())
     }
 
-    /// What the kernel offers.
+    /// What the kernel supports.
     #[must_use]
     pub fn support(&self) -> Support {
         self.shared.uffd.support
     }
 
-    /// Bytes: the device's. The rest of the last page is memory too; it is zero at first and never pushed.
+    /// Length of the device in bytes. The rest of the last page is memory too; it is initially zero and never pushed.
     #[must_use]
     pub fn len(&self) -> usize {
         self.shared.size
     }
 
-    /// Never: a device without bytes cannot be mapped.
+    /// Always false: an empty device cannot be mapped.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Where the bytes are, until [`Region::close`] or drop. A touch may wait for the device, or end the process: see
-    /// the [module](self). Who reads must not be where a [`Region::write_at`] is at work.
+    /// The address of the memory, valid until [`Region::close`] or drop. A touch may wait for the device, or kill the
+    /// process: see the [module](self). Readers must stay clear of ranges that a [`Region::write_at`] is writing.
     #[must_use]
     pub fn as_ptr(&self) -> *const u8 {
         self.shared.memory.base()
     }
 
-    /// Where the bytes are that may be written; `None` for a region that is not writable. As for [`Region::as_ptr`],
-    /// and who writes must be alone there: no `read_at` or `write_at` of the same bytes meanwhile. Pushes and evictions
-    /// may run.
+    /// The address of the memory for writing; `None` for a read-only region. As for [`Region::as_ptr`], and a writer
+    /// needs exclusive use of the bytes: no concurrent `read_at` or `write_at` of them. Pushes and evictions may run.
     #[must_use]
     pub fn as_mut_ptr(&self) -> Option<*mut u8> {
         self.shared.writable.then(|| self.shared.memory.base())
     }
 
-    /// Borrows the region as slices. Until the end of the borrow nothing is evicted, also not for a limit.
+    /// Borrows the region as slices. Until the end of the borrow nothing is evicted, not even to keep to a limit.
     #[must_use]
     pub fn hold(&mut self) -> Held<'_> {
-        // Who evicts for the limit looks under this lock.
+        // Eviction for the limit checks under this lock.
         let _evicting = self.shared.evicting.lock();
         self.shared.held.fetch_add(1, Ordering::SeqCst);
         drop(_evicting);
         Held { region: self }
     }
 
-    /// Copies out, and brings in what is absent.
+    /// Copies out, bringing in absent pages.
     ///
     /// # Errors
-    /// What the device says; [`DeviceError::Unavailable`] when another's read of the same page takes longer than
+    /// Errors of the device; [`DeviceError::Unavailable`] when another thread's read of the same page takes longer than
     /// [`Options::timeout`]; [`DeviceError::Closed`].
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), DeviceError> {
         self.shared.read_at(offset, buffer)
     }
 
-    /// Copies in. Of pages that are written in part and absent, the rest comes from the device.
+    /// Copies in. Absent pages that are written only in part are read from the device first.
     ///
     /// # Errors
-    /// As [`Region::read_at`], and [`DeviceError::ReadOnly`]. A part of the data may be written then.
+    /// As [`Region::read_at`], and [`DeviceError::ReadOnly`]. Part of the data may have been written then.
     pub fn write_at(&self, offset: u64, data: &[u8]) -> Result<(), DeviceError> {
         self.shared.write_at(offset, data)
     }
 
-    /// Brings a range in, so that touches of it do not fault.
+    /// Brings a range in, so that touching it does not fault.
     ///
     /// # Errors
     /// As [`Region::read_at`].
@@ -284,11 +283,11 @@ impl Region {
         self.shared.ensure(self.shared.units(&range), deadline)
     }
 
-    /// What was written since the mark, to the page: runs of bytes, in order. `clear` sets the mark to now. Pushes do
-    /// not change it.
+    /// What was written since the mark, with page granularity: byte ranges, in order. `clear` sets a new mark.
+    /// Independent of pushes.
     ///
     /// # Errors
-    /// [`DeviceError::ReadOnly`] for a region that is not writable, [`DeviceError::Closed`], and what the kernel says.
+    /// [`DeviceError::ReadOnly`] for a read-only region, [`DeviceError::Closed`], and errors of the kernel.
     pub fn dirty_since_mark(&self, clear: bool) -> Result<Vec<Range<u64>>, DeviceError> {
         let shared = &self.shared;
         if !shared.writable {
@@ -309,23 +308,23 @@ impl Region {
             .collect())
     }
 
-    /// Writes back what was written, in the order of its place and neighbours together, and flushes the device. What
-    /// is written meanwhile is in this push or the next. What a failed push did not write, the next one does.
+    /// Writes dirty pages back in address order, adjacent ones together, and flushes the device. Concurrent writes are
+    /// included in this push or the next. Pages that a failed push did not write are included in the next.
     ///
-    /// The device then holds no single moment's state if writers ran: see [`Region::push_with`].
+    /// If writers ran meanwhile, the device holds no single moment's state: see [`Region::push_with`].
     ///
     /// # Errors
-    /// What the device says; [`DeviceError::ReadOnly`], [`DeviceError::Closed`]; [`DeviceError::Unavailable`] when
-    /// another push is under way for longer than [`Options::timeout`].
+    /// Errors of the device; [`DeviceError::ReadOnly`], [`DeviceError::Closed`]; [`DeviceError::Unavailable`] when
+    /// another push is in progress for longer than [`Options::timeout`].
     pub fn push(&self) -> Result<Pushed, DeviceError> {
         self.shared.push()
     }
 
-    /// A push after which the device holds exactly what the region held between `pause` and `resume`, in which all
-    /// writers must stand still.
+    /// A push after which the device holds exactly the region's contents between `pause` and `resume`, during which all
+    /// writers must be stopped.
     ///
-    /// Most is written before, and what is left is copied during the pause and written after it, if it is at most
-    /// 64 MiB; else it is written during the pause. `resume` is called if and only if `pause` was, also on failure.
+    /// Most pages are written before the pause; the rest is copied during it and written afterwards if it is at most 64
+    /// MiB, else it is written during the pause. `resume` is called if and only if `pause` was, also on failure.
     ///
     /// # Errors
     /// As [`Region::push`].
@@ -337,19 +336,18 @@ impl Region {
         self.shared.push_with(pause, resume)
     }
 
-    /// Flushes the device: what was pushed is where it promises it to be. Pushes nothing.
+    /// Flushes the device, making pushed data durable as far as the device promises. Pushes nothing.
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn flush(&self) -> Result<(), DeviceError> {
         self.shared.device.flush()
     }
 
-    /// Takes what lies whole in a range and was not written since it was pushed out of memory; the next touch
-    /// brings it back. Returns the bytes.
+    /// Evicts the clean pages that lie entirely in a range; the next touch brings them back. Returns the bytes evicted.
     ///
-    /// What is written through a pointer at the same moment stays, if the kernel can move pages
-    /// ([`Support::moves`]); else such writers must be elsewhere.
+    /// Concurrent writes through a pointer are preserved if the kernel can move pages ([`Support::moves`]); otherwise
+    /// writers must stay clear of the range.
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`], [`DeviceError::Closed`].
@@ -358,13 +356,13 @@ impl Region {
         self.shared.evict(range)
     }
 
-    /// Ends it: whoever waits in a call gets [`DeviceError::Closed`], whoever touches the memory from now on, or waits
-    /// for a page, a signal. What was not pushed is lost. Dropping a region closes it.
+    /// Closes the region: waiting calls return [`DeviceError::Closed`]; touching the memory, or waiting for a page,
+    /// raises a signal. Unpushed writes are lost. Dropping a region closes it.
     pub fn close(&self) {
         self.shared.close();
     }
 
-    /// What happened so far.
+    /// Counters since the start.
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.shared.stats()
@@ -386,7 +384,7 @@ impl Drop for Region {
             }
             match thread.is_finished() {
                 true => drop(thread.join()),
-                // It keeps the addresses taken until the device lets it go.
+                // The address range stays reserved until the device returns.
                 false => {
                     tracing::warn!(
                         "a thread of a region still waits for its device and is abandoned"
@@ -397,14 +395,14 @@ impl Drop for Region {
     }
 }
 
-/// A region in hand, as slices. Touches wait for absent pages: see the [module](self).
+/// A region borrowed as slices. Touching absent pages blocks: see the [module](self).
 pub struct Held<'a> {
     region: &'a mut Region,
 }
 
 #[allow(unsafe_code)] // Memory becomes slices.
 impl Held<'_> {
-    /// The bytes, to be written; `None` for a region that is not writable.
+    /// The bytes for writing; `None` for a read-only region.
     pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
         let pointer = self.region.as_mut_ptr()?;
         // SAFETY: as in `deref`; the mutable borrow makes this the only slice.
@@ -417,9 +415,9 @@ impl Deref for Held<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: mapped for its whole length until the region is closed, which takes a borrow of it. All that is
-        // written in safe code goes through a borrow of the region too, and it is borrowed mutably here. The threads
-        // of the region only fill pages that nobody has seen, and evict nothing while it is held.
+        // SAFETY: mapped for its whole length until the region is closed, which takes a borrow of it. All writes in
+        // safe code go through a borrow of the region too, and it is borrowed mutably here. The region's threads only
+        // fill pages that nobody has seen, and evict nothing while it is held.
         unsafe { std::slice::from_raw_parts(self.region.as_ptr(), self.region.len()) }
     }
 }

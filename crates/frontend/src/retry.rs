@@ -1,4 +1,4 @@
-//! Retries while something is busy for a moment: a child process has its parent's files open between fork and exec, udev
+//! Retries for conditions that pass quickly: a child process holds its parent's files open between fork and exec, udev
 //! and blkid probe devices, and the kernel closes some files asynchronously.
 
 use std::sync::mpsc;
@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use crate::fuse::User;
 
-/// How long a busy file or device is retried, if only processes or no visible users have it open.
+/// How long a busy file or device is retried, if it is held only by processes or by no visible user.
 pub(crate) const RETRY_LIMIT: Duration = Duration::from_secs(2);
 /// The pause after the first attempt; doubled after each.
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
-/// The longest pause between two attempts: each may look through all processes.
+/// The longest pause between two attempts: each may scan all processes.
 const MAX_PAUSE: Duration = Duration::from_millis(100);
 
-/// Retries until it succeeds, fails with an error that is not `passing`, or [`RETRY_LIMIT`] is over.
+/// Retries until it succeeds, fails with an error that is not `passing`, or [`RETRY_LIMIT`] has passed.
 pub(crate) fn retry<T, E>(
     attempt: impl FnMut() -> Result<T, E>,
     passing: impl Fn(&E) -> bool,
@@ -21,7 +21,7 @@ pub(crate) fn retry<T, E>(
     retry_for(RETRY_LIMIT, attempt, passing)
 }
 
-/// The same with another limit; with zero there is one attempt.
+/// The same with another limit; zero means one attempt.
 pub(crate) fn retry_for<T, E>(
     timeout: Duration,
     mut attempt: impl FnMut() -> Result<T, E>,
@@ -30,7 +30,7 @@ pub(crate) fn retry_for<T, E>(
     let end = Instant::now() + timeout;
     let mut pause = FIRST_PAUSE;
     loop {
-        // Looked at before the try, so that one comes after the time is over, however slow the machine is.
+        // Checked before the attempt, so that one is made after the time is over, however slow the machine is.
         let last = Instant::now() >= end;
         match attempt() {
             Err(error) if passing(&error) && !last => {}
@@ -41,15 +41,14 @@ pub(crate) fn retry_for<T, E>(
     }
 }
 
-/// Whether users may be gone in a moment: processes, or nobody who can be seen. What is mounted from a device or made
-/// of it stays.
+/// Whether the users may be gone soon: processes, or no visible user. Mounts and devices built on it stay.
 pub(crate) fn may_pass(users: &[User]) -> bool {
     users
         .iter()
         .all(|user| matches!(user, User::Process { .. }))
 }
 
-/// What `ask` says, unless it takes longer than `deadline`.
+/// The result of `ask`, unless it takes longer than `deadline`.
 pub(crate) fn within<T: Send + 'static>(
     deadline: Duration,
     ask: impl FnOnce() -> T + Send + 'static,

@@ -5,19 +5,19 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Who keeps a mount or a loop device busy.
+/// A user of a mount or a loop device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum User {
     /// A process.
     Process {
-        /// Its number.
+        /// Its PID.
         pid: u32,
         /// Its name.
         name: String,
     },
-    /// A block device that is made of it: a loop device, or one of LVM, encryption, RAID.
+    /// A block device built on it: a loop device, or one of LVM, encryption, RAID.
     Device(PathBuf),
-    /// A file system that is mounted from it.
+    /// A file system mounted from it.
     Mounted(PathBuf),
 }
 
@@ -41,7 +41,7 @@ impl fmt::Display for User {
     }
 }
 
-/// Users in a row, for an error.
+/// A list of users, for an error message.
 pub(crate) fn listed(users: &[User]) -> String {
     match users {
         [] => "somebody who cannot be seen from here".into(),
@@ -56,68 +56,69 @@ pub(crate) fn listed(users: &[User]) -> String {
 /// Why a device could not be mounted or unmounted.
 #[derive(Debug, thiserror::Error)]
 pub enum FuseError {
-    /// A name that cannot be a file's.
+    /// Not a valid file name.
     #[error("{0:?} cannot be the name of a file")]
     Name(String),
-    /// A file has bytes, this device has not.
+    /// Files are byte-granular, this device is not.
     #[error("a device of units of {0} bytes cannot be a file: put a chunked stage on top of it")]
     Alignment(u32),
-    /// A file cannot be as large.
+    /// The device exceeds the maximum file size.
     #[error("a device of {0} bytes is larger than a file can be")]
     Size(u64),
     /// The kernel has no FUSE.
     #[error("this machine has no FUSE: /dev/fuse: {0} (modprobe fuse)")]
     Missing(io::Error),
-    /// A mount is in place there.
+    /// There is a mount already.
     #[error("{} is a mount point already: unmount it first", at.display())]
     Mounted {
-        /// Where.
+        /// The mount point.
         at: PathBuf,
     },
-    /// A mount whose server is gone is in place there.
+    /// There is a mount whose server is gone.
     #[error("{} is a mount whose server is gone: clear it first (drover unmount)", at.display())]
     Stale {
-        /// Where.
+        /// The mount point.
         at: PathBuf,
     },
     /// The kernel refused.
     #[error("cannot mount at {}: {source}", at.display())]
     Mount {
-        /// Where.
+        /// The mount point.
         at: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The helper that mounts for users refused.
+    /// The setuid helper refused.
     #[error("cannot mount at {}: {said}", at.display())]
     Helper {
-        /// Where.
+        /// The mount point.
         at: PathBuf,
-        /// What it said.
+        /// Its message.
         said: String,
     },
     /// It is in use.
     #[error("{} is in use by {}: end these programs, or unmount lazily", at.display(), listed(users))]
     Busy {
-        /// Where.
+        /// The mount point.
         at: PathBuf,
-        /// By whom, as far as can be seen.
+        /// The users found.
         users: Vec<User>,
     },
-    /// The device did not answer in time, and the connection was cut: it is unmounted, and writes under way have failed.
+    /// The device did not answer in time, and the connection was aborted: it is unmounted, and writes in flight have
+    /// failed.
     #[error("{} was cut off: its device did not answer for {waited:?}", at.display())]
     CutOff {
-        /// Where.
+        /// The mount point.
         at: PathBuf,
-        /// For how long.
+        /// How long the device did not answer.
         waited: Duration,
     },
-    /// The kernel does not unmount it.
+    /// The kernel refused the unmount.
     #[error("cannot unmount {}: {source}", at.display())]
     Unmount {
-        /// Where.
+        /// The mount point.
         at: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }

@@ -1,5 +1,5 @@
-//! Mounting and unmounting: by mount(2), which takes a file as well as a directory as the place, or, where the caller
-//! may not, through `fusermount3`.
+//! Mounting and unmounting: by mount(2), which accepts a file or a directory as mount point, or, for unprivileged
+//! callers, through `fusermount3`.
 
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
@@ -21,14 +21,15 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use super::error::FuseError;
 use super::options::Options;
 
-/// The helper for those who may not mount.
+/// The helper for unprivileged mounts.
 const HELPER: &str = "fusermount3";
 
-/// What a file holds that was made only to be mounted on: who finds it after a crash knows what it is, and so do we.
+/// Contents of a placeholder file created as a mount point: it explains itself to users who find it after a crash, and
+/// is recognised by drover.
 const PLACEHOLDER: &[u8] =
     b"A mount point of drover. Nothing is mounted here now; this file can be removed.\n";
 
-/// Makes `at` if it is not there. Says whether it is a file that was made for the mount, now or before a crash.
+/// Creates `at` if it does not exist. Returns whether it is a placeholder file, created now or before a crash.
 pub(super) fn prepare(at: &Path) -> io::Result<bool> {
     let made = OpenOptions::new().write(true).create_new(true).open(at);
     match made {
@@ -44,14 +45,14 @@ fn is_placeholder(at: &Path) -> bool {
     sized && std::fs::read(at).is_ok_and(|content| content == PLACEHOLDER)
 }
 
-/// Removes a file that [`prepare`] made, and nothing else.
+/// Removes a placeholder file created by [`prepare`], and nothing else.
 pub(super) fn remove_placeholder(at: &Path) {
     if is_placeholder(at) {
         let _ = std::fs::remove_file(at);
     }
 }
 
-/// Mounts at `at`, which is there, and gives the connection to the kernel.
+/// Mounts at `at`, which exists, and returns the connection to the kernel.
 pub(super) fn mount(at: &Path, options: &Options) -> Result<OwnedFd, FuseError> {
     let not_allowed = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
     match mount_directly(at, options) {
@@ -68,7 +69,7 @@ fn mount_directly(at: &Path, options: &Options) -> io::Result<OwnedFd> {
     let mut data = format!(
         "fd={},rootmode={:o},user_id={},group_id={},default_permissions",
         connection.as_raw_fd(),
-        // The kernel wants the type of the root to be that of the place.
+        // The root's type must be that of the mount point.
         place.mode() & 0o170_000,
         rustix::process::getuid().as_raw(),
         rustix::process::getgid().as_raw(),
@@ -152,24 +153,24 @@ fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
 /// How to unmount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
-    /// Only if nobody uses it.
+    /// Only if it is not in use.
     Idle,
-    /// Out of sight now, gone when its last user is.
+    /// Detached now, gone with its last user.
     Lazy,
-    /// Requests under way fail, and so does every one that comes.
+    /// Requests in flight and later ones fail.
     Abort,
 }
 
-/// What became of an unmount.
+/// The outcome of an unmount.
 #[derive(Debug)]
 pub(super) enum Outcome {
-    /// The kernel has answered.
+    /// The kernel's result.
     Answered(io::Result<()>),
-    /// Not within the deadline: a thread waits for the kernel, which waits for the device.
+    /// No result before the deadline: a thread waits for the kernel, which waits for the device.
     Waits,
 }
 
-/// Unmounts `at`, on a thread of its own: unmounting writes dirty pages back, which takes as long as the device does.
+/// Unmounts `at`, on a separate thread: unmounting writes dirty pages back, which takes as long as the device does.
 pub(super) fn unmount(at: &Path, how: How, deadline: Duration) -> Outcome {
     let (answer, answered) = mpsc::channel();
     let place = at.to_owned();
@@ -219,8 +220,8 @@ fn unmount_by_helper(at: &Path, how: How) -> io::Result<()> {
     }
 }
 
-/// Cuts a connection to the kernel by its number: every request under way and to come fails at once. Works where the
-/// mount can no longer be named.
+/// Aborts a FUSE connection by its number: every request in flight and later one fails at once. Works even if the mount
+/// has no path any more.
 pub(super) fn abort(connection: u32) -> io::Result<()> {
     let usual = PathBuf::from(format!("/sys/fs/fuse/connections/{connection}/abort"));
     match std::fs::write(&usual, b"1") {
@@ -229,7 +230,7 @@ pub(super) fn abort(connection: u32) -> io::Result<()> {
     }
 }
 
-/// As [`abort`], where nobody has mounted the control file system: through a mount that no path leads to.
+/// As [`abort`], where the control file system is not mounted: through a detached mount of it.
 fn abort_unmounted(connection: u32) -> io::Result<()> {
     let context = rustix::mount::fsopen("fusectl", FsOpenFlags::FSOPEN_CLOEXEC)?;
     rustix::mount::fsconfig_create(&context)?;

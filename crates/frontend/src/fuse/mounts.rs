@@ -1,5 +1,5 @@
-//! The mount table and the users of a mount, read from `/proc` and `/sys`, without asking the file system itself, which
-//! may hang.
+//! The mount table and the users of a mount, read from `/proc` and `/sys`, without accessing the file system itself,
+//! which may hang.
 
 use std::ffi::OsString;
 use std::fs;
@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 
 use super::error::User;
 
-/// As many users as an error names.
+/// Maximum users named in an error.
 const MAX_USERS: usize = 8;
 
 /// A line of `/proc/self/mountinfo`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Mounted {
-    /// The mount's number, as in `/proc/PID/fdinfo`.
+    /// The mount's ID, as in `/proc/PID/fdinfo`.
     pub(super) id: u64,
     pub(super) major: u32,
     pub(super) minor: u32,
@@ -29,7 +29,7 @@ impl Mounted {
     }
 }
 
-/// What is mounted at `point`, the uppermost.
+/// The topmost mount at `point`.
 pub(super) fn mounted_at(point: &Path) -> io::Result<Option<Mounted>> {
     let table = fs::read("/proc/self/mountinfo")?;
     Ok(table
@@ -57,7 +57,7 @@ fn parse(line: &[u8]) -> Option<Mounted> {
     })
 }
 
-/// `\040` and the like, as the kernel writes them.
+/// Decodes `\040` and the like, as the kernel writes them.
 pub(crate) fn unescape(word: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(word.len());
     let mut rest = word;
@@ -80,8 +80,8 @@ pub(crate) fn unescape(word: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Who uses a mount, at most [`MAX_USERS`]: processes with open files, mappings or a directory in it, and loop devices.
-/// What this process may not look at is not found.
+/// The users of a mount, at most [`MAX_USERS`]: processes with open files, mappings or a directory in it, and loop
+/// devices. Those this process may not inspect are missed.
 pub(super) fn users_of(mounted: &Mounted) -> Vec<User> {
     let mut users: Vec<User> = devices_on(mounted).into_iter().map(User::Device).collect();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -96,7 +96,7 @@ pub(super) fn users_of(mounted: &Mounted) -> Vec<User> {
     users
 }
 
-/// Whether loop devices are attached to what is in a mount.
+/// Whether loop devices are attached to files in a mount.
 pub(super) fn carries_devices(mounted: &Mounted) -> bool {
     !devices_on(mounted).is_empty()
 }
@@ -127,7 +127,7 @@ fn uses(pid: u32, mounted: &Mounted) -> bool {
     open || maps() || stands()
 }
 
-/// Processes that have a block device or a partition of it open, by the name of what they have open, at most
+/// Processes that have a block device or one of its partitions open, with the path they have open, at most
 /// [`MAX_USERS`].
 pub(crate) fn openers_of(device: &Path) -> Vec<User> {
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -145,7 +145,7 @@ pub(crate) fn openers_of(device: &Path) -> Vec<User> {
         .collect()
 }
 
-/// Whether that is the device, or a partition of it.
+/// Whether `path` is the device or one of its partitions.
 pub(crate) fn is_or_in(path: &Path, device: &Path) -> bool {
     let (path, device) = (path.as_os_str().as_bytes(), device.as_os_str().as_bytes());
     path.strip_prefix(device).is_some_and(|rest| match rest {
@@ -155,7 +155,7 @@ pub(crate) fn is_or_in(path: &Path, device: &Path) -> bool {
     })
 }
 
-/// Mount points of what is mounted from a block device or one of its partitions.
+/// Mount points of file systems on a block device or one of its partitions.
 #[must_use]
 pub fn mounted_from(device: &Path) -> Vec<PathBuf> {
     let Some(device) = device.to_str() else {

@@ -1,24 +1,24 @@
 //! Options of a file mount.
 
-/// As many threads of either kind as can be asked for.
+/// Maximum number of threads of either kind.
 pub const MAX_THREADS: usize = 1024;
 
-/// How a device is shown as a file.
+/// How a device is exposed as a file.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The file's name if the mount point is a directory; also the source that the mount table shows.
+    /// The file's name if the mount point is a directory; also the source in the mount table.
     pub name: String,
-    /// No writes, even if the device would take them.
+    /// Refuses writes, even if the device is writable.
     pub read_only: bool,
-    /// Threads that take requests.
+    /// Threads that read requests from the kernel.
     pub threads: usize,
-    /// Threads, at most, on which reads wait for a network, and as many again for writes and flushes.
+    /// Maximum number of threads on which reads wait for a network; as many again serve writes and flushes.
     pub waiting_threads: usize,
-    /// Users other than the one who mounts may open it: all may read it and, unless it is read-only, write it, until
-    /// chmod and chown say otherwise. Else no other user, not even root, sees it.
+    /// Allows users other than the mounting one: all may read the file and, unless it is read-only, write it, until
+    /// chmod and chown restrict that. Otherwise no other user, not even root, has access.
     pub allow_other: bool,
-    /// The kernel keeps pages and reads ahead. Only for a device that is written through this file alone. Who reads a far
-    /// device in small pieces needs it: 128 KiB at a time over 40 ms are 76 instead of 3 MiB/s.
+    /// Enables the page cache and the kernel's read-ahead. Only for a device that is written through this file alone.
+    /// Needed to read a distant device in small pieces: 128 KiB reads over 40 ms yield 76 instead of 3 MiB/s.
     pub page_cache: bool,
 }
 

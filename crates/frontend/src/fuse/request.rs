@@ -5,15 +5,15 @@ use std::cell::RefCell;
 use drover_core::{BlockDevice, DeviceError, ExtentKind};
 use fuser::{Errno, ReplyData, ReplyWrite};
 
-/// The range of one look for data or a hole.
+/// The range of one search for data or a hole.
 const LOOK: u64 = 1 << 30;
 thread_local! {
-    /// What a read fills: kept by the thread, as memory need not be cleared for each.
+    /// A per-thread read buffer, so that memory is not cleared for each read.
     static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What a program is told. A failed request is its own, so most are EIO: other numbers mean something to the kernel
-/// or to a file system on top.
+/// The errno for the program. Most errors are EIO: other numbers have a meaning to the kernel or to a file system on
+/// top.
 fn errno(error: &DeviceError) -> Errno {
     match error {
         DeviceError::OutOfRange { .. } | DeviceError::Unaligned { .. } => Errno::EINVAL,
@@ -28,7 +28,7 @@ fn errno(error: &DeviceError) -> Errno {
 }
 
 pub(super) fn reported(what: &str, offset: u64, length: u64, error: &DeviceError) -> Errno {
-    // While a link is down there may be many, and all the same.
+    // While a link is down there may be many identical ones.
     match error.is_transient() {
         true => tracing::debug!(what, offset, length, %error, "a request to the device failed"),
         false => tracing::warn!(what, offset, length, %error, "a request to the device failed"),
@@ -80,7 +80,7 @@ pub(super) fn write(
     reply.written(data.len() as u32);
 }
 
-/// Where the first byte at or after `from` is that is data (or is not): [`None`] if there is none.
+/// The offset of the first byte at or after `from` that is data (or is not); [`None`] if there is none.
 pub(super) fn seek(
     device: &dyn BlockDevice,
     from: u64,

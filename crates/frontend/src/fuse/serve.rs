@@ -20,17 +20,17 @@ use super::request::{read, reported, seek, write};
 use crate::budget::{Budget, Permit};
 use crate::pool::Pool;
 
-/// The longest read or write that the kernel sends (it takes no more than 256 pages unless a sysctl says so).
+/// The longest read or write that the kernel sends (at most 256 pages by default).
 const LONGEST: u32 = 1 << 20;
-/// Requests for read-ahead and asynchronous direct I/O that the kernel has under way; the rest wait with it.
+/// Maximum asynchronous requests (read-ahead, direct I/O) that the kernel has in flight.
 const BACKGROUND: u16 = 256;
-/// How long the kernel may keep what it knows: the size is for ever, and all else changes only through it.
+/// How long the kernel may cache attributes: the size never changes, and the rest only through the kernel.
 const KEEP: Duration = Duration::from_secs(60);
-/// The number of the file below a directory.
+/// The inode number of the file below a directory.
 const INNER: INodeNo = INodeNo(2);
-/// Requests that wait for a thread, or have one; whoever brings one more waits.
+/// Maximum requests queued or running on waiting threads; beyond it the submitter blocks.
 const MAX_WAITING: usize = 4096;
-/// Bytes that they carry.
+/// Maximum bytes of those requests.
 const MAX_WAITING_BYTES: usize = 128 << 20;
 
 type Job = (Box<dyn FnOnce() + Send>, Permit);
@@ -49,7 +49,7 @@ impl Waiting {
         }
     }
 
-    /// Has `job`, which carries `bytes` bytes, done by a thread. Waits while there are too many.
+    /// Runs `job`, which carries `bytes` bytes, on a thread. Blocks while the limits are reached.
     fn submit(&self, bytes: usize, job: impl FnOnce() + Send + 'static) {
         let permit = self.budget.admit(bytes);
         self.threads.submit((Box::new(job), permit));
@@ -60,20 +60,20 @@ impl Waiting {
 pub(super) struct Disk {
     device: Arc<dyn BlockDevice>,
     size: u64,
-    /// The longest request the device takes.
+    /// The device's maximum request.
     longest: usize,
     name: String,
     read_only: bool,
     page_cache: bool,
-    /// The root is a directory with the file in it.
+    /// The root is a directory that contains the file.
     below_directory: bool,
     owned: Mutex<Owned>,
     waiting: Waiting,
-    /// For what changes the device, or flushes it, and may wait for a network, or for room that only a network makes.
+    /// For changes and flushes, which may wait for a network, or for cache room that needs the network.
     changes: Waiting,
 }
 
-/// What chmod, chown and writes change.
+/// The attributes changed by chmod, chown and writes.
 #[derive(Clone, Copy)]
 struct Owned {
     mode: u16,
@@ -140,7 +140,7 @@ impl Disk {
             },
             perm: match is_file {
                 true => owned.mode,
-                // Who may read the file may look it up.
+                // Everyone who may read the file may look it up.
                 false => owned.mode | ((owned.mode & 0o444) >> 2),
             },
             nlink: if is_file { 1 } else { 2 },
@@ -152,12 +152,12 @@ impl Disk {
         }
     }
 
-    /// Does `job` here, or, if it would wait for a network, on a thread of the pool: so that requests that need not
-    /// wait find a thread.
+    /// Runs `job` on this thread or, if it would wait for a network, on one of the pool, which keeps threads available
+    /// for requests that need not wait.
     fn go(&self, waits: bool, threads: &Waiting, job: impl FnOnce() + Send + 'static) {
         match waits {
             true => threads.submit(0, job),
-            // The reply that a panic drops says EIO; this thread goes on.
+            // A reply dropped by a panic returns EIO; this thread continues.
             false => drop(std::panic::catch_unwind(AssertUnwindSafe(job))),
         }
     }
@@ -166,7 +166,7 @@ impl Disk {
         self.device.cost(offset, length) == Cost::Network
     }
 
-    /// Whether a write may: it may have to fetch what it covers in part, or find no room until more is pushed.
+    /// Whether a write may wait: to fetch partially covered chunks, or for cache room until more is pushed.
     fn write_waits(&self, offset: u64, length: u64) -> bool {
         self.device.write_cost(offset, length) == Cost::Network
     }
@@ -191,9 +191,9 @@ impl Filesystem for Disk {
         let _ = config.set_max_background(BACKGROUND);
         for wanted in [
             InitFlags::FUSE_ASYNC_READ,
-            // Without it the loop device has one direct request under way, not many.
+            // Without it a loop device has only one direct request in flight.
             InitFlags::FUSE_ASYNC_DIO,
-            // Shared mappings beside direct I/O; older kernels refuse the mapping instead.
+            // Shared mappings with direct I/O; older kernels refuse such mappings instead.
             InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
             InitFlags::FUSE_PARALLEL_DIROPS,
         ] {
@@ -234,7 +234,7 @@ impl Filesystem for Disk {
         _: Option<fuser::BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        // A disk has the size it has. (The kernel has checked who may do the rest.)
+        // The size is fixed. (The kernel has checked the permissions for the rest.)
         if ino != self.file() || size.is_some_and(|size| size != self.size) {
             return reply.error(Errno::EPERM);
         }
@@ -266,7 +266,7 @@ impl Filesystem for Disk {
             false => FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES,
         };
         if reads {
-            // Who wrote nothing has nothing to flush when he closes.
+            // A read-only handle has nothing to flush on close.
             how |= FopenFlags::FOPEN_NOFLUSH;
         }
         reply.opened(FileHandle(0), how);
@@ -308,12 +308,12 @@ impl Filesystem for Disk {
         }
         let length = self.inside(offset, data.len() as u64) as usize;
         if length == 0 && !data.is_empty() {
-            // As a block device says it.
+            // The same error as from a block device.
             return reply.error(Errno::ENOSPC);
         }
         self.touched();
         let data = &data[..length];
-        // In direct I/O the kernel leaves O_SYNC and O_DSYNC to us.
+        // With direct I/O the kernel leaves O_SYNC and O_DSYNC to us.
         let synced = flags.0 & libc::O_DSYNC != 0;
         if synced || self.write_waits(offset, length as u64) {
             let (device, longest, data) = (self.device.clone(), self.longest, data.to_vec());
@@ -351,7 +351,7 @@ impl Filesystem for Disk {
             return reply.ok();
         }
         let device = self.device.clone();
-        // A flush may wait for a disk or a far side, and nothing says so beforehand.
+        // Whether a flush waits for a disk or a remote is not known beforehand.
         self.go(true, &self.changes, move || match device.flush() {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(reported("flush", 0, 0, &error)),
@@ -371,7 +371,7 @@ impl Filesystem for Disk {
         if self.read_only {
             return reply.error(Errno::EROFS);
         }
-        // Both must read as zeros afterwards, which a trim does not promise.
+        // Both must read as zeros afterwards, which a trim does not guarantee.
         let zeroes = match mode & !libc::FALLOC_FL_KEEP_SIZE {
             libc::FALLOC_FL_PUNCH_HOLE => Zeroes::default(),
             libc::FALLOC_FL_ZERO_RANGE => Zeroes {
@@ -453,7 +453,7 @@ impl Filesystem for Disk {
     }
 
     fn statfs(&self, _: &Request, _: INodeNo, reply: ReplyStatfs) {
-        // A loop device takes the block size for the unit of its discards.
+        // Loop devices take the block size as their discard granularity.
         reply.statfs(self.size.div_ceil(4096), 0, 0, 1, 0, 4096, 255, 4096);
     }
 }

@@ -22,26 +22,26 @@ use super::wire::{self, OptionHeader, Request, command, flag, handshake, option,
 use crate::budget::{Budget, Permit};
 use crate::pool::Pool;
 
-/// The longest option that is read (bytes).
+/// The longest option that is processed (bytes).
 const MAX_OPTION: u32 = 64 << 10;
-/// The longest option that is read past; a longer one ends the connection (bytes).
+/// The longest option that is skipped; a longer one ends the connection (bytes).
 const MAX_SCRAP: u32 = 1 << 20;
-/// Options in one handshake.
+/// Maximum options in one handshake.
 const MAX_OPTIONS: usize = 256;
-/// Bytes of options in one handshake.
+/// Maximum bytes of options in one handshake.
 const MAX_OPTION_BYTES: u64 = 4 << 20;
-/// How often a connection without requests looks around.
+/// How often an idle connection checks its state.
 const TICK: Duration = Duration::from_secs(5);
-/// Replies that the reading thread keeps for one call before it sends them (bytes): more would leave its caches.
+/// Replies that the receiving thread collects for one send (bytes): more would exceed its CPU caches.
 const CORK: usize = 256 << 10;
-/// A write of this length that waits for nothing is given to another thread all the same when the client has sent more
-/// already: while one thread copies to the device, the other receives (bytes).
+/// A non-blocking write of this length is still given to another thread when the client has sent more already: one
+/// thread copies to the device while the other receives (bytes).
 const SHARED: u32 = 256 << 10;
-/// What a request without a payload is counted as (bytes).
+/// The bytes charged for a request without a payload.
 const BARE_BYTES: usize = 4096;
-/// What a block status is counted as for each block that it looks at: each may be a run of its own (bytes).
+/// The bytes charged by a block status for each block it examines: each may be a run of its own.
 const STATUS_BYTES: usize = size_of::<Extent>();
-/// The longest payload of a refused write that is read past; a longer one ends the connection (bytes).
+/// The longest payload of a refused write that is skipped; a longer one ends the connection (bytes).
 const MAX_REFUSED: u32 = 64 << 20;
 /// Threads for requests that wait for a local disk; none of them waits for a network.
 const DISK_THREADS: usize = 8;
@@ -77,7 +77,7 @@ pub(super) fn serve(
     transmit(served, transport, input, session, stopping)
 }
 
-/// Serves requests that were agreed on elsewhere.
+/// Serves requests on a connection that needs no handshake.
 pub(super) fn serve_requests(
     served: &Served,
     socket: &Arc<Socket>,
@@ -89,7 +89,7 @@ pub(super) fn serve_requests(
     transmit(served, transport, input, session, stopping)
 }
 
-/// The handshake. None: the client ended it.
+/// The handshake. None if the client ended it.
 fn greet(
     served: &Served,
     socket: &Arc<Socket>,
@@ -169,14 +169,14 @@ fn greet(
     Err(Ended::Refused("too many options"))
 }
 
-/// A request on its way to a device.
+/// A request to be executed.
 struct Job {
     request: Request,
     payload: Option<Buffer>,
     permit: Permit,
 }
 
-/// The requests.
+/// The transmission phase: receives and executes requests.
 fn transmit(
     served: &Served,
     transport: Arc<Transport>,
@@ -205,7 +205,7 @@ fn transmit(
         move || {
             let (executor, outbox) = (Arc::clone(&executor), Arc::clone(&outbox));
             move |job: Job| {
-                // Nobody waits for it; what writes is done all the same.
+                // A read that nobody waits for is skipped; writes are still executed.
                 if outbox.is_gone() && job.request.command == command::READ {
                     return;
                 }
@@ -216,7 +216,7 @@ fn transmit(
     };
     let disk = Pool::new("nbd-disk", DISK_THREADS, worker.clone());
     let network = Pool::new("nbd-network", served.options.threads, worker.clone());
-    // Apart from reads, local or not: what waits for room in a cache waits for as long as a link is slow, or away.
+    // Separate from reads, local or not: waiting for room in a cache takes as long as the link is slow or down.
     let changes = Pool::new("nbd-change", served.options.threads, worker);
 
     let socket = transport.socket();
@@ -231,7 +231,7 @@ fn transmit(
             }
             let header = match input.next() {
                 Next::Header(header) => header,
-                // Before this thread waits, what it owes is sent.
+                // Pending replies are sent before this thread blocks.
                 Next::More => {
                     outbox.flush();
                     corked = 0;
@@ -313,19 +313,19 @@ fn transmit(
     };
     let ended = serve();
     outbox.flush();
-    // What a client asked for before it left is done, and answered if it still listens.
+    // Requests sent before the disconnect are completed, and answered if the client still listens.
     budget.drain();
     transport.finish();
     ended
 }
 
-/// Who does a request.
+/// The thread that executes a request.
 enum Place {
-    /// The thread that read it.
+    /// The thread that received it.
     Here,
     Disk,
     Network,
-    /// Those for what changes the device, or flushes it, and may wait for a network, or for room that only a network makes.
+    /// The threads for changes and flushes, which may wait for a network, or for cache room that needs the network.
     Change,
 }
 
@@ -340,7 +340,7 @@ fn place(request: &Request, device: &dyn BlockDevice) -> Place {
     let (offset, length) = (request.offset, request.length.into());
     if let command::WRITE | command::WRITE_ZEROES | command::TRIM = request.command {
         return match device.write_cost(offset, length) {
-            // A flush may wait for what a write of the range does not.
+            // The flush may wait even if a write to the range does not.
             _ if request.has(flag::FUA) => Place::Change,
             Cost::Memory => Place::Here,
             Cost::Disk => Place::Disk,
@@ -348,7 +348,7 @@ fn place(request: &Request, device: &dyn BlockDevice) -> Place {
         };
     }
     match device.cost(offset, length) {
-        // Two threads would only wait for each other: the connection takes replies one by one.
+        // Two threads would only contend: the connection sends replies one at a time.
         Cost::Memory => Place::Here,
         Cost::Disk => Place::Disk,
         Cost::Network => Place::Network,

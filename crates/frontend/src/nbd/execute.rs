@@ -1,4 +1,4 @@
-//! Executing a validated request on its device, and its reply.
+//! Executes a validated request on its device and builds its reply.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -13,20 +13,20 @@ use super::outbox::{Body, Head, Reply};
 use super::wire::{self, Request, allocation, chunk, command, errno, flag};
 use crate::budget::Permit;
 
-/// Reads shorter than this are not looked through for holes (bytes).
+/// Reads shorter than this are not examined for holes (bytes).
 const HOLES_FROM: u32 = 32 << 10;
-/// Holes shorter than this are sent as data: a head costs as much (bytes).
+/// Holes shorter than this are sent as data, since a chunk header costs as much (bytes).
 const SHORTEST_HOLE: u64 = 4096;
-/// Pieces of one read; a read with more is sent whole.
+/// Maximum chunks of one read; a read with more is sent as data.
 const MAX_PIECES: usize = 64;
-/// How far one block status looks; clients ask on from where it ends (bytes).
+/// Maximum range of one block status; clients continue where it ends (bytes).
 pub(super) const MAX_STATUS: u32 = 256 << 20;
-/// Runs in one reply to a block status.
+/// Maximum extents in one reply to a block status.
 const MAX_RUNS: usize = 8192;
-/// The longest message with an error (bytes).
+/// The longest error message (bytes).
 const MAX_MESSAGE: usize = 512;
 
-/// What requests of one connection are done with.
+/// The state that requests of one connection share.
 pub(super) struct Executor {
     pub(super) device: Arc<dyn BlockDevice>,
     pub(super) can: Capabilities,
@@ -60,7 +60,7 @@ impl Failure {
 }
 
 impl Executor {
-    /// Does a request, whatever its device does, and makes the reply.
+    /// Executes a request, whatever its device does, and builds the reply.
     pub(super) fn execute(
         &self,
         request: &Request,
@@ -78,7 +78,7 @@ impl Executor {
         }
     }
 
-    /// The reply to a request that is not done.
+    /// The reply to a request that is refused.
     pub(super) fn refused(&self, request: &Request, refusal: Refusal, permit: Permit) -> Reply {
         self.refuse(request, refusal.0, refusal.1, permit)
     }
@@ -128,7 +128,7 @@ impl Executor {
         Ok((head, Body::Nothing))
     }
 
-    /// The device's own limit of one read or write.
+    /// The device's limit of one read or write.
     fn longest(&self) -> usize {
         let unit = self.facts.minimum as usize;
         (self.can.longest as usize / unit * unit).max(unit)
@@ -205,7 +205,7 @@ impl Executor {
         Ok((head, Body::Data(data)))
     }
 
-    /// A range as data and holes worth telling; none: it is all data, or too many pieces.
+    /// A range as data and holes worth reporting; none if it is all data, or too fragmented.
     fn pieces(&self, offset: u64, length: u64) -> Result<Option<Vec<Extent>>, DeviceError> {
         let end = offset + length;
         let mut pieces: Vec<Extent> = Vec::new();
@@ -233,7 +233,7 @@ impl Executor {
         Ok((!all_data && aligned).then_some(pieces))
     }
 
-    /// What the device says of a range, held to its promise: in order, without gaps, at least one.
+    /// The device's extents of a range, checked: in order, without gaps, at least one.
     fn extents(&self, offset: u64, length: u64) -> Result<Vec<Extent>, DeviceError> {
         let runs = self.device.extents(offset, length)?;
         let mut at = offset;

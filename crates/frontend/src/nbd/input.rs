@@ -8,10 +8,10 @@ use super::outbox::left;
 use super::transport::Transport;
 use super::wire::REQUEST_BYTES;
 
-/// Bytes that are received at a time, other than into a payload.
+/// Bytes received at a time, other than into a payload.
 const BUFFER: usize = 64 << 10;
-/// After a payload of this length the next one is likely to be as long: only a header is received with what is left
-/// of the one before, so that the payload goes straight to its place (bytes).
+/// After a payload of this length the next one is likely to be as long: then only enough for a header is received, so
+/// that the payload goes straight to its buffer (bytes).
 const LONG: usize = 64 << 10;
 
 /// A buffered receiver.
@@ -20,11 +20,11 @@ pub(super) struct Input {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
-    /// What the next header is received with (bytes).
+    /// How much to receive for the next header (bytes).
     portion: usize,
 }
 
-/// Whether a whole request's header is there.
+/// Whether a complete request header is available.
 pub(super) enum Next {
     Header([u8; REQUEST_BYTES]),
     More,
@@ -41,17 +41,17 @@ impl Input {
         }
     }
 
-    /// What was received and not yet used.
+    /// Bytes received and not consumed yet.
     pub(super) fn rest(&self) -> &[u8] {
         &self.buffer[self.start..self.end]
     }
 
-    /// Whether the client has sent more than was used.
+    /// Whether the client has sent more than was consumed.
     pub(super) fn has_more(&self) -> bool {
         self.start < self.end || self.transport.has_more()
     }
 
-    /// Takes a request's header if it is there.
+    /// Takes a request header if it is complete.
     pub(super) fn next(&mut self) -> Next {
         match self.rest().first_chunk() {
             Some(header) => {
@@ -64,8 +64,8 @@ impl Input {
         }
     }
 
-    /// Receives more; false at the end. A client may say nothing for as long as it likes (`idle` is called now and
-    /// then), but not stop in the middle of a request.
+    /// Receives more; false at the end of the stream. A client may idle indefinitely (`idle` is called now and then),
+    /// but not stop in the middle of a request.
     pub(super) fn fill(&mut self, stall: Duration, idle: impl Fn()) -> io::Result<bool> {
         self.buffer.copy_within(self.start..self.end, 0);
         self.end -= self.start;
@@ -91,7 +91,7 @@ impl Input {
         }
     }
 
-    /// Takes what is already here.
+    /// Takes what is buffered already.
     fn drain(&mut self, out: &mut [u8]) -> usize {
         let count = out.len().min(self.end - self.start);
         out[..count].copy_from_slice(&self.buffer[self.start..self.start + count]);
@@ -99,7 +99,7 @@ impl Input {
         count
     }
 
-    /// A request's payload. `wait` is called before this waits.
+    /// Receives a request's payload. `wait` is called before this blocks.
     pub(super) fn payload(
         &mut self,
         out: &mut [u8],
@@ -129,7 +129,7 @@ impl Input {
         Ok(())
     }
 
-    /// Throws away a payload.
+    /// Discards a payload.
     pub(super) fn skip_stalling(
         &mut self,
         count: u32,
@@ -146,7 +146,7 @@ impl Input {
         Ok(())
     }
 
-    /// Bytes of a handshake, all of which has a deadline.
+    /// Receives bytes of a handshake, which has an overall deadline.
     pub(super) fn exactly(&mut self, out: &mut [u8], deadline: Instant) -> io::Result<()> {
         let mut done = self.drain(out);
         while done < out.len() {
@@ -170,7 +170,7 @@ impl Input {
         Ok(())
     }
 
-    /// Throws away bytes of a handshake.
+    /// Discards bytes of a handshake.
     pub(super) fn skip(&mut self, count: u32, deadline: Instant) -> io::Result<()> {
         let mut scrap = [0; 4096];
         let mut left = count as usize;

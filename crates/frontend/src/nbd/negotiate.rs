@@ -5,51 +5,51 @@ use super::wire::{
     ContextRequest, InfoRequest, allocation, handshake, info, name, option, option_reply, reply,
 };
 
-/// An export as a client hears of it.
+/// An export as clients see it.
 #[derive(Debug, Clone)]
 pub struct Offer {
-    /// What it is asked for by.
+    /// Its name.
     pub name: String,
-    /// One line for people.
+    /// A one-line description.
     pub description: String,
     /// Its size, flags and block sizes.
     pub facts: Facts,
 }
 
-/// What was agreed on before requests are sent.
+/// The outcome of the negotiation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Session {
-    /// Which export, by its place.
+    /// Index of the export.
     pub export: usize,
     /// Reads are answered in chunks.
     pub structured: bool,
-    /// `BLOCK_STATUS` may be asked for `base:allocation`.
+    /// `BLOCK_STATUS` may be requested for `base:allocation`.
     pub allocation: bool,
 }
 
-/// Whether a client must, may, or cannot speak TLS.
+/// Whether TLS is unavailable, optional or required.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Security {
-    /// There is no TLS here.
+    /// TLS is unavailable.
     Plain,
-    /// It may.
+    /// TLS is optional.
     Offered,
-    /// Nothing else before it has begun.
+    /// TLS is required before anything else.
     Demanded,
-    /// It has begun.
+    /// TLS has been established.
     Secured,
 }
 
-/// What comes after an option.
+/// What follows an option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
     /// Another option.
     Continue,
     /// TLS, then another option.
     StartTls,
-    /// Requests.
+    /// The transmission phase.
     Transmit(Session),
-    /// The end: the client asked for it, or there is no other way to refuse.
+    /// The end: requested by the client, or the only way to refuse.
     Close,
 }
 
@@ -61,13 +61,13 @@ pub struct Negotiation<'a> {
     fixed: bool,
     no_zeroes: bool,
     structured: bool,
-    /// The export that `base:allocation` was agreed on for.
+    /// The export for which `base:allocation` was negotiated.
     context: Option<usize>,
 }
 
 impl<'a> Negotiation<'a> {
-    /// Begins, with the flags that the client answered the greeting with. None: they hold what is not known, and
-    /// the conversation ends.
+    /// Starts, with the client's flags in reply to the greeting. None if they contain unknown flags, which ends the
+    /// connection.
     #[must_use]
     pub fn new(offers: &'a [Offer], security: Security, client_flags: u32) -> Option<Self> {
         if client_flags & !(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES) != 0 {
@@ -83,20 +83,20 @@ impl<'a> Negotiation<'a> {
         })
     }
 
-    /// TLS has begun: what was agreed on before it, in the clear, does not hold.
+    /// TLS has been established: everything negotiated before, in the clear, is void.
     pub fn secured(&mut self) {
         self.security = Security::Secured;
         self.structured = false;
         self.context = None;
     }
 
-    /// Takes an option and appends the replies to it.
+    /// Processes an option and appends the replies to it.
     pub fn option(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
         if option == option::EXPORT_NAME {
             return self.export_name(data, out);
         }
         if !self.fixed {
-            // Such a client cannot be answered.
+            // There is no way to reply to such a client.
             return Step::Close;
         }
         let mut answer = |kind, parts: &[&[u8]]| option_reply(out, option, kind, parts);
@@ -146,7 +146,7 @@ impl<'a> Negotiation<'a> {
         Step::Continue
     }
 
-    /// Which export a name means: an empty one means the one with no name, or the only one.
+    /// The export with a name: an empty one means the export with no name, or the only one.
     fn find(&self, name: &str) -> Option<usize> {
         match self.offers.iter().position(|offer| offer.name == name) {
             None if name.is_empty() && self.offers.len() == 1 => Some(0),
@@ -162,7 +162,7 @@ impl<'a> Negotiation<'a> {
         }
     }
 
-    /// The option that can only be refused by hanging up.
+    /// The option that can only be refused by disconnecting.
     fn export_name(&self, data: &[u8], out: &mut Vec<u8>) -> Step {
         if self.security == Security::Demanded {
             return Step::Close;

@@ -15,9 +15,9 @@ use super::transport::Transport;
 use super::wire;
 use crate::budget::Permit;
 
-/// Replies that are sent with one call.
+/// Maximum replies sent with one call.
 const BATCH: usize = 64;
-/// Pieces that are sent with one call; the system takes no more than 1024.
+/// Maximum slices sent with one call; the kernel takes no more than 1024.
 const BATCH_PIECES: usize = 256;
 
 /// A reply, ready to be sent.
@@ -27,7 +27,7 @@ pub(super) struct Reply {
     _permit: Permit,
 }
 
-/// The bytes before a reply's data, without an allocation.
+/// The bytes before a reply's data, stored inline.
 pub(super) struct Head {
     bytes: [u8; Self::MOST],
     length: u8,
@@ -57,11 +57,11 @@ impl Head {
 /// What follows the head.
 pub(super) enum Body {
     Nothing,
-    /// Few bytes that are no data.
+    /// A few bytes of metadata.
     Small(Vec<u8>),
     /// A read.
     Data(Buffer),
-    /// A read with holes: heads and data by turns, ranges of the two.
+    /// A read with holes: chunk headers and data alternating, as ranges of the two buffers.
     Sparse {
         heads: Vec<u8>,
         data: Buffer,
@@ -78,7 +78,7 @@ impl Reply {
         }
     }
 
-    /// How many slices [`Self::slices`] gives.
+    /// The number of slices that [`Self::slices`] yields.
     fn pieces(&self) -> usize {
         1 + match &self.body {
             Body::Nothing => 0,
@@ -107,8 +107,8 @@ impl Reply {
     }
 }
 
-/// Replies that wait to be sent. Whoever flushes sends everybody's, in one call where that is possible; while one
-/// thread sends, others leave theirs and go on. So replies never interleave and no thread waits for another.
+/// Replies waiting to be sent. A thread that flushes sends those of all threads, in one call if possible; meanwhile
+/// others queue theirs and move on. So replies never interleave and no thread waits for another.
 pub(super) struct Outbox {
     transport: Arc<Transport>,
     counters: Arc<Counters>,
@@ -132,19 +132,20 @@ impl Outbox {
         }
     }
 
-    /// Whether the client takes nothing more: there is no use in doing what else it asked for.
+    /// Whether the client has gone: its remaining requests need not be executed.
     pub(super) fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Leaves a reply; [`Self::flush`] sends it.
+    /// Queues a reply; [`Self::flush`] sends it.
     pub(super) fn put(&self, reply: Reply) {
         if !self.is_gone() {
             self.state.lock().queue.push_back(reply);
         }
     }
 
-    /// Sends what is there, unless another thread is at it. A client that takes nothing for too long is cut off.
+    /// Sends the queued replies, unless another thread is doing so. A client that accepts nothing for too long is
+    /// disconnected.
     pub(super) fn flush(&self) {
         let mut batch = Vec::new();
         let mut state = self.state.lock();
@@ -197,7 +198,7 @@ impl Outbox {
     }
 }
 
-/// The time that is left.
+/// The remaining time.
 pub(super) fn left(deadline: Instant) -> std::time::Duration {
     deadline.saturating_duration_since(Instant::now())
 }

@@ -21,23 +21,23 @@ use super::socket::Socket;
 use super::unix;
 use super::wire::{MAX_STRING, name};
 
-/// Exports of one server.
+/// Maximum exports of one server.
 const MAX_EXPORTS: usize = 1024;
-/// How long a connection that was cut has to notice.
+/// How long a severed connection has to notice.
 const CUT: Duration = Duration::from_millis(500);
-/// How long the listener rests when the system cannot give it a connection.
+/// Pause of the listener when accept fails.
 const REST: Duration = Duration::from_millis(100);
 
-/// What the threads of a server share.
+/// State shared by the threads of a server.
 struct Shared {
     served: Served,
     connections: Mutex<HashMap<u64, Arc<Control>>>,
     next: AtomicU64,
 }
 
-/// What can be done to a connection from outside.
+/// Control of a connection from outside.
 struct Control {
-    /// The listener it came in by; 0: by none.
+    /// The listener that accepted it; 0: none.
     listener: u64,
     socket: Arc<Socket>,
     stopping: AtomicBool,
@@ -46,7 +46,7 @@ struct Control {
 }
 
 impl Control {
-    /// Asks it to end after what is under way.
+    /// Asks it to end once requests in flight are done.
     fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         self.socket.stop_receiving();
@@ -61,28 +61,28 @@ impl Control {
     }
 }
 
-/// An NBD server: exports, and whoever is connected to them. Clones are the same server.
+/// An NBD server: its exports and connections. Clones refer to the same server.
 ///
-/// It serves until it is stopped, even when the last clone is gone: its connections keep what they need.
+/// It serves until it is stopped, even when the last clone is dropped: connections keep the state alive.
 #[derive(Clone)]
 pub struct Server {
     shared: Arc<Shared>,
 }
 
-/// What was agreed on before requests are sent over a connection without a handshake.
+/// What was negotiated for a connection that has no handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Negotiated {
-    /// Reads are answered in chunks (the kernel's client does not know them).
+    /// Reads are answered in chunks (the kernel's client does not support them).
     pub structured_replies: bool,
-    /// `BLOCK_STATUS` may be asked for `base:allocation`, whose id is 1.
+    /// The client may request `BLOCK_STATUS` for `base:allocation`, with context id 1.
     pub allocation: bool,
 }
 
 impl Server {
-    /// A server of these exports. It does nothing until it is given a socket to listen on, or a connection.
+    /// A server of these exports. It is idle until it is given a socket to listen on, or a connection.
     ///
     /// # Errors
-    /// [`NbdError::Export`]: a name that two have or that cannot be said, a device that cannot be exported, too many.
+    /// [`NbdError::Export`]: a duplicate or invalid name, a device that cannot be exported, too many exports.
     pub fn new(exports: Vec<Export>, options: ServerOptions) -> Result<Self, NbdError> {
         let mut offers: Vec<Offer> = Vec::new();
         for export in &exports {
@@ -126,7 +126,7 @@ impl Server {
         })
     }
 
-    /// What clients of an export are told: its size, flags and block sizes.
+    /// What clients are told about an export: its size, flags and block sizes.
     #[must_use]
     pub fn facts(&self, export: &str) -> Option<Facts> {
         let offer = self
@@ -138,16 +138,16 @@ impl Server {
         Some(offer.facts)
     }
 
-    /// What it has done so far.
+    /// Counters since the start.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.shared.served.counters.now()
     }
 
-    /// Listens on a unix socket. The socket file of a server that is gone is replaced.
+    /// Listens on a Unix socket. A stale socket file is replaced.
     ///
     /// # Errors
-    /// [`NbdError::InUse`] where a server is listening, [`NbdError::Bind`] for all else.
+    /// [`NbdError::InUse`] if another server is listening, [`NbdError::Bind`] otherwise.
     pub fn listen_unix(&self, path: &Path) -> Result<Listening, NbdError> {
         let (listener, file) = unix::bind(path, self.shared.served.options.unix_mode)?;
         self.listen(
@@ -157,11 +157,11 @@ impl Server {
         )
     }
 
-    /// Listens on a TCP address; port 0: any that is free.
+    /// Listens on a TCP address; port 0: any free one.
     ///
     /// # Errors
-    /// [`NbdError::Open`] for an address that others can reach when clients need not prove who they are,
-    /// [`NbdError::Bind`] for all else.
+    /// [`NbdError::Open`] for an address reachable by others when clients need not authenticate, [`NbdError::Bind`]
+    /// otherwise.
     pub fn listen_tcp(&self, address: SocketAddr) -> Result<Listening, NbdError> {
         let options = &self.shared.served.options;
         let proven = options.tls.as_ref().is_some_and(|tls| tls.clients_proven());
@@ -229,10 +229,10 @@ impl Server {
         }
     }
 
-    /// Serves a connection that is already open, from the handshake on, on a thread of its own.
+    /// Serves an open connection, starting with the handshake, on a thread of its own.
     ///
     /// # Errors
-    /// [`NbdError::Connection`]: there are as many as there may be, or no more threads.
+    /// [`NbdError::Connection`]: the maximum number of connections is reached, or no thread can be started.
     pub fn serve_stream(&self, stream: UnixStream) -> Result<Connection, NbdError> {
         let plain = self.shared.served.options.plain_unix;
         self.begin(0, stream.into(), move |shared, control| {
@@ -241,11 +241,11 @@ impl Server {
         .map_err(NbdError::Connection)
     }
 
-    /// Serves a connection whose other end sends requests at once, as the kernel's client does: what a handshake
-    /// would agree on is given. TLS is not asked for.
+    /// Serves a connection whose client sends requests at once, as the kernel's does: the outcome of the handshake is
+    /// given. Without TLS.
     ///
     /// # Errors
-    /// [`NbdError::Export`] for an export that is not there, and as [`Self::serve_stream`].
+    /// [`NbdError::Export`] for an unknown export, and as [`Self::serve_stream`].
     pub fn serve_transmission(
         &self,
         stream: UnixStream,
@@ -275,7 +275,7 @@ impl Server {
         .map_err(NbdError::Connection)
     }
 
-    /// Gives a connection a thread, if there may be one more.
+    /// Starts a connection's thread, if the limit permits.
     fn begin(
         &self,
         listener: u64,
@@ -311,7 +311,7 @@ impl Server {
         std::thread::Builder::new()
             .name("nbd-client".into())
             .spawn(move || {
-                // Also when it panics, the connection ends and is taken off the list.
+                // The connection ends and is unregistered even on a panic.
                 let guard = guard;
                 if let Err(error) = serve(&guard.shared, &guard.control) {
                     tracing::debug!(%error, "nbd: a connection ended");
@@ -320,8 +320,8 @@ impl Server {
         Ok(Connection { control })
     }
 
-    /// Ends every connection: what is under way is done and answered, what is not by then is cut off. Listeners go
-    /// on. How many were cut off.
+    /// Ends every connection: requests in flight complete and are answered within the drain time, the rest is severed.
+    /// Listeners continue. Returns the number severed.
     pub fn stop(&self) -> usize {
         self.stop_those(|_| true, self.shared.served.options.drain)
     }
@@ -348,7 +348,7 @@ impl Server {
     }
 }
 
-/// Takes a connection off the list when its thread ends.
+/// Unregisters a connection when its thread ends.
 struct Registered {
     shared: Arc<Shared>,
     control: Arc<Control>,
@@ -369,24 +369,25 @@ impl Drop for Registered {
     }
 }
 
-/// One connection that was given to a server. It goes on when this is dropped.
+/// A connection being served. It continues when this is dropped.
 pub struct Connection {
     control: Arc<Control>,
 }
 
 impl Connection {
-    /// Whether it still goes on.
+    /// Whether it is still being served.
     #[must_use]
     pub fn is_open(&self) -> bool {
         !*self.control.done.lock()
     }
 
-    /// Waits for its end; false: it still goes on after `timeout`.
+    /// Waits for its end; false if it continues after `timeout`.
     pub fn wait(&self, timeout: Duration) -> bool {
         self.control.wait(Instant::now() + timeout)
     }
 
-    /// Ends it: what is under way is done and answered, within `timeout`; then it is cut off. False: it was.
+    /// Ends it: requests in flight complete and are answered within `timeout`; then it is severed. False if it had to
+    /// be severed.
     pub fn stop(&self, timeout: Duration) -> bool {
         self.control.stop();
         if self.control.wait(Instant::now() + timeout) {
@@ -398,7 +399,7 @@ impl Connection {
     }
 }
 
-/// Where a server listens.
+/// The address a server listens on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Address {
     /// A socket file.
@@ -429,7 +430,7 @@ impl Acceptor {
         }
     }
 
-    /// Wakes whoever waits in [`Self::accept`], and everybody after.
+    /// Wakes the current and all later callers of [`Self::accept`].
     fn close(&self) {
         let how = rustix::net::Shutdown::Both;
         let _ = match self {
@@ -439,8 +440,8 @@ impl Acceptor {
     }
 }
 
-/// A socket that is listened on, until this is stopped or dropped. Dropping cuts its connections off; stopping lets
-/// them finish what is under way.
+/// A listening socket, until this is stopped or dropped. Dropping severs its connections; stopping lets them finish
+/// requests in flight.
 pub struct Listening {
     server: Server,
     id: u64,
@@ -451,14 +452,14 @@ pub struct Listening {
 }
 
 impl Listening {
-    /// Where: for TCP with the port that was given.
+    /// The address: for TCP with the port that was assigned.
     #[must_use]
     pub fn local_addr(&self) -> &Address {
         &self.address
     }
 
-    /// Stops listening, removes the socket file, and ends the connections that came in here: what is under way is
-    /// done and answered within [`ServerOptions::drain`], the rest is cut off. How many were cut off.
+    /// Stops listening, removes the socket file, and ends the connections accepted here: requests in flight complete
+    /// and are answered within [`ServerOptions::drain`], the rest is severed. Returns the number severed.
     pub fn stop(&self) -> usize {
         self.stop_within(self.server.shared.served.options.drain)
     }
@@ -468,7 +469,7 @@ impl Listening {
             return 0;
         };
         self.stopping.store(true, Ordering::Release);
-        // The file goes first: whoever comes later finds no server instead of one that does not answer.
+        // The file goes first: later clients find no server instead of an unresponsive one.
         drop(file);
         self.acceptor.close();
         if thread.join().is_err() {

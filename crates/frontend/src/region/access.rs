@@ -1,4 +1,4 @@
-//! Reads and writes of a region's memory, and closing it. Bytes are touched only under the lock of their stripe, with
+//! Reads and writes of a region's memory, and closing it. Bytes are accessed only under the lock of their stripe, with
 //! the region open and the units present: no fault, no signal.
 #![allow(unsafe_code)] // Memory is copied by address.
 
@@ -10,7 +10,7 @@ use drover_core::{DeviceError, check_range};
 
 use super::shared::Shared;
 
-/// Bytes that are brought in together for one read or write.
+/// Bytes brought in together for one read or write.
 const STEP: usize = 1 << 20;
 
 impl Shared {
@@ -49,7 +49,7 @@ impl Shared {
                 let _stripe = self.stripe(piece.start).write();
                 self.place_whole_units(&piece, from)?;
                 if self.is_readable(&piece)? {
-                    // SAFETY: inside, writable, open and present; this piece's lock is ours alone.
+                    // SAFETY: inside, writable, open and present; this piece's lock is held exclusively.
                     unsafe { self.memory.write(piece.start, from) };
                     break;
                 }
@@ -60,7 +60,7 @@ impl Shared {
         Ok(())
     }
 
-    /// What is written whole need not be fetched before. Under the lock of the piece.
+    /// Units overwritten completely need not be fetched first. Called under the lock of the piece.
     fn place_whole_units(&self, piece: &Range<usize>, from: &[u8]) -> Result<(), DeviceError> {
         let whole = piece.start.div_ceil(self.unit)..piece.end / self.unit;
         let mut at = whole.start;
@@ -93,14 +93,14 @@ impl Shared {
                     break;
                 }
                 drop(_stripe);
-                // Written pages are not evicted; one that has just come may be written before it counts as present.
+                // Dirty pages are not evicted; one just filled may be written before it counts as present.
                 self.again(&piece, deadline)?;
             }
         }
         Ok(())
     }
 
-    /// Makes every touch from now on fail, and wakes who waits.
+    /// Makes every later touch fail, and wakes the waiters.
     pub(super) fn close(&self) {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;
@@ -112,12 +112,12 @@ impl Shared {
             .map(parking_lot::RwLock::write)
             .collect();
         let _dirty = self.dirty.lock();
-        // SAFETY: safe code touches the memory under a stripe and if not closed; slices borrow the region mutably or
-        // come with the promise not to outlive this.
+        // SAFETY: safe code touches the memory under a stripe's lock and only if not closed; slices borrow the region
+        // mutably or come with the promise not to outlive this.
         if let Err(error) = unsafe { self.memory.close() } {
             tracing::error!("closing a region's memory: {error}");
         }
-        // They fault again, on memory that nobody may touch.
+        // They fault again, on memory that is inaccessible now.
         self.wake(0..self.table.len());
     }
 
@@ -145,14 +145,14 @@ impl Shared {
         self.ensure(self.units(piece), deadline)
     }
 
-    /// Bytes that are brought in together: not so many that they drive each other out.
+    /// Bytes brought in together: limited so that they do not evict each other.
     fn step(&self) -> usize {
         let most = self.limit.map_or(STEP, |limit| STEP.min(limit / 2));
         most.max(self.stripe_bytes())
     }
 }
 
-/// A range cut at multiples of `step`.
+/// Splits a range at multiples of `step`.
 fn steps(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
     let mut at = range.start;
     std::iter::from_fn(move || {

@@ -2,16 +2,15 @@
 
 use std::ops::Range;
 
-/// What is known of writes, one bit a page in each set.
+/// Dirty state, one bit per page in each set.
 ///
-/// The kernel keeps one bit for each page, and a scan takes it: so a scan adds to both sets, and each reader clears
-/// its own.
+/// The kernel keeps one bit per page, which a scan clears: so a scan adds to both sets, and each reader clears its own.
 pub(super) struct Dirty {
     /// Written since the mark.
     pub(super) marked: Bits,
-    /// Written, and no push has begun to write it back since.
+    /// Written, and not yet part of a push.
     pub(super) unpushed: Bits,
-    /// On the way to the device. Neither this nor what is unpushed may be evicted.
+    /// Being pushed. Neither these nor unpushed pages may be evicted.
     pub(super) pushing: Bits,
 }
 
@@ -24,7 +23,7 @@ impl Dirty {
         }
     }
 
-    /// All that is unpushed, as runs of pages; it is being pushed from now on.
+    /// Moves all unpushed pages to the pushing set, and returns them as runs.
     pub(super) fn begin_push(&mut self) -> Vec<Range<usize>> {
         let runs = self.unpushed.runs();
         for run in &runs {
@@ -59,7 +58,7 @@ impl Bits {
         each_word(pages, |word, mask| self.0[word] &= !mask);
     }
 
-    /// The pages that are in it, as runs.
+    /// The pages in the set, as runs.
     pub(super) fn runs(&self) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
         for (index, word) in self.0.iter().enumerate() {

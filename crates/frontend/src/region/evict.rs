@@ -1,9 +1,9 @@
 //! Eviction of clean pages from memory.
 //!
-//! A page may be written through a pointer at any moment, and the kernel has no call that drops a page only if it was
-//! not. But it can move one: in one step it is absent here and whole elsewhere. So a clean page is copied, found to be
-//! clean still, moved aside, and dropped only if it is what was copied; else it is put back. A writer that comes too
-//! late for the move faults, and waits until it is settled.
+//! A page may be written through a pointer at any moment, and the kernel has no call that drops a page only if it is
+//! clean. But it can move one atomically: it becomes absent here and intact elsewhere. So a clean page is copied,
+//! checked to be still clean, moved aside, and dropped only if it equals the copy; otherwise it is put back. A writer
+//! that comes after the move faults, and waits until the outcome is settled.
 #![allow(unsafe_code)] // Memory is moved and dropped by address.
 
 use std::ops::Range;
@@ -18,15 +18,15 @@ use super::scratch::Scratch;
 use super::shared::Shared;
 use super::table::PageState;
 
-/// How often is said that a page cannot be put back, and the longest pause between two attempts.
+/// How often a failure to put a page back is logged, and the longest pause between two attempts.
 const SAY_EVERY: Duration = Duration::from_secs(10);
 const MAX_PAUSE: Duration = Duration::from_millis(200);
 
-/// Entries beyond what the limit holds that the order of arrival may have.
+/// Stale entries allowed in the arrival queue, beyond the limit's own.
 const STALE: usize = 1024;
 
 impl Shared {
-    /// Takes clean units that lie whole in the range out of memory. Returns how many bytes.
+    /// Evicts clean units that lie entirely in the range. Returns the bytes evicted.
     pub(super) fn evict(&self, range: Range<usize>) -> Result<u64, DeviceError> {
         let last = match range.end >= self.size {
             true => self.table.len(),
@@ -55,7 +55,7 @@ impl Shared {
                 Some(scratch) => self.evict_by_move(&mut dirty, scratch, &piece),
                 None => self.evict_at_once(&mut dirty, &piece),
             };
-            // Whoever touched one of them meanwhile was told nothing, as it was busy.
+            // Faults on busy units went unanswered meanwhile.
             self.wake(units);
             evicted += result?;
         }
@@ -63,7 +63,7 @@ impl Shared {
         Ok(evicted)
     }
 
-    /// For memory that nobody writes through a pointer now.
+    /// For memory that no pointer writes to now.
     fn evict_at_once(&self, dirty: &mut Dirty, piece: &Range<usize>) -> Result<u64, DeviceError> {
         self.harvest(dirty, piece.clone())?;
         let mut evicted = 0;
@@ -96,7 +96,7 @@ impl Shared {
                     .read_racing(bytes.start, &mut scratch.copy[into])
             };
         }
-        // What is clean after the copy was clean at the copy: the copy is what the device has.
+        // A page that is clean after the copy was clean during it: the copy equals the device's contents.
         self.harvest(dirty, piece.clone())?;
         #[cfg(test)]
         scratch.trial.write();
@@ -109,23 +109,23 @@ impl Shared {
             let copy = bytes.start - piece.start..bytes.end - piece.start;
             let moved = self.move_aside(scratch, &bytes);
             scratch.now.resize(moved, 0);
-            // SAFETY: that much is there, and nobody else knows of it.
+            // SAFETY: that many bytes are mapped, and nothing else refers to them.
             unsafe { scratch.aside.read(0, &mut scratch.now) };
             if scratch.now == scratch.copy[copy] {
                 evicted += self.gone(unit);
             } else {
-                // Written in between, or not to be moved. What was moved comes back as written.
+                // Written in between, or not movable. Pages moved aside come back as dirty.
                 self.put_back(scratch, bytes.start);
                 self.settle(unit..unit + 1, PageState::Present);
             }
-            // SAFETY: what was there is the device's, or back in its place.
+            // SAFETY: the contents are on the device, or back in place.
             unsafe { scratch.aside.discard(0, scratch.aside.length()) }
                 .map_err(|error| DeviceError::from(std::io::Error::from(error)))?;
         }
         Ok(evicted)
     }
 
-    /// Moves pages to the front of the scratch memory; returns how many bytes could be.
+    /// Moves pages to the front of the scratch memory; returns how many bytes were moved.
     fn move_aside(&self, scratch: &mut Scratch, bytes: &Range<usize>) -> usize {
         let mut moved = 0;
         while moved < bytes.len() {
@@ -138,9 +138,10 @@ impl Shared {
             match taken {
                 Ok(0) => std::thread::yield_now(),
                 Ok(count) => moved += count,
-                // The call before moved it and did not say so (seen with Linux 6.18 on a busy machine): nobody else fills these.
+                // The previous call moved it without reporting it (seen with Linux 6.18 under load): nobody else fills
+                // these.
                 Err(Errno::EXIST) => moved += self.page,
-                // Pinned, or shared with what was forked: it stays.
+                // Pinned, or shared with a forked process: it stays.
                 Err(error) => {
                     tracing::debug!("moving a page aside: {error}");
                     break;
@@ -150,21 +151,21 @@ impl Shared {
         moved
     }
 
-    /// Puts what was moved aside back in its place. It is nowhere else: a kernel that has no memory at this moment is asked
-    /// until it has, and who touches the page waits.
+    /// Puts pages that were moved aside back in place. They exist nowhere else: if the kernel is out of memory this is
+    /// retried until it succeeds, and threads that touch the page wait.
     fn put_back(&self, scratch: &mut Scratch, start: usize) {
         let mut done = 0;
         let mut backoff = Backoff::default();
         while done < scratch.now.len() {
             let result = match self.move_back(scratch, start, done) {
                 Ok(count) => Ok(count),
-                // A copy needs a page, which a move does not; but it works also where the page was shared meanwhile.
+                // A copy needs a free page, which a move does not; but it also works where the page has become shared.
                 Err(_) => self.copy_back(scratch, start, done),
             };
             match result {
                 Ok(0) => std::thread::yield_now(),
                 Ok(count) => done += count,
-                // Nobody but us fills pages: it came with an earlier call.
+                // Only this process fills pages: an earlier call did it.
                 Err(Errno::EXIST) => done += self.page,
                 Err(error) => backoff.wait(start + done, error),
             }
@@ -177,7 +178,8 @@ impl Shared {
         scratch.trial.refuse()?;
         let to = self.memory.address(start + done);
         let from = scratch.aside.address(done);
-        // SAFETY: the page at `to` was moved away and nobody has seen it since; nobody else knows of the one at `from`.
+        // SAFETY: the page at `to` was moved away and nobody has seen it since; nothing else refers to the one at
+        // `from`.
         unsafe { self.uffd.take(to, from, scratch.now.len() - done) }
     }
 
@@ -190,7 +192,7 @@ impl Shared {
 
     fn wake_bytes(&self, bytes: Range<usize>) {
         let address = self.memory.address(bytes.start);
-        // Without it, who waits for the page is woken when the piece is done.
+        // If this fails, waiters are woken when the piece is done.
         let _ = self.uffd.wake(address, bytes.len());
     }
 
@@ -199,40 +201,40 @@ impl Shared {
         !self.writable || dirty.is_clean(bytes.start / self.page..bytes.end / self.page)
     }
 
-    /// A busy unit is absent from now on. Returns its bytes.
+    /// Marks a busy unit absent. Returns its bytes.
     fn gone(&self, unit: usize) -> u64 {
         self.settle(unit..unit + 1, PageState::Absent);
         self.counts.resident.fetch_sub(1, Ordering::Relaxed);
         self.bytes(&(unit..unit + 1)).len() as u64
     }
 
-    /// Makes busy units absent in memory.
+    /// Drops the memory of busy units.
     pub(super) fn discard(&self, units: Range<usize>) {
         let bytes = self.bytes(&units);
-        // SAFETY: the device has what they hold, or they hold nothing: the next touch brings the same back.
+        // SAFETY: the device has the same contents, or there are none: the next touch brings them back.
         if let Err(error) = unsafe { self.memory.discard(bytes.start, bytes.len()) } {
             tracing::warn!("giving memory back at {}: {error}", bytes.start);
         }
     }
 
-    /// Remembers that units came, for the limit.
+    /// Records the arrival of units, for the limit.
     pub(super) fn note_arrival(&self, units: Range<usize>) {
         if self.limit.is_some() {
             self.order.lock().push_back(units);
         }
     }
 
-    /// Whether the limit is reached.
+    /// Whether the memory limit is reached.
     pub(super) fn is_full(&self) -> bool {
         let resident = self.counts.resident.load(Ordering::Relaxed);
         self.limit
             .is_some_and(|limit| resident * self.unit >= limit)
     }
 
-    /// Takes what came first out of memory while there is more than the limit allows.
+    /// Evicts the oldest arrivals while memory exceeds the limit.
     pub(super) fn keep_to_limit(&self) {
         let Some(limit) = self.limit else { return };
-        // Evicting by hand leaves entries behind: their number has an end too.
+        // Explicit evictions leave stale entries behind, so their number is limited too.
         let over = || {
             let resident = self.counts.resident.load(Ordering::Relaxed);
             resident * self.unit > limit || self.order.lock().len() > limit / self.unit + STALE
@@ -253,7 +255,7 @@ impl Shared {
     }
 }
 
-/// Waits between attempts to put a page back, and says now and then that it does.
+/// Backs off between attempts to put a page back, and logs now and then.
 #[derive(Default)]
 struct Backoff {
     pause: Duration,
@@ -281,8 +283,8 @@ mod tests {
 
     use super::super::{Options, Region};
 
-    /// Writes a byte to each of some pages after they were copied, and has the kernel refuse to put them back so often, and
-    /// not say of so many that they were moved.
+    /// Writes a byte to each of some pages after they were copied, and injects `refusals` failures to put them back and
+    /// `silent` moves that are not reported.
     fn evicted_while_written(refusals: u32, silent: u32) {
         let page = rustix::param::page_size();
         let options = Options {
@@ -304,7 +306,7 @@ mod tests {
             (trial.refusals, trial.silent) = (refusals, silent);
             trial.write = Some(Box::new(move || {
                 for n in [3, 4, 9] {
-                    // SAFETY: inside the region, which is there while it evicts.
+                    // SAFETY: inside the region, which lives while it evicts.
                     unsafe { ((base + n * page + 7) as *mut u8).write_volatile(9) };
                 }
             }));
@@ -324,7 +326,7 @@ mod tests {
             let written = u8::from([3, 4, 9].contains(&n)) * 8 + 1;
             assert_eq!((bytes[7], bytes[8]), (written, 1), "page {n}");
         }
-        // It counts as written, and reaches the device.
+        // It counts as dirty, and reaches the device.
         assert_eq!(region.push().unwrap().bytes, 3 * page as u64);
     }
 
@@ -335,7 +337,7 @@ mod tests {
 
     #[test]
     fn what_is_written_during_an_eviction_stays_also_when_the_kernel_refuses() {
-        // First the move alone, then also the copy, for several times.
+        // First only the move fails, then also the copy, several times.
         for refusals in [1, 2, 3, 20] {
             evicted_while_written(refusals, 0);
         }

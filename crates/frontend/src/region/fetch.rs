@@ -1,4 +1,4 @@
-//! Fetching units into memory: claimed, read in runs, filled in; holes without a read.
+//! Fetching units into memory: claiming, reading in runs, filling; zeros without a read.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,25 +14,25 @@ use super::table::{Content, PageState};
 
 /// The longest single read of the device, in bytes.
 const MAX_READ: usize = 4 << 20;
-/// Bytes that the device is asked about at a time, whether it has data there.
+/// Bytes per extents query to the device.
 const ASKED: usize = 16 << 20;
-/// Buffers that are kept for the next read.
+/// Buffers kept for reuse.
 const BUFFERS: usize = 8;
 
-/// Units that are busy for us. What is not settled when it is dropped is absent again.
+/// Units claimed as busy. Those not settled on drop become absent again.
 struct Claim<'a> {
     shared: &'a Shared,
     units: Range<usize>,
-    /// Not woken on failure: it will be when it is worth another attempt.
+    /// A unit whose waiters are not woken on failure: they are when a retry is worthwhile.
     patient: Option<usize>,
 }
 
 impl Claim<'_> {
-    /// The first `count` units are in memory.
+    /// The first `count` units have been filled.
     fn filled(&mut self, count: usize) {
         let end = self.units.start + count;
         let units = self.units.start..end;
-        // Counted first: once they are present, an eviction may take them from the count.
+        // Counted first: once present, they may be evicted and subtracted.
         let resident = &self.shared.counts.resident;
         resident.fetch_add(count, Ordering::Relaxed);
         self.shared.settle(units.clone(), PageState::Present);
@@ -47,7 +47,7 @@ impl Drop for Claim<'_> {
             return;
         }
         self.shared.settle(self.units.clone(), PageState::Absent);
-        // Whoever touched one of them was told nothing, as it was busy.
+        // Faults on busy units went unanswered.
         match self.patient.filter(|unit| self.units.contains(unit)) {
             Some(unit) => {
                 self.shared.wake(self.units.start..unit);
@@ -59,7 +59,7 @@ impl Drop for Claim<'_> {
 }
 
 impl Shared {
-    /// Fetches units that the caller has claimed. `patient` is a unit whose faults are not woken by a failure.
+    /// Fetches units that the caller has claimed. The waiters of unit `patient` are not woken on failure.
     pub(super) fn fetch(
         &self,
         units: Range<usize>,
@@ -90,7 +90,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Fills claimed units with `data`, which differs from the device's.
+    /// Fills claimed units with `data`, which differs from the device's contents.
     pub(super) fn fetch_from(&self, units: Range<usize>, data: &[u8]) -> Result<(), DeviceError> {
         let mut claim = Claim {
             shared: self,
@@ -102,7 +102,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes sure that units are in memory, by the caller's own reads where nobody else is at it.
+    /// Ensures that units are in memory, fetching those that no other thread is fetching.
     pub(super) fn ensure(&self, units: Range<usize>, deadline: Instant) -> Result<(), DeviceError> {
         let mut at = units.start;
         while at < units.end {
@@ -121,7 +121,7 @@ impl Shared {
                     let window = self.streams.lock().fault(at);
                     let claimed = self.table.claim(at, window.now.max(units.end - at));
                     let end = claimed.end.min(units.end);
-                    // What was only fetched ahead may fail.
+                    // Failures of mere read-ahead are ignored.
                     self.fetch(claimed, None)
                         .or_else(|error| match self.all_present(at..end) {
                             true => Ok(()),
@@ -133,7 +133,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Tells the device what a reader will need soon, so that it may fetch that while it serves what is needed now.
+    /// Hints to the device what a reader will need soon, so that it can prefetch it while serving the current read.
     pub(super) fn announce(&self, units: Range<usize>) {
         let end = units.end.min(self.table.len());
         if units.start >= end {
@@ -149,7 +149,7 @@ impl Shared {
         }
     }
 
-    /// Wakes who waits for a page in the units.
+    /// Wakes threads waiting for a page in the units.
     pub(super) fn wake(&self, units: Range<usize>) {
         if units.is_empty() {
             return;
@@ -163,7 +163,7 @@ impl Shared {
         }
     }
 
-    /// What the device has there; asks it for a stretch at a time.
+    /// The kind of content the device has there; queries a stretch at a time.
     fn content(&self, unit: usize) -> Content {
         if !self.capabilities.extents {
             return Content::Data;
@@ -180,7 +180,7 @@ impl Shared {
         }
     }
 
-    /// A failure only means that data is read which need not be.
+    /// A failed query only costs unnecessary reads.
     fn ask(&self, unit: usize) {
         let start = unit * self.unit;
         let length = ASKED.next_multiple_of(self.unit).min(self.size - start);
@@ -197,13 +197,13 @@ impl Shared {
         for run in runs {
             let end = usize::try_from(run.end()).unwrap_or(usize::MAX);
             let from = usize::try_from(run.offset).unwrap_or(usize::MAX);
-            // A unit that lies half in one kind and half in another counts as data.
+            // A unit that spans two kinds counts as data.
             if run.kind == ExtentKind::Data {
                 zero_from = None;
             } else if zero_from.is_none() {
                 zero_from = Some(from.div_ceil(self.unit));
             }
-            // The last unit may reach beyond the device, where there are zeros.
+            // The last unit may extend beyond the device, where there are zeros.
             let upto = match end >= self.size {
                 true => last,
                 false => (end / self.unit).min(last),
@@ -221,7 +221,7 @@ impl Shared {
 
     fn fetch_zeros(&self, units: Range<usize>) -> Result<(), DeviceError> {
         let bytes = self.bytes(&units);
-        // Counted first: the call wakes who waits, and who sees the zeros may look at the count.
+        // Counted first: the call wakes waiters, which may look at the counter.
         let zero_bytes = &self.counts.zero_bytes;
         zero_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         let mut at = bytes.start;
@@ -239,14 +239,14 @@ impl Shared {
         Ok(())
     }
 
-    /// Reads the first units of a run and fills them in; returns how many.
+    /// Reads the first units of a run and fills them; returns how many.
     fn fetch_data(&self, units: Range<usize>) -> Result<usize, DeviceError> {
         let longest = MAX_READ.min(self.capabilities.longest as usize) / self.unit;
         let count = units.len().min(longest.max(1));
         let bytes = self.bytes(&(units.start..units.start + count));
         let length = bytes.end.min(self.size) - bytes.start;
         let mut buffer = self.buffers.lock().pop().unwrap_or_default();
-        // The end of the last page is not the device's.
+        // The tail of the last page is beyond the device.
         buffer.clear();
         buffer.resize(bytes.len(), 0);
         self.counts.reads.fetch_add(1, Ordering::Relaxed);
@@ -271,7 +271,7 @@ impl Shared {
         Ok(count)
     }
 
-    /// Fills claimed pages in.
+    /// Fills claimed pages.
     pub(super) fn fill(&self, offset: usize, data: &[u8], clean: bool) -> Result<(), DeviceError> {
         let mut done = 0;
         while done < data.len() {
@@ -282,11 +282,11 @@ impl Shared {
         Ok(())
     }
 
-    /// How far a call that fills came.
+    /// How far a fill call came.
     fn after(&self, offset: usize, done: Result<usize, Errno>) -> Result<usize, DeviceError> {
         match done {
             Ok(0) => {
-                // The address space is being changed by somebody else: again, but not before they had a turn.
+                // Another thread is changing the address space: retry after yielding to it.
                 std::thread::yield_now();
                 match self.is_closed() {
                     true => Err(DeviceError::Closed),
@@ -294,7 +294,7 @@ impl Shared {
                 }
             }
             Ok(done) => Ok(done),
-            // Nobody but us fills pages, but a page that is there is what was asked for.
+            // Only this process fills pages, but a page that is present already is fine.
             Err(Errno::EXIST) => {
                 let address = self.memory.address(offset);
                 let _ = self.uffd.wake(address, self.page);

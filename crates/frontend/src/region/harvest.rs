@@ -9,7 +9,7 @@ use super::shared::Shared;
 use super::table::PageState;
 
 impl Shared {
-    /// Takes from the kernel what was written in `range` (bytes) since it was asked before.
+    /// Collects what was written in `range` (bytes) since the last scan.
     pub(super) fn harvest(
         &self,
         dirty: &mut Dirty,
@@ -34,7 +34,7 @@ impl Shared {
     fn note(&self, dirty: &mut Dirty, pages: Range<usize>) {
         let units = self.units(&(pages.start * self.page..pages.end * self.page));
         for unit in units {
-            // What was poisoned looks like written.
+            // Poisoned pages look dirty.
             if self.table.state(unit) == PageState::Failed {
                 continue;
             }
@@ -46,7 +46,7 @@ impl Shared {
         }
     }
 
-    /// Makes a failed unit busy and absent, for another attempt. False: somebody else has.
+    /// Makes a failed unit busy and absent, for another attempt. False if another thread has done so.
     pub(super) fn unpoison(&self, unit: usize) -> Result<bool, DeviceError> {
         let _dirty = self.dirty.lock();
         if self.is_closed() {

@@ -1,4 +1,4 @@
-//! Calls of `ioctl` that pass a structure and whose result counts.
+//! `ioctl` calls that pass a structure and whose result matters.
 #![allow(unsafe_code)] // The kernel's calls take addresses.
 
 use std::ffi::c_void;
@@ -8,7 +8,7 @@ use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::ioctl::{Ioctl, IoctlOutput, Opcode};
 
-/// The direction of a structure that is read and written.
+/// The direction bits of a structure that is read and written.
 pub(super) const READ_WRITE: u32 = 3;
 
 /// `_IOC(direction, group, number, size)`.
@@ -22,7 +22,7 @@ struct Call<'a> {
     borrowed: PhantomData<&'a mut ()>,
 }
 
-// SAFETY: the code and the argument are given out as they were put in, the result as it came.
+// SAFETY: code and argument are passed on unchanged, and so is the result.
 unsafe impl Ioctl for Call<'_> {
     type Output = u32;
     const IS_MUTATING: bool = true;
@@ -40,10 +40,10 @@ unsafe impl Ioctl for Call<'_> {
     }
 }
 
-/// Calls with a structure; returns the call's own result.
+/// Calls with a structure; returns the call's result.
 ///
 /// # Safety
-/// `code` takes a `T`, and what the kernel does for it to memory besides is sound.
+/// `code` must take a `T`, and its side effects on memory must be sound.
 pub(super) unsafe fn ioctl<T>(
     fd: BorrowedFd<'_>,
     code: u32,
@@ -58,10 +58,10 @@ pub(super) unsafe fn ioctl<T>(
     unsafe { rustix::ioctl::ioctl(fd, call) }
 }
 
-/// Calls with a number for a new descriptor.
+/// Calls with a number; returns a new descriptor.
 ///
 /// # Safety
-/// `code` takes a number and returns a descriptor that is the caller's.
+/// `code` must take a number and return a descriptor owned by the caller.
 pub(super) unsafe fn new_fd(
     fd: BorrowedFd<'_>,
     code: u32,

@@ -7,30 +7,30 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Anonymous memory that is ours until it is dropped.
+/// Anonymous memory, owned until dropped.
 pub(super) struct Memory {
     base: NonNull<u8>,
     length: usize,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread; who reads and writes it when is settled by `Region`.
+// SAFETY: a mapping belongs to the process, not to a thread; `Region` coordinates reads and writes of it.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Reserves `length` bytes, a multiple of the page size and not zero.
+    /// Reserves `length` bytes, a nonzero multiple of the page size.
     pub(super) fn new(length: usize, writable: bool) -> Result<Self, Errno> {
         let mut access = ProtFlags::READ;
         if writable {
             access |= ProtFlags::WRITE;
         }
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: the kernel chooses a place where nothing is.
+        // SAFETY: the kernel chooses an unused address range.
         let base = unsafe { mmap_anonymous(std::ptr::null_mut(), length, access, flags) }?;
         let base = NonNull::new(base.cast()).ok_or(Errno::NOMEM)?;
         let memory = Self { base, length };
-        // Faults, and what is known of writes, are of single pages; a child would see zeros instead of absent pages.
+        // Faults and dirty bits are per page; a child would see zeros instead of absent pages.
         memory.advise(0, length, Advice::LinuxNoHugepage)?;
         memory.advise(0, length, Advice::LinuxDontFork)?;
         Ok(memory)
@@ -57,29 +57,29 @@ impl Memory {
             .filter(|offset| *offset < self.length)
     }
 
-    /// Takes the pages out of memory: absent from now on.
+    /// Drops the pages: absent from now on.
     ///
     /// # Safety
-    /// Nobody relies on what they hold.
+    /// Nothing may rely on their contents.
     pub(super) unsafe fn discard(&self, offset: usize, length: usize) -> Result<(), Errno> {
         self.advise(offset, length, Advice::LinuxDontNeed)
     }
 
-    /// Makes every touch a `SIGSEGV` and gives the memory back; the addresses stay taken.
+    /// Makes every touch a `SIGSEGV` and frees the memory; the addresses stay reserved.
     ///
     /// # Safety
-    /// Nobody holds a reference into it or will read or write it.
+    /// There must be no reference into it, and no later access through a pointer.
     pub(super) unsafe fn close(&self) -> Result<(), Errno> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         let access = ProtFlags::empty();
-        // SAFETY: the range is ours; the caller vouches that nobody uses it.
+        // SAFETY: the range is ours; the caller guarantees that nobody uses it.
         unsafe { mmap_anonymous(self.base().cast(), self.length, access, flags) }.map(drop)
     }
 
     /// Copies out.
     ///
     /// # Safety
-    /// The range is inside, not closed, and nobody writes it meanwhile.
+    /// The range must be inside, the memory not closed, and nobody may write it meanwhile.
     pub(super) unsafe fn read(&self, offset: usize, buffer: &mut [u8]) {
         assert!(offset <= self.length && buffer.len() <= self.length - offset);
         // SAFETY: checked above, and the caller's.
@@ -92,7 +92,7 @@ impl Memory {
     /// Copies in.
     ///
     /// # Safety
-    /// The range is inside, writable, not closed, and nobody reads or writes it meanwhile.
+    /// The range must be inside and writable, the memory not closed, and nobody may read or write it meanwhile.
     pub(super) unsafe fn write(&self, offset: usize, data: &[u8]) {
         assert!(offset <= self.length && data.len() <= self.length - offset);
         // SAFETY: checked above, and the caller's.
@@ -102,15 +102,15 @@ impl Memory {
         }
     }
 
-    /// Copies whole words out while others may write them: each word is an old or a new one.
+    /// Copies whole words out while others may write them: each word is old or new, never torn.
     ///
     /// # Safety
-    /// The range is inside, a multiple of eight bytes, and not closed.
+    /// The range must be inside, its length a multiple of eight bytes, and the memory not closed.
     pub(super) unsafe fn read_racing(&self, offset: usize, buffer: &mut [u8]) {
         assert!(offset.is_multiple_of(8) && buffer.len().is_multiple_of(8));
         assert!(offset <= self.length && buffer.len() <= self.length - offset);
         for (index, word) in buffer.chunks_exact_mut(8).enumerate() {
-            // SAFETY: inside and aligned: the base is that of a page. Atomic, as others may write.
+            // SAFETY: inside and aligned, since the base is page-aligned. Atomic, as others may write.
             let now = unsafe {
                 AtomicU64::from_ptr(self.base().add(offset + index * 8).cast())
                     .load(Ordering::Relaxed)
@@ -121,14 +121,14 @@ impl Memory {
 
     fn advise(&self, offset: usize, length: usize, advice: Advice) -> Result<(), Errno> {
         assert!(offset <= self.length && length <= self.length - offset);
-        // SAFETY: inside the mapping, which is ours; only `discard` changes what it holds, and asks its caller.
+        // SAFETY: inside the mapping, which is ours; only `discard` changes its contents, under its caller's contract.
         unsafe { madvise(self.base().add(offset).cast(), length, advice) }
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours and nobody can reach it any more.
+        // SAFETY: the mapping is ours and unreachable from now on.
         let result = unsafe { munmap(self.base().cast(), self.length) };
         debug_assert!(result.is_ok(), "munmap: {result:?}");
     }

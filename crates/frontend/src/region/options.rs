@@ -4,32 +4,31 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-/// The most threads that serve faults.
+/// Maximum number of threads that serve faults.
 pub const MAX_THREADS: usize = 256;
-/// The most bytes that one fault brings in before its thread goes on, and once more behind them.
+/// Maximum bytes that one fault brings in before its thread resumes, and again as read-ahead behind them.
 pub const MAX_PREFETCH: usize = 16 << 20;
-/// The least limit on memory, in bytes.
+/// Minimum memory limit, in bytes.
 pub const MIN_LIMIT: usize = 4 << 20;
-/// How a region works.
+/// Options of a region.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Threads that serve faults, each one at a time; 0: by what a read of the device costs.
+    /// Number of threads that serve faults, one at a time each; 0: chosen by the device's read cost.
     pub threads: usize,
-    /// Bytes that a fault brings in at most, where somebody reads on; 0: single pages.
+    /// Maximum bytes that a fault brings in on sequential access; 0: single pages.
     pub prefetch: usize,
-    /// Writes are possible, tracked and pushed.
+    /// Allows writes, which are tracked and can be pushed.
     pub writable: bool,
-    /// Brings everything in, in the background; faults overtake it.
+    /// Brings everything in, in the background; faults take priority.
     pub populate: bool,
-    /// How long a failing device is tried again for somebody who waits, and how long a call waits for what others
-    /// have under way.
+    /// How long a failing device is retried for a waiting thread, and how long a call waits for operations of others.
     pub timeout: Duration,
-    /// Bytes in memory beyond which what came first is taken out again; only for a region that is not writable.
+    /// Memory limit in bytes, beyond which the oldest pages are evicted; only for a read-only region.
     pub limit: Option<usize>,
 }
 
 impl Default for Options {
-    /// Read-only, with prefetch of up to 1 MiB, 30 s of timeout.
+    /// Read-only, with prefetch of up to 1 MiB and a timeout of 30 s.
     fn default() -> Self {
         Self {
             threads: 0,
@@ -42,16 +41,16 @@ impl Default for Options {
     }
 }
 
-/// Why there is no region.
+/// Why a region cannot be created.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegionError {
-    /// The kernel gives no userfaultfd.
+    /// The kernel does not permit userfaultfd.
     #[error(
         "no userfaultfd: {0}; it takes CAP_SYS_PTRACE, access to /dev/userfaultfd or vm.unprivileged_userfaultfd=1"
     )]
     Open(Errno),
-    /// The kernel's userfaultfd is not one we know.
+    /// The kernel's userfaultfd API is incompatible.
     #[error("the kernel refuses the handshake of its userfaultfd: {0}")]
     Handshake(Errno),
     /// Writes cannot be tracked.
@@ -59,57 +58,57 @@ pub enum RegionError {
         "writes cannot be tracked: that takes UFFD_FEATURE_WP_ASYNC and PAGEMAP_SCAN (Linux 6.7) and /proc; make the region read-only"
     )]
     NoTracking,
-    /// The device takes no writes.
+    /// The device is read-only.
     #[error("the device is read-only; make the region read-only")]
     ReadOnly,
     /// The device's size cannot be mapped.
     #[error("a device of {0} bytes cannot be mapped")]
     Size(u64),
-    /// The device's alignment cannot be kept.
+    /// The device's alignment is not supported.
     #[error(
         "a device of alignment {alignment} that reads at most {longest} bytes cannot be mapped; put a stage that cuts into chunks on it"
     )]
     Alignment {
-        /// What the device asks for, in bytes.
+        /// The required alignment in bytes.
         alignment: u32,
-        /// Its longest read, in bytes.
+        /// The device's maximum read in bytes.
         longest: u32,
     },
-    /// Options that cannot be followed.
+    /// Invalid options.
     #[error("{0}")]
     Options(&'static str),
-    /// The kernel refuses the memory.
+    /// The kernel refuses to allocate the memory.
     #[error("{length} bytes of memory for a region: {source}")]
     Memory {
-        /// Bytes.
+        /// Size in bytes.
         length: usize,
-        /// Why.
+        /// The cause.
         source: Errno,
     },
-    /// A thread or a descriptor cannot be had.
+    /// A thread or a descriptor cannot be created.
     #[error("starting a region: {0}")]
     Start(#[from] std::io::Error),
 }
 
-/// What happened in a region so far. What somebody was woken for is counted before they see it, but for
-/// [`Stats::resident_bytes`], which may come a moment later.
+/// Counters of a region. An event is counted before the thread it wakes can observe it, except in
+/// [`Stats::resident_bytes`], which may lag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Faults that the kernel told of.
+    /// Faults reported by the kernel.
     pub faults: u64,
-    /// Of those, the ones that somebody was already at work for.
+    /// Of those, faults on units already being fetched.
     pub shared_faults: u64,
     /// Reads of the device.
     pub device_reads: u64,
-    /// Bytes of those reads that succeeded.
+    /// Bytes of successful reads.
     pub bytes_read: u64,
     /// Bytes filled with zeros without a read.
     pub zero_bytes: u64,
-    /// Bytes that need no fault now.
+    /// Bytes that are present, needing no fault.
     pub resident_bytes: u64,
-    /// How often a page (or unit, of an aligned device) was given up.
+    /// How often a page (or a unit, on an aligned device) failed permanently.
     pub failed_pages: u64,
-    /// Bytes that were taken out of memory.
+    /// Bytes evicted from memory.
     pub evicted_bytes: u64,
 }

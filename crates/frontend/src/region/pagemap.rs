@@ -1,7 +1,7 @@
 //! Which pages were written: the `PAGEMAP_SCAN` call (Linux 6.7).
 //!
-//! A page that was filled as clean carries the write-protect bit; the first write clears it in the kernel, without a
-//! stop. The scan reports pages without the bit and sets it again, in one step for each page: no write falls between.
+//! A page filled as clean carries the write-protect bit; the first write clears it in the kernel, without a fault. The
+//! scan reports pages without the bit and sets it again, atomically per page: no write is missed.
 #![allow(unsafe_code)] // The kernel's call takes addresses.
 
 use std::ops::Range;
@@ -14,15 +14,15 @@ use rustix::io::Errno;
 use super::ioctl::{READ_WRITE, code, ioctl};
 
 const SCAN: u32 = code(READ_WRITE, b'f' as u32, 16, size_of::<abi::pm_scan_arg>());
-/// Runs that one call reports.
+/// Maximum runs reported by one call.
 const RUNS: usize = 512;
 
-/// The process's own page map.
+/// The process's own pagemap.
 pub(super) struct Pagemap(OwnedFd);
 
-/// Whether the kernel has the call.
+/// Whether the kernel supports the call.
 pub(super) fn works() -> bool {
-    // An empty vector over no pages: only the call's presence counts.
+    // An empty vector over no pages: only whether the call exists matters.
     Pagemap::open().is_ok_and(|map| {
         let mut scan = argument(0..0);
         // SAFETY: no vector is given.
@@ -37,9 +37,8 @@ impl Pagemap {
         rustix::fs::open("/proc/self/pagemap", flags, Mode::empty()).map(Self)
     }
 
-    /// Calls `found` for every run of pages (addresses) that was written since the scan before, which are clean from
-    /// now on. Pages that read as zeros for want of a write are not among them. A page that was made to end with
-    /// `SIGBUS` is.
+    /// Calls `found` for every run of pages (addresses) written since the last scan, and marks them clean. Pages that
+    /// are zero because they were never written are not among them. Poisoned pages are.
     pub(super) fn written(
         &self,
         addresses: Range<usize>,
@@ -55,7 +54,7 @@ impl Pagemap {
         while at < addresses.end {
             let mut scan = argument(at..addresses.end);
             scan.flags = u64::from(abi::PM_SCAN_WP_MATCHING | abi::PM_SCAN_CHECK_WPASYNC);
-            // Pages filled with zeros have no write-protect bit, but lose "zero" with the first write.
+            // Pages filled with zeros have no write-protect bit, but lose the zero flag with the first write.
             scan.category_inverted = abi::PAGE_IS_PFNZERO.into();
             scan.category_mask = u64::from(abi::PAGE_IS_WRITTEN | abi::PAGE_IS_PFNZERO);
             scan.category_anyof_mask = u64::from(abi::PAGE_IS_PRESENT | abi::PAGE_IS_SWAPPED);
@@ -64,13 +63,13 @@ impl Pagemap {
             for run in &runs[..count] {
                 found(run.start as usize..run.end as usize);
             }
-            // It stops where the vector is full.
+            // The scan stops when the vector is full.
             at = (scan.walk_end as usize).max(at + 1);
         }
         Ok(())
     }
 
-    /// Whether the page at `address` is there, in memory or in swap.
+    /// Whether the page at `address` is present, in memory or in swap.
     pub(super) fn is_there(&self, address: usize, page: usize) -> Result<bool, Errno> {
         let empty = abi::page_region {
             start: 0,

@@ -9,22 +9,22 @@ use super::shared::Shared;
 
 /// The longest single write to the device, in bytes.
 const MAX_WRITE: usize = 1 << 20;
-/// What is copied aside while writers are paused, in bytes; beyond this the device is written while they wait.
+/// Maximum bytes copied aside while writers are paused; beyond this the device is written during the pause.
 const SNAPSHOT: usize = 64 << 20;
 
-/// What a push did.
+/// The result of a push.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Pushed {
     /// Bytes written to the device.
     pub bytes: u64,
-    /// In how many writes.
+    /// Number of writes.
     pub writes: u64,
     /// How long writers were paused.
     pub paused: Duration,
 }
 
-/// Runs of pages that are on their way. What did not get there is unpushed again when this is dropped.
+/// Runs of pages being pushed. Those not written become unpushed again on drop.
 struct Taken<'a> {
     shared: &'a Shared,
     runs: std::collections::VecDeque<Range<usize>>,
@@ -63,7 +63,7 @@ impl Drop for Taken<'_> {
     }
 }
 
-/// Calls `resume` once, also when what comes between fails or panics.
+/// Calls `resume` once, also when the work in between fails or panics.
 struct Paused<F: FnOnce()> {
     since: Instant,
     resume: Option<F>,
@@ -103,7 +103,7 @@ impl Shared {
     ) -> Result<Pushed, DeviceError> {
         let _turn = self.turn()?;
         let mut pushed = Pushed::default();
-        // The most goes while the writers run: what is left for the pause is what they write meanwhile.
+        // Most pages are written while the writers run: the pause covers only what they write meanwhile.
         self.write_back(&mut self.take()?, &mut pushed)?;
         let since = Instant::now();
         pause();
@@ -141,7 +141,7 @@ impl Shared {
         })
     }
 
-    /// All that was written and not pushed.
+    /// Takes everything written and not pushed.
     fn take(&self) -> Result<Taken<'_>, DeviceError> {
         let mut dirty = self.dirty.lock();
         self.harvest(&mut dirty, 0..self.memory.length())?;
@@ -155,7 +155,7 @@ impl Shared {
         let mut buffer = Vec::new();
         for range in self.writes(&taken.runs) {
             buffer.resize(range.len(), 0);
-            // The pages were taken before they are copied: a write from now on is seen by the next scan.
+            // Taken before they are copied: the next scan sees later writes.
             self.copy_out(range.clone(), &mut buffer)?;
             self.write_one(&range, &buffer, taken, pushed)?;
         }
@@ -169,7 +169,7 @@ impl Shared {
         taken: &mut Taken<'_>,
         pushed: &mut Pushed,
     ) -> Result<(), DeviceError> {
-        // Before the write: should the pages go and come back, they must not come from what is known of holes.
+        // Before the write: if the pages are evicted and fetched again, they must not be taken for holes.
         for unit in self.units(range) {
             self.table.has_data(unit);
         }
@@ -181,7 +181,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The writes (byte ranges, in order, whole units) that bring runs of pages to the device.
+    /// The writes (byte ranges, in order, whole units) that transfer runs of pages to the device.
     fn writes(&self, runs: &std::collections::VecDeque<Range<usize>>) -> Vec<Range<usize>> {
         let mut whole: Vec<Range<usize>> = Vec::new();
         for run in runs {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// The wait after the first failure; doubles with each.
 const FIRST_BACKOFF: Duration = Duration::from_millis(5);
 const MAX_BACKOFF: Duration = Duration::from_millis(500);
-/// Faults that wait for another attempt. As many as threads wait for pages, at most.
+/// Faults waiting for a retry. At most as many as there are threads waiting for pages.
 #[derive(Default)]
 pub(super) struct Retries {
     failing: HashMap<usize, Failing>,
@@ -20,7 +20,7 @@ struct Failing {
 }
 
 impl Retries {
-    /// Another failure of `unit`; returns since when it fails. Of one failure long past nothing is known.
+    /// Records another failure of `unit`; returns since when it has been failing. Failures long past are forgotten.
     pub(super) fn failed(&mut self, unit: usize, now: Instant) -> (Instant, u32) {
         let failing = self.failing.entry(unit).or_insert(Failing {
             since: now,
@@ -40,7 +40,7 @@ impl Retries {
         self.due.push(Reverse((until, unit)));
     }
 
-    /// What is due by now, and how long until the next is.
+    /// The units due now, and the time until the next.
     pub(super) fn due(&mut self, now: Instant) -> (Vec<usize>, Option<Duration>) {
         let mut units = Vec::new();
         while let Some(Reverse((at, unit))) = self.due.peek().copied() {

@@ -5,26 +5,26 @@ use rustix::io::Errno;
 use super::memory::Memory;
 use super::uffd::Uffd;
 
-/// Where pages are moved to see whether they are still what they were.
+/// Memory to which pages are moved in order to compare them with their copy.
 pub(super) struct Scratch {
     pub(super) aside: Memory,
-    /// What a piece was.
+    /// The copy of a piece.
     pub(super) copy: Vec<u8>,
-    /// What was moved.
+    /// The moved contents.
     pub(super) now: Vec<u8>,
     #[cfg(test)]
     pub(super) trial: Trial,
 }
 
-/// What happens during an eviction that hardly ever happens.
+/// Injects rare events into an eviction.
 #[cfg(test)]
 #[derive(Default)]
 pub(super) struct Trial {
     /// Writes to the memory after it was copied.
     pub(super) write: Option<Box<dyn FnMut() + Send>>,
-    /// So many calls that put a page back are refused.
+    /// The number of put-back calls to fail.
     pub(super) refusals: u32,
-    /// So many calls that move a page aside do not say that they did.
+    /// The number of move calls whose success is not reported.
     pub(super) silent: u32,
 }
 

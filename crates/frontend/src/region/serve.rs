@@ -1,4 +1,4 @@
-//! The threads of a region: those that serve faults, and those that prefetch the rest.
+//! The threads of a region: those that serve faults, and those that populate it.
 //!
 //! Threads that serve faults follow the leader/followers pattern: one polls, reads a fault, makes another thread the
 //! leader and serves the fault itself. So a fault is not handed between threads, and does not wake all of them.
@@ -16,9 +16,9 @@ use super::shared::Shared;
 use super::table::PageState;
 use super::uffd::Fault;
 
-/// What is brought in by one read without a fault, in bytes.
+/// Bytes per read of populating.
 const POPULATE_RUN: usize = 256 << 10;
-/// How long that stands back for faults before each read, at most.
+/// How long populating yields to faults before each read, at most.
 const STAND_BACK: Duration = Duration::from_millis(50);
 
 impl Shared {
@@ -33,7 +33,7 @@ impl Shared {
         }
     }
 
-    /// Waits for a fault, as the leader. `None`: the region is closed.
+    /// Waits for a fault, as the leader. `None` if the region is closed.
     fn next_fault(&self) -> Option<Fault> {
         let _leader = self.leader.lock();
         loop {
@@ -42,7 +42,7 @@ impl Shared {
             }
             let (due, wait) = self.retries.lock().due(Instant::now());
             for unit in due {
-                // Its threads fault again, which is the next attempt.
+                // The waiting threads fault again, which triggers the next attempt.
                 self.wake(unit..unit + 1);
             }
             match self.uffd.next() {
@@ -73,7 +73,7 @@ impl Shared {
 
     fn serve_fault(&self, unit: usize) {
         match self.table.state(unit) {
-            // Whoever is at it wakes this fault's thread too.
+            // The thread that holds the unit wakes this fault's thread too.
             PageState::Busy => {
                 self.counts.shared.fetch_add(1, Ordering::Relaxed);
                 return;
@@ -86,7 +86,7 @@ impl Shared {
         let claimed = self.table.claim(unit, window.now);
         if claimed.is_empty() {
             self.counts.shared.fetch_add(1, Ordering::Relaxed);
-            // Whoever was faster may be done: then it must fault again, or is served.
+            // The other thread may have finished: then this one must fault again, or is served already.
             if self.table.state(unit) != PageState::Busy {
                 self.wake(unit..unit + 1);
             }
@@ -100,7 +100,7 @@ impl Shared {
         }
         let mut result = self.fetch(claimed, Some(unit));
         if result.is_err() && !alone && self.table.state(unit) == PageState::Absent {
-            // A neighbour's failure is not this page's.
+            // A neighbour's failure does not concern this page.
             let again = self.table.claim(unit, 1);
             result = self.fetch(again, Some(unit));
         }
@@ -110,7 +110,7 @@ impl Shared {
             result => {
                 self.retries.lock().forget(unit);
                 if result.is_ok() && window.ahead > 0 && end < self.table.len() {
-                    // While the reader uses what it got. A failure shows when somebody wants it.
+                    // Read-ahead while the reader uses what it got. A failure shows when somebody needs the page.
                     let claimed = self.table.claim(end, window.ahead);
                     let _ = self.fetch(claimed, None);
                 }
@@ -119,7 +119,7 @@ impl Shared {
         }
     }
 
-    /// A fault of a page that is there: it came since, or somebody else has thrown it away.
+    /// A fault on a page that is present: it was filled since, or something else has dropped it.
     fn found_present(&self, unit: usize) {
         let offset = unit * self.unit;
         let gone = self.pagemap.as_ref().is_some_and(|map| {
@@ -130,7 +130,7 @@ impl Shared {
         if gone && self.table.claim_present(unit) {
             tracing::warn!("a page of a region at {offset} was thrown away by somebody else");
             self.counts.resident.fetch_sub(1, Ordering::Relaxed);
-            // The pages of the unit that are still there stay as they are: filling passes over them.
+            // Pages of the unit that are still there are unchanged: filling skips them.
             if let Err(error) = self.fetch(unit..unit + 1, Some(unit)) {
                 self.failed(unit, &error);
             }
@@ -138,7 +138,7 @@ impl Shared {
         self.wake(unit..unit + 1);
     }
 
-    /// What becomes of a fault that the device gives nothing for: another attempt, or the end of it.
+    /// Handles a fault that the device failed: schedules a retry, or gives up.
     fn failed(&self, unit: usize, error: &DeviceError) {
         if self.is_closed() {
             return;
@@ -164,15 +164,15 @@ impl Shared {
         self.ring();
     }
 
-    /// From now on a touch of the unit is a `SIGBUS`.
+    /// From now on a touch of the unit raises `SIGBUS`.
     fn poison(&self, unit: usize) -> Result<(), Errno> {
-        // Under this lock, a poisoned page is always known as failed: none is taken for a written one.
+        // Under this lock a poisoned page is always known as failed, so that it is not taken for a dirty one.
         let _dirty = self.dirty.lock();
         if self.table.claim(unit, 1).is_empty() {
-            // Somebody tries once more, and wakes.
+            // Another thread retries, and wakes the waiters.
             return Ok(());
         }
-        // Counted first: the call wakes who waits.
+        // Counted first: the call wakes the waiters.
         self.counts.failed.fetch_add(1, Ordering::Relaxed);
         let bytes = self.bytes(&(unit..unit + 1));
         let mut at = bytes.start;
@@ -192,7 +192,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Brings in what is absent, in order, from where `next` points; several threads may.
+    /// Brings in absent units in order, starting at `next`; several threads may share it.
     pub(super) fn populate(&self, next: &AtomicUsize) {
         let run = (POPULATE_RUN / self.unit).max(1);
         loop {
@@ -230,7 +230,7 @@ impl Shared {
         }
     }
 
-    /// Faults go first.
+    /// Faults take priority.
     fn stand_back(&self) {
         let until = Instant::now() + STAND_BACK;
         while self.demand.load(Ordering::SeqCst) > 0 && !self.is_closed() {

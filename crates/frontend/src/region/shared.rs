@@ -1,7 +1,7 @@
 //! The state that the threads of a region share, and their lock order.
 //!
-//! Lock order: `pushing`, `evicting`, a stripe, `dirty`, `scratch`; the others (`streams`, `buffers`, `retries`, `order`) are
-//! taken last and alone. Only `pushing` is held while the device works; who waits for it does so with a deadline.
+//! Lock order: `pushing`, `evicting`, a stripe, `dirty`, `scratch`; the others (`streams`, `buffers`, `retries`,
+//! `order`) are innermost. Only `pushing` is held during device I/O; waiting for it has a deadline.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -23,23 +23,23 @@ use super::stream::Streams;
 use super::table::{PageState, Table};
 use super::uffd::Uffd;
 
-/// Locks over the content: pieces of the region that are this many apart share one.
+/// Locks over the contents: pieces this many apart share one.
 const STRIPES: usize = 64;
-/// The least bytes of a piece that one lock covers.
+/// Minimum bytes covered by one lock.
 pub(super) const STRIPE: usize = 64 << 10;
 
 pub(super) struct Shared {
     pub(super) device: Arc<dyn BlockDevice>,
     pub(super) capabilities: Capabilities,
-    /// Bytes of the device.
+    /// Size of the device in bytes.
     pub(super) size: usize,
-    /// Bytes of a page.
+    /// Page size in bytes.
     pub(super) page: usize,
-    /// Bytes that come and go together: a page, or the device's alignment if that is more.
+    /// The unit of fetching and eviction in bytes: a page, or the device's alignment if that is larger.
     pub(super) unit: usize,
     pub(super) writable: bool,
     pub(super) timeout: Duration,
-    /// Bytes that may be in memory.
+    /// Memory limit in bytes.
     pub(super) limit: Option<usize>,
     pub(super) memory: Memory,
     pub(super) uffd: Uffd,
@@ -50,19 +50,19 @@ pub(super) struct Shared {
     pub(super) dirty: Mutex<Dirty>,
     pub(super) pushing: Mutex<()>,
     pub(super) evicting: Mutex<()>,
-    /// For eviction beside writers, where the kernel can move pages.
+    /// For eviction with concurrent writers, where the kernel can move pages.
     pub(super) scratch: Mutex<Option<Scratch>>,
     pub(super) retries: Mutex<Retries>,
-    /// Units in the order in which they came, for a region with a limit.
+    /// Units in order of arrival, for a region with a limit.
     pub(super) order: Mutex<VecDeque<Range<usize>>>,
-    /// Who has the content in hand as a slice: nothing is evicted for the limit.
+    /// Number of holders of slices: while there are any, nothing is evicted for the limit.
     pub(super) held: AtomicUsize,
-    /// Who polls for faults: one thread at a time.
+    /// Held by the thread that polls for faults.
     pub(super) leader: Mutex<()>,
-    /// Faults that the device works for now.
+    /// Faults being read from the device now.
     pub(super) demand: AtomicUsize,
     pub(super) closed: AtomicBool,
-    /// Wakes the leader: to stop, or to look at the retries again.
+    /// Wakes the leader, to stop or to check the retries.
     pub(super) bell: OwnedFd,
     pub(super) counts: Counts,
     stripes: Vec<RwLock<()>>,
@@ -71,7 +71,7 @@ pub(super) struct Shared {
     settled: Condvar,
 }
 
-/// What [`Stats`] is made of.
+/// The counters behind [`Stats`].
 #[derive(Default)]
 pub(super) struct Counts {
     pub(super) faults: AtomicU64,
@@ -84,7 +84,7 @@ pub(super) struct Counts {
     pub(super) evicted: AtomicU64,
 }
 
-/// What a region is made with.
+/// The parts of a new region.
 pub(super) struct Parts {
     pub(super) device: Arc<dyn BlockDevice>,
     pub(super) size: usize,
@@ -104,7 +104,7 @@ impl Shared {
             true => parts.memory.length() / parts.page,
             false => 0,
         };
-        // What one reader is given must not drive out what another one just got.
+        // What one reader is given must not evict what another has just received.
         let room = options.limit.map_or(usize::MAX, |limit| limit / 4);
         let prefetch = options.prefetch.min(MAX_PREFETCH).min(room);
         Self {
@@ -145,22 +145,22 @@ impl Shared {
         self.closed.load(Ordering::SeqCst)
     }
 
-    /// Bytes that one lock covers: no unit lies in two.
+    /// Bytes covered by one lock: no unit spans two.
     pub(super) fn stripe_bytes(&self) -> usize {
         self.unit.max(STRIPE)
     }
 
-    /// The lock over the content at `offset`. Held only while bytes are copied or pages taken away.
+    /// The lock over the contents at `offset`. Held only while bytes are copied or pages removed.
     pub(super) fn stripe(&self, offset: usize) -> &RwLock<()> {
         &self.stripes[offset / self.stripe_bytes() % STRIPES]
     }
 
-    /// All of them, in order.
+    /// All stripe locks, in order.
     pub(super) fn stripes(&self) -> &[RwLock<()>] {
         &self.stripes
     }
 
-    /// The pieces of a range that one lock covers each.
+    /// Splits a range into pieces covered by one lock each.
     pub(super) fn pieces(&self, range: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
         let (stripe, mut at) = (self.stripe_bytes(), range.start);
         std::iter::from_fn(move || {
@@ -176,7 +176,7 @@ impl Shared {
         range.start / self.unit..range.end.div_ceil(self.unit)
     }
 
-    /// The bytes of memory that units take.
+    /// The memory range of some units.
     pub(super) fn bytes(&self, units: &Range<usize>) -> Range<usize> {
         let end = (units.end * self.unit).min(self.memory.length());
         units.start * self.unit..end
@@ -186,7 +186,7 @@ impl Shared {
         units.all(|unit| self.table.state(unit) == PageState::Present)
     }
 
-    /// Ends what a claim began, and tells who waits for it in [`Shared::wait`].
+    /// Ends a claim, and notifies those waiting in [`Shared::wait`].
     pub(super) fn settle(&self, units: Range<usize>, state: PageState) {
         self.table.settle(units, state);
         if self.waiting.load(Ordering::SeqCst) > 0 {
@@ -195,7 +195,7 @@ impl Shared {
         }
     }
 
-    /// Waits while somebody is at `unit`.
+    /// Waits while `unit` is busy.
     pub(super) fn wait(&self, unit: usize, deadline: Instant) -> Result<(), DeviceError> {
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let mut settling = self.settling.lock();
@@ -219,7 +219,7 @@ impl Shared {
         result
     }
 
-    /// Tells whoever waits to look whether the region is closed.
+    /// Makes all waiters check whether the region is closed.
     pub(super) fn rouse(&self) {
         drop(self.settling.lock());
         self.settled.notify_all();
@@ -228,7 +228,7 @@ impl Shared {
 
     /// Wakes the leader.
     pub(super) fn ring(&self) {
-        // It cannot fail but for a full counter, and then the bell rings already.
+        // This fails only if the counter is full, and then the leader is being woken already.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 

@@ -1,12 +1,12 @@
 //! Detection of sequential access: how far to read ahead of a fault.
 
-/// Readers that are followed at a time; more make the oldest be forgotten.
+/// Readers tracked at a time; the oldest is replaced.
 const STREAMS: usize = 16;
 
-/// The readers that go forward through the region, most recent last.
+/// The sequential readers of the region, most recent last.
 ///
-/// Counts in units. A fault where no reader was expected fetches one unit; a fault just where a reader was to go on
-/// doubles what is fetched for it, up to a limit. Random faults so cost one unit each.
+/// Counts in units. A fault where no reader was expected fetches one unit; a fault where a reader was expected to
+/// continue doubles its window, up to a limit. So random faults cost one unit each.
 pub(super) struct Streams {
     known: Vec<Stream>,
     longest: usize,
@@ -14,25 +14,25 @@ pub(super) struct Streams {
 
 #[derive(Clone, Copy)]
 struct Stream {
-    /// Where it was last.
+    /// Start of its last fetch.
     from: usize,
-    /// All before this was to be fetched.
+    /// End of its last fetch.
     next: usize,
-    /// What it was given last.
+    /// Size of its last fetch.
     window: usize,
 }
 
 /// What to fetch for a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Window {
-    /// Units from the fault on, that one included.
+    /// Units to fetch at once, including the faulting one.
     pub(super) now: usize,
-    /// Units behind those that the reader will need soon.
+    /// Units after those to fetch as read-ahead.
     pub(super) ahead: usize,
 }
 
 impl Streams {
-    /// At most `longest` units at once; 1 follows nobody.
+    /// At most `longest` units at once; 1 disables tracking.
     pub(super) fn new(longest: usize) -> Self {
         Self {
             known: Vec::with_capacity(STREAMS),
@@ -40,12 +40,12 @@ impl Streams {
         }
     }
 
-    /// A fault at `unit`.
+    /// Records a fault at `unit`.
     pub(super) fn fault(&mut self, unit: usize) -> Window {
         if self.longest == 1 {
             return Window { now: 1, ahead: 0 };
         }
-        // What was to be fetched may not be there yet, and threads that share a stream do not fault in order.
+        // The last fetch may still be in progress, and threads that share a stream do not fault in order.
         let on_the_way =
             |stream: &Stream| unit > stream.from && unit <= stream.next + stream.window;
         let followed = self.known.iter().rposition(on_the_way);

@@ -11,7 +11,7 @@
 //!                     failed
 //! ```
 //!
-//! Who makes a unit busy is the only one that fetches, takes away or poisons it, and must settle it.
+//! The thread that makes a unit busy is the only one that may fetch, remove or poison it, and must settle it.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -25,31 +25,31 @@ const CONTENT: u8 = 0b1100;
 const ZERO: u8 = 0b0100;
 const DATA: u8 = 0b1000;
 
-/// Where a unit is.
+/// The state of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PageState {
     /// Not in memory; a touch faults.
     Absent,
-    /// Somebody is at it.
+    /// Claimed by a thread.
     Busy,
     /// In memory.
     Present,
-    /// The device did not give it; a touch is a `SIGBUS`.
+    /// The device failed to provide it; a touch raises `SIGBUS`.
     Failed,
 }
 
-/// What the device has there.
+/// The kind of content that the device has there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Content {
-    /// Not asked yet.
+    /// Not queried yet.
     Unknown,
-    /// Nothing but zeros.
+    /// All zeros.
     Zero,
-    /// What must be read.
+    /// Must be read.
     Data,
 }
 
-/// One byte a unit.
+/// One byte per unit.
 pub(super) struct Table(Box<[AtomicU8]>);
 
 impl Table {
@@ -80,19 +80,19 @@ impl Table {
         }
     }
 
-    /// What the device says of a unit that nobody knew about. A unit known to have data keeps that: a push may have
-    /// begun since the device was asked.
+    /// Records the device's reply for an unknown unit. A unit known to have data stays that way: a push may have begun
+    /// since the query.
     pub(super) fn learn(&self, unit: usize, zero: bool) {
         let content = if zero { ZERO } else { DATA };
         self.change(unit, |now| (now & CONTENT == 0).then_some(now | content));
     }
 
-    /// The device will have data there.
+    /// The device is about to have data there.
     pub(super) fn has_data(&self, unit: usize) {
         self.change(unit, |now| Some(now & !CONTENT | DATA));
     }
 
-    /// Makes absent units from `first` on busy, at most `longest`, up to the first that is not absent.
+    /// Claims absent units from `first` on, at most `longest`, up to the first that is not absent.
     pub(super) fn claim(&self, first: usize, longest: usize) -> Range<usize> {
         let last = first.saturating_add(longest).min(self.0.len());
         let mut end = first;
@@ -102,17 +102,17 @@ impl Table {
         first..end
     }
 
-    /// Makes a present unit busy.
+    /// Claims a present unit.
     pub(super) fn claim_present(&self, unit: usize) -> bool {
         self.turn(unit, PRESENT, BUSY)
     }
 
-    /// Makes a failed unit busy.
+    /// Claims a failed unit.
     pub(super) fn claim_failed(&self, unit: usize) -> bool {
         self.turn(unit, FAILED, BUSY)
     }
 
-    /// Makes busy units something else. Only who claimed them may.
+    /// Ends a claim. Only the claiming thread may.
     pub(super) fn settle(&self, units: Range<usize>, state: PageState) {
         let state = match state {
             PageState::Absent => ABSENT,

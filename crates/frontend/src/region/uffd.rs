@@ -25,28 +25,27 @@ const MOVE: u32 = code(
     abi::_UFFDIO_MOVE,
     size_of::<abi::uffdio_move>(),
 );
-/// Bytes of a `struct uffd_msg`.
+/// Size of `struct uffd_msg` in bytes.
 const MESSAGE: usize = 32;
 
-/// What the kernel offers to a region.
+/// What the kernel supports for regions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Support {
-    /// Faults of system calls that are handed the memory are served too. Without it they end with `EFAULT` when the
-    /// page is absent, and only accesses of the program itself are served (no privilege, and
-    /// `vm.unprivileged_userfaultfd` is 0).
+    /// Faults by system calls that are given the memory are served too. Otherwise they return `EFAULT` for absent
+    /// pages, and only the program's own accesses are served (no privilege, and `vm.unprivileged_userfaultfd` is 0).
     pub kernel_faults: bool,
-    /// Writes can be tracked without a stop at each (`UFFD_FEATURE_WP_ASYNC` and `PAGEMAP_SCAN`, Linux 6.7): a region
-    /// can be writable.
+    /// Writes can be tracked without a fault each (`UFFD_FEATURE_WP_ASYNC` and `PAGEMAP_SCAN`, Linux 6.7): a region can
+    /// be writable.
     pub tracking: bool,
-    /// A page that cannot be had ends with `SIGBUS` (`UFFDIO_POISON`, Linux 6.6); without it, whoever touches it
-    /// waits until the device answers or the region is closed.
+    /// Touching a page that cannot be read raises `SIGBUS` (`UFFDIO_POISON`, Linux 6.6); otherwise it blocks until the
+    /// device answers or the region is closed.
     pub poison: bool,
-    /// Pages can be taken out of memory at one instant (`UFFDIO_MOVE`, Linux 6.8): a page that is written through a
-    /// pointer at the same time can be evicted without the loss of a write.
+    /// Pages can be removed from memory atomically (`UFFDIO_MOVE`, Linux 6.8): a page with concurrent writes through a
+    /// pointer can be evicted without losing one.
     pub moves: bool,
 }
 
-/// A fault that somebody waits for.
+/// A fault with a waiting thread.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fault {
     pub(super) address: usize,
@@ -55,14 +54,14 @@ pub(super) struct Fault {
 /// A userfaultfd after its handshake.
 pub(super) struct Uffd {
     fd: OwnedFd,
-    /// What it can do.
+    /// Its supported features.
     pub(super) support: Support,
 }
 
 impl Uffd {
-    /// Opens one and agrees on features.
+    /// Opens one and negotiates features.
     pub(super) fn open() -> Result<Self, RegionError> {
-        // A userfaultfd takes one handshake: the first tells what there is, the second asks for it.
+        // A userfaultfd permits one handshake: the first probes the features, the second requests them.
         let (probe, kernel_faults) = open()?;
         let offered = handshake(&probe, 0)?;
         drop(probe);
@@ -88,7 +87,7 @@ impl Uffd {
         Ok(Self { fd, support })
     }
 
-    /// From now on a touch of an absent page in the range is a [`Fault`].
+    /// From now on touching an absent page of the range produces a [`Fault`].
     pub(super) fn register(&self, at: usize, length: usize, track: bool) -> Result<(), Errno> {
         let mut mode = abi::UFFDIO_REGISTER_MODE_MISSING;
         if track {
@@ -103,8 +102,8 @@ impl Uffd {
         unsafe { ioctl(self.fd.as_fd(), op::UFFDIO_REGISTER, &mut register) }.map(drop)
     }
 
-    /// Fills absent pages from `data`, as clean when writes are tracked, and wakes who waits for them. Returns how
-    /// many bytes are in place; fewer than all is no error. `Errno::EXIST`: the first page is there already.
+    /// Fills absent pages from `data`, as clean when writes are tracked, and wakes their waiters. Returns how many
+    /// bytes were filled; a partial fill is not an error. `Errno::EXIST`: the first page is present already.
     pub(super) fn copy(&self, at: usize, data: &[u8], clean: bool) -> Result<usize, Errno> {
         let mode = if clean { abi::UFFDIO_COPY_MODE_WP } else { 0 };
         let mut copy = abi::uffdio_copy {
@@ -114,13 +113,13 @@ impl Uffd {
             mode: mode.into(),
             copy: 0,
         };
-        // SAFETY: `data` is readable for its length; the kernel fills only absent pages of registered memory, and
-        // what is registered is memory of regions, whose absent pages nobody has seen.
+        // SAFETY: `data` is readable for its length; the kernel fills only absent pages of registered memory, which
+        // belongs to regions, whose absent pages nobody has seen.
         let result = unsafe { ioctl(self.fd.as_fd(), op::UFFDIO_COPY, &mut copy) };
         progress(result, copy.copy, data.len())
     }
 
-    /// Makes absent pages read as zeros, without memory of their own. Returns and fails as [`Uffd::copy`].
+    /// Makes absent pages read as zeros, without allocating memory. Returns and fails as [`Uffd::copy`].
     pub(super) fn zero(&self, at: usize, length: usize) -> Result<usize, Errno> {
         let mut zero = abi::uffdio_zeropage {
             range: range(at, length),
@@ -132,7 +131,7 @@ impl Uffd {
         progress(result, zero.zeropage, length)
     }
 
-    /// Makes a touch of absent pages a `SIGBUS` and wakes who waits for them. Returns and fails as [`Uffd::copy`].
+    /// Makes touching absent pages raise `SIGBUS` and wakes their waiters. Returns and fails as [`Uffd::copy`].
     pub(super) fn poison(&self, at: usize, length: usize) -> Result<usize, Errno> {
         let mut poison = abi::uffdio_poison {
             range: range(at, length),
@@ -148,7 +147,7 @@ impl Uffd {
     /// [`Uffd::copy`].
     ///
     /// # Safety
-    /// Nobody but who knows that the pages of `from` go away may hold a reference into them.
+    /// Only callers that expect the pages of `from` to disappear may hold references into them.
     pub(super) unsafe fn take(
         &self,
         to: usize,
@@ -167,14 +166,14 @@ impl Uffd {
         progress(result, take.move_, length)
     }
 
-    /// Wakes who waits for a page in the range; a page that is still absent faults again.
+    /// Wakes the threads waiting for a page in the range; if it is still absent they fault again.
     pub(super) fn wake(&self, at: usize, length: usize) -> Result<(), Errno> {
         let mut range = range(at, length);
         // SAFETY: the kernel reads this structure only.
         unsafe { ioctl(self.fd.as_fd(), op::UFFDIO_WAKE, &mut range) }.map(drop)
     }
 
-    /// The next fault, if there is one now.
+    /// The next pending fault, if any.
     pub(super) fn next(&self) -> Result<Option<Fault>, Errno> {
         let mut message = [0u8; MESSAGE];
         match rustix::io::read(&self.fd, &mut message) {
@@ -185,7 +184,7 @@ impl Uffd {
                     address: u64::from_ne_bytes(address) as usize,
                 }))
             }
-            // No other event was asked for.
+            // No other events were requested.
             Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Ok(None),
             Err(error) => Err(error),
         }
@@ -205,20 +204,20 @@ fn range(at: usize, length: usize) -> abi::uffdio_range {
     }
 }
 
-/// What a call that may stop half-way has done.
+/// The progress of a call that may stop half-way.
 fn progress(result: Result<u32, Errno>, done: i64, length: usize) -> Result<usize, Errno> {
     match result {
         Ok(_) => Ok(length),
-        // Interrupted: the count says how far it came, an error in its place that it did not begin.
+        // Interrupted: the count tells the progress; a negative one means that it did not start.
         Err(Errno::AGAIN) => Ok(usize::try_from(done).unwrap_or(0)),
         Err(error) => Err(error),
     }
 }
 
-/// A userfaultfd, and whether it sees faults of system calls.
+/// Opens a userfaultfd; also returns whether it reports faults of system calls.
 fn open() -> Result<(OwnedFd, bool), RegionError> {
     let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
-    // SAFETY: what the descriptor can do to memory is up to the calls of this module.
+    // SAFETY: what the descriptor does to memory is up to the calls of this module.
     match unsafe { rustix::mm::userfaultfd(flags) } {
         Ok(fd) => return Ok((fd, true)),
         Err(Errno::PERM) => {}
