@@ -1,5 +1,5 @@
-//! The mount's side of the protocol: [`Client`] connects to the site, keeps the link up and schedules requests. It is the
-//! [`Remote`] of a managed device (one with a cache); [`crate::direct`] makes a device without a cache of it.
+//! The mount's side of the protocol: [`Client`] connects to the site, keeps the link up and schedules requests. It is
+//! the [`Remote`] of a managed device (one with a cache); [`crate::direct`] turns it into a device without a cache.
 
 mod backlog;
 mod completion;
@@ -42,21 +42,21 @@ use presence::Pages;
 use scheduler::{Job, Scheduler};
 use verify::Workers;
 
-/// How often requests are checked for their deadline.
+/// Interval at which requests are checked for their deadline.
 const EXPIRE_EVERY: Duration = Duration::from_millis(250);
 
-/// An image of another site.
+/// A mounted image of another site.
 pub struct Client {
     inner: Arc<Inner>,
 }
 
 impl Client {
-    /// Mounts an image: connects, tries again while that may help and `first_contact` has not passed, and keeps the link
-    /// up from then on, in tasks of `runtime`. When the site is not reached but [`Options::known`], the link is down at
-    /// first, and what the site says once it is up must agree.
+    /// Mounts an image: connects, with retries for up to `first_contact` while they may help, and then keeps the link
+    /// up, in tasks of `runtime`. If the site is unreachable but [`Options::known`] is set, the mount starts with the
+    /// link down, and the site's later reply must match.
     ///
     /// # Errors
-    /// [`MountError`]: refused, not reachable, or a site that does not keep to the protocol.
+    /// [`MountError`]: refused, unreachable, or a protocol violation of the site.
     pub async fn open(
         runtime: &Handle,
         connector: Arc<dyn Connector>,
@@ -118,7 +118,7 @@ impl Client {
         Ok(Self { inner })
     }
 
-    /// The state that the image was in when it was mounted.
+    /// The image's state when it was mounted.
     #[must_use]
     pub fn identity(&self) -> Identity {
         self.inner.opened.identity
@@ -130,37 +130,37 @@ impl Client {
         self.inner.opened.fresh
     }
 
-    /// Whether the site was reached at the start; without that, [`Client::opened`] is what was known before.
+    /// Whether the site was reached at the start; otherwise [`Client::opened`] is the earlier knowledge.
     #[must_use]
     pub fn was_reached(&self) -> bool {
         self.inner.reached
     }
 
-    /// What the site said when the image was mounted.
+    /// The site's reply when the image was mounted.
     #[must_use]
     pub fn opened(&self) -> &Opened {
         &self.inner.opened
     }
 
-    /// Chunks that came with a wrong digest.
+    /// Chunks received with a wrong digest.
     #[must_use]
     pub fn wrong_digests(&self) -> u64 {
         self.inner.wrong.load(Ordering::Relaxed)
     }
 
-    /// Whether the site has confirmed that the mount gave back what it had there. After [`Remote::close`] without
-    /// that, a writer's lease stays there.
+    /// Whether the site has confirmed the end of the mount. After [`Remote::close`] without a confirmation, a writer's
+    /// lease remains there.
     #[must_use]
     pub fn was_released(&self) -> bool {
         self.inner.released.load(Ordering::Acquire)
     }
 
-    /// What to send for `body`.
+    /// Encodes `body` for sending.
     pub(crate) fn pack(&self, body: Bytes) -> (Coding, Bytes) {
         self.inner.pack(body)
     }
 
-    /// Sends a request and returns its reply to wait for; for threads that may block.
+    /// Sends a request and returns a handle to its reply; for threads that may block.
     pub(crate) fn direct(&self, request: Request, body: Bytes) -> PendingReply {
         let (say, hear) = std::sync::mpsc::sync_channel(1);
         self.inner.send_request(request, body, ReplyTo::Direct(say));
@@ -171,7 +171,7 @@ impl Client {
     }
 }
 
-/// A reply that has not come yet.
+/// A pending reply.
 pub(crate) struct PendingReply {
     hear: std::sync::mpsc::Receiver<Result<(Reply, Bytes), DeviceError>>,
     limit: Duration,
@@ -205,7 +205,7 @@ async fn expire_requests(inner: Weak<Inner>) {
         let now = inner.now();
         let (late, stalled) = inner.state.lock().scheduler.expire(now);
         if stalled {
-            // The connection lives, or the reader would have noticed, but no reply comes.
+            // The connection is alive, or the reader would have noticed, but no reply arrives.
             inner.cut_link();
         }
         for (job, runs) in late {
@@ -215,7 +215,7 @@ async fn expire_requests(inner: Weak<Inner>) {
     }
 }
 
-/// Sends requests that were held back to keep to a rate.
+/// Sends requests that were delayed by pacing.
 async fn pace(inner: Weak<Inner>, paced: Arc<Notify>) {
     loop {
         paced.notified().await;
@@ -248,7 +248,7 @@ impl Remote for Client {
 
     fn attach(&self, local: Weak<dyn Local>) {
         {
-            // Under the lock, so that no change is told twice or not at all.
+            // Under the lock, so that no change is reported twice or missed.
             let state = self.inner.state.lock();
             if self.inner.local.set(local).is_err() {
                 return;
@@ -302,7 +302,7 @@ impl Remote for Client {
     }
 
     fn push(&self, epoch: Epoch, changes: Vec<Change>, done: Done) {
-        // Nothing that the site read before this may be handed out as what is asked for after it.
+        // Chunks that the site read before this change must not answer requests made after it.
         let under_way = self.inner.early.lock().drop_all();
         for run in under_way {
             self.inner.state.lock().scheduler.forget(run);
@@ -404,11 +404,11 @@ impl Remote for Client {
             return;
         }
         let told = self.inner.clone();
-        // Whatever the reply: the site knows, or cannot be told.
+        // Whatever the reply: the site knows, or is unreachable.
         let done: Done = Box::new(move |result| {
             told.end(DeviceError::Closed);
             let completions = told.completions.clone();
-            // Behind all that has failed with it.
+            // Behind all completions queued by the shutdown.
             completions.call(move || {
                 *told.silent.write() = true;
                 done(match result {
@@ -429,7 +429,7 @@ impl Remote for Client {
     }
 }
 
-/// A change in parts of at most `most` bytes on the link.
+/// Splits a change into parts of at most `most` bytes on the link.
 fn parts(change: Change, most: usize) -> Vec<Change> {
     match change {
         Change::Write(offset, bytes) => (0..bytes.len())

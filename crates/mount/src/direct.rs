@@ -13,11 +13,11 @@ use crate::client::{Client, PendingReply};
 use crate::compress::Unpacker;
 use crate::protocol::{Coding, MAX_DIRECT, Reply, Request};
 
-/// Unpackers that are kept for the next read.
+/// Decompressors kept for reuse.
 const SPARE_UNPACKERS: usize = 8;
 
-/// An image of another site as a device, without a cache: for a network that is near. Reads and writes may have any
-/// offset; what they cut through is put together at the site (r3map §1.6.6). Many threads may have requests in flight.
+/// An image of another site as a device without a cache: for a nearby network. Reads and writes may have any offset;
+/// unaligned ones are handled at the site (r3map §1.6.6). Many threads may have requests in flight.
 pub struct RemoteDevice {
     client: Arc<Client>,
     size: u64,
@@ -26,7 +26,7 @@ pub struct RemoteDevice {
 }
 
 impl RemoteDevice {
-    /// The image that `client` mounted.
+    /// The device of the image mounted by `client`.
     #[must_use]
     pub fn new(client: Arc<Client>) -> Self {
         let opened = client.opened();
@@ -71,7 +71,7 @@ fn strange() -> DeviceError {
     DeviceError::Corrupt("the site sent the wrong kind of reply".into())
 }
 
-/// The parts of a range that one request each may cover.
+/// Splits a range into parts of one request each.
 fn parts(offset: u64, length: usize) -> impl Iterator<Item = (u64, std::ops::Range<usize>)> {
     let most = MAX_DIRECT as usize;
     (0..length)
@@ -211,7 +211,7 @@ impl BlockDevice for RemoteDevice {
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<(), DeviceError> {
-        // There is nowhere to keep it.
+        // Without a cache there is nowhere to store it.
         check_range(offset, length, self.size)
     }
 
@@ -224,14 +224,14 @@ impl BlockDevice for RemoteDevice {
     }
 }
 
-/// How long closing may take before it is left to the site to notice.
+/// Timeout of closing, after which the site has to notice by itself.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
 impl RemoteDevice {
-    /// Gives the lease back and closes the link.
+    /// Returns the lease and closes the link.
     ///
     /// # Errors
-    /// What the site said, or that it said nothing.
+    /// The site's refusal, or a timeout.
     pub fn close(&self) -> Result<(), DeviceError> {
         use drover_device::remote::Remote;
         let (say, hear) = std::sync::mpsc::sync_channel(1);

@@ -1,9 +1,9 @@
-//! Remote devices: the protocol that serves a device to another site, the client that is one, and direct and managed
-//! mounts put together from `device` and `net`.
+//! Remote devices: the protocol that serves a device to another site, its client, and direct and managed mounts
+//! composed from `device` and `net`.
 //!
-//! - [`server`]: a site's side. It serves images as devices and keeps what mounts write beside them.
-//! - [`client`]: the side of a mount. [`client::Client`] is the far side of a managed device (with a cache, see
-//!   `drover_device::synced`); [`direct::RemoteDevice`] makes a device without a cache of it.
+//! - [`server`]: the site's side. It serves images as devices and stores what mounts write in overlays beside them.
+//! - [`client`]: the mount's side. [`client::Client`] is the remote of a managed device (with a cache, see
+//!   `drover_device::synced`); [`direct::RemoteDevice`] turns it into a device without a cache.
 //! - [`protocol`]: the messages between the two.
 //!
 //! ```
@@ -62,8 +62,7 @@
 //! # }
 //! ```
 //!
-//! What must not live here: how a device is shown to a kernel or a program (`frontend`), and what a person types
-//! (`drover`).
+//! Not in this crate: exposing a device to a kernel or a program (`frontend`), and the command line (`drover`).
 
 pub mod client;
 mod compress;

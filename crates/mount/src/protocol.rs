@@ -5,32 +5,32 @@
 //! lease.
 //!
 //! # Goals
-//! - A foreground read (one that a program waits for) takes little more than one round trip, even while the rest of the
-//!   device is pulled in the background and fills the link.
+//! - A foreground read (one that a program waits for) takes little more than one round trip, even while a background
+//!   pull of the rest of the device fills the link.
 //! - The pull fills the link without building a queue in it.
 //! - A chunk is used only if its bytes have the digest that the site sent.
-//! - The site's copy is always a state that the mounted device really had: writes take effect by whole epochs.
-//! - What has arrived of an epoch is not sent again after a cut, or after a restart of the site: the mount asks
-//!   ([`Request::Staged`]) and sends the rest.
-//! - Either side, and the link, may go at any time; nothing that was acknowledged is lost.
+//! - The site's copy is always a state that the mounted device really had: writes take effect in whole epochs.
+//! - Parts of an epoch that have arrived are not sent again after a disconnect, or after a restart of the site: the
+//!   mount queries them ([`Request::Staged`]) and sends the rest.
+//! - Either side, and the link, may fail at any time; nothing that was acknowledged is lost.
 //!
 //! # Non-goals
-//! Proving that the site's claims are those of the image's owner: a paired site is trusted with the content, as it is
+//! Proving that the site's claims are those of the image's owner: a paired site is trusted with the contents, as it is
 //! when it sends an image.
 //!
 //! # Course of a mount
-//! A mount is several connections to the site, each a call with an [`Open`] that names the same mount.
-//! The site replies to each with [`Opened`], or refuses it. From then on the mount
-//! asks ([`Request`]) and the site answers ([`Reply`]) in any order, matched by id; a request and all of its reply stay
-//! on one connection. Requests may follow the open without waiting for its reply: a mount whose cache is empty asks so for the
-//! chunks that it needs first.
+//! A mount is several connections to the site, each a call with an [`Open`] that names the same mount. The site replies
+//! to each with [`Opened`], or refuses it. From then on the mount sends requests ([`Request`]) and the site replies
+//! ([`Reply`]) in any order, matched by ID; a request and all of its replies stay on one connection. Requests may
+//! follow the open without waiting for its reply: a mount with an empty cache requests the chunks it needs first this
+//! way.
 //!
-//! Background replies obey a **credit** in bytes of the link, for the mount as a whole: the mount says on each connection how
-//! many bytes arrived on it and how many may be in flight in all ([`Request::Credit`]). So what is in flight is exactly
-//! what the mount's [`Window`](drover_net::group::Window) allows, however well the chunks compress, and
-//! everything else that was asked for waits at the site, where a foreground read overtakes it.
+//! Background replies are limited by **credit** in bytes on the link, for the mount as a whole: on each connection the
+//! mount reports how many bytes arrived on it and how many may be in flight in total ([`Request::Credit`]). So exactly
+//! what the mount's [`Window`](drover_net::group::Window) allows is in flight, however well the chunks compress, and
+//! everything else that was requested waits at the site, where a foreground read overtakes it.
 //!
-//! The bytes are in `docs/format/mount-wire.md`.
+//! The encoding is in `docs/format/mount-wire.md`.
 
 mod message;
 mod refusal;
@@ -46,58 +46,58 @@ use serde::{Deserialize, Serialize};
 pub use message::{Message, Piece, decode_message, encode_message, pieces};
 pub use refusal::{device_error, refusal_of};
 
-/// The smallest chunk, in bytes.
+/// Minimum chunk size in bytes.
 pub const MIN_CHUNK: u32 = 4 << 10;
 
-/// The largest chunk, in bytes.
+/// Maximum chunk size in bytes.
 pub const MAX_CHUNK: u32 = 4 << 20;
 
-/// The chunk of a mount that asked for no other, in bytes.
+/// Default chunk size in bytes.
 pub const DEFAULT_CHUNK: u32 = 64 << 10;
 
-/// The largest device, in bytes.
+/// Maximum device size in bytes.
 pub const MAX_SIZE: u64 = 1 << 56;
 
-/// Chunks of a device at most.
+/// Maximum chunks of a device.
 pub const MAX_CHUNKS: u64 = 1 << 28;
 
-/// The largest head of a message, in bytes.
+/// Maximum message head in bytes.
 pub const MAX_HEAD: usize = 48 << 10;
 
-/// The largest body of a message, in bytes: a chunk and its digest, or many small ones.
+/// Maximum message body in bytes: a chunk and its digest, or many small ones.
 pub const MAX_BODY: usize = MAX_CHUNK as usize + (64 << 10);
 
-/// The largest frame either side accepts once a connection is open.
+/// Maximum frame accepted by either side once a connection is open.
 pub const MAX_MOUNT_FRAME: usize = 2 + MAX_HEAD + MAX_BODY;
 
-/// Bytes of chunks in one request at most; one chunk is always allowed.
+/// Maximum bytes of chunks in one request; one chunk is always allowed.
 pub const MAX_READ: u32 = 1 << 20;
 
-/// Bytes of chunks in one frame of a reply at most; one chunk is always allowed.
+/// Maximum bytes of chunks in one reply frame; one chunk is always allowed.
 pub const MAX_UNIT: u32 = 256 << 10;
 
-/// Bytes that one direct read or write covers at most.
+/// Maximum bytes covered by one direct read or write.
 pub const MAX_DIRECT: u32 = 1 << 20;
 
-/// Runs in one [`Reply::Presence`], [`Reply::Extents`] or [`Reply::Staged`] at most.
+/// Maximum runs in one [`Reply::Presence`], [`Reply::Extents`] or [`Reply::Staged`].
 pub const MAX_RUNS: usize = 2048;
 
-/// Digests in one [`Reply::Digests`] at most.
+/// Maximum digests in one [`Reply::Digests`].
 pub const MAX_DIGESTS: u32 = 1024;
 
-/// Connections of a mount at most.
+/// Maximum connections of a mount.
 pub const MAX_CONNECTIONS: usize = 9;
 
-/// Requests of a connection without a reply at most.
+/// Maximum unanswered requests of a connection.
 pub const MAX_ASKED: usize = 4096;
 
-/// Bytes of requests' bodies of a connection without a reply at most.
+/// Maximum body bytes of unanswered requests of a connection.
 pub const MAX_ASKED_BYTES: usize = 32 << 20;
 
-/// The longest name or note of a mount, in bytes.
+/// Maximum length of a mount's name or note, in bytes.
 pub const MAX_NAME: usize = 200;
 
-/// How often an idle connection pings, and after how long a silence it is given up.
+/// Ping interval of an idle connection, and the silence after which it is considered dead.
 pub const KEEP_ALIVE: KeepAlive = KeepAlive {
     ping_every: Duration::from_secs(5),
     dead_after: Duration::from_secs(30),
@@ -112,12 +112,12 @@ pub mod kind {
     pub const REPLY: u8 = 0x61;
 }
 
-/// What a connection carries.
+/// The role of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ConnectionKind {
-    /// Control, presence, and reads of either sort.
+    /// Control, presence queries, and both kinds of reads.
     Front,
-    /// Reads: background ones, and foreground ones when it is the least busy.
+    /// Reads: background ones, and foreground ones when it is the least loaded.
     Back,
     /// Writes.
     Push,
@@ -126,32 +126,32 @@ pub enum ConnectionKind {
 /// The request that opens a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Open {
-    /// Which mount the connection belongs to.
+    /// The mount that the connection belongs to.
     pub mount: MountId,
-    /// What it carries.
+    /// The connection's role.
     pub connection: ConnectionKind,
-    /// Which of the mount's links: grows each time it connects. Connections of an earlier link are dead, and what they left
-    /// undone is not done any more once a later one is open.
+    /// The number of the mount's link, which grows with each reconnection. Once a later link is open, connections of
+    /// earlier ones are dead and their unfinished requests are not executed.
     pub link: u64,
-    /// Which image.
+    /// The image to open.
     pub image: ImageName,
-    /// For reading, or for writing too.
+    /// Read-only or writable.
     pub access: Access,
-    /// The chunk, in bytes: a power of two from [`MIN_CHUNK`] to [`MAX_CHUNK`].
+    /// Chunk size in bytes: a power of two from [`MIN_CHUNK`] to [`MAX_CHUNK`].
     pub chunk: u32,
-    /// The state that the mount's cache is of, if it has one.
+    /// The image state that the mount's cache belongs to, if it has one.
     pub expected: Option<Identity>,
-    /// Who or what mounts it, for people; at most [`MAX_NAME`] bytes.
+    /// A note identifying the mounting party, for display; at most [`MAX_NAME`] bytes.
     pub note: String,
 }
 
 request!(Open: "mount.open", Mount, () => Opened);
 
 impl Open {
-    /// Whether its values are allowed.
+    /// Validates the values.
     ///
     /// # Errors
-    /// [`Code::Protocol`] for one that is not.
+    /// [`Code::Protocol`] for an invalid one.
     pub fn check(&self) -> Result<(), Refusal> {
         let bad = |text: String| Err(Refusal::new(Code::Protocol, text));
         if !chunk_is_allowed(self.chunk) {
@@ -167,16 +167,16 @@ impl Open {
     }
 }
 
-/// Whether a mount may have chunks of so many bytes.
+/// Whether this is a valid chunk size of a mount, in bytes.
 #[must_use]
 pub fn chunk_is_allowed(chunk: u32) -> bool {
     chunk.is_power_of_two() && (MIN_CHUNK..=MAX_CHUNK).contains(&chunk)
 }
 
-/// Checks that a device is one that can be mounted.
+/// Checks that a device of this shape can be mounted.
 ///
 /// # Errors
-/// One line that says what is wrong with it.
+/// A one-line reason.
 pub fn check_shape(shape: Shape) -> Result<(), String> {
     if !chunk_is_allowed(shape.chunk) {
         return Err(format!("chunks of {} bytes are not allowed", shape.chunk));
@@ -202,22 +202,22 @@ pub fn check_shape(shape: Shape) -> Result<(), String> {
 /// The site's reply to [`Open`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Opened {
-    /// Bytes of the device.
+    /// Device size in bytes.
     pub size: u64,
-    /// Bytes of a chunk: what was asked for.
+    /// Chunk size in bytes, as requested.
     pub chunk: u32,
-    /// The state it is in.
+    /// The image's current state.
     pub identity: Identity,
-    /// Whether that is the expected one, but for epochs of this mount's own: its cache is good.
+    /// Whether that is the expected state, apart from epochs committed by this mount itself: its cache is valid.
     pub fresh: bool,
-    /// Whether it takes no changes from this mount.
+    /// Whether the mount may not write.
     pub read_only: bool,
     /// [`Capabilities`](drover_core::Capabilities) of direct requests: `fast_zeroes`, `trim`, `durable`, `extents`.
     pub can: [bool; 4],
 }
 
 impl Opened {
-    /// Size and chunk.
+    /// Device and chunk size.
     #[must_use]
     pub fn shape(&self) -> Shape {
         Shape {
@@ -227,120 +227,121 @@ impl Opened {
     }
 }
 
-/// How a body is packed.
+/// The encoding of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Coding {
-    /// As it is.
+    /// Uncompressed.
     Plain,
     /// One zstd frame.
     Zstd,
 }
 
-/// A request of a mount. Every id is new on its connection; but for [`Request::Credit`] and [`Request::Hurry`] each is answered.
+/// A request of a mount. Each ID is new on its connection; every request except [`Request::Credit`] and
+/// [`Request::Hurry`] is answered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Whole chunks, answered by [`Reply::Chunks`] until all are there.
+    /// Reads whole chunks, answered by [`Reply::Chunks`] until all have been sent.
     Read {
-        /// Of the request.
+        /// Request ID.
         id: u64,
         /// The first chunk.
         first: u64,
-        /// How many; [`MAX_READ`] bytes at most, or one.
+        /// Number of chunks; at most [`MAX_READ`] bytes, or one chunk.
         count: u32,
-        /// Whether it is a background read, that no program waits for.
+        /// Whether it is a background read, which no program waits for.
         background: bool,
     },
-    /// A background read becomes a foreground one.
+    /// Promotes a background read to a foreground one.
     Hurry {
-        /// Of that read.
+        /// ID of that read.
         id: u64,
     },
-    /// Flow control: what has arrived, and how much may be in flight.
+    /// Flow control: bytes received, and the limit of bytes in flight.
     Credit {
-        /// Payload bytes of all replies that arrived on this connection, since it was opened.
+        /// Payload bytes of all replies received on this connection since it was opened.
         received: u64,
-        /// Bytes that may be in flight on all connections of this mount before a background reply is held back.
+        /// Bytes that may be in flight on all connections of this mount before background replies are held back.
         window: u64,
     },
-    /// Which chunks of a run hold zeros only; answered by [`Reply::Presence`].
+    /// Queries which chunks of a run are zero; answered by [`Reply::Presence`].
     Presence {
-        /// Of the request.
+        /// Request ID.
         id: u64,
         /// The first chunk.
         first: u64,
-        /// How many.
+        /// Number of chunks.
         count: u32,
     },
     /// Digests of chunks; answered by [`Reply::Digests`].
     Digests {
-        /// Of the request.
+        /// Request ID.
         id: u64,
         /// The first chunk.
         first: u64,
-        /// How many; [`MAX_DIGESTS`] at most.
+        /// Number of chunks; at most [`MAX_DIGESTS`].
         count: u32,
     },
-    /// A part of an epoch: the body, at `offset`. Answered by [`Reply::Done`].
+    /// Part of an epoch: writes the body at `offset`. Answered by [`Reply::Done`].
     Write {
-        /// Of the request.
+        /// Request ID.
         id: u64,
         /// The epoch: greater than the last committed one, and the same for all parts.
         epoch: u64,
-        /// Where, in bytes.
+        /// Offset in bytes.
         offset: u64,
-        /// Bytes of the device, [`MAX_DIRECT`] at most.
+        /// Uncompressed length in bytes, at most [`MAX_DIRECT`].
         length: u32,
-        /// How the body is packed.
+        /// Encoding of the body.
         coding: Coding,
     },
-    /// A part of an epoch: zeros. Answered by [`Reply::Done`].
+    /// Part of an epoch: zeros a range. Answered by [`Reply::Done`].
     Zero {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// Which epoch.
+        /// The epoch.
         epoch: u64,
-        /// Where, in bytes.
+        /// Offset in bytes.
         offset: u64,
-        /// How many bytes.
+        /// Length in bytes.
         length: u64,
     },
-    /// Commits the epoch, after all its parts were acknowledged. Answered by [`Reply::Committed`]; when other than `covers`
-    /// bytes are staged, by [`Code::OutOfOrder`], and they stay staged.
+    /// Commits the epoch, after all its parts were acknowledged. Answered by [`Reply::Committed`]; if the staged parts
+    /// do not cover `covers` bytes, refused with [`Code::OutOfOrder`], and they stay staged.
     Commit {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// Which epoch.
+        /// The epoch.
         epoch: u64,
         /// Bytes of the device that its parts cover.
         covers: u64,
     },
-    /// Bytes of any range; answered by [`Reply::Bytes`].
+    /// Reads any byte range; answered by [`Reply::Bytes`].
     DirectRead {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// Where.
+        /// Offset in bytes.
         offset: u64,
-        /// How many; [`MAX_DIRECT`] at most.
+        /// Length in bytes; at most [`MAX_DIRECT`].
         length: u32,
     },
     /// Writes the body; answered by [`Reply::Done`].
     DirectWrite {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// Where.
+        /// Offset in bytes.
         offset: u64,
-        /// How many bytes; [`MAX_DIRECT`] at most.
+        /// Length in bytes; at most [`MAX_DIRECT`].
         length: u32,
-        /// How the body is packed.
+        /// Encoding of the body.
         coding: Coding,
     },
     /// Zeroes a range; answered by [`Reply::Done`].
     DirectZero {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// Where.
+        /// Offset in bytes.
         offset: u64,
-        /// How many bytes.
+        /// Length in bytes.
         length: u64,
         /// [`Zeroes::keep_allocated`](drover_core::Zeroes::keep_allocated).
         keep_allocated: bool,
@@ -349,52 +350,52 @@ pub enum Request {
     },
     /// Trims a range; answered by [`Reply::Done`].
     DirectTrim {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// Where.
+        /// Offset in bytes.
         offset: u64,
-        /// How many bytes.
+        /// Length in bytes.
         length: u64,
     },
-    /// Makes the direct writes that were acknowledged durable; answered by [`Reply::Done`].
+    /// Makes acknowledged direct writes durable; answered by [`Reply::Done`].
     DirectFlush {
-        /// Of the request.
+        /// Request ID.
         id: u64,
     },
-    /// What a range holds; answered by [`Reply::Extents`].
+    /// Queries the extents of a range; answered by [`Reply::Extents`].
     DirectExtents {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// Where.
+        /// Offset in bytes.
         offset: u64,
-        /// How many bytes.
+        /// Length in bytes.
         length: u64,
     },
-    /// The mount ends and gives its lease back; answered by [`Reply::Done`].
+    /// Ends the mount and returns its lease; answered by [`Reply::Done`].
     Close {
-        /// Of the request.
+        /// Request ID.
         id: u64,
     },
-    /// What is staged of an epoch; answered by [`Reply::Staged`].
+    /// Queries what is staged of an epoch; answered by [`Reply::Staged`].
     Staged {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// Which epoch.
+        /// The epoch.
         epoch: u64,
-        /// From which byte of the device on.
+        /// The byte of the device to start at.
         from: u64,
     },
 }
 
 impl Request {
-    /// The request's id; none for what gets no reply.
+    /// The request's ID; none for kinds that get no reply.
     #[must_use]
     pub fn id(&self) -> Option<u64> {
-        // The kinds that have an id are named once, below.
+        // The kinds with an ID are listed only once, below.
         self.clone().id_mut().copied()
     }
 
-    /// The same, to be changed.
+    /// The same, mutable.
     pub fn id_mut(&mut self) -> Option<&mut u64> {
         match self {
             Request::Read { id, .. }
@@ -419,97 +420,97 @@ impl Request {
 /// A reply of the site.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// Some of the chunks that were asked for, each once, in any order. The body is packed as `coding` says; unpacked it holds the digests of
-    /// the chunks that are not zero, then their bytes.
+    /// Some of the requested chunks, each sent once, in any order. The body is encoded as `coding` says; decoded it
+    /// holds the digests of the chunks that are not zero, then their bytes.
     Chunks {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// The first.
+        /// The first chunk.
         first: u64,
-        /// How many.
+        /// Number of chunks.
         count: u32,
-        /// Bit `n % 8` of byte `n / 8` is set when chunk `first + n` holds zeros only.
+        /// Bit `n % 8` of byte `n / 8` is set if chunk `first + n` is zero.
         zeros: Vec<u8>,
-        /// How the body is packed.
+        /// Encoding of the body.
         coding: Coding,
-        /// What [`Request::Credit`] last said had arrived when this left.
+        /// The `received` of the last [`Request::Credit`] when this was sent.
         echo: u64,
-        /// Whether nothing else was waiting to leave when this left.
+        /// Whether nothing else was waiting to be sent when this was.
         last: bool,
     },
-    /// Chunks that hold zeros only.
+    /// The zero chunks of a run.
     Presence {
-        /// Of the request.
+        /// Request ID.
         id: u64,
         /// Runs `(first, count)`, in order.
         runs: Vec<(u64, u32)>,
-        /// The chunk after the last one that was looked at.
+        /// The chunk after the last one examined.
         end: u64,
     },
-    /// Digests of chunks, all zeros for a chunk of zeros, from the first asked for.
+    /// Digests of chunks, starting at the first requested; all zeros for a zero chunk.
     Digests {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// In order; fewer than asked for when the site stopped early, at least one.
+        /// In order; at least one, and fewer than requested if the site stopped early.
         digests: Vec<Digest>,
     },
-    /// Bytes of a direct read, in the body.
+    /// The bytes of a direct read, in the body.
     Bytes {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// How the body is packed.
+        /// Encoding of the body.
         coding: Coding,
     },
-    /// What a range holds.
+    /// The extents of a range.
     Extents {
-        /// Of the request.
+        /// Request ID.
         id: u64,
         /// Runs `(length, kind)`: 0 data, 1 zero, 2 hole.
         runs: Vec<(u64, u8)>,
     },
-    /// The request was carried out.
+    /// The request was executed.
     Done {
-        /// Of the request.
+        /// Request ID.
         id: u64,
     },
     /// The epoch is committed.
     Committed {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// Which.
+        /// The epoch.
         epoch: u64,
     },
     /// The request failed.
     Error {
-        /// Of the request; 0 is the connection as a whole, which ends with it.
+        /// Request ID; 0 refers to the connection as a whole, which ends with it.
         id: u64,
-        /// Why not.
+        /// The reason.
         refusal: Refusal,
     },
     /// What is staged of an epoch.
     Staged {
-        /// Of the request.
+        /// Request ID.
         id: u64,
-        /// The epoch that is staged; 0 when there is none. Nothing else is
-        /// reported unless it is the epoch that was asked about.
+        /// The epoch that is staged; 0 if none. If it is not the requested one, nothing else is reported.
         epoch: u64,
-        /// Runs `(offset, length)` in bytes, in order, apart; [`MAX_RUNS`] at most.
+        /// Runs `(offset, length)` in bytes, in order, disjoint; at most [`MAX_RUNS`].
         runs: Vec<(u64, u64)>,
         /// The runs are complete up to this byte of the device.
         end: u64,
     },
-    /// What has arrived, whether or not it has been carried out: so the mount measures the link and not the site's disk.
+    /// Reports received body bytes, whether or not the requests were executed: so the mount measures the link and not
+    /// the site's disk.
     Arrived {
-        /// Bytes of the bodies of all requests that arrived on this connection, since it was opened.
+        /// Body bytes of all requests received on this connection since it was opened.
         bytes: u64,
-        /// When the last of them did, in microseconds of a clock of the site: it tells in which direction the round trip
-        /// lost its time.
+        /// When the last of them was received, in microseconds of the site's clock: this attributes delays to one
+        /// direction of the round trip.
         at: u64,
     },
 }
 
 impl Reply {
-    /// The id of the request that this is a reply to; 0 for none.
+    /// The ID of the request that this answers; 0 for none.
     #[must_use]
     pub fn id(&self) -> u64 {
         match *self {

@@ -1,6 +1,6 @@
 //! The site's side: serves images as devices to mounts. [`Server`] admits connections; each runs as
-//! `connection::Connection`, whose requests wait in `queue`, are carried out by the threads of `pool` and answered in the
-//! order that `net::group` allows.
+//! `connection::Connection`, whose requests are queued in `queue`, executed by the threads of `pool` and answered in
+//! the order that `net::group` permits.
 
 mod blocking;
 mod changes;
@@ -47,29 +47,29 @@ use counters::Counters;
 use image::Image;
 use pool::Pool;
 
-/// Connections of all mounts of a site at most.
+/// Maximum connections of all mounts of a site.
 pub const MAX_SITE_CONNECTIONS: usize = 512;
 
-/// Mounts of one peer at most.
+/// Maximum mounts of one peer.
 pub const MAX_PEER_MOUNTS: usize = 64;
 
-/// Bytes of all mounts' requests that wait or are being carried out, at most; beyond it their connections are not read.
+/// Maximum body bytes of all mounts' requests queued or executing; beyond it connections are not read.
 const MAX_SITE_BODIES: usize = 256 << 20;
 
 /// How long a connection waits for its mount's front connection.
 const FRONT_WAIT: Duration = Duration::from_secs(10);
 
-/// How long sending a refusal may take.
+/// Timeout for sending a refusal.
 const LAST_WORD: Duration = Duration::from_secs(5);
 
 /// Configuration of a server.
 pub struct Config {
-    /// Where images come from.
+    /// The source of images.
     pub images: Arc<dyn Images>,
-    /// The directory of the site's state; what is written over images, and leases, are in `overlays/NAME/` below it.
+    /// The directory of the site's state; overlays and leases are in `overlays/NAME/` below it.
     pub state: PathBuf,
-    /// How many threads read, hash and compress, about, at least two; one fewer do so in the background, and some more
-    /// wait for disks.
+    /// Approximate number of threads that read, hash and compress, at least two; one fewer serve background reads, and
+    /// some more wait for disks.
     pub threads: usize,
 }
 
@@ -79,42 +79,42 @@ pub struct Server {
     started: tokio::time::Instant,
     pool: Arc<Pool>,
     counters: Arc<Counters>,
-    /// Room for requests' bodies, in bytes.
+    /// Permits for request bodies, in bytes.
     bodies: Arc<Semaphore>,
     next_connection: AtomicU64,
-    /// A lock for each image, held by threads that may block while it is opened, closed or its lease broken. Lock order:
-    /// this, the image's leases, `state`. No disk is waited for under `state`.
+    /// A lock per image, held by threads that may block while it is opened, closed or its lease broken. Lock order:
+    /// this, the image's leases, `state`. No disk I/O happens under `state`.
     image_locks: Mutex<HashMap<ImageName, Weak<Mutex<()>>>>,
-    /// A task is about to close images that were in use a moment ago.
+    /// A task is about to close images that were in use until recently.
     tidying: AtomicBool,
-    /// Notified when a front connection was admitted.
+    /// Notified when a front connection is admitted.
     joined: tokio::sync::Notify,
     state: Mutex<ServerState>,
 }
 
 #[derive(Default)]
 struct ServerState {
-    /// Images that a mount has open.
+    /// Images opened for mounts.
     open: HashMap<ImageName, Arc<Image>>,
     mounts: HashMap<(PeerKey, MountId), Mount>,
 }
 
-/// A connection that was admitted.
+/// An admitted connection.
 struct Joined {
     connection: Arc<Connection>,
-    /// Connections that must have ended before it may do anything.
+    /// Connections that must end before it may do anything.
     earlier: Vec<Arc<Connection>>,
-    /// The state that its mount gets, and whether it is the expected one.
+    /// The image state reported to its mount, and whether it is the expected one.
     told: (Identity, bool),
 }
 
-/// A mount that has connections.
+/// A mount with connections.
 struct Mount {
     image: Arc<Image>,
     peer_name: String,
-    /// The newest link whose front connection has been admitted.
+    /// The latest link whose front connection was admitted.
     link: u64,
-    /// The state that it got, and whether that was the expected one.
+    /// The image state reported to it, and whether that was the expected one.
     identity: Identity,
     fresh: bool,
     shared: Arc<LinkShared>,
@@ -124,10 +124,10 @@ struct Mount {
 }
 
 impl Server {
-    /// A server. Call within a runtime.
+    /// Creates a server. Must be called within a runtime.
     ///
     /// # Errors
-    /// [`MountError::System`] when its threads cannot be started.
+    /// [`MountError::System`] if its threads cannot be started.
     pub fn new(config: Config) -> Result<Arc<Self>, MountError> {
         Ok(Arc::new(Self {
             pool: Arc::new(Pool::new(config.threads)?),
@@ -143,11 +143,10 @@ impl Server {
         }))
     }
 
-    /// Serves a connection that `peer` called for, until it ends.
+    /// Serves a connection of `peer` until it ends.
     ///
     /// # Errors
-    /// [`MountError`]: refused, a protocol that was not kept to, or a link that broke. The peer is notified if the
-    /// connection allows.
+    /// [`MountError`]: refused, a protocol violation, or a broken link. The peer is notified if the connection permits.
     pub async fn serve_connection(
         self: &Arc<Self>,
         peer: Peer,
@@ -187,7 +186,7 @@ impl Server {
         connection.close();
         connection.drained().await;
         self.leave(&connection).await;
-        // What the mount has committed may be copied for long: its connection does not wait for that.
+        // Copying what the mount has committed may take long: its connection does not wait for that.
         let (_, closed) = tokio::join!(
             self.close_after(connection),
             drover_net::close(call.reader, call.writer, LAST_WORD)
@@ -196,7 +195,7 @@ impl Server {
         result
     }
 
-    /// Closes the image of a connection that has ended, once it is unused.
+    /// Closes the image of an ended connection once it is unused.
     async fn close_after(self: &Arc<Self>, connection: Arc<Connection>) {
         if connection.access == Access::ReadWrite {
             connection.image.settled().await;
@@ -212,7 +211,7 @@ impl Server {
         open: Open,
     ) -> Result<(Arc<Connection>, Opened), Refusal> {
         if open.connection != ConnectionKind::Front {
-            // The front connection is the mount: only it takes leases.
+            // The front connection represents the mount: only it acquires leases.
             self.wait_for_front((peer.key, open.mount), open.link)
                 .await?;
         }
@@ -245,7 +244,7 @@ impl Server {
         } = self.join(peer, &open, image, shape, admitted)?;
         self.joined.notify_waiters();
         let ready = connection.shared.ready.get_or_try_init(|| async {
-            // What the connections of earlier links began must have ended: what they staged is what it is then.
+            // Work of earlier links must have ended: then what they staged is final.
             for connection in earlier {
                 connection.close();
                 connection.drained().await;
@@ -261,7 +260,7 @@ impl Server {
             return Err(refusal);
         }
         if open.access == Access::ReadWrite {
-            // What the mount's earlier link began may have been committed since it was let in.
+            // An earlier link of the mount may have committed since admission.
             identity.epoch = connection.image.committed();
         }
         let can = connection.image.device().capabilities();
@@ -291,7 +290,7 @@ impl Server {
         .await
     }
 
-    /// Waits until the front connection of a link has been let in, as it is opened at the same time.
+    /// Waits until the front connection of a link has been admitted, as it is opened concurrently.
     async fn wait_for_front(&self, key: (PeerKey, MountId), link: u64) -> Result<(), Refusal> {
         let wait = async {
             loop {
@@ -310,7 +309,7 @@ impl Server {
             .map_err(|_| no_front())
     }
 
-    /// A new connection. `admitted` is the state that a front connection got.
+    /// Registers a new connection. `admitted` is the state reported to a front connection.
     fn join(
         &self,
         peer: &Peer,
@@ -395,7 +394,7 @@ impl Server {
         });
         mount.connections.push(connection.clone());
         if open.access == Access::ReadWrite {
-            // Of another writer whose lease was broken just now.
+            // Connections of another writer, whose lease was just broken.
             let others = state.mounts.iter().filter(|(other, _)| **other != key);
             let others = others.flat_map(|(_, mount)| &mount.connections);
             let broken = |connection: &&Arc<Connection>| {
@@ -448,7 +447,7 @@ impl Server {
         }
     }
 
-    /// What is open, and what was done. Waits for no disk.
+    /// Open mounts, and counters. Does no disk I/O.
     #[must_use]
     pub fn counted(&self) -> MountCounts {
         let mut now = self.counters.now();
@@ -465,7 +464,7 @@ impl Server {
     }
 }
 
-/// The connections of mounts as a service.
+/// The service that accepts connections of mounts.
 pub struct Connections(pub Arc<Server>);
 
 impl Service for Connections {

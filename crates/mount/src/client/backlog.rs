@@ -1,6 +1,6 @@
-//! Background replies that wait to be verified. The connection is read on meanwhile; otherwise they would look like a
-//! queue in the link, with foreground replies behind it. The scheduler bounds the backlog: it counts what is here as
-//! requested.
+//! The backlog of background replies waiting to be verified. The connection is read on meanwhile; otherwise they would
+//! look like a queue in the link, and delay foreground replies behind them. The scheduler bounds the backlog: it counts
+//! its contents as requested.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,19 +11,19 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::protocol::Coding;
 
-/// A reply with chunks, as it came.
+/// A reply with chunks, as received.
 pub struct ChunksTask {
-    /// The first.
+    /// The first chunk.
     pub first: u64,
-    /// How many.
+    /// Number of chunks.
     pub count: u32,
-    /// Which hold zeros only.
+    /// Bitmap of the zero chunks.
     pub zeros: Vec<u8>,
-    /// How the body is packed.
+    /// Encoding of the body.
     pub coding: Coding,
     /// Digests and bytes.
     pub body: Bytes,
-    /// They have brought a wrong digest before.
+    /// These chunks have arrived with a wrong digest before.
     pub again: bool,
 }
 
@@ -36,20 +36,20 @@ struct Backlog {
 #[derive(Default)]
 struct BacklogState {
     tasks: VecDeque<ChunksTask>,
-    /// All adders are gone.
+    /// All adders have been dropped.
     closed: bool,
 }
 
-/// The end that adds.
+/// The sending end.
 #[derive(Default)]
 pub struct Adder(Arc<Backlog>);
 
-/// The end that takes; each task goes to one.
+/// The receiving end; each task goes to one receiver.
 #[derive(Clone)]
 pub struct Taker(Arc<Backlog>);
 
 impl Adder {
-    /// Its other end.
+    /// A receiving end of this queue.
     pub fn taker(&self) -> Taker {
         Taker(self.0.clone())
     }
@@ -60,7 +60,7 @@ impl Adder {
         self.0.more.notify_one();
     }
 
-    /// Takes out the replies that have chunks of this run, for which a program waits now.
+    /// Removes the replies with chunks of this run, which a program waits for now.
     pub fn hurry(&self, run: Chunks) -> Vec<ChunksTask> {
         let mut state = self.0.state.lock();
         let has_some = |task: &ChunksTask| {
@@ -84,7 +84,7 @@ impl Drop for Adder {
 }
 
 impl Taker {
-    /// Waits for the next; `None` once all adders are gone.
+    /// Waits for the next task; `None` once all adders have been dropped.
     pub fn next(&self) -> Option<ChunksTask> {
         let mut state = self.0.state.lock();
         loop {
@@ -132,7 +132,7 @@ mod tests {
         let hurried = adder.hurry(Chunks { first: 7, count: 1 });
         assert_eq!(hurried.iter().map(|t| t.first).collect::<Vec<_>>(), [4]);
         assert_eq!(taker.next().map(|t| t.first), Some(0));
-        // What was added before is still handled.
+        // Tasks added earlier are still delivered.
         drop(adder);
         assert_eq!(taker.next().map(|t| t.first), Some(8));
         assert!(taker.next().is_none());

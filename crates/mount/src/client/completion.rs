@@ -11,20 +11,20 @@ use super::backlog::{Adder, ChunksTask, Taker};
 
 /// One completion.
 pub enum Task {
-    /// Chunks came.
+    /// Chunks have arrived.
     Chunks(ChunksTask),
-    /// Chunks failed.
+    /// A fetch of chunks has failed.
     Failed(Chunks, DeviceError),
     /// The link's state changed.
     Link(Link),
-    /// Calls back.
+    /// Runs a callback.
     Call(Box<dyn FnOnce() + Send>),
 }
 
 /// The sending end of the queue to the threads that call the local side.
 #[derive(Clone)]
 pub struct CompletionQueue {
-    /// As long as what the scheduler admits, like the other.
+    /// Its length is bounded by what the scheduler admits, like the other's.
     front: sync::Sender<Task>,
     back: Arc<Adder>,
 }
@@ -42,7 +42,7 @@ impl CompletionQueue {
         (queue, front, back)
     }
 
-    /// Hands over chunks.
+    /// Queues chunks.
     pub fn chunks(&self, task: ChunksTask, background: bool) {
         match background {
             true => self.back.add(task),
@@ -50,35 +50,35 @@ impl CompletionQueue {
         }
     }
 
-    /// Moves chunks of this run, which may be in the background queue, to the front.
+    /// Moves chunks of this run to the front if they are in the background queue.
     pub fn hurry(&self, run: Chunks) {
         for task in self.back.hurry(run) {
             self.say(Task::Chunks(task));
         }
     }
 
-    /// Chunks will not come.
+    /// Reports that a fetch of chunks has failed.
     pub fn failed(&self, chunks: Chunks, error: DeviceError) {
         self.say(Task::Failed(chunks, error));
     }
 
-    /// The link's state changed.
+    /// Reports that the link's state has changed.
     pub fn link(&self, link: Link) {
         self.say(Task::Link(link));
     }
 
-    /// Calls back.
+    /// Queues a callback.
     pub fn call(&self, what: impl FnOnce() + Send + 'static) {
         self.say(Task::Call(Box::new(what)));
     }
 
     fn say(&self, task: Task) {
-        // The threads end with the last sender, so a receiver is there.
+        // The threads end only with the last sender, so a receiver exists.
         let _ = self.front.send(task);
     }
 }
 
-/// Makes a callback for each of `count` parts; `done` is called once, when all of them were.
+/// Returns a factory of callbacks for `count` parts; `done` is called once, when all have been called.
 pub fn all(count: usize, done: Done) -> impl FnMut() -> Done {
     struct All {
         left: AtomicUsize,

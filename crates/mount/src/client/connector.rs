@@ -1,4 +1,4 @@
-//! The trait by which a mount gets connections to its site.
+//! The trait through which a mount connects to its site.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -12,7 +12,7 @@ pub(crate) struct Connected {
     pub reader: FrameReader,
     /// To the site.
     pub writer: FrameWriter,
-    /// Bytes that cross the socket.
+    /// Byte counters of the socket.
     pub wire: Arc<WireCounters>,
 }
 
@@ -20,16 +20,16 @@ pub(crate) struct Connected {
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct ConnectError {
-    /// Trying again cannot help.
+    /// Whether retrying cannot help.
     pub fatal: bool,
-    /// One line for a person.
+    /// A one-line message for the user.
     pub message: String,
-    /// By which code the site refused the connection, when it was the site that did.
+    /// The code of the site's refusal, if the site refused the connection.
     pub code: Option<Code>,
 }
 
 impl ConnectError {
-    /// The link may come later.
+    /// A failure that a retry may fix.
     pub fn lost(message: impl Into<String>) -> Self {
         Self {
             fatal: false,
@@ -38,7 +38,7 @@ impl ConnectError {
         }
     }
 
-    /// Trying again cannot help.
+    /// A failure that a retry cannot fix.
     pub fn fatal(message: impl Into<String>) -> Self {
         Self {
             fatal: true,
@@ -48,7 +48,7 @@ impl ConnectError {
 }
 
 impl From<NetError> for ConnectError {
-    /// Fatal when the connection says that trying again cannot help.
+    /// Fatal if the network error says that retrying cannot help.
     fn from(error: NetError) -> Self {
         Self {
             fatal: !error.retryable(),
@@ -57,12 +57,12 @@ impl From<NetError> for ConnectError {
     }
 }
 
-/// Makes connections to the site.
+/// Connects to the site.
 pub trait Connector: Send + Sync {
-    /// Connects. Nothing has been sent on it yet.
+    /// Connects. Nothing has been sent on the connection yet.
     fn connect(&self) -> Connecting<'_>;
 }
 
-/// A connection that is being made.
+/// A connection in progress.
 pub type Connecting<'a> =
     Pin<Box<dyn Future<Output = Result<Connection, ConnectError>> + Send + 'a>>;

@@ -1,24 +1,24 @@
-//! Chunks that are asked for in the same flight as the open, before the near side has asked for any: kept until it
-//! does. It takes nothing that it has not asked for.
+//! Chunks requested together with the open, before the local side has requested any: kept until it does, since it
+//! accepts only chunks it has requested.
 
 use std::collections::HashMap;
 
 use drover_device::remote::{Chunks, Fetched};
 
-/// Chunks that are asked for with the open at most...
+/// Maximum chunks requested with the open...
 pub const MAX_EARLY: usize = 8;
 
 /// ...and their bytes; one is always allowed.
 pub const MAX_EARLY_BYTES: u64 = 512 << 10;
 
-/// Chunks that the local side has not asked for: those that came, and none for those that are in flight.
+/// Chunks that the local side has not requested: the contents of those that arrived, none for those in flight.
 #[derive(Debug, Default)]
 pub struct EarlyChunks(HashMap<u64, Option<Fetched>>);
 
-/// The state of a run that the local side wants.
+/// The state of a run that the local side requests.
 #[derive(Debug, Default)]
 pub struct Claimed {
-    /// Chunks that are here.
+    /// Chunks that have arrived.
     pub here: Vec<Fetched>,
     /// Runs that are in flight.
     pub coming: Vec<Chunks>,
@@ -27,12 +27,12 @@ pub struct Claimed {
 }
 
 impl EarlyChunks {
-    /// These chunks are in flight.
+    /// Starts with these chunks in flight.
     pub fn new(chunks: impl IntoIterator<Item = u64>) -> Self {
         Self(chunks.into_iter().map(|index| (index, None)).collect())
     }
 
-    /// Keeps a chunk that came, or gives back one that the near side has asked for.
+    /// Keeps an arriving chunk, or returns it if the local side has requested it.
     pub fn keep(&mut self, chunk: Fetched) -> Option<Fetched> {
         match self.0.get_mut(&chunk.index) {
             Some(kept) => {
@@ -43,7 +43,7 @@ impl EarlyChunks {
         }
     }
 
-    /// The near side asks for a run: what comes of it from now on is handed out.
+    /// The local side requests a run: its chunks are delivered from now on.
     pub fn claim(&mut self, run: Chunks) -> Claimed {
         let mut claimed = Claimed::default();
         if self.0.is_empty() {
@@ -67,14 +67,13 @@ impl EarlyChunks {
         claimed
     }
 
-    /// A run will not come.
+    /// A fetch of a run has failed.
     pub fn forget(&mut self, run: Chunks) {
         self.0
             .retain(|index, _| !(run.first..run.end()).contains(index));
     }
 
-    /// The device is about to change, so chunks that were not claimed may become stale. Returned are the chunks that are
-    /// in flight.
+    /// The device is about to change, so unclaimed chunks may become stale. Returns the chunks in flight.
     pub fn drop_all(&mut self) -> Vec<Chunks> {
         let under_way = self.0.drain().filter(|(_, kept)| kept.is_none());
         under_way.map(|(index, _)| one(index)).collect()

@@ -1,4 +1,4 @@
-//! What the parts of a client share: options, the link's state, the request scheduler and the completion queue.
+//! State shared by the parts of a client: options, the link's state, the request scheduler and the completion queue.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, OnceLock, Weak};
@@ -20,63 +20,63 @@ use super::scheduler::{Job, Scheduler, split};
 use crate::compress::Packer;
 use crate::protocol::{Coding, MAX_READ, Opened, Reply, Request};
 
-/// How long closing may wait for the site's word.
+/// How long closing may wait for the site's confirmation.
 pub const CLOSE_WAIT: Duration = Duration::from_secs(5);
 
-/// Who gets the reply to a request.
+/// The receiver of the reply to a request.
 #[derive(Default)]
 pub enum ReplyTo {
-    /// The [`Local`]: chunks.
+    /// The [`Local`], for chunks.
     #[default]
     Chunks,
-    /// A query for chunks of zeros, with what was found so far.
+    /// A presence query, with the runs found so far.
     Presence(PresenceDone, Pages),
     /// A change: done or failed.
     Done(Done),
-    /// A query for what is staged.
+    /// A query of what is staged.
     Staged(StagedDone),
     /// A blocked thread.
     Direct(std::sync::mpsc::SyncSender<Result<(Reply, Bytes), DeviceError>>),
 }
 
-/// A client's shared state.
+/// The state shared by a client's tasks and threads.
 pub struct Inner {
     pub options: Options,
     pub opened: Opened,
-    /// The site said so when the mount began, and not some time before.
+    /// The site was reached when the mount began, rather than known from earlier.
     pub reached: bool,
     pub started: Instant,
     pub state: Mutex<ClientState>,
     /// The last epoch that the site has confirmed as committed.
     pub committed: AtomicU64,
     pub local: OnceLock<Weak<dyn Local>>,
-    /// Taken alone.
+    /// Locked with no other lock held.
     pub early: Mutex<EarlyChunks>,
     pub completions: CompletionQueue,
-    /// Wire bytes of links that are gone.
+    /// Wire bytes of previous links.
     pub received: AtomicU64,
     pub sent: AtomicU64,
-    /// Wrong digests that came.
+    /// Chunks received with a wrong digest.
     pub wrong: AtomicU64,
     pub closing: AtomicBool,
     /// The site has confirmed that the mount has ended.
     pub released: AtomicBool,
     pub stop: watch::Sender<bool>,
-    /// Cuts the link of this number, as [`ClientState::ups`] counts: something waited too long.
+    /// Cuts the link with this number, as [`ClientState::ups`] counts: a request timed out.
     pub cut: watch::Sender<u64>,
-    /// Set when the local side wants no more unrequested notifications. Held while it is notified.
+    /// Set when the local side wants no more unsolicited notifications. Held while it is notified.
     pub silent: RwLock<bool>,
     pub packer: Mutex<Packer>,
     /// A thread is about to request more background work.
     pub pumping: AtomicBool,
-    /// Something that could be sent has to wait for its time.
+    /// A request is waiting for its pacing time.
     pub paced: Arc<Notify>,
 }
 
 /// The state behind the client's lock.
 pub struct ClientState {
     pub scheduler: Scheduler<ReplyTo>,
-    /// Ways to the writers of the connections.
+    /// Channels to the connections' writers.
     pub connections: Vec<Option<mpsc::UnboundedSender<(Request, Bytes)>>>,
     pub wires: Vec<Arc<WireCounters>>,
     pub link: Link,
@@ -85,7 +85,7 @@ pub struct ClientState {
     pub rate: Rate,
 }
 
-/// Bytes a second, lately.
+/// Recent rate in bytes per second.
 #[derive(Default)]
 pub struct Rate {
     pub at: Duration,
@@ -95,7 +95,7 @@ pub struct Rate {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // So that it sees that there is nothing left to pace.
+        // Wakes the pacing task to see that nothing is left to pace.
         self.paced.notify_one();
     }
 }
@@ -131,12 +131,12 @@ impl Inner {
         self.issue();
     }
 
-    /// Schedules a request, or fails it at once when the link cannot take it.
+    /// Schedules a request, or fails it at once if the link cannot take it.
     pub fn put(&self, job: Job<ReplyTo>) {
         let mut state = self.state.lock();
         let refused = match &state.link {
             Link::Gone(error) => Some((job, error.clone())),
-            // Part of an epoch whose other parts went with an earlier link must not reach a later one.
+            // Part of an epoch whose other parts were lost with an earlier link must not reach a later one.
             Link::Down(why) if !job.survives() => {
                 Some((job, DeviceError::Unavailable(why.clone())))
             }
@@ -155,7 +155,7 @@ impl Inner {
         }
     }
 
-    /// Sends what may be sent.
+    /// Sends the requests that may be sent now.
     pub fn issue(&self) {
         let now = self.now();
         let mut state = self.state.lock();
@@ -169,7 +169,7 @@ impl Inner {
         }
     }
 
-    /// Sends what may be sent, and requests background work while there is room for it.
+    /// Sends the requests that may be sent now, and requests background work while there is room for it.
     pub fn pump(&self) {
         self.issue();
         let Some(local) = self.local.get().and_then(Weak::upgrade) else {
@@ -177,7 +177,7 @@ impl Inner {
         };
         loop {
             let room = self.state.lock().scheduler.room();
-            // Not under the lock: what is asked has locks of its own, and asks back.
+            // Not under the lock: the callee has locks of its own, and calls back.
             let Some(chunks) = room.and_then(|most| local.next(most)) else {
                 return;
             };
@@ -196,7 +196,7 @@ impl Inner {
         }
     }
 
-    /// The local side wants a run: it gets at once what has come early.
+    /// The local side requests a run: early chunks are delivered at once.
     pub fn claim(&self, run: Chunks, local: &Arc<dyn Local>) -> Claimed {
         let mut claimed = self.early.lock().claim(run);
         if !claimed.here.is_empty() {
@@ -206,7 +206,7 @@ impl Inner {
         claimed
     }
 
-    /// Ends the link that is up; the next one is made at once.
+    /// Cuts the current link; reconnection starts at once.
     pub fn cut_link(&self) {
         let state = self.state.lock();
         if matches!(state.link, Link::Up(_)) {
@@ -217,7 +217,7 @@ impl Inner {
     /// Reports that a request failed.
     pub fn fail(&self, job: Job<ReplyTo>, runs: &[Chunks], error: &DeviceError) {
         if matches!(job.request, Request::Commit { .. }) && error.is_transient() {
-            // Whether it counts is only told when a link comes up, and that is what the near side waits for.
+            // Whether it was committed is reported only when a link comes up, which the local side waits for.
             self.cut_link();
         }
         match job.to {
@@ -244,7 +244,7 @@ impl Inner {
         }
     }
 
-    /// Notifies the local side, if there is one yet, of the link's state.
+    /// Notifies the local side, if attached, of the link's state.
     pub fn notify_link(&self, state: &ClientState) {
         if self.local.get().is_some() {
             self.completions.link(state.link.clone());
@@ -268,7 +268,7 @@ impl Inner {
         self.stop.send_replace(true);
     }
 
-    /// Packs what is sent, unless the site is so near that it takes longer than sending it.
+    /// Compresses a body, unless the site is so near that compression takes longer than sending.
     pub fn pack(&self, body: Bytes) -> (Coding, Bytes) {
         let far =
             self.state.lock().scheduler.window().round_trip() > Some(Duration::from_millis(2));
@@ -284,7 +284,7 @@ impl Inner {
 }
 
 impl ClientState {
-    /// Sends credit: what has arrived, and how much may be in flight.
+    /// Sends credit: the bytes received, and how many may be in flight.
     pub fn credit(&mut self, now: Duration) {
         for (connection, credit) in self.scheduler.credits(now) {
             self.send(connection, credit.into(), Bytes::new());
@@ -293,13 +293,13 @@ impl ClientState {
 
     pub fn send(&mut self, connection: usize, request: Request, body: Bytes) {
         if let Some(Some(way)) = self.connections.get(connection) {
-            // A connection that has ended is noticed by its task, which takes back what was asked.
+            // A connection that has ended is noticed by its task, which reclaims its requests.
             let _ = way.send((request, body));
         }
     }
 }
 
-/// A read of a run; its id is filled in when it is sent.
+/// A read of a run; its ID is assigned when it is sent.
 pub fn read(run: Chunks, background: bool) -> Request {
     Request::Read {
         id: 0,

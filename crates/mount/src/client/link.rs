@@ -1,4 +1,4 @@
-//! The link to the site: a task keeps it up, notices when it breaks, and reconnects.
+//! The link to the site: a task keeps it up, detects when it breaks, and reconnects.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -33,7 +33,7 @@ enum LinkEnd {
     Gone(DeviceError),
 }
 
-/// A link that is up: connections that run, and connections that are still being opened.
+/// A link that is up: its running connections, and those still being opened.
 pub struct LiveLink {
     link: u64,
     joining: OpeningConnections,
@@ -41,7 +41,7 @@ pub struct LiveLink {
 }
 
 impl LiveLink {
-    /// The front connection is open: that is the link.
+    /// Starts a link when the front connection is open.
     fn begin(
         inner: &Arc<Inner>,
         link: u64,
@@ -170,7 +170,7 @@ async fn serve(inner: &Arc<Inner>, up: LiveLink) -> LinkEnd {
 }
 
 impl Inner {
-    /// Whether what a connection opened is what was mounted.
+    /// Whether a connection opened the image that was mounted.
     fn same_image(&self, opened: &Opened, first_connection: bool) -> Result<(), DeviceError> {
         let (ours, theirs) = (&self.opened, opened);
         let image = self.options.image.as_str();
@@ -202,7 +202,7 @@ impl Inner {
         }
     }
 
-    /// Gives back what the site granted over another image than the one that was mounted: nothing of this mount can be
+    /// Returns a lease that the site granted on a different image than the mounted one: nothing of this mount can be
     /// pushed there.
     async fn give_back(&self, connection: OpenConnection) {
         if connection.opened.identity.digest == self.opened.identity.digest {
@@ -226,7 +226,7 @@ impl Inner {
         }
     }
 
-    /// A connection is up, on which `asked` was sent with its open.
+    /// A connection is up; the requests `asked` were sent with its open.
     fn connection_up(
         self: &Arc<Self>,
         connection: OpenConnection,
@@ -252,7 +252,8 @@ impl Inner {
         running.spawn(async move { inner.run_connection(connection, requests).await });
     }
 
-    /// Records the reads that were sent with the open. The site answers those outside the device with an error, which is ignored.
+    /// Records the reads that were sent with the open. The site answers those outside the device with an error, which
+    /// is ignored.
     fn note_early_reads(&self, state: &mut ClientState, connection: usize, asked: Vec<Request>) {
         let deadline = self.now() + self.options.give_up;
         let mut early = Vec::new();
@@ -290,7 +291,7 @@ impl Inner {
 
     fn issue_soon(self: &Arc<Self>) {
         let inner = self.clone();
-        // By a thread of ours: it calls the near side.
+        // On one of our threads, because it calls the local side.
         self.completions.call(move || inner.pump());
     }
 

@@ -18,13 +18,13 @@ use crate::protocol::{
     encode_message, kind,
 };
 
-/// The first and the longest pause between attempts to connect.
+/// The initial and the maximum pause between connection attempts.
 pub const PAUSES: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(10));
 
-/// How long the site may take to open a connection.
+/// Timeout for the site to open a connection.
 const OPEN_LIMIT: Duration = Duration::from_secs(30);
 
-/// A connection that the site has opened.
+/// A connection opened by the site.
 pub struct OpenConnection {
     /// Its number.
     pub number: usize,
@@ -32,29 +32,29 @@ pub struct OpenConnection {
     pub kind: ConnectionKind,
     /// Its connection.
     pub connected: Connected,
-    /// What the site said.
+    /// The site's reply.
     pub opened: Opened,
 }
 
-/// Connections that are being opened.
+/// Connections being opened.
 pub type OpeningConnections = JoinSet<Result<OpenConnection, ConnectError>>;
 
-/// The first link, of which the front connection is open and the others are being opened.
+/// The first link, with its front connection open and the others being opened.
 pub struct FirstLink {
-    /// What the site said.
+    /// The site's reply.
     pub opened: Opened,
     /// Its number.
     pub link: u64,
-    /// The connection that is open.
+    /// The front connection.
     pub front: OpenConnection,
-    /// The others.
+    /// The other connections.
     pub others: OpeningConnections,
-    /// What was asked with the front connection's open.
+    /// Requests sent with the front connection's open.
     pub asked: Vec<Request>,
 }
 
-/// The number of the link after `before`: the time, so that it also grows when a program takes up the mount of one
-/// before it.
+/// The number of the link after `before`: the current time, so that it also grows when a new process takes over a
+/// mount.
 pub fn next_link(before: u64) -> u64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let micros = since.map_or(0, |since| since.as_micros());
@@ -70,7 +70,7 @@ pub fn check(opened: &Opened, options: &Options) -> Result<(), String> {
     }
 }
 
-/// Makes the first link.
+/// Establishes the first link.
 pub async fn first(
     connector: &Arc<dyn Connector>,
     options: &Options,
@@ -121,7 +121,7 @@ pub async fn first(
     }
 }
 
-/// Begins to open all connections and returns when the front one is open.
+/// Starts opening all connections and returns when the front one is open.
 pub async fn attempt(
     connector: &Arc<dyn Connector>,
     options: &Options,
@@ -186,7 +186,7 @@ async fn open_connection(
     writer.set_max_frame(MAX_MOUNT_FRAME);
     KEEP_ALIVE.apply(&mut reader, &mut writer);
     let greeted = async {
-        // Everything in one flight: over a WAN each round trip is seen.
+        // All in one flight: on a WAN each round trip is noticeable.
         service::open(&mut writer, open).await?;
         for request in &requests {
             writer.send(kind::REQUEST, request).await?;
@@ -194,8 +194,7 @@ async fn open_connection(
         writer.flush().await?;
         read_hello(&mut reader, Role::Client).await
     };
-    // What greets wrongly, unlike what breaks a link that is up, may be something that stands there only while the site
-    // does not.
+    // Unlike an error on an established link, a wrong greeting may come from something temporarily in the site's place.
     greeted.await.map_err(|e| ConnectError {
         fatal: e.refused(),
         ..ConnectError::lost(e.to_string())

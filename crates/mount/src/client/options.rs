@@ -8,51 +8,51 @@ use drover_store::lease::{Access, Identity, MountId};
 use super::early;
 use crate::protocol::{ConnectionKind, DEFAULT_CHUNK, MAX_CONNECTIONS, Opened, Request};
 
-/// How long a request may take before it fails, also while the link is down.
+/// Timeout of a request, also while the link is down.
 pub const GIVE_UP: Duration = Duration::from_secs(30);
 
-/// How long the site may take to commit an epoch: it syncs all of it, after it has copied the previous one. Its pings show
-/// meanwhile that it is alive.
+/// Timeout of a commit: the site syncs the whole epoch after copying the previous one. Meanwhile its pings show that it
+/// is alive.
 pub const COMMIT_LIMIT: Duration = Duration::from_secs(3600);
 
-/// How long the first connection may take.
+/// Timeout of the first connection.
 pub const FIRST_CONTACT: Duration = Duration::from_secs(20);
 
 /// Options of a mount.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The image, by its name at the site.
+    /// The image's name at the site.
     pub image: ImageName,
-    /// Read-only, or with the right to write.
+    /// Read-only or writable.
     pub access: Access,
-    /// The chunk, in bytes (see [`chunk_is_allowed`](crate::protocol::chunk_is_allowed)).
+    /// Chunk size in bytes (see [`chunk_is_allowed`](crate::protocol::chunk_is_allowed)).
     pub chunk: u32,
-    /// The mount's name for itself: the same as before to take up a lease and a cache.
+    /// The mount's ID: the same as before in order to resume a lease and a cache.
     pub mount: MountId,
-    /// The state that the cache is of, if there is one.
+    /// The image state that the cache belongs to, if there is one.
     pub expected: Option<Identity>,
-    /// Who mounts, for people at the site.
+    /// A note identifying the mounting party, shown at the site.
     pub note: String,
-    /// Connections for background reads beside the one for foreground ones, at most 7.
+    /// Connections for background reads in addition to the front one, at most 7.
     pub back_connections: usize,
-    /// Background bytes in flight; found out when not given.
+    /// Limit of background bytes in flight; determined automatically if not given.
     pub window: Option<u64>,
-    /// How long a request may take before it fails.
+    /// Timeout of a request.
     pub give_up: Duration,
-    /// How long a commit may take before the link is made anew, to learn what became of it; no less than other requests.
+    /// Timeout of a commit, after which the link is re-established to learn its outcome; at least that of other
+    /// requests.
     pub commit_limit: Duration,
-    /// How long the first connection may take.
+    /// Timeout of the first connection.
     pub first_contact: Duration,
-    /// Chunks to ask for in the same flight as the first open, the most urgent first, so that they are here a round trip
-    /// sooner: at most 8, and 512 KiB of them; kept until they are asked for, or something is pushed. For a mount
-    /// whose cache is empty.
+    /// Chunks to request together with the first open, most urgent first, which saves a round trip: at most 8, and 512
+    /// KiB in total; kept until they are requested, or something is pushed. For a mount with an empty cache.
     pub wanted: Vec<u64>,
-    /// The site's reply of an earlier mount: with it, the mount can start while the site is not reachable.
+    /// The site's reply to an earlier mount: with it, the mount can start while the site is unreachable.
     pub known: Option<Opened>,
 }
 
 impl Options {
-    /// The usual way to mount `image`.
+    /// The default options for `image`.
     #[must_use]
     pub fn new(image: ImageName, access: Access) -> Self {
         Self {
@@ -80,7 +80,7 @@ impl Options {
         }
     }
 
-    /// What is asked for with the open: the first is waited for.
+    /// The requests sent with the open; the first is a foreground one.
     pub(super) fn early(&self) -> Vec<Request> {
         let most = (early::MAX_EARLY_BYTES / u64::from(self.chunk.max(1))).max(1) as usize;
         let wanted = self.wanted.iter().take(most.min(early::MAX_EARLY));
@@ -93,7 +93,7 @@ impl Options {
         requests.collect()
     }
 
-    /// The connections that are opened.
+    /// The connections to open.
     pub(super) fn connections(&self) -> Vec<ConnectionKind> {
         let mut connections = vec![ConnectionKind::Front];
         connections.extend(std::iter::repeat_n(

@@ -1,24 +1,24 @@
-//! Which chunks a site says are zero, page by page, and no more of it than was asked for.
+//! The chunks that a site reports as zero, collected page by page and bounded by what was requested.
 
 use drover_device::remote::Chunks;
 
-/// Runs that are kept of one question, at most: 1 MiB of them. What more is zero is found out when it is read.
+/// Maximum runs kept per query: 1 MiB of them. Further zeros are discovered when read.
 pub const MAX_FOUND: usize = 1 << 16;
 
-/// Pages of a reply at most: one that keeps to the rules fits, one that crawls ends.
+/// Maximum pages of a reply: enough for a well-behaved site, and it ends one that makes no progress.
 pub const MAX_PAGES: u32 = 1 << 10;
 
-/// What was found so far.
+/// The result collected so far.
 #[derive(Debug)]
 pub struct Pages {
-    /// What is still to be looked at.
+    /// The part still to be examined.
     rest: Chunks,
     found: Vec<Chunks>,
     pages: u32,
 }
 
 impl Pages {
-    /// Nothing yet, of a run.
+    /// An empty result for a run.
     pub fn of(asked: Chunks) -> Self {
         Self {
             rest: asked,
@@ -27,9 +27,8 @@ impl Pages {
         }
     }
 
-    /// Takes a page: runs `(first, count)`, and the chunk after the last that was looked at. What is left to be asked,
-    /// if anything is. What is not in
-    /// order, or not in what was asked for and looked at, and all behind it is not believed.
+    /// Adds a page: runs `(first, count)`, and the chunk after the last one examined. Returns the part left to query,
+    /// if any. From the first run on that is out of order, or outside the examined part of the query, runs are ignored.
     pub fn page(&mut self, runs: &[(u64, u32)], end: u64) -> Option<Chunks> {
         let asked = self.rest;
         let most = asked.end().min(end);
@@ -43,7 +42,7 @@ impl Pages {
             let count = (to - first) as u32;
             let full = self.found.len() >= MAX_FOUND;
             match self.found.last_mut() {
-                // Runs that touch are one: then there are at most half as many as chunks were asked for.
+                // Adjacent runs are merged: so there are at most half as many as chunks were requested.
                 Some(last) if last.end() == first && last.count.checked_add(count).is_some() => {
                     last.count += count;
                 }
@@ -62,7 +61,7 @@ impl Pages {
         Some(self.rest)
     }
 
-    /// Runs of zeros, in order.
+    /// The runs of zero chunks, in order.
     pub fn found(self) -> Vec<Chunks> {
         self.found
     }

@@ -1,4 +1,4 @@
-//! Replies of the site: checked, and passed to those who made the requests.
+//! Replies of the site: validated, and passed to the requesters.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -41,7 +41,7 @@ impl Inner {
                 echo,
                 last,
             };
-            // Looked at before it is believed. What waits to be verified weighs no more than what was asked for.
+            // Validated before use. Replies waiting for verification take no more memory than what was requested.
             let shape = self.opened.shape();
             let (_, length) = pieces(shape, first, count, &zeros)?;
             if message.body.len() > length {
@@ -64,10 +64,10 @@ impl Inner {
                     body: message.body,
                     again: taken.again,
                 };
-                // Under the lock, so that who wants them from now on finds them.
+                // Under the lock, so that a later requester finds them.
                 self.completions.chunks(task, background);
             }
-            // The threads may be behind with their disk: the link has room nevertheless.
+            // The threads may be held up by their disk while the link has room.
             let room = state.scheduler.room().is_some();
             drop(state);
             if room && !self.pumping.swap(true, Ordering::AcqRel) {
@@ -92,7 +92,7 @@ impl Inner {
         }
         if let Reply::Error { id: 0, refusal } = message.head {
             if !refusal.retry {
-                // Said about the connection: nothing of the mount will be served any more.
+                // Concerns the whole connection: the mount will not be served any more.
                 let error = device_error(refusal.tidy(), 0, 0, self.opened.size);
                 self.end(error);
                 return Ok(());
@@ -123,7 +123,7 @@ impl Inner {
             return;
         }
         if let Reply::Error { refusal, .. } = head {
-            // Its text as short as if this side had written it.
+            // With its text truncated to the length that this side would write.
             let refusal = refusal.tidy();
             let (offset, length) = range(&job.request, self.opened.chunk);
             let error = device_error(refusal, offset, length, self.opened.size);
@@ -179,7 +179,7 @@ impl Inner {
         }
     }
 
-    /// A page of what is zero: asks for the next, or tells.
+    /// A page of a presence reply: requests the next, or completes the query.
     fn presence_page(
         self: &Arc<Self>,
         done: PresenceDone,
@@ -200,7 +200,8 @@ impl Inner {
     }
 }
 
-/// The longest body that the reply to a request may have: packed it is shorter. ([`Request::Read`] is looked at apart.)
+/// The longest body allowed in the reply to a request: compressed it is shorter. ([`Request::Read`] is checked
+/// separately.)
 fn most_body(request: &Request) -> usize {
     match request {
         Request::DirectRead { length, .. } => *length as usize,
@@ -208,7 +209,7 @@ fn most_body(request: &Request) -> usize {
     }
 }
 
-/// Whether runs of a reply are what they should be: in order, apart, up to `end`, inside the device.
+/// Whether the runs of a reply are valid: in order, disjoint, up to `end`, inside the device.
 fn are_runs(runs: &[(u64, u64)], end: u64, size: u64) -> bool {
     let mut at = 0;
     runs.len() <= MAX_RUNS
@@ -220,7 +221,7 @@ fn are_runs(runs: &[(u64, u64)], end: u64, size: u64) -> bool {
         })
 }
 
-/// The bytes that a request is about.
+/// The byte range of a request.
 fn range(request: &Request, chunk: u32) -> (u64, u64) {
     match *request {
         Request::Read { first, count, .. } => (

@@ -1,5 +1,5 @@
-//! The request scheduler of a mount: which request goes next, on which connection, and which are in flight. No I/O and
-//! no clock: the driver passes times in and sends what it returns.
+//! The request scheduler of a mount: decides which request goes next, on which connection, and tracks those in flight.
+//! No I/O and no clock: the caller passes times in and sends what is returned.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -29,22 +29,22 @@ use runs::{bytes, cut_out, has_come};
 const _: () = assert!(MAX_UNANSWERED < MAX_ASKED_BYTES as u64);
 const _: () = assert!(MAX_PART <= MAX_DIRECT as usize);
 
-/// Requests that wait to be sent at most.
+/// Maximum requests queued.
 pub const MAX_WAITING: usize = 1 << 16;
 
 /// The shortest background request, in bytes of chunks.
 const MIN_REQUEST: u64 = 16 << 10;
 
-/// A background request should take the link about this long.
+/// Target transfer time of a background request, in seconds.
 const REQUEST_SECONDS: f64 = 0.001;
 
-/// A request that ended, and the runs of a read that have not come.
+/// A request that ended, and the runs of a read that have not arrived.
 pub type EndedJob<T> = (Job<T>, Vec<Chunks>);
 
-/// Chunks of a reply, as far as the scheduler knows them.
+/// The scheduler's view of the chunks of a reply.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Taken {
-    /// They have brought a wrong digest before.
+    /// They have arrived with a wrong digest before.
     pub again: bool,
 }
 
@@ -52,12 +52,12 @@ pub struct Taken {
 struct InFlight<T> {
     job: Job<T>,
     connection: usize,
-    /// Chunks of a read that have come.
+    /// Bitmap of the read's chunks that have arrived.
     come: [u64; 4],
     left: u32,
-    /// What was known when it was sent; none for what was sent before the link was up.
+    /// The link's state when it was sent; none if it was sent before the link was up.
     mark: Option<Mark>,
-    /// Of a request with a body: the bodies of its connection up to it.
+    /// For a request with a body: total body bytes of its connection up to and including it.
     pushed: Option<u64>,
 }
 
@@ -70,23 +70,24 @@ pub struct Scheduler<T> {
     back: VecDeque<Job<T>>,
     in_flight: HashMap<u64, InFlight<T>>,
     group: Group<ConnectionKind>,
-    /// Bytes of chunks that background requests have outstanding, sent or not.
+    /// Bytes of chunks of outstanding background requests, sent or not.
     ahead: u64,
-    /// Bytes of chunks that foreground requests have outstanding.
+    /// Bytes of chunks of outstanding foreground requests.
     waited: u64,
-    /// How much of that there should be.
+    /// How much background work to have outstanding.
     plan: ReadAhead,
-    /// Bytes of chunks that came.
+    /// Bytes of chunks that arrived.
     came: u64,
-    /// Runs that came and are being verified: not asked for, and not to be asked for. Of each, whether it was background
-    /// work.
+    /// Runs that arrived and are being verified: neither in flight nor to be requested. For each, whether it was
+    /// background work.
     verifying: VecDeque<(Chunks, bool)>,
-    /// Bytes of those that were.
+    /// Total bytes of those runs.
     unverified: u64,
 }
 
 impl<T> Scheduler<T> {
-    /// A scheduler without requests, for a device of this shape; `window` in bytes of the link, or found out.
+    /// A scheduler without requests, for a device of this shape; `window` in bytes on the link, or determined
+    /// automatically.
     pub fn new(shape: Shape, window: Option<u64>) -> Self {
         let limits = Limits {
             connections: MAX_CONNECTIONS,
@@ -108,35 +109,35 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// What the window is now.
+    /// The current window.
     pub fn window(&self) -> &Window {
         self.group.window()
     }
 
-    /// Bytes of what is pushed that may be in flight.
+    /// Limit of pushed bytes in flight.
     pub fn push_window(&self) -> u64 {
         self.group.sending().window()
     }
 
-    /// Into how long parts what is pushed is to be cut.
+    /// The length of the parts into which pushes are split.
     pub fn push_part(&self) -> usize {
         self.group.sending().part()
     }
 
-    /// Bytes of chunks that were asked for and have not come.
+    /// Requested bytes of chunks that have not arrived.
     pub fn in_flight(&self) -> u64 {
         self.ahead + self.waited
     }
 
-    /// Bytes of chunks that came.
+    /// Bytes of chunks that arrived.
     pub fn came(&self) -> u64 {
         self.came
     }
 
-    /// Takes a request.
+    /// Queues a request.
     ///
     /// # Errors
-    /// The job itself when too many wait.
+    /// The job itself when the queue is full.
     pub fn enqueue(&mut self, job: Job<T>) -> Result<(), Job<T>> {
         if self.front.len() + self.back.len() >= MAX_WAITING {
             return Err(job);
@@ -161,8 +162,8 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// Turns background reads of these chunks into foreground ones. Returned are the [`Request::Hurry`] to send, each with its
-    /// connection, and the runs that no request covers yet.
+    /// Turns background reads of these chunks into foreground ones. Returns the [`Request::Hurry`] to send, each with
+    /// its connection, and the runs not covered by any request.
     pub fn hurry(
         &mut self,
         chunks: Chunks,
@@ -173,7 +174,7 @@ impl<T> Scheduler<T> {
         for (run, _) in &self.verifying {
             cut_out(&mut missing, Some(*run), |_| true);
         }
-        // Foreground requests stay as they are, with the neighbours that were hurried along.
+        // Foreground requests stay as they are, including neighbouring chunks promoted with them.
         if self.waited > 0 {
             for job in &self.front {
                 cut_out(&mut missing, job.chunks(), |_| true);
@@ -237,14 +238,14 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// How many bytes of chunks to ask for in the background now, if any.
+    /// How many bytes of chunks to request in the background now, if any.
     pub fn room(&self) -> Option<u64> {
         if self.group.roles().next().is_none() || !self.back.is_empty() {
             return None;
         }
         let window = self.group.window();
         let rate = window.rate();
-        // What the disk here is behind with takes of what may be asked for at once, but not before that is much.
+        // Chunks awaiting verification reduce what may be requested, but only once they exceed a threshold.
         let most = self.plan.most(window.size(), rate);
         if self.ahead >= most || self.ahead + self.unverified >= MAX_AHEAD {
             return None;
@@ -253,7 +254,7 @@ impl<T> Scheduler<T> {
         Some(request.clamp(MIN_REQUEST, u64::from(MAX_READ)))
     }
 
-    /// The next request to send, and on which connection.
+    /// The next request to send, and its connection.
     pub fn select(&mut self, now: Duration) -> Option<(usize, Request, Bytes)> {
         let job = match self
             .front
@@ -276,7 +277,7 @@ impl<T> Scheduler<T> {
         Some((connection, request, body))
     }
 
-    /// When to select again, though nothing may have happened by then.
+    /// When to call `select` again even if nothing happens before.
     pub fn select_at(&self) -> Option<Duration> {
         let body = self.front.iter().find(|job| !job.body.is_empty())?;
         let sending = self.group.sending();
@@ -284,7 +285,7 @@ impl<T> Scheduler<T> {
         allowed.then(|| sending.ready_at())
     }
 
-    /// A request has been sent with the open of its connection, which is up now. It says nothing about the link's round trip.
+    /// A request was sent with the open of its connection, which is up now. It yields no round-trip sample.
     pub fn sent_with_open(&mut self, connection: usize, id: u64, job: Job<T>) {
         if let Some(chunks) = job.chunks() {
             let bytes = bytes(self.shape, chunks.count);
@@ -293,12 +294,12 @@ impl<T> Scheduler<T> {
         self.sent(connection, id, job, None);
     }
 
-    /// Ids up to this one are taken.
+    /// IDs up to this one are taken.
     pub fn used(&mut self, id: u64) {
         self.next_id = self.next_id.max(id + 1);
     }
 
-    /// Records what has been sent; `None` for a connection that is not up.
+    /// Records a sent request; `None` for a connection that is not up.
     fn sent(&mut self, connection: usize, id: u64, job: Job<T>, mark: Option<Mark>) -> Option<()> {
         self.used(id);
         if !self.group.request(connection, job.weight(self.shape)) {
@@ -330,7 +331,7 @@ impl<T> Scheduler<T> {
         Some(())
     }
 
-    /// The connection that a request may go on now.
+    /// The connection that a request may use now.
     fn connection_for(&self, job: &Job<T>, now: Duration) -> Option<usize> {
         let sending = self.group.sending();
         if !job.body.is_empty()
@@ -350,15 +351,15 @@ impl<T> Scheduler<T> {
         })
     }
 
-    /// Bytes of a reply came on a connection.
+    /// Bytes of a reply arrived on a connection.
     pub fn received(&mut self, connection: usize, bytes: u64) {
         self.group.received(connection, bytes);
     }
 
-    /// The site has had so many bytes of bodies on a connection, the last at `at` microseconds of its clock.
+    /// The site has received this many body bytes on a connection, the last at `at` microseconds of its clock.
     ///
     /// # Errors
-    /// [`Code::Protocol`] for more than was sent.
+    /// [`Code::Protocol`] if that is more than was sent.
     pub fn arrived(
         &mut self,
         connection: usize,
@@ -375,17 +376,17 @@ impl<T> Scheduler<T> {
         self.group.credits(now)
     }
 
-    /// Whether the request `id` is a background one.
+    /// Whether request `id` is a background one.
     pub fn is_background(&self, id: u64) -> bool {
         self.in_flight
             .get(&id)
             .is_some_and(|asked| asked.job.is_background())
     }
 
-    /// Chunks came, for the request `id`.
+    /// Chunks arrived for request `id`.
     ///
     /// # Errors
-    /// [`Code::Protocol`] for what was not asked for, or came before.
+    /// [`Code::Protocol`] for chunks that were not requested, or arrived before.
     pub fn chunks(
         &mut self,
         connection: usize,
@@ -450,7 +451,7 @@ impl<T> Scheduler<T> {
         Ok(Some(taken))
     }
 
-    /// A run that came was verified and is handed out, or asked for again.
+    /// A run was verified, and is delivered or requested again.
     pub fn verified(&mut self, run: Chunks) {
         let at = self.verifying.iter().position(|(other, _)| *other == run);
         if let Some((run, true)) = at.and_then(|at| self.verifying.remove(at)) {
@@ -458,7 +459,7 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// A reply without a request: to one that was given up, or an invented id.
+    /// A reply without a request: to an abandoned one, or with an invented ID.
     fn stray<R>(&self, id: u64) -> Result<Option<R>, Refusal> {
         if id == 0 || id >= self.next_id {
             return Err(Refusal::new(
@@ -469,10 +470,10 @@ impl<T> Scheduler<T> {
         Ok(None)
     }
 
-    /// The request that a reply ends, with what of a read has come; none for one that was given up.
+    /// The request completed by a reply, with the chunks of a read that arrived; none for an abandoned one.
     ///
     /// # Errors
-    /// [`Code::Protocol`] for a reply to nothing.
+    /// [`Code::Protocol`] for a reply to no request.
     pub fn end(
         &mut self,
         connection: usize,
@@ -495,7 +496,7 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// Takes a request out of the counts of its connection.
+    /// Removes a request from the counts of its connection.
     fn remove(&mut self, id: u64) -> Option<InFlight<T>> {
         let asked = self.in_flight.remove(&id)?;
         if asked.pushed.is_some() {
@@ -506,7 +507,7 @@ impl<T> Scheduler<T> {
         Some(asked)
     }
 
-    /// A connection is open. Returned is what the site is told before anything came.
+    /// A connection is open. Returns the initial credit to send to the site.
     pub fn connection_up(&mut self, connection: usize, kind: ConnectionKind) -> Credit {
         self.group.open(connection, kind)
     }

@@ -1,5 +1,5 @@
-//! The threads that verify chunks and hand them to the local side. They may block on its disk; threads of the runtime must
-//! not.
+//! The threads that verify chunks and deliver them to the local side. They may block on its disk, unlike threads of the
+//! runtime.
 
 use std::io;
 use std::sync::{Arc, Weak, mpsc as sync};
@@ -19,7 +19,7 @@ use crate::protocol::{Coding, pieces};
 /// Threads for background chunks.
 const BACK_THREADS: usize = 2;
 
-/// The threads' ends of the queues.
+/// The receiving ends of the threads' queues.
 pub struct Workers {
     completions: CompletionQueue,
     front: sync::Receiver<Task>,
@@ -28,7 +28,7 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// Makes what the threads need.
+    /// Creates the resources of the threads.
     pub fn new() -> io::Result<Self> {
         let (completions, front, back) = CompletionQueue::new();
         let unpackers = (0..=BACK_THREADS).map(|_| Unpacker::new());
@@ -40,12 +40,12 @@ impl Workers {
         })
     }
 
-    /// The way to them.
+    /// The queue that feeds them.
     pub fn completions(&self) -> CompletionQueue {
         self.completions.clone()
     }
 
-    /// Starts them; they end when the last sender of the completion queue is dropped.
+    /// Starts the threads; they end when the last sender of the completion queue is dropped.
     pub fn run(self, inner: &Arc<Inner>) -> io::Result<()> {
         let mut unpackers = self.unpackers.into_iter();
         let front = self.front;
@@ -71,7 +71,7 @@ impl Workers {
 }
 
 fn handle(inner: &Weak<Inner>, task: Task, unpacker: &mut Unpacker) {
-    // Calls are answered also when the client is gone.
+    // Callbacks run even when the client is gone.
     if let Task::Call(call) = task {
         call();
         return;
@@ -80,7 +80,7 @@ fn handle(inner: &Weak<Inner>, task: Task, unpacker: &mut Unpacker) {
         return;
     };
     let silent = inner.silent.read();
-    // A request that came after the end is still answered.
+    // A request made after the end still gets a reply.
     if *silent && !matches!(task, Task::Failed(..)) {
         return;
     }
@@ -105,13 +105,13 @@ fn handle(inner: &Weak<Inner>, task: Task, unpacker: &mut Unpacker) {
 }
 
 impl Inner {
-    /// The near side. There is none yet when what was asked for with the open comes: that is kept, and it may be there
-    /// when what comes was looked up among the early ones, so it is looked for after that.
+    /// The local side. It may not be attached yet when early chunks arrive: those are kept; and it may attach while
+    /// they are looked up among the early chunks, so this is called after that.
     fn near(&self) -> Option<Arc<dyn Local>> {
         self.local.get().and_then(Weak::upgrade)
     }
 
-    /// Hands out the chunks that are what the site claims; those that are not are asked for once more.
+    /// Delivers the chunks that match their digests; the others are requested once more.
     fn verify(self: &Arc<Self>, task: &ChunksTask, unpacker: &mut Unpacker) {
         let shape = self.opened.shape();
         let unpacked = pieces(shape, task.first, task.count, &task.zeros)
@@ -154,7 +154,7 @@ impl Inner {
             let mut early = self.early.lock();
             good = good.into_iter().filter_map(|g| early.keep(g)).collect();
         }
-        // First: from the moment at which they are handed out they may be asked for again.
+        // Done first: as soon as they are delivered they may be requested again.
         self.state.lock().scheduler.verified(Chunks {
             first: task.first,
             count: task.count,
@@ -187,7 +187,7 @@ impl Inner {
         }
         warn!(%image, chunk = index, "a chunk with the wrong digest; asking for it once more");
         self.put(Job {
-            // A read of it meanwhile joins this request.
+            // A concurrent read of it joins this request.
             request: read(run, false),
             body: Bytes::new(),
             deadline: self.now() + self.options.give_up,

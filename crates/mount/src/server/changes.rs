@@ -1,4 +1,4 @@
-//! What mounts wrote over images: listed, dropped, and claimed to become part of the image.
+//! Overlays of mounts over images: listed, dropped, and claimed in order to become part of the image.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -16,41 +16,41 @@ use super::image::Image;
 use super::overlays::discard;
 use crate::MountError;
 
-/// How long a mount that was refused may take to let go of an image.
+/// How long refused mounts may take to release an image.
 const LET_GO: Duration = Duration::from_secs(10);
 
-/// The longest read of a device that content is made of.
+/// The longest read of a device when new content is built from it.
 const LONGEST: usize = 1 << 20;
 
-/// What mounts wrote over an image.
+/// The overlay of an image: what mounts wrote.
 #[derive(Clone, Debug)]
 pub struct Changes {
     /// The image.
     pub image: String,
-    /// Where it is.
+    /// The overlay's directory.
     pub directory: PathBuf,
-    /// It was written over an earlier image of that name, and set aside.
+    /// It belongs to an earlier image of that name, and was set aside.
     pub earlier: bool,
-    /// The digest of the image that it was written over, if that can be read.
+    /// The digest of its base image, if that can be read.
     pub base: Option<Digest>,
-    /// Bytes of the disk that are not the image's any more.
+    /// Bytes of the disk that differ from the image.
     pub changed: u64,
-    /// Bytes that it takes.
+    /// Disk space used, in bytes.
     pub room: u64,
-    /// When something was written last, in seconds since 1970.
+    /// Time of the last write, in seconds since 1970.
     pub written_unix: Option<i64>,
-    /// Who had the right to write last.
+    /// The last writer.
     pub writer: Option<Holder>,
-    /// Who has it now.
+    /// The current holder of the writer's lease.
     pub holder: Option<Holder>,
-    /// What of it cannot be read.
+    /// Why it cannot be read completely.
     pub problem: Option<String>,
 }
 
-/// What was written over all images of a site's state (see [`super::Config::state`]), by name. Blocks on the disk.
+/// The overlays of all images in a site's state (see [`super::Config::state`]), by name. Blocks on the disk.
 ///
 /// # Errors
-/// [`MountError::StateFile`] when the directory cannot be read. One that is damaged is listed with its problem.
+/// [`MountError::StateFile`] when the directory cannot be read. A damaged overlay is listed with its problem.
 pub fn changes_on_disk(state: &Path) -> Result<Vec<Changes>, MountError> {
     let overlays = state.join("overlays");
     let entries = match std::fs::read_dir(&overlays) {
@@ -76,7 +76,7 @@ pub fn changes_on_disk(state: &Path) -> Result<Vec<Changes>, MountError> {
     Ok(out)
 }
 
-/// What was written over one image; none when nothing was. Blocks on the disk.
+/// The overlay of one image; none if there is none. Blocks on the disk.
 #[must_use]
 pub fn changes_of(state: &Path, name: &ImageName) -> Option<Changes> {
     let directory = state.join("overlays").join(name.as_str());
@@ -84,7 +84,7 @@ pub fn changes_of(state: &Path, name: &ImageName) -> Option<Changes> {
     (found.changed > 0 || found.problem.is_some()).then_some(found)
 }
 
-/// The image whose changes were set aside under this name.
+/// The image whose overlay was set aside under this name.
 fn earlier_name(name: &str) -> Option<&str> {
     let (image, when) = name.strip_prefix('.')?.rsplit_once('-')?;
     let number = !when.is_empty() && when.bytes().all(|b| b.is_ascii_digit());
@@ -129,7 +129,7 @@ fn summary(directory: &Path) -> Result<Option<overlay::Summary>, String> {
     overlay::summary(&open).map_err(|e| e.to_string())
 }
 
-/// Bytes that the files of a directory take.
+/// Disk space used by the files of a directory, in bytes.
 fn room(directory: &Path) -> u64 {
     use std::os::unix::fs::MetadataExt;
     let Ok(entries) = std::fs::read_dir(directory) else {
@@ -142,7 +142,7 @@ fn room(directory: &Path) -> u64 {
         .sum()
 }
 
-/// When the data was written last.
+/// Time of the last write to the data.
 fn written(directory: &Path) -> Option<i64> {
     let when = std::fs::metadata(directory.join("data"))
         .ok()?
@@ -153,13 +153,13 @@ fn written(directory: &Path) -> Option<i64> {
 }
 
 impl Server {
-    /// Drops what mounts wrote over an image: it is again as it was delivered. The bytes of the disk that this changes;
-    /// none when there was nothing. Blocks on the disk.
+    /// Drops the overlay of an image, reverting it to its original contents. Returns the bytes of the disk affected;
+    /// none if there was no overlay. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::Refused`]: it is mounted or leased; or a disk fails.
+    /// [`MountError::Refused`]: the image is mounted or leased; or a disk error.
     pub fn drop_changes(&self, name: &ImageName) -> Result<Option<u64>, MountError> {
-        // Keeps it from being opened meanwhile.
+        // Prevents it from being opened meanwhile.
         let image_lock = self.image_lock(name);
         let _opening = image_lock.lock();
         self.let_go(name)?;
@@ -177,8 +177,8 @@ impl Server {
         Ok(changed)
     }
 
-    /// Removes what mounts wrote over earlier images of a name, which was set aside when they were replaced. How many
-    /// there were. Blocks on the disk.
+    /// Removes the overlays of earlier images of a name, which were set aside when those were replaced. Returns how
+    /// many there were. Blocks on the disk.
     ///
     /// # Errors
     /// [`MountError::StateFile`] when one cannot be removed.
@@ -205,7 +205,7 @@ impl Server {
         discard(&self.overlay_of(name), leases).map_err(MountError::Refused)
     }
 
-    /// Closes an image that is open but unused, or says who uses it. The caller holds its [`Self::image_lock`].
+    /// Closes an image that is open but unused, or reports who uses it. The caller holds its [`Self::image_lock`].
     fn let_go(&self, name: &ImageName) -> Result<(), MountError> {
         let mut since = None;
         loop {
@@ -226,13 +226,13 @@ impl Server {
             };
             image.check_free(self.started.elapsed())?;
             let since = *since.get_or_insert_with(|| {
-                // A thread has it that copies what its last writer committed, as long as that takes.
+                // A thread that copies the last writer's commit may hold it for the duration of the copy.
                 image.settle();
                 Instant::now()
             });
             let closed = {
                 let mut state = self.state.lock();
-                // This one, and the server's: references are handed out under this lock only.
+                // This reference and the server's: references are cloned under this lock only.
                 let ours = Arc::strong_count(&image) == 2;
                 ours.then(|| state.open.remove(name)).flatten()
             };
@@ -248,7 +248,7 @@ impl Server {
         }
     }
 
-    /// A view of an image as mounts see it; does not keep mounts out. Blocks on the disk.
+    /// A view of an image as mounts see it; does not lock mounts out. Blocks on the disk.
     ///
     /// # Errors
     /// [`MountError::Refused`]: it cannot be opened.
@@ -257,8 +257,8 @@ impl Server {
         Ok(View { image })
     }
 
-    /// Keeps mounts away from an image until the claim ends. It outlives this process: [`Server::end_claim`] is for one
-    /// that a crash has left. Blocks on the disk.
+    /// Locks mounts out of an image until the claim ends. It survives this process: [`Server::end_claim`] ends one left
+    /// by a crash. Blocks on the disk.
     ///
     /// # Errors
     /// [`MountError::Refused`]: it is mounted or leased, or cannot be opened.
@@ -307,11 +307,11 @@ impl Server {
         })
     }
 
-    /// Ends a claim that is written down: with `discard` what mounts wrote is dropped, as it is part of the image now.
-    /// False when it is not that claim any more that keeps mounts away; then nothing is done. Blocks on the disk.
+    /// Ends a recorded claim: with `discard` the overlay is dropped, as it is part of the image now. Returns false, and
+    /// does nothing, if that claim no longer holds. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::Refused`]: a disk fails, or the image is still in use; the claim is then still there.
+    /// [`MountError::Refused`]: a disk error, or the image is still in use; the claim continues then.
     pub fn end_claim(
         &self,
         name: &ImageName,
@@ -340,7 +340,7 @@ impl Server {
         Ok(true)
     }
 
-    /// Does `what` while the claim holds and cannot be broken; `None` when it does not hold any more. Blocks on the disk.
+    /// Calls `what` while the claim holds and cannot be broken; `None` if it no longer holds. Blocks on the disk.
     ///
     /// # Errors
     /// [`MountError::Refused`]: the lease cannot be read.
@@ -350,7 +350,7 @@ impl Server {
         key: (PeerKey, MountId),
         what: impl FnOnce() -> T,
     ) -> Result<Option<T>, MountError> {
-        // Keeps it from being opened and the lease from being broken meanwhile.
+        // Prevents it from being opened and the lease from being broken meanwhile.
         let image_lock = self.image_lock(name);
         let _opening = image_lock.lock();
         let open = self.state.lock().open.get(name).cloned();
@@ -362,11 +362,11 @@ impl Server {
         Ok(leases.is_held_by(key.0, key.1).then(what))
     }
 
-    /// Closes an image that a claim keeps mounts away from: mounts that still use it are being refused.
+    /// Closes a claimed image: mounts that still use it are being refused.
     fn close_claimed(&self, name: &ImageName) -> Result<(), MountError> {
         let open = self.state.lock().open.get(name).cloned();
         if let Some(image) = open {
-            // A thread may have it that copies what its last writer committed.
+            // A thread that copies the last writer's commit may hold it.
             image.settle();
         }
         let since = Instant::now();
@@ -391,29 +391,29 @@ impl Server {
     }
 }
 
-/// An image with what was written over it, to be read.
+/// A readable view of an image with its overlay.
 #[derive(Clone)]
 pub struct View {
     image: Arc<Image>,
 }
 
 impl View {
-    /// The digest of the image without what was written.
+    /// The digest of the image without its overlay.
     #[must_use]
     pub fn base(&self) -> Digest {
         self.image.digest()
     }
 
-    /// What of a range is not the image's, in order: bytes, and whether they are zeros.
+    /// The parts of a range that differ from the image, in order: bytes, and whether they are zeros.
     #[must_use]
     pub fn changes_in(&self, range: Range<u64>) -> Vec<(Range<u64>, bool)> {
         self.image.changes_in(range)
     }
 
-    /// Where there is data, from `offset` on: as [`drover_core::BlockDevice::extents`].
+    /// The extents from `offset` on: as [`drover_core::BlockDevice::extents`].
     ///
     /// # Errors
-    /// What the disk reports.
+    /// Errors of the disk.
     pub fn extents(&self, offset: u64, length: u64) -> std::io::Result<Vec<Extent>> {
         let found = self.image.device().extents(offset, length);
         found.map_err(std::io::Error::other)
@@ -437,7 +437,7 @@ impl ReadAt for View {
     }
 }
 
-/// Keeps mounts away from an image. Dropped, it lets them in again.
+/// Locks mounts out of an image until dropped.
 pub struct Claim {
     server: Arc<Server>,
     view: View,
@@ -452,16 +452,16 @@ impl Claim {
         &self.view
     }
 
-    /// Does `what` while the claim cannot be broken; `None` when it has been.
+    /// Calls `what` while the claim cannot be broken; `None` if it has been.
     pub fn while_held<T>(&self, what: impl FnOnce() -> T) -> Option<T> {
         self.view.image.while_held(self.key.0, self.key.1, what)
     }
 
-    /// Ends the claim for good: with `discard` what mounts wrote is dropped, as it is part of the image now. Views of it
-    /// must be gone.
+    /// Ends the claim permanently: with `discard` the overlay is dropped, as it is part of the image now. Views of it
+    /// must have been dropped.
     ///
     /// # Errors
-    /// As [`Server::end_claim`]'s: the claim is then still written down.
+    /// As [`Server::end_claim`]'s: the claim remains recorded then.
     pub fn end(self, discard: bool) -> Result<bool, MountError> {
         let (server, name, key) = (
             Arc::clone(&self.server),
@@ -474,7 +474,7 @@ impl Claim {
         server.end_claim(&name, key, discard)
     }
 
-    /// Leaves the claim to [`Server::end_claim`], also of a later process.
+    /// Leaves the claim in place, to be ended by [`Server::end_claim`], possibly in a later process.
     pub fn leave(mut self) {
         self.held = false;
     }

@@ -1,4 +1,4 @@
-//! A connection at the site: a task reads requests, one writes replies, threads of the pool do the work between.
+//! A connection at the site: one task reads requests, one writes replies, and threads of the pool execute requests.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -24,25 +24,25 @@ use crate::protocol::{
     ConnectionKind, KEEP_ALIVE, MAX_UNIT, Reply, Request, decode_message, encode_message, kind,
 };
 
-/// A background reply is this part of the window, so that a connection has several in flight.
+/// A background reply is this fraction (1/n) of the window, so that a connection has several in flight.
 const UNITS_OF_WINDOW: u64 = 16;
 
-/// The shortest background reply, in bytes of the device; a chunk if that is longer.
+/// Minimum background reply, in bytes of the device; a chunk if that is larger.
 const MIN_UNIT: u64 = 16 << 10;
 
-/// A site this far away is worth the time that packing takes.
+/// Round-trip time from which compression is worthwhile.
 const FAR: Duration = Duration::from_millis(2);
 
-/// Requests that are no longer need not wait for room.
+/// Requests no longer than this need not wait for room.
 const SMALL: usize = 4 << 10;
 
-/// How long the kernel may take to accept a reply before its bytes do not count as being on their way.
+/// How long the kernel may take to accept a reply before its bytes stop counting as in flight.
 const KERNEL_WAIT: Duration = Duration::from_millis(3);
 
-/// How long the error that ends a connection may wait for the link.
+/// How long sending the final error of a connection may take.
 const LAST_WORD: Duration = Duration::from_millis(100);
 
-/// A request's bytes, and the room that they take.
+/// A request's bytes, with the permit for them.
 struct PayloadWithRoom {
     payload: Bytes,
     _room: OwnedSemaphorePermit,
@@ -54,14 +54,14 @@ impl AsRef<[u8]> for PayloadWithRoom {
     }
 }
 
-/// What the connections of a link share.
+/// State shared by the connections of a link.
 pub struct LinkShared {
-    /// What is in flight. Locked after a connection's `state`, never before.
+    /// Bytes in flight. Locked after a connection's `state`, never before.
     flow: Mutex<Flow>,
     /// Wakes the writers of all connections: there is room for background replies.
     room: Notify,
     started: tokio::time::Instant,
-    /// What must have happened before any connection of the link may do anything.
+    /// Initialisation that must complete before any connection of the link may do anything.
     pub ready: tokio::sync::OnceCell<()>,
 }
 
@@ -86,19 +86,19 @@ impl LinkShared {
 pub struct Connection {
     /// Its number at this site.
     pub number: u64,
-    /// Whose it is.
+    /// The mount it belongs to.
     pub key: (PeerKey, MountId),
-    /// What it carries.
+    /// Its role.
     pub kind: ConnectionKind,
-    /// Which of its mount's links it belongs to.
+    /// The mount's link that it belongs to.
     pub link: u64,
-    /// What it may do.
+    /// Its access rights.
     pub access: Access,
     /// Its image.
     pub image: Arc<Image>,
-    /// Size and chunk.
+    /// Device and chunk size.
     pub shape: Shape,
-    /// What it shares with its mount's other connections.
+    /// State shared with the link's other connections.
     pub shared: Arc<LinkShared>,
     pool: Arc<Pool>,
     counters: Arc<Counters>,
@@ -106,7 +106,7 @@ pub struct Connection {
     state: Mutex<ConnectionState>,
     /// Wakes the writer.
     wake: Notify,
-    /// Wakes who waits for work in progress to end.
+    /// Notified when work in progress ends.
     idle: Notify,
     closed: watch::Sender<bool>,
 }
@@ -114,20 +114,20 @@ pub struct Connection {
 #[derive(Default)]
 struct ConnectionState {
     queue: Queue,
-    /// Replies that wait for the link.
+    /// Replies waiting to be sent.
     out: group::Queue<ReadyReply>,
-    /// Bytes of requests' bodies that came, and of how many of them the mount was told.
+    /// Body bytes received, and how many of them were reported to the mount.
     came: u64,
     told: u64,
-    /// When the last of them came.
+    /// When the last of them was received.
     came_at: Duration,
-    /// Units that threads work on or will.
+    /// Units queued for or running on threads.
     working: usize,
     closed: bool,
 }
 
 impl ConnectionState {
-    /// Turns a background read into a foreground one: its replies leave at once, without credit.
+    /// Promotes a background read to a foreground one: its replies are sent at once, without credit.
     fn hurry(&mut self, id: u64) {
         self.queue.hurry(id);
         let queue = &mut self.queue;
@@ -138,7 +138,7 @@ impl ConnectionState {
     }
 }
 
-/// What a connection is made of.
+/// The parts of a new connection.
 pub struct Parts {
     /// See [`Connection`].
     pub number: u64,
@@ -160,7 +160,7 @@ pub struct Parts {
     pub pool: Arc<Pool>,
     /// The site's counters.
     pub counters: Arc<Counters>,
-    /// Room for requests' bodies, of the whole site.
+    /// Permits for request bodies, of the whole site.
     pub bodies: Arc<Semaphore>,
 }
 
@@ -186,7 +186,8 @@ impl Connection {
         })
     }
 
-    /// Serves the connection until the mount ends it, the link breaks, `stop` is set or [`Connection::close`] is called.
+    /// Serves the connection until the mount ends it, the link breaks, `stop` is set or [`Connection::close`] is
+    /// called.
     pub async fn serve(
         self: &Arc<Self>,
         reader: &mut FrameReader,
@@ -221,14 +222,14 @@ impl Connection {
         self.close();
     }
 
-    /// Ends the connection: what has not been begun is not done any more.
+    /// Ends the connection: work that has not started is dropped.
     pub fn close(&self) {
         self.state.lock().closed = true;
         self.closed.send_replace(true);
         self.idle.notify_waiters();
     }
 
-    /// Waits until nothing that the closed connection began is being done any more. Cancel safe.
+    /// Waits until all work started by the closed connection has finished. Cancel safe.
     pub async fn drained(&self) {
         loop {
             let idle = self.idle.notified();
@@ -264,7 +265,7 @@ impl Connection {
         Ok(())
     }
 
-    /// A request, once the site has room for it: the room is given back with the last of its bytes.
+    /// Waits for room for a request; the permit is released with the last of its bytes.
     async fn held(&self, payload: Bytes) -> Bytes {
         if payload.len() <= SMALL {
             return payload;
@@ -280,7 +281,7 @@ impl Connection {
         }
     }
 
-    /// Queues the error that ends the connection before all other replies.
+    /// Queues the error that ends the connection ahead of all other replies.
     fn send_final_error(&self, refusal: Refusal) {
         let made = ReadyReply {
             head: Reply::Error { id: 0, refusal },
@@ -325,7 +326,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Gives the pool what it may have.
+    /// Submits to the pool as much work as the limits permit.
     fn pump(self: &Arc<Self>) {
         let window = self.shared.flow.lock().window();
         let unit = (window / UNITS_OF_WINDOW).clamp(MIN_UNIT, u64::from(MAX_UNIT));
@@ -362,7 +363,7 @@ impl Connection {
                 link: self.link,
                 shape: self.shape,
                 access: self.access,
-                // Who waits for the link has time to pack.
+                // A reply that waits for the link anyway can be compressed meanwhile.
                 pack: far || (queued && !front),
             };
             client.work(unit, scratch)
@@ -375,7 +376,7 @@ impl Connection {
         if changes {
             state.queue.changed();
         }
-        // Even when the mount has gone: the next epoch's parts would wait for the copy.
+        // Even when the mount has gone: otherwise the next epoch would wait for the copy.
         let committed = matches!(&made, Some(made) if matches!(made.head, Reply::Committed { .. }));
         if let Some(made) = made.filter(|_| !state.closed) {
             let hurried = !front && state.queue.is_hurried(made.head.id());
@@ -416,7 +417,8 @@ impl Connection {
             if let Some((head, body)) = self.next_out() {
                 let length = head.len() as u64 + body.len() as u64;
                 let parts: [&[u8]; 2] = [&head, &body];
-                // What is short is gathered; nothing is chosen before what is long has left for the kernel.
+                // Short replies are batched; after a long one, nothing is selected until it has been passed to the
+                // kernel.
                 let long = length > SMALL as u64 * 4;
                 let mut sending = pin!(async {
                     writer.send_vectored(kind::REPLY, &parts).await?;
@@ -428,7 +430,7 @@ impl Connection {
                 match timeout(KERNEL_WAIT, &mut sending).await {
                     Ok(sent) => sent?,
                     Err(_) => {
-                        // What TCP does not take on this connection keeps nothing from the others.
+                        // Bytes that TCP does not accept on this connection must not block the others.
                         let back = self.shared.flow.lock().unsent(self.number, length);
                         self.shared.room.notify_waiters();
                         sending.await?;
@@ -453,7 +455,7 @@ impl Connection {
         }
     }
 
-    /// The next answer that may leave, as its head's bytes and its body.
+    /// The next reply that may be sent: its encoded head and its body.
     fn next_out(&self) -> Option<(Vec<u8>, Bytes)> {
         let mut state = self.state.lock();
         let mut flow = self.shared.flow.lock();

@@ -18,19 +18,19 @@ use super::settler::{RunningGuard, Settler};
 use crate::MountError;
 use crate::protocol::{MAX_RUNS, refusal_of};
 
-/// How long who asks for an image's lease waits for a commit, holding a thread; then they are to try again.
+/// How long a lease request waits for a commit, holding a thread, before the mount is told to retry.
 const LEASE_WAIT: Duration = Duration::from_secs(5);
 
-/// Where the site's images come from.
+/// The source of the site's images.
 pub trait Images: Send + Sync {
-    /// The image of that name as a device that is not written. Called on a thread that may block.
+    /// Opens the image with that name as a read-only device. Called on a thread that may block.
     ///
     /// # Errors
     /// [`Refusal`]: no such image, or one that cannot be read now.
     fn open(&self, name: &ImageName) -> Result<Base, Refusal>;
 
-    /// The digest that the image of that name has now: one that is open may have been replaced since. Called as
-    /// [`Images::open`] is, whenever a mount connects.
+    /// The current digest of the image with that name: an open one may have been replaced since. Called like
+    /// [`Images::open`], whenever a mount connects.
     ///
     /// # Errors
     /// As [`Images::open`]'s.
@@ -38,41 +38,41 @@ pub trait Images: Send + Sync {
         Ok(self.open(name)?.digest)
     }
 
-    /// The directory for what mounts write over an image, made if it is not there. Called as [`Images::open`] is.
+    /// The directory of an image's overlay, created if missing. Called like [`Images::open`].
     ///
     /// # Errors
-    /// What the file system reports.
+    /// Errors of the file system.
     fn overlay(&self, path: &Path) -> std::io::Result<Arc<dyn Directory>> {
         Ok(Arc::new(HostDirectory::open_or_create(path)?))
     }
 }
 
-/// An image as delivered.
+/// An image without its overlay.
 #[derive(Clone)]
 pub struct Base {
-    /// Its bytes.
+    /// Its contents.
     pub device: Arc<dyn BlockDevice>,
     /// The image's digest.
     pub digest: Digest,
 }
 
-/// An image that is open for mounts: any number of readers, and at most one writer.
+/// An image opened for mounts: any number of readers, and at most one writer.
 pub struct Image {
     name: ImageName,
     images: Arc<dyn Images>,
     base: Base,
-    /// Where its overlay and its lease are.
+    /// The directory of its overlay and lease.
     directory: PathBuf,
-    /// What was written over it.
+    /// What mounts wrote over it.
     overlay: OnceLock<Overlay>,
-    /// Held over a disk's sync, so only locked by threads that may block.
+    /// Held during a disk sync, so only locked by threads that may block.
     leases: Mutex<LeaseTable>,
-    /// The edition whose writer staged the epoch in progress. Locked inside the leases.
+    /// The lease edition whose writer staged the current epoch. Locked inside the leases.
     staged_by: Mutex<u64>,
     settler: Settler,
 }
 
-/// Which run of the machine this is; zeros when the kernel does not say.
+/// The boot ID of the machine; zeros if the kernel does not provide one.
 fn boot() -> [u8; 16] {
     static BOOT: OnceLock<[u8; 16]> = OnceLock::new();
     *BOOT.get_or_init(|| {
@@ -84,10 +84,10 @@ fn boot() -> [u8; 16] {
 }
 
 impl Image {
-    /// Opens an image and what was written over it.
+    /// Opens an image with its overlay.
     ///
     /// # Errors
-    /// No such image, a damaged overlay or lease.
+    /// No such image, or a damaged overlay or lease.
     pub fn open(name: &ImageName, images: &Arc<dyn Images>, state: &Path) -> Result<Self, Refusal> {
         let base = images.open(name)?;
         let directory = state.join("overlays").join(name.as_str());
@@ -109,7 +109,7 @@ impl Image {
         image.finish_discarding()?;
         match image.open_overlay() {
             Ok(_) => Ok(image),
-            // The image was replaced, or removed and another got its name.
+            // The image was replaced, or removed and its name reused.
             Err(OverlayError::AnotherBase { .. }) if image.leases.lock().holder().is_none() => {
                 image.set_aside()?;
                 Self::open(name, images, state)
@@ -118,7 +118,7 @@ impl Image {
         }
     }
 
-    /// What was dropped when a crash came is dropped before anybody writes anew.
+    /// Completes a discard that a crash interrupted, before anything new is written.
     fn finish_discarding(&self) -> Result<(), Refusal> {
         match HostDirectory::open(&self.directory) {
             Ok(directory) => finish_discarding(&directory, &mut self.leases.lock()),
@@ -129,11 +129,11 @@ impl Image {
         }
     }
 
-    /// Moves what was written over another image of this name out of the way; it is not destroyed.
+    /// Moves the overlay of another image of this name out of the way, without destroying it.
     fn set_aside(&self) -> Result<(), Refusal> {
         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let millis = since.map_or(0, |since| since.as_millis());
-        // No image's name begins with a dot.
+        // Image names never begin with a dot.
         let aside = self
             .directory
             .with_file_name(format!(".{}-{millis}", self.name));
@@ -182,7 +182,7 @@ impl Image {
     /// Admits a mount. Returns the image's state, and whether that is the expected one.
     ///
     /// # Errors
-    /// The lease table's refusal ([`Code::Held`], [`Code::Lost`], [`Code::Busy`]), or a disk that fails.
+    /// The lease table's refusal ([`Code::Held`], [`Code::Lost`], [`Code::Busy`]), or a disk error.
     pub fn enter(
         &self,
         who: &Who,
@@ -197,7 +197,7 @@ impl Image {
             edition,
             epoch: self.committed(),
         };
-        // A lease that is granted changes the edition and nothing else.
+        // Granting a lease changes only the edition.
         let (_, fresh_before) = leases.edition(who, expected, state(0));
         leases.enter(who, access, now, connected)?;
         if access == Access::ReadWrite {
@@ -207,7 +207,7 @@ impl Image {
         Ok((state(edition), fresh || fresh_before))
     }
 
-    /// The leases, unless a disk takes long to sync what is committed.
+    /// Locks the leases, unless a long commit holds them beyond the timeout.
     fn leases_soon(&self) -> Result<MutexGuard<'_, LeaseTable>, Refusal> {
         self.leases.try_lock_for(LEASE_WAIT).ok_or_else(|| {
             let text = format!(
@@ -218,10 +218,10 @@ impl Image {
         })
     }
 
-    /// Gives the lease to the site itself, if no mount has or reads the image.
+    /// Grants the lease to the site itself, if no mount holds it or reads the image.
     ///
     /// # Errors
-    /// [`Code::Held`]: another mount has the lease; or a disk fails.
+    /// [`Code::Held`]: another mount has the lease; or a disk error.
     pub fn claim(
         &self,
         who: &Who,
@@ -229,11 +229,11 @@ impl Image {
         connected: &dyn Fn(&(PeerKey, MountId)) -> bool,
     ) -> Result<(), Refusal> {
         self.leases_soon()?.claim(who, now, connected)?;
-        // What a writer staged whose lease was broken.
+        // Epochs staged by a writer whose lease was broken.
         self.abandon()
     }
 
-    /// Refuses when a mount writes or reads it.
+    /// Fails if a mount writes or reads the image.
     ///
     /// # Errors
     /// [`Code::Held`], naming that mount.
@@ -248,7 +248,7 @@ impl Image {
         self.leases.lock().is_held_by(peer, mount)
     }
 
-    /// Does `what` while a mount has the lease and cannot lose it; none when it has not.
+    /// Calls `what` while a mount holds the lease and cannot lose it; none if it does not hold it.
     pub fn while_held<T>(
         &self,
         peer: PeerKey,
@@ -259,13 +259,14 @@ impl Image {
         leases.is_held_by(peer, mount).then(what)
     }
 
-    /// What of a range mounts wrote, and whether it is zeros.
+    /// The parts of a range that mounts wrote, and whether they are zeros.
     pub fn changes_in(&self, range: std::ops::Range<u64>) -> Vec<(std::ops::Range<u64>, bool)> {
         let overlay = self.overlay.get();
         overlay.map_or_else(Vec::new, |overlay| overlay.changes_in(range))
     }
 
-    /// Whether no reader has it or is expected back, so that it can be closed; not while its leases are locked.
+    /// Whether no mount uses it or is expected to reconnect, so that it can be closed; false while its leases are
+    /// locked.
     pub fn is_idle(&self, now: Duration) -> bool {
         self.leases
             .try_lock()
@@ -277,16 +278,16 @@ impl Image {
         self.leases.lock().left(peer, mount, now);
     }
 
-    /// A mount gives back what it has. What it staged and did not commit is forgotten.
+    /// A mount returns its lease. What it staged but did not commit is dropped.
     ///
     /// # Errors
-    /// A disk that fails.
+    /// A disk error.
     pub fn close(&self, peer: PeerKey, mount: MountId, link: u64) -> Result<(), Refusal> {
         let mut leases = self.leases.lock();
         if leases.is_held_by(peer, mount)
             && let Err(refusal) = self.abandon()
         {
-            // It is dropped all the same; only its file is left, until the overlay is opened again.
+            // It is dropped all the same; only its file remains until the overlay is opened again.
             tracing::warn!(%refusal, image = %self.name, "what was staged cannot be removed");
         }
         leases.close(peer, mount, link)
@@ -308,18 +309,18 @@ impl Image {
         Err(Refusal::new(Code::Lost, text))
     }
 
-    /// Writes the lease's file anew, which something else has damaged.
+    /// Rewrites the lease's file after it was damaged.
     ///
     /// # Errors
-    /// A commit that takes long, or a disk that fails.
+    /// A long commit, or a disk error.
     pub fn store_lease(&self) -> Result<(), Refusal> {
         self.leases_soon()?.store_again()
     }
 
-    /// The owner takes the writer's lease away.
+    /// Revokes the writer's lease, at the owner's request.
     ///
     /// # Errors
-    /// A commit that takes long, or a disk that fails.
+    /// A long commit, or a disk error.
     pub fn break_lease(&self) -> Result<Option<Holder>, Refusal> {
         self.leases_soon()?.break_lease()
     }
@@ -329,12 +330,12 @@ impl Image {
         &self.name
     }
 
-    /// The digest of the image as delivered.
+    /// The digest of the image without its overlay.
     pub fn digest(&self) -> Digest {
         self.base.digest
     }
 
-    /// What is read.
+    /// The device that mounts read.
     pub fn device(&self) -> &dyn BlockDevice {
         match self.overlay.get() {
             Some(device) => device,
@@ -347,20 +348,20 @@ impl Image {
         self.overlay.get().map_or(0, |device| device.committed().0)
     }
 
-    /// Stages a part of the next epoch.
+    /// Stages part of the next epoch.
     ///
     /// # Errors
-    /// Another epoch than the next, or a disk that fails.
+    /// Another epoch than the next, or a disk error.
     pub fn stage(&self, epoch: u64, changes: &[Change]) -> Result<(), Refusal> {
         let staged = self.next(epoch)?.stage(Epoch(epoch), changes);
         staged.map_err(refuse)
     }
 
-    /// Commits the next epoch of a mount, if it covers this many bytes; [`Image::settle_aside`] is to follow. One that
-    /// counts already is not an error: its reply may have been lost.
+    /// Commits the next epoch of a mount if it covers this many bytes; to be followed by [`Image::settle_aside`]. An
+    /// epoch that is committed already is not an error: its reply may have been lost.
     ///
     /// # Errors
-    /// The mount's lease has ended, another epoch than the next or not all of it, or a disk that fails.
+    /// The mount's lease has ended, it is another epoch than the next or incomplete, or a disk error.
     pub fn commit(
         &self,
         epoch: u64,
@@ -372,11 +373,11 @@ impl Image {
         if epoch > self.committed()
             && let Some(overlay) = self.overlay.get()
         {
-            // The one before must be in its place, which may take long: not with the leases held, for which others wait. An
-            // error is met again by the seal.
+            // The previous epoch must be copied first, which may take long: so not while holding the leases, for which
+            // others wait. The seal reports any error again.
             let _ = overlay.settle();
         }
-        // Held over the commit: the next holder of the lease gets an epoch that no late commit follows.
+        // Held during the commit: no late commit follows the epoch reported to the next holder of the lease.
         let leases = self.leases.lock();
         self.lease_of(&leases, peer, mount)?;
         if epoch == self.committed() && epoch > 0 {
@@ -393,19 +394,19 @@ impl Image {
         Ok(())
     }
 
-    /// Copies the epoch that was committed last into its place; its reply need not wait for that. When it fails it is tried again
-    /// before the next change.
+    /// Copies the last committed epoch into place; its reply need not wait for that. A failure is retried before the
+    /// next change.
     pub fn settle(&self) {
         if let Some(Err(error)) = self.overlay.get().map(Overlay::settle) {
             tracing::warn!(%error, image = %self.name, "an epoch waits to be copied into its overlay");
         }
     }
 
-    /// A link of the writer begins, and no other may do anything any more: what it staged itself before stays, what another
-    /// did is forgotten.
+    /// Starts a link of the writer, when no earlier one can do anything any more: what the writer itself staged is
+    /// kept, what another staged is dropped.
     ///
     /// # Errors
-    /// A disk that fails.
+    /// A disk error.
     pub fn begin_link(&self) -> Result<(), Refusal> {
         let leases = self.leases.lock();
         let mut staged_by = self.staged_by.lock();
@@ -416,7 +417,7 @@ impl Image {
         Ok(())
     }
 
-    /// Which epoch is staged (0: none), what of `epoch` from a byte on, and up to which byte that is all.
+    /// The staged epoch (0: none), what is staged of `epoch` from a byte on, and up to which byte that is complete.
     pub fn staged(&self, epoch: u64, from: u64) -> (u64, Vec<(u64, u64)>, u64) {
         let Some(device) = self.overlay.get() else {
             return (0, Vec::new(), self.base.device.size());
@@ -426,10 +427,10 @@ impl Image {
         (now.0, runs, end)
     }
 
-    /// Forgets what was staged.
+    /// Drops the staged epoch.
     ///
     /// # Errors
-    /// A disk that fails.
+    /// A disk error.
     pub fn abandon(&self) -> Result<(), Refusal> {
         match self.overlay.get() {
             Some(device) => device.abandon().map_err(refuse),
@@ -437,11 +438,11 @@ impl Image {
         }
     }
 
-    /// Forgets what a writer staged whose lease was broken, if no other has it since: of an epoch that the next one has begun
-    /// to stage, what comes later would count without what was forgotten.
+    /// Drops what a writer with a broken lease staged, unless another has taken the lease since: the next writer's
+    /// epoch, if already begun, could then be committed without its first parts.
     ///
     /// # Errors
-    /// A commit that takes long, or a disk that fails.
+    /// A long commit, or a disk error.
     pub fn abandon_unheld(&self) -> Result<(), Refusal> {
         let leases = self.leases_soon()?;
         match leases.holder() {
@@ -461,8 +462,8 @@ impl Image {
         Ok(device)
     }
 
-    /// Copies what was committed into its place, on a thread of its own: the reply is on its way already, and a thread of
-    /// the pool would be kept from the mount's next epoch. There is one such thread of an image at most.
+    /// Copies the committed epoch into place on a thread of its own: the reply is being sent already, and a thread of
+    /// the pool would be blocked for the mount's next epoch. At most one such thread per image.
     pub fn settle_aside(self: &Arc<Self>) {
         if !self.settler.begin() {
             return;
@@ -476,13 +477,14 @@ impl Image {
         };
         let thread = std::thread::Builder::new().name("mount-settle".into());
         if let Err(error) = thread.spawn(settle) {
-            // It is done before the next commit.
+            // It is retried before the next commit.
             tracing::warn!(%error, image = %self.name(), "an epoch waits to be copied into its overlay");
             self.settler.ended();
         }
     }
 
-    /// Waits until no thread copies what was committed; returns at once when another caller waits already. Cancel safe.
+    /// Waits until no thread is copying a committed epoch; returns at once if another caller is waiting already. Cancel
+    /// safe.
     pub async fn settled(&self) {
         self.settler.wait().await;
     }

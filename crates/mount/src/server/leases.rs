@@ -11,21 +11,21 @@ use super::blocking::blocking;
 use crate::MountError;
 use drover_store::lease::{self, Holder, LeaseTable};
 
-/// An image that is mounted, or leased.
+/// An image that is mounted or leased.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leased {
     /// Which image.
     pub image: String,
-    /// Who may write it.
+    /// The holder of the writer's lease.
     pub holder: Option<Holder>,
-    /// Mounts that are connected, by what their sites are called.
+    /// Connected mounts, by the names of their sites.
     pub connected: Vec<String>,
     /// Why the lease cannot be read.
     pub problem: Option<String>,
 }
 
 impl Server {
-    /// The writers' leases of all images that were ever mounted, and who is connected. Blocks on the disk.
+    /// The writers' leases of all images that were ever mounted, and the connected mounts. Blocks on the disk.
     ///
     /// # Errors
     /// [`MountError::StateFile`] when the site's state cannot be read.
@@ -53,7 +53,7 @@ impl Server {
         for name in names {
             match self.leased(&name) {
                 Ok(leased) => out.extend(leased),
-                // One that cannot be read hides none of the others.
+                // An unreadable one does not hide the others.
                 Err(error) => out.push(Leased {
                     image: name.to_string(),
                     holder: None,
@@ -80,20 +80,20 @@ impl Server {
         Ok(Some(leased).filter(|l| l.holder.is_some() || !l.connected.is_empty()))
     }
 
-    /// The mounts of an image that are connected, by what their sites are called.
+    /// The connected mounts of an image, by the names of their sites.
     fn connected(&self, name: &ImageName) -> Vec<String> {
         let state = self.state.lock();
         let here = state.mounts.values().filter(|m| m.image.name() == name);
         here.map(|m| m.peer_name.clone()).collect()
     }
 
-    /// Puts a new lease in the place of one whose file is damaged, which is kept beside it: no mount has the
-    /// lease then, and the next one gets it. Says whether there was one. Blocks on the disk.
+    /// Replaces a lease whose file is damaged; the old file is kept beside it. No mount holds the lease then, and the
+    /// next one gets it. Returns whether a damaged one was replaced. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::Refused`]: a disk that does not take it.
+    /// [`MountError::Refused`]: a disk error.
     pub fn replace_damaged_lease(&self, name: &ImageName) -> Result<bool, MountError> {
-        // Keeps it from being opened meanwhile.
+        // Prevents it from being opened meanwhile.
         let image_lock = self.image_lock(name);
         let _opening = image_lock.lock();
         let directory = self.config.state.join("overlays").join(name.as_str());
@@ -103,30 +103,30 @@ impl Server {
         };
         let is_damaged = lease_on_disk(&self.config.state, name).is_err();
         if is_damaged {
-            // Who has it open knows what was in it.
+            // An open image knows its contents.
             image.store_lease().map_err(MountError::Refused)?;
         }
         Ok(is_damaged)
     }
 
-    /// Breaks the writer's lease of an image; `None` when there is none. The mount that held it is notified; what it has not
-    /// written back stays in its cache.
+    /// Breaks the writer's lease of an image; `None` if there is none. The mount that held it is notified; what it has
+    /// not written back stays in its cache.
     ///
     /// # Errors
-    /// [`MountError::Refused`]: no such image, or a disk that does not take it.
+    /// [`MountError::Refused`]: no such image, or a disk error.
     pub async fn break_lease(
         self: &Arc<Self>,
         name: &ImageName,
     ) -> Result<Option<Holder>, MountError> {
         let (server, name) = (self.clone(), name.clone());
         let broken = blocking(move || {
-            // Keeps it from being opened meanwhile.
+            // Prevents it from being opened meanwhile.
             let image_lock = server.image_lock(&name);
             let _opening = image_lock.lock();
             let open = server.state.lock().open.get(&name).cloned();
             let holder = match &open {
                 Some(image) => image.break_lease(),
-                // It need not be possible to open it: that may be why the lease is stuck.
+                // Opening it may be impossible, which may be why the lease is stuck.
                 None => {
                     let directory = server.config.state.join("overlays").join(name.as_str());
                     LeaseTable::open(name, directory)?.break_lease()
@@ -152,7 +152,7 @@ impl Server {
             let refusal = Refusal::new(Code::Lost, lease::broken(connection.image.name().as_str()));
             connection.end(refusal).await;
         }
-        // An image that is not open forgets what was staged when it is opened for the next writer.
+        // An image that is not open drops what was staged when it is opened for the next writer.
         if let Some(image) = image {
             blocking(move || image.abandon_unheld())
                 .await
@@ -162,7 +162,8 @@ impl Server {
     }
 }
 
-/// Who may write an image, by what is written down in a site's state (see [`super::Config::state`]): also when no server runs.
+/// The lease holder of an image as recorded in a site's state (see [`super::Config::state`]): works without a running
+/// server.
 ///
 /// # Errors
 /// [`MountError::Refused`] when it is damaged, [`MountError::StateFile`] when it cannot be read.
@@ -170,7 +171,7 @@ pub fn lease_on_disk(state: &Path, name: &ImageName) -> Result<Option<Holder>, M
     let directory = state.join("overlays").join(name.as_str());
     match LeaseTable::open(name.clone(), directory.clone()) {
         Ok(leases) => Ok(leases.holder().cloned()),
-        // It says how to go on.
+        // The refusal names the way out.
         Err(refusal) if refusal.code == Code::Corrupt => Err(MountError::Refused(refusal)),
         Err(refusal) => Err(MountError::state(&directory, refusal.message)),
     }

@@ -1,4 +1,4 @@
-//! The images that mounts have open: opened for the first, closed after the last.
+//! The images that mounts have open: opened for the first mount, closed after the last.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -17,8 +17,8 @@ const CLOSE_PAUSE: Duration = Duration::from_millis(50);
 const CLOSE_TRIES: u32 = 100;
 
 impl Server {
-    /// Closes an image that is open but is not the one of that name any more. It is kept open for readers that may come
-    /// back, and they would read the bytes of one under the digest of the other.
+    /// Closes an open image that has been replaced by another of that name. It stays open for readers that may
+    /// reconnect, which would otherwise read one image's bytes under the other's digest.
     pub(super) async fn close_replaced(self: &Arc<Self>, name: &ImageName) -> Result<(), Refusal> {
         if !self.state.lock().open.contains_key(name) {
             return Ok(());
@@ -31,7 +31,7 @@ impl Server {
             let mut state = server.state.lock();
             let former = match state.open.get(&name) {
                 Some(image) if image.digest() != now => {
-                    // As when it is idle: an overlay has one owner, so it is not opened again while it is in use.
+                    // Only when it is idle: an overlay has one owner, so it is not reopened while in use.
                     if Arc::strong_count(image) > 1 {
                         let text = format!("{name} was replaced, and a mount still has the former");
                         return Err(Refusal::new(Code::Unavailable, text));
@@ -47,7 +47,7 @@ impl Server {
         .await
     }
 
-    /// The lock that is held while an image is opened or closed.
+    /// The lock held while an image is opened or closed.
     pub(super) fn image_lock(&self, name: &ImageName) -> Arc<Mutex<()>> {
         let mut image_locks = self.image_locks.lock();
         if let Some(image_lock) = image_locks.get(name).and_then(Weak::upgrade) {
@@ -87,8 +87,8 @@ impl Server {
         Ok(image)
     }
 
-    /// Closes images that are no longer mounted, and waits until the `awaited` one is closed. Each may take as long as its
-    /// disk does.
+    /// Closes images that are no longer mounted, and waits until the `awaited` one is closed. Each may take as long as
+    /// its disk does.
     pub(super) async fn tidy(self: &Arc<Self>, awaited: Option<ImageName>) {
         let now = self.started.elapsed();
         let (idle, more) = self.idle(now);
@@ -124,13 +124,13 @@ impl Server {
         (idle, more)
     }
 
-    /// Closes an image if it is still unused. A mount that comes now waits and opens it anew.
+    /// Closes an image if it is still unused. A mount that arrives now waits and reopens it.
     pub(super) fn close_idle(&self, name: &ImageName, now: Duration) {
         let image_lock = self.image_lock(name);
         let _closing = image_lock.lock();
         let image = {
             let mut state = self.state.lock();
-            // References are handed out under this lock only, so the count cannot grow meanwhile.
+            // References are cloned under this lock only, so the count cannot grow meanwhile.
             match state.open.get(name) {
                 Some(image) if is_free(image, now) => state.open.remove(name),
                 _ => None,

@@ -1,4 +1,4 @@
-//! The requests of a connection at the site, and the order in which they are carried out.
+//! The request queue of a connection at the site, and the order of execution.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -8,21 +8,20 @@ use drover_net::{Code, Refusal};
 use super::unit::{Effect, Unit, changes};
 use crate::protocol::{MAX_ASKED, MAX_ASKED_BYTES, MAX_DIRECT, MAX_READ, MAX_UNIT, Request};
 
-/// Background units of a connection that are being worked on or wait for the link, at most.
+/// Maximum background units of a connection executing or waiting for the link.
 const BACK_UNITS: usize = 8;
 
-/// Foreground units of a connection that are being worked on or wait for the link, at most.
+/// Maximum foreground units of a connection executing or waiting for the link.
 const FRONT_UNITS: usize = 64;
 
-/// Those among them that change something, at most: reads of the connection do not stand behind more.
+/// Maximum changes among them, so that reads of the connection do not queue behind more.
 const CHANGE_UNITS: usize = 8;
 
-/// Bytes of replies of a connection that wait for the link before no more are made: as much again for foreground
-/// ones, so that background replies without credit do not hold them up.
+/// Bytes of replies waiting for the link beyond which no more are produced: the same again for foreground replies, so
+/// that background ones without credit do not block them.
 const MAX_READY: u64 = 4 << 20;
 
-/// Bytes that are being read for replies of a connection before no more work is given out: as much again for
-/// foreground ones.
+/// Bytes being read for replies beyond which no more work is started: the same again for foreground work.
 const MAX_WORKING: u64 = 8 << 20;
 
 /// A connection's requests.
@@ -36,7 +35,7 @@ pub struct Queue {
     body_bytes: usize,
     front_units: usize,
     back_units: usize,
-    /// Of [`Queue::front_units`], those that change something and are being worked on.
+    /// Changes being executed, which count in [`Queue::front_units`].
     change_units: usize,
     front_ready: u64,
     back_ready: u64,
@@ -44,12 +43,12 @@ pub struct Queue {
     back_working: u64,
 }
 
-/// A request that is not fully answered.
+/// A request that is not completely answered.
 #[derive(Debug)]
 struct PendingRequest {
-    /// Answers: chunks of a read, else one.
+    /// Outstanding replies: chunks of a read, otherwise one.
     replies: u32,
-    /// A background read that has become a foreground one.
+    /// A background read promoted to a foreground one.
     hurried: bool,
 }
 
@@ -57,16 +56,16 @@ struct PendingRequest {
 struct Entry {
     request: Request,
     body: Bytes,
-    /// Of a read: what is left of it.
+    /// For a read: its remaining part.
     next: u64,
     left: u32,
 }
 
 impl Queue {
-    /// Takes a request.
+    /// Queues a request.
     ///
     /// # Errors
-    /// [`Code::Protocol`] for one that is too large, or one too many: a mount that keeps to the rules makes none.
+    /// [`Code::Protocol`] for one that is too large, or one too many: a well-behaved mount sends neither.
     pub fn admit(&mut self, request: Request, body: Bytes, chunk: u32) -> Result<(), Refusal> {
         let bad = |text: &str| Err(Refusal::new(Code::Protocol, text));
         let Some(id) = request.id() else {
@@ -128,7 +127,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Turns a background read into a foreground one. For its parts that are in work or wait for the link, see
+    /// Promotes a background read to a foreground one. For its parts that are executing or waiting for the link, see
     /// [`Queue::promote`].
     pub fn hurry(&mut self, id: u64) {
         if let Some(pending) = self.pending.get_mut(&id) {
@@ -140,7 +139,7 @@ impl Queue {
         }
     }
 
-    /// The next piece of work and whether it is a foreground one. Background pieces are about `unit` bytes long.
+    /// The next unit of work and whether it is a foreground one. Background units are about `unit` bytes long.
     pub fn take(&mut self, chunk: u32, unit: u64) -> Option<(Unit, bool)> {
         if self.front_units < FRONT_UNITS
             && self.front_ready < MAX_READY
@@ -197,12 +196,12 @@ impl Queue {
         Some(Unit::Other(entry.request, entry.body))
     }
 
-    /// Whether this background read has become a foreground one.
+    /// Whether this background read was promoted.
     pub fn is_hurried(&self, id: u64) -> bool {
         self.pending.get(&id).is_some_and(|pending| pending.hurried)
     }
 
-    /// A background unit, of which so many bytes wait for the link, counts as waited for from now on.
+    /// Counts a background unit, with this many bytes waiting for the link, as foreground from now on.
     pub fn promote(&mut self, bytes: u64) {
         self.back_units -= 1;
         self.back_ready -= bytes;
@@ -210,7 +209,7 @@ impl Queue {
         self.front_ready += bytes;
     }
 
-    /// A unit that was taken as so urgent is not being worked on any more; its reply weighs so much at most.
+    /// A unit, taken with this priority, has stopped executing; its reply weighs at most `weight`.
     pub fn worked(&mut self, weight: u64, front: bool) {
         match front {
             true => self.front_working -= weight,
@@ -218,12 +217,12 @@ impl Queue {
         }
     }
 
-    /// A unit that changes something is not being worked on any more.
+    /// A change has stopped executing.
     pub fn changed(&mut self) {
         self.change_units -= 1;
     }
 
-    /// A unit has been worked on; its reply of so many bytes waits for the link.
+    /// A unit was executed; its reply of this many bytes waits for the link.
     pub fn made(&mut self, bytes: u64, front: bool) {
         *self.ready(front) += bytes;
     }
@@ -236,19 +235,19 @@ impl Queue {
         }
     }
 
-    /// A reply to nothing waits for the link: that the connection ends.
+    /// An unsolicited reply, the end of the connection, waits for the link.
     pub fn made_unasked(&mut self, bytes: u64) {
         self.front_units += 1;
         self.front_ready += bytes;
     }
 
-    /// Whether a request still gets answers: not after an error.
+    /// Whether a request still expects replies: not after an error.
     pub fn is_pending(&self, id: u64) -> bool {
         self.pending.contains_key(&id)
     }
 
-    /// A reply to `id` of so many bytes has left for the link, or was dropped. It was worth `answers` of those that
-    /// are pending, all of them if it was an error.
+    /// A reply to `id` of this many bytes was sent or dropped. It counts as `replies` of the pending ones, or as all of
+    /// them if it was an error.
     pub fn left(&mut self, bytes: u64, front: bool, id: u64, replies: Option<u32>) {
         *self.ready(front) -= bytes;
         if front {

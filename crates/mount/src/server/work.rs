@@ -1,4 +1,4 @@
-//! Carries out a request, on a thread of the pool.
+//! Executes a request, on a thread of the pool.
 
 use bytes::Bytes;
 use drover_core::{BlockDevice, DeviceError, Digest, Extent, ExtentKind, Zeroes, is_zero};
@@ -11,17 +11,17 @@ use super::pool::WorkerScratch;
 use super::unit::Unit;
 use crate::protocol::{Coding, MAX_DIGESTS, MAX_RUNS, Reply, Request, refusal_of};
 
-/// Extents looked at for one reply about presence.
+/// Maximum extents examined for one presence reply.
 const MAX_LOOKS: usize = 4096;
 
-/// A reply that waits for the link.
+/// A reply waiting for the link.
 #[derive(Debug)]
 pub struct ReadyReply {
-    /// Its head, in which [`Reply::Chunks`]' echo is yet to be filled in.
+    /// Its head; the echo of [`Reply::Chunks`] is filled in when it is sent.
     pub head: Reply,
     /// Its body.
     pub body: Bytes,
-    /// How many of the request's replies it stands for; `None` ends the request.
+    /// How many of the request's replies it stands for; `None` completes the request.
     pub replies: Option<u32>,
 }
 
@@ -34,30 +34,30 @@ impl ReadyReply {
         }
     }
 
-    /// What it costs in memory, about: also what it costs on the link.
+    /// Its approximate size in memory, and on the link.
     pub fn bytes(&self) -> u64 {
         self.body.len() as u64 + 64
     }
 }
 
-/// The mount that a unit of work is for.
+/// The mount that a unit of work belongs to.
 pub struct Client<'a> {
-    /// Which image it reads.
+    /// The image it reads.
     pub image: &'a Image,
-    /// Whose it is.
+    /// The mount's identity.
     pub key: (PeerKey, MountId),
-    /// Which of its links.
+    /// The number of its link.
     pub link: u64,
-    /// Size and chunk.
+    /// Device and chunk size.
     pub shape: Shape,
-    /// What it may do.
+    /// Its access rights.
     pub access: Access,
-    /// Whether packing a reply helps to have it there sooner.
+    /// Whether compressing the reply delivers it sooner.
     pub pack: bool,
 }
 
 impl Client<'_> {
-    /// Carries out a unit.
+    /// Executes a unit.
     pub fn work(&self, unit: Unit, scratch: &mut WorkerScratch) -> ReadyReply {
         let (id, result) = match unit {
             Unit::Read { id, first, count } => (id, self.chunks(id, first, count, scratch)),
@@ -196,7 +196,7 @@ impl Client<'_> {
         Ok(ReadyReply::head(head))
     }
 
-    /// What changes the device, for the holder of its lease only.
+    /// Executes a change, for the holder of the lease only.
     fn change(
         &self,
         request: &Request,
@@ -228,7 +228,7 @@ impl Client<'_> {
         | Request::DirectZero { .. }
         | Request::DirectTrim { .. } = request
         {
-            // A mount that writes directly has given up what it staged.
+            // A mount that writes directly has abandoned what it staged.
             self.image.abandon()?;
         }
         match *request {
@@ -282,17 +282,17 @@ impl Client<'_> {
         }
     }
 
-    /// Chunks that the device's extents call zero as a whole; what they call data may be zero too.
+    /// Chunks that the device's extents report as entirely zero; data extents may contain zeros too.
     fn presence(&self, id: u64, first: u64, count: u32) -> Result<Reply, Refusal> {
         let (start, end) = self.range(first, count)?;
         let chunk = u64::from(self.shape.chunk);
         let mut runs: Vec<(u64, u32)> = Vec::new();
         let mut at = start;
-        // Where the zeros that `at` is in began.
+        // Start of the zeros that contain `at`.
         let mut zeros_from: Option<u64> = None;
         let mut looks = 0;
         let whole = |from: u64, to: u64| {
-            // The device's last chunk is whole when its end is.
+            // A short last chunk is complete at the device's end.
             let to = if to == self.shape.size {
                 self.shape.chunks()
             } else {
@@ -321,7 +321,7 @@ impl Client<'_> {
         if let Some(from) = zeros_from {
             push_run(&mut runs, whole(from, at));
         }
-        // A chunk that was looked at in part is looked at again, but something is always settled.
+        // A partially examined chunk is examined again, but progress is always made.
         let (_, settled) = whole(0, at.min(end));
         let end_chunk = if at >= end {
             first + u64::from(count)
@@ -344,7 +344,7 @@ impl Client<'_> {
         scratch: &mut WorkerScratch,
     ) -> Result<Reply, Refusal> {
         let (start, end) = self.range(first, count.min(MAX_DIGESTS))?;
-        // As much as a read may take, so that a large chunk does not make this a long job.
+        // As much as one read may take, which bounds the work with large chunks.
         let chunk = u64::from(self.shape.chunk);
         let most = (u64::from(crate::protocol::MAX_READ) / chunk).max(1) * chunk;
         let length = (end - start).min(most) as usize;

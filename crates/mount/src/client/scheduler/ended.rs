@@ -1,4 +1,4 @@
-//! Requests that end without a reply: taken back, too late, or lost with the link.
+//! Requests that end without a reply: cancelled, timed out, or lost with the link.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::{EndedJob, InFlight, Scheduler};
 use crate::protocol::Request;
 
 impl<T> Scheduler<T> {
-    /// Takes back the reads of exactly this run: what comes of them is dropped.
+    /// Cancels the reads of exactly this run: their replies are dropped.
     pub fn forget(&mut self, run: Chunks) {
         let is_it = |job: &Job<T>| job.chunks() == Some(run);
         let asked = self.in_flight.iter().filter(|(_, asked)| is_it(&asked.job));
@@ -35,7 +35,7 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// A job that is not in flight any more, and the runs of a read that have not come.
+    /// A job that is not in flight any more, and the runs of a read that have not arrived.
     pub(super) fn give_up(&mut self, asked: InFlight<T>) -> EndedJob<T> {
         let runs = asked.missing();
         let bytes = bytes(self.shape, asked.left);
@@ -43,7 +43,7 @@ impl<T> Scheduler<T> {
         (asked.job, runs)
     }
 
-    /// The link is lost. What can be asked again waits for the next; returned is what cannot.
+    /// The link is lost. Requests that can be repeated wait for the next link; returns those that cannot.
     pub fn link_down(&mut self) -> Vec<Job<T>>
     where
         T: Default,
@@ -51,7 +51,7 @@ impl<T> Scheduler<T> {
         self.group.close();
         self.plan.link_down();
         let mut ids: Vec<u64> = self.in_flight.keys().copied().collect();
-        // In the order in which they were asked, before what was never sent.
+        // In the order sent, before those never sent.
         ids.sort_unstable_by(|a, b| b.cmp(a));
         let mut lost = Vec::new();
         for id in ids {
@@ -94,8 +94,8 @@ impl<T> Scheduler<T> {
         lost
     }
 
-    /// What has waited too long, with the runs of reads that have not come. The second is whether any of it was with the
-    /// site.
+    /// The jobs that timed out, with the runs of reads that have not arrived. The second value tells whether any of
+    /// them had been sent.
     pub fn expire(&mut self, now: Duration) -> (Vec<EndedJob<T>>, bool) {
         let late = |deadline: Duration| deadline <= now;
         let mut out = Vec::new();
@@ -127,7 +127,7 @@ impl<T> Scheduler<T> {
         (out, stalled)
     }
 
-    /// A part of an epoch was answered: those behind it on a slow link are given up at `deadline` at the earliest.
+    /// A part of an epoch was answered: those behind it on a slow link get a deadline no earlier than `deadline`.
     pub fn pushed(&mut self, deadline: Duration) {
         let asked = self.in_flight.values_mut().map(|asked| &mut asked.job);
         for job in asked.chain(&mut self.front) {
@@ -137,7 +137,7 @@ impl<T> Scheduler<T> {
         }
     }
 
-    /// Everything, because nothing will be answered any more.
+    /// Removes everything, because nothing will be answered any more.
     pub fn take_all(&mut self) -> Vec<EndedJob<T>> {
         self.expire(Duration::MAX).0
     }
@@ -153,7 +153,7 @@ impl<T> Scheduler<T> {
 }
 
 impl<T> InFlight<T> {
-    /// Runs of a read that have not come.
+    /// Runs of a read that have not arrived.
     fn missing(&self) -> Vec<Chunks> {
         self.job
             .chunks()

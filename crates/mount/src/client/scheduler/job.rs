@@ -1,4 +1,4 @@
-//! A request, and what the scheduler needs to know of its replies.
+//! A request, and what the scheduler needs to know about its replies.
 
 use std::time::Duration;
 
@@ -8,18 +8,18 @@ use drover_device::remote::{Chunks, Shape};
 use super::runs::bytes;
 use crate::protocol::{ConnectionKind, Request};
 
-/// A request, and who gets its reply.
+/// A request, and the receiver of its reply.
 #[derive(Debug)]
 pub struct Job<T> {
-    /// The request; its id is filled in when it is sent.
+    /// The request; its ID is assigned when it is sent.
     pub request: Request,
     /// Its body.
     pub body: Bytes,
-    /// When it fails for lack of a reply.
+    /// When it fails without a reply.
     pub deadline: Duration,
     /// It has brought a wrong digest before.
     pub again: bool,
-    /// Who gets the reply.
+    /// The receiver of the reply.
     pub to: T,
 }
 
@@ -35,7 +35,7 @@ impl<T> Job<T> {
         )
     }
 
-    /// Whether it can be asked again on another link: it changes nothing, or the same again, and the reply means the same.
+    /// Whether it can be repeated on another link: it is idempotent, and its reply means the same.
     pub fn survives(&self) -> bool {
         !matches!(
             self.request,
@@ -55,7 +55,7 @@ impl<T> Job<T> {
         }
     }
 
-    /// The kind of connection that it is for.
+    /// The kind of connection it needs.
     pub fn connection(&self) -> ConnectionKind {
         match self.request {
             Request::Write { .. } | Request::Zero { .. } | Request::DirectWrite { .. } => {
@@ -66,7 +66,7 @@ impl<T> Job<T> {
         }
     }
 
-    /// What it weighs on its connection, in bytes.
+    /// Its weight on its connection, in bytes.
     pub fn weight(&self, shape: Shape) -> u64 {
         match self.request {
             Request::Read { count, .. } => bytes(shape, count),
@@ -79,11 +79,11 @@ impl<T> Job<T> {
 /// What a reply with chunks says about itself.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunksReply {
-    /// Of the request.
+    /// Request ID.
     pub id: u64,
     /// The first chunk.
     pub first: u64,
-    /// How many.
+    /// Number of chunks.
     pub count: u32,
     /// Payload bytes that it took on the link.
     pub wire: u64,

@@ -1,7 +1,7 @@
-//! Which job a thread of the pool does next. No threads, no clock.
+//! Chooses the next job of a pool's thread. No threads, no clock.
 //!
-//! Reading and changing have threads of their own, since a change may wait long: for a disk's sync, for an epoch that is
-//! being copied, for another change. Mounts take turns, so that none waits for all that another has asked for.
+//! Reads and changes have separate threads, since a change may wait long: for a disk's sync, for an epoch being copied,
+//! for another change. Mounts take turns, so that none waits for everything another has requested.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -17,14 +17,14 @@ pub enum Kind {
     Back,
     /// Changes what is read later.
     Change,
-    /// Changes only these bytes of a device, from one to before another: such as have none in common may be done at once.
+    /// Writes only this byte range of a device, from start to before end: disjoint writes may run concurrently.
     Write(u64, u64),
-    /// Makes changes durable, which takes as long as a disk takes.
+    /// Makes changes durable, which takes as long as the disk does.
     Sync,
 }
 
 impl Kind {
-    /// Whether two jobs of a mount may be done in any order, or at once.
+    /// Whether two jobs of a mount may run in any order, or concurrently.
     fn is_apart(self, other: Self) -> bool {
         match (self, other) {
             (Kind::Write(from, to), Kind::Write(other_from, other_to)) => {
@@ -35,26 +35,26 @@ impl Kind {
     }
 }
 
-/// How many threads there are, and how many may do what.
+/// Numbers of threads, in total and per purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Threads that read.
     pub reading: usize,
-    /// Of those at background reads, at most.
+    /// Maximum of those on background reads.
     pub back: usize,
-    /// Of those at reads of one mount, at most: an image may lie on a disk that does not answer.
+    /// Maximum of those on reads of one mount: an image may be on a disk that hangs.
     pub reading_one: usize,
-    /// Threads that change. One at a time for a mount, but for writes.
+    /// Threads that make changes. One at a time per mount, except for writes.
     pub changing: usize,
-    /// Another write of a mount that has one running is only begun while fewer than this run: the other threads are for
-    /// those that have none.
+    /// Another write of a mount that has one running starts only while fewer than this run: the other threads are for
+    /// mounts that have none.
     pub writing: usize,
-    /// Of those at syncs, at most.
+    /// Maximum of those on syncs.
     pub syncing: usize,
 }
 
 impl Limits {
-    /// For a pool that was told to have `threads` threads: so many read in the background, others wait for disks.
+    /// For a pool configured with `threads` threads: one fewer for background reads, plus threads that wait for disks.
     pub fn new(threads: usize) -> Self {
         let threads = threads.max(2);
         Self {
@@ -68,32 +68,32 @@ impl Limits {
     }
 }
 
-/// Jobs that wait, and what those that run count for.
+/// Queued jobs, and the accounting of running ones.
 #[derive(Debug)]
 pub struct Schedule<K, J> {
     limits: Limits,
     front: Turns<K, J>,
     back: Turns<K, J>,
     changes: Turns<K, (Kind, J)>,
-    /// Reads that run, by mount.
+    /// Running reads, by mount.
     reads: HashMap<K, usize>,
     running_back: usize,
-    /// Mounts of which changes run, with each.
+    /// Running changes, with their mounts.
     changing: Vec<(K, Kind)>,
     running_syncs: usize,
 }
 
-/// What a job that was taken counts for, to be given to [`Schedule::done`].
+/// The accounting of a running job, to be passed to [`Schedule::done`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Running<K> {
-    /// Whose it is.
+    /// The mount it belongs to.
     pub mount: K,
-    /// What it does.
+    /// Its kind.
     pub kind: Kind,
 }
 
 impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
-    /// One without jobs.
+    /// A schedule without jobs.
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
@@ -107,7 +107,7 @@ impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
         }
     }
 
-    /// A job is to be done.
+    /// Queues a job.
     pub fn put(&mut self, mount: K, kind: Kind, job: J) {
         match kind {
             Kind::Front => self.front.put(mount, job),
@@ -116,7 +116,7 @@ impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
         }
     }
 
-    /// The next job for a thread that reads.
+    /// The next job for a reading thread.
     pub fn next_read(&mut self) -> Option<(Running<K>, J)> {
         let (reads, most) = (&self.reads, self.limits.reading_one);
         let may = |mount: &K, _: &J| reads.get(mount).is_none_or(|n| *n < most);
@@ -132,7 +132,7 @@ impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
         Some((Running { mount, kind }, job))
     }
 
-    /// The next job for a thread that changes.
+    /// The next job for a changing thread.
     pub fn next_change(&mut self) -> Option<(Running<K>, J)> {
         let (changing, syncs) = (&self.changing, self.running_syncs < self.limits.syncing);
         let more = changing.len() < self.limits.writing;
@@ -147,12 +147,12 @@ impl<K: Copy + Eq + Hash, J> Schedule<K, J> {
         Some((Running { mount, kind }, job))
     }
 
-    /// Whether a change waits, be it for another one.
+    /// Whether changes are queued, even if blocked by another one.
     pub fn has_changes(&self) -> bool {
         !self.changes.is_empty()
     }
 
-    /// A job is done.
+    /// A job has finished.
     pub fn done(&mut self, Running { mount, kind }: Running<K>) {
         match kind {
             Kind::Front | Kind::Back => {
