@@ -1,4 +1,4 @@
-//! Reaching a site at one of its addresses.
+//! Connecting to a site at one of its addresses.
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,7 +17,7 @@ use crate::frame::MAX_FRAME;
 use crate::stream::{Counted, WireCounters};
 use crate::{Identity, NetError, PeerKey, tls};
 
-/// Most socket addresses that one call tries.
+/// Maximum socket addresses tried by one call.
 pub const MAX_ATTEMPTS: usize = 16;
 
 /// The next address is tried when the one before has not answered for this long (RFC 8305).
@@ -26,13 +26,13 @@ const STAGGER: Duration = Duration::from_millis(250);
 /// How to connect.
 #[derive(Debug, Clone)]
 pub struct ConnectOptions {
-    /// What people call the peer, for errors and [`Connection::remote`].
+    /// A display name for the peer, for errors and [`Connection::remote`].
     pub name: Option<String>,
-    /// Limit for finding the addresses of a name.
+    /// Timeout of name resolution.
     pub resolve_timeout: Duration,
-    /// Limit for the TCP connection to one address.
+    /// Timeout of the TCP connection to one address.
     pub connect_timeout: Duration,
-    /// Limit for the TLS handshake after that.
+    /// Timeout of the TLS handshake after that.
     pub handshake_timeout: Duration,
 }
 
@@ -48,7 +48,7 @@ impl Default for ConnectOptions {
 }
 
 impl ConnectOptions {
-    /// The usual limits, and a name for the peer.
+    /// The default timeouts, and a name for the peer.
     #[must_use]
     pub fn named(name: impl Into<String>) -> Self {
         ConnectOptions {
@@ -133,7 +133,7 @@ pub async fn connect_any<A: AsRef<str>>(
         match done {
             Some(Ok((_, Ok(connection)))) => return Ok(connection),
             Some(Ok((target, Err(failure)))) => failures.add(target, failure),
-            // A panic in an attempt is a bug of ours: let it be seen.
+            // A panic in an attempt is a bug of ours: propagate it.
             Some(Err(e)) if e.is_panic() => std::panic::resume_unwind(e.into_panic()),
             Some(Err(_)) | None => {}
         }
@@ -176,11 +176,11 @@ async fn resolve(address: &str, options: &ConnectOptions) -> Result<Vec<SocketAd
     Ok(found)
 }
 
-/// Why one address did not lead to a connection.
+/// Why an address did not lead to a connection.
 enum Failure {
-    /// It does not answer; the text is one entry of a list.
+    /// No answer; the text is one entry of a list.
     Unreachable(String),
-    /// It answers and something else is wrong.
+    /// It answered, but something else is wrong.
     Final(NetError),
 }
 

@@ -15,15 +15,15 @@ pub enum NetError {
     Resolve {
         /// The peer that was looked for.
         peer: String,
-        /// What the resolver said.
+        /// The resolver's message.
         reason: String,
     },
-    /// No address of the peer took the connection.
+    /// No address of the peer accepted the connection.
     #[error("cannot reach {peer}: {reason}")]
     Unreachable {
         /// The peer that was tried.
         peer: String,
-        /// Why not; each address where there are several.
+        /// The reason; one per address if there are several.
         reason: String,
     },
     /// The peer proved another key than the pinned one.
@@ -39,22 +39,22 @@ pub enum NetError {
         /// The key that was proven.
         found: PeerKey,
     },
-    /// TLS could not be agreed on: not a drover site, no key, another TLS version.
+    /// The TLS handshake failed: not a drover site, no key, another TLS version.
     #[error("no secure connection with {peer}: {reason}")]
     Handshake {
         /// The other end.
         peer: String,
-        /// What TLS said.
+        /// The TLS library's message.
         reason: String,
     },
-    /// A limit of time ran out.
+    /// A timeout.
     #[error("{peer}: {what} took longer than {after:?}")]
     TimedOut {
         /// The other end.
         peer: String,
-        /// What was waited for.
+        /// The operation.
         what: &'static str,
-        /// The limit.
+        /// The timeout.
         after: Duration,
     },
     /// The address cannot be listened on.
@@ -62,10 +62,10 @@ pub enum NetError {
     Listen {
         /// The address.
         address: SocketAddr,
-        /// What the system said.
+        /// The cause.
         source: io::Error,
     },
-    /// A Unix socket cannot be made or reached.
+    /// A Unix socket cannot be created or reached.
     #[error("{path}: {reason}", path = path.display())]
     Local {
         /// The socket's path.
@@ -88,7 +88,7 @@ pub enum NetError {
         peer: String,
         /// `reading` or `writing`.
         doing: &'static str,
-        /// What the system said.
+        /// The cause.
         source: io::Error,
     },
     /// The stream ended without a proper end.
@@ -123,7 +123,7 @@ pub enum NetError {
         /// Ours.
         ours: u8,
     },
-    /// A frame that is not well formed or whose checksum is wrong.
+    /// A malformed frame, or one with a wrong checksum.
     #[error("{peer}: bad frame: {reason}")]
     FrameCorrupt {
         /// The other end.
@@ -174,7 +174,7 @@ pub enum NetError {
 }
 
 impl NetError {
-    /// Whether trying again later can help.
+    /// Whether retrying later can help.
     #[must_use]
     pub fn retryable(&self) -> bool {
         matches!(
@@ -189,7 +189,7 @@ impl NetError {
         )
     }
 
-    /// Whether it is a refusal: a wrong key or none at all, or a decision of the other end.
+    /// Whether it is a refusal: a wrong or missing key, or a decision of the other end.
     #[must_use]
     pub fn refused(&self) -> bool {
         match self {

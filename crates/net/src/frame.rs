@@ -31,7 +31,7 @@ pub use writer::FrameWriter;
 pub const WIRE_VERSION: u8 = 1;
 /// Bytes before the payload.
 pub const HEADER_LEN: usize = 12;
-/// The longest payload, unless a reader and its writer agree on something else.
+/// The longest payload, unless a reader and its writer agree on another limit.
 pub const MAX_FRAME: usize = 4 << 20;
 /// The longest payload from a peer of which only the key is known, not whether it is trusted.
 pub const MAX_FRAME_BEFORE_TRUST: usize = 4 << 10;
@@ -39,9 +39,9 @@ pub const MAX_FRAME_BEFORE_TRUST: usize = 4 << 10;
 /// [`FrameReader::next`] does not yield them.
 pub const RESERVED_KINDS: RangeInclusive<u8> = 0xf0..=0xff;
 
-/// "I am here."
+/// Keep-alive.
 pub(crate) const PING: u8 = 0xf0;
-/// An answer to a ping; not sent by this version, accepted from others.
+/// A reply to a ping; not sent by this version, accepted from others.
 pub(crate) const PONG: u8 = 0xf1;
 /// The first frame each way.
 pub(crate) const HELLO: u8 = 0xf2;
@@ -57,7 +57,7 @@ pub struct Frame {
     pub payload: Bytes,
 }
 
-/// A header that was read.
+/// A parsed header.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Header {
     pub kind: u8,
@@ -79,7 +79,7 @@ impl Header {
         out
     }
 
-    /// Looks at a header before anything is allocated for what it announces.
+    /// Validates a header before anything is allocated for its payload.
     pub fn parse(bytes: &[u8; HEADER_LEN], limit: usize, peer: &str) -> Result<Self, NetError> {
         let [version, kind, r0, r1, l0, l1, l2, l3, c0, c1, c2, c3] = *bytes;
         if version != WIRE_VERSION {
@@ -108,7 +108,7 @@ impl Header {
         })
     }
 
-    /// Whether `payload` is what the sender meant.
+    /// Whether the checksum matches `payload`.
     pub fn matches(&self, payload: &[u8]) -> bool {
         crc(&self.checked, &[payload]) == self.crc
     }

@@ -1,20 +1,21 @@
 //! Groups of connections: several connections to one peer used as one link, with flow control and two priorities.
 //!
 //! # Participants
-//! The side that **asks** opens the connections ([`Group`]); the side that **answers** counts what leaves on each ([`Flow`]).
+//! The **requesting** side opens the connections ([`Group`]); the **replying** side counts the bytes sent on each
+//! ([`Flow`]).
 //!
 //! # Goals
 //! - A foreground request takes little more than one round trip, even while background replies fill the link.
-//! - Background replies fill the link without a queue in it: the asking side gives credit in bytes of the link for all
-//!   connections together, the answering side sends no background reply beyond that, and what waits there can be
-//!   overtaken.
-//! - The same for what the asking side sends itself, which stands before its own requests.
+//! - Background replies fill the link without building a queue in it: the requesting side grants credit in bytes on the
+//!   link for all connections together, the replying side sends no background reply beyond that, and what waits there
+//!   can be overtaken.
+//! - The same for the bodies that the requesting side sends, which would delay its own requests.
 //!
 //! # Non-goals
-//! What is asked for and what a reply means; making connections ([`crate::connect_any`], [`crate::Backoff`]).
+//! The meaning of requests and replies; establishing connections ([`crate::connect_any`], [`crate::Backoff`]).
 //!
-//! Nothing here does I/O or reads a clock: the caller passes times in, and sends what is returned. The reasons are in
-//! `docs/decisions/0013-background-flow-by-credit.md`, where it ends in `0027-groups-of-connections.md`.
+//! Nothing here does I/O or reads a clock: the caller passes times in, and sends what is returned. The rationale is in
+//! `docs/decisions/0013-background-flow-by-credit.md`, and its limits in `0027-groups-of-connections.md`.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -37,74 +38,74 @@ pub use window::{MAX_WINDOW, Mark, SampleContext, Window};
 
 use sending::Bodies;
 
-/// With a window of less than so many replies, each of which takes the link longer than this, background requests go on one
-/// connection.
+/// If the window is less than this many replies, each of which occupies the link for at least the time below,
+/// background requests use one connection.
 const NARROW: u64 = 16;
 const NARROW_SECONDS: f64 = 0.001;
 
-/// Marks of credits that no reply has shown yet, at most; the oldest are forgotten.
+/// Maximum credit marks not yet matched by a reply; the oldest are dropped.
 const MAX_MARKS: usize = 4096;
 
-/// What a group may have.
+/// The limits of a group.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections.
+    /// Number of connections.
     pub connections: usize,
-    /// Requests without a reply on each.
+    /// Unanswered requests on each.
     pub requests: usize,
 }
 
-/// Flow control for the answering side of a connection.
+/// The credit granted to the replying side of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credit {
-    /// Bytes of all replies that arrived on it since it was opened.
+    /// Bytes of all replies received on it since it was opened.
     pub received: u64,
-    /// Bytes that may be in flight on all connections before a background reply is held back.
+    /// Bytes that may be in flight on all connections before background replies are held back.
     pub window: u64,
 }
 
-/// What a reply shows of the link.
+/// What a reply reveals about the link.
 #[derive(Clone, Copy, Debug)]
 pub struct ReplySample {
     /// Its bytes on the link.
     pub bytes: u64,
-    /// What the last credit on its connection said had arrived, when it left.
+    /// The `received` of the last credit on its connection when it was sent.
     pub echo: u64,
-    /// Nothing else waited to leave.
+    /// Nothing else was waiting to be sent.
     pub last: bool,
-    /// What was known when it was asked for; none when that was before the connection was open.
+    /// The mark of its request; none if that was before the connection was open.
     pub asked: Option<Mark>,
 }
 
 #[derive(Debug)]
 struct Connection<R> {
     role: R,
-    /// What its requests weigh.
+    /// Total weight of its requests.
     weight: u64,
     requests: usize,
     bodies: Bodies,
-    /// Bytes that came on it, and how many of them were reported in credits.
+    /// Bytes received on it, and how many of them were reported in credits.
     received: u64,
     reported: u64,
-    /// Credits given, each with what was known then.
+    /// Credits granted, each with the mark of that time.
     marks: VecDeque<(u64, Mark)>,
 }
 
-/// The requesting side of a group: connections to a peer, each with a role `R` that says what it may carry. The caller numbers
-/// them from 0; calls about a connection that is not open are ignored.
+/// The requesting side of a group: connections to a peer, each with a role `R` that determines what it may carry. The
+/// caller numbers them from 0; calls about a connection that is not open are ignored.
 #[derive(Debug)]
 pub struct Group<R> {
     connections: Vec<Option<Connection<R>>>,
     limits: Limits,
-    /// Bytes of the shortest background reply before it is packed.
+    /// Minimum length of a background reply, in bytes before compression.
     answer: u64,
     window: Window,
     sending: Sending,
 }
 
 impl<R: Copy> Group<R> {
-    /// One without connections. The window in bytes of the link is found out when none is given; `answer` is the length of a
-    /// background reply, in bytes, at least.
+    /// A group without connections. The window in bytes on the link is determined automatically if none is given;
+    /// `answer` is the minimum length of a background reply, in bytes.
     #[must_use]
     pub fn new(window: Option<u64>, answer: u64, limits: Limits) -> Self {
         Self {
@@ -116,19 +117,19 @@ impl<R: Copy> Group<R> {
         }
     }
 
-    /// How much of what is received in the background may be in flight.
+    /// The flow-control window for background data received.
     #[must_use]
     pub fn window(&self) -> &Window {
         &self.window
     }
 
-    /// How much of what is sent may be in flight.
+    /// The limit for data sent.
     #[must_use]
     pub fn sending(&self) -> &Sending {
         &self.sending
     }
 
-    /// A connection is open. Returns the first credit to send on it.
+    /// A connection was opened. Returns the first credit to send on it.
     pub fn open(&mut self, number: usize, role: R) -> Credit {
         if self.connections.len() <= number {
             self.connections.resize_with(number + 1, || None);
@@ -148,20 +149,20 @@ impl<R: Copy> Group<R> {
         }
     }
 
-    /// All connections are gone; what was known of the link may no longer be so.
+    /// All connections were lost; what was known about the link may be outdated.
     pub fn close(&mut self) {
         self.connections.clear();
         self.window.reset();
         self.sending.close();
     }
 
-    /// The roles of the connections that are open.
+    /// The roles of the open connections.
     pub fn roles(&self) -> impl Iterator<Item = R> {
         self.connections.iter().flatten().map(|open| open.role)
     }
 
-    /// The connection for a request: the one that has least to do of those whose role fits. One for a background reply goes on
-    /// the one that brought most so far when the link is narrow: one connection paces itself by what it is acknowledged;
+    /// The connection for a request: the least loaded of those with a suitable role. On a narrow link, background
+    /// requests use the one that has carried most so far: TCP paces a single connection by its acknowledgements;
     /// several overflow a short queue with their bursts.
     pub fn choose(&self, background: bool, fits: impl Fn(R) -> bool) -> Option<usize> {
         let candidates = self
@@ -184,7 +185,7 @@ impl<R: Copy> Group<R> {
             && self.window.rate() < self.answer as f64 / NARROW_SECONDS
     }
 
-    /// A request that weighs so much is sent on a connection; false when that is not open.
+    /// A request of this weight is sent on a connection; false if it is not open.
     pub fn request(&mut self, number: usize, weight: u64) -> bool {
         let open = self.connections.get_mut(number).and_then(Option::as_mut);
         open.is_some_and(|open| {
@@ -194,7 +195,7 @@ impl<R: Copy> Group<R> {
         })
     }
 
-    /// A request that weighs so much was answered, or will not be.
+    /// A request of this weight was answered, or will not be.
     pub fn end_request(&mut self, number: usize, weight: u64) {
         if let Some(Some(open)) = self.connections.get_mut(number) {
             open.weight -= weight;
@@ -202,8 +203,8 @@ impl<R: Copy> Group<R> {
         }
     }
 
-    /// The body of a request is sent on a connection; `last`: no other waits. Returned is what the peer has when it has all of
-    /// it, for [`Group::arrived`].
+    /// The body of a request is sent on a connection; `last`: no other is waiting. Returns the byte count at which the
+    /// peer has received all of it, for [`Group::arrived`].
     pub fn send_body(
         &mut self,
         number: usize,
@@ -220,10 +221,11 @@ impl<R: Copy> Group<R> {
         self.sending.answered(bytes);
     }
 
-    /// The peer has had so many bytes of bodies on a connection; with `at`, the last at so many microseconds of its clock.
+    /// The peer has received this many body bytes on a connection; with `at`, the last at that many microseconds of its
+    /// clock.
     ///
     /// # Errors
-    /// [`NotSent`] for more than was sent.
+    /// [`NotSent`] if that is more than was sent.
     pub fn arrived(
         &mut self,
         number: usize,
@@ -241,7 +243,7 @@ impl<R: Copy> Group<R> {
         }
     }
 
-    /// Bytes of a reply came on a connection.
+    /// Bytes of a reply arrived on a connection.
     pub fn received(&mut self, number: usize, bytes: u64) {
         self.window.arrived(bytes);
         if let Some(Some(open)) = self.connections.get_mut(number) {
@@ -249,8 +251,8 @@ impl<R: Copy> Group<R> {
         }
     }
 
-    /// The credits to send: for each connection on which enough has arrived since the last one. All are checked, because a
-    /// smaller window lowers what is enough.
+    /// The credits to send: for each connection on which enough has arrived since the last one. All are checked,
+    /// because a smaller window lowers the threshold.
     pub fn credits(&mut self, now: Duration) -> Vec<(usize, Credit)> {
         let window = self.window.size();
         let most = MAX_UNREPORTED / self.limits.connections as u64;
@@ -273,7 +275,7 @@ impl<R: Copy> Group<R> {
         credits
     }
 
-    /// A reply came on a connection that left by credit, and was counted.
+    /// A reply sent under credit arrived on a connection, and was counted.
     pub fn sample(&mut self, number: usize, answer: ReplySample, now: Duration) {
         let Some(Some(open)) = self.connections.get_mut(number) else {
             return;
@@ -283,7 +285,7 @@ impl<R: Copy> Group<R> {
             open.marks.pop_front();
         }
         let credit = open.marks.front().filter(shown).map(|(_, mark)| *mark);
-        // A reply leaves when it is asked for and there is credit, whichever is later.
+        // A reply is sent when it has been requested and there is credit, whichever is later.
         let mark = match (credit, answer.asked) {
             (Some(a), Some(b)) if a.at() > b.at() => a,
             (a, b) => match b.or(a) {

@@ -2,17 +2,15 @@
 //! sockets, length-limited frames, the hello, services and calls, rate limits, reconnecting, and
 //! groups of connections with credit and priority ([`group`]).
 //!
-//! Which services there are lives in the crates above; nothing here knows about images or devices.
-//! Nothing here waits a round trip per frame, and no background task is started: who owns a
-//! [`FrameReader`] or [`FrameWriter`] drives it. The bytes are described in
-//! `docs/format/wire.md`.
+//! The services themselves are defined in the crates above; nothing here depends on images or devices. No round trip
+//! per frame, and no background tasks: the owner of a [`FrameReader`] or [`FrameWriter`] drives it. The encoding is
+//! described in `docs/format/wire.md`.
 //!
 //! # Ending a connection
 //!
-//! A direction ends with [`FrameWriter::finish`]; [`FrameReader::next`] then yields `None`, and
-//! anything else is [`NetError::Truncated`]. A socket that is dropped with unread bytes in it is
-//! reset by the kernel, and a reset throws away what the peer has not read yet. So a side that
-//! is done uses [`close`], and what matters is acknowledged by a message of its own.
+//! A direction ends with [`FrameWriter::finish`]; [`FrameReader::next`] then yields `None`, and any other end is
+//! [`NetError::Truncated`]. Dropping a socket with unread bytes makes the kernel reset it, and a reset discards what
+//! the peer has not read yet. So use [`close`] at the end, and acknowledge what matters by an explicit message.
 //!
 //! # Example
 //!
@@ -105,5 +103,5 @@ pub use service::Peer;
 pub use stream::WireCounters;
 pub use ticket::{Ticket, TicketError, random_id, same_secret, warm_up};
 
-/// What this crate's fallible functions return.
+/// The result type of this crate.
 pub type Result<T, E = NetError> = std::result::Result<T, E>;

@@ -1,4 +1,4 @@
-//! Taking connections from other sites.
+//! Accepting connections from other sites.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,17 +18,17 @@ use crate::frame::MAX_FRAME_BEFORE_TRUST;
 use crate::stream::{Counted, WireCounters};
 use crate::{Identity, NetError, tls};
 
-/// Most connections of a listener that have not finished their handshake; more are dropped at
-/// once, so that strangers cannot collect memory or file descriptors.
+/// Maximum connections with an unfinished handshake; more are dropped at once, so that strangers cannot exhaust memory
+/// or file descriptors.
 pub const MAX_PENDING: usize = 256;
 
-/// How long a client may take for its handshake.
+/// Timeout of a client's handshake.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long to wait when the process has run out of file descriptors.
+/// Pause when the process has run out of file descriptors.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
 
-/// A socket on which a site takes connections.
+/// A socket on which a site accepts connections.
 #[derive(Debug)]
 pub struct Listener {
     tcp: TcpListener,
@@ -54,15 +54,15 @@ impl Listener {
         })
     }
 
-    /// Where it listens, with the port that was chosen.
+    /// The address, with the port that was chosen.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// The next client, before any of its bytes were read. Never waits for a client that is
-    /// slow: run [`Pending::handshake`] in a task of its own. Errors that concern one client, or
-    /// a lack of file descriptors that will pass, are waited out. Cancel safe.
+    /// The next client, before any of its bytes were read. Never waits for a slow client: run [`Pending::handshake`] in
+    /// a task of its own. Errors that concern one client, or a temporary lack of file descriptors, are retried. Cancel
+    /// safe.
     ///
     /// # Errors
     /// [`NetError::Listen`] when the socket itself is broken.
@@ -96,7 +96,7 @@ impl Listener {
     }
 }
 
-/// Whether a failed accept says nothing about the listening socket (accept(2)).
+/// Whether a failed accept leaves the listening socket usable (accept(2)).
 fn passes(e: &io::Error) -> bool {
     const ENOMEM: i32 = 12;
     const ENFILE: i32 = 23;
@@ -128,15 +128,15 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// Where the client comes from.
+    /// The client's address.
     #[must_use]
     pub fn remote(&self) -> SocketAddr {
         self.remote
     }
 
-    /// Agrees on TLS within [`HANDSHAKE_TIMEOUT`]. The connection's [`Connection::peer`] is a key
-    /// that the client proved to have; whether it is a known one is for the caller to say, and
-    /// until [`crate::FrameReader::set_max_frame`] only small frames are taken from it.
+    /// Performs the TLS handshake within [`HANDSHAKE_TIMEOUT`]. The connection's [`Connection::peer`] is a key whose
+    /// possession the client proved; whether it is trusted is up to the caller, and until
+    /// [`crate::FrameReader::set_max_frame`] only small frames are accepted.
     ///
     /// # Errors
     /// [`NetError::Handshake`], [`NetError::TimedOut`], or that the connection broke.
@@ -144,7 +144,7 @@ impl Pending {
         self.handshake_within(HANDSHAKE_TIMEOUT).await
     }
 
-    /// The same with another limit.
+    /// The same with another timeout.
     ///
     /// # Errors
     /// As [`Pending::handshake`].

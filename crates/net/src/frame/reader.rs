@@ -12,7 +12,7 @@ use super::{END, Frame, HEADER_LEN, HELLO, Header, PING, PONG, RESERVED_KINDS, c
 use crate::NetError;
 use crate::stream::Stream;
 
-/// Read at least this much at a time, so that many small frames cost few reads.
+/// Minimum bytes per read, so that many small frames cost few reads.
 const READ_AHEAD: usize = 16 << 10;
 
 /// Payloads up to this are copied: a few bytes that a caller keeps must not keep a whole buffer alive.
@@ -83,7 +83,7 @@ impl FrameReader {
         self.max_frame = bytes;
     }
 
-    /// Gives up when no byte arrives for this long; `None`, the default, waits for ever.
+    /// Fails when no byte arrives for this long; `None`, the default, waits forever.
     pub fn set_idle_timeout(&mut self, limit: Option<Duration>) {
         self.idle_timeout = limit;
     }

@@ -13,17 +13,16 @@ use super::{END, HELLO, Header, MAX_FRAME, PING, RESERVED_KINDS, corrupt};
 use crate::stream::{Stream, WireCounters};
 use crate::{NetError, RateLimit};
 
-/// Payloads up to this are gathered; longer ones go to the socket from where they are.
+/// Payloads up to this are batched; longer ones are written without a copy.
 const SMALL: usize = 16 << 10;
-/// Gathered frames are written when they are this many bytes, or when flushed.
+/// Batched frames are written at this many bytes, or when flushed.
 const GATHER: usize = 64 << 10;
-/// Slices in one write.
+/// Maximum slices in one write.
 const SLICES: usize = 16;
 
 /// Frames to a peer.
 ///
-/// A frame that was sent may still be in a buffer: [`FrameWriter::flush`] before waiting for an
-/// answer to it.
+/// A sent frame may still be in a buffer: call [`FrameWriter::flush`] before waiting for a reply to it.
 #[derive(Debug)]
 pub struct FrameWriter {
     out: Out,
@@ -109,9 +108,9 @@ impl FrameWriter {
         }
     }
 
-    /// From now on at most some 100 KiB stand between here and the path, and [`FrameWriter::flush`] waits until the path takes
-    /// the rest: what is urgent can go before what was not sent yet. (The kernel takes megabytes otherwise, which is better
-    /// for throughput alone.) Nothing changes on a Unix socket.
+    /// From now on at most some 100 KiB are queued before the network path, and [`FrameWriter::flush`] waits until the
+    /// path accepts the rest: urgent data can overtake what was not sent yet. (Otherwise the kernel buffers megabytes,
+    /// which is better for throughput alone.) No effect on a Unix socket.
     pub fn keep_little_unsent(&mut self) {
         self.out.wire.keep_little_unsent.store(true, Relaxed);
     }
@@ -151,8 +150,7 @@ impl FrameWriter {
         Ok(())
     }
 
-    /// Sends no faster than `rate` allows, encryption's overhead included; `None`, the default,
-    /// is as fast as the link.
+    /// Sends no faster than `rate` permits, including encryption overhead; `None`, the default, is unlimited.
     pub fn set_rate(&mut self, rate: Option<Arc<RateLimit>>) {
         let base = self.out.wire.sent();
         self.out.rate = rate.map(|limit| Metered {
@@ -162,7 +160,7 @@ impl FrameWriter {
         });
     }
 
-    /// Gives up when the peer takes no byte for this long; `None`, the default, waits for ever.
+    /// Fails when the peer accepts no byte for this long; `None`, the default, waits forever.
     pub fn set_stall_timeout(&mut self, limit: Option<Duration>) {
         self.out.stall_timeout = limit;
     }

@@ -1,18 +1,18 @@
-//! How many bytes of replies are on their way to a peer that gives credit for them.
+//! The bytes of replies in flight to a peer that grants credit for them.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use super::window::MAX_WINDOW;
 
-/// Bytes that a peer may have received without reporting them, at most, on all connections together. So little in flight is not
-/// counted, or the link would stand still for bytes that are never reported.
+/// Maximum bytes that a peer may have received without reporting them, on all connections together. This much in flight
+/// is ignored, or the link would stall for bytes that are never reported.
 pub const MAX_UNREPORTED: u64 = 16 << 10;
 
-/// Bytes that may be in flight until the peer has said how many.
+/// Bytes that may be in flight until the peer has granted a window.
 const FIRST_WINDOW: u64 = 64 << 10;
 
-/// What left on each connection to a peer and what of it arrived, by the peer's own account.
+/// What was sent on each connection to a peer, and what of it arrived according to the peer.
 #[derive(Debug)]
 pub struct Flow {
     connections: HashMap<u64, Connection>,
@@ -26,7 +26,7 @@ pub struct Flow {
 struct Connection {
     sent: u64,
     received: u64,
-    /// What had been sent when a clock was started, and when that was.
+    /// Total bytes sent when a round-trip measurement was started, and when that was.
     timed: Option<(u64, Duration)>,
 }
 
@@ -42,7 +42,7 @@ impl Default for Flow {
 }
 
 impl Flow {
-    /// Bytes leave on a connection.
+    /// Bytes are sent on a connection.
     pub fn sent(&mut self, connection: u64, bytes: u64, now: Duration) {
         let on = self.connections.entry(connection).or_default();
         on.sent += bytes;
@@ -50,8 +50,8 @@ impl Flow {
         self.under_way += bytes;
     }
 
-    /// Bytes that left have not left after all; returned is how many of them, as some may have arrived. To be followed by
-    /// [`Flow::sent`] when those have left.
+    /// Bytes counted as sent have not left after all; returns how many of them, as some may have arrived. To be
+    /// followed by [`Flow::sent`] when they have left.
     pub fn unsent(&mut self, connection: u64, bytes: u64) -> u64 {
         let Some(on) = self.connections.get_mut(&connection) else {
             return 0;
@@ -65,7 +65,8 @@ impl Flow {
         back
     }
 
-    /// The peer says what has arrived on a connection. What it claims beyond what was sent, or takes back, is not believed.
+    /// The peer reports what has arrived on a connection. Claims beyond what was sent, or below earlier ones, are
+    /// ignored.
     pub fn credit(&mut self, connection: u64, received: u64, window: u64, now: Duration) {
         let on = self.connections.entry(connection).or_default();
         let received = received.clamp(on.received, on.sent);
@@ -81,24 +82,24 @@ impl Flow {
         }
     }
 
-    /// The least time that a reply and the word of its arrival took, once one did.
+    /// The minimum time between sending a reply and the report of its arrival, once measured.
     pub fn round_trip(&self) -> Option<Duration> {
         self.round_trip
     }
 
-    /// A connection is gone, and what was on it.
+    /// A connection is closed; its bytes are no longer in flight.
     pub fn gone(&mut self, connection: u64) {
         if let Some(on) = self.connections.remove(&connection) {
             self.under_way -= on.sent - on.received;
         }
     }
 
-    /// Whether a background reply of so many bytes may leave now.
+    /// Whether a background reply of this many bytes may be sent now.
     pub fn allows(&self, bytes: u64) -> bool {
         self.under_way < MAX_UNREPORTED || self.under_way.saturating_add(bytes) <= self.window
     }
 
-    /// What a connection's credit last said.
+    /// The `received` of a connection's last credit.
     pub fn echo(&self, connection: u64) -> u64 {
         self.connections
             .get(&connection)

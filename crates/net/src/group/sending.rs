@@ -1,7 +1,7 @@
-//! How much of what is sent may be in flight. It shares the way to the peer with the requests of those who wait: what is
-//! sent before there is room in the link stands before these, in the network's queues, where nothing overtakes it.
+//! How much sent data may be in flight. It shares the path to the peer with foreground requests: whatever is sent
+//! beyond the link's capacity delays these in the network's queues, where nothing can overtake it.
 //!
-//! What counts is what has not arrived, and not what was not answered: the peer's disk is no part of the link.
+//! What counts is what has not arrived, rather than what was not answered: the peer's disk is not part of the link.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -9,33 +9,34 @@ use std::time::Duration;
 use super::clocks::Clocks;
 use super::window::{Mark, SampleContext, Window};
 
-/// Bytes of bodies that are in flight at most, whatever the window.
+/// Maximum body bytes in flight, whatever the window.
 const MAX_UNDER_WAY: u64 = 16 << 20;
 
-/// Bytes of bodies that the peer has not answered, at most.
+/// Maximum body bytes not answered by the peer.
 pub const MAX_UNANSWERED: u64 = 24 << 20;
 
-/// A part takes the link about this long, as a request may have to wait for one that was begun...
+/// Target transmission time of a part in seconds, as a request may have to wait for one that was begun...
 const PART_SECONDS: f64 = 0.002;
 
 /// ...but is no shorter than this.
 const MIN_PART: usize = 16 << 10;
 
-/// The longest part, in bytes.
+/// Maximum length of a part, in bytes.
 pub const MAX_PART: usize = 256 << 10;
 
-/// Offsets and lengths of parts are multiples of this.
+/// Alignment of the offsets and lengths of parts.
 const GRAIN: usize = 4096;
 
-/// Bodies leave no faster than this many times the rate that was found, but for so many parts at once. Word of what arrived
-/// comes in bursts where it stands behind what flows the other way; what left in bursts would be a queue for that.
+/// Bodies are sent no faster than this multiple of the measured rate, apart from bursts of so many parts. Arrival
+/// reports come in bursts when they queue behind data in the other direction; bodies sent in bursts would in turn
+/// queue.
 const PACE: f64 = 1.1;
 const BURST: u64 = 2;
 
 /// The part of the difference by which one body changes what is held to be before requests.
 const BEFORE_PART: u32 = 8;
 
-/// The peer says that more has arrived than was sent.
+/// The peer reports that more has arrived than was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("more has arrived than was sent")]
 pub struct NotSent;
@@ -45,24 +46,24 @@ pub struct NotSent;
 pub struct Sending {
     window: Window,
     clocks: Clocks,
-    /// How long bodies waited in the way's queue lately.
+    /// Recent queueing delay of bodies on the path.
     before: Duration,
-    /// When all that was sent will have left at that pace.
+    /// When everything sent will have left at that pace.
     paced_to: Duration,
     under_way: u64,
     unanswered: u64,
 }
 
-/// Bodies on their way on a connection.
+/// Bodies in flight on a connection.
 #[derive(Debug, Default)]
 pub(super) struct Bodies {
     sent: u64,
     arrived: u64,
-    /// Those that have not arrived, each with what had been sent with it.
+    /// Those that have not arrived, each with its state when sent.
     under_way: VecDeque<(u64, Sent)>,
 }
 
-/// What was known when a body was sent.
+/// The state when a body was sent.
 #[derive(Debug)]
 struct Sent {
     mark: Mark,
@@ -72,7 +73,7 @@ struct Sent {
 }
 
 impl Sending {
-    /// Nothing is known.
+    /// Initially nothing is known.
     pub(super) fn new() -> Self {
         Self {
             window: Window::sending(),
@@ -89,13 +90,13 @@ impl Sending {
         self.window.size().min(MAX_UNDER_WAY)
     }
 
-    /// How long parts should be.
+    /// The length into which bodies should be split.
     pub fn part(&self) -> usize {
         let bytes = (self.window.rate() * PART_SECONDS) as usize;
         (bytes / GRAIN * GRAIN).clamp(MIN_PART, MAX_PART)
     }
 
-    /// Whether there is room for a body, but for the pace. There always is for one, however long.
+    /// Whether there is room for a body, apart from pacing. There always is for a single one, however long.
     pub fn allows(&self, bytes: u64) -> bool {
         (self.under_way == 0 || self.under_way + bytes <= self.window())
             && (self.unanswered == 0 || self.unanswered + bytes <= MAX_UNANSWERED)
@@ -109,13 +110,14 @@ impl Sending {
         }
     }
 
-    /// When the next body may be sent.
+    /// The earliest time of the next body.
     pub fn ready_at(&self) -> Duration {
         self.paced_to
             .saturating_sub(self.paced(BURST * self.part() as u64))
     }
 
-    /// A body is sent on a connection; `last`: no other waits. Returned is what the peer has when it has all of it.
+    /// A body is sent on a connection; `last`: no other is waiting. Returns the byte count at which the peer has
+    /// received all of it.
     pub(super) fn sent(&mut self, on: &mut Bodies, bytes: u64, last: bool, now: Duration) -> u64 {
         self.under_way += bytes;
         self.unanswered += bytes;
@@ -131,7 +133,7 @@ impl Sending {
         on.sent
     }
 
-    /// How long a request or a credit waits for what is sent, about, and no longer than that may be.
+    /// Approximate time that a request or a credit waits behind sent data, and the limit of that.
     pub(super) fn before(&self) -> Duration {
         match self.under_way {
             0 => Duration::ZERO,
@@ -139,8 +141,8 @@ impl Sending {
         }
     }
 
-    /// The peer has had so many bytes of bodies on a connection. With `at`: the last at that time of its clock, and what is
-    /// received stands before words like this no longer than that.
+    /// The peer has received this many body bytes on a connection. With `at`: the last at that time of its clock, and
+    /// received data delays such reports by no more than that.
     pub(super) fn arrived(
         &mut self,
         on: &mut Bodies,
@@ -164,7 +166,7 @@ impl Sending {
                 other: Duration::ZERO,
             };
             if let Some((at, most)) = at {
-                // The word of its arrival stood behind what is received.
+                // The report of its arrival queued behind received data.
                 let queues = self.clocks.note(sent.mark.at(), at, now);
                 seen.other = queues.down.min(most);
                 self.before = (self.before * (BEFORE_PART - 1) + queues.up) / BEFORE_PART;
@@ -180,7 +182,7 @@ impl Sending {
         self.unanswered -= bytes;
     }
 
-    /// All bodies are gone with their connections, and what was known of the link.
+    /// All bodies were lost with their connections, as was the knowledge of the link.
     pub(super) fn close(&mut self) {
         *self = Self::new();
     }

@@ -1,4 +1,4 @@
-//! How many connections are worth having, found out by trying more. No clock: the caller passes samples in.
+//! How many connections are worthwhile, determined by trying more. No clock: the caller passes samples in.
 //!
 //! One connection does not fill a long and fast link, whose window ends before the link does, nor
 //! one that loses packets. Any other link it does fill, and then what another connection carries is only
@@ -11,44 +11,44 @@
 
 use std::time::{Duration, Instant};
 
-/// How often it is judged.
+/// Interval of the evaluations.
 const JUDGE_EVERY: Duration = Duration::from_millis(1500);
 
 /// The rate of the first moments says nothing of the link: so many round trips, within bounds.
 const START_UP_ROUND_TRIPS: u32 = 8;
 const START_UP: [Duration; 2] = [Duration::from_millis(500), Duration::from_millis(1000)];
 
-/// A connection with so many bytes in flight may be at the end of its window (Linux ends at 3 to
-/// 6 MB by default).
+/// A connection with this many bytes in flight may be limited by its TCP window (Linux limits it to 3 to 6 MB by
+/// default).
 const LONG_WINDOW_BYTES: f64 = 1e6;
 
 /// With less than this left to send, a trial that shows nothing costs more than one that helps
 /// would gain, unless it is the window that holds the connection back.
 const WORTH_A_TRIAL_SECONDS: f64 = 8.0;
 
-/// The same when the last trial helped: then the next one likely does, too.
+/// The same when the last trial helped: then the next one probably does, too.
 const WORTH_ANOTHER_SECONDS: f64 = 2.0;
 
-/// A trial helps when it makes the whole so much faster; perfect would be twice.
+/// A trial helps if it raises the total rate by this factor; ideal would be 2.
 const HELPS: f64 = 1.25;
 
-/// How long there is no trial after one that showed nothing; each such one doubles it.
+/// The pause after a trial without effect; doubled by each further one.
 const REST: Duration = Duration::from_secs(6);
 
 /// A sample of a group's connections; counts and times are from the beginning of the session.
 #[derive(Debug, Clone, Copy)]
 pub struct TrialSample {
-    /// When.
+    /// The time of the sample.
     pub at: Instant,
     /// Bytes on the wire.
     pub sent: u64,
-    /// What the connections' threads spent reading and compressing.
+    /// Time that the connections' threads spent reading and compressing.
     pub busy: Duration,
-    /// What they spent waiting for their sockets.
+    /// Time that they spent waiting for their sockets.
     pub waited: Duration,
-    /// Seconds that the blocks known to be needed will take.
+    /// Estimated seconds to send the remaining blocks known to be needed.
     pub left: f64,
-    /// Of the first connection.
+    /// Round-trip time of the first connection.
     pub round_trip: Duration,
 }
 
@@ -57,7 +57,7 @@ pub struct TrialSample {
 pub struct ConnectionTrials {
     most: u16,
     working: u16,
-    /// Where the interval that is being judged began; none while connections get in flight.
+    /// Start of the current evaluation interval; none while connections are starting.
     last: Option<TrialSample>,
     trial: Option<Trial>,
     /// The last trial helped.
@@ -66,17 +66,17 @@ pub struct ConnectionTrials {
     rest_until: Option<Instant>,
 }
 
-/// More connections than before, to see what they do.
+/// A trial of more connections.
 #[derive(Debug, Clone, Copy)]
 struct Trial {
-    /// How many worked before.
+    /// Number of connections before.
     connections: u16,
-    /// What they made, in bytes a second.
+    /// Their rate, in bytes per second.
     rate: f64,
 }
 
 impl ConnectionTrials {
-    /// Begins with one connection; there may be `most`.
+    /// Starts with one connection; at most `most`.
     #[must_use]
     pub fn new(most: u16) -> Self {
         ConnectionTrials {
@@ -90,7 +90,7 @@ impl ConnectionTrials {
         }
     }
 
-    /// How many connections are to work.
+    /// How many connections should be working.
     #[must_use]
     pub fn working(&self) -> u16 {
         self.working
@@ -107,7 +107,7 @@ impl ConnectionTrials {
         }
     }
 
-    /// Takes a sample; true when [`ConnectionTrials::working`] has changed.
+    /// Evaluates a sample; true when [`ConnectionTrials::working`] has changed.
     pub fn observe(&mut self, now: &TrialSample) -> bool {
         let Some(last) = self.last.replace(*now) else {
             return false;
@@ -152,7 +152,7 @@ impl ConnectionTrials {
 
     fn change(&mut self, working: u16) -> bool {
         self.working = working;
-        // What they make while they get in flight is not what they can.
+        // The rate of connections that are still starting says little.
         self.last = None;
         true
     }

@@ -1,14 +1,13 @@
 //! The flow-control window: how many bytes may be in flight so that the link is full and no queue builds up in it.
 //!
-//! The paper set its number of concurrent pulls by hand, to between 4,096 and 16,384 (r3map §1.5). Here it sizes itself to
-//! bandwidth x round trip, from what is seen of both, in the manner of BBR and Copa: the rate is the
-//! highest seen in the last rounds, the round trip the least seen in the last seconds. The window is
-//! `rate x (round trip + slack)`. The slack is what finds more bandwidth: when there is some, a window that is
-//! larger than the link's own store of bytes makes the next rate higher, which makes the next window larger; when there is none, the
-//! slack stands in the queue, and that is all that ever does. A flow that fills queues on the same link gets the
-//! larger share of it: background work gives way.
+//! The paper set its number of concurrent pulls by hand, to between 4,096 and 16,384 (r3map §1.5). Here the window
+//! sizes itself to bandwidth x round trip, from measurements of both, in the manner of BBR and Copa: the rate is the
+//! highest seen in the last rounds, the round trip the minimum of the last seconds. The window is `rate x (round trip +
+//! slack)`. The slack probes for more bandwidth: if there is some, a window above the link's bandwidth-delay product
+//! raises the next rate, which raises the next window; if there is none, the slack becomes the queue, and the only one.
+//! A flow that fills queues on the same link gets the larger share of it: background work gives way.
 //!
-//! At the start it grows by what arrives, ahead of TCP's slow start, which fills the link on its own terms.
+//! At the start it grows with what arrives, ahead of TCP's slow start, which fills the link at its own pace.
 //!
 //! No clock: the caller passes times in.
 
@@ -20,20 +19,21 @@ use super::recent::{RECENT, RecentMin};
 /// What differs between the two directions.
 #[derive(Clone, Copy, Debug)]
 struct Direction {
-    /// Where it begins.
+    /// Initial window in bytes.
     first: u64,
-    /// The least it ever is.
+    /// Minimum window in bytes.
     least: u64,
-    /// The slack is no less than this and no more.
+    /// Minimum and maximum slack.
     slack: (Duration, Duration),
-    /// How much longer than the slack and two replies its queue may be.
+    /// How much longer than the slack and two replies the queue may be.
     beyond: Duration,
-    /// The other direction's queue is known of each sample, and not only what it was lately.
+    /// The other direction's queue is known for each sample, not only as a recent estimate.
     exact: bool,
 }
 
-/// It begins a little ahead of what TCP sends in its first round trip on two connections, and has a few frames in flight at least.
-/// Two busy machines need a millisecond to take turns; two are what a foreground read may be made to wait.
+/// It begins slightly above what TCP sends in its first round trip on two connections, and keeps a few frames in
+/// flight. Two busy machines need a millisecond to schedule their turns; two are what a foreground read may have to
+/// wait.
 const RECEIVING: Direction = Direction {
     first: 64 << 10,
     least: 48 << 10,
@@ -42,8 +42,8 @@ const RECEIVING: Direction = Direction {
     exact: false,
 };
 
-/// It may be on a much slower link: one of the shortest parts is in flight at least. Word of what arrived stands behind what
-/// is received, a little more now and less then, so it has more slack.
+/// The link may be much slower: at least one minimum-size part is in flight. Arrival reports queue behind received data
+/// for varying times, so there is more slack.
 const SENDING: Direction = Direction {
     first: 32 << 10,
     least: 16 << 10,
@@ -52,41 +52,41 @@ const SENDING: Direction = Direction {
     exact: true,
 };
 
-/// Until so many times the first window has arrived, answers are late on all connections because TCP begins slowly, and not because
-/// the link is full.
+/// Until this multiple of the first window has arrived, late replies on all connections are due to TCP's slow start,
+/// and not to a full link.
 const SLOW_START: u64 = 16;
 
-/// The most it ever is.
+/// Maximum window in bytes.
 pub const MAX_WINDOW: u64 = 256 << 20;
 
-/// Rounds over which the highest rate counts.
+/// Rounds whose highest rate counts.
 const RATE_ROUNDS: usize = 8;
 
-/// The slack is this part of the round trip, within bounds.
+/// The slack is this fraction (1/n) of the round trip, within bounds.
 const SLACK_PART: u32 = 20;
 
-/// The window is worth at least this time of the rate. Where a round trip is much shorter, bursts of whole chunks overflow
-/// a queue of one round trip whatever the window is; the losses cost the more the less is in flight beside them, and a
-/// window of less than two chunks cannot see that it should grow.
+/// The window covers at least this duration at the current rate. Where a round trip is much shorter, bursts of whole
+/// chunks overflow a queue of one round trip whatever the window is; losses cost the more the less is in flight beside
+/// them, and a window of less than two chunks cannot detect that it should grow.
 const MIN_COVER: Duration = Duration::from_millis(3);
 
-/// A round that brings less than this much more than the best before does not count as growth.
+/// A round that is not faster than the best before by this factor does not count as growth.
 const GROWTH: f64 = 1.25;
 
 /// See [`Window::extra`]: it is at most this part of the window, or one reply, and found in so many steps.
 const MAX_EXTRA: f64 = 0.03;
 const EXTRA_STEPS: u64 = 4;
 
-/// Rounds of growth without a queue in a row after which the window grows as fast as at the start.
+/// Consecutive rounds of growth without a queue after which the window grows as fast as at the start.
 const GROWN_ROUNDS: u32 = 3;
 
-/// Rounds without growth that end the start.
+/// Rounds without growth that end the start phase.
 const FLAT_ROUNDS: u32 = 3;
 
-/// Rounds in a row with more of a queue than the slack explains after which the link is held to be slower than it was.
+/// Consecutive rounds with more queue than the slack explains after which the link is taken to have become slower.
 const SLOWER_ROUNDS: u32 = 2;
 
-/// The same after which it is held to be longer: a smaller window did not help.
+/// The same after which its round trip is taken to have become longer: a smaller window did not help.
 const LONGER_ROUNDS: u32 = 8;
 
 /// What is left of a rate that was seen after a round, and the part of it that is much less.
@@ -97,14 +97,14 @@ const DEGRADED_FRACTION: f64 = 0.75;
 const FLAT_LOOKS: u32 = 2;
 const MIN_LOOK: Duration = Duration::from_millis(8);
 
-/// Replies in a row that were late by more than [`START_QUEUE`] and a quarter of the round trip: the start is over, before
-/// the queue overflows.
+/// Consecutive replies late by more than [`START_QUEUE`] and a quarter of the round trip that end the start phase,
+/// before the queue overflows.
 const LATE_ANSWERS: u32 = 6;
 
 /// See [`LATE_ANSWERS`].
 const START_QUEUE: Duration = Duration::from_millis(6);
 
-/// A connection's replies in a row that were late, and when the last answer came.
+/// Consecutive late replies of a connection, and the time of the last reply.
 #[derive(Clone, Copy, Debug)]
 struct Late {
     connection: usize,
@@ -112,8 +112,8 @@ struct Late {
     at: Duration,
 }
 
-/// Whether what arrives still becomes more, seen by the clock: round trips are no measure while TCP begins on one connection and is
-/// far ahead on another.
+/// Whether the arrival rate still grows, measured by the clock: round trips are no measure while TCP is starting on one
+/// connection and far ahead on another.
 #[derive(Clone, Copy, Debug, Default)]
 struct Ramp {
     since: Duration,
@@ -121,7 +121,7 @@ struct Ramp {
     /// The highest rate that was growth, and the highest of all.
     best: f64,
     most: f64,
-    /// Looks in a row that saw no growth.
+    /// Consecutive checks without growth.
     flat: u32,
     /// Something came since the last look that was not all there was to send.
     busy: bool,
@@ -147,7 +147,7 @@ impl Ramp {
         self.busy = false;
     }
 
-    /// There was nothing to send; that counts unless there was something since the last look.
+    /// There was nothing to send; that counts unless there was something since the last check.
     fn pause(&mut self, now: Duration, arrived: u64) {
         if self.busy {
             return;
@@ -156,7 +156,7 @@ impl Ramp {
     }
 }
 
-/// What arrived when permission for more was given.
+/// What had arrived when permission for more was given.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Mark {
     arrived: u64,
@@ -164,7 +164,7 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// When that was.
+    /// The time of the permission.
     #[must_use]
     pub fn at(&self) -> Duration {
         self.at
@@ -174,9 +174,9 @@ impl Mark {
 /// What is known of a reply beside its length.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SampleContext {
-    /// It was all that there was to send.
+    /// Nothing else was waiting to be sent.
     pub limited: bool,
-    /// How much of its round trip was a queue of the other direction.
+    /// How much of its round trip was queueing in the other direction.
     pub other: Duration,
 }
 
@@ -190,32 +190,32 @@ pub struct Window {
     /// What had arrived when the window last grew by it.
     grown_to: u64,
     phase: Phase,
-    /// The highest rate of each of the last rounds, in bytes a second.
+    /// The highest rate of each of the last rounds, in bytes per second.
     rates: VecDeque<f64>,
-    /// The longest reply of each of the last rounds: a reply leaves when all of it may be in flight.
+    /// The longest reply of each of the last rounds: a reply is sent when all of it may be in flight.
     answers: VecDeque<u64>,
-    /// The least round trip lately, with the bytes of its reply.
+    /// The recent minimum round trip, with the bytes of its reply.
     trips: RecentMin<(Duration, u64)>,
     /// When the window was last small enough for the queue to be empty.
     drained_at: Duration,
     round: Round,
-    /// Rounds in a row whose queue was longer than the slack explains.
+    /// Consecutive rounds whose queue was longer than the slack explains.
     queued_rounds: u32,
-    /// The connections that brought replies lately.
+    /// The connections that delivered replies recently.
     connections: Vec<Late>,
     ramp: Ramp,
-    /// Rounds in a row that were faster than all before them, without a queue.
+    /// Consecutive rounds faster than all before them, without a queue.
     grown_rounds: u32,
-    /// The highest rate of the last seconds; it is forgotten slowly.
+    /// The highest rate of the last seconds, decaying slowly.
     peak: f64,
-    /// Bytes that are added to the window because the slack alone left no queue: words of arrivals and whole replies take a
-    /// part of the window that the link does not see. With less than two replies in flight the rate would never be seen to
-    /// be higher.
+    /// Bytes added to the window because the slack alone left no queue: arrival reports and whole replies occupy a part
+    /// of the window that the link does not see. With less than two replies in flight a higher rate would never be
+    /// detected.
     extra: u64,
-    /// The shortest reply.
+    /// The shortest reply in bytes.
     answer: u64,
-    /// What the other direction's queue added at least to the round trips of the last round: it is no queue of this one,
-    /// and what is in flight meanwhile has to be more.
+    /// The minimum that the other direction's queue added to the round trips of the last round: it is not a queue of
+    /// this direction, and more has to be in flight meanwhile.
     other: Duration,
 }
 
@@ -224,21 +224,21 @@ enum Phase {
     /// Growing by what arrives, which doubles it each round trip as TCP's own start does, so that it is TCP that waits
     /// for the link and not the link for the window; until the rate does not follow.
     Start { best: f64, flat: u32 },
-    /// As large as it should be.
+    /// At its computed size.
     Steady,
-    /// One round of a little less, to see the round trip without a queue.
+    /// One round with a slightly smaller window, to measure the round trip without a queue.
     Drain,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Round {
-    /// It ends when what was marked after this arrives.
+    /// It ends when a reply marked after this arrives.
     until: u64,
     rate: f64,
     trip: Option<(Duration, u64)>,
     /// The longest reply.
     answer: u64,
-    /// The other direction's queue at the least.
+    /// The minimum queue of the other direction.
     other: Option<Duration>,
     /// Whether there was always something to send.
     full: bool,
@@ -258,14 +258,14 @@ impl Round {
 }
 
 impl Window {
-    /// A window that finds its size, or has a fixed one, for replies of `answer` bytes and more.
+    /// A window that determines its size, or has a fixed one, for replies of at least `answer` bytes.
     #[must_use]
     pub fn receiving(fixed: Option<u64>, answer: u64) -> Self {
         let fixed = fixed.map(|bytes| bytes.clamp(RECEIVING.least, MAX_WINDOW));
         Self::from(fixed, RECEIVING, answer)
     }
 
-    /// The same for the other direction, where what arrived is what was answered.
+    /// The same for the sending direction, where arrivals are reported by the peer.
     #[must_use]
     pub fn sending() -> Self {
         Self::from(None, SENDING, SENDING.least)
@@ -301,25 +301,25 @@ impl Window {
         self.fixed.unwrap_or(self.size)
     }
 
-    /// Whether the link's rate was found.
+    /// Whether the link's rate is known.
     #[must_use]
     pub fn has_started(&self) -> bool {
         !matches!(self.phase, Phase::Start { .. })
     }
 
-    /// Whether the rate is much less than it was in the last seconds: the link is slower now, or TCP is behind on it.
+    /// Whether the rate is much lower than in the last seconds: the link is slower now, or TCP is behind on it.
     #[must_use]
     pub fn is_degraded(&self) -> bool {
         self.rate() < self.peak * DEGRADED_FRACTION
     }
 
-    /// The rate that the link is held to have, in bytes a second; 0 while unknown.
+    /// The estimated rate of the link, in bytes per second; 0 while unknown.
     #[must_use]
     pub fn rate(&self) -> f64 {
         self.rates.iter().copied().fold(0.0, f64::max)
     }
 
-    /// The least round trip lately, once one was seen.
+    /// The recent minimum round trip, once one was measured.
     #[must_use]
     pub fn round_trip(&self) -> Option<Duration> {
         self.trips.get().map(|(trip, _)| trip)
@@ -330,7 +330,7 @@ impl Window {
         self.arrived += bytes;
     }
 
-    /// To be kept with permission that is given now, for [`Window::sample`].
+    /// To be stored with permission given now, for [`Window::sample`].
     #[must_use]
     pub fn mark(&self, now: Duration) -> Mark {
         Mark {
@@ -339,7 +339,7 @@ impl Window {
         }
     }
 
-    /// A reply of so many bytes that was sent with the permission of `mark` has arrived on a connection (and was counted).
+    /// A reply of this many bytes, sent under the permission of `mark`, has arrived on a connection (and was counted).
     pub fn sample(
         &mut self,
         now: Duration,
@@ -391,8 +391,8 @@ impl Window {
         }
     }
 
-    /// How much longer the link takes for a reply than for that of the least round trip: where long ones follow short ones
-    /// that is not to be taken for a queue.
+    /// How much longer the link takes for a reply than for that of the minimum round trip: long replies after short
+    /// ones must not be mistaken for a queue.
     fn longer(&self, bytes: u64) -> Duration {
         let least = self.trips.get().map_or(0, |(_, bytes)| bytes);
         let more = bytes.saturating_sub(least) as f64;
@@ -401,7 +401,8 @@ impl Window {
     }
 
     fn end_start(&mut self) {
-        // After a loss much comes at once that came long before: no round trip's rate is to be believed beyond the clock's.
+        // After a loss, data that arrived long before is delivered at once: no round trip's rate is trusted beyond the
+        // clock's.
         let most = self.ramp.most * 1.05;
         for rate in &mut self.rates {
             *rate = rate.min(most);
@@ -410,8 +411,8 @@ impl Window {
         self.resize();
     }
 
-    /// Notes whether a reply was late. Whether those of all connections are now: a queue in the link delays every connection, while TCP
-    /// may be at its beginning on one and far ahead on another.
+    /// Records whether a reply was late; returns whether those of all connections are now: a queue in the link delays
+    /// every connection, while TCP may be starting on one and far ahead on another.
     fn all_late(&mut self, now: Duration, connection: usize, late: bool) -> bool {
         let lately = now.saturating_sub(2 * self.round_trip().unwrap_or_default());
         self.connections.retain(|l| l.at >= lately);
@@ -448,8 +449,8 @@ impl Window {
         *self = Self::from(self.fixed, self.direction, self.answer);
     }
 
-    /// How long a queue it makes where all is well, at most: what it may add to the other direction's round trips. More is not
-    /// believed, or two windows that allow for each other's queue would make both longer.
+    /// The longest queue it normally builds: what it may add to the other direction's round trips. Larger values are
+    /// not trusted, or two windows that allow for each other's queue would make both longer.
     #[must_use]
     pub fn queue(&self) -> Duration {
         let longest = self.answers.iter().copied().max().unwrap_or(0);
@@ -524,8 +525,8 @@ impl Window {
             self.extra = 0;
         } else if self.queued_rounds >= LONGER_ROUNDS {
             self.trips = RecentMin::default();
-            // Without the other queue, though a pull knows that only about: kept for seconds as a part of the round trip, it
-            // made the pull's window too large, and left the push beside it too little.
+            // Without the other direction's queue, although a pull knows that only approximately: kept for seconds as
+            // part of the round trip, it made the pull's window too large, and starved the push beside it.
             if let Some(trip) = round.trip {
                 self.trips.note(now, trip);
             }

@@ -10,10 +10,10 @@ use crate::{
     send_hello,
 };
 
-/// How long the other end may be silent in the middle of answering.
+/// How long the other end may be silent before its reply.
 const SILENCE: Duration = Duration::from_secs(120);
 
-/// How long hanging up may take.
+/// Timeout of closing.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Sends the hello and the call, without waiting: what follows may go in the same flight. Not flushed;
@@ -44,16 +44,16 @@ pub async fn read_reply<R: Request>(reader: &mut FrameReader) -> Result<R::Reply
     reply_in::<R>(&frame, reader.peer_text())
 }
 
-/// What comes back on a call.
+/// An event of a call.
 #[derive(Debug)]
 pub enum CallEvent<R: Request> {
     /// Progress of the other end.
     Progress(R::Progress),
-    /// The answer; nothing follows.
+    /// The reply; nothing follows.
     Reply(R::Reply),
 }
 
-/// A call that was made.
+/// A call in progress.
 #[derive(Debug)]
 pub struct OutgoingCall<R> {
     reader: FrameReader,
@@ -103,7 +103,7 @@ impl<R: Request> OutgoingCall<R> {
         )?))
     }
 
-    /// Hangs up.
+    /// Closes the connection.
     pub async fn close(self) {
         // The reply has come.
         let _ = crate::close(self.reader, self.writer, CLOSE_LIMIT).await;

@@ -45,13 +45,13 @@ impl<R: Request> Handler<R> for Refusal {
     }
 }
 
-/// How long a caller may take to send its request.
+/// Timeout of a caller's request.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 
 /// The largest request, in bytes; a service may take more in what follows.
 const MAX_CALL: usize = 64 << 10;
 
-/// How long a caller may take to hang up after its answer.
+/// How long a caller may take to close after its reply.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
 /// The error that ended a call, for the log.
@@ -72,7 +72,7 @@ pub trait Service: Send + Sync + 'static {
     fn serve(&self, peer: Peer, call: IncomingCall) -> ServiceFuture<'_>;
 }
 
-/// A call that came in: a connection, and what it is for.
+/// An incoming call: a connection, and its request.
 #[derive(Debug)]
 pub struct IncomingCall {
     /// The service's id; there need not be one of that id.
@@ -162,7 +162,7 @@ impl IncomingCall {
     async fn end(mut self, kind: u8, message: &impl Serialize) -> Result<(), NetError> {
         self.writer.send(kind, &encode(message)).await?;
         self.writer.flush().await?;
-        // The caller has its answer; how it hangs up is its own affair.
+        // The caller has its reply; errors while closing do not matter.
         let _ = crate::close(self.reader, self.writer, CLOSE_LIMIT).await;
         Ok(())
     }
@@ -176,7 +176,7 @@ pub struct Exchange<'a, R> {
 }
 
 impl<R: Request> Exchange<'_, R> {
-    /// Set when the site is to stop, which waits for an answer that takes its time for some seconds only.
+    /// Set when the site is to stop; it waits only a few seconds for a slow reply.
     #[must_use]
     pub fn stop(&self) -> watch::Receiver<bool> {
         self.call.stop.clone()
