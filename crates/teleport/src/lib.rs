@@ -14,7 +14,7 @@
 //!
 //! Sending an image to a site over the loopback interface:
 //!
-//! ```no_run
+//! ```
 //! use std::sync::Arc;
 //! use std::time::Duration;
 //!

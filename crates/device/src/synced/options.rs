@@ -22,7 +22,7 @@ pub enum Sync {
 /// Event callbacks (r3map §1.4.5.7). Called on threads of the device, with no lock held.
 #[derive(Clone, Default)]
 pub struct Hooks {
-    /// Before dirty data is frozen for a push requested by [`PushHandle::sync`] or [`Synced::close`]: the place to
+    /// Before dirty data is frozen for a push requested by `PushHandle::sync` or `Synced::close`: the place to
     /// flush the layers above. Not called for the device's own pushes, which capture the state as of some flush.
     pub before_sync: Option<Arc<dyn Fn() + Send + std::marker::Sync>>,
     /// Before the device closes, while it still serves requests.
@@ -59,7 +59,7 @@ pub struct SyncedOptions {
     pub give_up_after: Duration,
     /// Event callbacks.
     pub hooks: Hooks,
-    /// Record the order in which chunks are first used ([`PullHandle::recorded`]).
+    /// Record the order in which chunks are first used (`PullHandle::recorded`).
     pub record_order: bool,
 }
 
