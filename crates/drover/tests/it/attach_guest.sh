@@ -112,7 +112,7 @@ cleared() {
   sleep 0.5
   ends "$way dead"
   free "$way dead" $dev
-  near mounts >said 2>&1; if grep -q "nothing is mounted" said; then ok "$way dead: nothing is listed"; else fail "$way dead: nothing is listed"; fi
+  near mounts >said 2>&1; if grep -q "no mounts" said; then ok "$way dead: nothing is listed"; else fail "$way dead: nothing is listed"; fi
   attaches "$way after the dead" "$@" --read-only
   check "$way after the dead: mount" mount -t ext4 -o ro,noload $dev /mnt
   check "$way after the dead: content" cmp more /mnt/dead-$way
@@ -177,7 +177,7 @@ gives_up() {
 
 attaches "whatever is there"
 case $dev in /dev/ublkb*) ok "ublk before nbd" ;; *) fail "ublk before nbd: $dev" ;; esac
-refused "attached twice" "is there already" env DROVER_HOME=/tmp/near drover attach lyon:disk.raw --as nbd
+refused "attached twice" "is already in use" env DROVER_HOME=/tmp/near drover attach lyon:disk.raw --as nbd
 flusher() { for t in /proc/$(daemon)/task/*; do f=$(cut -d' ' -f9 $t/stat); [ $((f & 0x80000)) != 0 ] || { cat $t/comm; return 1; }; done; }
 if flusher >said; then ok "every thread is an I/O flusher"; else fail "every thread is an I/O flusher"; fi
 ends "whatever is there"
