@@ -267,11 +267,7 @@ impl Site {
             }
         };
         if let Some(old) = old {
-            self.sequences.drop_image(old.id);
-            self.tell(old.id, ImageEvent::Forget);
-            // The caches' entries of the old image do not refer to the new one: enter its blocks again.
-            self.tell(id, ImageEvent::Reindex);
-            self.images_went.store(true, Ordering::Relaxed);
+            self.replaced(old.id, id);
             self.wake_copier();
         }
         Ok(record)

@@ -97,13 +97,19 @@ impl Site {
         self.partials.remove(id);
         remove_dir(&arrived.dir);
         if let Some(old) = old {
-            self.sequences.drop_image(old.id);
-            self.tell(old.id, ImageEvent::Forget);
-            self.tell(id, ImageEvent::Reindex);
-            self.images_went.store(true, Ordering::Relaxed);
+            self.replaced(old.id, id);
         }
         self.wake_copier();
         Ok(true)
+    }
+
+    /// An image has taken the name of an older one, which is forgotten.
+    pub(super) fn replaced(&self, old: drover_index::ImageId, new: drover_index::ImageId) {
+        self.sequences.drop_image(old);
+        self.tell(old, ImageEvent::Forget);
+        // The caches' entries of the old image do not refer to the new one: enter its blocks again.
+        self.tell(new, ImageEvent::Reindex);
+        self.images_went.store(true, Ordering::Relaxed);
     }
 
     /// Adds an image to the catalog whose file has just been renamed, or was in place already. On failure the
