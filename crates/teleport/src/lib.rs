@@ -88,6 +88,7 @@
 //! # }
 //! ```
 
+mod active;
 mod codec;
 mod compress;
 mod destination;

@@ -25,11 +25,11 @@ use drover_store::{Catalog, ImageRecord, Images};
 use parking_lot::{Mutex, RwLock};
 
 use crate::TeleportError;
+use crate::active::Active;
 use crate::matching::{Matching, RemoteTeleporter};
 use crate::partials::Partials;
 use crate::session::SessionShared;
 use crate::teleporter::{Event, ImageEvent};
-use crate::transfer::Active;
 
 pub(crate) use arrived::{Arrived, unix_now};
 pub(crate) use give_way::{Matched, Waiting};

@@ -1,24 +1,27 @@
 //! A session at the source: connects, offers one image after the other, walks them and answers the destination's
 //! requests.
 
+mod control;
 mod estimate;
 mod pool;
+mod reading;
 mod tally;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use drover_core::Digest;
-use drover_image::{Outgoing, open_for_sending};
-use drover_net::service::{open, reply_in};
+use drover_image::Outgoing;
+use drover_net::service::open;
 use drover_net::{
-    Code, ConnectOptions, Frame, FrameWriter, KeepAlive, Refusal, Role, connect_any, decode,
-    encode, random_id,
+    Code, ConnectOptions, Frame, FrameWriter, KeepAlive, Role, connect_any, decode, encode,
+    random_id,
 };
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
+use self::control::{Control, Frames, broken};
 use self::pool::{DataPool, Wait};
+use self::reading::{Begun, Walked, stamp_of};
 use self::tally::Tally;
 use super::{OnEvent, SendItem, SendOptions};
 use crate::TeleportError;
@@ -26,19 +29,11 @@ use crate::codec::Need;
 use crate::frames::{CLOSE_LIMIT, frame_bytes, read_frames_after, write_frames};
 use crate::progress::{Counters, ImageReport, SendEvent, Stages, WireTotals};
 use crate::protocol::{
-    BATCH_BLOCKS, Delivered, End, Estimate, GiveUp, LAYOUT_PART_BYTES, MAX_SESSION_FRAME, Offer,
-    kind,
+    Delivered, End, Estimate, GiveUp, LAYOUT_PART_BYTES, MAX_SESSION_FRAME, Offer, kind,
 };
 use crate::services::OpenSession;
 use crate::source::{Action, Event, FIRST_WINDOW, Source};
-use crate::stages::Lap;
-use crate::walk::{Walk, check_unchanged, read_image};
-
-/// Batches queued between the walk and the socket.
-const WALK_QUEUE: usize = 4;
-
-/// How long to wait for the destination's reason after it ended a data connection.
-const WHY_LIMIT: Duration = Duration::from_secs(2);
+use crate::walk::{check_unchanged, read_image};
 
 /// Sends a list of images over as many sessions as necessary.
 pub struct Sender {
@@ -60,74 +55,6 @@ pub struct Sender {
     connected: bool,
     /// Increases when blocks become complete: reconnecting is worthwhile only while it does.
     progress: u64,
-}
-
-/// An image whose reading has started, up to the limit of the window.
-struct Begun {
-    image: Arc<Outgoing>,
-    walk_to: watch::Sender<u64>,
-    walked: mpsc::Receiver<Result<Walked, TeleportError>>,
-}
-
-/// The connection that carries control frames.
-struct Control {
-    frames: Frames,
-    out: mpsc::Sender<Frame>,
-    written: JoinHandle<Result<(), TeleportError>>,
-    /// Whether the destination has accepted the session.
-    open: bool,
-}
-
-type Frames = mpsc::Receiver<Result<Frame, TeleportError>>;
-
-impl Control {
-    async fn send(&self, kind: u8, payload: Vec<u8>) -> Result<(), TeleportError> {
-        let frame = Frame {
-            kind,
-            payload: payload.into(),
-        };
-        self.out.send(frame).await.map_err(|_| broken())
-    }
-
-    /// Receives the next frame; a refusal is an error. The first frame answers the request. Cancel safe.
-    async fn next(&mut self) -> Result<Frame, TeleportError> {
-        let mut frame = self.frames.recv().await.ok_or_else(broken)??;
-        if !self.open {
-            reply_in::<OpenSession>(&frame, "the destination")?;
-            self.open = true;
-            frame = self.frames.recv().await.ok_or_else(broken)??;
-        }
-        if frame.kind == kind::REFUSE {
-            let refusal: Refusal = decode(&frame.payload)?;
-            return Err(TeleportError::Refused(refusal.tidy()));
-        }
-        Ok(frame)
-    }
-
-    /// Finds why the session broke. A destination that fails an image also closes the data connections, and one of
-    /// them may show the failure first; this waits for the reason on the control connection.
-    async fn why(&mut self, broke: TeleportError) -> TeleportError {
-        let refused = async {
-            loop {
-                match self.next().await {
-                    Ok(_) => {}
-                    Err(e @ (TeleportError::Refused(_) | TeleportError::Remote(_))) => {
-                        return Some(e);
-                    }
-                    Err(_) => return None,
-                }
-            }
-        };
-        let refused = tokio::time::timeout(WHY_LIMIT, refused).await;
-        refused.ok().flatten().unwrap_or(broke)
-    }
-}
-
-/// The error for a broken control connection.
-fn broken() -> TeleportError {
-    TeleportError::Net(drover_net::NetError::Truncated {
-        peer: "the destination".into(),
-    })
 }
 
 impl Sender {
@@ -298,16 +225,7 @@ impl Sender {
         self.counters.reset();
         let counters = self.counters.clone();
         Some(tokio::task::spawn_blocking(move || {
-            let image = Arc::new(open_for_sending(&item.path, item.conversion)?);
-            let (walk_to, limit) = watch::channel(ahead);
-            let (batches, walked) = mpsc::channel(WALK_QUEUE);
-            let walker = image.clone();
-            tokio::task::spawn_blocking(move || walk(&walker, &limit, &batches, &counters));
-            Ok(Begun {
-                image,
-                walk_to,
-                walked,
-            })
+            Begun::open(&item, ahead, counters)
         }))
     }
 
@@ -621,74 +539,4 @@ enum Outcome {
 enum Heard {
     Event(Event),
     Estimate(Estimate),
-}
-
-/// Output of the walk.
-enum Walked {
-    Batch {
-        index: u64,
-        /// Number of nonzero blocks.
-        data: u64,
-        frame: Vec<u8>,
-    },
-    End(Digest),
-}
-
-/// Walks the image as far as the window allows, repeatedly as it grows. Blocks the thread.
-fn walk(
-    image: &Outgoing,
-    limit: &watch::Receiver<u64>,
-    batches: &mpsc::Sender<Result<Walked, TeleportError>>,
-    counters: &Counters,
-) {
-    let mut walk = Walk::new(image);
-    let total = image.layout.walk_blocks().div_ceil(BATCH_BLOCKS);
-    let mut limit = limit.clone();
-    let (stages, mut lap) = (&counters.stages, Lap::start());
-    for index in 0..total {
-        let allowed = tokio::runtime::Handle::current()
-            .block_on(limit.wait_for(|l| *l > index))
-            .is_ok();
-        if !allowed {
-            return; // The session is over.
-        }
-        lap.wait(&stages.read);
-        let next = match walk.next_timed(stages, &mut lap) {
-            Ok(Some(batch)) => {
-                Counters::add(&counters.walked_blocks, batch.data.blocks());
-                Counters::add(
-                    &counters.zero_blocks,
-                    batch.data.blocks() - batch.data.count(),
-                );
-                Ok(Walked::Batch {
-                    index,
-                    data: batch.data.count(),
-                    frame: batch.encode(),
-                })
-            }
-            Ok(None) => return,
-            Err(e) => Err(e),
-        };
-        let failed = next.is_err();
-        if batches.blocking_send(next).is_err() || failed {
-            return;
-        }
-        lap.wait(&stages.digest);
-    }
-    let digest = walk.digest();
-    lap.busy(&stages.digest);
-    let _ = batches.blocking_send(digest.map(Walked::End));
-}
-
-/// A stamp of the image's files that changes when they change, independent of the path used to open them.
-fn stamp_of(image: &Outgoing) -> Digest {
-    let mut h = blake3::Hasher::new_derive_key("drover 2026 source stamp");
-    for (_, s) in &image.stamps {
-        for n in [s.device, s.inode, s.size] {
-            h.update(&n.to_le_bytes());
-        }
-        h.update(&s.mtime_ns.to_le_bytes());
-        h.update(&s.ctime_ns.to_le_bytes());
-    }
-    Digest(*h.finalize().as_bytes())
 }

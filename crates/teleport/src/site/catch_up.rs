@@ -23,11 +23,12 @@ use drover_store::{DataBits, OpenImage};
 
 use super::Site;
 use crate::TeleportError;
+use crate::active::{ANYBODY, OLDEST};
 use crate::codec::Batch;
 use crate::matching::{Link, Matching};
 use crate::protocol::BATCH_BLOCKS;
 use crate::teleporter::{Event, ImageEvent};
-use crate::transfer::{ANYBODY, OLDEST, each_batch, opening_of};
+use crate::transfer::{each_batch, opening_of};
 
 /// Delay before the first pass.
 const AFTER_START: Duration = Duration::from_secs(2);

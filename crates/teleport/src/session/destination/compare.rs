@@ -14,6 +14,7 @@ use tokio::sync::watch;
 use super::control::{Frames, Session, stopped, wait_true};
 use super::prepare::taken_over;
 use crate::TeleportError;
+use crate::active::Hold;
 use crate::codec::{Batch, Runs, proofs_of};
 use crate::destination::Event;
 use crate::files::{copy_spans, digest_in_place, remove_dir, spans_of};
@@ -21,7 +22,7 @@ use crate::protocol::{Accept, BATCH_BLOCKS, Delivered, End, GiveUp, Matched, Off
 use crate::session::SessionShared;
 use crate::site::Site;
 use crate::stages::{DestinationStages, Lap};
-use crate::transfer::{Hold, Opening, Transfer, transfer_key};
+use crate::transfer::{Opening, Transfer, transfer_key};
 
 /// Result of a comparison.
 pub enum Compared {

@@ -16,6 +16,7 @@ use tokio::sync::{mpsc, watch};
 use super::event::DriverEvent;
 use super::matching::MatchThread;
 use crate::TeleportError;
+use crate::active::{Hold, Taken};
 use crate::codec::Batch;
 use crate::destination::Destination;
 use crate::files::{OrderedDigest, remove_dir};
@@ -25,7 +26,7 @@ use crate::session::SessionShared;
 use crate::session::literals_in::{Incoming, OpenBatch};
 use crate::site::Site;
 use crate::stages::Lap;
-use crate::transfer::{Hold, Opening, Restored, Taken, Transfer, opening_of, transfer_key};
+use crate::transfer::{Opening, Restored, Transfer, opening_of, transfer_key};
 
 /// How long the session that had the transfer may take to release it.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(20);
