@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::client::{Client, PendingReply};
 use crate::compress::Unpacker;
-use crate::protocol::{Coding, MAX_DIRECT, Reply, Request};
+use crate::protocol::{Coding, DirectCapabilities, MAX_DIRECT, Reply, Request};
 
 /// Decompressors kept for reuse.
 const SPARE_UNPACKERS: usize = 8;
@@ -30,7 +30,12 @@ impl RemoteDevice {
     #[must_use]
     pub fn new(client: Arc<Client>) -> Self {
         let opened = client.opened();
-        let [fast_zeroes, trim, durable, extents] = opened.can;
+        let DirectCapabilities {
+            fast_zeroes,
+            trim,
+            durable,
+            extents,
+        } = opened.direct;
         Self {
             size: opened.size,
             capabilities: Capabilities {

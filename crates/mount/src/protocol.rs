@@ -37,7 +37,7 @@ mod refusal;
 
 use std::time::Duration;
 
-use drover_core::{Digest, ImageName};
+use drover_core::{Capabilities, Digest, ImageName};
 use drover_device::remote::Shape;
 use drover_net::{Code, KeepAlive, Refusal, request};
 use drover_store::lease::{Access, Identity, MountId};
@@ -212,8 +212,32 @@ pub struct Opened {
     pub fresh: bool,
     /// Whether the mount may not write.
     pub read_only: bool,
-    /// [`Capabilities`](drover_core::Capabilities) of direct requests: `fast_zeroes`, `trim`, `durable`, `extents`.
-    pub can: [bool; 4],
+    /// What direct requests can do.
+    pub direct: DirectCapabilities,
+}
+
+/// The [`Capabilities`] of direct requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DirectCapabilities {
+    /// See [`Capabilities::fast_zeroes`].
+    pub fast_zeroes: bool,
+    /// See [`Capabilities::trim`].
+    pub trim: bool,
+    /// See [`Capabilities::durable`].
+    pub durable: bool,
+    /// See [`Capabilities::extents`].
+    pub extents: bool,
+}
+
+impl From<Capabilities> for DirectCapabilities {
+    fn from(of: Capabilities) -> Self {
+        Self {
+            fast_zeroes: of.fast_zeroes,
+            trim: of.trim,
+            durable: of.durable,
+            extents: of.extents,
+        }
+    }
 }
 
 impl Opened {

@@ -263,14 +263,13 @@ impl Server {
             // An earlier link of the mount may have committed since admission.
             identity.epoch = connection.image.committed();
         }
-        let can = connection.image.device().capabilities();
         let opened = Opened {
             size: shape.size,
             chunk: shape.chunk,
             identity,
             fresh,
             read_only: open.access == Access::ReadOnly,
-            can: [can.fast_zeroes, can.trim, can.durable, can.extents],
+            direct: connection.image.device().capabilities().into(),
         };
         Ok((connection, opened))
     }

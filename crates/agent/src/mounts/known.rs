@@ -46,6 +46,7 @@ pub fn read(path: &Path) -> Result<Option<Opened>> {
 mod tests {
     use super::*;
     use drover_core::Digest;
+    use drover_mount::protocol::DirectCapabilities;
     use drover_store::lease::Identity;
 
     #[test]
@@ -63,7 +64,11 @@ mod tests {
             },
             fresh: true,
             read_only: false,
-            can: [true, false, true, false],
+            direct: DirectCapabilities {
+                fast_zeroes: true,
+                durable: true,
+                ..DirectCapabilities::default()
+            },
         };
         write(&path, &opened).unwrap();
         assert_eq!(read(&path).unwrap(), Some(opened));

@@ -34,6 +34,21 @@ fn an_open_is_checked() {
 }
 
 #[test]
+fn the_capabilities_of_direct_requests_are_four_bytes_in_order() {
+    let only = |n: usize| DirectCapabilities {
+        fast_zeroes: n == 0,
+        trim: n == 1,
+        durable: n == 2,
+        extents: n == 3,
+    };
+    for n in 0..4 {
+        let mut wire = [0; 4];
+        wire[n] = 1;
+        assert_eq!(encode(&only(n)), wire);
+    }
+}
+
+#[test]
 fn sizes_that_lie_are_refused() {
     let check = |size, chunk| check_shape(Shape { size, chunk });
     assert!(check(1, MIN_CHUNK).is_ok());

@@ -12,8 +12,8 @@ use drover_device::remote::{Epoch, Link, Remote};
 use drover_mount::client::{Client, Connecting, Connector, Options};
 use drover_mount::direct::RemoteDevice;
 use drover_mount::protocol::{
-    Coding, ConnectionKind, MAX_MOUNT_FRAME, Open, Opened, Reply, Request, decode_message,
-    encode_message, kind,
+    Coding, ConnectionKind, DirectCapabilities, MAX_MOUNT_FRAME, Open, Opened, Reply, Request,
+    decode_message, encode_message, kind,
 };
 use drover_net::service::{self, IncomingCall, reply_in};
 use drover_net::{Code, Connection, Frame, FrameReader, FrameWriter, NetError, Refusal};
@@ -65,7 +65,7 @@ fn honest() -> Opened {
         },
         fresh: false,
         read_only: true,
-        can: [false; 4],
+        direct: DirectCapabilities::default(),
     }
 }
 
