@@ -13,10 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::{Digest, ImageName};
-use drover_mount::server::{Changes, Server, changes_of, changes_on_disk};
-
+use drover_mount::server::Server;
 use drover_net::request;
 use drover_store::SiteCatalog;
+use drover_store::changes::{self, Changes};
 use drover_teleport::services::Progress;
 use serde::{Deserialize, Serialize};
 
@@ -62,7 +62,7 @@ pub struct Told {
 impl From<Changes> for Told {
     fn from(c: Changes) -> Told {
         Told {
-            image: c.image,
+            image: c.image.to_string(),
             changed_bytes: c.changed,
             room_bytes: c.room,
             written_unix: c.written_unix,
@@ -93,7 +93,7 @@ pub struct Dropped {
 
 /// The changes that mounts made to an image; `None` when there are none.
 pub fn of_image(home: &Home, name: &ImageName) -> Option<Told> {
-    changes_of(&home.mounted_dir(), name).map(Told::from)
+    changes::of_image(&home.mounted_dir(), name).map(Told::from)
 }
 
 /// Request: list the changes of all images.
@@ -118,7 +118,7 @@ request!(Order: "change.merge", Manage, Progress => Merged);
 /// # Errors
 /// When the site's state cannot be read.
 pub fn on_disk(home: &Home) -> Result<Vec<Told>> {
-    let all = changes_on_disk(&home.mounted_dir())?;
+    let all = changes::all(&home.mounted_dir())?;
     Ok(all.into_iter().map(Told::from).collect())
 }
 
@@ -127,28 +127,17 @@ pub fn on_disk(home: &Home) -> Result<Vec<Told>> {
 /// # Errors
 /// When the image is mounted, or its files cannot be modified.
 pub fn drop_at(home: &Home, server: &Server, name: &ImageName, earlier: bool) -> Result<Dropped> {
-    let room = room_of(home, name, earlier)?;
-    let (dropped, changed_bytes) = if earlier {
-        (server.drop_earlier(name)? > 0, 0)
-    } else {
-        let changed = server.drop_changes(name)?;
-        (changed.is_some(), changed.unwrap_or(0))
+    let dropped = match earlier {
+        true => changes::remove_earlier(&home.mounted_dir(), name)?,
+        false => Vec::from_iter(server.drop_changes(name)?),
     };
     Ok(Dropped {
         image: name.to_string(),
-        dropped,
-        changed_bytes,
-        room_bytes: room,
+        dropped: !dropped.is_empty(),
+        changed_bytes: dropped.iter().map(|c| c.changed).sum(),
+        room_bytes: dropped.iter().map(|c| c.room).sum(),
         earlier,
     })
-}
-
-fn room_of(home: &Home, name: &ImageName, earlier: bool) -> Result<u64> {
-    let all = changes_on_disk(&home.mounted_dir())?;
-    let these = all
-        .iter()
-        .filter(|c| c.image == name.as_str() && c.earlier == earlier);
-    Ok(these.map(|c| c.room).sum())
 }
 
 /// The changes of all images, from the running site or, when none runs, from disk.

@@ -10,7 +10,7 @@ use drover_frontend::{fuse, kernel_nbd, loopdev, nbd};
 use drover_image::ImageError;
 use drover_mount::MountError;
 use drover_net::{Code, NetError, Refusal};
-use drover_store::CatalogError;
+use drover_store::{CatalogError, StoreError};
 use drover_teleport::TeleportError;
 
 use crate::text::clean;
@@ -122,6 +122,9 @@ pub enum Error {
     /// The catalog.
     #[error("{0}")]
     Catalog(#[from] CatalogError),
+    /// Another part of the site's state.
+    #[error("{0}")]
+    Store(#[from] StoreError),
 }
 
 fn doing(what: &str, source: &Error, f: &mut fmt::Formatter<'_>) -> fmt::Result {

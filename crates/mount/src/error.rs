@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use drover_net::{NetError, Refusal};
+use drover_store::StoreError;
 
 /// Why a mount, or a connection of one, ended or could not begin.
 #[derive(Debug, thiserror::Error)]
@@ -35,6 +36,9 @@ pub enum MountError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The site's state cannot be read.
+    #[error(transparent)]
+    Store(#[from] StoreError),
     /// This machine lacks threads or memory.
     #[error("cannot start a mount: {0}")]
     System(#[from] std::io::Error),

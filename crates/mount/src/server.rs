@@ -36,7 +36,7 @@ use crate::protocol::{
     ConnectionKind, KEEP_ALIVE, MAX_CONNECTIONS, MAX_MOUNT_FRAME, Open, Opened, check_shape,
 };
 
-pub use changes::{Changes, Claim, View, changes_of, changes_on_disk};
+pub use changes::{Claim, View};
 pub use counters::MountCounts;
 pub use image::{Base, Images};
 pub use leases::{Leased, lease_on_disk};

@@ -1,10 +1,11 @@
 //! The persistent state of a site: the catalog of its images and peers, the map of each image, the data of the sequence
-//! cache, and the leases of images; and a report of the disk space they take (decision `0026`).
+//! cache, the leases of images and the changes to them; and a report of the disk space they take (decision `0026`).
 //!
 //! - [`Catalog`]: the interface of the image database; [`SiteCatalog`] implements it on SQLite.
 //! - [`Images`]: the images as sources of blocks, with an [`ImageMap`] each; [`sequences`]: blocks shared between
 //!   images.
-//! - [`naming`]: renames a complete file into place; [`lease`]: who may write an image; [`space`]: disk usage.
+//! - [`naming`]: renames a complete file into place; [`lease`]: who may write an image; [`changes`]: what mounts wrote
+//!   over images; [`space`]: disk usage.
 //!
 //! What must not live here: how an image gets from one site to another (`teleport`), how a device is served (`mount`),
 //! and anything about a command line.
@@ -25,6 +26,7 @@
 mod blockmap;
 mod catalog;
 mod catalog_error;
+pub mod changes;
 mod error;
 #[cfg(fuzzing)]
 pub mod fuzzing;

@@ -18,10 +18,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use drover_core::ImageName;
 use drover_image::{Format, VirtualDisk};
-use drover_mount::server::{Claim, changes_of};
+use drover_mount::server::Claim;
 use drover_net::Code;
-use drover_store::ImageRecord;
 use drover_store::lease::{MERGE_NOTE, MountId};
+use drover_store::{ImageRecord, changes};
 use drover_teleport::TeleportError;
 use serde::{Deserialize, Serialize};
 
@@ -101,7 +101,7 @@ pub fn merge(
         format: format_of(to).as_str().into(),
         ..Merged::default()
     };
-    let Some(changes) = changes_of(&here.state, name) else {
+    let Some(changes) = changes::of_image(&here.state, name) else {
         if finished {
             (merged.merged, merged.dropped) = (true, true);
             merged.target.clone_from(&merged.image);

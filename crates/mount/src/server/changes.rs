@@ -1,15 +1,14 @@
-//! Overlays of mounts over images: listed, dropped, and claimed in order to become part of the image.
+//! Overlays of mounts over images: dropped, and claimed in order to become part of the image.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use drover_core::{Digest, Extent, ImageName, ReadAt};
-use drover_device::backend::overlay;
 use drover_net::{Code, Peer, PeerKey, Refusal};
-use drover_storage::{Directory, HostDirectory};
-use drover_store::lease::{Holder, LeaseTable, MountId, Who};
+use drover_store::changes::{self, Changes};
+use drover_store::lease::{LeaseTable, MountId, Who};
 
 use super::Server;
 use super::image::Image;
@@ -22,143 +21,13 @@ const LET_GO: Duration = Duration::from_secs(10);
 /// The longest read of a device when new content is built from it.
 const LONGEST: usize = 1 << 20;
 
-/// The overlay of an image: what mounts wrote.
-#[derive(Clone, Debug)]
-pub struct Changes {
-    /// The image.
-    pub image: String,
-    /// The overlay's directory.
-    pub directory: PathBuf,
-    /// It belongs to an earlier image of that name, and was set aside.
-    pub earlier: bool,
-    /// The digest of its base image, if that can be read.
-    pub base: Option<Digest>,
-    /// Bytes of the disk that differ from the image.
-    pub changed: u64,
-    /// Disk space used, in bytes.
-    pub room: u64,
-    /// Time of the last write, in seconds since 1970.
-    pub written_unix: Option<i64>,
-    /// The last writer.
-    pub writer: Option<Holder>,
-    /// The current holder of the writer's lease.
-    pub holder: Option<Holder>,
-    /// Why it cannot be read completely.
-    pub problem: Option<String>,
-}
-
-/// The overlays of all images in a site's state (see [`super::Config::state`]), by name. Blocks on the disk.
-///
-/// # Errors
-/// [`MountError::StateFile`] when the directory cannot be read. A damaged overlay is listed with its problem.
-pub fn changes_on_disk(state: &Path) -> Result<Vec<Changes>, MountError> {
-    let overlays = state.join("overlays");
-    let entries = match std::fs::read_dir(&overlays) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        result => result.map_err(|e| MountError::state(&overlays, e.to_string()))?,
-    };
-    let mut out = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(|e| MountError::state(&overlays, e.to_string()))?;
-        let name = entry.file_name().into_string().unwrap_or_default();
-        let (image, earlier) = match earlier_name(&name) {
-            Some(image) => (image, true),
-            None => (name.as_str(), false),
-        };
-        if let Ok(image) = ImageName::new(image) {
-            out.push(look(&image, entry.path(), earlier));
-        }
-    }
-    out.retain(|c| c.changed > 0 || c.problem.is_some());
-    out.sort_by(|a, b| {
-        (&a.image, a.earlier, &a.directory).cmp(&(&b.image, b.earlier, &b.directory))
-    });
-    Ok(out)
-}
-
-/// The overlay of one image; none if there is none. Blocks on the disk.
-#[must_use]
-pub fn changes_of(state: &Path, name: &ImageName) -> Option<Changes> {
-    let directory = state.join("overlays").join(name.as_str());
-    let found = directory.is_dir().then(|| look(name, directory, false))?;
-    (found.changed > 0 || found.problem.is_some()).then_some(found)
-}
-
-/// The image whose overlay was set aside under this name.
-fn earlier_name(name: &str) -> Option<&str> {
-    let (image, when) = name.strip_prefix('.')?.rsplit_once('-')?;
-    let number = !when.is_empty() && when.bytes().all(|b| b.is_ascii_digit());
-    number.then_some(image)
-}
-
-fn look(image: &ImageName, directory: PathBuf, earlier: bool) -> Changes {
-    let mut found = Changes {
-        image: image.as_str().to_owned(),
-        earlier,
-        base: None,
-        changed: 0,
-        room: room(&directory),
-        written_unix: written(&directory),
-        writer: None,
-        holder: None,
-        problem: None,
-        directory,
-    };
-    match summary(&found.directory) {
-        Ok(Some(summary)) => {
-            found.base = Some(summary.identity.base);
-            found.changed = summary.changed;
-        }
-        Ok(None) => {}
-        Err(e) => found.problem = Some(e),
-    }
-    match LeaseTable::open(image.clone(), found.directory.clone()) {
-        Ok(leases) => {
-            found.writer = leases.last_writer().cloned();
-            found.holder = leases.holder().cloned();
-        }
-        Err(e) => found.problem = Some(e.message),
-    }
-    found
-}
-
-fn summary(directory: &Path) -> Result<Option<overlay::Summary>, String> {
-    let open = HostDirectory::open(directory)
-        .map_err(|e| format!("cannot open {}: {e}", directory.display()))?;
-    let open: Arc<dyn Directory> = Arc::new(open);
-    overlay::summary(&open).map_err(|e| e.to_string())
-}
-
-/// Disk space used by the files of a directory, in bytes.
-fn room(directory: &Path) -> u64 {
-    use std::os::unix::fs::MetadataExt;
-    let Ok(entries) = std::fs::read_dir(directory) else {
-        return 0;
-    };
-    let files = entries.flatten().filter_map(|entry| entry.metadata().ok());
-    files
-        .filter(|m| m.is_file())
-        .map(|m| m.blocks() * 512)
-        .sum()
-}
-
-/// Time of the last write to the data.
-fn written(directory: &Path) -> Option<i64> {
-    let when = std::fs::metadata(directory.join("data"))
-        .ok()?
-        .modified()
-        .ok()?;
-    let since = when.duration_since(UNIX_EPOCH).ok()?;
-    i64::try_from(since.as_secs()).ok()
-}
-
 impl Server {
-    /// Drops the overlay of an image, reverting it to its original contents. Returns the bytes of the disk affected;
-    /// none if there was no overlay. Blocks on the disk.
+    /// Drops the changes to an image, reverting it to its original contents. Returns what was dropped. Blocks on the
+    /// disk.
     ///
     /// # Errors
     /// [`MountError::Refused`]: the image is mounted or leased; or a disk error.
-    pub fn drop_changes(&self, name: &ImageName) -> Result<Option<u64>, MountError> {
+    pub fn drop_changes(&self, name: &ImageName) -> Result<Option<Changes>, MountError> {
         // Prevents it from being opened meanwhile.
         let image_lock = self.image_lock(name);
         let _opening = image_lock.lock();
@@ -172,32 +41,13 @@ impl Server {
         leases
             .check_free(Duration::ZERO, &|_| false)
             .map_err(MountError::Refused)?;
-        let changed = changes_of(&self.config.state, name).map(|c| c.changed);
+        let dropped = changes::of_image(&self.config.state, name);
         self.discard(name, &mut leases)?;
-        Ok(changed)
-    }
-
-    /// Removes the overlays of earlier images of a name, which were set aside when those were replaced. Returns how
-    /// many there were. Blocks on the disk.
-    ///
-    /// # Errors
-    /// [`MountError::StateFile`] when one cannot be removed.
-    pub fn drop_earlier(&self, name: &ImageName) -> Result<usize, MountError> {
-        let image_lock = self.image_lock(name);
-        let _opening = image_lock.lock();
-        let all = changes_on_disk(&self.config.state)?;
-        let earlier = all.iter().filter(|c| c.earlier && c.image == name.as_str());
-        let mut removed = 0;
-        for changes in earlier {
-            std::fs::remove_dir_all(&changes.directory)
-                .map_err(|e| MountError::state(&changes.directory, e.to_string()))?;
-            removed += 1;
-        }
-        Ok(removed)
+        Ok(dropped)
     }
 
     fn overlay_of(&self, name: &ImageName) -> PathBuf {
-        self.config.state.join("overlays").join(name.as_str())
+        changes::directory(&self.config.state, name)
     }
 
     /// Discards an overlay that is not open.

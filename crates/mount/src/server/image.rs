@@ -10,6 +10,7 @@ use drover_device::backend::overlay::{self, OverlayError};
 use drover_device::remote::{Change, Epoch};
 use drover_net::{Code, PeerKey, Refusal};
 use drover_storage::{Directory, HostDirectory};
+use drover_store::changes;
 use drover_store::lease::{Access, Holder, Identity, LeaseTable, MountId, Who};
 use parking_lot::{Mutex, MutexGuard};
 
@@ -90,7 +91,7 @@ impl Image {
     /// No such image, or a damaged overlay or lease.
     pub fn open(name: &ImageName, images: &Arc<dyn Images>, state: &Path) -> Result<Self, Refusal> {
         let base = images.open(name)?;
-        let directory = state.join("overlays").join(name.as_str());
+        let directory = changes::directory(state, name);
         let leases = LeaseTable::open(name.clone(), directory.clone())?;
         let image = Self {
             staged_by: Mutex::new(leases.last_edition()),
@@ -131,13 +132,7 @@ impl Image {
 
     /// Moves the overlay of another image of this name out of the way, without destroying it.
     fn set_aside(&self) -> Result<(), Refusal> {
-        let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        let millis = since.map_or(0, |since| since.as_millis());
-        // Image names never begin with a dot.
-        let aside = self
-            .directory
-            .with_file_name(format!(".{}-{millis}", self.name));
-        std::fs::rename(&self.directory, &aside).map_err(|e| {
+        let aside = changes::set_aside(&self.directory, &self.name).map_err(|e| {
             let text = format!("cannot move {}: {e}", self.directory.display());
             Refusal::new(Code::Io, text)
         })?;

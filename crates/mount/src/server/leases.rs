@@ -1,5 +1,6 @@
 //! Writers' leases: listed, replaced when damaged, broken.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -9,6 +10,7 @@ use drover_net::{Code, PeerKey, Refusal};
 use super::Server;
 use super::blocking::blocking;
 use crate::MountError;
+use drover_store::changes;
 use drover_store::lease::{self, Holder, LeaseTable};
 
 /// An image that is mounted or leased.
@@ -28,10 +30,9 @@ impl Server {
     /// The writers' leases of all images that were ever mounted, and the connected mounts. Blocks on the disk.
     ///
     /// # Errors
-    /// [`MountError::StateFile`] when the site's state cannot be read.
+    /// [`MountError::Store`] when the site's state cannot be read.
     pub fn leases(&self) -> Result<Vec<Leased>, MountError> {
-        let directory = self.config.state.join("overlays");
-        let mut names = std::collections::BTreeSet::new();
+        let mut names = BTreeSet::from_iter(changes::names(&self.config.state)?);
         names.extend(
             self.state
                 .lock()
@@ -39,16 +40,6 @@ impl Server {
                 .values()
                 .map(|m| m.image.name().clone()),
         );
-        match std::fs::read_dir(&directory) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-            Err(e) => return Err(MountError::state(&directory, e.to_string())),
-            Ok(entries) => {
-                for entry in entries.flatten() {
-                    let name = entry.file_name().into_string().ok();
-                    names.extend(name.and_then(|name| ImageName::new(name).ok()));
-                }
-            }
-        }
         let mut out = Vec::new();
         for name in names {
             match self.leased(&name) {
@@ -96,7 +87,7 @@ impl Server {
         // Prevents it from being opened meanwhile.
         let image_lock = self.image_lock(name);
         let _opening = image_lock.lock();
-        let directory = self.config.state.join("overlays").join(name.as_str());
+        let directory = changes::directory(&self.config.state, name);
         let open = self.state.lock().open.get(name).cloned();
         let Some(image) = open else {
             return LeaseTable::replace_damaged(&directory).map_err(MountError::Refused);
@@ -128,7 +119,7 @@ impl Server {
                 Some(image) => image.break_lease(),
                 // Opening it may be impossible, which may be why the lease is stuck.
                 None => {
-                    let directory = server.config.state.join("overlays").join(name.as_str());
+                    let directory = changes::directory(&server.config.state, &name);
                     LeaseTable::open(name, directory)?.break_lease()
                 }
             };
@@ -168,7 +159,7 @@ impl Server {
 /// # Errors
 /// [`MountError::Refused`] when it is damaged, [`MountError::StateFile`] when it cannot be read.
 pub fn lease_on_disk(state: &Path, name: &ImageName) -> Result<Option<Holder>, MountError> {
-    let directory = state.join("overlays").join(name.as_str());
+    let directory = changes::directory(state, name);
     match LeaseTable::open(name.clone(), directory.clone()) {
         Ok(leases) => Ok(leases.holder().cloned()),
         // The refusal names the way out.

@@ -1,0 +1,199 @@
+//! The changes that mounts made to images: listed, set aside when an image is replaced, and removed. Those of an image are
+//! an overlay ([`drover_device::backend::overlay`]) in one directory with the image's lease.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use drover_core::{Digest, ImageName};
+use drover_device::backend::overlay;
+use drover_storage::{Directory, HostDirectory};
+
+use crate::StoreError;
+use crate::lease::{Holder, LeaseTable};
+
+/// The directory of all overlays and leases.
+const OVERLAYS: &str = "overlays";
+
+/// The changes that mounts made to an image.
+#[derive(Clone, Debug)]
+pub struct Changes {
+    /// The image.
+    pub image: ImageName,
+    /// Their directory.
+    pub directory: PathBuf,
+    /// Whether they belong to an earlier image of that name, and were set aside.
+    pub earlier: bool,
+    /// The digest of its base image, if that can be read.
+    pub base: Option<Digest>,
+    /// Bytes of the disk that differ from the image.
+    pub changed: u64,
+    /// Disk space used, in bytes.
+    pub room: u64,
+    /// Time of the last write, in seconds since 1970.
+    pub written_unix: Option<i64>,
+    /// The last writer.
+    pub writer: Option<Holder>,
+    /// The current holder of the writer's lease.
+    pub holder: Option<Holder>,
+    /// Why they cannot be read completely.
+    pub problem: Option<String>,
+}
+
+/// The directory with the overlay and the lease of an image. `state` is the site's directory for mounted images.
+#[must_use]
+pub fn directory(state: &Path, name: &ImageName) -> PathBuf {
+    state.join(OVERLAYS).join(name.as_str())
+}
+
+/// The images that have a [`directory()`].
+///
+/// # Errors
+/// When `state` cannot be read.
+pub fn names(state: &Path) -> Result<Vec<ImageName>, StoreError> {
+    let mut found = directories(state)?;
+    found.retain(|(_, _, earlier)| !earlier);
+    Ok(found.into_iter().map(|(image, ..)| image).collect())
+}
+
+/// The changes to all images, by name. Blocks on the disk.
+///
+/// # Errors
+/// When `state` cannot be read. Damaged changes are listed with their problem.
+pub fn all(state: &Path) -> Result<Vec<Changes>, StoreError> {
+    let found = directories(state)?.into_iter();
+    let mut out: Vec<_> = found
+        .filter_map(|(image, directory, earlier)| look(image, directory, earlier))
+        .collect();
+    out.sort_by(|a, b| {
+        (&a.image, a.earlier, &a.directory).cmp(&(&b.image, b.earlier, &b.directory))
+    });
+    Ok(out)
+}
+
+/// The changes to one image. Blocks on the disk.
+#[must_use]
+pub fn of_image(state: &Path, name: &ImageName) -> Option<Changes> {
+    let directory = directory(state, name);
+    if !directory.is_dir() {
+        return None;
+    }
+    look(name.clone(), directory, false)
+}
+
+/// Moves the overlay of an earlier image of this name out of the way. Returns its new directory.
+///
+/// # Errors
+/// When it cannot be renamed.
+pub fn set_aside(directory: &Path, name: &ImageName) -> io::Result<PathBuf> {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    let millis = since.map_or(0, |since| since.as_millis());
+    // Image names never begin with a dot.
+    let aside = directory.with_file_name(format!(".{name}-{millis}"));
+    fs::rename(directory, &aside)?;
+    Ok(aside)
+}
+
+/// Removes what was [set aside](set_aside) of earlier images of a name. Returns what was removed. Blocks on the disk.
+///
+/// # Errors
+/// When one cannot be removed.
+pub fn remove_earlier(state: &Path, name: &ImageName) -> Result<Vec<Changes>, StoreError> {
+    let mut earlier = all(state)?;
+    earlier.retain(|c| c.earlier && c.image == *name);
+    for changes in &earlier {
+        match fs::remove_dir_all(&changes.directory) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            result => result.map_err(StoreError::file("remove", &changes.directory))?,
+        }
+    }
+    Ok(earlier)
+}
+
+/// The directories below [`OVERLAYS`], and whether they are of earlier images.
+fn directories(state: &Path) -> Result<Vec<(ImageName, PathBuf, bool)>, StoreError> {
+    let overlays = state.join(OVERLAYS);
+    let failed = |e| StoreError::file("list", &overlays)(e);
+    let entries = match fs::read_dir(&overlays) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        result => result.map_err(failed)?,
+    };
+    let mut out = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(failed)?;
+        let name = entry.file_name().into_string().unwrap_or_default();
+        let earlier = earlier_name(&name);
+        if let Ok(image) = ImageName::new(earlier.unwrap_or(&name)) {
+            out.push((image, entry.path(), earlier.is_some()));
+        }
+    }
+    Ok(out)
+}
+
+/// The image whose overlay was set aside under this name.
+fn earlier_name(name: &str) -> Option<&str> {
+    let (image, when) = name.strip_prefix('.')?.rsplit_once('-')?;
+    let number = !when.is_empty() && when.bytes().all(|b| b.is_ascii_digit());
+    number.then_some(image)
+}
+
+/// Reads the changes of a directory; none when there are none.
+fn look(image: ImageName, directory: PathBuf, earlier: bool) -> Option<Changes> {
+    let mut found = Changes {
+        image,
+        earlier,
+        base: None,
+        changed: 0,
+        room: room(&directory),
+        written_unix: written(&directory),
+        writer: None,
+        holder: None,
+        problem: None,
+        directory,
+    };
+    match summary(&found.directory) {
+        Ok(Some(summary)) => {
+            found.base = Some(summary.identity.base);
+            found.changed = summary.changed;
+        }
+        Ok(None) => {}
+        Err(e) => found.problem = Some(e),
+    }
+    match LeaseTable::open(found.image.clone(), found.directory.clone()) {
+        Ok(leases) => {
+            found.writer = leases.last_writer().cloned();
+            found.holder = leases.holder().cloned();
+        }
+        Err(e) => found.problem = Some(e.message),
+    }
+    (found.changed > 0 || found.problem.is_some()).then_some(found)
+}
+
+fn summary(directory: &Path) -> Result<Option<overlay::Summary>, String> {
+    let open = HostDirectory::open(directory)
+        .map_err(|e| format!("cannot open {}: {e}", directory.display()))?;
+    let open: Arc<dyn Directory> = Arc::new(open);
+    overlay::summary(&open).map_err(|e| e.to_string())
+}
+
+/// Disk space used by the files of a directory, in bytes.
+fn room(directory: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let Ok(entries) = fs::read_dir(directory) else {
+        return 0;
+    };
+    let files = entries.flatten().filter_map(|entry| entry.metadata().ok());
+    files
+        .filter(|m| m.is_file())
+        .map(|m| m.blocks() * 512)
+        .sum()
+}
+
+/// Time of the last write to the data.
+fn written(directory: &Path) -> Option<i64> {
+    let when = fs::metadata(directory.join("data")).ok()?.modified().ok()?;
+    let since = when.duration_since(UNIX_EPOCH).ok()?;
+    i64::try_from(since.as_secs()).ok()
+}
