@@ -42,7 +42,7 @@ pub use image::{Base, Images};
 pub use leases::{Leased, lease_on_disk};
 
 use blocking::blocking;
-use connection::{Connection, LinkShared, Parts};
+use connection::{Connection, LinkShared, Running};
 use counters::Counters;
 use image::Image;
 use pool::Pool;
@@ -378,7 +378,7 @@ impl Server {
             mount.shared = Arc::default();
         }
         let connection_image = image.clone();
-        let connection = Connection::new(Parts {
+        let connection = Arc::new(Connection {
             number: self.next_connection.fetch_add(1, Ordering::Relaxed),
             key,
             kind: open.connection,
@@ -390,6 +390,7 @@ impl Server {
             pool: self.pool.clone(),
             counters: self.counters.clone(),
             bodies: self.bodies.clone(),
+            running: Running::default(),
         });
         mount.connections.push(connection.clone());
         if open.access == Access::ReadWrite {

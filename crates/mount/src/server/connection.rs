@@ -100,9 +100,19 @@ pub struct Connection {
     pub shape: Shape,
     /// State shared with the link's other connections.
     pub shared: Arc<LinkShared>,
-    pool: Arc<Pool>,
-    counters: Arc<Counters>,
-    bodies: Arc<Semaphore>,
+    /// The threads.
+    pub pool: Arc<Pool>,
+    /// The site's counters.
+    pub counters: Arc<Counters>,
+    /// Permits for request bodies, of the whole site.
+    pub bodies: Arc<Semaphore>,
+    /// The requests.
+    pub running: Running,
+}
+
+/// What a connection has to do, by default nothing.
+#[derive(Default)]
+pub struct Running {
     state: Mutex<ConnectionState>,
     /// Wakes the writer.
     wake: Notify,
@@ -138,54 +148,7 @@ impl ConnectionState {
     }
 }
 
-/// The parts of a new connection.
-pub struct Parts {
-    /// See [`Connection`].
-    pub number: u64,
-    /// See [`Connection`].
-    pub key: (PeerKey, MountId),
-    /// See [`Connection`].
-    pub kind: ConnectionKind,
-    /// See [`Connection`].
-    pub link: u64,
-    /// See [`Connection`].
-    pub access: Access,
-    /// See [`Connection`].
-    pub image: Arc<Image>,
-    /// See [`Connection`].
-    pub shape: Shape,
-    /// See [`Connection`].
-    pub shared: Arc<LinkShared>,
-    /// The threads.
-    pub pool: Arc<Pool>,
-    /// The site's counters.
-    pub counters: Arc<Counters>,
-    /// Permits for request bodies, of the whole site.
-    pub bodies: Arc<Semaphore>,
-}
-
 impl Connection {
-    /// A connection without requests.
-    pub fn new(parts: Parts) -> Arc<Self> {
-        Arc::new(Self {
-            number: parts.number,
-            key: parts.key,
-            kind: parts.kind,
-            link: parts.link,
-            access: parts.access,
-            image: parts.image,
-            shape: parts.shape,
-            shared: parts.shared,
-            pool: parts.pool,
-            counters: parts.counters,
-            bodies: parts.bodies,
-            state: Mutex::default(),
-            wake: Notify::new(),
-            idle: Notify::new(),
-            closed: watch::Sender::new(false),
-        })
-    }
-
     /// Serves the connection until the mount ends it, the link breaks, `stop` is set or [`Connection::close`] is
     /// called.
     pub async fn serve(
@@ -194,7 +157,7 @@ impl Connection {
         writer: &mut FrameWriter,
         mut stop: watch::Receiver<bool>,
     ) -> Result<(), MountError> {
-        let mut closed = self.closed.subscribe();
+        let mut closed = self.running.closed.subscribe();
         let stopped = async {
             tokio::select! {
                 _ = stop.wait_for(|stop| *stop) => {}
@@ -216,7 +179,7 @@ impl Connection {
     /// Sends a refusal as the last reply, and ends the connection soon after.
     pub async fn end(&self, refusal: Refusal) {
         self.send_final_error(refusal);
-        self.state.lock().closed = true;
+        self.running.state.lock().closed = true;
         self.drained().await;
         tokio::time::sleep(LAST_WORD).await;
         self.close();
@@ -224,18 +187,18 @@ impl Connection {
 
     /// Ends the connection: work that has not started is dropped.
     pub fn close(&self) {
-        self.state.lock().closed = true;
-        self.closed.send_replace(true);
-        self.idle.notify_waiters();
+        self.running.state.lock().closed = true;
+        self.running.closed.send_replace(true);
+        self.running.idle.notify_waiters();
     }
 
     /// Waits until all work started by the closed connection has finished. Cancel safe.
     pub async fn drained(&self) {
         loop {
-            let idle = self.idle.notified();
+            let idle = self.running.idle.notified();
             tokio::pin!(idle);
             idle.as_mut().enable();
-            if self.state.lock().working == 0 {
+            if self.running.state.lock().working == 0 {
                 return;
             }
             idle.await;
@@ -288,11 +251,11 @@ impl Connection {
             body: Bytes::new(),
             replies: None,
         };
-        let mut state = self.state.lock();
+        let mut state = self.running.state.lock();
         state.queue.made_unasked(made.bytes());
         state.out.push_first(made);
         drop(state);
-        self.wake.notify_one();
+        self.running.wake.notify_one();
     }
 
     fn take(self: &Arc<Self>, payload: &Bytes) -> Result<(), Refusal> {
@@ -306,19 +269,19 @@ impl Connection {
                 self.shared.room.notify_waiters();
             }
             Request::Hurry { id } => {
-                self.state.lock().hurry(id);
-                self.wake.notify_one();
+                self.running.state.lock().hurry(id);
+                self.running.wake.notify_one();
             }
             request => {
                 self.counters.asked(&request);
-                let mut state = self.state.lock();
+                let mut state = self.running.state.lock();
                 if !message.body.is_empty() {
                     state.came += message.body.len() as u64;
                     state.came_at = self.shared.now();
                 }
                 state.queue.admit(request, message.body, self.shape.chunk)?;
                 if state.came > state.told {
-                    self.wake.notify_one();
+                    self.running.wake.notify_one();
                 }
             }
         }
@@ -331,7 +294,7 @@ impl Connection {
         let window = self.shared.flow.lock().window();
         let unit = (window / UNITS_OF_WINDOW).clamp(MIN_UNIT, u64::from(MAX_UNIT));
         loop {
-            let mut state = self.state.lock();
+            let mut state = self.running.state.lock();
             if state.closed {
                 return;
             }
@@ -350,7 +313,7 @@ impl Connection {
 
     fn work(self: &Arc<Self>, unit: Unit, front: bool, scratch: &mut WorkerScratch) {
         let (closed, queued) = {
-            let state = self.state.lock();
+            let state = self.running.state.lock();
             (state.closed, state.out.has_background())
         };
         let effect = Effect::of(&unit, self.shape.chunk);
@@ -371,7 +334,7 @@ impl Connection {
         if let Some(made) = &made {
             self.counters.made(effect, made);
         }
-        let mut state = self.state.lock();
+        let mut state = self.running.state.lock();
         state.queue.worked(effect.weight(), front);
         if changes {
             state.queue.changed();
@@ -393,16 +356,16 @@ impl Connection {
             }
         }
         drop(state);
-        self.wake.notify_one();
+        self.running.wake.notify_one();
         if committed {
             self.image.settle_aside();
         }
-        let mut state = self.state.lock();
+        let mut state = self.running.state.lock();
         state.working -= 1;
         let idle = state.working == 0;
         drop(state);
         if idle {
-            self.idle.notify_waiters();
+            self.running.idle.notify_waiters();
         }
         self.pump();
     }
@@ -448,7 +411,7 @@ impl Connection {
                 continue;
             }
             tokio::select! {
-                () = self.wake.notified() => {}
+                () = self.running.wake.notified() => {}
                 () = room => {}
                 error = writer.ping_when_idle(KEEP_ALIVE.ping_every) => return Err(error.into()),
             }
@@ -457,7 +420,7 @@ impl Connection {
 
     /// The next reply that may be sent: its encoded head and its body.
     fn next_out(&self) -> Option<(Vec<u8>, Bytes)> {
-        let mut state = self.state.lock();
+        let mut state = self.running.state.lock();
         let mut flow = self.shared.flow.lock();
         if state.came > state.told {
             state.told = state.came;
